@@ -258,8 +258,9 @@ def _launcher(function: int, name: str, cubin: Cubin, params: tuple[Param, ...],
             raise launch_error(name, grid, block, shared, broken or [str(error)]) from None
 
     def bound(grid: Dim, block: Dim, shared: int, *last: Any) -> Launch:
-        first = packer(params[: len(params) - len(last)])
-        pack, filled = first.pack_into, _Arguments(layout.pack(*bytes(len(params) - len(last)), *last), params, attribute)
+        first = params[: len(params) - len(last)]
+        nothing = [bytes(p.size) if p.size else 0 for p in first]
+        pack, filled = packer(first).pack_into, _Arguments(layout.pack(*nothing, *last), params, attribute)
         (gx, gy, gz), (bx, by, bz) = grid, block
 
         def run_bound(*args: Any) -> None:
