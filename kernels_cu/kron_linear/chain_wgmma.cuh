@@ -82,7 +82,7 @@ __device__ constexpr int sixteens(int n) { return (n + 15) / 16 * 16; }
 // a page has HIGH rows of DEEP columns in shared memory, with zeros beyond P1 and P2, as have w1 and w2. BYTES: size of a copy. PACKED:
 // rows of y are not aligned, and are stored through shared memory, UNIT elements at a time.
 template <int TEAMS_, int STAGES_, bool ADDED_, class Left, class Right>
-struct Wide4 {
+struct Chain4 {
     static constexpr int TEAMS = TEAMS_, STAGES = STAGES_, THREADS = 128 * TEAMS;
     static constexpr bool ADDED = ADDED_;
     static constexpr int P1 = Left::P, Q1 = Left::Q, P2 = Right::P, Q2 = Right::Q, PARTS = (Q1 + 63) / 64, ROWS = PARTS * 64;

@@ -398,14 +398,16 @@ __global__ void __launch_bounds__(Plan::TEAMS* Plan::THREADS, 1)
     };
     Turns<P / 64> turns{team, group};
     unsigned step = gridDim.x * Plan::TEAMS, tiles = LEFT ? A * ACROSS : A / N, a = blockIdx.x + team * gridDim.x;
+    const T* w = factors.at[0];
+    asm volatile("" : "+l"(w));  // as above
     let_next_come();
-    factor_ahead<W, Plan::TEAMS * THREADS>(factors.at[0], factors.p[0], factors.q[0]);
+    factor_ahead<W, Plan::TEAMS * THREADS>(w, factors.p[0], factors.q[0]);
     if (a < tiles) Ahead<X::ROWS, X::COLUMNS, THREADS, T>::ahead(x + x_place(a), X_STRIDE);
     wait_for_previous();
     Partly<Q, Plan::HELD> factor;
     {
         Underway<W, Plan::TEAMS * THREADS, T> whole;
-        whole.fetch_any(factors.at[0], factors.p[0], factors.q[0]);
+        whole.fetch_any(w, factors.p[0], factors.q[0]);
         if (a < tiles) {
             fetch_g(a);
             fetch_x(a);

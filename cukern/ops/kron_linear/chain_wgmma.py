@@ -12,7 +12,7 @@ COPY_CYCLES, PACKED_CYCLES = 0.3, 0.065  # of a multiprocessor, of a copy of few
 
 
 class ChainWgmma(NamedTuple):
-    """One launch: each warpgroup has rows of x of its own. See Wide4 in chain_wgmma.cuh. The right factor's step comes first."""
+    """One launch: each warpgroup has rows of x of its own. See Chain4 in chain_wgmma.cuh. The right factor's step comes first."""
 
     steps: tuple[Step, ...]
     teams: int  # warpgroups of a block
@@ -55,7 +55,7 @@ class ChainWgmma(NamedTuple):
         return (_sixteens(right.p) + _sixteens(right.q)) // 2 + (_of_left(left) if self.held else _sixteens(left.p) // 4) + rest
 
     def template(self, added: bool = False) -> str:
-        return f"Wide4<{text(self.teams, self.stages, added, *[f'Factor<{s.p}, {s.q}>' for s in reversed(self.steps)])}>"
+        return f"Chain4<{text(self.teams, self.stages, added, *[f'Factor<{s.p}, {s.q}>' for s in reversed(self.steps)])}>"
 
 
 def forward(run: Sequence[Step], rows: int, target: Problem) -> Iterator[ChainWgmma]:
