@@ -384,7 +384,7 @@ struct Tail {
         }
     }
 
-    // Take a tile with its bias. `last`: the block's last one, of which only float results care.
+    // Take a tile with its bias. `last`: the thread block's last tile. Only float results use it.
     __device__ __forceinline__ void take(float (&acc)[S::NJ][4], bool last) {
         if (sizeof(O) == 4 && last) free_ring();
         if (results.pre) {

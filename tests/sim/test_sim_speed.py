@@ -108,7 +108,7 @@ __global__ void layernorm(float* out, const float* x, const float* weight, const
     for (int i = lane; i < n; i += 32) out[i] = (x[i] - mean) * scale * weight[i] + bias[i];
 }
 """
-KERNELS = {  # arguments after the output; launch; what it computes; at most so many units
+KERNELS = {  # arguments after the output; launch; what it computes; the most units it may take
     "a thread a row": (ROWS, (torch.randn(64, 1024), 64, 1024), {"grid": 2, "block": 32}, lambda x, *_: x.softmax(1), 85),
     "tiles of a product": (PRODUCT, (torch.randn(128, 128), torch.randn(128, 128), 128), {"grid": (4, 4), "block": (32, 32)},
                            lambda a, b, _: a @ b, 9),

@@ -60,8 +60,8 @@ BACKWARD = {
 
 
 class WgmmaTile(NamedTuple):
-    """Of v4: `warpgroups` consumers with 64 rows each loop over tiles of `columns` rows, of which `stages` are in shared memory. At least
-    `per_sm` thread blocks fit into the registers of an SM."""
+    """A tile of v4. Each of `warpgroups` consumer warpgroups owns 64 rows and loops over tiles of `columns` rows. The ring buffer has
+    `stages` stages. The registers allow `per_sm` thread blocks per SM."""
 
     columns: int
     warpgroups: int

@@ -226,7 +226,7 @@ def _plan(pass_: str, version: str, dtype: torch.dtype, softcap: bool, columns: 
 
 
 def _grid(rows: int, block: backend.Dim, device: int) -> backend.Dim:
-    """One block per row, or for short rows so many that each warp has the same number of rows."""
+    """One thread block per row. For short rows, as many thread blocks as give each warp the same number of rows."""
     each = max(1, min(-(-rows // (_WARPS * device_of(device).sms)), _MOST_ROWS)) if block == SHORT_BLOCK else 1
     return -(-rows // (each * block[1])), 1, 1
 
