@@ -30,6 +30,8 @@ PAIR = "sm_80", "sm_89"  # alike in instructions and registers
 # and these differ between architectures. So it is with matmul_v6's tiles, layouts and copies.
 COMBINATION = re.compile(r"matmul_v5<\w+, (\w+), (\w+)")
 
+WGMMA = re.compile("matmul_v7|attention_v4")  # empty on newer GPUs, which have no wgmma and do not launch them
+
 # Bytes a thread that some instances of a kernel spill, of those for GPUs whose compiler has fewer registers to give: matmul_v5's fill the
 # register file. NVRTC 12.9 puts none of it in the main loop, 13.0 at most 12 loads and stores into its 1195 instructions.
 # The others are a register or three short, and spill once a row.
@@ -43,7 +45,7 @@ MAY_SPILL = {
     ("sm_80", "attention_v3"): 24,  # attention's accumulators fill the register file too; smaller tiles are slower on an H200
     ("sm_80", "attention_v3_bwd"): 48,  # with a softcap
     ("sm_89", "attention_v3"): 16,
-    ("sm_89", "attention_v3_bwd"): 8,
+    ("sm_89", "attention_v3_bwd"): 16,  # float32 as two bfloat16 numbers
     ("sm_90a", "attention_v3_bwd"): 20,  # with a softcap
     ("sm_100a", "attention_v3"): 72,
     ("sm_100a", "attention_v3_bwd"): 76,
@@ -104,7 +106,8 @@ def test_every_kernel_compiles_without_spills(stem, arch):
     assert {name for name, stores in spilling.items() if stores > allowed[name]} == set(), spilling
     assert all(report.registers for report, _ in found.values()), "the report was read"
     for name, kernel in kernels.items():
-        assert_waits(name, found[name][1], early=kernel.pdl and number >= 90)
+        has_body = number == 90 or not WGMMA.match(name)
+        assert_waits(name, found[name][1], early=kernel.pdl and number >= 90 and has_body)
 
 
 MAY_SPILL_WHEN_PLANNED = {"kron_linear_v4": 32}  # bytes a thread: 1024 x 32^3 float, whose 512 threads have 128 registers each
