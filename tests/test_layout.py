@@ -236,22 +236,26 @@ def test_readme_fits_on_a_page():
 
 
 def test_import_touches_no_device_and_costs_little():
-    """Beyond torch: at most 0.1 s of CPU time with the bytecode that pip leaves, the best of a few.
+    """At most 6 % of the CPU time of torch's own import, about 0.1 s, with the bytecode that pip leaves. The best of a few runs.
 
-    gc.collect() first: else a full collection of torch's objects, 0.09 s, falls into the import or not, by the number of objects before it.
+    A ratio of two times of one process, since the times themselves double on a machine with other work. gc.collect() first: else a full
+    collection of torch's objects, 0.09 s, falls into the import or not, by the number of objects before it.
     """
     code = """
-import gc, sys, time, torch
+import sys, time
+start = time.process_time()
+import gc, torch
+torch_s = time.process_time() - start
 gc.collect()
 start = time.process_time()
 import cukern
-took = time.process_time() - start
+took_s = time.process_time() - start
 heavy = {"cupy", "cupy_backends", "triton", "typer", "rich", "matplotlib", "torch._dynamo", "torch._inductor"}
-print(took, torch.cuda.is_initialized(), *heavy.intersection(sys.modules))
+print(took_s / torch_s, took_s, torch_s, torch.cuda.is_initialized(), *heavy.intersection(sys.modules))
 """
-    runs = [run_python(code, PYTHONDONTWRITEBYTECODE="").stdout.split() for _ in range(3)]
-    assert all(run[1:] == ["False"] for run in runs), runs
-    assert min(float(run[0]) for run in runs) <= 0.1
+    runs = [run_python(code, PYTHONDONTWRITEBYTECODE="").stdout.split() for _ in range(5)]
+    assert all(run[3:] == ["False"] for run in runs), runs
+    assert min(float(run[0]) for run in runs) <= 0.06, runs
 
 
 def test_complexity():
