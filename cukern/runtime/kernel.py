@@ -44,8 +44,8 @@ class Kernel:
         self.source, self.name, self.pdl, self._cluster = source, name, pdl, cluster
         self._attribute = cluster or (extended_launch.EARLY if pdl else extended_launch.TOGETHER if together else 0)
         self._of_cluster: dict[backend.Dim, Kernel] = {}
-        self._quick: arguments.Quick = arguments.never
-        self._quicks: dict[int, arguments.Quick] = {}  # by GPU; `_quick` is that of the last launch
+        self.quick: arguments.Quick = arguments.never
+        self._quicks: dict[int, arguments.Quick] = {}  # by GPU; `quick` is that of the last launch
         self._params: dict[int, tuple[signature.Param, ...]] = {}
         self._loaded: dict[int, backend.Launch] = {}
         self._raw: dict[int, Any] = {}  # by GPU, cupy.RawKernel
@@ -157,7 +157,7 @@ class Kernel:
         Raises TypeError or ValueError with the kernel's signature for a wrong argument, LaunchError for a launch that exceeds a limit of
         the GPU, and in the simulator cukern.sim.Fault for a bug in the kernel.
         """
-        quick = self._quick
+        quick = self.quick
         if stream is None and cluster is None and quick(args, grid, block, shared):
             return
         if cluster is not None:
@@ -167,8 +167,8 @@ class Kernel:
             raise TypeError(f"stream must be a torch.cuda.Stream, such as ExternalStream(address), got {checks.brief(stream)}")
         first = arguments.device(args)
         if stream is None and first in self._quicks and self._quicks[first] is not quick:
-            self._quick = self._quicks[first]
-            if self._quick(args, grid, block, shared):
+            self.quick = self._quicks[first]
+            if self.quick(args, grid, block, shared):
                 return
         params = self.params_on(first)
         if len(args) != len(params):
@@ -196,7 +196,7 @@ class Kernel:
             except (TypeError, ValueError) as error:
                 raise self._with_signature(error, params) from None
         if not simulated and device not in self._quicks and hasattr(launch, "prepared"):
-            self._quick = self._quicks[device] = arguments.quick(launch.prepared, params, device)
+            self.quick = self._quicks[device] = arguments.quick(launch.prepared, params, device)
 
     def __getitem__(self, launch: Any) -> Callable[..., None]:
         """`kernel[grid, block]`, `kernel[grid, block, shared]` or `kernel[grid, block, shared, stream]`, as in <<<...>>> of CUDA C++."""
@@ -222,7 +222,7 @@ class Kernel:
 
 @_outside_graphs
 def _launch_at(kernel: Kernel, grid: Any, block: Any, *args: Any) -> None:
-    quick = kernel._quick
+    quick = kernel.quick
     if not quick(args, grid, block, 0):
         kernel(*args, grid=grid, block=block)
 

@@ -145,14 +145,14 @@ def test_a_quick_launch_on_several_gpus(monkeypatch, no_stream):
     current[0] = -1
     assert quick((x,), 1, 32, 0)
     kernel._quicks = {-1: quick, 5: quick_of("__global__ void k(float* x) {}", [], 5)[1]}
-    kernel._quick = kernel._quicks[5]
+    kernel.quick = kernel._quicks[5]
     kernel(x, grid=3, block=32)
-    assert kernel._quick is quick and seen[-1][0] == (3, 1, 1)
+    assert kernel.quick is quick and seen[-1][0] == (3, 1, 1)
 
 
 def test_a_quick_launch_makes_few_calls(no_stream):
     seen, calls, x = [], [], torch.ones(4)
-    kernel, kernel._quick = quick_of("__global__ void k(float* x, float* y, int n) {}", seen)
+    kernel, kernel.quick = quick_of("__global__ void k(float* x, float* y, int n) {}", seen)
     for launch in (lambda: kernel(x, x, 3, grid=1, block=32), lambda: kernel[1, 32](x, x, 3)):
         sys.setprofile(lambda frame, event, _: calls.append(frame.f_code.co_name) if event == "call" else None)
         launch()
