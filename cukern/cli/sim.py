@@ -194,6 +194,7 @@ def _print_faults(kernel: Kernel, dims: Sequence[tuple[int, ...]], faults: Seque
         more = f" ({len(same) - 1} more at this line)" if len(same) > 1 else ""
         say(f"{kind[0].__name__}: {same[0]}{more}", "red")
     count = f"{len(distinct)} fault{'s' * (len(distinct) > 1)}" if faults else "no faults"
-    say(f"{kernel.name} <<<grid {dims[0]}, block {dims[1]}>>>: {count}", "red" if faults else "green")
+    grid, block = (" x ".join(map(str, d)) for d in dims)
+    say(f"{kernel.name} <<<grid {grid}, block {block}>>>: {count}", "red" if faults else "green")
     if faults:
         raise typer.Exit(1)

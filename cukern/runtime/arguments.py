@@ -44,19 +44,24 @@ def quick(prepared: backend.Prepared, params: Sequence[signature.Param], device:
         return never
     names, checks, values = [f"a{i}" for i in range(len(params))], "", []
     space: dict[str, Any] = {**prepared._asdict(), "plain": _PLAIN, "dims": dims, "stream": backend.current_stream, "device": device}
-    for i, (a, p) in enumerate(zip(names, params, strict=True)):
+    for a, p in zip(names, params, strict=True):
         if not p.pointer and (p.size or p.ctype in ("bool", "__nv_bfloat16")):
             return never
         values.append(f"{a}.data_ptr()" if p.pointer else a)
         if p.pointer:
-            space[f"d{i}"] = p.dtypes[0] if len(p.dtypes) == 1 else p.dtypes
-            dtype = f" and {a}.dtype {'in' if len(p.dtypes) > 1 else 'is'} d{i}" if p.dtypes else ""
-            lazy = "" if p.dtypes and not any(d.is_complex for d in p.dtypes) else f" and not {a}.is_conj()"
-            checks += f"type({a}) in plain{dtype} and {a}.get_device() == device and not {a}.is_neg(){lazy} and "
+            checks += _check(a, p.dtypes)
+            space[f"{a}_dtype"] = p.dtypes[0] if len(p.dtypes) == 1 else p.dtypes
     if torch.cuda.device_count() > 1:
         space["current"], checks = backend.current_device, f"current() == device and {checks}"
     exec(_QUICK.format(names="".join(f"{a}, " for a in names), checks=checks, values=", ".join(values)), space)
     return space["quick"]
+
+
+def _check(a: str, dtypes: tuple[torch.dtype, ...]) -> str:
+    """The test of a tensor, as the beginning of a condition."""
+    dtype = f"{a}.dtype {'is' if len(dtypes) == 1 else 'in'} {a}_dtype and " if dtypes else ""
+    lazy = "" if dtypes and not any(d.is_complex for d in dtypes) else f"not {a}.is_conj() and "
+    return f"type({a}) in plain and {dtype}{a}.get_device() == device and not {a}.is_neg() and {lazy}"
 
 
 def device(args: Iterable[Any]) -> int:

@@ -134,8 +134,8 @@ class Kernel:
     def __call__(
         self,
         *args: Any,
-        grid: int | Iterable[int],
-        block: int | Iterable[int],
+        grid: int | Iterable[int] | None = None,
+        block: int | Iterable[int] | None = None,
         shared: int = 0,
         cluster: int | Iterable[int] | None = None,
         stream: Any = None,
@@ -158,15 +158,17 @@ class Kernel:
         the GPU, and in the simulator cukern.sim.Fault for a bug in the kernel.
         """
         quick = self.quick
-        if stream is None and cluster is None and quick(args, grid, block, shared):
-            return
         if cluster is not None:
-            return self._clustered(arguments.dim("cluster", cluster))(*args, grid=grid, block=block, shared=shared, stream=stream)
-        dims, shared = (arguments.dim("grid", grid), arguments.dim("block", block)), checks.integer("shared", shared, 0)
+            self._clustered(arguments.dim("cluster", cluster))(*args, grid=grid, block=block, shared=shared, stream=stream)
+        elif stream is not None or not quick(args, grid, block, shared):
+            self._launch_checked(args, grid, block, shared, stream)
+
+    def _launch_checked(self, args: tuple[Any, ...], grid: Any, block: Any, shared: Any, stream: Any) -> None:
+        """Launch with arguments that are checked one by one, by errors that explain."""
         if stream is not None and not isinstance(stream, torch.cuda.Stream):
             raise TypeError(f"stream must be a torch.cuda.Stream, such as ExternalStream(address), got {checks.brief(stream)}")
         first = arguments.device(args)
-        if stream is None and first in self._quicks and self._quicks[first] is not quick:
+        if stream is None and self._quicks.get(first, self.quick) is not self.quick:
             self.quick = self._quicks[first]
             if self.quick(args, grid, block, shared):
                 return
@@ -174,12 +176,15 @@ class Kernel:
         if len(args) != len(params):
             raise signature.explain_misfit(self.name, params, args)
         try:
+            if grid is None or block is None:
+                raise TypeError("a launch needs grid= and block=, the numbers of thread blocks and of threads per block")
+            geometry = arguments.dim("grid", grid), arguments.dim("block", block), checks.integer("shared", shared, 0)
             tensors = [arguments.tensor(self.name, p, a) for p, a in zip(params, args, strict=True)]
             device = arguments.common_device(self.name, params, tensors, first)
             values = [arguments.value(self.name, p, a, t) for p, a, t in zip(params, args, tensors, strict=True)]
         except (TypeError, ValueError) as error:
             raise self._with_signature(error, params) from error.__cause__
-        self._launch(device, params, tensors, (*dims, shared, *values), stream)
+        self._launch(device, params, tensors, (*geometry, *values), stream)
 
     def _launch(self, device: int, params: Sequence[signature.Param], tensors: Sequence[Any], values: tuple[Any, ...], stream: Any) -> None:
         simulated = device == backend.SIMULATED
@@ -224,7 +229,7 @@ class Kernel:
 def _launch_at(kernel: Kernel, grid: Any, block: Any, *args: Any) -> None:
     quick = kernel.quick
     if not quick(args, grid, block, 0):
-        kernel(*args, grid=grid, block=block)
+        kernel._launch_checked(args, grid, block, 0, None)
 
 
 _collected: dict[str, Kernel] | None = None

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -64,26 +65,25 @@ def _no_kernels(*_: Any) -> Callable[..., None]:
     return lambda *args, **options: None
 
 
+@dataclass
 class Own:
     """The raw ops, the autograd Function and the public function of one own op."""
 
-    def __init__(
-        self,
-        name: str,
-        inputs: tuple[str, ...],
-        constants: tuple[str, ...],
-        outputs: int,
-        source: Path,
-        dtypes: tuple[torch.dtype, ...],
-        reference: Callable[..., Tensor | Tensors],
-        versions: dict[str, Pair],
-    ):
-        self.name, self.inputs, self.constants, self.outputs = name, inputs, constants, outputs
-        self.kernels, self.dtypes, self.reference, self.versions = Kernels(source), dtypes, reference, versions
-        self.signature = inspect.Signature([inspect.Parameter(x, inspect.Parameter.POSITIONAL_OR_KEYWORD) for x in inputs])
-        self.newest, self.newest_backward, _ = list(versions.values())[-1]
+    name: str
+    inputs: tuple[str, ...]
+    constants: tuple[str, ...]
+    outputs: int
+    source: Path
+    dtypes: tuple[torch.dtype, ...]
+    reference: Callable[..., Tensor | Tensors]
+    versions: dict[str, Pair]
+
+    def __post_init__(self) -> None:
+        self.kernels = Kernels(self.source)
+        self.signature = inspect.Signature([inspect.Parameter(x, inspect.Parameter.POSITIONAL_OR_KEYWORD) for x in self.inputs])
+        self.newest, self.newest_backward, _ = list(self.versions.values())[-1]
         self.differentiable = self.newest_backward is not None
-        self.kept, self.results = self._signature_of_backward() if self.differentiable else ((), outputs)
+        self.kept, self.results = self._signature_of_backward() if self.differentiable else ((), self.outputs)
 
     def _signature_of_backward(self) -> tuple[tuple[bool, ...], int]:
         """Which inputs and results some version's backward uses, and the number of results."""

@@ -85,6 +85,11 @@ def test_a_wrong_argument_shows_the_signature():
     for args in ((x, "2"), (x.double(), 2.0), (x, 2.0, 3)):
         with pytest.raises((TypeError, ValueError), match=r"scale.*\(float\* x, float s\)"):
             scale[1, 4](*args)
+    with pytest.raises(TypeError, match=r"scale\(float\* x, float s\)") as caught:
+        scale(x, 2.0)
+    assert "a launch needs grid= and block=" in str(caught.value)
+    with pytest.raises(ValueError, match=r"grid must be at least 1, got 0; the kernel is scale\(float\* x, float s\)"):
+        scale[0, 4](x, 2.0)
     with pytest.raises(ValueError, match="has no __global__ function 'other'; it has scale"):
         cukern.compile(SCALE, "other")
 
@@ -240,6 +245,7 @@ TRAPS = {
     "__global__ void k(float* x) { x[0] = __shfl_xor(x[0], 1); }": "__shfl_xor_sync(0xffffffff, v, 1)",
     "__global__ void k(float* x) { __shared__ float s[99999]; s[threadIdx.x] = 1; __syncthreads(); x[0] = s[1]; }": "ends at 48 KiB",
     "__global__ void k(float* x) { x[0] = 1 \n}": "the line before it lacks a semicolon",
+    "template <class T> __global__ void k(T* x) {}": "the kernel is a template: name an instance of it, such as scale<float>",
     '#include "nowhere.cuh"\n__global__ void k(float* x) {}': "headers are searched in the folder of the .cu file",
 }
 
