@@ -1,5 +1,6 @@
 """`cukern sim`: runs one kernel of any .cu file in the simulator, on random inputs, and prints the faults that it finds."""
 
+import contextlib
 import math
 import re
 from collections.abc import Sequence
@@ -114,11 +115,10 @@ def _argument(param: Param, word: str, random: torch.Generator) -> Any:
 
 
 def _number(text: str) -> int | float | None:
-    for kind in (lambda: int(text, 0), lambda: float(text)):
-        try:
-            return kind()
-        except ValueError:
-            pass
+    with contextlib.suppress(ValueError):
+        return int(text, 0)
+    with contextlib.suppress(ValueError):
+        return float(text)
     return None
 
 
