@@ -247,6 +247,10 @@ def _launcher(function: int, name: str, cubin: Cubin, params: tuple[Param, ...],
     launch = (attribute and extended_launch.launcher(device_of(device).capability, attribute)) or driver.launchKernel
     most_shared, growing = [_FREE_SHARED - cubin.report.shared], threading.Lock()
 
+    def beyond_limits(grid: Dim, block: Dim, shared: int) -> list[str]:
+        threads = driver.funcGetAttribute(_MAX_THREADS_ATTRIBUTE, function)
+        return exceeded(grid, block, shared, threads, device_of(device).shared_bytes, cluster, cubin.report.shared)
+
     def run(grid: Dim, block: Dim, shared: int, *args: Any) -> None:
         try:
             if shared > most_shared[0]:
@@ -258,16 +262,15 @@ def _launcher(function: int, name: str, cubin: Cubin, params: tuple[Param, ...],
             buffer, each, extra = arguments.parts
             pack(buffer, 0, *args)
             launch(function, gx, gy, gz, bx, by, bz, shared, stream(device), each, extra)
-        except struct.error:
-            raise explain_misfit(name, params, args) from None
+        except (struct.error, OverflowError):
+            beyond = beyond_limits(grid, block, shared)
+            raise (launch_error(name, grid, block, shared, beyond) if beyond else explain_misfit(name, params, args)) from None
         except driver.CUDADriverError as error:
             refuse_fork(name, error)
             if not driver.ctxGetCurrent():  # a new thread without a context, such as autograd's at the first backward
                 driver.ctxSetCurrent(context)
                 return run(grid, block, shared, *args)
-            threads = driver.funcGetAttribute(_MAX_THREADS_ATTRIBUTE, function)
-            broken = exceeded(grid, block, shared, threads, device_of(device).shared_bytes, cluster, cubin.report.shared)
-            raise launch_error(name, grid, block, shared, broken or [str(error)]) from None
+            raise launch_error(name, grid, block, shared, beyond_limits(grid, block, shared) or [str(error)]) from None
 
     def bound(grid: Dim, block: Dim, shared: int, *last: Any) -> Launch:
         first = params[: len(params) - len(last)]
@@ -282,7 +285,7 @@ def _launcher(function: int, name: str, cubin: Cubin, params: tuple[Param, ...],
             try:
                 pack(buffer, 0, *args)
                 launch(function, gx, gy, gz, bx, by, bz, shared, stream(device), each, extra)
-            except (struct.error, driver.CUDADriverError):
+            except (struct.error, OverflowError, driver.CUDADriverError):
                 run(grid, block, shared, *args, *last)  # raises the explained error, or sets the context
 
         return run_bound
@@ -292,7 +295,7 @@ def _launcher(function: int, name: str, cubin: Cubin, params: tuple[Param, ...],
     return run
 
 
-def refuse_fork(name: str, error: Exception) -> None:
+def refuse_fork(name: str, error: Exception | None = None) -> None:
     """Raise the LaunchError that explains `error`, if this process was forked after CUDA was initialised."""
     if torch.cuda._is_in_bad_fork():
         raise LaunchError(f"{name}: CUDA was initialised before this process was forked; start it with the 'spawn' method") from error

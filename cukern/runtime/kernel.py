@@ -188,6 +188,8 @@ class Kernel:
 
     def _launch(self, device: int, params: Sequence[signature.Param], tensors: Sequence[Any], values: tuple[Any, ...], stream: Any) -> None:
         simulated = device == backend.SIMULATED
+        if not simulated:
+            backend.refuse_fork(self.name)
         if not simulated or not backend.simulating():
             backend.require_gpu()
         if stream is not None and stream.device_index != device and not simulated:

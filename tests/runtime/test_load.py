@@ -155,6 +155,29 @@ def test_a_quick_launch_on_several_gpus(monkeypatch, no_stream):
     assert kernel.quick is quick and seen[-1][0] == (3, 1, 1)
 
 
+def test_a_grid_that_no_driver_takes_names_its_limit(monkeypatch, no_stream):
+    """2**32 does not fit the driver's unsigned int, so that CuPy refuses it; launches with an attribute pack it."""
+    driver = pytest.importorskip("cupy_backends.cuda.api.driver")
+    kernel, x = cukern.compile("#include <cuda_fp16.h>\n__global__ void k(float* x, __half h) {}"), torch.ones(4)
+    monkeypatch.setattr(driver, "ctxGetCurrent", lambda: 0)
+    monkeypatch.setattr(driver, "funcGetAttribute", lambda attribute, _: 1 if attribute else 1024)
+    launch = backend._launcher(0, "k", kernel.compile("sm_90a"), kernel.params_on(-1), -1, 0)
+    bound = launch.bound((2**32, 1, 1), (32, 1, 1), 0)
+    for call in (lambda: launch((2**32, 1, 1), (32, 1, 1), 0, x.data_ptr(), 1.0), lambda: bound(x.data_ptr(), 1.0)):
+        with pytest.raises(cukern.LaunchError, match=r"k <<<grid \(4294967296, 1, 1\).* grid x = 4294967296 is not in 1..2147483647"):
+            call()
+    with pytest.raises(ValueError, match=r"1000000\.0 does not fit the parameter __half h"):
+        launch((1, 1, 1), (32, 1, 1), 0, x.data_ptr(), 1e6)
+
+
+def test_a_launch_after_a_fork_says_so(monkeypatch):
+    """The quick launch fails in the child, where torch sees no GPU."""
+    kernel = cukern.compile("__global__ void k(float* x) {}")
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
+    with pytest.raises(cukern.LaunchError, match="k: CUDA was initialised before this process was forked"):
+        kernel._launch(0, kernel.params_on(-1), [], ((1, 1, 1), (32, 1, 1), 0, 0), None)
+
+
 def test_a_quick_launch_makes_few_calls(no_stream):
     seen, calls, x = [], [], torch.ones(4)
     kernel, kernel.quick = quick_of("__global__ void k(float* x, float* y, int n) {}", seen)
