@@ -64,7 +64,9 @@ def _lines(defines: Mapping[str, Any] | None) -> str:
 def _kernel(source: Source, name: str | None) -> Kernel:
     names = list(source.kernels)
     if name is None:
-        if len(names) != 1:
+        if not names:
+            raise ValueError(f"{source.path} has no kernel: no __global__ function was found")
+        if len(names) > 1:
             raise ValueError(f"{source.path} has {len(names)} kernels ({', '.join(names)}): name one")
         return Kernel(source, names[0])
     if not isinstance(name, str):

@@ -55,7 +55,7 @@ def test_a_launch_that_is_too_large_names_kernel_geometry_and_limit(grid, block,
 def test_a_block_larger_than_the_kernels_own_bound_is_named():
     kernel = cukern.compile('extern "C" __global__ void __launch_bounds__(64) narrow() {}')
     kernel(grid=1, block=64)
-    with pytest.raises(cukern.LaunchError, match=r"narrow .*128 threads a block are more than the 64"):
+    with pytest.raises(cukern.LaunchError, match=r"narrow .*128 threads per block exceed this kernel.s limit of 64"):
         kernel(grid=1, block=128)
 
 
@@ -201,7 +201,7 @@ def test_static_clusters():
     out = torch.zeros(6, dtype=torch.int32, device="cuda")
     kernel(out, grid=6, block=1)
     assert out.tolist() == [20, 21] * 3
-    with pytest.raises(cukern.LaunchError, match=r"rank .* grid x = 5 is not a multiple of the 2 that the kernel's cluster has along x"):
+    with pytest.raises(cukern.LaunchError, match=r"rank .* grid x = 5 is not a multiple of the cluster size along x, 2"):
         kernel(out, grid=5, block=1)
 
 

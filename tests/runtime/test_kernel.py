@@ -56,7 +56,7 @@ def test_several_kernels_must_be_named(tmp_path):
 
 
 def test_a_file_without_a_kernel_or_no_file_at_all(tmp_path):
-    with pytest.raises(ValueError, match=r"none\.cu has 0 kernels"):
+    with pytest.raises(ValueError, match=r"none\.cu has no kernel"):
         cukern.load(write(tmp_path, "__device__ int x;", "none.cu"))
     with pytest.raises(FileNotFoundError, match=r"missing\.cu"):
         cukern.load(tmp_path / "missing.cu")

@@ -72,7 +72,7 @@ def test_a_cluster_is_that_of_the_launch():
     for cluster, expected in ((2, [20, 21, 20, 21]), ((4, 1), [40, 41, 42, 43]), (None, [10, 10, 10, 10])):
         rank(out, grid=4, block=32, cluster=cluster)
         assert out.tolist() == expected
-    with pytest.raises(cukern.LaunchError, match="grid x = 3 is not a multiple of the 2"):
+    with pytest.raises(cukern.LaunchError, match="grid x = 3 is not a multiple of the cluster size along x, 2"):
         rank(out, grid=3, block=32, cluster=2)
     with pytest.raises(TypeError, match=r"stream must be a torch\.cuda\.Stream"):
         rank(out, grid=3, block=32, stream=5)

@@ -47,6 +47,7 @@ def test_an_architecture_alone_stands_for_a_known_gpu():
     [
         ([(4, 8)], ValueError, "shapes belong to one op, got 2 ops"),
         ("48", TypeError, "shapes must be a collection of tuples of ints"),
+        ((4, 8), TypeError, r"shapes must be a collection of tuples of ints, such as .*, got tuple \(4, 8\)"),
         ([(4, 2.5)], TypeError, "a size in shapes must be an int"),
         ([(-4,)], ValueError, "a size in shapes must be at least 0"),
     ],
