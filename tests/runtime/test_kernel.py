@@ -141,7 +141,7 @@ def test_integer_types_without_their_header(empty_cache):
 
 
 def test_a_kernel_first_called_inside_of_torch_compile():
-    """One graph break; torch.compile follows no call into cukern, of which it would warn by the page."""
+    """There is one graph break, and no warnings: torch.compile does not trace into cukern."""
     code = """
 import torch, cukern
 kernel = cukern.compile("__global__ void k(float* x) { x[threadIdx.x] += 1; }")
@@ -347,7 +347,7 @@ def test_load_inline_tutorial_against_torch(device):
 
 @kernels
 def test_every_argument_arrives(device):
-    """Types of every size, in an order that needs padding between them."""
+    """Parameters of every size, in an order that needs padding between them."""
     kernel = cukern.compile("""
     __global__ void echo(double* out, char a, double b, short c, long long d, bool e, float f, unsigned char g, const int* h,
                          unsigned i, size_t j, int k, long long* none) {

@@ -89,7 +89,7 @@ def test_a_wrong_argument_shows_the_signature():
 
 
 def test_the_quick_launch_takes_only_right_arguments():
-    """With a recorder in the place of a launch, on the device -1 of CPU tensors."""
+    """A recorder replaces the launch. The device is -1, that of CPU tensors."""
     kernel, seen, x = cukern.compile("__global__ void k(float* x, void* y, int n, bool b, float s) {}"), [], torch.ones(4)
     with cukern.backend("sim"):
         params = kernel.params
@@ -156,7 +156,7 @@ def test_arrays_of(library):
 
 
 def test_jax_arrays_in_the_simulator():
-    """JAX arrays are inputs on the CPU too, and nothing is copied to an array that cannot be written."""
+    """JAX arrays are inputs on the CPU too. An output that is a JAX array is refused, because it cannot be written."""
     jax = pytest.importorskip("jax", reason="jax is not installed")
     jnp, cpu = jax.numpy, jax.devices("cpu")[0]
     copy, out = cukern.compile(COPY, defines={"TILE": 32, "T": "float"}), torch.empty(4)

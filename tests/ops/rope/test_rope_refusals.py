@@ -30,7 +30,7 @@ WRONG_VALUES = {
     "a large rotary_dim": ({"rotary_dim": 10}, r"rotary_dim is 10, it must not be larger than head_dim, 8"),
     "rotary_offset": ({"rotary_dim": 6, "rotary_offset": 3}, r"rotary_offset is 3: with rotary_dim 6 it must be in 0\.\.2"),
     "a negative rotary_offset": ({"rotary_offset": -1}, r"rotary_offset is -1"),
-    "the table's width": ({"rotary_dim": 6}, r"cos has shape \(5, 4\), it must be \(positions, rotary_dim / 2 = 3\) or \(positions, rotary_dim = 6\)"),
+    "the table's width": ({"rotary_dim": 6}, r"cos has shape \(5, 4\), it must be \(positions, rotary_dim / 2 = 3\) or"),
     "the table's length": ({"cos": COS[:4], "sin": SIN[:4]}, r"the sequence has 5 tokens, the table has only 4 positions"),
     "sin's shape": ({"sin": SIN[:, :2]}, r"sin is \(5, 2\) of torch.float32, it must be as cos, \(5, 4\) of torch.float32"),
     "sin's dtype": ({"sin": SIN.double()}, r"sin is .* of torch.float64, it must be as cos"),
