@@ -156,7 +156,7 @@ def test_in_place_on_views_that_autograd_does_not_let_write(device, version):
         refuse_in_place(f"k is {what}", x[:, :, 1:], cos, sin, x, k=k, version=version)
 
 
-def test_disjoint_tells_slices_that_lie_among_each_other():
+def test_disjoint_recognizes_interleaved_slices():
     """Compared with the addresses, for all pairs of slices of a small tensor."""
     base = torch.arange(2 * 3 * 5 * 2).view(2, 3, 5, 2)
     slices = [base[:, :, i:j] for i in range(5) for j in range(i + 1, 6)]
