@@ -46,7 +46,7 @@ def test_several_kernels_must_be_named(tmp_path):
     path = write(tmp_path, TWO, "two.cu")
     with pytest.raises(ValueError, match=r"two\.cu has 2 kernels \(scale, one\): name one"):
         cukern.load(str(path))
-    for name in ("three", ""):
+    for name in ("three", "scal", ""):
         with pytest.raises(ValueError, match=rf"no __global__ function '{name}'; it has scale, one"):
             cukern.load(path, name)
     assert cukern.load(path, "one").compile(ARCH).symbol == "one"
