@@ -1,10 +1,12 @@
 """CUDA kernels for PyTorch with nothing to build.
 
 Ops: square, matmul, linear, softmax, log_softmax, causal_softmax, rope, rope_, rope_tables, apply_rotary_pos_emb, kron_linear,
-lokr_linear, embedding, layernorm, rmsnorm, gelu, swiglu, geglu, cross_entropy, linear_cross_entropy, attention, adamw, the optimizer
-AdamW, and the module KronLinear. `help(cukern.softmax)` gives shapes, dtypes, errors and an example.
-Your own kernels: load, compile, tensor_map; a differentiable op of them: op. Before a CUDA graph: warmup. One version for a block: use.
-The simulator: backend("sim").
+lokr_linear, embedding, layernorm, rmsnorm, gelu, swiglu, geglu, cross_entropy, linear_cross_entropy, attention, attention_packed, adamw,
+the optimizer AdamW, and the module KronLinear. `help(cukern.softmax)` gives shapes, dtypes, errors and an example.
+
+Your own kernels: `load`, `compile` and `tensor_map`; `op` makes a differentiable op of them.
+`warmup` compiles and loads kernels ahead of time, for example before a CUDA-graph capture.
+`use` chooses one version of an op's kernels for a block. `backend("sim")` runs kernels in the simulator, without a GPU.
 """
 
 from cukern.ops.adamw import AdamW, adamw

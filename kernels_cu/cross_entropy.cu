@@ -81,7 +81,7 @@ struct Top<T, true> {
     __device__ __forceinline__ float largest() const { return max(load_as(top.x), load_as(top.y)); }
 };
 
-// A row is read by calls of use.look(v) for some vectors, then use.raise(), then use(column, values) for the same vectors. This is one
+// How a row is read: use.look(v) for some vectors, then use.raise(), then use(column, values) for the same vectors. read_one reads one
 // column.
 template <typename T, class F, typename Index>
 __device__ __forceinline__ void read_one(const T* x, Index column, F& use) {
@@ -135,7 +135,7 @@ __device__ __forceinline__ void read_row(const T* x, const T* to, long long colu
     if (edge < columns) read_one(x - first, edge, use);
 }
 
-// The largest c, the sum of exp(c - largest) and, for smoothing, the sum of c of what a thread has read.
+// Over the elements that a thread has read: the largest c, the sum of exp(c - largest) and, for smoothing, the sum of c.
 template <typename T, bool SOFTCAP>
 struct OnlineSum {
     using C = compute_t<T>;
@@ -173,7 +173,7 @@ struct OnlineSum {
     }
 };
 
-// What the threads of a row have read together.
+// The results of a row, over all its threads.
 template <typename T>
 struct RowSums {
     compute_t<T> largest;
@@ -220,7 +220,7 @@ __device__ __forceinline__ void write_sums(double2* partials, double loss, doubl
     partials[blockIdx.x] = sum;
 }
 
-// Writes the gradient of columns to dx, from what all columns of a row have in common.
+// Writes the gradient of a row's columns to dx. The members are the same for all columns of the row.
 template <typename T, bool SOFTCAP>
 struct Gradient {
     using C = compute_t<T>;
@@ -264,7 +264,8 @@ struct Gradient {
     __device__ __forceinline__ void raise() const {}
     template <int N, typename Index>
     __device__ __forceinline__ void operator()(Index column, C (&x)[N]) const {
-        Index at = static_cast<Index>(target) - column;  // a target that is no Index is outside: the gradient is NaN or 0
+        Index at =
+            static_cast<Index>(target) - column;  // a target that does not fit into Index is outside the row: the gradient is NaN or 0
         bool is_whole = !is_zero && column + N <= static_cast<Index>(vocab);
         if (is_whole && !(at >= 0 && at < N)) {
 #pragma unroll
@@ -289,7 +290,7 @@ __global__ void __launch_bounds__(256, sizeof(T) < 8 && !SOFTCAP ? 5 : 1)
     wait_for_previous();
     long long row = blockIdx.x, target = index_at(targets, wide, row);
     x += row * x_row;
-    // Early, and not converted here, so that nothing waits for it.
+    // Loaded early, and converted only when it is used, so that nothing waits for it.
     T at_target = threadIdx.x == 0 && target >= 0 && target < o.vocab ? x[target] : T();
     OnlineSum<T, SOFTCAP> online(o);
     read_row<LOADS, false>(x, x, target == o.ignored ? 0 : o.vocab, true, online);
@@ -309,9 +310,8 @@ __global__ void __launch_bounds__(256, sizeof(T) < 8 && !SOFTCAP ? 5 : 1)
     read_row<LOADS, false>(x + row * x_row, gradient.dx, columns, !gradient.is_zero, gradient);
 }
 
-// ---- v2 for short rows. A warp has rows first, first + warps, ..., at most 32. Lane r computes what row r of
-// these needs once, so that a warp does it for all its rows at the same time: the double-precision logarithm alone has as many instructions
-// as 20 columns per lane.
+// ---- v2 for short rows. A warp has rows first, first + warps, ..., at most 32. Lane r computes what row r of these needs once, so that the
+// lanes do it for all rows of the warp at the same time. The double-precision logarithm alone has as many instructions as 20 columns per lane.
 
 // Prefetch a row into L2 by one warp.
 template <typename T>

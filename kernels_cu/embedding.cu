@@ -11,10 +11,9 @@
 // v2       16-byte vectors, ROWS rows per thread; dweight from sorted tokens. H200, 32 x 1024 tokens of 768 features: forward 0.88
 //          (float32) and 0.90 (bfloat16) of a copy of the same bytes, backward 0.37 and 0.25
 //
-// dweight of v2: the launcher zeroes dweight and sorts the tokens (stable); order[i] is the row of sorted[i]. A run is a
-// sequence of equal sorted tokens. Each block adds the rows of one chunk of CHUNK sorted tokens, so the load is balanced however often a
-// token occurs.
-// A run inside of one chunk is written to dweight. A run that crosses chunks leaves a partial sum per chunk: in slot 1 of the chunk where it
+// dweight of v2: the launcher zeroes dweight and sorts the tokens (stable); order[i] is the row of sorted[i]. A run is a sequence of equal
+// sorted tokens. Each block adds the rows of one chunk of CHUNK sorted tokens, so the load is balanced however often a token occurs. A run
+// inside of one chunk is written to dweight. A run that crosses chunks leaves a partial sum per chunk: in slot 1 of the chunk where it
 // starts, in slot 0 of the others. embedding_v2_bwd_runs adds these in the order of the chunks.
 //
 // Launch     v1 and embedding_bwd_positions: 1-D, one thread per element or vector. v2: blockDim.x threads share a row, or a slice of it;

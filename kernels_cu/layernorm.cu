@@ -152,8 +152,8 @@ __device__ __forceinline__ C row_sum(C value, C* shared) {
     return block_reduce<Sum>(value, shared + threadIdx.y * (blockDim.x / 32));
 }
 
-// The sums of two values over the threads of a row, with one barrier of the row's warps, at most 16. After the first step the lower half of a
-// warp adds a, and the upper half b. `shared` has room for 64 values.
+// The sums of two values over the threads of a row, with one barrier of the row's warps (at most 16). After the first step, the lower half of
+// a warp adds a and the upper half adds b. `shared` has room for 64 values.
 template <typename C>
 __device__ __forceinline__ void row_sums(C& a, C& b, C* shared) {
     if (blockDim.x < 32) {
@@ -261,7 +261,8 @@ __global__ void __launch_bounds__(512, N == 1 ? 1 : 0)  // 0: not specified; wit
     if (threadIdx.x == 0 && row < rows) store_vec(stats + 2 * row, Vec<C, 2>{{mean, rstd}});
 }
 
-// Adds the sums of row threadIdx.y of the block to those of the rows before it, which are in `shared`. The last row writes to `out`.
+// Adds the sums of the threads of this threadIdx.y to those of smaller threadIdx.y, which are in `shared`. The last threadIdx.y writes the
+// result to `out`.
 template <typename T, typename C, int N, int VECTORS>
 __device__ __forceinline__ void add_row(C* out, const C (&sums)[VECTORS][N], C* shared, int columns) {
     constexpr int M = N * sizeof(C) > 16 ? 16 / sizeof(C) : N;

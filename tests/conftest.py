@@ -9,12 +9,12 @@ import re
 import sys
 import time
 
-# torch reads this when it is imported: several workers, each with a thread for every core, would wait for each other most of the time.
+# torch reads this when it is imported. With a thread per core in each worker, the workers would mostly wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# cuBLAS reads this when CUDA starts; without it deterministic mode, which poisons memory, refuses matrix products.
+# cuBLAS reads this when CUDA starts. Without it, matrix products fail in deterministic mode, which fills new memory with NaN.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
-# JAX reads this when it is imported: it would take three quarters of the GPU's memory, and the other workers would have none.
+# JAX reads this when it is imported. Otherwise it takes three quarters of the GPU's memory, and none is left for other workers.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import pytest
@@ -55,7 +55,7 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """What has been imported stays: the collector need not look through it again for every kernel that is simulated."""
+    """Freeze the imported objects, so that the garbage collector does not search them again during each simulated kernel."""
     if PLACE == "sim":
         gc.collect()
         gc.freeze()

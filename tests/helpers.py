@@ -66,12 +66,12 @@ def problem(
 
 
 def with_sms(sms: int) -> Callable[[int], Device]:
-    """A device_of() whose GPUs have so many SMs."""
+    """A replacement for device_of() whose GPUs have this number of SMs."""
     return lambda index: device_of(index)._replace(sms=sms)
 
 
 def places(op: str) -> list:
-    """(device, version) of an op: the reference on the CPU, and every version where its kernels run."""
+    """(device, version) pairs of an op: the reference on the CPU, and each version on the GPU or in the simulator."""
     versions = [pytest.param(DEVICE, v, marks=kernels, id=f"{PLACE}-{v}") for v in OPS[op].versions]
     return [pytest.param("cpu", None, id="cpu"), *versions]
 
@@ -81,7 +81,7 @@ def dims_of(op: Op) -> tuple[tuple[int, ...], ...]:
 
 
 def simulated(*tensors: torch.Tensor | None) -> contextlib.AbstractContextManager:
-    """Where kernels run in the simulator: inside the block they may access these tensors and no other memory."""
+    """In the simulator, kernels inside the block may access these tensors and no other memory. On a GPU, nothing changes."""
     return contextlib.nullcontext() if PLACE == "cuda" else backend.simulated_memory(tensors)
 
 
@@ -148,7 +148,7 @@ def write(folder: Path, text: str, name: str = "k.cu") -> Path:
 
 
 def forget_cache() -> None:
-    """Make this process look at CUKERN_CACHE_DIR, and warn, as a fresh one would."""
+    """Make this process read CUKERN_CACHE_DIR again, and warn again, as a fresh process would."""
     for function in vars(cache).values():
         if hasattr(function, "cache_clear"):
             function.cache_clear()

@@ -70,12 +70,12 @@ class Table:
 
 def passes(op: Op, dims: Dims, dtype: torch.dtype, wanted: Collection[str] | None) -> list[str]:
     """The passes of `op` to time: those wanted, by default all but BOTH. Raises ValueError for an unknown pass."""
-    usual = list(op.cost(dims, dtype.itemsize))
-    known = [*usual, BOTH]
+    default = list(op.cost(dims, dtype.itemsize))
+    known = [*default, BOTH]
     for name in wanted or ():
         if name not in known:
             raise ValueError(f"{op.name} has no pass {name!r}; it has {', '.join(known)}")
-    return [p for p in known if p in (wanted or usual)]
+    return [p for p in known if p in (wanted or default)]
 
 
 def providers(op: Op, device: torch.device, only: Only) -> tuple[dict[Key, Function], dict[str, str]]:
@@ -193,8 +193,8 @@ def _calls(
 
 def _holding(calls: Sequence[timing.Call]) -> list[timing.Call]:
     """Keep the result of each call until its next turn, so that outputs rotate through memory like inputs."""
-    held: deque[object] = deque(maxlen=len(calls))
-    return [lambda call=call: held.append(call()) for call in calls]  # type: ignore[misc]
+    results: deque[object] = deque(maxlen=len(calls))
+    return [lambda call=call: results.append(call()) for call in calls]  # type: ignore[misc]
 
 
 def copies(total: int, sets: int, device: torch.device) -> list[Callable[[], object]]:

@@ -46,7 +46,7 @@ class Recorded:
 
 
 def read(file: Path) -> list[Recorded]:
-    """The rows of a file that `append` wrote. Raises FileNotFoundError, and ValueError with the line of what is no record."""
+    """The rows of a file that `append` wrote. Raises FileNotFoundError; ValueError names a line that is not a record."""
     found = []
     for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
         if line.strip():
@@ -56,7 +56,7 @@ def read(file: Path) -> list[Recorded]:
                 row = Row(**{**values, "shape": tuple(values["shape"])}, error=made.get("error"), peak_mib=made.get("peak_mib"))
                 found.append(Recorded(row, made["gpu"] or "CPU", made["commit"] or "", made["date"]))
             except (ValueError, KeyError, TypeError) as error:
-                raise ValueError(f"{file}:{number} is no record of cukern bench: {type(error).__name__}: {error}") from None
+                raise ValueError(f"{file}:{number} is not a record of cukern bench: {type(error).__name__}: {error}") from None
     return found
 
 

@@ -28,7 +28,7 @@ BATCH_US = 1000.0  # target time between two events
 MAX_BATCH = 1000  # calls; about the length of the driver's launch queue
 CPU_BATCH_US = 2000.0
 WARMUP_US = 200_000.0  # of rounds that are not recorded
-_SLEEP_CYCLES = 1_000_000  # about 0.5 ms, in which the host enqueues the first batches
+_SLEEP_CYCLES = 1_000_000  # the GPU waits about 0.5 ms, in which the host enqueues the first batches
 
 
 @dataclass(frozen=True)

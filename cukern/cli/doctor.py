@@ -97,7 +97,7 @@ def _cupy() -> str | list[Finding]:
         return [Finding("warning", "CuPy", found, mend)]
     if importlib.util.find_spec("cupy") is None:
         return [Finding("missing", "CuPy", found, "pip install cupy-cuda12x")]
-    cache.house_cupy()
+    cache.give_cupy_a_cache()
     importlib.import_module("cupy")  # an installed package may fail to import
     return found if wheels else "from no known wheel"
 

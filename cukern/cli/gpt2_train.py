@@ -81,10 +81,15 @@ Dtype = Annotated[str | None, typer.Option("--dtype", metavar="f|b", help="float
 Attention = Annotated[str | None, typer.Option("--attention", help="A version of cukern.attention, or sdpa: torch's fused attention.")]
 FusedLoss = Annotated[bool, typer.Option("--fused-loss", help="Compute the loss in chunks of rows: less memory.")]
 Recompute = Annotated[int, typer.Option("-r", "--recompute", min=0, max=2, help="1: gelu again in the backward; 2: layernorm too.")]
-_KERNEL = "of the fork of llm.c: 1 to 5; or the environment variable"
-SoftmaxForward = Annotated[str | None, typer.Option("--softmax-forward-kernel", help=f"{_KERNEL} SOFTMAX_FORWARD_KERNEL.")]
-SoftmaxBackward = Annotated[str | None, typer.Option("--softmax-backward-kernel", help=f"{_KERNEL} SOFTMAX_BACKWARD_KERNEL.")]
-MatmulForward = Annotated[str | None, typer.Option("--matmul-forward-kernel", help=f"{_KERNEL} MATMUL_FORWARD_KERNEL; or cublas.")]
+SoftmaxForward = Annotated[
+    str | None, typer.Option("--softmax-forward-kernel", help="Version 1 to 5 of cukern.softmax; default: $SOFTMAX_FORWARD_KERNEL.")
+]
+SoftmaxBackward = Annotated[
+    str | None, typer.Option("--softmax-backward-kernel", help="The same for its backward; default: $SOFTMAX_BACKWARD_KERNEL.")
+]
+MatmulForward = Annotated[
+    str | None, typer.Option("--matmul-forward-kernel", help="Version 1 to 5 of cukern.linear, or cublas; default: $MATMUL_FORWARD_KERNEL.")
+]
 Flag = typer.Option
 
 

@@ -1,4 +1,4 @@
-"""What llm.c's binary files have in common: a header of 256 int32, an exact size, little-endian arrays. Files are replaced whole."""
+"""What llm.c's binary files have in common: a header of 256 int32, an exact size, little-endian arrays. A file is replaced in one step."""
 
 import contextlib
 import importlib

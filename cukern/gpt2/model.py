@@ -1,4 +1,4 @@
-"""GPT-2 of any size on cukern's public ops, with the layout of llm.c's weights. The choice of kernels as in the fork of llm.c.
+"""GPT-2 of any size on cukern's public ops, with the layout of llm.c's weights. `use_kernels` chooses teaching versions of the kernels.
 
 model = GPT2(config_of("d12"), device="cuda")
 model.initialize()  # 124M random weights
@@ -188,7 +188,7 @@ class GPT2(torch.nn.Module):
 
     def initialize(self, seed: int = 42) -> None:
         """llm.c's random weights, the same bits on each device: matrices from N(0, 0.02^2), those that end a branch divided by sqrt(2
-        layers), drawn as torch's normal_ draws in float32 on the CPU. Biases are 0, layernorm's weights 1, and so is the padding 0."""
+        layers), drawn as torch's normal_ draws in float32 on the CPU. Biases and the padding are 0, layernorm's weights 1."""
         c, rng, std = self.config, torch.Generator().manual_seed(seed), np.float32(0.02)
         branch_std = std * (np.float32(1) / np.sqrt(np.float32(2 * c.num_layers)))
         parts = {name: [torch.full(p.shape, float(name in ("ln1w", "ln2w", "lnfw"))) for p in ps] for name, ps in self.parts().items()}
@@ -207,9 +207,9 @@ class GPT2(torch.nn.Module):
         return groups
 
 
-# ---- the kernels of the fork of llm.c
+# ---- the choice of kernels, with the numbers and variables of DD2360-LLM, a fork of llm.c for a course
 
-_matmul = [""]  # a stack; its last applies to models whose matmul is None. "": the faster one; "cukern": cukern.use decides
+_matmul = [""]  # a stack; the last entry applies to models whose matmul is None. "": the faster one; "cukern": cukern.use decides
 
 
 def _is_strict(x: Tensor) -> bool:
@@ -229,8 +229,9 @@ _allows_tf32._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as 
 def use_kernels(
     softmax_forward: int | str | None = None, softmax_backward: int | str | None = None, matmul_forward: int | str | None = None
 ) -> Iterator[None]:
-    """Inside the block, models run the fork's kernels: 1 to 5 are v1 to v5 of cukern.softmax and cukern.linear. matmul_forward may also be
-    "cublas". What is None is read from SOFTMAX_FORWARD_KERNEL, SOFTMAX_BACKWARD_KERNEL and MATMUL_FORWARD_KERNEL, and else is the default.
+    """Inside the block, models run numbered kernels: 1 to 5 are v1 to v5 of cukern.softmax and cukern.linear. matmul_forward may also be
+    "cublas". An argument that is None is read from SOFTMAX_FORWARD_KERNEL, SOFTMAX_BACKWARD_KERNEL or MATMUL_FORWARD_KERNEL; without the
+    variable the default kernel runs.
 
         with use_kernels(softmax_forward=5, softmax_backward=5):
             model(tokens, targets).backward()
@@ -251,7 +252,7 @@ def use_kernels(
 
 
 def _version(name: str, value: int | str | None) -> str:
-    """The version of a number of the fork, "" for the default."""
+    """The version with this number, "" for the default."""
     text = os.environ.get(f"{name.upper()}_KERNEL", "") if value is None else str(value)
     numbers = ["1", "2", "3", "4", "5"] + ["cublas"] * (name == "matmul_forward")
     expect(text in ["", *numbers], f"{name}, or the variable {name.upper()}_KERNEL, to be one of {', '.join(numbers)}", repr(text))

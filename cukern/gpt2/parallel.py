@@ -35,7 +35,7 @@ def _is_one_of_many() -> bool:
 
 def wrap(model: torch.nn.Module, zero: int) -> torch.nn.Module:
     """A module that computes as `model`, and whose backward averages the gradients over the processes. With `zero`, the parameters of the
-    model are DTensors from then on, divided by their first dimensions, but for the time of a forward and its backward."""
+    model are DTensors from then on, sharded along their first dimension, except during a forward and its backward."""
     if not _is_one_of_many():
         return model
     if not zero:

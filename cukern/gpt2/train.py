@@ -54,7 +54,7 @@ class Trainer:
     Args:
         model: float32 or bfloat16, on any device. Its parameters are trained, or replaced by those of the checkpoint. With bfloat16 the
             optimizer keeps float32 weights, or without `master` rounds stochastically (on a CPU: to the nearest).
-        tokenizer: decodes samples; without one there are none. say: is called with each printed line, but those of the updates.
+        tokenizer: decodes samples; without one no samples are drawn. say: called with each printed line, except those of the updates.
 
     Runs with equal settings on one machine give the same bits, also after a stop and a resume. Exception: with skip_loss or skip_norm the
     windows of the z-scores are empty after a resume, as in llm.c. Raises ValueError for data shorter than a batch, a checkpoint of

@@ -1,4 +1,4 @@
-"""square: out = x * x elementwise; dx = 2 x dout. The smallest op, and the pattern for all others."""
+"""square: out = x * x elementwise; dx = 2 x dout. The smallest op, and the template for all others."""
 
 from collections.abc import Callable, Iterable, Sequence
 from math import prod

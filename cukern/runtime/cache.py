@@ -75,7 +75,7 @@ def temporary_dir() -> Path:
     return Path(tempfile.tempdir or "/tmp", f"cukern-{user}").absolute()
 
 
-def house_cupy() -> None:
+def give_cupy_a_cache() -> None:
     """Give CuPy another cache folder if it cannot create ~/.cupy, because its import would fail."""
     if "CUPY_CACHE_DIR" not in os.environ:
         try:
@@ -115,7 +115,7 @@ def target() -> Path | None:
 
 
 def _foreign(status: os.stat_result, *owners: int) -> str | None:
-    """The reason why another user could have written a file of this status, or None. `owners`: further ones to check."""
+    """The reason why another user could have written the file with this status, or None. `owners`: further owners to check."""
     if hasattr(os, "geteuid"):
         for owner in {status.st_uid, *owners} - {0, os.geteuid()}:
             return f"it belongs to user {owner}"
@@ -142,7 +142,7 @@ def read(key: str) -> Cubin | None:
             why = error.strerror
         except _UNREADABLE:
             why = "corrupt"
-        _warn_once(f"cukern found entries in its cache {folder} that it cannot use ({why}) and compiles their kernels anew")
+        _warn_once(f"cukern found entries in its cache {folder} that it cannot use ({why}); it compiles these kernels again")
     return None
 
 
@@ -161,12 +161,12 @@ def write(key: str, cubin: Cubin) -> None:
     body = json.dumps(facts).encode() + b"\n" + code
     folder = target()
     if folder is None:
-        return _warn_once("cukern has no cache that it can write: every process compiles its kernels anew; `cukern doctor` says more")
+        return _warn_once("cukern has no cache that it can write: every process compiles its kernels again; `cukern doctor` says more")
     try:
         _sweep(folder)
         _write_atomically(folder / (key + SUFFIX), _digest(key, body) + b"\n" + body)
     except OSError as error:
-        _warn_once(f"cukern cannot write its cache {folder} ({error.strerror}): every process compiles its kernels anew")
+        _warn_once(f"cukern cannot write its cache {folder} ({error.strerror}): every process compiles its kernels again")
 
 
 def _digest(key: str, body: bytes) -> bytes:

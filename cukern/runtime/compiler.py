@@ -99,7 +99,7 @@ def cupy() -> Any:
     """The package cupy. Raises SetupError with the command that installs it."""
     try:
         with no_fork():
-            cache.house_cupy()
+            cache.give_cupy_a_cache()
             import cupy
     except Exception as error:
         raise SetupError(f"CuPy cannot be imported ({error}). Run: pip install cupy-cuda12x") from error
@@ -146,13 +146,14 @@ def cuda_include() -> Path:
 
 @functools.cache
 def _more_includes() -> list[Path]:
-    """The folders of headers in other wheels of NVIDIA's: CCCL for cuda::barrier and cooperative groups, NVCC for nvcuda::wmma."""
+    """The folders of headers in NVIDIA's other wheels: CCCL for cuda::barrier and cooperative groups, NVCC for nvcuda::wmma."""
     return [f for root in _wheel_folders() for part in ("cuda_cccl", "cuda_nvcc") if (f := root / part / "include").is_dir()]
 
 
 @contextlib.contextmanager
 def compiled(source: Source, names: Sequence[str], arch: str) -> Iterator[tuple[int, list[str], str]]:
-    """NVRTC's program of several kernels of a source, their symbols in it, and the compiler's log. Raises as compile_kernel does."""
+    """Compile several kernels of a source as one NVRTC program. Yields the program, the kernels' symbols and the log. Raises as
+    compile_kernel does."""
     binding = nvrtc()
     includes_ = [cuda_include(), *_more_includes()]
     options: tuple[str, ...] = (*OPTIONS, f"--gpu-architecture={arch}", *(f"-I{folder}" for folder in includes_))
@@ -178,7 +179,7 @@ def compiled(source: Source, names: Sequence[str], arch: str) -> Iterator[tuple[
 def _explained(log: str, source: Source) -> str:
     """NVRTC's log with real file names and hints."""
     log = log.replace(f"{NOWHERE}/<", "<").replace(f"{NOWHERE}/", "/").replace(": Not a directory", "")
-    consequence = r"__nv_name_map\(\d+\): error:[^\n]*\n[^\n]*cukern_signature[^\n]*\n[^\n]*\n+"  # of the other errors
+    consequence = r"__nv_name_map\(\d+\): error:[^\n]*\n[^\n]*cukern_signature[^\n]*\n[^\n]*\n+"  # follows from the other errors
     log = re.sub(consequence, "", log)
     log = re.sub(r"ptxas (?:info|  ).*\n", "", log.replace("\0", "")).rstrip()
     log += hint(log)
@@ -188,7 +189,7 @@ def _explained(log: str, source: Source) -> str:
     wheels = {"nv/": "nvidia-cuda-cccl", "cuda/": "nvidia-cuda-cccl", "cub/": "nvidia-cuda-cccl", "crt/": "nvidia-cuda-nvcc"}
     wheel = next((wheel for folder, wheel in wheels.items() if missing and missing[1].startswith(folder)), None)
     if wheel is not None:
-        log += f"\nThe header is in a wheel of NVIDIA's. Run: pip install {wheel}-cu{nvrtc().getVersion()[0]}"
+        log += f"\nThe header is in one of NVIDIA's wheels. Run: pip install {wheel}-cu{nvrtc().getVersion()[0]}"
     return log
 
 

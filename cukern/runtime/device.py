@@ -1,4 +1,4 @@
-"""What a plan may ask about a GPU. No other file contains constants of a particular GPU.
+"""What a plan may ask about a GPU: the counts, sizes and rates of each known GPU are in this file only.
 
 Counts and sizes come from the driver. The two rates are those that `cukern tune` measured, else those of the table of known GPUs, else
 derived from the driver's attributes. Only cost models use the rates: they decide which plan is chosen, never what it computes.
@@ -107,7 +107,7 @@ def _of_gpu(index: int) -> Device:
 
 
 def device_of(index: int) -> Device:
-    """The facts of a GPU by its number, or of the simulated one."""
+    """The Device of a GPU by its number, or of the simulated GPU."""
     return _settings[-1].simulated if index == SIMULATED else _of_gpu(index)
 
 

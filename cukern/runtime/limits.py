@@ -22,13 +22,15 @@ def exceeded(grid: Dim, block: Dim, shared: int, most_threads: int, most_shared:
     found = [f"{axis} = {n} is not in 1..{limit}" for axis, n, limit in sizes if not 1 <= n <= limit]
     for axis, n, k in zip("xyz", grid, cluster, strict=True):
         if n % k:
-            found.append(f"grid {axis} = {n} is not a multiple of the {k} that the kernel's cluster has along {axis}")
+            found.append(f"grid {axis} = {n} is not a multiple of the cluster size along {axis}, {k}")
     if math.prod(cluster) > MOST_BLOCKS_A_CLUSTER:
-        found.append(f"{math.prod(cluster)} blocks a cluster are more than {MOST_BLOCKS_A_CLUSTER}")
+        found.append(f"{math.prod(cluster)} blocks per cluster exceed the limit of {MOST_BLOCKS_A_CLUSTER}")
     if math.prod(block) > most_threads:
-        found.append(f"{math.prod(block)} threads a block are more than the {most_threads} that this kernel may have")
+        found.append(f"{math.prod(block)} threads per block exceed this kernel's limit of {most_threads}")
     if static_shared + shared > most_shared:
-        found.append(f"{static_shared + shared} bytes of shared memory, {shared} of them dynamic, are more than {most_shared}")
+        found.append(
+            f"{static_shared + shared} bytes of shared memory per block, {shared} of them dynamic, exceed the limit of {most_shared}"
+        )
     return found
 
 

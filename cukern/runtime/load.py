@@ -64,7 +64,9 @@ def _lines(defines: Mapping[str, Any] | None) -> str:
 def _kernel(source: Source, name: str | None) -> Kernel:
     names = list(source.kernels)
     if name is None:
-        if len(names) != 1:
+        if not names:
+            raise ValueError(f"{source.path} has no kernel: no __global__ function was found")
+        if len(names) > 1:
             raise ValueError(f"{source.path} has {len(names)} kernels ({', '.join(names)}): name one")
         return Kernel(source, names[0])
     if not isinstance(name, str):
@@ -77,7 +79,8 @@ def _qualified(source: Source, base: str, names: Sequence[str]) -> str:
     """The kernel's name with its namespace. A name that only occurs somewhere in the text is accepted, because a macro may define it."""
     last = base.rpartition("::")[2]
     same = [n for n in (*names, *source.included_kernels) if n == base or n.endswith(f"::{base}")]
-    if not same and not (last and any(last in text for text in (source.text, *source.program.files.values()))):
+    word = re.compile(rf"\b{re.escape(last)}\b")
+    if not same and not (last and any(map(word.search, (source.text, *source.program.files.values())))):
         raise ValueError(f"{source.path} has no __global__ function {base!r}; it has {', '.join(names) or 'none'}")
     if len(set(same)) > 1 and base not in same:
         raise ValueError(f"{source.path} has several kernels {base!r} ({', '.join(same)}): write the namespace")

@@ -236,8 +236,8 @@ class Op:
     and gradients, define the allowed error; see bench/verify.py. `as_checked` is the op that `cukern check` uses instead.
     `note(dims, itemsize)` is a line that `cukern bench` prints above its tables.
 
-    `candidates`: the names for --kernel and --without, which plans of the newest version choose among. `variants(dims)`: dims that together
-    use all kernels that `dims` uses with any number of rows.
+    `candidates`: the kernels among which plans of the newest version choose, by their names for --kernel and --without. `variants(dims)`: a
+    list of dims; calls with these launch every kernel that `dims` may need with any number of rows.
     """
 
     name: str

@@ -75,7 +75,7 @@ class Param:
         return "Q" if self.pointer else f"{self.size}s" if self.size else _SCALARS[self.ctype]
 
     def __str__(self) -> str:
-        return f"{self.ctype}{'*' if self.pointer else ''} {self.name}"
+        return f"{'const ' if self.const else ''}{self.ctype}{'*' if self.pointer else ''} {self.name}"
 
 
 def probe(kernel: str) -> str:

@@ -30,7 +30,7 @@ _LAYOUT = struct.Struct("<8sQ6B2x5I4x4Q5H")
 
 
 class Box(NamedTuple):
-    """What a tensor map says, innermost dimension first. `strides`: in bytes, of all dimensions but the innermost."""
+    """The content of a tensor map, innermost dimension first. `strides`: in bytes, of all dimensions but the innermost."""
 
     address: int
     itemsize: int
@@ -120,7 +120,7 @@ def _checked(
     # A dimension of size 1 may have any stride: 16 bytes satisfy the driver.
     steps = [step * size if n > 1 else 16 for n, step in zip(shape[:-1], strides[:-1], strict=True)]
     for step in steps:
-        _require(step % 16 == 0, "the strides of a tensor with a tensor map, less the last, must be multiples of 16 bytes", step)
+        _require(step % 16 == 0, "the strides of a tensor with a tensor map, except the last, must be multiples of 16 bytes", step)
         _require(0 < step < 1 << 40, "the strides of a tensor with a tensor map must be in 1..2^40-1 bytes", step)
     _require(swizzle in SWIZZLES, f"swizzle must be one of {SWIZZLES}", swizzle)
     _require(l2 in L2_SIZES, f"l2 must be one of {L2_SIZES}", l2)
@@ -147,7 +147,7 @@ def _by_simulator(b: Box) -> bytes:
 
 
 def decode(data: bytes) -> Box | None:
-    """What a tensor map of the simulator says; None if the bytes are none."""
+    """The content of a tensor map in the simulator's format; None for other bytes."""
     magic, address, rank, itemsize, code, swizzle, l2, fill, *rest = _LAYOUT.unpack_from(data)
     if magic != _MAGIC:
         return None

@@ -69,7 +69,7 @@ def planned(op: Op, shapes: Shapes, dtypes: Collection[torch.dtype] | None, devi
 
 
 class _Unwritten(TorchFunctionMode):
-    """Replaces random tensors by uninitialized ones: only shapes matter, and memory that is not touched costs nothing."""
+    """Replaces random tensors by uninitialized ones: plans depend on shapes only, and memory that is never touched is never allocated."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return (torch.empty if function in (torch.randn, torch.rand) else function)(*args, **(kwargs or {}))
@@ -95,9 +95,10 @@ def _shapes(ops: Sequence[str], shapes: Shapes | None) -> list[tuple[int, ...]]:
         return []
     if len(ops) != 1:
         raise ValueError(f"shapes belong to one op, got {len(ops)} ops")
-    if isinstance(shapes, str) or not isinstance(shapes, Iterable):
-        raise TypeError(f"shapes must be a collection of tuples of ints, got {checks.brief(shapes)}")
-    return [tuple(checks.integer("a size in shapes", n, 0) for n in shape) for shape in shapes]
+    found = list(shapes) if isinstance(shapes, Iterable) else [shapes]
+    if isinstance(shapes, str) or not all(isinstance(shape, Sequence) and not isinstance(shape, str) for shape in found):
+        raise TypeError(f"shapes must be a collection of tuples of ints, such as [(1024, 768)], got {checks.brief(shapes)}")
+    return [tuple(checks.integer("a size in shapes", n, 0) for n in shape) for shape in found]
 
 
 def _check_dtypes(ops: Sequence[Op], dtypes: Collection[torch.dtype] | None) -> None:

@@ -3,8 +3,9 @@
 //     param = (1 - lr weight_decay) param - lr / (1 - beta1^t) m / (sqrt(v / (1 - beta2^t)) + eps)
 // factor is 1 / grad_scale, times max_norm / norm if the norm of all gradients is larger. (Loshchilov and Hutter, arXiv 1711.05101)
 //
-// Layout     Tensors have no gaps. rows[t] describes tensor t, grads[t] is the address of its gradient. Rows, grads and groups lie in device
-//            memory. A launch of adamw_write changes them, so that a CUDA graph may do so too.
+// Layout     Each tensor is dense: its elements fill numel consecutive addresses. rows[t] describes tensor t, grads[t] is the address of its
+//            gradient. Rows, grads and groups are tables in device memory. adamw_write updates them, so that a CUDA graph can contain the
+//            update.
 // Types      m and v are float, or double for double parameters. 16-bit parameters may have float masters, which are then updated, and
 //            rounded to the parameter. bfloat16 parameters may be rounded stochastically.
 // Launch     In order: adamw_norm (only with max_norm; one launch for all tensors), adamw_prepare (one block), adamw_v2 (one launch per
@@ -47,7 +48,7 @@ struct Words {
     Word words[N];
 };
 
-// Writes `count` words, which are passed by value. Block N.
+// Writes `count` words, which are passed by value. One block of N threads.
 template <int N>
 __global__ void adamw_write(Word* to, int count, Words<N> from) {
     if (threadIdx.x < count) to[threadIdx.x] = from.words[threadIdx.x];
@@ -63,7 +64,7 @@ __device__ __forceinline__ int tensor_of(const Row* rows, int tensors, long long
     return low;
 }
 
-// ---- the norm and the numbers of each tensor
+// ---- the norm, and the coefficients of each tensor (`numbers`)
 
 template <typename T>
 __device__ __forceinline__ double sum_of_squares(const T* g, long long begin, long long end) {

@@ -11,8 +11,9 @@
 constexpr unsigned MULTIPROCESSORS = 132;              // SMs of the H100 and H200
 constexpr unsigned long long FETCHED_AHEAD = 4500000;  // prefetched bytes, of all blocks together
 
-// Call this first in a kernel. fetch() calls prefetch() for the `bytes` of input of one block of the 1-D grid. `threads`: threads per SM.
-// The blocks of the last wave signal.
+// Call this first in a kernel with a 1-D grid. It prefetches, waits for the previous kernel, and lets the next one start. fetch() prefetches
+// the input of one block, of `bytes` bytes; only the blocks of the first FETCHED_AHEAD bytes call it. `threads`: resident threads per SM.
+// Only the blocks of the last wave signal.
 template <typename F>
 __device__ __forceinline__ void take_over(unsigned bytes, unsigned threads, F fetch) {
 #if __CUDA_ARCH__ >= 900
@@ -23,8 +24,8 @@ __device__ __forceinline__ void take_over(unsigned bytes, unsigned threads, F fe
 #endif
 }
 
-// For kron_linear, whose blocks all run at the same time: signal as soon as the block has issued its first loads. The kernels that add
-// partial sums signal at once. With the second overload, blocks that have many tiles do not signal before they exit: they have little to
+// For kernels whose blocks all run at the same time: signal as soon as the block has issued its first loads. The kernels that add partial
+// sums signal at once. With the second overload, blocks that have many tiles do not signal before they exit: they have little to
 // gain, and an early start of the next kernel can slow them down.
 __device__ __forceinline__ void let_next_come() {
 #if __CUDA_ARCH__ >= 900

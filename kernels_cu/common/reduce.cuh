@@ -36,7 +36,8 @@ __device__ __forceinline__ C warp_reduce(C value, int width = 32) {
     return value;
 }
 
-// The maximum of floats over a whole warp. They are mapped to integers of the same order, which one instruction reduces.
+// The maximum of floats over a whole warp. They are mapped to integers of the same order, which one instruction reduces. From sm_80 on, a
+// NaN counts as larger than infinity, or as smaller than -infinity if its sign bit is set.
 __device__ __forceinline__ float warp_max(float value) {
 #if __CUDA_ARCH__ >= 800
     int bits = __float_as_int(value), sorted = __reduce_max_sync(~0u, bits ^ (bits >> 31 & 0x7fffffff));

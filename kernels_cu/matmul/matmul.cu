@@ -6,8 +6,8 @@
 //            that one stride of each matrix is 1. lda and ldb are the other strides.
 // Types      v1 to v5: T is float or double, and float never uses TF32. v6, v7: 16-bit types, and float in TF32 or 3xTF32.
 //            K = 0 gives zeros (plus bias).
-// Algorithm  v5 is described above its kernel: tiles in a ring buffer of shared memory, stream-K, chains of additions.
-// Launch     Stated above each kernel. Grids are 1-D, because y and z are limited to 65535. v1 to v5: shared memory is static.
+// Algorithm  See the comment of each kernel.
+// Launch     Grid and block: above each kernel. Grids are 1-D, because y and z are limited to 65535. v1 to v5: shared memory is static.
 //            Offsets are 64-bit: a matrix may have more than 2^31 elements.
 //
 // version  idea                                                               float, 4096^3, H200 (cuBLAS 51 TFLOP/s)
@@ -246,10 +246,10 @@ struct TileCopy {
     }
 };
 
-// A thread's outputs in the block tile: rows m + row(i), columns n + column(j). They form vectors of 16 bytes, and the vectors of 8 (4)
-// threads are interleaved, so that the loads of a warp from shared memory are contiguous. A 16-byte load serves half a warp at a time if
-// lanes i and i ^ 1, or i and i ^ 2, have the same address. Therefore bit 0 of the lane belongs to m and bit 1 to n: a load takes two steps
-// instead of four.
+// A thread's outputs in the block tile: rows m + row(i), columns n + column(j). They form vectors of 16 bytes. Along m, the vectors of 8
+// threads are interleaved, and along n those of 4, so that the loads of a warp from shared memory are contiguous. A 16-byte load serves half
+// a warp at a time if lanes i and i ^ 1, or i and i ^ 2, have the same address. Therefore bit 0 of the lane belongs to m and bit 1 to n: a
+// load takes two steps instead of four.
 template <typename T, typename S>
 struct Place {
     static constexpr int V = WIDE<T>;
@@ -264,8 +264,8 @@ struct Place {
     __device__ __forceinline__ static int column(int j) { return j / V * 4 * V + j % V; }
 };
 
-// acc += column . row, down one column of acc and up the next. One operand of each FMA is the same as in the previous one and is read from
-// the operand reuse cache. See get_vector about register banks.
+// acc += outer product of column and row, down one column of acc and up the next. Each FMA shares an operand with the FMA before it, which
+// the operand reuse cache delivers. See get_vector about register banks.
 template <typename T, int TM, int TN>
 __device__ __forceinline__ void outer_product(T (&acc)[TM][TN], const T* column, const T* row) {
 #pragma unroll
@@ -278,9 +278,9 @@ __device__ __forceinline__ void outer_product(T (&acc)[TM][TN], const T* column,
 }
 
 // Vector q of a thread's accumulators: 4 rows of one column, in the order 1 0 3 2. The order avoids register bank conflicts in the main
-// loop: the compiler allocates consecutive registers for what is stored as one vector. column[0..3] are consecutive, too, so of acc[i][j]
-// and column[i] one has an odd and the other an even register. The register file has two banks, odd and even, and each delivers one operand
-// per cycle. An FMA with two operands in one bank stalls. This order is 8 % faster than 0 1 2 3.
+// loop. The register file has two banks, of odd and of even registers. Each delivers one operand per cycle, and an FMA with two operands in
+// one bank stalls. The compiler allocates consecutive registers for what is stored as one vector, and for column[0..3]. With this order,
+// acc[i][j] and column[i] are in different banks. It is 8 % faster than 0 1 2 3.
 template <typename T, int TM, int TN>
 __device__ __forceinline__ Vec16<T> get_vector(const T (&acc)[TM][TN], int q) {
     constexpr int V = WIDE<T>;
@@ -328,9 +328,9 @@ __device__ __forceinline__ void add_to(T* sums, T* scratch, const T (&acc)[TM][T
     }
 }
 
-// Main loop: acc = the product over `tiles` k tiles. Only the first k_left values of k exist. `as` and `bs` are the thread's first
-// elements in stage 0 of the ring buffer. While one stage is used, the next STAGES - 1 tiles are in flight. While the FMAs of one k run,
-// the fragments of the next k are loaded from shared memory. After every `chain` tiles the accumulators are added to `sums`, the thread's part of the
+// Main loop: acc = the product over `tiles` k tiles. Only the first k_left values of k exist. `as` and `bs` are the thread's first elements
+// in stage 0 of the ring buffer. While one stage is used, the next STAGES - 1 tiles are in flight. While the FMAs of one k run, the fragments
+// of the next k are loaded from shared memory. After every `chain` tiles the accumulators are added to `sums`, the thread's part of the
 // workspace, and set to zero: the error of one chain of additions grows with its length, that of several short chains with its square root.
 template <int STAGES, typename T, int TM, int TN, typename CopyA, typename CopyB>
 __device__ __forceinline__ void multiply(T (&acc)[TM][TN], T* sums, CopyA& copy_a, CopyB& copy_b, const T* as, const T* bs, T* ring,

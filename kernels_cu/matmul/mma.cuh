@@ -133,7 +133,7 @@ __global__ void __launch_bounds__(S::THREADS, S::BLOCKS)
     using A = MmaOperand<T, A_K, S::BM, COPY, S::THREADS>;
     using B = MmaOperand<T, B_K, S::BN, COPY, S::THREADS>;
     constexpr int MI = S::WM / 16, NJ = S::WN / 8, STEPS = 4;
-    constexpr bool AHEAD = sizeof(T) == 2;  // load the first fragments of the next tile early: for float, too few registers
+    constexpr bool AHEAD = sizeof(T) == 2;  // load the first fragments of the next tile early; float has too few registers for it
     constexpr int BUFFERS = sizeof(T) == 4 && TERMS == 1 && !A_K && !B_K ? 1 : 2;  // of fragments, for the same reason
     extern __shared__ __align__(128) char ring[];
     int tiles = ((s.M + S::BM - 1) / S::BM) * ((s.N + S::BN - 1) / S::BN), tile = blockIdx.x % tiles, part = blockIdx.x / tiles;

@@ -211,7 +211,8 @@ struct Ring {
     }
 };
 
-// A barrier of a cluster, or of a block alone. In a cluster it orders no memory accesses but those that mbarriers_made orders.
+// A barrier of the cluster, or of the block if CLUSTER is 1. In a cluster it is relaxed: only what mbarriers_made released is visible after
+// it.
 template <int CLUSTER>
 __device__ __forceinline__ void meet() {
     if constexpr (CLUSTER > 1) {
@@ -366,12 +367,12 @@ __device__ __forceinline__ void add_partials(const float (&acc)[S::NJ][4], float
 template <typename T, typename O, int ACTIVATION, class S>
 struct Tail {
     static constexpr int COLUMNS = Results<T, O>::COLUMNS, BOXES = S::BN / COLUMNS, NB = COLUMNS / 8;  // NB: fragments across a box
-    static constexpr int HELD = sizeof(O) == 2 && BOXES > 2 ? BOXES - 2 : 0;
+    static constexpr int QUEUED = sizeof(O) == 2 && BOXES > 2 ? BOXES - 2 : 0;                         // boxes in registers
     Results<T, O> results;
     char* shared;
-    int m = 0, n = 0, z = 0, next = BOXES;  // where the warp's part of the tile begins, and the next box to finish
-    bool ended = false;                     // after the last tile the ring buffer is free: boxes are there, too
-    unsigned held[HELD * NB * 2 + 1] = {};
+    int m = 0, n = 0, z = 0, next = BOXES;      // where the warp's part of the tile begins, and the next box to finish
+    bool ended = false;                         // after the last tile, boxes also use the ring buffer, which is free then
+    unsigned queued[QUEUED * NB * 2 + 1] = {};  // the boxes from the third on
 
     // While a k tile is multiplied: finish a box. With the last k tile finish all.
     __device__ __forceinline__ void between(bool last) {
@@ -397,9 +398,9 @@ struct Tail {
         activate(reinterpret_cast<float (&)[S::NJ * 4]>(acc), ACTIVATION);
         if constexpr (sizeof(O) == 2) {
 #pragma unroll
-            for (int b = 0; b < BOXES - HELD; ++b) put(acc, b);
+            for (int b = 0; b < BOXES - QUEUED; ++b) put(acc, b);
 #pragma unroll
-            for (int i = 0; i < HELD * NB * 2; ++i) held[i] = pair(acc, 2, i);
+            for (int i = 0; i < QUEUED * NB * 2; ++i) queued[i] = pair(acc, 2, i);
             next = 0;
         } else {
 #pragma unroll 1
@@ -451,13 +452,13 @@ struct Tail {
 
     __device__ __forceinline__ void finish_next() {
         int b = next++;
-        if constexpr (HELD > 0) {
+        if constexpr (QUEUED > 0) {
             if (b >= 2) {
                 if (!ended) results.template wait<0>();
                 results.put(box_at(b), [&](int i) {
-                    unsigned bits = held[i];
+                    unsigned bits = queued[i];
 #pragma unroll
-                    for (int c = 1; c < HELD; ++c) bits = b == c + 2 ? held[c * NB * 2 + i] : bits;
+                    for (int c = 1; c < QUEUED; ++c) bits = b == c + 2 ? queued[c * NB * 2 + i] : bits;
                     return bits;
                 });
             }
@@ -466,8 +467,8 @@ struct Tail {
     }
 };
 
-// acc += the bias of columns n + 8 j + 2 t + {0, 1}. ready() waits for acc: half of the biases are loaded before, and then the others are in
-// L1.
+// acc += the bias of columns n + 8 j + 2 t + {0, 1}, where t = lane % 4. ready() waits for acc. Half of the biases are loaded before it; the
+// other half is then in L1.
 template <typename T, int NJ, class Ready>
 __device__ __forceinline__ void add_bias(float (&acc)[NJ][4], const T* bias, int n, int N, Ready ready) {
     auto bias_at = [&](int j) { return load_two(bias, n + 8 * j + threadIdx.x % 4 * 2, N); };

@@ -205,7 +205,7 @@ __device__ __forceinline__ void load_table(A (&to)[N], const C* row) {
     }
 }
 
-// A uniform branch costs less than the multiplications, which few calls need.
+// Multiplies by `factor` unless it is 1, as in most calls. The branch is uniform and costs less than the multiplications.
 template <int N, typename A>
 __device__ __forceinline__ void multiply(A (&v)[N], A factor) {
     if (factor != A(1)) {
@@ -362,7 +362,7 @@ __global__ void __launch_bounds__(256, V3_BLOCKS_PER_SM<C>)
             unsigned x_s, unsigned x_h, unsigned k_b, unsigned k_s, unsigned k_h, bool batch_inner, bool transpose, double scale) {
     using A = math_t<T, C>;
     using Vector = Vec<T, E>;
-    unsigned number = blockIdx.x * blockDim.y + threadIdx.y, item = min(number, items - 1);  // all lanes take part in the shuffles
+    unsigned number = blockIdx.x * blockDim.y + threadIdx.y, item = min(number, items - 1);  // clamped: all lanes take part in the shuffles
     unsigned token = divide(item, heads_magic, heads_shift), h = item - token * (heads + k_heads);
     unsigned outer_index = divide(token, inner_magic, inner_shift), inner_index = token - outer_index * inner;
     unsigned b = batch_inner ? inner_index : outer_index, s = batch_inner ? outer_index : inner_index;

@@ -41,8 +41,8 @@ __global__ void causal_softmax_v1(T* out, double* share, const T* x, const doubl
     Exponential<T> exponential(scale);
     for (long long row = blockIdx.x; row < matrices * queries; row += gridDim.x) {
         long long matrix = row / queries, query = row % queries;
-        long long last = visible_end(queries - 1 - query, keys);
-        Span span(visible_begin(last, keys, window), last, keys);
+        long long end = visible_end(queries - 1 - query, keys);
+        Span span(visible_begin(end, keys, window), end, keys);
         const T* from = x + matrix * x_matrix + query * x_row;
         Sink extra{sink ? sink + matrix : nullptr, share ? share + row : nullptr, scale};
         compute_t<T> columns_max;
@@ -66,21 +66,21 @@ __global__ void causal_softmax_v1_bwd(T* dx, double* dsink, const T* y, const T*
     Gradient<T> gradient(scale, false);
     for (long long row = blockIdx.x; row < matrices * queries; row += gridDim.x) {
         long long matrix = row / queries, query = row % queries;
-        long long last = visible_end(queries - 1 - query, keys);
-        Span span(visible_begin(last, keys, window), last, keys);
+        long long end = visible_end(queries - 1 - query, keys);
+        Span span(visible_begin(end, keys, window), end, keys);
         const T *ys = y + row * keys, *gs = g + matrix * g_matrix + query * g_row;
         SinkGradient extra{share ? share + row : nullptr, share_grad ? share_grad + row : nullptr, dsink ? dsink + row : nullptr};
-        compute_t<T> columns_max = sum_terms(ys, gs, span, block_loop(ys, span.begin, span.end), gradient);
-        compute_t<T> total = extra.add_to(block_reduce<Sum>(columns_max, sums), threadIdx.x == 0);
+        compute_t<T> sum = sum_terms(ys, gs, span, block_loop(ys, span.begin, span.end), gradient);
+        compute_t<T> total = extra.add_to(block_reduce<Sum>(sum, sums), threadIdx.x == 0);
         T* to = dx + row * keys;
         write_gradients<true>(to, ys, gs, span, block_loop(to, 0, keys), total, gradient);
         __syncthreads();
     }
 }
 
-// number / queries. A 64-bit division takes a hundred instructions.
-__device__ __forceinline__ long long matrix_of(long long number, long long queries) {
-    return (number | queries) >> 31 ? number / queries : unsigned(number) / unsigned(queries);
+// row / queries. A 64-bit division takes a hundred instructions.
+__device__ __forceinline__ long long matrix_of(long long row, long long queries) {
+    return (row | queries) >> 31 ? row / queries : unsigned(row) / unsigned(queries);
 }
 
 // v2: a team computes one row. A team beyond the last matrix takes part in the reductions of its warp, with an empty row.

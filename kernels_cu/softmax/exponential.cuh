@@ -2,7 +2,7 @@
 //
 // u = sign * x: x, or -x if scale is negative, so that the largest u has the largest exponential. exponential(u, base) is exp(|scale| u)
 // relative to a base. The base is made from the largest u seen so far, and rescale() converts a sum from one base to another. If nothing
-// was seen, the largest u is -inf and the exponentials and the sum are 0. |scale| is in 2^-100..2^100 (checked in cukern/ops/softmax), so u
+// was seen, the largest u is -inf, and the exponentials and the sum are 0. |scale| is in 2^-100..2^100 (checked in cukern/ops/softmax), so u
 // - largest may overflow only where the exponential is 0.
 #pragma once
 #include "common/math.cuh"
@@ -168,7 +168,7 @@ struct Sink {
     // The maximum of the columns' largest u and the logit's u. Rounded toward 0: finite if the logit is finite, NaN if it is NaN.
     template <typename C>
     __device__ __forceinline__ C combined_max(C columns_max) const {
-        if (!logit || !(scale > 0)) return columns_max;  // positive here; without this test, float kernels spill
+        if (!logit || !(scale > 0)) return columns_max;  // scale is > 0 if there is a logit; without this test, float kernels spill
         C u = sizeof(C) == 4 ? __double2float_rz(__ddiv_rz(*logit, scale)) : __ddiv_rz(*logit, scale);
         return columns_max >= u ? columns_max : u;
     }

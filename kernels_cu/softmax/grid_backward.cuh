@@ -2,14 +2,16 @@
 // the end, and they go through the rows together. No block is more than three rows ahead of another, so that the reads of all SMs are
 // adjacent in memory, and so are the writes.
 //
-// In iteration i a block
-//   - sums its part of row i, which has arrived in shared memory, and sends the partial sum to the other blocks;
-//   - reads the words that the others sent for row i - 2 and were already there, without waiting;
-//   - waits for the missing words of row i - 3, adds them all, and writes row i - 3 from registers;
+// A word is a partial sum in the mailbox. In iteration i a block
+//   - waits until its part of row i has arrived in shared memory;
+//   - waits for the missing words of row i - 3 and adds all words of that row;
+//   - reads the words of row i - 2 that have already arrived, without waiting;
+//   - sums its part of row i, and sends the partial sum to the other blocks;
+//   - writes row i - 3 from registers;
 //   - moves row i - 1 to registers, and starts the copies of row i + 2.
 //
-// Words are read and sent while no load waits to be issued, because an SM issues in order. H200, 512 rows of 1M columns, speed relative to
-// a copy: float 1.004, bfloat16 1.003. Experiments and dead ends: docs/notes/softmax.md
+// An SM issues memory accesses in order, so words are read and sent only while no load waits to be issued. H200, 512 rows of 1M columns,
+// speed relative to a copy: float 1.004, bfloat16 1.003. Experiments and dead ends: docs/notes/softmax.md
 #pragma once
 #include "common/ptx/async_copy.cuh"
 #include "common/ptx/memory.cuh"

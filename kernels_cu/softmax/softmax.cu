@@ -8,11 +8,11 @@
 // Layout     x is (rows, columns), with rows `x_row` elements apart, and g with rows `g_row` apart. The other tensors are contiguous.
 //            16-byte vectors are aligned in the output. Rows of x or g with another alignment, as in a slice x[:, :50257] of padded
 //            rows, are loaded by words or realigned in shared memory (row_storage.cuh). Offsets are 64-bit.
-// Algorithm  v1 to v5 read a row several times; they follow a course on GPT-2. v6 to v11 keep a row on chip and read it once,
-//            in one_pass.cuh; each uses the version before it for rows that it is not faster for.
+// Algorithm  v1 to v5 read a row several times. v6 to v11 keep a row on chip and read it once (one_pass.cuh). Each of them leaves the rows
+//            that it does not speed up to the version before it.
 // Launch     1-D grids. The comment of each kernel gives the grid, the block, and the dynamic shared memory of v8 to v11.
 //
-// H200, speed relative to a copy of the same bytes; a second number in parentheses is the backward. The column is 1024x1024 float.
+// H200, speed relative to a copy of the same bytes, with that of the backward in parentheses. The column `speed` is 1024x1024 float.
 //
 // version  forward                                                   backward                                             speed
 // v1       one thread per row; three passes                          one thread per column, for all rows; sums the        0.01 (0.0001)

@@ -48,7 +48,8 @@ __device__ __forceinline__ void scan_columns(const T* row, const Span& span, Vec
     }
 }
 
-// `loop` follows the vectors of `out` (of dx in write_gradients): stores have 16 bytes, loads may have less.
+// `loop` follows the vectors of `out` (of dx in write_gradients), so stores have 16 bytes. Loads are narrower if the input has another
+// alignment.
 template <bool MASKED, typename T>
 __device__ __forceinline__ void write_columns(T* out, const T* row, const Span& span, VectorLoop loop, const Normalizer<T>& normalizer) {
     int shift = shift_of(out);

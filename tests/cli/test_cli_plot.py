@@ -128,7 +128,7 @@ REFUSED = {
     "plot softmax 9": "no recorded result of 'softmax' has these sizes, dtype, pass and GPU",
     "plot softmax --dtype x": "--dtype must be one of d (float64)",
     "plot softmax --from none.jsonl": "none.jsonl",
-    "plot softmax --from broken.jsonl": "broken.jsonl:1 is no record of cukern bench: KeyError: 'op'",
+    "plot softmax --from broken.jsonl": "broken.jsonl:1 is not a record of cukern bench: KeyError: 'op'",
     "plot softmax --from empty.jsonl": "there are no recorded results",
     "plot softmax --gpu a --out x.y": "--plot must name a file that ends with",
     "compare a.jsonl@cccc b.jsonl": "a.jsonl has no results of commit 'cccc'",

@@ -82,10 +82,10 @@ def test_every_type(tmp_path, word, direction):
 
 
 WRONG = [
-    ("scale", "f32:4 f32:4 1", (), "takes 4 arguments (float* y, float* x, float a, int n), got 3 in --args"),
-    ("scale", "f32:4 f32:-4 1 4", (), "'f32:-4' for float* x must be a tensor"),
+    ("scale", "f32:4 f32:4 1", (), "takes 4 arguments (float* y, const float* x, float a, int n), got 3 in --args"),
+    ("scale", "f32:4 f32:-4 1 4", (), "'f32:-4' for const float* x must be a tensor"),
     ("scale", "f32:4 f33:4 1 4", (), "the type of 'f33:4' must be one of f16,"),
-    ("scale", "f32:4 i32:4 1 4", (), "the argument for float* x must be torch.float32, it is torch.int32"),
+    ("scale", "f32:4 i32:4 1 4", (), "the argument for const float* x must be torch.float32, it is torch.int32"),
     ("scale", "f32:4 f32:4=one 1 4", (), "'f32:4=one': it must end in a number or one of rand, iota, empty, got 'one'"),
     ("scale", "f32:4 i32:4=1.5 1 4", (), "'i32:4=1.5': 1.5 does not fit its elements"),
     ("scale", "f32:4 f32:9999999x9999999 1 4", (), "GiB, there are"),

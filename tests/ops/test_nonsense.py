@@ -149,7 +149,7 @@ ROWS = [  # names of arguments, their values, the error, what it says
     ("version", (*NO_STRING, (["v5"], None)), TypeError, "must be a str or None, got"),
     ("version", ("", "V1", "v99"), ValueError, "has no version"),
     ("version", ((None, "v0"),), ValueError, "has no version", *SOFTMAXES),
-    ("version", ((), ("v5",), ("v5",) * 3), ValueError, "version must be one, or two", *SOFTMAXES),
+    ("version", ((), ("v5",), ("v5",) * 3), ValueError, "version must be a str, or a pair", *SOFTMAXES),
 ]
 CASES = [
     pytest.param(function, name, *row[1:4], id=f"{function.__name__}-{name}-{i}")

@@ -64,7 +64,7 @@ def test_every_op(name, dtype, device):
 @pytest.mark.parametrize("device", PLACES)
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float16))
 def test_lokr_linear(dtype, device):
-    """Its product of two factors is torch's; x's samples have factors of their own; bias and residual have gradients, too."""
+    """One factor is a pair that torch multiplies, each sample of x has its own factors, and bias and residual have gradients."""
     shapes = (2, 3, 24), (2, 4, 6), (5, 2), (2, 4), (20,), (2, 3, 20)
     inputs = [torch.randn(shape, dtype=dtype, device=device) for shape in shapes]
 

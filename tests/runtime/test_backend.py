@@ -1,4 +1,4 @@
-"""Launches that the driver refuses, kernels that fail, processes that forked, captures, and what a GPU of each kind can do."""
+"""Launches that the driver refuses, kernels that fail, forked processes, graph captures, and the features of each kind of GPU."""
 
 import asyncio
 import contextvars
@@ -55,7 +55,7 @@ def test_a_launch_that_is_too_large_names_kernel_geometry_and_limit(grid, block,
 def test_a_block_larger_than_the_kernels_own_bound_is_named():
     kernel = cukern.compile('extern "C" __global__ void __launch_bounds__(64) narrow() {}')
     kernel(grid=1, block=64)
-    with pytest.raises(cukern.LaunchError, match=r"narrow .*128 threads a block are more than the 64"):
+    with pytest.raises(cukern.LaunchError, match=r"narrow .*128 threads per block exceed this kernel.s limit of 64"):
         kernel(grid=1, block=128)
 
 
@@ -89,7 +89,7 @@ def test_static_and_dynamic_shared_memory_over_48_kib_together(device, static, d
 @gpu
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # CuPy 14 calls ExternalStream, which 13 needs, deprecated
 def test_the_raw_kernel_of_cupy():
-    """Its attributes, and a launch by CuPy on torch's stream and memory."""
+    """Kernel.raw has the kernel's attributes, and CuPy can launch it on torch's stream and memory."""
     cupy = pytest.importorskip("cupy")
     kernel = cukern.compile('extern "C" __global__ void add(float* x, float a) { x[threadIdx.x] += a; }')
     assert kernel.raw.name == "add" and kernel.raw.num_regs > 0 and kernel.raw is kernel.raw
@@ -153,7 +153,8 @@ extern "C" __global__ void next(float* out, const float* x, int n) {
 @gpu
 @pytest.mark.parametrize("captured", [False, True], ids=["stream", "graph"])
 def test_programmatic_dependent_launch_waits_for_what_is_ahead(captured):
-    """Each launch reads what other blocks of the one before wrote, late; before some there is a fill, a copy, or another stream."""
+    """Each launch reads what other blocks of the previous launch wrote late. Before some launches there is a fill, a copy, or a wait for
+    another stream."""
     kernel, n = Kernel(Source.from_text(NEXT), "next", pdl=True), 64 * 256
     a, b, start = (torch.zeros(n, device="cuda") for _ in range(3))
     first, other = torch.cuda.Stream(), torch.cuda.Stream()
@@ -201,7 +202,7 @@ def test_static_clusters():
     out = torch.zeros(6, dtype=torch.int32, device="cuda")
     kernel(out, grid=6, block=1)
     assert out.tolist() == [20, 21] * 3
-    with pytest.raises(cukern.LaunchError, match=r"rank .* grid x = 5 is not a multiple of the 2 that the kernel's cluster has along x"):
+    with pytest.raises(cukern.LaunchError, match=r"rank .* grid x = 5 is not a multiple of the cluster size along x, 2"):
         kernel(out, grid=5, block=1)
 
 
@@ -353,7 +354,7 @@ print("exit", child.exitcode)
 
 @gpu
 def test_python_compiler_and_driver_agree_on_this_gpu():
-    """The architecture that kernels are compiled for is the one that runs: cubins do not run on another."""
+    """Kernels are compiled for the architecture of this GPU; a cubin of another architecture does not load."""
     out = torch.zeros(1, dtype=torch.int32, device="cuda")
     cukern.compile("__global__ void arch(int* out) { *out = __CUDA_ARCH__; }")(out, grid=1, block=1)
     major, minor = torch.cuda.get_device_capability()
@@ -362,7 +363,7 @@ def test_python_compiler_and_driver_agree_on_this_gpu():
 
 @gpu
 def test_a_thread_that_has_no_context_yet():
-    """As autograd's own at its first backward, where torch finds the memory it needs in its cache."""
+    """Autograd's thread has no CUDA context at its first backward if torch needs no new memory, because its cache has enough."""
     kernel, out = cukern.compile("__global__ void one(float* out) { *out = 1; }"), torch.zeros(1, device="cuda")
     kernel(out, grid=1, block=1)
     out.zero_()
@@ -372,7 +373,8 @@ def test_a_thread_that_has_no_context_yet():
 
 @kernels
 def test_a_bound_launch_packs_the_rest_once(device):
-    """Two of one kernel, in two threads, whose first call has more shared memory than is free; and what it was bound to is not lost."""
+    """Two bound launches of one kernel, in two threads. The first call needs more than the default 48 KiB of shared memory. Each
+    keeps the values that it was bound to."""
     kernel = cukern.compile("""
     extern "C" __global__ void fill(double* out, const float* x, float f, long long l, int words) {
         extern __shared__ int last[];
@@ -464,8 +466,8 @@ def test_blocks_of_asyncio_tasks():
 
 
 @pytest.mark.parametrize("name", [name for name in own_names() if OPS[name].differentiable])
-def test_backward_of_what_was_simulated_is_simulated_anywhere(name):
-    """In the block, after it, and in another thread."""
+def test_backward_of_a_simulated_forward_is_simulated(name):
+    """Inside the block, after it, and in another thread."""
     op, found = OPS[name], []
     inputs = op.make(op.sim_dims[0], torch.float32, "cpu")
     wanted, douts = wanted_inputs(op, "bwd", inputs), draw_douts(op, inputs)

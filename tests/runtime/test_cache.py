@@ -15,7 +15,7 @@ import cukern
 from cukern.runtime import cache
 
 ARCH = "sm_90a"
-OTHER = 12345  # a user who owns nothing here
+OTHER = 12345  # the uid of a user who owns no file here
 ROOT = hasattr(os, "geteuid") and os.geteuid() == 0
 
 
@@ -58,7 +58,7 @@ def test_edited_header_is_recompiled(tmp_path, empty_cache, monkeypatch):
 
 
 def signed(path: Path, body: bytes) -> bytes:
-    """An entry with the right digest, for what only a bug, or a cukern to come, would write."""
+    """An entry with a correct digest and other content, as only a bug or a newer cukern would write it."""
     return cache._digest(path.stem, body) + b"\n" + body
 
 
@@ -129,7 +129,7 @@ def test_files_of_killed_writers_are_removed_after_a_day(empty_cache):
 # ---- folders
 
 
-def test_folder_that_cannot_be_made_is_worked_around_with_one_warning(tmp_path, empty_cache, monkeypatch):
+def test_the_next_folder_is_used_with_one_warning_if_one_cannot_be_created(tmp_path, empty_cache, monkeypatch):
     write(tmp_path, "a file, not a folder", "file")
     monkeypatch.setenv("CUKERN_CACHE_DIR", str(tmp_path / "file/cache"))
     forget_cache()
@@ -140,7 +140,7 @@ def test_folder_that_cannot_be_made_is_worked_around_with_one_warning(tmp_path, 
 
 
 def test_a_user_without_a_home_has_a_folder(monkeypatch, tmp_path):
-    """As a container's arbitrary uid: it is in no list of users."""
+    """As in a container with an arbitrary uid, which is not in the list of users."""
     import pwd
 
     def unknown(uid: int) -> None:
@@ -181,7 +181,7 @@ print(typer.testing.CliRunner().invoke(cukern.cli.app, ["doctor"]).stdout)
         ("file", 0o644, OTHER, f"belongs to user {OTHER}"),
     ],
 )
-def test_what_another_user_may_have_planted_is_not_loaded(tmp_path, empty_cache, place, mode, owner, why):
+def test_files_that_another_user_could_have_written_are_not_loaded(tmp_path, empty_cache, place, mode, owner, why):
     wrong, right = (cukern.compile(text).compile(ARCH) for text in (SCALE.replace("*=", "+="), SCALE))
     if owner and not ROOT:
         pytest.skip("needs root, to make files of another user")
@@ -209,7 +209,7 @@ def test_link_of_another_user_to_a_folder_of_ours_is_not_used(tmp_path, monkeypa
 
 @pytest.mark.skipif(not ROOT, reason="needs root, to become another user")
 def test_a_cache_that_root_filled_serves_others():
-    """The other user becomes so late because they may have no right to read Python's files."""
+    """The process changes its user late, because the other user may not be allowed to read Python's files."""
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o755)
         code = f"""

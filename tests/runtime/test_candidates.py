@@ -68,7 +68,7 @@ def test_a_candidate_is_excluded_and_forced(name):
 
 @pytest.mark.parametrize("candidate", ("Mma64x64", "Wgmma128x256", "Wgmma128x128"))
 def test_a_forced_tile_of_v7_is_used(candidate):
-    """Whatever the cost models of v6 and v7 say of it."""
+    """Even if the cost models of v6 and v7 prefer another tile."""
     for dims in ((4096, 4096, 4096), (256, 512, 512)):
         tiles = {name.split(", ")[-1] for name in chosen(OPS["matmul"], dims, V7, kernel=candidate) if "reduce" not in name}
         assert tiles == {f"{candidate}>"}
@@ -80,7 +80,7 @@ def test_every_candidate_is_tested():
 
 @pytest.mark.parametrize("name", [name for name, op in OPS.items() if op.candidates])
 def test_every_shape_has_a_plan_without_any_candidate(name):
-    """Where a candidate is the only one that fits, excluding it leaves the kernels for any shape."""
+    """If the only candidate that fits is excluded, the kernels for any shape are used."""
     dtype = B if name == "attention_decode" else F  # few float32 queries of many keys take torch's operations
     for candidate in OPS[name].candidates:
         for dims in OPS[name].check_dims[:3]:

@@ -20,10 +20,10 @@ def test_arch_of(capability, arch):
     assert arch_of(capability) == arch
 
 
-# ---- the compiler's words
+# ---- the compiler's messages
 
 
-def test_error_names_file_line_and_the_compilers_words(tmp_path, empty_cache):
+def test_error_names_file_and_line_and_quotes_the_compiler(tmp_path, empty_cache):
     path = write(tmp_path, "\n\n__global__ void k(float* x) {\n  x[0] = undeclared_name;\n}\n")
     with pytest.raises(CompileError) as caught:
         cukern.load(path).compile(ARCH)
@@ -96,12 +96,12 @@ def test_ptx_has_the_entry_and_the_source_lines_and_is_cached(empty_cache, monke
     assert len(list(empty_cache.iterdir())) == 1
 
 
-def test_ptx_of_what_does_not_compile_raises_the_compilers_words(empty_cache):
+def test_ptx_of_a_wrong_source_raises_the_compilers_message(empty_cache):
     with pytest.raises(CompileError, match=r"compute_80[\s\S]*expected a"):
         compiler.compile_ptx(Source.from_text("__global__ void k(int* x) { x[0] = ; }"), "k", "compute_80")
 
 
-# ---- what is missing
+# ---- missing packages
 
 
 @pytest.mark.parametrize(

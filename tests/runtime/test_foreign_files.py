@@ -1,4 +1,4 @@
-"""Files of others load as they are: parameter types, namespaces, host code beside the kernels, headers that NVRTC lacks."""
+"""Files of other projects load unchanged: parameter types, namespaces, host code next to the kernels, headers that NVRTC lacks."""
 
 import ctypes
 

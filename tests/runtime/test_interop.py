@@ -27,7 +27,7 @@ def test_numpy_shares_its_memory_both_ways():
 
 
 class Producer:
-    """An array of another library: NumPy's own DLPack, or what `changes` say instead."""
+    """An array of another library: it exports NumPy's DLPack capsule, changed by `changes`."""
 
     def __init__(self, array, **changes):
         self.array, self.changes = array, changes
@@ -50,7 +50,7 @@ MISBEHAVING = [
 ]
 
 
-NO_TENSORS = [  # what is no array, what DLPack cannot carry, and what breaks its rules
+NO_TENSORS = [  # objects that are not arrays, arrays that DLPack cannot carry, and producers that break its rules
     *((v, TypeError, f"^x must be a torch.Tensor or an array with __dlpack__, got {type(v).__name__}$") for v in (None, 1.0, [1.0], "x")),
     (object(), TypeError, "^x must be a torch.Tensor or an array with __dlpack__, got object$"),
     *((a, (TypeError, ValueError), "x ") for a in (numpy.array(["a"]), numpy.arange(3, dtype=">f4"), numpy.ones(3, numpy.longdouble))),
@@ -73,7 +73,7 @@ def test_negative_strides_do_not_end_the_process():
     with pytest.raises(ValueError, match=r"x has strides \(-1,\): torch tensors cannot have negative ones"):
         to_torch("x", Producer(numpy.arange(4, dtype=numpy.float32)[::-1]))
     array = Producer(numpy.ones(3, dtype=numpy.float32))
-    array.strides = "weird"  # an attribute of that name is nobody's business
+    array.strides = "weird"  # an attribute of this name must not be used
     assert to_torch("x", array).shape == (3,)
 
 
@@ -113,7 +113,7 @@ def test_cupy_shares_its_memory_both_ways():
 
 
 @gpu
-def test_an_array_written_on_cupys_stream_is_seen_whole():
+def test_an_array_written_on_cupys_stream_is_complete():
     """The import waits for the producer's stream; later work on torch's stream sees what CuPy wrote."""
     cupy = pytest.importorskip("cupy")
     stream = cupy.cuda.Stream(non_blocking=True)

@@ -73,7 +73,7 @@ def test_a_cluster_is_that_of_the_launch():
     for cluster, expected in ((2, [20, 21, 20, 21]), ((4, 1), [40, 41, 42, 43]), (None, [10, 10, 10, 10])):
         rank(out, grid=4, block=32, cluster=cluster)
         assert out.tolist() == expected
-    with pytest.raises(cukern.LaunchError, match="grid x = 3 is not a multiple of the 2"):
+    with pytest.raises(cukern.LaunchError, match="grid x = 3 is not a multiple of the cluster size along x, 2"):
         rank(out, grid=3, block=32, cluster=2)
     with pytest.raises(TypeError, match=r"stream must be a torch\.cuda\.Stream"):
         rank(out, grid=3, block=32, stream=5)
@@ -238,7 +238,7 @@ def test_arrays_of(library):
 
 
 def test_jax_arrays_in_the_simulator():
-    """JAX arrays are inputs on the CPU too, and nothing is copied to an array that cannot be written."""
+    """JAX arrays are inputs on the CPU too. An output that is a JAX array is refused, because it cannot be written."""
     jax = pytest.importorskip("jax", reason="jax is not installed")
     jnp, cpu = jax.numpy, jax.devices("cpu")[0]
     copy, out = cukern.compile(COPY, defines={"TILE": 32, "T": "float"}), torch.empty(4)

@@ -1,4 +1,4 @@
-"""cukern.op: a user's own kernels as an op, which behaves as those of the package do."""
+"""cukern.op: a user's own kernels as an op that behaves like the ops of the package."""
 
 import ast
 import importlib
@@ -33,7 +33,7 @@ def drawn(module, *dims, grad=True):
 
 
 def test_twenty_lines_of_python():
-    """All but the docstring and the imports, on names that help(cukern.op) explains."""
+    """Without the docstring and the imports. It uses only names that help(cukern.op) explains."""
     text = (FOLDER / "own_layernorm.py").read_text()
     code = [node for node in ast.parse(text).body[1:] if not isinstance(node, ast.Import | ast.ImportFrom)]
     lines = {line for node in code for line in range(node.lineno, node.end_lineno + 1)}
@@ -57,7 +57,7 @@ def test_a_correct_op_is_never_called_wrong(layernorm, module):
 
 @kernels
 def test_a_wrong_op_is_called_wrong(module):
-    """The gradient of a row's mean forgotten, and one element in a thousand off by a thousandth."""
+    """Two bugs: the gradient of a row's mean is missing; one element in a thousand is wrong by a thousandth."""
 
     def backward(kernels, x, w, _b, _out, mean, rstd, dout):
         _, dw, db = module.backward(kernels, x, w, _b, _out, mean, rstd, dout)

@@ -1,4 +1,4 @@
-"""Parameter lists are read as C++ means them, and arguments are packed as the kernel reads them, or refused."""
+"""Parameter lists are read by the rules of C++. Arguments are packed as the kernel reads them, or refused."""
 
 import ctypes
 import math
@@ -15,7 +15,7 @@ from cukern.runtime.sources import Source
 
 hypothesis = pytest.importorskip("hypothesis")
 st = hypothesis.strategies
-settings = hypothesis.settings(deadline=None)  # a busy machine is no fault of the code
+settings = hypothesis.settings(deadline=None)  # a busy machine must not fail the tests
 
 SIGNED = {"char": ctypes.c_int8, "short": ctypes.c_int16, "int": ctypes.c_int32, "long": ctypes.c_int64, "long long": ctypes.c_int64}
 UNSIGNED = {"char": ctypes.c_uint8, "short": ctypes.c_uint16, "int": ctypes.c_uint32, "long": ctypes.c_uint64, "long long": ctypes.c_uint64}
@@ -123,7 +123,7 @@ def test_mangled_names_that_are_cut_or_foreign_are_refused(mangled):
 
 
 def test_every_mangled_name_is_read_or_refused():
-    """Cut, and with a letter changed, it gives types or a TypeError, in no time."""
+    """A mangled name that is cut or has a changed letter gives types or a TypeError, and fast."""
     whole = "_Z16cukern_signatureIPFvN2ns1SEPKS1_NS0_1PIiEEPNS4_I6float4EEPA4_iPFffERiPVxEEvT_"
     for i in range(len(whole)):
         for text in (whole[:i], *(whole[:i] + c + whole[i + 1 :] for c in "ESN9_P1IL")):
@@ -228,7 +228,7 @@ def calls(draw):
 @settings
 @hypothesis.given(calls())
 def test_arguments_lie_where_the_kernel_reads_them(call):
-    """ctypes lays a struct out by the C rules, which are those of a kernel's parameters."""
+    """ctypes lays out a struct by the rules of C, which kernel parameters follow too."""
     types, values = call
     fields = [(f"p{i}", ctypes.c_uint64 if t == "pointer" else CTYPES[t]) for i, t in enumerate(types)]
     layout = type("Layout", (ctypes.Structure,), {"_fields_": fields})

@@ -1,4 +1,4 @@
-"""Where sources are found, what their digest covers, and what is taken out of them."""
+"""Where sources are found, what their digest covers, and which host code is removed."""
 
 import shutil
 import time
@@ -18,7 +18,7 @@ def test_the_shipped_sources_are_found():
 
 @pytest.fixture
 def tree(tmp_path):
-    """a.cu includes sub/b.cuh, which includes c.cuh of its own folder and d.cuh of a.cu's; e.cuh is included by none."""
+    """a.cu includes sub/b.cuh, which includes c.cuh from its own folder and d.cuh from a.cu's folder. No file includes e.cuh."""
     (tmp_path / "sub").mkdir()
     (tmp_path / "a.cu").write_text('#include "sub/b.cuh"\n__global__ void k() {}\n')
     (tmp_path / "sub/b.cuh").write_text('#pragma once\n  #  include "c.cuh"\n#include "d.cuh"\n#include "../a.cu"\n')
@@ -27,7 +27,7 @@ def tree(tmp_path):
     return tmp_path
 
 
-def test_the_digest_is_of_the_files_that_are_reached_and_not_of_their_place(tree, tmp_path_factory):
+def test_the_digest_covers_the_included_files_and_not_their_folder(tree, tmp_path_factory):
     other = shutil.copytree(tree, tmp_path_factory.mktemp("other") / "copy")
     digests = [Source.read(folder / "a.cu").digest() for folder in (other, tree)]
     for edited in ("e.cuh", "a.cu", "sub/b.cuh", "sub/c.cuh", "d.cuh"):
@@ -38,7 +38,7 @@ def test_the_digest_is_of_the_files_that_are_reached_and_not_of_their_place(tree
 
 
 def test_two_headers_of_one_name_both_count(tmp_path):
-    """Outside of the source's own folder, too."""
+    """Also outside of the source's own folder."""
     for folder in ("x", "y", "main"):
         (tmp_path / folder).mkdir()
     path, digests = write(tmp_path, '#include "../x/h.cuh"\n#include "../y/h.cuh"\n', "main/a.cu"), set()
@@ -77,7 +77,7 @@ def test_comments_and_raw_strings_are_blanked(text, expected):
     assert " ".join(blanked(text).split()) == expected and len(blanked(text)) == len(blanked(text, literals=True)) == len(text)
 
 
-# ---- which files a program reaches, and that it is compiled from them as they were read
+# ---- which files a program includes; it is compiled from their texts as they were read
 
 USE = "__global__ void k(int* x) { *x = V; }\n"
 FORMS = {
@@ -191,14 +191,14 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
-def test_the_time_grows_with_the_length_alone(kind):
+def test_the_time_is_linear_in_the_length(kind):
     start = time.process_time()
     source = Source.from_text(HOSTILE[kind])
     source.digest()
     assert len(source.kernels) <= 1 and time.process_time() - start < 5
 
 
-# ---- the host's part
+# ---- host code
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ def dims_of(op):
 
 
 def problem(name, device):
-    """The op and the reference as functions of the inputs that have a gradient, joined to one tensor; and these inputs."""
+    """The op and the reference as functions of the inputs that have a gradient, and these inputs. The outputs are joined to one tensor."""
     if name in OPTIONS:
         ours, theirs, shapes = OPTIONS[name]
         return ours, theirs, tuple(torch.randn(shape, dtype=torch.float64, device=device) for shape in shapes)
@@ -138,7 +138,7 @@ def test_reverse_mode_and_jacobians(name, device):
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_vmap(name, device):
     ours, theirs, inputs = problem(name, device)
-    many = tuple(torch.stack(random_like([x] * 3), -1) for x in inputs)  # the batch last, so that it lies across memory
+    many = tuple(torch.stack(random_like([x] * 3), -1) for x in inputs)  # the batch is the last dimension, so elements are strided
     for i, x in enumerate(inputs):
         for at in range(x.ndim + 1):
             args = tuple(torch.stack(random_like([x] * 3), at) if i == j else other for j, other in enumerate(inputs))
@@ -204,7 +204,7 @@ def test_checkpoint_functional_call_and_export(name, device):
 @kernels
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_transforms_inside_of_torch_compile(name):
-    """A compiled graph would lose the derivative without a word: there is a graph break, and with fullgraph an error."""
+    """A compiled graph would silently lose the derivative. So there is a graph break, and an error with fullgraph."""
     ours, theirs, inputs = problem(name, DEVICE)
     tangents = random_like(inputs)
 

@@ -1,4 +1,4 @@
-"""warmup(shapes=...) and `cukern compile --shape` find exactly what calls need, and calls with other numbers of rows need nothing else."""
+"""warmup(shapes=...) and `cukern compile --shape` find exactly the kernels that calls need, with any number of rows."""
 
 from math import prod
 
@@ -13,7 +13,7 @@ from cukern.runtime.warmup import kernels_for, planned
 
 ROWS = (1, 2, 3, 7, 16, 31, 32, 33, 48, 64, 65, 96, 100, 127, 129, 200, 255, 256, 257, 384, 500, 511, 512, 513, 777, 1000, 1023, 1024, 1025)
 ROWS += 1500, 2047, 2048, 3000, 4096, 4097, 6000, 8191, 8192, 10_000, 20_001, 32_768, 65_536
-MOST_NUMBERS = 1 << 30  # of x, which is never written
+MOST_NUMBERS = 1 << 30  # elements of x, whose memory is never touched
 BUCKETED = [(op, dims) for op in ("softmax", "matmul", "linear", "kron_linear", "kron_linear_rectangular") for dims in OPS[op].bench_dims]
 
 
@@ -47,6 +47,7 @@ def test_an_architecture_alone_stands_for_a_known_gpu():
     [
         ([(4, 8)], ValueError, "shapes belong to one op, got 2 ops"),
         ("48", TypeError, "shapes must be a collection of tuples of ints"),
+        ((4, 8), TypeError, r"shapes must be a collection of tuples of ints, such as .*, got tuple \(4, 8\)"),
         ([(4, 2.5)], TypeError, "a size in shapes must be an int"),
         ([(-4,)], ValueError, "a size in shapes must be at least 0"),
     ],

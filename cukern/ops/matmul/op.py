@@ -11,7 +11,7 @@ from cukern.ops.matmul import fused_linear, tensor_plan
 from cukern.ops.matmul.epilogue import ACTIVATIONS
 from cukern.ops.matmul.plan import TILES
 from cukern.ops.matmul.precision import cast, checked
-from cukern.ops.matmul.product import default_is_torchs, product
+from cukern.ops.matmul.product import default_is_cublas, product
 from cukern.ops.matmul.reference import torch_matmul
 from cukern.ops.matmul.versions import VERSIONS
 from cukern.runtime import backend, checks, interop
@@ -35,7 +35,7 @@ def matmul(a: Any, b: Any, *, precision: str | None = None, version: str | None 
             "ieee". 16-bit products are exact and added in float32.
         version: "v1" to "v7", or "cublas" for torch's product, which follows torch's switches only. Default: what was measured to be the
             fastest, which is v5 for "ieee" and float64, v7 (v6 on a GPU without wgmma) for "3xtf32", and cuBLAS otherwise. v6 and v7
-            compute float32 as 3xTF32 unless TF32 is allowed; v1 to v5 always as "ieee". 3xTF32 by v7 allocates twice the memory of a
+            compute float32 as 3xTF32 unless TF32 is allowed; v1 to v5 always as "ieee". For 3xTF32, v7 allocates twice the memory of a
             and b. CPU tensors use torch.matmul, or the simulator.
 
     Returns (..., M, N), contiguous. Two calls return the same bits. With torch.use_deterministic_algorithms(True), a row of the result of
@@ -54,7 +54,7 @@ def matmul(a: Any, b: Any, *, precision: str | None = None, version: str | None 
         )
     if b.ndim > 2:
         return _by_batch(a, b, *options)
-    return torch.matmul(a, b) if _is_torchs(a, options) else _by_rows(a, b, None, *options)
+    return torch.matmul(a, b) if _calls_torch(a, options) else _by_rows(a, b, None, *options)
 
 
 def linear(
@@ -81,9 +81,9 @@ def linear(
             sums in x's dtype, as torch does.
         return_pre_activation: return (result, x @ weight.T + bias) instead of the result.
         residual: (..., N) of x's dtype and device, or None: added to the result. A version may round the result first, as torch does.
-        accumulate_into: (N, K), contiguous, float32 or of x's dtype: backward adds the gradient of weight to it, in float32 before the
-            one rounding, and weight gets no gradient of its own. It may be weight.grad of an earlier backward. No higher derivatives. By
-            default v7 or v6 computes it if it is float32 and x is not.
+        accumulate_into: (N, K), contiguous, float32 or of x's dtype: backward adds the gradient of weight to it and rounds the float32 sum
+            once. weight gets no gradient of its own. It may be weight.grad of an earlier backward. No higher derivatives. By default v7 or
+            v6 computes the product if accumulate_into is float32 and x is not.
         precision, version: see `matmul`.
 
     Returns (..., N), contiguous. Copies, autocast and errors as in `matmul`.
@@ -95,7 +95,7 @@ def linear(
     if accumulate_into is not None:
         _check_accumulator(accumulate_into, weight)
     elif not which and residual is None and not keep:
-        return torch.nn.functional.linear(x, weight, bias) if _is_torchs(x, options) else _by_rows(x, weight.t(), bias, *options)
+        return torch.nn.functional.linear(x, weight, bias) if _calls_torch(x, options) else _by_rows(x, weight.t(), bias, *options)
     rows, residual = _as_rows(x), None if residual is None else _as_rows(residual)
     if x.is_cuda or backend.simulates(x):
         out, pre = fused_linear.fused(rows, weight, bias, residual, accumulate_into, which, keep, *options)
@@ -134,12 +134,12 @@ def _as_rows(x: torch.Tensor) -> torch.Tensor:
     return x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
-def _is_torchs(x: torch.Tensor, options: tuple[str, ...]) -> bool:
-    """True where the default is torch's product: torch's own function takes half of the host time of an op of ours. Not under autocast,
-    because torch's backward would be cast again if it runs under another autocast."""
+def _calls_torch(x: torch.Tensor, options: tuple[str, ...]) -> bool:
+    """True if torch's function is called directly: the default is cuBLAS, and torch's function takes half of the host time of one of our
+    ops. Not under autocast, because torch's backward would be cast again if it runs under another autocast."""
     if not x.is_cuda or options != ("", "") or torch.compiler.is_compiling() or enabled(x):
         return False
-    return default_is_torchs(x.dtype, x.get_device())
+    return default_is_cublas(x.dtype, x.get_device())
 
 
 def _by_rows(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, *options: str) -> torch.Tensor:
@@ -160,14 +160,14 @@ def _by_batch(a: torch.Tensor, b: torch.Tensor, *options: str) -> torch.Tensor:
     return out.view(*lead, M, N)
 
 
-_USUAL = frozenset(checks.FLOATS)
+_DTYPES = frozenset(checks.FLOATS)
 _TENSORS = {torch.Tensor, torch.nn.Parameter, type(None)}
 
 
 def _inputs(op: str, version: Any, **values: Any) -> list[Any]:
     """The tensors, cast as autocast wants them."""
     found = list(values.values())
-    if version is None and _are_usual(found):
+    if version is None and _need_no_checks(found):
         return found
     imported = [v if v is None and n in ("bias", "residual") else interop.to_torch(n, v) for n, v in values.items()]
     tensors: dict[str, Any] = dict(zip(values, cast(imported), strict=True))
@@ -183,12 +183,12 @@ def _inputs(op: str, version: Any, **values: Any) -> list[Any]:
     return list(tensors.values())
 
 
-def _are_usual(found: list[Any]) -> bool:
-    """True for tensors on a GPU that need no further check: most calls, whose checks would take most of the host's time."""
+def _need_no_checks(found: list[Any]) -> bool:
+    """True for tensors on a GPU that pass all checks, as in most calls: the full checks would take most of the host time."""
     first = found[0]
     if torch.compiler.is_compiling():
         return False
-    if not _TENSORS.issuperset(map(type, found)) or first is None or not first.is_cuda or first.dtype not in _USUAL or enabled(first):
+    if not _TENSORS.issuperset(map(type, found)) or first is None or not first.is_cuda or first.dtype not in _DTYPES or enabled(first):
         return False
     return all(t is None or (t.dtype is first.dtype and t.device == first.device and _plain(t)) for t in found)
 

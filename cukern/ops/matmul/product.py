@@ -33,7 +33,7 @@ def run(out: Tensor, a: Tensor, b: Tensor, e: Epilogue, precision: str, version:
 
 @cached(4096)
 def _chosen(dtype: torch.dtype, out: torch.dtype, precision: str, switched: bool, version: str, device: int) -> tuple[Version, str]:
-    """The version, and the precision of float32. A version of tensor cores that is named computes 3xTF32, unless TF32 is allowed.
+    """The version, and the precision of float32. If the caller names a tensor-core version, it computes 3xTF32 unless TF32 is allowed.
     `switched`: torch's switches allow TF32, and cuBLAS follows them."""
     named = version or current().versions.get("matmul", (os.environ.get("CUKERN_MATMUL", ""),))[0]
     if named not in ("", DEFAULT):
@@ -47,8 +47,8 @@ def _chosen(dtype: torch.dtype, out: torch.dtype, precision: str, switched: bool
     return VERSIONS[name], precision if kind != "float" and name != "v4" else "ieee"
 
 
-def default_is_torchs(dtype: torch.dtype, device: int) -> bool:
-    """True if a product without options is torch's own, whatever torch's switches."""
+def default_is_cublas(dtype: torch.dtype, device: int) -> bool:
+    """True if a product without options is cuBLAS's, whatever torch's precision switches say."""
     return dtype.itemsize == 2 and _chosen(dtype, dtype, "", False, "", device)[0] is VERSIONS["cublas"]
 
 

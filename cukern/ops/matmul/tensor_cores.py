@@ -146,7 +146,7 @@ def _split_layout(x: _Operand, rows: int, K: int) -> _Operand:
 
 
 def _alignment(n: int) -> int:
-    """The most bytes of a copy whose places are multiples of n."""
+    """The largest copy, in bytes, that is aligned at all multiples of n."""
     return 2 if n & 3 else 4 if n & 15 else 16
 
 
@@ -172,7 +172,7 @@ def _map_of_results(M: int, N: int, batch: int, dtype: torch.dtype) -> tuple[Any
 
 
 def instances(dtype: torch.dtype, wgmma: bool) -> Iterable[Kernel]:
-    """The kernels of a dtype whose output has it, too. Those that add to a float32 output are compiled when they are needed."""
+    """The kernels whose operands and output have this dtype. Those that add to a float32 output are compiled when they are needed."""
     if dtype == torch.float64:
         return
     layouts = list(itertools.product((True, False), repeat=2))

@@ -79,7 +79,7 @@ class Problem(NamedTuple):
 
 @cached(4096)
 def plan(problem: Problem, device: Device, splitting: bool) -> Plan:
-    """The cheapest plan. Without `splitting`, neither v6 or v7 nor the order of additions depends on M and N."""
+    """The cheapest plan. Without `splitting`, the choice of v6 or v7 and the order of additions do not depend on M and N."""
     k_tiles = max(1, ceil(problem.K * problem.itemsize / K_BYTES))
     found = [p for tile in _tiles(problem, k_tiles, device, splitting) for p in _plans(tile, problem, k_tiles, device, splitting)]
     return min(found, key=lambda p: p.us)
@@ -108,7 +108,7 @@ def _plans(tile: Tile, p: Problem, k_tiles: int, device: Device, splitting: bool
 
 
 def _shares_k(tile: Tile, p: Problem, k_tiles: int, device: Device) -> bool:
-    """True if split-K in a cluster may pay: all blocks run at the same time, though a few SMs fit in no cluster."""
+    """True if split-K in a cluster may pay: if all blocks run at the same time. A few SMs belong to no cluster, hence 15/16 of the SMs."""
     blocks = p.batch * tile.cluster_k * ceil(p.M / tile.rows) * ceil(p.N / tile.columns)
     return k_tiles >= MIN_K_TILES * tile.cluster_k and blocks <= device.sms * 15 // 16
 
@@ -120,9 +120,8 @@ def _mma_us(tile: Tile, blocks: int, k_tiles: int, splits: int, p: Problem, devi
     per_sm = max(1, min(tile.per_sm, device.sm_shared_bytes // (tile.shared + 1024)))
     on_sm = ceil(blocks / device.sms)  # of the busiest SM
     alone = 1.3 if min(on_sm, per_sm) * tile.warps < 8 else 1.0  # few warps hide less latency
-    cycles = (
-        on_sm * ceil(k_tiles / splits) * max(tensor, copy) * alone + ceil(on_sm / per_sm) * 2500
-    )  # to fill the ring and to store the tile
+    ends = ceil(on_sm / per_sm) * 2500  # cycles to fill the ring buffer and to store the tile
+    cycles = on_sm * ceil(k_tiles / splits) * max(tensor, copy) * alone + ends
     if splits == 1:
         return START_US + cycles / device.cycles_us
     partials = 8 * p.batch * p.M * p.N * splits / (device.sms * device.sm_bytes_us)  # written and read once; most of them stay in L2

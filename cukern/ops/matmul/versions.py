@@ -176,13 +176,10 @@ VERSIONS = {
     "v6": _tensor_core_version("tensor cores by mma.sync", False, 80),
     "v7": _tensor_core_version("tensor cores by wgmma, TMA, persistent, clusters", True, 90),
 }
-# The default's choice, unless a version is named: the first that the GPU supports. By what was measured, docs/notes/matmul.md.
+# The default versions by kind of product: the first that the GPU supports is used. Measured: docs/notes/matmul.md.
 DEFAULTS = {
     "float": ("v5", "v4"),  # strict float32, and float64
-    "tensor cores": (
-        "v7",
-        "v6",
-        "v4",
-    ),  # 3xTF32, TF32 that torch's switches do not allow to cuBLAS, and 16-bit operands with a float32 result
+    # 3xTF32, TF32 that torch's switches do not allow for cuBLAS, and 16-bit operands with a float32 result
+    "tensor cores": ("v7", "v6", "v4"),
     "torch": ("cublas",),  # 16-bit types and TF32
 }

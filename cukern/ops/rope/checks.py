@@ -113,7 +113,7 @@ def _check_x(r: Request, layout: str) -> None:
         heads = layout.index("h")
         expected = (*r.x.shape[:heads], r.k.shape[heads], *r.x.shape[heads + 1 :])
         if tuple(r.k.shape) != expected:
-            raise ValueError(f"k has shape {tuple(r.k.shape)}, x {tuple(r.x.shape)}: they may differ in the number of heads alone")
+            raise ValueError(f"k has shape {tuple(r.k.shape)}, x {tuple(r.x.shape)}: only the number of heads may differ")
 
 
 def _check_tables(r: Request, layout: str, rotary_dim: int) -> None:
@@ -122,7 +122,9 @@ def _check_tables(r: Request, layout: str, rotary_dim: int) -> None:
     _on_device("cos", r.cos, r.x)
     shape = tuple(r.cos.shape)
     if len(shape) not in (2, 3) or shape[-1] not in (rotary_dim // 2, rotary_dim):
-        raise ValueError(f"cos has shape {shape}, it must be (positions, {rotary_dim // 2}), rotary_dim / 2, or (positions, {rotary_dim})")
+        raise ValueError(
+            f"cos has shape {shape}, it must be (positions, rotary_dim / 2 = {rotary_dim // 2}) or (positions, rotary_dim = {rotary_dim})"
+        )
     if r.sin is not None:
         _on_device("sin", r.sin, r.x)
         if r.sin.dtype != r.cos.dtype or tuple(r.sin.shape) != shape:
@@ -143,7 +145,7 @@ def _check_positions(r: Request, layout: str, rotary_dim: int) -> None:
     _check_cu_seqlens(r, layout)
     if r.position_ids is not None:
         if r.cu_seqlens is not None or r.start_positions is not None:
-            raise ValueError("position_ids are positions already: cu_seqlens and start_positions cannot be given too")
+            raise ValueError("position_ids give all positions: cu_seqlens and start_positions cannot be given too")
         _check_ids(r, tuple(r.position_ids.shape), batch, sequence, rotary_dim // 2)
     elif r.mrope_section is not None:
         raise ValueError("mrope_section needs position_ids of shape (sections, batch, sequence)")
@@ -152,7 +154,7 @@ def _check_positions(r: Request, layout: str, rotary_dim: int) -> None:
         if tuple(r.start_positions.shape) != (count,):
             raise ValueError(f"start_positions has shape {tuple(r.start_positions.shape)}, it must be ({count},): one for each sequence")
     if r.position_ids is None and r.cu_seqlens is None and sequence > rows:
-        raise ValueError(f"the sequence is {sequence} long, the table ends after {rows} positions")
+        raise ValueError(f"the sequence has {sequence} tokens, the table has only {rows} positions")
 
 
 def _check_cu_seqlens(r: Request, layout: str) -> None:
@@ -196,7 +198,7 @@ def values(inputs: Inputs, options: Options) -> None:
     wrong = wrong if unrotated is None else wrong & ~unrotated
     if unwrapped(wrong).any():
         found = unwrapped(positions * wrong)
-        raise ValueError(f"position {(*found[found != 0].tolist(), 0)[0]} is beyond the table, which has {rows} positions")
+        raise ValueError(f"position {(*found[found != 0].tolist(), 0)[0]} is outside of the table, which has {rows} positions")
 
 
 def no_gradient(op: str, **tables: Tensor | None) -> None:

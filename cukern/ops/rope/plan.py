@@ -16,8 +16,8 @@ Strides = tuple[int, ...]
 
 
 class Options(NamedTuple):
-    """The raw ops' arguments after their tensors. `transpose`: the inverse rotation. `contiguous`: the output is contiguous whatever the
-    strides of the input; else it has the input's if these are dense."""
+    """The raw ops' arguments after their tensors. `transpose`: the inverse rotation. `contiguous`: the output is always contiguous;
+    else it has the input's strides if these are dense."""
 
     rotary_dim: int
     rotary_offset: int

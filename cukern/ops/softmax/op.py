@@ -104,13 +104,13 @@ def _public(op: str, x: Any, dim: int, scale: float, version: Versions) -> Tenso
 
 
 def two_versions(versions: Collection[str], op: str, x: Tensor, version: Versions) -> tuple[str, str]:
-    """The versions of forward and backward, "" for the default. Raises TypeError if one is not a str; ValueError if one is unknown, or if
-    one is given for a CPU tensor."""
+    """The versions of forward and backward, "" for the default. Raises TypeError if one is not a str; ValueError if one is unknown, or
+    given for a CPU tensor outside the simulator."""
     if version is None:
         return "", ""
     both = version if isinstance(version, tuple) else (version, version)
     if len(both) != 2:
-        raise ValueError(f"version must be one, or two for forward and backward, got {checks.brief(version)}")
+        raise ValueError(f"version must be a str, or a pair of them for forward and backward, got {checks.brief(version)}")
     for one in both:
         checks.version(op, one, versions)
         if one is not None and not x.is_cuda and not backend.simulates(x):

@@ -45,8 +45,8 @@ class Storage(NamedTuple):
 
 Shapes = dict[int, tuple[Shape, ...]]
 
-# All tables below are (forward, backward), or one for both, by the element size in bytes. A few vectors per thread keep enough loads in
-# flight, and cost fewer instructions per column for the work per row. So few lanes share a short row, and a warp takes several rows.
+# All tables below are (forward, backward), or one for both, by the element size in bytes. A thread has a few vectors, which keeps enough
+# loads in flight and divides the work per row by more columns. So few lanes share a short row, and a warp takes several rows.
 WARP_VECTORS = {2: (1, 2), 4: (1, 4), 8: (1, 4)}
 SHAPES: tuple[Shapes, Shapes] = (
     {
@@ -93,13 +93,13 @@ MANY_BLOCKS: tuple[Shapes, Shapes] = (
 )
 CLUSTER_SIZES = 2, 4, 8
 # v11 backward, all blocks per row: the first shape whose threads on all SMs hold a row in registers, if it fills at least two thirds of
-# them. With fewer or shorter rows, one step takes longer than its memory traffic (grid_backward.cuh).
+# them. With fewer or shorter rows, an iteration of grid_backward.cuh takes longer than its memory traffic.
 STEPS = Shape(4, 256, 2), Shape(4, 512, 1)
 STEPS_STAGES = 3  # pipeline stages in shared memory
 LEAST_STEPS = 32  # rows of v11
 # Vectors per thread in registers where two blocks of 512 threads per SM share rows of whole vectors. Registers have room for more than in
-# the shapes above. So less is in shared memory, and L1, through which registers are loaded, is larger: 60 KB beside two blocks of 96 KB,
-# 28 KB beside two of 112 KB. One H200, before and after, relative to a copy; rows have 1M = 2^20 columns and so on:
+# the shapes above. Then less is in shared memory, which leaves more L1 for the loads to registers: 60 KB next to two blocks of 96 KB, 28 KB
+# next to two of 112 KB. One H200, speed relative to a copy, before and after; rows have 1M = 2^20 columns and so on:
 #   bfloat16 backward  512x1M 0.922 to 0.938, 512K 0.930 to 0.944, 256K 0.985 to 0.999, 163840 0.957 to 1.004
 #   float backward     512x1M 0.898 to 0.909, 512K 0.938 to 0.953, 256K 0.967 to 0.983, 163840 0.977 to 0.980, 131072 0.986 to 0.996,
 #                      50304 1.017 to 1.015

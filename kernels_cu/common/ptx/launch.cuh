@@ -9,7 +9,7 @@ __device__ __forceinline__ void wait_for_previous() {
 #endif
 }
 
-// griddepcontrol.launch_dependents: the next such kernel may start once every block has called this or exited.
+// griddepcontrol.launch_dependents: the next kernel with `pdl=True` may start once every block has called this or exited.
 __device__ __forceinline__ void let_next_start() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

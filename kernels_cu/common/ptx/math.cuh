@@ -22,7 +22,7 @@ __device__ __forceinline__ float reciprocal_approx(float x) {
     return y;
 }
 
-// The larger of two numbers, or NaN if one of them is NaN.
+// The larger of a and b, or NaN if a is NaN. b must not be NaN: before sm_80, a NaN in b is ignored.
 __device__ __forceinline__ float max_or_nan(float a, float b) {
 #if __CUDA_ARCH__ >= 800
     float y;

@@ -31,11 +31,10 @@ __device__ __forceinline__ float limited(float x, float most) {
 
 // x = big + small for tensor cores. With the small products added first, a b = small_a big_b + big_a small_b + big_a big_b has a relative
 // error of about 2^-22. big is a finite TF32 number, rounded to nearest with two integer instructions. An infinity or NaN goes into small,
-// so that x - big does not create a NaN. small has at most 12 fraction bits and sign; tensor cores use 11 of them. Rounding it first would
-// not be more accurate.
+// so that x - big does not create a NaN. small has at most 12 fraction bits and sign; tensor cores use 11 of them. Rounding small
+// to TF32 first would not be more accurate.
 __device__ __forceinline__ void split_tf32(float x, float& big, float& small) {
-    big = __uint_as_float((__float_as_uint(limited(x, LARGEST_TF32)) + 0x1000) &
-                          0xffffe000);  // two instructions round a finite number to nearest
+    big = __uint_as_float((__float_as_uint(limited(x, LARGEST_TF32)) + 0x1000) & 0xffffe000);
     small = x - big;
 }
 

@@ -7,7 +7,7 @@
 // between wgmma and wgmma_wait, and wgmma_fence must come between earlier writes to them and wgmma. Writes of threads to shared memory are
 // visible to wgmma after fence_async and a barrier.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-// The same, and the compiler moves no write to these registers behind it.
+// With arguments: the compiler moves no write to these registers behind the fence.
 template <int N>
 __device__ __forceinline__ void written(float (&d)[N][4]) {
 #pragma unroll
@@ -56,14 +56,19 @@ __device__ __forceinline__ void wgmma_wait(unsigned (&a)[N][M][4]) {
     for (int i = 0; i < N * M * 4; ++i) asm volatile("" : "+r"(a[i / (M * 4)][i / 4 % M][i % 4])::"memory");
 }
 
-// The matrix descriptor of operand b in shared memory. (For operand a, read "row" for "column".) A core matrix is eight rows of 16 bytes.
-// Without swizzle: elements are contiguous along k, the rows of a core matrix are columns of b, and `along_k` and `across` are the
-// distances in bytes to the next core matrix along k and along the columns. SWIZZLED (128-byte swizzle): elements are contiguous along the
-// columns. A row of 64 columns is 128 bytes, eight units of 16 bytes. Unit i of row r is stored at position i ^ r. Eight rows are 1024
-// bytes. Then `along_k` is the distance in bytes to the next 64 columns, and `across` that to the next eight rows. If the elements are
-// contiguous along k instead, a column of b has 64 elements of k in 128 bytes; `across` is the distance to the next eight columns, `along_k`
-// is not used, and the address of the next 16 elements along k is 32 bytes further. SWIZZLED_64 and SWIZZLED_32: the same with rows of 64
-// and 32 bytes. The matrix starts at a multiple of eight rows. tma_load (tma.cuh) with the same swizzle writes these layouts.
+// The matrix descriptor of operand b in shared memory. (For operand a, read "row" for "column".) `along_k` and `across` are distances in
+// bytes. The matrix starts at a multiple of eight rows. Layouts:
+//
+// - No swizzle, b contiguous along k. A core matrix is eight rows of 16 bytes; its rows are columns of b. `along_k` and `across` lead to the
+//   next core matrix along k and along the columns.
+// - SWIZZLED (128-byte swizzle), b contiguous along the columns. A row holds 64 columns of 16-bit elements: 128 bytes, or eight units of 16
+//   bytes. Unit i of row r is stored at position i ^ r. Eight rows are 1024 bytes. `along_k` leads to the next 64 columns, `across` to the
+//   next eight rows.
+// - SWIZZLED, b contiguous along k. A column of b has 64 elements of k in 128 bytes. `across` leads to the next eight columns, `along_k` is
+//   not used, and the next 16 elements along k are 32 bytes further.
+// - SWIZZLED_64 and SWIZZLED_32: the same with rows of 64 and 32 bytes.
+//
+// tma_load (tma.cuh) with the same swizzle writes these layouts.
 constexpr unsigned long long SWIZZLED = 1ull << 62, SWIZZLED_64 = 2ull << 62, SWIZZLED_32 = 3ull << 62;
 __device__ __forceinline__ unsigned long long describe(unsigned shared_address, int along_k, int across) {
     return (shared_address & 0x3ffff) >> 4 | (unsigned long long)(along_k >> 4) << 16 | (unsigned long long)(across >> 4) << 32;

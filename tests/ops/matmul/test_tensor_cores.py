@@ -37,14 +37,14 @@ def need(version: str) -> None:
         pytest.skip(f"this GPU is too old for {version}")
 
 
-def matrix(rows: int, columns: int, turned: bool, dtype: torch.dtype, device: str, pad: int = 0) -> torch.Tensor:
-    """A random matrix whose rows, or columns if it is turned, are contiguous and `pad` elements apart."""
-    x = torch.randn(*((columns, rows + pad) if turned else (rows, columns + pad)), device=device).to(dtype)
-    return x[:, :rows].t() if turned else x[:, :columns]
+def matrix(rows: int, columns: int, transposed: bool, dtype: torch.dtype, device: str, pad: int = 0) -> torch.Tensor:
+    """A random matrix with contiguous rows, or columns if `transposed`, with a gap of `pad` elements between them."""
+    x = torch.randn(*((columns, rows + pad) if transposed else (rows, columns + pad)), device=device).to(dtype)
+    return x[:, :rows].t() if transposed else x[:, :columns]
 
 
 def assert_right(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, what: object, precision: str = "") -> None:
-    """Relative to the sum of |a b|, the error is at most torch's, twice, three roundings, and that of two operands."""
+    """The error relative to the sum of |a b| is at most twice torch's, plus three roundings, plus the rounding of two operands."""
     exact, scale = a.cpu().double() @ b.cpu().double(), a.cpu().double().abs() @ b.cpu().double().abs()
     peer = ((a @ b).cpu().double() - exact).abs()
     error = ((out.cpu().double() - exact).abs() / scale).nan_to_num(nan=math.inf).max()
@@ -90,7 +90,7 @@ def test_more_k_tiles_than_stages(device, version, tile):
 @pytest.mark.parametrize("dtype", (B, H, F), ids=str)
 @pytest.mark.parametrize("pad", (0, 1, 2, 4))
 def test_every_alignment(device, dtype, pad):
-    """Copies of 2, 4 and 16 bytes, of sizes that end anywhere in them."""
+    """Copies of 2, 4 and 16 bytes. The sizes are not multiples of a copy."""
     for (ta, tb), (M, N, K) in zip(LAYOUTS, ((7, 33, 65), (66, 9, 34), (17, 70, 68), (1, 3, 131)), strict=True):
         a, b = matrix(M, K, ta, dtype, device, pad), matrix(K, N, tb, dtype, device, pad)
         assert_right(multiply(a, b, "v6"), a, b, (M, N, K, ta, tb))
@@ -118,7 +118,7 @@ def test_3xtf32_by_wgmma(device):
 @kernels
 @pytest.mark.parametrize("version", ("v6", "v7"))
 def test_split_k(device, version, monkeypatch):
-    """Partial sums in an order that does not change, with a bias, an activation and a residual after the last."""
+    """Partial sums are added in a fixed order, and the bias, activation and residual are applied once, at the end."""
     need(version)
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: False)
     monkeypatch.setattr("cukern.ops.matmul.tensor_cores._deterministic", lambda: False)
@@ -221,7 +221,7 @@ def test_second_derivatives_of_an_epilogue(device):
 
 @kernels
 def test_precision_follows_torchs_switches(device):
-    """float32 is strict, TF32 if torch allows it, and 3xTF32 if it, or a version of tensor cores, is named."""
+    """float32 is strict by default, TF32 if torch allows it, and 3xTF32 if the caller names it or a tensor-core version."""
     a, b = torch.randn(40, 260, device=device), torch.randn(260, 24, device=device)
     name = "v7" if device_of(a.get_device()).capability >= 90 else "v6"
     strict = cukern.matmul(a, b)

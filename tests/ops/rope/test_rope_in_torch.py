@@ -128,7 +128,7 @@ VMAP, JVP = torch.func.vmap, torch.func.jvp
 
 
 @PLACES
-def test_vmap_over_what_has_no_gradient(device, version):
+def test_vmap_over_inputs_without_a_gradient(device, version):
     """Tables, angles and positions that differ by batch element: the same as one call for each element."""
     (cos, sin), ids = tables(S, 4, device), torch.randint(S, (2, 3, B, S), device=device)
     x, two = torch.randn(B, S, H, 8, device=device), torch.stack((cos, cos + 1))
@@ -204,7 +204,7 @@ def test_checkpointing_gives_the_same_gradient(device, version):
 
 @pytest.mark.filterwarnings("default")  # torch's compiler emits warnings
 @PLACES
-def test_compiled_with_all_that_it_takes(device, version):
+def test_compiled_with_all_arguments(device, version):
     """All kinds of positions, in place and out of place, with and without gradients, in one graph."""
     torch._dynamo.reset()
     cos, sin = tables(20, 4, device)

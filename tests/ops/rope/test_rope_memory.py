@@ -1,4 +1,4 @@
-"""cukern.rope and rope_ for all memory layouts: layouts, views, slices of packed tensors; and which of them take the fast path."""
+"""cukern.rope and rope_ in all memory layouts: the four layouts, views, slices of packed tensors, and which of these take the fast path."""
 
 import itertools
 
@@ -46,7 +46,7 @@ def test_views_are_not_copied(device, version, dtype):
 
 
 @kernels
-def test_what_models_have_takes_the_fast_path(device, monkeypatch):
+def test_layouts_of_models_take_the_fast_path(device, monkeypatch):
     """16-byte vectors: no copy beforehand, and not v1."""
     monkeypatch.setattr(rope_versions, "_vectors", lambda dtype, table: [16 // dtype.itemsize])
     monkeypatch.setattr(rope_versions, "_v1", None)

@@ -22,22 +22,22 @@ WRONG_VALUES = {
     "layout": ({"layout": "bsdh"}, r"layout must be one of bshd, bhsd, sbhd, thd, got 'bsdh'"),
     "dimensions": ({"x": X[0]}, r"x must have 4 dimensions in layout 'bshd', its shape is \(5, 3, 8\)"),
     "thd dimensions": ({"layout": "thd", "cu_seqlens": ints(0, 5)}, r"x must have 3 dimensions in layout 'thd'"),
-    "k's head_dim": ({"k": X[..., :4]}, r"k has shape \(2, 5, 3, 4\), x \(2, 5, 3, 8\): they may differ in the number of heads alone"),
-    "k's sequence": ({"k": X[:, :4]}, r"k has shape \(2, 4, 3, 8\).*the number of heads alone"),
+    "k's head_dim": ({"k": X[..., :4]}, r"k has shape \(2, 5, 3, 4\), x \(2, 5, 3, 8\): only the number of heads may differ"),
+    "k's sequence": ({"k": X[:, :4]}, r"k has shape \(2, 4, 3, 8\).*only the number of heads may differ"),
     "an odd rotary_dim": ({"rotary_dim": 5}, r"rotary_dim must be even and positive, it is 5"),
     "no rotary_dim": ({"rotary_dim": 0}, r"rotary_dim must be even and positive, it is 0"),
     "an odd head_dim": ({"x": X[..., :7]}, r"rotary_dim must be even and positive, it is 7"),
     "a large rotary_dim": ({"rotary_dim": 10}, r"rotary_dim is 10, it must not be larger than head_dim, 8"),
     "rotary_offset": ({"rotary_dim": 6, "rotary_offset": 3}, r"rotary_offset is 3: with rotary_dim 6 it must be in 0\.\.2"),
     "a negative rotary_offset": ({"rotary_offset": -1}, r"rotary_offset is -1"),
-    "the table's width": ({"rotary_dim": 6}, r"cos has shape \(5, 4\), it must be \(positions, 3\), rotary_dim / 2, or \(positions, 6\)"),
-    "the table's length": ({"cos": COS[:4], "sin": SIN[:4]}, r"the sequence is 5 long, the table ends after 4 positions"),
+    "the table's width": ({"rotary_dim": 6}, r"cos has shape \(5, 4\), it must be \(positions, rotary_dim / 2 = 3\) or"),
+    "the table's length": ({"cos": COS[:4], "sin": SIN[:4]}, r"the sequence has 5 tokens, the table has only 4 positions"),
     "sin's shape": ({"sin": SIN[:, :2]}, r"sin is \(5, 2\) of torch.float32, it must be as cos, \(5, 4\) of torch.float32"),
     "sin's dtype": ({"sin": SIN.double()}, r"sin is .* of torch.float64, it must be as cos"),
     "a table for other tokens": ({"cos": COS.expand(3, S, 4), "sin": None}, r"cos has shape \(3, 5, 4\): with 3 dimensions"),
     "a table for each token, and ids": ({"cos": COS[None], "sin": None, "position_ids": IDS}, r"positions cannot be given too"),
     "ids' shape": ({"position_ids": IDS[:, :3]}, r"position_ids has shape \(2, 3\), it must be \(5,\) or \(2, 5\)"),
-    "ids and starts": ({"position_ids": IDS, "start_positions": ints(0, 0)}, r"position_ids are positions already"),
+    "ids and starts": ({"position_ids": IDS, "start_positions": ints(0, 0)}, r"position_ids give all positions"),
     "sections without ids": ({"mrope_section": (1, 1, 2)}, r"mrope_section needs position_ids of shape \(sections, batch, sequence\)"),
     "sections' sum": (
         {"mrope_section": (1, 1, 1), "position_ids": IDS.expand(3, B, S)}, r"mrope_section is \(1, 1, 1\).*rotary_dim / 2 = 4"),
@@ -47,16 +47,16 @@ WRONG_VALUES = {
     "cu_seqlens of another layout": ({"cu_seqlens": ints(0, 5)}, r"cu_seqlens has shape \(2,\): .* the layout 'thd'"),
     "thd without boundaries": ({"x": X[0], "layout": "thd"}, r"layout 'thd' needs cu_seqlens or position_ids"),
     "decreasing cu_seqlens": ({"x": X[0], "layout": "thd", "cu_seqlens": ints(0, 4, 2)}, r"must not decrease.*got \[0, 4, 2\]"),
-    "a position beyond the table": ({"position_ids": IDS + 5}, r"position 5 is beyond the table, which has 5 positions"),
-    "a negative position": ({"position_ids": IDS - 1}, r"position -1 is beyond the table"),
-    "a start beyond the table": ({"start_positions": ints(0, 3)}, r"position 5 is beyond the table"),
+    "a position beyond the table": ({"position_ids": IDS + 5}, r"position 5 is outside of the table, which has 5 positions"),
+    "a negative position": ({"position_ids": IDS - 1}, r"position -1 is outside of the table"),
+    "a start beyond the table": ({"start_positions": ints(0, 3)}, r"position 5 is outside of the table"),
     "a sequence beyond the table": (
-        {"x": X[0], "cos": COS[:3], "sin": SIN[:3], "layout": "thd", "cu_seqlens": ints(0, 4)}, r"position 3 is beyond the table"),
+        {"x": X[0], "cos": COS[:3], "sin": SIN[:3], "layout": "thd", "cu_seqlens": ints(0, 4)}, r"position 3 is outside of the table"),
     "a table with a gradient": ({"cos": COS.clone().requires_grad_()}, r"cos requires grad, but rope computes no gradient.*cos\.detach"),
     "an unknown version": ({"version": "v99"}, r"cukern\.rope has no version 'v99'; it has v1, v2"),
     "a start below 0": (
-        {"x": X[0], "layout": "thd", "cu_seqlens": ints(0, 2, 5), "start_positions": ints(-1, 0)}, r"position -1 is beyond the table"),
-    "a start that overflows": ({"start_positions": torch.tensor([0, -(2**63)])}, r"position -9223372036854775808 is beyond the table"),
+        {"x": X[0], "layout": "thd", "cu_seqlens": ints(0, 2, 5), "start_positions": ints(-1, 0)}, r"position -1 is outside of the table"),
+    "a start that overflows": ({"start_positions": torch.tensor([0, -(2**63)])}, r"position -9223372036854775808 is outside of the table"),
     "a version on the CPU": ({"version": "v2"}, r"version 'v2' of cukern\.rope is a CUDA kernel, the tensor is on cpu"),
     "another device": ({"cos": COS.to("meta")}, r"cos is on meta, x is on cpu: they must be on one device"),
     "x's negative bit": ({"x": torch._neg_view(X)}, r"x has the negative bit.*x\.resolve_neg\(\)"),
@@ -156,7 +156,7 @@ def test_in_place_on_views_that_autograd_does_not_let_write(device, version):
         refuse_in_place(f"k is {what}", x[:, :, 1:], cos, sin, x, k=k, version=version)
 
 
-def test_disjoint_tells_slices_that_lie_among_each_other():
+def test_disjoint_recognizes_interleaved_slices():
     """Compared with the addresses, for all pairs of slices of a small tensor."""
     base = torch.arange(2 * 3 * 5 * 2).view(2, 3, 5, 2)
     slices = [base[:, :, i:j] for i in range(5) for j in range(i + 1, 6)]
@@ -184,13 +184,13 @@ TE_WRONG = {
     "freqs' dimensions": ({"freqs": FREQS[:, 0]}, r"freqs has shape \(5, 1, 8\), it must be \(positions, 1, 1, at most head_dim = 8\)"),
     "wide freqs": ({"freqs": torch.rand(S, 1, 1, 10)}, r"freqs has shape \(5, 1, 1, 10\)"),
     "odd freqs": ({"freqs": FREQS[..., :5]}, r"rotary_dim must be even and positive, it is 5"),
-    "short freqs": ({"freqs": FREQS[:4]}, r"the sequence is 5 long, the table ends after 4 positions"),
+    "short freqs": ({"freqs": FREQS[:4]}, r"the sequence has 5 tokens, the table has only 4 positions"),
     "freqs with a gradient": ({"freqs": FREQS.clone().requires_grad_()}, r"freqs requires grad, but apply_rotary_pos_emb computes no"),
     "cp_rank": ({"cp_size": 2, "cp_rank": 2}, r"cp_rank is 2, it must be in 0\.\.cp_size - 1, and cp_size is 2"),
     "an odd part": ({"cp_size": 2}, r"with cp_size 2 the sequence here, 5, must be even"),
     "freqs too short for all": ({"t": torch.randn(4, 2, 3, 8), "cp_size": 2}, r"and 2 times it at most 5"),
     "thd without boundaries": ({"t": X[0], "tensor_format": "thd"}, r"'thd' needs cu_seqlens"),
-    "a start beyond freqs": ({"start_positions": ints(0, 1)}, r"position 5 is beyond the table"),
+    "a start beyond freqs": ({"start_positions": ints(0, 1)}, r"position 5 is outside of the table"),
 }
 
 

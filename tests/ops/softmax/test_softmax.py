@@ -69,8 +69,8 @@ def check(name: str, x: torch.Tensor, version=None, dim: int = -1, scale: float 
     assert same_bits(x.detach(), before[0]) and same_bits(g, before[1]), "an input was changed"
 
 
-def hold_rows(monkeypatch, way: row_storage.Method) -> list[row_storage.Problem]:
-    """From here on every row is held in this way. Returns the list of the problems since."""
+def launch_rows_by(monkeypatch, way: row_storage.Method) -> list[row_storage.Problem]:
+    """From now on, `way` launches every row. Returns a list to which each problem is appended."""
     problems: list[row_storage.Problem] = []
     monkeypatch.setattr(row_storage, "first", lambda _, problem: problems.append(problem) or way(problem))
     return problems
@@ -189,7 +189,7 @@ def test_rows_of_padded_inputs(device, monkeypatch):
         "many blocks": (row_storage.in_many_blocks, (8 * 128 * 7 + 75,)),
     }
     for what, (way, lengths) in ways.items():
-        problems = hold_rows(monkeypatch, way)
+        problems = launch_rows_by(monkeypatch, way)
         cases = list(itertools.product(lengths, (torch.bfloat16, torch.float32), ((0, 1), (3, 0), (1, 6))))
         for (columns, dtype, (before, after)), name in zip(cases[:: 1 if PLACE == "cuda" else 4], itertools.cycle(FUNCTIONS), strict=False):
             rows = 264 if what == "a cluster" and PLACE == "cuda" else 2
@@ -216,7 +216,7 @@ def test_long_rows(device):
 @kernels
 def test_rows_that_many_blocks_hold(device, monkeypatch):
     """More blocks than a cluster has, and more than a warp has lanes. The first block takes the edges of the row."""
-    launched = hold_rows(monkeypatch, row_storage.in_many_blocks)
+    launched = launch_rows_by(monkeypatch, row_storage.in_many_blocks)
     monkeypatch.setattr(row_storage, "device_of", with_sms(132))
     monkeypatch.setattr(plan, "LEAST_PART", 1024 if PLACE == "cuda" else 64)
     for name, vectors, edges, dtype in (
@@ -238,7 +238,7 @@ def test_shapes_of_rows_that_fill_the_gpu(device, monkeypatch):
         (row_storage.in_a_cluster, plan.cluster_storage, 100_001, False),
         (row_storage.in_many_blocks, plan.many_blocks_storage, 40_003, True),
     ):
-        launched = hold_rows(monkeypatch, way)
+        launched = launch_rows_by(monkeypatch, way)
         check("softmax", torch.randn(4, columns, device=device), "v10")
         shapes = (plan.MANY_BLOCKS if backward else plan.CLUSTERS)[backward][4]
         assert len(shapes) > 1 and hold(*row_storage.numbers(launched[backward])).shape == shapes[0]
@@ -253,7 +253,7 @@ def test_rows_of_whole_vectors_that_several_blocks_hold(device, monkeypatch):
         (row_storage.in_many_blocks, plan.many_blocks_storage, 40_000, torch.float32),
         (row_storage.in_many_blocks, plan.many_blocks_storage, 72_000, torch.bfloat16),
     ):
-        launched = hold_rows(monkeypatch, way)
+        launched = launch_rows_by(monkeypatch, way)
         check("softmax", torch.randn(4, columns, dtype=dtype, device=device), "v10")
         for backward, problem in enumerate(launched):
             found = hold(*row_storage.numbers(problem))
