@@ -5,6 +5,8 @@ import math
 import torch
 from torch import Tensor
 
+VECTOR_BYTES = 16  # the longest load and store of a thread
+
 
 def wide(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which kernels compute and add: compute_t of common/math.cuh. float32, or float64 for float64."""
@@ -12,13 +14,30 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def as_matrix(x: Tensor) -> Tensor:
-    """(..., columns) as (rows, columns), copied if the leading dimensions do not flatten to one. `x` has at least one dimension."""
-    return x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    """(..., columns) as (rows, columns), copied if the leading dimensions do not flatten to one."""
+    return x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1] if x.ndim else 1)
 
 
 def unit_column_stride(x: Tensor) -> Tensor:
     """A tensor whose last dimension has stride 1, copied if necessary."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def readable(x: Tensor | None) -> Tensor | None:
+    """x as kernels on rows read it, copied if necessary: the last dimension has stride 1, and there is no negative bit."""
+    return None if x is None else unit_column_stride(x.resolve_neg())
+
+
+def aligned(*tensors: Tensor | None) -> bool:
+    """True if each row of each tensor starts at a multiple of VECTOR_BYTES and consists of whole vectors."""
+    given = (t for t in tensors if t is not None)
+    sizes = (n for t in given for n in (t.data_ptr(), t.shape[-1] * t.itemsize, t.stride(0) * t.itemsize * (t.ndim > 1)))
+    return not any(n % VECTOR_BYTES for n in sizes)
+
+
+def empty_like(x: Tensor) -> Tensor:
+    """A contiguous tensor of x's shape, dtype and device."""
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def pointers(*tensors: Tensor | None) -> tuple[int, ...]:
