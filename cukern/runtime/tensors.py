@@ -30,9 +30,11 @@ def readable(x: Tensor | None) -> Tensor | None:
 
 def aligned(*tensors: Tensor | None) -> bool:
     """True if each row of each tensor starts at a multiple of VECTOR_BYTES and consists of whole vectors."""
-    given = (t for t in tensors if t is not None)
-    sizes = (n for t in given for n in (t.data_ptr(), t.shape[-1] * t.itemsize, t.stride(0) * t.itemsize * (t.ndim > 1)))
-    return not any(n % VECTOR_BYTES for n in sizes)
+    bits = 0
+    for t in tensors:
+        if t is not None:
+            bits |= t.data_ptr() | t.shape[-1] * t.itemsize | (t.stride(0) * t.itemsize if t.ndim > 1 else 0)
+    return bits % VECTOR_BYTES == 0
 
 
 def empty_like(x: Tensor) -> Tensor:
@@ -42,4 +44,4 @@ def empty_like(x: Tensor) -> Tensor:
 
 def pointers(*tensors: Tensor | None) -> tuple[int, ...]:
     """Addresses; 0 for None."""
-    return tuple(0 if t is None else t.data_ptr() for t in tensors)
+    return tuple([0 if t is None else t.data_ptr() for t in tensors])  # faster than a generator

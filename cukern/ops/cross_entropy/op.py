@@ -116,8 +116,8 @@ def launch_forward(x: Tensor, targets: Tensor, *rest: Any) -> tuple[Tensor, Tens
     options, rows, is_wide = Options(*rest), x.shape[0], targets.dtype == torch.int64
     loss, stats = _fake(x, targets, *rest)
     x, targets, is_reduced = unit_column_stride(x), targets.contiguous(), options.reduction != "none"
-    launch, reducer, block = _plan("forward", options.version, x.dtype, options.softcap != 0, x.shape[1], x.get_device())
-    grid = _grid(rows, block, x.get_device())
+    launch, reducer, block, warps = _plan("forward", options.version, x.dtype, options.softcap != 0, x.shape[1], x.get_device())
+    grid = _grid(rows, block, warps)
     partials = torch.empty(grid[0], 2, dtype=torch.float64, device=x.device) if is_reduced else None
     if rows:
         addresses = pointers(None if is_reduced else loss, stats, partials, x, targets)
@@ -134,9 +134,9 @@ def write_gradient(dx: Tensor, x: Tensor, targets: Tensor, stats: Tensor, dloss:
     step = dloss.stride(0) if options.reduction == "none" else 0
     count = stats.data_ptr() + 8 * rows if options.reduction == "mean" else 0
     arguments = *pointers(dx, x, targets, stats, dloss), count, is_wide, *x.shape, dx.stride(0), x.stride(0), options.packed(step)
-    launch, _, block = _plan("backward", options.version, x.dtype, options.softcap != 0, x.shape[1], x.get_device())
+    launch, _, block, warps = _plan("backward", options.version, x.dtype, options.softcap != 0, x.shape[1], x.get_device())
     if rows:
-        launch(_grid(rows, block, x.get_device()), block, 0, *arguments)
+        launch(_grid(rows, block, warps), block, 0, *arguments)
 
 
 def _fake(x: Tensor, targets: Tensor, vocab: int, ignored: int, reduction: str, *_: Any) -> tuple[Tensor, Tensor]:
@@ -192,15 +192,15 @@ _WARPS, _MOST_ROWS = 32, 32  # of short rows: warps per SM, and rows per warp
 
 
 @cached(4096)
-def _plan(pass_: str, version: str, dtype: torch.dtype, softcap: bool, columns: int, device: int) -> tuple[Any, Any, backend.Dim]:
-    """The launch of a pass, that of the reduction, and the block."""
+def _plan(pass_: str, version: str, dtype: torch.dtype, softcap: bool, columns: int, device: int) -> tuple[Any, Any, backend.Dim, int]:
+    """The launch of a pass, that of the reduction, the block, and for short rows the number of warps."""
     kernel, block = getattr(choose("cross_entropy", version, device), pass_)(dtype, softcap, columns)
-    return kernel.on(device), _REDUCE[wide(dtype)].on(device), block
+    return kernel.on(device), _REDUCE[wide(dtype)].on(device), block, _WARPS * device_of(device).sms if block == SHORT_BLOCK else 0
 
 
-def _grid(rows: int, block: backend.Dim, device: int) -> backend.Dim:
+def _grid(rows: int, block: backend.Dim, warps: int) -> backend.Dim:
     """One thread block per row. For short rows, as many thread blocks as give each warp the same number of rows."""
-    each = max(1, min(-(-rows // (_WARPS * device_of(device).sms)), _MOST_ROWS)) if block == SHORT_BLOCK else 1
+    each = max(1, min(-(-rows // warps), _MOST_ROWS)) if warps else 1
     return -(-rows // (each * block[1])), 1, 1
 
 
