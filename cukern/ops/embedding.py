@@ -128,7 +128,9 @@ _backward = raw_op("_embedding_backward(Tensor dout, Tensor? tokens, SymInt size
 
 
 class _Embedding(Differentiable):
-    forward = staticmethod(_embedding)
+    @staticmethod
+    def forward(tokens, weight, positions, version):
+        return _embedding(tokens, weight, positions, version)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -152,7 +154,9 @@ class _Embedding(Differentiable):
 
 
 class _EmbeddingBackward(Differentiable):
-    forward = staticmethod(_backward)
+    @staticmethod  # a function with named arguments: inside of a backward, torch.compile passes ctx to one that takes *args
+    def forward(dout, tokens, size, version):
+        return _backward(dout, tokens, size, version)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
