@@ -50,9 +50,8 @@ __global__ void embedding_v1_bwd(T* dweight, const T* dout, const void* tokens, 
     if (i >= vocabulary * features) return;
     long long token = i / features, column = i % features;
     compute_t<T> sum = 0;
-    for (long long row = 0; row < rows; row++) {
+    for (long long row = 0; row < rows; row++)
         if (index_at(tokens, wide, row) == token) sum += load_as(dout[row * features + column]);
-    }
     dweight[i] = T(sum);
 }
 
@@ -96,9 +95,7 @@ __device__ __forceinline__ void write_rows(T* out, const void* tokens, const T* 
         if constexpr (POSITIONS) add_to(y, p[k]);
 #pragma unroll
         for (int j = 0; j < N; j++) y[j] = inside[k] ? y[j] : not_a_number();
-        Vec<T, N> v = pack<T, N>(y);
-        if constexpr (N == 1) store_vec(out + row * features, v);
-        else __stcs(reinterpret_cast<uint4*>(out + row * features), reinterpret_cast<const uint4&>(v));  // L2 keeps rows of weight instead
+        store_vec(out + row * features, pack<T, N>(y));
     }
 }
 

@@ -23,8 +23,6 @@
 
 constexpr int GELU = 0, GELU_TANH = 1, SILU = 2;
 constexpr int WARPS = 8, ROWS = 2;  // of gelu_bias_bwd: warps of a block, and rows that a warp loads at a time
-template <typename T>
-constexpr int VECTOR = 16 / sizeof(T);
 
 template <typename C>
 struct Gate {
@@ -47,18 +45,16 @@ __device__ __forceinline__ Gate<compute_t<T>> sigmoid(compute_t<T> x) {
 template <typename T>
 __device__ __forceinline__ Gate<compute_t<T>> normal(compute_t<T> x) {
     using C = compute_t<T>;
-    C value, e;
+    constexpr C DENSITY = C(0.3989422804014327);  // 1 / sqrt(2 pi)
     if constexpr (sizeof(T) == 2) {
-        e = exp2_approx(x * x * (-0.5f * 1.4426950408889634f));
-        C t = reciprocal_approx(fmaf(fabs(x), 0.23164190f, 1.0f));
+        C e = exp2_approx(x * x * (-0.5f * 1.4426950408889634f)), t = reciprocal_approx(fmaf(fabs(x), 0.23164190f, 1.0f));
         C below = fmaf(t, fmaf(t, fmaf(t, 0.5307027145f, -0.7265760135f), 0.7107068705f), -0.142248368f);
         below = fmaf(t, below, 0.127414796f) * t * e;
-        value = x < 0 ? below : 1 - below;
+        return {x < 0 ? below : 1 - below, e * DENSITY};
     } else {
-        e = exp(x * x * C(-0.5));
-        value = C(0.5) + C(0.5) * erf(x * C(0.7071067811865476));
+        C e = exp(x * x * C(-0.5));  // before erf: the compiler then needs fewer registers
+        return {C(0.5) + C(0.5) * erf(x * C(0.7071067811865476)), e * DENSITY};
     }
-    return {value, e * C(0.3989422804014327)};
 }
 
 template <typename T, int FUNCTION>
@@ -145,7 +141,7 @@ template <typename T, typename B, int FUNCTION>
 __global__ void __launch_bounds__(32 * WARPS)
     gelu_bias_bwd(T* dx, compute_t<T>* partials, const T* x, const B* bias, const T* dout, long long rows, long long cols, long long x_row,
                   long long dout_row, long long rows_per_block) {
-    constexpr int N = VECTOR<T>, TILE = 32 * N;
+    constexpr int N = 16 / sizeof(T), TILE = 32 * N;
     __shared__ compute_t<T> sums[WARPS][TILE];
     unsigned tiles = (cols + TILE - 1) / TILE, chunk = blockIdx.x / tiles;
     long long tile = (long long)(blockIdx.x % tiles) * TILE, col = tile + threadIdx.x * N;

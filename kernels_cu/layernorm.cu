@@ -35,12 +35,6 @@ __device__ __forceinline__ C value_or(const W* from, long long i, C missing) {
     return from ? C(load_as(from[i])) : missing;
 }
 
-// One element of the gradient. a and b are rstd times the means of h and of h * n over the row.
-template <typename C>
-__device__ __forceinline__ C gradient(C h, C n, C a, C b, C rstd) {
-    return rstd * h - a - n * b;
-}
-
 // ---- v1. Block (threads, 1), whole warps.
 
 // Grid: any number of blocks.
@@ -56,22 +50,14 @@ __global__ void layernorm_v1(T* y, T* s, compute_t<T>* stats, const T* x, const 
                 s[row * columns + i] = T(load_as(from[i]) + load_as(residual[row * residual_row + i]));
             from = s + row * columns;  // each thread reads the elements that it wrote
         }
-        C mean = 0, sum = 0;
-        if (!RMS) {
-            for (long long i = threadIdx.x; i < columns; i += blockDim.x) sum += load_as(from[i]);
-            mean = block_reduce<Sum>(sum, sums[0]) / columns;
-            sum = 0;
-        }
-        for (long long i = threadIdx.x; i < columns; i += blockDim.x) sum += (load_as(from[i]) - mean) * (load_as(from[i]) - mean);
-        C rstd = 1 / sqrt(block_reduce<Sum>(sum, sums[1]) / columns + C(eps));
-        for (long long i = threadIdx.x; i < columns; i += blockDim.x) {
-            C n = (load_as(from[i]) - mean) * rstd, w = value_or(weight, i, C(1)), b = value_or(bias, i, C(0));
-            y[row * columns + i] = T(n * w + b);
-        }
-        if (threadIdx.x == 0) {
-            stats[2 * row] = mean;
-            stats[2 * row + 1] = rstd;
-        }
+        C sum = 0, squares = 0;
+        for (long long i = threadIdx.x; !RMS && i < columns; i += blockDim.x) sum += load_as(from[i]);
+        C mean = RMS ? C(0) : block_reduce<Sum>(sum, sums[0]) / columns;
+        for (long long i = threadIdx.x; i < columns; i += blockDim.x) squares += (load_as(from[i]) - mean) * (load_as(from[i]) - mean);
+        C rstd = 1 / sqrt(block_reduce<Sum>(squares, sums[1]) / columns + C(eps));
+        for (long long i = threadIdx.x; i < columns; i += blockDim.x)
+            y[row * columns + i] = T((load_as(from[i]) - mean) * rstd * value_or(weight, i, C(1)) + value_or(bias, i, C(0)));
+        if (threadIdx.x == 0) stats[2 * row] = mean, stats[2 * row + 1] = rstd;
         __syncthreads();  // before the next row's sums overwrite this one's
     }
 }
@@ -90,11 +76,11 @@ __global__ void layernorm_v1_bwd(T* dx, const T* s, const T* dy, const T* ds, co
             sum_h += h;
             sum_hn += h * (load_as(row_s[i]) - mean) * rstd;
         }
-        C a = RMS ? C(0) : rstd * block_reduce<Sum>(sum_h, sums[0]) / columns;
+        C a = RMS ? C(0) : rstd * block_reduce<Sum>(sum_h, sums[0]) / columns;  // rstd times the means of h and of h n
         C b = rstd * block_reduce<Sum>(sum_hn, sums[1]) / columns;
         for (long long i = threadIdx.x; i < columns; i += blockDim.x) {
             C h = load_as(row_dy[i]) * value_or(weight, i, C(1)), n = (load_as(row_s[i]) - mean) * rstd;
-            dx[row * columns + i] = T(gradient(h, n, a, b, rstd) + value_or(ds, row * ds_row + i, C(0)));
+            dx[row * columns + i] = T(rstd * h - a - n * b + value_or(ds, row * ds_row + i, C(0)));
         }
         __syncthreads();
     }
@@ -281,9 +267,7 @@ __device__ __forceinline__ void add_row(C* out, const C (&sums)[VECTORS][N], C* 
 // Grid: any number of blocks. Dynamic shared memory: 2 * columns values of C if blockDim.y > 1 and partials are wanted. Blocks have
 // at most THREADS threads. Resident blocks per SM: 3 of 128 threads, 2 of 384, or 1 of 512.
 template <typename T, typename W, int N, int VECTORS, int THREADS, bool RMS>
-__global__ void __launch_bounds__(THREADS, THREADS == 128  ? 3
-                                           : THREADS < 512 ? 2
-                                                           : 1)
+__global__ void __launch_bounds__(THREADS, THREADS == 128 ? 3 : 1 + (THREADS < 512))
     layernorm_v2_bwd(T* dx, compute_t<T>* partials, const T* s, const T* dy, const T* ds, const compute_t<T>* stats, const W* weight,
                      long long rows, int columns, long long s_row, long long dy_row, long long ds_row) {
     wait_for_previous();
@@ -331,7 +315,7 @@ __global__ void __launch_bounds__(THREADS, THREADS == 128  ? 3
             int column = row_s.column(k);
             if (column >= end) break;
 #pragma unroll
-            for (int j = 0; j < N; ++j) h[k][j] = gradient(h[k][j], n[k][j], a, b, rstd);
+            for (int j = 0; j < N; ++j) h[k][j] = rstd * h[k][j] - a - n[k][j] * b;
             if (ds) {
                 unpack(n[k], load_vec<T, N>(ds + row * ds_row + column));
 #pragma unroll

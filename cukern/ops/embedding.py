@@ -14,9 +14,9 @@ from torch import Tensor
 from cukern.runtime import backend, checks, interop
 from cukern.runtime.kernel import Kernel, Template
 from cukern.runtime.registry import Cost, Differentiable, Op, Version, apply_of, choose, each, raw_op, register, save, watched
-from cukern.runtime.tensors import pointers, wide
+from cukern.runtime.tensors import VECTOR_BYTES, aligned, pointers, wide
 
-THREADS, VECTOR_BYTES = 256, 16
+THREADS = 256
 ROWS, CHUNK = 4, 64  # as in embedding.cu: rows of a thread of embedding_v2, and sorted tokens of a block of embedding_v2_bwd
 
 
@@ -49,13 +49,9 @@ def embedding(tokens: Any, weight: Any, positions: Any = None, *, version: str |
     positions = None if positions is None else interop.to_torch("positions", positions)
     checks.version("embedding", version, VERSIONS)
     _check(tokens, weight, positions)
-    if not weight.is_cuda and not backend.simulates(weight):
-        if version is not None:
-            checks.needs_gpu("embedding", version, weight.device)
+    if backend.uses_torch("embedding", version, weight):
         return _on_cpu(tokens, weight) if positions is None else _on_cpu(tokens, weight, positions)
-    if watched(weight, positions):
-        return _apply(tokens, weight, positions, version or "")
-    return _embedding(tokens, weight, positions, version or "")
+    return (_apply if watched(weight, positions) else _embedding)(tokens, weight, positions, version or "")
 
 
 def _check(tokens: Tensor, weight: Tensor, positions: Tensor | None) -> None:
@@ -158,7 +154,7 @@ class _Embedding(Differentiable):
 
 
 class _EmbeddingBackward(Differentiable):
-    @staticmethod
+    @staticmethod  # a function with named arguments: inside of a backward, torch.compile passes ctx to one that takes *args
     def forward(dout, tokens, size, version):
         return _backward(dout, tokens, size, version)
 
@@ -223,10 +219,9 @@ def _backward_v2(dweight: Tensor, dout: Tensor, tokens: Tensor, rows: int) -> No
     _run(_V2_RUNS[dout.dtype], chunks, features, (dweight, partials, ordered), *numbers)
 
 
-def _width(x: Tensor, *others: Tensor | None) -> int:
-    """Elements of a vector: 16 bytes if all rows are aligned to that, else 1."""
-    places = x.shape[-1] * x.element_size(), *(t.data_ptr() for t in (x, *others) if t is not None)
-    return 1 if any(place % VECTOR_BYTES for place in places) else VECTOR_BYTES // x.element_size()
+def _width(*tensors: Tensor) -> int:
+    """Elements of a vector."""
+    return VECTOR_BYTES // tensors[0].itemsize if aligned(*tensors) else 1
 
 
 def _widths(dtype: torch.dtype, *templates: Template) -> Iterable[Kernel]:

@@ -97,6 +97,15 @@ def simulates(x: torch.Tensor) -> bool:
     return simulating() and x.device.type == "cpu"
 
 
+def uses_torch(op: str, version: str | None, x: torch.Tensor) -> bool:
+    """True if a call uses torch's operations: x is on the CPU and not simulated. Raises ValueError if the call names a version."""
+    if x.is_cuda or simulates(x):
+        return False
+    if version is not None:
+        checks.needs_gpu(op, version, x.device)
+    return True
+
+
 def simulating() -> bool:
     """True if CPU tensors go to the simulator. Raises ValueError for a wrong CUKERN_BACKEND."""
     name = _traced.name if torch.compiler.is_dynamo_compiling() else _blocks.get()[-1][0]

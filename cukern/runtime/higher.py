@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from cukern.runtime.autocast import off
-from cukern.runtime.registry import Differentiable, apply_of, each, save, transformed
+from cukern.runtime.registry import Differentiable, apply_of, each, rows_of_each, save, transformed, watched
 
 Math = Callable[..., Any]
 
@@ -58,32 +58,58 @@ def _function_of(math: Math, inputs: Sequence[Any], where: Sequence[int], select
     return call
 
 
-def differentiable(raw: Callable[..., Any], math: Math, outputs: int) -> Callable[..., Any]:
-    """Make a raw op differentiable. `math` is the same function in torch's operations; its derivatives are used. `outputs`: the number of
-    tensors that `raw` returns."""
+def differentiable(
+    name: str, raw: Callable[..., Any], math: Math, tensors: int, outputs: int = 1, *, rows: int = 0,
+    gradient: Callable[..., Any] | None = None,
+) -> Callable[..., Any]:  # fmt: skip
+    """Make a raw op differentiable any number of times.
 
-    class _Higher(Differentiable):
+    Args:
+        name: of the node in autograd's graph.
+        math: the same function in torch's operations. Its derivatives are used where there is no kernel.
+        tensors: the number of arguments that are tensors or None. They come first.
+        outputs: the number of outputs with a gradient. They come first; `others` are the outputs behind them.
+        rows: the vmap rule is `rows_of_each` for as many matrices, or with 0 `each`.
+        gradient: `gradient(needed, inputs, others, *douts)` computes the gradients of the tensors by kernels. `inputs`: the arguments of
+            `raw`; `needed`: which of them need a gradient. It is not called in torch.func transforms, nor if its result will be
+            differentiated.
+    """
+
+    class Function(Differentiable):
         forward = staticmethod(raw)
 
         @staticmethod
         def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-            ctx.options = [None if isinstance(x, Tensor) else x for x in inputs]
-            save(ctx, *(x if isinstance(x, Tensor) else None for x in inputs))
+            others = () if isinstance(output, Tensor) else output[outputs:]
+            if others:
+                ctx.mark_non_differentiable(*others)
+            ctx.options = inputs[tensors:]
+            save(ctx, *inputs[:tensors], *others)
 
         @staticmethod
         def backward(ctx: Any, *douts: Any) -> Any:
-            return gradients(math, _inputs(ctx), douts)
+            saved, douts = ctx.saved_tensors, douts[:outputs]
+            inputs = *saved[:tensors], *ctx.options
+            if gradient is None or (watched(*inputs[:tensors], *douts) and not torch.compiler.is_compiling()):
+                return gradients(math, inputs, douts)
+            return *gradient(ctx.needs_input_grad, inputs, saved[tensors:], *douts), *(None,) * len(ctx.options)
 
         @staticmethod
         def tangent(ctx: Any, *dinputs: Any) -> Any:
-            return tangents(math, _inputs(ctx), dinputs, outputs)
+            saved = ctx.saved_tensors
+            found = *tangents(math, (*saved[:tensors], *ctx.options), dinputs, outputs), *(None,) * (len(saved) - tensors)
+            return found[0] if len(found) == 1 else found
 
         @staticmethod
         def batch(info: Any, in_dims: Any, *args: Any) -> Any:
-            return each(apply, info.batch_size, in_dims, args)
+            return rows_of_each(apply, rows, info.batch_size, in_dims, args) if rows else each(apply, info.batch_size, in_dims, args)
 
-    def _inputs(ctx: Any) -> list[Any]:
-        return [option if x is None else x for x, option in zip(ctx.saved_tensors, ctx.options, strict=True)]
+        @staticmethod
+        def recorded(ctx: Any, *args: Any) -> Any:
+            output = raw(*args)
+            Function.setup_context(ctx, args, output)
+            return output
 
-    apply = apply_of(_Higher)
+    Function.__name__ = Function.__qualname__ = name
+    apply = apply_of(Function)
     return apply

@@ -155,9 +155,8 @@ __device__ __forceinline__ void update(const Row& row, const T* grad, const comp
     store_vec(m_at, m);
     store_vec(v_at, v);
     Vec<T, N> rounded = pack<T, N>(p);
-    if constexpr (sizeof(T) == 2) {
+    if constexpr (sizeof(T) == 2)
         if (row.master) store_vec(row.master + i, pack<float, N>(p));
-    }
     if constexpr (IS_BFLOAT16<T>) {
         if (randomly) {  // element i has word i % 4 of counter i / 4, whatever N is
             uint4 random = philox(make_uint4(i / 4, i / 4 >> 32, row.index, k[STEP]), make_uint2(seed, seed >> 32));
@@ -180,9 +179,7 @@ __global__ void adamw_v1(const void* table, const Word* grads, const double* num
 
 // The chunks of the grid begin at `first_chunk`, the first of this dtype.
 template <typename T>
-__global__ void __launch_bounds__(THREADS, sizeof(T) == 8   ? 1
-                                           : sizeof(T) == 2 ? 4
-                                                            : 6)
+__global__ void __launch_bounds__(THREADS, sizeof(T) == 8 ? 1 : 2 + sizeof(T))  // double: 1 block per SM, float: 6, 16-bit types: 4
     adamw_v2(const void* table, const Word* grads, const double* numbers, long long first_chunk, int tensors, Word seed, bool randomly) {
     constexpr int N = sizeof(T) == 8 ? 2 : 4;
     long long chunk = first_chunk + blockIdx.x;

@@ -47,15 +47,11 @@ def adamw(
     _check_lists(*lists)
     if not lists[0]:
         return
-    first = lists[0][0]
-    has_kernels = first.is_cuda or backend.simulates(first)
     # Inside of torch.compile: with the raw op, inductor on a GPU gave other values (torch 2.11); the cause is not known.
-    if has_kernels and not torch.compiler.is_dynamo_compiling():
+    if not backend.uses_torch("adamw", version, lists[0][0]) and not torch.compiler.is_dynamo_compiling():
         _adamw(*lists, step, list(numbers), version or "")
         return
-    if version is not None and not has_kernels:
-        checks.needs_gpu("adamw", version, first.device)
-    with torch.no_grad(), autocast.off(first):
+    with torch.no_grad(), autocast.off(lists[0][0]):
         for param, *rest in zip(*lists, strict=True):
             for old, new in zip((param, *rest[1:]), reference(param, *rest, step, *numbers), strict=True):
                 old.copy_(new)
@@ -110,9 +106,7 @@ def _check_lists(params: list[Tensor], *others: list[Tensor]) -> None:
                 raise ValueError(f"{name}[{i}] has strides {t.stride()}, params[{i}] has {p.stride()}: they must be equal")
 
 
-def reference(
-    param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: int = 1, *numbers: float
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+def reference(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: int = 1, *numbers: float) -> tuple[Tensor, ...]:
     """The new param, exp_avg and exp_avg_sq, computed in the dtype of the moments. `numbers`: lr, beta1, beta2, eps, weight_decay."""
     lr, beta1, beta2, eps, weight_decay = numbers or (1e-3, 0.9, 0.999, 1e-8, 1e-2)
     p, g = param.to(exp_avg.dtype), grad.to(exp_avg.dtype)
@@ -134,7 +128,12 @@ def _launch(
 ) -> None:  # fmt: skip
     stream = torch.cuda.current_stream(params[0].device).cuda_stream if params[0].is_cuda else 0
     key = stream, *numbers, *((t.data_ptr(), t.numel(), t.dtype) for t in (*params, *grads, *exp_avgs, *exp_avg_sqs))
-    entry = _tables.get(key) or _build(params, exp_avgs, exp_avg_sqs, numbers)
+    entry = _tables.get(key)
+    if entry is None:
+        steps, group = params[0].new_empty(len(params), dtype=torch.float32), params[0].new_empty(6, dtype=torch.int64)
+        write(group, group_words(*numbers))
+        tensors = enumerate(zip(params, exp_avgs, exp_avg_sqs, steps, strict=True))
+        entry = Table([Row(p, m, v, None, count, 0, i) for i, (p, m, v, count) in tensors]), steps, group
     if stream and torch.cuda.is_current_stream_capturing():
         _captured.append(entry)
     elif params[0].is_cuda:
@@ -144,13 +143,6 @@ def _launch(
     table, steps, group = entry
     steps.fill_(step - 1)
     table.launch(grads, group, version)
-
-
-def _build(params: list[Tensor], exp_avgs: list[Tensor], exp_avg_sqs: list[Tensor], numbers: list[float]) -> tuple[Table, Tensor, Tensor]:
-    steps, group = torch.empty(len(params), device=params[0].device), torch.empty(6, dtype=torch.int64, device=params[0].device)
-    write(group, group_words(*numbers))
-    rows = enumerate(zip(params, exp_avgs, exp_avg_sqs, steps, strict=True))
-    return Table([Row(*tensors[:3], None, tensors[3], 0, i) for i, tensors in rows]), steps, group
 
 
 _adamw = raw_op(
@@ -168,8 +160,8 @@ def _spread(*inputs: Tensor, version: str | None = None) -> tuple[Tensor, ...]:
 
 
 def _make(dims: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> tuple[Tensor, ...]:
-    param, grad = (torch.randn(*dims, dtype=dtype, device=device) for _ in range(2))
-    return param, grad, torch.randn(*dims, dtype=wide(dtype), device=device), torch.rand(*dims, dtype=wide(dtype), device=device)
+    param, grad, exp_avg = (torch.randn(*dims, dtype=d, device=device) for d in (dtype, dtype, wide(dtype)))
+    return param, grad, exp_avg, torch.rand_like(exp_avg)
 
 
 def _magnitude(inputs: tuple[Tensor, ...], _: Any) -> tuple[Tensor, ...]:
@@ -185,23 +177,10 @@ def _cost(dims: Sequence[int], itemsize: int) -> dict[str, Cost]:
 
 register(
     Op(
-        name="adamw",
-        stem="adamw",
-        function=adamw,  # type: ignore[arg-type]
-        reference=reference,
-        versions=VERSIONS,
-        dtypes=checks.FLOATS,
-        dims="TENSORS NUMEL",
-        check_dims=((1, 1), (3, 4097), (2, 8192), (5, 20000)),
-        sim_dims=((1, 1), (3, 67), (2, 8200)),
+        name="adamw", stem="adamw", function=adamw, reference=reference, versions=VERSIONS, dtypes=checks.FLOATS,  # type: ignore[arg-type]
+        dims="TENSORS NUMEL", make=_make, inputs=("param", "grad", "exp_avg", "exp_avg_sq"), cost=_cost, bound="memory",
+        magnitude=_magnitude, in_place=("param", "exp_avg", "exp_avg_sq"), spread=_spread, differentiable=False,
+        check_dims=((1, 1), (3, 4097), (2, 8192), (5, 20000)), sim_dims=((1, 1), (3, 67), (2, 8200)),
         bench_dims=((148, 840832), (1, 32768 * 768), (1, 8192 * 4096)),
-        make=_make,
-        inputs=("param", "grad", "exp_avg", "exp_avg_sq"),
-        cost=_cost,
-        bound="memory",
-        magnitude=_magnitude,
-        in_place=("param", "exp_avg", "exp_avg_sq"),
-        spread=_spread,
-        differentiable=False,
     )
-)
+)  # fmt: skip

@@ -1,8 +1,9 @@
 """cross_entropy of logits and target indices, and its gradient, each in one pass over the logits. Math: kernels_cu/cross_entropy.cu."""
 
 import itertools
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -10,10 +11,10 @@ from torch import Tensor
 from cukern.ops.cross_entropy.reference import Options, reference
 from cukern.runtime import backend, checks, interop
 from cukern.runtime.device import cached, device_of
-from cukern.runtime.higher import gradients, tangents
+from cukern.runtime.higher import differentiable
 from cukern.runtime.kernel import Kernel, Template
-from cukern.runtime.registry import Differentiable, Version, apply_of, choose, each, raw_op, save, transformed, watched
-from cukern.runtime.tensors import as_matrix, unit_column_stride, wide
+from cukern.runtime.registry import Version, choose, raw_op, transformed, watched
+from cukern.runtime.tensors import as_matrix, empty_like, pointers, unit_column_stride, wide
 
 
 def cross_entropy(
@@ -63,14 +64,13 @@ def cross_entropy(
     checks.one_device(logits=logits, targets=targets)
     options = checked_options(logits.shape[-1], ignore_index, reduction, label_smoothing, z_loss, softcap, vocab_size, version or "")
     inplace = _in_place(logits, inplace_backward)
-    if not logits.is_cuda and not backend.simulates(logits):
-        if version is not None:
-            checks.needs_gpu("cross_entropy", version, logits.device)
+    if backend.uses_torch("cross_entropy", version, logits):
         checked_targets(targets, options)
         return reference(logits, targets, options)
     rows = targets.reshape(-1)
     x = unit_column_stride(as_matrix(logits))
-    loss, _ = _apply(x, rows, inplace, *options) if watched(x) else _cross_entropy(x, rows, *options)
+    run = _cross_entropy if not watched(x) else _apply_in_place if inplace else _apply
+    loss, _ = run(x, rows, *options)
     return loss.view(targets.shape) if options.reduction == "none" else loss
 
 
@@ -116,27 +116,16 @@ def launch_forward(x: Tensor, targets: Tensor, *rest: Any) -> tuple[Tensor, Tens
     options, rows, is_wide = Options(*rest), x.shape[0], targets.dtype == torch.int64
     loss, stats = _fake(x, targets, *rest)
     x, targets, is_reduced = unit_column_stride(x), targets.contiguous(), options.reduction != "none"
-    launch, reducer, block = _plan("forward", options.version, x.dtype, options.softcap != 0, x.shape[1], x.get_device())
-    grid = _grid(rows, block, x.get_device())
+    launch, reducer, block, warps = _plan("forward", options.version, x.dtype, options.softcap != 0, x.shape[1], x.get_device())
+    grid = _grid(rows, block, warps)
     partials = torch.empty(grid[0], 2, dtype=torch.float64, device=x.device) if is_reduced else None
-    added = 0 if partials is None else partials.data_ptr()
     if rows:
-        pointers = 0 if is_reduced else loss.data_ptr(), stats.data_ptr(), added, x.data_ptr(), targets.data_ptr()
-        launch(grid, block, 0, *pointers, is_wide, rows, x.stride(0), options.packed())
-    if is_reduced:
-        out, count = loss.data_ptr(), stats.data_ptr() + 8 * rows
-        reducer((1, 1, 1), (256, 1, 1), 0, out, count, added, grid[0], options.reduction == "mean")
+        addresses = pointers(None if is_reduced else loss, stats, partials, x, targets)
+        launch(grid, block, 0, *addresses, is_wide, rows, x.stride(0), options.packed())
+    if partials is not None:
+        addresses = loss.data_ptr(), stats.data_ptr() + 8 * rows, partials.data_ptr()
+        reducer((1, 1, 1), (256, 1, 1), 0, *addresses, grid[0], options.reduction == "mean")
     return loss, stats
-
-
-def _like(x: Tensor, *_: Any) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-def _launch_backward(x: Tensor, *rest: Any) -> Tensor:
-    dx = _like(x)
-    write_gradient(dx, unit_column_stride(x), *rest)
-    return dx
 
 
 def write_gradient(dx: Tensor, x: Tensor, targets: Tensor, stats: Tensor, dloss: Tensor, *rest: Any) -> None:
@@ -144,11 +133,10 @@ def write_gradient(dx: Tensor, x: Tensor, targets: Tensor, stats: Tensor, dloss:
     targets, dloss, stats = targets.contiguous(), dloss.resolve_neg(), stats.contiguous()
     step = dloss.stride(0) if options.reduction == "none" else 0
     count = stats.data_ptr() + 8 * rows if options.reduction == "mean" else 0
-    pointers = dx.data_ptr(), x.data_ptr(), targets.data_ptr(), stats.data_ptr(), dloss.data_ptr(), count
-    sizes = *x.shape, dx.stride(0), x.stride(0)
-    launch, _, block = _plan("backward", options.version, x.dtype, options.softcap != 0, x.shape[1], x.get_device())
+    arguments = *pointers(dx, x, targets, stats, dloss), count, is_wide, *x.shape, dx.stride(0), x.stride(0), options.packed(step)
+    launch, _, block, warps = _plan("backward", options.version, x.dtype, options.softcap != 0, x.shape[1], x.get_device())
     if rows:
-        launch(_grid(rows, block, x.get_device()), block, 0, *pointers, is_wide, *sizes, options.packed(step))
+        launch(_grid(rows, block, warps), block, 0, *arguments)
 
 
 def _fake(x: Tensor, targets: Tensor, vocab: int, ignored: int, reduction: str, *_: Any) -> tuple[Tensor, Tensor]:
@@ -156,58 +144,43 @@ def _fake(x: Tensor, targets: Tensor, vocab: int, ignored: int, reduction: str, 
     return loss, torch.empty(x.shape[0] + int(reduction != "none"), dtype=torch.float64, device=x.device)
 
 
+def _launch_backward(x: Tensor, *rest: Any) -> Tensor:
+    dx = empty_like(x)
+    write_gradient(dx, unit_column_stride(x), *rest)
+    return dx
+
+
 _SCALARS = "SymInt vocab, int ignored, str reduction, float smoothing, float z_loss, float softcap, str version"
-_TENSORS = "Tensor targets, Tensor stats, Tensor dloss"
+_REST = f"Tensor targets, Tensor stats, Tensor dloss, {_SCALARS}"
 _cross_entropy = raw_op(f"_cross_entropy(Tensor x, Tensor targets, {_SCALARS}) -> (Tensor, Tensor)", 2, launch_forward, _fake)
-_backward = raw_op(f"_cross_entropy_backward(Tensor x, {_TENSORS}, {_SCALARS}) -> Tensor", 4, _launch_backward, _like)
+_backward = raw_op(f"_cross_entropy_backward(Tensor x, {_REST}) -> Tensor", 4, _launch_backward, lambda x, *_: empty_like(x))
 _backward_in_place = raw_op(
-    f"_cross_entropy_backward_(Tensor(a!) x, {_TENSORS}, {_SCALARS}) -> ()", 4,
-    lambda x, *rest: write_gradient(x, x, *rest), lambda *_: None,
-)  # fmt: skip
-
-# ---- autograd
+    f"_cross_entropy_backward_(Tensor(a!) x, {_REST}) -> ()", 4, lambda x, *rest: write_gradient(x, x, *rest), lambda *_: None
+)
 
 
-class _CrossEntropy(Differentiable):
-    """(x, targets, inplace, *Options) -> loss and stats. stats has no gradient."""
-
-    @staticmethod
-    def forward(x, targets, inplace, *options):
-        return _cross_entropy(x, targets, *options)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        x, targets, ctx.inplace, *ctx.options = inputs
-        ctx.mark_non_differentiable(output[1])
-        save(ctx, x, targets, output[1])
-
-    @staticmethod
-    def backward(ctx, dloss, _):
-        x, targets, stats = ctx.saved_tensors
-        again = watched(x, dloss) and not torch.compiler.is_compiling()
-        if again and ctx.inplace:
-            raise NotImplementedError("with inplace_backward, the gradient of cross_entropy cannot be differentiated")
-        if again:
-            dx, *_ = gradients(reference, (x, targets, Options(*ctx.options)), (dloss,))
-        elif ctx.inplace:
-            _backward_in_place(x, targets, stats, dloss, *ctx.options)
-            torch.autograd.graph.increment_version(x)
-            dx = x.detach()
-        else:
-            dx = _backward(x, targets, stats, dloss, *ctx.options)
-        return dx, *(None,) * 9
-
-    @staticmethod
-    def tangent(ctx, dx, *_):
-        x, targets, _ = ctx.saved_tensors
-        return tangents(reference, (x, targets, Options(*ctx.options)), (dx,))[0], None
-
-    @staticmethod
-    def batch(info, in_dims, *args):
-        return each(_apply, info.batch_size, in_dims, args)
+def _gradient(_: Any, inputs: Sequence[Any], stats: Sequence[Tensor], dloss: Tensor) -> tuple[Tensor | None, ...]:
+    x, targets, *options = inputs
+    return _backward(x, targets, *stats, dloss, *options), None
 
 
-_apply = apply_of(_CrossEntropy)
+def _gradient_in_place(_: Any, inputs: Sequence[Any], stats: Sequence[Tensor], dloss: Tensor) -> tuple[Tensor | None, ...]:
+    x, targets, *options = inputs
+    _backward_in_place(x, targets, *stats, dloss, *options)
+    torch.autograd.graph.increment_version(x)
+    return x.detach(), None
+
+
+def _in_torch(x: Tensor, targets: Tensor, *options: Any) -> Tensor:
+    return reference(x, targets, Options(*options))
+
+
+def _no_second_derivative(*_: Any) -> NoReturn:
+    raise NotImplementedError("with inplace_backward, the gradient of cross_entropy cannot be differentiated")
+
+
+_apply = differentiable("_CrossEntropy", _cross_entropy, _in_torch, 2, gradient=_gradient)
+_apply_in_place = differentiable("_CrossEntropy", _cross_entropy, _no_second_derivative, 2, gradient=_gradient_in_place)
 
 # ---- the versions: forward and backward give a pass's kernel for (dtype, has softcap, columns), and its block: (threads per row, rows, 1)
 
@@ -219,15 +192,15 @@ _WARPS, _MOST_ROWS = 32, 32  # of short rows: warps per SM, and rows per warp
 
 
 @cached(4096)
-def _plan(pass_: str, version: str, dtype: torch.dtype, softcap: bool, columns: int, device: int) -> tuple[Any, Any, backend.Dim]:
-    """The launch of a pass, that of the reduction, and the block."""
+def _plan(pass_: str, version: str, dtype: torch.dtype, softcap: bool, columns: int, device: int) -> tuple[Any, Any, backend.Dim, int]:
+    """The launch of a pass, that of the reduction, the block, and for short rows the number of warps."""
     kernel, block = getattr(choose("cross_entropy", version, device), pass_)(dtype, softcap, columns)
-    return kernel.on(device), _REDUCE[wide(dtype)].on(device), block
+    return kernel.on(device), _REDUCE[wide(dtype)].on(device), block, _WARPS * device_of(device).sms if block == SHORT_BLOCK else 0
 
 
-def _grid(rows: int, block: backend.Dim, device: int) -> backend.Dim:
+def _grid(rows: int, block: backend.Dim, warps: int) -> backend.Dim:
     """One thread block per row. For short rows, as many thread blocks as give each warp the same number of rows."""
-    each = max(1, min(-(-rows // (_WARPS * device_of(device).sms)), _MOST_ROWS)) if block == SHORT_BLOCK else 1
+    each = max(1, min(-(-rows // warps), _MOST_ROWS)) if warps else 1
     return -(-rows // (each * block[1])), 1, 1
 
 

@@ -19,7 +19,7 @@ from cukern.runtime import backend, checks, interop
 from cukern.runtime.autocast import off
 from cukern.runtime.higher import differentiable, gradients, tangents
 from cukern.runtime.registry import Cost, Differentiable, Op, apply_of, choose, raw_op, register, row_counts, rows_of_each, save, watched
-from cukern.runtime.tensors import as_matrix, unit_column_stride, wide
+from cukern.runtime.tensors import as_matrix, empty_like, readable, unit_column_stride, wide
 
 _tracing = torch.compiler.is_dynamo_compiling
 
@@ -99,11 +99,9 @@ def _public(op: str, x: Any, weight: Any, bias: Any, eps: Any, residual: Any, ve
         checks.dtype("residual", residual, checks.FLOATS)
         checks.same(x=x, residual=residual)
         checks.shape("residual", residual, tuple(x.shape), "it is added to x")
-    if not x.is_cuda and not backend.simulates(x):
-        if version is not None:
-            checks.needs_gpu(op, version, x.device)
+    if backend.uses_torch(op, version, x):
         return reference(x, residual, weight, bias, eps, op == "rmsnorm")
-    matrices = _matrix(x), None if residual is None else _matrix(residual)
+    matrices = (None if t is None else unit_column_stride(as_matrix(t)) for t in (x, residual))
     run = _apply if watched(x, residual, weight, bias) else _layernorm
     outs = run(*matrices, weight, bias, eps, op == "rmsnorm", version or "")
     return outs[0].view(x.shape) if residual is None else (outs[0].view(x.shape), outs[2].view(x.shape))
@@ -119,11 +117,7 @@ def _checked_affine(name: str, value: Any, x: Tensor, dtypes: Any) -> Tensor | N
     return t
 
 
-def _matrix(x: Tensor) -> Tensor:
-    return unit_column_stride(as_matrix(x))
-
-
-# ---- the raw ops: x, residual, s and their gradients are (rows, columns); stats is (rows, 2), each row's mean and r
+# ---- the raw ops: x, residual, s and gradients are matrices. The forward returns y, stats and, with a residual, s.
 
 
 def _launch(
@@ -139,28 +133,27 @@ def _launch(
 
 
 def _fake(x: Tensor, residual: Tensor | None, *_: Any) -> list[Tensor]:
-    empty = partial(torch.empty_like, x, memory_format=torch.contiguous_format)
-    return [empty(), x.new_empty((x.shape[0], 2), dtype=wide(x.dtype)), *([] if residual is None else [empty()])]
+    return [empty_like(x), x.new_empty((x.shape[0], 2), dtype=wide(x.dtype)), *([] if residual is None else [empty_like(x)])]
 
 
 def _launch_backward(
     s: Tensor, dy: Tensor, ds: Tensor | None, stats: Tensor, weight: Tensor | None, eps: float, rms: bool, affine: int, version: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    outs = dx, dweight, dbias = _fake_backward(s, dy, ds, stats, weight, eps, rms, affine, version)
+    outs = dx, dweight, dbias = _fake_backward(s, dy, ds, stats, weight, eps, rms, affine)
     if not s.numel():
         return dx, dweight.zero_(), dbias.zero_()
-    s, dy = unit_column_stride(s), unit_column_stride(dy.resolve_neg())
-    ds = None if ds is None else unit_column_stride(ds.resolve_neg())
     w, grads = None if weight is None else weight.contiguous(), (dweight if affine else None, dbias if affine > 1 else None)
-    choose("layernorm", version, s.get_device()).backward(dx, *grads, s, dy, ds, stats.contiguous(), w, rms)
+    backward = choose("layernorm", version, s.get_device()).backward
+    backward(dx, *grads, unit_column_stride(s), readable(dy), readable(ds), stats.contiguous(), w, rms)
     return outs
 
 
-def _fake_backward(s: Tensor, dy: Any, ds: Any, stats: Any, weight: Tensor | None, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_backward(
+    s: Tensor, dy: Any, ds: Any, stats: Any, weight: Tensor | None, eps: float, rms: bool, affine: int, *_: Any
+) -> tuple[Tensor, Tensor, Tensor]:
     """`affine`: 0: only dx; 1: and dweight; 2: and dbias. What is not wanted has no elements."""
-    affine, like = options[2], s if weight is None else weight
-    sizes = ((s.shape[1] if affine > i else 0,) for i in range(2))
-    return torch.empty_like(s, memory_format=torch.contiguous_format), *(like.new_empty(size) for size in sizes)  # type: ignore[return-value]
+    like, columns = s if weight is None else weight, s.shape[1]
+    return empty_like(s), like.new_empty(columns * (affine > 0)), like.new_empty(columns * (affine > 1))
 
 
 _layernorm = raw_op(
@@ -183,7 +176,7 @@ def _backward_in_torch(s: Tensor, dy: Tensor, ds: Tensor | None, stats: Any, wei
     return dx if ds is None or dx is None else ds + dx, dweight if affine else none, dbias if affine > 1 else none
 
 
-_apply_backward = differentiable(_layernorm_backward, _backward_in_torch, 3)
+_apply_backward = differentiable("_LayerNormBackward", _layernorm_backward, _backward_in_torch, 5, 3)
 
 
 class _LayerNorm(Differentiable):
@@ -225,11 +218,15 @@ class _LayerNorm(Differentiable):
 
 _apply = apply_of(_LayerNorm)
 
-# ---- for the tools: x with a residual is an op of its own
+# ---- for the tools: `arguments` gives the arguments of `reference` for an op's inputs. x with a residual is an op of its own
 
 
-def _with_residual(function: Callable[..., Any], x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, **options: Any) -> Any:
-    return function(x, weight, bias, residual=residual, **options)
+def _with_residual(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, *, version: str | None = None) -> Any:
+    return layernorm(x, weight, bias, residual=residual, version=version)
+
+
+def _reference(arguments: Callable[..., Any], *inputs: Tensor) -> Any:
+    return reference(*arguments(*inputs))
 
 
 def _make(inputs: Sequence[str], dims: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> tuple[Tensor, ...]:
@@ -242,41 +239,30 @@ def _cost(matrices: int, dims: Sequence[int], itemsize: int) -> dict[str, Cost]:
     return {"fwd": Cost(matrices * n * itemsize, 8 * n), "bwd": Cost(max(matrices, 3) * n * itemsize, 16 * n)}
 
 
-def _magnitude(eps: float, rms: bool, residual: bool, inputs: tuple[Tensor, ...], douts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def _magnitude(arguments: Callable[..., Any], inputs: tuple[Tensor, ...], douts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """The sums of the absolute values of the terms."""
-    x, *others = inputs
-    s = x + others.pop(0) if residual else x
-    weight, bias = others[0].abs(), others[1].abs() if len(others) > 1 else 0.0
-    n, r = _normalized(s, eps, rms)
-    n, g = (s.abs() + (0 if rms else s.abs().mean(-1, keepdim=True))) * r, douts[0].abs()
-    h = g * weight
-    dx = r * (h + h.mean(-1, keepdim=True) + n * (n * h).mean(-1, keepdim=True)) + (douts[1].abs() if residual else 0.0)
-    outs, affine = (n * weight + bias, *([s.abs()] if residual else [])), ((g * n).sum(0), g.sum(0))
-    return *outs, *([dx, dx] if residual else [dx]), *affine[: len(others)]
+    x, residual, weight, bias, eps, rms = arguments(*inputs)
+    s, g = x if residual is None else x + residual, douts[0].abs()
+    _, r = _normalized(s, eps, rms)
+    n, h = (s.abs() + (0 if rms else s.abs().mean(-1, keepdim=True))) * r, g * weight.abs()
+    y, dweight = n * weight.abs() + (0.0 if bias is None else bias.abs()), (g * n).sum(0)
+    dx = r * (h + h.mean(-1, keepdim=True) + n * (n * h).mean(-1, keepdim=True)) + (0.0 if residual is None else douts[1].abs())
+    return *((y, dx) if residual is None else (y, s.abs(), dx, dx)), dweight, *(() if bias is None else (g.sum(0),))
 
 
-def _reference(rms: bool, eps: float, x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Any:
-    return reference(x, residual, weight, bias, eps, rms)
-
-
-def _register(name: str, function: Callable[..., Any], plain: Callable[..., Any], eps: float, *inputs: str) -> None:
-    residual, rms = "residual" in inputs, name == "rmsnorm"
+for _name, _function, _inputs, _arguments in (
+    ("layernorm", layernorm, ("x", "weight", "bias"), lambda x, weight, bias: (x, None, weight, bias, 1e-5, False)),
+    ("rmsnorm", rmsnorm, ("x", "weight"), lambda x, weight: (x, None, weight, None, 1e-6, True)),
+    ("layernorm_residual", _with_residual, ("x", "residual", "weight", "bias"), lambda *inputs: (*inputs, 1e-5, False)),
+):
     register(
         Op(
-            name=name, stem="layernorm", variants=row_counts, function=function, reference=plain, versions=VERSIONS,
-            dtypes=checks.FLOATS, dims="ROWS COLUMNS", make=partial(_make, inputs), inputs=inputs,
-            cost=partial(_cost, 4 if residual else 2), bound="memory", magnitude=partial(_magnitude, eps, rms, residual),
+            name=_name, stem="layernorm", variants=row_counts, function=_function, reference=partial(_reference, _arguments),
+            versions=VERSIONS, dtypes=checks.FLOATS, dims="ROWS COLUMNS", make=partial(_make, _inputs), inputs=_inputs,
+            cost=partial(_cost, 4 if "residual" in _inputs else 2), bound="memory", magnitude=partial(_magnitude, _arguments),
             check_dims=((1, 1), (129, 65), (64, 1000), (1000, 768), (33, 4096), (33, 8200), (5, 40_000)),
             sim_dims=((1, 3), (5, 67), (3, 264)),
             bench_dims=((32768, 768), (8192, 4096), (4096, 16384)),
             roundings=4,  # sums over rows and columns, in other orders than torch's
         )
     )  # fmt: skip
-
-
-_register("layernorm", layernorm, partial(_reference, False, 1e-5), 1e-5, "x", "weight", "bias")
-_register("rmsnorm", rmsnorm, partial(_reference, True, 1e-6), 1e-6, "x", "weight")
-_register(
-    "layernorm_residual", partial(_with_residual, layernorm), partial(_with_residual, partial(_reference, False, 1e-5)), 1e-5,
-    "x", "residual", "weight", "bias",
-)  # fmt: skip

@@ -4,6 +4,7 @@ forward(y, s, stats, x, residual, weight, bias, eps, rms), backward(dx, dweight,
 columns) with a column stride of 1 and at least one element. s, residual, weight, bias, ds, dweight and dbias may be None.
 """
 
+import itertools
 from collections.abc import Iterable
 from functools import partial
 from typing import NamedTuple
@@ -15,9 +16,8 @@ from cukern.runtime import backend
 from cukern.runtime.device import cached, device_of
 from cukern.runtime.kernel import Kernel, Template
 from cukern.runtime.registry import Version
-from cukern.runtime.tensors import pointers, wide
+from cukern.runtime.tensors import VECTOR_BYTES, aligned, pointers, wide
 
-VECTOR_BYTES = 16
 V1_THREADS = 256
 _V1_BLOCKS = 1 << 20  # the most blocks of v1, which loop over rows
 _ANY_BLOCKS = 1 << 62
@@ -89,11 +89,9 @@ def _v2(backward: bool, dtype: torch.dtype, weight: torch.dtype, tile: Tile, rms
 
 
 def _plan_for(newest: bool, backward: bool, x: Tensor, weight: Tensor | None, rms: bool, *others: Tensor | None) -> tuple[_Plan, int]:
-    """The plan and the number of blocks. It may use vectors if each row of each tensor is aligned to VECTOR_BYTES."""
-    given = [t for t in (x, weight, *others) if t is not None]
-    sizes = (n for t in given for n in (t.data_ptr(), t.shape[-1] * t.itemsize, t.stride(0) * t.itemsize * (t.ndim > 1)))
-    aligned = not any(n % VECTOR_BYTES for n in sizes)
-    plan = _plan(newest, backward, x.dtype, x.dtype if weight is None else weight.dtype, x.shape[1], aligned, rms, x.get_device())
+    """The plan and the number of blocks."""
+    dtype = x.dtype if weight is None else weight.dtype
+    plan = _plan(newest, backward, x.dtype, dtype, x.shape[1], aligned(x, weight, *others), rms, x.get_device())
     return plan, min(-(-x.shape[0] // plan.block[1]), plan.blocks)
 
 
@@ -127,19 +125,17 @@ def _backward(
     if not plan.adds:
         launch, grid = _PARTIALS[s.dtype].on(device), (-(-columns // V1_THREADS), groups, 1)
         launch(grid, (V1_THREADS, 1, 1), 0, *pointers(partials, s, dy, stats), rows, columns, *_row_strides(s, dy))
-    grid = (-(-columns // 16), 1 if dbias is None else 2, 1)
-    add = _ADD[stats.dtype, dweight.dtype].on(device)
+    add, grid = _ADD[stats.dtype, dweight.dtype].on(device), (-(-columns // 16), 1 if dbias is None else 2, 1)
     add(grid, (16, 32, 1), 0, *pointers(dweight, dbias, partials), groups, columns)
 
 
 def _instances(newest: bool, dtype: torch.dtype) -> Iterable[Kernel]:
-    kernels = [_PARTIALS[dtype]]
-    for weight in dict.fromkeys((dtype, wide(dtype))):
-        kernels.append(_ADD[wide(dtype), weight])
-        for rms in (False, True):
-            kernels += [_V1[dtype, weight, rms], _V1_BWD[dtype, weight, rms]]
-            for backward, aligned in ((b, a) for b in (False, True) for a in (False, True) if newest):
-                kernels += [_v2(backward, dtype, weight, tile, rms) for tile in tiles(dtype.itemsize, aligned, backward)]
+    both, weights = (False, True), dict.fromkeys((dtype, wide(dtype)))
+    kernels = [_PARTIALS[dtype], *(_ADD[wide(dtype), weight] for weight in weights)]
+    for weight, rms in itertools.product(weights, both):
+        kernels += [_V1[dtype, weight, rms], _V1_BWD[dtype, weight, rms]]
+        for backward, whole in itertools.product(both, both) if newest else ():
+            kernels += [_v2(backward, dtype, weight, tile, rms) for tile in tiles(dtype.itemsize, whole, backward)]
     return kernels
 
 

@@ -11,7 +11,7 @@ from helpers import DEVICE, FLOATS, gpu, kernels, places, same_bits
 from torch.nn import functional
 
 import cukern
-from cukern.ops.gelu import versions
+from cukern.ops.gelu import _FORWARD
 from cukern.runtime.registry import OPS
 
 PLACES = pytest.mark.parametrize("device, version", places("gelu"))
@@ -136,7 +136,7 @@ def test_halves_are_read_in_place(version, monkeypatch):
 def test_which_kernel_runs(monkeypatch):
     """Vectors where every row is aligned, else v1's kernels: odd widths, views that start in the middle of a vector, odd row strides."""
     names = []
-    launch = type(versions._FORWARD[torch.float32, torch.float32, 0, 1]).on
+    launch = type(_FORWARD[torch.float32, torch.float32, 0, 1]).on
     monkeypatch.setattr("cukern.runtime.kernel.Kernel.on", lambda self, device: names.append(self.name) or launch(self, device))
     x = torch.randn(6, 24, dtype=torch.float32, device=DEVICE)
     bias = torch.randn(25, device=DEVICE)

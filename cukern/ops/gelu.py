@@ -1,7 +1,8 @@
 """gelu of x + bias, swiglu and geglu: f(x + bias) * up, elementwise, with f = gelu or silu, and the gradients of x, up and bias."""
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -9,12 +10,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from cukern.ops.gelu.versions import VERSIONS
 from cukern.runtime import backend, checks, interop
 from cukern.runtime.autocast import off
-from cukern.runtime.higher import gradients, tangents
-from cukern.runtime.registry import Cost, Differentiable, Op, apply_of, choose, raw_op, register, rows_of_each, save, watched
-from cukern.runtime.tensors import as_matrix, unit_column_stride, wide
+from cukern.runtime.higher import differentiable
+from cukern.runtime.kernel import Kernel, Template
+from cukern.runtime.registry import Cost, Op, Version, choose, raw_op, register, watched
+from cukern.runtime.tensors import VECTOR_BYTES, as_matrix, empty_like, pointers, readable, wide
+
+FUNCTIONS = {"none": 0, "tanh": 1, "silu": 2}  # as in gelu.cu
+THREADS, WARPS = 256, 8  # WARPS: of a block of gelu_bias_bwd, as in gelu.cu
+BLOCKS = 2048  # at most, of gelu_bias_bwd: enough for any GPU, with few partial sums
 
 
 def gelu(x: Any, bias: Any = None, *, approximate: str = "none", version: str | None = None) -> Tensor:
@@ -73,12 +78,10 @@ def _call(op: str, function: str, version: str | None, inputs: dict[str, Any], b
         checks.shape("up", up, tuple(x.shape), "the shape of gate")
     bias = None if bias is None else _checked_bias(x, interop.to_torch("bias", bias))
     checks.version(op, version, VERSIONS)
-    if not x.is_cuda and not backend.simulates(x):
-        if version is not None:
-            checks.needs_gpu(op, version, x.device)
+    if backend.uses_torch(op, version, x):
         return _reference(function, up is not None, x, bias if up is None else up)
-    rows = _rows(x), None if up is None else _rows(up), bias if bias is None or bias.ndim else bias.view(1), function, version or ""
-    return (_apply(*rows) if watched(x, up, bias) else _gelu(*rows)).view(x.shape)
+    rows = as_matrix(x), None if up is None else as_matrix(up), bias if bias is None or bias.ndim else bias.view(1), function, version or ""
+    return (_apply if watched(x, up, bias) else _gelu)(*rows).view(x.shape)
 
 
 def _checked_bias(x: Tensor, bias: Tensor) -> Tensor:
@@ -86,11 +89,6 @@ def _checked_bias(x: Tensor, bias: Tensor) -> Tensor:
     checks.one_device(x=x, bias=bias)
     checks.shape("bias", bias, tuple(x.shape[-1:]), "one value for each column of x")
     return bias.double() if x.dtype == torch.float64 else bias
-
-
-def _rows(x: Tensor) -> Tensor:
-    """x as a matrix, with the last dimension as columns."""
-    return as_matrix(x) if x.ndim else x.view(1, 1)
 
 
 def _reference(function: str, gated: bool, x: Tensor, other: Tensor | None = None) -> Tensor:
@@ -105,69 +103,39 @@ def _reference(function: str, gated: bool, x: Tensor, other: Tensor | None = Non
 
 
 def _launch(x: Tensor, up: Tensor | None, bias: Tensor | None, function: str, version: str) -> Tensor:
-    out = _fake(x)
+    out = empty_like(x)
     if out.numel():
-        choose("gelu", version, x.get_device()).forward(out, *map(_readable, (x, up, bias)), function)
+        choose("gelu", version, x.get_device()).forward(out, *map(readable, (x, up, bias)), function)
     return out
 
 
 def _launch_backward(x: Tensor, up: Any, bias: Any, dout: Tensor, function: str, bias_grad: bool, version: str) -> tuple[Tensor, ...]:
     dx, dup, dbias = _fake_backward(x, up, bias, dout, function, bias_grad)
-    if dx.numel():
-        tensors = map(_readable, (x, up, bias, dout))
-        sums = choose("gelu", version, x.get_device()).backward(dx, None if up is None else dup, *tensors, function, bias_grad)
-        return dx, dup, sums if bias_grad else dbias
-    return dx, dup, dbias.zero_()
-
-
-def _readable(x: Any) -> Any:
-    """x as the kernels read it, copied if necessary: columns with stride 1, and no negative bit."""
-    return None if x is None else unit_column_stride(x.resolve_neg())
-
-
-def _fake(x: Tensor, *_: Any) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
+    if not dx.numel():
+        return dx, dup, dbias.zero_()
+    tensors = map(readable, (x, up, bias, dout))
+    sums = choose("gelu", version, x.get_device()).backward(dx, None if up is None else dup, *tensors, function, bias_grad)
+    return dx, dup, sums if bias_grad else dbias
 
 
 def _fake_backward(x: Tensor, up: Any, bias: Any, dout: Tensor, function: str, bias_grad: bool, *_: Any) -> tuple[Tensor, ...]:
     """dx, dup and dbias. Absent ones are empty."""
-    return _fake(x), x.new_empty(0) if up is None else _fake(up), _fake(bias) if bias_grad else x.new_empty(0)
+    return empty_like(x), x.new_empty(0) if up is None else empty_like(up), empty_like(bias) if bias_grad else x.new_empty(0)
 
 
-_gelu = raw_op("_gelu(Tensor x, Tensor? up, Tensor? bias, str function, str version) -> Tensor", 3, _launch, _fake)
-_SCHEMA = "_gelu_backward(Tensor x, Tensor? up, Tensor? bias, Tensor dout, str function, bool bias_grad, str version)"
-_gelu_backward = raw_op(f"{_SCHEMA} -> (Tensor, Tensor, Tensor)", 4, _launch_backward, _fake_backward)
-
-# ---- autograd
-
-
-class _Gelu(Differentiable):
-    forward = staticmethod(_gelu)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        *tensors, ctx.function, ctx.version = inputs
-        save(ctx, *tensors)
-
-    @staticmethod
-    def backward(ctx, dout):
-        x, up, bias = ctx.saved_tensors
-        bias_grad = bias is not None and ctx.needs_input_grad[2]
-        if watched(x, up, bias, dout) and not torch.compiler.is_dynamo_compiling():
-            return gradients(_in_torch, (x, up, bias, ctx.function, ctx.version), (dout,))
-        dx, dup, dbias = _gelu_backward(x, up, bias, dout, ctx.function, bias_grad, ctx.version)
-        return dx, None if up is None else dup, dbias if bias_grad else None, None, None
-
-    @staticmethod
-    def tangent(ctx, *dinputs):
-        return tangents(_in_torch, (*ctx.saved_tensors, ctx.function, ctx.version), dinputs)[0]
-
-    @staticmethod
-    def batch(info, in_dims, *args):
-        return rows_of_each(_apply, 2, info.batch_size, in_dims, args)
+_SCHEMA = "Tensor x, Tensor? up, Tensor? bias"
+_gelu = raw_op(f"_gelu({_SCHEMA}, str function, str version) -> Tensor", 3, _launch, lambda x, *_: empty_like(x))
+_gelu_backward = raw_op(
+    f"_gelu_backward({_SCHEMA}, Tensor dout, str function, bool bias_grad, str version) -> (Tensor, Tensor, Tensor)",
+    4, _launch_backward, _fake_backward,
+)  # fmt: skip
 
 
-_apply = apply_of(_Gelu)
+def _gradient(needed: Sequence[bool], inputs: Sequence[Any], _: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+    x, up, bias, function, version = inputs
+    bias_grad = bias is not None and needed[2]
+    dx, dup, dbias = _gelu_backward(x, up, bias, dout, function, bias_grad, version)
+    return dx, None if up is None else dup, dbias if bias_grad else None
 
 
 def _in_torch(x: Tensor, up: Tensor | None, bias: Tensor | None, function: str, *_: Any) -> Tensor:
@@ -181,6 +149,76 @@ def _in_torch(x: Tensor, up: Tensor | None, bias: Tensor | None, function: str, 
     y = v * gate
     return (y if up is None else y * up).to(x.dtype)
 
+
+_apply = differentiable("_Gelu", _gelu, _in_torch, 3, gradient=_gradient, rows=2)
+
+# ---- the versions: tensors are (rows, cols) with column stride 1; the written ones are contiguous.
+# forward(out, x, up, bias, function); backward(dx, dup, x, up, bias, dout, function, bias_grad) returns dbias. up, bias may be None.
+
+_FORWARD, _BACKWARD, _BIAS_BWD = (Template("gelu.cu", f"gelu{name}", pdl=True) for name in ("", "_bwd", "_bias_bwd"))
+
+
+def _sizes(bias: Tensor | None, x: Tensor, *others: Tensor | None) -> tuple[int, ...]:
+    """Rows, columns and row strides. Contiguous tensors without a bias are one row."""
+    if bias is None and all(t is None or t.is_contiguous() for t in (x, *others)):
+        return 1, x.numel(), 0, *(0 for _ in others)
+    return *x.shape, x.stride(0), *(0 if t is None else t.stride(0) for t in others)
+
+
+def _aligned(itemsize: int, sizes: tuple[int, ...], *tensors: Tensor | None) -> bool:
+    """True if the tensors can be accessed in whole vectors."""
+    starts = (t.data_ptr() * itemsize // t.itemsize for t in tensors if t is not None)  # a vector of a float32 bias may be longer
+    return all(n % VECTOR_BYTES == 0 for n in (*starts, *(size * itemsize for size in sizes[1:])))
+
+
+def _run(template: Template, vectors: bool, sizes: tuple[int, ...], x: Tensor, bias: Any, function: str, *tensors: Any) -> None:
+    """Launch with a vector per thread if `vectors` and if the tensors allow it, else with an element. `tensors`: the kernel's arguments."""
+    width = VECTOR_BYTES // x.itemsize if vectors and _aligned(x.itemsize, sizes, *tensors) else 1
+    kernel = template[x.dtype, (x if bias is None else bias).dtype, FUNCTIONS[function], width]
+    kernel.on(x.get_device())((-(-x.numel() // (THREADS * width)), 1, 1), (THREADS, 1, 1), 0, *pointers(*tensors), *sizes)
+
+
+def _forward(vectors: bool, out: Tensor, x: Tensor, up: Any, bias: Any, function: str) -> None:
+    _run(_FORWARD, vectors, _sizes(bias, x, up), x, bias, function, out, x, up, bias)
+
+
+def _backward(vectors: bool, dx: Tensor, dup: Any, x: Tensor, up: Any, bias: Any, dout: Tensor, function: str, bias_grad: bool) -> Any:
+    terms = dx
+    if vectors and bias_grad and _aligned(x.itemsize, _sizes(bias, x, dout), dx, x, bias, dout):
+        terms = _bias_backward(dx, x, bias, dout, function)
+    else:
+        _run(_BACKWARD, vectors, _sizes(bias, x, up, dout), x, bias, function, dx, dup, x, up, bias, dout)
+    return terms.sum(0, dtype=wide(dx.dtype)).to(bias.dtype) if bias_grad else None
+
+
+def _bias_backward(dx: Tensor, x: Tensor, bias: Tensor, dout: Tensor, function: str) -> Tensor:
+    """Write dx, and return partial sums of its columns. The grid depends only on the shape, so the sums are the same on every GPU."""
+    (rows, cols), tiles = x.shape, -(-x.shape[1] * x.itemsize // (32 * VECTOR_BYTES))
+    height = max(-(-rows * tiles // BLOCKS), 4 * WARPS)  # rows of a block
+    chunks = -(-rows // height)
+    partials = torch.empty((chunks, cols), dtype=wide(x.dtype), device=x.device)
+    kernel, sizes = _BIAS_BWD[x.dtype, bias.dtype, FUNCTIONS[function]], (rows, cols, x.stride(0), dout.stride(0), height)
+    kernel.on(x.get_device())((chunks * tiles, 1, 1), (32, WARPS, 1), 0, *pointers(dx, partials, x, bias, dout), *sizes)
+    return partials
+
+
+def _instances(vectors: bool, dtype: torch.dtype) -> Iterable[Kernel]:
+    """There is no silu with a bias."""
+    widths = (1, VECTOR_BYTES // dtype.itemsize)[: 1 + vectors]
+    for bias, (name, function) in itertools.product({dtype, wide(dtype)}, FUNCTIONS.items()):
+        if name != "silu" or bias == dtype:
+            yield from (template[dtype, bias, function, width] for template in (_FORWARD, _BACKWARD) for width in widths)
+        if name != "silu" and vectors:
+            yield _BIAS_BWD[dtype, bias, function]
+
+
+VERSIONS = {
+    name: Version(idea, partial(_forward, vectors), partial(_backward, vectors), partial(_instances, vectors))
+    for name, vectors, idea in (
+        ("v1", False, "one thread per element; the bias gradient by torch's sum"),
+        ("v2", True, "16-byte vectors; the bias gradient from partial sums"),
+    )
+}
 
 # ---- for the tools
 
