@@ -8,7 +8,7 @@ The simulator: backend("sim").
 """
 
 from cukern.ops.adamw import AdamW, adamw
-from cukern.ops.attention import attention, attention_packed
+from cukern.ops.attention import attention, attention_packed, attention_varlen
 from cukern.ops.causal_softmax import causal_softmax
 from cukern.ops.cross_entropy import cross_entropy, linear_cross_entropy
 from cukern.ops.embedding import embedding
@@ -39,6 +39,7 @@ __all__ = [
     "apply_rotary_pos_emb",
     "attention",
     "attention_packed",
+    "attention_varlen",
     "backend",
     "causal_softmax",
     "compile",

@@ -10,7 +10,7 @@ from cukern.ops.attention.reference import Options, reference
 from cukern.ops.causal_softmax import checked_sink
 from cukern.ops.softmax import checked_scale
 from cukern.runtime import backend, checks, interop
-from cukern.runtime.registry import Version, choose
+from cukern.runtime.registry import Version, choose, transformed
 
 
 def attention(
@@ -118,6 +118,78 @@ def attention_packed(
         out, lse = function(q, k, v, options, return_lse or sink is not None)
     out, lse = (out, lse) if sink is None else _with_sink(out, lse, sink)
     return (out.transpose(1, 2), lse) if return_lse else out.transpose(1, 2)
+
+
+def attention_varlen(
+    q: Any, k: Any, v: Any, cu_seqlens: Any, cu_seqlens_k: Any = None, *, causal: bool = True, scale: float | None = None,
+    softcap: float | None = None, window: int | None = None, sink: Any = None, return_lse: bool = False, version: str | None = None,
+) -> Any:  # fmt: skip
+    """`attention` of sequences of different lengths, packed without padding: each query sees keys of its own sequence only. Differentiable.
+
+        lengths = torch.tensor([700, 0, 1, 300], device="cuda")
+        cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()  # [0, 700, 700, 701, 1001]
+        q, k, v = (torch.randn(1001, 12, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+        cukern.attention_varlen(q, k, v, cu_seqlens).square().sum().backward()
+
+    Args:
+        q: (tokens, heads, head_dim). k: (key tokens, kv_heads, head_dim), v: (key tokens, kv_heads, value_dim). dtypes as in `attention`.
+        cu_seqlens: int32 or int64 (sequences + 1,), on q's device: 0, then the end of each sequence's queries; the last is q's number of
+            tokens. int32 saves a conversion.
+        cu_seqlens_k: the same for the keys; None: cu_seqlens. A sequence may have other numbers of queries and of keys, and none.
+        causal, scale, softcap, window, sink, return_lse: see `attention`, for each sequence. In each, the last query sees all keys.
+        version: as in `attention`; "v1", "v2" and "sdpa" have no cu_seqlens. Calls that v3 and v4 have no kernels for use torch's
+            operations with one matrix of scores of all tokens. So do higher and forward-mode derivatives.
+
+    The lengths stay on the GPU, so nothing waits for it, and a CUDA graph can be replayed with other lengths. No longest length is needed.
+
+    Returns (tokens, heads, value_dim); with `return_lse` also lse, (heads, tokens). Errors as in `attention`. Raises TypeError if
+    cu_seqlens is not int32 or int64; ValueError for its shape or device, for different numbers of sequences, and for CPU tensors if it does
+    not begin at 0, decreases, or does not end at the number of tokens. On a GPU these three are not checked, because reading them would
+    synchronise. There the first counts as 0, tokens behind the last sequence give 0, and bounds that decrease or are too large give wrong
+    results, but nothing is read or written out of bounds.
+    """
+    checks.version("attention", version, (*VERSIONS, "sdpa"))
+    tensors = [interop.to_torch(name, x) for name, x in (("q", q), ("k", k), ("v", v))]
+    if [x.ndim for x in tensors] != [3, 3, 3]:
+        shapes = [tuple(x.shape) for x in tensors]
+        raise ValueError(f"q, k and v must be (tokens, heads, D), (key tokens, kv_heads, D) and (key tokens, kv_heads, E), got {shapes}")
+    q, k, v = _checked(*(x.transpose(0, 1) for x in tensors))
+    bounds = _checked_bounds(cu_seqlens, cu_seqlens_k, version, q, k)
+    options = _options(version, q, k, v, causal, scale, softcap, window)
+    return_lse, sink = checks.flag("return_lse", return_lse), None if sink is None else checked_sink(q, sink)
+    function, inputs = _function(version, q), (q[None], k[None], v[None])
+    options = options._replace(wgmma=function is _by_wgmma)
+    if function in _FUSED and fused.supported(*inputs) and not options.window:
+        out, lse = fused.fused((*inputs, *bounds), options)
+    else:
+        out, lse = reference(*inputs, options, bounds)
+    out, lse = (out[0], lse[0]) if sink is None else _with_sink(out[0], lse[0], sink)
+    return (out.transpose(0, 1), lse) if return_lse else out.transpose(0, 1)
+
+
+def _checked_bounds(cu_seqlens: Any, cu_seqlens_k: Any, version: str | None, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """Both, int32. q and k: (heads, tokens, D)."""
+    given = {"cu_seqlens": cu_seqlens, "cu_seqlens_k": cu_seqlens if cu_seqlens_k is None else cu_seqlens_k}
+    bounds = {name: interop.to_torch(name, x) for name, x in given.items()}
+    for (name, x), tokens in zip(bounds.items(), (q.shape[1], k.shape[1]), strict=True):
+        checks.dtype(name, x, (torch.int32, torch.int64))
+        if x.ndim != 1 or not x.shape[0]:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}, it must be (sequences + 1,)")
+        checks.one_device(q=q, **{name: x})
+        if _readable(x) and (x[0] != 0 or x[-1] != tokens or (x.diff() < 0).any()):
+            raise ValueError(f"{name} must begin at 0, not decrease, and end at the number of tokens, {tokens}, got {x.tolist()}")
+    one, two = bounds.values()
+    if one.shape != two.shape:
+        raise ValueError(f"cu_seqlens and cu_seqlens_k must have the same shape, got {tuple(one.shape)} and {tuple(two.shape)}")
+    if version not in (None, "v3", "v4"):
+        raise ValueError(f"version {version!r} has no cu_seqlens; version None, 'v3' and 'v4' have")
+    return one.int().contiguous(), two.int().contiguous()
+
+
+def _readable(x: Tensor) -> bool:
+    """True for a CPU tensor with values."""
+    plain = not (torch.compiler.is_compiling() or transformed() or torch._C._len_torch_dispatch_stack())
+    return plain and x.device.type == "cpu" and type(x) is Tensor
 
 
 def _in_window(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor, Tensor, Options]:

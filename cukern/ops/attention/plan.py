@@ -40,7 +40,7 @@ class BackwardTile(NamedTuple):
         return max(tiles + stats for tiles, stats in sizes)
 
 
-# By the number of pieces and head_dim, without and with a softcap, which needs more registers.
+# By the number of pieces and head_dim, without and with a softcap or packed sequences, which need more registers.
 FORWARD = {
     (1, 64): (Tile(2, 128, 4, 2), Tile(2, 64, 4, 2)),
     (1, 128): (Tile(2, 48, 4, 2), Tile(2, 32, 4, 2)),
@@ -119,6 +119,11 @@ def wgmma_head_dim(head_dim: int) -> int:
 
 def padded_head_dim(head_dim: int) -> int:
     return 64 if head_dim <= 64 else MOST_HEAD_DIM
+
+
+def tiles(rows: int, size: int, sequences: int) -> int:
+    """The number of tiles of `size` rows. If they are of packed sequences at least as many as needed, see kernels_cu/attention/tile.cuh."""
+    return -(-rows // size) if sequences < 0 else rows // size + sequences + 1
 
 
 def section(keys: int, head_dim: int, group: int, heads: int) -> int:
