@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch import Tensor
 from cukern.ops.attention import decode, plan, wgmma
 from cukern.ops.attention.pieces import SPLIT, empty_pieces, operand, pieces_of, split
 from cukern.ops.attention.reference import Options, reference
+from cukern.ops.attention.wgmma import Bounds
 from cukern.runtime.higher import gradients, tangents
 from cukern.runtime.kernel import Kernel, Template
 from cukern.runtime.registry import Differentiable, apply_of, each, raw_op, save, watched
@@ -61,19 +62,6 @@ def _preprocess_kernel(dtype: torch.dtype, pieces: int, d: int) -> Kernel:
 
 # ---- launches: q (batch, heads, queries, D), k and v (batch, kv heads, keys, D). Packed sequences have batch 1, and Bounds
 
-
-class Bounds(NamedTuple):
-    """cu_seqlens of the queries and of the keys, int32."""
-
-    queries: Tensor | None = None
-    keys: Tensor | None = None
-
-    @property
-    def sequences(self) -> int:
-        """-1 if there are no packed sequences."""
-        return -1 if self.queries is None else len(self.queries) - 1
-
-
 _WHOLE = Bounds()
 
 
@@ -115,8 +103,8 @@ def _launch(q: Tensor, k: Tensor, v: Tensor, *rest: Any, bounds: Bounds = _WHOLE
             return out.copy_(found[0]), lse.copy_(found[1])
         decode.launch(out, lse, q, k, v, None, wgmma.strides(out, q, k, v), options.causal, softcap, _factors(options))
         return out, lse
-    if options.wgmma and keys and not packed and wgmma.supported(q, k, v):
-        wgmma.forward(out, lse, q, k, v, options, _factors(options))
+    if options.wgmma and keys and wgmma.supported(q, k, v):
+        wgmma.forward(out, lse, q, k, v, options, _factors(options), bounds)
         return out, lse
     (k, v), tile = split(pieces, k, v), plan.FORWARD[pieces, padded][softcap or packed]
     blocks = plan.tiles(queries, tile.rows, sequences)
@@ -161,11 +149,11 @@ def _write_gradients(
     dout, padded_d, pieces, sequences = _aligned(dout, options), plan.padded_head_dim(d), pieces_of(q.dtype), bounds.sequences
     softcap, packed = options.softcap != 0, sequences >= 0
     tile = plan.BACKWARD[pieces, padded_d][softcap or packed]
-    by_wgmma = options.wgmma and not packed and wgmma.supported(q, k, v, dout)
+    by_wgmma = options.wgmma and wgmma.supported(q, k, v, dout)
     columns = (plan.WGMMA_BACKWARD[plan.wgmma_head_dim(d)] if by_wgmma else tile).keys.columns
     stats, dout_pieces = _stats(out, dout, lse, dlse, columns, pieces, bounds)
     if by_wgmma:
-        return wgmma.backward(grads, q, k, v, dout, stats, options, _factors(options))
+        return wgmma.backward(grads, q, k, v, dout, stats, options, _factors(options), bounds)
     dtype, (k, v, q) = q.dtype, split(pieces, k, v, q)
     dout = dout if dout_pieces is None else dout_pieces[:, :, :, 0]
     key_blocks, query_blocks = plan.tiles(keys, tile.keys.rows, sequences), plan.tiles(queries, tile.queries.rows, sequences)

@@ -126,9 +126,8 @@ def attention_varlen(
 ) -> Any:  # fmt: skip
     """`attention` of sequences of different lengths, packed without padding: each query sees keys of its own sequence only. Differentiable.
 
-        lengths = torch.tensor([700, 0, 1, 300], device="cuda")
-        cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()  # [0, 700, 700, 701, 1001]
-        q, k, v = (torch.randn(1001, 12, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+        cu_seqlens = torch.tensor([0, 40, 41, 60], device="cuda", dtype=torch.int32)  # three sequences, of 40, 1 and 19 tokens
+        q, k, v = (torch.randn(60, 12, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
         cukern.attention_varlen(q, k, v, cu_seqlens).square().sum().backward()
 
     Args:
@@ -137,8 +136,8 @@ def attention_varlen(
             tokens. int32 saves a conversion.
         cu_seqlens_k: the same for the keys; None: cu_seqlens. A sequence may have other numbers of queries and of keys, and none.
         causal, scale, softcap, window, sink, return_lse: see `attention`, for each sequence. In each, the last query sees all keys.
-        version: as in `attention`; "v1", "v2" and "sdpa" have no cu_seqlens. Calls that v3 and v4 have no kernels for use torch's
-            operations with one matrix of scores of all tokens. So do higher and forward-mode derivatives.
+        version: as in `attention`, without "sdpa". "v1" and "v2", CPU tensors, and calls that v3 and v4 have no kernels for compute one
+            matrix of scores of all tokens. So do higher and forward-mode derivatives.
 
     The lengths stay on the GPU, so nothing waits for it, and a CUDA graph can be replayed with other lengths. No longest length is needed.
 
@@ -159,11 +158,12 @@ def attention_varlen(
     return_lse, sink = checks.flag("return_lse", return_lse), None if sink is None else checked_sink(q, sink)
     function, inputs = _function(version, q), (q[None], k[None], v[None])
     options = options._replace(wgmma=function is _by_wgmma)
-    if function in _FUSED and fused.supported(*inputs) and not options.window:
+    if function in _FUSED and _has_kernels(*inputs, options):
         out, lse = fused.fused((*inputs, *bounds), options)
     else:
-        out, lse = reference(*inputs, options, bounds)
-    out, lse = (out[0], lse[0]) if sink is None else _with_sink(out[0], lse[0], sink)
+        out, lse = materialised.by_softmax(*inputs, options, return_lse or sink is not None, bounds)
+    out, lse = out[0], None if lse is None else lse[0]
+    out, lse = (out, lse) if sink is None else _with_sink(out, lse, sink)
     return (out.transpose(0, 1), lse) if return_lse else out.transpose(0, 1)
 
 
@@ -181,8 +181,8 @@ def _checked_bounds(cu_seqlens: Any, cu_seqlens_k: Any, version: str | None, q: 
     one, two = bounds.values()
     if one.shape != two.shape:
         raise ValueError(f"cu_seqlens and cu_seqlens_k must have the same shape, got {tuple(one.shape)} and {tuple(two.shape)}")
-    if version not in (None, "v3", "v4"):
-        raise ValueError(f"version {version!r} has no cu_seqlens; version None, 'v3' and 'v4' have")
+    if version == "sdpa":
+        raise ValueError("version 'sdpa' has no cu_seqlens; the others have")
     return one.int().contiguous(), two.int().contiguous()
 
 

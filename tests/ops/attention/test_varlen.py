@@ -142,7 +142,7 @@ def test_bounds_that_are_refused():
     refused(ValueError, r"cu_seqlens_k has shape \(0,\)", good, good[:0])
     refused(ValueError, "must have the same shape", good, torch.tensor([0, 5], device=DEVICE))
     refused(ValueError, "cu_seqlens is on meta", good.to("meta"))
-    refused(ValueError, "version 'v1' has no cu_seqlens", good, version="v1")
+    refused(ValueError, "version 'sdpa' has no cu_seqlens", good, version="sdpa")
     refused(ValueError, "window needs causal=True", good, window=2, causal=False)
     with pytest.raises(ValueError, match=r"q, k and v must be \(tokens, heads, D\)"):
         cukern.attention_varlen(q[None], k[None], v[None], good)
