@@ -196,14 +196,16 @@ struct Gradients {
 // sums ds X' (dk or dq) and, if KEYS, p Y' (dv).
 template <bool KEYS, int PIECES, int D, int R, int N, int WARPS, int STAGES, bool SOFTCAP, bool PACKED, typename O, typename T>
 __device__ __forceinline__ void backward_block(const Gradients<O, T>& g, int index, int blocks, unsigned char* shared) {
-    constexpr int ROWS = 16 * R * WARPS, THREADS = 32 * WARPS, FIXED = ROWS * D * PIECES * sizeof(T), TILE = N * D * PIECES * sizeof(T);
+    constexpr int SHARERS = PARTS<KEYS, D>, COLUMNS = D / SHARERS, ROWS = 16 * R * WARPS / SHARERS, THREADS = 32 * WARPS;
+    constexpr int FIXED = ROWS * D * PIECES * sizeof(T), TILE = N * D * PIECES * sizeof(T), PART = COLUMNS / 64 * ROW_BYTES;
     unsigned fixed = shared_address(shared), moving = fixed + 2 * FIXED;              // X, Y, then stages of X', Y'
     float* stats = reinterpret_cast<float*>(shared + 2 * FIXED + 2 * STAGES * TILE);  // lse and delta: of the ROWS queries, or stages
     int owners = KEYS ? g.heads / g.group : g.heads;
     int section = KEYS ? max(1, g.section / g.group) : g.section;
     Work work = work_of(index, blocks, owners, g.batches, section, !KEYS && g.causal);
     Sequence of = sequence_of<PACKED, KEYS, ROWS>(work, g.query_bounds, g.key_bounds, g.sequences, g.queries, g.keys);
-    int lane = threadIdx.x % 32, first = work.block * ROWS, warp_row = threadIdx.x / 32 * 16 * R, row = first + warp_row;
+    int lane = threadIdx.x % 32, warp = threadIdx.x / 32, part = warp % SHARERS;
+    int first = work.block * ROWS, warp_row = warp / SHARERS * 16 * R, row = first + warp_row;
     int kv_head = KEYS ? work.head : work.head / g.group, head = KEYS ? work.head * g.group : work.head;
     int queries = of.queries, keys = of.keys;
     if (PACKED && first >= (KEYS ? keys : queries)) return;
@@ -250,7 +252,7 @@ __device__ __forceinline__ void backward_block(const Gradients<O, T>& g, int ind
         }
     }
     unsigned a = fixed + warp_row * ROW_BYTES + down_rows(lane), stage = 0;
-    float dx[R][D / 8][4] = {}, dy[KEYS ? R : 1][D / 8][4] = {};
+    float dx[R][COLUMNS / 8][4] = {}, dy[KEYS ? R : 1][COLUMNS / 8][4] = {};
 
     for (; tiles > 0; tiles--, stage ^= STAGES - 1) {
         cp_async_wait<0>();
@@ -305,27 +307,28 @@ __device__ __forceinline__ void backward_block(const Gradients<O, T>& g, int ind
             }
 #pragma unroll
             for (int i = 0; i < R * N / 2; i++) dp[i / (N / 2)][i / 4 % (N / 8)][i % 4] *= s[i / (N / 2)][i / 4 % (N / 8)][i % 4];
-            if constexpr (KEYS) multiply<T, D, PIECES>(dy, s, y + down_rows(lane));
+            if constexpr (KEYS) multiply<T, COLUMNS, PIECES>(dy, s, y + part * N * PART + down_rows(lane));
         }
         if constexpr (KEYS && STAGES == 1) {
             __syncthreads();  // all warps are done with Y', lse and delta
             if (tiles > 1) copy_y(tile, 0);
             cp_async_commit();
         }
-        if (seen) multiply<T, D, PIECES>(dx, dp, x + down_rows(lane));
+        if (seen) multiply<T, COLUMNS, PIECES>(dx, dp, x + part * N * PART + down_rows(lane));
     }
 
+    if (SHARERS > 1) __syncthreads();  // all warps are done with X and Y
     float scale[R][2], one[R][2];
 #pragma unroll
     for (int i = 0; i < 2 * R; i++) scale[i / 2][i % 2] = g.scale, one[i / 2][i % 2] = 1;
     const Strides& of_dx = KEYS ? g.of_dk : g.of_dq;
     int from = row + (KEYS ? of.first_key : of.first_query), left = (KEYS ? keys : queries) - row;
-    O* to = (KEYS ? g.dk : g.dq) + work.batch * of_dx.batch + work.head * of_dx.head + from * of_dx.row;
-    unsigned char* rows = shared + warp_row * ROW_BYTES;
-    store_rows<O, D, ROWS>(to, of_dx.row, left, g.head_dim, dx, scale, rows);
+    O* to = (KEYS ? g.dk : g.dq) + work.batch * of_dx.batch + work.head * of_dx.head + from * of_dx.row + part * COLUMNS;
+    unsigned char* rows = shared + warp_row * ROW_BYTES + part * ROWS * PART;
+    store_rows<O, COLUMNS, ROWS>(to, of_dx.row, left, g.head_dim - part * COLUMNS, dx, scale, rows);
     if constexpr (KEYS) {
-        to = g.dv + work.batch * g.of_dv.batch + work.head * g.of_dv.head + from * g.of_dv.row;
-        store_rows<O, D, ROWS>(to, g.of_dv.row, left, g.head_dim, dy, one, rows + FIXED);
+        to = g.dv + work.batch * g.of_dv.batch + work.head * g.of_dv.head + from * g.of_dv.row + part * COLUMNS;
+        store_rows<O, COLUMNS, ROWS>(to, g.of_dv.row, left, g.head_dim - part * COLUMNS, dy, one, rows + FIXED);
     }
 }
 

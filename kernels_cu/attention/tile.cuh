@@ -19,6 +19,11 @@ __device__ __forceinline__ int chunk_offset(int row, int chunk) {
     return (chunk / 8 * ROWS + row) * ROW_BYTES + (chunk % 8 ^ row % 8) * 16;
 }
 
+// Sums of more than 128 columns do not fit into registers twice. So in the backward of keys, PARTS warps (or warpgroups) own the same rows:
+// each computes all weights and its part of the columns of dk and dv.
+template <bool KEYS, int D>
+constexpr int PARTS = KEYS && D > 128 ? 2 : 1;
+
 // Strides in elements. The last dimension has stride 1.
 struct Strides {
     long long batch, head, row;

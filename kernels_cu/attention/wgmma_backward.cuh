@@ -3,7 +3,7 @@
 // Operands   X, Y are fixed: K, V of 64 * WARPGROUPS keys, or Q, dO of as many queries. X', Y' move: tiles of N rows of the other two.
 //            s = X X'^T, dp = Y Y'^T, p = exp2(c s - lse), ds = p (dp - delta), dx += ds X', and with KEYS dy += p Y'. X is K: dx, dy are
 //            dk, dv. X is Q: dx is dq.
-// Blocks     each consumer warpgroup owns 64 rows of X and Y. One more warpgroup starts the copies (the producer). X', Y', and with KEYS
+// Blocks     each consumer warpgroup owns 64 rows of X and Y; with KEYS and D > 128 two share them (PARTS in tile.cuh). One more warpgroup starts the copies (the producer). X', Y', and with KEYS
 //            lse and delta of their queries, have a ring buffer of STAGES stages.
 // Overlap    s of the next tile is started before, and dp after, the sums of this one. So the tensor cores have work while the weights of
 //            the next tile are computed.
@@ -11,9 +11,9 @@
 #pragma once
 #include "wgmma_tile.cuh"
 
-template <int D, int N, int WARPGROUPS, int STAGES>
+template <bool KEYS, int D, int N, int WARPGROUPS, int STAGES>
 struct BackwardShape {
-    static constexpr int ROWS = 64 * WARPGROUPS, FIXED = PAGES<D> * ROWS * ROW_BYTES, TILE = PAGES<D> * N * ROW_BYTES;
+    static constexpr int ROWS = 64 * WARPGROUPS / PARTS<KEYS, D>, FIXED = PAGES<D> * ROWS * ROW_BYTES, TILE = PAGES<D> * N * ROW_BYTES;
     static constexpr int STATS = 2 * FIXED + 2 * STAGES * TILE, BARRIERS = STATS + STAGES * 2 * N * 4,
                          BYTES = BARRIERS + 8 * (1 + 2 * STAGES);
 };
@@ -26,9 +26,10 @@ __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), PER_SM)
                      int batches, int group, int section, int queries, int keys, int padded, int stats_tile, int sequences, int window,
                      int head_dim, bool causal, float before, float c, float scale) {
 #if __CUDA_ARCH__ == 900  // newer GPUs have no wgmma, and the kernel is not launched there
-    using Shape = BackwardShape<D, N, WARPGROUPS, STAGES>;
+    using Shape = BackwardShape<KEYS, D, N, WARPGROUPS, STAGES>;
     using Regs = Registers<WARPGROUPS, PER_SM>;
-    constexpr int ROWS = Shape::ROWS, FIXED = Shape::FIXED, TILE = Shape::TILE;
+    constexpr int ROWS = Shape::ROWS, FIXED = Shape::FIXED, TILE = Shape::TILE, COLUMNS = D / PARTS<KEYS, D>,
+                  PART = COLUMNS / 64 * ROW_BYTES;
     extern __shared__ __align__(1024) unsigned char shared[];  // X, Y, the ring of X', Y', the ring of lse, delta, mbarriers
     unsigned fixed = shared_address(shared), ring = fixed + 2 * FIXED, stats = fixed + Shape::STATS;
     unsigned full_fixed = fixed + Shape::BARRIERS, full = full_fixed + 8, empty = full + 8 * STAGES;
@@ -79,10 +80,11 @@ __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), PER_SM)
         }
     } else {
         more_registers<Regs::CONSUMER>();
-        int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * 16, row = first + 64 * warpgroup;  // the warpgroup's first
+        int part = warpgroup % PARTS<KEYS, D>, owner = warpgroup / PARTS<KEYS, D>, lane = threadIdx.x % 32;
+        int warp_row = 64 * owner + threadIdx.x % 128 / 32 * 16, row = first + 64 * owner;  // the warpgroup's first
         int mine = first + warp_row + lane / 4;
-        float s[N / 8][4], dp[N / 8][4], dx[1][D / 8][4] = {}, dy[1][D / 8][4] = {}, of_row[2][2];
-        unsigned p[N / 16][4], ds[N / 16][4], x = fixed + 64 * warpgroup * ROW_BYTES;
+        float s[N / 8][4], dp[N / 8][4], dx[1][COLUMNS / 8][4] = {}, dy[1][COLUMNS / 8][4] = {}, of_row[2][2];
+        unsigned p[N / 16][4], ds[N / 16][4], x = fixed + 64 * owner * ROW_BYTES;
         if constexpr (!KEYS)
 #pragma unroll
             for (int i = 0; i < 2; i++) {
@@ -99,8 +101,9 @@ __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), PER_SM)
             wgmma_commit();
         };
         auto start_sums = [&](int stage) {
-            if constexpr (KEYS) start_product<T, D>(dy[0], p, ring + stage * 2 * TILE + TILE);
-            start_product<T, D>(dx[0], ds, ring + stage * 2 * TILE);
+            unsigned columns = ring + stage * 2 * TILE + part * N * PART;
+            if constexpr (KEYS) start_product<T, COLUMNS>(dy[0], p, columns + TILE);
+            start_product<T, COLUMNS>(dx[0], ds, columns);
             wgmma_commit();
         };
         if (tiles > 0) {
@@ -159,14 +162,15 @@ __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), PER_SM)
             wgmma_wait<0>(dx[0]);
             written(dy[0]);
         }
-        barrier_of(1 + warpgroup, 128);  // all warps are done with X and Y
+        barrier_of(1 + owner, 128 * PARTS<KEYS, D>);  // all warps are done with X and Y
         float factor[1][2] = {scale, scale}, one[1][2] = {1, 1};
         int left = (KEYS ? keys : queries) - first - warp_row, from = first + warp_row + (KEYS ? of.first_key : of.first_query);
-        T* to = grad_x + work.batch * of_x.batch + work.head * of_x.head + from * of_x.row;
-        store_rows<T, D, ROWS>(to, of_x.row, left, head_dim, dx, factor, shared + warp_row * ROW_BYTES);
+        T* to = grad_x + work.batch * of_x.batch + work.head * of_x.head + from * of_x.row + part * COLUMNS;
+        unsigned char* rows = shared + warp_row * ROW_BYTES + part * ROWS * PART;
+        store_rows<T, COLUMNS, ROWS>(to, of_x.row, left, head_dim - part * COLUMNS, dx, factor, rows);
         if constexpr (KEYS) {
-            to = grad_y + work.batch * of_y.batch + work.head * of_y.head + from * of_y.row;
-            store_rows<T, D, ROWS>(to, of_y.row, left, head_dim, dy, one, shared + FIXED + warp_row * ROW_BYTES);
+            to = grad_y + work.batch * of_y.batch + work.head * of_y.head + from * of_y.row + part * COLUMNS;
+            store_rows<T, COLUMNS, ROWS>(to, of_y.row, left, head_dim - part * COLUMNS, dy, one, rows + FIXED);
         }
     }
 #endif

@@ -25,11 +25,15 @@ _LEAST_SCALE = 1e-30  # a smaller factor of scores counts as this one: 0 times -
 def supported(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """True if the kernels take these dtypes and head dimensions."""
     d = q.shape[-1]
-    return q.dtype in DTYPES and d == v.shape[-1] and 0 < d <= plan.MOST_HEAD_DIM and d % 8 == 0
+    return q.dtype in DTYPES and d == v.shape[-1] and 0 < d <= most_head_dim(q.dtype) and d % 8 == 0
+
+
+def most_head_dim(dtype: torch.dtype) -> int:
+    return plan.MOST_FLOAT_HEAD_DIM if dtype == torch.float32 else plan.MOST_HEAD_DIM
 
 
 def instances(dtype: torch.dtype) -> list[Kernel]:
-    dims = (64, plan.MOST_HEAD_DIM) if dtype in DTYPES else ()
+    dims = [d for d in (64, 128, 256) if d <= most_head_dim(dtype)] if dtype in DTYPES else []
     pieces = (2, 3) if dtype == torch.float32 else (1,)
     makers = _forward_kernel, _backward_kernel
     options = itertools.product(makers, pieces, dims, (False, True), (False, True))

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cukern.ops.attention import fused, materialised, plan, wgmma
+from cukern.ops.attention import fused, materialised, wgmma
 from cukern.ops.attention.reference import Options, reference
 from cukern.ops.causal_softmax import checked_sink
 from cukern.ops.softmax import checked_scale
@@ -43,8 +43,8 @@ def attention(
             "v1": scores are scaled and masked by torch, then cukern.softmax, whose version `cukern.use("softmax", ...)` chooses.
             "v2": cukern.causal_softmax. Options other than scale, and grouped heads, take v1.
             "v3": one fused kernel without the matrix of scores, for float16, bfloat16 and float32, compute capability 8.0 and newer, and
-                a head_dim that is a multiple of 8, at most 128, and equals value_dim. float64 takes v2. So do other head dimensions by
-                default. Up to 16 queries of many keys, as in decoding with a cache, take a kernel that splits the keys over thread
+                a head_dim that is a multiple of 8, at most 256 (float32: 128), and equals value_dim. float64 takes v2. So do other head
+                dimensions by default. With head_dim up to 128, up to 16 queries of many keys, as in decoding with a cache, take a kernel that splits the keys over thread
                 blocks; in float32 torch's operations.
             "v4": v3 by Hopper's wgmma and TMA (compute capability 9.0), also with a window. Calls that v4 has no kernels for take v3's.
             "sdpa": torch's scaled_dot_product_attention. It has no second derivative, no softcap and no lse, and on a GPU its gradients
@@ -158,12 +158,10 @@ def attention_varlen(
     return_lse, sink = checks.flag("return_lse", return_lse), None if sink is None else checked_sink(q, sink)
     function, inputs = _function(version, q), (q[None], k[None], v[None])
     options = options._replace(wgmma=function is _by_wgmma)
-    if function in _FUSED and _has_kernels(*inputs, options):
-        out, lse = fused.fused((*inputs, *bounds), options)
-    else:
-        out, lse = materialised.by_softmax(*inputs, options, return_lse or sink is not None, bounds)
-    out, lse = out[0], None if lse is None else lse[0]
-    out, lse = (out, lse) if sink is None else _with_sink(out, lse, sink)
+    kernels = function in _FUSED and _has_kernels(*inputs, options)
+    out, lse = fused.fused((*inputs, *bounds), options) if kernels else materialised.by_softmax(*inputs, options, key_lengths=bounds)
+    assert lse is not None
+    out, lse = (out[0], lse[0]) if sink is None else _with_sink(out[0], lse[0], sink)
     return (out.transpose(0, 1), lse) if return_lse else out.transpose(0, 1)
 
 
@@ -217,8 +215,8 @@ def _with_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
 def _options(version: str | None, q: Tensor, k: Tensor, v: Tensor, causal: Any, scale: Any, softcap: Any, window: Any) -> Options:
     if version in ("v3", "v4") and q.dtype in fused.DTYPES and not fused.supported(q, k, v):
         raise ValueError(
-            f"version {version!r} supports a head_dim that is a multiple of 8, from 8 to {plan.MOST_HEAD_DIM}, and the same for q, k and v,"
-            f" got {q.shape[-1]} and {v.shape[-1]} for v; version None takes any"
+            f"version {version!r} supports a head_dim that is a multiple of 8, from 8 to {fused.most_head_dim(q.dtype)} for {q.dtype},"
+            f" and the same for q, k and v, got {q.shape[-1]} and {v.shape[-1]} for v; version None takes any"
         )
     scale = max(q.shape[-1], 1) ** -0.5 if scale is None else checked_scale(q, scale)
     if scale < 0:

@@ -69,12 +69,12 @@ def instances(dtype: torch.dtype) -> list[Kernel]:
 
 
 def _forward_kernel(dtype: torch.dtype, d: int, softcap: bool, packed: bool, tile: plan.WgmmaTile) -> Kernel:
-    key = dtype, d, *tile, softcap, packed
+    key = dtype, d, *tile[:4], softcap, packed
     return _FORWARD[key]
 
 
 def _backward_kernel(keys: bool, dtype: torch.dtype, d: int, softcap: bool, packed: bool) -> Kernel:
-    key = keys, dtype, d, *plan.WGMMA_BACKWARD[d][not keys], softcap, packed
+    key = keys, dtype, d, *plan.WGMMA_BACKWARD[d][not keys][:4], softcap, packed
     return _BACKWARD[key]
 
 

@@ -15,6 +15,7 @@ CASES = [  # lengths of queries and keys, heads, kv_heads, head_dim, dtype, caus
     ([5, 0, 1, 70, 0], [5, 0, 1, 70, 0], 4, 2, 64, BF16, True, None, None),
     ([33, 0, 60, 2], [20, 3, 70, 0], 2, 1, 128, BF16, True, None, None),
     ([5, 3, 131], [90, 4, 7], 1, 1, 72, HALF, False, 2.0, None),
+    ([33, 66, 2], [33, 50, 4], 2, 1, 256, BF16, True, None, None),
     ([150, 40, 20], [150, 20, 90], 2, 2, 64, BF16, True, None, 30),
     ([40, 65], [40, 65], 1, 1, 64, torch.float32, True, None, None),
     ([9, 4], [3, 8], 1, 1, 8, torch.float32, True, 3.0, 2),
