@@ -44,8 +44,8 @@ def attention(
             "v2": cukern.causal_softmax. Options other than scale, and grouped heads, take v1.
             "v3": one fused kernel without the matrix of scores, for float16, bfloat16 and float32, compute capability 8.0 and newer, and
                 a head_dim that is a multiple of 8, at most 256 (float32: 128), and equals value_dim. float64 takes v2. So do other head
-                dimensions by default. With head_dim up to 128, up to 16 queries of many keys, as in decoding with a cache, take a kernel that splits the keys over thread
-                blocks; in float32 torch's operations.
+                dimensions by default. Up to 16 queries of many keys, as in decoding with a cache, take a kernel that splits the keys over
+                thread blocks, for head_dim up to 128; in float32 torch's operations.
             "v4": v3 by Hopper's wgmma and TMA (compute capability 9.0), also with a window. Calls that v4 has no kernels for take v3's.
             "sdpa": torch's scaled_dot_product_attention. It has no second derivative, no softcap and no lse, and on a GPU its gradients
                 may differ from run to run.
