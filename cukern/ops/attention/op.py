@@ -181,7 +181,8 @@ def _checked_bounds(cu_seqlens: Any, cu_seqlens_k: Any, version: str | None, q: 
         raise ValueError(f"cu_seqlens and cu_seqlens_k must have the same shape, got {tuple(one.shape)} and {tuple(two.shape)}")
     if version == "sdpa":
         raise ValueError("version 'sdpa' has no cu_seqlens; the others have")
-    return one.int().contiguous(), two.int().contiguous()
+    one = one.int().contiguous()
+    return one, one if cu_seqlens_k is None else two.int().contiguous()
 
 
 def _readable(x: Tensor) -> bool:
