@@ -74,7 +74,9 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM)
     extern __shared__ __align__(128) unsigned char shared[];  // Q, stages of K, stages of V
     unsigned q_tile = shared_address(shared), k_tile = q_tile + M * D * PIECES * sizeof(T), v_tile = k_tile + STAGES * TILE;
     Work work = work_of(blockIdx.x, blocks, heads, batches, section, causal);
-    Sequence of = sequence_of<PACKED, false, M>(work, query_bounds, key_bounds, sequences, queries, keys);
+    __shared__ Sequence kept;
+    Sequence found = sequence_of<PACKED, false, M>(work, query_bounds, key_bounds, sequences, queries, keys);
+    const Sequence& of = keep<PACKED>(kept, found);
     int lane = threadIdx.x % 32, first = work.block * M, warp_row = threadIdx.x / 32 * 16 * R;
     int columns = PIECES > 1 ? D : head_dim;  // pieces are padded
     if (PACKED && first >= of.queries) return;
@@ -203,12 +205,13 @@ __device__ __forceinline__ void backward_block(const Gradients<O, T>& g, int ind
     int owners = KEYS ? g.heads / g.group : g.heads;
     int section = KEYS ? max(1, g.section / g.group) : g.section;
     Work work = work_of(index, blocks, owners, g.batches, section, !KEYS && g.causal);
-    Sequence of = sequence_of<PACKED, KEYS, ROWS>(work, g.query_bounds, g.key_bounds, g.sequences, g.queries, g.keys);
+    __shared__ Sequence kept;
+    Sequence found = sequence_of<PACKED, KEYS, ROWS>(work, g.query_bounds, g.key_bounds, g.sequences, g.queries, g.keys);
+    const Sequence& of = keep<PACKED>(kept, found);
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, part = warp % SHARERS;
     int first = work.block * ROWS, warp_row = warp / SHARERS * 16 * R, row = first + warp_row;
     int kv_head = KEYS ? work.head : work.head / g.group, head = KEYS ? work.head * g.group : work.head;
-    int queries = of.queries, keys = of.keys;
-    if (PACKED && first >= (KEYS ? keys : queries)) return;
+    if (PACKED && first >= (KEYS ? of.keys : of.queries)) return;
     const T* k = g.k + work.batch * g.of_k.batch + kv_head * g.of_k.head + of.first_key * g.of_k.row;
     const T* v = g.v + work.batch * g.of_v.batch + kv_head * g.of_v.head + of.first_key * g.of_v.row;
     const T* q = g.q + work.batch * g.of_q.batch + head * g.of_q.head + of.first_query * g.of_q.row;
@@ -216,21 +219,21 @@ __device__ __forceinline__ void backward_block(const Gradients<O, T>& g, int ind
     long long of_stats = ((long long)work.batch * g.heads + head) * g.padded + of.stats(g.stats_tile);
 
     // The moving tiles that a row of the block needs. offset: query i sees the keys up to i + offset.
-    int offset = g.causal ? keys - queries : keys;
+    int offset = g.causal ? of.keys - of.queries : of.keys;
     int begin = KEYS ? max(0, first - offset) / N : 0;
-    int end = KEYS ? (queries + N - 1) / N : (min(keys, max(0, min(first + ROWS, queries) + offset)) + N - 1) / N;
+    int end = KEYS ? (of.queries + N - 1) / N : (min(of.keys, max(0, min(first + ROWS, of.queries) + offset)) + N - 1) / N;
     int tiles = max(0, end - begin) * (KEYS ? g.group : 1), tile = begin;
 
     int columns = PIECES > 1 ? D : g.head_dim;
     auto copy_x = [&](int tile, unsigned stage) {
         unsigned to = moving + stage * 2 * TILE;
-        if (KEYS) copy_tile<N, D, THREADS, PIECES>(to, q, g.of_q.row, tile * N, queries, columns);
-        else copy_tile<N, D, THREADS, PIECES>(to, k, g.of_k.row, tile * N, keys, columns);
+        if (KEYS) copy_tile<N, D, THREADS, PIECES>(to, q, g.of_q.row, tile * N, of.queries, columns);
+        else copy_tile<N, D, THREADS, PIECES>(to, k, g.of_k.row, tile * N, of.keys, columns);
     };
     auto copy_y = [&](int tile, unsigned stage) {  // and lse and delta
         unsigned to = moving + (stage * 2 + 1) * TILE;
-        if (KEYS) copy_tile<N, D, THREADS, PIECES>(to, dout, g.of_dout.row, tile * N, queries, columns);
-        else copy_tile<N, D, THREADS, PIECES>(to, v, g.of_v.row, tile * N, keys, columns);
+        if (KEYS) copy_tile<N, D, THREADS, PIECES>(to, dout, g.of_dout.row, tile * N, of.queries, columns);
+        else copy_tile<N, D, THREADS, PIECES>(to, v, g.of_v.row, tile * N, of.keys, columns);
         if (KEYS && threadIdx.x < N / 2) {
             int i = threadIdx.x % (N / 4) * 4;
             const float* from = (threadIdx.x < N / 4 ? g.lse : g.delta) + of_stats + tile * N + i;
@@ -238,16 +241,17 @@ __device__ __forceinline__ void backward_block(const Gradients<O, T>& g, int ind
         }
     };
     if (tiles > 0) {
-        copy_tile<ROWS, D, THREADS, PIECES>(fixed, KEYS ? k : q, KEYS ? g.of_k.row : g.of_q.row, first, KEYS ? keys : queries, columns);
-        copy_tile<ROWS, D, THREADS, PIECES>(fixed + FIXED, KEYS ? v : dout, KEYS ? g.of_v.row : g.of_dout.row, first, KEYS ? keys : queries,
+        copy_tile<ROWS, D, THREADS, PIECES>(fixed, KEYS ? k : q, KEYS ? g.of_k.row : g.of_q.row, first, KEYS ? of.keys : of.queries,
                                             columns);
+        copy_tile<ROWS, D, THREADS, PIECES>(fixed + FIXED, KEYS ? v : dout, KEYS ? g.of_v.row : g.of_dout.row, first,
+                                            KEYS ? of.keys : of.queries, columns);
         if (STAGES == 2) copy_x(tile, 0);
         copy_y(tile, 0);
         cp_async_commit();
     }
     if constexpr (!KEYS) {
         for (int i = threadIdx.x; i < 2 * ROWS; i += THREADS) {
-            int query = min(first + i % ROWS, queries - 1);
+            int query = min(first + i % ROWS, of.queries - 1);
             stats[i] = (i < ROWS ? g.lse : g.delta)[of_stats + query];
         }
     }
@@ -270,7 +274,7 @@ __device__ __forceinline__ void backward_block(const Gradients<O, T>& g, int ind
         // Queries and keys of this warp and tile that are furthest apart, in both directions.
         int oldest = KEYS ? now : row, newest = KEYS ? now + N - 1 : row + 16 * R - 1, low = KEYS ? row : now;
         int high = KEYS ? row + 16 * R - 1 : now + N - 1;
-        bool seen = low <= newest + offset, masked = high > oldest + offset || (!KEYS && high >= keys);
+        bool seen = low <= newest + offset, masked = high > oldest + offset || (!KEYS && high >= of.keys);
         if (STAGES == 2 && !seen) continue;
 
         float s[R][N / 8][4], dp[R][N / 8][4];
@@ -298,7 +302,7 @@ __device__ __forceinline__ void backward_block(const Gradients<O, T>& g, int ind
             }
             if (masked) {
                 int mine = row + lane / 4, other = now + lane % 4 * 2, end = KEYS ? mine - offset - other : mine + offset - other;
-                int columns = KEYS ? 0 : keys - other;  // hidden are the columns before `end` if KEYS, else those after it
+                int columns = KEYS ? 0 : of.keys - other;  // hidden are the columns before `end` if KEYS, else those after it
 #pragma unroll
                 for (int i = 0; i < R * N / 2; i++) {
                     int r = i / (N / 2), n = i / 4 % (N / 8), j = i % 4, down = 16 * r + j / 2 * 8, along = 8 * n + j % 2;
@@ -322,7 +326,7 @@ __device__ __forceinline__ void backward_block(const Gradients<O, T>& g, int ind
 #pragma unroll
     for (int i = 0; i < 2 * R; i++) scale[i / 2][i % 2] = g.scale, one[i / 2][i % 2] = 1;
     const Strides& of_dx = KEYS ? g.of_dk : g.of_dq;
-    int from = row + (KEYS ? of.first_key : of.first_query), left = (KEYS ? keys : queries) - row;
+    int from = row + (KEYS ? of.first_key : of.first_query), left = (KEYS ? of.keys : of.queries) - row;
     O* to = (KEYS ? g.dk : g.dq) + work.batch * of_dx.batch + work.head * of_dx.head + from * of_dx.row + part * COLUMNS;
     unsigned char* rows = shared + warp_row * ROW_BYTES + part * ROWS * PART;
     store_rows<O, COLUMNS, ROWS>(to, of_dx.row, left, g.head_dim - part * COLUMNS, dx, scale, rows);

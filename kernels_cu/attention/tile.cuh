@@ -275,7 +275,7 @@ __device__ __forceinline__ int sequence_of(const int* bounds, int sequences, int
 
 // The queries and keys of a sequence: how many, and the numbers of the first ones. Without packed sequences: all of a batch element.
 struct Sequence {
-    int queries, keys, first_query = 0, first_key = 0, number = 0;
+    int queries, keys, first_query, first_key, number;
 
     // Where the sequence's lse and delta begin, which are stored in tiles of N.
     __device__ __forceinline__ int stats(int N) const { return (first_query / N + number) * N; }
@@ -285,7 +285,7 @@ struct Sequence {
 template <bool PACKED, bool KEYS, int ROWS>
 __device__ __forceinline__ Sequence sequence_of(Work& work, const int* query_bounds, const int* key_bounds, int sequences, int queries,
                                                 int keys) {
-    if (!PACKED) return {queries, keys};
+    if (!PACKED) return {queries, keys, 0, 0, 0};
     int i = sequence_of(KEYS ? key_bounds : query_bounds, sequences, KEYS ? keys : queries, work.block, ROWS);
     int query = begin_of(query_bounds, i, sequences, queries), key = begin_of(key_bounds, i, sequences, keys);
     work.block -= (KEYS ? key : query) / ROWS + i;
@@ -293,4 +293,13 @@ __device__ __forceinline__ Sequence sequence_of(Work& work, const int* query_bou
     queries = last && KEYS ? 0 : max(0, begin_of(query_bounds, i + 1, sequences, queries) - query);
     keys = last && !KEYS ? 0 : max(0, begin_of(key_bounds, i + 1, sequences, keys) - key);
     return {queries, keys, query, key, i};
+}
+
+// The same in shared memory if PACKED, so that it occupies no registers in a loop.
+template <bool PACKED>
+__device__ __forceinline__ const Sequence& keep(Sequence& kept, const Sequence& found) {
+    if (!PACKED) return found;
+    if (threadIdx.x == 0) kept = found;
+    __syncthreads();
+    return kept;
 }

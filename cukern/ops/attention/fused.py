@@ -49,7 +49,7 @@ def wgmma_instances(dtype: torch.dtype) -> list[Kernel]:
 
 
 def _forward_kernel(dtype: torch.dtype, pieces: int, d: int, softcap: bool, packed: bool) -> Kernel:
-    tile = plan.FORWARD[pieces, d][softcap or packed]
+    tile = plan.forward_tile(pieces, d, softcap, packed)
     return _FORWARD[dtype, operand(dtype), pieces, d, tile.rows, tile.columns, tile.warps, tile.stages, tile.per_sm, softcap, packed]
 
 
@@ -110,7 +110,7 @@ def _launch(q: Tensor, k: Tensor, v: Tensor, *rest: Any, bounds: Bounds = _WHOLE
     if options.wgmma and keys and wgmma.supported(q, k, v):
         wgmma.forward(out, lse, q, k, v, options, _factors(options), bounds)
         return out, lse
-    (k, v), tile = split(pieces, k, v), plan.FORWARD[pieces, padded][softcap or packed]
+    (k, v), tile = split(pieces, k, v), plan.forward_tile(pieces, padded, softcap, packed)
     blocks = plan.tiles(queries, tile.rows, sequences)
     numbers = blocks, heads, batch, group, plan.section(keys, d, group, batch * heads), queries, keys, sequences, d, options.causal
     launch = _forward_kernel(q.dtype, pieces, padded, softcap, packed).on(device)

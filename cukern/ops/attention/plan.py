@@ -41,7 +41,7 @@ class BackwardTile(NamedTuple):
         return max(tiles + stats for tiles, stats in sizes)
 
 
-# By the number of pieces and head_dim, without and with a softcap or packed sequences, which need more registers.
+# By the number of pieces and head_dim, without and with a softcap (backward: or packed sequences), which needs more registers.
 FORWARD = {
     (1, 64): (Tile(2, 128, 4, 2), Tile(2, 64, 4, 2)),
     (1, 128): (Tile(2, 48, 4, 2), Tile(2, 32, 4, 2)),
@@ -60,6 +60,11 @@ BACKWARD = {
     (3, 64): (BackwardTile(Tile(1, 64, 4, 2, 1), Tile(1, 64, 4, 2, 1)), BackwardTile(Tile(1, 48, 4, 2, 1), Tile(1, 48, 4, 2, 1))),
     (3, 128): (BackwardTile(Tile(1, 16, 8, 1, 1), Tile(1, 16, 8, 1, 1)),) * 2,
 }
+
+
+def forward_tile(pieces: int, head_dim: int, softcap: bool, packed: bool) -> Tile:
+    """The tile of v3's forward. With 32 rows per warp one kernel for packed sequences would spill."""
+    return Tile(1, 64, 4, 2, 1) if packed and (pieces, head_dim) == (3, 64) else FORWARD[pieces, head_dim][softcap]
 
 
 class WgmmaTile(NamedTuple):
