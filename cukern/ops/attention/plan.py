@@ -41,7 +41,7 @@ class BackwardTile(NamedTuple):
         return max(tiles + stats for tiles, stats in sizes)
 
 
-# By the number of pieces and head_dim, without and with a softcap (backward: or packed sequences), which needs more registers.
+# By the number of pieces and head_dim, without and with a softcap or packed sequences, which need more registers.
 FORWARD = {
     (1, 64): (Tile(2, 128, 4, 2), Tile(2, 64, 4, 2)),
     (1, 128): (Tile(2, 48, 4, 2), Tile(2, 32, 4, 2)),
@@ -63,8 +63,8 @@ BACKWARD = {
 
 
 def forward_tile(pieces: int, head_dim: int, softcap: bool, packed: bool) -> Tile:
-    """The tile of v3's forward. With 32 rows per warp one kernel for packed sequences would spill."""
-    return Tile(1, 64, 4, 2, 1) if packed and (pieces, head_dim) == (3, 64) else FORWARD[pieces, head_dim][softcap]
+    """The tile of v3's forward. For strict float32 and packed sequences 32 rows per warp would spill."""
+    return Tile(1, 64, 4, 2, 1) if packed and (pieces, head_dim) == (3, 64) else FORWARD[pieces, head_dim][softcap or packed]
 
 
 class WgmmaTile(NamedTuple):
