@@ -46,6 +46,11 @@ class Row:
     peak_mib: float | None = None
 
     @property
+    def key(self) -> tuple[str, str, str, tuple[int, ...], str, str]:
+        """What was measured."""
+        return self.op, self.version, self.pass_, self.shape, self.dtype, self.provider
+
+    @property
     def tbps(self) -> float | None:
         return self.bytes / self.median_us * 1e-6 if self.bytes else None
 

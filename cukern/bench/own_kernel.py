@@ -1,7 +1,8 @@
 """Times a user's own kernel, next to torch's ways: from its text to a result in a fresh process, and the host time of a launch."""
 
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -57,13 +58,9 @@ def measure_own_kernel(only: Collection[str] | None = None) -> Iterator[Table]:
     if torch.cuda.is_available():
         times = timing.host_times(_launches(wanted), environment.device())
         yield Table([_row("launch", *key, t) for key, t in times.items()], missing)
-    yield from _runs([name for name in _CODE if name in wanted], missing)
-
-
-def _runs(names: Sequence[str], missing: dict[str, str]) -> Iterator[Table]:
-    runs = {name: [_two_runs(name) for _ in range(REPEATS if name == "cukern" else 1)] for name in names}
+    samples = {name: [_two_runs(name) for _ in range(REPEATS if name == "cukern" else 1)] for name in _CODE if name in wanted}
     for i, run in enumerate(("first run", "second run")):
-        yield Table([_row(run, name, "", timing.summary([both[i] * 1e6 for both in samples])) for name, samples in runs.items()], missing)
+        yield Table([_row(run, name, "", timing.summary([both[i] * 1e6 for both in runs])) for name, runs in samples.items()], missing)
 
 
 def _reasons(only: Collection[str] | None) -> dict[str, str | None]:
@@ -71,20 +68,14 @@ def _reasons(only: Collection[str] | None) -> dict[str, str | None]:
     for name in only or ():
         if name not in PROVIDERS:
             raise ValueError(f"there is no {name!r} to measure for {NAME}; there are {', '.join(PROVIDERS)}")
-    return {name: _reason(name, only) for name in PROVIDERS if only is None or name in only}
-
-
-def _reason(name: str, only: Collection[str] | None) -> str | None:
-    """Why a provider is not measured, if so."""
-    if name == "load_inline":
-        return peers.no_load_inline() if only else "takes a minute to build, so it runs only with --only load_inline"
-    if name != "cukern" and not torch.cuda.is_available():
-        return "there is no GPU"
-    if name == "_compile_kernel":
-        from torch.utils.cpp_extension import CUDA_HOME
-
-        return None if CUDA_HOME else "needs a CUDA toolkit"
-    return None
+    no_gpu = None if torch.cuda.is_available() else "there is no GPU"
+    reasons = {
+        "cukern": None,
+        "_compile_kernel": no_gpu or (None if import_module("torch.utils.cpp_extension").CUDA_HOME else "needs a CUDA toolkit"),
+        "load_inline": peers.no_load_inline() if only else "takes a minute to build, so it runs only with --only load_inline",
+        "torch": no_gpu,
+    }
+    return {name: why for name, why in reasons.items() if only is None or name in only}
 
 
 def _row(pass_: str, provider: str, version: str, t: timing.Timing) -> Row:

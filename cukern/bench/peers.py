@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable, Collection
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,26 +24,6 @@ _MOST_MATERIALISED = 4096  # rows of the full matrix
 
 Missing = str  # the reason why a peer cannot run here
 Maker = Callable[[Op, torch.device], "Function | Missing"]
-
-_LOAD_INLINE = r"""
-#include <torch/extension.h>
-#include <c10/cuda/CUDAStream.h>
-
-template <typename T>
-__global__ void square_kernel(const T* x, T* out, long n) {
-    long i = blockIdx.x * static_cast<long>(blockDim.x) + threadIdx.x;
-    if (i < n) out[i] = x[i] * x[i];
-}
-
-torch::Tensor square(torch::Tensor x) {
-    auto out = torch::empty_like(x);
-    long n = x.numel();
-    AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), "square", [&] {
-        square_kernel<<<(n + 255) / 256, 256, 0, c10::cuda::getCurrentCUDAStream()>>>(x.data_ptr<scalar_t>(), out.data_ptr<scalar_t>(), n);
-    });
-    return out;
-}
-"""
 
 
 def peers(op: Op, device: torch.device, only: Collection[str] | None = None) -> tuple[dict[str, Function], dict[str, Missing]]:
@@ -108,9 +89,8 @@ def no_load_inline() -> Missing | None:
 def load_inline_square() -> Function:
     from torch.utils import cpp_extension
 
-    module: Any = cpp_extension.load_inline("cukern_peer_square", cpp_sources="torch::Tensor square(torch::Tensor x);",
-                                            cuda_sources=_LOAD_INLINE, functions=["square"])  # fmt: skip
-    return module.square
+    source, declaration = Path(__file__).with_name("load_inline.cu").read_text(), "torch::Tensor square(torch::Tensor x);"
+    return cpp_extension.load_inline("cukern_peer_square", declaration, source, functions=["square"]).square
 
 
 def _load_inline_square(op: Op, device: torch.device) -> Function | Missing:

@@ -62,7 +62,7 @@ def read(file: Path) -> list[Recorded]:
 
 def newest(found: Iterable[Recorded]) -> list[Recorded]:
     """The last of each measurement: op, version, pass, shape, dtype, provider and GPU."""
-    return list({(r.op, r.version, r.pass_, r.shape, r.dtype, r.provider, one.gpu): one for one in found for r in (one.row,)}.values())
+    return list({(one.row.key, one.gpu): one for one in found}.values())
 
 
 def files() -> list[Path]:

@@ -19,6 +19,7 @@ from cukern.bench import environment
 from cukern.bench.calls import Function, draw_douts, results, wanted_inputs
 from cukern.runtime import backend, checks
 from cukern.runtime.device import device_of
+from cukern.runtime.error_scale import cast
 from cukern.runtime.registry import Op, Tensors
 
 REFERENCE = "reference"  # what the public function runs without a GPU
@@ -129,7 +130,7 @@ def errors(op: Op, inputs: Tensors, functions: dict[Any, Function], pass_: str) 
     def run(function: Function, inputs: Tensors, douts: Tensors) -> Tensors:
         return results(op, function, inputs, douts, wanted)[len(douts) if wanted else 0 :]
 
-    truth = run(op.reference, _cast(inputs, torch.float64), _cast(douts, torch.float64))
+    truth = run(op.reference, cast(inputs, torch.float64), cast(douts, torch.float64))
     found = {}
     for name, function in functions.items():
         with contextlib.suppress(Exception):  # the measurement reports it
@@ -157,7 +158,7 @@ def poisoned() -> Iterator[None]:
 def _truth(op: Op, inputs: Tensors, douts: Tensors) -> tuple[Tensors, Tensors]:
     """The results in float64, and their scale. A scale that is not 0 is at least the smallest normal number of the dtype, because torch's
     own error is not a useful limit for subnormal numbers."""
-    exact, exact_douts = _cast(inputs, torch.float64), _cast(douts, torch.float64)
+    exact, exact_douts = cast(inputs, torch.float64), cast(douts, torch.float64)
     if op.magnitude:
         scale = op.magnitude(exact, exact_douts)
     else:
@@ -171,16 +172,12 @@ def _allowed(op: Op, inputs: Tensors, douts: Tensors, truth: Tensors, scale: Ten
     """Twice the error of torch's own op, plus the op's roundings. For float64, torch's error is estimated from that in float32."""
     eps = torch.finfo(douts[0].dtype).eps
     if douts[0].dtype == torch.float64:
-        inputs, douts = _cast(inputs, torch.float32), _cast(douts, torch.float32)
+        inputs, douts = cast(inputs, torch.float32), cast(douts, torch.float32)
         truth, scale = _truth(op, inputs, douts)
     with environment.float32_products():
         torchs = results(op, op.reference, inputs, douts)
     finer = eps / torch.finfo(douts[0].dtype).eps
     return [2 * _error(y, t, s) * finer + op.roundings * eps for y, t, s in zip(torchs, truth, scale, strict=True)]
-
-
-def _cast(inputs: Tensors, dtype: torch.dtype) -> Tensors:
-    return tuple(x.to(dtype) if x.is_floating_point() else x for x in inputs)
 
 
 def _error(y: torch.Tensor, truth: torch.Tensor, scale: torch.Tensor) -> float:

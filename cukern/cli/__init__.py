@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 import cukern
-from cukern.cli import bench, check, compile, doctor, gpt2, new, plot, profile, report, sass, sim, tune, watch
+from cukern.cli import bench, check, compile, doctor, gpt2, new, own_file, plot, profile, report, sass, sim, tune, watch
 from cukern.cli.common import Dtype, errors, say
 from cukern.runtime.backend import simulating
 from cukern.runtime.compiler import CompileError, SetupError
@@ -25,7 +25,8 @@ _USERS_ERRORS = (*_OURS, ValueError, TypeError, OSError, MemoryError, torch.OutO
 
 
 class _Group(TyperGroup):
-    """Exits with status 2 for errors that a user can fix, and prints only their message. Exits with 130 for Ctrl-C."""
+    """Exits with status 2 for errors that a user can fix, and prints only their message, with the line of an own op's file. Exits with 130
+    for Ctrl-C."""
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -35,11 +36,16 @@ class _Group(TyperGroup):
                 _flush()
         except BrokenPipeError:  # for example by `| head -1`
             raise SystemExit(1) from None
-        except (*_USERS_ERRORS, RuntimeError) as error:
-            if not isinstance(error, _USERS_ERRORS) and "DefaultCPUAllocator" not in str(error):  # torch's MemoryError
+        except Exception as error:
+            place = own_file.place(error)
+            if not place and not isinstance(error, _USERS_ERRORS) and "DefaultCPUAllocator" not in str(error):  # torch's MemoryError
                 raise
+            text = str(error) or "out of memory"
+            if isinstance(error, OSError) and error.filename:
+                text = f"{error.strerror}: {error.filename!r}"  # without "[Errno 2]"
+            text = f"{place}{'' if isinstance(error, _USERS_ERRORS) else f'{type(error).__name__}: '}{text}"
             with contextlib.suppress(OSError):  # stderr may be full too
-                say(f"error: {str(error) or 'out of memory'}", "red", errors)
+                say(f"error: {text}", "red", errors)
             raise SystemExit(2) from None
 
     def invoke(self, ctx: Any) -> Any:

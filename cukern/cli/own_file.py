@@ -14,6 +14,8 @@ from cukern.runtime.load import load
 from cukern.runtime.registry import OPS, Op
 from cukern.runtime.sources import Source, blanked
 
+_ran: set[str] = set()  # the files
+
 
 def is_file(name: str) -> bool:
     return name.partition(":")[0].endswith(".py")
@@ -59,6 +61,7 @@ def forget() -> None:
 def _ops_of(file: Path, changed: int) -> list[str]:
     """Run the file once. Returns the names of the ops that it defined."""
     before = dict(OPS)
+    _ran.add(str(file))
     spec = importlib.util.spec_from_file_location(file.stem, file)
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
@@ -67,7 +70,12 @@ def _ops_of(file: Path, changed: int) -> list[str]:
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
-        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == file]
-        where = lines[-1] if lines else getattr(error, "lineno", None)
-        raise ValueError(f"{file}:{where or 1}: {type(error).__name__}: {error}") from error
+        where = place(error) or f"{file.name}:{getattr(error, 'lineno', 1)}: "
+        raise ValueError(f"{where}{type(error).__name__}: {error}") from error
     return [name for name, op in OPS.items() if before.get(name) is not op]
+
+
+def place(error: BaseException) -> str:
+    """The last line of a file of `find` that an exception passed through, such as "my_op.py:19: ", or ""."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename in _ran]
+    return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}: " if frames else ""

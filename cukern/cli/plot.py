@@ -10,7 +10,6 @@ import typer
 
 from cukern.bench import charts, record
 from cukern.bench import plot as pictures
-from cukern.bench.measure import Row
 from cukern.bench.record import Recorded
 from cukern.cli import bench, common
 from cukern.cli.common import console, say
@@ -106,16 +105,12 @@ def _side(text: str) -> tuple[str, dict[Key, float]]:
     if not found:
         raise ValueError(f"{name} has no results of commit {commit!r}" if commit else f"{name} has no results")
     gpus, commits = _listed(one.gpu for one in found), _listed(one.commit[:8] for one in found)
-    return f"{gpus}, {commits}", {_key(one.row): one.row.median_us for one in found}
+    return f"{gpus}, {commits}", {one.row.key: one.row.median_us for one in found}
 
 
 def _listed(values: Iterable[str]) -> str:
     found = list(dict.fromkeys(v for v in values if v))
     return f"{len(found)} commits to {found[-1]}" if len(found) > 2 else ", ".join(found) or "unknown"
-
-
-def _key(row: Row) -> Key:
-    return row.op, row.version, row.pass_, row.shape, row.dtype, row.provider
 
 
 def _spelled(key: Key) -> str:

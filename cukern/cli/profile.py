@@ -1,6 +1,7 @@
 """`cukern profile`: profiles one version with torch's profiler or Nsight Compute."""
 
 import itertools
+import os
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -125,6 +126,7 @@ def _trace(
     activities = [torch.profiler.ProfilerActivity.CPU]
     if place.type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # torch 2.13 logs the start and the end of each profile at level 5
     step()  # compiles, which must not be in the trace
     wait, warmup, active, repeat = counts
     total = (wait + warmup + active) * repeat

@@ -1,12 +1,11 @@
 """`cukern report`: one self-contained HTML page of all recorded results."""
 
-import html
 import io
 import itertools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -18,14 +17,7 @@ from cukern.cli import bench
 from cukern.cli.common import check_target, say
 from cukern.cli.plot import From, load
 
-_STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222; background: #fff }
-table { border-collapse: collapse; font-size: 13px } td, th { padding: .2rem .7rem; text-align: right; border-bottom: 1px solid #ddd }
-td:first-child, th:first-child { text-align: left } svg { max-width: 100%; height: auto } nav { margin-bottom: 1rem }
-nav a { margin-right: .8rem }
-tr.own { font-weight: bold } details { margin: .5rem 0 } summary { cursor: pointer }
-"""
-
+_COLUMNS = ("shape", "dtype", "pass", "provider", "us", "± us", "TB/s", "TFLOP/s", "of limit")
 _number = itertools.count()
 
 
@@ -51,50 +43,37 @@ def report(
 
 def page(found: Sequence[Recorded]) -> str:
     """The HTML of the page."""
+    import jinja2
+
+    environment = jinja2.Environment(autoescape=True, trim_blocks=True)
+    environment.filters["number"] = _text
+    template = environment.from_string(Path(__file__).with_name("templates").joinpath("report.html").read_text(encoding="utf-8"))
     gpus = sorted({one.gpu for one in found})
-    links = " ".join(f'<a href="#{_anchor(gpu)}">{html.escape(gpu)}</a>' for gpu in gpus)
-    body = "".join(_of_gpu(gpu, [one for one in found if one.gpu == gpu]) for gpu in gpus)
-    return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>cukern: recorded results</title>'
-        f"<style>{_STYLE}</style></head>"
-        f"<body><h1>cukern: recorded results</h1><nav>{links}</nav>{body}</body></html>\n"
-    )
+    return template.render(columns=_COLUMNS, gpus=[_of_gpu(gpu, [one for one in found if one.gpu == gpu]) for gpu in gpus])
 
 
-def _of_gpu(gpu: str, found: Sequence[Recorded]) -> str:
-    current = record.newest(found)
-    ops = list(dict.fromkeys(one.row.op for one in current))
-    rooflines = _svg(charts.roofline([one.row for one in current if one.row.op != "gpt2"], gpu))
-    links = " ".join(f'<a href="#{_anchor(gpu, op)}">{html.escape(op)}</a>' for op in ops)
-    parts = [_of_op(gpu, op, [one for one in found if one.row.op == op], [c.row for c in current if c.row.op == op]) for op in ops]
-    return f'<h2 id="{_anchor(gpu)}">{html.escape(gpu)}</h2><nav>{links}</nav>{rooflines}{"".join(parts)}'
+def _of_gpu(gpu: str, found: Sequence[Recorded]) -> dict[str, Any]:
+    rows = [one.row for one in record.newest(found)]
+    ops = [_of_op(gpu, op, [one for one in found if one.row.op == op], of_op) for op, of_op in pictures.grouped(rows, lambda r: r.op)]
+    roofline = _svg(charts.roofline([row for row in rows if row.op != "gpt2"], gpu))
+    return {"name": gpu, "anchor": _anchor(gpu), "roofline": roofline, "ops": ops}
 
 
-def _of_op(gpu: str, op: str, found: Sequence[Recorded], rows: Sequence[Row]) -> str:
+def _of_op(gpu: str, op: str, found: Sequence[Recorded], rows: Sequence[Row]) -> dict[str, Any]:
     commits = {one.commit[:8] for one in found if one.commit}
-    dates = sorted(one.date[:10] for one in found)
-    parts = [f'<h3 id="{_anchor(gpu, op)}">{html.escape(op)}</h3><p>{len(commits)} commits, {dates[0]} to {dates[-1]}.</p>']
-    passes = {r.pass_ for r in rows if " " not in r.version}
-    if passes & {"fwd", "bwd"}:
-        parts.append(_svg(charts.ladder(rows, gpu)))
+    figures = []
+    if {r.pass_ for r in rows if " " not in r.version} & {"fwd", "bwd"}:
+        figures.append(charts.ladder(rows, gpu))
     if len(commits) > 1 and any(r.provider == "cukern" for r in rows):
-        parts.append(_svg(charts.history(found, gpu)))
-    parts.append(f"<details><summary>{len(rows)} measurements</summary>{_table(rows)}</details>")
-    return "".join(parts)
-
-
-def _table(rows: Sequence[Row]) -> str:
-    cells = [
-        (r, ("x".join(map(str, r.shape)), r.dtype, r.pass_, pictures.name_of(r), _text(r.median_us), _text(r.iqr_us), _text(r.tbps),
-             _text(r.tflops), _text(r.of_limit)))
-        for r in sorted(rows, key=lambda r: (r.shape, r.dtype, r.pass_, r.median_us))
-    ]  # fmt: skip
-    head = _row("th", ("shape", "dtype", "pass", "provider", "us", "± us", "TB/s", "TFLOP/s", "of limit"))
-    return f"<table>{head}{''.join(_row('td', texts, r.provider == 'cukern') for r, texts in cells)}</table>"
-
-
-def _row(tag: str, texts: Iterable[str], own: bool = False) -> str:
-    return f"<tr{' class=own' * own}>{''.join(f'<{tag}>{html.escape(text)}</{tag}>' for text in texts)}</tr>\n"
+        figures.append(charts.history(found, gpu))
+    return {
+        "name": op,
+        "anchor": _anchor(gpu, op),
+        "commits": len(commits),
+        "dates": sorted(one.date[:10] for one in found),
+        "pictures": [_svg(figure) for figure in figures],
+        "rows": sorted(rows, key=lambda r: (r.shape, r.dtype, r.pass_, r.median_us)),
+    }
 
 
 def _text(value: float | None) -> str:

@@ -125,7 +125,8 @@ def _show(name: str, kernel: Kernel, cubin: Cubin, program: str, most: int, text
     if ranked:
         shown = common.table("", "source line", "instructions", "text")
         shown.columns[2].justify = "left"
-        width = console.width - max(len(f"{file}:{line}") for (file, line), _ in ranked) - len(" instructions  ")
+        first = max(len("source line"), *(len(f"{file}:{line}") for (file, line), _ in ranked))
+        width = console.width - first - len("  instructions   ")
         for (file, line), count in ranked:
             code = _source(kernel, file, line)
             shown.add_row(f"{file}:{line}", str(count), escape(code if len(code) <= width else f"{code[: width - 1]}…"))

@@ -1,5 +1,6 @@
 """`cukern sim`: runs one kernel of any .cu file in the simulator, on random inputs, and prints the faults that it finds."""
 
+import contextlib
 import math
 import re
 from collections.abc import Sequence
@@ -114,11 +115,10 @@ def _argument(param: Param, word: str, random: torch.Generator) -> Any:
 
 
 def _number(text: str) -> int | float | None:
-    for kind in (lambda: int(text, 0), lambda: float(text)):
-        try:
-            return kind()
-        except ValueError:
-            pass
+    with contextlib.suppress(ValueError):
+        return int(text, 0)
+    with contextlib.suppress(ValueError):
+        return float(text)
     return None
 
 
@@ -194,6 +194,7 @@ def _print_faults(kernel: Kernel, dims: Sequence[tuple[int, ...]], faults: Seque
         more = f" ({len(same) - 1} more at this line)" if len(same) > 1 else ""
         say(f"{kind[0].__name__}: {same[0]}{more}", "red")
     count = f"{len(distinct)} fault{'s' * (len(distinct) > 1)}" if faults else "no faults"
-    say(f"{kernel.name} <<<grid {dims[0]}, block {dims[1]}>>>: {count}", "red" if faults else "green")
+    grid, block = (" x ".join(map(str, d)) for d in dims)
+    say(f"{kernel.name} <<<grid {grid}, block {block}>>>: {count}", "red" if faults else "green")
     if faults:
         raise typer.Exit(1)

@@ -1,5 +1,6 @@
 """`cukern watch`: checks and times an op again at each save of its kernels, headers or Python file."""
 
+import contextlib
 import subprocess
 import sys
 import time
@@ -19,15 +20,12 @@ from cukern.cli.compile import compile_kernels
 from cukern.runtime.backend import backend
 from cukern.runtime.compiler import CompileError, arch_of
 from cukern.runtime.kernel import Kernel
-from cukern.runtime.limits import LaunchError
 from cukern.runtime.registry import OPS, Op
-from cukern.sim.faults import Fault, NotSimulated
 
-_POLL_S = 0.1
-_BROKEN = (CompileError, ValueError, TypeError, OSError, LaunchError, Fault, NotSimulated, RuntimeError)
+_POLL_S = 0.05
 
 Times = dict[tuple[str, str], float]  # microseconds, by version and pass
-Stamps = dict[Path, tuple[int, int] | None]  # time of the last change in ns, and size
+Stamps = dict[Path, tuple[int, int]]  # time of the last change in ns, and size
 
 
 def watch(
@@ -58,24 +56,24 @@ def watch(
 
 
 def _stamps(files: set[Path]) -> Stamps:
-    return {file: _stamp(file) for file in files}
-
-
-def _stamp(file: Path) -> tuple[int, int] | None:
-    try:
-        stat = file.stat()
-    except OSError:  # an editor that saves by deletion and creation is between them
-        return None
-    return stat.st_mtime_ns, stat.st_size
+    """Of each file that exists. An editor may save by deletion and creation."""
+    found = {}
+    for file in files:
+        with contextlib.suppress(OSError):
+            stat = file.stat()
+            found[file] = stat.st_mtime_ns, stat.st_size
+    return found
 
 
 def _wait(files: set[Path], before: Stamps) -> Stamps:
-    """Return when a file was saved: the new stamps."""
+    """Return when a file was saved and a poll finds no further change: the new stamps. Some editors empty a file before they write it."""
+    last = before
     while True:
-        now = _stamps(files)
-        if any(now[file] not in (before.get(file), None) for file in files):
-            return now
         time.sleep(_POLL_S)
+        now = _stamps(files)
+        if now == last and any(stamp != before.get(file) for file, stamp in now.items()):
+            return now
+        last = now
 
 
 # ---- an own op: in this process, since a new one takes seconds to start
@@ -91,10 +89,10 @@ def _own(name: str, dims: Sequence[int] | None, letter: str, seconds: float, las
         kind = common.find_dtype(op, letter)
         files |= _files(list(op.kernels(dtypes=[kind]).values()))
         times = _check_and_time(op, kind, dims, seconds, last)
-    except _BROKEN as error:
+    except Exception as error:  # whatever the code of a file raises, it is watched on
         OPS.clear()
         OPS.update(before)
-        say(f"{type(error).__name__}: {error}", "red", errors)
+        say(f"{own_file.place(error)}{type(error).__name__}: {error}", "red", errors)
         say(f"{path.name} is broken. {_stays(last)}", "red")
         return files, {}
     say(f"{time.strftime('%H:%M:%S')} {op.name}: {time.perf_counter() - start:.1f} s from the save to this line")

@@ -1,7 +1,7 @@
 """The arguments of a kernel's launch: their device, the values of scalars, the dimensions of grids and blocks."""
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -9,39 +9,59 @@ import torch
 from cukern.runtime import backend, checks, interop, signature
 from cukern.runtime.tensor_map import TensorMap
 
-Quick = dict[Any, tuple[backend.Launch, tuple[Any, ...]]]  # by GPU: a launch, and `quick` of each parameter
+Quick = Callable[[tuple[Any, ...], Any, Any, Any], bool]  # of a launch's arguments, grid, block and bytes of shared memory
 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
-_NUMBERS = frozenset({int, float})
-_EVERY = frozenset(d for d in vars(torch).values() if isinstance(d, torch.dtype))
-
-
-def quick(param: signature.Param) -> Any:
-    """What a quick launch takes for a parameter: the dtypes of a pointer, None for a number, () for what must be looked at."""
-    if param.pointer:
-        return param.dtypes or _EVERY
-    return () if param.size or param.ctype in ("bool", "__nv_bfloat16") else None
-
-
-def quick_values(args: tuple[Any, ...], kinds: tuple[Any, ...], device: int) -> list[Any] | None:
-    """What a launch on this GPU takes; None if an argument must be looked at."""
-    values: list[Any] = []
-    for a, kind in zip(args, kinds, strict=True):
-        if kind is None:
-            if type(a) not in _NUMBERS:
-                return None
-            values.append(a)
-        elif (
-            type(a) in _PLAIN
-            and a.dtype in kind
-            and a.get_device() == device
-            and not a.is_neg()
-            and (kind is not _EVERY or not a.is_conj())
-        ):
-            values.append(a.data_ptr())
+_QUICK = """
+def quick(args, grid, block, shared):
+    try:
+        ({names}) = args
+        if not ({checks} type(shared) is int and 0 <= shared <= most_shared[0]):
+            return False
+        if type(grid) is int and type(block) is int and grid > 0 and block > 0:
+            gx, bx = grid, block
+            gy = gz = by = bz = 1
         else:
-            return None
-    return values
+            (gx, gy, gz), (bx, by, bz) = dims(grid, block)
+        buffer, each, extra = local.parts
+        pack(buffer, 0, {values})
+        launch(function, gx, gy, gz, bx, by, bz, shared, stream(device), each, extra)
+    except Exception:
+        return False
+    return True
+"""
+
+
+def never(args: tuple[Any, ...], grid: Any, block: Any, shared: Any) -> bool:
+    """The `Quick` of a kernel that has none."""
+    return False
+
+
+def quick(prepared: backend.Prepared, params: Sequence[signature.Param], device: int) -> Quick:
+    """A function that launches if all arguments are plain tensors and numbers that are right, and else returns False. Then the checks that
+    explain errors must look. Its code is written for the parameters: a loop over them takes three times as long."""
+    if not any(p.pointer for p in params):  # the current GPU is that of the launch
+        return never
+    names, checks, values = [f"a{i}" for i in range(len(params))], "", []
+    space: dict[str, Any] = {**prepared._asdict(), "plain": _PLAIN, "dims": dims, "stream": backend.current_stream, "device": device}
+    for a, p in zip(names, params, strict=True):
+        if not p.pointer and (p.size or p.ctype in ("bool", "__nv_bfloat16")):
+            return never
+        values.append(f"{a}.data_ptr()" if p.pointer else a)
+        if p.pointer:
+            checks += _check(a, p.dtypes)
+            space[f"{a}_dtype"] = p.dtypes[0] if len(p.dtypes) == 1 else p.dtypes
+    if torch.cuda.device_count() > 1:
+        space["current"], checks = backend.current_device, f"current() == device and {checks}"
+    exec(_QUICK.format(names="".join(f"{a}, " for a in names), checks=checks, values=", ".join(values)), space)
+    return space["quick"]
+
+
+def _check(a: str, dtypes: tuple[torch.dtype, ...]) -> str:
+    """The test of a tensor, as the beginning of a condition."""
+    dtype = f"{a}.dtype {'is' if len(dtypes) == 1 else 'in'} {a}_dtype and " if dtypes else ""
+    lazy = "" if dtypes and not any(d.is_complex for d in dtypes) else f"not {a}.is_conj() and "
+    return f"type({a}) in plain and {dtype}{a}.get_device() == device and not {a}.is_neg() and {lazy}"
 
 
 def device(args: Iterable[Any]) -> int:

@@ -13,7 +13,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -37,7 +37,7 @@ _PORTABLE_CLUSTER = 8  # thread blocks; larger clusters need the attribute
 _FREE_SHARED = 48 << 10  # bytes of shared memory, static and dynamic; more needs the attribute
 
 current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
-_current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", lambda device: torch.cuda.current_stream(device).cuda_stream)
+current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", lambda device: torch.cuda.current_stream(device).cuda_stream)
 
 
 # ---- the simulator
@@ -168,6 +168,16 @@ def bind(launch: Launch, grid: Dim, block: Dim, shared: int, *last: Any) -> Laun
     return bound(grid, block, shared, *last) if bound else lambda *first: launch(grid, block, shared, *first, *last)
 
 
+class Prepared(NamedTuple):
+    """What a launch needs besides its arguments. `most_shared`: a list of the bytes of dynamic shared memory that are allowed so far."""
+
+    function: int
+    pack: Callable[..., None]
+    local: "_Arguments"
+    launch: Callable[..., None]
+    most_shared: list[int]
+
+
 def _on_device(launch: Launch, device: int) -> Launch:
     def run(*args: Any) -> None:
         if current_device() == device:
@@ -176,6 +186,8 @@ def _on_device(launch: Launch, device: int) -> Launch:
             with torch.cuda.device(device):
                 launch(*args)
 
+    if prepared := getattr(launch, "prepared", None):
+        run.prepared = prepared  # type: ignore[attr-defined]
     return run
 
 
@@ -206,7 +218,8 @@ class _Arguments(threading.local):
         self._extra = (ctypes.c_void_p * 5)(1, start, 2, ctypes.addressof(self._size), 0)
         self._each = (ctypes.c_void_p * len(params))(*(start + offset for offset in offsets(params)))
         pointers = attribute == extended_launch.TOGETHER or any(p.size and p.align > 16 for p in params)
-        self.parts = (buffer, ctypes.addressof(self._each), 0) if pointers else (buffer, 0, ctypes.addressof(self._extra))
+        view = memoryview(buffer)  # `struct` fills it 0.02 us faster
+        self.parts = (view, ctypes.addressof(self._each), 0) if pointers else (view, 0, ctypes.addressof(self._extra))
 
 
 def _allow_cluster(function: int, device: int, attribute: Attribute) -> Dim:
@@ -230,32 +243,34 @@ def _launcher(function: int, name: str, cubin: Cubin, params: tuple[Param, ...],
     from cupy_backends.cuda.api import driver
 
     layout, context, cluster = packer(params), driver.ctxGetCurrent(), _allow_cluster(function, device, attribute)
-    pack, stream, arguments = layout.pack_into, _current_stream, _Arguments(bytes(layout.size), params, attribute)
+    pack, stream, arguments = layout.pack_into, current_stream, _Arguments(bytes(layout.size), params, attribute)
     launch = (attribute and extended_launch.launcher(device_of(device).capability, attribute)) or driver.launchKernel
-    allowed, growing = _FREE_SHARED - cubin.report.shared, threading.Lock()
+    most_shared, growing = [_FREE_SHARED - cubin.report.shared], threading.Lock()
+
+    def beyond_limits(grid: Dim, block: Dim, shared: int) -> list[str]:
+        threads = driver.funcGetAttribute(_MAX_THREADS_ATTRIBUTE, function)
+        return exceeded(grid, block, shared, threads, device_of(device).shared_bytes, cluster, cubin.report.shared)
 
     def run(grid: Dim, block: Dim, shared: int, *args: Any) -> None:
-        nonlocal allowed
         try:
-            if shared > allowed:
+            if shared > most_shared[0]:
                 with growing:
-                    if shared > allowed:
+                    if shared > most_shared[0]:
                         driver.funcSetAttribute(function, _MAX_SHARED_ATTRIBUTE, shared)
-                        allowed = shared
+                        most_shared[0] = shared
             (gx, gy, gz), (bx, by, bz) = grid, block
             buffer, each, extra = arguments.parts
             pack(buffer, 0, *args)
             launch(function, gx, gy, gz, bx, by, bz, shared, stream(device), each, extra)
-        except struct.error:
-            raise explain_misfit(name, params, args) from None
+        except (struct.error, OverflowError):
+            beyond = beyond_limits(grid, block, shared)
+            raise (launch_error(name, grid, block, shared, beyond) if beyond else explain_misfit(name, params, args)) from None
         except driver.CUDADriverError as error:
             refuse_fork(name, error)
             if not driver.ctxGetCurrent():  # a new thread without a context, such as autograd's at the first backward
                 driver.ctxSetCurrent(context)
                 return run(grid, block, shared, *args)
-            threads = driver.funcGetAttribute(_MAX_THREADS_ATTRIBUTE, function)
-            broken = exceeded(grid, block, shared, threads, device_of(device).shared_bytes, cluster, cubin.report.shared)
-            raise launch_error(name, grid, block, shared, broken or [str(error)]) from None
+            raise launch_error(name, grid, block, shared, beyond_limits(grid, block, shared) or [str(error)]) from None
 
     def bound(grid: Dim, block: Dim, shared: int, *last: Any) -> Launch:
         first = params[: len(params) - len(last)]
@@ -264,22 +279,23 @@ def _launcher(function: int, name: str, cubin: Cubin, params: tuple[Param, ...],
         (gx, gy, gz), (bx, by, bz) = grid, block
 
         def run_bound(*args: Any) -> None:
-            if shared > allowed:
+            if shared > most_shared[0]:
                 return run(grid, block, shared, *args, *last)
             buffer, each, extra = filled.parts
             try:
                 pack(buffer, 0, *args)
                 launch(function, gx, gy, gz, bx, by, bz, shared, stream(device), each, extra)
-            except (struct.error, driver.CUDADriverError):
+            except (struct.error, OverflowError, driver.CUDADriverError):
                 run(grid, block, shared, *args, *last)  # raises the explained error, or sets the context
 
         return run_bound
 
     run.bound = bound  # type: ignore[attr-defined]
+    run.prepared = Prepared(function, pack, arguments, launch, most_shared)  # type: ignore[attr-defined]
     return run
 
 
-def refuse_fork(name: str, error: Exception) -> None:
+def refuse_fork(name: str, error: Exception | None = None) -> None:
     """Raise the LaunchError that explains `error`, if this process was forked after CUDA was initialised."""
     if torch.cuda._is_in_bad_fork():
         raise LaunchError(f"{name}: CUDA was initialised before this process was forked; start it with the 'spawn' method") from error

@@ -45,7 +45,7 @@ def measured(reference: Callable[..., torch.Tensor | Tensors], wanted: Sequence[
         errors = [torch.zeros_like(y) for y in truth]
         for _ in range(_NUDGES):
             nudged, nudged_douts = _nudged(inputs), _nudged(douts)
-            exact = results(_cast(nudged, torch.float64), _cast(nudged_douts, torch.float64))
+            exact = results(cast(nudged, torch.float64), cast(nudged_douts, torch.float64))
             for error, y, z in zip(errors, results(nudged, nudged_douts), exact, strict=True):
                 torch.maximum(error, (y - z).abs() / _EPS, out=error)
         return tuple(scale + error for scale, error in zip(scales, errors, strict=True))
@@ -53,15 +53,14 @@ def measured(reference: Callable[..., torch.Tensor | Tensors], wanted: Sequence[
     return magnitude
 
 
-def _cast(tensors: Tensors, dtype: torch.dtype) -> Tensors:
+def cast(tensors: Tensors, dtype: torch.dtype) -> Tensors:
+    """The tensors with those of floating point in another dtype."""
     return tuple(x.to(dtype) if x.is_floating_point() else x for x in tensors)
 
 
 def _nudged(tensors: Tensors) -> Tensors:
     """The tensors in float32, each number off by up to four roundings."""
-    return _cast(
-        tuple(x * (1 + _EPS * torch.empty_like(x).uniform_(-4, 4)) if x.is_floating_point() else x for x in tensors), torch.float32
-    )
+    return cast(tuple(x * (1 + _EPS * torch.empty_like(x).uniform_(-4, 4)) if x.is_floating_point() else x for x in tensors), torch.float32)
 
 
 def _perturbed(tensors: Tensors) -> Tensors:

@@ -37,6 +37,7 @@ _HINTS = {
     r"uses too much shared data": "static shared memory ends at 48 KiB: use extern __shared__, with shared= bytes at the launch",
     r'cannot open source file "(?!nv/|cuda/|cub/|crt/)': "headers are searched in the folder of the .cu file and in cukern's kernels_cu",
     r'expected a ";"': "if that line is right, the line before it lacks a semicolon",
+    r"cannot determine which instance of function template": "the kernel is a template: name an instance of it, such as scale<float>",
     r"Error in parsing name expression": "the kernel's name or a template argument is unknown in the file",
     r"no instance of (?:function|overloaded function)|too (?:few|many) arguments": "compare the call with the declaration that NVRTC names",
 }

@@ -11,7 +11,6 @@ import torch
 from cukern.runtime import arguments, backend, checks, extended_launch, signature
 from cukern.runtime.compiler import Cubin, Ptx, SetupError, arch_of, compile_kernel, compile_ptx
 from cukern.runtime.forks import no_fork
-from cukern.runtime.limits import LaunchError
 from cukern.runtime.sources import Source, kernels_dir
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -45,7 +44,8 @@ class Kernel:
         self.source, self.name, self.pdl, self._cluster = source, name, pdl, cluster
         self._attribute = cluster or (extended_launch.EARLY if pdl else extended_launch.TOGETHER if together else 0)
         self._of_cluster: dict[backend.Dim, Kernel] = {}
-        self._quick: arguments.Quick = {}
+        self.quick: arguments.Quick = arguments.never
+        self._quicks: dict[int, arguments.Quick] = {}  # by GPU; `quick` is that of the last launch
         self._params: dict[int, tuple[signature.Param, ...]] = {}
         self._loaded: dict[int, backend.Launch] = {}
         self._raw: dict[int, Any] = {}  # by GPU, cupy.RawKernel
@@ -134,8 +134,8 @@ class Kernel:
     def __call__(
         self,
         *args: Any,
-        grid: int | Iterable[int],
-        block: int | Iterable[int],
+        grid: int | Iterable[int] | None = None,
+        block: int | Iterable[int] | None = None,
         shared: int = 0,
         cluster: int | Iterable[int] | None = None,
         stream: Any = None,
@@ -157,27 +157,39 @@ class Kernel:
         Raises TypeError or ValueError with the kernel's signature for a wrong argument, LaunchError for a launch that exceeds a limit of
         the GPU, and in the simulator cukern.sim.Fault for a bug in the kernel.
         """
-        if stream is None and cluster is None and self._launched_quickly(args, grid, block, shared):
-            return
+        quick = self.quick
         if cluster is not None:
-            return self._clustered(arguments.dim("cluster", cluster))(*args, grid=grid, block=block, shared=shared, stream=stream)
-        dims, shared = (arguments.dim("grid", grid), arguments.dim("block", block)), checks.integer("shared", shared, 0)
+            self._clustered(arguments.dim("cluster", cluster))(*args, grid=grid, block=block, shared=shared, stream=stream)
+        elif stream is not None or not quick(args, grid, block, shared):
+            self._launch_checked(args, grid, block, shared, stream)
+
+    def _launch_checked(self, args: tuple[Any, ...], grid: Any, block: Any, shared: Any, stream: Any) -> None:
+        """Launch with arguments that are checked one by one, by errors that explain."""
         if stream is not None and not isinstance(stream, torch.cuda.Stream):
             raise TypeError(f"stream must be a torch.cuda.Stream, such as ExternalStream(address), got {checks.brief(stream)}")
         first = arguments.device(args)
+        if stream is None and self._quicks.get(first, self.quick) is not self.quick:
+            self.quick = self._quicks[first]
+            if self.quick(args, grid, block, shared):
+                return
         params = self.params_on(first)
         if len(args) != len(params):
             raise signature.explain_misfit(self.name, params, args)
         try:
+            if grid is None or block is None:
+                raise TypeError("a launch needs grid= and block=, the numbers of thread blocks and of threads per block")
+            geometry = arguments.dim("grid", grid), arguments.dim("block", block), checks.integer("shared", shared, 0)
             tensors = [arguments.tensor(self.name, p, a) for p, a in zip(params, args, strict=True)]
             device = arguments.common_device(self.name, params, tensors, first)
             values = [arguments.value(self.name, p, a, t) for p, a, t in zip(params, args, tensors, strict=True)]
         except (TypeError, ValueError) as error:
             raise self._with_signature(error, params) from error.__cause__
-        self._launch(device, params, tensors, (*dims, shared, *values), stream)
+        self._launch(device, params, tensors, (*geometry, *values), stream)
 
     def _launch(self, device: int, params: Sequence[signature.Param], tensors: Sequence[Any], values: tuple[Any, ...], stream: Any) -> None:
         simulated = device == backend.SIMULATED
+        if not simulated:
+            backend.refuse_fork(self.name)
         if not simulated or not backend.simulating():
             backend.require_gpu()
         if stream is not None and stream.device_index != device and not simulated:
@@ -190,29 +202,14 @@ class Kernel:
                 raise self._with_signature(signature.explain_misfit(self.name, tuple(params), values[3:]), params) from None
             except (TypeError, ValueError) as error:
                 raise self._with_signature(error, params) from None
-        if not simulated:
-            self._quick[device] = launch, tuple(map(arguments.quick, params))
-
-    def _launched_quickly(self, args: tuple[Any, ...], grid: Any, block: Any, shared: Any) -> bool:
-        """Launch with plain tensors and numbers, if all are right and the kernel was launched before. It takes a fifth of the time of the
-        checks that explain errors. Returns False if those must look."""
-        try:
-            device = args[0].get_device()
-            launch, kinds = self._quick[device]
-            values = arguments.quick_values(args, kinds, device)
-            if values is None or type(shared) is not int or shared < 0:
-                return False
-            launch(*arguments.dims(grid, block), shared, *values)
-        except LaunchError:
-            raise
-        except (AttributeError, LookupError, TypeError, ValueError, OverflowError, RuntimeError):  # data_ptr() of a tensor without memory
-            return False
-        return True
+        if not simulated and device not in self._quicks and hasattr(launch, "prepared"):
+            self.quick = self._quicks[device] = arguments.quick(launch.prepared, params, device)
 
     def __getitem__(self, launch: Any) -> Callable[..., None]:
         """`kernel[grid, block]`, `kernel[grid, block, shared]` or `kernel[grid, block, shared, stream]`, as in <<<...>>> of CUDA C++."""
         if type(launch) is tuple and len(launch) == 2:  # 1 us less than the general case
-            return functools.partial(self, grid=launch[0], block=launch[1])
+            grid, block = launch
+            return functools.partial(_launch_at, self, grid, block)
         if not isinstance(launch, tuple) or not 2 <= len(launch) <= 4:
             raise TypeError(f"{self.name}[grid, block] or {self.name}[grid, block, shared, stream], got {self.name}[{launch!r}]")
         return functools.partial(self, **dict(zip(("grid", "block", "shared", "stream"), launch, strict=False)))
@@ -228,6 +225,13 @@ class Kernel:
         if kernel is None:
             kernel = self._of_cluster.setdefault(cluster, Kernel(self.source, self.name, cluster=cluster))
         return kernel
+
+
+@_outside_graphs
+def _launch_at(kernel: Kernel, grid: Any, block: Any, *args: Any) -> None:
+    quick = kernel.quick
+    if not quick(args, grid, block, 0):
+        kernel._launch_checked(args, grid, block, 0, None)
 
 
 _collected: dict[str, Kernel] | None = None

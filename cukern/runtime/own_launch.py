@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,6 +50,8 @@ class Kernels:
 
 def _launcher(kernel: Kernel) -> Callable[..., None]:
     def launch(*args: Any, grid: Any, block: Any, shared: int = 0) -> None:
+        if kernel.quick(args, grid, block, shared):
+            return
         if planning():
             kernel.on(backend.SIMULATED)  # only lists the kernel
         elif grid != 0 and not (isinstance(grid, tuple | list) and 0 in grid):
@@ -62,26 +65,25 @@ def _no_kernels(*_: Any) -> Callable[..., None]:
     return lambda *args, **options: None
 
 
+@dataclass
 class Own:
     """The raw ops, the autograd Function and the public function of one own op."""
 
-    def __init__(
-        self,
-        name: str,
-        inputs: tuple[str, ...],
-        constants: tuple[str, ...],
-        outputs: int,
-        source: Path,
-        dtypes: tuple[torch.dtype, ...],
-        reference: Callable[..., Tensor | Tensors],
-        versions: dict[str, Pair],
-    ):
-        self.name, self.inputs, self.constants, self.outputs = name, inputs, constants, outputs
-        self.kernels, self.dtypes, self.reference, self.versions = Kernels(source), dtypes, reference, versions
-        self.signature = inspect.Signature([inspect.Parameter(x, inspect.Parameter.POSITIONAL_OR_KEYWORD) for x in inputs])
-        self.newest, self.newest_backward, _ = list(versions.values())[-1]
+    name: str
+    inputs: tuple[str, ...]
+    constants: tuple[str, ...]
+    outputs: int
+    source: Path
+    dtypes: tuple[torch.dtype, ...]
+    reference: Callable[..., Tensor | Tensors]
+    versions: dict[str, Pair]
+
+    def __post_init__(self) -> None:
+        self.kernels = Kernels(self.source)
+        self.signature = inspect.Signature([inspect.Parameter(x, inspect.Parameter.POSITIONAL_OR_KEYWORD) for x in self.inputs])
+        self.newest, self.newest_backward, _ = list(self.versions.values())[-1]
         self.differentiable = self.newest_backward is not None
-        self.kept, self.results = self._signature_of_backward() if self.differentiable else ((), outputs)
+        self.kept, self.results = self._signature_of_backward() if self.differentiable else ((), self.outputs)
 
     def _signature_of_backward(self) -> tuple[tuple[bool, ...], int]:
         """Which inputs and results some version's backward uses, and the number of results."""
@@ -99,22 +101,24 @@ class Own:
         return tuple(any(not one[i].startswith("_") for one in names.values()) for i in places), results
 
     def forward(self, kernels: Any, function: Callable[..., Any], inputs: Sequence[Tensor]) -> list[Tensor]:
-        tensors = [_dense(x) for x in inputs]
+        tensors = [x.resolve_neg().contiguous() for x in inputs]
         return self._checked("forward", function(kernels, *tensors), self.results, tensors)
 
     def backward(self, kernels: Any, function: Callable[..., Any], saved: Sequence[Tensor | None], douts: Sequence[Tensor]) -> list[Tensor]:
-        tensors = [None if x is None else _dense(x) for x in (*saved, *douts)]
+        tensors = [None if x is None else x.resolve_neg().contiguous() for x in (*saved, *douts)]
         return self._checked("backward", function(kernels, *tensors), len(self.inputs) - len(self.constants), tensors)
 
     def _checked(self, pass_: str, found: Any, count: int, given: Sequence[Tensor | None]) -> list[Tensor]:
-        tensors = as_tuple(found)
-        if not all(isinstance(t, Tensor) for t in tensors):
-            raise TypeError(f"{pass_} of {self.name} must return tensors, got {', '.join(type(t).__name__ for t in tensors)}")
+        tensors = list(as_tuple(found))
         if len(tensors) != count:
             raise ValueError(f"{pass_} of {self.name} must return {count} tensors, got {len(tensors)}")
-        if any(t is x for t in tensors for x in given):
-            raise ValueError(f"{pass_} of {self.name} must return new tensors, got one of its arguments")
-        return list(tensors)
+        for t in tensors:
+            if not isinstance(t, Tensor):
+                raise TypeError(f"{pass_} of {self.name} must return tensors, got {', '.join(type(t).__name__ for t in tensors)}")
+            for x in given:
+                if t is x:
+                    raise ValueError(f"{pass_} of {self.name} must return new tensors, got one of its arguments")
+        return tensors
 
     def instances(self, version: str, cases: Sequence[Tensors]) -> list[Kernel]:
         """The kernels that a version launches for these inputs, which may be on the meta device."""
@@ -175,7 +179,7 @@ class Own:
 
     def _autograd(self, raw: Callable[..., Any], raw_backward: Callable[..., Any]) -> Callable[..., Any]:
         op, outputs, kept, count = self.name, self.outputs, self.kept, len(self.inputs)
-        gradients = [i for i, name in enumerate(self.inputs) if name not in self.constants]
+        gradients = [i for i, name in enumerate(self.inputs, 1) if name not in self.constants]
 
         class Backward(Differentiable):
             """Only so that torch.func transforms may contain the backward pass."""
@@ -208,12 +212,20 @@ class Own:
                 save(ctx, *[x if keep else None for x, keep in zip((*inputs[1:], *output), kept, strict=True)])
 
             @staticmethod
+            def recorded(ctx, version, *inputs):
+                output = tuple(raw(*inputs, version))
+                Forward.setup_context(ctx, (version, *inputs), output)
+                return output
+
+            @staticmethod
             def backward(ctx, *douts):
                 # torch.compile does not trace a Function inside the backward of another
-                backward = Backward.forward if torch.compiler.is_dynamo_compiling() else apply_backward
-                found = iter(backward(ctx.version, *douts[:outputs], *ctx.saved_tensors))
-                grads = [next(found) if i in gradients else None for i in range(count)]
-                return None, *[grad if wanted else None for grad, wanted in zip(grads, ctx.needs_input_grad[1:], strict=True)]
+                tensors = (*douts[:outputs], *ctx.saved_tensors)
+                backward = Backward.forward if torch.compiler.is_dynamo_compiling() or not watched(*tensors) else apply_backward
+                grads, needed = [None] * (count + 1), ctx.needs_input_grad
+                for i, grad in zip(gradients, backward(ctx.version, *tensors), strict=True):
+                    grads[i] = grad if needed[i] else None
+                return tuple(grads)
 
             @staticmethod
             def batch(info, in_dims, *args):
@@ -242,8 +254,3 @@ class Own:
 
 def as_tuple(found: Any) -> tuple[Any, ...]:
     return tuple(found) if isinstance(found, tuple | list) else (found,)
-
-
-def _dense(x: Tensor) -> Tensor:
-    """x, contiguous and without the negative bit: a copy if necessary."""
-    return x.resolve_neg().contiguous()

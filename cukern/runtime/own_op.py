@@ -13,7 +13,7 @@ from cukern.runtime import checks
 from cukern.runtime.error_scale import measured
 from cukern.runtime.kernel import Kernel
 from cukern.runtime.own_launch import Own, Pair, as_tuple, is_own
-from cukern.runtime.registry import OPS, Cost, Op, Tensors, Version, register
+from cukern.runtime.registry import OPS, Cost, Op, Tensors, Version, no_backward, register
 
 ELEMENTWISE = ((1,), (1023,), (64, 100))
 ELEMENTWISE_BENCH = ((1 << 26,),)
@@ -126,7 +126,9 @@ def op(
             stem=name,
             function=function,
             reference=reference,
-            versions={v: _version(pair, instances(v)) for v, pair in pairs.items()},
+            versions={
+                v: Version(_idea(f), f, b or no_backward, instances=instances(v), requires=least) for v, (f, b, least) in pairs.items()
+            },
             dtypes=dtypes,
             dims=_dims(make),
             check_dims=check_dims,
@@ -219,11 +221,6 @@ def _dims(make: Callable[..., Any] | None) -> str:
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
     sizes = [p for p in inspect.signature(make).parameters.values() if p.kind in kinds and p.name not in ("dtype", "device")]
     return " ".join(p.name.upper() + ("..." if p.kind == p.VAR_POSITIONAL else "") for p in sizes)
-
-
-def _version(pair: Pair, instances: Callable[[torch.dtype], list[Kernel]]) -> Version:
-    backward = {"backward": pair.backward} if pair.backward else {}
-    return Version(_idea(pair.forward), pair.forward, instances=instances, requires=pair.requires, **backward)
 
 
 def _idea(forward: Callable[..., Any]) -> str:

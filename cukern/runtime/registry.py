@@ -183,7 +183,7 @@ def rows_of_each(
     return tuple(out.unflatten(0, shape) for out in outs), (0,) * len(outs)
 
 
-def _no_backward(*_: Any) -> None:
+def no_backward(*_: Any) -> None:
     raise NotImplementedError("the gradients of this op use its forward kernels")
 
 
@@ -201,7 +201,7 @@ class Version:
 
     idea: str
     forward: Callable[..., Any]
-    backward: Callable[..., Any] = _no_backward
+    backward: Callable[..., Any] = no_backward
     instances: Callable[[torch.dtype], Iterable[Kernel]] = _no_kernels
     requires: int = 75
 

@@ -143,6 +143,26 @@ def test_files_without_an_op(text, folder):
     assert FILES[text] in refused("check", "empty.py")
 
 
+@no_gpu
+@pytest.mark.parametrize(
+    ("was", "becomes", "says"),
+    [
+        ("x.numel()", "x.count_all()", "error: my_silu.py:19: AttributeError: 'Tensor' object has no attribute 'count_all'"),
+        (
+            "(out, x, n,",
+            "(out, x,",
+            "error: my_silu.py:20: my_silu_fwd<float> takes 3 arguments (float* out, float* x, ",
+        ),
+    ],
+)
+def test_an_error_of_a_launch_names_its_line(was, becomes, says, folder):
+    call("new", "my_silu")
+    file = folder / "my_silu.py"
+    file.write_text(file.read_text().replace(was, becomes, 1))
+    assert says in refused("check", "my_silu.py", 8, "--dtype", "f")
+    assert "No such file or directory: " in (missing := refused("compile", "absent.cu")) and "Errno" not in missing
+
+
 def test_names_of_files_and_ops(folder):
     assert "there is no file 'absent.py'" in refused("bench", "absent.py")
     assert "and those of files: my_op.py" in refused("bench", "absent")

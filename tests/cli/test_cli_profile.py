@@ -2,12 +2,14 @@
 
 import json
 import os
+import sys
 
 import pytest
 import torch
-from helpers import DEVICE, no_gpu
+from helpers import DEVICE, no_gpu, run
 from test_cli import call, refused
 
+from cukern.bench import environment
 from cukern.cli import nsight
 from cukern.runtime.registry import OPS
 
@@ -27,6 +29,11 @@ def test_a_peer_is_profiled(peer, shown, tmp_path, monkeypatch):
     assert shown in call("profile", "square", 8, "--version", peer, *QUICK).stdout
     (file,) = tmp_path.iterdir()
     assert file.name.startswith("square_") and json.loads(file.read_text())["traceEvents"]
+
+
+def test_stderr_has_no_log_of_torch(tmp_path):
+    command = [sys.executable, "-m", "cukern", "profile", "square", "8", "--version", "torch", *map(str, QUICK)]
+    assert "Profiler" not in run(command, cwd=tmp_path, env=environment.with_cukern()).stderr
 
 
 @no_gpu

@@ -36,6 +36,16 @@ def test_instructions_by_kind_and_line():
     assert places == {("a.cu", 3): 2, ("b.cuh", 7): 6}
 
 
+def test_source_lines_fit_the_terminal(monkeypatch, tmp_path):
+    """The column of the text is cut, not those before it."""
+    file = tmp_path / "a.cu"
+    file.write_text(f"__global__ void k(float* x) {{\n    x[0] = 1;\n    x[1] = {' + '.join('1' * 40)};\n}}\n")
+    monkeypatch.setattr(sass, "disassembler", lambda: "")
+    monkeypatch.setattr(sass, "disassembled", lambda program, code: LISTING)
+    out = call("sass", file).stdout
+    assert "source line  instructions  text" in out and "a.cu:3 " in out and max(map(len, out.splitlines())) <= 80
+
+
 def test_without_nvdisasm_the_cure_is_named(monkeypatch):
     for name in ("CUDA_HOME", "CUDA_PATH", "PATH"):
         monkeypatch.delenv(name, raising=False)

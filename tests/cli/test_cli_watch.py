@@ -7,9 +7,10 @@ import time
 
 import pytest
 from helpers import no_gpu, run
-from test_cli import refused
+from test_cli import call, refused
 
 from cukern.bench import environment
+from cukern.cli import watch
 
 
 def lines_until(process, pattern, most_s=60):
@@ -43,6 +44,30 @@ def test_an_edit_gives_a_verdict_within_seconds(tmp_path):
         assert re.search("v1 +right", lines_until(process, "to this line"))
         assert process.wait(60) == 0
     assert took <= 3, f"{took:.1f} s from the edit to the verdict"
+
+
+def test_an_exception_of_the_python_file_ends_nothing(tmp_path, monkeypatch, capsys):
+    """A launch that names what is not there: the exception is shown, and the kernel before it stays."""
+    monkeypatch.chdir(tmp_path)
+    call("new", "my_silu")
+    python = tmp_path / "my_silu.py"
+    _, times = watch._own("my_silu.py", [8], "f", 0.01, {})
+    python.write_text(python.read_text().replace("n = torch.empty_like(x), x.numel()", "n = torch.empty_like(x), x.count_all()", 1))
+    files, none = watch._own("my_silu.py", [8], "f", 0.01, times)
+    assert not none and {file.name for file in files} == {"my_silu.py", "my_silu.cu"}
+    captured = capsys.readouterr()
+    assert "my_silu.py:19: AttributeError: 'Tensor' object has no attribute 'count_all'" in captured.err
+    assert "my_silu.py is broken. The kernels before it stay: v1" in captured.out
+
+
+def test_a_save_in_two_steps_is_one_save(tmp_path, monkeypatch):
+    """As by an editor that empties the file and then writes it."""
+    file = tmp_path / "a.cu"
+    writes = [lambda: file.write_text(""), lambda: file.write_text("new text")]
+    file.write_text("old")
+    before = watch._stamps({file})
+    monkeypatch.setattr(watch.time, "sleep", lambda _: writes and writes.pop(0)())
+    assert watch._wait({file}, before)[file][1] == len("new text")
 
 
 @no_gpu

@@ -140,14 +140,15 @@ def test_integer_types_without_their_header(empty_cache):
     cukern.compile("typedef unsigned long long ulong;\n__global__ void k(ulong* x) { static_assert(sizeof(*x) == 8); }").compile(ARCH)
 
 
-def test_a_kernel_first_called_inside_of_torch_compile():
+@pytest.mark.parametrize("launch", ["kernel(y, grid=1, block=4)", "kernel[1, 4](y)"])
+def test_a_kernel_first_called_inside_of_torch_compile(launch):
     """One graph break; torch.compile follows no call into cukern, of which it would warn by the page."""
     code = """
 import torch, cukern
 kernel = cukern.compile("__global__ void k(float* x) { x[threadIdx.x] += 1; }")
 def f(x):
     y = x * 2
-    kernel(y, grid=1, block=4)
+    LAUNCH
     return y + 1
 with cukern.backend("sim"):
     compiled = torch.compile(f, backend="aot_eager")
@@ -160,7 +161,7 @@ try:
 except torch._dynamo.exc.Unsupported as error:
     print("runs outside of graphs" in str(error))
 """
-    ran = run_python(code)
+    ran = run_python(code.replace("LAUNCH", launch))
     results, counts, refused = ran.stdout.splitlines()
     assert results == str([[2.0 + 2 * i] * 4 for i in range(3)]) and counts.startswith("1 ") and refused == "True"
     assert len(ran.stderr.splitlines()) <= 3, ran.stderr

@@ -1,6 +1,7 @@
 """cukern.load and cukern.compile: macros, launches as in CUDA C++, clusters, streams, arrays of other libraries, hints for errors."""
 
 import importlib.util
+import sys
 import warnings
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from helpers import DEVICE, SCALE, gpu, kernels, no_gpu
 
 import cukern
-from cukern.runtime import arguments
+from cukern.runtime import arguments, backend, signature
 from cukern.runtime.hints import hint
 
 COPY = """
@@ -84,27 +85,108 @@ def test_a_wrong_argument_shows_the_signature():
     for args in ((x, "2"), (x.double(), 2.0), (x, 2.0, 3)):
         with pytest.raises((TypeError, ValueError), match=r"scale.*\(float\* x, float s\)"):
             scale[1, 4](*args)
+    with pytest.raises(TypeError, match=r"scale\(float\* x, float s\)") as caught:
+        scale(x, 2.0)
+    assert "a launch needs grid= and block=" in str(caught.value)
+    with pytest.raises(ValueError, match=r"grid must be at least 1, got 0; the kernel is scale\(float\* x, float s\)"):
+        scale[0, 4](x, 2.0)
     with pytest.raises(ValueError, match="has no __global__ function 'other'; it has scale"):
         cukern.compile(SCALE, "other")
 
 
-def test_the_quick_launch_takes_only_right_arguments():
-    """With a recorder in the place of a launch, on the device -1 of CPU tensors."""
-    kernel, seen, x = cukern.compile("__global__ void k(float* x, void* y, int n, bool b, float s) {}"), [], torch.ones(4)
+def quick_of(text: str, seen: list, device: int = -1, most_shared: int = 48 << 10):
+    """The kernel of a text and its quick launch, with a recorder in the place of the driver, on the device -1 of CPU tensors."""
+    kernel = cukern.compile(text)
     with cukern.backend("sim"):
         params = kernel.params
-    kernel._quick[-1] = (lambda *values: seen.append(values)), tuple(map(arguments.quick, params))
-    assert not kernel._launched_quickly((x, x, 1, True, 2.0), 1, 32, 0), "a bool is checked"
-    kernel._quick[-1] = kernel._quick[-1][0], tuple(map(arguments.quick, params[:3]))
-    assert kernel._launched_quickly((x, x.int(), 3), 1, (32, 2), 16)
+    packer = signature.packer(params)
+    local = backend._Arguments(bytes(packer.size), params, 0)
+
+    def launch(function, gx, gy, gz, bx, by, bz, shared, stream, each, extra):
+        if gx > 2**31 - 1:
+            raise RuntimeError("CUDA_ERROR_INVALID_VALUE")
+        seen.append(((gx, gy, gz), (bx, by, bz), shared, *packer.unpack(local.parts[0])))
+
+    prepared = backend.Prepared(7, packer.pack_into, local, launch, [most_shared])
+    return kernel, arguments.quick(prepared, params, device)
+
+
+@pytest.fixture
+def no_stream(monkeypatch):
+    monkeypatch.setattr(backend, "current_stream", lambda device: 0)
+
+
+def test_the_quick_launch_takes_only_right_arguments(no_stream):
+    seen, x = [], torch.ones(4)
+    _, quick = quick_of("__global__ void k(float* x, void* y, int n) {}", seen)
+    assert quick((x, x.int(), 3), 1, (32, 2), 16) and quick((torch.nn.Parameter(x), x, 4), 2, 8, 0)
     assert seen[0][:3] == ((1, 1, 1), (32, 2, 1), 16) and seen[0][3] == x.data_ptr() and seen[0][5] == 3
-    wrong = [(x.double(), x, 1), (x, None, 1), (x, x), (x, x, 1, 2), (x, x, x), (x, x, True), (x, x, "1"), (1, x, 1), (x.numpy(), x, 1), ()]
-    wrong += [(x.to_sparse(), x, 1), (torch._neg_view(x), x, 1)]
-    assert not any(kernel._launched_quickly(args, 1, 32, 0) for args in wrong)
-    assert not any(
-        kernel._launched_quickly((x, x, 1), *dims) for dims in ((0, 32, 0), (1, "x", 0), (1, True, 0), (1, 32, -1), (1, 32, 0.5))
-    )
-    assert len(seen) == 1
+    assert seen[1][:3] == ((2, 1, 1), (8, 1, 1), 0) and seen[1][3:] == (x.data_ptr(), x.data_ptr(), 4)
+    wrong = [(x.double(), x, 1), (x, None, 1), (x, x), (x, x, 1, 2), (x, x, x), (x, x, "1"), (1, x, 1), (x.numpy(), x, 1), ()]
+    wrong += [(x.to_sparse(), x, 1), (torch._neg_view(x), x, 1), (x, torch.ones(4).cfloat().conj(), 1), (x, x, 2**31), (x, x, 0.5)]
+    assert not any(quick(args, 1, 32, 0) for args in wrong)
+    geometry = [(0, 32, 0), (1, 0, 0), (1, "x", 0), (1, True, 0), (True, 1, 0), (1.0, 32, 0), (1, 32, -1), (1, 32, 0.5), (1, 32, True)]
+    geometry += [(1, 32, (48 << 10) + 1), (-1, 32, 0), ((1, 0), 32, 0), ((1, 1, 1, 1), 32, 0), (2**31, 32, 0), ([1], 32, 0)]
+    assert not any(quick((x, x, 1), *dims) for dims in geometry)
+    assert len(seen) == 2
+
+
+def test_what_has_no_quick_launch():
+    """A conjugate of a complex tensor; parameters that need a conversion; a launch whose GPU only the context tells."""
+    seen, z = [], torch.ones(4, dtype=torch.cfloat)
+    _, quick = quick_of("__global__ void k(float2* x) {}", seen)
+    assert not quick((z.conj(),), 1, 32, 0) and not seen
+    for text in ("float* x, bool b", "float* x, float2 v", "float* x, __nv_bfloat16 b", "int n"):
+        assert quick_of(f"#include <cuda_bf16.h>\n__global__ void k({text}) {{}}", seen)[1] is arguments.never
+
+
+def test_a_quick_launch_on_several_gpus(monkeypatch, no_stream):
+    """It launches only on the current GPU, and a kernel has one for each."""
+    seen, x, current = [], torch.ones(4), [0]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(backend, "current_device", lambda: current[0])
+    kernel, quick = quick_of("__global__ void k(float* x) {}", seen)
+    assert not quick((x,), 1, 32, 0)
+    current[0] = -1
+    assert quick((x,), 1, 32, 0)
+    kernel._quicks = {-1: quick, 5: quick_of("__global__ void k(float* x) {}", [], 5)[1]}
+    kernel.quick = kernel._quicks[5]
+    kernel(x, grid=3, block=32)
+    assert kernel.quick is quick and seen[-1][0] == (3, 1, 1)
+
+
+def test_a_grid_that_no_driver_takes_names_its_limit(monkeypatch, no_stream):
+    """2**32 does not fit the driver's unsigned int, so that CuPy refuses it; launches with an attribute pack it."""
+    driver = pytest.importorskip("cupy_backends.cuda.api.driver")
+    kernel, x = cukern.compile("#include <cuda_fp16.h>\n__global__ void k(float* x, __half h) {}"), torch.ones(4)
+    monkeypatch.setattr(driver, "ctxGetCurrent", lambda: 0)
+    monkeypatch.setattr(driver, "funcGetAttribute", lambda attribute, _: 1 if attribute else 1024)
+    launch = backend._launcher(0, "k", kernel.compile("sm_90a"), kernel.params_on(-1), -1, 0)
+    bound = launch.bound((2**32, 1, 1), (32, 1, 1), 0)
+    for call in (lambda: launch((2**32, 1, 1), (32, 1, 1), 0, x.data_ptr(), 1.0), lambda: bound(x.data_ptr(), 1.0)):
+        with pytest.raises(cukern.LaunchError, match=r"k <<<grid \(4294967296, 1, 1\).* grid x = 4294967296 is not in 1..2147483647"):
+            call()
+    with pytest.raises(ValueError, match=r"1000000\.0 does not fit the parameter __half h"):
+        launch((1, 1, 1), (32, 1, 1), 0, x.data_ptr(), 1e6)
+
+
+def test_a_launch_after_a_fork_says_so(monkeypatch):
+    """The quick launch fails in the child, where torch sees no GPU."""
+    kernel = cukern.compile("__global__ void k(float* x) {}")
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
+    with pytest.raises(cukern.LaunchError, match="k: CUDA was initialised before this process was forked"):
+        kernel._launch(0, kernel.params_on(-1), [], ((1, 1, 1), (32, 1, 1), 0, 0), None)
+
+
+def test_a_quick_launch_makes_few_calls(no_stream):
+    seen, calls, x = [], [], torch.ones(4)
+    kernel, kernel.quick = quick_of("__global__ void k(float* x, float* y, int n) {}", seen)
+    for launch in (lambda: kernel(x, x, 3, grid=1, block=32), lambda: kernel[1, 32](x, x, 3)):
+        sys.setprofile(lambda frame, event, _: calls.append(frame.f_code.co_name) if event == "call" else None)
+        launch()
+        sys.setprofile(None)
+    ours = [name for name in calls if name not in ("<lambda>", "launch")]
+    assert ours == ["__call__", "quick", "__getitem__", "_launch_at", "quick"] and len(seen) == 2
 
 
 @gpu
@@ -186,6 +268,7 @@ TRAPS = {
     "__global__ void k(float* x) { x[0] = __shfl_xor(x[0], 1); }": "__shfl_xor_sync(0xffffffff, v, 1)",
     "__global__ void k(float* x) { __shared__ float s[99999]; s[threadIdx.x] = 1; __syncthreads(); x[0] = s[1]; }": "ends at 48 KiB",
     "__global__ void k(float* x) { x[0] = 1 \n}": "the line before it lacks a semicolon",
+    "template <class T> __global__ void k(T* x) {}": "the kernel is a template: name an instance of it, such as scale<float>",
     '#include "nowhere.cuh"\n__global__ void k(float* x) {}': "headers are searched in the folder of the .cu file",
 }
 
