@@ -10,7 +10,7 @@ Your own kernels: `load`, `compile` and `tensor_map`; `op` makes a differentiabl
 """
 
 from cukern.ops.adamw import AdamW, adamw
-from cukern.ops.attention import attention, attention_packed
+from cukern.ops.attention import attention, attention_packed, attention_varlen
 from cukern.ops.causal_softmax import causal_softmax
 from cukern.ops.cross_entropy import cross_entropy, linear_cross_entropy
 from cukern.ops.embedding import embedding
@@ -41,6 +41,7 @@ __all__ = [
     "apply_rotary_pos_emb",
     "attention",
     "attention_packed",
+    "attention_varlen",
     "backend",
     "causal_softmax",
     "compile",

@@ -28,7 +28,7 @@ class Block(nn.Module):
         k, v = self.kv(h).view(batch, steps, 2, self.kv_heads, self.size).unbind(2)
         q, k = (rotated(q, cos, sin), rotated(k, cos, sin)) if self.plain else cukern.rope(q, cos, sin, k=k)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True) if self.plain else cukern.attention(q, k, v)
         x = x + self.out(y.transpose(1, 2).reshape(batch, steps, -1))
         gate, up = self.gate_up(self.norm(x, self.norm2)).chunk(2, -1)
         return x + self.down(F.silu(gate) * up if self.plain else cukern.swiglu(gate, up))

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import importlib.util
+import itertools
 import shutil
 from collections.abc import Callable, Collection
 from functools import partial
@@ -14,6 +15,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cukern.bench.calls import Function
+from cukern.ops.attention.cases import varlen_bounds
 from cukern.runtime.registry import OPS, Op
 
 STARTUP_OPS = ("square", "matmul")  # timed by `cukern bench startup`: the least and the most code to compile
@@ -153,6 +155,13 @@ def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True)[0]
 
 
+def _sdpa_of_each(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+    """One call per sequence of attention_varlen, whose lengths follow from the shapes."""
+    bounds = varlen_bounds(len(q), len(cu_seqlens) - 1)
+    spans = [slice(a, b) for a, b in itertools.pairwise(bounds) if a < b]
+    return torch.cat([_sdpa(*(x[span].transpose(0, 1) for x in (q, k, v))).transpose(0, 1) for span in spans])
+
+
 def _flash_attention(op: Op) -> Function:
     from flash_attn.layers.rotary import apply_rotary_emb
 
@@ -206,6 +215,7 @@ _EAGER: dict[str, dict[str, Function]] = {
     "matmul": {"torch": torch.matmul},
     "adamw": {"torch": _fused_adamw},
     "attention": {"torch": lambda *qkv: OPS["attention"].reference(*qkv), "sdpa": _sdpa},
+    "attention_varlen": {"sdpa": _sdpa_of_each},
     "attention_decode": {"sdpa": partial(torch.nn.functional.scaled_dot_product_attention, enable_gqa=True)},
     "linear": {"torch": torch.nn.functional.linear},
     "layernorm": {"torch": lambda x, w, b: torch.nn.functional.layer_norm(x, w.shape, w, b)},

@@ -11,6 +11,8 @@
 //            7 products of matrices instead of 5, but no sums in global memory.
 // float32    attention_v3_split writes each number as a sum of PIECES bfloat16 numbers: 3 for the accuracy of float32, 2 where torch allows
 //            TF32. The kernels are those of 16 bits, with 6 or 3 products in place of one (tile.cuh) and results O of float32.
+// Packed     sequences of different lengths in one tensor: batch = 1, and bounds (cu_seqlens) of queries and keys. A thread block finds its
+//            sequence by a binary search (tile.cuh) and then computes that sequence only.
 // Decoding   up to 16 queries of many keys take the kernels of decode.cuh, which splits the keys over thread blocks.
 // Pipeline   tiles are copied by cp.async. STAGES = 2: a tile is copied while the one before is multiplied; one barrier per tile. STAGES = 1:
 //            K is copied while V is multiplied and V while K is; half the shared memory, two or three barriers per tile.
@@ -63,39 +65,43 @@ __global__ void __launch_bounds__(256)
 
 // ---- forward
 
-template <typename O, typename T, int PIECES, int D, int M, int N, int WARPS, int STAGES, int BLOCKS_PER_SM, bool SOFTCAP>
+template <typename O, typename T, int PIECES, int D, int M, int N, int WARPS, int STAGES, int BLOCKS_PER_SM, bool SOFTCAP, bool PACKED>
 __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM)
-    attention_v3(O* out, float* lse, const O* q, const T* k, const T* v, Strides of_out, Strides of_q, Strides of_k, Strides of_v,
-                 int blocks, int heads, int batches, int group, int section, int queries, int keys, int head_dim, bool causal, float before,
-                 float c) {
+    attention_v3(O* out, float* lse, const O* q, const T* k, const T* v, const int* query_bounds, const int* key_bounds, Strides of_out,
+                 Strides of_q, Strides of_k, Strides of_v, int blocks, int heads, int batches, int group, int section, int queries,
+                 int keys, int sequences, int head_dim, bool causal, float before, float c) {
     constexpr int R = M / (16 * WARPS), THREADS = 32 * WARPS, TILE = N * D * PIECES * sizeof(T);
     extern __shared__ __align__(128) unsigned char shared[];  // Q, stages of K, stages of V
     unsigned q_tile = shared_address(shared), k_tile = q_tile + M * D * PIECES * sizeof(T), v_tile = k_tile + STAGES * TILE;
     Work work = work_of(blockIdx.x, blocks, heads, batches, section, causal);
+    __shared__ Sequence kept;
+    Sequence found = sequence_of<PACKED, false, M>(work, query_bounds, key_bounds, sequences, queries, keys);
+    const Sequence& of = keep<PACKED>(kept, found);
     int lane = threadIdx.x % 32, first = work.block * M, warp_row = threadIdx.x / 32 * 16 * R;
     int columns = PIECES > 1 ? D : head_dim;  // pieces are padded
-    out += work.batch * of_out.batch + work.head * of_out.head;
-    q += work.batch * of_q.batch + work.head * of_q.head;
-    k += work.batch * of_k.batch + work.head / group * of_k.head;
-    v += work.batch * of_v.batch + work.head / group * of_v.head;
+    if (PACKED && first >= of.queries) return;
+    out += work.batch * of_out.batch + work.head * of_out.head + of.first_query * of_out.row;
+    q += work.batch * of_q.batch + work.head * of_q.head + of.first_query * of_q.row;
+    k += work.batch * of_k.batch + work.head / group * of_k.head + of.first_key * of_k.row;
+    v += work.batch * of_v.batch + work.head / group * of_v.head + of.first_key * of_v.row;
     auto copy_keys = [&](int tile, unsigned stage) {
-        copy_tile<N, D, THREADS, PIECES>(k_tile + stage * TILE, k, of_k.row, tile * N, keys, columns);
+        copy_tile<N, D, THREADS, PIECES>(k_tile + stage * TILE, k, of_k.row, tile * N, of.keys, columns);
     };
     auto copy_values = [&](int tile, unsigned stage) {
-        copy_tile<N, D, THREADS, PIECES>(v_tile + stage * TILE, v, of_v.row, tile * N, keys, columns);
+        copy_tile<N, D, THREADS, PIECES>(v_tile + stage * TILE, v, of_v.row, tile * N, of.keys, columns);
     };
 
-    int tile = last_key(min(first + M, queries) - 1, queries, keys, causal);
+    int tile = last_key(min(first + M, of.queries) - 1, of.queries, of.keys, causal);
     tile = tile < 0 ? -1 : tile / N;  // the number of the last tile that a query of the block sees
     if (tile >= 0) {
         copy_keys(tile, 0);
         if (STAGES == 2) copy_values(tile, 0);
-        if constexpr (PIECES == 1) copy_tile<M, D, THREADS>(q_tile, q, of_q.row, first, queries, head_dim);
-        else split_tile<M, D, THREADS, PIECES>(reinterpret_cast<T*>(shared), q, of_q.row, first, queries, head_dim);
+        if constexpr (PIECES == 1) copy_tile<M, D, THREADS>(q_tile, q, of_q.row, first, of.queries, head_dim);
+        else split_tile<M, D, THREADS, PIECES>(reinterpret_cast<T*>(shared), q, of_q.row, first, of.queries, head_dim);
         cp_async_commit();
     }
-    int seen_first = last_key(first + warp_row, queries, keys, causal);
-    int seen_last = last_key(first + warp_row + 16 * R - 1, queries, keys, causal);
+    int seen_first = last_key(first + warp_row, of.queries, of.keys, causal);
+    int seen_last = last_key(first + warp_row + 16 * R - 1, of.queries, of.keys, causal);
     unsigned a = q_tile + warp_row * ROW_BYTES + down_rows(lane), stage = 0;
     float sums[R][D / 8][4] = {}, most[R][2], total[R][2];
 #pragma unroll
@@ -112,8 +118,8 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM)
         float s[R][N / 8][4];
         if (seen) {
             multiply_transposed<T, D, M, PIECES>(s, a, k_tile + stage * TILE + along_columns(lane));
-            int column = tile * N + lane % 4 * 2, limit = first + warp_row + lane / 4 + keys - queries - column;
-            auto hidden = [=](int row, int n) { return n >= keys - column || (causal && n - row > limit); };
+            int column = tile * N + lane % 4 * 2, limit = first + warp_row + lane / 4 + of.keys - of.queries - column;
+            auto hidden = [=](int row, int n) { return n >= of.keys - column || (causal && n - row > limit); };
             softmax_tile<R, N / 8, D, SOFTCAP, (PIECES > 1)>(s, most, total, sums, tile * N + N - 1 > seen_first, hidden, before, c);
         }
         if constexpr (STAGES == 1) {
@@ -125,45 +131,51 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM)
         if (seen) multiply<T, D, PIECES>(sums, s, v_tile + stage * TILE + down_rows(lane));
     }
 
-    long long stats = ((long long)work.batch * heads + work.head) * queries;
+    long long stats = ((long long)work.batch * heads + work.head) * queries + of.first_query;
     float factor[R][2];
 #pragma unroll
     for (int i = 0; i < 2 * R; i++) {
         int r = i / 2, query = first + warp_row + r * 16 + lane / 4 + i % 2 * 8;
         float sum = warp_reduce<Sum>(total[r][i % 2], 4);
         factor[r][i % 2] = sum == 0 ? 0 : 1 / sum;
-        if (lane % 4 == 0 && query < queries)
+        if (lane % 4 == 0 && query < of.queries)
             lse[stats + query] = sum == 0 ? minus_infinity<float>() : fmaf(__fmul_rn(most[r][i % 2], c), LN_2, log2_approx(sum) * LN_2);
     }
     first += warp_row;
-    store_rows<O, D, M>(out + first * of_out.row, of_out.row, queries - first, head_dim, sums, factor, shared + warp_row * ROW_BYTES);
+    store_rows<O, D, M>(out + first * of_out.row, of_out.row, of.queries - first, head_dim, sums, factor, shared + warp_row * ROW_BYTES);
 }
 
 // ---- backward
 
 // For each query lse * log2(e) and delta = sum(dout * out) - dlse, both in rows of `padded` numbers. A query without a visible key gets 0
 // as its lse, so that its weights exp2(-infinity - lse) are 0. Padding gets infinity, so that its weights are 0 too. In float32 lse keeps
-// its factor, as a product would be rounded, and dout is split as q in attention_v3_split.
+// its factor, as a product would be rounded, and dout is split as q in attention_v3_split. Each packed sequence is padded to tiles.
 template <typename O, typename T, int PIECES, int D>
 __global__ void __launch_bounds__(256)
     attention_v3_preprocess(float* lse_log2, float* delta, T* dout_pieces, const O* out, const O* dout, const float* lse, const float* dlse,
-                            Strides of_out, Strides of_dout, int heads, int queries, int padded, int head_dim) {
+                            const int* bounds, Strides of_out, Strides of_dout, int heads, int queries, int padded, int tile, int sequences,
+                            int head_dim) {
     constexpr int CHUNKS = D / 8, ROWS = 256 / CHUNKS;
     int per_head = (padded + ROWS - 1) / ROWS, head = blockIdx.x / per_head, chunk = threadIdx.x % CHUNKS;
-    int query = (blockIdx.x - head * per_head) * ROWS + threadIdx.x / CHUNKS;
+    int row = (blockIdx.x - head * per_head) * ROWS + threadIdx.x / CHUNKS, query = row;
+    bool inside = query < queries;
+    if (bounds) {
+        int i = sequence_of(bounds, sequences, queries, row / tile, tile), begin = begin_of(bounds, i, sequences, queries);
+        query += begin - (begin / tile + i) * tile;
+        inside = query < begin_of(bounds, i + 1, sequences, queries);
+    }
     float sum = 0, a[8], b[8] = {};
-    if (query < queries && chunk * 8 < head_dim) {
+    if (inside && chunk * 8 < head_dim) {
         unpack(a, load_vec<O, 8>(out + head / heads * of_out.batch + head % heads * of_out.head + query * of_out.row + chunk * 8));
         unpack(b, load_vec<O, 8>(dout + head / heads * of_dout.batch + head % heads * of_dout.head + query * of_dout.row + chunk * 8));
 #pragma unroll
         for (int i = 0; i < 8; i++) sum = fmaf(a[i], b[i], sum);
     }
     if constexpr (PIECES > 1)
-        if (query < queries) store_pieces<PIECES, D>(dout_pieces, (long long)head * queries + query, chunk * 8, b);
+        if (inside) store_pieces<PIECES, D>(dout_pieces, (long long)head * queries + query, chunk * 8, b);
     sum = warp_reduce<Sum>(sum, CHUNKS);
-    if (chunk != 0 || query >= padded) return;
-    long long from = (long long)head * queries + query, to = (long long)head * padded + query;
-    bool inside = query < queries;
+    if (chunk != 0 || row >= padded) return;
+    long long from = (long long)head * queries + query, to = (long long)head * padded + row;
     float logarithm = inside ? lse[from] * (PIECES > 1 ? 1 : LOG2_E) : -minus_infinity<float>();
     lse_log2[to] = logarithm == minus_infinity<float>() ? 0 : logarithm;
     delta[to] = inside && dlse ? sum - dlse[from] : sum;
@@ -175,46 +187,53 @@ struct Gradients {
     O *dq, *dk, *dv;
     const T *q, *k, *v, *dout;
     const float *lse, *delta;
+    const int *query_bounds, *key_bounds;
     Strides of_dq, of_dk, of_dv, of_q, of_k, of_v, of_dout;
-    int heads, batches, group, section, queries, keys, padded, head_dim, causal;
+    int heads, batches, group, section, queries, keys, padded, stats_tile, sequences, head_dim, causal;
     float before, c, scale;
 };
 
 // A block owns ROWS rows of the fixed operands: keys (K and V) if KEYS, else queries (Q and dO). It loops over tiles of N rows of the moving
 // operands, the other two. With fixed X, Y and moving X', Y': s = X X'^T, dp = Y Y'^T, p = exp2(c s - lse), ds = p (dp - delta), and
 // sums ds X' (dk or dq) and, if KEYS, p Y' (dv).
-template <bool KEYS, int PIECES, int D, int R, int N, int WARPS, int STAGES, bool SOFTCAP, typename O, typename T>
+template <bool KEYS, int PIECES, int D, int R, int N, int WARPS, int STAGES, bool SOFTCAP, bool PACKED, typename O, typename T>
 __device__ __forceinline__ void backward_block(const Gradients<O, T>& g, int index, int blocks, unsigned char* shared) {
-    constexpr int ROWS = 16 * R * WARPS, THREADS = 32 * WARPS, FIXED = ROWS * D * PIECES * sizeof(T), TILE = N * D * PIECES * sizeof(T);
+    constexpr int SHARERS = PARTS<KEYS, D>, COLUMNS = D / SHARERS, ROWS = 16 * R * WARPS / SHARERS, THREADS = 32 * WARPS;
+    constexpr int FIXED = ROWS * D * PIECES * sizeof(T), TILE = N * D * PIECES * sizeof(T), PART = COLUMNS / 64 * ROW_BYTES;
     unsigned fixed = shared_address(shared), moving = fixed + 2 * FIXED;              // X, Y, then stages of X', Y'
     float* stats = reinterpret_cast<float*>(shared + 2 * FIXED + 2 * STAGES * TILE);  // lse and delta: of the ROWS queries, or stages
     int owners = KEYS ? g.heads / g.group : g.heads;
     int section = KEYS ? max(1, g.section / g.group) : g.section;
     Work work = work_of(index, blocks, owners, g.batches, section, !KEYS && g.causal);
-    int lane = threadIdx.x % 32, first = work.block * ROWS, warp_row = threadIdx.x / 32 * 16 * R, row = first + warp_row;
+    __shared__ Sequence kept;
+    Sequence found = sequence_of<PACKED, KEYS, ROWS>(work, g.query_bounds, g.key_bounds, g.sequences, g.queries, g.keys);
+    const Sequence& of = keep<PACKED>(kept, found);
+    int lane = threadIdx.x % 32, warp = threadIdx.x / 32, part = warp % SHARERS;
+    int first = work.block * ROWS, warp_row = warp / SHARERS * 16 * R, row = first + warp_row;
     int kv_head = KEYS ? work.head : work.head / g.group, head = KEYS ? work.head * g.group : work.head;
-    const T* k = g.k + work.batch * g.of_k.batch + kv_head * g.of_k.head;
-    const T* v = g.v + work.batch * g.of_v.batch + kv_head * g.of_v.head;
-    const T* q = g.q + work.batch * g.of_q.batch + head * g.of_q.head;
-    const T* dout = g.dout + work.batch * g.of_dout.batch + head * g.of_dout.head;
-    long long of_stats = ((long long)work.batch * g.heads + head) * g.padded;
+    if (PACKED && first >= (KEYS ? of.keys : of.queries)) return;
+    const T* k = g.k + work.batch * g.of_k.batch + kv_head * g.of_k.head + of.first_key * g.of_k.row;
+    const T* v = g.v + work.batch * g.of_v.batch + kv_head * g.of_v.head + of.first_key * g.of_v.row;
+    const T* q = g.q + work.batch * g.of_q.batch + head * g.of_q.head + of.first_query * g.of_q.row;
+    const T* dout = g.dout + work.batch * g.of_dout.batch + head * g.of_dout.head + of.first_query * g.of_dout.row;
+    long long of_stats = ((long long)work.batch * g.heads + head) * g.padded + of.stats(g.stats_tile);
 
     // The moving tiles that a row of the block needs. offset: query i sees the keys up to i + offset.
-    int offset = g.causal ? g.keys - g.queries : g.keys;
+    int offset = g.causal ? of.keys - of.queries : of.keys;
     int begin = KEYS ? max(0, first - offset) / N : 0;
-    int end = KEYS ? (g.queries + N - 1) / N : (min(g.keys, max(0, min(first + ROWS, g.queries) + offset)) + N - 1) / N;
+    int end = KEYS ? (of.queries + N - 1) / N : (min(of.keys, max(0, min(first + ROWS, of.queries) + offset)) + N - 1) / N;
     int tiles = max(0, end - begin) * (KEYS ? g.group : 1), tile = begin;
 
     int columns = PIECES > 1 ? D : g.head_dim;
     auto copy_x = [&](int tile, unsigned stage) {
         unsigned to = moving + stage * 2 * TILE;
-        if (KEYS) copy_tile<N, D, THREADS, PIECES>(to, q, g.of_q.row, tile * N, g.queries, columns);
-        else copy_tile<N, D, THREADS, PIECES>(to, k, g.of_k.row, tile * N, g.keys, columns);
+        if (KEYS) copy_tile<N, D, THREADS, PIECES>(to, q, g.of_q.row, tile * N, of.queries, columns);
+        else copy_tile<N, D, THREADS, PIECES>(to, k, g.of_k.row, tile * N, of.keys, columns);
     };
     auto copy_y = [&](int tile, unsigned stage) {  // and lse and delta
         unsigned to = moving + (stage * 2 + 1) * TILE;
-        if (KEYS) copy_tile<N, D, THREADS, PIECES>(to, dout, g.of_dout.row, tile * N, g.queries, columns);
-        else copy_tile<N, D, THREADS, PIECES>(to, v, g.of_v.row, tile * N, g.keys, columns);
+        if (KEYS) copy_tile<N, D, THREADS, PIECES>(to, dout, g.of_dout.row, tile * N, of.queries, columns);
+        else copy_tile<N, D, THREADS, PIECES>(to, v, g.of_v.row, tile * N, of.keys, columns);
         if (KEYS && threadIdx.x < N / 2) {
             int i = threadIdx.x % (N / 4) * 4;
             const float* from = (threadIdx.x < N / 4 ? g.lse : g.delta) + of_stats + tile * N + i;
@@ -222,21 +241,22 @@ __device__ __forceinline__ void backward_block(const Gradients<O, T>& g, int ind
         }
     };
     if (tiles > 0) {
-        copy_tile<ROWS, D, THREADS, PIECES>(fixed, KEYS ? k : q, KEYS ? g.of_k.row : g.of_q.row, first, KEYS ? g.keys : g.queries, columns);
+        copy_tile<ROWS, D, THREADS, PIECES>(fixed, KEYS ? k : q, KEYS ? g.of_k.row : g.of_q.row, first, KEYS ? of.keys : of.queries,
+                                            columns);
         copy_tile<ROWS, D, THREADS, PIECES>(fixed + FIXED, KEYS ? v : dout, KEYS ? g.of_v.row : g.of_dout.row, first,
-                                            KEYS ? g.keys : g.queries, columns);
+                                            KEYS ? of.keys : of.queries, columns);
         if (STAGES == 2) copy_x(tile, 0);
         copy_y(tile, 0);
         cp_async_commit();
     }
     if constexpr (!KEYS) {
         for (int i = threadIdx.x; i < 2 * ROWS; i += THREADS) {
-            int query = min(first + i % ROWS, g.padded - 1);
+            int query = min(first + i % ROWS, of.queries - 1);
             stats[i] = (i < ROWS ? g.lse : g.delta)[of_stats + query];
         }
     }
     unsigned a = fixed + warp_row * ROW_BYTES + down_rows(lane), stage = 0;
-    float dx[R][D / 8][4] = {}, dy[KEYS ? R : 1][D / 8][4] = {};
+    float dx[R][COLUMNS / 8][4] = {}, dy[KEYS ? R : 1][COLUMNS / 8][4] = {};
 
     for (; tiles > 0; tiles--, stage ^= STAGES - 1) {
         cp_async_wait<0>();
@@ -254,7 +274,7 @@ __device__ __forceinline__ void backward_block(const Gradients<O, T>& g, int ind
         // Queries and keys of this warp and tile that are furthest apart, in both directions.
         int oldest = KEYS ? now : row, newest = KEYS ? now + N - 1 : row + 16 * R - 1, low = KEYS ? row : now;
         int high = KEYS ? row + 16 * R - 1 : now + N - 1;
-        bool seen = low <= newest + offset, masked = high > oldest + offset || (!KEYS && high >= g.keys);
+        bool seen = low <= newest + offset, masked = high > oldest + offset || (!KEYS && high >= of.keys);
         if (STAGES == 2 && !seen) continue;
 
         float s[R][N / 8][4], dp[R][N / 8][4];
@@ -282,7 +302,7 @@ __device__ __forceinline__ void backward_block(const Gradients<O, T>& g, int ind
             }
             if (masked) {
                 int mine = row + lane / 4, other = now + lane % 4 * 2, end = KEYS ? mine - offset - other : mine + offset - other;
-                int columns = KEYS ? 0 : g.keys - other;  // hidden are the columns before `end` if KEYS, else those after it
+                int columns = KEYS ? 0 : of.keys - other;  // hidden are the columns before `end` if KEYS, else those after it
 #pragma unroll
                 for (int i = 0; i < R * N / 2; i++) {
                     int r = i / (N / 2), n = i / 4 % (N / 8), j = i % 4, down = 16 * r + j / 2 * 8, along = 8 * n + j % 2;
@@ -291,43 +311,46 @@ __device__ __forceinline__ void backward_block(const Gradients<O, T>& g, int ind
             }
 #pragma unroll
             for (int i = 0; i < R * N / 2; i++) dp[i / (N / 2)][i / 4 % (N / 8)][i % 4] *= s[i / (N / 2)][i / 4 % (N / 8)][i % 4];
-            if constexpr (KEYS) multiply<T, D, PIECES>(dy, s, y + down_rows(lane));
+            if constexpr (KEYS) multiply<T, COLUMNS, PIECES>(dy, s, y + part * N * PART + down_rows(lane));
         }
         if constexpr (KEYS && STAGES == 1) {
             __syncthreads();  // all warps are done with Y', lse and delta
             if (tiles > 1) copy_y(tile, 0);
             cp_async_commit();
         }
-        if (seen) multiply<T, D, PIECES>(dx, dp, x + down_rows(lane));
+        if (seen) multiply<T, COLUMNS, PIECES>(dx, dp, x + part * N * PART + down_rows(lane));
     }
 
+    if (SHARERS > 1) __syncthreads();  // all warps are done with X and Y
     float scale[R][2], one[R][2];
 #pragma unroll
     for (int i = 0; i < 2 * R; i++) scale[i / 2][i % 2] = g.scale, one[i / 2][i % 2] = 1;
-    const Strides& of = KEYS ? g.of_dk : g.of_dq;
-    O* to = (KEYS ? g.dk : g.dq) + work.batch * of.batch + work.head * of.head + row * of.row;
-    unsigned char* rows = shared + warp_row * ROW_BYTES;
-    int left = (KEYS ? g.keys : g.queries) - row;
-    store_rows<O, D, ROWS>(to, of.row, left, g.head_dim, dx, scale, rows);
+    const Strides& of_dx = KEYS ? g.of_dk : g.of_dq;
+    int from = row + (KEYS ? of.first_key : of.first_query), left = (KEYS ? of.keys : of.queries) - row;
+    O* to = (KEYS ? g.dk : g.dq) + work.batch * of_dx.batch + work.head * of_dx.head + from * of_dx.row + part * COLUMNS;
+    unsigned char* rows = shared + warp_row * ROW_BYTES + part * ROWS * PART;
+    store_rows<O, COLUMNS, ROWS>(to, of_dx.row, left, g.head_dim - part * COLUMNS, dx, scale, rows);
     if constexpr (KEYS) {
-        to = g.dv + work.batch * g.of_dv.batch + work.head * g.of_dv.head + row * g.of_dv.row;
-        store_rows<O, D, ROWS>(to, g.of_dv.row, left, g.head_dim, dy, one, rows + FIXED);
+        to = g.dv + work.batch * g.of_dv.batch + work.head * g.of_dv.head + from * g.of_dv.row + part * COLUMNS;
+        store_rows<O, COLUMNS, ROWS>(to, g.of_dv.row, left, g.head_dim - part * COLUMNS, dy, one, rows + FIXED);
     }
 }
 
 // The first key_blocks * batch * (heads / group) blocks own keys. They do more work, so they start first. A warp owns 16 KEY_R keys or
 // 16 QUERY_R queries. Shared memory, with R and N of either kind: 2 tiles of 16 R WARPS rows, 2 STAGES tiles of N rows, 4 N floats.
 template <typename O, typename T, int PIECES, int D, int KEY_R, int KEY_N, int QUERY_R, int QUERY_N, int WARPS, int STAGES,
-          int BLOCKS_PER_SM, bool SOFTCAP>
+          int BLOCKS_PER_SM, bool SOFTCAP, bool PACKED>
 __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM)
     attention_v3_bwd(O* dq, O* dk, O* dv, const T* q, const T* k, const T* v, const T* dout, const float* lse, const float* delta,
-                     Strides of_dq, Strides of_dk, Strides of_dv, Strides of_q, Strides of_k, Strides of_v, Strides of_dout, int key_blocks,
-                     int query_blocks, int heads, int batches, int group, int section, int queries, int keys, int padded, int head_dim,
-                     bool causal, float before, float c, float scale) {
+                     const int* query_bounds, const int* key_bounds, Strides of_dq, Strides of_dk, Strides of_dv, Strides of_q,
+                     Strides of_k, Strides of_v, Strides of_dout, int key_blocks, int query_blocks, int heads, int batches, int group,
+                     int section, int queries, int keys, int padded, int stats_tile, int sequences, int head_dim, bool causal, float before,
+                     float c, float scale) {
     extern __shared__ __align__(128) unsigned char shared[];
-    Gradients<O, T> g{dq,   dk,      dv,    q,       k,     v,       dout,    lse,  delta,  of_dq,    of_dk,  of_dv,  of_q, of_k,
-                      of_v, of_dout, heads, batches, group, section, queries, keys, padded, head_dim, causal, before, c,    scale};
+    Gradients<O, T> g{dq,      dk,    dv,     q,          k,         v,        dout,    lse,    delta,   query_bounds, key_bounds,
+                      of_dq,   of_dk, of_dv,  of_q,       of_k,      of_v,     of_dout, heads,  batches, group,        section,
+                      queries, keys,  padded, stats_tile, sequences, head_dim, causal,  before, c,       scale};
     int with_keys = key_blocks * batches * (heads / group), index = blockIdx.x;
-    if (index < with_keys) backward_block<true, PIECES, D, KEY_R, KEY_N, WARPS, STAGES, SOFTCAP>(g, index, key_blocks, shared);
-    else backward_block<false, PIECES, D, QUERY_R, QUERY_N, WARPS, STAGES, SOFTCAP>(g, index - with_keys, query_blocks, shared);
+    if (index < with_keys) backward_block<true, PIECES, D, KEY_R, KEY_N, WARPS, STAGES, SOFTCAP, PACKED>(g, index, key_blocks, shared);
+    else backward_block<false, PIECES, D, QUERY_R, QUERY_N, WARPS, STAGES, SOFTCAP, PACKED>(g, index - with_keys, query_blocks, shared);
 }

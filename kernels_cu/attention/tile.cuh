@@ -19,6 +19,11 @@ __device__ __forceinline__ int chunk_offset(int row, int chunk) {
     return (chunk / 8 * ROWS + row) * ROW_BYTES + (chunk % 8 ^ row % 8) * 16;
 }
 
+// Sums of more than 128 columns do not fit into registers twice. So in the backward of keys, PARTS warps (or warpgroups) own the same rows:
+// each computes all weights and its part of the columns of dk and dv.
+template <bool KEYS, int D>
+constexpr int PARTS = KEYS && D > 128 ? 2 : 1;
+
 // Strides in elements. The last dimension has stride 1.
 struct Strides {
     long long batch, head, row;
@@ -247,4 +252,54 @@ __device__ __forceinline__ Work work_of(int index, int blocks, int heads, int ba
     int here = min(section, heads * batches - number * section), rank = inside / here;
     int head = number * section + inside - rank * here;
     return {last_first ? blocks - 1 - rank : rank, head % heads, head / heads};
+}
+
+// ---- packed sequences. Sequence i has the tokens from bounds[i] to bounds[i + 1] - 1; bounds[0] counts as 0. The tokens behind the last
+// sequence are one more, number `sequences`, which sees nothing. Bounds that decrease or exceed `tokens` give some sequences, all inside.
+// Tiles of N tokens are numbered from begin / N + i on in sequence i. So tokens / N + sequences + 1 numbers are enough, some without rows.
+
+__device__ __forceinline__ int begin_of(const int* bounds, int i, int sequences, int tokens) {
+    return i == 0 ? 0 : i > sequences ? tokens : max(0, min(bounds[i], tokens));
+}
+
+// The sequence that has tile number `tile`.
+__device__ __forceinline__ int sequence_of(const int* bounds, int sequences, int tokens, int tile, int N) {
+    int low = 0, high = sequences + 1;
+    while (high - low > 1) {
+        int middle = (low + high) / 2;
+        if (begin_of(bounds, middle, sequences, tokens) / N + middle <= tile) low = middle;
+        else high = middle;
+    }
+    return low;
+}
+
+// The queries and keys of a sequence: how many, and the numbers of the first ones. Without packed sequences: all of a batch element.
+struct Sequence {
+    int queries, keys, first_query, first_key, number;
+
+    // Where the sequence's lse and delta begin, which are stored in tiles of N.
+    __device__ __forceinline__ int stats(int N) const { return (first_query / N + number) * N; }
+};
+
+// The sequence of a thread block that owns ROWS keys, if KEYS, or queries. Changes work.block to count from the sequence's begin on.
+template <bool PACKED, bool KEYS, int ROWS>
+__device__ __forceinline__ Sequence sequence_of(Work& work, const int* query_bounds, const int* key_bounds, int sequences, int queries,
+                                                int keys) {
+    if (!PACKED) return {queries, keys, 0, 0, 0};
+    int i = sequence_of(KEYS ? key_bounds : query_bounds, sequences, KEYS ? keys : queries, work.block, ROWS);
+    int query = begin_of(query_bounds, i, sequences, queries), key = begin_of(key_bounds, i, sequences, keys);
+    work.block -= (KEYS ? key : query) / ROWS + i;
+    bool last = i == sequences;
+    queries = last && KEYS ? 0 : max(0, begin_of(query_bounds, i + 1, sequences, queries) - query);
+    keys = last && !KEYS ? 0 : max(0, begin_of(key_bounds, i + 1, sequences, keys) - key);
+    return {queries, keys, query, key, i};
+}
+
+// The same in shared memory if PACKED, so that it occupies no registers in a loop.
+template <bool PACKED>
+__device__ __forceinline__ const Sequence& keep(Sequence& kept, const Sequence& found) {
+    if (!PACKED) return found;
+    if (threadIdx.x == 0) kept = found;
+    __syncthreads();
+    return kept;
 }

@@ -3,7 +3,7 @@
 // Operands   X, Y are fixed: K, V of 64 * WARPGROUPS keys, or Q, dO of as many queries. X', Y' move: tiles of N rows of the other two.
 //            s = X X'^T, dp = Y Y'^T, p = exp2(c s - lse), ds = p (dp - delta), dx += ds X', and with KEYS dy += p Y'. X is K: dx, dy are
 //            dk, dv. X is Q: dx is dq.
-// Blocks     each consumer warpgroup owns 64 rows of X and Y. One more warpgroup starts the copies (the producer). X', Y', and with KEYS
+// Blocks     each consumer warpgroup owns 64 rows of X and Y; with KEYS and D > 128 two share them (PARTS in tile.cuh). One more warpgroup starts the copies (the producer). X', Y', and with KEYS
 //            lse and delta of their queries, have a ring buffer of STAGES stages.
 // Overlap    s of the next tile is started before, and dp after, the sums of this one. So the tensor cores have work while the weights of
 //            the next tile are computed.
@@ -11,23 +11,25 @@
 #pragma once
 #include "wgmma_tile.cuh"
 
-template <int D, int N, int WARPGROUPS, int STAGES>
+template <bool KEYS, int D, int N, int WARPGROUPS, int STAGES>
 struct BackwardShape {
-    static constexpr int ROWS = 64 * WARPGROUPS, FIXED = PAGES<D> * ROWS * ROW_BYTES, TILE = PAGES<D> * N * ROW_BYTES;
+    static constexpr int ROWS = 64 * WARPGROUPS / PARTS<KEYS, D>, FIXED = PAGES<D> * ROWS * ROW_BYTES, TILE = PAGES<D> * N * ROW_BYTES;
     static constexpr int STATS = 2 * FIXED + 2 * STAGES * TILE, BARRIERS = STATS + STAGES * 2 * N * 4,
                          BYTES = BARRIERS + 8 * (1 + 2 * STAGES);
 };
 
-template <bool KEYS, typename T, int D, int N, int WARPGROUPS, int STAGES, int PER_SM, bool SOFTCAP>
+template <bool KEYS, typename T, int D, int N, int WARPGROUPS, int STAGES, int PER_SM, bool SOFTCAP, bool PACKED>
 __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), PER_SM)
     attention_v4_bwd(T* grad_x, T* grad_y, const __grid_constant__ CUtensorMap map_x, const __grid_constant__ CUtensorMap map_y,
                      const __grid_constant__ CUtensorMap map_moving_x, const __grid_constant__ CUtensorMap map_moving_y, const float* lse,
-                     const float* delta, Strides of_x, Strides of_y, int blocks, int heads, int batches, int group, int section,
-                     int queries, int keys, int padded, int window, int head_dim, bool causal, float before, float c, float scale) {
+                     const float* delta, const int* query_bounds, const int* key_bounds, Strides of_x, Strides of_y, int blocks, int heads,
+                     int batches, int group, int section, int queries, int keys, int padded, int stats_tile, int sequences, int window,
+                     int head_dim, bool causal, float before, float c, float scale) {
 #if __CUDA_ARCH__ == 900  // newer GPUs have no wgmma, and the kernel is not launched there
-    using Shape = BackwardShape<D, N, WARPGROUPS, STAGES>;
+    using Shape = BackwardShape<KEYS, D, N, WARPGROUPS, STAGES>;
     using Regs = Registers<WARPGROUPS, PER_SM>;
-    constexpr int ROWS = Shape::ROWS, FIXED = Shape::FIXED, TILE = Shape::TILE;
+    constexpr int ROWS = Shape::ROWS, FIXED = Shape::FIXED, TILE = Shape::TILE, COLUMNS = D / PARTS<KEYS, D>,
+                  PART = COLUMNS / 64 * ROW_BYTES;
     extern __shared__ __align__(1024) unsigned char shared[];  // X, Y, the ring of X', Y', the ring of lse, delta, mbarriers
     unsigned fixed = shared_address(shared), ring = fixed + 2 * FIXED, stats = fixed + Shape::STATS;
     unsigned full_fixed = fixed + Shape::BARRIERS, full = full_fixed + 8, empty = full + 8 * STAGES;
@@ -42,6 +44,9 @@ __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), PER_SM)
     __syncthreads();
     int owners = KEYS ? heads / group : heads;
     Work work = work_of(blockIdx.x, blocks, owners, batches, KEYS ? max(1, section / group) : section, !KEYS && causal);
+    Sequence of = sequence_of<PACKED, KEYS, ROWS>(work, query_bounds, key_bounds, sequences, queries, keys);
+    queries = of.queries, keys = of.keys;
+    if (PACKED && work.block * ROWS >= (KEYS ? keys : queries)) return;
     int first = work.block * ROWS, warpgroup = threadIdx.x / 128;
     // The moving tiles that a row of the block needs. Query i sees the keys from i + offset - window + 1 to i + offset.
     int offset = causal ? keys - queries : keys;
@@ -49,21 +54,23 @@ __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), PER_SM)
     int end = KEYS ? (min(queries, first + ROWS - 1 - offset + window) + N - 1) / N
                    : (min(keys, max(0, min(first + ROWS, queries) + offset)) + N - 1) / N;
     int head = KEYS ? work.head * group : work.head;
-    long long of_stats = ((long long)work.batch * heads + head) * padded;
+    long long of_stats = ((long long)work.batch * heads + head) * padded + of.stats(stats_tile);
     int tiles = max(0, end - begin) * (KEYS ? group : 1), tile = begin;
     if (warpgroup == WARPGROUPS) {
         fewer_registers<Regs::PRODUCER>();
         if (threadIdx.x == 128 * WARPGROUPS && tiles > 0) {
             mbarrier_arrive(full_fixed, 2 * FIXED);
-            load_tile<D, ROWS>(fixed, &map_x, full_fixed, first, work.head, work.batch);
-            load_tile<D, ROWS>(fixed + FIXED, &map_y, full_fixed, first, work.head, work.batch);
-            int moving_head = KEYS ? head : head / group;
+            int owned_begin = KEYS ? of.first_key : of.first_query, owned_count = KEYS ? keys : queries;
+            load_tile<D, ROWS, PACKED>(fixed, &map_x, full_fixed, first, work.head, work.batch, owned_begin, owned_count);
+            load_tile<D, ROWS, PACKED>(fixed + FIXED, &map_y, full_fixed, first, work.head, work.batch, owned_begin, owned_count);
+            int moving_head = KEYS ? head : head / group, begin_moving = KEYS ? of.first_query : of.first_key,
+                count = KEYS ? queries : keys;
             for (Position<STAGES> at; tiles > 0; tiles--, at.advance()) {
                 unsigned barrier = full + 8 * at.stage, to = ring + at.stage * 2 * TILE, to_stats = stats + at.stage * 2 * N * 4;
                 mbarrier_wait_in_block(empty + 8 * at.stage, at.phase ^ 1);
                 mbarrier_arrive(barrier, 2 * TILE + (KEYS ? 2 * N * 4 : 0));
-                load_tile<D, N>(to, &map_moving_x, barrier, tile * N, moving_head, work.batch);
-                load_tile<D, N>(to + TILE, &map_moving_y, barrier, tile * N, moving_head, work.batch);
+                load_tile<D, N, PACKED>(to, &map_moving_x, barrier, tile * N, moving_head, work.batch, begin_moving, count);
+                load_tile<D, N, PACKED>(to + TILE, &map_moving_y, barrier, tile * N, moving_head, work.batch, begin_moving, count);
                 if constexpr (KEYS) {
                     bulk_load(to_stats, lse + of_stats + tile * N, N * 4, barrier);
                     bulk_load(to_stats + N * 4, delta + of_stats + tile * N, N * 4, barrier);
@@ -73,14 +80,15 @@ __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), PER_SM)
         }
     } else {
         more_registers<Regs::CONSUMER>();
-        int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * 16, row = first + 64 * warpgroup;  // the warpgroup's first
+        int part = warpgroup % PARTS<KEYS, D>, owner = warpgroup / PARTS<KEYS, D>, lane = threadIdx.x % 32;
+        int warp_row = 64 * owner + threadIdx.x % 128 / 32 * 16, row = first + 64 * owner;  // the warpgroup's first
         int mine = first + warp_row + lane / 4;
-        float s[N / 8][4], dp[N / 8][4], dx[1][D / 8][4] = {}, dy[1][D / 8][4] = {}, of_row[2][2];
-        unsigned p[N / 16][4], ds[N / 16][4], x = fixed + 64 * warpgroup * ROW_BYTES;
+        float s[N / 8][4], dp[N / 8][4], dx[1][COLUMNS / 8][4] = {}, dy[1][COLUMNS / 8][4] = {}, of_row[2][2];
+        unsigned p[N / 16][4], ds[N / 16][4], x = fixed + 64 * owner * ROW_BYTES;
         if constexpr (!KEYS)
 #pragma unroll
             for (int i = 0; i < 2; i++) {
-                int query = min(mine + 8 * i, padded - 1);
+                int query = min(mine + 8 * i, queries - 1);
                 of_row[0][i] = lse[of_stats + query], of_row[1][i] = delta[of_stats + query];
             }
         Position<STAGES> at;
@@ -93,8 +101,9 @@ __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), PER_SM)
             wgmma_commit();
         };
         auto start_sums = [&](int stage) {
-            if constexpr (KEYS) start_product<T, D>(dy[0], p, ring + stage * 2 * TILE + TILE);
-            start_product<T, D>(dx[0], ds, ring + stage * 2 * TILE);
+            unsigned columns = ring + stage * 2 * TILE + part * N * PART;
+            if constexpr (KEYS) start_product<T, COLUMNS>(dy[0], p, columns + TILE);
+            start_product<T, COLUMNS>(dx[0], ds, columns);
             wgmma_commit();
         };
         if (tiles > 0) {
@@ -153,14 +162,15 @@ __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), PER_SM)
             wgmma_wait<0>(dx[0]);
             written(dy[0]);
         }
-        barrier_of(1 + warpgroup, 128);  // all warps are done with X and Y
+        barrier_of(1 + owner, 128 * PARTS<KEYS, D>);  // all warps are done with X and Y
         float factor[1][2] = {scale, scale}, one[1][2] = {1, 1};
-        int from = first + warp_row, left = (KEYS ? keys : queries) - from;
-        T* to = grad_x + work.batch * of_x.batch + work.head * of_x.head + from * of_x.row;
-        store_rows<T, D, ROWS>(to, of_x.row, left, head_dim, dx, factor, shared + warp_row * ROW_BYTES);
+        int left = (KEYS ? keys : queries) - first - warp_row, from = first + warp_row + (KEYS ? of.first_key : of.first_query);
+        T* to = grad_x + work.batch * of_x.batch + work.head * of_x.head + from * of_x.row + part * COLUMNS;
+        unsigned char* rows = shared + warp_row * ROW_BYTES + part * ROWS * PART;
+        store_rows<T, COLUMNS, ROWS>(to, of_x.row, left, head_dim - part * COLUMNS, dx, factor, rows);
         if constexpr (KEYS) {
-            to = grad_y + work.batch * of_y.batch + work.head * of_y.head + from * of_y.row;
-            store_rows<T, D, ROWS>(to, of_y.row, left, head_dim, dy, one, shared + FIXED + warp_row * ROW_BYTES);
+            to = grad_y + work.batch * of_y.batch + work.head * of_y.head + from * of_y.row + part * COLUMNS;
+            store_rows<T, COLUMNS, ROWS>(to, of_y.row, left, head_dim - part * COLUMNS, dy, one, rows + FIXED);
         }
     }
 #endif

@@ -32,11 +32,15 @@ struct Position {
 template <int D>
 constexpr int PAGES = (D + 63) / 64;
 
-// Load ROWS rows of one head, from `first` on, into the pages of a tile.
-template <int D, int ROWS>
-__device__ __forceinline__ void load_tile(unsigned tile, const CUtensorMap* map, unsigned full, int first, int head, int batch) {
+// Load ROWS rows of one head, from `first` on, into the pages of a tile. Rows behind the end are zeros. That is the tensor's end; of packed
+// sequences it is the sequence's: `count` rows behind `begin`. Their map has ROWS x (tokens + 1) rows in place of rows and batch, and {x, y}
+// is token x + y - ROWS, which is outside from x = ROWS on (the Python side: wgmma._map).
+template <int D, int ROWS, bool PACKED>
+__device__ __forceinline__ void load_tile(unsigned tile, const CUtensorMap* map, unsigned full, int first, int head, int batch, int begin,
+                                          int count) {
+    int end = min(first + ROWS, count), x = PACKED ? first + ROWS - end : first, y = PACKED ? begin + end : batch;
 #pragma unroll
-    for (int i = 0; i < PAGES<D>; i++) tma_load(tile + i * ROWS * ROW_BYTES, map, full, {64 * i, first, head, batch});
+    for (int i = 0; i < PAGES<D>; i++) tma_load(tile + i * ROWS * ROW_BYTES, map, full, {64 * i, x, head, y});
 }
 
 // The descriptor of a place in a tile, without its high half: it is added to, and then descriptor_of completes it. The compiler must not

@@ -505,6 +505,25 @@ ATTENTION = Problem(
 )
 
 
+def launch_packed(kernel: Kernel, out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: torch.Tensor) -> None:
+    sequences = len(bounds) - 1
+    kernel(out, q, k, v, bounds, len(q), sequences, grid=len(q) // 64 + sequences + 1, block=128, shared=3 * 64 * 128)
+
+
+def packed_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
+    """Not causal, with exponentials to base 2."""
+    sequence = torch.bucketize(torch.arange(len(q), device=q.device), bounds.long(), right=True)
+    return (q @ k.mT * math.log(2)).masked_fill(sequence[:, None] != sequence, -torch.inf).softmax(-1) @ v
+
+
+def packed_inputs(device: str) -> Iterable[Tensors]:
+    for bounds in ([0, 3, 3, 4], [0, 70, 130]):
+        yield *(draw(device, bounds[-1], 64).half() for _ in range(3)), torch.tensor(bounds, dtype=torch.int32, device=device)
+
+
+PACKED = Problem(packed_rows, packed_inputs, launch_packed, sums=True, scale=lambda q, k, v, bounds: packed_rows(q, k, v.abs(), bounds))
+
+
 def launch_float_products(kernel: Kernel, out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     kernel(out, a, b, len(a), grid=-(-len(a) // 64), block=128, shared=2 * 3 * 64 * 128)
 
@@ -703,6 +722,7 @@ CASES = [
          "__syncthreads();", Reported(sim.Race, "copy_tile<64, 64, 128>(tile + 8192", f"writes .*{BARRIER}")),
     Case("attention/pieces.cu", "float_products<__nv_bfloat16>", FLOAT_PRODUCTS, "a missing factor",
          "if (i != 1 || sum != 2) multiply_blocks", "multiply_blocks"),
+    Case("attention/packed.cu", "packed_rows<__half>", PACKED, "a missing mask", ">= rows) x", ">= of.keys) x"),
     Case("attention/wgmma_wait.cu", "attention_rows<__half>", ATTENTION, "a missing wait", "wgmma_wait<1>(sums[0])",
          "wgmma_wait<0>(sums[0])", Reported(sim.Race, "store_rows<T, 64, 64>", "wgmma")),
     Case("kron_linear/mask.cu", "kron_fibers", FACTOR, "a missing mask", "value = inside ?", "value = inside && k0 + k < p ?",

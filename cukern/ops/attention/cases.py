@@ -1,5 +1,6 @@
-"""The registry's ops: attention of matrices, attention_grouped with every option, attention_packed, and attention_decode."""
+"""The registry's ops: attention of matrices, attention_grouped with every option, attention_packed, attention_varlen, attention_decode."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -9,8 +10,8 @@ from torch import Tensor
 
 from cukern.ops.attention import plan
 from cukern.ops.attention.fused import parts
-from cukern.ops.attention.op import VERSIONS, attention, attention_packed
-from cukern.ops.attention.reference import Options, hidden_keys, reference, repeated
+from cukern.ops.attention.op import VERSIONS, attention, attention_packed, attention_varlen
+from cukern.ops.attention.reference import Lengths, Options, hidden_keys, reference, repeated
 from cukern.runtime import checks
 from cukern.runtime.registry import Cost, Op, Tensors, register
 
@@ -37,6 +38,17 @@ def _make_packed(dims: Sequence[int], dtype: torch.dtype, device: torch.device |
     return (torch.randn(1, T, 3, heads, D, dtype=dtype, device=device),)
 
 
+def varlen_bounds(tokens: int, sequences: int) -> list[int]:
+    """cu_seqlens of attention_varlen: sequences whose lengths grow."""
+    return [tokens * i * i // sequences**2 for i in range(sequences + 1)]
+
+
+def _make_varlen(dims: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> tuple[Tensor, ...]:
+    tokens, sequences, heads, D = dims
+    tensors = (torch.randn(tokens, heads, D, dtype=dtype, device=device) for _ in range(3))
+    return *tensors, torch.tensor(varlen_bounds(tokens, sequences), dtype=torch.int32, device=device)
+
+
 def _make_decode(dims: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> tuple[Tensor, ...]:
     """One query per sequence and head."""
     batch, kv_heads, group, T, D = dims
@@ -60,12 +72,17 @@ def _packed_reference(qkv: Tensor) -> Tensor:
     return reference(*parts(qkv), _options(qkv.shape[-1]))[0].transpose(1, 2)
 
 
-def _sizes(softcap: float, q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> tuple[Tensor, ...]:
+def _varlen_reference(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    return reference(q, k, v, _options(q.shape[-1]), (cu_seqlens, cu_seqlens))[0][0].transpose(0, 1)
+
+
+def _sizes(softcap: float, q: Tensor, k: Tensor, v: Tensor, g: Tensor, lengths: Lengths = None) -> tuple[Tensor, ...]:
     """Of (batch, heads, rows, D): the sums of the absolute values of all terms of out, dq, dk and dv. The error of an exponent is one of
     its whole row. The softcap's slope, which is at most 1, is left out."""
     heads, kv_heads, scale = q.shape[1], k.shape[1], q.shape[-1] ** -0.5
     k, v = repeated(k, heads), repeated(v, heads)
-    scores, hidden = q @ k.mT * scale, hidden_keys(q, k)
+    scores, hidden = q @ k.mT * scale, hidden_keys(q, k, lengths)
     scores = softcap * torch.tanh(scores / softcap) if softcap else scores
     q, k, v, g = (x.abs() for x in (q, k, v, g))
     weights = torch.softmax(scores.masked_fill(hidden, -torch.inf), -1).nan_to_num()  # a row without a visible key is 0
@@ -86,6 +103,11 @@ def _packed_magnitude(inputs: Tensors, douts: Tensors) -> Tensors:
     return out.transpose(1, 2), torch.stack([x.transpose(1, 2) for x in grads], 2)
 
 
+def _varlen_magnitude(inputs: Tensors, douts: Tensors) -> Tensors:
+    q, k, v, g = (x.transpose(0, 1)[None] for x in (*inputs[:3], *douts))
+    return tuple(x[0].transpose(0, 1) for x in _sizes(0.0, q, k, v, g, (inputs[3], inputs[3])))
+
+
 def _decode_magnitude(inputs: Tensors, douts: Tensors) -> Tensors:
     return _sizes(0.0, *inputs, *douts)[:1]
 
@@ -102,6 +124,15 @@ def _cost(names: str, group: int, dims: Sequence[int], itemsize: int) -> dict[st
     backward = Cost((4 * group + 4) * size, 5 * flops // 2)
     every = {f"bwd:{name}": backward for name in names} if len(names) > 1 else {}
     return {"fwd": Cost((2 * group + 2) * size, flops), "bwd": backward, **every}
+
+
+def _varlen_cost(dims: Sequence[int], itemsize: int) -> dict[str, Cost]:
+    tokens, sequences, heads, D = dims
+    bounds = varlen_bounds(tokens, sequences)
+    size = heads * tokens * D * itemsize
+    flops = 2 * heads * D * sum((b - a) * (b - a + 1) for a, b in itertools.pairwise(bounds))
+    backward = Cost(8 * size, 5 * flops // 2)
+    return {"fwd": Cost(4 * size, flops), "bwd": backward, **{f"bwd:{name}": backward for name in "qkv"}}
 
 
 def _register(name: str, function: Callable[..., Any], names: tuple[str, ...], group: int, **others: Any) -> None:
@@ -124,6 +155,12 @@ _register(
 _register(
     "attention_packed", attention_packed, ("qkv",), 1, reference=_packed_reference, make=_make_packed, magnitude=_packed_magnitude,
     check_dims=((1, 1, 8), (3, 200, 64), (2, 130, 128)), sim_dims=((1, 1, 8), (2, 20, 8)), bench_dims=((48, 1024, 64), (16, 1024, 128)),
+)  # fmt: skip
+_register(
+    "attention_varlen", attention_varlen, ("q", "k", "v", "cu_seqlens"), 1, reference=_varlen_reference, make=_make_varlen,
+    magnitude=_varlen_magnitude, dims="TOKENS SEQUENCES HEADS D", cost=_varlen_cost,
+    check_dims=((9, 4, 2, 8), (1000, 7, 3, 64), (700, 3, 2, 128), (300, 40, 2, 72)), sim_dims=((9, 4, 2, 8), (150, 3, 1, 16)),
+    bench_dims=((8192, 8, 12, 64), (8192, 4, 16, 128)),  # v1 and the check hold tokens x tokens scores
 )  # fmt: skip
 _register(
     "attention_decode", attention, ("q", "k", "v"), 1, reference=_decode_reference, make=_make_decode, magnitude=_decode_magnitude,

@@ -13,9 +13,7 @@ _DECODE, _SUM = (Template("attention/attention.cu", f"attention_decode{name}", p
 
 
 def instances(dtype: torch.dtype) -> list[Kernel]:
-    return [
-        kernel for d in (64, plan.MOST_HEAD_DIM) for kernel in (*(_kernel(dtype, d, softcap) for softcap in (False, True)), _sum(dtype, d))
-    ]
+    return [kernel for d in plan.HEAD_DIMS for kernel in (*(_kernel(dtype, d, softcap) for softcap in (False, True)), _sum(dtype, d))]
 
 
 def _kernel(dtype: torch.dtype, d: int, softcap: bool) -> Kernel:

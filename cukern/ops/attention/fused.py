@@ -1,5 +1,6 @@
 """The fused kernels of attention, without the matrix of scores: raw ops and autograd. Math: kernels_cu/attention/attention.cu."""
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -10,6 +11,7 @@ from torch import Tensor
 from cukern.ops.attention import decode, plan, wgmma
 from cukern.ops.attention.pieces import SPLIT, empty_pieces, operand, pieces_of, split
 from cukern.ops.attention.reference import Options, reference
+from cukern.ops.attention.wgmma import Bounds
 from cukern.runtime.higher import gradients, tangents
 from cukern.runtime.kernel import Kernel, Template
 from cukern.runtime.registry import Differentiable, apply_of, each, raw_op, save, watched
@@ -23,14 +25,19 @@ _LEAST_SCALE = 1e-30  # a smaller factor of scores counts as this one: 0 times -
 def supported(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """True if the kernels take these dtypes and head dimensions."""
     d = q.shape[-1]
-    return q.dtype in DTYPES and d == v.shape[-1] and 0 < d <= plan.MOST_HEAD_DIM and d % 8 == 0
+    return q.dtype in DTYPES and d == v.shape[-1] and 0 < d <= most_head_dim(q.dtype) and d % 8 == 0
+
+
+def most_head_dim(dtype: torch.dtype) -> int:
+    return plan.MOST_FLOAT_HEAD_DIM if dtype == torch.float32 else plan.MOST_HEAD_DIM
 
 
 def instances(dtype: torch.dtype) -> list[Kernel]:
-    dims = (64, plan.MOST_HEAD_DIM) if dtype in DTYPES else ()
+    dims = [d for d in (64, 128, 256) if d <= most_head_dim(dtype)] if dtype in DTYPES else []
     pieces = (2, 3) if dtype == torch.float32 else (1,)
     makers = _forward_kernel, _backward_kernel
-    kernels = [make(dtype, n, d, softcap) for make in makers for n in pieces for d in dims for softcap in (False, True)]
+    options = itertools.product(makers, pieces, dims, (False, True), (False, True))
+    kernels = [make(dtype, n, d, softcap, packed) for make, n, d, softcap, packed in options]
     kernels += [_preprocess_kernel(dtype, n, d) for n in pieces for d in dims]
     if dtype == torch.float32:
         return kernels + [SPLIT[operand(dtype), n, d] for n in pieces for d in dims]
@@ -41,15 +48,15 @@ def wgmma_instances(dtype: torch.dtype) -> list[Kernel]:
     return instances(dtype) + (wgmma.instances(dtype) if dtype in DTYPES and dtype.itemsize == 2 else [])
 
 
-def _forward_kernel(dtype: torch.dtype, pieces: int, d: int, softcap: bool) -> Kernel:
-    tile = plan.FORWARD[pieces, d][softcap]
-    return _FORWARD[dtype, operand(dtype), pieces, d, tile.rows, tile.columns, tile.warps, tile.stages, tile.per_sm, softcap]
+def _forward_kernel(dtype: torch.dtype, pieces: int, d: int, softcap: bool, packed: bool) -> Kernel:
+    tile = plan.forward_tile(pieces, d, softcap, packed)
+    return _FORWARD[dtype, operand(dtype), pieces, d, tile.rows, tile.columns, tile.warps, tile.stages, tile.per_sm, softcap, packed]
 
 
-def _backward_kernel(dtype: torch.dtype, pieces: int, d: int, softcap: bool) -> Kernel:
-    tile = plan.BACKWARD[pieces, d][softcap]
+def _backward_kernel(dtype: torch.dtype, pieces: int, d: int, softcap: bool, packed: bool) -> Kernel:
+    tile = plan.BACKWARD[pieces, d][softcap or packed]
     queries = tile.queries
-    key = dtype, operand(dtype), pieces, d, *tile.keys[:2], *queries[:3], queries.stages, queries.per_sm, softcap
+    key = dtype, operand(dtype), pieces, d, *tile.keys[:2], *queries[:3], queries.stages, queries.per_sm, softcap, packed
     return _BACKWARD[key]
 
 
@@ -57,7 +64,9 @@ def _preprocess_kernel(dtype: torch.dtype, pieces: int, d: int) -> Kernel:
     return _PREPROCESS[dtype, operand(dtype), pieces, d]
 
 
-# ---- launches: q (batch, heads, queries, D), k and v (batch, kv heads, keys, D)
+# ---- launches: q (batch, heads, queries, D), k and v (batch, kv heads, keys, D). Packed sequences have batch 1, and Bounds
+
+_WHOLE = Bounds()
 
 
 def _like(x: Tensor) -> Tensor:
@@ -84,30 +93,35 @@ def _factors(options: Options) -> tuple[float, float]:
     return (scale / softcap, softcap / math.log(2)) if softcap else (1.0, max(scale / math.log(2), _LEAST_SCALE))
 
 
-def _launch(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    options, (out, lse) = Options(*rest), _fake(q, k, v)
+def _launch(q: Tensor, k: Tensor, v: Tensor, *rest: Any, bounds: Bounds = _WHOLE) -> tuple[Tensor, Tensor]:
+    options, (out, lse), sequences = Options(*rest), _fake(q, k, v), bounds.sequences
     (batch, heads, queries, d), keys, group = q.shape, k.shape[2], q.shape[1] // max(1, k.shape[1])
     if not lse.numel():
         return out, lse
     q, k, v = (_aligned(x, options) for x in (q, k, v))
     device, padded, pieces = q.get_device(), plan.padded_head_dim(d), pieces_of(q.dtype)
-    softcap = options.softcap != 0
-    if not options.window and plan.decodes(queries, keys, d):
+    softcap, packed = options.softcap != 0, sequences >= 0
+    if not (options.window or packed) and plan.decodes(queries, keys, d):
         if pieces > 1:
             found = reference(q, k, v, options)
             return out.copy_(found[0]), lse.copy_(found[1])
         decode.launch(out, lse, q, k, v, None, wgmma.strides(out, q, k, v), options.causal, softcap, _factors(options))
         return out, lse
     if options.wgmma and keys and wgmma.supported(q, k, v):
-        wgmma.forward(out, lse, q, k, v, options, _factors(options))
+        wgmma.forward(out, lse, q, k, v, options, _factors(options), bounds)
         return out, lse
-    (k, v), tile = split(pieces, k, v), plan.FORWARD[pieces, padded][softcap]
-    blocks = -(-queries // tile.rows)
-    numbers = blocks, heads, batch, group, plan.section(keys, d, group, batch * heads), queries, keys, d, options.causal
-    launch = _forward_kernel(q.dtype, pieces, padded, softcap).on(device)
+    (k, v), tile = split(pieces, k, v), plan.forward_tile(pieces, padded, softcap, packed)
+    blocks = plan.tiles(queries, tile.rows, sequences)
+    numbers = blocks, heads, batch, group, plan.section(keys, d, group, batch * heads), queries, keys, sequences, d, options.causal
+    launch = _forward_kernel(q.dtype, pieces, padded, softcap, packed).on(device)
     grid, shared = (blocks * batch * heads, 1, 1), tile.forward_bytes(padded, pieces)
-    launch(grid, (32 * tile.warps, 1, 1), shared, *pointers(out, lse, q, k, v), *wgmma.strides(out, q, k, v), *numbers, *_factors(options))
+    addresses = pointers(out, lse, q, k, v, *bounds)
+    launch(grid, (32 * tile.warps, 1, 1), shared, *addresses, *wgmma.strides(out, q, k, v), *numbers, *_factors(options))
     return out, lse
+
+
+def _launch_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, cu_seqlens_k: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return _launch(q, k, v, *rest, bounds=Bounds(cu_seqlens, cu_seqlens_k))
 
 
 def _launch_with_lengths(q: Tensor, k: Tensor, v: Tensor, key_lengths: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -126,8 +140,9 @@ def _fake(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 
 
 def _write_gradients(
-    grads: tuple[Tensor, ...], inputs: tuple[Tensor, ...], dout: Tensor, lse: Tensor, dlse: Tensor | None, options: Options
-) -> None:
+    grads: tuple[Tensor, ...], inputs: tuple[Tensor, ...], dout: Tensor, lse: Tensor, dlse: Tensor | None, options: Options,
+    bounds: Bounds = _WHOLE,
+) -> None:  # fmt: skip
     """Write dq, dk and dv. `inputs`: q, k, v and out."""
     q, k, v, out = (_aligned(x, options) for x in inputs)
     (batch, heads, queries, d), keys, group = q.shape, k.shape[2], q.shape[1] // max(1, k.shape[1])
@@ -135,33 +150,43 @@ def _write_gradients(
         for x in grads:
             x.zero_()
         return
-    dout, lse, dlse = _aligned(dout, options), lse.contiguous(), None if dlse is None else dlse.resolve_neg().contiguous()
-    device, padded_d, pieces = q.get_device(), plan.padded_head_dim(d), pieces_of(q.dtype)
-    softcap = options.softcap != 0
-    tile, by_wgmma = plan.BACKWARD[pieces, padded_d][softcap], options.wgmma and wgmma.supported(q, k, v, dout)
+    dout, padded_d, pieces, sequences = _aligned(dout, options), plan.padded_head_dim(d), pieces_of(q.dtype), bounds.sequences
+    softcap, packed = options.softcap != 0, sequences >= 0
+    tile = plan.BACKWARD[pieces, padded_d][softcap or packed]
+    by_wgmma = options.wgmma and wgmma.supported(q, k, v, dout)
     columns = (plan.WGMMA_BACKWARD[plan.wgmma_head_dim(d)] if by_wgmma else tile).keys.columns
-    padded = -(-queries // columns) * columns  # as many queries as are copied together
-    stats = torch.empty((2, batch * heads, padded), dtype=torch.float32, device=q.device)
-    per_block = 256 // (padded_d // 8)  # rows
-    dout_pieces = empty_pieces(dout, pieces) if pieces > 1 else None
-    _preprocess_kernel(q.dtype, pieces, padded_d).on(device)(
-        (batch * heads * -(-padded // per_block), 1, 1), (256, 1, 1), 0,
-        *pointers(stats[0], stats[1], dout_pieces, out, dout, lse, dlse), *wgmma.strides(out, dout), heads, queries, padded, d,
-    )  # fmt: skip
+    stats, dout_pieces = _stats(out, dout, lse, dlse, columns, pieces, bounds)
     if by_wgmma:
-        return wgmma.backward(grads, q, k, v, dout, stats, options, _factors(options))
+        return wgmma.backward(grads, q, k, v, dout, stats, options, _factors(options), bounds)
     dtype, (k, v, q) = q.dtype, split(pieces, k, v, q)
     dout = dout if dout_pieces is None else dout_pieces[:, :, :, 0]
-    key_blocks, query_blocks = -(-keys // tile.keys.rows), -(-queries // tile.queries.rows)
+    key_blocks, query_blocks = plan.tiles(keys, tile.keys.rows, sequences), plan.tiles(queries, tile.queries.rows, sequences)
     section = plan.section(keys, d, group, batch * heads)
-    numbers = key_blocks, query_blocks, heads, batch, group, section, queries, keys, padded, d, options.causal
+    numbers = key_blocks, query_blocks, heads, batch, group, section, queries, keys, stats.shape[2], columns, sequences, d, options.causal
     grid = batch * (key_blocks * (heads // group) + query_blocks * heads), 1, 1
     before, c = _factors(options)
-    _backward_kernel(dtype, pieces, padded_d, softcap).on(device)(
+    _backward_kernel(dtype, pieces, padded_d, softcap, packed).on(q.get_device())(
         grid, (32 * tile.keys.warps, 1, 1), tile.backward_bytes(padded_d, pieces),
-        *pointers(*grads, q, k, v, dout, stats[0], stats[1]), *wgmma.strides(*grads, q, k, v, dout),
+        *pointers(*grads, q, k, v, dout, stats[0], stats[1], *bounds), *wgmma.strides(*grads, q, k, v, dout),
         *numbers, before, c * math.log(2) if pieces > 1 else c, options.scale,
     )  # fmt: skip
+
+
+def _stats(
+    out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None, columns: int, pieces: int, bounds: Bounds
+) -> tuple[Tensor, Tensor | None]:
+    """What the backward needs of each query: lse and delta, (2, batch * heads, queries padded to tiles of `columns`), and dout's pieces."""
+    (batch, heads, queries, d), lse, dlse = out.shape, lse.contiguous(), None if dlse is None else dlse.resolve_neg().contiguous()
+    padded, padded_d = plan.tiles(queries, columns, bounds.sequences) * columns, plan.padded_head_dim(d)
+    stats = torch.empty((2, batch * heads, padded), dtype=torch.float32, device=out.device)
+    per_block = 256 // (padded_d // 8)  # rows
+    dout_pieces = empty_pieces(dout, pieces) if pieces > 1 else None
+    _preprocess_kernel(out.dtype, pieces, padded_d).on(out.get_device())(
+        (batch * heads * -(-padded // per_block), 1, 1), (256, 1, 1), 0,
+        *pointers(stats[0], stats[1], dout_pieces, out, dout, lse, dlse, bounds.queries), *wgmma.strides(out, dout),
+        heads, queries, padded, columns, bounds.sequences, d,
+    )  # fmt: skip
+    return stats, dout_pieces
 
 
 def _launch_backward(
@@ -169,6 +194,15 @@ def _launch_backward(
 ) -> tuple[Tensor, ...]:
     grads = _fake_backward(q, k, v)
     _write_gradients(grads, (q, k, v, out), dout, lse, dlse, Options(*rest))
+    return grads
+
+
+def _launch_varlen_backward(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, cu_seqlens_k: Tensor,
+    out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None, *rest: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    grads = _fake_backward(q, k, v)
+    _write_gradients(grads, (q, k, v, out), dout, lse, dlse, Options(*rest), Bounds(cu_seqlens, cu_seqlens_k))
     return grads
 
 
@@ -204,6 +238,11 @@ _with_lengths = raw_op(
 _backward = raw_op(
     f"_attention_backward(Tensor q, Tensor k, Tensor v, {_GRADS}) -> (Tensor, Tensor, Tensor)", 7, _launch_backward, _fake_backward
 )
+_VARLEN = "Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, Tensor cu_seqlens_k"
+_varlen = raw_op(f"_attention_varlen({_VARLEN}, {_SCALARS}) -> (Tensor, Tensor)", 5, _launch_varlen, _fake)
+_varlen_backward = raw_op(
+    f"_attention_varlen_backward({_VARLEN}, {_GRADS}) -> (Tensor, Tensor, Tensor)", 9, _launch_varlen_backward, _fake_backward
+)
 _packed_backward = raw_op(f"_attention_packed_backward(Tensor qkv, {_GRADS}) -> Tensor", 5, _launch_packed_backward, _fake_packed_backward)
 
 # ---- autograd: the outputs are out and lse
@@ -212,11 +251,12 @@ _OPTIONS = len(Options._fields)
 
 
 class _Attention(Differentiable):
-    """(q, k, v, *Options) or (qkv, *Options) -> out, lse. The gradient of qkv is one tensor, without copies of its parts."""
+    """(q, k, v, *Options), (q, k, v, cu_seqlens, cu_seqlens_k, *Options) or (qkv, *Options) -> out, lse. The gradient of qkv is one tensor,
+    without copies of its parts."""
 
     @staticmethod
     def forward(*args):
-        return _forward(*_separate(args[:-_OPTIONS]), *args[-_OPTIONS:])
+        return _raw(args[:-_OPTIONS])(*_separate(args[:-_OPTIONS]), *args[-_OPTIONS:])
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -232,9 +272,10 @@ class _Attention(Differentiable):
         if watched(*inputs, dout, dlse) and not torch.compiler.is_compiling():
             return *gradients(_reference, (*inputs, ctx.options), (dout, dlse))[:-1], *(None,) * _OPTIONS
         dout = torch.zeros_like(out) if dout is None else dout
-        kernels = _backward if len(inputs) == 3 else _packed_backward
+        kernels = {1: _packed_backward, 3: _backward, 5: _varlen_backward}[len(inputs)]
         grads = kernels(*inputs, out, dout, lse, dlse, *ctx.options)
-        return *(grads if len(inputs) == 3 else (grads,)), *(None,) * _OPTIONS
+        grads = (grads,) if len(inputs) == 1 else grads
+        return *grads, *(None,) * (len(inputs) - len(grads) + _OPTIONS)
 
     @staticmethod
     def tangent(ctx, *tangents_in):
@@ -247,20 +288,24 @@ class _Attention(Differentiable):
 
 
 def _separate(inputs: Sequence[Any]) -> Sequence[Any]:
-    return inputs if len(inputs) == 3 else parts(inputs[0])
+    return inputs if len(inputs) > 1 else parts(inputs[0])
+
+
+def _raw(inputs: Sequence[Any]) -> Any:
+    return _varlen if len(inputs) == 5 else _forward
 
 
 def _reference(*args: Any) -> tuple[Tensor, Tensor]:
-    q, k, v = _separate(args[:-1])
-    return reference(q, k, v, args[-1])
+    q, k, v, *bounds = _separate(args[:-1])
+    return reference(q, k, v, args[-1], tuple(bounds) or None)
 
 
 _apply = apply_of(_Attention)
 
 
 def fused(inputs: Sequence[Tensor], options: Options) -> tuple[Tensor, Tensor]:
-    """out (batch, heads, queries, D) and lse of (q, k, v) or (qkv,)."""
-    return _apply(*inputs, *options) if watched(*inputs) else _forward(*_separate(inputs), *options)
+    """out (batch, heads, queries, D) and lse of (q, k, v), (q, k, v, cu_seqlens, cu_seqlens_k) or (qkv,)."""
+    return _apply(*inputs, *options) if watched(*inputs) else _raw(inputs)(*_separate(inputs), *options)
 
 
 def with_lengths(q: Tensor, k: Tensor, v: Tensor, key_lengths: Tensor, options: Options) -> tuple[Tensor, Tensor]:

@@ -5,12 +5,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cukern.ops.attention import fused, materialised, plan, wgmma
+from cukern.ops.attention import fused, materialised, wgmma
 from cukern.ops.attention.reference import Options, reference
 from cukern.ops.causal_softmax import checked_sink
 from cukern.ops.softmax import checked_scale
 from cukern.runtime import backend, checks, interop
-from cukern.runtime.registry import Version, choose
+from cukern.runtime.registry import Version, choose, transformed
 
 
 def attention(
@@ -43,9 +43,9 @@ def attention(
             "v1": scores are scaled and masked by torch, then cukern.softmax, whose version `cukern.use("softmax", ...)` chooses.
             "v2": cukern.causal_softmax. Options other than scale, and grouped heads, take v1.
             "v3": one fused kernel without the matrix of scores, for float16, bfloat16 and float32, compute capability 8.0 and newer, and
-                a head_dim that is a multiple of 8, at most 128, and equals value_dim. float64 takes v2. So do other head dimensions by
-                default. Up to 16 queries of many keys, as in decoding with a cache, take a kernel that splits the keys over thread
-                blocks; in float32 torch's operations.
+                a head_dim that is a multiple of 8, at most 256 (float32: 128), and equals value_dim. float64 takes v2. So do other head
+                dimensions by default. Up to 16 queries of many keys, as in decoding with a cache, take a kernel that splits the keys over
+                thread blocks, for head_dim up to 128; in float32 torch's operations.
             "v4": v3 by Hopper's wgmma and TMA (compute capability 9.0), also with a window. Calls that v4 has no kernels for take v3's.
             "sdpa": torch's scaled_dot_product_attention. It has no second derivative, no softcap and no lse, and on a GPU its gradients
                 may differ from run to run.
@@ -120,6 +120,77 @@ def attention_packed(
     return (out.transpose(1, 2), lse) if return_lse else out.transpose(1, 2)
 
 
+def attention_varlen(
+    q: Any, k: Any, v: Any, cu_seqlens: Any, cu_seqlens_k: Any = None, *, causal: bool = True, scale: float | None = None,
+    softcap: float | None = None, window: int | None = None, sink: Any = None, return_lse: bool = False, version: str | None = None,
+) -> Any:  # fmt: skip
+    """`attention` of sequences of different lengths, packed without padding: each query sees keys of its own sequence only. Differentiable.
+
+        cu_seqlens = torch.tensor([0, 40, 41, 60], device="cuda", dtype=torch.int32)  # three sequences, of 40, 1 and 19 tokens
+        q, k, v = (torch.randn(60, 12, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+        cukern.attention_varlen(q, k, v, cu_seqlens).square().sum().backward()
+
+    Args:
+        q: (tokens, heads, head_dim). k: (key tokens, kv_heads, head_dim), v: (key tokens, kv_heads, value_dim). dtypes as in `attention`.
+        cu_seqlens: int32 or int64 (sequences + 1,), on q's device: 0, then the end of each sequence's queries; the last is q's number of
+            tokens. int32 saves a conversion.
+        cu_seqlens_k: the same for the keys; None: cu_seqlens. A sequence may have other numbers of queries and of keys, and none.
+        causal, scale, softcap, window, sink, return_lse: see `attention`, for each sequence. In each, the last query sees all keys.
+        version: as in `attention`, without "sdpa". "v1" and "v2", CPU tensors, and calls that v3 and v4 have no kernels for compute one
+            matrix of scores of all tokens. So do higher and forward-mode derivatives.
+
+    The lengths stay on the GPU, so nothing waits for it, and a CUDA graph can be replayed with other lengths. No longest length is needed.
+
+    Returns (tokens, heads, value_dim); with `return_lse` also lse, (heads, tokens). Errors as in `attention`. Raises TypeError if
+    cu_seqlens is not int32 or int64; ValueError for its shape or device, for different numbers of sequences, and for CPU tensors if it does
+    not begin at 0, decreases, or does not end at the number of tokens. On a GPU these three are not checked, because reading them would
+    synchronise. There the first counts as 0, tokens behind the last sequence give 0, and bounds that decrease or are too large give wrong
+    results, but nothing is read or written out of bounds.
+    """
+    checks.version("attention", version, (*VERSIONS, "sdpa"))
+    tensors = [interop.to_torch(name, x) for name, x in (("q", q), ("k", k), ("v", v))]
+    if [x.ndim for x in tensors] != [3, 3, 3]:
+        shapes = [tuple(x.shape) for x in tensors]
+        raise ValueError(f"q, k and v must be (tokens, heads, D), (key tokens, kv_heads, D) and (key tokens, kv_heads, E), got {shapes}")
+    q, k, v = _checked(*(x.transpose(0, 1) for x in tensors))
+    bounds = _checked_bounds(cu_seqlens, cu_seqlens_k, version, q, k)
+    options = _options(version, q, k, v, causal, scale, softcap, window)
+    return_lse, sink = checks.flag("return_lse", return_lse), None if sink is None else checked_sink(q, sink)
+    function, inputs = _function(version, q), (q[None], k[None], v[None])
+    options = options._replace(wgmma=function is _by_wgmma)
+    kernels = function in _FUSED and _has_kernels(*inputs, options)
+    out, lse = fused.fused((*inputs, *bounds), options) if kernels else materialised.by_softmax(*inputs, options, key_lengths=bounds)
+    assert lse is not None
+    out, lse = (out[0], lse[0]) if sink is None else _with_sink(out[0], lse[0], sink)
+    return (out.transpose(0, 1), lse) if return_lse else out.transpose(0, 1)
+
+
+def _checked_bounds(cu_seqlens: Any, cu_seqlens_k: Any, version: str | None, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """Both, int32. q and k: (heads, tokens, D)."""
+    given = {"cu_seqlens": cu_seqlens, "cu_seqlens_k": cu_seqlens if cu_seqlens_k is None else cu_seqlens_k}
+    bounds = {name: interop.to_torch(name, x) for name, x in given.items()}
+    for (name, x), tokens in zip(bounds.items(), (q.shape[1], k.shape[1]), strict=True):
+        checks.dtype(name, x, (torch.int32, torch.int64))
+        if x.ndim != 1 or not x.shape[0]:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}, it must be (sequences + 1,)")
+        checks.one_device(q=q, **{name: x})
+        if _readable(x) and (x[0] != 0 or x[-1] != tokens or (x.diff() < 0).any()):
+            raise ValueError(f"{name} must begin at 0, not decrease, and end at the number of tokens, {tokens}, got {x.tolist()}")
+    one, two = bounds.values()
+    if one.shape != two.shape:
+        raise ValueError(f"cu_seqlens and cu_seqlens_k must have the same shape, got {tuple(one.shape)} and {tuple(two.shape)}")
+    if version == "sdpa":
+        raise ValueError("version 'sdpa' has no cu_seqlens; the others have")
+    one = one.int().contiguous()
+    return one, one if cu_seqlens_k is None else two.int().contiguous()
+
+
+def _readable(x: Tensor) -> bool:
+    """True for a CPU tensor with values."""
+    plain = not (torch.compiler.is_compiling() or transformed() or torch._C._len_torch_dispatch_stack())
+    return plain and x.device.type == "cpu" and type(x) is Tensor
+
+
 def _in_window(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor, Tensor, Options]:
     """The same without the first keys, if no query sees them."""
     queries, window = q.shape[2], options.window
@@ -145,8 +216,8 @@ def _with_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
 def _options(version: str | None, q: Tensor, k: Tensor, v: Tensor, causal: Any, scale: Any, softcap: Any, window: Any) -> Options:
     if version in ("v3", "v4") and q.dtype in fused.DTYPES and not fused.supported(q, k, v):
         raise ValueError(
-            f"version {version!r} supports a head_dim that is a multiple of 8, from 8 to {plan.MOST_HEAD_DIM}, and the same for q, k and v,"
-            f" got {q.shape[-1]} and {v.shape[-1]} for v; version None takes any"
+            f"version {version!r} supports a head_dim that is a multiple of 8, from 8 to {fused.most_head_dim(q.dtype)} for {q.dtype},"
+            f" and the same for q, k and v, got {q.shape[-1]} and {v.shape[-1]} for v; version None takes any"
         )
     scale = max(q.shape[-1], 1) ** -0.5 if scale is None else checked_scale(q, scale)
     if scale < 0:

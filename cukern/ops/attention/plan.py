@@ -4,24 +4,25 @@ from typing import NamedTuple
 
 from cukern.runtime.device import Device, cached, device_of, eligible
 
-MOST_HEAD_DIM = 128
+MOST_HEAD_DIM, MOST_FLOAT_HEAD_DIM = 256, 128  # of 16-bit types, and of float32
 _L2_BYTES = 32 << 20  # K and V of the heads of a section; the L2 cache of an A100 has 40 MB, that of an H100 50 MB
 
 
 class Tile(NamedTuple):
     """A warp owns 16 * row_blocks rows, and a thread block loops over tiles of `columns` rows of the other operands. `per_sm`: at least
     this many thread blocks fit into the registers of an SM. `stages`: 2 if the next tile is copied while one is multiplied; with 1 the
-    two operands of a tile are copied in turn."""
+    two operands of a tile are copied in turn. `parts`: so many warps own the same rows, and each a part of the columns of the sums."""
 
     row_blocks: int
     columns: int
     warps: int
     per_sm: int
     stages: int = 2
+    parts: int = 1
 
     @property
     def rows(self) -> int:
-        return 16 * self.row_blocks * self.warps
+        return 16 * self.row_blocks * self.warps // self.parts
 
     def forward_bytes(self, head_dim: int, pieces: int = 1) -> int:
         """Shared memory in bytes: Q, and stages of K and V."""
@@ -40,10 +41,11 @@ class BackwardTile(NamedTuple):
         return max(tiles + stats for tiles, stats in sizes)
 
 
-# By the number of pieces and head_dim, without and with a softcap, which needs more registers.
+# By the number of pieces and head_dim, without and with a softcap or packed sequences, which need more registers.
 FORWARD = {
     (1, 64): (Tile(2, 128, 4, 2), Tile(2, 64, 4, 2)),
     (1, 128): (Tile(2, 48, 4, 2), Tile(2, 32, 4, 2)),
+    (1, 256): (Tile(1, 32, 4, 2),) * 2,
     (2, 64): (Tile(1, 64, 4, 3, 1),) * 2,
     (2, 128): (Tile(1, 64, 4, 2, 1),) * 2,
     (3, 64): (Tile(2, 32, 4, 2, 1),) * 2,
@@ -52,6 +54,7 @@ FORWARD = {
 BACKWARD = {
     (1, 64): (BackwardTile(Tile(2, 32, 4, 2), Tile(2, 48, 4, 2)),) * 2,
     (1, 128): (BackwardTile(Tile(1, 64, 4, 2), Tile(2, 32, 4, 2)), BackwardTile(Tile(1, 32, 4, 2), Tile(1, 32, 4, 2))),
+    (1, 256): (BackwardTile(Tile(1, 32, 4, 2, parts=2), Tile(1, 16, 4, 2)),) * 2,
     (2, 64): (BackwardTile(Tile(1, 64, 4, 2), Tile(1, 64, 4, 2)), BackwardTile(Tile(1, 48, 4, 2), Tile(1, 48, 4, 2))),
     (2, 128): (BackwardTile(Tile(1, 48, 4, 2, 1), Tile(1, 48, 4, 2, 1)), BackwardTile(Tile(1, 16, 4, 2, 1), Tile(1, 16, 4, 2, 1))),
     (3, 64): (BackwardTile(Tile(1, 64, 4, 2, 1), Tile(1, 64, 4, 2, 1)), BackwardTile(Tile(1, 48, 4, 2, 1), Tile(1, 48, 4, 2, 1))),
@@ -59,18 +62,24 @@ BACKWARD = {
 }
 
 
+def forward_tile(pieces: int, head_dim: int, softcap: bool, packed: bool) -> Tile:
+    """The tile of v3's forward. For strict float32 and packed sequences 32 rows per warp would spill."""
+    return Tile(1, 64, 4, 2, 1) if packed and (pieces, head_dim) == (3, 64) else FORWARD[pieces, head_dim][softcap or packed]
+
+
 class WgmmaTile(NamedTuple):
     """A tile of v4. Each of `warpgroups` consumer warpgroups owns 64 rows and loops over tiles of `columns` rows. The ring buffer has
-    `stages` stages. The registers allow `per_sm` thread blocks per SM."""
+    `stages` stages. The registers allow `per_sm` thread blocks per SM. `parts`: so many warpgroups own the same rows."""
 
     columns: int
     warpgroups: int
     stages: int
     per_sm: int
+    parts: int = 1
 
     @property
     def rows(self) -> int:
-        return 64 * self.warpgroups
+        return 64 * self.warpgroups // self.parts
 
     @property
     def threads(self) -> int:
@@ -99,11 +108,13 @@ WGMMA_FORWARD = {
     64: (WgmmaTile(96, 1, 2, 3), WgmmaTile(128, 3, 2, 1)),
     96: (WgmmaTile(128, 2, 2, 1),) * 2,
     128: (WgmmaTile(128, 2, 2, 1),) * 2,
+    256: (WgmmaTile(80, 2, 2, 1),) * 2,
 }
 WGMMA_BACKWARD = {
     64: WgmmaBackwardTile(WgmmaTile(96, 2, 3, 1), WgmmaTile(128, 2, 3, 1)),
     96: WgmmaBackwardTile(WgmmaTile(64, 2, 3, 1), WgmmaTile(96, 2, 3, 1)),
     128: WgmmaBackwardTile(WgmmaTile(48, 2, 3, 1), WgmmaTile(96, 2, 3, 1)),
+    256: WgmmaBackwardTile(WgmmaTile(48, 2, 3, 1, parts=2), WgmmaTile(48, 2, 2, 1)),
 }
 
 
@@ -118,7 +129,12 @@ def wgmma_head_dim(head_dim: int) -> int:
 
 
 def padded_head_dim(head_dim: int) -> int:
-    return 64 if head_dim <= 64 else MOST_HEAD_DIM
+    return 64 if head_dim <= 64 else 128 if head_dim <= 128 else MOST_HEAD_DIM
+
+
+def tiles(rows: int, size: int, sequences: int) -> int:
+    """The number of tiles of `size` rows. If they are of packed sequences at least as many as needed, see kernels_cu/attention/tile.cuh."""
+    return -(-rows // size) if sequences < 0 else rows // size + sequences + 1
 
 
 def section(keys: int, head_dim: int, group: int, heads: int) -> int:
@@ -130,6 +146,7 @@ def section(keys: int, head_dim: int, group: int, heads: int) -> int:
 
 CANDIDATES = "decode", "fused"
 MOST_QUERIES = 16
+HEAD_DIMS = 64, 128
 _ROWS = 16  # of a tile of queries
 _LEAST_TILES = 4  # with fewer tiles of keys, warps of the decoding kernel have no work
 _OVERHEAD = 4  # of a wave of thread blocks, and of the launch that adds the splits, in the time of a tile
@@ -184,5 +201,5 @@ def key_tiles(keys: int, head_dim: int) -> int:
 
 def decodes(queries: int, keys: int, head_dim: int) -> bool:
     """True if the decoding kernel computes the forward."""
-    fits = queries <= MOST_QUERIES and key_tiles(keys, head_dim) >= _LEAST_TILES
+    fits = queries <= MOST_QUERIES and head_dim <= HEAD_DIMS[-1] and key_tiles(keys, head_dim) >= _LEAST_TILES
     return fits and eligible(CANDIDATES, str)[:1] == ["decode"]

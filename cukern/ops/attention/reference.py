@@ -23,10 +23,15 @@ class Options(NamedTuple):
     window: int = 0
 
 
-def hidden_keys(q: Tensor, k: Tensor, key_lengths: Tensor | None = None, causal: bool = True, window: int = 0) -> Tensor:
+Lengths = Tensor | tuple[Tensor, Tensor] | None  # key_lengths, or cu_seqlens of the queries and of the keys
+
+
+def hidden_keys(q: Tensor, k: Tensor, key_lengths: Lengths = None, causal: bool = True, window: int = 0) -> Tensor:
     """True where a query (row) does not see a key (column): under `causal` the last query sees all keys, with `window` the last of them.
     With key_lengths (batch,) there is a matrix per query head of each sequence, (batch * heads, queries or 1, keys)."""
     queries, keys = q.shape[-2], k.shape[-2]
+    if isinstance(key_lengths, tuple):
+        return _hidden_in_sequences(queries, keys, *key_lengths, causal, window)
     if key_lengths is not None:
         column, query = (torch.arange(n, device=q.device) for n in (keys, queries if causal else 1))
         ends = key_lengths.clamp(0, keys).repeat_interleave(q.shape[1])[:, None] + (query + 1 - len(query))
@@ -34,6 +39,19 @@ def hidden_keys(q: Tensor, k: Tensor, key_lengths: Tensor | None = None, causal:
     every = torch.ones(queries, keys, dtype=torch.bool, device=q.device)
     hidden = every.triu(keys - queries + 1)
     return hidden | every.tril(keys - queries - window) if window else hidden
+
+
+def _hidden_in_sequences(queries: int, keys: int, cu_seqlens: Tensor, cu_seqlens_k: Tensor, causal: bool, window: int) -> Tensor:
+    """hidden_keys of packed sequences, (queries, keys): a query sees keys of its own sequence only. Queries behind the last see none."""
+    query, key = (torch.arange(n, dtype=cu_seqlens.dtype, device=cu_seqlens.device) for n in (queries, keys))
+    sequence = (torch.searchsorted(cu_seqlens, query, right=True) - 1).clamp(min=0)
+    ends, key_ends = torch.cat((cu_seqlens, query.new_full((1,), queries))), torch.cat((cu_seqlens_k, cu_seqlens_k[-1:]))
+    first, last = key_ends[sequence], key_ends[sequence + 1] - 1
+    if causal:
+        last = last + 1 + query - ends[sequence + 1]
+    if window:
+        first = torch.maximum(first, last - window + 1)
+    return (key < first[:, None]) | (key > last[:, None])
 
 
 def repeated(k: Tensor, heads: int) -> Tensor:
@@ -48,7 +66,7 @@ def by_scores(
     v: Tensor,
     options: Options,
     return_lse: bool = True,
-    key_lengths: Tensor | None = None,
+    key_lengths: Lengths = None,
 ) -> tuple[Tensor, Tensor | None]:
     """out (batch, heads, queries, E), and lse (batch, heads, queries) or None, computed in q's dtype. `softmax` is that of rows."""
     causal, scale, softcap, _, window = options
@@ -70,11 +88,11 @@ def by_scores(
     return out.unflatten(0, leading), lse if lse is None else lse.unflatten(0, leading)
 
 
-def reference(q: Tensor, k: Tensor, v: Tensor, options: Options, key_lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def reference(q: Tensor, k: Tensor, v: Tensor, options: Options, key_lengths: Lengths = None) -> tuple[Tensor, Tensor]:
     """out and lse in torch's operations. 16-bit types are computed in float32. What lies behind key_lengths does not matter."""
     with off(q):
         x, y, z = (t.to(wide(q.dtype)) for t in (q, k, v))
-        if key_lengths is not None:
+        if isinstance(key_lengths, Tensor):
             behind = torch.arange(k.shape[2], device=k.device)[:, None] >= key_lengths[:, None, None, None]
             y, z = (t.masked_fill(behind, 0) for t in (y, z))
         out, lse = by_scores(partial(torch.softmax, dim=-1), x, y, z, options, key_lengths=key_lengths)

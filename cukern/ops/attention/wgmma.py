@@ -3,6 +3,7 @@
 import itertools
 import struct
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +20,18 @@ _NO_WINDOW = 1 << 30
 _MOST_STRIDE = 1 << 38  # elements; that of a tensor map is below 2^40 bytes
 
 
+class Bounds(NamedTuple):
+    """Packed sequences: cu_seqlens of the queries and of the keys, int32."""
+
+    queries: Tensor | None = None
+    keys: Tensor | None = None
+
+    @property
+    def sequences(self) -> int:
+        """-1 if there are no packed sequences."""
+        return -1 if self.queries is None else len(self.queries) - 1
+
+
 def available(q: Tensor) -> bool:
     """True if the dtype and the GPU have kernels."""
     return q.element_size() == 2 and device_of(q.get_device()).wgmma
@@ -30,9 +43,15 @@ def supported(*tensors: Tensor) -> bool:
     return fits and available(tensors[0])
 
 
-def _map(x: Tensor, rows: int) -> bytes:
-    """The tensor map of x (batch, heads, T, D) for boxes of `rows` rows of 64 columns."""
-    return encode(x.get_device(), x.data_ptr(), x.dtype, tuple(x.shape), x.stride(), (1, 1, rows, 64), 128)
+def _map(x: Tensor, rows: int, packed: bool) -> bytes:
+    """The tensor map of x (batch, heads, T, D) for boxes of `rows` rows of 64 columns. For packed sequences, (1, heads, T, D), it has the
+    dimensions (T + 1, heads, rows, D): element (y, h, x, d) is that of token x + y - rows. A box from x = rows - n on ends after n rows."""
+    if not packed:
+        return encode(x.get_device(), x.data_ptr(), x.dtype, tuple(x.shape), x.stride(), (1, 1, rows, 64), 128)
+    _, heads, tokens, d = x.shape
+    step = x.stride(2) if tokens > 1 else d
+    address, sizes, steps = x.data_ptr() - rows * step * x.element_size(), (tokens + 1, heads, rows, d), (step, x.stride(1), step, 1)
+    return encode(x.get_device(), address, x.dtype, sizes, steps, (1, 1, rows, 64), 128)
 
 
 def strides(*tensors: Tensor) -> list[bytes]:
@@ -42,49 +61,55 @@ def strides(*tensors: Tensor) -> list[bytes]:
 
 def instances(dtype: torch.dtype) -> list[Kernel]:
     kernels = []
-    for d, softcap in itertools.product(plan.WGMMA_FORWARD, (False, True)):
+    for d, softcap, packed in itertools.product(plan.WGMMA_FORWARD, (False, True), (False, True)):
         tiles = dict.fromkeys(plan.wgmma_forward(d, keys, softcap) for keys in (0, plan.LONG))
-        kernels += [_forward_kernel(dtype, d, softcap, tile) for tile in tiles]
-        kernels += [_backward_kernel(keys, dtype, d, softcap) for keys in (True, False)]
+        kernels += [_forward_kernel(dtype, d, softcap, packed, tile) for tile in tiles]
+        kernels += [_backward_kernel(keys, dtype, d, softcap, packed) for keys in (True, False)]
     return kernels
 
 
-def _forward_kernel(dtype: torch.dtype, d: int, softcap: bool, tile: plan.WgmmaTile) -> Kernel:
-    key = dtype, d, *tile, softcap
+def _forward_kernel(dtype: torch.dtype, d: int, softcap: bool, packed: bool, tile: plan.WgmmaTile) -> Kernel:
+    key = dtype, d, *tile[:4], softcap, packed
     return _FORWARD[key]
 
 
-def _backward_kernel(keys: bool, dtype: torch.dtype, d: int, softcap: bool) -> Kernel:
-    key = keys, dtype, d, *plan.WGMMA_BACKWARD[d][not keys], softcap
+def _backward_kernel(keys: bool, dtype: torch.dtype, d: int, softcap: bool, packed: bool) -> Kernel:
+    key = keys, dtype, d, *plan.WGMMA_BACKWARD[d][not keys][:4], softcap, packed
     return _BACKWARD[key]
 
 
-def forward(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, options: Options, factors: tuple[float, ...]) -> None:
+def forward(
+    out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, options: Options, factors: tuple[float, ...], bounds: Bounds
+) -> None:
     """Write out and lse."""
     (batch, heads, queries, d), (kv_heads, keys), padded = q.shape, k.shape[1:3], plan.wgmma_head_dim(q.shape[3])
-    tile, group = plan.wgmma_forward(padded, keys, options.softcap != 0), heads // kv_heads
-    blocks = -(-queries // tile.rows)
-    _forward_kernel(q.dtype, padded, options.softcap != 0, tile).on(q.get_device())(
+    sequences, packed, group = bounds.sequences, bounds.sequences >= 0, heads // kv_heads
+    tile = plan.wgmma_forward(padded, keys // max(1, sequences), options.softcap != 0)
+    blocks = plan.tiles(queries, tile.rows, sequences)
+    maps = _map(q, tile.rows, packed), _map(k, tile.columns, packed), _map(v, tile.columns, packed)
+    _forward_kernel(q.dtype, padded, options.softcap != 0, packed, tile).on(q.get_device())(
         (blocks * batch * heads, 1, 1), (tile.threads, 1, 1), tile.forward_bytes(padded),
-        *pointers(out, lse), _map(q, tile.rows), _map(k, tile.columns), _map(v, tile.columns), *strides(out),
+        *pointers(out, lse), *maps, *pointers(*bounds), *strides(out),
         blocks, heads, batch, group, plan.section(keys, d, group, batch * heads),
-        queries, keys, options.window or _NO_WINDOW, d, options.causal, *factors,
+        queries, keys, sequences, options.window or _NO_WINDOW, d, options.causal, *factors,
     )  # fmt: skip
 
 
 def backward(
-    grads: Sequence[Tensor], q: Tensor, k: Tensor, v: Tensor, dout: Tensor, stats: Tensor, options: Options, factors: tuple[float, ...]
-) -> None:
+    grads: Sequence[Tensor], q: Tensor, k: Tensor, v: Tensor, dout: Tensor, stats: Tensor, options: Options, factors: tuple[float, ...],
+    bounds: Bounds,
+) -> None:  # fmt: skip
     """Write dq, dk and dv. `stats`: lse and delta, (2, batch * heads, padded queries)."""
     (batch, heads, queries, d), (kv_heads, keys), padded = q.shape, k.shape[1:3], plan.wgmma_head_dim(q.shape[3])
     group, (dq, dk, dv) = heads // kv_heads, grads
     section, window = plan.section(keys, d, group, batch * heads), options.window or _NO_WINDOW
-    numbers = heads, batch, group, section, queries, keys, stats.shape[2], window, d, options.causal
+    sequences, packed, columns = bounds.sequences, bounds.sequences >= 0, plan.WGMMA_BACKWARD[padded].keys.columns
+    numbers = heads, batch, group, section, queries, keys, stats.shape[2], columns, sequences, window, d, options.causal
     for of_keys, tile in zip((True, False), plan.WGMMA_BACKWARD[padded], strict=True):
         fixed, moving, (dx, dy) = ((k, v), (q, dout), (dk, dv)) if of_keys else ((q, dout), (k, v), (dq, dq))
-        blocks = -(-fixed[0].shape[2] // tile.rows)
-        maps = *(_map(x, tile.rows) for x in fixed), *(_map(x, tile.columns) for x in moving)
-        _backward_kernel(of_keys, q.dtype, padded, options.softcap != 0).on(q.get_device())(
+        blocks = plan.tiles(fixed[0].shape[2], tile.rows, sequences)
+        maps = *(_map(x, tile.rows, packed) for x in fixed), *(_map(x, tile.columns, packed) for x in moving)
+        _backward_kernel(of_keys, q.dtype, padded, options.softcap != 0, packed).on(q.get_device())(
             (blocks * fixed[0].shape[1] * batch, 1, 1), (tile.threads, 1, 1), tile.backward_bytes(padded),
-            *pointers(dx, dy), *maps, *pointers(stats[0], stats[1]), *strides(dx, dy), blocks, *numbers, *factors, options.scale,
+            *pointers(dx, dy), *maps, *pointers(stats[0], stats[1], *bounds), *strides(dx, dy), blocks, *numbers, *factors, options.scale,
         )  # fmt: skip

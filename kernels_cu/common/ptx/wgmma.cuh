@@ -105,6 +105,7 @@ constexpr bool IS_BF16<__nv_bfloat16> = true;
     ", add, 1, 1" across ";\n}"
 template <typename T, bool ACROSS, int N>
 __device__ __forceinline__ void wgmma(float (&d)[N][4], const unsigned (&a)[4], unsigned long long b, bool add) {
+    static_assert(N % 2 == 0 && N <= 20 || N == 32, "16, 32, ..., 160, 256 columns");
 #define CUKERN_WGMMA_IN(n, types, places, a0, a1, a2, a3, at, more, across, ...)                                 \
     asm volatile(CUKERN_WGMMA_OF(n, types, places, "{%" #a0 ", %" #a1 ", %" #a2 ", %" #a3 "}", at, across, more) \
                  : __VA_ARGS__                                                                                   \
@@ -124,6 +125,7 @@ __device__ __forceinline__ void wgmma(float (&d)[N][4], const unsigned (&a)[4], 
     CUKERN_WGMMA(128, CUKERN_P128, 64, 65, 66, 67, 68, 69, 70, CUKERN_D8(0), CUKERN_D8(8));
     CUKERN_WGMMA(144, CUKERN_P144, 72, 73, 74, 75, 76, 77, 78, CUKERN_D8(0), CUKERN_D8(8), CUKERN_D2(16));
     CUKERN_WGMMA(160, CUKERN_P160, 80, 81, 82, 83, 84, 85, 86, CUKERN_D8(0), CUKERN_D8(8), CUKERN_D4(16));
+    CUKERN_WGMMA(256, CUKERN_P256, 128, 129, 130, 131, 132, 133, 134, CUKERN_D16(0), CUKERN_D16(16));
 #undef CUKERN_WGMMA
 #undef CUKERN_WGMMA_IN
 }

@@ -24,6 +24,8 @@ CASES = [  # batch, heads, kv_heads, queries, keys, head_dim, dtype, causal, sof
     (1, 2, 1, 67, 65, 128, BF16, True, None),
     (1, 1, 1, 3, 7, 8, BF16, False, None),
     (1, 2, 1, 65, 130, 96, HALF, True, None),
+    (1, 2, 1, 70, 130, 256, BF16, True, None),
+    (1, 1, 1, 33, 20, 136, HALF, False, 2.0),
 ]
 
 
@@ -95,7 +97,9 @@ def test_every_option_against_float64(case, version):
 
 @every_version
 @pytest.mark.parametrize(
-    "case", [(1, 2, 1, 150, 150, 64, BF16, 40), (1, 1, 1, 20, 90, 128, HALF, 30), (1, 2, 2, 70, 20, 96, BF16, 1)], ids=str
+    "case",
+    [(1, 2, 1, 150, 150, 64, BF16, 40), (1, 1, 1, 20, 90, 128, HALF, 30), (1, 2, 2, 70, 20, 96, BF16, 1), (1, 1, 1, 90, 90, 200, BF16, 50)],
+    ids=str,
 )
 def test_window(case, version):
     *sizes, window = case
@@ -275,7 +279,7 @@ def test_default():
     assert chosen(BF16, 64) == chosen(HALF, 8) == chosen(BF16, 64, "v4") == {"attention_v4"}
     assert chosen(BF16, 64, "v3") == {"attention_v3"}
     assert chosen(torch.float32, 64) == {"attention_v3", "attention_v3_split"}
-    for dtype, d in ((torch.float64, 64), (torch.float32, 9), (BF16, 9), (BF16, 136)):
+    for dtype, d in ((torch.float64, 64), (torch.float32, 9), (torch.float32, 136), (BF16, 9), (BF16, 264)):
         assert all("causal_softmax" in name for name in chosen(dtype, d))
 
 
@@ -294,15 +298,15 @@ def test_products_are_asynchronous():
             assert "serialized" not in log and "0 bytes spill stores" in log, kernel.name
 
 
-@pytest.mark.parametrize("d", [4, 60, 136])
+@pytest.mark.parametrize("d", [4, 60, 264])
 def test_head_dim_that_is_not_supported(d):
     x = torch.randn(1, 1, 3, d, dtype=BF16, device=DEVICE)
-    with pytest.raises(ValueError, match=f"a multiple of 8, from 8 to 128, and the same for q, k and v, got {d}"):
+    with pytest.raises(ValueError, match=f"a multiple of 8, from 8 to 256 for torch.bfloat16, and the same for q, k and v, got {d}"):
         cukern.attention(x, x, x, version="v3")
 
 
 def test_lengths_compile_nothing():
-    """The kernels of a call depend on the dtype, torch's TF32 switch, the head_dim and the softcap only."""
-    for find, count in ((fused.instances, 16), (fused.wgmma_instances, 35)):
-        assert len(find(BF16)) == count and len(find(torch.float32)) == 24 and find(torch.float64) == []
+    """The kernels of a call depend on the dtype, torch's TF32 switch, the head_dim, the softcap and packed sequences only."""
+    for find, count in ((fused.instances, 33), (fused.wgmma_instances, 83)):
+        assert len(find(BF16)) == count and len(find(torch.float32)) == 40 and find(torch.float64) == []
         assert {k.name for dtype in (BF16, torch.float32) for k in find(dtype)} <= set(OPS["attention"].kernels())
