@@ -8,12 +8,13 @@ import numpy as np
 
 from cukern.sim.faults import Fault, Uninitialized
 from cukern.sim.instructions.decode import Context
+from cukern.sim.instructions.quick import Quick
 from cukern.sim.machine.batch import Group
 from cukern.sim.machine.machine import Machine, Step
 from cukern.sim.memory.order import STRONG
 from cukern.sim.memory.regions import CARRIERS
 from cukern.sim.memory.spaces import WINDOW, Part, Space, each
-from cukern.sim.numerics.integers import SIGNED, UNSIGNED
+from cukern.sim.numerics.integers import SIGNED, UNSIGNED, count_nonzero
 from cukern.sim.ptx.module import WIDTHS, Address, Operand, Register, Symbol
 
 _SPACES = ("global", "shared", "local", "const", "param", "generic")
@@ -21,6 +22,7 @@ _IGNORED = {"weak", "relaxed", "acquire", "release", "volatile", "mmio", "cta", 
 _IGNORED |= {"ca", "cg", "cs", "lu", "cv", "wb", "wt", "nc", "shared::cta", "shared::cluster", "param::entry"}
 _IGNORED |= {"L1::evict_normal", "L1::evict_unchanged", "L1::evict_first", "L1::evict_last", "L1::no_allocate"}
 _IGNORED |= {"L2::cache_hint", "L2::64B", "L2::128B", "L2::256B", "L2::evict_normal", "L2::evict_first", "L2::evict_last"}
+_WINDOW = np.array(WINDOW, np.uint64)
 _STRONG = {"relaxed", "acquire", "release", "volatile", "mmio"}
 
 
@@ -53,6 +55,7 @@ def load(c: Context) -> Step:
         raise c.unknown()
     strong = _is_strong(c, space) and space != "cluster"  # lanes poll only in their own block's memory
     constant, acquires, cached = space == "const", "acquire" in c.parts, "nc" in c.parts
+    quick = Quick(c.program, base, offset, size * count) if space == "global" and not strong else None
 
     def access(m: Machine, where: Space, lanes: np.ndarray, at: np.ndarray) -> np.ndarray:
         if cached:
@@ -66,8 +69,10 @@ def load(c: Context) -> Step:
         m.pc = pc
         if not constant:
             m.order.clock.tick(pc)
-        addresses = address_of(m, group, base, offset)
-        values = through(m, space, group.lanes, addresses, functools.partial(access, m))
+        values = quick.load(m, group, cached) if quick is not None and not m.poisoned else None
+        if values is None:
+            addresses = address_of(m, group, base, offset)
+            values = through(m, space, group.lanes, addresses, functools.partial(access, m))
         if strong and space != "shared":
             m.order.observe(group.lanes, addresses, acquires)
             m.polled(len(group.lanes))
@@ -113,7 +118,7 @@ def address_of(m: Machine, group: Group, register: int, offset: int) -> np.ndarr
     base = m.get(group, register)
     if base.itemsize < 8:
         base = base.astype(np.uint64)
-    return base + np.uint64(offset & 0xFFFFFFFFFFFFFFFF) if offset else base
+    return base + np.array(offset & 0xFFFFFFFFFFFFFFFF, np.uint64) if offset else base
 
 
 def through(
@@ -122,8 +127,8 @@ def through(
     """Call `access(space, lanes, addresses, *values)`; for generic addresses, once for each space in which some of them lie."""
     if space != "generic":
         return access(m.spaces[space], lanes, addresses, *values)
-    windows = addresses >> np.uint64(WINDOW)
-    found, result = np.unique(windows), None
+    windows = addresses >> _WINDOW
+    found, result = np.unique(windows) if count_nonzero(windows ^ windows[:1]) else windows[:1], None
     for window in found:
         name = {1: "cluster", 2: "local"}.get(int(window), "global")
         offsets = addresses if name == "global" else addresses & np.uint64((1 << WINDOW) - 1)
@@ -181,11 +186,14 @@ def store(c: Context) -> Step:
         raise c.unknown()
     strong, releases, dtype = _is_strong(c, space), "release" in c.parts, UNSIGNED[width]
     flags = STRONG if strong else 0
+    quick = Quick(c.program, base, offset, size * count) if space == "global" and not strong else None
 
     def run(m: Machine, group: Group) -> None:
         m.pc = pc
         m.order.clock.tick(pc)
         values = vectors(m, group, sources, dtype)
+        if quick is not None and not m.poisoned and quick.store(m, group, values):
+            return
         addresses = address_of(m, group, base, offset)
         codes = _poison_codes(m, group, sources, width // 8, space, addresses) if m.poisoned else np.zeros(1, np.int64)
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from cukern.sim.instructions.decode import Context, compute
-from cukern.sim.machine.batch import Group
+from cukern.sim.instructions.fused import Compute
 from cukern.sim.machine.machine import Machine, Step
 from cukern.sim.machine.special import CLOCKS
 from cukern.sim.numerics import alu, fp8
@@ -37,20 +37,7 @@ def arithmetic(c: Context) -> Step:
         results.append((_extended(function, register, c.types), register))
     if "cc" in c.parts:
         results.append((alu.find(c.opcode, second=True), c.target(Register(c.program.carry, 1))))
-    return _compute_all(results, sources)
-
-
-def _compute_all(results: list[tuple[Callable[..., np.ndarray], Register]], sources: list[int]) -> Step:
-    """One or more results of the same operands. A destination may also be an operand."""
-    if len(results) == 1:
-        return compute(*results[0], sources)
-
-    def run(m: Machine, group: Group) -> None:
-        operands = [m.get(group, s) for s in sources]
-        for (_, register), values in zip(results, [function(*operands) for function, _ in results], strict=True):
-            m.put(group, register.number, values)
-
-    return run
+    return Compute(results, sources)
 
 
 def source_types(c: Context) -> list[str]:
@@ -137,7 +124,7 @@ def _unpack(items: tuple[Operand, ...], c: Context) -> Step:
     if width < 16 or width * len(items) > 64:
         raise c.unknown()
     results = [(_part(width * i, UNSIGNED[width]), c.target(item)) for i, item in enumerate(items)]
-    return _compute_all(results, [c.source(c.operands[1], c.types[0])])
+    return Compute(results, [c.source(c.operands[1], c.types[0])])
 
 
 def _part(shift: int, dtype: Any) -> Callable[[np.ndarray], np.ndarray]:

@@ -20,6 +20,7 @@ def branch_indexed(c: Context) -> Step:
     index, table = c.operands
     if not isinstance(index, Register) or not isinstance(table, Symbol):
         raise c.unknown()
+    c.source(index, "u32")
     targets = np.array([c.program.kernel.labels[t] for t in c.program.kernel.tables[table.name]])
 
     def run(m: Machine, group: Group) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 
 from cukern.sim.faults import BarrierFault, Fault, Race
 from cukern.sim.machine.batch import Batch, Group
+from cukern.sim.memory.shadow import BY_ASYNC_PROXY, BY_GENERIC_PROXY
 
 
 class Flight(NamedTuple):
@@ -89,7 +90,6 @@ class Copies:
         if not flight.read:
             m.order.clock.tick(flight.pc)
             shadow.arrived(m.order, flight.positions, flight.size, flight.lanes)
-            m.order.proxy_fenced[flight.lanes] = m.order.clock.now + 1  # cp.async: whether it needs a proxy fence is not documented
             return
         found = shadow.written_since(flight.positions, flight.size, flight.time)
         if found is not None and not m.mutes(Race):
@@ -110,7 +110,7 @@ class _Mbarrier:
     learned: np.ndarray  # what waiting warps learn, from the phases that have ended
     bytes: int = 0  # expected, and not yet written
     phase: int = 0
-    flights: list[tuple[int, np.ndarray, np.ndarray, int]] = field(default_factory=list)  # instruction, positions, lanes, size
+    flights: list[tuple[int, np.ndarray, np.ndarray, int, int]] = field(default_factory=list)  # instruction, positions, lanes, size, copied
 
 
 class Mbarriers:
@@ -183,7 +183,7 @@ class Mbarriers:
         for position in np.unique(positions).tolist():
             rows = positions == position
             self.at[position].bytes -= size * int(rows.sum())
-            self.at[position].flights.append((self.m.pc, to[rows], lanes[rows], size))
+            self.at[position].flights.append((self.m.pc, to[rows], lanes[rows], size, BY_ASYNC_PROXY))
             self._complete(position)
 
     def follow(self, copies: Copies, lanes: np.ndarray, positions: np.ndarray) -> None:
@@ -194,7 +194,7 @@ class Mbarriers:
             mine = of_lane[flight.lanes]
             for position in np.unique(mine).tolist():
                 rows = mine == position
-                self.at[position].flights.append((flight.pc, flight.positions[rows], flight.lanes[rows], flight.size))
+                self.at[position].flights.append((flight.pc, flight.positions[rows], flight.lanes[rows], flight.size, BY_GENERIC_PROXY))
 
     def wait(self, group: Group, positions: np.ndarray, parities: np.ndarray, result: int, blocks: bool = True) -> None:
         """These lanes wait for the end of a phase; if it does not `block`, those whose phase has not ended get False."""
@@ -219,9 +219,9 @@ class Mbarriers:
         barrier, order = self.at[position], self.m.order
         if barrier.missing or barrier.bytes:
             return
-        for pc, to, lanes, size in barrier.flights:
+        for pc, to, lanes, size, copied in barrier.flights:
             order.clock.tick(pc)
-            self.m.shared.shadow.arrived(order, to, size, lanes, copied=True)
+            self.m.shared.shadow.arrived(order, to, size, lanes, copied)
             barrier.told[np.unique(order.warp_of[lanes]) % order.warps_a_cluster] = order.clock.now + 1
         barrier.learned = barrier.told.copy()
         barrier.phase, barrier.missing = barrier.phase + 1, barrier.count

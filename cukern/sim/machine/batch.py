@@ -17,6 +17,7 @@ from cukern.sim.machine.program import Program
 from cukern.sim.memory.order import TIME_BITS, Clock, Order
 from cukern.sim.memory.shadow import Shadow
 from cukern.sim.memory.spaces import Global, Private, Space
+from cukern.sim.numerics.integers import count_nonzero
 from cukern.sim.ptx.module import Register
 
 # Blocks are numbered cluster by cluster, and within a cluster by rank, so that the blocks of a cluster have consecutive numbers.
@@ -191,7 +192,7 @@ class Batch:
         chosen = values[group.index]
         if guard.negated:
             chosen = ~chosen
-        count = np.count_nonzero(chosen)
+        count = count_nonzero(chosen)
         if count == len(chosen):
             return group
         return self.group(group.lanes[chosen]) if count else None

@@ -27,9 +27,10 @@ _POLL = 8  # so does a strong load of few lanes; an endless loop of them must en
 _TURNS = 256  # every 256 turns another group runs: once, or 256 times if lanes poll (the store that they wait for may be in that group)
 
 Step = Callable[["Machine", Group], None]
-# Start of a straight-line stretch -> its steps, its end, the step at the end if that step itself sets where lanes continue (a jump), and
-# for each of the steps: the same without its guard, the guard, and how it passes uninitialized bits on.
-Stretches = dict[int, tuple[list[Step], int, Step | None, list[tuple[Step, Register | None, Flow]]]]
+# Start of a straight-line stretch -> its steps, each with the number of instructions up to its end; the end of the stretch; the step at the
+# end if that step itself sets where lanes continue (a jump); and for each instruction: its step without the guard, the guard, and how it
+# passes uninitialized bits on.
+Stretches = dict[int, tuple[list[tuple[Step, int]], int, Step | None, list[tuple[Step, Register | None, Flow]]]]
 
 
 def run(launched: Launched, stretches: Stretches) -> None:
@@ -98,6 +99,7 @@ class Machine(Batch):
         stretches, launched = self.stretches, self.launched
         tolerant = launched.options.collected is not None or bool(launched.options.off)
         seen = launched.seen
+        slow = tolerant or seen is not None
         while self.live:
             while self.waiting:
                 self.turns += 1
@@ -107,19 +109,19 @@ class Machine(Batch):
                 group = self.waiting.pop(pc)
                 group.whole = len(group.lanes) == self.live
                 steps, end, last, parts = stretches[pc]
-                for i, step in enumerate(steps):
+                done, count = 0, end - pc
+                for step, upto in steps:
+                    if slow or self.poisoned:
+                        break
+                    step(self, group)
+                    done = upto
+                for i in range(done, count):
+                    self.pc = pc + i
                     if seen is not None:
                         self._see(seen, pc + i, group, parts[i][1])
-                    if tolerant:
-                        self.pc = pc + i
-                        self._tolerant_step(group, *parts[i])
-                    elif self.poisoned:
-                        self.pc = pc + i
-                        self._step_with_poison(group, *parts[i])
-                    else:
-                        step(self, group)
-                launched.steps += len(steps) + 1
-                self.steps += (len(steps) + _TURN) * (1 + len(group.lanes) // 8192)
+                    (self._tolerant_step if tolerant else self._step_with_poison)(group, *parts[i])
+                launched.steps += count + 1
+                self.steps += (count + _TURN) * (1 + len(group.lanes) // 8192)
                 if self.steps > limit:
                     self.pc = pc
                     raise self.fault(StepLimit, group.lanes[0], f"still runs after {self.steps} steps: does its loop end?")

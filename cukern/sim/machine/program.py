@@ -34,6 +34,7 @@ class Program:
         self.constants: dict[int, np.ndarray] = {}  # register number -> value
         self.specials: dict[str, int] = {}  # special register's name -> register number
         self.addresses: dict[str, tuple[str, int]] = {}  # variable's name -> space and address
+        self.offsets: dict[tuple[int, int], set[int]] = {}  # address register and size of an access -> offsets
         self.undefined: list[int] = []  # registers that the kernel may read before it writes them
         self.params: dict[str, int] = {}  # parameter's name -> offset; name of a call's argument -> register number
         self._lay_out_variables()

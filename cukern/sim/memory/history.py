@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from cukern.sim.memory.order import BY_LANE, IN_FLIGHT, STRONG, TIME_BITS, Order
+from cukern.sim.numerics.integers import count_nonzero
 
 _SEVERAL_LANES, _SEVERAL_BLOCKS = 1, 2
 _MOST_KEPT = 1 << 9  # older accesses; beyond, those that a newer one of the same lane replaces are dropped
@@ -47,18 +48,18 @@ class History:
         by_granule = np.argsort(granules, kind="stable")  # a granule with several accesses
         self.granules, self.stamps = granules[by_granule], np.repeat(self.stamps, finer)[by_granule]
 
-    def record(self, order: Order, granules: np.ndarray, stamps: np.ndarray, keep: bool = True) -> np.ndarray:
-        """Record an access. granules, stamps: (lanes,), or (lanes, granules of a lane). keep: also keep earlier accesses of other lanes.
-        Returns the stamps that are now the newest."""
+    def record(self, order: Order, granules: np.ndarray, stamps: np.ndarray, rest: int, keep: bool = True) -> np.ndarray:
+        """Record an access. granules, stamps: (lanes,), or (lanes, granules of a lane); rest: of a stamp, without its lane. keep: also keep
+        earlier accesses of other lanes. Returns the stamps that are now the newest."""
         before = self.last[granules] if keep else None
         self.last[granules] = stamps
-        self.newest = max(self.newest, (int(stamps.flat[-1]) >> TIME_BITS) + 1 << TIME_BITS)
+        self.newest = max(self.newest, (rest >> TIME_BITS) + 1 << TIME_BITS)
         now = self.last[granules]
         if before is not None:
             for old in (before, stamps):  # `stamps`: of several lanes in this access, one is the newest
-                if np.count_nonzero(old) and np.count_nonzero(old != now):
+                if count_nonzero(old) and count_nonzero((old ^ now) & BY_LANE):
                     apart = (old != 0) & ((old ^ now) & BY_LANE != 0)
-                    if np.count_nonzero(apart):
+                    if count_nonzero(apart):
                         self._keep(order, granules[apart], old[apart], now[apart])
         return now
 
@@ -117,10 +118,16 @@ class History:
         foreign = order.foreign(stamps, lanes)
         if self.several:
             foreign |= self.many[granules]
-        if not np.count_nonzero(foreign):
+        if not count_nonzero(foreign):
             return None
         suspect = (foreign != 0) & (stamps != 0)
         return suspect & (stamps >= order.floor[lanes]) if inside else suspect  # floor: a lane knows all that its cluster did before
+
+    def private(self, order: Order, granules: np.ndarray, lanes: np.ndarray) -> np.ndarray | None:
+        """The stamps of these granules, one for each lane; None if other lanes may have accessed them."""
+        stamps = self.last[granules]
+        others = self.several or (count_nonzero(stamps) and count_nonzero((stamps != 0) & (order.foreign(stamps, lanes) != 0)))
+        return None if others else stamps
 
     def conflicts(self, order: Order, granules: np.ndarray, lanes: np.ndarray, inside: bool, strong: bool) -> Conflict | None:
         """The accesses that the current one, by these lanes, is not ordered after. `granules`: (rows,), or (rows, granules of a row).
@@ -128,8 +135,8 @@ class History:
         if inside and self.newest <= order.lowest_floor:
             return None
         stamps = self.last[granules]
-        suspect = self._suspects(order, granules, stamps, lanes, inside) if np.count_nonzero(stamps) else None
-        if suspect is None or not np.count_nonzero(suspect):
+        suspect = self._suspects(order, granules, stamps, lanes, inside) if count_nonzero(stamps) else None
+        if suspect is None or not count_nonzero(suspect):
             return None
         rows, stamps, granules = np.nonzero(suspect)[0], stamps[suspect], granules[suspect]
         many = self.many[granules] if self.several and (self.weak or not strong) else np.zeros(0)

@@ -21,7 +21,8 @@ STRONG = 1
 TIME_BITS = 29
 WARPGROUP = 1 << TIME_BITS - 1
 _LANES = (1 << TIME_BITS - 2) - 1
-BY_LANE = _LANES << 1  # the bits of a stamp that name its lane
+BY_LANE = np.array(_LANES << 1)  # the bits of a stamp that name its lane. numpy is quickest with constants that have no dimensions.
+_FOREIGN = BY_LANE | np.array(IN_FLIGHT)
 
 
 class Clock:
@@ -70,7 +71,7 @@ class Order:
     # ---- stamps
 
     def stamps(self, lanes: np.ndarray, flags: int = 0) -> np.ndarray:
-        return self.own_of(lanes) + (self.clock.now << TIME_BITS | flags)
+        return self.own_of(lanes) + np.array(self.clock.now << TIME_BITS | flags)
 
     def own_of(self, lanes: np.ndarray) -> np.ndarray:
         """The bits of a stamp that name these lanes."""
@@ -96,7 +97,7 @@ class Order:
 
     def foreign(self, stamps: np.ndarray, lanes: np.ndarray) -> np.ndarray:
         """Not 0 for the accesses of other lanes, and for those in flight."""
-        return (stamps ^ self.own_of(lanes)) & (BY_LANE | IN_FLIGHT)
+        return (stamps ^ self.own_of(lanes)) & _FOREIGN
 
     def ordered(self, stamps: np.ndarray, lanes: np.ndarray) -> np.ndarray:
         """For each stamp: True if that access happened before the current access of the lane in `lanes`."""

@@ -8,8 +8,11 @@ import numpy as np
 
 from cukern.sim.memory.history import Conflict, History
 from cukern.sim.memory.order import IN_FLIGHT, STRONG, TIME_BITS, Order
+from cukern.sim.numerics.integers import count_nonzero
 
 _COUNT = np.arange(16)  # an access has at most 16 bytes
+SHIFTS = tuple(map(np.array, range(5)))
+BY_GENERIC_PROXY, BY_ASYNC_PROXY = 1, 2  # cp.async; bulk copies and st.async
 _LONGEST_LOG = 1 << 21  # reads that are logged before the log is processed
 
 
@@ -28,11 +31,13 @@ class Shadow:
         self.reads: History | None = None
         self.heard: np.ndarray | None = None  # in shared memory: time of the last strong read
         self.narrow: np.ndarray | None = None  # bytes changed by an atomic that is atomic only for its own block
-        self.copied: np.ndarray | None = None  # granules last written by an asynchronous copy
+        self.copied: np.ndarray | None = None  # granules last written by an asynchronous copy of an mbarrier: of which proxy
         # By byte: not 0 if it holds a value computed from uninitialized ones; 1, or 2 + the origin in the batch's poison.py
         self.poisoned: np.ndarray | None = None
-        self.log: list[tuple[np.ndarray, int, np.ndarray, int]] = []  # positions, size; stamps: the part of the lanes, the rest
-        self.logged = 0
+        self.log: list[
+            tuple[np.ndarray, int, int, np.ndarray, int]
+        ] = []  # places, their unit, size; stamps: the part of the lanes, the rest
+        self.logged, self.shortest = 0, 16  # lanes and bytes of the log's reads
 
     @property
     def writers(self) -> np.ndarray | None:
@@ -44,7 +49,7 @@ class Shadow:
     ) -> Conflict | None:
         """Record a read, whose stamp has these flags; None: it is recorded later. Returns the writes that race with it, if any."""
         if self.reach == "grid" or (not strong and self.reach != "lane" and flags is not None):
-            self._log(order, positions, size, lanes, (flags or 0) | STRONG * strong)
+            self.log_read(order, positions, 1, size, lanes, (flags or 0) | STRONG * strong)
         if self.writes is None:
             return None
         granules = self._granules(positions, size)
@@ -72,13 +77,13 @@ class Shadow:
         return (row, int(stamps[row])) if late[row] else None
 
     def unfenced(self, order: Order, positions: np.ndarray, size: int, lanes: np.ndarray) -> tuple[int, int] | None:
-        """The first row with a plain write after which neither its writer nor the reader had a fence.proxy.async, and its stamp."""
+        """The first row with a plain write, or a cp.async, after which neither its writer nor the reader had a fence.proxy.async."""
         if self.writes is None:
             return None
         granules = self._granules(positions, size).reshape(len(positions), -1)
         stamps = self.writes.last[granules]
         if self.copied is not None:
-            stamps = np.where(self.copied[granules], 0, stamps)
+            stamps = np.where(self.copied[granules] == BY_ASYNC_PROXY, 0, stamps)
         stamps = stamps.max(axis=1)
         writers = np.clip(order.by_lane(stamps) - order.base, 0, order.lanes - 1)
         late = (stamps != 0) & (stamps >> TIME_BITS >= np.maximum(order.proxy_fenced[writers], order.proxy_fenced[lanes]))
@@ -128,24 +133,24 @@ class Shadow:
         write overwrites; None for each of the three if there are none. `narrow`: the write is an atomic of .cta scope (atomicAdd_block),
         which is not atomic for other blocks."""
         if self.log:
-            self._process_log(order)
+            self.process_log(order)
         granules = self._granules(positions, size)
         if self.writes is None:
             self.writes = History(self.size >> self.bits)
         if self.copied is not None:
-            self._mark_copied(granules, False)
+            self._mark_copied(granules, 0)
         strong = bool(flags & STRONG)
         over_writes, over_reads = self._before_write(self.writes, order, granules, lanes, strong)
         if strong and (narrow or self.narrow is not None):
             over_writes = over_writes or self._too_narrow(order, positions, granules, lanes, narrow)
         stamps = order.stamps(lanes, flags)
         stamps = stamps if granules.ndim == 1 else np.broadcast_to(stamps[:, None], granules.shape)
-        newest = self.writes.record(order, granules, stamps, keep=strong and self.reach != "lane")
+        newest = self.writes.record(order, granules, stamps, order.clock.now << TIME_BITS | flags, keep=strong and self.reach != "lane")
         if narrow:
             apart = np.flatnonzero(order.by_block(newest.reshape(len(lanes), -1)[:, 0]) != order.block_of[lanes] + order.first_block)
             over_writes = over_writes or (Conflict(apart, newest.reshape(len(lanes), -1)[apart, 0]) if len(apart) else None)
         lost = newest != stamps
-        if not np.count_nonzero(lost):
+        if not count_nonzero(lost):
             return over_writes, over_reads, None
         return over_writes, over_reads, np.flatnonzero(lost if lost.ndim == 1 else lost.any(axis=1))
 
@@ -173,8 +178,8 @@ class Shadow:
         self.narrow[positions] |= narrow
         return Conflict(rows, before[rows]) if len(rows) else None
 
-    def arrived(self, order: Order, positions: np.ndarray, size: int, lanes: np.ndarray, copied: bool = False) -> None:
-        """Asynchronous copies have completed: record them as writes of their lanes now. `copied`: an mbarrier has told so."""
+    def arrived(self, order: Order, positions: np.ndarray, size: int, lanes: np.ndarray, copied: int = 0) -> None:
+        """Asynchronous copies have completed: record them as writes of their lanes now. `copied`: of which proxy, if an mbarrier tells."""
         assert self.writes is not None
         granules = self._granules(positions, size)
         stamps = order.stamps(lanes)
@@ -184,7 +189,7 @@ class Shadow:
     def accesses(self, order: Order, start: int, end: int) -> list[tuple[str, np.ndarray, np.ndarray]]:
         """The reads and writes of the bytes from `start` to `end`, each with its verb: granules and stamps. Strong writes that a strong
         read has seen are left out."""
-        self._process_log(order)
+        self.process_log(order)
         found = []
         for did, history in (("reads", self.reads), ("writes", self.writes)):
             if history is not None:
@@ -204,9 +209,9 @@ class Shadow:
         now = self.before | np.repeat(self.writes.last != 0, 1 << self.bits)
         return now if self.poisoned is None else now & (self.poisoned == 0)
 
-    def _mark_copied(self, granules: np.ndarray, copied: bool) -> None:
+    def _mark_copied(self, granules: np.ndarray, copied: int) -> None:
         if copied or self.copied is not None:
-            self.copied = np.zeros(self.size >> self.bits, bool) if self.copied is None else self.copied
+            self.copied = np.zeros(self.size >> self.bits, np.uint8) if self.copied is None else self.copied
             self.copied[granules] = copied
 
     def was_copied(self, position: int) -> bool:
@@ -217,8 +222,7 @@ class Shadow:
         """The granules of each row: of shape (rows,), or (rows, granules) if an access spans several."""
         if size < 1 << self.bits:
             self._refine(size)
-        first = positions >> self.bits
-        count = size >> self.bits
+        first, count = positions >> SHIFTS[self.bits], size >> self.bits
         return first if count == 1 else first[:, None] + _COUNT[:count]
 
     def _refine(self, size: int) -> None:
@@ -237,11 +241,13 @@ class Shadow:
 
     # ---- reads
 
-    def _log(self, order: Order, positions: np.ndarray, size: int, lanes: np.ndarray, flags: int) -> None:
-        self.log.append((positions, size, order.own_of(lanes), order.clock.now << TIME_BITS | flags))
-        self.logged += len(positions)
+    def log_read(self, order: Order, places: np.ndarray, unit: int, size: int, lanes: np.ndarray, flags: int) -> None:
+        """`places`: positions in multiples of the unit."""
+        self.log.append((places, unit, size, order.own_of(lanes), order.clock.now << TIME_BITS | flags))
+        self.logged += len(places)
+        self.shortest = min(self.shortest, size)
         if self.logged > _LONGEST_LOG:
-            self._process_log(order)
+            self.process_log(order)
 
     def forget_accesses(self) -> None:
         """A barrier of all lanes that can access this memory came after the accesses so far."""
@@ -254,16 +260,18 @@ class Shadow:
 
     def _drop_log(self) -> None:
         self.log.clear()
-        self.logged = 0
+        self.logged, self.shortest = 0, 16
 
-    def _process_log(self, order: Order) -> None:
+    def process_log(self, order: Order) -> None:
         if not self.log:
             return
-        self._refine(min(size for _, size, _, _ in self.log))
+        self._refine(self.shortest)
         if self.reads is None:
             self.reads = History(self.size >> self.bits)
-        for positions, size, own, rest in self.log:
-            granules, stamps = self._granules(positions, size), own + rest
+        for places, unit, size, own, rest in self.log:
+            granules, stamps = places, own + np.array(rest)
+            if unit != size or size != 1 << self.bits:
+                granules = self._granules(places * unit, size)
             stamps = stamps if granules.ndim == 1 else np.broadcast_to(stamps[:, None], granules.shape)
-            self.reads.record(order, granules, stamps)
+            self.reads.record(order, granules, stamps, rest)
         self._drop_log()

@@ -16,8 +16,8 @@ from cukern.sim.faults import BarrierFault, Fault, Misaligned, OutOfBounds, Race
 from cukern.sim.memory.history import Conflict
 from cukern.sim.memory.order import IN_FLIGHT, STRONG, Order
 from cukern.sim.memory.regions import CARRIERS, FIRST_ADDRESS, Region, all_memory
-from cukern.sim.memory.shadow import Shadow
-from cukern.sim.numerics.integers import SIGNED
+from cukern.sim.memory.shadow import SHIFTS, Shadow
+from cukern.sim.numerics.integers import SIGNED, count_nonzero
 
 WINDOW = 56  # the first bit of the space in a generic address: 1 for shared, 2 for local memory
 RANK = 24  # the first bit of the block's rank plus 1 in a shared::cluster address; 0 stands for the own block
@@ -60,7 +60,7 @@ class Part(NamedTuple):
 
 def each(values: np.ndarray, lanes: np.ndarray) -> np.ndarray:
     """`values` with one element per lane; it may have a single one for all."""
-    return values if len(values) == len(lanes) else np.broadcast_to(values, lanes.shape)
+    return values if len(values) == len(lanes) else values.repeat(len(lanes))
 
 
 def first_row(flags: np.ndarray) -> int:
@@ -89,7 +89,12 @@ class Space:
 
     def elements(self, part: Part, size: int) -> tuple[np.ndarray, np.ndarray]:
         """The memory of a part's region as an array of elements of this size, and the index of each row."""
-        return part.region.elements(self.arrays, self.first, size), part.at >> size.bit_length() - 1
+        return self.of(part.region, size), part.at >> SHIFTS[size.bit_length() - 1]
+
+    def of(self, region: Region, size: int) -> np.ndarray:
+        """The memory of a region as an array of elements of this size."""
+        array = region.views.get(size)
+        return region.elements(self.arrays, self.first, size) if array is None else array
 
     # ---- accesses
 
@@ -158,12 +163,12 @@ class Space:
         for part in parts:
             array, index = self.elements(part, size)
             array[index] = values[part.rows]
-            if part.shadow is not None and (part.shadow.poisoned is not None or (poison is not None and poison.any())):
+            if part.shadow is not None and (part.shadow.poisoned is not None or (poison is not None and count_nonzero(poison))):
                 codes = np.zeros(1, np.int64) if poison is None else each(poison, lanes)[part.rows] if len(poison) > 1 else poison
                 part.shadow.poison(part.at, size, codes)
         for part, lost in zip(parts, overwritten, strict=True):
             if lost is not None:
-                self._check_agreement(m, part, size, values[part.rows], lost)
+                self.check_agreement(m, part, size, values[part.rows], lost)
         return at
 
     def note_write(
@@ -198,7 +203,7 @@ class Space:
         here, there = (np.ascontiguousarray(x).view(dtype).reshape(len(rows), -1) for x in (array[index[rows]], values[rows]))
         return (here != there).any(axis=1)
 
-    def _check_agreement(self, m: Accessor, part: Part, size: int, values: np.ndarray, lost: np.ndarray) -> None:
+    def check_agreement(self, m: Accessor, part: Part, size: int, values: np.ndarray, lost: np.ndarray) -> None:
         """Lanes of one store that write to the same address must write the same value."""
         differs = self._differs(part, lost, size, values)
         if differs.any() and not m.mutes(Race):
@@ -281,20 +286,20 @@ class Private(Space):
         self.shadow = Shadow(pieces * self.stride, np.zeros(pieces * self.stride, bool), reach="cluster" if name == "shared" else "lane")
 
     def check_proxy(self, m: Accessor, lanes: np.ndarray, at: np.ndarray, size: int) -> None:
-        """These lanes read shared memory asynchronously. After a plain write, the writer or the reader needs a fence.proxy.async."""
+        """These lanes read shared memory asynchronously. A plain write or cp.async before needs a fence.proxy.async by its lane or the reader."""
         found = self.shadow.unfenced(m.order, at, size, lanes)
         if found is not None and not m.mutes(Race):
             row, stamp = found
             _, thread, line = m.who(stamp)
             what = f"reads {size} bytes asynchronously, {self.describe(self.region, int(at[row]))}, that thread {thread} wrote at {line}"
-            raise m.fault(Race, lanes[row], f"{what}: a fence.proxy.async is missing between the two")
+            raise m.fault(Race, lanes[row], f"{what}: a fence.proxy.async is missing between the two, after the write has ended")
 
     def place(self, m: Accessor, lanes: np.ndarray, addresses: np.ndarray, size: int, verb: str) -> tuple[np.ndarray, list[Part]]:
         if addresses.dtype == np.int64:
             addresses = addresses.view(np.uint64)
-        if np.count_nonzero(addresses & addresses.dtype.type(size - 1)):
+        if count_nonzero(addresses & addresses.dtype.type(size - 1)):
             self.check_aligned(m, lanes, addresses, size, verb)
-        if size > self.size or np.count_nonzero(addresses > addresses.dtype.type(self.size - size)):
+        if size > self.size or count_nonzero(addresses > addresses.dtype.type(self.size - size)):
             self._check_inside(m, lanes, addresses, size, verb)
         at = each(addresses.astype(np.int64), lanes)
         if self.stride < len(self.arrays[1]):  # several pieces
@@ -322,11 +327,12 @@ class Private(Space):
 class _Near(NamedTuple):
     region: Region | None
     shadow: Shadow | None
-    start: np.uint64  # the region's
-    room: np.uint64  # the last offset from there at which an access lies inside
+    start: np.ndarray  # the region's
+    room: np.ndarray  # the last offset from there at which an access lies inside
 
 
-_LOW = {size: np.uint64(size - 1) for size in CARRIERS}  # the bits of an address that are 0 if it is aligned
+LOW = {size: np.array(size - 1, np.uint64) for size in CARRIERS}  # the bits of an address that are 0 if it is aligned
+_NOWHERE = _Near(None, None, LOW[1], LOW[1])
 
 
 class Global(Space):
@@ -342,17 +348,14 @@ class Global(Space):
         self.shadows = [Shadow(r.end - r.origin, r.written) if r.writable else None for r in regions]
         self.bounds = np.array(self.starts, np.uint64), np.array([r.end for r in regions], np.uint64)
         self.near: dict[tuple[int, int], _Near] = {}  # instruction and size -> the region that it accessed last
+        self.spots: dict[tuple[int, int], Any] = {}  # register and size -> see instructions/quick.py
 
     def place(self, m: Accessor, lanes: np.ndarray, addresses: np.ndarray, size: int, verb: str) -> tuple[np.ndarray, list[Part]]:
-        if np.count_nonzero(addresses & _LOW[size]):
+        if count_nonzero(addresses & LOW[size]):
             self.check_aligned(m, lanes, addresses, size, verb)
         at = addresses.view(np.int64)
-        near = self.near.get((m.pc, size)) or self._near(m.pc, int(addresses[0]), size)
-        inside = addresses - near.start
-        if np.count_nonzero(inside > near.room):  # perhaps all lanes are in another region now
-            near = self._near(m.pc, int(addresses[0]), size)
-            inside = addresses - near.start
-        if near.region is not None and not np.count_nonzero(inside > near.room):
+        near, inside = self.nearest(m.pc, size, addresses)
+        if inside is not None and near.region is not None:
             positions = inside.view(np.int64) + near.region.offset if near.region.offset else inside.view(np.int64)
             parts = [Part(near.region, near.shadow, each(positions, lanes), lanes)]
         else:
@@ -367,15 +370,20 @@ class Global(Space):
                 raise m.fault(OutOfBounds, lanes[0], f"{verb} {where}, which is constant memory")
         return at, parts
 
-    def _near(self, pc: int, address: int, size: int) -> "_Near":
-        """Remember for an instruction the region in which an address lies, if it is in one."""
-        i = bisect.bisect_right(self.starts, address) - 1
-        room = self.regions[i].end - self.starts[i] - size if i >= 0 else -1
-        found = _Near(None, None, np.uint64(0), np.uint64(0))
-        if room >= 0:
-            found = _Near(self.regions[i], self.shadows[i], np.uint64(self.starts[i]), np.uint64(room))
-        self.near[pc, size] = found
-        return found
+    def nearest(self, pc: int, size: int, addresses: np.ndarray) -> "tuple[_Near, np.ndarray | None]":
+        """The region in which all accesses of an instruction lie, which it remembers, and their offsets; None if they lie in none."""
+        near = self.near.get((pc, size), _NOWHERE)
+        inside = addresses - near.start
+        if near is _NOWHERE or count_nonzero(inside > near.room):  # perhaps all lanes are in another region now
+            i = bisect.bisect_right(self.starts, int(addresses[0])) - 1
+            room = self.regions[i].end - self.starts[i] - size if i >= 0 else -1
+            if room < 0:
+                return _NOWHERE, None
+            near = _Near(self.regions[i], self.shadows[i], np.array(self.starts[i], np.uint64), np.array(room, np.uint64))
+            self.near[pc, size], inside = near, addresses - near.start
+            if count_nonzero(inside > near.room):
+                return _NOWHERE, None
+        return near, inside
 
     def load(
         self,
