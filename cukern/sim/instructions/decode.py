@@ -1,8 +1,7 @@
 """From an instruction to a step, the function that executes it for a group of lanes.
 
 An instruction that is not simulated becomes a step that raises NotSimulated when a lane reaches it: a kernel may contain instructions that
-it does not execute. The table of makers (tables.py) is passed in.
-"""
+it does not execute. The table of makers (tables.py) is passed in."""
 
 import bisect
 import collections
@@ -20,6 +19,8 @@ from cukern.sim.machine.batch import Group
 from cukern.sim.machine.machine import Machine, Step, Stretches
 from cukern.sim.machine.poison import Flow
 from cukern.sim.machine.program import PARAMETER, Program
+from cukern.sim.numerics.integers import UNSIGNED as UNSIGNED
+from cukern.sim.numerics.integers import Array
 from cukern.sim.ptx.module import WIDTHS, Address, Immediate, Instruction, Operand, Register, Symbol, Vector, immediate_bits
 
 
@@ -37,6 +38,11 @@ class Context:
 
     def unknown(self) -> NotSimulated:
         return NotSimulated(self.opcode)
+
+    def refuse(self, bad: object) -> None:
+        """Raise NotSimulated if something is wrong with the form of the instruction."""
+        if bad:
+            raise self.unknown()
 
     def source(self, operand: Operand, type_: str) -> int:
         """The number of the register that holds an operand; `type_` is the type of a literal."""
@@ -117,8 +123,7 @@ def stretches(program: Program, table: Table) -> Stretches:
         jump = decoded[end - 1].step if end - 1 in jumps else None
         body = end - 1 if jump else end
         after = _after(program, live, end)
-        if jump:
-            after = after & ~decoded[body].written | decoded[body].read
+        after = after & ~decoded[body].written | decoded[body].read if jump else after
         found[start] = _fused(program, decoded, start, body, after, constants), body, jump, parts
     return found
 
@@ -186,7 +191,12 @@ def _liveness(program: Program, decoded: list[Decoded]) -> dict[int, int]:
     code, labels = program.kernel.code, program.kernel.labels
     starts = {f.start for f in program.functions.values()}
     leaders = sorted({0, len(code), *starts, *labels.values(), *(pc + 1 for pc, one in enumerate(decoded) if one.jumps)})
-    blocks = [(start, end, *_needs(decoded[start:end])) for start, end in itertools.pairwise(leaders)]
+    blocks = []
+    for start, end in itertools.pairwise(leaders):
+        need = give = 0  # the registers that the block reads before it writes them, and those that it writes
+        for one in decoded[start:end]:
+            need, give = need | one.read & ~give, give | one.written
+        blocks.append((start, end, need, give))
     live = dict.fromkeys(leaders, 0)
     changed = True
     while changed:
@@ -203,25 +213,13 @@ def _after(program: Program, live: dict[int, int], end: int) -> int:
     return functools.reduce(operator.or_, (live[successor] for successor in _successors(program, end - 1)), 0)
 
 
-def _needs(decoded: list[Decoded]) -> tuple[int, int]:
-    """Of instructions without jumps between them: the registers that they read before they write them, and those that they write."""
-    need = give = 0
-    for one in decoded:
-        need |= one.read & ~give
-        give |= one.written
-    return need, give
-
-
-def _fused(
-    program: Program, decoded: list[Decoded], start: int, end: int, live: int, constants: dict[int, np.ndarray]
-) -> list[tuple[Step, int]]:
-    """The steps of a stretch, each with the number of instructions up to its end. Consecutive computations are one step. `live`: the
-    registers that may be read after the stretch."""
+def _fused(program: Program, code: list[Decoded], start: int, end: int, live: int, fixed: dict[int, Array]) -> list[tuple[Step, int]]:
+    """The steps of a stretch, each with the number of instructions up to its end. `live`: the registers that may be read after it."""
     found: list[tuple[Step, int]] = []
     steps: list[tuple[str, Compute]] = []
-    own, functions = range(len(program.kernel.widths)), bool(program.functions)
+    own = range(len(program.kernel.widths))
     for pc in reversed(range(start, end)):
-        one = decoded[pc]
+        one = code[pc]
         if isinstance(one.step, Compute):
             if not steps:
                 upto, after = pc + 1, live
@@ -229,11 +227,10 @@ def _fused(
         else:
             found.insert(0, (one.step, pc + 1 - start))
         live = live & ~one.written | one.read
-        if steps and (pc == start or not isinstance(decoded[pc - 1].step, Compute)):
-            outputs = [
-                r for r in dict.fromkeys(t for _, step in steps for t in step.targets) if functions or r not in own or after >> r & 1
-            ]
-            found.insert(0, (Fused(steps, outputs, constants), upto - start))
+        if steps and (pc == start or not isinstance(code[pc - 1].step, Compute)):
+            targets = dict.fromkeys(t for _, step in steps for t in step.targets)
+            outputs = [r for r in targets if program.functions or r not in own or after >> r & 1]
+            found.insert(0, (Fused(steps, outputs, fixed), upto - start))
             steps = []
     return found
 
@@ -275,6 +272,6 @@ def _not_simulated(pc: int, what: str) -> Step:
     return run
 
 
-def compute(function: Callable[..., np.ndarray], target: Register, sources: list[int]) -> Step:
+def compute(function: Callable[..., Array], target: Register, sources: list[int]) -> Step:
     """target = function(sources)."""
     return Compute([(function, target)], sources)

@@ -3,8 +3,7 @@
 A value has up to four forms: `v`, the bits, as in a register; `x`, a float32 array; `e`, the same with one bit pattern for NaN; `d`, the
 same as float64. A form is made when an instruction first needs it, so most views and conversions vanish. Constants are arrays without
 dimensions (`z`: of bits), with which numpy is quickest. Instructions without a template call their function of raw bits. Registers that
-nothing reads later are not written.
-"""
+nothing reads later are not written."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -12,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from cukern.sim.machine.batch import Group
-from cukern.sim.machine.machine import Machine
+from cukern.sim.machine.machine import Array, Group, Machine
 from cukern.sim.numerics import floats
 from cukern.sim.ptx.module import Register
 
@@ -27,7 +25,7 @@ _TEMPLATES = {
     **{f"{name}.f32": ("x", f"{{}} {sign} {{}}", "x") for name, sign in _SIGNS.items()},
     **{f"setp.{name}.f32": ("x", f"{{}} {sign} {{}}", "v") for name, sign in _COMPARISONS.items()},
     **{f"{name}.f32": ("x", f"{name}({{}}, {{}})", "x") for name in ("max", "min")},
-    **{f"fma.{mode}.f32": ("d", f"fma_{mode}({{}}, {{}}, {{}})", "e") for mode in ("rn", "rm")},
+    **{f"fma.{mode}.f32": ("d", f"fma_{mode}({{}} * {{}}, {{}})", "e") for mode in ("rn", "rm")},
     **{"neg.f32": ("e", "-{}", "e"), "abs.f32": ("e", "abs({})", "e"), "sqrt.rn.f32": ("x", "sqrt({})", "x")},
     **{"ex2.approx.ftz.f32": ("x", "ex2({})", "x"), "cvt.sat.f32.f32": ("x", "fmin(fmax({} + ZERO, ZERO), ONE)", "e")},
 }
@@ -46,7 +44,7 @@ _PLAIN_TYPES = {"u32", "s32", "b32", "u64", "s64", "b64"}
 class Compute:
     """An instruction that only computes: registers = functions(sources). A destination may also be an operand."""
 
-    def __init__(self, results: Sequence[tuple[Callable[..., np.ndarray], Register]], sources: list[int]):
+    def __init__(self, results: Sequence[tuple[Callable[..., Array], Register]], sources: list[int]):
         self.functions, self.targets, self.sources = [f for f, _ in results], [register.number for _, register in results], sources
 
     def __call__(self, m: Machine, group: Group) -> None:
@@ -56,7 +54,7 @@ class Compute:
 
 
 class Fused:
-    def __init__(self, steps: list[tuple[str, Compute]], outputs: list[int], constants: dict[int, np.ndarray]):
+    def __init__(self, steps: list[tuple[str, Compute]], outputs: list[int], constants: dict[int, Array]):
         """`steps`: opcodes and computations; `outputs`: the registers that may be read after them."""
         self.steps, self.outputs, self.constants, self.runs = steps, outputs, constants, 0
 
@@ -75,7 +73,7 @@ class Fused:
                 m.put(group, register, values)
 
     @functools.cached_property
-    def function(self) -> tuple[Callable[..., tuple[np.ndarray, ...]], list[int]]:
+    def function(self) -> tuple[Callable[..., tuple[Array, ...]], list[int]]:
         """A function from the values of the input registers to those of the output registers, and the input registers."""
         writer = _Writer(self.constants)
         for opcode, step in self.steps:
@@ -86,7 +84,7 @@ class Fused:
 
 
 class _Writer:
-    def __init__(self, constants: dict[int, np.ndarray]):
+    def __init__(self, constants: dict[int, Array]):
         self.constants, self.lines, self.names = constants, list[str](), dict[str, Any](_NAMES)
         self.inputs: dict[int, str] = {}  # register -> name of its value
         self.values: dict[int, int] = {}  # register -> the number of its current value

@@ -1,23 +1,17 @@
 """The common case of an access to global memory: all lanes access one tensor, and nobody else has accessed these elements.
 
 The addresses of a base register are checked once for all instructions that use it: from the lowest to the highest of their offsets.
-Whatever is not the common case is left to memory/spaces.py.
-"""
+Whatever is not the common case is left to memory/spaces.py."""
 
 import functools
 
 import numpy as np
 
-from cukern.sim.machine.batch import Group
-from cukern.sim.machine.machine import Machine
+from cukern.sim.machine.machine import Group, Machine
 from cukern.sim.machine.program import Program
-from cukern.sim.memory.order import TIME_BITS
-from cukern.sim.memory.regions import Region
-from cukern.sim.memory.shadow import SHIFTS, Shadow
-from cukern.sim.memory.spaces import LOW, Part
-from cukern.sim.numerics.integers import count_nonzero
+from cukern.sim.memory.spaces import LOW, SHIFTS, TIME_BITS, Array, Part, Region, Shadow, count_nonzero
 
-_Found = tuple[Region, Shadow | None, np.ndarray] | None  # the region, its shadow memory, and the element of each lane
+_Found = tuple[Region, Shadow | None, Array] | None  # the region, its shadow memory, and the element of each lane
 
 
 class Quick:
@@ -29,13 +23,13 @@ class Quick:
         self.offsets.add(offset)  # those of other instructions follow
 
     @functools.cached_property
-    def layout(self) -> tuple[np.ndarray, int, np.ndarray | None]:
+    def layout(self) -> tuple[Array, int, Array | None]:
         """The lowest offset, the bytes from there to the end of the highest, and the elements from the lowest to this one, if any."""
         lowest = min(self.offsets)
         above = np.array((self.offset - lowest) // self.size) if self.offset > lowest else None
         return np.array(lowest & 0xFFFFFFFFFFFFFFFF, np.uint64), max(self.offsets) - lowest + self.size, above
 
-    def _check(self, m: Machine, group: Group, base: np.ndarray) -> _Found:
+    def _check(self, m: Machine, group: Group, base: Array) -> _Found:
         if base.itemsize < 8 or len(base) < m.lanes or any((x - self.offset) % self.size for x in self.offsets):
             return None
         addresses = base[group.index] + self.layout[0]
@@ -53,7 +47,7 @@ class Quick:
         found: _Found = spot[2]
         return found if found is None or above is None else (found[0], found[1], found[2] + above)
 
-    def load(self, m: Machine, group: Group, cached: bool) -> np.ndarray | None:
+    def load(self, m: Machine, group: Group, cached: bool) -> Array | None:
         """`cached`: through the read-only cache. Returns None if it is not the common case."""
         found = self._find(m, group)
         if found is None:
@@ -70,7 +64,7 @@ class Quick:
             shadow.log_read(m.order, index, self.size, self.size, group.lanes, 0)
         return m.launched.memory.of(region, self.size)[index]
 
-    def store(self, m: Machine, group: Group, values: np.ndarray) -> bool:
+    def store(self, m: Machine, group: Group, values: Array) -> bool:
         """Returns False if it is not the common case."""
         found = self._find(m, group)
         if found is None:

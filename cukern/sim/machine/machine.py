@@ -1,7 +1,6 @@
 """Executes a kernel's steps for a batch of blocks.
 
-The group that is furthest behind in the program runs first, so that groups which separated at a branch meet again where the branch ends.
-"""
+The group that is furthest behind in the program runs first, so that groups which separated at a branch meet again where the branch ends."""
 
 import math
 from collections.abc import Callable
@@ -10,15 +9,14 @@ import numpy as np
 
 from cukern.sim.faults import Fault, Misaligned, OutOfBounds, Race, StepLimit, Uninitialized
 from cukern.sim.machine import options, special
-from cukern.sim.machine.asynchronous import Copies, Mbarriers
+from cukern.sim.machine.asynchronous import Copies, Mbarriers, Warpgroups
 from cukern.sim.machine.barriers import Barriers, Warps
 from cukern.sim.machine.batch import Batch, Group, Launched
 from cukern.sim.machine.calls import Calls
 from cukern.sim.machine.clusters import Clusters, Distributed
-from cukern.sim.machine.coverage import FAILED, HELD
+from cukern.sim.machine.options import FAILED, HELD
 from cukern.sim.machine.poison import Flow, Poison
-from cukern.sim.machine.warpgroups import Warpgroups
-from cukern.sim.numerics.integers import UNSIGNED
+from cukern.sim.numerics.integers import UNSIGNED, Array
 from cukern.sim.ptx.module import Register
 
 LANES_A_BATCH = 1 << 15
@@ -136,7 +134,7 @@ class Machine(Batch):
                 raise self.stuck()
         return True
 
-    def _see(self, seen: np.ndarray, pc: int, group: Group, guard: Register | None) -> None:
+    def _see(self, seen: Array, pc: int, group: Group, guard: Register | None) -> None:
         """These lanes come to an instruction: record it for the coverage."""
         holds = np.ones(1, bool) if guard is None else self.get(group, guard.number) ^ guard.negated
         seen[pc] |= HELD * bool(holds.any()) | FAILED * bool(not holds.all())

@@ -29,9 +29,7 @@ class Format:
     `native`: numpy has the type, and rounds sums, products, quotients and square roots correctly. `unused`: number of low bits that are 0.
     """
 
-    def __init__(
-        self, name: str, masks: tuple[int, int, int, int], values: Function, nearest: Function, native: bool = True, unused: int = 0
-    ):
+    def __init__(self, name: str, masks: tuple[int, ...], values: Function, nearest: Function, native: bool = True, unused: int = 0):
         self.name, self.values, self.nearest, self.native, self.unused = name, values, nearest, native, unused
         self.bits: type[Any] = {16: np.uint16, 32: np.uint32, 64: np.uint64}[masks[0].bit_length()]
         self.sign, self.exponent, self.nan, self.one = map(self.bits, masks)
@@ -130,8 +128,7 @@ def relu(fmt: Format, bits: Array) -> Array:
 def sum_to_odd(a: Array, b: Array, mode: str = "rn") -> Array:
     """a + b in float64, rounded to odd: an inexact result is the neighbour whose last bit is 1.
 
-    Rounding it again to at most 51 bits, in any mode, gives what rounding the exact sum would. `mode` only affects the sign of x - x.
-    """
+    Rounding it again to at most 51 bits, in any mode, gives what rounding the exact sum would. `mode` only affects the sign of x - x."""
     total, error = _two_sum(a, b)
     bits = total.view(np.int64)
     step = np.where((error > 0) == (total > 0), 1, -1)
@@ -147,8 +144,8 @@ def sum_to_odd(a: Array, b: Array, mode: str = "rn") -> Array:
 def arithmetic(kind: str, fmt: Format, mode: str = "rn", ftz: bool = False, sat: bool = False, relu_: bool = False) -> Function:
     """The function of raw bits for `kind`: add, sub, mul, fma, div, rcp or sqrt."""
     exact = functools.partial(_in_float64, fmt, kind, mode)
-    if kind == "fma" and mode == "rn" and fmt in (F32, F64):
-        core = _fma32 if fmt is F32 else _fma64
+    if kind == "fma" and (fmt, mode) in ((F32, "rn"), (F32, "rm"), (F64, "rn")):
+        core = _fma64 if fmt is F64 else functools.partial(_fma32, fma32 if mode == "rn" else fma32_down)
     elif kind != "fma" and mode == "rn" and fmt.native:
         core = functools.partial(native, fmt, _UFUNCS[kind])
     else:
@@ -176,14 +173,8 @@ def _finished(fmt: Format, core: Function, finish: Function, *args: Array) -> Ar
     return finish(fmt, core(*args))
 
 
-_UFUNCS: dict[str, Function] = {
-    "add": np.add,
-    "sub": np.subtract,
-    "mul": np.multiply,
-    "div": np.divide,
-    "rcp": np.reciprocal,
-    "sqrt": np.sqrt,
-}
+_UFUNCS: dict[str, Function] = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide, "rcp": np.reciprocal}
+_UFUNCS["sqrt"] = np.sqrt
 
 
 def native(fmt: Format, ufunc: Function, *args: Array) -> Array:
@@ -198,13 +189,11 @@ def _in_float64(fmt: Format, kind: str, mode: str, *args: Array) -> Array:
     a, *rest = (fmt.values(x).astype(np.float64) for x in args)
     if kind in ("add", "sub"):
         return sum_to_odd(a, rest[0] if kind == "add" else -rest[0], mode)
-    if kind == "fma":
-        return sum_to_odd(a * rest[0], rest[1], mode)
-    return _UFUNCS[kind](a, *rest)
+    return sum_to_odd(a * rest[0], rest[1], mode) if kind == "fma" else _UFUNCS[kind](a, *rest)
 
 
-def _fma32(a: Array, b: Array, c: Array) -> Array:
-    return _rounded_sum(np.multiply(a.view(np.float32), b.view(np.float32), dtype=np.float64), c.view(np.float32)).view(np.uint32)
+def _fma32(function: Function, a: Array, b: Array, c: Array) -> Array:
+    return function(np.multiply(a.view(np.float32), b.view(np.float32), dtype=np.float64), c.view(np.float32)).view(np.uint32)
 
 
 def _fma64(a: Array, b: Array, c: Array) -> Array:
@@ -258,7 +247,7 @@ def _fma_of_fractions(a: float, b: float, c: float) -> float:
     return size if exact > 0 else -size
 
 
-# ---- float32 arithmetic on values. A NaN in a result may have any bits. Operands of fma are float64 arrays.
+# ---- float32 arithmetic on values. A NaN in a result may have any bits. The product of an fma is a float64 array.
 
 _ZERO, _LOW28, _EXPONENT32 = np.array(0, np.uint64), np.array(0x0FFFFFFF, np.uint64), np.array(F32.exponent)
 _NAN32, _DOWNWARD, _ZERO32 = np.array(F32.nan).view(np.float32), np.array(-np.inf, np.float32), np.array(0, np.float32)
@@ -270,12 +259,7 @@ def exact32(x: Array) -> Array:
     return np.where(nan, _NAN32, x) if count_nonzero(nan) else x
 
 
-def fma32(a: Array, b: Array, c: Array) -> Array:
-    """The product is exact in float64."""
-    return _rounded_sum(a * b, c)
-
-
-def _rounded_sum(product: Array, c: Array) -> Array:
+def fma32(product: Array, c: Array) -> Array:
     """Rounding the float64 sum again is correct, unless that sum is a tie between two float32. A NaN is canonical."""
     total = product + c
     result = total.astype(np.float32)
@@ -285,12 +269,11 @@ def _rounded_sum(product: Array, c: Array) -> Array:
     return result
 
 
-def fma32_down(a: Array, b: Array, c: Array) -> Array:
+def fma32_down(product: Array, c: Array) -> Array:
     """fma.rm. Where the float64 sum is exact, it is rounded from there. The sign of a zero sum depends on the mode."""
-    product = a * b
     total = product + c
     if count_nonzero(total) < total.size or count_nonzero((total - product != c) | (total - c != product)):
-        return round_to(F32, sum_to_odd(product, c, "rm"), "rm").view(np.float32)
+        return round_to(F32, sum_to_odd(product, c.astype(np.float64), "rm"), "rm").view(np.float32)
     result = total.astype(np.float32)
     above = result.astype(np.float64) > total
     if count_nonzero(result > _ZERO32) == result.size:

@@ -1,7 +1,6 @@
 """Integer arithmetic and bit operations of the ALU, on raw bits: unsigned numpy arrays, which wrap around as registers do.
 
-`signed(x)` reads the same bits as two's complement. Operands have the width of their type: the caller has truncated wider ones.
-"""
+`signed(x)` reads the same bits as two's complement. Operands have the width of their type: the caller has truncated wider ones."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
