@@ -8,7 +8,7 @@ import collections
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -109,13 +109,7 @@ def stretches(program: Program, table: Table) -> Stretches:
     live = _liveness(program, decoded)
     leaders, starts = sorted(live), {0, *(f.start for f in program.functions.values())}
     program.undefined = [r for r in range(len(program.kernel.widths)) if any(live[start] >> r & 1 for start in starts)]
-    written = collections.Counter(r for one in decoded for r in one.flow.writes)
-    constants = dict(program.constants)  # and the registers that only one instruction sets, to a constant
-    for one in decoded:
-        if isinstance(one.step, Compute) and one.step.functions == [np.copy] and one.step.sources[0] in constants:
-            (target,) = one.step.targets
-            if written[target] == 1 and target not in program.undefined:
-                constants[target] = constants[one.step.sources[0]]
+    constants = _constants(program, decoded)
     found: Stretches = {last: ([], last, Machine.leave, [])}
     for start in {*leaders, *jumps} - {last}:  # lanes may have to execute a jump again
         end = leaders[bisect.bisect(leaders, start)]
@@ -157,15 +151,11 @@ def instruction(program: Program, pc: int, table: Table) -> Decoded:
         return Decoded(unknown, unknown, jumps=True)
     guard = c.instruction.guard
     flow = flow_of(c, computes=(not jumps and base not in table.steps) or base == "mov")
-    read, written = _bits(flow.reads), _bits(flow.writes)
+    read, written = (functools.reduce(lambda bits, r: bits | 1 << r, some, 0) for some in (flow.reads, flow.writes))
     if guard is None:
         return Decoded(step, step, jumps, guard, flow, read, written)
     guarded: Step = functools.partial(_split, step, guard, pc) if jumps else functools.partial(_guarded, step, guard)
     return Decoded(guarded, step, jumps, guard, flow, read | 1 << guard.number)
-
-
-def _bits(registers: Iterable[int]) -> int:
-    return functools.reduce(lambda bits, r: bits | 1 << r, registers, 0)
 
 
 # The operands after which a move of bits does not depend on the bits of the others: for example the count of a shift.
@@ -213,8 +203,19 @@ def _after(program: Program, live: dict[int, int], end: int) -> int:
     return functools.reduce(operator.or_, (live[successor] for successor in _successors(program, end - 1)), 0)
 
 
+def _constants(program: Program, decoded: list[Decoded]) -> dict[int, Array]:
+    """The constants of the program, and the registers that only one instruction sets, to a constant."""
+    written, found = collections.Counter(r for one in decoded for r in one.flow.writes), dict(program.constants)
+    for one in decoded:
+        if isinstance(one.step, Compute) and one.step.functions == [np.copy] and one.step.sources[0] in found:
+            (target,) = one.step.targets
+            if written[target] == 1 and target not in program.undefined:
+                found[target] = found[one.step.sources[0]]
+    return found
+
+
 def _fused(program: Program, code: list[Decoded], start: int, end: int, live: int, fixed: dict[int, Array]) -> list[tuple[Step, int]]:
-    """The steps of a stretch, each with the number of instructions up to its end. `live`: the registers that may be read after it."""
+    """The steps of a stretch, each with the instruction after it. `live`: the registers that may be read after it."""
     found: list[tuple[Step, int]] = []
     steps: list[tuple[str, Compute]] = []
     own = range(len(program.kernel.widths))
@@ -225,12 +226,12 @@ def _fused(program: Program, code: list[Decoded], start: int, end: int, live: in
                 upto, after = pc + 1, live
             steps.insert(0, (program.kernel.code[pc].opcode, one.step))
         else:
-            found.insert(0, (one.step, pc + 1 - start))
+            found.insert(0, (one.step, pc + 1))
         live = live & ~one.written | one.read
         if steps and (pc == start or not isinstance(code[pc - 1].step, Compute)):
             targets = dict.fromkeys(t for _, step in steps for t in step.targets)
             outputs = [r for r in targets if program.functions or r not in own or after >> r & 1]
-            found.insert(0, (Fused(steps, outputs, fixed), upto - start))
+            found.insert(0, (Fused(steps, outputs, fixed), upto))
             steps = []
     return found
 

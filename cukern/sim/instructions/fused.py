@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from cukern.sim.machine.machine import Array, Group, Machine
+from cukern.sim.machine.batch import Array, Group
+from cukern.sim.machine.machine import Machine
 from cukern.sim.numerics import floats
 from cukern.sim.ptx.module import Register
 
@@ -39,6 +40,11 @@ _FORMS = {"v": ("e", "{}.view(U4)"), "e": ("x", "exact({})"), "x": ("v", "{}.vie
 # Instructions whose functions take constants without dimensions, with these types.
 _PLAIN = {"add", "sub", "mul", "mad", "and", "or", "xor", "shl", "shr", "min", "max", "setp", "selp"}
 _PLAIN_TYPES = {"u32", "s32", "b32", "u64", "s64", "b64"}
+
+
+def _is_plain(opcode: str) -> bool:
+    base, *parts = opcode.split(".")
+    return base in _PLAIN and _PLAIN_TYPES.issuperset(p for p in parts if p[-1].isdigit())
 
 
 class Compute:
@@ -124,7 +130,6 @@ class _Writer:
         return forms[form]
 
     def add(self, opcode: str, step: Compute) -> None:
-        base, *parts = opcode.split(".")
         sources = [self.value_of(s) for s in step.sources]
         variable = any("z" not in self.forms[s] for s in sources)
         if step.functions == [np.copy]:
@@ -135,7 +140,7 @@ class _Writer:
             value = self.values[step.targets[0]] = self.new(result)
             self.lines.append(f"{result}{value} = {text.format(*operands)}")
         else:
-            plain = variable and base in _PLAIN and _PLAIN_TYPES.issuperset(p for p in parts if p[-1].isdigit())
+            plain = variable and _is_plain(opcode)
             operands = [self.forms[s]["z"] if plain and "z" in self.forms[s] else self.form(s, "v") for s in sources]
             for function, target, value in [(f, t, self.new("v")) for f, t in zip(step.functions, step.targets, strict=True)]:
                 self.names[f"f{value}"], self.values[target] = function, value
