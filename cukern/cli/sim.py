@@ -22,7 +22,7 @@ from cukern.runtime.signature import Param
 from cukern.runtime.sources import Source
 from cukern.sim import collect, coverage, memory
 from cukern.sim.faults import Fault
-from cukern.sim.machine.coverage import Coverage
+from cukern.sim.machine.options import Coverage
 
 TYPES = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32, "f64": torch.float64, "bool": torch.bool}
 TYPES |= {f"i{n}": getattr(torch, f"int{n}") for n in (8, 16, 32, 64)} | {f"u{n}": getattr(torch, f"uint{n}") for n in (8, 16, 32, 64)}

@@ -4,8 +4,7 @@ Bugs are Faults (see faults.py): accesses that are out of bounds or misaligned; 
 between blocks; barriers that some threads never reach; asynchronous copies that nobody waited for; loops that do not end. Results have
 the bits of a GPU's, except for the approximate functions (ex2.approx and the like), whose last bits differ.
 
-Each package imports only those before it: ptx, numerics, memory, machine, instructions.
-"""
+Each package imports only those before it: ptx, numerics, memory, machine, instructions."""
 
 import math
 import operator
@@ -46,8 +45,7 @@ def load(name: str, ptx: Ptx, params: tuple[Param, ...], cluster: Dim | None = N
 
     A launch raises Fault for a bug of the kernel, except in `collect` or `checks`; NotSimulated for an instruction that is not simulated;
     LaunchError for a geometry that a GPU would refuse, ValueError for one that is too large to simulate, and TypeError or ValueError for
-    an argument that does not fit.
-    """
+    an argument that does not fit."""
     program = Program(parse(ptx.text), ptx.symbol)
     if cluster:
         program.kernel.cluster, program.kernel.explicit_cluster = cluster, True

@@ -1,8 +1,7 @@
 """Tracebacks of faults: the lines of the user's program and the report, without the frames of the simulator.
 
 CUKERN_TRACEBACK=1 shows all frames. Python's hook is replaced when a launch first meets a fault, IPython asks the exception, and pytest
-asks the modules that a launch goes through (`__tracebackhide__`).
-"""
+asks the modules that a launch goes through (`__tracebackhide__`)."""
 
 import os
 import sys

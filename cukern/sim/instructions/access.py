@@ -7,13 +7,10 @@ from typing import Any
 import numpy as np
 
 from cukern.sim.faults import Fault, Uninitialized
-from cukern.sim.instructions.decode import Context
-from cukern.sim.machine.batch import Group
-from cukern.sim.machine.machine import Machine, Step
-from cukern.sim.memory.order import STRONG
-from cukern.sim.memory.regions import CARRIERS
-from cukern.sim.memory.spaces import WINDOW, Part, Space, each
-from cukern.sim.numerics.integers import SIGNED, UNSIGNED
+from cukern.sim.instructions.decode import Context, Group, Machine, Step
+from cukern.sim.instructions.quick import Quick
+from cukern.sim.memory.spaces import CARRIERS, STRONG, WINDOW, Part, Space, each
+from cukern.sim.numerics.integers import SIGNED, UNSIGNED, Array, count_nonzero
 from cukern.sim.ptx.module import WIDTHS, Address, Operand, Register, Symbol
 
 _SPACES = ("global", "shared", "local", "const", "param", "generic")
@@ -21,14 +18,14 @@ _IGNORED = {"weak", "relaxed", "acquire", "release", "volatile", "mmio", "cta", 
 _IGNORED |= {"ca", "cg", "cs", "lu", "cv", "wb", "wt", "nc", "shared::cta", "shared::cluster", "param::entry"}
 _IGNORED |= {"L1::evict_normal", "L1::evict_unchanged", "L1::evict_first", "L1::evict_last", "L1::no_allocate"}
 _IGNORED |= {"L2::cache_hint", "L2::64B", "L2::128B", "L2::256B", "L2::evict_normal", "L2::evict_first", "L2::evict_last"}
+_WINDOW = np.array(WINDOW, np.uint64)
 _STRONG = {"relaxed", "acquire", "release", "volatile", "mmio"}
 
 
 def space_of(c: Context) -> str:
     """The state space of an opcode: "generic" if it names none, "cluster" for shared::cluster. NotSimulated for unknown modifiers."""
     modifiers = [p for p in c.parts[1:] if p not in WIDTHS]
-    if set(modifiers) - _IGNORED:
-        raise c.unknown()
+    c.refuse(set(modifiers) - _IGNORED)
     if "shared::cluster" in modifiers:
         return "cluster"
     return next((p.split("::")[0] for p in modifiers if p.split("::")[0] in _SPACES), "generic")
@@ -49,12 +46,12 @@ def load(c: Context) -> Step:
     base, offset = c.address(c.operands[1])
     width, signed = WIDTHS[type_], type_[0] == "s"
     size, count, pc = width // 8, len(targets), c.pc
-    if size * count > 16 or width > 64:
-        raise c.unknown()
+    c.refuse(size * count > 16 or width > 64)
     strong = _is_strong(c, space) and space != "cluster"  # lanes poll only in their own block's memory
     constant, acquires, cached = space == "const", "acquire" in c.parts, "nc" in c.parts
+    quick = Quick(c.program, base, offset, size * count) if space == "global" and not strong else None
 
-    def access(m: Machine, where: Space, lanes: np.ndarray, at: np.ndarray) -> np.ndarray:
+    def access(m: Machine, where: Space, lanes: Array, at: Array) -> Array:
         if cached:
             where.check_unchanged(m, lanes, at, size * count)
         values = where.load(m, lanes, at, size * count, strong, poison=True)
@@ -66,8 +63,10 @@ def load(c: Context) -> Step:
         m.pc = pc
         if not constant:
             m.order.clock.tick(pc)
-        addresses = address_of(m, group, base, offset)
-        values = through(m, space, group.lanes, addresses, functools.partial(access, m))
+        values = quick.load(m, group, cached) if quick is not None and not m.poisoned else None
+        if values is None:
+            addresses = address_of(m, group, base, offset)
+            values = through(m, space, group.lanes, addresses, functools.partial(access, m))
         if strong and space != "shared":
             m.order.observe(group.lanes, addresses, acquires)
             m.polled(len(group.lanes))
@@ -93,12 +92,12 @@ def _put_poison(m: Machine, group: Group, targets: list[Register], size: int, si
             m.poison.put(group, target.number, extended(bytes_.view(UNSIGNED[8 * size])[:, 0], target, signed), origins)
 
 
-def put(m: Machine, group: Group, target: Register, values: np.ndarray, signed: bool) -> None:
+def put(m: Machine, group: Group, target: Register, values: Array, signed: bool) -> None:
     """Write loaded bits to a register, which may be wider."""
     m.put(group, target.number, extended(values, target, signed))
 
 
-def extended(values: np.ndarray, target: Register, signed: bool) -> np.ndarray:
+def extended(values: Array, target: Register, signed: bool) -> Array:
     """Loaded bits in the width of a register."""
     bits = values.dtype.itemsize * 8
     if bits < target.width:
@@ -106,24 +105,22 @@ def extended(values: np.ndarray, target: Register, signed: bool) -> np.ndarray:
     return values
 
 
-def address_of(m: Machine, group: Group, register: int, offset: int) -> np.ndarray:
+def address_of(m: Machine, group: Group, register: int, offset: int) -> Array:
     """An address register plus an offset, modulo 2^64."""
     if m.poisoned:
         m.poison.check(group, (register,), "an address")
     base = m.get(group, register)
     if base.itemsize < 8:
         base = base.astype(np.uint64)
-    return base + np.uint64(offset & 0xFFFFFFFFFFFFFFFF) if offset else base
+    return base + np.array(offset & 0xFFFFFFFFFFFFFFFF, np.uint64) if offset else base
 
 
-def through(
-    m: Machine, space: str, lanes: np.ndarray, addresses: np.ndarray, access: Callable[..., np.ndarray], *values: np.ndarray
-) -> np.ndarray:
+def through(m: Machine, space: str, lanes: Array, addresses: Array, access: Callable[..., Array], *values: Array) -> Array:
     """Call `access(space, lanes, addresses, *values)`; for generic addresses, once for each space in which some of them lie."""
     if space != "generic":
         return access(m.spaces[space], lanes, addresses, *values)
-    windows = addresses >> np.uint64(WINDOW)
-    found, result = np.unique(windows), None
+    windows = addresses >> _WINDOW
+    found, result = np.unique(windows) if count_nonzero(windows ^ windows[:1]) else windows[:1], None
     for window in found:
         name = {1: "cluster", 2: "local"}.get(int(window), "global")
         offsets = addresses if name == "global" else addresses & np.uint64((1 << WINDOW) - 1)
@@ -177,19 +174,21 @@ def store(c: Context) -> Step:
     width = WIDTHS[type_]
     sources = [c.source(x, type_) for x in c.items(value)]
     size, count, pc = width // 8, len(sources), c.pc
-    if size * count > 16 or width > 64 or space == "const":
-        raise c.unknown()
+    c.refuse(size * count > 16 or width > 64 or space == "const")
     strong, releases, dtype = _is_strong(c, space), "release" in c.parts, UNSIGNED[width]
     flags = STRONG if strong else 0
+    quick = Quick(c.program, base, offset, size * count) if space == "global" and not strong else None
 
     def run(m: Machine, group: Group) -> None:
         m.pc = pc
         m.order.clock.tick(pc)
         values = vectors(m, group, sources, dtype)
+        if quick is not None and not m.poisoned and quick.store(m, group, values):
+            return
         addresses = address_of(m, group, base, offset)
         codes = _poison_codes(m, group, sources, width // 8, space, addresses) if m.poisoned else np.zeros(1, np.int64)
 
-        def access(where: Space, lanes: np.ndarray, at: np.ndarray, v: np.ndarray, codes: np.ndarray) -> np.ndarray:
+        def access(where: Space, lanes: Array, at: Array, v: Array, codes: Array) -> Array:
             return where.store(m, lanes, at, size * count, v, flags, codes)
 
         through(m, space, group.lanes, addresses, access, values, codes)
@@ -199,7 +198,7 @@ def store(c: Context) -> Step:
     return run
 
 
-def _poison_codes(m: Machine, group: Group, sources: list[int], size: int, space: str, addresses: np.ndarray) -> np.ndarray:
+def _poison_codes(m: Machine, group: Group, sources: list[int], size: int, space: str, addresses: Array) -> Array:
     """For each lane, the uninitialized bytes of what it stores, as in Shadow.poison. A whole element in global memory is a fault if it is
     still there at the end of the launch: the compiler may store a vector first, and then the element that it lacked."""
     found = m.poison.bytes_of(group, sources, size)
@@ -214,7 +213,7 @@ def _poison_codes(m: Machine, group: Group, sources: list[int], size: int, space
         for part in memory.place(m, lanes, each(addresses, group.lanes)[rows], size * len(sources), "writes")[1]:
             chosen = rows[part.rows]
 
-            def fault(row: int, part: Part = part, chosen: np.ndarray = chosen) -> Fault:
+            def fault(row: int, part: Part = part, chosen: Array = chosen) -> Fault:
                 m.pc = pc
                 where = memory.describe(part.region, int(part.at[row]))
                 return m.poison.fault(int(group.lanes[chosen[row]]), int(origins[chosen[row]]), f"a store to {where}")
@@ -224,7 +223,7 @@ def _poison_codes(m: Machine, group: Group, sources: list[int], size: int, space
     return (flags * (1 << np.arange(flags.shape[1]))).sum(axis=1) | origins + 2 << 16
 
 
-def vectors(m: Machine, group: Group, sources: list[int], dtype: Any) -> np.ndarray:
+def vectors(m: Machine, group: Group, sources: list[int], dtype: Any) -> Array:
     """The values that the lanes store: one element or one vector per lane."""
     if len(sources) == 1:
         values = m.get(group, sources[0])
@@ -255,8 +254,7 @@ def _store_param(c: Context, address: Operand, value: Operand, type_: str) -> St
 def fence(c: Context) -> Step:
     proxies = c.opcode in ("fence.proxy.async.shared::cta", "fence.proxy.async.global", "fence.proxy.async")
     known = {"cta", "cluster", "gl", "gpu", "sys", "sc", "acq_rel", "acquire", "release", "mbarrier_init"}
-    if not proxies and not set(c.parts[1:]) <= known:
-        raise c.unknown()
+    c.refuse(not proxies and not set(c.parts[1:]) <= known)
     local = proxies or "cta" in c.parts
 
     def run(m: Machine, group: Group) -> None:

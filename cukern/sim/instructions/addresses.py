@@ -2,11 +2,9 @@
 
 import numpy as np
 
-from cukern.sim.instructions.decode import Context, compute
+from cukern.sim.instructions.decode import UNSIGNED, Array, Context, Step, compute
 from cukern.sim.machine.clusters import split_address
-from cukern.sim.machine.machine import Step
 from cukern.sim.memory.spaces import RANK, WINDOW, WINDOWS
-from cukern.sim.numerics.integers import UNSIGNED
 
 _NO_RANK = 254  # stands for every rank that no cluster has
 
@@ -14,8 +12,7 @@ _NO_RANK = 254  # stands for every rank that no cluster has
 def convert_address(c: Context) -> Step:
     """cvta: between the addresses of a space and generic ones."""
     space = next(p for p in c.parts[1:] if p not in ("to", *c.types)).split("::")[0]
-    if space not in WINDOWS:
-        raise c.unknown()
+    c.refuse(space not in WINDOWS)
     register = c.target(c.operands[0])
     window = np.array([WINDOWS[space] << WINDOW if register.width == 64 else 0], UNSIGNED[register.width])
     function = (lambda x: x - window) if "to" in c.parts else (lambda x: x + window)
@@ -28,10 +25,9 @@ def is_space(c: Context) -> Step:
     if space in ("global", "local", "shared::cluster"):
         window = WINDOWS[space.split("::")[0]]
         return compute(lambda x: x >> np.uint64(WINDOW) == window, register, [address])
-    if space not in ("shared", "shared::cta"):
-        raise c.unknown()
+    c.refuse(space not in ("shared", "shared::cta"))
 
-    def function(address: np.ndarray, own: np.ndarray) -> np.ndarray:
+    def function(address: Array, own: Array) -> Array:
         rank = split_address(address)[0]
         return (address >> np.uint64(WINDOW) == 1) & ((rank == 0) | (rank - 1 == own))
 
@@ -41,12 +37,11 @@ def is_space(c: Context) -> Step:
 def map_address(c: Context) -> Step:
     """mapa d, address, rank."""
     register, width = c.target(c.operands[0]), 64 if c.types[-1] == "u64" else 32
-    if c.parts[1:-1] not in ([], ["shared::cluster"]) or c.types[-1] not in ("u32", "u64"):
-        raise c.unknown()
+    c.refuse(c.parts[1:-1] not in ([], ["shared::cluster"]) or c.types[-1] not in ("u32", "u64"))
     dtype = UNSIGNED[width]
     low = dtype(~(0xFF << RANK) & (1 << width) - 1)
 
-    def function(address: np.ndarray, rank: np.ndarray) -> np.ndarray:
+    def function(address: Array, rank: Array) -> Array:
         above = np.minimum(rank.astype(np.int64) + 1, _NO_RANK).astype(dtype) << dtype(RANK)
         return (address & low) | above
 
@@ -56,10 +51,9 @@ def map_address(c: Context) -> Step:
 def rank_of_address(c: Context) -> Step:
     """getctarank d, address."""
     register = c.target(c.operands[0])
-    if c.parts[1:-1] not in ([], ["shared::cluster"]):
-        raise c.unknown()
+    c.refuse(c.parts[1:-1] not in ([], ["shared::cluster"]))
 
-    def function(address: np.ndarray, own: np.ndarray) -> np.ndarray:
+    def function(address: Array, own: Array) -> Array:
         rank = split_address(address)[0]
         return np.where(rank > 0, rank - 1, own).astype(np.uint32)
 

@@ -5,12 +5,11 @@ from typing import Any
 
 import numpy as np
 
-from cukern.sim.instructions.decode import Context, compute
-from cukern.sim.machine.batch import Group
-from cukern.sim.machine.machine import Machine, Step
+from cukern.sim.instructions.decode import Context, Machine, Step, compute
+from cukern.sim.instructions.fused import Compute
 from cukern.sim.machine.special import CLOCKS
 from cukern.sim.numerics import alu, fp8
-from cukern.sim.numerics.integers import SIGNED, UNSIGNED
+from cukern.sim.numerics.integers import SIGNED, UNSIGNED, Array
 from cukern.sim.ptx.module import WIDTHS, Operand, Register, Symbol, Vector
 
 
@@ -37,20 +36,7 @@ def arithmetic(c: Context) -> Step:
         results.append((_extended(function, register, c.types), register))
     if "cc" in c.parts:
         results.append((alu.find(c.opcode, second=True), c.target(Register(c.program.carry, 1))))
-    return _compute_all(results, sources)
-
-
-def _compute_all(results: list[tuple[Callable[..., np.ndarray], Register]], sources: list[int]) -> Step:
-    """One or more results of the same operands. A destination may also be an operand."""
-    if len(results) == 1:
-        return compute(*results[0], sources)
-
-    def run(m: Machine, group: Group) -> None:
-        operands = [m.get(group, s) for s in sources]
-        for (_, register), values in zip(results, [function(*operands) for function, _ in results], strict=True):
-            m.put(group, register.number, values)
-
-    return run
+    return Compute(results, sources)
 
 
 def source_types(c: Context) -> list[str]:
@@ -79,7 +65,7 @@ def _extended(function: Callable, register: Register, types: list[str]) -> Calla
         return function
     wide, signed = UNSIGNED[register.width], types[0][0] == "s"
 
-    def run(*args: np.ndarray) -> np.ndarray:
+    def run(*args: Array) -> Array:
         result = function(*args)
         if result.dtype == np.bool_ or result.dtype.itemsize * 8 >= register.width:
             return result
@@ -97,8 +83,7 @@ def constant(register: Register, value: Callable[[Machine], Any]) -> Step:
 def create_policy(c: Context) -> Step:
     """createpolicy: the simulator ignores cache policies."""
     register = c.target(c.operands[0])
-    if c.parts[1] != "fractional":
-        raise c.unknown()
+    c.refuse(c.parts[1] != "fractional")
     return constant(register, lambda m: 0)
 
 
@@ -119,11 +104,10 @@ def move(c: Context) -> Step:
 def _pack(c: Context, target: Operand, items: tuple[Operand, ...]) -> Step:
     register = c.target(target)
     width = register.width // len(items)
-    if register.width > 64 or width < 16:
-        raise c.unknown()
+    c.refuse(register.width > 64 or width < 16)
     wide = UNSIGNED[register.width]
 
-    def join(*parts: np.ndarray) -> np.ndarray:
+    def join(*parts: Array) -> Array:
         result = parts[0].astype(wide)
         for i, part in enumerate(parts[1:], 1):
             result = result | part.astype(wide) << wide(width * i)
@@ -134,11 +118,10 @@ def _pack(c: Context, target: Operand, items: tuple[Operand, ...]) -> Step:
 
 def _unpack(items: tuple[Operand, ...], c: Context) -> Step:
     width = WIDTHS[c.types[0]] // len(items)
-    if width < 16 or width * len(items) > 64:
-        raise c.unknown()
+    c.refuse(width < 16 or width * len(items) > 64)
     results = [(_part(width * i, UNSIGNED[width]), c.target(item)) for i, item in enumerate(items)]
-    return _compute_all(results, [c.source(c.operands[1], c.types[0])])
+    return Compute(results, [c.source(c.operands[1], c.types[0])])
 
 
-def _part(shift: int, dtype: Any) -> Callable[[np.ndarray], np.ndarray]:
+def _part(shift: int, dtype: Any) -> Callable[[Array], Array]:
     return lambda x: (x >> x.dtype.type(shift)).astype(dtype)

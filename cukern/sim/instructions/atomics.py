@@ -5,25 +5,21 @@ from collections.abc import Callable
 import numpy as np
 
 from cukern.sim.instructions.access import address_of, put, through
-from cukern.sim.instructions.decode import Context
-from cukern.sim.machine.batch import Group
-from cukern.sim.machine.machine import Machine, Step
-from cukern.sim.memory.order import STRONG
-from cukern.sim.memory.spaces import Space, each
+from cukern.sim.instructions.decode import Context, Group, Machine, Step
+from cukern.sim.memory.spaces import STRONG, Space, each
 from cukern.sim.numerics import alu
-from cukern.sim.numerics.integers import UNSIGNED, where
+from cukern.sim.numerics.integers import UNSIGNED, Array, where
 from cukern.sim.ptx.module import WIDTHS
 
 _MODIFIERS = {"relaxed", "acquire", "release", "acq_rel", "cta", "gpu", "sys", "global", "shared", "shared::cta", "noftz"}
 _MODIFIERS |= {"cluster", "shared::cluster", "v2", "v4", "v8"}
 _FLOATS = ("f16", "f16x2", "bf16", "bf16x2", "f32", "f64")
-Change = Callable[..., np.ndarray]  # (old value, operands) -> new value
+Change = Callable[..., Array]  # (old value, operands) -> new value
 
 
 def atomic(c: Context) -> Step:
     operation = next((p for p in c.parts[1:] if p not in _MODIFIERS and p not in WIDTHS), "")
-    if len(c.types) != 1 or set(c.parts[1:]) - _MODIFIERS - set(c.types) - {operation}:
-        raise c.unknown()
+    c.refuse(len(c.types) != 1 or set(c.parts[1:]) - _MODIFIERS - set(c.types) - {operation})
     spaces = {"global": "global", "shared": "shared", "shared::cta": "shared", "shared::cluster": "cluster"}
     space = next((spaces[p] for p in c.parts if p in spaces), "generic")
     returns = c.parts[0] == "atom"
@@ -45,7 +41,7 @@ def atomic(c: Context) -> Step:
         if count > 1:
             m.launched.memory.check_aligned(m, group.lanes, addresses, width // 8 * count, "changes")
 
-        def access(space: Space, lanes: np.ndarray, at: np.ndarray, *values: np.ndarray) -> np.ndarray:
+        def access(space: Space, lanes: Array, at: Array, *values: Array) -> Array:
             if compares and space.name == "global":
                 m.compare(lanes, at.view(np.int64))
             old = _serially(m, space, lanes, at, width // 8, changes.get(space.name, changes["shared"]), values, narrow)
@@ -67,7 +63,7 @@ def atomic(c: Context) -> Step:
     return run
 
 
-def reduce(m: Machine, c: Context, operation: str, type_: str, lanes: np.ndarray, addresses: np.ndarray, values: np.ndarray) -> None:
+def reduce(m: Machine, c: Context, operation: str, type_: str, lanes: Array, addresses: Array, values: Array) -> None:
     """Change global memory by the values of lanes, as cp.reduce.async.bulk does."""
     _serially(m, m.launched.memory, lanes, addresses, WIDTHS[type_] // 8, _change(c, operation, "global", type_), (values,), False)
 
@@ -86,21 +82,11 @@ def _change(c: Context, operation: str, space: str, type_: str = "") -> Change:
         "inc": lambda old, last: np.where(old >= last, 0 * old, old + one),
         "dec": lambda old, last: np.where((old == 0) | (old > last), last, old - one),
     }
-    if operation not in others:
-        raise c.unknown()
+    c.refuse(operation not in others)
     return others[operation]
 
 
-def _serially(
-    m: Machine,
-    space: Space,
-    lanes: np.ndarray,
-    addresses: np.ndarray,
-    size: int,
-    change: Change,
-    values: tuple[np.ndarray, ...],
-    narrow: bool,
-) -> np.ndarray:
+def _serially(m: Machine, space: Space, lanes: Array, addresses: Array, size: int, change: Change, values: tuple, narrow: bool) -> Array:
     """Returns the old values. Lanes with the same address execute in the order of their numbers. `narrow`: for the own block only."""
     at, parts = space.place(m, lanes, addresses, size, "changes")
     for part in parts:

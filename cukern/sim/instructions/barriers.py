@@ -8,12 +8,8 @@ import numpy as np
 from cukern.sim.faults import BarrierFault
 from cukern.sim.instructions import warp
 from cukern.sim.instructions.access import address_of, vectors
-from cukern.sim.instructions.decode import Context
-from cukern.sim.machine.batch import Group
-from cukern.sim.machine.machine import Machine, Step
-from cukern.sim.memory.order import IN_FLIGHT
-from cukern.sim.memory.spaces import WINDOW
-from cukern.sim.numerics.integers import UNSIGNED
+from cukern.sim.instructions.decode import UNSIGNED, Array, Context, Group, Machine, Step
+from cukern.sim.memory.spaces import IN_FLIGHT, WINDOW
 from cukern.sim.ptx.module import WIDTHS, Register
 
 _SCOPES = {"release", "acquire", "cta", "cluster", "shared", "shared::cta", "shared::cluster", "b64", "relaxed"}
@@ -28,8 +24,7 @@ def barrier(c: Context) -> Step:
         return _cluster_barrier(c)
     parts = [p for p in c.parts[1:] if p not in ("cta", "aligned")]
     kind = parts[0]
-    if kind not in ("sync", "arrive", "red") or (kind != "red" and len(parts) > 1):
-        raise c.unknown()
+    c.refuse(kind not in ("sync", "arrive", "red") or (kind != "red" and len(parts) > 1))
     operands, predicate = (c.operands[1:-1], c.operands[-1]) if kind == "red" else (c.operands, None)
     number = c.source(operands[0], "u32")
     count = c.source(operands[1], "u32") if len(operands) > 1 else c.program.constant(0, 32)
@@ -54,23 +49,21 @@ def barrier(c: Context) -> Step:
     return run
 
 
-def _outcome(c: Context, operation: str, register: Register) -> Callable[[Machine, Group, np.ndarray, np.ndarray], None]:
+def _outcome(c: Context, operation: str, register: Register) -> Callable[[Machine, Group, Array, Array], None]:
     """Writes the result of a bar.red, from the number of lanes that arrived (`came`) and of those with a true predicate (`held`)."""
-    results: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
+    results: dict[str, Callable[[Array, Array], Array]] = {
         "and": lambda held, came: held == came,
         "or": lambda held, came: held > 0,
         "popc": lambda held, came: held.astype(np.uint32),
     }
-    if operation not in results:
-        raise c.unknown()
+    c.refuse(operation not in results)
     return lambda m, group, held, came: m.put(group, register.number, results[operation](held, came))
 
 
 def _cluster_barrier(c: Context) -> Step:
     """barrier.cluster.arrive and .wait."""
     kind, rest = c.parts[2], set(c.parts[3:])
-    if kind not in ("arrive", "wait") or rest - {"aligned"} - ({"release", "relaxed"} if kind == "arrive" else {"acquire"}):
-        raise c.unknown()
+    c.refuse(kind not in ("arrive", "wait") or rest - {"aligned"} - ({"release", "relaxed"} if kind == "arrive" else {"acquire"}))
     if kind == "wait":
         return lambda m, group: m.clusters.wait(group)
     return lambda m, group: m.clusters.arrive(group, "relaxed" not in rest, "aligned" in rest)
@@ -87,8 +80,7 @@ def mbarrier(c: Context) -> Step:
     arrival = {"expect_tx", "noComplete"}
     known: dict[str, set[str]] = {"init": set(), "inval": set(), "arrive": arrival, "arrive_drop": arrival}
     known |= {"try_wait": {"parity"}, "test_wait": {"parity"}, "expect_tx": set(), "complete_tx": set()}
-    if kind not in known or rest - known[kind]:
-        raise c.unknown()
+    c.refuse(kind not in known or rest - known[kind])
     base, offset = c.address(operands[0])
     counts = kind in _ARRIVALS and "expect_tx" not in rest  # the operand is a number of arrivals, else of bytes, or a phase
     number = c.source(operands[1], "u32") if len(operands) > 1 else c.program.constant(int(counts), 32)
@@ -123,12 +115,10 @@ def mbarrier(c: Context) -> Step:
 
 
 def copies_arrive(c: Context) -> Step:
-    """cp.async.mbarrier.arrive: arrives when the earlier cp.async of the thread are complete. Without .noinc, the phase waits for one more
-    arrival, which is this one."""
+    """cp.async.mbarrier.arrive: arrives when the thread's earlier cp.async are complete. Without .noinc, the phase waits for it, too."""
     rest = set(c.parts[4:]) - {"b64"}
     space = "generic" if not _SHARED & rest else "shared"
-    if c.parts[3] != "arrive" or rest - {"noinc", "shared", "shared::cta"}:
-        raise c.unknown()
+    c.refuse(c.parts[3] != "arrive" or rest - {"noinc", "shared", "shared::cta"})
     base, offset = c.address(c.operands[0])
 
     def run(m: Machine, group: Group) -> None:
@@ -153,8 +143,7 @@ def store_async(c: Context) -> Step:
     sources = [c.source(x, type_) for x in c.items(c.operands[1])]
     width, count = WIDTHS[type_], len(sources)
     known = {"st", "async", "weak", "shared::cluster", "mbarrier::complete_tx::bytes", "v2", "v4", type_}
-    if set(c.parts) - known or width not in (32, 64):
-        raise c.unknown()
+    c.refuse(set(c.parts) - known or width not in (32, 64))
     size = width // 8 * count
 
     def run(m: Machine, group: Group) -> None:

@@ -3,8 +3,7 @@
 A copy to shared memory reports its bytes to an mbarrier, and is in flight until the phase has ended. One to global memory is executed at
 once, and reads shared memory until its thread waits; that its result is read before is not reported.
 A copy is executed in units: the largest power of 2, of at most 16 bytes, that divides the rows of the tensor. A swizzle exchanges units
-of 16 bytes by their address in shared memory.
-"""
+of 16 bytes by their address in shared memory."""
 
 import math
 from typing import NamedTuple
@@ -15,13 +14,8 @@ from cukern.runtime import tensor_map
 from cukern.sim.faults import Fault, Misaligned, OutOfBounds
 from cukern.sim.instructions import atomics
 from cukern.sim.instructions.access import address_of
-from cukern.sim.instructions.decode import Context
-from cukern.sim.machine.batch import Group
-from cukern.sim.machine.machine import Machine, Step
-from cukern.sim.memory.order import IN_FLIGHT
-from cukern.sim.memory.regions import CARRIERS
-from cukern.sim.memory.spaces import RANK, WINDOW, each
-from cukern.sim.numerics.integers import UNSIGNED
+from cukern.sim.instructions.decode import UNSIGNED, Array, Context, Group, Machine, Step
+from cukern.sim.memory.spaces import CARRIERS, IN_FLIGHT, RANK, WINDOW, each
 from cukern.sim.ptx.module import WIDTHS, Address, Immediate, immediate_value
 
 _UNIT = 16
@@ -36,10 +30,10 @@ _CODES = {1: "u16", 2: "u32", 3: "s32", 4: "u64", 5: "s64", 6: "f16", 7: "f32", 
 class Units(NamedTuple):
     """The units of the copies of some lanes: row of the group, address in global and offset in shared memory, and which of them exist."""
 
-    rows: np.ndarray
-    outside: np.ndarray  # addresses in global memory
-    inside: np.ndarray  # offsets from the start of the box in shared memory
-    exists: np.ndarray
+    rows: Array
+    outside: Array  # addresses in global memory
+    inside: Array  # offsets from the start of the box in shared memory
+    exists: Array
     size: int
     fill: bytes  # of those that do not
 
@@ -54,8 +48,7 @@ def copy(c: Context) -> Step:
     operation, types = unknown & _OPERATIONS, [t for t in c.types if t in unknown]
     loads = "mbarrier::complete_tx::bytes" in c.parts and "global" in c.parts
     stores = "bulk_group" in c.parts and "global" in c.parts
-    if unknown - operation - set(types) - {"noftz"} or not (loads or stores) or (loads and operation) or len(operation) > 1:
-        raise c.unknown()
+    c.refuse(unknown - operation - set(types) - {"noftz"} or not (loads or stores) or (loads and operation) or len(operation) > 1)
     return _Copy(c, loads, next(iter(operation), ""), types[0] if types else "").run
 
 
@@ -76,8 +69,7 @@ class _Copy:
         self.outside, self.inside = c.address(outside), c.address(inside)
         assert isinstance(outside, Address)
         self.at = [c.source(x, "s32") for x in outside.coordinates]
-        if self.tensor != bool(self.at) or (self.tensor and f"{len(self.at)}d" not in c.parts):
-            raise c.unknown()
+        c.refuse(self.tensor != bool(self.at) or (self.tensor and f"{len(self.at)}d" not in c.parts))
         rest = operands[2:]
         self.count = c.program.constant(0, 32) if self.tensor else c.source(rest.pop(0), "u32")
         self.barrier = c.address(rest.pop(0)) if loads else (0, 0)
@@ -93,7 +85,7 @@ class _Copy:
 
     # ---- what is copied
 
-    def _contiguous(self, m: Machine, group: Group, inside: np.ndarray) -> Units:
+    def _contiguous(self, m: Machine, group: Group, inside: Array) -> Units:
         outside = each(address_of(m, group, *self.outside), group.lanes)
         sizes = m.spread(group, self.count).astype(np.int64)
         target, source = ("the destination", "the source")[:: 1 if self.loads else -1]
@@ -110,7 +102,7 @@ class _Copy:
         steps = (np.arange(len(rows)) - np.repeat(np.cumsum(times) - times, times)) * size
         return Units(rows, outside[rows] + steps.astype(np.uint64), steps, np.ones(len(rows), bool), size, b"")
 
-    def _boxes(self, m: Machine, group: Group, inside: np.ndarray) -> Units:
+    def _boxes(self, m: Machine, group: Group, inside: Array) -> Units:
         maps = each(address_of(m, group, *self.outside), group.lanes)
         bad = inside.astype(np.int64) % _ALIGNMENT != 0
         if bad.any():
@@ -129,7 +121,7 @@ class _Copy:
         rows, outside, within, exists = (np.concatenate([u[i] for u in found]) for i in range(4))
         return Units(rows, outside, within, exists, found[0].size, found[0].fill)
 
-    def _box(self, m: Machine, lanes: np.ndarray, address: int) -> tensor_map.Box:
+    def _box(self, m: Machine, lanes: Array, address: int) -> tensor_map.Box:
         """The tensor map at an address."""
         if address >> WINDOW:
             what = "copies a box, but the tensor map is in another memory than the parameters: is it a `const __grid_constant__` parameter?"
@@ -148,10 +140,10 @@ class _Copy:
         self.rounds = box.code == tensor_map.TF32
         return box
 
-    def _check_start(self, m: Machine, box: tensor_map.Box, lanes: np.ndarray, at: np.ndarray) -> None:
+    def _check_start(self, m: Machine, box: tensor_map.Box, lanes: Array, at: Array) -> None:
         """Where a GPU stops with an illegal instruction (measured on an H100). `at`: (dimensions, lanes), the coordinates."""
         multiple = f"must be a multiple of {_UNIT // box.itemsize} elements ({_UNIT} bytes)"
-        rules: list[tuple[int, np.ndarray, type[Fault], str]] = [(0, at[0] * box.itemsize % _UNIT != 0, Misaligned, multiple)]
+        rules: list[tuple[int, Array, type[Fault], str]] = [(0, at[0] * box.itemsize % _UNIT != 0, Misaligned, multiple)]
         if not self.loads:
             negative = "must not be negative in a store: only a load may begin before the tensor"
             rules += [(i, x < 0, OutOfBounds, negative) for i, x in enumerate(at)]
@@ -161,7 +153,7 @@ class _Copy:
                 which = "innermost coordinate" if i == 0 else f"coordinate {i} (the innermost is 0)"
                 raise m.fault(kind, lanes[row], f"copies a box whose {which} is {int(at[i, row])}, but it {rule}", None, lanes[bad])
 
-    def _units(self, m: Machine, box: tensor_map.Box, rows: np.ndarray, at: np.ndarray, inside: np.ndarray) -> Units:
+    def _units(self, m: Machine, box: tensor_map.Box, rows: Array, at: Array, inside: Array) -> Units:
         """`at`: (dimensions, rows), the coordinates."""
         row_bytes, first = box.box[0] * box.itemsize, at[0] * box.itemsize
         size = math.gcd(_UNIT, box.sizes[0] * box.itemsize)
@@ -184,13 +176,9 @@ class _Copy:
 
     # ---- the copy
 
-    def _load(self, m: Machine, group: Group, inside: np.ndarray, units: Units) -> None:
+    def _load(self, m: Machine, group: Group, inside: Array, units: Units) -> None:
         lanes, size = group.lanes[units.rows], units.size
-        values = (
-            np.broadcast_to(np.frombuffer(units.fill, CARRIERS[size]), lanes.shape).copy()
-            if units.fill
-            else np.zeros(len(lanes), CARRIERS[size])
-        )
+        values = np.repeat(np.frombuffer(units.fill or bytes(size), CARRIERS[size]), len(lanes))
         codes = np.zeros(len(lanes), np.int64)
         some = np.flatnonzero(units.exists)
         if len(some):
@@ -214,9 +202,7 @@ class _Copy:
             of_row[rows] = positions
             m.mbarriers.bring(lanes[mine], of_row[every], at, size)
 
-    def _receivers(
-        self, m: Machine, group: Group, inside: np.ndarray, barrier: np.ndarray
-    ) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    def _receivers(self, m: Machine, group: Group, inside: Array, barrier: Array) -> list[tuple[Array, Array, Array]]:
         """The addresses in shared memory and of the mbarriers, and the rows of the group that copy there; several for a multicast."""
         if self.ranks is None:
             return [(inside, barrier, np.arange(len(group.lanes)))]
@@ -228,7 +214,7 @@ class _Copy:
                 found.append((inside & low | np.uint64(rank + 1 << RANK), barrier & low | np.uint64(rank + 1 << RANK), rows))
         return found
 
-    def _store(self, m: Machine, group: Group, inside: np.ndarray, units: Units) -> None:
+    def _store(self, m: Machine, group: Group, inside: Array, units: Units) -> None:
         some = np.flatnonzero(units.exists)
         if not len(some):
             return

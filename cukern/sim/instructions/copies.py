@@ -3,20 +3,15 @@
 import numpy as np
 
 from cukern.sim.instructions.access import address_of, nothing
-from cukern.sim.instructions.decode import Context
-from cukern.sim.machine.batch import Group
-from cukern.sim.machine.machine import Machine, Step
-from cukern.sim.memory.order import IN_FLIGHT
-from cukern.sim.memory.regions import CARRIERS
-from cukern.sim.memory.spaces import each
+from cukern.sim.instructions.decode import Array, Context, Group, Machine, Step
+from cukern.sim.memory.spaces import CARRIERS, IN_FLIGHT, each
 from cukern.sim.ptx.module import Immediate, Register, immediate_value
 
 _HINTS = {"cp", "async", "ca", "cg", "shared", "shared::cta", "global", "L2::64B", "L2::128B", "L2::256B", "L2::cache_hint"}
 
 
 def copy(c: Context) -> Step:
-    if c.parts[:2] != ["cp", "async"]:
-        raise c.unknown()
+    c.refuse(c.parts[:2] != ["cp", "async"])
     if c.opcode.startswith(("cp.async.bulk.prefetch.L2.global", "cp.async.bulk.prefetch.tensor.")):
         return nothing(c)
     if c.opcode == "cp.async.commit_group":
@@ -24,8 +19,7 @@ def copy(c: Context) -> Step:
     if c.opcode in ("cp.async.wait_group", "cp.async.wait_all"):
         newest = int(immediate_value(c.operands[0])) if c.operands and isinstance(c.operands[0], Immediate) else None
         return lambda m, group: m.copies.wait(group.lanes, newest)
-    if not set(c.parts) <= _HINTS or len(c.operands) < 3 or "global" not in c.parts:
-        raise c.unknown()
+    c.refuse(not set(c.parts) <= _HINTS or len(c.operands) < 3 or "global" not in c.parts)
     return _start_copy(c)
 
 
@@ -61,7 +55,7 @@ def _start_copy(c: Context) -> Step:
     return run
 
 
-def _fetch(m: Machine, lanes: np.ndarray, addresses: np.ndarray, size: int, count: np.ndarray) -> np.ndarray:
+def _fetch(m: Machine, lanes: Array, addresses: Array, size: int, count: Array) -> Array:
     """The first `count` bytes at each address, then zeros."""
     memory, values = m.launched.memory, np.zeros(len(lanes), CARRIERS[size])
     whole = np.flatnonzero(count >= size)

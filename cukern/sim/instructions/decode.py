@@ -1,21 +1,26 @@
 """From an instruction to a step, the function that executes it for a group of lanes.
 
 An instruction that is not simulated becomes a step that raises NotSimulated when a lane reaches it: a kernel may contain instructions that
-it does not execute. The table of makers (tables.py) is passed in.
-"""
+it does not execute. The table of makers (tables.py) is passed in."""
 
 import bisect
+import collections
+import functools
 import itertools
+import operator
 from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 
 from cukern.sim.faults import NotSimulated
+from cukern.sim.instructions.fused import Compute, Fused
 from cukern.sim.machine.batch import Group
 from cukern.sim.machine.machine import Machine, Step, Stretches
 from cukern.sim.machine.poison import Flow
 from cukern.sim.machine.program import PARAMETER, Program
+from cukern.sim.numerics.integers import UNSIGNED as UNSIGNED
+from cukern.sim.numerics.integers import Array
 from cukern.sim.ptx.module import WIDTHS, Address, Immediate, Instruction, Operand, Register, Symbol, Vector, immediate_bits
 
 
@@ -33,6 +38,11 @@ class Context:
 
     def unknown(self) -> NotSimulated:
         return NotSimulated(self.opcode)
+
+    def refuse(self, bad: object) -> None:
+        """Raise NotSimulated if something is wrong with the form of the instruction."""
+        if bad:
+            raise self.unknown()
 
     def source(self, operand: Operand, type_: str) -> int:
         """The number of the register that holds an operand; `type_` is the type of a literal."""
@@ -96,15 +106,19 @@ def stretches(program: Program, table: Table) -> Stretches:
     last = len(program.kernel.code)
     decoded = [instruction(program, pc, table) for pc in range(last)]
     jumps = {pc for pc, one in enumerate(decoded) if one.jumps}
-    program.undefined = undefined(program, decoded)
-    starts = {f.start for f in program.functions.values()}
-    leaders = sorted({0, last, *starts, *program.kernel.labels.values(), *(pc + 1 for pc in jumps)})
+    live = _liveness(program, decoded)
+    leaders, starts = sorted(live), {0, *(f.start for f in program.functions.values())}
+    program.undefined = [r for r in range(len(program.kernel.widths)) if any(live[start] >> r & 1 for start in starts)]
+    constants = _constants(program, decoded)
     found: Stretches = {last: ([], last, Machine.leave, [])}
     for start in {*leaders, *jumps} - {last}:  # lanes may have to execute a jump again
         end = leaders[bisect.bisect(leaders, start)]
-        steps = [one.step for one in decoded[start:end]]
         parts = [(one.bare, one.guard, one.flow) for one in decoded[start:end]]
-        found[start] = (steps[:-1], end - 1, steps[-1], parts) if end - 1 in jumps else (steps, end, None, parts)
+        jump = decoded[end - 1].step if end - 1 in jumps else None
+        body = end - 1 if jump else end
+        after = _after(program, live, end)
+        after = after & ~decoded[body].written | decoded[body].read if jump else after
+        found[start] = _fused(program, decoded, start, body, after, constants), body, jump, parts
     return found
 
 
@@ -116,6 +130,8 @@ class Decoded(NamedTuple):
     jumps: bool
     guard: Register | None = None
     flow: Flow = Flow("")
+    read: int = 0  # the registers that it reads, as bits
+    written: int = 0  # those that it writes, whatever its guard
 
 
 def instruction(program: Program, pc: int, table: Table) -> Decoded:
@@ -135,11 +151,11 @@ def instruction(program: Program, pc: int, table: Table) -> Decoded:
         return Decoded(unknown, unknown, jumps=True)
     guard = c.instruction.guard
     flow = flow_of(c, computes=(not jumps and base not in table.steps) or base == "mov")
+    read, written = (functools.reduce(lambda bits, r: bits | 1 << r, some, 0) for some in (flow.reads, flow.writes))
     if guard is None:
-        return Decoded(step, step, jumps, guard, flow)
-    if jumps:
-        return Decoded(lambda m, group: _split(step, guard, pc, m, group), step, jumps, guard, flow)
-    return Decoded(lambda m, group: _guarded(step, guard, m, group), step, jumps, guard, flow)
+        return Decoded(step, step, jumps, guard, flow, read, written)
+    guarded: Step = functools.partial(_split, step, guard, pc) if jumps else functools.partial(_guarded, step, guard)
+    return Decoded(guarded, step, jumps, guard, flow, read | 1 << guard.number)
 
 
 # The operands after which a move of bits does not depend on the bits of the others: for example the count of a shift.
@@ -160,38 +176,64 @@ def flow_of(c: Context, computes: bool) -> Flow:
     return Flow("halves" if {"f16x2", "bf16x2"} & set(c.types) and base not in ("cvt", "set", "setp") else "all", reads, writes)
 
 
-def undefined(program: Program, decoded: list[Decoded]) -> list[int]:
-    """The registers that a kernel may read before it writes them: those that are live at its start."""
+def _liveness(program: Program, decoded: list[Decoded]) -> dict[int, int]:
+    """The start of each block without jumps inside -> the registers that may be read from there on before they are written, as bits."""
     code, labels = program.kernel.code, program.kernel.labels
-    declared = len(program.kernel.widths)
     starts = {f.start for f in program.functions.values()}
     leaders = sorted({0, len(code), *starts, *labels.values(), *(pc + 1 for pc, one in enumerate(decoded) if one.jumps)})
-    blocks = list(itertools.pairwise(leaders))
-    needs = {start: _needs(decoded[start:end], declared) for start, end in blocks}
+    blocks = []
+    for start, end in itertools.pairwise(leaders):
+        need = give = 0  # the registers that the block reads before it writes them, and those that it writes
+        for one in decoded[start:end]:
+            need, give = need | one.read & ~give, give | one.written
+        blocks.append((start, end, need, give))
     live = dict.fromkeys(leaders, 0)
     changed = True
     while changed:
         changed = False
-        for start, end in reversed(blocks):
-            after = 0
-            for successor in _successors(program, end - 1):
-                after |= live[successor]
-            now = needs[start][0] | after & ~needs[start][1]
+        for start, end, need, give in reversed(blocks):
+            now = need | _after(program, live, end) & ~give
             changed |= now != live[start]
             live[start] = now
-    starts |= {0} if blocks else set()
-    return [r for r in range(declared) if any(live[start] >> r & 1 for start in starts)]
+    return live
 
 
-def _needs(decoded: list[Decoded], declared: int) -> tuple[int, int]:
-    """Of a block without jumps inside: the registers that it reads before it writes them, and those that it writes, as bits."""
-    need = give = 0
+def _after(program: Program, live: dict[int, int], end: int) -> int:
+    """The registers that may be read after a block that ends here."""
+    return functools.reduce(operator.or_, (live[successor] for successor in _successors(program, end - 1)), 0)
+
+
+def _constants(program: Program, decoded: list[Decoded]) -> dict[int, Array]:
+    """The constants of the program, and the registers that only one instruction sets, to a constant."""
+    written, found = collections.Counter(r for one in decoded for r in one.flow.writes), dict(program.constants)
     for one in decoded:
-        guard = (one.guard.number,) if one.guard else ()
-        need |= sum(1 << r for r in {*one.flow.reads, *guard} if r < declared) & ~give
-        if not guard:
-            give |= sum(1 << r for r in set(one.flow.writes) if r < declared)
-    return need, give
+        if isinstance(one.step, Compute) and one.step.functions == [np.copy] and one.step.sources[0] in found:
+            (target,) = one.step.targets
+            if written[target] == 1 and target not in program.undefined:
+                found[target] = found[one.step.sources[0]]
+    return found
+
+
+def _fused(program: Program, code: list[Decoded], start: int, end: int, live: int, fixed: dict[int, Array]) -> list[tuple[Step, int]]:
+    """The steps of a stretch, each with the instruction after it. `live`: the registers that may be read after it."""
+    found: list[tuple[Step, int]] = []
+    steps: list[tuple[str, Compute]] = []
+    own = range(len(program.kernel.widths))
+    for pc in reversed(range(start, end)):
+        one = code[pc]
+        if isinstance(one.step, Compute):
+            if not steps:
+                upto, after = pc + 1, live
+            steps.insert(0, (program.kernel.code[pc].opcode, one.step))
+        else:
+            found.insert(0, (one.step, pc + 1))
+        live = live & ~one.written | one.read
+        if steps and (pc == start or not isinstance(code[pc - 1].step, Compute)):
+            targets = dict.fromkeys(t for _, step in steps for t in step.targets)
+            outputs = [r for r in targets if program.functions or r not in own or after >> r & 1]
+            found.insert(0, (Fused(steps, outputs, fixed), upto))
+            steps = []
+    return found
 
 
 def _successors(program: Program, pc: int) -> list[int]:
@@ -231,15 +273,6 @@ def _not_simulated(pc: int, what: str) -> Step:
     return run
 
 
-def compute(function: Callable[..., np.ndarray], target: Register, sources: list[int]) -> Step:
+def compute(function: Callable[..., Array], target: Register, sources: list[int]) -> Step:
     """target = function(sources)."""
-    t = target.number
-
-    def run(m: Machine, group: Group) -> None:
-        regs = m.regs
-        if group.whole:
-            regs[t] = function(*[regs[s] for s in sources])
-        else:
-            m.put(group, t, function(*[m.get(group, s) for s in sources]))
-
-    return run
+    return Compute([(function, target)], sources)

@@ -4,10 +4,8 @@ import numpy as np
 
 from cukern.sim.faults import BarrierFault, NotSimulated
 from cukern.sim.instructions.access import address_of, through
-from cukern.sim.instructions.decode import Context
+from cukern.sim.instructions.decode import Array, Context, Group, Machine, Step
 from cukern.sim.instructions.warp import together
-from cukern.sim.machine.batch import Group
-from cukern.sim.machine.machine import Machine, Step
 from cukern.sim.memory.spaces import Space
 from cukern.sim.numerics import tensor_core
 from cukern.sim.ptx.module import Immediate, Register, Vector, immediate_value
@@ -15,19 +13,19 @@ from cukern.sim.ptx.module import Immediate, Register, Vector, immediate_value
 EVERY_LANE = Immediate("0xFFFFFFFF")
 
 
-def check_whole_warps(m: Machine, lanes: np.ndarray) -> None:
+def check_whole_warps(m: Machine, lanes: Array) -> None:
     apart = m.warp_wide.ballot(lanes) != 0xFFFFFFFF
     if apart.any():
         raise m.fault(BarrierFault, lanes[apart][0], "wants all 32 lanes of its warp, and some are not there")
 
 
-def check_whole_warpgroups(m: Machine, lanes: np.ndarray) -> None:
+def check_whole_warpgroups(m: Machine, lanes: Array) -> None:
     groups, counts = np.unique(m.order.warpgroup_of(m.order.warp_of[lanes]), return_counts=True)
     if (counts != 128).any():
         raise m.fault(BarrierFault, groups[counts != 128][0] * 32, "wants the four warps of its warpgroup, and some are not there")
 
 
-def put_all(m: Machine, group: Group, targets: list[Register], values: list[np.ndarray]) -> None:
+def put_all(m: Machine, group: Group, targets: list[Register], values: list[Array]) -> None:
     for target, fragment in zip(targets, values, strict=True):
         m.put(group, target.number, fragment.reshape(-1))
 
@@ -38,7 +36,7 @@ def mma(c: Context) -> Step:
     targets, rows = [c.target(x) for x in c.items(to)], int(c.parts[3][1 : c.parts[3].index("n")])
     sources = [[c.source(x, "b64" if "f64" in c.types else "b32") for x in c.items(operand)] for operand in from_]
 
-    def act(m: Machine, group: Group, masks: np.ndarray) -> None:
+    def act(m: Machine, group: Group, masks: Array) -> None:
         check_whole_warps(m, group.lanes)
         poison = poison_of_product(m, group, sources, len(targets), rows) if m.poisoned else None
         fragments = [[m.spread(group, r).reshape(-1, 32) for r in registers] for registers in sources]
@@ -50,9 +48,7 @@ def mma(c: Context) -> Step:
     return together(c, EVERY_LANE, act)
 
 
-def poison_of_product(
-    m: Machine, group: Group, sources: list[list[int]], results: int, rows: int
-) -> tuple[list[np.ndarray], np.ndarray] | None:
+def poison_of_product(m: Machine, group: Group, sources: list[list[int]], results: int, rows: int) -> tuple[list[Array], Array] | None:
     """The uninitialized bits of an mma's results, and their origins: an uninitialized element of a reaches its row of the result, and one
     of b its column. `rows`: of the tile a. See tensor_core.py for which lane has which elements."""
     flags, origins = m.poison.of(group, [r for registers in sources for r in registers])
@@ -60,10 +56,10 @@ def poison_of_product(
         return None
     nothing = np.zeros((len(group.lanes) // 32, 32), np.uint32)
 
-    def masks(registers: list[int]) -> list[np.ndarray]:
+    def masks(registers: list[int]) -> list[Array]:
         return [m.poisoned[r][group.index].reshape(-1, 32) if r in m.poisoned else nothing for r in registers]
 
-    def by_quad(some: list[np.ndarray]) -> np.ndarray:
+    def by_quad(some: list[Array]) -> Array:
         found = np.asarray(np.stack([x != 0 for x in (nothing, *some)]).any(axis=0))
         return np.asarray(found.reshape(-1, 8, 4).any(axis=2))
 
@@ -84,19 +80,18 @@ def load_matrix(c: Context) -> Step:
     """ldmatrix: lane 8 i + j has the address of row j of tile i."""
     count = {"x1": 1, "x2": 2, "x4": 4}.get(c.parts[4] if len(c.parts) > 4 else "", 0)
     known = {"ldmatrix", "sync", "aligned", "m8n8", "x1", "x2", "x4", "trans", "shared", "shared::cta", "b16"}
-    if not count or set(c.parts) - known:
-        raise c.unknown()
+    c.refuse(not count or set(c.parts) - known)
     targets = [c.target(x) for x in c.items(c.operands[0])]
     (base, offset), transposed = c.address(c.operands[1]), "trans" in c.parts
     space = "shared" if {"shared", "shared::cta"} & set(c.parts) else "generic"
 
-    def act(m: Machine, group: Group, masks: np.ndarray) -> None:
+    def act(m: Machine, group: Group, masks: Array) -> None:
         check_whole_warps(m, group.lanes)
         m.order.clock.tick(m.pc)
         addresses = np.broadcast_to(address_of(m, group, base, offset), group.lanes.shape)
         some = group.lanes % 32 < 8 * count
 
-        def access(where: Space, lanes: np.ndarray, at: np.ndarray) -> np.ndarray:
+        def access(where: Space, lanes: Array, at: Array) -> Array:
             return where.load(m, lanes, at, 16, poison=True)
 
         rows = through(m, space, group.lanes[some], addresses[some], access)
@@ -115,13 +110,12 @@ def load_matrix(c: Context) -> Step:
 def store_matrix(c: Context) -> Step:
     """stmatrix: lane 8 i + j has the address of row j of tile i."""
     known = {"stmatrix", "sync", "aligned", "m8n8", "x1", "x2", "x4", "trans", "shared", "shared::cta", "b16"}
-    if set(c.parts) - known:
-        raise c.unknown()
+    c.refuse(set(c.parts) - known)
     (base, offset), transposed = c.address(c.operands[0]), "trans" in c.parts
     sources = [c.source(x, "b32") for x in c.items(c.operands[1])]
     space = "shared" if {"shared", "shared::cta"} & set(c.parts) else "generic"
 
-    def act(m: Machine, group: Group, masks: np.ndarray) -> None:
+    def act(m: Machine, group: Group, masks: Array) -> None:
         check_whole_warps(m, group.lanes)
         m.poison.check(group, sources, "a stmatrix")
         m.order.clock.tick(m.pc)
@@ -136,11 +130,10 @@ def store_matrix(c: Context) -> Step:
 
 def move_matrix(c: Context) -> Step:
     """movmatrix: transposes a tile of 8 x 8 elements in the registers of a warp."""
-    if c.opcode != "movmatrix.sync.aligned.m8n8.trans.b16":
-        raise c.unknown()
+    c.refuse(c.opcode != "movmatrix.sync.aligned.m8n8.trans.b16")
     target, source = c.target(c.operands[0]), c.source(c.operands[1], "b32")
 
-    def act(m: Machine, group: Group, masks: np.ndarray) -> None:
+    def act(m: Machine, group: Group, masks: Array) -> None:
         check_whole_warps(m, group.lanes)
         m.poison.check(group, (source,), "a movmatrix")
         tiles = tensor_core.stmatrix([m.spread(group, source).reshape(-1, 32)])
@@ -150,8 +143,8 @@ def move_matrix(c: Context) -> Step:
 
 
 def warpgroup(c: Context) -> Step:
-    """wgmma: operand a is in registers or in shared memory, b in shared memory. See machine/warpgroups.py. That a wgmma.fence is missing is
-    not reported: in PTX a register that is written before has another name."""
+    """wgmma: operand a is in registers or in shared memory, b in shared memory. See machine/asynchronous.py. A missing wgmma.fence is not
+    reported: in PTX a register that is written before has another name."""
     if c.parts[1] in ("fence", "commit_group", "wait_group"):
         return _wait_for_products(c)
     columns, function = tensor_core.wgmma(c.opcode)
@@ -162,11 +155,11 @@ def warpgroup(c: Context) -> Step:
     old, registers = [c.source(x, "b32") for x in c.items(d)], [c.source(x, "b32") for x in c.items(a)] if held else []
     described_a, described_b = None if held else c.source(a, "b64"), c.source(descriptor, "b64")
 
-    def fetch(m: Machine, lanes: np.ndarray, words: np.ndarray, first: np.ndarray, count: int, down: bool) -> np.ndarray:
+    def fetch(m: Machine, lanes: Array, words: Array, first: Array, count: int, down: bool) -> Array:
         """Rows of a, or columns of b, loaded in 16-byte parts, one per lane."""
         times, first = np.arange(2 * count), first.reshape(-1, 32)[:, :1]
 
-        def each(values: np.ndarray) -> np.ndarray:
+        def each(values: Array) -> Array:
             return np.asarray(values.reshape(-1, 32)[:, times % 32].reshape(-1))
 
         try:
@@ -181,7 +174,7 @@ def warpgroup(c: Context) -> Step:
         m.warpgroups.start(m.pc, every[one], places[one], 16, read=True)
         return tensor_core.by_rows(np.ascontiguousarray(parts).view(np.uint16).reshape(-1, 2 * count, 8), down)
 
-    def act(m: Machine, group: Group, masks: np.ndarray) -> None:
+    def act(m: Machine, group: Group, masks: Array) -> None:
         check_whole_warps(m, group.lanes)
         check_whole_warpgroups(m, group.lanes)
         m.order.clock.tick(m.pc)
@@ -204,15 +197,14 @@ def _directions(c: Context, texts: list[str], held: bool) -> list[bool]:
     """From the operands after the predicate, which operands in shared memory are MN-major. First come the signs of a and b, but not for
     integers; then, for 16-bit elements, a flag for each operand in shared memory."""
     signs, flags = 0 if "s32" in c.parts else 2, (1 if held else 2) * bool({"f16", "bf16"} & set(c.parts[6:]))
-    if texts[:signs] != ["1"] * signs or len(texts) != signs + flags or set(texts[signs:]) - {"0", "1"}:
-        raise c.unknown()
+    c.refuse(texts[:signs] != ["1"] * signs or len(texts) != signs + flags or set(texts[signs:]) - {"0", "1"})
     return [text == "1" for text in texts[signs:]] or [False, False]
 
 
 def _wait_for_products(c: Context) -> Step:
     newest = next((int(immediate_value(x)) for x in c.operands if isinstance(x, Immediate)), 0)
 
-    def act(m: Machine, group: Group, masks: np.ndarray) -> None:
+    def act(m: Machine, group: Group, masks: Array) -> None:
         check_whole_warps(m, group.lanes)
         if c.parts[1] == "commit_group":
             m.warpgroups.commit(group.lanes)

@@ -1,6 +1,6 @@
 """The maker that decodes each instruction."""
 
-from cukern.sim.instructions import access, addresses, arithmetic, atomics, barriers, bulk, calls, copies, jumps, matrix, warp, wmma
+from cukern.sim.instructions import access, addresses, arithmetic, atomics, barriers, bulk, calls, copies, matrix, warp, wmma
 from cukern.sim.instructions.decode import Maker, Table
 
 _STEPS: dict[str, Maker] = {
@@ -22,12 +22,12 @@ _STEPS: dict[str, Maker] = {
     **dict.fromkeys(("prefetch", "prefetchu", "nanosleep", "griddepcontrol", "pmevent", "setmaxnreg", "applypriority"), access.nothing),
 }
 _JUMPS: dict[str, Maker] = {
-    "bra": jumps.branch,
-    "brx": jumps.branch_indexed,
+    "bra": calls.branch,
+    "brx": calls.branch_indexed,
     "ret": calls.leave,
     "exit": calls.leave,
-    "trap": jumps.trap,
-    "brkpt": jumps.trap,
+    "trap": calls.trap,
+    "brkpt": calls.trap,
     "call": calls.call,
     "bar": barriers.barrier,
     "barrier": barriers.barrier,

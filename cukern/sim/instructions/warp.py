@@ -5,14 +5,12 @@ from typing import Any
 
 import numpy as np
 
-from cukern.sim.instructions.decode import Context
+from cukern.sim.instructions.decode import Context, Group, Machine, Step
 from cukern.sim.machine.barriers import SYNC, bits, bits_of
-from cukern.sim.machine.batch import Group
-from cukern.sim.machine.machine import Machine, Step
-from cukern.sim.numerics.integers import SIGNED, UNSIGNED
+from cukern.sim.numerics.integers import SIGNED, UNSIGNED, Array
 from cukern.sim.ptx.module import Operand, Register
 
-Act = Callable[[Machine, Group, np.ndarray], None]
+Act = Callable[[Machine, Group, Array], None]
 
 
 def together(c: Context, mask: Operand, act: Act, warpgroups: bool = False) -> Step:
@@ -58,13 +56,12 @@ def active_mask(c: Context) -> Step:
 
 def shuffle(c: Context) -> Step:
     """shfl.sync.mode.b32 d|p, a, b, c, mask. PTX ISA, shfl.sync."""
-    if c.parts[1] != "sync" or len(c.parts) != 4 or c.parts[3] != "b32":
-        raise c.unknown()
+    c.refuse(c.parts[1] != "sync" or len(c.parts) != 4 or c.parts[3] != "b32")
     mode = c.parts[2]
     target, holds = c.targets(c.operands[0])
     value, distance, clamp = (c.source(x, "b32") for x in c.operands[1:4])
 
-    def act(m: Machine, group: Group, masks: np.ndarray) -> None:
+    def act(m: Machine, group: Group, masks: Array) -> None:
         lanes = group.lanes
         lane, step, ends = lanes % 32, m.get(group, distance).astype(np.int64) & 31, m.get(group, clamp).astype(np.int64)
         segment, bound = ends >> 8 & 31, ends & 31
@@ -77,7 +74,7 @@ def shuffle(c: Context) -> Step:
         }[mode]()
         valid = source >= largest if mode == "up" else source <= largest
         source = np.where(valid, source, lane)
-        poison = _poison_of_sources(m, group, masks, source, value, (distance, clamp))
+        poison = _poison_of(m, group, masks, source, value, (distance, clamp))
         values = m.regs[value]
         m.put(group, holds.number, valid)
         m.put(group, target.number, values if len(values) == 1 else values[lanes - lane + source])
@@ -87,11 +84,8 @@ def shuffle(c: Context) -> Step:
     return together(c, c.operands[4], act)
 
 
-def _poison_of_sources(
-    m: Machine, group: Group, masks: np.ndarray, source: np.ndarray, value: int, control: tuple[int, ...]
-) -> tuple[np.ndarray, np.ndarray] | None:
-    """The uninitialized bits of what a shuffle reads, and their origins. Registers of lanes that the mask does not name, or that do not
-    take part, are uninitialized."""
+def _poison_of(m: Machine, group: Group, masks: Array, source: Array, value: int, control: tuple) -> tuple[Array, Array] | None:
+    """The uninitialized bits of what a shuffle reads, and their origins. Registers of lanes that do not take part are uninitialized."""
     lanes = group.lanes
     bad = (m.warp_wide.ballot(lanes) & masks) >> source.astype(np.uint32) & 1 == 0
     if not m.poisoned and not bad.any():
@@ -116,12 +110,11 @@ def _poison_of_sources(
 
 
 def vote(c: Context) -> Step:
-    if c.parts[1] != "sync" or c.parts[2] not in ("all", "any", "uni", "ballot"):
-        raise c.unknown()
+    c.refuse(c.parts[1] != "sync" or c.parts[2] not in ("all", "any", "uni", "ballot"))
     mode, register, operand = c.parts[2], c.target(c.operands[0]), c.operands[1]
     predicate, negated = c.source(operand, "pred"), isinstance(operand, Register) and operand.negated
 
-    def act(m: Machine, group: Group, masks: np.ndarray) -> None:
+    def act(m: Machine, group: Group, masks: Array) -> None:
         m.poison.check(group, (predicate,), "the predicate of a vote")
         here = m.warp_wide.ballot(group.lanes) & masks
         hold = m.warp_wide.ballot(group.lanes, group.lanes[m.spread(group, predicate) ^ negated]) & masks
@@ -136,13 +129,13 @@ def vote(c: Context) -> Step:
     return together(c, c.operands[2], act)
 
 
-def _members(m: Machine, lanes: np.ndarray, masks: np.ndarray) -> np.ndarray:
+def _members(m: Machine, lanes: Array, masks: Array) -> Array:
     """members[i, j]: True if lane j of the warp takes part, and lane i's mask names it."""
     here = m.warp_wide.ballot(lanes) & masks
     return (here[:, None] >> np.arange(32, dtype=np.uint32) & 1).astype(bool)
 
 
-def _of_warp(m: Machine, lanes: np.ndarray, register: int) -> np.ndarray:
+def _of_warp(m: Machine, lanes: Array, register: int) -> Array:
     """For each lane, the values of all 32 lanes of its warp."""
     values = np.broadcast_to(m.regs[register], (m.lanes,)).reshape(-1, 32)
     return values[m.order.warp_of[lanes]]
@@ -153,7 +146,7 @@ def match(c: Context) -> Step:
     target, holds = c.targets(c.operands[0])
     value = c.source(c.operands[1], type_)
 
-    def act(m: Machine, group: Group, masks: np.ndarray) -> None:
+    def act(m: Machine, group: Group, masks: Array) -> None:
         m.poison.check(group, (value,), "a match")
         members = _members(m, group.lanes, masks)
         equal = members & (_of_warp(m, group.lanes, value) == m.spread(group, value)[:, None])
@@ -180,12 +173,11 @@ def reduce_(c: Context) -> Step:
         "min": (np.minimum, np.iinfo(dtype).max),
         "max": (np.maximum, np.iinfo(dtype).min),
     }
-    if operation not in functions or type_ not in ("u32", "s32", "b32") or len(c.parts) != 4:
-        raise c.unknown()
+    c.refuse(operation not in functions or type_ not in ("u32", "s32", "b32") or len(c.parts) != 4)
     function, neutral = functions[operation]
     target, value = c.target(c.operands[0]), c.source(c.operands[1], type_)
 
-    def act(m: Machine, group: Group, masks: np.ndarray) -> None:
+    def act(m: Machine, group: Group, masks: Array) -> None:
         m.poison.check(group, (value,), "a reduction of a warp")
         values = _of_warp(m, group.lanes, value).view(dtype)
         result = function.reduce(np.where(_members(m, group.lanes, masks), values, dtype(neutral)), axis=1, dtype=dtype)
@@ -198,7 +190,7 @@ def elect(c: Context) -> Step:
     """elect.sync d|p, mask: the first lane of the mask leads."""
     first, holds = c.targets(c.operands[0])
 
-    def act(m: Machine, group: Group, masks: np.ndarray) -> None:
+    def act(m: Machine, group: Group, masks: Array) -> None:
         leader = _members(m, group.lanes, masks).argmax(axis=1)
         m.put(group, first.number, leader.astype(np.uint32))
         m.put(group, holds.number, leader == group.lanes % 32)

@@ -2,9 +2,7 @@
 (tf32: 16 x 16 x 8; f64: 8 x 8 x 4).
 
 PTX does not say which lane has which element of a fragment. Here, as on GPUs since sm_80, a fragment is made of those of mma.sync, side by
-side. A warp accesses memory in units of 16 bytes, unit i by lane i % 32; the units of a matrix are numbered line by
-line. A "line" is a row of a row-major matrix, or a column of a column-major one.
-"""
+side. A warp accesses memory in units of 16 bytes, unit i by lane i % 32, line by line: by rows of a row-major matrix, else by columns."""
 
 import functools
 import itertools
@@ -14,13 +12,10 @@ import numpy as np
 
 from cukern.sim.faults import BarrierFault, Misaligned
 from cukern.sim.instructions.access import address_of, through
-from cukern.sim.instructions.decode import Context
+from cukern.sim.instructions.decode import Array, Context, Group, Machine, Step
 from cukern.sim.instructions.matrix import EVERY_LANE, check_whole_warps, poison_of_product, put_all
 from cukern.sim.instructions.warp import together
-from cukern.sim.machine.batch import Group
-from cukern.sim.machine.machine import Machine, Step
-from cukern.sim.memory.regions import CARRIERS
-from cukern.sim.memory.spaces import WINDOW, Space
+from cukern.sim.memory.spaces import CARRIERS, WINDOW, Space
 from cukern.sim.numerics import tensor_core
 
 _UNIT = 16  # bytes of an access, if a line is not shorter
@@ -30,7 +25,7 @@ _GROUP, _QUAD = np.arange(32) // 4, np.arange(32) % 4
 
 
 @functools.cache
-def places(role: str, shape: str, size: int) -> tuple[np.ndarray, np.ndarray]:
+def places(role: str, shape: str, size: int) -> tuple[Array, Array]:
     """The row and the column of each element of a fragment, (elements of a lane, 32), in the order of the registers."""
     m, n, k = _SHAPES[shape]
     along = 2 if role in "cd" else max(1, 4 // size)  # neighbours in a lane
@@ -54,8 +49,7 @@ class _Tile:
         modifiers, place = c.parts[7:-1], c.operands[c.parts[1] == "load"]
         self.space = modifiers[0].split("::")[0] if modifiers else "generic"
         plain = c.parts[3:5] == ["sync", "aligned"] and layout in ("row", "col") and len(modifiers) <= 1
-        if not plain or self.space not in ("generic", "global", "shared") or shape not in _SHAPES or type_ not in _BYTES:
-            raise c.unknown()
+        c.refuse(not plain or self.space not in ("generic", "global", "shared") or shape not in _SHAPES or type_ not in _BYTES)
         m, n, k = _SHAPES[shape]
         self.size, self.across = _BYTES[type_], layout == "col"
         self.rows, self.columns = {"a": (m, k), "b": (k, n)}.get(self.role, (m, n))
@@ -67,7 +61,7 @@ class _Tile:
         rest = c.operands[2:]
         self.stride = c.source(rest[0], "u32") if rest else c.program.constant(self.length, 32)
 
-    def addresses(self, m: Machine, group: Group) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    def addresses(self, m: Machine, group: Group) -> list[tuple[Array, Array, Array]]:
         """For each access of the warps: its rows of the group, its lanes and their addresses. Raises a Fault for wrong operands."""
         starts = np.broadcast_to(address_of(m, group, self.base, self.offset), group.lanes.shape)
         strides = m.spread(group, self.stride).astype(np.int64) * self.size
@@ -75,9 +69,7 @@ class _Tile:
         for values, what in ((starts, "address"), (strides, "stride")):
             apart = (values.reshape(-1, 32) != values.reshape(-1, 32)[:, :1]).reshape(-1)
             if apart.any():
-                raise m.fault(
-                    BarrierFault, group.lanes[apart][0], f"has another {what} than lane 0; all lanes of a warp must give the same"
-                )
+                raise m.fault(BarrierFault, group.lanes[apart][0], f"has another {what} than lane 0; all of a warp must give the same")
         for bad, what in ((starts % np.uint64(32) != 0, "address is not a multiple of 32"), (strides % 16 != 0, "stride is not one of 16")):
             if bad.any():
                 raise m.fault(Misaligned, group.lanes[bad][0], f"accesses a matrix whose {what} bytes", None, group.lanes[bad])
@@ -89,7 +81,7 @@ class _Tile:
             found.append((some, group.lanes[some], starts[some] + to.astype(np.uint64)))
         return found
 
-    def registers(self, units: list[np.ndarray]) -> list[np.ndarray]:
+    def registers(self, units: list[Array]) -> list[Array]:
         """The registers of a fragment, each (warps, 32), from the bytes of each access, (lanes, 16)."""
         bytes_ = np.concatenate([u.reshape(-1, min(32, self.units), self.unit) for u in units], axis=1)
         matrix = np.ascontiguousarray(bytes_).reshape(len(bytes_), -1).view(f"u{self.size}").reshape(-1, self.lines, self.length)
@@ -98,7 +90,7 @@ class _Tile:
         elements = matrix[:, self.at[0], self.at[1]].reshape(len(matrix), -1, width // self.size, 32).swapaxes(2, 3)
         return [np.ascontiguousarray(r).view(f"u{width}")[..., 0] for r in np.moveaxis(elements, 1, 0)]
 
-    def bytes_of(self, registers: list[np.ndarray]) -> list[np.ndarray]:
+    def bytes_of(self, registers: list[Array]) -> list[Array]:
         """The inverse of `registers`."""
         parts = np.stack(registers, axis=1)
         elements = parts[..., None].view(f"u{self.size}").swapaxes(2, 3).reshape(len(parts), -1, 32)
@@ -114,10 +106,10 @@ def load(c: Context) -> Step:
     tile = _Tile(c)
     targets = [c.target(x) for x in c.items(c.operands[0])]
 
-    def access(m: Machine, where: Space, lanes: np.ndarray, at: np.ndarray) -> np.ndarray:
+    def access(m: Machine, where: Space, lanes: Array, at: Array) -> Array:
         return where.load(m, lanes, at, tile.unit, poison=True)
 
-    def act(m: Machine, group: Group, masks: np.ndarray) -> None:
+    def act(m: Machine, group: Group, masks: Array) -> None:
         check_whole_warps(m, group.lanes)
         m.order.clock.tick(m.pc)
         units, poison, origins = [], [], np.zeros(len(group.lanes), np.int64)
@@ -142,10 +134,10 @@ def store(c: Context) -> Step:
     tile = _Tile(c)
     sources = [c.source(x, "b64" if tile.size == 8 else "b32") for x in c.items(c.operands[1])]
 
-    def access(m: Machine, where: Space, lanes: np.ndarray, at: np.ndarray, values: np.ndarray, codes: np.ndarray) -> np.ndarray:
+    def access(m: Machine, where: Space, lanes: Array, at: Array, values: Array, codes: Array) -> Array:
         return where.store(m, lanes, at, tile.unit, values, 0, codes)
 
-    def act(m: Machine, group: Group, masks: np.ndarray) -> None:
+    def act(m: Machine, group: Group, masks: Array) -> None:
         check_whole_warps(m, group.lanes)
         m.order.clock.tick(m.pc)
         units = tile.bytes_of([m.spread(group, r).reshape(-1, 32) for r in sources])
@@ -155,9 +147,8 @@ def store(c: Context) -> Step:
             if any(tile.space == "global" or (tile.space == "generic" and not (at >> np.uint64(WINDOW)).all()) for _, _, at in parts):
                 m.poison.check(group, sources, "a wmma.store to global memory")
             zeros = np.zeros(len(group.lanes), np.uint64 if tile.size == 8 else np.uint32)
-            bits = tile.bytes_of(
-                [m.poisoned[r][group.index].reshape(-1, 32) if r in m.poisoned else zeros.reshape(-1, 32) for r in sources]
-            )
+            found = [m.poisoned[r][group.index] if r in m.poisoned else zeros for r in sources]
+            bits = tile.bytes_of([mask.reshape(-1, 32) for mask in found])
             origin = int(m.poison.of(group, sources)[1].max())  # one of them
             codes = [((unit != 0) * (1 << np.arange(tile.unit))).sum(axis=1) | origin + 2 << 16 for unit in bits]
         for (_, lanes, at), unit, code in zip(parts, units, codes, strict=True):
@@ -171,8 +162,7 @@ def multiply(c: Context) -> Step:
     """wmma.mma: an mma.sync for each 8 columns and each 16 rows. The layouts in its name matter to wmma.load alone."""
     shape, *types = [p for p in c.parts[6:] if p not in ("rn", "satfinite")]
     saturate = ["satfinite"] if "satfinite" in c.parts else []
-    if c.parts[2:4] != ["sync", "aligned"] or shape not in _SHAPES:
-        raise c.unknown()
+    c.refuse(c.parts[2:4] != ["sync", "aligned"] or shape not in _SHAPES)
     if len(types) == 2:  # of d and c; a and b are f16
         types = [types[0], "f16", "f16", types[1]]
     rows, n, k = _SHAPES[shape]
@@ -186,7 +176,7 @@ def multiply(c: Context) -> Step:
     a, b = a[: rows * k * _BYTES[types[1]] // used // 32], b[: n * k * _BYTES[types[1]] // used // 32]
     products = _products(a, b, old, rows, n, 0 if wide else c.program.constant(0, 32))
 
-    def act(m: Machine, group: Group, masks: np.ndarray) -> None:
+    def act(m: Machine, group: Group, masks: Array) -> None:
         check_whole_warps(m, group.lanes)
         results, poison = [], []
         for mine in products:
@@ -194,12 +184,10 @@ def multiply(c: Context) -> Step:
             results += function(*([m.spread(group, r).reshape(-1, 32) for r in registers] for registers in mine))[:count]
             poison.append(poison_of_product(m, group, mine, len(mine[2]), height) if m.poisoned else None)
         put_all(m, group, targets, results)
+        each = len(targets) // len(products)
         for i, found in enumerate(poison):
-            if found is not None:
-                for target, bits in zip(
-                    targets[i * len(targets) // len(products) :], found[0][: len(targets) // len(products)], strict=False
-                ):
-                    m.poison.put(group, target.number, bits.reshape(-1), found[1])
+            for target, bits in zip(targets[i * each :], found[0][:each] if found else (), strict=False):
+                m.poison.put(group, target.number, bits.reshape(-1), found[1] if found else bits)
 
     return together(c, EVERY_LANE, act)
 

@@ -5,8 +5,7 @@ thread waits for it. The phase of an mbarrier ends when all expected arrivals (a
 bytes have come; then the writes of its st.async and bulk copies become visible to those who wait for it. Some races are missed: an
 arrival or an st.async publishes all that its warp knows, whatever its scope and lane; a wait of one lane counts for its warp; an arrival
 at a block that may have exited is reported only if the block has exited. One rule is stricter than PTX: all arrivals of one instruction
-belong to one phase.
-"""
+belong to one phase."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -14,19 +13,21 @@ from typing import NamedTuple
 import numpy as np
 
 from cukern.sim.faults import BarrierFault, Fault, Race
-from cukern.sim.machine.batch import Batch, Group
+from cukern.sim.machine.batch import Array, Batch, Group
+from cukern.sim.memory.order import WARPGROUP
+from cukern.sim.memory.shadow import BY_ASYNC_PROXY, BY_GENERIC_PROXY
 
 
 class Flight(NamedTuple):
-    numbers: np.ndarray  # of the commit group, by row
-    lanes: np.ndarray
-    positions: np.ndarray
+    numbers: Array  # of the commit group, by row
+    lanes: Array
+    positions: Array
     size: int
     pc: int
     time: int  # of the start
     read: bool  # of shared memory; else written
 
-    def rows(self, chosen: np.ndarray) -> "Flight":
+    def rows(self, chosen: Array) -> "Flight":
         return self._replace(numbers=self.numbers[chosen], lanes=self.lanes[chosen], positions=self.positions[chosen])
 
 
@@ -41,13 +42,13 @@ class Copies:
         self.flights: list[Flight] = []
         self.committed = np.zeros(m.lanes, np.int64)
 
-    def commit(self, lanes: np.ndarray) -> None:
+    def commit(self, lanes: Array) -> None:
         self.committed[lanes] += 1
 
-    def start(self, pc: int, lanes: np.ndarray, positions: np.ndarray, size: int, read: bool = False) -> None:
+    def start(self, pc: int, lanes: Array, positions: Array, size: int, read: bool = False) -> None:
         self.flights.append(Flight(self.committed[lanes], lanes, positions, size, pc, self.m.order.clock.now, read))
 
-    def wait(self, lanes: np.ndarray, newest: int | None) -> None:
+    def wait(self, lanes: Array, newest: int | None) -> None:
         """These lanes wait until at most their `newest` last groups are in flight; None: until none is."""
         if not self.flights:
             return
@@ -55,7 +56,7 @@ class Copies:
         limit[lanes] = 1 << 62 if newest is None else self.committed[lanes] - newest
         self.land(limit)
 
-    def leave(self, lanes: np.ndarray) -> None:
+    def leave(self, lanes: Array) -> None:
         """These lanes exit. A read in flight may come after the end of the block, which frees its shared memory."""
         m, flights = self.m, self.flights
         self.wait(lanes, None)
@@ -66,7 +67,7 @@ class Copies:
             what = f"still reads {flight.size} bytes, {where}, when its thread ends: {commit}{self.wait_name} is missing before the end"
             raise m.fault(Race, lane, what, flight.pc)
 
-    def land(self, limit: np.ndarray) -> None:
+    def land(self, limit: Array) -> None:
         """The groups of each lane with a lower number than its limit have ended."""
         flights, self.flights = self.flights, []
         for flight in flights:
@@ -76,7 +77,7 @@ class Copies:
             if landed.any():
                 self._land(flight if landed.all() else flight.rows(landed))
 
-    def take(self, lanes: np.ndarray) -> list[Flight]:
+    def take(self, lanes: Array) -> list[Flight]:
         """The accesses of these lanes, which from now on something else waits for."""
         chosen = np.zeros(self.m.lanes, bool)
         chosen[lanes] = True
@@ -89,7 +90,6 @@ class Copies:
         if not flight.read:
             m.order.clock.tick(flight.pc)
             shadow.arrived(m.order, flight.positions, flight.size, flight.lanes)
-            m.order.proxy_fenced[flight.lanes] = m.order.clock.now + 1  # cp.async: whether it needs a proxy fence is not documented
             return
         found = shadow.written_since(flight.positions, flight.size, flight.time)
         if found is not None and not m.mutes(Race):
@@ -102,15 +102,41 @@ class Copies:
         shadow.read(m.order, flight.positions, flight.size, flight.lanes, flags=self.flags)
 
 
+class Warpgroups(Copies):
+    """wgmma in flight. PTX ISA, asynchronous warpgroup-level matrix instructions.
+
+    A product is computed at once. Until a wgmma.wait_group of its commit group, its results must not be used, and the shared memory of its
+    operands must not be written. Results in flight are marked like uninitialized registers (poison.py), so that moves of them are allowed.
+    The four warps of a warpgroup execute a wgmma together: if one of them has waited, the shared memory may be written."""
+
+    def __init__(self, m: Batch):
+        super().__init__(m, "a wgmma.wait_group", WARPGROUP)
+
+    def results(self, group: Group, registers: list[int]) -> None:
+        """A wgmma of these lanes, not yet in a commit group, has written these registers."""
+        self.m.poison.start(group, registers, self.committed[group.lanes])
+
+    def wait(self, lanes: Array, newest: int | None) -> None:
+        """These lanes wait until at most their `newest` last groups are in flight; None: they exit."""
+        order = self.m.order
+        limit = np.full(len(lanes), 1 << 62) if newest is None else self.committed[lanes] - newest
+        self.m.poison.land(lanes, limit)
+        if self.flights:
+            groups = order.warpgroup_of(order.warp_of[lanes])
+            of_group = np.full(order.lanes // 32 + 1, -1)
+            np.maximum.at(of_group, groups, limit)
+            self.land(of_group[order.warpgroup_of(order.warp_of)])
+
+
 @dataclass
 class _Mbarrier:
     count: int  # arrivals per phase
     missing: int
-    told: np.ndarray  # what the arrived warps knew, in all phases
-    learned: np.ndarray  # what waiting warps learn, from the phases that have ended
+    told: Array  # what the arrived warps knew, in all phases
+    learned: Array  # what waiting warps learn, from the phases that have ended
     bytes: int = 0  # expected, and not yet written
     phase: int = 0
-    flights: list[tuple[int, np.ndarray, np.ndarray, int]] = field(default_factory=list)  # instruction, positions, lanes, size
+    flights: list[tuple[int, Array, Array, int, int]] = field(default_factory=list)  # instruction, positions, lanes, size, copied
 
 
 class Mbarriers:
@@ -123,14 +149,14 @@ class Mbarriers:
         self.parities = np.zeros(m.lanes, np.int64)
         self.results: dict[int, int] = {}  # instruction -> register of its predicate
 
-    def init(self, group: Group, addresses: np.ndarray, counts: np.ndarray) -> None:
+    def init(self, group: Group, addresses: Array, counts: Array) -> None:
         m = self.m
         positions = m.shared.store(m, group.lanes, addresses, 8, np.zeros(1, np.uint64))
         for position, count in zip(positions.tolist(), counts.tolist(), strict=True):
             nothing = np.zeros(m.order.warps_a_cluster, np.int64)
             self.at[position] = _Mbarrier(count, count, nothing.copy(), nothing)
 
-    def find(self, group: Group, space: str, addresses: np.ndarray) -> np.ndarray:
+    def find(self, group: Group, space: str, addresses: Array) -> Array:
         """The positions of these lanes' mbarriers. Checks that their mbarrier.init happened before."""
         m, where = self.m, self.m.spaces[space]
         where.load(m, group.lanes, addresses, 8, strong=True)
@@ -140,29 +166,29 @@ class Mbarriers:
                 raise m.fault(BarrierFault, group.lanes[row], f"uses {where.describe(m.shared.region, position)}, which is no mbarrier")
         return positions
 
-    def phases(self, positions: np.ndarray) -> np.ndarray:
+    def phases(self, positions: Array) -> Array:
         """The numbers of the current phases."""
         return np.array([self.at[position].phase for position in positions.tolist()], np.uint64)
 
-    def forget(self, positions: np.ndarray) -> None:
+    def forget(self, positions: Array) -> None:
         """mbarrier.inval."""
         for position in set(positions.tolist()):
             del self.at[position]
 
-    def expect(self, positions: np.ndarray, bytes_: np.ndarray) -> None:
+    def expect(self, positions: Array, bytes_: Array) -> None:
         """The current phases also wait for these bytes."""
         for position in np.unique(positions).tolist():
             self.at[position].bytes += int(bytes_[positions == position].sum())
             self._complete(position)
 
-    def check_incomplete(self, group: Group, positions: np.ndarray, counts: np.ndarray) -> None:
+    def check_incomplete(self, group: Group, positions: Array, counts: Array) -> None:
         """An arrival with .noComplete must not be the last one of its phase."""
         for position in np.unique(positions).tolist():
             if int(counts[positions == position].sum()) >= self.at[position].missing:
                 lane = group.lanes[positions == position][-1]
                 raise self.m.fault(BarrierFault, lane, "arrives with .noComplete at an mbarrier, and completes its phase")
 
-    def arrive(self, group: Group, positions: np.ndarray, counts: np.ndarray, expected: np.ndarray, drop: bool = False) -> None:
+    def arrive(self, group: Group, positions: Array, counts: Array, expected: Array, drop: bool = False) -> None:
         """`counts`: arrivals of each lane; `expected`: bytes for which the phase also waits; `drop`: later phases have fewer arrivals."""
         m, order = self.m, self.m.order
         for position in np.unique(positions).tolist():
@@ -178,15 +204,15 @@ class Mbarriers:
                 np.maximum(barrier.told, order.knowledge(warp), out=barrier.told)
             self._complete(position)
 
-    def bring(self, lanes: np.ndarray, positions: np.ndarray, to: np.ndarray, size: int) -> None:
+    def bring(self, lanes: Array, positions: Array, to: Array, size: int) -> None:
         """Asynchronous writes of these lanes, of `size` bytes each, have arrived; a lane may have several."""
         for position in np.unique(positions).tolist():
             rows = positions == position
             self.at[position].bytes -= size * int(rows.sum())
-            self.at[position].flights.append((self.m.pc, to[rows], lanes[rows], size))
+            self.at[position].flights.append((self.m.pc, to[rows], lanes[rows], size, BY_ASYNC_PROXY))
             self._complete(position)
 
-    def follow(self, copies: Copies, lanes: np.ndarray, positions: np.ndarray) -> None:
+    def follow(self, copies: Copies, lanes: Array, positions: Array) -> None:
         """The phase of the mbarrier of each lane ends after the copies that the lane has started."""
         of_lane = np.full(self.m.lanes, -1)
         of_lane[lanes] = positions
@@ -194,9 +220,9 @@ class Mbarriers:
             mine = of_lane[flight.lanes]
             for position in np.unique(mine).tolist():
                 rows = mine == position
-                self.at[position].flights.append((flight.pc, flight.positions[rows], flight.lanes[rows], flight.size))
+                self.at[position].flights.append((flight.pc, flight.positions[rows], flight.lanes[rows], flight.size, BY_GENERIC_PROXY))
 
-    def wait(self, group: Group, positions: np.ndarray, parities: np.ndarray, result: int, blocks: bool = True) -> None:
+    def wait(self, group: Group, positions: Array, parities: Array, result: int, blocks: bool = True) -> None:
         """These lanes wait for the end of a phase; if it does not `block`, those whose phase has not ended get False."""
         lanes, m = group.lanes, self.m
         if not blocks:
@@ -219,9 +245,9 @@ class Mbarriers:
         barrier, order = self.at[position], self.m.order
         if barrier.missing or barrier.bytes:
             return
-        for pc, to, lanes, size in barrier.flights:
+        for pc, to, lanes, size, copied in barrier.flights:
             order.clock.tick(pc)
-            self.m.shared.shadow.arrived(order, to, size, lanes, copied=True)
+            self.m.shared.shadow.arrived(order, to, size, lanes, copied)
             barrier.told[np.unique(order.warp_of[lanes]) % order.warps_a_cluster] = order.clock.now + 1
         barrier.learned = barrier.told.copy()
         barrier.phase, barrier.missing = barrier.phase + 1, barrier.count

@@ -1,8 +1,7 @@
 """The barriers of a block, and warp-wide instructions: the lanes that wait at each of them.
 
 Lanes wait until all others have come: those of the block, or those of the warp that their mask names. Lanes that have exited are not
-waited for. If no lane of a batch can continue, those that wait would wait forever: a fault.
-"""
+waited for. If no lane of a batch can continue, those that wait would wait forever: a fault."""
 
 from collections.abc import Callable
 
@@ -10,7 +9,7 @@ import numpy as np
 
 from cukern.sim.faults import BarrierFault, Fault
 from cukern.sim.machine.batch import Batch, Group
-from cukern.sim.memory.spaces import first_row
+from cukern.sim.memory.spaces import Array, first_row
 
 SYNC = -1  # stands for all bar.warp.sync: lanes may meet at different ones
 
@@ -22,18 +21,18 @@ class _Meeting:
         self.here = np.zeros(m.lanes, bool)  # lanes that wait
         self.count = np.zeros(m.blocks, np.int64)  # threads that the barrier waits for; 0: all of the block
         self.holds = np.zeros(m.lanes, bool)  # the predicate of a bar.red
-        self.signals: dict[int, np.ndarray] = {}  # what each warp knew that has arrived and does not wait
+        self.signals: dict[int, Array] = {}  # what each warp knew that has arrived and does not wait
 
 
 class Barriers:
     def __init__(self, m: Batch):
         self.m = m
         self.meetings: dict[int, _Meeting] = {}
-        self.outcomes: dict[int, Callable[[Group, np.ndarray, np.ndarray], None]] = {}  # by instruction: writes the result of a bar.red
+        self.outcomes: dict[int, Callable[[Group, Array, Array], None]] = {}  # by instruction: writes the result of a bar.red
         self.passed = np.full(m.lanes, -1)  # the last barrier that a lane has passed, an instruction
         self.divergent: dict[int, tuple[int, int]] = {}  # block -> two instructions at which its threads met at one __syncthreads()
 
-    def sync(self, group: Group, barrier: int, count: int, holds: np.ndarray | None = None) -> None:
+    def sync(self, group: Group, barrier: int, count: int, holds: Array | None = None) -> None:
         """These lanes wait."""
         m = self.m
         self._check_count(group, barrier, count)
@@ -112,7 +111,7 @@ class Barriers:
         if not meeting.here.any() and not meeting.signals:
             del self.meetings[barrier]
 
-    def _order(self, blocks: np.ndarray, meeting: _Meeting) -> None:
+    def _order(self, blocks: Array, meeting: _Meeting) -> None:
         m = self.m
         if len(blocks) == m.blocks and not meeting.count.any():
             self._everybody_met()
@@ -126,7 +125,7 @@ class Barriers:
             told = [m.order.knowledge(int(w)) for w in waiting] + [meeting.signals[int(w)] for w in warps if int(w) in meeting.signals]
             m.order.learn(waiting, np.max(told, axis=0))
 
-    def _go(self, released: np.ndarray, meeting: _Meeting) -> None:
+    def _go(self, released: Array, meeting: _Meeting) -> None:
         m = self.m
         blocks = m.order.block_of[released]
         held = np.bincount(blocks[meeting.holds[released]], minlength=m.blocks)
@@ -136,7 +135,7 @@ class Barriers:
                 own = m.order.block_of[group.lanes]
                 self.outcomes[pc](group, held[own], came[own])
 
-    def _check_alignment(self, lanes: np.ndarray) -> None:
+    def _check_alignment(self, lanes: Array) -> None:
         """All lanes of a warp must wait at the same instruction."""
         m = self.m
         pcs = m.waits_at[lanes]
@@ -149,7 +148,7 @@ class Barriers:
             another = f"thread {m.block_and_thread(other)[1]} waits at another, at {m.program.location(m.waits_at[other])}"
             raise m.fault(BarrierFault, lane, f"waits at a barrier, while of its warp {another}", pc)
 
-    def _note_divergence(self, released: np.ndarray, meeting: _Meeting) -> None:
+    def _note_divergence(self, released: Array, meeting: _Meeting) -> None:
         """Remember the blocks whose threads meet at __syncthreads() of different lines."""
         m = self.m
         pcs, blocks = m.waits_at[released], m.order.block_of[released]
@@ -196,11 +195,11 @@ class Warps:
 
     def __init__(self, m: Batch):
         self.m = m
-        self.parked: dict[int, np.ndarray] = {}  # by instruction, or SYNC
+        self.parked: dict[int, Array] = {}  # by instruction, or SYNC
         self.at = np.zeros(m.lanes, np.int64)
         self.masks = np.zeros(m.lanes, np.uint32)
 
-    def meet(self, group: Group, masks: np.ndarray, key: int, warpgroups: bool = False) -> Group | None:
+    def meet(self, group: Group, masks: Array, key: int, warpgroups: bool = False) -> Group | None:
         """The lanes whose partners have all arrived; the others park. `warpgroups`: the partners are the four warps of a warpgroup."""
         m = self.m
         if key not in self.parked and len(masks) == 1 and masks[0] == 0xFFFFFFFF and group.whole:
@@ -221,11 +220,11 @@ class Warps:
         ready, self.parked[key] = lanes[missing == 0], lanes[missing != 0]
         return m.group(ready) if len(ready) else None
 
-    def ballot(self, lanes: np.ndarray, voters: np.ndarray | None = None) -> np.ndarray:
+    def ballot(self, lanes: Array, voters: Array | None = None) -> Array:
         """For each lane, 32 bits: those of its warp that are among the voters, by default among `lanes`."""
         return bits_of(lanes if voters is None else voters, self.m.lanes)[self.m.order.warp_of[lanes]]
 
-    def _check_members(self, lanes: np.ndarray) -> None:
+    def _check_members(self, lanes: Array) -> None:
         outside = (self.masks[lanes] >> (lanes % 32).astype(np.uint32) & 1) == 0
         if outside.any():
             lane = lanes[outside][0]
@@ -254,12 +253,12 @@ class Warps:
         return None
 
 
-def bits(flags: np.ndarray) -> np.ndarray:
+def bits(flags: Array) -> Array:
     """One bool per lane, packed into 32 bits per warp."""
     return np.packbits(flags, bitorder="little").view(np.uint32)
 
 
-def bits_of(lanes: np.ndarray, count: int) -> np.ndarray:
+def bits_of(lanes: Array, count: int) -> Array:
     flags = np.zeros(count, bool)
     flags[lanes] = True
     return bits(flags)

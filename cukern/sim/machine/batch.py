@@ -1,8 +1,7 @@
 """One batch of blocks that run at once: a lane is a thread, a register is an array with one element per lane.
 
 Lanes at the same instruction form a group. A register with one value for all lanes, such as a loop counter or an argument, is an array of
-one element. Barriers and warp-wide instructions are in the files beside this one; machine.py assembles them.
-"""
+one element. Barriers and warp-wide instructions are in the files beside this one; machine.py assembles them."""
 
 import math
 from collections.abc import Callable
@@ -15,8 +14,7 @@ from cukern.sim.faults import Fault, NotSimulated, Where
 from cukern.sim.machine.options import Options
 from cukern.sim.machine.program import Program
 from cukern.sim.memory.order import TIME_BITS, Clock, Order
-from cukern.sim.memory.shadow import Shadow
-from cukern.sim.memory.spaces import Global, Private, Space
+from cukern.sim.memory.spaces import Array, Global, Private, Shadow, Space, count_nonzero
 from cukern.sim.ptx.module import Register
 
 # Blocks are numbered cluster by cluster, and within a cluster by rank, so that the blocks of a cluster have consecutive numbers.
@@ -46,7 +44,7 @@ class Group:
 
     __slots__ = ("index", "lanes", "whole")
 
-    def __init__(self, lanes: np.ndarray, all_lanes: int, live: int):
+    def __init__(self, lanes: Array, all_lanes: int, live: int):
         self.lanes = lanes
         self.index: Any = slice(None) if len(lanes) == all_lanes else lanes
         self.whole = len(lanes) == live
@@ -62,7 +60,7 @@ class Launched:
         grid: Dim,
         block: Dim,
         shared: int,
-        params: np.ndarray,
+        params: Array,
         memory: Global,
         options: Options,
         workspace: int,
@@ -79,8 +77,8 @@ class Launched:
         self.steps = 0
         self.options = options
         # Uninitialized values in global memory: shadow memory, positions, the bytes of each, and the fault of a row
-        self.stored: list[tuple[Shadow, np.ndarray, np.ndarray, Callable[[int], Fault]]] = []
-        # For each instruction HELD and FAILED of coverage.py, if that is recorded
+        self.stored: list[tuple[Shadow, Array, Array, Callable[[int], Fault]]] = []
+        # For each instruction HELD and FAILED of options.py, if that is recorded
         self.seen = np.zeros(len(program.kernel.code), np.uint8) if options.coverage is not None else None
         self.muted: set[tuple[type[Fault], int]] = set()  # kinds of faults that have been collected, by instruction
         self.compares = any(i.opcode.startswith("atom") and ".cas" in i.opcode for i in program.kernel.code)
@@ -95,7 +93,7 @@ RESERVED_BYTES = 288  # cooperative groups of several warps use no more
 class Batch:
     """The state of the lanes: groups that wait for their turn, registers, memory, and the order of accesses."""
 
-    regs: list[np.ndarray]
+    regs: list[Array]
     poison: Any  # see poison.py
 
     def __init__(self, launched: Launched, first_block: int, blocks: int):
@@ -109,7 +107,7 @@ class Batch:
         self.live = int(self.alive.sum())
         self.ended = np.zeros(self.lanes, np.int64)  # the instruction at which a lane exited
         self.pc = 0
-        self.poisoned: dict[int, np.ndarray] = {}  # register -> its uninitialized bits, by lane; see poison.py
+        self.poisoned: dict[int, Array] = {}  # register -> its uninitialized bits, by lane; see poison.py
         self.waiting: dict[int, Group] = {}  # program counter -> the lanes that continue there
         self.waits_at = np.full(self.lanes, -1)  # the instruction at which a lane waits for other lanes, or -1
         self.spaces: dict[str, Space] = {"global": launched.memory, "const": launched.memory}
@@ -128,14 +126,14 @@ class Batch:
             group = self.group(np.sort(np.concatenate((group.lanes, other.lanes))))
         self.waiting[pc] = group
 
-    def group(self, lanes: np.ndarray) -> Group:
+    def group(self, lanes: Array) -> Group:
         return Group(self.order.every if len(lanes) == self.lanes else lanes, self.lanes, self.live)
 
-    def groups(self, lanes: np.ndarray, pcs: np.ndarray) -> list[tuple[int, Group]]:
+    def groups(self, lanes: Array, pcs: Array) -> list[tuple[int, Group]]:
         """These lanes, by their instruction."""
         return [(pc, self.group(lanes[pcs == pc])) for pc in np.unique(pcs).tolist()]
 
-    def resume(self, lanes: np.ndarray) -> list[tuple[int, Group]]:
+    def resume(self, lanes: Array) -> list[tuple[int, Group]]:
         """These lanes stop waiting and continue. Returns them by the instruction at which they waited."""
         groups = self.groups(lanes, self.waits_at[lanes])
         self.waits_at[lanes] = -1
@@ -152,12 +150,12 @@ class Batch:
 
     # ---- registers
 
-    def get(self, group: Group, register: int) -> np.ndarray:
+    def get(self, group: Group, register: int) -> Array:
         """A register of the group's lanes: one element each, or one for all."""
         values = self.regs[register]
         return values if len(values) == 1 else values[group.index]
 
-    def spread(self, group: Group, register: int) -> np.ndarray:
+    def spread(self, group: Group, register: int) -> Array:
         """A register of the group's lanes, one element each."""
         values = self.regs[register]
         return np.broadcast_to(values, group.lanes.shape) if len(values) == 1 else values[group.index]
@@ -172,7 +170,7 @@ class Batch:
             if group.whole or not mask.any():
                 del self.poisoned[register]
 
-    def put(self, group: Group, register: int, values: np.ndarray) -> None:
+    def put(self, group: Group, register: int, values: Array) -> None:
         if self.poisoned:
             self.clean(group, register)
         if group.whole and (len(values) == 1 or len(values) == self.lanes):
@@ -191,7 +189,7 @@ class Batch:
         chosen = values[group.index]
         if guard.negated:
             chosen = ~chosen
-        count = np.count_nonzero(chosen)
+        count = count_nonzero(chosen)
         if count == len(chosen):
             return group
         return self.group(group.lanes[chosen]) if count else None
@@ -203,13 +201,12 @@ class Batch:
         return self.launched.compares
 
     def suspect(self, reader: int, position: int, stamp: int | None, fault: Callable[[], Fault]) -> None:
-        """A lane of the launch reads beside atomics, now or at `stamp`: a race, unless it has executed a compare-and-swap since or does so
-        later."""
+        """A lane of the launch reads beside atomics, now or at `stamp`: a race, unless it executes a compare-and-swap since or later."""
         time = self.launched.compared.get((reader, position), -1)
         if stamp is None or time < stamp >> TIME_BITS:
             self.launched.suspects.setdefault((reader, position), fault)
 
-    def compare(self, lanes: np.ndarray, positions: np.ndarray) -> None:
+    def compare(self, lanes: Array, positions: Array) -> None:
         """These lanes execute a compare-and-swap."""
         for key in zip((lanes + self.order.base).tolist(), positions.tolist(), strict=True):
             self.launched.compared[key] = self.order.clock.now
@@ -240,7 +237,7 @@ class Batch:
     def not_simulated(self, what: str, pc: int | None = None) -> NotSimulated:
         return NotSimulated(f"{what}, in {self.launched.name}, {self.program.location(self.pc if pc is None else pc)}")
 
-    def fault(self, kind: type[Fault], lane: int, what: str, pc: int | None = None, lanes: np.ndarray | None = None) -> Fault:
+    def fault(self, kind: type[Fault], lane: int, what: str, pc: int | None = None, lanes: Array | None = None) -> Fault:
         """`lanes`: all that run into the fault, if they are known."""
         block, thread = self.block_and_thread(lane)
         everyone = np.array([lane]) if lanes is None else lanes

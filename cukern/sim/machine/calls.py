@@ -3,13 +3,12 @@
 The code of all functions follows that of the kernel, with registers of its own. Arguments pass through bytes per lane: the caller's
 variables are laid out one after the other, as the parameters of the function are. A recursive function's registers are
 saved at a call and restored at the return. Local arrays of a recursive function, and uninitialized arguments, are not simulated so: the
-first raise NotSimulated, and the second count as initialized.
-"""
+first raise NotSimulated, and the second count as initialized."""
 
 import numpy as np
 
 from cukern.sim.faults import Fault
-from cukern.sim.machine.batch import Batch, Group
+from cukern.sim.machine.batch import Array, Batch, Group
 from cukern.sim.machine.program import Program
 
 _DEEPEST = 200  # calls inside of calls
@@ -22,14 +21,14 @@ class Calls:
         self.m = m
         self.program: Program = m.program
         self.depth = np.zeros(m.lanes, np.int64)
-        self.returns: list[np.ndarray] = []  # by depth: the instruction at which a lane continues
-        self.saved: dict[tuple[int, int], np.ndarray] = {}  # depth and register -> values
-        self.saved_memory: dict[tuple[int, str], np.ndarray] = {}  # depth and function -> its parameters
+        self.returns: list[Array] = []  # by depth: the instruction at which a lane continues
+        self.saved: dict[tuple[int, int], Array] = {}  # depth and register -> values
+        self.saved_memory: dict[tuple[int, str], Array] = {}  # depth and function -> its parameters
         self.arguments = np.zeros((m.lanes, self.program.arguments_size), np.uint8)
         self.result = np.zeros((m.lanes, self.program.result_size), np.uint8)
         self.parameters = {name: np.zeros((m.lanes, f.params_size), np.uint8) for name, f in self.program.functions.items()}
 
-    def area(self, name: str) -> np.ndarray:
+    def area(self, name: str) -> Array:
         """The bytes in which a variable of a call lives: "" for the arguments of the next call, "return" for a result, or a function."""
         return self.arguments if name == "" else self.result if name == "return" else self.parameters[name]
 
@@ -51,7 +50,7 @@ class Calls:
         self.parameters[name][lanes, : function.params_size] = self.arguments[lanes, : function.params_size]
         m.go(function.start, group)
 
-    def _save(self, lanes: np.ndarray, depth: int, caller: str) -> None:
+    def _save(self, lanes: Array, depth: int, caller: str) -> None:
         m = self.m
         for register in self.program.functions[caller].registers:
             values = m.regs[register]
@@ -74,11 +73,9 @@ class Calls:
                         m.put(back, register, self.saved[depth, register][back.index])
                     self.parameters[caller][back.lanes] = self.saved_memory[depth, caller][back.lanes]
                 m.go(pc + 1, back)
-        if (depths >= 0).all():
-            return None
-        return m.group(lanes[depths < 0])
+        return None if (depths >= 0).all() else m.group(lanes[depths < 0])
 
-    def target(self, group: Group, addresses: np.ndarray) -> list[tuple[str, Group]]:
+    def target(self, group: Group, addresses: Array) -> list[tuple[str, Group]]:
         """The functions that these addresses point to, with their lanes."""
         m = self.m
         found = []

@@ -2,15 +2,13 @@
 
 A block may access the memory of another block of its cluster only after a cluster barrier shows that the other has started. The other must
 not exit before it knows of the access: through barrier.cluster, or because its strong read saw the strong write. Strong accesses with
-.cluster do not race. Only barrier.cluster and mbarriers order other accesses. PTX ISA, barrier.cluster and mapa.
-"""
+.cluster do not race. Only barrier.cluster and mbarriers order other accesses. PTX ISA, barrier.cluster and mapa."""
 
 import numpy as np
 
 from cukern.sim.faults import BarrierFault, Fault, OutOfBounds, Race
 from cukern.sim.machine.batch import Batch, Group
-from cukern.sim.memory.regions import Region
-from cukern.sim.memory.spaces import RANK, Accessor, Part, Space, each, first_row
+from cukern.sim.memory.spaces import RANK, Accessor, Array, Part, Region, Space, each, first_row
 
 _NOT_STARTED = "which may not have started yet: no cluster barrier is before the access"
 _HALF = 1 << RANK - 1  # offsets start at -_HALF: an address below the start still belongs to the block it was computed from
@@ -66,7 +64,7 @@ class Clusters:
         self.arrived.reshape(self.count, -1)[full] = False
         self._pass(np.flatnonzero(self.waits & full[order.cluster_of]))
 
-    def _pass(self, lanes: np.ndarray) -> None:
+    def _pass(self, lanes: Array) -> None:
         """These lanes, which wait at an open barrier, continue."""
         m, order = self.m, self.m.order
         if not len(lanes):
@@ -77,7 +75,7 @@ class Clusters:
         self.owes[lanes] = self.waits[lanes] = False
         m.resume(lanes)
 
-    def _check_alignment(self, lanes: np.ndarray) -> None:
+    def _check_alignment(self, lanes: Array) -> None:
         """An .aligned arrive must be the same instruction for all lanes of a warp."""
         m = self.m
         at = np.where(lanes, self.arrived_at, -1).reshape(-1, 32)
@@ -101,7 +99,7 @@ class Clusters:
 
     # ---- blocks that start and exit
 
-    def check_running(self, lanes: np.ndarray, owners: np.ndarray, where: str, verb: str) -> None:
+    def check_running(self, lanes: Array, owners: Array, where: str, verb: str) -> None:
         """These lanes access the shared memory of these blocks, which must have started, and must not have exited."""
         m, order = self.m, self.m.order
         remote = owners != order.block_of[lanes]
@@ -147,7 +145,7 @@ class Distributed(Space):
         super().__init__(m.shared.arrays)
         self.m, self.own, self.clusters = m, m.shared, clusters
 
-    def place(self, m: Accessor, lanes: np.ndarray, addresses: np.ndarray, size: int, verb: str) -> tuple[np.ndarray, list[Part]]:
+    def place(self, m: Accessor, lanes: Array, addresses: Array, size: int, verb: str) -> tuple[Array, list[Part]]:
         ranks, offsets = split_address(addresses)
         if not ranks.any():
             return self.own.place(m, lanes, offsets, size, verb)
@@ -173,7 +171,7 @@ class Distributed(Space):
         return f"{self.own.describe(region, position)} of block {block}"
 
 
-def split_address(addresses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def split_address(addresses: Array) -> tuple[Array, Array]:
     """The ranks plus 1, and the offsets, of shared::cluster addresses."""
     shifted = (addresses.astype(np.uint64) + np.uint64(_HALF)).view(np.int64)
     return shifted >> RANK & 0xFF, (shifted & (1 << RANK) - 1) - _HALF

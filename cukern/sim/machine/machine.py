@@ -1,7 +1,6 @@
 """Executes a kernel's steps for a batch of blocks.
 
-The group that is furthest behind in the program runs first, so that groups which separated at a branch meet again where the branch ends.
-"""
+The group that is furthest behind in the program runs first, so that groups which separated at a branch meet again where the branch ends."""
 
 import math
 from collections.abc import Callable
@@ -10,14 +9,13 @@ import numpy as np
 
 from cukern.sim.faults import Fault, Misaligned, OutOfBounds, Race, StepLimit, Uninitialized
 from cukern.sim.machine import options, special
-from cukern.sim.machine.asynchronous import Copies, Mbarriers
+from cukern.sim.machine.asynchronous import Copies, Mbarriers, Warpgroups
 from cukern.sim.machine.barriers import Barriers, Warps
 from cukern.sim.machine.batch import Batch, Group, Launched
 from cukern.sim.machine.calls import Calls
 from cukern.sim.machine.clusters import Clusters, Distributed
-from cukern.sim.machine.coverage import FAILED, HELD
+from cukern.sim.machine.options import FAILED, HELD
 from cukern.sim.machine.poison import Flow, Poison
-from cukern.sim.machine.warpgroups import Warpgroups
 from cukern.sim.numerics.integers import UNSIGNED
 from cukern.sim.ptx.module import Register
 
@@ -27,9 +25,11 @@ _POLL = 8  # so does a strong load of few lanes; an endless loop of them must en
 _TURNS = 256  # every 256 turns another group runs: once, or 256 times if lanes poll (the store that they wait for may be in that group)
 
 Step = Callable[["Machine", Group], None]
-# Start of a straight-line stretch -> its steps, its end, the step at the end if that step itself sets where lanes continue (a jump), and
-# for each of the steps: the same without its guard, the guard, and how it passes uninitialized bits on.
-Stretches = dict[int, tuple[list[Step], int, Step | None, list[tuple[Step, Register | None, Flow]]]]
+# Start of a straight-line stretch -> its steps, each with the instruction after it; the end of the stretch; the step at the
+# end if that step itself sets where lanes continue (a jump); and for each instruction: its step without the guard, the guard, and how it
+# passes uninitialized bits on.
+Parts = list[tuple[Step, Register | None, Flow]]
+Stretches = dict[int, tuple[list[tuple[Step, int]], int, Step | None, Parts]]
 
 
 def run(launched: Launched, stretches: Stretches) -> None:
@@ -81,7 +81,9 @@ class Machine(Batch):
 
     def __init__(self, launched: Launched, stretches: Stretches, first_block: int, blocks: int):
         super().__init__(launched, first_block, blocks)
-        self.stretches = stretches
+        self.stretches, options_ = stretches, launched.options
+        self.tolerant = options_.collected is not None or bool(options_.off)
+        self.slow = self.tolerant or launched.seen is not None
         self.spinning, self.shares, self.turns, self.steps = False, 0, 0, 0
         self.barriers, self.warp_wide, self.copies = Barriers(self), Warps(self), Copies(self)
         self.clusters, self.mbarriers = Clusters(self), Mbarriers(self)
@@ -95,9 +97,6 @@ class Machine(Batch):
 
     def run(self, limit: int, yields: bool) -> bool:
         """Run to the end. Returns False before, if it `yields`, when lanes only poll: what they wait for may come from another batch."""
-        stretches, launched = self.stretches, self.launched
-        tolerant = launched.options.collected is not None or bool(launched.options.off)
-        seen = launched.seen
         while self.live:
             while self.waiting:
                 self.turns += 1
@@ -106,20 +105,10 @@ class Machine(Batch):
                     return False
                 group = self.waiting.pop(pc)
                 group.whole = len(group.lanes) == self.live
-                steps, end, last, parts = stretches[pc]
-                for i, step in enumerate(steps):
-                    if seen is not None:
-                        self._see(seen, pc + i, group, parts[i][1])
-                    if tolerant:
-                        self.pc = pc + i
-                        self._tolerant_step(group, *parts[i])
-                    elif self.poisoned:
-                        self.pc = pc + i
-                        self._step_with_poison(group, *parts[i])
-                    else:
-                        step(self, group)
-                launched.steps += len(steps) + 1
-                self.steps += (len(steps) + _TURN) * (1 + len(group.lanes) // 8192)
+                steps, end, last, parts = self.stretches[pc]
+                self._stretch(group, pc, end, steps, parts)
+                self.launched.steps += end - pc + 1
+                self.steps += (end - pc + _TURN) * (1 + len(group.lanes) // 8192)
                 if self.steps > limit:
                     self.pc = pc
                     raise self.fault(StepLimit, group.lanes[0], f"still runs after {self.steps} steps: does its loop end?")
@@ -127,17 +116,29 @@ class Machine(Batch):
                     self.go(end, group)
                 else:
                     self.pc = end
-                    if seen is not None:
-                        self._see(seen, end, group, parts[-1][1])
+                    self._see(group, parts[-1][1])
                     last(self, group)
             if self.live:
                 raise self.stuck()
         return True
 
-    def _see(self, seen: np.ndarray, pc: int, group: Group, guard: Register | None) -> None:
+    def _stretch(self, group: Group, pc: int, end: int, steps: list[tuple[Step, int]], parts: Parts) -> None:
+        """Execute the instructions before `end`: one by one where there are uninitialized values, or if faults or lines are recorded."""
+        done = pc
+        for step, upto in steps:
+            if self.slow or self.poisoned:
+                break
+            step(self, group)
+            done = upto
+        for self.pc in range(done, end):
+            self._see(group, parts[self.pc - pc][1])
+            (self._tolerant_step if self.tolerant else self._step_with_poison)(group, *parts[self.pc - pc])
+
+    def _see(self, group: Group, guard: Register | None) -> None:
         """These lanes come to an instruction: record it for the coverage."""
-        holds = np.ones(1, bool) if guard is None else self.get(group, guard.number) ^ guard.negated
-        seen[pc] |= HELD * bool(holds.any()) | FAILED * bool(not holds.all())
+        if self.launched.seen is not None:
+            holds = np.ones(1, bool) if guard is None else self.get(group, guard.number) ^ guard.negated
+            self.launched.seen[self.pc] |= HELD * bool(holds.any()) | FAILED * bool(not holds.all())
 
     def _tolerant_step(self, group: Group, step: Step, guard: Register | None, flow: Flow) -> None:
         """Execute an instruction; a fault is collected, or ignored, and the access of its lanes left out."""

@@ -3,12 +3,51 @@
 import contextlib
 import contextvars
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from cukern.sim.faults import Fault, Misaligned, OutOfBounds, Race, Uninitialized
-from cukern.sim.machine.coverage import Coverage
+from cukern.sim.machine.program import Program
+from cukern.sim.numerics.integers import Array
 
 MOST_STEPS = 1_400_000  # instructions of a batch, each counted once for every 8192 lanes that execute it together: about ten seconds
+
+HELD, FAILED = 1, 2  # some lane came to the instruction with a true guard, or without a guard; some lane with a false one
+
+
+@dataclass
+class Coverage:
+    """What launches executed. Lines are "file:line", as in a fault, in the order of the file; a line of an inlined function is its own."""
+
+    _lines: dict[tuple[str, int], bool] = field(default_factory=dict)
+    _branches: dict[tuple[str, int, int], int] = field(default_factory=dict)  # file, line and column -> HELD | FAILED
+
+    def add(self, program: Program, seen: Array) -> None:
+        """A launch has ended; `seen` has HELD and FAILED for each instruction."""
+        for instruction, bits in zip(program.kernel.code, seen.tolist(), strict=True):
+            line = instruction.line
+            if line is None:
+                continue
+            file, _, number = program.module.place(line).rpartition(":")
+            self._lines[file, int(number)] = self._lines.get((file, int(number)), False) or bool(bits)
+            if instruction.opcode.startswith("bra") and instruction.guard is not None:
+                place = file, int(number), line.column
+                self._branches[place] = self._branches.get(place, 0) | bits
+
+    @property
+    def lines(self) -> list[str]:
+        """The lines that have instructions."""
+        return [f"{file}:{line}" for file, line in sorted(self._lines)]
+
+    @property
+    def missed(self) -> list[str]:
+        """The lines of which no thread executed an instruction."""
+        return [f"{file}:{line}" for (file, line), executed in sorted(self._lines.items()) if not executed]
+
+    @property
+    def one_way(self) -> list[str]:
+        """The lines with a branch that was executed, and went the same way for all threads."""
+        found = sorted({place[:2] for place, bits in self._branches.items() if bits in (HELD, FAILED)})
+        return [f"{file}:{line}" for file, line in found]
 
 
 @dataclass(frozen=True)
@@ -48,8 +87,7 @@ def collect() -> Iterator[list[Fault]]:
         with cukern.backend("sim"), sim.collect() as faults:
             kernel(out, x, n, grid=4, block=256)
         for fault in faults:
-            print(type(fault).__name__, fault)
-    """
+            print(type(fault).__name__, fault)"""
     found: list[Fault] = []
     with _using(replace(current(), collected=found)):
         yield found
@@ -64,8 +102,7 @@ def coverage() -> Iterator[Coverage]:
 
         with cukern.backend("sim"), sim.coverage() as covered:
             kernel(out, x, 1024, grid=4, block=256)
-        print(covered.missed)  # ["scale.cu:9"]: no size had a tail
-    """
+        print(covered.missed)  # ["scale.cu:9"]: no size had a tail"""
     record = Coverage()
     with _using(replace(current(), coverage=record)):
         yield record
@@ -81,8 +118,7 @@ def checks(*, races: bool = True, bounds: bool = True, uninitialized: bool = Tru
         uninitialized: False: no Uninitialized. What nobody wrote reads as the bits that are there, zeros in shared memory.
         steps: instructions after which a loop is taken as endless (StepLimit); by default 1.4 million for each batch of thread blocks.
 
-    Raises TypeError or ValueError for a switch that is not a bool, and for `steps` that is not a positive int.
-    """
+    Raises TypeError or ValueError for a switch that is not a bool, and for `steps` that is not a positive int."""
     for name, value in (("races", races), ("bounds", bounds), ("uninitialized", uninitialized)):
         if not isinstance(value, bool):
             raise TypeError(f"{name} must be a bool, got {value!r}")

@@ -2,8 +2,7 @@
 
 Moves, bit operations, shuffles, and stores to shared or local memory propagate them bit by bit. Other arithmetic makes the whole result
 uninitialized; packed 16-bit arithmetic, only the affected half. A store to a tensor, an address, a branch, a predicate or an atomic that
-depends on them is a fault. The message names where they came from.
-"""
+depends on them is a fault. The message names where they came from."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -13,7 +12,7 @@ import numpy as np
 from cukern.sim.faults import Fault, Race, Uninitialized
 from cukern.sim.machine.batch import Batch, Group
 from cukern.sim.memory.spaces import Part, Space, first_row
-from cukern.sim.numerics.integers import UNSIGNED
+from cukern.sim.numerics.integers import UNSIGNED, Array
 
 Step = Callable[[Any, Group], None]
 
@@ -43,15 +42,15 @@ class Poison:
         # register -> array by lane: index of the origin * lanes + lane of the origin
         self.origins = {r: np.arange(m.lanes) for r in undefined}
         self.sources = [_Origin(None, lambda lane: "uses a variable that no statement has set")]
-        self.fresh: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []  # lanes, uninitialized bytes, origins; of the current load
-        self.flying: dict[int, np.ndarray] = {}  # origin that is a wgmma in flight -> its commit group by lane, or -1
+        self.fresh: list[tuple[Array, Array, Array]] = []  # lanes, uninitialized bytes, origins; of the current load
+        self.flying: dict[int, Array] = {}  # origin that is a wgmma in flight -> its commit group by lane, or -1
         self.off = Uninitialized in m.launched.options.off
         for r in () if self.off else self.origins:
             m.poisoned[r] = self._ones(r, m.lanes)
 
     # ---- where it comes from
 
-    def loaded(self, space: Space, part: Part, size: int, missing: np.ndarray) -> None:
+    def loaded(self, space: Space, part: Part, size: int, missing: Array) -> None:
         """A load of uninitialized bytes; `missing`: (rows, size)."""
         if self.off:
             return
@@ -70,7 +69,7 @@ class Poison:
         here = (len(self.sources) - 1) * self.m.lanes + lanes
         self.fresh.append((lanes, missing[rows], np.where(known > 1, known - 2, here)))
 
-    def fetched(self, group: Group, size: int) -> tuple[np.ndarray, np.ndarray] | None:
+    def fetched(self, group: Group, size: int) -> tuple[Array, Array] | None:
         """Of the loads just made: the uninitialized bytes of each lane of the batch, and their origins."""
         if not self.fresh:
             return None
@@ -87,7 +86,7 @@ class Poison:
 
     # ---- results of wgmma in flight
 
-    def start(self, group: Group, registers: Iterable[int], numbers: np.ndarray) -> None:
+    def start(self, group: Group, registers: Iterable[int], numbers: Array) -> None:
         """These registers are results in flight of these commit groups."""
         m = self.m
         self.sources.append(_Origin(m.pc, lambda lane: "uses the result of a wgmma"))
@@ -95,7 +94,7 @@ class Poison:
         flight[group.lanes] = numbers
         self.flying[number] = flight
         origins = number * m.lanes + np.arange(m.lanes)
-        shared: dict[int, np.ndarray] = {}
+        shared: dict[int, Array] = {}
         for r in registers:
             if group.whole:
                 width = m.program.widths[r]
@@ -104,7 +103,7 @@ class Poison:
             else:
                 self.put(group, r, self._ones(r, len(group.lanes)), origins[group.lanes])
 
-    def land(self, lanes: np.ndarray, limits: np.ndarray) -> None:
+    def land(self, lanes: Array, limits: Array) -> None:
         """The commit groups of these lanes with lower numbers than their limits have ended."""
         ended = {}
         for number, flight in list(self.flying.items()):
@@ -126,7 +125,7 @@ class Poison:
             if not cleared[key][2]:
                 del m.poisoned[r]
 
-    def _check_landed(self, group: Group, flags: np.ndarray, origins: np.ndarray) -> None:
+    def _check_landed(self, group: Group, flags: Array, origins: Array) -> None:
         m = self.m
         early = flags & np.isin(origins // m.lanes, list(self.flying))
         if early.any() and not m.mutes(Race):
@@ -137,11 +136,11 @@ class Poison:
 
     # ---- where it goes
 
-    def _ones(self, register: int, count: int) -> np.ndarray:
+    def _ones(self, register: int, count: int) -> Array:
         dtype = UNSIGNED[self.m.program.widths[register]]
         return np.full(count, True if dtype == np.bool_ else np.iinfo(dtype).max, dtype)
 
-    def put(self, group: Group, register: int, bits: np.ndarray, origins: np.ndarray) -> None:
+    def put(self, group: Group, register: int, bits: Array, origins: Array) -> None:
         """Set the uninitialized bits of a register of the group's lanes."""
         m, dtype = self.m, UNSIGNED[self.m.program.widths[register]]
         if not bits.any():
@@ -155,7 +154,7 @@ class Poison:
         origin[group.index] = origins
         m.poisoned[register], self.origins[register] = mask, origin
 
-    def of(self, group: Group, registers: Iterable[int], moves: bool = False) -> tuple[np.ndarray, np.ndarray]:
+    def of(self, group: Group, registers: Iterable[int], moves: bool = False) -> tuple[Array, Array]:
         """Which lanes of the group have uninitialized bits in one of these registers, and their origins. Raises Race for results of a
         wgmma in flight, unless the instruction only `moves` them."""
         flags, origins = np.zeros(len(group.lanes), bool), np.zeros(len(group.lanes), np.int64)
@@ -186,7 +185,7 @@ class Poison:
         where = "" if m.program.location(pc) == m.program.location(m.pc) else f" at {m.program.location(m.pc)}"
         return m.fault(Uninitialized, source, f"{describe(source)}; the value is used for {use}{where}", pc)
 
-    def bytes_of(self, group: Group, sources: list[int], size: int) -> tuple[np.ndarray, np.ndarray] | None:
+    def bytes_of(self, group: Group, sources: list[int], size: int) -> tuple[Array, Array] | None:
         """The uninitialized bytes of vectors of these registers, of `size` bytes each: (rows, bytes), and their origins."""
         if not any(s in self.m.poisoned for s in sources):
             return None
@@ -220,7 +219,7 @@ class Poison:
             else:
                 m.clean(group, register)
 
-    def _results(self, step: Step, flow: Flow, group: Group, flags: np.ndarray) -> dict[int, np.ndarray]:
+    def _results(self, step: Step, flow: Flow, group: Group, flags: Array) -> dict[int, Array]:
         """The uninitialized bits of each result."""
         kind = flow.kind
         if kind == "move" and not self.of(group, flow.control)[0].any():
@@ -239,7 +238,7 @@ class Poison:
             results = {r: both for r in flow.writes if self.m.program.widths[r] == 32} or results
         return results
 
-    def _moved(self, step: Step, flow: Flow, group: Group) -> dict[int, np.ndarray]:
+    def _moved(self, step: Step, flow: Flow, group: Group) -> dict[int, Array]:
         m = self.m
         values, poisoned = m.regs, m.poisoned
         masks = _Masks(m, values, poisoned, flow.control)
@@ -250,7 +249,7 @@ class Poison:
             m.regs, m.poisoned = values, poisoned
         return {r: np.broadcast_to(mask, (m.lanes,))[group.index] if len(mask) == 1 else mask[group.index] for r, mask in masks.new.items()}
 
-    def _bitwise(self, kind: str, flow: Flow, group: Group) -> np.ndarray:
+    def _bitwise(self, kind: str, flow: Flow, group: Group) -> Array:
         m = self.m
         zero = UNSIGNED[m.program.widths[flow.writes[0]]](0)
         masks = [m.poisoned[r][group.index] if r in m.poisoned else zero for r in flow.reads]
@@ -267,15 +266,15 @@ class Poison:
 class _Masks:
     """Stands for the registers while a move is applied to their uninitialized bits. `control`: registers with their values."""
 
-    def __init__(self, m: Batch, values: list[np.ndarray], poisoned: dict[int, np.ndarray], control: tuple[int, ...]):
+    def __init__(self, m: Batch, values: list[Array], poisoned: dict[int, Array], control: tuple[int, ...]):
         self.m, self.values, self.poisoned, self.control = m, values, poisoned, control
-        self.new: dict[int, np.ndarray] = {}
+        self.new: dict[int, Array] = {}
 
-    def __getitem__(self, register: int) -> np.ndarray:
+    def __getitem__(self, register: int) -> Array:
         if register in self.control:
             return self.values[register]
         found = self.new.get(register, self.poisoned.get(register))
         return np.zeros(1, UNSIGNED[self.m.program.widths[register]]) if found is None else found
 
-    def __setitem__(self, register: int, mask: np.ndarray) -> None:
+    def __setitem__(self, register: int, mask: Array) -> None:
         self.new[register] = mask

@@ -6,7 +6,7 @@ import re
 import numpy as np
 
 from cukern.sim.memory.regions import Region
-from cukern.sim.numerics.integers import UNSIGNED
+from cukern.sim.numerics.integers import UNSIGNED, Array
 from cukern.sim.ptx.link import link
 from cukern.sim.ptx.module import Module, Register, Variable
 
@@ -31,9 +31,10 @@ class Program:
         self.arguments_size, self.result_size = linked.arguments_size, linked.result_size
         self.function_names = {FUNCTIONS + 16 * i: name for i, name in enumerate(module.declared)}
         self.widths = list(self.kernel.widths)
-        self.constants: dict[int, np.ndarray] = {}  # register number -> value
+        self.constants: dict[int, Array] = {}  # register number -> value
         self.specials: dict[str, int] = {}  # special register's name -> register number
         self.addresses: dict[str, tuple[str, int]] = {}  # variable's name -> space and address
+        self.offsets: dict[tuple[int, int], set[int]] = {}  # address register and size of an access -> offsets
         self.undefined: list[int] = []  # registers that the kernel may read before it writes them
         self.params: dict[str, int] = {}  # parameter's name -> offset; name of a call's argument -> register number
         self._lay_out_variables()

@@ -5,14 +5,14 @@ import numpy as np
 from cukern.runtime.device import KNOWN
 from cukern.sim.machine.batch import RESERVED_SHARED, Batch, block_index, clusters, xyz
 from cukern.sim.machine.program import PARAMETER, SPECIAL_WIDTHS
-from cukern.sim.numerics.integers import UNSIGNED
+from cukern.sim.numerics.integers import UNSIGNED, Array
 from cukern.sim.ptx.module import Symbol
 
 CLOCKS = ("%clock", "%clock64", "%clock_hi", "%globaltimer", "%globaltimer_lo", "%globaltimer_hi")
 _SMS = KNOWN["h200"].sms  # not SIMULATED_DEVICE.sms, which is 2 so that plans for small problems have several waves
 
 
-def registers(m: Batch) -> list[np.ndarray]:
+def registers(m: Batch) -> list[Array]:
     """All registers at the start of a batch."""
     zeros = {width: np.zeros(1, dtype) for width, dtype in (*UNSIGNED.items(), (128, np.complex128))}  # b128: no step writes it
     found = [zeros[width] for width in m.program.widths]
@@ -23,7 +23,7 @@ def registers(m: Batch) -> list[np.ndarray]:
     return found
 
 
-def _value(m: Batch, name: str) -> np.ndarray:
+def _value(m: Batch, name: str) -> Array:
     """A special register: one element per lane, or a single one if it is the same for all."""
     if name.startswith(PARAMETER):
         return np.array([m.launched.params.ctypes.data + int(name.removeprefix(PARAMETER))], np.uint64)

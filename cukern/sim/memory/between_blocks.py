@@ -4,12 +4,13 @@ Release: access, fence, strong store. Acquire: strong load of the same address, 
 everything after the acquire. Other lanes may change the address by atomics in between. An atomic is both a strong load and a strong store
 and needs no fence after it. st.release and ld.acquire include the fence. Fences are cumulative over barriers. A load sees all earlier
 releases at its address, because the simulator executes one instruction after the other. Missed races: a warp acquires as a whole, and a
-warp that releases at more than 64 addresses in one instruction releases to all blocks.
-"""
+warp that releases at more than 64 addresses in one instruction releases to all blocks."""
 
 import bisect
 
 import numpy as np
+
+from cukern.sim.numerics.integers import Array
 
 _MOST_ADDRESSES = 64
 _ANYWHERE = -1  # the address of releases that everyone learns of
@@ -27,13 +28,13 @@ class Releases:
         self.numbers: dict[frozenset, int] = {frozenset(): 0}
         # Cluster of blocks -> address -> the numbers of its releases there, and after each, for plain and strong accesses of all its lanes:
         # released until this time
-        self.of: dict[int, dict[int, tuple[list[int], list[np.ndarray]]]] = {}
+        self.of: dict[int, dict[int, tuple[list[int], list[Array]]]] = {}
 
     @property
     def any(self) -> bool:
         return bool(self.counts)
 
-    def add(self, cluster: int, addresses: set[int], until: np.ndarray, knowledge: int) -> None:
+    def add(self, cluster: int, addresses: set[int], until: Array, knowledge: int) -> None:
         """Lanes of a cluster release at these addresses: `until` has two times for each lane of the cluster."""
         for address in addresses if len(addresses) <= _MOST_ADDRESSES else {_ANYWHERE}:
             number = self.counts[address] = self.counts.get(address, 0) + 1
@@ -69,9 +70,8 @@ class Releases:
             self.known.append(knowledge)
         return number
 
-    def until(self, cluster: int, knowledge: int) -> np.ndarray | None:
-        """For plain and for strong accesses of each lane of a cluster: whoever has this knowledge knows those before this time. None: knows
-        nothing."""
+    def until(self, cluster: int, knowledge: int) -> Array | None:
+        """For plain and for strong accesses of each lane of a cluster: who has this knowledge knows those before then. None: nothing."""
         result, there = None, self.of.get(cluster, {})
         for address, count in self.known[knowledge].items():
             numbers, times = there.get(address, ([], []))

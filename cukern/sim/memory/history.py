@@ -1,14 +1,14 @@
 """The accesses of one kind, reads or writes, to each granule of a region: those that a later access must be ordered after.
 
 An access replaces the older ones of its own lane. Those of other lanes are kept until a write that is ordered after them, because order
-with the newest access does not imply order with the others. Most granules have one reader and one writer: two dense arrays are enough.
-"""
+with the newest access does not imply order with the others. Most granules have one reader and one writer: two dense arrays are enough."""
 
 from typing import NamedTuple
 
 import numpy as np
 
 from cukern.sim.memory.order import BY_LANE, IN_FLIGHT, STRONG, TIME_BITS, Order
+from cukern.sim.numerics.integers import Array, count_nonzero
 
 _SEVERAL_LANES, _SEVERAL_BLOCKS = 1, 2
 _MOST_KEPT = 1 << 9  # older accesses; beyond, those that a newer one of the same lane replaces are dropped
@@ -17,11 +17,11 @@ _MOST_KEPT = 1 << 9  # older accesses; beyond, those that a newer one of the sam
 class Conflict(NamedTuple):
     """Unordered accesses: which rows of the current access, and for each the stamp of the other access."""
 
-    rows: np.ndarray
-    stamps: np.ndarray
+    rows: Array
+    stamps: Array
 
 
-def _weak(stamps: np.ndarray) -> np.ndarray:
+def _weak(stamps: Array) -> Array:
     """True for accesses that race with strong ones."""
     return ((stamps & STRONG) == 0) | ((stamps & IN_FLIGHT) != 0)
 
@@ -32,10 +32,10 @@ class History:
         self.newest = 0  # no stamp so far is this high
         self.several = False  # False: `many` is 0 everywhere
         self.many = np.zeros(granules, np.uint8)  # flags: older accesses of other lanes (1), of other blocks (2) are in granules, stamps
-        self.since: np.ndarray | None = None  # kept accesses with a lower stamp do not count any more
+        self.since: Array | None = None  # kept accesses with a lower stamp do not count any more
         self.weak = False  # False: no kept access races with strong ones
         self.granules, self.stamps = np.zeros(0, np.int64), np.zeros(0, np.int64)  # kept accesses, by granule
-        self.added: list[tuple[np.ndarray, np.ndarray]] = []  # those not yet merged into the two arrays
+        self.added: list[tuple[Array, Array]] = []  # those not yet merged into the two arrays
         self.limit = _MOST_KEPT
 
     def refine(self, finer: int) -> None:
@@ -47,22 +47,22 @@ class History:
         by_granule = np.argsort(granules, kind="stable")  # a granule with several accesses
         self.granules, self.stamps = granules[by_granule], np.repeat(self.stamps, finer)[by_granule]
 
-    def record(self, order: Order, granules: np.ndarray, stamps: np.ndarray, keep: bool = True) -> np.ndarray:
-        """Record an access. granules, stamps: (lanes,), or (lanes, granules of a lane). keep: also keep earlier accesses of other lanes.
-        Returns the stamps that are now the newest."""
+    def record(self, order: Order, granules: Array, stamps: Array, rest: int, keep: bool = True) -> Array:
+        """Record an access. granules, stamps: (lanes,), or (lanes, granules of a lane); rest: of a stamp, without its lane. keep: also keep
+        earlier accesses of other lanes. Returns the stamps that are now the newest."""
         before = self.last[granules] if keep else None
         self.last[granules] = stamps
-        self.newest = max(self.newest, (int(stamps.flat[-1]) >> TIME_BITS) + 1 << TIME_BITS)
+        self.newest = max(self.newest, (rest >> TIME_BITS) + 1 << TIME_BITS)
         now = self.last[granules]
         if before is not None:
             for old in (before, stamps):  # `stamps`: of several lanes in this access, one is the newest
-                if np.count_nonzero(old) and np.count_nonzero(old != now):
+                if count_nonzero(old) and count_nonzero((old ^ now) & BY_LANE):
                     apart = (old != 0) & ((old ^ now) & BY_LANE != 0)
-                    if np.count_nonzero(apart):
+                    if count_nonzero(apart):
                         self._keep(order, granules[apart], old[apart], now[apart])
         return now
 
-    def _keep(self, order: Order, granules: np.ndarray, stamps: np.ndarray, newer: np.ndarray) -> None:
+    def _keep(self, order: Order, granules: Array, stamps: Array, newer: Array) -> None:
         self.several = True
         self.weak |= bool(_weak(stamps).any())
         self.many[granules] |= _SEVERAL_LANES
@@ -77,7 +77,7 @@ class History:
             self.granules, self.stamps = granules[newest], stamps[newest]
             self.limit = max(_MOST_KEPT, 2 * len(self.granules))
 
-    def clear(self, granules: np.ndarray, now: int) -> None:
+    def clear(self, granules: Array, now: int) -> None:
         """A write is ordered after all accesses to these granules."""
         if self.several and self.many[granules].any():
             if self.since is None:
@@ -99,7 +99,7 @@ class History:
             self.granules, self.stamps = granules[by], stamps[by]
             self.added.clear()
 
-    def kept(self, granules: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def kept(self, granules: Array) -> tuple[Array, Array]:
         """The kept accesses of these granules: indices into `granules`, and stamps."""
         self._merge()
         first = np.searchsorted(self.granules, granules)
@@ -111,25 +111,31 @@ class History:
             rows, stamps = rows[counts], stamps[counts]
         return rows, stamps
 
-    def _suspects(self, order: Order, granules: np.ndarray, stamps: np.ndarray, lanes: np.ndarray, inside: bool) -> np.ndarray | None:
+    def _suspects(self, order: Order, granules: Array, stamps: Array, lanes: Array, inside: bool) -> Array | None:
         """Which granules another lane has accessed, as far as the newest stamps show; None if none."""
         lanes = lanes if stamps.ndim == 1 else lanes[:, None]
         foreign = order.foreign(stamps, lanes)
         if self.several:
             foreign |= self.many[granules]
-        if not np.count_nonzero(foreign):
+        if not count_nonzero(foreign):
             return None
         suspect = (foreign != 0) & (stamps != 0)
         return suspect & (stamps >= order.floor[lanes]) if inside else suspect  # floor: a lane knows all that its cluster did before
 
-    def conflicts(self, order: Order, granules: np.ndarray, lanes: np.ndarray, inside: bool, strong: bool) -> Conflict | None:
+    def private(self, order: Order, granules: Array, lanes: Array) -> Array | None:
+        """The stamps of these granules, one for each lane; None if other lanes may have accessed them."""
+        stamps = self.last[granules]
+        others = self.several or (count_nonzero(stamps) and count_nonzero((stamps != 0) & (order.foreign(stamps, lanes) != 0)))
+        return None if others else stamps
+
+    def conflicts(self, order: Order, granules: Array, lanes: Array, inside: bool, strong: bool) -> Conflict | None:
         """The accesses that the current one, by these lanes, is not ordered after. `granules`: (rows,), or (rows, granules of a row).
         `inside`: only the lanes of one cluster access a granule. A `strong` access does not race with strong ones."""
         if inside and self.newest <= order.lowest_floor:
             return None
         stamps = self.last[granules]
-        suspect = self._suspects(order, granules, stamps, lanes, inside) if np.count_nonzero(stamps) else None
-        if suspect is None or not np.count_nonzero(suspect):
+        suspect = self._suspects(order, granules, stamps, lanes, inside) if count_nonzero(stamps) else None
+        if suspect is None or not count_nonzero(suspect):
             return None
         rows, stamps, granules = np.nonzero(suspect)[0], stamps[suspect], granules[suspect]
         many = self.many[granules] if self.several and (self.weak or not strong) else np.zeros(0)

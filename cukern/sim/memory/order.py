@@ -2,26 +2,27 @@
 
 Time counts the memory instructions of the launch. A stamp records an access: its time, its lane, whether it is strong (an atomic), and
 whether it is an asynchronous copy still in flight, or a read by a whole warpgroup (wgmma), which any of its four warps may report to
-others. A lane knows its own accesses, those of its block before the last barrier, and those of
-its warp before the last `__syncwarp()`; a named barrier tells it all that the participating warps knew. Shuffles and votes order nothing.
+others. A lane knows its own accesses, those of its block before the last barrier, and those of its warp before the last `__syncwarp()`;
+a named barrier tells it all that the participating warps knew. Shuffles and votes order nothing.
 
 A .release atomic in shared memory tells what its warp knows to those who .acquire at the same address, whatever atomics come between.
 A cluster barrier and mbarriers (machine/asynchronous.py) order the blocks of a cluster. Other blocks are ordered by strong accesses
-(atomics, volatile and the like) with fences, see between_blocks.py.
-"""
+(atomics, volatile and the like) with fences, see between_blocks.py."""
 
 from typing import Any
 
 import numpy as np
 
 from cukern.sim.memory.between_blocks import Releases
+from cukern.sim.numerics.integers import Array
 
 IN_FLIGHT = 1 << 62
 STRONG = 1
 TIME_BITS = 29
 WARPGROUP = 1 << TIME_BITS - 1
 _LANES = (1 << TIME_BITS - 2) - 1
-BY_LANE = _LANES << 1  # the bits of a stamp that name its lane
+BY_LANE = np.array(_LANES << 1)  # the bits of a stamp that name its lane. numpy is quickest with constants that have no dimensions.
+_FOREIGN = BY_LANE | np.array(IN_FLIGHT)
 
 
 class Clock:
@@ -59,20 +60,20 @@ class Order:
         self.known = np.zeros((blocks * warps, self.warps_a_cluster), np.int64)
         self.floor = np.zeros(self.lanes, np.int64)  # a lane knows every access of its cluster with a lower stamp
         self.lowest: int | None = None  # the least floor, if it is known
-        self.lane_known: np.ndarray | None = None  # [lane, lane of its warp]: times; after a __syncwarp of part of a warp
+        self.lane_known: Array | None = None  # [lane, lane of its warp]: times; after a __syncwarp of part of a warp
         self.fenced = np.zeros(self.lanes, np.int64)  # time of a lane's last fence
         self.proxy_fenced = self.fenced.copy()  # time of a lane's last fence.proxy.async
-        self.fence_knew: np.ndarray | None = None  # `known` of a warp at its last fence
+        self.fence_knew: Array | None = None  # `known` of a warp at its last fence
         self.learned = np.zeros(blocks * warps, np.int64)  # by warp: what it knows of other blocks, as a number of Releases
         self.seen = self.learned.copy()  # by warp: what it will know of other blocks after a fence
-        self.told: dict[int, np.ndarray] = {}  # position in shared memory -> what was known to the warps that released there
+        self.told: dict[int, Array] = {}  # position in shared memory -> what was known to the warps that released there
 
     # ---- stamps
 
-    def stamps(self, lanes: np.ndarray, flags: int = 0) -> np.ndarray:
-        return self.own_of(lanes) + (self.clock.now << TIME_BITS | flags)
+    def stamps(self, lanes: Array, flags: int = 0) -> Array:
+        return self.own_of(lanes) + np.array(self.clock.now << TIME_BITS | flags)
 
-    def own_of(self, lanes: np.ndarray) -> np.ndarray:
+    def own_of(self, lanes: Array) -> Array:
         """The bits of a stamp that name these lanes."""
         return self.own if lanes is self.every else self.own[lanes]
 
@@ -88,17 +89,17 @@ class Order:
         stamp = int(stamp) & ~IN_FLIGHT
         return (stamp >> 1) & _LANES, self.clock.pcs[stamp >> TIME_BITS]
 
-    def by_lane(self, stamps: np.ndarray) -> np.ndarray:
+    def by_lane(self, stamps: Array) -> Array:
         return (stamps >> 1) & _LANES
 
     def by_block(self, stamps: Any) -> Any:
         return self.by_lane(stamps) // self.lanes_a_block
 
-    def foreign(self, stamps: np.ndarray, lanes: np.ndarray) -> np.ndarray:
+    def foreign(self, stamps: Array, lanes: Array) -> Array:
         """Not 0 for the accesses of other lanes, and for those in flight."""
-        return (stamps ^ self.own_of(lanes)) & (BY_LANE | IN_FLIGHT)
+        return (stamps ^ self.own_of(lanes)) & _FOREIGN
 
-    def ordered(self, stamps: np.ndarray, lanes: np.ndarray) -> np.ndarray:
+    def ordered(self, stamps: Array, lanes: Array) -> Array:
         """For each stamp: True if that access happened before the current access of the lane in `lanes`."""
         flying = (stamps & IN_FLIGHT) != 0
         times = stamps >> TIME_BITS
@@ -120,7 +121,7 @@ class Order:
             result |= self._released(stamps, lanes)
         return result & ~flying
 
-    def _released(self, stamps: np.ndarray, lanes: np.ndarray) -> np.ndarray:
+    def _released(self, stamps: Array, lanes: Array) -> Array:
         """For each stamp: True if its block has released it, and the warp of the lane in `lanes` knows of that."""
         times, lane = (stamps & ~IN_FLIGHT) >> TIME_BITS, self.by_lane(stamps)
         writer, offset = np.divmod(lane, self.lanes_a_block * self.blocks_a_cluster)
@@ -133,13 +134,13 @@ class Order:
                 result[rows] = times[rows] < until[stamps[rows] & STRONG, offset[rows]]
         return result
 
-    def warpgroup_of(self, warps: np.ndarray) -> np.ndarray:
+    def warpgroup_of(self, warps: Array) -> Array:
         """The number of the first warp of the warpgroup of each warp."""
         return warps - warps % self.warps_a_block % 4
 
     # ---- what establishes order
 
-    def barrier(self, blocks: np.ndarray) -> None:
+    def barrier(self, blocks: Array) -> None:
         """All threads of these blocks have met at a barrier."""
         now, warps = self.clock.now + 1, self.warps_a_block
         if self.blocks_a_cluster == 1:
@@ -154,37 +155,37 @@ class Order:
             told[own : own + warps] = now
             self.learn(mine, told)
 
-    def knowledge(self, warp: int) -> np.ndarray:
+    def knowledge(self, warp: int) -> Array:
         """What a warp knows now, including its own accesses."""
         told = self.known[warp].copy()
         told[warp % self.warps_a_cluster] = self.clock.now + 1
         return told
 
-    def learn(self, warps: np.ndarray, told: np.ndarray) -> None:
+    def learn(self, warps: Array, told: Array) -> None:
         """These warps learn `told`: one row for all, or one row each."""
         self.known[warps] = np.maximum(self.known[warps], told)
         self._lower_floor(warps)
         if self.learned.any():  # whichever warp of the cluster told them
             self._share(np.unique(warps // self.warps_a_cluster), self.warps_a_cluster)
 
-    def _tell_blocks(self, blocks: np.ndarray) -> None:
+    def _tell_blocks(self, blocks: Array) -> None:
         if self.learned.any():
             self._share(blocks, self.warps_a_block)
 
-    def _share(self, groups: np.ndarray, warps: int) -> None:
+    def _share(self, groups: Array, warps: int) -> None:
         """All warps of each group, of that many warps, learn what one of them knows of other blocks."""
         for group in groups.tolist():
             row = slice(group * warps, (group + 1) * warps)
             if (self.learned[row] != self.learned[row.start]).any():
                 self.learned[row] = self.clock.releases.joined(self.learned[row].tolist())
 
-    def sync_warps(self, warps: np.ndarray) -> None:
+    def sync_warps(self, warps: Array) -> None:
         """All lanes of these warps have met at a __syncwarp."""
         self.known[warps, warps % self.warps_a_cluster] = self.clock.now + 1
         if self.warps_a_cluster == 1:
             self._lower_floor(warps)
 
-    def sync_lanes(self, lanes: np.ndarray) -> None:
+    def sync_lanes(self, lanes: Array) -> None:
         """These lanes of one warp have met at a __syncwarp."""
         if self.lane_known is None:
             self.lane_known = np.zeros((self.lanes, 32), np.int64)
@@ -192,23 +193,23 @@ class Order:
         told[lanes % 32] = self.clock.now + 1
         self.lane_known[lanes] = told
 
-    def _lower_floor(self, warps: np.ndarray) -> None:
+    def _lower_floor(self, warps: Array) -> None:
         self.floor.reshape(-1, 32)[warps], self.lowest = (self.known[warps].min(axis=1) << TIME_BITS)[:, None], None
 
-    def release_shared(self, lanes: np.ndarray, positions: np.ndarray) -> None:
+    def release_shared(self, lanes: Array, positions: Array) -> None:
         """These lanes execute a .release atomic in shared memory."""
         for position in np.unique(positions).tolist():
             for warp in np.unique(self.warp_of[lanes[positions == position]]).tolist():
                 self.told[position] = np.maximum(self.told.get(position, 0), self.knowledge(warp))
 
-    def acquire_shared(self, lanes: np.ndarray, positions: np.ndarray) -> None:
+    def acquire_shared(self, lanes: Array, positions: Array) -> None:
         """These lanes execute an .acquire load or atomic in shared memory."""
         for position in set(np.unique(positions).tolist()) & self.told.keys():
             self.learn(np.unique(self.warp_of[lanes[positions == position]]), self.told[position])
 
     # ---- between blocks
 
-    def fence(self, lanes: np.ndarray) -> None:
+    def fence(self, lanes: Array) -> None:
         self.fenced[lanes] = self.clock.now + 1
         warps = np.unique(self.warp_of[lanes])
         if self.fence_knew is None:
@@ -218,7 +219,7 @@ class Order:
             for warp in warps.tolist():
                 self.learned[warp] = self.clock.releases.joined([int(self.learned[warp]), int(self.seen[warp])])
 
-    def publish(self, lanes: np.ndarray, addresses: np.ndarray, releases: bool = False) -> None:
+    def publish(self, lanes: Array, addresses: Array, releases: bool = False) -> None:
         """These lanes execute a strong store to global memory."""
         if releases:
             self.fence(lanes)
@@ -232,7 +233,7 @@ class Order:
                 cluster = (self.first_block + warp // self.warps_a_block) // self.blocks_a_cluster
                 self.clock.releases.add(cluster, set(addresses[rows].tolist()), until, int(self.learned[warp]))
 
-    def _published(self, warp: int, lanes: np.ndarray) -> np.ndarray:
+    def _published(self, warp: int, lanes: Array) -> Array:
         """For each lane of the cluster: its accesses before this time are ordered before what these lanes, of that warp, store now. That
         are those which they knew at their own last fence, and those which they know now and after which the accessing lane had a fence.
         Row 0: plain accesses; row 1: strong accesses, to which the store itself belongs."""
@@ -249,7 +250,7 @@ class Order:
         strong[lanes[self.fenced[lanes] > 0] - first] = self.clock.now + 1
         return np.stack((until, strong))
 
-    def exchange(self, lanes: np.ndarray, addresses: np.ndarray, releases: bool) -> None:
+    def exchange(self, lanes: Array, addresses: Array, releases: bool) -> None:
         """These lanes execute an atomic in global memory, one warp after the other: each sees what those before it have released."""
         if releases:
             self.fence(lanes)
@@ -261,7 +262,7 @@ class Order:
             self.publish(lanes[rows], addresses[rows])
             self.observe(lanes[rows], addresses[rows], acquires=True)
 
-    def observe(self, lanes: np.ndarray, addresses: np.ndarray, acquires: bool) -> None:
+    def observe(self, lanes: Array, addresses: Array, acquires: bool) -> None:
         """These lanes execute a strong load from global memory."""
         releases = self.clock.releases
         self.clock.looked = True

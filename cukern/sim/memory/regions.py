@@ -1,7 +1,6 @@
 """The memory that a launch may access: the tensors of the open scopes, and which of their bytes are initialized.
 
-A raw op runs inside `scope(tensors)`, which records these tensors and every tensor that a torch op creates meanwhile.
-"""
+A raw op runs inside `scope(tensors)`, which records these tensors and every tensor that a torch op creates meanwhile."""
 
 import contextlib
 import threading
@@ -15,6 +14,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from cukern.sim.numerics.integers import Array
+
 GRAIN = 16  # a region's shadow memory begins at a multiple of this address
 FIRST_ADDRESS = 4096  # numpy refuses a null pointer; no process has memory below this address
 _ADDRESS_BITS = 48
@@ -23,11 +24,11 @@ _ADDRESS_BITS = 48
 CARRIERS: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
 
 
-def all_memory() -> dict[int, np.ndarray]:
+def all_memory() -> dict[int, Array]:
     """This process's address space as arrays of elements of 1, 2, 4, 8 and 16 bytes; element i of the last is at address 4096 + 16 i."""
     shape = ((1 << _ADDRESS_BITS) - FIRST_ADDRESS,)
     interface = {"data": (FIRST_ADDRESS, False), "shape": shape, "typestr": "|u1", "version": 3}
-    whole: np.ndarray = np.asarray(SimpleNamespace(__array_interface__=interface))
+    whole: Array = np.asarray(SimpleNamespace(__array_interface__=interface))
     return {size: whole.view(carrier) for size, carrier in CARRIERS.items()}
 
 
@@ -39,20 +40,14 @@ class Region:
     start: int
     end: int
     name: str = ""
-    written: np.ndarray | None = None
+    written: Array | None = None
     writable: bool = True
-    inside: np.ndarray | None = None
+    inside: Array | None = None
 
     def __post_init__(self) -> None:
         self.offset = self.start % GRAIN
         self.origin = self.start - self.offset
-        self.views: dict[int, np.ndarray] = {}
-
-    def elements(self, arrays: dict[int, np.ndarray], first: int, size: int) -> np.ndarray:
-        """The memory from `origin` on as elements of this size. `arrays`: the whole space, from address `first` on."""
-        if size not in self.views:
-            self.views[size] = arrays[size][(self.origin - first) // size :]
-        return self.views[size]
+        self.views: dict[int, Array] = {}
 
 
 @dataclass
@@ -62,7 +57,7 @@ class _Storage:
     start: int
     keep: list[torch.Tensor]
     extents: list[tuple[int, int]] = field(default_factory=list)
-    written: np.ndarray | None = None
+    written: Array | None = None
 
     def regions(self) -> list[Region]:
         merged: list[list[int]] = []
@@ -77,7 +72,7 @@ class _Storage:
                 region.written = self.written[region.origin - self.start : region.end - self.start]
         return found
 
-    def _inside(self, start: int, end: int) -> np.ndarray | None:
+    def _inside(self, start: int, end: int) -> Array | None:
         """Which bytes of a region belong to a tensor; None: all do."""
         here = [t for t in self.keep if start <= t.data_ptr() < end]
         if any(_extent(t) == (start, end) and t.numel() * t.itemsize == end - start for t in here):
@@ -170,8 +165,7 @@ class Scope(TorchDispatchMode):
 def scope(tensors: Iterable[torch.Tensor] = ()) -> Iterator[Scope]:
     """While it is open, launches of this thread may access `tensors`, first to last element of each, and what torch ops create.
 
-    A tensor made by `torch.empty` or the like is uninitialized until a kernel or an in-place op writes it. Scopes nest.
-    """
+    A tensor made by `torch.empty` or the like is uninitialized until a kernel or an in-place op writes it. Scopes nest."""
     one = Scope()
     for tensor in tensors:
         one.add(tensor)

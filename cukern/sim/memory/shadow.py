@@ -1,22 +1,24 @@
 """Shadow memory: for each granule of a memory region its writers, its readers, and whether it is initialized.
 
 A granule has the size of the shortest access so far, so a tile of vectors costs one entry per vector. Reads are only logged; the log is
-processed at the next write, and dropped at a barrier of the whole batch. So a tensor that is only read costs almost nothing.
-"""
+processed at the next write, and dropped at a barrier of the whole batch. So a tensor that is only read costs almost nothing."""
 
 import numpy as np
 
 from cukern.sim.memory.history import Conflict, History
 from cukern.sim.memory.order import IN_FLIGHT, STRONG, TIME_BITS, Order
+from cukern.sim.numerics.integers import Array, count_nonzero
 
 _COUNT = np.arange(16)  # an access has at most 16 bytes
+SHIFTS = tuple(map(np.array, range(5)))
+BY_GENERIC_PROXY, BY_ASYNC_PROXY = 1, 2  # cp.async; bulk copies and st.async
 _LONGEST_LOG = 1 << 21  # reads that are logged before the log is processed
 
 
 class Shadow:
     """`positions` are byte offsets from the start, `lanes` are lanes of the batch; both have one row per lane."""
 
-    def __init__(self, size: int, written: np.ndarray | None = None, reach: str = "grid"):
+    def __init__(self, size: int, written: Array | None = None, reach: str = "grid"):
         """written: True for each byte that was initialized before the launch; None: all were. reach: the lanes that can access the same
         position: those of the "grid", of one "cluster" (shared memory), or a single "lane" (local memory)."""
         self.size, self.before, self.reach = size + -size % 16, written, reach
@@ -26,25 +28,23 @@ class Shadow:
         self.bits = 4  # log2 of a granule's bytes
         self.writes: History | None = None
         self.reads: History | None = None
-        self.heard: np.ndarray | None = None  # in shared memory: time of the last strong read
-        self.narrow: np.ndarray | None = None  # bytes changed by an atomic that is atomic only for its own block
-        self.copied: np.ndarray | None = None  # granules last written by an asynchronous copy
+        self.heard: Array | None = None  # in shared memory: time of the last strong read
+        self.narrow: Array | None = None  # bytes changed by an atomic that is atomic only for its own block
+        self.copied: Array | None = None  # granules last written by an asynchronous copy of an mbarrier: of which proxy
         # By byte: not 0 if it holds a value computed from uninitialized ones; 1, or 2 + the origin in the batch's poison.py
-        self.poisoned: np.ndarray | None = None
-        self.log: list[tuple[np.ndarray, int, np.ndarray, int]] = []  # positions, size; stamps: the part of the lanes, the rest
-        self.logged = 0
+        self.poisoned: Array | None = None
+        self.log: list[tuple[Array, int, int, Array, int]] = []  # places, their unit, size; stamps: the part of the lanes, the rest
+        self.logged, self.shortest = 0, 16  # lanes and bytes of the log's reads
 
     @property
-    def writers(self) -> np.ndarray | None:
+    def writers(self) -> Array | None:
         """The stamp of the last write of each granule; 0 if there was none."""
         return None if self.writes is None else self.writes.last
 
-    def read(
-        self, order: Order, positions: np.ndarray, size: int, lanes: np.ndarray, strong: bool = False, flags: int | None = 0
-    ) -> Conflict | None:
+    def read(self, order: Order, positions: Array, size: int, lanes: Array, strong: bool = False, flags: int | None = 0) -> Conflict | None:
         """Record a read, whose stamp has these flags; None: it is recorded later. Returns the writes that race with it, if any."""
         if self.reach == "grid" or (not strong and self.reach != "lane" and flags is not None):
-            self._log(order, positions, size, lanes, (flags or 0) | STRONG * strong)
+            self.log_read(order, positions, 1, size, lanes, (flags or 0) | STRONG * strong)
         if self.writes is None:
             return None
         granules = self._granules(positions, size)
@@ -54,7 +54,7 @@ class Shadow:
             self.heard[granules] = order.clock.now << TIME_BITS
         return self._unordered(self.writes, order, granules, lanes, strong)
 
-    def written_before(self, positions: np.ndarray, size: int) -> tuple[int, int] | None:
+    def written_before(self, positions: Array, size: int) -> tuple[int, int] | None:
         """The first row whose memory this launch has written, and the stamp of the write."""
         if self.writes is None:
             return None
@@ -62,7 +62,7 @@ class Shadow:
         row = int((stamps != 0).argmax())
         return (row, int(stamps[row])) if stamps[row] else None
 
-    def written_since(self, positions: np.ndarray, size: int, time: int) -> tuple[int, int] | None:
+    def written_since(self, positions: Array, size: int, time: int) -> tuple[int, int] | None:
         """The first row that was written after this time, and the stamp of the write."""
         if self.writes is None:
             return None
@@ -71,21 +71,21 @@ class Shadow:
         row = int(late.argmax())
         return (row, int(stamps[row])) if late[row] else None
 
-    def unfenced(self, order: Order, positions: np.ndarray, size: int, lanes: np.ndarray) -> tuple[int, int] | None:
-        """The first row with a plain write after which neither its writer nor the reader had a fence.proxy.async, and its stamp."""
+    def unfenced(self, order: Order, positions: Array, size: int, lanes: Array) -> tuple[int, int] | None:
+        """The first row with a plain write, or a cp.async, after which neither its writer nor the reader had a fence.proxy.async."""
         if self.writes is None:
             return None
         granules = self._granules(positions, size).reshape(len(positions), -1)
         stamps = self.writes.last[granules]
         if self.copied is not None:
-            stamps = np.where(self.copied[granules], 0, stamps)
+            stamps = np.where(self.copied[granules] == BY_ASYNC_PROXY, 0, stamps)
         stamps = stamps.max(axis=1)
         writers = np.clip(order.by_lane(stamps) - order.base, 0, order.lanes - 1)
         late = (stamps != 0) & (stamps >> TIME_BITS >= np.maximum(order.proxy_fenced[writers], order.proxy_fenced[lanes]))
         row = int(late.argmax())
         return (row, int(stamps[row])) if late[row] else None
 
-    def unwritten(self, positions: np.ndarray, size: int) -> np.ndarray | None:
+    def unwritten(self, positions: Array, size: int) -> Array | None:
         """For each row, which of its bytes are uninitialized; None if none is."""
         missing = None
         if self.before is not None and not self.complete:
@@ -102,56 +102,54 @@ class Shadow:
             missing = poisoned if missing is None or not missing.any() else missing | poisoned
         return missing if missing is not None and missing.any() else None
 
-    def poison(self, positions: np.ndarray, size: int, codes: np.ndarray) -> None:
+    def poison(self, positions: Array, size: int, codes: Array) -> None:
         """Byte i of what was written to a row is uninitialized if bit i of its code is set. The code >> 16 is 2 + the origin, or 0."""
         if self.poisoned is None:
             self.poisoned = np.zeros(self.size, np.int64)
         origins = np.maximum(codes >> 16, 1) if self.reach != "grid" else np.ones(1, np.int64)
         self.poisoned[positions[:, None] + _COUNT[:size]] = (codes[:, None] >> _COUNT[:size] & 1) * origins[:, None]
 
-    def poisoned_bytes(self, positions: np.ndarray, size: int) -> np.ndarray:
+    def poisoned_bytes(self, positions: Array, size: int) -> Array:
         """Which bytes of each row hold uninitialized values."""
         if self.poisoned is None:
             return np.zeros((len(positions), size), bool)
         return self.poisoned[positions[:, None] + _COUNT[:size]] != 0
 
-    def poison_origins(self, positions: np.ndarray, size: int) -> np.ndarray:
+    def poison_origins(self, positions: Array, size: int) -> Array:
         """For each row: 0 if no byte holds an uninitialized value, 1 if one does, or 2 + the origin of one."""
         if self.poisoned is None:
             return np.zeros(len(positions), np.int64)
         return self.poisoned[positions[:, None] + _COUNT[:size]].max(axis=1)
 
     def write(
-        self, order: Order, positions: np.ndarray, size: int, lanes: np.ndarray, flags: int = 0, narrow: bool = False
-    ) -> tuple[Conflict | None, Conflict | None, np.ndarray | None]:
+        self, order: Order, positions: Array, size: int, lanes: Array, flags: int = 0, narrow: bool = False
+    ) -> tuple[Conflict | None, Conflict | None, Array | None]:
         """Record a write. Returns the earlier writes and the earlier reads that race with it, and the rows whose bytes another row of this
         write overwrites; None for each of the three if there are none. `narrow`: the write is an atomic of .cta scope (atomicAdd_block),
         which is not atomic for other blocks."""
         if self.log:
-            self._process_log(order)
+            self.process_log(order)
         granules = self._granules(positions, size)
         if self.writes is None:
             self.writes = History(self.size >> self.bits)
         if self.copied is not None:
-            self._mark_copied(granules, False)
+            self._mark_copied(granules, 0)
         strong = bool(flags & STRONG)
         over_writes, over_reads = self._before_write(self.writes, order, granules, lanes, strong)
         if strong and (narrow or self.narrow is not None):
             over_writes = over_writes or self._too_narrow(order, positions, granules, lanes, narrow)
         stamps = order.stamps(lanes, flags)
         stamps = stamps if granules.ndim == 1 else np.broadcast_to(stamps[:, None], granules.shape)
-        newest = self.writes.record(order, granules, stamps, keep=strong and self.reach != "lane")
+        newest = self.writes.record(order, granules, stamps, order.clock.now << TIME_BITS | flags, keep=strong and self.reach != "lane")
         if narrow:
             apart = np.flatnonzero(order.by_block(newest.reshape(len(lanes), -1)[:, 0]) != order.block_of[lanes] + order.first_block)
             over_writes = over_writes or (Conflict(apart, newest.reshape(len(lanes), -1)[apart, 0]) if len(apart) else None)
         lost = newest != stamps
-        if not np.count_nonzero(lost):
+        if not count_nonzero(lost):
             return over_writes, over_reads, None
         return over_writes, over_reads, np.flatnonzero(lost if lost.ndim == 1 else lost.any(axis=1))
 
-    def _before_write(
-        self, writes: History, order: Order, granules: np.ndarray, lanes: np.ndarray, strong: bool
-    ) -> tuple[Conflict | None, Conflict | None]:
+    def _before_write(self, writes: History, order: Order, granules: Array, lanes: Array, strong: bool) -> list[Conflict | None]:
         """The earlier writes and reads that race with a write, which replaces them."""
         over_writes, over_reads, now = self._unordered(writes, order, granules, lanes, strong), None, order.clock.now << TIME_BITS
         if self.reads is not None:
@@ -159,9 +157,9 @@ class Shadow:
             self.reads.clear(granules, now)
         if writes.several and not strong:
             writes.clear(granules, now)
-        return over_writes, over_reads
+        return [over_writes, over_reads]
 
-    def _too_narrow(self, order: Order, positions: np.ndarray, granules: np.ndarray, lanes: np.ndarray, narrow: bool) -> Conflict | None:
+    def _too_narrow(self, order: Order, positions: Array, granules: Array, lanes: Array, narrow: bool) -> Conflict | None:
         """Atomics of several blocks on one location. One of them is atomic only within its own block."""
         assert self.writes is not None
         if self.narrow is None:
@@ -173,18 +171,17 @@ class Shadow:
         self.narrow[positions] |= narrow
         return Conflict(rows, before[rows]) if len(rows) else None
 
-    def arrived(self, order: Order, positions: np.ndarray, size: int, lanes: np.ndarray, copied: bool = False) -> None:
-        """Asynchronous copies have completed: record them as writes of their lanes now. `copied`: an mbarrier has told so."""
+    def arrived(self, order: Order, positions: Array, size: int, lanes: Array, copied: int = 0) -> None:
+        """Asynchronous copies have completed: record them as writes of their lanes now. `copied`: of which proxy, if an mbarrier tells."""
         assert self.writes is not None
         granules = self._granules(positions, size)
         stamps = order.stamps(lanes)
         self.writes.last[granules] = stamps if granules.ndim == 1 else stamps[:, None]
         self._mark_copied(granules, copied)
 
-    def accesses(self, order: Order, start: int, end: int) -> list[tuple[str, np.ndarray, np.ndarray]]:
-        """The reads and writes of the bytes from `start` to `end`, each with its verb: granules and stamps. Strong writes that a strong
-        read has seen are left out."""
-        self._process_log(order)
+    def accesses(self, order: Order, start: int, end: int) -> list[tuple[str, Array, Array]]:
+        """The reads and writes of these bytes, each with its verb: granules and stamps; not strong writes that a strong read has seen."""
+        self.process_log(order)
         found = []
         for did, history in (("reads", self.reads), ("writes", self.writes)):
             if history is not None:
@@ -197,28 +194,27 @@ class Shadow:
                 found.append((did, granules[stamps != 0], stamps[stamps != 0]))
         return found
 
-    def written(self) -> np.ndarray | None:
+    def written(self) -> Array | None:
         """True for each byte that is initialized now; None: all are."""
         if self.before is None or self.writes is None:
             return self.before
         now = self.before | np.repeat(self.writes.last != 0, 1 << self.bits)
         return now if self.poisoned is None else now & (self.poisoned == 0)
 
-    def _mark_copied(self, granules: np.ndarray, copied: bool) -> None:
+    def _mark_copied(self, granules: Array, copied: int) -> None:
         if copied or self.copied is not None:
-            self.copied = np.zeros(self.size >> self.bits, bool) if self.copied is None else self.copied
+            self.copied = np.zeros(self.size >> self.bits, np.uint8) if self.copied is None else self.copied
             self.copied[granules] = copied
 
     def was_copied(self, position: int) -> bool:
         """True if an asynchronous copy wrote there last."""
         return self.copied is not None and bool(self.copied[position >> self.bits])
 
-    def _granules(self, positions: np.ndarray, size: int) -> np.ndarray:
+    def _granules(self, positions: Array, size: int) -> Array:
         """The granules of each row: of shape (rows,), or (rows, granules) if an access spans several."""
         if size < 1 << self.bits:
             self._refine(size)
-        first = positions >> self.bits
-        count = size >> self.bits
+        first, count = positions >> SHIFTS[self.bits], size >> self.bits
         return first if count == 1 else first[:, None] + _COUNT[:count]
 
     def _refine(self, size: int) -> None:
@@ -232,16 +228,18 @@ class Shadow:
                 if history is not None:
                     history.refine(finer)
 
-    def _unordered(self, history: History, order: Order, granules: np.ndarray, lanes: np.ndarray, strong: bool) -> Conflict | None:
+    def _unordered(self, history: History, order: Order, granules: Array, lanes: Array, strong: bool) -> Conflict | None:
         return None if self.reach == "lane" else history.conflicts(order, granules, lanes, self.reach == "cluster", strong)
 
     # ---- reads
 
-    def _log(self, order: Order, positions: np.ndarray, size: int, lanes: np.ndarray, flags: int) -> None:
-        self.log.append((positions, size, order.own_of(lanes), order.clock.now << TIME_BITS | flags))
-        self.logged += len(positions)
+    def log_read(self, order: Order, places: Array, unit: int, size: int, lanes: Array, flags: int) -> None:
+        """`places`: positions in multiples of the unit."""
+        self.log.append((places, unit, size, order.own_of(lanes), order.clock.now << TIME_BITS | flags))
+        self.logged += len(places)
+        self.shortest = min(self.shortest, size)
         if self.logged > _LONGEST_LOG:
-            self._process_log(order)
+            self.process_log(order)
 
     def forget_accesses(self) -> None:
         """A barrier of all lanes that can access this memory came after the accesses so far."""
@@ -254,16 +252,18 @@ class Shadow:
 
     def _drop_log(self) -> None:
         self.log.clear()
-        self.logged = 0
+        self.logged, self.shortest = 0, 16
 
-    def _process_log(self, order: Order) -> None:
+    def process_log(self, order: Order) -> None:
         if not self.log:
             return
-        self._refine(min(size for _, size, _, _ in self.log))
+        self._refine(self.shortest)
         if self.reads is None:
             self.reads = History(self.size >> self.bits)
-        for positions, size, own, rest in self.log:
-            granules, stamps = self._granules(positions, size), own + rest
+        for places, unit, size, own, rest in self.log:
+            granules, stamps = places, own + np.array(rest)
+            if unit != size or size != 1 << self.bits:
+                granules = self._granules(places * unit, size)
             stamps = stamps if granules.ndim == 1 else np.broadcast_to(stamps[:, None], granules.shape)
-            self.reads.record(order, granules, stamps)
+            self.reads.record(order, granules, stamps, rest)
         self._drop_log()

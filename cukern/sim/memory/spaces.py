@@ -1,8 +1,7 @@
 """The state spaces: the position of an address, the check of an access, and the access itself.
 
 Global memory is this process's memory: a pointer argument is the address of a tensor. Shared and local memory are arrays in which each
-block or each lane has one part. The top byte of a generic address names its space.
-"""
+block or each lane has one part. The top byte of a generic address names its space."""
 
 import bisect
 import functools
@@ -15,9 +14,10 @@ from cukern.runtime.limits import Dim
 from cukern.sim.faults import BarrierFault, Fault, Misaligned, OutOfBounds, Race, Uninitialized
 from cukern.sim.memory.history import Conflict
 from cukern.sim.memory.order import IN_FLIGHT, STRONG, Order
+from cukern.sim.memory.order import TIME_BITS as TIME_BITS
 from cukern.sim.memory.regions import CARRIERS, FIRST_ADDRESS, Region, all_memory
-from cukern.sim.memory.shadow import Shadow
-from cukern.sim.numerics.integers import SIGNED
+from cukern.sim.memory.shadow import SHIFTS, Shadow
+from cukern.sim.numerics.integers import SIGNED, Array, count_nonzero
 
 WINDOW = 56  # the first bit of the space in a generic address: 1 for shared, 2 for local memory
 RANK = 24  # the first bit of the block's rank plus 1 in a shared::cluster address; 0 stands for the own block
@@ -45,7 +45,7 @@ class Accessor(Protocol):
 
     def who(self, stamp: int) -> tuple[Dim, Dim, str]: ...
 
-    def fault(self, kind: type[Fault], lane: int, what: str, pc: int | None = None, lanes: np.ndarray | None = None) -> Fault: ...
+    def fault(self, kind: type[Fault], lane: int, what: str, pc: int | None = None, lanes: Array | None = None) -> Fault: ...
 
 
 class Part(NamedTuple):
@@ -53,17 +53,17 @@ class Part(NamedTuple):
 
     region: Region
     shadow: Shadow | None
-    at: np.ndarray
-    lanes: np.ndarray
+    at: Array
+    lanes: Array
     rows: Any = slice(None)
 
 
-def each(values: np.ndarray, lanes: np.ndarray) -> np.ndarray:
+def each(values: Array, lanes: Array) -> Array:
     """`values` with one element per lane; it may have a single one for all."""
-    return values if len(values) == len(lanes) else np.broadcast_to(values, lanes.shape)
+    return values if len(values) == len(lanes) else values.repeat(len(lanes))
 
 
-def first_row(flags: np.ndarray) -> int:
+def first_row(flags: Array) -> int:
     """The first row whose flag is set."""
     return int(np.flatnonzero(flags)[0])
 
@@ -74,35 +74,34 @@ class Space:
     name = ""
     first = 0  # the position of element 0 of the arrays, which hold the whole space
 
-    def __init__(self, arrays: dict[int, np.ndarray]):
+    def __init__(self, arrays: dict[int, Array]):
         self.arrays = arrays
 
-    def place(self, m: Accessor, lanes: np.ndarray, addresses: np.ndarray, size: int, verb: str) -> tuple[np.ndarray, list[Part]]:
+    def place(self, m: Accessor, lanes: Array, addresses: Array, size: int, verb: str) -> tuple[Array, list[Part]]:
         """The positions of an access in the arrays, and its parts. Raises a Fault if the access is misaligned or out of bounds."""
         raise NotImplementedError
 
     def describe(self, region: Region, position: int) -> str:
         raise NotImplementedError
 
-    def array(self, at: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
+    def array(self, at: Array, size: int) -> tuple[Array, Array]:
         return self.arrays[size], (at - self.first) >> (size.bit_length() - 1)
 
-    def elements(self, part: Part, size: int) -> tuple[np.ndarray, np.ndarray]:
+    def elements(self, part: Part, size: int) -> tuple[Array, Array]:
         """The memory of a part's region as an array of elements of this size, and the index of each row."""
-        return part.region.elements(self.arrays, self.first, size), part.at >> size.bit_length() - 1
+        return self.of(part.region, size), part.at >> SHIFTS[size.bit_length() - 1]
+
+    def of(self, region: Region, size: int) -> Array:
+        """The memory of a region, from its origin on, as an array of elements of this size."""
+        if size not in region.views:
+            region.views[size] = self.arrays[size][(region.origin - self.first) // size :]
+        return region.views[size]
 
     # ---- accesses
 
     def load(
-        self,
-        m: Accessor,
-        lanes: np.ndarray,
-        addresses: np.ndarray,
-        size: int,
-        strong: bool = False,
-        poison: bool = False,
-        flags: int | None = 0,
-    ) -> np.ndarray:
+        self, m: Accessor, lanes: Array, addresses: Array, size: int, strong: bool = False, poison: bool = False, flags: int | None = 0
+    ) -> Array:
         """`poison`: uninitialized bytes are no fault, but the batch is told of them. `flags`: of the stamp; None: it is recorded later."""
         parts = self.place(m, lanes, addresses, size, "reads")[1]
         for part in parts:
@@ -121,7 +120,7 @@ class Space:
             values[part.rows] = array[index]
         return values
 
-    def unwritten(self, m: Accessor, lanes: np.ndarray, addresses: np.ndarray, size: int) -> np.ndarray:
+    def unwritten(self, m: Accessor, lanes: Array, addresses: Array, size: int) -> Array:
         """For each row, its uninitialized bytes as bits."""
         codes = np.zeros(len(lanes), np.int64)
         for part in self.place(m, lanes, addresses, size, "reads")[1]:
@@ -130,7 +129,7 @@ class Space:
                 codes[part.rows] = (missing * (1 << np.arange(size))).sum(axis=1)
         return codes
 
-    def check_unchanged(self, m: Accessor, lanes: np.ndarray, addresses: np.ndarray, size: int) -> None:
+    def check_unchanged(self, m: Accessor, lanes: Array, addresses: Array, size: int) -> None:
         """A load through the read-only cache, which does not see what the launch writes."""
         for part in self.place(m, lanes, addresses, size, "reads")[1]:
             found = part.shadow.written_before(part.at, size) if part.shadow is not None else None
@@ -142,15 +141,8 @@ class Space:
                 raise m.fault(Race, part.lanes[row], f"{what}: load it without __ldg or __restrict__")
 
     def store(
-        self,
-        m: Accessor,
-        lanes: np.ndarray,
-        addresses: np.ndarray,
-        size: int,
-        values: np.ndarray,
-        flags: int = 0,
-        poison: np.ndarray | None = None,
-    ) -> np.ndarray:
+        self, m: Accessor, lanes: Array, addresses: Array, size: int, values: Array, flags: int = 0, poison: Array | None = None
+    ) -> Array:
         """Returns the positions. `poison`: bit i of a row is set if byte i of its value is uninitialized."""
         at, parts = self.place(m, lanes, addresses, size, "writes")
         values = each(values, lanes)
@@ -158,17 +150,15 @@ class Space:
         for part in parts:
             array, index = self.elements(part, size)
             array[index] = values[part.rows]
-            if part.shadow is not None and (part.shadow.poisoned is not None or (poison is not None and poison.any())):
+            if part.shadow is not None and (part.shadow.poisoned is not None or (poison is not None and count_nonzero(poison))):
                 codes = np.zeros(1, np.int64) if poison is None else each(poison, lanes)[part.rows] if len(poison) > 1 else poison
                 part.shadow.poison(part.at, size, codes)
         for part, lost in zip(parts, overwritten, strict=True):
             if lost is not None:
-                self._check_agreement(m, part, size, values[part.rows], lost)
+                self.check_agreement(m, part, size, values[part.rows], lost)
         return at
 
-    def note_write(
-        self, m: Accessor, part: Part, size: int, values: np.ndarray | None, flags: int, narrow: bool = False
-    ) -> np.ndarray | None:
+    def note_write(self, m: Accessor, part: Part, size: int, values: Array | None, flags: int, narrow: bool = False) -> Array | None:
         """Check a write for races and record it. Two writes of equal values are allowed. Returns the rows that other rows overwrite."""
         if part.shadow is None:
             return None
@@ -191,14 +181,14 @@ class Space:
             what = f"reads {size} bytes that nobody wrote, {self.describe(part.region, int(part.at[row]))}"
             raise m.fault(Uninitialized, part.lanes[row], what)
 
-    def _differs(self, part: Part, rows: np.ndarray, size: int, values: np.ndarray) -> np.ndarray:
+    def _differs(self, part: Part, rows: Array, size: int, values: Array) -> Array:
         """True for each of these rows where the memory does not have the bits of `values`."""
         array, index = self.elements(part, size)
         dtype = np.uint64 if size == 16 else array.dtype  # so that == compares bits
         here, there = (np.ascontiguousarray(x).view(dtype).reshape(len(rows), -1) for x in (array[index[rows]], values[rows]))
         return (here != there).any(axis=1)
 
-    def _check_agreement(self, m: Accessor, part: Part, size: int, values: np.ndarray, lost: np.ndarray) -> None:
+    def check_agreement(self, m: Accessor, part: Part, size: int, values: Array, lost: Array) -> None:
         """Lanes of one store that write to the same address must write the same value."""
         differs = self._differs(part, lost, size, values)
         if differs.any() and not m.mutes(Race):
@@ -218,9 +208,8 @@ class Space:
         if not (forgivable and m.compares and self.name == "global"):
             raise self._race(m, part, size, verb, conflict, did)
         for i, row in enumerate(conflict.rows.tolist()):
-            fault = functools.partial(
-                self._race, m, part, size, verb, Conflict(conflict.rows[i : i + 1], conflict.stamps[i : i + 1]), did, m.pc
-            )
+            one = Conflict(conflict.rows[i : i + 1], conflict.stamps[i : i + 1])
+            fault = functools.partial(self._race, m, part, size, verb, one, did, m.pc)
             reader = int(part.lanes[row]) + m.order.base if verb == "reads" else int(m.order.by_lane(conflict.stamps[i]))
             m.suspect(reader, int(part.at[row]) + part.region.origin, None if verb == "reads" else int(conflict.stamps[i]), fault)
 
@@ -253,25 +242,20 @@ class Space:
             remedy += in_place
         return m.fault(Race, lane, f"{verb} {size} bytes, {where}, that {other} {did} at {line}: {remedy}", pc)
 
-    def check_aligned(self, m: Accessor, lanes: np.ndarray, addresses: np.ndarray, size: int, verb: str) -> None:
+    def check_aligned(self, m: Accessor, lanes: Array, addresses: Array, size: int, verb: str) -> None:
         low = addresses & addresses.dtype.type(size - 1)
         if low.any():
             row = first_row(low)
             address = int(addresses[row])
             where = f"the address {address:#x}" if self.name == "global" else f"the offset {address}"
-            raise m.fault(
-                Misaligned,
-                lanes[row],
-                f"{verb} {size} bytes of {self.name} memory, but {where} is not a multiple of {size}",
-                None,
-                lanes[each(low, lanes) != 0],
-            )
+            what = f"{verb} {size} bytes of {self.name} memory, but {where} is not a multiple of {size}"
+            raise m.fault(Misaligned, lanes[row], what, None, lanes[each(low, lanes) != 0])
 
 
 class Private(Space):
     """Shared or local memory: each lane accesses one part of an array."""
 
-    def __init__(self, name: str, pieces: int, size: int, piece_of: np.ndarray, names: list[tuple[int, str]]):
+    def __init__(self, name: str, pieces: int, size: int, piece_of: Array, names: list[tuple[int, str]]):
         self.name, self.size, self.names = name, size, names
         self.stride = size + -size % 16
         whole = np.zeros(pieces * self.stride // 16, np.complex128)
@@ -280,28 +264,28 @@ class Private(Space):
         self.region = Region(0, pieces * self.stride)
         self.shadow = Shadow(pieces * self.stride, np.zeros(pieces * self.stride, bool), reach="cluster" if name == "shared" else "lane")
 
-    def check_proxy(self, m: Accessor, lanes: np.ndarray, at: np.ndarray, size: int) -> None:
-        """These lanes read shared memory asynchronously. After a plain write, the writer or the reader needs a fence.proxy.async."""
+    def check_proxy(self, m: Accessor, lanes: Array, at: Array, size: int) -> None:
+        """These lanes read shared memory asynchronously. After a plain write or cp.async, a fence.proxy.async is needed."""
         found = self.shadow.unfenced(m.order, at, size, lanes)
         if found is not None and not m.mutes(Race):
             row, stamp = found
             _, thread, line = m.who(stamp)
             what = f"reads {size} bytes asynchronously, {self.describe(self.region, int(at[row]))}, that thread {thread} wrote at {line}"
-            raise m.fault(Race, lanes[row], f"{what}: a fence.proxy.async is missing between the two")
+            raise m.fault(Race, lanes[row], f"{what}: a fence.proxy.async is missing between the two, after the write has ended")
 
-    def place(self, m: Accessor, lanes: np.ndarray, addresses: np.ndarray, size: int, verb: str) -> tuple[np.ndarray, list[Part]]:
+    def place(self, m: Accessor, lanes: Array, addresses: Array, size: int, verb: str) -> tuple[Array, list[Part]]:
         if addresses.dtype == np.int64:
             addresses = addresses.view(np.uint64)
-        if np.count_nonzero(addresses & addresses.dtype.type(size - 1)):
+        if count_nonzero(addresses & addresses.dtype.type(size - 1)):
             self.check_aligned(m, lanes, addresses, size, verb)
-        if size > self.size or np.count_nonzero(addresses > addresses.dtype.type(self.size - size)):
+        if size > self.size or count_nonzero(addresses > addresses.dtype.type(self.size - size)):
             self._check_inside(m, lanes, addresses, size, verb)
         at = each(addresses.astype(np.int64), lanes)
         if self.stride < len(self.arrays[1]):  # several pieces
             at = at + (self.bases if lanes is m.order.every else self.bases[lanes])
         return at, [Part(self.region, self.shadow, at, lanes)]
 
-    def _check_inside(self, m: Accessor, lanes: np.ndarray, addresses: np.ndarray, size: int, verb: str) -> None:
+    def _check_inside(self, m: Accessor, lanes: Array, addresses: Array, size: int, verb: str) -> None:
         """Raise OutOfBounds, for the first lane outside of its piece."""
         room = self.size - size
         outside = each((addresses > addresses.dtype.type(room)) if room >= 0 else np.ones(1, bool), lanes)
@@ -322,11 +306,12 @@ class Private(Space):
 class _Near(NamedTuple):
     region: Region | None
     shadow: Shadow | None
-    start: np.uint64  # the region's
-    room: np.uint64  # the last offset from there at which an access lies inside
+    start: Array  # the region's
+    room: Array  # the last offset from there at which an access lies inside
 
 
-_LOW = {size: np.uint64(size - 1) for size in CARRIERS}  # the bits of an address that are 0 if it is aligned
+LOW = {size: np.array(size - 1, np.uint64) for size in CARRIERS}  # the bits of an address that are 0 if it is aligned
+_NOWHERE = _Near(None, None, LOW[1], LOW[1])
 
 
 class Global(Space):
@@ -342,17 +327,14 @@ class Global(Space):
         self.shadows = [Shadow(r.end - r.origin, r.written) if r.writable else None for r in regions]
         self.bounds = np.array(self.starts, np.uint64), np.array([r.end for r in regions], np.uint64)
         self.near: dict[tuple[int, int], _Near] = {}  # instruction and size -> the region that it accessed last
+        self.spots: dict[tuple[int, int], Any] = {}  # register and size -> see instructions/quick.py
 
-    def place(self, m: Accessor, lanes: np.ndarray, addresses: np.ndarray, size: int, verb: str) -> tuple[np.ndarray, list[Part]]:
-        if np.count_nonzero(addresses & _LOW[size]):
+    def place(self, m: Accessor, lanes: Array, addresses: Array, size: int, verb: str) -> tuple[Array, list[Part]]:
+        if count_nonzero(addresses & LOW[size]):
             self.check_aligned(m, lanes, addresses, size, verb)
         at = addresses.view(np.int64)
-        near = self.near.get((m.pc, size)) or self._near(m.pc, int(addresses[0]), size)
-        inside = addresses - near.start
-        if np.count_nonzero(inside > near.room):  # perhaps all lanes are in another region now
-            near = self._near(m.pc, int(addresses[0]), size)
-            inside = addresses - near.start
-        if near.region is not None and not np.count_nonzero(inside > near.room):
+        near, inside = self.nearest(m.pc, size, addresses)
+        if inside is not None and near.region is not None:
             positions = inside.view(np.int64) + near.region.offset if near.region.offset else inside.view(np.int64)
             parts = [Part(near.region, near.shadow, each(positions, lanes), lanes)]
         else:
@@ -367,26 +349,24 @@ class Global(Space):
                 raise m.fault(OutOfBounds, lanes[0], f"{verb} {where}, which is constant memory")
         return at, parts
 
-    def _near(self, pc: int, address: int, size: int) -> "_Near":
-        """Remember for an instruction the region in which an address lies, if it is in one."""
-        i = bisect.bisect_right(self.starts, address) - 1
-        room = self.regions[i].end - self.starts[i] - size if i >= 0 else -1
-        found = _Near(None, None, np.uint64(0), np.uint64(0))
-        if room >= 0:
-            found = _Near(self.regions[i], self.shadows[i], np.uint64(self.starts[i]), np.uint64(room))
-        self.near[pc, size] = found
-        return found
+    def nearest(self, pc: int, size: int, addresses: Array) -> "tuple[_Near, Array | None]":
+        """The region in which all accesses of an instruction lie, which it remembers, and their offsets; None if they lie in none."""
+        near = self.near.get((pc, size), _NOWHERE)
+        inside = addresses - near.start
+        if near is _NOWHERE or count_nonzero(inside > near.room):  # perhaps all lanes are in another region now
+            i = bisect.bisect_right(self.starts, int(addresses[0])) - 1
+            room = self.regions[i].end - self.starts[i] - size if i >= 0 else -1
+            if room < 0:
+                return _NOWHERE, None
+            near = _Near(self.regions[i], self.shadows[i], np.array(self.starts[i], np.uint64), np.array(room, np.uint64))
+            self.near[pc, size], inside = near, addresses - near.start
+            if count_nonzero(inside > near.room):
+                return _NOWHERE, None
+        return near, inside
 
     def load(
-        self,
-        m: Accessor,
-        lanes: np.ndarray,
-        addresses: np.ndarray,
-        size: int,
-        strong: bool = False,
-        poison: bool = False,
-        flags: int | None = 0,
-    ) -> np.ndarray:
+        self, m: Accessor, lanes: Array, addresses: Array, size: int, strong: bool = False, poison: bool = False, flags: int | None = 0
+    ) -> Array:
         if len(addresses) == 1 and len(lanes) > 1:
             i = bisect.bisect_right(self.starts, int(addresses[0])) - 1
             shadow = self.shadows[i] if i >= 0 else None
@@ -412,7 +392,7 @@ class Global(Space):
             return "?"
         return bytes(self.arrays[1][address - self.first : end - self.first]).split(b"\0")[0].decode(errors="replace")
 
-    def _rows(self, m: Accessor, lanes: np.ndarray, addresses: np.ndarray, size: int, verb: str) -> dict[int, np.ndarray]:
+    def _rows(self, m: Accessor, lanes: Array, addresses: Array, size: int, verb: str) -> dict[int, Array]:
         """The rows of an access to several regions, by region. Raises OutOfBounds for the first lane outside all regions."""
         starts, ends = self.bounds
         which = np.searchsorted(starts, addresses, side="right") - 1

@@ -5,8 +5,7 @@ single one for a constant), and bool arrays for predicates. It returns the raw b
 operands. ptxas may fuse a mul and an add that name no rounding mode; here each of them is rounded, as with .rn.
 
 The tables map each base to a maker, which builds the function from types and modifiers, and to the modifiers that it supports. Anything
-else raises NotSimulated: no instruction is simulated incompletely.
-"""
+else raises NotSimulated: no instruction is simulated incompletely."""
 
 import functools
 from collections.abc import Callable
@@ -26,8 +25,7 @@ _Row = tuple[Callable[[Opcode], Function], str]
 def find(opcode: str, second: bool = False) -> Function:
     """The function of an instruction; with `second`, of its second result: setp's q, or the carry flag of an instruction with .cc.
 
-    An instruction that reads the carry flag (addc, subc, madc) takes it as its last operand. Raises NotSimulated.
-    """
+    An instruction that reads the carry flag (addc, subc, madc) takes it as its last operand. Raises NotSimulated."""
     op = parse(opcode)
     try:
         table = _SECOND if second else {**_ANY, **(_FLOAT if op.is_float else _INTEGER)}

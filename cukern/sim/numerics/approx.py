@@ -2,8 +2,7 @@
 
 A GPU's result may differ in its last bits. The PTX ISA allows these errors in float32: 1 ulp in rcp, 2 ulp in div and ex2, 2^-22.9
 relative in rsqrt, 2^-23 in sqrt, 2^-22 in lg2 (absolute between 0.5 and 2, else relative), 2^-11 relative in tanh, and 2^-20.5 absolute in
-sin and cos between -pi and pi, more for larger arguments.
-"""
+sin and cos between -pi and pi, more for larger arguments."""
 
 import functools
 

@@ -1,8 +1,6 @@
 """cvt: every conversion between integers, floating-point types and packed pairs, with one rounding.
 
-The source register may be wider than the source type, so the source is truncated first. An 8-bit result is sign- or zero-extended to 16
-bits, the smallest register.
-"""
+The source register may be wider than the source type, so the source is truncated first. An 8-bit result is extended to 16 bits."""
 
 from fractions import Fraction
 

@@ -17,6 +17,8 @@ from typing import Any
 
 import numpy as np
 
+from cukern.sim.numerics.integers import count_nonzero
+
 Array = np.ndarray[Any, Any]
 Function = Callable[..., Array]
 
@@ -27,9 +29,7 @@ class Format:
     `native`: numpy has the type, and rounds sums, products, quotients and square roots correctly. `unused`: number of low bits that are 0.
     """
 
-    def __init__(
-        self, name: str, masks: tuple[int, int, int, int], values: Function, nearest: Function, native: bool = True, unused: int = 0
-    ):
+    def __init__(self, name: str, masks: tuple[int, ...], values: Function, nearest: Function, native: bool = True, unused: int = 0):
         self.name, self.values, self.nearest, self.native, self.unused = name, values, nearest, native, unused
         self.bits: type[Any] = {16: np.uint16, 32: np.uint32, 64: np.uint64}[masks[0].bit_length()]
         self.sign, self.exponent, self.nan, self.one = map(self.bits, masks)
@@ -79,7 +79,7 @@ def round_to(fmt: Format, x: Array, mode: str = "rn") -> Array:
     if mode != "rn":
         down = _toward_zero(fmt, bits, x)
         outward = (x < 0) if mode == "rm" else (x > 0)
-        if mode != "rz" and np.count_nonzero(outward):
+        if mode != "rz" and count_nonzero(outward):
             away = _steps(fmt, (np.abs(fmt.values(bits)) < np.abs(x)) & outward)
             down = np.where(outward, bits + away, down)
         bits = down
@@ -98,13 +98,13 @@ def _steps(fmt: Format, flags: Array) -> Array:
 def canonical(fmt: Format, bits: Array, values: Array) -> Array:
     """`bits`, with the canonical NaN where `values` is NaN."""
     nan = values != values
-    return np.where(nan, fmt.nan, bits) if np.count_nonzero(nan) else bits
+    return np.where(nan, fmt.nan, bits) if count_nonzero(nan) else bits
 
 
 def flush(fmt: Format, bits: Array) -> Array:
     """.ftz: a subnormal becomes a zero of the same sign."""
     exponents = bits & fmt.exponent
-    return bits if np.count_nonzero(exponents) == exponents.size else np.where(exponents, bits, bits & fmt.sign)
+    return bits if count_nonzero(exponents) == exponents.size else np.where(exponents, bits, bits & fmt.sign)
 
 
 def saturate(fmt: Format, bits: Array) -> Array:
@@ -112,7 +112,7 @@ def saturate(fmt: Format, bits: Array) -> Array:
     x = fmt.values(bits)
     bits = np.where(x > 0, bits, fmt.bits(0))
     above = x > 1
-    return np.where(above, fmt.one, bits) if np.count_nonzero(above) else bits
+    return np.where(above, fmt.one, bits) if count_nonzero(above) else bits
 
 
 def finite(fmt: Format, bits: Array) -> Array:
@@ -128,8 +128,7 @@ def relu(fmt: Format, bits: Array) -> Array:
 def sum_to_odd(a: Array, b: Array, mode: str = "rn") -> Array:
     """a + b in float64, rounded to odd: an inexact result is the neighbour whose last bit is 1.
 
-    Rounding it again to at most 51 bits, in any mode, gives what rounding the exact sum would. `mode` only affects the sign of x - x.
-    """
+    Rounding it again to at most 51 bits, in any mode, gives what rounding the exact sum would. `mode` only affects the sign of x - x."""
     total, error = _two_sum(a, b)
     bits = total.view(np.int64)
     step = np.where((error > 0) == (total > 0), 1, -1)
@@ -145,13 +144,12 @@ def sum_to_odd(a: Array, b: Array, mode: str = "rn") -> Array:
 def arithmetic(kind: str, fmt: Format, mode: str = "rn", ftz: bool = False, sat: bool = False, relu_: bool = False) -> Function:
     """The function of raw bits for `kind`: add, sub, mul, fma, div, rcp or sqrt."""
     exact = functools.partial(_in_float64, fmt, kind, mode)
-    if kind == "fma" and mode == "rn" and fmt in (F32, F64):
-        core = _fma32 if fmt is F32 else _fma64
+    if kind == "fma" and (fmt, mode) in ((F32, "rn"), (F32, "rm"), (F64, "rn")):
+        core = _fma64 if fmt is F64 else functools.partial(_fma32, fma32 if mode == "rn" else fma32_down)
     elif kind != "fma" and mode == "rn" and fmt.native:
         core = functools.partial(native, fmt, _UFUNCS[kind])
     else:
         core = functools.partial(_directed64, kind, mode) if fmt is F64 else lambda *args: round_to(fmt, exact(*args), mode)
-        core = functools.partial(_toward32, mode, core) if kind == "fma" and fmt is F32 else core
     if ftz:
         core = functools.partial(_flushed, fmt, core, exact, mode)
     for wanted, finish in ((sat, saturate), (relu_, relu)):
@@ -165,7 +163,7 @@ def _flushed(fmt: Format, core: Function, exact: Function, mode: str, *args: Arr
     least = fmt.sign - fmt.exponent
     args = tuple(flush(fmt, x) for x in args)
     bits = flush(fmt, core(*args))
-    if np.count_nonzero(bits & ~fmt.sign == least):
+    if count_nonzero(bits & ~fmt.sign == least):
         twice = round_to(fmt, 2 * exact(*args), mode)
         bits = np.where(twice & ~fmt.sign < 2 * least, bits & fmt.sign, bits)
     return bits
@@ -175,14 +173,8 @@ def _finished(fmt: Format, core: Function, finish: Function, *args: Array) -> Ar
     return finish(fmt, core(*args))
 
 
-_UFUNCS: dict[str, Function] = {
-    "add": np.add,
-    "sub": np.subtract,
-    "mul": np.multiply,
-    "div": np.divide,
-    "rcp": np.reciprocal,
-    "sqrt": np.sqrt,
-}
+_UFUNCS: dict[str, Function] = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide, "rcp": np.reciprocal}
+_UFUNCS["sqrt"] = np.sqrt
 
 
 def native(fmt: Format, ufunc: Function, *args: Array) -> Array:
@@ -191,36 +183,17 @@ def native(fmt: Format, ufunc: Function, *args: Array) -> Array:
     return canonical(fmt, result.view(fmt.bits), result)
 
 
-def _toward32(mode: str, slow: Function, a: Array, b: Array, c: Array) -> Array:
-    """fma of float32 in another mode than rn, where the float64 sum is exact; else `slow`."""
-    product = np.multiply(a.view(np.float32), b.view(np.float32), dtype=np.float64)
-    addend = c.view(np.float32)
-    total, error = _two_sum(product, addend)
-    zeros = np.count_nonzero(total) < total.size  # whose sign depends on the mode; an error of infinities is NaN
-    return slow(a, b, c) if zeros or np.count_nonzero(error) else round_to(F32, total, mode)
-
-
 def _in_float64(fmt: Format, kind: str, mode: str, *args: Array) -> Array:
     """A float64 that rounds to `fmt` as the exact result would. For quotients and square roots, the float64 result does: double rounding
     is innocuous, because float64 has more than twice the digits (Figueroa)."""
     a, *rest = (fmt.values(x).astype(np.float64) for x in args)
     if kind in ("add", "sub"):
         return sum_to_odd(a, rest[0] if kind == "add" else -rest[0], mode)
-    if kind == "fma":
-        return sum_to_odd(a * rest[0], rest[1], mode)
-    return _UFUNCS[kind](a, *rest)
+    return sum_to_odd(a * rest[0], rest[1], mode) if kind == "fma" else _UFUNCS[kind](a, *rest)
 
 
-def _fma32(a: Array, b: Array, c: Array) -> Array:
-    """The product is exact in float64. Rounding the float64 sum again is correct, unless that sum is a tie between two float32."""
-    product = np.multiply(a.view(np.float32), b.view(np.float32), dtype=np.float64)
-    addend = c.view(np.float32)
-    total = product + addend
-    result = total.astype(np.float32)
-    low = total.view(np.uint64) & np.uint64(0x0FFFFFFF)  # 0 in ties, in infinities and in NaNs
-    if np.count_nonzero(low) < low.size and np.count_nonzero((low == 0) & (result != total)):
-        return round_to(F32, sum_to_odd(product, addend.astype(np.float64)))
-    return result.view(np.uint32)
+def _fma32(function: Function, a: Array, b: Array, c: Array) -> Array:
+    return function(np.multiply(a.view(np.float32), b.view(np.float32), dtype=np.float64), c.view(np.float32)).view(np.uint32)
 
 
 def _fma64(a: Array, b: Array, c: Array) -> Array:
@@ -233,7 +206,7 @@ def _fma64(a: Array, b: Array, c: Array) -> Array:
     result = high + sum_to_odd(low, low2)
     size = np.abs(product)
     usual = (size > 2.0**-900) & (size < 2.0**1000) & (np.abs(a) < 2.0**990) & (np.abs(b) < 2.0**990) & (np.abs(c) < 2.0**1000)
-    if np.count_nonzero(usual) < usual.size:
+    if count_nonzero(usual) < usual.size:
         result = np.where(usual, result, product + c)  # correct where a or b is 0, infinite or NaN
         rare = ~usual & np.isfinite(a) & np.isfinite(b) & (a != 0) & (b != 0)
         for i, *values in zip(np.flatnonzero(rare), *(np.broadcast_to(x, rare.shape)[rare].tolist() for x in (a, b, c)), strict=True):
@@ -272,6 +245,63 @@ def _fma_of_fractions(a: float, b: float, c: float) -> float:
     except OverflowError:
         size = math.inf
     return size if exact > 0 else -size
+
+
+# ---- float32 arithmetic on values. A NaN in a result may have any bits. The product of an fma is a float64 array.
+
+_ZERO, _LOW28, _EXPONENT32 = np.array(0, np.uint64), np.array(0x0FFFFFFF, np.uint64), np.array(F32.exponent)
+_NAN32, _DOWNWARD, _ZERO32 = np.array(F32.nan).view(np.float32), np.array(-np.inf, np.float32), np.array(0, np.float32)
+
+
+def exact32(x: Array) -> Array:
+    """x with the canonical NaN."""
+    nan = x != x
+    return np.where(nan, _NAN32, x) if count_nonzero(nan) else x
+
+
+def fma32(product: Array, c: Array) -> Array:
+    """Rounding the float64 sum again is correct, unless that sum is a tie between two float32. A NaN is canonical."""
+    total = product + c
+    result = total.astype(np.float32)
+    low = total.view(np.uint64) & _LOW28  # 0 in ties, in infinities and in NaNs
+    if count_nonzero(low) < low.size and count_nonzero((low == _ZERO) & (result != total)):
+        return round_to(F32, sum_to_odd(product, c.astype(np.float64))).view(np.float32)
+    return result
+
+
+def fma32_down(product: Array, c: Array) -> Array:
+    """fma.rm. Where the float64 sum is exact, it is rounded from there. The sign of a zero sum depends on the mode."""
+    total = product + c
+    if count_nonzero(total) < total.size or count_nonzero((total - product != c) | (total - c != product)):
+        return round_to(F32, sum_to_odd(product, c.astype(np.float64), "rm"), "rm").view(np.float32)
+    result = total.astype(np.float32)
+    above = result.astype(np.float64) > total
+    if count_nonzero(result > _ZERO32) == result.size:
+        return (result.view(np.uint32) - above).view(np.float32)
+    return np.where(above, np.nextafter(result, _DOWNWARD), result)
+
+
+def largest32(x: Array, y: Array) -> Array:
+    """max: of a number and NaN the number; +0 is larger than -0."""
+    result = np.fmax(x, y)
+    nan = result != result  # of two NaNs; or of a signaling NaN and a number
+    result = np.where(nan, np.where(y != y, x, y), result) if count_nonzero(nan) else result
+    both = (x.view(np.uint32) & y.view(np.uint32)).view(np.float32) if count_nonzero(result) < result.size else None
+    return result if both is None else np.where(x == y, both, result)
+
+
+def least32(x: Array, y: Array) -> Array:
+    return -largest32(-x, -y)
+
+
+def ex2_ftz(x: Array) -> Array:
+    """ex2.approx.ftz: subnormal operands and results are flushed."""
+    return _flush32(np.exp2(_flush32(x).astype(np.float64)).astype(np.float32))
+
+
+def _flush32(x: Array) -> Array:
+    exponents = x.view(np.uint32) & _EXPONENT32
+    return x if count_nonzero(exponents) == exponents.size else flush(F32, x.view(np.uint32)).view(np.float32)
 
 
 # ---- float64 in the modes other than rn: element by element, because it is rare

@@ -6,13 +6,11 @@ go down the rows first (group, group + 8), then along k; those of B go along k, 
 
 The products are exact; they and c are added in float64, and the total is rounded once, to nearest. A GPU aligns all terms to the largest
 and truncates. So its float32 results differ from these by at most (k + 2) * 2^-23 times the largest term (of the k products and c), and
-its float16 results by one more rounding.
-"""
+its float16 results by one more rounding."""
 
 import functools
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -34,8 +32,7 @@ _SHAPES_64 = ("m8n8k4", "m16n8k4", "m16n8k8", "m16n8k16")
 def mma(opcode: str) -> Callable[[Registers, Registers, Registers], list[Array]]:
     """The function of an mma.sync: registers of A, B and C, each (warps, 32) uint32, to those of D. Raises NotSimulated.
 
-    For example "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32".
-    """
+    For example "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"."""
     base, *parts = opcode.split(".")
     other = _other_mma(opcode)
     if other is not None:
@@ -119,8 +116,7 @@ def _mma64(rows: int, k: int, a: Registers, b: Registers, c: Registers) -> list[
 def wgmma(opcode: str) -> tuple[int, Callable[[Registers, Array, Registers, Array], list[Array]]]:
     """A wgmma: the number of columns, and a function. Its arguments are the registers of a, b as (warps, columns, 32 bytes along k), the
     registers of c, and a flag per warp: c is added. It returns the registers of d. Each warp computes the mma.sync of its 16 rows.
-    Example: "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16".
-    """
+    Example: "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16"."""
     match = re.fullmatch(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)(k(?:8|16|32))\.(\w+)\.(\w+\.\w+)(\.satfinite)?", opcode)
     if match is None or int(match[1]) % 8:
         raise NotSimulated(opcode)
@@ -220,11 +216,10 @@ def stmatrix(registers: Registers, transposed: bool = False) -> Array:
     return np.ascontiguousarray(tiles).view(np.uint8).reshape(len(tiles), -1, 16)
 
 
-def ldmatrix(rows: np.ndarray[Any, Any], transposed: bool = False) -> list[Array]:
+def ldmatrix(rows: Array, transposed: bool = False) -> list[Array]:
     """ldmatrix .x1, .x2 or .x4: rows (warps, 8 * tiles, 16 bytes) of tiles of 8 x 8 16-bit elements, to one (warps, 32) register per tile.
 
-    A lane gets elements 2*quad and 2*quad + 1 of row `group`; of column `group`, if `transposed` (.trans).
-    """
+    A lane gets elements 2*quad and 2*quad + 1 of row `group`; of column `group`, if `transposed` (.trans)."""
     tiles = np.ascontiguousarray(rows).view(np.uint16).reshape(len(rows), -1, 8, 8)
     if transposed:
         tiles = np.ascontiguousarray(tiles.swapaxes(2, 3))

@@ -1,7 +1,4 @@
-"""PTX as data: the variables of a module, and a kernel's parameters, registers, labels and instructions. parser.py creates it.
-
-See "State Spaces, Types, and Variables" in the PTX ISA.
-"""
+"""PTX as data: the variables of a module, and a kernel's parameters, registers, labels and instructions. parser.py creates it."""
 
 import struct
 from dataclasses import dataclass, field

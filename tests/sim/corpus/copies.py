@@ -77,6 +77,33 @@ __global__ void k(int* out, const int* x) {
 }
 """
 )
+COPIED = (
+    HEAD
+    + """
+__global__ void k(int* out, const int* x) {  // cp.async writes what TMA reads, in two ways
+    __shared__ alignas(16) int s[64], r[64];
+    __shared__ unsigned long long full;
+    int t = threadIdx.x;
+    unsigned bar = shared_address(&full);
+    if (t == 0) mbarrier_init(bar, 64);
+    cp_async<4>(shared_address(s + t), x + t, true);
+    cp_async_commit();
+    cp_async_wait<0>();
+    fence_async();  // of the writers
+    __syncthreads();
+    cp_async<4>(shared_address(r + t), x + 64 + t, true);
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" :: "r"(bar) : "memory");
+    if (t == 0) {
+        bulk_store(out, shared_address(s), 256);
+        mbarrier_wait_in_block(bar, 0);
+        fence_async();  // of the reader
+        bulk_store(out + 64, shared_address(r), 256);
+        bulk_commit();
+        bulk_wait_read<0>();
+    }
+}
+"""
+)
 CLUSTER = (
     HEAD
     + """
@@ -139,6 +166,23 @@ KERNELS = [
         ],
         lambda: [ints(128), data(128)],
         grid=2,
+    ),
+    Kernel(
+        "cp.async before a bulk copy",
+        COPIED,
+        lambda x: x,
+        [
+            ("    fence_async();  // of the writers\n", "", sim.Race, "s \\+ .*wrote at .*: a fence.proxy.async is missing"),
+            (
+                "    cp_async_wait<0>();\n    fence_async();",
+                "    fence_async(); cp_async_wait<0>();",
+                sim.Race,
+                "fence.proxy.async is missing",
+            ),
+            ("        fence_async();  // of the reader\n", "", sim.Race, "r \\+ .*wrote at .*: a fence.proxy.async is missing"),
+            ("    __syncthreads();\n", "", sim.Race),
+        ],
+        lambda: [ints(128), data(128)],
     ),
     Kernel(
         "blocks of a cluster",

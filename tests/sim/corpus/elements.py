@@ -232,4 +232,34 @@ __global__ void k(int* out, const int* x, int rows, int columns, int stride) {
             ("% 8] += 1", "% 9 - (x[0] == 0)] += 1", sim.OutOfBounds),
         ],
     ),
+    Kernel(
+        "offsets from one address, and a tail",
+        """
+__global__ void k(int* out, const int* x, int n) {  // each thread has three elements, of which the last threads lack some
+    const int* p = x + 3 * (blockIdx.x * 64 + threadIdx.x);
+    int* q = out + (p - x);
+    int left = n - (int)(p - x);
+    for (int round = 0; round < 3; ++round) {
+        if (left > 0) q[0] = p[0] + q[0];
+        if (left > 1) q[1] = p[1] + q[1];
+        if (left > 2) q[2] = p[2] + q[2];
+    }
+}
+""",
+        lambda x, n: 3 * x,
+        [
+            (
+                "if (left > 2) q[2] = p[2]",
+                "if (left > 1) q[2] = p[2]",
+                sim.OutOfBounds,
+                "0 bytes after the end of the tensor",
+            ),
+            ("if (left > 1) q[1] = p[1]", "if (left > 3) q[3] = p[1]", sim.Race),
+            ("x + 3 * (", "x + 2 * (", sim.Race),
+            ("const int* p = x + 3", "const int* p = (const int*)((const char*)x + 1) + 3", sim.Misaligned),
+            ("q[1] = p[1] + q[1]", "*(volatile long long*)(q + 1) = 0", sim.Misaligned),
+        ],
+        lambda: [zeros(320), data(320), 320],
+        grid=2,
+    ),
 ]

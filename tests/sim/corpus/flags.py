@@ -42,8 +42,42 @@ __global__ void k(int* out, int* part, int* flag, const int* x) {
     }
 }
 """
+CHAIN = """
+__global__ void k(int* out, int* data, volatile int* flag) {  // each block waits for the one before it
+    int b = blockIdx.x, i = b * 32 + threadIdx.x;
+    if (b) {
+        if (threadIdx.x == 0) {
+            while (flag[b - 1] == 0) {}
+            __threadfence();  // acquire
+        }
+        __syncthreads();  // known
+    }
+    int v = b ? data[i - 32] : threadIdx.x;
+    data[i] = v + 1;
+    __threadfence();  // release
+    __syncthreads();  // written
+    if (threadIdx.x == 0) flag[b] = 1;
+    out[i] = v;
+}
+"""
 
 KERNELS = [
+    Kernel(
+        "a chain of blocks",
+        CHAIN,
+        lambda data, flag: torch.arange(32).repeat(4) + torch.arange(4).repeat_interleave(32),
+        [
+            ("            __threadfence();  // acquire\n", "", sim.Race, "nothing orders two blocks"),
+            ("    __threadfence();  // release\n", "", sim.Race, "nothing orders two blocks"),
+            ("volatile int* flag", "int* flag", sim.Race),
+            ("        __syncthreads();  // known\n", "", sim.Race, "nothing orders two blocks"),
+            ("data[i - 32]", "data[i - 31]", sim.Race),
+            ("data[i - 32]", "data[i - 65]", sim.OutOfBounds),
+        ],
+        lambda: [ints(128), ints(128), zeros(4)],
+        grid=4,
+        block=32,
+    ),
     Kernel(
         "largest float by compare-and-swap",
         """
