@@ -14,7 +14,7 @@ from collections.abc import Callable
 import numpy as np
 
 from cukern.runtime.compiler import Ptx
-from cukern.runtime.device import SIMULATED_DEVICE
+from cukern.runtime.device import SIMULATED, device_of
 from cukern.runtime.limits import Dim, exceeded, launch_error
 from cukern.runtime.signature import Param, explain_misfit, packer
 from cukern.sim import memory, tracebacks
@@ -36,7 +36,6 @@ Launch = Callable[..., None]
 __tracebackhide__ = operator.methodcaller("errisinstance", tracebacks.Report)  # pytest shows the report alone
 
 MOST_THREADS = 1 << 22  # of a launch; more would take minutes
-MOST_SHARED = SIMULATED_DEVICE.shared_bytes  # static and dynamic, per block
 
 
 def load(name: str, ptx: Ptx, params: tuple[Param, ...], cluster: Dim | None = None) -> Launch:
@@ -88,7 +87,8 @@ def _regions(program: Program, params: tuple[Param, ...], args: tuple) -> list[R
 
 
 def _check_launch(name: str, grid: Dim, block: Dim, shared: int, static: int, program: Program) -> None:
-    broken = exceeded(grid, block, shared, program.kernel.max_threads, MOST_SHARED, program.kernel.cluster, static)
+    most_shared = device_of(SIMULATED).shared_bytes
+    broken = exceeded(grid, block, shared, program.kernel.max_threads, most_shared, program.kernel.cluster, static)
     if broken:
         raise launch_error(name, grid, block, shared, broken)
     if math.prod(grid) * math.prod(block) > MOST_THREADS:

@@ -12,6 +12,7 @@ from cukern.ops.attention import decode, plan, wgmma
 from cukern.ops.attention.pieces import SPLIT, empty_pieces, operand, pieces_of, split
 from cukern.ops.attention.reference import Options, reference
 from cukern.ops.attention.wgmma import Bounds
+from cukern.runtime.device import device_of
 from cukern.runtime.higher import gradients, tangents
 from cukern.runtime.kernel import Kernel, Template
 from cukern.runtime.registry import Differentiable, apply_of, each, raw_op, save, watched
@@ -53,8 +54,8 @@ def _forward_kernel(dtype: torch.dtype, pieces: int, d: int, softcap: bool, pack
     return _FORWARD[dtype, operand(dtype), pieces, d, tile.rows, tile.columns, tile.warps, tile.stages, tile.per_sm, softcap, packed]
 
 
-def _backward_kernel(dtype: torch.dtype, pieces: int, d: int, softcap: bool, packed: bool) -> Kernel:
-    tile = plan.BACKWARD[pieces, d][softcap or packed]
+def _backward_kernel(dtype: torch.dtype, pieces: int, d: int, softcap: bool, packed: bool, tile: plan.BackwardTile | None = None) -> Kernel:
+    tile = tile or plan.backward_tile(pieces, d, softcap, packed)
     queries = tile.queries
     key = dtype, operand(dtype), pieces, d, *tile.keys[:2], *queries[:3], queries.stages, queries.per_sm, softcap, packed
     return _BACKWARD[key]
@@ -152,7 +153,7 @@ def _write_gradients(
         return
     dout, padded_d, pieces, sequences = _aligned(dout, options), plan.padded_head_dim(d), pieces_of(q.dtype), bounds.sequences
     softcap, packed = options.softcap != 0, sequences >= 0
-    tile = plan.BACKWARD[pieces, padded_d][softcap or packed]
+    tile = plan.backward_tile(pieces, padded_d, softcap, packed, device_of(q.get_device()).shared_bytes)
     by_wgmma = options.wgmma and wgmma.supported(q, k, v, dout)
     columns = (plan.WGMMA_BACKWARD[plan.wgmma_head_dim(d)] if by_wgmma else tile).keys.columns
     stats, dout_pieces = _stats(out, dout, lse, dlse, columns, pieces, bounds)
@@ -165,7 +166,7 @@ def _write_gradients(
     numbers = key_blocks, query_blocks, heads, batch, group, section, queries, keys, stats.shape[2], columns, sequences, d, options.causal
     grid = batch * (key_blocks * (heads // group) + query_blocks * heads), 1, 1
     before, c = _factors(options)
-    _backward_kernel(dtype, pieces, padded_d, softcap, packed).on(q.get_device())(
+    _backward_kernel(dtype, pieces, padded_d, softcap, packed, tile).on(q.get_device())(
         grid, (32 * tile.keys.warps, 1, 1), tile.backward_bytes(padded_d, pieces),
         *pointers(*grads, q, k, v, dout, stats[0], stats[1], *bounds), *wgmma.strides(*grads, q, k, v, dout),
         *numbers, before, c * math.log(2) if pieces > 1 else c, options.scale,

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from cukern.runtime.device import Device, cached, device_of, eligible
+from cukern.runtime.device import KNOWN, Device, cached, device_of, eligible
 
 MOST_HEAD_DIM, MOST_FLOAT_HEAD_DIM = 256, 128  # of 16-bit types, and of float32
 _L2_BYTES = 32 << 20  # K and V of the heads of a section; the L2 cache of an A100 has 40 MB, that of an H100 50 MB
@@ -65,6 +65,14 @@ BACKWARD = {
 def forward_tile(pieces: int, head_dim: int, softcap: bool, packed: bool) -> Tile:
     """The tile of v3's forward. For strict float32 and packed sequences 32 rows per warp would spill."""
     return Tile(1, 64, 4, 2, 1) if packed and (pieces, head_dim) == (3, 64) else FORWARD[pieces, head_dim][softcap or packed]
+
+
+def backward_tile(pieces: int, head_dim: int, softcap: bool, packed: bool, shared_bytes: int = KNOWN["h200"].shared_bytes) -> BackwardTile:
+    """The tiles of v3's backward for a GPU with this much shared memory per thread block. With less memory, blocks have fewer warps."""
+    tile = BACKWARD[pieces, head_dim][softcap or packed]
+    while tile.backward_bytes(head_dim, pieces) > shared_bytes:
+        tile = BackwardTile(*(x._replace(warps=x.warps // 2) for x in tile))
+    return tile
 
 
 class WgmmaTile(NamedTuple):

@@ -10,6 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import cukern
 from cukern.ops.attention import fused
 from cukern.ops.attention.reference import Options, reference
+from cukern.runtime.device import KNOWN, assumed
 from cukern.runtime.kernel import collecting
 
 pytestmark = kernels
@@ -73,6 +74,14 @@ def test_every_option_against_float64(case):
         largest = truth.abs().max()
         most = 2**-11 * largest if allowed else 2 * (theirs.double() - truth).abs().max() + 2**-22 * largest
         assert x.isfinite().all() and (x.double() - truth).abs().max() <= most, name
+
+
+@pytest.mark.skipif(PLACE != "sim", reason="the simulator stands for another GPU")
+@pytest.mark.parametrize("case", [CASES[4], CASES[6]], ids=str)
+@pytest.mark.parametrize("gpu", ["a100", "rtx4090"])
+def test_gpus_with_less_shared_memory(gpu, case):
+    with assumed(KNOWN[gpu]):
+        test_every_option_against_float64(case)
 
 
 def test_torchs_switch_chooses_the_form():
