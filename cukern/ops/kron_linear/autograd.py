@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from cukern.ops.kron_linear import derivatives as kron_chain
-from cukern.ops.kron_linear import plan, reference, v3, v4_backward
+from cukern.ops.kron_linear import backward as kron_backward
+from cukern.ops.kron_linear import cublas, derivatives, plan, reference, v3
 from cukern.ops.kron_linear.checks import PLAIN
 from cukern.runtime.registry import Differentiable, apply_of, batched, choose, raw_op, save, transformed, watched
 
@@ -23,7 +23,7 @@ def product(x: Tensor, factors: Sequence[Tensor], bias: Tensor | None, residual:
 
 
 class _KronLinear(Differentiable):
-    """Where v4's backward is two launches the forward may be as many, and what lies between them is kept: v4_backward.boundary."""
+    """Where v4's backward is two launches the forward may be as many, and what lies between them is kept: kron_backward.boundary."""
 
     @staticmethod
     def forward(ctx, x, bias, residual, scale, version, *factors):
@@ -44,7 +44,7 @@ class _KronLinear(Differentiable):
         found: Sequence[Tensor | None] = [None] * len(wanted)
         if any(wanted):
             if not torch.compiler.is_compiling() and (torch.is_grad_enabled() or transformed()):
-                found = kron_chain.gradients(x, g, factors, wanted, ctx.scale, _mode, _contract)
+                found = derivatives.gradients(x, g, factors, wanted, ctx.scale, _mode, _contract)
             else:
                 made = iter(_kron_linear_backward(x, g, factors, wanted, ctx.scale, ctx.version, kept, ctx.at))
                 found = [next(made) if w else None for w in wanted]
@@ -54,7 +54,7 @@ class _KronLinear(Differentiable):
     @staticmethod
     def tangent(ctx, dx, dbias, dresidual, _scale, _version, *dfactors):
         x, *factors, _ = ctx.saved_tensors
-        dy = kron_chain.tangent(x, factors, dx, dfactors, ctx.scale, _mode)
+        dy = derivatives.tangent(x, factors, dx, dfactors, ctx.scale, _mode)
         dy = dy if dbias is None else dy + dbias
         return dy if dresidual is None else dy + dresidual
 
@@ -132,7 +132,7 @@ def _launch(x: Tensor, bias: Tensor | None, residual: Tensor | None, factors: Se
     return choose("kron_linear", version, x.get_device()).forward(x.contiguous(), factors, _epilogue(bias, residual, scale))
 
 
-def _epilogue(bias: Tensor | None, residual: Tensor | None, scale: float) -> v3.Epilogue:
+def _epilogue(bias: Tensor | None, residual: Tensor | None, scale: float) -> reference.Epilogue:
     return scale, None if bias is None else bias.contiguous(), None if residual is None else residual.contiguous()
 
 
@@ -141,18 +141,18 @@ def _fake(x: Tensor, bias: Tensor | None, residual: Tensor | None, factors: Sequ
 
 
 def _boundary(x: Tensor, factors: Sequence[Tensor], added: bool, version: str) -> int:
-    """See v4_backward.boundary; 0 where somebody traces, or tensors are not plain ones."""
+    """See kron_backward.boundary; 0 where somebody traces, or tensors are not plain ones."""
     if torch.compiler.is_compiling() or not x.shape[0] or not x.is_contiguous() or not PLAIN.issuperset(map(type, (x, *factors))):
         return 0
-    if choose("kron_linear", version, x.get_device()).backward is not v4_backward.backward:
+    if choose("kron_linear", version, x.get_device()).backward is not kron_backward.backward:
         return 0
-    return v4_backward.boundary(x, factors, added)
+    return kron_backward.boundary(x, factors, added)
 
 
 def _launch_keeping(
     x: Tensor, bias: Tensor | None, residual: Tensor | None, factors: Sequence[Tensor], scale: float, at: int
 ) -> tuple[Tensor, Tensor]:
-    return v4_backward.forward_keeping(x, factors, _epilogue(bias, residual, scale))
+    return kron_backward.forward_keeping(x, factors, _epilogue(bias, residual, scale))
 
 
 def _fake_keeping(
@@ -215,6 +215,6 @@ _kron_mode = raw_op(
 _kron_contract = raw_op(
     "_kron_contract(Tensor z, Tensor h, float scale) -> Tensor",
     2,
-    lambda z, h, scale: v3.contraction(z.contiguous(), h.contiguous(), scale),
+    lambda z, h, scale: cublas.contraction(z.contiguous(), h.contiguous(), scale),
     _fake_contract,
 )

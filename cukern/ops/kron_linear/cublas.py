@@ -2,15 +2,15 @@
 whose sizes v4's kernels have no good tiles for. Autocast leaves alone a product that goes to a tensor that is given, and a sum whose dtype
 is given."""
 
-import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from math import ceil
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from cukern.ops.kron_linear.plan import Problem, Step
-from cukern.ops.kron_linear.v3 import Epilogue
+from cukern.ops.kron_linear.reference import Epilogue
 from cukern.runtime.autocast import off
 from cukern.runtime.kernel import planning
 
@@ -27,7 +27,7 @@ UNALIGNED = {2: 0.48, 4: 0.6, 8: 1.0}  # so much slower where rows do not begin 
 # multiplications of a multiprocessor in a gradient: of 16 bits, in TF32, in float
 GRADIENT_US = {2: 1_000_000.0, 4: 600_000.0, 8: 170_000.0}
 MARGIN = 1.05  # by so much it must be faster
-MOST_SUMS = 128  # rows and columns of our kernel's tile of sums
+PARTS = 4  # in which z and h are transposed for a gradient
 
 
 def us(step: Step, rows: int, target: Problem) -> float:
@@ -52,9 +52,33 @@ def _tiled(n: int) -> int:
     return max(128, ceil(n / 64) * 64)
 
 
-def faster(step: Step, rows: int, target: Problem, us_of_kernel: float) -> bool:
-    """Whether it is chosen, where there is a kernel. Strict float32 never is: there cuBLAS has no tensor cores."""
-    return target.itemsize < 8 and (target.tensor or target.itemsize == 2) and MARGIN * us(step, rows, target) < us_of_kernel
+class Cublas(NamedTuple):
+    """One factor."""
+
+    steps: tuple[Step, ...]
+    us: float
+    kernel: str = "cublas"
+    handicap: float = MARGIN
+    threads: int = 0
+    blocks: int = 1
+    slices: int = 1
+    L: int = 1
+    R: int = 1
+    shared: int = 0
+    products: int = 1
+
+    def template(self, added: bool = False) -> str:
+        return ""
+
+
+def launch(run: Sequence[Step], rows: int, target: Problem) -> Cublas:
+    return Cublas(tuple(run), us(run[0], rows, target))
+
+
+def forward(run: Sequence[Step], rows: int, target: Problem) -> Iterator[Cublas]:
+    """Strict float32 has no tensor cores there."""
+    if len(run) == 1 and target.itemsize < 8 and (target.tensor or target.itemsize == 2):
+        yield launch(run, rows, target)
 
 
 @torch.no_grad()
@@ -81,54 +105,36 @@ def mode_product(z: Tensor, w: Tensor, step: Step, epilogue: Epilogue, out: Tens
     return out
 
 
-@functools.lru_cache(512)
-def better_gradient(A: int, p: int, q: int, right: int, target: Problem, us_of_kernel: float) -> float | None:
-    """About how long torch takes for a factor's gradient, where it is to make that, since our kernel would read z and h for several tiles
-    of sums; else None."""
-    fits = right == 1 or (target.itemsize == 4 and p * q <= A * p * right // 4)  # see contraction
-    if max(p, q) <= MOST_SUMS or not fits:
-        return None
-    us = _us_of_gradient(A, p, q, right, target)
-    return us if right == 1 or MARGIN * us < us_of_kernel else None
-
-
-def _us_of_gradient(A: int, p: int, q: int, right: int, target: Problem) -> float:
-    """About how long it takes, for z (A, p, right) and h (A, q, right)."""
-    size, multiprocessors, launches = target.itemsize, target.sms, 2
-    moved, rate = A * (p + q) * right * size, GRADIENT_US[2 if size == 2 else 4 if target.tensor else 8]
-    if right == 1:
-        aligned, us = p * size % 16 == q * size % 16 == 0, max(A * p * _tiled(q) / rate, moved / (BANDWIDTH[2] * target.sm_bytes_us))
-    else:
-        side, launches = 128 if target.tensor else 64, 3 * ceil(A / _at_once(A, q, right))
-        aligned = right * size % 16 == 0
-        us = A * right * ceil(p / side) * ceil(q / side) * side**2 / rate + 2 * A * p * q * size / (BANDWIDTH[2] * target.sm_bytes_us)
-    return launches * GRADIENT_START_US + us / (multiprocessors * (1 if aligned else UNALIGNED[min(size, 4)]))
-
-
-def _at_once(A: int, q: int, right: int) -> int:
-    """How many a's products take a quarter of z's memory."""
-    return max(1, A * right // (4 * q))
+def us_of_gradient(A: int, p: int, q: int, right: int, target: Problem) -> float:
+    """About how long the gradient of a factor takes, for z (A, p, right) and h (A, q, right)."""
+    size, rate = target.itemsize, GRADIENT_US[2 if target.itemsize == 2 else 4 if target.tensor else 8]
+    aligned, moved = p * size % 16 == q * size % 16 == 0, A * (p + q) * right * size / (BANDWIDTH[2] * target.sm_bytes_us)
+    us = max(A * right * p * _tiled(q) / rate, moved) + (2 * moved if right > 1 else 0.0)
+    launches = 2 if right == 1 else 3 * PARTS
+    return launches * GRADIENT_START_US + us / (target.sms * (1 if aligned else UNALIGNED[min(size, 4)]))
 
 
 @torch.no_grad()
 def contraction(z: Tensor, h: Tensor, scale: float) -> Tensor:
-    """The gradient (p, q) of a factor, scale times the sum of z[a] h[a]^T, for z (A, p, right) and h (A, q, right). Those products of
-    so many a at a time as take a quarter of z's memory; where right is 1, one product."""
-    (A, p, right), q = z.shape, h.shape[1]
-    if planning():
-        return z.new_empty(p, q)
-    if right > 1:
-        part, total = _at_once(A, q, right), z.new_zeros(p, q)
-        products = z.new_empty(part, p, q)
-        for i in range(0, A, part):
-            n = min(part, A - i)
-            total += torch.bmm(z[i : i + n], h[i : i + n].mT, out=products[:n]).sum(0, dtype=z.dtype)
-        return total.mul_(scale)
-    z, h = z[:, :, 0], h[:, :, 0]
-    if z.itemsize > 2 or not z.is_cuda:
-        return torch.mm(z.mT, h, out=z.new_empty(p, q)).mul_(scale)
-    with off(z):
-        return torch.mm(z.mT, h, out_dtype=torch.float32).mul_(scale).to(z.dtype)  # else cuBLAS may add parts of a long sum in 16 bits
+    """The gradient (S, p, q) of a factor, scale times the sum over a and c of z[s, a, k, c] h[s, a, j, c], for z (S, A, p, C) and h
+    (S, A, q, C). Where C is not 1 they are transposed first, a part of the a's at a time."""
+    (S, A, p, C), q = z.shape, h.shape[2]
+    if planning() or not A * C:
+        return z.new_zeros(S, p, q)
+    total = torch.zeros((), dtype=torch.float32 if z.itemsize == 2 else z.dtype, device=z.device)
+    for pair in zip(*(t.chunk(1 if C == 1 else PARTS, 1) for t in (z, h)), strict=True):
+        a, b = (t.transpose(2, 3).reshape(S, -1, t.shape[2]) for t in pair)
+        total = total + _product(a.mT, b)
+    return total.mul_(scale).to(z.dtype)
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """a b; of 16 bits in float32, since cuBLAS may add parts of a long sum in the type of the result."""
+    if a.itemsize > 2 or not a.is_cuda:
+        a, b = (t.float() if t.itemsize == 2 else t for t in (a, b))
+        return torch.bmm(a, b, out=a.new_empty(*a.shape[:2], b.shape[2]))
+    with off(a):
+        return torch.bmm(a, b, out_dtype=torch.float32)
 
 
 def _dense(strides: Sequence[int], columns: int) -> bool:

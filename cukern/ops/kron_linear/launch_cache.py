@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from cukern.ops.kron_linear import v4
+from cukern.ops.kron_linear import forward
 from cukern.ops.kron_linear.checks import PLAIN
 from cukern.ops.kron_linear.versions import VERSIONS
 from cukern.runtime.device import when_plans_change
@@ -28,6 +28,7 @@ _recording = torch.is_grad_enabled
 _tracing = torch.compiler.is_dynamo_compiling
 _modes = torch._C._len_torch_dispatch_stack
 
+V4 = VERSIONS["v4"]
 _known: dict[Any, list[tuple[Any, Call]]] = {}
 when_plans_change(_known.clear)
 
@@ -53,15 +54,14 @@ def known(x: Tensor, factors: Sequence[Tensor], scale: float) -> Call | None:
 
 def remember(x: Tensor, factors: Sequence[Tensor], scale: float) -> None:
     """Prepare for calls like this usual one, which goes to kernels, if one launch will do."""
+    every = (x, *factors)
     if not TensorGuards or not x.is_cuda or not x.is_contiguous() or not x.numel() or x.data_ptr() & 15:
         return
-    if len({id(t) for t in (x, *factors)}) <= len(factors):  # the guards take a tensor that comes twice for another one
+    if len({id(t) for t in every}) < len(every):  # the guards take a tensor that comes twice for another one
         return
-    for t in (x, *factors):
-        if type(t) not in PLAIN or t.is_neg() or (_recording() and t.requires_grad) or (t is not x and t.ndim != 2):
-            return
-    call = choose("kron_linear", "", x.get_device()) is VERSIONS["v4"] and v4.single_launch(x, factors, float(scale))
-    if call:
+    if not all(map(_is_plain, every)) or any([w.ndim != 2 for w in factors]) or choose("kron_linear", "", x.get_device()) is not V4:
+        return
+    if call := forward.single_launch(x, factors, float(scale)):
         if len(_known) >= _MOST_KEYS:
             _known.clear()
         alike = _known.setdefault(_key(x, factors, scale), [])
@@ -70,5 +70,9 @@ def remember(x: Tensor, factors: Sequence[Tensor], scale: float) -> None:
         alike.append((TensorGuards(x, *factors, dynamic_dims_sizes=None, dynamic_dims_strides=None), call))
 
 
+def _is_plain(t: Tensor) -> bool:
+    return type(t) in PLAIN and not t.is_neg() and not (_recording() and t.requires_grad)
+
+
 def _key(x: Tensor, factors: Sequence[Tensor], scale: float) -> Any:
-    return x.shape, len(factors), scale, v4.tf32(), _recording()
+    return x.shape, len(factors), scale, forward.tf32(), _recording()

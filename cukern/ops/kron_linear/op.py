@@ -5,8 +5,7 @@ multiply by x.reshape(.., p) @ w in a loop over the factors have the reverse: th
 takes its DIMS in that order, as the program that it is compared with does.)
 
 A row is an array of p_1 x .. x p_n numbers, and each factor a matrix product along one of its indices; they commute, so those that shrink
-the array come first (kron_plan.py). The derivatives are in kron_chain.py, the kernels' table in kron_versions.py,
-their launches in kron_v3.py, kron_v4.py and kron_v4_backward.py.
+the array come first (plan.py). planner.py chooses the launches, forward.py and backward.py make them; derivatives.py has the derivatives.
 """
 
 from collections.abc import Sequence
@@ -18,8 +17,8 @@ from torch import Tensor
 from cukern.ops.kron_linear import checks as kron_checks
 from cukern.ops.kron_linear import launch_cache
 from cukern.ops.kron_linear.autograd import product
-from cukern.ops.kron_linear.reference import PRODUCTS, movedim_product
-from cukern.ops.kron_linear.versions import VERSIONS, with_epilogue
+from cukern.ops.kron_linear.reference import PRODUCTS, movedim_product, with_epilogue
+from cukern.ops.kron_linear.versions import VERSIONS
 from cukern.ops.matmul import torch_matmul
 from cukern.runtime import backend, checks
 
@@ -77,7 +76,7 @@ def kron_linear(
     if type(scale) is not float or not abs(scale) <= checks.FLOAT32_MAX:
         scale = kron_checks.scale(scale, x.dtype)
     rows = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
-    if version in PRODUCTS or not (x.is_cuda or backend.simulates(x)) or x.is_complex() or (not _tracing() and _transforms()):
+    if version in PRODUCTS or _in_torch(x):
         y = PRODUCTS.get(version or "", movedim_product)(rows, factors)
         return with_epilogue(y.reshape(shape), (scale, bias, residual))
     if usual:
@@ -85,6 +84,11 @@ def kron_linear(
     flat = residual if residual is None or x.ndim == 2 else residual.reshape(-1, shape[-1])
     y = product(rows, factors, bias, flat, scale, version or "")
     return y if x.ndim == 2 else y.view(shape)
+
+
+def _in_torch(x: Tensor) -> bool:
+    """Whether kernels do not take x."""
+    return not (x.is_cuda or backend.simulates(x)) or x.is_complex() or (not _tracing() and _transforms())
 
 
 def lokr_linear(

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from cukern.ops.matmul import torch_matmul
 
+Epilogue = tuple[float, Tensor | None, Tensor | None]  # scale, bias, residual
+PLAIN: Epilogue = (1.0, None, None)
 Product = Callable[[Tensor, Sequence[Tensor]], Tensor]
 
 
@@ -43,6 +45,13 @@ def samples_of(factors: Sequence[Tensor]) -> int:
 def width(factors: Sequence[Tensor], side: int) -> int:
     """The number of inputs (side -2) or outputs (side -1) of the layer."""
     return prod([w.shape[side] for w in factors])  # a list: torch.compile takes no generator
+
+
+def with_epilogue(product: Tensor, epilogue: Epilogue) -> Tensor:
+    scale, bias, residual = epilogue
+    y = product if scale == 1.0 else product * scale
+    y = y if bias is None else y + bias
+    return y if residual is None else y + residual
 
 
 PRODUCTS: dict[str, Product] = {"v1": movedim_product, "v2": transposed_product}

@@ -5,15 +5,14 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from cukern.ops.kron_linear import v3, v4, v4_backward
-from cukern.ops.kron_linear.reference import PRODUCTS
-from cukern.ops.kron_linear.v3 import Epilogue
+from cukern.ops.kron_linear import backward, forward, v3
+from cukern.ops.kron_linear.reference import PRODUCTS, Epilogue, with_epilogue
 from cukern.runtime.kernel import Kernel
 from cukern.runtime.registry import Version
 
 
 def _v4_instances(dtype: torch.dtype) -> list[Kernel]:
-    return [*v4.instances(dtype), *v4_backward.instances(dtype), *v3.instances(dtype)]
+    return [*forward.instances(dtype), *backward.instances(dtype), *v3.instances(dtype)]
 
 
 def _in_torch(version: str) -> Callable[[Tensor, Sequence[Tensor], Epilogue], Tensor]:
@@ -23,13 +22,6 @@ def _in_torch(version: str) -> Callable[[Tensor, Sequence[Tensor], Epilogue], Te
     return forward
 
 
-def with_epilogue(product: Tensor, epilogue: Epilogue) -> Tensor:
-    scale, bias, residual = epilogue
-    y = product if scale == 1.0 else product * scale
-    y = y if bias is None else y + bias
-    return y if residual is None else y + residual
-
-
 # v1 and v2 are torch, and torch differentiates them.
 VERSIONS = {
     "v1": Version("x @ w and movedim, in torch", _in_torch("v1")),
@@ -37,8 +29,8 @@ VERSIONS = {
     "v3": Version("one GEMM a factor, read and written in place", v3.forward, v3.backward, v3.instances),
     "v4": Version(
         "a group of factors a launch, in shared memory, compiled for their sizes",
-        v4.forward,
-        v4_backward.backward,
+        forward.forward,
+        backward.backward,
         _v4_instances,
         requires=80,
     ),

@@ -1,23 +1,19 @@
-// kron_linear v4 in float with a tile in the registers of a block, 128 elements per thread.
+// kron_linear v4 for factors of 2 to 16: a tile lies in the registers of a block, 128 elements per thread, and FMA units multiply it.
 //
-// Layout     A tile has 2^n elements, and the size of each factor is a power of two up to 16. The bits of an element's index are the bits
-//            of its position in the row, and some of them belong to a factor.
+// Layout     A tile has 2^n elements, and the size of each factor is a power of two. The bits of an element's index are the bits of its
+//            position in the row, and some of them belong to a factor.
 // Algorithm  In a pass a thread holds the 128 elements whose indices differ in 7 bits, among them all bits of one or more factors. It
 //            multiplies by these factors without communication. Then the elements go through shared memory to the threads that hold them in
-//            the next pass: twice for 8^5, instead of five reads and writes with one step of step.cuh per factor.
-// Pipeline   A thread writes its results where it read its elements, so it need not wait before it writes. It waits only for the threads
-//            from which it reads next; their higher index bits are the same as its own. In the first pass a warp reads what it copied to
-//            the stage itself, and immediately copies its part of the next tile there. Shared memory holds less than two tiles: the parts
-//            of the last warps are copied late, to the exchange buffer, when the last pass has read it.
+//            the next pass: twice for 8^5, instead of five reads and writes with one step of tile_step.cuh per factor.
+// Pipeline   A thread writes its results where it read its elements, so it waits only before it reads, for the threads with the same higher
+//            index bits. In the first pass a warp reads what it copied to the stage itself, and immediately copies its part of the next tile
+//            there. Of floats the stage has less than a tile: the parts of the last warps are copied late, to the exchange buffer.
 // Cluster    Each of the two blocks has half of the elements of an array: the highest bit of the index is the rank of the block. In the
-//            exchange before the last pass, whose factor has that bit, the blocks exchange halves of their elements, and the rank becomes
-//            bit CROSS.
+//            exchange before the last pass, whose factor has that bit, the blocks exchange halves, and the rank becomes bit CROSS.
 // Experiments: docs/notes/kron_linear.md.
 #pragma once
-#include "common/ptx/async_copy.cuh"
 #include "common/ptx/barrier.cuh"
 #include "common/ptx/cluster.cuh"
-#include "common/ptx/launch.cuh"
 #include "tile.cuh"
 
 // A permutation of index bits: bit i goes to bit AT_i.
@@ -52,6 +48,10 @@ struct Pass {
     using Regs = Regs_;
     using Threads = Threads_;
     static constexpr int V = V_, WEIGHTS = ((SIZES * SIZES) + ...);
+    template <class F>
+    __device__ static __forceinline__ void each_size(const F& f) {
+        (f(SIZES), ...);
+    }
 };
 
 // Copied: the elements of a warp in the first pass, in memory order. AHEAD: the number of warps whose elements are copied one tile ahead.
@@ -125,51 +125,26 @@ __device__ __forceinline__ void multiply_pass(float (&v)[N], const float* w, int
     }
 }
 
-// Copy factors N, N + 1, ... to shared memory as floats, one after another.
-template <int THREADS, int N, typename T, int... SIZES>
-__device__ __forceinline__ void load_weights_of(float* to, const Factors4<T>& factors) {
-    constexpr int ALL[] = {SIZES...};
-    int first = 0;
-#pragma unroll
-    for (int n = 0; n < int(sizeof...(SIZES)); ++n) {
-        int size = ALL[n];
-        for (int i = threadIdx.x; i < size * size; i += THREADS)
-            to[first + i] = load_as(factors.at[N + n][i / size * factors.p[N + n] + i % size * factors.q[N + n]]);
-        first += size * size;
-    }
-}
-template <int THREADS, int N, typename T>
-__device__ __forceinline__ void load_weights(float*, const Factors4<T>&, Steps4<>) {}
-template <int THREADS, int N, typename T, class Regs, class Threads, int V, int RIGHT, int WITH, int... SIZES, class... Others>
-__device__ __forceinline__ void load_weights(float* to, const Factors4<T>& factors,
-                                             Steps4<Pass<Regs, Threads, V, RIGHT, WITH, SIZES...>, Others...>) {
-    load_weights_of<THREADS, N, T, SIZES...>(to, factors);
-    load_weights<THREADS, N + sizeof...(SIZES)>(to + ((SIZES * SIZES) + ...), factors, Steps4<Others...>());
+// Call f(number, size) for each factor.
+template <class F, class... Passes>
+__device__ __forceinline__ void each_factor(const F& f, Steps4<Passes...>) {
+    int n = 0;
+    (Passes::each_size([&](int size) { f(n++, size); }), ...);
 }
 
-template <int N, typename T>
-__device__ __forceinline__ void prefetch_weights(const Factors4<T>&, Steps4<>) {}
-template <int N, typename T, class Regs, class Threads, int V, int RIGHT, int WITH, int... SIZES, class... Others>
-__device__ __forceinline__ void prefetch_weights(const Factors4<T>& factors,
-                                                 Steps4<Pass<Regs, Threads, V, RIGHT, WITH, SIZES...>, Others...>) {
-    prefetch_those<N, T, Factor<SIZES, SIZES>...>(factors);
-    prefetch_weights<N + sizeof...(SIZES)>(factors, Steps4<Others...>());
-}
-
-// Copy the warp's elements of the first pass asynchronously, to `stage` elements after the exchange buffer. Zeros beyond the last row.
+// Copy the warp's elements of the first pass to `stage` asynchronously. Zeros beyond the last row.
 template <class Plan, typename T>
-__device__ __forceinline__ void copy_own(float* numbers, int stage, const T* x, int half, int end) {
+__device__ __forceinline__ void copy_own(T* stage, const T* x, int half, int end) {
     using Places = typename Plan::Places;
     int thread = Plan::Start::Threads::scatter(threadIdx.x & ~31) + Plan::Copied::scatter(threadIdx.x % 32 * 4);
-    int place = Places::at(thread) + stage;
+    int place = Places::at(thread);
     x += Plan::memory(half + thread);
     asm volatile("" : "+l"(x));  // the compiler then addresses the others with constant offsets from it
 #pragma unroll
     for (int i = 0; i < Plan::VALUES / 4; ++i) {
         int own = Plan::Copied::scatter(i * 128);
-        unsigned at = shared_address(numbers + Places::join(place, Places::at(own)));
-        if constexpr (Plan::L == 1) cp_async_16(at, x + Plan::memory(own));
-        else cp_async_16(at, x + Plan::memory(own), thread + own < end);
+        cp_async<4 * sizeof(T)>(shared_address(stage + Places::join(place, Places::at(own))), x + Plan::memory(own),
+                                Plan::L == 1 || thread + own < end);
     }
 }
 
@@ -199,15 +174,15 @@ __device__ __forceinline__ void store_results(const Output<T>& to, const float (
 }
 
 // Load the thread's elements for a pass from shared memory.
-template <class Plan, class P>
-__device__ __forceinline__ void fetch(float (&v)[Plan::VALUES], const float* numbers, int stage = 0) {
+template <class Plan, class P, typename T>
+__device__ __forceinline__ void fetch(float (&v)[Plan::VALUES], const T* numbers) {
     using Places = typename Plan::Places;
-    int place = Places::at(P::Threads::scatter(threadIdx.x)) + stage;
+    int place = Places::at(P::Threads::scatter(threadIdx.x));
 #pragma unroll
     for (int r = 0; r < Plan::VALUES; r += P::V) {
-        Vec<float, P::V> some = load_vec<float, P::V>(numbers + Places::join(place, Places::at(P::Regs::scatter(r))));
+        Vec<T, P::V> some = load_vec<T, P::V>(numbers + Places::join(place, Places::at(P::Regs::scatter(r))));
 #pragma unroll
-        for (int e = 0; e < P::V; ++e) v[r + e] = some.v[e];
+        for (int e = 0; e < P::V; ++e) v[r + e] = load_as(some.v[e]);
     }
 }
 
@@ -259,49 +234,50 @@ __device__ __forceinline__ void run_passes(float (&v)[Plan::VALUES], float* numb
 }
 
 #if __CUDA_ARCH__ >= 900
-// kron_linear_v4 with a tile in registers. Grid: at most CLUSTER * the number of tiles; block THREADS. Dynamic shared memory: the factors,
+// kron_linear_v4_tile with a tile in registers. Grid: at most CLUSTER * the number of tiles; block THREADS. Dynamic shared memory: the factors,
 // the exchange buffer for a tile, the stage.
 template <typename T, class Plan>
 __global__ void __cluster_dims__(Plan::CLUSTER, 1, 1) __launch_bounds__(Plan::THREADS, Plan::BLOCKS)
-    kron_linear_v4_registers(T* out, const T* x, const T* w0, const T* w1, const T* w2, const T* w3, const T* w4, const T* w5, const T* w6,
-                             const T* w7, const T* bias, const T* residual, long long A, long long w0_p, long long w0_q, long long w1_p,
-                             long long w1_q, long long w2_p, long long w2_q, long long w3_p, long long w3_q, long long w4_p, long long w4_q,
-                             long long w5_p, long long w5_q, long long w6_p, long long w6_q, long long w7_p, long long w7_q, double scale,
-                             long long features) {
+    kron_linear_v4_small_factors(T* out, const T* x, Factors4<T> factors, const T* bias, const T* residual, long long A, double scale,
+                                 long long features) {
     extern __shared__ uint4 dynamic[];
     float *w = reinterpret_cast<float*>(dynamic), *numbers = w + Plan::WEIGHTS;
-    Factors4<T> factors = {{w0, w1, w2, w3, w4, w5, w6, w7},
-                           {w0_p, w1_p, w2_p, w3_p, w4_p, w5_p, w6_p, w7_p},
-                           {w0_q, w1_q, w2_q, w3_q, w4_q, w5_q, w6_q, w7_q}};
     constexpr long long ACROSS = Plan::C / Plan::R;
     long long tiles = (A + Plan::L - 1) / Plan::L * ACROSS, number = blockIdx.x / Plan::CLUSTER;
     int warp = threadIdx.x / 32, half = Plan::CLUSTER > 1 ? cluster_rank() * Plan::NUMBERS : 0;
     if (number >= tiles) return;  // the grid is planned for the largest number of rows in a bucket
-    int stage = warp < Plan::AHEAD ? Plan::NUMBERS : 0;
+    T* stage = reinterpret_cast<T*>(numbers + (warp < Plan::AHEAD ? Plan::NUMBERS : 0));
     auto first = [&](long long n) { return n / ACROSS * Plan::L * Plan::P * Plan::C + n % ACROSS * Plan::R; };
     auto end = [&](long long n) { return int(A - n * Plan::L < Plan::L ? A - n * Plan::L : Plan::L) * Plan::P * Plan::R; };
     auto load = [&](long long n) {
-        if (n < tiles) copy_own<Plan>(numbers, stage, x + first(n), half, end(n));
+        if (n < tiles) copy_own<Plan>(stage, x + first(n), half, end(n));
         cp_async_commit();
     };
-    prefetch_weights<0>(factors, typename Plan::List());
+    each_factor([&](int n, int size) { prefetch_factor(factors.at[n], size, size, factors.p[n], factors.q[n]); }, typename Plan::List());
     prefetch_tile<Plan::P / Plan::CLUSTER, Plan::R>(x + first(number) + Plan::memory(half), end(number) / (Plan::P * Plan::R), Plan::C);
     wait_for_previous();
     load(number);
-    load_weights<Plan::THREADS, 0>(w, factors, typename Plan::List());
+    float* to = w;  // the factors as floats, one after another
+    each_factor(
+        [&](int n, int size) {
+            for (int i = threadIdx.x; i < size * size; i += Plan::THREADS)
+                to[i] = load_as(factors.at[n][i / size * factors.p[n] + i % size * factors.q[n]]);
+            to += size * size;
+        },
+        typename Plan::List());
     let_next_come();
     __syncthreads();
     for (; number < tiles; number += gridDim.x / Plan::CLUSTER) {
         long long next = number + gridDim.x / Plan::CLUSTER;
-        Output<T> to = {out, bias, residual, first(number), features, end(number), float(scale)};
+        Output<T> output = {out, bias, residual, first(number), features, end(number), float(scale)};
         float v[Plan::VALUES];
         cp_async_wait<0>();
         __syncwarp();
-        fetch<Plan, typename Plan::Start>(v, numbers, stage);
+        fetch<Plan, typename Plan::Start>(v, stage);
         __syncwarp();
         if (warp < Plan::AHEAD) load(next);
         run_passes<Plan>(
-            v, numbers, w, to,
+            v, numbers, w, output,
             [&] {
                 __syncthreads();
                 if (warp >= Plan::AHEAD) load(next);

@@ -1,4 +1,4 @@
-"""How kron_linear v4 takes large factors of float by warpgroups, forward and backward: see Split4 in split.cuh."""
+"""The candidates for large float factors by warpgroups, forward and backward. See split_wgmma.cuh."""
 
 from collections.abc import Iterator, Sequence
 from math import ceil
@@ -10,14 +10,13 @@ SIZES = 64, 128  # of factors
 TILE = 64  # rows of a right factor alone, or columns of a left one
 BYTES = {False: 6, True: 4}  # of a number in shared memory; in TF32
 MULTIPLY_ADDS_US = {False: 450_000.0, True: 750_000.0}  # of a multiprocessor
-BOTH = 0.8  # of the time for as many, where two large factors are in one launch
 TILE_US = 0.3  # from a tile to the next
 START_US = 5.0  # the launch, and the factors
 SUM_US = 3.0  # and of the partial sums
 
 
-class Split(NamedTuple):
-    """One launch of a factor, or of two with nothing to their right; the rest as in Group."""
+class SplitWgmma(NamedTuple):
+    """One launch of a factor, or of two with nothing to their right."""
 
     steps: tuple[Step, ...]
     teams: int  # of a block, each with tiles of its own
@@ -29,23 +28,16 @@ class Split(NamedTuple):
     blocks: int = 1
     slices: int = 1
     products: int = 3
+    kernel: str = "split_wgmma"
+    handicap: float = 1.0
 
     def template(self, added: bool = False) -> str:
         """The plan as the kernel's template argument; a bias and a residual are seen at run time."""
         return _template(self.steps, self.teams, self.products < 3)
 
 
-class Both(Split):
-    """One launch of two larger factors in TF32: see Both4 in both.cuh."""
-
-    def template(self, added: bool = False) -> str:
-        return f"Both4<{', '.join(f'Factor<{s.p}, {s.q}>' for s in reversed(self.steps))}>"
-
-
-def forward(run: Sequence[Step], rows: int, target: Problem) -> Iterator[Split]:
+def forward(run: Sequence[Step], rows: int, target: Problem) -> Iterator[SplitWgmma]:
     """The launch of a run, if there is one."""
-    if target.tensor and _can(target) and len(run) == 2 and run[0].right == 1 and run[1].q > TILE:
-        yield from _both(run, rows, target)
     if not _fits(run, target):
         return
     (p1, q1), (p2, q2), right, left = _sizes(run)
@@ -57,20 +49,7 @@ def forward(run: Sequence[Step], rows: int, target: Problem) -> Iterator[Split]:
     us = START_US + _us(tiles, work, p1 * p2 + q1 * q2, target)
     L, R = (1, 1 if right else TILE) if left else (TILE, 1)
     if shared <= target.shared:
-        yield Split(tuple(run), teams, teams * threads, shared, us, L, R, products=2 if target.tensor else 3)
-
-
-def _both(run: Sequence[Step], rows: int, target: Problem) -> Iterator[Both]:
-    right, left = run
-    if not all(n % 16 == 0 and TILE <= n <= 2 * TILE for s in run for n in (s.p, s.q)):
-        return
-    threads, tiles, numbers = 256, rows * left.left, left.p * right.p
-    coming = ceil(numbers / 4 / threads) * threads * 16
-    shared = 4 * right.p * right.q + max(4 * numbers, 4 * left.p * (left.q + 4)) + coming
-    work = 2 * TILE * right.p * (left.p + right.q) * BOTH
-    us = START_US + _us(tiles, int(work), numbers + left.q * right.q, target)
-    if shared <= target.shared:
-        yield Both(tuple(run), 1, threads, shared, us, products=2)
+        yield SplitWgmma(tuple(run), teams, teams * threads, shared, us, L, R, products=2 if target.tensor else 3)
 
 
 def backward(run: Sequence[Step], rows: int, target: Problem) -> Iterator[Backward]:
@@ -87,11 +66,11 @@ def _backward_of_two(run: Sequence[Step], rows: int, target: Problem) -> Backwar
     tiles, teams = rows * run[-1].left, 2
     shared = BYTES[target.tensor] * (p1 * q1 + p2 * q2 + (teams + 1) * p1 * p2 + teams * (q1 * q2 + p1 * q2)) + 128  # mbarriers
     us = START_US + SUM_US + _us(tiles, 2 * p1 * q1 * q2 + 3 * p1 * p2 * q2, 2 * p1 * p2 + q1 * q2, target)
-    return Backward(tuple(run), us, _template(run, teams, target.tensor), target.sms, (teams + 1) * 128, shared, (1, 1), "split")
+    return Backward(tuple(run), us, _template(run, teams, target.tensor), target.sms, (teams + 1) * 128, shared, (1, 1), "split_wgmma")
 
 
 def _backward_of_one(s: Step, rows: int, target: Problem) -> Backward | None:
-    """See SplitOne4 in split_one.cuh."""
+    """See SplitOne4 in split_wgmma.cuh."""
     lines, lines_of_tile, teams = rows * s.left * s.right, TILE // 2, (3 if s.q == TILE else 2) if s.p == TILE else 1
     if not target.whole and s.left * s.right % lines_of_tile:
         return None
@@ -103,7 +82,7 @@ def _backward_of_one(s: Step, rows: int, target: Problem) -> Backward | None:
     us = START_US + SUM_US + _us(tiles, 2 * s.p * s.q * lines_of_tile, (2 * s.p + s.q) * lines_of_tile, target)
     template = f"SplitOne4<{teams}, {_kind(target.tensor)}, {s.right}, Factor<{s.p}, {s.q}>>"
     tile = (lines_of_tile, 1) if s.right == 1 else (1, lines_of_tile)
-    return Backward((s,), us, template, target.sms, teams * 2 * s.p, shared, tile, "split_one")
+    return Backward((s,), us, template, target.sms, teams * 2 * s.p, shared, tile, "split_wgmma_one")
 
 
 def _fits(run: Sequence[Step], target: Problem) -> bool:

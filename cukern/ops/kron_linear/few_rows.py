@@ -1,47 +1,18 @@
-"""How kron_linear v4 takes two factors of 128 x 128 on few rows by warpgroups: forward, see kernels_cu/kron_linear/slice.cuh, and backward,
-see quarter.cuh there."""
+"""The candidate for the backward of two factors of 128 x 128 on few rows, by warpgroups. See few_rows.cuh."""
 
 from collections.abc import Iterator, Sequence
 from math import ceil
-from typing import NamedTuple
 
 from cukern.ops.kron_linear.plan import Backward, Problem, Step
 
 SIDE = 128  # rows and columns of a factor
 BLOCKS = 4  # of a row
-MOST_ROWS = 64  # of more, the launches of kron_backward.py fill a GPU as well
+MOST_ROWS = 64  # of more, the launches of tile_backward.py fill a GPU as well
 SHARED = {4: 9 * 64 * 64 * 6, 2: 11 * 64 * 64 * 2}  # bytes of X, W2, W1 or what comes there, G, H
 SUMS = 1.5  # of each factor's numbers, the partial ones of a row
 ALONE = 8  # rows of float, or fewer, are one launch; else two are side by side, the second of which adds to the first one's partial sums
 START_US = 6.0  # the launches, and the partial sums
 ROW_US = {4: 8.0, 2: 4.0}  # of a block
-SLICE_SHARED = 128 * 32 * 6 * 2  # bytes of what the forward's blocks have of W2 and Z
-SLICE_US = {False: 7.0, True: 6.0}  # its time; in TF32
-
-
-class Slice(NamedTuple):
-    """The forward's launch; the rest as in Group of kron_groups.py."""
-
-    steps: tuple[Step, ...]
-    us: float
-    threads: int = 512
-    shared: int = SLICE_SHARED
-    L: int = 1
-    R: int = 1
-    blocks: int = BLOCKS * MOST_ROWS  # no fewer than there are
-    slices: int = BLOCKS
-    products: int = 3
-
-    def template(self, added: bool = False) -> str:
-        """The kernel's template argument; a bias and a residual are seen at run time."""
-        return f"{'Tf32' if self.products < 3 else 'float'}, {SIDE}"
-
-
-def forward(run: Sequence[Step], rows: int, target: Problem) -> Iterator[Slice]:
-    """The launch of a run, if there is one: more blocks than multiprocessors would take turns."""
-    A = rows * run[-1].left
-    if target.itemsize == 4 and _fits(run, A, target) and target.sms >= BLOCKS * A:
-        yield Slice(tuple(run), SLICE_US[target.tensor], products=2 if target.tensor else 3)
 
 
 def backward(run: Sequence[Step], rows: int, target: Problem) -> Iterator[Backward]:
@@ -52,7 +23,7 @@ def backward(run: Sequence[Step], rows: int, target: Problem) -> Iterator[Backwa
     shared = SHARED[target.itemsize] + 16
     if shared <= target.shared:
         us = START_US + ceil(BLOCKS * A / target.sms) * ROW_US[target.itemsize]
-        yield Backward(tuple(run), us, str(SIDE), 0, 256, shared, (1, 1), "quarter")
+        yield Backward(tuple(run), us, str(SIDE), 0, 256, shared, (1, 1), "few_rows")
 
 
 def first_rows(A: int, itemsize: int) -> int:

@@ -1,6 +1,6 @@
-"""v4 of kron_linear, forward: a group of factors a launch, compiled for their sizes. groups.py plans the launches, pages.py those
-of a whole layer on tensor cores."""
+"""v4 of kron_linear, forward: launches of groups of factors, compiled for their sizes. planner.py chooses them."""
 
+import struct
 from collections.abc import Callable, Sequence
 from math import gcd
 from typing import NamedTuple
@@ -8,47 +8,30 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cukern.ops.kron_linear import cublas, groups, pages, registers, v3
-from cukern.ops.kron_linear.lanes import Lanes
-from cukern.ops.kron_linear.plan import Problem, Sizes, Step, planned_rows, planned_rows_forward
-from cukern.ops.kron_linear.quarter import Slice
-from cukern.ops.kron_linear.registers import Registers
-from cukern.ops.kron_linear.sixteen import Sixteen
-from cukern.ops.kron_linear.split import Both, Split
-from cukern.ops.kron_linear.v3 import PLAIN, Epilogue
+from cukern.ops.kron_linear import cublas, planner, v3
+from cukern.ops.kron_linear.plan import MOST, Launch, Problem, Sizes, Step, planned_rows, planned_rows_forward
+from cukern.ops.kron_linear.reference import PLAIN, Epilogue
 from cukern.runtime import backend
-from cukern.runtime.device import cached, device_of, eligible
+from cukern.runtime.device import cached, device_of
 from cukern.runtime.kernel import Kernel, Template, planning
 
-_V4: dict[type, Template] = {
-    kind: Template("kron_linear/kron_linear.cu", f"kron_linear_v4{name}", pdl=True)
-    for kind, name in (
-        (groups.Group, ""),
-        (Lanes, "_lanes"),
-        (Registers, "_registers"),
-        (Sixteen, "_sixteen"),
-        (pages.Pages, "_pages"),
-        (pages.Wide, "_wide"),
-        (Split, "_split"),
-        (Both, "_both"),
-        (Slice, "_slice"),
-        (pages.Piles, "_piles"),
-    )
+KERNELS = {
+    name: Template("kron_linear/kron_linear.cu", f"kron_linear_v4_{name}", pdl=True)
+    for name in ("tile", "small_factors", "chain_wgmma", "split_wgmma")
 }
 COMMON = (8, 3), (64, 2)  # factors' size and number, of plans to be compiled where no input is known
 
-
-Key = tuple[tuple[tuple[int, ...], ...], int, torch.dtype, int, bool, int, bool]  # the arguments of plan_of_layer
+Key = tuple[Sizes, int, torch.dtype, int, bool, int, bool]  # the arguments of plan_of_layer
+_POINTERS, _STRIDES = struct.Struct(f"{MOST}Q"), struct.Struct(f"{2 * MOST}q")
 
 
 class Prepared(NamedTuple):
-    """A launch of v4, as far as it does not depend on the tensors: a call pays for one look-up."""
+    """A launch, as far as it does not depend on the tensors: a call pays for one look-up."""
 
-    group: pages.Launch
-    launch: backend.Launch | None  # None: torch's matmul
+    group: Launch
+    launch: backend.Launch | None  # None: cuBLAS
     geometry: tuple[backend.Dim, backend.Dim, int]
     indices: tuple[int, ...]  # of the factors
-    unused: tuple[int, ...]  # zeros for those that the kernel could take besides
     features: int  # of the output
 
 
@@ -57,36 +40,38 @@ def plan_of_layer(
     sizes: Sizes, rows: int, dtype: torch.dtype, device: int, tensor: bool, aligned: int, added: bool, count: int | None = None
 ) -> tuple[int, tuple[Prepared, ...]]:
     """How many rows go through all launches at once, and the launches, of all factors or of the first `count` steps."""
-    target, planned = target_of(dtype, device, tensor, aligned), planned_rows(rows) if count else planned_rows_forward(rows)
-    plan: tuple[pages.Launch, ...] = groups.groups(sizes, planned, target, count) if count else of_layer(sizes, planned, target, dtype)
-    part = groups.rows_at_once([group.steps for group in plan], rows, dtype.itemsize)
+    planned = planned_rows(rows) if count else planned_rows_forward(rows)
+    plan = planner.forward(sizes, planned, target_of(dtype, device, tensor, aligned), count)
+    part = planner.rows_at_once([group.steps for group in plan], rows, dtype.itemsize)
     return part, tuple(prepare(group, part, dtype, device, added and group is plan[-1]) for group in plan)
 
 
-def of_layer(sizes: Sizes, rows: int, target: Problem, dtype: torch.dtype) -> tuple[pages.Launch, ...]:
-    """The plan of a whole layer."""
-    one, several = pages.fastest(sizes, rows, target, dtype is torch.bfloat16), groups.groups(sizes, rows, target)
-    chosen = eligible([(one,), several] if one else [several], lambda plan: groups.kernel_of(plan[0]))
-    return min(chosen or [several], key=lambda plan: sum(group.us for group in plan))
-
-
 def target_of(dtype: torch.dtype, device: int, tensor: bool, aligned: int, rows: int = 0) -> Problem:
-    return Problem(device_of(device), dtype.itemsize, tensor, aligned, rows % 32 == 0)
+    return Problem(device_of(device), dtype.itemsize, tensor, aligned, rows % 32 == 0, dtype is torch.bfloat16)
 
 
-def prepare(group: pages.Launch, rows: int, dtype: torch.dtype, device: int, added: bool = False) -> Prepared:
+def prepare(group: Launch, rows: int, dtype: torch.dtype, device: int, added: bool = False) -> Prepared:
     """The launch of a group for at most so many rows; `added`: with a bias or a residual."""
     first, last = group.steps[0], group.steps[-1]
     indices, features = tuple(s.factor for s in group.steps), last.left * last.q * last.right
-    unused = (0,) * (groups.MOST - len(group.steps))
     if not group.threads:
-        return Prepared(group, None, ((1, 1, 1), (1, 1, 1), 0), indices, unused, features)
+        return Prepared(group, None, ((1, 1, 1), (1, 1, 1), 0), indices, features)
     tiles = -(-rows * last.left // group.L) * (first.right // group.R)
     blocks = min(tiles, max(1, device_of(device).sms * group.blocks // group.slices)) * group.slices
     geometry = (blocks, 1, 1), (group.threads, 1, 1), backend.spread(group.shared, blocks, device)
     if planning():  # calls with a bias and calls without one
-        _V4[type(group)][dtype, group.template(not added)].on(device)
-    return Prepared(group, _V4[type(group)][dtype, group.template(added)].on(device), geometry, indices, unused, features)
+        KERNELS[group.kernel][dtype, group.template(not added)].on(device)
+    return Prepared(group, KERNELS[group.kernel][dtype, group.template(added)].on(device), geometry, indices, features)
+
+
+def pointers_of(addresses: Sequence[int]) -> bytes:
+    return _POINTERS.pack(*addresses, *(0,) * (MOST - len(addresses)))
+
+
+def by_value(ws: Sequence[Tensor]) -> bytes:
+    """The kernels' argument Factors4, see tile.cuh."""
+    unused = (0,) * (MOST - len(ws))
+    return pointers_of([w.data_ptr() for w in ws]) + _STRIDES.pack(*[w.stride(0) for w in ws], *unused, *[w.stride(1) for w in ws], *unused)
 
 
 def launch_group(made: Prepared, z: Tensor, factors: Sequence[Tensor], epilogue: Epilogue, out: Tensor | None = None) -> Tensor:
@@ -96,26 +81,16 @@ def launch_group(made: Prepared, z: Tensor, factors: Sequence[Tensor], epilogue:
     if made.launch is None:
         (step,) = group.steps
         return cublas.mode_product(z, factors[step.factor], step, epilogue, out)
-    pointers: list[int] = []
-    strides: list[int] = []
-    for index in made.indices:
-        w = factors[index]
-        pointers.append(w.data_ptr())
-        strides += w.stride()
     rest = 0 if bias is None else bias.data_ptr(), 0 if residual is None else residual.data_ptr()
-    made.launch(
-        *made.geometry, out.data_ptr(), z.data_ptr(), *pointers, *made.unused, *rest, rows * group.steps[-1].left, *strides,
-        *made.unused, *made.unused, scale, made.features,
-    )  # fmt: skip
+    ws, fibers = by_value([factors[index] for index in made.indices]), rows * group.steps[-1].left
+    made.launch(*made.geometry, out.data_ptr(), z.data_ptr(), ws, *rest, fibers, scale, made.features)
     return out
 
 
 def forward(x: Tensor, factors: Sequence[Tensor], epilogue: Epilogue, count: int | None = None) -> Tensor:
-    """A group of factors a launch, all of them or those of the first `count` steps; rows in parts, where what lies between two launches
-    would take much memory."""
-    for w in factors:
-        if w.ndim == 3:
-            return v3.forward(x, factors, epilogue)
+    """All factors, or those of the first `count` steps; rows in parts, where what lies between two launches would take much memory."""
+    if any([w.ndim == 3 for w in factors]):
+        return v3.forward(x, factors, epilogue)
     rows, (scale, bias, residual) = x.shape[0], epilogue
     part, launches = plan_of_layer(*problem(x, factors, adds(epilogue)), count)
     if len(launches) == 1:
@@ -136,7 +111,7 @@ def adds(epilogue: Epilogue) -> bool:
 
 def problem(x: Tensor, factors: Sequence[Tensor], added: bool) -> Key:
     """What a plan for these tensors depends on. `added`: with a bias or a residual."""
-    sizes, rows = tuple([tuple(w.shape) for w in factors]), x.numel() // x.shape[-1]
+    sizes, rows = tuple([(w.shape[0], w.shape[1]) for w in factors]), x.numel() // x.shape[-1]
     return sizes, rows, x.dtype, x.get_device(), on_tensor_cores(x.dtype), gcd(x.data_ptr(), 16), added
 
 
@@ -151,26 +126,26 @@ def through(
 
 
 def single_launch(x: Tensor, factors: Sequence[Tensor], scale: float) -> Callable[[Tensor, Sequence[Tensor]], Tensor] | None:
-    """_v4 for tensors of these shapes and strides, if one launch of its kernel does all: nothing is left to do but to make the launch."""
+    """The forward for tensors of these shapes and strides, if one launch of a kernel does all: nothing is left to do but to make it."""
     _, launches = plan_of_layer(*problem(x, factors, False))
     made = launches[0]
     if len(launches) > 1 or made.launch is None:
         return None
     shape, order = (*x.shape[:-1], made.features), made.indices
-    strides, like = [n for i in order for n in factors[i].stride()], x.shape == shape
-    numbers = x.numel() // x.shape[-1] * made.group.steps[-1].left, *strides, *made.unused, *made.unused, scale, made.features
-    launch = backend.bind(made.launch, *made.geometry, *made.unused, 0, 0, *numbers)  # no bias, no residual
+    like, strides = x.shape == shape, by_value([factors[i] for i in order])[8 * MOST :]
+    rest = 0, 0, x.numel() // x.shape[-1] * made.group.steps[-1].left, scale, made.features  # no bias, no residual
+    launch = backend.bind(made.launch, *made.geometry, *rest)
 
     def call(x: Tensor, factors: Sequence[Tensor]) -> Tensor:
         out = torch.empty_like(x) if like else x.new_empty(shape)  # 0.7 us apart
-        launch(out.data_ptr(), x.data_ptr(), *[factors[i].data_ptr() for i in order])
+        launch(out.data_ptr(), x.data_ptr(), pointers_of([factors[i].data_ptr() for i in order]) + strides)
         return out
 
     return call
 
 
 def mode(z: Tensor, w: Tensor, scale: float, rows: int | None = None) -> Tensor:
-    """mode_product by v4's kernel, of one sample. `rows`: of the layer, if z has more for the factors to the left."""
+    """mode_product of one sample. `rows`: of the layer, if z has more for the factors to the left."""
     _, A, p, C = z.shape
     made = _plan_one(A, rows or A, p, w.shape[2], C, z.dtype, z.get_device(), on_tensor_cores(z.dtype), gcd(z.data_ptr(), 16))
     return launch_group(made, z.reshape(A, p * C), [w[0]], (scale, None, None)).view(1, A, w.shape[2], C)
@@ -178,7 +153,7 @@ def mode(z: Tensor, w: Tensor, scale: float, rows: int | None = None) -> Tensor:
 
 @cached(2048)
 def _plan_one(A: int, rows: int, p: int, q: int, C: int, dtype: torch.dtype, device: int, tensor: bool, aligned: int) -> Prepared:
-    group = groups.fastest((Step(0, 1, p, q, C),), A // rows * planned_rows(rows), target_of(dtype, device, tensor, aligned))
+    group = planner.fastest((Step(0, 1, p, q, C),), A // rows * planned_rows(rows), target_of(dtype, device, tensor, aligned))
     assert group
     return prepare(group, A, dtype, device)
 
@@ -198,8 +173,8 @@ def on_tensor_cores(dtype: torch.dtype) -> bool:
 
 
 def instances(dtype: torch.dtype) -> list[Kernel]:
+    """For every GPU: without what only Hopper has."""
     target = target_of(dtype, backend.SIMULATED, on_tensor_cores(dtype), 16)
-    least = target.device._replace(capability=80, shared_bytes=registers.LEAST_SHARED + 1023)  # for every GPU
-    target = target._replace(device=least)
-    plans = [plan for f, n in COMMON for plan in of_layer(((f, f),) * n, 64, target, dtype)]
-    return [_V4[type(plan)][dtype, plan.template()] for plan in plans]
+    target = target._replace(device=target.device._replace(capability=80, shared_bytes=(201 << 10) - 1))
+    plans = [plan for f, n in COMMON for plan in planner.forward(((f, f),) * n, 64, target)]
+    return [KERNELS[plan.kernel][dtype, plan.template()] for plan in plans if plan.threads]
