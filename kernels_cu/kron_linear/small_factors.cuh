@@ -132,19 +132,20 @@ __device__ __forceinline__ void each_factor(const F& f, Steps4<Passes...>) {
     (Passes::each_size([&](int size) { f(n++, size); }), ...);
 }
 
-// Copy the warp's elements of the first pass to `stage` asynchronously. Zeros beyond the last row.
+// Copy the warp's elements of the first pass asynchronously, to `stage` elements after the exchange buffer. Zeros beyond the last row.
 template <class Plan, typename T>
-__device__ __forceinline__ void copy_own(T* stage, const T* x, int half, int end) {
+__device__ __forceinline__ void copy_own(float* numbers, int stage, const T* x, int half, int end) {
     using Places = typename Plan::Places;
     int thread = Plan::Start::Threads::scatter(threadIdx.x & ~31) + Plan::Copied::scatter(threadIdx.x % 32 * 4);
-    int place = Places::at(thread);
+    int place = Places::at(thread) + stage;
     x += Plan::memory(half + thread);
     asm volatile("" : "+l"(x));  // the compiler then addresses the others with constant offsets from it
 #pragma unroll
     for (int i = 0; i < Plan::VALUES / 4; ++i) {
         int own = Plan::Copied::scatter(i * 128);
-        cp_async<4 * sizeof(T)>(shared_address(stage + Places::join(place, Places::at(own))), x + Plan::memory(own),
-                                Plan::L == 1 || thread + own < end);
+        unsigned at = shared_address(numbers + Places::join(place, Places::at(own)));
+        if constexpr (Plan::L == 1) cp_async_16(at, x + Plan::memory(own));
+        else cp_async_16(at, x + Plan::memory(own), thread + own < end);
     }
 }
 
@@ -174,15 +175,15 @@ __device__ __forceinline__ void store_results(const Output<T>& to, const float (
 }
 
 // Load the thread's elements for a pass from shared memory.
-template <class Plan, class P, typename T>
-__device__ __forceinline__ void fetch(float (&v)[Plan::VALUES], const T* numbers) {
+template <class Plan, class P>
+__device__ __forceinline__ void fetch(float (&v)[Plan::VALUES], const float* numbers, int stage = 0) {
     using Places = typename Plan::Places;
-    int place = Places::at(P::Threads::scatter(threadIdx.x));
+    int place = Places::at(P::Threads::scatter(threadIdx.x)) + stage;
 #pragma unroll
     for (int r = 0; r < Plan::VALUES; r += P::V) {
-        Vec<T, P::V> some = load_vec<T, P::V>(numbers + Places::join(place, Places::at(P::Regs::scatter(r))));
+        Vec<float, P::V> some = load_vec<float, P::V>(numbers + Places::join(place, Places::at(P::Regs::scatter(r))));
 #pragma unroll
-        for (int e = 0; e < P::V; ++e) v[r + e] = load_as(some.v[e]);
+        for (int e = 0; e < P::V; ++e) v[r + e] = some.v[e];
     }
 }
 
@@ -246,11 +247,11 @@ __global__ void __cluster_dims__(Plan::CLUSTER, 1, 1) __launch_bounds__(Plan::TH
     long long tiles = (A + Plan::L - 1) / Plan::L * ACROSS, number = blockIdx.x / Plan::CLUSTER;
     int warp = threadIdx.x / 32, half = Plan::CLUSTER > 1 ? cluster_rank() * Plan::NUMBERS : 0;
     if (number >= tiles) return;  // the grid is planned for the largest number of rows in a bucket
-    T* stage = reinterpret_cast<T*>(numbers + (warp < Plan::AHEAD ? Plan::NUMBERS : 0));
+    int stage = warp < Plan::AHEAD ? Plan::NUMBERS : 0;
     auto first = [&](long long n) { return n / ACROSS * Plan::L * Plan::P * Plan::C + n % ACROSS * Plan::R; };
     auto end = [&](long long n) { return int(A - n * Plan::L < Plan::L ? A - n * Plan::L : Plan::L) * Plan::P * Plan::R; };
     auto load = [&](long long n) {
-        if (n < tiles) copy_own<Plan>(stage, x + first(n), half, end(n));
+        if (n < tiles) copy_own<Plan>(numbers, stage, x + first(n), half, end(n));
         cp_async_commit();
     };
     each_factor([&](int n, int size) { prefetch_factor(factors.at[n], size, size, factors.p[n], factors.q[n]); }, typename Plan::List());
@@ -273,7 +274,7 @@ __global__ void __cluster_dims__(Plan::CLUSTER, 1, 1) __launch_bounds__(Plan::TH
         float v[Plan::VALUES];
         cp_async_wait<0>();
         __syncwarp();
-        fetch<Plan, typename Plan::Start>(v, stage);
+        fetch<Plan, typename Plan::Start>(v, numbers, stage);
         __syncwarp();
         if (warp < Plan::AHEAD) load(next);
         run_passes<Plan>(
