@@ -1,19 +1,32 @@
-// kron_linear v4 for factors of 2 to 16: a tile lies in the registers of a block, 128 elements per thread, and FMA units multiply it.
+// kron_linear v4 for factors of 2 to 16: a tile of 2^n elements lies in the registers of a block. FMA units multiply floats, tensor cores
+// multiply 16-bit types.
 //
-// Layout     A tile has 2^n elements, and the size of each factor is a power of two. The bits of an element's index are the bits of its
-//            position in the row, and some of them belong to a factor.
-// Algorithm  In a pass a thread holds the 128 elements whose indices differ in 7 bits, among them all bits of one or more factors. It
+// Layout     The size of each factor is a power of two. The bits of an element's index are the bits of its position in the row, and some
+//            of them belong to a factor.
+// Float      In a pass a thread holds the 128 elements whose indices differ in 7 bits, among them all bits of one or more factors. It
 //            multiplies by these factors without communication. Then the elements go through shared memory to the threads that hold them in
 //            the next pass: twice for 8^5, instead of five reads and writes with one step of tile_step.cuh per factor.
-// Pipeline   A thread writes its results where it read its elements, so it waits only before it reads, for the threads with the same higher
+//            A thread writes its results where it read its elements, so it waits only before it reads, for the threads with the same higher
 //            index bits. In the first pass a warp reads what it copied to the stage itself, and immediately copies its part of the next tile
-//            there. Of floats the stage has less than a tile: the parts of the last warps are copied late, to the exchange buffer.
-// Cluster    Each of the two blocks has half of the elements of an array: the highest bit of the index is the rank of the block. In the
-//            exchange before the last pass, whose factor has that bit, the blocks exchange halves, and the rank becomes bit CROSS.
+//            there. Shared memory holds less than two tiles: the parts of the last warps are copied late, to the exchange buffer.
+//            Cluster: each of the two blocks has half of the elements of an array: the highest bit of the index is the rank of the block. In
+//            the exchange before the last pass, whose factor has that bit, the blocks exchange halves, and the rank becomes bit CROSS.
+// 16 bits    A step multiplies along four bits: those of a factor of 16, of smaller neighbouring factors whose product is 16 (merged), or
+//            of one smaller factor and bits next to it; the matrix is then block-diagonal. The elements are operand b of mma m16n8k16: k is
+//            the lane bits t and two register bits, n is the lane bits g. In the result, j is in g and one register bit, and n is in t and
+//            the other register bit. The index bits that were in g are then in t, and the next step multiplies along them without moving
+//            data. After two steps (three if factors are at most 8) the elements are exchanged as floats: once for 8^5.
+//            A warp waits for other warps twice per tile: before it writes to the exchange buffer, until all have read the previous tile,
+//            and before it reads from that buffer.
+// Precision  Inputs from memory are exact. Between steps an element is two bfloat16 numbers: the first truncated, the second the rounded
+//            rest, together 16 bits. A factor is one number, or two if it is float16 or merged; then a product is three products. Zero
+//            times infinity is NaN: a row with infinities, or with a sum beyond the range of float, may have NaN instead.
 // Experiments: docs/notes/kron_linear.md.
 #pragma once
 #include "common/ptx/barrier.cuh"
 #include "common/ptx/cluster.cuh"
+#include "common/ptx/mbarrier.cuh"
+#include "common/ptx/wgmma.cuh"
 #include "tile.cuh"
 
 // A permutation of index bits: bit i goes to bit AT_i.
@@ -284,6 +297,289 @@ __global__ void __cluster_dims__(Plan::CLUSTER, 1, 1) __launch_bounds__(Plan::TH
                 if (warp >= Plan::AHEAD) load(next);
             },
             typename Plan::List());
+    }
+}
+
+// ------------------------------------------------------------------------------------------------ 16-bit types
+
+// One step. A and B are bits of the register index. Before the step, A is the lowest bit of k and B the highest. After it, A is the lowest
+// bit of n and B the highest of j. Ks maps the bits of k to bits of the matrix row, Js those of j to bits of the column. SIZES: the sizes
+// of the factors, the rightmost first.
+template <int A_, int B_, class Ks_, class Js_, int... SIZES>
+struct MmaStep {
+    static constexpr int A = 1 << A_, B = 1 << B_, LOW = A < B ? A : B, HIGH = A < B ? B : A, SIDE = (SIZES * ...), COUNT = sizeof...(SIZES);
+    using Ks = Ks_;
+    using Js = Js_;
+    // EXACT: this step can use elements as loaded from memory, with exact products. PIECES: numbers that a factor is split into.
+    template <typename T>
+    static constexpr bool EXACT = COUNT == 1 || IS_BF16<T>;
+    template <typename T, bool FIRST>
+    static constexpr int PIECES = COUNT == 1 && (IS_BF16<T> || FIRST) ? 1 : 2;
+
+    // The n-th register index whose bits A and B are 0.
+    __device__ static constexpr int without_bits(int n) {
+        n = n / LOW * (2 * LOW) + n % LOW;
+        return n / HIGH * (2 * HIGH) + n % HIGH;
+    }
+    // Element [k][j] of the matrix of factors N, N + 1, ...
+    template <typename T>
+    __device__ static float number(const Factors4<T>& factors, int N, int k, int j) {
+        if (k / SIDE != j / SIDE) return 0.0f;
+        float value = 1.0f;
+        ((value *= load_as(factors.at[N][k % SIZES * factors.p[N] + j % SIZES * factors.q[N]]), k /= SIZES, j /= SIZES, ++N), ...);
+        return value;
+    }
+};
+
+constexpr int MMA_VALUES = 32, MMA_PARTS = 2;  // elements per lane at a time, and the number of such parts in a tile
+constexpr int MMA_WORDS = 2 * 128;             // registers of the pieces of a matrix, of all lanes
+
+// A pass: the steps between two exchanges. A warp holds a part of a tile at a time. Regs and Lanes map register and lane bits to index bits
+// before the steps; RegsAfter (with the register order Order) and LanesAfter do so after them. Parts maps the number of the part to the
+// other index bits. V elements are contiguous before the pass, and W (at least 4) after it.
+template <int V_, int W_, class Regs_, class Lanes_, class RegsAfter_, class Order_, class LanesAfter_, class Parts_, class... Steps_>
+struct MmaPass {
+    static constexpr int V = V_, W = W_, COUNT = (Steps_::COUNT + ...), WORDS = sizeof...(Steps_) * MMA_WORDS;
+    using Regs = Regs_;
+    using Lanes = Lanes_;
+    using RegsAfter = RegsAfter_;
+    using Order = Order_;
+    using LanesAfter = LanesAfter_;
+    using Parts = Parts_;
+    using List = Steps4<Steps_...>;
+};
+
+template <class... A>
+__device__ Steps4<A...> joined(Steps4<A...>);
+template <class... A, class... B, class... Others>
+__device__ auto joined(Steps4<A...>, Steps4<B...>, Others... others) {
+    return joined(Steps4<A..., B...>(), others...);
+}
+
+// StagePlaces: the layout of a tile as loaded. Places: the layout of the exchange buffer. Copied: the index bits of a warp's part in the
+// first pass.
+template <int THREADS_, int BLOCKS_, int L_, int P_, int R_, long long C_, bool ADDED_, class StagePlaces_, class Places_, class Copied_,
+          class Start_, class... Others>
+struct MmaPlan {
+    static constexpr int THREADS = THREADS_, BLOCKS = BLOCKS_, L = L_, P = P_, R = R_, WARPS = THREADS / 32;
+    static constexpr long long C = C_;
+    static constexpr bool ADDED = ADDED_, ONE = sizeof...(Others) == 0;  // ONE: no exchange
+    static constexpr int NUMBERS = THREADS * MMA_PARTS * MMA_VALUES, WORDS = Start_::WORDS + (0 + ... + Others::WORDS);
+    using StagePlaces = StagePlaces_;
+    using Places = Places_;
+    using Copied = Copied_;
+    using Start = Start_;
+    using Rest = Steps4<Others...>;
+    using Steps = decltype(joined(typename Start::List(), typename Others::List()...));
+    __device__ static constexpr long long memory(int e) { return R == C ? e : e / R * C + e % R; }
+};
+
+// Call f.run<N, S>() for each step S, whose first factor is N.
+template <int N, class F, class S, class... Others>
+__device__ __forceinline__ void each_step(F& f, Steps4<S, Others...>) {
+    f.template run<N, S>();
+    if constexpr (sizeof...(Others)) each_step<N + S::COUNT>(f, Steps4<Others...>());
+}
+
+// Split two floats into two pieces each: the first is truncated, the second is the rounded rest. For infinities and NaN the second is NaN.
+__device__ __forceinline__ void cut_pair(float low, float high, unsigned& big, unsigned& small) {
+    big = __byte_perm(__float_as_uint(low), __float_as_uint(high), 0x7632);
+    float rest[2] = {low - __uint_as_float(big << 16), high - __uint_as_float(big & 0xffff0000)};
+    Vec<__nv_bfloat16, 2> pair = pack<__nv_bfloat16, 2>(rest);
+    small = reinterpret_cast<unsigned&>(pair);
+}
+
+// Writes the matrices to shared memory as operand a, [step][piece][lane][4]. Different threads write those of each step.
+template <class Plan, typename T>
+struct MmaMatrices {
+    unsigned* to;
+    const Factors4<T>& factors;
+    int by = 0;
+
+    template <int N, class S>
+    __device__ __forceinline__ void run() {
+        for (int e = (threadIdx.x + Plan::THREADS - by % Plan::THREADS) % Plan::THREADS; e < 128; e += Plan::THREADS) {
+            int j = S::Js::scatter(e / 16 + e % 2 * 8), k = e / 4 % 4 * 2 + e / 2 % 2 * 8;
+            float pair[2] = {S::number(factors, N, S::Ks::scatter(k), j), S::number(factors, N, S::Ks::scatter(k + 1), j)};
+            if constexpr (S::template PIECES<T, N == 0> == 1) {
+                Vec<T, 2> both = pack<T, 2>(pair);
+                to[e] = reinterpret_cast<unsigned&>(both);
+            } else {
+                cut_pair(pair[0], pair[1], to[e], to[128 + e]);
+            }
+        }
+        to += MMA_WORDS;
+        by += 128;
+    }
+};
+
+// Multiplies a lane's elements v by the matrices of a pass. In the first pass they are in x, two per register.
+template <bool FIRST, typename T>
+struct MmaProducts {
+    float (&v)[MMA_VALUES];
+    const unsigned *x, *matrices;
+
+    template <int N, class S>
+    __device__ __forceinline__ void run() {
+        constexpr bool START = FIRST && N == 0, EXACT = START && S::template EXACT<T>;
+        constexpr int PIECES = S::template PIECES<T, START>;
+        unsigned w[PIECES][4];
+#pragma unroll
+        for (int i = 0; i < PIECES; ++i)
+            reinterpret_cast<uint4&>(w[i]) = *reinterpret_cast<const uint4*>(matrices + i * 128 + threadIdx.x % 32 * 4);
+        matrices += MMA_WORDS;
+        if constexpr (START && !EXACT) {
+#pragma unroll
+            for (int r = 0; r < MMA_VALUES; r += 2) {
+                float2 two = widen(typename PairOf<T>::type(), x[r / 2]);
+                v[r] = two.x, v[r + 1] = two.y;
+            }
+        }
+#pragma unroll
+        for (int n = 0; n < MMA_VALUES / 4; ++n) {
+            int at = S::without_bits(n);
+            unsigned big[2], small[2];
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                int one = at + h * S::B, two = one + S::A;
+                if constexpr (!EXACT) cut_pair(v[one], v[two], big[h], small[h]);
+                else big[h] = S::A == 1 ? x[one / 2] : __byte_perm(x[one / 2], x[two / 2], one % 2 ? 0x7632 : 0x5410);
+            }
+            float d[4] = {};
+            if constexpr (EXACT) {
+#pragma unroll
+                for (int i = PIECES - 1; i >= 0; --i) mma_16_bit(d, w[i], big, T());
+            } else {
+                if constexpr (PIECES > 1) mma_bf16(d, w[PIECES - 1], big);
+                mma_bf16(d, w[0], small);
+                mma_bf16(d, w[0], big);
+            }
+#pragma unroll
+            for (int i = 0; i < 4; ++i) v[at + i % 2 * S::A + i / 2 * S::B] = d[i];
+        }
+    }
+};
+template <class P, bool FIRST, typename T>
+__device__ __forceinline__ void multiply_mma(float (&v)[MMA_VALUES], const unsigned* x, const unsigned* matrices) {
+    MmaProducts<FIRST, T> products{v, x, matrices};
+    each_step<0>(products, typename P::List());
+}
+
+// Load a lane's elements of a part from shared memory, V at a time, without conversion. U holds one or two elements.
+template <class Places, class P, typename T, typename U, int N>
+__device__ __forceinline__ void fetch_part(U (&v)[N], const T* numbers, int part) {
+    constexpr int EACH = sizeof(U) / sizeof(T), V = sizeof(T) == 2 ? P::V : 4;
+    int place = Places::at(part | P::Lanes::scatter(threadIdx.x % 32));
+#pragma unroll
+    for (int i = 0; i < N; i += V / EACH)
+        reinterpret_cast<Vec<U, V / EACH>&>(v[i]) =
+            load_vec<U, V / EACH>(reinterpret_cast<const U*>(numbers + Places::join(place, Places::at(P::Regs::scatter(i * EACH)))));
+}
+
+// Store the results of a pass to the exchange buffer, or after the last pass to global memory.
+template <class Plan, class P, bool LAST, typename T, int N>
+__device__ __forceinline__ void put_part(float* numbers, const Output<T>& to, const float (&v)[N], int part) {
+    using Places = typename Plan::Places;
+    float y[N];
+#pragma unroll
+    for (int r = 0; r < N; ++r) y[r] = v[P::Order::scatter(r)];
+    int number = part | P::LanesAfter::scatter(threadIdx.x % 32), place = Places::at(number);
+#pragma unroll
+    for (int r = 0; r < N; r += LAST ? P::W : 4) {
+        int own = P::RegsAfter::scatter(r);
+        if constexpr (LAST) store_results<Plan, P::W>(to, y, r, number, own);
+        else store_vec(numbers + Places::join(place, Places::at(own)), reinterpret_cast<const Vec<float, 4>&>(y[r]));
+    }
+}
+
+// All passes except the first. `read` is called when the last pass has loaded everything.
+template <class Plan, typename T, class Read, class P, class... Others>
+__device__ __forceinline__ void run_mma_passes(float* numbers, const unsigned* matrices, const Output<T>& to, const Read& read,
+                                               Steps4<P, Others...>) {
+    constexpr bool LAST = sizeof...(Others) == 0;
+    __syncthreads();
+#pragma unroll 1
+    for (int i = 0; i < MMA_PARTS; ++i) {
+        int part = P::Parts::scatter(threadIdx.x / 32 * MMA_PARTS + i);
+        float v[MMA_VALUES];
+        fetch_part<typename Plan::Places, P>(v, numbers, part);
+        if (LAST && i == MMA_PARTS - 1) read();
+        if constexpr (!LAST) __syncwarp();
+        multiply_mma<P, false, T>(v, nullptr, matrices);
+        put_part<Plan, P, LAST>(numbers, to, v, part);
+    }
+    if constexpr (!LAST) run_mma_passes<Plan>(numbers, matrices + P::WORDS, to, read, Steps4<Others...>());
+}
+
+// Grid: at most the number of tiles; block THREADS. Dynamic shared memory: exchange buffer, stage of the next tile, matrices, an mbarrier.
+template <typename T, class Plan>
+__global__ void __launch_bounds__(Plan::THREADS, Plan::BLOCKS)
+    kron_linear_v4_small_factors_mma(T* out, const T* x, Factors4<T> factors, const T* bias, const T* residual, long long A, double scale,
+                                     long long features) {
+    using Start = typename Plan::Start;
+    using Stage = typename Plan::StagePlaces;
+    extern __shared__ uint4 dynamic[];
+    float* numbers = reinterpret_cast<float*>(dynamic);
+    T* stage = reinterpret_cast<T*>(numbers + (Plan::ONE ? 0 : Plan::NUMBERS));
+    unsigned* matrices = reinterpret_cast<unsigned*>(stage + Plan::NUMBERS);
+    constexpr long long ACROSS = Plan::C / Plan::R;
+    long long tiles = (A + Plan::L - 1) / Plan::L * ACROSS, tile = blockIdx.x;
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (tile >= tiles) return;  // the grid is planned for the largest number of rows in a bucket
+    auto first = [&](long long n) { return n / ACROSS * Plan::L * Plan::P * Plan::C + n % ACROSS * Plan::R; };
+    auto end = [&](long long n) {
+        long long rows = A - n / ACROSS * Plan::L;
+        return int(rows < Plan::L ? rows : Plan::L) * Plan::P * Plan::R;
+    };
+    auto copy = [&](long long n, int part) {
+        if (n < tiles) {
+            int own = part | Plan::Copied::scatter(lane * 8), rows_end = end(n), place = Stage::at(own);
+            const T* from = x + first(n) + Plan::memory(own);
+#pragma unroll
+            for (int i = 0; i < MMA_VALUES / 8; ++i) {
+                int more = Plan::Copied::scatter(i * 256);
+                unsigned at = shared_address(stage + Stage::join(place, Stage::at(more)));
+                if constexpr (Plan::L == 1) cp_async_16(at, from + Plan::memory(more));
+                else cp_async_16(at, from + Plan::memory(more), own + more < rows_end);
+            }
+        }
+        cp_async_commit();
+    };
+    auto part_of = [&](int i) { return Start::Parts::scatter(warp * MMA_PARTS + i); };
+    unsigned all_read = shared_address(matrices + Plan::WORDS), parity = 0;
+    if (!Plan::ONE && threadIdx.x == 0) mbarrier_init(all_read, Plan::WARPS);
+    prefetch_tile<Plan::P, Plan::R>(x + first(tile), end(tile) / (Plan::P * Plan::R), Plan::C);
+    wait_for_previous();
+#pragma unroll 1
+    for (int i = 0; i < MMA_PARTS; ++i) copy(tile, part_of(i));
+    MmaMatrices<Plan, T> loading{matrices, factors};
+    each_step<0>(loading, typename Plan::Steps());
+    let_next_come();
+    __syncthreads();
+    for (; tile < tiles; tile += gridDim.x, parity ^= 1) {
+        Output<T> to = {out, bias, residual, first(tile), features, end(tile), float(scale)};
+#pragma unroll 1
+        for (int i = 0; i < MMA_PARTS; ++i) {
+            int part = part_of(i);
+            unsigned words[MMA_VALUES / 2];
+            cp_async_wait<MMA_PARTS - 1>();
+            __syncwarp();
+            fetch_part<Stage, Start>(words, stage, part);
+            __syncwarp();
+            copy(tile + gridDim.x, part);
+            float v[MMA_VALUES];
+            multiply_mma<Start, true, T>(v, words, matrices);
+            if (!Plan::ONE && i == 0) mbarrier_wait_in_block(all_read, parity ^ 1);
+            put_part<Plan, Start, Plan::ONE>(numbers, to, v, part);
+        }
+        if constexpr (!Plan::ONE)
+            run_mma_passes<Plan>(
+                numbers, matrices + Start::WORDS, to,
+                [&] {
+                    __syncwarp();
+                    if (lane == 0) mbarrier_arrive(all_read);
+                },
+                typename Plan::Rest());
     }
 }
 #endif

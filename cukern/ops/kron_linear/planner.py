@@ -7,7 +7,7 @@ fastest cut of the layer into runs is chosen.
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from cukern.ops.kron_linear import chain_wgmma, cublas, few_rows, small_factors, split_wgmma, tile, tile_backward
+from cukern.ops.kron_linear import chain_wgmma, cublas, few_rows, small_factors, small_factors_mma, split_wgmma, tile, tile_backward
 from cukern.ops.kron_linear.plan import MOST, Backward, Launch, Problem, Sizes, Step, in_order, least_us, planned_rows, steps
 from cukern.runtime.device import cached, eligible
 
@@ -19,6 +19,7 @@ BETWEEN_US, BETWEEN_PART = 8.0, 0.32  # two launches are slower than the sum of 
 FORWARD: tuple[Callable[[Run, int, Problem], Iterator[Any]], ...] = (
     tile.forward,
     small_factors.forward,
+    small_factors_mma.forward,
     chain_wgmma.forward,
     split_wgmma.forward,
     cublas.forward,

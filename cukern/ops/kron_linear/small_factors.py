@@ -70,7 +70,7 @@ class SmallFactors(NamedTuple):
 
 def forward(run: Sequence[Step], rows: int, target: Problem) -> Iterator[SmallFactors]:
     """The launches of a run of steps, of tiles of each size."""
-    if target.itemsize > 4 or target.aligned < 16 or target.shared < LEAST_SHARED or any(s.p != s.q or s.p not in SIZES for s in run):
+    if target.itemsize != 4 or target.aligned < 16 or target.shared < LEAST_SHARED or any(s.p != s.q or s.p not in SIZES for s in run):
         return
     C, bits = run[0].right, sum(log2(s.p) for s in run)
     for threads, cluster in ((WHOLE_BLOCK // 8, 1), (WHOLE_BLOCK // 4, 1), (WHOLE_BLOCK // 2, 1), (WHOLE_BLOCK, 1), (WHOLE_BLOCK, 2)):
@@ -107,7 +107,7 @@ def _launch(run: Sequence[Step], target: Problem, threads: int, cluster: int, L:
             break
         together //= 2
     ahead = min(warps, room // own // together * together)
-    if ahead < (1 if target.itemsize == 4 else warps) or (cluster > 1 and parts[-2].vector < 4):  # 16 bytes at once to the other block
+    if ahead < 1 or (cluster > 1 and parts[-2].vector < 4):  # 16 bytes at once to the other block
         return None
     us = _us(run, len(cut), numbers, ceil(tiles * cluster / target.sms), target)
     shared = weights + 4 * numbers + ahead * own

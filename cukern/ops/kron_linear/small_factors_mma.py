@@ -1,0 +1,257 @@
+"""Launches of kron_linear v4 of 16-bit numbers and small factors, on tensor cores: which bits of a number's index are where, step by step.
+
+A tile has 2^n numbers, and each factor of the run is square, with 2, 4, 8 or 16 rows. See kernels_cu/kron_linear/small_factors.cuh.
+"""
+
+import functools
+from collections.abc import Iterator, Sequence
+from itertools import combinations, pairwise, product
+from math import ceil, prod
+from typing import NamedTuple
+
+from cukern.ops.kron_linear.plan import Problem, Step
+from cukern.ops.kron_linear.small_factors import LEAST_RUN, LEAST_SHARED, SIZES, bits_of, log2, turns
+
+EACH = 6  # bits: numbers of a tile for each thread
+LEAST, ALL = 13, 15  # of a tile: what a multiprocessor exchanges at one time, and a part of it; smaller tiles begin too often
+LANES, PIECE = 5, 10  # of a lane's number, and of the numbers that a warp has at once
+AT_ONCE = 3  # bits: 16 bytes of 16-bit numbers
+SIDE = 4  # bits that a step multiplies along
+PASSES, STEPS = 3, 3  # of a launch, of a pass
+
+START_US = 4.0  # the launch, and a block's start
+STEP_CYCLES, MERGED_CYCLES, EXCHANGE_CYCLES, PLAIN_CYCLES = 6.0, 1.5, 5.0, 5.0  # of a quarter of a multiprocessor for 32 numbers
+ALONE = 1.12  # how much longer it takes where all of a multiprocessor's warps wait for each other
+
+
+class Multiplied(NamedTuple):
+    """One step: its factors, the bits of a register's number that it takes and leaves, and what the matrix's rows and columns are."""
+
+    factors: tuple[int, ...]  # their sizes
+    at: tuple[int, int]
+    rows: tuple[int, ...]
+    columns: tuple[int, ...]
+
+    @property
+    def template(self) -> str:
+        sizes = ", ".join(str(s) for s in self.factors)
+        return f"MmaStep<{self.at[0]}, {self.at[1]}, {bits_of(self.rows)}, {bits_of(self.columns)}, {sizes}>"
+
+
+class Pass(NamedTuple):
+    """Which bits of a number's index are those of a register's number and of a lane's, before and after; the pieces' are the others."""
+
+    registers: tuple[int, ...]
+    lanes: tuple[int, ...]
+    registers_after: tuple[int, ...]
+    lanes_after: tuple[int, ...]
+    steps: tuple[Multiplied, ...]
+
+    @property
+    def bits(self) -> tuple[int, ...]:
+        return tuple(sorted(self.registers + self.lanes))
+
+    def template(self, top: int) -> str:
+        others = tuple(b for b in range(top) if b not in self.bits)
+        after = tuple(sorted(self.registers_after))
+        order = tuple(self.registers_after.index(b) for b in after)
+        bits = [bits_of(b) for b in (self.registers, self.lanes, after, order, self.lanes_after, others)]
+        steps = [s.template for s in self.steps]
+        return f"MmaPass<{', '.join([str(self.before), str(self.after), *bits, *steps])}>"
+
+    @property
+    def before(self) -> int:
+        """Neighbours that a lane fetches at once."""
+        return 1 << _near(self.registers)
+
+    @property
+    def after(self) -> int:
+        return 1 << _near(self.registers_after)
+
+    @property
+    def run(self) -> int:
+        """How many bits are those of lanes, of neighbours' neighbours: 1 for a sector of 32 bytes."""
+        first = _near(self.registers_after)
+        return next(i for i in range(PIECE) if first + i not in self.lanes_after) + (first - AT_ONCE)
+
+
+class SmallFactorsMma(NamedTuple):
+    """One launch, as in MmaPlan of small_factors.cuh."""
+
+    steps: tuple[Step, ...]
+    parts: tuple[Pass, ...]
+    threads: int
+    blocks: int
+    L: int
+    R: int
+    stage_turns: tuple[int, ...]
+    turns: tuple[int, ...]
+    shared: int
+    us: float
+    products: int = 0
+    slices: int = 1
+    kernel: str = "small_factors_mma"
+    handicap: float = 1.0
+
+    def template(self, added: bool = False) -> str:
+        top = EACH + log2(self.threads)
+        sizes = self.threads, self.blocks, self.L, prod(s.p for s in self.steps), self.R, self.steps[0].right
+        places = [f"Turned<{', '.join(map(str, (unit, *to)))}>" for unit, to in ((3, self.stage_turns), (2, self.turns))]
+        passes = [p.template(top) for p in self.parts]
+        return f"MmaPlan<{', '.join([*map(str, sizes), str(added).lower(), *places, bits_of(self.parts[0].bits), *passes])}>"
+
+
+def forward(run: Sequence[Step], rows: int, target: Problem) -> Iterator[SmallFactorsMma]:
+    """The launches of a run of steps, of tiles of each size."""
+    if target.itemsize != 2 or not target.tensor or target.aligned < 16 or target.shared < LEAST_SHARED:
+        return
+    if any(s.p != s.q or s.p not in SIZES for s in run):
+        return
+    C, bits = run[0].right, sum(log2(s.p) for s in run)
+    for top in range(LEAST, ALL + 1):
+        R = min(1 << max(0, top - bits), C & -C)
+        L = (1 << top) // (R << bits)
+        if not L or (L > 1 and R < C) or (R < C and 2 * R < LEAST_RUN) or 1 < R < 1 << AT_ONCE:
+            continue
+        made = _launch(run, target, top, L, R, ceil(rows * run[-1].left / L) * (C // R))
+        if made:
+            yield made
+
+
+def _launch(run: Sequence[Step], target: Problem, top: int, L: int, R: int, tiles: int) -> SmallFactorsMma | None:
+    parts = passes(tuple(s.p for s in run), log2(R), top)
+    if not parts:
+        return None
+    count, numbers, several = sum(len(p.steps) for p in parts), 1 << top, len(parts) > 1
+    shared = numbers * (6 if several else 2) + count * 1024 + 16
+    blocks = min(1 << ALL - top, (target.shared + 1024) // (shared + 1024))
+    if not blocks:
+        return None
+    stage = turns([[b for b in parts[0].lanes[: AT_ONCE + (parts[0].before < 8)] if b >= AT_ONCE]], 3, top)
+    exchanges = [lanes[:3] for a, b in pairwise(parts) for lanes in (a.lanes_after, b.lanes)]
+    us = _us(numbers, parts, blocks, tiles, target)
+    return SmallFactorsMma(tuple(run), parts, numbers >> EACH, blocks, L, R, stage, turns(exchanges, 2, top), shared, us)
+
+
+def _us(numbers: int, parts: Sequence[Pass], blocks: int, tiles: int, target: Problem) -> float:
+    """A model of a launch's time."""
+    cycles = PLAIN_CYCLES + (len(parts) - 1) * EXCHANGE_CYCLES
+    for step in (step for part in parts for step in part.steps):
+        cycles += STEP_CYCLES + (MERGED_CYCLES if len(step.factors) > 1 else 0)
+    each, stream = ceil(tiles / target.sms), 2 * numbers / target.sm_bytes_us
+    idle = max(1.0, 8 / (min(blocks, each) * (numbers >> EACH + LANES)))  # a few warps do not keep a multiprocessor busy
+    compute = numbers / 128 * cycles / target.cycles_us * idle * (ALONE if blocks == 1 else 1)
+    return START_US + stream + compute + (each - 1) * max(compute, 2 * stream)
+
+
+@functools.lru_cache(1024)
+def passes(sizes: tuple[int, ...], low: int, top: int) -> tuple[Pass, ...]:
+    """The passes over a tile of 2^top numbers, whose rightmost factor has the bits from `low` on: as few as there can be, the last one's
+    results in runs as long as there can be."""
+    merged: list[list[int]] = []
+    for s in sizes:
+        if merged and prod(merged[-1]) * s <= 1 << SIDE:
+            merged[-1].append(s)
+        else:
+            merged.append([s])
+    for count in range(1, PASSES + 1):
+        found = []
+        for cuts in combinations(range(1, len(merged)), count - 1):
+            pieces = [merged[a:b] for a, b in zip((0, *cuts), (*cuts, len(merged)), strict=True)]
+            made = _passes(pieces, low, top) if all(len(piece) <= STEPS for piece in pieces) else ()
+            if made:
+                found.append(made)
+        if found:
+            return max(found, key=lambda parts: parts[-1].run)
+    return ()
+
+
+def _passes(pieces: Sequence[Sequence[Sequence[int]]], low: int, top: int) -> tuple[Pass, ...]:
+    within = low + sum(log2(s) for piece in pieces for step in piece for s in step)  # a row's bits, of which zeros may be
+    made = []
+    for n, piece in enumerate(pieces, 1):
+        steps, last = [], n == len(pieces)
+        for sizes in piece:
+            bits = sum(log2(s) for s in sizes)
+            steps.append((tuple(range(low, low + bits)), tuple(sizes)))
+            low += bits
+        found = (last and _pass(steps, within, top, AT_ONCE, last)) or _pass(steps, within, top, 2, last)
+        if found is None:
+            return ()
+        made.append(found)
+    return tuple(made)
+
+
+def _pass(steps: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], within: int, top: int, near: int, last: bool) -> Pass | None:
+    """A pass that leaves 2^near neighbours in a lane, if there is one. Each step takes four bits, two of them lane bits t; leaves three in
+    lane bits g and one in a register's number; and n, that was in g, in a register's number and in t. Of the last pass neighbours in
+    memory are in lanes."""
+    best = None
+    for along in _along([bits for bits, _ in steps], [b for b in range(near, min(within, 8))]):
+        together = {0, 1, 2}.union(*along)
+        if len(together) > PIECE or (0 in along[0] and 1 not in along[0]):
+            continue
+        if any(len({*a} & {*b}) < 2 for a, b in zip(along, along[2:], strict=False)):  # of these come that step's t
+            continue
+        t = tuple(b for b in along[0] if b > 1 or 0 not in along[0])[:2]
+        after = [b for b in (along[1] if len(steps) > 1 else range(3, top)) if b not in along[0]]
+        for g12 in combinations(after[:4], 2):
+            for g0 in [b for b in dict.fromkeys([*after, *range(3, top)]) if b not in along[0] and b not in g12][:3]:
+                lanes = (*t, g0, *g12)
+                bits = together | set(lanes)
+                bits |= set([b for b in range(top) if b not in bits][: max(0, PIECE - len(bits))])
+                if len(set(lanes)) < LANES or len(bits) > PIECE:
+                    continue
+                registers = tuple(sorted(bits - set(lanes)))
+                done = _walk(registers, lanes, along, steps, near)
+                if not done:
+                    continue
+                made = Pass(registers, lanes, *done)
+                if not last or made.run > 1:
+                    return made
+                best = made if made.run and (not best or best.run < made.run) else best
+    return best
+
+
+def _along(bits: Sequence[tuple[int, ...]], beside: Sequence[int]) -> Iterator[tuple[tuple[int, ...], ...]]:
+    """The bits that each step multiplies along: its factors', and others of the row."""
+    used = [b for own in bits for b in own]
+    options = []
+    for own in bits:
+        need, free = SIDE - len(own), [b for b in beside if b not in used]
+        options.append([(*own, *more) for more in combinations([*free[:3], *[b for b in used if b not in own]], need)])
+    return product(*options)
+
+
+def _walk(
+    registers: tuple[int, ...],
+    lanes: tuple[int, ...],
+    bits: Sequence[tuple[int, ...]],
+    steps: Sequence[tuple[tuple[int, ...], tuple[int, ...]]],
+    near: int,
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[Multiplied, ...]] | None:
+    """Where all bits are after the steps, and the steps, if it can be done."""
+    if not steps:
+        return (registers, lanes, ()) if _near(registers) >= near else None
+    own, (t, g) = bits[0], (lanes[:2], lanes[2:])
+    inner = sorted(set(own) - set(t))
+    if not set(t) <= set(own) or not set(inner) <= set(registers):
+        return None
+    a, b = (registers.index(i) for i in inner)
+    for kept in sorted(own, key=lambda i: (i > 2, i if i < 3 else -i)):  # in a register's number: 0, 1, 2, else the highest
+        for next_ in sorted(set(own) - {kept}, key=lambda i: (i > 2, i if i < 3 else -i)):
+            rest = tuple(sorted(set(own) - {kept, next_}))
+            for new in ((next_, *rest), (next_, *rest[::-1])):
+                moved = list(registers)
+                moved[a], moved[b] = g[0], kept
+                done = _walk(tuple(moved), (*g[1:], *new), bits[1:], steps[1:], near)
+                if done:
+                    row = [own.index(i) for i in (registers[a], *t, registers[b])]
+                    column = [own.index(i) for i in (*new, kept)]
+                    return done[0], done[1], (Multiplied(steps[0][1], (a, b), tuple(row), tuple(column)), *done[2])
+    return None
+
+
+def _near(registers: Sequence[int]) -> int:
+    """The lowest bits that are those of a register's number, 3 at most."""
+    return next((i for i in range(AT_ONCE) if i not in registers), AT_ONCE)
