@@ -37,7 +37,7 @@ def pytest_report_header(config):
 
 # Tests that take more than a few seconds on two cores, as parts of their names. `pytest` leaves them out, `pytest -m ""` runs them too.
 SLOW = re.compile(
-    r"test_compiled|test_kron_linear_(tile|backward|chain|small_factors)\.|test_fuzz|test_sanitizer|test_torture"
+    r"test_compiled|test_kron_linear_(tile|backward|chain|small_factors\w*)\.|test_fuzz|test_sanitizer|test_torture"
     r"|test_scales|test_small_results|test_every_pair_of_layouts|test_derivatives_of_every_order|gradgradcheck|test_neighbouring_heads"
     r"|test_every_length|test_sim_speed|test_matmul_v5|test_installed|test_new_version|test_cli_new_in_tree|compile_without_a_graph_break.*-(sim|cuda)|compiled_with_all"
     r"|test_every_instruction_of_the_shipped|warmup\[.*(a100|rtx4090)|shorter_sequences"

@@ -340,6 +340,7 @@ struct Staged {
 // copy is in flight. `room` points to the thread's first four elements; the next ones are THREADS vectors of four further.
 template <class M, int THREADS, typename T = float>
 struct Arriving {
+    static constexpr int FOURS = (M::PLANE / 4 + THREADS - 1) / THREADS;
     Vec<T, 4>* room;
 
     __device__ __forceinline__ void fetch(const T* from, long long stride) const {
@@ -347,11 +348,20 @@ struct Arriving {
             [&](int i, int row, int column) { cp_async_16(shared_address(room + i * THREADS), from + row * stride + column); });
         cp_async_commit();
     }
-    // Split and store, after the copy has completed. All is read before any is written: ptxas cannot know that the regions do not overlap.
+    // Split and store, after the copy has completed. MOST vectors are read before the first is written, because ptxas cannot know that the
+    // two regions do not overlap.
+    template <int MOST = FOURS>
     __device__ __forceinline__ void put(__nv_bfloat16* to) const {
-        Vec<T, 4> fours[(M::PLANE / 4 + THREADS - 1) / THREADS];
-        each_four<M, THREADS / 32>([&](int i, int, int) { fours[i] = room[i * THREADS]; });
-        each_four<M, THREADS / 32>([&](int i, int row, int column) { put_four<M>(to, row, column, fours[i]); });
+        Vec<T, 4> fours[MOST];
+#pragma unroll
+        for (int first = 0; first < FOURS; first += MOST) {
+            each_four<M, THREADS / 32>([&](int i, int, int) {
+                if (i / MOST == first / MOST) fours[i % MOST] = room[i * THREADS];
+            });
+            each_four<M, THREADS / 32>([&](int i, int row, int column) {
+                if (i / MOST == first / MOST) put_four<M>(to, row, column, fours[i % MOST]);
+            });
+        }
     }
 };
 

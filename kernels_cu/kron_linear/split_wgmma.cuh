@@ -38,6 +38,25 @@ struct Split4 {
     static constexpr int ALL = (TEAMS + 1) * THREADS, X_PLACES = TEAMS + 1;  // backward
 };
 
+// A left factor as operand a: [q][p] for the 64 q of a warpgroup, zeros beyond the last. It goes through `staged` in shared memory. `also` is
+// called before the barrier.
+template <int P, typename Kind, class W, int THREADS, class Also>
+__device__ __forceinline__ void left_rows(Rows<P, Kind>& left, float* staged, const Underway<W, THREADS>& factor, int group,
+                                          const Also& also) {
+    float numbers[P / 8][4];
+    Staged<W>::put(staged, factor);
+    also();
+    __syncthreads();
+    int q = 64 * group + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4, p = threadIdx.x % 4 * 2;
+#pragma unroll
+    for (int e = 0; e < P / 2; ++e) {
+        int j = q + e / 2 % 2 * 8;
+        numbers[e / 4][e % 4] = W::COLUMNS % 64 == 0 || j < W::COLUMNS ? staged[(p + e % 2 + e / 4 * 8) * Staged<W>::ROW + j] : 0.0f;
+    }
+    left.split(numbers);
+    __syncthreads();
+}
+
 // kron_linear_v4 for one or two large float factors. Any grid, block TEAMS * WIDE. Dynamic shared memory: the factors, split, and X of each
 // team.
 template <typename T, class Plan>
@@ -86,16 +105,10 @@ __global__ void __launch_bounds__(Plan::TEAMS* Plan::WIDE, 1)
             using W1 = typename Plan::W1;
             Underway<W1, ALL> whole;
             whole.fetch_any(factors.at[PAIR], factors.p[PAIR], factors.q[PAIR]);
-            float *staged = reinterpret_cast<float*>(right + (RIGHT ? W2::BYTES / 2 : 0)), numbers[P1 / 8][4];
             static_assert(Staged<W1>::SPACE <= Plan::TEAMS * PLACES * X::BYTES, "where X will be");
-            Staged<W1>::put(staged, whole);
-            if constexpr (PAIR) factor.template put<true>(right);
-            __syncthreads();
-            int q = 64 * group + warp % 4 * 16 + threadIdx.x % 32 / 4, p = threadIdx.x % 4 * 2;
-#pragma unroll
-            for (int e = 0; e < P1 / 2; ++e) numbers[e / 4][e % 4] = staged[(p + e % 2 + e / 4 * 8) * Staged<W1>::ROW + q + e / 2 % 2 * 8];
-            left.split(numbers);
-            __syncthreads();
+            left_rows(left, reinterpret_cast<float*>(right + (RIGHT ? W2::BYTES / 2 : 0)), whole, group, [&] {
+                if constexpr (PAIR) factor.template put<true>(right);
+            });
         }
 #pragma unroll
         for (int n = 0; n < LEAD; ++n) {
@@ -143,6 +156,87 @@ __global__ void __launch_bounds__(Plan::TEAMS* Plan::WIDE, 1)
             wgmma_wait<0>(y);
             give(a, y);
         }
+    }
+}
+
+// Two factors in TF32 of 64 to 128 rows and columns, more than 64 columns of the left one: X [P1][P2], Y [Q1][Q2], multiples of 16. Registers
+// hold W1 as operand a (64 rows per warpgroup) and the part of Z = W1^T X that Y = Z W2 takes.
+template <class Left_, class Right_>
+struct SplitPair4 {
+    static constexpr int P1 = Left_::P, Q1 = Left_::Q, P2 = Right_::P, Q2 = Right_::Q, THREADS = (Q1 + 63) / 64 * 128;
+    using X = Tiles<P1, P2, Tf32>;
+    using W1 = Tiles<P1, Q1, Tf32>;
+    using W2 = Tiles<P2, Q2, Tf32>;
+    static constexpr int STAGED = X::BYTES > Staged<W1>::SPACE ? X::BYTES : Staged<W1>::SPACE;  // bytes of X; W1 is staged there first
+};
+
+// Any grid, block THREADS. Dynamic shared memory: W2 and X, split, and the next X, which arrives by cp.async. Two warpgroups alternate: one
+// multiplies while the other splits Z and the next X, and stores.
+template <typename T, class Plan>
+__global__ void __launch_bounds__(Plan::THREADS, 1)
+    kron_linear_v4_split_wgmma_pair(T* out, const T* x, Factors4<T> factors, const T* bias, const T* residual, long long A, double scale,
+                                    long long features) {
+    using X = typename Plan::X;
+    using W1 = typename Plan::W1;
+    using W2 = typename Plan::W2;
+    constexpr int P1 = Plan::P1, Q1 = Plan::Q1, P2 = Plan::P2, Q2 = Plan::Q2, THREADS = Plan::THREADS;
+    extern __shared__ uint4 dynamic[];
+    int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), group = warp / 4;
+    __nv_bfloat16 *right = reinterpret_cast<__nv_bfloat16*>(dynamic), *xs = right + W2::BYTES / 2;
+    Arriving<X, THREADS, T> next{reinterpret_cast<Vec<T, 4>*>(xs + Plan::STAGED / 2) + threadIdx.x};
+    auto fetch = [&](long long a) {
+        if (a < A) next.fetch(x + a * (P1 * P2), P2);
+    };
+    long long a = blockIdx.x, step = gridDim.x;
+    let_next_come();
+    factor_ahead<W2, THREADS>(factors.at[0], factors.p[0], factors.q[0]);
+    factor_ahead<W1, THREADS>(factors.at[1], factors.p[1], factors.q[1]);
+    if (a < A) Ahead<P1, P2, THREADS, T>::ahead(x + a * (P1 * P2), P2);
+    wait_for_previous();
+    Rows<P1, Tf32> left;  // [q][p] for the 64 q of this warpgroup; zeros beyond the last q
+    {
+        Underway<W1, THREADS> factor1;
+        Underway<W2, THREADS> factor2;
+        factor1.fetch_any(factors.at[1], factors.p[1], factors.q[1]);
+        factor2.fetch_any(factors.at[0], factors.p[0], factors.q[0]);
+        fetch(a);
+        left_rows(left, reinterpret_cast<float*>(xs), factor1, group, [&] { factor2.template put<true>(right); });
+    }
+    cp_async_wait<0>();
+    if (a < A) next.put(xs);
+    fence_async();
+    fetch(a + step);
+    __syncthreads();
+    // Split the next X to shared memory when neither warpgroup multiplies the current one any more.
+    auto put = [&] {
+        barrier_of(3 + group, THREADS);
+        cp_async_wait<0>();
+        if (a + step < A) next.template put<4>(xs);
+        fence_async();
+        fetch(a + 2 * step);
+    };
+    Turns<2> turns{0, group};
+    if (a < A) turns.first();
+#pragma unroll 1
+    for (; a < A; a += step) {
+        Rows<P2, Tf32> rows;
+        float z[P2 / 8][4], y[Q2 / 8][4];
+        turns.begin();
+        start_product<P1, Tf32>(z, left, Described<X, true>(xs));
+        turns.end(true);
+        wgmma_wait<0>(z);
+        arrive_at(4 - group, THREADS);
+        rows.split(z);
+        if (group == 1) put();
+        turns.begin();
+        start_product<P2, Tf32>(y, rows, Described<W2, true>(right));
+        turns.end(a + step < A);
+        if (group == 0) put();
+        wgmma_wait<0>(y);
+        store_seated(out, bias, residual, y, features, float(scale), [&](int row, int column) {
+            row += 64 * group;
+            return row < Q1 ? (a * Q1 + row) * Q2 + column : -1;
+        });
     }
 }
 

@@ -17,7 +17,7 @@ from cukern.runtime.kernel import Kernel, Template, planning
 
 KERNELS = {
     name: Template("kron_linear/kron_linear.cu", f"kron_linear_v4_{name}", pdl=True)
-    for name in ("tile", "small_factors", "small_factors_mma", "chain_wgmma", "split_wgmma")
+    for name in ("tile", "small_factors", "small_factors_mma", "chain_wgmma", "split_wgmma", "split_wgmma_pair")
 }
 COMMON = (8, 3), (64, 2)  # factors' size and number, of plans to be compiled where no input is known
 

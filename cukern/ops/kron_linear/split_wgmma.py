@@ -10,6 +10,7 @@ SIZES = 64, 128  # of factors
 TILE = 64  # rows of a right factor alone, or columns of a left one
 BYTES = {False: 6, True: 4}  # of a number in shared memory; in TF32
 MULTIPLY_ADDS_US = {False: 450_000.0, True: 750_000.0}  # of a multiprocessor
+PAIR = 0.8  # of the time for as many, where two large factors are in one launch
 TILE_US = 0.3  # from a tile to the next
 START_US = 5.0  # the launch, and the factors
 SUM_US = 3.0  # and of the partial sums
@@ -33,11 +34,15 @@ class SplitWgmma(NamedTuple):
 
     def template(self, added: bool = False) -> str:
         """The plan as the kernel's template argument; a bias and a residual are seen at run time."""
+        if self.kernel == "split_wgmma_pair":
+            return f"SplitPair4<{', '.join(f'Factor<{s.p}, {s.q}>' for s in reversed(self.steps))}>"
         return _template(self.steps, self.teams, self.products < 3)
 
 
 def forward(run: Sequence[Step], rows: int, target: Problem) -> Iterator[SplitWgmma]:
     """The launch of a run, if there is one."""
+    if target.tensor and _can(target) and len(run) == 2 and run[0].right == 1 and run[1].q > TILE:
+        yield from _pair(run, rows, target)
     if not _fits(run, target):
         return
     (p1, q1), (p2, q2), right, left = _sizes(run)
@@ -50,6 +55,19 @@ def forward(run: Sequence[Step], rows: int, target: Problem) -> Iterator[SplitWg
     L, R = (1, 1 if right else TILE) if left else (TILE, 1)
     if shared <= target.shared:
         yield SplitWgmma(tuple(run), teams, teams * threads, shared, us, L, R, products=2 if target.tensor else 3)
+
+
+def _pair(run: Sequence[Step], rows: int, target: Problem) -> Iterator[SplitWgmma]:
+    """One launch of two larger factors in TF32: see SplitPair4 in split_wgmma.cuh. For few rows, tile shares a row among blocks."""
+    right, left = run
+    if 2 * rows * left.left < target.sms or not all(n % 16 == 0 and TILE <= n <= 2 * TILE for s in run for n in (s.p, s.q)):
+        return
+    numbers = left.p * right.p
+    shared = 4 * right.p * right.q + max(4 * numbers, 4 * left.p * (left.q + 4)) + ceil(numbers / 1024) * 4096
+    work = int(2 * TILE * right.p * (left.p + right.q) * PAIR)
+    us = START_US + _us(rows * left.left, work, numbers + left.q * right.q, target)
+    if shared <= target.shared:
+        yield SplitWgmma(tuple(run), 1, 256, shared, us, products=2, kernel="split_wgmma_pair")
 
 
 def backward(run: Sequence[Step], rows: int, target: Problem) -> Iterator[Backward]:

@@ -57,6 +57,13 @@ def check_forward(device, run, sizes, rows, views, tf32):
     assert error(found[0].view_as(exact), exact) <= 2 * error(plain, exact) + (TF32 if tf32 else 0.0)
 
 
+@kernels
+@pytest.mark.parametrize("sizes, rows", ((((80, 112), (96, 64)), 5), (((128, 128),) * 2, 5), (((80, 112),) * 2, 5)))
+def test_two_large_factors_in_tf32(device, sizes, rows):
+    """Of which the second block of 4 has one tile, and the first one two."""
+    check_forward(device, steps(sizes), sizes, rows, False, True)
+
+
 def test_only_what_fits_is_planned():
     order = steps(((64, 64), (64, 64)))
     for other in ({"wgmma": False}, {"itemsize": 2}, {"aligned": 8}):
