@@ -307,7 +307,8 @@ __global__ void __cluster_dims__(Plan::CLUSTER, 1, 1) __launch_bounds__(Plan::TH
 // of the factors, the rightmost first.
 template <int A_, int B_, class Ks_, class Js_, int... SIZES>
 struct MmaStep {
-    static constexpr int A = 1 << A_, B = 1 << B_, LOW = A < B ? A : B, HIGH = A < B ? B : A, SIDE = (SIZES * ...), COUNT = sizeof...(SIZES);
+    static constexpr int A = 1 << A_, B = 1 << B_, LOW = A < B ? A : B, HIGH = A < B ? B : A, SIDE = (SIZES * ...),
+                         COUNT = sizeof...(SIZES);
     using Ks = Ks_;
     using Js = Js_;
     // EXACT: this step can use elements as loaded from memory, with exact products. PIECES: numbers that a factor is split into.

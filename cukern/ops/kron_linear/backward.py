@@ -9,11 +9,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cukern.ops.kron_linear import cublas, derivatives, few_rows, planner, v3
+from cukern.ops.kron_linear import cublas, few_rows, planner, v3
 from cukern.ops.kron_linear import forward as kron_forward
 from cukern.ops.kron_linear.forward import COMMON, on_tensor_cores, target_of
-from cukern.ops.kron_linear.plan import MOST, Backward, Problem, Sizes, Step, planned_rows
-from cukern.ops.kron_linear.reference import PLAIN, Epilogue
+from cukern.ops.kron_linear.plan import MOST, Backward, Problem, Sizes, Step, planned_rows, steps_of
+from cukern.ops.kron_linear.reference import PLAIN, Epilogue, seen
 from cukern.ops.kron_linear.tile_backward import gradient, gradient_of
 from cukern.runtime import backend
 from cukern.runtime.device import cached, device_of
@@ -62,7 +62,7 @@ def forward_keeping(x: Tensor, factors: Sequence[Tensor], epilogue: Epilogue) ->
 def backward(
     x: Tensor, g: Tensor, factors: Sequence[Tensor], wanted: Sequence[bool], scale: float, kept: Tensor | None = None, at: int = 0
 ) -> list[Tensor | None]:
-    """dx alone is the layer of the transposed factors. With a factor's gradient it is derivatives.gradients, but what went into each launch
+    """dx alone is the layer of the transposed factors. With a factor's gradient it is v3.backward, but what went into each launch
     is multiplied anew from x, in few launches, unless it was kept after `at` steps. Besides dx no more than one array of the layer's
     inputs and outputs exists at one time, two where a launch does not write over what it takes."""
     if not any(wanted[1:]):
@@ -81,7 +81,7 @@ def _through(
 ) -> list[Tensor | None]:  # fmt: skip
     """All launches, the last one's first."""
     found: list[Tensor | None] = [None] * len(wanted)
-    order, n, h = derivatives.plan(factors), len(factors), g
+    order, n, h = steps_of(factors), len(factors), g
     waiting: list[_Waiting] = []
     came = functools.partial(_came, x, factors, kept, at)
     for launch in reversed(plan):
@@ -124,11 +124,11 @@ def _swapped(
     makes what the fused launch takes, and it is the small second one that g is multiplied by anew."""
     (first,), (second,) = (launch.steps for launch in plan)
     large, small = factors[first.factor][None], factors[second.factor][None]
-    h = kron_forward.mode(derivatives.seen(g, large, first.q, first.right), large.mT, 1.0, len(x))
+    h = kron_forward.mode(seen(g, large, first.q, first.right), large.mT, 1.0, len(x))
     found[0] = fused(plan[1], x, h, None, factors, found, scale, scale)
     del h
-    h = kron_forward.mode(derivatives.seen(g, small, second.q, second.right), small.mT, 1.0, len(x))
-    z, h = derivatives.seen(x, large, first.p, first.right), derivatives.seen(h, large, first.q, first.right)
+    h = kron_forward.mode(seen(g, small, second.q, second.right), small.mT, 1.0, len(x))
+    z, h = seen(x, large, first.p, first.right), seen(h, large, first.q, first.right)
     found[first.factor + 1] = contraction(z, h, scale, len(x))[0]
     return found
 
@@ -227,9 +227,9 @@ def _in_steps(
     rows = h.numel() // (run[-1].left * run[-1].q * run[-1].right)
     for at, s in reversed(list(enumerate(run, n))):
         w = factors[s.factor][None]
-        h = derivatives.seen(h, w, s.q, s.right)
+        h = seen(h, w, s.q, s.right)
         if wanted[s.factor + 1]:
-            found[s.factor + 1] = contraction(derivatives.seen(came(at), w, s.p, s.right), h, scale, rows)[0]
+            found[s.factor + 1] = contraction(seen(came(at), w, s.p, s.right), h, scale, rows)[0]
         h = kron_forward.mode(h, w.mT, 1.0 if at else scale, rows)
     return h
 

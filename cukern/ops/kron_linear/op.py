@@ -5,7 +5,7 @@ multiply by x.reshape(.., p) @ w in a loop over the factors have the reverse: th
 takes its DIMS in that order, as the program that it is compared with does.)
 
 A row is an array of p_1 x .. x p_n numbers, and each factor a matrix product along one of its indices; they commute, so those that shrink
-the array come first (plan.py). planner.py chooses the launches, forward.py and backward.py make them; derivatives.py has the derivatives.
+the array come first (plan.py). planner.py chooses the launches, forward.py and backward.py make them.
 """
 
 from collections.abc import Sequence

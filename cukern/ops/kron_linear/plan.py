@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from math import ceil, prod
 from typing import NamedTuple, Protocol
 
+from torch import Tensor
+
 from cukern.runtime.device import Device
 
 MOST = 8  # factors in a launch, as in tile.cuh
@@ -143,6 +145,10 @@ def steps(sizes: Sizes) -> tuple[Step, ...]:
         found.append(Step(i, prod(now[:i]), p, q, prod(now[i + 1 :])))
         now[i] = q
     return tuple(found)
+
+
+def steps_of(factors: Sequence[Tensor]) -> tuple[Step, ...]:
+    return steps(tuple((w.shape[-2], w.shape[-1]) for w in factors))
 
 
 def multiply_adds(order: Sequence[tuple[int, int]], row: int) -> int:

@@ -42,6 +42,11 @@ def samples_of(factors: Sequence[Tensor]) -> int:
     return next((w.shape[0] for w in factors if w.ndim == 3), 1)
 
 
+def seen(z: Tensor, w: Tensor, n: int, right: int) -> Tensor:
+    """The array as a factor w (S, p, q) sees it, whose index has n places: (S, A, n, C)."""
+    return z.reshape(w.shape[0], z.numel() // max(w.shape[0] * n * right, 1), n, right)
+
+
 def width(factors: Sequence[Tensor], side: int) -> int:
     """The number of inputs (side -2) or outputs (side -1) of the layer."""
     return prod([w.shape[side] for w in factors])  # a list: torch.compile takes no generator

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from cukern.ops.kron_linear import cublas, derivatives
-from cukern.ops.kron_linear.reference import PLAIN, Epilogue
+from cukern.ops.kron_linear import cublas
+from cukern.ops.kron_linear.plan import steps_of
+from cukern.ops.kron_linear.reference import PLAIN, Epilogue, seen
 from cukern.runtime.kernel import Kernel, Template
 
 _V3 = Template("kron_linear/kron_linear.cu", "kron_linear_v3")
@@ -34,16 +35,33 @@ def mode_product(z: Tensor, w: Tensor, epilogue: Epilogue = PLAIN) -> Tensor:
 
 def forward(x: Tensor, factors: Sequence[Tensor], epilogue: Epilogue) -> Tensor:
     """x (rows, prod p) times the factors, one launch each."""
-    z, order = x, derivatives.plan(factors)
+    z, order = x, steps_of(factors)
     for step in order:
         w = factors[step.factor]
         w = w if w.ndim == 3 else w[None]
-        z = mode_product(derivatives.seen(z, w, step.p, step.right), w, epilogue if step is order[-1] else PLAIN)
+        z = mode_product(seen(z, w, step.p, step.right), w, epilogue if step is order[-1] else PLAIN)
     return z.view(x.shape[0], -1)
 
 
 def backward(x: Tensor, g: Tensor, factors: Sequence[Tensor], wanted: Sequence[bool], scale: float) -> list[Tensor | None]:
-    return derivatives.gradients(x, g, factors, wanted, scale, lambda z, w, s: mode_product(z, w, (s, None, None)), cublas.contraction)
+    """With Z_0 = x and Z_i = Z_(i-1) x_i W_i the layer is Z_n. With H_n = g and H_(i-1) = H_i x_i W_i^T, dx is H_0, and dW_i is the sum of
+    Z_(i-1) H_i over every index but i. The Z are computed again."""
+    order, ws = steps_of(factors), [w if w.ndim == 3 else w[None] for w in factors]
+    last = max((n for n, s in enumerate(order) if wanted[s.factor + 1]), default=0)  # no Z after it is of use
+    zs, h = [x], g
+    for s in order[:last]:
+        zs.append(mode_product(seen(zs[-1], ws[s.factor], s.p, s.right), ws[s.factor]))
+    found: list[Tensor | None] = [None] * len(wanted)
+    for n, s in reversed(list(enumerate(order))):
+        w = ws[s.factor]
+        h = seen(h, w, s.q, s.right)
+        if wanted[s.factor + 1]:
+            found[s.factor + 1] = cublas.contraction(seen(zs[n], w, s.p, s.right), h, scale).reshape(factors[s.factor].shape)
+        if not wanted[0] and not any(wanted[earlier.factor + 1] for earlier in order[:n]):
+            return found
+        h = mode_product(h, w.mT, (1.0 if n else scale, None, None))
+    found[0] = h.reshape(x.shape)
+    return found
 
 
 def _tile(n: int) -> int:

@@ -8,10 +8,9 @@ from helpers import kernels, problem
 from test_kron_linear_small_factors import check_launches, dense_of, spoiled, square, turn
 
 from cukern.ops.kron_linear import forward as kron_forward
-from cukern.ops.kron_linear import small_factors_mma
-from cukern.ops.kron_linear import planner
-from cukern.ops.kron_linear.small_factors_mma import SmallFactorsMma
+from cukern.ops.kron_linear import planner, small_factors_mma
 from cukern.ops.kron_linear.plan import steps
+from cukern.ops.kron_linear.small_factors_mma import SmallFactorsMma
 
 TARGET, SMALL = problem(2, tensor=True), problem(2, shared=163 << 10, tensor=True)
 HALVES = (torch.bfloat16, torch.float16)
