@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cukern.ops.kron_linear import backward as kron_backward
 from cukern.ops.kron_linear import plan
-from cukern.ops.kron_linear.checks import PLAIN
+from cukern.ops.kron_linear.checks import PLAIN_TYPES
 from cukern.ops.kron_linear.reference import Epilogue, movedim_product, width, with_epilogue
 from cukern.runtime.higher import gradients, tangents
 from cukern.runtime.registry import Differentiable, apply_of, choose, raw_op, save, transformed, watched
@@ -85,7 +85,7 @@ def _fake(x: Tensor, bias: Tensor | None, residual: Tensor | None, factors: Sequ
 
 def _boundary(x: Tensor, factors: Sequence[Tensor], added: bool, version: str) -> int:
     """See kron_backward.boundary; 0 where somebody traces, or tensors are not plain ones."""
-    if torch.compiler.is_compiling() or not x.shape[0] or not x.is_contiguous() or not PLAIN.issuperset(map(type, (x, *factors))):
+    if torch.compiler.is_compiling() or not x.shape[0] or not x.is_contiguous() or not PLAIN_TYPES.issuperset(map(type, (x, *factors))):
         return 0
     if choose("kron_linear", version, x.get_device()).backward is not kron_backward.backward:
         return 0

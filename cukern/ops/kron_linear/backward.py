@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cukern.ops.kron_linear import cublas, few_rows, planner, v3
+from cukern.ops.kron_linear import cublas, planner, wgmma
 from cukern.ops.kron_linear import forward as kron_forward
 from cukern.ops.kron_linear.forward import COMMON, on_tensor_cores, target_of
 from cukern.ops.kron_linear.plan import MOST, Backward, Problem, Sizes, Step, planned_rows, steps_of
@@ -62,13 +62,13 @@ def forward_keeping(x: Tensor, factors: Sequence[Tensor], epilogue: Epilogue) ->
 def backward(
     x: Tensor, g: Tensor, factors: Sequence[Tensor], wanted: Sequence[bool], scale: float, kept: Tensor | None = None, at: int = 0
 ) -> list[Tensor | None]:
-    """dx alone is the layer of the transposed factors. With a factor's gradient it is v3.backward, but what went into each launch
+    """dx alone is the layer of the transposed factors. With a factor's gradient it is cublas.v3_backward, but what went into each launch
     is multiplied anew from x, in few launches, unless it was kept after `at` steps. Besides dx no more than one array of the layer's
     inputs and outputs exists at one time, two where a launch does not write over what it takes."""
     if not any(wanted[1:]):
         return [kron_forward.forward(g, [w.mT for w in factors], (scale, None, None)), *[None] * len(factors)]
     if any(w.ndim == 3 for w in factors):
-        return v3.backward(x, g, factors, wanted, scale)
+        return cublas.v3_backward(x, g, factors, wanted, scale)
     plan = plan_of(x, g, factors)
     if kept is None and all(wanted) and planner.better_swapped(plan):
         return _swapped(plan, x, g, factors, scale, [None] * len(wanted))
@@ -166,10 +166,10 @@ def _launched(
     run = _FUSED[launch.kernel][z.dtype, launch.template].on(device)
     geometry, shared = ((blocks, 1, 1), (launch.threads, 1, 1)), backend.spread(launch.shared, blocks, device)
     if launch.kernel == "few_rows":
-        first, rows = few_rows.first_rows(fibers, z.itemsize), [t.view(fibers, -1) for t in (out, z, h)]
+        first, rows = wgmma.few_first_rows(fibers, z.itemsize), [t.view(fibers, -1) for t in (out, z, h)]
         run(*geometry, shared, *pointers(partials, *rows), kron_forward.by_value(ws), 0, scale)
         if first < fibers:
-            grid = few_rows.BLOCKS * (fibers - first), 1, 1
+            grid = wgmma.FEW_BLOCKS * (fibers - first), 1, 1
             run(grid, geometry[1], shared, *pointers(partials, *[t[first:] for t in rows]), kron_forward.by_value(ws), 1, scale)
         fibers = first
     else:
@@ -184,7 +184,7 @@ def _blocks(launch: Backward, z: Tensor) -> tuple[int, int]:
     """The thread blocks and the partial sums of a launch whose input is z."""
     fibers = z.shape[0] * launch.steps[-1].left
     if launch.kernel == "few_rows":
-        return few_rows.BLOCKS * few_rows.first_rows(fibers, z.itemsize), few_rows.partial_sums(fibers, z.itemsize)
+        return wgmma.FEW_BLOCKS * wgmma.few_first_rows(fibers, z.itemsize), wgmma.few_partial_sums(fibers, z.itemsize)
     blocks = launch.blocks(fibers, z.nbytes, device_of(z.get_device()).sms)
     return blocks, blocks
 

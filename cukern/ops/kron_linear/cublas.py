@@ -1,6 +1,10 @@
 """One factor of kron_linear, and the gradient of one, by torch's matmul, which is cuBLAS: of 16 bits and in TF32 large ones, and those
 whose sizes v4's kernels have no good tiles for. Autocast leaves alone a product that goes to a tensor that is given, and a sum whose dtype
-is given."""
+is given.
+
+And v3, whose kernel multiplies by one factor: a GEMM whose rows are fibers, read from and written to their places. For it an array is
+(S, A, p, C), contiguous, and a factor (S, p, q) of any strides; see kernels_cu/kron_linear/kron_linear.cu.
+"""
 
 from collections.abc import Iterator, Sequence
 from math import ceil
@@ -9,10 +13,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cukern.ops.kron_linear.plan import Problem, Step
-from cukern.ops.kron_linear.reference import Epilogue
+from cukern.ops.kron_linear.plan import Problem, Step, steps_of
+from cukern.ops.kron_linear.reference import PLAIN, Epilogue, seen
 from cukern.runtime.autocast import off
-from cukern.runtime.kernel import planning
+from cukern.runtime.kernel import Kernel, Template, planning
 
 # On one H200, 2048 rows of two factors, us by torch and by v4's kernel. bfloat16: (168, 176) the right one 94, 114, the left one 87, 183;
 # (128, 86), of which the rows are not aligned, 66, 217, and the right one 61, 50; in TF32 (160, 160) 130, 202, and 219, 238.
@@ -140,3 +144,63 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 def _dense(strides: Sequence[int], columns: int) -> bool:
     """Whether the numbers of a row lie side by side, and rows do not overlap."""
     return strides[1] == 1 and strides[0] >= columns
+
+
+# ---- v3
+
+_V3 = Template("kron_linear/kron_linear.cu", "kron_linear_v3")
+_BLOCK = (256, 1, 1)
+_WIDTHS = 8, 64  # columns of a block's tile: the least that is enough, else the last
+
+
+def v3_product(z: Tensor, w: Tensor, epilogue: Epilogue = PLAIN) -> Tensor:
+    """out[s, a, j, c] = scale * sum over k of z[s, a, k, c] w[s, k, j], plus bias and residual: one launch."""
+    samples, A, p, C = z.shape
+    q, (scale, bias, residual) = w.shape[2], epilogue
+    out = torch.empty((samples, A, q, C), dtype=z.dtype, device=z.device)
+    if out.numel():
+        columns = _tile(q)
+        grid = samples * -(-A * C // (4096 // columns)) * -(-q // columns)
+        pointers = (0 if t is None else t.data_ptr() for t in (out, z, w, bias, residual))
+        launch = _V3[z.dtype, columns].on(z.get_device())
+        launch((grid, 1, 1), _BLOCK, 0, *pointers, A, p, q, C, *w.stride(), scale, 1 if bias is None else bias.numel())
+    return out
+
+
+def v3_forward(x: Tensor, factors: Sequence[Tensor], epilogue: Epilogue) -> Tensor:
+    """x (rows, prod p) times the factors, one launch each."""
+    z, order = x, steps_of(factors)
+    for step in order:
+        w = factors[step.factor]
+        w = w if w.ndim == 3 else w[None]
+        z = v3_product(seen(z, w, step.p, step.right), w, epilogue if step is order[-1] else PLAIN)
+    return z.view(x.shape[0], -1)
+
+
+def v3_backward(x: Tensor, g: Tensor, factors: Sequence[Tensor], wanted: Sequence[bool], scale: float) -> list[Tensor | None]:
+    """With Z_0 = x and Z_i = Z_(i-1) x_i W_i the layer is Z_n. With H_n = g and H_(i-1) = H_i x_i W_i^T, dx is H_0, and dW_i is the sum of
+    Z_(i-1) H_i over every index but i. The Z are computed again."""
+    order, ws = steps_of(factors), [w if w.ndim == 3 else w[None] for w in factors]
+    last = max((n for n, s in enumerate(order) if wanted[s.factor + 1]), default=0)  # no Z after it is of use
+    zs, h = [x], g
+    for s in order[:last]:
+        zs.append(v3_product(seen(zs[-1], ws[s.factor], s.p, s.right), ws[s.factor]))
+    found: list[Tensor | None] = [None] * len(wanted)
+    for n, s in reversed(list(enumerate(order))):
+        w = ws[s.factor]
+        h = seen(h, w, s.q, s.right)
+        if wanted[s.factor + 1]:
+            found[s.factor + 1] = contraction(seen(zs[n], w, s.p, s.right), h, scale).reshape(factors[s.factor].shape)
+        if not wanted[0] and not any(wanted[earlier.factor + 1] for earlier in order[:n]):
+            return found
+        h = v3_product(h, w.mT, (1.0 if n else scale, None, None))
+    found[0] = h.reshape(x.shape)
+    return found
+
+
+def _tile(n: int) -> int:
+    return next((width for width in _WIDTHS if n <= width), _WIDTHS[-1])
+
+
+def v3_instances(dtype: torch.dtype) -> list[Kernel]:
+    return [_V3[dtype, width] for width in _WIDTHS]

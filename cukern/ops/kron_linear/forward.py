@@ -3,17 +3,20 @@
 import struct
 from collections.abc import Callable, Sequence
 from math import gcd
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from cukern.ops.kron_linear import cublas, planner, v3
+from cukern.ops.kron_linear import cublas, planner
+from cukern.ops.kron_linear.checks import PLAIN_TYPES
 from cukern.ops.kron_linear.plan import MOST, Launch, Problem, Sizes, Step, planned_rows, planned_rows_forward
 from cukern.ops.kron_linear.reference import PLAIN, Epilogue
 from cukern.runtime import backend
-from cukern.runtime.device import cached, device_of
+from cukern.runtime.device import cached, device_of, when_plans_change
 from cukern.runtime.kernel import Kernel, Template, planning
+from cukern.runtime.registry import choose
 
 KERNELS = {
     name: Template("kron_linear/kron_linear.cu", f"kron_linear_v4_{name}", pdl=True)
@@ -90,7 +93,7 @@ def launch_group(made: Prepared, z: Tensor, factors: Sequence[Tensor], epilogue:
 def forward(x: Tensor, factors: Sequence[Tensor], epilogue: Epilogue, count: int | None = None) -> Tensor:
     """All factors, or those of the first `count` steps; rows in parts, where what lies between two launches would take much memory."""
     if any([w.ndim == 3 for w in factors]):
-        return v3.forward(x, factors, epilogue)
+        return cublas.v3_forward(x, factors, epilogue)
     rows, (scale, bias, residual) = x.shape[0], epilogue
     part, launches = plan_of_layer(*problem(x, factors, adds(epilogue)), count)
     if len(launches) == 1:
@@ -178,3 +181,72 @@ def instances(dtype: torch.dtype) -> list[Kernel]:
     target = target._replace(device=target.device._replace(capability=80, shared_bytes=(201 << 10) - 1))
     plans = [plan for f, n in COMMON for plan in planner.forward(((f, f),) * n, 64, target)]
     return [KERNELS[plan.kernel][dtype, plan.template()] for plan in plans if plan.threads]
+
+
+# ---- the launch cache
+#
+# The usual call of kron_linear, in a few microseconds: tensors on a GPU, no bias, no residual, nothing that records a graph, one launch.
+#
+# A call of the same shapes and strides as an earlier one needs none of its checks again, and no plan: all but the pointers is known. What
+# torch.compile asks before it runs what it compiled, TensorGuards, tells so of all tensors at once: their types, dtypes, devices, shapes,
+# strides, whether they require a gradient, are negated lazily, or are seen by a dispatch mode or one of torch.func's transforms.
+
+# torch's stub does not know its arguments. Without it no call is known.
+TensorGuards: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)
+
+Call = Callable[[Tensor, Sequence[Tensor]], Tensor]
+
+_MOST, _MOST_KEYS = 16, 512  # calls to remember that have a key in common, and keys
+_recording = torch.is_grad_enabled
+_tracing = torch.compiler.is_dynamo_compiling
+_modes = torch._C._len_torch_dispatch_stack
+
+_known: dict[Any, list[tuple[Any, Call]]] = {}
+when_plans_change(_known.clear)
+
+
+def usual(x: Any, factors: Any, scale: Any) -> bool:
+    """Whether a call may be known: the types of its arguments are, and nobody traces, listens or carries tangents."""
+    if type(x) not in PLAIN_TYPES or type(factors) not in (list, tuple) or type(scale) not in (float, int):
+        return False
+    return not (_tracing() or _modes() or forward_ad._current_level >= 0)
+
+
+def known(x: Tensor, factors: Sequence[Tensor], scale: float) -> Call | None:
+    """The launch of an earlier usual call that was like this one."""
+    try:
+        calls = _known.get(_key(x, factors, scale), ())
+    except RuntimeError:  # a nested tensor has no shape
+        return None
+    for guards, call in calls:
+        if guards.check(x, *factors):
+            return None if x.data_ptr() & 15 else call
+    return None
+
+
+def remember(x: Tensor, factors: Sequence[Tensor], scale: float) -> None:
+    """Prepare for calls like this usual one, which goes to kernels, if one launch will do."""
+    every = (x, *factors)
+    if not TensorGuards or not x.is_cuda or not x.is_contiguous() or not x.numel() or x.data_ptr() & 15:
+        return
+    if len({id(t) for t in every}) < len(every):  # the guards take a tensor that comes twice for another one
+        return
+    if not all(map(_is_plain, every)) or any([w.ndim != 2 for w in factors]):
+        return
+    if choose("kron_linear", "", x.get_device()).forward is not forward:
+        return
+    if call := single_launch(x, factors, float(scale)):
+        if len(_known) >= _MOST_KEYS:
+            _known.clear()
+        alike = _known.setdefault(_key(x, factors, scale), [])
+        if len(alike) >= _MOST:
+            alike.clear()
+        alike.append((TensorGuards(x, *factors, dynamic_dims_sizes=None, dynamic_dims_strides=None), call))
+
+
+def _is_plain(t: Tensor) -> bool:
+    return type(t) in PLAIN_TYPES and not t.is_neg() and not (_recording() and t.requires_grad)
+
+
+def _key(x: Tensor, factors: Sequence[Tensor], scale: float) -> Any:
+    return x.shape, len(factors), scale, tf32(), _recording()

@@ -8,22 +8,51 @@ A row is an array of p_1 x .. x p_n numbers, and each factor a matrix product al
 the array come first (plan.py). planner.py chooses the launches, forward.py and backward.py make them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from cukern.ops.kron_linear import backward as kron_backward
 from cukern.ops.kron_linear import checks as kron_checks
-from cukern.ops.kron_linear import launch_cache
+from cukern.ops.kron_linear import cublas
+from cukern.ops.kron_linear import forward as kron_forward
 from cukern.ops.kron_linear.autograd import product
-from cukern.ops.kron_linear.reference import PRODUCTS, movedim_product, with_epilogue
-from cukern.ops.kron_linear.versions import VERSIONS
+from cukern.ops.kron_linear.reference import PRODUCTS, Epilogue, movedim_product, with_epilogue
 from cukern.ops.matmul import torch_matmul
 from cukern.runtime import backend, checks
+from cukern.runtime.kernel import Kernel
+from cukern.runtime.registry import Version
 
 _transforms = torch._C._are_functorch_transforms_active
 _tracing = torch.compiler.is_dynamo_compiling
+
+
+def _v4_instances(dtype: torch.dtype) -> list[Kernel]:
+    return [*kron_forward.instances(dtype), *kron_backward.instances(dtype), *cublas.v3_instances(dtype)]
+
+
+def _by_torch(version: str) -> Callable[[Tensor, Sequence[Tensor], Epilogue], Tensor]:
+    def forward(x: Tensor, factors: Sequence[Tensor], epilogue: Epilogue) -> Tensor:
+        return with_epilogue(PRODUCTS[version](x, factors), epilogue)
+
+    return forward
+
+
+# v1 and v2 are torch, and torch differentiates them.
+VERSIONS = {
+    "v1": Version("x @ w and movedim, in torch", _by_torch("v1")),
+    "v2": Version("w^T @ x^T and reshape, in torch", _by_torch("v2")),
+    "v3": Version("one GEMM a factor, read and written in place", cublas.v3_forward, cublas.v3_backward, cublas.v3_instances),
+    "v4": Version(
+        "a group of factors a launch, in shared memory, compiled for their sizes",
+        kron_forward.forward,
+        kron_backward.backward,
+        _v4_instances,
+        requires=80,
+    ),
+}
 
 
 def kron_linear(
@@ -66,8 +95,8 @@ def kron_linear(
     Raises TypeError for another dtype, or two, and for arguments of another type; ValueError for no factors, shapes that do not fit, two
     devices, a scale that is not finite, or an unknown version.
     """
-    usual = bias is residual is version is None and launch_cache.usual(x, factors, scale)
-    call = launch_cache.known(x, factors, scale) if usual else None
+    usual = bias is residual is version is None and kron_forward.usual(x, factors, scale)
+    call = kron_forward.known(x, factors, scale) if usual else None
     if call:
         return call(x, factors)
     x, factors, bias, residual = kron_checks.tensors(x, factors, bias, residual)
@@ -80,7 +109,7 @@ def kron_linear(
         y = PRODUCTS.get(version or "", movedim_product)(rows, factors)
         return with_epilogue(y.reshape(shape), (scale, bias, residual))
     if usual:
-        launch_cache.remember(x, factors, scale)
+        kron_forward.remember(x, factors, scale)
     flat = residual if residual is None or x.ndim == 2 else residual.reshape(-1, shape[-1])
     y = product(rows, factors, bias, flat, scale, version or "")
     return y if x.ndim == 2 else y.view(shape)
@@ -104,7 +133,7 @@ def lokr_linear(
 
     Returns (..., q1 * q2). Autocast: as in `kron_linear`. Raises as it does, with W1 and W2 transposed as its factors.
     """
-    plain = type(w1) in kron_checks.PLAIN and type(w2) in kron_checks.PLAIN
+    plain = type(w1) in kron_checks.PLAIN_TYPES and type(w2) in kron_checks.PLAIN_TYPES
     if not plain or w1.ndim < 2 or w2.ndim < 2 or w1.is_nested or w2.is_nested:
         x, w1, *parts = kron_checks.lokr(x, w1, w2)
         w2 = torch_matmul(*parts) if len(parts) == 2 else parts[0]

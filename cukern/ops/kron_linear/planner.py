@@ -7,7 +7,7 @@ fastest cut of the layer into runs is chosen.
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from cukern.ops.kron_linear import chain_wgmma, cublas, few_rows, small_factors, small_factors_mma, split_wgmma, tile, tile_backward
+from cukern.ops.kron_linear import cublas, small_factors, small_factors_mma, tile, tile_backward, wgmma
 from cukern.ops.kron_linear.plan import MOST, Backward, Launch, Problem, Sizes, Step, in_order, least_us, planned_rows, steps
 from cukern.runtime.device import cached, eligible
 
@@ -20,11 +20,12 @@ FORWARD: tuple[Callable[[Run, int, Problem], Iterator[Any]], ...] = (
     tile.forward,
     small_factors.forward,
     small_factors_mma.forward,
-    chain_wgmma.forward,
-    split_wgmma.forward,
+    wgmma.chain,
+    wgmma.forward,
+    wgmma.pair,
     cublas.forward,
 )
-BACKWARD: tuple[Callable[[Run, int, Problem], Iterator[Backward]], ...] = (tile_backward.backward, split_wgmma.backward, few_rows.backward)
+BACKWARD: tuple[Callable[[Run, int, Problem], Iterator[Backward]], ...] = (tile_backward.backward, wgmma.backward, wgmma.few_rows)
 
 
 @cached(512)
@@ -43,7 +44,7 @@ def forward(sizes: Sizes, rows: int, target: Problem, count: int | None = None) 
         best.append(min(options, key=lambda o: o[0]))
     us, plan = best[-1]
     # A chain multiplies by the left factor first in any case, and so may be planned where the steps have it first.
-    whole = chain_wgmma.forward(in_order(sizes), rows, target) if count is None else ()
+    whole = wgmma.chain(in_order(sizes), rows, target) if count is None else ()
     options = eligible([(us, plan), *[(g.us, (g,)) for g in whole]], lambda o: o[1][0].kernel)
     return min(options or [(us, plan)], key=lambda o: o[0])[1]
 

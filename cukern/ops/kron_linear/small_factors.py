@@ -70,26 +70,29 @@ class SmallFactors(NamedTuple):
 
 def forward(run: Sequence[Step], rows: int, target: Problem) -> Iterator[SmallFactors]:
     """The launches of a run of steps, of tiles of each size."""
-    if target.itemsize != 4 or target.aligned < 16 or target.shared < LEAST_SHARED or any(s.p != s.q or s.p not in SIZES for s in run):
+    if not are_small(run, 4, target):
         return
     C, bits = run[0].right, sum(log2(s.p) for s in run)
     for threads, cluster in ((WHOLE_BLOCK // 8, 1), (WHOLE_BLOCK // 4, 1), (WHOLE_BLOCK // 2, 1), (WHOLE_BLOCK, 1), (WHOLE_BLOCK, 2)):
-        L, R = _tile(HELD + log2(threads * cluster) - bits, C, cluster, target.itemsize)
-        tiles = ceil(rows * run[-1].left / L) * (C // R) if L else 0
+        L, R = tile_of(HELD + log2(threads * cluster) - bits, C, 4)
+        tiles = ceil(rows * run[-1].left / L) * (C // R) if L == 1 or (L and cluster == 1) else 0
         if tiles * cluster * threads > target.sms * WHOLE_BLOCK:  # else no tile comes while another is multiplied
             made = _launch(run, target, threads, cluster, L, R, tiles)
             if made:
                 yield made
 
 
-def _tile(others: int, C: int, cluster: int, itemsize: int) -> tuple[int, int]:
+def are_small(run: Sequence[Step], itemsize: int, target: Problem) -> bool:
+    """Whether the kernels of small_factors.cuh for numbers of so many bytes take these factors."""
+    fits = target.itemsize == itemsize and target.aligned >= 16 and target.shared >= LEAST_SHARED
+    return fits and all(s.p == s.q and s.p in SIZES for s in run)
+
+
+def tile_of(others: int, C: int, itemsize: int) -> tuple[int, int]:
     """L and R of a tile with so many bits beside the factors'; zeros if there is none."""
-    if others < 0:
-        return 0, 0
-    R = min(1 << others, C & -C)
-    L = (1 << others) // R
-    short = R < C and R * itemsize < LEAST_RUN
-    return (0, 0) if short or (L > 1 and (R < C or cluster > 1)) else (L, R)
+    R = min(1 << max(0, others), C & -C)
+    L = (1 << others) // R if others >= 0 else 0
+    return (L, R) if R == C or (L == 1 and R * itemsize >= LEAST_RUN) else (0, 0)
 
 
 def _launch(run: Sequence[Step], target: Problem, threads: int, cluster: int, L: int, R: int, tiles: int) -> SmallFactors | None:

@@ -10,7 +10,7 @@ from math import ceil, prod
 from typing import NamedTuple
 
 from cukern.ops.kron_linear.plan import Problem, Step
-from cukern.ops.kron_linear.small_factors import LEAST_RUN, LEAST_SHARED, SIZES, bits_of, log2, turns
+from cukern.ops.kron_linear.small_factors import are_small, bits_of, log2, tile_of, turns
 
 EACH = 6  # bits: numbers of a tile for each thread
 LEAST, ALL = 13, 15  # of a tile: what a multiprocessor exchanges at one time, and a part of it; smaller tiles begin too often
@@ -103,17 +103,12 @@ class SmallFactorsMma(NamedTuple):
 
 def forward(run: Sequence[Step], rows: int, target: Problem) -> Iterator[SmallFactorsMma]:
     """The launches of a run of steps, of tiles of each size."""
-    if target.itemsize != 2 or not target.tensor or target.aligned < 16 or target.shared < LEAST_SHARED:
-        return
-    if any(s.p != s.q or s.p not in SIZES for s in run):
+    if not target.tensor or not are_small(run, 2, target):
         return
     C, bits = run[0].right, sum(log2(s.p) for s in run)
     for top in range(LEAST, ALL + 1):
-        R = min(1 << max(0, top - bits), C & -C)
-        L = (1 << top) // (R << bits)
-        if not L or (L > 1 and R < C) or (R < C and 2 * R < LEAST_RUN) or 1 < R < 1 << AT_ONCE:
-            continue
-        made = _launch(run, target, top, L, R, ceil(rows * run[-1].left / L) * (C // R))
+        L, R = tile_of(top - bits, C, 2)
+        made = _launch(run, target, top, L, R, ceil(rows * run[-1].left / L) * (C // R)) if L and not 1 < R < 1 << AT_ONCE else None
         if made:
             yield made
 
@@ -187,30 +182,37 @@ def _pass(steps: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], within: int,
     lane bits g and one in a register's number; and n, that was in g, in a register's number and in t. Of the last pass neighbours in
     memory are in lanes."""
     best = None
-    for along in _along([bits for bits, _ in steps], [b for b in range(near, min(within, 8))]):
-        together = {0, 1, 2}.union(*along)
-        if len(together) > PIECE or (0 in along[0] and 1 not in along[0]):
+    for along, lanes, bits in _starts([bits for bits, _ in steps], within, top, near):
+        registers = tuple(sorted(bits - set(lanes)))
+        done = _walk(registers, lanes, along, steps, near)
+        if not done:
             continue
-        if any(len({*a} & {*b}) < 2 for a, b in zip(along, along[2:], strict=False)):  # of these come that step's t
-            continue
-        t = tuple(b for b in along[0] if b > 1 or 0 not in along[0])[:2]
-        after = [b for b in (along[1] if len(steps) > 1 else range(3, top)) if b not in along[0]]
-        for g12 in combinations(after[:4], 2):
-            for g0 in [b for b in dict.fromkeys([*after, *range(3, top)]) if b not in along[0] and b not in g12][:3]:
-                lanes = (*t, g0, *g12)
-                bits = together | set(lanes)
-                bits |= set([b for b in range(top) if b not in bits][: max(0, PIECE - len(bits))])
-                if len(set(lanes)) < LANES or len(bits) > PIECE:
-                    continue
-                registers = tuple(sorted(bits - set(lanes)))
-                done = _walk(registers, lanes, along, steps, near)
-                if not done:
-                    continue
-                made = Pass(registers, lanes, *done)
-                if not last or made.run > 1:
-                    return made
-                best = made if made.run and (not best or best.run < made.run) else best
+        made = Pass(registers, lanes, *done)
+        if not last or made.run > 1:
+            return made
+        best = made if made.run and (not best or best.run < made.run) else best
     return best
+
+
+def _starts(
+    steps: Sequence[tuple[int, ...]], within: int, top: int, near: int
+) -> Iterator[tuple[tuple[tuple[int, ...], ...], tuple[int, ...], set[int]]]:
+    """The bits along which each step may multiply, those of lanes before the first step, and all that a warp has at once."""
+    for along in _along(steps, [b for b in range(near, min(within, 8))]):
+        t = tuple(b for b in along[0] if b > 1 or 0 not in along[0])[:2]
+        for g in _columns(along, top):
+            bits = {0, 1, 2, *t, *g}.union(*along)
+            bits |= set([b for b in range(top) if b not in bits][: max(0, PIECE - len(bits))])
+            if len({*t, *g}) == LANES and len(bits) <= PIECE:
+                yield along, (*t, *g), bits
+
+
+def _columns(along: Sequence[tuple[int, ...]], top: int) -> Iterator[tuple[int, int, int]]:
+    """The bits that lane bits g may have before the first step."""
+    after = [b for b in (along[1] if len(along) > 1 else range(3, top)) if b not in along[0]]
+    for g12 in combinations(after[:4], 2):
+        for g0 in [b for b in dict.fromkeys([*after, *range(3, top)]) if b not in along[0] and b not in g12][:3]:
+            yield g0, *g12
 
 
 def _along(bits: Sequence[tuple[int, ...]], beside: Sequence[int]) -> Iterator[tuple[tuple[int, ...], ...]]:
@@ -220,7 +222,10 @@ def _along(bits: Sequence[tuple[int, ...]], beside: Sequence[int]) -> Iterator[t
     for own in bits:
         need, free = SIDE - len(own), [b for b in beside if b not in used]
         options.append([(*own, *more) for more in combinations([*free[:3], *[b for b in used if b not in own]], need)])
-    return product(*options)
+    for along in product(*options):
+        of_t = all(len({*a} & {*b}) >= 2 for a, b in zip(along, along[2:], strict=False))  # of these come that step's t
+        if of_t and len({0, 1, 2}.union(*along)) <= PIECE and (1 in along[0] or 0 not in along[0]):
+            yield along
 
 
 def _walk(

@@ -9,8 +9,8 @@ from helpers import kernels, problem, same_bits
 from test_kron_linear import dense, draw, error, launch
 
 import cukern
-from cukern.ops.kron_linear import chain_wgmma, planner
 from cukern.ops.kron_linear import forward as kron_forward
+from cukern.ops.kron_linear import planner, wgmma
 from cukern.ops.kron_linear.forward import launch_group
 from cukern.ops.kron_linear.plan import in_order
 from cukern.runtime import backend
@@ -30,7 +30,7 @@ def plans(sizes, rows, dtype, device):
     if not hopper(device):
         pytest.skip("needs warpgroups")
     target = problem(dtype.itemsize, 132, SHARED, True, 16, True)._replace(bfloat=dtype is BF16)
-    chain = next(chain_wgmma.forward(in_order(sizes), rows, target))
+    chain = next(wgmma.chain(in_order(sizes), rows, target))
     return [chain, chain._replace(teams=1, stages=3), chain._replace(stages=1)]
 
 
@@ -163,7 +163,7 @@ def test_two_of_three_factors(device, sizes):
         pytest.skip("needs warpgroups")
     x, ws = draw(3, sizes, device, BF16)
     run = in_order(sizes)[:2]
-    (plan, *_) = chain_wgmma.forward(run, 3, problem(2, 132, SHARED, True, 16, True)._replace(bfloat=True))
+    (plan, *_) = wgmma.chain(run, 3, problem(2, 132, SHARED, True, 16, True)._replace(bfloat=True))
     p0 = sizes[0][0]
     exact = dense(x.double().view(3 * p0, -1), [w.double() for w in ws[1:]]).view(3, -1)
     assert error(launch(plan, x, ws), exact) < LIMIT[BF16]
@@ -183,5 +183,5 @@ def test_the_public_function_uses_these_launches(device, monkeypatch):
         y = cukern.kron_linear(x, ws, residual=residual, version="v4")
         exact = dense(x.double(), [w.double() for w in ws]) + residual.double()
         assert error(y, exact) < LIMIT[BF16], "each launch rounds once"
-        assert taken == [chain_wgmma.ChainWgmma]
+        assert taken == [wgmma.ChainWgmma]
         taken.clear()

@@ -14,7 +14,7 @@ import cukern
 from cukern.bench import environment
 from cukern.ops.kron_linear import backward as kron_backward
 from cukern.ops.kron_linear import forward as kron_forward
-from cukern.ops.kron_linear import launch_cache, planner
+from cukern.ops.kron_linear import planner
 from cukern.ops.kron_linear import tile as kron_tile
 from cukern.ops.kron_linear.plan import MOST, steps
 from cukern.ops.kron_linear.tile import FMA, SPLIT, TENSOR, Tile
@@ -252,11 +252,11 @@ def test_gradients_of_factors_of_many_sizes(device, dtype, tf32):
 
 @gpu
 def test_repeated_calls_use_the_launch_cache():
-    launch_cache._known.clear()
+    kron_forward._known.clear()
     x, ws = draw((2, 8), ((16, 16), (32, 32)), "cuda", torch.float32)
     first = cukern.kron_linear(x, ws)
-    assert launch_cache.known(x, ws, 1.0)
-    assert same_bits(cukern.kron_linear(x, ws), first) and len(launch_cache._known) == 1
+    assert kron_forward.known(x, ws, 1.0)
+    assert same_bits(cukern.kron_linear(x, ws), first) and len(kron_forward._known) == 1
     columns, wide = [w.t().contiguous().t() for w in ws], [w.double() for w in ws]
     whole, shifted = [torch.randn(512, 8, device="cuda")], torch.empty(x.numel() + 1, device="cuda")[1:].view_as(x).copy_(x)
     z, tied = torch.randn(5, 1024, device="cuda"), [torch.randn(32, 32, device="cuda")] * 2
@@ -268,14 +268,14 @@ def test_repeated_calls_use_the_launch_cache():
         cukern.kron_linear(x[..., 1:], ws)
     for n in range(600):
         cukern.kron_linear(x, ws, scale=n + 0.5)
-    assert len(launch_cache._known) <= launch_cache._MOST_KEYS
+    assert len(kron_forward._known) <= kron_forward._MOST_KEYS
 
 
 @gpu
 @FORWARD_MODE
 def test_recorded_and_traced_calls_bypass_the_launch_cache():
     """What records a graph, carries a tangent, is negated lazily, or is traced must be seen."""
-    launch_cache._known.clear()
+    kron_forward._known.clear()
     x, ws = draw((2, 8), ((16, 16), (32, 32)), "cuda", torch.float32)
     layer = cukern.KronLinear((16, 32), (16, 32), bias=False, device="cuda")
     for _ in range(2):
@@ -283,7 +283,7 @@ def test_recorded_and_traced_calls_bypass_the_launch_cache():
         with torch.no_grad():
             assert not layer(x).requires_grad
         assert layer(x).requires_grad and cukern.kron_linear(x.clone().requires_grad_(), ws).requires_grad
-    assert launch_cache.known(x, ws, 1.0)
+    assert kron_forward.known(x, ws, 1.0)
     lazy = torch._neg_view(-x)
     with pytest.raises(ValueError, match="x has the negative bit set"):
         cukern.kron_linear(lazy, ws)
