@@ -66,6 +66,8 @@ def kron_linear(
 ) -> Tensor:
     """scale * x @ torch.kron(torch.kron(W1, W2), ..) + bias + residual, differentiable any number of times, backward and forward.
 
+    Higher derivatives and forward-mode tangents use torch's operations.
+
     Args:
         x: (..., p_1 * .. * p_n), float16, bfloat16, float32 or float64: a tensor, or an array that speaks DLPack. Copied first if it is not
             contiguous.
