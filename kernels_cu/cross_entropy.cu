@@ -13,8 +13,8 @@
 //            reduced over the threads of the row in a fixed order. The backward reads a row and writes its gradient. lse is kept as a
 //            double, and p is computed from its two float parts, so that large logits lose no digits. The backward has a fast path for
 //            vectors that contain neither the target nor padding: 7 instructions per element.
-// Launch     A row has one block or, up to 16 KiB, one warp of a block (32, 4). Each block writes the sum of its losses; a second launch of
-//            one block adds these.
+// Launch     A row has one block or, up to 16 KiB, one warp of a block (32, 4), in a grid of an even number of blocks, so that the rows of
+//            a warp have one alignment. Each block writes the sum of its losses; a second launch of one block adds these.
 //
 // version  idea                                                               8192x50304 bf16, H200: forward, backward of a copy
 // v1       a block per row, one element per thread and step
@@ -25,6 +25,7 @@
 #include "common/math.cuh"
 #include "common/pack.cuh"
 #include "common/pdl.cuh"
+#include "common/ptx/async_copy.cuh"
 #include "common/ptx/math.cuh"
 #include "common/reduce.cuh"
 
@@ -148,6 +149,13 @@ struct OnlineSum {
     template <int N>
     __device__ __forceinline__ void look(const Vec<T, N>& v) {
         top.add(v);
+        asm volatile("" : "+r"(adds_all));  // otherwise the compiler makes two copies of the loop around this
+        if (!adds_all) return;
+        C c[N], all = 0;
+        unpack(c, v);
+#pragma unroll
+        for (int j = 0; j < N; ++j) all += capped(c[j]);
+        total += all;
     }
     __device__ __forceinline__ void raise() {
         C c = capped(top.largest());
@@ -156,20 +164,11 @@ struct OnlineSum {
         largest = c;
     }
     template <int N, typename Index>
-    __device__ __forceinline__ void operator()(Index, C (&c)[N]) {
-        C partial, all;
+    __device__ __forceinline__ void operator()(Index, const C (&c)[N]) {
+        C partial = 0;
 #pragma unroll
-        for (int j = 0; j < N; ++j) {
-            c[j] = capped(c[j]);
-            C e = exponential(c[j] - largest);
-            partial = j ? partial + e : e;
-        }
+        for (int j = 0; j < N; ++j) partial += exponential(capped(c[j]) - largest);
         sum += partial;
-        asm volatile("" : "+r"(adds_all));  // otherwise the compiler makes two copies of the loop around this
-        if (!adds_all) return;
-#pragma unroll
-        for (int j = 0; j < N; ++j) all = j ? all + c[j] : c[j];
-        total += all;
     }
 };
 
@@ -320,27 +319,84 @@ __device__ __forceinline__ void prefetch_row(const T* x, int columns) {
     for (int i = threadIdx.x * (128 / sizeof(T)); i < columns; i += 32 * (128 / sizeof(T))) prefetch(x + i);
 }
 
+// Reads the rows of a warp, which have one alignment, in steps of LOADS vectors per lane. Before a step is used, the copy of the next one to
+// shared memory starts, which may belong to the next row: the warp always has loads in flight. A lane reads only what it has copied.
+template <typename T, int LOADS>
+struct Steps {
+    static constexpr int N = 16 / sizeof(T), SIZE = 32 * LOADS;
+    Vec<T, N>* slots;  // of this lane, 32 apart: LOADS for each of two steps
+    const T* x;        // this lane's first vector of the next step
+    long long jump;    // from the end of a row's last step to the next row
+    unsigned to;       // the address of `slots` in shared memory
+    int columns, first, vectors, steps, at = 0, next = 0;
+    __device__ __forceinline__ Steps(Vec<T, N>* slots, const T* row, long long stride, int columns, int rows)
+        : slots(slots), columns(columns) {
+        to = shared_address(slots);
+        asm volatile("" : "+r"(to));  // otherwise the compiler computes it again for each copy
+        first = min(columns, int(-static_cast<unsigned>(reinterpret_cast<unsigned long long>(row)) % 16 / sizeof(T)));
+        vectors = (columns - first) / N, steps = max((vectors + SIZE - 1) / SIZE, 1);
+        x = row + first + threadIdx.x * N, jump = stride - steps * SIZE * N, steps *= rows;
+        copy();
+    }
+    __device__ __forceinline__ bool has(int i, int k) const { return i + 32 * k < vectors - int(threadIdx.x); }
+    __device__ __forceinline__ void copy() {
+        if (steps == 0) return;
+#pragma unroll
+        for (int k = 0; k < LOADS; ++k)
+            if (has(at, k)) cp_async_16(to + (next + k) * 32 * 16, x + 32 * k * N);
+        cp_async_commit();
+        next ^= LOADS, at += SIZE, x += SIZE * N, --steps;
+        if (at >= vectors) at = 0, x += jump;
+    }
+    template <class F>
+    __device__ __forceinline__ void read(const T* row, F& use) {
+        int i = 0;
+#pragma unroll 1
+        do {
+            Vec<T, N> loaded[LOADS];
+            cp_async_wait<0>();
+#pragma unroll
+            for (int k = 0; k < LOADS; ++k)
+                if (has(i, k)) use.look(loaded[k] = slots[((next ^ LOADS) + k) * 32]);
+            copy();
+            use.raise();
+#pragma unroll
+            for (int k = 0; k < LOADS; ++k) {
+                if (!has(i, k)) break;
+                compute_t<T> values[N];
+                unpack(values, loaded[k]);
+                use(0, values);
+            }
+        } while ((i += SIZE) < vectors);
+        int edge = threadIdx.x < first ? threadIdx.x : threadIdx.x + vectors * N;
+        if (edge < columns) read_one(row, edge, use);
+    }
+};
+
 template <typename T, bool SOFTCAP>
-__global__ void __launch_bounds__(128, sizeof(T) < 8 && !SOFTCAP ? 8 : 1)
+__global__ void __launch_bounds__(128, sizeof(T) < 8 && !SOFTCAP && __CUDA_ARCH__ >= 800 ? 8 : 1)
     cross_entropy_warp(compute_t<T>* losses, double* lse, double2* partials, const T* x, const void* targets, bool wide, long long rows,
                        long long x_row, Options o) {
+    constexpr int LOADS = sizeof(T) == 8 ? 2 : 4;
+    __shared__ Vec<T, 16 / sizeof(T)> slots[4][2 * LOADS * 32];
+    __shared__ RowSums<T> own[4][32];  // of row r of a warp: written and read by its lane r
     long long first = blockIdx.x * 4LL + threadIdx.y, warps = gridDim.x * 4LL, mine = first + threadIdx.x * warps;
     const T* from = x + first * x_row;
     take_over(4 * o.vocab * sizeof(T), 1024, [&] {
         if (first < rows) prefetch_row(from, o.vocab);
     });
+    int count = __popc(__ballot_sync(~0u, mine < rows));
+    Steps<T, LOADS> steps(&slots[threadIdx.y][threadIdx.x], from, warps * x_row, o.vocab, count);
     long long target = mine < rows ? index_at(targets, wide, mine) : o.ignored;
     T at_target = mine < rows && target >= 0 && target < o.vocab ? x[mine * x_row + target] : T();
-    RowSums<T> own = {};
-    for (long long row = first, r = 0; row < rows; row += warps, ++r) {
+    for (int r = 0; r < count; ++r, from += warps * x_row) {
         OnlineSum<T, SOFTCAP> online(o);
-        read_row<(sizeof(T) == 8 ? 2 : 4), true>(from, from, o.vocab, true, online);
-        from += warps * x_row;
+        steps.read(from, online);
         RowSums<T> sums = row_sums<true>(online);
-        if (threadIdx.x == r) own = sums;
+        if (threadIdx.x == r) own[threadIdx.y][r] = sums;
     }
     double loss = 0;
-    if (mine < rows) loss = write_loss<SOFTCAP>(losses, lse, own, at_target, mine, target, o);
+    if (mine < rows) loss = write_loss<SOFTCAP>(losses, lse, own[threadIdx.y][threadIdx.x], at_target, mine, target, o);
     if (partials) write_sums(partials, warp_reduce<Sum>(loss), warp_reduce<Sum>(target != o.ignored ? 1.0 : 0.0));
 }
 

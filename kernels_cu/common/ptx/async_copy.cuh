@@ -12,9 +12,13 @@ __device__ __forceinline__ void cp_async(unsigned shared_dst, const void* src, b
                  : "memory");
 }
 
-// Copy 16 bytes and bypass the L1 cache. With `bytes`, copy that many and fill the rest with zeros; with `valid`, all 16 or none.
+// Copy 16 bytes and bypass the L1 cache. Before sm_80 the first of these waits for the data. With `bytes`, copy that many and fill the rest with zeros; with `valid`, all 16 or none.
 __device__ __forceinline__ void cp_async_16(unsigned shared_dst, const void* src) {
+#if __CUDA_ARCH__ >= 800
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_dst), "l"(src) : "memory");
+#else
+    *static_cast<uint4*>(__cvta_shared_to_generic(shared_dst)) = *static_cast<const uint4*>(src);
+#endif
 }
 __device__ __forceinline__ void cp_async_16(unsigned shared_dst, const void* src, int bytes) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_dst), "l"(src), "r"(bytes) : "memory");
@@ -38,7 +42,9 @@ __device__ __forceinline__ void cp_async_commit() {
 // Wait until at most PENDING of this thread's newest groups are in flight. Other threads' copies become visible only after a barrier.
 template <int PENDING>
 __device__ __forceinline__ void cp_async_wait() {
+#if __CUDA_ARCH__ >= 800
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+#endif
 }
 
 // Make writes of this thread to shared memory visible to bulk copies (tma.cuh) and wgmma, once a barrier follows.
