@@ -14,10 +14,9 @@ from pathlib import Path
 import torch
 
 from cukern.runtime.compiler import SetupError, nvrtc_version
+from cukern.runtime.device import fmas_cycle
 
 _TREE = Path(__file__).resolve().parents[2]  # the source tree, or site-packages
-_FLOAT32_FMAS = {(7, 5): 64, (8, 0): 64}  # FMAs per cycle and SM, by compute capability; 128 on other GPUs
-_FLOAT64_FMAS = {(8, 0): 32, (9, 0): 64, (10, 0): 64}  # 2 on other GPUs
 
 
 def device() -> torch.device:
@@ -66,8 +65,7 @@ def peak_flops(place: torch.device, dtype: torch.dtype) -> float | None:
     if place.type != "cuda" or dtype not in (torch.float32, torch.float64):
         return None
     properties = torch.cuda.get_device_properties(place)
-    capability = (properties.major, properties.minor)
-    fmas = _FLOAT64_FMAS.get(capability, 2) if dtype == torch.float64 else _FLOAT32_FMAS.get(capability, 128)
+    fmas = fmas_cycle(10 * properties.major + properties.minor, dtype)
     khz = getattr(properties, "clock_rate", 0)
     mhz = "" if khz else smi("clocks.max.sm") or ""
     hz = khz * 1e3 if khz else float(mhz) * 1e6 if mhz.replace(".", "").isdigit() else None

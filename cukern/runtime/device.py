@@ -82,6 +82,11 @@ def tf32_flops(name: str) -> float | None:
     return next((1e12 * peak for words, peak in _TF32_TFLOPS.items() if re.search(rf"\b{words}\b", name)), None)
 
 
+def fmas_cycle(capability: int, dtype: torch.dtype) -> int:
+    """FMAs per cycle and SM without tensor cores, in float32 or float64. From the CUDA C++ Programming Guide."""
+    return {80: 32, 90: 64, 100: 64}.get(capability, 2) if dtype == torch.float64 else {75: 64, 80: 64}.get(capability, 128)
+
+
 def representative(capability: int) -> Device:
     """The GPU that plans assume where only an architecture is named: the first known one of the newest capability up to this one."""
     return max((d for d in KNOWN.values() if d.capability <= capability), key=lambda d: d.capability)
