@@ -151,7 +151,7 @@ def test_files_without_an_op(text, folder):
         (
             "(out, x, n,",
             "(out, x,",
-            "error: my_silu.py:20: my_silu_fwd<float> takes 3 arguments (float* out, float* x, ",
+            "error: my_silu.py:20: my_silu_fwd<float> takes 3 arguments (float* out, const float* x, ",
         ),
     ],
 )

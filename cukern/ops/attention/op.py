@@ -182,7 +182,9 @@ def _checked_bounds(cu_seqlens: Any, cu_seqlens_k: Any, version: str | None, q: 
     if version == "sdpa":
         raise ValueError("version 'sdpa' has no cu_seqlens; the others have")
     one = one.int().contiguous()
-    return one, one if cu_seqlens_k is None else two.int().contiguous()
+    if cu_seqlens_k is not None:
+        return one, two.int().contiguous()
+    return one, one.clone() if torch.compiler.is_compiling() else one  # torch.compile takes no tensor twice as inputs of a Function
 
 
 def _readable(x: Tensor) -> bool:

@@ -175,7 +175,8 @@ def test_the_default_decodes_few_queries_of_many_keys():
     assert launched(1, 128) == {"attention_decode"}
     for other in (launched(17, 4000), launched(1, 96), launched(4, 48, 128), launched(1, 40, 128)):
         assert other == {"attention_v4"}
-    assert not any("attention" in name for name in (*launched(1, 200, dtype=torch.float32), *launched(1, 200, 136)))
+    assert launched(1, 200, 136) == {"attention_v4"}
+    assert not any("attention" in name for name in (*launched(1, 200, dtype=torch.float32), *launched(1, 200, 264)))
 
 
 def test_the_candidate_can_be_excluded():
