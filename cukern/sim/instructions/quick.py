@@ -1,4 +1,4 @@
-"""The common case of an access to global memory: all lanes access one tensor, and nobody else has accessed these elements.
+"""The common case of an access to global memory: all lanes access one tensor, and no other thread has accessed these elements.
 
 The addresses of a base register are checked once for all instructions that use it: from the lowest to the highest of their offsets.
 Whatever is not the common case is left to memory/spaces.py."""

@@ -235,7 +235,7 @@ __global__ void k(int* out, const int* x, int rows, int columns, int stride) {
     Kernel(
         "offsets from one address, and a tail",
         """
-__global__ void k(int* out, const int* x, int n) {  // each thread has three elements, of which the last threads lack some
+__global__ void k(int* out, const int* x, int n) {  // three elements per thread; the last threads have fewer
     const int* p = x + 3 * (blockIdx.x * 64 + threadIdx.x);
     int* q = out + (p - x);
     int left = n - (int)(p - x);
