@@ -3,8 +3,8 @@
 // Operands   X, Y are fixed: K, V of 64 * WARPGROUPS keys, or Q, dO of as many queries. X', Y' move: tiles of N rows of the other two.
 //            s = X X'^T, dp = Y Y'^T, p = exp2(c s - lse), ds = p (dp - delta), dx += ds X', and with KEYS dy += p Y'. X is K: dx, dy are
 //            dk, dv. X is Q: dx is dq.
-// Blocks     each consumer warpgroup owns 64 rows of X and Y; with KEYS and D > 128 two share them (PARTS in tile.cuh). One more warpgroup starts the copies (the producer). X', Y', and with KEYS
-//            lse and delta of their queries, have a ring buffer of STAGES stages.
+// Blocks     each consumer warpgroup owns 64 rows of X and Y; with KEYS and D > 128 two share them (PARTS in tile.cuh). One more warpgroup
+//            starts the copies (the producer). X', Y', and with KEYS lse and delta of their queries, have a ring buffer of STAGES stages.
 // Overlap    s of the next tile is started before, and dp after, the sums of this one. So the tensor cores have work while the weights of
 //            the next tile are computed.
 // Launch     1-D grid, see work_of; block = 128 * (WARPGROUPS + 1); dynamic shared memory = BackwardShape::BYTES.
