@@ -154,6 +154,7 @@ __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), PER_SM)
                 start_sums(stage);
                 start_s(at.stage);
                 wgmma_wait<1>();
+                if constexpr (KEYS) __syncwarp();  // all lanes have read lse and delta
                 if (lane == 0) mbarrier_arrive(empty + 8 * stage);
                 start_dp(at.stage);
             }

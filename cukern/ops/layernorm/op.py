@@ -153,7 +153,7 @@ def _fake_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`affine`: 0: only dx; 1: and dweight; 2: and dbias. What is not wanted has no elements."""
     like, columns = s if weight is None else weight, s.shape[1]
-    return empty_like(s), like.new_empty(columns * (affine > 0)), like.new_empty(columns * (affine > 1))
+    return empty_like(s), like.new_empty(columns if affine > 0 else 0), like.new_empty(columns if affine > 1 else 0)
 
 
 _layernorm = raw_op(
