@@ -100,7 +100,7 @@ def measure(
     l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 0
     sets = min(max(math.ceil(2 * l2_bytes / max(cost.bytes, 1)), 1), MOST_SETS)
     with environment.float32_products(tf32), timing.side_stream(device):
-        wrong = errors(op, op.make(dims, dtype, device), functions, pass_)
+        wrong = _errors(op, dims, dtype, pass_, device, functions)
         calls = _calls(op, pass_, functions, [op.make(dims, dtype, device) for _ in range(sets)], missing)
         if op.bound == "memory" and device.type == "cuda":  # the reference for of_limit
             calls[_COPY] = copies(cost.bytes, sets, device)
@@ -115,9 +115,22 @@ def measure(
     for (provider, version), t in times.items():
         flops = 0 if provider == "copy" else cost.flops
         row = Row(op.name, version, pass_, tuple(dims), kind, provider, t.median_us, t.iqr_us, cost.bytes, flops)
-        rows.append(dataclasses.replace(row, of_limit=_of_limit(row, op, copy_us, peak), error=wrong.get((provider, version))))
+        rows.append(dataclasses.replace(row, of_limit=_of_limit(row, op, copy_us, peak), error=(wrong or {}).get((provider, version))))
     notes = {"all": f"{sets} input sets fit in the L2 cache: a call may find its data there"} if sets == MOST_SETS else {}
+    if wrong is None:
+        notes["errors"] = "the float64 reference does not fit in memory at these sizes"
     return Table(rows, missing, notes | {" ".join(key).strip(): t.note for key, t in times.items() if t.note})
+
+
+def _errors(
+    op: Op, dims: Dims, dtype: torch.dtype, pass_: str, device: torch.device, functions: dict[Key, Function]
+) -> dict[Key, float] | None:
+    """verify.errors, or None if memory does not suffice for the reference."""
+    try:
+        return errors(op, op.make(dims, dtype, device), functions, pass_)
+    except torch.OutOfMemoryError:
+        torch.cuda.empty_cache()
+        return None
 
 
 def _cost(op: Op, dims: Dims, dtype: torch.dtype, pass_: str) -> Cost:

@@ -148,10 +148,10 @@ def _fused_adamw(param: torch.Tensor, grad: torch.Tensor, exp_avg: torch.Tensor,
     return param, exp_avg, exp_avg_sq
 
 
-def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """torch's attention of (MATRICES, T, D): FlashAttention-2 for 16-bit types, else torch's choice."""
-    flash = sdpa_kernel(SDPBackend.FLASH_ATTENTION) if q.element_size() == 2 else contextlib.nullcontext()
-    with flash:
+def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cudnn: bool = False) -> torch.Tensor:
+    """torch's attention of (MATRICES, T, D): cuDNN's kernels, or FlashAttention-2 for 16-bit types and else torch's choice."""
+    backend = SDPBackend.CUDNN_ATTENTION if cudnn else SDPBackend.FLASH_ATTENTION
+    with sdpa_kernel(backend) if cudnn or q.element_size() == 2 else contextlib.nullcontext():
         return torch.nn.functional.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True)[0]
 
 
@@ -159,7 +159,7 @@ def _sdpa_of_each(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens:
     """One call per sequence of attention_varlen, whose lengths follow from the shapes."""
     bounds = varlen_bounds(len(q), len(cu_seqlens) - 1)
     spans = [slice(a, b) for a, b in itertools.pairwise(bounds) if a < b]
-    return torch.cat([_sdpa(*(x[span].transpose(0, 1) for x in (q, k, v))).transpose(0, 1) for span in spans])
+    return torch.cat([_sdpa(*[x[span].transpose(0, 1) for x in (q, k, v)]).transpose(0, 1) for span in spans])
 
 
 def _flash_attention(op: Op) -> Function:
@@ -240,6 +240,7 @@ _MAKERS: dict[str, dict[str, Maker]] = {
     "layernorm": {"liger": _liger("layer_norm", "LigerLayerNormFunction", 1e-5)},
     "swiglu": {"liger": _liger("swiglu", "LigerSiLUMulFunction")},
     "cross_entropy": {"quack": _quack("cross_entropy")},  # Liger writes its gradient over the logits, which other peers need
+    "attention": {"cudnn": lambda op, device: partial(_sdpa, cudnn=True) if device.type == "cuda" else "there is no GPU"},
     "kron_linear": {"materialised": lambda op, device: _materialised},
 }
 

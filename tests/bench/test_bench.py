@@ -99,6 +99,15 @@ def test_a_peer_without_backward_is_missing_and_ours_is_an_error(monkeypatch):
         measure(broken, (10,), torch.float32, "fwd", CPU, ["cukern"], budget_s=0.01)
 
 
+def test_a_reference_that_does_not_fit_in_memory_only_leaves_out_the_errors(monkeypatch):
+    def no_memory(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("cukern.bench.measure.errors", no_memory)
+    table = measure(SQUARE, (100,), torch.float32, "fwd", CPU, ["torch"], 0.01)
+    assert [row.error for row in table.rows] == [None] and "does not fit in memory" in table.notes["errors"]
+
+
 def test_measure_host_has_both_rows():
     without, with_grad = measure_host(SQUARE, (8,), torch.float32, CPU, ["cukern", "torch"])
     assert [t.rows[0].pass_ for t in (without, with_grad)] == ["host fwd", "host fwd grad"]
