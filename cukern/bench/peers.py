@@ -148,7 +148,7 @@ def _fused_adamw(param: torch.Tensor, grad: torch.Tensor, exp_avg: torch.Tensor,
     return param, exp_avg, exp_avg_sq
 
 
-def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cudnn: bool = False) -> torch.Tensor:
+def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cudnn: bool = False) -> torch.Tensor:
     """torch's attention of (MATRICES, T, D): cuDNN's kernels, or FlashAttention-2 for 16-bit types and else torch's choice."""
     backend = SDPBackend.CUDNN_ATTENTION if cudnn else SDPBackend.FLASH_ATTENTION
     with sdpa_kernel(backend) if cudnn or q.element_size() == 2 else contextlib.nullcontext():
@@ -158,8 +158,9 @@ def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cudnn: bool = False
 def _sdpa_of_each(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
     """One call per sequence of attention_varlen, whose lengths follow from the shapes."""
     bounds = varlen_bounds(len(q), len(cu_seqlens) - 1)
-    spans = [slice(a, b) for a, b in itertools.pairwise(bounds) if a < b]
-    return torch.cat([_sdpa(*[x[span].transpose(0, 1) for x in (q, k, v)]).transpose(0, 1) for span in spans])
+    spans = (slice(a, b) for a, b in itertools.pairwise(bounds) if a < b)
+    parts = ([x[span].transpose(0, 1) for x in (q, k, v)] for span in spans)
+    return torch.cat([_sdpa(*qkv).transpose(0, 1) for qkv in parts])
 
 
 def _flash_attention(op: Op) -> Function:
