@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from cukern.bench.measure import Row
-from cukern.bench.plot import MOST_LINES, Figure, Rows, bars, beside, grouped, newest_version, panels_of
+from cukern.bench.plot import MOST_LINES, Figure, Rows, bars, beside, draw_bars, grouped, newest_version, panels_of
 from cukern.bench.record import Recorded
 
 
@@ -30,11 +30,10 @@ def history(found: Sequence[Recorded], device: str) -> Figure:
         panel.plot(*zip(*points, strict=True), marker="o", ms=4, label=label)
     panel.set_xticks(list(order.values()), list(order), rotation=60, fontsize=7)
     _plain_log_axis(panel, [row.median_us for key in longest for _, row in latest[key].values()])
-    panel.set_ylabel("us")
+    panel.set(ylabel="us", title=f"{found[0].row.op} over commits on {device}")
     panel.grid(alpha=0.3)
     if longest:
         beside(panel)
-    panel.set_title(f"{found[0].row.op} over commits on {device}", loc="left", fontsize=10)
     return figure
 
 
@@ -64,16 +63,12 @@ def roofline(rows: Rows, device: str) -> Figure:
         peak = max(y for _, y in points)
         left, knee, right = min(x for x, _ in points) / 2, peak / copy, max(x for x, _ in points) * 2
         xs = sorted({left, knee, max(right, knee)})
-        label = f"copy {copy:.2f} TB/s, and best rate"
-        panel.plot(xs, [min(x * copy, peak) for x in xs], "--", color="tab:gray", label=label)
-    panel.set_xscale("log")
-    panel.set_yscale("log")
-    panel.set_xlabel("flop per byte")
-    panel.set_ylabel("TFLOP/s")
+        panel.plot(xs, [min(x * copy, peak) for x in xs], "--", color="tab:gray", label=f"copy {copy:.2f} TB/s, and best rate")
+    title = f"roofline, forward, on {device}"
+    panel.set(xscale="log", yscale="log", xlabel="flop per byte", ylabel="TFLOP/s", title=title)
     panel.grid(alpha=0.3, which="both")
     if points:
         beside(panel)
-    panel.set_title(f"roofline, forward, on {device}", loc="left", fontsize=10)
     return figure
 
 
@@ -95,9 +90,7 @@ def ladder(rows: Rows, device: str) -> Figure:
 def ratios(values: dict[str, float], title: str) -> Figure:
     """A bar per name, next to a line at 1."""
     figure, (panel,) = panels_of([1 + 0.3 * len(values)])
-    panel.bar_label(panel.barh(list(values), list(values.values()), color="tab:green"), fmt="%.3f", padding=3)
+    draw_bars(panel, values, "tab:green", "%.3f")
     panel.axvline(1, color="tab:gray")
-    panel.margins(x=0.12)
-    panel.invert_yaxis()
-    panel.set_title(title, loc="left", fontsize=10)
+    panel.set_title(title)
     return figure

@@ -200,8 +200,7 @@ def _table(rows: Sequence[Row]) -> object:
     intensity = next((f", {r.flops / r.bytes:.3g} flop/byte" for r in rows if r.bytes and r.flops), "")
     shown = common.table(title + intensity, "what" if startup else "provider", *used)
     for r in rows:
-        name = r.pass_ if startup else f"{r.provider} {r.version}".strip()
-        shown.add_row(name, *[cell(r) for cell in used.values()], style="bold" if r.version else None)
+        shown.add_row(r.pass_ if startup else r.name, *[cell(r) for cell in used.values()], style="bold" if r.version else None)
     return shown
 
 
