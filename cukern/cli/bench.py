@@ -51,7 +51,7 @@ def bench(
         raise ValueError(f"{op} takes no sizes, got {' '.join(map(str, dims))}")
     record_to = record_file(record, record_to)
     check_plot(plot, folder=True)
-    tables, missing = [], dict[str, str]()
+    rows, missing = list[Row](), dict[str, str]()
     if op in (STARTUP, OWN_KERNEL):
         found = _in_processes(op, _split(only))
     else:
@@ -60,17 +60,13 @@ def bench(
     with restricted(*_candidates(op, kernel, _split(without))):
         for one in found:
             # The options that changed the plans become part of the version in tables and records.
-            rows = [replace(r, version=r.version + mark) if r.provider == "cukern" else r for r in one.rows]
-            tables.append(replace(one, rows=rows))
+            table = [replace(r, version=r.version + mark) if r.provider == "cukern" else r for r in one.rows]
+            rows += table
             missing |= one.missing
-            if rows:
-                console.print(_table(rows))
+            if table:
+                console.print(_table(table))
             listed("note:", one.notes)
     listed("missing:", missing)
-    _keep([row for one in tables for row in one.rows], record_to, plot)
-
-
-def _keep(rows: list[Row], record_to: Path | None, plot: Path | None) -> None:
     if record_to:
         append(rows, record_to)
         say(f"appended to {record_to}", to=errors)

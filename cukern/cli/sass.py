@@ -15,7 +15,7 @@ from rich.markup import escape
 
 from cukern.cli import common, own_file
 from cukern.cli.common import console, say
-from cukern.cli.compile import kernel_arch
+from cukern.cli.compile import capability_of, targets
 from cukern.runtime.compiler import Cubin, SetupError
 from cukern.runtime.kernel import Kernel
 
@@ -53,8 +53,8 @@ def sass(
     text: Annotated[bool, typer.Option("--text", help="Print the machine code itself, between its source lines.")] = False,
 ) -> None:
     """Count the machine instructions of OP's kernels by kind and by source line. Needs nvdisasm, and no GPU."""
-    program, target = disassembler(), kernel_arch(arch)
-    for name, one in _kernels(op, kernel, int(re.sub(r"\D", "", target))).items():
+    program, (target, _) = disassembler(), targets(arch, None)[-1]
+    for name, one in _kernels(op, kernel, capability_of(target)).items():
         _show(name, one, one.compile(target), program, lines, text)
 
 
@@ -99,13 +99,9 @@ def counted(listing: str) -> tuple[Counter[str], Counter[tuple[str, int]]]:
         if place:
             here = (Path(place[1]).name, int(place[2]))
         elif instruction and instruction[1] != "NOP":
-            kinds[kind_of(instruction[1])] += 1
+            kinds[next((kind for kind, names in KINDS.items() if re.match(names, instruction[1])), "other")] += 1
             places[here] += 1
     return kinds, places
-
-
-def kind_of(opcode: str) -> str:
-    return next((kind for kind, pattern in KINDS.items() if re.match(pattern, opcode)), "other")
 
 
 def _show(name: str, kernel: Kernel, cubin: Cubin, program: str, most: int, text: bool) -> None:
