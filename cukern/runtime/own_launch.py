@@ -164,9 +164,7 @@ class Own:
         def call(*inputs: Any, version: str | None = None, **named: Any) -> Any:
             tensors = self.tensors(inputs, named)
             checks.version(name, version, versions)
-            if not tensors[0].is_cuda and not backend.simulates(tensors[0]):
-                if version is not None:
-                    checks.needs_gpu(name, version, tensors[0].device)
+            if backend.uses_torch(name, version, tensors[0]):
                 with autocast.off(tensors[0]):
                     return reference(*tensors)
             recorded = differentiable and watched(*tensors)
