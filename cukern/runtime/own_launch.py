@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from cukern.runtime import autocast, backend, checks, interop
+from cukern.runtime.higher import differentiable
 from cukern.runtime.kernel import Kernel, collecting, cpp, planning
 from cukern.runtime.load import load
 from cukern.runtime.registry import Differentiable, Tensors, apply_of, choose, each, raw_op, save, watched
@@ -159,7 +160,6 @@ class Own:
         raw, raw_backward = self._raw()
         apply = self._autograd(raw, raw_backward)
         name, outputs, reference, versions = self.name, self.outputs, self.reference, tuple(self.versions)
-        differentiable = self.differentiable
 
         def call(*inputs: Any, version: str | None = None, **named: Any) -> Any:
             tensors = self.tensors(inputs, named)
@@ -167,7 +167,7 @@ class Own:
             if backend.uses_torch(name, version, tensors[0]):
                 with autocast.off(tensors[0]):
                     return reference(*tensors)
-            recorded = differentiable and watched(*tensors)
+            recorded = self.differentiable and watched(*tensors)
             results = apply(version or "", *tensors) if recorded else raw(*tensors, version or "")
             return results[0] if outputs == 1 else tuple(results[:outputs])
 
@@ -179,24 +179,14 @@ class Own:
         op, outputs, kept, count = self.name, self.outputs, self.kept, len(self.inputs)
         gradients = [i for i, name in enumerate(self.inputs, 1) if name not in self.constants]
 
-        class Backward(Differentiable):
-            """Only so that torch.func transforms may contain the backward pass."""
+        def plain_backward(*args):
+            return tuple(raw_backward(list(args[:outputs]), list(args[outputs:-1]), args[-1]))
 
-            @staticmethod
-            def forward(version, *tensors):
-                return tuple(raw_backward(list(tensors[:outputs]), list(tensors[outputs:]), version))
+        def no_math(*_):
+            raise NotImplementedError(f"{op} has no second derivatives: its backward is a kernel without a backward")
 
-            @staticmethod
-            def setup_context(ctx, inputs, output):
-                pass
-
-            @staticmethod
-            def backward(ctx, *_):
-                raise NotImplementedError(f"{op} has no second derivatives: its backward is a kernel without a backward")
-
-            @staticmethod
-            def batch(info, in_dims, *args):
-                return each(apply_backward, info.batch_size, in_dims, args)
+        # Only so that torch.func transforms may contain the backward pass.
+        apply_backward = differentiable(f"{op}_backward", plain_backward, no_math, outputs + len(kept), len(gradients))
 
         class Forward(Differentiable):
             @staticmethod
@@ -219,9 +209,9 @@ class Own:
             def backward(ctx, *douts):
                 # torch.compile does not trace a Function inside the backward of another
                 tensors = (*douts[:outputs], *ctx.saved_tensors)
-                backward = Backward.forward if torch.compiler.is_dynamo_compiling() or not watched(*tensors) else apply_backward
+                backward = plain_backward if torch.compiler.is_dynamo_compiling() or not watched(*tensors) else apply_backward
                 grads, needed = [None] * (count + 1), ctx.needs_input_grad
-                for i, grad in zip(gradients, backward(ctx.version, *tensors), strict=True):
+                for i, grad in zip(gradients, backward(*tensors, ctx.version), strict=True):
                     grads[i] = grad if needed[i] else None
                 return tuple(grads)
 
@@ -229,7 +219,7 @@ class Own:
             def batch(info, in_dims, *args):
                 return each(apply, info.batch_size, in_dims, args)
 
-        apply, apply_backward = apply_of(Forward), apply_of(Backward)
+        apply = apply_of(Forward)
         return apply
 
     def tensors(self, inputs: Sequence[Any], named: dict[str, Any]) -> list[Tensor]:
