@@ -95,7 +95,8 @@ def _launches(names: Collection[str]) -> dict[tuple[str, str], Callable[[], Any]
     """A launch with three arguments, by provider and the way to write it."""
     x = torch.randn(_ELEMENTS, device="cuda")
     out, square = torch.empty_like(x), cukern.compile(_SQUARE)
-    theirs, args = torch.cuda._compile_kernel(_SQUARE, "square") if "_compile_kernel" in names else square, [out, x, _ELEMENTS]
+    theirs: Any = torch.cuda._compile_kernel(_SQUARE, "square") if "_compile_kernel" in names else None
+    args = [out, x, _ELEMENTS]
     calls: dict[tuple[str, str], Callable[[], Any]] = {
         ("cukern", "square[4,256]"): lambda: square[4, 256](out, x, _ELEMENTS),
         ("cukern", "grid=4"): lambda: square(out, x, _ELEMENTS, grid=4, block=256),

@@ -126,7 +126,7 @@ def _rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bo
     return x * c + torch.cat((-b, a), -1) * s
 
 
-def _of_both(one: Function) -> Function:
+def _of_both(one: Callable[..., Any]) -> Function:
     """The rotation of queries and keys by a function that rotates one of them."""
     return lambda q, k, cos, sin: (one(q, cos, sin), one(k, cos, sin))
 

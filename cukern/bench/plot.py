@@ -4,7 +4,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from cukern.bench import environment
 from cukern.bench.measure import Row
@@ -18,6 +18,7 @@ LEAST_SIZES = 3  # that make a line
 
 Rows = Sequence[Row]
 Figure = Any  # of matplotlib, which is optional
+T = TypeVar("T")
 
 
 def drawable(file: Path) -> None:
@@ -57,9 +58,9 @@ def panels_of(heights: Sequence[float]) -> tuple[Figure, Any]:
     return figure, axes[:, 0]
 
 
-def grouped(rows: Iterable[Row], key: Callable[[Row], Any]) -> list[tuple[Any, list[Row]]]:
+def grouped(rows: Iterable[T], key: Callable[[T], Any]) -> list[tuple[Any, list[T]]]:
     """Rows of equal keys, in the order in which the keys occur."""
-    groups: dict[Any, list[Row]] = {}
+    groups: dict[Any, list[T]] = {}
     for row in rows:
         groups.setdefault(key(row), []).append(row)
     return list(groups.items())
@@ -67,10 +68,10 @@ def grouped(rows: Iterable[Row], key: Callable[[Row], Any]) -> list[tuple[Any, l
 
 def ordered(rows: Rows) -> list[Row]:
     """The versions of cukern from old to new, then its peers, then the copy."""
-    return sorted(rows, key=lambda r: (r.provider != "cukern", r.provider == "copy", _age(r.version)))
+    return sorted(rows, key=lambda r: (r.provider != "cukern", r.provider == "copy", age(r.version)))
 
 
-def _age(version: str) -> tuple[int, str]:
+def age(version: str) -> tuple[int, str]:
     return (int(version[1:]) if version[1:].isdigit() else -1), version
 
 
@@ -169,7 +170,7 @@ def _readable(rows: Rows) -> Rows:
 def newest_version(rows: Rows) -> str:
     """The highest version of cukern among the rows; versions with forced candidates do not count."""
     versions = {r.version for r in rows if r.provider == "cukern" and " " not in r.version}
-    return max(versions, key=_age, default="")
+    return max(versions, key=age, default="")
 
 
 def _family(rows: Rows) -> Rows:

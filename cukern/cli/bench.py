@@ -71,8 +71,7 @@ def bench(
         append(rows, record_to)
         say(f"appended to {record_to}", to=errors)
     if plot:
-        for file in draw(rows, plot):
-            say(f"drawn to {file}")
+        _draw(rows, plot)
 
 
 def _candidates(op: str, kernel: str | None, without: list[str] | None) -> tuple[str, list[str]]:
@@ -102,17 +101,15 @@ def check_plot(plot: Path | None, folder: bool = False) -> None:
         common.check_target("--plot", plot)
 
 
-def draw(rows: Sequence[Row], target: Path, device: str | None = None) -> list[Path]:
-    """Draw to a file, or one picture per op and pass to a folder. Returns the files."""
-    if not target.is_dir():
-        pictures.save(pictures.drawn(rows, device), target)
-        return [target]
-    named: dict[Path, list[Row]] = {}
-    for row in rows:
-        named.setdefault(target / f"{row.op}_{row.pass_.replace('wd', 'w').replace(':', '_').replace(' ', '_')}.png", []).append(row)
-    for file, part in named.items():
-        pictures.save(pictures.drawn(part, device), file)
-    return list(named)
+def _draw(rows: Sequence[Row], target: Path) -> None:
+    """Draw to a file, or one picture per op and pass to a folder."""
+
+    def file_of(row: Row) -> Path:
+        return target / f"{row.op}_{row.pass_.replace('wd', 'w').replace(':', '_').replace(' ', '_')}.png"
+
+    for file, part in pictures.grouped(rows, file_of) if target.is_dir() else [(target, rows)]:
+        pictures.save(pictures.drawn(part), file)
+        say(f"drawn to {file}")
 
 
 def _measure(

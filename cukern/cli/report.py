@@ -34,9 +34,8 @@ def report(
     check_target("--out", out)
     found = load(source)
     wanted = op.split(",") if op else list(dict.fromkeys(one.row.op for one in found))
-    for name in wanted:
-        if not any(one.row.op == name for one in found):
-            raise ValueError(f"no recorded result of {name!r}")
+    if unknown := [name for name in wanted if name not in {one.row.op for one in found}]:
+        raise ValueError(f"no recorded result of {unknown[0]!r}")
     out.write_text(page([one for one in found if one.row.op in wanted]), encoding="utf-8")
     say(f"wrote {out}: {len(found)} recorded results")
 
@@ -61,9 +60,7 @@ def _of_gpu(gpu: str, found: Sequence[Recorded]) -> dict[str, Any]:
 
 def _of_op(gpu: str, op: str, found: Sequence[Recorded], rows: Sequence[Row]) -> dict[str, Any]:
     commits = {one.commit[:8] for one in found if one.commit}
-    figures = []
-    if {r.pass_ for r in rows if " " not in r.version} & {"fwd", "bwd"}:
-        figures.append(charts.ladder(rows, gpu))
+    figures = [charts.ladder(rows, gpu)] if any(r.pass_ in ("fwd", "bwd") and " " not in r.version for r in rows) else []
     if len(commits) > 1 and any(r.provider == "cukern" for r in rows):
         figures.append(charts.history(found, gpu))
     return {
@@ -88,8 +85,7 @@ def _svg(figure: pictures.Figure) -> str:
     figure.savefig(text, format="svg", metadata={"Date": None})
     pyplot.close(figure)
     prefix = f"p{next(_number)}-"
-    drawn = text.getvalue()[text.getvalue().index("<svg") :]
-    drawn = re.sub(r"(?s)<metadata>.*?</metadata>", "", drawn)
+    drawn = re.sub(r"(?s)^.*?(?=<svg)|<metadata>.*?</metadata>", "", text.getvalue())
     return re.sub(r'(\bid="|href="#|url\(#)', rf"\1{prefix}", drawn)
 
 

@@ -116,9 +116,8 @@ class Own:
         for t in tensors:
             if not isinstance(t, Tensor):
                 raise TypeError(f"{pass_} of {self.name} must return tensors, got {', '.join(type(t).__name__ for t in tensors)}")
-            for x in given:
-                if t is x:
-                    raise ValueError(f"{pass_} of {self.name} must return new tensors, got one of its arguments")
+            if any(t is x for x in given):
+                raise ValueError(f"{pass_} of {self.name} must return new tensors, got one of its arguments")
         return tensors
 
     def instances(self, version: str, cases: Sequence[Tensors]) -> list[Kernel]:
