@@ -82,8 +82,8 @@ class Own:
     def __post_init__(self) -> None:
         self.kernels = Kernels(self.source)
         self.signature = inspect.Signature([inspect.Parameter(x, inspect.Parameter.POSITIONAL_OR_KEYWORD) for x in self.inputs])
-        self.newest, self.newest_backward, _ = list(self.versions.values())[-1]
-        self.differentiable = self.newest_backward is not None
+        self.newest: Any = list(self.versions.values())[-1]
+        self.differentiable = self.newest.backward is not None
         self.kept, self.results = self._signature_of_backward() if self.differentiable else ((), self.outputs)
 
     def _signature_of_backward(self) -> tuple[tuple[bool, ...], int]:
@@ -131,28 +131,23 @@ class Own:
         return list(found.values())
 
     def _raw(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        def launch(*args: Any) -> list[Tensor]:
-            *inputs, version = args
-            chosen = choose(self.name, version, inputs[0].get_device())
-            return self.forward(self.kernels, chosen.forward, inputs)
-
-        def fake(*args: Any) -> list[Tensor]:
-            return self.forward(_no_kernels, self.newest, args[:-1])
-
-        def launch_backward(douts: list[Tensor], saved: list[Tensor | None], version: str) -> list[Tensor]:
-            chosen = choose(self.name, version, douts[0].get_device())
-            return self.backward(self.kernels, chosen.backward, saved, douts)
-
-        def fake_backward(douts: list[Tensor], saved: list[Tensor | None], version: str) -> list[Tensor]:
-            assert self.newest_backward
-            return self.backward(_no_kernels, self.newest_backward, saved, douts)
+        def chosen(version: str, x: Tensor) -> Any:
+            return choose(self.name, version, x.get_device())
 
         again = _defined[self.name] = _defined.get(self.name, 0) + 1
         mark = f"_{again}" if again > 1 else ""
         schema = f"{self.name}{mark}({', '.join(f'Tensor {x}' for x in self.inputs)}, str version) -> Tensor[]"
-        forward = raw_op(schema, len(self.inputs), launch, fake, _library)
-        schema = f"{self.name}_backward{mark}(Tensor[] douts, Tensor?[] saved, str version) -> Tensor[]"
-        return forward, raw_op(schema, 2, launch_backward, fake_backward, _library)
+        forward = raw_op(
+            schema, len(self.inputs),
+            lambda *args: self.forward(self.kernels, chosen(args[-1], args[0]).forward, args[:-1]),
+            lambda *args: self.forward(_no_kernels, self.newest.forward, args[:-1]), _library,
+        )  # fmt: skip
+        backward = raw_op(
+            f"{self.name}_backward{mark}(Tensor[] douts, Tensor?[] saved, str version) -> Tensor[]", 2,
+            lambda douts, saved, version: self.backward(self.kernels, chosen(version, douts[0]).backward, saved, douts),
+            lambda douts, saved, version: self.backward(_no_kernels, self.newest.backward, saved, douts), _library,
+        )  # fmt: skip
+        return forward, backward
 
     def function(self) -> Callable[..., Any]:
         """Register the raw ops. Returns the public function."""
