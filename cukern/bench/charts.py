@@ -13,26 +13,30 @@ from cukern.bench.record import Recorded
 def history(found: Sequence[Recorded], device: str) -> Figure:
     """The time of cukern over the commits of one op, a line per shape, pass and dtype; the newest version of each commit. The lines with
     most commits are drawn, forward and backward first."""
-    ours = [one for one in found if one.row.provider == "cukern" and " " not in one.row.version and one.commit]
-    ours.sort(key=lambda one: one.date)
-    lines = []
-    for (pass_, shape, dtype), group in grouped(ours, lambda one: (one.row.pass_, one.row.shape, one.row.dtype)):
-        times = {one.commit[:8]: one.row.median_us for one in sorted(group, key=lambda one: age(one.row.version))}
-        lines.append((pass_ not in ("fwd", "bwd"), -len(times), f"{pass_} {'x'.join(map(str, shape))} {dtype}", times))
-    lines = sorted(lines, key=lambda line: line[:2])[:MOST_LINES]
-    drawn = {commit for *_, times in lines for commit in times}
-    order = [commit for commit in dict.fromkeys(one.commit[:8] for one in ours) if commit in drawn]
+    found = sorted(found, key=lambda one: one.date)
+    lines = _lines([one for one in found if one.row.provider == "cukern" and " " not in one.row.version and one.commit])
+    drawn = {commit for _, times in lines for commit in times}
+    order = list(dict.fromkeys(one.commit[:8] for one in found if one.commit[:8] in drawn))
     figure, (panel,) = panels_of([4])
-    for *_, label, times in lines:
+    for label, times in lines:
         points = sorted((order.index(commit), us) for commit, us in times.items())
         panel.plot(*zip(*points, strict=True), marker="o", ms=4, label=label)
     panel.set_xticks(range(len(order)), order, rotation=60, fontsize=7)
-    _plain_log_axis(panel, [us for *_, times in lines for us in times.values()])
+    _plain_log_axis(panel, [us for _, times in lines for us in times.values()])
     panel.set(ylabel="us", title=f"{found[0].row.op} over commits on {device}")
     panel.grid(alpha=0.3)
     if lines:
         beside(panel)
     return figure
+
+
+def _lines(found: Sequence[Recorded]) -> list[tuple[str, dict[str, float]]]:
+    """The label of each line, and its microseconds by commit."""
+    lines = []
+    for (pass_, shape, dtype), group in grouped(found, lambda one: (one.row.pass_, one.row.shape, one.row.dtype)):
+        times = {one.commit[:8]: one.row.median_us for one in sorted(group, key=lambda one: age(one.row.version))}
+        lines.append((pass_ not in ("fwd", "bwd"), -len(times), f"{pass_} {'x'.join(map(str, shape))} {dtype}", times))
+    return [line[2:] for line in sorted(lines, key=lambda line: line[:2])[:MOST_LINES]]
 
 
 def _plain_log_axis(panel: Any, values: Sequence[float]) -> None:

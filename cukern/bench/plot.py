@@ -134,15 +134,19 @@ def _curves(panel: Any, rows: Rows, x_of: Callable[[Row], float]) -> None:
         label = "limit: a copy of the same bytes" if provider == "copy" else line[0].name
         xs = [x_of(r) for r in points]
         panel.plot(xs, [value(r) for r in points], label=label, ms=4, color=colors[provider, version], **style)
-    row = next((r for r in rows if r.of_limit and r.tflops), None)
-    if unit == "TFLOP/s" and row is not None:
-        panel.axhline((row.tflops or 0) / (row.of_limit or 1), ls="--", color="tab:gray", label="limit: peak rate")
+    if unit == "TFLOP/s":
+        for r in [r for r in rows if r.of_limit][:1]:  # refers to the peak rate
+            panel.axhline((r.tflops or 0) / (r.of_limit or 1), ls="--", color="tab:gray", label="limit: peak rate")
     panel.set(xscale="log", ylabel=unit, ylim=(0, None))
-    ticks = _ticks({x_of(r) for r in rows})
-    panel.set_xticks(ticks, [f"{x:.5g}" if x == int(x) < 1e5 else f"{x:.3g}" for x in ticks], rotation=45 if len(ticks) > 8 else 0)
-    panel.minorticks_off()
+    _set_ticks(panel, {x_of(r) for r in rows})
     panel.grid(alpha=0.3)
     beside(panel)
+
+
+def _set_ticks(panel: Any, sizes: Iterable[float]) -> None:
+    ticks = _ticks(sizes)
+    panel.set_xticks(ticks, [f"{x:.5g}" if x == int(x) < 1e5 else f"{x:.3g}" for x in ticks], rotation=45 if len(ticks) > 8 else 0)
+    panel.minorticks_off()
 
 
 def beside(panel: Any) -> None:

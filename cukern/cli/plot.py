@@ -74,9 +74,8 @@ def compare(
 ) -> None:
     """Compare two GPUs or two commits: the time of each measurement that both have, and the ratio. Above 1, B is slower."""
     bench.check_plot(plot)
-    (name_a, rows_a), (name_b, rows_b) = _side(a), _side(b)
+    (name_a, rows_a), (name_b, rows_b) = _side(a, op, peers), _side(b, op, peers)
     ratios = {row: rows_b[key].median_us / row.median_us for key, row in rows_a.items() if key in rows_b}
-    ratios = {row: ratio for row, ratio in ratios.items() if op in (None, row.op) and (peers or row.provider == "cukern")}
     if not ratios:
         raise ValueError(f"{a} and {b} have no measurement in common{f' of {op!r}' if op else ''}")
     say(f"A: {name_a}\nB: {name_b}")
@@ -84,7 +83,7 @@ def compare(
     for row, ratio in sorted(ratios.items(), key=lambda pair: -abs(math.log(pair[1])))[:most]:
         style = "red" if ratio > 1.03 else "green" if ratio < 1 / 1.03 else None
         what = f"{row.op} {row.pass_} {'x'.join(map(str, row.shape))} {row.dtype} {row.version or row.provider}"
-        times = (f"{us:.2f}" if us < 1000 else f"{us:.0f}" for us in (row.median_us, rows_b[row.key].median_us))
+        times = _us(row.median_us), _us(rows_b[row.key].median_us)
         shown.add_row(common.shorten(what, console.width - 28), *times, f"{ratio:.3f}", style=style)
     console.print(shown)
     summary, means = common.table("geometric mean of B/A", "op", "measurements", "B/A"), dict[str, float]()
@@ -97,14 +96,19 @@ def compare(
         say(f"drawn to {plot}")
 
 
-def _side(text: str) -> tuple[str, dict[Any, Row]]:
-    """What A or B means, and the newest row of each measurement of it."""
+def _us(value: float) -> str:
+    return f"{value:.2f}" if value < 1000 else f"{value:.0f}"
+
+
+def _side(text: str, op: str | None, peers: bool) -> tuple[str, dict[Any, Row]]:
+    """What A or B means, and the newest row of each of its measurements of the op, or of all ops."""
     name, _, commit = text.partition("@")
     found = [one for one in record.read(Path(name)) if one.commit.startswith(commit)]
     if not found:
         raise ValueError(f"{name} has no results of commit {commit!r}" if commit else f"{name} has no results")
     gpus, commits = _listed(one.gpu for one in found), _listed(one.commit[:8] for one in found)
-    return f"{gpus}, {commits}", {one.row.key: one.row for one in found}
+    rows = [one.row for one in found if op in (None, one.row.op) and (peers or one.row.provider == "cukern")]
+    return f"{gpus}, {commits}", {row.key: row for row in rows}
 
 
 def _listed(values: Iterable[str]) -> str:

@@ -141,17 +141,17 @@ class AdamW(torch.optim.Optimizer):
             return loss
         numbers, grads = [self._numbers(group) for group in self.param_groups], [_gradient(i, p) for i, p, _ in found]
         max_norm, grad_scale, found_inf = self._options.max_norm, getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        in_torch = not (found[0][1].is_cuda or backend.simulating())
-        if max_norm is not None and (in_torch or any(hasattr(p, "to_local") for _, p, _ in found)):
+        if max_norm is not None and any(hasattr(p, "to_local") for _, p, _ in found):
             grad_scale, max_norm = self._clip(found, grads, grad_scale), None
-        if in_torch:
-            self._step_on_cpu(found, grads, numbers, grad_scale=grad_scale, found_inf=found_inf)
-        elif found[0][1].is_cuda:
-            self._launch(found, grads, max_norm, grad_scale, found_inf)
-        else:
+        scaling: tuple[float | None, Tensor | None, Tensor | None] = max_norm, grad_scale, found_inf
+        if found[0][1].is_cuda:
+            self._launch(found, grads, *scaling)
+        elif backend.simulating():
             state = self._groups, self.grad_norm, [table.memory for table in self._tables.values()], list(map(dict, self.state.values()))
-            with backend.simulated_memory(tree_leaves([found, grads, grad_scale, found_inf, numbers, *state])):
-                self._launch(found, grads, max_norm, grad_scale, found_inf)
+            with backend.simulated_memory(tree_leaves([found, grads, scaling, numbers, *state])):
+                self._launch(found, grads, *scaling)
+        else:
+            self._step_on_cpu(found, grads, numbers, *scaling)
         return loss
 
     def _clip(self, found: Sequence[_Found], grads: Sequence[Tensor], grad_scale: Tensor | None) -> Tensor:
@@ -222,11 +222,15 @@ class AdamW(torch.optim.Optimizer):
             found_inf=found_inf, seed=options.seed, randomly=options.stochastic_rounding, capturing=capturing,
         )  # fmt: skip
 
-    def _step_on_cpu(self, found: list[_Found], grads: list[Tensor], numbers: list[Numbers], **scaling: Tensor | None) -> None:
+    def _step_on_cpu(
+        self, found: list[_Found], grads: list[Tensor], numbers: list[Numbers], max_norm: float | None, grad_scale: Tensor | None,
+        found_inf: Tensor | None,
+    ) -> None:  # fmt: skip
         """torch's fused AdamW on the masters, or on float32 copies of 16-bit parameters."""
         if self._options.stochastic_rounding:
             raise ValueError(f"stochastic_rounding needs a GPU, the parameters are on the CPU: {checks.SIMULATOR}")
         rows = [self._row(*one) for one in found]
+        grad_scale = grad_scale if max_norm is None else self._clip(found, grads, grad_scale)
         grads = [g.to(row.exp_avg.dtype) for g, row in zip(grads, rows, strict=True)]
         targets = [row.param.to(row.exp_avg.dtype) if row.master is None else row.master for row in rows]
         for group, (lr, beta1, beta2, eps, weight_decay) in enumerate(numbers):
@@ -234,7 +238,7 @@ class AdamW(torch.optim.Optimizer):
             params, gradients, exp_avgs, exp_avg_sqs, steps = ([each[i] for each in tensors] for i in range(5))
             torch_adamw.adamw(
                 params, gradients, exp_avgs, exp_avg_sqs, [], steps, fused=True, amsgrad=False, maximize=False, lr=float(lr), beta1=beta1,
-                beta2=beta2, eps=eps, weight_decay=weight_decay, **scaling,
+                beta2=beta2, eps=eps, weight_decay=weight_decay, grad_scale=grad_scale, found_inf=found_inf,
             )  # fmt: skip
         torch._foreach_copy_([row.param for row in rows], targets)
 
