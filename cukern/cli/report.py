@@ -11,7 +11,6 @@ import typer
 
 from cukern.bench import charts, record
 from cukern.bench import plot as pictures
-from cukern.bench.measure import Row
 from cukern.bench.record import Recorded
 from cukern.cli import bench
 from cukern.cli.common import check_target, say
@@ -47,19 +46,19 @@ def page(found: Sequence[Recorded]) -> str:
     environment = jinja2.Environment(autoescape=True, trim_blocks=True)
     environment.filters["number"] = _text
     template = environment.from_string(Path(__file__).with_name("templates").joinpath("report.html").read_text(encoding="utf-8"))
-    gpus = sorted({one.gpu for one in found})
-    return template.render(columns=_COLUMNS, gpus=[_of_gpu(gpu, [one for one in found if one.gpu == gpu]) for gpu in gpus])
+    gpus = pictures.grouped(sorted(found, key=lambda one: one.gpu), lambda one: one.gpu)
+    return template.render(columns=_COLUMNS, gpus=[_of_gpu(*gpu) for gpu in gpus])
 
 
 def _of_gpu(gpu: str, found: Sequence[Recorded]) -> dict[str, Any]:
     rows = [one.row for one in record.newest(found)]
-    ops = [_of_op(gpu, op, [one for one in found if one.row.op == op], of_op) for op, of_op in pictures.grouped(rows, lambda r: r.op)]
+    ops = [_of_op(gpu, *of_op) for of_op in pictures.grouped(found, lambda one: one.row.op)]
     roofline = _svg(charts.roofline([row for row in rows if row.op != "gpt2"], gpu))
     return {"name": gpu, "anchor": _anchor(gpu), "roofline": roofline, "ops": ops}
 
 
-def _of_op(gpu: str, op: str, found: Sequence[Recorded], rows: Sequence[Row]) -> dict[str, Any]:
-    commits = {one.commit[:8] for one in found if one.commit}
+def _of_op(gpu: str, op: str, found: Sequence[Recorded]) -> dict[str, Any]:
+    rows, commits = [one.row for one in record.newest(found)], {one.commit[:8] for one in found if one.commit}
     figures = [charts.ladder(rows, gpu)] if any(r.pass_ in ("fwd", "bwd") and " " not in r.version for r in rows) else []
     if len(commits) > 1 and any(r.provider == "cukern" for r in rows):
         figures.append(charts.history(found, gpu))
