@@ -1,5 +1,6 @@
 """The raw ops, the autograd Function and the public function of a user's own op; see own_op.py."""
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -33,20 +34,14 @@ def is_own(name: str) -> bool:
     return name in _defined
 
 
-class Kernels:
+def _kernels(source: Path) -> Callable[..., Callable[..., None]]:
     """The kernels of a .cu file by name and template arguments, as forward and backward of a version get them."""
 
-    def __init__(self, source: Path):
-        self.source = source
-        self._launchers: dict[tuple[Any, ...], Callable[..., None]] = {}
+    @functools.lru_cache(None, typed=True)
+    def launcher(name: str, *arguments: Any) -> Callable[..., None]:
+        return _launcher(load(source, f"{name}<{', '.join(map(cpp, arguments))}>" if arguments else name))
 
-    def __call__(self, name: str, *arguments: Any) -> Callable[..., None]:
-        key = (name, *arguments)
-        launcher = self._launchers.get(key)
-        if launcher is None:
-            text = f"{name}<{', '.join(map(cpp, arguments))}>" if arguments else name
-            launcher = self._launchers[key] = _launcher(load(self.source, text))
-        return launcher
+    return launcher
 
 
 def _launcher(kernel: Kernel) -> Callable[..., None]:
@@ -62,7 +57,7 @@ def _launcher(kernel: Kernel) -> Callable[..., None]:
 
 
 def _no_kernels(*_: Any) -> Callable[..., None]:
-    """In place of Kernels, for fake tensors: launches nothing."""
+    """In place of the kernels, for fake tensors: launches nothing."""
     return lambda *args, **options: None
 
 
@@ -80,7 +75,7 @@ class Own:
     versions: dict[str, Pair]
 
     def __post_init__(self) -> None:
-        self.kernels = Kernels(self.source)
+        self.kernels = _kernels(self.source)
         self.signature = inspect.Signature([inspect.Parameter(x, inspect.Parameter.POSITIONAL_OR_KEYWORD) for x in self.inputs])
         self.newest: Any = list(self.versions.values())[-1]
         self.differentiable = self.newest.backward is not None
