@@ -134,7 +134,7 @@ def same(**tensors: torch.Tensor | None) -> None:
 
 
 def shape(name: str, tensor: torch.Tensor, expected: tuple[Any, ...], why: str) -> None:
-    if tuple(tensor.shape) != expected:
+    if tensor.shape != expected:
         raise ValueError(f"{name} has shape {tuple(tensor.shape)}, it must be {expected}: {why}")
 
 
