@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cukern.ops.matmul.epilogue import Epilogue
+from cukern.ops.matmul.epilogue import NO_EPILOGUE, Epilogue
 from cukern.ops.matmul.precision import tf32_allowed
 from cukern.ops.matmul.versions import BIAS_GRAD, DEFAULTS, VERSIONS
 from cukern.runtime.device import cached, current, device_of
@@ -58,7 +58,8 @@ def default_is_cublas(dtype: torch.dtype, device: int) -> bool:
 def _launch_matmul(a: Tensor, b: Tensor, bias: Tensor | None, precision: str, version: str) -> Tensor:
     out = fake_matmul(a, b)
     if out.numel():
-        run(out, resolved(a), resolved(b), Epilogue(None if bias is None else resolved(bias).contiguous()), precision, version)
+        e = NO_EPILOGUE if bias is None else Epilogue(resolved(bias).contiguous())
+        run(out, resolved(a), resolved(b), e, precision, version)
     return out
 
 
@@ -68,7 +69,7 @@ def resolved(x: Tensor) -> Tensor:
 
 
 def fake_matmul(a: Tensor, b: Tensor, *_: Any) -> Tensor:
-    return torch.empty((*a.shape[:-1], b.shape[-1]), dtype=a.dtype, device=a.device)
+    return a.new_empty((*a.shape[:-1], b.shape[-1]))
 
 
 def _launch_add(out: Tensor, a: Tensor, b: Tensor, precision: str, version: str) -> None:
