@@ -55,7 +55,8 @@ def _cublas(out: Tensor, a: Tensor, b: Tensor, e: Epilogue, precision: str) -> N
     """Follows torch's switches of precision. The sum with a float32 output is computed in float32."""
     if planning():  # a plan needs no product, and those of large shapes take minutes on a CPU
         return
-    a, b = a.to(out.dtype), b.to(out.dtype)
+    if a.dtype != out.dtype:
+        a, b = a.to(out.dtype), b.to(out.dtype)
     with off(a):
         if e.residual is out and e.only_adds:
             out.addmm_(a, b)
