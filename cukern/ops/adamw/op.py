@@ -118,7 +118,7 @@ def reference(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, 
 # ---- the raw op
 
 _MOST_TABLES = 64
-_tables: dict[Any, tuple[Table, Tensor, Tensor]] = {}  # table, steps and group of recent calls: the same tensors need no new ones
+_tables: dict[Any, tuple[Table, Tensor]] = {}  # table and group of recent calls: the same tensors need no new ones
 _captured: list[Any] = []  # those that CUDA graphs use
 
 
@@ -130,19 +130,18 @@ def _launch(
     key = stream, *numbers, *((t.data_ptr(), t.numel(), t.dtype) for t in (*params, *grads, *exp_avgs, *exp_avg_sqs))
     entry = _tables.get(key)
     if entry is None:
-        steps, group = params[0].new_empty(len(params), dtype=torch.float32), params[0].new_empty(6, dtype=torch.int64)
+        group = params[0].new_empty(6, dtype=torch.int64)
         write(group, group_words(*numbers))
-        tensors = enumerate(zip(params, exp_avgs, exp_avg_sqs, steps, strict=True))
-        entry = Table([Row(p, m, v, None, count, 0, i) for i, (p, m, v, count) in tensors]), steps, group
+        tensors = enumerate(zip(params, exp_avgs, exp_avg_sqs, strict=True))
+        entry = Table([Row(p, m, v, None, None, 0, i) for i, (p, m, v) in tensors]), group
     if stream and torch.cuda.is_current_stream_capturing():
         _captured.append(entry)
     elif params[0].is_cuda:
         if len(_tables) >= _MOST_TABLES:
             _tables.clear()
         _tables[key] = entry
-    table, steps, group = entry
-    steps.fill_(step - 1)
-    table.launch(grads, group, version)
+    table, group = entry
+    table.launch(grads, group, version, first_step=step)
 
 
 _adamw = raw_op(
