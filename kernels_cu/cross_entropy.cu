@@ -267,7 +267,7 @@ struct Gradient {
 #pragma unroll
             for (int j = 0; j < N; ++j) x[j] = is_zero || column + j >= vocab ? C(0) : of(x[j], j == at ? of_target : C(0));
         }
-        store_vec(dx + column, pack<T, N>(x));
+        store_vec_past_l1(dx + column, pack<T, N>(x));  // store_vec would be compiled to stores of 4 bytes
     }
 };
 
