@@ -1,14 +1,79 @@
-// kron_linear v4: two factors at once by warpgroups, with wgmma (sm_90a). Pages are as in pages.cuh. Each warpgroup has its own pages and
-// waits for no other. Products are asynchronous, for 64 rows of y at a time, and z is divided into two groups of columns: while the tensor
-// cores multiply one, the warps split the other or store results.
+// kron_linear v4: two factors of 16-bit types by warpgroups (sm_90a). y = w1^T x w2, where a page x is a contiguous matrix [P1][P2].
+//
+// A warpgroup has its own pages and waits for no other. It computes 64 rows of y at a time, from the whole page: z = w1^T x, whose
+// accumulators are in the lanes where wgmma takes operand a, and then y = z w2. z is not rounded to 16 bits. For bfloat16 it is split into
+// big + small, with two products; float16 has too small a range for this, and takes TF32. z is divided into two groups of columns: while
+// the tensor cores multiply one, the warps split the other or store results.
 // Experiments: docs/notes/kron_linear.md.
 #pragma once
-#include "common/ptx/async_copy.cuh"
+#include "common/math.cuh"
 #include "common/ptx/barrier.cuh"
-#include "common/ptx/launch.cuh"
-#include "common/ptx/mma.cuh"
 #include "common/ptx/wgmma.cuh"
-#include "page_products.cuh"
+#include "tile.cuh"
+
+// The number of products from which a lane has neighbouring elements of y: stores of 16, 8 or 4 bytes.
+template <int Q>
+constexpr int NEIGHBOURS = gcd(Q, 32) >= 16 ? gcd(Q, 32) / 8 : 1;
+
+// The column of the products that is column j of w2. Lane t has columns 2 t and 2 t + 1 of each product. The permutation makes those of
+// NEIGHBOURS products neighbours in y.
+template <int Q>
+__device__ constexpr int place_of_column(int j) {
+    constexpr int N = NEIGHBOURS<Q>;
+    return j / (8 * N) * (8 * N) + j % (2 * N) / 2 * 8 + j / (2 * N) % 4 * 2 + j % 2;
+}
+
+// Call f(n, row, column) for the units of U elements of a matrix, where n counts the units of a thread. The units of a warp are in four
+// rows: whole cache lines in global memory, and no bank conflicts wherever they are stored.
+template <int P, int Q, int U, int THREADS, class F>
+__device__ __forceinline__ void each_unit(const F& f) {
+    constexpr unsigned ROW = Q / U, BLOCK = 4 * ROW, UNITS = (P + 3) / 4 * BLOCK;
+    constexpr unsigned AGAIN = THREADS % BLOCK ? 0 : THREADS / ROW;  // rows from one unit of a thread to the next
+#pragma unroll
+    for (unsigned n = 0; n < (UNITS + THREADS - 1) / THREADS; ++n) {
+        unsigned e = AGAIN ? threadIdx.x : threadIdx.x + n * THREADS;
+        int row = e / BLOCK * 4 + e % 4 + n * AGAIN;
+        if ((UNITS % THREADS == 0 || threadIdx.x + n * THREADS < UNITS) && (P % 4 == 0 || row < P)) f(n, row, int(e % BLOCK / 4 * U));
+    }
+}
+
+// Call put(row, column, elements) for all elements of a factor, by all threads of a block: N neighbours of a row if its rows are
+// contiguous. `meanwhile` is called while these loads are in flight, if registers hold them. It issues the loads of the pages: factors that
+// are loaded after the pages would arrive as late as these.
+template <int P, int Q, int THREADS, typename T, class Put, class Meanwhile>
+__device__ __forceinline__ void each_number(const T* w, long long p, long long q, const Put& put, const Meanwhile& meanwhile) {
+    constexpr int U = gcd(Q, 16 / sizeof(T)), N = Put::TOGETHER < U ? Put::TOGETHER : U;
+    constexpr int COUNT = ((P + 3) / 4 * 4 * Q / U + THREADS - 1) / THREADS, REGISTERS = COUNT * ((U * int(sizeof(T)) + 3) / 4);
+    bool aligned = reinterpret_cast<unsigned long long>(w) % 16 == 0, rows = REGISTERS <= 112 && q == 1 && p % U == 0 && aligned;
+    Vec<T, U> v[COUNT];
+    if (rows) each_unit<P, Q, U, THREADS>([&](int n, int k, int j) { v[n] = load_vec<T, U>(w + k * p + j); });
+    __syncwarp();  // otherwise the compiler may move `meanwhile` before the loads
+    meanwhile();
+    if (rows) {
+        each_unit<P, Q, U, THREADS>([&](int n, int k, int j) {
+#pragma unroll
+            for (int u = 0; u < U; u += N) {
+                Vec<T, N> part;
+#pragma unroll
+                for (int e = 0; e < N; ++e) part.v[e] = v[n].v[u + e];
+                put(k, j + u, part);
+            }
+        });
+    } else {
+        share<P, Q, THREADS>([&](int k, int j) { put(k, j, Vec<T, 1>{w[k * p + j * q]}); });
+    }
+}
+
+// Split two floats: x = big + small, in bfloat16. For an infinity, small is finite and has its sign, so that the sum of products is not
+// NaN. A NaN stays in big (min returns the operand that is not NaN).
+__device__ __forceinline__ void split_pair(float one, float two, unsigned& big, unsigned& small) {
+    big = __byte_perm(__float_as_uint(one), __float_as_uint(two), 0x7632);
+    __nv_bfloat162 rest, most;
+    reinterpret_cast<unsigned&>(most) = 0x7f7f7f7f;
+    narrow(rest, make_float2(one - __uint_as_float(big << 16), two - __uint_as_float(big & 0xffff0000)));
+    rest = __hmin2(rest, most);
+    small = reinterpret_cast<unsigned&>(rest) & 0x7fff7fff | big & 0x80008000;
+}
 
 __device__ constexpr int sixteens(int n) { return (n + 15) / 16 * 16; }
 
@@ -17,8 +82,8 @@ __device__ constexpr int sixteens(int n) { return (n + 15) / 16 * 16; }
 // a page has HIGH rows of DEEP columns in shared memory, with zeros beyond P1 and P2, as have w1 and w2. BYTES: size of a copy. PACKED:
 // rows of y are not aligned, and are stored through shared memory, UNIT elements at a time.
 template <int TEAMS_, int STAGES_, bool ADDED_, class Left, class Right>
-struct Wide4 {
-    static constexpr int TEAMS = TEAMS_, STAGES = STAGES_, THREADS = 128 * TEAMS, MT = 1;
+struct Chain4 {
+    static constexpr int TEAMS = TEAMS_, STAGES = STAGES_, THREADS = 128 * TEAMS;
     static constexpr bool ADDED = ADDED_;
     static constexpr int P1 = Left::P, Q1 = Left::Q, P2 = Right::P, Q2 = Right::Q, PARTS = (Q1 + 63) / 64, ROWS = PARTS * 64;
     static constexpr int HIGH = sixteens(P1), DEEP = sixteens(P2), ACROSS = sixteens(Q2), LD1 = sixteens(Q1) + 8;
@@ -67,6 +132,16 @@ using Page = Panels<Plan::HIGH, Plan::DEEP>;
 template <class Plan, typename U>
 using RightMatrix = conditional_t<sizeof(U) == 2, Panels<Plan::DEEP, Plan::ACROSS>, Cores<Plan::DEEP, Plan::ACROSS>>;
 
+// Functions for each_number that store a factor to shared memory.
+template <class Plan>
+struct PutLeft {
+    static constexpr int TOGETHER = 8;
+    char* to;
+    template <typename T, int N>
+    __device__ __forceinline__ void operator()(int k, int j, const Vec<T, N>& v) const {
+        store_vec(reinterpret_cast<T*>(to) + k * Plan::LD1 + j, v);
+    }
+};
 template <class Plan, typename U>
 struct PutWide {
     static constexpr int TOGETHER = sizeof(U) == 2 ? 2 : 1;
@@ -128,7 +203,8 @@ __device__ __forceinline__ void clear_rest(T* pages, T* left, U* right) {
 // Load a warp's 16 rows of w1^T, of a part of 64 rows, as operand a. Rows beyond the last one repeat the last ones.
 template <class Plan, typename T>
 __device__ __forceinline__ void fetch_left(unsigned (&held)[Plan::HIGH / 16][4], const T* w1, int part) {
-    unsigned at = tile_address<true>(w1, Plan::LD1) + min(part * 4 + int(threadIdx.x / 32 % 4), (Plan::Q1 - 1) / 16) * 32;
+    int lane = threadIdx.x % 32, row = lane / 16 * 8 + lane % 8, column = lane / 8 % 2 * 8;  // of an 8 x 8 tile
+    unsigned at = shared_address(w1 + row * Plan::LD1 + column + min(part * 4 + int(threadIdx.x / 32 % 4), (Plan::Q1 - 1) / 16) * 16);
 #pragma unroll
     for (int k = 0; k < Plan::HIGH / 16; ++k) load_tiles<true>(held[k], at + k * 16 * Plan::LD1 * 2);
 }
@@ -172,6 +248,34 @@ __device__ __forceinline__ void start_right(float (&y)[Plan::ACROSS / 8][4], con
     wgmma_commit();
 }
 
+// Store a warp's 16 rows of y, from row `first` on. place_of_column says which columns a lane has.
+template <class Plan, typename T>
+__device__ __forceinline__ void store_rows(T* out, const T* bias, const T* residual, float (&y)[Plan::ACROSS / 8][4], int first,
+                                           float scale) {
+    constexpr int Q2 = Plan::Q2, N = NEIGHBOURS<Q2>;
+    int g = threadIdx.x % 32 / 4, lane = (first + g) * Q2 + threadIdx.x % 4 * 2 * N;
+    out += lane;
+    if (scale != 1.0f)
+#pragma unroll
+        for (int i = 0; i < Plan::ACROSS / 2; ++i) y[i / 4][i % 4] *= scale;
+#pragma unroll
+    for (int m = 0; m < 2; ++m) {
+        if (Plan::ROWS > Plan::Q1 && first + m * 8 + (Plan::Q1 % 8 ? g : 0) >= Plan::Q1) continue;
+#pragma unroll
+        for (int n = 0; n < Q2 / 8; n += N) {
+            float part[2 * N];
+            int at = m * 8 * Q2 + n * 8;
+#pragma unroll
+            for (int e = 0; e < 2 * N; ++e) {
+                part[e] = y[n + e / 2][m * 2 + e % 2];
+                if (Plan::ADDED && bias) part[e] += load_as(bias[lane + at + e]);
+                if (Plan::ADDED && residual) part[e] += load_as(residual[lane + at + e]);
+            }
+            store_vec_past_l1(out + at, pack<T, 2 * N>(part));  // the compiler splits other stores
+        }
+    }
+}
+
 // Store a warp's 16 rows of y, which are contiguous in memory, from row `first` on, through `room` in shared memory.
 template <class Plan, typename T>
 __device__ __forceinline__ void store_packed(T* out, T* room, const T* bias, const T* residual, const float (&y)[Plan::ACROSS / 8][4],
@@ -204,15 +308,12 @@ __device__ __forceinline__ void store_packed(T* out, T* room, const T* bias, con
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 template <typename T, class Plan>
 __global__ void __launch_bounds__(Plan::THREADS, 1)
-    kron_linear_v4_wide(T* out, const T* x, const T* w0, const T* w1, const T* w2, const T* w3, const T* w4, const T* w5, const T* w6,
-                        const T* w7, const T* bias, const T* residual, long long A, long long w0_p, long long w0_q, long long w1_p,
-                        long long w1_q, long long w2_p, long long w2_q, long long w3_p, long long w3_q, long long w4_p, long long w4_q,
-                        long long w5_p, long long w5_q, long long w6_p, long long w6_q, long long w7_p, long long w7_q, double scale,
-                        long long features) {
+    kron_linear_v4_chain_wgmma(T* out, const T* x, Factors4<T> factors, const T* bias, const T* residual, long long A, double scale,
+                               long long features) {
     using U = right_t<T>;
     using Right = RightMatrix<Plan, U>;
     constexpr int PAGE = Page<Plan>::SIZE, SECOND = Page<Plan>::step(0, Plan::COLUMNS), STAGES = Plan::STAGES;
-    constexpr bool ONE = STAGES == 1, ALL_HELD = Plan::HELD == Plan::PARTS;
+    constexpr bool ONE = STAGES == 1, ALL_HELD = Plan::HELD == Plan::PARTS, TWO = Plan::REST > 0;
     extern __shared__ __align__(1024) char panels[];
     int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0), team = warp / 4, stage = 0;
     U* right = reinterpret_cast<U*>(panels);
@@ -229,17 +330,18 @@ __global__ void __launch_bounds__(Plan::THREADS, 1)
         fence_async();
         barrier_of(team + 1, 128);
     };
-    prefetch_factor(w0, Plan::P2, Plan::Q2, w0_p, w0_q);
-    prefetch_factor(w1, Plan::P1, Plan::Q1, w1_p, w1_q);
+    prefetch_factor(factors.at[0], Plan::P2, Plan::Q2, factors.p[0], factors.q[0]);
+    prefetch_factor(factors.at[1], Plan::P1, Plan::Q1, factors.p[1], factors.q[1]);
     for (long long first = blockIdx.x; first < min(A, step); first += gridDim.x)
         prefetch_tile<Plan::P1 * Plan::P2, 1>(x + first * (Plan::P1 * Plan::P2), 1, 1);
     clear_rest<Plan>(pages, left, right);
     wait_for_previous();
-    each_number<Plan::P1, Plan::Q1, Plan::THREADS>(w1, w1_p, w1_q, PutLeft<Plan, T>{reinterpret_cast<char*>(left)}, [&] {
-        each_number<Plan::P2, Plan::Q2, Plan::THREADS>(w0, w0_p, w0_q, PutWide<Plan, U>{right}, [&] {
-            for (int to = 0; to < (ONE ? 1 : STAGES - 1); ++to) load(to);
+    each_number<Plan::P1, Plan::Q1, Plan::THREADS>(
+        factors.at[1], factors.p[1], factors.q[1], PutLeft<Plan>{reinterpret_cast<char*>(left)}, [&] {
+            each_number<Plan::P2, Plan::Q2, Plan::THREADS>(factors.at[0], factors.p[0], factors.q[0], PutWide<Plan, U>{right}, [&] {
+                for (int to = 0; to < (ONE ? 1 : STAGES - 1); ++to) load(to);
+            });
         });
-    });
     let_next_come();
     fence_async();
     __syncthreads();
@@ -251,39 +353,41 @@ __global__ void __launch_bounds__(Plan::THREADS, 1)
     arrive();
     if (!ONE) load(STAGES - 1);
     unsigned long long w2_at = Right::described(right), pages_at = Page<Plan>::described(pages);
-    float z[Plan::COLUMNS / 8][4] = {}, rest[Plan::REST / 8][4] = {}, y[1][Plan::ACROSS / 8][4] = {};
+    float z[Plan::COLUMNS / 8][4] = {}, rest[TWO ? Plan::REST / 8 : 1][4] = {}, y[Plan::ACROSS / 8][4] = {};
     // At the end of an iteration no product is in flight. Otherwise the compiler, which does not track their registers across iterations,
     // waits for each product immediately.
     for (; page < A; page += step) {
         unsigned long long at = pages_at + stage * (PAGE * 2 / 16);
         if (!ALL_HELD) fetch_left<Plan>(w1_held[0], left, 0);
         start_left<Plan, T>(z, w1_held[0], at);
-        start_left<Plan, T>(rest, w1_held[0], at + SECOND);
+        if constexpr (TWO) start_left<Plan, T>(rest, w1_held[0], at + SECOND);
 #pragma unroll
         for (int part = 0; part < Plan::PARTS; ++part) {
-            wgmma_wait<1>(z);
-            start_right<Plan, U, 0>(y[0], z, w2_at);
-            wgmma_wait<1>(rest);
-            start_right<Plan, U, Plan::COLUMNS>(y[0], rest, w2_at + Right::step(Plan::COLUMNS, 0));
+            wgmma_wait<TWO>(z);
+            start_right<Plan, U, 0>(y, z, w2_at);
+            if constexpr (TWO) {
+                wgmma_wait<1>(rest);
+                start_right<Plan, U, Plan::COLUMNS>(y, rest, w2_at + Right::step(Plan::COLUMNS, 0));
+            }
             if (part == Plan::PARTS - 1) {  // the page has been read, and with several stages the next one has arrived
                 if (ONE) barrier_of(team + 1, 128);
                 else arrive();
                 load(stage);
                 stage = stage + 1 < STAGES ? stage + 1 : 0;
-                wgmma_wait<0>(y[0]);
+                wgmma_wait<0>(y);
             } else {
                 unsigned (&next_w1)[Plan::HIGH / 16][4] = w1_held[ALL_HELD ? part + 1 : 0];
-                wgmma_wait<1>(z);
+                wgmma_wait<TWO>(z);
                 if (!ALL_HELD) fetch_left<Plan>(next_w1, left, part + 1);
                 start_left<Plan, T>(z, next_w1, at);
-                wgmma_wait<1>(y[0]);
-                start_left<Plan, T>(rest, next_w1, at + SECOND);
+                wgmma_wait<1>(y);
+                if constexpr (TWO) start_left<Plan, T>(rest, next_w1, at + SECOND);
             }
             long long row = page * (Plan::Q1 * Plan::Q2);
             int first = part * 64 + warp % 4 * 16;
-            const T* added = residual ? residual + row : nullptr;
-            if constexpr (Plan::PACKED) store_packed<Plan>(out + row, room, bias, added, y[0], first, float(scale));
-            else store_rows<Plan, Plan::Q2>(out + row, bias, added, y, first, 0, float(scale));
+            const T *added = residual ? residual + row : nullptr, *own_bias = Plan::ADDED && bias ? bias + row % features : nullptr;
+            if constexpr (Plan::PACKED) store_packed<Plan>(out + row, room, own_bias, added, y, first, float(scale));
+            else store_rows<Plan>(out + row, own_bias, added, y, first, float(scale));
             __syncwarp();  // otherwise the compiler delays the stores and runs out of registers
         }
         if (ONE) arrive();

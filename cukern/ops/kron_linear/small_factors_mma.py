@@ -1,6 +1,6 @@
 """Launches of kron_linear v4 of 16-bit numbers and small factors, on tensor cores: which bits of a number's index are where, step by step.
 
-A tile has 2^n numbers, and each factor of the run is square, with 2, 4, 8 or 16 rows. See kernels_cu/kron_linear/lanes.cuh.
+A tile has 2^n numbers, and each factor of the run is square, with 2, 4, 8 or 16 rows. See kernels_cu/kron_linear/small_factors.cuh.
 """
 
 import functools
@@ -10,7 +10,7 @@ from math import ceil, prod
 from typing import NamedTuple
 
 from cukern.ops.kron_linear.plan import Problem, Step
-from cukern.ops.kron_linear.registers import LEAST_RUN, LEAST_SHARED, SIZES, bits_of, log2, turns
+from cukern.ops.kron_linear.small_factors import are_small, bits_of, log2, tile_of, turns
 
 EACH = 6  # bits: numbers of a tile for each thread
 LEAST, ALL = 13, 15  # of a tile: what a multiprocessor exchanges at one time, and a part of it; smaller tiles begin too often
@@ -35,7 +35,7 @@ class Multiplied(NamedTuple):
     @property
     def template(self) -> str:
         sizes = ", ".join(str(s) for s in self.factors)
-        return f"LaneStep<{self.at[0]}, {self.at[1]}, {bits_of(self.rows)}, {bits_of(self.columns)}, {sizes}>"
+        return f"MmaStep<{self.at[0]}, {self.at[1]}, {bits_of(self.rows)}, {bits_of(self.columns)}, {sizes}>"
 
 
 class Pass(NamedTuple):
@@ -57,7 +57,7 @@ class Pass(NamedTuple):
         order = tuple(self.registers_after.index(b) for b in after)
         bits = [bits_of(b) for b in (self.registers, self.lanes, after, order, self.lanes_after, others)]
         steps = [s.template for s in self.steps]
-        return f"LanePass<{', '.join([str(self.before), str(self.after), *bits, *steps])}>"
+        return f"MmaPass<{', '.join([str(self.before), str(self.after), *bits, *steps])}>"
 
     @property
     def before(self) -> int:
@@ -75,8 +75,8 @@ class Pass(NamedTuple):
         return next(i for i in range(PIECE) if first + i not in self.lanes_after) + (first - AT_ONCE)
 
 
-class Lanes(NamedTuple):
-    """One launch, as in LanePlan of lanes.cuh."""
+class SmallFactorsMma(NamedTuple):
+    """One launch, as in MmaPlan of small_factors.cuh."""
 
     steps: tuple[Step, ...]
     parts: tuple[Pass, ...]
@@ -90,33 +90,30 @@ class Lanes(NamedTuple):
     us: float
     products: int = 0
     slices: int = 1
+    kernel: str = "small_factors_mma"
+    handicap: float = 1.0
 
     def template(self, added: bool = False) -> str:
         top = EACH + log2(self.threads)
         sizes = self.threads, self.blocks, self.L, prod(s.p for s in self.steps), self.R, self.steps[0].right
         places = [f"Turned<{', '.join(map(str, (unit, *to)))}>" for unit, to in ((3, self.stage_turns), (2, self.turns))]
         passes = [p.template(top) for p in self.parts]
-        return f"LanePlan<{', '.join([*map(str, sizes), str(added).lower(), *places, bits_of(self.parts[0].bits), *passes])}>"
+        return f"MmaPlan<{', '.join([*map(str, sizes), str(added).lower(), *places, bits_of(self.parts[0].bits), *passes])}>"
 
 
-def launches(run: Sequence[Step], rows: int, target: Problem) -> Iterator[Lanes]:
+def forward(run: Sequence[Step], rows: int, target: Problem) -> Iterator[SmallFactorsMma]:
     """The launches of a run of steps, of tiles of each size."""
-    if target.itemsize != 2 or not target.tensor or target.aligned < 16 or target.shared < LEAST_SHARED:
-        return
-    if any(s.p != s.q or s.p not in SIZES for s in run):
+    if not target.tensor or not are_small(run, 2, target):
         return
     C, bits = run[0].right, sum(log2(s.p) for s in run)
     for top in range(LEAST, ALL + 1):
-        R = min(1 << max(0, top - bits), C & -C)
-        L = (1 << top) // (R << bits)
-        if not L or (L > 1 and R < C) or (R < C and 2 * R < LEAST_RUN) or 1 < R < 1 << AT_ONCE:
-            continue
-        made = _launch(run, target, top, L, R, ceil(rows * run[-1].left / L) * (C // R))
+        L, R = tile_of(top - bits, C, 2)
+        made = _launch(run, target, top, L, R, ceil(rows * run[-1].left / L) * (C // R)) if L and not 1 < R < 1 << AT_ONCE else None
         if made:
             yield made
 
 
-def _launch(run: Sequence[Step], target: Problem, top: int, L: int, R: int, tiles: int) -> Lanes | None:
+def _launch(run: Sequence[Step], target: Problem, top: int, L: int, R: int, tiles: int) -> SmallFactorsMma | None:
     parts = passes(tuple(s.p for s in run), log2(R), top)
     if not parts:
         return None
@@ -128,7 +125,7 @@ def _launch(run: Sequence[Step], target: Problem, top: int, L: int, R: int, tile
     stage = turns([[b for b in parts[0].lanes[: AT_ONCE + (parts[0].before < 8)] if b >= AT_ONCE]], 3, top)
     exchanges = [lanes[:3] for a, b in pairwise(parts) for lanes in (a.lanes_after, b.lanes)]
     us = _us(numbers, parts, blocks, tiles, target)
-    return Lanes(tuple(run), parts, numbers >> EACH, blocks, L, R, stage, turns(exchanges, 2, top), shared, us)
+    return SmallFactorsMma(tuple(run), parts, numbers >> EACH, blocks, L, R, stage, turns(exchanges, 2, top), shared, us)
 
 
 def _us(numbers: int, parts: Sequence[Pass], blocks: int, tiles: int, target: Problem) -> float:
@@ -185,30 +182,37 @@ def _pass(steps: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], within: int,
     lane bits g and one in a register's number; and n, that was in g, in a register's number and in t. Of the last pass neighbours in
     memory are in lanes."""
     best = None
-    for along in _along([bits for bits, _ in steps], [b for b in range(near, min(within, 8))]):
-        together = {0, 1, 2}.union(*along)
-        if len(together) > PIECE or (0 in along[0] and 1 not in along[0]):
+    for along, lanes, bits in _starts([bits for bits, _ in steps], within, top, near):
+        registers = tuple(sorted(bits - set(lanes)))
+        done = _walk(registers, lanes, along, steps, near)
+        if not done:
             continue
-        if any(len({*a} & {*b}) < 2 for a, b in zip(along, along[2:], strict=False)):  # of these come that step's t
-            continue
-        t = tuple(b for b in along[0] if b > 1 or 0 not in along[0])[:2]
-        after = [b for b in (along[1] if len(steps) > 1 else range(3, top)) if b not in along[0]]
-        for g12 in combinations(after[:4], 2):
-            for g0 in [b for b in dict.fromkeys([*after, *range(3, top)]) if b not in along[0] and b not in g12][:3]:
-                lanes = (*t, g0, *g12)
-                bits = together | set(lanes)
-                bits |= set([b for b in range(top) if b not in bits][: max(0, PIECE - len(bits))])
-                if len(set(lanes)) < LANES or len(bits) > PIECE:
-                    continue
-                registers = tuple(sorted(bits - set(lanes)))
-                done = _walk(registers, lanes, along, steps, near)
-                if not done:
-                    continue
-                made = Pass(registers, lanes, *done)
-                if not last or made.run > 1:
-                    return made
-                best = made if made.run and (not best or best.run < made.run) else best
+        made = Pass(registers, lanes, *done)
+        if not last or made.run > 1:
+            return made
+        best = made if made.run and (not best or best.run < made.run) else best
     return best
+
+
+def _starts(
+    steps: Sequence[tuple[int, ...]], within: int, top: int, near: int
+) -> Iterator[tuple[tuple[tuple[int, ...], ...], tuple[int, ...], set[int]]]:
+    """The bits along which each step may multiply, those of lanes before the first step, and all that a warp has at once."""
+    for along in _along(steps, [b for b in range(near, min(within, 8))]):
+        t = tuple(b for b in along[0] if b > 1 or 0 not in along[0])[:2]
+        for g in _columns(along, top):
+            bits = {0, 1, 2, *t, *g}.union(*along)
+            bits |= set([b for b in range(top) if b not in bits][: max(0, PIECE - len(bits))])
+            if len({*t, *g}) == LANES and len(bits) <= PIECE:
+                yield along, (*t, *g), bits
+
+
+def _columns(along: Sequence[tuple[int, ...]], top: int) -> Iterator[tuple[int, int, int]]:
+    """The bits that lane bits g may have before the first step."""
+    after = [b for b in (along[1] if len(along) > 1 else range(3, top)) if b not in along[0]]
+    for g12 in combinations(after[:4], 2):
+        for g0 in [b for b in dict.fromkeys([*after, *range(3, top)]) if b not in along[0] and b not in g12][:3]:
+            yield g0, *g12
 
 
 def _along(bits: Sequence[tuple[int, ...]], beside: Sequence[int]) -> Iterator[tuple[tuple[int, ...], ...]]:
@@ -218,7 +222,10 @@ def _along(bits: Sequence[tuple[int, ...]], beside: Sequence[int]) -> Iterator[t
     for own in bits:
         need, free = SIDE - len(own), [b for b in beside if b not in used]
         options.append([(*own, *more) for more in combinations([*free[:3], *[b for b in used if b not in own]], need)])
-    return product(*options)
+    for along in product(*options):
+        of_t = all(len({*a} & {*b}) >= 2 for a, b in zip(along, along[2:], strict=False))  # of these come that step's t
+        if of_t and len({0, 1, 2}.union(*along)) <= PIECE and (1 in along[0] or 0 not in along[0]):
+            yield along
 
 
 def _walk(
