@@ -67,24 +67,28 @@ struct Pass {
     }
 };
 
+// Where the elements of a tile of L x P x R are. CLUSTER blocks of NUMBERS elements each share it.
+template <int CLUSTER_, int CROSS_, int NUMBERS_, int L_, int P_, int R_, long long C_>
+struct SmallTile {
+    static constexpr int CLUSTER = CLUSTER_, CROSS = CROSS_, NUMBERS = NUMBERS_, L = L_, P = P_, R = R_;
+    static constexpr long long C = C_;
+    // The offset of element e of a tile in global memory.
+    __device__ static constexpr long long memory(int e) { return R == C ? e : e / R * C + e % R; }
+    // The index of the result that is element e of this block in the last pass. The rank of the block is bit CROSS of it.
+    __device__ static constexpr int result(int e) { return CLUSTER == 1 ? e : (e & ~(1 << CROSS)) | (e >> CROSS & 1) * NUMBERS; }
+};
+
 // Copied: the elements of a warp in the first pass, in memory order. AHEAD: the number of warps whose elements are copied one tile ahead.
 template <int CLUSTER_, int VALUES_, int THREADS_, int BLOCKS_, int L_, int P_, int R_, long long C_, int AHEAD_, int CROSS_, bool ADDED_,
           class Places_, class Copied_, class... Passes>
-struct RegisterPlan {
-    static constexpr int CLUSTER = CLUSTER_, VALUES = VALUES_, THREADS = THREADS_, BLOCKS = BLOCKS_, L = L_, P = P_, R = R_;
-    static constexpr int AHEAD = AHEAD_, CROSS = CROSS_;
-    static constexpr long long C = C_;
+struct RegisterPlan : SmallTile<CLUSTER_, CROSS_, THREADS_ * VALUES_, L_, P_, R_, C_> {
+    static constexpr int VALUES = VALUES_, THREADS = THREADS_, BLOCKS = BLOCKS_, AHEAD = AHEAD_;
     static constexpr bool ADDED = ADDED_;
-    static constexpr int NUMBERS = THREADS * VALUES, WEIGHTS = ((Passes::WEIGHTS + ...) + 31) / 32 * 32;
+    static constexpr int WEIGHTS = ((Passes::WEIGHTS + ...) + 31) / 32 * 32;
     using Places = Places_;
     using Copied = Copied_;
     using List = Steps4<Passes...>;
     using Start = typename First<Passes...>::type;
-
-    // The offset of element e of a tile in global memory.
-    __device__ static constexpr long long memory(int e) { return R == C ? e : e / R * C + e % R; }
-    // The index of the result that is element e of this block in the last pass.
-    __device__ static constexpr int result(int e) { return CLUSTER == 1 ? e : (e & ~(1 << CROSS)) | (e >> CROSS & 1) * NUMBERS; }
 };
 
 // y[r] for J columns from j0 on and F fibers from f0 on: sums of products of v and w. w begins with column j0.
@@ -359,20 +363,18 @@ __device__ auto joined(Steps4<A...>, Steps4<B...>, Others... others) {
 
 // StagePlaces: the layout of a tile as loaded. Places: the layout of the exchange buffer. Copied: the index bits of a warp's part in the
 // first pass.
-template <int THREADS_, int BLOCKS_, int L_, int P_, int R_, long long C_, bool ADDED_, class StagePlaces_, class Places_, class Copied_,
-          class Start_, class... Others>
-struct MmaPlan {
-    static constexpr int THREADS = THREADS_, BLOCKS = BLOCKS_, L = L_, P = P_, R = R_, WARPS = THREADS / 32;
-    static constexpr long long C = C_;
+template <int CLUSTER_, int THREADS_, int BLOCKS_, int L_, int P_, int R_, long long C_, int CROSS_, bool ADDED_, class StagePlaces_,
+          class Places_, class Copied_, class Start_, class... Others>
+struct MmaPlan : SmallTile<CLUSTER_, CROSS_, THREADS_ * MMA_PARTS * MMA_VALUES, L_, P_, R_, C_> {
+    static constexpr int THREADS = THREADS_, BLOCKS = BLOCKS_, WARPS = THREADS / 32;
     static constexpr bool ADDED = ADDED_, ONE = sizeof...(Others) == 0;  // ONE: no exchange
-    static constexpr int NUMBERS = THREADS * MMA_PARTS * MMA_VALUES, WORDS = Start_::WORDS + (0 + ... + Others::WORDS);
+    static constexpr int WORDS = Start_::WORDS + (0 + ... + Others::WORDS);
     using StagePlaces = StagePlaces_;
     using Places = Places_;
     using Copied = Copied_;
     using Start = Start_;
     using Rest = Steps4<Others...>;
     using Steps = decltype(joined(typename Start::List(), typename Others::List()...));
-    __device__ static constexpr long long memory(int e) { return R == C ? e : e / R * C + e % R; }
 };
 
 // Call f.run<N, S>() for each step S, whose first factor is N.
@@ -477,28 +479,35 @@ __device__ __forceinline__ void fetch_part(U (&v)[N], const T* numbers, int part
             load_vec<U, V / EACH>(reinterpret_cast<const U*>(numbers + Places::join(place, Places::at(P::Regs::scatter(i * EACH)))));
 }
 
-// Store the results of a pass to the exchange buffer, or after the last pass to global memory.
-template <class Plan, class P, bool LAST, typename T, int N>
-__device__ __forceinline__ void put_part(float* numbers, const Output<T>& to, const float (&v)[N], int part) {
+// Store the results of a pass to the exchange buffer, or after the last pass to global memory. `full`: after the first pass of a cluster,
+// the mbarrier of the block for what the other block sends. Bit CROSS of an element's index says which block gets it. There that bit is
+// the rank of the block that sent it.
+template <class Plan, class P, bool FIRST, bool LAST, typename T, int N>
+__device__ __forceinline__ void put_part(float* numbers, const Output<T>& to, const float (&v)[N], int part, unsigned full = 0) {
     using Places = typename Plan::Places;
+    constexpr bool SENDS = Plan::CLUSTER > 1 && FIRST;
+    constexpr int HALF = SENDS ? 1 << Plan::CROSS : 0;
     float y[N];
 #pragma unroll
     for (int r = 0; r < N; ++r) y[r] = v[P::Order::scatter(r)];
-    int number = part | P::LanesAfter::scatter(threadIdx.x % 32), place = Places::at(number);
+    int number = part | P::LanesAfter::scatter(threadIdx.x % 32), rank = Plan::CLUSTER > 1 ? cluster_rank() : 0;
+    int result = Plan::result(number) | rank << Plan::CROSS, place = Places::at(number | rank * HALF);
+    unsigned apart = SENDS ? shared_of_rank(full, rank ^ 1) - full : 0;
 #pragma unroll
     for (int r = 0; r < N; r += LAST ? P::W : 4) {
         int own = P::RegsAfter::scatter(r);
-        if constexpr (LAST) store_results<Plan, P::W>(to, y, r, number, own);
-        else store_vec(numbers + Places::join(place, Places::at(own)), reinterpret_cast<const Vec<float, 4>&>(y[r]));
+        float* at = numbers + Places::join(place, Places::at(own & ~HALF));
+        if constexpr (LAST) store_results<Plan, P::W>(to, y, r, result, Plan::result(own));
+        else if (!SENDS || (own & HALF) == rank * HALF) store_vec(at, reinterpret_cast<const Vec<float, 4>&>(y[r]));
+        else st_async(shared_address(at) + apart, reinterpret_cast<const float4&>(y[r]), full + apart);
     }
 }
 
-// All passes except the first. `read` is called when the last pass has loaded everything.
+// All passes except the first, when the exchange buffer is full. `read` is called when the last pass has loaded everything.
 template <class Plan, typename T, class Read, class P, class... Others>
 __device__ __forceinline__ void run_mma_passes(float* numbers, const unsigned* matrices, const Output<T>& to, const Read& read,
                                                Steps4<P, Others...>) {
     constexpr bool LAST = sizeof...(Others) == 0;
-    __syncthreads();
 #pragma unroll 1
     for (int i = 0; i < MMA_PARTS; ++i) {
         int part = P::Parts::scatter(threadIdx.x / 32 * MMA_PARTS + i);
@@ -507,14 +516,18 @@ __device__ __forceinline__ void run_mma_passes(float* numbers, const unsigned* m
         if (LAST && i == MMA_PARTS - 1) read();
         if constexpr (!LAST) __syncwarp();
         multiply_mma<P, false, T>(v, nullptr, matrices);
-        put_part<Plan, P, LAST>(numbers, to, v, part);
+        put_part<Plan, P, false, LAST>(numbers, to, v, part);
     }
-    if constexpr (!LAST) run_mma_passes<Plan>(numbers, matrices + P::WORDS, to, read, Steps4<Others...>());
+    if constexpr (!LAST) {
+        __syncthreads();
+        run_mma_passes<Plan>(numbers, matrices + P::WORDS, to, read, Steps4<Others...>());
+    }
 }
 
-// Grid: at most the number of tiles; block THREADS. Dynamic shared memory: exchange buffer, stage of the next tile, matrices, an mbarrier.
+// Grid: at most CLUSTER * the number of tiles; block THREADS. Dynamic shared memory: exchange buffer, stage of the next tile, matrices, two
+// mbarriers.
 template <typename T, class Plan>
-__global__ void __launch_bounds__(Plan::THREADS, Plan::BLOCKS)
+__global__ void __cluster_dims__(Plan::CLUSTER, 1, 1) __launch_bounds__(Plan::THREADS, Plan::BLOCKS)
     kron_linear_v4_small_factors_mma(T* out, const T* x, Factors4<T> factors, const T* bias, const T* residual, long long A, double scale,
                                      long long features) {
     using Start = typename Plan::Start;
@@ -524,8 +537,9 @@ __global__ void __launch_bounds__(Plan::THREADS, Plan::BLOCKS)
     T* stage = reinterpret_cast<T*>(numbers + (Plan::ONE ? 0 : Plan::NUMBERS));
     unsigned* matrices = reinterpret_cast<unsigned*>(stage + Plan::NUMBERS);
     constexpr long long ACROSS = Plan::C / Plan::R;
-    long long tiles = (A + Plan::L - 1) / Plan::L * ACROSS, tile = blockIdx.x;
-    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    constexpr bool CLUSTER = Plan::CLUSTER > 1;
+    long long tiles = (A + Plan::L - 1) / Plan::L * ACROSS, tile = blockIdx.x / Plan::CLUSTER, step = gridDim.x / Plan::CLUSTER;
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, rank = CLUSTER ? cluster_rank() : 0, half = rank * Plan::NUMBERS;
     if (tile >= tiles) return;  // the grid is planned for the largest number of rows in a bucket
     auto first = [&](long long n) { return n / ACROSS * Plan::L * Plan::P * Plan::C + n % ACROSS * Plan::R; };
     auto end = [&](long long n) {
@@ -535,7 +549,7 @@ __global__ void __launch_bounds__(Plan::THREADS, Plan::BLOCKS)
     auto copy = [&](long long n, int part) {
         if (n < tiles) {
             int own = part | Plan::Copied::scatter(lane * 8), rows_end = end(n), place = Stage::at(own);
-            const T* from = x + first(n) + Plan::memory(own);
+            const T* from = x + first(n) + Plan::memory(half | own);
 #pragma unroll
             for (int i = 0; i < MMA_VALUES / 8; ++i) {
                 int more = Plan::Copied::scatter(i * 256);
@@ -547,9 +561,17 @@ __global__ void __launch_bounds__(Plan::THREADS, Plan::BLOCKS)
         cp_async_commit();
     };
     auto part_of = [&](int i) { return Start::Parts::scatter(warp * MMA_PARTS + i); };
-    unsigned all_read = shared_address(matrices + Plan::WORDS), parity = 0;
-    if (!Plan::ONE && threadIdx.x == 0) mbarrier_init(all_read, Plan::WARPS);
-    prefetch_tile<Plan::P, Plan::R>(x + first(tile), end(tile) / (Plan::P * Plan::R), Plan::C);
+    // A phase of `all_read` ends when all warps of the cluster have read the exchange buffer, one of `full` when the cluster has filled it.
+    unsigned all_read = shared_address(matrices + Plan::WORDS), full = all_read + 8, parity = 0;
+    if (!Plan::ONE && threadIdx.x == 0) {
+        mbarrier_init(all_read, Plan::CLUSTER * Plan::WARPS);
+        if constexpr (CLUSTER) {
+            mbarrier_init(full, Plan::WARPS);
+            mbarriers_made();
+        }
+    }
+    if constexpr (CLUSTER) cluster_arrive_relaxed();
+    prefetch_tile<Plan::P / Plan::CLUSTER, Plan::R>(x + first(tile) + Plan::memory(half), end(tile) / (Plan::P * Plan::R), Plan::C);
     wait_for_previous();
 #pragma unroll 1
     for (int i = 0; i < MMA_PARTS; ++i) copy(tile, part_of(i));
@@ -557,7 +579,8 @@ __global__ void __launch_bounds__(Plan::THREADS, Plan::BLOCKS)
     each_step<0>(loading, typename Plan::Steps());
     let_next_come();
     __syncthreads();
-    for (; tile < tiles; tile += gridDim.x, parity ^= 1) {
+    if constexpr (CLUSTER) cluster_wait();
+    for (; tile < tiles; tile += step, parity ^= 1) {
         Output<T> to = {out, bias, residual, first(tile), features, end(tile), float(scale)};
 #pragma unroll 1
         for (int i = 0; i < MMA_PARTS; ++i) {
@@ -567,18 +590,28 @@ __global__ void __launch_bounds__(Plan::THREADS, Plan::BLOCKS)
             __syncwarp();
             fetch_part<Stage, Start>(words, stage, part);
             __syncwarp();
-            copy(tile + gridDim.x, part);
+            copy(tile + step, part);
             float v[MMA_VALUES];
             multiply_mma<Start, true, T>(v, words, matrices);
-            if (!Plan::ONE && i == 0) mbarrier_wait_in_block(all_read, parity ^ 1);
-            put_part<Plan, Start, Plan::ONE>(numbers, to, v, part);
+            if (CLUSTER && i == 0) mbarrier_wait(all_read, parity ^ 1);
+            else if (!Plan::ONE && i == 0) mbarrier_wait_in_block(all_read, parity ^ 1);
+            put_part<Plan, Start, true, Plan::ONE>(numbers, to, v, part, full);
+        }
+        if constexpr (CLUSTER) {
+            __syncwarp();
+            if (lane == 0) mbarrier_arrive(full, Plan::NUMBERS / 2 * 4 / Plan::WARPS);  // the other block sends as much as this one
+            mbarrier_wait(full, parity);
+        } else if constexpr (!Plan::ONE) {
+            __syncthreads();
         }
         if constexpr (!Plan::ONE)
             run_mma_passes<Plan>(
                 numbers, matrices + Start::WORDS, to,
                 [&] {
                     __syncwarp();
-                    if (lane == 0) mbarrier_arrive(all_read);
+                    if (lane || tile + step >= tiles) return;  // the other block may have ended
+                    mbarrier_arrive(all_read);
+                    if constexpr (CLUSTER) mbarrier_arrive(shared_of_rank(all_read, rank ^ 1));
                 },
                 typename Plan::Rest());
     }

@@ -88,14 +88,15 @@ class SmallFactorsMma(NamedTuple):
     turns: tuple[int, ...]
     shared: int
     us: float
+    slices: int = 1  # the blocks of a cluster, which share a tile
+    cross: int = 0
     products: int = 0
-    slices: int = 1
     kernel: str = "small_factors_mma"
     handicap: float = 1.0
 
     def template(self, added: bool = False) -> str:
         top = EACH + log2(self.threads)
-        sizes = self.threads, self.blocks, self.L, prod(s.p for s in self.steps), self.R, self.steps[0].right
+        sizes = self.slices, self.threads, self.blocks, self.L, prod(s.p for s in self.steps), self.R, self.steps[0].right, self.cross
         places = [f"Turned<{', '.join(map(str, (unit, *to)))}>" for unit, to in ((3, self.stage_turns), (2, self.turns))]
         passes = [p.template(top) for p in self.parts]
         return f"MmaPlan<{', '.join([*map(str, sizes), str(added).lower(), *places, bits_of(self.parts[0].bits), *passes])}>"
@@ -106,15 +107,16 @@ def forward(run: Sequence[Step], rows: int, target: Problem) -> Iterator[SmallFa
     if not target.tensor or not are_small(run, 2, target):
         return
     C, bits = run[0].right, sum(log2(s.p) for s in run)
-    for top in range(LEAST, ALL + 1):
-        L, R = tile_of(top - bits, C, 2)
-        made = _launch(run, target, top, L, R, ceil(rows * run[-1].left / L) * (C // R)) if L and not 1 < R < 1 << AT_ONCE else None
+    for top, cluster in (*((top, 1) for top in range(LEAST, ALL + 1)), (ALL, 2)):
+        L, R = tile_of(top + cluster - 1 - bits, C, 2)
+        fits = (L == 1 or (L and cluster == 1)) and not 1 < R < 1 << AT_ONCE
+        made = _launch(run, target, top, cluster, L, R, ceil(rows * run[-1].left / L) * (C // R)) if fits else None
         if made:
             yield made
 
 
-def _launch(run: Sequence[Step], target: Problem, top: int, L: int, R: int, tiles: int) -> SmallFactorsMma | None:
-    parts = passes(tuple(s.p for s in run), log2(R), top)
+def _launch(run: Sequence[Step], target: Problem, top: int, cluster: int, L: int, R: int, tiles: int) -> SmallFactorsMma | None:
+    parts = passes(tuple(s.p for s in run), log2(R), top, cluster)
     if not parts:
         return None
     count, numbers, several = sum(len(p.steps) for p in parts), 1 << top, len(parts) > 1
@@ -124,8 +126,9 @@ def _launch(run: Sequence[Step], target: Problem, top: int, L: int, R: int, tile
         return None
     stage = turns([[b for b in parts[0].lanes[: AT_ONCE + (parts[0].before < 8)] if b >= AT_ONCE]], 3, top)
     exchanges = [lanes[:3] for a, b in pairwise(parts) for lanes in (a.lanes_after, b.lanes)]
-    us = _us(numbers, parts, blocks, tiles, target)
-    return SmallFactorsMma(tuple(run), parts, numbers >> EACH, blocks, L, R, stage, turns(exchanges, 2, top), shared, us)
+    cross = cross_of([[s.factors for s in p.steps] for p in parts], log2(R)) if cluster > 1 else 0
+    us = _us(numbers, parts, blocks, tiles * cluster, target)
+    return SmallFactorsMma(tuple(run), parts, numbers >> EACH, blocks, L, R, stage, turns(exchanges, 2, top), shared, us, cluster, cross)
 
 
 def _us(numbers: int, parts: Sequence[Pass], blocks: int, tiles: int, target: Problem) -> float:
@@ -140,9 +143,9 @@ def _us(numbers: int, parts: Sequence[Pass], blocks: int, tiles: int, target: Pr
 
 
 @functools.lru_cache(1024)
-def passes(sizes: tuple[int, ...], low: int, top: int) -> tuple[Pass, ...]:
+def passes(sizes: tuple[int, ...], low: int, top: int, cluster: int = 1) -> tuple[Pass, ...]:
     """The passes over a tile of 2^top numbers, whose rightmost factor has the bits from `low` on: as few as there can be, the last one's
-    results in runs as long as there can be."""
+    results in runs as long as there can be. Or over a tile of twice as many, whose halves are those of two blocks of a cluster."""
     merged: list[list[int]] = []
     for s in sizes:
         if merged and prod(merged[-1]) * s <= 1 << SIDE:
@@ -153,7 +156,7 @@ def passes(sizes: tuple[int, ...], low: int, top: int) -> tuple[Pass, ...]:
         found = []
         for cuts in combinations(range(1, len(merged)), count - 1):
             pieces = [merged[a:b] for a, b in zip((0, *cuts), (*cuts, len(merged)), strict=True)]
-            made = _passes(pieces, low, top) if all(len(piece) <= STEPS for piece in pieces) else ()
+            made = _passes(pieces, low, top, cluster) if all(len(piece) <= STEPS for piece in pieces) else ()
             if made:
                 found.append(made)
         if found:
@@ -161,17 +164,26 @@ def passes(sizes: tuple[int, ...], low: int, top: int) -> tuple[Pass, ...]:
     return ()
 
 
-def _passes(pieces: Sequence[Sequence[Sequence[int]]], low: int, top: int) -> tuple[Pass, ...]:
+def cross_of(parts: Sequence[Sequence[Sequence[int]]], low: int) -> int:
+    """The bit that two blocks of a cluster exchange: the highest of the first pass's factors. It is the block's rank after that pass. The
+    bit `top` is the rank before it, and has the place of this one after it."""
+    return low + sum(log2(s) for step in parts[0] for s in step) - 1
+
+
+def _passes(pieces: Sequence[Sequence[Sequence[int]]], low: int, top: int, cluster: int) -> tuple[Pass, ...]:
+    cross = cross_of(pieces, low)
+    if cluster > 1 and (len(pieces) == 1 or cross >= top):
+        return ()
     within = low + sum(log2(s) for piece in pieces for step in piece for s in step)  # a row's bits, of which zeros may be
     made = []
     for n, piece in enumerate(pieces, 1):
         steps, last = [], n == len(pieces)
         for sizes in piece:
             bits = sum(log2(s) for s in sizes)
-            steps.append((tuple(range(low, low + bits)), tuple(sizes)))
+            steps.append((tuple(b if b < top else cross for b in range(low, low + bits)), tuple(sizes)))
             low += bits
         found = (last and _pass(steps, within, top, AT_ONCE, last)) or _pass(steps, within, top, 2, last)
-        if found is None:
+        if found is None or (cluster > 1 and n == 1 and cross not in found.registers_after):
             return ()
         made.append(found)
     return tuple(made)
