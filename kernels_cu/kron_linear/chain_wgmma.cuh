@@ -3,7 +3,9 @@
 // A warpgroup has its own pages and waits for no other. It computes 64 rows of y at a time, from the whole page: z = w1^T x, whose
 // accumulators are in the lanes where wgmma takes operand a, and then y = z w2. z is not rounded to 16 bits. For bfloat16 it is split into
 // big + small, with two products; float16 has too small a range for this, and takes TF32. z is divided into two groups of columns: while
-// the tensor cores multiply one, the warps split the other or store results.
+// the tensor cores multiply one, the warps split the other or store results. If a page has at most 32 columns and y at most 32 rows, a
+// warpgroup takes two pages at a time: the columns of z are those of both, the first two warps continue with those of the first page, the
+// others with those of the second.
 // Experiments: docs/notes/kron_linear.md.
 #pragma once
 #include "common/math.cuh"
@@ -79,18 +81,24 @@ __device__ constexpr int sixteens(int n) { return (n + 15) / 16 * 16; }
 
 // TEAMS: warpgroups per block. STAGES: pages in shared memory per warpgroup. COLUMNS and REST: the two groups of columns of z. PARTS: parts
 // of 64 rows of w1^T. HELD: parts of w1 that stay in registers; if not all do, each is loaded anew. Factors have any sizes, but P2 is even:
-// a page has HIGH rows of DEEP columns in shared memory, with zeros beyond P1 and P2, as have w1 and w2. BYTES: size of a copy. PACKED:
-// rows of y are not aligned, and are stored through shared memory, UNIT elements at a time.
+// a page has HIGH rows of DEEP columns in shared memory, with zeros beyond P1 and P2, as have w1 and w2. PAGES: pages that a warpgroup takes
+// at a time, side by side in shared memory: both groups of columns have those of the first page, then those of the second. BYTES: size of
+// a copy. PACKED: rows of y are not aligned, and are stored through shared memory, UNIT elements at a time.
 template <int TEAMS_, int STAGES_, bool ADDED_, class Left, class Right>
 struct Chain4 {
     static constexpr int TEAMS = TEAMS_, STAGES = STAGES_, THREADS = 128 * TEAMS;
     static constexpr bool ADDED = ADDED_;
-    static constexpr int P1 = Left::P, Q1 = Left::Q, P2 = Right::P, Q2 = Right::Q, PARTS = (Q1 + 63) / 64, ROWS = PARTS * 64;
+    static constexpr int P1 = Left::P, Q1 = Left::Q, P2 = Right::P, Q2 = Right::Q;
     static constexpr int HIGH = sixteens(P1), DEEP = sixteens(P2), ACROSS = sixteens(Q2), LD1 = sixteens(Q1) + 8;
+    static constexpr int PAGES = Q1 <= 32 && DEEP <= 32 ? 2 : 1, PARTS = (Q1 + 63) / 64, ROWS = PARTS * 64 / PAGES;  // ROWS: of a page
     static constexpr int COLUMNS = DEEP > 64 ? 64 : sixteens(DEEP / 2), REST = DEEP - COLUMNS;
     static constexpr int HELD = PARTS <= 2 && (DEEP + ACROSS) / 2 + PARTS * HIGH / 4 <= 192 ? PARTS : 1;
     static constexpr int BYTES = gcd(16, 2 * P2), UNIT = gcd(8, Q1* Q2);
     static constexpr bool PACKED = Q2 % 16 > 0;
+    // Where column `column` of a page is.
+    __device__ static constexpr int place(int page, int column) {
+        return column < COLUMNS ? page * COLUMNS + column : PAGES * COLUMNS + page * REST + column - COLUMNS;
+    }
 };
 
 // A matrix [ROWS][COLUMNS] of a 16-bit type in shared memory, as operand b of wgmma with the 128-byte swizzle: panels of 64 columns. A row
@@ -128,7 +136,7 @@ struct Cores {
 template <typename T>
 using right_t = conditional_t<IS_BF16<T>, T, float>;
 template <class Plan>
-using Page = Panels<Plan::HIGH, Plan::DEEP>;
+using Page = Panels<Plan::HIGH, Plan::PAGES * Plan::DEEP>;
 template <class Plan, typename U>
 using RightMatrix = conditional_t<sizeof(U) == 2, Panels<Plan::DEEP, Plan::ACROSS>, Cores<Plan::DEEP, Plan::ACROSS>>;
 
@@ -154,23 +162,27 @@ struct PutWide {
     }
 };
 
-// Copy a page asynchronously, by a warpgroup. 8 or 16 lanes copy a row, and a thread's next copy is 16 or 8 rows further.
+// Copy PAGES pages asynchronously, of which `pages` exist, by a warpgroup. 8 or 16 lanes copy a row, and a thread's next copy is 16 or 8
+// rows further.
 template <class Plan, typename T>
-__device__ __forceinline__ void load_wide(T* to, const T* from) {
-    constexpr int U = Plan::BYTES / sizeof(T), UNITS = Plan::P2 / U, LANES = UNITS > 8 ? 16 : 8;
+__device__ __forceinline__ void load_pages(T* to, const T* from, long long pages) {
+    constexpr int U = Plan::BYTES / sizeof(T), EACH = Plan::P2 / U, UNITS = Plan::PAGES * EACH, LANES = UNITS > 8 ? 16 : 8;
     // With 16 lanes per row a warp copies rows that are 4 apart, which have no bank conflicts.
     int row = LANES == 8 ? threadIdx.x % 128 / 8 : threadIdx.x % 128 / 32 + threadIdx.x % 32 / 16 * 4;
 #pragma unroll
     for (int first = 0; first < UNITS; first += LANES) {
         int unit = first + threadIdx.x % LANES;
         if (first + LANES > UNITS && unit >= UNITS) break;
-        T* place = to + Page<Plan>::at(row, unit * U);
-        const T* source = from + row * Plan::P2 + unit * U;
+        int page = Plan::PAGES > 1 ? unit / EACH : 0, column = (unit - page * EACH) * U;
+        T* place = to + Page<Plan>::at(row, Plan::place(page, column));
+        const T* source = from + (page * Plan::P1 + row) * Plan::P2 + column;
 #pragma unroll
         for (int r = 0; r < Plan::P1; r += 128 / LANES) {
             if (r + 128 / LANES > Plan::P1 && row >= Plan::P1 - r) break;
-            if constexpr (Plan::BYTES == 16) cp_async_16(shared_address(place + r * 64), source + r * Plan::P2);
-            else cp_async<Plan::BYTES>(shared_address(place + r * 64), source + r * Plan::P2, true);
+            unsigned at = shared_address(place + r * 64);
+            if constexpr (Plan::BYTES < 16) cp_async<Plan::BYTES>(at, source + r * Plan::P2, page < pages);
+            else if constexpr (Plan::PAGES > 1) cp_async_16(at, source + r * Plan::P2, page < pages);
+            else cp_async_16(at, source + r * Plan::P2);
         }
     }
 }
@@ -190,8 +202,9 @@ __device__ __forceinline__ void clear_rest(T* pages, T* left, U* right) {
     using Right = RightMatrix<Plan, U>;
     constexpr int P1 = Plan::P1, P2 = Plan::P2, Q2 = Plan::Q2, DEEP = Plan::DEEP, THREADS = Plan::THREADS;
     for (int stage = 0; stage < Plan::STAGES; ++stage, pages += X::SIZE) {
-        clear<X, P1, Plan::HIGH - P1, 0, DEEP, 128>(pages);
-        clear<X, 0, P1, P2, DEEP - P2, 128>(pages);
+        clear<X, P1, Plan::HIGH - P1, 0, Plan::PAGES * DEEP, 128>(pages);
+        clear<X, 0, P1, Plan::place(0, P2), DEEP - P2, 128>(pages);
+        if constexpr (Plan::PAGES > 1) clear<X, 0, P1, Plan::place(1, P2), DEEP - P2, 128>(pages);
     }
     clear<Right, P2, DEEP - P2, 0, Plan::ACROSS, THREADS>(right);
     clear<Right, 0, P2, Q2, Plan::ACROSS - Q2, THREADS>(right);
@@ -204,7 +217,8 @@ __device__ __forceinline__ void clear_rest(T* pages, T* left, U* right) {
 template <class Plan, typename T>
 __device__ __forceinline__ void fetch_left(unsigned (&held)[Plan::HIGH / 16][4], const T* w1, int part) {
     int lane = threadIdx.x % 32, row = lane / 16 * 8 + lane % 8, column = lane / 8 % 2 * 8;  // of an 8 x 8 tile
-    unsigned at = shared_address(w1 + row * Plan::LD1 + column + min(part * 4 + int(threadIdx.x / 32 % 4), (Plan::Q1 - 1) / 16) * 16);
+    int rows = min(part * 4 + int(threadIdx.x / 32 % (4 / Plan::PAGES)), (Plan::Q1 - 1) / 16) * 16;
+    unsigned at = shared_address(w1 + row * Plan::LD1 + column + rows);
 #pragma unroll
     for (int k = 0; k < Plan::HIGH / 16; ++k) load_tiles<true>(held[k], at + k * 16 * Plan::LD1 * 2);
 }
@@ -219,14 +233,16 @@ __device__ __forceinline__ void start_left(float (&z)[N][4], const unsigned (&w1
     wgmma_commit();
 }
 
-// Issue y = z w2, or y += z w2 if FROM > 0, for the rows of w2 that the descriptor `right` begins with. z has the columns from FROM on.
-// Those beyond P2 are replaced by zeros. (With zeros written to z itself, ptxas waits for each product: 2048 x (128, 86) took 58 us.)
-template <class Plan, typename U, int FROM, int N>
-__device__ __forceinline__ void start_right(float (&y)[Plan::ACROSS / 8][4], const float (&z)[N][4], unsigned long long right) {
+// Issue y = z w2, or y += z w2 if FROM > 0, for the rows of w2 that the descriptor `right` begins with. z has the columns from FROM on, of
+// all pages; a warp takes those of its `page`. Those beyond P2 are replaced by zeros. (With zeros written to z itself, ptxas waits for each product: 2048 x (128, 86) took 58 us.)
+template <class Plan, typename U, int FROM, int ALL>
+__device__ __forceinline__ void start_right(float (&y)[Plan::ACROSS / 8][4], const float (&z)[ALL][4], unsigned long long right, int page) {
     constexpr bool ADD = FROM > 0;
+    constexpr int N = ALL / Plan::PAGES;
     auto number = [&](int n, int i) {
         int column = FROM + n * 8 + i % 2;
-        return column + 6 >= Plan::P2 && column + int(threadIdx.x % 4) * 2 >= Plan::P2 ? 0.0f : z[n][i];
+        float value = Plan::PAGES > 1 && page ? z[ALL - N + n][i] : z[n][i];
+        return column + 6 >= Plan::P2 && column + int(threadIdx.x % 4) * 2 >= Plan::P2 ? 0.0f : value;
     };
     unsigned a[N][4];  // for each 16 columns the big pieces, then the small ones; in TF32 for each 8 columns
 #pragma unroll
@@ -304,7 +320,7 @@ __device__ __forceinline__ void store_packed(T* out, T* room, const T* bias, con
     __syncwarp();
 }
 
-// kron_linear_v4_pages by warpgroups, with wgmma. Any grid, block THREADS. Dynamic shared memory: w2, the pages of the teams, w1.
+// Any grid, block THREADS. Dynamic shared memory: w2, the pages of the teams, w1. A tile is PAGES pages.
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 template <typename T, class Plan>
 __global__ void __launch_bounds__(Plan::THREADS, 1)
@@ -312,16 +328,19 @@ __global__ void __launch_bounds__(Plan::THREADS, 1)
                                long long features) {
     using U = right_t<T>;
     using Right = RightMatrix<Plan, U>;
-    constexpr int PAGE = Page<Plan>::SIZE, SECOND = Page<Plan>::step(0, Plan::COLUMNS), STAGES = Plan::STAGES;
+    constexpr int PAGES = Plan::PAGES, PAGE = Page<Plan>::SIZE, SECOND = Page<Plan>::step(0, PAGES * Plan::COLUMNS), STAGES = Plan::STAGES;
+    constexpr int NUMBERS = PAGES * Plan::P1 * Plan::P2;
     constexpr bool ONE = STAGES == 1, ALL_HELD = Plan::HELD == Plan::PARTS, TWO = Plan::REST > 0;
     extern __shared__ __align__(1024) char panels[];
     int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0), team = warp / 4, stage = 0;
     U* right = reinterpret_cast<U*>(panels);
     T *pages = reinterpret_cast<T*>(right + Right::SIZE) + team * STAGES * PAGE, *left = pages + (Plan::TEAMS - team) * STAGES * PAGE;
     T* room = left + (ALL_HELD ? 0 : Plan::HIGH * Plan::LD1) + warp * 16 * Plan::Q2;
-    long long page = blockIdx.x + (long long)team * gridDim.x, step = (long long)gridDim.x * Plan::TEAMS, next = page;
+    long long tile = blockIdx.x + (long long)team * gridDim.x, step = (long long)gridDim.x * Plan::TEAMS, next = tile;
+    long long tiles = (A + PAGES - 1) / PAGES;
+    int own = PAGES > 1 ? warp % 4 / 2 : 0;  // the warp's page of a tile
     auto load = [&](int to) {
-        if (next < A) load_wide<Plan>(pages + to * PAGE, x + next * (Plan::P1 * Plan::P2));
+        if (next < tiles) load_pages<Plan>(pages + to * PAGE, x + next * NUMBERS, A - next * PAGES);
         cp_async_commit();
         next += step;
     };
@@ -332,8 +351,8 @@ __global__ void __launch_bounds__(Plan::THREADS, 1)
     };
     prefetch_factor(factors.at[0], Plan::P2, Plan::Q2, factors.p[0], factors.q[0]);
     prefetch_factor(factors.at[1], Plan::P1, Plan::Q1, factors.p[1], factors.q[1]);
-    for (long long first = blockIdx.x; first < min(A, step); first += gridDim.x)
-        prefetch_tile<Plan::P1 * Plan::P2, 1>(x + first * (Plan::P1 * Plan::P2), 1, 1);
+    for (long long first = blockIdx.x; first < min(A / PAGES, step); first += gridDim.x)
+        prefetch_tile<NUMBERS, 1>(x + first * NUMBERS, 1, 1);
     clear_rest<Plan>(pages, left, right);
     wait_for_previous();
     each_number<Plan::P1, Plan::Q1, Plan::THREADS>(
@@ -349,14 +368,14 @@ __global__ void __launch_bounds__(Plan::THREADS, 1)
 #pragma unroll
     for (int part = 0; part < Plan::HELD; ++part) fetch_left<Plan>(w1_held[part], left, part);
     if (Plan::PACKED && ALL_HELD) __syncthreads();
-    if (page >= A) return;
+    if (tile >= tiles) return;
     arrive();
     if (!ONE) load(STAGES - 1);
     unsigned long long w2_at = Right::described(right), pages_at = Page<Plan>::described(pages);
-    float z[Plan::COLUMNS / 8][4] = {}, rest[TWO ? Plan::REST / 8 : 1][4] = {}, y[Plan::ACROSS / 8][4] = {};
+    float z[PAGES * Plan::COLUMNS / 8][4] = {}, rest[TWO ? PAGES * Plan::REST / 8 : 1][4] = {}, y[Plan::ACROSS / 8][4] = {};
     // At the end of an iteration no product is in flight. Otherwise the compiler, which does not track their registers across iterations,
     // waits for each product immediately.
-    for (; page < A; page += step) {
+    for (; tile < tiles; tile += step) {
         unsigned long long at = pages_at + stage * (PAGE * 2 / 16);
         if (!ALL_HELD) fetch_left<Plan>(w1_held[0], left, 0);
         start_left<Plan, T>(z, w1_held[0], at);
@@ -364,12 +383,12 @@ __global__ void __launch_bounds__(Plan::THREADS, 1)
 #pragma unroll
         for (int part = 0; part < Plan::PARTS; ++part) {
             wgmma_wait<TWO>(z);
-            start_right<Plan, U, 0>(y, z, w2_at);
+            start_right<Plan, U, 0>(y, z, w2_at, own);
             if constexpr (TWO) {
                 wgmma_wait<1>(rest);
-                start_right<Plan, U, Plan::COLUMNS>(y, rest, w2_at + Right::step(Plan::COLUMNS, 0));
+                start_right<Plan, U, Plan::COLUMNS>(y, rest, w2_at + Right::step(Plan::COLUMNS, 0), own);
             }
-            if (part == Plan::PARTS - 1) {  // the page has been read, and with several stages the next one has arrived
+            if (part == Plan::PARTS - 1) {  // the tile has been read, and with several stages the next one has arrived
                 if (ONE) barrier_of(team + 1, 128);
                 else arrive();
                 load(stage);
@@ -383,11 +402,13 @@ __global__ void __launch_bounds__(Plan::THREADS, 1)
                 wgmma_wait<1>(y);
                 if constexpr (TWO) start_left<Plan, T>(rest, next_w1, at + SECOND);
             }
-            long long row = page * (Plan::Q1 * Plan::Q2);
-            int first = part * 64 + warp % 4 * 16;
+            long long row = (tile * PAGES + own) * (Plan::Q1 * Plan::Q2);
+            int first = part * 64 + warp % (4 / PAGES) * 16;
             const T *added = residual ? residual + row : nullptr, *own_bias = Plan::ADDED && bias ? bias + row % features : nullptr;
-            if constexpr (Plan::PACKED) store_packed<Plan>(out + row, room, own_bias, added, y, first, float(scale));
-            else store_rows<Plan>(out + row, own_bias, added, y, first, float(scale));
+            if (PAGES == 1 || tile * PAGES + own < A) {
+                if constexpr (Plan::PACKED) store_packed<Plan>(out + row, room, own_bias, added, y, first, float(scale));
+                else store_rows<Plan>(out + row, own_bias, added, y, first, float(scale));
+            }
             __syncwarp();  // otherwise the compiler delays the stores and runs out of registers
         }
         if (ONE) arrive();

@@ -157,13 +157,17 @@ class ChainWgmma(NamedTuple):
     stages: int
     split: bool
     us: float = 0.0
-    L: int = 1
     R: int = 1
     blocks: int = 1
     slices: int = 1
     products: int = 1
     kernel: str = "chain_wgmma"
     handicap: float = 1.0
+
+    @property
+    def L(self) -> int:
+        """Pages that a warpgroup takes at a time: PAGES in chain_wgmma.cuh."""
+        return _pages(*self.steps)
 
     @property
     def threads(self) -> int:
@@ -175,7 +179,7 @@ class ChainWgmma(NamedTuple):
         high, deep, across = _sixteens(left.p), _sixteens(right.p), _sixteens(right.q)
         factor = _panels(deep, across) if self.split else deep * across * 4
         matrix, room = high * (_sixteens(left.q) + 8) * 2, 128 * self.teams * right.q if right.q % 16 else 0
-        return factor + self.teams * self.stages * _panels(high, deep) + (max(matrix, room) if self.held else matrix + room)
+        return factor + self.teams * self.stages * _panels(high, self.L * deep) + (max(matrix, room) if self.held else matrix + room)
 
     @property
     def held(self) -> bool:
@@ -190,7 +194,8 @@ class ChainWgmma(NamedTuple):
         rest = 48 + (32 if right.q % 2 or left.p % 2 else 0)
         if not self.held:
             rest += 24 if self.split or right.q % 16 == 0 else 48
-        return (_sixteens(right.p) + _sixteens(right.q)) // 2 + (_of_left(left) if self.held else _sixteens(left.p) // 4) + rest
+        sums = (self.L * _sixteens(right.p) + _sixteens(right.q)) // 2
+        return sums + (_of_left(left) if self.held else _sixteens(left.p) // 4) + rest
 
     def template(self, added: bool = False) -> str:
         return f"Chain4<{text(self.teams, self.stages, added, *[f'Factor<{s.p}, {s.q}>' for s in reversed(self.steps)])}>"
@@ -204,7 +209,7 @@ def chain(run: Sequence[Step], rows: int, target: Problem) -> Iterator[ChainWgmm
     if left.q < LEAST_ROWS or not 16 <= right.p <= MOST_COLUMNS or right.p % 2 or right.q > MOST_COLUMNS:
         return
     for teams in (4, 3, 2, 1):
-        for stages in (max(2, 1 + ceil(IN_FLIGHT / (teams * left.p * right.p * 2))), 1):
+        for stages in (max(2, 1 + ceil(IN_FLIGHT / (teams * _pages(right, left) * left.p * right.p * 2))), 1):
             plan = ChainWgmma(tuple(run), teams, stages, target.bfloat)
             if plan.registers <= min(240, 512 // teams) and plan.shared <= target.shared:
                 yield plan._replace(us=_us_of_chain(plan, rows * left.left, target))
@@ -213,13 +218,18 @@ def chain(run: Sequence[Step], rows: int, target: Problem) -> Iterator[ChainWgmm
 def _us_of_chain(plan: ChainWgmma, pages: int, target: Problem) -> float:
     """A model of a launch's time: tensor cores, which seldom wait, multiply while device memory moves what goes in and out."""
     right, left = plan.steps
-    cycles = ceil(left.q / 64) * _sixteens(right.p) * (_sixteens(left.p) + 2 * _sixteens(right.q)) / 32
+    cycles = ceil(left.q / 64) * _sixteens(right.p) * (_sixteens(left.p) + 2 / plan.L * _sixteens(right.q)) / 32
     copies = left.p * right.p * (2 / gcd(16, 2 * right.p) - 1 / 8)  # that there are besides those of 16 bytes
     cycles += copies * COPY_CYCLES + (left.q * right.q * PACKED_CYCLES if right.q % 16 else 0)
     cycles *= (1.15 if plan.stages == 1 else 1.0) * (1.0 if plan.held else 1.2)
     multiplied = max(1.0, pages / target.sms) * cycles / target.cycles_us
     moved = pages * (left.p * right.p + left.q * right.q) * 2 / target.sms / target.sm_bytes_us
     return LAUNCH_US + BLOCK_START_US + (left.p * left.q + right.p * right.q) / target.sm_bytes_us + (multiplied**4 + moved**4) ** 0.25
+
+
+def _pages(right: Step, left: Step) -> int:
+    """Two if the rows of both are 128 bytes, and the results have 64 rows, which a warpgroup multiplies at once."""
+    return 2 if left.q <= 32 and right.p <= 32 else 1
 
 
 def _sixteens(n: int) -> int:

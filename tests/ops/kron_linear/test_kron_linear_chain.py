@@ -35,7 +35,8 @@ def plans(sizes, rows, dtype, device):
 
 
 CASES = [  # sizes, rows, dtype
-    (((32, 32), (32, 32)), 19, BF16),  # half of the rows that warpgroups multiply
+    (((32, 32), (32, 32)), 19, BF16),  # two pages at a time
+    (((48, 32), (16, 64)), 5, BF16),  # of one group of columns
     (((240, 240), (16, 16)), 3, BF16),  # one group of columns of z
     (((32, 80), (64, 64)), 3, BF16),  # with more rows than y
     (((48, 64), (32, 96)), 5, BF16),
@@ -69,6 +70,7 @@ def test_every_kind_of_plan_gives_the_same(device, sizes, rows, dtype):
         (((32, 50), (38, 86)), BF16),  # copies of 4 bytes
         (((20, 64), (36, 33)), F16),  # of 8; stores of numbers one at a time
         (((33, 49), (34, 35)), BF16),  # rows of x and y that are not aligned
+        (((40, 32), (22, 86)), BF16),  # two pages at a time
         (((32, 134), (132, 52)), BF16),  # pages of three panels, the left factor fetched for each of three parts
         (((150, 48), (48, 134)), BF16),  # a right factor of three
     ),
