@@ -17,7 +17,8 @@
 //            the other register bit. The index bits that were in g are then in t, and the next step multiplies along them without moving
 //            data. After two steps (three if factors are at most 8) the elements are exchanged as floats: once for 8^5.
 //            A warp waits for other warps twice per tile: before it writes to the exchange buffer, until all have read the previous tile,
-//            and before it reads from that buffer.
+//            and before it reads from that buffer. In a cluster of two blocks they exchange halves after the first pass, by st.async, and
+//            mbarriers say when: a cluster barrier would also wait for stores to global memory.
 // Precision  Inputs from memory are exact. Between steps an element is two bfloat16 numbers: the first truncated, the second the rounded
 //            rest, together 16 bits. A factor is one number, or two if it is float16 or merged; then a product is three products. Zero
 //            times infinity is NaN: a row with infinities, or with a sum beyond the range of float, may have NaN instead.
