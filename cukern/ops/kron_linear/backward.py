@@ -63,8 +63,8 @@ def backward(
     x: Tensor, g: Tensor, factors: Sequence[Tensor], wanted: Sequence[bool], scale: float, kept: Tensor | None = None, at: int = 0
 ) -> list[Tensor | None]:
     """dx alone is the layer of the transposed factors. With a factor's gradient it is cublas.v3_backward, but what went into each launch
-    is multiplied anew from x, in few launches, unless it was kept after `at` steps. Besides dx no more than one array of the layer's
-    inputs and outputs exists at one time, two where a launch does not write over what it takes."""
+    is computed again from x, in few launches, unless it was kept after `at` steps. Besides dx, at most one array of the size of x or
+    y exists at a time, or two if a launch does not write over its input."""
     if not any(wanted[1:]):
         return [kron_forward.forward(g, [w.mT for w in factors], (scale, None, None)), *[None] * len(factors)]
     if any(w.ndim == 3 for w in factors):
@@ -103,8 +103,8 @@ def _through(
 
 
 def _make_room(waiting: list[_Waiting], launch: Backward, x: Tensor, factors: Sequence[Tensor], scale: float) -> None:
-    """Add up the partial sums that wait, if with those of one more launch they would be more than half of x. Of few rows one launch's
-    alone may be as many as x."""
+    """Add up the waiting partial sums if, with those of the next launch, they would take more than half of the memory of x. For few rows
+    those of one launch may take as much as x."""
     more = _blocks(launch, x)[1] * 4 * sum(factors[s.factor].numel() for s in launch.steps)
     if sum(w.partials.nbytes for w in waiting) + more > x.nbytes // 2:
         _sum(waiting, scale)

@@ -10,7 +10,7 @@ from torch import Tensor
 from cukern.ops.kron_linear.reference import width
 from cukern.runtime import backend, checks, interop
 
-PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter})  # types of tensors that nobody listens to
+PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter})  # types without __torch_function__ handlers
 COMPLEX = (torch.complex64, torch.complex128)
 
 

@@ -1,6 +1,5 @@
-"""One factor of kron_linear, and the gradient of one, by torch's matmul, which is cuBLAS: of 16 bits and in TF32 large ones, and those
-whose sizes v4's kernels have no good tiles for. Autocast leaves alone a product that goes to a tensor that is given, and a sum whose dtype
-is given.
+"""One factor of kron_linear, and the gradient of one, by torch's matmul (cuBLAS): for large factors in 16 bits and TF32, and for sizes that
+v4's kernels have no good tiles for. Autocast does not change a product with an `out` tensor or with an `out_dtype`.
 
 And v3, whose kernel multiplies by one factor: a GEMM whose rows are fibers, read from and written to their places. For it an array is
 (S, A, p, C), contiguous, and a factor (S, p, q) of any strides; see kernels_cu/kron_linear/kron_linear.cu.
@@ -27,15 +26,15 @@ TURN_US, TURNED = 8.0, 1 << 22  # to turn a factor for TF32, where z has so many
 BANDWIDTH = {2: 24 / 31, 4: 24 / 31, 8: 8 / 31}  # of a copy's
 # flops of a multiprocessor in TF32, if nothing is to the right, or else; it multiplies tiles of 64 numbers, of 128 at least, or else of 128
 TF32_WORK_US = {True: 1_050_000.0, False: 1_250_000.0}
-UNALIGNED = {2: 0.48, 4: 0.6, 8: 1.0}  # so much slower where rows do not begin at multiples of 16 bytes
-# multiplications of a multiprocessor in a gradient: of 16 bits, in TF32, in float
+UNALIGNED = {2: 0.48, 4: 0.6, 8: 1.0}  # bandwidth / usual bandwidth if rows do not begin at multiples of 16 bytes
+# multiply-adds per SM in a gradient: 16 bits, TF32, float
 GRADIENT_US = {2: 1_000_000.0, 4: 600_000.0, 8: 170_000.0}
-MARGIN = 1.05  # by so much it must be faster
-PARTS = 4  # in which z and h are transposed for a gradient
+MARGIN = 1.05  # cuBLAS must be this much faster than a kernel
+PARTS = 4  # z and h are transposed in this many parts for a gradient
 
 
 def us(step: Step, rows: int, target: Problem) -> float:
-    """About how long it takes."""
+    """The predicted time of one factor."""
     last, size = step.right == 1, target.itemsize
     moved: float = rows * step.left * step.right * (step.p + step.q) * size
     aligned = all(n * size % 16 == 0 for n in (step.p, step.q, *(() if last else (step.right,))))
@@ -133,7 +132,7 @@ def contraction(z: Tensor, h: Tensor, scale: float) -> Tensor:
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """a b; of 16 bits in float32, since cuBLAS may add parts of a long sum in the type of the result."""
+    """a b. For 16-bit types the result is float32, because cuBLAS may add partial sums in the type of the result."""
     if a.itemsize > 2 or not a.is_cuda:
         a, b = (t.float() if t.itemsize == 2 else t for t in (a, b))
         return torch.bmm(a, b, out=a.new_empty(*a.shape[:2], b.shape[2]))

@@ -91,7 +91,7 @@ def launch_group(made: Prepared, z: Tensor, factors: Sequence[Tensor], epilogue:
 
 
 def forward(x: Tensor, factors: Sequence[Tensor], epilogue: Epilogue, count: int | None = None) -> Tensor:
-    """All factors, or those of the first `count` steps; rows in parts, where what lies between two launches would take much memory."""
+    """All factors, or those of the first `count` steps. The rows are split if the array between two launches would take too much memory."""
     if any([w.ndim == 3 for w in factors]):
         return cublas.v3_forward(x, factors, epilogue)
     rows, (scale, bias, residual) = x.shape[0], epilogue
@@ -171,7 +171,7 @@ _precision = getattr(torch._C, "_get_fp32_precision_getter", None)
 
 
 def on_tensor_cores(dtype: torch.dtype) -> bool:
-    """Whether products are made in TF32, which holds 16-bit numbers as they are."""
+    """True if products may use TF32, which represents 16-bit numbers exactly."""
     return dtype.itemsize == 2 or (dtype == torch.float32 and tf32())
 
 
@@ -206,7 +206,7 @@ when_plans_change(_known.clear)
 
 
 def usual(x: Any, factors: Any, scale: Any) -> bool:
-    """Whether a call may be known: the types of its arguments are, and nobody traces, listens or carries tangents."""
+    """True if the call can be served from the launch cache: plain types, no tracing, no dispatch mode, no forward-mode derivatives."""
     if type(x) not in PLAIN_TYPES or type(factors) not in (list, tuple) or type(scale) not in (float, int):
         return False
     return not (_tracing() or _modes() or forward_ad._current_level >= 0)

@@ -102,7 +102,7 @@ class Backward(NamedTuple):
 
     @property
     def in_place(self) -> bool:
-        """Whether what goes back may be written over what came: a tile lies in the same place, and no other block reads it."""
+        """True if dx may overwrite the input: a tile has the same place in both, and no other block reads it."""
         return self.kernel != "few_rows" and all(s.p == s.q for s in self.steps)
 
 

@@ -13,8 +13,8 @@ from cukern.runtime.device import cached, eligible
 
 Run = Sequence[Step]
 
-BETWEEN = 128 << 20  # bytes of an array between two launches, at most, if the rows go in parts
-BETWEEN_US, BETWEEN_PART = 8.0, 0.32  # two launches are slower than the sum of their times: at most so much, and such a part of it
+BETWEEN = 128 << 20  # bytes, at most, of an array between two launches; more rows are split
+BETWEEN_US, BETWEEN_PART = 8.0, 0.32  # two launches take longer than the sum of their times, by this part of the sum and at most 8 us
 
 FORWARD: tuple[Callable[[Run, int, Problem], Iterator[Any]], ...] = (
     tile.forward,
@@ -50,7 +50,7 @@ def forward(sizes: Sizes, rows: int, target: Problem, count: int | None = None) 
 
 
 def between(us: float) -> float:
-    """How much longer two launches of so many us take than each alone."""
+    """The time that two launches, which take `us` alone, take longer together."""
     return min(BETWEEN_US, BETWEEN_PART * us)
 
 
@@ -80,7 +80,7 @@ def fastest(run: Run, rows: int, target: Problem) -> Launch | None:
 
 @cached(512)
 def backward(sizes: Sizes, rows: int, target: Problem) -> tuple[Backward, ...]:
-    """The launches of a layer's backward, those of the first steps first; each but the first needs its input multiplied anew."""
+    """The launches of a layer's backward, those of the first steps first. The inputs of all but the first are computed again from x."""
     order = steps(sizes)
     best: list[tuple[float, tuple[Backward, ...]]] = [(0.0, ())]  # for the last n steps
     for first in reversed(range(len(order))):
@@ -120,13 +120,13 @@ def better_swapped(plan: Sequence[Backward]) -> bool:
 
 
 def _writes_over(plan: Sequence[Backward]) -> bool:
-    """Whether the backward needs no array besides those that are there."""
+    """True if the backward writes over its inputs and needs no other array."""
     return bool(plan[1].template) or (bool(plan[0].template) and plan[0].in_place)
 
 
 def keeping(sizes: Sizes, rows: int, target: Problem) -> tuple[Launch, ...]:
-    """The forward cut where the backward is, if that is in two parts: it keeps what is between them, so that nothing is multiplied anew.
-    Empty where that would be slower, or take more memory than x and y: where the backward cannot write dx over what it takes."""
+    """The forward in two launches, if the backward has two. It keeps the array between them for the backward. Empty if that is slower, or
+    takes more memory than x and y because the backward cannot write dx over its inputs."""
     planned = planned_rows(rows)
     plan = backward(sizes, planned, target)
     if len(plan) != 2 or better_swapped(plan) or not _writes_over(plan):

@@ -9,18 +9,18 @@ from typing import NamedTuple
 
 from cukern.ops.kron_linear.plan import Problem, Step
 
-SIZES = 2, 4, 8, 16  # of 32 on, split products on tensor cores are exact enough, and faster
-HELD = 7  # bits of a number's index: a thread holds the numbers of all their values
+SIZES = 2, 4, 8, 16  # for larger factors, split products on tensor cores are exact enough, and faster
+HELD = 7  # index bits that differ among the elements of a thread
 LANES = 5
 SUMS = 32  # as in small_factors.cuh
-WHOLE_BLOCK = 256  # threads, of 255 registers each: all that a multiprocessor has
-LEAST_SHARED = 200 << 10  # what a GPU with clusters has
-LEAST_RUN = 128  # bytes that lie together in memory, at least
+WHOLE_BLOCK = 256  # threads of 255 registers: the register file of an SM
+LEAST_SHARED = 200 << 10  # bytes; only GPUs with clusters have this much
+LEAST_RUN = 128  # contiguous bytes in global memory, at least
 
-BOOST = 1980 / 1750  # its clock, of the clock under load: without tensor cores the GPU clocks higher
+BOOST = 1980 / 1750  # clock / clock under load: the clock is higher without tensor cores
 START_US = 4.0  # the launch, and a block's start
-EXPOSED = 0.05  # of the shorter of two times, arithmetic and memory, what does not hide behind the longer
-FMA_CYCLES = 1.5  # for each that the units need at best: fetching, exchanging and waiting are in it
+EXPOSED = 0.05  # part of the shorter of compute and memory time that is not hidden
+FMA_CYCLES = 1.5  # per cycle of the FMA units; includes loads, exchanges and barriers
 
 
 class Pass(NamedTuple):
@@ -76,7 +76,7 @@ def forward(run: Sequence[Step], rows: int, target: Problem) -> Iterator[SmallFa
     for threads, cluster in ((WHOLE_BLOCK // 8, 1), (WHOLE_BLOCK // 4, 1), (WHOLE_BLOCK // 2, 1), (WHOLE_BLOCK, 1), (WHOLE_BLOCK, 2)):
         L, R = tile_of(HELD + log2(threads * cluster) - bits, C, 4)
         tiles = ceil(rows * run[-1].left / L) * (C // R) if L == 1 or (L and cluster == 1) else 0
-        if tiles * cluster * threads > target.sms * WHOLE_BLOCK:  # else no tile comes while another is multiplied
+        if tiles * cluster * threads > target.sms * WHOLE_BLOCK:  # otherwise there is no next tile to prefetch
             made = _launch(run, target, threads, cluster, L, R, tiles)
             if made:
                 yield made
@@ -110,7 +110,7 @@ def _launch(run: Sequence[Step], target: Problem, threads: int, cluster: int, L:
             break
         together //= 2
     ahead = min(warps, room // own // together * together)
-    if ahead < 1 or (cluster > 1 and parts[-2].vector < 4):  # 16 bytes at once to the other block
+    if ahead < 1 or (cluster > 1 and parts[-2].vector < 4):  # 16-byte stores to the other block
         return None
     us = _us(run, len(cut), numbers, ceil(tiles * cluster / target.sms), target)
     shared = weights + 4 * numbers + ahead * own
@@ -128,7 +128,7 @@ def _passes(cut: Sequence[Sequence[Step]], low: int, top: int, cross: int) -> li
         high = low + log2(prod(s.p for s in piece))
         held, threads = _held(bits, low, high)
         right, low = 1 << sum(b < low for b in held), high
-        together = max(1, SUMS * piece[-1].p >> HELD)  # columns of the last factor, whose results leave at once
+        together = max(1, SUMS * piece[-1].p >> HELD)  # columns of the last factor that are stored at a time
         near = next((i for i, b in enumerate(held) if b != i), HELD)
         vector = min(4, 1 << near, right * prod(s.p for s in piece[:-1]) * together)
         parts.append(Pass(tuple(piece), _named(held, top, cross), _named(threads, top, cross), right, vector))
@@ -147,7 +147,7 @@ def _exchanging(a: Pass, b: Pass) -> int:
 
 
 def _us(run: Sequence[Step], passes: int, numbers: int, each: int, target: Problem) -> float:
-    """A model of a launch's time, of `each` tiles a multiprocessor."""
+    """A model of a launch's time, for `each` tiles per SM."""
     stream = target.itemsize * numbers / target.sm_bytes_us
     compute = numbers / 128 * (sum(s.p for s in run) * FMA_CYCLES + passes) / (BOOST * target.cycles_us)
     return START_US + 2 * stream + each * (max(compute, 2 * stream) + EXPOSED * min(compute, 2 * stream))

@@ -12,16 +12,16 @@ from typing import NamedTuple
 from cukern.ops.kron_linear.plan import Problem, Step
 from cukern.ops.kron_linear.small_factors import are_small, bits_of, log2, tile_of, turns
 
-EACH = 6  # bits: numbers of a tile for each thread
-LEAST, ALL = 13, 15  # of a tile: what a multiprocessor exchanges at one time, and a part of it; smaller tiles begin too often
-LANES, PIECE = 5, 10  # of a lane's number, and of the numbers that a warp has at once
-AT_ONCE = 3  # bits: 16 bytes of 16-bit numbers
+EACH = 6  # log2 of the elements of a tile per thread
+LEAST, ALL = 13, 15  # log2 of the elements of a tile: the exchange buffers of an SM hold 2^15; smaller tiles cost too many starts
+LANES, PIECE = 5, 10  # bits of a lane's number; log2 of the elements that a warp holds at once
+AT_ONCE = 3  # log2 of the elements in 16 bytes
 SIDE = 4  # bits that a step multiplies along
-PASSES, STEPS = 3, 3  # of a launch, of a pass
+PASSES, STEPS = 3, 3  # at most: passes of a launch, steps of a pass
 
 START_US = 4.0  # the launch, and a block's start
-STEP_CYCLES, MERGED_CYCLES, EXCHANGE_CYCLES, PLAIN_CYCLES = 6.0, 1.5, 5.0, 5.0  # of a quarter of a multiprocessor for 32 numbers
-ALONE = 1.12  # how much longer it takes where all of a multiprocessor's warps wait for each other
+STEP_CYCLES, MERGED_CYCLES, EXCHANGE_CYCLES, PLAIN_CYCLES = 6.0, 1.5, 5.0, 5.0  # per SM quadrant and 32 elements
+ALONE = 1.12  # slowdown if an SM has one block, whose warps wait for each other
 
 
 class Multiplied(NamedTuple):
@@ -137,15 +137,15 @@ def _us(numbers: int, parts: Sequence[Pass], blocks: int, tiles: int, target: Pr
     for step in (step for part in parts for step in part.steps):
         cycles += STEP_CYCLES + (MERGED_CYCLES if len(step.factors) > 1 else 0)
     each, stream = ceil(tiles / target.sms), 2 * numbers / target.sm_bytes_us
-    idle = max(1.0, 8 / (min(blocks, each) * (numbers >> EACH + LANES)))  # a few warps do not keep a multiprocessor busy
+    idle = max(1.0, 8 / (min(blocks, each) * (numbers >> EACH + LANES)))  # too few warps to keep an SM busy
     compute = numbers / 128 * cycles / target.cycles_us * idle * (ALONE if blocks == 1 else 1)
     return START_US + stream + compute + (each - 1) * max(compute, 2 * stream)
 
 
 @functools.lru_cache(1024)
 def passes(sizes: tuple[int, ...], low: int, top: int, cluster: int = 1) -> tuple[Pass, ...]:
-    """The passes over a tile of 2^top numbers, whose rightmost factor has the bits from `low` on: as few as there can be, the last one's
-    results in runs as long as there can be. Or over a tile of twice as many, whose halves are those of two blocks of a cluster."""
+    """The passes over a tile of 2^top elements, or twice as many in a cluster of two blocks. The rightmost factor has the bits from `low`
+    on. The fewest passes are chosen, and among these the longest contiguous runs of results."""
     merged: list[list[int]] = []
     for s in sizes:
         if merged and prod(merged[-1]) * s <= 1 << SIDE:
@@ -165,8 +165,8 @@ def passes(sizes: tuple[int, ...], low: int, top: int, cluster: int = 1) -> tupl
 
 
 def cross_of(parts: Sequence[Sequence[Sequence[int]]], low: int) -> int:
-    """The bit that two blocks of a cluster exchange: the highest of the first pass's factors. It is the block's rank after that pass. The
-    bit `top` is the rank before it, and has the place of this one after it."""
+    """The bit that the two blocks of a cluster exchange after the first pass: the highest bit of that pass's factors. Before the exchange a
+    block's rank is the bit `top`. After it the rank is the bit `cross`, and the bit `top` has its place in the block."""
     return low + sum(log2(s) for step in parts[0] for s in step) - 1
 
 

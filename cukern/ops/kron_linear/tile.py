@@ -11,21 +11,21 @@ from typing import NamedTuple
 
 from cukern.ops.kron_linear.plan import L2_BYTES, LAUNCH_US, START_US, Problem, Step, text
 
-MERGED = (1, 4, 16, 64)  # rows and columns of a product of merged factors, at most
+MERGED = (1, 4, 16, 64)  # the limits tried for the rows and columns of merged factors
 
-L2_READ = 0.42  # the time to read from the L2 cache, if that of device memory is 1
-L2_HELD = 0.7, 0.42  # the time to read and to write what stays there
-PARTLY = 3.0  # the time to write what does not begin and end with sectors of 32 bytes: 2 to 3.5 were measured
-ALONE_US = 0.8  # nobody works while the one block of a multiprocessor starts and ends
-BARRIER_CYCLES = 400  # for the warps to come together, and to get going again
+L2_READ = 0.42  # time of a read from the L2 cache / time of a read from device memory
+L2_HELD = 0.7, 0.42  # the same for reads and writes of arrays that stay in the L2 cache
+PARTLY = 3.0  # slowdown of writes of partial 32-byte sectors: 2 to 3.5 were measured
+ALONE_US = 0.8  # the SM is idle while its only block starts and ends
+BARRIER_CYCLES = 400  # cost of a barrier
 TILE_CYCLES = 1500  # from the end of a tile to the next
-MMA_CYCLES = 6  # of 16 x 8 x 8 in TF32, or 16 x 8 x 16, on a quarter of a multiprocessor, which issues nothing else in them
+MMA_CYCLES = 6  # issue cycles of an mma 16 x 8 x 8 (TF32) or 16 x 8 x 16, per SM quadrant
 
-Kind = tuple[int, bool]  # PRODUCTS and SPLIT of Plan4 in step.cuh
+Kind = tuple[int, bool]  # PRODUCTS and SPLIT of Plan4 in tile_step.cuh
 FMA: Kind = (0, False)
 TENSOR: Kind = (1, False)
 SPLIT: tuple[Kind, ...] = ((3, False), (3, True))
-LEAST_SPLIT = 32  # numbers in a sum of split products: of 16 SGEMM rounds so seldom that their error is 1.3 times its own, of 32 1.1 times
+LEAST_SPLIT = 32  # elements in a sum of split products. Error / SGEMM's error: 1.3 for 16 elements, 1.1 for 32
 
 
 class Part(NamedTuple):
@@ -55,7 +55,7 @@ class Tile(NamedTuple):
     steps: tuple[Step, ...]
     parts: tuple[Part, ...]
     threads: int
-    blocks: int  # that a multiprocessor holds
+    blocks: int  # per SM
     L: int
     R: int
     bytes: int
@@ -79,7 +79,7 @@ class Tile(NamedTuple):
 
 
 def forward(run: Sequence[Step], rows: int, target: Problem) -> Iterator[Tile]:
-    """The launches of a run. Sums of few split products are not exact enough."""
+    """The launches of a run. Sums of fewer than LEAST_SPLIT split products are not exact enough."""
     for kind in (FMA, *((TENSOR,) if target.tensor else SPLIT if target.itemsize == 4 else ())):
         for made in tilings(run, rows, target, kind):
             if made.products < 3 or all(prod(s.p for s in part.factors) >= LEAST_SPLIT for part in made.parts):
@@ -124,8 +124,8 @@ class _Work(NamedTuple):
     waiting: float
     matrices: int
     registers: int
-    largest: int  # numbers between two steps
-    total: int  # numbers of the result
+    largest: int  # elements between two steps
+    total: int  # elements of the result
 
 
 def _work(pieces: Sequence[tuple[Step, ...]], numbers: int, R: int, slices: int, warps: int, kind: Kind, itemsize: int) -> _Work | None:
@@ -134,7 +134,7 @@ def _work(pieces: Sequence[tuple[Step, ...]], numbers: int, R: int, slices: int,
     for n, piece in enumerate(pieces):
         p, q = prod(s.p for s in piece), prod(s.q for s in piece) // (1 if n else slices)
         pairs = n == 0 and _in_pairs(piece, products, itemsize, p)
-        read = size if n else itemsize  # bytes of a number
+        read = size if n else itemsize  # bytes of an element
         chosen = _config(total // p, p, q, right, size, read, warps, kind, pairs)
         if chosen is None:
             return None
@@ -171,7 +171,7 @@ def _matrix_bytes(part: Part, factors: int, p: int, kind: Kind, pairs: bool, ite
 def _tiling(
     pieces: Sequence[tuple[Step, ...]], rows: int, target: Problem, kind: Kind, L: int, R: int, slices: int, warps: int
 ) -> Iterator[Tile]:
-    """The launches of a tile and a number of warps: with as much of the next tile fetched ahead as there is room for, and with none."""
+    """The launches for a tile and a number of warps: with the largest prefetch of the next tile that fits, and without prefetch."""
     itemsize, size, run = target.itemsize, max(target.itemsize, 4), [s for piece in pieces for s in piece]
     C, P = run[0].right, prod(s.p for s in run)
     numbers = L * R * P
@@ -191,14 +191,14 @@ def _tiling(
 
 
 def _ahead(work: _Work, numbers: int, p: int, target: Problem, pieces: int) -> set[int]:
-    """How many numbers of the next tile may be fetched ahead: all, as many as there is room for, or none."""
+    """The options for the number of elements of the next tile to prefetch: all, as many as fit, or none."""
     itemsize, size, part = target.itemsize, max(target.itemsize, 4), work.parts[0]
-    step, left = part.fibers * part.lanes * p, target.shared - work.matrices  # numbers that a warp reads
+    step, left = part.fibers * part.lanes * p, target.shared - work.matrices  # elements that a warp reads
     found = {numbers, 0 if pieces > 1 else numbers}
     if numbers * itemsize > left - work.largest * size:
         found.add(max(0, left - max(work.largest * size, numbers * itemsize)) // itemsize // step * step)
         found.discard(numbers)
-    if itemsize < size:  # in the tile a warp's own inputs lie where its outputs will
+    if itemsize < size:  # a warp's inputs occupy the place of its outputs
         found &= {numbers}
     return {n for n in found if not 0 < n < numbers or not (numbers % step or n * itemsize % 128)}
 
@@ -206,16 +206,16 @@ def _ahead(work: _Work, numbers: int, p: int, target: Problem, pieces: int) -> s
 def _us(
     work: _Work, each: int, tiles: int, numbers: int, ahead: int, blocks: int, tile: tuple[int, bool, int, int], target: Problem
 ) -> float:
-    """A model of a launch's time, of `each` tiles a multiprocessor, which holds so many blocks."""
+    """A model of a launch's time, for `each` tiles per SM and `resident` blocks per SM."""
     (R, whole, slices, products), itemsize, resident = tile, target.itemsize, min(blocks, each)
-    idle = max(1.0, (4.4 if products else 4) / (work.busy * resident))  # the arithmetic's latency shows
+    idle = max(1.0, (4.4 if products else 4) / (work.busy * resident))  # too few warps to hide the latency of the arithmetic
     shorter = (0.6 / resident if work.waiting else 0.1) * min(work.multiplied, work.fetched)
     overlap = max(work.multiplied * idle, work.fetched) + shorter
-    # As measured on tensor cores: a multiprocessor whose last blocks are fewer is idle, and of two times near each other both show.
+    # Measured on tensor cores: the tail of a wave is idle time, and of two times that are nearly equal neither hides the other.
     turns = (each + ceil(each / resident) * resident) / 2 if products else each
     compute = turns * (overlap + (work.waiting + TILE_CYCLES) / resident) / target.cycles_us
     coarse = 1 if whole or R * itemsize >= 128 else 128 / (R * itemsize)
-    shared_read = (1 + L2_READ * (slices - 1)) / slices  # the other blocks of a tile find it in the L2 cache
+    shared_read = (1 + L2_READ * (slices - 1)) / slices  # the other blocks of a tile read it from the L2 cache
     sectors = 1.0 if R == 1 or R * itemsize % 32 == 0 else PARTLY
     to_read, to_write = L2_HELD if tiles * (numbers / slices + work.total) * itemsize <= L2_BYTES else (1.0, 1.0)
     moved = numbers * shared_read * to_read, work.total * to_write * sectors
@@ -243,7 +243,7 @@ def _config(
         issue, waves = _mma_cycles(part, p, right, stored, kind, pairs) if kind[0] else _fma_cycles(part, p, right, size)
         multiplied, fetched = high * ceil(items / 4) * issue, high * items * waves + fibers * q * size / 128
         cycles = max(multiplied, fetched) + 0.1 * (multiplied + fetched) + (0 if groups == 1 else BARRIER_CYCLES)
-        rank = 2 * items <= warps, cycles  # where half of the warps are enough, another plan has half as many
+        rank = 2 * items <= warps, cycles  # if half of the warps have no work, prefer the plan with half as many warps
         if best is None or rank < best[0]:
             best = rank, (part, multiplied, fetched)
     return best[1] if best else None
@@ -255,7 +255,7 @@ def _part(fibers: int, columns: int, lanes: int, q: int) -> Part:
 
 
 def _mma_parts(p: int, q: int, right: int) -> Iterator[Part]:
-    """The sums of a warp. A lane stores several at once, and a Layout of powers of two cannot add 48."""
+    """The accumulators of a warp. A lane stores several at once, and Layout handles powers of two only."""
     if min(p, q) < 8 or (p % 2 if right == 1 else right % 4):
         return
     for f, c in product((8, 16, 32, 64, 128), (16, 32, 48, 64, 80)):
@@ -274,7 +274,7 @@ def _mma_cycles(part: Part, p: int, right: int, stored: int, kind: Kind, pairs: 
     """A warp's cycles for a row of the matrix, of arithmetic and of shared memory."""
     (products, split), f, c = kind, part.fibers, part.columns
     others = f / 8 + c / (8 if split else 16) + 6  # fetch
-    if products == 3:  # add, split
+    if products == 3:  # adding and splitting
         others += f * c / 32 / _depth(f, p) + f + (0 if split else c)
     issue = (f * c / 128 * products * MMA_CYCLES + others) / (16 if pairs else 8)
     return issue, (f * _conflicts(p, right, stored, pairs) + (2 if split else 1) * c) / (64 if pairs else 32)
@@ -291,7 +291,7 @@ def _conflicts(p: int, right: int, size: int, pairs: bool) -> float:
     """How often tensor cores' lanes that one access serves meet in a bank, where no Layout keeps them apart: Lanes4 in tile_step.cuh."""
     if not (p & (p - 1) or right & (right - 1)):
         return 1.0
-    neighbours = (4 if pairs else 2) if right == 1 else 4  # that a lane loads
+    neighbours = (4 if pairs else 2) if right == 1 else 4  # elements that a lane loads
     places = [_place_of_lane(lane, p, right, pairs) * size // 4 for lane in range(32)]
     together, most = 128 // (size * neighbours), []
     for first in range(0, 32, together):
@@ -371,5 +371,5 @@ def spread(low: int, distance: int, bits: int) -> tuple[int, int]:
     at, bits = _bits(distance), min(bits, 3 - low)
     if at <= low:
         return 3, 0
-    moved = bits - max(0, 3 - at)  # the others lie right as they are
+    moved = bits - max(0, 3 - at)  # the others need no swizzle
     return max(at, 3) - low, ((1 << max(moved, 0)) - 1) << low

@@ -13,21 +13,21 @@ from cukern.ops.kron_linear import cublas
 from cukern.ops.kron_linear.plan import LAUNCH_US, Backward, Problem, Step, text
 from cukern.ops.kron_linear.tile import spread
 
-_LARGEST = 128 * 128  # sums of a factor's gradient
-_LARGE = 64 * 64  # of which more threads share out the sums
-_SUMS, _SUMS_OF_TWO = 80, 120  # that a thread keeps, at most; of two factors in one sweep, if numbers are not split, which takes registers
+_LARGEST = 128 * 128  # accumulators of a factor's gradient, at most
+_LARGE = 64 * 64  # above this, more threads share the accumulators
+_SUMS, _SUMS_OF_TWO = 80, 120  # accumulators per thread, at most: one factor; two factors without splitting
 _UNEVEN = 20  # blocks of 16 x 8 of them: MOST of Sums in tile_backward.cuh
 _MERGED = {True: 16, False: 64}  # rows and columns of a product of merged factors, at most: of float, on FMA units, or not
 _TOGETHER = 4  # factors of such a product, at most
-_MULTIPLY_ADDS_US = {True: 320_000.0, False: 900_000.0}  # of a multiprocessor, of split numbers or not
-_WAITING = 0.4  # of the shorter of multiplying and moving, for the rest of which the other goes on
-_ALONE = 0.4  # how much longer a multiprocessor's one block takes: while its warps wait for each other nobody else works
-_CROWDED, _FULL = 2.0, 0.7  # 16-bit numbers are slower the more of shared memory, beyond a part of it, is in use
-_SHALLOW = 0.7  # of the time, that tiles of at most 64 rows or columns take of one large factor of 16 bits
+_MULTIPLY_ADDS_US = {True: 320_000.0, False: 900_000.0}  # per SM, by whether numbers are split
+_WAITING = 0.4  # part of the shorter of compute and memory time that is not hidden
+_ALONE = 0.4  # slowdown if an SM has one block: its warps wait for each other
+_CROWDED, _FULL = 2.0, 0.7  # slowdown of 16-bit types per part of shared memory in use above _FULL
+_SHALLOW = 0.7  # time / usual time of tiles of at most 64 rows or columns, for one large 16-bit factor
 # By how much sizes other than 8, 16, 32, .. take longer: of a right factor, a left one, both; by the bytes of a number, and if it is split.
 _LONGER = {(2, False): (1.0, 1.1, 1.1), (4, False): (1.05, 1.25, 1.4), (4, True): (1.0, 1.2, 1.3)}
-_COPIES_US = 5000.0  # of a multiprocessor, of a few bytes each instead of 16
-_TILE_US = 0.3  # from a tile to the next, for the one block of a multiprocessor
+_COPIES_US = 5000.0  # copies of less than 16 bytes, per SM
+_TILE_US = 0.3  # from a tile to the next, if an SM has one block
 
 Pieces = tuple[tuple[Step, ...], tuple[Step, ...]]  # the left factor and the right one, each of one or more: the rightmost first
 
@@ -35,10 +35,10 @@ Pieces = tuple[tuple[Step, ...], tuple[Step, ...]]  # the left factor and the ri
 _STAGE = 32 << 10  # bytes of a chunk
 MOST_SUMS = 128  # rows and columns of a block's tile
 _WARP_SUMS = 2048
-_CHUNK = 8  # fibers that could be multiplied in the time from a chunk to the next; a guess
+_CHUNK = 8  # overhead of a chunk, in fibers; an estimate
 
-_GRADIENT_US = {2: 757_000.0, 4: 333_000.0}  # multiply-adds of a multiprocessor's tensor cores, by the bytes of a number
-_WAITING_OF_ONE = 0.5  # of the shorter of multiplying and moving
+_GRADIENT_US = {2: 757_000.0, 4: 333_000.0}  # multiply-adds per SM on tensor cores, by the bytes of an element
+_WAITING_OF_ONE = 0.5  # part of the shorter of compute and memory time that is not hidden
 
 
 def backward(run: Sequence[Step], rows: int, target: Problem) -> Iterator[Backward]:
@@ -140,7 +140,7 @@ def _tiling(pieces: Pieces, A: int, C: int, L: int, R: int, threads: int, stages
         return
     tiles, p, q = ceil(A / L) * ceil(C / R), shape.p1 * shape.p2, shape.q1 * shape.q2
     bytes_ = gcd(16, target.aligned, (gcd(p, q, shape.p2, shape.q2) if R == 1 else gcd(C, R)) * target.itemsize)
-    most = max(target.sms, A * p * C * target.itemsize // (4 * shape.sums))  # with no more partial sums than numbers of x
+    most = max(target.sms, A * p * C * target.itemsize // (4 * shape.sums))  # so that partial sums take no more memory than x
     blocks = min(tiles, target.sms * resident, most)
     resident = ceil(blocks / target.sms)
     each = _us_of_tile(shape, C, L, R, stages, resident, shared, bytes_, target)
@@ -152,7 +152,7 @@ def _tiling(pieces: Pieces, A: int, C: int, L: int, R: int, threads: int, stages
 
 
 def _us_of_tile(shape: _Shape, C: int, L: int, R: int, stages: int, resident: int, shared: int, bytes_: int, target: Problem) -> float:
-    """A model of the time of a tile, of a multiprocessor with so many blocks."""
+    """A model of the time of a tile on an SM with so many blocks."""
     split, size = _split(target), target.itemsize
     coarse = 1 if R == 1 or R >= C else max(1, 64 / (R * size))
     numbers = L * R * (2 * shape.p1 * shape.p2 + shape.q1 * shape.q2)
@@ -211,7 +211,7 @@ class Gradient(NamedTuple):
     most: int  # pieces
     threads: int
     shared: int  # bytes
-    us: float  # about how long it and the sum of its chunks' take
+    us: float  # predicted time, with the sum of the chunks' partial sums
 
     def pieces(self, A: int, C: int) -> int:
         """How many partial sums the chunks are divided into."""
@@ -257,7 +257,7 @@ def _chunk(fibers: int, C: int, least: int, fours: bool) -> tuple[int, int]:
 
 
 def _warp_tile(K: int, J: int) -> tuple[int, int]:
-    """The rows and columns of a warp: as many as it can have sums of, or, where that takes more than 8 warps, such that up to 16 share."""
+    """The rows and columns of a warp, limited by its accumulators. If that takes more than 8 warps, up to 16 warps share the tile."""
     shares = [(k, j) for k in _divisors(K) for j in _divisors(J) if k * j <= _WARP_SUMS]
     warps = min(K * J // (k * j) for k, j in shares)
     if warps > 8:
@@ -266,7 +266,7 @@ def _warp_tile(K: int, J: int) -> tuple[int, int]:
 
 
 def _side(n: int) -> int:
-    """The rows of a tile: a multiple of 8, for as few tiles as can be; of 16, where several warps share them."""
+    """The rows of a tile, for the fewest tiles: a multiple of 8, or of 16 if several warps share them."""
     rows = ceil(n / ceil(n / MOST_SUMS))
     return ceil(rows / 8) * 8 if rows <= 64 else ceil(rows / 16) * 16
 

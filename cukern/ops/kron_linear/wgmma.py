@@ -9,20 +9,20 @@ from cukern.ops.kron_linear.plan import LAUNCH_US, Backward, Problem, Step, text
 from cukern.ops.kron_linear.plan import START_US as BLOCK_START_US
 
 SIZES = 64, 128  # of factors
-TILE = 64  # rows of a right factor alone, or columns of a left one
-BYTES = {False: 6, True: 4}  # of a number in shared memory; in TF32
-MULTIPLY_ADDS_US = {False: 450_000.0, True: 750_000.0}  # of a multiprocessor
-PAIR = 0.8  # of the time for as many, where two large factors are in one launch
+TILE = 64  # rows of a tile of a right factor alone, or columns of one of a left factor
+BYTES = {False: 6, True: 4}  # of an element in shared memory, by whether it is TF32
+MULTIPLY_ADDS_US = {False: 450_000.0, True: 750_000.0}  # per SM, by whether it is TF32
+PAIR = 0.8  # time / usual time of a multiply-add, if two large factors share a launch
 TILE_US = 0.3  # from a tile to the next
 START_US = 5.0  # the launch, and the factors
-SUM_US = 3.0  # and of the partial sums
+SUM_US = 3.0  # the launch that adds the partial sums
 
 
 class SplitWgmma(NamedTuple):
     """One launch of a factor, or of two with nothing to their right."""
 
     steps: tuple[Step, ...]
-    teams: int  # of a block, each with tiles of its own
+    teams: int  # warpgroups or pairs of them per block, each with its own tiles
     threads: int
     shared: int  # bytes
     us: float
@@ -125,7 +125,7 @@ def _sizes(run: Sequence[Step]) -> tuple[tuple[int, int], tuple[int, int], bool,
 
 
 def _us(tiles: int, work: int, numbers: int, target: Problem) -> float:
-    """Of tiles with so many multiplications, and numbers to be moved."""
+    """The predicted time for so many tiles, with `work` multiply-adds and `numbers` elements of memory traffic each."""
     multiplied = ceil(tiles / target.sms) * (work / MULTIPLY_ADDS_US[target.tensor] + TILE_US)
     moved = tiles * numbers * target.itemsize / (target.sms * target.sm_bytes_us)
     return max(multiplied, moved) + min(multiplied, moved) / 4
@@ -144,9 +144,9 @@ def _kind(tf32: bool) -> str:
 
 # ---- two factors of 16-bit types, with what is between them in registers
 
-IN_FLIGHT = 32 << 10  # bytes on their way to a multiprocessor that keep device memory busy
-MOST_COLUMNS, LEAST_ROWS = 160, 32  # that warpgroups take; of 64 rows of y, which they multiply at once
-COPY_CYCLES, PACKED_CYCLES = 0.3, 0.065  # of a multiprocessor, of a copy of few bytes and of a number that is stored packed
+IN_FLIGHT = 32 << 10  # bytes in flight per SM that keep device memory busy
+MOST_COLUMNS, LEAST_ROWS = 160, 32  # columns at most; rows of y at least, of the 64 that wgmma multiplies
+COPY_CYCLES, PACKED_CYCLES = 0.3, 0.065  # per SM: for a copy of less than 16 bytes, for an element of store_packed
 
 
 class ChainWgmma(NamedTuple):
@@ -189,7 +189,7 @@ class ChainWgmma(NamedTuple):
 
     @property
     def registers(self) -> int:
-        """About how many a thread needs, as compiled."""
+        """Registers per thread, as seen in compiled kernels."""
         right, left = self.steps
         rest = 48 + (32 if right.q % 2 or left.p % 2 else 0)
         if not self.held:
@@ -216,10 +216,10 @@ def chain(run: Sequence[Step], rows: int, target: Problem) -> Iterator[ChainWgmm
 
 
 def _us_of_chain(plan: ChainWgmma, pages: int, target: Problem) -> float:
-    """A model of a launch's time: tensor cores, which seldom wait, multiply while device memory moves what goes in and out."""
+    """A model of a launch's time: compute and memory traffic overlap."""
     right, left = plan.steps
     cycles = ceil(left.q / 64) * _sixteens(right.p) * (_sixteens(left.p) + 2 / plan.L * _sixteens(right.q)) / 32
-    copies = left.p * right.p * (2 / gcd(16, 2 * right.p) - 1 / 8)  # that there are besides those of 16 bytes
+    copies = left.p * right.p * (2 / gcd(16, 2 * right.p) - 1 / 8)  # more copies than with 16 bytes each
     cycles += copies * COPY_CYCLES + (left.q * right.q * PACKED_CYCLES if right.q % 16 else 0)
     cycles *= (1.15 if plan.stages == 1 else 1.0) * (1.0 if plan.held else 1.2)
     multiplied = max(1.0, pages / target.sms) * cycles / target.cycles_us
@@ -251,12 +251,12 @@ def _panels(rows: int, columns: int) -> int:
 
 SIDE = 128  # rows and columns of a factor
 FEW_BLOCKS = 4  # of a row
-FEW_MOST = 64  # of more, the launches of tile_backward.py fill a GPU as well
-FEW_SHARED = {4: 9 * 64 * 64 * 6, 2: 11 * 64 * 64 * 2}  # bytes of X, W2, W1 or what comes there, G, H
-FEW_SUMS = 1.5  # of each factor's numbers, the partial ones of a row
-FEW_ALONE = 8  # rows of float, or fewer, are one launch; else two overlap, and the second adds to the first one's partial sums
+FEW_MOST = 64  # rows, at most; for more, the launches of tile_backward.py fill the GPU, too
+FEW_SHARED = {4: 9 * 64 * 64 * 6, 2: 11 * 64 * 64 * 2}  # bytes of X, W2, W1 (later other arrays), G and H
+FEW_SUMS = 1.5  # partial sums per row / elements of a factor
+FEW_ALONE = 8  # float: up to 8 rows are one launch; otherwise two overlap, and the second adds to the partial sums of the first
 FEW_START_US = 6.0  # the launches, and the partial sums
-FEW_ROW_US = {4: 8.0, 2: 4.0}  # of a block
+FEW_ROW_US = {4: 8.0, 2: 4.0}  # per row of a block, by the bytes of an element
 
 
 def few_rows(run: Sequence[Step], rows: int, target: Problem) -> Iterator[Backward]:
@@ -271,7 +271,7 @@ def few_rows(run: Sequence[Step], rows: int, target: Problem) -> Iterator[Backwa
 
 
 def few_first_rows(A: int, itemsize: int) -> int:
-    """How many of A rows the backward's first launch has, which is those of partial sums."""
+    """The number of rows of the backward's first launch, of A rows. It is the number of rows that have partial sums."""
     return A if A <= FEW_ALONE or itemsize < 4 else ceil(A / 2)
 
 
