@@ -171,22 +171,30 @@ def cross_of(parts: Sequence[Sequence[Sequence[int]]], low: int) -> int:
 
 
 def _passes(pieces: Sequence[Sequence[Sequence[int]]], low: int, top: int, cluster: int) -> tuple[Pass, ...]:
+    """The passes whose steps are given, if there are any. In a cluster a register's number must have the bit `cross`."""
     cross = cross_of(pieces, low)
     if cluster > 1 and (len(pieces) == 1 or cross >= top):
         return ()
     within = low + sum(log2(s) for piece in pieces for step in piece for s in step)  # a row's bits, of which zeros may be
     made = []
     for n, piece in enumerate(pieces, 1):
-        steps, last = [], n == len(pieces)
-        for sizes in piece:
-            bits = sum(log2(s) for s in sizes)
-            steps.append((tuple(b if b < top else cross for b in range(low, low + bits)), tuple(sizes)))
-            low += bits
+        steps, last = _with_bits(piece, low, top, cross), n == len(pieces)
+        low += sum(len(bits) for bits, _ in steps)
         found = (last and _pass(steps, within, top, AT_ONCE, last)) or _pass(steps, within, top, 2, last)
-        if found is None or (cluster > 1 and n == 1 and cross not in found.registers_after):
+        if found is None:
             return ()
         made.append(found)
-    return tuple(made)
+    return tuple(made) if cluster == 1 or cross in made[0].registers_after else ()
+
+
+def _with_bits(piece: Sequence[Sequence[int]], low: int, top: int, cross: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """The bits and the sizes of each step's factors, from the bit `low` on."""
+    steps = []
+    for sizes in piece:
+        bits = range(low, low + sum(log2(s) for s in sizes))
+        steps.append((tuple(b if b < top else cross for b in bits), tuple(sizes)))
+        low += len(bits)
+    return steps
 
 
 def _pass(steps: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], within: int, top: int, near: int, last: bool) -> Pass | None:
