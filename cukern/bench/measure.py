@@ -1,6 +1,7 @@
 """Measures every version of an op and its peers in one pass at one shape."""
 
 import dataclasses
+import gc
 import math
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
@@ -129,8 +130,10 @@ def _errors(
     try:
         return errors(op, op.make(dims, dtype, device), functions, pass_)
     except torch.OutOfMemoryError:
-        torch.cuda.empty_cache()
-        return None
+        pass
+    gc.collect()  # the error's traceback, and the tensors that it holds
+    torch.cuda.empty_cache()
+    return None
 
 
 def _cost(op: Op, dims: Dims, dtype: torch.dtype, pass_: str) -> Cost:

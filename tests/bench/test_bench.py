@@ -106,6 +106,8 @@ def test_a_reference_that_does_not_fit_in_memory_only_leaves_out_the_errors(monk
     monkeypatch.setattr("cukern.bench.measure.errors", no_memory)
     table = measure(SQUARE, (100,), torch.float32, "fwd", CPU, ["torch"], 0.01)
     assert [row.error for row in table.rows] == [None] and "does not fit in memory" in table.notes["errors"]
+    without = dataclasses.replace(SQUARE, reference=no_memory)
+    assert [y.shape for y in calls.draw_douts(without, SQUARE.make((7,), torch.float32, CPU))] == [(7,)]
 
 
 def test_measure_host_has_both_rows():
