@@ -170,15 +170,11 @@ def _magnitude(inputs: tuple[Tensor, ...], _: Any) -> tuple[Tensor, ...]:
     return reference(param, -grad, -exp_avg, exp_avg_sq)
 
 
-def _cost(dims: Sequence[int], itemsize: int) -> dict[str, Cost]:
-    n = prod(dims)
-    return {"fwd": Cost(n * (3 * itemsize + 4 * max(itemsize, 4)), 16 * n)}
-
-
 register(
     Op(
         name="adamw", stem="adamw", function=adamw, reference=reference, versions=VERSIONS, dtypes=checks.FLOATS,  # type: ignore[arg-type]
-        dims="TENSORS NUMEL", make=_make, inputs=("param", "grad", "exp_avg", "exp_avg_sq"), cost=_cost, bound="memory",
+        dims="TENSORS NUMEL", make=_make, inputs=("param", "grad", "exp_avg", "exp_avg_sq"), bound="memory",
+        cost=lambda dims, itemsize: {"fwd": Cost(prod(dims) * (3 * itemsize + 4 * max(itemsize, 4)), 16 * prod(dims))},
         magnitude=_magnitude, in_place=("param", "exp_avg", "exp_avg_sq"), spread=_spread, differentiable=False,
         check_dims=((1, 1), (3, 4097), (2, 8192), (5, 20000)), sim_dims=((1, 1), (3, 67), (2, 8200)),
         bench_dims=((148, 840832), (1, 32768 * 768), (1, 8192 * 4096)),

@@ -171,15 +171,13 @@ def _gradient_in_place(_: Any, inputs: Sequence[Any], stats: Sequence[Tensor], d
     return x.detach(), None
 
 
-def _in_torch(x: Tensor, targets: Tensor, *options: Any) -> Tensor:
-    return reference(x, targets, Options(*options))
-
-
 def _no_second_derivative(*_: Any) -> NoReturn:
     raise NotImplementedError("with inplace_backward, the gradient of cross_entropy cannot be differentiated")
 
 
-_apply = differentiable("_CrossEntropy", _cross_entropy, _in_torch, 2, gradient=_gradient)
+_apply = differentiable(
+    "_CrossEntropy", _cross_entropy, lambda x, targets, *rest: reference(x, targets, Options(*rest)), 2, gradient=_gradient
+)
 _apply_in_place = differentiable("_CrossEntropy", _cross_entropy, _no_second_derivative, 2, gradient=_gradient_in_place)
 
 # ---- the versions: forward and backward give a pass's kernel for (dtype, has softcap, columns), and its block: (threads per row, rows, 1)
