@@ -24,6 +24,7 @@
 #include "common/ptx/launch.cuh"
 #include "common/vec.cuh"
 
+constexpr int ROWS = 4;    // of a thread of embedding_v2
 constexpr int CHUNK = 64;  // sorted tokens per block
 constexpr int UNROLL = 8;  // rows that a thread loads at a time, so that enough bytes are in flight
 
@@ -67,7 +68,7 @@ __device__ __forceinline__ long long time_of(long long row, long long time) {
     return (row | time) >> 32 ? row % time : (unsigned)row % (unsigned)time;
 }
 
-template <bool POSITIONS, int ROWS, typename T, int N>
+template <bool POSITIONS, typename T, int N>
 __device__ __forceinline__ void write_rows(T* out, const void* tokens, const T* weight, const T* positions, long long first, long long rows,
                                            long long time, long long vocabulary, long long features, bool wide) {
     bool inside[ROWS];
@@ -98,15 +99,15 @@ __device__ __forceinline__ void write_rows(T* out, const void* tokens, const T* 
     }
 }
 
-template <typename T, int N, int ROWS>
+template <typename T, int N>
 __global__ void embedding_v2(T* out, const void* tokens, const T* weight, const T* positions, long long rows, long long time,
                              long long vocabulary, long long features, bool wide) {
     wait_for_previous();
     long long column = column_of_thread<N>(), first = blockIdx.x * (long long)(ROWS * blockDim.y) + threadIdx.y;
     if (column >= features) return;
     out += column, weight += column;
-    if (positions) write_rows<true, ROWS, T, N>(out, tokens, weight, positions + column, first, rows, time, vocabulary, features, wide);
-    else write_rows<false, ROWS, T, N>(out, tokens, weight, positions, first, rows, time, vocabulary, features, wide);
+    if (positions) write_rows<true, T, N>(out, tokens, weight, positions + column, first, rows, time, vocabulary, features, wide);
+    else write_rows<false, T, N>(out, tokens, weight, positions, first, rows, time, vocabulary, features, wide);
 }
 
 template <typename T, int N>

@@ -17,7 +17,7 @@ from cukern.runtime.registry import Cost, Differentiable, Op, Version, apply_of,
 from cukern.runtime.tensors import VECTOR_BYTES, aligned, pointers, wide
 
 THREADS = 256
-ROWS, CHUNK = 1, 64  # rows of a thread of embedding_v2; as in embedding.cu, sorted tokens of a block of embedding_v2_bwd
+ROWS, CHUNK = 4, 64  # as in embedding.cu: rows of a thread of embedding_v2, and sorted tokens of a block of embedding_v2_bwd
 
 
 def embedding(tokens: Any, weight: Any, positions: Any = None, *, version: str | None = None) -> Tensor:
@@ -200,7 +200,7 @@ def _forward_v2(tensors: Sequence[Tensor], rows: int, *numbers: int) -> None:
     width = _width(tensors[0], *tensors[2:])
     vectors = tensors[0].shape[-1] // width
     height = max(1, THREADS // vectors)
-    _run(_V2[tensors[0].dtype, width, ROWS], -(-rows // (ROWS * height)), vectors, tensors, rows, *numbers, height=height)
+    _run(_V2[tensors[0].dtype, width], -(-rows // (ROWS * height)), vectors, tensors, rows, *numbers, height=height)
 
 
 def _backward_v1(dweight: Tensor, dout: Tensor, tokens: Tensor, rows: int) -> None:
@@ -224,20 +224,13 @@ def _width(*tensors: Tensor) -> int:
     return VECTOR_BYTES // tensors[0].itemsize if aligned(*tensors) else 1
 
 
-def _widths(dtype: torch.dtype) -> tuple[int, int]:
-    return 1, VECTOR_BYTES // dtype.itemsize
-
-
-def _instances_v2(dtype: torch.dtype) -> Iterable[Kernel]:
-    vectors = [(_V2[dtype, n, ROWS], _V2_BWD[dtype, n], _POSITIONS[dtype, n]) for n in _widths(dtype)]
-    return [_V2_RUNS[dtype], *vectors[0], *vectors[1]]
+def _widths(dtype: torch.dtype, *templates: Template) -> Iterable[Kernel]:
+    return [template[dtype, width] for template in templates for width in (1, VECTOR_BYTES // dtype.itemsize)]
 
 
 VERSIONS = {
-    "v1": Version(
-        "one thread per element", _forward_v1, _backward_v1, lambda d: [_V1[d], _V1_BWD[d], *(_POSITIONS[d, n] for n in _widths(d))]
-    ),
-    "v2": Version("vectors, sorted tokens", _forward_v2, _backward_v2, _instances_v2),
+    "v1": Version("one thread per element", _forward_v1, _backward_v1, lambda d: (_V1[d], _V1_BWD[d], *_widths(d, _POSITIONS))),
+    "v2": Version("vectors, sorted tokens", _forward_v2, _backward_v2, lambda d: (_V2_RUNS[d], *_widths(d, _V2, _V2_BWD, _POSITIONS))),
 }
 
 # ---- for the tools
