@@ -186,7 +186,7 @@ _apply_in_place = differentiable("_CrossEntropy", _cross_entropy, _no_second_der
 _BLOCK, _WARP, _BWD, _REDUCE = (
     Template("cross_entropy.cu", f"cross_entropy_{name}", pdl=True) for name in ("block", "warp", "bwd", "reduce")
 )
-THREADS_BWD, LOADS_BWD = 256, 2  # of v2's backward: threads per block, and vectors per thread
+THREADS_BWD, LOADS_BWD = 256, 4  # of v2's backward: threads per block, and vectors per thread
 SHORT_BYTES, SHORT_BLOCK = 16384, (32, 4, 1)  # rows of up to SHORT_BYTES have one warp
 _WARPS, _MOST_ROWS = 32, 32  # of short rows: warps per SM, and rows per warp
 
