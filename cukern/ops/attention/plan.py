@@ -94,8 +94,17 @@ class WgmmaTile(NamedTuple):
         return 128 * (self.warpgroups + 1)
 
     def forward_bytes(self, head_dim: int) -> int:
-        """Shared memory in bytes: Q, the rings of K and V, and mbarriers."""
-        return (self.rows + 2 * self.stages * self.columns) * -(-head_dim // 64) * 128 + 8 * (1 + 4 * self.stages)
+        """Shared memory in bytes: the rings of Q, K and V, and mbarriers."""
+        q_stages = 1 if head_dim > 128 else 2
+        rows = q_stages * self.rows + 2 * self.stages * self.columns
+        return rows * -(-head_dim // 64) * 128 + 16 * (q_stages + 2 * self.stages)
+
+    def forward_grid(self, blocks: int, heads: int, causal: bool, packed: bool, sms: int) -> tuple[int, bool]:
+        """The number of thread blocks for `heads` heads of all sequences, and whether they compute pairs of blocks of queries."""
+        mode = MODE(self, blocks, packed)
+        paired = causal and mode != "single" and not packed
+        units = (blocks + 1) // 2 * heads if paired else blocks * heads
+        return min(units, sms * self.per_sm) if mode == "persistent" else units, paired
 
     def backward_bytes(self, head_dim: int) -> int:
         """Shared memory in bytes: two fixed tiles, the ring of two moving ones, lse and delta, and mbarriers."""
@@ -108,6 +117,11 @@ class WgmmaBackwardTile(NamedTuple):
 
     keys: WgmmaTile
     queries: WgmmaTile
+
+
+# How thread blocks share the blocks of queries: "single", "pairs" or "persistent".
+def MODE(tile: WgmmaTile, blocks: int, packed: bool) -> str:
+    return "single" if packed else "persistent"
 
 
 # By head_dim: the tile for few keys, and the tile from LONG keys on.
