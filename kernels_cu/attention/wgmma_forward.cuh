@@ -11,36 +11,20 @@
 #pragma once
 #include "wgmma_tile.cuh"
 
+// A block of queries, from `first` on, and its tiles of keys from `begin` to `tile`, the last first. Query i sees the keys from
+// i + offset - window + 1 to i + offset. If it sees none, tile < begin.
+struct Block {
+    Sequence of;
+    int head, batch, first, offset, begin, tile;
+};
+
 template <int D, int N, int WARPGROUPS, int STAGES>
 struct ForwardShape {
     static constexpr int M = 64 * WARPGROUPS, Q_STAGES = D > 128 ? 1 : 2;
     static constexpr int Q_BYTES = PAGES<D> * M * ROW_BYTES, TILE = PAGES<D> * N * ROW_BYTES;
-    static constexpr int BARRIERS = Q_STAGES * Q_BYTES + 2 * STAGES * TILE, BYTES = BARRIERS + 16 * (Q_STAGES + 2 * STAGES);
+    static constexpr int BARRIERS = Q_STAGES * Q_BYTES + 2 * STAGES * TILE, LIST = BARRIERS + 16 * (Q_STAGES + 2 * STAGES);
+    static constexpr int BYTES = LIST + Q_STAGES * sizeof(Block);
 };
-
-struct Blocks {
-    const int *query_bounds, *key_bounds;
-    int blocks, heads, batches, section, queries, keys, sequences, window;
-    bool paired, causal;
-};
-
-// A thread block's work: action(head, batch, sequence, first query, offset, first and last tile of keys that its queries see). If there is
-// none, the last is before the first. Query i sees the keys from i + offset - window + 1 to i + offset. `paired`: pairs of blocks of a head,
-// the last and the first, the last but one and the second, ..., which take the same time.
-template <bool PACKED, int M, int N, class Action>
-__device__ __forceinline__ void for_each_block(const Blocks& b, Action action) {
-    int units = b.paired ? (b.blocks + 1) / 2 : b.blocks;
-    for (int i = blockIdx.x; i < units * b.heads * b.batches; i += gridDim.x)
-        for (int half = 0; half <= b.paired; half++) {
-            Work work = work_of(i, units, b.heads, b.batches, b.section, b.causal);
-            if (half < b.paired) work.block = b.blocks - 1 - work.block;
-            Sequence of = sequence_of<PACKED, false, M>(work, b.query_bounds, b.key_bounds, b.sequences, b.queries, b.keys);
-            if (half && 2 * work.block + 1 == b.blocks || PACKED && work.block * M >= of.queries) continue;
-            int first = work.block * M, offset = b.causal ? of.keys - of.queries : of.keys;
-            int last = min(min(first + M, of.queries) - 1 + offset, of.keys - 1), begin = max(0, first + offset - b.window + 1) / N;
-            action(work.head, work.batch, of, first, offset, begin, last < 0 ? begin - 1 : last / N);
-        }
-}
 
 template <typename T, int D, int N, int WARPGROUPS, int STAGES, int PER_SM, bool SOFTCAP, bool PACKED>
 __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), PER_SM)
@@ -52,10 +36,11 @@ __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), PER_SM)
     using Shape = ForwardShape<D, N, WARPGROUPS, STAGES>;
     using Regs = Registers<WARPGROUPS, PER_SM>;
     constexpr int M = Shape::M, Q_STAGES = Shape::Q_STAGES, Q_BYTES = Shape::Q_BYTES, TILE = Shape::TILE;
-    extern __shared__ __align__(1024) unsigned char shared[];  // the rings of Q, K and V, mbarriers
+    extern __shared__ __align__(1024) unsigned char shared[];  // the rings of Q, K and V, mbarriers, list
     unsigned q_ring = shared_address(shared), k_ring = q_ring + Q_STAGES * Q_BYTES, v_ring = k_ring + STAGES * TILE;
     unsigned full_q = q_ring + Shape::BARRIERS, full_k = full_q + 8 * Q_STAGES, full_v = full_k + 8 * STAGES;
     unsigned empty_q = full_v + 8 * STAGES, empty_k = empty_q + 8 * Q_STAGES, empty_v = empty_k + 8 * STAGES;
+    Block* list = reinterpret_cast<Block*>(shared + Shape::LIST);  // from the producer to the consumers
     if (threadIdx.x == 0) {
         for (int i = 0; i < Q_STAGES + 2 * STAGES; i++) mbarrier_init(full_q + 8 * i, 1);
         for (int i = 0; i < Q_STAGES + 2 * STAGES; i++) mbarrier_init(empty_q + 8 * i, 4 * WARPGROUPS);
@@ -63,30 +48,44 @@ __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), PER_SM)
     }
     __syncthreads();
     int warpgroup = threadIdx.x / 128;
-    Blocks grid{query_bounds, key_bounds, blocks, heads, batches, section, queries, keys, sequences, window, paired, causal};
     if (warpgroup == WARPGROUPS) {
         fewer_registers<Regs::PRODUCER>();
-        if (threadIdx.x == 128 * WARPGROUPS) {
-            Position<Q_STAGES> of_q;
-            Position<STAGES> at;
-            for_each_block<PACKED, M, N>(grid, [&](int head, int batch, const Sequence& of, int first, int, int begin, int tile) {
+        if (threadIdx.x != 128 * WARPGROUPS) return;
+        Position<Q_STAGES> of_q;
+        Position<STAGES> at;
+        // Pairs of blocks of a head, the last and the first, the last but one and the second, ..., take the same time.
+        int units = paired ? (blocks + 1) / 2 : blocks;
+        for (int i = blockIdx.x; i < units * heads * batches; i += gridDim.x)
+            for (int half = 0; half <= paired; half++) {
+                Work work = work_of(i, units, heads, batches, section, causal);
+                if (half < paired) work.block = blocks - 1 - work.block;
+                Sequence of = sequence_of<PACKED, false, M>(work, query_bounds, key_bounds, sequences, queries, keys);
+                if (half && 2 * work.block + 1 == blocks || PACKED && work.block * M >= of.queries) continue;
+                int first = work.block * M, offset = causal ? of.keys - of.queries : of.keys, head = work.head / group;
+                int last = min(min(first + M, of.queries) - 1 + offset, of.keys - 1), begin = max(0, first + offset - window + 1) / N;
+                int tile = last < 0 ? begin - 1 : last / N;
                 unsigned full = full_q + 8 * of_q.stage;
                 mbarrier_wait_in_block(empty_q + 8 * of_q.stage, of_q.phase ^ 1);
+                list[of_q.stage] = {of, work.head, work.batch, first, offset, begin, tile};
                 mbarrier_arrive(full, Q_BYTES);
-                load_tile<D, M, PACKED>(q_ring + of_q.stage * Q_BYTES, &map_q, full, first, head, batch, of.first_query, of.queries);
+                load_tile<D, M, PACKED>(q_ring + of_q.stage * Q_BYTES, &map_q, full, first, work.head, work.batch, of.first_query,
+                                        of.queries);
                 of_q.advance();
-                head /= group;
                 for (; tile >= begin; tile--, at.advance()) {
                     unsigned i = 8 * at.stage;
                     mbarrier_wait_in_block(empty_k + i, at.phase ^ 1);
                     mbarrier_arrive(full_k + i, TILE);
-                    load_tile<D, N, PACKED>(k_ring + at.stage * TILE, &map_k, full_k + i, tile * N, head, batch, of.first_key, of.keys);
+                    load_tile<D, N, PACKED>(k_ring + at.stage * TILE, &map_k, full_k + i, tile * N, head, work.batch, of.first_key,
+                                            of.keys);
                     mbarrier_wait_in_block(empty_v + i, at.phase ^ 1);
                     mbarrier_arrive(full_v + i, TILE);
-                    load_tile<D, N, PACKED>(v_ring + at.stage * TILE, &map_v, full_v + i, tile * N, head, batch, of.first_key, of.keys);
+                    load_tile<D, N, PACKED>(v_ring + at.stage * TILE, &map_v, full_v + i, tile * N, head, work.batch, of.first_key,
+                                            of.keys);
                 }
-            });
-        }
+            }
+        mbarrier_wait_in_block(empty_q + 8 * of_q.stage, of_q.phase ^ 1);
+        list[of_q.stage].first = -1;  // the end
+        mbarrier_arrive(full_q + 8 * of_q.stage);
     } else {
         more_registers<Regs::CONSUMER>();
         int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * 16;
@@ -95,7 +94,12 @@ __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), PER_SM)
         auto release = [&](unsigned empty) {
             if (lane == 0) mbarrier_arrive(empty);
         };
-        for_each_block<PACKED, M, N>(grid, [&](int head, int batch, const Sequence& of, int first, int offset, int begin, int tile) {
+        for (;; of_q.advance()) {
+            mbarrier_wait_in_block(full_q + 8 * of_q.stage, of_q.phase);
+            Block block = list[of_q.stage];
+            if (block.first < 0) break;
+            Sequence of = block.of;
+            int first = block.first, offset = block.offset, begin = block.begin, tile = block.tile;
             int row = first + warp_row + lane / 4, low = first + 64 * warpgroup + 64 + offset - window;
             int high = min(first + 64 * warpgroup + offset, of.keys - 1);
             float o[1][D / 8][4] = {}, s[1][N / 8][4], most[1][2], total[1][2] = {}, shrink[1][2];
@@ -109,7 +113,6 @@ __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), PER_SM)
                 };
                 softmax_weights<1, N / 8, SOFTCAP>(s, most, total, shrink, mask, before, c);
             };
-            mbarrier_wait_in_block(full_q + 8 * of_q.stage, of_q.phase);
             if (tile >= begin) {
                 mbarrier_wait_in_block(full_k + 8 * of_k.stage, of_k.phase);
                 wgmma_fence();
@@ -149,7 +152,7 @@ __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), PER_SM)
                 release(empty_v + 8 * of_v.stage);
                 of_v.advance();
             }
-            long long stats = ((long long)batch * heads + head) * queries + of.first_query;
+            long long stats = ((long long)block.batch * heads + block.head) * queries + of.first_query;
             float factor[1][2];
 #pragma unroll
             for (int i = 0; i < 2; i++) {
@@ -159,14 +162,13 @@ __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), PER_SM)
                     lse[stats + row + 8 * i] = sum == 0 ? minus_infinity<float>() : (__fmul_rn(most[0][i], c) + log2_approx(sum)) * LN_2;
             }
             barrier_of(8 + warpgroup, 128);  // all warps are done with Q
-            T* to = out + batch * of_out.batch + head * of_out.head + (of.first_query + first + warp_row) * of_out.row;
+            T* to = out + block.batch * of_out.batch + block.head * of_out.head + (of.first_query + first + warp_row) * of_out.row;
             store_rows<T, D, M>(to, of_out.row, of.queries - first - warp_row, head_dim, o, factor,
                                 shared + of_q.stage * Q_BYTES + warp_row * ROW_BYTES);
             fence_async();  // the next tile of Q comes here
             __syncwarp();
             release(empty_q + 8 * of_q.stage);
-            of_q.advance();
-        });
+        }
     }
 #endif
 }

@@ -97,7 +97,7 @@ class WgmmaTile(NamedTuple):
         """Shared memory in bytes: the rings of Q, K and V, and mbarriers."""
         q_stages = 1 if head_dim > 128 else 2
         rows = q_stages * self.rows + 2 * self.stages * self.columns
-        return rows * -(-head_dim // 64) * 128 + 16 * (q_stages + 2 * self.stages)
+        return rows * -(-head_dim // 64) * 128 + 16 * (q_stages + 2 * self.stages) + 44 * q_stages
 
     def forward_grid(self, blocks: int, heads: int, causal: bool, packed: bool, sms: int) -> tuple[int, bool]:
         """The number of thread blocks for `heads` heads of all sequences, and whether they compute pairs of blocks of queries."""
