@@ -119,6 +119,7 @@ class WgmmaBackwardTile(NamedTuple):
     queries: WgmmaTile
 
 
+OVERLAP = 1
 # How thread blocks share the blocks of queries: "single", "pairs" or "persistent".
 def MODE(tile: WgmmaTile, blocks: int, packed: bool) -> str:
     return "single" if packed else "persistent"
