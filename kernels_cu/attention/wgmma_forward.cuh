@@ -26,7 +26,7 @@ struct ForwardShape {
     static constexpr int BYTES = LIST + Q_STAGES * sizeof(Block);
 };
 
-template <typename T, int D, int N, int WARPGROUPS, int STAGES, int PER_SM, bool SOFTCAP, bool PACKED, int OVERLAP>
+template <typename T, int D, int N, int WARPGROUPS, int STAGES, int PER_SM, bool SOFTCAP, bool PACKED>
 __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), PER_SM)
     attention_v4(T* out, float* lse, const __grid_constant__ CUtensorMap map_q, const __grid_constant__ CUtensorMap map_k,
                  const __grid_constant__ CUtensorMap map_v, const int* query_bounds, const int* key_bounds, Strides of_out, int blocks,
@@ -137,7 +137,7 @@ __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), PER_SM)
                     wgmma_wait<1>(s[0]);
                     release(empty_k + 8 * of_k.stage);
                     soften();
-                    if (OVERLAP) before_wait(fminf(total[0][0], total[0][1]));
+                    before_wait(fminf(total[0][0], total[0][1]));
                     wgmma_wait<0>(o[0]);
                     release(empty_v + 8 * of_v.stage);
                     multiply_rows(o, shrink);

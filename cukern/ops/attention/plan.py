@@ -77,13 +77,15 @@ def backward_tile(pieces: int, head_dim: int, softcap: bool, packed: bool, share
 
 class WgmmaTile(NamedTuple):
     """A tile of v4. Each of `warpgroups` consumer warpgroups owns 64 rows and loops over tiles of `columns` rows. The ring buffer has
-    `stages` stages. The registers allow `per_sm` thread blocks per SM. `parts`: so many warpgroups own the same rows."""
+    `stages` stages. The registers allow `per_sm` thread blocks per SM. `parts`: so many warpgroups own the same rows. `share`: of the
+    forward, the blocks of queries of a thread block: "one", a "pair", or in persistent thread blocks "all" that one gets."""
 
     columns: int
     warpgroups: int
     stages: int
     per_sm: int
     parts: int = 1
+    share: str = "one"
 
     @property
     def rows(self) -> int:
@@ -100,11 +102,13 @@ class WgmmaTile(NamedTuple):
         return rows * -(-head_dim // 64) * 128 + 16 * (q_stages + 2 * self.stages) + 44 * q_stages
 
     def forward_grid(self, blocks: int, heads: int, causal: bool, packed: bool, sms: int) -> tuple[int, bool]:
-        """The number of thread blocks for `heads` heads of all sequences, and whether they compute pairs of blocks of queries."""
-        mode = MODE(self, blocks, packed)
-        paired = causal and mode != "single" and not packed
-        units = (blocks + 1) // 2 * heads if paired else blocks * heads
-        return min(units, sms * self.per_sm) if mode == "persistent" else units, paired
+        """The number of thread blocks for `heads` heads of all sequences, and whether they compute pairs of blocks of queries. Under
+        `causal` all pairs take the same time."""
+        slots = sms * self.per_sm
+        if self.share == "one" or packed or blocks * heads < 2 * slots:
+            return blocks * heads, False
+        units = heads * ((blocks + 1) // 2 if causal else blocks)
+        return min(units, slots) if self.share == "all" else units, causal
 
     def backward_bytes(self, head_dim: int) -> int:
         """Shared memory in bytes: two fixed tiles, the ring of two moving ones, lse and delta, and mbarriers."""
@@ -119,18 +123,12 @@ class WgmmaBackwardTile(NamedTuple):
     queries: WgmmaTile
 
 
-OVERLAP = 1
-# How thread blocks share the blocks of queries: "single", "pairs" or "persistent".
-def MODE(tile: WgmmaTile, blocks: int, packed: bool) -> str:
-    return "single" if packed else "persistent"
-
-
 # By head_dim: the tile for few keys, and the tile from LONG keys on.
 LONG = 8192
 WGMMA_FORWARD = {
     64: (WgmmaTile(96, 1, 2, 3), WgmmaTile(128, 3, 2, 1)),
-    96: (WgmmaTile(128, 2, 2, 1),) * 2,
-    128: (WgmmaTile(128, 2, 2, 1),) * 2,
+    96: (WgmmaTile(128, 2, 2, 1, share="all"),) * 2,
+    128: (WgmmaTile(128, 2, 2, 1, share="all"),) * 2,
     256: (WgmmaTile(80, 2, 2, 1),) * 2,
 }
 WGMMA_BACKWARD = {

@@ -69,7 +69,7 @@ def instances(dtype: torch.dtype) -> list[Kernel]:
 
 
 def _forward_kernel(dtype: torch.dtype, d: int, softcap: bool, packed: bool, tile: plan.WgmmaTile) -> Kernel:
-    key = dtype, d, *tile[:4], softcap, packed, plan.OVERLAP
+    key = dtype, d, *tile[:4], softcap, packed
     return _FORWARD[key]
 
 
