@@ -128,7 +128,7 @@ LONG = 8192
 WGMMA_FORWARD = {
     64: (WgmmaTile(96, 1, 2, 3), WgmmaTile(128, 3, 2, 1)),
     96: (WgmmaTile(128, 2, 2, 1, share="all"),) * 2,
-    128: (WgmmaTile(128, 2, 2, 1, share="all"),) * 2,
+    128: (WgmmaTile(128, 2, 2, 1, share="all"), WgmmaTile(128, 2, 2, 1)),
     256: (WgmmaTile(80, 2, 2, 1),) * 2,
 }
 WGMMA_BACKWARD = {

@@ -121,7 +121,7 @@ def test_the_tile_for_many_keys(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "case", [(3, 2, 260, 200, 64, True, None), (2, 1, 300, 150, 128, False, None), (2, 1, 150, 290, 256, True, 90)], ids=str
+    "case", [(3, 1, 260, 200, 64, True, None), (2, 1, 300, 150, 128, False, None), (2, 1, 150, 290, 256, True, 90)], ids=str
 )
 def test_thread_blocks_that_share_the_work(case, monkeypatch):
     """The same bits from thread blocks with one block of queries, with a pair, and from two persistent ones."""
