@@ -62,8 +62,8 @@ def strides(*tensors: Tensor) -> list[bytes]:
 def instances(dtype: torch.dtype) -> list[Kernel]:
     kernels = []
     for d, softcap, packed in itertools.product(plan.WGMMA_FORWARD, (False, True), (False, True)):
-        tiles = dict.fromkeys(plan.wgmma_forward(d, keys, softcap) for keys in (0, plan.LONG))
-        kernels += [_forward_kernel(dtype, d, softcap, packed, tile) for tile in tiles]
+        tiles = (plan.wgmma_forward(d, keys, softcap) for keys in (0, plan.LONG))
+        kernels += dict.fromkeys(_forward_kernel(dtype, d, softcap, packed, tile) for tile in tiles)
         kernels += [_backward_kernel(keys, dtype, d, softcap, packed) for keys in (True, False)]
     return kernels
 
