@@ -78,7 +78,7 @@ def speeds(tables: Tables, op: str, pass_: str) -> dict[str, Row]:
     """The rows of an op in the summary, by provider. cukern's is its newest version."""
     shape, dtype = SUMMARY[op]
     rows = [r for r in tables.get(op, ()) if (tuple(r["shape"]), r["dtype"], r["pass"]) == (shape, dtype, pass_)]
-    rows.sort(key=lambda r: int(r["version"][1:] or 0) if r["version"] else 0)
+    rows.sort(key=lambda r: int(r["version"][1:]) if r["version"][1:].isdigit() else 0)  # "cublas" is no newer than v1
     found = {r["provider"]: r for r in rows}
     if op == "kron_linear":  # its v2 is torch's matmul, one per factor
         found["torch"] = next((r for r in rows if r["version"] == "v2"), found["cukern"])

@@ -3,6 +3,7 @@ as NaN; the run compiles into a cache of its own."""
 
 import fcntl
 import gc
+import glob
 import json
 import os
 import re
@@ -13,6 +14,11 @@ import time
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # cuBLAS reads this when CUDA starts. Without it, matrix products fail in deterministic mode, which fills new memory with NaN.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+# Several workers share several GPUs: each begins with another one. torch reads this when CUDA starts.
+if "PYTEST_XDIST_WORKER" in os.environ and (gpus := len(glob.glob("/dev/nvidia[0-9]*"))) > 1:
+    first = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw")) % gpus
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", ",".join(str((first + i) % gpus) for i in range(gpus)))
 
 # JAX reads this when it is imported. Otherwise it takes three quarters of the GPU's memory, and none is left for other workers.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from cukern.runtime.compiler import SetupError, nvrtc_version
-from cukern.runtime.device import fmas_cycle
+from cukern.runtime.device import fmas_cycle, tf32_flops
 
 _TREE = Path(__file__).resolve().parents[2]  # the source tree, or site-packages
 
@@ -59,12 +59,16 @@ def memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def peak_flops(place: torch.device, dtype: torch.dtype) -> float | None:
-    """Peak floating-point operations per second without tensor cores, at the highest clock; an FMA counts as two. None for 16-bit types,
-    the CPU, or an unknown clock."""
-    if place.type != "cuda" or dtype not in (torch.float32, torch.float64):
+def peak_flops(place: torch.device, dtype: torch.dtype, tf32: bool = False) -> float | None:
+    """Peak floating-point operations per second; an FMA counts as two. float32 and float64: without tensor cores, at the highest clock.
+    16-bit types and TF32: with tensor cores and without sparsity, from data sheets. None for the CPU, an unknown clock or GPU."""
+    if place.type != "cuda":
         return None
     properties = torch.cuda.get_device_properties(place)
+    half = dtype.itemsize == 2
+    if half or (tf32 and dtype == torch.float32 and properties.major >= 8):
+        peak = tf32_flops(gpu_name() or "")
+        return peak and peak * (2 if half else 1)
     fmas = fmas_cycle(10 * properties.major + properties.minor, dtype)
     khz = getattr(properties, "clock_rate", 0)
     mhz = "" if khz else smi("clocks.max.sm") or ""

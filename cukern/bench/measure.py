@@ -1,6 +1,7 @@
 """Measures every version of an op and its peers in one pass at one shape."""
 
 import dataclasses
+import gc
 import math
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
@@ -109,16 +110,16 @@ def measure(
     for (provider, _), error in failed.items():
         _note_failure(provider, error, missing)
     kind = "tf32" if tf32 else name_of(dtype)
-    peak = None if tf32 else environment.peak_flops(device, dtype)
+    peak = environment.peak_flops(device, dtype, tf32)
     copy_us = times[_COPY].median_us if _COPY in times else None
     rows = []
     for (provider, version), t in times.items():
         flops = 0 if provider == "copy" else cost.flops
         row = Row(op.name, version, pass_, tuple(dims), kind, provider, t.median_us, t.iqr_us, cost.bytes, flops)
         rows.append(dataclasses.replace(row, of_limit=_of_limit(row, op, copy_us, peak), error=(wrong or {}).get((provider, version))))
-    notes = {"all": f"{sets} input sets fit in the L2 cache: a call may find its data there"} if sets == MOST_SETS else {}
-    if wrong is None:
-        notes["errors"] = "the float64 reference does not fit in memory at these sizes"
+    notes = {} if wrong is not None else {"errors": "the float64 reference does not fit in memory at these sizes"}
+    if sets == MOST_SETS:
+        notes["all"] = f"{sets} input sets fit in the L2 cache: a call may find its data there"
     return Table(rows, missing, notes | {" ".join(key).strip(): t.note for key, t in times.items() if t.note})
 
 
@@ -129,8 +130,10 @@ def _errors(
     try:
         return errors(op, op.make(dims, dtype, device), functions, pass_)
     except torch.OutOfMemoryError:
-        torch.cuda.empty_cache()
-        return None
+        pass
+    gc.collect()  # the error's traceback, and the tensors that it holds
+    torch.cuda.empty_cache()
+    return None
 
 
 def _cost(op: Op, dims: Dims, dtype: torch.dtype, pass_: str) -> Cost:

@@ -19,6 +19,7 @@ from cukern.cli import common
 from cukern.cli.bench import record_file
 from cukern.cli.common import say
 from cukern.cli.gpt2_train import Device, Dtype, FusedLoss, Length, Recompute, Rows, make_model, pick_device
+from cukern.gpt2 import parallel
 from cukern.gpt2.checkpoint import Config
 from cukern.gpt2.data import write_shards
 from cukern.gpt2.files import expect
@@ -91,39 +92,52 @@ def bench(
     record_it: Annotated[bool, typer.Option("--record", help="Append to benchmarks/results/<gpu>.jsonl.")] = False,
 ) -> None:
     """Time a training step of cukern, torch and torch.compile in turn, with random tokens and all that an update does. With --dtype b
-    the peers have float32 weights and compute under autocast. The memory is the most that tensors take, from the first step on."""
+    the peers have float32 weights and compute under autocast. The memory is the most that tensors take, from the first step on.
+    Several GPUs, -b rows on each: torchrun --nproc-per-node N -m cukern gpt2 bench --compile no --no-eager ..."""
     file = record_file(record_it)
     expect(compile in MODES, f"--compile {', '.join(MODES)}", repr(compile))
     B, T, place = 4 if batch is None else batch, 1024 if seq_len is None else seq_len, pick_device(device)
     peaks, updates = dict[Key, float](), dict[Key, Callable[[], object]]()
-    with environment.float32_products(bool(tf32)), tempfile.TemporaryDirectory() as folder:
-
-        def make_trainer(version: str | None) -> Trainer:
-            ours = make_model(model, T, place, dtype, attention=version, fused_loss=fused_loss, recompute=recompute)
-            tokens = torch.randint(ours.config.vocab_size, (4 * B * T + 1,)).numpy()
-            val, train = write_shards(folder, "random", tokens, val_first=B * T + 1)
-            settings = Settings(train, val, batch=B, seq_len=T, steps=WARMUP + steps, val_every=0, sample_every=0)
-            return Trainer(ours, settings, say=lambda line: None)
-
+    ranks, exact = parallel.processes(place), environment.float32_products(bool(tf32))
+    with ranks as (rank, count), exact, tempfile.TemporaryDirectory() as folder:
+        peers = [("torch", "")] * eager + [("torch.compile", compile)] * (compile != "no")
+        expect(count == 1 or not peers, "--compile no and --no-eager under torchrun", [name for name, _ in peers])
         for version in attention or (None,):
-            trainer, peak = _warm(partial(make_trainer, version), Trainer.update)
-            key = "cukern", _label(version, fused_loss, recompute)
+            ours = partial(make_model, model, T, place, dtype, attention=version, fused_loss=fused_loss, recompute=recompute)
+            trainer, peak = _warm(partial(_trainer, ours, B, T, steps, folder, rank, count), Trainer.update)
+            key = "cukern", _label(version, fused_loss, recompute, count)
             updates[key], peaks[key] = trainer.update, peak
-        ours = trainer.model
-        data = torch.randint(ours.config.vocab_size, (2, B, T), device=place)
-        for key in [("torch", "")] * eager + [("torch.compile", compile)] * (compile != "no"):
-            updates[key], peaks[key] = _warm(partial(_peer, ours, data, key[1]), lambda update: update())
+        made = trainer.model
+        data = torch.randint(made.config.vocab_size, (2, B, T), device=place)
+        for key in peers:
+            updates[key], peaks[key] = _warm(partial(_peer, made, data, key[1]), lambda update: update())
         times = _times(updates, steps)
-    kind = "bfloat16" if ours.wte.dtype == torch.bfloat16 else "tf32" if tf32 and place == "cuda" else "float32"
-    rows, flops = [], trainer.flops_per_token() * B * T
+    kind = "bfloat16" if made.wte.dtype == torch.bfloat16 else "tf32" if tf32 and place == "cuda" else "float32"
+    what = f"step {model}", (count * B, T), kind
+    rows = _rows(times, peaks, what, trainer.flops_per_token() * count * B * T)
+    if rank == 0:
+        _show(rows, (place == "cuda" and environment.gpu_name()) or place)
+        if file:
+            record.append(rows, file)
+            say(f"appended to {file}", to=common.errors)
+
+
+def _rows(times: dict[Key, list[float]], peaks: dict[Key, float], what: tuple[str, tuple[int, int], str], flops: int) -> list[Row]:
+    """`what`: pass, shape and dtype."""
+    rows = []
     for (name, version), us in times.items():
-        timing = summary(us)
-        most = peaks[name, version] or None
-        rows.append(Row("gpt2", version, f"step {model}", (B, T), kind, name, timing.median_us, timing.iqr_us, flops=flops, peak_mib=most))
-    _show(rows, (place == "cuda" and environment.gpu_name()) or place)
-    if file:
-        record.append(rows, file)
-        say(f"appended to {file}", to=common.errors)
+        timing, most = summary(us), peaks[name, version] or None
+        rows.append(Row("gpt2", version, *what, name, timing.median_us, timing.iqr_us, flops=flops, peak_mib=most))
+    return rows
+
+
+def _trainer(make: Callable[[], GPT2], B: int, T: int, steps: int, folder: str, rank: int, count: int) -> Trainer:
+    """On random tokens."""
+    model = make()
+    tokens = torch.randint(model.config.vocab_size, (4 * count * B * T + 1,)).numpy()
+    val, train = write_shards(folder, "random", tokens, val_first=count * B * T + 1)
+    settings = Settings(train, val, batch=B, seq_len=T, steps=WARMUP + steps, val_every=0, sample_every=0, rank=rank, num_processes=count)
+    return Trainer(model, settings, say=lambda line: None)
 
 
 def _times(updates: dict[Key, Callable[[], object]], steps: int) -> dict[Key, list[float]]:
@@ -137,9 +151,10 @@ def _times(updates: dict[Key, Callable[[], object]], steps: int) -> dict[Key, li
     return times
 
 
-def _label(attention: str | None, fused_loss: bool, recompute: int) -> str:
+def _label(attention: str | None, fused_loss: bool, recompute: int, processes: int) -> str:
     """The options of a model that differ from the default, as the version of a record."""
     options = {attention or "": attention, "fused loss": fused_loss, f"recompute {recompute}": recompute}
+    options |= {f"{processes} processes": processes > 1}
     return ", ".join(name for name, chosen in options.items() if chosen)
 
 

@@ -23,25 +23,12 @@ from cukern.gpt2.model import GPT2, config_of, use_kernels
 from cukern.gpt2.tokenizer import FILE as TOKENIZER
 from cukern.gpt2.tokenizer import tokenizer_for
 from cukern.gpt2.train import SCHEDULES, Settings, Step, Trainer
-from cukern.runtime.device import tf32_flops
 
 HELLASWAG = Path("dev/data/hellaswag/hellaswag_val.bin")  # llm.c's
 SMALL = "small"
 # Without -i: a model for byte tokens that learns in 40 s on two CPU cores; what else was tried is in docs/notes/gpt2.md.
 SMALL_RUN: dict[str, Any] = dict(batch=12, seq_len=64, steps=1500, lr=4e-3, warmup=100, final_fraction=0.05, weight_decay=0.1)
 SMALL_RUN |= dict(val_every=500, val_batches=-1, sample_every=10**9, sample_tokens=512, temperature=0.3, prompt=tuple(b"The "))
-
-
-def peak_flops(place: torch.device, dtype: torch.dtype, tf32: bool) -> float | None:
-    """Peak FLOP/s of matrix products on this GPU, or None if it is unknown or there is none."""
-    if place.type != "cuda":
-        return None
-    if dtype == torch.bfloat16:
-        tf32_peak = tf32_flops(torch.cuda.get_device_name(place))
-        return tf32_peak and 2 * tf32_peak
-    if tf32 and torch.cuda.get_device_capability(place) >= (8, 0):
-        return tf32_flops(torch.cuda.get_device_name(place))
-    return environment.peak_flops(place, torch.float32)
 
 
 def make_model(name: str, seq_len: int, device: str, dtype: str | None = "f", **options: Any) -> GPT2:
@@ -149,7 +136,7 @@ def train(
     with kernels, float32_products(bool(tf32)), ranks as (given["rank"], given["num_processes"]), _data(given) as settings:
         options = {"attention": attention, "fused_loss": fused_loss, "recompute": recompute}
         made = make_model(model or _default_model(settings, "train_data" in given), settings.seq_len, place, dtype, **options)
-        settings = replace(settings, peak_flops=peak_flops(made.wte.device, made.wte.dtype, bool(tf32)))
+        settings = replace(settings, peak_flops=environment.peak_flops(made.wte.device, made.wte.dtype, bool(tf32)))
         speaks = settings.rank == 0
         trainer = Trainer(made, settings, tokenizer_for(made.config.vocab_size, tokenizer), say if speaks else lambda line: None)
         if speaks:

@@ -106,6 +106,8 @@ def test_a_reference_that_does_not_fit_in_memory_only_leaves_out_the_errors(monk
     monkeypatch.setattr("cukern.bench.measure.errors", no_memory)
     table = measure(SQUARE, (100,), torch.float32, "fwd", CPU, ["torch"], 0.01)
     assert [row.error for row in table.rows] == [None] and "does not fit in memory" in table.notes["errors"]
+    without = dataclasses.replace(SQUARE, reference=no_memory)
+    assert [y.shape for y in calls.draw_douts(without, SQUARE.make((7,), torch.float32, CPU))] == [(7,)]
 
 
 def test_measure_host_has_both_rows():
@@ -170,7 +172,11 @@ def test_peak_of_an_h200(monkeypatch):
     cuda = torch.device("cuda", 0)
     assert environment.peak_flops(cuda, torch.float32) == pytest.approx(66.9e12, rel=1e-3)
     assert environment.peak_flops(cuda, torch.float64) == pytest.approx(33.45e12, rel=1e-3)
-    assert environment.peak_flops(cuda, torch.bfloat16) is None and environment.peak_flops(CPU, torch.float32) is None
+    assert environment.peak_flops(CPU, torch.float32) is None
+    monkeypatch.setattr(environment, "gpu_name", lambda: "NVIDIA H200")
+    assert environment.peak_flops(cuda, torch.bfloat16) == 2 * environment.peak_flops(cuda, torch.float32, tf32=True) == 988.8e12
+    monkeypatch.setattr(environment, "gpu_name", lambda: "unknown")
+    assert environment.peak_flops(cuda, torch.float16) is None
 
 
 @pytest.mark.parametrize(("full", "short"), [("NVIDIA H200", "h200"), ("NVIDIA A100-SXM4-80GB", "a100-sxm4-80gb"), (None, "cpu")])

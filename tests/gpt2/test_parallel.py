@@ -174,3 +174,13 @@ def test_a_process_that_dies_ends_the_others(data):
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))
+
+
+def test_a_step_of_two_processes_is_timed():
+    sizes = ["-e", "small", "-b", "2", "-t", "16", "-x", "2"]
+    command = [*TORCHRUN, "-m", "cukern", "gpt2", "bench", *sizes, "--compile", "no", "--device", "cpu"]
+    done = subprocess.run([*command, "--no-eager"], env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "B=4 T=16" in done.stdout and done.stdout.count("cukern 2 processes") == 1
+    refused = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
+    assert refused.returncode and "expected --compile no and --no-eager under torchrun; found ['torch']" in refused.stderr

@@ -5,9 +5,9 @@ whether it is an asynchronous copy still in flight, or a read by a whole warpgro
 others. A lane knows its own accesses, those of its block before the last barrier, and those of its warp before the last `__syncwarp()`;
 a named barrier tells it all that the participating warps knew. Shuffles and votes order nothing.
 
-A .release atomic in shared memory tells what its warp knows to those who .acquire at the same address, whatever atomics come between.
-A cluster barrier and mbarriers (machine/asynchronous.py) order the blocks of a cluster. Other blocks are ordered by strong accesses
-(atomics, volatile and the like) with fences, see between_blocks.py."""
+A .release atomic in shared memory tells what its warp knows to those who .acquire at the same address, whatever atomics come between; so
+does an arrival at an mbarrier, hence a missing `__syncwarp()` before it is not seen. A cluster barrier and mbarriers order the blocks of a
+cluster. Other blocks are ordered by strong accesses (atomics, volatile and the like) with fences, see between_blocks.py."""
 
 from typing import Any
 
