@@ -13,8 +13,8 @@
 //            reduced over the threads of the row in a fixed order. The backward reads a row and writes its gradient. lse is kept as a
 //            double, and p is computed from its two float parts, so that large logits lose no digits. The backward has a fast path for
 //            vectors that contain neither the target nor padding: 7 instructions per element.
-// Launch     A row has one block or, up to 16 KiB, one warp of a block (32, 4). Each block writes the sum of its losses; a second launch of
-//            one block adds these.
+// Launch     Forward: a row has one block or, up to 16 KiB, one warp of a block (32, 4). Each block writes the sum of its losses; a second
+//            launch of one block adds these. Backward: one thread per LOADS vectors.
 //
 // version  idea                                                               8192x50304 bf16, H200: forward, backward of a copy
 // v1       a block per row, one element per thread and step
@@ -92,11 +92,11 @@ __device__ __forceinline__ void read_one(const T* x, Index column, F& use) {
     use(column, value);
 }
 
-// Reads a row by a block or, if WARP, by one warp: fewer than 2^31 16-byte vectors that are aligned in `to`, which has the same columns, and
-// single columns before and after them. LOADS vectors per thread are in flight; LOADS = 0: single columns only, for v1. Without is_read,
-// values have no meaning.
+// Reads a row, or one of its pieces, by the threads threadIdx.x or, if WARP, by one warp: fewer than 2^31 16-byte vectors that are aligned in
+// `to`, which has the same columns, and single columns before and after them. LOADS vectors per thread are in flight; LOADS = 0: single
+// columns only, for v1. Without is_read, values have no meaning.
 template <int LOADS, bool WARP, typename T, class F>
-__device__ __forceinline__ void read_row(const T* x, const T* to, long long columns, bool is_read, F& use) {
+__device__ __forceinline__ void read_row(const T* x, const T* to, long long columns, bool is_read, F& use, int piece = 0, int pieces = 1) {
     using Index = conditional_t<WARP, int, long long>;
     if constexpr (LOADS == 0) {
         for (Index i = threadIdx.x; i < columns; i += blockDim.x) read_one(x, i, use);
@@ -108,7 +108,7 @@ __device__ __forceinline__ void read_row(const T* x, const T* to, long long colu
     int first = min(Index(columns), Index(-address % 16 / sizeof(T))), vectors = (Index(columns) - first) / N;
     x += first;
 #pragma unroll 1
-    for (int i = threadIdx.x; i < vectors; i += LOADS * threads) {
+    for (int i = threadIdx.x + piece * LOADS * threads; i < vectors; i += pieces * LOADS * threads) {
         Vec<T, N> loaded[LOADS + !LOADS];
 #pragma unroll
         for (int k = 0; k < LOADS; ++k) {
@@ -132,7 +132,7 @@ __device__ __forceinline__ void read_row(const T* x, const T* to, long long colu
         }
     }
     Index edge = threadIdx.x < first ? threadIdx.x : threadIdx.x + vectors * Index(N);
-    if (edge < columns) read_one(x - first, edge, use);
+    if (edge < columns && piece == 0) read_one(x - first, edge, use);
 }
 
 // Over the elements that a thread has read: the largest c, the sum of exp(c - largest) and, for smoothing, the sum of c.
@@ -240,16 +240,6 @@ struct Gradient {
         of_target = weight * C(1 - o.smoothing);
         of_all = o.smoothing != 0 ? weight * C(o.smoothing) / vocab : C(0);
     }
-    template <typename V>
-    static __device__ __forceinline__ void copy(V& value, int lane) {
-        value = __shfl_sync(~0u, value, lane);
-    }
-    __device__ __forceinline__ Gradient from_lane(int r, T* dx_of_row) const {
-        Gradient g = *this;
-        copy(g.high, r), copy(g.low, r), copy(g.of_p, r), copy(g.of_target, r), copy(g.of_all, r), copy(g.target, r), copy(g.is_zero, r);
-        g.dx = dx_of_row;
-        return g;
-    }
     __device__ __forceinline__ C share(C c) const {
         if constexpr (sizeof(C) == 8) return exp(c - high);
         else return exp2_approx(fmaf(c - high, LOG2E, -low));
@@ -277,7 +267,7 @@ struct Gradient {
 #pragma unroll
             for (int j = 0; j < N; ++j) x[j] = is_zero || column + j >= vocab ? C(0) : of(x[j], j == at ? of_target : C(0));
         }
-        store_vec(dx + column, pack<T, N>(x));
+        store_vec_past_l1(dx + column, pack<T, N>(x));  // store_vec would be compiled to stores of 4 bytes
     }
 };
 
@@ -298,16 +288,6 @@ __global__ void __launch_bounds__(256, sizeof(T) < 8 && !SOFTCAP ? 5 : 1)
     if (threadIdx.x != 0) return;
     double loss = write_loss<SOFTCAP>(losses, lse, sums, at_target, row, target, o);
     if (partials) partials[row] = {loss, target != o.ignored ? 1.0 : 0.0};
-}
-
-template <typename T, bool SOFTCAP, int LOADS>
-__global__ void __launch_bounds__(256, sizeof(T) < 8 && !SOFTCAP ? 5 : 1)
-    cross_entropy_block_bwd(T* dx, const T* x, const void* targets, const double* lse, const compute_t<T>* dloss, const double* count,
-                            bool wide, long long rows, long long columns, long long dx_row, long long x_row, Options o) {
-    wait_for_previous();
-    long long row = blockIdx.x;
-    Gradient<T, SOFTCAP> gradient(dx + row * dx_row, targets, lse, dloss, count, wide, row, o);
-    read_row<LOADS, false>(x + row * x_row, gradient.dx, columns, !gradient.is_zero, gradient);
 }
 
 // ---- v2 for short rows. A warp has rows first, first + warps, ..., at most 32. Lane r computes what row r of these needs once, so that the
@@ -344,21 +324,19 @@ __global__ void __launch_bounds__(128, sizeof(T) < 8 && !SOFTCAP ? 8 : 1)
     if (partials) write_sums(partials, warp_reduce<Sum>(loss), warp_reduce<Sum>(target != o.ignored ? 1.0 : 0.0));
 }
 
-template <typename T, bool SOFTCAP>
-__global__ void __launch_bounds__(128, sizeof(T) < 8 && !SOFTCAP ? 8 : 1)
-    cross_entropy_warp_bwd(T* dx, const T* x, const void* targets, const double* lse, const compute_t<T>* dloss, const double* count,
-                           bool wide, long long rows, long long columns, long long dx_row, long long x_row, Options o) {
-    long long first = blockIdx.x * 4LL + threadIdx.y, warps = gridDim.x * 4LL, mine = min(first + threadIdx.x * warps, rows - 1);
-    x += first * x_row, dx += first * dx_row;
-    take_over(4 * columns * sizeof(T), 1024, [&] {
-        if (first < rows) prefetch_row(x, columns);
-    });
-    Gradient<T, SOFTCAP> own(nullptr, targets, lse, dloss, count, wide, mine, o);
-    for (long long row = first, r = 0; row < rows; row += warps, ++r) {
-        Gradient<T, SOFTCAP> gradient = own.from_lane(r, dx);
-        read_row<2, true>(x, dx, columns, !gradient.is_zero, gradient);
-        x += warps * x_row, dx += warps * dx_row;
-    }
+// ---- the gradient. Block (threads of a row, rows), grid `pieces` times the groups of rows: as many pieces of a row as give each thread LOADS
+// vectors. As in elementwise kernels, short blocks without a loop reach the speed of a copy. The rows begin with the last one, which the
+// forward has left in L2. LOADS = 0, for v1: one piece. An ignored row is not read.
+
+template <typename T, bool SOFTCAP, int LOADS>
+__global__ void __launch_bounds__(256)
+    cross_entropy_bwd(T* dx, const T* x, const void* targets, const double* lse, const compute_t<T>* dloss, const double* count, bool wide,
+                      long long rows, long long columns, long long dx_row, long long x_row, unsigned pieces, Options o) {
+    wait_for_previous();
+    long long row = rows - 1 - (blockIdx.x / pieces * static_cast<long long>(blockDim.y) + threadIdx.y);
+    if (row < 0) return;
+    Gradient<T, SOFTCAP> gradient(dx + row * dx_row, targets, lse, dloss, count, wide, row, o);
+    read_row<LOADS, false>(x + row * x_row, gradient.dx, columns, !gradient.is_zero, gradient, blockIdx.x % pieces, pieces);
 }
 
 // ---- the sum or mean of the rows' losses, added in a fixed order; count receives the number of targets that are not `ignored`

@@ -6,36 +6,37 @@ from dataclasses import replace
 from typing import Any
 
 from cukern.bench.measure import Row
-from cukern.bench.plot import MOST_LINES, Figure, Rows, bars, beside, grouped, newest_version, panels_of
+from cukern.bench.plot import MOST_LINES, Figure, Rows, age, bars, beside, draw_bars, grouped, newest_version, panels_of
 from cukern.bench.record import Recorded
 
 
 def history(found: Sequence[Recorded], device: str) -> Figure:
     """The time of cukern over the commits of one op, a line per shape, pass and dtype; the newest version of each commit. The lines with
     most commits are drawn, forward and backward first."""
-    latest: dict[Any, dict[str, tuple[str, Row]]] = {}
-    for one in sorted(found, key=lambda r: r.date):
-        if one.row.provider == "cukern" and " " not in one.row.version and one.commit:
-            key = (one.row.pass_, one.row.shape, one.row.dtype)
-            before = latest.setdefault(key, {}).get(one.commit[:8])
-            if before is None or newest_version([before[1], one.row]) == one.row.version:
-                latest[key][one.commit[:8]] = one.date, one.row
-    longest = sorted(latest, key=lambda key: (key[0] not in ("fwd", "bwd"), -len(latest[key])))[:MOST_LINES]
-    dates = {commit: date for key in longest for commit, (date, _) in latest[key].items()}
-    order = {commit: i for i, commit in enumerate(sorted(dates, key=lambda c: dates[c]))}
+    found = sorted(found, key=lambda one: one.date)
+    lines = _lines([one for one in found if one.row.provider == "cukern" and " " not in one.row.version and one.commit])
+    drawn = {commit for _, times in lines for commit in times}
+    order = list(dict.fromkeys(one.commit[:8] for one in found if one.commit[:8] in drawn))
     figure, (panel,) = panels_of([4])
-    for key in longest:
-        points = sorted((order[commit], row.median_us) for commit, (_, row) in latest[key].items())
-        label = f"{key[0]} {'x'.join(map(str, key[1]))} {key[2]}"
+    for label, times in lines:
+        points = sorted((order.index(commit), us) for commit, us in times.items())
         panel.plot(*zip(*points, strict=True), marker="o", ms=4, label=label)
-    panel.set_xticks(list(order.values()), list(order), rotation=60, fontsize=7)
-    _plain_log_axis(panel, [row.median_us for key in longest for _, row in latest[key].values()])
-    panel.set_ylabel("us")
+    panel.set_xticks(range(len(order)), order, rotation=60, fontsize=7)
+    _plain_log_axis(panel, [us for _, times in lines for us in times.values()])
+    panel.set(ylabel="us", title=f"{found[0].row.op} over commits on {device}")
     panel.grid(alpha=0.3)
-    if longest:
+    if lines:
         beside(panel)
-    panel.set_title(f"{found[0].row.op} over commits on {device}", loc="left", fontsize=10)
     return figure
+
+
+def _lines(found: Sequence[Recorded]) -> list[tuple[str, dict[str, float]]]:
+    """The label of each line, and its microseconds by commit."""
+    lines = []
+    for (pass_, shape, dtype), group in grouped(found, lambda one: (one.row.pass_, one.row.shape, one.row.dtype)):
+        times = {one.commit[:8]: one.row.median_us for one in sorted(group, key=lambda one: age(one.row.version))}
+        lines.append((pass_ not in ("fwd", "bwd"), -len(times), f"{pass_} {'x'.join(map(str, shape))} {dtype}", times))
+    return [line[2:] for line in sorted(lines, key=lambda line: line[:2])[:MOST_LINES]]
 
 
 def _plain_log_axis(panel: Any, values: Sequence[float]) -> None:
@@ -64,16 +65,12 @@ def roofline(rows: Rows, device: str) -> Figure:
         peak = max(y for _, y in points)
         left, knee, right = min(x for x, _ in points) / 2, peak / copy, max(x for x, _ in points) * 2
         xs = sorted({left, knee, max(right, knee)})
-        label = f"copy {copy:.2f} TB/s, and best rate"
-        panel.plot(xs, [min(x * copy, peak) for x in xs], "--", color="tab:gray", label=label)
-    panel.set_xscale("log")
-    panel.set_yscale("log")
-    panel.set_xlabel("flop per byte")
-    panel.set_ylabel("TFLOP/s")
+        panel.plot(xs, [min(x * copy, peak) for x in xs], "--", color="tab:gray", label=f"copy {copy:.2f} TB/s, and best rate")
+    title = f"roofline, forward, on {device}"
+    panel.set(xscale="log", yscale="log", xlabel="flop per byte", ylabel="TFLOP/s", title=title)
     panel.grid(alpha=0.3, which="both")
     if points:
         beside(panel)
-    panel.set_title(f"roofline, forward, on {device}", loc="left", fontsize=10)
     return figure
 
 
@@ -95,9 +92,7 @@ def ladder(rows: Rows, device: str) -> Figure:
 def ratios(values: dict[str, float], title: str) -> Figure:
     """A bar per name, next to a line at 1."""
     figure, (panel,) = panels_of([1 + 0.3 * len(values)])
-    panel.bar_label(panel.barh(list(values), list(values.values()), color="tab:green"), fmt="%.3f", padding=3)
+    draw_bars(panel, values, "tab:green", "%.3f")
     panel.axvline(1, color="tab:gray")
-    panel.margins(x=0.12)
-    panel.invert_yaxis()
-    panel.set_title(title, loc="left", fontsize=10)
+    panel.set_title(title)
     return figure

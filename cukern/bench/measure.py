@@ -52,6 +52,10 @@ class Row:
         return self.op, self.version, self.pass_, self.shape, self.dtype, self.provider
 
     @property
+    def name(self) -> str:
+        return f"{self.provider} {self.version}".strip()
+
+    @property
     def tbps(self) -> float | None:
         return self.bytes / self.median_us * 1e-6 if self.bytes else None
 

@@ -53,8 +53,8 @@ def measure_own_kernel(only: Collection[str] | None = None) -> Iterator[Table]:
     Without a GPU the simulator runs the kernel, and only cukern is measured. load_inline runs only if it is in `only`.
     Raises ValueError for an unknown name in `only`, and RuntimeError if a process fails.
     """
-    reasons = _reasons(only)
-    wanted, missing = [name for name, why in reasons.items() if not why], {name: why for name, why in reasons.items() if why}
+    missing = _missing(only)
+    wanted = [name for name in only or PROVIDERS if name not in missing]
     if torch.cuda.is_available():
         times = timing.host_times(_launches(wanted), environment.device())
         yield Table([_row("launch", *key, t) for key, t in times.items()], missing)
@@ -63,19 +63,18 @@ def measure_own_kernel(only: Collection[str] | None = None) -> Iterator[Table]:
         yield Table([_row(run, name, "", timing.summary([both[i] * 1e6 for both in runs])) for name, runs in samples.items()], missing)
 
 
-def _reasons(only: Collection[str] | None) -> dict[str, str | None]:
-    """By provider, why it is not measured, if so. Raises ValueError."""
+def _missing(only: Collection[str] | None) -> dict[str, str]:
+    """By provider, why it is not measured. Raises ValueError."""
     for name in only or ():
         if name not in PROVIDERS:
             raise ValueError(f"there is no {name!r} to measure for {NAME}; there are {', '.join(PROVIDERS)}")
     no_gpu = None if torch.cuda.is_available() else "there is no GPU"
     reasons = {
-        "cukern": None,
         "_compile_kernel": no_gpu or (None if import_module("torch.utils.cpp_extension").CUDA_HOME else "needs a CUDA toolkit"),
         "load_inline": peers.no_load_inline() if only else "takes a minute to build, so it runs only with --only load_inline",
         "torch": no_gpu,
     }
-    return {name: why for name, why in reasons.items() if only is None or name in only}
+    return {name: why for name, why in reasons.items() if why and (only is None or name in only)}
 
 
 def _row(pass_: str, provider: str, version: str, t: timing.Timing) -> Row:
@@ -96,14 +95,14 @@ def _launches(names: Collection[str]) -> dict[tuple[str, str], Callable[[], Any]
     """A launch with three arguments, by provider and the way to write it."""
     x = torch.randn(_ELEMENTS, device="cuda")
     out, square = torch.empty_like(x), cukern.compile(_SQUARE)
+    theirs: Any = torch.cuda._compile_kernel(_SQUARE, "square") if "_compile_kernel" in names else None
+    args = [out, x, _ELEMENTS]
     calls: dict[tuple[str, str], Callable[[], Any]] = {
         ("cukern", "square[4,256]"): lambda: square[4, 256](out, x, _ELEMENTS),
         ("cukern", "grid=4"): lambda: square(out, x, _ELEMENTS, grid=4, block=256),
         ("torch", ""): lambda: torch.mul(x, x, out=out),
+        ("_compile_kernel", ""): lambda: theirs(grid=(4, 1, 1), block=(256, 1, 1), args=args),
     }
-    if "_compile_kernel" in names:
-        theirs, args = torch.cuda._compile_kernel(_SQUARE, "square"), [out, x, _ELEMENTS]
-        calls["_compile_kernel", ""] = lambda: theirs(grid=(4, 1, 1), block=(256, 1, 1), args=args)
     calls = {key: call for key, call in calls.items() if key[0] in names}
     for call in calls.values():
         call()

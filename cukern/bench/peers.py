@@ -126,10 +126,9 @@ def _rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bo
     return x * c + torch.cat((-b, a), -1) * s
 
 
-def _rope_qk(
-    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return _rope(q, cos, sin, interleaved), _rope(k, cos, sin, interleaved)
+def _of_both(one: Callable[..., Any]) -> Function:
+    """The rotation of queries and keys by a function that rotates one of them."""
+    return lambda q, k, cos, sin: (one(q, cos, sin), one(k, cos, sin))
 
 
 def _layernorm_residual(x: torch.Tensor, residual: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -172,10 +171,7 @@ def _flash_attention(op: Op) -> Function:
         c, s = _table(cos, x.dtype, 1, False), _table(sin, x.dtype, 1, False)
         return apply_rotary_emb(x, c, s, interleaved, in_place)
 
-    def both(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return one(q, cos, sin), one(k, cos, sin)
-
-    return one if op.name in ("rope", "rope_quarter") else both
+    return one if op.name in ("rope", "rope_quarter") else _of_both(one)
 
 
 def _liger_rope(op: Op) -> Function:
@@ -223,8 +219,8 @@ _EAGER: dict[str, dict[str, Function]] = {
     "rmsnorm": {"torch": lambda x, w: torch.nn.functional.rms_norm(x, w.shape, w, 1e-6)},
     "layernorm_residual": {"torch": _layernorm_residual},
     "rope": {"torch": _rope},
-    "rope_interleaved": {"torch": partial(_rope_qk, interleaved=True)},
-    **{name: {"torch": _rope_qk} for name in ("rope_qk", "rope_in_place", "rope_strided")},
+    "rope_interleaved": {"torch": _of_both(partial(_rope, interleaved=True))},
+    **{name: {"torch": _of_both(_rope)} for name in ("rope_qk", "rope_in_place", "rope_strided")},
 }
 
 _FLASH = {"flash_attn": _package("flash_attn", _flash_attention)}

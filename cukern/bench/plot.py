@@ -4,7 +4,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from cukern.bench import environment
 from cukern.bench.measure import Row
@@ -18,6 +18,7 @@ LEAST_SIZES = 3  # that make a line
 
 Rows = Sequence[Row]
 Figure = Any  # of matplotlib, which is optional
+T = TypeVar("T")
 
 
 def drawable(file: Path) -> None:
@@ -27,6 +28,7 @@ def drawable(file: Path) -> None:
     except ImportError as error:
         raise SetupError(f"a picture needs matplotlib ({error}). Run: pip install matplotlib") from error
     matplotlib.use("Agg")
+    matplotlib.rcParams.update({"axes.titlelocation": "left", "axes.titlesize": 10, "legend.fontsize": 7})
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     if file.suffix[1:].lower() not in FigureCanvasAgg.filetypes:
@@ -43,66 +45,57 @@ def save(figure: Figure, file: Path) -> None:
 
 def drawn(rows: Rows, device: str | None = None) -> Figure:
     """Lines over size if there are at least LEAST_SIZES sizes, else bars."""
-    sizes = {row.shape for row in rows}
-    return lines(rows, device) if len(sizes) >= LEAST_SIZES else bars(rows, device)
+    draw = lines if len({row.shape for row in rows}) >= LEAST_SIZES else bars
+    return draw(rows, device or environment.gpu_name() or "CPU")
 
 
-def where(device: str | None = None) -> str:
-    return device or environment.gpu_name() or "CPU"
-
-
-def panels_of(heights: Sequence[float], width: float = 8) -> tuple[Figure, Any]:
+def panels_of(heights: Sequence[float]) -> tuple[Figure, Any]:
     drawable(Path("x.svg"))
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(
-        len(heights), 1, figsize=(width, sum(heights)), squeeze=False, height_ratios=heights, layout="constrained"
-    )
+    size = (8, sum(heights))
+    figure, axes = pyplot.subplots(len(heights), 1, figsize=size, squeeze=False, height_ratios=heights, layout="constrained")
     return figure, axes[:, 0]
 
 
-def grouped(rows: Iterable[Row], key: Callable[[Row], Any]) -> list[tuple[Any, list[Row]]]:
+def grouped(rows: Iterable[T], key: Callable[[T], Any]) -> list[tuple[Any, list[T]]]:
     """Rows of equal keys, in the order in which the keys occur."""
-    groups: dict[Any, list[Row]] = {}
+    groups: dict[Any, list[T]] = {}
     for row in rows:
         groups.setdefault(key(row), []).append(row)
     return list(groups.items())
 
 
-def name_of(row: Row) -> str:
-    return f"{row.provider} {row.version}".strip()
-
-
 def ordered(rows: Rows) -> list[Row]:
     """The versions of cukern from old to new, then its peers, then the copy."""
-    return sorted(
-        rows, key=lambda r: (r.provider != "cukern", r.provider == "copy", _age(r.version) if r.provider == "cukern" else (0, ""))
-    )
+    return sorted(rows, key=lambda r: (r.provider != "cukern", r.provider == "copy", age(r.version)))
 
 
-def _age(version: str) -> tuple[int, str]:
+def age(version: str) -> tuple[int, str]:
     return (int(version[1:]) if version[1:].isdigit() else -1), version
 
 
 # ---- bars
 
 
-def bars(rows: Rows, device: str | None = None) -> Figure:
+def bars(rows: Rows, device: str) -> Figure:
     """One panel per pass, shape and dtype, with a bar per provider."""
     tables = [ordered(group) for _, group in grouped(rows, lambda r: (r.op, r.pass_, r.shape, r.dtype))]
     figure, panels = panels_of([0.8 + 0.35 * len(table) for table in tables])
     for table, panel in zip(tables, panels, strict=True):
         unit, value = _unit(table)
         colors = [_COLORS.get(r.provider, "tab:purple") for r in table]
-        panel.bar_label(panel.barh([name_of(r) for r in table], [value(r) for r in table], color=colors), fmt="%.3g", padding=3)
-        panel.margins(x=0.12)
-        panel.invert_yaxis()
-        panel.set_xlabel(unit)
+        draw_bars(panel, {r.name: value(r) for r in table}, colors, "%.3g")
         first = table[0]
-        panel.set_title(
-            f"{first.op} {first.pass_} {'x'.join(map(str, first.shape))} {first.dtype} on {where(device)}", loc="left", fontsize=10
-        )
+        panel.set(xlabel=unit, title=f"{first.op} {first.pass_} {'x'.join(map(str, first.shape))} {first.dtype} on {device}")
     return figure
+
+
+def draw_bars(panel: Any, values: dict[str, float], color: Any, text: str) -> None:
+    """Horizontal bars from the top down, with their values as text."""
+    panel.bar_label(panel.barh(list(values), list(values.values()), color=color), fmt=text, padding=3)
+    panel.margins(x=0.12)
+    panel.invert_yaxis()
 
 
 def _unit(rows: Rows) -> tuple[str, Callable[[Row], float]]:
@@ -118,44 +111,47 @@ def _unit(rows: Rows) -> tuple[str, Callable[[Row], float]]:
 # ---- lines over size
 
 
-def lines(rows: Rows, device: str | None = None) -> Figure:
+def lines(rows: Rows, device: str) -> Figure:
     """Throughput over size, one panel per pass and dtype: cukern, its peers and the limit. If several sizes differ, only the shapes are
     drawn that differ in one."""
     groups = grouped([r for _, same in grouped(rows, lambda r: r.op) for r in _family(same)], lambda r: (r.op, r.pass_, r.dtype))
     figure, panels = panels_of([3.6] * len(groups))
     for ((op, pass_, dtype), group), panel in zip(groups, panels, strict=True):
-        _curves(panel, op, group)
-        panel.set_title(f"{op} {pass_} {dtype}, {_fixed(op, group)}{where(device)}", loc="left", fontsize=10)
+        x_name, x_of, fixed = _axis(op, group)
+        _curves(panel, group, x_of)
+        panel.set(xlabel=x_name, title=f"{op} {pass_} {dtype}, {fixed}{device}")
     return figure
 
 
-def _curves(panel: Any, op: str, rows: Rows) -> None:
+def _curves(panel: Any, rows: Rows, x_of: Callable[[Row], float]) -> None:
     """Draw a line per version and peer, and the limit. Between shapes that differ in several sizes there is no line."""
-    (x_name, x_of), (unit, value), connected = _size(op, rows), _unit(rows), len(_varying(rows)) == 1
+    (unit, value), connected = _unit(rows), len(_varying(rows)) == 1
     curves = grouped(ordered(_readable(rows)), lambda r: (r.provider, r.version))
     colors = _line_colors([key for key, _ in curves])
     for (provider, version), line in curves:
         points = sorted(line, key=x_of)
         style = {"ls": "--", "marker": ""} if provider == "copy" else {"ls": "-" if connected else "", "marker": "o"}
-        label = "limit: a copy of the same bytes" if provider == "copy" else f"{provider} {version}".strip()
+        label = "limit: a copy of the same bytes" if provider == "copy" else line[0].name
         xs = [x_of(r) for r in points]
         panel.plot(xs, [value(r) for r in points], label=label, ms=4, color=colors[provider, version], **style)
     if unit == "TFLOP/s":
-        _limit(panel, rows)
-    panel.set_xscale("log")
-    ticks = _ticks({x_of(r) for r in rows})
-    panel.set_xticks(ticks, [f"{x:.5g}" if x == int(x) < 1e5 else f"{x:.3g}" for x in ticks], rotation=45 if len(ticks) > 8 else 0)
-    panel.minorticks_off()
-    panel.set_ylim(bottom=0)
-    panel.set_xlabel(x_name)
-    panel.set_ylabel(unit)
+        for r in [r for r in rows if r.of_limit][:1]:  # refers to the peak rate
+            panel.axhline((r.tflops or 0) / (r.of_limit or 1), ls="--", color="tab:gray", label="limit: peak rate")
+    panel.set(xscale="log", ylabel=unit, ylim=(0, None))
+    _set_ticks(panel, {x_of(r) for r in rows})
     panel.grid(alpha=0.3)
     beside(panel)
 
 
+def _set_ticks(panel: Any, sizes: Iterable[float]) -> None:
+    ticks = _ticks(sizes)
+    panel.set_xticks(ticks, [f"{x:.5g}" if x == int(x) < 1e5 else f"{x:.3g}" for x in ticks], rotation=45 if len(ticks) > 8 else 0)
+    panel.minorticks_off()
+
+
 def beside(panel: Any) -> None:
     """The legend, to the right of the panel."""
-    panel.legend(fontsize=7, bbox_to_anchor=(1.01, 1), loc="upper left", borderaxespad=0)
+    panel.legend(bbox_to_anchor=(1.01, 1), loc="upper left", borderaxespad=0)
 
 
 def _line_colors(keys: Sequence[tuple[str, str]]) -> dict[tuple[str, str], Any]:
@@ -178,7 +174,7 @@ def _readable(rows: Rows) -> Rows:
 def newest_version(rows: Rows) -> str:
     """The highest version of cukern among the rows; versions with forced candidates do not count."""
     versions = {r.version for r in rows if r.provider == "cukern" and " " not in r.version}
-    return max(versions, key=_age, default="")
+    return max(versions, key=age, default="")
 
 
 def _family(rows: Rows) -> Rows:
@@ -212,32 +208,14 @@ def _varying(rows: Rows) -> list[int]:
     return [i for i, sizes in enumerate(zip(*shapes, strict=True)) if len(set(sizes)) > 1]
 
 
-def _names(op: str, count: int) -> list[str]:
-    found = OPS[op].dims.replace("...", "").split() if op in OPS else []
-    return found if len(found) == count else [f"size {i + 1}" for i in range(count)]
-
-
-def _size(op: str, rows: Rows) -> tuple[str, Callable[[Row], float]]:
-    """The x axis: the one size that differs, else the bytes that a call moves."""
-    varying = _varying(rows)
+def _axis(op: str, rows: Rows) -> tuple[str, Callable[[Row], float], str]:
+    """The label of the x axis, x of a row, and the other sizes as text. x is the one size that differs, else the bytes of a call."""
+    varying, count = _varying(rows), len(rows[0].shape)
     if len(varying) == 1:
-        (i,) = varying
-        return _names(op, len(rows[0].shape))[i], lambda r: r.shape[i]
+        known = OPS[op].dims.replace("...", "").split() if op in OPS else []
+        names = known if len(known) == count else [f"size {i + 1}" for i in range(count)]
+        fixed = [f"{name} {n}, " for i, (name, n) in enumerate(zip(names, rows[0].shape, strict=True)) if i != varying[0]]
+        return names[varying[0]], lambda r: r.shape[varying[0]], "".join(fixed)
     if all(r.bytes for r in rows):
-        return "MiB that a call reads and writes", lambda r: r.bytes / 2**20
-    return "elements", lambda r: math.prod(r.shape)
-
-
-def _fixed(op: str, rows: Rows) -> str:
-    varying, shape = _varying(rows), rows[0].shape
-    if len(varying) != 1:
-        return ""
-    kept = [f"{name} {n}" for i, (name, n) in enumerate(zip(_names(op, len(shape)), shape, strict=True)) if i not in varying]
-    return f"{', '.join(kept)}, " if kept else ""
-
-
-def _limit(panel: Any, rows: Rows) -> None:
-    """A horizontal line at the peak rate that the rows' `of_limit` refers to."""
-    row = next((r for r in rows if r.of_limit and r.tflops), None)
-    if row is not None:
-        panel.axhline((row.tflops or 0) / (row.of_limit or 1), ls="--", color="tab:gray", label="limit: peak rate")
+        return "MiB that a call reads and writes", lambda r: r.bytes / 2**20, ""
+    return "elements", lambda r: math.prod(r.shape), ""

@@ -51,7 +51,7 @@ def bench(
         raise ValueError(f"{op} takes no sizes, got {' '.join(map(str, dims))}")
     record_to = record_file(record, record_to)
     check_plot(plot, folder=True)
-    tables, missing = [], dict[str, str]()
+    rows, missing = list[Row](), dict[str, str]()
     if op in (STARTUP, OWN_KERNEL):
         found = _in_processes(op, _split(only))
     else:
@@ -60,23 +60,18 @@ def bench(
     with restricted(*_candidates(op, kernel, _split(without))):
         for one in found:
             # The options that changed the plans become part of the version in tables and records.
-            rows = [replace(r, version=r.version + mark) if r.provider == "cukern" else r for r in one.rows]
-            tables.append(replace(one, rows=rows))
+            table = [replace(r, version=r.version + mark) if r.provider == "cukern" else r for r in one.rows]
+            rows += table
             missing |= one.missing
-            if rows:
-                console.print(_table(rows))
+            if table:
+                console.print(_table(table))
             listed("note:", one.notes)
     listed("missing:", missing)
-    _keep([row for one in tables for row in one.rows], record_to, plot)
-
-
-def _keep(rows: list[Row], record_to: Path | None, plot: Path | None) -> None:
     if record_to:
         append(rows, record_to)
         say(f"appended to {record_to}", to=errors)
     if plot:
-        for file in draw(rows, plot):
-            say(f"drawn to {file}")
+        _draw(rows, plot)
 
 
 def _candidates(op: str, kernel: str | None, without: list[str] | None) -> tuple[str, list[str]]:
@@ -106,17 +101,15 @@ def check_plot(plot: Path | None, folder: bool = False) -> None:
         common.check_target("--plot", plot)
 
 
-def draw(rows: Sequence[Row], target: Path, device: str | None = None) -> list[Path]:
-    """Draw to a file, or one picture per op and pass to a folder. Returns the files."""
-    if not target.is_dir():
-        pictures.save(pictures.drawn(rows, device), target)
-        return [target]
-    named: dict[Path, list[Row]] = {}
-    for row in rows:
-        named.setdefault(target / f"{row.op}_{row.pass_.replace('wd', 'w').replace(':', '_').replace(' ', '_')}.png", []).append(row)
-    for file, part in named.items():
-        pictures.save(pictures.drawn(part, device), file)
-    return list(named)
+def _draw(rows: Sequence[Row], target: Path) -> None:
+    """Draw to a file, or one picture per op and pass to a folder."""
+
+    def file_of(row: Row) -> Path:
+        return target / f"{row.op}_{row.pass_.replace('wd', 'w').replace(':', '_').replace(' ', '_')}.png"
+
+    for file, part in pictures.grouped(rows, file_of) if target.is_dir() else [(target, rows)]:
+        pictures.save(pictures.drawn(part), file)
+        say(f"drawn to {file}")
 
 
 def _measure(
@@ -200,8 +193,7 @@ def _table(rows: Sequence[Row]) -> object:
     intensity = next((f", {r.flops / r.bytes:.3g} flop/byte" for r in rows if r.bytes and r.flops), "")
     shown = common.table(title + intensity, "what" if startup else "provider", *used)
     for r in rows:
-        name = r.pass_ if startup else f"{r.provider} {r.version}".strip()
-        shown.add_row(name, *[cell(r) for cell in used.values()], style="bold" if r.version else None)
+        shown.add_row(r.pass_ if startup else r.name, *[cell(r) for cell in used.values()], style="bold" if r.version else None)
     return shown
 
 

@@ -44,7 +44,7 @@ def compile(
         if shape or gpu:
             raise ValueError(f"--shape and --gpu are of ops; {op} takes --arch and --kernel")
         own = kernels_of(op, kernel or ()).values()
-        return _end(sum(print_reports(compile_kernels(own, one), one) for one, _ in _targets(arch, None)))
+        return _end(sum(print_reports(compile_kernels(own, one), one) for one, _ in targets(arch, None)))
     if kernel:
         raise ValueError("--kernel names a kernel of a .cu file: cukern compile my.cu --kernel 'scale<float>'")
     ops = [find_op(op)] if op is not None else list(OPS.values())
@@ -52,7 +52,7 @@ def compile(
         raise ValueError("--shape needs an OP: the sizes are those of one op")
     if gpu is not None and arch is not None:
         raise ValueError("--gpu names an architecture: leave out --arch")
-    _end(sum(_compile_ops(ops, one, device, shape or ()) for one, device in _targets(arch, gpu)))
+    _end(sum(_compile_ops(ops, one, device, shape or ()) for one, device in targets(arch, gpu)))
 
 
 def _compile_ops(ops: Sequence[Op], arch: str, device: Device, shape: Sequence[str]) -> int:
@@ -62,9 +62,9 @@ def _compile_ops(ops: Sequence[Op], arch: str, device: Device, shape: Sequence[s
         listed("plans for", {device.name: f"{device.sms} SMs"})
         kernels = kernels_for(ops[0], dims, None, device)
     else:
-        kernels = {name: kernel for each in ops for name, kernel in each.kernels(_number(arch)).items()}
+        kernels = {name: kernel for each in ops for name, kernel in each.kernels(capability_of(arch)).items()}
     failed = print_reports(compile_kernels(kernels.values(), arch), arch)
-    listed(f"not for {arch}:", _too_new(ops, _number(arch)))
+    listed(f"not for {arch}:", _too_new(ops, capability_of(arch)))
     return failed
 
 
@@ -118,7 +118,7 @@ def _sizes(text: str) -> list[int]:
         raise ValueError(f"--shape must be sizes separated by commas, such as 1024,32,32, got {text!r}") from None
 
 
-def _targets(arch: str | None, gpu: str | None) -> list[tuple[str, Device]]:
+def targets(arch: str | None, gpu: str | None) -> list[tuple[str, Device]]:
     """The architectures to compile for. For each, the GPU that plans assume: the one named, this one, or a known one."""
     if gpu is not None:
         device = KNOWN[checks.choice("--gpu", gpu, KNOWN)]
@@ -128,20 +128,12 @@ def _targets(arch: str | None, gpu: str | None) -> list[tuple[str, Device]]:
         here[arch_of(torch.cuda.get_device_capability(place))] = device_of(torch.cuda.current_device())
     names = list(here) or WITHOUT_GPU.split(",") if arch is None else [name.strip() for name in arch.split(",")]
     for name in names:
-        if arch is not None and (not re.fullmatch(r"sm_[0-9]{2,3}[af]?", name) or _number(name) < 75):
+        if arch is not None and (not re.fullmatch(r"sm_[0-9]{2,3}[af]?", name) or capability_of(name) < 75):
             raise ValueError(f"--arch must be names such as sm_80 or sm_90a, sm_75 at least, separated by commas, got {name!r}")
-    return [(name, here.get(name) or representative(_number(name))) for name in names]
+    return [(name, here.get(name) or representative(capability_of(name))) for name in names]
 
 
-def kernel_arch(arch: str | None) -> str:
-    """The one architecture named, by default this GPU's, else sm_90a. Raises ValueError."""
-    here = environment.device()
-    default = arch_of(torch.cuda.get_device_capability(here)) if here.type == "cuda" else "sm_90a"
-    ((name, _),) = _targets(arch or default, None)[:1]
-    return name
-
-
-def _number(arch: str) -> int:
+def capability_of(arch: str) -> int:
     return int(re.sub(r"\D", "", arch))
 
 

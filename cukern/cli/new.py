@@ -34,15 +34,14 @@ def new(
     """
     tree = _tree()
     _check_name(name, tree)
-    texts = _project(name, kind.value) if tree is None else _in_tree(tree, name, kind.value)
+    root, texts = tree or Path(), _project(name, kind.value) if tree is None else _in_tree(tree, name, kind.value)
     for target in (*texts, name if tree is None else f"cukern/ops/{name}"):
-        if (tree or Path()).joinpath(target).exists():
+        if (root / target).exists():
             raise ValueError(f"{target!r} exists: choose another NAME or an empty folder")
     edits = {} if tree is None else _registered(tree, name)
     for target, text in {**texts, **edits}.items():
-        path = (tree or Path()) / target
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+        (root / target).parent.mkdir(parents=True, exist_ok=True)
+        (root / target).write_text(text)
     say(f"wrote {', '.join(texts)}")
     if tree is None:
         say(f"next: pytest; cukern check {name}.py; cukern bench {name}.py")

@@ -1,7 +1,6 @@
 """Nsight Compute for `cukern profile --ncu`: runs it on a version's kernels, and says per kernel what limits it."""
 
 import csv
-import io
 import re
 import shutil
 import subprocess
@@ -11,6 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from cukern.bench import environment
+from cukern.bench.measure import name_of
 from cukern.cli import common
 from cukern.cli.common import console, errors, say
 from cukern.runtime.compiler import SetupError
@@ -32,8 +32,8 @@ import sys, torch
 from cukern.bench import environment
 from cukern.cli import common
 from cukern.cli.profile import stepper
-op, version, letter, *dims = sys.argv[1:]
-step = stepper(common.find_op(op), [int(d) for d in dims], common.DTYPES[letter], version, environment.device())
+op, version, dtype, *dims = sys.argv[1:]
+step = stepper(common.find_op(op), [int(d) for d in dims], getattr(torch, dtype), version, environment.device())
 step()
 torch.cuda.synchronize()
 torch.cuda.cudart().cudaProfilerStart()
@@ -75,17 +75,14 @@ def run(spelled: str, op: Op, version: str, dims: Sequence[int], dtype: torch.dt
         raise SetupError(_NOT_INSTALLED)
     if not torch.cuda.is_available():
         raise SetupError("--ncu needs a GPU, and torch.cuda sees none")
-    letter = next(k for k, v in common.DTYPES.items() if v == dtype)
     names = kernel_names(op, version, dtype)
     only = ["--kernel-name", f"regex:^({'|'.join(names)})$"] if names else []
     options = ["--clock-control", "none", *only, "--launch-count", str(_LAUNCHES), "--profile-from-start", "off"]
     options += ["--page", "raw", "--csv", "--print-units", "base", "--metrics", ",".join(_METRICS)]
-    command = [program, *options, sys.executable, "-c", _CHILD, spelled, version, letter, *map(str, dims)]
+    command = [program, *options, sys.executable, "-c", _CHILD, spelled, version, name_of(dtype), *map(str, dims)]
     with errors.status("running Nsight Compute"):
-        env = environment.with_cukern()
-        done = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    found = parsed(done.stdout)
-    if found:
+        done = subprocess.run(command, env=environment.with_cukern(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if found := parsed(done.stdout):
         show(found)
     else:
         say(done.stdout)
@@ -97,8 +94,7 @@ def run(spelled: str, op: Op, version: str, dims: Sequence[int], dtype: torch.dt
 
 def parsed(text: str) -> list[dict[str, str]]:
     """The rows of ncu's raw page as CSV: by column, the values of each launch. Other lines are skipped."""
-    lines = [line for line in text.splitlines() if line.startswith('"')]
-    rows = list(csv.DictReader(io.StringIO("\n".join(lines))))
+    rows = csv.DictReader(line for line in text.splitlines() if line.startswith('"'))
     return [row for row in rows if row.get("ID")]  # the row of units has none
 
 
@@ -113,8 +109,7 @@ def show(found: Sequence[dict[str, str]]) -> None:
     for row in found:
         say(f"{common.shorten(_name(row), console.width - 2)}: {limit(row)}")
         for reason, share in stalls(row)[:3]:
-            text = _STALLS.get(reason, reason.replace("_", " "))
-            say(f"  {share:3.0f} % wait for {text}")
+            say(f"  {share:3.0f} % wait for {_STALLS.get(reason, reason.replace('_', ' '))}")
 
 
 def limit(row: dict[str, str]) -> str:

@@ -4,12 +4,13 @@ import math
 import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from cukern.bench import charts, record
 from cukern.bench import plot as pictures
+from cukern.bench.measure import Row
 from cukern.bench.record import Recorded
 from cukern.cli import bench, common
 from cukern.cli.common import console, say
@@ -62,8 +63,6 @@ def _wanted(one: Recorded, dims: Sequence[str] | None, letter: str | None, passe
 
 # ---- compare
 
-Key = tuple[str, str, str, tuple[int, ...], str, str]
-
 
 def compare(
     a: Annotated[str, typer.Argument(metavar="A", help="A recorded file, or FILE@COMMIT.")],
@@ -75,57 +74,43 @@ def compare(
 ) -> None:
     """Compare two GPUs or two commits: the time of each measurement that both have, and the ratio. Above 1, B is slower."""
     bench.check_plot(plot)
-    (name_a, times_a), (name_b, times_b) = _side(a), _side(b)
-    common_keys = [key for key in times_a if key in times_b and op in (None, key[0]) and (peers or key[5] == "cukern")]
-    both = {key: (times_a[key], times_b[key]) for key in common_keys}
-    if not both:
+    (name_a, rows_a), (name_b, rows_b) = _side(a, op, peers), _side(b, op, peers)
+    ratios = {row: rows_b[key].median_us / row.median_us for key, row in rows_a.items() if key in rows_b}
+    if not ratios:
         raise ValueError(f"{a} and {b} have no measurement in common{f' of {op!r}' if op else ''}")
     say(f"A: {name_a}\nB: {name_b}")
-    by_change = sorted(both, key=lambda k: -abs(math.log(both[k][1] / both[k][0])))
-    shown = common.table(f"{len(by_change)} in common, the {min(most, len(by_change))} that differ most", "what", "A us", "B us", "B/A")
-    for key in by_change[:most]:
-        us_a, us_b = both[key]
-        style = "red" if us_b > 1.03 * us_a else "green" if us_b < us_a / 1.03 else None
-        shown.add_row(common.shorten(_spelled(key), console.width - 28), _us(us_a), _us(us_b), f"{us_b / us_a:.3f}", style=style)
+    shown = common.table(f"{len(ratios)} in common, the {min(most, len(ratios))} that differ most", "what", "A us", "B us", "B/A")
+    for row, ratio in sorted(ratios.items(), key=lambda pair: -abs(math.log(pair[1])))[:most]:
+        style = "red" if ratio > 1.03 else "green" if ratio < 1 / 1.03 else None
+        what = f"{row.op} {row.pass_} {'x'.join(map(str, row.shape))} {row.dtype} {row.version or row.provider}"
+        times = _us(row.median_us), _us(rows_b[row.key].median_us)
+        shown.add_row(common.shorten(what, console.width - 28), *times, f"{ratio:.3f}", style=style)
     console.print(shown)
-    means = _means(both)
-    summary = common.table("geometric mean of B/A", "op", "measurements", "B/A")
-    for name, (count, mean) in means.items():
-        summary.add_row(name, str(count), f"{mean:.3f}")
+    summary, means = common.table("geometric mean of B/A", "op", "measurements", "B/A"), dict[str, float]()
+    for name, rows in pictures.grouped([row for row in ratios if row.provider == "cukern"], lambda row: row.op):
+        means[name] = statistics.geometric_mean(ratios[row] for row in rows)
+        summary.add_row(name, str(len(rows)), f"{means[name]:.3f}")
     console.print(summary)
     if plot:
-        pictures.save(charts.ratios({name: mean for name, (_, mean) in means.items()}, f"time of {name_b} / {name_a}"), plot)
+        pictures.save(charts.ratios(means, f"time of {name_b} / {name_a}"), plot)
         say(f"drawn to {plot}")
-
-
-def _side(text: str) -> tuple[str, dict[Key, float]]:
-    """What A or B means, and the newest time of each measurement of it."""
-    name, _, commit = text.partition("@")
-    found = [one for one in record.read(Path(name)) if one.commit.startswith(commit)]
-    if not found:
-        raise ValueError(f"{name} has no results of commit {commit!r}" if commit else f"{name} has no results")
-    gpus, commits = _listed(one.gpu for one in found), _listed(one.commit[:8] for one in found)
-    return f"{gpus}, {commits}", {one.row.key: one.row.median_us for one in found}
-
-
-def _listed(values: Iterable[str]) -> str:
-    found = list(dict.fromkeys(v for v in values if v))
-    return f"{len(found)} commits to {found[-1]}" if len(found) > 2 else ", ".join(found) or "unknown"
-
-
-def _spelled(key: Key) -> str:
-    op, version, pass_, shape, dtype, provider = key
-    return f"{op} {pass_} {'x'.join(map(str, shape))} {dtype} {version or provider}"
 
 
 def _us(value: float) -> str:
     return f"{value:.2f}" if value < 1000 else f"{value:.0f}"
 
 
-def _means(both: dict[Key, tuple[float, float]]) -> dict[str, tuple[int, float]]:
-    """By op, for cukern's own times: their number and the geometric mean of B/A."""
-    ratios: dict[str, list[float]] = {}
-    for key, (us_a, us_b) in both.items():
-        if key[5] == "cukern":
-            ratios.setdefault(key[0], []).append(us_b / us_a)
-    return {op: (len(values), statistics.geometric_mean(values)) for op, values in ratios.items()}
+def _side(text: str, op: str | None, peers: bool) -> tuple[str, dict[Any, Row]]:
+    """What A or B means, and the newest row of each of its measurements of the op, or of all ops."""
+    name, _, commit = text.partition("@")
+    found = [one for one in record.read(Path(name)) if one.commit.startswith(commit)]
+    if not found:
+        raise ValueError(f"{name} has no results of commit {commit!r}" if commit else f"{name} has no results")
+    gpus, commits = _listed(one.gpu for one in found), _listed(one.commit[:8] for one in found)
+    rows = [one.row for one in found if op in (None, one.row.op) and (peers or one.row.provider == "cukern")]
+    return f"{gpus}, {commits}", {row.key: row for row in rows}
+
+
+def _listed(values: Iterable[str]) -> str:
+    found = list(dict.fromkeys(v for v in values if v))
+    return f"{len(found)} commits to {found[-1]}" if len(found) > 2 else ", ".join(found) or "unknown"

@@ -11,7 +11,6 @@ import typer
 
 from cukern.bench import charts, record
 from cukern.bench import plot as pictures
-from cukern.bench.measure import Row
 from cukern.bench.record import Recorded
 from cukern.cli import bench
 from cukern.cli.common import check_target, say
@@ -34,9 +33,8 @@ def report(
     check_target("--out", out)
     found = load(source)
     wanted = op.split(",") if op else list(dict.fromkeys(one.row.op for one in found))
-    for name in wanted:
-        if not any(one.row.op == name for one in found):
-            raise ValueError(f"no recorded result of {name!r}")
+    if unknown := [name for name in wanted if name not in {one.row.op for one in found}]:
+        raise ValueError(f"no recorded result of {unknown[0]!r}")
     out.write_text(page([one for one in found if one.row.op in wanted]), encoding="utf-8")
     say(f"wrote {out}: {len(found)} recorded results")
 
@@ -48,22 +46,20 @@ def page(found: Sequence[Recorded]) -> str:
     environment = jinja2.Environment(autoescape=True, trim_blocks=True)
     environment.filters["number"] = _text
     template = environment.from_string(Path(__file__).with_name("templates").joinpath("report.html").read_text(encoding="utf-8"))
-    gpus = sorted({one.gpu for one in found})
-    return template.render(columns=_COLUMNS, gpus=[_of_gpu(gpu, [one for one in found if one.gpu == gpu]) for gpu in gpus])
+    gpus = pictures.grouped(sorted(found, key=lambda one: one.gpu), lambda one: one.gpu)
+    return template.render(columns=_COLUMNS, gpus=[_of_gpu(*gpu) for gpu in gpus])
 
 
 def _of_gpu(gpu: str, found: Sequence[Recorded]) -> dict[str, Any]:
     rows = [one.row for one in record.newest(found)]
-    ops = [_of_op(gpu, op, [one for one in found if one.row.op == op], of_op) for op, of_op in pictures.grouped(rows, lambda r: r.op)]
+    ops = [_of_op(gpu, *of_op) for of_op in pictures.grouped(found, lambda one: one.row.op)]
     roofline = _svg(charts.roofline([row for row in rows if row.op != "gpt2"], gpu))
     return {"name": gpu, "anchor": _anchor(gpu), "roofline": roofline, "ops": ops}
 
 
-def _of_op(gpu: str, op: str, found: Sequence[Recorded], rows: Sequence[Row]) -> dict[str, Any]:
-    commits = {one.commit[:8] for one in found if one.commit}
-    figures = []
-    if {r.pass_ for r in rows if " " not in r.version} & {"fwd", "bwd"}:
-        figures.append(charts.ladder(rows, gpu))
+def _of_op(gpu: str, op: str, found: Sequence[Recorded]) -> dict[str, Any]:
+    rows, commits = [one.row for one in record.newest(found)], {one.commit[:8] for one in found if one.commit}
+    figures = [charts.ladder(rows, gpu)] if any(r.pass_ in ("fwd", "bwd") and " " not in r.version for r in rows) else []
     if len(commits) > 1 and any(r.provider == "cukern" for r in rows):
         figures.append(charts.history(found, gpu))
     return {
@@ -88,8 +84,7 @@ def _svg(figure: pictures.Figure) -> str:
     figure.savefig(text, format="svg", metadata={"Date": None})
     pyplot.close(figure)
     prefix = f"p{next(_number)}-"
-    drawn = text.getvalue()[text.getvalue().index("<svg") :]
-    drawn = re.sub(r"(?s)<metadata>.*?</metadata>", "", drawn)
+    drawn = re.sub(r"(?s)^.*?(?=<svg)|<metadata>.*?</metadata>", "", text.getvalue())
     return re.sub(r'(\bid="|href="#|url\(#)', rf"\1{prefix}", drawn)
 
 

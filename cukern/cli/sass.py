@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.markup import escape
+from rich.text import Text
 
 from cukern.cli import common, own_file
 from cukern.cli.common import console, say
-from cukern.cli.compile import kernel_arch
+from cukern.cli.compile import capability_of, targets
 from cukern.runtime.compiler import Cubin, SetupError
 from cukern.runtime.kernel import Kernel
 
@@ -53,8 +53,8 @@ def sass(
     text: Annotated[bool, typer.Option("--text", help="Print the machine code itself, between its source lines.")] = False,
 ) -> None:
     """Count the machine instructions of OP's kernels by kind and by source line. Needs nvdisasm, and no GPU."""
-    program, target = disassembler(), kernel_arch(arch)
-    for name, one in _kernels(op, kernel, int(re.sub(r"\D", "", target))).items():
+    program, (target, _) = disassembler(), targets(arch, None)[-1]
+    for name, one in _kernels(op, kernel, capability_of(target)).items():
         _show(name, one, one.compile(target), program, lines, text)
 
 
@@ -99,13 +99,9 @@ def counted(listing: str) -> tuple[Counter[str], Counter[tuple[str, int]]]:
         if place:
             here = (Path(place[1]).name, int(place[2]))
         elif instruction and instruction[1] != "NOP":
-            kinds[kind_of(instruction[1])] += 1
+            kinds[next((kind for kind, names in KINDS.items() if re.match(names, instruction[1])), "other")] += 1
             places[here] += 1
     return kinds, places
-
-
-def kind_of(opcode: str) -> str:
-    return next((kind for kind, pattern in KINDS.items() if re.match(pattern, opcode)), "other")
 
 
 def _show(name: str, kernel: Kernel, cubin: Cubin, program: str, most: int, text: bool) -> None:
@@ -121,21 +117,11 @@ def _show(name: str, kernel: Kernel, cubin: Cubin, program: str, most: int, text
     for kind, count in kinds.most_common():
         shown.add_row(kind, str(count), f"{100 * count / total:.0f}")
     console.print(shown)
-    ranked = [(place, count) for place, count in places.most_common() if _source(kernel, *place)][:most]
-    if ranked:
-        shown = common.table("", "source line", "instructions", "text")
-        shown.columns[2].justify = "left"
-        first = max(len("source line"), *(len(f"{file}:{line}") for (file, line), _ in ranked))
-        width = console.width - first - len("  instructions   ")
-        for (file, line), count in ranked:
-            code = _source(kernel, file, line)
-            shown.add_row(f"{file}:{line}", str(count), escape(code if len(code) <= width else f"{code[: width - 1]}…"))
+    sources = {**kernel.source.program.files, kernel.source.path: kernel.source.text}
+    rows = {(path.name, i): row.strip() for path, text in sources.items() for i, row in enumerate(text.splitlines(), 1)}
+    shown = common.table("", "source line", "instructions", "text")
+    shown.columns[2].justify, shown.columns[2].no_wrap = "left", False  # it gets the rest of the width
+    for (file, line), count in [pair for pair in places.most_common() if rows.get(pair[0])][:most]:
+        shown.add_row(f"{file}:{line}", str(count), Text(rows[file, line], no_wrap=True, overflow="ellipsis"))
+    if shown.rows:
         console.print(shown)
-
-
-def _source(kernel: Kernel, file: str, line: int) -> str:
-    for path, text in {**kernel.source.program.files, kernel.source.path: kernel.source.text}.items():
-        rows = text.splitlines()
-        if Path(path).name == file and line <= len(rows):
-            return rows[line - 1].strip()
-    return ""

@@ -4,7 +4,7 @@ import contextlib
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -16,10 +16,9 @@ from cukern.bench.measure import measure, name_of, passes
 from cukern.bench.verify import candidates, verify
 from cukern.cli import common, own_file
 from cukern.cli.common import errors, listed, say
-from cukern.cli.compile import compile_kernels
+from cukern.cli.compile import capability_of, compile_kernels
 from cukern.runtime.backend import backend
 from cukern.runtime.compiler import CompileError, arch_of
-from cukern.runtime.kernel import Kernel
 from cukern.runtime.registry import OPS, Op
 
 _POLL_S = 0.05
@@ -87,32 +86,32 @@ def _own(name: str, dims: Sequence[int] | None, letter: str, seconds: float, las
         own_file.forget()
         op = common.find_op(name)
         kind = common.find_dtype(op, letter)
-        files |= _files(list(op.kernels(dtypes=[kind]).values()))
+        files |= _files(op, kind)
         times = _check_and_time(op, kind, dims, seconds, last)
     except Exception as error:  # whatever the code of a file raises, it is watched on
         OPS.clear()
         OPS.update(before)
         say(f"{own_file.place(error)}{type(error).__name__}: {error}", "red", errors)
-        say(f"{path.name} is broken. {_stays(last)}", "red")
+        known = ", ".join(f"{version} {pass_} {us:.2f} us" if us else version for (version, pass_), us in last.items())
+        stays = f"The kernels before it stay: {known}" if known else "There is no kernel before it."
+        say(f"{path.name} is broken. {stays}", "red")
         return files, {}
     say(f"{time.strftime('%H:%M:%S')} {op.name}: {time.perf_counter() - start:.1f} s from the save to this line")
     return files, times
 
 
-def _stays(last: Times) -> str:
-    known = ", ".join(f"{version} {pass_} {us:.2f} us" if us else version for (version, pass_), us in last.items())
-    return f"The kernels before it stay: {known}" if known else "There is no kernel before it."
-
-
-def _files(kernels: list[Kernel]) -> set[Path]:
-    return {path for kernel in kernels for path in (kernel.source.path, *kernel.source.program.files)}
+def _files(op: Op, kind: torch.dtype) -> set[Path]:
+    return {path for kernel in op.kernels(dtypes=[kind]).values() for path in (kernel.source.path, *kernel.source.program.files)}
 
 
 def _check_and_time(op: Op, kind: torch.dtype, dims: Sequence[int] | None, seconds: float, last: Times) -> Times:
     """Print a line per version: right or wrong, and on a GPU its times. Raises CompileError and the errors of a launch."""
     place = environment.device()
     on_gpu = place.type == "cuda"
-    _compile(op, kind, arch_of(torch.cuda.get_device_capability(place)) if on_gpu else "compute_90a")
+    arch = arch_of(torch.cuda.get_device_capability(place)) if on_gpu else "compute_90a"
+    for outcome in compile_kernels(op.kernels(capability_of(arch), [kind]).values(), arch).values():  # several at a time
+        if isinstance(outcome, CompileError):
+            raise outcome
     with backend("gpu" if on_gpu else "sim"):
         functions, refused = candidates(op, place, None)
         shapes = common.find_dims(op, dims, op.check_dims if on_gpu else op.sim_dims)
@@ -124,14 +123,6 @@ def _check_and_time(op: Op, kind: torch.dtype, dims: Sequence[int] | None, secon
     common.console.print(shown)
     listed("not run:", refused)
     return _time(op, kind, dims, seconds, last) if on_gpu else {(version, ""): 0.0 for version in functions}
-
-
-def _compile(op: Op, kind: torch.dtype, arch: str) -> None:
-    """Compile what the op needs, several kernels at a time. Raises CompileError."""
-    kernels = op.kernels(int("".join(filter(str.isdigit, arch))), [kind])
-    for outcome in compile_kernels(kernels.values(), arch).values():
-        if isinstance(outcome, CompileError):
-            raise outcome
 
 
 def _time(op: Op, kind: torch.dtype, dims: Sequence[int] | None, seconds: float, last: Times) -> Times:
@@ -154,14 +145,11 @@ def _time(op: Op, kind: torch.dtype, dims: Sequence[int] | None, seconds: float,
 def _shipped(name: str, dims: Sequence[int] | None, letter: str, seconds: float, last: Times) -> tuple[set[Path], Times]:
     op = common.find_op(name)
     kind = common.find_dtype(op, letter)
-    for command in _commands(name, dims, letter, seconds):
+    options = [name, *map(str, dims or ()), "--dtype", letter]
+    commands = [["check", *options]]
+    if environment.device().type == "cuda":
+        commands.append(["bench", *options, "--only", "cukern,copy", "--seconds", str(seconds)])
+    for command in commands:
         if subprocess.run([sys.executable, "-m", "cukern", *command], env=environment.with_cukern()).returncode:
             break
-    return _files(list(op.kernels(dtypes=[kind]).values())), {}
-
-
-def _commands(name: str, dims: Sequence[int] | None, letter: str, seconds: float) -> Iterator[list[str]]:
-    sizes = [str(n) for n in dims or ()]
-    yield ["check", name, *sizes, "--dtype", letter]
-    if environment.device().type == "cuda":
-        yield ["bench", name, *sizes, "--dtype", letter, "--only", "cukern,copy", "--seconds", str(seconds)]
+    return _files(op, kind), {}

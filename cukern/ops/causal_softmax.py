@@ -156,7 +156,7 @@ def _unit_key_stride(x: Tensor) -> Tensor:
 
 
 def _pointers(*tensors: Tensor | None) -> tuple[int, ...]:
-    return tuple(0 if x is None or not x.numel() else x.data_ptr() for x in tensors)
+    return tuple([0 if x is None or not x.numel() else x.data_ptr() for x in tensors])
 
 
 def _fake(x: Tensor, sinks: Tensor | None, *_: Any) -> tuple[Tensor, Tensor]:
@@ -300,7 +300,7 @@ def _in_registers(warp: Template, block: Template, otherwise: Launch, backward: 
         vectors, rows = plan.vectors_of(keys, size), matrices * queries
         addresses = (*pointers[2:4], pointers[0]) if backward else (pointers[2], pointers[0])  # of y, g and dx; of x and out
         strides = keys, (matrices > 1) * int(numbers[0]), (queries > 1) * int(numbers[1])  # of contiguous rows; of x's or g's
-        exact = not any(n % plan.VECTOR_BYTES for n in (*addresses, *(size * stride for stride in strides)))
+        exact = math.gcd(plan.VECTOR_BYTES, *addresses, *[size * stride for stride in strides]) == plan.VECTOR_BYTES
         # The diagonal cuts vectors, so there are always edges.
         group = plan.warp_group(vectors, size, False, plan.WARP_VECTORS_CAUSAL[backward][size])
         if group and (blocks := -(-rows // (WARP_BLOCK // group.width))) <= plan.MOST_BLOCKS:

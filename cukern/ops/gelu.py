@@ -15,7 +15,7 @@ from cukern.runtime.autocast import off
 from cukern.runtime.higher import differentiable
 from cukern.runtime.kernel import Kernel, Template
 from cukern.runtime.registry import Cost, Op, Version, choose, raw_op, register, watched
-from cukern.runtime.tensors import VECTOR_BYTES, as_matrix, empty_like, pointers, readable, wide
+from cukern.runtime.tensors import VECTOR_BYTES, as_matrix, empty_like, pointers, readable, row_strides, wide
 
 FUNCTIONS = {"none": 0, "tanh": 1, "silu": 2}  # as in gelu.cu
 THREADS, WARPS = 256, 8  # WARPS: of a block of gelu_bias_bwd, as in gelu.cu
@@ -162,7 +162,7 @@ def _sizes(bias: Tensor | None, x: Tensor, *others: Tensor | None) -> tuple[int,
     """Rows, columns and row strides. Contiguous tensors without a bias are one row."""
     if bias is None and all(t is None or t.is_contiguous() for t in (x, *others)):
         return 1, x.numel(), 0, *(0 for _ in others)
-    return *x.shape, x.stride(0), *(0 if t is None else t.stride(0) for t in others)
+    return *x.shape, *row_strides(x, *others)
 
 
 def _aligned(itemsize: int, sizes: tuple[int, ...], *tensors: Tensor | None) -> bool:

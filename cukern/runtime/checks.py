@@ -85,8 +85,9 @@ def brief(value: Any) -> str:
 
 def dtype(name: str, tensor: torch.Tensor, allowed: Collection[torch.dtype]) -> None:
     """`tensor` has one of the dtypes, is strided, and has no lazy negation."""
-    one_of(name, tensor.dtype, allowed)
-    strided(name, tensor)
+    if tensor.dtype not in allowed or tensor.layout is not torch.strided or tensor.is_nested:
+        one_of(name, tensor.dtype, allowed)
+        strided(name, tensor)
     if not torch.compiler.is_compiling() and tensor.is_neg():  # a compiled graph resolves the bit before the call
         negative_bit(name)
 
@@ -134,7 +135,7 @@ def same(**tensors: torch.Tensor | None) -> None:
 
 
 def shape(name: str, tensor: torch.Tensor, expected: tuple[Any, ...], why: str) -> None:
-    if tuple(tensor.shape) != expected:
+    if tensor.shape != expected:
         raise ValueError(f"{name} has shape {tuple(tensor.shape)}, it must be {expected}: {why}")
 
 

@@ -1,5 +1,6 @@
 """The raw ops, the autograd Function and the public function of a user's own op; see own_op.py."""
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from cukern.runtime import autocast, backend, checks, interop
+from cukern.runtime.higher import differentiable
 from cukern.runtime.kernel import Kernel, collecting, cpp, planning
 from cukern.runtime.load import load
 from cukern.runtime.registry import Differentiable, Tensors, apply_of, choose, each, raw_op, save, watched
@@ -32,20 +34,14 @@ def is_own(name: str) -> bool:
     return name in _defined
 
 
-class Kernels:
+def _kernels(source: Path) -> Callable[..., Callable[..., None]]:
     """The kernels of a .cu file by name and template arguments, as forward and backward of a version get them."""
 
-    def __init__(self, source: Path):
-        self.source = source
-        self._launchers: dict[tuple[Any, ...], Callable[..., None]] = {}
+    @functools.lru_cache(None, typed=True)
+    def launcher(name: str, *arguments: Any) -> Callable[..., None]:
+        return _launcher(load(source, f"{name}<{', '.join(map(cpp, arguments))}>" if arguments else name))
 
-    def __call__(self, name: str, *arguments: Any) -> Callable[..., None]:
-        key = (name, *arguments)
-        launcher = self._launchers.get(key)
-        if launcher is None:
-            text = f"{name}<{', '.join(map(cpp, arguments))}>" if arguments else name
-            launcher = self._launchers[key] = _launcher(load(self.source, text))
-        return launcher
+    return launcher
 
 
 def _launcher(kernel: Kernel) -> Callable[..., None]:
@@ -61,7 +57,7 @@ def _launcher(kernel: Kernel) -> Callable[..., None]:
 
 
 def _no_kernels(*_: Any) -> Callable[..., None]:
-    """In place of Kernels, for fake tensors: launches nothing."""
+    """In place of the kernels, for fake tensors: launches nothing."""
     return lambda *args, **options: None
 
 
@@ -79,10 +75,10 @@ class Own:
     versions: dict[str, Pair]
 
     def __post_init__(self) -> None:
-        self.kernels = Kernels(self.source)
+        self.kernels = _kernels(self.source)
         self.signature = inspect.Signature([inspect.Parameter(x, inspect.Parameter.POSITIONAL_OR_KEYWORD) for x in self.inputs])
-        self.newest, self.newest_backward, _ = list(self.versions.values())[-1]
-        self.differentiable = self.newest_backward is not None
+        self.newest: Any = list(self.versions.values())[-1]
+        self.differentiable = self.newest.backward is not None
         self.kept, self.results = self._signature_of_backward() if self.differentiable else ((), self.outputs)
 
     def _signature_of_backward(self) -> tuple[tuple[bool, ...], int]:
@@ -115,9 +111,8 @@ class Own:
         for t in tensors:
             if not isinstance(t, Tensor):
                 raise TypeError(f"{pass_} of {self.name} must return tensors, got {', '.join(type(t).__name__ for t in tensors)}")
-            for x in given:
-                if t is x:
-                    raise ValueError(f"{pass_} of {self.name} must return new tensors, got one of its arguments")
+            if any(t is x for x in given):
+                raise ValueError(f"{pass_} of {self.name} must return new tensors, got one of its arguments")
         return tensors
 
     def instances(self, version: str, cases: Sequence[Tensors]) -> list[Kernel]:
@@ -131,45 +126,37 @@ class Own:
         return list(found.values())
 
     def _raw(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        def launch(*args: Any) -> list[Tensor]:
-            *inputs, version = args
-            chosen = choose(self.name, version, inputs[0].get_device())
-            return self.forward(self.kernels, chosen.forward, inputs)
-
-        def fake(*args: Any) -> list[Tensor]:
-            return self.forward(_no_kernels, self.newest, args[:-1])
-
-        def launch_backward(douts: list[Tensor], saved: list[Tensor | None], version: str) -> list[Tensor]:
-            chosen = choose(self.name, version, douts[0].get_device())
-            return self.backward(self.kernels, chosen.backward, saved, douts)
-
-        def fake_backward(douts: list[Tensor], saved: list[Tensor | None], version: str) -> list[Tensor]:
-            assert self.newest_backward
-            return self.backward(_no_kernels, self.newest_backward, saved, douts)
+        def chosen(version: str, x: Tensor) -> Any:
+            return choose(self.name, version, x.get_device())
 
         again = _defined[self.name] = _defined.get(self.name, 0) + 1
         mark = f"_{again}" if again > 1 else ""
         schema = f"{self.name}{mark}({', '.join(f'Tensor {x}' for x in self.inputs)}, str version) -> Tensor[]"
-        forward = raw_op(schema, len(self.inputs), launch, fake, _library)
-        schema = f"{self.name}_backward{mark}(Tensor[] douts, Tensor?[] saved, str version) -> Tensor[]"
-        return forward, raw_op(schema, 2, launch_backward, fake_backward, _library)
+        forward = raw_op(
+            schema, len(self.inputs),
+            lambda *args: self.forward(self.kernels, chosen(args[-1], args[0]).forward, args[:-1]),
+            lambda *args: self.forward(_no_kernels, self.newest.forward, args[:-1]), _library,
+        )  # fmt: skip
+        backward = raw_op(
+            f"{self.name}_backward{mark}(Tensor[] douts, Tensor?[] saved, str version) -> Tensor[]", 2,
+            lambda douts, saved, version: self.backward(self.kernels, chosen(version, douts[0]).backward, saved, douts),
+            lambda douts, saved, version: self.backward(_no_kernels, self.newest.backward, saved, douts), _library,
+        )  # fmt: skip
+        return forward, backward
 
     def function(self) -> Callable[..., Any]:
         """Register the raw ops. Returns the public function."""
         raw, raw_backward = self._raw()
         apply = self._autograd(raw, raw_backward)
         name, outputs, reference, versions = self.name, self.outputs, self.reference, tuple(self.versions)
-        differentiable = self.differentiable
 
         def call(*inputs: Any, version: str | None = None, **named: Any) -> Any:
             tensors = self.tensors(inputs, named)
             checks.version(name, version, versions)
-            if not tensors[0].is_cuda and not backend.simulates(tensors[0]):
-                if version is not None:
-                    checks.needs_gpu(name, version, tensors[0].device)
+            if backend.uses_torch(name, version, tensors[0]):
                 with autocast.off(tensors[0]):
                     return reference(*tensors)
-            recorded = differentiable and watched(*tensors)
+            recorded = self.differentiable and watched(*tensors)
             results = apply(version or "", *tensors) if recorded else raw(*tensors, version or "")
             return results[0] if outputs == 1 else tuple(results[:outputs])
 
@@ -181,24 +168,14 @@ class Own:
         op, outputs, kept, count = self.name, self.outputs, self.kept, len(self.inputs)
         gradients = [i for i, name in enumerate(self.inputs, 1) if name not in self.constants]
 
-        class Backward(Differentiable):
-            """Only so that torch.func transforms may contain the backward pass."""
+        def plain_backward(*args):
+            return tuple(raw_backward(list(args[:outputs]), list(args[outputs:-1]), args[-1]))
 
-            @staticmethod
-            def forward(version, *tensors):
-                return tuple(raw_backward(list(tensors[:outputs]), list(tensors[outputs:]), version))
+        def no_math(*_):
+            raise NotImplementedError(f"{op} has no second derivatives: its backward is a kernel without a backward")
 
-            @staticmethod
-            def setup_context(ctx, inputs, output):
-                pass
-
-            @staticmethod
-            def backward(ctx, *_):
-                raise NotImplementedError(f"{op} has no second derivatives: its backward is a kernel without a backward")
-
-            @staticmethod
-            def batch(info, in_dims, *args):
-                return each(apply_backward, info.batch_size, in_dims, args)
+        # Only so that torch.func transforms may contain the backward pass.
+        apply_backward = differentiable(f"{op}_backward", plain_backward, no_math, outputs + len(kept), len(gradients))
 
         class Forward(Differentiable):
             @staticmethod
@@ -221,9 +198,9 @@ class Own:
             def backward(ctx, *douts):
                 # torch.compile does not trace a Function inside the backward of another
                 tensors = (*douts[:outputs], *ctx.saved_tensors)
-                backward = Backward.forward if torch.compiler.is_dynamo_compiling() or not watched(*tensors) else apply_backward
+                backward = plain_backward if torch.compiler.is_dynamo_compiling() or not watched(*tensors) else apply_backward
                 grads, needed = [None] * (count + 1), ctx.needs_input_grad
-                for i, grad in zip(gradients, backward(ctx.version, *tensors), strict=True):
+                for i, grad in zip(gradients, backward(*tensors, ctx.version), strict=True):
                     grads[i] = grad if needed[i] else None
                 return tuple(grads)
 
@@ -231,7 +208,7 @@ class Own:
             def batch(info, in_dims, *args):
                 return each(apply, info.batch_size, in_dims, args)
 
-        apply, apply_backward = apply_of(Forward), apply_of(Backward)
+        apply = apply_of(Forward)
         return apply
 
     def tensors(self, inputs: Sequence[Any], named: dict[str, Any]) -> list[Tensor]:

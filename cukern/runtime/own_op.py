@@ -15,9 +15,6 @@ from cukern.runtime.kernel import Kernel
 from cukern.runtime.own_launch import Own, Pair, as_tuple, is_own
 from cukern.runtime.registry import OPS, Cost, Op, Tensors, Version, no_backward, register
 
-ELEMENTWISE = ((1,), (1023,), (64, 100))
-ELEMENTWISE_BENCH = ((1 << 26,),)
-
 
 def op(
     name: str,
@@ -93,7 +90,7 @@ def op(
     outputs, roundings = checks.integer("outputs", outputs, 1), checks.integer("roundings", roundings, 0)
     constants, dtypes = _constants(constants, inputs), _dtypes(dtypes)
     if make is None:
-        cases, bench = cases or ELEMENTWISE, bench or ELEMENTWISE_BENCH
+        cases, bench = cases or ((1,), (1023,), (64, 100)), bench or ((1 << 26,),)
     elif not callable(make):
         raise TypeError(f"make must be a function, got {checks.brief(make)}")
     drawn = _maker(make, len(inputs))
@@ -113,11 +110,10 @@ def op(
     def cost(dims: Sequence[int], itemsize: int) -> dict[str, Cost]:
         kind = next((d for d in dtypes if d.itemsize == itemsize), dtypes[0])
         tensors = drawn(dims, kind, "meta")
-        read, written = _bytes(tensors), _bytes(as_tuple(reference(*tensors)))
-        work = int(flops(*dims)) if flops else 0
-        costs = {"fwd": Cost(read + written, work)}
+        moved, work = sum(t.nbytes for t in (*tensors, *as_tuple(reference(*tensors)))), int(flops(*dims)) if flops else 0
+        costs = {"fwd": Cost(moved, work)}
         if own.differentiable:
-            costs["bwd"] = Cost(read + written + _bytes([tensors[i] for i in wanted]), 2 * work)
+            costs["bwd"] = Cost(moved + sum(tensors[i].nbytes for i in wanted), 2 * work)
         return costs
 
     register(
@@ -126,9 +122,7 @@ def op(
             stem=name,
             function=function,
             reference=reference,
-            versions={
-                v: Version(_idea(f), f, b or no_backward, instances=instances(v), requires=least) for v, (f, b, least) in pairs.items()
-            },
+            versions={v: Version(_idea(f), f, b or no_backward, instances=instances(v), requires=n) for v, (f, b, n) in pairs.items()},
             dtypes=dtypes,
             dims=_dims(make),
             check_dims=check_dims,
@@ -225,7 +219,3 @@ def _dims(make: Callable[..., Any] | None) -> str:
 
 def _idea(forward: Callable[..., Any]) -> str:
     return (inspect.getdoc(forward) or "").partition("\n")[0] or getattr(forward, "__name__", "forward")
-
-
-def _bytes(tensors: Sequence[Tensor]) -> int:
-    return sum(t.nbytes for t in tensors)

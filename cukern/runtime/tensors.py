@@ -45,3 +45,8 @@ def empty_like(x: Tensor) -> Tensor:
 def pointers(*tensors: Tensor | None) -> tuple[int, ...]:
     """Addresses; 0 for None."""
     return tuple([0 if t is None else t.data_ptr() for t in tensors])  # faster than a generator
+
+
+def row_strides(*tensors: Tensor | None) -> tuple[int, ...]:
+    """The first stride of each; 0 for None."""
+    return tuple([0 if t is None else t.stride(0) for t in tensors])

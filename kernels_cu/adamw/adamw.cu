@@ -9,18 +9,20 @@
 // Types      m and v are float, or double for double parameters. 16-bit parameters may have float masters, which are then updated, and
 //            rounded to the parameter. bfloat16 parameters may be rounded stochastically.
 // Launch     In order: adamw_norm (only with max_norm; one launch for all tensors), adamw_prepare (one block), adamw_v2 (one launch per
-//            dtype). adamw_norm and adamw_v2 run one block per chunk of CHUNK elements. adamw_prepare adds the partial sums of the norm in
-//            a fixed order, increments the steps, and computes the coefficients of each tensor in double. If *found_inf is not 0, all
-//            tensors are skipped.
+//            dtype). adamw_norm runs one block per chunk of CHUNK elements, adamw_v2 one per PART of a chunk. adamw_prepare adds the
+//            partial sums of the norm in a fixed order, increments the steps, and computes the coefficients of each tensor in double. If
+//            *found_inf is not 0, all tensors are skipped. adamw_v2 starts while adamw_prepare runs (PDL).
 //
 // version  idea                                                                     of a copy (H200, float32)
 // v1       one thread per element, one launch per tensor                            0.66 to 0.91
-// v2       one launch per dtype, chunks of 8192 elements, vectors of 4 elements     0.91 to 0.95
+// v2       one launch per dtype, vectors of 4 elements; one block per chunk         0.91 to 0.95
+//          one block per part of a chunk
 //
 // v2: each thread has four independent loads in flight: grad, exp_avg, exp_avg_sq, and param or master. They have 16 bytes each, or 8 for
 // a 16-bit grad or param. A block finds its tensor by bisection: 8 loads of 8 bytes for 148 tensors, which stay in L1.
 // Experiments: docs/notes/adamw.md.
 #include "common/pack.cuh"
+#include "common/pdl.cuh"
 #include "common/reduce.cuh"
 #include "stochastic_rounding.cuh"
 
@@ -28,7 +30,7 @@ constexpr long long CHUNK = 8192;  // as in cukern/ops/adamw/launch.py
 constexpr int THREADS = 256;
 struct Row {
     void *param, *exp_avg, *exp_avg_sq;
-    float *master, *step;  // master may be null
+    float *master, *step;  // may be null
     long long numel, first_chunk;
     unsigned index;  // of the tensor among the parameters of the optimizer
     unsigned short group, type;
@@ -101,11 +103,14 @@ __device__ __forceinline__ double power(double x, long long n) {
     return result;
 }
 
-// `partials` may be null: no clipping. grad_scale and found_inf may be null.
+// `partials` may be null: no clipping. grad_scale and found_inf may be null. first_step: the number of this step where rows[t].step is null.
 template <int BLOCK>
 __global__ void adamw_prepare(double* numbers, float* norm_to, const void* table, const void* group_table, const double* partials,
-                              const float* grad_scale, const float* found_inf, long long chunks, int tensors, double max_norm) {
+                              const float* grad_scale, const float* found_inf, long long chunks, int tensors, int first_step,
+                              double max_norm) {
     __shared__ double sums[32];
+    wait_for_previous();
+    let_next_come();
     const Row* rows = static_cast<const Row*>(table);
     double factor = grad_scale ? 1 / double(*grad_scale) : 1, sum = 0;
     if (partials) {
@@ -118,10 +123,11 @@ __global__ void adamw_prepare(double* numbers, float* norm_to, const void* table
     for (int t = threadIdx.x; t < tensors; t += BLOCK) {
         Group group = static_cast<const Group*>(group_table)[rows[t].group];
         double lr = group.lr_tensor ? *group.lr_tensor : group.lr;
-        float step = *rows[t].step + 1;
+        float step = rows[t].step ? *rows[t].step + 1 : first_step;
         double decay = 1 - lr * group.weight_decay, beta1 = group.beta1, beta2 = group.beta2, size = lr / (1 - power(beta1, step));
         double k[] = {size, 1 / sqrt(1 - power(beta2, step)), group.eps, decay, 1 - beta1, beta2, 1 - beta2, factor, -1};
-        if (!skip) *rows[t].step = k[STEP] = step;
+        if (!skip) k[STEP] = step;
+        if (!skip && rows[t].step) *rows[t].step = step;
         for (int j = 0; j < NUMBERS; j++) numbers[t * NUMBERS + j] = k[j];
     }
 }
@@ -177,21 +183,25 @@ __global__ void adamw_v1(const void* table, const Word* grads, const double* num
     if (i < row.numel && k[STEP] > 0) update<T, 1>(row, reinterpret_cast<const T*>(grads[t]), k, i, seed, randomly);
 }
 
-// The chunks of the grid begin at `first_chunk`, the first of this dtype.
-template <typename T>
-__global__ void __launch_bounds__(THREADS, sizeof(T) == 8 ? 1 : 2 + sizeof(T))  // double: 1 block per SM, float: 6, 16-bit types: 4
+// Short blocks: the last ones of the grid end at about the same time. PART: elements per block. The chunks of the grid begin at
+// `first_chunk`, the first of this dtype.
+template <typename T, int PART>
+__global__ void __launch_bounds__(THREADS, sizeof(T) == 8 ? 1 : 3 + sizeof(T) / 2)  // double: 1 block per SM, float: 5, 16-bit types: 4
     adamw_v2(const void* table, const Word* grads, const double* numbers, long long first_chunk, int tensors, Word seed, bool randomly) {
-    constexpr int N = sizeof(T) == 8 ? 2 : 4;
-    long long chunk = first_chunk + blockIdx.x;
+    constexpr int N = sizeof(T) == 8 ? 2 : 4, PARTS = CHUNK / PART;
+    wait_for_previous();
+    long long chunk = first_chunk + blockIdx.x / PARTS;
     int t = tensor_of(static_cast<const Row*>(table), tensors, chunk);
     Row row = static_cast<const Row*>(table)[t];
+    const T* grad = reinterpret_cast<const T*>(grads[t]);
+    long long begin = (chunk - row.first_chunk) * CHUNK + blockIdx.x % PARTS * PART, end = min(begin + PART, row.numel);
+    if (begin >= end) return;
     compute_t<T> k[NUMBERS];
     read_numbers(k, numbers + t * NUMBERS);
     if (k[STEP] < 0) return;
-    const T* grad = reinterpret_cast<const T*>(grads[t]);
     Word moments = Word(row.exp_avg) | Word(row.exp_avg_sq) | Word(row.master);
     bool scalar = (Word(row.param) | grads[t]) % (N * sizeof(T)) != 0 || moments % 16 != 0;
-    long long begin = (chunk - row.first_chunk) * CHUNK, end = min(begin + CHUNK, row.numel), tail = scalar ? begin : end - end % N;
+    long long tail = scalar ? begin : end - end % N;
 #pragma unroll 1
     for (long long i = begin + threadIdx.x * N; i < tail; i += THREADS * N) update<T, N>(row, grad, k, i, seed, randomly);
 #pragma unroll 1

@@ -8,7 +8,7 @@
 // Layout     No array is transposed. A factor may have any strides; the backward reads its transpose from the same memory. If each of S
 //            samples has its own factor, A is the same for all of them. Offsets are 64-bit.
 // Precision  16-bit inputs are multiplied and accumulated in float.
-// Launch     cukern/ops/kron_linear/plan.py groups the factors into launches and chooses a kernel, grid and tile for each.
+// Launch     cukern/ops/kron_linear/planner.py groups the factors into launches and chooses a kernel, grid and tile for each.
 //
 // version  idea
 // v1, v2   torch's own operations
@@ -17,53 +17,26 @@
 //          the factors; 16-bit types, TF32, and float as split numbers use tensor cores
 //
 // One H200, us, forward (forward + backward)        float: v2    v4          bfloat16: v2  v4
-//     32 x (128, 128)                                15.6 (56)    6.6 (22)    6.1 (29)      5.5 (15.6)
-//     1024 x 8^5                                     1315 (4612)  88 (826)    758 (2065)    57 (279)
-//     1024 x 32^3                                    378 (1855)   153 (554)   132 (597)     44 (199)
+//     1024 x 32^3                                    378 (1855)   153 (554)   132 (597)     59 (199)
 //     1024 x (128, 128)                              236 (803)    96 (277)    41 (237)      21 (151)
 //
-// This file has v3 and v4's kernels for any factors. The headers have v4's kernels for particular factors:
-//     registers.cuh      factors of 2 to 16, a tile in registers
-//     lanes.cuh          the same for 16-bit types, on tensor cores
-//     sixteen.cuh        four 16 x 16 factors, on tensor cores
-//     page_products.cuh  two or three 16-bit factors, chained in registers
-//     wide.cuh           two 16-bit factors, by warpgroups (sm_90a)
-//     split.cuh          one or two large float factors by warpgroups, and the backward of two (sm_90a)
-//     split_one.cuh      the backward of one large float factor (sm_90a)
-//     both.cuh           two larger factors in TF32, forward (sm_90a)
-//     slice.cuh          two factors, few rows, forward (sm_90a)
-//     quarter.cuh        two factors, few rows, backward (sm_90a)
+// This file has the kernels for any factors; tile.cuh describes v4's. The other headers have v4's kernels for particular factors:
+//     small_factors.cuh  factors of 2 to 16, a tile in registers
+//     chain_wgmma.cuh    two 16-bit factors by warpgroups (sm_90a)
+//     split_wgmma.cuh    one or two large float factors by warpgroups, forward and backward (sm_90a)
+//     few_rows.cuh       two factors of 128 x 128, few rows, backward (sm_90a)
 // Experiments and dead ends: docs/notes/kron_linear.md.
 
-#include "backward.cuh"
-#include "both.cuh"
-#include "common/math.cuh"
-#include "common/ptx/async_copy.cuh"
-#include "common/ptx/launch.cuh"
-#include "gradient.cuh"
-#include "lanes.cuh"
-#include "page_products.cuh"
-#include "quarter.cuh"
-#include "registers.cuh"
-#include "sixteen.cuh"
-#include "slice.cuh"
-#include "split.cuh"
-#include "split_one.cuh"
-#include "wide.cuh"
+#include "chain_wgmma.cuh"
+#include "few_rows.cuh"
+#include "small_factors.cuh"
+#include "split_wgmma.cuh"
+#include "tile_backward.cuh"
 
 constexpr int THREADS = 256;
 
 // Where fiber f begins in an array [A][n][C], for f = a * C + c.
 __device__ __forceinline__ long long fiber_offset(long long f, int n, long long C) { return C == 1 ? f * n : f / C * n * C + f % C; }
-
-// y = scale * product + bias + residual, rounded once, at out[i]. bias and residual may be null pointers.
-template <typename T>
-__device__ __forceinline__ void store_result(T* out, const T* bias, const T* residual, long long i, compute_t<T> sum, compute_t<T> scale) {
-    sum *= scale;
-    if (bias) sum += load_as(bias[i]);
-    if (residual) sum += load_as(residual[i]);
-    out[i] = T(sum);
-}
 
 // ------------------------------------------------------------------------------------------------------------ v3
 //
@@ -124,115 +97,29 @@ __global__ void __launch_bounds__(THREADS)
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
             int n = n0 + tn + S::TN * j;
-            if (n < q) store_result(out + first, b, r, n * C, sums[i][j], F(scale));
+            if (n >= q) continue;
+            F y = sums[i][j] * F(scale);
+            if (b) y += load_as(b[n * C]);
+            if (r) y += load_as(r[n * C]);
+            out[first + n * C] = T(y);
         }
     }
-}
-
-// The gradient of a factor: partials[sample][piece][k][j] = sum over the piece's fibers of x[a][k][c] * g[a][j][c],
-// where g is [S][A][q][C]. The block of a piece computes BT x BT of them. (BT / 4)^2 threads with 4x4 accumulators each take
-// every GROUPS-th fiber of a chunk. The sums of the groups are added at the end, always in the same order.
-// Acc is compute_t<T>. Grid S * pieces * ceil(p / BT) * ceil(q / BT), block 256.
-template <typename T, typename Acc, int BT>
-__global__ void __launch_bounds__(THREADS, 1)
-    kron_linear_v3_bwd(Acc* partials, const T* x, const T* g, long long A, int p, int q, long long C, long long pieces, long long piece) {
-    constexpr int SIDE = BT / 4, GROUP = SIDE * SIDE, GROUPS = THREADS / GROUP, CHUNK = GROUPS < 16 ? 16 : GROUPS;
-    constexpr int LD = BT + 1, TILES = 2 * CHUNK * LD, SUMS = GROUPS > 1 ? THREADS * 16 : 0;
-    __shared__ Acc shared[TILES > SUMS ? TILES : SUMS];
-    __shared__ long long x_places[CHUNK], g_places[CHUNK];
-    Acc *xs = shared, *gs = shared + CHUNK * LD;
-    int tiles_p = (p + BT - 1) / BT, tiles_q = (q + BT - 1) / BT;
-    long long block = blockIdx.x, fibers = A * C;
-    int j0 = block % tiles_q * BT, k0 = block / tiles_q % tiles_p * BT;
-    long long number = block / tiles_q / tiles_p % pieces, sample = block / tiles_q / tiles_p / pieces;
-    long long begin = number * piece, end = begin + piece < fibers ? begin + piece : fibers;
-    x += sample * fibers * p;
-    g += sample * fibers * q;
-    int t = threadIdx.x, group = t / GROUP, tk = t % GROUP / SIDE, tj = t % SIDE;
-
-    Acc sums[4][4] = {};
-    for (long long f0 = begin; f0 < end; f0 += CHUNK) {
-        for (int i = t; i < CHUNK; i += THREADS) {
-            bool in = f0 + i < end;
-            x_places[i] = in ? fiber_offset(f0 + i, p, C) : -1;
-            g_places[i] = in ? fiber_offset(f0 + i, q, C) : -1;
-        }
-        __syncthreads();
-        for (int e = t; e < CHUNK * BT; e += THREADS) {
-            int i = C == 1 ? e / BT : e % CHUNK, n = C == 1 ? e % BT : e / CHUNK;
-            bool in = x_places[i] >= 0;
-            xs[i * LD + n] = in && k0 + n < p ? load_as(x[x_places[i] + (k0 + n) * C]) : Acc(0);
-            gs[i * LD + n] = in && j0 + n < q ? load_as(g[g_places[i] + (j0 + n) * C]) : Acc(0);
-        }
-        __syncthreads();
-#pragma unroll 2
-        for (int i = group; i < CHUNK; i += GROUPS)
-#pragma unroll
-            for (int k = 0; k < 4; ++k)
-#pragma unroll
-                for (int j = 0; j < 4; ++j) sums[k][j] += xs[i * LD + tk + SIDE * k] * gs[i * LD + tj + SIDE * j];
-        __syncthreads();
-    }
-    partials += (sample * pieces + number) * p * q;
-    if (GROUPS > 1) {
-#pragma unroll
-        for (int e = 0; e < 16; ++e) shared[group * BT * BT + (tk + SIDE * (e / 4)) * BT + tj + SIDE * (e % 4)] = sums[e / 4][e % 4];
-        __syncthreads();
-        for (int e = t; e < BT * BT; e += THREADS) {
-            Acc sum = 0;
-            for (int i = 0; i < GROUPS; ++i) sum += shared[i * BT * BT + e];
-            int k = k0 + e / BT, j = j0 + e % BT;
-            if (k < p && j < q) partials[(long long)k * q + j] = sum;
-        }
-        return;
-    }
-#pragma unroll
-    for (int e = 0; e < 16; ++e) {
-        int k = k0 + tk + SIDE * (e / 4), j = j0 + tj + SIDE * (e % 4);
-        if (k < p && j < q) partials[(long long)k * q + j] = sums[e / 4][e % 4];
-    }
-}
-
-// out[sample][i] = scale * sum over the pieces of partials[sample][piece][i], i < n, always in the same order.
-// Grid S * ceil(n / 32), block (32, 8).
-template <typename T, typename Acc>
-__global__ void kron_linear_v3_sum(T* out, const Acc* partials, int n, long long pieces, double scale) {
-    __shared__ Acc sums[8][32];
-    let_next_come();
-    wait_for_previous();
-    int tiles = (n + 31) / 32, i = blockIdx.x % tiles * 32 + threadIdx.x;
-    long long sample = blockIdx.x / tiles;
-    Acc sum = 0;
-    if (i < n)
-        for (long long piece = threadIdx.y; piece < pieces; piece += 8) sum += partials[(sample * pieces + piece) * n + i];
-    sums[threadIdx.y][threadIdx.x] = sum;
-    __syncthreads();
-    if (threadIdx.y || i >= n) return;
-#pragma unroll
-    for (int y = 1; y < 8; ++y) sum += sums[y][threadIdx.x];
-    out[sample * n + i] = T(sum * Acc(scale));
 }
 
 // --------------------------------------------------------------------------------------------------- v4, forward
 
-// wN: factor N, with strides wN_p and wN_q; null if the group has fewer factors. Grid SLICES * min(tiles, resident blocks), block THREADS.
+// Grid SLICES * min(tiles, resident blocks), block THREADS.
 // Dynamic shared memory: the matrices, the stage, the tile.
 template <typename T, class Plan>
 __global__ void __launch_bounds__(Plan::THREADS, Plan::BLOCKS)
-    kron_linear_v4(T* out, const T* x, const T* w0, const T* w1, const T* w2, const T* w3, const T* w4, const T* w5, const T* w6,
-                   const T* w7, const T* bias, const T* residual, long long A, long long w0_p, long long w0_q, long long w1_p,
-                   long long w1_q, long long w2_p, long long w2_q, long long w3_p, long long w3_q, long long w4_p, long long w4_q,
-                   long long w5_p, long long w5_q, long long w6_p, long long w6_q, long long w7_p, long long w7_q, double scale,
-                   long long features) {
+    kron_linear_v4_tile(T* out, const T* x, Factors4<T> factors, const T* bias, const T* residual, long long A, double scale,
+                        long long features) {
     using F = compute_t<T>;
     using In = typename Plan::Rightmost::In;
     extern __shared__ uint4 dynamic[];
     char* matrices = reinterpret_cast<char*>(dynamic);
     T* stage = reinterpret_cast<T*>(matrices + matrices_bytes<Plan, T>(typename Plan::List()));
     F* tile = reinterpret_cast<F*>(stage + (Plan::AHEAD * sizeof(T) + 15) / 16 * 16 / sizeof(T));
-    Factors4<T> factors = {{w0, w1, w2, w3, w4, w5, w6, w7},
-                           {w0_p, w1_p, w2_p, w3_p, w4_p, w5_p, w6_p, w7_p},
-                           {w0_q, w1_q, w2_q, w3_q, w4_q, w5_q, w6_q, w7_q}};
     int slice = blockIdx.x % Plan::SLICES;
     constexpr long long ACROSS = Plan::C / Plan::R;
     long long tiles = (A + Plan::L - 1) / Plan::L * ACROSS, step = gridDim.x / Plan::SLICES;
@@ -288,12 +175,11 @@ __global__ void __launch_bounds__(Plan::THREADS, Plan::BLOCKS)
 
 // -------------------------------------------------------------------------------------------------- v4, backward
 
-// The gradient of a factor: see gradient.cuh.
-// Acc is compute_t<T>. Grid pieces * ceil(P / K) * ceil(Q / J), block THREADS; dynamic shared memory: two chunks of x and of g,
-// later the sums.
-template <typename T, typename Acc, class Plan>
-__global__ void __launch_bounds__(Plan::THREADS, sizeof(Acc) == 4 ? Plan::BLOCKS : 1)
-    kron_linear_v4_bwd(Acc* partials, const T* z, const T* h, long long A, long long C, long long pieces) {
+// The gradient of a factor: see tile_backward.cuh. Grid pieces * ceil(P / K) * ceil(Q / J), block THREADS; dynamic shared memory: two chunks of
+// z and of h, later the sums.
+template <typename T, class Plan>
+__global__ void __launch_bounds__(Plan::THREADS, Plan::BLOCKS)
+    kron_linear_v4_gradient(float* partials, const T* z, const T* h, long long A, long long C, long long pieces) {
     constexpr int P = Plan::P, Q = Plan::Q, K = Plan::K, J = Plan::J, TILES_K = (P + K - 1) / K, TILES_J = (Q + J - 1) / J;
     constexpr int ZS = (Plan::FIBERS * K + 63) / 64 * 64, HS = (Plan::FIBERS * J + 63) / 64 * 64;
     extern __shared__ uint4 dynamic[];
@@ -310,58 +196,29 @@ __global__ void __launch_bounds__(Plan::THREADS, sizeof(Acc) == 4 ? Plan::BLOCKS
         }
         cp_async_commit();
     };
-    constexpr int ROWS = Plan::TENSOR ? (Plan::KW + 15) / 16 : Plan::KW, COLUMNS = Plan::TENSOR ? Plan::JW / 8 : Plan::JW;
-    conditional_t<Plan::TENSOR, Acc[ROWS][COLUMNS][4], Acc[ROWS][COLUMNS]> sums = {};
+    float sums[(Plan::KW + 15) / 16][Plan::JW / 8][4] = {};
     wait_for_previous();
     for (load(0); number < chunks; stage ^= 1) {
         number += pieces;
         load(stage ^ 1);
         cp_async_wait<1>();
         __syncthreads();
-        if constexpr (Plan::TENSOR) contract_tensor<Plan>(sums, zs + stage * ZS, hs + stage * HS);
-        else contract<Plan>(sums, zs + stage * ZS, hs + stage * HS);
+        contract_tensor<Plan>(sums, zs + stage * ZS, hs + stage * HS);
         __syncthreads();
     }
     cp_async_wait<0>();
-    Acc* all = reinterpret_cast<Acc*>(dynamic);
-    constexpr int TEAM = Plan::ACROSS * Plan::DOWN, WORKER = Plan::TENSOR ? 32 : 1;
-    int worker = threadIdx.x / WORKER, tj = worker % Plan::DOWN, tk = worker / Plan::DOWN % Plan::ACROSS, time = worker / TEAM;
+    float* all = reinterpret_cast<float*>(dynamic);
+    int warp = threadIdx.x / 32, k1 = warp / Plan::DOWN % Plan::ACROSS * Plan::KW, j1 = warp % Plan::DOWN * Plan::JW;
     int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-    constexpr bool IN_WARPS = !Plan::TENSOR && 32 % TEAM == 0;  // a warp has several teams; their sums are added first
-    if constexpr (IN_WARPS) {
-#pragma unroll
-        for (int lanes = 16; lanes >= TEAM; lanes /= 2)
-#pragma unroll
-            for (int e = 0; e < ROWS * COLUMNS; ++e)
-                sums[e / COLUMNS][e % COLUMNS] += __shfl_xor_sync(~0u, sums[e / COLUMNS][e % COLUMNS], lanes);
-        time = threadIdx.x % 32 < TEAM ? threadIdx.x / 32 : -1;
-    }
-    auto add = [&](int k, int j, Acc sum) {
-        if (k < K && j < J) all[k * J + j] = time ? all[k * J + j] + sum : sum;
-    };
 #pragma unroll 1
-    for (int turn = 0; turn < (IN_WARPS ? Plan::THREADS / 32 : Plan::TIMES); ++turn) {
-        if (turn == time) {
-            if constexpr (Plan::TENSOR) {
+    for (int turn = 0; turn < Plan::TIMES; ++turn) {
+        if (turn == warp / (Plan::ACROSS * Plan::DOWN))
 #pragma unroll
-                for (int m = 0; m < ROWS; ++m)
-#pragma unroll
-                    for (int n = 0; n < COLUMNS; ++n)
-#pragma unroll
-                        for (int e = 0; e < 4; ++e)
-                            if (2 * m + e / 2 < Plan::KW / 8)
-                                add(tk * Plan::KW + row_of<Plan, T, Plan::KW>(2 * m + e / 2, g),
-                                    tj * Plan::JW + row_of<Plan, T, Plan::JW>(n, 2 * t + e % 2), sums[m][n][e]);
-            } else {
-                constexpr int V = 16 / sizeof(Acc), KV = Plan::R == 1 ? gcd(gcd(K, Plan::KW), V) : 1;
-                constexpr int JV = Plan::R == 1 ? gcd(gcd(J, Plan::JW), V) : 1;
-#pragma unroll
-                for (int k = 0; k < ROWS; ++k)
-#pragma unroll
-                    for (int j = 0; j < COLUMNS; ++j)
-                        add((k / KV * Plan::ACROSS + tk) * KV + k % KV, (j / JV * Plan::DOWN + tj) * JV + j % JV, sums[k][j]);
+            for (int e = 0; e < (Plan::KW + 15) / 16 * (Plan::JW / 2); ++e) {
+                int m = e / (Plan::JW / 2), n = e / 4 % (Plan::JW / 8), i = e % 4;
+                int k = k1 + row_of<Plan, T, Plan::KW>(2 * m + i / 2, g), j = j1 + row_of<Plan, T, Plan::JW>(n, 2 * t + i % 2);
+                if (2 * m + i / 2 < Plan::KW / 8 && k < K && j < J) all[k * J + j] = turn ? all[k * J + j] + sums[m][n][i] : sums[m][n][i];
             }
-        }
         __syncthreads();
     }
     partials += piece * P * Q;
@@ -369,16 +226,12 @@ __global__ void __launch_bounds__(Plan::THREADS, sizeof(Acc) == 4 ? Plan::BLOCKS
         if (k0 + e / J < P && j0 + e % J < Q) partials[(k0 + e / J) * Q + j0 + e % J] = all[e];
 }
 
-// The backward of one or two neighbouring factors: see backward.cuh. wN: factor N, the rightmost first. partials[block] has a block's sums
+// The backward of one or two neighbouring factors: see tile_backward.cuh. partials[block] has a block's sums
 // for the gradients of the factors, one after another. dx may be x. Grid min(tiles, resident blocks), block THREADS. Dynamic shared
 // memory: the matrices and the tiles of x, g, Z and H; later the sums.
 template <typename T, class Plan>
 __global__ void __launch_bounds__(Plan::THREADS, Plan::BLOCKS)
-    kron_linear_v4_group_bwd(float* partials, T* dx, const T* x, const T* g, const T* w0, const T* w1, const T* w2, const T* w3,
-                             const T* w4, const T* w5, const T* w6, const T* w7, long long A, long long w0_p, long long w0_q,
-                             long long w1_p, long long w1_q, long long w2_p, long long w2_q, long long w3_p, long long w3_q, long long w4_p,
-                             long long w4_q, long long w5_p, long long w5_q, long long w6_p, long long w6_q, long long w7_p, long long w7_q,
-                             double scale) {
+    kron_linear_v4_tile_bwd(float* partials, T* dx, const T* x, const T* g, Factors4<T> factors, long long A, double scale) {
     using Left = typename Plan::Left;
     using Right = typename Plan::Right;
     constexpr int P1 = Plan::P1, Q1 = Plan::Q1, P2 = Plan::P2, Q2 = Plan::Q2, L = Plan::L, R = Plan::R, FIRST = Right::COUNT;
@@ -388,9 +241,6 @@ __global__ void __launch_bounds__(Plan::THREADS, Plan::BLOCKS)
     extern __shared__ uint4 dynamic[];
     T *left = reinterpret_cast<T*>(dynamic), *right = left + Plan::W1, *tiles = right + Plan::W2;
     T *zs = tiles + Plan::STAGES * (Plan::X + Plan::G), *hs = zs + Plan::Z;
-    Factors4<T> factors = {{w0, w1, w2, w3, w4, w5, w6, w7},
-                           {w0_p, w1_p, w2_p, w3_p, w4_p, w5_p, w6_p, w7_p},
-                           {w0_q, w1_q, w2_q, w3_q, w4_q, w5_q, w6_q, w7_q}};
     constexpr long long ACROSS = Plan::ACROSS;
     long long count = (A + L - 1) / L * ACROSS, number = blockIdx.x, next = number;
     auto rows_of = [&](long long n) { return int(A - n / ACROSS * L < L ? A - n / ACROSS * L : L); };
@@ -491,32 +341,32 @@ __global__ void __launch_bounds__(Plan::THREADS, Plan::BLOCKS)
     separate<Plan, FIRST>(partials + Right::OUTPUTS, all + Plan::SUMS2, factors, Left());
 }
 
-// outN = scale * sum over the pieces of partialsN[piece * rowN], always in the same order; nN numbers, those of out0 first.
+// What kron_linear_v4_sum adds: `count` elements of each out, whose partial sums are `row` elements apart.
+template <typename T>
+struct Parts4 {
+    T* out[MOST];
+    const float* partials[MOST];
+    int count[MOST], row[MOST];
+};
+
+// out[i] = scale * sum over the pieces of partials[i][piece * row[i]], always in the same order.
 // One launch adds all partial sums of a backward. Grid ceil(numbers / 32), block (32, WARPS). If the blocks do not all fit on the GPU
 // with 32 warps each, 8 warps are faster: 2.7 instead of 7.9 us for 64 pieces of 32768 numbers. For 256 pieces of 8192, 32 are faster.
 template <typename T, int WARPS = 32>
-__global__ void __launch_bounds__(32 * WARPS)
-    kron_linear_v4_sum(T* out0, T* out1, T* out2, T* out3, T* out4, T* out5, T* out6, T* out7, const float* partials0,
-                       const float* partials1, const float* partials2, const float* partials3, const float* partials4,
-                       const float* partials5, const float* partials6, const float* partials7, int n0, int n1, int n2, int n3, int n4,
-                       int n5, int n6, int n7, int row0, int row1, int row2, int row3, int row4, int row5, int row6, int row7, int pieces,
-                       double scale) {
+__global__ void __launch_bounds__(32 * WARPS) kron_linear_v4_sum(Parts4<T> parts, int pieces, double scale) {
     __shared__ double sums[WARPS][32];
     let_next_come();
-    T* outs[] = {out0, out1, out2, out3, out4, out5, out6, out7};
-    const float* all[] = {partials0, partials1, partials2, partials3, partials4, partials5, partials6, partials7};
-    int counts[] = {n0, n1, n2, n3, n4, n5, n6, n7}, rows[] = {row0, row1, row2, row3, row4, row5, row6, row7};
     int at = blockIdx.x * 32 + threadIdx.x, row = 0;
     T* out = nullptr;
     const float* partials = nullptr;
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-        if (at >= 0 && at < counts[i]) {
-            out = outs[i] + at;
-            partials = all[i] + at;
-            row = rows[i];
+    for (int i = 0; i < MOST; ++i) {
+        if (at >= 0 && at < parts.count[i]) {
+            out = parts.out[i] + at;
+            partials = parts.partials[i] + at;
+            row = parts.row[i];
         }
-        at -= counts[i];
+        at -= parts.count[i];
     }
     wait_for_previous();
     double sum = 0;

@@ -1,11 +1,14 @@
-// Exact float products on tensor cores: a float is split into three bfloat16 numbers (Pieces), once, when it is written to shared memory. A
-// float product is 6 products of pieces. By mma these take as long as three of m16n8k8 in TF32 (backward.cuh), and are more accurate.
-// Splitting into two TF32 numbers in every warp that uses a number takes 6 to 8 instructions per product, more time than the products
-// themselves. Storing both TF32 numbers would take more shared memory.
+// Exact float products on tensor cores: a float is split into three bfloat16 numbers (Pieces), once, when it is written to shared memory or
+// registers, and a product is 6 products of pieces. For the warpgroup kernels (split_wgmma.cuh, few_rows.cuh; sm_90a).
+//
+// SEATED: a dimension whose elements are permuted by seat() within each 16. A lane's two pairs of elements, of operand a or of
+// accumulators, are then four neighbours in global memory. One access of four takes half the time of two accesses of two.
 #pragma once
-#include "backward.cuh"
-#include "common/ptx/memory.cuh"
-#include "common/ptx/mma.cuh"
+#include "common/math.cuh"
+#include "common/pdl.cuh"
+#include "common/ptx/barrier.cuh"
+#include "common/ptx/wgmma.cuh"
+#include "tile_step.cuh"
 
 // An element of type T in shared memory: COUNT numbers of `type`. A float is x = a + b + c exactly, with 8 bits each, and all have its
 // sign. With Tf32 it is a + b, 5 bits more than TF32 has.
@@ -45,14 +48,6 @@ __device__ __forceinline__ void split_two(float low, float high, unsigned (&piec
     split(high, b);
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) pieces[i] = __byte_perm(__float_as_uint(a[i]), __float_as_uint(b[i]), 0x7632);
-}
-
-// Split two floats into two pieces each: the first is truncated, the second is the rounded rest. For infinities and NaN the second is NaN.
-__device__ __forceinline__ void cut_pair(float low, float high, unsigned& big, unsigned& small) {
-    big = __byte_perm(__float_as_uint(low), __float_as_uint(high), 0x7632);
-    float rest[2] = {low - __uint_as_float(big << 16), high - __uint_as_float(big & 0xffff0000)};
-    Vec<__nv_bfloat16, 2> pair = pack<__nv_bfloat16, 2>(rest);
-    small = reinterpret_cast<unsigned&>(pair);
 }
 
 // The same for every type of the tensor cores: 16-bit types are rounded.
@@ -99,5 +94,294 @@ struct Ahead {
     __device__ static __forceinline__ void ahead(const T* from, long long stride) {
         constexpr int LINE = 128 / sizeof(T) < COLUMNS ? 128 / sizeof(T) : COLUMNS, LINES = COLUMNS / LINE;
         for (int e = threadIdx.x % THREADS; e < ROWS * LINES; e += THREADS) prefetch(from + e / LINES * stride + e % LINES * LINE);
+    }
+};
+
+// A matrix in shared memory, COUNT times, once for each piece: core matrices of 8 x 8 bfloat16 numbers, with contiguous rows of 16 bytes,
+// as wgmma takes them.
+template <int ROWS_, int COLUMNS_, typename Kind = float>
+struct Tiles {
+    static constexpr int ROWS = ROWS_, COLUMNS = COLUMNS_, PLANE = ROWS * COLUMNS, COUNT = Pieces<Kind>::COUNT, BYTES = COUNT * PLANE * 2;
+    __device__ static constexpr int tile(int row, int column) { return (row / 8 * (COLUMNS / 8) + column / 8) * 64; }
+    __device__ static constexpr int place(int row, int column) { return tile(row, column) + row % 8 * 8 + column % 8; }
+};
+
+// The seat of element n along a SEATED dimension. All operands that share the dimension must be seated. where() is the inverse.
+__device__ constexpr int seat(int n) { return n / 16 * 16 + n % 4 / 2 * 8 + n % 16 / 4 * 2 + n % 2; }
+__device__ constexpr int where(int seat) { return seat / 16 * 16 + seat % 8 / 2 * 4 + seat % 16 / 8 * 2 + seat % 2; }
+
+// The descriptor of such a matrix as an operand. Its columns are k, or with DOWN its rows.
+template <class M, bool DOWN_>
+struct Described {
+    static constexpr int HELD = 0;  // pieces in registers
+    static constexpr bool DOWN = DOWN_;
+    static constexpr int STEP = DOWN ? 2 * M::COLUMNS : 16;  // distance of 16 k, in units of 16 bytes
+    unsigned long long at;
+    // `from`: the first row (with DOWN: column).
+    template <typename U>
+    __device__ __forceinline__ explicit Described(const U* matrix, int from = 0)
+        : at(describe(shared_address(matrix + (DOWN ? M::tile(0, from) : M::tile(from, 0))), DOWN ? M::COLUMNS * 16 : 128,
+                      DOWN ? 128 : M::COLUMNS * 16)) {}
+    __device__ __forceinline__ unsigned long long operator()(int piece, int k) const { return at + piece * (M::PLANE / 8) + k * STEP; }
+};
+
+// Store one piece of a lane's pair e of a warpgroup's 64 rows; see Rows.
+template <class M, typename U>
+__device__ __forceinline__ void put_word(U* to, int e, unsigned two) {
+    reinterpret_cast<unsigned*>(to)[M::tile(threadIdx.x / 32 % 4 * 16 + e % 2 * 8, e / 2 * 8) / 2 + threadIdx.x % 32] = two;
+}
+
+// 64 x K elements of a warpgroup as operand a in registers, split into the pieces of T. They have the layout of accumulators: of the 8
+// columns from 8 n on, lane l of a warp, with g = l / 4 and t = l % 4, has [g + 8 i][2 t + j] in numbers[n][2 i + j].
+template <int K, typename T = float>
+struct Rows {
+    static constexpr int HELD = Pieces<T>::COUNT;
+    unsigned pieces[HELD][K / 16][4];
+
+    __device__ __forceinline__ void split(const float (&numbers)[K / 8][4]) {
+#pragma unroll
+        for (int e = 0; e < K / 4; ++e) {
+            unsigned two[HELD];
+            pieces_of<T>(numbers[e / 2][e % 2 * 2], numbers[e / 2][e % 2 * 2 + 1], two);
+#pragma unroll
+            for (int i = 0; i < HELD; ++i) pieces[i][e / 4][e % 4] = two[i];
+        }
+    }
+    // Store the 64 rows to shared memory.
+    template <class M>
+    __device__ __forceinline__ void put(typename Pieces<T>::type* to) const {
+#pragma unroll
+        for (int e = 0; e < K / 4; ++e)
+#pragma unroll
+            for (int i = 0; i < HELD; ++i) put_word<M>(to + i * M::PLANE, e, pieces[i][e / 4][e % 4]);
+    }
+};
+
+// Prefetch a factor into L2 before the previous kernels have completed. common/pdl.cuh says why this is allowed.
+template <class M, int THREADS>
+__device__ __forceinline__ void factor_ahead(const float* w, long long p, long long q) {
+    if (q == 1) Ahead<M::ROWS, M::COLUMNS, THREADS, float>::ahead(w, p);
+    else if (p == 1) Ahead<M::COLUMNS, M::ROWS, THREADS, float>::ahead(w, q);
+}
+
+// Load 64 rows whose columns are seated, four aligned elements at a time. Rows from `rows` on are zeros.
+template <int N>
+__device__ __forceinline__ void fetch_seated(float (&numbers)[N][4], const float* from, long long stride, int rows = 64) {
+    int row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 4;
+#pragma unroll
+    for (int e = 0; e < N; ++e) {
+        Vec<float, 4> four = {};
+        if (row + e % 2 * 8 < rows) four = load_vec<float, 4>(from + (row + e % 2 * 8) * stride + column + e / 2 * 16);
+#pragma unroll
+        for (int k = 0; k < 4; ++k) numbers[e / 2 * 2 + k / 2][e % 2 * 2 + k % 2] = four.v[k];
+    }
+}
+
+// Split numbers and store them to shared memory, in the places of Rows::put.
+template <class M, int N>
+__device__ __forceinline__ void put_rows(__nv_bfloat16* to, const float (&numbers)[N][4]) {
+#pragma unroll
+    for (int e = 0; e < 2 * N; ++e) {
+        unsigned two[M::COUNT];
+        split_two(numbers[e / 2][e % 2 * 2], numbers[e / 2][e % 2 * 2 + 1], two);
+#pragma unroll
+        for (int i = 0; i < M::COUNT; ++i) put_word<M>(to + i * M::PLANE, e, two[i]);
+    }
+}
+
+// Issue d = a b for K values of k, asynchronously. With one piece only the last of the products is computed.
+template <int K, typename T = float, class A, class B, int N>
+__device__ __forceinline__ void start_product(float (&d)[N][4], const A& a, const B& b) {
+    using U = typename Pieces<T>::type;
+    constexpr int COUNT = Pieces<T>::COUNT, FIRST = first_product(COUNT);
+    wgmma_fence();
+#pragma unroll
+    for (int e = 0; e < (PRODUCTS - FIRST) * K / 16; ++e) {
+        int k = e % (K / 16), of_a = left_piece(FIRST + e / (K / 16)), of_b = right_piece(FIRST + e / (K / 16));
+        if constexpr (A::HELD > 0)
+            if (of_a < A::HELD) wgmma<U, B::DOWN>(d, a.pieces[of_a < A::HELD ? of_a : 0][k], b(of_b, k), e > 0);
+        if constexpr (A::HELD < COUNT)
+            if (of_a >= A::HELD) wgmma<A::DOWN, B::DOWN, U>(d, a(of_a, k), b(of_b, k), e > 0);
+    }
+    wgmma_commit();
+}
+
+// Call f(two neighbours, row, column) for a warpgroup's accumulators of 64 rows.
+template <int N, class F>
+__device__ __forceinline__ void each_two(const float (&d)[N][4], const F& f) {
+    int row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2;
+#pragma unroll
+    for (int e = 0; e < 2 * N; ++e) f(Vec<float, 2>{d[e / 2][e % 2 * 2], d[e / 2][e % 2 * 2 + 1]}, row + e % 2 * 8, column + e / 2 * 8);
+}
+
+// The same for seated columns: f(four neighbours, row, column).
+template <int N, class F>
+__device__ __forceinline__ void each_seated(const float (&d)[N][4], const F& f) {
+    int row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 4;
+#pragma unroll
+    for (int e = 0; e < N; ++e) {
+        const float *low = d[e / 2 * 2] + e % 2 * 2, *high = d[e / 2 * 2 + 1] + e % 2 * 2;
+        f(Vec<float, 4>{low[0], low[1], high[0], high[1]}, row + e % 2 * 8, column + e / 2 * 16);
+    }
+}
+
+// Store seated accumulators, times scale plus bias and residual (which may be null pointers), to out[place(row, column)] and the next three
+// elements. They are not stored if place is negative.
+template <int N, class F>
+__device__ __forceinline__ void store_seated(float* out, const float* bias, const float* residual, const float (&d)[N][4],
+                                             long long features, float scale, const F& place) {
+    auto store = [&](bool added) {
+        each_seated(d, [&](Vec<float, 4> four, int row, int column) {
+            long long at = place(row, column);
+            if (at < 0) return;
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                four.v[e] *= scale;
+                if (added && bias) four.v[e] += bias[at % features + e];
+                if (added && residual) four.v[e] += residual[at + e];
+            }
+            store_vec_past_l1(out + at, four);
+        });
+    };
+    if (bias || residual) store(true);
+    else store(false);
+}
+
+// sums += d, in the columns from 8 * `from` on.
+template <int M, int N>
+__device__ __forceinline__ void add(float (&sums)[M][4], const float (&d)[N][4], int from = 0) {
+#pragma unroll
+    for (int e = 0; e < 4 * N; ++e) sums[from + e / 4][e % 4] += d[e / 4][e % 4];
+}
+
+// The first team adds the accumulators of the other teams to its own, kept(i) for i < EACH, each thread those of the threads with its
+// index. Returns true in the first team.
+template <int TEAMS, int THREADS, int EACH, class F>
+__device__ __forceinline__ bool add_teams(void* shared, int team, const F& kept) {
+    float* others = static_cast<float*>(shared) + threadIdx.x % THREADS;
+    __syncthreads();
+    if (team)
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) others[((team - 1) * EACH + i) * THREADS] = kept(i);
+    if (TEAMS > 1) __syncthreads();
+    if (team) return false;
+#pragma unroll
+    for (int t = 0; t + 1 < TEAMS; ++t)
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) kept(i) += others[(t * EACH + i) * THREADS];
+    return true;
+}
+
+// Call f(i, row, column) for each vector i of four neighbours of a lane, of a matrix that WARPS warps share. A warp takes 8 rows of 16
+// columns at a time: it loads whole sectors and stores two whole core matrices.
+template <class M, int WARPS, class F>
+__device__ __forceinline__ void each_four(const F& f) {
+    constexpr int BLOCKS = M::PLANE / 128, ACROSS = M::COLUMNS / 16;
+    int warp = threadIdx.x / 32 % WARPS, row = threadIdx.x / 2 % 8, column = threadIdx.x % 2 * 4 + threadIdx.x % 32 / 16 * 8;
+#pragma unroll
+    for (int i = 0; i < (BLOCKS + WARPS - 1) / WARPS; ++i) {
+        int block = warp + i * WARPS;
+        if (BLOCKS % WARPS == 0 || block < BLOCKS) f(i, block / ACROSS * 8 + row, block % ACROSS * 16 + column);
+    }
+}
+
+// Store a lane's four neighbours, split, to a matrix whose columns are seated.
+template <class M>
+__device__ __forceinline__ void put_four(__nv_bfloat16* to, int row, int column, const Vec<float, 4>& four) {
+    unsigned* words = reinterpret_cast<unsigned*>(to + M::place(row, seat(column)));
+#pragma unroll
+    for (int pair = 0; pair < 2; ++pair) {
+        unsigned two[M::COUNT];
+        split_two(four.v[2 * pair], four.v[2 * pair + 1], two);
+#pragma unroll
+        for (int piece = 0; piece < M::COUNT; ++piece) words[piece * M::PLANE / 2 + pair * 32] = two[piece];
+    }
+}
+
+// A matrix that is loaded to registers, and later split and stored to shared memory.
+template <class M, int THREADS, typename T = float>
+struct Underway {
+    static constexpr int WARPS = THREADS / 32;
+    Vec<T, 4> part[(M::PLANE / 128 + WARPS - 1) / WARPS];
+
+    __device__ __forceinline__ void fetch(const T* from, long long stride) {
+        each_four<M, WARPS>([&](int i, int row, int column) { part[i] = load_vec<T, 4>(from + row * stride + column); });
+    }
+    // For any strides.
+    __device__ __forceinline__ void fetch_any(const T* from, long long p, long long q) {
+        if (q == 1 && p % 4 == 0 && reinterpret_cast<unsigned long long>(from) % (4 * sizeof(T)) == 0) return fetch(from, p);
+        each_four<M, WARPS>([&](int i, int row, int column) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) part[i].v[e] = from[row * p + (column + e) * q];
+        });
+    }
+    // The columns are seated, and with ROWS the rows, too.
+    template <bool ROWS = false>
+    __device__ __forceinline__ void put(__nv_bfloat16* to) const {
+        each_four<M, WARPS>([&](int i, int row, int column) { put_four<M>(to, ROWS ? seat(row) : row, column, part[i]); });
+    }
+    __device__ __forceinline__ void put_unseated(typename Pieces<T>::type* to) const {
+        each_four<M, WARPS>([&](int i, int row, int column) { put_pieces<M::PLANE, M::COUNT>(to + M::place(row, column), part[i]); });
+    }
+};
+
+// A factor that all lanes need in registers is first stored to shared memory as floats, SPACE bytes. A warp's loads touch eight rows, and
+// from global memory eight cache lines per load were slower. A barrier must follow.
+template <class W>
+struct Staged {
+    static constexpr int ROW = W::COLUMNS + 4, SPACE = W::ROWS * ROW * 4;  // padded against bank conflicts
+    template <int THREADS>
+    __device__ static __forceinline__ void put(float* to, const Underway<W, THREADS>& w) {
+        each_four<W, THREADS / 32>([&](int i, int row, int column) { store_vec(to + row * ROW + column, w.part[i]); });
+    }
+};
+
+// As Underway, but by cp.async to `room` in shared memory, from which a thread reads only what it copied. No registers are needed while the
+// copy is in flight. `room` points to the thread's first four elements; the next ones are THREADS vectors of four further.
+template <class M, int THREADS, typename T = float>
+struct Arriving {
+    static constexpr int FOURS = (M::PLANE / 4 + THREADS - 1) / THREADS;
+    Vec<T, 4>* room;
+
+    __device__ __forceinline__ void fetch(const T* from, long long stride) const {
+        each_four<M, THREADS / 32>(
+            [&](int i, int row, int column) { cp_async_16(shared_address(room + i * THREADS), from + row * stride + column); });
+        cp_async_commit();
+    }
+    // Split and store, after the copy has completed. MOST vectors are read before the first is written, because ptxas cannot know that the
+    // two regions do not overlap.
+    template <int MOST = FOURS>
+    __device__ __forceinline__ void put(__nv_bfloat16* to) const {
+        Vec<T, 4> fours[MOST];
+#pragma unroll
+        for (int first = 0; first < FOURS; first += MOST) {
+            each_four<M, THREADS / 32>([&](int i, int, int) {
+                if (i / MOST == first / MOST) fours[i % MOST] = room[i * THREADS];
+            });
+            each_four<M, THREADS / 32>([&](int i, int row, int column) {
+                if (i / MOST == first / MOST) put_four<M>(to, row, column, fours[i % MOST]);
+            });
+        }
+    }
+};
+
+// Ping-pong: the two warpgroups of a team alternate, because issuing wgmma stalls a warp until the tensor cores have taken nearly all of
+// the product. While one warpgroup issues, the other does everything else. What a warpgroup writes before the end of its turn, the other
+// sees in its own next turn. What it writes later, the other sees one turn later. In a team of one warpgroup, rest() is a barrier of its
+// warps.
+template <int GROUPS>
+struct Turns {
+    int team, group;
+    __device__ __forceinline__ void first() const {  // once, before the first turn
+        if (GROUPS == 2 && group == 1) arrive_at(1, 256);
+    }
+    __device__ __forceinline__ void begin() const {
+        if (GROUPS == 2) barrier_of(1 + group, 256);
+    }
+    __device__ __forceinline__ void end(bool more) const {
+        if (GROUPS == 2 && (group == 0 || more)) arrive_at(2 - group, 256);
+    }
+    __device__ __forceinline__ void rest() const {  // at the end of a tile
+        if (GROUPS == 1) barrier_of(1 + team, 128);
     }
 };

@@ -18,12 +18,11 @@
 #pragma once
 #include "common/pdl.cuh"
 #include "common/ptx/async_copy.cuh"
-#include "common/ptx/mma.cuh"
-#include "tensor.cuh"
+#include "tile_step.cuh"
 
 constexpr int MOST = 8;  // factors in a launch
 
-// The factors of the group, with strides.
+// The factors of a launch, the rightmost first, with strides: a kernel's argument, by value. Null if there are fewer.
 template <typename T>
 struct Factors4 {
     const T* at[MOST];

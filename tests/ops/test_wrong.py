@@ -5,6 +5,7 @@ Some bugs show in the numbers, in the simulator and on a GPU. The simulator repo
 
 import math
 import re
+import struct
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import TREE, Guarded, assert_accurate, gpu, own_names
+from helpers import TREE, Guarded, assert_accurate, gpu, own_names, simulated
 
 import cukern
 from cukern import sim
@@ -102,32 +103,18 @@ def launch_factor(kernel: Kernel, out: torch.Tensor, x: torch.Tensor, w: torch.T
     kernel(out, x, w, A, p, q, C, *w.stride(), grid=grid, block=64)
 
 
-def launch_pieces(kernel: Kernel, out: torch.Tensor, x: torch.Tensor, g: torch.Tensor) -> None:
-    (S, A, p, C), q, pieces = x.shape, g.shape[2], out.shape[1]
-    kernel(out, x, g, A, p, q, C, pieces, ROWS, grid=S * pieces * -(-p // 64) * -(-q // 64), block=256)
-
-
-def launch_sum(kernel: Kernel, out: torch.Tensor, partials: torch.Tensor) -> None:
-    (S, pieces, n) = partials.shape
-    kernel(out, partials, n, pieces, 1.0, grid=S * -(-n // 32), block=(32, 8))
-
-
 def launch_parts(kernel: Kernel, out: torch.Tensor, partials: torch.Tensor) -> None:
     """The sum over the rows of partials, in two arrays: the first 5 numbers, and the others."""
     pieces, n = partials.shape
-    outs, of_them, rest = (out[:5], out[5:]), (partials, partials[:, 5:]), [0] * 6
-    kernel(*outs, *[None] * 6, *of_them, *[None] * 6, 5, n - 5, *rest, n, n, *rest, pieces, 1.0, grid=-(-n // 32), block=(32, 32))
+    rest, (to, of) = [0] * 6, (t.data_ptr() for t in (out, partials))
+    parts = struct.pack("16Q16i", to, to + 5 * out.itemsize, *rest, of, of + 5 * partials.itemsize, *rest, 5, n - 5, *rest, n, n, *rest)
+    with simulated(out, partials):
+        kernel.on(out.get_device())((-(-n // 32), 1, 1), (32, 32, 1), 0, parts, pieces, 1.0)
 
 
 def fused_backward(x: torch.Tensor, g: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     """The gradients of w and x, of y = x w."""
     return torch.cat(((x.mT @ g).flatten(), (g @ w.mT).flatten()))
-
-
-def contracted(x: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
-    """For each piece of the fibers the sum over them of x g^T."""
-    fibers = [t.movedim(2, -1).flatten(1, 2).split(ROWS, 1) for t in (x, g)]
-    return torch.stack([a.mT @ b for a, b in zip(*fibers, strict=True)], 1)
 
 
 def tile(edge: int, block: Block, shared: int = 0) -> Problem:
@@ -166,16 +153,6 @@ FACTOR = Problem(
     lambda device: ((draw(device, A, p, C), draw(device, q, p).t()) for A, p, q, C in ((1, 8, 1, 1), (3, 6, 5, 7), (2, 9, 35, 12))),
     launch_factor,
     sums=True,
-)
-PIECES = Problem(
-    contracted,
-    drawn(*(((S, A, p, C), (S, A, q, C)) for S, A, p, q, C in ((1, 1, 1, 2, 1), (2, 3, 5, 9, 7), (2, 40, 66, 3, 1)))),
-    launch_pieces,
-    sums=True,
-    shipped="kron_linear/kron_linear.cu",
-)
-PARTIALS = Problem(
-    lambda partials: partials.sum(1), drawn(((1, 1, 1),), ((2, 20, 40),)), launch_sum, sums=True, shipped="kron_linear/kron_linear.cu"
 )
 PARTS = Problem(
     lambda partials: partials.sum(0), drawn(((1, 6),), ((20, 40),)), launch_parts, sums=True, shipped="kron_linear/kron_linear.cu"
@@ -729,16 +706,9 @@ CASES = [
          Reported(sim.OutOfBounds, "float value =", "after the end of the tensor of argument 'x'")),
     Case("kron_linear/place.cu", "kron_in_place", FACTOR, "a result over what others read", "// no __syncthreads()", "__syncthreads();",
          Reported(sim.Race, "tile[i] = sums[n]", f"writes {RACE} read at {{there}}: {BARRIER}", there="sums[n] +=")),
-    Case("kron_linear/piece.cu", "kron_linear_v3_bwd<float, float, 64>", PIECES, "an off-by-one-piece bound",
-         "end = begin + piece;", "end = begin + piece < fibers ? begin + piece : fibers;",
-         Reported(sim.OutOfBounds, "sum += load_as(x", "after the end of the tensor of argument '[xg]'")),
     Case("kron_linear/back.cu", "kron_back", BACK, "a result over what others read", "// no __syncthreads()", "__syncthreads();",
          Reported(sim.Race, "xs[i] = back", f"writes {RACE} read at {{there}}: {BARRIER}", there="sum += xs")),
-    Case("kron_linear/parts.cu", "kron_linear_v4_sum<float>", PARTS, "a wrong place", "at -= i * counts[i];", "at -= counts[i];"),
-    Case("kron_linear/sample.cu", "kron_linear_v3_sum<float, float>", PARTIALS, "a wrong sample", "first = 0;", "first = sample * pieces;"),
-    Case("kron_linear/sum.cu", "kron_linear_v3_sum<float, float>", PARTIALS, "a dropped barrier",
-         "// no __syncthreads()", "__syncthreads();",
-         Reported(sim.Race, "sum += sums[y]", f"reads {RACE} wrote at {{there}}: {BARRIER}", there="[threadIdx.x] = sum")),
+    Case("kron_linear/parts.cu", "kron_linear_v4_sum<float>", PARTS, "a wrong place", "at -= i * parts.count[i];", "at -= parts.count[i];"),
 ]
 # fmt: on
 KINDS = {  # the kinds of bugs that must be in the table, which has more

@@ -153,6 +153,21 @@ def test_the_registry_lists_its_kernels_and_cost(layernorm):
 
 
 @kernels
+def test_template_arguments_that_are_equal_in_python(tmp_path):
+    """True == 1 == 1.0, but each is another instance."""
+    (tmp_path / "k.cu").write_text("template <auto value> __global__ void k(int* out) { *out = sizeof(value); }")
+
+    def forward(kernels, x):
+        outs = [torch.empty_like(x, dtype=torch.int32) for _ in range(2)]
+        for out, value in zip(outs, (True, 1), strict=True):
+            kernels("k", value)(out, grid=1, block=1)
+        return torch.stack(outs)
+
+    op = cukern.op("my_sizes", tmp_path / "k.cu", lambda x: torch.stack([x, x]).int(), {"v1": forward})
+    assert op(torch.zeros(1, device=DEVICE)).tolist() == [[1], [4]]
+
+
+@kernels
 def test_versions(module):
     def forward(kernels, x, w, b):
         called.append("v2")

@@ -16,7 +16,9 @@ from cukern.runtime.registry import Version, choose
 from cukern.runtime.tensors import pointers
 
 CHUNK, THREADS, WORDS, PREPARING = 8192, 256, 32, 1024  # as in adamw.cu; PREPARING: threads of adamw_prepare
-_V1, _V2, _WRITE, _NORM, _PREPARE = (Template("adamw/adamw.cu", f"adamw_{name}") for name in ("v1", "v2", "write", "norm", "prepare"))
+PART = 2048  # elements of a block of adamw_v2, a power of 2 up to CHUNK
+_V1, _WRITE, _NORM = (Template("adamw/adamw.cu", f"adamw_{name}") for name in ("v1", "write", "norm"))
+_V2, _PREPARE = (Template("adamw/adamw.cu", f"adamw_{name}", pdl=True) for name in ("v2", "prepare"))
 
 
 class Row(NamedTuple):
@@ -26,7 +28,7 @@ class Row(NamedTuple):
     exp_avg: Tensor
     exp_avg_sq: Tensor
     master: Tensor | None
-    step: Tensor
+    step: Any  # a tensor, or None: the number is an argument of the launch
     group: int
     number: int
 
@@ -46,7 +48,7 @@ class Table:
             self.runs.setdefault(dtype, [self.chunks, 0])[1] += count
             self.chunks += count
         self.rows, self.grads, numbers, partials = (
-            rows[0].step.new_empty(size, dtype=torch.int64) for size in (8 * len(rows), len(rows), 9 * len(rows), self.chunks)
+            rows[0].exp_avg.new_empty(size, dtype=torch.int64) for size in (8 * len(rows), len(rows), 9 * len(rows), self.chunks)
         )
         self.places: tuple[int, ...] = ()  # the addresses that are in self.grads
         self.memory = self.rows, self.grads, numbers, partials
@@ -56,8 +58,9 @@ class Table:
     def launch(
         self, grads: Sequence[Tensor], groups: Tensor, version: str, *, max_norm: float | None = None, norm: Tensor | None = None,
         grad_scale: Tensor | None = None, found_inf: Tensor | None = None, seed: int = 0, randomly: bool = False, capturing: bool = False,
+        first_step: int = 0,
     ) -> None:  # fmt: skip
-        """A step. `norm` gets the norm of the gradients if there is a max_norm."""
+        """A step. `norm` gets the norm of the gradients if there is a max_norm. `first_step`: that of rows without a step."""
         places = tuple(grads[i].data_ptr() for i in self.order)
         addresses = torch.empty_like(self.grads) if capturing else self.grads  # a replay must not change those of other steps
         if capturing or places != self.places:
@@ -71,7 +74,7 @@ class Table:
         norm_at, scale_at, inf_at = pointers(norm, grad_scale, found_inf)
         _PREPARE[PREPARING].on(self.device)(
             (1, 1, 1), (PREPARING, 1, 1), 0, self.numbers, norm_at, rows, groups.data_ptr(), partials, scale_at, inf_at, self.chunks, count,
-            max_norm or 0.0,
+            first_step, max_norm or 0.0,
         )  # fmt: skip
         choose("adamw", version, self.device).forward(self, rows, at, seed, randomly)
 
@@ -104,11 +107,12 @@ def _forward_v2(table: Table, rows: int, grads: int, *random: Any) -> None:
     for dtype, (first, count) in table.runs.items():
         if count:
             tensors = len(table.tensors)
-            _V2[dtype].on(table.device)((count, 1, 1), (THREADS, 1, 1), 0, rows, grads, table.numbers, first, tensors, *random)
+            grid = count * (CHUNK // PART), 1, 1
+            _V2[dtype, PART].on(table.device)(grid, (THREADS, 1, 1), 0, rows, grads, table.numbers, first, tensors, *random)
 
 
 _EACH = _WRITE[WORDS], _NORM[THREADS], _PREPARE[PREPARING]
 VERSIONS = {
     "v1": Version("one launch per tensor", _forward_v1, instances=lambda dtype: (_V1[dtype], *_EACH)),
-    "v2": Version("one launch per dtype, vectors", _forward_v2, instances=lambda dtype: (_V2[dtype], *_EACH)),
+    "v2": Version("one launch per dtype, vectors", _forward_v2, instances=lambda dtype: (_V2[dtype, PART], *_EACH)),
 }

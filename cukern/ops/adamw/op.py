@@ -118,7 +118,7 @@ def reference(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, 
 # ---- the raw op
 
 _MOST_TABLES = 64
-_tables: dict[Any, tuple[Table, Tensor, Tensor]] = {}  # table, steps and group of recent calls: the same tensors need no new ones
+_tables: dict[Any, tuple[Table, Tensor]] = {}  # table and group of recent calls: the same tensors need no new ones
 _captured: list[Any] = []  # those that CUDA graphs use
 
 
@@ -130,19 +130,18 @@ def _launch(
     key = stream, *numbers, *((t.data_ptr(), t.numel(), t.dtype) for t in (*params, *grads, *exp_avgs, *exp_avg_sqs))
     entry = _tables.get(key)
     if entry is None:
-        steps, group = params[0].new_empty(len(params), dtype=torch.float32), params[0].new_empty(6, dtype=torch.int64)
+        group = params[0].new_empty(6, dtype=torch.int64)
         write(group, group_words(*numbers))
-        tensors = enumerate(zip(params, exp_avgs, exp_avg_sqs, steps, strict=True))
-        entry = Table([Row(p, m, v, None, count, 0, i) for i, (p, m, v, count) in tensors]), steps, group
+        tensors = enumerate(zip(params, exp_avgs, exp_avg_sqs, strict=True))
+        entry = Table([Row(p, m, v, None, None, 0, i) for i, (p, m, v) in tensors]), group
     if stream and torch.cuda.is_current_stream_capturing():
         _captured.append(entry)
     elif params[0].is_cuda:
         if len(_tables) >= _MOST_TABLES:
             _tables.clear()
         _tables[key] = entry
-    table, steps, group = entry
-    steps.fill_(step - 1)
-    table.launch(grads, group, version)
+    table, group = entry
+    table.launch(grads, group, version, first_step=step)
 
 
 _adamw = raw_op(
@@ -170,15 +169,11 @@ def _magnitude(inputs: tuple[Tensor, ...], _: Any) -> tuple[Tensor, ...]:
     return reference(param, -grad, -exp_avg, exp_avg_sq)
 
 
-def _cost(dims: Sequence[int], itemsize: int) -> dict[str, Cost]:
-    n = prod(dims)
-    return {"fwd": Cost(n * (3 * itemsize + 4 * max(itemsize, 4)), 16 * n)}
-
-
 register(
     Op(
         name="adamw", stem="adamw", function=adamw, reference=reference, versions=VERSIONS, dtypes=checks.FLOATS,  # type: ignore[arg-type]
-        dims="TENSORS NUMEL", make=_make, inputs=("param", "grad", "exp_avg", "exp_avg_sq"), cost=_cost, bound="memory",
+        dims="TENSORS NUMEL", make=_make, inputs=("param", "grad", "exp_avg", "exp_avg_sq"), bound="memory",
+        cost=lambda dims, itemsize: {"fwd": Cost(prod(dims) * (3 * itemsize + 4 * max(itemsize, 4)), 16 * prod(dims))},
         magnitude=_magnitude, in_place=("param", "exp_avg", "exp_avg_sq"), spread=_spread, differentiable=False,
         check_dims=((1, 1), (3, 4097), (2, 8192), (5, 20000)), sim_dims=((1, 1), (3, 67), (2, 8200)),
         bench_dims=((148, 840832), (1, 32768 * 768), (1, 8192 * 4096)),

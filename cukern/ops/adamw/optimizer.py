@@ -142,7 +142,7 @@ class AdamW(torch.optim.Optimizer):
         numbers, grads = [self._numbers(group) for group in self.param_groups], [_gradient(i, p) for i, p, _ in found]
         max_norm, grad_scale, found_inf = self._options.max_norm, getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if max_norm is not None and any(hasattr(p, "to_local") for _, p, _ in found):
-            grad_scale, max_norm = self._clip_all_parts(found, grads, grad_scale), None
+            grad_scale, max_norm = self._clip(found, grads, grad_scale), None
         scaling: tuple[float | None, Tensor | None, Tensor | None] = max_norm, grad_scale, found_inf
         if found[0][1].is_cuda:
             self._launch(found, grads, *scaling)
@@ -154,7 +154,7 @@ class AdamW(torch.optim.Optimizer):
             self._step_on_cpu(found, grads, numbers, *scaling)
         return loss
 
-    def _clip_all_parts(self, found: Sequence[_Found], grads: Sequence[Tensor], grad_scale: Tensor | None) -> Tensor:
+    def _clip(self, found: Sequence[_Found], grads: Sequence[Tensor], grad_scale: Tensor | None) -> Tensor:
         """The number that divides the gradients, so that those of all processes together have at most max_norm. Sets grad_norm."""
         parts: dict[Any, list[Tensor]] = {}
         for (_, p, _), grad in zip(found, grads, strict=True):
@@ -230,29 +230,17 @@ class AdamW(torch.optim.Optimizer):
         if self._options.stochastic_rounding:
             raise ValueError(f"stochastic_rounding needs a GPU, the parameters are on the CPU: {checks.SIMULATOR}")
         rows = [self._row(*one) for one in found]
+        grad_scale = grad_scale if max_norm is None else self._clip(found, grads, grad_scale)
         grads = [g.to(row.exp_avg.dtype) for g, row in zip(grads, rows, strict=True)]
-        factor = self._factor_on_cpu(grads, max_norm, grad_scale)
-        if found_inf is not None and found_inf.item():
-            return
-        if factor != 1:
-            torch._foreach_mul_(grads, factor)
         targets = [row.param.to(row.exp_avg.dtype) if row.master is None else row.master for row in rows]
         for group, (lr, beta1, beta2, eps, weight_decay) in enumerate(numbers):
             tensors = [(t, g, r.exp_avg, r.exp_avg_sq, r.step) for t, g, r in zip(targets, grads, rows, strict=True) if r.group == group]
             params, gradients, exp_avgs, exp_avg_sqs, steps = ([each[i] for each in tensors] for i in range(5))
             torch_adamw.adamw(
                 params, gradients, exp_avgs, exp_avg_sqs, [], steps, fused=True, amsgrad=False, maximize=False, lr=float(lr), beta1=beta1,
-                beta2=beta2, eps=eps, weight_decay=weight_decay,
+                beta2=beta2, eps=eps, weight_decay=weight_decay, grad_scale=grad_scale, found_inf=found_inf,
             )  # fmt: skip
         torch._foreach_copy_([row.param for row in rows], targets)
-
-    def _factor_on_cpu(self, grads: list[Tensor], max_norm: float | None, grad_scale: Tensor | None) -> float:
-        """What the gradients are multiplied by. Sets grad_norm."""
-        factor = 1.0 if grad_scale is None else 1 / grad_scale.item()
-        if max_norm is None:
-            return factor
-        self.grad_norm = (torch.nn.utils.get_total_norm(grads) * abs(factor)).float()
-        return factor * max_norm / self.grad_norm.item() if self.grad_norm > max_norm else factor
 
 
 def _like_parameter(name: str, value: Any, p: Tensor, dtype: torch.dtype) -> Tensor:

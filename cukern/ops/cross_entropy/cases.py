@@ -80,14 +80,6 @@ def _make_linear(dims: Sequence[int], dtype: torch.dtype, device: torch.device |
     return x, weight * columns**-0.5, targets
 
 
-def _linear_reference(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    return linear.reference(x, weight, targets, Options(weight.shape[0])).to(x.dtype)
-
-
-def _linear_call(*inputs: Tensor, version: str | None = None) -> Tensor:
-    return linear.linear_cross_entropy(*inputs, version=version).to(inputs[0].dtype)  # the tools expect outputs of the inputs' dtype
-
-
 def _linear_magnitude(inputs: tuple[Tensor, ...], douts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """The sums of the absolute values of the terms. An error of a logit is one of its probability."""
     x, weight, targets = inputs
@@ -111,8 +103,10 @@ def _linear_cost(dims: Sequence[int], itemsize: int) -> dict[str, Cost]:
 
 register(
     Op(
-        name="linear_cross_entropy", stem="cross_entropy", function=linear.linear_cross_entropy, reference=_linear_reference,
-        spread=_linear_call, versions=linear.VERSIONS, make=_make_linear, magnitude=_linear_magnitude, dtypes=checks.FLOATS,
+        name="linear_cross_entropy", stem="cross_entropy", function=linear.linear_cross_entropy,
+        reference=lambda x, weight, targets: linear.reference(x, weight, targets, Options(len(weight))).to(x.dtype),
+        spread=lambda *inputs, version=None: linear.linear_cross_entropy(*inputs, version=version).to(inputs[0].dtype),  # as _call
+        versions=linear.VERSIONS, make=_make_linear, magnitude=_linear_magnitude, dtypes=checks.FLOATS,
         dims="ROWS CLASSES COLUMNS", inputs=("x", "weight", "targets"), cost=_linear_cost, bound="compute", roundings=4,
         check_dims=((1, 1, 1), (70, 50_304, 96), (700, 1001, 64), (129, 65, 33)),
         sim_dims=((1, 1, 1), (5, 67, 8), (9, 300, 16)),

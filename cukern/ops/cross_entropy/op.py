@@ -116,7 +116,7 @@ def launch_forward(x: Tensor, targets: Tensor, *rest: Any) -> tuple[Tensor, Tens
     options, rows, is_wide = Options(*rest), x.shape[0], targets.dtype == torch.int64
     loss, stats = _fake(x, targets, *rest)
     x, targets, is_reduced = unit_column_stride(x), targets.contiguous(), options.reduction != "none"
-    launch, reducer, block, warps = _plan("forward", options.version, x.dtype, options.softcap != 0, x.shape[1], x.get_device())
+    launch, reducer, block, _, warps = _plan("forward", options.version, x.dtype, options.softcap != 0, x.shape[1], x.get_device())
     grid = _grid(rows, block, warps)
     partials = torch.empty(grid[0], 2, dtype=torch.float64, device=x.device) if is_reduced else None
     if rows:
@@ -133,10 +133,10 @@ def write_gradient(dx: Tensor, x: Tensor, targets: Tensor, stats: Tensor, dloss:
     targets, dloss, stats = targets.contiguous(), dloss.resolve_neg(), stats.contiguous()
     step = dloss.stride(0) if options.reduction == "none" else 0
     count = stats.data_ptr() + 8 * rows if options.reduction == "mean" else 0
-    arguments = *pointers(dx, x, targets, stats, dloss), count, is_wide, *x.shape, dx.stride(0), x.stride(0), options.packed(step)
-    launch, _, block, warps = _plan("backward", options.version, x.dtype, options.softcap != 0, x.shape[1], x.get_device())
+    launch, _, block, pieces, _ = _plan("backward", options.version, x.dtype, options.softcap != 0, x.shape[1], x.get_device())
+    arguments = *pointers(dx, x, targets, stats, dloss), count, is_wide, *x.shape, dx.stride(0), x.stride(0), pieces, options.packed(step)
     if rows:
-        launch(_grid(rows, block, warps), block, 0, *arguments)
+        launch((-(-rows // block[1]) * pieces, 1, 1), block, 0, *arguments)
 
 
 def _fake(x: Tensor, targets: Tensor, vocab: int, ignored: int, reduction: str, *_: Any) -> tuple[Tensor, Tensor]:
@@ -171,31 +171,32 @@ def _gradient_in_place(_: Any, inputs: Sequence[Any], stats: Sequence[Tensor], d
     return x.detach(), None
 
 
-def _in_torch(x: Tensor, targets: Tensor, *options: Any) -> Tensor:
-    return reference(x, targets, Options(*options))
-
-
 def _no_second_derivative(*_: Any) -> NoReturn:
     raise NotImplementedError("with inplace_backward, the gradient of cross_entropy cannot be differentiated")
 
 
-_apply = differentiable("_CrossEntropy", _cross_entropy, _in_torch, 2, gradient=_gradient)
+_apply = differentiable(
+    "_CrossEntropy", _cross_entropy, lambda x, targets, *rest: reference(x, targets, Options(*rest)), 2, gradient=_gradient
+)
 _apply_in_place = differentiable("_CrossEntropy", _cross_entropy, _no_second_derivative, 2, gradient=_gradient_in_place)
 
-# ---- the versions: forward and backward give a pass's kernel for (dtype, has softcap, columns), and its block: (threads per row, rows, 1)
+# ---- the versions: forward and backward give a pass's kernel for (dtype, has softcap, columns), its block: (threads per row, rows, 1), and
+# the number of blocks that share a row
 
-_BLOCK, _BLOCK_BWD, _WARP, _WARP_BWD, _REDUCE = (
-    Template("cross_entropy.cu", f"cross_entropy_{name}", pdl=True) for name in ("block", "block_bwd", "warp", "warp_bwd", "reduce")
+_BLOCK, _WARP, _BWD, _REDUCE = (
+    Template("cross_entropy.cu", f"cross_entropy_{name}", pdl=True) for name in ("block", "warp", "bwd", "reduce")
 )
+THREADS_BWD, LOADS_BWD = 256, 4  # of v2's backward: threads per block, and vectors per thread
 SHORT_BYTES, SHORT_BLOCK = 16384, (32, 4, 1)  # rows of up to SHORT_BYTES have one warp
 _WARPS, _MOST_ROWS = 32, 32  # of short rows: warps per SM, and rows per warp
 
 
 @cached(4096)
-def _plan(pass_: str, version: str, dtype: torch.dtype, softcap: bool, columns: int, device: int) -> tuple[Any, Any, backend.Dim, int]:
-    """The launch of a pass, that of the reduction, the block, and for short rows the number of warps."""
-    kernel, block = getattr(choose("cross_entropy", version, device), pass_)(dtype, softcap, columns)
-    return kernel.on(device), _REDUCE[wide(dtype)].on(device), block, _WARPS * device_of(device).sms if block == SHORT_BLOCK else 0
+def _plan(pass_: str, version: str, dtype: torch.dtype, softcap: bool, columns: int, device: int) -> tuple[Any, Any, backend.Dim, int, int]:
+    """The launch of a pass, that of the reduction, the block, the blocks of a row, and for short rows the number of warps."""
+    kernel, block, pieces = getattr(choose("cross_entropy", version, device), pass_)(dtype, softcap, columns)
+    warps = _WARPS * device_of(device).sms if block == SHORT_BLOCK else 0
+    return kernel.on(device), _REDUCE[wide(dtype)].on(device), block, pieces, warps
 
 
 def _grid(rows: int, block: backend.Dim, warps: int) -> backend.Dim:
@@ -204,13 +205,18 @@ def _grid(rows: int, block: backend.Dim, warps: int) -> backend.Dim:
     return -(-rows // (each * block[1])), 1, 1
 
 
-def _kernel(version: int, backward: bool, dtype: torch.dtype, softcap: bool, columns: int) -> tuple[Kernel, backend.Dim]:
+def _kernel(version: int, backward: bool, dtype: torch.dtype, softcap: bool, columns: int) -> tuple[Kernel, backend.Dim, int]:
     row_bytes = columns * dtype.itemsize
-    if version == 2 and row_bytes <= SHORT_BYTES:
-        return (_WARP_BWD if backward else _WARP)[dtype, softcap], SHORT_BLOCK
-    threads = 256 if version == 1 else min(256, -(-row_bytes // 2048) * 32)  # v2: at least four vectors each
-    loads = 0 if version == 1 else 2 if backward or dtype.itemsize == 8 else 4
-    return (_BLOCK_BWD if backward else _BLOCK)[dtype, softcap, loads], (threads, 1, 1)
+    if version == 1:
+        return (_BWD if backward else _BLOCK)[dtype, softcap, 0], (256, 1, 1), 1
+    if backward:
+        threads = min(THREADS_BWD, max(16, -(-row_bytes // (16 * LOADS_BWD))))  # at most 14 columns are not in vectors
+        pieces = -(-row_bytes // (16 * LOADS_BWD * threads))
+        return _BWD[dtype, softcap, LOADS_BWD], (threads, THREADS_BWD // threads, 1), pieces
+    if row_bytes <= SHORT_BYTES:
+        return _WARP[dtype, softcap], SHORT_BLOCK, 1
+    threads = min(256, -(-row_bytes // 2048) * 32)  # at least four vectors each
+    return _BLOCK[dtype, softcap, 2 if dtype.itemsize == 8 else 4], (threads, 1, 1), 1
 
 
 def _instances(version: int, dtype: torch.dtype) -> list[Kernel]:

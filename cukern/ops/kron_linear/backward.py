@@ -1,180 +1,267 @@
-"""How kron_linear v4 groups the factors for the backward, and cuts each launch's work into tiles: see Backward4 in backward.cuh."""
+"""v4 of kron_linear, backward: one or two neighbouring factors a launch where planner.py plans it so; else a launch for each."""
 
-from collections.abc import Iterator, Sequence
-from itertools import product
-from math import ceil, gcd, prod
+import functools
+import struct
+from collections.abc import Callable, Sequence
+from math import gcd
+from typing import NamedTuple
 
-from cukern.ops.kron_linear import cublas, quarter
-from cukern.ops.kron_linear import groups as kron_groups
-from cukern.ops.kron_linear import split as kron_split
-from cukern.ops.kron_linear.gradients import gradient
-from cukern.ops.kron_linear.groups import LAUNCH_US, text
-from cukern.ops.kron_linear.plan import Backward, Problem, Sizes, Step, least_us, steps
-from cukern.runtime.device import cached, eligible
+import torch
+from torch import Tensor
 
-_LARGEST = 128 * 128  # sums of a factor's gradient
-_LARGE = 64 * 64  # of which more threads share out the sums
-_SUMS, _SUMS_OF_TWO = 80, 120  # that a thread keeps, at most; of two factors in one sweep, if numbers are not split, which takes registers
-_UNEVEN = 20  # blocks of 16 x 8 of them: MOST of Sums in backward.cuh
-_MERGED = {True: 16, False: 64}  # rows and columns of a product of merged factors, at most: of float, on FMA units, or not
-_TOGETHER = 4  # factors of such a product, at most
-_MULTIPLY_ADDS_US = {True: 320_000.0, False: 900_000.0}  # of a multiprocessor, of split numbers or not
-_WAITING = 0.4  # of the shorter of multiplying and moving, for the rest of which the other goes on
-_ALONE = 0.4  # how much longer a multiprocessor's one block takes: while its warps wait for each other nobody else works
-_CROWDED, _FULL = 2.0, 0.7  # 16-bit numbers are slower the more of shared memory, beyond a part of it, is in use
-_SHALLOW = 0.7  # of the time, that tiles of at most 64 rows or columns take of one large factor of 16 bits
-# By how much sizes other than 8, 16, 32, .. take longer: of a right factor, a left one, both; by the bytes of a number, and if it is split.
-_LONGER = {(2, False): (1.0, 1.1, 1.1), (4, False): (1.05, 1.25, 1.4), (4, True): (1.0, 1.2, 1.3)}
-_COPIES_US = 5000.0  # of a multiprocessor, of a few bytes each instead of 16
-_TILE_US = 0.3  # from a tile to the next, for the one block of a multiprocessor
+from cukern.ops.kron_linear import cublas, planner, wgmma
+from cukern.ops.kron_linear import forward as kron_forward
+from cukern.ops.kron_linear.forward import COMMON, on_tensor_cores, target_of
+from cukern.ops.kron_linear.plan import MOST, Backward, Problem, Sizes, Step, planned_rows, steps_of
+from cukern.ops.kron_linear.reference import PLAIN, Epilogue, seen
+from cukern.ops.kron_linear.tile_backward import gradient, gradient_of
+from cukern.runtime import backend
+from cukern.runtime.device import cached, device_of
+from cukern.runtime.kernel import Kernel, Template, planning
+from cukern.runtime.tensors import pointers
 
-Pieces = tuple[tuple[Step, ...], tuple[Step, ...]]  # the left factor and the right one, each of one or more: the rightmost first
-
-
-@cached(512)
-def backwards(sizes: Sizes, rows: int, target: Problem) -> tuple[Backward, ...]:
-    """The launches of a layer's backward, those of the first steps first; each but the first needs what went into it multiplied anew."""
-    order = steps(sizes)
-    best: list[tuple[float, tuple[Backward, ...]]] = [(0.0, ())]  # for the last n steps
-    for first in reversed(range(len(order))):
-        anew = sum(g.us for g in kron_groups.groups(sizes, rows, target, first)) if first else 0.0
-        options = []
-        for end in range(first + 1, kron_groups.end_of_run(order, first) + 1):
-            us, rest = best[len(order) - end]
-            launch = _fastest(order[first:end], rows, target)
-            if launch:
-                options.append((us + anew + launch.us, (launch, *rest)))
-        best.append(min(options, key=lambda o: o[0]))
-    return best[-1][1]
+_GRADIENT, _SUM, _FEW_ROWS_SUM = (
+    Template("kron_linear/kron_linear.cu", f"kron_linear_v4_{name}", pdl=True) for name in ("gradient", "sum", "few_rows_sum")
+)
+_FUSED = {
+    kernel: Template("kron_linear/kron_linear.cu", f"kron_linear_v4_{kernel}_bwd", pdl=True)
+    for kernel in ("tile", "split_wgmma", "split_wgmma_one", "few_rows")
+}
+_PARTS = struct.Struct(f"{2 * MOST}Q{2 * MOST}i")  # Parts4 of kron_linear.cu
 
 
-def better_swapped(plan: Sequence[Backward]) -> bool:
-    """Whether two factors, of which the second alone has a fused launch, are better taken in the other order: the first, a square one, is
-    the larger one by far."""
-    if len(plan) != 2 or plan[0].template or not plan[1].template or len(plan[1].steps) > 1:
-        return False
-    (first,), (second,) = plan[0].steps, plan[1].steps
-    return first.p == first.q >= 4 * max(second.p, second.q)
+class _Waiting(NamedTuple):
+    """A launch's partial sums, which are of so many fibers, and the factors' gradients, which they are to become."""
+
+    launch: Backward
+    partials: Tensor
+    grads: Sequence[Tensor]
+    fibers: int
 
 
-def _fastest(run: tuple[Step, ...], rows: int, target: Problem) -> Backward | None:
-    found = []
-    if target.itemsize <= 4:
-        found = [b for pieces in _pieces(run, _split(target)) for b in _tilings(pieces, rows, target)]
-        found += kron_split.backward(run, rows, target)
-        found += quarter.backward(run, rows, target)
-    found = eligible(found, lambda b: b.kernel)
-    if len(run) == 1:
-        found.append(_alone(run[0], rows * run[0].left, target))
-    least = 1.5 * least_us(run, rows, target)
-    return min((b._replace(us=max(b.us, least)) for b in found), key=lambda b: b.us, default=None)
+def boundary(x: Tensor, factors: Sequence[Tensor], added: bool) -> int:
+    """After how many steps the forward shall keep what it has for the backward, or 0. `added`: with a bias or a residual."""
+    launches = () if any(w.ndim == 3 for w in factors) else _keeping(*kron_forward.problem(x, factors, added))
+    return len(launches[0].group.steps) if launches else 0
 
 
-def _alone(s: Step, A: int, target: Problem) -> Backward:
-    """One step by a launch for each thing."""
-    back = kron_groups.fastest((Step(0, 1, s.q, s.p, s.right),), A, target)
-    assert back
-    ours = gradient(A, s.p, s.q, s.right, target).us
-    return Backward((s,), back.us + (cublas.better_gradient(A, s.p, s.q, s.right, target, ours) or ours))
+@cached(2048)
+def _keeping(
+    sizes: Sizes, rows: int, dtype: torch.dtype, device: int, tensor: bool, aligned: int, added: bool
+) -> tuple[kron_forward.Prepared, ...]:
+    """See planner.keeping."""
+    launches = planner.keeping(sizes, rows, target_of(dtype, device, tensor, aligned, rows))
+    return tuple(kron_forward.prepare(part, rows, dtype, device, added and part is launches[-1]) for part in launches)
 
 
-def _pieces(run: tuple[Step, ...], split: bool) -> Iterator[Pieces]:
-    """The ways to cut a run into a right factor and a left one, or to take it as one of them."""
-    most = _MERGED[split]
-    alone: Pieces = ((), run) if run[0].right == 1 else (run, ())
-    for left, right in (alone, *((run[n:], run[:n]) for n in range(1, len(run)))):
-        if all(_fits(piece, most) for piece in (left, right) if piece):
-            yield left, right
+def forward_keeping(x: Tensor, factors: Sequence[Tensor], epilogue: Epilogue) -> tuple[Tensor, Tensor]:
+    """The forward where there is a boundary, and what is there."""
+    return kron_forward.through(_keeping(*kron_forward.problem(x, factors, kron_forward.adds(epilogue))), x, factors, epilogue)
 
 
-def _fits(piece: Sequence[Step], most: int) -> bool:
-    p, q = prod(s.p for s in piece), prod(s.q for s in piece)
-    if len(piece) == 1:
-        return eights(p) * eights(q) <= _LARGEST
-    return max(p, q) <= most and len(piece) <= _TOGETHER
+def backward(
+    x: Tensor, g: Tensor, factors: Sequence[Tensor], wanted: Sequence[bool], scale: float, kept: Tensor | None = None, at: int = 0
+) -> list[Tensor | None]:
+    """dx alone is the layer of the transposed factors. With a factor's gradient it is cublas.v3_backward, but what went into each launch
+    is computed again from x, in few launches, unless it was kept after `at` steps. Besides dx, at most one array of the size of x or
+    y exists at a time, or two if a launch does not write over its input."""
+    if not any(wanted[1:]):
+        return [kron_forward.forward(g, [w.mT for w in factors], (scale, None, None)), *[None] * len(factors)]
+    if any(w.ndim == 3 for w in factors):
+        return cublas.v3_backward(x, g, factors, wanted, scale)
+    plan = plan_of(x, g, factors)
+    if kept is None and all(wanted) and planner.better_swapped(plan):
+        return _swapped(plan, x, g, factors, scale, [None] * len(wanted))
+    return _through(plan, x, g, factors, wanted, scale, kept, at)
 
 
-def _tilings(pieces: Pieces, rows: int, target: Problem) -> Iterator[Backward]:
-    left, right = pieces
-    run = (*right, *left)
-    A, C = rows * run[-1].left, run[0].right
-    powers = [1 << n for n in range(8)]
-    if C == 1:
-        tiles = [(L, 1) for L in powers if left or L >= 8]
+def _through(
+    plan: Sequence[Backward], x: Tensor, g: Tensor, factors: Sequence[Tensor], wanted: Sequence[bool], scale: float, kept: Tensor | None,
+    at: int,
+) -> list[Tensor | None]:  # fmt: skip
+    """All launches, the last one's first."""
+    found: list[Tensor | None] = [None] * len(wanted)
+    order, n, h = steps_of(factors), len(factors), g
+    waiting: list[_Waiting] = []
+    came = functools.partial(_came, x, factors, kept, at)
+    for launch in reversed(plan):
+        n -= len(launch.steps)
+        if launch.template and all(wanted[s.factor + 1] for s in launch.steps):
+            _make_room(waiting, launch, x, factors, scale)
+            z = came(n)
+            anew, over = z is not x and z is not kept, h is not g and launch.in_place
+            out = z if anew else h.view_as(z) if over else None
+            h = _launched(launch, z, h, out, factors, found, 1.0 if n else scale, waiting)
+            del z, out
+        else:
+            h = _in_steps(launch.steps, n, came, h, factors, wanted, scale, found)
+        if not any((wanted[0], *(wanted[s.factor + 1] for s in order[:n]))):
+            break
+    found[0] = h.reshape(x.shape) if wanted[0] else None
+    _sum(waiting, scale)
+    return found
+
+
+def _make_room(waiting: list[_Waiting], launch: Backward, x: Tensor, factors: Sequence[Tensor], scale: float) -> None:
+    """Add up the waiting partial sums if, with those of the next launch, they would take more than half of the memory of x. For few rows
+    those of one launch may take as much as x."""
+    more = _blocks(launch, x)[1] * 4 * sum(factors[s.factor].numel() for s in launch.steps)
+    if sum(w.partials.nbytes for w in waiting) + more > x.nbytes // 2:
+        _sum(waiting, scale)
+
+
+def _came(x: Tensor, factors: Sequence[Tensor], kept: Tensor | None, at: int, n: int) -> Tensor:
+    """What went into step n."""
+    if planning() and n:  # calls that keep it and calls with too many rows to keep it
+        kron_forward.forward(x, factors, PLAIN, n)
+    return x if not n else kept if kept is not None and n == at else kron_forward.forward(x, factors, PLAIN, n)
+
+
+def _swapped(
+    plan: Sequence[Backward], x: Tensor, g: Tensor, factors: Sequence[Tensor], scale: float, found: list[Tensor | None]
+) -> list[Tensor | None]:
+    """The backward of two factors whose second has a fused launch. Mode products commute, so g goes back through the first one first: that
+    makes what the fused launch takes, and it is the small second one that g is multiplied by anew."""
+    (first,), (second,) = (launch.steps for launch in plan)
+    large, small = factors[first.factor][None], factors[second.factor][None]
+    h = kron_forward.mode(seen(g, large, first.q, first.right), large.mT, 1.0, len(x))
+    found[0] = fused(plan[1], x, h, None, factors, found, scale, scale)
+    del h
+    h = kron_forward.mode(seen(g, small, second.q, second.right), small.mT, 1.0, len(x))
+    z, h = seen(x, large, first.p, first.right), seen(h, large, first.q, first.right)
+    found[first.factor + 1] = contraction(z, h, scale, len(x))[0]
+    return found
+
+
+def plan_of(x: Tensor, g: Tensor, factors: Sequence[Tensor]) -> tuple[Backward, ...]:
+    return planner.backward(tuple([tuple(w.shape) for w in factors]), planned_rows(x.shape[0]), _target(x, g))
+
+
+def _target(x: Tensor, g: Tensor) -> Problem:
+    return target_of(x.dtype, x.get_device(), on_tensor_cores(x.dtype), gcd(x.data_ptr(), g.data_ptr(), 16), x.shape[0])
+
+
+def fused(
+    launch: Backward, z: Tensor, h: Tensor, out: Tensor | None, factors: Sequence[Tensor], found: list[Tensor | None],
+    scale: float, factors_scale: float,
+) -> Tensor:  # fmt: skip
+    """The gradients of a launch's factors, put into `found`, and scale times what goes back, in `out`, perhaps z or h, or a new tensor."""
+    waiting: list[_Waiting] = []
+    back = _launched(launch, z, h, out, factors, found, scale, waiting)
+    _sum(waiting, factors_scale)
+    return back
+
+
+def _launched(
+    launch: Backward, z: Tensor, h: Tensor, out: Tensor | None, factors: Sequence[Tensor], found: list[Tensor | None],
+    scale: float, waiting: list[_Waiting],
+) -> Tensor:  # fmt: skip
+    """The same, but its partial sums wait to be added up, with other launches' at once."""
+    out = torch.empty_like(z) if out is None else out
+    ws = [factors[s.factor] for s in launch.steps]
+    grads = [torch.empty_like(w, memory_format=torch.contiguous_format) for w in ws]
+    device, (blocks, sums) = z.get_device(), _blocks(launch, z)
+    partials = torch.empty((sums, sum(w.numel() for w in ws)), dtype=torch.float32, device=z.device)
+    fibers = z.shape[0] * launch.steps[-1].left
+    run = _FUSED[launch.kernel][z.dtype, launch.template].on(device)
+    geometry, shared = ((blocks, 1, 1), (launch.threads, 1, 1)), backend.spread(launch.shared, blocks, device)
+    if launch.kernel == "few_rows":
+        first, rows = wgmma.few_first_rows(fibers, z.itemsize), [t.view(fibers, -1) for t in (out, z, h)]
+        run(*geometry, shared, *pointers(partials, *rows), kron_forward.by_value(ws), 0, scale)
+        if first < fibers:
+            grid = wgmma.FEW_BLOCKS * (fibers - first), 1, 1
+            run(grid, geometry[1], shared, *pointers(partials, *[t[first:] for t in rows]), kron_forward.by_value(ws), 1, scale)
+        fibers = first
     else:
-        if C % 8:
-            tiles = [(1, R) for R in sorted({eights(ceil(C / n)) for n in range(ceil(C / 256), ceil(C / 8) + 1)})]
-        else:
-            tiles = [(1, R) for R in range(8, min(C, 257), 8) if C % R == 0]
-        tiles += [(L, eights(C)) for L in powers[1:] if C <= 16]
-    large = any(prod(s.p for s in piece) * prod(s.q for s in piece) > _LARGE for piece in pieces)
-    for (L, R), threads, stages in product(tiles, (256, 512) if large else (256, 128), (1, 2)):
-        yield from _tiling(pieces, A, C, L, R, threads, stages, target)
+        run(*geometry, shared, *pointers(partials, out, z, h), kron_forward.by_value(ws), fibers, scale)
+    waiting.append(_Waiting(launch, partials, grads, fibers))
+    for s, grad in zip(launch.steps, grads, strict=True):
+        found[s.factor + 1] = grad
+    return out
 
 
-def _tiling(pieces: Pieces, A: int, C: int, L: int, R: int, threads: int, stages: int, target: Problem) -> Iterator[Backward]:
-    left, right = pieces
-    split = _split(target)
-    (p1, q1), (p2, q2) = ((prod(s.p for s in piece), prod(s.q for s in piece)) for piece in pieces)
-    (h1, k1), (h2, k2) = ((eights(p), eights(q)) if piece else (1, 1) for p, q, piece in ((p1, q1, left), (p2, q2, right)))
-    s2 = 1 if R == 1 else padded(R)
-    sx, sg = padded(h2 * s2), padded(k2 * s2)
-    matrices = (k1 * padded(h1) if left else 0) + (h2 * padded(k2) if right else 0)
-    sums = (p1 * q1 if left else 0) + (p2 * q2 if right else 0)
-    between = 2 * L * h1 * sg if left and right else 0
-    shared = matrices * target.itemsize + max((stages * L * (h1 * sx + k1 * sg) + between) * target.itemsize, sums * 4)
-    kept = sum(4 * _share(p, q, threads // 32) for p, q, piece in ((h1, k1, left), (h2, k2, right)) if piece)
-    resident = min(target.shared // (shared + 1024), 65536 // (threads * (kept + (96 if split else 64))), 2048 // threads)
-    if not resident or kept > (_SUMS_OF_TWO if left and right and not split else _SUMS):
-        return
-    tiles = ceil(A / L) * ceil(C / R)
-    bytes_ = gcd(16, target.aligned, (gcd(p1 * p2, q1 * q2, p2, q2) if R == 1 else gcd(C, R)) * target.itemsize)
-    most = max(target.sms, A * p1 * p2 * C * target.itemsize // (4 * sums))  # with no more partial sums than numbers of x
-    blocks = min(tiles, target.sms * resident, most)
-    resident = ceil(blocks / target.sms)
-    high = ceil(h1 / 16) * 16
-    work = L * R * ((2 * k2 * high * k1 if left else 0) + ((3 if left else 2) * h1 * h2 * k2 if right else 0))
-    multiplied = work / _MULTIPLY_ADDS_US[split]
-    coarse = 1 if R == 1 or R >= C else max(1, 64 / (R * target.itemsize))
-    numbers = L * R * (2 * p1 * p2 + q1 * q2)
-    moved = numbers * target.itemsize * coarse / target.sm_bytes_us
-    multiplied += numbers * (target.itemsize / bytes_ - target.itemsize / 16) / _COPIES_US
-    alone = _WAITING if stages == 2 else _WAITING + (1 - _WAITING) / resident
-    each = max(multiplied, moved) + alone * min(multiplied, moved) + _TILE_US / resident
-    crowded = 0.0 if split else _CROWDED * max(0.0, resident * shared / target.shared - _FULL)
-    each *= (1 + _ALONE / resident) * (1 + crowded)
-    uneven = any(n & n - 1 or 1 < n < 8 for n in (p1, q1, p2, q2, C))
-    if uneven:
-        each *= _LONGER[target.itemsize, split][2 if left and right else 1 if left else 0]
-    if target.itemsize == 2 and L * R <= 64 and max(p1 * q1, p2 * q2) > _LARGE and not (left and (right or uneven)):
-        each *= _SHALLOW
-    us = 2 * LAUNCH_US + ceil(tiles / blocks) * resident * each + (matrices * target.itemsize + sums * 8) * resident / target.sm_bytes_us
-    names = [f"Merged<{text(*[f'Factor<{s.p}, {s.q}>' for s in piece])}>" for piece in pieces]
-    template = f"Backward4<{text(threads, resident, split, bytes_, stages, L, R, C, *names)}>"
-    yield Backward((*right, *left), us, template, target.sms * resident, threads, shared, (L, R))
+def _blocks(launch: Backward, z: Tensor) -> tuple[int, int]:
+    """The thread blocks and the partial sums of a launch whose input is z."""
+    fibers = z.shape[0] * launch.steps[-1].left
+    if launch.kernel == "few_rows":
+        return wgmma.FEW_BLOCKS * wgmma.few_first_rows(fibers, z.itemsize), wgmma.few_partial_sums(fibers, z.itemsize)
+    blocks = launch.blocks(fibers, z.nbytes, device_of(z.get_device()).sms)
+    return blocks, blocks
 
 
-def eights(n: int) -> int:
-    """As in backward.cuh."""
-    return ceil(n / 8) * 8
+def _sum(waiting: list[_Waiting], scale: float) -> None:
+    """scale times the sums of all partial sums, to the factors' gradients; nothing waits any more."""
+    parts: dict[int, list[tuple[Tensor, int, int]]] = {}  # a gradient, where its first partial sum is, and how far the next one is
+    for launch, partials, grads, fibers in waiting:
+        if launch.kernel == "few_rows":
+            run = _FEW_ROWS_SUM[grads[0].dtype, launch.template].on(partials.get_device())
+            shared = backend.spread(0, 256, partials.get_device())
+            run((256, 1, 1), (32, 16, 1), shared, *pointers(*grads), partials.data_ptr(), fibers, scale)
+            continue
+        at = 0
+        for grad in grads:
+            parts.setdefault(len(partials), []).append((grad, partials.data_ptr() + 4 * at, partials.shape[1]))
+            at += grad.numel()
+    for pieces, those in parts.items():
+        for first in range(0, len(those), MOST):
+            _sum_of_pieces(pieces, those[first : first + MOST], scale)
+    waiting.clear()
 
 
-def padded(n: int) -> int:
-    """As in backward.cuh."""
-    return (n + 7) // 16 * 16 + 8
+def _sum_of_pieces(pieces: int, parts: Sequence[tuple[Tensor, int, int]], scale: float) -> None:
+    grads, places, rows = zip(*parts, strict=True)
+    device, counts, unused = grads[0].get_device(), [grad.numel() for grad in grads], (0,) * (MOST - len(grads))
+    blocks = -(-sum(counts) // 32)
+    warps = 8 if blocks > 2 * device_of(device).sms else 32
+    if planning():
+        _SUM[grads[0].dtype, 40 - warps].on(device)
+    by_value = _PARTS.pack(*pointers(*grads), *unused, *places, *unused, *counts, *unused, *rows, *unused)
+    _SUM[grads[0].dtype, warps].on(device)((blocks, 1, 1), (32, warps, 1), backend.spread(0, blocks, device), by_value, pieces, scale)
 
 
-def _split(target: Problem) -> bool:
-    return target.itemsize == 4 and not target.tensor
+def _in_steps(
+    run: Sequence[Step], n: int, came: Callable[[int], Tensor], h: Tensor, factors: Sequence[Tensor], wanted: Sequence[bool],
+    scale: float, found: list[Tensor | None],
+) -> Tensor:  # fmt: skip
+    """The same by launches for each thing and for each of the steps, of which the first is step n, and for the wanted gradients alone."""
+    rows = h.numel() // (run[-1].left * run[-1].q * run[-1].right)
+    for at, s in reversed(list(enumerate(run, n))):
+        w = factors[s.factor][None]
+        h = seen(h, w, s.q, s.right)
+        if wanted[s.factor + 1]:
+            found[s.factor + 1] = contraction(seen(came(at), w, s.p, s.right), h, scale, rows)[0]
+        h = kron_forward.mode(h, w.mT, 1.0 if at else scale, rows)
+    return h
 
 
-def _share(m: int, n: int, warps: int) -> int:
-    """How many 16 x 8 sums of a gradient a warp keeps: Sums of backward.cuh."""
-    rows, columns, used = ceil(m / 16), ceil(n / 8), 1
-    while rows * columns > 4 and 2 * used <= warps and (rows % 2 == 0 or columns % 2 == 0 or rows * columns > _UNEVEN):
-        if 2 * rows >= columns if rows % 2 == columns % 2 else rows % 2 == 0:
-            rows = ceil(rows / 2)
-        else:
-            columns = ceil(columns / 2)
-        used *= 2
-    return rows * columns
+def contraction(z: Tensor, h: Tensor, scale: float, rows: int | None = None) -> Tensor:
+    """contraction by v4's kernel, of one sample. `rows`: of the layer, if z has more for the factors to the left."""
+    _, A, p, C = z.shape
+    if not A * C:
+        return cublas.contraction(z, h, scale)
+    device = z.get_device()
+    target = target_of(z.dtype, device, on_tensor_cores(z.dtype), gcd(z.data_ptr(), h.data_ptr(), 16))
+    planned, q = A // (rows or A) * planned_rows(rows or A), h.shape[2]
+    plan, _ = gradient_of(planned, p, q, C, target)
+    if not plan:
+        return cublas.contraction(z, h, scale)
+    pieces, grad = plan.pieces(A, C), torch.empty((1, p, q), dtype=z.dtype, device=z.device)
+    partials = torch.empty((pieces, p, q), dtype=torch.float32, device=z.device)
+    geometry = (pieces * plan.tiles, 1, 1), (plan.threads, 1, 1), backend.spread(plan.shared, pieces * plan.tiles, device)
+    _GRADIENT[z.dtype, plan.template].on(device)(*geometry, *pointers(partials, z, h), A, C, pieces)
+    _sum_of_pieces(pieces, [(grad, partials.data_ptr(), p * q)], scale)
+    return grad
+
+
+def instances(dtype: torch.dtype) -> list[Kernel]:
+    target = target_of(dtype, backend.SIMULATED, on_tensor_cores(dtype), 16)
+    gradients = [gradient(64, f, f, C, target) for f, C in ((8, 64), (64, 1))]
+    made = [_GRADIENT[dtype, one.template] for one in gradients if one]
+    if dtype.itemsize <= 4:
+        older = target._replace(device=target.device._replace(capability=80, shared_bytes=161 << 10))  # without features of sm_90 alone
+        launches = [launch for f, n in COMMON for launch in planner.backward(((f, f),) * n, 64, older)]
+        made += [
+            *[_FUSED["tile"][dtype, launch.template] for launch in launches if launch.template],
+            *[_SUM[dtype, warps] for warps in (8, 32)],
+        ]
+    return made

@@ -85,8 +85,17 @@ def _note(dims: Sequence[int], itemsize: int) -> str:
     return f"state size {prod(sizes)} ({' x '.join(map(str, sizes))}), {rows} rows; arithmetic intensity {intensity:.1f} flop/byte forward"
 
 
-# Of groups.py, pages.py and split.py forward; "group", "split", "split_one" and "quarter" backward.
-CANDIDATES = "group", "lanes", "registers", "sixteen", "slice", "split", "both", "pages", "wide", "piles", "split_one", "quarter", "cublas"
+CANDIDATES = (
+    "tile",
+    "small_factors",
+    "small_factors_mma",
+    "chain_wgmma",
+    "split_wgmma",
+    "split_wgmma_pair",
+    "split_wgmma_one",
+    "few_rows",
+    "cublas",
+)
 
 
 def _buckets(dims: tuple[int, ...]) -> list[tuple[int, ...]]:

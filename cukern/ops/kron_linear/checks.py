@@ -10,7 +10,7 @@ from torch import Tensor
 from cukern.ops.kron_linear.reference import width
 from cukern.runtime import backend, checks, interop
 
-PLAIN = frozenset({Tensor, torch.nn.Parameter})  # types of tensors that nobody listens to
+PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter})  # types without __torch_function__ handlers
 COMPLEX = (torch.complex64, torch.complex128)
 
 
@@ -40,7 +40,7 @@ def _are_plain(x: Any, factors: Any, bias: Any, residual: Any) -> bool:
         torch.compiler.is_compiling()
         or type(factors) not in (list, tuple)
         or not factors
-        or type(x) not in PLAIN
+        or type(x) not in PLAIN_TYPES
         or x.dtype not in checks.FLOATS
     ):
         return False
@@ -50,7 +50,9 @@ def _are_plain(x: Any, factors: Any, bias: Any, residual: Any) -> bool:
     if residual is not None:
         every.append(residual)
     for t in every:
-        if type(t) not in PLAIN or t.dtype != dtype or t.device != device or t.layout is not torch.strided or t.is_neg() or t.is_nested:
+        if type(t) not in PLAIN_TYPES or t.dtype != dtype or t.device != device:
+            return False
+        if t.layout is not torch.strided or t.is_neg() or t.is_nested:
             return False
     return True
 

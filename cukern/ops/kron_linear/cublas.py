@@ -1,18 +1,21 @@
-"""One factor of kron_linear, and the gradient of one, by torch's matmul, which is cuBLAS: of 16 bits and in TF32 large ones, and those
-whose sizes v4's kernels have no good tiles for. Autocast leaves alone a product that goes to a tensor that is given, and a sum whose dtype
-is given."""
+"""One factor of kron_linear, and the gradient of one, by torch's matmul (cuBLAS): for large factors in 16 bits and TF32, and for sizes that
+v4's kernels have no good tiles for. Autocast does not change a product with an `out` tensor or with an `out_dtype`.
 
-import functools
-from collections.abc import Sequence
+And v3, whose kernel multiplies by one factor: a GEMM whose rows are fibers, read from and written to their places. For it an array is
+(S, A, p, C), contiguous, and a factor (S, p, q) of any strides; see kernels_cu/kron_linear/kron_linear.cu.
+"""
+
+from collections.abc import Iterator, Sequence
 from math import ceil
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from cukern.ops.kron_linear.plan import Problem, Step
-from cukern.ops.kron_linear.v3 import Epilogue
+from cukern.ops.kron_linear.plan import Problem, Step, steps_of
+from cukern.ops.kron_linear.reference import PLAIN, Epilogue, seen
 from cukern.runtime.autocast import off
-from cukern.runtime.kernel import planning
+from cukern.runtime.kernel import Kernel, Template, planning
 
 # On one H200, 2048 rows of two factors, us by torch and by v4's kernel. bfloat16: (168, 176) the right one 94, 114, the left one 87, 183;
 # (128, 86), of which the rows are not aligned, 66, 217, and the right one 61, 50; in TF32 (160, 160) 130, 202, and 219, 238.
@@ -23,15 +26,15 @@ TURN_US, TURNED = 8.0, 1 << 22  # to turn a factor for TF32, where z has so many
 BANDWIDTH = {2: 24 / 31, 4: 24 / 31, 8: 8 / 31}  # of a copy's
 # flops of a multiprocessor in TF32, if nothing is to the right, or else; it multiplies tiles of 64 numbers, of 128 at least, or else of 128
 TF32_WORK_US = {True: 1_050_000.0, False: 1_250_000.0}
-UNALIGNED = {2: 0.48, 4: 0.6, 8: 1.0}  # so much slower where rows do not begin at multiples of 16 bytes
-# multiplications of a multiprocessor in a gradient: of 16 bits, in TF32, in float
+UNALIGNED = {2: 0.48, 4: 0.6, 8: 1.0}  # bandwidth / usual bandwidth if rows do not begin at multiples of 16 bytes
+# multiply-adds per SM in a gradient: 16 bits, TF32, float
 GRADIENT_US = {2: 1_000_000.0, 4: 600_000.0, 8: 170_000.0}
-MARGIN = 1.05  # by so much it must be faster
-MOST_SUMS = 128  # rows and columns of our kernel's tile of sums
+MARGIN = 1.05  # cuBLAS must be this much faster than a kernel
+PARTS = 4  # z and h are transposed in this many parts for a gradient
 
 
 def us(step: Step, rows: int, target: Problem) -> float:
-    """About how long it takes."""
+    """The predicted time of one factor."""
     last, size = step.right == 1, target.itemsize
     moved: float = rows * step.left * step.right * (step.p + step.q) * size
     aligned = all(n * size % 16 == 0 for n in (step.p, step.q, *(() if last else (step.right,))))
@@ -52,9 +55,33 @@ def _tiled(n: int) -> int:
     return max(128, ceil(n / 64) * 64)
 
 
-def faster(step: Step, rows: int, target: Problem, us_of_kernel: float) -> bool:
-    """Whether it is chosen, where there is a kernel. Strict float32 never is: there cuBLAS has no tensor cores."""
-    return target.itemsize < 8 and (target.tensor or target.itemsize == 2) and MARGIN * us(step, rows, target) < us_of_kernel
+class Cublas(NamedTuple):
+    """One factor."""
+
+    steps: tuple[Step, ...]
+    us: float
+    kernel: str = "cublas"
+    handicap: float = MARGIN
+    threads: int = 0
+    blocks: int = 1
+    slices: int = 1
+    L: int = 1
+    R: int = 1
+    shared: int = 0
+    products: int = 1
+
+    def template(self, added: bool = False) -> str:
+        return ""
+
+
+def launch(run: Sequence[Step], rows: int, target: Problem) -> Cublas:
+    return Cublas(tuple(run), us(run[0], rows, target))
+
+
+def forward(run: Sequence[Step], rows: int, target: Problem) -> Iterator[Cublas]:
+    """Strict float32 has no tensor cores there."""
+    if len(run) == 1 and target.itemsize < 8 and (target.tensor or target.itemsize == 2):
+        yield launch(run, rows, target)
 
 
 @torch.no_grad()
@@ -81,56 +108,98 @@ def mode_product(z: Tensor, w: Tensor, step: Step, epilogue: Epilogue, out: Tens
     return out
 
 
-@functools.lru_cache(512)
-def better_gradient(A: int, p: int, q: int, right: int, target: Problem, us_of_kernel: float) -> float | None:
-    """About how long torch takes for a factor's gradient, where it is to make that, since our kernel would read z and h for several tiles
-    of sums; else None."""
-    fits = right == 1 or (target.itemsize == 4 and p * q <= A * p * right // 4)  # see contraction
-    if max(p, q) <= MOST_SUMS or not fits:
-        return None
-    us = _us_of_gradient(A, p, q, right, target)
-    return us if right == 1 or MARGIN * us < us_of_kernel else None
-
-
-def _us_of_gradient(A: int, p: int, q: int, right: int, target: Problem) -> float:
-    """About how long it takes, for z (A, p, right) and h (A, q, right)."""
-    size, multiprocessors, launches = target.itemsize, target.sms, 2
-    moved, rate = A * (p + q) * right * size, GRADIENT_US[2 if size == 2 else 4 if target.tensor else 8]
-    if right == 1:
-        aligned, us = p * size % 16 == q * size % 16 == 0, max(A * p * _tiled(q) / rate, moved / (BANDWIDTH[2] * target.sm_bytes_us))
-    else:
-        side, launches = 128 if target.tensor else 64, 3 * ceil(A / _at_once(A, q, right))
-        aligned = right * size % 16 == 0
-        us = A * right * ceil(p / side) * ceil(q / side) * side**2 / rate + 2 * A * p * q * size / (BANDWIDTH[2] * target.sm_bytes_us)
-    return launches * GRADIENT_START_US + us / (multiprocessors * (1 if aligned else UNALIGNED[min(size, 4)]))
-
-
-def _at_once(A: int, q: int, right: int) -> int:
-    """How many a's products take a quarter of z's memory."""
-    return max(1, A * right // (4 * q))
+def us_of_gradient(A: int, p: int, q: int, right: int, target: Problem) -> float:
+    """About how long the gradient of a factor takes, for z (A, p, right) and h (A, q, right)."""
+    size, rate = target.itemsize, GRADIENT_US[2 if target.itemsize == 2 else 4 if target.tensor else 8]
+    aligned, moved = p * size % 16 == q * size % 16 == 0, A * (p + q) * right * size / (BANDWIDTH[2] * target.sm_bytes_us)
+    us = max(A * right * p * _tiled(q) / rate, moved) + (2 * moved if right > 1 else 0.0)
+    launches = 2 if right == 1 else 3 * PARTS
+    return launches * GRADIENT_START_US + us / (target.sms * (1 if aligned else UNALIGNED[min(size, 4)]))
 
 
 @torch.no_grad()
 def contraction(z: Tensor, h: Tensor, scale: float) -> Tensor:
-    """The gradient (p, q) of a factor, scale times the sum of z[a] h[a]^T, for z (A, p, right) and h (A, q, right). Those products of
-    so many a at a time as take a quarter of z's memory; where right is 1, one product."""
-    (A, p, right), q = z.shape, h.shape[1]
-    if planning():
-        return z.new_empty(p, q)
-    if right > 1:
-        part, total = _at_once(A, q, right), z.new_zeros(p, q)
-        products = z.new_empty(part, p, q)
-        for i in range(0, A, part):
-            n = min(part, A - i)
-            total += torch.bmm(z[i : i + n], h[i : i + n].mT, out=products[:n]).sum(0, dtype=z.dtype)
-        return total.mul_(scale)
-    z, h = z[:, :, 0], h[:, :, 0]
-    if z.itemsize > 2 or not z.is_cuda:
-        return torch.mm(z.mT, h, out=z.new_empty(p, q)).mul_(scale)
-    with off(z):
-        return torch.mm(z.mT, h, out_dtype=torch.float32).mul_(scale).to(z.dtype)  # else cuBLAS may add parts of a long sum in 16 bits
+    """The gradient (S, p, q) of a factor, scale times the sum over a and c of z[s, a, k, c] h[s, a, j, c], for z (S, A, p, C) and h
+    (S, A, q, C). Where C is not 1 they are transposed first, a part of the a's at a time."""
+    (S, A, p, C), q = z.shape, h.shape[2]
+    if planning() or not A * C:
+        return z.new_zeros(S, p, q)
+    total = torch.zeros((), dtype=torch.float32 if z.itemsize == 2 else z.dtype, device=z.device)
+    for pair in zip(*(t.chunk(1 if C == 1 else PARTS, 1) for t in (z, h)), strict=True):
+        a, b = (t.transpose(2, 3).reshape(S, -1, t.shape[2]) for t in pair)
+        total = total + _product(a.mT, b)
+    return total.mul_(scale).to(z.dtype)
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """a b. For 16-bit types the result is float32, because cuBLAS may add partial sums in the type of the result."""
+    if a.itemsize > 2 or not a.is_cuda:
+        a, b = (t.float() if t.itemsize == 2 else t for t in (a, b))
+        return torch.bmm(a, b, out=a.new_empty(*a.shape[:2], b.shape[2]))
+    with off(a):
+        return torch.bmm(a, b, out_dtype=torch.float32)
 
 
 def _dense(strides: Sequence[int], columns: int) -> bool:
     """Whether the numbers of a row lie side by side, and rows do not overlap."""
     return strides[1] == 1 and strides[0] >= columns
+
+
+# ---- v3
+
+_V3 = Template("kron_linear/kron_linear.cu", "kron_linear_v3")
+_BLOCK = (256, 1, 1)
+_WIDTHS = 8, 64  # columns of a block's tile: the least that is enough, else the last
+
+
+def v3_product(z: Tensor, w: Tensor, epilogue: Epilogue = PLAIN) -> Tensor:
+    """out[s, a, j, c] = scale * sum over k of z[s, a, k, c] w[s, k, j], plus bias and residual: one launch."""
+    samples, A, p, C = z.shape
+    q, (scale, bias, residual) = w.shape[2], epilogue
+    out = torch.empty((samples, A, q, C), dtype=z.dtype, device=z.device)
+    if out.numel():
+        columns = _tile(q)
+        grid = samples * -(-A * C // (4096 // columns)) * -(-q // columns)
+        pointers = (0 if t is None else t.data_ptr() for t in (out, z, w, bias, residual))
+        launch = _V3[z.dtype, columns].on(z.get_device())
+        launch((grid, 1, 1), _BLOCK, 0, *pointers, A, p, q, C, *w.stride(), scale, 1 if bias is None else bias.numel())
+    return out
+
+
+def v3_forward(x: Tensor, factors: Sequence[Tensor], epilogue: Epilogue) -> Tensor:
+    """x (rows, prod p) times the factors, one launch each."""
+    z, order = x, steps_of(factors)
+    for step in order:
+        w = factors[step.factor]
+        w = w if w.ndim == 3 else w[None]
+        z = v3_product(seen(z, w, step.p, step.right), w, epilogue if step is order[-1] else PLAIN)
+    return z.view(x.shape[0], -1)
+
+
+def v3_backward(x: Tensor, g: Tensor, factors: Sequence[Tensor], wanted: Sequence[bool], scale: float) -> list[Tensor | None]:
+    """With Z_0 = x and Z_i = Z_(i-1) x_i W_i the layer is Z_n. With H_n = g and H_(i-1) = H_i x_i W_i^T, dx is H_0, and dW_i is the sum of
+    Z_(i-1) H_i over every index but i. The Z are computed again."""
+    order, ws = steps_of(factors), [w if w.ndim == 3 else w[None] for w in factors]
+    last = max((n for n, s in enumerate(order) if wanted[s.factor + 1]), default=0)  # no Z after it is of use
+    zs, h = [x], g
+    for s in order[:last]:
+        zs.append(v3_product(seen(zs[-1], ws[s.factor], s.p, s.right), ws[s.factor]))
+    found: list[Tensor | None] = [None] * len(wanted)
+    for n, s in reversed(list(enumerate(order))):
+        w = ws[s.factor]
+        h = seen(h, w, s.q, s.right)
+        if wanted[s.factor + 1]:
+            found[s.factor + 1] = contraction(seen(zs[n], w, s.p, s.right), h, scale).reshape(factors[s.factor].shape)
+        if not wanted[0] and not any(wanted[earlier.factor + 1] for earlier in order[:n]):
+            return found
+        h = v3_product(h, w.mT, (1.0 if n else scale, None, None))
+    found[0] = h.reshape(x.shape)
+    return found
+
+
+def _tile(n: int) -> int:
+    return next((width for width in _WIDTHS if n <= width), _WIDTHS[-1])
+
+
+def v3_instances(dtype: torch.dtype) -> list[Kernel]:
+    return [_V3[dtype, width] for width in _WIDTHS]

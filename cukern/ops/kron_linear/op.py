@@ -5,26 +5,54 @@ multiply by x.reshape(.., p) @ w in a loop over the factors have the reverse: th
 takes its DIMS in that order, as the program that it is compared with does.)
 
 A row is an array of p_1 x .. x p_n numbers, and each factor a matrix product along one of its indices; they commute, so those that shrink
-the array come first (kron_plan.py). The derivatives are in kron_chain.py, the kernels' table in kron_versions.py,
-their launches in kron_v3.py, kron_v4.py and kron_v4_backward.py.
+the array come first (plan.py). planner.py chooses the launches, forward.py and backward.py make them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from cukern.ops.kron_linear import backward as kron_backward
 from cukern.ops.kron_linear import checks as kron_checks
-from cukern.ops.kron_linear import launch_cache
+from cukern.ops.kron_linear import cublas
+from cukern.ops.kron_linear import forward as kron_forward
 from cukern.ops.kron_linear.autograd import product
-from cukern.ops.kron_linear.reference import PRODUCTS, movedim_product
-from cukern.ops.kron_linear.versions import VERSIONS, with_epilogue
+from cukern.ops.kron_linear.reference import PRODUCTS, Epilogue, movedim_product, with_epilogue
 from cukern.ops.matmul import torch_matmul
 from cukern.runtime import backend, checks
+from cukern.runtime.kernel import Kernel
+from cukern.runtime.registry import Version
 
 _transforms = torch._C._are_functorch_transforms_active
 _tracing = torch.compiler.is_dynamo_compiling
+
+
+def _v4_instances(dtype: torch.dtype) -> list[Kernel]:
+    return [*kron_forward.instances(dtype), *kron_backward.instances(dtype), *cublas.v3_instances(dtype)]
+
+
+def _by_torch(version: str) -> Callable[[Tensor, Sequence[Tensor], Epilogue], Tensor]:
+    def forward(x: Tensor, factors: Sequence[Tensor], epilogue: Epilogue) -> Tensor:
+        return with_epilogue(PRODUCTS[version](x, factors), epilogue)
+
+    return forward
+
+
+# v1 and v2 are torch, and torch differentiates them.
+VERSIONS = {
+    "v1": Version("x @ w and movedim, in torch", _by_torch("v1")),
+    "v2": Version("w^T @ x^T and reshape, in torch", _by_torch("v2")),
+    "v3": Version("one GEMM a factor, read and written in place", cublas.v3_forward, cublas.v3_backward, cublas.v3_instances),
+    "v4": Version(
+        "a group of factors a launch, in shared memory, compiled for their sizes",
+        kron_forward.forward,
+        kron_backward.backward,
+        _v4_instances,
+        requires=80,
+    ),
+}
 
 
 def kron_linear(
@@ -37,6 +65,8 @@ def kron_linear(
     version: str | None = None,
 ) -> Tensor:
     """scale * x @ torch.kron(torch.kron(W1, W2), ..) + bias + residual, differentiable any number of times, backward and forward.
+
+    Higher derivatives and forward-mode tangents use torch's operations.
 
     Args:
         x: (..., p_1 * .. * p_n), float16, bfloat16, float32 or float64: a tensor, or an array that speaks DLPack. Copied first if it is not
@@ -67,8 +97,8 @@ def kron_linear(
     Raises TypeError for another dtype, or two, and for arguments of another type; ValueError for no factors, shapes that do not fit, two
     devices, a scale that is not finite, or an unknown version.
     """
-    usual = bias is residual is version is None and launch_cache.usual(x, factors, scale)
-    call = launch_cache.known(x, factors, scale) if usual else None
+    usual = bias is residual is version is None and kron_forward.usual(x, factors, scale)
+    call = kron_forward.known(x, factors, scale) if usual else None
     if call:
         return call(x, factors)
     x, factors, bias, residual = kron_checks.tensors(x, factors, bias, residual)
@@ -77,14 +107,19 @@ def kron_linear(
     if type(scale) is not float or not abs(scale) <= checks.FLOAT32_MAX:
         scale = kron_checks.scale(scale, x.dtype)
     rows = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
-    if version in PRODUCTS or not (x.is_cuda or backend.simulates(x)) or x.is_complex() or (not _tracing() and _transforms()):
+    if version in PRODUCTS or _in_torch(x):
         y = PRODUCTS.get(version or "", movedim_product)(rows, factors)
         return with_epilogue(y.reshape(shape), (scale, bias, residual))
     if usual:
-        launch_cache.remember(x, factors, scale)
+        kron_forward.remember(x, factors, scale)
     flat = residual if residual is None or x.ndim == 2 else residual.reshape(-1, shape[-1])
     y = product(rows, factors, bias, flat, scale, version or "")
     return y if x.ndim == 2 else y.view(shape)
+
+
+def _in_torch(x: Tensor) -> bool:
+    """Whether kernels do not take x."""
+    return not (x.is_cuda or backend.simulates(x)) or x.is_complex() or (not _tracing() and _transforms())
 
 
 def lokr_linear(
@@ -100,7 +135,7 @@ def lokr_linear(
 
     Returns (..., q1 * q2). Autocast: as in `kron_linear`. Raises as it does, with W1 and W2 transposed as its factors.
     """
-    plain = type(w1) in kron_checks.PLAIN and type(w2) in kron_checks.PLAIN
+    plain = type(w1) in kron_checks.PLAIN_TYPES and type(w2) in kron_checks.PLAIN_TYPES
     if not plain or w1.ndim < 2 or w2.ndim < 2 or w1.is_nested or w2.is_nested:
         x, w1, *parts = kron_checks.lokr(x, w1, w2)
         w2 = torch_matmul(*parts) if len(parts) == 2 else parts[0]

@@ -3,10 +3,15 @@
 import functools
 from collections.abc import Sequence
 from math import ceil, prod
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
 
 from cukern.runtime.device import Device
 
+MOST = 8  # factors in a launch, as in tile.cuh
+LAUNCH_US = 2.5
+START_US = 1.5  # from a block's start to its first numbers
 L2_BYTES = 24 << 20  # inputs and outputs of up to this size stay in the L2 cache
 Sizes = tuple[tuple[int, int], ...]  # (p, q) of each factor, in torch.kron's order
 
@@ -19,6 +24,7 @@ class Problem(NamedTuple):
     tensor: bool = False  # tensor cores may multiply in TF32, which represents 16-bit numbers exactly
     aligned: int = 16  # addresses are multiples of this
     whole: bool = True  # the number of rows is a multiple of 32
+    bfloat: bool = False  # bfloat16
 
     @property
     def shared(self) -> int:
@@ -48,6 +54,34 @@ class Step(NamedTuple):
     right: int
 
 
+class Launch(Protocol):
+    """A launch of the forward: the candidates' plans."""
+
+    @property
+    def kernel(self) -> str: ...  # the candidate's name
+    @property
+    def steps(self) -> tuple[Step, ...]: ...
+    @property
+    def us(self) -> float: ...
+    @property
+    def handicap(self) -> float: ...
+    @property
+    def threads(self) -> int: ...  # of a block; 0: cuBLAS
+    @property
+    def blocks(self) -> int: ...  # that a multiprocessor holds
+    @property
+    def slices(self) -> int: ...  # blocks that share a tile
+    @property
+    def L(self) -> int: ...  # fibers of a tile
+    @property
+    def R(self) -> int: ...  # columns of a tile
+    @property
+    def shared(self) -> int: ...  # bytes
+    @property
+    def products(self) -> int: ...  # on tensor cores for each product
+    def template(self, added: bool = False) -> str: ...  # the kernel's template argument; `added`: with a bias or a residual
+
+
 class Backward(NamedTuple):
     """The backward of neighbouring factors in one launch; without a template by one launch for each thing."""
 
@@ -58,7 +92,7 @@ class Backward(NamedTuple):
     threads: int = 0
     shared: int = 0  # bytes
     tile: tuple[int, int] = (1, 1)  # fibers and columns
-    kernel: str = "group"  # or "split", "split_one", "quarter"
+    kernel: str = "tile"
 
     def blocks(self, fibers: int, input_bytes: int, sms: int) -> int:
         """Thread blocks, each with partial sums of the gradients. The sums take no more memory than the input, but each SM has a block."""
@@ -68,8 +102,8 @@ class Backward(NamedTuple):
 
     @property
     def in_place(self) -> bool:
-        """Whether what goes back may be written over what came: a tile lies in the same place, and no other block reads it."""
-        return self.kernel != "quarter" and all(s.p == s.q for s in self.steps)
+        """True if dx may overwrite the input: a tile has the same place in both, and no other block reads it."""
+        return self.kernel != "few_rows" and all(s.p == s.q for s in self.steps)
 
 
 def planned_rows(rows: int) -> int:
@@ -113,6 +147,10 @@ def steps(sizes: Sizes) -> tuple[Step, ...]:
     return tuple(found)
 
 
+def steps_of(factors: Sequence[Tensor]) -> tuple[Step, ...]:
+    return steps(tuple((w.shape[-2], w.shape[-1]) for w in factors))
+
+
 def multiply_adds(order: Sequence[tuple[int, int]], row: int) -> int:
     """Multiply-adds for one row of `row` numbers, if the factors are taken in this order."""
     total = 0
@@ -120,3 +158,14 @@ def multiply_adds(order: Sequence[tuple[int, int]], row: int) -> int:
         row = row // p * q
         total += row * p
     return total
+
+
+def in_order(sizes: Sizes) -> tuple[Step, ...]:
+    """The steps from the rightmost factor to the leftmost, whatever that costs."""
+    n = len(sizes)
+    return tuple(Step(i, prod(p for p, _ in sizes[:i]), *sizes[i], prod(q for _, q in sizes[i + 1 :])) for i in reversed(range(n)))
+
+
+def text(*values: object) -> str:
+    """Template arguments."""
+    return ", ".join(str(v).lower() if isinstance(v, bool) else str(v) for v in values)

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from cukern.ops.matmul import torch_matmul
 
+Epilogue = tuple[float, Tensor | None, Tensor | None]  # scale, bias, residual
+PLAIN: Epilogue = (1.0, None, None)
 Product = Callable[[Tensor, Sequence[Tensor]], Tensor]
 
 
@@ -40,9 +42,21 @@ def samples_of(factors: Sequence[Tensor]) -> int:
     return next((w.shape[0] for w in factors if w.ndim == 3), 1)
 
 
+def seen(z: Tensor, w: Tensor, n: int, right: int) -> Tensor:
+    """The array as a factor w (S, p, q) sees it, whose index has n places: (S, A, n, C)."""
+    return z.reshape(w.shape[0], z.numel() // max(w.shape[0] * n * right, 1), n, right)
+
+
 def width(factors: Sequence[Tensor], side: int) -> int:
     """The number of inputs (side -2) or outputs (side -1) of the layer."""
     return prod([w.shape[side] for w in factors])  # a list: torch.compile takes no generator
+
+
+def with_epilogue(product: Tensor, epilogue: Epilogue) -> Tensor:
+    scale, bias, residual = epilogue
+    y = product if scale == 1.0 else product * scale
+    y = y if bias is None else y + bias
+    return y if residual is None else y + residual
 
 
 PRODUCTS: dict[str, Product] = {"v1": movedim_product, "v2": transposed_product}

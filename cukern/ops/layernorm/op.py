@@ -225,10 +225,6 @@ def _with_residual(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, *,
     return layernorm(x, weight, bias, residual=residual, version=version)
 
 
-def _reference(arguments: Callable[..., Any], *inputs: Tensor) -> Any:
-    return reference(*arguments(*inputs))
-
-
 def _make(inputs: Sequence[str], dims: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> tuple[Tensor, ...]:
     return tuple(torch.randn(dims if name in ("x", "residual") else dims[1:], dtype=dtype, device=device) for name in inputs)
 
@@ -257,7 +253,8 @@ for _name, _function, _inputs, _arguments in (
 ):
     register(
         Op(
-            name=_name, stem="layernorm", variants=row_counts, function=_function, reference=partial(_reference, _arguments),
+            name=_name, stem="layernorm", variants=row_counts, function=_function, 
+            reference=lambda *inputs, arguments=_arguments: reference(*arguments(*inputs)),
             versions=VERSIONS, dtypes=checks.FLOATS, dims="ROWS COLUMNS", make=partial(_make, _inputs), inputs=_inputs,
             cost=partial(_cost, 4 if "residual" in _inputs else 2), bound="memory", magnitude=partial(_magnitude, _arguments),
             check_dims=((1, 1), (129, 65), (64, 1000), (1000, 768), (33, 4096), (33, 8200), (5, 40_000)),

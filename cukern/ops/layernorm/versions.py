@@ -16,7 +16,7 @@ from cukern.runtime import backend
 from cukern.runtime.device import cached, device_of
 from cukern.runtime.kernel import Kernel, Template
 from cukern.runtime.registry import Version
-from cukern.runtime.tensors import VECTOR_BYTES, aligned, pointers, wide
+from cukern.runtime.tensors import VECTOR_BYTES, aligned, pointers, row_strides, wide
 
 V1_THREADS = 256
 _V1_BLOCKS = 1 << 20  # the most blocks of v1, which loop over rows
@@ -95,17 +95,13 @@ def _plan_for(newest: bool, backward: bool, x: Tensor, weight: Tensor | None, rm
     return plan, min(-(-x.shape[0] // plan.block[1]), plan.blocks)
 
 
-def _row_strides(*tensors: Tensor | None) -> list[int]:
-    return [0 if t is None else t.stride(0) for t in tensors]
-
-
 def _forward(
     newest: bool, y: Tensor, s: Tensor | None, stats: Tensor, x: Tensor, residual: Tensor | None, weight: Tensor | None,
     bias: Tensor | None, eps: float, rms: bool,
 ) -> None:  # fmt: skip
     plan, blocks = _plan_for(newest, False, x, weight, rms, bias, y, s, residual)
     addresses = pointers(y, s, stats, x, residual, weight, bias)
-    plan.launch((blocks, 1, 1), plan.block, 0, *addresses, *x.shape, *_row_strides(x, residual), eps)
+    plan.launch((blocks, 1, 1), plan.block, 0, *addresses, *x.shape, *row_strides(x, residual), eps)
 
 
 def _backward(
@@ -119,12 +115,12 @@ def _backward(
     partials = None if dweight is None else stats.new_empty(2, groups, columns)
     shared = 2 * columns * stats.itemsize if dweight is not None and plan.block[1] > 1 else 0
     addresses = pointers(dx, *([partials] if plan.adds else []), s, dy, ds, stats, weight)
-    plan.launch((blocks, 1, 1), plan.block, shared, *addresses, rows, columns, *_row_strides(s, dy, ds))
+    plan.launch((blocks, 1, 1), plan.block, shared, *addresses, rows, columns, *row_strides(s, dy, ds))
     if dweight is None or partials is None:
         return
     if not plan.adds:
         launch, grid = _PARTIALS[s.dtype].on(device), (-(-columns // V1_THREADS), groups, 1)
-        launch(grid, (V1_THREADS, 1, 1), 0, *pointers(partials, s, dy, stats), rows, columns, *_row_strides(s, dy))
+        launch(grid, (V1_THREADS, 1, 1), 0, *pointers(partials, s, dy, stats), rows, columns, *row_strides(s, dy))
     add, grid = _ADD[stats.dtype, dweight.dtype].on(device), (-(-columns // 16), 1 if dbias is None else 2, 1)
     add(grid, (16, 32, 1), 0, *pointers(dweight, dbias, partials), groups, columns)
 

@@ -25,6 +25,7 @@ class Epilogue(NamedTuple):
         return self.bias is None and self.activation == 0 and self.pre is None
 
 
+NO_EPILOGUE = Epilogue()
 _OUT = {  # of a tensor of products, into another
     "gelu": lambda x, out: torch.ops.aten.gelu.out(x, approximate="none", out=out),
     "gelu_tanh": lambda x, out: torch.ops.aten.gelu.out(x, approximate="tanh", out=out),

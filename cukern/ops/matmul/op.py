@@ -1,7 +1,7 @@
 """matmul and linear: the public functions, and their entries in the registry."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -43,7 +43,9 @@ def matmul(a: Any, b: Any, *, precision: str | None = None, version: str | None 
 
     Raises TypeError for another dtype or two different dtypes; ValueError for shapes that do not fit, two devices, or an unknown option.
     """
-    a, b = _inputs("matmul", version, a=a, b=b)
+    plain = _need_no_checks(a, b)
+    if not plain or version is not None:
+        a, b = _inputs("matmul", version, plain, a=a, b=b)
     options = checked(precision), version or ""
     if a.ndim < 2 or b.ndim < 2:
         raise ValueError(f"a must be (..., M, K) and b (..., K, N), got {tuple(a.shape)} and {tuple(b.shape)}")
@@ -54,7 +56,7 @@ def matmul(a: Any, b: Any, *, precision: str | None = None, version: str | None 
         )
     if b.ndim > 2:
         return _by_batch(a, b, *options)
-    return torch.matmul(a, b) if _calls_torch(a, options) else _by_rows(a, b, None, *options)
+    return torch.matmul(a, b) if _calls_torch(a, options, plain) else _by_rows(a, b, None, *options)
 
 
 def linear(
@@ -88,14 +90,19 @@ def linear(
 
     Returns (..., N), contiguous. Copies, autocast and errors as in `matmul`.
     """
-    x, weight, bias, residual = _inputs("linear", version, x=x, weight=weight, bias=bias, residual=residual)
-    shape = _check_linear(x, weight, bias, residual)
+    plain = _need_no_checks(x, weight, bias, residual)
+    if not plain or version is not None:
+        x, weight, bias, residual = _inputs("linear", version, plain, x=x, weight=weight, bias=bias, residual=residual)
+    _check_linear(x, weight, bias, residual)
     keep, options = checks.flag("return_pre_activation", return_pre_activation), (checked(precision), version or "")
     which = 0 if activation is None else ACTIVATIONS.index(checks.choice("activation", activation, ACTIVATIONS[1:]))
     if accumulate_into is not None:
         _check_accumulator(accumulate_into, weight)
     elif not which and residual is None and not keep:
-        return torch.nn.functional.linear(x, weight, bias) if _calls_torch(x, options) else _by_rows(x, weight.t(), bias, *options)
+        if _calls_torch(x, options, plain):
+            return torch.nn.functional.linear(x, weight, bias)
+        return _by_rows(x, weight.t(), bias, *options)
+    shape = (*x.shape[:-1], weight.shape[0])
     rows, residual = _as_rows(x), None if residual is None else _as_rows(residual)
     if x.is_cuda or backend.simulates(x):
         out, pre = fused_linear.fused(rows, weight, bias, residual, accumulate_into, which, keep, *options)
@@ -106,18 +113,16 @@ def linear(
     return (out.view(shape), pre.view(shape)) if keep else out.view(shape)
 
 
-def _check_linear(x: torch.Tensor, weight: torch.Tensor, bias: Any, residual: Any) -> tuple[int, ...]:
-    """The shape of the result."""
-    if x.ndim < 1 or weight.ndim != 2:
-        raise ValueError(f"x must be (..., K) and weight (N, K), got {tuple(x.shape)} and {tuple(weight.shape)}")
-    if x.shape[-1] != weight.shape[1]:
-        raise ValueError(f"the last dimension of x, {x.shape[-1]}, must equal the last of weight, {weight.shape[1]}")
-    shape = (*x.shape[:-1], weight.shape[0])
+def _check_linear(x: torch.Tensor, weight: torch.Tensor, bias: Any, residual: Any) -> None:
+    shape, of_weight = x.shape, weight.shape
+    if not shape or len(of_weight) != 2:
+        raise ValueError(f"x must be (..., K) and weight (N, K), got {tuple(shape)} and {tuple(of_weight)}")
+    if shape[-1] != of_weight[1]:
+        raise ValueError(f"the last dimension of x, {shape[-1]}, must equal the last of weight, {of_weight[1]}")
     if bias is not None:
-        checks.shape("bias", bias, (weight.shape[0],), "one value for each row of weight")
+        checks.shape("bias", bias, (of_weight[0],), "one value for each row of weight")
     if residual is not None:
-        checks.shape("residual", residual, shape, "the shape of the result")
-    return shape
+        checks.shape("residual", residual, (*shape[:-1], of_weight[0]), "the shape of the result")
 
 
 def _check_accumulator(into: Any, weight: torch.Tensor) -> None:
@@ -134,10 +139,10 @@ def _as_rows(x: torch.Tensor) -> torch.Tensor:
     return x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
-def _calls_torch(x: torch.Tensor, options: tuple[str, ...]) -> bool:
+def _calls_torch(x: torch.Tensor, options: tuple[str, ...], plain: bool) -> bool:
     """True if torch's function is called directly: the default is cuBLAS, and torch's function takes half of the host time of one of our
     ops. Not under autocast, because torch's backward would be cast again if it runs under another autocast."""
-    if not x.is_cuda or options != ("", "") or torch.compiler.is_compiling() or enabled(x):
+    if options != ("", "") or not (plain or (x.is_cuda and not torch.compiler.is_compiling() and not enabled(x))):
         return False
     return default_is_cublas(x.dtype, x.get_device())
 
@@ -161,14 +166,14 @@ def _by_batch(a: torch.Tensor, b: torch.Tensor, *options: str) -> torch.Tensor:
 
 
 _DTYPES = frozenset(checks.FLOATS)
-_TENSORS = {torch.Tensor, torch.nn.Parameter, type(None)}
+_TENSORS = {torch.Tensor, torch.nn.Parameter}
 
 
-def _inputs(op: str, version: Any, **values: Any) -> list[Any]:
-    """The tensors, cast as autocast wants them."""
-    found = list(values.values())
-    if version is None and _need_no_checks(found):
-        return found
+def _inputs(op: str, version: Any, plain: bool, **values: Any) -> Iterable[Any]:
+    """The tensors, cast as autocast wants them. `plain`: they need no checks."""
+    if plain:
+        checks.version(op, version, VERSIONS)
+        return values.values()
     imported = [v if v is None and n in ("bias", "residual") else interop.to_torch(n, v) for n, v in values.items()]
     tensors: dict[str, Any] = dict(zip(values, cast(imported), strict=True))
     for name, t in tensors.items():
@@ -180,21 +185,20 @@ def _inputs(op: str, version: Any, **values: Any) -> list[Any]:
         x = tensors[next(iter(tensors))]
         if not x.is_cuda and not backend.simulates(x) and not VERSIONS[version].in_torch:
             checks.needs_gpu(op, version, x.device)
-    return list(tensors.values())
+    return tensors.values()
 
 
-def _need_no_checks(found: list[Any]) -> bool:
+def _need_no_checks(first: Any, second: Any, *optional: Any) -> bool:
     """True for tensors on a GPU that pass all checks, as in most calls: the full checks would take most of the host time."""
-    first = found[0]
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or type(first) not in _TENSORS or not first.is_cuda or enabled(first) or second is None:
         return False
-    if not _TENSORS.issuperset(map(type, found)) or first is None or not first.is_cuda or first.dtype not in _DTYPES or enabled(first):
-        return False
-    return all(t is None or (t.dtype is first.dtype and t.device == first.device and _plain(t)) for t in found)
-
-
-def _plain(t: torch.Tensor) -> bool:
-    return t.layout is torch.strided and not t.is_nested and not t.is_neg()
+    dtype, device, strided = first.dtype, first.device, torch.strided
+    for t in (first, second, *optional):
+        if t is None:
+            continue
+        if type(t) not in _TENSORS or t.dtype is not dtype or t.layout is not strided or t.is_nested or t.is_neg() or t.device != device:
+            return False
+    return dtype in _DTYPES
 
 
 # ---- for the tools

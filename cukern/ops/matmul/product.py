@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cukern.ops.matmul.epilogue import Epilogue
+from cukern.ops.matmul.epilogue import NO_EPILOGUE, Epilogue
 from cukern.ops.matmul.precision import tf32_allowed
 from cukern.ops.matmul.versions import BIAS_GRAD, DEFAULTS, VERSIONS
 from cukern.runtime.device import cached, current, device_of
@@ -58,7 +58,10 @@ def default_is_cublas(dtype: torch.dtype, device: int) -> bool:
 def _launch_matmul(a: Tensor, b: Tensor, bias: Tensor | None, precision: str, version: str) -> Tensor:
     out = fake_matmul(a, b)
     if out.numel():
-        run(out, resolved(a), resolved(b), Epilogue(None if bias is None else resolved(bias).contiguous()), precision, version)
+        if a.is_neg() or b.is_neg():
+            a, b = a.resolve_neg(), b.resolve_neg()
+        e = NO_EPILOGUE if bias is None else Epilogue(resolved(bias).contiguous())
+        run(out, a, b, e, precision, version)
     return out
 
 
@@ -68,7 +71,8 @@ def resolved(x: Tensor) -> Tensor:
 
 
 def fake_matmul(a: Tensor, b: Tensor, *_: Any) -> Tensor:
-    return torch.empty((*a.shape[:-1], b.shape[-1]), dtype=a.dtype, device=a.device)
+    shape, columns = a.shape, b.shape[-1]
+    return a.new_empty((shape[0], columns) if len(shape) == 2 else (*shape[:-1], columns))
 
 
 def _launch_add(out: Tensor, a: Tensor, b: Tensor, precision: str, version: str) -> None:

@@ -7,8 +7,8 @@ import functools
 import itertools
 import math
 import struct
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +25,8 @@ V6 = Template("matmul/matmul.cu", "matmul_v6")
 V7, REDUCE, SPLIT = (Template("matmul/matmul.cu", f"matmul_{name}", pdl=True) for name in ("v7", "v6_reduce", "split"))
 BY_TMA, ADDED, BY_THREADS = range(3)  # enum Storing in wgmma.cuh
 _SIZES = struct.Struct("@6i4q")  # struct Sizes in epilogue.cuh
-_encode = functools.lru_cache(4096)(encode)
+Encoder = Callable[[int], bytes]  # from an address to a tensor map
+_encoded = functools.lru_cache(4096)(lambda encoder, address: encoder(address))
 _deterministic = torch.are_deterministic_algorithms_enabled
 Sizes = tuple[int, ...]
 
@@ -39,8 +40,7 @@ class _Operand(NamedTuple):
 
 
 class _Launch(NamedTuple):
-    """`operands`: for v7, a and b; `maps`: the arguments of `encode` after the address and dtype, of a, b and the results. Those of the
-    results are () where TMA cannot store them."""
+    """`operands`: for v7, a and b; `maps`: the encoders of a, b and, where TMA can store them, of the results."""
 
     kernel: Kernel
     grid: Dim
@@ -49,7 +49,7 @@ class _Launch(NamedTuple):
     sizes: bytes
     splits: int
     operands: tuple[_Operand, ...]
-    maps: tuple[tuple[Any, ...], ...]
+    maps: tuple[Encoder | None, ...]
 
 
 def launch(out: Tensor, a: Tensor, b: Tensor, e: Epilogue, terms: int, wgmma: bool) -> None:
@@ -69,21 +69,20 @@ def launch(out: Tensor, a: Tensor, b: Tensor, e: Epilogue, terms: int, wgmma: bo
 
 
 def _launch_wgmma(found: _Launch, out: Tensor, a: Tensor, b: Tensor, e: Epilogue, terms: int) -> None:
-    index, (of_a, of_b, of_out) = a.get_device(), found.maps
+    of_a, of_b, of_out = found.maps
     if terms == 3:
         a, b = _split(a, found.operands[0], a.shape[-2]), _split(b.mT, found.operands[1], b.shape[-1])
-    first = _encode(index, a.data_ptr(), a.dtype, *of_a)
-    last = _encode(index, b.data_ptr(), b.dtype, *of_b)
-    storing, bias, residual, results = BY_THREADS, e.bias, e.residual, [first, first]
-    if bias is not None and (bias.data_ptr() % (2 * bias.itemsize) or len(bias) % 2):
+    first, last, bias, storing = _encoded(of_a, a.data_ptr()), _encoded(of_b, b.data_ptr()), e.bias, BY_THREADS
+    if bias is not None and (bias.data_ptr() % (2 * bias.itemsize) or bias.shape[0] % 2):
         bias = torch.nn.functional.pad(bias, (0, 2 - len(bias) % 2))  # the kernel loads pairs
-    if of_out and not any(p % 16 for p in pointers(out, e.pre, residual)):
-        storing = BY_TMA
-        results = [_encode(index, p, out.dtype, *of_out) if p else first for p in pointers(out, e.pre)]
-        if residual is out and out.dtype == torch.float32:
-            storing, residual = ADDED, None
-    arguments = *pointers(out, e.pre), first, last, *results, *pointers(bias, residual), found.sizes, storing
-    found.kernel.on(index)(found.grid, found.block, found.shared, *arguments)
+    at_out, at_pre, at_bias, at_residual = pointers(out, e.pre, bias, e.residual)
+    results = first, first
+    if of_out and not (at_out | at_pre | at_residual) % 16:
+        results, storing = (_encoded(of_out, at_out), _encoded(of_out, at_pre) if at_pre else first), BY_TMA
+        if e.residual is out and out.dtype == torch.float32:
+            storing, at_residual = ADDED, 0
+    arguments = at_out, at_pre, first, last, *results, at_bias, at_residual, found.sizes, storing
+    found.kernel.on(a.get_device())(found.grid, found.block, found.shared, *arguments)
 
 
 def _split(x: Tensor, operand: _Operand, rows: int) -> Tensor:
@@ -130,8 +129,8 @@ def _prepared(
         return _Launch(V6[dtype, out_dtype, terms, a.along_k, b.along_k, copy, tile.name], *launch, sizes, splits, (), ())
     read = (_split_layout(a, M, K), _split_layout(b, N, K)) if terms == 3 else (a, b)
     parts = (read[0], M, tile.rows), (read[1], N, tile.columns // tile.share)
-    results = () if tile.cluster_k > 1 else _map_of_results(M, N, batch, out_dtype)
-    maps = *(_map(x, rows, K, batch, box, dtype, terms) for x, rows, box in parts), results
+    results = None if tile.cluster_k > 1 else _map_of_results(index, M, N, batch, out_dtype)
+    maps = *(_map(index, x, rows, K, batch, box, dtype, terms) for x, rows, box in parts), results
     kernel = V7[dtype, out_dtype, read[0].along_k, read[1].along_k, 0 if tile.cluster_k > 1 else activation, tile.name]
     return _Launch(kernel, *launch, sizes, splits, (a, b), maps)
 
@@ -158,17 +157,19 @@ def _operand(shape: Sizes, strides: Sizes, batch: int) -> _Operand | None:
     return _Operand(False, of_k, batch) if of_rows == 1 or rows <= 1 else None
 
 
-def _map(x: _Operand, rows: int, K: int, batch: int, box: int, dtype: torch.dtype, terms: int) -> tuple[Any, ...]:
-    """The arguments of `encode` for boxes of `box` rows of 128 bytes along K, or of 64 k by 128 bytes along the rows."""
+def _map(index: int, x: _Operand, rows: int, K: int, batch: int, box: int, dtype: torch.dtype, terms: int) -> Encoder:
+    """Boxes of `box` rows of 128 bytes along K, or of 64 k by 128 bytes along the rows."""
     outer, inner, box = (rows, K, box) if x.along_k else (K, rows, 64)
     count, stride = (batch if x.batch else 1) * (2 if terms == 3 else 1), x.batch or rows * x.ld
     strides = stride if count > 1 else 0, x.ld, 1
-    return (count, outer, inner), strides, (1, box, 128 // dtype.itemsize), 128, 256, "zeros", dtype == torch.float32
+    arguments = (count, outer, inner), strides, (1, box, 128 // dtype.itemsize), 128, 256, "zeros", dtype == torch.float32
+    return lambda address: encode(index, address, dtype, *arguments)
 
 
-def _map_of_results(M: int, N: int, batch: int, dtype: torch.dtype) -> tuple[Any, ...]:
-    """The arguments of `encode` for 16 rows of 128 bytes of the results, or () if rows are not whole 16 bytes."""
-    return () if N * dtype.itemsize % 16 else ((batch, M, N), (M * N, N, 1), (1, 16, 128 // dtype.itemsize), 128)
+def _map_of_results(index: int, M: int, N: int, batch: int, dtype: torch.dtype) -> Encoder | None:
+    """16 rows of 128 bytes of the results, or None if rows are not whole 16 bytes."""
+    arguments = (batch, M, N), (M * N, N, 1), (1, 16, 128 // dtype.itemsize), 128
+    return None if N * dtype.itemsize % 16 else lambda address: encode(index, address, dtype, *arguments)
 
 
 def instances(dtype: torch.dtype, wgmma: bool) -> Iterable[Kernel]:

@@ -33,8 +33,9 @@ def _fma_units(plain: Plain) -> Forward:
     """v1 to v5: each matrix of a batch is a launch; 16-bit operands are converted to float32; torch computes the rest of the epilogue."""
 
     def forward(out: Tensor, a: Tensor, b: Tensor, e: Epilogue, precision: str) -> None:
-        dtype = wide(a.dtype)
-        a, b, bias = a.to(dtype), b.to(dtype), None if e.bias is None else e.bias.to(dtype)
+        dtype, bias = wide(a.dtype), e.bias
+        if a.dtype != dtype:
+            a, b, bias = a.to(dtype), b.to(dtype), None if bias is None else bias.to(dtype)
         product = _product_of(out, e, dtype)
         matrices = zip(product, a, b, strict=True) if out.ndim == 3 else [(product, a, b)]
         for c, x, y in matrices:
@@ -54,7 +55,8 @@ def _cublas(out: Tensor, a: Tensor, b: Tensor, e: Epilogue, precision: str) -> N
     """Follows torch's switches of precision. The sum with a float32 output is computed in float32."""
     if planning():  # a plan needs no product, and those of large shapes take minutes on a CPU
         return
-    a, b = a.to(out.dtype), b.to(out.dtype)
+    if a.dtype != out.dtype:
+        a, b = a.to(out.dtype), b.to(out.dtype)
     with off(a):
         if e.residual is out and e.only_adds:
             out.addmm_(a, b)
@@ -93,44 +95,45 @@ def _strided(template: Template, block: backend.Dim, blocks: Callable[[int, int]
 
 def _v4(out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None) -> None:
     (M, N), K = out.shape, a.shape[1]
-    a, a_k, lda = _with_unit_stride(a)
-    b, b_k, ldb = _with_unit_stride(b.t())
+    a, a_k, lda = _with_unit_stride(a, 0, 1)
+    b, b_k, ldb = _with_unit_stride(b, 1, 0)
     grid = (-(-M // 128) * -(-N // 128), 1, 1)
     _V4[a.dtype, a_k, not b_k].on(a.get_device())(grid, (256, 1, 1), 0, *pointers(out, a, b, bias), M, N, K, lda, ldb)
 
 
 def _v5(out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None) -> None:
-    (M, N), K, device, itemsize = out.shape, a.shape[1], a.get_device(), a.itemsize
-    a, a_k, lda = _with_unit_stride(a)
-    b, b_k, ldb = _with_unit_stride(b.t())
+    (M, N), K, device, itemsize, dtype = out.shape, a.shape[1], a.get_device(), a.itemsize, a.dtype
+    x, a_k, lda = _with_unit_stride(a, 0, 1)
+    y, b_k, ldb = _with_unit_stride(b, 1, 0)
     if 128 * itemsize * max(lda, ldb) >= 1 << 32:  # offsets inside a tile have 32 bits
-        return _v4(out, a, b.t(), bias)
+        return _v4(out, a, b, bias)
     tile, grid, shared_blocks, shared_tiles, chain, room = plan.plan(M, N, K, device_of(device).sms, itemsize)
-    workspace = torch.empty(room * tile.rows * tile.columns, dtype=out.dtype, device=out.device)
-    kernel = _V5[a.dtype, _copy_mode(a, a_k, lda), _copy_mode(b, b_k, ldb), tile.name]
+    workspace = torch.empty(room * tile.rows * tile.columns, dtype=dtype, device=out.device) if room else None
+    kernel = _V5[dtype, _copy_mode(x, M, a_k, lda), _copy_mode(y, N, b_k, ldb), tile.name]
     numbers = M, N, K, lda, ldb, shared_blocks, shared_tiles, chain
-    kernel.on(device)((grid, 1, 1), (128, 1, 1), 0, *pointers(out, workspace, a, b, bias), *numbers)
+    kernel.on(device)((grid, 1, 1), (128, 1, 1), 0, *pointers(out, workspace, x, y, bias), *numbers)
     if shared_blocks:
         squares = tile.rows * tile.columns // 128 // (16 // itemsize) ** 2  # squares of a tile per thread, of 128 threads
-        fixup = _V5_FIXUP[a.dtype, tile.name].on(device)
+        fixup = _V5_FIXUP[dtype, tile.name].on(device)
         fixup((shared_tiles * squares, 1, 1), (128, 1, 1), 0, *pointers(out, workspace, bias), M, N, K, shared_blocks, shared_tiles)
 
 
-def _copy_mode(x: Tensor, along_k: bool, ld: int) -> str:
+def _copy_mode(x: Tensor, rows: int, along_k: bool, ld: int) -> str:
     """How v5 copies an operand (rows x K): an enumerator of CopyMode in matmul.cu, which says what each requires."""
     if along_k:
         return "ALONG_K"
-    return "ALONG_MN" if (x.data_ptr() | ld * x.itemsize | x.shape[0] * x.itemsize) % 16 else "ALONG_MN_16B"
+    return "ALONG_MN" if (x.data_ptr() | ld * x.itemsize | rows * x.itemsize) % 16 else "ALONG_MN_16B"
 
 
-def _with_unit_stride(x: Tensor) -> tuple[Tensor, bool, int]:
-    """x (rows x K), copied if no stride is 1; True if the stride along K is 1; and the other stride."""
-    rows, k = x.shape
-    if x.stride(1) == 1 or (k <= 1 and x.stride(0) != 1):
-        return x, True, x.stride(0)
-    if x.stride(0) == 1 or rows <= 1:
-        return x, False, x.stride(1)
-    return x.contiguous(), True, k
+def _with_unit_stride(x: Tensor, row: int, k: int) -> tuple[Tensor, bool, int]:
+    """x, copied if no stride is 1; True if the stride along K is 1; and the other stride. `row`, `k`: the dimensions along the rows of the
+    operand and along K."""
+    shape, strides = x.shape, x.stride()
+    if strides[k] == 1 or (shape[k] <= 1 and strides[row] != 1):
+        return x, True, strides[row]
+    if strides[row] == 1 or shape[row] <= 1:
+        return x, False, strides[k]
+    return (x if k else x.t()).contiguous(), True, shape[k]
 
 
 def _instance(template: Template) -> Callable[[torch.dtype], list[Kernel]]:

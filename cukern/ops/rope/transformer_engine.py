@@ -76,7 +76,8 @@ def _checked(
     sequence = tokens_of(t.shape, tensor_format)[1]
     if tensor_format != "thd" and cp_size > 1 and (sequence % 2 or sequence * cp_size > freqs.shape[0]):
         raise ValueError(f"with cp_size {cp_size} the sequence here, {sequence}, must be even, and {cp_size} times it at most {len(freqs)}")
-    angles = freqs.flatten(1).to(compute_dtype(t.dtype))
+    angles, dtype = freqs.flatten(1), compute_dtype(t.dtype)
+    angles = angles if angles.dtype == dtype else angles.to(dtype)
     x, angle, start, bounds = rope_checks.shapes_of(("t", "freqs", "start_positions", "cu_seqlens"), (t, angles, starts, cu_seqlens))
     request = Request(x, None, angle, None, None, bounds, start, None)  # type: ignore[arg-type]
     options = rope_checks.resolve(request, angles.shape[1], 0, interleaved, tensor_format, False, None, version)

@@ -3,6 +3,7 @@
 Lengths are counted in vectors of 16 bytes. The shapes are those that were fastest on one H200.
 """
 
+from functools import lru_cache
 from math import ceil
 from typing import NamedTuple
 
@@ -115,6 +116,7 @@ def vectors_of(columns: int, itemsize: int) -> int:
     return columns * itemsize // VECTOR_BYTES
 
 
+@lru_cache(4096)
 def warp_group(vectors: int, itemsize: int, exact: bool, options: tuple[int, ...]) -> WarpGroup | None:
     """The fewest lanes of a warp that hold a row with one of `options` vectors per lane, or None if the row is too long. If rows are not
     whole vectors, there are also lanes for the edges."""

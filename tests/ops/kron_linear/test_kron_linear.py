@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 import cukern
 from cukern.cli import app
 from cukern.ops.kron_linear import autograd
+from cukern.ops.kron_linear.forward import launch_group, prepare
 from cukern.ops.kron_linear.plan import cost_order, multiply_adds, steps
-from cukern.ops.kron_linear.v3 import PLAIN
-from cukern.ops.kron_linear.v4 import launch_group, prepare
+from cukern.ops.kron_linear.reference import PLAIN
 
 EVERYWHERE = pytest.mark.parametrize("device, version", places("kron_linear"))
 FORWARD_MODE = pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # torch's own, at its first dual tensor

@@ -8,7 +8,7 @@ import torch
 from helpers import gpu, same_bits
 
 import cukern
-from cukern.ops.kron_linear import v4_backward
+from cukern.ops.kron_linear import backward as kron_backward
 from cukern.runtime import backend
 from cukern.runtime.device import KNOWN
 
@@ -46,7 +46,7 @@ def chain(x, layers, pause):
     g = inputs.pop()
     for x, ws in zip(reversed(inputs), reversed(layers), strict=True):
         before = g
-        g, *dws = v4_backward.backward(x, g, ws, [True] * (1 + len(ws)), 0.5)
+        g, *dws = kron_backward.backward(x, g, ws, [True] * (1 + len(ws)), 0.5)
         pause()
         found += [g, *dws, cukern.kron_linear(before, [w.mT for w in dws], version="v4")]
         pause()

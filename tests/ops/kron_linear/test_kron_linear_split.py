@@ -1,12 +1,14 @@
 """kron_linear v4 by warpgroups: the plans, and every kind of launch against float64."""
 
+from itertools import chain
+
 import pytest
 import torch
 from helpers import kernels, problem, same_bits
 from test_kron_linear import error, launch
 from test_kron_linear_backward import check
 
-from cukern.ops.kron_linear import split
+from cukern.ops.kron_linear import wgmma
 from cukern.ops.kron_linear.plan import steps
 
 TARGET = problem(4, 4, 226 << 10, wgmma=True)
@@ -27,7 +29,7 @@ CASES = [  # sizes, first step, count, rows
 @pytest.mark.parametrize("sizes, first, count, rows", CASES)
 def test_backward(device, sizes, first, count, rows, tf32):
     run = steps(sizes)[first : first + count]
-    found = list(split.backward(run, rows, TARGET._replace(tensor=tf32)))
+    found = list(wgmma.backward(run, rows, TARGET._replace(tensor=tf32)))
     check(found, device, sizes, first, count, rows, torch.float32, TF32 if tf32 else 0.0)
 
 
@@ -39,7 +41,7 @@ def test_forward(device, sizes, first, count, rows, views, tf32):
 
 
 def check_forward(device, run, sizes, rows, views, tf32):
-    (group,) = split.forward(run, rows, TARGET._replace(tensor=tf32))
+    (group,) = chain.from_iterable(c(run, rows, TARGET._replace(tensor=tf32)) for c in (wgmma.forward, wgmma.pair))
     left, right = run[-1].left, run[0].right
     x = torch.randn(rows, left, *[s.p for s in reversed(run)], right, device=device)
     residual = torch.randn(rows, left, *[s.q for s in reversed(run)], right, device=device)
@@ -68,6 +70,6 @@ def test_only_what_fits_is_planned():
     order = steps(((64, 64), (64, 64)))
     for other in ({"wgmma": False}, {"itemsize": 2}, {"aligned": 8}):
         target = problem(**{"itemsize": 4, "wgmma": True} | other)
-        assert not [*split.forward(order, 8, target), *split.backward(order, 8, target)]
-    assert not list(split.backward(steps(((64, 64),)), 65, TARGET._replace(whole=False))), "tiles of 32 rows"
-    assert not list(split.forward(steps(((64, 64), (8, 4)))[1:], 8, TARGET)), "tiles of 64 columns"
+        assert not [*wgmma.forward(order, 8, target), *wgmma.backward(order, 8, target)]
+    assert not list(wgmma.backward(steps(((64, 64),)), 65, TARGET._replace(whole=False))), "tiles of 32 rows"
+    assert not list(wgmma.forward(steps(((64, 64), (8, 4)))[1:], 8, TARGET)), "tiles of 64 columns"

@@ -7,11 +7,10 @@ import torch
 from helpers import kernels, problem, same_bits
 from test_kron_linear import close, dense, draw, launch
 
-from cukern.ops.kron_linear import groups
-from cukern.ops.kron_linear import registers as kron_registers
-from cukern.ops.kron_linear import v4 as kron_v4
+from cukern.ops.kron_linear import forward as kron_forward
+from cukern.ops.kron_linear import planner, small_factors
 from cukern.ops.kron_linear.plan import steps
-from cukern.ops.kron_linear.registers import HELD, LANES, Registers
+from cukern.ops.kron_linear.small_factors import HELD, LANES, SmallFactors
 
 TARGET, SMALL = problem(4), problem(4, shared=163 << 10)
 CASES = [  # sizes, first step, count, rows
@@ -32,12 +31,12 @@ def square(sizes):
     return tuple((s, s) for s in sizes)
 
 
-def launches(sizes, first=0, count=None) -> list[Registers]:
+def launches(sizes, first=0, count=None) -> list[SmallFactors]:
     """Of many rows: the same do for few."""
-    return list(kron_registers.launches(steps(square(sizes))[first:][:count], 1 << 16, TARGET))
+    return list(small_factors.forward(steps(square(sizes))[first:][:count], 1 << 16, TARGET))
 
 
-def places(group: Registers) -> list[list[int]]:
+def places(group: SmallFactors) -> list[list[int]]:
     """Which bit of a result's number each bit of a block's is: the rank's for the last pass's highest."""
     top = HELD + group.threads.bit_length() - 1
     return [list(range(top)) for _ in group.parts[:-1]] + [[top if group.slices > 1 and b == group.cross else b for b in range(top)]]
@@ -45,7 +44,7 @@ def places(group: Registers) -> list[list[int]]:
 
 @pytest.mark.parametrize("sizes, first, count, rows", CASES)
 def test_plans_hold_each_number_once(sizes, first, count, rows):
-    assert not list(kron_registers.launches(steps(square(sizes))[first:][:count], 1, TARGET)), "one tile: nothing to overlap with"
+    assert not list(small_factors.forward(steps(square(sizes))[first:][:count], 1, TARGET)), "one tile: nothing to overlap with"
     found = launches(sizes, first, count)
     assert found
     for group in found:
@@ -87,18 +86,18 @@ def turn(turns, unit: int, e: int) -> int:
 
 @pytest.mark.parametrize("sizes", ((8,) * 5, (4,) * 7))
 def test_memory_bound_layers_use_one_launch(sizes):
-    (group,) = groups.groups(square(sizes), 1024, TARGET)
-    assert isinstance(group, Registers)
-    small = groups.groups(square(sizes), 1024, SMALL)
-    assert not any(isinstance(g, Registers) for g in small), "a GPU without clusters"
+    (group,) = planner.forward(square(sizes), 1024, TARGET)
+    assert isinstance(group, SmallFactors)
+    small = planner.forward(square(sizes), 1024, SMALL)
+    assert not any(isinstance(g, SmallFactors) for g in small), "a GPU without clusters"
     for target in (TARGET._replace(itemsize=2, tensor=True), TARGET._replace(itemsize=8), TARGET._replace(aligned=8)):
-        assert not any(isinstance(g, Registers) for g in groups.groups(square(sizes), 1024, target))
+        assert not any(isinstance(g, SmallFactors) for g in planner.forward(square(sizes), 1024, target))
 
 
 @pytest.mark.parametrize("sizes", ((8,) * 5, (16,) * 4, (16,) * 3, (4,) * 7))
 def test_registers_suffice(sizes):
     for group in launches(sizes):
-        report = kron_v4._V4[Registers][torch.float32, group.template()].compile("sm_90a").report
+        report = kron_forward.KERNELS["small_factors"][torch.float32, group.template()].compile("sm_90a").report
         assert not report.spill_stores and not report.spill_loads
 
 

@@ -12,15 +12,14 @@ from torch.autograd import forward_ad
 
 import cukern
 from cukern.bench import environment
-from cukern.ops.kron_linear import cublas, launch_cache, v4_backward
-from cukern.ops.kron_linear import groups as kron_groups
-from cukern.ops.kron_linear import v4 as kron_v4
-from cukern.ops.kron_linear.groups import FMA, MOST, SPLIT, TENSOR, Group
-from cukern.ops.kron_linear.lanes import Lanes
-from cukern.ops.kron_linear.plan import steps
-from cukern.ops.kron_linear.registers import Registers
+from cukern.ops.kron_linear import backward as kron_backward
+from cukern.ops.kron_linear import forward as kron_forward
+from cukern.ops.kron_linear import planner
+from cukern.ops.kron_linear import tile as kron_tile
+from cukern.ops.kron_linear.plan import MOST, steps
+from cukern.ops.kron_linear.tile import FMA, SPLIT, TENSOR, Tile
 from cukern.runtime import backend
-from cukern.runtime.device import device_of
+from cukern.runtime.device import device_of, restricted
 
 LAYERS = (
     ((128, 128),) * 2,
@@ -38,18 +37,18 @@ LAYERS = (
 @pytest.mark.parametrize("itemsize, tensor", ((2, True), (4, False), (8, False)))
 def test_plans_cover_every_step_and_fit_a_block(itemsize, tensor, limit):
     for sizes, rows in itertools.product(LAYERS, (1, 33, 4096)):
-        plan = kron_groups.groups(sizes, rows, problem(itemsize, 132, limit, tensor))
+        plan = planner.forward(sizes, rows, problem(itemsize, 132, limit, tensor))
         assert [s for g in plan for s in g.steps] == list(steps(sizes))
         for group in plan:
-            if not group.parts:
+            if not group.threads:
                 assert len(group.steps) == 1, "torch's matmul takes one factor"
                 continue
             assert len(group.steps) <= MOST and all(
                 a.factor == b.factor + 1 and a.left == b.left * b.p for a, b in itertools.pairwise(group.steps)
             )
             assert group.shared <= limit and 32 <= group.threads <= 1024 and group.blocks >= 1
-            if isinstance(group, Registers | Lanes):
-                continue  # test_kron_linear_registers.py, test_kron_linear_lanes.py
+            if group.kernel != "tile":
+                continue  # test_kron_linear_small_factors.py, test_kron_linear_lanes.py
             assert [s for part in group.parts for s in part.factors] == list(group.steps)
             C, numbers = group.steps[0].right, group.L * group.R * prod(s.p for s in group.steps)
             assert C % group.R == 0 and (group.L == 1 or group.R == C) and 0 <= group.ahead <= numbers
@@ -59,48 +58,48 @@ def test_plans_cover_every_step_and_fit_a_block(itemsize, tensor, limit):
                 fibers = part.fibers * part.lanes
                 assert -(-numbers // p // fibers) * (part.padded // part.wide) * 32 <= group.threads, "each warp has one piece of work"
                 numbers = numbers // p * q
-    last = kron_groups.groups(((2000, 2000), (4, 4)), 8, problem(itemsize, 132, limit, tensor))[-1]
-    assert last.steps[0].p == 2000 and not last.parts, "a factor that no block can hold is torch's"
+    last = planner.forward(((2000, 2000), (4, 4)), 8, problem(itemsize, 132, limit, tensor))[-1]
+    assert last.steps[0].p == 2000 and not last.threads, "a factor that no block can hold is torch's"
 
 
 @pytest.mark.parametrize("itemsize, kind", ((2, TENSOR), (4, TENSOR), (4, SPLIT[0]), (4, SPLIT[1])))
 def test_a_warps_columns_are_a_power_of_two_where_a_layout_moves_units(itemsize, kind):
     run, target = steps(((128, 128),) * 2), problem(itemsize, 132, 226 << 10, itemsize == 2 or kind == TENSOR)
-    parts = [part for group in kron_groups.tilings(run, 32, target, kind) for part in group.parts]
+    parts = [part for group in kron_tile.tilings(run, 32, target, kind) for part in group.parts]
     assert parts and all(part.columns & (part.columns - 1) == 0 for part in parts), "else the places of two warps' sums are the same"
 
 
 def test_sums_of_few_numbers_are_not_split():
     for sizes in (((16, 16),) * 3, ((2, 2),) * 16, ((128, 128), (16, 16))):
-        assert all(not g.products for g in kron_groups.groups(sizes, 1024, problem(4, 132, 226 << 10)))
+        assert all(not g.products for g in planner.forward(sizes, 1024, problem(4, 132, 226 << 10)))
     for sizes in (((128, 128),) * 2, ((32, 32),) * 3, ((64, 64),) * 3):
-        assert all(g.products == 3 for g in kron_groups.groups(sizes, 1024, problem(4, 132, 226 << 10)))
+        assert all(g.products == 3 for g in planner.forward(sizes, 1024, problem(4, 132, 226 << 10)))
 
 
 def test_tiny_factors_are_merged():
-    (group,) = kron_groups.groups(((2, 2),) * 8, 4096, problem(4, 132, 99 << 10))
+    (group,) = planner.forward(((2, 2),) * 8, 4096, problem(4, 132, 99 << 10))
     assert len(group.parts) < len(group.steps) == 8
 
 
 def test_rows_are_chunked_when_the_intermediate_is_large():
-    plan = kron_groups.groups(((16, 16),) * 5, 64, problem(4, 132, 226 << 10))
+    plan = planner.forward(((16, 16),) * 5, 64, problem(4, 132, 226 << 10))
     taken = [g.steps for g in plan]
-    part = kron_groups.rows_at_once(taken, 64, 4)
-    assert len(plan) > 1 and 0 < part < 64 and part * 4 * 16**5 <= kron_groups.BETWEEN
-    assert kron_groups.rows_at_once(taken, 10, 4) == 10 and kron_groups.rows_at_once(taken[:1], 1 << 20, 4) == 1 << 20
+    part = planner.rows_at_once(taken, 64, 4)
+    assert len(plan) > 1 and 0 < part < 64 and part * 4 * 16**5 <= planner.BETWEEN
+    assert planner.rows_at_once(taken, 10, 4) == 10 and planner.rows_at_once(taken[:1], 1 << 20, 4) == 1 << 20
 
 
 def forget_plans() -> None:
-    for function in (kron_groups.groups, kron_groups.fastest, kron_v4.plan_of_layer, kron_v4._plan_one, v4_backward._keeping):
+    for function in (planner.forward, planner.fastest, kron_forward.plan_of_layer, kron_forward._plan_one, kron_backward._keeping):
         function.cache_clear()
 
 
-def tilings(sizes, first, count, rows, target, kind) -> list[Group]:
+def tilings(sizes, first, count, rows, target, kind) -> list[Tile]:
     """Tilings of `count` steps from `first` on, one of each kind: what a kernel does differently for them."""
     run = steps(sizes)[first : first + count]
-    assert kron_groups.end_of_run(steps(sizes), first) >= first + count
-    kinds: dict[object, Group] = {}
-    for g in kron_groups.tilings(run, rows, target, kind):
+    assert planner.end_of_run(steps(sizes), first) >= first + count
+    kinds: dict[object, Tile] = {}
+    for g in kron_tile.tilings(run, rows, target, kind):
         numbers = g.L * g.R * prod(s.p for s in run)
         merged = max(len(part.factors) for part in g.parts) > 1
         groups = any(part.padded > part.wide for part in g.parts)
@@ -157,7 +156,7 @@ def test_split_numbers_that_are_not_finite_or_at_the_ends_of_the_range(device, s
     if special is not None:
         ws[1][3, 5] = special
     for count in (1, 2):
-        run = [next(kron_groups.tilings(steps(sizes)[:count], 7, problem(4, 132, 226 << 10), kind)) for kind in (FMA, *SPLIT)]
+        run = [next(kron_tile.tilings(steps(sizes)[:count], 7, problem(4, 132, 226 << 10), kind)) for kind in (FMA, *SPLIT)]
         fma, *split = (launch(group, x, ws) for group in run)
         for y in split:
             for a, b in zip(fma, y, strict=True):
@@ -168,8 +167,8 @@ def test_split_numbers_that_are_not_finite_or_at_the_ends_of_the_range(device, s
 @kernels
 @pytest.mark.parametrize("dtype", (torch.float16, torch.float32))
 def test_parts_of_the_rows_and_several_launches(device, dtype, monkeypatch):
-    monkeypatch.setattr(kron_groups, "end_of_run", lambda order, first: min(first + 2, len(order)))
-    monkeypatch.setattr(kron_groups, "BETWEEN", 2 * 81 * dtype.itemsize)
+    monkeypatch.setattr(planner, "end_of_run", lambda order, first: min(first + 2, len(order)))
+    monkeypatch.setattr(planner, "BETWEEN", 2 * 81 * dtype.itemsize)
     forget_plans()
     x, ws = draw(5, ((3, 3),) * 4, device, dtype)
     bias, residual = torch.randn(81, dtype=dtype, device=device), torch.randn(5, 81, dtype=dtype, device=device)
@@ -185,13 +184,13 @@ def test_parts_of_the_rows_and_several_launches(device, dtype, monkeypatch):
 def test_factors_too_large_for_shared_memory_use_torch_matmul(device, dtype, sizes, monkeypatch):
     """The left one, the middle one, the right one; with all that is added, if it is the last; of any strides."""
     facts = device_of(backend.SIMULATED if device == "cpu" else 0)._replace(shared_bytes=800 + 1024)
-    monkeypatch.setattr(kron_v4, "device_of", lambda _: facts)
+    monkeypatch.setattr(kron_forward, "device_of", lambda _: facts)
     forget_plans()
     x, ws = draw(3, sizes, device, dtype)
     ws = [torch.stack((w, w), -1)[..., 0] for w in ws]
     y = prod(q for _, q in sizes)
     bias, residual = torch.randn(y, device=device).to(dtype), torch.randn(3, y, device=device).to(dtype)
-    launches = kron_v4.plan_of_layer(sizes, 3, dtype, x.get_device(), dtype == torch.bfloat16, 16, True)[1]
+    launches = kron_forward.plan_of_layer(sizes, 3, dtype, x.get_device(), dtype == torch.bfloat16, 16, True)[1]
     assert max(sizes) in [sizes[made.indices[0]] for made in launches if made.launch is None]
     ours, theirs = (cukern.kron_linear(x, ws, bias=bias, scale=0.5, residual=residual, version=v).double() for v in ("v4", "v2"))
     exact = 0.5 * dense(x.double(), [w.double() for w in ws]) + bias + residual
@@ -202,7 +201,7 @@ def test_factors_too_large_for_shared_memory_use_torch_matmul(device, dtype, siz
 @kernels
 def test_scale_prevents_overflow(device):
     x, w = torch.full((2, 304), 20.0, device=device).half(), torch.full((304, 304), 20.0, device=device).half()
-    assert not kron_groups.groups((w.shape,), 2, problem(2, device_of(x.get_device()).sms, 226 << 10, True))[0].threads
+    assert not planner.forward((w.shape,), 2, problem(2, device_of(x.get_device()).sms, 226 << 10, True))[0].threads
     assert (cukern.kron_linear(x, [w], scale=0.01, version="v4") == 1216).all()
 
 
@@ -213,20 +212,20 @@ def test_large_16_bit_factors_use_torch_matmul():
         (4, False, ((168, 168), (176, 176)), False),
         (2, True, ((64, 64), (64, 64)), False),
     ):
-        plan = kron_groups.groups(sizes, 64, problem(itemsize, 132, 226 << 10, tensor, 16, True))
+        plan = planner.forward(sizes, 64, problem(itemsize, 132, 226 << 10, tensor, 16, True))
         assert all(not group.threads for group in plan) == theirs, sizes
 
 
 @kernels
-def test_torchs_tf32_switch_is_respected(device, monkeypatch):
-    monkeypatch.setattr(cublas, "faster", lambda *_: False)
+def test_torchs_tf32_switch_is_respected(device):
     forget_plans()
     x, ws = draw(128, ((128, 128),), device, torch.float32)  # where TF32 pays on two multiprocessors, and on 132
     exact, errors = dense(x.double(), [w.double() for w in ws]), []
     before = torch.get_float32_matmul_precision()
     for precision in ("highest", "high"):
         torch.set_float32_matmul_precision(precision)
-        y = cukern.kron_linear(x, ws, version="v4")
+        with restricted(without=["cublas"]):
+            y = cukern.kron_linear(x, ws, version="v4")
         errors.append(error(y, exact))
     torch.set_float32_matmul_precision(before)
     forget_plans()
@@ -246,18 +245,18 @@ def test_gradients_of_factors_of_many_sizes(device, dtype, tf32):
         z, h = (torch.randn(1, A, n, C, dtype=dtype, device=device) for n in (p, q))
         exact = torch.einsum("sakc,sajc->skj", z.double(), h.double())
         with environment.float32_products(tf32), simulated(z, h):
-            first, again = (v4_backward.contraction(z, h, 1.0) for _ in range(2))
+            first, again = (kron_backward.contraction(z, h, 1.0) for _ in range(2))
         assert same_bits(first, again)
         assert largest_error(first, exact) < (1e-3 if tf32 else 4 * torch.finfo(dtype).eps)
 
 
 @gpu
 def test_repeated_calls_use_the_launch_cache():
-    launch_cache._known.clear()
+    kron_forward._known.clear()
     x, ws = draw((2, 8), ((16, 16), (32, 32)), "cuda", torch.float32)
     first = cukern.kron_linear(x, ws)
-    assert launch_cache.known(x, ws, 1.0)
-    assert same_bits(cukern.kron_linear(x, ws), first) and len(launch_cache._known) == 1
+    assert kron_forward.known(x, ws, 1.0)
+    assert same_bits(cukern.kron_linear(x, ws), first) and len(kron_forward._known) == 1
     columns, wide = [w.t().contiguous().t() for w in ws], [w.double() for w in ws]
     whole, shifted = [torch.randn(512, 8, device="cuda")], torch.empty(x.numel() + 1, device="cuda")[1:].view_as(x).copy_(x)
     z, tied = torch.randn(5, 1024, device="cuda"), [torch.randn(32, 32, device="cuda")] * 2
@@ -269,14 +268,14 @@ def test_repeated_calls_use_the_launch_cache():
         cukern.kron_linear(x[..., 1:], ws)
     for n in range(600):
         cukern.kron_linear(x, ws, scale=n + 0.5)
-    assert len(launch_cache._known) <= launch_cache._MOST_KEYS
+    assert len(kron_forward._known) <= kron_forward._MOST_KEYS
 
 
 @gpu
 @FORWARD_MODE
 def test_recorded_and_traced_calls_bypass_the_launch_cache():
     """What records a graph, carries a tangent, is negated lazily, or is traced must be seen."""
-    launch_cache._known.clear()
+    kron_forward._known.clear()
     x, ws = draw((2, 8), ((16, 16), (32, 32)), "cuda", torch.float32)
     layer = cukern.KronLinear((16, 32), (16, 32), bias=False, device="cuda")
     for _ in range(2):
@@ -284,7 +283,7 @@ def test_recorded_and_traced_calls_bypass_the_launch_cache():
         with torch.no_grad():
             assert not layer(x).requires_grad
         assert layer(x).requires_grad and cukern.kron_linear(x.clone().requires_grad_(), ws).requires_grad
-    assert launch_cache.known(x, ws, 1.0)
+    assert kron_forward.known(x, ws, 1.0)
     lazy = torch._neg_view(-x)
     with pytest.raises(ValueError, match="x has the negative bit set"):
         cukern.kron_linear(lazy, ws)

@@ -1,19 +1,18 @@
-"""kron_linear v4 of 16-bit numbers where lanes hold a tile's numbers: the plans, and every kind of launch against float64."""
+"""kron_linear v4 of 16-bit numbers and small factors, on tensor cores: the plans, and every kind of launch against float64."""
 
 from math import prod
 
 import pytest
 import torch
-from helpers import kernels, problem
-from test_kron_linear_registers import check_launches, dense_of, spoiled, square, turn
+from helpers import kernels, problem, same_bits, simulated
+from test_kron_linear import draw
+from test_kron_linear_small_factors import check_launches, dense_of, spoiled, square, turn
 
-from cukern.ops.kron_linear import backward as kron_backward
-from cukern.ops.kron_linear import groups, v4_backward
-from cukern.ops.kron_linear import lanes as kron_lanes
-from cukern.ops.kron_linear import v4 as kron_v4
-from cukern.ops.kron_linear.lanes import Lanes
+from cukern.ops.kron_linear import forward as kron_forward
+from cukern.ops.kron_linear import planner, small_factors_mma
 from cukern.ops.kron_linear.plan import steps
-from cukern.runtime import backend
+from cukern.ops.kron_linear.reference import PLAIN
+from cukern.ops.kron_linear.small_factors_mma import SmallFactorsMma
 
 TARGET, SMALL = problem(2, tensor=True), problem(2, shared=163 << 10, tensor=True)
 HALVES = (torch.bfloat16, torch.float16)
@@ -27,14 +26,15 @@ CASES = [  # sizes, first step, count, rows
     ((4, 8, 16, 16, 4), 0, 5, 2),  # three steps in a pass, of which the first and the last have bits in common
     ((8,) * 5, 0, 5, 2),
     ((16, 16, 16, 8), 0, 4, 2),  # three passes
+    ((16,) * 4, 0, 4, 3),  # a row in two blocks
     ((8,) * 7, 5, 2, 1),  # a tile of some of the numbers to the right
     ((4, 16, 16, 64), 1, 2, 1),
 ]
 
 
-def launches(sizes, first=0, count=None) -> list[Lanes]:
+def launches(sizes, first=0, count=None) -> list[SmallFactorsMma]:
     """Of many rows: the same do for few."""
-    return list(kron_lanes.launches(steps(square(sizes))[first:][:count], 1 << 16, TARGET))
+    return list(small_factors_mma.forward(steps(square(sizes))[first:][:count], 1 << 16, TARGET))
 
 
 @pytest.mark.parametrize("sizes, first, count, rows", CASES)
@@ -42,20 +42,23 @@ def test_plans_hold_each_number_once(sizes, first, count, rows):
     found = launches(sizes, first, count)
     assert found
     for group in found:
-        run, top = list(group.steps), kron_lanes.EACH + group.threads.bit_length() - 1
+        run, top = list(group.steps), small_factors_mma.EACH + group.threads.bit_length() - 1
         assert [s for part in group.parts for step in part.steps for s in step.factors] == [s.p for s in run]
-        assert group.shared <= TARGET.shared and group.L * group.R * prod(s.p for s in run) == 1 << top
+        assert group.shared <= TARGET.shared and group.L * group.R * prod(s.p for s in run) == group.slices << top
         low = within = group.R.bit_length() - 1
         within += prod(s.p for s in run).bit_length() - 1
         for part in group.parts:
             assert sorted((*part.registers, *part.lanes)) == sorted((*part.registers_after, *part.lanes_after))
-            assert len(set(part.bits)) == len(part.bits) == kron_lanes.PIECE and len(part.lanes) == kron_lanes.LANES
+            assert len(set(part.bits)) == len(part.bits) == small_factors_mma.PIECE and len(part.lanes) == small_factors_mma.LANES
             registers, lanes = list(part.registers), list(part.lanes)
             for step in part.steps:
                 a, b = step.at
                 own = [registers[a], *lanes[:2], registers[b]]
                 factor = list(range(low, low + prod(step.factors).bit_length() - 1))
                 low += len(factor)
+                if group.slices > 1:  # the rank's bit before the first exchange has the place of the rank's bit after it
+                    assert (group.cross in part.registers_after) if part is group.parts[0] else (group.cross < low - len(factor))
+                    factor = [group.cross if b == top else b for b in factor]
                 named = dict(zip(step.rows, own, strict=True))
                 assert sorted(named) == [0, 1, 2, 3] and [named[i] for i in range(len(factor))] == factor, "the factors, in order"
                 assert all(bit < within for bit in own), "zeros stay in a row"
@@ -65,7 +68,7 @@ def test_plans_hold_each_number_once(sizes, first, count, rows):
         assert group.parts[-1].run > 0, "whole sectors"
 
 
-@pytest.mark.parametrize("sizes", ((8,) * 5, (16,) * 3, (4,) * 7, (8, 8, 8), (4, 8, 16, 16, 4)))
+@pytest.mark.parametrize("sizes", ((8,) * 5, (16,) * 4, (16,) * 3, (4,) * 7, (8, 8, 8), (4, 8, 16, 16, 4)))
 def test_lanes_meet_different_banks(sizes):
     for group in launches(sizes):
         accesses = [(p.lanes, 4, 2, group.turns) for p in group.parts[1:]] + [(p.lanes_after, 4, 2, group.turns) for p in group.parts[:-1]]
@@ -76,28 +79,18 @@ def test_lanes_meet_different_banks(sizes):
             assert len({e % (8 << unit) // vector for e in turned}) == at_once, (lanes, unit)
 
 
-@pytest.mark.parametrize("sizes", ((8,) * 5, (4,) * 7, (16,) * 3))
+@pytest.mark.parametrize("sizes", ((8,) * 5, (4,) * 7, (16,) * 3, (16,) * 4))
 def test_memory_bound_layers_use_one_launch(sizes):
-    (group,) = groups.groups(square(sizes), 1024, TARGET)
-    assert isinstance(group, Lanes)
+    (group,) = planner.forward(square(sizes), 1024, TARGET)
+    assert isinstance(group, SmallFactorsMma)
     for target in (TARGET._replace(itemsize=4, tensor=False), TARGET._replace(aligned=8), SMALL):
-        assert not isinstance(groups.groups(square(sizes), 1024, target)[0], Lanes)
-
-
-@pytest.mark.parametrize("sizes, first", (((8,) * 5, 3), ((16,) * 4, 2)))
-def test_forward_uses_two_launches_if_the_backward_does(sizes, first):
-    """Where it would be one: else the backward would make the first of them again."""
-    key = square(sizes), 256, torch.bfloat16, backend.SIMULATED, True, 16
-    assert len(kron_v4.plan_of_layer(square(sizes), *key[1:], False)[1]) == 1
-    plan = kron_backward.backwards(square(sizes), 256, kron_v4.target_of(torch.bfloat16, backend.SIMULATED, True, 16))
-    assert [made.group.steps for made in v4_backward._keeping(*key, False)] == [p.steps for p in plan]
-    assert len(plan) == 2 and len(plan[0].steps) == first
+        assert not isinstance(planner.forward(square(sizes), 1024, target)[0], SmallFactorsMma)
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("sizes", ((8,) * 5, (4,) * 7, (8, 8, 8)))
+@pytest.mark.parametrize("sizes", ((8,) * 5, (4,) * 7, (8, 8, 8), (16,) * 4))
 def test_registers_suffice(sizes, dtype):
-    report = kron_v4._V4[Lanes][dtype, launches(sizes)[-1].template()].compile("sm_90a").report
+    report = kron_forward.KERNELS["small_factors_mma"][dtype, launches(sizes)[-1].template()].compile("sm_90a").report
     assert not report.spill_stores and not report.spill_loads
 
 
@@ -111,6 +104,18 @@ def test_registers_suffice(sizes, dtype):
 )
 def test_every_launch_gives_the_same(device, sizes, first, count, rows, dtype):
     check_launches(launches(sizes, first, count), device, sizes, first, count, rows, dtype, near)
+
+
+@kernels
+@pytest.mark.parametrize("dtype", HALVES)
+def test_a_cluster_takes_one_row_after_another(device, dtype):
+    x, ws = draw(3, square((16,) * 4), device, dtype)
+    (group,) = launches((16,) * 4)
+    made = kron_forward.prepare(group, 3, dtype, x.get_device())
+    with simulated(x, *ws):
+        y, again = (kron_forward.launch_group(made._replace(geometry=((grid, 1, 1), *made.geometry[1:])), x, ws, PLAIN) for grid in (2, 4))
+    assert group.slices == 2 and same_bits(y, again)
+    near(y, dense_of(x.double(), [w.double() for w in ws], (16,) * 4))
 
 
 def near(y, exact, _=None):

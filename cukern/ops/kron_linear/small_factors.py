@@ -1,6 +1,6 @@
 """Launches of kron_linear v4 whose tiles fit into registers: which bits of a number's index are a thread's own in each pass.
 
-A tile has 2^n numbers, and each factor of the run is square, with 2, 4, 8 or 16 rows. See kernels_cu/kron_linear/registers.cuh.
+A tile has 2^n numbers, and each factor of the run is square, with 2, 4, 8 or 16 rows. See kernels_cu/kron_linear/small_factors.cuh.
 """
 
 from collections.abc import Iterator, Sequence
@@ -9,22 +9,22 @@ from typing import NamedTuple
 
 from cukern.ops.kron_linear.plan import Problem, Step
 
-SIZES = 2, 4, 8, 16  # of 32 on, split products on tensor cores are exact enough, and faster
-HELD = 7  # bits of a number's index: a thread holds the numbers of all their values
+SIZES = 2, 4, 8, 16  # for larger factors, split products on tensor cores are exact enough, and faster
+HELD = 7  # index bits that differ among the elements of a thread
 LANES = 5
-SUMS = 32  # as in registers.cuh
-WHOLE_BLOCK = 256  # threads, of 255 registers each: all that a multiprocessor has
-LEAST_SHARED = 200 << 10  # what a GPU with clusters has
-LEAST_RUN = 128  # bytes that lie together in memory, at least
+SUMS = 32  # as in small_factors.cuh
+WHOLE_BLOCK = 256  # threads of 255 registers: the register file of an SM
+LEAST_SHARED = 200 << 10  # bytes; only GPUs with clusters have this much
+LEAST_RUN = 128  # contiguous bytes in global memory, at least
 
-BOOST = 1980 / 1750  # its clock, of the clock under load: without tensor cores the GPU clocks higher
+BOOST = 1980 / 1750  # clock / clock under load: the clock is higher without tensor cores
 START_US = 4.0  # the launch, and a block's start
-EXPOSED = 0.05  # of the shorter of two times, arithmetic and memory, what does not hide behind the longer
-FMA_CYCLES = 1.5  # for each that the units need at best: fetching, exchanging and waiting are in it
+EXPOSED = 0.05  # part of the shorter of compute and memory time that is not hidden
+FMA_CYCLES = 1.5  # per cycle of the FMA units; includes loads, exchanges and barriers
 
 
 class Pass(NamedTuple):
-    """Bits of a number's index: those in which a thread's numbers differ, and its own. The rest as in Pass of registers.cuh."""
+    """Bits of a number's index: those in which a thread's numbers differ, and its own. The rest as in Pass of small_factors.cuh."""
 
     factors: tuple[Step, ...]
     held: tuple[int, ...]
@@ -39,8 +39,8 @@ class Pass(NamedTuple):
         return f"Pass<{bits_of(self.held)}, {bits_of(self.threads)}, {self.vector}, {self.right}, {self.exchanging}, {sizes}>"
 
 
-class Registers(NamedTuple):
-    """One launch, as in RegisterPlan of registers.cuh. `slices`: the blocks of a cluster, which share a tile."""
+class SmallFactors(NamedTuple):
+    """One launch, as in RegisterPlan of small_factors.cuh. `slices`: the blocks of a cluster, which share a tile."""
 
     steps: tuple[Step, ...]
     parts: tuple[Pass, ...]
@@ -55,6 +55,8 @@ class Registers(NamedTuple):
     shared: int
     us: float
     products: int = 0
+    kernel: str = "small_factors"
+    handicap: float = 1.0
 
     def template(self, added: bool = False) -> str:
         size = prod(s.p for s in self.steps)
@@ -66,34 +68,41 @@ class Registers(NamedTuple):
         return f"RegisterPlan<{numbers}, {str(added).lower()}, Turned<2, {turns}>, {bits_of(own)}, {passes}>"
 
 
-def launches(run: Sequence[Step], rows: int, target: Problem) -> Iterator[Registers]:
+def forward(run: Sequence[Step], rows: int, target: Problem) -> Iterator[SmallFactors]:
     """The launches of a run of steps, of tiles of each size."""
-    if target.itemsize != 4 or target.aligned < 16 or target.shared < LEAST_SHARED or any(s.p != s.q or s.p not in SIZES for s in run):
+    if not are_small(run, 4, target):
         return
     C, bits = run[0].right, sum(log2(s.p) for s in run)
     for threads, cluster in ((WHOLE_BLOCK // 8, 1), (WHOLE_BLOCK // 4, 1), (WHOLE_BLOCK // 2, 1), (WHOLE_BLOCK, 1), (WHOLE_BLOCK, 2)):
-        others = HELD + log2(threads * cluster) - bits
-        if others < 0:
-            continue
-        R = min(1 << others, C & -C)
-        L = (1 << others) // R
-        if (L > 1 and (R < C or cluster > 1)) or (R < C and R * 4 < LEAST_RUN):
-            continue
-        tiles = ceil(rows * run[-1].left / L) * (C // R)
-        if tiles * cluster * threads > target.sms * WHOLE_BLOCK:  # else no tile comes while another is multiplied
+        L, R = tile_of(HELD + log2(threads * cluster) - bits, C, 4)
+        tiles = ceil(rows * run[-1].left / L) * (C // R) if L == 1 or (L and cluster == 1) else 0
+        if tiles * cluster * threads > target.sms * WHOLE_BLOCK:  # otherwise there is no next tile to prefetch
             made = _launch(run, target, threads, cluster, L, R, tiles)
             if made:
                 yield made
 
 
-def _launch(run: Sequence[Step], target: Problem, threads: int, cluster: int, L: int, R: int, tiles: int) -> Registers | None:
+def are_small(run: Sequence[Step], itemsize: int, target: Problem) -> bool:
+    """Whether the kernels of small_factors.cuh for numbers of so many bytes take these factors."""
+    fits = target.itemsize == itemsize and target.aligned >= 16 and target.shared >= LEAST_SHARED
+    return fits and all(s.p == s.q and s.p in SIZES for s in run)
+
+
+def tile_of(others: int, C: int, itemsize: int) -> tuple[int, int]:
+    """L and R of a tile with so many bits beside the factors'; zeros if there is none."""
+    R = min(1 << max(0, others), C & -C)
+    L = (1 << others) // R if others >= 0 else 0
+    return (L, R) if R == C or (L == 1 and R * itemsize >= LEAST_RUN) else (0, 0)
+
+
+def _launch(run: Sequence[Step], target: Problem, threads: int, cluster: int, L: int, R: int, tiles: int) -> SmallFactors | None:
     cut, top = _cut(run), HELD + log2(threads)
     if len(cut) < 2:
         return None
     cross = log2(R * prod(s.p for piece in cut[:-1] for s in piece)) - 1
     parts = _passes(cut, log2(R), top, cross if cluster > 1 else -1)
     weights, numbers, warps = 128 * ceil(sum(s.p**2 for s in run) / 32), threads << HELD, threads // 32
-    blocks, own = WHOLE_BLOCK // threads, 4 * numbers // warps  # bytes of a warp
+    blocks, own = WHOLE_BLOCK // threads, target.itemsize * numbers // warps  # bytes of a warp
     room = (target.shared + 1024) // blocks - 1024 - weights - 4 * numbers
     together = warps  # of which the numbers lie one after another: those whose bits above are the same
     for bit, highest in zip(reversed(parts[0].threads[LANES:]), reversed(range(top)), strict=False):
@@ -101,12 +110,12 @@ def _launch(run: Sequence[Step], target: Problem, threads: int, cluster: int, L:
             break
         together //= 2
     ahead = min(warps, room // own // together * together)
-    if ahead <= 0 or (cluster > 1 and parts[-2].vector < 4):  # 16 bytes at once to the other block
+    if ahead < 1 or (cluster > 1 and parts[-2].vector < 4):  # 16-byte stores to the other block
         return None
     us = _us(run, len(cut), numbers, ceil(tiles * cluster / target.sms), target)
     shared = weights + 4 * numbers + ahead * own
     vectors = [part.threads[:3] for part in parts if part.vector == 4]
-    return Registers(tuple(run), tuple(parts), threads, blocks, L, R, cluster, ahead, cross, turns(vectors, 2, top), shared, us)
+    return SmallFactors(tuple(run), tuple(parts), threads, blocks, L, R, cluster, ahead, cross, turns(vectors, 2, top), shared, us)
 
 
 def _passes(cut: Sequence[Sequence[Step]], low: int, top: int, cross: int) -> list[Pass]:
@@ -115,26 +124,31 @@ def _passes(cut: Sequence[Sequence[Step]], low: int, top: int, cross: int) -> li
     parts: list[Pass] = []
     for n, piece in enumerate(cut):
         moved = cross >= 0 and n == len(cut) - 1
-        bits = [b for b in range(top + 1) if b != cross] if moved else list(range(top))
+        bits = [b for b in range(top + moved) if b != cross or not moved]
         high = low + log2(prod(s.p for s in piece))
         held, threads = _held(bits, low, high)
         right, low = 1 << sum(b < low for b in held), high
-        together = max(1, SUMS * piece[-1].p >> HELD)  # columns of the last factor, whose results leave at once
+        together = max(1, SUMS * piece[-1].p >> HELD)  # columns of the last factor that are stored at a time
         near = next((i for i, b in enumerate(held) if b != i), HELD)
         vector = min(4, 1 << near, right * prod(s.p for s in piece[:-1]) * together)
-        if moved:
-            held, threads = [cross if b == top else b for b in held], [cross if b == top else b for b in threads]
-        parts.append(Pass(tuple(piece), tuple(held), tuple(threads), right, vector))
-    for n in reversed(range(len(parts) - 1)):
-        a, b = parts[n], parts[n + 1]
-        other = next((i for i in reversed(range(len(a.threads))) if a.threads[i] != b.threads[i]), -1)
-        parts[n] = a._replace(exchanging=1 << max(other + 1, LANES))
-    return parts
+        parts.append(Pass(tuple(piece), _named(held, top, cross), _named(threads, top, cross), right, vector))
+    return [a._replace(exchanging=_exchanging(a, b)) for a, b in zip(parts, [*parts[1:], parts[-1]], strict=True)]
+
+
+def _named(bits: tuple[int, ...], top: int, cross: int) -> tuple[int, ...]:
+    """The other block's bit as that which it becomes."""
+    return tuple(cross if b == top else b for b in bits)
+
+
+def _exchanging(a: Pass, b: Pass) -> int:
+    """How many threads exchange numbers between two passes."""
+    other = next((i for i in reversed(range(len(a.threads))) if a.threads[i] != b.threads[i]), -1)
+    return 1 << max(other + 1, LANES)
 
 
 def _us(run: Sequence[Step], passes: int, numbers: int, each: int, target: Problem) -> float:
-    """A model of a launch's time, of `each` tiles a multiprocessor."""
-    stream = 4 * numbers / target.sm_bytes_us
+    """A model of a launch's time, for `each` tiles per SM."""
+    stream = target.itemsize * numbers / target.sm_bytes_us
     compute = numbers / 128 * (sum(s.p for s in run) * FMA_CYCLES + passes) / (BOOST * target.cycles_us)
     return START_US + 2 * stream + each * (max(compute, 2 * stream) + EXPOSED * min(compute, 2 * stream))
 
@@ -150,7 +164,7 @@ def _cut(run: Sequence[Step]) -> list[list[Step]]:
     return pieces
 
 
-def _held(bits: list[int], low: int, high: int) -> tuple[list[int], list[int]]:
+def _held(bits: list[int], low: int, high: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Which bits a thread holds: those of the pass's factors, from low to high, and those of neighbours, so that 16 bytes move at once.
     The lowest of the others are the lanes'; if there is room for more, it holds those above these."""
     held = [b for b in bits if low <= b < high]
@@ -158,7 +172,7 @@ def _held(bits: list[int], low: int, high: int) -> tuple[list[int], list[int]]:
     others = [b for b in bits if b not in held]
     lanes, others = others[:LANES], others[LANES:]
     more = HELD - len(held)
-    return sorted(held + others[:more]), lanes + others[more:]
+    return tuple(sorted(held + others[:more])), tuple(lanes + others[more:])
 
 
 def turns(accesses: Sequence[Sequence[int]], unit: int, top: int) -> tuple[int, ...]:

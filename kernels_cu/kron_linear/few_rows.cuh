@@ -10,12 +10,10 @@
 // sums of the first. This halves their memory.
 // Experiments: docs/notes/kron_linear.md.
 #pragma once
-#include "common/pdl.cuh"
-#include "common/ptx/async_copy.cuh"
 #include "common/ptx/cluster.cuh"
-#include "common/ptx/launch.cuh"
 #include "common/ptx/mbarrier.cuh"
-#include "warpgroups.cuh"
+#include "split_float.cuh"
+#include "tile.cuh"
 
 // Exchange halves of a warpgroup's 64 x 128 accumulators within a cluster of two blocks. Each block keeps the 64 columns that belong to its
 // rank and adds those from the other block. They arrive in `space`, which must be free in both blocks. `full` is an mbarrier with one
@@ -55,14 +53,13 @@ __device__ __forceinline__ void store_part(float4* partials, int part, const flo
 }
 
 #if __CUDA_ARCH__ >= 900
-// Arguments as for kron_linear_v4_split_bwd, but w0 is the right and w1 the left factor. MORE: the previous launch computed other rows, at
+// Arguments as for kron_linear_v4_split_wgmma_bwd. MORE: the previous launch computed other rows, at
 // least as many, and this launch adds to its partial sums. The two overlap: this launch waits for the previous one only before it adds. It
 // need not wait for earlier kernels, because the previous launch had waited for them before it signalled. Grid: four blocks per row.
 // Dynamic shared memory: X, W2, W1, G and H, split.
 template <typename T, int SIDE>
 __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(256, 1)
-    kron_linear_v4_quarter_bwd(float* partials, T* dx, const T* x, const T* g, const T* w0, const T* w1, int more, long long w0_p,
-                               long long w0_q, long long w1_p, long long w1_q, double scale) {
+    kron_linear_v4_few_rows_bwd(float* partials, T* dx, const T* x, const T* g, Factors4<T> factors, int more, double scale) {
     using U = typename Pieces<T>::type;
     constexpr int HALF = SIDE / 2, MATRIX = Pieces<T>::COUNT * SIDE * HALF;
     using Wide = Tiles<HALF, SIDE>;
@@ -80,18 +77,18 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(256, 1)
         mbarrier_init(full, 1);
         mbarriers_made();
     }
-    prefetch_factor(w0, SIDE, SIDE, w0_p, w0_q);
-    prefetch_factor(w1, SIDE, SIDE, w1_p, w1_q);
+    prefetch_factor(factors.at[0], SIDE, SIDE, factors.p[0], factors.q[0]);
+    prefetch_factor(factors.at[1], SIDE, SIDE, factors.p[1], factors.q[1]);
     for (const T* rows : {x, g}) prefetch_tile<SIDE * SIDE / 4, 1>(rows + blockIdx.x * (SIDE * SIDE / 4), 1, 1);
     if (!more) wait_for_previous();
     let_next_come();
     {
         Underway<Wide, 128, T> rows;
         Underway<Tall, 128, T> columns;
-        long long p = group ? w1_p : SIDE, q = group ? w1_q : 1;
-        rows.fetch_any((group ? w1 : x + row * (SIDE * SIDE)) + down * HALF * p, p, q);
-        p = group ? SIDE : w0_p, q = group ? 1 : w0_q;
-        columns.fetch_any((group ? g + row * (SIDE * SIDE) : w0) + right * HALF * q, p, q);
+        long long p = group ? factors.p[1] : SIDE, q = group ? factors.q[1] : 1;
+        rows.fetch_any((group ? factors.at[1] : x + row * (SIDE * SIDE)) + down * HALF * p, p, q);
+        p = group ? SIDE : factors.p[0], q = group ? 1 : factors.q[0];
+        columns.fetch_any((group ? g + row * (SIDE * SIDE) : factors.at[0]) + right * HALF * q, p, q);
         rows.put_unseated(wide);
         columns.put_unseated(tall);
     }
@@ -128,7 +125,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(256, 1)
 // dw0 and dw1 = scale * the sum of the parts of A rows, in a fixed order. Grid 8 * 32: the parts of both factors, and of each part the 16
 // rows x 8 columns of a warp. Block (32, 16).
 template <typename T, int SIDE>
-__global__ void __launch_bounds__(512) kron_linear_v4_quarter_sum(T* dw0, T* dw1, const float* partials, long long A, double scale) {
+__global__ void __launch_bounds__(512) kron_linear_v4_few_rows_sum(T* dw0, T* dw1, const float* partials, long long A, double scale) {
     constexpr int SHARE = 16;
     __shared__ float4 sums[SHARE][32];
     int part = blockIdx.x / 32, at = blockIdx.x % 32, lane = threadIdx.x;

@@ -1,6 +1,6 @@
 """Launches of kron_linear v4 of 16-bit numbers and small factors, on tensor cores: which bits of a number's index are where, step by step.
 
-A tile has 2^n numbers, and each factor of the run is square, with 2, 4, 8 or 16 rows. See kernels_cu/kron_linear/lanes.cuh.
+A tile has 2^n numbers, and each factor of the run is square, with 2, 4, 8 or 16 rows. See kernels_cu/kron_linear/small_factors.cuh.
 """
 
 import functools
@@ -10,18 +10,18 @@ from math import ceil, prod
 from typing import NamedTuple
 
 from cukern.ops.kron_linear.plan import Problem, Step
-from cukern.ops.kron_linear.registers import LEAST_RUN, LEAST_SHARED, SIZES, bits_of, log2, turns
+from cukern.ops.kron_linear.small_factors import are_small, bits_of, log2, tile_of, turns
 
-EACH = 6  # bits: numbers of a tile for each thread
-LEAST, ALL = 13, 15  # of a tile: what a multiprocessor exchanges at one time, and a part of it; smaller tiles begin too often
-LANES, PIECE = 5, 10  # of a lane's number, and of the numbers that a warp has at once
-AT_ONCE = 3  # bits: 16 bytes of 16-bit numbers
+EACH = 6  # log2 of the elements of a tile per thread
+LEAST, ALL = 13, 15  # log2 of the elements of a tile: the exchange buffers of an SM hold 2^15; smaller tiles cost too many starts
+LANES, PIECE = 5, 10  # bits of a lane's number; log2 of the elements that a warp holds at once
+AT_ONCE = 3  # log2 of the elements in 16 bytes
 SIDE = 4  # bits that a step multiplies along
-PASSES, STEPS = 3, 3  # of a launch, of a pass
+PASSES, STEPS = 3, 3  # at most: passes of a launch, steps of a pass
 
 START_US = 4.0  # the launch, and a block's start
-STEP_CYCLES, MERGED_CYCLES, EXCHANGE_CYCLES, PLAIN_CYCLES = 6.0, 1.5, 5.0, 5.0  # of a quarter of a multiprocessor for 32 numbers
-ALONE = 1.12  # how much longer it takes where all of a multiprocessor's warps wait for each other
+STEP_CYCLES, MERGED_CYCLES, EXCHANGE_CYCLES, PLAIN_CYCLES = 6.0, 1.5, 5.0, 5.0  # per SM quadrant and 32 elements
+ALONE = 1.12  # slowdown if an SM has one block, whose warps wait for each other
 
 
 class Multiplied(NamedTuple):
@@ -35,7 +35,7 @@ class Multiplied(NamedTuple):
     @property
     def template(self) -> str:
         sizes = ", ".join(str(s) for s in self.factors)
-        return f"LaneStep<{self.at[0]}, {self.at[1]}, {bits_of(self.rows)}, {bits_of(self.columns)}, {sizes}>"
+        return f"MmaStep<{self.at[0]}, {self.at[1]}, {bits_of(self.rows)}, {bits_of(self.columns)}, {sizes}>"
 
 
 class Pass(NamedTuple):
@@ -57,7 +57,7 @@ class Pass(NamedTuple):
         order = tuple(self.registers_after.index(b) for b in after)
         bits = [bits_of(b) for b in (self.registers, self.lanes, after, order, self.lanes_after, others)]
         steps = [s.template for s in self.steps]
-        return f"LanePass<{', '.join([str(self.before), str(self.after), *bits, *steps])}>"
+        return f"MmaPass<{', '.join([str(self.before), str(self.after), *bits, *steps])}>"
 
     @property
     def before(self) -> int:
@@ -75,8 +75,8 @@ class Pass(NamedTuple):
         return next(i for i in range(PIECE) if first + i not in self.lanes_after) + (first - AT_ONCE)
 
 
-class Lanes(NamedTuple):
-    """One launch, as in LanePlan of lanes.cuh."""
+class SmallFactorsMma(NamedTuple):
+    """One launch, as in MmaPlan of small_factors.cuh."""
 
     steps: tuple[Step, ...]
     parts: tuple[Pass, ...]
@@ -88,36 +88,35 @@ class Lanes(NamedTuple):
     turns: tuple[int, ...]
     shared: int
     us: float
+    slices: int = 1  # the blocks of a cluster, which share a tile
+    cross: int = 0
     products: int = 0
-    slices: int = 1
+    kernel: str = "small_factors_mma"
+    handicap: float = 1.0
 
     def template(self, added: bool = False) -> str:
         top = EACH + log2(self.threads)
-        sizes = self.threads, self.blocks, self.L, prod(s.p for s in self.steps), self.R, self.steps[0].right
+        sizes = self.slices, self.threads, self.blocks, self.L, prod(s.p for s in self.steps), self.R, self.steps[0].right, self.cross
         places = [f"Turned<{', '.join(map(str, (unit, *to)))}>" for unit, to in ((3, self.stage_turns), (2, self.turns))]
         passes = [p.template(top) for p in self.parts]
-        return f"LanePlan<{', '.join([*map(str, sizes), str(added).lower(), *places, bits_of(self.parts[0].bits), *passes])}>"
+        return f"MmaPlan<{', '.join([*map(str, sizes), str(added).lower(), *places, bits_of(self.parts[0].bits), *passes])}>"
 
 
-def launches(run: Sequence[Step], rows: int, target: Problem) -> Iterator[Lanes]:
+def forward(run: Sequence[Step], rows: int, target: Problem) -> Iterator[SmallFactorsMma]:
     """The launches of a run of steps, of tiles of each size."""
-    if target.itemsize != 2 or not target.tensor or target.aligned < 16 or target.shared < LEAST_SHARED:
-        return
-    if any(s.p != s.q or s.p not in SIZES for s in run):
+    if not target.tensor or not are_small(run, 2, target):
         return
     C, bits = run[0].right, sum(log2(s.p) for s in run)
-    for top in range(LEAST, ALL + 1):
-        R = min(1 << max(0, top - bits), C & -C)
-        L = (1 << top) // (R << bits)
-        if not L or (L > 1 and R < C) or (R < C and 2 * R < LEAST_RUN) or 1 < R < 1 << AT_ONCE:
-            continue
-        made = _launch(run, target, top, L, R, ceil(rows * run[-1].left / L) * (C // R))
+    for top, cluster in (*((top, 1) for top in range(LEAST, ALL + 1)), (ALL, 2)):
+        L, R = tile_of(top + cluster - 1 - bits, C, 2)
+        fits = (L == 1 or (L and cluster == 1)) and not 1 < R < 1 << AT_ONCE
+        made = _launch(run, target, top, cluster, L, R, ceil(rows * run[-1].left / L) * (C // R)) if fits else None
         if made:
             yield made
 
 
-def _launch(run: Sequence[Step], target: Problem, top: int, L: int, R: int, tiles: int) -> Lanes | None:
-    parts = passes(tuple(s.p for s in run), log2(R), top)
+def _launch(run: Sequence[Step], target: Problem, top: int, cluster: int, L: int, R: int, tiles: int) -> SmallFactorsMma | None:
+    parts = passes(tuple(s.p for s in run), log2(R), top, cluster)
     if not parts:
         return None
     count, numbers, several = sum(len(p.steps) for p in parts), 1 << top, len(parts) > 1
@@ -127,8 +126,9 @@ def _launch(run: Sequence[Step], target: Problem, top: int, L: int, R: int, tile
         return None
     stage = turns([[b for b in parts[0].lanes[: AT_ONCE + (parts[0].before < 8)] if b >= AT_ONCE]], 3, top)
     exchanges = [lanes[:3] for a, b in pairwise(parts) for lanes in (a.lanes_after, b.lanes)]
-    us = _us(numbers, parts, blocks, tiles, target)
-    return Lanes(tuple(run), parts, numbers >> EACH, blocks, L, R, stage, turns(exchanges, 2, top), shared, us)
+    cross = cross_of([[s.factors for s in p.steps] for p in parts], log2(R)) if cluster > 1 else 0
+    us = _us(numbers, parts, blocks, tiles * cluster, target)
+    return SmallFactorsMma(tuple(run), parts, numbers >> EACH, blocks, L, R, stage, turns(exchanges, 2, top), shared, us, cluster, cross)
 
 
 def _us(numbers: int, parts: Sequence[Pass], blocks: int, tiles: int, target: Problem) -> float:
@@ -137,15 +137,15 @@ def _us(numbers: int, parts: Sequence[Pass], blocks: int, tiles: int, target: Pr
     for step in (step for part in parts for step in part.steps):
         cycles += STEP_CYCLES + (MERGED_CYCLES if len(step.factors) > 1 else 0)
     each, stream = ceil(tiles / target.sms), 2 * numbers / target.sm_bytes_us
-    idle = max(1.0, 8 / (min(blocks, each) * (numbers >> EACH + LANES)))  # a few warps do not keep a multiprocessor busy
+    idle = max(1.0, 8 / (min(blocks, each) * (numbers >> EACH + LANES)))  # too few warps to keep an SM busy
     compute = numbers / 128 * cycles / target.cycles_us * idle * (ALONE if blocks == 1 else 1)
     return START_US + stream + compute + (each - 1) * max(compute, 2 * stream)
 
 
 @functools.lru_cache(1024)
-def passes(sizes: tuple[int, ...], low: int, top: int) -> tuple[Pass, ...]:
-    """The passes over a tile of 2^top numbers, whose rightmost factor has the bits from `low` on: as few as there can be, the last one's
-    results in runs as long as there can be."""
+def passes(sizes: tuple[int, ...], low: int, top: int, cluster: int = 1) -> tuple[Pass, ...]:
+    """The passes over a tile of 2^top elements, or twice as many in a cluster of two blocks. The rightmost factor has the bits from `low`
+    on. The fewest passes are chosen, and among these the longest contiguous runs of results."""
     merged: list[list[int]] = []
     for s in sizes:
         if merged and prod(merged[-1]) * s <= 1 << SIDE:
@@ -156,7 +156,7 @@ def passes(sizes: tuple[int, ...], low: int, top: int) -> tuple[Pass, ...]:
         found = []
         for cuts in combinations(range(1, len(merged)), count - 1):
             pieces = [merged[a:b] for a, b in zip((0, *cuts), (*cuts, len(merged)), strict=True)]
-            made = _passes(pieces, low, top) if all(len(piece) <= STEPS for piece in pieces) else ()
+            made = _passes(pieces, low, top, cluster) if all(len(piece) <= STEPS for piece in pieces) else ()
             if made:
                 found.append(made)
         if found:
@@ -164,20 +164,37 @@ def passes(sizes: tuple[int, ...], low: int, top: int) -> tuple[Pass, ...]:
     return ()
 
 
-def _passes(pieces: Sequence[Sequence[Sequence[int]]], low: int, top: int) -> tuple[Pass, ...]:
+def cross_of(parts: Sequence[Sequence[Sequence[int]]], low: int) -> int:
+    """The bit that the two blocks of a cluster exchange after the first pass: the highest bit of that pass's factors. Before the exchange a
+    block's rank is the bit `top`. After it the rank is the bit `cross`, and the bit `top` has its place in the block."""
+    return low + sum(log2(s) for step in parts[0] for s in step) - 1
+
+
+def _passes(pieces: Sequence[Sequence[Sequence[int]]], low: int, top: int, cluster: int) -> tuple[Pass, ...]:
+    """The passes whose steps are given, if there are any. In a cluster a register's number must have the bit `cross`."""
+    cross = cross_of(pieces, low)
+    if cluster > 1 and (len(pieces) == 1 or cross >= top):
+        return ()
     within = low + sum(log2(s) for piece in pieces for step in piece for s in step)  # a row's bits, of which zeros may be
     made = []
     for n, piece in enumerate(pieces, 1):
-        steps, last = [], n == len(pieces)
-        for sizes in piece:
-            bits = sum(log2(s) for s in sizes)
-            steps.append((tuple(range(low, low + bits)), tuple(sizes)))
-            low += bits
+        steps, last = _with_bits(piece, low, top, cross), n == len(pieces)
+        low += sum(len(bits) for bits, _ in steps)
         found = (last and _pass(steps, within, top, AT_ONCE, last)) or _pass(steps, within, top, 2, last)
         if found is None:
             return ()
         made.append(found)
-    return tuple(made)
+    return tuple(made) if cluster == 1 or cross in made[0].registers_after else ()
+
+
+def _with_bits(piece: Sequence[Sequence[int]], low: int, top: int, cross: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """The bits and the sizes of each step's factors, from the bit `low` on."""
+    steps = []
+    for sizes in piece:
+        bits = range(low, low + sum(log2(s) for s in sizes))
+        steps.append((tuple(b if b < top else cross for b in bits), tuple(sizes)))
+        low += len(bits)
+    return steps
 
 
 def _pass(steps: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], within: int, top: int, near: int, last: bool) -> Pass | None:
@@ -185,30 +202,37 @@ def _pass(steps: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], within: int,
     lane bits g and one in a register's number; and n, that was in g, in a register's number and in t. Of the last pass neighbours in
     memory are in lanes."""
     best = None
-    for along in _along([bits for bits, _ in steps], [b for b in range(near, min(within, 8))]):
-        together = {0, 1, 2}.union(*along)
-        if len(together) > PIECE or (0 in along[0] and 1 not in along[0]):
+    for along, lanes, bits in _starts([bits for bits, _ in steps], within, top, near):
+        registers = tuple(sorted(bits - set(lanes)))
+        done = _walk(registers, lanes, along, steps, near)
+        if not done:
             continue
-        if any(len({*a} & {*b}) < 2 for a, b in zip(along, along[2:], strict=False)):  # of these come that step's t
-            continue
-        t = tuple(b for b in along[0] if b > 1 or 0 not in along[0])[:2]
-        after = [b for b in (along[1] if len(steps) > 1 else range(3, top)) if b not in along[0]]
-        for g12 in combinations(after[:4], 2):
-            for g0 in [b for b in dict.fromkeys([*after, *range(3, top)]) if b not in along[0] and b not in g12][:3]:
-                lanes = (*t, g0, *g12)
-                bits = together | set(lanes)
-                bits |= set([b for b in range(top) if b not in bits][: max(0, PIECE - len(bits))])
-                if len(set(lanes)) < LANES or len(bits) > PIECE:
-                    continue
-                registers = tuple(sorted(bits - set(lanes)))
-                done = _walk(registers, lanes, along, steps, near)
-                if not done:
-                    continue
-                made = Pass(registers, lanes, *done)
-                if not last or made.run > 1:
-                    return made
-                best = made if made.run and (not best or best.run < made.run) else best
+        made = Pass(registers, lanes, *done)
+        if not last or made.run > 1:
+            return made
+        best = made if made.run and (not best or best.run < made.run) else best
     return best
+
+
+def _starts(
+    steps: Sequence[tuple[int, ...]], within: int, top: int, near: int
+) -> Iterator[tuple[tuple[tuple[int, ...], ...], tuple[int, ...], set[int]]]:
+    """The bits along which each step may multiply, those of lanes before the first step, and all that a warp has at once."""
+    for along in _along(steps, [b for b in range(near, min(within, 8))]):
+        t = tuple(b for b in along[0] if b > 1 or 0 not in along[0])[:2]
+        for g in _columns(along, top):
+            bits = {0, 1, 2, *t, *g}.union(*along)
+            bits |= set([b for b in range(top) if b not in bits][: max(0, PIECE - len(bits))])
+            if len({*t, *g}) == LANES and len(bits) <= PIECE:
+                yield along, (*t, *g), bits
+
+
+def _columns(along: Sequence[tuple[int, ...]], top: int) -> Iterator[tuple[int, int, int]]:
+    """The bits that lane bits g may have before the first step."""
+    after = [b for b in (along[1] if len(along) > 1 else range(3, top)) if b not in along[0]]
+    for g12 in combinations(after[:4], 2):
+        for g0 in [b for b in dict.fromkeys([*after, *range(3, top)]) if b not in along[0] and b not in g12][:3]:
+            yield g0, *g12
 
 
 def _along(bits: Sequence[tuple[int, ...]], beside: Sequence[int]) -> Iterator[tuple[tuple[int, ...], ...]]:
@@ -218,7 +242,10 @@ def _along(bits: Sequence[tuple[int, ...]], beside: Sequence[int]) -> Iterator[t
     for own in bits:
         need, free = SIDE - len(own), [b for b in beside if b not in used]
         options.append([(*own, *more) for more in combinations([*free[:3], *[b for b in used if b not in own]], need)])
-    return product(*options)
+    for along in product(*options):
+        of_t = all(len({*a} & {*b}) >= 2 for a, b in zip(along, along[2:], strict=False))  # of these come that step's t
+        if of_t and len({0, 1, 2}.union(*along)) <= PIECE and (1 in along[0] or 0 not in along[0]):
+            yield along
 
 
 def _walk(

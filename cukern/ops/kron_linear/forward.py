@@ -1,0 +1,252 @@
+"""v4 of kron_linear, forward: launches of groups of factors, compiled for their sizes. planner.py chooses them."""
+
+import struct
+from collections.abc import Callable, Sequence
+from math import gcd
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from cukern.ops.kron_linear import cublas, planner
+from cukern.ops.kron_linear.checks import PLAIN_TYPES
+from cukern.ops.kron_linear.plan import MOST, Launch, Problem, Sizes, Step, planned_rows, planned_rows_forward
+from cukern.ops.kron_linear.reference import PLAIN, Epilogue
+from cukern.runtime import backend
+from cukern.runtime.device import cached, device_of, when_plans_change
+from cukern.runtime.kernel import Kernel, Template, planning
+from cukern.runtime.registry import choose
+
+KERNELS = {
+    name: Template("kron_linear/kron_linear.cu", f"kron_linear_v4_{name}", pdl=True)
+    for name in ("tile", "small_factors", "small_factors_mma", "chain_wgmma", "split_wgmma", "split_wgmma_pair")
+}
+COMMON = (8, 3), (64, 2)  # factors' size and number, of plans to be compiled where no input is known
+
+Key = tuple[Sizes, int, torch.dtype, int, bool, int, bool]  # the arguments of plan_of_layer
+_POINTERS, _STRIDES = struct.Struct(f"{MOST}Q"), struct.Struct(f"{2 * MOST}q")
+
+
+class Prepared(NamedTuple):
+    """A launch, as far as it does not depend on the tensors: a call pays for one look-up."""
+
+    group: Launch
+    launch: backend.Launch | None  # None: cuBLAS
+    geometry: tuple[backend.Dim, backend.Dim, int]
+    indices: tuple[int, ...]  # of the factors
+    features: int  # of the output
+
+
+@cached(2048)
+def plan_of_layer(
+    sizes: Sizes, rows: int, dtype: torch.dtype, device: int, tensor: bool, aligned: int, added: bool, count: int | None = None
+) -> tuple[int, tuple[Prepared, ...]]:
+    """How many rows go through all launches at once, and the launches, of all factors or of the first `count` steps."""
+    planned = planned_rows(rows) if count else planned_rows_forward(rows)
+    plan = planner.forward(sizes, planned, target_of(dtype, device, tensor, aligned), count)
+    part = planner.rows_at_once([group.steps for group in plan], rows, dtype.itemsize)
+    return part, tuple(prepare(group, part, dtype, device, added and group is plan[-1]) for group in plan)
+
+
+def target_of(dtype: torch.dtype, device: int, tensor: bool, aligned: int, rows: int = 0) -> Problem:
+    return Problem(device_of(device), dtype.itemsize, tensor, aligned, rows % 32 == 0, dtype is torch.bfloat16)
+
+
+def prepare(group: Launch, rows: int, dtype: torch.dtype, device: int, added: bool = False) -> Prepared:
+    """The launch of a group for at most so many rows; `added`: with a bias or a residual."""
+    first, last = group.steps[0], group.steps[-1]
+    indices, features = tuple(s.factor for s in group.steps), last.left * last.q * last.right
+    if not group.threads:
+        return Prepared(group, None, ((1, 1, 1), (1, 1, 1), 0), indices, features)
+    tiles = -(-rows * last.left // group.L) * (first.right // group.R)
+    blocks = min(tiles, max(1, device_of(device).sms * group.blocks // group.slices)) * group.slices
+    geometry = (blocks, 1, 1), (group.threads, 1, 1), backend.spread(group.shared, blocks, device)
+    if planning():  # calls with a bias and calls without one
+        KERNELS[group.kernel][dtype, group.template(not added)].on(device)
+    return Prepared(group, KERNELS[group.kernel][dtype, group.template(added)].on(device), geometry, indices, features)
+
+
+def pointers_of(addresses: Sequence[int]) -> bytes:
+    return _POINTERS.pack(*addresses, *(0,) * (MOST - len(addresses)))
+
+
+def by_value(ws: Sequence[Tensor]) -> bytes:
+    """The kernels' argument Factors4, see tile.cuh."""
+    unused = (0,) * (MOST - len(ws))
+    return pointers_of([w.data_ptr() for w in ws]) + _STRIDES.pack(*[w.stride(0) for w in ws], *unused, *[w.stride(1) for w in ws], *unused)
+
+
+def launch_group(made: Prepared, z: Tensor, factors: Sequence[Tensor], epilogue: Epilogue, out: Tensor | None = None) -> Tensor:
+    """z (rows, numbers), contiguous, through the factors of a group."""
+    group, rows, (scale, bias, residual) = made.group, z.shape[0], epilogue
+    out = torch.empty((rows, made.features), dtype=z.dtype, device=z.device) if out is None else out
+    if made.launch is None:
+        (step,) = group.steps
+        return cublas.mode_product(z, factors[step.factor], step, epilogue, out)
+    rest = 0 if bias is None else bias.data_ptr(), 0 if residual is None else residual.data_ptr()
+    ws, fibers = by_value([factors[index] for index in made.indices]), rows * group.steps[-1].left
+    made.launch(*made.geometry, out.data_ptr(), z.data_ptr(), ws, *rest, fibers, scale, made.features)
+    return out
+
+
+def forward(x: Tensor, factors: Sequence[Tensor], epilogue: Epilogue, count: int | None = None) -> Tensor:
+    """All factors, or those of the first `count` steps. The rows are split if the array between two launches would take too much memory."""
+    if any([w.ndim == 3 for w in factors]):
+        return cublas.v3_forward(x, factors, epilogue)
+    rows, (scale, bias, residual) = x.shape[0], epilogue
+    part, launches = plan_of_layer(*problem(x, factors, adds(epilogue)), count)
+    if len(launches) == 1:
+        return launch_group(launches[0], x, factors, epilogue)
+    if part >= rows:
+        return through(launches, x, factors, epilogue)[0]
+    out = torch.empty((rows, launches[-1].features), dtype=x.dtype, device=x.device)
+    for first in range(0, rows, part):
+        own = slice(first, first + part)
+        through(launches, x[own], factors, (scale, bias, None if residual is None else residual[own]), out[own])
+    return out
+
+
+def adds(epilogue: Epilogue) -> bool:
+    """Whether there is a bias or a residual."""
+    return epilogue[1] is not None or epilogue[2] is not None
+
+
+def problem(x: Tensor, factors: Sequence[Tensor], added: bool) -> Key:
+    """What a plan for these tensors depends on. `added`: with a bias or a residual."""
+    sizes, rows = tuple([(w.shape[0], w.shape[1]) for w in factors]), x.numel() // x.shape[-1]
+    return sizes, rows, x.dtype, x.get_device(), on_tensor_cores(x.dtype), gcd(x.data_ptr(), 16), added
+
+
+def through(
+    launches: Sequence[Prepared], x: Tensor, factors: Sequence[Tensor], epilogue: Epilogue, out: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """All launches, the last one to `out` or a new tensor; and what that one took."""
+    z = x
+    for made in launches[:-1]:
+        z = launch_group(made, z, factors, PLAIN)
+    return launch_group(launches[-1], z, factors, epilogue, out), z
+
+
+def single_launch(x: Tensor, factors: Sequence[Tensor], scale: float) -> Callable[[Tensor, Sequence[Tensor]], Tensor] | None:
+    """The forward for tensors of these shapes and strides, if one launch of a kernel does all: nothing is left to do but to make it."""
+    _, launches = plan_of_layer(*problem(x, factors, False))
+    made = launches[0]
+    if len(launches) > 1 or made.launch is None:
+        return None
+    shape, order = (*x.shape[:-1], made.features), made.indices
+    like, strides = x.shape == shape, by_value([factors[i] for i in order])[8 * MOST :]
+    rest = 0, 0, x.numel() // x.shape[-1] * made.group.steps[-1].left, scale, made.features  # no bias, no residual
+    launch = backend.bind(made.launch, *made.geometry, *rest)
+
+    def call(x: Tensor, factors: Sequence[Tensor]) -> Tensor:
+        out = torch.empty_like(x) if like else x.new_empty(shape)  # 0.7 us apart
+        launch(out.data_ptr(), x.data_ptr(), pointers_of([factors[i].data_ptr() for i in order]) + strides)
+        return out
+
+    return call
+
+
+def mode(z: Tensor, w: Tensor, scale: float, rows: int | None = None) -> Tensor:
+    """mode_product of one sample. `rows`: of the layer, if z has more for the factors to the left."""
+    _, A, p, C = z.shape
+    made = _plan_one(A, rows or A, p, w.shape[2], C, z.dtype, z.get_device(), on_tensor_cores(z.dtype), gcd(z.data_ptr(), 16))
+    return launch_group(made, z.reshape(A, p * C), [w[0]], (scale, None, None)).view(1, A, w.shape[2], C)
+
+
+@cached(2048)
+def _plan_one(A: int, rows: int, p: int, q: int, C: int, dtype: torch.dtype, device: int, tensor: bool, aligned: int) -> Prepared:
+    group = planner.fastest((Step(0, 1, p, q, C),), A // rows * planned_rows(rows), target_of(dtype, device, tensor, aligned))
+    assert group
+    return prepare(group, A, dtype, device)
+
+
+def tf32() -> bool:
+    """Whether torch's switches let float32 products be made in TF32."""
+    return _precision("cuda", "matmul") == "tf32" if _precision else torch.backends.cuda.matmul.allow_tf32
+
+
+# Since torch 2.9, which refuses to read the older switch once the newer has been set.
+_precision = getattr(torch._C, "_get_fp32_precision_getter", None)
+
+
+def on_tensor_cores(dtype: torch.dtype) -> bool:
+    """True if products may use TF32, which represents 16-bit numbers exactly."""
+    return dtype.itemsize == 2 or (dtype == torch.float32 and tf32())
+
+
+def instances(dtype: torch.dtype) -> list[Kernel]:
+    """For every GPU: without what only Hopper has."""
+    target = target_of(dtype, backend.SIMULATED, on_tensor_cores(dtype), 16)
+    target = target._replace(device=target.device._replace(capability=80, shared_bytes=(201 << 10) - 1))
+    plans = [plan for f, n in COMMON for plan in planner.forward(((f, f),) * n, 64, target)]
+    return [KERNELS[plan.kernel][dtype, plan.template()] for plan in plans if plan.threads]
+
+
+# ---- the launch cache
+#
+# The usual call of kron_linear, in a few microseconds: tensors on a GPU, no bias, no residual, nothing that records a graph, one launch.
+#
+# A call of the same shapes and strides as an earlier one needs none of its checks again, and no plan: all but the pointers is known. What
+# torch.compile asks before it runs what it compiled, TensorGuards, tells so of all tensors at once: their types, dtypes, devices, shapes,
+# strides, whether they require a gradient, are negated lazily, or are seen by a dispatch mode or one of torch.func's transforms.
+
+# torch's stub does not know its arguments. Without it no call is known.
+TensorGuards: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)
+
+Call = Callable[[Tensor, Sequence[Tensor]], Tensor]
+
+_MOST, _MOST_KEYS = 16, 512  # calls to remember that have a key in common, and keys
+_recording = torch.is_grad_enabled
+_tracing = torch.compiler.is_dynamo_compiling
+_modes = torch._C._len_torch_dispatch_stack
+
+_known: dict[Any, list[tuple[Any, Call]]] = {}
+when_plans_change(_known.clear)
+
+
+def usual(x: Any, factors: Any, scale: Any) -> bool:
+    """True if the call can be served from the launch cache: plain types, no tracing, no dispatch mode, no forward-mode derivatives."""
+    if type(x) not in PLAIN_TYPES or type(factors) not in (list, tuple) or type(scale) not in (float, int):
+        return False
+    return not (_tracing() or _modes() or forward_ad._current_level >= 0)
+
+
+def known(x: Tensor, factors: Sequence[Tensor], scale: float) -> Call | None:
+    """The launch of an earlier usual call that was like this one."""
+    try:
+        calls = _known.get(_key(x, factors, scale), ())
+    except RuntimeError:  # a nested tensor has no shape
+        return None
+    for guards, call in calls:
+        if guards.check(x, *factors):
+            return None if x.data_ptr() & 15 else call
+    return None
+
+
+def remember(x: Tensor, factors: Sequence[Tensor], scale: float) -> None:
+    """Prepare for calls like this usual one, which goes to kernels, if one launch will do."""
+    every = (x, *factors)
+    if not TensorGuards or not x.is_cuda or not x.is_contiguous() or not x.numel() or x.data_ptr() & 15:
+        return
+    if len({id(t) for t in every}) < len(every):  # the guards take a tensor that comes twice for another one
+        return
+    if not all(map(_is_plain, every)) or any([w.ndim != 2 for w in factors]):
+        return
+    if choose("kron_linear", "", x.get_device()).forward is not forward:
+        return
+    if call := single_launch(x, factors, float(scale)):
+        if len(_known) >= _MOST_KEYS:
+            _known.clear()
+        alike = _known.setdefault(_key(x, factors, scale), [])
+        if len(alike) >= _MOST:
+            alike.clear()
+        alike.append((TensorGuards(x, *factors, dynamic_dims_sizes=None, dynamic_dims_strides=None), call))
+
+
+def _is_plain(t: Tensor) -> bool:
+    return type(t) in PLAIN_TYPES and not t.is_neg() and not (_recording() and t.requires_grad)
+
+
+def _key(x: Tensor, factors: Sequence[Tensor], scale: float) -> Any:
+    return x.shape, len(factors), scale, tf32(), _recording()

@@ -1,0 +1,141 @@
+"""Plans a layer: which launches its forward and its backward are, and what the forward keeps for the backward.
+
+A candidate is a kernel for a part of a layer, a run of neighbouring factors. It yields the launches that fit, with predicted times. The
+fastest cut of the layer into runs is chosen.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from cukern.ops.kron_linear import cublas, small_factors, small_factors_mma, tile, tile_backward, wgmma
+from cukern.ops.kron_linear.plan import MOST, Backward, Launch, Problem, Sizes, Step, in_order, least_us, planned_rows, steps
+from cukern.runtime.device import cached, eligible
+
+Run = Sequence[Step]
+
+BETWEEN = 128 << 20  # bytes, at most, of an array between two launches; more rows are split
+BETWEEN_US, BETWEEN_PART = 8.0, 0.32  # two launches take longer than the sum of their times, by this part of the sum and at most 8 us
+
+FORWARD: tuple[Callable[[Run, int, Problem], Iterator[Any]], ...] = (
+    tile.forward,
+    small_factors.forward,
+    small_factors_mma.forward,
+    wgmma.chain,
+    wgmma.forward,
+    wgmma.pair,
+    cublas.forward,
+)
+BACKWARD: tuple[Callable[[Run, int, Problem], Iterator[Backward]], ...] = (tile_backward.backward, wgmma.backward, wgmma.few_rows)
+
+
+@cached(512)
+def forward(sizes: Sizes, rows: int, target: Problem, count: int | None = None) -> tuple[Launch, ...]:
+    """The launches of a layer on `rows` rows, or of its first `count` steps."""
+    order = steps(sizes)[:count]
+    best: list[tuple[float, tuple[Launch, ...]]] = [(0.0, ())]  # for the last n steps
+    for first in reversed(range(len(order))):
+        options = []
+        for end in range(first + 1, end_of_run(order, first) + 1):
+            us, rest = best[len(order) - end]
+            launch = fastest(order[first:end], rows, target if first == 0 else target._replace(aligned=16))
+            if launch:
+                both = us + launch.us
+                options.append((both + (between(both) if rest else 0.0), (launch, *rest)))
+        best.append(min(options, key=lambda o: o[0]))
+    us, plan = best[-1]
+    # A chain multiplies by the left factor first in any case, and so may be planned where the steps have it first.
+    whole = wgmma.chain(in_order(sizes), rows, target) if count is None else ()
+    options = eligible([(us, plan), *[(g.us, (g,)) for g in whole]], lambda o: o[1][0].kernel)
+    return min(options or [(us, plan)], key=lambda o: o[0])[1]
+
+
+def between(us: float) -> float:
+    """The time that two launches, which take `us` alone, take longer together."""
+    return min(BETWEEN_US, BETWEEN_PART * us)
+
+
+def rows_at_once(plan: Sequence[Run], rows: int, itemsize: int) -> int:
+    """How many rows to take through all launches, of which `plan` has the steps, before the next ones, so that what lies between two
+    launches takes little memory."""
+    widest = max((s.left * s.q * s.right for run in plan[:-1] for s in run[-1:]), default=0) * itemsize
+    return rows if rows * widest <= BETWEEN else max(1, BETWEEN // widest)
+
+
+def end_of_run(order: Run, first: int) -> int:
+    """The end of the steps from `first` on that go through neighbouring factors from right to left, MOST at most."""
+    end = first + 1
+    while end < min(len(order), first + MOST) and order[end].factor == order[end - 1].factor - 1:
+        end += 1
+    return end
+
+
+@cached(4096)
+def fastest(run: Run, rows: int, target: Problem) -> Launch | None:
+    """The fastest launch of a run of steps, if there is one. For a single step there is always cuBLAS."""
+    least = least_us(run, rows, target)
+    found: list[Any] = [g if g.us >= least else g._replace(us=least) for candidate in FORWARD for g in candidate(run, rows, target)]
+    best = min(eligible(found, lambda g: g.kernel), key=lambda g: (g.us * g.handicap, g.products), default=None)
+    return cublas.launch(run, rows, target) if best is None and len(run) == 1 else best
+
+
+@cached(512)
+def backward(sizes: Sizes, rows: int, target: Problem) -> tuple[Backward, ...]:
+    """The launches of a layer's backward, those of the first steps first. The inputs of all but the first are computed again from x."""
+    order = steps(sizes)
+    best: list[tuple[float, tuple[Backward, ...]]] = [(0.0, ())]  # for the last n steps
+    for first in reversed(range(len(order))):
+        anew = sum(g.us for g in forward(sizes, rows, target, first)) if first else 0.0
+        options = []
+        for end in range(first + 1, end_of_run(order, first) + 1):
+            us, rest = best[len(order) - end]
+            launch = _fastest_backward(order[first:end], rows, target)
+            if launch:
+                options.append((us + anew + launch.us, (launch, *rest)))
+        best.append(min(options, key=lambda o: o[0]))
+    return best[-1][1]
+
+
+def _fastest_backward(run: Run, rows: int, target: Problem) -> Backward | None:
+    found = eligible([b for candidate in BACKWARD for b in candidate(run, rows, target)], lambda b: b.kernel)
+    if len(run) == 1:
+        found.append(_separate(run[0], rows * run[0].left, target))
+    least = 1.5 * least_us(run, rows, target)
+    return min((b._replace(us=max(b.us, least)) for b in found), key=lambda b: b.us, default=None)
+
+
+def _separate(s: Step, A: int, target: Problem) -> Backward:
+    """One step, by a launch for the gradient of its input and one for that of its factor."""
+    back = fastest((Step(0, 1, s.q, s.p, s.right),), A, target)
+    assert back
+    return Backward((s,), back.us + tile_backward.gradient_of(A, s.p, s.q, s.right, target)[1])
+
+
+def better_swapped(plan: Sequence[Backward]) -> bool:
+    """Whether two factors, of which the second alone has a fused launch, are better taken in the other order: the first, a square one, is
+    the larger one by far."""
+    if len(plan) != 2 or plan[0].template or not plan[1].template or len(plan[1].steps) > 1:
+        return False
+    (first,), (second,) = plan[0].steps, plan[1].steps
+    return first.p == first.q >= 4 * max(second.p, second.q)
+
+
+def _writes_over(plan: Sequence[Backward]) -> bool:
+    """True if the backward writes over its inputs and needs no other array."""
+    return bool(plan[1].template) or (bool(plan[0].template) and plan[0].in_place)
+
+
+def keeping(sizes: Sizes, rows: int, target: Problem) -> tuple[Launch, ...]:
+    """The forward in two launches, if the backward has two. It keeps the array between them for the backward. Empty if that is slower, or
+    takes more memory than x and y because the backward cannot write dx over its inputs."""
+    planned = planned_rows(rows)
+    plan = backward(sizes, planned, target)
+    if len(plan) != 2 or better_swapped(plan) or not _writes_over(plan):
+        return ()
+    if rows_at_once([b.steps for b in plan], rows, target.itemsize) < rows:
+        return ()
+    parts = [fastest(b.steps, planned, t) for b, t in zip(plan, (target, target._replace(aligned=16)), strict=True)]
+    launches = tuple(part for part in parts if part)
+    whole, anew = forward(sizes, planned, target), forward(sizes, planned, target, len(plan[0].steps))
+    two = sum(part.us for part in launches)
+    two += between(two) if len(whole) == 1 else 0.0
+    return launches if len(launches) == 2 and two <= sum(g.us for g in (*whole, *anew)) else ()

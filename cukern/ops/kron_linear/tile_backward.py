@@ -1,0 +1,295 @@
+"""The candidate for the backward of any factors: one or two, or merged tiny ones, in a launch. And the gradient of one factor alone.
+
+See tile_backward.cuh.
+"""
+
+import functools
+from collections.abc import Iterator, Sequence
+from itertools import product
+from math import ceil, gcd, prod
+from typing import NamedTuple
+
+from cukern.ops.kron_linear import cublas
+from cukern.ops.kron_linear.plan import LAUNCH_US, Backward, Problem, Step, text
+from cukern.ops.kron_linear.tile import spread
+
+_LARGEST = 128 * 128  # accumulators of a factor's gradient, at most
+_LARGE = 64 * 64  # above this, more threads share the accumulators
+_SUMS, _SUMS_OF_TWO = 80, 120  # accumulators per thread, at most: one factor; two factors without splitting
+_UNEVEN = 20  # blocks of 16 x 8 of them: MOST of Sums in tile_backward.cuh
+_MERGED = {True: 16, False: 64}  # rows and columns of a product of merged factors, at most: of float, on FMA units, or not
+_TOGETHER = 4  # factors of such a product, at most
+_MULTIPLY_ADDS_US = {True: 320_000.0, False: 900_000.0}  # per SM, by whether numbers are split
+_WAITING = 0.4  # part of the shorter of compute and memory time that is not hidden
+_ALONE = 0.4  # slowdown if an SM has one block: its warps wait for each other
+_CROWDED, _FULL = 2.0, 0.7  # slowdown of 16-bit types per part of shared memory in use above _FULL
+_SHALLOW = 0.7  # time / usual time of tiles of at most 64 rows or columns, for one large 16-bit factor
+# By how much sizes other than 8, 16, 32, .. take longer: of a right factor, a left one, both; by the bytes of a number, and if it is split.
+_LONGER = {(2, False): (1.0, 1.1, 1.1), (4, False): (1.05, 1.25, 1.4), (4, True): (1.0, 1.2, 1.3)}
+_COPIES_US = 5000.0  # copies of less than 16 bytes, per SM
+_TILE_US = 0.3  # from a tile to the next, if an SM has one block
+
+Pieces = tuple[tuple[Step, ...], tuple[Step, ...]]  # the left factor and the right one, each of one or more: the rightmost first
+
+# of Gradient4
+_STAGE = 32 << 10  # bytes of a chunk
+MOST_SUMS = 128  # rows and columns of a block's tile
+_WARP_SUMS = 2048
+_CHUNK = 8  # overhead of a chunk, in fibers; an estimate
+
+_GRADIENT_US = {2: 757_000.0, 4: 333_000.0}  # multiply-adds per SM on tensor cores, by the bytes of an element
+_WAITING_OF_ONE = 0.5  # part of the shorter of compute and memory time that is not hidden
+
+
+def backward(run: Sequence[Step], rows: int, target: Problem) -> Iterator[Backward]:
+    """The launches of a run."""
+    if target.itemsize <= 4:
+        for pieces in _pieces(tuple(run), _split(target)):
+            yield from _tilings(pieces, rows, target)
+
+
+def _pieces(run: tuple[Step, ...], split: bool) -> Iterator[Pieces]:
+    """The ways to cut a run into a right factor and a left one, or to take it as one of them."""
+    most = _MERGED[split]
+    alone: Pieces = ((), run) if run[0].right == 1 else (run, ())
+    for left, right in (alone, *((run[n:], run[:n]) for n in range(1, len(run)))):
+        if all(_fits(piece, most) for piece in (left, right) if piece):
+            yield left, right
+
+
+def _fits(piece: Sequence[Step], most: int) -> bool:
+    p, q = prod(s.p for s in piece), prod(s.q for s in piece)
+    if len(piece) == 1:
+        return eights(p) * eights(q) <= _LARGEST
+    return max(p, q) <= most and len(piece) <= _TOGETHER
+
+
+def _tilings(pieces: Pieces, rows: int, target: Problem) -> Iterator[Backward]:
+    left, right = pieces
+    run = (*right, *left)
+    A, C = rows * run[-1].left, run[0].right
+    large = any(prod(s.p for s in piece) * prod(s.q for s in piece) > _LARGE for piece in pieces)
+    for (L, R), threads, stages in product(_tiles(C, bool(left)), (256, 512) if large else (256, 128), (1, 2)):
+        yield from _tiling(pieces, A, C, L, R, threads, stages, target)
+
+
+def _tiles(C: int, left: bool) -> list[tuple[int, int]]:
+    """L and R of the tiles."""
+    powers = [1 << n for n in range(8)]
+    if C == 1:
+        return [(L, 1) for L in powers if left or L >= 8]
+    if C % 8:
+        columns = sorted({eights(ceil(C / n)) for n in range(ceil(C / 256), ceil(C / 8) + 1)})
+    else:
+        columns = [R for R in range(8, min(C, 257), 8) if C % R == 0]
+    return [(1, R) for R in columns] + [(L, eights(C)) for L in powers[1:] if C <= 16]
+
+
+class _Shape(NamedTuple):
+    """The sizes of a tile's two factors, 1 if there is none, and the same in shared memory."""
+
+    left: bool
+    right: bool
+    p1: int
+    q1: int
+    p2: int
+    q2: int
+    h1: int
+    k1: int
+    h2: int
+    k2: int
+
+    @property
+    def sums(self) -> int:
+        return self.left * self.p1 * self.q1 + self.right * self.p2 * self.q2
+
+    @property
+    def matrices(self) -> int:
+        return self.left * self.k1 * padded(self.h1) + self.right * self.h2 * padded(self.k2)
+
+    def shared(self, L: int, R: int, stages: int, itemsize: int) -> int:
+        """Bytes of shared memory."""
+        s2 = 1 if R == 1 else padded(R)
+        sx, sg = padded(self.h2 * s2), padded(self.k2 * s2)
+        between = 2 * L * self.h1 * sg * (self.left and self.right)
+        tiles = (stages * L * (self.h1 * sx + self.k1 * sg) + between) * itemsize
+        return self.matrices * itemsize + max(tiles, self.sums * 4)
+
+    def kept(self, warps: int) -> int:
+        """Sums that a thread keeps."""
+        return 4 * (self.left * _share(self.h1, self.k1, warps) + self.right * _share(self.h2, self.k2, warps))
+
+    def multiply_adds(self) -> int:
+        """For one row and column of a tile."""
+        of_left = 2 * self.k2 * ceil(self.h1 / 16) * 16 * self.k1
+        return self.left * of_left + self.right * (3 if self.left else 2) * self.h1 * self.h2 * self.k2
+
+
+def _shape(pieces: Pieces) -> _Shape:
+    sizes = [n for piece in pieces for n in (prod(s.p for s in piece), prod(s.q for s in piece))]
+    high = [eights(n) if piece else 1 for piece, n in zip((p for p in pieces for _ in range(2)), sizes, strict=True)]
+    return _Shape(bool(pieces[0]), bool(pieces[1]), *sizes, *high)
+
+
+def _tiling(pieces: Pieces, A: int, C: int, L: int, R: int, threads: int, stages: int, target: Problem) -> Iterator[Backward]:
+    left, right = pieces
+    split, shape = _split(target), _shape(pieces)
+    shared, kept = shape.shared(L, R, stages, target.itemsize), shape.kept(threads // 32)
+    resident = min(target.shared // (shared + 1024), 65536 // (threads * (kept + (96 if split else 64))), 2048 // threads)
+    if not resident or kept > (_SUMS_OF_TWO if left and right and not split else _SUMS):
+        return
+    tiles, p, q = ceil(A / L) * ceil(C / R), shape.p1 * shape.p2, shape.q1 * shape.q2
+    bytes_ = gcd(16, target.aligned, (gcd(p, q, shape.p2, shape.q2) if R == 1 else gcd(C, R)) * target.itemsize)
+    most = max(target.sms, A * p * C * target.itemsize // (4 * shape.sums))  # so that partial sums take no more memory than x
+    blocks = min(tiles, target.sms * resident, most)
+    resident = ceil(blocks / target.sms)
+    each = _us_of_tile(shape, C, L, R, stages, resident, shared, bytes_, target)
+    loaded = (shape.matrices * target.itemsize + shape.sums * 8) * resident / target.sm_bytes_us
+    us = 2 * LAUNCH_US + ceil(tiles / blocks) * resident * each + loaded
+    names = [f"Merged<{text(*[f'Factor<{s.p}, {s.q}>' for s in piece])}>" for piece in pieces]
+    template = f"Backward4<{text(threads, resident, split, bytes_, stages, L, R, C, *names)}>"
+    yield Backward((*right, *left), us, template, target.sms * resident, threads, shared, (L, R))
+
+
+def _us_of_tile(shape: _Shape, C: int, L: int, R: int, stages: int, resident: int, shared: int, bytes_: int, target: Problem) -> float:
+    """A model of the time of a tile on an SM with so many blocks."""
+    split, size = _split(target), target.itemsize
+    coarse = 1 if R == 1 or R >= C else max(1, 64 / (R * size))
+    numbers = L * R * (2 * shape.p1 * shape.p2 + shape.q1 * shape.q2)
+    moved = numbers * size * coarse / target.sm_bytes_us
+    multiplied = L * R * shape.multiply_adds() / _MULTIPLY_ADDS_US[split] + numbers * (size / bytes_ - size / 16) / _COPIES_US
+    alone = _WAITING if stages == 2 else _WAITING + (1 - _WAITING) / resident
+    each = max(multiplied, moved) + alone * min(multiplied, moved) + _TILE_US / resident
+    crowded = 0.0 if split else _CROWDED * max(0.0, resident * shared / target.shared - _FULL)
+    each *= (1 + _ALONE / resident) * (1 + crowded)
+    return each * _slower(shape, C, L * R, target)
+
+
+def _slower(shape: _Shape, C: int, numbers: int, target: Problem) -> float:
+    """How much longer a tile takes than that of a layer of powers of two."""
+    pair, longer = shape.left and shape.right, 1.0
+    uneven = any(n & n - 1 or 1 < n < 8 for n in (*shape[2:6], C))
+    if uneven:
+        longer = _LONGER[target.itemsize, _split(target)][2 if pair else 1 if shape.left else 0]
+    large = max(shape.p1 * shape.q1, shape.p2 * shape.q2) > _LARGE
+    shallow = target.itemsize == 2 and numbers <= 64 and large and not (shape.left and (pair or uneven))
+    return longer * (_SHALLOW if shallow else 1.0)
+
+
+def eights(n: int) -> int:
+    """As in tile_backward.cuh."""
+    return ceil(n / 8) * 8
+
+
+def padded(n: int) -> int:
+    """As in tile_backward.cuh."""
+    return (n + 7) // 16 * 16 + 8
+
+
+def _split(target: Problem) -> bool:
+    return target.itemsize == 4 and not target.tensor
+
+
+def _share(m: int, n: int, warps: int) -> int:
+    """How many 16 x 8 sums of a gradient a warp keeps: Sums of tile_backward.cuh."""
+    rows, columns, used = ceil(m / 16), ceil(n / 8), 1
+    while rows * columns > 4 and 2 * used <= warps and (rows % 2 == 0 or columns % 2 == 0 or rows * columns > _UNEVEN):
+        if 2 * rows >= columns if rows % 2 == columns % 2 else rows % 2 == 0:
+            rows = ceil(rows / 2)
+        else:
+            columns = ceil(columns / 2)
+        used *= 2
+    return rows * columns
+
+
+class Gradient(NamedTuple):
+    """One launch: the kernel's template argument, how many chunks' sums are kept apart, and the geometry."""
+
+    template: str
+    chunk: tuple[int, int]  # fibers and columns
+    tiles: int
+    most: int  # pieces
+    threads: int
+    shared: int  # bytes
+    us: float  # predicted time, with the sum of the chunks' partial sums
+
+    def pieces(self, A: int, C: int) -> int:
+        """How many partial sums the chunks are divided into."""
+        return min(ceil(A / self.chunk[0]) * ceil(C / self.chunk[1]), self.most)
+
+
+@functools.lru_cache(512)
+def gradient(A: int, p: int, q: int, C: int, target: Problem) -> Gradient | None:
+    """For z [A][p][C] and h [A][q][C]; None where tensor cores do not multiply them."""
+    fours = C == 1 or C % 4 == 0  # what lanes fetch at once; else of a row alone, with zeros beyond
+    if not target.tensor or min(p, q) < 8 or not (fours or C > 16):
+        return None
+    itemsize, K, J = target.itemsize, _side(p), _side(q)
+    KW, JW = _warp_tile(K, J)
+    team, least = 32 * (K // KW) * (J // JW), 8 if C == 1 and itemsize == 4 else 16
+    threads = max(team, 256 // team * team)
+    L, R = _chunk(max(_STAGE // ((K + J) * itemsize), 1), C, least, fours)
+    bytes_ = gcd(16, target.aligned, (gcd(p, q, K, J) if C == 1 else gcd(C, R)) * itemsize)
+    chunks, tiles = ceil(A / L) * ceil(C / R), ceil(p / K) * ceil(q / J)
+    stages = 2 * sum(-(-L * R * n // 64) * 64 for n in (K, J)) * itemsize
+    shared = max(stages, K * J * 4)
+    resident = max(1, min(target.shared // (shared + 1024), 512 // threads))
+    most = max(1, target.sms * resident // tiles)
+    pieces = min(chunks, most)
+    names = [f"Layout<{text(*_layout(n, R, L, itemsize))}>" for n in (K, J)]
+    template = f"Gradient4<{text(threads, L, R, R == C, bytes_, p, q, K, J, KW, JW, *names)}>"
+    copies = A * C * (p + q) * (itemsize / bytes_ - itemsize / 16) / _COPIES_US
+    moved = A * C * (p + q) * itemsize / target.sm_bytes_us
+    multiplied = chunks * L * R * K * J * tiles / _GRADIENT_US[itemsize]
+    busy = (max(moved, multiplied) + _WAITING_OF_ONE * min(moved, multiplied) + copies) / min(target.sms, pieces * tiles)
+    return Gradient(template, (L, R), tiles, most, threads, shared, 4 * LAUNCH_US + busy)
+
+
+def _chunk(fibers: int, C: int, least: int, fours: bool) -> tuple[int, int]:
+    """The fibers and columns of a chunk. The last chunk of a row may be a part of one: as little as can be, but few chunks."""
+    if C == 1 or (fours and (C * least <= fibers or (C % least == 0 and fibers >= C))):
+        L, R = 1 << (fibers // C).bit_length() - 1, C
+    else:
+        L, R = 1, min(range(least, max(fibers, least) + 1, least), key=lambda r: (-(-C // r) * (r + _CHUNK), -r))
+    while L * R % least:
+        L *= 2
+    return L, R
+
+
+def _warp_tile(K: int, J: int) -> tuple[int, int]:
+    """The rows and columns of a warp, limited by its accumulators. If that takes more than 8 warps, up to 16 warps share the tile."""
+    shares = [(k, j) for k in _divisors(K) for j in _divisors(J) if k * j <= _WARP_SUMS]
+    warps = min(K * J // (k * j) for k, j in shares)
+    if warps > 8:
+        warps = max(w for w in (K * J // (k * j) for k, j in shares) if w <= max(warps, 16))
+    return min(((k, j) for k, j in shares if K * J // (k * j) == warps), key=lambda s: abs(s[0] - s[1]))
+
+
+def _side(n: int) -> int:
+    """The rows of a tile, for the fewest tiles: a multiple of 8, or of 16 if several warps share them."""
+    rows = ceil(n / ceil(n / MOST_SUMS))
+    return ceil(rows / 8) * 8 if rows <= 64 else ceil(rows / 16) * 16
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(8, n + 1, 8) if n % d == 0]
+
+
+def _layout(n: int, R: int, L: int, itemsize: int) -> tuple[int, ...]:
+    v = 16 // itemsize
+    if R & (R - 1) or (n & (n - 1) and (L > 1 or R == 1)) or L * R * n % (8 * v):  # places of l, of k and of r are joined
+        return 3, 0, 3, 0, v
+    if R > 1:
+        return (*(spread(2, R // v, 1) if itemsize == 4 else spread(1, R // v, 2)), 3, 0, v)
+    if itemsize == 4:
+        return (*spread(1, n // v, 2), 3, 0, v)
+    return (*spread(0, n // v, 3), 3, 0, v)
+
+
+def gradient_of(A: int, p: int, q: int, right: int, target: Problem) -> tuple[Gradient | None, float]:
+    """The launch that makes a factor's gradient, or None for cuBLAS, and about how long it takes. For more numbers than its tile our
+    kernel would read z and h several times."""
+    ours, theirs = gradient(A, p, q, right, target), cublas.us_of_gradient(A, p, q, right, target)
+    if not ours or (max(p, q) > MOST_SUMS and (right == 1 or cublas.MARGIN * theirs < ours.us)):
+        return None, theirs
+    return ours, ours.us
