@@ -6,7 +6,8 @@
 // Overlap    a consumer multiplies Q by tile j - 1 of K, and its weights by tile j of V, while it computes the weights of tile j - 1. The
 //            consumers take turns at starting products (ping-pong), so the softmax of one runs under the products of the others.
 // Layout     a tile has D / 64 pages of 64 columns, with the 128-byte swizzle, as in tile.cuh. V is the operand that is contiguous across k.
-// Launch     1-D grid of any size: for each block or pair of blocks (work_of), or as many thread blocks as run at a time (persistent);
+// Launch     1-D grid: a thread block for each block of queries (work_of), or as many as run at a time (persistent). Under `causal` those
+//            take pairs of blocks of a head, the last and the first, the last but one and the second, ..., which take the same time.
 //            block = 128 * (WARPGROUPS + 1); dynamic shared memory = ForwardShape::BYTES.
 #pragma once
 #include "wgmma_tile.cuh"
@@ -30,8 +31,8 @@ template <typename T, int D, int N, int WARPGROUPS, int STAGES, int PER_SM, bool
 __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), PER_SM)
     attention_v4(T* out, float* lse, const __grid_constant__ CUtensorMap map_q, const __grid_constant__ CUtensorMap map_k,
                  const __grid_constant__ CUtensorMap map_v, const int* query_bounds, const int* key_bounds, Strides of_out, int blocks,
-                 bool paired, int heads, int batches, int group, int section, int queries, int keys, int sequences, int window,
-                 int head_dim, bool causal, float before, float c) {
+                 int heads, int batches, int group, int section, int queries, int keys, int sequences, int window, int head_dim,
+                 bool causal, float before, float c) {
 #if __CUDA_ARCH__ == 900  // newer GPUs have no wgmma, and the kernel is not launched there
     using Shape = ForwardShape<D, N, WARPGROUPS, STAGES>;
     using Regs = Registers<WARPGROUPS, PER_SM>;
@@ -42,8 +43,10 @@ __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), PER_SM)
     unsigned empty_q = full_v + 8 * STAGES, empty_k = empty_q + 8 * Q_STAGES, empty_v = empty_k + 8 * STAGES;
     Block* list = reinterpret_cast<Block*>(shared + Shape::LIST);  // from the producer to the consumers
     if (threadIdx.x == 0) {
-        for (int i = 0; i < Q_STAGES + 2 * STAGES; i++) mbarrier_init(full_q + 8 * i, 1);
-        for (int i = 0; i < Q_STAGES + 2 * STAGES; i++) mbarrier_init(empty_q + 8 * i, 4 * WARPGROUPS);
+        for (int i = 0; i < Q_STAGES + 2 * STAGES; i++) {
+            mbarrier_init(full_q + 8 * i, 1);
+            mbarrier_init(empty_q + 8 * i, i < Q_STAGES ? 128 * WARPGROUPS : 4 * WARPGROUPS);
+        }
         mbarriers_made();
     }
     __syncthreads();
@@ -53,7 +56,7 @@ __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), PER_SM)
         if (threadIdx.x != 128 * WARPGROUPS) return;
         Position<Q_STAGES> of_q;
         Position<STAGES> at;
-        // Pairs of blocks of a head, the last and the first, the last but one and the second, ..., take the same time.
+        bool paired = causal && gridDim.x < blocks * heads * batches;
         int units = paired ? (blocks + 1) / 2 : blocks;
         for (int i = blockIdx.x; i < units * heads * batches; i += gridDim.x)
             for (int half = 0; half <= paired; half++) {
@@ -137,7 +140,7 @@ __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), PER_SM)
                     wgmma_wait<1>(s[0]);
                     release(empty_k + 8 * of_k.stage);
                     soften();
-                    before_wait(fminf(total[0][0], total[0][1]));
+                    if constexpr (WARPGROUPS > 1) before_wait(fminf(total[0][0], total[0][1]));
                     wgmma_wait<0>(o[0]);
                     release(empty_v + 8 * of_v.stage);
                     multiply_rows(o, shrink);
@@ -167,8 +170,8 @@ __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), PER_SM)
             store_rows<T, D, M>(to, of_out.row, of.queries - first - warp_row, head_dim, o, factor,
                                 shared + of_q.stage * Q_BYTES + warp_row * ROW_BYTES);
             fence_async();  // the next tile of Q comes here
-            __syncwarp();
-            release(empty_q + 8 * of_q.stage);
+            // Every lane arrives, as each has read O and the list.
+            mbarrier_arrive(empty_q + 8 * of_q.stage);
         }
     }
 #endif

@@ -87,11 +87,11 @@ def forward(
     tile = plan.wgmma_forward(padded, keys // max(1, sequences), options.softcap != 0)
     blocks = plan.tiles(queries, tile.rows, sequences)
     maps = _map(q, tile.rows, packed), _map(k, tile.columns, packed), _map(v, tile.columns, packed)
-    grid, paired = tile.forward_grid(blocks, batch * heads, options.causal, packed, device_of(q.get_device()).sms)
+    grid = tile.forward_grid(blocks * batch * heads, packed, device_of(q.get_device()).sms)
     _forward_kernel(q.dtype, padded, options.softcap != 0, packed, tile).on(q.get_device())(
         (grid, 1, 1), (tile.threads, 1, 1), tile.forward_bytes(padded),
         *pointers(out, lse), *maps, *pointers(*bounds), *strides(out),
-        blocks, paired, heads, batch, group, plan.section(keys, d, group, batch * heads),
+        blocks, heads, batch, group, plan.section(keys, d, group, batch * heads),
         queries, keys, sequences, options.window or _NO_WINDOW, d, options.causal, *factors,
     )  # fmt: skip
 
