@@ -59,7 +59,7 @@ def markdown(rows: list[Row]) -> str:
         "pass": lambda r: r["pass"],
         "shape": lambda r: _shape(r["shape"]),
         "dtype": lambda r: r["dtype"],
-        "provider": lambda r: f"**{r['provider']} {r['version']}**" if r["version"] else r["provider"],
+        "provider": lambda r: f"**{_provider(r)}**" if r["provider"] == "cukern" else _provider(r),
         "us": lambda r: f"{r['median_us']:.4g}" if r["median_us"] < 1000 else f"{r['median_us']:.0f}",
         "± us": lambda r: f"{r['iqr_us']:.2g}" if r["iqr_us"] < 100 else f"{r['iqr_us']:.0f}",
         "TB/s": lambda r: _number(r["tbps"]),
@@ -141,6 +141,10 @@ def _table(titles: list[str], lines: Iterable[Iterable[str]]) -> str:
         "\n".join(["| " + " | ".join(titles) + " |", "|" + "---|" * len(titles), *("| " + " | ".join(line) + " |" for line in lines)])
         + "\n"
     )
+
+
+def _provider(row: Row) -> str:
+    return f"{row['provider']} {row['version']}".strip()
 
 
 def _shape(shape: Iterable[int]) -> str:
