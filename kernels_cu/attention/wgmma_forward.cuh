@@ -43,10 +43,8 @@ __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), PER_SM)
     unsigned empty_q = full_v + 8 * STAGES, empty_k = empty_q + 8 * Q_STAGES, empty_v = empty_k + 8 * STAGES;
     Block* list = reinterpret_cast<Block*>(shared + Shape::LIST);  // from the producer to the consumers
     if (threadIdx.x == 0) {
-        for (int i = 0; i < Q_STAGES + 2 * STAGES; i++) {
-            mbarrier_init(full_q + 8 * i, 1);
-            mbarrier_init(empty_q + 8 * i, i < Q_STAGES ? 128 * WARPGROUPS : 4 * WARPGROUPS);
-        }
+        for (int i = 0; i < Q_STAGES + 2 * STAGES; i++)
+            mbarrier_init(full_q + 8 * i, 1), mbarrier_init(empty_q + 8 * i, i < Q_STAGES ? 128 * WARPGROUPS : 4 * WARPGROUPS);
         mbarriers_made();
     }
     __syncthreads();
@@ -169,8 +167,7 @@ __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), PER_SM)
             T* to = out + block.batch * of_out.batch + block.head * of_out.head + (of.first_query + first + warp_row) * of_out.row;
             store_rows<T, D, M>(to, of_out.row, of.queries - first - warp_row, head_dim, o, factor,
                                 shared + of_q.stage * Q_BYTES + warp_row * ROW_BYTES);
-            fence_async();  // the next tile of Q comes here
-            // Every lane arrives, as each has read O and the list.
+            fence_async();  // The next tile of Q comes here. Every lane arrives, as each has read O and the list.
             mbarrier_arrive(empty_q + 8 * of_q.stage);
         }
     }
