@@ -120,7 +120,10 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM)
             multiply_transposed<T, D, M, PIECES>(s, a, k_tile + stage * TILE + along_columns(lane));
             int column = tile * N + lane % 4 * 2, limit = first + warp_row + lane / 4 + of.keys - of.queries - column;
             auto hidden = [=](int row, int n) { return n >= of.keys - column || (causal && n - row > limit); };
-            softmax_tile<R, N / 8, D, SOFTCAP, (PIECES > 1)>(s, most, total, sums, tile * N + N - 1 > seen_first, hidden, before, c);
+            auto mask = [&] {
+                if (tile * N + N - 1 > seen_first) hide(s, hidden);
+            };
+            softmax_tile<R, N / 8, D, SOFTCAP, (PIECES > 1)>(s, most, total, sums, mask, before, c);
         }
         if constexpr (STAGES == 1) {
             cp_async_wait<0>();

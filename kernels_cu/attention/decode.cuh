@@ -103,7 +103,10 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM)
             }
         int column = tile * KEYS + lane % 4 * 2;
         auto hidden = [&](int row, int n) { return column + n > last[row / 8]; };
-        softmax_tile<1, KEYS / 8, D, SOFTCAP>(s, most, total, sums, (tile + 1) * KEYS - 1 > always_seen, hidden, before, c);
+        auto mask = [&] {
+            if ((tile + 1) * KEYS - 1 > always_seen) hide(s, hidden);
+        };
+        softmax_tile<1, KEYS / 8, D, SOFTCAP>(s, most, total, sums, mask, before, c);
         multiply<T, D>(sums, s, v_tile + down_rows(lane));
     }
 

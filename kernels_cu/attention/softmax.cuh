@@ -11,23 +11,27 @@ __device__ __forceinline__ float tanh_of(float x) {
     return EXACT ? tanhf(x) : 1 - 2 * reciprocal_approx(1 + exp2_approx(x * 2.885390081777927f));
 }
 
-// One tile of scores to weights exp2(c s - c max). If `masked`, those where hidden(row, column) are 0; both count from the lane's first row
-// and column. Updates maxima (of s, not scaled) and sums (of this lane's columns). rescale(r, i, shrink) is called for row i of block r:
-// earlier sums of the row are to be multiplied by shrink, which for `sum` is done.
-template <int R, int N, bool SOFTCAP, bool EXACT, class Hidden, class Rescale>
-__device__ __forceinline__ void softmax_rows(float (&s)[R][N][4], float (&most)[R][2], float (&sum)[R][2], bool masked, Hidden hidden,
-                                             float before, float c, Rescale rescale) {
+// Hide the scores where hidden(row, column). Both count from the lane's first row and column.
+template <int R, int N, class Hidden>
+__device__ __forceinline__ void hide(float (&s)[R][N][4], Hidden hidden) {
+#pragma unroll
+    for (int i = 0; i < R * N * 4; i++) {
+        int r = i / (N * 4), n = i / 4 % N, j = i % 4;
+        if (hidden(16 * r + j / 2 * 8, 8 * n + j % 2)) s[r][n][j] = minus_infinity<float>();
+    }
+}
+
+// One tile of scores to weights exp2(c s - c max). mask() hides scores; it comes after the softcap. Updates maxima (of s, not scaled) and
+// sums (of this lane's columns). rescale(r, i, shrink) is called for row i of block r: earlier sums of the row are to be multiplied by
+// shrink, which for `sum` is done.
+template <int R, int N, bool SOFTCAP, bool EXACT, class Mask, class Rescale>
+__device__ __forceinline__ void softmax_rows(float (&s)[R][N][4], float (&most)[R][2], float (&sum)[R][2], Mask mask, float before, float c,
+                                             Rescale rescale) {
     if constexpr (SOFTCAP) {
 #pragma unroll
         for (int i = 0; i < R * N * 4; i++) s[i / (N * 4)][i / 4 % N][i % 4] = tanh_of<EXACT>(s[i / (N * 4)][i / 4 % N][i % 4] * before);
     }
-    if (masked) {
-#pragma unroll
-        for (int i = 0; i < R * N * 4; i++) {
-            int r = i / (N * 4), n = i / 4 % N, j = i % 4;
-            if (hidden(16 * r + j / 2 * 8, 8 * n + j % 2)) s[r][n][j] = minus_infinity<float>();
-        }
-    }
+    mask();
 #pragma unroll
     for (int i = 0; i < 2 * R; i++) {
         int r = i / 2, j = i % 2 * 2;
@@ -51,11 +55,11 @@ __device__ __forceinline__ void softmax_rows(float (&s)[R][N][4], float (&most)[
 }
 
 // The same, which writes the factors to `shrink`.
-template <int R, int N, bool SOFTCAP, class Hidden>
+template <int R, int N, bool SOFTCAP, class Mask>
 __device__ __forceinline__ void softmax_weights(float (&s)[R][N][4], float (&most)[R][2], float (&sum)[R][2], float (&shrink)[R][2],
-                                                bool masked, Hidden hidden, float before, float c) {
+                                                Mask mask, float before, float c) {
     auto keep = [&](int r, int i, float factor) { shrink[r][i] = factor; };
-    softmax_rows<R, N, SOFTCAP, false>(s, most, sum, masked, hidden, before, c, keep);
+    softmax_rows<R, N, SOFTCAP, false>(s, most, sum, mask, before, c, keep);
 }
 
 template <int R, int N>
@@ -65,12 +69,12 @@ __device__ __forceinline__ void multiply_rows(float (&x)[R][N][4], const float (
 }
 
 // The same, which multiplies the rows of `out`.
-template <int R, int N, int D, bool SOFTCAP, bool EXACT = false, class Hidden>
+template <int R, int N, int D, bool SOFTCAP, bool EXACT = false, class Mask>
 __device__ __forceinline__ void softmax_tile(float (&s)[R][N][4], float (&most)[R][2], float (&sum)[R][2], float (&out)[R][D / 8][4],
-                                             bool masked, Hidden hidden, float before, float c) {
+                                             Mask mask, float before, float c) {
     auto multiply_out = [&](int r, int i, float factor) {
 #pragma unroll
         for (int n = 0; n < D / 8; n++) out[r][n][2 * i] *= factor, out[r][n][2 * i + 1] *= factor;
     };
-    softmax_rows<R, N, SOFTCAP, EXACT>(s, most, sum, masked, hidden, before, c, multiply_out);
+    softmax_rows<R, N, SOFTCAP, EXACT>(s, most, sum, mask, before, c, multiply_out);
 }

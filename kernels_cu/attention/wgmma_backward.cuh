@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), PER_SM)
         mbarrier_init(full_fixed, 1);
         for (int i = 0; i < STAGES; i++) {
             mbarrier_init(full + 8 * i, 1);
-            mbarrier_init(empty + 8 * i, 4 * WARPGROUPS);
+            mbarrier_init(empty + 8 * i, KEYS ? 128 * WARPGROUPS : 4 * WARPGROUPS);
         }
         mbarriers_made();
     }
@@ -154,8 +154,7 @@ __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), PER_SM)
                 start_sums(stage);
                 start_s(at.stage);
                 wgmma_wait<1>();
-                if constexpr (KEYS) __syncwarp();  // all lanes have read lse and delta
-                if (lane == 0) mbarrier_arrive(empty + 8 * stage);
+                if (KEYS || lane == 0) mbarrier_arrive(empty + 8 * stage);  // KEYS: each lane has read lse and delta
                 start_dp(at.stage);
             }
             wgmma_fence(p, ds);

@@ -77,13 +77,15 @@ def backward_tile(pieces: int, head_dim: int, softcap: bool, packed: bool, share
 
 class WgmmaTile(NamedTuple):
     """A tile of v4. Each of `warpgroups` consumer warpgroups owns 64 rows and loops over tiles of `columns` rows. The ring buffer has
-    `stages` stages. The registers allow `per_sm` thread blocks per SM. `parts`: so many warpgroups own the same rows."""
+    `stages` stages. The registers allow `per_sm` thread blocks per SM. `parts`: so many warpgroups own the same rows.
+    `persistent`: the forward has as many thread blocks as run at a time, instead of one for each block of queries."""
 
     columns: int
     warpgroups: int
     stages: int
     per_sm: int
     parts: int = 1
+    persistent: bool = False
 
     @property
     def rows(self) -> int:
@@ -94,8 +96,15 @@ class WgmmaTile(NamedTuple):
         return 128 * (self.warpgroups + 1)
 
     def forward_bytes(self, head_dim: int) -> int:
-        """Shared memory in bytes: Q, the rings of K and V, and mbarriers."""
-        return (self.rows + 2 * self.stages * self.columns) * -(-head_dim // 64) * 128 + 8 * (1 + 4 * self.stages)
+        """Shared memory in bytes: the rings of Q, K and V, and mbarriers."""
+        q_stages = 1 if head_dim > 128 else 2
+        rows = q_stages * self.rows + 2 * self.stages * self.columns
+        return rows * -(-head_dim // 64) * 128 + 16 * (q_stages + 2 * self.stages) + 44 * q_stages
+
+    def forward_grid(self, blocks: int, packed: bool, sms: int) -> int:
+        """The number of thread blocks for `blocks` blocks of queries."""
+        slots = sms * self.per_sm
+        return slots if self.persistent and not packed and blocks >= 2 * slots else blocks
 
     def backward_bytes(self, head_dim: int) -> int:
         """Shared memory in bytes: two fixed tiles, the ring of two moving ones, lse and delta, and mbarriers."""
@@ -114,8 +123,8 @@ class WgmmaBackwardTile(NamedTuple):
 LONG = 8192
 WGMMA_FORWARD = {
     64: (WgmmaTile(96, 1, 2, 3), WgmmaTile(128, 3, 2, 1)),
-    96: (WgmmaTile(128, 2, 2, 1),) * 2,
-    128: (WgmmaTile(128, 2, 2, 1),) * 2,
+    96: (WgmmaTile(128, 2, 2, 1, persistent=True), WgmmaTile(128, 2, 2, 1)),
+    128: (WgmmaTile(128, 2, 2, 1, persistent=True), WgmmaTile(128, 2, 2, 1)),
     256: (WgmmaTile(80, 2, 2, 1),) * 2,
 }
 WGMMA_BACKWARD = {

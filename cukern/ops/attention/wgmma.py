@@ -60,10 +60,10 @@ def strides(*tensors: Tensor) -> list[bytes]:
 
 
 def instances(dtype: torch.dtype) -> list[Kernel]:
-    kernels = []
+    kernels: list[Kernel] = []
     for d, softcap, packed in itertools.product(plan.WGMMA_FORWARD, (False, True), (False, True)):
-        tiles = dict.fromkeys(plan.wgmma_forward(d, keys, softcap) for keys in (0, plan.LONG))
-        kernels += [_forward_kernel(dtype, d, softcap, packed, tile) for tile in tiles]
+        tiles = (plan.wgmma_forward(d, keys, softcap) for keys in (0, plan.LONG))
+        kernels += dict.fromkeys(_forward_kernel(dtype, d, softcap, packed, tile) for tile in tiles)
         kernels += [_backward_kernel(keys, dtype, d, softcap, packed) for keys in (True, False)]
     return kernels
 
@@ -87,8 +87,9 @@ def forward(
     tile = plan.wgmma_forward(padded, keys // max(1, sequences), options.softcap != 0)
     blocks = plan.tiles(queries, tile.rows, sequences)
     maps = _map(q, tile.rows, packed), _map(k, tile.columns, packed), _map(v, tile.columns, packed)
+    grid = tile.forward_grid(blocks * batch * heads, packed, device_of(q.get_device()).sms)
     _forward_kernel(q.dtype, padded, options.softcap != 0, packed, tile).on(q.get_device())(
-        (blocks * batch * heads, 1, 1), (tile.threads, 1, 1), tile.forward_bytes(padded),
+        (grid, 1, 1), (tile.threads, 1, 1), tile.forward_bytes(padded),
         *pointers(out, lse), *maps, *pointers(*bounds), *strides(out),
         blocks, heads, batch, group, plan.section(keys, d, group, batch * heads),
         queries, keys, sequences, options.window or _NO_WINDOW, d, options.causal, *factors,

@@ -120,6 +120,31 @@ def test_the_tile_for_many_keys(monkeypatch):
     torch.testing.assert_close(found, expected, rtol=2**-6, atol=2**-7)
 
 
+@pytest.mark.parametrize(
+    "case", [(3, 1, 260, 200, 64, True, None), (2, 1, 300, 150, 128, False, None), (2, 1, 150, 290, 256, True, 90)], ids=str
+)
+def test_persistent_thread_blocks(case, monkeypatch):
+    """The same bits from thread blocks with one block of queries, and from persistent ones."""
+    heads, kv_heads, queries, keys, d, causal, window = case
+    q, k, v = (x.detach() for x in draw(1, heads, kv_heads, queries, keys, d, BF16))
+    tile, found, grids, grid_of = plan.WGMMA_FORWARD[d][0], [], [], plan.WgmmaTile.forward_grid
+
+    def grid(*args):
+        grids.append(grid_of(*args[:-1], 1))  # as if the GPU had one SM
+        return grids[-1]
+
+    monkeypatch.setattr(plan.WgmmaTile, "forward_grid", grid)
+    for persistent in (False, True):
+        monkeypatch.setitem(plan.WGMMA_FORWARD, d, (tile._replace(persistent=persistent),) * 2)
+        found.append(cukern.attention(q, k, v, causal=causal, window=window, return_lse=True, version="v4"))
+    assert grids[1] == tile.per_sm < grids[0]
+    assert all(map(same_bits, *found))
+    exact = eager(*(x.double() for x in (q, k, v)), causal, d**-0.5, None, window)
+    peer = eager(q, k, v, causal, d**-0.5, None, window)
+    finite = exact[1].isfinite()
+    assert_close(*([x[0], x[1].masked_fill(~finite, 0)] for x in (found[1], exact, peer)))
+
+
 def test_window_of_one_query_and_of_packed_inputs():
     q, k, v = (x.detach() for x in draw(1, 4, 2, 1, 300, 64, BF16))
     assert same_bits(cukern.attention(q, k, v, window=100), cukern.attention(q, k[:, :, 200:], v[:, :, 200:], causal=False))
