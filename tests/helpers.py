@@ -81,8 +81,8 @@ def dims_of(op: Op) -> tuple[tuple[int, ...], ...]:
 
 
 def simulated(*tensors: torch.Tensor | None) -> contextlib.AbstractContextManager:
-    """In the simulator, kernels inside the block may access these tensors and no other memory. On a GPU, nothing changes."""
-    return contextlib.nullcontext() if PLACE == "cuda" else backend.simulated_memory(tensors)
+    """In the simulator, kernels inside the block may access these tensors and no other memory. With tensors on a GPU, nothing changes."""
+    return contextlib.nullcontext() if any(t is not None and t.is_cuda for t in tensors) else backend.simulated_memory(tensors)
 
 
 def in_thread(function: Callable[..., Any], *args: Any) -> Any:

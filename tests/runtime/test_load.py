@@ -114,6 +114,7 @@ def quick_of(text: str, seen: list, device: int = -1, most_shared: int = 48 << 1
 @pytest.fixture
 def no_stream(monkeypatch):
     monkeypatch.setattr(backend, "current_stream", lambda device: 0)
+    monkeypatch.setattr(backend, "current_device", lambda: -1)  # with several GPUs, a quick launch needs the current one
 
 
 def test_the_quick_launch_takes_only_right_arguments(no_stream):

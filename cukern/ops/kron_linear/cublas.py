@@ -15,6 +15,7 @@ from torch import Tensor
 from cukern.ops.kron_linear.plan import Problem, Step, steps_of
 from cukern.ops.kron_linear.reference import PLAIN, Epilogue, seen
 from cukern.runtime.autocast import off
+from cukern.runtime.device import allowed
 from cukern.runtime.kernel import Kernel, Template, planning
 
 # On one H200, 2048 rows of two factors, us by torch and by v4's kernel. bfloat16: (168, 176) the right one 94, 114, the left one 87, 183;
@@ -132,8 +133,9 @@ def contraction(z: Tensor, h: Tensor, scale: float) -> Tensor:
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """a b. For 16-bit types the result is float32, because cuBLAS may add partial sums in the type of the result."""
-    if a.itemsize > 2 or not a.is_cuda:
+    """a b. For 16-bit types the result is float32, because cuBLAS may add partial sums in the type of the result. Where plans exclude cuBLAS,
+    also the product: compute-sanitizer's racecheck stops some of cuBLAS's 16-bit kernels."""
+    if a.itemsize > 2 or not a.is_cuda or not allowed("cublas"):
         a, b = (t.float() if t.itemsize == 2 else t for t in (a, b))
         return torch.bmm(a, b, out=a.new_empty(*a.shape[:2], b.shape[2]))
     with off(a):

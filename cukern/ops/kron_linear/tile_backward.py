@@ -12,6 +12,7 @@ from typing import NamedTuple
 from cukern.ops.kron_linear import cublas
 from cukern.ops.kron_linear.plan import LAUNCH_US, Backward, Problem, Step, text
 from cukern.ops.kron_linear.tile import spread
+from cukern.runtime.device import allowed
 
 _LARGEST = 128 * 128  # accumulators of a factor's gradient, at most
 _LARGE = 64 * 64  # above this, more threads share the accumulators
@@ -290,6 +291,6 @@ def gradient_of(A: int, p: int, q: int, right: int, target: Problem) -> tuple[Gr
     """The launch that makes a factor's gradient, or None for cuBLAS, and about how long it takes. For more numbers than its tile our
     kernel would read z and h several times."""
     ours, theirs = gradient(A, p, q, right, target), cublas.us_of_gradient(A, p, q, right, target)
-    if not ours or (max(p, q) > MOST_SUMS and (right == 1 or cublas.MARGIN * theirs < ours.us)):
+    if not ours or (allowed("cublas") and max(p, q) > MOST_SUMS and (right == 1 or cublas.MARGIN * theirs < ours.us)):
         return None, theirs
     return ours, ours.us

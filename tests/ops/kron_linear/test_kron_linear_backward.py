@@ -14,6 +14,7 @@ from cukern.ops.kron_linear import backward as kron_backward
 from cukern.ops.kron_linear import cublas, planner, tile_backward
 from cukern.ops.kron_linear.plan import Backward, steps
 from cukern.ops.kron_linear.tile_backward import gradient, gradient_of
+from cukern.runtime.device import restricted
 
 
 @pytest.mark.parametrize("limit", (226 << 10, 63 << 10))
@@ -194,6 +195,8 @@ def test_torch_computes_gradients_where_it_is_faster(itemsize, tensor):
         ((4096, 100, 100), False),
     ):
         assert (gradient_of(A, p, p, C, target)[0] is None) == (torchs or not tensor)
+        with restricted(without=["cublas"]):
+            assert (gradient_of(A, p, p, C, target)[0] is None) == (gradient(A, p, p, C, target) is None)
 
 
 @kernels

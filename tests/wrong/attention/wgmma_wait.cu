@@ -21,7 +21,7 @@ __global__ void __launch_bounds__(128) attention_rows(T* out, const T* q, const 
         wgmma_commit();
         wgmma_wait<0>(s[0]);
         auto hidden = [&](int row, int n) { return first + lane % 4 * 2 + n > query + row; };
-        softmax_weights<1, 8, false>(s, most, total, shrink, true, hidden, 1, 1);
+        softmax_weights<1, 8, false>(s, most, total, shrink, [&] { hide(s, hidden); }, 1, 1);
         multiply_rows(sums, shrink);
         to_operand<T>(p, s[0]);
         wgmma_fence(sums[0], p);
