@@ -133,8 +133,8 @@ def contraction(z: Tensor, h: Tensor, scale: float) -> Tensor:
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """a b. For 16-bit types the result is float32, because cuBLAS may add partial sums in the type of the result. Where plans exclude cuBLAS,
-    also the product: compute-sanitizer's racecheck stops some of cuBLAS's 16-bit kernels."""
+    """a b. For 16-bit types the result is float32, because cuBLAS may add partial sums in the type of the result. Where plans exclude
+    cuBLAS, the product is float32 too: compute-sanitizer's racecheck stops some of cuBLAS's 16-bit kernels."""
     if a.itemsize > 2 or not a.is_cuda or not allowed("cublas"):
         a, b = (t.float() if t.itemsize == 2 else t for t in (a, b))
         return torch.bmm(a, b, out=a.new_empty(*a.shape[:2], b.shape[2]))
