@@ -13,10 +13,9 @@
 //            partial sums of the norm in a fixed order, increments the steps, and computes the coefficients of each tensor in double. If
 //            *found_inf is not 0, all tensors are skipped. adamw_v2 starts while adamw_prepare runs (PDL).
 //
-// version  idea                                                                     of a copy (H200, float32)
-// v1       one thread per element, one launch per tensor                            0.66 to 0.91
-// v2       one launch per dtype, vectors of 4 elements; one block per chunk         0.91 to 0.95
-//          one block per part of a chunk
+// version  idea                                                                                     of a copy
+// v1       one thread per element, one launch per tensor                                            0.66 to 0.91 (H200, float32)
+// v2       one launch per dtype, vectors of 4 elements, one block per PART of a chunk               0.96 to 0.98 (H100)
 //
 // v2: each thread has four independent loads in flight: grad, exp_avg, exp_avg_sq, and param or master. They have 16 bytes each, or 8 for
 // a 16-bit grad or param. A block finds its tensor by bisection: 8 loads of 8 bytes for 148 tensors, which stay in L1.

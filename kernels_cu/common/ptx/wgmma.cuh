@@ -36,6 +36,12 @@ __device__ __forceinline__ void more_registers() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
 }
 
+// Compute x, which is not negative, before the wait that follows. The compiler moves a wait up past arithmetic, so that nothing runs under
+// the products, but not past a store. This one never happens.
+__device__ __forceinline__ void before_wait(float x) {
+    asm volatile("{ .reg .pred p; setp.lt.f32 p, %0, 0f00000000; @p st.shared.f32 [%1], %0; }" ::"f"(x), "r"(0) : "memory");
+}
+
 // Wait until at most PENDING committed groups are in flight. d is their accumulator; without it, only operands in shared memory are free.
 template <int PENDING>
 __device__ __forceinline__ void wgmma_wait() {
@@ -46,12 +52,6 @@ __device__ __forceinline__ void wgmma_wait(float (&d)[N][4]) {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 #pragma unroll
     for (int i = 0; i < N * 4; ++i) asm volatile("" : "+f"(d[i / 4][i % 4])::"memory");  // the compiler must not move reads up
-}
-
-// Compute x, which is not negative, before the wait that follows. The compiler moves a wait up past arithmetic, so that nothing runs under
-// the products, but not past a store. This one never happens.
-__device__ __forceinline__ void before_wait(float x) {
-    asm volatile("{ .reg .pred p; setp.lt.f32 p, %0, 0f00000000; @p st.shared.f32 [%1], %0; }" ::"f"(x), "r"(0) : "memory");
 }
 
 // The same for operands a: afterwards they may be written again.
