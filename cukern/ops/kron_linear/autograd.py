@@ -24,7 +24,7 @@ def product(x: Tensor, factors: Sequence[Tensor], bias: Tensor | None, residual:
 
 
 class _KronLinear(Differentiable):
-    """Where v4's backward is two launches the forward may be as many, and what lies between them is kept: kron_backward.boundary."""
+    """If v4's backward takes two launches, the forward may take two as well. It keeps the result of the first: kron_backward.boundary."""
 
     @staticmethod
     def forward(ctx, x, bias, residual, scale, version, *factors):

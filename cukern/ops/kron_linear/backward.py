@@ -31,7 +31,7 @@ _PARTS = struct.Struct(f"{2 * MOST}Q{2 * MOST}i")  # Parts4 of kron_linear.cu
 
 
 class _Waiting(NamedTuple):
-    """A launch's partial sums, which are of so many fibers, and the factors' gradients, which they are to become."""
+    """The partial sums of a launch, each over `fibers` fibers, and the gradients of the factors, into which they will be added."""
 
     launch: Backward
     partials: Tensor
@@ -145,7 +145,8 @@ def fused(
     launch: Backward, z: Tensor, h: Tensor, out: Tensor | None, factors: Sequence[Tensor], found: list[Tensor | None],
     scale: float, factors_scale: float,
 ) -> Tensor:  # fmt: skip
-    """The gradients of a launch's factors, put into `found`, and scale times what goes back, in `out`, perhaps z or h, or a new tensor."""
+    """Put the gradients of the launch's factors into `found`. Returns scale times the gradient of z, in `out`, which may be z or h, or in
+    a new tensor."""
     waiting: list[_Waiting] = []
     back = _launched(launch, z, h, out, factors, found, scale, waiting)
     _sum(waiting, factors_scale)
@@ -156,7 +157,7 @@ def _launched(
     launch: Backward, z: Tensor, h: Tensor, out: Tensor | None, factors: Sequence[Tensor], found: list[Tensor | None],
     scale: float, waiting: list[_Waiting],
 ) -> Tensor:  # fmt: skip
-    """The same, but its partial sums wait to be added up, with other launches' at once."""
+    """The same, but its partial sums are appended to `waiting`, and added later in one launch with others."""
     out = torch.empty_like(z) if out is None else out
     ws = [factors[s.factor] for s in launch.steps]
     grads = [torch.empty_like(w, memory_format=torch.contiguous_format) for w in ws]
@@ -223,7 +224,7 @@ def _in_steps(
     run: Sequence[Step], n: int, came: Callable[[int], Tensor], h: Tensor, factors: Sequence[Tensor], wanted: Sequence[bool],
     scale: float, found: list[Tensor | None],
 ) -> Tensor:  # fmt: skip
-    """The same by launches for each thing and for each of the steps, of which the first is step n, and for the wanted gradients alone."""
+    """The same by separate launches for each step and for each wanted gradient. The first step of the run has number n."""
     rows = h.numel() // (run[-1].left * run[-1].q * run[-1].right)
     for at, s in reversed(list(enumerate(run, n))):
         w = factors[s.factor][None]

@@ -18,14 +18,14 @@ from cukern.runtime.autocast import off
 from cukern.runtime.device import allowed
 from cukern.runtime.kernel import Kernel, Template, planning
 
-# On one H200, 2048 rows of two factors, us by torch and by v4's kernel. bfloat16: (168, 176) the right one 94, 114, the left one 87, 183;
-# (128, 86), of which the rows are not aligned, 66, 217, and the right one 61, 50; in TF32 (160, 160) 130, 202, and 219, 238.
-# By the size of a number, as all here. With 3.0 for 16 bits, 4096 x (8, 128, 128, 8) took 11.8 us instead of 8.6 by v4's kernels.
+# Measured on one H200 with 2048 rows, us by cuBLAS and by v4's kernel. bfloat16: right factor (168, 176) 94 and 114, left factor 87 and
+# 183; left factor (128, 86), whose rows are not aligned, 66 and 217, right factor 61 and 50. TF32: (160, 160) 130 and 202, 219 and 238.
+# All tables here are by the size of an element in bytes. With 3.0 for 16 bits, 4096 x (8, 128, 128, 8) took 11.8 us; v4's kernels take 8.6.
 START_US = {2: 4.0, 4: 3.3, 8: 3.0}
 GRADIENT_START_US = 3.0
-TURN_US, TURNED = 8.0, 1 << 22  # to turn a factor for TF32, where z has so many numbers
+TURN_US, TURNED = 8.0, 1 << 22  # the time to transpose a factor for TF32; z has at least TURNED elements
 BANDWIDTH = {2: 24 / 31, 4: 24 / 31, 8: 8 / 31}  # of a copy's
-# flops of a multiprocessor in TF32, if nothing is to the right, or else; it multiplies tiles of 64 numbers, of 128 at least, or else of 128
+# FLOP per us of an SM in TF32, by whether the factor is the rightmost
 TF32_WORK_US = {True: 1_050_000.0, False: 1_250_000.0}
 UNALIGNED = {2: 0.48, 4: 0.6, 8: 1.0}  # bandwidth / usual bandwidth if rows do not begin at multiples of 16 bytes
 # multiply-adds per SM in a gradient: 16 bits, TF32, float

@@ -54,7 +54,7 @@ def target_of(dtype: torch.dtype, device: int, tensor: bool, aligned: int, rows:
 
 
 def prepare(group: Launch, rows: int, dtype: torch.dtype, device: int, added: bool = False) -> Prepared:
-    """The launch of a group for at most so many rows; `added`: with a bias or a residual."""
+    """The launch of a group for up to `rows` rows; `added`: with a bias or a residual."""
     first, last = group.steps[0], group.steps[-1]
     indices, features = tuple(s.factor for s in group.steps), last.left * last.q * last.right
     if not group.threads:

@@ -83,7 +83,7 @@ class Launch(Protocol):
 
 
 class Backward(NamedTuple):
-    """The backward of neighbouring factors in one launch; without a template by one launch for each thing."""
+    """The backward of neighbouring factors in one launch. Without a template: one launch for each step and each gradient."""
 
     steps: tuple[Step, ...]
     us: float

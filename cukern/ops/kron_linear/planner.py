@@ -55,8 +55,8 @@ def between(us: float) -> float:
 
 
 def rows_at_once(plan: Sequence[Run], rows: int, itemsize: int) -> int:
-    """How many rows to take through all launches, of which `plan` has the steps, before the next ones, so that what lies between two
-    launches takes little memory."""
+    """The number of rows that pass through all launches before the next rows begin, so that intermediate results take little memory.
+    `plan` has the steps of the launches."""
     widest = max((s.left * s.q * s.right for run in plan[:-1] for s in run[-1:]), default=0) * itemsize
     return rows if rows * widest <= BETWEEN else max(1, BETWEEN // widest)
 

@@ -83,13 +83,13 @@ def forward(run: Sequence[Step], rows: int, target: Problem) -> Iterator[SmallFa
 
 
 def are_small(run: Sequence[Step], itemsize: int, target: Problem) -> bool:
-    """Whether the kernels of small_factors.cuh for numbers of so many bytes take these factors."""
+    """Whether the kernels of small_factors.cuh for elements of `itemsize` bytes take these factors."""
     fits = target.itemsize == itemsize and target.aligned >= 16 and target.shared >= LEAST_SHARED
     return fits and all(s.p == s.q and s.p in SIZES for s in run)
 
 
 def tile_of(others: int, C: int, itemsize: int) -> tuple[int, int]:
-    """L and R of a tile with so many bits beside the factors'; zeros if there is none."""
+    """L and R of a tile with 2 ** others elements besides the factors' own; zeros if there is none."""
     R = min(1 << max(0, others), C & -C)
     L = (1 << others) // R if others >= 0 else 0
     return (L, R) if R == C or (L == 1 and R * itemsize >= LEAST_RUN) else (0, 0)

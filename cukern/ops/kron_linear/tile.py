@@ -103,7 +103,7 @@ def _tiles(C: int, P: int, A: int) -> list[tuple[int, int]]:
 
 
 def _merged(run: Sequence[Step], most: int) -> tuple[tuple[Step, ...], ...]:
-    """The run cut into pieces whose matrices, merged, have at most so many rows and columns."""
+    """The run cut into pieces. The merged matrix of a piece has at most `most` rows and columns."""
     pieces: list[tuple[Step, ...]] = []
     for s in run:
         longer = (*(pieces[-1] if pieces else ()), s)
@@ -232,8 +232,8 @@ def _us(
 def _config(
     fibers: int, p: int, q: int, right: int, size: int, stored: int, warps: int, kind: Kind, pairs: bool
 ) -> tuple[Part, float, float] | None:
-    """The fastest way for so many warps to make a step's sums, of numbers `stored` in so many bytes; a block's cycles of arithmetic, and
-    of shared memory."""
+    """The fastest way for `warps` warps to compute the sums of a step, with elements of `stored` bytes in shared memory. Also a block's
+    cycles of arithmetic, and of shared memory."""
     best, high = None, _high(p, kind[0], pairs)
     for part in _mma_parts(p, q, right) if kind[0] else _fma_parts(q, size):
         groups = part.padded // part.wide

@@ -153,7 +153,7 @@ def _tiling(pieces: Pieces, A: int, C: int, L: int, R: int, threads: int, stages
 
 
 def _us_of_tile(shape: _Shape, C: int, L: int, R: int, stages: int, resident: int, shared: int, bytes_: int, target: Problem) -> float:
-    """A model of the time of a tile on an SM with so many blocks."""
+    """A model of the time of a tile on an SM with `resident` blocks."""
     split, size = _split(target), target.itemsize
     coarse = 1 if R == 1 or R >= C else max(1, 64 / (R * size))
     numbers = L * R * (2 * shape.p1 * shape.p2 + shape.q1 * shape.q2)

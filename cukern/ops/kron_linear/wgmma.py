@@ -125,7 +125,7 @@ def _sizes(run: Sequence[Step]) -> tuple[tuple[int, int], tuple[int, int], bool,
 
 
 def _us(tiles: int, work: int, numbers: int, target: Problem) -> float:
-    """The predicted time for so many tiles, with `work` multiply-adds and `numbers` elements of memory traffic each."""
+    """The predicted time of `tiles` tiles, each with `work` multiply-adds and `numbers` elements of memory traffic."""
     multiplied = ceil(tiles / target.sms) * (work / MULTIPLY_ADDS_US[target.tensor] + TILE_US)
     moved = tiles * numbers * target.itemsize / (target.sms * target.sm_bytes_us)
     return max(multiplied, moved) + min(multiplied, moved) / 4
