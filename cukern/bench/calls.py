@@ -22,7 +22,7 @@ def wanted_inputs(op: Op, pass_: str, inputs: Sequence[torch.Tensor]) -> list[in
 
 
 def draw_douts(op: Op, inputs: Sequence[torch.Tensor]) -> Tensors:
-    """Random gradients, one per output, whose shapes the reference tells, or the op where the reference needs too much memory."""
+    """Random gradients, one per output. The reference gives their shapes; if it needs too much memory, the op does."""
     with torch.no_grad():
         try:
             found = op.reference(*inputs)

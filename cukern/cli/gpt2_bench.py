@@ -183,6 +183,5 @@ def _show(rows: list[Row], where: str) -> None:
         numbers = r.median_us * 1e-3, r.iqr_us * 1e-3
         rate, speed = r.shape[0] * r.shape[1] / r.median_us * 1e6, base.median_us / r.median_us
         peak = f"{r.peak_mib:.0f}" if r.peak_mib else "n/a"
-        name = f"{r.provider} {r.version}".strip()
-        table.add_row(name, *(f"{n:.2f}" for n in numbers), f"{rate:.0f}", f"{r.tflops:.1f}", f"{speed:.2f}", peak)
+        table.add_row(r.name, *(f"{n:.2f}" for n in numbers), f"{rate:.0f}", f"{r.tflops:.1f}", f"{speed:.2f}", peak)
     common.console.print(table)

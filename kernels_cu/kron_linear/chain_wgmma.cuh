@@ -162,8 +162,8 @@ struct PutWide {
     }
 };
 
-// Copy PAGES pages asynchronously, of which `pages` exist, by a warpgroup. 8 or 16 lanes copy a row, and a thread's next copy is 16 or 8
-// rows further.
+// A warpgroup copies PAGES pages asynchronously. Only the first `pages` of them exist. 8 or 16 lanes copy a row, and a thread's next copy is
+// 16 or 8 rows further.
 template <class Plan, typename T>
 __device__ __forceinline__ void load_pages(T* to, const T* from, long long pages) {
     constexpr int U = Plan::BYTES / sizeof(T), EACH = Plan::P2 / U, UNITS = Plan::PAGES * EACH, LANES = UNITS > 8 ? 16 : 8;

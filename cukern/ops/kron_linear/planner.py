@@ -111,8 +111,8 @@ def _separate(s: Step, A: int, target: Problem) -> Backward:
 
 
 def better_swapped(plan: Sequence[Backward]) -> bool:
-    """Whether two factors, of which the second alone has a fused launch, are better taken in the other order: the first, a square one, is
-    the larger one by far."""
+    """True if two factors are better taken in the other order. Only the second one has a fused launch then, and the first one is square and
+    at least four times as large."""
     if len(plan) != 2 or plan[0].template or not plan[1].template or len(plan[1].steps) > 1:
         return False
     (first,), (second,) = plan[0].steps, plan[1].steps
