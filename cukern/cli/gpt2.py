@@ -31,9 +31,9 @@ from cukern.cli.gpt2_train import (
     train,
 )
 from cukern.gpt2 import checkpoint, data, evaluate, parity
+from cukern.gpt2.data import TOKENIZER_FILE, read_tokenizer, tokenizer_for, write_tokenizer
 from cukern.gpt2.files import expect, replace
 from cukern.gpt2.model import GPT2, use_kernels
-from cukern.gpt2.tokenizer import FILE, read_tokenizer, tokenizer_for, write_tokenizer
 from cukern.gpt2.train import sample_text
 
 app = typer.Typer(no_args_is_help=True, help="GPT-2 with llm.c's file formats, on cukern's kernels.")
@@ -87,7 +87,7 @@ def sample_model(
     made = make_model(model, 1024, pick_device(device), dtype)
     found = tokenizer_for(made.config.vocab_size, tokenizer)
     if found is None:
-        raise ValueError(f"--tokenizer must name a tokenizer file: there is no {FILE} in this folder")
+        raise ValueError(f"--tokenizer must name a tokenizer file: there is no {TOKENIZER_FILE} in this folder")
     say(sample_text(made, found, tokens, 1.0 if temperature is None else temperature))
 
 

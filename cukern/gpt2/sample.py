@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cukern.gpt2.data import Tokenizer
 from cukern.gpt2.files import expect
 from cukern.gpt2.model import GPT2
-from cukern.gpt2.tokenizer import Tokenizer
 
 
 class Xorshift:

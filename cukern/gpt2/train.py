@@ -15,14 +15,13 @@ from torch.nn.utils import get_total_norm
 
 from cukern import AdamW
 from cukern.gpt2 import checkpoint, parallel
-from cukern.gpt2.data import DataLoader
+from cukern.gpt2.data import DataLoader, Tokenizer
 from cukern.gpt2.evaluate import hellaswag_accuracy, read_hellaswag, validation_loss
 from cukern.gpt2.files import expect, replace
 from cukern.gpt2.model import GPT2
 from cukern.gpt2.sample import Xorshift, generate
 from cukern.gpt2.settings import SCHEDULES as SCHEDULES
 from cukern.gpt2.settings import Settings, Step, learning_rate
-from cukern.gpt2.tokenizer import Tokenizer
 
 WINDOW = 128  # steps over which z-scores are computed
 RNG = 13371337  # llm.c's first state of stochastic rounding, which cukern draws from the step
