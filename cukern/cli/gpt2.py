@@ -30,7 +30,7 @@ from cukern.cli.gpt2_train import (
     pick_device,
     train,
 )
-from cukern.gpt2 import checkpoint, data, evaluate, parity
+from cukern.gpt2 import checkpoint, data, evaluate
 from cukern.gpt2.data import TOKENIZER_FILE, read_tokenizer, tokenizer_for, write_tokenizer
 from cukern.gpt2.files import expect, replace
 from cukern.gpt2.model import GPT2, use_kernels
@@ -105,7 +105,7 @@ def check(
     config, parameters = checkpoint.read_model(model)
     debug = checkpoint.read_debug_state(state, config)
     wrong = 0
-    for name, test in (("A", parity.test_a), ("B", parity.test_b)):
+    for name, test in (("A", evaluate.test_a), ("B", evaluate.test_b)):
         made = GPT2(config, device=place, dtype=torch.float32)
         made.load_parameters(parameters)
         with use_kernels(softmax_forward_kernel, softmax_backward_kernel, matmul_forward_kernel):
