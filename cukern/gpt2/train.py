@@ -4,7 +4,7 @@ import math
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +19,12 @@ from cukern.gpt2.data import DataLoader, Tokenizer
 from cukern.gpt2.evaluate import hellaswag_accuracy, read_hellaswag, validation_loss
 from cukern.gpt2.files import expect, replace
 from cukern.gpt2.model import GPT2
-from cukern.gpt2.sample import Xorshift, generate
+from cukern.gpt2.sample import sample_text
 from cukern.gpt2.settings import SCHEDULES as SCHEDULES
 from cukern.gpt2.settings import Settings, Step, learning_rate
 
 WINDOW = 128  # steps over which z-scores are computed
 RNG = 13371337  # llm.c's first state of stochastic rounding, which cukern draws from the step
-
-
-def sample_text(model: GPT2, tokenizer: Tokenizer, count: int, temperature: float = 1.0, prompt: Sequence[int] = ()) -> str:
-    """Text from llm.c's sampler with its first seed. `count` includes the prompt, or the EOT that replaces it. A count above max_seq_len
-    gives several texts."""
-    rng, most, options = Xorshift(), model.config.max_seq_len, {"temperature": temperature, "prompt": prompt or None}
-    lengths = [max(len(prompt), min(most, count - start)) for start in range(0, count, most)]
-    return "\n".join(tokenizer.decode([*prompt, *generate(model, tokenizer, n, rng, **options)]) for n in lengths)  # type: ignore[arg-type]
 
 
 def z_score(value: float, window: deque[float]) -> float:
