@@ -59,12 +59,6 @@ def averaged(network: Any, now: bool) -> contextlib.AbstractContextManager:
     return contextlib.nullcontext()
 
 
-def reshard(network: Any) -> None:
-    """After a forward without a backward: keep only this process's part of the parameters."""
-    if hasattr(network, "reshard"):
-        network.reshard()
-
-
 def mean(x: Tensor) -> Tensor:
     """The mean over the processes."""
     if _is_one_of_many():
@@ -90,7 +84,8 @@ def full(x: Any) -> Tensor:
 
 
 def like(p: Any, part: Tensor) -> Tensor:
-    """A DTensor as p, of which this process holds `part`; `part` if p is no DTensor."""
+    """The elements of p in `part`: a tensor as p, or a DTensor as p, of which this process holds `part`."""
+    part = part.view(local(p).shape)
     if not hasattr(p, "to_local"):
         return part
     from torch.distributed.tensor import DTensor

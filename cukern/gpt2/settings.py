@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from cukern.gpt2.files import PathLike, expect
 
@@ -68,8 +69,12 @@ class Settings:
         return self.batch * self.seq_len * self.num_processes
 
     @property
-    def is_divided(self) -> bool:  # the state of the optimizer, among the processes
-        return self.zero == 1 and self.num_processes > 1
+    def ranks(self) -> dict[str, Any]:
+        return {"rank": self.rank, "num_processes": self.num_processes}
+
+    @property
+    def parts(self) -> int:  # of the optimizer's state
+        return self.num_processes if self.zero else 1
 
     @property
     def skips(self) -> bool:

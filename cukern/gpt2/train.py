@@ -60,9 +60,8 @@ class Trainer:
         expect(model.wte.dtype in checkpoint.DTYPES.values(), "a float32 or bfloat16 model", model.wte.dtype, error=TypeError)
         expect(s.seq_len <= config.max_seq_len, f"seq_len of at most the model's max_seq_len = {config.max_seq_len}", s.seq_len)
         pattern, vocabulary = s.val_data if s.overfit else s.train_data, config.vocab_size
-        ranks: dict[str, Any] = {"rank": s.rank, "num_processes": s.num_processes, "vocab_size": vocabulary}
-        self.train_data = DataLoader(pattern, s.batch, s.seq_len, shuffle=not s.overfit, **ranks)
-        self.val_data = DataLoader(s.val_data, s.batch, s.seq_len, **ranks)
+        self.train_data = DataLoader(pattern, s.batch, s.seq_len, shuffle=not s.overfit, vocab_size=vocabulary, **s.ranks)
+        self.val_data = DataLoader(s.val_data, s.batch, s.seq_len, vocab_size=vocabulary, **s.ranks)
         self.total = s.steps if s.steps > 0 else self.train_data.num_tokens // (s.tokens * s.micro_steps)
         expect(self.total > 0, f"at least one update's {s.tokens * s.micro_steps} tokens", self.train_data.num_tokens, pattern)
         self.val_batches = s.val_batches if s.val_batches > 0 else self.val_data.num_tokens // s.tokens
@@ -70,11 +69,13 @@ class Trainer:
         self.graph: tuple[torch.cuda.CUDAGraph, Tensor, Tensor] | None = None  # of an update; its batches; loss and norm
         self.eager_updates = 0
         state = self._start()
-        self.network = parallel.wrap(model, s.zero)  # may replace the parameters
-        self.has_masters = s.master and model.wte.dtype == torch.bfloat16
-        randomly = model.wte.dtype == torch.bfloat16 and not s.master and model.wte.is_cuda
-        options: dict[str, Any] = {"max_norm": s.max_norm, "master_weights": self.has_masters, "stochastic_rounding": randomly}
-        self.optimizer = AdamW(model.decay_groups(s.weight_decay), lr=s.lr, betas=s.betas, eps=1e-8, **options)
+        self.network: Any = parallel.wrap(model, s.zero)  # may replace the parameters
+        rounds = model.wte.dtype == torch.bfloat16
+        self.has_masters, randomly = rounds and s.master, rounds and not s.master and model.wte.is_cuda
+        self.optimizer = AdamW(
+            model.decay_groups(s.weight_decay), lr=s.lr, betas=s.betas, max_norm=s.max_norm, master_weights=self.has_masters,
+            stochastic_rounding=randomly,
+        )  # fmt: skip
         if state is not None:
             self._restore(state)
         self.position = self.train_data.state()  # of the loader before the next batches
@@ -87,8 +88,7 @@ class Trainer:
         assert s.out is not None
         m, v = self._parts(lambda p: slots[p]["exp_avg"]), self._parts(lambda p: slots[p]["exp_avg_sq"])
         master = self._parts(lambda p: slots[p]["master"] if self.has_masters else p.detach()) if s.master else None
-        ranks: dict[str, Any] = {"rank": s.rank, "num_processes": s.num_processes, "is_divided": s.is_divided}
-        state = checkpoint.State(self.step, m, v, self.position, master, RNG, RNG, **ranks)
+        state = checkpoint.State(self.step, m, v, self.position, master, RNG, RNG, s.rank, s.num_processes, s.parts)
         checkpoint.save(s.out, model.config, model.parameters_by_name(), state, parallel.barrier)
         old = self.step - s.keep * s.checkpoint_every
         if s.rank == 0 and s.keep and old > 0 and not (s.major_every and old % s.major_every == 0):
@@ -107,7 +107,7 @@ class Trainer:
         log, newest = Path(s.out, "main.log"), checkpoint.latest_step(s.out)
         expect(s.resume or newest is None, "a folder without checkpoints, or resume", f"a checkpoint of step {newest}", s.out)
         state = None if newest is None else self._load(newest)
-        text = log.read_text() if newest is not None and log.exists() else ""
+        text = log.read_text() if log.exists() else ""
         kept = [match[0] for match in re.finditer(r"^s:(\d+) .*\n", text, re.MULTILINE) if int(match[1]) < self.step]
         parallel.barrier()  # the others have looked for a checkpoint
         if s.rank == 0:
@@ -120,13 +120,10 @@ class Trainer:
         """Read a checkpoint: the model gets its weights, the loader its place."""
         s, model = self.settings, self.model
         assert s.out is not None
-        (weights, first, _), path = checkpoint.paths(s.out, step), checkpoint.paths(s.out, step, s.rank)[1]
-        found = checkpoint.num_processes_of(first)
-        expect(found == s.num_processes, f"a checkpoint of {s.num_processes} processes", f"one of {found}", first)
+        weights, path, _ = checkpoint.paths(s.out, step, s.rank)
         config, parameters = checkpoint.read_model(weights, model.config)
         expect(parameters["wte"].dtype == model.wte.dtype, f"weights of {model.wte.dtype}", parameters["wte"].dtype, weights)
-        ranks: dict[str, Any] = {"rank": s.rank, "num_processes": s.num_processes, "is_divided": s.is_divided}
-        state = checkpoint.read_state(path, config, **ranks)
+        state = checkpoint.read_state(path, config, parts=s.parts, **s.ranks)
         expect(state.step == step, f"the state of step {step}", state.step, path)
         self.train_data.resume(state.loader)
         model.load_parameters(parameters)
@@ -138,9 +135,7 @@ class Trainer:
         named = {"exp_avg": state.m, "exp_avg_sq": state.v, **({"master": state.master} if self.has_masters and state.master else {})}
         for name, parts in self.model.parts().items():
             for i, p in enumerate(parts):
-                shape = parallel.local(p).shape
-                of_part = {key: tensors[name].view(len(parts), *shape)[i] for key, tensors in named.items()}
-                slot = {key: parallel.like(p, tensor) for key, tensor in of_part.items()}
+                slot = {key: parallel.like(p, tensors[name].view(len(parts), -1)[i]) for key, tensors in named.items()}
                 self.optimizer.state[p] = {"step": torch.tensor(float(state.step)), **slot}
         self.optimizer.load_state_dict(self.optimizer.state_dict())  # copies them to the device
 
@@ -193,7 +188,8 @@ class Trainer:
                 self._log(f"eval:{right / count:.4f}")
         if s.sample_every and self.tokenizer and (last or (self.step and self.step % s.sample_every == 0)):
             self.say(f"generating:\n---\n{sample_text(self.model, self.tokenizer, s.sample_tokens, s.temperature, s.prompt)}\n---")
-        parallel.reshard(self.network)
+        if hasattr(self.network, "reshard"):  # FSDP2, after a forward without a backward: keep only this process's part of the parameters
+            self.network.reshard()
 
     def update(self) -> tuple[tuple[float, float], tuple[float, float], float]:
         """One update: (loss, its z-score), (norm of the gradient, its z-score), learning rate. Reads from the device once."""
@@ -201,7 +197,9 @@ class Trainer:
         lr = learning_rate(self.step, self.total, s.lr, s.schedule, s.warmup, s.final_fraction)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        on_device = self._replay() if self.device.type == "cuda" and s.graph and s.num_processes == 1 else self._launch(self._next())
+        batches = self._read() if self.ahead is None else self.ahead
+        replays = self.device.type == "cuda" and s.graph and s.num_processes == 1
+        on_device = self._replay(batches) if replays else self._launch(batches)
         self.ahead = self._read()  # while the device works
         numbers = on_device.tolist()
         if not all(map(math.isfinite, numbers)):
@@ -232,21 +230,15 @@ class Trainer:
         batches = torch.stack([torch.stack(self.train_data.next_batch()) for _ in range(self.settings.micro_steps)])
         return batches.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else batches
 
-    def _next(self) -> Tensor:
-        batches, self.ahead = self._read() if self.ahead is None else self.ahead, None
-        return batches
-
     def _launch(self, batches: Tensor) -> Tensor:
         """Update the weights, or with skip_loss and skip_norm only compute the gradients. The mean loss and the norm, on the device."""
         self.optimizer.zero_grad()
         mean = parallel.mean(self._backward(batches))
         self.optimizer.found_inf = (~mean.isfinite()).float()  # type: ignore[attr-defined]  # the parameters stay as they are
         if self.settings.skips:
-            grads = [p.grad for p in self.model.parameters() if p.grad is not None]
-            norm = parallel.full(get_total_norm(grads))
+            norm: Any = parallel.full(get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None]))
         else:
             self.optimizer.step()
-            assert self.optimizer.grad_norm is not None
             norm = self.optimizer.grad_norm
         return torch.stack([mean, norm.float()])
 
@@ -260,9 +252,8 @@ class Trainer:
             losses.append(loss.detach())
         return torch.stack(losses).sum()
 
-    def _replay(self) -> Tensor:
+    def _replay(self, batches: Tensor) -> Tensor:
         """`_launch` as a CUDA graph. The first two updates run without, which compiles kernels; then the graph is captured."""
-        batches = self._next()
         self.optimizer.update_groups()  # a graph reads the learning rate from device memory
         if self.graph is None and self.eager_updates < 2:
             self.eager_updates += 1
