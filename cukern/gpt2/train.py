@@ -70,12 +70,8 @@ class Trainer:
         self.eager_updates = 0
         state = self._start()
         self.network: Any = parallel.wrap(model, s.zero)  # may replace the parameters
-        rounds = model.wte.dtype == torch.bfloat16
-        self.has_masters, randomly = rounds and s.master, rounds and not s.master and model.wte.is_cuda
-        self.optimizer = AdamW(
-            model.decay_groups(s.weight_decay), lr=s.lr, betas=s.betas, max_norm=s.max_norm, master_weights=self.has_masters,
-            stochastic_rounding=randomly,
-        )  # fmt: skip
+        of_bfloat16: dict[str, Any] = {"master_weights": s.master, "stochastic_rounding": not s.master and model.wte.is_cuda}
+        self.optimizer = AdamW(model.decay_groups(s.weight_decay), lr=s.lr, betas=s.betas, max_norm=s.max_norm, **of_bfloat16)
         if state is not None:
             self._restore(state)
         self.position = self.train_data.state()  # of the loader before the next batches
@@ -86,18 +82,14 @@ class Trainer:
         """Write a checkpoint, then delete the one that is too old. Each process calls this."""
         s, model, slots = self.settings, self.model, self.optimizer.state
         assert s.out is not None
-        m, v = self._parts(lambda p: slots[p]["exp_avg"]), self._parts(lambda p: slots[p]["exp_avg_sq"])
-        master = self._parts(lambda p: slots[p]["master"] if self.has_masters else p.detach()) if s.master else None
+        m = model.by_name(lambda p: parallel.local(slots[p]["exp_avg"]).cpu())
+        v = model.by_name(lambda p: parallel.local(slots[p]["exp_avg_sq"]).cpu())
+        master = model.by_name(lambda p: parallel.local(slots[p].get("master", p.detach())).cpu()) if s.master else None
         state = checkpoint.State(self.step, m, v, self.position, master, RNG, RNG, s.rank, s.num_processes, s.parts)
         checkpoint.save(s.out, model.config, model.parameters_by_name(), state, parallel.barrier)
         old = self.step - s.keep * s.checkpoint_every
         if s.rank == 0 and s.keep and old > 0 and not (s.major_every and old % s.major_every == 0):
             checkpoint.delete(s.out, old)
-
-    def _parts(self, tensor_of: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-        """This process's parts of a tensor for each parameter, with llm.c's names, stacked over the layers."""
-        parts = self.model.parts().items()
-        return self.model.stack({name: [parallel.local(tensor_of(p)).cpu() for p in ps] for name, ps in parts})
 
     def _start(self) -> checkpoint.State | None:
         """Go to the newest checkpoint, if there is one. Lines of main.log from its step on are removed, because those steps run again."""
@@ -132,7 +124,9 @@ class Trainer:
 
     def _restore(self, state: checkpoint.State) -> None:
         """Give the optimizer its moments, and its float32 weights if the file has them."""
-        named = {"exp_avg": state.m, "exp_avg_sq": state.v, **({"master": state.master} if self.has_masters and state.master else {})}
+        named = {"exp_avg": state.m, "exp_avg_sq": state.v}
+        if state.master and self.settings.master and self.model.wte.dtype == torch.bfloat16:
+            named["master"] = state.master
         for name, parts in self.model.parts().items():
             for i, p in enumerate(parts):
                 slot = {key: parallel.like(p, tensors[name].view(len(parts), -1)[i]) for key, tensors in named.items()}
