@@ -32,9 +32,9 @@ from cukern.cli.gpt2_train import (
 )
 from cukern.gpt2 import checkpoint, data, evaluate
 from cukern.gpt2.data import TOKENIZER_FILE, read_tokenizer, tokenizer_for, write_tokenizer
+from cukern.gpt2.evaluate import sample_text
 from cukern.gpt2.files import expect, replace
 from cukern.gpt2.model import GPT2, use_kernels
-from cukern.gpt2.sample import sample_text
 
 app = typer.Typer(no_args_is_help=True, help="GPT-2 with llm.c's file formats, on cukern's kernels.")
 app.command()(train)

@@ -194,9 +194,8 @@ class Mt19937:
         _, left, position, key, matrix = np.frombuffer(data, cls.STRUCT, 1)[0].tolist()
         unused = (left, position) == (1, 0)
         expect(tuple(matrix) == cls.MATRIX, f"the constants {cls.MATRIX} of MT19937", tuple(matrix))
-        expect(
-            unused or (left + position == 625 and 0 < position < 625), "left + next = 625 in the state of MT19937", f"{left} + {position}"
-        )
+        valid = unused or (left + position == 625 and 0 < position < 625)
+        expect(valid, "left + next = 625 in the state of MT19937", f"{left} + {position}")
         rng = cls(0)
         rng._unused = unused
         rng._bits.state = {"bit_generator": "MT19937", "state": {"key": np.array(key, np.uint32), "pos": 624 if unused else position}}
@@ -290,13 +289,13 @@ class DataLoader:
         """Go to a saved state, of a loader with the same shards, sizes and choice of shuffling."""
         shuffles = state.shuffle is not None
         expect(shuffles == self.shuffle, f"a loader state with shuffle={self.shuffle}", f"shuffle={shuffles}")
-        order = state.shuffle[0] if state.shuffle else self._shard_order
+        order, sample_order, rng = state.shuffle or (self._shard_order, None, b"")
         expect(len(order) == len(self.paths), f"a loader state of {len(self.paths)} shards", len(order))
         expect(0 <= state.shard < len(order), f"a shard from 0 to {len(order) - 1}", state.shard)
         samples = self._num_samples[order[state.shard]]
-        sample_order = state.shuffle[1] if state.shuffle else np.arange(samples, dtype=np.int32)
+        sample_order = np.arange(samples, dtype=np.int32) if sample_order is None else sample_order
         expect(len(sample_order) == samples, f"a loader state of {samples} samples", len(sample_order))
         expect(0 <= state.sample <= samples, f"a sample from 0 to {samples}", state.sample)
-        if state.shuffle:
-            self._rng = Mt19937.from_bytes(state.shuffle[2])
+        if shuffles:
+            self._rng = Mt19937.from_bytes(rng)
         self._shard, self._sample, self._shard_order, self._sample_order = state.shard, state.sample, order.copy(), sample_order.copy()

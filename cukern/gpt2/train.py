@@ -16,10 +16,9 @@ from torch.nn.utils import get_total_norm
 from cukern import AdamW
 from cukern.gpt2 import checkpoint, parallel
 from cukern.gpt2.data import DataLoader, Tokenizer
-from cukern.gpt2.evaluate import hellaswag_accuracy, read_hellaswag, validation_loss
+from cukern.gpt2.evaluate import hellaswag_accuracy, read_hellaswag, sample_text, validation_loss
 from cukern.gpt2.files import expect, replace
 from cukern.gpt2.model import GPT2
-from cukern.gpt2.sample import sample_text
 from cukern.gpt2.settings import SCHEDULES as SCHEDULES
 from cukern.gpt2.settings import Settings, Step, learning_rate
 
@@ -69,7 +68,7 @@ class Trainer:
         self.graph: tuple[torch.cuda.CUDAGraph, Tensor, Tensor] | None = None  # of an update; its batches; loss and norm
         self.eager_updates = 0
         state = self._start()
-        self.network: Any = parallel.wrap(model, s.zero)  # may replace the parameters
+        self.network = parallel.wrap(model, s.zero)  # may replace the parameters
         of_bfloat16: dict[str, Any] = {"master_weights": s.master, "stochastic_rounding": not s.master and model.wte.is_cuda}
         self.optimizer = AdamW(model.decay_groups(s.weight_decay), lr=s.lr, betas=s.betas, max_norm=s.max_norm, **of_bfloat16)
         if state is not None:

@@ -8,8 +8,8 @@ import torch
 
 from cukern.gpt2.checkpoint import Config
 from cukern.gpt2.data import byte_tokenizer
+from cukern.gpt2.evaluate import Xorshift, draw, generate
 from cukern.gpt2.model import GPT2
-from cukern.gpt2.sample import Xorshift, draw, generate
 
 CONFIG = Config(max_seq_len=32, vocab_size=256, num_layers=2, num_heads=2, channels=16)
 
