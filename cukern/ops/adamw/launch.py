@@ -17,8 +17,8 @@ from cukern.runtime.tensors import pointers
 
 CHUNK, THREADS, WORDS, PREPARING = 8192, 256, 32, 1024  # as in adamw.cu; PREPARING: threads of adamw_prepare
 PART = 2048  # elements of a block of adamw_v2, a power of 2 up to CHUNK
-_V1, _WRITE, _NORM = (Template("adamw/adamw.cu", f"adamw_{name}") for name in ("v1", "write", "norm"))
-_V2, _PREPARE = (Template("adamw/adamw.cu", f"adamw_{name}", pdl=True) for name in ("v2", "prepare"))
+_V1, _WRITE, _NORM = (Template("adamw.cu", f"adamw_{name}") for name in ("v1", "write", "norm"))
+_V2, _PREPARE = (Template("adamw.cu", f"adamw_{name}", pdl=True) for name in ("v2", "prepare"))
 
 
 class Row(NamedTuple):
