@@ -24,7 +24,7 @@
 #include "common/pdl.cuh"
 #include "common/reduce.cuh"
 
-constexpr long long CHUNK = 8192;  // as in cukern/ops/adamw/launch.py
+constexpr long long CHUNK = 8192;  // as in cukern/ops/adamw/op.py
 constexpr int THREADS = 256;
 struct Row {
     void *param, *exp_avg, *exp_avg_sq;

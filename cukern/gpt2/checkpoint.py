@@ -9,7 +9,7 @@ import json
 import math
 import re
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from cukern.gpt2.data import LoaderState, Mt19937
 from cukern.gpt2.files import HEADER_BYTES, PathLike, check_size, expect, optional, read, read_tensor, replace, write_header, write_tensors
+from cukern.gpt2.parallel import barrier
 
 MODEL, DEBUG, STATE = 20240326, 20240327, 20240527  # magic numbers
 DTYPES = {3: torch.float32, 5: torch.bfloat16}  # version of a model file -> dtype of all its tensors
@@ -224,9 +225,9 @@ def paths(folder: PathLike, step: int, rank: int = 0) -> tuple[Path, Path, Path]
     return Path(folder, f"model_{step:08}.bin"), Path(folder, f"state_{step:08}_{rank:05}.bin"), Path(folder, f"DONE_{step:08}")
 
 
-def save(folder: PathLike, config: Config, parameters: Parameters, state: State, barrier: Callable[[], object] = lambda: None) -> None:
+def save(folder: PathLike, config: Config, parameters: Parameters, state: State) -> None:
     """Write the checkpoint of a run after `state.step` updates. Until all of it is on disk, an older one is the latest. Each process of the
-    run calls this with its own state; `barrier` waits for the others. The first one writes the weights."""
+    run calls this with its own state. The first one writes the weights."""
     model, optimizer, done = paths(folder, state.step, state.rank)
     Path(folder).mkdir(parents=True, exist_ok=True)
     if state.rank == 0:

@@ -85,7 +85,7 @@ class Trainer:
         v = model.by_name(lambda p: parallel.local(slots[p]["exp_avg_sq"]).cpu())
         master = model.by_name(lambda p: parallel.local(slots[p].get("master", p.detach())).cpu()) if s.master else None
         state = checkpoint.State(self.step, m, v, self.position, master, RNG, RNG, s.rank, s.num_processes, s.parts)
-        checkpoint.save(s.out, model.config, model.parameters_by_name(), state, parallel.barrier)
+        checkpoint.save(s.out, model.config, model.parameters_by_name(), state)
         old = self.step - s.keep * s.checkpoint_every
         if s.rank == 0 and s.keep and old > 0 and not (s.major_every and old % s.major_every == 0):
             checkpoint.delete(s.out, old)

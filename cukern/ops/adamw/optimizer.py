@@ -9,12 +9,10 @@ from torch import Tensor
 from torch.optim import adamw as torch_adamw
 from torch.utils._pytree import tree_leaves
 
-from cukern.ops.adamw.launch import VERSIONS, Row, Table, group_words, write
-from cukern.ops.adamw.op import Numbers, check_numbers, check_param
+from cukern.ops.adamw.op import MOST_TABLES, VERSIONS, Numbers, Row, Table, check_numbers, check_param, group_words, write
 from cukern.runtime import backend, checks
 from cukern.runtime.tensors import wide
 
-_MOST_TABLES = 64
 _Found = tuple[int, Tensor, int]  # the number of a parameter, the parameter, its group
 
 
@@ -208,7 +206,7 @@ class AdamW(torch.optim.Optimizer):
     ) -> None:
         first, options = _local(found[0][1]), self._options
         capturing = first.is_cuda and torch.cuda.is_current_stream_capturing()
-        if len(self._tables) > _MOST_TABLES:  # other parameters have gradients each time
+        if len(self._tables) > MOST_TABLES:  # other parameters have gradients each time
             self._forget()
         key = self._key(found)
         if key not in self._tables:
