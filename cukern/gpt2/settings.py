@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 from cukern.gpt2.files import PathLike, expect
 
@@ -67,18 +66,6 @@ class Settings:
     @property
     def tokens(self) -> int:  # of a forward pass in all processes
         return self.batch * self.seq_len * self.num_processes
-
-    @property
-    def ranks(self) -> dict[str, Any]:
-        return {"rank": self.rank, "num_processes": self.num_processes}
-
-    @property
-    def parts(self) -> int:  # of the optimizer's state
-        return self.num_processes if self.zero else 1
-
-    @property
-    def skips(self) -> bool:
-        return self.skip_loss > 0 or self.skip_norm > 0
 
     @property
     def micro_steps(self) -> int:  # forward and backward passes of an update

@@ -59,14 +59,17 @@ class Trainer:
         expect(model.wte.dtype in checkpoint.DTYPES.values(), "a float32 or bfloat16 model", model.wte.dtype, error=TypeError)
         expect(s.seq_len <= config.max_seq_len, f"seq_len of at most the model's max_seq_len = {config.max_seq_len}", s.seq_len)
         pattern, vocabulary = s.val_data if s.overfit else s.train_data, config.vocab_size
-        self.train_data = DataLoader(pattern, s.batch, s.seq_len, shuffle=not s.overfit, vocab_size=vocabulary, **s.ranks)
-        self.val_data = DataLoader(s.val_data, s.batch, s.seq_len, vocab_size=vocabulary, **s.ranks)
+        options: dict[str, Any] = {"rank": s.rank, "num_processes": s.num_processes, "vocab_size": vocabulary}
+        self.train_data = DataLoader(pattern, s.batch, s.seq_len, shuffle=not s.overfit, **options)
+        self.val_data = DataLoader(s.val_data, s.batch, s.seq_len, **options)
         self.total = s.steps if s.steps > 0 else self.train_data.num_tokens // (s.tokens * s.micro_steps)
         expect(self.total > 0, f"at least one update's {s.tokens * s.micro_steps} tokens", self.train_data.num_tokens, pattern)
         self.val_batches = s.val_batches if s.val_batches > 0 else self.val_data.num_tokens // s.tokens
         self.examples = read_hellaswag(s.hellaswag, vocabulary) if s.hellaswag else []
         self.graph: tuple[torch.cuda.CUDAGraph, Tensor, Tensor] | None = None  # of an update; its batches; loss and norm
         self.eager_updates = 0
+        self.skips = s.skip_loss > 0 or s.skip_norm > 0
+        self.parts = s.num_processes if s.zero else 1  # of the optimizer's state
         state = self._start()
         self.network = parallel.wrap(model, s.zero)  # may replace the parameters
         of_bfloat16: dict[str, Any] = {"master_weights": s.master, "stochastic_rounding": not s.master and model.wte.is_cuda}
@@ -84,7 +87,7 @@ class Trainer:
         m = model.by_name(lambda p: parallel.local(slots[p]["exp_avg"]).cpu())
         v = model.by_name(lambda p: parallel.local(slots[p]["exp_avg_sq"]).cpu())
         master = model.by_name(lambda p: parallel.local(slots[p].get("master", p.detach())).cpu()) if s.master else None
-        state = checkpoint.State(self.step, m, v, self.position, master, RNG, RNG, s.rank, s.num_processes, s.parts)
+        state = checkpoint.State(self.step, m, v, self.position, master, RNG, RNG, s.rank, s.num_processes, self.parts)
         checkpoint.save(s.out, model.config, model.parameters_by_name(), state)
         old = self.step - s.keep * s.checkpoint_every
         if s.rank == 0 and s.keep and old > 0 and not (s.major_every and old % s.major_every == 0):
@@ -114,7 +117,7 @@ class Trainer:
         weights, path, _ = checkpoint.paths(s.out, step, s.rank)
         config, parameters = checkpoint.read_model(weights, model.config)
         expect(parameters["wte"].dtype == model.wte.dtype, f"weights of {model.wte.dtype}", parameters["wte"].dtype, weights)
-        state = checkpoint.read_state(path, config, parts=s.parts, **s.ranks)
+        state = checkpoint.read_state(path, config, rank=s.rank, num_processes=s.num_processes, parts=self.parts)
         expect(state.step == step, f"the state of step {step}", state.step, path)
         self.train_data.resume(state.loader)
         model.load_parameters(parameters)
@@ -199,7 +202,7 @@ class Trainer:
             values = f"step {self.step + 1}: loss {numbers[0]}, norm of the gradient {numbers[1]}"
             raise FloatingPointError(f"{values}; the first tensor that is not finite: {self._not_finite(numbers[0])}")
         z = [z_score(value, window) for value, window in zip(numbers, self.windows, strict=True)]
-        if s.skips:
+        if self.skips:
             self._apply_or_skip(*z)
         self._log(f"trl:{numbers[0]:.4f} lr:{lr:.6f} norm:{numbers[1]:.2f}")
         self.step += 1
@@ -228,7 +231,7 @@ class Trainer:
         self.optimizer.zero_grad()
         mean = parallel.mean(self._backward(batches))
         self.optimizer.found_inf = (~mean.isfinite()).float()  # type: ignore[attr-defined]  # the parameters stay as they are
-        if self.settings.skips:
+        if self.skips:
             norm: Any = parallel.full(get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None]))
         else:
             self.optimizer.step()
