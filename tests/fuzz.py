@@ -544,7 +544,7 @@ FUZZED = {  # name: what draws its arguments, what is right, and how many roundi
     "rope_": (draw_rope, rope, 2),
     "apply_rotary_pos_emb": (draw_te, te, 2),
     "matmul": (draw_matmul, lambda a, b: a @ b, 6),
-    "linear": (draw_linear, lambda x, weight, bias=None: x @ weight.mT + (0 if bias is None else bias), 6),
+    "linear": (draw_linear, torch.nn.functional.linear, 6),
     "gelu": (draw_gelu, lambda x, bias=None, approximate="none": gated(x, 1.0, bias, approximate), 16),  # torch's own, with tanh
     "swiglu": (draw_swiglu, gated, 4),
     "geglu": (draw_swiglu, lambda gate, up, approximate="none": gated(gate, up, None, approximate), 16),
