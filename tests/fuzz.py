@@ -385,13 +385,13 @@ def te(t, freqs, tensor_format="sbhd", start_positions=None, interleaved=False, 
 
 
 def draw_matmul(d: Draw) -> dict:
-    dtype, rows, m, k, n = d.dtype("float32", "float64"), d.shape(0, 2), d.size(), d.pick(*d.sizes, 40), d.size()
+    dtype, rows, m, k, n = d.dtype(), d.shape(0, 2), d.size(), d.pick(*d.sizes, 40), d.size()
     a, b = (d.tensor(shape, dtype, "ties", "zeros", "wild", "special") for shape in ((*rows, m, k), (k, n)))
     return {"a": a, "b": b, "version": d.version()}
 
 
 def draw_linear(d: Draw) -> dict:
-    dtype, k, n = d.dtype("float32", "float64"), d.pick(*d.sizes, 40), d.size()
+    dtype, k, n = d.dtype(), d.pick(*d.sizes, 40), d.size()
     args = {"x": d.tensor((*d.shape(0, 3), k), dtype, "wild"), "weight": d.tensor((n, k), dtype, "zeros", "wild")}
     return {**args, "bias": d.tensor((n,), dtype, "wild") if d.pick(True, False) else None, "version": d.version()}
 
