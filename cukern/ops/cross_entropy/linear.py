@@ -19,6 +19,7 @@ from cukern.runtime.higher import gradients, tangents
 from cukern.runtime.registry import Differentiable, Version, apply_of, each, raw_op, save, transformed, watched
 from cukern.runtime.tensors import as_matrix, unit_column_stride, wide
 
+_GROUP_BYTES = 24 << 20  # of logits: the gradient reads them from the L2 cache, where the loss has left them
 _batched = torch._C._functorch.is_legacy_batchedtensor  # of torch.autograd.grad(is_grads_batched=True)
 
 
@@ -100,21 +101,22 @@ def _compute(x: Tensor, weight: Tensor, targets: Tensor, wants_dx: bool, wants_d
     options, rows, classes = Options(*rest), x.shape[0], weight.shape[0]
     loss, dx, dweight, count = _fake(x, weight, targets, wants_dx, wants_dweight)
     x, weight, targets = unit_column_stride(x), weight.resolve_neg(), targets.contiguous()
-    logits, sums = x.new_empty(min(chunk, rows), classes), [loss.new_zeros(2, dtype=torch.float64)]
+    logits, losses = x.new_empty(min(chunk, rows), classes), [loss.new_empty(0)]
     gradient_of = _by_kernels if x.is_cuda or backend.simulates(x) else _by_torch
+    by_row, group = options._replace(reduction="none", version=""), max(_GROUP_BYTES // (classes * x.itemsize), 1)
     with torch.no_grad(), autocast.off(x):
         for a in range(0, rows, chunk):
-            x_part, target = x[a : a + chunk], targets[a : a + chunk]
+            x_part = x[a : a + chunk]
             part = torch.mm(x_part, weight.t(), out=logits[: len(x_part)])
-            sums.append(torch.stack(gradient_of(part, target, options._replace(reduction="sum", version=""))))
+            for few, target in zip(part.split(group), targets[a : a + chunk].split(group), strict=True):
+                losses.append(gradient_of(few, target, count, by_row))
             if wants_dx:
                 torch.mm(part, weight, out=dx[a : a + chunk])
             if wants_dweight:
                 _add_product(dweight, part.t(), x_part, first=a == 0)
-        total, number = torch.stack(sums).sum(0)
         if options.reduction == "mean":
-            count.copy_(number)
-        torch.div(total, count, out=loss)
+            count.copy_((targets != options.ignored).sum())
+        torch.div(torch.cat(losses).sum(dtype=torch.float64), count, out=loss)
     if not rows:
         dweight.zero_()
     return loss, dx, dweight, count
@@ -146,20 +148,20 @@ def _scaled(total: Tensor, scale: Tensor, like: Tensor) -> Tensor:
     return torch.mul(total, scale, out=torch.empty_like(like))
 
 
-def _by_kernels(logits: Tensor, targets: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    """Writes the gradient of the summed losses over the logits. The sum, and the number of targets that are not ignored, in float64."""
-    loss, stats = launch_forward(logits, targets, *options)
-    write_gradient(logits, logits, targets, stats, loss.new_ones(()), *options)
-    return loss.double(), stats[-1]
+def _by_kernels(logits: Tensor, targets: Tensor, one: Tensor, options: Options) -> Tensor:
+    """Writes the gradient of the summed losses over the logits, and returns the losses."""
+    losses, stats = launch_forward(logits, targets, *options)
+    write_gradient(logits, logits, targets, stats, one.expand(len(losses)), *options)
+    return losses
 
 
-def _by_torch(logits: Tensor, targets: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+def _by_torch(logits: Tensor, targets: Tensor, _: Tensor, options: Options) -> Tensor:
     with torch.enable_grad():
         leaf = logits.detach().requires_grad_()
-        loss = loss_of_logits(leaf, targets, options)
-        (gradient,) = torch.autograd.grad(loss, leaf)
+        losses = loss_of_logits(leaf, targets, options)
+        (gradient,) = torch.autograd.grad(losses.sum(), leaf)
     logits.copy_(gradient)
-    return loss.detach().double(), (targets != options.ignored).sum(dtype=torch.float64)
+    return losses.detach()
 
 
 _SCALARS = "SymInt vocab, int ignored, str reduction, float smoothing, float z_loss, float softcap, str version"
