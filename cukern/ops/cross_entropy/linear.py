@@ -104,12 +104,13 @@ def _compute(x: Tensor, weight: Tensor, targets: Tensor, wants_dx: bool, wants_d
     logits, losses = x.new_empty(min(chunk, rows), classes), [loss.new_empty(0)]
     gradient_of = _by_kernels if x.is_cuda or backend.simulates(x) else _by_torch
     by_row, group = options._replace(reduction="none", version=""), max(_GROUP_BYTES // (classes * x.itemsize), 1)
+    one = count if wants_dx or wants_dweight else None
     with torch.no_grad(), autocast.off(x):
         for a in range(0, rows, chunk):
             x_part = x[a : a + chunk]
             part = torch.mm(x_part, weight.t(), out=logits[: len(x_part)])
             for few, target in zip(part.split(group), targets[a : a + chunk].split(group), strict=True):
-                losses.append(gradient_of(few, target, count, by_row))
+                losses.append(gradient_of(few, target, one, by_row))
             if wants_dx:
                 torch.mm(part, weight, out=dx[a : a + chunk])
             if wants_dweight:
@@ -148,19 +149,20 @@ def _scaled(total: Tensor, scale: Tensor, like: Tensor) -> Tensor:
     return torch.mul(total, scale, out=torch.empty_like(like))
 
 
-def _by_kernels(logits: Tensor, targets: Tensor, one: Tensor, options: Options) -> Tensor:
-    """Writes the gradient of the summed losses over the logits, and returns the losses."""
+def _by_kernels(logits: Tensor, targets: Tensor, one: Tensor | None, options: Options) -> Tensor:
+    """The losses. Writes the gradient of their sum over the logits, if `one`, the gradient of the sum, is given."""
     losses, stats = launch_forward(logits, targets, *options)
-    write_gradient(logits, logits, targets, stats, one.expand(len(losses)), *options)
+    if one is not None:
+        write_gradient(logits, logits, targets, stats, one.expand(len(losses)), *options)
     return losses
 
 
-def _by_torch(logits: Tensor, targets: Tensor, _: Tensor, options: Options) -> Tensor:
-    with torch.enable_grad():
-        leaf = logits.detach().requires_grad_()
+def _by_torch(logits: Tensor, targets: Tensor, one: Tensor | None, options: Options) -> Tensor:
+    with torch.set_grad_enabled(one is not None):
+        leaf = logits.detach().requires_grad_(one is not None)
         losses = loss_of_logits(leaf, targets, options)
-        (gradient,) = torch.autograd.grad(losses.sum(), leaf)
-    logits.copy_(gradient)
+        if one is not None:
+            logits.copy_(*torch.autograd.grad(losses, leaf, torch.ones_like(losses)))
     return losses.detach()
 
 
