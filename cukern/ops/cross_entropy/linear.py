@@ -19,7 +19,6 @@ from cukern.runtime.higher import gradients, tangents
 from cukern.runtime.registry import Differentiable, Version, apply_of, each, raw_op, save, transformed, watched
 from cukern.runtime.tensors import as_matrix, unit_column_stride, wide
 
-_GROUP_BYTES = 24 << 20  # of logits: the gradient reads them from the L2 cache, where the loss has left them
 _batched = torch._C._functorch.is_legacy_batchedtensor  # of torch.autograd.grad(is_grads_batched=True)
 
 
@@ -71,7 +70,7 @@ def linear_cross_entropy(
 def _rows_of_chunk(rows: int, columns: int) -> int:
     """The logits of a chunk take the memory of an eighth of all logits, and of a gradient of weight, which exists only in the backward."""
     chunks = -(-rows // max(rows // 8 + columns, 1))
-    return -(-rows // (128 * max(chunks, 1))) * 128 or 128
+    return -(-rows // (8 * max(chunks, 1))) * 8 or 8  # equal chunks
 
 
 def _checked(x: Any, weight: Any, targets: Any, version: str | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -103,14 +102,12 @@ def _compute(x: Tensor, weight: Tensor, targets: Tensor, wants_dx: bool, wants_d
     x, weight, targets = unit_column_stride(x), weight.resolve_neg(), targets.contiguous()
     logits, losses = x.new_empty(min(chunk, rows), classes), [loss.new_empty(0)]
     gradient_of = _by_kernels if x.is_cuda or backend.simulates(x) else _by_torch
-    by_row, group = options._replace(reduction="none", version=""), max(_GROUP_BYTES // (classes * x.itemsize), 1)
-    one = count if wants_dx or wants_dweight else None
+    by_row, one = options._replace(reduction="none", version=""), count if wants_dx or wants_dweight else None
     with torch.no_grad(), autocast.off(x):
         for a in range(0, rows, chunk):
             x_part = x[a : a + chunk]
             part = torch.mm(x_part, weight.t(), out=logits[: len(x_part)])
-            for few, target in zip(part.split(group), targets[a : a + chunk].split(group), strict=True):
-                losses.append(gradient_of(few, target, one, by_row))
+            losses.append(gradient_of(part, targets[a : a + chunk], one, by_row))
             if wants_dx:
                 torch.mm(part, weight, out=dx[a : a + chunk])
             if wants_dweight:
@@ -132,9 +129,7 @@ def _fake(x: Tensor, weight: Tensor, targets: Tensor, wants_dx: bool, wants_dwei
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
     """total += a @ b, or = for the first. 16-bit factors are added in float32."""
-    if a.dtype == total.dtype:
-        torch.addmm(total, a, b, beta=0.0 if first else 1.0, out=total)
-    elif not a.is_cuda:
+    if a.dtype == total.dtype or not a.is_cuda:
         torch.addmm(total, a.to(total.dtype), b.to(total.dtype), beta=0.0 if first else 1.0, out=total)
     elif first:
         torch.mm(a, b, out_dtype=total.dtype, out=total)
@@ -162,7 +157,7 @@ def _by_torch(logits: Tensor, targets: Tensor, one: Tensor | None, options: Opti
         leaf = logits.detach().requires_grad_(one is not None)
         losses = loss_of_logits(leaf, targets, options)
         if one is not None:
-            logits.copy_(*torch.autograd.grad(losses, leaf, torch.ones_like(losses)))
+            logits.copy_(torch.autograd.grad(losses, leaf, torch.ones_like(losses))[0])
     return losses.detach()
 
 
