@@ -154,6 +154,7 @@ def test_half_precision(device, dtype):
     for name, g in model.gradients_by_name().items():
         truth = exact.gradients_by_name()[name].flatten()
         assert g.dtype == dtype and torch.nn.functional.cosine_similarity(g.float().flatten(), truth, 0) >= 0.99, name
+        assert g.float().norm().item() == pytest.approx(truth.norm().item(), rel=0.05), name
 
 
 @pytest.mark.parametrize("device", PLACES)

@@ -70,7 +70,7 @@ def linear_cross_entropy(
 def _rows_of_chunk(rows: int, columns: int) -> int:
     """The logits of a chunk take the memory of an eighth of all logits, and of a gradient of weight, which exists only in the backward."""
     chunks = -(-rows // max(rows // 8 + columns, 1))
-    return -(-rows // (128 * max(chunks, 1))) * 128 or 128
+    return -(-rows // (8 * max(chunks, 1))) * 8 or 8  # equal chunks
 
 
 def _checked(x: Any, weight: Any, targets: Any, version: str | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -100,21 +100,21 @@ def _compute(x: Tensor, weight: Tensor, targets: Tensor, wants_dx: bool, wants_d
     options, rows, classes = Options(*rest), x.shape[0], weight.shape[0]
     loss, dx, dweight, count = _fake(x, weight, targets, wants_dx, wants_dweight)
     x, weight, targets = unit_column_stride(x), weight.resolve_neg(), targets.contiguous()
-    logits, sums = x.new_empty(min(chunk, rows), classes), [loss.new_zeros(2, dtype=torch.float64)]
+    logits, losses = x.new_empty(min(chunk, rows), classes), [loss.new_empty(0)]
     gradient_of = _by_kernels if x.is_cuda or backend.simulates(x) else _by_torch
+    by_row, one = options._replace(reduction="none", version=""), count if wants_dx or wants_dweight else None
     with torch.no_grad(), autocast.off(x):
         for a in range(0, rows, chunk):
-            x_part, target = x[a : a + chunk], targets[a : a + chunk]
+            x_part = x[a : a + chunk]
             part = torch.mm(x_part, weight.t(), out=logits[: len(x_part)])
-            sums.append(torch.stack(gradient_of(part, target, options._replace(reduction="sum", version=""))))
+            losses.append(gradient_of(part, targets[a : a + chunk], one, by_row))
             if wants_dx:
                 torch.mm(part, weight, out=dx[a : a + chunk])
             if wants_dweight:
                 _add_product(dweight, part.t(), x_part, first=a == 0)
-        total, number = torch.stack(sums).sum(0)
         if options.reduction == "mean":
-            count.copy_(number)
-        torch.div(total, count, out=loss)
+            count.copy_((targets != options.ignored).sum())
+        torch.div(torch.cat(losses).sum(dtype=torch.float64), count, out=loss)
     if not rows:
         dweight.zero_()
     return loss, dx, dweight, count
@@ -129,9 +129,7 @@ def _fake(x: Tensor, weight: Tensor, targets: Tensor, wants_dx: bool, wants_dwei
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
     """total += a @ b, or = for the first. 16-bit factors are added in float32."""
-    if a.dtype == total.dtype:
-        torch.addmm(total, a, b, beta=0.0 if first else 1.0, out=total)
-    elif not a.is_cuda:
+    if a.dtype == total.dtype or not a.is_cuda:
         torch.addmm(total, a.to(total.dtype), b.to(total.dtype), beta=0.0 if first else 1.0, out=total)
     elif first:
         torch.mm(a, b, out_dtype=total.dtype, out=total)
@@ -146,20 +144,21 @@ def _scaled(total: Tensor, scale: Tensor, like: Tensor) -> Tensor:
     return torch.mul(total, scale, out=torch.empty_like(like))
 
 
-def _by_kernels(logits: Tensor, targets: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    """Writes the gradient of the summed losses over the logits. The sum, and the number of targets that are not ignored, in float64."""
-    loss, stats = launch_forward(logits, targets, *options)
-    write_gradient(logits, logits, targets, stats, loss.new_ones(()), *options)
-    return loss.double(), stats[-1]
+def _by_kernels(logits: Tensor, targets: Tensor, one: Tensor | None, options: Options) -> Tensor:
+    """The losses. Writes the gradient of their sum over the logits, if `one`, the gradient of the sum, is given."""
+    losses, stats = launch_forward(logits, targets, *options)
+    if one is not None:
+        write_gradient(logits, logits, targets, stats, one.expand(len(losses)), *options)
+    return losses
 
 
-def _by_torch(logits: Tensor, targets: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    with torch.enable_grad():
-        leaf = logits.detach().requires_grad_()
-        loss = loss_of_logits(leaf, targets, options)
-        (gradient,) = torch.autograd.grad(loss, leaf)
-    logits.copy_(gradient)
-    return loss.detach().double(), (targets != options.ignored).sum(dtype=torch.float64)
+def _by_torch(logits: Tensor, targets: Tensor, one: Tensor | None, options: Options) -> Tensor:
+    with torch.set_grad_enabled(one is not None):
+        leaf = logits.detach().requires_grad_(one is not None)
+        losses = loss_of_logits(leaf, targets, options)
+        if one is not None:
+            logits.copy_(torch.autograd.grad(losses, leaf, torch.ones_like(losses))[0])
+    return losses.detach()
 
 
 _SCALARS = "SymInt vocab, int ignored, str reduction, float smoothing, float z_loss, float softcap, str version"

@@ -9,6 +9,7 @@ from helpers import DEVICE, gpu, kernels, places, same_bits
 from test_cross_entropy import expected
 
 import cukern
+from cukern.ops.cross_entropy import linear
 
 EVERY = pytest.mark.parametrize("device, version", places("linear_cross_entropy"))
 
@@ -70,6 +71,16 @@ def test_what_is_not_wanted_is_not_computed(device, version):
             assert (leaf.grad is not None) == wanted
             if wanted:
                 torch.testing.assert_close(leaf.grad.double(), right, rtol=1e-4, atol=1e-6)
+
+
+@kernels
+def test_no_gradient_is_computed_without_a_tensor_that_requires_it(monkeypatch):
+    (x, weight, targets), calls = drawn(5, 20, 8), []
+    monkeypatch.setattr(linear, "write_gradient", lambda *_: calls.append(1))
+    cukern.linear_cross_entropy(x.detach(), weight.detach(), targets, version="v1")
+    assert not calls
+    cukern.linear_cross_entropy(x, weight.detach(), targets, version="v1")
+    assert calls
 
 
 @EVERY
