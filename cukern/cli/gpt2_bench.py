@@ -83,7 +83,7 @@ def bench(
     tf32: Annotated[int, typer.Option("-f", "--tf32", min=0, max=1, help="0: strict float32 matrix products.")] = 1,
     dtype: Dtype = None,
     attention: Annotated[list[str] | None, typer.Option("--attention", help="As in train. Repeatable: each is timed in turn.")] = None,
-    fused_loss: FusedLoss = None,
+    fused_loss: FusedLoss = False,
     recompute: Recompute = 0,
     steps: Annotated[int, typer.Option("-x", "--steps", min=1, help="Measured steps.")] = 20,
     compile: Annotated[str, typer.Option(metavar="default|reduce-overhead|no", help="torch.compile's mode.")] = "default",
@@ -105,7 +105,7 @@ def bench(
         for version in attention or (None,):
             ours = partial(make_model, model, T, place, dtype, attention=version, fused_loss=fused_loss, recompute=recompute)
             trainer, peak = _warm(partial(_trainer, ours, B, T, steps, folder, rank, count), Trainer.update)
-            key = "cukern", _label(version, trainer.model.fused_loss, recompute, count)
+            key = "cukern", _label(version, fused_loss, recompute, count)
             updates[key], peaks[key] = trainer.update, peak
         made = trainer.model
         data = torch.randint(made.config.vocab_size, (2, B, T), device=place)

@@ -56,7 +56,7 @@ class GPT2(torch.nn.Module):
             or "sdpa" (torch's fused attention). None: the default of cukern.attention, or v1 under `use_kernels`.
         matmul: "cublas" (torch), or "v1" to "v5" of cukern.linear, for float32. None: that of `use_kernels`; else in float32 without TF32
             on a GPU the fastest of cukern.linear, and "cublas" otherwise.
-        fused_loss: compute the loss by cukern.linear_cross_entropy, which never holds all logits. None: for bfloat16.
+        fused_loss: compute the loss by cukern.linear_cross_entropy, which never holds all logits.
         recompute: llm.c's -r. 1: the backward computes the results of gelu again instead of keeping them, 4 of the 16 tensors (B, T, C)
             that a layer keeps; 2: those of layernorm too, 2 more. The bits are the same. No effect inside torch.compile, which decides.
         device, dtype: of the parameters; float32, bfloat16 or float16.
@@ -68,20 +68,19 @@ class GPT2(torch.nn.Module):
         def __getattr__(self, name: str) -> Any: ...
 
     def __init__(
-        self, config: Config, *, attention: str | None = None, matmul: str | None = None, fused_loss: bool | None = None,
-        recompute: int = 0, device: Any = None, dtype: Any = None,
+        self, config: Config, *, attention: str | None = None, matmul: str | None = None, fused_loss: bool = False, recompute: int = 0,
+        device: Any = None, dtype: Any = None,
     ) -> None:  # fmt: skip
         super().__init__()
         expect(isinstance(config, Config), "a Config", type(config).__name__, error=TypeError)
         expect(attention in (None, "v1", "v2", "v3", "v4", "sdpa"), "attention v1, v2, v3, v4, sdpa or None", repr(attention))
         expect(matmul is None or matmul in MATMULS, f"matmul {', '.join(MATMULS)} or None", repr(matmul))
         expect(recompute in (0, 1, 2), "recompute 0, 1 or 2", recompute)
-        self.config, self.attention, self.matmul, self.recompute = config, attention, matmul, recompute
+        self.config, self.attention, self.matmul, self.fused_loss, self.recompute = config, attention, matmul, bool(fused_loss), recompute
         for name, shape in config.shapes.items():
             stacked = PARAMETERS[name][0].startswith("L")
             parts = [Parameter(torch.zeros(shape[stacked:], device=device, dtype=dtype)) for _ in range(shape[0] if stacked else 1)]
             setattr(self, name, ParameterList(parts) if stacked else parts[0])
-        self.fused_loss = self.wte.dtype == torch.bfloat16 if fused_loss is None else bool(fused_loss)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None, cache: Cache | None = None) -> Tensor:
         """The logits (B, T, padded_vocab_size) of tokens (B, T), int32 or int64; with targets (B, T), the mean loss, a float32 number.
