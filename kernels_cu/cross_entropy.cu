@@ -83,8 +83,8 @@ struct Top<T, true> {
 
 // How a row is read: use.look(v) for some vectors, then use.raise(), then use(column, values) for the same vectors. read_one reads one
 // column.
-template <typename T, class F, typename Index>
-__device__ __forceinline__ void read_one(const T* x, Index column, F& use) {
+template <typename T, class F>
+__device__ __forceinline__ void read_one(const T* x, int column, F& use) {
     Vec<T, 1> v = {x[column]};
     use.look(v);
     use.raise();
@@ -92,31 +92,32 @@ __device__ __forceinline__ void read_one(const T* x, Index column, F& use) {
     use(column, value);
 }
 
-// Reads a row, or one of its pieces, by the threads threadIdx.x or, if WARP, by one warp: fewer than 2^31 16-byte vectors that are aligned in
-// `to`, which has the same columns, and single columns before and after them. LOADS vectors per thread are in flight; LOADS = 0: single
-// columns only, for v1. Without is_read, values have no meaning.
+// Reads a row, or one of its pieces, by the threads threadIdx.x, which are a warp if WARP: 16-byte vectors that are aligned in `to`, which has the
+// same columns, and single columns before and after them. LOADS vectors per thread are in flight; LOADS = 0: single columns only, for v1.
+// Without is_read, values have no meaning.
 template <int LOADS, bool WARP, typename T, class F>
-__device__ __forceinline__ void read_row(const T* x, const T* to, long long columns, bool is_read, F& use, int piece = 0, int pieces = 1) {
-    using Index = conditional_t<WARP, int, long long>;
+__device__ __forceinline__ void read_row(const T* x, const T* to, int columns, bool is_read, F& use, int piece = 0, int pieces = 1) {
     if constexpr (LOADS == 0) {
-        for (Index i = threadIdx.x; i < columns; i += blockDim.x) read_one(x, i, use);
+        for (int i = threadIdx.x; i < columns; i += blockDim.x) read_one(x, i, use);
         return;
     }
     constexpr int N = 16 / sizeof(T);
     int threads = WARP ? 32 : blockDim.x;
     unsigned from = reinterpret_cast<unsigned long long>(x), address = reinterpret_cast<unsigned long long>(to);
-    int first = min(Index(columns), Index(-address % 16 / sizeof(T))), vectors = (Index(columns) - first) / N;
+    int first = min(columns, int(-address % 16 / sizeof(T))), vectors = (columns - first) / N;
     x += first;
 #pragma unroll 1
     for (int i = threadIdx.x + piece * LOADS * threads; i < vectors; i += pieces * LOADS * threads) {
         Vec<T, N> loaded[LOADS + !LOADS];
+        int left = is_read ? vectors - i : 0;
+        if ((address - from) % 16 == 0) {
 #pragma unroll
-        for (int k = 0; k < LOADS; ++k) {
-            int vector = i + k * threads;
-            if (!is_read || vector >= vectors) continue;
-            if ((address - from) % 16 == 0) loaded[k] = reinterpret_cast<const Vec<T, N>*>(x)[vector];
-            else
-                for (int j = 0; j < N; ++j) loaded[k].v[j] = x[vector * static_cast<long long>(N) + j];
+            for (int k = 0; k < LOADS; ++k)
+                if (k * threads < left) loaded[k] = load_vec<T, N>(x + (i + k * threads) * static_cast<long long>(N));
+        } else {
+#pragma unroll
+            for (int k = 0; k < LOADS * N; ++k)
+                if (k / N * threads < left) loaded[k / N].v[k % N] = x[(i + k / N * threads) * N + k % N];
         }
 #pragma unroll
         for (int k = 0; k < LOADS; ++k)
@@ -128,23 +129,29 @@ __device__ __forceinline__ void read_row(const T* x, const T* to, long long colu
             if (vector >= vectors) break;
             compute_t<T> values[N];
             unpack(values, loaded[k]);
-            use(first + vector * Index(N), values);
+            use(first + vector * N, values);
         }
     }
-    Index edge = threadIdx.x < first ? threadIdx.x : threadIdx.x + vectors * Index(N);
+    int edge = threadIdx.x < first ? threadIdx.x : threadIdx.x + vectors * N;
     if (edge < columns && piece == 0) read_one(x - first, edge, use);
 }
 
-// Over the elements that a thread has read: the largest c, the sum of exp(c - largest) and, for smoothing, the sum of c.
-template <typename T, bool SOFTCAP>
+// The results of a row: the largest c, the sum of exp(c - largest), and the sum of c for label smoothing.
+template <typename T>
+struct RowSums {
+    compute_t<T> largest;
+    sum_t<T> sum = 0, total = 0;
+};
+
+// The same over the elements that a thread has read. TOTAL: with the sum of c.
+template <typename T, bool SOFTCAP, bool TOTAL>
 struct OnlineSum {
     using C = compute_t<T>;
     Softcap<T, SOFTCAP> capped;
     Top<T> top;
     C largest = lowest(C());
     sum_t<T> sum = 0, total = 0;
-    int adds_all;
-    __device__ __forceinline__ OnlineSum(const Options& o) : capped(o.softcap), adds_all(o.smoothing != 0) {}
+    __device__ __forceinline__ explicit OnlineSum(const Options& o) : capped(o.softcap) {}
     template <int N>
     __device__ __forceinline__ void look(const Vec<T, N>& v) {
         top.add(v);
@@ -155,48 +162,38 @@ struct OnlineSum {
         sum *= exponential(largest - c);
         largest = c;
     }
-    template <int N, typename Index>
-    __device__ __forceinline__ void operator()(Index, C (&c)[N]) {
+    template <int N>
+    __device__ __forceinline__ void operator()(int, C (&c)[N]) {
         C partial, all;
 #pragma unroll
         for (int j = 0; j < N; ++j) {
             c[j] = capped(c[j]);
             C e = exponential(c[j] - largest);
             partial = j ? partial + e : e;
+            all = j ? all + c[j] : c[j];
         }
         sum += partial;
-        asm volatile("" : "+r"(adds_all));  // otherwise the compiler makes two copies of the loop around this
-        if (!adds_all) return;
-#pragma unroll
-        for (int j = 0; j < N; ++j) all = j ? all + c[j] : c[j];
-        total += all;
+        if (TOTAL) total += all;
+    }
+    // Over all threads of the row.
+    template <bool WARP>
+    __device__ __forceinline__ RowSums<T> reduced() {
+        __shared__ C maxima[32];
+        __shared__ sum_t<T> sums[32], totals[32];
+        RowSums<T> row;
+        row.largest = WARP ? warp_max(largest) : block_reduce<Max>(largest, maxima);
+        sum *= exponential(largest - row.largest);
+        row.sum = WARP ? warp_reduce<Sum>(sum) : block_reduce<Sum>(sum, sums);
+        if (TOTAL) row.total = WARP ? warp_reduce<Sum>(total) : block_reduce<Sum>(total, totals);
+        return row;
     }
 };
-
-// The results of a row, over all its threads.
-template <typename T>
-struct RowSums {
-    compute_t<T> largest;
-    sum_t<T> sum, total;
-};
-
-template <bool WARP, typename T, bool SOFTCAP>
-__device__ __forceinline__ RowSums<T> row_sums(const OnlineSum<T, SOFTCAP>& online) {
-    __shared__ compute_t<T> maxima[32];
-    __shared__ sum_t<T> sums[32], totals[32];
-    RowSums<T> row;
-    row.largest = WARP ? warp_max(online.largest) : block_reduce<Max>(online.largest, maxima);
-    row.sum = online.sum * exponential(online.largest - row.largest);
-    row.sum = WARP ? warp_reduce<Sum>(row.sum) : block_reduce<Sum>(row.sum, sums);
-    if (online.adds_all) row.total = WARP ? warp_reduce<Sum>(online.total) : block_reduce<Sum>(online.total, totals);
-    return row;
-}
 
 // Writes a row's lse and, if losses is not null, its loss, which is returned. All this is double: one thread computes it.
 template <bool SOFTCAP, typename T>
 __device__ __forceinline__ double write_loss(compute_t<T>* losses, double* lse, const RowSums<T>& sums, T at_target, long long row,
                                              long long target, const Options& o) {
-    double base = sums.largest, log_sum = log(double(sums.sum)), loss = target == o.ignored ? 0.0 : not_a_number();
+    double base = sums.largest, log_sum = log(sums.sum), loss = target == o.ignored ? 0.0 : not_a_number();
     if (target != o.ignored && target >= 0 && target < o.vocab) {
         loss = (base - (1 - o.smoothing) * Softcap<T, SOFTCAP>(o.softcap)(load_as(at_target))) + log_sum;
         if (o.smoothing != 0) loss -= o.smoothing / o.vocab * sums.total;
@@ -208,37 +205,48 @@ __device__ __forceinline__ double write_loss(compute_t<T>* losses, double* lse, 
     return loss;
 }
 
-// Writes the sum of the losses of a block's rows, and the number of those that are not ignored.
-__device__ __forceinline__ void write_sums(double2* partials, double loss, double count) {
-    __shared__ double2 rows[8];
-    if (threadIdx.x == 0) rows[threadIdx.y] = {loss, count};
+// The sums of x and y over a block of whole warps, in a fixed order.
+__device__ __forceinline__ double2 block_sums(double x, double y) {
+    __shared__ double2 warps[32];
+    int thread = threadIdx.y * blockDim.x + threadIdx.x;
+    double2 sum = {warp_reduce<Sum>(x), warp_reduce<Sum>(y)};
+    if (thread % 32 == 0) warps[thread / 32] = sum;
     __syncthreads();
-    if (threadIdx.x != 0 || threadIdx.y != 0) return;
-    double2 sum = rows[0];
+    sum = warps[0];
 #pragma unroll 1
-    for (int i = 1; i < blockDim.y; ++i) sum.x += rows[i].x, sum.y += rows[i].y;
-    partials[blockIdx.x] = sum;
+    for (int i = 1; i < blockDim.x * blockDim.y / 32; ++i) sum.x += warps[i].x, sum.y += warps[i].y;
+    return sum;
 }
 
-// Writes the gradient of a row's columns to dx. The members are the same for all columns of the row.
+// Writes the gradient of a row's columns to dx. The constructor only loads. raise() computes what is the same for all columns of the row, after
+// the loads of the row are issued.
 template <typename T, bool SOFTCAP>
 struct Gradient {
     using C = compute_t<T>;
     Softcap<T, SOFTCAP> capped;
-    C high, low, of_p, of_target, of_all;  // high + low is lse; for float, low is multiplied by LOG2E
-    long long target, vocab;
-    bool is_zero;
+    const Options& o;
     T* dx;
-    // `dloss` may be divided by *count.
-    __device__ __forceinline__ Gradient(T* dx, const void* targets, const double* lse, const C* dloss, const double* count, bool wide,
+    double lse, count;                            // the gradient of the row's loss is divided by `count`
+    C dloss, high, low, of_p, of_target, of_all;  // high + low is lse; for float, low is multiplied by LOG2E
+    int target;                                   // -1 if it is outside of the vocabulary
+    bool is_zero;
+    __device__ __forceinline__ Gradient(T* dx, const void* targets, const double* lses, const C* dlosses, const double* counts, bool wide,
                                         long long row, const Options& o)
-        : capped(o.softcap), high(lse[row]), target(index_at(targets, wide, row)), vocab(o.vocab), is_zero(target == o.ignored), dx(dx) {
-        C weight = dloss[row * o.dloss_step] / (count ? C(*count) : C(1));
-        if (target < 0 || target >= vocab) weight = not_a_number();
-        low = abs(lse[row]) <= 3.4e38 ? C(lse[row] - static_cast<double>(high)) * C(LOG2E) : C(0);
+        : capped(o.softcap), o(o), dx(dx) {
+        long long index = index_at(targets, wide, row);
+        is_zero = index == o.ignored, target = index >= 0 && index < o.vocab ? index : -1;
+        lse = lses[row], count = counts ? *counts : 1, dloss = dlosses[row * o.dloss_step];
+    }
+    template <typename V>
+    __device__ __forceinline__ void look(const V&) const {}
+    __device__ __forceinline__ void raise() {
+        asm volatile("" : "+d"(lse), "+d"(count));  // otherwise the compiler moves this before the loads of x, which then wait for it
+        C weight = target >= 0 ? dloss / C(count) : C(not_a_number());
+        high = lse;
+        low = abs(lse) <= 3.4e38 ? C(lse - static_cast<double>(high)) * C(LOG2E) : C(0);
         of_p = weight * (1 + C(2 * o.z_loss) * high);
         of_target = weight * C(1 - o.smoothing);
-        of_all = o.smoothing != 0 ? weight * C(o.smoothing) / vocab : C(0);
+        of_all = o.smoothing != 0 ? weight * C(o.smoothing) / o.vocab : C(0);
     }
     __device__ __forceinline__ C share(C c) const {
         if constexpr (sizeof(C) == 8) return exp(c - high);
@@ -249,14 +257,10 @@ struct Gradient {
         C t = SOFTCAP ? capped.tanh_of(x) : C(0), c = SOFTCAP ? capped.cap * t : x;
         return (1 - t) * (1 + t) * (of_p * share(c) - of_all - extra);
     }
-    template <typename V>
-    __device__ __forceinline__ void look(const V&) const {}
-    __device__ __forceinline__ void raise() const {}
-    template <int N, typename Index>
-    __device__ __forceinline__ void operator()(Index column, C (&x)[N]) const {
-        Index at =
-            static_cast<Index>(target) - column;  // a target that does not fit into Index is outside the row: the gradient is NaN or 0
-        bool is_whole = !is_zero && column + N <= static_cast<Index>(vocab);
+    template <int N>
+    __device__ __forceinline__ void operator()(int column, C (&x)[N]) const {
+        int at = target - column;
+        bool is_whole = !is_zero && column + N <= int(o.vocab);
         if (is_whole && !(at >= 0 && at < N)) {
 #pragma unroll
             for (int j = 0; j < N; ++j) x[j] = of(x[j]);
@@ -265,63 +269,41 @@ struct Gradient {
             for (int j = 0; j < N; ++j) x[j] = of(x[j], j == at ? of_target : C(0));
         } else {
 #pragma unroll
-            for (int j = 0; j < N; ++j) x[j] = is_zero || column + j >= vocab ? C(0) : of(x[j], j == at ? of_target : C(0));
+            for (int j = 0; j < N; ++j) x[j] = is_zero || column + j >= int(o.vocab) ? C(0) : of(x[j], j == at ? of_target : C(0));
         }
         store_vec_past_l1(dx + column, pack<T, N>(x));  // store_vec would be compiled to stores of 4 bytes
     }
 };
 
-// ---- Grid rows, one block per row. LOADS: see read_row; 0 for v1. An ignored row is not read.
+// ---- the losses. A row has one block of 256 threads or, if WARP, one warp of a block (32, 4), which has rows first, first + step, ..., at most
+// 32. Lane r computes what row r of these needs once: the double-precision logarithm alone has as many instructions as 20 columns per lane.
+// LOADS: see read_row; 0 for v1. An ignored row is not read. SMs have four blocks of 256 threads, and five where 48 registers suffice.
 
-template <typename T, bool SOFTCAP, int LOADS>
-__global__ void __launch_bounds__(256, sizeof(T) < 8 && !SOFTCAP ? 5 : 1)
-    cross_entropy_block(compute_t<T>* losses, double* lse, double2* partials, const T* x, const void* targets, bool wide, long long rows,
-                        long long x_row, Options o) {
+template <typename T, bool SOFTCAP, bool TOTAL, bool WARP, int LOADS>
+__global__ void __launch_bounds__(256, sizeof(T) == 8 || SOFTCAP ? 1 : 5 - (WARP || __CUDA_ARCH__ >= 1000))
+    cross_entropy_fwd(compute_t<T>* losses, double* lse, double2* partials, const T* x, const void* targets, bool wide, long long rows,
+                      long long x_row, Options o) {
+    long long first = blockIdx.x * static_cast<long long>(blockDim.y) + threadIdx.y, step = gridDim.x * static_cast<long long>(blockDim.y);
+    long long mine = WARP ? first + threadIdx.x * step : threadIdx.x ? rows : first;
     wait_for_previous();
-    long long row = blockIdx.x, target = index_at(targets, wide, row);
-    x += row * x_row;
-    // Loaded early, and converted only when it is used, so that nothing waits for it.
-    T at_target = threadIdx.x == 0 && target >= 0 && target < o.vocab ? x[target] : T();
-    OnlineSum<T, SOFTCAP> online(o);
-    read_row<LOADS, false>(x, x, target == o.ignored ? 0 : o.vocab, true, online);
-    RowSums<T> sums = row_sums<false>(online);
-    if (threadIdx.x != 0) return;
-    double loss = write_loss<SOFTCAP>(losses, lse, sums, at_target, row, target, o);
-    if (partials) partials[row] = {loss, target != o.ignored ? 1.0 : 0.0};
-}
-
-// ---- v2 for short rows. A warp has rows first, first + warps, ..., at most 32. Lane r computes what row r of these needs once, so that the
-// lanes do it for all rows of the warp at the same time. The double-precision logarithm alone has as many instructions as 20 columns per lane.
-
-// Prefetch a row into L2 by one warp.
-template <typename T>
-__device__ __forceinline__ void prefetch_row(const T* x, int columns) {
-#pragma unroll 1
-    for (int i = threadIdx.x * (128 / sizeof(T)); i < columns; i += 32 * (128 / sizeof(T))) prefetch(x + i);
-}
-
-template <typename T, bool SOFTCAP>
-__global__ void __launch_bounds__(128, sizeof(T) < 8 && !SOFTCAP ? 8 : 1)
-    cross_entropy_warp(compute_t<T>* losses, double* lse, double2* partials, const T* x, const void* targets, bool wide, long long rows,
-                       long long x_row, Options o) {
-    long long first = blockIdx.x * 4LL + threadIdx.y, warps = gridDim.x * 4LL, mine = first + threadIdx.x * warps;
-    const T* from = x + first * x_row;
-    take_over(4 * o.vocab * sizeof(T), 1024, [&] {
-        if (first < rows) prefetch_row(from, o.vocab);
-    });
+    if (WARP) let_next_come();
     long long target = mine < rows ? index_at(targets, wide, mine) : o.ignored;
+    // Loaded early, and converted only when it is used, so that nothing waits for it.
     T at_target = mine < rows && target >= 0 && target < o.vocab ? x[mine * x_row + target] : T();
-    RowSums<T> own = {};
-    for (long long row = first, r = 0; row < rows; row += warps, ++r) {
-        OnlineSum<T, SOFTCAP> online(o);
-        read_row<(sizeof(T) == 8 ? 2 : 4), true>(from, from, o.vocab, true, online);
-        from += warps * x_row;
-        RowSums<T> sums = row_sums<true>(online);
-        if (threadIdx.x == r) own = sums;
+    RowSums<T> own;
+    long long row = first;
+    for (int r = 0; row < rows; ++r, row += step) {
+        bool is_ignored = (WARP ? __shfl_sync(~0u, target, r) : index_at(targets, wide, row)) == o.ignored;
+        OnlineSum<T, SOFTCAP, TOTAL> online(o);
+        read_row<LOADS, WARP>(x + row * x_row, x + row * x_row, is_ignored ? 0 : int(o.vocab), true, online);
+        RowSums<T> sums = online.template reduced<WARP>();
+        if (!WARP || threadIdx.x == r) own = sums;
+        if (!WARP) break;
     }
-    double loss = 0;
-    if (mine < rows) loss = write_loss<SOFTCAP>(losses, lse, own, at_target, mine, target, o);
-    if (partials) write_sums(partials, warp_reduce<Sum>(loss), warp_reduce<Sum>(target != o.ignored ? 1.0 : 0.0));
+    double loss = mine < rows ? write_loss<SOFTCAP>(losses, lse, own, at_target, mine, target, o) : 0.0;
+    if (!partials) return;
+    double2 sum = block_sums(loss, target != o.ignored ? 1.0 : 0.0);
+    if (threadIdx.x == 0 && threadIdx.y == 0) partials[blockIdx.x] = sum;
 }
 
 // ---- the gradient. Block (threads of a row, rows), grid `pieces` times the groups of rows: as many pieces of a row as give each thread LOADS
@@ -329,9 +311,9 @@ __global__ void __launch_bounds__(128, sizeof(T) < 8 && !SOFTCAP ? 8 : 1)
 // forward has left in L2. LOADS = 0, for v1: one piece. An ignored row is not read.
 
 template <typename T, bool SOFTCAP, int LOADS>
-__global__ void __launch_bounds__(256)
+__global__ void __launch_bounds__(256, sizeof(T) == 8 || SOFTCAP ? 1 : 4)
     cross_entropy_bwd(T* dx, const T* x, const void* targets, const double* lse, const compute_t<T>* dloss, const double* count, bool wide,
-                      long long rows, long long columns, long long dx_row, long long x_row, unsigned pieces, Options o) {
+                      long long rows, int columns, long long dx_row, long long x_row, unsigned pieces, Options o) {
     wait_for_previous();
     long long row = rows - 1 - (blockIdx.x / pieces * static_cast<long long>(blockDim.y) + threadIdx.y);
     if (row < 0) return;
@@ -344,16 +326,13 @@ __global__ void __launch_bounds__(256)
 // Grid 1, block 256. There is one partial sum per block of the forward. The next kernel may start while this one waits.
 template <typename C>
 __global__ void cross_entropy_reduce(C* out, double* count, const double2* partials, long long blocks, bool mean) {
-    __shared__ double sums[32], counts[32];
     let_next_come();
     wait_for_previous();
     double sum = 0, number = 0;
 #pragma unroll 8
     for (long long i = threadIdx.x; i < blocks; i += blockDim.x) sum += partials[i].x, number += partials[i].y;
-    sum = block_reduce<Sum>(sum, sums);
-    number = block_reduce<Sum>(number, counts);
-    if (threadIdx.x == 0) {
-        *out = mean ? sum / number : sum;
-        *count = number;
-    }
+    double2 total = block_sums(sum, number);
+    if (threadIdx.x != 0) return;
+    *out = mean ? total.x / total.y : total.x;
+    *count = total.y;
 }

@@ -1,5 +1,5 @@
 // embedding: out[row] = weight[tokens[row]] + positions[row % time]; rows are all tokens, the last dimension of `tokens` is the time.
-// Gradients: dweight[v] = sum of dout[row] over the rows with token v; dpositions[t] = sum over the batch of dout[b * time + t].
+// Gradient: dweight[v] = sum of dout[row] over the rows with token v. That of positions is torch's sum of dout over the batch.
 //
 // Types      tokens are int, or long long if `wide`; positions may be null. 16-bit types are added in float and rounded once.
 // Layout     out and dout are (rows, features), weight is (vocabulary, features), positions is (table, features); all contiguous.
@@ -7,7 +7,7 @@
 // Order      Every sum has a fixed order, and there are no atomics: two runs give the same bits.
 //
 // version  idea
-// v1       one thread per element; in dweight it scans all tokens; dpositions is that of v2
+// v1       one thread per element; in dweight it scans all tokens
 // v2       16-byte vectors, ROWS rows per thread; dweight from sorted tokens. H200, 32 x 1024 tokens of 768 features: forward 0.88
 //          (float32) and 0.90 (bfloat16) of a copy of the same bytes, backward 0.37 and 0.25
 //
@@ -16,15 +16,15 @@
 // inside of one chunk is written to dweight. A run that crosses chunks leaves a partial sum per chunk: in slot 1 of the chunk where it
 // starts, in slot 0 of the others. embedding_v2_bwd_runs adds these in the order of the chunks.
 //
-// Launch     v1 and embedding_bwd_positions: 1-D, one thread per element or vector. v2: blockDim.x threads share a row, or a slice of it;
-//            grid.x = groups of ROWS * blockDim.y rows, or chunks; grid.y = slices.
+// Launch     v1: 1-D, one thread per element. v2: blockDim.x threads share a row, or a slice of it; grid.x = groups of blockDim.y times, for
+//            each group of ROWS sequences, or chunks; grid.y = slices.
 // Predictions and experiments: docs/notes/embedding.md.
 #include "common/math.cuh"
 #include "common/pack.cuh"
 #include "common/ptx/launch.cuh"
 #include "common/vec.cuh"
 
-constexpr int ROWS = 4;    // of a thread of embedding_v2
+constexpr int ROWS = 2;    // of a thread of embedding_v2, which have the same time
 constexpr int CHUNK = 64;  // sorted tokens per block
 constexpr int UNROLL = 8;  // rows that a thread loads at a time, so that enough bytes are in flight
 
@@ -63,51 +63,35 @@ __device__ __forceinline__ long long column_of_thread() {
     return (blockIdx.y * (long long)blockDim.x + threadIdx.x) * N;
 }
 
-// row % time, in 32 bits where these suffice: a division of 64 bits takes several times as long.
-__device__ __forceinline__ long long time_of(long long row, long long time) {
-    return (row | time) >> 32 ? row % time : (unsigned)row % (unsigned)time;
-}
-
-template <bool POSITIONS, typename T, int N>
-__device__ __forceinline__ void write_rows(T* out, const void* tokens, const T* weight, const T* positions, long long first, long long rows,
-                                           long long time, long long vocabulary, long long features, bool wide) {
-    bool inside[ROWS];
-    Vec<T, N> w[ROWS], p[ROWS];
-    long long at = 0, step = blockDim.y;  // at: the row's time
-    if constexpr (POSITIONS) {
-        at = time_of(first, time);
-        if (step >= time) step = time_of(step, time);
-    }
-#pragma unroll
-    for (int k = 0; k < ROWS; k++) {
-        long long row = min(first + k * blockDim.y, rows - 1), token = index_at(tokens, wide, row);
-        inside[k] = is_inside(token, vocabulary);
-        w[k] = load_vec<T, N>(weight + (inside[k] ? token : 0) * features);  // not used if the token is not inside
-        if constexpr (POSITIONS) p[k] = load_vec<T, N>(positions + at * features);
-        if ((at += step) >= time) at -= time;
-    }
-#pragma unroll
-    for (int k = 0; k < ROWS; k++) {
-        long long row = first + k * blockDim.y;
-        if (row >= rows) return;
-        compute_t<T> y[N];
-        unpack(y, w[k]);
-        if constexpr (POSITIONS) add_to(y, p[k]);
-#pragma unroll
-        for (int j = 0; j < N; j++) y[j] = inside[k] ? y[j] : not_a_number();
-        store_vec(out + row * features, pack<T, N>(y));
-    }
-}
-
+// A block has blockDim.y times of ROWS sequences. A thread has one time, so it loads its position once; its rows are `time` apart. Without
+// positions the launcher passes any time.
 template <typename T, int N>
 __global__ void embedding_v2(T* out, const void* tokens, const T* weight, const T* positions, long long rows, long long time,
                              long long vocabulary, long long features, bool wide) {
     wait_for_previous();
-    long long column = column_of_thread<N>(), first = blockIdx.x * (long long)(ROWS * blockDim.y) + threadIdx.y;
-    if (column >= features) return;
-    out += column, weight += column;
-    if (positions) write_rows<true, T, N>(out, tokens, weight, positions + column, first, rows, time, vocabulary, features, wide);
-    else write_rows<false, T, N>(out, tokens, weight, positions, first, rows, time, vocabulary, features, wide);
+    unsigned times = (time + blockDim.y - 1) / blockDim.y, group = blockIdx.x / times;
+    long long column = column_of_thread<N>(), at = (blockIdx.x - group * times) * (long long)blockDim.y + threadIdx.y;
+    long long first = group * (ROWS * time) + at;
+    if (column >= features || at >= time || first >= rows) return;
+    long long token[ROWS];
+    Vec<T, N> w[ROWS], p;
+#pragma unroll
+    for (int k = 0; k < ROWS; k++) token[k] = index_at(tokens, wide, first + k * time < rows ? first + k * time : first);
+    if (positions) p = load_vec<T, N>(positions + at * features + column);
+#pragma unroll
+    for (int k = 0; k < ROWS; k++) w[k] = load_vec<T, N>(weight + (is_inside(token[k], vocabulary) ? token[k] : 0) * features + column);
+#pragma unroll
+    for (int k = 0; k < ROWS; k++) {
+        if (first + k * time >= rows) return;
+        compute_t<T> y[N];
+        unpack(y, w[k]);
+        if (positions) add_to(y, p);
+        if (!is_inside(token[k], vocabulary)) {
+#pragma unroll
+            for (int j = 0; j < N; j++) y[j] = not_a_number();
+        }
+        store_vec_past_l1(out + (first + k * time) * features + column, pack<T, N>(y));
+    }
 }
 
 template <typename T, int N>
@@ -166,17 +150,4 @@ __global__ void embedding_v2_bwd_runs(T* dweight, const compute_t<T>* partials, 
 #pragma unroll 8
     for (long long i = chunk + 1; i <= last; i++) sum += partials[2 * i * features + column];
     dweight[token * features + column] = T(sum);
-}
-
-template <typename T, int N>
-__global__ void embedding_bwd_positions(T* dpositions, const T* dout, long long rows, long long time, long long table, long long features) {
-    wait_for_previous();
-    long long i = (blockIdx.x * (long long)blockDim.x + threadIdx.x) * N;
-    if (i >= table * features) return;
-    compute_t<T> sum[N] = {};
-    if (i < time * features) {
-#pragma unroll 4
-        for (long long j = i; j < rows * features; j += time * features) add_to(sum, load_vec<T, N>(dout + j));
-    }
-    store_vec(dpositions + i, pack<T, N>(sum));
 }

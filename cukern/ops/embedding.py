@@ -16,8 +16,8 @@ from cukern.runtime.kernel import Kernel, Template
 from cukern.runtime.registry import Cost, Differentiable, Op, Version, apply_of, choose, each, raw_op, register, save, watched
 from cukern.runtime.tensors import VECTOR_BYTES, aligned, pointers, wide
 
-THREADS = 256
-ROWS, CHUNK = 4, 64  # as in embedding.cu: rows of a thread of embedding_v2, and sorted tokens of a block of embedding_v2_bwd
+THREADS = 128
+ROWS, CHUNK = 2, 64  # as in embedding.cu: rows of a thread of embedding_v2, and sorted tokens of a block of embedding_v2_bwd
 
 
 def embedding(tokens: Any, weight: Any, positions: Any = None, *, version: str | None = None) -> Tensor:
@@ -89,7 +89,7 @@ def _on_cpu(tokens: Tensor, *tables: Tensor) -> Tensor:
         raise ValueError(f"tokens has {wrong}, it must be in the vocabulary, 0..{vocabulary - 1}") from None
 
 
-# ---- the raw ops: the gradient is that of weight, or without tokens that of positions
+# ---- the raw ops
 
 
 def _launch(tokens: Tensor, weight: Tensor, positions: Tensor | None, version: str) -> Tensor:
@@ -107,24 +107,35 @@ def _fake(tokens: Tensor, weight: Tensor, *_: Any) -> Tensor:
     return weight.new_empty((*tokens.shape, weight.shape[1]))
 
 
-def _launch_backward(dout: Tensor, tokens: Tensor | None, size: int, version: str) -> Tensor:
-    grad, dout = _fake_grad(dout, tokens, size), dout.resolve_neg().contiguous()
+def _launch_backward(dout: Tensor, tokens: Tensor, size: int, version: str) -> Tensor:
+    dweight, dout = _fake_dweight(dout, tokens, size), dout.resolve_neg().contiguous()
     if not dout.numel() or not size:
-        return grad.zero_()
-    rows, width = dout.numel() // dout.shape[-1], _width(grad, dout)
-    if tokens is None:
-        _run(_POSITIONS[dout.dtype, width], -(-grad.numel() // (THREADS * width)), THREADS, (grad, dout), rows, dout.shape[-2], *grad.shape)
-    else:
-        choose("embedding", version, dout.get_device()).backward(grad, dout, tokens.contiguous(), rows)
-    return grad
+        return dweight.zero_()
+    choose("embedding", version, dout.get_device()).backward(dweight, dout, tokens.contiguous(), tokens.numel())
+    return dweight
 
 
-def _fake_grad(dout: Tensor, tokens: Tensor | None, size: int, *_: Any) -> Tensor:
+def _fake_dweight(dout: Tensor, tokens: Tensor, size: int, *_: Any) -> Tensor:
     return dout.new_empty((size, dout.shape[-1]))
 
 
 _embedding = raw_op("_embedding(Tensor tokens, Tensor weight, Tensor? positions, str version) -> Tensor", 3, _launch, _fake)
-_backward = raw_op("_embedding_backward(Tensor dout, Tensor? tokens, SymInt size, str version) -> Tensor", 2, _launch_backward, _fake_grad)
+_backward = raw_op(
+    "_embedding_backward(Tensor dout, Tensor tokens, SymInt size, str version) -> Tensor", 2, _launch_backward, _fake_dweight
+)
+
+
+def _backward_in_torch(dout: Tensor, tokens: Tensor, size: int, *_: Any) -> Tensor:
+    """The gradient of weight, in operations that can be differentiated again."""
+    rows = torch.where((tokens >= 0) & (tokens < size), tokens, size).long()
+    total = dout.new_zeros((size + 1, dout.shape[-1]), dtype=wide(dout.dtype))
+    return total.index_put((rows,), dout.to(total.dtype), accumulate=True)[:size].to(dout.dtype)
+
+
+def _positions_backward(dout: Tensor, table: int) -> Tensor:
+    """The sum over the batch, by torch: in a fixed order, and in float32 for 16-bit types. Unused rows of the table are 0."""
+    total = dout.sum_to_size(dout.shape[-2:])
+    return torch.nn.functional.pad(total, (0, 0, 0, table - total.shape[0])) if total.shape[0] < table else total.contiguous()
 
 
 class _Embedding(Differentiable):
@@ -140,9 +151,10 @@ class _Embedding(Differentiable):
 
     @staticmethod
     def backward(ctx, dout):
-        dweight = _apply_backward(dout, *ctx.saved_tensors, ctx.vocabulary, ctx.version) if ctx.needs_input_grad[1] else None
-        dpositions = _apply_backward(dout, None, ctx.table, ctx.version) if ctx.needs_input_grad[2] else None
-        return None, dweight, dpositions, None
+        _, needs_dweight, needs_dpositions, _ = ctx.needs_input_grad
+        run = _backward_in_torch if watched(dout) and not torch.compiler.is_compiling() else _backward
+        dweight = run(dout, *ctx.saved_tensors, ctx.vocabulary, ctx.version) if needs_dweight else None
+        return None, dweight, _positions_backward(dout, ctx.table) if needs_dpositions else None, None
 
     @staticmethod
     def tangent(ctx, _, dweight, dpositions, __):
@@ -153,54 +165,31 @@ class _Embedding(Differentiable):
     batch = staticmethod(lambda info, in_dims, *args: each(_apply, info.batch_size, in_dims, args))
 
 
-class _EmbeddingBackward(Differentiable):
-    @staticmethod  # a function with named arguments: inside of a backward, torch.compile passes ctx to one that takes *args
-    def forward(dout, tokens, size, version):
-        return _backward(dout, tokens, size, version)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        dout, tokens, ctx.size, ctx.version = inputs
-        ctx.shape = dout.shape
-        save(ctx, tokens)
-
-    @staticmethod
-    def backward(ctx, d):
-        (tokens,) = ctx.saved_tensors
-        return d[: ctx.shape[-2]].expand(ctx.shape) if tokens is None else _apply(tokens, d, None, ctx.version), None, None, None
-
-    @staticmethod
-    def tangent(ctx, ddout, *_):
-        return _apply_backward(ddout, *ctx.saved_tensors, ctx.size, ctx.version)
-
-    batch = staticmethod(lambda info, in_dims, *args: each(_apply_backward, info.batch_size, in_dims, args))
-
-
 _apply: Any = apply_of(_Embedding)
-_apply_backward: Any = apply_of(_EmbeddingBackward)
 
 # ---- the versions: forward takes the arguments of the kernel, backward (dweight, dout, tokens, rows)
 
 _V1, _V1_BWD = Template("embedding.cu", "embedding_v1"), Template("embedding.cu", "embedding_v1_bwd")
 _V2, _V2_BWD, _V2_RUNS = (Template("embedding.cu", f"embedding_v2{name}", pdl=True) for name in ("", "_bwd", "_bwd_runs"))
-_POSITIONS = Template("embedding.cu", "embedding_bwd_positions", pdl=True)
 
 
 def _run(kernel: Kernel, groups: int, vectors: int, tensors: Sequence[Tensor | None], *numbers: int, height: int = 1) -> None:
     """Launch `groups` rows of blocks, with a thread for each of `vectors` columns and `height` rows of threads in each block."""
-    width = min(vectors, THREADS)
-    kernel.on(tensors[0].get_device())((groups, -(-vectors // width), 1), (width, height, 1), 0, *pointers(*tensors), *numbers)  # type: ignore
+    slices = -(-vectors // THREADS)
+    grid, block = (groups, slices, 1), (-(-vectors // slices), height, 1)
+    kernel.on(tensors[0].get_device())(grid, block, 0, *pointers(*tensors), *numbers)  # type: ignore[union-attr]
 
 
 def _forward_v1(tensors: Sequence[Tensor], *numbers: int) -> None:
     _run(_V1[tensors[0].dtype], -(-tensors[0].numel() // THREADS), THREADS, tensors, *numbers)
 
 
-def _forward_v2(tensors: Sequence[Tensor], rows: int, *numbers: int) -> None:
+def _forward_v2(tensors: Sequence[Tensor], rows: int, time: int, *numbers: int) -> None:
     width = _width(tensors[0], *tensors[2:])
     vectors = tensors[0].shape[-1] // width
-    height = max(1, THREADS // vectors)
-    _run(_V2[tensors[0].dtype, width], -(-rows // (ROWS * height)), vectors, tensors, rows, *numbers, height=height)
+    height, time = max(1, THREADS // vectors), time if tensors[3] is not None else -(-rows // ROWS)
+    groups = -(-time // height) * -(-rows // (time * ROWS))
+    _run(_V2[tensors[0].dtype, width], groups, vectors, tensors, rows, time, *numbers, height=height)
 
 
 def _backward_v1(dweight: Tensor, dout: Tensor, tokens: Tensor, rows: int) -> None:
@@ -224,13 +213,13 @@ def _width(*tensors: Tensor) -> int:
     return VECTOR_BYTES // tensors[0].itemsize if aligned(*tensors) else 1
 
 
-def _widths(dtype: torch.dtype, *templates: Template) -> Iterable[Kernel]:
-    return [template[dtype, width] for template in templates for width in (1, VECTOR_BYTES // dtype.itemsize)]
+def _instances(dtype: torch.dtype) -> Iterable[Kernel]:
+    return _V2_RUNS[dtype], *(template[dtype, width] for template in (_V2, _V2_BWD) for width in (1, VECTOR_BYTES // dtype.itemsize))
 
 
 VERSIONS = {
-    "v1": Version("one thread per element", _forward_v1, _backward_v1, lambda d: (_V1[d], _V1_BWD[d], *_widths(d, _POSITIONS))),
-    "v2": Version("vectors, sorted tokens", _forward_v2, _backward_v2, lambda d: (_V2_RUNS[d], *_widths(d, _V2, _V2_BWD, _POSITIONS))),
+    "v1": Version("one thread per element", _forward_v1, _backward_v1, lambda dtype: (_V1[dtype], _V1_BWD[dtype])),
+    "v2": Version("vectors, sorted tokens", _forward_v2, _backward_v2, _instances),
 }
 
 # ---- for the tools

@@ -20,15 +20,14 @@ def _options(padded: bool, columns: int) -> Options:
     return Options(columns - padding, -1, "none", 0.1, 1e-2, 5.0) if padded else Options(columns)
 
 
-def _call(padded: bool, logits: Tensor, targets: Tensor, version: str | None = None) -> Tensor:
-    vocab, ignored, reduction, smoothing, z_loss, softcap, _ = _options(padded, logits.shape[-1])
-    options: dict[str, Any] = {"label_smoothing": smoothing, "z_loss": z_loss, "softcap": softcap or None, "vocab_size": vocab}
-    loss = cross_entropy(logits, targets, ignore_index=ignored, reduction=reduction, version=version, **options)
-    return loss.to(logits.dtype)  # the tools expect outputs of the inputs' dtype
+def _call(logits: Tensor, targets: Tensor, version: str | None = None) -> Tensor:
+    vocab, ignored, reduction, smoothing, z_loss, softcap, _ = _options(True, logits.shape[-1])
+    options: dict[str, Any] = {"label_smoothing": smoothing, "z_loss": z_loss, "softcap": softcap, "vocab_size": vocab}
+    return cross_entropy(logits, targets, ignore_index=ignored, reduction=reduction, version=version, **options)
 
 
 def _reference(padded: bool, logits: Tensor, targets: Tensor) -> Tensor:
-    return reference(logits, targets, _options(padded, logits.shape[-1])).to(logits.dtype)
+    return reference(logits, targets, _options(padded, logits.shape[-1]))
 
 
 def _make(padded: bool, dims: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> tuple[Tensor, ...]:
@@ -56,10 +55,9 @@ def _magnitude(padded: bool, inputs: tuple[Tensor, ...], douts: tuple[Tensor, ..
 
 
 for _name, _padded in (("cross_entropy", False), ("cross_entropy_padded", True)):
-    _functions: dict[str, Any] = {"function" if _padded else "spread": partial(_call, _padded)}
     register(
         Op(
-            **{"function": cross_entropy, **_functions}, name=_name, stem="cross_entropy", variants=row_counts, versions=VERSIONS,
+            name=_name, stem="cross_entropy", function=_call if _padded else cross_entropy, variants=row_counts, versions=VERSIONS,
             reference=partial(_reference, _padded), magnitude=partial(_magnitude, _padded), make=partial(_make, _padded),
             dtypes=checks.FLOATS, dims="ROWS COLUMNS", inputs=("logits", "targets"), cost=_cost, bound="memory", roundings=4,
             check_dims=((1, 1), (129, 65), (64, 1000), (33, 4097), (5, 50_257), (7, 50_304)),
@@ -105,7 +103,7 @@ register(
     Op(
         name="linear_cross_entropy", stem="cross_entropy", function=linear.linear_cross_entropy,
         reference=lambda x, weight, targets: linear.reference(x, weight, targets, Options(len(weight))).to(x.dtype),
-        spread=lambda *inputs, version=None: linear.linear_cross_entropy(*inputs, version=version).to(inputs[0].dtype),  # as _call
+        spread=lambda *inputs, version=None: linear.linear_cross_entropy(*inputs, version=version).to(inputs[0].dtype),
         versions=linear.VERSIONS, make=_make_linear, magnitude=_linear_magnitude, dtypes=checks.FLOATS,
         dims="ROWS CLASSES COLUMNS", inputs=("x", "weight", "targets"), cost=_linear_cost, bound="compute", roundings=4,
         check_dims=((1, 1, 1), (70, 50_304, 96), (700, 1001, 64), (129, 65, 33)),

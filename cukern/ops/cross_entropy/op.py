@@ -28,9 +28,9 @@ def cross_entropy(
         cukern.cross_entropy(logits, targets, vocab_size=50257).backward()
 
     Args:
-        logits: (..., V), float16, bfloat16, float32 or float64: a tensor, or an array that supports DLPack. It is not copied if the last
-            dimension has stride 1 and the others flatten to one of any stride; else it is copied once. 16-bit types are computed in
-            float32. CPU tensors use torch's operations, or the simulator.
+        logits: (..., V), V <= 2^30, float16, bfloat16, float32 or float64: a tensor, or an array that supports DLPack. It is not copied if
+            the last dimension has stride 1 and the others flatten to one of any stride; else it is copied once. 16-bit types are computed
+            in float32. CPU tensors use torch's operations, or the simulator.
         targets: (...), int64 or int32: for each row the index of its class, in 0..vocab_size-1, or ignore_index.
         ignore_index: rows with this target have loss 0 and gradient 0.
         reduction: "mean" divides the sum of the losses by the number of targets that are not ignored. Without such a target it is NaN,
@@ -84,7 +84,7 @@ def checked_options(
         raise ValueError(f"label_smoothing must be from 0 to 1, got {smoothing!r}")
     if softcap is not None and not checks.number("softcap", softcap, 1e30) >= 1e-30:
         raise ValueError(f"softcap must be positive, at least 1e-30, got {softcap!r}")
-    checks.integer("the number of classes, logits.shape[-1],", columns, 1)
+    checks.integer("the number of classes, logits.shape[-1],", columns, 1, 1 << 30)
     vocab = columns if vocab is None else checks.integer("vocab_size", vocab, 1, columns)
     return Options(vocab, ignored, reduction, smoothing, z_loss, float(softcap or 0), version)
 
@@ -113,18 +113,19 @@ def checked_targets(targets: Tensor, options: Options) -> None:
 
 
 def launch_forward(x: Tensor, targets: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    options, rows, is_wide = Options(*rest), x.shape[0], targets.dtype == torch.int64
+    options, rows, is_wide, device = Options(*rest), x.shape[0], targets.dtype == torch.int64, x.get_device()
     loss, stats = _fake(x, targets, *rest)
     x, targets, is_reduced = unit_column_stride(x), targets.contiguous(), options.reduction != "none"
-    launch, reducer, block, _, warps = _plan("forward", options.version, x.dtype, options.softcap != 0, x.shape[1], x.get_device())
-    grid = _grid(rows, block, warps)
-    partials = torch.empty(grid[0], 2, dtype=torch.float64, device=x.device) if is_reduced else None
+    launch, block, warps = _plan("forward", options.version, x.dtype, options.softcap != 0, options.smoothing != 0, x.shape[1], device)
+    each = max(1, min(-(-rows // warps), _MOST_ROWS)) if warps else 1  # rows of a warp, the same number for all warps
+    blocks = -(-rows // (each * block[1]))
+    partials = torch.empty(blocks, 2, dtype=torch.float64, device=x.device) if is_reduced else None
     if rows:
         addresses = pointers(None if is_reduced else loss, stats, partials, x, targets)
-        launch(grid, block, 0, *addresses, is_wide, rows, x.stride(0), options.packed())
+        launch((blocks, 1, 1), block, 0, *addresses, is_wide, rows, x.stride(0), options.packed())
     if partials is not None:
         addresses = loss.data_ptr(), stats.data_ptr() + 8 * rows, partials.data_ptr()
-        reducer((1, 1, 1), (256, 1, 1), 0, *addresses, grid[0], options.reduction == "mean")
+        _REDUCE[wide(x.dtype)].on(device)((1, 1, 1), (256, 1, 1), 0, *addresses, blocks, options.reduction == "mean")
     return loss, stats
 
 
@@ -133,7 +134,7 @@ def write_gradient(dx: Tensor, x: Tensor, targets: Tensor, stats: Tensor, dloss:
     targets, dloss, stats = targets.contiguous(), dloss.resolve_neg(), stats.contiguous()
     step = dloss.stride(0) if options.reduction == "none" else 0
     count = stats.data_ptr() + 8 * rows if options.reduction == "mean" else 0
-    launch, _, block, pieces, _ = _plan("backward", options.version, x.dtype, options.softcap != 0, x.shape[1], x.get_device())
+    launch, block, pieces = _plan("backward", options.version, x.dtype, options.softcap != 0, False, x.shape[1], x.get_device())
     arguments = *pointers(dx, x, targets, stats, dloss), count, is_wide, *x.shape, dx.stride(0), x.stride(0), pieces, options.packed(step)
     if rows:
         launch((-(-rows // block[1]) * pieces, 1, 1), block, 0, *arguments)
@@ -180,52 +181,46 @@ _apply = differentiable(
 )
 _apply_in_place = differentiable("_CrossEntropy", _cross_entropy, _no_second_derivative, 2, gradient=_gradient_in_place)
 
-# ---- the versions: forward and backward give a pass's kernel for (dtype, has softcap, columns), its block: (threads per row, rows, 1), and
-# the number of blocks that share a row
+# ---- the versions. `forward` and `backward` give the kernel of a pass for (dtype, has softcap, has label smoothing, columns), its block
+# (threads per row, rows, 1), and a number: for the forward, the warps per SM if a row has one warp, else 0; for the backward, the blocks of
+# a row
 
-_BLOCK, _WARP, _BWD, _REDUCE = (
-    Template("cross_entropy.cu", f"cross_entropy_{name}", pdl=True) for name in ("block", "warp", "bwd", "reduce")
-)
-THREADS_BWD, LOADS_BWD = 256, 4  # of v2's backward: threads per block, and vectors per thread
-SHORT_BYTES, SHORT_BLOCK = 16384, (32, 4, 1)  # rows of up to SHORT_BYTES have one warp
-_WARPS, _MOST_ROWS = 32, 32  # of short rows: warps per SM, and rows per warp
+_FWD, _BWD, _REDUCE = (Template("cross_entropy.cu", f"cross_entropy_{name}", pdl=True) for name in ("fwd", "bwd", "reduce"))
+_SHORT_BYTES, _WARPS, _MOST_ROWS = 16384, 32, 32  # rows of up to _SHORT_BYTES have one of _WARPS warps per SM, which has up to _MOST_ROWS
+_THREADS, _LOADS = 128, 4  # of v2's backward: threads per block, and vectors per thread
 
 
 @cached(4096)
-def _plan(pass_: str, version: str, dtype: torch.dtype, softcap: bool, columns: int, device: int) -> tuple[Any, Any, backend.Dim, int, int]:
-    """The launch of a pass, that of the reduction, the block, the blocks of a row, and for short rows the number of warps."""
-    kernel, block, pieces = getattr(choose("cross_entropy", version, device), pass_)(dtype, softcap, columns)
-    warps = _WARPS * device_of(device).sms if block == SHORT_BLOCK else 0
-    return kernel.on(device), _REDUCE[wide(dtype)].on(device), block, pieces, warps
+def _plan(pass_: str, version: str, dtype: torch.dtype, *rest: Any) -> tuple[Any, backend.Dim, int]:
+    """The launch of a pass, its block, and the number of warps on the GPU, or of blocks that share a row."""
+    *features, device = rest
+    kernel, block, number = getattr(choose("cross_entropy", version, device), pass_)(dtype, *features)
+    return kernel.on(device), block, number * device_of(device).sms if pass_ == "forward" else number
 
 
-def _grid(rows: int, block: backend.Dim, warps: int) -> backend.Dim:
-    """One thread block per row. For short rows, as many thread blocks as give each warp the same number of rows."""
-    each = max(1, min(-(-rows // warps), _MOST_ROWS)) if warps else 1
-    return -(-rows // (each * block[1])), 1, 1
+def _forward_plan(version: int, dtype: torch.dtype, softcap: bool, smoothing: bool, columns: int) -> tuple[Kernel, backend.Dim, int]:
+    loads = 0 if version == 1 else 2 if dtype.itemsize == 8 else 4
+    is_short = loads > 0 and columns * dtype.itemsize <= _SHORT_BYTES
+    kernel = _FWD[dtype, softcap, smoothing or softcap, is_short, loads]  # one kernel less: with a softcap it always adds the logits
+    return kernel, (32, 4, 1) if is_short else (256, 1, 1), _WARPS * is_short
 
 
-def _kernel(version: int, backward: bool, dtype: torch.dtype, softcap: bool, columns: int) -> tuple[Kernel, backend.Dim, int]:
-    row_bytes = columns * dtype.itemsize
+def _backward_plan(version: int, dtype: torch.dtype, softcap: bool, _: bool, columns: int) -> tuple[Kernel, backend.Dim, int]:
     if version == 1:
-        return (_BWD if backward else _BLOCK)[dtype, softcap, 0], (256, 1, 1), 1
-    if backward:
-        threads = min(THREADS_BWD, max(16, -(-row_bytes // (16 * LOADS_BWD))))  # at most 14 columns are not in vectors
-        pieces = -(-row_bytes // (16 * LOADS_BWD * threads))
-        return _BWD[dtype, softcap, LOADS_BWD], (threads, THREADS_BWD // threads, 1), pieces
-    if row_bytes <= SHORT_BYTES:
-        return _WARP[dtype, softcap], SHORT_BLOCK, 1
-    threads = min(256, -(-row_bytes // 2048) * 32)  # at least four vectors each
-    return _BLOCK[dtype, softcap, 2 if dtype.itemsize == 8 else 4], (threads, 1, 1), 1
+        return _BWD[dtype, softcap, 0], (256, 1, 1), 1
+    needed = max(16, -(-columns * dtype.itemsize // (16 * _LOADS)))  # threads; 16, because up to 14 columns are not in vectors
+    pieces = -(-needed // _THREADS)
+    threads = -(-needed // pieces)
+    return _BWD[dtype, softcap, _LOADS], (threads, _THREADS // threads, 1), pieces
 
 
 def _instances(version: int, dtype: torch.dtype) -> list[Kernel]:
-    calls = itertools.product((False, True), (False, True), (1, SHORT_BYTES))
-    kernels = [_kernel(version, backward, dtype, softcap, columns)[0] for backward, softcap, columns in calls]
+    calls = itertools.product((_forward_plan, _backward_plan), (False, True), (False, True), (1, _SHORT_BYTES))
+    kernels = [plan(version, dtype, softcap, smoothing, columns)[0] for plan, softcap, smoothing, columns in calls]
     return [_REDUCE[wide(dtype)], *{kernel.name: kernel for kernel in kernels}.values()]
 
 
 VERSIONS = {
-    f"v{n}": Version(idea, partial(_kernel, n, False), partial(_kernel, n, True), partial(_instances, n))
+    f"v{n}": Version(idea, partial(_forward_plan, n), partial(_backward_plan, n), partial(_instances, n))
     for n, idea in ((1, "one element per thread and step"), (2, "16-byte vectors; a warp per short row"))
 }
