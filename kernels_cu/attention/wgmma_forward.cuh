@@ -123,10 +123,18 @@ __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), PER_SM)
                 release(empty_k + 8 * of_k.stage);
                 of_k.advance();
                 if (WARPGROUPS > 1 && warpgroup == WARPGROUPS - 1 && tile > begin) arrive_at(1, 256);  // warpgroup 0 starts
-                soften();
-                to_operand<T>(p, s[0]);
-                for (tile--; tile >= begin; tile--) {
+                for (bool multiplies = false;; multiplies = true) {  // by V of the tile before
+                    soften();
+                    if constexpr (WARPGROUPS > 1) before_wait(fminf(total[0][0], total[0][1]));
+                    wgmma_wait<0>(o[0]);
+                    if (multiplies) {
+                        release(empty_v + 8 * of_v.stage);
+                        of_v.advance();
+                    }
+                    multiply_rows(o, shrink);
+                    to_operand<T>(p, s[0]);
                     mbarrier_wait_in_block(full_v + 8 * of_v.stage, of_v.phase);
+                    if (tile-- == begin) break;
                     mbarrier_wait_in_block(full_k + 8 * of_k.stage, of_k.phase);
                     if constexpr (WARPGROUPS > 1) barrier_of(1 + warpgroup, 256);
                     wgmma_fence(o[0], p);
@@ -137,16 +145,8 @@ __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), PER_SM)
                     if (WARPGROUPS > 1 && (tile > begin || warpgroup < WARPGROUPS - 1)) arrive_at(1 + (warpgroup + 1) % WARPGROUPS, 256);
                     wgmma_wait<1>(s[0]);
                     release(empty_k + 8 * of_k.stage);
-                    soften();
-                    if constexpr (WARPGROUPS > 1) before_wait(fminf(total[0][0], total[0][1]));
-                    wgmma_wait<0>(o[0]);
-                    release(empty_v + 8 * of_v.stage);
-                    multiply_rows(o, shrink);
-                    to_operand<T>(p, s[0]);
                     of_k.advance();
-                    of_v.advance();
                 }
-                mbarrier_wait_in_block(full_v + 8 * of_v.stage, of_v.phase);
                 wgmma_fence(o[0], p);
                 start_product<T, D>(o[0], p, v_ring + of_v.stage * TILE);
                 wgmma_commit();
