@@ -123,7 +123,7 @@ __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), PER_SM)
                 release(empty_k + 8 * of_k.stage);
                 of_k.advance();
                 if (WARPGROUPS > 1 && warpgroup == WARPGROUPS - 1 && tile > begin) arrive_at(1, 256);  // warpgroup 0 starts
-                for (bool multiplies = false;; multiplies = true) {  // by V of the tile before
+                for (bool multiplies = false;; multiplies = true) {                                    // by V of the tile before
                     soften();
                     if constexpr (WARPGROUPS > 1) before_wait(fminf(total[0][0], total[0][1]));
                     wgmma_wait<0>(o[0]);
