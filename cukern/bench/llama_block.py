@@ -40,7 +40,7 @@ def steps(batch: int, tokens: int, heads: int = HEADS, kv_heads: int = KV_HEADS,
     leaves = [t.clone().requires_grad_() for t in (x, one, query, key_value, out, one, gate_up, down)]
     tables = cukern.rope_tables(tokens, size, device=device)
 
-    def step(call) -> tuple[Tensor, ...]:  # type: ignore[no-untyped-def]
+    def step(call) -> tuple[Tensor, ...]:
         y = call(leaves[0], *tables, *leaves[1:])
         return y.detach(), *torch.autograd.grad(y, leaves, dy)
 

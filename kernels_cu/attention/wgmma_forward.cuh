@@ -114,6 +114,12 @@ __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), PER_SM)
                 };
                 softmax_weights<1, N / 8, SOFTCAP>(s, most, total, shrink, mask, before, c);
             };
+            auto finish_product = [&](bool started) {  // the one by V, if it was started
+                wgmma_wait<0>(o[0]);
+                if (!started) return;
+                release(empty_v + 8 * of_v.stage);
+                of_v.advance();
+            };
             if (tile >= begin) {
                 mbarrier_wait_in_block(full_k + 8 * of_k.stage, of_k.phase);
                 wgmma_fence();
@@ -123,13 +129,11 @@ __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), PER_SM)
                 release(empty_k + 8 * of_k.stage);
                 of_k.advance();
                 if (WARPGROUPS > 1 && warpgroup == WARPGROUPS - 1 && tile > begin) arrive_at(1, 256);  // warpgroup 0 starts
-                for (bool multiplies = false;; multiplies = true) {                                    // by V of the tile before
+                for (bool started = false;; started = true) {
                     soften();
-                    if constexpr (WARPGROUPS > 1) before_wait(fminf(total[0][0], total[0][1]));
-                    wgmma_wait<0>(o[0]);
-                    if (multiplies) {
-                        release(empty_v + 8 * of_v.stage);
-                        of_v.advance();
+                    if constexpr (WARPGROUPS > 1) {
+                        before_wait(fminf(total[0][0], total[0][1]));
+                        finish_product(started);
                     }
                     multiply_rows(o, shrink);
                     to_operand<T>(p, s[0]);
@@ -146,13 +150,12 @@ __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), PER_SM)
                     wgmma_wait<1>(s[0]);
                     release(empty_k + 8 * of_k.stage);
                     of_k.advance();
+                    if constexpr (WARPGROUPS == 1) finish_product(true);  // other thread blocks of the SM multiply under the softmax
                 }
                 wgmma_fence(o[0], p);
                 start_product<T, D>(o[0], p, v_ring + of_v.stage * TILE);
                 wgmma_commit();
-                wgmma_wait<0>(o[0]);
-                release(empty_v + 8 * of_v.stage);
-                of_v.advance();
+                finish_product(true);
             }
             long long stats = ((long long)block.batch * heads + block.head) * queries + of.first_query;
             float factor[1][2];

@@ -60,23 +60,6 @@ def _grouped(q: Tensor, k: Tensor, v: Tensor, version: str | None = None) -> Ten
     return attention(q, k, v, softcap=_SOFTCAP, version=version)
 
 
-def _reference(softcap: float, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return reference(q[None], k[None], v[None], _options(q.shape[-1], softcap))[0][0]
-
-
-def _decode_reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return reference(q, k, v, _options(q.shape[-1]))[0]
-
-
-def _packed_reference(qkv: Tensor) -> Tensor:
-    return reference(*parts(qkv), _options(qkv.shape[-1]))[0].transpose(1, 2)
-
-
-def _varlen_reference(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
-    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-    return reference(q, k, v, _options(q.shape[-1]), (cu_seqlens, cu_seqlens))[0][0].transpose(0, 1)
-
-
 def _sizes(softcap: float, q: Tensor, k: Tensor, v: Tensor, g: Tensor, lengths: Lengths = None) -> tuple[Tensor, ...]:
     """Of (batch, heads, rows, D): the sums of the absolute values of all terms of out, dq, dk and dv. The error of an exponent is one of
     its whole row. The softcap's slope, which is at most 1, is left out."""
@@ -93,23 +76,31 @@ def _sizes(softcap: float, q: Tensor, k: Tensor, v: Tensor, g: Tensor, lengths: 
     return p @ v, ds @ k, dk, dv
 
 
-def _magnitude(softcap: float, inputs: Tensors, douts: Tensors) -> Tensors:
-    q, k, v, g = (x[None] for x in (*inputs, *douts))
-    return tuple(x[0] for x in _sizes(softcap, q, k, v, g))
+def _lengths(inputs: Tensors) -> Lengths:
+    return (inputs[3], inputs[3]) if len(inputs) > 3 else None
+
+
+def _rules(into: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor], softcap: float = 0.0) -> dict[str, Callable[..., Any]]:
+    """The reference and the magnitude of an op. `into`: a tensor of the op as (batch, heads, rows, D), and `back`."""
+
+    def expected(*inputs: Tensor) -> Tensor:
+        q, k, v = map(into, inputs[:3])
+        return back(reference(q, k, v, _options(q.shape[-1], softcap), _lengths(inputs))[0])
+
+    def magnitude(inputs: Tensors, douts: Tensors) -> Tensors:
+        q, k, v, g = map(into, (*inputs[:3], *douts))
+        return tuple(back(x) for x in _sizes(softcap, q, k, v, g, _lengths(inputs)))
+
+    return {"reference": expected, "magnitude": magnitude}
+
+
+def _packed_reference(qkv: Tensor) -> Tensor:
+    return reference(*parts(qkv), _options(qkv.shape[-1]))[0].transpose(1, 2)
 
 
 def _packed_magnitude(inputs: Tensors, douts: Tensors) -> Tensors:
     out, *grads = _sizes(0.0, *parts(inputs[0]), douts[0].transpose(1, 2))
     return out.transpose(1, 2), torch.stack([x.transpose(1, 2) for x in grads], 2)
-
-
-def _varlen_magnitude(inputs: Tensors, douts: Tensors) -> Tensors:
-    q, k, v, g = (x.transpose(0, 1)[None] for x in (*inputs[:3], *douts))
-    return tuple(x[0].transpose(0, 1) for x in _sizes(0.0, q, k, v, g, (inputs[3], inputs[3])))
-
-
-def _decode_magnitude(inputs: Tensors, douts: Tensors) -> Tensors:
-    return _sizes(0.0, *inputs, *douts)[:1]
 
 
 def _decode_cost(dims: Sequence[int], itemsize: int) -> dict[str, Cost]:
@@ -142,14 +133,14 @@ def _register(name: str, function: Callable[..., Any], names: tuple[str, ...], g
 
 
 _register(
-    "attention", attention, ("q", "k", "v"), 1, reference=partial(_reference, 0.0), make=_make, magnitude=partial(_magnitude, 0.0),
+    "attention", attention, ("q", "k", "v"), 1, make=_make, **_rules(lambda x: x[None], lambda x: x[0]),
     bench_dims=((48, 1024, 64), (64, 4096, 128)),
     check_dims=((1, 1, 8), (3, 100, 64), (2, 333, 128), (2, 130, 72), (1, 300, 40), (2, 65, 16)),
     sim_dims=((1, 1, 8), (1, 70, 64), (2, 19, 72)),
 )  # fmt: skip
 _register(
-    "attention_grouped", _grouped, ("q", "k", "v"), _GROUP, reference=partial(_reference, _SOFTCAP), make=_make_grouped,
-    magnitude=partial(_magnitude, _SOFTCAP), check_dims=((1, 1, 8), (2, 200, 64), (1, 130, 128)), sim_dims=((1, 40, 16), (1, 9, 8)),
+    "attention_grouped", _grouped, ("q", "k", "v"), _GROUP, make=_make_grouped, **_rules(lambda x: x[None], lambda x: x[0], _SOFTCAP),
+    check_dims=((1, 1, 8), (2, 200, 64), (1, 130, 128)), sim_dims=((1, 40, 16), (1, 9, 8)),
     bench_dims=((24, 1024, 64), (8, 2048, 128)),
 )  # fmt: skip
 _register(
@@ -157,13 +148,13 @@ _register(
     check_dims=((1, 1, 8), (3, 200, 64), (2, 130, 128)), sim_dims=((1, 1, 8), (2, 20, 8)), bench_dims=((48, 1024, 64), (16, 1024, 128)),
 )  # fmt: skip
 _register(
-    "attention_varlen", attention_varlen, ("q", "k", "v", "cu_seqlens"), 1, reference=_varlen_reference, make=_make_varlen,
-    magnitude=_varlen_magnitude, dims="TOKENS SEQUENCES HEADS D", cost=_varlen_cost,
+    "attention_varlen", attention_varlen, ("q", "k", "v", "cu_seqlens"), 1, make=_make_varlen,
+    **_rules(lambda x: x.transpose(0, 1)[None], lambda x: x[0].transpose(0, 1)), dims="TOKENS SEQUENCES HEADS D", cost=_varlen_cost,
     check_dims=((9, 4, 2, 8), (1000, 7, 3, 64), (700, 3, 2, 128), (300, 40, 2, 72)), sim_dims=((9, 4, 2, 8), (150, 3, 1, 16)),
     bench_dims=((8192, 8, 12, 64), (8192, 4, 16, 128)),  # v1 and the check hold tokens x tokens scores
 )  # fmt: skip
 _register(
-    "attention_decode", attention, ("q", "k", "v"), 1, reference=_decode_reference, make=_make_decode, magnitude=_decode_magnitude,
+    "attention_decode", attention, ("q", "k", "v"), 1, make=_make_decode, **_rules(lambda x: x, lambda x: x),
     dims="BATCH KV_HEADS GROUP T D", cost=_decode_cost, bound="memory", differentiable=False, candidates=plan.CANDIDATES,
     check_dims=((1, 1, 1, 1, 8), (2, 3, 4, 1000, 128), (1, 2, 8, 333, 64), (3, 1, 20, 130, 72)),
     sim_dims=((1, 1, 3, 150, 16), (1, 2, 4, 70, 72)),

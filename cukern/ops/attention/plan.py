@@ -2,9 +2,12 @@
 
 from typing import NamedTuple
 
+import torch
+
 from cukern.runtime.device import KNOWN, Device, cached, device_of, eligible
 
-MOST_HEAD_DIM, MOST_FLOAT_HEAD_DIM = 256, 128  # of 16-bit types, and of float32
+DTYPES = torch.bfloat16, torch.float16, torch.float32
+MOST_HEAD_DIM = 256  # of 16-bit types
 _L2_BYTES = 32 << 20  # K and V of the heads of a section; the L2 cache of an A100 has 40 MB, that of an H100 50 MB
 
 
@@ -112,13 +115,6 @@ class WgmmaTile(NamedTuple):
         return tiles + self.stages * 2 * self.columns * 4 + 8 * (1 + 2 * self.stages)
 
 
-class WgmmaBackwardTile(NamedTuple):
-    """The same of the backward: `keys` of the thread blocks that own keys, `queries` of those that own queries."""
-
-    keys: WgmmaTile
-    queries: WgmmaTile
-
-
 # By head_dim: the tile for few keys, and the tile from LONG keys on.
 LONG = 8192
 WGMMA_FORWARD = {
@@ -127,11 +123,12 @@ WGMMA_FORWARD = {
     128: (WgmmaTile(128, 2, 2, 1, persistent=True), WgmmaTile(128, 2, 2, 1)),
     256: (WgmmaTile(80, 2, 2, 1),) * 2,
 }
+# By head_dim: the tiles of the thread blocks that own keys, and of those that own queries.
 WGMMA_BACKWARD = {
-    64: WgmmaBackwardTile(WgmmaTile(96, 2, 3, 1), WgmmaTile(128, 2, 3, 1)),
-    96: WgmmaBackwardTile(WgmmaTile(64, 2, 3, 1), WgmmaTile(96, 2, 3, 1)),
-    128: WgmmaBackwardTile(WgmmaTile(48, 2, 3, 1), WgmmaTile(96, 2, 3, 1)),
-    256: WgmmaBackwardTile(WgmmaTile(48, 2, 3, 1, parts=2), WgmmaTile(48, 2, 2, 1)),
+    64: (WgmmaTile(96, 2, 3, 1), WgmmaTile(128, 2, 3, 1)),
+    96: (WgmmaTile(64, 2, 3, 1), WgmmaTile(96, 2, 3, 1)),
+    128: (WgmmaTile(48, 2, 3, 1), WgmmaTile(96, 2, 3, 1)),
+    256: (WgmmaTile(48, 2, 3, 1, parts=2), WgmmaTile(48, 2, 2, 1)),
 }
 
 
@@ -143,6 +140,10 @@ def wgmma_forward(head_dim: int, keys: int, softcap: bool) -> WgmmaTile:
 def wgmma_head_dim(head_dim: int) -> int:
     """That of the kernels of v4 for this head_dim, at most MOST_HEAD_DIM."""
     return min(d for d in WGMMA_FORWARD if d >= head_dim)
+
+
+def most_head_dim(dtype: torch.dtype) -> int:
+    return 128 if dtype == torch.float32 else MOST_HEAD_DIM
 
 
 def padded_head_dim(head_dim: int) -> int:
