@@ -49,10 +49,9 @@ def _forward_kernel(dtype: torch.dtype, pieces: int, d: int, softcap: bool, pack
     return _FORWARD[dtype, _operand(dtype), pieces, d, tile.rows, tile.columns, tile.warps, tile.stages, tile.per_sm, softcap, packed]
 
 
-def _backward_kernel(dtype: torch.dtype, pieces: int, d: int, softcap: bool, packed: bool, tile: plan.BackwardTile | None = None) -> Kernel:
-    tile = tile or plan.backward_tile(pieces, d, softcap, packed)
-    queries = tile.queries
-    key = dtype, _operand(dtype), pieces, d, *tile.keys[:2], *queries[:3], queries.stages, queries.per_sm, softcap, packed
+def _backward_kernel(dtype: torch.dtype, pieces: int, d: int, softcap: bool, packed: bool, tiles: plan.Tiles | None = None) -> Kernel:
+    keys, queries = tiles or plan.backward_tile(pieces, d, softcap, packed)
+    key = dtype, _operand(dtype), pieces, d, *keys[:2], *queries[:3], queries.stages, queries.per_sm, softcap, packed
     return _BACKWARD[key]
 
 
@@ -144,18 +143,18 @@ def backward(
         return grads
     q, k, v, out, dout = (_aligned(x, options) for x in (q, k, v, out, dout))
     padded, dtype, pieces, softcap, packed = plan.padded_head_dim(d), q.dtype, pieces_of(q.dtype), options.softcap != 0, sequences >= 0
-    tile = plan.backward_tile(pieces, padded, softcap, packed, device_of(q.get_device()).shared_bytes)
+    of_keys, of_queries = tiles = plan.backward_tile(pieces, padded, softcap, packed, device_of(q.get_device()).shared_bytes)
     by_wgmma = options.wgmma and wgmma.supported(q, k, v, dout)
-    columns = plan.WGMMA_BACKWARD[plan.wgmma_head_dim(d)][0].columns if by_wgmma else tile.keys.columns
-    stats, dout_pieces = _stats(out, dout, lse, dlse, columns, pieces, bounds)
+    columns = plan.WGMMA_BACKWARD[plan.wgmma_head_dim(d)][0].columns if by_wgmma else of_keys.columns
+    stats, dout = _stats(out, dout, lse, dlse, columns, pieces, bounds)
     if by_wgmma:
         wgmma.backward(grads, q, k, v, dout, stats, options, bounds)
         return grads
-    (k, v, q), dout = _split(pieces, k, v, q), dout if dout_pieces is None else dout_pieces[:, :, :, 0]
-    key_blocks, query_blocks = plan.tiles(keys, tile.keys.rows, sequences), plan.tiles(queries, tile.queries.rows, sequences)
+    k, v, q = _split(pieces, k, v, q)
+    key_blocks, query_blocks = plan.tiles(keys, of_keys.rows, sequences), plan.tiles(queries, of_queries.rows, sequences)
     grid, (before, c) = batch * (key_blocks * (heads // group) + query_blocks * heads), options.factors
-    _backward_kernel(dtype, pieces, padded, softcap, packed, tile).on(q.get_device())(
-        (grid, 1, 1), (32 * tile.keys.warps, 1, 1), tile.backward_bytes(padded, pieces),
+    _backward_kernel(dtype, pieces, padded, softcap, packed, tiles).on(q.get_device())(
+        (grid, 1, 1), (32 * of_keys.warps, 1, 1), max(x.backward_bytes(padded, pieces) for x in tiles),
         *pointers(*grads, q, k, v, dout, stats[0], stats[1], *bounds), *wgmma.strides(*grads, q, k, v, dout),
         key_blocks, query_blocks, heads, batch, group, plan.section(keys, d, group, batch * heads), queries, keys, stats.shape[2], columns,
         sequences, d, options.causal, before, c * math.log(2) if pieces > 1 else c, options.scale,
@@ -163,10 +162,8 @@ def backward(
     return grads
 
 
-def _stats(
-    out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None, columns: int, pieces: int, bounds: Bounds
-) -> tuple[Tensor, Tensor | None]:
-    """What the backward needs of each query: lse and delta, (2, batch * heads, queries padded to tiles of `columns`), and dout's pieces."""
+def _stats(out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None, columns: int, pieces: int, bounds: Bounds) -> tuple[Tensor, Tensor]:
+    """What the backward needs of each query: lse and delta, (2, batch * heads, queries padded to tiles of `columns`), and dout."""
     (batch, heads, queries, d), lse, dlse = out.shape, lse.contiguous(), None if dlse is None else dlse.resolve_neg().contiguous()
     padded, padded_d = plan.tiles(queries, columns, bounds.sequences) * columns, plan.padded_head_dim(d)
     stats = torch.empty((2, batch * heads, padded), dtype=torch.float32, device=out.device)
@@ -177,7 +174,7 @@ def _stats(
         *pointers(stats[0], stats[1], dout_pieces, out, dout, lse, dlse, bounds.queries), *wgmma.strides(out, dout),
         heads, queries, padded, columns, bounds.sequences, d,
     )  # fmt: skip
-    return stats, dout_pieces
+    return stats, dout if dout_pieces is None else dout_pieces[:, :, :, 0]
 
 
 # ---- float32, see kernels_cu/attention/tile.cuh
