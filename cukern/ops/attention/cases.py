@@ -37,10 +37,6 @@ def _make_varlen(dims: Sequence[int], dtype: torch.dtype, device: torch.device |
     return *_drawn(lambda tokens, _, heads, D: [(tokens, heads, D)] * 3, dims, dtype, device), bounds
 
 
-def _grouped(q: Tensor, k: Tensor, v: Tensor, version: str | None = None) -> Tensor:
-    return attention(q, k, v, softcap=_SOFTCAP, version=version)
-
-
 def _sizes(softcap: float, q: Tensor, k: Tensor, v: Tensor, g: Tensor, lengths: Lengths = None) -> tuple[Tensor, ...]:
     """Of (batch, heads, rows, D): the sums of the absolute values of all terms of out, dq, dk and dv. The error of an exponent is one of
     its whole row. The softcap's slope, which is at most 1, is left out."""
@@ -72,10 +68,6 @@ def _rules(into: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor], s
         return tuple(back(x) for x in _sizes(softcap, q, k, v, g, lengths(*inputs[3:])))
 
     return {"reference": expected, "magnitude": magnitude}
-
-
-def _packed_reference(qkv: Tensor) -> Tensor:
-    return reference(*parts(qkv), _options(qkv.shape[-1]))[0].transpose(1, 2)
 
 
 def _packed_magnitude(inputs: Tensors, douts: Tensors) -> Tensors:
@@ -119,13 +111,15 @@ _register(
     sim_dims=((1, 1, 8), (1, 70, 64), (2, 19, 72)),
 )  # fmt: skip
 _register(
-    "attention_grouped", _grouped, ("q", "k", "v"), _GROUP, **_rules(lambda x: x[None], lambda x: x[0], _SOFTCAP),
+    "attention_grouped", partial(attention, softcap=_SOFTCAP), ("q", "k", "v"), _GROUP,
+    **_rules(lambda x: x[None], lambda x: x[0], _SOFTCAP),
     make=partial(_drawn, lambda n, T, D: [(_GROUP * n, T + 2, D), (n, T, D), (n, T, D)]),  # the first two queries see no key
     check_dims=((1, 1, 8), (2, 200, 64), (1, 130, 128)), sim_dims=((1, 40, 16), (1, 9, 8)),
     bench_dims=((24, 1024, 64), (8, 2048, 128)),
 )  # fmt: skip
 _register(
-    "attention_packed", attention_packed, ("qkv",), 1, reference=_packed_reference, magnitude=_packed_magnitude,
+    "attention_packed", attention_packed, ("qkv",), 1, magnitude=_packed_magnitude,
+    reference=lambda qkv: reference(*parts(qkv), _options(qkv.shape[-1]))[0].transpose(1, 2),
     make=partial(_drawn, lambda heads, T, D: [(1, T, 3, heads, D)]),
     check_dims=((1, 1, 8), (3, 200, 64), (2, 130, 128)), sim_dims=((1, 1, 8), (2, 20, 8)), bench_dims=((48, 1024, 64), (16, 1024, 128)),
 )  # fmt: skip

@@ -160,9 +160,7 @@ def _checked_bounds(cu_seqlens: Any, cu_seqlens_k: Any, version: str | None, q: 
         if x.ndim != 1 or not x.shape[0]:
             raise ValueError(f"{name} has shape {tuple(x.shape)}, it must be (sequences + 1,)")
         checks.one_device(q=q, **{name: x})
-        traced = torch.compiler.is_compiling() or transformed() or torch._C._len_torch_dispatch_stack()
-        readable = type(x) is Tensor and x.device.type == "cpu" and not traced
-        if readable and (x[0] != 0 or x[-1] != tokens or (x.diff() < 0).any()):
+        if _readable(x) and (x[0] != 0 or x[-1] != tokens or (x.diff() < 0).any()):
             raise ValueError(f"{name} must begin at 0, not decrease, and end at the number of tokens, {tokens}, got {x.tolist()}")
     one, two = bounds.values()
     if one.shape != two.shape:
@@ -173,6 +171,12 @@ def _checked_bounds(cu_seqlens: Any, cu_seqlens_k: Any, version: str | None, q: 
     if cu_seqlens_k is not None:
         return one, two.int().contiguous()
     return one, one.clone() if torch.compiler.is_compiling() else one  # torch.compile takes no tensor twice as inputs of a Function
+
+
+def _readable(x: Tensor) -> bool:
+    """True for a CPU tensor with values."""
+    plain = not (torch.compiler.is_compiling() or transformed() or torch._C._len_torch_dispatch_stack())
+    return plain and x.device.type == "cpu" and type(x) is Tensor
 
 
 def _in_window(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor, Tensor, Options]:
