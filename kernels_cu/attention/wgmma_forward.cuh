@@ -120,6 +120,28 @@ __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), PER_SM)
                 release(empty_v + 8 * of_v.stage);
                 of_v.advance();
             };
+            auto weigh = [&](bool started) {  // scores to weights, under the product by V of the tile before, if it was started
+                soften();
+                if constexpr (WARPGROUPS > 1) before_wait(fminf(total[0][0], total[0][1]));
+                if (WARPGROUPS > 1 || started) {
+                    finish_product(started);
+                    multiply_rows(o, shrink);
+                }
+                to_operand<T>(p, s[0]);
+            };
+            auto multiply = [&] {  // Q by `tile` of K, and the weights by the tile of V before
+                mbarrier_wait_in_block(full_k + 8 * of_k.stage, of_k.phase);
+                if constexpr (WARPGROUPS > 1) barrier_of(1 + warpgroup, 256);
+                wgmma_fence(o[0], p);
+                start_transposed<T, D, M>(s[0], q, k_ring + of_k.stage * TILE);
+                wgmma_commit();
+                start_product<T, D>(o[0], p, v_ring + of_v.stage * TILE);
+                wgmma_commit();
+                if (WARPGROUPS > 1 && (tile > begin || warpgroup < WARPGROUPS - 1)) arrive_at(1 + (warpgroup + 1) % WARPGROUPS, 256);
+                wgmma_wait<1>(s[0]);
+                release(empty_k + 8 * of_k.stage);
+                of_k.advance();
+            };
             if (tile >= begin) {
                 mbarrier_wait_in_block(full_k + 8 * of_k.stage, of_k.phase);
                 wgmma_fence();
@@ -129,28 +151,21 @@ __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), PER_SM)
                 release(empty_k + 8 * of_k.stage);
                 of_k.advance();
                 if (WARPGROUPS > 1 && warpgroup == WARPGROUPS - 1 && tile > begin) arrive_at(1, 256);  // warpgroup 0 starts
-                for (bool started = false;; started = true) {
-                    soften();
-                    if constexpr (WARPGROUPS > 1) {
-                        before_wait(fminf(total[0][0], total[0][1]));
-                        finish_product(started);
+                if constexpr (WARPGROUPS == 1) {  // With two copies of the softmax the kernel is faster.
+                    weigh(false);
+                    for (tile--; tile >= begin; tile--) {
+                        mbarrier_wait_in_block(full_v + 8 * of_v.stage, of_v.phase);
+                        multiply();
+                        weigh(true);
                     }
-                    multiply_rows(o, shrink);
-                    to_operand<T>(p, s[0]);
                     mbarrier_wait_in_block(full_v + 8 * of_v.stage, of_v.phase);
-                    if (tile-- == begin) break;
-                    mbarrier_wait_in_block(full_k + 8 * of_k.stage, of_k.phase);
-                    if constexpr (WARPGROUPS > 1) barrier_of(1 + warpgroup, 256);
-                    wgmma_fence(o[0], p);
-                    start_transposed<T, D, M>(s[0], q, k_ring + of_k.stage * TILE);
-                    wgmma_commit();
-                    start_product<T, D>(o[0], p, v_ring + of_v.stage * TILE);
-                    wgmma_commit();
-                    if (WARPGROUPS > 1 && (tile > begin || warpgroup < WARPGROUPS - 1)) arrive_at(1 + (warpgroup + 1) % WARPGROUPS, 256);
-                    wgmma_wait<1>(s[0]);
-                    release(empty_k + 8 * of_k.stage);
-                    of_k.advance();
-                    if constexpr (WARPGROUPS == 1) finish_product(true);  // other thread blocks of the SM multiply under the softmax
+                } else {  // With one copy it compiles in less time.
+                    for (bool started = false;; started = true) {
+                        weigh(started);
+                        mbarrier_wait_in_block(full_v + 8 * of_v.stage, of_v.phase);
+                        if (tile-- == begin) break;
+                        multiply();
+                    }
                 }
                 wgmma_fence(o[0], p);
                 start_product<T, D>(o[0], p, v_ring + of_v.stage * TILE);
