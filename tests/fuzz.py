@@ -385,13 +385,13 @@ def te(t, freqs, tensor_format="sbhd", start_positions=None, interleaved=False, 
 
 
 def draw_matmul(d: Draw) -> dict:
-    dtype, rows, m, k, n = d.dtype("float32", "float64"), d.shape(0, 2), d.size(), d.pick(*d.sizes, 40), d.size()
+    dtype, rows, m, k, n = d.dtype(), d.shape(0, 2), d.size(), d.pick(*d.sizes, 40), d.size()
     a, b = (d.tensor(shape, dtype, "ties", "zeros", "wild", "special") for shape in ((*rows, m, k), (k, n)))
     return {"a": a, "b": b, "version": d.version()}
 
 
 def draw_linear(d: Draw) -> dict:
-    dtype, k, n = d.dtype("float32", "float64"), d.pick(*d.sizes, 40), d.size()
+    dtype, k, n = d.dtype(), d.pick(*d.sizes, 40), d.size()
     args = {"x": d.tensor((*d.shape(0, 3), k), dtype, "wild"), "weight": d.tensor((n, k), dtype, "zeros", "wild")}
     return {**args, "bias": d.tensor((n,), dtype, "wild") if d.pick(True, False) else None, "version": d.version()}
 
@@ -544,7 +544,7 @@ FUZZED = {  # name: what draws its arguments, what is right, and how many roundi
     "rope_": (draw_rope, rope, 2),
     "apply_rotary_pos_emb": (draw_te, te, 2),
     "matmul": (draw_matmul, lambda a, b: a @ b, 6),
-    "linear": (draw_linear, lambda x, weight, bias=None: x @ weight.mT + (0 if bias is None else bias), 6),
+    "linear": (draw_linear, torch.nn.functional.linear, 6),
     "gelu": (draw_gelu, lambda x, bias=None, approximate="none": gated(x, 1.0, bias, approximate), 16),  # torch's own, with tanh
     "swiglu": (draw_swiglu, gated, 4),
     "geglu": (draw_swiglu, lambda gate, up, approximate="none": gated(gate, up, None, approximate), 16),

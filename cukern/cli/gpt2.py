@@ -30,11 +30,11 @@ from cukern.cli.gpt2_train import (
     pick_device,
     train,
 )
-from cukern.gpt2 import checkpoint, data, evaluate, parity
+from cukern.gpt2 import checkpoint, data, evaluate
+from cukern.gpt2.data import TOKENIZER_FILE, read_tokenizer, tokenizer_for, write_tokenizer
+from cukern.gpt2.evaluate import sample_text
 from cukern.gpt2.files import expect, replace
 from cukern.gpt2.model import GPT2, use_kernels
-from cukern.gpt2.tokenizer import FILE, read_tokenizer, tokenizer_for, write_tokenizer
-from cukern.gpt2.train import sample_text
 
 app = typer.Typer(no_args_is_help=True, help="GPT-2 with llm.c's file formats, on cukern's kernels.")
 app.command()(train)
@@ -87,7 +87,7 @@ def sample_model(
     made = make_model(model, 1024, pick_device(device), dtype)
     found = tokenizer_for(made.config.vocab_size, tokenizer)
     if found is None:
-        raise ValueError(f"--tokenizer must name a tokenizer file: there is no {FILE} in this folder")
+        raise ValueError(f"--tokenizer must name a tokenizer file: there is no {TOKENIZER_FILE} in this folder")
     say(sample_text(made, found, tokens, 1.0 if temperature is None else temperature))
 
 
@@ -105,7 +105,7 @@ def check(
     config, parameters = checkpoint.read_model(model)
     debug = checkpoint.read_debug_state(state, config)
     wrong = 0
-    for name, test in (("A", parity.test_a), ("B", parity.test_b)):
+    for name, test in (("A", evaluate.test_a), ("B", evaluate.test_b)):
         made = GPT2(config, device=place, dtype=torch.float32)
         made.load_parameters(parameters)
         with use_kernels(softmax_forward_kernel, softmax_backward_kernel, matmul_forward_kernel):

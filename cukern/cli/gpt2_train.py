@@ -17,11 +17,9 @@ from cukern.cli.bench import check_plot
 from cukern.cli.common import DTYPES, console, say
 from cukern.gpt2 import checkpoint, parallel
 from cukern.gpt2.checkpoint import Config
-from cukern.gpt2.data import builtin_text, tokenize, write_shards
+from cukern.gpt2.data import TOKENIZER_FILE, builtin_text, tokenize, tokenizer_for, write_shards
 from cukern.gpt2.files import expect
 from cukern.gpt2.model import GPT2, config_of, use_kernels
-from cukern.gpt2.tokenizer import FILE as TOKENIZER
-from cukern.gpt2.tokenizer import tokenizer_for
 from cukern.gpt2.train import SCHEDULES, Settings, Step, Trainer
 
 HELLASWAG = Path("dev/data/hellaswag/hellaswag_val.bin")  # llm.c's
@@ -184,7 +182,7 @@ def _describe(trainer: Trainer, tf32: bool) -> None:
     say(f"batch_size B={s.batch} * seq_len T={s.seq_len} * num_processes={s.num_processes} and total_batch_size={s.tokens * s.micro_steps}")
     say(f"=> setting grad_accum_steps={s.micro_steps}")
     if trainer.tokenizer is None and s.sample_every:
-        say(f"no samples: {TOKENIZER} is not in this folder, and --tokenizer names no other one")
+        say(f"no samples: {TOKENIZER_FILE} is not in this folder, and --tokenizer names no other one")
 
 
 def _run(trainer: Trainer, print_every: int) -> None:

@@ -1,6 +1,6 @@
 """GPT-2 with llm.c's file formats, on cukern's public ops.
 
-files: headers and sizes of llm.c's files, and files that are replaced in one step. tokenizer: tokens to text. data: text to tokens to
-batches. checkpoint: weights, optimizer state, debug state, and Hugging Face's weights. model: the network. train: the loop. sample: text
-from a model. evaluate: validation loss and HellaSwag. parity: llm.c's tests A and B. On the command line: `cukern gpt2 --help`.
+files: headers and sizes of llm.c's files, and files that are replaced in one step. data: text to tokens to batches, and back to text.
+checkpoint: weights, optimizer state, debug state, and Hugging Face's weights. model: the network. settings, train: the loop. parallel:
+several processes. evaluate: validation loss, HellaSwag, text, llm.c's tests A and B. On the command line: `cukern gpt2 --help`.
 """

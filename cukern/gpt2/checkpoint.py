@@ -9,7 +9,7 @@ import json
 import math
 import re
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from cukern.gpt2.data import LoaderState, Mt19937
 from cukern.gpt2.files import HEADER_BYTES, PathLike, check_size, expect, optional, read, read_tensor, replace, write_header, write_tensors
+from cukern.gpt2.parallel import barrier
 
 MODEL, DEBUG, STATE = 20240326, 20240327, 20240527  # magic numbers
 DTYPES = {3: torch.float32, 5: torch.bfloat16}  # version of a model file -> dtype of all its tensors
@@ -170,11 +171,7 @@ class State:
     rng_state_last_update: int = 0
     rank: int = 0
     num_processes: int = 1
-    is_divided: bool = False  # llm.c's -z 1: m, v and master are the part of this rank
-
-    @property
-    def parts(self) -> int:
-        return self.num_processes if self.is_divided else 1
+    parts: int = 1  # num_processes with llm.c's -z 1: m, v and master are the part of this rank
 
 
 # int32 at 0: magic, version, num_processes, rank, has master, shuffles; 40: step. uint64 at 80: the two rng states; 120: shard, sample
@@ -196,24 +193,18 @@ def write_state(path: PathLike, config: Config, state: State) -> None:
             file.write(rng)
 
 
-def num_processes_of(path: PathLike) -> int:
-    """The number of processes of the run that wrote an optimizer state."""
-    with read(path, STATE, (1,), "an optimizer state") as (_, header):
-        return header[2]
-
-
-def read_state(path: PathLike, config: Config, *, rank: int = 0, num_processes: int = 1, is_divided: bool = False) -> State:
-    """The state of one rank. The file holds neither the sizes of the model nor whether it is divided: another size is refused."""
+def read_state(path: PathLike, config: Config, *, rank: int = 0, num_processes: int = 1, parts: int = 1) -> State:
+    """The state of one rank. The file holds neither the sizes of the model nor its parts: another size is refused."""
     with read(path, STATE, (1,), "an optimizer state") as (file, header):
         fields = _STATE_HEADER.unpack_from(struct.pack("<256i", *header))
         processes, found, has_master, shuffles, step, rng, last_rng, shard, sample = fields[2:]
-        expect((found, processes) == (rank, num_processes), f"rank {rank} of {num_processes}", f"rank {found} of {processes}")
-        count, parts = 3 if has_master else 2, num_processes if is_divided else 1
+        expect((found, processes) == (rank, num_processes), f"rank {rank} of {num_processes} processes", f"rank {found} of {processes}")
+        count = 3 if has_master else 2
         if not shuffles:
             check_size(file, HEADER_BYTES + 4 * count * (config.num_parameters // parts), f"{count} arrays of {config}")
         m, v, *master = (_read_parameters(file, config, torch.float32, parts) for _ in range(count))
         loader = LoaderState(shard, sample, _read_shuffle(file) if shuffles else None)
-        return State(step, m, v, loader, master[0] if master else None, rng, last_rng, rank, num_processes, is_divided)
+        return State(step, m, v, loader, master[0] if master else None, rng, last_rng, rank, num_processes, parts)
 
 
 def _read_shuffle(file: BinaryIO) -> tuple[np.ndarray, np.ndarray, bytes]:
@@ -234,9 +225,9 @@ def paths(folder: PathLike, step: int, rank: int = 0) -> tuple[Path, Path, Path]
     return Path(folder, f"model_{step:08}.bin"), Path(folder, f"state_{step:08}_{rank:05}.bin"), Path(folder, f"DONE_{step:08}")
 
 
-def save(folder: PathLike, config: Config, parameters: Parameters, state: State, barrier: Callable[[], object] = lambda: None) -> None:
+def save(folder: PathLike, config: Config, parameters: Parameters, state: State) -> None:
     """Write the checkpoint of a run after `state.step` updates. Until all of it is on disk, an older one is the latest. Each process of the
-    run calls this with its own state; `barrier` waits for the others. The first one writes the weights."""
+    run calls this with its own state. The first one writes the weights."""
     model, optimizer, done = paths(folder, state.step, state.rank)
     Path(folder).mkdir(parents=True, exist_ok=True)
     if state.rank == 0:

@@ -1,4 +1,4 @@
-"""From text to token shards in llm.c's format, and llm.c's data loader: the same batches in the same order."""
+"""From text to tokens to batches: llm.c's tokenizer file and token shards, and its data loader, with the same batches in the same order."""
 
 import glob
 import hashlib
@@ -14,10 +14,75 @@ import torch
 from torch import Tensor
 
 from cukern.gpt2.files import HEADER_BYTES, PathLike, check_size, expect, optional, read, replace, write_header
-from cukern.gpt2.tokenizer import GPT2_EOT, Tokenizer, byte_tokenizer
 
-MAGIC, VERSION = 20240520, 1
+SHARD, TOKENIZER = 20240520, 20240328  # magic numbers
 MAX_TOKENS = (2**31 - HEADER_BYTES - 1) // 2  # of a shard: llm.c's loader holds offsets in bytes as int32
+GPT2_VOCAB, GPT2_EOT = 50257, 50256
+TOKENIZER_FILE = "gpt2_tokenizer.bin"  # the name of the published one
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """The bytes of each token (1 to 255 bytes), and the token that separates texts (EOT)."""
+
+    tokens: tuple[bytes, ...]
+    eot: int
+
+    def __post_init__(self) -> None:
+        expect(0 <= self.eot < len(self.tokens), f"an EOT token from 0 to {len(self.tokens) - 1}", self.eot)
+        for i, token in enumerate(self.tokens):
+            expect(0 < len(token) < 256, f"1 to 255 bytes for token {i}", len(token))
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """The text. Bytes that are not UTF-8, such as a part of a character, become U+FFFD."""
+        tokens = list(tokens)
+        for token in tokens:
+            expect(0 <= token < len(self.tokens), f"a token from 0 to {len(self.tokens) - 1}", token)
+        return b"".join(self.tokens[token] for token in tokens).decode(errors="replace")
+
+
+def byte_tokenizer() -> Tokenizer:
+    """One token per byte. EOT is byte 0, which ordinary text does not contain."""
+    return Tokenizer(tuple(bytes([i]) for i in range(256)), eot=0)
+
+
+def read_tokenizer(path: PathLike) -> Tokenizer:
+    """Read gpt2_tokenizer.bin. Version 1 has no slot for EOT; it is GPT-2's, 50256."""
+    tokens = []
+    with read(path, TOKENIZER, (1, 2), "a tokenizer") as (file, header):
+        version, count, eot = header[1:4]
+        if version == 1:
+            expect(count == GPT2_VOCAB, f"{GPT2_VOCAB} tokens in version 1", count)
+            eot = GPT2_EOT
+        expect(0 <= eot < count, f"an EOT token from 0 to {count - 1}", eot)
+        for i in range(count):
+            length = file.read(1)
+            expect(length, f"{count} tokens", f"the end of the file after {i} tokens")
+            tokens.append(file.read(length[0]))
+            expect(0 < length[0] == len(tokens[i]), f"1 to 255 bytes for token {i}", f"{len(tokens[i])} bytes of {length[0]}")
+        check_size(file, file.tell(), f"{count} tokens")
+        return Tokenizer(tuple(tokens), eot)
+
+
+def write_tokenizer(path: PathLike, tokenizer: Tokenizer) -> None:
+    """Write version 2 of the file."""
+    with replace(path) as file:
+        write_header(file, TOKENIZER, 2, len(tokenizer.tokens), tokenizer.eot)
+        file.write(b"".join(bytes([len(token)]) + token for token in tokenizer.tokens))
+
+
+def tokenizer_for(vocab_size: int, path: PathLike | None = None) -> Tokenizer | None:
+    """The tokenizer of a model: of the file, else bytes for 256 tokens, else gpt2_tokenizer.bin in the current folder, if it is there."""
+    if path is None and vocab_size == 256:
+        return byte_tokenizer()
+    if path is None and not os.path.exists(TOKENIZER_FILE):
+        return None
+    tokenizer = read_tokenizer(path or TOKENIZER_FILE)
+    expect(len(tokenizer.tokens) == vocab_size, f"the model's {vocab_size} tokens", len(tokenizer.tokens), path or TOKENIZER_FILE)
+    return tokenizer
+
+
+# ---- token shards
 
 
 def write_shard(path: PathLike, tokens: np.ndarray) -> None:
@@ -27,13 +92,13 @@ def write_shard(path: PathLike, tokens: np.ndarray) -> None:
     expect(0 < tokens.size <= MAX_TOKENS, f"1 to {MAX_TOKENS} tokens (llm.c reads shards below 2 GiB)", tokens.size, path)
     expect(tokens.min() >= 0 and tokens.max() < 65536, "tokens from 0 to 65535", f"{tokens.min()} to {tokens.max()}", path)
     with replace(path) as file:
-        write_header(file, MAGIC, VERSION, tokens.size)
+        write_header(file, SHARD, 1, tokens.size)
         file.write(tokens.astype("<u2").tobytes())
 
 
 def shard_length(path: PathLike) -> int:
     """The number of tokens in a shard, after checks of the header and of the size of the file."""
-    with read(path, MAGIC, (VERSION,), "a token shard") as (file, header):
+    with read(path, SHARD, (1,), "a token shard") as (file, header):
         count = header[2]
         check_size(file, HEADER_BYTES + 2 * count, f"{count} tokens")
         return count
@@ -129,9 +194,8 @@ class Mt19937:
         _, left, position, key, matrix = np.frombuffer(data, cls.STRUCT, 1)[0].tolist()
         unused = (left, position) == (1, 0)
         expect(tuple(matrix) == cls.MATRIX, f"the constants {cls.MATRIX} of MT19937", tuple(matrix))
-        expect(
-            unused or (left + position == 625 and 0 < position < 625), "left + next = 625 in the state of MT19937", f"{left} + {position}"
-        )
+        valid = unused or (left + position == 625 and 0 < position < 625)
+        expect(valid, "left + next = 625 in the state of MT19937", f"{left} + {position}")
         rng = cls(0)
         rng._unused = unused
         rng._bits.state = {"bit_generator": "MT19937", "state": {"key": np.array(key, np.uint32), "pos": 624 if unused else position}}
@@ -225,13 +289,13 @@ class DataLoader:
         """Go to a saved state, of a loader with the same shards, sizes and choice of shuffling."""
         shuffles = state.shuffle is not None
         expect(shuffles == self.shuffle, f"a loader state with shuffle={self.shuffle}", f"shuffle={shuffles}")
-        order = state.shuffle[0] if state.shuffle else self._shard_order
+        order, sample_order, rng = state.shuffle or (self._shard_order, None, b"")
         expect(len(order) == len(self.paths), f"a loader state of {len(self.paths)} shards", len(order))
         expect(0 <= state.shard < len(order), f"a shard from 0 to {len(order) - 1}", state.shard)
         samples = self._num_samples[order[state.shard]]
-        sample_order = state.shuffle[1] if state.shuffle else np.arange(samples, dtype=np.int32)
+        sample_order = np.arange(samples, dtype=np.int32) if sample_order is None else sample_order
         expect(len(sample_order) == samples, f"a loader state of {samples} samples", len(sample_order))
         expect(0 <= state.sample <= samples, f"a sample from 0 to {samples}", state.sample)
-        if state.shuffle:
-            self._rng = Mt19937.from_bytes(state.shuffle[2])
+        if shuffles:
+            self._rng = Mt19937.from_bytes(rng)
         self._shard, self._sample, self._shard_order, self._sample_order = state.shard, state.sample, order.copy(), sample_order.copy()

@@ -1,15 +1,19 @@
-"""How good a model is: the mean validation loss, and the accuracy on HellaSwag's file of llm.c."""
+"""What a model has learned: its validation loss, its accuracy on llm.c's HellaSwag file, its text, and llm.c's tests A and B."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 import cukern
-from cukern.gpt2.data import DataLoader
+from cukern.gpt2.checkpoint import DebugState
+from cukern.gpt2.data import DataLoader, Tokenizer
 from cukern.gpt2.files import PathLike, check_size, expect, read
 from cukern.gpt2.model import GPT2
 
@@ -84,3 +88,151 @@ def hellaswag_accuracy(model: GPT2, examples: Sequence[Example], batch: int = 4)
         best = (losses.sum(1) / (targets >= 0).sum(1)).view(-1, CHOICES).argmin(1).tolist()
         right += sum(choice == example.label for choice, example in zip(best, some, strict=True))
     return right, len(examples)
+
+
+# ---- text, by llm.c's sampler: the same tokens from the same logits
+
+
+class Xorshift:
+    """llm.c's random numbers, xorshift64* (Vigna, arXiv 1402.6246). `state` is its 64 bits, not all 0; llm.c samples from 1337 on."""
+
+    def __init__(self, state: int = 1337) -> None:
+        expect(isinstance(state, int) and 0 < state < 2**64, "a state from 1 to 2^64 - 1", state)
+        self.state = state
+
+    def uint32(self) -> int:
+        self.state ^= self.state >> 12
+        self.state ^= (self.state << 25) % 2**64
+        self.state ^= self.state >> 27
+        return (self.state * 0x2545F4914F6CDD1D) % 2**64 >> 32
+
+    def uniform(self) -> float:
+        """From 0 to 1 - 2^-24, a multiple of 2^-24."""
+        return (self.uint32() >> 8) / 2**24
+
+
+def draw(logits: Tensor, coin: float, *, temperature: float = 1.0) -> int:
+    """The token of softmax(logits) at which the running sum of the probabilities exceeds `coin`, as llm.c computes it.
+
+    Args:
+        logits: (vocabulary,), without the padding. coin: a random number, at least 0 and less than 1.
+        temperature: divides the logits; 0 takes the largest. llm.c has none.
+
+    The exponentials, without subtraction of the maximum, and their running sum are float32, and their sum is float64. Logits above 88
+    overflow, and the last token is drawn. Raises ValueError for NaN logits, another shape, and numbers outside their range.
+    """
+    expect(logits.ndim == 1 and len(logits) > 0, "logits of shape (vocabulary,)", tuple(logits.shape))
+    expect(0 <= coin < 1, "a coin in [0, 1)", coin)
+    expect(0 <= temperature < float("inf"), "a finite temperature of at least 0", temperature)
+    logits = logits.float().cpu()
+    expect(not logits.isnan().any(), "logits that are not NaN", "NaN")
+    if temperature == 0:
+        return int(logits.argmax())
+    with np.errstate(over="ignore", invalid="ignore"):
+        exponentials = np.exp((logits / temperature).numpy().astype(np.float64)).astype(np.float32)  # as expf of the C library
+        cdf = np.cumsum(exponentials)  # one after the other, as a loop adds
+        above = np.float32(coin * np.cumsum(exponentials, dtype=np.float64)[-1]) < cdf
+    return int(above.argmax()) if above.any() else len(cdf) - 1
+
+
+@torch.no_grad()
+def generate(
+    model: GPT2, tokenizer: Tokenizer, length: int, rng: Xorshift | None = None, *, prompt: Sequence[int] = (), temperature: float = 1.0
+) -> Iterator[int]:
+    """Yield the tokens that follow a prompt, each as soon as it is drawn: `for token in generate(model, tokenizer, 64): ...`
+
+    Args:
+        length: the tokens of prompt and text together, as llm.c's -g: at most max_seq_len.
+        rng: None: from 1337 on, as llm.c's bfloat16 program at each call; its float32 program goes on with one Xorshift.
+        prompt: tokens; without any, the tokenizer's EOT. temperature: as in `draw`.
+
+    Only new tokens are computed, one row of them; so logits differ from llm.c's by rounding. Raises ValueError for a bad length or prompt.
+    """
+    rng, new = rng or Xorshift(), list(prompt) or [tokenizer.eot]
+    least, most, cache = len(new), model.config.max_seq_len, model.make_cache(1)
+    expect(least <= length <= most, f"a length from the prompt's {least} tokens to max_seq_len = {most}", length)
+    for _ in range(length - least):
+        logits = model(torch.tensor([new], device=model.wte.device), cache=cache)[0, -1, : model.config.vocab_size]
+        new = [draw(logits, rng.uniform(), temperature=temperature)]
+        yield new[0]
+
+
+def sample_text(model: GPT2, tokenizer: Tokenizer, count: int, temperature: float = 1.0, prompt: Sequence[int] = ()) -> str:
+    """Text from llm.c's sampler with its first seed. `count` includes the prompt, or the EOT that replaces it. A count above max_seq_len
+    gives several texts."""
+    rng, most = Xorshift(), model.config.max_seq_len
+    lengths = [max(len(prompt), min(most, count - start)) for start in range(0, count, most)]
+    texts = ([*prompt, *generate(model, tokenizer, n, rng, prompt=prompt, temperature=temperature)] for n in lengths)
+    return "\n".join(map(tokenizer.decode, texts))
+
+
+# ---- llm.c's tests A (test_gpt2_fp32.cu) and B (test_gpt2.cu): logits, gradients, and the losses of ten steps on the debug state's batch.
+# llm.c's published losses hold for its published model and debug state. Besides llm.c's limits there is a stricter one: the relative L2
+# error of each gradient is at most 1e-4.
+
+LOSSES_A = 5.270007, 4.059707, 3.375123, 2.800783, 2.315382, 1.849029, 1.394656, 0.999147, 0.624080, 0.376511  # rounded
+LOSSES_B = 5.270009, 4.060681, 3.320085, 2.717550, 2.181066, 1.653923, 1.168050, 0.736873, 0.401021, 0.187493
+Limits = tuple[float, float, float, float]  # of logits, losses, elements of gradients, and of these relative to the element
+
+
+@dataclass(frozen=True)
+class Row:
+    """One comparison: |found - expected| may be at most `limit`."""
+
+    what: str
+    expected: float
+    found: float
+    limit: float
+
+    @property
+    def ok(self) -> bool:
+        return abs(self.found - self.expected) <= self.limit
+
+
+def test_a(model: GPT2, state: DebugState, losses: Sequence[float] = LOSSES_A, optimizer: Any = torch.optim.AdamW) -> list[Row]:
+    """llm.c's test of its float32 program: all parameters decay by 0.01, betas 0.9 and 0.999, no clipping.
+
+    Args:
+        model: float32, with the weights of the debug state. It is trained for a step per loss.
+        losses: of the steps, each before its update. optimizer: called as torch.optim.AdamW.
+
+    Returns the comparisons. TF32 is off meanwhile. Raises TypeError for a model of another dtype, ValueError for logits that do not fit.
+    """
+    adamw = optimizer(model.parameters(), lr=1e-4, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01)
+    return _compare(model, state, losses, adamw, math.inf, (1e-2, 1e-2, 1e-2, 0.0))
+
+
+def test_b(model: GPT2, state: DebugState, losses: Sequence[float] = LOSSES_B, optimizer: Any = torch.optim.AdamW) -> list[Row]:
+    """As `test_a`, llm.c's test of its main program in float32: no decay, betas 0.9 and 0.95, the gradient's norm clipped to 1."""
+    adamw = optimizer(model.parameters(), lr=1e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
+    return _compare(model, state, losses, adamw, 1.0, (1e-3, 1e-5, 1e-6, 0.079))
+
+
+def _compare(model: GPT2, state: DebugState, losses: Sequence[float], optimizer: Any, max_norm: float, limits: Limits) -> list[Row]:
+    device, V, rows = model.wte.device, model.config.vocab_size, list[Row]()
+    expect(model.wte.dtype == torch.float32, "a float32 model", model.wte.dtype, error=TypeError)
+    expect(state.logits.shape[-1] == V, f"logits of {V} tokens", state.logits.shape[-1])
+    x, y = state.x.to(device), state.y.to(device)
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        error = (model(x).detach()[..., :V] - state.logits.to(device)).abs().max()
+        rows.append(Row("logits, largest error", 0.0, error.item(), limits[0]))
+        for step, expected in enumerate(losses):
+            model.zero_grad()
+            loss = model(x, y)
+            loss.backward()
+            if step == 0:
+                rows.append(Row("loss of the debug state", state.loss, loss.item(), limits[1]))
+                for name, found in model.gradients_by_name().items():
+                    gradient = state.gradients[name].to(device)
+                    error = found - gradient
+                    share = (error.abs() / (limits[2] + limits[3] * gradient.abs())).max().item()
+                    rows.append(Row(f"gradient of {name}, largest share of llm.c's limit", 0.0, share, 1.0))
+                    rows.append(Row(f"gradient of {name}, relative L2 error", 0.0, (error.norm() / gradient.norm()).item(), 1e-4))
+            rows.append(Row(f"loss of step {step}", expected, loss.item(), limits[1]))
+            torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+            optimizer.step()
+    finally:
+        torch.set_float32_matmul_precision(precision)
+    return rows

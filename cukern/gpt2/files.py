@@ -41,21 +41,16 @@ def replace(path: PathLike) -> Iterator[BinaryIO]:
             file.flush()
             os.fsync(file.fileno())  # some file systems report a full disk only here
         os.replace(temporary, path)
-        _sync_folder(os.path.dirname(os.path.abspath(path)))
+        with contextlib.suppress(OSError):  # Windows and some network file systems cannot open a folder
+            folder = os.open(os.path.dirname(os.path.abspath(path)), os.O_RDONLY)
+            try:
+                os.fsync(folder)  # before another file can depend on the new name
+            finally:
+                os.close(folder)
     except BaseException:
         with contextlib.suppress(OSError):
             os.remove(temporary)
         raise
-
-
-def _sync_folder(folder: str) -> None:
-    """Write the new name to disk, before another file can depend on it. Windows and some network file systems cannot open a folder."""
-    with contextlib.suppress(OSError):
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 def write_header(file: BinaryIO, *slots: int) -> None:

@@ -163,18 +163,17 @@ class GPT2(torch.nn.Module):
         """The parameters with llm.c's names, one per layer."""
         return {name: list(p) if isinstance(p := getattr(self, name), ParameterList) else [p] for name in PARAMETERS}
 
-    def stack(self, tensors: Mapping[str, list[Tensor]]) -> dict[str, Tensor]:
-        """Stack the parts of each name over the layers, as in llm.c's files."""
-        stacked = {name: torch.stack([full(part) for part in parts]) for name, parts in tensors.items()}
+    def by_name(self, tensor_of: Callable[[Parameter], Tensor]) -> dict[str, Tensor]:
+        """Copies of a tensor for each parameter, with llm.c's names, stacked over the layers as in llm.c's files."""
+        stacked = {name: torch.stack([full(tensor_of(p)) for p in parts]) for name, parts in self.parts().items()}
         return {name: x if PARAMETERS[name][0].startswith("L") else x[0] for name, x in stacked.items()}
 
     def parameters_by_name(self) -> dict[str, Tensor]:
-        """Copies of the parameters with llm.c's names, stacked over the layers."""
-        return self.stack({name: [p.detach() for p in parts] for name, parts in self.parts().items()})
+        return self.by_name(lambda p: p.detach())
 
     def gradients_by_name(self) -> dict[str, Tensor]:
-        """Copies of the gradients, as `parameters_by_name`; those that are None are 0."""
-        return self.stack({n: [torch.zeros_like(p) if p.grad is None else p.grad for p in ps] for n, ps in self.parts().items()})
+        """Those that are None are 0."""
+        return self.by_name(lambda p: torch.zeros_like(p) if p.grad is None else p.grad)
 
     @torch.no_grad()
     def load_parameters(self, parameters: Mapping[str, Tensor]) -> None:
@@ -186,18 +185,20 @@ class GPT2(torch.nn.Module):
             for part, tensor in zip(parts, parameters[name].view(len(parts), *parts[0].shape), strict=True):
                 part.copy_(tensor)
 
+    @torch.no_grad()
     def initialize(self, seed: int = 42) -> None:
         """llm.c's random weights, the same bits on each device: matrices from N(0, 0.02^2), those that end a branch divided by sqrt(2
         layers), drawn as torch's normal_ draws in float32 on the CPU. Biases and the padding are 0, layernorm's weights 1."""
         c, rng, std = self.config, torch.Generator().manual_seed(seed), np.float32(0.02)
         branch_std = std * (np.float32(1) / np.sqrt(np.float32(2 * c.num_layers)))
-        parts = {name: [torch.full(p.shape, float(name in ("ln1w", "ln2w", "lnfw"))) for p in ps] for name, ps in self.parts().items()}
-        draws = [(parts["wte"][0][: c.vocab_size], std), (parts["wpe"][0], std)]
+        for name, parts in self.parts().items():
+            for p in parts:
+                p.fill_(name in ("ln1w", "ln2w", "lnfw"))
+        draws = [(self.wte[: c.vocab_size], std), (self.wpe, std)]
         for i in range(c.num_layers):
-            draws += [(parts[name][i], branch_std if name.endswith("projw") else std) for name in DECAYED[2:]]
-        for tensor, one in draws:
-            tensor.normal_(0, float(one), generator=rng)
-        self.load_parameters(self.stack(parts))
+            draws += [(getattr(self, name)[i], branch_std if name.endswith("projw") else std) for name in DECAYED[2:]]
+        for p, one in draws:
+            p.copy_(torch.empty(p.shape).normal_(0, float(one), generator=rng))
 
     def decay_groups(self, weight_decay: float) -> list[dict[str, Any]]:
         """Groups of parameters for an optimizer: weight decay on the matrices only, as llm.c."""

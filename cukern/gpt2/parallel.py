@@ -33,7 +33,7 @@ def _is_one_of_many() -> bool:
     return distributed.is_available() and distributed.is_initialized()
 
 
-def wrap(model: torch.nn.Module, zero: int) -> torch.nn.Module:
+def wrap(model: Any, zero: int) -> Any:
     """A module that computes as `model`, and whose backward averages the gradients over the processes. With `zero`, the parameters of the
     model are DTensors from then on, sharded along their first dimension, except during a forward and its backward."""
     if not _is_one_of_many():
@@ -44,10 +44,8 @@ def wrap(model: torch.nn.Module, zero: int) -> torch.nn.Module:
     from torch.distributed.fsdp import fully_shard
 
     count = distributed.get_world_size()
-    for name, p in model.named_parameters():
-        expect(len(p) % count == 0, f"a first dimension of {name} that is a multiple of the {count} processes, for -z 1", len(p))
-    fully_shard(model, mesh=init_device_mesh(next(model.parameters()).device.type, (count,)), reshard_after_forward=False)
-    return model
+    model.config.shapes_of(count)  # refuses sizes that the processes cannot divide
+    return fully_shard(model, mesh=init_device_mesh(model.wte.device.type, (count,)), reshard_after_forward=False)
 
 
 def averaged(network: Any, now: bool) -> contextlib.AbstractContextManager:
@@ -57,12 +55,6 @@ def averaged(network: Any, now: bool) -> contextlib.AbstractContextManager:
     if hasattr(network, "set_requires_gradient_sync"):  # FSDP2
         network.set_requires_gradient_sync(now)
     return contextlib.nullcontext()
-
-
-def reshard(network: Any) -> None:
-    """After a forward without a backward: keep only this process's part of the parameters."""
-    if hasattr(network, "reshard"):
-        network.reshard()
 
 
 def mean(x: Tensor) -> Tensor:
@@ -90,7 +82,8 @@ def full(x: Any) -> Tensor:
 
 
 def like(p: Any, part: Tensor) -> Tensor:
-    """A DTensor as p, of which this process holds `part`; `part` if p is no DTensor."""
+    """The elements of p in `part`: a tensor as p, or a DTensor as p, of which this process holds `part`."""
+    part = part.view(local(p).shape)
     if not hasattr(p, "to_local"):
         return part
     from torch.distributed.tensor import DTensor

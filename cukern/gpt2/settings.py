@@ -68,14 +68,6 @@ class Settings:
         return self.batch * self.seq_len * self.num_processes
 
     @property
-    def is_divided(self) -> bool:  # the state of the optimizer, among the processes
-        return self.zero == 1 and self.num_processes > 1
-
-    @property
-    def skips(self) -> bool:
-        return self.skip_loss > 0 or self.skip_norm > 0
-
-    @property
     def micro_steps(self) -> int:  # forward and backward passes of an update
         return max(1, self.total_batch // self.tokens)
 

@@ -4,7 +4,7 @@ import math
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,25 +15,15 @@ from torch.nn.utils import get_total_norm
 
 from cukern import AdamW
 from cukern.gpt2 import checkpoint, parallel
-from cukern.gpt2.data import DataLoader
-from cukern.gpt2.evaluate import hellaswag_accuracy, read_hellaswag, validation_loss
+from cukern.gpt2.data import DataLoader, Tokenizer
+from cukern.gpt2.evaluate import hellaswag_accuracy, read_hellaswag, sample_text, validation_loss
 from cukern.gpt2.files import expect, replace
 from cukern.gpt2.model import GPT2
-from cukern.gpt2.sample import Xorshift, generate
 from cukern.gpt2.settings import SCHEDULES as SCHEDULES
 from cukern.gpt2.settings import Settings, Step, learning_rate
-from cukern.gpt2.tokenizer import Tokenizer
 
 WINDOW = 128  # steps over which z-scores are computed
 RNG = 13371337  # llm.c's first state of stochastic rounding, which cukern draws from the step
-
-
-def sample_text(model: GPT2, tokenizer: Tokenizer, count: int, temperature: float = 1.0, prompt: Sequence[int] = ()) -> str:
-    """Text from llm.c's sampler with its first seed. `count` includes the prompt, or the EOT that replaces it. A count above max_seq_len
-    gives several texts."""
-    rng, most, options = Xorshift(), model.config.max_seq_len, {"temperature": temperature, "prompt": prompt or None}
-    lengths = [max(len(prompt), min(most, count - start)) for start in range(0, count, most)]
-    return "\n".join(tokenizer.decode([*prompt, *generate(model, tokenizer, n, rng, **options)]) for n in lengths)  # type: ignore[arg-type]
 
 
 def z_score(value: float, window: deque[float]) -> float:
@@ -69,21 +59,21 @@ class Trainer:
         expect(model.wte.dtype in checkpoint.DTYPES.values(), "a float32 or bfloat16 model", model.wte.dtype, error=TypeError)
         expect(s.seq_len <= config.max_seq_len, f"seq_len of at most the model's max_seq_len = {config.max_seq_len}", s.seq_len)
         pattern, vocabulary = s.val_data if s.overfit else s.train_data, config.vocab_size
-        ranks: dict[str, Any] = {"rank": s.rank, "num_processes": s.num_processes, "vocab_size": vocabulary}
-        self.train_data = DataLoader(pattern, s.batch, s.seq_len, shuffle=not s.overfit, **ranks)
-        self.val_data = DataLoader(s.val_data, s.batch, s.seq_len, **ranks)
+        options: dict[str, Any] = {"rank": s.rank, "num_processes": s.num_processes, "vocab_size": vocabulary}
+        self.train_data = DataLoader(pattern, s.batch, s.seq_len, shuffle=not s.overfit, **options)
+        self.val_data = DataLoader(s.val_data, s.batch, s.seq_len, **options)
         self.total = s.steps if s.steps > 0 else self.train_data.num_tokens // (s.tokens * s.micro_steps)
         expect(self.total > 0, f"at least one update's {s.tokens * s.micro_steps} tokens", self.train_data.num_tokens, pattern)
         self.val_batches = s.val_batches if s.val_batches > 0 else self.val_data.num_tokens // s.tokens
         self.examples = read_hellaswag(s.hellaswag, vocabulary) if s.hellaswag else []
         self.graph: tuple[torch.cuda.CUDAGraph, Tensor, Tensor] | None = None  # of an update; its batches; loss and norm
         self.eager_updates = 0
+        self.skips = s.skip_loss > 0 or s.skip_norm > 0
+        self.parts = s.num_processes if s.zero else 1  # of the optimizer's state
         state = self._start()
         self.network = parallel.wrap(model, s.zero)  # may replace the parameters
-        self.has_masters = s.master and model.wte.dtype == torch.bfloat16
-        randomly = model.wte.dtype == torch.bfloat16 and not s.master and model.wte.is_cuda
-        options: dict[str, Any] = {"max_norm": s.max_norm, "master_weights": self.has_masters, "stochastic_rounding": randomly}
-        self.optimizer = AdamW(model.decay_groups(s.weight_decay), lr=s.lr, betas=s.betas, eps=1e-8, **options)
+        of_bfloat16: dict[str, Any] = {"master_weights": s.master, "stochastic_rounding": not s.master and model.wte.is_cuda}
+        self.optimizer = AdamW(model.decay_groups(s.weight_decay), lr=s.lr, betas=s.betas, max_norm=s.max_norm, **of_bfloat16)
         if state is not None:
             self._restore(state)
         self.position = self.train_data.state()  # of the loader before the next batches
@@ -94,19 +84,14 @@ class Trainer:
         """Write a checkpoint, then delete the one that is too old. Each process calls this."""
         s, model, slots = self.settings, self.model, self.optimizer.state
         assert s.out is not None
-        m, v = self._parts(lambda p: slots[p]["exp_avg"]), self._parts(lambda p: slots[p]["exp_avg_sq"])
-        master = self._parts(lambda p: slots[p]["master"] if self.has_masters else p.detach()) if s.master else None
-        ranks: dict[str, Any] = {"rank": s.rank, "num_processes": s.num_processes, "is_divided": s.is_divided}
-        state = checkpoint.State(self.step, m, v, self.position, master, RNG, RNG, **ranks)
-        checkpoint.save(s.out, model.config, model.parameters_by_name(), state, parallel.barrier)
+        m = model.by_name(lambda p: parallel.local(slots[p]["exp_avg"]).cpu())
+        v = model.by_name(lambda p: parallel.local(slots[p]["exp_avg_sq"]).cpu())
+        master = model.by_name(lambda p: parallel.local(slots[p].get("master", p.detach())).cpu()) if s.master else None
+        state = checkpoint.State(self.step, m, v, self.position, master, RNG, RNG, s.rank, s.num_processes, self.parts)
+        checkpoint.save(s.out, model.config, model.parameters_by_name(), state)
         old = self.step - s.keep * s.checkpoint_every
         if s.rank == 0 and s.keep and old > 0 and not (s.major_every and old % s.major_every == 0):
             checkpoint.delete(s.out, old)
-
-    def _parts(self, tensor_of: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-        """This process's parts of a tensor for each parameter, with llm.c's names, stacked over the layers."""
-        parts = self.model.parts().items()
-        return self.model.stack({name: [parallel.local(tensor_of(p)).cpu() for p in ps] for name, ps in parts})
 
     def _start(self) -> checkpoint.State | None:
         """Go to the newest checkpoint, if there is one. Lines of main.log from its step on are removed, because those steps run again."""
@@ -116,7 +101,7 @@ class Trainer:
         log, newest = Path(s.out, "main.log"), checkpoint.latest_step(s.out)
         expect(s.resume or newest is None, "a folder without checkpoints, or resume", f"a checkpoint of step {newest}", s.out)
         state = None if newest is None else self._load(newest)
-        text = log.read_text() if newest is not None and log.exists() else ""
+        text = log.read_text() if log.exists() else ""
         kept = [match[0] for match in re.finditer(r"^s:(\d+) .*\n", text, re.MULTILINE) if int(match[1]) < self.step]
         parallel.barrier()  # the others have looked for a checkpoint
         if s.rank == 0:
@@ -129,13 +114,10 @@ class Trainer:
         """Read a checkpoint: the model gets its weights, the loader its place."""
         s, model = self.settings, self.model
         assert s.out is not None
-        (weights, first, _), path = checkpoint.paths(s.out, step), checkpoint.paths(s.out, step, s.rank)[1]
-        found = checkpoint.num_processes_of(first)
-        expect(found == s.num_processes, f"a checkpoint of {s.num_processes} processes", f"one of {found}", first)
+        weights, path, _ = checkpoint.paths(s.out, step, s.rank)
         config, parameters = checkpoint.read_model(weights, model.config)
         expect(parameters["wte"].dtype == model.wte.dtype, f"weights of {model.wte.dtype}", parameters["wte"].dtype, weights)
-        ranks: dict[str, Any] = {"rank": s.rank, "num_processes": s.num_processes, "is_divided": s.is_divided}
-        state = checkpoint.read_state(path, config, **ranks)
+        state = checkpoint.read_state(path, config, rank=s.rank, num_processes=s.num_processes, parts=self.parts)
         expect(state.step == step, f"the state of step {step}", state.step, path)
         self.train_data.resume(state.loader)
         model.load_parameters(parameters)
@@ -144,12 +126,12 @@ class Trainer:
 
     def _restore(self, state: checkpoint.State) -> None:
         """Give the optimizer its moments, and its float32 weights if the file has them."""
-        named = {"exp_avg": state.m, "exp_avg_sq": state.v, **({"master": state.master} if self.has_masters and state.master else {})}
+        named = {"exp_avg": state.m, "exp_avg_sq": state.v}
+        if state.master and self.settings.master and self.model.wte.dtype == torch.bfloat16:
+            named["master"] = state.master
         for name, parts in self.model.parts().items():
             for i, p in enumerate(parts):
-                shape = parallel.local(p).shape
-                of_part = {key: tensors[name].view(len(parts), *shape)[i] for key, tensors in named.items()}
-                slot = {key: parallel.like(p, tensor) for key, tensor in of_part.items()}
+                slot = {key: parallel.like(p, tensors[name].view(len(parts), -1)[i]) for key, tensors in named.items()}
                 self.optimizer.state[p] = {"step": torch.tensor(float(state.step)), **slot}
         self.optimizer.load_state_dict(self.optimizer.state_dict())  # copies them to the device
 
@@ -202,7 +184,8 @@ class Trainer:
                 self._log(f"eval:{right / count:.4f}")
         if s.sample_every and self.tokenizer and (last or (self.step and self.step % s.sample_every == 0)):
             self.say(f"generating:\n---\n{sample_text(self.model, self.tokenizer, s.sample_tokens, s.temperature, s.prompt)}\n---")
-        parallel.reshard(self.network)
+        if hasattr(self.network, "reshard"):  # FSDP2, after a forward without a backward: keep only this process's part of the parameters
+            self.network.reshard()
 
     def update(self) -> tuple[tuple[float, float], tuple[float, float], float]:
         """One update: (loss, its z-score), (norm of the gradient, its z-score), learning rate. Reads from the device once."""
@@ -210,14 +193,16 @@ class Trainer:
         lr = learning_rate(self.step, self.total, s.lr, s.schedule, s.warmup, s.final_fraction)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        on_device = self._replay() if self.device.type == "cuda" and s.graph and s.num_processes == 1 else self._launch(self._next())
+        batches = self._read() if self.ahead is None else self.ahead
+        replays = self.device.type == "cuda" and s.graph and s.num_processes == 1
+        on_device = self._replay(batches) if replays else self._launch(batches)
         self.ahead = self._read()  # while the device works
         numbers = on_device.tolist()
         if not all(map(math.isfinite, numbers)):
             values = f"step {self.step + 1}: loss {numbers[0]}, norm of the gradient {numbers[1]}"
             raise FloatingPointError(f"{values}; the first tensor that is not finite: {self._not_finite(numbers[0])}")
         z = [z_score(value, window) for value, window in zip(numbers, self.windows, strict=True)]
-        if s.skips:
+        if self.skips:
             self._apply_or_skip(*z)
         self._log(f"trl:{numbers[0]:.4f} lr:{lr:.6f} norm:{numbers[1]:.2f}")
         self.step += 1
@@ -241,21 +226,15 @@ class Trainer:
         batches = torch.stack([torch.stack(self.train_data.next_batch()) for _ in range(self.settings.micro_steps)])
         return batches.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else batches
 
-    def _next(self) -> Tensor:
-        batches, self.ahead = self._read() if self.ahead is None else self.ahead, None
-        return batches
-
     def _launch(self, batches: Tensor) -> Tensor:
         """Update the weights, or with skip_loss and skip_norm only compute the gradients. The mean loss and the norm, on the device."""
         self.optimizer.zero_grad()
         mean = parallel.mean(self._backward(batches))
         self.optimizer.found_inf = (~mean.isfinite()).float()  # type: ignore[attr-defined]  # the parameters stay as they are
-        if self.settings.skips:
-            grads = [p.grad for p in self.model.parameters() if p.grad is not None]
-            norm = parallel.full(get_total_norm(grads))
+        if self.skips:
+            norm: Any = parallel.full(get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None]))
         else:
             self.optimizer.step()
-            assert self.optimizer.grad_norm is not None
             norm = self.optimizer.grad_norm
         return torch.stack([mean, norm.float()])
 
@@ -269,9 +248,8 @@ class Trainer:
             losses.append(loss.detach())
         return torch.stack(losses).sum()
 
-    def _replay(self) -> Tensor:
+    def _replay(self, batches: Tensor) -> Tensor:
         """`_launch` as a CUDA graph. The first two updates run without, which compiles kernels; then the graph is captured."""
-        batches = self._next()
         self.optimizer.update_groups()  # a graph reads the learning rate from device memory
         if self.graph is None and self.eager_updates < 2:
             self.eager_updates += 1

@@ -76,19 +76,13 @@ def _call(op: str, function: str, version: str | None, inputs: dict[str, Any], b
     x, up = next(iter(tensors.values())), tensors.get("up")
     if up is not None:
         checks.shape("up", up, tuple(x.shape), "the shape of gate")
-    bias = None if bias is None else _checked_bias(x, interop.to_torch("bias", bias))
+    bias = interop.of_columns("bias", bias, x, {x.dtype, torch.float32})
+    bias = bias.double() if bias is not None and x.dtype == torch.float64 else bias
     checks.version(op, version, VERSIONS)
     if backend.uses_torch(op, version, x):
         return _reference(function, up is not None, x, bias if up is None else up)
     rows = as_matrix(x), None if up is None else as_matrix(up), bias if bias is None or bias.ndim else bias.view(1), function, version or ""
     return (_apply if watched(x, up, bias) else _gelu)(*rows).view(x.shape)
-
-
-def _checked_bias(x: Tensor, bias: Tensor) -> Tensor:
-    checks.dtype("bias", bias, {x.dtype, torch.float32})
-    checks.one_device(x=x, bias=bias)
-    checks.shape("bias", bias, tuple(x.shape[-1:]), "one value for each column of x")
-    return bias.double() if x.dtype == torch.float64 else bias
 
 
 def _reference(function: str, gated: bool, x: Tensor, other: Tensor | None = None) -> Tensor:

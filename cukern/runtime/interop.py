@@ -3,6 +3,7 @@
 import ctypes
 import struct
 import sys
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -76,6 +77,17 @@ def to_torch(name: str, value: Any, written: bool = False) -> torch.Tensor:
         raise ValueError(*error.args) from None
     except Exception as error:
         raise TypeError(f"{name} ({type(value).__name__}) cannot become a tensor: {error}") from error
+
+
+def of_columns(name: str, value: Any, x: torch.Tensor, dtypes: Collection[torch.dtype]) -> torch.Tensor | None:
+    """`value` as a tensor with one value for each column of x, of one of the dtypes; None stays None. Raises TypeError and ValueError."""
+    if value is None:
+        return None
+    t = to_torch(name, value)
+    checks.dtype(name, t, dtypes)
+    checks.one_device(**{"x": x, name: t})
+    checks.shape(name, t, tuple(x.shape[-1:]), "one value for each column of x")
+    return t
 
 
 def _of_interface(name: str, value: Any) -> torch.Tensor:

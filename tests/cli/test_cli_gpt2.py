@@ -15,9 +15,8 @@ from test_cli import call, refused
 from cukern.cli import gpt2, gpt2_train
 from cukern.gpt2 import checkpoint
 from cukern.gpt2.checkpoint import Config, DebugState, write_debug_state, write_model
-from cukern.gpt2.data import builtin_text, read_shard, write_shard
+from cukern.gpt2.data import builtin_text, byte_tokenizer, read_shard, read_tokenizer, write_shard, write_tokenizer
 from cukern.gpt2.model import GPT2
-from cukern.gpt2.tokenizer import byte_tokenizer, read_tokenizer, write_tokenizer
 from cukern.gpt2.train import Settings
 
 TINY = Config(max_seq_len=16, vocab_size=256, num_layers=1, num_heads=2, channels=8)

@@ -48,6 +48,7 @@ def test_an_edit_gives_a_verdict_within_seconds(tmp_path):
     assert min(took) <= 3, f"seconds from the edit to the verdict: {took}"
 
 
+@pytest.mark.usefixtures("registry")
 def test_an_exception_of_the_python_file_ends_nothing(tmp_path, monkeypatch, capsys):
     """A launch that names what is not there: the exception is shown, and the kernel before it stays."""
     monkeypatch.chdir(tmp_path)

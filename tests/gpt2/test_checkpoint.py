@@ -333,7 +333,7 @@ ARRAYS = PLAIN[:20] + b"\1" + PLAIN[21:]  # of a loader that shuffles, without t
         (PLAIN[:500], "expected a header of 1024 bytes; found a file of 500 bytes"),
         (header(20240326, 1) + PLAIN[1024:], "expected magic number 20240527, of an optimizer state; found 20240326"),
         (header(20240527, 2) + PLAIN[1024:], "expected version 1 of an optimizer state; found version 2"),
-        (state_bytes(True, False, 1, 2), "expected rank 0 of 1; found rank 1 of 2"),
+        (state_bytes(True, False, 1, 2), "expected rank 0 of 1 processes; found rank 1 of 2"),
         (SHUFFLED[:-1], f"expected {len(SHUFFLED)} bytes, for 2 shards and 4 samples; found {len(SHUFFLED) - 1} bytes"),
         (SHUFFLED + b"\0", f"expected {len(SHUFFLED)} bytes, for 2 shards and 4 samples; found {len(SHUFFLED) + 1} bytes"),
         (SHUFFLED[: len(PLAIN) // 2], "expected "),  # in the middle of the arrays

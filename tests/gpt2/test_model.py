@@ -9,7 +9,7 @@ from gpt2_plain import NAMES, random_weights, reference, step
 from helpers import DEVICE, gpu, kernels, same_bits
 
 import cukern
-from cukern.gpt2 import parity
+from cukern.gpt2 import evaluate
 from cukern.gpt2.checkpoint import Config, read_debug_state, write_debug_state
 from cukern.gpt2.model import GPT2, config_of, use_kernels
 from cukern.runtime.kernel import collecting
@@ -392,7 +392,7 @@ def test_all_125_choices_of_the_fork(tiny):
 
 def assert_parity(config, reference, device, numbers=()):
     weights, state, *losses = reference
-    for test, table in zip((parity.test_a, parity.test_b), losses, strict=True):
+    for test, table in zip((evaluate.test_a, evaluate.test_b), losses, strict=True):
         model = GPT2(config, device=device)
         model.load_parameters(weights)
         with use_kernels(*numbers):
@@ -420,24 +420,24 @@ def test_parity_at_124m(numbers):
 
 def test_parity_finds_what_is_wrong(tiny):
     weights, state, a, b = tiny
-    for test, losses in ((parity.test_a, a), (parity.test_b, b)):
+    for test, losses in ((evaluate.test_a, a), (evaluate.test_b, b)):
         model = GPT2(TINY)
         model.load_parameters({**weights, "fcb": weights["fcb"] + 0.05})
         wrong = {row.what.partition(" of ")[0] for row in test(model, state, losses[:2]) if not row.ok}
         assert "gradient" in wrong
         model.load_parameters(weights)
         assert [row.what for row in test(model, state, [losses[0], losses[1] + 0.1]) if not row.ok] == ["loss of step 1"]
-    for test in (parity.test_a, parity.test_b):
+    for test in (evaluate.test_a, evaluate.test_b):
         with pytest.raises(TypeError, match=r"a float32 model; found torch\.bfloat16"):
             test(GPT2(TINY, dtype=torch.bfloat16), state)
     with pytest.raises(ValueError, match="logits of 130 tokens; found 60"):
-        parity.test_b(GPT2(SMALL), state)
+        evaluate.test_b(GPT2(SMALL), state)
 
 
 def test_parity_trains_as_llmc(tiny):
     weights, state, *_ = tiny
     seen = []
-    for test in (parity.test_a, parity.test_b):
+    for test in (evaluate.test_a, evaluate.test_b):
         model = GPT2(TINY)
         model.load_parameters(weights)
         test(model, state, [1.0], lambda parameters, **options: seen.append(options) or torch.optim.AdamW(parameters, **options))
@@ -455,7 +455,7 @@ def test_tf32_is_off_meanwhile(tiny):
     model.register_forward_hook(lambda *_: seen.append(torch.get_float32_matmul_precision()))
     torch.set_float32_matmul_precision("high")
     try:
-        parity.test_a(model, state, [1.0])
+        evaluate.test_a(model, state, [1.0])
         assert set(seen) == {"highest"} and torch.get_float32_matmul_precision() == "high"
     finally:
         torch.set_float32_matmul_precision(before)

@@ -115,7 +115,7 @@ def test_resume_gives_the_same_bits(data, losses, kind):
 def test_shards_are_those_of_llmc(data, losses):
     """-z 1: rank r holds the r-th part of each layer of a tensor. Together they are what each rank holds without."""
     ranks = [checkpoint.paths(data / "fsdp_moved", 8, rank)[1] for rank in (0, 1)]
-    states = [checkpoint.read_state(path, TINY, rank=r, num_processes=2, is_divided=True) for r, path in enumerate(ranks)]
+    states = [checkpoint.read_state(path, TINY, rank=r, num_processes=2, parts=2) for r, path in enumerate(ranks)]
     whole = checkpoint.read_state(checkpoint.paths(data / "ddp_moved", 8, 1)[1], TINY, rank=1, num_processes=2)
     for name in ("m", "v", "master"):
         for key, tensor in getattr(whole, name).items():
@@ -132,7 +132,7 @@ def _shuffle(path):
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_a_checkpoint_of_another_world_size_is_refused(data, losses, kind):
-    with pytest.raises(ValueError, match=r"expected a checkpoint of 1 processes; found one of 2"):
+    with pytest.raises(ValueError, match=r"expected rank 0 of 1 processes; found rank 0 of 2"):
         make(data, kind, data / f"{kind}_moved")
 
 

@@ -5,7 +5,7 @@ import struct
 import pytest
 from gpt2_files import header
 
-from cukern.gpt2.tokenizer import Tokenizer, byte_tokenizer, read_tokenizer, write_tokenizer
+from cukern.gpt2.data import Tokenizer, byte_tokenizer, read_tokenizer, write_tokenizer
 
 TOKENS = (b"a", b" the", b"\0", b"\xc3", b"\xa9", b"x" * 255, b"\n", b"<|endoftext|>", b"\x1b")
 BYTES = header(20240328, 2, 9, 7) + b"".join(struct.pack("B", len(t)) + t for t in TOKENS)
@@ -33,16 +33,6 @@ def test_decode():
     for token in (-1, 9):
         with pytest.raises(ValueError, match=f"expected a token from 0 to 8; found {token}"):
             tokenizer.decode([token])
-
-
-def test_printed_is_what_llmc_prints():
-    """C's isprint || isspace for single bytes; printf("%s") stops at a NUL."""
-    tokenizer = byte_tokenizer()
-    kept = [i for i in range(256) if tokenizer.printed(i)]
-    assert kept == [9, 10, 11, 12, 13, *range(32, 127)]
-    assert all(tokenizer.printed(i) == bytes([i]) for i in kept)
-    assert Tokenizer((b"\xc3\xa9", b"ab\0c", b"\0ab"), 0).printed(0) == b"\xc3\xa9"
-    assert [Tokenizer((b"\xc3\xa9", b"ab\0c", b"\0ab"), 0).printed(i) for i in (1, 2)] == [b"ab", b""]
 
 
 @pytest.mark.parametrize(

@@ -17,11 +17,10 @@ from helpers import ROOT, gpu
 
 from cukern.gpt2 import checkpoint
 from cukern.gpt2.checkpoint import Config, latest_step, read_model
-from cukern.gpt2.data import DataLoader, write_shard
+from cukern.gpt2.data import DataLoader, byte_tokenizer, write_shard
+from cukern.gpt2.evaluate import Xorshift, generate, sample_text
 from cukern.gpt2.model import GPT2
-from cukern.gpt2.sample import Xorshift, generate
-from cukern.gpt2.tokenizer import byte_tokenizer
-from cukern.gpt2.train import SCHEDULES, WINDOW, Settings, Step, Trainer, learning_rate, sample_text, z_score
+from cukern.gpt2.train import SCHEDULES, WINDOW, Settings, Step, Trainer, learning_rate, z_score
 
 TINY = Config(max_seq_len=8, vocab_size=256, num_layers=2, num_heads=2, channels=8)
 STEP = re.compile(

@@ -9,12 +9,10 @@ from torch import Tensor
 from torch.optim import adamw as torch_adamw
 from torch.utils._pytree import tree_leaves
 
-from cukern.ops.adamw.launch import VERSIONS, Row, Table, group_words, write
-from cukern.ops.adamw.op import Numbers, check_numbers, check_param
+from cukern.ops.adamw.op import MOST_TABLES, VERSIONS, Numbers, Row, Table, check_numbers, check_param, group_words, write
 from cukern.runtime import backend, checks
 from cukern.runtime.tensors import wide
 
-_MOST_TABLES = 64
 _Found = tuple[int, Tensor, int]  # the number of a parameter, the parameter, its group
 
 
@@ -55,6 +53,7 @@ class AdamW(torch.optim.Optimizer):
 
     _step_supports_amp_scaling = True  # GradScaler sets grad_scale and found_inf
     grad_norm: Tensor | None = None
+    _captured: tuple[Any, ...] = ()  # memory that CUDA graphs use
     _groups: Tensor | None = None  # numbers of the parameter groups, in device memory
 
     def __init__(
@@ -65,7 +64,6 @@ class AdamW(torch.optim.Optimizer):
         if max_norm is not None and checks.number("max_norm", max_norm) <= 0:
             raise ValueError(f"max_norm must be positive, got {max_norm!r}")
         checks.version("adamw", version, VERSIONS)
-        self._captured: list[Any] = []  # memory that CUDA graphs use
         self._options = SimpleNamespace(
             max_norm=max_norm,
             master_weights=checks.flag("master_weights", master_weights),
@@ -85,9 +83,11 @@ class AdamW(torch.optim.Optimizer):
             for i, p in enumerate(self.param_groups[-1]["params"]):
                 name = f"parameter {i} of group {len(self.param_groups) - 1}"
                 check_param(name, p)
-                divided = hasattr(p, "to_local") and all(place.is_shard() for place in p.placements)
+                places = getattr(p, "placements", None)
+                divided = places is not None and all(place.is_shard() for place in places)
                 if type(p).__torch_dispatch__ is not Tensor.__torch_dispatch__ and not divided:
-                    raise TypeError(f"{name} must be a plain tensor, or a DTensor that is divided along dimensions, got {_kind(p)}")
+                    kind = type(p).__name__ + (f" with placements {places}" if places else "")
+                    raise TypeError(f"{name} must be a plain tensor, or a DTensor that is divided along dimensions, got {kind}")
                 checks.one_device(**{"the first parameter": self.param_groups[0]["params"][0], name: p})
         except (TypeError, ValueError):
             self.param_groups.pop()
@@ -95,7 +95,7 @@ class AdamW(torch.optim.Optimizer):
         self._forget()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_options": self._options, "_captured": []}
+        return {**super().__getstate__(), "_options": self._options}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -162,7 +162,11 @@ class AdamW(torch.optim.Optimizer):
         total = grads[0].new_zeros((), dtype=torch.float64)
         for mesh, some in parts.items():
             square = torch.stack([norm.double() for norm in torch._foreach_norm(some, 2, dtype=wide(some[0].dtype))]).square().sum()
-            total += square if mesh is None else _sum_over(mesh, square)
+            if mesh is not None:
+                from torch.distributed.tensor import DTensor, Partial
+
+                square = DTensor.from_local(square, mesh, [Partial()] * mesh.ndim).full_tensor()  # the sum over the processes
+            total += square
         scale = torch.ones_like(total) if grad_scale is None else grad_scale.double()
         norm = total.sqrt() / scale.abs()
         self.grad_norm = norm.float()
@@ -202,7 +206,7 @@ class AdamW(torch.optim.Optimizer):
     ) -> None:
         first, options = _local(found[0][1]), self._options
         capturing = first.is_cuda and torch.cuda.is_current_stream_capturing()
-        if len(self._tables) > _MOST_TABLES:  # other parameters have gradients each time
+        if len(self._tables) > MOST_TABLES:  # other parameters have gradients each time
             self._forget()
         key = self._key(found)
         if key not in self._tables:
@@ -216,7 +220,7 @@ class AdamW(torch.optim.Optimizer):
             self.grad_norm = first.new_zeros((), dtype=torch.float32) if max_norm is not None else self.grad_norm
         self.update_groups()
         if capturing:
-            self._captured.append((self._tables[key], self._groups, self.grad_norm))
+            self._captured += ((self._tables[key], self._groups, self.grad_norm),)
         self._tables[key].launch(
             grads, self._groups, options.version, max_norm=max_norm, norm=self.grad_norm, grad_scale=grad_scale,
             found_inf=found_inf, seed=options.seed, randomly=options.stochastic_rounding, capturing=capturing,
@@ -254,17 +258,6 @@ def _like_parameter(name: str, value: Any, p: Tensor, dtype: torch.dtype) -> Ten
 def _local(x: Any) -> Tensor:
     """This process's part of a DTensor; another tensor as it is."""
     return x.to_local() if hasattr(x, "to_local") else x
-
-
-def _kind(p: Any) -> str:
-    return type(p).__name__ + (f" with placements {p.placements}" if hasattr(p, "placements") else "")
-
-
-def _sum_over(mesh: Any, x: Tensor) -> Tensor:
-    """The sum over the processes of a device mesh."""
-    from torch.distributed.tensor import DTensor, Partial
-
-    return DTensor.from_local(x, mesh, [Partial()] * mesh.ndim).full_tensor()
 
 
 def _gradient(index: int, p: Tensor) -> Tensor:

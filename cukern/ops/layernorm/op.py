@@ -90,10 +90,10 @@ def _public(op: str, x: Any, weight: Any, bias: Any, eps: Any, residual: Any, ve
     eps = checks.number("eps", eps, math.inf if x.dtype == torch.float64 else checks.FLOAT32_MAX)
     if eps < 0:
         raise ValueError(f"eps must not be negative, got {eps!r}")
-    weight = _checked_affine("weight", weight, x, dict.fromkeys((x.dtype, wide(x.dtype))))
+    weight = interop.of_columns("weight", weight, x, tuple(dict.fromkeys((x.dtype, wide(x.dtype)))))
     if bias is not None and weight is None:
         raise ValueError("bias must be None if weight is None")
-    bias = _checked_affine("bias", bias, x, () if weight is None else (weight.dtype,))
+    bias = interop.of_columns("bias", bias, x, () if weight is None else (weight.dtype,))
     if residual is not None:
         residual = interop.to_torch("residual", residual)
         checks.dtype("residual", residual, checks.FLOATS)
@@ -105,16 +105,6 @@ def _public(op: str, x: Any, weight: Any, bias: Any, eps: Any, residual: Any, ve
     run = _apply if watched(x, residual, weight, bias) else _layernorm
     outs = run(*matrices, weight, bias, eps, op == "rmsnorm", version or "")
     return outs[0].view(x.shape) if residual is None else (outs[0].view(x.shape), outs[2].view(x.shape))
-
-
-def _checked_affine(name: str, value: Any, x: Tensor, dtypes: Any) -> Tensor | None:
-    if value is None:
-        return None
-    t = interop.to_torch(name, value)
-    checks.dtype(name, t, tuple(dtypes))
-    checks.one_device(**{"x": x, name: t})
-    checks.shape(name, t, tuple(x.shape[-1:]), "one element for each of x's columns")
-    return t
 
 
 # ---- the raw ops: x, residual, s and gradients are matrices. The forward returns y, stats and, with a residual, s.

@@ -10,7 +10,7 @@ import torch
 from helpers import DEVICE, gpu, kernels, no_gpu, same_bits
 
 import cukern
-from cukern.ops.adamw.launch import CHUNK
+from cukern.ops.adamw.op import CHUNK
 
 PLACES = pytest.mark.parametrize("device", [pytest.param("cpu", id="cpu"), pytest.param(DEVICE, marks=kernels, id="kernels")])
 SHAPES = ((5, 7), (3,), (0, 4), (257,), (2, 4, 3))
