@@ -53,8 +53,10 @@ def _sizes(softcap: float, q: Tensor, k: Tensor, v: Tensor, g: Tensor, lengths: 
     return p @ v, ds @ k, dk, dv
 
 
-def _rules(into: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor], softcap: float = 0.0) -> dict[str, Callable[..., Any]]:
-    """The reference and the magnitude of an op. `into`: a tensor of the op as (batch, heads, rows, D), and `back`."""
+def _rules(
+    into: Callable[..., Tensor], back: Callable[..., Tensor], softcap: float = 0.0, results: int = 4
+) -> dict[str, Callable[..., Any]]:
+    """The reference and the magnitude of an op with so many outputs and gradients. `into`: its tensors as (batch, heads, rows, D)."""
 
     def lengths(cu_seqlens: Tensor | None = None) -> Lengths:
         return None if cu_seqlens is None else (cu_seqlens, cu_seqlens)
@@ -65,7 +67,7 @@ def _rules(into: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor], s
 
     def magnitude(inputs: Tensors, douts: Tensors) -> Tensors:
         q, k, v, g = map(into, (*inputs[:3], *douts))
-        return tuple(back(x) for x in _sizes(softcap, q, k, v, g, lengths(*inputs[3:])))
+        return tuple(back(x) for x in _sizes(softcap, q, k, v, g, lengths(*inputs[3:]))[:results])
 
     return {"reference": expected, "magnitude": magnitude}
 
@@ -130,7 +132,7 @@ _register(
     bench_dims=((8192, 8, 12, 64), (8192, 4, 16, 128)),  # v1 and the check hold tokens x tokens scores
 )  # fmt: skip
 _register(
-    "attention_decode", attention, ("q", "k", "v"), 1, **_rules(lambda x: x, lambda x: x),
+    "attention_decode", attention, ("q", "k", "v"), 1, **_rules(lambda x: x, lambda x: x, results=1),
     make=partial(_drawn, lambda batch, kv, group, T, D: [(batch, kv * group, 1, D), (batch, kv, T, D), (batch, kv, T, D)]),
     dims="BATCH KV_HEADS GROUP T D", cost=_decode_cost, bound="memory", differentiable=False, candidates=plan.CANDIDATES,
     check_dims=((1, 1, 1, 1, 8), (2, 3, 4, 1000, 128), (1, 2, 8, 333, 64), (3, 1, 20, 130, 72)),
