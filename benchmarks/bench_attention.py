@@ -1,14 +1,11 @@
-"""attention under pytest-benchmark: `pytest benchmarks/bench_attention.py`. Besides the op's own shapes: the Llama block of examples/. Its
-compiled form should not be slower than eager calls of the same ops."""
-
-import runpy
-from pathlib import Path
+"""attention under pytest-benchmark: `pytest benchmarks/bench_attention.py`. Besides the op's own shapes: a Llama block,
+whose compiled form should not be slower than eager calls of the same ops."""
 
 import pytest
 import torch
 from conftest import DEVICE, cases
 
-import cukern
+from cukern.bench import llama_block
 
 pytestmark = pytest.mark.filterwarnings("default")  # peers may warn
 
@@ -19,21 +16,17 @@ def test_attention(run, dims, provider, backward):
     run("attention", dims, provider, backward)
 
 
-@pytest.mark.parametrize("way", ["eager", "compiled", "torch compiled"])
-def test_llama_block(benchmark, way):
-    """Forward and backward of a block with rope, rmsnorm, attention and swiglu. "torch compiled": torch's operations only."""
+@pytest.mark.parametrize(("batch", "tokens"), llama_block.SHAPES)
+@pytest.mark.parametrize("way", ["eager", "compiled"])
+def test_llama_block(benchmark, way, batch, tokens):
+    """Forward and backward of a block with rope, rmsnorm, attention and swiglu. `cukern bench llama_block` measures both in alternation."""
     on_gpu = DEVICE.type == "cuda"
-    width, tokens, dtype = (2048, 2048, torch.bfloat16) if on_gpu else (256, 32, torch.float32)
-    example = runpy.run_path(str(Path(__file__).parents[1] / "examples/llama_block.py"))
-    block = example["Block"](width, width // 64, width // 256, width * 11 // 4, plain=way == "torch compiled").to(DEVICE, dtype)
-    call = block if way == "eager" else torch.compile(block, fullgraph=True, backend="inductor" if on_gpu else "aot_eager")
-    x, dy = (torch.randn(2, tokens, width, device=DEVICE, dtype=dtype) for _ in range(2))
-    tables = cukern.rope_tables(tokens, 64, device=DEVICE)
+    step = (llama_block.steps(batch, tokens) if on_gpu else llama_block.steps(batch, 32, 4, 2, 16, 96))[way]
 
-    def step():
-        torch.autograd.grad(call(x, *tables), list(block.parameters()), dy)
+    def waited_for():
+        step()
         if on_gpu:
             torch.cuda.synchronize()
 
-    step()  # compiles
-    benchmark(step)
+    waited_for()  # compiles
+    benchmark(waited_for)

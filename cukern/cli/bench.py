@@ -16,7 +16,7 @@ from cukern.cli.common import console, errors, listed, say
 from cukern.runtime.device import restricted
 from cukern.runtime.registry import Op
 
-STARTUP, OWN_KERNEL = "startup", "own_kernel"  # benchmarks of fresh processes, in place of an op
+STARTUP, OWN_KERNEL, LLAMA_BLOCK = OTHERS = "startup", "own_kernel", "llama_block"  # benchmarks in place of an op
 
 
 def bench(
@@ -45,15 +45,16 @@ def bench(
     """Time every version and peer of OP.
 
     OP `startup` times the import and first calls in fresh processes. OP `own_kernel` times the compilation and the launch of a user's
-    own kernel, next to torch's load_inline and _compile_kernel.
+    own kernel, next to torch's load_inline and _compile_kernel. OP `llama_block` times a block with rope, rmsnorm, attention and swiglu,
+    eager and under torch.compile.
     """
-    if op in (STARTUP, OWN_KERNEL) and dims:
+    if op in OTHERS and dims:
         raise ValueError(f"{op} takes no sizes, got {' '.join(map(str, dims))}")
     record_to = record_file(record, record_to)
     check_plot(plot, folder=True)
     rows, missing = list[Row](), dict[str, str]()
-    if op in (STARTUP, OWN_KERNEL):
-        found = _in_processes(op, _split(only))
+    if op in OTHERS:
+        found = _without_op(op, _split(only), seconds)
     else:
         found = _measure(op, dims, "f" if dtype is None else dtype, _split(pass_), tf32, host, _split(only), seconds, over)
     mark = "".join(f" {option} {name}" for option, name in (("--kernel", kernel), ("--without", without)) if name)
@@ -76,7 +77,7 @@ def bench(
 
 def _candidates(op: str, kernel: str | None, without: list[str] | None) -> tuple[str, list[str]]:
     """Checked arguments of `restricted`."""
-    known = () if op in (STARTUP, OWN_KERNEL) else common.find_op(op).candidates
+    known = () if op in OTHERS else common.find_op(op).candidates
     for name in filter(None, (kernel, *(without or ()))):
         if name not in known:
             raise ValueError(f"{op} has no candidate {name!r}; it has {', '.join(known) or 'only its versions: use --only'}")
@@ -158,9 +159,12 @@ def _over(op: Op, shapes: list[tuple[int, ...]], text: str | None) -> list[tuple
     return [shape for size in sizes for shape in common.find_dims(op, [*before, int(size), *after], ())]
 
 
-def _in_processes(op: str, only: list[str] | None) -> Iterator[Table]:
-    from cukern.bench import own_kernel, startup
+def _without_op(op: str, only: list[str] | None, seconds: float) -> Iterator[Table]:
+    from cukern.bench import llama_block, own_kernel, startup
 
+    if op == LLAMA_BLOCK:
+        yield from llama_block.measure_llama_block(seconds)
+        return
     with errors.status("starting fresh processes"):
         yield from own_kernel.measure_own_kernel(only) if op == OWN_KERNEL else startup.measure_startup()
 

@@ -114,6 +114,34 @@ __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), PER_SM)
                 };
                 softmax_weights<1, N / 8, SOFTCAP>(s, most, total, shrink, mask, before, c);
             };
+            auto finish_product = [&](bool started) {  // the one by V, if it was started
+                wgmma_wait<0>(o[0]);
+                if (!started) return;
+                release(empty_v + 8 * of_v.stage);
+                of_v.advance();
+            };
+            auto weigh = [&](bool started) {  // scores to weights, under the product by V of the tile before, if it was started
+                soften();
+                if constexpr (WARPGROUPS > 1) before_wait(fminf(total[0][0], total[0][1]));
+                if (WARPGROUPS > 1 || started) {
+                    finish_product(started);
+                    multiply_rows(o, shrink);
+                }
+                to_operand<T>(p, s[0]);
+            };
+            auto multiply = [&] {  // Q by `tile` of K, and the weights by the tile of V before
+                mbarrier_wait_in_block(full_k + 8 * of_k.stage, of_k.phase);
+                if constexpr (WARPGROUPS > 1) barrier_of(1 + warpgroup, 256);
+                wgmma_fence(o[0], p);
+                start_transposed<T, D, M>(s[0], q, k_ring + of_k.stage * TILE);
+                wgmma_commit();
+                start_product<T, D>(o[0], p, v_ring + of_v.stage * TILE);
+                wgmma_commit();
+                if (WARPGROUPS > 1 && (tile > begin || warpgroup < WARPGROUPS - 1)) arrive_at(1 + (warpgroup + 1) % WARPGROUPS, 256);
+                wgmma_wait<1>(s[0]);
+                release(empty_k + 8 * of_k.stage);
+                of_k.advance();
+            };
             if (tile >= begin) {
                 mbarrier_wait_in_block(full_k + 8 * of_k.stage, of_k.phase);
                 wgmma_fence();
@@ -123,36 +151,26 @@ __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), PER_SM)
                 release(empty_k + 8 * of_k.stage);
                 of_k.advance();
                 if (WARPGROUPS > 1 && warpgroup == WARPGROUPS - 1 && tile > begin) arrive_at(1, 256);  // warpgroup 0 starts
-                soften();
-                to_operand<T>(p, s[0]);
-                for (tile--; tile >= begin; tile--) {
+                if constexpr (WARPGROUPS == 1) {  // With two copies of the softmax the kernel is faster.
+                    weigh(false);
+                    for (tile--; tile >= begin; tile--) {
+                        mbarrier_wait_in_block(full_v + 8 * of_v.stage, of_v.phase);
+                        multiply();
+                        weigh(true);
+                    }
                     mbarrier_wait_in_block(full_v + 8 * of_v.stage, of_v.phase);
-                    mbarrier_wait_in_block(full_k + 8 * of_k.stage, of_k.phase);
-                    if constexpr (WARPGROUPS > 1) barrier_of(1 + warpgroup, 256);
-                    wgmma_fence(o[0], p);
-                    start_transposed<T, D, M>(s[0], q, k_ring + of_k.stage * TILE);
-                    wgmma_commit();
-                    start_product<T, D>(o[0], p, v_ring + of_v.stage * TILE);
-                    wgmma_commit();
-                    if (WARPGROUPS > 1 && (tile > begin || warpgroup < WARPGROUPS - 1)) arrive_at(1 + (warpgroup + 1) % WARPGROUPS, 256);
-                    wgmma_wait<1>(s[0]);
-                    release(empty_k + 8 * of_k.stage);
-                    soften();
-                    if constexpr (WARPGROUPS > 1) before_wait(fminf(total[0][0], total[0][1]));
-                    wgmma_wait<0>(o[0]);
-                    release(empty_v + 8 * of_v.stage);
-                    multiply_rows(o, shrink);
-                    to_operand<T>(p, s[0]);
-                    of_k.advance();
-                    of_v.advance();
+                } else {  // With one copy it compiles in less time.
+                    for (bool started = false;; started = true) {
+                        weigh(started);
+                        mbarrier_wait_in_block(full_v + 8 * of_v.stage, of_v.phase);
+                        if (tile-- == begin) break;
+                        multiply();
+                    }
                 }
-                mbarrier_wait_in_block(full_v + 8 * of_v.stage, of_v.phase);
                 wgmma_fence(o[0], p);
                 start_product<T, D>(o[0], p, v_ring + of_v.stage * TILE);
                 wgmma_commit();
-                wgmma_wait<0>(o[0]);
-                release(empty_v + 8 * of_v.stage);
-                of_v.advance();
+                finish_product(true);
             }
             long long stats = ((long long)block.batch * heads + block.head) * queries + of.first_query;
             float factor[1][2];

@@ -11,7 +11,7 @@ import torch
 from helpers import TREE, gpu
 from turn import TURN
 
-from cukern.bench import calls, environment, own_kernel, peers, record, startup, timing
+from cukern.bench import calls, environment, llama_block, own_kernel, peers, record, startup, timing
 from cukern.bench.measure import Row, copies, measure, measure_host, passes, providers
 from cukern.cli import profile
 from cukern.runtime import cache
@@ -293,6 +293,18 @@ def test_startup_rows(monkeypatch):
     assert [r.pass_ for r in first.rows] == ["import"] and [len(t.rows) for t in others] == [3] * len(startup._ops())
     assert all(r.op == "startup" and r.median_us > 0 for t in (first, *others) for r in t.rows)
     assert others[0].rows[1].median_us < others[0].rows[0].median_us, "a full cache is faster than an empty one"
+
+
+@pytest.mark.filterwarnings("default")  # torch's compiler warns of its own affairs
+def test_llama_block_compiles_to_the_same_results():
+    sizes = 2, 1, 16, 48
+    eager, compiled = (call() for call in llama_block.steps(2, 8, *sizes).values())
+    assert len(eager) == 9
+    for a, b in zip(eager, compiled, strict=True):
+        torch.testing.assert_close(a, b)
+    (table,) = llama_block.measure_llama_block(0.01, ((1, 8),), *sizes)
+    assert [(r.name, r.shape) for r in table.rows] == [("cukern eager", (1, 8)), ("cukern compiled", (1, 8))]
+    assert all(r.op == "llama_block" and r.median_us > 0 for r in table.rows)
 
 
 @pytest.mark.parametrize("op", ["softmax", "rmsnorm", "layernorm", "swiglu", "cross_entropy", "rope_te"])

@@ -22,20 +22,9 @@ def _options(head_dim: int, softcap: float = 0.0) -> Options:
     return Options(True, head_dim**-0.5, softcap)
 
 
-def _make(dims: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> tuple[Tensor, ...]:
-    return tuple(torch.randn(*dims, dtype=dtype, device=device) for _ in range(3))
-
-
-def _make_grouped(dims: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> tuple[Tensor, ...]:
-    """Two queries more than keys: the first two see none."""
-    heads, T, D = dims
-    shapes = (_GROUP * heads, T + 2, D), (heads, T, D), (heads, T, D)
-    return tuple(torch.randn(*shape, dtype=dtype, device=device) for shape in shapes)
-
-
-def _make_packed(dims: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> tuple[Tensor, ...]:
-    heads, T, D = dims
-    return (torch.randn(1, T, 3, heads, D, dtype=dtype, device=device),)
+def _drawn(shapes: Callable[..., Any], dims: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> tuple[Tensor, ...]:
+    """Random tensors of the shapes that belong to DIMS."""
+    return tuple(torch.randn(*shape, dtype=dtype, device=device) for shape in shapes(*dims))
 
 
 def varlen_bounds(tokens: int, sequences: int) -> list[int]:
@@ -44,37 +33,8 @@ def varlen_bounds(tokens: int, sequences: int) -> list[int]:
 
 
 def _make_varlen(dims: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> tuple[Tensor, ...]:
-    tokens, sequences, heads, D = dims
-    tensors = (torch.randn(tokens, heads, D, dtype=dtype, device=device) for _ in range(3))
-    return *tensors, torch.tensor(varlen_bounds(tokens, sequences), dtype=torch.int32, device=device)
-
-
-def _make_decode(dims: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> tuple[Tensor, ...]:
-    """One query per sequence and head."""
-    batch, kv_heads, group, T, D = dims
-    shapes = (batch, kv_heads * group, 1, D), (batch, kv_heads, T, D), (batch, kv_heads, T, D)
-    return tuple(torch.randn(*shape, dtype=dtype, device=device) for shape in shapes)
-
-
-def _grouped(q: Tensor, k: Tensor, v: Tensor, version: str | None = None) -> Tensor:
-    return attention(q, k, v, softcap=_SOFTCAP, version=version)
-
-
-def _reference(softcap: float, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return reference(q[None], k[None], v[None], _options(q.shape[-1], softcap))[0][0]
-
-
-def _decode_reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return reference(q, k, v, _options(q.shape[-1]))[0]
-
-
-def _packed_reference(qkv: Tensor) -> Tensor:
-    return reference(*parts(qkv), _options(qkv.shape[-1]))[0].transpose(1, 2)
-
-
-def _varlen_reference(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
-    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-    return reference(q, k, v, _options(q.shape[-1]), (cu_seqlens, cu_seqlens))[0][0].transpose(0, 1)
+    bounds = torch.tensor(varlen_bounds(*dims[:2]), dtype=torch.int32, device=device)
+    return *_drawn(lambda tokens, _, heads, D: [(tokens, heads, D)] * 3, dims, dtype, device), bounds
 
 
 def _sizes(softcap: float, q: Tensor, k: Tensor, v: Tensor, g: Tensor, lengths: Lengths = None) -> tuple[Tensor, ...]:
@@ -93,23 +53,28 @@ def _sizes(softcap: float, q: Tensor, k: Tensor, v: Tensor, g: Tensor, lengths: 
     return p @ v, ds @ k, dk, dv
 
 
-def _magnitude(softcap: float, inputs: Tensors, douts: Tensors) -> Tensors:
-    q, k, v, g = (x[None] for x in (*inputs, *douts))
-    return tuple(x[0] for x in _sizes(softcap, q, k, v, g))
+def _rules(
+    into: Callable[..., Tensor], back: Callable[..., Tensor], softcap: float = 0.0, results: int = 4
+) -> dict[str, Callable[..., Any]]:
+    """The reference and the magnitude of an op with so many outputs and gradients. `into`: its tensors as (batch, heads, rows, D)."""
+
+    def lengths(cu_seqlens: Tensor | None = None) -> Lengths:
+        return None if cu_seqlens is None else (cu_seqlens, cu_seqlens)
+
+    def expected(*inputs: Tensor) -> Tensor:
+        q, k, v = map(into, inputs[:3])
+        return back(reference(q, k, v, _options(q.shape[-1], softcap), lengths(*inputs[3:]))[0])
+
+    def magnitude(inputs: Tensors, douts: Tensors) -> Tensors:
+        q, k, v, g = map(into, (*inputs[:3], *douts))
+        return tuple(back(x) for x in _sizes(softcap, q, k, v, g, lengths(*inputs[3:]))[:results])
+
+    return {"reference": expected, "magnitude": magnitude}
 
 
 def _packed_magnitude(inputs: Tensors, douts: Tensors) -> Tensors:
     out, *grads = _sizes(0.0, *parts(inputs[0]), douts[0].transpose(1, 2))
     return out.transpose(1, 2), torch.stack([x.transpose(1, 2) for x in grads], 2)
-
-
-def _varlen_magnitude(inputs: Tensors, douts: Tensors) -> Tensors:
-    q, k, v, g = (x.transpose(0, 1)[None] for x in (*inputs[:3], *douts))
-    return tuple(x[0].transpose(0, 1) for x in _sizes(0.0, q, k, v, g, (inputs[3], inputs[3])))
-
-
-def _decode_magnitude(inputs: Tensors, douts: Tensors) -> Tensors:
-    return _sizes(0.0, *inputs, *douts)[:1]
 
 
 def _decode_cost(dims: Sequence[int], itemsize: int) -> dict[str, Cost]:
@@ -142,28 +107,33 @@ def _register(name: str, function: Callable[..., Any], names: tuple[str, ...], g
 
 
 _register(
-    "attention", attention, ("q", "k", "v"), 1, reference=partial(_reference, 0.0), make=_make, magnitude=partial(_magnitude, 0.0),
-    bench_dims=((48, 1024, 64), (64, 4096, 128)),
+    "attention", attention, ("q", "k", "v"), 1, **_rules(lambda x: x[None], lambda x: x[0]),
+    make=partial(_drawn, lambda *shape: [shape] * 3), bench_dims=((48, 1024, 64), (64, 4096, 128)),
     check_dims=((1, 1, 8), (3, 100, 64), (2, 333, 128), (2, 130, 72), (1, 300, 40), (2, 65, 16)),
     sim_dims=((1, 1, 8), (1, 70, 64), (2, 19, 72)),
 )  # fmt: skip
 _register(
-    "attention_grouped", _grouped, ("q", "k", "v"), _GROUP, reference=partial(_reference, _SOFTCAP), make=_make_grouped,
-    magnitude=partial(_magnitude, _SOFTCAP), check_dims=((1, 1, 8), (2, 200, 64), (1, 130, 128)), sim_dims=((1, 40, 16), (1, 9, 8)),
+    "attention_grouped", partial(attention, softcap=_SOFTCAP), ("q", "k", "v"), _GROUP,
+    **_rules(lambda x: x[None], lambda x: x[0], _SOFTCAP),
+    make=partial(_drawn, lambda n, T, D: [(_GROUP * n, T + 2, D), (n, T, D), (n, T, D)]),  # the first two queries see no key
+    check_dims=((1, 1, 8), (2, 200, 64), (1, 130, 128)), sim_dims=((1, 40, 16), (1, 9, 8)),
     bench_dims=((24, 1024, 64), (8, 2048, 128)),
 )  # fmt: skip
 _register(
-    "attention_packed", attention_packed, ("qkv",), 1, reference=_packed_reference, make=_make_packed, magnitude=_packed_magnitude,
+    "attention_packed", attention_packed, ("qkv",), 1, magnitude=_packed_magnitude,
+    reference=lambda qkv: reference(*parts(qkv), _options(qkv.shape[-1]))[0].transpose(1, 2),
+    make=partial(_drawn, lambda heads, T, D: [(1, T, 3, heads, D)]),
     check_dims=((1, 1, 8), (3, 200, 64), (2, 130, 128)), sim_dims=((1, 1, 8), (2, 20, 8)), bench_dims=((48, 1024, 64), (16, 1024, 128)),
 )  # fmt: skip
 _register(
-    "attention_varlen", attention_varlen, ("q", "k", "v", "cu_seqlens"), 1, reference=_varlen_reference, make=_make_varlen,
-    magnitude=_varlen_magnitude, dims="TOKENS SEQUENCES HEADS D", cost=_varlen_cost,
+    "attention_varlen", attention_varlen, ("q", "k", "v", "cu_seqlens"), 1, make=_make_varlen,
+    **_rules(lambda x: x.transpose(0, 1)[None], lambda x: x[0].transpose(0, 1)), dims="TOKENS SEQUENCES HEADS D", cost=_varlen_cost,
     check_dims=((9, 4, 2, 8), (1000, 7, 3, 64), (700, 3, 2, 128), (300, 40, 2, 72)), sim_dims=((9, 4, 2, 8), (150, 3, 1, 16)),
     bench_dims=((8192, 8, 12, 64), (8192, 4, 16, 128)),  # v1 and the check hold tokens x tokens scores
 )  # fmt: skip
 _register(
-    "attention_decode", attention, ("q", "k", "v"), 1, reference=_decode_reference, make=_make_decode, magnitude=_decode_magnitude,
+    "attention_decode", attention, ("q", "k", "v"), 1, **_rules(lambda x: x, lambda x: x, results=1),
+    make=partial(_drawn, lambda batch, kv, group, T, D: [(batch, kv * group, 1, D), (batch, kv, T, D), (batch, kv, T, D)]),
     dims="BATCH KV_HEADS GROUP T D", cost=_decode_cost, bound="memory", differentiable=False, candidates=plan.CANDIDATES,
     check_dims=((1, 1, 1, 1, 8), (2, 3, 4, 1000, 128), (1, 2, 8, 333, 64), (3, 1, 20, 130, 72)),
     sim_dims=((1, 1, 3, 150, 16), (1, 2, 4, 70, 72)),

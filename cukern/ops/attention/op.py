@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cukern.ops.attention import fused, materialised, wgmma
+from cukern.ops.attention import fused, launch, materialised, plan, wgmma
 from cukern.ops.attention.reference import Options, reference
 from cukern.ops.causal_softmax import checked_sink
 from cukern.ops.softmax import checked_scale
@@ -71,20 +71,18 @@ def attention(
     """
     checks.version("attention", version, (*VERSIONS, "sdpa"))
     q, k, v = _checked(q, k, v)
-    options, return_lse = _options(version, q, k, v, causal, scale, softcap, window), checks.flag("return_lse", return_lse)
-    sink = None if sink is None else checked_sink(q, sink)
+    options, return_lse, sink = _options(version, q, k, v, causal, scale, softcap, window, return_lse, sink)
     leading = q.shape[:-1]
     lead = q.ndim - 3
     q, k, v = (x[(None,) * -lead] if lead < 0 else x for x in (q, k, v))
     q, k, v = (x[None] if lead <= 0 else x.flatten(0, lead - 1) for x in (q, k, v))  # (batch, heads, rows, D)
     if key_lengths is None:
-        out, lse = _function(version, q)(*_in_window(q, k, v, options), return_lse or sink is not None)
+        out, lse = _attend(version, *_in_window(q, k, v, options), return_lse or sink is not None)
     else:
-        out, lse = _of_lengths(q, k, v, options, _checked_lengths(key_lengths, version, q, leading[:-2]), version)
+        out, lse = _of_lengths(version, q, k, v, options, key_lengths, leading[:-2])
     out = out.view(*leading, v.shape[-1]) if lead != 1 else out
     lse = lse.view(leading) if lse is not None and lead != 1 else lse
-    out, lse = (out, lse) if sink is None else _with_sink(out, lse, sink)
-    return (out, lse) if return_lse else out
+    return _outputs(out, lse, sink, return_lse)
 
 
 def attention_packed(
@@ -108,16 +106,9 @@ def attention_packed(
     if qkv.ndim != 5 or qkv.shape[2] != 3:
         raise ValueError(f"qkv must be (batch, time, 3, heads, head_dim), got {tuple(qkv.shape)}")
     q, k, v = fused.parts(qkv)
-    options, return_lse = _options(version, q, k, v, causal, scale, softcap, window), checks.flag("return_lse", return_lse)
-    sink = None if sink is None else checked_sink(q, sink)
-    function = _function(version, q)
-    options = options._replace(wgmma=function is _by_wgmma)
-    if function in _FUSED and _has_kernels(q, k, v, options):
-        out, lse = fused.fused((qkv,), options)
-    else:
-        out, lse = function(q, k, v, options, return_lse or sink is not None)
-    out, lse = (out, lse) if sink is None else _with_sink(out, lse, sink)
-    return (out.transpose(1, 2), lse) if return_lse else out.transpose(1, 2)
+    options, return_lse, sink = _options(version, q, k, v, causal, scale, softcap, window, return_lse, sink)
+    out, lse = _attend(version, q, k, v, options, return_lse or sink is not None, qkv)
+    return _outputs(out, lse, sink, return_lse, transposed=True)
 
 
 def attention_varlen(
@@ -154,15 +145,10 @@ def attention_varlen(
         raise ValueError(f"q, k and v must be (tokens, heads, D), (key tokens, kv_heads, D) and (key tokens, kv_heads, E), got {shapes}")
     q, k, v = _checked(*(x.transpose(0, 1) for x in tensors))
     bounds = _checked_bounds(cu_seqlens, cu_seqlens_k, version, q, k)
-    options = _options(version, q, k, v, causal, scale, softcap, window)
-    return_lse, sink = checks.flag("return_lse", return_lse), None if sink is None else checked_sink(q, sink)
-    function, inputs = _function(version, q), (q[None], k[None], v[None])
-    options = options._replace(wgmma=function is _by_wgmma)
-    kernels = function in _FUSED and _has_kernels(*inputs, options)
-    out, lse = fused.fused((*inputs, *bounds), options) if kernels else materialised.by_softmax(*inputs, options, key_lengths=bounds)
+    options, return_lse, sink = _options(version, q, k, v, causal, scale, softcap, window, return_lse, sink)
+    out, lse = _attend(version, q[None], k[None], v[None], options, True, bounds=bounds)
     assert lse is not None
-    out, lse = (out[0], lse[0]) if sink is None else _with_sink(out[0], lse[0], sink)
-    return (out.transpose(0, 1), lse) if return_lse else out.transpose(0, 1)
+    return _outputs(out[0], lse[0], sink, return_lse, transposed=True)
 
 
 def _checked_bounds(cu_seqlens: Any, cu_seqlens_k: Any, version: str | None, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
@@ -201,24 +187,40 @@ def _in_window(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tenso
     return q, k[:, :, 1 - queries - window :], v[:, :, 1 - queries - window :], options._replace(window=window if queries > 1 else 0)
 
 
-def _of_lengths(q: Tensor, k: Tensor, v: Tensor, options: Options, lengths: Tensor, version: str | None) -> tuple[Tensor, Tensor]:
+def _of_lengths(
+    version: str | None, q: Tensor, k: Tensor, v: Tensor, options: Options, key_lengths: Any, shape: tuple[int, ...]
+) -> tuple[Tensor, Tensor]:
+    """out and lse with a checked key_lengths, which must have this shape."""
+    lengths = interop.to_torch("key_lengths", key_lengths)
+    checks.dtype("key_lengths", lengths, (torch.int32,))
+    checks.shape("key_lengths", lengths, tuple(shape), "q's dimensions before the heads")
+    checks.one_device(q=q, key_lengths=lengths)
+    if version not in (None, *_FUSED):
+        raise ValueError(f"version {version!r} has no key_lengths; version None, 'v3' and 'v4' have")
     if options.window:
         raise ValueError(f"window and key_lengths exclude each other, got window={options.window}")
-    kernels = _function(version, q) in _FUSED and fused.supported(q, k, v)
-    return fused.with_lengths(q, k, v, lengths, options) if kernels else reference(q, k, v, options, lengths)
+    attend = fused.with_lengths if _chosen(version, q) in _FUSED and fused.supported(q, k, v) else reference
+    return attend(q, k, v, options, lengths.reshape(-1))
 
 
-def _with_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
-    """out and lse with a sink's share: the weights become smaller by exp(lse) / (exp(lse) + exp(sink))."""
-    logit = sink.to(lse.dtype)[..., None]
-    share = torch.sigmoid(lse - logit)[..., None]
-    return (out * share).to(out.dtype), torch.logaddexp(lse, logit)
+def _outputs(out: Tensor, lse: Tensor | None, sink: Tensor | None, return_lse: bool, transposed: bool = False) -> Any:
+    """What a call returns. A sink makes the weights smaller by the factor exp(lse) / (exp(lse) + exp(sink)). `transposed`: out has rows
+    outside of heads."""
+    if sink is not None and lse is not None:
+        logit = sink.to(lse.dtype)[..., None]
+        share = torch.sigmoid(lse - logit)[..., None]
+        out, lse = (out * share).to(out.dtype), torch.logaddexp(lse, logit)
+    out = out.transpose(-3, -2) if transposed else out
+    return (out, lse) if return_lse else out
 
 
-def _options(version: str | None, q: Tensor, k: Tensor, v: Tensor, causal: Any, scale: Any, softcap: Any, window: Any) -> Options:
-    if version in ("v3", "v4") and q.dtype in fused.DTYPES and not fused.supported(q, k, v):
+def _options(
+    version: str | None, q: Tensor, k: Tensor, v: Tensor, causal: Any, scale: Any, softcap: Any, window: Any, return_lse: Any, sink: Any
+) -> tuple[Options, bool, Tensor | None]:
+    """Checked arguments: Options, return_lse, sink."""
+    if version in _FUSED and q.dtype in plan.DTYPES and not fused.supported(q, k, v):
         raise ValueError(
-            f"version {version!r} supports a head_dim that is a multiple of 8, from 8 to {fused.most_head_dim(q.dtype)} for {q.dtype},"
+            f"version {version!r} supports a head_dim that is a multiple of 8, from 8 to {plan.most_head_dim(q.dtype)} for {q.dtype},"
             f" and the same for q, k and v, got {q.shape[-1]} and {v.shape[-1]} for v; version None takes any"
         )
     scale = max(q.shape[-1], 1) ** -0.5 if scale is None else checked_scale(q, scale)
@@ -229,17 +231,8 @@ def _options(version: str | None, q: Tensor, k: Tensor, v: Tensor, causal: Any, 
     causal, window = checks.flag("causal", causal), 0 if window is None else checks.integer("window", window, 1)
     if window and not causal:
         raise ValueError(f"window needs causal=True, got window={window}")
-    return Options(causal, float(scale), float(softcap or 0), window=0 if window >= k.shape[-2] else window)
-
-
-def _checked_lengths(key_lengths: Any, version: str | None, q: Tensor, shape: tuple[int, ...]) -> Tensor:
-    lengths = interop.to_torch("key_lengths", key_lengths)
-    checks.dtype("key_lengths", lengths, (torch.int32,))
-    checks.shape("key_lengths", lengths, tuple(shape), "q's dimensions before the heads")
-    checks.one_device(q=q, key_lengths=lengths)
-    if version not in (None, "v3", "v4"):
-        raise ValueError(f"version {version!r} has no key_lengths; version None, 'v3' and 'v4' have")
-    return lengths.reshape(-1)
+    options = Options(causal, float(scale), float(softcap or 0), window=0 if window >= k.shape[-2] else window)
+    return options, checks.flag("return_lse", return_lse), None if sink is None else checked_sink(q, sink)
 
 
 def _checked(q: Any, k: Any, v: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -258,44 +251,43 @@ def _checked(q: Any, k: Any, v: Any) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
-# ---- the versions: (q, k, v, options, return_lse) -> out, lse
+# ---- the versions
 
-
-def _has_kernels(q: Tensor, k: Tensor, v: Tensor, options: Options) -> bool:
-    return fused.supported(q, k, v) and (not options.window or (options.wgmma and wgmma.available(q)))
-
-
-def _fused(q: Tensor, k: Tensor, v: Tensor, options: Options, return_lse: bool) -> materialised.Outputs:
-    if not _has_kernels(q, k, v, options):
-        return materialised.by_causal_softmax(q, k, v, options, return_lse)
-    return fused.fused((q, k, v), options)
-
-
-def _by_wgmma(q: Tensor, k: Tensor, v: Tensor, options: Options, return_lse: bool) -> materialised.Outputs:
-    return _fused(q, k, v, options._replace(wgmma=True), return_lse)
-
-
-_FUSED = _fused, _by_wgmma
-VERSIONS = {
+_FUSED = "v3", "v4"
+VERSIONS = {  # the forward of calls without fused kernels: (q, k, v, options, return_lse) -> out, lse
     "v1": Version("scores in memory, cukern.softmax", materialised.by_softmax),
     "v2": Version("scores in memory, cukern.causal_softmax", materialised.by_causal_softmax),
-    "v3": Version("fused, scores in registers", _fused, instances=fused.instances, requires=80),
-    "v4": Version("fused, wgmma and TMA", _by_wgmma, instances=fused.wgmma_instances, requires=90),
+    "v3": Version("fused, scores in registers", materialised.by_causal_softmax, instances=launch.instances, requires=80),
+    "v4": Version("fused, wgmma and TMA", materialised.by_causal_softmax, instances=launch.wgmma_instances, requires=90),
 }
 
 
-def _function(version: str | None, q: Tensor) -> Any:
-    if version == "sdpa":
-        return materialised.by_sdpa
+def _attend(
+    version: str | None, q: Tensor, k: Tensor, v: Tensor, options: Options, return_lse: bool, qkv: Tensor | None = None,
+    bounds: tuple[Tensor, ...] = (),
+) -> materialised.Outputs:  # fmt: skip
+    """out and lse. `qkv`: the tensor of which q, k and v are parts. `bounds`: cu_seqlens of the queries and of the keys."""
+    version = _chosen(version, q)
+    options = options._replace(wgmma=version == "v4")
+    if version in _FUSED and fused.supported(q, k, v) and (not options.window or (options.wgmma and wgmma.available(q))):
+        return fused.fused((q, k, v, *bounds) if qkv is None else (qkv,), options)
+    if bounds:
+        return materialised.by_softmax(q, k, v, options, lengths=(bounds[0], bounds[1]))
+    forward = materialised.by_sdpa if version == "sdpa" else VERSIONS[version].forward
+    return forward(q, k, v, options, return_lse)
+
+
+def _chosen(version: str | None, q: Tensor) -> str:
+    """The version that computes a call."""
     kernels = q.is_cuda or backend.simulates(q)
-    if version in ("v3", "v4") and not kernels:
+    if version in _FUSED and not kernels:
         checks.needs_gpu("attention", version, q.device)
-    return VERSIONS[version or (_default(q.get_device()) if kernels else "v1")].forward
+    return version or (_default(q.get_device()) if kernels else "v1")
 
 
 def _default(device: int) -> str:
-    chosen = choose("attention", "", device).forward
-    return next(name for name, version in VERSIONS.items() if version.forward is chosen)
+    chosen = choose("attention", "", device)
+    return next(name for name, version in VERSIONS.items() if version.idea == chosen.idea)
 
 
 _default._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as torch.compiler.assume_constant_result, which imports dynamo

@@ -2,9 +2,12 @@
 
 from typing import NamedTuple
 
-from cukern.runtime.device import KNOWN, Device, cached, device_of, eligible
+import torch
 
-MOST_HEAD_DIM, MOST_FLOAT_HEAD_DIM = 256, 128  # of 16-bit types, and of float32
+from cukern.runtime.device import KNOWN, cached, device_of, eligible
+
+DTYPES = torch.bfloat16, torch.float16, torch.float32
+MOST_HEAD_DIM = 256  # of 16-bit types
 _L2_BYTES = 32 << 20  # K and V of the heads of a section; the L2 cache of an A100 has 40 MB, that of an H100 50 MB
 
 
@@ -28,17 +31,13 @@ class Tile(NamedTuple):
         """Shared memory in bytes: Q, and stages of K and V."""
         return (self.rows + 2 * self.stages * self.columns) * head_dim * pieces * 2
 
-
-class BackwardTile(NamedTuple):
-    """The same of the backward: `keys` of the thread blocks that own keys, `queries` of those that own queries."""
-
-    keys: Tile
-    queries: Tile
-
     def backward_bytes(self, head_dim: int, pieces: int = 1) -> int:
         """Shared memory in bytes: two fixed tiles, stages of two moving ones, and lse and delta."""
-        sizes = ((2 * (x.rows + x.stages * x.columns) * head_dim * pieces * 2, max(2 * x.rows, 4 * x.columns) * 4) for x in self)
-        return max(tiles + stats for tiles, stats in sizes)
+        tiles = 2 * (self.rows + self.stages * self.columns) * head_dim * pieces * 2
+        return tiles + max(2 * self.rows, 4 * self.columns) * 4
+
+
+Tiles = tuple[Tile, Tile]  # of the backward: of the thread blocks that own keys, and of those that own queries
 
 
 # By the number of pieces and head_dim, without and with a softcap or packed sequences, which need more registers.
@@ -52,13 +51,13 @@ FORWARD = {
     (3, 128): (Tile(1, 32, 4, 2, 1),) * 2,
 }
 BACKWARD = {
-    (1, 64): (BackwardTile(Tile(2, 32, 4, 2), Tile(2, 48, 4, 2)),) * 2,
-    (1, 128): (BackwardTile(Tile(1, 64, 4, 2), Tile(2, 32, 4, 2)), BackwardTile(Tile(1, 32, 4, 2), Tile(1, 32, 4, 2))),
-    (1, 256): (BackwardTile(Tile(1, 32, 4, 2, parts=2), Tile(1, 16, 4, 2)),) * 2,
-    (2, 64): (BackwardTile(Tile(1, 64, 4, 2), Tile(1, 64, 4, 2)), BackwardTile(Tile(1, 48, 4, 2), Tile(1, 48, 4, 2))),
-    (2, 128): (BackwardTile(Tile(1, 48, 4, 2, 1), Tile(1, 48, 4, 2, 1)), BackwardTile(Tile(1, 16, 4, 2, 1), Tile(1, 16, 4, 2, 1))),
-    (3, 64): (BackwardTile(Tile(1, 64, 4, 2, 1), Tile(1, 64, 4, 2, 1)), BackwardTile(Tile(1, 48, 4, 2, 1), Tile(1, 48, 4, 2, 1))),
-    (3, 128): (BackwardTile(Tile(1, 16, 8, 1, 1), Tile(1, 16, 8, 1, 1)),) * 2,
+    (1, 64): ((Tile(2, 32, 4, 2), Tile(2, 48, 4, 2)),) * 2,
+    (1, 128): ((Tile(1, 64, 4, 2), Tile(2, 32, 4, 2)), (Tile(1, 32, 4, 2), Tile(1, 32, 4, 2))),
+    (1, 256): ((Tile(1, 32, 4, 2, parts=2), Tile(1, 16, 4, 2)),) * 2,
+    (2, 64): ((Tile(1, 64, 4, 2), Tile(1, 64, 4, 2)), (Tile(1, 48, 4, 2), Tile(1, 48, 4, 2))),
+    (2, 128): ((Tile(1, 48, 4, 2, 1), Tile(1, 48, 4, 2, 1)), (Tile(1, 16, 4, 2, 1), Tile(1, 16, 4, 2, 1))),
+    (3, 64): ((Tile(1, 64, 4, 2, 1), Tile(1, 64, 4, 2, 1)), (Tile(1, 48, 4, 2, 1), Tile(1, 48, 4, 2, 1))),
+    (3, 128): ((Tile(1, 16, 8, 1, 1), Tile(1, 16, 8, 1, 1)),) * 2,
 }
 
 
@@ -67,12 +66,12 @@ def forward_tile(pieces: int, head_dim: int, softcap: bool, packed: bool) -> Til
     return Tile(1, 64, 4, 2, 1) if packed and (pieces, head_dim) == (3, 64) else FORWARD[pieces, head_dim][softcap or packed]
 
 
-def backward_tile(pieces: int, head_dim: int, softcap: bool, packed: bool, shared_bytes: int = KNOWN["h200"].shared_bytes) -> BackwardTile:
+def backward_tile(pieces: int, head_dim: int, softcap: bool, packed: bool, shared_bytes: int = KNOWN["h200"].shared_bytes) -> Tiles:
     """The tiles of v3's backward for a GPU with this much shared memory per thread block. With less memory, blocks have fewer warps."""
-    tile = BACKWARD[pieces, head_dim][softcap or packed]
-    while tile.backward_bytes(head_dim, pieces) > shared_bytes:
-        tile = BackwardTile(*(x._replace(warps=x.warps // 2) for x in tile))
-    return tile
+    keys, queries = BACKWARD[pieces, head_dim][softcap or packed]
+    while max(x.backward_bytes(head_dim, pieces) for x in (keys, queries)) > shared_bytes:
+        keys, queries = (x._replace(warps=x.warps // 2) for x in (keys, queries))
+    return keys, queries
 
 
 class WgmmaTile(NamedTuple):
@@ -112,13 +111,6 @@ class WgmmaTile(NamedTuple):
         return tiles + self.stages * 2 * self.columns * 4 + 8 * (1 + 2 * self.stages)
 
 
-class WgmmaBackwardTile(NamedTuple):
-    """The same of the backward: `keys` of the thread blocks that own keys, `queries` of those that own queries."""
-
-    keys: WgmmaTile
-    queries: WgmmaTile
-
-
 # By head_dim: the tile for few keys, and the tile from LONG keys on.
 LONG = 8192
 WGMMA_FORWARD = {
@@ -127,11 +119,12 @@ WGMMA_FORWARD = {
     128: (WgmmaTile(128, 2, 2, 1, persistent=True), WgmmaTile(128, 2, 2, 1)),
     256: (WgmmaTile(80, 2, 2, 1),) * 2,
 }
+# By head_dim: the tiles of the thread blocks that own keys, and of those that own queries.
 WGMMA_BACKWARD = {
-    64: WgmmaBackwardTile(WgmmaTile(96, 2, 3, 1), WgmmaTile(128, 2, 3, 1)),
-    96: WgmmaBackwardTile(WgmmaTile(64, 2, 3, 1), WgmmaTile(96, 2, 3, 1)),
-    128: WgmmaBackwardTile(WgmmaTile(48, 2, 3, 1), WgmmaTile(96, 2, 3, 1)),
-    256: WgmmaBackwardTile(WgmmaTile(48, 2, 3, 1, parts=2), WgmmaTile(48, 2, 2, 1)),
+    64: (WgmmaTile(96, 2, 3, 1), WgmmaTile(128, 2, 3, 1)),
+    96: (WgmmaTile(64, 2, 3, 1), WgmmaTile(96, 2, 3, 1)),
+    128: (WgmmaTile(48, 2, 3, 1), WgmmaTile(96, 2, 3, 1)),
+    256: (WgmmaTile(48, 2, 3, 1, parts=2), WgmmaTile(48, 2, 2, 1)),
 }
 
 
@@ -143,6 +136,10 @@ def wgmma_forward(head_dim: int, keys: int, softcap: bool) -> WgmmaTile:
 def wgmma_head_dim(head_dim: int) -> int:
     """That of the kernels of v4 for this head_dim, at most MOST_HEAD_DIM."""
     return min(d for d in WGMMA_FORWARD if d >= head_dim)
+
+
+def most_head_dim(dtype: torch.dtype) -> int:
+    return 128 if dtype == torch.float32 else MOST_HEAD_DIM
 
 
 def padded_head_dim(head_dim: int) -> int:
@@ -181,34 +178,26 @@ class DecodeTile(NamedTuple):
         """Shared memory in bytes."""
         return self.warps * self.stages * 8192
 
-    def blocks(self, device: Device) -> int:
-        """The number of thread blocks that the GPU runs at a time."""
-        return device.sms * max(1, min(self.per_sm, device.sm_shared_bytes // (self.bytes + 2048)))
-
 
 DECODE = DecodeTile()
 
 
-class Decode(NamedTuple):
-    row_tiles: int
-    splits: int
-
-
 @cached(4096)
-def decode(heads: int, rows: int, tiles: int, device: int) -> Decode:
-    """The plan for `heads` KV heads of all sequences, `rows` queries per KV head and `tiles` tiles of keys.
+def decode(heads: int, rows: int, tiles: int, device: int) -> tuple[int, int]:
+    """The numbers of row tiles and splits for `heads` KV heads of all sequences, `rows` queries per KV head and `tiles` tiles of keys.
 
     Time is counted in tiles of a thread block. All thread blocks of a wave take the same time; a split costs its partial sums."""
     row_tiles = -(-rows // _ROWS)
     blocks, most = heads * row_tiles, max(1, tiles // DECODE.warps)
-    slots = DECODE.blocks(device_of(device))
+    gpu = device_of(device)
+    slots = gpu.sms * max(1, min(DECODE.per_sm, gpu.sm_shared_bytes // (DECODE.bytes + 2048)))  # thread blocks that run at a time
     choices = {1, *(max(1, min(most, waves * slots // blocks)) for waves in range(1, 5))}
 
     def cost(splits: int) -> float:
         time = -(-blocks * splits // slots) * (-(-tiles // splits) + _OVERHEAD)
         return time if splits == 1 else time + _OVERHEAD + 0.05 * splits
 
-    return Decode(row_tiles, min(sorted(choices), key=cost))
+    return row_tiles, min(sorted(choices), key=cost)
 
 
 def key_tiles(keys: int, head_dim: int) -> int:

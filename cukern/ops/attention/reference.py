@@ -12,6 +12,8 @@ from cukern.ops.matmul import torch_matmul
 from cukern.runtime.autocast import off
 from cukern.runtime.tensors import wide
 
+_LEAST_SCALE = 1e-30  # a smaller factor of scores counts as this one: 0 times -infinity, a hidden key, would be NaN
+
 
 class Options(NamedTuple):
     """What a call computes. `softcap` is 0 without a softcap, `window` without a window. `wgmma`: by the kernels of v4, if they can."""
@@ -21,6 +23,12 @@ class Options(NamedTuple):
     softcap: float = 0.0
     wgmma: bool = False
     window: int = 0
+
+    @property
+    def factors(self) -> tuple[float, float]:
+        """What the kernels multiply scores by before tanh, and what their exponent of 2 is a multiple of."""
+        scale, softcap = self.scale, self.softcap
+        return (scale / softcap, softcap / math.log(2)) if softcap else (1.0, max(scale / math.log(2), _LEAST_SCALE))
 
 
 Lengths = Tensor | tuple[Tensor, Tensor] | None  # key_lengths, or cu_seqlens of the queries and of the keys
@@ -60,13 +68,7 @@ def repeated(k: Tensor, heads: int) -> Tensor:
 
 
 def by_scores(
-    softmax: Callable[[Tensor], Tensor],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    options: Options,
-    return_lse: bool = True,
-    key_lengths: Lengths = None,
+    softmax: Callable[[Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor, options: Options, return_lse: bool = True, lengths: Lengths = None
 ) -> tuple[Tensor, Tensor | None]:
     """out (batch, heads, queries, E), and lse (batch, heads, queries) or None, computed in q's dtype. `softmax` is that of rows."""
     causal, scale, softcap, _, window = options
@@ -75,9 +77,9 @@ def by_scores(
     if softcap:
         s = softcap * torch.tanh(s / softcap)
     empty = None
-    if causal or key_lengths is not None:
-        hidden = hidden_keys(q, k, key_lengths, causal, window)
-        if q.shape[-2] > k.shape[-2] or key_lengths is not None:
+    if causal or lengths is not None:
+        hidden = hidden_keys(q, k, lengths, causal, window)
+        if q.shape[-2] > k.shape[-2] or lengths is not None:
             empty = hidden.all(-1, keepdim=True)  # rows without a visible key: their weights are replaced below
             hidden = hidden & ~empty
         s = s.masked_fill(hidden, -math.inf)
@@ -95,6 +97,6 @@ def reference(q: Tensor, k: Tensor, v: Tensor, options: Options, key_lengths: Le
         if isinstance(key_lengths, Tensor):
             behind = torch.arange(k.shape[2], device=k.device)[:, None] >= key_lengths[:, None, None, None]
             y, z = (t.masked_fill(behind, 0) for t in (y, z))
-        out, lse = by_scores(partial(torch.softmax, dim=-1), x, y, z, options, key_lengths=key_lengths)
+        out, lse = by_scores(partial(torch.softmax, dim=-1), x, y, z, options, lengths=key_lengths)
         assert lse is not None
         return out.to(q.dtype), lse

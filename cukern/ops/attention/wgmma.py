@@ -78,9 +78,7 @@ def _backward_kernel(keys: bool, dtype: torch.dtype, d: int, softcap: bool, pack
     return _BACKWARD[key]
 
 
-def forward(
-    out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, options: Options, factors: tuple[float, ...], bounds: Bounds
-) -> None:
+def forward(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, options: Options, bounds: Bounds) -> None:
     """Write out and lse."""
     (batch, heads, queries, d), (kv_heads, keys), padded = q.shape, k.shape[1:3], plan.wgmma_head_dim(q.shape[3])
     sequences, packed, group = bounds.sequences, bounds.sequences >= 0, heads // kv_heads
@@ -92,19 +90,18 @@ def forward(
         (grid, 1, 1), (tile.threads, 1, 1), tile.forward_bytes(padded),
         *pointers(out, lse), *maps, *pointers(*bounds), *strides(out),
         blocks, heads, batch, group, plan.section(keys, d, group, batch * heads),
-        queries, keys, sequences, options.window or _NO_WINDOW, d, options.causal, *factors,
+        queries, keys, sequences, options.window or _NO_WINDOW, d, options.causal, *options.factors,
     )  # fmt: skip
 
 
 def backward(
-    grads: Sequence[Tensor], q: Tensor, k: Tensor, v: Tensor, dout: Tensor, stats: Tensor, options: Options, factors: tuple[float, ...],
-    bounds: Bounds,
-) -> None:  # fmt: skip
+    grads: Sequence[Tensor], q: Tensor, k: Tensor, v: Tensor, dout: Tensor, stats: Tensor, options: Options, bounds: Bounds
+) -> None:
     """Write dq, dk and dv. `stats`: lse and delta, (2, batch * heads, padded queries)."""
     (batch, heads, queries, d), (kv_heads, keys), padded = q.shape, k.shape[1:3], plan.wgmma_head_dim(q.shape[3])
     group, (dq, dk, dv) = heads // kv_heads, grads
     section, window = plan.section(keys, d, group, batch * heads), options.window or _NO_WINDOW
-    sequences, packed, columns = bounds.sequences, bounds.sequences >= 0, plan.WGMMA_BACKWARD[padded].keys.columns
+    sequences, packed, columns = bounds.sequences, bounds.sequences >= 0, plan.WGMMA_BACKWARD[padded][0].columns
     numbers = heads, batch, group, section, queries, keys, stats.shape[2], columns, sequences, window, d, options.causal
     for of_keys, tile in zip((True, False), plan.WGMMA_BACKWARD[padded], strict=True):
         fixed, moving, (dx, dy) = ((k, v), (q, dout), (dk, dv)) if of_keys else ((q, dout), (k, v), (dq, dq))
@@ -112,5 +109,6 @@ def backward(
         maps = *(_map(x, tile.rows, packed) for x in fixed), *(_map(x, tile.columns, packed) for x in moving)
         _backward_kernel(of_keys, q.dtype, padded, options.softcap != 0, packed).on(q.get_device())(
             (blocks * fixed[0].shape[1] * batch, 1, 1), (tile.threads, 1, 1), tile.backward_bytes(padded),
-            *pointers(dx, dy), *maps, *pointers(stats[0], stats[1], *bounds), *strides(dx, dy), blocks, *numbers, *factors, options.scale,
+            *pointers(dx, dy), *maps, *pointers(stats[0], stats[1], *bounds), *strides(dx, dy),
+            blocks, *numbers, *options.factors, options.scale,
         )  # fmt: skip

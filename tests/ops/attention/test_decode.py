@@ -37,7 +37,7 @@ def split(monkeypatch):
 
     def choose(splits):
         monkeypatch.setattr(plan, "decodes", lambda *_: splits > 0)
-        monkeypatch.setattr(plan, "decode", lambda heads, rows, *_: plan.Decode(-(-rows // 16), splits))
+        monkeypatch.setattr(plan, "decode", lambda heads, rows, *_: (-(-rows // 16), splits))
 
     return choose
 

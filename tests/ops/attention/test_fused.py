@@ -5,7 +5,7 @@ import torch
 from helpers import DEVICE, PLACE, kernels, same_bits
 
 import cukern
-from cukern.ops.attention import fused, plan, wgmma
+from cukern.ops.attention import fused, launch, plan, wgmma
 from cukern.ops.attention.reference import Options, hidden_keys, reference, repeated
 from cukern.runtime.compiler import compiled
 from cukern.runtime.device import KNOWN, assumed
@@ -332,6 +332,6 @@ def test_head_dim_that_is_not_supported(d):
 
 def test_lengths_compile_nothing():
     """The kernels of a call depend on the dtype, torch's TF32 switch, the head_dim, the softcap and packed sequences only."""
-    for find, count in ((fused.instances, 33), (fused.wgmma_instances, 83)):
+    for find, count in ((launch.instances, 33), (launch.wgmma_instances, 83)):
         assert len(find(BF16)) == count and len(find(torch.float32)) == 40 and find(torch.float64) == []
         assert {k.name for dtype in (BF16, torch.float32) for k in find(dtype)} <= set(OPS["attention"].kernels())
