@@ -7,12 +7,11 @@ And v3, whose kernel multiplies by one factor: a GEMM whose rows are fibers, rea
 
 from collections.abc import Iterator, Sequence
 from math import ceil
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from cukern.ops.kron_linear.plan import Problem, Step, steps_of
+from cukern.ops.kron_linear.plan import Launch, Problem, Step, steps_of
 from cukern.ops.kron_linear.reference import PLAIN, Epilogue, seen
 from cukern.runtime.autocast import off
 from cukern.runtime.device import allowed
@@ -56,30 +55,11 @@ def _tiled(n: int) -> int:
     return max(128, ceil(n / 64) * 64)
 
 
-class Cublas(NamedTuple):
-    """One factor."""
-
-    steps: tuple[Step, ...]
-    us: float
-    kernel: str = "cublas"
-    handicap: float = MARGIN
-    threads: int = 0
-    blocks: int = 1
-    slices: int = 1
-    L: int = 1
-    R: int = 1
-    shared: int = 0
-    products: int = 1
-
-    def template(self, added: bool = False) -> str:
-        return ""
+def launch(run: Sequence[Step], rows: int, target: Problem) -> Launch:
+    return Launch("cublas", tuple(run), us(run[0], rows, target), products=1, handicap=MARGIN)
 
 
-def launch(run: Sequence[Step], rows: int, target: Problem) -> Cublas:
-    return Cublas(tuple(run), us(run[0], rows, target))
-
-
-def forward(run: Sequence[Step], rows: int, target: Problem) -> Iterator[Cublas]:
+def forward(run: Sequence[Step], rows: int, target: Problem) -> Iterator[Launch]:
     """Strict float32 has no tensor cores there."""
     if len(run) == 1 and target.itemsize < 8 and (target.tensor or target.itemsize == 2):
         yield launch(run, rows, target)

@@ -8,15 +8,16 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from cukern.ops.kron_linear import cublas, small_factors, small_factors_mma, tile, tile_backward, wgmma
-from cukern.ops.kron_linear.plan import MOST, Backward, Launch, Problem, Sizes, Step, in_order, least_us, planned_rows, steps
+from cukern.ops.kron_linear.plan import MOST, Launch, Problem, Sizes, Step, in_order, least_us, planned_rows, steps
 from cukern.runtime.device import cached, eligible
 
 Run = Sequence[Step]
+Candidate = Callable[[Run, int, Problem], Iterator[Launch]]
 
 BETWEEN = 128 << 20  # bytes, at most, of an array between two launches; more rows are split
 BETWEEN_US, BETWEEN_PART = 8.0, 0.32  # two launches take longer than the sum of their times, by this part of the sum and at most 8 us
 
-FORWARD: tuple[Callable[[Run, int, Problem], Iterator[Any]], ...] = (
+FORWARD: tuple[Candidate, ...] = (
     tile.forward,
     small_factors.forward,
     small_factors_mma.forward,
@@ -25,7 +26,7 @@ FORWARD: tuple[Callable[[Run, int, Problem], Iterator[Any]], ...] = (
     wgmma.pair,
     cublas.forward,
 )
-BACKWARD: tuple[Callable[[Run, int, Problem], Iterator[Backward]], ...] = (tile_backward.backward, wgmma.backward, wgmma.few_rows)
+BACKWARD: tuple[Candidate, ...] = (tile_backward.backward, wgmma.backward, wgmma.few_rows)
 
 
 @cached(512)
@@ -79,10 +80,10 @@ def fastest(run: Run, rows: int, target: Problem) -> Launch | None:
 
 
 @cached(512)
-def backward(sizes: Sizes, rows: int, target: Problem) -> tuple[Backward, ...]:
+def backward(sizes: Sizes, rows: int, target: Problem) -> tuple[Launch, ...]:
     """The launches of a layer's backward, those of the first steps first. The inputs of all but the first are computed again from x."""
     order = steps(sizes)
-    best: list[tuple[float, tuple[Backward, ...]]] = [(0.0, ())]  # for the last n steps
+    best: list[tuple[float, tuple[Launch, ...]]] = [(0.0, ())]  # for the last n steps
     for first in reversed(range(len(order))):
         anew = sum(g.us for g in forward(sizes, rows, target, first)) if first else 0.0
         options = []
@@ -95,7 +96,7 @@ def backward(sizes: Sizes, rows: int, target: Problem) -> tuple[Backward, ...]:
     return best[-1][1]
 
 
-def _fastest_backward(run: Run, rows: int, target: Problem) -> Backward | None:
+def _fastest_backward(run: Run, rows: int, target: Problem) -> Launch | None:
     found = eligible([b for candidate in BACKWARD for b in candidate(run, rows, target)], lambda b: b.kernel)
     if len(run) == 1:
         found.append(_separate(run[0], rows * run[0].left, target))
@@ -103,25 +104,25 @@ def _fastest_backward(run: Run, rows: int, target: Problem) -> Backward | None:
     return min((b._replace(us=max(b.us, least)) for b in found), key=lambda b: b.us, default=None)
 
 
-def _separate(s: Step, A: int, target: Problem) -> Backward:
+def _separate(s: Step, A: int, target: Problem) -> Launch:
     """One step, by a launch for the gradient of its input and one for that of its factor."""
     back = fastest((Step(0, 1, s.q, s.p, s.right),), A, target)
     assert back
-    return Backward((s,), back.us + tile_backward.gradient_of(A, s.p, s.q, s.right, target)[1])
+    return Launch("separate", (s,), back.us + tile_backward.gradient_of(A, s.p, s.q, s.right, target)[1])
 
 
-def better_swapped(plan: Sequence[Backward]) -> bool:
+def better_swapped(plan: Sequence[Launch]) -> bool:
     """True if two factors are better taken in the other order. Only the second one has a fused launch then, and the first one is square and
     at least four times as large."""
-    if len(plan) != 2 or plan[0].template or not plan[1].template or len(plan[1].steps) > 1:
+    if len(plan) != 2 or plan[0].threads or not plan[1].threads or len(plan[1].steps) > 1:
         return False
     (first,), (second,) = plan[0].steps, plan[1].steps
     return first.p == first.q >= 4 * max(second.p, second.q)
 
 
-def _writes_over(plan: Sequence[Backward]) -> bool:
+def _writes_over(plan: Sequence[Launch]) -> bool:
     """True if the backward writes over its inputs and needs no other array."""
-    return bool(plan[1].template) or (bool(plan[0].template) and plan[0].in_place)
+    return bool(plan[1].threads) or plan[0].in_place
 
 
 def keeping(sizes: Sizes, rows: int, target: Problem) -> tuple[Launch, ...]:

@@ -10,7 +10,7 @@ from math import ceil, gcd, prod
 from typing import NamedTuple
 
 from cukern.ops.kron_linear import cublas
-from cukern.ops.kron_linear.plan import LAUNCH_US, Backward, Problem, Step, text
+from cukern.ops.kron_linear.plan import LAUNCH_US, Launch, Problem, Step, blocks_of, instance
 from cukern.ops.kron_linear.tile import spread
 from cukern.runtime.device import allowed
 
@@ -42,7 +42,7 @@ _GRADIENT_US = {2: 757_000.0, 4: 333_000.0}  # multiply-adds per SM on tensor co
 _WAITING_OF_ONE = 0.5  # part of the shorter of compute and memory time that is not hidden
 
 
-def backward(run: Sequence[Step], rows: int, target: Problem) -> Iterator[Backward]:
+def backward(run: Sequence[Step], rows: int, target: Problem) -> Iterator[Launch]:
     """The launches of a run."""
     if target.itemsize <= 4:
         for pieces in _pieces(tuple(run), _split(target)):
@@ -65,7 +65,7 @@ def _fits(piece: Sequence[Step], most: int) -> bool:
     return max(p, q) <= most and len(piece) <= _TOGETHER
 
 
-def _tilings(pieces: Pieces, rows: int, target: Problem) -> Iterator[Backward]:
+def _tilings(pieces: Pieces, rows: int, target: Problem) -> Iterator[Launch]:
     left, right = pieces
     run = (*right, *left)
     A, C = rows * run[-1].left, run[0].right
@@ -132,7 +132,7 @@ def _shape(pieces: Pieces) -> _Shape:
     return _Shape(bool(pieces[0]), bool(pieces[1]), *sizes, *high)
 
 
-def _tiling(pieces: Pieces, A: int, C: int, L: int, R: int, threads: int, stages: int, target: Problem) -> Iterator[Backward]:
+def _tiling(pieces: Pieces, A: int, C: int, L: int, R: int, threads: int, stages: int, target: Problem) -> Iterator[Launch]:
     left, right = pieces
     split, shape = _split(target), _shape(pieces)
     shared, kept = shape.shared(L, R, stages, target.itemsize), shape.kept(threads // 32)
@@ -141,15 +141,13 @@ def _tiling(pieces: Pieces, A: int, C: int, L: int, R: int, threads: int, stages
         return
     tiles, p, q = ceil(A / L) * ceil(C / R), shape.p1 * shape.p2, shape.q1 * shape.q2
     bytes_ = gcd(16, target.aligned, (gcd(p, q, shape.p2, shape.q2) if R == 1 else gcd(C, R)) * target.itemsize)
-    most = max(target.sms, A * p * C * target.itemsize // (4 * shape.sums))  # so that partial sums take no more memory than x
-    blocks = min(tiles, target.sms * resident, most)
+    blocks = blocks_of(tiles, target.sms * resident, A * p * C * target.itemsize, shape.sums, target.sms)
     resident = ceil(blocks / target.sms)
     each = _us_of_tile(shape, C, L, R, stages, resident, shared, bytes_, target)
     loaded = (shape.matrices * target.itemsize + shape.sums * 8) * resident / target.sm_bytes_us
     us = 2 * LAUNCH_US + ceil(tiles / blocks) * resident * each + loaded
-    names = [f"Merged<{text(*[f'Factor<{s.p}, {s.q}>' for s in piece])}>" for piece in pieces]
-    template = f"Backward4<{text(threads, resident, split, bytes_, stages, L, R, C, *names)}>"
-    yield Backward((*right, *left), us, template, target.sms * resident, threads, shared, (L, R))
+    plan = "Backward4", threads, resident, split, bytes_, stages, L, R, C, *[instance("Merged", *piece) for piece in pieces]
+    yield Launch("tile", (*right, *left), us, plan, threads, shared, L, R, resident)
 
 
 def _us_of_tile(shape: _Shape, C: int, L: int, R: int, stages: int, resident: int, shared: int, bytes_: int, target: Problem) -> float:
@@ -237,8 +235,8 @@ def gradient(A: int, p: int, q: int, C: int, target: Problem) -> Gradient | None
     resident = max(1, min(target.shared // (shared + 1024), 512 // threads))
     most = max(1, target.sms * resident // tiles)
     pieces = min(chunks, most)
-    names = [f"Layout<{text(*_layout(n, R, L, itemsize))}>" for n in (K, J)]
-    template = f"Gradient4<{text(threads, L, R, R == C, bytes_, p, q, K, J, KW, JW, *names)}>"
+    layouts = [instance("Layout", *_layout(n, R, L, itemsize)) for n in (K, J)]
+    template = instance("Gradient4", threads, L, R, R == C, bytes_, p, q, K, J, KW, JW, *layouts)
     copies = A * C * (p + q) * (itemsize / bytes_ - itemsize / 16) / _COPIES_US
     moved = A * C * (p + q) * itemsize / target.sm_bytes_us
     multiplied = chunks * L * R * K * J * tiles / _GRADIENT_US[itemsize]
