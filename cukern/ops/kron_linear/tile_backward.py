@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 from cukern.ops.kron_linear import cublas
 from cukern.ops.kron_linear.plan import LAUNCH_US, Launch, Problem, Step, blocks_of, instance
-from cukern.ops.kron_linear.tile import spread
 from cukern.runtime.device import allowed
 
 _LARGEST = 128 * 128  # accumulators of a factor's gradient, at most
@@ -35,8 +34,6 @@ Pieces = tuple[tuple[Step, ...], tuple[Step, ...]]  # the left factor and the ri
 # of Gradient4
 _STAGE = 32 << 10  # bytes of a chunk
 MOST_SUMS = 128  # rows and columns of a block's tile
-_WARP_SUMS = 2048
-_CHUNK = 8  # overhead of a chunk, in fibers; an estimate
 
 _GRADIENT_US = {2: 757_000.0, 4: 333_000.0}  # multiply-adds per SM on tensor cores, by the bytes of an element
 _WAITING_OF_ONE = 0.5  # part of the shorter of compute and memory time that is not hidden
@@ -220,23 +217,20 @@ class Gradient(NamedTuple):
 @functools.lru_cache(512)
 def gradient(A: int, p: int, q: int, C: int, target: Problem) -> Gradient | None:
     """For z [A][p][C] and h [A][q][C]; None where tensor cores do not multiply them."""
-    fours = C == 1 or C % 4 == 0  # what lanes fetch at once; else of a row alone, with zeros beyond
-    if not target.tensor or min(p, q) < 8 or not (fours or C > 16):
+    if not target.tensor or min(p, q) < 8:
         return None
-    itemsize, K, J = target.itemsize, _side(p), _side(q)
-    KW, JW = _warp_tile(K, J)
-    team, least = 32 * (K // KW) * (J // JW), 8 if C == 1 and itemsize == 4 else 16
-    threads = max(team, 256 // team * team)
-    L, R = _chunk(max(_STAGE // ((K + J) * itemsize), 1), C, least, fours)
+    itemsize, K, J, threads = target.itemsize, _side(p), _side(q), 256
+    fibers = max(_STAGE // ((K + J) * itemsize), 16)
+    R = 1 if C == 1 else eights(ceil(C / ceil(C / fibers)))
+    L = fibers // 16 * 16 if C == 1 else max(1, fibers // R)
     bytes_ = gcd(16, target.aligned, (gcd(p, q, K, J) if C == 1 else gcd(C, R)) * itemsize)
     chunks, tiles = ceil(A / L) * ceil(C / R), ceil(p / K) * ceil(q / J)
-    stages = 2 * sum(-(-L * R * n // 64) * 64 for n in (K, J)) * itemsize
+    stages = 2 * L * sum(padded(n) if C == 1 else n * padded(R) for n in (K, J)) * itemsize
     shared = max(stages, K * J * 4)
     resident = max(1, min(target.shared // (shared + 1024), 512 // threads))
     most = max(1, target.sms * resident // tiles)
     pieces = min(chunks, most)
-    layouts = [instance("Layout", *_layout(n, R, L, itemsize)) for n in (K, J)]
-    template = instance("Gradient4", threads, L, R, R == C, bytes_, p, q, K, J, KW, JW, *layouts)
+    template = instance("Gradient4", threads, L, R, bytes_, p, q, K, J)
     copies = A * C * (p + q) * (itemsize / bytes_ - itemsize / 16) / _COPIES_US
     moved = A * C * (p + q) * itemsize / target.sm_bytes_us
     multiplied = chunks * L * R * K * J * tiles / _GRADIENT_US[itemsize]
@@ -244,45 +238,10 @@ def gradient(A: int, p: int, q: int, C: int, target: Problem) -> Gradient | None
     return Gradient(template, (L, R), tiles, most, threads, shared, 4 * LAUNCH_US + busy)
 
 
-def _chunk(fibers: int, C: int, least: int, fours: bool) -> tuple[int, int]:
-    """The fibers and columns of a chunk. The last chunk of a row may be a part of one: as little as can be, but few chunks."""
-    if C == 1 or (fours and (C * least <= fibers or (C % least == 0 and fibers >= C))):
-        L, R = 1 << (fibers // C).bit_length() - 1, C
-    else:
-        L, R = 1, min(range(least, max(fibers, least) + 1, least), key=lambda r: (-(-C // r) * (r + _CHUNK), -r))
-    while L * R % least:
-        L *= 2
-    return L, R
-
-
-def _warp_tile(K: int, J: int) -> tuple[int, int]:
-    """The rows and columns of a warp, limited by its accumulators. If that takes more than 8 warps, up to 16 warps share the tile."""
-    shares = [(k, j) for k in _divisors(K) for j in _divisors(J) if k * j <= _WARP_SUMS]
-    warps = min(K * J // (k * j) for k, j in shares)
-    if warps > 8:
-        warps = max(w for w in (K * J // (k * j) for k, j in shares) if w <= max(warps, 16))
-    return min(((k, j) for k, j in shares if K * J // (k * j) == warps), key=lambda s: abs(s[0] - s[1]))
-
-
 def _side(n: int) -> int:
     """The rows of a tile, for the fewest tiles: a multiple of 8, or of 16 if several warps share them."""
     rows = ceil(n / ceil(n / MOST_SUMS))
-    return ceil(rows / 8) * 8 if rows <= 64 else ceil(rows / 16) * 16
-
-
-def _divisors(n: int) -> list[int]:
-    return [d for d in range(8, n + 1, 8) if n % d == 0]
-
-
-def _layout(n: int, R: int, L: int, itemsize: int) -> tuple[int, ...]:
-    v = 16 // itemsize
-    if R & (R - 1) or (n & (n - 1) and (L > 1 or R == 1)) or L * R * n % (8 * v):  # places of l, of k and of r are joined
-        return 3, 0, 3, 0, v
-    if R > 1:
-        return (*(spread(2, R // v, 1) if itemsize == 4 else spread(1, R // v, 2)), 3, 0, v)
-    if itemsize == 4:
-        return (*spread(1, n // v, 2), 3, 0, v)
-    return (*spread(0, n // v, 3), 3, 0, v)
+    return eights(rows) if rows <= 64 else ceil(rows / 16) * 16
 
 
 def gradient_of(A: int, p: int, q: int, right: int, target: Problem) -> tuple[Gradient | None, float]:
