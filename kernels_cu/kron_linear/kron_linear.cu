@@ -191,8 +191,8 @@ __global__ void __launch_bounds__(Plan::THREADS, Plan::BLOCKS)
         if (number < chunks) {
             long long a = number / across * Plan::L, c = number % across * Plan::R;
             int rows = int(A - a < Plan::L ? A - a : Plan::L);
-            load_chunk<Plan, K, P, Plan::ZL>(to, z + a * P * C + c, k0, rows, C - c, C);
-            load_chunk<Plan, J, Q, Plan::HL>(to + Plan::Z, h + a * Q * C + c, j0, rows, C - c, C);
+            load_chunk<Plan, K, P>(to, z + a * P * C + c, k0, rows, C - c, C);
+            load_chunk<Plan, J, Q>(to + Plan::Z, h + a * Q * C + c, j0, rows, C - c, C);
         }
         cp_async_commit();
     };

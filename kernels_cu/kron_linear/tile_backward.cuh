@@ -448,35 +448,35 @@ __device__ __forceinline__ void load_factor(T* to, const Factors4<T>& factors, M
 
 // The gradient of one factor, by mma of 16-bit types or in TF32: partials[piece][k][j] = sum over the fibers of a piece of z[a][k][c] *
 // h[a][j][c]; z is [A][P][C], h is [A][Q][C]. A block computes K x J outputs from chunks of L of the A and R of the C, with zeros beyond P,
-// Q and C. In shared memory a chunk of z is [L][K][R], with stride S along K and ZL along L; h has stride HL along L. Strict float and
-// double go to cuBLAS.
+// Q and C. In shared memory a chunk of z is [K][L][R], or [L][K] if R is 1; that of h has J rows. Strict float and double go to cuBLAS.
 template <int THREADS_, int L_, int R_, int BYTES_, int P_, int Q_, int K_, int J_>
 struct Gradient4 {
     static constexpr int THREADS = THREADS_, WARPS = THREADS / 32, L = L_, R = R_, BYTES = BYTES_, P = P_, Q = Q_, K = K_, J = J_;
     static constexpr bool SPLIT = false;
     static constexpr int BLOCKS = THREADS <= 256 ? 2 : 1;  // minimum per SM
-    static constexpr int S = R == 1 ? 1 : padded(R), ZL = R == 1 ? padded(K) : K * S, HL = R == 1 ? padded(J) : J * S;
-    static constexpr int Z = L * ZL, H = L * HL;  // elements
+    // Strides along k, and along l of a chunk of n rows; elements of a chunk.
+    static constexpr int ALONG_K = R == 1 ? 1 : padded(L * R);
+    __device__ static constexpr int along_l(int n) { return R == 1 ? padded(n) : R; }
+    static constexpr int Z = R == 1 ? L * padded(K) : K * ALONG_K, H = R == 1 ? L * padded(J) : J * ALONG_K;
 };
 
 // Copy elements k0 to k0 + K (of N) of the fibers of a chunk, with zeros beyond N, beyond `rows` and beyond `columns`.
-template <class Plan, int K, int N, int LS, typename T>
+template <class Plan, int K, int N, typename T>
 __device__ __forceinline__ void load_chunk(T* to, const T* from, int k0, int rows, long long columns, long long C) {
     constexpr int W = Plan::BYTES / sizeof(T), R = Plan::R;
     for (int e = threadIdx.x * W; e < Plan::L * K * R; e += Plan::THREADS * W) {
         int l = e / (K * R), k = e / R % K, r = e % R;
         bool in = l < rows && k0 + k < N && r < columns;
-        copy_async<Plan::BYTES>(to + l * LS + k * Plan::S + r, from + (l * N + k0 + k) * C + r, in);
+        copy_async<Plan::BYTES>(to + l * Plan::along_l(K) + k * Plan::ALONG_K + r, from + (l * N + k0 + k) * C + r, in);
     }
 }
 
 // Add a chunk's products to a warp's part of the outputs.
 template <class Plan, class S, typename T>
 __device__ __forceinline__ void contract_chunk(float (&sums)[S::MI][S::NI][4], const T* z, const T* h, S) {
-    using P = Plan;
-    if constexpr (P::R == 1)
-        contract_all<P, Merged<>, P::K, P::J, P::L, Operand<1, P::ZL>, Operand<1, P::HL>, Batches<1, 1, 0, 0, 0, 0>>(sums, z, h, S());
-    else
-        contract_all<P, Merged<>, P::K, P::J, P::R, Operand<P::S, 1>, Operand<P::S, 1>, Batches<P::L, 1, P::ZL, 0, P::HL, 0>>(sums, z, h,
-                                                                                                                              S());
+    constexpr int K = Plan::K, J = Plan::J, FIBERS = Plan::L * Plan::R;
+    constexpr bool ROWS = Plan::R > 1;
+    using Z = Operand<ROWS ? Plan::ALONG_K : 1, ROWS ? 1 : Plan::along_l(K)>;
+    using H = Operand<ROWS ? Plan::ALONG_K : 1, ROWS ? 1 : Plan::along_l(J)>;
+    contract_all<Plan, Merged<>, K, J, FIBERS, Z, H, Batches<1, 1, 0, 0, 0, 0>>(sums, z, h, S());
 }

@@ -70,10 +70,7 @@ def backward(
     if any(w.ndim == 3 for w in factors):
         return cublas.v3_backward(x, g, factors, wanted, scale)
     plan, gradients = plan_of(x, g, factors), Gradients(x, factors, wanted, scale)
-    if kept is None and all(wanted) and planner.better_swapped(plan):
-        gradients.swapped(plan, g)
-    else:
-        gradients.through(plan, g, kept, at)
+    gradients.through(plan, g, kept, at)
     return gradients.found
 
 
@@ -113,19 +110,6 @@ class Gradients:
                 break
         self.found[0] = h.reshape(x.shape) if wanted[0] else None
         self.add_up()
-
-    def swapped(self, plan: Sequence[Launch], g: Tensor) -> None:
-        """The backward of two factors whose second has a fused launch. Mode products commute, so g goes back through the first one first:
-        that makes what the fused launch takes, and it is the small second one that g is multiplied by anew."""
-        (first,), (second,) = (launch.steps for launch in plan)
-        large, small = self.factors[first.factor][None], self.factors[second.factor][None]
-        h = kron_forward.mode(seen(g, large, first.q, first.right), large.mT, 1.0, len(g))
-        self.found[0] = self.fused(plan[1], self.x, h, None, self.scale)
-        del h
-        self.add_up()
-        h = kron_forward.mode(seen(g, small, second.q, second.right), small.mT, 1.0, len(g))
-        z, h = seen(self.x, large, first.p, first.right), seen(h, large, first.q, first.right)
-        self.found[first.factor + 1] = contraction(z, h, self.scale, len(g))
 
     def fused(self, launch: Launch, z: Tensor, h: Tensor, out: Tensor | None, scale: float) -> Tensor:
         """Put the gradients of the launch's factors into `found`; add_up() completes them. Returns scale times the gradient of z, in `out`,

@@ -114,15 +114,6 @@ def _separate(s: Step, A: int, target: Problem) -> Launch:
     return Launch("separate", (s,), back.us + tile_backward.gradient_of(A, s.p, s.q, s.right, target)[1])
 
 
-def better_swapped(plan: Sequence[Launch]) -> bool:
-    """True if two factors are better taken in the other order. Only the second one has a fused launch then, and the first one is square and
-    at least four times as large."""
-    if len(plan) != 2 or plan[0].threads or not plan[1].threads or len(plan[1].steps) > 1:
-        return False
-    (first,), (second,) = plan[0].steps, plan[1].steps
-    return first.p == first.q >= 4 * max(second.p, second.q)
-
-
 def _writes_over(plan: Sequence[Launch]) -> bool:
     """True if the backward writes over its inputs and needs no other array."""
     return bool(plan[1].threads) or plan[0].in_place
@@ -133,7 +124,7 @@ def keeping(sizes: Sizes, rows: int, target: Problem) -> Plan:
     takes more memory than x and y because the backward cannot write dx over its inputs."""
     planned = planned_rows(rows)
     plan = backward(sizes, planned, target)
-    if len(plan) != 2 or better_swapped(plan) or not _writes_over(plan):
+    if len(plan) != 2 or not _writes_over(plan):
         return ()
     if rows_at_once([b.steps for b in plan], rows, target.itemsize) < rows:
         return ()

@@ -219,13 +219,14 @@ def gradient(A: int, p: int, q: int, C: int, target: Problem) -> Gradient | None
     """For z [A][p][C] and h [A][q][C]; None where tensor cores do not multiply them."""
     if not target.tensor or min(p, q) < 8:
         return None
-    itemsize, K, J, threads = target.itemsize, _side(p), _side(q), 256
+    itemsize, threads = target.itemsize, 256
+    K, J = (eights(ceil(n / ceil(n / MOST_SUMS))) for n in (p, q))  # for the fewest tiles
     fibers = max(_STAGE // ((K + J) * itemsize), 16)
     R = 1 if C == 1 else eights(ceil(C / ceil(C / fibers)))
     L = fibers // 16 * 16 if C == 1 else max(1, fibers // R)
     bytes_ = gcd(16, target.aligned, (gcd(p, q, K, J) if C == 1 else gcd(C, R)) * itemsize)
     chunks, tiles = ceil(A / L) * ceil(C / R), ceil(p / K) * ceil(q / J)
-    stages = 2 * L * sum(padded(n) if C == 1 else n * padded(R) for n in (K, J)) * itemsize
+    stages = 2 * sum(L * padded(n) if C == 1 else n * padded(L * R) for n in (K, J)) * itemsize
     shared = max(stages, K * J * 4)
     resident = max(1, min(target.shared // (shared + 1024), 512 // threads))
     most = max(1, target.sms * resident // tiles)
@@ -236,12 +237,6 @@ def gradient(A: int, p: int, q: int, C: int, target: Problem) -> Gradient | None
     multiplied = chunks * L * R * K * J * tiles / _GRADIENT_US[itemsize]
     busy = (max(moved, multiplied) + _WAITING_OF_ONE * min(moved, multiplied) + copies) / min(target.sms, pieces * tiles)
     return Gradient(template, (L, R), tiles, most, threads, shared, 4 * LAUNCH_US + busy)
-
-
-def _side(n: int) -> int:
-    """The rows of a tile, for the fewest tiles: a multiple of 8, or of 16 if several warps share them."""
-    rows = ceil(n / ceil(n / MOST_SUMS))
-    return eights(rows) if rows <= 64 else ceil(rows / 16) * 16
 
 
 def gradient_of(A: int, p: int, q: int, right: int, target: Problem) -> tuple[Gradient | None, float]:
