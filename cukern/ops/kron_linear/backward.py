@@ -12,7 +12,7 @@ from torch import Tensor
 from cukern.ops.kron_linear import cublas, planner, wgmma
 from cukern.ops.kron_linear import forward as kron_forward
 from cukern.ops.kron_linear.forward import COMMON, on_tensor_cores, target_of
-from cukern.ops.kron_linear.plan import MOST, Launch, Problem, Sizes, Step, blocks_of, planned_rows, steps_of
+from cukern.ops.kron_linear.plan import MOST, Launch, Sizes, Step, blocks_of, planned_rows, steps_of
 from cukern.ops.kron_linear.reference import PLAIN, Epilogue, seen
 from cukern.ops.kron_linear.tile_backward import gradient, gradient_of
 from cukern.runtime import backend
@@ -75,11 +75,9 @@ def backward(
 
 
 def plan_of(x: Tensor, g: Tensor, factors: Sequence[Tensor]) -> tuple[Launch, ...]:
-    return planner.backward(tuple([tuple(w.shape) for w in factors]), planned_rows(x.shape[0]), _target(x, g))
-
-
-def _target(x: Tensor, g: Tensor) -> Problem:
-    return target_of(x.dtype, x.get_device(), on_tensor_cores(x.dtype), gcd(x.data_ptr(), g.data_ptr(), 16), x.shape[0])
+    aligned = gcd(x.data_ptr(), g.data_ptr(), 16)
+    target = target_of(x.dtype, x.get_device(), on_tensor_cores(x.dtype), aligned, x.shape[0])
+    return planner.backward(tuple([tuple(w.shape) for w in factors]), planned_rows(x.shape[0]), target)
 
 
 class Gradients:
@@ -212,16 +210,17 @@ def contraction(z: Tensor, h: Tensor, scale: float, rows: int | None = None) -> 
     _, A, p, C = z.shape
     if not A * C:
         return cublas.contraction(z, h, scale)[0]
-    device = z.get_device()
+    device, q = z.get_device(), h.shape[2]
     target = target_of(z.dtype, device, on_tensor_cores(z.dtype), gcd(z.data_ptr(), h.data_ptr(), 16))
-    planned, q = A // (rows or A) * planned_rows(rows or A), h.shape[2]
-    plan, _ = gradient_of(planned, p, q, C, target)
-    if not plan:
+    launch = gradient_of(A // (rows or A) * planned_rows(rows or A), p, q, C, target)
+    if not launch.threads:
         return cublas.contraction(z, h, scale)[0]
-    pieces, grad = plan.pieces(A, C), torch.empty((p, q), dtype=z.dtype, device=z.device)
+    chunks, sms = ceil(A / launch.L) * ceil(C / launch.R), device_of(device).sms
+    pieces, grad = min(chunks, max(1, sms * launch.blocks // launch.slices)), torch.empty((p, q), dtype=z.dtype, device=z.device)
     partials = torch.empty((pieces, p, q), dtype=torch.float32, device=z.device)
-    geometry = (pieces * plan.tiles, 1, 1), (plan.threads, 1, 1), backend.spread(plan.shared, pieces * plan.tiles, device)
-    _GRADIENT[z.dtype, plan.template].on(device)(*geometry, *pointers(partials, z, h), A, C, pieces)
+    blocks = pieces * launch.slices
+    geometry = (blocks, 1, 1), (launch.threads, 1, 1), backend.spread(launch.shared, blocks, device)
+    _GRADIENT[z.dtype, launch.template()].on(device)(*geometry, *pointers(partials, z, h), A, C, pieces)
     _sum_of_pieces(pieces, [(grad, partials.data_ptr(), p * q)], scale)
     return grad
 
@@ -229,7 +228,7 @@ def contraction(z: Tensor, h: Tensor, scale: float, rows: int | None = None) -> 
 def instances(dtype: torch.dtype) -> list[Kernel]:
     target = target_of(dtype, backend.SIMULATED, on_tensor_cores(dtype), 16)
     gradients = [gradient(64, f, f, C, target) for f, C in ((8, 64), (64, 1))]
-    made = [_GRADIENT[dtype, one.template] for one in gradients if one]
+    made = [_GRADIENT[dtype, one.template()] for one in gradients if one]
     if dtype.itemsize <= 4:
         older = target._replace(device=target.device._replace(capability=80, shared_bytes=161 << 10))  # without features of sm_90 alone
         launches = [launch for f, n in COMMON for launch in planner.backward(((f, f),) * n, 64, older)]

@@ -46,9 +46,9 @@ def us(step: Step, rows: int, target: Problem) -> float:
     elif aligned:
         moved *= ceil(step.q / 64) * 64 / step.q * (ceil(step.right / 64) * 64 / step.right)
     slower = 1 if aligned else UNALIGNED[size]
-    longest = max(moved / (BANDWIDTH[size] * target.sm_bytes_us), multiplied if size == 4 else 0.0)
+    longest = max(moved / (BANDWIDTH[size] * target.device.sm_bytes_us), multiplied if size == 4 else 0.0)
     turn = TURN_US if size == 4 and last and rows * step.left * step.p >= TURNED else 0.0
-    return START_US[size] + turn + longest / (target.sms * slower)
+    return START_US[size] + turn + longest / (target.device.sms * slower)
 
 
 def _tiled(n: int) -> int:
@@ -92,10 +92,10 @@ def mode_product(z: Tensor, w: Tensor, step: Step, epilogue: Epilogue, out: Tens
 def us_of_gradient(A: int, p: int, q: int, right: int, target: Problem) -> float:
     """About how long the gradient of a factor takes, for z (A, p, right) and h (A, q, right)."""
     size, rate = target.itemsize, GRADIENT_US[2 if target.itemsize == 2 else 4 if target.tensor else 8]
-    aligned, moved = p * size % 16 == q * size % 16 == 0, A * (p + q) * right * size / (BANDWIDTH[2] * target.sm_bytes_us)
+    aligned, moved = p * size % 16 == q * size % 16 == 0, A * (p + q) * right * size / (BANDWIDTH[2] * target.device.sm_bytes_us)
     us = max(A * right * p * _tiled(q) / rate, moved) + (2 * moved if right > 1 else 0.0)
     launches = 2 if right == 1 else 3 * PARTS
-    return launches * GRADIENT_START_US + us / (target.sms * (1 if aligned else UNALIGNED[min(size, 4)]))
+    return launches * GRADIENT_START_US + us / (target.device.sms * (1 if aligned else UNALIGNED[min(size, 4)]))
 
 
 @torch.no_grad()

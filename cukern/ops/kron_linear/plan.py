@@ -32,18 +32,6 @@ class Problem(NamedTuple):
         """Shared memory of a thread block, without what the driver reserves."""
         return self.device.shared_bytes - 1024
 
-    @property
-    def sms(self) -> int:
-        return self.device.sms
-
-    @property
-    def sm_bytes_us(self) -> float:
-        return self.device.sm_bytes_us
-
-    @property
-    def cycles_us(self) -> float:
-        return self.device.cycles_us
-
 
 class Step(NamedTuple):
     """One mode product: a row is an array [left][p][right], and becomes [left][q][right]. Its text is a C++ type."""
@@ -113,7 +101,7 @@ def least_us(run: Sequence[Step], rows: int, target: Problem) -> float:
     """The time to read the input and write the output of some steps, if they do not fit the L2 cache."""
     first, last = run[0], run[-1]
     moved = rows * (first.left * first.p * first.right + last.left * last.q * last.right) * target.itemsize
-    return moved / (target.sms * target.sm_bytes_us) if moved > L2_BYTES else 0.0
+    return moved / (target.device.sms * target.device.sm_bytes_us) if moved > L2_BYTES else 0.0
 
 
 def cost_order(sizes: Sequence[tuple[int, int]]) -> list[int]:

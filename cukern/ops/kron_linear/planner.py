@@ -111,7 +111,7 @@ def _separate(s: Step, A: int, target: Problem) -> Launch:
     """One step, by a launch for the gradient of its input and one for that of its factor."""
     back = fastest((Step(0, 1, s.q, s.p, s.right),), A, target)
     assert back
-    return Launch("separate", (s,), back.us + tile_backward.gradient_of(A, s.p, s.q, s.right, target)[1])
+    return Launch("separate", (s,), back.us + tile_backward.gradient_of(A, s.p, s.q, s.right, target).us)
 
 
 def _writes_over(plan: Sequence[Launch]) -> bool:

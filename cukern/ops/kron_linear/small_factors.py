@@ -46,7 +46,7 @@ def forward(run: Sequence[Step], rows: int, target: Problem) -> Iterator[Launch]
     for threads, cluster in ((WHOLE_BLOCK // 8, 1), (WHOLE_BLOCK // 4, 1), (WHOLE_BLOCK // 2, 1), (WHOLE_BLOCK, 1), (WHOLE_BLOCK, 2)):
         L, R = tile_of(HELD + log2(threads * cluster) - bits, C, 4)
         tiles = ceil(rows * run[-1].left / L) * (C // R) if L == 1 or (L and cluster == 1) else 0
-        if tiles * cluster * threads > target.sms * WHOLE_BLOCK:  # otherwise there is no next tile to prefetch
+        if tiles * cluster * threads > target.device.sms * WHOLE_BLOCK:  # otherwise there is no next tile to prefetch
             made = _launch(run, target, threads, cluster, L, R, tiles)
             if made:
                 yield made
@@ -82,7 +82,7 @@ def _launch(run: Sequence[Step], target: Problem, threads: int, cluster: int, L:
     ahead = min(warps, room // own // together * together)
     if ahead < 1 or (cluster > 1 and parts[-2].vector < 4):  # 16-byte stores to the other block
         return None
-    us = _us(run, len(cut), numbers, ceil(tiles * cluster / target.sms), target)
+    us = _us(run, len(cut), numbers, ceil(tiles * cluster / target.device.sms), target)
     shared = weights + 4 * numbers + ahead * own
     vectors = [part.threads[:3] for part in parts if part.vector == 4]
     tile, turned = (L, prod(s.p for s in run), R, run[0].right), instance("Turned", 2, *turns(vectors, 2, top))
@@ -121,8 +121,8 @@ def _exchanging(a: Pass, b: Pass) -> int:
 
 def _us(run: Sequence[Step], passes: int, numbers: int, each: int, target: Problem) -> float:
     """A model of a launch's time, for `each` tiles per SM."""
-    stream = target.itemsize * numbers / target.sm_bytes_us
-    compute = numbers / 128 * (sum(s.p for s in run) * FMA_CYCLES + passes) / (BOOST * target.cycles_us)
+    stream = target.itemsize * numbers / target.device.sm_bytes_us
+    compute = numbers / 128 * (sum(s.p for s in run) * FMA_CYCLES + passes) / (BOOST * target.device.cycles_us)
     return START_US + 2 * stream + each * (max(compute, 2 * stream) + EXPOSED * min(compute, 2 * stream))
 
 

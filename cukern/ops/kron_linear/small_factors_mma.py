@@ -118,9 +118,9 @@ def _us(numbers: int, parts: Sequence[Pass], blocks: int, tiles: int, target: Pr
     cycles = PLAIN_CYCLES + (len(parts) - 1) * EXCHANGE_CYCLES
     for step in (step for part in parts for step in part.steps):
         cycles += STEP_CYCLES + (MERGED_CYCLES if len(step.factors) > 1 else 0)
-    each, stream = ceil(tiles / target.sms), 2 * numbers / target.sm_bytes_us
+    each, stream = ceil(tiles / target.device.sms), 2 * numbers / target.device.sm_bytes_us
     idle = max(1.0, 8 / (min(blocks, each) * (numbers >> EACH + LANES)))  # too few warps to keep an SM busy
-    compute = numbers / 128 * cycles / target.cycles_us * idle * (ALONE if blocks == 1 else 1)
+    compute = numbers / 128 * cycles / target.device.cycles_us * idle * (ALONE if blocks == 1 else 1)
     return START_US + stream + compute + (each - 1) * max(compute, 2 * stream)
 
 

@@ -155,7 +155,7 @@ def _tiling(
         if shared > target.shared:
             continue
         blocks = max(1, min(target.shared // (shared + 1024), 65536 // (threads * min(work.registers, 255)), 2048 // threads, 8))
-        us = _us(work, ceil(tiles / target.sms), tiles, numbers, ahead, blocks, (R, R == C, slices, kind[0]), target)
+        us = _us(work, ceil(tiles / target.device.sms), tiles, numbers, ahead, blocks, (R, R == C, slices, kind[0]), target)
         plan = "Plan4", threads, blocks, L, R, C, bytes_, ahead, slices, *kind, ADDED, *work.parts
         # Prefer factors that are split once to an equal plan that splits them at each use: fewer kernels serve all numbers of rows.
         yield Launch("tile", tuple(run), us, plan, threads, shared, L, R, blocks, slices, kind[0], 1.01 if kind == SPLIT[0] else 1.0)
@@ -184,18 +184,18 @@ def _us(
     overlap = max(work.multiplied * idle, work.fetched) + shorter
     # Measured on tensor cores: the tail of a wave is idle time, and of two times that are nearly equal neither hides the other.
     turns = (each + ceil(each / resident) * resident) / 2 if products else each
-    compute = turns * (overlap + (work.waiting + TILE_CYCLES) / resident) / target.cycles_us
+    compute = turns * (overlap + (work.waiting + TILE_CYCLES) / resident) / target.device.cycles_us
     coarse = 1 if whole or R * itemsize >= 128 else 128 / (R * itemsize)
     shared_read = (1 + L2_READ * (slices - 1)) / slices  # the other blocks of a tile read it from the L2 cache
     sectors = 1.0 if R == 1 or R * itemsize % 32 == 0 else PARTLY
     to_read, to_write = L2_HELD if tiles * (numbers / slices + work.total) * itemsize <= L2_BYTES else (1.0, 1.0)
     moved = numbers * shared_read * to_read, work.total * to_write * sectors
-    read, written = (n * itemsize * coarse / target.sm_bytes_us for n in moved)
+    read, written = (n * itemsize * coarse / target.device.sm_bytes_us for n in moved)
     hidden = each * (read * (1 - (1 - ahead / numbers) / resident) + written)
     longer = (compute**6 + hidden**6) ** (1 / 6) if products else max(compute, hidden)
     streams = resident * read + longer + (each * (read + written) - hidden) + resident * written
     alone = ALONE_US if resident == 1 else 0.0
-    matrices = resident * work.matrices / (2 * target.sm_bytes_us)
+    matrices = resident * work.matrices / (2 * target.device.sm_bytes_us)
     return LAUNCH_US + START_US + alone + streams * (1.02 - 0.02 * ahead / numbers) + matrices
 
 

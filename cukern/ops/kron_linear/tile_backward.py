@@ -138,10 +138,10 @@ def _tiling(pieces: Pieces, A: int, C: int, L: int, R: int, threads: int, stages
         return
     tiles, p, q = ceil(A / L) * ceil(C / R), shape.p1 * shape.p2, shape.q1 * shape.q2
     bytes_ = gcd(16, target.aligned, (gcd(p, q, shape.p2, shape.q2) if R == 1 else gcd(C, R)) * target.itemsize)
-    blocks = blocks_of(tiles, target.sms * resident, A * p * C * target.itemsize, shape.sums, target.sms)
-    resident = ceil(blocks / target.sms)
+    blocks = blocks_of(tiles, target.device.sms * resident, A * p * C * target.itemsize, shape.sums, target.device.sms)
+    resident = ceil(blocks / target.device.sms)
     each = _us_of_tile(shape, C, L, R, stages, resident, shared, bytes_, target)
-    loaded = (shape.matrices * target.itemsize + shape.sums * 8) * resident / target.sm_bytes_us
+    loaded = (shape.matrices * target.itemsize + shape.sums * 8) * resident / target.device.sm_bytes_us
     us = 2 * LAUNCH_US + ceil(tiles / blocks) * resident * each + loaded
     plan = "Backward4", threads, resident, split, bytes_, stages, L, R, C, *[instance("Merged", *piece) for piece in pieces]
     yield Launch("tile", (*right, *left), us, plan, threads, shared, L, R, resident)
@@ -152,7 +152,7 @@ def _us_of_tile(shape: _Shape, C: int, L: int, R: int, stages: int, resident: in
     split, size = _split(target), target.itemsize
     coarse = 1 if R == 1 or R >= C else max(1, 64 / (R * size))
     numbers = L * R * (2 * shape.p1 * shape.p2 + shape.q1 * shape.q2)
-    moved = numbers * size * coarse / target.sm_bytes_us
+    moved = numbers * size * coarse / target.device.sm_bytes_us
     multiplied = L * R * shape.multiply_adds() / _MULTIPLY_ADDS_US[split] + numbers * (size / bytes_ - size / 16) / _COPIES_US
     alone = _WAITING if stages == 2 else _WAITING + (1 - _WAITING) / resident
     each = max(multiplied, moved) + alone * min(multiplied, moved) + _TILE_US / resident
@@ -198,25 +198,9 @@ def _share(m: int, n: int, warps: int) -> int:
     return rows * columns
 
 
-class Gradient(NamedTuple):
-    """One launch: the kernel's template argument, how many chunks' sums are kept apart, and the geometry."""
-
-    template: str
-    chunk: tuple[int, int]  # fibers and columns
-    tiles: int
-    most: int  # pieces
-    threads: int
-    shared: int  # bytes
-    us: float  # predicted time, with the sum of the chunks' partial sums
-
-    def pieces(self, A: int, C: int) -> int:
-        """How many partial sums the chunks are divided into."""
-        return min(ceil(A / self.chunk[0]) * ceil(C / self.chunk[1]), self.most)
-
-
 @functools.lru_cache(512)
-def gradient(A: int, p: int, q: int, C: int, target: Problem) -> Gradient | None:
-    """For z [A][p][C] and h [A][q][C]; None where tensor cores do not multiply them."""
+def gradient(A: int, p: int, q: int, C: int, target: Problem) -> Launch | None:
+    """The launch for z [A][p][C] and h [A][q][C]; None where tensor cores do not multiply them. `slices`: blocks that share a chunk."""
     if not target.tensor or min(p, q) < 8:
         return None
     itemsize, threads = target.itemsize, 256
@@ -229,20 +213,18 @@ def gradient(A: int, p: int, q: int, C: int, target: Problem) -> Gradient | None
     stages = 2 * sum(L * padded(n) if C == 1 else n * padded(L * R) for n in (K, J)) * itemsize
     shared = max(stages, K * J * 4)
     resident = max(1, min(target.shared // (shared + 1024), 512 // threads))
-    most = max(1, target.sms * resident // tiles)
-    pieces = min(chunks, most)
-    template = instance("Gradient4", threads, L, R, bytes_, p, q, K, J)
+    busy = min(target.device.sms, min(chunks, max(1, target.device.sms * resident // tiles)) * tiles)  # SMs
     copies = A * C * (p + q) * (itemsize / bytes_ - itemsize / 16) / _COPIES_US
-    moved = A * C * (p + q) * itemsize / target.sm_bytes_us
+    moved = A * C * (p + q) * itemsize / target.device.sm_bytes_us
     multiplied = chunks * L * R * K * J * tiles / _GRADIENT_US[itemsize]
-    busy = (max(moved, multiplied) + _WAITING_OF_ONE * min(moved, multiplied) + copies) / min(target.sms, pieces * tiles)
-    return Gradient(template, (L, R), tiles, most, threads, shared, 4 * LAUNCH_US + busy)
+    us = 4 * LAUNCH_US + (max(moved, multiplied) + _WAITING_OF_ONE * min(moved, multiplied) + copies) / busy
+    plan = "Gradient4", threads, L, R, bytes_, p, q, K, J
+    return Launch("gradient", (Step(0, 1, p, q, C),), us, plan, threads, shared, L, R, resident, tiles)
 
 
-def gradient_of(A: int, p: int, q: int, right: int, target: Problem) -> tuple[Gradient | None, float]:
-    """The launch that makes a factor's gradient, or None for cuBLAS, and about how long it takes. For more numbers than its tile our
-    kernel would read z and h several times."""
-    ours, theirs = gradient(A, p, q, right, target), cublas.us_of_gradient(A, p, q, right, target)
-    if not ours or (allowed("cublas") and max(p, q) > MOST_SUMS and (right == 1 or cublas.MARGIN * theirs < ours.us)):
-        return None, theirs
-    return ours, ours.us
+def gradient_of(A: int, p: int, q: int, C: int, target: Problem) -> Launch:
+    """The launch that makes a factor's gradient. For more numbers than its tile our kernel would read z and h several times."""
+    ours, theirs = gradient(A, p, q, C, target), cublas.us_of_gradient(A, p, q, C, target)
+    if not ours or (allowed("cublas") and max(p, q) > MOST_SUMS and (C == 1 or cublas.MARGIN * theirs < ours.us)):
+        return Launch("cublas", (Step(0, 1, p, q, C),), theirs)
+    return ours

@@ -37,7 +37,7 @@ def forward(run: Sequence[Step], rows: int, target: Problem) -> Iterator[Launch]
 
 def pair(run: Sequence[Step], rows: int, target: Problem) -> Iterator[Launch]:
     """One launch of two larger factors in TF32: see SplitPair4 in split_wgmma.cuh. For few rows, tile shares a row among blocks."""
-    if not target.tensor or not _can(target) or len(run) != 2 or run[0].right > 1 or 2 * rows * run[1].left < target.sms:
+    if not target.tensor or not _can(target) or len(run) != 2 or run[0].right > 1 or 2 * rows * run[1].left < target.device.sms:
         return
     right, left = run
     if left.q <= TILE or not all(n % 16 == 0 and TILE <= n <= 2 * TILE for s in run for n in (s.p, s.q)):
@@ -103,8 +103,8 @@ def _sizes(run: Sequence[Step]) -> tuple[tuple[int, int], tuple[int, int], bool,
 
 def _us(tiles: int, work: int, numbers: int, target: Problem) -> float:
     """The predicted time of `tiles` tiles, each with `work` multiply-adds and `numbers` elements of memory traffic."""
-    multiplied = ceil(tiles / target.sms) * (work / MULTIPLY_ADDS_US[target.tensor] + TILE_US)
-    moved = tiles * numbers * target.itemsize / (target.sms * target.sm_bytes_us)
+    multiplied = ceil(tiles / target.device.sms) * (work / MULTIPLY_ADDS_US[target.tensor] + TILE_US)
+    moved = tiles * numbers * target.itemsize / (target.device.sms * target.device.sm_bytes_us)
     return max(multiplied, moved) + min(multiplied, moved) / 4
 
 
@@ -166,9 +166,11 @@ def _us_of_chain(right: Step, left: Step, stages: int, pages: int, target: Probl
     copies = left.p * right.p * (2 / gcd(16, 2 * right.p) - 1 / 8)  # more copies than with 16 bytes each
     cycles += copies * COPY_CYCLES + (left.q * right.q * PACKED_CYCLES if right.q % 16 else 0)
     cycles *= (1.15 if stages == 1 else 1.0) * (1.0 if _held(right, left) else 1.2)
-    multiplied = max(1.0, pages / target.sms) * cycles / target.cycles_us
-    moved = pages * (left.p * right.p + left.q * right.q) * 2 / target.sms / target.sm_bytes_us
-    return LAUNCH_US + BLOCK_START_US + (left.p * left.q + right.p * right.q) / target.sm_bytes_us + (multiplied**4 + moved**4) ** 0.25
+    multiplied = max(1.0, pages / target.device.sms) * cycles / target.device.cycles_us
+    moved = pages * (left.p * right.p + left.q * right.q) * 2 / target.device.sms / target.device.sm_bytes_us
+    return (
+        LAUNCH_US + BLOCK_START_US + (left.p * left.q + right.p * right.q) / target.device.sm_bytes_us + (multiplied**4 + moved**4) ** 0.25
+    )
 
 
 def _pages(right: Step, left: Step) -> int:
@@ -210,7 +212,7 @@ def few_rows(run: Sequence[Step], rows: int, target: Problem) -> Iterator[Launch
         return
     shared = FEW_SHARED[target.itemsize] + 16
     if shared <= target.shared:
-        us = FEW_START_US + ceil(FEW_BLOCKS * A / target.sms) * FEW_ROW_US[target.itemsize]
+        us = FEW_START_US + ceil(FEW_BLOCKS * A / target.device.sms) * FEW_ROW_US[target.itemsize]
         yield Launch("few_rows", tuple(run), us, (SIDE,), 256, shared)
 
 
