@@ -242,8 +242,8 @@ __global__ void __launch_bounds__(Plan::THREADS, Plan::BLOCKS)
         cp_async_commit();
         next += gridDim.x;
     };
-    prefetch_merged<0>(factors, Right());
-    prefetch_merged<FIRST>(factors, Left());
+    prefetch_factors<0>(factors, Right());
+    prefetch_factors<FIRST>(factors, Left());
     if (next < count && (ACROSS == 1 || Plan::C % R == 0)) {
         constexpr int WIDE = ACROSS == 1 ? int(Plan::C) : R;
         long long a = next / ACROSS * L, c = next % ACROSS * R;

@@ -16,13 +16,6 @@
 #pragma once
 #include "tile.cuh"
 
-// The Kronecker product of neighbouring factors, the rightmost first. Without factors it is 1.
-template <class... Factors>
-struct Merged {
-    static constexpr int P = (Factors::P * ... * 1), Q = (Factors::Q * ... * 1), COUNT = sizeof...(Factors);
-    static constexpr int OUTPUTS = ((Factors::P * Factors::Q) + ... + 0);
-};
-
 // The padded length of a row of n elements: accesses along rows and along columns have no bank conflicts.
 __device__ constexpr int padded(int n) { return (n + 7) / 16 * 16 + 8; }
 
@@ -404,11 +397,6 @@ __device__ __forceinline__ void store_arrays(T* to, const T* from, int rows, lon
     for_each_vector<Plan, Plan::P1, Plan::P2, Plan::HP1, Plan::SX, W>([&](int l, int r, long long at, int here) {
         if (l < rows && (Plan::C % Plan::R == 0 || r < columns)) store_vec(to + at, load_vec<T, W>(from + here));
     });
-}
-
-template <int N, typename T, class... Factors>
-__device__ __forceinline__ void prefetch_merged(const Factors4<T>& factors, Merged<Factors...>) {
-    prefetch_those<N, T, Factors...>(factors);
 }
 
 // Copy a P x Q matrix to shared memory: element [k][j] to k K + j J, where K or J is 1. number(k, j) loads VK x VJ elements. Neighbouring

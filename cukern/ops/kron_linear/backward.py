@@ -1,4 +1,5 @@
-"""v4 of kron_linear, backward: one or two neighbouring factors a launch where planner.py plans it so; else a launch for each."""
+"""v4 of kron_linear, backward. A launch computes the gradients of one or two neighbouring factors, and that of its input, where planner.py
+plans it so. Other factors have separate launches for the two gradients."""
 
 import functools
 import struct
@@ -31,7 +32,7 @@ _PARTS = struct.Struct(f"{2 * MOST}Q{2 * MOST}i")  # Parts4 of kron_linear.cu
 
 
 class _Waiting(NamedTuple):
-    """The partial sums of a launch, each over `fibers` fibers, and the gradients of the factors, into which they will be added."""
+    """A launch whose partial sums, each over `fibers` fibers, are not yet added to the gradients of its factors."""
 
     launch: Launch
     partials: Tensor
@@ -40,7 +41,7 @@ class _Waiting(NamedTuple):
 
 
 def boundary(x: Tensor, factors: Sequence[Tensor], added: bool) -> int:
-    """After how many steps the forward shall keep what it has for the backward, or 0. `added`: with a bias or a residual."""
+    """The number of steps after which the forward keeps an array for the backward, or 0. `added`: with a bias or a residual."""
     launches = () if any(w.ndim == 3 for w in factors) else _keeping(*kron_forward.problem(x, factors, added))
     return len(launches[0].group.steps) if launches else 0
 
@@ -55,16 +56,17 @@ def _keeping(
 
 
 def forward_keeping(x: Tensor, factors: Sequence[Tensor], epilogue: Epilogue) -> tuple[Tensor, Tensor]:
-    """The forward where there is a boundary, and what is there."""
+    """The forward of a layer with a boundary, and the array that is kept there."""
     return kron_forward.through(_keeping(*kron_forward.problem(x, factors, kron_forward.adds(epilogue))), x, factors, epilogue)
 
 
 def backward(
     x: Tensor, g: Tensor, factors: Sequence[Tensor], wanted: Sequence[bool], scale: float, kept: Tensor | None = None, at: int = 0
 ) -> list[Tensor | None]:
-    """dx alone is the layer of the transposed factors. With a factor's gradient it is cublas.v3_backward, but what went into each launch
-    is computed again from x, in few launches, unless it was kept after `at` steps. Besides dx, at most one array of the size of x or
-    y exists at a time, or two if a launch does not write over its input."""
+    """The gradients of x and of the factors, None where not wanted. dx alone is the layer of the transposed factors. With gradients of
+    factors it is the algorithm of cublas.v3_backward, but the input of each launch is computed again from x, in few launches, unless it
+    was kept after `at` steps. Besides dx, at most one array of the size of x or y exists at a time, or two if a launch does not write
+    over its input."""
     if not any(wanted[1:]):
         return [kron_forward.forward(g, [w.mT for w in factors], (scale, None, None)), *[None] * len(factors)]
     if any(w.ndim == 3 for w in factors):
@@ -90,20 +92,20 @@ class Gradients:
         self.waiting: list[_Waiting] = []
 
     def through(self, plan: Sequence[Launch], h: Tensor, kept: Tensor | None, at: int) -> None:
-        """All launches, the last one's first. h is the gradient of the output."""
+        """Make all launches, the last one first. h is the gradient of the output."""
         order, n, g, x, wanted = steps_of(self.factors), len(self.factors), h, self.x, self.wanted
-        came = functools.partial(self._came, kept, at)
+        input_of = functools.partial(self._input_of, kept, at)
         for launch in reversed(plan):
             n -= len(launch.steps)
             if launch.threads and all(wanted[s.factor + 1] for s in launch.steps):
                 self._make_room(launch)
-                z = came(n)
-                anew, over = z is not x and z is not kept, h is not g and launch.in_place
-                out = z if anew else h.view_as(z) if over else None
+                z = input_of(n)
+                free, over = z is not x and z is not kept, h is not g and launch.in_place
+                out = z if free else h.view_as(z) if over else None
                 h = self.fused(launch, z, h, out, 1.0 if n else self.scale)
                 del z, out
             else:
-                h = self._in_steps(launch.steps, n, came, h)
+                h = self._in_steps(launch.steps, n, input_of, h)
             if not any((wanted[0], *(wanted[s.factor + 1] for s in order[:n]))):
                 break
         self.found[0] = h.reshape(x.shape) if wanted[0] else None
@@ -135,8 +137,8 @@ class Gradients:
         return out
 
     def add_up(self) -> None:
-        """The factors' gradients are scale times the sums of all partial sums; nothing waits any more."""
-        parts: dict[int, list[tuple[Tensor, int, int]]] = {}  # a gradient, where its first partial sum is, and how far the next one is
+        """Set the factors' gradients to scale times the sums of all waiting partial sums."""
+        parts: dict[int, list[tuple[Tensor, int, int]]] = {}  # a gradient, the address of its first partial sum, the distance to the next
         for launch, partials, grads, fibers in self.waiting:
             if launch.kernel == "few_rows":
                 run = _FEW_ROWS_SUM[grads[0].dtype, launch.template()].on(partials.get_device())
@@ -159,22 +161,22 @@ class Gradients:
         if sum(w.partials.nbytes for w in self.waiting) + more > self.x.nbytes // 2:
             self.add_up()
 
-    def _came(self, kept: Tensor | None, at: int, n: int) -> Tensor:
-        """What went into step n. `kept` went into step `at`."""
+    def _input_of(self, kept: Tensor | None, at: int, n: int) -> Tensor:
+        """The input of step n. `kept` is that of step `at`."""
         if not n:
             return self.x
         if kept is not None and n == at and not planning():  # planning includes calls with too many rows to keep it
             return kept
         return kron_forward.forward(self.x, self.factors, PLAIN, n)
 
-    def _in_steps(self, run: Sequence[Step], n: int, came: Callable[[int], Tensor], h: Tensor) -> Tensor:
+    def _in_steps(self, run: Sequence[Step], n: int, input_of: Callable[[int], Tensor], h: Tensor) -> Tensor:
         """As `fused`, by separate launches for each step and for each wanted gradient. The first step of the run has number n."""
         rows = h.numel() // (run[-1].left * run[-1].q * run[-1].right)
         for at, s in reversed(list(enumerate(run, n))):
             w = self.factors[s.factor][None]
             h = seen(h, w, s.q, s.right)
             if self.wanted[s.factor + 1]:
-                self.found[s.factor + 1] = contraction(seen(came(at), w, s.p, s.right), h, self.scale, rows)
+                self.found[s.factor + 1] = contraction(seen(input_of(at), w, s.p, s.right), h, self.scale, rows)
             h = kron_forward.mode(h, w.mT, 1.0 if at else self.scale, rows)
         return h
 
@@ -206,7 +208,8 @@ def _sum_of_pieces(pieces: int, parts: Sequence[tuple[Tensor, int, int]], scale:
 
 
 def contraction(z: Tensor, h: Tensor, scale: float, rows: int | None = None) -> Tensor:
-    """contraction by v4's kernel, of one sample. `rows`: of the layer, if z has more for the factors to the left."""
+    """As cublas.contraction, by v4's kernel where that is faster, of one sample. `rows`: rows of the layer, if z [A][p][C] has more because
+    there are factors to the left."""
     _, A, p, C = z.shape
     if not A * C:
         return cublas.contraction(z, h, scale)[0]
