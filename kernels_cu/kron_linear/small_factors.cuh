@@ -72,14 +72,7 @@ struct Pass {
 template <int CLUSTER_, int CROSS_, int NUMBERS_, int L_, int P_, int R_, long long C_>
 struct SmallTile {
     static constexpr int CLUSTER = CLUSTER_, CROSS = CROSS_, NUMBERS = NUMBERS_, L = L_, P = P_, R = R_;
-    static constexpr long long C = C_, ACROSS = C / R;
-    __device__ static long long tiles(long long A) { return (A + L - 1) / L * ACROSS; }
-    // The offset of tile n in global memory, and the number of its elements.
-    __device__ static long long first(long long n) { return n / ACROSS * L * P * C + n % ACROSS * R; }
-    __device__ static int end(long long n, long long A) {
-        long long rows = A - n / ACROSS * L;
-        return int(rows < L ? rows : L) * P * R;
-    }
+    static constexpr long long C = C_;
     // The offset of element e of a tile in global memory.
     __device__ static constexpr long long memory(int e) { return R == C ? e : e / R * C + e % R; }
     // The index of the result that is element e of this block in the last pass. The rank of the block is bit CROSS of it.
@@ -157,20 +150,20 @@ __device__ __forceinline__ void each_factor(const F& f, Steps4<Passes...>) {
     (Passes::each_size([&](int size) { f(n++, size); }), ...);
 }
 
-// Copy COUNT elements per lane of the part of a tile that begins with element `part` asynchronously, to `stage` elements after `numbers`.
-// Zeros beyond the last row.
-template <class Plan, class Places, int COUNT, typename T>
-__device__ __forceinline__ void copy_part(T* numbers, int stage, const T* x, int part, int half, int end) {
-    constexpr int V = 16 / sizeof(T);
-    int own = part | Plan::Copied::scatter(threadIdx.x % 32 * V), place = Places::at(own) + stage;
-    x += Plan::memory(half | own);
-    if constexpr (V == 4) asm volatile("" : "+l"(x));  // the compiler then addresses the others with constant offsets from it
+// Copy the warp's elements of the first pass asynchronously, to `stage` elements after the exchange buffer. Zeros beyond the last row.
+template <class Plan, typename T>
+__device__ __forceinline__ void copy_own(float* numbers, int stage, const T* x, int half, int end) {
+    using Places = typename Plan::Places;
+    int thread = Plan::Start::Threads::scatter(threadIdx.x & ~31) + Plan::Copied::scatter(threadIdx.x % 32 * 4);
+    int place = Places::at(thread) + stage;
+    x += Plan::memory(half + thread);
+    asm volatile("" : "+l"(x));  // the compiler then addresses the others with constant offsets from it
 #pragma unroll
-    for (int i = 0; i < COUNT / V; ++i) {
-        int more = Plan::Copied::scatter(i * 32 * V);
-        unsigned at = shared_address(numbers + Places::join(place, Places::at(more)));
-        if constexpr (Plan::L == 1) cp_async_16(at, x + Plan::memory(more));
-        else cp_async_16(at, x + Plan::memory(more), own + more < end);
+    for (int i = 0; i < Plan::VALUES / 4; ++i) {
+        int own = Plan::Copied::scatter(i * 128);
+        unsigned at = shared_address(numbers + Places::join(place, Places::at(own)));
+        if constexpr (Plan::L == 1) cp_async_16(at, x + Plan::memory(own));
+        else cp_async_16(at, x + Plan::memory(own), thread + own < end);
     }
 }
 
@@ -268,18 +261,19 @@ __global__ void __cluster_dims__(Plan::CLUSTER, 1, 1) __launch_bounds__(Plan::TH
                                  long long features) {
     extern __shared__ uint4 dynamic[];
     float *w = reinterpret_cast<float*>(dynamic), *numbers = w + Plan::WEIGHTS;
-    long long tiles = Plan::tiles(A), number = blockIdx.x / Plan::CLUSTER;
+    constexpr long long ACROSS = Plan::C / Plan::R;
+    long long tiles = (A + Plan::L - 1) / Plan::L * ACROSS, number = blockIdx.x / Plan::CLUSTER;
     int warp = threadIdx.x / 32, half = Plan::CLUSTER > 1 ? cluster_rank() * Plan::NUMBERS : 0;
     if (number >= tiles) return;  // the grid is planned for the largest number of rows in a bucket
-    int stage = warp < Plan::AHEAD ? Plan::NUMBERS : 0, part = Plan::Start::Threads::scatter(threadIdx.x & ~31);
+    int stage = warp < Plan::AHEAD ? Plan::NUMBERS : 0;
+    auto first = [&](long long n) { return n / ACROSS * Plan::L * Plan::P * Plan::C + n % ACROSS * Plan::R; };
+    auto end = [&](long long n) { return int(A - n * Plan::L < Plan::L ? A - n * Plan::L : Plan::L) * Plan::P * Plan::R; };
     auto load = [&](long long n) {
-        if (n < tiles)
-            copy_part<Plan, typename Plan::Places, Plan::VALUES>(numbers, stage, x + Plan::first(n), part, half, Plan::end(n, A));
+        if (n < tiles) copy_own<Plan>(numbers, stage, x + first(n), half, end(n));
         cp_async_commit();
     };
     each_factor([&](int n, int size) { prefetch_factor(factors.at[n], size, size, factors.p[n], factors.q[n]); }, typename Plan::List());
-    prefetch_tile<Plan::P / Plan::CLUSTER, Plan::R>(x + Plan::first(number) + Plan::memory(half),
-                                                    Plan::end(number, A) / (Plan::P * Plan::R), Plan::C);
+    prefetch_tile<Plan::P / Plan::CLUSTER, Plan::R>(x + first(number) + Plan::memory(half), end(number) / (Plan::P * Plan::R), Plan::C);
     wait_for_previous();
     load(number);
     float* to = w;  // the factors as floats, one after another
@@ -294,7 +288,7 @@ __global__ void __cluster_dims__(Plan::CLUSTER, 1, 1) __launch_bounds__(Plan::TH
     __syncthreads();
     for (; number < tiles; number += gridDim.x / Plan::CLUSTER) {
         long long next = number + gridDim.x / Plan::CLUSTER;
-        Output<T> output = {out, bias, residual, Plan::first(number), features, Plan::end(number, A), float(scale)};
+        Output<T> output = {out, bias, residual, first(number), features, end(number), float(scale)};
         float v[Plan::VALUES];
         cp_async_wait<0>();
         __syncwarp();
@@ -543,12 +537,28 @@ __global__ void __cluster_dims__(Plan::CLUSTER, 1, 1) __launch_bounds__(Plan::TH
     float* numbers = reinterpret_cast<float*>(dynamic);
     T* stage = reinterpret_cast<T*>(numbers + (Plan::ONE ? 0 : Plan::NUMBERS));
     unsigned* matrices = reinterpret_cast<unsigned*>(stage + Plan::NUMBERS);
+    constexpr long long ACROSS = Plan::C / Plan::R;
     constexpr bool CLUSTER = Plan::CLUSTER > 1;
-    long long tiles = Plan::tiles(A), tile = blockIdx.x / Plan::CLUSTER, step = gridDim.x / Plan::CLUSTER;
+    long long tiles = (A + Plan::L - 1) / Plan::L * ACROSS, tile = blockIdx.x / Plan::CLUSTER, step = gridDim.x / Plan::CLUSTER;
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32, rank = CLUSTER ? cluster_rank() : 0, half = rank * Plan::NUMBERS;
     if (tile >= tiles) return;  // the grid is planned for the largest number of rows in a bucket
+    auto first = [&](long long n) { return n / ACROSS * Plan::L * Plan::P * Plan::C + n % ACROSS * Plan::R; };
+    auto end = [&](long long n) {
+        long long rows = A - n / ACROSS * Plan::L;
+        return int(rows < Plan::L ? rows : Plan::L) * Plan::P * Plan::R;
+    };
     auto copy = [&](long long n, int part) {
-        if (n < tiles) copy_part<Plan, Stage, MMA_VALUES>(stage, 0, x + Plan::first(n), part, half, Plan::end(n, A));
+        if (n < tiles) {
+            int own = part | Plan::Copied::scatter(lane * 8), rows_end = end(n), place = Stage::at(own);
+            const T* from = x + first(n) + Plan::memory(half | own);
+#pragma unroll
+            for (int i = 0; i < MMA_VALUES / 8; ++i) {
+                int more = Plan::Copied::scatter(i * 256);
+                unsigned at = shared_address(stage + Stage::join(place, Stage::at(more)));
+                if constexpr (Plan::L == 1) cp_async_16(at, from + Plan::memory(more));
+                else cp_async_16(at, from + Plan::memory(more), own + more < rows_end);
+            }
+        }
         cp_async_commit();
     };
     auto part_of = [&](int i) { return Start::Parts::scatter(warp * MMA_PARTS + i); };
@@ -562,8 +572,7 @@ __global__ void __cluster_dims__(Plan::CLUSTER, 1, 1) __launch_bounds__(Plan::TH
         }
     }
     if constexpr (CLUSTER) cluster_arrive_relaxed();
-    prefetch_tile<Plan::P / Plan::CLUSTER, Plan::R>(x + Plan::first(tile) + Plan::memory(half), Plan::end(tile, A) / (Plan::P * Plan::R),
-                                                    Plan::C);
+    prefetch_tile<Plan::P / Plan::CLUSTER, Plan::R>(x + first(tile) + Plan::memory(half), end(tile) / (Plan::P * Plan::R), Plan::C);
     wait_for_previous();
 #pragma unroll 1
     for (int i = 0; i < MMA_PARTS; ++i) copy(tile, part_of(i));
@@ -573,7 +582,7 @@ __global__ void __cluster_dims__(Plan::CLUSTER, 1, 1) __launch_bounds__(Plan::TH
     __syncthreads();
     if constexpr (CLUSTER) cluster_wait();
     for (; tile < tiles; tile += step, parity ^= 1) {
-        Output<T> to = {out, bias, residual, Plan::first(tile), features, Plan::end(tile, A), float(scale)};
+        Output<T> to = {out, bias, residual, first(tile), features, end(tile), float(scale)};
 #pragma unroll 1
         for (int i = 0; i < MMA_PARTS; ++i) {
             int part = part_of(i);

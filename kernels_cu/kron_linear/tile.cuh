@@ -157,14 +157,6 @@ __device__ __forceinline__ void load_matrices(char* to, const Factors4<T>& facto
         load_matrices<Plan, N + S::COUNT, RIGHT * COLUMNS>(to + matrix_bytes<Plan, N == 0, T, S>(), factors, slice, Steps4<Others...>());
 }
 
-// Copy BYTES bytes to shared memory, or zeros unless `in`: asynchronously if they are at least 4.
-template <int BYTES, typename T>
-__device__ __forceinline__ void copy_async(T* to, const T* from, bool in) {
-    if constexpr (BYTES == 16) cp_async_16(shared_address(to), from, in);
-    else if constexpr (BYTES >= 4) cp_async<BYTES>(shared_address(to), from, in);
-    else *to = in ? *from : T(0.0f);
-}
-
 // Copy elements BEGIN to END of a tile asynchronously, with zeros up to the end of a unit.
 template <class Plan, int BEGIN, int END, class In, typename T>
 __device__ __forceinline__ void load_tile4(T* to, const T* x, int rows) {
@@ -175,7 +167,9 @@ __device__ __forceinline__ void load_tile4(T* to, const T* x, int rows) {
     for (int e = begin + thread * W; e < (end + UNIT - 1) / UNIT * UNIT; e += threads * W) {
         const T* from = x + e / Plan::R * Plan::C + e % Plan::R;
         bool in = e < (Plan::WHOLE && rows < Plan::L ? min(rows * (Plan::P * Plan::R), end) : end);
-        copy_async<Plan::BYTES>(to + In::at(e), from, in);
+        if constexpr (Plan::BYTES == 16) cp_async_16(shared_address(to + In::at(e)), from, in);
+        else if constexpr (Plan::BYTES >= 4) cp_async<Plan::BYTES>(shared_address(to + In::at(e)), from, in);
+        else to[In::at(e)] = in ? *from : T(0.0f);
     }
 }
 

@@ -386,7 +386,9 @@ template <class Plan, int P1, int P2, int H1, int S1, typename T>
 __device__ __forceinline__ void load_arrays(T* to, const T* from, int rows, long long columns) {
     for_each_vector<Plan, P1, P2, H1, S1, Plan::BYTES / sizeof(T)>([&](int l, int r, long long at, int here) {
         bool in = l < rows && (Plan::C % Plan::R == 0 || r < columns);
-        copy_async<Plan::BYTES>(to + here, from + at, in);
+        if constexpr (Plan::BYTES == 16) cp_async_16(shared_address(to + here), from + at, in);
+        else if constexpr (Plan::BYTES >= 4) cp_async<Plan::BYTES>(shared_address(to + here), from + at, in);
+        else to[here] = in ? from[at] : T(0.0f);
     });
 }
 
@@ -455,7 +457,11 @@ __device__ __forceinline__ void load_chunk(T* to, const T* from, int k0, int row
     for (int e = threadIdx.x * W; e < Plan::L * K * R; e += Plan::THREADS * W) {
         int l = e / (K * R), k = e / R % K, r = e % R;
         bool in = l < rows && k0 + k < N && r < columns;
-        copy_async<Plan::BYTES>(to + l * Plan::along_l(K) + k * Plan::ALONG_K + r, from + (l * N + k0 + k) * C + r, in);
+        int here = l * Plan::along_l(K) + k * Plan::ALONG_K + r;
+        const T* x = from + (l * N + k0 + k) * C + r;
+        if constexpr (Plan::BYTES == 16) cp_async_16(shared_address(to + here), x, in);
+        else if constexpr (Plan::BYTES >= 4) cp_async<Plan::BYTES>(shared_address(to + here), x, in);
+        else to[here] = in ? *x : T(0.0f);
     }
 }
 
