@@ -52,7 +52,7 @@ class Launch(NamedTuple):
     kernel: str  # the candidate's name
     steps: tuple[Step, ...]
     us: float  # predicted
-    plan: tuple[object, ...] = ()  # the kernel's template argument: a number, or the name of a C++ template and its arguments
+    plan: tuple[object, ...] = ()  # the kernel's template argument, or the name of a C++ template and its arguments
     threads: int = 0
     shared: int = 0  # bytes
     L: int = 1  # fibers of a tile

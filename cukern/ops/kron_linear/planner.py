@@ -104,7 +104,8 @@ def backward(sizes: Sizes, rows: int, target: Problem) -> Plan:
     def total(first: int, us: float, rest: Plan) -> float:
         return us + (sum(g.us for g in forward(sizes, rows, target, first)) if first else 0.0)
 
-    return _best_cut(order, launch, total)[1]
+    _, plan = _best_cut(order, launch, total)
+    return tuple(g._replace(plan=(g.template(),)) for g in plan)  # so that calls do not make the text again
 
 
 def _separate(s: Step, A: int, target: Problem) -> Launch:

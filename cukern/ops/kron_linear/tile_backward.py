@@ -218,8 +218,8 @@ def gradient(A: int, p: int, q: int, C: int, target: Problem) -> Launch | None:
     moved = A * C * (p + q) * itemsize / target.device.sm_bytes_us
     multiplied = chunks * L * R * K * J * tiles / _GRADIENT_US[itemsize]
     us = 4 * LAUNCH_US + (max(moved, multiplied) + _WAITING_OF_ONE * min(moved, multiplied) + copies) / busy
-    plan = "Gradient4", threads, L, R, bytes_, p, q, K, J
-    return Launch("gradient", (Step(0, 1, p, q, C),), us, plan, threads, shared, L, R, resident, tiles)
+    template = instance("Gradient4", threads, L, R, bytes_, p, q, K, J)
+    return Launch("gradient", (Step(0, 1, p, q, C),), us, (template,), threads, shared, L, R, resident, tiles)
 
 
 def gradient_of(A: int, p: int, q: int, C: int, target: Problem) -> Launch:
