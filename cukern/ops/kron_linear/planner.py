@@ -115,17 +115,12 @@ def _separate(s: Step, A: int, target: Problem) -> Launch:
     return Launch("separate", (s,), back.us + tile_backward.gradient_of(A, s.p, s.q, s.right, target).us)
 
 
-def _writes_over(plan: Sequence[Launch]) -> bool:
-    """True if the backward writes over its inputs and needs no other array."""
-    return bool(plan[1].threads) or plan[0].in_place
-
-
 def keeping(sizes: Sizes, rows: int, target: Problem) -> Plan:
     """The forward in two launches, if the backward has two. It keeps the array between them for the backward. Empty if that is slower, or
     takes more memory than x and y because the backward cannot write dx over its inputs."""
     planned = planned_rows(rows)
     plan = backward(sizes, planned, target)
-    if len(plan) != 2 or not _writes_over(plan):
+    if len(plan) != 2 or not (plan[1].threads or plan[0].in_place):  # otherwise the backward needs another array
         return ()
     if rows_at_once([b.steps for b in plan], rows, target.itemsize) < rows:
         return ()
