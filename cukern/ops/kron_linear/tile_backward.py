@@ -204,7 +204,8 @@ def gradient(A: int, p: int, q: int, C: int, target: Problem) -> Launch | None:
     if not target.tensor or min(p, q) < 8:
         return None
     itemsize, threads = target.itemsize, 256
-    K, J = (eights(ceil(n / ceil(n / MOST_SUMS))) for n in (p, q))  # for the fewest tiles
+    K, J = (ceil(n / ceil(n / MOST_SUMS)) for n in (p, q))  # for the fewest tiles
+    K, J = (eights(n) if n <= 64 else ceil(n / 16) * 16 for n in (K, J))  # so that warps share large tiles evenly
     fibers = max(_STAGE // ((K + J) * itemsize), 16)
     R = 1 if C == 1 else eights(ceil(C / ceil(C / fibers)))
     L = fibers // 16 * 16 if C == 1 else max(1, fibers // R)
