@@ -175,52 +175,41 @@ __global__ void __launch_bounds__(Plan::THREADS, Plan::BLOCKS)
 
 // -------------------------------------------------------------------------------------------------- v4, backward
 
-// The gradient of a factor: see tile_backward.cuh. Grid pieces * ceil(P / K) * ceil(Q / J), block THREADS; dynamic shared memory: two chunks of
-// z and of h, later the sums.
+// The gradient of a factor: see tile_backward.cuh. Grid pieces * ceil(P / K) * ceil(Q / J), block THREADS; dynamic shared memory: two chunks
+// of z and of h, later the sums.
 template <typename T, class Plan>
 __global__ void __launch_bounds__(Plan::THREADS, Plan::BLOCKS)
     kron_linear_v4_gradient(float* partials, const T* z, const T* h, long long A, long long C, long long pieces) {
     constexpr int P = Plan::P, Q = Plan::Q, K = Plan::K, J = Plan::J, TILES_K = (P + K - 1) / K, TILES_J = (Q + J - 1) / J;
-    constexpr int ZS = (Plan::FIBERS * K + 63) / 64 * 64, HS = (Plan::FIBERS * J + 63) / 64 * 64;
+    using S = Sums<K, J, Plan::WARPS>;
     extern __shared__ uint4 dynamic[];
-    T *zs = reinterpret_cast<T*>(dynamic), *hs = zs + 2 * ZS;
-    long long number = blockIdx.x / (TILES_K * TILES_J), piece = number, across = Plan::WHOLE ? 1 : (C + Plan::R - 1) / Plan::R;
+    T* chunk = reinterpret_cast<T*>(dynamic);
+    long long number = blockIdx.x / (TILES_K * TILES_J), piece = number, across = (C + Plan::R - 1) / Plan::R;
     long long chunks = (A + Plan::L - 1) / Plan::L * across;
     int k0 = blockIdx.x / TILES_J % TILES_K * K, j0 = blockIdx.x % TILES_J * J, stage = 0;
-    auto load = [&](int to) {
+    auto load = [&](T* to) {
         if (number < chunks) {
             long long a = number / across * Plan::L, c = number % across * Plan::R;
             int rows = int(A - a < Plan::L ? A - a : Plan::L);
-            load_chunk<Plan, typename Plan::Z, K, P>(zs + to * ZS, z + a * P * C + c, k0, rows, C - c, C);
-            load_chunk<Plan, typename Plan::H, J, Q>(hs + to * HS, h + a * Q * C + c, j0, rows, C - c, C);
+            load_chunk<Plan, K, P>(to, z + a * P * C + c, k0, rows, C - c, C);
+            load_chunk<Plan, J, Q>(to + Plan::Z, h + a * Q * C + c, j0, rows, C - c, C);
         }
         cp_async_commit();
     };
-    float sums[(Plan::KW + 15) / 16][Plan::JW / 8][4] = {};
+    float sums[S::MI][S::NI][4] = {};
     wait_for_previous();
-    for (load(0); number < chunks; stage ^= 1) {
+    for (load(chunk); number < chunks; stage ^= 1) {
         number += pieces;
-        load(stage ^ 1);
+        load(chunk + (stage ^ 1) * (Plan::Z + Plan::H));
         cp_async_wait<1>();
         __syncthreads();
-        contract_tensor<Plan>(sums, zs + stage * ZS, hs + stage * HS);
+        const T* now = chunk + stage * (Plan::Z + Plan::H);
+        contract_chunk<Plan>(sums, now, now + Plan::Z, S());
         __syncthreads();
     }
     cp_async_wait<0>();
     float* all = reinterpret_cast<float*>(dynamic);
-    int warp = threadIdx.x / 32, k1 = warp / Plan::DOWN % Plan::ACROSS * Plan::KW, j1 = warp % Plan::DOWN * Plan::JW;
-    int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-#pragma unroll 1
-    for (int turn = 0; turn < Plan::TIMES; ++turn) {
-        if (turn == warp / (Plan::ACROSS * Plan::DOWN))
-#pragma unroll
-            for (int e = 0; e < (Plan::KW + 15) / 16 * (Plan::JW / 2); ++e) {
-                int m = e / (Plan::JW / 2), n = e / 4 % (Plan::JW / 8), i = e % 4;
-                int k = k1 + row_of<Plan, T, Plan::KW>(2 * m + i / 2, g), j = j1 + row_of<Plan, T, Plan::JW>(n, 2 * t + i % 2);
-                if (2 * m + i / 2 < Plan::KW / 8 && k < K && j < J) all[k * J + j] = turn ? all[k * J + j] + sums[m][n][i] : sums[m][n][i];
-            }
-        __syncthreads();
-    }
+    gather_sums<K, J>(all, sums, S());
     partials += piece * P * Q;
     for (int e = threadIdx.x; e < K * J; e += Plan::THREADS)
         if (k0 + e / J < P && j0 + e % J < Q) partials[(k0 + e / J) * Q + j0 + e % J] = all[e];
@@ -253,8 +242,8 @@ __global__ void __launch_bounds__(Plan::THREADS, Plan::BLOCKS)
         cp_async_commit();
         next += gridDim.x;
     };
-    prefetch_merged<0>(factors, Right());
-    prefetch_merged<FIRST>(factors, Left());
+    prefetch_factors<0>(factors, Right());
+    prefetch_factors<FIRST>(factors, Left());
     if (next < count && (ACROSS == 1 || Plan::C % R == 0)) {
         constexpr int WIDE = ACROSS == 1 ? int(Plan::C) : R;
         long long a = next / ACROSS * L, c = next % ACROSS * R;

@@ -135,18 +135,16 @@ __device__ __forceinline__ void load_matrix(char* matrix, const Factors4<T>& fac
     if constexpr (PADDED > COLUMNS) share<P, PADDED - COLUMNS, THREADS>([&](int k, int j) { put_one(k, COLUMNS + j, M(0.0f)); });
 }
 
-// Prefetch factors N, N + 1, ... into L2.
+// Prefetch the factors of a product, or of all steps, into L2, from factor N on.
 template <int N, typename T, class... Factors>
-__device__ __forceinline__ void prefetch_those(const Factors4<T>& factors) {
+__device__ __forceinline__ void prefetch_factors(const Factors4<T>& factors, Merged<Factors...>) {
     int n = N;
     ((prefetch_factor(factors.at[n], Factors::P, Factors::Q, factors.p[n], factors.q[n]), ++n), ...);
 }
-template <int N, typename T>
-__device__ __forceinline__ void prefetch_factors(const Factors4<T>&, Steps4<>) {}
-template <int N, typename T, int F, int C, int L, int PADDED, class In, class... Factors, class... Others>
-__device__ __forceinline__ void prefetch_factors(const Factors4<T>& factors, Steps4<Step4<F, C, L, PADDED, In, Factors...>, Others...>) {
-    prefetch_those<N, T, Factors...>(factors);
-    prefetch_factors<N + sizeof...(Factors)>(factors, Steps4<Others...>());
+template <int N, typename T, class S, class... Others>
+__device__ __forceinline__ void prefetch_factors(const Factors4<T>& factors, Steps4<S, Others...>) {
+    prefetch_factors<N>(factors, typename S::Product());
+    if constexpr (sizeof...(Others)) prefetch_factors<N + S::COUNT>(factors, Steps4<Others...>());
 }
 
 // Copy the matrices of the steps to shared memory, from factor N on.

@@ -16,13 +16,6 @@
 #pragma once
 #include "tile.cuh"
 
-// The Kronecker product of neighbouring factors, the rightmost first. Without factors it is 1.
-template <class... Factors>
-struct Merged {
-    static constexpr int P = (Factors::P * ... * 1), Q = (Factors::Q * ... * 1), COUNT = sizeof...(Factors);
-    static constexpr int OUTPUTS = ((Factors::P * Factors::Q) + ... + 0);
-};
-
 // The padded length of a row of n elements: accesses along rows and along columns have no bank conflicts.
 __device__ constexpr int padded(int n) { return (n + 7) / 16 * 16 + 8; }
 
@@ -408,11 +401,6 @@ __device__ __forceinline__ void store_arrays(T* to, const T* from, int rows, lon
     });
 }
 
-template <int N, typename T, class... Factors>
-__device__ __forceinline__ void prefetch_merged(const Factors4<T>& factors, Merged<Factors...>) {
-    prefetch_those<N, T, Factors...>(factors);
-}
-
 // Copy a P x Q matrix to shared memory: element [k][j] to k K + j J, where K or J is 1. number(k, j) loads VK x VJ elements. Neighbouring
 // lanes are neighbours along the dimension that is contiguous in shared memory, so that stores have no bank conflicts.
 template <class Plan, int P, int Q, int K, int J, int VK, int VJ, typename T, class Number>
@@ -449,128 +437,40 @@ __device__ __forceinline__ void load_factor(T* to, const Factors4<T>& factors, M
 }
 
 // The gradient of one factor, by mma of 16-bit types or in TF32: partials[piece][k][j] = sum over the fibers of a piece of z[a][k][c] *
-// h[a][j][c]; z is [A][P][C], h is [A][Q][C]. A block computes K x J outputs from chunks of fibers, [L][K][R] and [L][J][R], with zeros
-// beyond P, Q and C; a warp computes KW x JW. If there are more warps than a tile needs, groups of them take different fibers of a chunk, and
-// their sums are added at the end in a fixed order. Strict float and double go to cuBLAS.
-template <int THREADS_, int L_, int R_, bool WHOLE_, int BYTES_, int P_, int Q_, int K_, int J_, int KW_, int JW_, class Z_, class H_>
+// h[a][j][c]; z is [A][P][C], h is [A][Q][C]. A block computes K x J outputs from chunks of L of the A and R of the C, with zeros beyond P,
+// Q and C. In shared memory a chunk of z is [K][L][R], or [L][K] if R is 1; that of h has J rows. Strict float and double go to cuBLAS.
+template <int THREADS_, int L_, int R_, int BYTES_, int P_, int Q_, int K_, int J_>
 struct Gradient4 {
-    static constexpr int THREADS = THREADS_, L = L_, R = R_, BYTES = BYTES_, P = P_, Q = Q_, K = K_, J = J_, KW = KW_, JW = JW_;
-    static constexpr bool WHOLE = WHOLE_;
+    static constexpr int THREADS = THREADS_, WARPS = THREADS / 32, L = L_, R = R_, BYTES = BYTES_, P = P_, Q = Q_, K = K_, J = J_;
+    static constexpr bool SPLIT = false;
     static constexpr int BLOCKS = THREADS <= 256 ? 2 : 1;  // minimum per SM
-    static constexpr int FIBERS = L * R, ACROSS = (K + KW - 1) / KW, DOWN = (J + JW - 1) / JW;
-    static constexpr int TIMES = THREADS / 32 / (ACROSS * DOWN);
-    using Z = Z_;
-    using H = H_;
+    // Strides along k, and along l of a chunk of n rows; elements of a chunk.
+    static constexpr int ALONG_K = R == 1 ? 1 : padded(L * R);
+    __device__ static constexpr int along_l(int n) { return R == 1 ? padded(n) : R; }
+    static constexpr int Z = R == 1 ? L * padded(K) : K * ALONG_K, H = R == 1 ? L * padded(J) : J * ALONG_K;
 };
 
 // Copy elements k0 to k0 + K (of N) of the fibers of a chunk, with zeros beyond N, beyond `rows` and beyond `columns`.
-template <class Plan, class In, int K, int N, typename T>
+template <class Plan, int K, int N, typename T>
 __device__ __forceinline__ void load_chunk(T* to, const T* from, int k0, int rows, long long columns, long long C) {
     constexpr int W = Plan::BYTES / sizeof(T), R = Plan::R;
     for (int e = threadIdx.x * W; e < Plan::L * K * R; e += Plan::THREADS * W) {
-        int l = e / (K * R), k = e / R % K + k0, r = e % R;
-        bool in = l < rows && k < N && (Plan::WHOLE || r < columns);
-        const T* x = from + (Plan::WHOLE ? (l * N + k) * R + r : k * C + r);
-        if constexpr (Plan::BYTES == 16) cp_async_16(shared_address(to + In::at(e)), x, in);
-        else if constexpr (Plan::BYTES >= 4) cp_async<Plan::BYTES>(shared_address(to + In::at(e)), x, in);
-        else to[In::at(e)] = in ? *x : T(0.0f);
+        int l = e / (K * R), k = e / R % K, r = e % R;
+        bool in = l < rows && k0 + k < N && r < columns;
+        int here = l * Plan::along_l(K) + k * Plan::ALONG_K + r;
+        const T* x = from + (l * N + k0 + k) * C + r;
+        if constexpr (Plan::BYTES == 16) cp_async_16(shared_address(to + here), x, in);
+        else if constexpr (Plan::BYTES >= 4) cp_async<Plan::BYTES>(shared_address(to + here), x, in);
+        else to[here] = in ? *x : T(0.0f);
     }
 }
 
-// The row of lane g in group `group` of 8 rows of a warp's WIDTH. If fibers are contiguous, a lane has up to 4 neighbouring rows (float).
-template <class Plan, typename T, int WIDTH>
-__device__ __forceinline__ int row_of(int group, int g) {
-    constexpr int N = Plan::R == 1 && sizeof(T) == 4 ? gcd(WIDTH / 8, 4) : 1;
-    return group / N * (8 * N) + g * N + group % N;
-}
-
-// A lane's fragment of an operand for 8 fibers (16 if neighbouring fibers are contiguous): x[group][i], where i counts fibers t, t + 4, ...
-template <class Plan, class In, int WIDTH, int N, typename T, int FIBERS>
-__device__ __forceinline__ void fetch_rows(float (&x)[WIDTH / 8][FIBERS], const T* from, int first, int f0) {
-    int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-    auto number = [](T v) { return sizeof(T) == 4 ? to_tf32(load_as(v)) : load_as(v); };
-    if constexpr (Plan::R == 1) {
-        constexpr int WIDE = gcd(WIDTH / 8, 4);
-#pragma unroll
-        for (int group = 0; group < WIDTH / 8; group += WIDE)
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                Vec<T, WIDE> v =
-                    load_vec<T, WIDE>(from + In::join(In::at((f0 + t + 4 * i) * N), In::at(first + row_of<Plan, T, WIDTH>(group, g))));
-#pragma unroll
-                for (int e = 0; e < WIDE; ++e) x[group + e][i] = number(v.v[e]);
-            }
-    } else {
-        int f = f0 + 4 * t, l = f / Plan::R, r = f % Plan::R;
-#pragma unroll
-        for (int group = 0; group < WIDTH / 8; ++group) {
-            Vec<T, 4> v = load_vec<T, 4>(from + In::join(In::at(l * N * Plan::R + r), In::at((first + group * 8 + g) * Plan::R)));
-#pragma unroll
-            for (int e = 0; e < 4; ++e) x[group][e] = number(v.v[e]);
-        }
-    }
-}
-
-// The same for 16-bit types and 16 fibers, without conversion, two fibers per register.
-template <class Plan, class In, int WIDTH, int N, typename T>
-__device__ __forceinline__ void fetch_pairs(unsigned (&x)[WIDTH / 8][2], const T* from, int first, int f0) {
-    int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-    if constexpr (Plan::R == 1) {
-        int f = f0 + threadIdx.x % 16, second = threadIdx.x % 32 / 16;  // 8x8: 8 fibers, the next 8 fibers; then the next group
-#pragma unroll
-        for (int group = 0; group < WIDTH / 8; group += 2) {
-            int next = group + 1 < WIDTH / 8 ? second : 0;
-            unsigned tiles[4];
-            load_tiles<true>(tiles, shared_address(from + In::join(In::at(f * N), In::at(first + 8 * (group + next)))));
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-                if (group + i / 2 < WIDTH / 8) x[group + i / 2][i % 2] = tiles[i];
-        }
-    } else {
-        int f = f0 + 4 * t, l = f / Plan::R, r = f % Plan::R;
-#pragma unroll
-        for (int group = 0; group < WIDTH / 8; ++group) {
-            Vec<T, 4> v = load_vec<T, 4>(from + In::join(In::at(l * N * Plan::R + r), In::at((first + group * 8 + g) * Plan::R)));
-            x[group][0] = pair_of(v.v[0], v.v[1]);
-            x[group][1] = pair_of(v.v[2], v.v[3]);
-        }
-    }
-}
-
-template <class Plan, typename T>
-__device__ __forceinline__ void contract_tensor(float (&sums)[(Plan::KW + 15) / 16][Plan::JW / 8][4], const T* zs, const T* hs) {
-    constexpr int AT_ONCE = sizeof(T) == 4 && Plan::R == 1 ? 8 : 16, LAST = Plan::KW / 8 - 1;
-    int warp = threadIdx.x / 32, j0 = warp % Plan::DOWN * Plan::JW, k0 = warp / Plan::DOWN % Plan::ACROSS * Plan::KW;
-    int time = warp / (Plan::DOWN * Plan::ACROSS);
-#pragma unroll 2
-    for (int f = time * AT_ONCE; f < Plan::FIBERS; f += Plan::TIMES * AT_ONCE) {
-        if constexpr (sizeof(T) == 2) {
-            unsigned z[Plan::KW / 8][2], h[Plan::JW / 8][2];
-            fetch_pairs<Plan, typename Plan::Z, Plan::KW, Plan::K>(z, zs, k0, f);
-            fetch_pairs<Plan, typename Plan::H, Plan::JW, Plan::J>(h, hs, j0, f);
-#pragma unroll
-            for (int m = 0; m < (Plan::KW + 15) / 16; ++m) {
-                int high = 2 * m + 1 < LAST ? 2 * m + 1 : LAST;
-                unsigned a[4] = {z[2 * m][0], z[high][0], z[2 * m][1], z[high][1]};
-#pragma unroll
-                for (int n = 0; n < Plan::JW / 8; ++n) mma_16_bit(sums[m][n], a, h[n], T());
-            }
-        } else {
-            float z[Plan::KW / 8][AT_ONCE / 4], h[Plan::JW / 8][AT_ONCE / 4];
-            fetch_rows<Plan, typename Plan::Z, Plan::KW, Plan::K>(z, zs, k0, f);
-            fetch_rows<Plan, typename Plan::H, Plan::JW, Plan::J>(h, hs, j0, f);
-#pragma unroll
-            for (int s = 0; s < AT_ONCE / 4; s += 2)
-#pragma unroll
-                for (int m = 0; m < (Plan::KW + 15) / 16; ++m) {
-                    int high = 2 * m + 1 < LAST ? 2 * m + 1 : LAST;
-                    float a[4] = {z[2 * m][s], z[high][s], z[2 * m][s + 1], z[high][s + 1]};
-#pragma unroll
-                    for (int n = 0; n < Plan::JW / 8; ++n) {
-                        float b[2] = {h[n][s], h[n][s + 1]};
-                        mma_tf32(sums[m][n], a, b);
-                    }
-                }
-        }
-    }
+// Add a chunk's products to a warp's part of the outputs.
+template <class Plan, class S, typename T>
+__device__ __forceinline__ void contract_chunk(float (&sums)[S::MI][S::NI][4], const T* z, const T* h, S) {
+    constexpr int K = Plan::K, J = Plan::J, FIBERS = Plan::L * Plan::R;
+    constexpr bool ROWS = Plan::R > 1;
+    using Z = Operand<ROWS ? Plan::ALONG_K : 1, ROWS ? 1 : Plan::along_l(K)>;
+    using H = Operand<ROWS ? Plan::ALONG_K : 1, ROWS ? 1 : Plan::along_l(J)>;
+    contract_all<Plan, Merged<>, K, J, FIBERS, Z, H, Batches<1, 1, 0, 0, 0, 0>>(sums, z, h, S());
 }

@@ -23,6 +23,13 @@ struct Factor {
     static constexpr int P = P_, Q = Q_;
 };
 
+// The Kronecker product of neighbouring factors, the rightmost first. Without factors it is 1.
+template <class... Factors>
+struct Merged {
+    static constexpr int P = (Factors::P * ... * 1), Q = (Factors::Q * ... * 1), COUNT = sizeof...(Factors);
+    static constexpr int OUTPUTS = ((Factors::P * Factors::Q) + ... + 0);
+};
+
 // One step. On the FMA units a thread has FIBERS x COLUMNS accumulators, and a warp is LANES x (32 / LANES) threads. On tensor cores LANES
 // is 1, and a warp has FIBERS x COLUMNS accumulators. PADDED: Q (for step 0, of a slice) rounded up to whole warps. In: the layout of the
 // input.
@@ -32,6 +39,7 @@ struct Step4 {
     static constexpr int P = (Factors::P * ...), Q = (Factors::Q * ...), GROUPS = PADDED / (LANES == 1 ? COLUMNS : COLUMNS * 32 / LANES);
     static constexpr int FETCHED = FIBERS * LANES * P;  // elements that a warp reads
     using In = In_;
+    using Product = Merged<Factors...>;
 
     // True if each warp writes only where it alone has read.
     __device__ static constexpr bool local(int numbers, int right) {

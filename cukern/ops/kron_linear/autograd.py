@@ -11,7 +11,7 @@ from torch import Tensor
 from cukern.ops.kron_linear import backward as kron_backward
 from cukern.ops.kron_linear import plan
 from cukern.ops.kron_linear.checks import PLAIN_TYPES
-from cukern.ops.kron_linear.reference import Epilogue, movedim_product, width, with_epilogue
+from cukern.ops.kron_linear.reference import movedim_product, width, with_epilogue
 from cukern.runtime.higher import gradients, tangents
 from cukern.runtime.registry import Differentiable, apply_of, choose, raw_op, save, transformed, watched
 
@@ -20,7 +20,7 @@ def product(x: Tensor, factors: Sequence[Tensor], bias: Tensor | None, residual:
     """x (rows, prod p) times the factors, by kernels: (rows, prod q)."""
     if watched(x, bias, residual, *factors):
         return _apply(x, bias, residual, scale, version, *factors)
-    return _kron_linear(x, bias, residual, factors, scale, version)
+    return _kron_linear(x, bias, residual, factors, scale, version, 0)[0]
 
 
 class _KronLinear(Differentiable):
@@ -28,13 +28,10 @@ class _KronLinear(Differentiable):
 
     @staticmethod
     def forward(ctx, x, bias, residual, scale, version, *factors):
-        ctx.scale, ctx.version, kept = scale, version, None
+        ctx.scale, ctx.version = scale, version
         ctx.at = _boundary(x, factors, bias is not None or residual is not None, version) if any(ctx.needs_input_grad[5:]) else 0
-        if ctx.at:
-            y, kept = _kron_linear_keeping(x, bias, residual, factors, scale, ctx.at)
-        else:
-            y = _kron_linear(x, bias, residual, factors, scale, version)
-        save(ctx, x, *factors, kept)
+        y, *kept = _kron_linear(x, bias, residual, factors, scale, version, ctx.at)
+        save(ctx, x, *factors, kept[0] if kept else None)
         return y
 
     @staticmethod
@@ -69,18 +66,26 @@ _apply = apply_of(_KronLinear)
 # ---- raw ops
 
 
-def _launch(x: Tensor, bias: Tensor | None, residual: Tensor | None, factors: Sequence[Tensor], scale: float, version: str) -> Tensor:
+def _launch(
+    x: Tensor, bias: Tensor | None, residual: Tensor | None, factors: Sequence[Tensor], scale: float, version: str, at: int
+) -> list[Tensor]:
+    """The product; and if `at` is not 0, what there is after `at` steps, for the backward."""
     if not x.shape[0]:
-        return _fake(x, bias, residual, factors, scale, version)
-    return choose("kron_linear", version, x.get_device()).forward(x.contiguous(), factors, _epilogue(bias, residual, scale))
+        return _fake(x, bias, residual, factors, scale, version, at)
+    epilogue = scale, None if bias is None else bias.contiguous(), None if residual is None else residual.contiguous()
+    if at:
+        return list(kron_backward.forward_keeping(x, factors, epilogue))
+    return [choose("kron_linear", version, x.get_device()).forward(x.contiguous(), factors, epilogue)]
 
 
-def _epilogue(bias: Tensor | None, residual: Tensor | None, scale: float) -> Epilogue:
-    return scale, None if bias is None else bias.contiguous(), None if residual is None else residual.contiguous()
-
-
-def _fake(x: Tensor, bias: Tensor | None, residual: Tensor | None, factors: Sequence[Tensor], scale: float, version: str) -> Tensor:
-    return torch.empty((x.shape[0], width(factors, -1)), dtype=x.dtype, device=x.device)
+def _fake(
+    x: Tensor, bias: Tensor | None, residual: Tensor | None, factors: Sequence[Tensor], scale: float, version: str, at: int
+) -> list[Tensor]:
+    widths = [width(factors, -1)]
+    if at:
+        step = plan.steps_of(factors)[at - 1]
+        widths.append(step.left * step.q * step.right)
+    return [torch.empty((x.shape[0], n), dtype=x.dtype, device=x.device) for n in widths]
 
 
 def _boundary(x: Tensor, factors: Sequence[Tensor], added: bool, version: str) -> int:
@@ -90,19 +95,6 @@ def _boundary(x: Tensor, factors: Sequence[Tensor], added: bool, version: str) -
     if choose("kron_linear", version, x.get_device()).backward is not kron_backward.backward:
         return 0
     return kron_backward.boundary(x, factors, added)
-
-
-def _launch_keeping(
-    x: Tensor, bias: Tensor | None, residual: Tensor | None, factors: Sequence[Tensor], scale: float, at: int
-) -> tuple[Tensor, Tensor]:
-    return kron_backward.forward_keeping(x, factors, _epilogue(bias, residual, scale))
-
-
-def _fake_keeping(
-    x: Tensor, bias: Tensor | None, residual: Tensor | None, factors: Sequence[Tensor], scale: float, at: int
-) -> tuple[Tensor, Tensor]:
-    step = plan.steps(tuple([tuple(w.shape) for w in factors]))[at - 1]
-    return _fake(x, bias, residual, factors, scale, ""), x.new_empty((x.shape[0], step.left * step.q * step.right))
 
 
 def _launch_backward(
@@ -126,13 +118,10 @@ def _wanted(x: Tensor, factors: Sequence[Tensor], wanted: Sequence[bool]) -> lis
 
 
 _kron_linear = raw_op(
-    "_kron_linear(Tensor x, Tensor? bias, Tensor? residual, Tensor[] factors, float scale, str version) -> Tensor", 4, _launch, _fake
-)
-_kron_linear_keeping = raw_op(
-    "_kron_linear_keeping(Tensor x, Tensor? bias, Tensor? residual, Tensor[] factors, float scale, int at) -> (Tensor, Tensor)",
+    "_kron_linear(Tensor x, Tensor? bias, Tensor? residual, Tensor[] factors, float scale, str version, int at) -> Tensor[]",
     4,
-    _launch_keeping,
-    _fake_keeping,
+    _launch,
+    _fake,
 )
 _kron_linear_backward = raw_op(
     "_kron_linear_backward(Tensor x, Tensor dout, Tensor[] factors, bool[] wanted, float scale, str version, Tensor? kept, int at)"

@@ -1,9 +1,10 @@
-"""v4 of kron_linear, backward: one or two neighbouring factors a launch where planner.py plans it so; else a launch for each."""
+"""v4 of kron_linear, backward. A launch computes the gradients of one or two neighbouring factors, and that of its input, where planner.py
+plans it so. Other factors have separate launches for the two gradients."""
 
 import functools
 import struct
 from collections.abc import Callable, Sequence
-from math import gcd
+from math import ceil, gcd
 from typing import NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from cukern.ops.kron_linear import cublas, planner, wgmma
 from cukern.ops.kron_linear import forward as kron_forward
 from cukern.ops.kron_linear.forward import COMMON, on_tensor_cores, target_of
-from cukern.ops.kron_linear.plan import MOST, Backward, Problem, Sizes, Step, planned_rows, steps_of
+from cukern.ops.kron_linear.plan import MOST, Launch, Sizes, Step, blocks_of, planned_rows, steps_of
 from cukern.ops.kron_linear.reference import PLAIN, Epilogue, seen
 from cukern.ops.kron_linear.tile_backward import gradient, gradient_of
 from cukern.runtime import backend
@@ -31,16 +32,16 @@ _PARTS = struct.Struct(f"{2 * MOST}Q{2 * MOST}i")  # Parts4 of kron_linear.cu
 
 
 class _Waiting(NamedTuple):
-    """The partial sums of a launch, each over `fibers` fibers, and the gradients of the factors, into which they will be added."""
+    """A launch whose partial sums, each over `fibers` fibers, are not yet added to the gradients of its factors."""
 
-    launch: Backward
+    launch: Launch
     partials: Tensor
     grads: Sequence[Tensor]
     fibers: int
 
 
 def boundary(x: Tensor, factors: Sequence[Tensor], added: bool) -> int:
-    """After how many steps the forward shall keep what it has for the backward, or 0. `added`: with a bias or a residual."""
+    """The number of steps after which the forward keeps an array for the backward, or 0. `added`: with a bias or a residual."""
     launches = () if any(w.ndim == 3 for w in factors) else _keeping(*kron_forward.problem(x, factors, added))
     return len(launches[0].group.steps) if launches else 0
 
@@ -55,158 +56,144 @@ def _keeping(
 
 
 def forward_keeping(x: Tensor, factors: Sequence[Tensor], epilogue: Epilogue) -> tuple[Tensor, Tensor]:
-    """The forward where there is a boundary, and what is there."""
+    """The forward of a layer with a boundary, and the array that is kept there."""
     return kron_forward.through(_keeping(*kron_forward.problem(x, factors, kron_forward.adds(epilogue))), x, factors, epilogue)
 
 
 def backward(
     x: Tensor, g: Tensor, factors: Sequence[Tensor], wanted: Sequence[bool], scale: float, kept: Tensor | None = None, at: int = 0
 ) -> list[Tensor | None]:
-    """dx alone is the layer of the transposed factors. With a factor's gradient it is cublas.v3_backward, but what went into each launch
-    is computed again from x, in few launches, unless it was kept after `at` steps. Besides dx, at most one array of the size of x or
-    y exists at a time, or two if a launch does not write over its input."""
+    """The gradients of x and of the factors, None where not wanted. dx alone is the layer of the transposed factors. With gradients of
+    factors it is the algorithm of cublas.v3_backward, but the input of each launch is computed again from x, in few launches, unless it
+    was kept after `at` steps. Besides dx, at most one array of the size of x or y exists at a time, or two if a launch does not write
+    over its input."""
     if not any(wanted[1:]):
         return [kron_forward.forward(g, [w.mT for w in factors], (scale, None, None)), *[None] * len(factors)]
     if any(w.ndim == 3 for w in factors):
         return cublas.v3_backward(x, g, factors, wanted, scale)
-    plan = plan_of(x, g, factors)
-    if kept is None and all(wanted) and planner.better_swapped(plan):
-        return _swapped(plan, x, g, factors, scale, [None] * len(wanted))
-    return _through(plan, x, g, factors, wanted, scale, kept, at)
+    plan, gradients = plan_of(x, g, factors), Gradients(x, factors, wanted, scale)
+    gradients.through(plan, g, kept, at)
+    return gradients.found
 
 
-def _through(
-    plan: Sequence[Backward], x: Tensor, g: Tensor, factors: Sequence[Tensor], wanted: Sequence[bool], scale: float, kept: Tensor | None,
-    at: int,
-) -> list[Tensor | None]:  # fmt: skip
-    """All launches, the last one's first."""
-    found: list[Tensor | None] = [None] * len(wanted)
-    order, n, h = steps_of(factors), len(factors), g
-    waiting: list[_Waiting] = []
-    came = functools.partial(_came, x, factors, kept, at)
-    for launch in reversed(plan):
-        n -= len(launch.steps)
-        if launch.template and all(wanted[s.factor + 1] for s in launch.steps):
-            _make_room(waiting, launch, x, factors, scale)
-            z = came(n)
-            anew, over = z is not x and z is not kept, h is not g and launch.in_place
-            out = z if anew else h.view_as(z) if over else None
-            h = _launched(launch, z, h, out, factors, found, 1.0 if n else scale, waiting)
-            del z, out
+def plan_of(x: Tensor, g: Tensor, factors: Sequence[Tensor]) -> tuple[Launch, ...]:
+    aligned = gcd(x.data_ptr(), g.data_ptr(), 16)
+    target = target_of(x.dtype, x.get_device(), on_tensor_cores(x.dtype), aligned, x.shape[0])
+    return planner.backward(tuple([tuple(w.shape) for w in factors]), planned_rows(x.shape[0]), target)
+
+
+class Gradients:
+    """The gradients of a layer's inputs as they are found, that of x first. Partial sums of the factors' gradients wait until one launch
+    adds those of several launches."""
+
+    def __init__(self, x: Tensor, factors: Sequence[Tensor], wanted: Sequence[bool], scale: float):
+        self.x, self.factors, self.wanted, self.scale = x, factors, wanted, scale
+        self.found: list[Tensor | None] = [None] * len(wanted)
+        self.waiting: list[_Waiting] = []
+
+    def through(self, plan: Sequence[Launch], h: Tensor, kept: Tensor | None, at: int) -> None:
+        """Make all launches, the last one first. h is the gradient of the output."""
+        order, n, g, x, wanted = steps_of(self.factors), len(self.factors), h, self.x, self.wanted
+        input_of = functools.partial(self._input_of, kept, at)
+        for launch in reversed(plan):
+            n -= len(launch.steps)
+            if launch.threads and all(wanted[s.factor + 1] for s in launch.steps):
+                self._make_room(launch)
+                z = input_of(n)
+                free, over = z is not x and z is not kept, h is not g and launch.in_place
+                out = z if free else h.view_as(z) if over else None
+                h = self.fused(launch, z, h, out, 1.0 if n else self.scale)
+                del z, out
+            else:
+                h = self._in_steps(launch.steps, n, input_of, h)
+            if not any((wanted[0], *(wanted[s.factor + 1] for s in order[:n]))):
+                break
+        self.found[0] = h.reshape(x.shape) if wanted[0] else None
+        self.add_up()
+
+    def fused(self, launch: Launch, z: Tensor, h: Tensor, out: Tensor | None, scale: float) -> Tensor:
+        """Put the gradients of the launch's factors into `found`; add_up() completes them. Returns scale times the gradient of z, in `out`,
+        which may be z or h, or in a new tensor."""
+        out = torch.empty_like(z) if out is None else out
+        ws = [self.factors[s.factor] for s in launch.steps]
+        grads = [torch.empty_like(w, memory_format=torch.contiguous_format) for w in ws]
+        device, (blocks, sums) = z.get_device(), _blocks(launch, z)
+        partials = torch.empty((sums, sum(w.numel() for w in ws)), dtype=torch.float32, device=z.device)
+        fibers, values = z.shape[0] * launch.steps[-1].left, kron_forward.by_value(ws)
+        run = _FUSED[launch.kernel][z.dtype, launch.template()].on(device)
+        block, shared = (launch.threads, 1, 1), backend.spread(launch.shared, blocks, device)
+        if launch.kernel == "few_rows":
+            first, rows = wgmma.few_first_rows(fibers, z.itemsize), [t.view(fibers, -1) for t in (out, z, h)]
+            run((blocks, 1, 1), block, shared, *pointers(partials, *rows), values, 0, scale)
+            if first < fibers:
+                grid = wgmma.FEW_BLOCKS * (fibers - first), 1, 1
+                run(grid, block, shared, *pointers(partials, *[t[first:] for t in rows]), values, 1, scale)
+            fibers = first
         else:
-            h = _in_steps(launch.steps, n, came, h, factors, wanted, scale, found)
-        if not any((wanted[0], *(wanted[s.factor + 1] for s in order[:n]))):
-            break
-    found[0] = h.reshape(x.shape) if wanted[0] else None
-    _sum(waiting, scale)
-    return found
+            run((blocks, 1, 1), block, shared, *pointers(partials, out, z, h), values, fibers, scale)
+        self.waiting.append(_Waiting(launch, partials, grads, fibers))
+        for s, grad in zip(launch.steps, grads, strict=True):
+            self.found[s.factor + 1] = grad
+        return out
+
+    def add_up(self) -> None:
+        """Set the factors' gradients to scale times the sums of all waiting partial sums."""
+        parts: dict[int, list[tuple[Tensor, int, int]]] = {}  # a gradient, the address of its first partial sum, the distance to the next
+        for launch, partials, grads, fibers in self.waiting:
+            if launch.kernel == "few_rows":
+                run = _FEW_ROWS_SUM[grads[0].dtype, launch.template()].on(partials.get_device())
+                shared = backend.spread(0, 256, partials.get_device())
+                run((256, 1, 1), (32, 16, 1), shared, *pointers(*grads), partials.data_ptr(), fibers, self.scale)
+                continue
+            at = partials.data_ptr()
+            for grad in grads:
+                parts.setdefault(len(partials), []).append((grad, at, partials.shape[1]))
+                at += 4 * grad.numel()
+        for pieces, those in parts.items():
+            for first in range(0, len(those), MOST):
+                _sum_of_pieces(pieces, those[first : first + MOST], self.scale)
+        self.waiting.clear()
+
+    def _make_room(self, launch: Launch) -> None:
+        """Add up the waiting partial sums if, with those of the next launch, they would take more than half of the memory of x. For few
+        rows those of one launch may take as much as x."""
+        more = _blocks(launch, self.x)[1] * 4 * _elements(launch)
+        if sum(w.partials.nbytes for w in self.waiting) + more > self.x.nbytes // 2:
+            self.add_up()
+
+    def _input_of(self, kept: Tensor | None, at: int, n: int) -> Tensor:
+        """The input of step n. `kept` is that of step `at`."""
+        if not n:
+            return self.x
+        if kept is not None and n == at and not planning():  # planning includes calls with too many rows to keep it
+            return kept
+        return kron_forward.forward(self.x, self.factors, PLAIN, n)
+
+    def _in_steps(self, run: Sequence[Step], n: int, input_of: Callable[[int], Tensor], h: Tensor) -> Tensor:
+        """As `fused`, by separate launches for each step and for each wanted gradient. The first step of the run has number n."""
+        rows = h.numel() // (run[-1].left * run[-1].q * run[-1].right)
+        for at, s in reversed(list(enumerate(run, n))):
+            w = self.factors[s.factor][None]
+            h = seen(h, w, s.q, s.right)
+            if self.wanted[s.factor + 1]:
+                self.found[s.factor + 1] = contraction(seen(input_of(at), w, s.p, s.right), h, self.scale, rows)
+            h = kron_forward.mode(h, w.mT, 1.0 if at else self.scale, rows)
+        return h
 
 
-def _make_room(waiting: list[_Waiting], launch: Backward, x: Tensor, factors: Sequence[Tensor], scale: float) -> None:
-    """Add up the waiting partial sums if, with those of the next launch, they would take more than half of the memory of x. For few rows
-    those of one launch may take as much as x."""
-    more = _blocks(launch, x)[1] * 4 * sum(factors[s.factor].numel() for s in launch.steps)
-    if sum(w.partials.nbytes for w in waiting) + more > x.nbytes // 2:
-        _sum(waiting, scale)
+def _elements(launch: Launch) -> int:
+    """Elements of the factors of a launch, and of their gradients."""
+    return sum(s.p * s.q for s in launch.steps)
 
 
-def _came(x: Tensor, factors: Sequence[Tensor], kept: Tensor | None, at: int, n: int) -> Tensor:
-    """What went into step n."""
-    if planning() and n:  # calls that keep it and calls with too many rows to keep it
-        kron_forward.forward(x, factors, PLAIN, n)
-    return x if not n else kept if kept is not None and n == at else kron_forward.forward(x, factors, PLAIN, n)
-
-
-def _swapped(
-    plan: Sequence[Backward], x: Tensor, g: Tensor, factors: Sequence[Tensor], scale: float, found: list[Tensor | None]
-) -> list[Tensor | None]:
-    """The backward of two factors whose second has a fused launch. Mode products commute, so g goes back through the first one first: that
-    makes what the fused launch takes, and it is the small second one that g is multiplied by anew."""
-    (first,), (second,) = (launch.steps for launch in plan)
-    large, small = factors[first.factor][None], factors[second.factor][None]
-    h = kron_forward.mode(seen(g, large, first.q, first.right), large.mT, 1.0, len(x))
-    found[0] = fused(plan[1], x, h, None, factors, found, scale, scale)
-    del h
-    h = kron_forward.mode(seen(g, small, second.q, second.right), small.mT, 1.0, len(x))
-    z, h = seen(x, large, first.p, first.right), seen(h, large, first.q, first.right)
-    found[first.factor + 1] = contraction(z, h, scale, len(x))[0]
-    return found
-
-
-def plan_of(x: Tensor, g: Tensor, factors: Sequence[Tensor]) -> tuple[Backward, ...]:
-    return planner.backward(tuple([tuple(w.shape) for w in factors]), planned_rows(x.shape[0]), _target(x, g))
-
-
-def _target(x: Tensor, g: Tensor) -> Problem:
-    return target_of(x.dtype, x.get_device(), on_tensor_cores(x.dtype), gcd(x.data_ptr(), g.data_ptr(), 16), x.shape[0])
-
-
-def fused(
-    launch: Backward, z: Tensor, h: Tensor, out: Tensor | None, factors: Sequence[Tensor], found: list[Tensor | None],
-    scale: float, factors_scale: float,
-) -> Tensor:  # fmt: skip
-    """Put the gradients of the launch's factors into `found`. Returns scale times the gradient of z, in `out`, which may be z or h, or in
-    a new tensor."""
-    waiting: list[_Waiting] = []
-    back = _launched(launch, z, h, out, factors, found, scale, waiting)
-    _sum(waiting, factors_scale)
-    return back
-
-
-def _launched(
-    launch: Backward, z: Tensor, h: Tensor, out: Tensor | None, factors: Sequence[Tensor], found: list[Tensor | None],
-    scale: float, waiting: list[_Waiting],
-) -> Tensor:  # fmt: skip
-    """The same, but its partial sums are appended to `waiting`, and added later in one launch with others."""
-    out = torch.empty_like(z) if out is None else out
-    ws = [factors[s.factor] for s in launch.steps]
-    grads = [torch.empty_like(w, memory_format=torch.contiguous_format) for w in ws]
-    device, (blocks, sums) = z.get_device(), _blocks(launch, z)
-    partials = torch.empty((sums, sum(w.numel() for w in ws)), dtype=torch.float32, device=z.device)
-    fibers = z.shape[0] * launch.steps[-1].left
-    run = _FUSED[launch.kernel][z.dtype, launch.template].on(device)
-    geometry, shared = ((blocks, 1, 1), (launch.threads, 1, 1)), backend.spread(launch.shared, blocks, device)
-    if launch.kernel == "few_rows":
-        first, rows = wgmma.few_first_rows(fibers, z.itemsize), [t.view(fibers, -1) for t in (out, z, h)]
-        run(*geometry, shared, *pointers(partials, *rows), kron_forward.by_value(ws), 0, scale)
-        if first < fibers:
-            grid = wgmma.FEW_BLOCKS * (fibers - first), 1, 1
-            run(grid, geometry[1], shared, *pointers(partials, *[t[first:] for t in rows]), kron_forward.by_value(ws), 1, scale)
-        fibers = first
-    else:
-        run(*geometry, shared, *pointers(partials, out, z, h), kron_forward.by_value(ws), fibers, scale)
-    waiting.append(_Waiting(launch, partials, grads, fibers))
-    for s, grad in zip(launch.steps, grads, strict=True):
-        found[s.factor + 1] = grad
-    return out
-
-
-def _blocks(launch: Backward, z: Tensor) -> tuple[int, int]:
+def _blocks(launch: Launch, z: Tensor) -> tuple[int, int]:
     """The thread blocks and the partial sums of a launch whose input is z."""
     fibers = z.shape[0] * launch.steps[-1].left
     if launch.kernel == "few_rows":
         return wgmma.FEW_BLOCKS * wgmma.few_first_rows(fibers, z.itemsize), wgmma.few_partial_sums(fibers, z.itemsize)
-    blocks = launch.blocks(fibers, z.nbytes, device_of(z.get_device()).sms)
+    tiles, sms = ceil(fibers / launch.L) * ceil(launch.steps[0].right / launch.R), device_of(z.get_device()).sms
+    blocks = blocks_of(tiles, sms * launch.blocks, z.nbytes, _elements(launch), sms)
     return blocks, blocks
-
-
-def _sum(waiting: list[_Waiting], scale: float) -> None:
-    """scale times the sums of all partial sums, to the factors' gradients; nothing waits any more."""
-    parts: dict[int, list[tuple[Tensor, int, int]]] = {}  # a gradient, where its first partial sum is, and how far the next one is
-    for launch, partials, grads, fibers in waiting:
-        if launch.kernel == "few_rows":
-            run = _FEW_ROWS_SUM[grads[0].dtype, launch.template].on(partials.get_device())
-            shared = backend.spread(0, 256, partials.get_device())
-            run((256, 1, 1), (32, 16, 1), shared, *pointers(*grads), partials.data_ptr(), fibers, scale)
-            continue
-        at = 0
-        for grad in grads:
-            parts.setdefault(len(partials), []).append((grad, partials.data_ptr() + 4 * at, partials.shape[1]))
-            at += grad.numel()
-    for pieces, those in parts.items():
-        for first in range(0, len(those), MOST):
-            _sum_of_pieces(pieces, those[first : first + MOST], scale)
-    waiting.clear()
 
 
 def _sum_of_pieces(pieces: int, parts: Sequence[tuple[Tensor, int, int]], scale: float) -> None:
@@ -220,36 +207,23 @@ def _sum_of_pieces(pieces: int, parts: Sequence[tuple[Tensor, int, int]], scale:
     _SUM[grads[0].dtype, warps].on(device)((blocks, 1, 1), (32, warps, 1), backend.spread(0, blocks, device), by_value, pieces, scale)
 
 
-def _in_steps(
-    run: Sequence[Step], n: int, came: Callable[[int], Tensor], h: Tensor, factors: Sequence[Tensor], wanted: Sequence[bool],
-    scale: float, found: list[Tensor | None],
-) -> Tensor:  # fmt: skip
-    """The same by separate launches for each step and for each wanted gradient. The first step of the run has number n."""
-    rows = h.numel() // (run[-1].left * run[-1].q * run[-1].right)
-    for at, s in reversed(list(enumerate(run, n))):
-        w = factors[s.factor][None]
-        h = seen(h, w, s.q, s.right)
-        if wanted[s.factor + 1]:
-            found[s.factor + 1] = contraction(seen(came(at), w, s.p, s.right), h, scale, rows)[0]
-        h = kron_forward.mode(h, w.mT, 1.0 if at else scale, rows)
-    return h
-
-
 def contraction(z: Tensor, h: Tensor, scale: float, rows: int | None = None) -> Tensor:
-    """contraction by v4's kernel, of one sample. `rows`: of the layer, if z has more for the factors to the left."""
+    """As cublas.contraction, by v4's kernel where that is faster, of one sample. `rows`: rows of the layer, if z [A][p][C] has more because
+    there are factors to the left."""
     _, A, p, C = z.shape
     if not A * C:
-        return cublas.contraction(z, h, scale)
-    device = z.get_device()
+        return cublas.contraction(z, h, scale)[0]
+    device, q = z.get_device(), h.shape[2]
     target = target_of(z.dtype, device, on_tensor_cores(z.dtype), gcd(z.data_ptr(), h.data_ptr(), 16))
-    planned, q = A // (rows or A) * planned_rows(rows or A), h.shape[2]
-    plan, _ = gradient_of(planned, p, q, C, target)
-    if not plan:
-        return cublas.contraction(z, h, scale)
-    pieces, grad = plan.pieces(A, C), torch.empty((1, p, q), dtype=z.dtype, device=z.device)
+    launch = gradient_of(A // (rows or A) * planned_rows(rows or A), p, q, C, target)
+    if not launch.threads:
+        return cublas.contraction(z, h, scale)[0]
+    chunks, sms = ceil(A / launch.L) * ceil(C / launch.R), device_of(device).sms
+    pieces, grad = min(chunks, max(1, sms * launch.blocks // launch.slices)), torch.empty((p, q), dtype=z.dtype, device=z.device)
     partials = torch.empty((pieces, p, q), dtype=torch.float32, device=z.device)
-    geometry = (pieces * plan.tiles, 1, 1), (plan.threads, 1, 1), backend.spread(plan.shared, pieces * plan.tiles, device)
-    _GRADIENT[z.dtype, plan.template].on(device)(*geometry, *pointers(partials, z, h), A, C, pieces)
+    blocks = pieces * launch.slices
+    geometry = (blocks, 1, 1), (launch.threads, 1, 1), backend.spread(launch.shared, blocks, device)
+    _GRADIENT[z.dtype, launch.template()].on(device)(*geometry, *pointers(partials, z, h), A, C, pieces)
     _sum_of_pieces(pieces, [(grad, partials.data_ptr(), p * q)], scale)
     return grad
 
@@ -257,12 +231,12 @@ def contraction(z: Tensor, h: Tensor, scale: float, rows: int | None = None) -> 
 def instances(dtype: torch.dtype) -> list[Kernel]:
     target = target_of(dtype, backend.SIMULATED, on_tensor_cores(dtype), 16)
     gradients = [gradient(64, f, f, C, target) for f, C in ((8, 64), (64, 1))]
-    made = [_GRADIENT[dtype, one.template] for one in gradients if one]
+    made = [_GRADIENT[dtype, one.template()] for one in gradients if one]
     if dtype.itemsize <= 4:
         older = target._replace(device=target.device._replace(capability=80, shared_bytes=161 << 10))  # without features of sm_90 alone
         launches = [launch for f, n in COMMON for launch in planner.backward(((f, f),) * n, 64, older)]
         made += [
-            *[_FUSED["tile"][dtype, launch.template] for launch in launches if launch.template],
+            *[_FUSED["tile"][dtype, launch.template()] for launch in launches if launch.threads],
             *[_SUM[dtype, warps] for warps in (8, 32)],
         ]
     return made

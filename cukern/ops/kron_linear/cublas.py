@@ -7,12 +7,11 @@ And v3, whose kernel multiplies by one factor: a GEMM whose rows are fibers, rea
 
 from collections.abc import Iterator, Sequence
 from math import ceil
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from cukern.ops.kron_linear.plan import Problem, Step, steps_of
+from cukern.ops.kron_linear.plan import Launch, Problem, Step, steps_of
 from cukern.ops.kron_linear.reference import PLAIN, Epilogue, seen
 from cukern.runtime.autocast import off
 from cukern.runtime.device import allowed
@@ -47,39 +46,20 @@ def us(step: Step, rows: int, target: Problem) -> float:
     elif aligned:
         moved *= ceil(step.q / 64) * 64 / step.q * (ceil(step.right / 64) * 64 / step.right)
     slower = 1 if aligned else UNALIGNED[size]
-    longest = max(moved / (BANDWIDTH[size] * target.sm_bytes_us), multiplied if size == 4 else 0.0)
+    longest = max(moved / (BANDWIDTH[size] * target.device.sm_bytes_us), multiplied if size == 4 else 0.0)
     turn = TURN_US if size == 4 and last and rows * step.left * step.p >= TURNED else 0.0
-    return START_US[size] + turn + longest / (target.sms * slower)
+    return START_US[size] + turn + longest / (target.device.sms * slower)
 
 
 def _tiled(n: int) -> int:
     return max(128, ceil(n / 64) * 64)
 
 
-class Cublas(NamedTuple):
-    """One factor."""
-
-    steps: tuple[Step, ...]
-    us: float
-    kernel: str = "cublas"
-    handicap: float = MARGIN
-    threads: int = 0
-    blocks: int = 1
-    slices: int = 1
-    L: int = 1
-    R: int = 1
-    shared: int = 0
-    products: int = 1
-
-    def template(self, added: bool = False) -> str:
-        return ""
+def launch(run: Sequence[Step], rows: int, target: Problem) -> Launch:
+    return Launch("cublas", tuple(run), us(run[0], rows, target), products=1, handicap=MARGIN)
 
 
-def launch(run: Sequence[Step], rows: int, target: Problem) -> Cublas:
-    return Cublas(tuple(run), us(run[0], rows, target))
-
-
-def forward(run: Sequence[Step], rows: int, target: Problem) -> Iterator[Cublas]:
+def forward(run: Sequence[Step], rows: int, target: Problem) -> Iterator[Launch]:
     """Strict float32 has no tensor cores there."""
     if len(run) == 1 and target.itemsize < 8 and (target.tensor or target.itemsize == 2):
         yield launch(run, rows, target)
@@ -112,10 +92,10 @@ def mode_product(z: Tensor, w: Tensor, step: Step, epilogue: Epilogue, out: Tens
 def us_of_gradient(A: int, p: int, q: int, right: int, target: Problem) -> float:
     """About how long the gradient of a factor takes, for z (A, p, right) and h (A, q, right)."""
     size, rate = target.itemsize, GRADIENT_US[2 if target.itemsize == 2 else 4 if target.tensor else 8]
-    aligned, moved = p * size % 16 == q * size % 16 == 0, A * (p + q) * right * size / (BANDWIDTH[2] * target.sm_bytes_us)
+    aligned, moved = p * size % 16 == q * size % 16 == 0, A * (p + q) * right * size / (BANDWIDTH[2] * target.device.sm_bytes_us)
     us = max(A * right * p * _tiled(q) / rate, moved) + (2 * moved if right > 1 else 0.0)
     launches = 2 if right == 1 else 3 * PARTS
-    return launches * GRADIENT_START_US + us / (target.sms * (1 if aligned else UNALIGNED[min(size, 4)]))
+    return launches * GRADIENT_START_US + us / (target.device.sms * (1 if aligned else UNALIGNED[min(size, 4)]))
 
 
 @torch.no_grad()

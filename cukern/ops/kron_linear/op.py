@@ -78,21 +78,24 @@ def kron_linear(
         version: "v1" and "v2" are torch's own operations, from "v3" on kernels; by default the fastest that the GPU has. Tensors that are
             not on a GPU, complex ones, and those under torch.func's transforms go to v1.
 
-    Returns (..., q_1 * .. * q_n), contiguous (v2: a transposed view, where x has two dimensions). float32 is TF32 where torch's switch for
-    matrix products, torch.backends.cuda.matmul.fp32_precision or torch.set_float32_matmul_precision, lets it be; of large factors v4 then
-    takes each number as the sum of two in bfloat16, which is nearer. Else it multiplies float32 on the FMA units, or on tensor cores as
-    split numbers, whichever is the faster: a product of two numbers, each the sum of two in TF32, is three products (of large factors, and
-    of four of 16 x 16, each is the sum of three in bfloat16, and they are six). They err by 2^-22 of it at most, and a sum of them by up to
-    1.6 times as much as torch's; infinities and NaNs are what they are elsewhere, but of a number below 2^-112 what is below 2^-136 is
-    lost, and of bfloat16, and in gradients, an infinite factor may make NaN of an infinity. 16-bit types are added in float32 and rounded
-    after each launch, in the backward after each factor; between the factors of one launch v4 keeps them in float32, or on tensor cores in
-    TF32 or with 16 digits. Of these, and in TF32, a factor whose size torch's matmul is faster for is multiplied by that, as torch's other
-    switches for it say; so may, of any type, the gradient of a factor of more than 128 rows or columns. Autocast does not
-    change the dtype: the op computes as if it were off. Results have the same bits in every run.
+    Returns (..., q_1 * .. * q_n), contiguous (v2: a transposed view, if x has two dimensions). Results have the same bits in every run.
 
-    For the backward x and the factors are kept; of a layer whose backward is in two parts also what is between them, an array like x, where
-    that is faster and memory allows. The backward itself has besides the gradients one array like x, or none with what is kept, two where
-    factors are not square; and partial sums, of which few rows have more than numbers.
+    Precision of v4:
+        float32: on the FMA units, or on tensor cores as split numbers, whichever is faster. A number is the sum of two in TF32, and a
+            product is three products; for large factors it is the sum of three in bfloat16, and a product is six. A product errs by at
+            most 2^-22 of it, and a sum by up to 1.6 times as much as torch's. Infinities and NaNs stay what they are; in gradients an
+            infinite factor may make NaN of an infinity. Of a number below 2^-112, what is below 2^-136 is lost.
+        TF32: float32, if torch's switch for matrix products allows it (torch.backends.cuda.matmul.fp32_precision, or
+            torch.set_float32_matmul_precision). For large factors a number is the sum of two in bfloat16, which is more accurate.
+        16 bits: sums are float32. They are rounded after each launch, in the backward after each factor. Between the factors of a launch
+            they are float32, TF32 or numbers of 16 digits. In bfloat16 an infinite factor may make NaN of an infinity.
+
+    In TF32 and 16 bits, a factor that torch's matmul multiplies faster goes to torch's matmul, under torch's other precision switches. So
+    may gradients of factors that no fused launch takes. Autocast does not change the dtype: the op computes as if it were off.
+
+    Memory: x and the factors are kept for the backward. If it has two launches, the array between them, of the size of x, is kept too,
+    where that is faster and memory allows it. Besides the gradients, the backward allocates one array like x (none if one was kept, two
+    if factors are not square), and partial sums, which for few rows take more memory than x.
 
     Raises TypeError for another dtype, or two, and for arguments of another type; ValueError for no factors, shapes that do not fit, two
     devices, a scale that is not finite, or an unknown version.

@@ -2,8 +2,8 @@
 
 import functools
 from collections.abc import Sequence
-from math import ceil, prod
-from typing import NamedTuple, Protocol
+from math import prod
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -13,6 +13,7 @@ MOST = 8  # factors in a launch, as in tile.cuh
 LAUNCH_US = 2.5
 START_US = 1.5  # from a block's start to its first numbers
 L2_BYTES = 24 << 20  # inputs and outputs of up to this size stay in the L2 cache
+ADDED = "added"  # in Launch.plan: whether there is a bias or a residual
 Sizes = tuple[tuple[int, int], ...]  # (p, q) of each factor, in torch.kron's order
 
 
@@ -31,21 +32,9 @@ class Problem(NamedTuple):
         """Shared memory of a thread block, without what the driver reserves."""
         return self.device.shared_bytes - 1024
 
-    @property
-    def sms(self) -> int:
-        return self.device.sms
-
-    @property
-    def sm_bytes_us(self) -> float:
-        return self.device.sm_bytes_us
-
-    @property
-    def cycles_us(self) -> float:
-        return self.device.cycles_us
-
 
 class Step(NamedTuple):
-    """One mode product: a row is an array [left][p][right], and becomes [left][q][right]."""
+    """One mode product: a row is an array [left][p][right], and becomes [left][q][right]. Its text is a C++ type."""
 
     factor: int  # its number
     left: int
@@ -53,57 +42,45 @@ class Step(NamedTuple):
     q: int
     right: int
 
-
-class Launch(Protocol):
-    """A launch of the forward: the candidates' plans."""
-
-    @property
-    def kernel(self) -> str: ...  # the candidate's name
-    @property
-    def steps(self) -> tuple[Step, ...]: ...
-    @property
-    def us(self) -> float: ...
-    @property
-    def handicap(self) -> float: ...
-    @property
-    def threads(self) -> int: ...  # of a block; 0: cuBLAS
-    @property
-    def blocks(self) -> int: ...  # that a multiprocessor holds
-    @property
-    def slices(self) -> int: ...  # blocks that share a tile
-    @property
-    def L(self) -> int: ...  # fibers of a tile
-    @property
-    def R(self) -> int: ...  # columns of a tile
-    @property
-    def shared(self) -> int: ...  # bytes
-    @property
-    def products(self) -> int: ...  # on tensor cores for each product
-    def template(self, added: bool = False) -> str: ...  # the kernel's template argument; `added`: with a bias or a residual
+    def __str__(self) -> str:
+        return instance("Factor", self.p, self.q)
 
 
-class Backward(NamedTuple):
-    """The backward of neighbouring factors in one launch. Without a template: one launch for each step and each gradient."""
+class Launch(NamedTuple):
+    """One kernel launch for neighbouring steps, forward or backward. Without threads: cuBLAS, or in the backward separate launches."""
 
+    kernel: str  # the candidate's name
     steps: tuple[Step, ...]
-    us: float
-    template: str = ""
-    most: int = 0  # thread blocks
+    us: float  # predicted
+    plan: tuple[object, ...] = ()  # the kernel's template argument, or the name of a C++ template and its arguments
     threads: int = 0
     shared: int = 0  # bytes
-    tile: tuple[int, int] = (1, 1)  # fibers and columns
-    kernel: str = "tile"
+    L: int = 1  # fibers of a tile
+    R: int = 1  # columns of a tile
+    blocks: int = 1  # per SM
+    slices: int = 1  # blocks that share a tile
+    products: int = 0  # on tensor cores for each product
+    handicap: float = 1.0  # a factor of `us` when plans are compared
 
-    def blocks(self, fibers: int, input_bytes: int, sms: int) -> int:
-        """Thread blocks, each with partial sums of the gradients. The sums take no more memory than the input, but each SM has a block."""
-        (L, R), sums = self.tile, sum(s.p * s.q for s in self.steps)
-        tiles = ceil(fibers / L) * ceil(self.steps[0].right / R)
-        return min(tiles, self.most, max(sms, input_bytes // (4 * sums)))
+    def template(self, added: bool = False) -> str:
+        """The kernel's template argument; `added`: with a bias or a residual."""
+        return instance(*[added if a is ADDED else a for a in self.plan]) if len(self.plan) > 1 else str(*self.plan)
+
+    @property
+    def parts(self) -> tuple[Any, ...]:
+        """The steps or passes among the template's arguments."""
+        return tuple(a for a in self.plan if isinstance(a, tuple))
 
     @property
     def in_place(self) -> bool:
         """True if dx may overwrite the input: a tile has the same place in both, and no other block reads it."""
-        return self.kernel != "few_rows" and all(s.p == s.q for s in self.steps)
+        return self.kernel not in ("few_rows", "separate") and all(s.p == s.q for s in self.steps)
+
+
+def blocks_of(tiles: int, most: int, input_bytes: int, sums: int, sms: int) -> int:
+    """Thread blocks of a backward launch, `most` at a time. Each has partial sums of all elements of the gradients. The partial sums take
+    no more memory than the input, but each SM has a block."""
+    return min(tiles, most, max(sms, input_bytes // (4 * sums)))
 
 
 def planned_rows(rows: int) -> int:
@@ -124,7 +101,7 @@ def least_us(run: Sequence[Step], rows: int, target: Problem) -> float:
     """The time to read the input and write the output of some steps, if they do not fit the L2 cache."""
     first, last = run[0], run[-1]
     moved = rows * (first.left * first.p * first.right + last.left * last.q * last.right) * target.itemsize
-    return moved / (target.sms * target.sm_bytes_us) if moved > L2_BYTES else 0.0
+    return moved / (target.device.sms * target.device.sm_bytes_us) if moved > L2_BYTES else 0.0
 
 
 def cost_order(sizes: Sequence[tuple[int, int]]) -> list[int]:
@@ -166,6 +143,6 @@ def in_order(sizes: Sizes) -> tuple[Step, ...]:
     return tuple(Step(i, prod(p for p, _ in sizes[:i]), *sizes[i], prod(q for _, q in sizes[i + 1 :])) for i in reversed(range(n)))
 
 
-def text(*values: object) -> str:
-    """Template arguments."""
-    return ", ".join(str(v).lower() if isinstance(v, bool) else str(v) for v in values)
+def instance(name: object, *arguments: object) -> str:
+    """The C++ type name<arguments>."""
+    return f"{name}<{', '.join([str(a).lower() if isinstance(a, bool) else str(a) for a in arguments])}>"

@@ -5,18 +5,19 @@ fastest cut of the layer into runs is chosen.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 from cukern.ops.kron_linear import cublas, small_factors, small_factors_mma, tile, tile_backward, wgmma
-from cukern.ops.kron_linear.plan import MOST, Backward, Launch, Problem, Sizes, Step, in_order, least_us, planned_rows, steps
+from cukern.ops.kron_linear.plan import MOST, Launch, Problem, Sizes, Step, in_order, least_us, planned_rows, steps
 from cukern.runtime.device import cached, eligible
 
 Run = Sequence[Step]
+Plan = tuple[Launch, ...]
+Candidate = Callable[[Run, int, Problem], Iterator[Launch]]
 
 BETWEEN = 128 << 20  # bytes, at most, of an array between two launches; more rows are split
 BETWEEN_US, BETWEEN_PART = 8.0, 0.32  # two launches take longer than the sum of their times, by this part of the sum and at most 8 us
 
-FORWARD: tuple[Callable[[Run, int, Problem], Iterator[Any]], ...] = (
+FORWARD: tuple[Candidate, ...] = (
     tile.forward,
     small_factors.forward,
     small_factors_mma.forward,
@@ -25,28 +26,36 @@ FORWARD: tuple[Callable[[Run, int, Problem], Iterator[Any]], ...] = (
     wgmma.pair,
     cublas.forward,
 )
-BACKWARD: tuple[Callable[[Run, int, Problem], Iterator[Backward]], ...] = (tile_backward.backward, wgmma.backward, wgmma.few_rows)
+BACKWARD: tuple[Candidate, ...] = (tile_backward.backward, wgmma.backward, wgmma.few_rows)
 
 
 @cached(512)
-def forward(sizes: Sizes, rows: int, target: Problem, count: int | None = None) -> tuple[Launch, ...]:
+def forward(sizes: Sizes, rows: int, target: Problem, count: int | None = None) -> Plan:
     """The launches of a layer on `rows` rows, or of its first `count` steps."""
     order = steps(sizes)[:count]
-    best: list[tuple[float, tuple[Launch, ...]]] = [(0.0, ())]  # for the last n steps
-    for first in reversed(range(len(order))):
-        options = []
-        for end in range(first + 1, end_of_run(order, first) + 1):
-            us, rest = best[len(order) - end]
-            launch = fastest(order[first:end], rows, target if first == 0 else target._replace(aligned=16))
-            if launch:
-                both = us + launch.us
-                options.append((both + (between(both) if rest else 0.0), (launch, *rest)))
-        best.append(min(options, key=lambda o: o[0]))
-    us, plan = best[-1]
+
+    def launch(first: int, end: int) -> Launch | None:
+        return fastest(order[first:end], rows, target if first == 0 else target._replace(aligned=16))
+
+    us, plan = _best_cut(order, launch, lambda _, us, rest: us + (between(us) if rest else 0.0))
     # A chain multiplies by the left factor first in any case, and so may be planned where the steps have it first.
     whole = wgmma.chain(in_order(sizes), rows, target) if count is None else ()
     options = eligible([(us, plan), *[(g.us, (g,)) for g in whole]], lambda o: o[1][0].kernel)
     return min(options or [(us, plan)], key=lambda o: o[0])[1]
+
+
+def _best_cut(order: Run, launch: Callable[[int, int], Launch | None], total: Callable[[int, float, Plan], float]) -> tuple[float, Plan]:
+    """The fastest launches for all steps, and their time. launch(first, end) is the launch of some steps; total(first, us, rest) is the
+    time from step `first` on, if that launch and the `rest` after it take `us`."""
+    best: list[tuple[float, Plan]] = [(0.0, ())]  # for the last n steps
+    for first in reversed(range(len(order))):
+        options = []
+        for end in range(first + 1, end_of_run(order, first) + 1):
+            us, rest = best[len(order) - end]
+            if made := launch(first, end):
+                options.append((total(first, us + made.us, rest), (made, *rest)))
+        best.append(min(options, key=lambda o: o[0]))
+    return best[-1]
 
 
 def between(us: float) -> float:
@@ -72,64 +81,46 @@ def end_of_run(order: Run, first: int) -> int:
 @cached(4096)
 def fastest(run: Run, rows: int, target: Problem) -> Launch | None:
     """The fastest launch of a run of steps, if there is one. For a single step there is always cuBLAS."""
-    least = least_us(run, rows, target)
-    found: list[Any] = [g if g.us >= least else g._replace(us=least) for candidate in FORWARD for g in candidate(run, rows, target)]
-    best = min(eligible(found, lambda g: g.kernel), key=lambda g: (g.us * g.handicap, g.products), default=None)
+    best = _fastest([g for candidate in FORWARD for g in candidate(run, rows, target)], least_us(run, rows, target))
     return cublas.launch(run, rows, target) if best is None and len(run) == 1 else best
 
 
+def _fastest(found: list[Launch], least: float, more: Sequence[Launch] = ()) -> Launch | None:
+    """The fastest of the eligible launches and `more`; none takes less than `least`."""
+    possible = [g if g.us >= least else g._replace(us=least) for g in (*eligible(found, lambda g: g.kernel), *more)]
+    return min(possible, key=lambda g: (g.us * g.handicap, g.products), default=None)
+
+
 @cached(512)
-def backward(sizes: Sizes, rows: int, target: Problem) -> tuple[Backward, ...]:
+def backward(sizes: Sizes, rows: int, target: Problem) -> Plan:
     """The launches of a layer's backward, those of the first steps first. The inputs of all but the first are computed again from x."""
     order = steps(sizes)
-    best: list[tuple[float, tuple[Backward, ...]]] = [(0.0, ())]  # for the last n steps
-    for first in reversed(range(len(order))):
-        anew = sum(g.us for g in forward(sizes, rows, target, first)) if first else 0.0
-        options = []
-        for end in range(first + 1, end_of_run(order, first) + 1):
-            us, rest = best[len(order) - end]
-            launch = _fastest_backward(order[first:end], rows, target)
-            if launch:
-                options.append((us + anew + launch.us, (launch, *rest)))
-        best.append(min(options, key=lambda o: o[0]))
-    return best[-1][1]
+
+    def launch(first: int, end: int) -> Launch | None:
+        run = order[first:end]
+        separate = [_separate(run[0], rows * run[0].left, target)] if len(run) == 1 else []
+        return _fastest([b for candidate in BACKWARD for b in candidate(run, rows, target)], 1.5 * least_us(run, rows, target), separate)
+
+    def total(first: int, us: float, rest: Plan) -> float:
+        return us + (sum(g.us for g in forward(sizes, rows, target, first)) if first else 0.0)
+
+    _, plan = _best_cut(order, launch, total)
+    return tuple(g._replace(plan=(g.template(),)) for g in plan)  # so that calls do not make the text again
 
 
-def _fastest_backward(run: Run, rows: int, target: Problem) -> Backward | None:
-    found = eligible([b for candidate in BACKWARD for b in candidate(run, rows, target)], lambda b: b.kernel)
-    if len(run) == 1:
-        found.append(_separate(run[0], rows * run[0].left, target))
-    least = 1.5 * least_us(run, rows, target)
-    return min((b._replace(us=max(b.us, least)) for b in found), key=lambda b: b.us, default=None)
-
-
-def _separate(s: Step, A: int, target: Problem) -> Backward:
+def _separate(s: Step, A: int, target: Problem) -> Launch:
     """One step, by a launch for the gradient of its input and one for that of its factor."""
     back = fastest((Step(0, 1, s.q, s.p, s.right),), A, target)
     assert back
-    return Backward((s,), back.us + tile_backward.gradient_of(A, s.p, s.q, s.right, target)[1])
+    return Launch("separate", (s,), back.us + tile_backward.gradient_of(A, s.p, s.q, s.right, target).us)
 
 
-def better_swapped(plan: Sequence[Backward]) -> bool:
-    """True if two factors are better taken in the other order. Only the second one has a fused launch then, and the first one is square and
-    at least four times as large."""
-    if len(plan) != 2 or plan[0].template or not plan[1].template or len(plan[1].steps) > 1:
-        return False
-    (first,), (second,) = plan[0].steps, plan[1].steps
-    return first.p == first.q >= 4 * max(second.p, second.q)
-
-
-def _writes_over(plan: Sequence[Backward]) -> bool:
-    """True if the backward writes over its inputs and needs no other array."""
-    return bool(plan[1].template) or (bool(plan[0].template) and plan[0].in_place)
-
-
-def keeping(sizes: Sizes, rows: int, target: Problem) -> tuple[Launch, ...]:
+def keeping(sizes: Sizes, rows: int, target: Problem) -> Plan:
     """The forward in two launches, if the backward has two. It keeps the array between them for the backward. Empty if that is slower, or
     takes more memory than x and y because the backward cannot write dx over its inputs."""
     planned = planned_rows(rows)
     plan = backward(sizes, planned, target)
-    if len(plan) != 2 or better_swapped(plan) or not _writes_over(plan):
+    if len(plan) != 2 or not (plan[1].threads or plan[0].in_place):  # otherwise the backward needs another array
         return ()
     if rows_at_once([b.steps for b in plan], rows, target.itemsize) < rows:
         return ()

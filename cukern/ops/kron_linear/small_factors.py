@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from math import ceil, prod
 from typing import NamedTuple
 
-from cukern.ops.kron_linear.plan import Problem, Step
+from cukern.ops.kron_linear.plan import ADDED, Launch, Problem, Step, instance
 
 SIZES = 2, 4, 8, 16  # for larger factors, split products on tensor cores are exact enough, and faster
 HELD = 7  # index bits that differ among the elements of a thread
@@ -33,42 +33,12 @@ class Pass(NamedTuple):
     vector: int
     exchanging: int = 32
 
-    @property
-    def template(self) -> str:
-        sizes = ", ".join(str(s.p) for s in self.factors)
-        return f"Pass<{bits_of(self.held)}, {bits_of(self.threads)}, {self.vector}, {self.right}, {self.exchanging}, {sizes}>"
+    def __str__(self) -> str:
+        sizes = [s.p for s in self.factors]
+        return instance("Pass", bits_of(self.held), bits_of(self.threads), self.vector, self.right, self.exchanging, *sizes)
 
 
-class SmallFactors(NamedTuple):
-    """One launch, as in RegisterPlan of small_factors.cuh. `slices`: the blocks of a cluster, which share a tile."""
-
-    steps: tuple[Step, ...]
-    parts: tuple[Pass, ...]
-    threads: int
-    blocks: int
-    L: int
-    R: int
-    slices: int
-    ahead: int
-    cross: int
-    turns: tuple[int, ...]
-    shared: int
-    us: float
-    products: int = 0
-    kernel: str = "small_factors"
-    handicap: float = 1.0
-
-    def template(self, added: bool = False) -> str:
-        size = prod(s.p for s in self.steps)
-        own = tuple(sorted((*self.parts[0].held, *self.parts[0].threads[:LANES])))
-        first = self.slices, 1 << HELD, self.threads, self.blocks, self.L, size, self.R, self.steps[0].right, self.ahead, self.cross
-        numbers = ", ".join(str(n) for n in first)
-        turns = ", ".join(str(n) for n in self.turns)
-        passes = ", ".join(p.template for p in self.parts)
-        return f"RegisterPlan<{numbers}, {str(added).lower()}, Turned<2, {turns}>, {bits_of(own)}, {passes}>"
-
-
-def forward(run: Sequence[Step], rows: int, target: Problem) -> Iterator[SmallFactors]:
+def forward(run: Sequence[Step], rows: int, target: Problem) -> Iterator[Launch]:
     """The launches of a run of steps, of tiles of each size."""
     if not are_small(run, 4, target):
         return
@@ -76,7 +46,7 @@ def forward(run: Sequence[Step], rows: int, target: Problem) -> Iterator[SmallFa
     for threads, cluster in ((WHOLE_BLOCK // 8, 1), (WHOLE_BLOCK // 4, 1), (WHOLE_BLOCK // 2, 1), (WHOLE_BLOCK, 1), (WHOLE_BLOCK, 2)):
         L, R = tile_of(HELD + log2(threads * cluster) - bits, C, 4)
         tiles = ceil(rows * run[-1].left / L) * (C // R) if L == 1 or (L and cluster == 1) else 0
-        if tiles * cluster * threads > target.sms * WHOLE_BLOCK:  # otherwise there is no next tile to prefetch
+        if tiles * cluster * threads > target.device.sms * WHOLE_BLOCK:  # otherwise there is no next tile to prefetch
             made = _launch(run, target, threads, cluster, L, R, tiles)
             if made:
                 yield made
@@ -95,7 +65,7 @@ def tile_of(others: int, C: int, itemsize: int) -> tuple[int, int]:
     return (L, R) if R == C or (L == 1 and R * itemsize >= LEAST_RUN) else (0, 0)
 
 
-def _launch(run: Sequence[Step], target: Problem, threads: int, cluster: int, L: int, R: int, tiles: int) -> SmallFactors | None:
+def _launch(run: Sequence[Step], target: Problem, threads: int, cluster: int, L: int, R: int, tiles: int) -> Launch | None:
     cut, top = _cut(run), HELD + log2(threads)
     if len(cut) < 2:
         return None
@@ -112,10 +82,13 @@ def _launch(run: Sequence[Step], target: Problem, threads: int, cluster: int, L:
     ahead = min(warps, room // own // together * together)
     if ahead < 1 or (cluster > 1 and parts[-2].vector < 4):  # 16-byte stores to the other block
         return None
-    us = _us(run, len(cut), numbers, ceil(tiles * cluster / target.sms), target)
+    us = _us(run, len(cut), numbers, ceil(tiles * cluster / target.device.sms), target)
     shared = weights + 4 * numbers + ahead * own
     vectors = [part.threads[:3] for part in parts if part.vector == 4]
-    return SmallFactors(tuple(run), tuple(parts), threads, blocks, L, R, cluster, ahead, cross, turns(vectors, 2, top), shared, us)
+    tile, turned = (L, prod(s.p for s in run), R, run[0].right), instance("Turned", 2, *turns(vectors, 2, top))
+    copied = bits_of(sorted((*parts[0].held, *parts[0].threads[:LANES])))
+    plan = "RegisterPlan", cluster, 1 << HELD, threads, blocks, *tile, ahead, cross, ADDED, turned, copied, *parts
+    return Launch("small_factors", tuple(run), us, plan, threads, shared, L, R, blocks, cluster)
 
 
 def _passes(cut: Sequence[Sequence[Step]], low: int, top: int, cross: int) -> list[Pass]:
@@ -148,8 +121,8 @@ def _exchanging(a: Pass, b: Pass) -> int:
 
 def _us(run: Sequence[Step], passes: int, numbers: int, each: int, target: Problem) -> float:
     """A model of a launch's time, for `each` tiles per SM."""
-    stream = target.itemsize * numbers / target.sm_bytes_us
-    compute = numbers / 128 * (sum(s.p for s in run) * FMA_CYCLES + passes) / (BOOST * target.cycles_us)
+    stream = target.itemsize * numbers / target.device.sm_bytes_us
+    compute = numbers / 128 * (sum(s.p for s in run) * FMA_CYCLES + passes) / (BOOST * target.device.cycles_us)
     return START_US + 2 * stream + each * (max(compute, 2 * stream) + EXPOSED * min(compute, 2 * stream))
 
 
@@ -195,4 +168,4 @@ def log2(n: int) -> int:
 
 
 def bits_of(bits: Sequence[int]) -> str:
-    return f"Bits<{', '.join(map(str, bits))}>"
+    return instance("Bits", *bits)

@@ -9,7 +9,7 @@ from itertools import combinations, pairwise, product
 from math import ceil, prod
 from typing import NamedTuple
 
-from cukern.ops.kron_linear.plan import Problem, Step
+from cukern.ops.kron_linear.plan import ADDED, Launch, Problem, Step, instance
 from cukern.ops.kron_linear.small_factors import are_small, bits_of, log2, tile_of, turns
 
 EACH = 6  # log2 of the elements of a tile per thread
@@ -32,32 +32,25 @@ class Multiplied(NamedTuple):
     rows: tuple[int, ...]
     columns: tuple[int, ...]
 
-    @property
-    def template(self) -> str:
-        sizes = ", ".join(str(s) for s in self.factors)
-        return f"MmaStep<{self.at[0]}, {self.at[1]}, {bits_of(self.rows)}, {bits_of(self.columns)}, {sizes}>"
+    def __str__(self) -> str:
+        return instance("MmaStep", *self.at, bits_of(self.rows), bits_of(self.columns), *self.factors)
 
 
 class Pass(NamedTuple):
-    """Which bits of a number's index are those of a register's number and of a lane's, before and after; the pieces' are the others."""
+    """Which bits of a number's index are those of a register's number and of a lane's, before and after; the others are the pieces'."""
 
     registers: tuple[int, ...]
     lanes: tuple[int, ...]
     registers_after: tuple[int, ...]
     lanes_after: tuple[int, ...]
     steps: tuple[Multiplied, ...]
+    others: tuple[int, ...]
 
-    @property
-    def bits(self) -> tuple[int, ...]:
-        return tuple(sorted(self.registers + self.lanes))
-
-    def template(self, top: int) -> str:
-        others = tuple(b for b in range(top) if b not in self.bits)
-        after = tuple(sorted(self.registers_after))
-        order = tuple(self.registers_after.index(b) for b in after)
-        bits = [bits_of(b) for b in (self.registers, self.lanes, after, order, self.lanes_after, others)]
-        steps = [s.template for s in self.steps]
-        return f"MmaPass<{', '.join([str(self.before), str(self.after), *bits, *steps])}>"
+    def __str__(self) -> str:
+        after = sorted(self.registers_after)
+        order = [self.registers_after.index(b) for b in after]
+        bits = [bits_of(b) for b in (self.registers, self.lanes, after, order, self.lanes_after, self.others)]
+        return instance("MmaPass", self.before, self.after, *bits, *self.steps)
 
     @property
     def before(self) -> int:
@@ -75,34 +68,7 @@ class Pass(NamedTuple):
         return next(i for i in range(PIECE) if first + i not in self.lanes_after) + (first - AT_ONCE)
 
 
-class SmallFactorsMma(NamedTuple):
-    """One launch, as in MmaPlan of small_factors.cuh."""
-
-    steps: tuple[Step, ...]
-    parts: tuple[Pass, ...]
-    threads: int
-    blocks: int
-    L: int
-    R: int
-    stage_turns: tuple[int, ...]
-    turns: tuple[int, ...]
-    shared: int
-    us: float
-    slices: int = 1  # the blocks of a cluster, which share a tile
-    cross: int = 0
-    products: int = 0
-    kernel: str = "small_factors_mma"
-    handicap: float = 1.0
-
-    def template(self, added: bool = False) -> str:
-        top = EACH + log2(self.threads)
-        sizes = self.slices, self.threads, self.blocks, self.L, prod(s.p for s in self.steps), self.R, self.steps[0].right, self.cross
-        places = [f"Turned<{', '.join(map(str, (unit, *to)))}>" for unit, to in ((3, self.stage_turns), (2, self.turns))]
-        passes = [p.template(top) for p in self.parts]
-        return f"MmaPlan<{', '.join([*map(str, sizes), str(added).lower(), *places, bits_of(self.parts[0].bits), *passes])}>"
-
-
-def forward(run: Sequence[Step], rows: int, target: Problem) -> Iterator[SmallFactorsMma]:
+def forward(run: Sequence[Step], rows: int, target: Problem) -> Iterator[Launch]:
     """The launches of a run of steps, of tiles of each size."""
     if not target.tensor or not are_small(run, 2, target):
         return
@@ -115,7 +81,7 @@ def forward(run: Sequence[Step], rows: int, target: Problem) -> Iterator[SmallFa
             yield made
 
 
-def _launch(run: Sequence[Step], target: Problem, top: int, cluster: int, L: int, R: int, tiles: int) -> SmallFactorsMma | None:
+def _launch(run: Sequence[Step], target: Problem, top: int, cluster: int, L: int, R: int, tiles: int) -> Launch | None:
     parts = passes(tuple(s.p for s in run), log2(R), top, cluster)
     if not parts:
         return None
@@ -128,7 +94,23 @@ def _launch(run: Sequence[Step], target: Problem, top: int, cluster: int, L: int
     exchanges = [lanes[:3] for a, b in pairwise(parts) for lanes in (a.lanes_after, b.lanes)]
     cross = cross_of([[s.factors for s in p.steps] for p in parts], log2(R)) if cluster > 1 else 0
     us = _us(numbers, parts, blocks, tiles * cluster, target)
-    return SmallFactorsMma(tuple(run), parts, numbers >> EACH, blocks, L, R, stage, turns(exchanges, 2, top), shared, us, cluster, cross)
+    tile, turned = (
+        (L, prod(s.p for s in run), R, run[0].right),
+        [instance("Turned", 3, *stage), instance("Turned", 2, *turns(exchanges, 2, top))],
+    )
+    plan = (
+        "MmaPlan",
+        cluster,
+        numbers >> EACH,
+        blocks,
+        *tile,
+        cross,
+        ADDED,
+        *turned,
+        bits_of(sorted(parts[0].registers + parts[0].lanes)),
+        *parts,
+    )
+    return Launch("small_factors_mma", tuple(run), us, plan, numbers >> EACH, shared, L, R, blocks, cluster)
 
 
 def _us(numbers: int, parts: Sequence[Pass], blocks: int, tiles: int, target: Problem) -> float:
@@ -136,9 +118,9 @@ def _us(numbers: int, parts: Sequence[Pass], blocks: int, tiles: int, target: Pr
     cycles = PLAIN_CYCLES + (len(parts) - 1) * EXCHANGE_CYCLES
     for step in (step for part in parts for step in part.steps):
         cycles += STEP_CYCLES + (MERGED_CYCLES if len(step.factors) > 1 else 0)
-    each, stream = ceil(tiles / target.sms), 2 * numbers / target.sm_bytes_us
+    each, stream = ceil(tiles / target.device.sms), 2 * numbers / target.device.sm_bytes_us
     idle = max(1.0, 8 / (min(blocks, each) * (numbers >> EACH + LANES)))  # too few warps to keep an SM busy
-    compute = numbers / 128 * cycles / target.cycles_us * idle * (ALONE if blocks == 1 else 1)
+    compute = numbers / 128 * cycles / target.device.cycles_us * idle * (ALONE if blocks == 1 else 1)
     return START_US + stream + compute + (each - 1) * max(compute, 2 * stream)
 
 
@@ -207,7 +189,7 @@ def _pass(steps: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], within: int,
         done = _walk(registers, lanes, along, steps, near)
         if not done:
             continue
-        made = Pass(registers, lanes, *done)
+        made = Pass(registers, lanes, *done, tuple([b for b in range(top) if b not in bits]))
         if not last or made.run > 1:
             return made
         best = made if made.run and (not best or best.run < made.run) else best

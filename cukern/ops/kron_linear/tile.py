@@ -9,7 +9,7 @@ from itertools import product
 from math import ceil, gcd, prod
 from typing import NamedTuple
 
-from cukern.ops.kron_linear.plan import L2_BYTES, LAUNCH_US, START_US, Problem, Step, text
+from cukern.ops.kron_linear.plan import ADDED, L2_BYTES, LAUNCH_US, START_US, Launch, Problem, Step, instance
 
 MERGED = (1, 4, 16, 64)  # the limits tried for the rows and columns of merged factors
 
@@ -43,42 +43,11 @@ class Part(NamedTuple):
         """Columns of a warp."""
         return self.columns * (1 if self.lanes == 1 else 32 // self.lanes)
 
-    @property
-    def template(self) -> str:
-        factors = [f"Factor<{s.p}, {s.q}>" for s in self.factors]
-        return f"Step4<{text(self.fibers, self.columns, self.lanes, self.padded, f'Layout<{text(*self.layout)}>', *factors)}>"
+    def __str__(self) -> str:
+        return instance("Step4", self.fibers, self.columns, self.lanes, self.padded, instance("Layout", *self.layout), *self.factors)
 
 
-class Tile(NamedTuple):
-    """One launch, as in Plan4 of tile_step.cuh."""
-
-    steps: tuple[Step, ...]
-    parts: tuple[Part, ...]
-    threads: int
-    blocks: int  # per SM
-    L: int
-    R: int
-    bytes: int
-    ahead: int
-    slices: int
-    products: int
-    split: bool
-    shared: int  # bytes
-    us: float
-    kernel: str = "tile"
-
-    @property
-    def handicap(self) -> float:
-        """Prefer factors that are split once to an equal plan that splits them at each use: fewer kernels serve all numbers of rows."""
-        return 1.01 if self.products == 3 and not self.split else 1.0
-
-    def template(self, added: bool = False) -> str:
-        """The plan as the kernel's template argument; `added`: with a bias or a residual."""
-        tile = self.L, self.R, self.steps[0].right, self.bytes, self.ahead, self.slices
-        return f"Plan4<{text(self.threads, self.blocks, *tile, self.products, self.split, added, *[p.template for p in self.parts])}>"
-
-
-def forward(run: Sequence[Step], rows: int, target: Problem) -> Iterator[Tile]:
+def forward(run: Sequence[Step], rows: int, target: Problem) -> Iterator[Launch]:
     """The launches of a run. Sums of fewer than LEAST_SPLIT split products are not exact enough."""
     for kind in (FMA, *((TENSOR,) if target.tensor else SPLIT if target.itemsize == 4 else ())):
         for made in tilings(run, rows, target, kind):
@@ -86,7 +55,7 @@ def forward(run: Sequence[Step], rows: int, target: Problem) -> Iterator[Tile]:
                 yield made
 
 
-def tilings(run: Sequence[Step], rows: int, target: Problem, kind: Kind) -> Iterator[Tile]:
+def tilings(run: Sequence[Step], rows: int, target: Problem, kind: Kind) -> Iterator[Launch]:
     P, at_once = prod(s.p for s in run), 16 if kind[0] else 4
     backward = [tuple(piece[::-1] for piece in _merged(run[::-1], most)[::-1]) for most in MERGED]
     matrices = dict.fromkeys([*[_merged(run, most) for most in MERGED], *backward])
@@ -170,7 +139,7 @@ def _matrix_bytes(part: Part, factors: int, p: int, kind: Kind, pairs: bool, ite
 
 def _tiling(
     pieces: Sequence[tuple[Step, ...]], rows: int, target: Problem, kind: Kind, L: int, R: int, slices: int, warps: int
-) -> Iterator[Tile]:
+) -> Iterator[Launch]:
     """The launches for a tile and a number of warps: with the largest prefetch of the next tile that fits, and without prefetch."""
     itemsize, size, run = target.itemsize, max(target.itemsize, 4), [s for piece in pieces for s in piece]
     C, P = run[0].right, prod(s.p for s in run)
@@ -186,8 +155,10 @@ def _tiling(
         if shared > target.shared:
             continue
         blocks = max(1, min(target.shared // (shared + 1024), 65536 // (threads * min(work.registers, 255)), 2048 // threads, 8))
-        us = _us(work, ceil(tiles / target.sms), tiles, numbers, ahead, blocks, (R, R == C, slices, kind[0]), target)
-        yield Tile(tuple(run), work.parts, threads, blocks, L, R, bytes_, ahead, slices, *kind, shared, us)
+        us = _us(work, ceil(tiles / target.device.sms), tiles, numbers, ahead, blocks, (R, R == C, slices, kind[0]), target)
+        plan = "Plan4", threads, blocks, L, R, C, bytes_, ahead, slices, *kind, ADDED, *work.parts
+        # Prefer factors that are split once to an equal plan that splits them at each use: fewer kernels serve all numbers of rows.
+        yield Launch("tile", tuple(run), us, plan, threads, shared, L, R, blocks, slices, kind[0], 1.01 if kind == SPLIT[0] else 1.0)
 
 
 def _ahead(work: _Work, numbers: int, p: int, target: Problem, pieces: int) -> set[int]:
@@ -213,18 +184,18 @@ def _us(
     overlap = max(work.multiplied * idle, work.fetched) + shorter
     # Measured on tensor cores: the tail of a wave is idle time, and of two times that are nearly equal neither hides the other.
     turns = (each + ceil(each / resident) * resident) / 2 if products else each
-    compute = turns * (overlap + (work.waiting + TILE_CYCLES) / resident) / target.cycles_us
+    compute = turns * (overlap + (work.waiting + TILE_CYCLES) / resident) / target.device.cycles_us
     coarse = 1 if whole or R * itemsize >= 128 else 128 / (R * itemsize)
     shared_read = (1 + L2_READ * (slices - 1)) / slices  # the other blocks of a tile read it from the L2 cache
     sectors = 1.0 if R == 1 or R * itemsize % 32 == 0 else PARTLY
     to_read, to_write = L2_HELD if tiles * (numbers / slices + work.total) * itemsize <= L2_BYTES else (1.0, 1.0)
     moved = numbers * shared_read * to_read, work.total * to_write * sectors
-    read, written = (n * itemsize * coarse / target.sm_bytes_us for n in moved)
+    read, written = (n * itemsize * coarse / target.device.sm_bytes_us for n in moved)
     hidden = each * (read * (1 - (1 - ahead / numbers) / resident) + written)
     longer = (compute**6 + hidden**6) ** (1 / 6) if products else max(compute, hidden)
     streams = resident * read + longer + (each * (read + written) - hidden) + resident * written
     alone = ALONE_US if resident == 1 else 0.0
-    matrices = resident * work.matrices / (2 * target.sm_bytes_us)
+    matrices = resident * work.matrices / (2 * target.device.sm_bytes_us)
     return LAUNCH_US + START_US + alone + streams * (1.02 - 0.02 * ahead / numbers) + matrices
 
 

@@ -10,8 +10,7 @@ from math import ceil, gcd, prod
 from typing import NamedTuple
 
 from cukern.ops.kron_linear import cublas
-from cukern.ops.kron_linear.plan import LAUNCH_US, Backward, Problem, Step, text
-from cukern.ops.kron_linear.tile import spread
+from cukern.ops.kron_linear.plan import LAUNCH_US, Launch, Problem, Step, blocks_of, instance
 from cukern.runtime.device import allowed
 
 _LARGEST = 128 * 128  # accumulators of a factor's gradient, at most
@@ -35,14 +34,12 @@ Pieces = tuple[tuple[Step, ...], tuple[Step, ...]]  # the left factor and the ri
 # of Gradient4
 _STAGE = 32 << 10  # bytes of a chunk
 MOST_SUMS = 128  # rows and columns of a block's tile
-_WARP_SUMS = 2048
-_CHUNK = 8  # overhead of a chunk, in fibers; an estimate
 
 _GRADIENT_US = {2: 757_000.0, 4: 333_000.0}  # multiply-adds per SM on tensor cores, by the bytes of an element
 _WAITING_OF_ONE = 0.5  # part of the shorter of compute and memory time that is not hidden
 
 
-def backward(run: Sequence[Step], rows: int, target: Problem) -> Iterator[Backward]:
+def backward(run: Sequence[Step], rows: int, target: Problem) -> Iterator[Launch]:
     """The launches of a run."""
     if target.itemsize <= 4:
         for pieces in _pieces(tuple(run), _split(target)):
@@ -65,7 +62,7 @@ def _fits(piece: Sequence[Step], most: int) -> bool:
     return max(p, q) <= most and len(piece) <= _TOGETHER
 
 
-def _tilings(pieces: Pieces, rows: int, target: Problem) -> Iterator[Backward]:
+def _tilings(pieces: Pieces, rows: int, target: Problem) -> Iterator[Launch]:
     left, right = pieces
     run = (*right, *left)
     A, C = rows * run[-1].left, run[0].right
@@ -132,7 +129,7 @@ def _shape(pieces: Pieces) -> _Shape:
     return _Shape(bool(pieces[0]), bool(pieces[1]), *sizes, *high)
 
 
-def _tiling(pieces: Pieces, A: int, C: int, L: int, R: int, threads: int, stages: int, target: Problem) -> Iterator[Backward]:
+def _tiling(pieces: Pieces, A: int, C: int, L: int, R: int, threads: int, stages: int, target: Problem) -> Iterator[Launch]:
     left, right = pieces
     split, shape = _split(target), _shape(pieces)
     shared, kept = shape.shared(L, R, stages, target.itemsize), shape.kept(threads // 32)
@@ -141,15 +138,13 @@ def _tiling(pieces: Pieces, A: int, C: int, L: int, R: int, threads: int, stages
         return
     tiles, p, q = ceil(A / L) * ceil(C / R), shape.p1 * shape.p2, shape.q1 * shape.q2
     bytes_ = gcd(16, target.aligned, (gcd(p, q, shape.p2, shape.q2) if R == 1 else gcd(C, R)) * target.itemsize)
-    most = max(target.sms, A * p * C * target.itemsize // (4 * shape.sums))  # so that partial sums take no more memory than x
-    blocks = min(tiles, target.sms * resident, most)
-    resident = ceil(blocks / target.sms)
+    blocks = blocks_of(tiles, target.device.sms * resident, A * p * C * target.itemsize, shape.sums, target.device.sms)
+    resident = ceil(blocks / target.device.sms)
     each = _us_of_tile(shape, C, L, R, stages, resident, shared, bytes_, target)
-    loaded = (shape.matrices * target.itemsize + shape.sums * 8) * resident / target.sm_bytes_us
+    loaded = (shape.matrices * target.itemsize + shape.sums * 8) * resident / target.device.sm_bytes_us
     us = 2 * LAUNCH_US + ceil(tiles / blocks) * resident * each + loaded
-    names = [f"Merged<{text(*[f'Factor<{s.p}, {s.q}>' for s in piece])}>" for piece in pieces]
-    template = f"Backward4<{text(threads, resident, split, bytes_, stages, L, R, C, *names)}>"
-    yield Backward((*right, *left), us, template, target.sms * resident, threads, shared, (L, R))
+    plan = "Backward4", threads, resident, split, bytes_, stages, L, R, C, *[instance("Merged", *piece) for piece in pieces]
+    yield Launch("tile", (*right, *left), us, plan, threads, shared, L, R, resident)
 
 
 def _us_of_tile(shape: _Shape, C: int, L: int, R: int, stages: int, resident: int, shared: int, bytes_: int, target: Problem) -> float:
@@ -157,7 +152,7 @@ def _us_of_tile(shape: _Shape, C: int, L: int, R: int, stages: int, resident: in
     split, size = _split(target), target.itemsize
     coarse = 1 if R == 1 or R >= C else max(1, 64 / (R * size))
     numbers = L * R * (2 * shape.p1 * shape.p2 + shape.q1 * shape.q2)
-    moved = numbers * size * coarse / target.sm_bytes_us
+    moved = numbers * size * coarse / target.device.sm_bytes_us
     multiplied = L * R * shape.multiply_adds() / _MULTIPLY_ADDS_US[split] + numbers * (size / bytes_ - size / 16) / _COPIES_US
     alone = _WAITING if stages == 2 else _WAITING + (1 - _WAITING) / resident
     each = max(multiplied, moved) + alone * min(multiplied, moved) + _TILE_US / resident
@@ -203,94 +198,34 @@ def _share(m: int, n: int, warps: int) -> int:
     return rows * columns
 
 
-class Gradient(NamedTuple):
-    """One launch: the kernel's template argument, how many chunks' sums are kept apart, and the geometry."""
-
-    template: str
-    chunk: tuple[int, int]  # fibers and columns
-    tiles: int
-    most: int  # pieces
-    threads: int
-    shared: int  # bytes
-    us: float  # predicted time, with the sum of the chunks' partial sums
-
-    def pieces(self, A: int, C: int) -> int:
-        """How many partial sums the chunks are divided into."""
-        return min(ceil(A / self.chunk[0]) * ceil(C / self.chunk[1]), self.most)
-
-
 @functools.lru_cache(512)
-def gradient(A: int, p: int, q: int, C: int, target: Problem) -> Gradient | None:
-    """For z [A][p][C] and h [A][q][C]; None where tensor cores do not multiply them."""
-    fours = C == 1 or C % 4 == 0  # what lanes fetch at once; else of a row alone, with zeros beyond
-    if not target.tensor or min(p, q) < 8 or not (fours or C > 16):
+def gradient(A: int, p: int, q: int, C: int, target: Problem) -> Launch | None:
+    """The launch for z [A][p][C] and h [A][q][C]; None where tensor cores do not multiply them. `slices`: blocks that share a chunk."""
+    if not target.tensor or min(p, q) < 8:
         return None
-    itemsize, K, J = target.itemsize, _side(p), _side(q)
-    KW, JW = _warp_tile(K, J)
-    team, least = 32 * (K // KW) * (J // JW), 8 if C == 1 and itemsize == 4 else 16
-    threads = max(team, 256 // team * team)
-    L, R = _chunk(max(_STAGE // ((K + J) * itemsize), 1), C, least, fours)
+    itemsize, threads = target.itemsize, 256
+    K, J = (ceil(n / ceil(n / MOST_SUMS)) for n in (p, q))  # for the fewest tiles
+    K, J = (eights(n) if n <= 64 else ceil(n / 16) * 16 for n in (K, J))  # so that warps share large tiles evenly
+    fibers = max(_STAGE // ((K + J) * itemsize), 16)
+    R = 1 if C == 1 else eights(ceil(C / ceil(C / fibers)))
+    L = fibers // 16 * 16 if C == 1 else max(1, fibers // R)
     bytes_ = gcd(16, target.aligned, (gcd(p, q, K, J) if C == 1 else gcd(C, R)) * itemsize)
     chunks, tiles = ceil(A / L) * ceil(C / R), ceil(p / K) * ceil(q / J)
-    stages = 2 * sum(-(-L * R * n // 64) * 64 for n in (K, J)) * itemsize
+    stages = 2 * sum(L * padded(n) if C == 1 else n * padded(L * R) for n in (K, J)) * itemsize
     shared = max(stages, K * J * 4)
     resident = max(1, min(target.shared // (shared + 1024), 512 // threads))
-    most = max(1, target.sms * resident // tiles)
-    pieces = min(chunks, most)
-    names = [f"Layout<{text(*_layout(n, R, L, itemsize))}>" for n in (K, J)]
-    template = f"Gradient4<{text(threads, L, R, R == C, bytes_, p, q, K, J, KW, JW, *names)}>"
+    busy = min(target.device.sms, min(chunks, max(1, target.device.sms * resident // tiles)) * tiles)  # SMs
     copies = A * C * (p + q) * (itemsize / bytes_ - itemsize / 16) / _COPIES_US
-    moved = A * C * (p + q) * itemsize / target.sm_bytes_us
+    moved = A * C * (p + q) * itemsize / target.device.sm_bytes_us
     multiplied = chunks * L * R * K * J * tiles / _GRADIENT_US[itemsize]
-    busy = (max(moved, multiplied) + _WAITING_OF_ONE * min(moved, multiplied) + copies) / min(target.sms, pieces * tiles)
-    return Gradient(template, (L, R), tiles, most, threads, shared, 4 * LAUNCH_US + busy)
+    us = 4 * LAUNCH_US + (max(moved, multiplied) + _WAITING_OF_ONE * min(moved, multiplied) + copies) / busy
+    template = instance("Gradient4", threads, L, R, bytes_, p, q, K, J)
+    return Launch("gradient", (Step(0, 1, p, q, C),), us, (template,), threads, shared, L, R, resident, tiles)
 
 
-def _chunk(fibers: int, C: int, least: int, fours: bool) -> tuple[int, int]:
-    """The fibers and columns of a chunk. The last chunk of a row may be a part of one: as little as can be, but few chunks."""
-    if C == 1 or (fours and (C * least <= fibers or (C % least == 0 and fibers >= C))):
-        L, R = 1 << (fibers // C).bit_length() - 1, C
-    else:
-        L, R = 1, min(range(least, max(fibers, least) + 1, least), key=lambda r: (-(-C // r) * (r + _CHUNK), -r))
-    while L * R % least:
-        L *= 2
-    return L, R
-
-
-def _warp_tile(K: int, J: int) -> tuple[int, int]:
-    """The rows and columns of a warp, limited by its accumulators. If that takes more than 8 warps, up to 16 warps share the tile."""
-    shares = [(k, j) for k in _divisors(K) for j in _divisors(J) if k * j <= _WARP_SUMS]
-    warps = min(K * J // (k * j) for k, j in shares)
-    if warps > 8:
-        warps = max(w for w in (K * J // (k * j) for k, j in shares) if w <= max(warps, 16))
-    return min(((k, j) for k, j in shares if K * J // (k * j) == warps), key=lambda s: abs(s[0] - s[1]))
-
-
-def _side(n: int) -> int:
-    """The rows of a tile, for the fewest tiles: a multiple of 8, or of 16 if several warps share them."""
-    rows = ceil(n / ceil(n / MOST_SUMS))
-    return ceil(rows / 8) * 8 if rows <= 64 else ceil(rows / 16) * 16
-
-
-def _divisors(n: int) -> list[int]:
-    return [d for d in range(8, n + 1, 8) if n % d == 0]
-
-
-def _layout(n: int, R: int, L: int, itemsize: int) -> tuple[int, ...]:
-    v = 16 // itemsize
-    if R & (R - 1) or (n & (n - 1) and (L > 1 or R == 1)) or L * R * n % (8 * v):  # places of l, of k and of r are joined
-        return 3, 0, 3, 0, v
-    if R > 1:
-        return (*(spread(2, R // v, 1) if itemsize == 4 else spread(1, R // v, 2)), 3, 0, v)
-    if itemsize == 4:
-        return (*spread(1, n // v, 2), 3, 0, v)
-    return (*spread(0, n // v, 3), 3, 0, v)
-
-
-def gradient_of(A: int, p: int, q: int, right: int, target: Problem) -> tuple[Gradient | None, float]:
-    """The launch that makes a factor's gradient, or None for cuBLAS, and about how long it takes. For more numbers than its tile our
-    kernel would read z and h several times."""
-    ours, theirs = gradient(A, p, q, right, target), cublas.us_of_gradient(A, p, q, right, target)
-    if not ours or (allowed("cublas") and max(p, q) > MOST_SUMS and (right == 1 or cublas.MARGIN * theirs < ours.us)):
-        return None, theirs
-    return ours, ours.us
+def gradient_of(A: int, p: int, q: int, C: int, target: Problem) -> Launch:
+    """The launch that makes a factor's gradient. For more numbers than its tile our kernel would read z and h several times."""
+    ours, theirs = gradient(A, p, q, C, target), cublas.us_of_gradient(A, p, q, C, target)
+    if not ours or (allowed("cublas") and max(p, q) > MOST_SUMS and (C == 1 or cublas.MARGIN * theirs < ours.us)):
+        return Launch("cublas", (Step(0, 1, p, q, C),), theirs)
+    return ours

@@ -3,13 +3,13 @@ and the backward of two factors of 128 x 128 on few rows (few_rows.cuh)."""
 
 from collections.abc import Iterator, Sequence
 from math import ceil, gcd
-from typing import NamedTuple
 
-from cukern.ops.kron_linear.plan import LAUNCH_US, Backward, Problem, Step, text
+from cukern.ops.kron_linear.plan import ADDED, LAUNCH_US, Launch, Problem, Step, instance
 from cukern.ops.kron_linear.plan import START_US as BLOCK_START_US
 
 SIZES = 64, 128  # of factors
 TILE = 64  # rows of a tile of a right factor alone, or columns of one of a left factor
+KINDS = {False: "float", True: "Tf32"}  # of Pieces in split_float.cuh, by whether it is TF32
 BYTES = {False: 6, True: 4}  # of an element in shared memory, by whether it is TF32
 MULTIPLY_ADDS_US = {False: 450_000.0, True: 750_000.0}  # per SM, by whether it is TF32
 PAIR = 0.8  # time / usual time of a multiply-add, if two large factors share a launch
@@ -18,30 +18,7 @@ START_US = 5.0  # the launch, and the factors
 SUM_US = 3.0  # the launch that adds the partial sums
 
 
-class SplitWgmma(NamedTuple):
-    """One launch of a factor, or of two with nothing to their right."""
-
-    steps: tuple[Step, ...]
-    teams: int  # warpgroups or pairs of them per block, each with its own tiles
-    threads: int
-    shared: int  # bytes
-    us: float
-    L: int = 1
-    R: int = 1
-    blocks: int = 1
-    slices: int = 1
-    products: int = 3
-    kernel: str = "split_wgmma"
-    handicap: float = 1.0
-
-    def template(self, added: bool = False) -> str:
-        """The plan as the kernel's template argument; a bias and a residual are seen at run time."""
-        if self.kernel == "split_wgmma_pair":
-            return f"SplitPair4<{', '.join(f'Factor<{s.p}, {s.q}>' for s in reversed(self.steps))}>"
-        return _template(self.steps, self.teams, self.products < 3)
-
-
-def forward(run: Sequence[Step], rows: int, target: Problem) -> Iterator[SplitWgmma]:
+def forward(run: Sequence[Step], rows: int, target: Problem) -> Iterator[Launch]:
     """The launch of a run, if there is one."""
     if not _fits(run, target):
         return
@@ -54,12 +31,13 @@ def forward(run: Sequence[Step], rows: int, target: Problem) -> Iterator[SplitWg
     us = START_US + _us(tiles, work, p1 * p2 + q1 * q2, target)
     L, R = (1, 1 if right else TILE) if left else (TILE, 1)
     if shared <= target.shared:
-        yield SplitWgmma(tuple(run), teams, teams * threads, shared, us, L, R, products=2 if target.tensor else 3)
+        products = 2 if target.tensor else 3
+        yield Launch("split_wgmma", tuple(run), us, _plan(run, teams, target), teams * threads, shared, L, R, products=products)
 
 
-def pair(run: Sequence[Step], rows: int, target: Problem) -> Iterator[SplitWgmma]:
+def pair(run: Sequence[Step], rows: int, target: Problem) -> Iterator[Launch]:
     """One launch of two larger factors in TF32: see SplitPair4 in split_wgmma.cuh. For few rows, tile shares a row among blocks."""
-    if not target.tensor or not _can(target) or len(run) != 2 or run[0].right > 1 or 2 * rows * run[1].left < target.sms:
+    if not target.tensor or not _can(target) or len(run) != 2 or run[0].right > 1 or 2 * rows * run[1].left < target.device.sms:
         return
     right, left = run
     if left.q <= TILE or not all(n % 16 == 0 and TILE <= n <= 2 * TILE for s in run for n in (s.p, s.q)):
@@ -69,10 +47,10 @@ def pair(run: Sequence[Step], rows: int, target: Problem) -> Iterator[SplitWgmma
     work = int(2 * TILE * right.p * (left.p + right.q) * PAIR)
     us = START_US + _us(rows * left.left, work, numbers + left.q * right.q, target)
     if shared <= target.shared:
-        yield SplitWgmma(tuple(run), 1, 256, shared, us, products=2, kernel="split_wgmma_pair")
+        yield Launch("split_wgmma_pair", tuple(run), us, ("SplitPair4", left, right), 256, shared, products=2)
 
 
-def backward(run: Sequence[Step], rows: int, target: Problem) -> Iterator[Backward]:
+def backward(run: Sequence[Step], rows: int, target: Problem) -> Iterator[Launch]:
     """The launch of its backward."""
     if not _fits(run, target):
         return
@@ -81,15 +59,15 @@ def backward(run: Sequence[Step], rows: int, target: Problem) -> Iterator[Backwa
         yield launch
 
 
-def _backward_of_two(run: Sequence[Step], rows: int, target: Problem) -> Backward:
+def _backward_of_two(run: Sequence[Step], rows: int, target: Problem) -> Launch:
     (p1, q1), (p2, q2), _, _ = _sizes(run)
     tiles, teams = rows * run[-1].left, 2
     shared = BYTES[target.tensor] * (p1 * q1 + p2 * q2 + (teams + 1) * p1 * p2 + teams * (q1 * q2 + p1 * q2)) + 128  # mbarriers
     us = START_US + SUM_US + _us(tiles, 2 * p1 * q1 * q2 + 3 * p1 * p2 * q2, 2 * p1 * p2 + q1 * q2, target)
-    return Backward(tuple(run), us, _template(run, teams, target.tensor), target.sms, (teams + 1) * 128, shared, (1, 1), "split_wgmma")
+    return Launch("split_wgmma", tuple(run), us, _plan(run, teams, target), (teams + 1) * 128, shared)
 
 
-def _backward_of_one(s: Step, rows: int, target: Problem) -> Backward | None:
+def _backward_of_one(s: Step, rows: int, target: Problem) -> Launch | None:
     """See SplitOne4 in split_wgmma.cuh."""
     lines, lines_of_tile, teams = rows * s.left * s.right, TILE // 2, (3 if s.q == TILE else 2) if s.p == TILE else 1
     if not target.whole and s.left * s.right % lines_of_tile:
@@ -100,9 +78,8 @@ def _backward_of_one(s: Step, rows: int, target: Problem) -> Backward | None:
     third = 2 * s.p * s.q if s.q > TILE and not target.tensor else 0  # piece of the factor
     shared = teams * (max(tiles_of_g, staged) + 4 * lines_of_tile * (s.p + s.q)) + third
     us = START_US + SUM_US + _us(tiles, 2 * s.p * s.q * lines_of_tile, (2 * s.p + s.q) * lines_of_tile, target)
-    template = f"SplitOne4<{teams}, {_kind(target.tensor)}, {s.right}, Factor<{s.p}, {s.q}>>"
-    tile = (lines_of_tile, 1) if s.right == 1 else (1, lines_of_tile)
-    return Backward((s,), us, template, target.sms, teams * 2 * s.p, shared, tile, "split_wgmma_one")
+    plan, tile = ("SplitOne4", teams, KINDS[target.tensor], s.right, s), (lines_of_tile, 1) if s.right == 1 else (1, lines_of_tile)
+    return Launch("split_wgmma_one", (s,), us, plan, teams * 2 * s.p, shared, *tile)
 
 
 def _fits(run: Sequence[Step], target: Problem) -> bool:
@@ -126,20 +103,15 @@ def _sizes(run: Sequence[Step]) -> tuple[tuple[int, int], tuple[int, int], bool,
 
 def _us(tiles: int, work: int, numbers: int, target: Problem) -> float:
     """The predicted time of `tiles` tiles, each with `work` multiply-adds and `numbers` elements of memory traffic."""
-    multiplied = ceil(tiles / target.sms) * (work / MULTIPLY_ADDS_US[target.tensor] + TILE_US)
-    moved = tiles * numbers * target.itemsize / (target.sms * target.sm_bytes_us)
+    multiplied = ceil(tiles / target.device.sms) * (work / MULTIPLY_ADDS_US[target.tensor] + TILE_US)
+    moved = tiles * numbers * target.itemsize / (target.device.sms * target.device.sm_bytes_us)
     return max(multiplied, moved) + min(multiplied, moved) / 4
 
 
-def _template(run: Sequence[Step], teams: int, tf32: bool) -> str:
+def _plan(run: Sequence[Step], teams: int, target: Problem) -> tuple[object, ...]:
     _, _, right, left = _sizes(run)
-    names = [f"Merged<Factor<{s.p}, {s.q}>>" if s else "Merged<>" for s in (run[-1] if left else None, run[0] if right else None)]
-    return f"Split4<{teams}, {_kind(tf32)}, {run[0].right}, {', '.join(names)}>"
-
-
-def _kind(tf32: bool) -> str:
-    """Of Pieces in split_float.cuh."""
-    return "Tf32" if tf32 else "float"
+    merged = [instance("Merged", *one) for one in ([run[-1]] if left else [], [run[0]] if right else [])]
+    return "Split4", teams, KINDS[target.tensor], run[0].right, *merged
 
 
 # ---- two factors of 16-bit types, with what is between them in registers
@@ -149,59 +121,7 @@ MOST_COLUMNS, LEAST_ROWS = 160, 32  # columns at most; rows of y at least, of th
 COPY_CYCLES, PACKED_CYCLES = 0.3, 0.065  # per SM: for a copy of less than 16 bytes, for an element of store_packed
 
 
-class ChainWgmma(NamedTuple):
-    """One launch: each warpgroup has rows of x of its own. See Chain4 in chain_wgmma.cuh. The right factor's step comes first."""
-
-    steps: tuple[Step, ...]
-    teams: int  # warpgroups of a block
-    stages: int
-    split: bool
-    us: float = 0.0
-    R: int = 1
-    blocks: int = 1
-    slices: int = 1
-    products: int = 1
-    kernel: str = "chain_wgmma"
-    handicap: float = 1.0
-
-    @property
-    def L(self) -> int:
-        """Pages that a warpgroup takes at a time: PAGES in chain_wgmma.cuh."""
-        return _pages(*self.steps)
-
-    @property
-    def threads(self) -> int:
-        return 128 * self.teams
-
-    @property
-    def shared(self) -> int:
-        right, left = self.steps
-        high, deep, across = _sixteens(left.p), _sixteens(right.p), _sixteens(right.q)
-        factor = _panels(deep, across) if self.split else deep * across * 4
-        matrix, room = high * (_sixteens(left.q) + 8) * 2, 128 * self.teams * right.q if right.q % 16 else 0
-        return factor + self.teams * self.stages * _panels(high, self.L * deep) + (max(matrix, room) if self.held else matrix + room)
-
-    @property
-    def held(self) -> bool:
-        """Whether the left factor stays in registers: HELD in chain_wgmma.cuh."""
-        right, left = self.steps
-        return left.q <= 128 and (_sixteens(right.p) + _sixteens(right.q)) // 2 + _of_left(left) <= 192
-
-    @property
-    def registers(self) -> int:
-        """Registers per thread, as seen in compiled kernels."""
-        right, left = self.steps
-        rest = 48 + (32 if right.q % 2 or left.p % 2 else 0)
-        if not self.held:
-            rest += 24 if self.split or right.q % 16 == 0 else 48
-        sums = (self.L * _sixteens(right.p) + _sixteens(right.q)) // 2
-        return sums + (_of_left(left) if self.held else _sixteens(left.p) // 4) + rest
-
-    def template(self, added: bool = False) -> str:
-        return f"Chain4<{text(self.teams, self.stages, added, *[f'Factor<{s.p}, {s.q}>' for s in reversed(self.steps)])}>"
-
-
-def chain(run: Sequence[Step], rows: int, target: Problem) -> Iterator[ChainWgmma]:
+def chain(run: Sequence[Step], rows: int, target: Problem) -> Iterator[Launch]:
     """The launches of a run of two factors with nothing to their right, with as many warpgroups as registers and shared memory allow."""
     if len(run) != 2 or run[0].right > 1 or target.itemsize != 2 or target.aligned < 16 or not target.device.wgmma:
         return
@@ -210,21 +130,47 @@ def chain(run: Sequence[Step], rows: int, target: Problem) -> Iterator[ChainWgmm
         return
     for teams in (4, 3, 2, 1):
         for stages in (max(2, 1 + ceil(IN_FLIGHT / (teams * _pages(right, left) * left.p * right.p * 2))), 1):
-            plan = ChainWgmma(tuple(run), teams, stages, target.bfloat)
-            if plan.registers <= min(240, 512 // teams) and plan.shared <= target.shared:
-                yield plan._replace(us=_us_of_chain(plan, rows * left.left, target))
+            launch = chain_of(right, left, rows, teams, stages, target)
+            if _registers(right, left, target.bfloat) <= min(240, 512 // teams) and launch.shared <= target.shared:
+                yield launch
 
 
-def _us_of_chain(plan: ChainWgmma, pages: int, target: Problem) -> float:
+def chain_of(right: Step, left: Step, rows: int, teams: int, stages: int, target: Problem) -> Launch:
+    """One launch: each warpgroup has rows of x of its own. See Chain4 in chain_wgmma.cuh."""
+    pages, high, deep, across = _pages(right, left), _sixteens(left.p), _sixteens(right.p), _sixteens(right.q)
+    factor = _panels(deep, across) if target.bfloat else deep * across * 4
+    matrix, room = high * (_sixteens(left.q) + 8) * 2, 128 * teams * right.q if right.q % 16 else 0
+    ends = max(matrix, room) if _held(right, left) else matrix + room
+    shared = factor + teams * stages * _panels(high, pages * deep) + ends
+    us = _us_of_chain(right, left, stages, rows * left.left, target)
+    return Launch("chain_wgmma", (right, left), us, ("Chain4", teams, stages, ADDED, left, right), 128 * teams, shared, pages, products=1)
+
+
+def _held(right: Step, left: Step) -> bool:
+    """Whether the left factor stays in registers: HELD in chain_wgmma.cuh."""
+    return left.q <= 128 and (_sixteens(right.p) + _sixteens(right.q)) // 2 + _of_left(left) <= 192
+
+
+def _registers(right: Step, left: Step, bfloat: bool) -> int:
+    """Registers per thread, as seen in compiled kernels."""
+    rest = 48 + (32 if right.q % 2 or left.p % 2 else 0)
+    if not _held(right, left):
+        rest += 24 if bfloat or right.q % 16 == 0 else 48
+    sums = (_pages(right, left) * _sixteens(right.p) + _sixteens(right.q)) // 2
+    return sums + (_of_left(left) if _held(right, left) else _sixteens(left.p) // 4) + rest
+
+
+def _us_of_chain(right: Step, left: Step, stages: int, pages: int, target: Problem) -> float:
     """A model of a launch's time: compute and memory traffic overlap."""
-    right, left = plan.steps
-    cycles = ceil(left.q / 64) * _sixteens(right.p) * (_sixteens(left.p) + 2 / plan.L * _sixteens(right.q)) / 32
+    cycles = ceil(left.q / 64) * _sixteens(right.p) * (_sixteens(left.p) + 2 / _pages(right, left) * _sixteens(right.q)) / 32
     copies = left.p * right.p * (2 / gcd(16, 2 * right.p) - 1 / 8)  # more copies than with 16 bytes each
     cycles += copies * COPY_CYCLES + (left.q * right.q * PACKED_CYCLES if right.q % 16 else 0)
-    cycles *= (1.15 if plan.stages == 1 else 1.0) * (1.0 if plan.held else 1.2)
-    multiplied = max(1.0, pages / target.sms) * cycles / target.cycles_us
-    moved = pages * (left.p * right.p + left.q * right.q) * 2 / target.sms / target.sm_bytes_us
-    return LAUNCH_US + BLOCK_START_US + (left.p * left.q + right.p * right.q) / target.sm_bytes_us + (multiplied**4 + moved**4) ** 0.25
+    cycles *= (1.15 if stages == 1 else 1.0) * (1.0 if _held(right, left) else 1.2)
+    multiplied = max(1.0, pages / target.device.sms) * cycles / target.device.cycles_us
+    moved = pages * (left.p * right.p + left.q * right.q) * 2 / target.device.sms / target.device.sm_bytes_us
+    return (
+        LAUNCH_US + BLOCK_START_US + (left.p * left.q + right.p * right.q) / target.device.sm_bytes_us + (multiplied**4 + moved**4) ** 0.25
+    )
 
 
 def _pages(right: Step, left: Step) -> int:
@@ -259,15 +205,15 @@ FEW_START_US = 6.0  # the launches, and the partial sums
 FEW_ROW_US = {4: 8.0, 2: 4.0}  # per row of a block, by the bytes of an element
 
 
-def few_rows(run: Sequence[Step], rows: int, target: Problem) -> Iterator[Backward]:
+def few_rows(run: Sequence[Step], rows: int, target: Problem) -> Iterator[Launch]:
     """The launches of a run, if there are any; strict in TF32 too."""
     A = rows * run[-1].left
     if not _few_fit(run, A, target):
         return
     shared = FEW_SHARED[target.itemsize] + 16
     if shared <= target.shared:
-        us = FEW_START_US + ceil(FEW_BLOCKS * A / target.sms) * FEW_ROW_US[target.itemsize]
-        yield Backward(tuple(run), us, str(SIDE), 0, 256, shared, (1, 1), "few_rows")
+        us = FEW_START_US + ceil(FEW_BLOCKS * A / target.device.sms) * FEW_ROW_US[target.itemsize]
+        yield Launch("few_rows", tuple(run), us, (SIDE,), 256, shared)
 
 
 def few_first_rows(A: int, itemsize: int) -> int:

@@ -12,7 +12,7 @@ from test_kron_linear_tile import LAYERS
 import cukern
 from cukern.ops.kron_linear import backward as kron_backward
 from cukern.ops.kron_linear import cublas, planner, tile_backward
-from cukern.ops.kron_linear.plan import Backward, steps
+from cukern.ops.kron_linear.plan import Launch, steps
 from cukern.ops.kron_linear.tile_backward import gradient, gradient_of
 from cukern.runtime.device import restricted
 
@@ -24,24 +24,24 @@ def test_plans_cover_every_step_and_fit_a_block(itemsize, tensor, limit):
         plan = planner.backward(sizes, rows, problem(itemsize, 132, limit, tensor))
         assert [s for launch in plan for s in launch.steps] == list(steps(sizes))
         for launch in plan:
-            if not launch.template:
+            if not launch.threads:
                 assert len(launch.steps) == 1
                 continue
             assert itemsize <= 4, "there is no double on these tensor cores"
-            assert 0 < launch.shared <= limit and launch.threads in (128, 256, 512) and launch.most > 0
+            assert 0 < launch.shared <= limit and launch.threads in (128, 256, 512) and launch.blocks > 0
             assert all(a.factor == b.factor + 1 for a, b in itertools.pairwise(launch.steps))
     plan = planner.backward(((2, 2),) * 16, 16, problem(itemsize, 132, limit, tensor))
     assert len(plan) <= 3 or itemsize == 8, "tiny factors are merged"
 
 
-def variants(sizes, first, count, rows, dtype) -> list[Backward]:
+def variants(sizes, first, count, rows, dtype) -> list[Launch]:
     """Launches of `count` steps from `first` on, one of each kind: what a kernel does differently for them."""
-    kinds: dict[object, Backward] = {}
+    kinds: dict[object, Launch] = {}
     assert planner.end_of_run(steps(sizes), first) >= first + count
     for pieces in tile_backward._pieces(steps(sizes)[first : first + count], dtype == torch.float32):
         for launch in tile_backward._tilings(pieces, rows, problem(dtype.itemsize, 2, 226 << 10, dtype.itemsize == 2)):
-            threads, _, _, _, stages, L, R, *_ = launch.template.removeprefix("Backward4<").split(", ")
-            kinds.setdefault((len(pieces[0]), threads, stages, int(L) > 1, int(R) % 16), launch)
+            stages = launch.plan[5]
+            kinds.setdefault((len(pieces[0]), launch.threads, stages, launch.L > 1, launch.R % 16), launch)
     return list(kinds.values())
 
 
@@ -91,13 +91,14 @@ def check(found, device, sizes, first, count, rows, dtype, bound=0.0):
     for launch in found:
         results = []
         for _ in range(1 if device == "cpu" else 2):
-            grads: list[torch.Tensor | None] = [None] * (len(sizes) + 1)
+            grads = kron_backward.Gradients(z, ws, [True] * (len(ws) + 1), 0.5)
             with simulated(z, h, *ws):
-                back = kron_backward.fused(launch, z, h, None, ws, grads, 0.5, 0.5)
-            results.append([back, *[grads[i + 1] for i in inside]])
+                back = grads.fused(launch, z, h, None, 0.5)
+                grads.add_up()
+            results.append([back, *[grads.found[i + 1] for i in inside]])
         for a, again, right, other in zip(results[0], results[-1], exact, torchs, strict=True):
-            assert same_bits(a, again), launch.template
-            assert error(a, right) <= 2 * error(other, right) + max(bound, torch.finfo(dtype).eps), launch.template
+            assert same_bits(a, again), launch
+            assert error(a, right) <= 2 * error(other, right) + max(bound, torch.finfo(dtype).eps), launch
 
 
 @kernels
@@ -107,7 +108,7 @@ def test_layers_of_several_launches(device, dtype):
     for sizes in (((8, 8),) * 4, ((3, 5), (8, 16), (24, 8), (16, 16)), ((16, 16), (8, 24), (7, 7))):
         x, ws = draw(3, sizes, device, dtype)
         ws = [torch.randn(2 * p, 3 * q, dtype=dtype, device=device)[1::2, ::3].mul_(p**-0.5) for p, q in sizes]
-        assert any(launch.template for launch in kron_backward.plan_of(x, x, ws))
+        assert any(launch.threads for launch in kron_backward.plan_of(x, x, ws))
         check_layer(x, ws)
 
 
@@ -161,7 +162,7 @@ def test_launches_of_one_gradient_fit_a_block(itemsize, tensor, limit):
         if not plan:
             assert not tensor or p < 8 or C % 4
             continue
-        assert plan.shared <= target.shared and 32 <= plan.threads <= 1024 and plan.most >= 1, (p, q, C)
+        assert plan.shared <= target.shared and 32 <= plan.threads <= 1024 and plan.blocks >= 1, (p, q, C)
 
 
 @kernels
@@ -172,7 +173,7 @@ def test_gradients_in_several_tiles(device, dtype):
     exact, torchs = (0.5 * torch.einsum("akc,ajc->kj", z.to(kind), h.to(kind)) for kind in (torch.float64, dtype))
     allowed = 2 * error(torchs, exact) + torch.finfo(dtype).eps
     with simulated(z, h):
-        ours = kron_backward.contraction(z[None], h[None], 0.5)[0]
+        ours = kron_backward.contraction(z[None], h[None], 0.5)
     assert error(ours, exact) <= allowed
     assert error(cublas.contraction(z[None], h[None], 0.5)[0], exact) <= allowed
 
@@ -194,9 +195,9 @@ def test_torch_computes_gradients_where_it_is_faster(itemsize, tensor):
         ((1 << 18, 200, 1), True),
         ((4096, 100, 100), False),
     ):
-        assert (gradient_of(A, p, p, C, target)[0] is None) == (torchs or not tensor)
+        assert (gradient_of(A, p, p, C, target).kernel == "cublas") == (torchs or not tensor)
         with restricted(without=["cublas"]):
-            assert (gradient_of(A, p, p, C, target)[0] is None) == (gradient(A, p, p, C, target) is None)
+            assert (gradient_of(A, p, p, C, target).kernel == "cublas") == (gradient(A, p, p, C, target) is None)
 
 
 @kernels
@@ -209,9 +210,9 @@ def test_large_factors_of_unlike_sizes(device, dtype):
 
 @kernels
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
-def test_a_factor_too_large_for_a_fused_launch_goes_back_first(device, dtype):
+def test_one_factor_is_too_large_for_a_fused_launch(device, dtype):
     x, ws = draw(3, ((8, 8), (160, 160)), device, dtype)
-    assert planner.better_swapped(kron_backward.plan_of(x, x, ws))
+    assert [bool(launch.threads) for launch in kron_backward.plan_of(x, x, ws)] == [False, True]
     check_layer(x, ws)
 
 

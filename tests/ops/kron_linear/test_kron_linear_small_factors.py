@@ -9,8 +9,8 @@ from test_kron_linear import close, dense, draw, launch
 
 from cukern.ops.kron_linear import forward as kron_forward
 from cukern.ops.kron_linear import planner, small_factors
-from cukern.ops.kron_linear.plan import steps
-from cukern.ops.kron_linear.small_factors import HELD, LANES, SmallFactors
+from cukern.ops.kron_linear.plan import Launch, steps
+from cukern.ops.kron_linear.small_factors import HELD, LANES
 
 TARGET, SMALL = problem(4), problem(4, shared=163 << 10)
 CASES = [  # sizes, first step, count, rows
@@ -31,15 +31,15 @@ def square(sizes):
     return tuple((s, s) for s in sizes)
 
 
-def launches(sizes, first=0, count=None) -> list[SmallFactors]:
+def launches(sizes, first=0, count=None) -> list[Launch]:
     """Of many rows: the same do for few."""
     return list(small_factors.forward(steps(square(sizes))[first:][:count], 1 << 16, TARGET))
 
 
-def places(group: SmallFactors) -> list[list[int]]:
+def places(group: Launch) -> list[list[int]]:
     """Which bit of a result's number each bit of a block's is: the rank's for the last pass's highest."""
     top = HELD + group.threads.bit_length() - 1
-    return [list(range(top)) for _ in group.parts[:-1]] + [[top if group.slices > 1 and b == group.cross else b for b in range(top)]]
+    return [list(range(top)) for _ in group.parts[:-1]] + [[top if group.slices > 1 and b == group.plan[10] else b for b in range(top)]]
 
 
 @pytest.mark.parametrize("sizes, first, count, rows", CASES)
@@ -50,7 +50,7 @@ def test_plans_hold_each_number_once(sizes, first, count, rows):
     for group in found:
         run = list(group.steps)
         assert [s for part in group.parts for s in part.factors] == run == list(steps(square(sizes))[first:][:count])
-        assert group.shared <= TARGET.shared and group.ahead > 0
+        assert group.shared <= TARGET.shared and group.plan[9] > 0, "room for a part of the next tile"
         assert group.L * group.R * prod(s.p for s in run) == group.slices * group.threads << HELD
         bits = group.R.bit_length() - 1
         for part, names in zip(group.parts, places(group), strict=True):
@@ -70,10 +70,16 @@ def test_lanes_meet_different_banks(sizes):
     for group in launches(sizes):
         for part in group.parts:
             lanes = [sum((lane >> i & 1) << b for i, b in enumerate(part.threads[:LANES])) for lane in range(32)]
-            turned = [e ^ turn(group.turns, 2, e) << 2 for e in lanes]
+            turned = [e ^ turn(turns_of(group, 2), 2, e) << 2 for e in lanes]
             for first in range(0, 32, 32 // part.vector):
                 banks = [(e + i) % 32 for e in turned[first : first + 32 // part.vector] for i in range(part.vector)]
                 assert len(set(banks)) == 32
+
+
+def turns_of(group: Launch, unit: int) -> list[int]:
+    """The arguments of Turned in the plan."""
+    (text,) = [a for a in group.plan if str(a).startswith(f"Turned<{unit}, ")]
+    return [int(n) for n in text[len("Turned<2, ") : -1].split(", ")]
 
 
 def turn(turns, unit: int, e: int) -> int:
@@ -87,11 +93,11 @@ def turn(turns, unit: int, e: int) -> int:
 @pytest.mark.parametrize("sizes", ((8,) * 5, (4,) * 7))
 def test_memory_bound_layers_use_one_launch(sizes):
     (group,) = planner.forward(square(sizes), 1024, TARGET)
-    assert isinstance(group, SmallFactors)
+    assert group.kernel == "small_factors"
     small = planner.forward(square(sizes), 1024, SMALL)
-    assert not any(isinstance(g, SmallFactors) for g in small), "a GPU without clusters"
+    assert not any(g.kernel == "small_factors" for g in small), "a GPU without clusters"
     for target in (TARGET._replace(itemsize=2, tensor=True), TARGET._replace(itemsize=8), TARGET._replace(aligned=8)):
-        assert not any(isinstance(g, SmallFactors) for g in planner.forward(square(sizes), 1024, target))
+        assert not any(g.kernel == "small_factors" for g in planner.forward(square(sizes), 1024, target))
 
 
 @pytest.mark.parametrize("sizes", ((8,) * 5, (16,) * 4, (16,) * 3, (4,) * 7))

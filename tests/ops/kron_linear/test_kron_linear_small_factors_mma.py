@@ -6,13 +6,12 @@ import pytest
 import torch
 from helpers import kernels, problem, same_bits, simulated
 from test_kron_linear import draw
-from test_kron_linear_small_factors import check_launches, dense_of, spoiled, square, turn
+from test_kron_linear_small_factors import check_launches, dense_of, spoiled, square, turn, turns_of
 
 from cukern.ops.kron_linear import forward as kron_forward
 from cukern.ops.kron_linear import planner, small_factors_mma
-from cukern.ops.kron_linear.plan import steps
+from cukern.ops.kron_linear.plan import Launch, steps
 from cukern.ops.kron_linear.reference import PLAIN
-from cukern.ops.kron_linear.small_factors_mma import SmallFactorsMma
 
 TARGET, SMALL = problem(2, tensor=True), problem(2, shared=163 << 10, tensor=True)
 HALVES = (torch.bfloat16, torch.float16)
@@ -32,7 +31,7 @@ CASES = [  # sizes, first step, count, rows
 ]
 
 
-def launches(sizes, first=0, count=None) -> list[SmallFactorsMma]:
+def launches(sizes, first=0, count=None) -> list[Launch]:
     """Of many rows: the same do for few."""
     return list(small_factors_mma.forward(steps(square(sizes))[first:][:count], 1 << 16, TARGET))
 
@@ -49,7 +48,8 @@ def test_plans_hold_each_number_once(sizes, first, count, rows):
         within += prod(s.p for s in run).bit_length() - 1
         for part in group.parts:
             assert sorted((*part.registers, *part.lanes)) == sorted((*part.registers_after, *part.lanes_after))
-            assert len(set(part.bits)) == len(part.bits) == small_factors_mma.PIECE and len(part.lanes) == small_factors_mma.LANES
+            bits = part.registers + part.lanes
+            assert len(set(bits)) == len(bits) == small_factors_mma.PIECE and len(part.lanes) == small_factors_mma.LANES
             registers, lanes = list(part.registers), list(part.lanes)
             for step in part.steps:
                 a, b = step.at
@@ -57,8 +57,8 @@ def test_plans_hold_each_number_once(sizes, first, count, rows):
                 factor = list(range(low, low + prod(step.factors).bit_length() - 1))
                 low += len(factor)
                 if group.slices > 1:  # the rank's bit before the first exchange has the place of the rank's bit after it
-                    assert (group.cross in part.registers_after) if part is group.parts[0] else (group.cross < low - len(factor))
-                    factor = [group.cross if b == top else b for b in factor]
+                    assert (group.plan[8] in part.registers_after) if part is group.parts[0] else (group.plan[8] < low - len(factor))
+                    factor = [group.plan[8] if b == top else b for b in factor]
                 named = dict(zip(step.rows, own, strict=True))
                 assert sorted(named) == [0, 1, 2, 3] and [named[i] for i in range(len(factor))] == factor, "the factors, in order"
                 assert all(bit < within for bit in own), "zeros stay in a row"
@@ -71,20 +71,20 @@ def test_plans_hold_each_number_once(sizes, first, count, rows):
 @pytest.mark.parametrize("sizes", ((8,) * 5, (16,) * 4, (16,) * 3, (4,) * 7, (8, 8, 8), (4, 8, 16, 16, 4)))
 def test_lanes_meet_different_banks(sizes):
     for group in launches(sizes):
-        accesses = [(p.lanes, 4, 2, group.turns) for p in group.parts[1:]] + [(p.lanes_after, 4, 2, group.turns) for p in group.parts[:-1]]
-        for lanes, vector, unit, turns in (*accesses, (group.parts[0].lanes, group.parts[0].before, 3, group.stage_turns)):
+        accesses = [(p.lanes, 4, 2) for p in group.parts[1:]] + [(p.lanes_after, 4, 2) for p in group.parts[:-1]]
+        for lanes, vector, unit in (*accesses, (group.parts[0].lanes, group.parts[0].before, 3)):
             at_once = 8 if vector * (4 if unit == 2 else 2) == 16 else 16
             places = [sum((lane >> i & 1) << b for i, b in enumerate(lanes)) for lane in range(at_once)]
-            turned = [e ^ turn(turns, unit, e) << unit for e in places]
+            turned = [e ^ turn(turns_of(group, unit), unit, e) << unit for e in places]
             assert len({e % (8 << unit) // vector for e in turned}) == at_once, (lanes, unit)
 
 
 @pytest.mark.parametrize("sizes", ((8,) * 5, (4,) * 7, (16,) * 3, (16,) * 4))
 def test_memory_bound_layers_use_one_launch(sizes):
     (group,) = planner.forward(square(sizes), 1024, TARGET)
-    assert isinstance(group, SmallFactorsMma)
+    assert group.kernel == "small_factors_mma"
     for target in (TARGET._replace(itemsize=4, tensor=False), TARGET._replace(aligned=8), SMALL):
-        assert not isinstance(planner.forward(square(sizes), 1024, target)[0], SmallFactorsMma)
+        assert planner.forward(square(sizes), 1024, target)[0].kernel != "small_factors_mma"
 
 
 @pytest.mark.parametrize("dtype", HALVES)

@@ -16,8 +16,8 @@ from cukern.ops.kron_linear import backward as kron_backward
 from cukern.ops.kron_linear import forward as kron_forward
 from cukern.ops.kron_linear import planner
 from cukern.ops.kron_linear import tile as kron_tile
-from cukern.ops.kron_linear.plan import MOST, steps
-from cukern.ops.kron_linear.tile import FMA, SPLIT, TENSOR, Tile
+from cukern.ops.kron_linear.plan import MOST, Launch, steps
+from cukern.ops.kron_linear.tile import FMA, SPLIT, TENSOR
 from cukern.runtime import backend
 from cukern.runtime.device import device_of, restricted
 
@@ -51,7 +51,7 @@ def test_plans_cover_every_step_and_fit_a_block(itemsize, tensor, limit):
                 continue  # test_kron_linear_small_factors.py, test_kron_linear_lanes.py
             assert [s for part in group.parts for s in part.factors] == list(group.steps)
             C, numbers = group.steps[0].right, group.L * group.R * prod(s.p for s in group.steps)
-            assert C % group.R == 0 and (group.L == 1 or group.R == C) and 0 <= group.ahead <= numbers
+            assert C % group.R == 0 and (group.L == 1 or group.R == C) and 0 <= group.plan[7] <= numbers
             for n, part in enumerate(group.parts):
                 p, q = prod(s.p for s in part.factors), prod(s.q for s in part.factors) // (1 if n else group.slices)
                 assert q <= part.padded < q + part.wide and part.padded % part.wide == 0
@@ -94,16 +94,16 @@ def forget_plans() -> None:
         function.cache_clear()
 
 
-def tilings(sizes, first, count, rows, target, kind) -> list[Tile]:
+def tilings(sizes, first, count, rows, target, kind) -> list[Launch]:
     """Tilings of `count` steps from `first` on, one of each kind: what a kernel does differently for them."""
     run = steps(sizes)[first : first + count]
     assert planner.end_of_run(steps(sizes), first) >= first + count
-    kinds: dict[object, Tile] = {}
+    kinds: dict[object, Launch] = {}
     for g in kron_tile.tilings(run, rows, target, kind):
-        numbers = g.L * g.R * prod(s.p for s in run)
+        numbers, ahead = g.L * g.R * prod(s.p for s in run), g.plan[7]
         merged = max(len(part.factors) for part in g.parts) > 1
         groups = any(part.padded > part.wide for part in g.parts)
-        kinds.setdefault((g.slices > 1, run[0].right == g.R, g.L > 1, (g.ahead > 0) + (g.ahead < numbers), merged, groups), g)
+        kinds.setdefault((g.slices > 1, run[0].right == g.R, g.L > 1, (ahead > 0) + (ahead < numbers), merged, groups), g)
     return list(kinds.values())
 
 
