@@ -50,6 +50,8 @@ struct MmaOperand {
         else return unit ^ (UNITS >= 8 ? (row & 3) << 1 : (row >> 1 & 1) << 1);
     }
 
+    __device__ __forceinline__ static int place(int byte, int row) { return row * ROW + (swizzled(byte / 16, row) << 4) + byte % 16; }
+
     // Start to copy the tile that begins at k0 to shared memory.
     __device__ __forceinline__ void copy(char* shared, int k0) const {
         constexpr int ACROSS = ROW / COPY, STEP = THREADS / ACROSS, ROWS = ALONG_K ? EXTENT : BK;
@@ -58,15 +60,28 @@ struct MmaOperand {
         int rows_left = ALONG_K ? extent : K - k0, columns_left = (ALONG_K ? K - k0 : extent) * int(sizeof(T));
         int bytes = max(0, min(COPY, columns_left - byte));
         const char* from = x + (ALONG_K ? k0 * (long long)sizeof(T) : k0 * ld) + row0 * ld + byte;
+        if constexpr (COPY == 2) {  // through registers, FLIGHT loads at a time
+            constexpr int FLIGHT = ROWS / STEP < 16 ? ROWS / STEP : 16;
+            static_assert(ROWS / STEP % FLIGHT == 0);
+#pragma unroll 1
+            for (int row = row0; row < ROWS; row += FLIGHT * STEP, from += FLIGHT * STEP * ld) {
+                unsigned short x[FLIGHT];
+#pragma unroll
+                for (int i = 0; i < FLIGHT; ++i)
+                    x[i] = row + i * STEP < rows_left && bytes ? *reinterpret_cast<const unsigned short*>(from + i * STEP * ld) : 0;
+#pragma unroll
+                for (int i = 0; i < FLIGHT; ++i) *reinterpret_cast<unsigned short*>(shared + place(byte, row + i * STEP)) = x[i];
+            }
+            return;
+        }
         unsigned to = shared_address(shared);
 #pragma unroll(COPY == 16 ? 16 : ALONG_K ? 2 : 1)
         for (int i = 0; i < (ROWS + STEP - 1) / STEP; ++i, from += STEP * ld) {
             int row = row0 + i * STEP;
             if (ROWS % STEP && row >= ROWS) return;  // more threads than copies
-            int at = row * ROW + (swizzled(byte / 16, row) << 4) + byte % 16, left = row < rows_left ? bytes : 0;
-            if constexpr (COPY == 16) cp_async_16(to + at, from, left);
-            else if constexpr (COPY == 4) cp_async_4(to + at, from, left);
-            else *reinterpret_cast<unsigned short*>(shared + at) = left ? *reinterpret_cast<const unsigned short*>(from) : 0;
+            int left = row < rows_left ? bytes : 0;
+            if constexpr (COPY == 16) cp_async_16(to + place(byte, row), from, left);
+            else cp_async_4(to + place(byte, row), from, left);
         }
     }
 
@@ -125,6 +140,36 @@ __device__ __forceinline__ void multiply_tiles(float (&acc)[MI][NJ][4], unsigned
 #pragma unroll
             for (int j = 0; j < NJ; ++j) mma(T(), acc[i][j], a[i], reinterpret_cast<const unsigned (&)[2]>(b[j / 2][j % 2 * 2]));
     }
+}
+
+// Copies of the operands that are not aligned to 16 bytes, one after the other in `to`: lines that are contiguous in memory become lines of
+// whole vectors of 16 bytes. What follows a line's last element in its last vector is zero. Each of batch matrices has `lines` lines of
+// `length` elements, ld elements apart, and `across` vectors. Grid ceil(vectors of both / 256), block 256.
+struct Lines {
+    unsigned vectors, across, lines;
+    int length;
+    long long ld, batch;
+};
+struct TwoLines {
+    Lines a, b;
+};
+template <typename T>
+__global__ void __launch_bounds__(256) matmul_pad(T* to, const T* a, const T* b, TwoLines s) {
+    constexpr int W = 16 / sizeof(T);
+    wait_for_previous();
+    let_next_start();
+    unsigned i = blockIdx.x * 256 + threadIdx.x;
+    bool of_a = i < s.a.vectors;
+    unsigned vector = of_a ? i : i - s.a.vectors;
+    Lines x = of_a ? s.a : s.b;
+    if (vector >= x.vectors) return;
+    unsigned line = vector / x.across;
+    int first = int(vector - line * x.across) * W;
+    const T* from = (of_a ? a : b) + line / x.lines * x.batch + line % x.lines * x.ld + first;
+    Vec<T, W> v;
+#pragma unroll
+    for (int k = 0; k < W; ++k) v.v[k] = first + k < x.length ? from[k] : T(0);
+    store_vec(to + i * (long long)W, v);
 }
 
 template <typename T, typename O, int TERMS, bool A_K, bool B_K, int COPY, typename S>

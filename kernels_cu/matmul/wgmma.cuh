@@ -72,7 +72,10 @@ struct TwoOf<float> {
 
 template <typename T>
 __device__ __forceinline__ TwoOf<T> load_two(const T* bias, int n, int N) {
-    return n < N ? *reinterpret_cast<const TwoOf<T>*>(bias + n) : TwoOf<T>{};
+    if (n + 1 < N) return *reinterpret_cast<const TwoOf<T>*>(bias + n);
+    TwoOf<T> two = {};
+    if (n < N) reinterpret_cast<T&>(two) = bias[n];
+    return two;
 }
 
 // A warp's part of the results: it finishes boxes of 16 rows x COLUMNS columns, each 128 bytes wide, in shared memory. The 16-byte unit u of

@@ -22,9 +22,10 @@ from cukern.runtime.tensor_map import encode
 from cukern.runtime.tensors import pointers
 
 V6 = Template("matmul/matmul.cu", "matmul_v6")
-V7, REDUCE, SPLIT = (Template("matmul/matmul.cu", f"matmul_{name}", pdl=True) for name in ("v7", "v6_reduce", "split"))
+V7, REDUCE, SPLIT, PAD = (Template("matmul/matmul.cu", f"matmul_{name}", pdl=True) for name in ("v7", "v6_reduce", "split", "pad"))
 BY_TMA, ADDED, BY_THREADS = range(3)  # enum Storing in wgmma.cuh
 _SIZES = struct.Struct("@6i4q")  # struct Sizes in epilogue.cuh
+_TWO_LINES = struct.Struct("@4I2q4I2q")  # struct TwoLines in mma.cuh
 Encoder = Callable[[int], bytes]  # from an address to a tensor map
 _encoded = functools.lru_cache(4096)(lambda encoder, address: encoder(address))
 _deterministic = torch.are_deterministic_algorithms_enabled
@@ -39,6 +40,21 @@ class _Operand(NamedTuple):
     batch: int
 
 
+class _Padding(NamedTuple):
+    """Copies of the operands that are not aligned. `vectors`: the 16-byte vectors of a and b, 0 if it is aligned; `lines`: TwoLines."""
+
+    vectors: tuple[int, int]
+    lines: bytes
+
+    def launch(self, a: Tensor, b: Tensor) -> tuple[Tensor, int, int]:
+        """The memory of the copies, and the addresses of a and b or of their copies."""
+        of_a, of_b = self.vectors
+        memory = torch.empty((of_a + of_b) * 16 // a.itemsize, dtype=a.dtype, device=a.device)
+        to, from_a, from_b = pointers(memory, a, b)
+        PAD[a.dtype].on(a.get_device())((-(-(of_a + of_b) // 256), 1, 1), (256, 1, 1), 0, to, from_a, from_b, self.lines)
+        return memory, to if of_a else from_a, to + 16 * of_a if of_b else from_b
+
+
 class _Launch(NamedTuple):
     """`operands`: for v7, a and b; `maps`: the encoders of a, b and, where TMA can store them, of the results."""
 
@@ -50,17 +66,23 @@ class _Launch(NamedTuple):
     splits: int
     operands: tuple[_Operand, ...]
     maps: tuple[Encoder | None, ...]
+    padding: _Padding | None
 
 
 def launch(out: Tensor, a: Tensor, b: Tensor, e: Epilogue, terms: int, wgmma: bool) -> None:
     """out = epilogue(a . b) for matrices, or batches: out (S, M, N), a (S, M, K), b (S, K, N). `terms`: 3 for 3xTF32. `wgmma`: allow v7."""
     index, at_a, at_b = a.get_device(), a.data_ptr(), b.data_ptr()
-    types = out.dtype, a.dtype, terms, wgmma, _alignment(at_a | at_b), e.activation
+    types = out.dtype, a.dtype, terms, wgmma, at_a & 15, at_b & 15, e.activation
     found = _prepared(a.shape, a.stride(), b.shape, b.stride(), *types, index, not _deterministic())
     if found is None:  # an operand without a stride of 1
         return launch(out, a.contiguous(), b.contiguous(), e, terms, wgmma)
+    if found.padding:
+        _memory, at_a, at_b = found.padding.launch(a, b)
+    elif terms == 3 and found.maps:
+        a, b = _split(a, found.operands[0], a.shape[-2]), _split(b.mT, found.operands[1], b.shape[-1])
+        at_a, at_b = a.data_ptr(), b.data_ptr()
     if found.maps:
-        return _launch_wgmma(found, out, a, b, e, terms)
+        return _launch_wgmma(found, index, out, at_a, at_b, e)
     partials = torch.empty(found.splits * out.numel(), dtype=torch.float32, device=out.device) if found.splits > 1 else None
     arguments = *pointers(out, e.pre, partials), at_a, at_b, *pointers(e.bias, e.residual), found.sizes
     found.kernel.on(index)(found.grid, found.block, found.shared, *arguments)
@@ -68,13 +90,11 @@ def launch(out: Tensor, a: Tensor, b: Tensor, e: Epilogue, terms: int, wgmma: bo
         _reduce(out, partials, a.dtype, e, found.sizes)
 
 
-def _launch_wgmma(found: _Launch, out: Tensor, a: Tensor, b: Tensor, e: Epilogue, terms: int) -> None:
+def _launch_wgmma(found: _Launch, index: int, out: Tensor, at_a: int, at_b: int, e: Epilogue) -> None:
     of_a, of_b, of_out = found.maps
-    if terms == 3:
-        a, b = _split(a, found.operands[0], a.shape[-2]), _split(b.mT, found.operands[1], b.shape[-1])
-    first, last, bias, storing = _encoded(of_a, a.data_ptr()), _encoded(of_b, b.data_ptr()), e.bias, BY_THREADS
-    if bias is not None and (bias.data_ptr() % (2 * bias.itemsize) or bias.shape[0] % 2):
-        bias = torch.nn.functional.pad(bias, (0, 2 - len(bias) % 2))  # the kernel loads pairs
+    first, last, bias, storing = _encoded(of_a, at_a), _encoded(of_b, at_b), e.bias, BY_THREADS
+    if bias is not None and bias.data_ptr() % (2 * bias.itemsize):
+        bias = bias.clone()  # the kernel loads pairs
     at_out, at_pre, at_bias, at_residual = pointers(out, e.pre, bias, e.residual)
     results = first, first
     if of_out and not (at_out | at_pre | at_residual) % 16:
@@ -82,7 +102,7 @@ def _launch_wgmma(found: _Launch, out: Tensor, a: Tensor, b: Tensor, e: Epilogue
         if e.residual is out and out.dtype == torch.float32:
             storing, at_residual = ADDED, 0
     arguments = at_out, at_pre, first, last, *results, at_bias, at_residual, found.sizes, storing
-    found.kernel.on(a.get_device())(found.grid, found.block, found.shared, *arguments)
+    found.kernel.on(index)(found.grid, found.block, found.shared, *arguments)
 
 
 def _split(x: Tensor, operand: _Operand, rows: int) -> Tensor:
@@ -111,7 +131,7 @@ def _reduce(out: Tensor, partials: Tensor, dtype: torch.dtype, e: Epilogue, size
 @cached(4096)
 def _prepared(
     a_shape: Sizes, a_strides: Sizes, b_shape: Sizes, b_strides: Sizes, out_dtype: torch.dtype, dtype: torch.dtype, terms: int,
-    wgmma: bool, copy: int, activation: int, index: int, splitting: bool,
+    wgmma: bool, at_a: int, at_b: int, activation: int, index: int, splitting: bool,
 ) -> _Launch | None:  # fmt: skip
     *lead, M, K = a_shape
     N, batch = b_shape[-1], math.prod(lead)
@@ -119,25 +139,43 @@ def _prepared(
     b = _operand(b_shape[:-3:-1], b_strides[:-3:-1], b_strides[0] if batch > 1 else 0)
     if a is None or b is None:
         return None
-    copy = min(copy, _alignment(math.gcd(*(x * dtype.itemsize for x in (a.ld, b.ld, a.batch, b.batch)))))
-    wgmma = wgmma and K > 0 and _wgmma_reads(a, b, dtype, terms, copy)
-    planned = tensor_plan.plan(tensor_plan.Problem(M, N, K, batch, dtype.itemsize, terms, wgmma), device_of(index), splitting)
+    itemsize, wgmma = dtype.itemsize, wgmma and K > 0 and (dtype.itemsize == 2 or terms == 3 or (a.along_k and b.along_k))
+    copies = tuple(_alignment(math.gcd(at, x.ld * itemsize, x.batch * itemsize)) for at, x in ((at_a, a), (at_b, b)))
+    lines = [_lines(x, rows, K, batch, itemsize) if copy < 16 else _ALIGNED for copy, x, rows in zip(copies, (a, b), (M, N), strict=True)]
+    problem = tensor_plan.Problem(M, N, K, batch, itemsize, terms, wgmma, min(copies), 16 * sum(x[0] for x in lines))
+    planned, padding = tensor_plan.plan(problem, device_of(index), splitting), None
+    if planned.padded:
+        padding = _Padding((lines[0][0], lines[1][0]), _TWO_LINES.pack(*lines[0], *lines[1]))
+        a, b = (_after_copy(x, of, itemsize) for x, of in zip((a, b), lines, strict=True))
     tile, splits = planned.tile, planned.splits
     launch = (planned.grid, 1, 1), (32 * tile.warps, 1, 1), tile.shared
     sizes = _SIZES.pack(M, N, K, batch, splits, activation, a.ld, b.ld, a.batch, b.batch)
     if not tile.wgmma:
-        return _Launch(V6[dtype, out_dtype, terms, a.along_k, b.along_k, copy, tile.name], *launch, sizes, splits, (), ())
+        kernel = V6[dtype, out_dtype, terms, a.along_k, b.along_k, 16 if padding else min(copies), tile.name]
+        return _Launch(kernel, *launch, sizes, splits, (), (), padding)
     read = (_split_layout(a, M, K), _split_layout(b, N, K)) if terms == 3 else (a, b)
     parts = (read[0], M, tile.rows), (read[1], N, tile.columns // tile.share)
     results = None if tile.cluster_k > 1 else _map_of_results(index, M, N, batch, out_dtype)
     maps = *(_map(index, x, rows, K, batch, box, dtype, terms) for x, rows, box in parts), results
     kernel = V7[dtype, out_dtype, read[0].along_k, read[1].along_k, 0 if tile.cluster_k > 1 else activation, tile.name]
-    return _Launch(kernel, *launch, sizes, splits, (a, b), maps)
+    return _Launch(kernel, *launch, sizes, splits, (a, b), maps, padding)
 
 
-def _wgmma_reads(a: _Operand, b: _Operand, dtype: torch.dtype, terms: int, copy: int) -> bool:
-    """True if TMA and wgmma can read these layouts, or those of the split operands. `copy`: the bytes of an aligned copy."""
-    return terms == 3 or (copy == 16 and (dtype.itemsize == 2 or (a.along_k and b.along_k)))
+_ALIGNED = 0, 1, 1, 0, 0, 0  # struct Lines of an operand that is not copied
+
+
+def _lines(x: _Operand, rows: int, K: int, batch: int, itemsize: int) -> tuple[int, ...]:
+    """struct Lines in mma.cuh: how an operand is copied."""
+    (lines, length), width = (rows, K) if x.along_k else (K, rows), 16 // itemsize
+    across = -(-length // width)
+    return lines * across * (batch if x.batch else 1), across, lines, length, x.ld, x.batch
+
+
+def _after_copy(x: _Operand, of: tuple[int, ...], itemsize: int) -> _Operand:
+    """The layout of its copy."""
+    vectors, across, lines, *_ = of
+    ld = across * 16 // itemsize
+    return _Operand(x.along_k, ld, lines * ld if x.batch else 0) if vectors else x
 
 
 def _split_layout(x: _Operand, rows: int, K: int) -> _Operand:
@@ -153,8 +191,8 @@ def _operand(shape: Sizes, strides: Sizes, batch: int) -> _Operand | None:
     """The layout of a matrix (rows x K), or None if no stride is 1."""
     (rows, k), (of_rows, of_k) = shape, strides
     if of_k == 1 or (k <= 1 and of_rows != 1):
-        return _Operand(True, of_rows, batch)
-    return _Operand(False, of_k, batch) if of_rows == 1 or rows <= 1 else None
+        return _Operand(True, of_rows if rows > 1 else 0, batch)
+    return _Operand(False, of_k if k > 1 else 0, batch) if of_rows == 1 or rows <= 1 else None
 
 
 def _map(index: int, x: _Operand, rows: int, K: int, batch: int, box: int, dtype: torch.dtype, terms: int) -> Encoder:

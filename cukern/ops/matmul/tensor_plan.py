@@ -7,12 +7,14 @@ from collections.abc import Iterator
 from math import ceil
 from typing import NamedTuple
 
-from cukern.runtime.device import Device, cached, eligible
+from cukern.runtime.device import Device, allowed, cached, eligible
 
 K_BYTES = 128  # of a k tile, as in mma.cuh and wgmma.cuh
-L2_BYTES_CYCLE = 28  # bytes per cycle that an SM receives from L2 by cp.async
+L2_BYTES_CYCLE = {16: 28, 4: 14, 2: 9}  # bytes per cycle that an SM receives from L2, by the bytes of a copy
 START_US = 3.0  # of a launch, to fill the ring buffer and to store the last tile
 REDUCE_US = 2.5  # of the kernel that adds partial sums
+PAD_US = 2.5  # of the kernel that copies operands which are not aligned to 16 bytes
+MAX_PAD_BYTES = 1 << 35  # vectors of 16 bytes are counted in 32 bits
 SPLITS = 1, 2, 3, 4, 6, 8, 12, 16, 24, 32  # of v6
 MIN_K_TILES = 4  # per block
 BOX_BYTES = 16 * 16 * 128  # of v7's results on their way to global memory
@@ -63,10 +65,12 @@ class Plan(NamedTuple):
     splits: int  # of v6, whose partial sums go to a workspace
     grid: int
     us: float
+    padded: bool  # operands that are not aligned are copied first
 
 
 class Problem(NamedTuple):
-    """`batch` products (M x K) . (K x N). `terms`: 3 for 3xTF32, else 1. `wgmma`: v7 may run, for what the layout and alignment allow."""
+    """`batch` products (M x K) . (K x N). `terms`: 3 for 3xTF32, else 1. `wgmma`: v7 may run, for what the layout allows. `copy`: bytes of
+    the largest aligned copy of both operands. `pad_bytes`: of the operands for which it is not 16."""
 
     M: int
     N: int
@@ -75,36 +79,45 @@ class Problem(NamedTuple):
     itemsize: int
     terms: int
     wgmma: bool
+    copy: int = 16
+    pad_bytes: int = 0
 
 
 @cached(4096)
 def plan(problem: Problem, device: Device, splitting: bool) -> Plan:
     """The cheapest plan. Without `splitting`, the choice of v6 or v7 and the order of additions do not depend on M and N."""
     k_tiles = max(1, ceil(problem.K * problem.itemsize / K_BYTES))
-    found = [p for tile in _tiles(problem, k_tiles, device, splitting) for p in _plans(tile, problem, k_tiles, device, splitting)]
+    found = [p for tile, q in _choices(problem, k_tiles, device, splitting) for p in _plans(tile, q, k_tiles, device, splitting)]
     return min(found, key=lambda p: p.us)
 
 
-def _tiles(p: Problem, k_tiles: int, device: Device, splitting: bool) -> list[Tile]:
-    """The tiles that may be chosen."""
-    wgmma = p.wgmma and device.wgmma
-    fitting = [t for t in TILES if t.split == (p.terms == 3) and t.wgmma <= wgmma and t.shared <= device.shared_bytes]
-    fitting = eligible(fitting, lambda t: t.name)
-    fitting = [t for t in fitting if t.cluster_k == 1 or (splitting and _shares_k(t, p, k_tiles, device))] or fitting
-    return fitting if splitting else [t for t in fitting if t.wgmma] or fitting
+def _choices(p: Problem, k_tiles: int, device: Device, splitting: bool) -> list[tuple[Tile, Problem]]:
+    """The tiles that may be chosen, with the problem after a copy of its operands, or as it is. Without `splitting` they are copied."""
+    problems = [p._replace(copy=16)] if p.pad_bytes < MAX_PAD_BYTES and allowed("Padded") else []
+    if not problems or (p.copy < 16 and splitting):
+        problems.append(p)
+    fitting = [(t, q) for q in problems for t in TILES if t.split == (p.terms == 3) and t.shared <= device.shared_bytes]
+    fitting = [(t, q) for t, q in fitting if not t.wgmma or (p.wgmma and device.wgmma and q.copy == 16)]
+    fitting = eligible(fitting, lambda c: c[0].name)
+    fitting = [c for c in fitting if c[0].cluster_k == 1 or (splitting and _shares_k(c[0], p, k_tiles, device))] or fitting
+    return fitting if splitting else [c for c in fitting if c[0].wgmma] or fitting
 
 
 def _plans(tile: Tile, p: Problem, k_tiles: int, device: Device, splitting: bool) -> Iterator[Plan]:
     tiles = p.batch * tile.share * ceil(p.M / (tile.rows * tile.share)) * ceil(p.N / tile.columns)
+    padded = p.copy == 16 and p.pad_bytes > 0 and not (tile.wgmma and tile.split)  # which splits unaligned operands
+    pad_us = PAD_US + 2 * p.pad_bytes / (device.sms * device.sm_bytes_us) if padded else 0.0
     if tile.wgmma:
         blocks = tiles * tile.cluster_k
         resident = max(1, device.sms // tile.cluster) * tile.cluster
-        yield Plan(tile, 1, blocks if tile.cluster_k > 1 else min(blocks, resident), _wgmma_us(tile, blocks, k_tiles, p, device))
+        us = pad_us + _wgmma_us(tile, blocks, k_tiles, p, device)
+        yield Plan(tile, 1, blocks if tile.cluster_k > 1 else min(blocks, resident), us, padded)
         return
     few = splitting and tiles < 2 * tile.per_sm * device.sms
     for splits in SPLITS:
         if splits == 1 or (few and splits <= k_tiles // MIN_K_TILES):
-            yield Plan(tile, splits, tiles * splits, _mma_us(tile, tiles * splits, k_tiles, splits, p, device))
+            us = pad_us + _mma_us(tile, tiles * splits, k_tiles, splits, p, device)
+            yield Plan(tile, splits, tiles * splits, us, padded)
 
 
 def _shares_k(tile: Tile, p: Problem, k_tiles: int, device: Device) -> bool:
@@ -116,7 +129,7 @@ def _shares_k(tile: Tile, p: Problem, k_tiles: int, device: Device) -> bool:
 def _mma_us(tile: Tile, blocks: int, k_tiles: int, splits: int, p: Problem, device: Device) -> float:
     rate = tile.efficiency * device.mma_fmas_cycle * (1 if p.itemsize == 2 else 0.5)
     tensor = tile.rows * tile.columns * (K_BYTES // p.itemsize) * p.terms / rate
-    copy = (tile.rows + tile.columns) * K_BYTES / L2_BYTES_CYCLE
+    copy = (tile.rows + tile.columns) * K_BYTES / L2_BYTES_CYCLE[p.copy]
     per_sm = max(1, min(tile.per_sm, device.sm_shared_bytes // (tile.shared + 1024)))
     on_sm = ceil(blocks / device.sms)  # of the busiest SM
     alone = 1.3 if min(on_sm, per_sm) * tile.warps < 8 else 1.0  # few warps hide less latency
