@@ -24,6 +24,7 @@ struct MmaTile {
     static_assert(BYTES >= WARPS * WarpTile<WM, WN>::BYTES);
 };
 using Mma128x128 = MmaTile<128, 128, 64, 64, 3, 2>;
+using Mma128x256 = MmaTile<128, 256, 64, 64, 4, 1>;
 using MmaSplit128x128 = MmaTile<128, 128, 64, 32, 3, 1>;  // for TERMS = 3, which needs more registers per result
 using Mma64x64 = MmaTile<64, 64, 32, 32, 3, 4>;
 using MmaSplit64x64 = MmaTile<64, 64, 32, 32, 3, 3>;
@@ -36,12 +37,19 @@ struct MmaOperand {
     static constexpr int ROW = ALONG_K ? 128 : EXTENT * sizeof(T);  // bytes
     static constexpr int UNITS = ROW / 16;
 
-    const char* x;  // the first row of the tile
-    long long ld;   // bytes
-    int extent, K;  // rows from the tile's first to the last of the matrix, and the matrix's extent along k
+    static constexpr int ACROSS = ROW / COPY, STEP = THREADS / ACROSS, ROWS = ALONG_K ? EXTENT : BK;  // STEP rows are copied at a time
+    static_assert(THREADS % ACROSS == 0 && ROWS % STEP == 0);
 
-    __device__ __forceinline__ MmaOperand(const T* matrix, long long stride, int row0, int rows, int K)
-        : x(reinterpret_cast<const char*>(matrix + row0 * (ALONG_K ? stride : 1))), ld(stride * sizeof(T)), extent(rows - row0), K(K) {}
+    const char* from;  // the thread's next copy
+    long long ld;      // bytes
+    int extent, left;  // from the tile to the end of the matrix: rows, and elements of k
+
+    // The tiles from row row0 and element k0 of K on.
+    __device__ __forceinline__ MmaOperand(const T* matrix, long long stride, int row0, int rows, int k0, int K)
+        : ld(stride * sizeof(T)), extent(rows - row0), left(K - k0) {
+        long long first = threadIdx.x / ACROSS + (ALONG_K ? row0 : k0);
+        from = reinterpret_cast<const char*>(matrix + first * stride + (ALONG_K ? k0 : row0)) + threadIdx.x % ACROSS * COPY;
+    }
 
     // The place of a unit of 16 bytes in its row. ldmatrix reads 8 rows of one unit; TF32 along mn reads 4 rows of 8 floats.
     __device__ __forceinline__ static int swizzled(int unit, int row) {
@@ -52,36 +60,46 @@ struct MmaOperand {
 
     __device__ __forceinline__ static int place(int byte, int row) { return row * ROW + (swizzled(byte / 16, row) << 4) + byte % 16; }
 
-    // Start to copy the tile that begins at k0 to shared memory.
-    __device__ __forceinline__ void copy(char* shared, int k0) const {
-        constexpr int ACROSS = ROW / COPY, STEP = THREADS / ACROSS, ROWS = ALONG_K ? EXTENT : BK;
-        static_assert(THREADS % ACROSS == 0);
+    // Start a quarter of the copies of the next tile to shared memory. Copies that are not of 16 bytes are all in the first quarter.
+    __device__ __forceinline__ void copy(char* shared, int quarter) {
+        constexpr int COUNT = ROWS / STEP, PART = COPY == 16 ? (COUNT + 3) / 4 : COUNT;
         int row0 = threadIdx.x / ACROSS, byte = threadIdx.x % ACROSS * COPY;
-        int rows_left = ALONG_K ? extent : K - k0, columns_left = (ALONG_K ? K - k0 : extent) * int(sizeof(T));
-        int bytes = max(0, min(COPY, columns_left - byte));
-        const char* from = x + (ALONG_K ? k0 * (long long)sizeof(T) : k0 * ld) + row0 * ld + byte;
-        if constexpr (COPY == 2) {  // through registers, FLIGHT loads at a time
-            constexpr int FLIGHT = ROWS / STEP < 16 ? ROWS / STEP : 16;
-            static_assert(ROWS / STEP % FLIGHT == 0);
-#pragma unroll 1
-            for (int row = row0; row < ROWS; row += FLIGHT * STEP, from += FLIGHT * STEP * ld) {
-                unsigned short x[FLIGHT];
-#pragma unroll
-                for (int i = 0; i < FLIGHT; ++i)
-                    x[i] = row + i * STEP < rows_left && bytes ? *reinterpret_cast<const unsigned short*>(from + i * STEP * ld) : 0;
-#pragma unroll
-                for (int i = 0; i < FLIGHT; ++i) *reinterpret_cast<unsigned short*>(shared + place(byte, row + i * STEP)) = x[i];
-            }
-            return;
-        }
+        int rows_left = ALONG_K ? extent : left, bytes = max(0, min(COPY, (ALONG_K ? left : extent) * int(sizeof(T)) - byte));
         unsigned to = shared_address(shared);
-#pragma unroll(COPY == 16 ? 16 : ALONG_K ? 2 : 1)
-        for (int i = 0; i < (ROWS + STEP - 1) / STEP; ++i, from += STEP * ld) {
-            int row = row0 + i * STEP;
-            if (ROWS % STEP && row >= ROWS) return;  // more threads than copies
-            int left = row < rows_left ? bytes : 0;
-            if constexpr (COPY == 16) cp_async_16(to + place(byte, row), from, left);
-            else cp_async_4(to + place(byte, row), from, left);
+        if (COPY == 16 && extent >= EXTENT && left >= BK) {
+#pragma unroll
+            for (int j = 0; j < PART; ++j) {
+                int i = COUNT * quarter / 4 + j;
+                if (i >= COUNT * (quarter + 1) / 4) continue;
+                cp_async_16(to + place(byte, row0 + i * STEP), from);
+                from += STEP * ld;
+            }
+        } else if constexpr (COPY == 2) {  // through registers, FLIGHT loads at a time
+            constexpr int FLIGHT = COUNT < 16 ? COUNT : 16;
+            static_assert(COUNT % FLIGHT == 0);
+            if (quarter == 0)
+#pragma unroll 1
+                for (int row = row0; row < ROWS; row += FLIGHT * STEP, from += FLIGHT * STEP * ld) {
+                    unsigned short x[FLIGHT];
+#pragma unroll
+                    for (int i = 0; i < FLIGHT; ++i)
+                        x[i] = row + i * STEP < rows_left && bytes ? *reinterpret_cast<const unsigned short*>(from + i * STEP * ld) : 0;
+#pragma unroll
+                    for (int i = 0; i < FLIGHT; ++i) *reinterpret_cast<unsigned short*>(shared + place(byte, row + i * STEP)) = x[i];
+                }
+        } else if (COPY == 16 || quarter == 0) {
+#pragma unroll(COPY == 16 ? 1 : 2)
+            for (int j = 0; j < PART; ++j) {
+                int i = (COPY == 16 ? COUNT * quarter / 4 : 0) + j, row = row0 + i * STEP, valid = row < rows_left ? bytes : 0;
+                if (COPY == 16 && i >= COUNT * (quarter + 1) / 4) continue;
+                if constexpr (COPY == 16) cp_async_16(to + place(byte, row), from, valid);
+                else cp_async_4(to + place(byte, row), from, valid);
+                from += STEP * ld;
+            }
+        }
+        if (quarter == 3) {
+            left -= BK;
+            if (ALONG_K) from += 128 - EXTENT * ld;
         }
     }
 
@@ -185,17 +203,19 @@ __global__ void __launch_bounds__(S::THREADS, S::BLOCKS)
     int split = part % s.splits, z = part / s.splits, k_tiles = (s.K + A::BK - 1) / A::BK, m0, n0;
     int first = int((long long)split * k_tiles / s.splits), count = int((split + 1ll) * k_tiles / s.splits) - first;
     tile_origin<S>(tile, s.M, s.N, m0, n0);
-    A copy_a(a + z * s.a_batch, s.lda, m0, s.M, s.K);
-    B copy_b(b + z * s.b_batch, s.ldb, n0, s.N, s.K);
+    A copy_a(a + z * s.a_batch, s.lda, m0, s.M, first * A::BK, s.K);
+    B copy_b(b + z * s.b_batch, s.ldb, n0, s.N, first * A::BK, s.K);
     char *filled = ring, *read = ring;  // the stages that are filled and read next
     auto advance = [&](char*& stage) { stage = stage == ring + (S::STAGES - 1) * S::STAGE ? ring : stage + S::STAGE; };
-    auto start = [&](int i) {  // an empty group beyond the last tile
+    auto start = [&](int i, int quarter) {  // an empty group beyond the last tile
         if (i < count) {
-            copy_a.copy(filled, (first + i) * A::BK);
-            copy_b.copy(filled + S::BM * 128, (first + i) * A::BK);
+            copy_a.copy(filled, quarter);
+            copy_b.copy(filled + S::BM * 128, quarter);
         }
-        cp_async_commit();
-        advance(filled);
+        if (quarter == 3) {
+            cp_async_commit();
+            advance(filled);
+        }
     };
     int warp = threadIdx.x / 32, m = warp / S::WARPS_N * S::WM, n = warp % S::WARPS_N * S::WN;
     float acc[MI][NJ][4] = {};
@@ -211,26 +231,28 @@ __global__ void __launch_bounds__(S::THREADS, S::BLOCKS)
         __syncthreads();  // the next tile is there, and the stage that is filled next has been read
     };
 #pragma unroll 1
-    for (int i = 0; i < S::STAGES - 1; ++i) start(i);
+    for (int i = 0; i < 4 * (S::STAGES - 1); ++i) start(i / 4, i % 4);
     if (AHEAD && count) {
         wait();
         load(0);
     }
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
-        if (!AHEAD) wait();
-        start(i + S::STAGES - 1);
-        if (!AHEAD) load(0);
+        if (!AHEAD) {
+            wait();
+            load(0);
+        }
         float sum[TERMS == 3 ? MI : 1][NJ][4] = {};
 #pragma unroll
         for (int step = 0; step < STEPS; ++step) {  // while one step is multiplied, the fragments of the next one are loaded
-            if (BUFFERS == 1) {
-                if (step > 0) load(step);
-            } else if (step + 1 < STEPS) {
-                load(step + 1);
-            } else if (AHEAD && i + 1 < count) {
+            if (BUFFERS == 1 && step > 0) load(step);
+            if (BUFFERS == 2 && step + 1 < STEPS) load(step + 1);
+            start(i + S::STAGES - 1, step);
+            if (AHEAD && step + 1 == STEPS) {  // without a branch, so that these loads and the products below are interleaved
                 wait();
-                advance(read);
+                char* next = read;
+                advance(next);
+                read = i + 1 < count ? next : read;
                 load(0);
             }
             if constexpr (TERMS == 3) multiply_tiles<T, TERMS>(sum, fa[step % BUFFERS], fb[step % BUFFERS]);

@@ -47,6 +47,7 @@ class Tile(NamedTuple):
 # v7's efficiencies are limited by the bandwidth of shared memory (docs/notes/matmul.md).
 TILES = (
     Tile("Mma128x128", 128, 128, 3, 0.9, per_sm=2),
+    Tile("Mma128x256", 128, 256, 4, 0.9, 8),
     Tile("Mma64x64", 64, 64, 3, 0.75, per_sm=4),
     Tile("Mma16x128", 16, 128, 4, 0.9, per_sm=3),
     Tile("MmaSplit128x128", 128, 128, 3, 0.9, 8, split=True),
