@@ -126,12 +126,14 @@ struct Results {
         int lane = threadIdx.x % 32;
         if (storing == BY_THREADS) {
             __syncwarp();
-#pragma unroll 2
-            for (int i = lane; i < 16 * COLUMNS; i += 32) {
-                int row = i / COLUMNS, column = i % COLUMNS, byte = column * sizeof(O);
-                const O* from = reinterpret_cast<const O*>(box + row * 128 + ((byte / 16) ^ (row & 7)) * 16 + byte % 16);
-                if (m + row < M && n + column < N) to[((long long)z * M + m + row) * N + n + column] = *from;
-            }
+            O* at = to + ((long long)z * M + m) * N + n + lane;
+#pragma unroll 4
+            for (int row = 0; row < 16; ++row, at += N)
+#pragma unroll
+                for (int c = 0; c < COLUMNS; c += 32) {
+                    const O* unit = reinterpret_cast<const O*>(box + row * 128 + (((c + lane) / W) ^ (row & 7)) * 16);
+                    if (m + row < M && n + c + lane < N) at[c] = unit[lane % W];
+                }
             __syncwarp();
             return;
         }

@@ -215,6 +215,7 @@ def instances(dtype: torch.dtype, wgmma: bool) -> Iterable[Kernel]:
     if dtype == torch.float64:
         return
     layouts = list(itertools.product((True, False), repeat=2))
+    yield PAD[dtype]
     for width in (1, 16 // dtype.itemsize):
         yield REDUCE[dtype, dtype, width]
     for tile, (a_k, b_k) in itertools.product(tensor_plan.TILES, layouts):
