@@ -30,6 +30,7 @@ Encoder = Callable[[int], bytes]  # from an address to a tensor map
 _encoded = functools.lru_cache(4096)(lambda encoder, address: encoder(address))
 _deterministic = torch.are_deterministic_algorithms_enabled
 Sizes = tuple[int, ...]
+Lines = tuple[int, ...]  # struct Lines in mma.cuh: how an operand is copied
 
 
 class _Operand(NamedTuple):
@@ -40,23 +41,9 @@ class _Operand(NamedTuple):
     batch: int
 
 
-class _Padding(NamedTuple):
-    """Copies of the operands that are not aligned. `vectors`: the 16-byte vectors of a and b, 0 if it is aligned; `lines`: TwoLines."""
-
-    vectors: tuple[int, int]
-    lines: bytes
-
-    def launch(self, a: Tensor, b: Tensor) -> tuple[Tensor, int, int]:
-        """The memory of the copies, and the addresses of a and b or of their copies."""
-        of_a, of_b = self.vectors
-        memory = torch.empty((of_a + of_b) * 16 // a.itemsize, dtype=a.dtype, device=a.device)
-        to, from_a, from_b = pointers(memory, a, b)
-        PAD[a.dtype].on(a.get_device())((-(-(of_a + of_b) // 256), 1, 1), (256, 1, 1), 0, to, from_a, from_b, self.lines)
-        return memory, to if of_a else from_a, to + 16 * of_a if of_b else from_b
-
-
 class _Launch(NamedTuple):
-    """`operands`: for v7, a and b; `maps`: the encoders of a, b and, where TMA can store them, of the results."""
+    """`copies`: struct Lines of a and b if operands are copied first; `split`: for 3xTF32 by v7, whether a and b are contiguous along K;
+    `maps`: for v7, the encoders of a, b and, where TMA can store them, of the results."""
 
     kernel: Kernel
     grid: Dim
@@ -64,9 +51,9 @@ class _Launch(NamedTuple):
     shared: int
     sizes: bytes
     splits: int
-    operands: tuple[_Operand, ...]
+    copies: tuple[Lines, ...]
+    split: tuple[bool, ...]
     maps: tuple[Encoder | None, ...]
-    padding: _Padding | None
 
 
 def launch(out: Tensor, a: Tensor, b: Tensor, e: Epilogue, terms: int, wgmma: bool) -> None:
@@ -76,11 +63,11 @@ def launch(out: Tensor, a: Tensor, b: Tensor, e: Epilogue, terms: int, wgmma: bo
     found = _prepared(a.shape, a.stride(), b.shape, b.stride(), *types, index, not _deterministic())
     if found is None:  # an operand without a stride of 1
         return launch(out, a.contiguous(), b.contiguous(), e, terms, wgmma)
-    if found.padding:
-        _memory, at_a, at_b = found.padding.launch(a, b)
-    elif terms == 3 and found.maps:
-        a, b = _split(a, found.operands[0], a.shape[-2]), _split(b.mT, found.operands[1], b.shape[-1])
-        at_a, at_b = a.data_ptr(), b.data_ptr()
+    if found.split:
+        memory = [_split(x, of, k) for x, of, k in zip((a, b), found.copies, found.split, strict=True)]
+        at_a, at_b = pointers(*memory)
+    elif found.copies:
+        memory, at_a, at_b = _pad(a, b, *found.copies)  # `memory` lives until all kernels are launched
     if found.maps:
         return _launch_wgmma(found, index, out, at_a, at_b, e)
     partials = torch.empty(found.splits * out.numel(), dtype=torch.float32, device=out.device) if found.splits > 1 else None
@@ -105,18 +92,22 @@ def _launch_wgmma(found: _Launch, index: int, out: Tensor, at_a: int, at_b: int,
     found.kernel.on(index)(found.grid, found.block, found.shared, *arguments)
 
 
-def _split(x: Tensor, operand: _Operand, rows: int) -> Tensor:
+def _pad(a: Tensor, b: Tensor, of_a: Lines, of_b: Lines) -> tuple[list[Tensor], int, int]:
+    """Copy what is not aligned. The memory, and the addresses of both operands."""
+    vectors = of_a[0] + of_b[0]
+    memory = torch.empty(vectors * 16 // a.itemsize, dtype=a.dtype, device=a.device)
+    to, at_a, at_b = pointers(memory, a, b)
+    PAD[a.dtype].on(a.get_device())((-(-vectors // 256), 1, 1), (256, 1, 1), 0, to, at_a, at_b, _TWO_LINES.pack(*of_a, *of_b))
+    return [memory], to if of_a[0] else at_a, to + 16 * of_a[0] if of_b[0] else at_b
+
+
+def _split(x: Tensor, of: Lines, along_k: bool) -> Tensor:
     """The float32 operand x (rows x K), or a batch, as two TF32 numbers: (2, batch, rows, K), with rows of whole 16 bytes."""
-    K, batch = x.shape[-1], x.shape[0] if operand.batch else 1
-    out = torch.empty(2, batch, rows, _padded(K), dtype=x.dtype, device=x.device)
+    vectors, across, rows, K, ld, of_batch = of
+    out, batch = torch.empty(8 * vectors, dtype=x.dtype, device=x.device), vectors // (rows * across)
     grid = batch * -(-rows // 32) * -(-K // 32), 1, 1
-    numbers = batch, rows, K, _padded(K), operand.ld, operand.batch
-    SPLIT[operand.along_k,].on(x.get_device())(grid, (32, 8, 1), 0, *pointers(out, x), *numbers)
+    SPLIT[along_k,].on(x.get_device())(grid, (32, 8, 1), 0, *pointers(out, x), batch, rows, K, 4 * across, ld, of_batch)
     return out
-
-
-def _padded(K: int) -> int:
-    return -(-K // 4) * 4
 
 
 def _reduce(out: Tensor, partials: Tensor, dtype: torch.dtype, e: Epilogue, sizes: bytes) -> None:
@@ -141,45 +132,44 @@ def _prepared(
         return None
     itemsize, wgmma = dtype.itemsize, wgmma and K > 0 and (dtype.itemsize == 2 or terms == 3 or (a.along_k and b.along_k))
     copies = tuple(_alignment(math.gcd(at, x.ld * itemsize, x.batch * itemsize)) for at, x in ((at_a, a), (at_b, b)))
-    lines = [_lines(x, rows, K, batch, itemsize) if copy < 16 else _ALIGNED for copy, x, rows in zip(copies, (a, b), (M, N), strict=True)]
-    problem = tensor_plan.Problem(M, N, K, batch, itemsize, terms, wgmma, min(copies), 16 * sum(x[0] for x in lines))
-    planned, padding = tensor_plan.plan(problem, device_of(index), splitting), None
-    if planned.padded:
-        padding = _Padding((lines[0][0], lines[1][0]), _TWO_LINES.pack(*lines[0], *lines[1]))
-        a, b = (_after_copy(x, of, itemsize) for x, of in zip((a, b), lines, strict=True))
+    copied = [_lines(x, rows, K, batch, itemsize) if copy < 16 else _ALIGNED for copy, x, rows in zip(copies, (a, b), (M, N), strict=True)]
+    problem = tensor_plan.Problem(M, N, K, batch, itemsize, terms, wgmma, min(copies), 16 * sum(of[0] for of in copied))
+    planned = tensor_plan.plan(problem, device_of(index), splitting)
+    split = (a.along_k, b.along_k) if terms == 3 and planned.tile.wgmma else ()
+    if split:
+        a, b = a._replace(along_k=True), b._replace(along_k=True)
+        copied = [_lines(x, rows, K, batch, itemsize) for x, rows in ((a, M), (b, N))]
+    if split or planned.padded:
+        a, b = (_after_copy(x, of, itemsize) for x, of in zip((a, b), copied, strict=True))
+    else:
+        copied = []
     tile, splits = planned.tile, planned.splits
     launch = (planned.grid, 1, 1), (32 * tile.warps, 1, 1), tile.shared
     sizes = _SIZES.pack(M, N, K, batch, splits, activation, a.ld, b.ld, a.batch, b.batch)
     if not tile.wgmma:
-        kernel = V6[dtype, out_dtype, terms, a.along_k, b.along_k, 16 if padding else min(copies), tile.name]
-        return _Launch(kernel, *launch, sizes, splits, (), (), padding)
-    read = (_split_layout(a, M, K), _split_layout(b, N, K)) if terms == 3 else (a, b)
-    parts = (read[0], M, tile.rows), (read[1], N, tile.columns // tile.share)
+        kernel = V6[dtype, out_dtype, terms, a.along_k, b.along_k, 16 if copied else min(copies), tile.name]
+        return _Launch(kernel, *launch, sizes, splits, tuple(copied), split, ())
+    parts = (a, M, tile.rows), (b, N, tile.columns // tile.share)
     results = None if tile.cluster_k > 1 else _map_of_results(index, M, N, batch, out_dtype)
     maps = *(_map(index, x, rows, K, batch, box, dtype, terms) for x, rows, box in parts), results
-    kernel = V7[dtype, out_dtype, read[0].along_k, read[1].along_k, 0 if tile.cluster_k > 1 else activation, tile.name]
-    return _Launch(kernel, *launch, sizes, splits, (a, b), maps, padding)
+    kernel = V7[dtype, out_dtype, a.along_k, b.along_k, 0 if tile.cluster_k > 1 else activation, tile.name]
+    return _Launch(kernel, *launch, sizes, splits, tuple(copied), split, maps)
 
 
-_ALIGNED = 0, 1, 1, 0, 0, 0  # struct Lines of an operand that is not copied
+_ALIGNED = 0, 1, 1, 0, 0, 0  # Lines of an operand that is not copied
 
 
-def _lines(x: _Operand, rows: int, K: int, batch: int, itemsize: int) -> tuple[int, ...]:
-    """struct Lines in mma.cuh: how an operand is copied."""
+def _lines(x: _Operand, rows: int, K: int, batch: int, itemsize: int) -> Lines:
     (lines, length), width = (rows, K) if x.along_k else (K, rows), 16 // itemsize
     across = -(-length // width)
     return lines * across * (batch if x.batch else 1), across, lines, length, x.ld, x.batch
 
 
-def _after_copy(x: _Operand, of: tuple[int, ...], itemsize: int) -> _Operand:
+def _after_copy(x: _Operand, of: Lines, itemsize: int) -> _Operand:
     """The layout of its copy."""
     vectors, across, lines, *_ = of
     ld = across * 16 // itemsize
     return _Operand(x.along_k, ld, lines * ld if x.batch else 0) if vectors else x
-
-
-def _split_layout(x: _Operand, rows: int, K: int) -> _Operand:
-    return _Operand(True, _padded(K), rows * _padded(K) if x.batch else 0)
 
 
 def _alignment(n: int) -> int:

@@ -97,11 +97,14 @@ def _choices(p: Problem, k_tiles: int, device: Device, splitting: bool) -> list[
     problems = [p._replace(copy=16)] if p.pad_bytes < MAX_PAD_BYTES and allowed("Padded") else []
     if not problems or (p.copy < 16 and splitting):
         problems.append(p)
-    fitting = [(t, q) for q in problems for t in TILES if t.split == (p.terms == 3) and t.shared <= device.shared_bytes]
-    fitting = [(t, q) for t, q in fitting if not t.wgmma or (p.wgmma and device.wgmma and q.copy == 16)]
-    fitting = eligible(fitting, lambda c: c[0].name)
+    fitting = eligible([(t, q) for q in problems for t in TILES if _fits(t, q, device)], lambda c: c[0].name)
     fitting = [c for c in fitting if c[0].cluster_k == 1 or (splitting and _shares_k(c[0], p, k_tiles, device))] or fitting
     return fitting if splitting else [c for c in fitting if c[0].wgmma] or fitting
+
+
+def _fits(tile: Tile, p: Problem, device: Device) -> bool:
+    wgmma = p.wgmma and device.wgmma and p.copy == 16
+    return tile.split == (p.terms == 3) and tile.wgmma <= wgmma and tile.shared <= device.shared_bytes
 
 
 def _plans(tile: Tile, p: Problem, k_tiles: int, device: Device, splitting: bool) -> Iterator[Plan]:
