@@ -6,8 +6,8 @@
 // Layout     A_K: A is contiguous along k, else along m. B_K: B is contiguous along k, else along n. Nothing is transposed in memory.
 //            A tile has 128 bytes of k. Along k: rows of 128 bytes. Along m or n: a row per k. Units of 16 bytes are swizzled, so that
 //            copies and fragment loads have no bank conflicts.
-// Copies     COPY is the number of bytes of one copy: 16 if the address and the leading stride are multiples of it; 4; or 2, which
-//            goes through registers. What is outside of a matrix is filled with zeros.
+// Copies     ALIGNED: cp.async of 16 bytes; lines of the operands are whole vectors of 16 bytes. matmul_pad makes such lines of others. Else:
+//            of single elements, through registers, for small products. What is outside of a matrix is filled with zeros.
 // Launch     grid batch * splits * tiles, block Tile::THREADS, dynamic shared memory Tile::BYTES. With splits > 1, partial sums go to
 //            `partials`, and matmul_v6_reduce adds them.
 #pragma once
@@ -24,21 +24,21 @@ struct MmaTile {
     static_assert(BYTES >= WARPS * WarpTile<WM, WN>::BYTES);
 };
 using Mma128x128 = MmaTile<128, 128, 64, 64, 3, 2>;
-using Mma128x256 = MmaTile<128, 256, 64, 64, 4, 1>;
 using MmaSplit128x128 = MmaTile<128, 128, 64, 32, 3, 1>;  // for TERMS = 3, which needs more registers per result
 using Mma64x64 = MmaTile<64, 64, 32, 32, 3, 4>;
 using MmaSplit64x64 = MmaTile<64, 64, 32, 32, 3, 3>;
 using Mma16x128 = MmaTile<16, 128, 16, 32, 4, 3>;
 
 // The tiles of one operand in shared memory, EXTENT rows (m or n) by 128 bytes of k.
-template <typename T, bool ALONG_K, int EXTENT, int COPY, int THREADS>
+template <typename T, bool ALONG_K, int EXTENT, bool ALIGNED, int THREADS>
 struct MmaOperand {
     static constexpr int BK = 128 / sizeof(T), PER_UNIT = 16 / sizeof(T);
     static constexpr int ROW = ALONG_K ? 128 : EXTENT * sizeof(T);  // bytes
     static constexpr int UNITS = ROW / 16;
-
-    static constexpr int ACROSS = ROW / COPY, STEP = THREADS / ACROSS, ROWS = ALONG_K ? EXTENT : BK;  // STEP rows are copied at a time
+    static constexpr int COPY = ALIGNED ? 16 : sizeof(T), ACROSS = ROW / COPY, STEP = THREADS / ACROSS;  // STEP rows are copied at a time
+    static constexpr int ROWS = ALONG_K ? EXTENT : BK, COUNT = ROWS / STEP;
     static_assert(THREADS % ACROSS == 0 && ROWS % STEP == 0);
+    using Element = unsigned short;
 
     const char* from;  // the thread's next copy
     long long ld;      // bytes
@@ -60,47 +60,38 @@ struct MmaOperand {
 
     __device__ __forceinline__ static int place(int byte, int row) { return row * ROW + (swizzled(byte / 16, row) << 4) + byte % 16; }
 
-    // Start a quarter of the copies of the next tile to shared memory. Copies that are not of 16 bytes are all in the first quarter.
+    __device__ __forceinline__ bool has(int row) const {  // in the matrix, at this thread's place in a row
+        return int(threadIdx.x % ACROSS * COPY) < (ALONG_K ? left : extent) * int(sizeof(T)) && row < (ALONG_K ? extent : left);
+    }
+
+    // Start a quarter of the copies of the next tile to shared memory. There are no branches, so that they mix with other instructions.
     __device__ __forceinline__ void copy(char* shared, int quarter) {
-        constexpr int COUNT = ROWS / STEP, PART = COPY == 16 ? (COUNT + 3) / 4 : COUNT;
-        int row0 = threadIdx.x / ACROSS, byte = threadIdx.x % ACROSS * COPY;
-        int rows_left = ALONG_K ? extent : left, bytes = max(0, min(COPY, (ALONG_K ? left : extent) * int(sizeof(T)) - byte));
         unsigned to = shared_address(shared);
-        if (COPY == 16 && extent >= EXTENT && left >= BK) {
 #pragma unroll
-            for (int j = 0; j < PART; ++j) {
-                int i = COUNT * quarter / 4 + j;
-                if (i >= COUNT * (quarter + 1) / 4) continue;
-                cp_async_16(to + place(byte, row0 + i * STEP), from);
-                from += STEP * ld;
-            }
-        } else if constexpr (COPY == 2) {  // through registers, FLIGHT loads at a time
-            constexpr int FLIGHT = COUNT < 16 ? COUNT : 16;
-            static_assert(COUNT % FLIGHT == 0);
-            if (quarter == 0)
-#pragma unroll 1
-                for (int row = row0; row < ROWS; row += FLIGHT * STEP, from += FLIGHT * STEP * ld) {
-                    unsigned short x[FLIGHT];
-#pragma unroll
-                    for (int i = 0; i < FLIGHT; ++i)
-                        x[i] = row + i * STEP < rows_left && bytes ? *reinterpret_cast<const unsigned short*>(from + i * STEP * ld) : 0;
-#pragma unroll
-                    for (int i = 0; i < FLIGHT; ++i) *reinterpret_cast<unsigned short*>(shared + place(byte, row + i * STEP)) = x[i];
-                }
-        } else if (COPY == 16 || quarter == 0) {
-#pragma unroll(COPY == 16 ? 1 : 2)
-            for (int j = 0; j < PART; ++j) {
-                int i = (COPY == 16 ? COUNT * quarter / 4 : 0) + j, row = row0 + i * STEP, valid = row < rows_left ? bytes : 0;
-                if (COPY == 16 && i >= COUNT * (quarter + 1) / 4) continue;
-                if constexpr (COPY == 16) cp_async_16(to + place(byte, row), from, valid);
-                else cp_async_4(to + place(byte, row), from, valid);
-                from += STEP * ld;
-            }
+        for (int i = 0; i < COUNT; ++i) {
+            int row = threadIdx.x / ACROSS + i * STEP;
+            if (i * 4 / COUNT != quarter) continue;
+            cp_async_16(to + place(threadIdx.x % ACROSS * 16, row), from, has(row));
+            from += STEP * ld;
         }
-        if (quarter == 3) {
-            left -= BK;
-            if (ALONG_K) from += 128 - EXTENT * ld;
-        }
+        if (quarter == 3) advance();
+    }
+
+    // Load the elements of the next tile, and store them to shared memory.
+    __device__ __forceinline__ void fetch(Element (&x)[COUNT]) {
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i, from += STEP * ld)
+            x[i] = has(threadIdx.x / ACROSS + i * STEP) ? *reinterpret_cast<const Element*>(from) : Element(0);
+        advance();
+    }
+    __device__ __forceinline__ static void put(char* shared, const Element (&x)[COUNT]) {
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i)
+            *reinterpret_cast<Element*>(shared + place(threadIdx.x % ACROSS * COPY, threadIdx.x / ACROSS + i * STEP)) = x[i];
+    }
+    __device__ __forceinline__ void advance() {
+        left -= BK;
+        if (ALONG_K) from += 128 - EXTENT * ld;
     }
 
     // Load 16 rows (m or n), 32 bytes of k: registers f[half of the rows + 2 * half of k] of mma's operand a, or with B_ORDER f[half of k +
@@ -190,31 +181,42 @@ __global__ void __launch_bounds__(256) matmul_pad(T* to, const T* a, const T* b,
     store_vec(to + i * (long long)W, v);
 }
 
-template <typename T, typename O, int TERMS, bool A_K, bool B_K, int COPY, typename S>
-__global__ void __launch_bounds__(S::THREADS, S::BLOCKS)
+template <typename T, typename O, int TERMS, bool A_K, bool B_K, bool ALIGNED, typename S>
+__global__ void __launch_bounds__(S::THREADS, ALIGNED ? S::BLOCKS : 2)
     matmul_v6(O* out, O* pre, float* partials, const T* a, const T* b, const T* bias, const O* residual, Sizes s) {
-    using A = MmaOperand<T, A_K, S::BM, COPY, S::THREADS>;
-    using B = MmaOperand<T, B_K, S::BN, COPY, S::THREADS>;
+    using A = MmaOperand<T, A_K, S::BM, ALIGNED, S::THREADS>;
+    using B = MmaOperand<T, B_K, S::BN, ALIGNED, S::THREADS>;
     constexpr int MI = S::WM / 16, NJ = S::WN / 8, STEPS = 4;
-    constexpr bool AHEAD = sizeof(T) == 2;  // load the first fragments of the next tile early; float has too few registers for it
-    constexpr int BUFFERS = sizeof(T) == 4 && TERMS == 1 && !A_K && !B_K ? 1 : 2;  // of fragments, for the same reason
+    // AHEAD: load the first fragments of the next tile early. BUFFERS of fragments. Where registers do not suffice: without.
+    constexpr bool AHEAD = sizeof(T) == 2 && ALIGNED;
+    constexpr int BUFFERS = !ALIGNED || (sizeof(T) == 4 && TERMS == 1 && !A_K && !B_K) ? 1 : 2;
     extern __shared__ __align__(128) char ring[];
+    wait_for_previous();
+    let_next_start();
     int tiles = ((s.M + S::BM - 1) / S::BM) * ((s.N + S::BN - 1) / S::BN), tile = blockIdx.x % tiles, part = blockIdx.x / tiles;
     int split = part % s.splits, z = part / s.splits, k_tiles = (s.K + A::BK - 1) / A::BK, m0, n0;
     int first = int((long long)split * k_tiles / s.splits), count = int((split + 1ll) * k_tiles / s.splits) - first;
     tile_origin<S>(tile, s.M, s.N, m0, n0);
-    A copy_a(a + z * s.a_batch, s.lda, m0, s.M, first * A::BK, s.K);
-    B copy_b(b + z * s.b_batch, s.ldb, n0, s.N, first * A::BK, s.K);
+    int k0 = first * A::BK, end = min(s.K, k0 + count * A::BK);
+    A copy_a(a + z * s.a_batch, s.lda, m0, s.M, k0, end);
+    B copy_b(b + z * s.b_batch, s.ldb, n0, s.N, k0, end);
     char *filled = ring, *read = ring;  // the stages that are filled and read next
-    auto advance = [&](char*& stage) { stage = stage == ring + (S::STAGES - 1) * S::STAGE ? ring : stage + S::STAGE; };
-    auto start = [&](int i, int quarter) {  // an empty group beyond the last tile
-        if (i < count) {
+    auto advance = [&](char* stage) { return stage == ring + (S::STAGES - 1) * S::STAGE ? ring : stage + S::STAGE; };
+    typename A::Element of_a[ALIGNED ? 1 : A::COUNT];
+    typename B::Element of_b[ALIGNED ? 1 : B::COUNT];
+    auto start = [&](int quarter) {  // zeros beyond the last tile
+        if constexpr (ALIGNED) {
             copy_a.copy(filled, quarter);
             copy_b.copy(filled + S::BM * 128, quarter);
+        } else {
+            if (quarter == 0) copy_a.fetch(of_a);
+            if (quarter == 1) A::put(filled, of_a);
+            if (quarter == 2) copy_b.fetch(of_b);
+            if (quarter == 3) B::put(filled + S::BM * 128, of_b);
         }
         if (quarter == 3) {
             cp_async_commit();
-            advance(filled);
+            filled = advance(filled);
         }
     };
     int warp = threadIdx.x / 32, m = warp / S::WARPS_N * S::WM, n = warp % S::WARPS_N * S::WN;
@@ -230,8 +232,11 @@ __global__ void __launch_bounds__(S::THREADS, S::BLOCKS)
         cp_async_wait<S::STAGES - 2>();
         __syncthreads();  // the next tile is there, and the stage that is filled next has been read
     };
+    if (count)
 #pragma unroll 1
-    for (int i = 0; i < 4 * (S::STAGES - 1); ++i) start(i / 4, i % 4);
+        for (int i = 0; i < S::STAGES - 1; ++i)
+#pragma unroll
+            for (int quarter = 0; quarter < 4; ++quarter) start(quarter);
     if (AHEAD && count) {
         wait();
         load(0);
@@ -247,12 +252,10 @@ __global__ void __launch_bounds__(S::THREADS, S::BLOCKS)
         for (int step = 0; step < STEPS; ++step) {  // while one step is multiplied, the fragments of the next one are loaded
             if (BUFFERS == 1 && step > 0) load(step);
             if (BUFFERS == 2 && step + 1 < STEPS) load(step + 1);
-            start(i + S::STAGES - 1, step);
+            start(step);
             if (AHEAD && step + 1 == STEPS) {  // without a branch, so that these loads and the products below are interleaved
                 wait();
-                char* next = read;
-                advance(next);
-                read = i + 1 < count ? next : read;
+                read = i + 1 < count ? advance(read) : read;
                 load(0);
             }
             if constexpr (TERMS == 3) multiply_tiles<T, TERMS>(sum, fa[step % BUFFERS], fb[step % BUFFERS]);
@@ -262,7 +265,7 @@ __global__ void __launch_bounds__(S::THREADS, S::BLOCKS)
 #pragma unroll
             for (int j = 0; j < MI * NJ * 4; ++j) acc[j / (NJ * 4)][j / 4 % NJ][j % 4] += sum[j / (NJ * 4)][j / 4 % NJ][j % 4];
         }
-        if (!AHEAD) advance(read);
+        if (!AHEAD) read = advance(read);
     }
     cp_async_wait<0>();
     __syncthreads();  // the ring buffer is free

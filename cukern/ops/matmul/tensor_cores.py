@@ -15,14 +15,13 @@ from torch import Tensor
 
 from cukern.ops.matmul import tensor_plan
 from cukern.ops.matmul.epilogue import Epilogue
-from cukern.runtime.backend import Dim
+from cukern.runtime.backend import Dim, spread
 from cukern.runtime.device import cached, device_of
 from cukern.runtime.kernel import Kernel, Template
 from cukern.runtime.tensor_map import encode
 from cukern.runtime.tensors import pointers
 
-V6 = Template("matmul/matmul.cu", "matmul_v6")
-V7, REDUCE, SPLIT, PAD = (Template("matmul/matmul.cu", f"matmul_{name}", pdl=True) for name in ("v7", "v6_reduce", "split", "pad"))
+V6, V7, REDUCE, SPLIT, PAD = (Template("matmul/matmul.cu", f"matmul_{n}", pdl=True) for n in ("v6", "v7", "v6_reduce", "split", "pad"))
 BY_TMA, ADDED, BY_THREADS = range(3)  # enum Storing in wgmma.cuh
 _SIZES = struct.Struct("@6i4q")  # struct Sizes in epilogue.cuh
 _TWO_LINES = struct.Struct("@4I2q4I2q")  # struct TwoLines in mma.cuh
@@ -34,11 +33,28 @@ Lines = tuple[int, ...]  # struct Lines in mma.cuh: how an operand is copied
 
 
 class _Operand(NamedTuple):
-    """A matrix (rows x K), or a batch of them. `ld`: the stride that is not 1; `batch`: that of the batch."""
+    """`matrices` matrices (rows x K), `batch` elements apart: 0 and one matrix if it is that of all. `ld`: the stride that is not 1."""
 
     along_k: bool
+    rows: int
+    K: int
     ld: int
+    matrices: int
     batch: int
+
+    def lines(self, at: int, itemsize: int) -> Lines:
+        """How the operand at this address is copied. No vectors if it is aligned."""
+        (lines, length), width = (self.rows, self.K) if self.along_k else (self.K, self.rows), 16 // itemsize
+        if not at % 16 and not math.gcd(length, self.ld, self.batch) % width:
+            return 0, 1, 1, 0, 0, 0
+        across = -(-length // width)
+        return self.matrices * lines * across, across, lines, length, self.ld, self.batch
+
+    def copied(self, by: Lines, itemsize: int) -> "_Operand":
+        """The copy."""
+        vectors, across, lines, *_ = by
+        ld = across * 16 // itemsize
+        return self._replace(ld=ld, batch=lines * ld if self.batch else 0) if vectors else self
 
 
 class _Launch(NamedTuple):
@@ -125,70 +141,48 @@ def _prepared(
     wgmma: bool, at_a: int, at_b: int, activation: int, index: int, splitting: bool,
 ) -> _Launch | None:  # fmt: skip
     *lead, M, K = a_shape
-    N, batch = b_shape[-1], math.prod(lead)
-    a = _operand(a_shape[-2:], a_strides[-2:], a_strides[0] if batch > 1 else 0)
-    b = _operand(b_shape[:-3:-1], b_strides[:-3:-1], b_strides[0] if batch > 1 else 0)
+    N, batch, itemsize = b_shape[-1], math.prod(lead), dtype.itemsize
+    a = _operand(a_shape[-2:], a_strides[-2:], batch, a_strides[0])
+    b = _operand(b_shape[:-3:-1], b_strides[:-3:-1], batch, b_strides[0])
     if a is None or b is None:
         return None
-    itemsize, wgmma = dtype.itemsize, wgmma and K > 0 and (dtype.itemsize == 2 or terms == 3 or (a.along_k and b.along_k))
-    copies = tuple(_alignment(math.gcd(at, x.ld * itemsize, x.batch * itemsize)) for at, x in ((at_a, a), (at_b, b)))
-    copied = [_lines(x, rows, K, batch, itemsize) if copy < 16 else _ALIGNED for copy, x, rows in zip(copies, (a, b), (M, N), strict=True)]
-    problem = tensor_plan.Problem(M, N, K, batch, itemsize, terms, wgmma, min(copies), 16 * sum(of[0] for of in copied))
-    planned = tensor_plan.plan(problem, device_of(index), splitting)
-    split = (a.along_k, b.along_k) if terms == 3 and planned.tile.wgmma else ()
+    copies: tuple[Lines, ...] = a.lines(at_a, itemsize), b.lines(at_b, itemsize)
+    pad_bytes, wgmma = 16 * (copies[0][0] + copies[1][0]), wgmma and _wgmma_reads(a, b, itemsize, terms)
+    problem = tensor_plan.Problem(M, N, K, batch, itemsize, terms, wgmma, not pad_bytes, pad_bytes)
+    tile, splits, blocks, _, padded = tensor_plan.plan(problem, device_of(index), splitting)
+    split = (a.along_k, b.along_k) if terms == 3 and tile.wgmma else ()
     if split:
         a, b = a._replace(along_k=True), b._replace(along_k=True)
-        copied = [_lines(x, rows, K, batch, itemsize) for x, rows in ((a, M), (b, N))]
-    if split or planned.padded:
-        a, b = (_after_copy(x, of, itemsize) for x, of in zip((a, b), copied, strict=True))
-    else:
-        copied = []
-    tile, splits = planned.tile, planned.splits
-    launch = (planned.grid, 1, 1), (32 * tile.warps, 1, 1), tile.shared
+        copies = a.lines(1, itemsize), b.lines(1, itemsize)
+    if split or padded:
+        a, b = a.copied(copies[0], itemsize), b.copied(copies[1], itemsize)
+    shared = tile.shared if tile.wgmma else spread(tile.shared, blocks, index)
     sizes = _SIZES.pack(M, N, K, batch, splits, activation, a.ld, b.ld, a.batch, b.batch)
+    launch = (blocks, 1, 1), (32 * tile.warps, 1, 1), shared, sizes, splits, copies if split or padded else (), split
     if not tile.wgmma:
-        kernel = V6[dtype, out_dtype, terms, a.along_k, b.along_k, 16 if copied else min(copies), tile.name]
-        return _Launch(kernel, *launch, sizes, splits, tuple(copied), split, ())
-    parts = (a, M, tile.rows), (b, N, tile.columns // tile.share)
-    results = None if tile.cluster_k > 1 else _map_of_results(index, M, N, batch, out_dtype)
-    maps = *(_map(index, x, rows, K, batch, box, dtype, terms) for x, rows, box in parts), results
-    kernel = V7[dtype, out_dtype, a.along_k, b.along_k, 0 if tile.cluster_k > 1 else activation, tile.name]
-    return _Launch(kernel, *launch, sizes, splits, tuple(copied), split, maps)
+        return _Launch(V6[dtype, out_dtype, terms, a.along_k, b.along_k, padded or not pad_bytes, tile.name], *launch, ())
+    of_out = None if tile.cluster_k > 1 else _map_of_results(index, M, N, batch, out_dtype)
+    maps = *(_map(index, x, box, dtype, terms) for x, box in ((a, tile.rows), (b, tile.columns // tile.share))), of_out
+    return _Launch(V7[dtype, out_dtype, a.along_k, b.along_k, 0 if tile.cluster_k > 1 else activation, tile.name], *launch, maps)
 
 
-_ALIGNED = 0, 1, 1, 0, 0, 0  # Lines of an operand that is not copied
+def _wgmma_reads(a: _Operand, b: _Operand, itemsize: int, terms: int) -> bool:
+    return a.K > 0 and (itemsize == 2 or terms == 3 or (a.along_k and b.along_k))
 
 
-def _lines(x: _Operand, rows: int, K: int, batch: int, itemsize: int) -> Lines:
-    (lines, length), width = (rows, K) if x.along_k else (K, rows), 16 // itemsize
-    across = -(-length // width)
-    return lines * across * (batch if x.batch else 1), across, lines, length, x.ld, x.batch
-
-
-def _after_copy(x: _Operand, of: Lines, itemsize: int) -> _Operand:
-    """The layout of its copy."""
-    vectors, across, lines, *_ = of
-    ld = across * 16 // itemsize
-    return _Operand(x.along_k, ld, lines * ld if x.batch else 0) if vectors else x
-
-
-def _alignment(n: int) -> int:
-    """The largest copy, in bytes, that is aligned at all multiples of n."""
-    return 2 if n & 3 else 4 if n & 15 else 16
-
-
-def _operand(shape: Sizes, strides: Sizes, batch: int) -> _Operand | None:
-    """The layout of a matrix (rows x K), or None if no stride is 1."""
+def _operand(shape: Sizes, strides: Sizes, batch: int, of_batch: int) -> _Operand | None:
+    """The layout of an operand, or None if no stride is 1."""
     (rows, k), (of_rows, of_k) = shape, strides
+    count, of_batch = (batch, of_batch) if batch > 1 and of_batch else (1, 0)
     if of_k == 1 or (k <= 1 and of_rows != 1):
-        return _Operand(True, of_rows if rows > 1 else 0, batch)
-    return _Operand(False, of_k if k > 1 else 0, batch) if of_rows == 1 or rows <= 1 else None
+        return _Operand(True, rows, k, of_rows if rows > 1 else 0, count, of_batch)
+    return _Operand(False, rows, k, of_k if k > 1 else 0, count, of_batch) if of_rows == 1 or rows <= 1 else None
 
 
-def _map(index: int, x: _Operand, rows: int, K: int, batch: int, box: int, dtype: torch.dtype, terms: int) -> Encoder:
+def _map(index: int, x: _Operand, box: int, dtype: torch.dtype, terms: int) -> Encoder:
     """Boxes of `box` rows of 128 bytes along K, or of 64 k by 128 bytes along the rows."""
-    outer, inner, box = (rows, K, box) if x.along_k else (K, rows, 64)
-    count, stride = (batch if x.batch else 1) * (2 if terms == 3 else 1), x.batch or rows * x.ld
+    outer, inner, box = (x.rows, x.K, box) if x.along_k else (x.K, x.rows, 64)
+    count, stride = x.matrices * (2 if terms == 3 else 1), x.batch or outer * x.ld
     strides = stride if count > 1 else 0, x.ld, 1
     arguments = (count, outer, inner), strides, (1, box, 128 // dtype.itemsize), 128, 256, "zeros", dtype == torch.float32
     return lambda address: encode(index, address, dtype, *arguments)
@@ -212,7 +206,7 @@ def instances(dtype: torch.dtype, wgmma: bool) -> Iterable[Kernel]:
         if dtype.itemsize == 2 and tile.split:
             continue
         if not tile.wgmma:
-            for copy in (16, 4) if dtype.itemsize == 4 else (16, 4, 2):
-                yield V6[dtype, dtype, 3 if tile.split else 1, a_k, b_k, copy, tile.name]
+            for aligned in (True, False) if dtype.itemsize == 2 and tile.name == tensor_plan.ELEMENTS else (True,):
+                yield V6[dtype, dtype, 3 if tile.split else 1, a_k, b_k, aligned, tile.name]
         elif wgmma and (dtype.itemsize == 2 or (a_k and b_k)):
             yield V7[dtype, dtype, a_k, b_k, 0, tile.name]

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from math import ceil
 from typing import NamedTuple
 
-from cukern.runtime.device import Device, allowed, cached, eligible
+from cukern.runtime.device import Device, cached, eligible
 
 K_BYTES = 128  # of a k tile, as in mma.cuh and wgmma.cuh
-L2_BYTES_CYCLE = {16: 28, 4: 14, 2: 9}  # bytes per cycle that an SM receives from L2, by the bytes of a copy
+L2_BYTES_CYCLE = 28  # bytes per cycle that an SM receives from L2 by cp.async
+ELEMENT_BYTES_CYCLE = 12  # the same by loads of 2 bytes
 START_US = 3.0  # of a launch, to fill the ring buffer and to store the last tile
 REDUCE_US = 2.5  # of the kernel that adds partial sums
-PAD_US = 2.5  # of the kernel that copies operands which are not aligned to 16 bytes
-MAX_PAD_BYTES = 1 << 35  # vectors of 16 bytes are counted in 32 bits
+PAD_US = 2.0  # of the kernel that copies operands which are not aligned to 16 bytes
 SPLITS = 1, 2, 3, 4, 6, 8, 12, 16, 24, 32  # of v6
 MIN_K_TILES = 4  # per block
 BOX_BYTES = 16 * 16 * 128  # of v7's results on their way to global memory
@@ -47,7 +47,6 @@ class Tile(NamedTuple):
 # v7's efficiencies are limited by the bandwidth of shared memory (docs/notes/matmul.md).
 TILES = (
     Tile("Mma128x128", 128, 128, 3, 0.9, per_sm=2),
-    Tile("Mma128x256", 128, 256, 4, 0.9, 8),
     Tile("Mma64x64", 64, 64, 3, 0.75, per_sm=4),
     Tile("Mma16x128", 16, 128, 4, 0.9, per_sm=3),
     Tile("MmaSplit128x128", 128, 128, 3, 0.9, 8, split=True),
@@ -61,6 +60,9 @@ TILES = (
 )
 
 
+ELEMENTS = "Mma64x64"  # the tile of v6 that also copies by elements, for 16-bit types
+
+
 class Plan(NamedTuple):
     tile: Tile
     splits: int  # of v6, whose partial sums go to a workspace
@@ -70,8 +72,8 @@ class Plan(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """`batch` products (M x K) . (K x N). `terms`: 3 for 3xTF32, else 1. `wgmma`: v7 may run, for what the layout allows. `copy`: bytes of
-    the largest aligned copy of both operands. `pad_bytes`: of the operands for which it is not 16."""
+    """`batch` products (M x K) . (K x N). `terms`: 3 for 3xTF32, else 1. `wgmma`: v7 may run, for what the layout allows. `aligned`:
+    the lines of both operands are whole vectors of 16 bytes. `pad_bytes`: of the operands for which they are not."""
 
     M: int
     N: int
@@ -80,7 +82,7 @@ class Problem(NamedTuple):
     itemsize: int
     terms: int
     wgmma: bool
-    copy: int = 16
+    aligned: bool = True
     pad_bytes: int = 0
 
 
@@ -94,8 +96,8 @@ def plan(problem: Problem, device: Device, splitting: bool) -> Plan:
 
 def _choices(p: Problem, k_tiles: int, device: Device, splitting: bool) -> list[tuple[Tile, Problem]]:
     """The tiles that may be chosen, with the problem after a copy of its operands, or as it is. Without `splitting` they are copied."""
-    problems = [p._replace(copy=16)] if p.pad_bytes < MAX_PAD_BYTES and allowed("Padded") else []
-    if not problems or (p.copy < 16 and splitting):
+    problems = [p._replace(aligned=True)]
+    if splitting and not p.aligned:
         problems.append(p)
     fitting = eligible([(t, q) for q in problems for t in TILES if _fits(t, q, device)], lambda c: c[0].name)
     fitting = [c for c in fitting if c[0].cluster_k == 1 or (splitting and _shares_k(c[0], p, k_tiles, device))] or fitting
@@ -103,13 +105,14 @@ def _choices(p: Problem, k_tiles: int, device: Device, splitting: bool) -> list[
 
 
 def _fits(tile: Tile, p: Problem, device: Device) -> bool:
-    wgmma = p.wgmma and device.wgmma and p.copy == 16
-    return tile.split == (p.terms == 3) and tile.wgmma <= wgmma and tile.shared <= device.shared_bytes
+    if not p.aligned and (tile.name != ELEMENTS or p.itemsize > 2):
+        return False  # other kernels of v6 are not compiled for that
+    return tile.split == (p.terms == 3) and tile.wgmma <= (p.wgmma and device.wgmma) and tile.shared <= device.shared_bytes
 
 
 def _plans(tile: Tile, p: Problem, k_tiles: int, device: Device, splitting: bool) -> Iterator[Plan]:
     tiles = p.batch * tile.share * ceil(p.M / (tile.rows * tile.share)) * ceil(p.N / tile.columns)
-    padded = p.copy == 16 and p.pad_bytes > 0 and not (tile.wgmma and tile.split)  # which splits unaligned operands
+    padded = p.aligned and p.pad_bytes > 0 and not (tile.wgmma and tile.split)  # which splits unaligned operands
     pad_us = PAD_US + 2 * p.pad_bytes / (device.sms * device.sm_bytes_us) if padded else 0.0
     if tile.wgmma:
         blocks = tiles * tile.cluster_k
@@ -133,7 +136,7 @@ def _shares_k(tile: Tile, p: Problem, k_tiles: int, device: Device) -> bool:
 def _mma_us(tile: Tile, blocks: int, k_tiles: int, splits: int, p: Problem, device: Device) -> float:
     rate = tile.efficiency * device.mma_fmas_cycle * (1 if p.itemsize == 2 else 0.5)
     tensor = tile.rows * tile.columns * (K_BYTES // p.itemsize) * p.terms / rate
-    copy = (tile.rows + tile.columns) * K_BYTES / L2_BYTES_CYCLE[p.copy]
+    copy = (tile.rows + tile.columns) * K_BYTES / (L2_BYTES_CYCLE if p.aligned else ELEMENT_BYTES_CYCLE)
     per_sm = max(1, min(tile.per_sm, device.sm_shared_bytes // (tile.shared + 1024)))
     on_sm = ceil(blocks / device.sms)  # of the busiest SM
     alone = 1.3 if min(on_sm, per_sm) * tile.warps < 8 else 1.0  # few warps hide less latency
