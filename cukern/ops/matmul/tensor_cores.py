@@ -43,9 +43,9 @@ class _Operand(NamedTuple):
     batch: int
 
     def lines(self, at: int, itemsize: int) -> Lines:
-        """How the operand at this address is copied. No vectors if it is aligned."""
+        """How the operand at this address is copied. No vectors if it is aligned, and TMA accepts its strides."""
         (lines, length), width = (self.rows, self.K) if self.along_k else (self.K, self.rows), 16 // itemsize
-        if not at % 16 and not math.gcd(length, self.ld, self.batch) % width:
+        if not (at % 16 or math.gcd(length, self.ld, self.batch) % width or self.ld == 0 < lines - 1):
             return 0, 1, 1, 0, 0, 0
         across = -(-length // width)
         return self.matrices * lines * across, across, lines, length, self.ld, self.batch
