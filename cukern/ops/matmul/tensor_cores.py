@@ -50,11 +50,12 @@ class _Operand(NamedTuple):
         across = -(-length // width)
         return self.matrices * lines * across, across, lines, length, self.ld, self.batch
 
-    def copied(self, by: Lines, itemsize: int) -> "_Operand":
-        """The copy."""
+    def copied(self, by: Lines, itemsize: int, parts: int) -> "_Operand":
+        """The copy, or two of them: the parts of 3xTF32."""
         vectors, across, lines, *_ = by
         ld = across * 16 // itemsize
-        return self._replace(ld=ld, batch=lines * ld if self.batch else 0) if vectors else self
+        batch = lines * ld if self.batch else 0
+        return self._replace(ld=ld, batch=batch, matrices=parts * self.matrices) if vectors else self
 
 
 class _Launch(NamedTuple):
@@ -151,19 +152,31 @@ def _prepared(
     problem = tensor_plan.Problem(M, N, K, batch, itemsize, terms, wgmma, not pad_bytes, pad_bytes)
     tile, splits, blocks, _, padded = tensor_plan.plan(problem, device_of(index), splitting)
     split = (a.along_k, b.along_k) if terms == 3 and tile.wgmma else ()
+    if split or padded:
+        a, b, copies = _copied(a, b, copies, itemsize, bool(split))
+    else:
+        copies = ()
+    shared = tile.shared if tile.wgmma else spread(tile.shared, blocks, index)
+    sizes = _SIZES.pack(M, N, K, batch, splits, activation, a.ld, b.ld, a.batch, b.batch)
+    launch = (blocks, 1, 1), (32 * tile.warps, 1, 1), shared, sizes, splits, copies, split
+    if not tile.wgmma:
+        return _Launch(V6[dtype, out_dtype, terms, a.along_k, b.along_k, padded or not pad_bytes, tile.name], *launch, ())
+    tf32, of_out = dtype == torch.float32, None
+    if tile.cluster_k == 1 and N * out_dtype.itemsize % 16 == 0:
+        of_out = _map(index, _Operand(True, M, N, N, batch, M * N), 16, out_dtype, False)
+    maps = _map(index, a, tile.rows, dtype, tf32), _map(index, b, tile.columns // tile.share, dtype, tf32), of_out
+    return _Launch(V7[dtype, out_dtype, a.along_k, b.along_k, 0 if tile.cluster_k > 1 else activation, tile.name], *launch, maps)
+
+
+def _copied(
+    a: _Operand, b: _Operand, copies: tuple[Lines, ...], itemsize: int, split: bool
+) -> tuple[_Operand, _Operand, tuple[Lines, ...]]:
+    """The copies. With `split` they are the parts of 3xTF32, contiguous along K."""
     if split:
         a, b = a._replace(along_k=True), b._replace(along_k=True)
         copies = a.lines(1, itemsize), b.lines(1, itemsize)
-    if split or padded:
-        a, b = a.copied(copies[0], itemsize), b.copied(copies[1], itemsize)
-    shared = tile.shared if tile.wgmma else spread(tile.shared, blocks, index)
-    sizes = _SIZES.pack(M, N, K, batch, splits, activation, a.ld, b.ld, a.batch, b.batch)
-    launch = (blocks, 1, 1), (32 * tile.warps, 1, 1), shared, sizes, splits, copies if split or padded else (), split
-    if not tile.wgmma:
-        return _Launch(V6[dtype, out_dtype, terms, a.along_k, b.along_k, padded or not pad_bytes, tile.name], *launch, ())
-    of_out = None if tile.cluster_k > 1 else _map_of_results(index, M, N, batch, out_dtype)
-    maps = *(_map(index, x, box, dtype, terms) for x, box in ((a, tile.rows), (b, tile.columns // tile.share))), of_out
-    return _Launch(V7[dtype, out_dtype, a.along_k, b.along_k, 0 if tile.cluster_k > 1 else activation, tile.name], *launch, maps)
+    parts = 2 if split else 1
+    return a.copied(copies[0], itemsize, parts), b.copied(copies[1], itemsize, parts), copies
 
 
 def _wgmma_reads(a: _Operand, b: _Operand, itemsize: int, terms: int) -> bool:
@@ -179,19 +192,12 @@ def _operand(shape: Sizes, strides: Sizes, batch: int, of_batch: int) -> _Operan
     return _Operand(False, rows, k, of_k if k > 1 else 0, count, of_batch) if of_rows == 1 or rows <= 1 else None
 
 
-def _map(index: int, x: _Operand, box: int, dtype: torch.dtype, terms: int) -> Encoder:
+def _map(index: int, x: _Operand, box: int, dtype: torch.dtype, tf32: bool) -> Encoder:
     """Boxes of `box` rows of 128 bytes along K, or of 64 k by 128 bytes along the rows."""
     outer, inner, box = (x.rows, x.K, box) if x.along_k else (x.K, x.rows, 64)
-    count, stride = x.matrices * (2 if terms == 3 else 1), x.batch or outer * x.ld
-    strides = stride if count > 1 else 0, x.ld, 1
-    arguments = (count, outer, inner), strides, (1, box, 128 // dtype.itemsize), 128, 256, "zeros", dtype == torch.float32
+    strides = x.batch or outer * x.ld, x.ld, 1
+    arguments = (x.matrices, outer, inner), strides, (1, box, 128 // dtype.itemsize), 128, 256, "zeros", tf32
     return lambda address: encode(index, address, dtype, *arguments)
-
-
-def _map_of_results(index: int, M: int, N: int, batch: int, dtype: torch.dtype) -> Encoder | None:
-    """16 rows of 128 bytes of the results, or None if rows are not whole 16 bytes."""
-    arguments = (batch, M, N), (M * N, N, 1), (1, 16, 128 // dtype.itemsize), 128
-    return None if N * dtype.itemsize % 16 else lambda address: encode(index, address, dtype, *arguments)
 
 
 def instances(dtype: torch.dtype, wgmma: bool) -> Iterable[Kernel]:

@@ -122,8 +122,11 @@ def test_copies_by_elements(device, dtype, monkeypatch):
 
 @kernels
 def test_unaligned_batches_and_results(device):
-    """The copies of batches, one of which is broadcast, and odd rows of results with a bias and a residual."""
+    """The copies of batches, one of which is broadcast, odd rows of results with a bias and a residual, and a stride of 0."""
     need("v7")
+    for version in ("v6", "v7"):
+        a, b = torch.randn(1, 64, device=device).to(B).expand(70, 64), torch.randn(64, 24, device=device).to(B)
+        assert_right(multiply(a, b, version), a, b, "a stride of 0")
     a, b = torch.randn(3, 20, 27, device=device).to(B), torch.randn(27, 35, device=device).to(B)
     bias, residual = torch.randn(36, device=device).to(B)[1:], torch.randn(60, 35, device=device).to(B)
     for version, tile in (("v6", "Mma64x64"), ("v7", "Wgmma128x128"), ("v7", "Wgmma128x192")):
