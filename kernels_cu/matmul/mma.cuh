@@ -6,8 +6,8 @@
 // Layout     A_K: A is contiguous along k, else along m. B_K: B is contiguous along k, else along n. Nothing is transposed in memory.
 //            A tile has 128 bytes of k. Along k: rows of 128 bytes. Along m or n: a row per k. Units of 16 bytes are swizzled, so that
 //            copies and fragment loads have no bank conflicts.
-// Copies     ALIGNED: cp.async of 16 bytes; lines of the operands are whole vectors of 16 bytes. matmul_pad makes such lines of others. Else:
-//            of single elements, through registers, for small products. What is outside of a matrix is filled with zeros.
+// Copies     cp.async of 16 bytes: lines of the operands are whole vectors of 16 bytes. matmul_pad makes such lines of others. What is
+//            outside of a matrix is filled with zeros.
 // Launch     grid batch * splits * tiles, block Tile::THREADS, dynamic shared memory Tile::BYTES. With splits > 1, partial sums go to
 //            `partials`, and matmul_v6_reduce adds them.
 #pragma once
@@ -30,15 +30,13 @@ using MmaSplit64x64 = MmaTile<64, 64, 32, 32, 3, 3>;
 using Mma16x128 = MmaTile<16, 128, 16, 32, 4, 3>;
 
 // The tiles of one operand in shared memory, EXTENT rows (m or n) by 128 bytes of k.
-template <typename T, bool ALONG_K, int EXTENT, bool ALIGNED, int THREADS>
+template <typename T, bool ALONG_K, int EXTENT, int THREADS>
 struct MmaOperand {
     static constexpr int BK = 128 / sizeof(T), PER_UNIT = 16 / sizeof(T);
     static constexpr int ROW = ALONG_K ? 128 : EXTENT * sizeof(T);  // bytes
-    static constexpr int UNITS = ROW / 16;
-    static constexpr int COPY = ALIGNED ? 16 : sizeof(T), ACROSS = ROW / COPY, STEP = THREADS / ACROSS;  // STEP rows are copied at a time
+    static constexpr int UNITS = ROW / 16, STEP = THREADS / UNITS;  // STEP rows are copied at a time
     static constexpr int ROWS = ALONG_K ? EXTENT : BK, COUNT = ROWS / STEP;
-    static_assert(THREADS % ACROSS == 0 && ROWS % STEP == 0);
-    using Element = unsigned short;
+    static_assert(THREADS % UNITS == 0 && ROWS % STEP == 0);
 
     const char* from;  // the thread's next copy
     long long ld;      // bytes
@@ -47,8 +45,8 @@ struct MmaOperand {
     // The tiles from row row0 and element k0 of K on.
     __device__ __forceinline__ MmaOperand(const T* matrix, long long stride, int row0, int rows, int k0, int K)
         : ld(stride * sizeof(T)), extent(rows - row0), left(K - k0) {
-        long long first = threadIdx.x / ACROSS + (ALONG_K ? row0 : k0);
-        from = reinterpret_cast<const char*>(matrix + first * stride + (ALONG_K ? k0 : row0)) + threadIdx.x % ACROSS * COPY;
+        long long first = threadIdx.x / UNITS + (ALONG_K ? row0 : k0);
+        from = reinterpret_cast<const char*>(matrix + first * stride + (ALONG_K ? k0 : row0)) + threadIdx.x % UNITS * 16;
     }
 
     // The place of a unit of 16 bytes in its row. ldmatrix reads 8 rows of one unit; TF32 along mn reads 4 rows of 8 floats.
@@ -58,38 +56,18 @@ struct MmaOperand {
         else return unit ^ (UNITS >= 8 ? (row & 3) << 1 : (row >> 1 & 1) << 1);
     }
 
-    __device__ __forceinline__ static int place(int byte, int row) { return row * ROW + (swizzled(byte / 16, row) << 4) + byte % 16; }
-
-    __device__ __forceinline__ bool has(int row) const {  // in the matrix, at this thread's place in a row
-        return int(threadIdx.x % ACROSS * COPY) < (ALONG_K ? left : extent) * int(sizeof(T)) && row < (ALONG_K ? extent : left);
-    }
-
     // Start a quarter of the copies of the next tile to shared memory. There are no branches, so that they mix with other instructions.
     __device__ __forceinline__ void copy(char* shared, int quarter) {
-        unsigned to = shared_address(shared);
+        int unit = threadIdx.x % UNITS;
+        bool inside = unit * 16 < (ALONG_K ? left : extent) * int(sizeof(T));
 #pragma unroll
         for (int i = 0; i < COUNT; ++i) {
-            int row = threadIdx.x / ACROSS + i * STEP;
+            int row = threadIdx.x / UNITS + i * STEP;
             if (i * 4 / COUNT != quarter) continue;
-            cp_async_16(to + place(threadIdx.x % ACROSS * 16, row), from, has(row));
+            cp_async_16(shared_address(shared) + row * ROW + swizzled(unit, row) * 16, from, inside && row < (ALONG_K ? extent : left));
             from += STEP * ld;
         }
-        if (quarter == 3) advance();
-    }
-
-    // Load the elements of the next tile, and store them to shared memory.
-    __device__ __forceinline__ void fetch(Element (&x)[COUNT]) {
-#pragma unroll
-        for (int i = 0; i < COUNT; ++i, from += STEP * ld)
-            x[i] = has(threadIdx.x / ACROSS + i * STEP) ? *reinterpret_cast<const Element*>(from) : Element(0);
-        advance();
-    }
-    __device__ __forceinline__ static void put(char* shared, const Element (&x)[COUNT]) {
-#pragma unroll
-        for (int i = 0; i < COUNT; ++i)
-            *reinterpret_cast<Element*>(shared + place(threadIdx.x % ACROSS * COPY, threadIdx.x / ACROSS + i * STEP)) = x[i];
-    }
-    __device__ __forceinline__ void advance() {
+        if (quarter < 3) return;
         left -= BK;
         if (ALONG_K) from += 128 - EXTENT * ld;
     }
@@ -181,15 +159,15 @@ __global__ void __launch_bounds__(256) matmul_pad(T* to, const T* a, const T* b,
     store_vec(to + i * (long long)W, v);
 }
 
-template <typename T, typename O, int TERMS, bool A_K, bool B_K, bool ALIGNED, typename S>
-__global__ void __launch_bounds__(S::THREADS, ALIGNED ? S::BLOCKS : 2)
+template <typename T, typename O, int TERMS, bool A_K, bool B_K, typename S>
+__global__ void __launch_bounds__(S::THREADS, S::BLOCKS)
     matmul_v6(O* out, O* pre, float* partials, const T* a, const T* b, const T* bias, const O* residual, Sizes s) {
-    using A = MmaOperand<T, A_K, S::BM, ALIGNED, S::THREADS>;
-    using B = MmaOperand<T, B_K, S::BN, ALIGNED, S::THREADS>;
+    using A = MmaOperand<T, A_K, S::BM, S::THREADS>;
+    using B = MmaOperand<T, B_K, S::BN, S::THREADS>;
     constexpr int MI = S::WM / 16, NJ = S::WN / 8, STEPS = 4;
     // AHEAD: load the first fragments of the next tile early. BUFFERS of fragments. Where registers do not suffice: without.
-    constexpr bool AHEAD = sizeof(T) == 2 && ALIGNED;
-    constexpr int BUFFERS = !ALIGNED || (sizeof(T) == 4 && TERMS == 1 && !A_K && !B_K) ? 1 : 2;
+    constexpr bool AHEAD = sizeof(T) == 2;
+    constexpr int BUFFERS = sizeof(T) == 4 && TERMS == 1 && !A_K && !B_K ? 1 : 2;
     extern __shared__ __align__(128) char ring[];
     wait_for_previous();
     let_next_start();
@@ -202,18 +180,9 @@ __global__ void __launch_bounds__(S::THREADS, ALIGNED ? S::BLOCKS : 2)
     B copy_b(b + z * s.b_batch, s.ldb, n0, s.N, k0, end);
     char *filled = ring, *read = ring;  // the stages that are filled and read next
     auto advance = [&](char* stage) { return stage == ring + (S::STAGES - 1) * S::STAGE ? ring : stage + S::STAGE; };
-    typename A::Element of_a[ALIGNED ? 1 : A::COUNT];
-    typename B::Element of_b[ALIGNED ? 1 : B::COUNT];
     auto start = [&](int quarter) {  // zeros beyond the last tile
-        if constexpr (ALIGNED) {
-            copy_a.copy(filled, quarter);
-            copy_b.copy(filled + S::BM * 128, quarter);
-        } else {
-            if (quarter == 0) copy_a.fetch(of_a);
-            if (quarter == 1) A::put(filled, of_a);
-            if (quarter == 2) copy_b.fetch(of_b);
-            if (quarter == 3) B::put(filled + S::BM * 128, of_b);
-        }
+        copy_a.copy(filled, quarter);
+        copy_b.copy(filled + S::BM * 128, quarter);
         if (quarter == 3) {
             cp_async_commit();
             filled = advance(filled);

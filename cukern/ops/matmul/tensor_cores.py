@@ -148,11 +148,10 @@ def _prepared(
     if a is None or b is None:
         return None
     copies: tuple[Lines, ...] = a.lines(at_a, itemsize), b.lines(at_b, itemsize)
-    pad_bytes, wgmma = 16 * (copies[0][0] + copies[1][0]), wgmma and _wgmma_reads(a, b, itemsize, terms)
-    problem = tensor_plan.Problem(M, N, K, batch, itemsize, terms, wgmma, not pad_bytes, pad_bytes)
-    tile, splits, blocks, _, padded = tensor_plan.plan(problem, device_of(index), splitting)
+    problem = tensor_plan.Problem(M, N, K, batch, itemsize, terms, wgmma and _wgmma_reads(a, b, itemsize, terms))
+    tile, splits, blocks, _ = tensor_plan.plan(problem, device_of(index), splitting)
     split = (a.along_k, b.along_k) if terms == 3 and tile.wgmma else ()
-    if split or padded:
+    if split or copies[0][0] or copies[1][0]:
         a, b, copies = _copied(a, b, copies, itemsize, bool(split))
     else:
         copies = ()
@@ -160,7 +159,7 @@ def _prepared(
     sizes = _SIZES.pack(M, N, K, batch, splits, activation, a.ld, b.ld, a.batch, b.batch)
     launch = (blocks, 1, 1), (32 * tile.warps, 1, 1), shared, sizes, splits, copies, split
     if not tile.wgmma:
-        return _Launch(V6[dtype, out_dtype, terms, a.along_k, b.along_k, padded or not pad_bytes, tile.name], *launch, ())
+        return _Launch(V6[dtype, out_dtype, terms, a.along_k, b.along_k, tile.name], *launch, ())
     tf32, of_out = dtype == torch.float32, None
     if tile.cluster_k == 1 and N * out_dtype.itemsize % 16 == 0:
         of_out = _map(index, _Operand(True, M, N, N, batch, M * N), 16, out_dtype, False)
@@ -212,7 +211,6 @@ def instances(dtype: torch.dtype, wgmma: bool) -> Iterable[Kernel]:
         if dtype.itemsize == 2 and tile.split:
             continue
         if not tile.wgmma:
-            for aligned in (True, False) if dtype.itemsize == 2 and tile.name == tensor_plan.ELEMENTS else (True,):
-                yield V6[dtype, dtype, 3 if tile.split else 1, a_k, b_k, aligned, tile.name]
+            yield V6[dtype, dtype, 3 if tile.split else 1, a_k, b_k, tile.name]
         elif wgmma and (dtype.itemsize == 2 or (a_k and b_k)):
             yield V7[dtype, dtype, a_k, b_k, 0, tile.name]

@@ -11,10 +11,10 @@ from cukern.runtime.device import Device, cached, eligible
 
 K_BYTES = 128  # of a k tile, as in mma.cuh and wgmma.cuh
 L2_BYTES_CYCLE = 28  # bytes per cycle that an SM receives from L2 by cp.async
-ELEMENT_BYTES_CYCLE = 12  # the same by loads of 2 bytes
-START_US = 3.0  # of a launch, to fill the ring buffer and to store the last tile
-REDUCE_US = 2.5  # of the kernel that adds partial sums
-PAD_US = 2.0  # of the kernel that copies operands which are not aligned to 16 bytes
+START_US = {False: 2.0, True: 3.0}  # of a launch of v6 or v7, to fill the ring buffer and to store the last tile
+UNALIGNED_US = 1.5  # of v7, if it cannot store its results by TMA
+REDUCE_US = 1.5  # of the kernel that adds partial sums
+SPLIT_US = 5.0  # of the kernels that split both operands into TF32 numbers
 SPLITS = 1, 2, 3, 4, 6, 8, 12, 16, 24, 32  # of v6
 MIN_K_TILES = 4  # per block
 BOX_BYTES = 16 * 16 * 128  # of v7's results on their way to global memory
@@ -60,20 +60,15 @@ TILES = (
 )
 
 
-ELEMENTS = "Mma64x64"  # the tile of v6 that also copies by elements, for 16-bit types
-
-
 class Plan(NamedTuple):
     tile: Tile
     splits: int  # of v6, whose partial sums go to a workspace
     grid: int
     us: float
-    padded: bool  # operands that are not aligned are copied first
 
 
 class Problem(NamedTuple):
-    """`batch` products (M x K) . (K x N). `terms`: 3 for 3xTF32, else 1. `wgmma`: v7 may run, for what the layout allows. `aligned`:
-    the lines of both operands are whole vectors of 16 bytes. `pad_bytes`: of the operands for which they are not."""
+    """`batch` products (M x K) . (K x N). `terms`: 3 for 3xTF32, else 1. `wgmma`: v7 may run, for what the layout allows."""
 
     M: int
     N: int
@@ -82,49 +77,36 @@ class Problem(NamedTuple):
     itemsize: int
     terms: int
     wgmma: bool
-    aligned: bool = True
-    pad_bytes: int = 0
 
 
 @cached(4096)
 def plan(problem: Problem, device: Device, splitting: bool) -> Plan:
     """The cheapest plan. Without `splitting`, the choice of v6 or v7 and the order of additions do not depend on M and N."""
     k_tiles = max(1, ceil(problem.K * problem.itemsize / K_BYTES))
-    found = [p for tile, q in _choices(problem, k_tiles, device, splitting) for p in _plans(tile, q, k_tiles, device, splitting)]
+    found = [p for tile in _tiles(problem, k_tiles, device, splitting) for p in _plans(tile, problem, k_tiles, device, splitting)]
     return min(found, key=lambda p: p.us)
 
 
-def _choices(p: Problem, k_tiles: int, device: Device, splitting: bool) -> list[tuple[Tile, Problem]]:
-    """The tiles that may be chosen, with the problem after a copy of its operands, or as it is. Without `splitting` they are copied."""
-    problems = [p._replace(aligned=True)]
-    if splitting and not p.aligned:
-        problems.append(p)
-    fitting = eligible([(t, q) for q in problems for t in TILES if _fits(t, q, device)], lambda c: c[0].name)
-    fitting = [c for c in fitting if c[0].cluster_k == 1 or (splitting and _shares_k(c[0], p, k_tiles, device))] or fitting
-    return fitting if splitting else [c for c in fitting if c[0].wgmma] or fitting
-
-
-def _fits(tile: Tile, p: Problem, device: Device) -> bool:
-    if not p.aligned and (tile.name != ELEMENTS or p.itemsize > 2):
-        return False  # other kernels of v6 are not compiled for that
-    return tile.split == (p.terms == 3) and tile.wgmma <= (p.wgmma and device.wgmma) and tile.shared <= device.shared_bytes
+def _tiles(p: Problem, k_tiles: int, device: Device, splitting: bool) -> list[Tile]:
+    """The tiles that may be chosen."""
+    wgmma = p.wgmma and device.wgmma
+    fitting = [t for t in TILES if t.split == (p.terms == 3) and t.wgmma <= wgmma and t.shared <= device.shared_bytes]
+    fitting = eligible(fitting, lambda t: t.name)
+    fitting = [t for t in fitting if t.cluster_k == 1 or (splitting and _shares_k(t, p, k_tiles, device))] or fitting
+    return fitting if splitting else [t for t in fitting if t.wgmma] or fitting
 
 
 def _plans(tile: Tile, p: Problem, k_tiles: int, device: Device, splitting: bool) -> Iterator[Plan]:
     tiles = p.batch * tile.share * ceil(p.M / (tile.rows * tile.share)) * ceil(p.N / tile.columns)
-    padded = p.aligned and p.pad_bytes > 0 and not (tile.wgmma and tile.split)  # which splits unaligned operands
-    pad_us = PAD_US + 2 * p.pad_bytes / (device.sms * device.sm_bytes_us) if padded else 0.0
     if tile.wgmma:
         blocks = tiles * tile.cluster_k
         resident = max(1, device.sms // tile.cluster) * tile.cluster
-        us = pad_us + _wgmma_us(tile, blocks, k_tiles, p, device)
-        yield Plan(tile, 1, blocks if tile.cluster_k > 1 else min(blocks, resident), us, padded)
+        yield Plan(tile, 1, blocks if tile.cluster_k > 1 else min(blocks, resident), _wgmma_us(tile, blocks, k_tiles, p, device))
         return
     few = splitting and tiles < 2 * tile.per_sm * device.sms
     for splits in SPLITS:
         if splits == 1 or (few and splits <= k_tiles // MIN_K_TILES):
-            us = pad_us + _mma_us(tile, tiles * splits, k_tiles, splits, p, device)
-            yield Plan(tile, splits, tiles * splits, us, padded)
+            yield Plan(tile, splits, tiles * splits, _mma_us(tile, tiles * splits, k_tiles, splits, p, device))
 
 
 def _shares_k(tile: Tile, p: Problem, k_tiles: int, device: Device) -> bool:
@@ -136,25 +118,29 @@ def _shares_k(tile: Tile, p: Problem, k_tiles: int, device: Device) -> bool:
 def _mma_us(tile: Tile, blocks: int, k_tiles: int, splits: int, p: Problem, device: Device) -> float:
     rate = tile.efficiency * device.mma_fmas_cycle * (1 if p.itemsize == 2 else 0.5)
     tensor = tile.rows * tile.columns * (K_BYTES // p.itemsize) * p.terms / rate
-    copy = (tile.rows + tile.columns) * K_BYTES / (L2_BYTES_CYCLE if p.aligned else ELEMENT_BYTES_CYCLE)
+    copy = (tile.rows + tile.columns) * K_BYTES / L2_BYTES_CYCLE
     per_sm = max(1, min(tile.per_sm, device.sm_shared_bytes // (tile.shared + 1024)))
     on_sm = ceil(blocks / device.sms)  # of the busiest SM
     alone = 1.3 if min(on_sm, per_sm) * tile.warps < 8 else 1.0  # few warps hide less latency
     ends = ceil(on_sm / per_sm) * 2500  # cycles to fill the ring buffer and to store the tile
     cycles = on_sm * ceil(k_tiles / splits) * max(tensor, copy) * alone + ends
     if splits == 1:
-        return START_US + cycles / device.cycles_us
+        return START_US[False] + cycles / device.cycles_us
     partials = 8 * p.batch * p.M * p.N * splits / (device.sms * device.sm_bytes_us)  # written and read once; most of them stay in L2
-    return START_US + cycles / device.cycles_us + REDUCE_US + partials
+    return START_US[False] + cycles / device.cycles_us + REDUCE_US + partials
 
 
 def _wgmma_us(tile: Tile, blocks: int, k_tiles: int, p: Problem, device: Device) -> float:
     rate = tile.efficiency * device.wgmma_fmas_cycle * 2 / p.itemsize
     tensor = tile.rows * tile.columns * (K_BYTES // p.itemsize) * p.terms / rate
     on_sm = ceil(blocks / device.sms)  # of the busiest SM
-    us = START_US + on_sm * (ceil(k_tiles / tile.cluster_k) * tensor + 500) / device.cycles_us
+    us = (
+        START_US[True]
+        + (UNALIGNED_US if p.N * p.itemsize % 16 else 0)
+        + on_sm * (ceil(k_tiles / tile.cluster_k) * tensor + 500) / device.cycles_us
+    )
     if tile.cluster_k > 1:
         us += 2.5 * on_sm  # to add the partial sums; the next block does not start before
     if p.terms == 3:  # both operands are read and written twice
-        us += 2 * REDUCE_US + 3 * 4 * p.batch * (p.M + p.N) * p.K / (device.sms * device.sm_bytes_us)
+        us += SPLIT_US + 3 * 4 * p.batch * (p.M + p.N) * p.K / (device.sms * device.sm_bytes_us)
     return us

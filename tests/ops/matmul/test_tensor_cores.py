@@ -105,22 +105,6 @@ def test_every_alignment(device, dtype, pad, version):
 
 
 @kernels
-@pytest.mark.parametrize("dtype", (B, H), ids=str)
-def test_copies_by_elements(device, dtype, monkeypatch):
-    """Of small products, which copies of the operands would delay, with split-K and a batch too."""
-    need("v6")
-    monkeypatch.setattr("cukern.ops.matmul.tensor_cores._deterministic", lambda: False)
-    monkeypatch.setattr(tensor_plan, "PAD_US", 1e6)
-    monkeypatch.setattr("cukern.ops.matmul.tensor_cores._pad", None)
-    for (ta, tb), (M, N, K) in zip(LAYOUTS, ((7, 33, 65), (66, 9, 34), (17, 70, 515), (1, 3, 331)), strict=True):
-        a, b = matrix(M, K, ta, dtype, device, 1), matrix(K, N, tb, dtype, device, 3)
-        for x, y in ((a, b), (a[:, 1:], b[1:])):
-            assert_right(multiply(x, y, "v6"), x, y, (M, N, K, ta, tb))
-    a, b = torch.randn(3, 20, 27, device=device).to(dtype), torch.randn(3, 27, 35, device=device).to(dtype)
-    assert_right(multiply(a, b, "v6"), a, b, "batch")
-
-
-@kernels
 def test_unaligned_batches_and_results(device):
     """The copies of batches, one of which is broadcast, odd rows of results with a bias and a residual, and a stride of 0."""
     need("v7")
