@@ -214,6 +214,8 @@ __global__ void __launch_bounds__(S::THREADS, S::BLOCKS)
     for (int i = 0; i < count; ++i) {
         if (!AHEAD) {
             wait();
+#pragma unroll
+            for (int quarter = 0; quarter < 4; ++quarter) start(quarter);
             load(0);
         }
         float sum[TERMS == 3 ? MI : 1][NJ][4] = {};
@@ -221,7 +223,7 @@ __global__ void __launch_bounds__(S::THREADS, S::BLOCKS)
         for (int step = 0; step < STEPS; ++step) {  // while one step is multiplied, the fragments of the next one are loaded
             if (BUFFERS == 1 && step > 0) load(step);
             if (BUFFERS == 2 && step + 1 < STEPS) load(step + 1);
-            start(step);
+            if (AHEAD) start(step);
             if (AHEAD && step + 1 == STEPS) {  // without a branch, so that these loads and the products below are interleaved
                 wait();
                 read = i + 1 < count ? advance(read) : read;
