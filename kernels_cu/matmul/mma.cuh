@@ -214,7 +214,7 @@ __global__ void __launch_bounds__(S::THREADS, S::BLOCKS)
     for (int i = 0; i < count; ++i) {
         if (!AHEAD) {
             wait();
-#pragma unroll
+#pragma unroll(BUFFERS == 1 ? 1 : 4)
             for (int quarter = 0; quarter < 4; ++quarter) start(quarter);
             load(0);
         }
