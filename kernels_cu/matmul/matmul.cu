@@ -3,7 +3,7 @@
 //
 // Layout     C is (M, N), row-major and contiguous. A is (M, K), B is (K, N), bias is (N) or a null pointer. A and B have any strides:
 //            a_m and a_k are the strides of A in elements, b_k and b_n those of B. A transposed matrix is not copied. v4 to v7 require
-//            that one stride of each matrix is 1. lda and ldb are the other strides.
+//            that one stride of each matrix is 1. lda and ldb are the other strides. For v6 and v7, matmul_pad copies unaligned operands.
 // Types      v1 to v5: T is float or double, and float never uses TF32. v6, v7: 16-bit types, and float in TF32 or 3xTF32.
 //            K = 0 gives zeros (plus bias).
 // Algorithm  See the comment of each kernel.
@@ -18,7 +18,7 @@
 // v5       register tiles of 8x16, cp.async ring buffer, no register bank
 //          conflicts, stream-K, short chains of additions (sm_80)             52 TFLOP/s
 // v6       tensor cores: mma.sync, ldmatrix, cp.async, split-K (sm_80)        56 TFLOP/s in 3xTF32, 177 in TF32 (cuBLAS 394);
-//                                                                             bfloat16: 407 (cuBLAS 709)
+//                                                                             bfloat16: 453 (cuBLAS 782)
 // v7       wgmma, TMA with multicast, producer and consumers, persistent;     on an H100: 112 TFLOP/s in 3xTF32, 383 in TF32 (cuBLAS 387);
 //          results are stored while the next tile is multiplied (sm_90a)      bfloat16: 731 (cuBLAS 728)
 // Experiments and dead ends: docs/notes/matmul.md.

@@ -6,8 +6,8 @@
 // Layout     A_K: A is contiguous along k, else along m. B_K: B is contiguous along k, else along n. Nothing is transposed in memory.
 //            A tile has 128 bytes of k. Along k: rows of 128 bytes. Along m or n: a row per k. Units of 16 bytes are swizzled, so that
 //            copies and fragment loads have no bank conflicts.
-// Copies     COPY is the number of bytes of one copy: 16 if the address and the leading stride are multiples of it; 4; or 2, which
-//            goes through registers. What is outside of a matrix is filled with zeros.
+// Copies     cp.async of 16 bytes: lines of the operands are whole vectors of 16 bytes. matmul_pad makes such lines of others. What is
+//            outside of a matrix is filled with zeros.
 // Launch     grid batch * splits * tiles, block Tile::THREADS, dynamic shared memory Tile::BYTES. With splits > 1, partial sums go to
 //            `partials`, and matmul_v6_reduce adds them.
 #pragma once
@@ -30,18 +30,24 @@ using MmaSplit64x64 = MmaTile<64, 64, 32, 32, 3, 3>;
 using Mma16x128 = MmaTile<16, 128, 16, 32, 4, 3>;
 
 // The tiles of one operand in shared memory, EXTENT rows (m or n) by 128 bytes of k.
-template <typename T, bool ALONG_K, int EXTENT, int COPY, int THREADS>
+template <typename T, bool ALONG_K, int EXTENT, int THREADS>
 struct MmaOperand {
     static constexpr int BK = 128 / sizeof(T), PER_UNIT = 16 / sizeof(T);
     static constexpr int ROW = ALONG_K ? 128 : EXTENT * sizeof(T);  // bytes
-    static constexpr int UNITS = ROW / 16;
+    static constexpr int UNITS = ROW / 16, STEP = THREADS / UNITS;  // STEP rows are copied at a time
+    static constexpr int ROWS = ALONG_K ? EXTENT : BK, COUNT = ROWS / STEP;
+    static_assert(THREADS % UNITS == 0 && ROWS % STEP == 0);
 
-    const char* x;  // the first row of the tile
-    long long ld;   // bytes
-    int extent, K;  // rows from the tile's first to the last of the matrix, and the matrix's extent along k
+    const char* from;  // the thread's next copy
+    long long ld;      // bytes
+    int extent, left;  // from the tile to the end of the matrix: rows, and elements of k
 
-    __device__ __forceinline__ MmaOperand(const T* matrix, long long stride, int row0, int rows, int K)
-        : x(reinterpret_cast<const char*>(matrix + row0 * (ALONG_K ? stride : 1))), ld(stride * sizeof(T)), extent(rows - row0), K(K) {}
+    // The tiles from row row0 and element k0 of K on.
+    __device__ __forceinline__ MmaOperand(const T* matrix, long long stride, int row0, int rows, int k0, int K)
+        : ld(stride * sizeof(T)), extent(rows - row0), left(K - k0) {
+        long long first = threadIdx.x / UNITS + (ALONG_K ? row0 : k0);
+        from = reinterpret_cast<const char*>(matrix + first * stride + (ALONG_K ? k0 : row0)) + threadIdx.x % UNITS * 16;
+    }
 
     // The place of a unit of 16 bytes in its row. ldmatrix reads 8 rows of one unit; TF32 along mn reads 4 rows of 8 floats.
     __device__ __forceinline__ static int swizzled(int unit, int row) {
@@ -50,24 +56,20 @@ struct MmaOperand {
         else return unit ^ (UNITS >= 8 ? (row & 3) << 1 : (row >> 1 & 1) << 1);
     }
 
-    // Start to copy the tile that begins at k0 to shared memory.
-    __device__ __forceinline__ void copy(char* shared, int k0) const {
-        constexpr int ACROSS = ROW / COPY, STEP = THREADS / ACROSS, ROWS = ALONG_K ? EXTENT : BK;
-        static_assert(THREADS % ACROSS == 0);
-        int row0 = threadIdx.x / ACROSS, byte = threadIdx.x % ACROSS * COPY;
-        int rows_left = ALONG_K ? extent : K - k0, columns_left = (ALONG_K ? K - k0 : extent) * int(sizeof(T));
-        int bytes = max(0, min(COPY, columns_left - byte));
-        const char* from = x + (ALONG_K ? k0 * (long long)sizeof(T) : k0 * ld) + row0 * ld + byte;
-        unsigned to = shared_address(shared);
-#pragma unroll(COPY == 16 ? 16 : ALONG_K ? 2 : 1)
-        for (int i = 0; i < (ROWS + STEP - 1) / STEP; ++i, from += STEP * ld) {
-            int row = row0 + i * STEP;
-            if (ROWS % STEP && row >= ROWS) return;  // more threads than copies
-            int at = row * ROW + (swizzled(byte / 16, row) << 4) + byte % 16, left = row < rows_left ? bytes : 0;
-            if constexpr (COPY == 16) cp_async_16(to + at, from, left);
-            else if constexpr (COPY == 4) cp_async_4(to + at, from, left);
-            else *reinterpret_cast<unsigned short*>(shared + at) = left ? *reinterpret_cast<const unsigned short*>(from) : 0;
+    // Start a quarter of the copies of the next tile to shared memory. There are no branches, so that they mix with other instructions.
+    __device__ __forceinline__ void copy(char* shared, int quarter) {
+        int unit = threadIdx.x % UNITS;
+        bool inside = unit * 16 < (ALONG_K ? left : extent) * int(sizeof(T));
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) {
+            int row = threadIdx.x / UNITS + i * STEP;
+            if (i * 4 / COUNT != quarter) continue;
+            cp_async_16(shared_address(shared) + row * ROW + swizzled(unit, row) * 16, from, inside && row < (ALONG_K ? extent : left));
+            from += STEP * ld;
         }
+        if (quarter < 3) return;
+        left -= BK;
+        if (ALONG_K) from += 128 - EXTENT * ld;
     }
 
     // Load 16 rows (m or n), 32 bytes of k: registers f[half of the rows + 2 * half of k] of mma's operand a, or with B_ORDER f[half of k +
@@ -127,30 +129,64 @@ __device__ __forceinline__ void multiply_tiles(float (&acc)[MI][NJ][4], unsigned
     }
 }
 
-template <typename T, typename O, int TERMS, bool A_K, bool B_K, int COPY, typename S>
+// Copies of the operands that are not aligned to 16 bytes, one after the other in `to`: lines that are contiguous in memory become lines of
+// whole vectors of 16 bytes. What follows a line's last element in its last vector is zero. Each of batch matrices has `lines` lines of
+// `length` elements, ld elements apart, and `across` vectors. Grid ceil(vectors of both / 256), block 256.
+struct Lines {
+    unsigned vectors, across, lines;
+    int length;
+    long long ld, batch;
+};
+struct TwoLines {
+    Lines a, b;
+};
+template <typename T>
+__global__ void __launch_bounds__(256) matmul_pad(T* to, const T* a, const T* b, TwoLines s) {
+    constexpr int W = 16 / sizeof(T);
+    wait_for_previous();
+    let_next_start();
+    unsigned i = blockIdx.x * 256 + threadIdx.x;
+    bool of_a = i < s.a.vectors;
+    unsigned vector = of_a ? i : i - s.a.vectors;
+    Lines x = of_a ? s.a : s.b;
+    if (vector >= x.vectors) return;
+    unsigned line = vector / x.across;
+    int first = int(vector - line * x.across) * W;
+    const T* from = (of_a ? a : b) + line / x.lines * x.batch + line % x.lines * x.ld + first;
+    Vec<T, W> v;
+#pragma unroll
+    for (int k = 0; k < W; ++k) v.v[k] = first + k < x.length ? from[k] : T(0);
+    store_vec(to + i * (long long)W, v);
+}
+
+template <typename T, typename O, int TERMS, bool A_K, bool B_K, typename S>
 __global__ void __launch_bounds__(S::THREADS, S::BLOCKS)
     matmul_v6(O* out, O* pre, float* partials, const T* a, const T* b, const T* bias, const O* residual, Sizes s) {
-    using A = MmaOperand<T, A_K, S::BM, COPY, S::THREADS>;
-    using B = MmaOperand<T, B_K, S::BN, COPY, S::THREADS>;
+    using A = MmaOperand<T, A_K, S::BM, S::THREADS>;
+    using B = MmaOperand<T, B_K, S::BN, S::THREADS>;
     constexpr int MI = S::WM / 16, NJ = S::WN / 8, STEPS = 4;
-    constexpr bool AHEAD = sizeof(T) == 2;  // load the first fragments of the next tile early; float has too few registers for it
-    constexpr int BUFFERS = sizeof(T) == 4 && TERMS == 1 && !A_K && !B_K ? 1 : 2;  // of fragments, for the same reason
+    // AHEAD: load the first fragments of the next tile early. BUFFERS of fragments. Where registers do not suffice: without.
+    constexpr bool AHEAD = sizeof(T) == 2;
+    constexpr int BUFFERS = sizeof(T) == 4 && TERMS == 1 && !A_K && !B_K ? 1 : 2;
     extern __shared__ __align__(128) char ring[];
+    wait_for_previous();
+    let_next_start();
     int tiles = ((s.M + S::BM - 1) / S::BM) * ((s.N + S::BN - 1) / S::BN), tile = blockIdx.x % tiles, part = blockIdx.x / tiles;
     int split = part % s.splits, z = part / s.splits, k_tiles = (s.K + A::BK - 1) / A::BK, m0, n0;
     int first = int((long long)split * k_tiles / s.splits), count = int((split + 1ll) * k_tiles / s.splits) - first;
     tile_origin<S>(tile, s.M, s.N, m0, n0);
-    A copy_a(a + z * s.a_batch, s.lda, m0, s.M, s.K);
-    B copy_b(b + z * s.b_batch, s.ldb, n0, s.N, s.K);
+    int k0 = first * A::BK, end = min(s.K, k0 + count * A::BK);
+    A copy_a(a + z * s.a_batch, s.lda, m0, s.M, k0, end);
+    B copy_b(b + z * s.b_batch, s.ldb, n0, s.N, k0, end);
     char *filled = ring, *read = ring;  // the stages that are filled and read next
-    auto advance = [&](char*& stage) { stage = stage == ring + (S::STAGES - 1) * S::STAGE ? ring : stage + S::STAGE; };
-    auto start = [&](int i) {  // an empty group beyond the last tile
-        if (i < count) {
-            copy_a.copy(filled, (first + i) * A::BK);
-            copy_b.copy(filled + S::BM * 128, (first + i) * A::BK);
+    auto advance = [&](char* stage) { return stage == ring + (S::STAGES - 1) * S::STAGE ? ring : stage + S::STAGE; };
+    auto start = [&](int quarter) {  // zeros beyond the last tile
+        copy_a.copy(filled, quarter);
+        copy_b.copy(filled + S::BM * 128, quarter);
+        if (quarter == 3) {
+            cp_async_commit();
+            filled = advance(filled);
         }
-        cp_async_commit();
-        advance(filled);
     };
     int warp = threadIdx.x / 32, m = warp / S::WARPS_N * S::WM, n = warp % S::WARPS_N * S::WN;
     float acc[MI][NJ][4] = {};
@@ -165,27 +201,32 @@ __global__ void __launch_bounds__(S::THREADS, S::BLOCKS)
         cp_async_wait<S::STAGES - 2>();
         __syncthreads();  // the next tile is there, and the stage that is filled next has been read
     };
+    if (count)
 #pragma unroll 1
-    for (int i = 0; i < S::STAGES - 1; ++i) start(i);
+        for (int i = 0; i < S::STAGES - 1; ++i)
+#pragma unroll
+            for (int quarter = 0; quarter < 4; ++quarter) start(quarter);
     if (AHEAD && count) {
         wait();
         load(0);
     }
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
-        if (!AHEAD) wait();
-        start(i + S::STAGES - 1);
-        if (!AHEAD) load(0);
+        if (!AHEAD) {
+            wait();
+#pragma unroll(BUFFERS == 1 ? 1 : 4)
+            for (int quarter = 0; quarter < 4; ++quarter) start(quarter);
+            load(0);
+        }
         float sum[TERMS == 3 ? MI : 1][NJ][4] = {};
 #pragma unroll
         for (int step = 0; step < STEPS; ++step) {  // while one step is multiplied, the fragments of the next one are loaded
-            if (BUFFERS == 1) {
-                if (step > 0) load(step);
-            } else if (step + 1 < STEPS) {
-                load(step + 1);
-            } else if (AHEAD && i + 1 < count) {
+            if (BUFFERS == 1 && step > 0) load(step);
+            if (BUFFERS == 2 && step + 1 < STEPS) load(step + 1);
+            if (AHEAD) start(step);
+            if (AHEAD && step + 1 == STEPS) {  // without a branch, so that these loads and the products below are interleaved
                 wait();
-                advance(read);
+                read = i + 1 < count ? advance(read) : read;
                 load(0);
             }
             if constexpr (TERMS == 3) multiply_tiles<T, TERMS>(sum, fa[step % BUFFERS], fb[step % BUFFERS]);
@@ -195,7 +236,7 @@ __global__ void __launch_bounds__(S::THREADS, S::BLOCKS)
 #pragma unroll
             for (int j = 0; j < MI * NJ * 4; ++j) acc[j / (NJ * 4)][j / 4 % NJ][j % 4] += sum[j / (NJ * 4)][j / 4 % NJ][j % 4];
         }
-        if (!AHEAD) advance(read);
+        if (!AHEAD) read = advance(read);
     }
     cp_async_wait<0>();
     __syncthreads();  // the ring buffer is free

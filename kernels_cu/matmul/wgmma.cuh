@@ -72,7 +72,10 @@ struct TwoOf<float> {
 
 template <typename T>
 __device__ __forceinline__ TwoOf<T> load_two(const T* bias, int n, int N) {
-    return n < N ? *reinterpret_cast<const TwoOf<T>*>(bias + n) : TwoOf<T>{};
+    if (n + 1 < N) return *reinterpret_cast<const TwoOf<T>*>(bias + n);
+    TwoOf<T> two = {};
+    if (n < N) reinterpret_cast<T&>(two) = bias[n];
+    return two;
 }
 
 // A warp's part of the results: it finishes boxes of 16 rows x COLUMNS columns, each 128 bytes wide, in shared memory. The 16-byte unit u of
@@ -123,12 +126,14 @@ struct Results {
         int lane = threadIdx.x % 32;
         if (storing == BY_THREADS) {
             __syncwarp();
-#pragma unroll 2
-            for (int i = lane; i < 16 * COLUMNS; i += 32) {
-                int row = i / COLUMNS, column = i % COLUMNS, byte = column * sizeof(O);
-                const O* from = reinterpret_cast<const O*>(box + row * 128 + ((byte / 16) ^ (row & 7)) * 16 + byte % 16);
-                if (m + row < M && n + column < N) to[((long long)z * M + m + row) * N + n + column] = *from;
-            }
+            O* at = to + ((long long)z * M + m) * N + n + lane;
+#pragma unroll 4
+            for (int row = 0; row < 16; ++row, at += N)
+#pragma unroll
+                for (int c = 0; c < COLUMNS; c += 32) {
+                    const O* unit = reinterpret_cast<const O*>(box + row * 128 + (((c + lane) / W) ^ (row & 7)) * 16);
+                    if (m + row < M && n + c + lane < N) at[c] = unit[lane % W];
+                }
             __syncwarp();
             return;
         }

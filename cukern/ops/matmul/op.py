@@ -35,8 +35,8 @@ def matmul(a: Any, b: Any, *, precision: str | None = None, version: str | None 
             "ieee". 16-bit products are exact and added in float32.
         version: "v1" to "v7", or "cublas" for torch's product, which follows torch's switches only. Default: what was measured to be the
             fastest, which is v5 for "ieee" and float64, v7 (v6 on a GPU without wgmma) for "3xtf32", and cuBLAS otherwise. v6 and v7
-            compute float32 as 3xTF32 unless TF32 is allowed; v1 to v5 always as "ieee". For 3xTF32, v7 allocates twice the memory of a
-            and b. CPU tensors use torch.matmul, or the simulator.
+            compute float32 as 3xTF32 unless TF32 is allowed; v1 to v5 always as "ieee". v6 and v7 copy an operand whose rows or columns
+            are not whole 16 bytes, and v7 both operands twice for 3xTF32. CPU tensors use torch.matmul, or the simulator.
 
     Returns (..., M, N), contiguous. Two calls return the same bits. With torch.use_deterministic_algorithms(True), a row of the result of
     v6 and v7 does not depend on the number of rows. Autocast casts the inputs, as it does for torch.matmul.

@@ -15,32 +15,52 @@ from torch import Tensor
 
 from cukern.ops.matmul import tensor_plan
 from cukern.ops.matmul.epilogue import Epilogue
-from cukern.runtime.backend import Dim
+from cukern.runtime.backend import Dim, spread
 from cukern.runtime.device import cached, device_of
 from cukern.runtime.kernel import Kernel, Template
 from cukern.runtime.tensor_map import encode
 from cukern.runtime.tensors import pointers
 
-V6 = Template("matmul/matmul.cu", "matmul_v6")
-V7, REDUCE, SPLIT = (Template("matmul/matmul.cu", f"matmul_{name}", pdl=True) for name in ("v7", "v6_reduce", "split"))
+V6, V7, REDUCE, SPLIT, PAD = (Template("matmul/matmul.cu", f"matmul_{n}", pdl=True) for n in ("v6", "v7", "v6_reduce", "split", "pad"))
 BY_TMA, ADDED, BY_THREADS = range(3)  # enum Storing in wgmma.cuh
 _SIZES = struct.Struct("@6i4q")  # struct Sizes in epilogue.cuh
+_TWO_LINES = struct.Struct("@4I2q4I2q")  # struct TwoLines in mma.cuh
 Encoder = Callable[[int], bytes]  # from an address to a tensor map
 _encoded = functools.lru_cache(4096)(lambda encoder, address: encoder(address))
 _deterministic = torch.are_deterministic_algorithms_enabled
 Sizes = tuple[int, ...]
+Lines = tuple[int, ...]  # struct Lines in mma.cuh: how an operand is copied
 
 
 class _Operand(NamedTuple):
-    """A matrix (rows x K), or a batch of them. `ld`: the stride that is not 1; `batch`: that of the batch."""
+    """`matrices` matrices (rows x K), `batch` elements apart: 0 and one matrix if it is that of all. `ld`: the stride that is not 1."""
 
     along_k: bool
+    rows: int
+    K: int
     ld: int
+    matrices: int
     batch: int
+
+    def lines(self, at: int, itemsize: int) -> Lines:
+        """How the operand at this address is copied. No vectors if it is aligned, and TMA accepts its strides."""
+        (lines, length), width = (self.rows, self.K) if self.along_k else (self.K, self.rows), 16 // itemsize
+        if not (at % 16 or math.gcd(length, self.ld, self.batch) % width or self.ld == 0 < lines - 1):
+            return 0, 1, 1, 0, 0, 0
+        across = -(-length // width)
+        return self.matrices * lines * across, across, lines, length, self.ld, self.batch
+
+    def copied(self, by: Lines, itemsize: int, parts: int) -> "_Operand":
+        """The copy, or two of them: the parts of 3xTF32."""
+        vectors, across, lines, *_ = by
+        ld = across * 16 // itemsize
+        batch = lines * ld if self.batch else 0
+        return self._replace(ld=ld, batch=batch, matrices=parts * self.matrices) if vectors else self
 
 
 class _Launch(NamedTuple):
-    """`operands`: for v7, a and b; `maps`: the encoders of a, b and, where TMA can store them, of the results."""
+    """`copies`: struct Lines of a and b if operands are copied first; `split`: for 3xTF32 by v7, whether a and b are contiguous along K;
+    `maps`: for v7, the encoders of a, b and, where TMA can store them, of the results."""
 
     kernel: Kernel
     grid: Dim
@@ -48,19 +68,25 @@ class _Launch(NamedTuple):
     shared: int
     sizes: bytes
     splits: int
-    operands: tuple[_Operand, ...]
+    copies: tuple[Lines, ...]
+    split: tuple[bool, ...]
     maps: tuple[Encoder | None, ...]
 
 
 def launch(out: Tensor, a: Tensor, b: Tensor, e: Epilogue, terms: int, wgmma: bool) -> None:
     """out = epilogue(a . b) for matrices, or batches: out (S, M, N), a (S, M, K), b (S, K, N). `terms`: 3 for 3xTF32. `wgmma`: allow v7."""
     index, at_a, at_b = a.get_device(), a.data_ptr(), b.data_ptr()
-    types = out.dtype, a.dtype, terms, wgmma, _alignment(at_a | at_b), e.activation
+    types = out.dtype, a.dtype, terms, wgmma, at_a & 15, at_b & 15, e.activation
     found = _prepared(a.shape, a.stride(), b.shape, b.stride(), *types, index, not _deterministic())
     if found is None:  # an operand without a stride of 1
         return launch(out, a.contiguous(), b.contiguous(), e, terms, wgmma)
+    if found.split:
+        memory = [_split(x, of, k) for x, of, k in zip((a, b), found.copies, found.split, strict=True)]
+        at_a, at_b = pointers(*memory)
+    elif found.copies:
+        memory, at_a, at_b = _pad(a, b, *found.copies)  # `memory` lives until all kernels are launched
     if found.maps:
-        return _launch_wgmma(found, out, a, b, e, terms)
+        return _launch_wgmma(found, index, out, at_a, at_b, e)
     partials = torch.empty(found.splits * out.numel(), dtype=torch.float32, device=out.device) if found.splits > 1 else None
     arguments = *pointers(out, e.pre, partials), at_a, at_b, *pointers(e.bias, e.residual), found.sizes
     found.kernel.on(index)(found.grid, found.block, found.shared, *arguments)
@@ -68,13 +94,11 @@ def launch(out: Tensor, a: Tensor, b: Tensor, e: Epilogue, terms: int, wgmma: bo
         _reduce(out, partials, a.dtype, e, found.sizes)
 
 
-def _launch_wgmma(found: _Launch, out: Tensor, a: Tensor, b: Tensor, e: Epilogue, terms: int) -> None:
+def _launch_wgmma(found: _Launch, index: int, out: Tensor, at_a: int, at_b: int, e: Epilogue) -> None:
     of_a, of_b, of_out = found.maps
-    if terms == 3:
-        a, b = _split(a, found.operands[0], a.shape[-2]), _split(b.mT, found.operands[1], b.shape[-1])
-    first, last, bias, storing = _encoded(of_a, a.data_ptr()), _encoded(of_b, b.data_ptr()), e.bias, BY_THREADS
-    if bias is not None and (bias.data_ptr() % (2 * bias.itemsize) or bias.shape[0] % 2):
-        bias = torch.nn.functional.pad(bias, (0, 2 - len(bias) % 2))  # the kernel loads pairs
+    first, last, bias, storing = _encoded(of_a, at_a), _encoded(of_b, at_b), e.bias, BY_THREADS
+    if bias is not None and bias.data_ptr() % (2 * bias.itemsize):
+        bias = bias.clone()  # the kernel loads pairs
     at_out, at_pre, at_bias, at_residual = pointers(out, e.pre, bias, e.residual)
     results = first, first
     if of_out and not (at_out | at_pre | at_residual) % 16:
@@ -82,21 +106,25 @@ def _launch_wgmma(found: _Launch, out: Tensor, a: Tensor, b: Tensor, e: Epilogue
         if e.residual is out and out.dtype == torch.float32:
             storing, at_residual = ADDED, 0
     arguments = at_out, at_pre, first, last, *results, at_bias, at_residual, found.sizes, storing
-    found.kernel.on(a.get_device())(found.grid, found.block, found.shared, *arguments)
+    found.kernel.on(index)(found.grid, found.block, found.shared, *arguments)
 
 
-def _split(x: Tensor, operand: _Operand, rows: int) -> Tensor:
+def _pad(a: Tensor, b: Tensor, of_a: Lines, of_b: Lines) -> tuple[list[Tensor], int, int]:
+    """Copy what is not aligned. The memory, and the addresses of both operands."""
+    vectors = of_a[0] + of_b[0]
+    memory = torch.empty(vectors * 16 // a.itemsize, dtype=a.dtype, device=a.device)
+    to, at_a, at_b = pointers(memory, a, b)
+    PAD[a.dtype].on(a.get_device())((-(-vectors // 256), 1, 1), (256, 1, 1), 0, to, at_a, at_b, _TWO_LINES.pack(*of_a, *of_b))
+    return [memory], to if of_a[0] else at_a, to + 16 * of_a[0] if of_b[0] else at_b
+
+
+def _split(x: Tensor, of: Lines, along_k: bool) -> Tensor:
     """The float32 operand x (rows x K), or a batch, as two TF32 numbers: (2, batch, rows, K), with rows of whole 16 bytes."""
-    K, batch = x.shape[-1], x.shape[0] if operand.batch else 1
-    out = torch.empty(2, batch, rows, _padded(K), dtype=x.dtype, device=x.device)
+    vectors, across, rows, K, ld, of_batch = of
+    out, batch = torch.empty(8 * vectors, dtype=x.dtype, device=x.device), vectors // (rows * across)
     grid = batch * -(-rows // 32) * -(-K // 32), 1, 1
-    numbers = batch, rows, K, _padded(K), operand.ld, operand.batch
-    SPLIT[operand.along_k,].on(x.get_device())(grid, (32, 8, 1), 0, *pointers(out, x), *numbers)
+    SPLIT[along_k,].on(x.get_device())(grid, (32, 8, 1), 0, *pointers(out, x), batch, rows, K, 4 * across, ld, of_batch)
     return out
-
-
-def _padded(K: int) -> int:
-    return -(-K // 4) * 4
 
 
 def _reduce(out: Tensor, partials: Tensor, dtype: torch.dtype, e: Epilogue, sizes: bytes) -> None:
@@ -111,65 +139,64 @@ def _reduce(out: Tensor, partials: Tensor, dtype: torch.dtype, e: Epilogue, size
 @cached(4096)
 def _prepared(
     a_shape: Sizes, a_strides: Sizes, b_shape: Sizes, b_strides: Sizes, out_dtype: torch.dtype, dtype: torch.dtype, terms: int,
-    wgmma: bool, copy: int, activation: int, index: int, splitting: bool,
+    wgmma: bool, at_a: int, at_b: int, activation: int, index: int, splitting: bool,
 ) -> _Launch | None:  # fmt: skip
     *lead, M, K = a_shape
-    N, batch = b_shape[-1], math.prod(lead)
-    a = _operand(a_shape[-2:], a_strides[-2:], a_strides[0] if batch > 1 else 0)
-    b = _operand(b_shape[:-3:-1], b_strides[:-3:-1], b_strides[0] if batch > 1 else 0)
+    N, batch, itemsize = b_shape[-1], math.prod(lead), dtype.itemsize
+    a = _operand(a_shape[-2:], a_strides[-2:], batch, a_strides[0])
+    b = _operand(b_shape[:-3:-1], b_strides[:-3:-1], batch, b_strides[0])
     if a is None or b is None:
         return None
-    copy = min(copy, _alignment(math.gcd(*(x * dtype.itemsize for x in (a.ld, b.ld, a.batch, b.batch)))))
-    wgmma = wgmma and K > 0 and _wgmma_reads(a, b, dtype, terms, copy)
-    planned = tensor_plan.plan(tensor_plan.Problem(M, N, K, batch, dtype.itemsize, terms, wgmma), device_of(index), splitting)
-    tile, splits = planned.tile, planned.splits
-    launch = (planned.grid, 1, 1), (32 * tile.warps, 1, 1), tile.shared
+    copies: tuple[Lines, ...] = a.lines(at_a, itemsize), b.lines(at_b, itemsize)
+    problem = tensor_plan.Problem(M, N, K, batch, itemsize, terms, wgmma and _wgmma_reads(a, b, itemsize, terms))
+    tile, splits, blocks, _ = tensor_plan.plan(problem, device_of(index), splitting)
+    split = (a.along_k, b.along_k) if terms == 3 and tile.wgmma else ()
+    if split or copies[0][0] or copies[1][0]:
+        a, b, copies = _copied(a, b, copies, itemsize, bool(split))
+    else:
+        copies = ()
+    shared = tile.shared if tile.wgmma else spread(tile.shared, blocks, index)
     sizes = _SIZES.pack(M, N, K, batch, splits, activation, a.ld, b.ld, a.batch, b.batch)
+    launch = (blocks, 1, 1), (32 * tile.warps, 1, 1), shared, sizes, splits, copies, split
     if not tile.wgmma:
-        return _Launch(V6[dtype, out_dtype, terms, a.along_k, b.along_k, copy, tile.name], *launch, sizes, splits, (), ())
-    read = (_split_layout(a, M, K), _split_layout(b, N, K)) if terms == 3 else (a, b)
-    parts = (read[0], M, tile.rows), (read[1], N, tile.columns // tile.share)
-    results = None if tile.cluster_k > 1 else _map_of_results(index, M, N, batch, out_dtype)
-    maps = *(_map(index, x, rows, K, batch, box, dtype, terms) for x, rows, box in parts), results
-    kernel = V7[dtype, out_dtype, read[0].along_k, read[1].along_k, 0 if tile.cluster_k > 1 else activation, tile.name]
-    return _Launch(kernel, *launch, sizes, splits, (a, b), maps)
+        return _Launch(V6[dtype, out_dtype, terms, a.along_k, b.along_k, tile.name], *launch, ())
+    tf32, of_out = dtype == torch.float32, None
+    if tile.cluster_k == 1 and N * out_dtype.itemsize % 16 == 0:
+        of_out = _map(index, _Operand(True, M, N, N, batch, M * N), 16, out_dtype, False)
+    maps = _map(index, a, tile.rows, dtype, tf32), _map(index, b, tile.columns // tile.share, dtype, tf32), of_out
+    return _Launch(V7[dtype, out_dtype, a.along_k, b.along_k, 0 if tile.cluster_k > 1 else activation, tile.name], *launch, maps)
 
 
-def _wgmma_reads(a: _Operand, b: _Operand, dtype: torch.dtype, terms: int, copy: int) -> bool:
-    """True if TMA and wgmma can read these layouts, or those of the split operands. `copy`: the bytes of an aligned copy."""
-    return terms == 3 or (copy == 16 and (dtype.itemsize == 2 or (a.along_k and b.along_k)))
+def _copied(
+    a: _Operand, b: _Operand, copies: tuple[Lines, ...], itemsize: int, split: bool
+) -> tuple[_Operand, _Operand, tuple[Lines, ...]]:
+    """The copies. With `split` they are the parts of 3xTF32, contiguous along K."""
+    if split:
+        a, b = a._replace(along_k=True), b._replace(along_k=True)
+        copies = a.lines(1, itemsize), b.lines(1, itemsize)
+    parts = 2 if split else 1
+    return a.copied(copies[0], itemsize, parts), b.copied(copies[1], itemsize, parts), copies
 
 
-def _split_layout(x: _Operand, rows: int, K: int) -> _Operand:
-    return _Operand(True, _padded(K), rows * _padded(K) if x.batch else 0)
+def _wgmma_reads(a: _Operand, b: _Operand, itemsize: int, terms: int) -> bool:
+    return a.K > 0 and (itemsize == 2 or terms == 3 or (a.along_k and b.along_k))
 
 
-def _alignment(n: int) -> int:
-    """The largest copy, in bytes, that is aligned at all multiples of n."""
-    return 2 if n & 3 else 4 if n & 15 else 16
-
-
-def _operand(shape: Sizes, strides: Sizes, batch: int) -> _Operand | None:
-    """The layout of a matrix (rows x K), or None if no stride is 1."""
+def _operand(shape: Sizes, strides: Sizes, batch: int, of_batch: int) -> _Operand | None:
+    """The layout of an operand, or None if no stride is 1."""
     (rows, k), (of_rows, of_k) = shape, strides
+    count, of_batch = (batch, of_batch) if batch > 1 and of_batch else (1, 0)
     if of_k == 1 or (k <= 1 and of_rows != 1):
-        return _Operand(True, of_rows, batch)
-    return _Operand(False, of_k, batch) if of_rows == 1 or rows <= 1 else None
+        return _Operand(True, rows, k, of_rows if rows > 1 else 0, count, of_batch)
+    return _Operand(False, rows, k, of_k if k > 1 else 0, count, of_batch) if of_rows == 1 or rows <= 1 else None
 
 
-def _map(index: int, x: _Operand, rows: int, K: int, batch: int, box: int, dtype: torch.dtype, terms: int) -> Encoder:
+def _map(index: int, x: _Operand, box: int, dtype: torch.dtype, tf32: bool) -> Encoder:
     """Boxes of `box` rows of 128 bytes along K, or of 64 k by 128 bytes along the rows."""
-    outer, inner, box = (rows, K, box) if x.along_k else (K, rows, 64)
-    count, stride = (batch if x.batch else 1) * (2 if terms == 3 else 1), x.batch or rows * x.ld
-    strides = stride if count > 1 else 0, x.ld, 1
-    arguments = (count, outer, inner), strides, (1, box, 128 // dtype.itemsize), 128, 256, "zeros", dtype == torch.float32
+    outer, inner, box = (x.rows, x.K, box) if x.along_k else (x.K, x.rows, 64)
+    strides = x.batch or outer * x.ld, x.ld, 1
+    arguments = (x.matrices, outer, inner), strides, (1, box, 128 // dtype.itemsize), 128, 256, "zeros", tf32
     return lambda address: encode(index, address, dtype, *arguments)
-
-
-def _map_of_results(index: int, M: int, N: int, batch: int, dtype: torch.dtype) -> Encoder | None:
-    """16 rows of 128 bytes of the results, or None if rows are not whole 16 bytes."""
-    arguments = (batch, M, N), (M * N, N, 1), (1, 16, 128 // dtype.itemsize), 128
-    return None if N * dtype.itemsize % 16 else lambda address: encode(index, address, dtype, *arguments)
 
 
 def instances(dtype: torch.dtype, wgmma: bool) -> Iterable[Kernel]:
@@ -177,13 +204,13 @@ def instances(dtype: torch.dtype, wgmma: bool) -> Iterable[Kernel]:
     if dtype == torch.float64:
         return
     layouts = list(itertools.product((True, False), repeat=2))
+    yield PAD[dtype]
     for width in (1, 16 // dtype.itemsize):
         yield REDUCE[dtype, dtype, width]
     for tile, (a_k, b_k) in itertools.product(tensor_plan.TILES, layouts):
         if dtype.itemsize == 2 and tile.split:
             continue
         if not tile.wgmma:
-            for copy in (16, 4) if dtype.itemsize == 4 else (16, 4, 2):
-                yield V6[dtype, dtype, 3 if tile.split else 1, a_k, b_k, copy, tile.name]
+            yield V6[dtype, dtype, 3 if tile.split else 1, a_k, b_k, tile.name]
         elif wgmma and (dtype.itemsize == 2 or (a_k and b_k)):
             yield V7[dtype, dtype, a_k, b_k, 0, tile.name]

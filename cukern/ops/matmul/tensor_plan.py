@@ -11,8 +11,10 @@ from cukern.runtime.device import Device, cached, eligible
 
 K_BYTES = 128  # of a k tile, as in mma.cuh and wgmma.cuh
 L2_BYTES_CYCLE = 28  # bytes per cycle that an SM receives from L2 by cp.async
-START_US = 3.0  # of a launch, to fill the ring buffer and to store the last tile
-REDUCE_US = 2.5  # of the kernel that adds partial sums
+START_US = {False: 2.0, True: 3.0}  # of a launch of v6 or v7, to fill the ring buffer and to store the last tile
+UNALIGNED_US = 1.5  # of v7, if it cannot store its results by TMA
+REDUCE_US = 1.5  # of the kernel that adds partial sums
+SPLIT_US = 5.0  # of the kernels that split both operands into TF32 numbers
 SPLITS = 1, 2, 3, 4, 6, 8, 12, 16, 24, 32  # of v6
 MIN_K_TILES = 4  # per block
 BOX_BYTES = 16 * 16 * 128  # of v7's results on their way to global memory
@@ -66,7 +68,7 @@ class Plan(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """`batch` products (M x K) . (K x N). `terms`: 3 for 3xTF32, else 1. `wgmma`: v7 may run, for what the layout and alignment allow."""
+    """`batch` products (M x K) . (K x N). `terms`: 3 for 3xTF32, else 1. `wgmma`: v7 may run, for what the layout allows."""
 
     M: int
     N: int
@@ -123,18 +125,22 @@ def _mma_us(tile: Tile, blocks: int, k_tiles: int, splits: int, p: Problem, devi
     ends = ceil(on_sm / per_sm) * 2500  # cycles to fill the ring buffer and to store the tile
     cycles = on_sm * ceil(k_tiles / splits) * max(tensor, copy) * alone + ends
     if splits == 1:
-        return START_US + cycles / device.cycles_us
+        return START_US[False] + cycles / device.cycles_us
     partials = 8 * p.batch * p.M * p.N * splits / (device.sms * device.sm_bytes_us)  # written and read once; most of them stay in L2
-    return START_US + cycles / device.cycles_us + REDUCE_US + partials
+    return START_US[False] + cycles / device.cycles_us + REDUCE_US + partials
 
 
 def _wgmma_us(tile: Tile, blocks: int, k_tiles: int, p: Problem, device: Device) -> float:
     rate = tile.efficiency * device.wgmma_fmas_cycle * 2 / p.itemsize
     tensor = tile.rows * tile.columns * (K_BYTES // p.itemsize) * p.terms / rate
     on_sm = ceil(blocks / device.sms)  # of the busiest SM
-    us = START_US + on_sm * (ceil(k_tiles / tile.cluster_k) * tensor + 500) / device.cycles_us
+    us = (
+        START_US[True]
+        + (UNALIGNED_US if p.N * p.itemsize % 16 else 0)
+        + on_sm * (ceil(k_tiles / tile.cluster_k) * tensor + 500) / device.cycles_us
+    )
     if tile.cluster_k > 1:
         us += 2.5 * on_sm  # to add the partial sums; the next block does not start before
     if p.terms == 3:  # both operands are read and written twice
-        us += 2 * REDUCE_US + 3 * 4 * p.batch * (p.M + p.N) * p.K / (device.sms * device.sm_bytes_us)
+        us += SPLIT_US + 3 * 4 * p.batch * (p.M + p.N) * p.K / (device.sms * device.sm_bytes_us)
     return us

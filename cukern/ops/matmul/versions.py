@@ -5,7 +5,7 @@ such matrices; e is the Epilogue, whose tensors are contiguous. `precision` is t
 """
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -82,7 +82,7 @@ def _tensor_cores(wgmma: bool) -> Forward:
     return forward
 
 
-def _strided(template: Template, block: backend.Dim, blocks: Callable[[int, int], int]) -> Plain:
+def _strided(template: Template, block: backend.Dim, blocks: Callable[[int, int], int]) -> Forward:
     """v1 to v3, whose kernels accept any strides of A and B."""
 
     def forward(out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None) -> None:
@@ -90,7 +90,7 @@ def _strided(template: Template, block: backend.Dim, blocks: Callable[[int, int]
         arguments = (*pointers(out, a, b, bias), M, N, K, *a.stride(), *b.stride())
         template[a.dtype].on(a.get_device())((blocks(M, N), 1, 1), block, 0, *arguments)
 
-    return forward
+    return _fma_units(forward)
 
 
 def _v4(out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None) -> None:
@@ -136,48 +136,35 @@ def _with_unit_stride(x: Tensor, row: int, k: int) -> tuple[Tensor, bool, int]:
     return (x if k else x.t()).contiguous(), True, shape[k]
 
 
-def _instance(template: Template) -> Callable[[torch.dtype], list[Kernel]]:
-    return lambda dtype: [template[wide(dtype)], *_gradients(dtype)]
-
-
 def _gradients(dtype: torch.dtype) -> list[Kernel]:
     widths = {1, ACTIVATION_WIDTH[dtype.itemsize]}
     return [*(ACTIVATION_BWD[dtype, w] for w in widths), *(BIAS_GRAD[d] for d in {dtype, wide(dtype)})]
 
 
 def _v4_instances(dtype: torch.dtype) -> list[Kernel]:
-    return [*_gradients(dtype), *(_V4[wide(dtype), a_k, b_n] for a_k in (True, False) for b_n in (True, False))]
+    return [_V4[wide(dtype), a_k, b_n] for a_k in (True, False) for b_n in (True, False)]
 
 
 def _v5_instances(dtype: torch.dtype) -> list[Kernel]:
     dtype = wide(dtype)
     tiles = [t.name for t in plan.TILES[dtype.itemsize]]
     modes = itertools.product(COPY_MODES, COPY_MODES, tiles)
-    return [*_gradients(dtype), *(_V5_FIXUP[dtype, t] for t in tiles), *(_V5[dtype, a, b, t] for a, b, t in modes)]
+    return [*(_V5_FIXUP[dtype, t] for t in tiles), *(_V5[dtype, a, b, t] for a, b, t in modes)]
 
 
-def _tensor_core_version(idea: str, wgmma: bool, requires: int) -> Version:
-    return Version(
-        idea,
-        _tensor_cores(wgmma),
-        instances=lambda dtype: [*_gradients(dtype), *tensor_cores.instances(dtype, wgmma)],
-        requires=requires,
-    )
-
-
-def _fma_version(idea: str, plain: Plain, instances: Callable[[torch.dtype], list[Kernel]], requires: int = 75) -> Version:
-    return Version(idea, _fma_units(plain), instances=instances, requires=requires)
+def _version(idea: str, forward: Forward, instances: Callable[[torch.dtype], Iterable[Kernel]], requires: int = 75) -> Version:
+    return Version(idea, forward, instances=lambda dtype: [*_gradients(dtype), *instances(dtype)], requires=requires)
 
 
 VERSIONS = {
     "cublas": Version("torch's product, which is cuBLAS's", _cublas),
-    "v1": _fma_version("one thread per output", _strided(_V1, (256, 1, 1), lambda M, N: -(-M * N // 256)), _instance(_V1)),
-    "v2": _fma_version("16x16 blocks, coalesced", _strided(_V2, (16, 16, 1), lambda M, N: -(-M // 16) * -(-N // 16)), _instance(_V2)),
-    "v3": _fma_version("shared-memory tiles", _strided(_V3, (32, 32, 1), lambda M, N: -(-M // 32) * -(-N // 32)), _instance(_V3)),
-    "v4": _fma_version("register tiles", _v4, _v4_instances),
-    "v5": _fma_version("asynchronous copies, even split of the last wave", _v5, _v5_instances, 80),
-    "v6": _tensor_core_version("tensor cores by mma.sync", False, 80),
-    "v7": _tensor_core_version("tensor cores by wgmma, TMA, persistent, clusters", True, 90),
+    "v1": _version("one thread per output", _strided(_V1, (256, 1, 1), lambda M, N: -(-M * N // 256)), lambda d: [_V1[wide(d)]]),
+    "v2": _version("16x16 blocks, coalesced", _strided(_V2, (16, 16, 1), lambda M, N: -(-M // 16) * -(-N // 16)), lambda d: [_V2[wide(d)]]),
+    "v3": _version("shared-memory tiles", _strided(_V3, (32, 32, 1), lambda M, N: -(-M // 32) * -(-N // 32)), lambda d: [_V3[wide(d)]]),
+    "v4": _version("register tiles", _fma_units(_v4), _v4_instances),
+    "v5": _version("asynchronous copies, even split of the last wave", _fma_units(_v5), _v5_instances, 80),
+    "v6": _version("tensor cores by mma.sync", _tensor_cores(False), lambda d: tensor_cores.instances(d, False), 80),
+    "v7": _version("tensor cores by wgmma, TMA, persistent, clusters", _tensor_cores(True), lambda d: tensor_cores.instances(d, True), 90),
 }
 # The default versions by kind of product: the first that the GPU supports is used. Measured: docs/notes/matmul.md.
 DEFAULTS = {

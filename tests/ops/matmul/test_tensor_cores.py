@@ -52,7 +52,9 @@ def assert_right(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, what: obje
     assert error <= allowed, f"{what}: {error:.2e}, allowed {allowed:.2e}"
 
 
-def multiply(a: torch.Tensor, b: torch.Tensor, version: str, tile: str = "", precision: str | None = None) -> torch.Tensor:
+def multiply(
+    a: torch.Tensor, b: torch.Tensor, version: str, tile: str = "", precision: str | None = None, without: str = ""
+) -> torch.Tensor:
     """The product in a guarded output, by one tile."""
     out = Guarded((*a.shape[:-1], b.shape[-1]), a.dtype, a.device.type)
     with restricted(tile), backend.simulated_memory([a, b, out.memory]):
@@ -89,13 +91,36 @@ def test_more_k_tiles_than_stages(device, version, tile):
 @kernels
 @pytest.mark.parametrize("dtype", (B, H, F), ids=str)
 @pytest.mark.parametrize("pad", (0, 1, 2, 4))
-def test_every_alignment(device, dtype, pad):
-    """Copies of 2, 4 and 16 bytes. The sizes are not multiples of a copy."""
+@pytest.mark.parametrize("version", ("v6", "v7"))
+def test_every_alignment(device, dtype, pad, version):
+    """Operands that are copied first. The sizes are not multiples of a copy. Copies start as NaN."""
+    need(version)
     for (ta, tb), (M, N, K) in zip(LAYOUTS, ((7, 33, 65), (66, 9, 34), (17, 70, 68), (1, 3, 131)), strict=True):
-        a, b = matrix(M, K, ta, dtype, device, pad), matrix(K, N, tb, dtype, device, pad)
-        assert_right(multiply(a, b, "v6"), a, b, (M, N, K, ta, tb))
+        a, b = matrix(M, K, ta, dtype, device, pad), matrix(K, N, tb, dtype, device, 4 - pad)
+        for x, y in ((a, b), (a[1:], b), (a, b[:, 1:])):
+            if x.shape[0]:
+                assert_right(multiply(x, y, version), x, y, (M, N, K, ta, tb))
         if dtype == F:
-            assert_right(multiply(a, b, "v6", precision="tf32"), a, b, (M, N, K, ta, tb, "tf32"), "tf32")
+            assert_right(multiply(a, b, version, precision="tf32"), a, b, (M, N, K, ta, tb, "tf32"), "tf32")
+
+
+@kernels
+def test_unaligned_batches_and_results(device):
+    """The copies of batches, one of which is broadcast, odd rows of results with a bias and a residual, and a stride of 0."""
+    need("v7")
+    for version in ("v6", "v7"):
+        a, b = torch.randn(1, 64, device=device).to(B).expand(70, 64), torch.randn(64, 24, device=device).to(B)
+        assert_right(multiply(a, b, version), a, b, "a stride of 0")
+    a, b = torch.randn(3, 20, 27, device=device).to(B), torch.randn(27, 35, device=device).to(B)
+    bias, residual = torch.randn(36, device=device).to(B)[1:], torch.randn(60, 35, device=device).to(B)
+    for version, tile in (("v6", "Mma64x64"), ("v7", "Wgmma128x128"), ("v7", "Wgmma128x192")):
+        with restricted(tile):
+            ours = cukern.matmul(a, b.expand(3, 27, 35), version=version)
+            fused = cukern.linear(a.flatten(0, 1), b.t(), bias, residual=residual, version=version)
+        exact = a.double() @ b.double()
+        assert float((ours.double() - exact).norm() / exact.norm()) < 2**-8
+        exact = exact.flatten(0, 1) + bias.double() + residual.double()
+        assert float((fused.double() - exact).norm() / exact.norm()) < 2**-8
 
 
 @kernels
