@@ -7,7 +7,8 @@ distribution is 1-stable (P. Indyk, "Stable distributions, pseudorandom generato
 2006). The geometric mean of a few draws estimates it, because the mean of log |c| is 0.
 
 Intermediate results may cancel too, as in the gradient of a layernorm over two numbers. So the largest error of the reference in float32,
-in units of its epsilon, is added to the scale. It is measured for inputs that differ by some roundings.
+in units of its epsilon, is added to the scale. It is measured for inputs that differ by some roundings. This does not suffice where nothing
+but cancellation is left: the gradient of an RMS normalization of a single column is 1e-6 of its terms. Such an op should give `magnitude`.
 """
 
 from collections.abc import Callable, Sequence

@@ -218,6 +218,7 @@ template <typename T, int D, int TILE_ROWS, int R>
 __device__ __forceinline__ void store_rows(T* to, long long stride, int rows, int columns, const float (&c)[R][D / 8][4],
                                            const float (&factor)[R][2], unsigned char* tile) {
     constexpr int CHUNKS = D * sizeof(T) / 16, PER_CHUNK = 16 / sizeof(T);
+    constexpr int UNROLL = D < 256 ? 16 * R : 4;  // fewer at 256, for the time of the compiler
     int lane = threadIdx.x % 32;
     int pair = lane % 4 * 2, start = chunk_offset<TILE_ROWS>(lane / 4, pair / PER_CHUNK) + pair % PER_CHUNK * sizeof(T);
     __syncwarp();
@@ -233,7 +234,7 @@ __device__ __forceinline__ void store_rows(T* to, long long stride, int rows, in
             }
     __syncwarp();
     int chunk = lane % CHUNKS;
-#pragma unroll 4
+#pragma unroll(UNROLL)
     for (int row = lane / CHUNKS; row < 16 * R; row += 32 / CHUNKS)
         if (row < rows && chunk * PER_CHUNK < columns)
             *reinterpret_cast<uint4*>(to + row * stride + chunk * PER_CHUNK) =

@@ -27,7 +27,8 @@ def test_registry_entry_is_complete(name):
         assert not torch.equal(inputs[0], op.make(dims, dtype, "cpu")[0]), "drawn afresh"
         douts = calls.draw_douts(op, inputs)
         found = calls.results(op, op.call, inputs, douts)
-        assert found[0].dtype == dtype
+        wide = name in ("cross_entropy", "cross_entropy_padded") and dtype != torch.float64  # their loss is float32
+        assert found[0].dtype == (torch.float32 if wide else dtype)
         wanted = [inputs[i] for i in calls.wanted_inputs(op, "bwd", inputs)]
         assert bool(wanted) == op.differentiable and [(g.shape, g.dtype) for g in found[len(douts) :]] == [
             (x.shape, x.dtype) for x in wanted
