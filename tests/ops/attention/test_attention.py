@@ -10,6 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import cukern
 from cukern.runtime import backend
+from cukern.runtime.device import setting
 from cukern.runtime.kernel import collecting
 
 PLACES = [pytest.param("cpu", None, id="cpu")]
@@ -136,7 +137,7 @@ def test_higher_derivatives_and_transforms_in_blocks(blocks):
 
 def launched(**options):
     x = torch.randn(1, 4, 4, requires_grad=True)
-    with backend.backend("sim"), collecting() as found:
+    with setting(), backend.backend("sim"), collecting() as found:
         cukern.attention(x, x, x, **options).sum().backward()
     return {name.partition("<")[0] for name in found}
 
