@@ -82,7 +82,7 @@ def full(x: Any) -> Tensor:
 
 
 def like(p: Any, part: Tensor) -> Tensor:
-    """The elements of p in `part`: a tensor as p, or a DTensor as p, of which this process holds `part`."""
+    """`part` in the shape of p. If p is a DTensor, so is the result, and `part` is its shard of this process."""
     part = part.view(local(p).shape)
     if not hasattr(p, "to_local"):
         return part

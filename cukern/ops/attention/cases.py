@@ -56,7 +56,8 @@ def _sizes(softcap: float, q: Tensor, k: Tensor, v: Tensor, g: Tensor, lengths: 
 def _rules(
     into: Callable[..., Tensor], back: Callable[..., Tensor], softcap: float = 0.0, results: int = 4
 ) -> dict[str, Callable[..., Any]]:
-    """The reference and the magnitude of an op with so many outputs and gradients. `into`: its tensors as (batch, heads, rows, D)."""
+    """The reference and the magnitude of an op. `into` gives its tensors the shape (batch, heads, rows, D), and `back` reverses that.
+    `results`: the number of outputs and gradients."""
 
     def lengths(cu_seqlens: Tensor | None = None) -> Lengths:
         return None if cu_seqlens is None else (cu_seqlens, cu_seqlens)
