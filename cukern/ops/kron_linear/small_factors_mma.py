@@ -5,7 +5,7 @@ A tile has 2^n numbers, and each factor of the run is square, with 2, 4, 8 or 16
 
 import functools
 from collections.abc import Iterator, Sequence
-from itertools import combinations, pairwise, product
+from itertools import combinations, pairwise, permutations, product
 from math import ceil, prod
 from typing import NamedTuple
 
@@ -18,6 +18,9 @@ LANES, PIECE = 5, 10  # bits of a lane's number; log2 of the elements that a war
 AT_ONCE = 3  # log2 of the elements in 16 bytes
 SIDE = 4  # bits that a step multiplies along
 PASSES, STEPS = 3, 3  # at most: passes of a launch, steps of a pass
+
+Own = tuple[int, ...]  # numbers of bits
+Bits = tuple[Own, tuple[int, ...]]  # the bits of a step's factors, and their sizes
 
 START_US = 4.0  # the launch, and a block's start
 STEP_CYCLES, MERGED_CYCLES, EXCHANGE_CYCLES, PLAIN_CYCLES = 6.0, 1.5, 5.0, 5.0  # per SM quadrant and 32 elements
@@ -75,49 +78,30 @@ def forward(run: Sequence[Step], rows: int, target: Problem) -> Iterator[Launch]
     C, bits = run[0].right, sum(log2(s.p) for s in run)
     for top, cluster in (*((top, 1) for top in range(LEAST, ALL + 1)), (ALL, 2)):
         L, R = tile_of(top + cluster - 1 - bits, C, 2)
-        fits = (L == 1 or (L and cluster == 1)) and not 1 < R < 1 << AT_ONCE
-        made = _launch(run, target, top, cluster, L, R, ceil(rows * run[-1].left / L) * (C // R)) if fits else None
-        if made:
-            yield made
+        if (L == 1 or (L and cluster == 1)) and not 1 < R < 1 << AT_ONCE:
+            yield from _launch(run, target, top, cluster, L, R, ceil(rows * run[-1].left / L) * (C // R))
 
 
-def _launch(run: Sequence[Step], target: Problem, top: int, cluster: int, L: int, R: int, tiles: int) -> Launch | None:
-    parts = passes(tuple(s.p for s in run), log2(R), top, cluster)
-    if not parts:
-        return None
-    count, numbers, several = sum(len(p.steps) for p in parts), 1 << top, len(parts) > 1
-    shared = numbers * (6 if several else 2) + count * 1024 + 16
+def _launch(run: Sequence[Step], target: Problem, top: int, cluster: int, L: int, R: int, tiles: int) -> Iterator[Launch]:
+    parts, numbers = passes(tuple(s.p for s in run), log2(R), top, cluster), 1 << top
+    shared = numbers * (6 if len(parts) > 1 else 2) + sum(len(p.steps) for p in parts) * 1024 + 16
     blocks = min(1 << ALL - top, (target.shared + 1024) // (shared + 1024))
-    if not blocks:
-        return None
+    if not parts or not blocks:
+        return
     stage = turns([[b for b in parts[0].lanes[: AT_ONCE + (parts[0].before < 8)] if b >= AT_ONCE]], 3, top)
-    exchanges = [lanes[:3] for a, b in pairwise(parts) for lanes in (a.lanes_after, b.lanes)]
-    cross = cross_of([[s.factors for s in p.steps] for p in parts], log2(R)) if cluster > 1 else 0
+    exchanges = turns([lanes[:3] for a, b in pairwise(parts) for lanes in (a.lanes_after, b.lanes)], 2, top)
+    cross = log2(R * prod(s for step in parts[0].steps for s in step.factors)) - 1 if cluster > 1 else 0  # of _passes
+    tile, threads = (L, prod(s.p for s in run), R, run[0].right), numbers >> EACH
+    swizzles = instance("Turned", 3, *stage), instance("Turned", 2, *exchanges), bits_of(sorted(parts[0].registers + parts[0].lanes))
     us = _us(numbers, parts, blocks, tiles * cluster, target)
-    tile, turned = (
-        (L, prod(s.p for s in run), R, run[0].right),
-        [instance("Turned", 3, *stage), instance("Turned", 2, *turns(exchanges, 2, top))],
-    )
-    plan = (
-        "MmaPlan",
-        cluster,
-        numbers >> EACH,
-        blocks,
-        *tile,
-        cross,
-        ADDED,
-        *turned,
-        bits_of(sorted(parts[0].registers + parts[0].lanes)),
-        *parts,
-    )
-    return Launch("small_factors_mma", tuple(run), us, plan, numbers >> EACH, shared, L, R, blocks, cluster)
+    plan = "MmaPlan", cluster, threads, blocks, *tile, cross, ADDED, *swizzles, *parts
+    yield Launch("small_factors_mma", tuple(run), us, plan, threads, shared, L, R, blocks, cluster)
 
 
 def _us(numbers: int, parts: Sequence[Pass], blocks: int, tiles: int, target: Problem) -> float:
     """A model of a launch's time."""
     cycles = PLAIN_CYCLES + (len(parts) - 1) * EXCHANGE_CYCLES
-    for step in (step for part in parts for step in part.steps):
-        cycles += STEP_CYCLES + (MERGED_CYCLES if len(step.factors) > 1 else 0)
+    cycles += sum(STEP_CYCLES + (MERGED_CYCLES if len(step.factors) > 1 else 0) for part in parts for step in part.steps)
     each, stream = ceil(tiles / target.device.sms), 2 * numbers / target.device.sm_bytes_us
     idle = max(1.0, 8 / (min(blocks, each) * (numbers >> EACH + LANES)))  # too few warps to keep an SM busy
     compute = numbers / 128 * cycles / target.device.cycles_us * idle * (ALONE if blocks == 1 else 1)
@@ -128,40 +112,29 @@ def _us(numbers: int, parts: Sequence[Pass], blocks: int, tiles: int, target: Pr
 def passes(sizes: tuple[int, ...], low: int, top: int, cluster: int = 1) -> tuple[Pass, ...]:
     """The passes over a tile of 2^top elements, or twice as many in a cluster of two blocks. The rightmost factor has the bits from `low`
     on. The fewest passes are chosen, and among these the longest contiguous runs of results."""
-    merged: list[list[int]] = []
+    merged: list[Bits] = []
     for s in sizes:
-        if merged and prod(merged[-1]) * s <= 1 << SIDE:
-            merged[-1].append(s)
-        else:
-            merged.append([s])
+        own, low = tuple(range(low, low + log2(s))), low + log2(s)
+        before = merged.pop() if merged and len(merged[-1][0]) + len(own) <= SIDE else ((), ())
+        merged.append((before[0] + own, (*before[1], s)))
     for count in range(1, PASSES + 1):
-        found = []
-        for cuts in combinations(range(1, len(merged)), count - 1):
-            pieces = [merged[a:b] for a, b in zip((0, *cuts), (*cuts, len(merged)), strict=True)]
-            made = _passes(pieces, low, top, cluster) if all(len(piece) <= STEPS for piece in pieces) else ()
-            if made:
-                found.append(made)
-        if found:
-            return max(found, key=lambda parts: parts[-1].run)
+        cuts = [(0, *cut, len(merged)) for cut in combinations(range(1, len(merged)), count - 1)]
+        found = [_passes([merged[a:b] for a, b in pairwise(cut)], top, cluster) for cut in cuts]
+        if any(found):
+            return max(filter(None, found), key=lambda parts: parts[-1].run)
     return ()
 
 
-def cross_of(parts: Sequence[Sequence[Sequence[int]]], low: int) -> int:
-    """The bit that the two blocks of a cluster exchange after the first pass: the highest bit of that pass's factors. Before the exchange a
-    block's rank is the bit `top`. After it the rank is the bit `cross`, and the bit `top` has its place in the block."""
-    return low + sum(log2(s) for step in parts[0] for s in step) - 1
-
-
-def _passes(pieces: Sequence[Sequence[Sequence[int]]], low: int, top: int, cluster: int) -> tuple[Pass, ...]:
-    """The passes whose steps are given, if there are any. In a cluster a register's number must have the bit `cross`."""
-    cross = cross_of(pieces, low)
-    if cluster > 1 and (len(pieces) == 1 or cross >= top):
+def _passes(pieces: Sequence[Sequence[Bits]], top: int, cluster: int) -> tuple[Pass, ...]:
+    """The passes whose steps are given, if there are any. In a cluster the two blocks exchange the bit `cross` after the first pass, the
+    highest bit of that pass's factors, and a register's number must have it. Before the exchange a block's rank is the bit `top`. After it
+    the rank is the bit `cross`, and the bit `top` has its place in the block."""
+    cross, within = pieces[0][-1][0][-1], pieces[-1][-1][0][-1] + 1  # `within`: a row's bits, of which zeros may be
+    if max(map(len, pieces)) > STEPS or (cluster > 1 and (len(pieces) == 1 or cross >= top)):
         return ()
-    within = low + sum(log2(s) for piece in pieces for step in piece for s in step)  # a row's bits, of which zeros may be
-    made = []
-    for n, piece in enumerate(pieces, 1):
-        steps, last = _with_bits(piece, low, top, cross), n == len(pieces)
-        low += sum(len(bits) for bits, _ in steps)
+    made: list[Pass] = []
+    for piece in pieces:
+        steps, last = [(tuple(b if b < top else cross for b in own), sizes) for own, sizes in piece], piece is pieces[-1]
         found = (last and _pass(steps, within, top, AT_ONCE, last)) or _pass(steps, within, top, 2, last)
         if found is None:
             return ()
@@ -169,36 +142,22 @@ def _passes(pieces: Sequence[Sequence[Sequence[int]]], low: int, top: int, clust
     return tuple(made) if cluster == 1 or cross in made[0].registers_after else ()
 
 
-def _with_bits(piece: Sequence[Sequence[int]], low: int, top: int, cross: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """The bits and the sizes of each step's factors, from the bit `low` on."""
-    steps = []
-    for sizes in piece:
-        bits = range(low, low + sum(log2(s) for s in sizes))
-        steps.append((tuple(b if b < top else cross for b in bits), tuple(sizes)))
-        low += len(bits)
-    return steps
-
-
-def _pass(steps: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], within: int, top: int, near: int, last: bool) -> Pass | None:
+def _pass(steps: Sequence[Bits], within: int, top: int, near: int, last: bool) -> Pass | None:
     """A pass that leaves 2^near neighbours in a lane, if there is one. Each step takes four bits, two of them lane bits t; leaves three in
     lane bits g and one in a register's number; and n, that was in g, in a register's number and in t. Of the last pass neighbours in
     memory are in lanes."""
     best = None
     for along, lanes, bits in _starts([bits for bits, _ in steps], within, top, near):
         registers = tuple(sorted(bits - set(lanes)))
-        done = _walk(registers, lanes, along, steps, near)
-        if not done:
-            continue
-        made = Pass(registers, lanes, *done, tuple([b for b in range(top) if b not in bits]))
-        if not last or made.run > 1:
-            return made
-        best = made if made.run and (not best or best.run < made.run) else best
+        if done := _walk(registers, lanes, along, steps, near):
+            made = Pass(registers, lanes, *done, tuple([b for b in range(top) if b not in bits]))
+            if not last or made.run > 1:
+                return made
+            best = made if made.run and (not best or best.run < made.run) else best
     return best
 
 
-def _starts(
-    steps: Sequence[tuple[int, ...]], within: int, top: int, near: int
-) -> Iterator[tuple[tuple[tuple[int, ...], ...], tuple[int, ...], set[int]]]:
+def _starts(steps: Sequence[Own], within: int, top: int, near: int) -> Iterator[tuple[tuple[Own, ...], Own, set[int]]]:
     """The bits along which each step may multiply, those of lanes before the first step, and all that a warp has at once."""
     for along in _along(steps, [b for b in range(near, min(within, 8))]):
         t = tuple(b for b in along[0] if b > 1 or 0 not in along[0])[:2]
@@ -209,7 +168,7 @@ def _starts(
                 yield along, (*t, *g), bits
 
 
-def _columns(along: Sequence[tuple[int, ...]], top: int) -> Iterator[tuple[int, int, int]]:
+def _columns(along: Sequence[Own], top: int) -> Iterator[tuple[int, int, int]]:
     """The bits that lane bits g may have before the first step."""
     after = [b for b in (along[1] if len(along) > 1 else range(3, top)) if b not in along[0]]
     for g12 in combinations(after[:4], 2):
@@ -217,7 +176,7 @@ def _columns(along: Sequence[tuple[int, ...]], top: int) -> Iterator[tuple[int, 
             yield g0, *g12
 
 
-def _along(bits: Sequence[tuple[int, ...]], beside: Sequence[int]) -> Iterator[tuple[tuple[int, ...], ...]]:
+def _along(bits: Sequence[Own], beside: Sequence[int]) -> Iterator[tuple[Own, ...]]:
     """The bits that each step multiplies along: its factors', and others of the row."""
     used = [b for own in bits for b in own]
     options = []
@@ -231,12 +190,8 @@ def _along(bits: Sequence[tuple[int, ...]], beside: Sequence[int]) -> Iterator[t
 
 
 def _walk(
-    registers: tuple[int, ...],
-    lanes: tuple[int, ...],
-    bits: Sequence[tuple[int, ...]],
-    steps: Sequence[tuple[tuple[int, ...], tuple[int, ...]]],
-    near: int,
-) -> tuple[tuple[int, ...], tuple[int, ...], tuple[Multiplied, ...]] | None:
+    registers: Own, lanes: Own, bits: Sequence[Own], steps: Sequence[Bits], near: int
+) -> tuple[Own, Own, tuple[Multiplied, ...]] | None:
     """Where all bits are after the steps, and the steps, if it can be done."""
     if not steps:
         return (registers, lanes, ()) if _near(registers) >= near else None
@@ -245,17 +200,14 @@ def _walk(
     if not set(t) <= set(own) or not set(inner) <= set(registers):
         return None
     a, b = (registers.index(i) for i in inner)
-    for kept in sorted(own, key=lambda i: (i > 2, i if i < 3 else -i)):  # in a register's number: 0, 1, 2, else the highest
-        for next_ in sorted(set(own) - {kept}, key=lambda i: (i > 2, i if i < 3 else -i)):
-            rest = tuple(sorted(set(own) - {kept, next_}))
-            for new in ((next_, *rest), (next_, *rest[::-1])):
-                moved = list(registers)
-                moved[a], moved[b] = g[0], kept
-                done = _walk(tuple(moved), (*g[1:], *new), bits[1:], steps[1:], near)
-                if done:
-                    row = [own.index(i) for i in (registers[a], *t, registers[b])]
-                    column = [own.index(i) for i in (*new, kept)]
-                    return done[0], done[1], (Multiplied(steps[0][1], (a, b), tuple(row), tuple(column)), *done[2])
+    for kept, next_ in permutations(sorted(own, key=lambda i: (i > 2, i if i < 3 else -i)), 2):  # in a register: 0, 1, 2, else the highest
+        rest = sorted(set(own) - {kept, next_})
+        for new in ((next_, *rest), (next_, *rest[::-1])):
+            moved = list(registers)
+            moved[a], moved[b] = g[0], kept
+            if done := _walk(tuple(moved), (*g[1:], *new), bits[1:], steps[1:], near):
+                row, column = ([own.index(i) for i in side] for side in ((registers[a], *t, registers[b]), (*new, kept)))
+                return done[0], done[1], (Multiplied(steps[0][1], (a, b), tuple(row), tuple(column)), *done[2])
     return None
 
 
