@@ -74,7 +74,7 @@ def _launch(
         return _fake(x, bias, residual, factors, scale, version, at)
     epilogue = scale, None if bias is None else bias.contiguous(), None if residual is None else residual.contiguous()
     if at:
-        return list(kron_backward.forward_keeping(x, factors, epilogue))
+        return list(kron_backward.forward_keeping(x, factors, epilogue, at))
     return [choose("kron_linear", version, x.get_device()).forward(x.contiguous(), factors, epilogue)]
 
 
@@ -83,7 +83,7 @@ def _fake(
 ) -> list[Tensor]:
     widths = [width(factors, -1)]
     if at:
-        step = plan.steps_of(factors)[at - 1]
+        step = plan.steps_of(factors)[abs(at) - 1]
         widths.append(step.left * step.q * step.right)
     return [torch.empty((x.shape[0], n), dtype=x.dtype, device=x.device) for n in widths]
 
@@ -117,16 +117,7 @@ def _wanted(x: Tensor, factors: Sequence[Tensor], wanted: Sequence[bool]) -> lis
     return [t for t, w in zip((x, *factors), wanted, strict=True) if w]
 
 
-_kron_linear = raw_op(
-    "_kron_linear(Tensor x, Tensor? bias, Tensor? residual, Tensor[] factors, float scale, str version, int at) -> Tensor[]",
-    4,
-    _launch,
-    _fake,
-)
-_kron_linear_backward = raw_op(
-    "_kron_linear_backward(Tensor x, Tensor dout, Tensor[] factors, bool[] wanted, float scale, str version, Tensor? kept, int at)"
-    " -> Tensor[]",
-    3,
-    _launch_backward,
-    _fake_backward,
-)
+_SCHEMA = "(Tensor x, Tensor? bias, Tensor? residual, Tensor[] factors, float scale, str version, int at) -> Tensor[]"
+_SCHEMA_BACKWARD = "(Tensor x, Tensor g, Tensor[] factors, bool[] wanted, float scale, str version, Tensor? kept, int at) -> Tensor[]"
+_kron_linear = raw_op("_kron_linear" + _SCHEMA, 4, _launch, _fake)
+_kron_linear_backward = raw_op("_kron_linear_backward" + _SCHEMA_BACKWARD, 3, _launch_backward, _fake_backward)

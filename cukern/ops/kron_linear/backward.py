@@ -1,9 +1,8 @@
 """v4 of kron_linear, backward. A launch computes the gradients of one or two neighbouring factors, and that of its input, where planner.py
 plans it so. Other factors have separate launches for the two gradients."""
 
-import functools
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import ceil, gcd
 from typing import NamedTuple
 
@@ -41,9 +40,10 @@ class _Waiting(NamedTuple):
 
 
 def boundary(x: Tensor, factors: Sequence[Tensor], added: bool) -> int:
-    """The number of steps after which the forward keeps an array for the backward, or 0. `added`: with a bias or a residual."""
+    """The number of steps after which the forward keeps an array for the backward, -1 if it is that of cublas.layer_forward, or 0 if there
+    is none. `added`: with a bias or a residual."""
     launches = () if any(w.ndim == 3 for w in factors) else _keeping(*kron_forward.problem(x, factors, added))
-    return len(launches[0].group.steps) if launches else 0
+    return 0 if not launches else -1 if len(launches) == 1 else len(launches[0].group.steps)
 
 
 @cached(2048)
@@ -55,8 +55,10 @@ def _keeping(
     return tuple(kron_forward.prepare(part, rows, dtype, device, added and part is launches[-1]) for part in launches)
 
 
-def forward_keeping(x: Tensor, factors: Sequence[Tensor], epilogue: Epilogue) -> tuple[Tensor, Tensor]:
+def forward_keeping(x: Tensor, factors: Sequence[Tensor], epilogue: Epilogue, at: int) -> tuple[Tensor, Tensor]:
     """The forward of a layer with a boundary, and the array that is kept there."""
+    if at < 0:
+        return cublas.layer_forward(x, factors, epilogue)
     return kron_forward.through(_keeping(*kron_forward.problem(x, factors, kron_forward.adds(epilogue))), x, factors, epilogue)
 
 
@@ -71,8 +73,10 @@ def backward(
         return [kron_forward.forward(g, [w.mT for w in factors], (scale, None, None)), *[None] * len(factors)]
     if any(w.ndim == 3 for w in factors):
         return cublas.v3_backward(x, g, factors, wanted, scale)
-    plan, gradients = plan_of(x, g, factors), Gradients(x, factors, wanted, scale)
-    gradients.through(plan, g, kept, at)
+    plan, gradients = plan_of(x, g, factors), Gradients(x, factors, wanted, scale, kept, at)
+    if at < 0 or plan[0].kernel == "cublas":  # `at`: plans may have changed since the forward
+        return cublas.layer_backward(x, g, factors, wanted, scale, kept if at < 0 else None)
+    gradients.through(plan, g)
     return gradients.found
 
 
@@ -84,28 +88,27 @@ def plan_of(x: Tensor, g: Tensor, factors: Sequence[Tensor]) -> tuple[Launch, ..
 
 class Gradients:
     """The gradients of a layer's inputs as they are found, that of x first. Partial sums of the factors' gradients wait until one launch
-    adds those of several launches."""
+    adds those of several launches. `kept`: the input of step `at`, if the forward kept it."""
 
-    def __init__(self, x: Tensor, factors: Sequence[Tensor], wanted: Sequence[bool], scale: float):
-        self.x, self.factors, self.wanted, self.scale = x, factors, wanted, scale
+    def __init__(self, x: Tensor, factors: Sequence[Tensor], wanted: Sequence[bool], scale: float, kept: Tensor | None, at: int):
+        self.x, self.factors, self.wanted, self.scale, self.kept, self.at = x, factors, wanted, scale, kept, at
         self.found: list[Tensor | None] = [None] * len(wanted)
         self.waiting: list[_Waiting] = []
 
-    def through(self, plan: Sequence[Launch], h: Tensor, kept: Tensor | None, at: int) -> None:
-        """Make all launches, the last one first. h is the gradient of the output."""
-        order, n, g, x, wanted = steps_of(self.factors), len(self.factors), h, self.x, self.wanted
-        input_of = functools.partial(self._input_of, kept, at)
+    def through(self, plan: Sequence[Launch], g: Tensor) -> None:
+        """Make all launches, the last one first. g is the gradient of the output."""
+        order, n, h, x, wanted = steps_of(self.factors), len(self.factors), g, self.x, self.wanted
         for launch in reversed(plan):
             n -= len(launch.steps)
             if launch.threads and all(wanted[s.factor + 1] for s in launch.steps):
                 self._make_room(launch)
-                z = input_of(n)
-                free, over = z is not x and z is not kept, h is not g and launch.in_place
+                z = self._input_of(n)
+                free, over = z is not x and z is not self.kept, h is not g and launch.in_place
                 out = z if free else h.view_as(z) if over else None
                 h = self.fused(launch, z, h, out, 1.0 if n else self.scale)
                 del z, out
             else:
-                h = self._in_steps(launch.steps, n, input_of, h)
+                h = self._in_steps(launch.steps, n, h)
             if not any((wanted[0], *(wanted[s.factor + 1] for s in order[:n]))):
                 break
         self.found[0] = h.reshape(x.shape) if wanted[0] else None
@@ -117,20 +120,20 @@ class Gradients:
         out = torch.empty_like(z) if out is None else out
         ws = [self.factors[s.factor] for s in launch.steps]
         grads = [torch.empty_like(w, memory_format=torch.contiguous_format) for w in ws]
-        device, (blocks, sums) = z.get_device(), _blocks(launch, z)
-        partials = torch.empty((sums, sum(w.numel() for w in ws)), dtype=torch.float32, device=z.device)
+        blocks, sums = _blocks(launch, z)
+        partials = torch.empty((sums, _elements(launch)), dtype=torch.float32, device=z.device)
         fibers, values = z.shape[0] * launch.steps[-1].left, kron_forward.by_value(ws)
-        run = _FUSED[launch.kernel][z.dtype, launch.template()].on(device)
-        block, shared = (launch.threads, 1, 1), backend.spread(launch.shared, blocks, device)
+        run = _FUSED[launch.kernel][z.dtype, launch.template()].on(z.get_device())
+        grid, block, shared = kron_forward.geometry(blocks, launch, z.get_device())
         if launch.kernel == "few_rows":
             first, rows = wgmma.few_first_rows(fibers, z.itemsize), [t.view(fibers, -1) for t in (out, z, h)]
-            run((blocks, 1, 1), block, shared, *pointers(partials, *rows), values, 0, scale)
+            run(grid, block, shared, *pointers(partials, *rows), values, 0, scale)
             if first < fibers:
-                grid = wgmma.FEW_BLOCKS * (fibers - first), 1, 1
-                run(grid, block, shared, *pointers(partials, *[t[first:] for t in rows]), values, 1, scale)
+                second = wgmma.FEW_BLOCKS * (fibers - first), 1, 1
+                run(second, block, shared, *pointers(partials, *[t[first:] for t in rows]), values, 1, scale)
             fibers = first
         else:
-            run((blocks, 1, 1), block, shared, *pointers(partials, out, z, h), values, fibers, scale)
+            run(grid, block, shared, *pointers(partials, out, z, h), values, fibers, scale)
         self.waiting.append(_Waiting(launch, partials, grads, fibers))
         for s, grad in zip(launch.steps, grads, strict=True):
             self.found[s.factor + 1] = grad
@@ -161,22 +164,22 @@ class Gradients:
         if sum(w.partials.nbytes for w in self.waiting) + more > self.x.nbytes // 2:
             self.add_up()
 
-    def _input_of(self, kept: Tensor | None, at: int, n: int) -> Tensor:
-        """The input of step n. `kept` is that of step `at`."""
+    def _input_of(self, n: int) -> Tensor:
+        """The input of step n."""
         if not n:
             return self.x
-        if kept is not None and n == at and not planning():  # planning includes calls with too many rows to keep it
-            return kept
+        if self.kept is not None and n == self.at and not planning():  # planning includes calls with too many rows to keep it
+            return self.kept
         return kron_forward.forward(self.x, self.factors, PLAIN, n)
 
-    def _in_steps(self, run: Sequence[Step], n: int, input_of: Callable[[int], Tensor], h: Tensor) -> Tensor:
+    def _in_steps(self, run: Sequence[Step], n: int, h: Tensor) -> Tensor:
         """As `fused`, by separate launches for each step and for each wanted gradient. The first step of the run has number n."""
         rows = h.numel() // (run[-1].left * run[-1].q * run[-1].right)
         for at, s in reversed(list(enumerate(run, n))):
             w = self.factors[s.factor][None]
             h = seen(h, w, s.q, s.right)
             if self.wanted[s.factor + 1]:
-                self.found[s.factor + 1] = contraction(seen(input_of(at), w, s.p, s.right), h, self.scale, rows)
+                self.found[s.factor + 1] = contraction(seen(self._input_of(at), w, s.p, s.right), h, self.scale, rows)
             h = kron_forward.mode(h, w.mT, 1.0 if at else self.scale, rows)
         return h
 
@@ -221,8 +224,7 @@ def contraction(z: Tensor, h: Tensor, scale: float, rows: int | None = None) -> 
     chunks, sms = ceil(A / launch.L) * ceil(C / launch.R), device_of(device).sms
     pieces, grad = min(chunks, max(1, sms * launch.blocks // launch.slices)), torch.empty((p, q), dtype=z.dtype, device=z.device)
     partials = torch.empty((pieces, p, q), dtype=torch.float32, device=z.device)
-    blocks = pieces * launch.slices
-    geometry = (blocks, 1, 1), (launch.threads, 1, 1), backend.spread(launch.shared, blocks, device)
+    geometry = kron_forward.geometry(pieces * launch.slices, launch, device)
     _GRADIENT[z.dtype, launch.template()].on(device)(*geometry, *pointers(partials, z, h), A, C, pieces)
     _sum_of_pieces(pieces, [(grad, partials.data_ptr(), p * q)], scale)
     return grad
@@ -235,8 +237,6 @@ def instances(dtype: torch.dtype) -> list[Kernel]:
     if dtype.itemsize <= 4:
         older = target._replace(device=target.device._replace(capability=80, shared_bytes=161 << 10))  # without features of sm_90 alone
         launches = [launch for f, n in COMMON for launch in planner.backward(((f, f),) * n, 64, older)]
-        made += [
-            *[_FUSED["tile"][dtype, launch.template()] for launch in launches if launch.threads],
-            *[_SUM[dtype, warps] for warps in (8, 32)],
-        ]
+        made += [_FUSED["tile"][dtype, launch.template()] for launch in launches if launch.threads]
+        made += [_SUM[dtype, warps] for warps in (8, 32)]
     return made

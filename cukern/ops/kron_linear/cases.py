@@ -6,6 +6,7 @@ kron_linear_rectangular have two numbers for each factor, its rows and its colum
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -19,23 +20,14 @@ from cukern.runtime import checks
 from cukern.runtime.registry import Cost, Op, register
 
 
-def one_layer(x: Tensor, *factors: Tensor, version: str | None = None) -> Tensor:
-    return kron_linear(x, factors, version=version)
+def _one_layer(x: Tensor, *factors: Tensor, layer: Callable[..., Tensor] = kron_linear, **version: str | None) -> Tensor:
+    return layer(x, factors, **version)
 
 
-def two_layers(x: Tensor, *factors: Tensor, version: str | None = None) -> Tensor:
+def _two_layers(x: Tensor, *factors: Tensor, layer: Callable[..., Tensor] = kron_linear, **version: str | None) -> Tensor:
     """Two layers of as many factors each."""
     half = len(factors) // 2
-    return kron_linear(kron_linear(x, factors[:half], version=version), factors[half:], version=version)
-
-
-def _reference(x: Tensor, *factors: Tensor) -> Tensor:
-    return movedim_product(x, factors)
-
-
-def _two_references(x: Tensor, *factors: Tensor) -> Tensor:
-    half = len(factors) // 2
-    return movedim_product(movedim_product(x, factors[:half]), factors[half:])
+    return layer(layer(x, factors[:half], **version), factors[half:], **version)
 
 
 def _square(dims: Sequence[int]) -> Sizes:
@@ -85,17 +77,7 @@ def _note(dims: Sequence[int], itemsize: int) -> str:
     return f"state size {prod(sizes)} ({' x '.join(map(str, sizes))}), {rows} rows; arithmetic intensity {intensity:.1f} flop/byte forward"
 
 
-CANDIDATES = (
-    "tile",
-    "small_factors",
-    "small_factors_mma",
-    "chain_wgmma",
-    "split_wgmma",
-    "split_wgmma_pair",
-    "split_wgmma_one",
-    "few_rows",
-    "cublas",
-)
+CANDIDATES = ("tile", "small_factors", "small_factors_mma", "chain_wgmma", "split_wgmma", "split_wgmma_pair", "split_wgmma_one", "few_rows")
 
 
 def _buckets(dims: tuple[int, ...]) -> list[tuple[int, ...]]:
@@ -107,8 +89,8 @@ def _case(sizes_of: Callable[[Sequence[int]], Sizes], **rest: Any) -> Op:
     return Op(
         stem="kron_linear",
         function=kron_linear,
-        spread=one_layer,
-        reference=_reference,
+        spread=_one_layer,
+        reference=partial(_one_layer, layer=movedim_product),
         versions=VERSIONS,
         dtypes=checks.FLOATS,
         make=lambda dims, dtype, device: _make(dims, sizes_of(dims), dtype, device),
@@ -117,7 +99,7 @@ def _case(sizes_of: Callable[[Sequence[int]], Sizes], **rest: Any) -> Op:
         bound="memory",
         roundings=6,  # a chain of additions for each factor
         variants=_buckets,
-        candidates=CANDIDATES,
+        candidates=(*CANDIDATES, "cublas"),
         **rest,
     )
 
@@ -131,7 +113,7 @@ _ONE = _case(
     bench_dims=((32, 128, 128), (1024, 8, 8, 8, 8, 8), (1024, 32, 32, 32), (16, 64, 64, 64), (1024, 64, 64), (4096, 32, 32)),
     note=_note,
 )
-register(replace(_ONE, as_checked=replace(_ONE, spread=two_layers, reference=_two_references, make=_make_two)))
+register(replace(_ONE, as_checked=replace(_ONE, spread=_two_layers, reference=partial(_two_layers, layer=movedim_product), make=_make_two)))
 register(
     _case(
         _rectangular,

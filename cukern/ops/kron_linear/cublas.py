@@ -29,6 +29,9 @@ TF32_WORK_US = {True: 1_050_000.0, False: 1_250_000.0}
 UNALIGNED = {2: 0.48, 4: 0.6, 8: 1.0}  # bandwidth / usual bandwidth if rows do not begin at multiples of 16 bytes
 # multiply-adds per SM in a gradient: 16 bits, TF32, float
 GRADIENT_US = {2: 1_000_000.0, 4: 600_000.0, 8: 170_000.0}
+# v2 in strict float, 19 layers with a factor above 128: multiply-adds per SM of blocks of 64 x 64, within 15 % of the measured times
+SGEMM_US, SIDE = 145_000.0, 64
+OWN_MARGIN = 1.15  # in strict float, a kernel must be this much faster than cuBLAS for factors above LARGE
 MARGIN = 1.05  # cuBLAS must be this much faster than a kernel
 PARTS = 4  # z and h are transposed in this many parts for a gradient
 
@@ -36,6 +39,9 @@ PARTS = 4  # z and h are transposed in this many parts for a gradient
 def us(step: Step, rows: int, target: Problem) -> float:
     """The predicted time of one factor."""
     last, size = step.right == 1, target.itemsize
+    if size == 4 and not target.tensor:
+        blocks = ceil(rows * step.left / SIDE) if last else rows * step.left * ceil(step.right / SIDE)
+        return _us_of_sgemm(blocks * ceil(step.q / SIDE), step.p, target)
     moved: float = rows * step.left * step.right * (step.p + step.q) * size
     aligned = all(n * size % 16 == 0 for n in (step.p, step.q, *(() if last else (step.right,))))
     if size == 4:
@@ -51,41 +57,47 @@ def us(step: Step, rows: int, target: Problem) -> float:
     return START_US[size] + turn + longest / (target.device.sms * slower)
 
 
+def _us_of_sgemm(blocks: float, k: int, target: Problem) -> float:
+    return START_US[8] + ceil(blocks / target.device.sms) * SIDE**2 * k / SGEMM_US
+
+
 def _tiled(n: int) -> int:
     return max(128, ceil(n / 64) * 64)
 
 
 def launch(run: Sequence[Step], rows: int, target: Problem) -> Launch:
-    return Launch("cublas", tuple(run), us(run[0], rows, target), products=1, handicap=MARGIN)
+    strict = target.itemsize == 4 and not target.tensor
+    return Launch("cublas", tuple(run), us(run[0], rows, target), products=1, handicap=1 / OWN_MARGIN if strict else MARGIN)
 
 
 def forward(run: Sequence[Step], rows: int, target: Problem) -> Iterator[Launch]:
-    """Strict float32 has no tensor cores there."""
-    if len(run) == 1 and target.itemsize < 8 and (target.tensor or target.itemsize == 2):
+    """Strict float32 has no tensor cores there, which only factors above LARGE do not need."""
+    if len(run) == 1 and target.itemsize < 8 and (target.tensor or target.itemsize == 2 or max(run[0].p, run[0].q) > LARGE):
         yield launch(run, rows, target)
 
 
 @torch.no_grad()
 def mode_product(z: Tensor, w: Tensor, step: Step, epilogue: Epilogue, out: Tensor) -> Tensor:
     """out (rows, numbers) = scale * z (rows, numbers) times the factor w of a step + bias + residual; all but w contiguous."""
-    if planning():
-        return out
+    return out if planning() else _product_of(z.view(-1, step.p, step.right), w, epilogue, out)
+
+
+def _product_of(z: Tensor, w: Tensor, epilogue: Epilogue, out: Tensor) -> Tensor:
+    """out[a] = scale * w^T z[a] + bias + residual for z (A, p, C). `out` is contiguous, its rows have one (q, C) or several."""
     scale, bias, residual = epilogue
-    added = [t for t in (residual, bias) if t is not None]
+    added, (_, p, C), q = [t for t in (residual, bias) if t is not None], z.shape, w.shape[1]
     beta = int(bool(added))
     if beta:
         out.copy_(added[0]) if len(added) == 1 else torch.add(*added, out=out)
-    if not (_dense(w.stride(), w.shape[1]) or _dense(w.stride()[::-1], w.shape[0])):
+    if not (_dense(w.stride(), q) or _dense(w.stride()[::-1], p)):
         w = w.contiguous()  # one matrix; cuBLAS would have a copy made for each of a batch
-    if step.right == 1:
+    if C == 1:
         # Only of two matrices whose numbers along k are neighbours Hopper has fast TF32: 176 us, not 130.
         if z.dtype == torch.float32 and z.numel() >= TURNED:
             w = w.mT.contiguous().mT
-        y = out.view(-1, step.q)
-        torch.addmm(y, z.view(-1, step.p), w, beta=beta, alpha=scale, out=y)
+        torch.addmm(out.view(-1, q), z[..., 0], w, beta=beta, alpha=scale, out=out.view(-1, q))
     else:
-        x, y = z.view(-1, step.p, step.right), out.view(-1, step.q, step.right)
-        torch.baddbmm(y, w.mT.expand(x.shape[0], -1, -1), x, beta=beta, alpha=scale, out=y)
+        torch.baddbmm(out.view(-1, q, C), w.mT.expand(len(z), -1, -1), z, beta=beta, alpha=scale, out=out.view(-1, q, C))
     return out
 
 
@@ -125,6 +137,63 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 def _dense(strides: Sequence[int], columns: int) -> bool:
     """Whether the numbers of a row lie side by side, and rows do not overlap."""
     return strides[1] == 1 and strides[0] >= columns
+
+
+# ---- a layer of one or two factors by products of one matrix and all rows, as in v2
+
+TURN = 4.0  # time to transpose g / time to read it
+LARGE = 128  # rows and columns of a factor, at most, for which v4 has kernels of its own in every dtype
+
+
+def layer(steps: Sequence[Step], rows: int, target: Problem) -> Iterator[Launch]:
+    """The backward of a layer, its factors from the last to the first."""
+    if target.itemsize != 4 or target.tensor or len(steps) > 2 or max(n for s in steps for n in (s.p, s.q)) <= LARGE:
+        return
+    total, numbers = 0.0, rows * steps[-1].left * steps[-1].q * steps[-1].right
+    for s in steps:
+        fibers = rows * s.left * s.right
+        blocks = ceil(s.p / SIDE) * ceil(s.q / SIDE)
+        total += _us_of_sgemm(ceil(fibers / SIDE) * ceil(s.p / SIDE), s.q, target)
+        total += 2 * START_US[8] + blocks * SIDE**2 * fibers / (SGEMM_US * target.device.sms)  # split along k
+    turned = TURN * numbers * target.itemsize / (target.device.sms * target.device.sm_bytes_us) if len(steps) == 2 else 0.0
+    yield Launch("cublas", tuple(steps), total + turned)
+
+
+@torch.no_grad()
+def layer_forward(x: Tensor, factors: Sequence[Tensor], epilogue: Epilogue) -> tuple[Tensor, Tensor]:
+    """x (rows, prod p) times two factors, and what the first one is multiplied by: (q2, rows, p1), as one row for each of x's."""
+    left, right = factors
+    z = x.new_empty(right.shape[1], x.shape[0] * left.shape[0])
+    out = x.new_empty(x.shape[0], left.shape[1] * right.shape[1])
+    if not planning():
+        torch.mm(right.mT, x.view(-1, right.shape[0]).mT, out=z)
+        _product_of(z.view(len(z), x.shape[0], -1).permute(1, 2, 0), left, epilogue, out)
+    return out, z.view(x.shape[0], -1)
+
+
+@torch.no_grad()
+def layer_backward(
+    x: Tensor, g: Tensor, factors: Sequence[Tensor], wanted: Sequence[bool], scale: float, kept: Tensor | None
+) -> list[Tensor | None]:
+    """The gradients of x and of one or two factors, None where not wanted. `kept`: the second result of layer_forward."""
+    found: list[Tensor | None] = [None] * len(wanted)
+    zs, h = [x], g.mT
+    if len(factors) == 2:
+        zs, h = [layer_forward(x, factors, PLAIN)[1] if kept is None else kept, x], h.contiguous()
+    for n, (z, w) in enumerate(zip(zs, factors, strict=True)):
+        z, h = z.view(-1, w.shape[0]), h.view(w.shape[1], -1)
+        if wanted[n + 1]:
+            found[n + 1] = _scaled_mm(z.mT, h.mT, scale)
+        if not any((wanted[0], *wanted[n + 2 :])):
+            return found
+        h = _scaled_mm(h.mT, w.mT, scale if n + 1 == len(zs) else 1.0)
+    found[0] = h.view(x.shape)
+    return found
+
+
+def _scaled_mm(a: Tensor, b: Tensor, scale: float) -> Tensor:
+    out = a.new_empty(a.shape[0], b.shape[1])
+    return out if planning() else torch.addmm(out, a, b, beta=0, alpha=scale, out=out)
 
 
 # ---- v3

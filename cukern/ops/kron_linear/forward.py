@@ -61,10 +61,15 @@ def prepare(group: Launch, rows: int, dtype: torch.dtype, device: int, added: bo
         return Prepared(group, None, ((1, 1, 1), (1, 1, 1), 0), indices, features)
     tiles = -(-rows * last.left // group.L) * (first.right // group.R)
     blocks = min(tiles, max(1, device_of(device).sms * group.blocks // group.slices)) * group.slices
-    geometry = (blocks, 1, 1), (group.threads, 1, 1), backend.spread(group.shared, blocks, device)
     if planning():  # calls with a bias and calls without one
         KERNELS[group.kernel][dtype, group.template(not added)].on(device)
-    return Prepared(group, KERNELS[group.kernel][dtype, group.template(added)].on(device), geometry, indices, features)
+    return Prepared(
+        group, KERNELS[group.kernel][dtype, group.template(added)].on(device), geometry(blocks, group, device), indices, features
+    )
+
+
+def geometry(blocks: int, launch: Launch, device: int) -> tuple[backend.Dim, backend.Dim, int]:
+    return (blocks, 1, 1), (launch.threads, 1, 1), backend.spread(launch.shared, blocks, device)
 
 
 def pointers_of(addresses: Sequence[int]) -> bytes:

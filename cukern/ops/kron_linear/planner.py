@@ -104,7 +104,9 @@ def backward(sizes: Sizes, rows: int, target: Problem) -> Plan:
     def total(first: int, us: float, rest: Plan) -> float:
         return us + (sum(g.us for g in forward(sizes, rows, target, first)) if first else 0.0)
 
-    _, plan = _best_cut(order, launch, total)
+    us, plan = _best_cut(order, launch, total)
+    whole = [(g.us, (g,)) for g in cublas.layer(order, rows, target)] if order == in_order(sizes) else []
+    _, plan = min(eligible([(us, plan), *whole], lambda o: o[1][0].kernel) or [(us, plan)], key=lambda o: o[0])
     return tuple(g._replace(plan=(g.template(),)) for g in plan)  # so that calls do not make the text again
 
 
@@ -117,9 +119,11 @@ def _separate(s: Step, A: int, target: Problem) -> Launch:
 
 def keeping(sizes: Sizes, rows: int, target: Problem) -> Plan:
     """The forward in two launches, if the backward has two. It keeps the array between them for the backward. Empty if that is slower, or
-    takes more memory than x and y because the backward cannot write dx over its inputs."""
+    takes more memory than x and y because the backward cannot write dx over its inputs. One launch: cublas.layer_forward."""
     planned = planned_rows(rows)
     plan = backward(sizes, planned, target)
+    if plan[0].kernel == "cublas" and len(sizes) == 2:
+        return plan
     if len(plan) != 2 or not (plan[1].threads or plan[0].in_place):  # otherwise the backward needs another array
         return ()
     if rows_at_once([b.steps for b in plan], rows, target.itemsize) < rows:

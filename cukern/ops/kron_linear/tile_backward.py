@@ -48,27 +48,18 @@ def backward(run: Sequence[Step], rows: int, target: Problem) -> Iterator[Launch
 
 def _pieces(run: tuple[Step, ...], split: bool) -> Iterator[Pieces]:
     """The ways to cut a run into a right factor and a left one, or to take it as one of them."""
-    most = _MERGED[split]
     alone: Pieces = ((), run) if run[0].right == 1 else (run, ())
-    for left, right in (alone, *((run[n:], run[:n]) for n in range(1, len(run)))):
-        if all(_fits(piece, most) for piece in (left, right) if piece):
-            yield left, right
+    for pieces in (alone, *((run[n:], run[:n]) for n in range(1, len(run)))):
+        if all(_fits(*_size(piece), len(piece), _MERGED[split]) for piece in pieces if piece):
+            yield pieces
 
 
-def _fits(piece: Sequence[Step], most: int) -> bool:
-    p, q = prod(s.p for s in piece), prod(s.q for s in piece)
-    if len(piece) == 1:
-        return eights(p) * eights(q) <= _LARGEST
-    return max(p, q) <= most and len(piece) <= _TOGETHER
+def _fits(p: int, q: int, factors: int, most: int) -> bool:
+    return eights(p) * eights(q) <= _LARGEST if factors == 1 else max(p, q) <= most and factors <= _TOGETHER
 
 
-def _tilings(pieces: Pieces, rows: int, target: Problem) -> Iterator[Launch]:
-    left, right = pieces
-    run = (*right, *left)
-    A, C = rows * run[-1].left, run[0].right
-    large = any(prod(s.p for s in piece) * prod(s.q for s in piece) > _LARGE for piece in pieces)
-    for (L, R), threads, stages in product(_tiles(C, bool(left)), (256, 512) if large else (256, 128), (1, 2)):
-        yield from _tiling(pieces, A, C, L, R, threads, stages, target)
+def _size(piece: Sequence[Step]) -> tuple[int, int]:
+    return prod(s.p for s in piece), prod(s.q for s in piece)
 
 
 def _tiles(C: int, left: bool) -> list[tuple[int, int]]:
@@ -98,6 +89,10 @@ class _Shape(NamedTuple):
     k2: int
 
     @property
+    def large(self) -> bool:
+        return max(self.p1 * self.q1, self.p2 * self.q2) > _LARGE
+
+    @property
     def sums(self) -> int:
         return self.left * self.p1 * self.q1 + self.right * self.p2 * self.q2
 
@@ -124,27 +119,33 @@ class _Shape(NamedTuple):
 
 
 def _shape(pieces: Pieces) -> _Shape:
-    sizes = [n for piece in pieces for n in (prod(s.p for s in piece), prod(s.q for s in piece))]
-    high = [eights(n) if piece else 1 for piece, n in zip((p for p in pieces for _ in range(2)), sizes, strict=True)]
-    return _Shape(bool(pieces[0]), bool(pieces[1]), *sizes, *high)
+    (p1, q1), (p2, q2) = sizes = [_size(piece) for piece in pieces]
+    high = [eights(n) if piece else 1 for piece, size in zip(pieces, sizes, strict=True) for n in size]
+    return _Shape(bool(pieces[0]), bool(pieces[1]), p1, q1, p2, q2, *high)
 
 
-def _tiling(pieces: Pieces, A: int, C: int, L: int, R: int, threads: int, stages: int, target: Problem) -> Iterator[Launch]:
-    left, right = pieces
-    split, shape = _split(target), _shape(pieces)
-    shared, kept = shape.shared(L, R, stages, target.itemsize), shape.kept(threads // 32)
+def _tilings(pieces: Pieces, rows: int, target: Problem) -> Iterator[Launch]:
+    run, shape = (*pieces[1], *pieces[0]), _shape(pieces)
+    A, C = rows * run[-1].left, run[0].right
+    for (L, R), threads, stages in product(_tiles(C, shape.left), (256, 512) if shape.large else (256, 128), (1, 2)):
+        yield from _tiling(pieces, shape, A, C, L, R, threads, stages, target)
+
+
+def _tiling(pieces: Pieces, shape: _Shape, A: int, C: int, L: int, R: int, threads: int, stages: int, target: Problem) -> Iterator[Launch]:
+    split, size, sms = _split(target), target.itemsize, target.device.sms
+    shared, kept = shape.shared(L, R, stages, size), shape.kept(threads // 32)
     resident = min(target.shared // (shared + 1024), 65536 // (threads * (kept + (96 if split else 64))), 2048 // threads)
-    if not resident or kept > (_SUMS_OF_TWO if left and right and not split else _SUMS):
+    if not resident or kept > (_SUMS_OF_TWO if shape.left and shape.right and not split else _SUMS):
         return
     tiles, p, q = ceil(A / L) * ceil(C / R), shape.p1 * shape.p2, shape.q1 * shape.q2
-    bytes_ = gcd(16, target.aligned, (gcd(p, q, shape.p2, shape.q2) if R == 1 else gcd(C, R)) * target.itemsize)
-    blocks = blocks_of(tiles, target.device.sms * resident, A * p * C * target.itemsize, shape.sums, target.device.sms)
-    resident = ceil(blocks / target.device.sms)
-    each = _us_of_tile(shape, C, L, R, stages, resident, shared, bytes_, target)
-    loaded = (shape.matrices * target.itemsize + shape.sums * 8) * resident / target.device.sm_bytes_us
-    us = 2 * LAUNCH_US + ceil(tiles / blocks) * resident * each + loaded
+    bytes_ = gcd(16, target.aligned, (gcd(p, q, shape.p2, shape.q2) if R == 1 else gcd(C, R)) * size)
+    blocks = blocks_of(tiles, sms * resident, A * p * C * size, shape.sums, sms)
+    resident = ceil(blocks / sms)
     plan = "Backward4", threads, resident, split, bytes_, stages, L, R, C, *[instance("Merged", *piece) for piece in pieces]
-    yield Launch("tile", (*right, *left), us, plan, threads, shared, L, R, resident)
+    each = _us_of_tile(shape, C, L, R, stages, resident, shared, bytes_, target)
+    loaded = (shape.matrices * size + shape.sums * 8) * resident / target.device.sm_bytes_us
+    us = 2 * LAUNCH_US + ceil(tiles / blocks) * resident * each + loaded
+    yield Launch("tile", (*pieces[1], *pieces[0]), us, plan, threads, shared, L, R, resident)
 
 
 def _us_of_tile(shape: _Shape, C: int, L: int, R: int, stages: int, resident: int, shared: int, bytes_: int, target: Problem) -> float:
@@ -163,12 +164,10 @@ def _us_of_tile(shape: _Shape, C: int, L: int, R: int, stages: int, resident: in
 
 def _slower(shape: _Shape, C: int, numbers: int, target: Problem) -> float:
     """How much longer a tile takes than that of a layer of powers of two."""
-    pair, longer = shape.left and shape.right, 1.0
+    size, pair = target.itemsize, shape.left and shape.right
     uneven = any(n & n - 1 or 1 < n < 8 for n in (*shape[2:6], C))
-    if uneven:
-        longer = _LONGER[target.itemsize, _split(target)][2 if pair else 1 if shape.left else 0]
-    large = max(shape.p1 * shape.q1, shape.p2 * shape.q2) > _LARGE
-    shallow = target.itemsize == 2 and numbers <= 64 and large and not (shape.left and (pair or uneven))
+    longer = _LONGER[size, _split(target)][2 if pair else 1 if shape.left else 0] if uneven else 1.0
+    shallow = size == 2 and numbers <= 64 and shape.large and not (shape.left and (pair or uneven))
     return longer * (_SHALLOW if shallow else 1.0)
 
 

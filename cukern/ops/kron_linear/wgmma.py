@@ -51,35 +51,27 @@ def pair(run: Sequence[Step], rows: int, target: Problem) -> Iterator[Launch]:
 
 
 def backward(run: Sequence[Step], rows: int, target: Problem) -> Iterator[Launch]:
-    """The launch of its backward."""
+    """The launch of its backward. Of one factor: SplitOne4 in split_wgmma.cuh, if tiles of 32 lines fill the array."""
     if not _fits(run, target):
         return
-    launch = _backward_of_two(run, rows, target) if len(run) == 2 else _backward_of_one(run[0], rows, target)
-    if launch and launch.shared <= target.shared:
-        yield launch
-
-
-def _backward_of_two(run: Sequence[Step], rows: int, target: Problem) -> Launch:
-    (p1, q1), (p2, q2), _, _ = _sizes(run)
-    tiles, teams = rows * run[-1].left, 2
-    shared = BYTES[target.tensor] * (p1 * q1 + p2 * q2 + (teams + 1) * p1 * p2 + teams * (q1 * q2 + p1 * q2)) + 128  # mbarriers
-    us = START_US + SUM_US + _us(tiles, 2 * p1 * q1 * q2 + 3 * p1 * p2 * q2, 2 * p1 * p2 + q1 * q2, target)
-    return Launch("split_wgmma", tuple(run), us, _plan(run, teams, target), (teams + 1) * 128, shared)
-
-
-def _backward_of_one(s: Step, rows: int, target: Problem) -> Launch | None:
-    """See SplitOne4 in split_wgmma.cuh."""
-    lines, lines_of_tile, teams = rows * s.left * s.right, TILE // 2, (3 if s.q == TILE else 2) if s.p == TILE else 1
-    if not target.whole and s.left * s.right % lines_of_tile:
-        return None
-    tiles = lines // lines_of_tile
-    places = 2 if s.p == TILE else 4
-    tiles_of_g, staged = BYTES[target.tensor] * lines_of_tile * places * s.q, 4 * s.p * (s.q + 4) // teams
-    third = 2 * s.p * s.q if s.q > TILE and not target.tensor else 0  # piece of the factor
-    shared = teams * (max(tiles_of_g, staged) + 4 * lines_of_tile * (s.p + s.q)) + third
-    us = START_US + SUM_US + _us(tiles, 2 * s.p * s.q * lines_of_tile, (2 * s.p + s.q) * lines_of_tile, target)
-    plan, tile = ("SplitOne4", teams, KINDS[target.tensor], s.right, s), (lines_of_tile, 1) if s.right == 1 else (1, lines_of_tile)
-    return Launch("split_wgmma_one", (s,), us, plan, teams * 2 * s.p, shared, *tile)
+    s, split, (p1, q1), (p2, q2) = run[0], BYTES[target.tensor], *_sizes(run)[:2]
+    if len(run) == 2:
+        name, teams, tile = "split_wgmma", 2, (1, 1)
+        shared = split * (p1 * q1 + p2 * q2 + (teams + 1) * p1 * p2 + teams * (q1 * q2 + p1 * q2)) + 128  # mbarriers
+        us = _us(rows * run[-1].left, 2 * p1 * q1 * q2 + 3 * p1 * p2 * q2, 2 * p1 * p2 + q1 * q2, target)
+        plan, threads = _plan(run, teams, target), (teams + 1) * 128
+    else:
+        lines, each = rows * s.left * s.right, TILE // 2
+        if not target.whole and s.left * s.right % each:
+            return
+        name, teams, tile = "split_wgmma_one", (3 if s.q == TILE else 2) if s.p == TILE else 1, (each, 1) if s.right == 1 else (1, each)
+        of_g, staged = split * each * (2 if s.p == TILE else 4) * s.q, 4 * s.p * (s.q + 4) // teams
+        third = 2 * s.p * s.q if s.q > TILE and not target.tensor else 0  # piece of the factor
+        shared = teams * (max(of_g, staged) + 4 * each * (s.p + s.q)) + third
+        us = _us(lines // each, 2 * s.p * s.q * each, (2 * s.p + s.q) * each, target)
+        plan, threads = ("SplitOne4", teams, KINDS[target.tensor], s.right, s), teams * 2 * s.p
+    if shared <= target.shared:
+        yield Launch(name, tuple(run), START_US + SUM_US + us, plan, threads, shared, *tile)
 
 
 def _fits(run: Sequence[Step], target: Problem) -> bool:
@@ -142,8 +134,8 @@ def chain_of(right: Step, left: Step, rows: int, teams: int, stages: int, target
     matrix, room = high * (_sixteens(left.q) + 8) * 2, 128 * teams * right.q if right.q % 16 else 0
     ends = max(matrix, room) if _held(right, left) else matrix + room
     shared = factor + teams * stages * _panels(high, pages * deep) + ends
-    us = _us_of_chain(right, left, stages, rows * left.left, target)
-    return Launch("chain_wgmma", (right, left), us, ("Chain4", teams, stages, ADDED, left, right), 128 * teams, shared, pages, products=1)
+    us, plan = _us_of_chain(right, left, stages, rows * left.left, target), ("Chain4", teams, stages, ADDED, left, right)
+    return Launch("chain_wgmma", (right, left), us, plan, 128 * teams, shared, pages, products=1)
 
 
 def _held(right: Step, left: Step) -> bool:
@@ -168,9 +160,8 @@ def _us_of_chain(right: Step, left: Step, stages: int, pages: int, target: Probl
     cycles *= (1.15 if stages == 1 else 1.0) * (1.0 if _held(right, left) else 1.2)
     multiplied = max(1.0, pages / target.device.sms) * cycles / target.device.cycles_us
     moved = pages * (left.p * right.p + left.q * right.q) * 2 / target.device.sms / target.device.sm_bytes_us
-    return (
-        LAUNCH_US + BLOCK_START_US + (left.p * left.q + right.p * right.q) / target.device.sm_bytes_us + (multiplied**4 + moved**4) ** 0.25
-    )
+    factors = (left.p * left.q + right.p * right.q) / target.device.sm_bytes_us
+    return LAUNCH_US + BLOCK_START_US + factors + (multiplied**4 + moved**4) ** 0.25
 
 
 def _pages(right: Step, left: Step) -> int:
@@ -207,12 +198,12 @@ FEW_ROW_US = {4: 8.0, 2: 4.0}  # per row of a block, by the bytes of an element
 
 def few_rows(run: Sequence[Step], rows: int, target: Problem) -> Iterator[Launch]:
     """The launches of a run, if there are any; strict in TF32 too."""
-    A = rows * run[-1].left
-    if not _few_fit(run, A, target):
+    A, itemsize, device = rows * run[-1].left, target.itemsize, target.device
+    if itemsize > 4 or not device.wgmma or target.aligned < 16 or A > FEW_MOST or len(run) != 2 or run[0].right > 1:
         return
-    shared = FEW_SHARED[target.itemsize] + 16
-    if shared <= target.shared:
-        us = FEW_START_US + ceil(FEW_BLOCKS * A / target.device.sms) * FEW_ROW_US[target.itemsize]
+    shared = FEW_SHARED[itemsize] + 16
+    if all(s.p == s.q == SIDE for s in run) and shared <= target.shared:
+        us = FEW_START_US + ceil(FEW_BLOCKS * A / device.sms) * FEW_ROW_US[itemsize]
         yield Launch("few_rows", tuple(run), us, (SIDE,), 256, shared)
 
 
@@ -223,9 +214,3 @@ def few_first_rows(A: int, itemsize: int) -> int:
 
 def few_partial_sums(A: int, itemsize: int) -> int:
     return ceil(FEW_SUMS * few_first_rows(A, itemsize))
-
-
-def _few_fit(run: Sequence[Step], A: int, target: Problem) -> bool:
-    if target.itemsize > 4 or not target.device.wgmma or target.aligned < 16 or A > FEW_MOST:
-        return False
-    return len(run) == 2 and run[0].right == 1 and all(s.p == s.q == SIDE for s in run)
