@@ -1,5 +1,5 @@
-"""One factor of kron_linear, and the gradient of one, by torch's matmul (cuBLAS): for large factors in 16 bits and TF32, and for sizes that
-v4's kernels have no good tiles for. Autocast does not change a product with an `out` tensor or with an `out_dtype`.
+"""One factor of kron_linear, the gradient of one, and layers of one or two, by torch's matmul (cuBLAS): for large factors, and for sizes
+that v4's kernels have no good tiles for. Autocast does not change a product with an `out` tensor or with an `out_dtype`.
 
 And v3, whose kernel multiplies by one factor: a GEMM whose rows are fibers, read from and written to their places. For it an array is
 (S, A, p, C), contiguous, and a factor (S, p, q) of any strides; see kernels_cu/kron_linear/kron_linear.cu.
@@ -29,9 +29,9 @@ TF32_WORK_US = {True: 1_050_000.0, False: 1_250_000.0}
 UNALIGNED = {2: 0.48, 4: 0.6, 8: 1.0}  # bandwidth / usual bandwidth if rows do not begin at multiples of 16 bytes
 # multiply-adds per SM in a gradient: 16 bits, TF32, float
 GRADIENT_US = {2: 1_000_000.0, 4: 600_000.0, 8: 170_000.0}
-# v2 in strict float, 19 layers with a factor above 128: multiply-adds per SM of blocks of 64 x 64, within 15 % of the measured times
+# Strict float, 19 layers with a factor above 128 on an H200: multiply-adds per SM of blocks of 64 x 64, mostly within 15 % of the time
 SGEMM_US, SIDE = 145_000.0, 64
-OWN_MARGIN = 1.15  # in strict float, a kernel must be this much faster than cuBLAS for factors above LARGE
+OWN_MARGIN = 1.1  # in strict float, a kernel must be this much faster than cuBLAS for factors above LARGE
 MARGIN = 1.05  # cuBLAS must be this much faster than a kernel
 PARTS = 4  # z and h are transposed in this many parts for a gradient
 
@@ -40,13 +40,13 @@ def us(step: Step, rows: int, target: Problem) -> float:
     """The predicted time of one factor."""
     last, size = step.right == 1, target.itemsize
     if size == 4 and not target.tensor:
-        blocks = ceil(rows * step.left / SIDE) if last else rows * step.left * ceil(step.right / SIDE)
-        return _us_of_sgemm(blocks * ceil(step.q / SIDE), step.p, target)
+        blocks = ceil(rows * step.left / SIDE) if last else rows * step.left * ceil(step.right / 32) / 2
+        return START_US[8] + ceil(blocks * ceil(step.q / SIDE) / target.device.sms) * SIDE**2 * step.p / SGEMM_US
     moved: float = rows * step.left * step.right * (step.p + step.q) * size
     aligned = all(n * size % 16 == 0 for n in (step.p, step.q, *(() if last else (step.right,))))
     if size == 4:
         tiles = _tiled(step.q) if last else ceil(step.q / 128) * 128 * (ceil(step.right / 128) * 128 if step.right > 64 else 64)
-        multiplied = 2 * rows * step.left * (step.p if last else max(128, step.p)) * tiles / TF32_WORK_US[last]
+        multiplied = 2 * rows * step.left * max(32 if last else 128, step.p) * tiles / TF32_WORK_US[last]
     elif last:
         moved *= max(128, ceil(step.q / 32) * 32) / step.q
     elif aligned:
@@ -55,10 +55,6 @@ def us(step: Step, rows: int, target: Problem) -> float:
     longest = max(moved / (BANDWIDTH[size] * target.device.sm_bytes_us), multiplied if size == 4 else 0.0)
     turn = TURN_US if size == 4 and last and rows * step.left * step.p >= TURNED else 0.0
     return START_US[size] + turn + longest / (target.device.sms * slower)
-
-
-def _us_of_sgemm(blocks: float, k: int, target: Problem) -> float:
-    return START_US[8] + ceil(blocks / target.device.sms) * SIDE**2 * k / SGEMM_US
 
 
 def _tiled(n: int) -> int:
@@ -71,7 +67,7 @@ def launch(run: Sequence[Step], rows: int, target: Problem) -> Launch:
 
 
 def forward(run: Sequence[Step], rows: int, target: Problem) -> Iterator[Launch]:
-    """Strict float32 has no tensor cores there, which only factors above LARGE do not need."""
+    """One factor; in strict float32, which has no tensor cores there, only a factor above LARGE."""
     if len(run) == 1 and target.itemsize < 8 and (target.tensor or target.itemsize == 2 or max(run[0].p, run[0].q) > LARGE):
         yield launch(run, rows, target)
 
@@ -92,10 +88,7 @@ def _product_of(z: Tensor, w: Tensor, epilogue: Epilogue, out: Tensor) -> Tensor
     if not (_dense(w.stride(), q) or _dense(w.stride()[::-1], p)):
         w = w.contiguous()  # one matrix; cuBLAS would have a copy made for each of a batch
     if C == 1:
-        # Only of two matrices whose numbers along k are neighbours Hopper has fast TF32: 176 us, not 130.
-        if z.dtype == torch.float32 and z.numel() >= TURNED:
-            w = w.mT.contiguous().mT
-        torch.addmm(out.view(-1, q), z[..., 0], w, beta=beta, alpha=scale, out=out.view(-1, q))
+        torch.addmm(out.view(-1, q), z[..., 0], _turned(w, z), beta=beta, alpha=scale, out=out.view(-1, q))
     else:
         torch.baddbmm(out.view(-1, q, C), w.mT.expand(len(z), -1, -1), z, beta=beta, alpha=scale, out=out.view(-1, q, C))
     return out
@@ -139,34 +132,41 @@ def _dense(strides: Sequence[int], columns: int) -> bool:
     return strides[1] == 1 and strides[0] >= columns
 
 
+def _turned(w: Tensor, z: Tensor) -> Tensor:
+    """The factor of a product with z. Only of two matrices whose numbers along k are neighbours Hopper has fast TF32: 176 us, not 130."""
+    return w.mT.contiguous().mT if z.dtype == torch.float32 and z.numel() >= TURNED else w
+
+
 # ---- a layer of one or two factors by products of one matrix and all rows, as in v2
 
-TURN = 4.0  # time to transpose g / time to read it
+TURN = 7.5  # time to transpose g / time to read it
 LARGE = 128  # rows and columns of a factor, at most, for which v4 has kernels of its own in every dtype
 
 
-def layer(steps: Sequence[Step], rows: int, target: Problem) -> Iterator[Launch]:
-    """The backward of a layer, its factors from the last to the first."""
-    if target.itemsize != 4 or target.tensor or len(steps) > 2 or max(n for s in steps for n in (s.p, s.q)) <= LARGE:
-        return
-    total, numbers = 0.0, rows * steps[-1].left * steps[-1].q * steps[-1].right
+def takes_layer(steps: Sequence[Step], target: Problem) -> bool:
+    """Whether these functions take all steps of a layer: in float32, from the last factor to the first."""
+    large = target.itemsize == 4 and len(steps) <= 2 and max(n for s in steps for n in (s.p, s.q)) > LARGE
+    return large and steps[-1].factor == 0
+
+
+def us_of_layer(steps: Sequence[Step], rows: int, target: Problem) -> float:
+    """The predicted time of layer_forward and layer_backward."""
+    numbers, total = rows * steps[-1].left * steps[-1].q * steps[-1].right, sum(us(s, rows, target) for s in steps)
     for s in steps:
         fibers = rows * s.left * s.right
-        blocks = ceil(s.p / SIDE) * ceil(s.q / SIDE)
-        total += _us_of_sgemm(ceil(fibers / SIDE) * ceil(s.p / SIDE), s.q, target)
-        total += 2 * START_US[8] + blocks * SIDE**2 * fibers / (SGEMM_US * target.device.sms)  # split along k
-    turned = TURN * numbers * target.itemsize / (target.device.sms * target.device.sm_bytes_us) if len(steps) == 2 else 0.0
-    yield Launch("cublas", tuple(steps), total + turned)
+        total += us(Step(0, 1, s.q, s.p, 1), fibers, target) + us_of_gradient(fibers, s.p, s.q, 1, target)
+    turned = TURN * numbers * target.itemsize / (target.device.sms * target.device.sm_bytes_us)
+    return total + (turned if len(steps) > 1 else -GRADIENT_START_US)  # one launch makes the gradient of one factor alone
 
 
 @torch.no_grad()
-def layer_forward(x: Tensor, factors: Sequence[Tensor], epilogue: Epilogue) -> tuple[Tensor, Tensor]:
-    """x (rows, prod p) times two factors, and what the first one is multiplied by: (q2, rows, p1), as one row for each of x's."""
+def layer_forward(x: Tensor, factors: Sequence[Tensor], epilogue: Epilogue, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """x (rows, prod p) times two factors, and what the first one is multiplied by: (q2, rows, p1), as one row for each of x's. For that
+    product, numbers along k are neighbours: in TF32, (256, 320, 160) takes 99 us instead of 111, (64, 320, 512) 91 instead of 106."""
     left, right = factors
-    z = x.new_empty(right.shape[1], x.shape[0] * left.shape[0])
-    out = x.new_empty(x.shape[0], left.shape[1] * right.shape[1])
+    out = x.new_empty(x.shape[0], left.shape[1] * right.shape[1]) if out is None else out
+    z = _scaled_mm(_turned(right, x).mT, x.view(-1, right.shape[0]).mT, 1.0)
     if not planning():
-        torch.mm(right.mT, x.view(-1, right.shape[0]).mT, out=z)
         _product_of(z.view(len(z), x.shape[0], -1).permute(1, 2, 0), left, epilogue, out)
     return out, z.view(x.shape[0], -1)
 

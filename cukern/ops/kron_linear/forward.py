@@ -45,7 +45,8 @@ def plan_of_layer(
     """How many rows go through all launches at once, and the launches, of all factors or of the first `count` steps."""
     planned = planned_rows(rows) if count else planned_rows_forward(rows)
     plan = planner.forward(sizes, planned, target_of(dtype, device, tensor, aligned), count)
-    part = planner.rows_at_once([group.steps for group in plan], rows, dtype.itemsize)
+    runs = [run for group in plan for run in ([group.steps] if group.threads else [(s,) for s in group.steps])]
+    part = planner.rows_at_once(runs, rows, dtype.itemsize)
     return part, tuple(prepare(group, part, dtype, device, added and group is plan[-1]) for group in plan)
 
 
@@ -87,8 +88,12 @@ def launch_group(made: Prepared, z: Tensor, factors: Sequence[Tensor], epilogue:
     group, rows, (scale, bias, residual) = made.group, z.shape[0], epilogue
     out = torch.empty((rows, made.features), dtype=z.dtype, device=z.device) if out is None else out
     if made.launch is None:
-        (step,) = group.steps
-        return cublas.mode_product(z, factors[step.factor], step, epilogue, out)
+        step, *more = group.steps
+        return (
+            cublas.layer_forward(z, factors, epilogue, out)[0]
+            if more
+            else cublas.mode_product(z, factors[step.factor], step, epilogue, out)
+        )
     rest = 0 if bias is None else bias.data_ptr(), 0 if residual is None else residual.data_ptr()
     ws, fibers = by_value([factors[index] for index in made.indices]), rows * group.steps[-1].left
     made.launch(*made.geometry, out.data_ptr(), z.data_ptr(), ws, *rest, fibers, scale, made.features)
@@ -101,8 +106,6 @@ def forward(x: Tensor, factors: Sequence[Tensor], epilogue: Epilogue, count: int
         return cublas.v3_forward(x, factors, epilogue)
     rows, (scale, bias, residual) = x.shape[0], epilogue
     part, launches = plan_of_layer(*problem(x, factors, adds(epilogue)), count)
-    if len(launches) == 1:
-        return launch_group(launches[0], x, factors, epilogue)
     if part >= rows:
         return through(launches, x, factors, epilogue)[0]
     out = torch.empty((rows, launches[-1].features), dtype=x.dtype, device=x.device)

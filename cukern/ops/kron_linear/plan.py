@@ -47,7 +47,8 @@ class Step(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """One kernel launch for neighbouring steps, forward or backward. Without threads: cuBLAS, or in the backward separate launches."""
+    """One kernel launch for neighbouring steps, forward or backward. Without threads: cuBLAS, for one step or a layer of two, or in the
+    backward separate launches."""
 
     kernel: str  # the candidate's name
     steps: tuple[Step, ...]

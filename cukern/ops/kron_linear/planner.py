@@ -41,7 +41,10 @@ def forward(sizes: Sizes, rows: int, target: Problem, count: int | None = None) 
     # A chain multiplies by the left factor first in any case, and so may be planned where the steps have it first.
     whole = wgmma.chain(in_order(sizes), rows, target) if count is None else ()
     options = eligible([(us, plan), *[(g.us, (g,)) for g in whole]], lambda o: o[1][0].kernel)
-    return min(options or [(us, plan)], key=lambda o: o[0])[1]
+    us, plan = min(options or [(us, plan)], key=lambda o: o[0])
+    if count is None and cublas.takes_layer(order, target) and len(plan) == 2 and {g.kernel for g in plan} == {"cublas"}:
+        return (Launch("cublas", order, us),)
+    return plan
 
 
 def _best_cut(order: Run, launch: Callable[[int, int], Launch | None], total: Callable[[int, float, Plan], float]) -> tuple[float, Plan]:
@@ -105,8 +108,10 @@ def backward(sizes: Sizes, rows: int, target: Problem) -> Plan:
         return us + (sum(g.us for g in forward(sizes, rows, target, first)) if first else 0.0)
 
     us, plan = _best_cut(order, launch, total)
-    whole = [(g.us, (g,)) for g in cublas.layer(order, rows, target)] if order == in_order(sizes) else []
-    _, plan = min(eligible([(us, plan), *whole], lambda o: o[1][0].kernel) or [(us, plan)], key=lambda o: o[0])
+    if cublas.takes_layer(order, target):  # its forward may take longer than the other one
+        more = cublas.us_of_layer(order, rows, target) - sum(g.us for g in forward(sizes, rows, target))
+        options = [(us, plan), (more, (Launch("cublas", order, more),))]
+        plan = min(eligible(options, lambda o: o[1][0].kernel) or options[:1], key=lambda o: o[0])[1]
     return tuple(g._replace(plan=(g.template(),)) for g in plan)  # so that calls do not make the text again
 
 
