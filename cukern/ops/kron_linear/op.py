@@ -81,17 +81,18 @@ def kron_linear(
     Returns (..., q_1 * .. * q_n), contiguous (v2: a transposed view, if x has two dimensions). Results have the same bits in every run.
 
     Precision of v4:
-        float32: on the FMA units, by torch's matmul, or on tensor cores as split numbers, whichever is faster. A number is the sum of two in TF32, and a
-            product is three products; for large factors it is the sum of three in bfloat16, and a product is six. A product errs by at
-            most 2^-22 of it, and a sum by up to 1.6 times as much as torch's. Infinities and NaNs stay what they are; in gradients an
-            infinite factor may make NaN of an infinity. Of a number below 2^-112, what is below 2^-136 is lost.
+        float32: on the FMA units, by torch's matmul, or on tensor cores as split numbers, whichever is faster. A split number is the sum
+            of two in TF32, and a product is three products; for large factors it is the sum of three in bfloat16, and a product is six. A
+            product errs by at most 2^-22 of it, and a sum by up to 1.6 times as much as torch's. Infinities and NaNs stay what they are; in
+            gradients an infinite factor may make NaN of an infinity. Of a number below 2^-112, what is below 2^-136 is lost.
         TF32: float32, if torch's switch for matrix products allows it (torch.backends.cuda.matmul.fp32_precision, or
             torch.set_float32_matmul_precision). For large factors a number is the sum of two in bfloat16, which is more accurate.
         16 bits: sums are float32. They are rounded after each launch, in the backward after each factor. Between the factors of a launch
             they are float32, TF32 or numbers of 16 digits. In bfloat16 an infinite factor may make NaN of an infinity.
 
-    A factor that torch's matmul multiplies faster goes to torch's matmul, under torch's other precision switches. In float32 that is a
-    factor with more than 128 rows or columns. So may gradients of factors that no fused launch takes. Autocast does not change the dtype: the op computes as if it were off.
+    A factor that torch's matmul multiplies faster goes to torch's matmul, under torch's other precision switches (in strict float32 only
+    one with more than 128 rows or columns). So may gradients of factors that no fused launch takes. Autocast does not change the dtype: the
+    op computes as if it were off.
 
     Memory: x and the factors are kept for the backward. If it has two launches, the array between them, of the size of x, is kept too,
     where that is faster and memory allows it. Besides the gradients, the backward allocates one array like x (none if one was kept, two
