@@ -25,7 +25,7 @@ def test_plans_cover_every_step_and_fit_a_block(itemsize, tensor, limit):
         assert [s for launch in plan for s in launch.steps] == list(steps(sizes))
         for launch in plan:
             if not launch.threads:
-                whole = launch.kernel == "cublas" and itemsize == 4 and not tensor and max(max(size) for size in sizes) > cublas.LARGE
+                whole = launch.kernel == "cublas" and itemsize == 4 and max(max(size) for size in sizes) > cublas.LARGE
                 assert len(launch.steps) == 1 or (whole and len(launch.steps) == len(sizes) == 2)
                 continue
             assert itemsize <= 4, "there is no double on these tensor cores"
