@@ -39,10 +39,8 @@ PARTS = 4  # z and h are transposed in this many parts for a gradient
 def us(step: Step, rows: int, target: Problem) -> float:
     """The predicted time of one factor."""
     last, size = step.right == 1, target.itemsize
-    if size == 4 and not target.tensor:
-        blocks = ceil(rows * step.left / SIDE) if last else rows * step.left * ceil(step.right / 32) / 2
-        rate = SGEMM * fmas_cycle(target.device.capability, torch.float32) * target.device.cycles_us
-        return START_US[8] + ceil(blocks * ceil(step.q / SIDE) / target.device.sms) * SIDE**2 * step.p / rate
+    if _strict(target):
+        return _us_of_sgemm(step, rows, target)
     moved: float = rows * step.left * step.right * (step.p + step.q) * size
     aligned = all(n * size % 16 == 0 for n in (step.p, step.q, *(() if last else (step.right,))))
     if size == 4:
@@ -58,18 +56,28 @@ def us(step: Step, rows: int, target: Problem) -> float:
     return START_US[size] + turn + longest / (target.device.sms * slower)
 
 
+def _us_of_sgemm(step: Step, rows: int, target: Problem) -> float:
+    blocks = ceil(rows * step.left / SIDE) if step.right == 1 else rows * step.left * ceil(step.right / 32) / 2
+    rate = SGEMM * fmas_cycle(target.device.capability, torch.float32) * target.device.cycles_us
+    return START_US[8] + ceil(blocks * ceil(step.q / SIDE) / target.device.sms) * SIDE**2 * step.p / rate
+
+
+def _strict(target: Problem) -> bool:
+    return target.itemsize == 4 and not target.tensor
+
+
 def _tiled(n: int) -> int:
     return max(128, ceil(n / 64) * 64)
 
 
 def launch(run: Sequence[Step], rows: int, target: Problem) -> Launch:
-    strict = target.itemsize == 4 and not target.tensor
-    return Launch("cublas", tuple(run), us(run[0], rows, target), products=1, handicap=1 / OWN_MARGIN if strict else MARGIN)
+    handicap = 1 / OWN_MARGIN if _strict(target) else MARGIN
+    return Launch("cublas", tuple(run), us(run[0], rows, target), products=1, handicap=handicap)
 
 
 def forward(run: Sequence[Step], rows: int, target: Problem) -> Iterator[Launch]:
     """One factor; in strict float32, which has no tensor cores there, only a factor above LARGE."""
-    if len(run) == 1 and target.itemsize < 8 and (target.tensor or target.itemsize == 2 or max(run[0].p, run[0].q) > LARGE):
+    if len(run) == 1 and target.itemsize < 8 and (not _strict(target) or max(run[0].p, run[0].q) > LARGE):
         yield launch(run, rows, target)
 
 
