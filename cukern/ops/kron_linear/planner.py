@@ -129,9 +129,7 @@ def keeping(sizes: Sizes, rows: int, target: Problem) -> Plan:
     plan = backward(sizes, planned, target)
     if plan[0].kernel == "cublas" and len(sizes) == 2:
         return plan
-    if len(plan) != 2 or not (plan[1].threads or plan[0].in_place):  # otherwise the backward needs another array
-        return ()
-    if rows_at_once([b.steps for b in plan], rows, target.itemsize) < rows:
+    if len(plan) != 2 or not _has_room(plan, rows, target.itemsize):
         return ()
     parts = [fastest(b.steps, planned, t) for b, t in zip(plan, (target, target._replace(aligned=16)), strict=True)]
     launches = tuple(part for part in parts if part)
@@ -139,3 +137,8 @@ def keeping(sizes: Sizes, rows: int, target: Problem) -> Plan:
     two = sum(part.us for part in launches)
     two += between(two) if len(whole) == 1 else 0.0
     return launches if len(launches) == 2 and two <= sum(g.us for g in (*whole, *anew)) else ()
+
+
+def _has_room(plan: Plan, rows: int, itemsize: int) -> bool:
+    """Whether the array between two launches of a backward may be kept: it is not too large, and the backward needs no further array."""
+    return bool(plan[1].threads or plan[0].in_place) and rows_at_once([b.steps for b in plan], rows, itemsize) == rows
