@@ -11,7 +11,7 @@ from math import ceil
 import torch
 from torch import Tensor
 
-from cukern.ops.kron_linear.plan import Launch, Problem, Step, steps_of
+from cukern.ops.kron_linear.plan import Launch, Problem, Step, steps_of, up
 from cukern.ops.kron_linear.reference import PLAIN, Epilogue, seen
 from cukern.runtime.autocast import off
 from cukern.runtime.device import allowed, fmas_cycle
@@ -44,12 +44,12 @@ def us(step: Step, rows: int, target: Problem) -> float:
     moved: float = rows * step.left * step.right * (step.p + step.q) * size
     aligned = all(n * size % 16 == 0 for n in (step.p, step.q, *(() if last else (step.right,))))
     if size == 4:
-        tiles = _tiled(step.q) if last else ceil(step.q / 128) * 128 * (ceil(step.right / 128) * 128 if step.right > 64 else 64)
+        tiles = _tiled(step.q) if last else up(step.q, 128) * (up(step.right, 128) if step.right > 64 else 64)
         multiplied = 2 * rows * step.left * max(32 if last else 128, step.p) * tiles / TF32_WORK_US[last]
     elif last:
-        moved *= max(128, ceil(step.q / 32) * 32) / step.q
+        moved *= max(128, up(step.q, 32)) / step.q
     elif aligned:
-        moved *= ceil(step.q / 64) * 64 / step.q * (ceil(step.right / 64) * 64 / step.right)
+        moved *= up(step.q, 64) / step.q * (up(step.right, 64) / step.right)
     slower = 1 if aligned else UNALIGNED[size]
     longest = max(moved / (BANDWIDTH[size] * target.device.sm_bytes_us), multiplied if size == 4 else 0.0)
     turn = TURN_US if size == 4 and last and rows * step.left * step.p >= TURNED else 0.0
@@ -67,7 +67,7 @@ def _strict(target: Problem) -> bool:
 
 
 def _tiled(n: int) -> int:
-    return max(128, ceil(n / 64) * 64)
+    return max(128, up(n, 64))
 
 
 def launch(run: Sequence[Step], rows: int, target: Problem) -> Launch:

@@ -144,6 +144,27 @@ def in_order(sizes: Sizes) -> tuple[Step, ...]:
     return tuple(Step(i, prod(p for p, _ in sizes[:i]), *sizes[i], prod(q for _, q in sizes[i + 1 :])) for i in reversed(range(n)))
 
 
+def merged(run: Sequence[Step], most: int) -> tuple[tuple[Step, ...], ...]:
+    """The run cut into pieces. The merged matrix of a piece of several factors has at most `most` rows and columns."""
+    pieces: list[tuple[Step, ...]] = []
+    for s in run:
+        longer = (*(pieces[-1] if pieces else ()), s)
+        if pieces and max(prod(t.p for t in longer), prod(t.q for t in longer)) <= most:
+            pieces[-1] = longer
+        else:
+            pieces.append((s,))
+    return tuple(pieces)
+
+
+def up(n: int, to: int) -> int:
+    """n, rounded up to a multiple of `to`."""
+    return -(-n // to) * to
+
+
+def log2(n: int) -> int:
+    return max(n, 1).bit_length() - 1
+
+
 def instance(name: object, *arguments: object) -> str:
     """The C++ type name<arguments>."""
     return f"{name}<{', '.join([str(a).lower() if isinstance(a, bool) else str(a) for a in arguments])}>"

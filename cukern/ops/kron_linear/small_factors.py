@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from math import ceil, prod
 from typing import NamedTuple
 
-from cukern.ops.kron_linear.plan import ADDED, Launch, Problem, Step, instance
+from cukern.ops.kron_linear.plan import ADDED, Launch, Problem, Step, instance, log2, merged, up
 
 SIZES = 2, 4, 8, 16  # for larger factors, split products on tensor cores are exact enough, and faster
 HELD = 7  # index bits that differ among the elements of a thread
@@ -66,12 +66,12 @@ def tile_of(others: int, C: int, itemsize: int) -> tuple[int, int]:
 
 
 def _launch(run: Sequence[Step], target: Problem, threads: int, cluster: int, L: int, R: int, tiles: int) -> Launch | None:
-    cut, top = _cut(run), HELD + log2(threads)
+    cut, top = merged(run, 1 << HELD), HELD + log2(threads)
     if len(cut) < 2:
         return None
     cross = log2(R * prod(s.p for piece in cut[:-1] for s in piece)) - 1
     parts = _passes(cut, log2(R), top, cross if cluster > 1 else -1)
-    weights, numbers, warps = 128 * ceil(sum(s.p**2 for s in run) / 32), threads << HELD, threads // 32
+    weights, numbers, warps = 4 * up(sum(s.p**2 for s in run), 32), threads << HELD, threads // 32
     blocks, own = WHOLE_BLOCK // threads, target.itemsize * numbers // warps  # bytes of a warp
     room = (target.shared + 1024) // blocks - 1024 - weights - 4 * numbers
     together = warps  # of which the numbers lie one after another: those whose bits above are the same
@@ -91,7 +91,7 @@ def _launch(run: Sequence[Step], target: Problem, threads: int, cluster: int, L:
     return Launch("small_factors", tuple(run), us, plan, threads, shared, L, R, blocks, cluster)
 
 
-def _passes(cut: Sequence[Sequence[Step]], low: int, top: int, cross: int) -> list[Pass]:
+def _passes(cut: Sequence[tuple[Step, ...]], low: int, top: int, cross: int) -> list[Pass]:
     """The passes over an array whose first factor has the bits from `low` on, of numbers of `top` bits; or of one more, that of the other
     block of a cluster, which becomes the bit `cross` before the last pass."""
     parts: list[Pass] = []
@@ -104,7 +104,7 @@ def _passes(cut: Sequence[Sequence[Step]], low: int, top: int, cross: int) -> li
         together = max(1, SUMS * piece[-1].p >> HELD)  # columns of the last factor that are stored at a time
         near = next((i for i, b in enumerate(held) if b != i), HELD)
         vector = min(4, 1 << near, right * prod(s.p for s in piece[:-1]) * together)
-        parts.append(Pass(tuple(piece), _named(held, top, cross), _named(threads, top, cross), right, vector))
+        parts.append(Pass(piece, _named(held, top, cross), _named(threads, top, cross), right, vector))
     return [a._replace(exchanging=_exchanging(a, b)) for a, b in zip(parts, [*parts[1:], parts[-1]], strict=True)]
 
 
@@ -124,17 +124,6 @@ def _us(run: Sequence[Step], passes: int, numbers: int, each: int, target: Probl
     stream = target.itemsize * numbers / target.device.sm_bytes_us
     compute = numbers / 128 * (sum(s.p for s in run) * FMA_CYCLES + passes) / (BOOST * target.device.cycles_us)
     return START_US + 2 * stream + each * (max(compute, 2 * stream) + EXPOSED * min(compute, 2 * stream))
-
-
-def _cut(run: Sequence[Step]) -> list[list[Step]]:
-    """The factors of each pass: as many as a thread can hold."""
-    pieces: list[list[Step]] = []
-    for s in run:
-        if pieces and prod(t.p for t in pieces[-1]) * s.p <= 1 << HELD:
-            pieces[-1].append(s)
-        else:
-            pieces.append([s])
-    return pieces
 
 
 def _held(bits: list[int], low: int, high: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -161,10 +150,6 @@ def turns(accesses: Sequence[Sequence[int]], unit: int, top: int) -> tuple[int, 
             turn = found[bit] if bit >= first else 1 << bit >> unit
             met |= {m ^ turn for m in met}
     return tuple(found.values())
-
-
-def log2(n: int) -> int:
-    return n.bit_length() - 1
 
 
 def bits_of(bits: Sequence[int]) -> str:

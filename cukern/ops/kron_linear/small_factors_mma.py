@@ -9,8 +9,8 @@ from itertools import combinations, pairwise, permutations, product
 from math import ceil, prod
 from typing import NamedTuple
 
-from cukern.ops.kron_linear.plan import ADDED, Launch, Problem, Step, instance
-from cukern.ops.kron_linear.small_factors import are_small, bits_of, log2, tile_of, turns
+from cukern.ops.kron_linear.plan import ADDED, Launch, Problem, Step, instance, log2
+from cukern.ops.kron_linear.small_factors import are_small, bits_of, tile_of, turns
 
 EACH = 6  # log2 of the elements of a tile per thread
 LEAST, ALL = 13, 15  # log2 of the elements of a tile: the exchange buffers of an SM hold 2^15; smaller tiles cost too many starts

@@ -9,7 +9,7 @@ from itertools import product
 from math import ceil, gcd, prod
 from typing import NamedTuple
 
-from cukern.ops.kron_linear.plan import ADDED, L2_BYTES, LAUNCH_US, START_US, Launch, Problem, Step, instance
+from cukern.ops.kron_linear.plan import ADDED, L2_BYTES, LAUNCH_US, START_US, Launch, Problem, Step, instance, log2, merged, up
 
 MERGED = (1, 4, 16, 64)  # the limits tried for the rows and columns of merged factors
 
@@ -57,8 +57,8 @@ def forward(run: Sequence[Step], rows: int, target: Problem) -> Iterator[Launch]
 
 def tilings(run: Sequence[Step], rows: int, target: Problem, kind: Kind) -> Iterator[Launch]:
     P, at_once = prod(s.p for s in run), 16 if kind[0] else 4
-    backward = [tuple(piece[::-1] for piece in _merged(run[::-1], most)[::-1]) for most in MERGED]
-    matrices = dict.fromkeys([*[_merged(run, most) for most in MERGED], *backward])
+    backward = [tuple(piece[::-1] for piece in merged(run[::-1], most)[::-1]) for most in MERGED]
+    matrices = dict.fromkeys([*[merged(run, most) for most in MERGED], *backward])
     tiles = [(L, R) for L, R in _tiles(run[0].right, P, rows * run[-1].left) if L * R * P <= 1 << 17]
     for parts, slices, (L, R), warps in product(matrices, (1, 2, 4, 8), tiles, (4, 8, 16)):
         if slices == 1 or prod(s.q for s in parts[0]) % (at_once * slices) == 0:
@@ -69,18 +69,6 @@ def _tiles(C: int, P: int, A: int) -> list[tuple[int, int]]:
     """L and R of the tiles of an array [A][P][C]."""
     whole = [(L, C) for L in (1 << n for n in range(12)) if (C == 1 or C * P <= 1 << 15) and 2 * A > L]
     return whole + [(1, R) for R in range(2, min(C, 2048)) if C % R == 0]
-
-
-def _merged(run: Sequence[Step], most: int) -> tuple[tuple[Step, ...], ...]:
-    """The run cut into pieces. The merged matrix of a piece has at most `most` rows and columns."""
-    pieces: list[tuple[Step, ...]] = []
-    for s in run:
-        longer = (*(pieces[-1] if pieces else ()), s)
-        if pieces and max(prod(t.p for t in longer), prod(t.q for t in longer)) <= most:
-            pieces[-1] = longer
-        else:
-            pieces.append((s,))
-    return tuple(pieces)
 
 
 class _Work(NamedTuple):
@@ -134,7 +122,7 @@ def _matrix_bytes(part: Part, factors: int, p: int, kind: Kind, pairs: bool, ite
     """matrix_bytes in tile.cuh."""
     products, split = kind
     stored = itemsize if factors == 1 and (pairs or not products) else max(itemsize, 4)
-    return -(-_high(p, products, pairs) * part.padded * stored // 16) * 16 * (2 if split else 1)
+    return up(_high(p, products, pairs) * part.padded * stored, 16) * (2 if split else 1)
 
 
 def _tiling(
@@ -151,7 +139,7 @@ def _tiling(
     bytes_ = gcd(16, target.aligned, (P * R if R == C else gcd(C, R)) * itemsize)
     for ahead in _ahead(work, numbers, prod(s.p for s in pieces[0]), target, len(pieces)):
         tile = max(work.largest * size, numbers * itemsize if ahead < numbers else 0)
-        shared = work.matrices + -(-ahead * itemsize // 16) * 16 + -(-tile // 16) * 16
+        shared = work.matrices + up(ahead * itemsize, 16) + up(tile, 16)
         if shared > target.shared:
             continue
         blocks = max(1, min(target.shared // (shared + 1024), 65536 // (threads * min(work.registers, 255)), 2048 // threads, 8))
@@ -222,7 +210,7 @@ def _config(
 
 def _part(fibers: int, columns: int, lanes: int, q: int) -> Part:
     part = Part((), fibers, columns, lanes, 0)
-    return part._replace(padded=-(-q // part.wide) * part.wide)
+    return part._replace(padded=up(q, part.wide))
 
 
 def _mma_parts(p: int, q: int, right: int) -> Iterator[Part]:
@@ -283,8 +271,7 @@ def _place_of_lane(lane: int, p: int, right: int, pairs: bool) -> int:
 
 def _high(p: int, products: int, pairs: bool) -> int:
     """Rows of a matrix in shared memory, with zeros beyond the last: high() in tile_step.cuh."""
-    at_once = 16 if pairs else 8 if products else 1
-    return ceil(p / at_once) * at_once
+    return up(p, 16 if pairs else 8 if products else 1)
 
 
 def _depth(fibers: int, p: int) -> int:
@@ -307,8 +294,8 @@ def _layout(p: int, right: int, writer: Part | None, before: int, total: int, si
         return 3, 0, 3, 0, v
     if tensor:
         return (*_spread_mma(p, right, writer, before, size, pairs), v)
-    read = spread(_bits(right // v), p * right // v, 3) if right == 1 or right >= v else (3, 0)
-    written = spread(_bits(before // v), q * before // v, 3) if writer and (before == 1 or before >= v) else (3, 0)
+    read = spread(log2(right // v), p * right // v, 3) if right == 1 or right >= v else (3, 0)
+    written = spread(log2(before // v), q * before // v, 3) if writer and (before == 1 or before >= v) else (3, 0)
     return (*read, *written, v)
 
 
@@ -316,7 +303,7 @@ def _spread_mma(p: int, right: int, writer: Part | None, before: int, size: int,
     v, halves = 16 // size, size == 2
     rows = (2 if pairs else 1) * right // v  # between the numbers of a fiber that neighbouring lanes read
     if halves and right >= 32:
-        return _bits(rows), 1, _bits(rows) - 1, 4
+        return log2(rows), 1, log2(rows) - 1, 4
     if right == 1:
         read = spread(0, p // v, 3) if halves and not pairs else spread(1, p // v, 2)
     elif halves or right < 16:
@@ -332,14 +319,10 @@ def _spread_written(right: int, writer: Part | None, before: int, v: int) -> tup
     return spread(1, 2 * right // v, 2) if before == 1 else spread(2 if before >= 16 else 0, gcd(writer.columns // 8, 4) * before // v, 1)
 
 
-def _bits(n: int) -> int:
-    return max(n, 1).bit_length() - 1
-
-
 def spread(low: int, distance: int, bits: int) -> tuple[int, int]:
     """The shift and the mask that bring the lowest bits of an index, whose numbers lie `distance` units apart, to a unit's bits from `low`
     on, of the lowest three; those below `low` tell other lanes apart."""
-    at, bits = _bits(distance), min(bits, 3 - low)
+    at, bits = log2(distance), min(bits, 3 - low)
     if at <= low:
         return 3, 0
     moved = bits - max(0, 3 - at)  # the others need no swizzle

@@ -10,7 +10,7 @@ from math import ceil, gcd, prod
 from typing import NamedTuple
 
 from cukern.ops.kron_linear import cublas
-from cukern.ops.kron_linear.plan import LAUNCH_US, Launch, Problem, Step, blocks_of, instance
+from cukern.ops.kron_linear.plan import LAUNCH_US, Launch, Problem, Step, blocks_of, instance, up
 from cukern.runtime.device import allowed
 
 _LARGEST = 128 * 128  # accumulators of a factor's gradient, at most
@@ -55,7 +55,7 @@ def _pieces(run: tuple[Step, ...], split: bool) -> Iterator[Pieces]:
 
 
 def _fits(p: int, q: int, factors: int, most: int) -> bool:
-    return eights(p) * eights(q) <= _LARGEST if factors == 1 else max(p, q) <= most and factors <= _TOGETHER
+    return up(p, 8) * up(q, 8) <= _LARGEST if factors == 1 else max(p, q) <= most and factors <= _TOGETHER
 
 
 def _size(piece: Sequence[Step]) -> tuple[int, int]:
@@ -68,10 +68,10 @@ def _tiles(C: int, left: bool) -> list[tuple[int, int]]:
     if C == 1:
         return [(L, 1) for L in powers if left or L >= 8]
     if C % 8:
-        columns = sorted({eights(ceil(C / n)) for n in range(ceil(C / 256), ceil(C / 8) + 1)})
+        columns = sorted({up(ceil(C / n), 8) for n in range(ceil(C / 256), ceil(C / 8) + 1)})
     else:
         columns = [R for R in range(8, min(C, 257), 8) if C % R == 0]
-    return [(1, R) for R in columns] + [(L, eights(C)) for L in powers[1:] if C <= 16]
+    return [(1, R) for R in columns] + [(L, up(C, 8)) for L in powers[1:] if C <= 16]
 
 
 class _Shape(NamedTuple):
@@ -114,13 +114,13 @@ class _Shape(NamedTuple):
 
     def multiply_adds(self) -> int:
         """For one row and column of a tile."""
-        of_left = 2 * self.k2 * ceil(self.h1 / 16) * 16 * self.k1
+        of_left = 2 * self.k2 * up(self.h1, 16) * self.k1
         return self.left * of_left + self.right * (3 if self.left else 2) * self.h1 * self.h2 * self.k2
 
 
 def _shape(pieces: Pieces) -> _Shape:
     (p1, q1), (p2, q2) = sizes = [_size(piece) for piece in pieces]
-    high = [eights(n) if piece else 1 for piece, size in zip(pieces, sizes, strict=True) for n in size]
+    high = [up(n, 8) if piece else 1 for piece, size in zip(pieces, sizes, strict=True) for n in size]
     return _Shape(bool(pieces[0]), bool(pieces[1]), p1, q1, p2, q2, *high)
 
 
@@ -171,11 +171,6 @@ def _slower(shape: _Shape, C: int, numbers: int, target: Problem) -> float:
     return longer * (_SHALLOW if shallow else 1.0)
 
 
-def eights(n: int) -> int:
-    """As in tile_backward.cuh."""
-    return ceil(n / 8) * 8
-
-
 def padded(n: int) -> int:
     """As in tile_backward.cuh."""
     return (n + 7) // 16 * 16 + 8
@@ -204,9 +199,9 @@ def gradient(A: int, p: int, q: int, C: int, target: Problem) -> Launch | None:
         return None
     itemsize, threads = target.itemsize, 256
     K, J = (ceil(n / ceil(n / MOST_SUMS)) for n in (p, q))  # for the fewest tiles
-    K, J = (eights(n) if n <= 64 else ceil(n / 16) * 16 for n in (K, J))  # so that warps share large tiles evenly
+    K, J = (up(n, 8) if n <= 64 else up(n, 16) for n in (K, J))  # so that warps share large tiles evenly
     fibers = max(_STAGE // ((K + J) * itemsize), 16)
-    R = 1 if C == 1 else eights(ceil(C / ceil(C / fibers)))
+    R = 1 if C == 1 else up(ceil(C / ceil(C / fibers)), 8)
     L = fibers // 16 * 16 if C == 1 else max(1, fibers // R)
     bytes_ = gcd(16, target.aligned, (gcd(p, q, K, J) if C == 1 else gcd(C, R)) * itemsize)
     chunks, tiles = ceil(A / L) * ceil(C / R), ceil(p / K) * ceil(q / J)

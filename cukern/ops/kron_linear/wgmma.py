@@ -4,7 +4,7 @@ and the backward of two factors of 128 x 128 on few rows (few_rows.cuh)."""
 from collections.abc import Iterator, Sequence
 from math import ceil, gcd
 
-from cukern.ops.kron_linear.plan import ADDED, LAUNCH_US, Launch, Problem, Step, instance
+from cukern.ops.kron_linear.plan import ADDED, LAUNCH_US, Launch, Problem, Step, instance, up
 from cukern.ops.kron_linear.plan import START_US as BLOCK_START_US
 
 SIZES = 64, 128  # of factors
@@ -43,7 +43,7 @@ def pair(run: Sequence[Step], rows: int, target: Problem) -> Iterator[Launch]:
     if left.q <= TILE or not all(n % 16 == 0 and TILE <= n <= 2 * TILE for s in run for n in (s.p, s.q)):
         return
     numbers = left.p * right.p
-    shared = 4 * right.p * right.q + max(4 * numbers, 4 * left.p * (left.q + 4)) + ceil(numbers / 1024) * 4096
+    shared = 4 * right.p * right.q + max(4 * numbers, 4 * left.p * (left.q + 4)) + 4 * up(numbers, 1024)
     work = int(2 * TILE * right.p * (left.p + right.q) * PAIR)
     us = START_US + _us(rows * left.left, work, numbers + left.q * right.q, target)
     if shared <= target.shared:
@@ -129,9 +129,9 @@ def chain(run: Sequence[Step], rows: int, target: Problem) -> Iterator[Launch]:
 
 def chain_of(right: Step, left: Step, rows: int, teams: int, stages: int, target: Problem) -> Launch:
     """One launch: each warpgroup has rows of x of its own. See Chain4 in chain_wgmma.cuh."""
-    pages, high, deep, across = _pages(right, left), _sixteens(left.p), _sixteens(right.p), _sixteens(right.q)
+    pages, high, deep, across = _pages(right, left), up(left.p, 16), up(right.p, 16), up(right.q, 16)
     factor = _panels(deep, across) if target.bfloat else deep * across * 4
-    matrix, room = high * (_sixteens(left.q) + 8) * 2, 128 * teams * right.q if right.q % 16 else 0
+    matrix, room = high * (up(left.q, 16) + 8) * 2, 128 * teams * right.q if right.q % 16 else 0
     ends = max(matrix, room) if _held(right, left) else matrix + room
     shared = factor + teams * stages * _panels(high, pages * deep) + ends
     us, plan = _us_of_chain(right, left, stages, rows * left.left, target), ("Chain4", teams, stages, ADDED, left, right)
@@ -140,7 +140,7 @@ def chain_of(right: Step, left: Step, rows: int, teams: int, stages: int, target
 
 def _held(right: Step, left: Step) -> bool:
     """Whether the left factor stays in registers: HELD in chain_wgmma.cuh."""
-    return left.q <= 128 and (_sixteens(right.p) + _sixteens(right.q)) // 2 + _of_left(left) <= 192
+    return left.q <= 128 and (up(right.p, 16) + up(right.q, 16)) // 2 + _of_left(left) <= 192
 
 
 def _registers(right: Step, left: Step, bfloat: bool) -> int:
@@ -148,13 +148,13 @@ def _registers(right: Step, left: Step, bfloat: bool) -> int:
     rest = 48 + (32 if right.q % 2 or left.p % 2 else 0)
     if not _held(right, left):
         rest += 24 if bfloat or right.q % 16 == 0 else 48
-    sums = (_pages(right, left) * _sixteens(right.p) + _sixteens(right.q)) // 2
-    return sums + (_of_left(left) if _held(right, left) else _sixteens(left.p) // 4) + rest
+    sums = (_pages(right, left) * up(right.p, 16) + up(right.q, 16)) // 2
+    return sums + (_of_left(left) if _held(right, left) else up(left.p, 16) // 4) + rest
 
 
 def _us_of_chain(right: Step, left: Step, stages: int, pages: int, target: Problem) -> float:
     """A model of a launch's time: compute and memory traffic overlap."""
-    cycles = ceil(left.q / 64) * _sixteens(right.p) * (_sixteens(left.p) + 2 / _pages(right, left) * _sixteens(right.q)) / 32
+    cycles = ceil(left.q / 64) * up(right.p, 16) * (up(left.p, 16) + 2 / _pages(right, left) * up(right.q, 16)) / 32
     copies = left.p * right.p * (2 / gcd(16, 2 * right.p) - 1 / 8)  # more copies than with 16 bytes each
     cycles += copies * COPY_CYCLES + (left.q * right.q * PACKED_CYCLES if right.q % 16 else 0)
     cycles *= (1.15 if stages == 1 else 1.0) * (1.0 if _held(right, left) else 1.2)
@@ -169,14 +169,9 @@ def _pages(right: Step, left: Step) -> int:
     return 2 if left.q <= 32 and right.p <= 32 else 1
 
 
-def _sixteens(n: int) -> int:
-    """Rows or columns in shared memory, with those that stay 0: HIGH, DEEP and ACROSS in chain_wgmma.cuh."""
-    return ceil(n / 16) * 16
-
-
 def _of_left(left: Step) -> int:
     """Registers for all of a left factor."""
-    return ceil(left.q / 64) * _sixteens(left.p) // 4
+    return ceil(left.q / 64) * up(left.p, 16) // 4
 
 
 def _panels(rows: int, columns: int) -> int:
