@@ -83,10 +83,10 @@ __global__ void __launch_bounds__(Plan::TEAMS* Plan::WIDE, 1)
     };
     long long step = (long long)gridDim.x * Plan::TEAMS, tiles = LEFT ? A * ACROSS : (A + 63) / 64, a = blockIdx.x + team * gridDim.x;
     let_next_come();
-    if constexpr (RIGHT) factor_ahead<W2, ALL>(factors.at[0], factors.p[0], factors.q[0]);
-    if constexpr (LEFT) factor_ahead<typename Plan::W1, ALL>(factors.at[PAIR], factors.p[PAIR], factors.q[PAIR]);
+    if constexpr (RIGHT) prefetch_factor(factors.at[0], P2, Q2, factors.p[0], factors.q[0]);
+    if constexpr (LEFT) prefetch_factor(factors.at[PAIR], P1, Q1, factors.p[PAIR], factors.q[PAIR]);
     if constexpr (PAIR)
-        if (a < tiles) Ahead<P1, P2, Plan::WIDE, T>::ahead(x_of(a), X_STRIDE);
+        if (a < tiles) prefetch_rows<X, Plan::WIDE>(x_of(a), X_STRIDE);
     wait_for_previous();
     Underway<W2, ALL> factor;
     if constexpr (RIGHT) factor.fetch_any(factors.at[0], factors.p[0], factors.q[0]);
@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(Plan::TEAMS* Plan::WIDE, 1)
             if (a < tiles) next.fetch(x_of(a), X_STRIDE);
         };
         fetch(a);
-        if (LEAD > 1 && a + step < tiles) Ahead<P1, P2, Plan::WIDE, T>::ahead(x_of(a + step), X_STRIDE);
+        if (LEAD > 1 && a + step < tiles) prefetch_rows<X, Plan::WIDE>(x_of(a + step), X_STRIDE);
         Rows<P1, Kind> left;  // [q][p] of this warpgroup's 64 q
         {
             using W1 = typename Plan::W1;
@@ -189,9 +189,9 @@ __global__ void __launch_bounds__(Plan::THREADS, 1)
     };
     long long a = blockIdx.x, step = gridDim.x;
     let_next_come();
-    factor_ahead<W2, THREADS>(factors.at[0], factors.p[0], factors.q[0]);
-    factor_ahead<W1, THREADS>(factors.at[1], factors.p[1], factors.q[1]);
-    if (a < A) Ahead<P1, P2, THREADS, T>::ahead(x + a * (P1 * P2), P2);
+    prefetch_factor(factors.at[0], P2, Q2, factors.p[0], factors.q[0]);
+    prefetch_factor(factors.at[1], P1, Q1, factors.p[1], factors.q[1]);
+    if (a < A) prefetch_rows<X, THREADS>(x + a * (P1 * P2), P2);
     wait_for_previous();
     Rows<P1, Tf32> left;  // [q][p] for the 64 q of this warpgroup; zeros beyond the last q
     {
@@ -279,11 +279,11 @@ __global__ void __launch_bounds__(Plan::ALL, 1)
     const T *w0 = factors.at[0], *w1 = factors.at[1];
     asm volatile("" : "+l"(w0), "+l"(w1));  // otherwise ptxas spills a register
     let_next_come();
-    factor_ahead<W1, Plan::ALL>(w1, factors.p[1], factors.q[1]);
-    factor_ahead<W2, Plan::ALL>(w0, factors.p[0], factors.q[0]);
+    prefetch_factor(w1, P1, Q1, factors.p[1], factors.q[1]);
+    prefetch_factor(w0, P2, Q2, factors.p[0], factors.q[0]);
     if (team == TEAMS) {
         fewer_registers<88>();
-        auto ahead = [&](unsigned a) { Ahead<P1, P2, THREADS, T>::ahead(x_of(a), P2); };
+        auto ahead = [&](unsigned a) { prefetch_rows<X, THREADS>(x_of(a), P2); };
         unsigned a = blockIdx.x;
         ahead(a);
         wait_for_previous();
@@ -296,7 +296,7 @@ __global__ void __launch_bounds__(Plan::ALL, 1)
             a += gridDim.x;
             if (a + gridDim.x < tiles) {
                 ahead(a + gridDim.x);
-                Ahead<Q1, Q2, THREADS, T>::ahead(g_of(a + gridDim.x), Q2);
+                prefetch_rows<G, THREADS>(g_of(a + gridDim.x), Q2);
             }
             mbarrier_wait_in_block(x_free(n), n / X_PLACES % 2 ^ 1);
             next_x.put(all_xs + n % X_PLACES * X::BYTES / 2);
@@ -315,13 +315,6 @@ __global__ void __launch_bounds__(Plan::ALL, 1)
         auto sync = [&] { barrier_of(1 + team, THREADS); };
         auto sync_teams = [&] { barrier_of(1 + TEAMS, MULTIPLYING); };
         float sums1[Q1 / 8][4] = {}, sums2[Q2 / 8][4] = {};
-        auto give = [&](unsigned a, const float (&d)[8][4]) {
-            T* to = dx + a * (1ll * P1 * P2);
-            each_seated(d, [&](Vec<float, 4> four, int row, int column) {
-                for (float& one : four.v) one *= float(scale);
-                store_vec(to + row * P2 + column, four);
-            });
-        };
         wait_for_previous();
         {
             Underway<W1, MULTIPLYING> factor1;
@@ -337,7 +330,7 @@ __global__ void __launch_bounds__(Plan::ALL, 1)
 #pragma unroll 1
         for (; a < tiles; a += TEAMS * gridDim.x, n += TEAMS) {
             float h[8][4], z[8][4];
-            Rows<64, Kind> rows;
+            Rows<64, Kind> rows, h_rows;
             U* xs = all_xs + n % X_PLACES * X::BYTES / 2;
             mbarrier_wait_in_block(x_full(n), n / X_PLACES % 2);
             mbarrier_wait_in_block(g_full(n), n / TEAMS % 2);
@@ -347,7 +340,8 @@ __global__ void __launch_bounds__(Plan::ALL, 1)
             rows.split(z);
             start_product<Q2, Kind>(z, rows, Described<G, false>(gs));
             wgmma_wait<1>(h);
-            put_rows<H>(hs, h);
+            h_rows.split(h);
+            h_rows.template put<H>(hs);
             fence_async();
             sync();
             start_product<Q2, Kind>(h, Described<H, false>(hs), Described<W2, false>(right));
@@ -356,7 +350,8 @@ __global__ void __launch_bounds__(Plan::ALL, 1)
             add(sums1, z);
             start_product<P1, Kind>(z, Described<X, true>(xs), Described<H, true>(hs));
             wgmma_wait<1>(h);
-            give(a, h);
+            store_seated(dx + a * (1ll * P1 * P2), nullptr, nullptr, h, 0, float(scale),
+                         [](int row, int column) { return row * P2 + column; });
             wgmma_wait<0>(z);
             tell(x_free(n));
             add(sums2, z);
@@ -475,8 +470,8 @@ __global__ void __launch_bounds__(Plan::TEAMS* Plan::THREADS, 1)
         rows.split(numbers);
     };
     auto ahead = [&](unsigned a) {
-        Ahead<X::ROWS, X::COLUMNS, THREADS, T>::ahead(x + x_place(a), X_STRIDE);
-        Ahead<G::ROWS, G::COLUMNS, THREADS, T>::ahead(g + g_place(a), G_STRIDE);
+        prefetch_rows<X, THREADS>(x + x_place(a), X_STRIDE);
+        prefetch_rows<G, THREADS>(g + g_place(a), G_STRIDE);
     };
     auto give = [&](unsigned a) {
         T* to = dx + x_place(a);
@@ -495,8 +490,8 @@ __global__ void __launch_bounds__(Plan::TEAMS* Plan::THREADS, 1)
     const T* w = factors.at[0];
     asm volatile("" : "+l"(w));  // as above
     let_next_come();
-    factor_ahead<W, Plan::TEAMS * THREADS>(w, factors.p[0], factors.q[0]);
-    if (a < tiles) Ahead<X::ROWS, X::COLUMNS, THREADS, T>::ahead(x + x_place(a), X_STRIDE);
+    prefetch_factor(w, P, Q, factors.p[0], factors.q[0]);
+    if (a < tiles) prefetch_rows<X, THREADS>(x + x_place(a), X_STRIDE);
     wait_for_previous();
     Partly<Q, Plan::HELD> factor;
     {
@@ -575,7 +570,16 @@ __global__ void __launch_bounds__(Plan::TEAMS* Plan::THREADS, 1)
         turns.rest();
         now = (now + 1) % PLACES;
     }
-    if (!add_teams<Plan::TEAMS, THREADS, Q / 2>(dynamic, team, [&](int i) -> float& { return sums[i / 4][i % 4]; })) return;
+    // The first team adds the sums of the other teams to its own.
+    float* others = reinterpret_cast<float*>(dynamic) + threadIdx.x % THREADS;
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < Q / 2; ++i)
+        if (team) others[((team - 1) * Q / 2 + i) * THREADS] = sums[i / 4][i % 4];
+    __syncthreads();
+    if (team) return;
+#pragma unroll
+    for (int i = 0; i < (Plan::TEAMS - 1) * Q / 2; ++i) sums[i / 4 % (Q / 8)][i % 4] += others[i * THREADS];
     partials += (long long)blockIdx.x * (P * Q);
     if constexpr (LEFT)
         each_two(sums, [&](Vec<float, 2> two, int row, int column) { store_vec(partials + (64 * group + row) * Q + column, two); });
