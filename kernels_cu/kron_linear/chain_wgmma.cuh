@@ -61,14 +61,12 @@ __device__ __forceinline__ void each_number(const T* w, long long p, long long q
     }
 }
 
-// Split two floats: x = big + small, in bfloat16. For an infinity, small is finite and has its sign, so that the sum of products is not
-// NaN. A NaN stays in big (min returns the operand that is not NaN).
+// The same as cut_pair, but for an infinity small is finite and has its sign, so that the sum of products is not NaN. A NaN stays in big
+// (min returns the operand that is not NaN).
 __device__ __forceinline__ void split_pair(float one, float two, unsigned& big, unsigned& small) {
-    big = __byte_perm(__float_as_uint(one), __float_as_uint(two), 0x7632);
-    __nv_bfloat162 rest, most;
-    reinterpret_cast<unsigned&>(most) = 0x7f7f7f7f;
-    narrow(rest, make_float2(one - __uint_as_float(big << 16), two - __uint_as_float(big & 0xffff0000)));
-    rest = __hmin2(rest, most);
+    cut_pair(one, two, big, small);
+    unsigned most = 0x7f7f7f7f;
+    __nv_bfloat162 rest = __hmin2(reinterpret_cast<__nv_bfloat162&>(small), reinterpret_cast<__nv_bfloat162&>(most));
     small = reinterpret_cast<unsigned&>(rest) & 0x7fff7fff | big & 0x80008000;
 }
 

@@ -83,28 +83,28 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(256, 1)
     if (!more) wait_for_previous();
     let_next_come();
     {
-        Underway<Wide, 128, T> rows;
-        Underway<Tall, 128, T> columns;
+        RegisterTile<Wide, 128, T> rows;
+        RegisterTile<Tall, 128, T> columns;
         long long p = group ? factors.p[1] : SIDE, q = group ? factors.q[1] : 1;
         rows.fetch_any((group ? factors.at[1] : x + row * (SIDE * SIDE)) + down * HALF * p, p, q);
         p = group ? SIDE : factors.p[0], q = group ? 1 : factors.q[0];
         columns.fetch_any((group ? g + row * (SIDE * SIDE) : factors.at[0]) + right * HALF * q, p, q);
-        rows.put_unseated(wide);
-        columns.put_unseated(tall);
+        rows.template put<false>(wide);
+        columns.template put<false>(tall);
     }
     fence_async();
     __syncthreads();
     float first[8][4], second[16][4], third[8][4];
-    start_product<SIDE, T>(first, Described<Wide, false>(wide), Described<Tall, true>(tall));
+    start_product<SIDE, T>(first, SharedOperand<Wide, false>(wide), SharedOperand<Tall, true>(tall));
     wgmma_wait<0>(first);
-    Rows<HALF, T> between;
+    RegisterOperand<HALF, T> between;
     between.split(first);
-    start_product<HALF, T>(second, between, Described<Tall, false>(other));
+    start_product<HALF, T>(second, between, SharedOperand<Tall, false>(other));
     if (group) between.template put<Square>(hs);
     fence_async();
     cluster_arrive();  // w1s may now receive the other block's accumulators
     __syncthreads();
-    start_product<HALF, T>(third, Described<Wide, true>(xs, group * HALF), Described<Square, true>(hs));
+    start_product<HALF, T>(third, SharedOperand<Wide, true>(xs, group * HALF), SharedOperand<Square, true>(hs));
     wgmma_wait<1>(second);
     cluster_wait();
     float4 *space = reinterpret_cast<float4*>(w1s) + group * 1024, *parts = reinterpret_cast<float4*>(partials) + row * (PARTS * 1024);

@@ -325,13 +325,6 @@ struct MmaPass {
     using List = Steps4<Steps_...>;
 };
 
-// Split two floats into two pieces each: the first is truncated, the second is the rounded rest. For infinities and NaN the second is NaN.
-__device__ __forceinline__ void cut_pair(float low, float high, unsigned& big, unsigned& small) {
-    big = __byte_perm(__float_as_uint(low), __float_as_uint(high), 0x7632);
-    narrow(reinterpret_cast<__nv_bfloat162&>(small),
-           make_float2(low - __uint_as_float(big << 16), high - __uint_as_float(big & 0xffff0000)));
-}
-
 // Write the matrices of the steps, from factor N on, to shared memory as operand a, [step][piece][lane][4]. Different threads write those
 // of each step.
 template <class Plan, int N, int STEP, typename T, class S, class... Others, class... Passes>

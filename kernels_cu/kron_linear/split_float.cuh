@@ -67,6 +67,7 @@ __device__ constexpr int right_piece(int product) { return product == 1 ? 2 : pr
 template <int ROWS_, int COLUMNS_, typename Kind = float>
 struct Tiles {
     static constexpr int ROWS = ROWS_, COLUMNS = COLUMNS_, PLANE = ROWS * COLUMNS, COUNT = Pieces<Kind>::COUNT, BYTES = COUNT * PLANE * 2;
+    static constexpr int STAGED_ROW = COLUMNS + 4, STAGED_BYTES = ROWS * STAGED_ROW * 4;  // as floats, padded against bank conflicts
     __device__ static constexpr int tile(int row, int column) { return (row / 8 * (COLUMNS / 8) + column / 8) * 64; }
     __device__ static constexpr int place(int row, int column) { return tile(row, column) + row % 8 * 8 + column % 8; }
 };
@@ -78,26 +79,26 @@ __device__ __forceinline__ void prefetch_rows(const T* from, long long stride) {
     for (int e = threadIdx.x % THREADS; e < M::ROWS * LINES; e += THREADS) prefetch(from + e / LINES * stride + e % LINES * LINE);
 }
 
-// The seat of element n along a SEATED dimension. All operands that share the dimension must be seated. where() is the inverse.
+// The seat of element n along a SEATED dimension. All operands that share the dimension must be seated. unseat() is the inverse.
 __device__ constexpr int seat(int n) { return n / 16 * 16 + n % 4 / 2 * 8 + n % 16 / 4 * 2 + n % 2; }
-__device__ constexpr int where(int seat) { return seat / 16 * 16 + seat % 8 / 2 * 4 + seat % 16 / 8 * 2 + seat % 2; }
+__device__ constexpr int unseat(int seat) { return seat / 16 * 16 + seat % 8 / 2 * 4 + seat % 16 / 8 * 2 + seat % 2; }
 
 // The descriptor of such a matrix as an operand. Its columns are k, or with DOWN its rows.
 template <class M, bool DOWN_>
-struct Described {
+struct SharedOperand {
     static constexpr int HELD = 0;  // pieces in registers
     static constexpr bool DOWN = DOWN_;
     static constexpr int STEP = DOWN ? 2 * M::COLUMNS : 16;  // distance of 16 k, in units of 16 bytes
     unsigned long long at;
     // `from`: the first row (with DOWN: column).
     template <typename U>
-    __device__ __forceinline__ explicit Described(const U* matrix, int from = 0)
+    __device__ __forceinline__ explicit SharedOperand(const U* matrix, int from = 0)
         : at(describe(shared_address(matrix + (DOWN ? M::tile(0, from) : M::tile(from, 0))), DOWN ? M::COLUMNS * 16 : 128,
                       DOWN ? 128 : M::COLUMNS * 16)) {}
     __device__ __forceinline__ unsigned long long operator()(int piece, int k) const { return at + piece * (M::PLANE / 8) + k * STEP; }
 };
 
-// Store one piece of a lane's pair e of a warpgroup's 64 rows; see Rows.
+// Store one piece of a lane's pair e of a warpgroup's 64 rows; see RegisterOperand.
 template <class M, typename U>
 __device__ __forceinline__ void put_word(U* to, int e, unsigned two) {
     reinterpret_cast<unsigned*>(to)[M::tile(threadIdx.x / 32 % 4 * 16 + e % 2 * 8, e / 2 * 8) / 2 + threadIdx.x % 32] = two;
@@ -106,7 +107,7 @@ __device__ __forceinline__ void put_word(U* to, int e, unsigned two) {
 // 64 x K elements of a warpgroup as operand a in registers, split into the pieces of T. They have the layout of accumulators: of the 8
 // columns from 8 n on, lane l of a warp, with g = l / 4 and t = l % 4, has [g + 8 i][2 t + j] in numbers[n][2 i + j].
 template <int K, typename T = float>
-struct Rows {
+struct RegisterOperand {
     static constexpr int HELD = Pieces<T>::COUNT;
     unsigned pieces[HELD][K / 16][4];
 
@@ -230,7 +231,7 @@ __device__ __forceinline__ void put_four(typename Pieces<T>::type* to, int row, 
 
 // A matrix that is loaded to registers, and later split and stored to shared memory.
 template <class M, int THREADS, typename T = float>
-struct Underway {
+struct RegisterTile {
     static constexpr int WARPS = THREADS / 32;
     Vec<T, 4> part[(M::PLANE / 128 + WARPS - 1) / WARPS];
 
@@ -245,31 +246,22 @@ struct Underway {
             for (int e = 0; e < 4; ++e) part[i].v[e] = from[row * p + (column + e) * q];
         });
     }
-    // The columns are seated, and with ROWS the rows, too.
-    template <bool ROWS = false>
-    __device__ __forceinline__ void put(__nv_bfloat16* to) const {
-        each_four<M, WARPS>([&](int i, int row, int column) { put_four<M, true>(to, ROWS ? seat(row) : row, column, part[i]); });
+    // Whether the columns and the rows are seated.
+    template <bool COLUMNS = true, bool ROWS = false>
+    __device__ __forceinline__ void put(typename Pieces<T>::type* to) const {
+        each_four<M, WARPS>([&](int i, int row, int column) { put_four<M, COLUMNS>(to, ROWS ? seat(row) : row, column, part[i]); });
     }
-    __device__ __forceinline__ void put_unseated(typename Pieces<T>::type* to) const {
-        each_four<M, WARPS>([&](int i, int row, int column) { put_four<M, false>(to, row, column, part[i]); });
-    }
-};
-
-// A factor that all lanes need in registers is first stored to shared memory as floats, SPACE bytes. A warp's loads touch eight rows, and
-// from global memory eight cache lines per load were slower. A barrier must follow.
-template <class W>
-struct Staged {
-    static constexpr int ROW = W::COLUMNS + 4, SPACE = W::ROWS * ROW * 4;  // padded against bank conflicts
-    template <int THREADS>
-    __device__ static __forceinline__ void put(float* to, const Underway<W, THREADS>& w) {
-        each_four<W, THREADS / 32>([&](int i, int row, int column) { store_vec(to + row * ROW + column, w.part[i]); });
+    // As floats. A factor that all lanes need in registers takes this way, because a warp's loads touch eight rows, and loads from global
+    // memory of eight cache lines each were slower.
+    __device__ __forceinline__ void stage(float* to) const {
+        each_four<M, WARPS>([&](int i, int row, int column) { store_vec(to + row * M::STAGED_ROW + column, part[i]); });
     }
 };
 
-// As Underway, but by cp.async to `room` in shared memory, from which a thread reads only what it copied. No registers are needed while the
-// copy is in flight. `room` points to the thread's first four elements; the next ones are THREADS vectors of four further.
+// As RegisterTile, but by cp.async to `room` in shared memory, from which a thread reads only what it copied. No registers are needed while
+// the copy is in flight. `room` points to the thread's first four elements; the next ones are THREADS vectors of four further.
 template <class M, int THREADS, typename T = float>
-struct Arriving {
+struct AsyncTile {
     static constexpr int FOURS = (M::PLANE / 4 + THREADS - 1) / THREADS;
     Vec<T, 4>* room;
 
@@ -300,7 +292,7 @@ struct Arriving {
 // sees in its own next turn. What it writes later, the other sees one turn later. In a team of one warpgroup, rest() is a barrier of its
 // warps.
 template <int GROUPS>
-struct Turns {
+struct PingPong {
     int team, group;
     __device__ __forceinline__ void first() const {  // once, before the first turn
         if (GROUPS == 2 && group == 1) arrive_at(1, 256);

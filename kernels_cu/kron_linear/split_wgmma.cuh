@@ -41,17 +41,17 @@ struct Split4 {
 // A left factor as operand a: [q][p] for the 64 q of a warpgroup, zeros beyond the last. It goes through `staged` in shared memory. `also` is
 // called before the barrier.
 template <int P, typename Kind, class W, int THREADS, class Also>
-__device__ __forceinline__ void left_rows(Rows<P, Kind>& left, float* staged, const Underway<W, THREADS>& factor, int group,
+__device__ __forceinline__ void left_rows(RegisterOperand<P, Kind>& left, float* staged, const RegisterTile<W, THREADS>& factor, int group,
                                           const Also& also) {
     float numbers[P / 8][4];
-    Staged<W>::put(staged, factor);
+    factor.stage(staged);
     also();
     __syncthreads();
     int q = 64 * group + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4, p = threadIdx.x % 4 * 2;
 #pragma unroll
     for (int e = 0; e < P / 2; ++e) {
         int j = q + e / 2 % 2 * 8;
-        numbers[e / 4][e % 4] = W::COLUMNS % 64 == 0 || j < W::COLUMNS ? staged[(p + e % 2 + e / 4 * 8) * Staged<W>::ROW + j] : 0.0f;
+        numbers[e / 4][e % 4] = W::COLUMNS % 64 == 0 || j < W::COLUMNS ? staged[(p + e % 2 + e / 4 * 8) * W::STAGED_ROW + j] : 0.0f;
     }
     left.split(numbers);
     __syncthreads();
@@ -75,7 +75,7 @@ __global__ void __launch_bounds__(Plan::TEAMS* Plan::WIDE, 1)
     __nv_bfloat16* xs = right + ((RIGHT ? W2::BYTES : 0) + team * Plan::PLACES * X::BYTES) / 2;
     auto x_of = [&](long long a) { return x + a / ACROSS * P1 * X_STRIDE + a % ACROSS * P2; };
     auto rows_of = [&](long long a) { return LEFT || A - 64 * a >= 64 ? P1 : int(A - 64 * a); };
-    auto give = [&](long long a, const float (&d)[N / 8][4]) {
+    auto store_tile = [&](long long a, const float (&d)[N / 8][4]) {
         long long at = (a / ACROSS * Q1 + 64 * group) * OUT_STRIDE + a % ACROSS * Q2;
         int rows = rows_of(a);
         store_seated(out, bias, residual, d, features, float(scale),
@@ -88,26 +88,26 @@ __global__ void __launch_bounds__(Plan::TEAMS* Plan::WIDE, 1)
     if constexpr (PAIR)
         if (a < tiles) prefetch_rows<X, Plan::WIDE>(x_of(a), X_STRIDE);
     wait_for_previous();
-    Underway<W2, ALL> factor;
+    RegisterTile<W2, ALL> factor;
     if constexpr (RIGHT) factor.fetch_any(factors.at[0], factors.p[0], factors.q[0]);
     if constexpr (LEFT) {
         constexpr int LEAD = Plan::LEAD, PLACES = Plan::PLACES;
-        Turns<Plan::WIDE / 128> turns{team, group};
-        Underway<X, Plan::WIDE> next;
+        PingPong<Plan::WIDE / 128> turns{team, group};
+        RegisterTile<X, Plan::WIDE> next;
         auto place = [&](int n) { return xs + n * X::BYTES / 2; };
         auto fetch = [&](long long a) {
             if (a < tiles) next.fetch(x_of(a), X_STRIDE);
         };
         fetch(a);
         if (LEAD > 1 && a + step < tiles) prefetch_rows<X, Plan::WIDE>(x_of(a + step), X_STRIDE);
-        Rows<P1, Kind> left;  // [q][p] of this warpgroup's 64 q
+        RegisterOperand<P1, Kind> left;  // [q][p] of this warpgroup's 64 q
         {
             using W1 = typename Plan::W1;
-            Underway<W1, ALL> whole;
+            RegisterTile<W1, ALL> whole;
             whole.fetch_any(factors.at[PAIR], factors.p[PAIR], factors.q[PAIR]);
-            static_assert(Staged<W1>::SPACE <= Plan::TEAMS * PLACES * X::BYTES, "where X will be");
+            static_assert(W1::STAGED_BYTES <= Plan::TEAMS * PLACES * X::BYTES, "where X will be");
             left_rows(left, reinterpret_cast<float*>(right + (RIGHT ? W2::BYTES / 2 : 0)), whole, group, [&] {
-                if constexpr (PAIR) factor.template put<true>(right);
+                if constexpr (PAIR) factor.template put<true, true>(right);
             });
         }
 #pragma unroll
@@ -123,38 +123,38 @@ __global__ void __launch_bounds__(Plan::TEAMS* Plan::WIDE, 1)
         for (; a < tiles; a += step) {
             float y[8][4];
             turns.begin();
-            start_product<P1, Kind>(y, left, Described<X, true>(place(now)));
+            start_product<P1, Kind>(y, left, SharedOperand<X, true>(place(now)));
             turns.end(a + step < tiles);
             if (a + LEAD * step < tiles) next.put(place((now + LEAD) % PLACES));
             fence_async();
             fetch(a + (LEAD + 1) * step);
             wgmma_wait<0>(y);
             if constexpr (PAIR) {
-                Rows<P2, Kind> rows;
+                RegisterOperand<P2, Kind> rows;
                 rows.split(y);
-                start_product<P2, Kind>(y, rows, Described<W2, true>(right));
+                start_product<P2, Kind>(y, rows, SharedOperand<W2, true>(right));
                 wgmma_wait<0>(y);
             }
-            give(a, y);
+            store_tile(a, y);
             turns.rest();
             now = (now + 1) % PLACES;
         }
     } else {
-        Rows<P2, Kind> rows;
+        RegisterOperand<P2, Kind> rows;
         float numbers[P2 / 8][4];
         auto fetch = [&](long long a) { fetch_seated(numbers, x_of(a), X_STRIDE, rows_of(a)); };
         if (a < tiles) fetch(a);
-        factor.template put<true>(right);
+        factor.template put<true, true>(right);
         fence_async();
         __syncthreads();
 #pragma unroll 1
         for (; a < tiles; a += step) {
             float y[N / 8][4];
             rows.split(numbers);
-            start_product<P2, Kind>(y, rows, Described<W2, true>(right));
+            start_product<P2, Kind>(y, rows, SharedOperand<W2, true>(right));
             if (a + step < tiles) fetch(a + step);
             wgmma_wait<0>(y);
-            give(a, y);
+            store_tile(a, y);
         }
     }
 }
@@ -167,7 +167,7 @@ struct SplitPair4 {
     using X = Tiles<P1, P2, Tf32>;
     using W1 = Tiles<P1, Q1, Tf32>;
     using W2 = Tiles<P2, Q2, Tf32>;
-    static constexpr int STAGED = X::BYTES > Staged<W1>::SPACE ? X::BYTES : Staged<W1>::SPACE;  // bytes of X; W1 is staged there first
+    static constexpr int STAGED = X::BYTES > W1::STAGED_BYTES ? X::BYTES : W1::STAGED_BYTES;  // bytes of X; W1 is staged there first
 };
 
 // Any grid, block THREADS. Dynamic shared memory: W2 and X, split, and the next X, which arrives by cp.async. Two warpgroups alternate: one
@@ -183,7 +183,7 @@ __global__ void __launch_bounds__(Plan::THREADS, 1)
     extern __shared__ uint4 dynamic[];
     int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), group = warp / 4;
     __nv_bfloat16 *right = reinterpret_cast<__nv_bfloat16*>(dynamic), *xs = right + W2::BYTES / 2;
-    Arriving<X, THREADS, T> next{reinterpret_cast<Vec<T, 4>*>(xs + Plan::STAGED / 2) + threadIdx.x};
+    AsyncTile<X, THREADS, T> next{reinterpret_cast<Vec<T, 4>*>(xs + Plan::STAGED / 2) + threadIdx.x};
     auto fetch = [&](long long a) {
         if (a < A) next.fetch(x + a * (P1 * P2), P2);
     };
@@ -193,14 +193,14 @@ __global__ void __launch_bounds__(Plan::THREADS, 1)
     prefetch_factor(factors.at[1], P1, Q1, factors.p[1], factors.q[1]);
     if (a < A) prefetch_rows<X, THREADS>(x + a * (P1 * P2), P2);
     wait_for_previous();
-    Rows<P1, Tf32> left;  // [q][p] for the 64 q of this warpgroup; zeros beyond the last q
+    RegisterOperand<P1, Tf32> left;  // [q][p] for the 64 q of this warpgroup; zeros beyond the last q
     {
-        Underway<W1, THREADS> factor1;
-        Underway<W2, THREADS> factor2;
+        RegisterTile<W1, THREADS> factor1;
+        RegisterTile<W2, THREADS> factor2;
         factor1.fetch_any(factors.at[1], factors.p[1], factors.q[1]);
         factor2.fetch_any(factors.at[0], factors.p[0], factors.q[0]);
         fetch(a);
-        left_rows(left, reinterpret_cast<float*>(xs), factor1, group, [&] { factor2.template put<true>(right); });
+        left_rows(left, reinterpret_cast<float*>(xs), factor1, group, [&] { factor2.template put<true, true>(right); });
     }
     cp_async_wait<0>();
     if (a < A) next.put(xs);
@@ -215,21 +215,21 @@ __global__ void __launch_bounds__(Plan::THREADS, 1)
         fence_async();
         fetch(a + 2 * step);
     };
-    Turns<2> turns{0, group};
+    PingPong<2> turns{0, group};
     if (a < A) turns.first();
 #pragma unroll 1
     for (; a < A; a += step) {
-        Rows<P2, Tf32> rows;
+        RegisterOperand<P2, Tf32> rows;
         float z[P2 / 8][4], y[Q2 / 8][4];
         turns.begin();
-        start_product<P1, Tf32>(z, left, Described<X, true>(xs));
+        start_product<P1, Tf32>(z, left, SharedOperand<X, true>(xs));
         turns.end(true);
         wgmma_wait<0>(z);
         arrive_at(4 - group, THREADS);
         rows.split(z);
         if (group == 1) put();
         turns.begin();
-        start_product<P2, Tf32>(y, rows, Described<W2, true>(right));
+        start_product<P2, Tf32>(y, rows, SharedOperand<W2, true>(right));
         turns.end(a + step < A);
         if (group == 0) put();
         wgmma_wait<0>(y);
@@ -264,7 +264,7 @@ __global__ void __launch_bounds__(Plan::ALL, 1)
     auto x_free = [&](unsigned n) { return x_full(n) + 8 * X_PLACES; };
     auto g_full = [&](unsigned n) { return mbarriers + 8 * (2 * X_PLACES + n % TEAMS); };
     auto g_free = [&](unsigned n) { return g_full(n) + 8 * TEAMS; };
-    auto tell = [&](unsigned mbarrier) {
+    auto arrive = [&](unsigned mbarrier) {
         __syncwarp();
         if (threadIdx.x % 32 == 0) mbarrier_arrive(mbarrier);
     };
@@ -287,8 +287,8 @@ __global__ void __launch_bounds__(Plan::ALL, 1)
         unsigned a = blockIdx.x;
         ahead(a);
         wait_for_previous();
-        Underway<X, THREADS> next_x;
-        Underway<G, THREADS> next_g;
+        RegisterTile<X, THREADS> next_x;
+        RegisterTile<G, THREADS> next_g;
         next_x.fetch(x_of(a), P2);
         next_g.fetch(g_of(a), Q2);
 #pragma unroll 1
@@ -301,12 +301,12 @@ __global__ void __launch_bounds__(Plan::ALL, 1)
             mbarrier_wait_in_block(x_free(n), n / X_PLACES % 2 ^ 1);
             next_x.put(all_xs + n % X_PLACES * X::BYTES / 2);
             fence_async();
-            tell(x_full(n));
+            arrive(x_full(n));
             if (a < tiles) next_x.fetch(x_of(a), P2);
             mbarrier_wait_in_block(g_free(n), n / TEAMS % 2 ^ 1);
             next_g.put(all_gs + n % TEAMS * G::BYTES / 2);
             fence_async();
-            tell(g_full(n));
+            arrive(g_full(n));
             if (a < tiles) next_g.fetch(g_of(a), Q2);
         }
     } else {
@@ -317,12 +317,12 @@ __global__ void __launch_bounds__(Plan::ALL, 1)
         float sums1[Q1 / 8][4] = {}, sums2[Q2 / 8][4] = {};
         wait_for_previous();
         {
-            Underway<W1, MULTIPLYING> factor1;
-            Underway<W2, MULTIPLYING> factor2;
+            RegisterTile<W1, MULTIPLYING> factor1;
+            RegisterTile<W2, MULTIPLYING> factor2;
             factor1.fetch_any(w1, factors.p[1], factors.q[1]);
             factor2.fetch_any(w0, factors.p[0], factors.q[0]);
-            factor1.put_unseated(left);
-            factor2.template put<true>(right);
+            factor1.template put<false>(left);
+            factor2.template put<true, true>(right);
         }
         fence_async();
         sync_teams();
@@ -330,30 +330,30 @@ __global__ void __launch_bounds__(Plan::ALL, 1)
 #pragma unroll 1
         for (; a < tiles; a += TEAMS * gridDim.x, n += TEAMS) {
             float h[8][4], z[8][4];
-            Rows<64, Kind> rows, h_rows;
+            RegisterOperand<64, Kind> rows, h_rows;
             U* xs = all_xs + n % X_PLACES * X::BYTES / 2;
             mbarrier_wait_in_block(x_full(n), n / X_PLACES % 2);
             mbarrier_wait_in_block(g_full(n), n / TEAMS % 2);
-            start_product<P2, Kind>(z, Described<X, false>(xs), Described<W2, true>(right));
-            start_product<Q1, Kind>(h, Described<W1, false>(left), Described<G, true>(gs));
+            start_product<P2, Kind>(z, SharedOperand<X, false>(xs), SharedOperand<W2, true>(right));
+            start_product<Q1, Kind>(h, SharedOperand<W1, false>(left), SharedOperand<G, true>(gs));
             wgmma_wait<1>(z);
             rows.split(z);
-            start_product<Q2, Kind>(z, rows, Described<G, false>(gs));
+            start_product<Q2, Kind>(z, rows, SharedOperand<G, false>(gs));
             wgmma_wait<1>(h);
             h_rows.split(h);
             h_rows.template put<H>(hs);
             fence_async();
             sync();
-            start_product<Q2, Kind>(h, Described<H, false>(hs), Described<W2, false>(right));
+            start_product<Q2, Kind>(h, SharedOperand<H, false>(hs), SharedOperand<W2, false>(right));
             wgmma_wait<1>(z);
-            tell(g_free(n));
+            arrive(g_free(n));
             add(sums1, z);
-            start_product<P1, Kind>(z, Described<X, true>(xs), Described<H, true>(hs));
+            start_product<P1, Kind>(z, SharedOperand<X, true>(xs), SharedOperand<H, true>(hs));
             wgmma_wait<1>(h);
             store_seated(dx + a * (1ll * P1 * P2), nullptr, nullptr, h, 0, float(scale),
                          [](int row, int column) { return row * P2 + column; });
             wgmma_wait<0>(z);
-            tell(x_free(n));
+            arrive(x_free(n));
             add(sums2, z);
             sync();
         }
@@ -374,7 +374,7 @@ __global__ void __launch_bounds__(Plan::ALL, 1)
             each_two(sums1, [&](Vec<float, 2> two, int row, int column) { store_vec(partials + Plan::SUMS2 + row * Q1 + column, two); });
         } else {
             exchange(sums2, sums1, 1);
-            each_seated(sums2, [&](Vec<float, 4> four, int row, int column) { store_vec(partials + where(row) * Q2 + column, four); });
+            each_seated(sums2, [&](Vec<float, 4> four, int row, int column) { store_vec(partials + unseat(row) * Q2 + column, four); });
         }
     }
 }
@@ -403,13 +403,13 @@ struct SplitOne4 {
     static constexpr long long X_STRIDE = LEFT ? C_ : P, G_STRIDE = LEFT ? C_ : Q;
     static constexpr int THIRD = HELD < COUNT ? W::PLANE : 0;  // the third piece of W, in shared memory
     // Bytes per team: TEAM for the tiles of g, where W is staged first; ROOM for elements in flight.
-    static constexpr int STAGED = Staged<W>::SPACE / TEAMS, TEAM = PLACES * G::BYTES > STAGED ? PLACES * G::BYTES : STAGED,
+    static constexpr int STAGED = W::STAGED_BYTES / TEAMS, TEAM = PLACES * G::BYTES > STAGED ? PLACES * G::BYTES : STAGED,
                          ROOM = (P + Q) * N * 4;
 };
 
 // 64 rows of W as operand a: HELD pieces in registers, the rest in shared memory.
 template <int K, int HELD_>
-struct Partly {
+struct MixedOperand {
     static constexpr int HELD = HELD_;
     static constexpr bool DOWN = false;
     unsigned pieces[HELD][K / 16][4];
@@ -439,14 +439,14 @@ __global__ void __launch_bounds__(Plan::TEAMS* Plan::THREADS, 1)
     constexpr int APART = LEFT ? 8 : 1;
     int own = 64 * group + warp % 4 * 16 + threadIdx.x % 32 / 4 * (LEFT ? 1 : 2), lane = threadIdx.x % 4;
     Vec<T, 4>* room = reinterpret_cast<Vec<T, 4>*>(third + Plan::THIRD + Plan::TEAMS * Plan::TEAM / 2) + team * Plan::ROOM / 16;
-    Arriving<G, THREADS, T> next_g{room + threadIdx.x % THREADS};
+    AsyncTile<G, THREADS, T> next_g{room + threadIdx.x % THREADS};
     Vec<T, 4>* x_room = next_g.room + Q * N / 4;
     Vec<T, 2>* x_twos = reinterpret_cast<Vec<T, 2>*>(room + Q * N / 4) + threadIdx.x % THREADS;
     auto place = [&](int n) { return gs + n * G::BYTES / 2; };
     auto x_place = [&](unsigned a) { return LEFT ? a / ACROSS * (P * X_STRIDE) + a % ACROSS * N : a * (1ll * N * P); };
     auto g_place = [&](unsigned a) { return LEFT ? a / ACROSS * (Q * G_STRIDE) + a % ACROSS * N : a * (1ll * N * Q); };
     float h[N / 8][4], z[8][4], sums[Q / 8][4] = {};
-    Rows<N, Kind> rows;
+    RegisterOperand<N, Kind> rows;
     auto fetch_g = [&](unsigned a) { next_g.fetch(g + g_place(a), G_STRIDE); };
     auto fetch_x = [&](unsigned a) {
         const T* from = x + x_place(a);
@@ -473,7 +473,7 @@ __global__ void __launch_bounds__(Plan::TEAMS* Plan::THREADS, 1)
         prefetch_rows<X, THREADS>(x + x_place(a), X_STRIDE);
         prefetch_rows<G, THREADS>(g + g_place(a), G_STRIDE);
     };
-    auto give = [&](unsigned a) {
+    auto store_tile = [&](unsigned a) {
         T* to = dx + x_place(a);
 #pragma unroll
         for (int e = 0; e < N / 2; ++e) h[e / 4][e % 4] *= float(scale);
@@ -485,7 +485,7 @@ __global__ void __launch_bounds__(Plan::TEAMS* Plan::THREADS, 1)
                 store_vec(to + own + (e / 2 * 8 + lane * 2 + e % 2) * X_STRIDE, Vec<T, 2>{h[e / 2][e % 2], h[e / 2][e % 2 + 2]});
         }
     };
-    Turns<P / 64> turns{team, group};
+    PingPong<P / 64> turns{team, group};
     unsigned step = gridDim.x * Plan::TEAMS, tiles = LEFT ? A * ACROSS : A / N, a = blockIdx.x + team * gridDim.x;
     const T* w = factors.at[0];
     asm volatile("" : "+l"(w));  // as above
@@ -493,9 +493,9 @@ __global__ void __launch_bounds__(Plan::TEAMS* Plan::THREADS, 1)
     prefetch_factor(w, P, Q, factors.p[0], factors.q[0]);
     if (a < tiles) prefetch_rows<X, THREADS>(x + x_place(a), X_STRIDE);
     wait_for_previous();
-    Partly<Q, Plan::HELD> factor;
+    MixedOperand<Q, Plan::HELD> factor;
     {
-        Underway<W, Plan::TEAMS * THREADS, T> whole;
+        RegisterTile<W, Plan::TEAMS * THREADS, T> whole;
         whole.fetch_any(w, factors.p[0], factors.q[0]);
         if (a < tiles) {
             fetch_g(a);
@@ -503,13 +503,13 @@ __global__ void __launch_bounds__(Plan::TEAMS* Plan::THREADS, 1)
         }
         if (a + step < tiles) ahead(a + step);                                         // after the first tile, for which all wait
         float *staged = reinterpret_cast<float*>(third + Plan::THIRD), all[Q / 8][4];  // [p][q]; q is seated if it is the column of g
-        static_assert(Staged<W>::SPACE <= Plan::TEAMS * Plan::TEAM, "where g will be");
-        Staged<W>::put(staged, whole);
+        static_assert(W::STAGED_BYTES <= Plan::TEAMS * Plan::TEAM, "where g will be");
+        whole.stage(staged);
         __syncthreads();
 #pragma unroll
         for (int e = 0; e < Q / 2; ++e) {
             int column = e / 4 * 8 + lane * 2 + e % 2;
-            all[e / 4][e % 4] = staged[(own + e / 2 % 2 * APART) * Staged<W>::ROW + (LEFT ? column : where(column))];
+            all[e / 4][e % 4] = staged[(own + e / 2 % 2 * APART) * W::STAGED_ROW + (LEFT ? column : unseat(column))];
         }
         __syncthreads();
 #pragma unroll
@@ -521,7 +521,7 @@ __global__ void __launch_bounds__(Plan::TEAMS* Plan::THREADS, 1)
             if constexpr (Plan::HELD < Plan::COUNT)
                 if (team == 0) put_word<W>(third + W::tile(64 * group, 0), e, two[Plan::COUNT - 1]);
         }
-        factor.third = Described<W, false>(third, 64 * group).at;
+        factor.third = SharedOperand<W, false>(third, 64 * group).at;
     }
     cp_async_wait<0>();
     if (a < tiles) {
@@ -549,13 +549,13 @@ __global__ void __launch_bounds__(Plan::TEAMS* Plan::THREADS, 1)
     for (; a < tiles; a += step) {
         bool more = a + step < tiles;
         turns.begin();
-        start_product<N, Kind>(z, rows, Described<G, !LEFT>(place(now)));
+        start_product<N, Kind>(z, rows, SharedOperand<G, !LEFT>(place(now)));
         if constexpr (Q > 64) {
             wgmma_wait<0>(z);
             add(sums, z);
-            start_product<N, Kind>(z, rows, Described<G, !LEFT>(place(now), 64));
+            start_product<N, Kind>(z, rows, SharedOperand<G, !LEFT>(place(now), 64));
         }
-        start_product<Q, Kind>(h, factor, Described<G, LEFT>(place(now)));
+        start_product<Q, Kind>(h, factor, SharedOperand<G, LEFT>(place(now)));
         turns.end(more);
         wgmma_wait<1>(z);
         add(sums, z, Q / 8 - 8);
@@ -566,7 +566,7 @@ __global__ void __launch_bounds__(Plan::TEAMS* Plan::THREADS, 1)
         if (a + 2 * step < tiles) ahead(a + 2 * step);
         fetch(a + step);
         wgmma_wait<0>(h);
-        give(a);
+        store_tile(a);
         turns.rest();
         now = (now + 1) % PLACES;
     }

@@ -107,9 +107,7 @@ __device__ __forceinline__ void load_matrix(char* matrix, const Factors4<T>& fac
     if (BY_ROWS && q == 1 && p % U == 0 && aligned) {
         if constexpr (BY_ROWS && !Plan::BY_LANES) {
             share<P, COLUMNS / U, THREADS>([&](int k, int i) {
-                unsigned at = shared_address(to + place(k, i * U));
-                if constexpr (U * sizeof(T) == 16) cp_async_16(at, from + k * p + i * U);
-                else cp_async<U * sizeof(T)>(at, from + k * p + i * U, true);
+                copy_or_zero<U * sizeof(T)>(to + place(k, i * U), reinterpret_cast<const M*>(from + k * p + i * U), true);
             });
         } else if constexpr (BY_ROWS) {  // neighbouring lanes store neighbours: all k of one mma
             share<HIGH / (8 * K), COLUMNS / U * 8, THREADS>([&](int block, int i) {

@@ -116,7 +116,7 @@ __device__ __forceinline__ void add(float (&sums)[M][4], const float (&d)[N][4],
 
 // The index of element j of fiber f in an array [left][N][RIGHT].
 template <int N, int RIGHT>
-__device__ constexpr int spot(int f, int j) {
+__device__ constexpr int index_of(int f, int j) {
     return (f / RIGHT * N + j) * RIGHT + f % RIGHT;
 }
 
@@ -139,7 +139,7 @@ struct Sums4 {
     __device__ __forceinline__ void set(int f, int j, const Global4<T>& global) {
         l = f / RIGHT;
         if constexpr (LAST) at = global.first + along(f, j);
-        else place = Out::at(spot<Q, RIGHT>(f, j));
+        else place = Out::at(index_of<Q, RIGHT>(f, j));
     }
 
     // Store N results from (f, j), relative to the thread's first, on. They are neighbours along j if RIGHT is 1, otherwise along f.
@@ -152,7 +152,7 @@ struct Sums4 {
                 if constexpr (Plan::IN_TF32) v.v[i] = to_tf32(sums[i]);
                 else v.v[i] = sums[i] * global.one;
             }
-            store_vec(tile + Out::join(place, Out::at(spot<Q, RIGHT>(f, j))), v);
+            store_vec(tile + Out::join(place, Out::at(index_of<Q, RIGHT>(f, j))), v);
         } else {
             constexpr int W = Plan::BYTES / sizeof(T), G = Plan::WHOLE ? N : gcd(N, W ? W : 1);
             if (l + f / RIGHT >= global.rows) return;
@@ -204,8 +204,8 @@ __device__ __forceinline__ void multiply4(const In* in, const In* rest, F* tile,
     int from[S::FIBERS / FV];
 #pragma unroll
     for (int i = 0; i < S::FIBERS / FV; ++i) {
-        if (LINEAR) from[i] = S::In::join(S::In::at(spot<P, RIGHT>(f0 + lf * FV, 0)), S::In::at(spot<P, RIGHT>(i * STEP, 0)));
-        else from[i] = S::In::at(spot<P, RIGHT>(min(f0 + i * STEP + lf * FV, ALL - FV), 0));
+        if (LINEAR) from[i] = S::In::join(S::In::at(index_of<P, RIGHT>(f0 + lf * FV, 0)), S::In::at(index_of<P, RIGHT>(i * STEP, 0)));
+        else from[i] = S::In::at(index_of<P, RIGHT>(min(f0 + i * STEP + lf * FV, ALL - FV), 0));
     }
     F sums[S::FIBERS][S::COLUMNS] = {};
     w += j0;
@@ -275,6 +275,14 @@ template <typename T>
 __device__ __forceinline__ void mma_16_bit(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
     if constexpr (IS_BF16<T>) mma_bf16(d, a, b);
     else mma_f16(d, a, b);
+}
+
+// Split two floats into two bfloat16 numbers each: the first is truncated, the second is the rounded rest. For infinities and NaN the second
+// is NaN.
+__device__ __forceinline__ void cut_pair(float low, float high, unsigned& big, unsigned& small) {
+    big = __byte_perm(__float_as_uint(low), __float_as_uint(high), 0x7632);
+    narrow(reinterpret_cast<__nv_bfloat162&>(small),
+           make_float2(low - __uint_as_float(big << 16), high - __uint_as_float(big & 0xffff0000)));
 }
 
 // The swizzle of row k of a step's matrix in shared memory: lanes that load from 4 rows have no bank conflicts.
@@ -420,8 +428,8 @@ __device__ __forceinline__ void multiply4_tensor(const In* in, const In* rest, f
     int from[S::FIBERS / Lanes::FV], mine = f0 + g % 2 * Lanes::PAIR + Lanes::fiber(g / 2);
 #pragma unroll
     for (int i = 0; i < S::FIBERS / Lanes::FV; ++i) {
-        if (LINEAR) from[i] = S::In::join(S::In::at(spot<P, RIGHT>(mine, 0)), S::In::at(spot<P, RIGHT>(i * Lanes::FV, 0)));
-        else from[i] = S::In::at(spot<P, RIGHT>(min(mine + i * Lanes::FV, ALL - Lanes::LEAST), 0));
+        if (LINEAR) from[i] = S::In::join(S::In::at(index_of<P, RIGHT>(mine, 0)), S::In::at(index_of<P, RIGHT>(i * Lanes::FV, 0)));
+        else from[i] = S::In::at(index_of<P, RIGHT>(min(mine + i * Lanes::FV, ALL - Lanes::LEAST), 0));
         from[i] = S::In::join(from[i], S::In::at((PAIRS ? 2 : 1) * row * RIGHT));
     }
     if (Plan::BY_LANES) w += (j0 / 16 * 32 + threadIdx.x % 32) * (PAIRS ? 8 : 4);
