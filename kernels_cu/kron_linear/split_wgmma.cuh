@@ -177,7 +177,6 @@ __global__ void __launch_bounds__(Plan::THREADS, 1)
     kron_linear_v4_split_wgmma_pair(T* out, const T* x, Factors4<T> factors, const T* bias, const T* residual, long long A, double scale,
                                     long long features) {
     using X = typename Plan::X;
-    using W1 = typename Plan::W1;
     using W2 = typename Plan::W2;
     constexpr int P1 = Plan::P1, Q1 = Plan::Q1, P2 = Plan::P2, Q2 = Plan::Q2, THREADS = Plan::THREADS;
     extern __shared__ uint4 dynamic[];
@@ -195,7 +194,7 @@ __global__ void __launch_bounds__(Plan::THREADS, 1)
     wait_for_previous();
     RegisterOperand<P1, Tf32> left;  // [q][p] for the 64 q of this warpgroup; zeros beyond the last q
     {
-        RegisterTile<W1, THREADS> factor1;
+        RegisterTile<typename Plan::W1, THREADS> factor1;
         RegisterTile<W2, THREADS> factor2;
         factor1.fetch_any(factors.at[1], factors.p[1], factors.q[1]);
         factor2.fetch_any(factors.at[0], factors.p[0], factors.q[0]);

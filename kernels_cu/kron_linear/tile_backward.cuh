@@ -59,7 +59,7 @@ struct Batches {
     __device__ static constexpr int b(int n) { return n / INNER * B1 + n % INNER * B2; }
 };
 
-using Once = Batches<1, 1, 0, 0, 0, 0>;
+using Once = Batches<1, 1, 0, 0, 0, 0>;  // a single product
 
 // A lane's two elements of a row, in TF32 or SPLIT, STEP apart: k is t and t + 4, or with PAIRED 2 t and 2 t + 1, which are one vector if
 // the operand is contiguous along k.

@@ -347,11 +347,11 @@ __device__ __forceinline__ void fetch_fibers(U (&x)[NS][2], const In* source, co
 }
 
 // sums += the products of `count` elements of each fiber: in TF32, or with PAIRS of 16-bit types.
-template <class S, int RIGHT, bool PAIRS, bool ROUND, int MS, int NS, int FROM, typename In, typename M>
+template <class S, int RIGHT, bool PAIRS, bool ROUND, int UNROLL, int MS, int NS, int FROM, typename In, typename M>
 __device__ __forceinline__ void multiply_once(float (&sums)[MS][NS][4], const In* source, const int (&from)[FROM], const M* w, int count) {
     constexpr int EACH = PAIRS ? 2 : 1;
     using U = conditional_t<PAIRS, unsigned, float>;
-#pragma unroll 2
+#pragma unroll(UNROLL)
     for (int k0 = 0; k0 < count; k0 += 8 * EACH) {
         U x[NS][2], c[MS][4];
         fetch_fibers<S, RIGHT, EACH, ROUND>(x, source, from, k0);
@@ -435,9 +435,10 @@ __device__ __forceinline__ void multiply4_tensor(const In* in, const In* rest, f
     if (Plan::BY_LANES) w += (j0 / 16 * 32 + threadIdx.x % 32) * (PAIRS ? 8 : 4);
     else w += row * S::PADDED + ((j0 + g * WIDE) ^ turn<Plan, S, RIGHT>(row));
     float sums[Lanes::MS][Lanes::NS][4] = {};
-    if constexpr (Plan::PRODUCTS == 3)  // with only four warps per SM there are registers for prefetching
+    // Blocks that are alone on their SM have registers for prefetching.
+    if constexpr (Plan::PRODUCTS == 3)
         multiply_three<S, RIGHT, Plan::SPLIT, Plan::THREADS * Plan::BLOCKS == 128 ? 2 : 1>(sums, source, from, w, count);
-    else multiply_once<S, RIGHT, PAIRS, (sizeof(In) == 4 && AHEAD < 1 << 30)>(sums, source, from, w, count);
+    else multiply_once<S, RIGHT, PAIRS, (sizeof(In) == 4 && AHEAD < 1 << 30), Plan::BLOCKS == 1 ? 4 : 2>(sums, source, from, w, count);
     after();
     constexpr int NS = 2 * Lanes::NS / (ONE ? 1 : 4), MS = 2 * Lanes::MS / (ONE ? WIDE : 1);
     Sums4<Plan, S, Q, RIGHT, Out, LAST>::template store_all<LINEAR, ALL, NS, MS, ONE ? WIDE : 4>(
