@@ -115,7 +115,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(256, 1)
     keep_half(first, second, space, full, right);
     if (!group) return store_part(parts, down * 2 + right, first, more);
     dx += row * (SIDE * SIDE) + down * HALF * SIDE + right * HALF;
-    each_two(first, [&](Vec<float, 2> two, int row, int column) {
+    each_part<false>(first, [&](Vec<float, 2> two, int row, int column) {
         store_vec(dx + row * SIDE + column, pack<T, 2>({two.v[0] * float(scale), two.v[1] * float(scale)}));
     });
 }

@@ -160,22 +160,17 @@ __device__ __forceinline__ void start_product(float (&d)[N][4], const A& a, cons
     wgmma_commit();
 }
 
-// Call f(two neighbours, row, column) for a warpgroup's accumulators of 64 rows.
-template <int N, class F>
-__device__ __forceinline__ void each_two(const float (&d)[N][4], const F& f) {
-    int row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2;
+// Call f(neighbours, row, column) for a warpgroup's accumulators of 64 rows: two neighbours, or four if the columns are SEATED.
+template <bool SEATED, int N, class F>
+__device__ __forceinline__ void each_part(const float (&d)[N][4], const F& f) {
+    constexpr int V = SEATED ? 4 : 2;
+    int row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4, column = threadIdx.x % 4 * V;
 #pragma unroll
-    for (int e = 0; e < 2 * N; ++e) f(Vec<float, 2>{d[e / 2][e % 2 * 2], d[e / 2][e % 2 * 2 + 1]}, row + e % 2 * 8, column + e / 2 * 8);
-}
-
-// The same for seated columns: f(four neighbours, row, column).
-template <int N, class F>
-__device__ __forceinline__ void each_seated(const float (&d)[N][4], const F& f) {
-    int row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 4;
+    for (int e = 0; e < 4 * N / V; ++e) {
+        Vec<float, V> part;
 #pragma unroll
-    for (int e = 0; e < N; ++e) {
-        const float *low = d[e / 2 * 2] + e % 2 * 2, *high = d[e / 2 * 2 + 1] + e % 2 * 2;
-        f(Vec<float, 4>{low[0], low[1], high[0], high[1]}, row + e % 2 * 8, column + e / 2 * 16);
+        for (int i = 0; i < V; ++i) part.v[i] = d[e / 2 * (V / 2) + i / 2][e % 2 * 2 + i % 2];
+        f(part, row + e % 2 * 8, column + e / 2 * (4 * V));
     }
 }
 
@@ -185,7 +180,7 @@ template <int N, class F>
 __device__ __forceinline__ void store_seated(float* out, const float* bias, const float* residual, const float (&d)[N][4],
                                              long long features, float scale, const F& place) {
     auto store = [&](bool added) {
-        each_seated(d, [&](Vec<float, 4> four, int row, int column) {
+        each_part<true>(d, [&](Vec<float, 4> four, int row, int column) {
             long long at = place(row, column);
             if (at < 0) return;
             if (added) finish<true>(four.v, scale, bias, bias ? at % features : 0, residual, at);

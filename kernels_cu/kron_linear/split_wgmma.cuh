@@ -38,14 +38,12 @@ struct Split4 {
     static constexpr int ALL = (TEAMS + 1) * THREADS, X_PLACES = TEAMS + 1;  // backward
 };
 
-// A left factor as operand a: [q][p] for the 64 q of a warpgroup, zeros beyond the last. It goes through `staged` in shared memory. `also` is
-// called before the barrier.
-template <int P, typename Kind, class W, int THREADS, class Also>
-__device__ __forceinline__ void left_rows(RegisterOperand<P, Kind>& left, float* staged, const RegisterTile<W, THREADS>& factor, int group,
-                                          const Also& also) {
+// A left factor as operand a: [q][p] for the 64 q of a warpgroup, zeros beyond the last. It goes through `staged` in shared memory.
+template <int P, typename Kind, class W, int THREADS>
+__device__ __forceinline__ void left_rows(RegisterOperand<P, Kind>& left, float* staged, const RegisterTile<W, THREADS>& factor,
+                                          int group) {
     float numbers[P / 8][4];
     factor.stage(staged);
-    also();
     __syncthreads();
     int q = 64 * group + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4, p = threadIdx.x % 4 * 2;
 #pragma unroll
@@ -106,9 +104,8 @@ __global__ void __launch_bounds__(Plan::TEAMS* Plan::WIDE, 1)
             RegisterTile<W1, ALL> whole;
             whole.fetch_any(factors.at[PAIR], factors.p[PAIR], factors.q[PAIR]);
             static_assert(W1::STAGED_BYTES <= Plan::TEAMS * PLACES * X::BYTES, "where X will be");
-            left_rows(left, reinterpret_cast<float*>(right + (RIGHT ? W2::BYTES / 2 : 0)), whole, group, [&] {
-                if constexpr (PAIR) factor.template put<true, true>(right);
-            });
+            if constexpr (PAIR) factor.template put<true, true>(right);
+            left_rows(left, reinterpret_cast<float*>(right + (RIGHT ? W2::BYTES / 2 : 0)), whole, group);
         }
 #pragma unroll
         for (int n = 0; n < LEAD; ++n) {
@@ -199,7 +196,8 @@ __global__ void __launch_bounds__(Plan::THREADS, 1)
         factor1.fetch_any(factors.at[1], factors.p[1], factors.q[1]);
         factor2.fetch_any(factors.at[0], factors.p[0], factors.q[0]);
         fetch(a);
-        left_rows(left, reinterpret_cast<float*>(xs), factor1, group, [&] { factor2.template put<true, true>(right); });
+        factor2.template put<true, true>(right);
+        left_rows(left, reinterpret_cast<float*>(xs), factor1, group);
     }
     cp_async_wait<0>();
     if (a < A) next.put(xs);
@@ -370,10 +368,11 @@ __global__ void __launch_bounds__(Plan::ALL, 1)
         partials += (long long)blockIdx.x * (Plan::SUMS2 + Plan::SUMS1);
         if (threadIdx.x >= THREADS) {
             exchange(sums1, sums2, 0);
-            each_two(sums1, [&](Vec<float, 2> two, int row, int column) { store_vec(partials + Plan::SUMS2 + row * Q1 + column, two); });
+            each_part<false>(sums1,
+                             [&](Vec<float, 2> two, int row, int column) { store_vec(partials + Plan::SUMS2 + row * Q1 + column, two); });
         } else {
             exchange(sums2, sums1, 1);
-            each_seated(sums2, [&](Vec<float, 4> four, int row, int column) { store_vec(partials + unseat(row) * Q2 + column, four); });
+            each_part<true>(sums2, [&](Vec<float, 4> four, int row, int column) { store_vec(partials + unseat(row) * Q2 + column, four); });
         }
     }
 }
@@ -477,7 +476,8 @@ __global__ void __launch_bounds__(Plan::TEAMS* Plan::THREADS, 1)
 #pragma unroll
         for (int e = 0; e < N / 2; ++e) h[e / 4][e % 4] *= float(scale);
         if constexpr (LEFT) {
-            each_seated(h, [&](Vec<float, 4> four, int row, int column) { store_vec(to + (64 * group + row) * X_STRIDE + column, four); });
+            each_part<true>(h,
+                            [&](Vec<float, 4> four, int row, int column) { store_vec(to + (64 * group + row) * X_STRIDE + column, four); });
         } else {
 #pragma unroll
             for (int e = 0; e < N / 4; ++e)
@@ -581,6 +581,8 @@ __global__ void __launch_bounds__(Plan::TEAMS* Plan::THREADS, 1)
     for (int i = 0; i < (Plan::TEAMS - 1) * Q / 2; ++i) sums[i / 4 % (Q / 8)][i % 4] += others[i * THREADS];
     partials += (long long)blockIdx.x * (P * Q);
     if constexpr (LEFT)
-        each_two(sums, [&](Vec<float, 2> two, int row, int column) { store_vec(partials + (64 * group + row) * Q + column, two); });
-    else each_seated(sums, [&](Vec<float, 4> four, int row, int column) { store_vec(partials + (own + row / 8 % 2) * Q + column, four); });
+        each_part<false>(sums, [&](Vec<float, 2> two, int row, int column) { store_vec(partials + (64 * group + row) * Q + column, two); });
+    else
+        each_part<true>(sums,
+                        [&](Vec<float, 4> four, int row, int column) { store_vec(partials + (own + row / 8 % 2) * Q + column, four); });
 }
