@@ -156,8 +156,8 @@ __global__ void __launch_bounds__(Plan::TEAMS* Plan::WIDE, 1)
     }
 }
 
-// Two factors in TF32 of 64 to 128 rows and columns, more than 64 columns of the left one: X [P1][P2], Y [Q1][Q2], multiples of 16. Registers
-// hold W1 as operand a (64 rows per warpgroup) and the part of Z = W1^T X that Y = Z W2 takes.
+// Two factors in TF32 of 64 to 128 rows and columns, more than 64 columns of the left one: X [P1][P2], Y [Q1][Q2], multiples of 16.
+// Registers hold W1 as operand a (64 rows per warpgroup) and the part of Z = W1^T X that Y = Z W2 takes.
 template <class Left_, class Right_>
 struct SplitPair4 {
     static constexpr int P1 = Left_::P, Q1 = Left_::Q, P2 = Right_::P, Q2 = Right_::Q, THREADS = (Q1 + 63) / 64 * 128;
