@@ -39,12 +39,12 @@ __device__ __forceinline__ void each_unit(const F& f) {
     }
 }
 
-// Call put(row, column, elements) for all elements of a factor, by all threads of a block: N neighbours of a row if its rows are
-// contiguous. `meanwhile` is called while these loads are in flight, if registers hold them. It issues the loads of the pages: factors that
-// are loaded after the pages would arrive as late as these.
-template <int P, int Q, int THREADS, typename T, class Put, class Meanwhile>
+// Call put(row, column, elements, several) for all elements of a factor, by all threads of a block: for N neighbours of a row if its rows
+// are contiguous, otherwise (not `several`) for one. `meanwhile` is called while these loads are in flight, if registers hold them. It
+// issues the loads of the pages: factors that are loaded after the pages would arrive as late as these.
+template <int P, int Q, int THREADS, int N, typename T, class Put, class Meanwhile>
 __device__ __forceinline__ void each_number(const T* w, long long p, long long q, const Put& put, const Meanwhile& meanwhile) {
-    constexpr int U = gcd(Q, 16 / sizeof(T)), N = Put::TOGETHER < U ? Put::TOGETHER : U;
+    constexpr int U = gcd(Q, 16 / sizeof(T));
     constexpr int COUNT = ((P + 3) / 4 * 4 * Q / U + THREADS - 1) / THREADS, REGISTERS = COUNT * ((U * int(sizeof(T)) + 3) / 4);
     bool aligned = reinterpret_cast<unsigned long long>(w) % 16 == 0, rows = REGISTERS <= 112 && q == 1 && p % U == 0 && aligned;
     Vec<T, U> v[COUNT];
@@ -54,26 +54,19 @@ __device__ __forceinline__ void each_number(const T* w, long long p, long long q
     if (rows) {
         each_unit<P, Q, U, THREADS>([&](int n, int k, int j) {
 #pragma unroll
-            for (int u = 0; u < U; u += N) {
-                Vec<T, N> part;
-#pragma unroll
-                for (int e = 0; e < N; ++e) part.v[e] = v[n].v[u + e];
-                put(k, j + u, part);
-            }
+            for (int u = 0; u < U; u += N) put(k, j + u, v[n].v + u, true);
         });
     } else {
-        share<P, Q, THREADS>([&](int k, int j) { put(k, j, Vec<T, 1>{w[k * p + j * q]}); });
+        share<P, Q, THREADS>([&](int k, int j) { put(k, j, w + k * p + j * q, false); });
     }
 }
 
-// Split two floats: x = big + small, in bfloat16. For an infinity, small is finite and has its sign, so that the sum of products is not
-// NaN. A NaN stays in big (min returns the operand that is not NaN).
+// The same as cut_pair, but for an infinity small is finite and has its sign, so that the sum of products is not NaN. A NaN stays in big
+// (min returns the operand that is not NaN).
 __device__ __forceinline__ void split_pair(float one, float two, unsigned& big, unsigned& small) {
-    big = __byte_perm(__float_as_uint(one), __float_as_uint(two), 0x7632);
-    __nv_bfloat162 rest, most;
-    reinterpret_cast<unsigned&>(most) = 0x7f7f7f7f;
-    narrow(rest, make_float2(one - __uint_as_float(big << 16), two - __uint_as_float(big & 0xffff0000)));
-    rest = __hmin2(rest, most);
+    cut_pair(one, two, big, small);
+    unsigned most = 0x7f7f7f7f;
+    __nv_bfloat162 rest = __hmin2(reinterpret_cast<__nv_bfloat162&>(small), reinterpret_cast<__nv_bfloat162&>(most));
     small = reinterpret_cast<unsigned&>(rest) & 0x7fff7fff | big & 0x80008000;
 }
 
@@ -94,7 +87,7 @@ struct Chain4 {
     static constexpr int COLUMNS = DEEP > 64 ? 64 : sixteens(DEEP / 2), REST = DEEP - COLUMNS;
     static constexpr int HELD = PARTS <= 2 && (DEEP + ACROSS) / 2 + PARTS * HIGH / 4 <= 192 ? PARTS : 1;
     static constexpr int BYTES = gcd(16, 2 * P2), UNIT = gcd(8, Q1* Q2);
-    static constexpr bool PACKED = Q2 % 16 > 0;
+    static constexpr bool PACKED = Q2 % 16 > 0, PADDED = (P1 | Q1 | P2 | Q2) % 16 > 0;
     // Where column `column` of a page is.
     __device__ static constexpr int place(int page, int column) {
         return column < COLUMNS ? page * COLUMNS + column : PAGES * COLUMNS + page * REST + column - COLUMNS;
@@ -140,28 +133,6 @@ using Page = Panels<Plan::HIGH, Plan::PAGES * Plan::DEEP>;
 template <class Plan, typename U>
 using RightMatrix = conditional_t<sizeof(U) == 2, Panels<Plan::DEEP, Plan::ACROSS>, Cores<Plan::DEEP, Plan::ACROSS>>;
 
-// Functions for each_number that store a factor to shared memory.
-template <class Plan>
-struct PutLeft {
-    static constexpr int TOGETHER = 8;
-    char* to;
-    template <typename T, int N>
-    __device__ __forceinline__ void operator()(int k, int j, const Vec<T, N>& v) const {
-        store_vec(reinterpret_cast<T*>(to) + k * Plan::LD1 + j, v);
-    }
-};
-template <class Plan, typename U>
-struct PutWide {
-    static constexpr int TOGETHER = sizeof(U) == 2 ? 2 : 1;
-    U* to;
-    template <typename T, int N>
-    __device__ __forceinline__ void operator()(int k, int j, const Vec<T, N>& v) const {
-        int at = RightMatrix<Plan, U>::at(k, place_of_column<Plan::Q2>(j));
-        if constexpr (sizeof(U) == 2) store_vec(to + at, v);
-        else to[at] = to_tf32(load_as(v.v[0]));
-    }
-};
-
 // A warpgroup copies PAGES pages asynchronously. Only the first `pages` of them exist. 8 or 16 lanes copy a row, and a thread's next copy is
 // 16 or 8 rows further.
 template <class Plan, typename T>
@@ -179,38 +150,9 @@ __device__ __forceinline__ void load_pages(T* to, const T* from, long long pages
 #pragma unroll
         for (int r = 0; r < Plan::P1; r += 128 / LANES) {
             if (r + 128 / LANES > Plan::P1 && row >= Plan::P1 - r) break;
-            unsigned at = shared_address(place + r * 64);
-            if constexpr (Plan::BYTES < 16) cp_async<Plan::BYTES>(at, source + r * Plan::P2, page < pages);
-            else if constexpr (Plan::PAGES > 1) cp_async_16(at, source + r * Plan::P2, page < pages);
-            else cp_async_16(at, source + r * Plan::P2);
+            copy_or_zero<Plan::BYTES>(place + r * 64, source + r * Plan::P2, Plan::PAGES == 1 || page < pages);
         }
     }
-}
-
-// Fill ROWS x COLUMNS of a matrix of layout M with zeros, from [ROW][COLUMN] on, by THREADS threads.
-template <class M, int ROW, int ROWS, int COLUMN, int COLUMNS, int THREADS, typename T>
-__device__ __forceinline__ void clear(T* matrix) {
-    if constexpr (COLUMNS > 0)
-        for (int e = threadIdx.x % THREADS; e < ROWS * COLUMNS; e += THREADS)
-            matrix[M::at(ROW + e / COLUMNS, COLUMN + e % COLUMNS)] = T(0.0f);
-}
-
-// Fill the padding with zeros: that of a warpgroup's pages by its threads, that of w1 and w2 by all threads of the block.
-template <class Plan, typename U, typename T>
-__device__ __forceinline__ void clear_rest(T* pages, T* left, U* right) {
-    using X = Page<Plan>;
-    using Right = RightMatrix<Plan, U>;
-    constexpr int P1 = Plan::P1, P2 = Plan::P2, Q2 = Plan::Q2, DEEP = Plan::DEEP, THREADS = Plan::THREADS;
-    for (int stage = 0; stage < Plan::STAGES; ++stage, pages += X::SIZE) {
-        clear<X, P1, Plan::HIGH - P1, 0, Plan::PAGES * DEEP, 128>(pages);
-        clear<X, 0, P1, Plan::place(0, P2), DEEP - P2, 128>(pages);
-        if constexpr (Plan::PAGES > 1) clear<X, 0, P1, Plan::place(1, P2), DEEP - P2, 128>(pages);
-    }
-    clear<Right, P2, DEEP - P2, 0, Plan::ACROSS, THREADS>(right);
-    clear<Right, 0, P2, Q2, Plan::ACROSS - Q2, THREADS>(right);
-    if constexpr (Plan::HIGH > Plan::P1 || Plan::Q1 % 16)
-        for (int e = threadIdx.x; e < Plan::HIGH * Plan::LD1; e += Plan::THREADS)
-            if (e / Plan::LD1 >= Plan::P1 || e % Plan::LD1 >= Plan::Q1) left[e] = T(0.0f);
 }
 
 // Load a warp's 16 rows of w1^T, of a part of 64 rows, as operand a. Rows beyond the last one repeat the last ones.
@@ -234,7 +176,8 @@ __device__ __forceinline__ void start_left(float (&z)[N][4], const unsigned (&w1
 }
 
 // Issue y = z w2, or y += z w2 if FROM > 0, for the rows of w2 that the descriptor `right` begins with. z has the columns from FROM on, of
-// all pages; a warp takes those of its `page`. Those beyond P2 are replaced by zeros. (With zeros written to z itself, ptxas waits for each product: 2048 x (128, 86) took 58 us.)
+// all pages; a warp takes those of its `page`. Those beyond P2 are replaced by zeros. (If zeros are written to z itself, ptxas waits for
+// each product.)
 template <class Plan, typename U, int FROM, int ALL>
 __device__ __forceinline__ void start_right(float (&y)[Plan::ACROSS / 8][4], const float (&z)[ALL][4], unsigned long long right, int page) {
     constexpr bool ADD = FROM > 0;
@@ -282,11 +225,8 @@ __device__ __forceinline__ void store_rows(T* out, const T* bias, const T* resid
             float part[2 * N];
             int at = m * 8 * Q2 + n * 8;
 #pragma unroll
-            for (int e = 0; e < 2 * N; ++e) {
-                part[e] = y[n + e / 2][m * 2 + e % 2];
-                if (Plan::ADDED && bias) part[e] += load_as(bias[lane + at + e]);
-                if (Plan::ADDED && residual) part[e] += load_as(residual[lane + at + e]);
-            }
+            for (int e = 0; e < 2 * N; ++e) part[e] = y[n + e / 2][m * 2 + e % 2];
+            finish<Plan::ADDED>(part, 1.0f, bias, lane + at, residual, lane + at);
             store_vec_past_l1(out + at, pack<T, 2 * N>(part));  // the compiler splits other stores
         }
     }
@@ -306,11 +246,8 @@ __device__ __forceinline__ void store_packed(T* out, T* room, const T* bias, con
         if (column + 6 >= Q2 && column + lane % 4 * 2 >= Q2) continue;
         float part[PAIR];
 #pragma unroll
-        for (int e = 0; e < PAIR; ++e) {
-            part[e] = y[i / 4][i % 4 + e] * scale;
-            if (Plan::ADDED && bias && at < numbers) part[e] += load_as(bias[first * Q2 + at + e]);
-            if (Plan::ADDED && residual && at < numbers) part[e] += load_as(residual[first * Q2 + at + e]);
-        }
+        for (int e = 0; e < PAIR; ++e) part[e] = y[i / 4][i % 4 + e];
+        if (!Plan::ADDED || at < numbers) finish<Plan::ADDED>(part, scale, bias, first * Q2 + at, residual, first * Q2 + at);
         store_vec(room + at, pack<T, PAIR>(part));
     }
     __syncwarp();
@@ -353,14 +290,29 @@ __global__ void __launch_bounds__(Plan::THREADS, 1)
     prefetch_factor(factors.at[1], Plan::P1, Plan::Q1, factors.p[1], factors.q[1]);
     for (long long first = blockIdx.x; first < min(A / PAGES, step); first += gridDim.x)
         prefetch_tile<NUMBERS, 1>(x + first * NUMBERS, 1, 1);
-    clear_rest<Plan>(pages, left, right);
+    if constexpr (Plan::PADDED) {
+        constexpr int BYTES = Right::SIZE * sizeof(U) + (Plan::TEAMS * STAGES * PAGE + Plan::HIGH * Plan::LD1) * sizeof(T);
+        for (int e = threadIdx.x; e < BYTES / 16; e += Plan::THREADS) reinterpret_cast<uint4*>(panels)[e] = uint4();
+        __syncthreads();
+    }
     wait_for_previous();
-    each_number<Plan::P1, Plan::Q1, Plan::THREADS>(
-        factors.at[1], factors.p[1], factors.q[1], PutLeft<Plan>{reinterpret_cast<char*>(left)}, [&] {
-            each_number<Plan::P2, Plan::Q2, Plan::THREADS>(factors.at[0], factors.p[0], factors.q[0], PutWide<Plan, U>{right}, [&] {
-                for (int to = 0; to < (ONE ? 1 : STAGES - 1); ++to) load(to);
-            });
+    constexpr int LEFT_UNIT = gcd(Plan::Q1, 8), RIGHT_UNIT = sizeof(U) == 2 ? gcd(Plan::Q2, 2) : 1;
+    auto put_left = [&](int k, int j, const T* v, bool several) {
+        T* to = left + k * Plan::LD1 + j;
+        if (several) store_vec(to, reinterpret_cast<const Vec<T, LEFT_UNIT>&>(*v));
+        else *to = *v;
+    };
+    auto put_right = [&](int k, int j, const T* v, bool several) {
+        U* to = right + Right::at(k, place_of_column<Plan::Q2>(j));
+        if constexpr (sizeof(U) == 4) *to = to_tf32(load_as(*v));
+        else if (several) store_vec(to, reinterpret_cast<const Vec<U, RIGHT_UNIT>&>(*v));
+        else *to = *v;
+    };
+    each_number<Plan::P1, Plan::Q1, Plan::THREADS, LEFT_UNIT>(factors.at[1], factors.p[1], factors.q[1], put_left, [&] {
+        each_number<Plan::P2, Plan::Q2, Plan::THREADS, RIGHT_UNIT>(factors.at[0], factors.p[0], factors.q[0], put_right, [&] {
+            for (int to = 0; to < (ONE ? 1 : STAGES - 1); ++to) load(to);
         });
+    });
     let_next_come();
     fence_async();
     __syncthreads();

@@ -83,28 +83,28 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(256, 1)
     if (!more) wait_for_previous();
     let_next_come();
     {
-        Underway<Wide, 128, T> rows;
-        Underway<Tall, 128, T> columns;
+        RegisterTile<Wide, 128, T> rows;
+        RegisterTile<Tall, 128, T> columns;
         long long p = group ? factors.p[1] : SIDE, q = group ? factors.q[1] : 1;
         rows.fetch_any((group ? factors.at[1] : x + row * (SIDE * SIDE)) + down * HALF * p, p, q);
         p = group ? SIDE : factors.p[0], q = group ? 1 : factors.q[0];
         columns.fetch_any((group ? g + row * (SIDE * SIDE) : factors.at[0]) + right * HALF * q, p, q);
-        rows.put_unseated(wide);
-        columns.put_unseated(tall);
+        rows.template put<false>(wide);
+        columns.template put<false>(tall);
     }
     fence_async();
     __syncthreads();
     float first[8][4], second[16][4], third[8][4];
-    start_product<SIDE, T>(first, Described<Wide, false>(wide), Described<Tall, true>(tall));
+    start_product<SIDE, T>(first, SharedOperand<Wide, false>(wide), SharedOperand<Tall, true>(tall));
     wgmma_wait<0>(first);
-    Rows<HALF, T> between;
+    RegisterOperand<HALF, T> between;
     between.split(first);
-    start_product<HALF, T>(second, between, Described<Tall, false>(other));
+    start_product<HALF, T>(second, between, SharedOperand<Tall, false>(other));
     if (group) between.template put<Square>(hs);
     fence_async();
     cluster_arrive();  // w1s may now receive the other block's accumulators
     __syncthreads();
-    start_product<HALF, T>(third, Described<Wide, true>(xs, group * HALF), Described<Square, true>(hs));
+    start_product<HALF, T>(third, SharedOperand<Wide, true>(xs, group * HALF), SharedOperand<Square, true>(hs));
     wgmma_wait<1>(second);
     cluster_wait();
     float4 *space = reinterpret_cast<float4*>(w1s) + group * 1024, *parts = reinterpret_cast<float4*>(partials) + row * (PARTS * 1024);
@@ -115,9 +115,8 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(256, 1)
     keep_half(first, second, space, full, right);
     if (!group) return store_part(parts, down * 2 + right, first, more);
     dx += row * (SIDE * SIDE) + down * HALF * SIDE + right * HALF;
-    each_two(first, [&](Vec<float, 2> two, int row, int column) {
-        float scaled[2] = {two.v[0] * float(scale), two.v[1] * float(scale)};
-        store_vec(dx + row * SIDE + column, pack<T, 2>(scaled));
+    each_part<false>(first, [&](Vec<float, 2> two, int row, int column) {
+        store_vec(dx + row * SIDE + column, pack<T, 2>({two.v[0] * float(scale), two.v[1] * float(scale)}));
     });
 }
 #endif
@@ -127,27 +126,23 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(256, 1)
 template <typename T, int SIDE>
 __global__ void __launch_bounds__(512) kron_linear_v4_few_rows_sum(T* dw0, T* dw1, const float* partials, long long A, double scale) {
     constexpr int SHARE = 16;
-    __shared__ float4 sums[SHARE][32];
+    __shared__ Vec<float, 4> sums[SHARE][32];
     int part = blockIdx.x / 32, at = blockIdx.x % 32, lane = threadIdx.x;
-    const float4* from = reinterpret_cast<const float4*>(partials) + part * 1024 + at * 32 + lane;
-    auto add = [](float4& a, float4 b) { a = make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w); };
-    float4 sum = {};
+    partials += (part * 1024 + at * 32 + lane) * 4;
+    float sum[4] = {};
     let_next_come();
     wait_for_previous();
 #pragma unroll 2
     for (int row = threadIdx.y; row < A; row += SHARE) {
-        add(sum, from[row * (PARTS * 1024)]);
-        if (part >= 4) add(sum, from[(row * PARTS + 4) * 1024]);
+        add_to(sum, load_vec<float, 4>(partials + row * (PARTS * 4096)));
+        if (part >= 4) add_to(sum, load_vec<float, 4>(partials + (row * PARTS + 4) * 4096));
     }
-    sums[threadIdx.y][lane] = sum;
+    sums[threadIdx.y][lane] = pack<float, 4>(sum);
     __syncthreads();
     if (threadIdx.y) return;
 #pragma unroll
-    for (int y = 1; y < SHARE; ++y) add(sum, sums[y][lane]);
+    for (int y = 1; y < SHARE; ++y) add_to(sum, sums[y][lane]);
     T* to = (part < 4 ? dw1 : dw0) + (part / 2 % 2 * 64 + at % 4 * 16 + lane / 4) * SIDE + part % 2 * 64 + at / 4 * 8 + lane % 4 * 2;
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        float two[2] = {(i ? sum.z : sum.x) * float(scale), (i ? sum.w : sum.y) * float(scale)};
-        store_vec(to + i * 8 * SIDE, pack<T, 2>(two));
-    }
+    for (int i = 0; i < 2; ++i) store_vec(to + i * 8 * SIDE, pack<T, 2>({sum[2 * i] * float(scale), sum[2 * i + 1] * float(scale)}));
 }

@@ -42,66 +42,61 @@ __device__ __forceinline__ long long fiber_offset(long long f, int n, long long 
 //
 // A block computes BN columns j of 4096 / BN fibers, and a thread 4x4 of these. Adjacent threads access adjacent memory:
 // along c, or along k and j if C is 1.
-template <int BN>
-struct Tile3 {
-    static constexpr int BM = 4096 / BN, BK = BN < 16 ? 8 : 16, TN = BN / 4, TM = BM / 4;
-};
-
+//
 // out [S][A][q][C], x [S][A][p][C], w [S][p][q]. Grid S * ceil(A * C / BM) * ceil(q / BN), block 256.
 template <typename T, int BN>
 __global__ void __launch_bounds__(THREADS)
     kron_linear_v3(T* out, const T* x, const T* w, const T* bias, const T* residual, long long A, int p, int q, long long C, long long w_s,
                    long long w_p, long long w_q, double scale, long long features) {
-    using S = Tile3<BN>;
+    constexpr int BM = 4096 / BN, BK = BN < 16 ? 8 : 16, TN = BN / 4, TM = BM / 4;
     using F = compute_t<T>;
-    __shared__ F xs[S::BK][S::BM + 1], ws[S::BK][BN + 1];
-    __shared__ long long places[S::BM];
-    long long fibers = A * C, tiles_m = (fibers + S::BM - 1) / S::BM, block = blockIdx.x;
+    __shared__ F xs[BK][BM + 1], ws[BK][BN + 1];
+    __shared__ long long places[BM];
+    long long fibers = A * C, tiles_m = (fibers + BM - 1) / BM, block = blockIdx.x;
     int tiles_n = (q + BN - 1) / BN, n0 = block % tiles_n * BN;
-    long long m0 = block / tiles_n % tiles_m * S::BM, sample = block / tiles_n / tiles_m;
+    long long m0 = block / tiles_n % tiles_m * BM, sample = block / tiles_n / tiles_m;
     x += sample * fibers * p;
     w += sample * w_s;
     bool along_k = C == 1;
-    int t = threadIdx.x, tn = along_k ? t % S::TN : t / S::TM, tm = along_k ? t / S::TN : t % S::TM;
-    for (int i = t; i < S::BM; i += THREADS) places[i] = m0 + i < fibers ? fiber_offset(m0 + i, p, C) : -1;
+    int t = threadIdx.x, tn = along_k ? t % TN : t / TM, tm = along_k ? t / TN : t % TM;
+    for (int i = t; i < BM; i += THREADS) places[i] = m0 + i < fibers ? fiber_offset(m0 + i, p, C) : -1;
     __syncthreads();
 
     F sums[4][4] = {};
-    for (int k0 = 0; k0 < p; k0 += S::BK) {
-        for (int e = t; e < S::BM * S::BK; e += THREADS) {
-            int m = along_k ? e / S::BK : e % S::BM, k = along_k ? e % S::BK : e / S::BM;
+    for (int k0 = 0; k0 < p; k0 += BK) {
+        for (int e = t; e < BM * BK; e += THREADS) {
+            int m = along_k ? e / BK : e % BM, k = along_k ? e % BK : e / BM;
             bool in = places[m] >= 0 && k0 + k < p;
             xs[k][m] = in ? load_as(x[places[m] + (k0 + k) * C]) : F(0);
         }
-        for (int e = t; e < BN * S::BK; e += THREADS) {
+        for (int e = t; e < BN * BK; e += THREADS) {
             int n = e % BN, k = e / BN;
             bool in = n0 + n < q && k0 + k < p;
             ws[k][n] = in ? load_as(w[(k0 + k) * w_p + (n0 + n) * w_q]) : F(0);
         }
         __syncthreads();
 #pragma unroll
-        for (int k = 0; k < S::BK; ++k)
+        for (int k = 0; k < BK; ++k)
 #pragma unroll
             for (int i = 0; i < 4; ++i)
 #pragma unroll
-                for (int j = 0; j < 4; ++j) sums[i][j] += xs[k][tm + S::TM * i] * ws[k][tn + S::TN * j];
+                for (int j = 0; j < 4; ++j) sums[i][j] += xs[k][tm + TM * i] * ws[k][tn + TN * j];
         __syncthreads();
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        long long f = m0 + tm + S::TM * i;
+        long long f = m0 + tm + TM * i;
         if (f >= fibers) continue;
         long long first = sample * fibers * q + fiber_offset(f, q, C);
         const T* b = bias ? bias + first % features : nullptr;  // bias has `features` elements, one for each output of a row
         const T* r = residual ? residual + first : nullptr;
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-            int n = n0 + tn + S::TN * j;
+            int n = n0 + tn + TN * j;
             if (n >= q) continue;
-            F y = sums[i][j] * F(scale);
-            if (b) y += load_as(b[n * C]);
-            if (r) y += load_as(r[n * C]);
-            out[first + n * C] = T(y);
+            F y[1] = {sums[i][j]};
+            finish<true>(y, F(scale), b, n * C, r, n * C);
+            out[first + n * C] = T(y[0]);
         }
     }
 }
@@ -125,18 +120,17 @@ __global__ void __launch_bounds__(Plan::THREADS, Plan::BLOCKS)
     long long tiles = (A + Plan::L - 1) / Plan::L * ACROSS, step = gridDim.x / Plan::SLICES;
     long long number = blockIdx.x / Plan::SLICES;  // index of the next tile to load
     if (number >= tiles) return;                   // the grid is planned for the largest number of rows of the bucket
+    auto first = [&](int row) { return number / ACROSS * Plan::L * row * Plan::C + number % ACROSS * Plan::R; };
+    auto rows = [&] { return int(A - number / ACROSS * Plan::L < Plan::L ? A - number / ACROSS * Plan::L : Plan::L); };
     auto load = [&](bool ahead) {
         if (number >= tiles) return;
-        long long a = number / ACROSS * Plan::L, c = number % ACROSS * Plan::R;
-        const T* from = x + a * Plan::P * Plan::C + c;
-        int rows = int(A - a < Plan::L ? A - a : Plan::L);
-        if (ahead) load_tile4<Plan, 0, Plan::AHEAD, In>(stage, from, rows);
-        else if constexpr (Plan::REST) load_tile4<Plan, Plan::AHEAD, Plan::NUMBERS, In>(reinterpret_cast<T*>(tile), from, rows);
+        const T* from = x + first(Plan::P);
+        if (ahead) load_tile4<Plan, 0, Plan::AHEAD, In>(stage, from, rows());
+        else if constexpr (Plan::REST) load_tile4<Plan, Plan::AHEAD, Plan::NUMBERS, In>(reinterpret_cast<T*>(tile), from, rows());
     };
     if constexpr (!Plan::REST) {  // without this test, 1024 x 32^3 in float takes 155 us instead of 153
-        prefetch_factors<0>(factors, typename Plan::List());
-        long long a = number / ACROSS * Plan::L, c = number % ACROSS * Plan::R;
-        prefetch_tile<Plan::P, Plan::R>(x + a * Plan::P * Plan::C + c, int(A - a < Plan::L ? A - a : Plan::L), Plan::C);
+        prefetch_factors(0, factors, typename Plan::List());
+        prefetch_tile<Plan::P, Plan::R>(x + first(Plan::P), rows(), Plan::C);
     }
     wait_for_previous();
     load(true);
@@ -148,10 +142,8 @@ __global__ void __launch_bounds__(Plan::THREADS, Plan::BLOCKS)
     cp_async_wait<Plan::LOCAL ? 0 : 1>();
     __syncthreads();
     while (true) {
-        long long a = number / ACROSS * Plan::L, c = number % ACROSS * Plan::R;
-        int rows = int(A - a < Plan::L ? A - a : Plan::L);
-        Global4<T> global = {out,      bias, residual, (a * Plan::Q + slice * Plan::COLUMNS) * Plan::C + c,
-                             features, rows, F(scale), A > 0 ? F(1) : F(0)};
+        long long at = first(Plan::Q) + slice * Plan::COLUMNS * Plan::C;
+        Global4<T> global = {out, bias, residual, at, features, rows(), F(scale), A > 0 ? F(1) : F(0)};
         number += step;
         auto after = [&] {
             if constexpr (Plan::LOCAL) __syncwarp();
@@ -182,6 +174,9 @@ __global__ void __launch_bounds__(Plan::THREADS, Plan::BLOCKS)
     kron_linear_v4_gradient(float* partials, const T* z, const T* h, long long A, long long C, long long pieces) {
     constexpr int P = Plan::P, Q = Plan::Q, K = Plan::K, J = Plan::J, TILES_K = (P + K - 1) / K, TILES_J = (Q + J - 1) / J;
     using S = Sums<K, J, Plan::WARPS>;
+    constexpr bool ROWS = Plan::R > 1;  // a chunk is contiguous along the fibers
+    using Z = Operand<ROWS ? Plan::ALONG_K : 1, ROWS ? 1 : Plan::along_l(K)>;
+    using H = Operand<ROWS ? Plan::ALONG_K : 1, ROWS ? 1 : Plan::along_l(J)>;
     extern __shared__ uint4 dynamic[];
     T* chunk = reinterpret_cast<T*>(dynamic);
     long long number = blockIdx.x / (TILES_K * TILES_J), piece = number, across = (C + Plan::R - 1) / Plan::R;
@@ -204,7 +199,7 @@ __global__ void __launch_bounds__(Plan::THREADS, Plan::BLOCKS)
         cp_async_wait<1>();
         __syncthreads();
         const T* now = chunk + stage * (Plan::Z + Plan::H);
-        contract_chunk<Plan>(sums, now, now + Plan::Z, S());
+        contract_all<Plan, Merged<>, K, J, Plan::L * Plan::R, Z, H, Once>(sums, now, now + Plan::Z, S());
         __syncthreads();
     }
     cp_async_wait<0>();
@@ -233,22 +228,22 @@ __global__ void __launch_bounds__(Plan::THREADS, Plan::BLOCKS)
     constexpr long long ACROSS = Plan::ACROSS;
     long long count = (A + L - 1) / L * ACROSS, number = blockIdx.x, next = number;
     auto rows_of = [&](long long n) { return int(A - n / ACROSS * L < L ? A - n / ACROSS * L : L); };
+    auto columns_of = [&](long long n) { return Plan::C - n % ACROSS * R; };
+    auto first = [&](long long n, int row) { return n / ACROSS * L * row * Plan::C + n % ACROSS * R; };
     auto load = [&](T* to) {
         if (next < count) {
-            long long a = next / ACROSS * L, c = next % ACROSS * R;
-            load_arrays<Plan, P1, P2, HP1, SX>(to, x + a * Plan::P * Plan::C + c, rows_of(next), Plan::C - c);
-            load_arrays<Plan, Q1, Q2, HQ1, SG>(to + Plan::X, g + a * Plan::Q * Plan::C + c, rows_of(next), Plan::C - c);
+            load_arrays<Plan, P1, P2, HP1, SX>(to, x + first(next, Plan::P), rows_of(next), columns_of(next));
+            load_arrays<Plan, Q1, Q2, HQ1, SG>(to + Plan::X, g + first(next, Plan::Q), rows_of(next), columns_of(next));
         }
         cp_async_commit();
         next += gridDim.x;
     };
-    prefetch_factors<0>(factors, Right());
-    prefetch_factors<FIRST>(factors, Left());
+    prefetch_factors(0, factors, Right());
+    prefetch_factors(FIRST, factors, Left());
     if (next < count && (ACROSS == 1 || Plan::C % R == 0)) {
         constexpr int WIDE = ACROSS == 1 ? int(Plan::C) : R;
-        long long a = next / ACROSS * L, c = next % ACROSS * R;
-        prefetch_tile<Plan::P, WIDE>(x + a * Plan::P * Plan::C + c, rows_of(next), Plan::C);
-        prefetch_tile<Plan::Q, WIDE>(g + a * Plan::Q * Plan::C + c, rows_of(next), Plan::C);
+        prefetch_tile<Plan::P, WIDE>(x + first(next, Plan::P), rows_of(next), Plan::C);
+        prefetch_tile<Plan::Q, WIDE>(g + first(next, Plan::Q), rows_of(next), Plan::C);
     }
     if constexpr (Plan::ZEROS) {
         for (int e = threadIdx.x; e < Plan::NUMBERS * int(sizeof(T)) / 16; e += Plan::THREADS) dynamic[e] = uint4();
@@ -262,8 +257,7 @@ __global__ void __launch_bounds__(Plan::THREADS, Plan::BLOCKS)
 
     using S1 = Sums<P1, Q1, Plan::WARPS>;
     using Sr = Sums<P2, Q2, Plan::WARPS>;
-    float sums1[Left::COUNT ? S1::MI : 1][Left::COUNT ? S1::NI : 1][4] = {},
-                                                                 sums2[Right::COUNT ? Sr::MI : 1][Right::COUNT ? Sr::NI : 1][4] = {};
+    float sums1[S1::MI][S1::NI][4] = {}, sums2[Sr::MI][Sr::NI][4] = {};
     for (int stage = 0; number < count; number += gridDim.x) {
         T *xs = tiles + stage * (Plan::X + Plan::G), *gs = xs + Plan::X;
         if constexpr (Plan::STAGES == 2) {
@@ -272,12 +266,9 @@ __global__ void __launch_bounds__(Plan::THREADS, Plan::BLOCKS)
         }
         cp_async_wait<Plan::STAGES - 1>();
         __syncthreads();
-        auto keep = [](T* at, float one, float two) {
-            float pair[2] = {one, two};
-            store_vec(at, pack<T, 2>(pair));
-        };
-        constexpr int N1 = ONE ? Q2 : R, K1 = ONE ? HQ2 : R,
-                      EACH = ONE ? 1 : Q2;          // G as matrices with Q1 rows: their columns, and their number per row of the array
+        auto keep = [](T* at, float one, float two) { store_vec(at, pack<T, 2>({one, two})); };
+        // G as matrices with Q1 rows: their columns (as k: K1), and their number per row of the array.
+        constexpr int N1 = ONE ? Q2 : R, K1 = ONE ? HQ2 : R, EACH = ONE ? 1 : Q2;
         auto back_left = [&](T* to, float times) {  // W1 G
             multiply_all<Plan, Left, P1, N1, HQ1, Operand<1, LD1>, Operand<1, SG>, Batches<L * EACH, EACH, 0, 0, HQ1 * SG, S2>>(
                 left, gs, [&](int n, int m, int j, float one, float two) {
@@ -288,7 +279,7 @@ __global__ void __launch_bounds__(Plan::THREADS, Plan::BLOCKS)
         if constexpr (Plan::PAIR) {  // H, and Z = X W2
             back_left(hs, 1.0f);
             if constexpr (ONE)
-                multiply_all<Plan, Right, L * HP1, Q2, HP2, Operand<SX, 1>, Operand<1, LD2>, Batches<1, 1, 0, 0, 0, 0>>(
+                multiply_all<Plan, Right, L * HP1, Q2, HP2, Operand<SX, 1>, Operand<1, LD2>, Once>(
                     xs, right, [&](int, int m, int j, float one, float two) { keep(zs + m * SG + j, one, two); });
             else
                 multiply_all<Plan, Right, Q2, R, HP2, Operand<1, LD2>, Operand<1, S2>, Batches<L * HP1, 1, 0, 0, SX, 0>>(
@@ -299,14 +290,14 @@ __global__ void __launch_bounds__(Plan::THREADS, Plan::BLOCKS)
             contract_all<Plan, Left, P1, Q1, K1, Operand<SG, 1>, Operand<SG, 1>, Batches<L * EACH, EACH, HP1 * SG, S2, HQ1 * SG, S2>>(
                 sums1, Plan::PAIR ? zs : xs, gs, S1());
         if constexpr (Right::COUNT && ONE)  // dW2 += X^T H
-            contract_all<Plan, Right, P2, Q2, L * HP1, Operand<1, SX>, Operand<1, SG>, Batches<1, 1, 0, 0, 0, 0>>(sums2, xs, back, Sr());
+            contract_all<Plan, Right, P2, Q2, L * HP1, Operand<1, SX>, Operand<1, SG>, Once>(sums2, xs, back, Sr());
         if constexpr (Right::COUNT && !ONE)
             contract_all<Plan, Right, P2, Q2, R, Operand<S2, 1>, Operand<S2, 1>, Batches<L * HP1, 1, SX, 0, SG, 0>>(sums2, xs, back, Sr());
         __syncthreads();
         if constexpr (!Right::COUNT)  // dX = H W2^T, in the place of X
             back_left(xs, float(scale));
         else if constexpr (ONE)
-            multiply_all<Plan, Right, L * HP1, P2, HQ2, Operand<SG, 1>, Operand<LD2, 1>, Batches<1, 1, 0, 0, 0, 0>>(
+            multiply_all<Plan, Right, L * HP1, P2, HQ2, Operand<SG, 1>, Operand<LD2, 1>, Once>(
                 back, right, [&](int, int m, int j, float one, float two) {
                     if (m % HP1 < P1) keep(xs + m * SX + j, one * float(scale), two * float(scale));
                 });
@@ -316,8 +307,7 @@ __global__ void __launch_bounds__(Plan::THREADS, Plan::BLOCKS)
                     if (n % HP1 < P1) keep(xs + n * SX + m * S2 + j, one * float(scale), two * float(scale));
                 });
         __syncthreads();
-        long long c = number % ACROSS * R;
-        store_arrays<Plan>(dx + number / ACROSS * L * Plan::P * Plan::C + c, xs, rows_of(number), Plan::C - c);
+        store_arrays<Plan>(dx + first(number, Plan::P), xs, rows_of(number), columns_of(number));
         __syncthreads();
         if constexpr (Plan::STAGES == 1) load(tiles);
     }

@@ -63,8 +63,8 @@ struct Pass {
     using Threads = Threads_;
     static constexpr int V = V_, WEIGHTS = ((SIZES * SIZES) + ...);
     template <class F>
-    __device__ static __forceinline__ void each_size(const F& f) {
-        (f(SIZES), ...);
+    __device__ static __forceinline__ void each_factor(int& n, const F& f) {
+        (f(n++, SIZES), ...);
     }
 };
 
@@ -73,6 +73,10 @@ template <int CLUSTER_, int CROSS_, int NUMBERS_, int L_, int P_, int R_, long l
 struct SmallTile {
     static constexpr int CLUSTER = CLUSTER_, CROSS = CROSS_, NUMBERS = NUMBERS_, L = L_, P = P_, R = R_;
     static constexpr long long C = C_;
+    static constexpr long long ACROSS = C / R;
+    // The offset of tile n in global memory, and the number of its elements in an array of A rows.
+    __device__ static long long first(long long n) { return n / ACROSS * L * P * C + n % ACROSS * R; }
+    __device__ static int end(long long n, long long A) { return int(A - n / ACROSS * L < L ? A - n / ACROSS * L : L) * P * R; }
     // The offset of element e of a tile in global memory.
     __device__ static constexpr long long memory(int e) { return R == C ? e : e / R * C + e % R; }
     // The index of the result that is element e of this block in the last pass. The rank of the block is bit CROSS of it.
@@ -90,6 +94,13 @@ struct RegisterPlan : SmallTile<CLUSTER_, CROSS_, THREADS_ * VALUES_, L_, P_, R_
     using Copied = Copied_;
     using List = Steps4<Passes...>;
     using Start = typename First<Passes...>::type;
+
+    // Call f(number, size) for each factor.
+    template <class F>
+    __device__ static __forceinline__ void each_factor(const F& f) {
+        int n = 0;
+        (Passes::each_factor(n, f), ...);
+    }
 };
 
 // y[r] for J columns from j0 on and F fibers from f0 on: sums of products of v and w. w begins with column j0.
@@ -100,11 +111,7 @@ __device__ __forceinline__ void multiply_some(float (&y)[N], const float (&v)[N]
     for (int k = 0; k < SIZE; ++k) {
         float c[J];
 #pragma unroll
-        for (int j = 0; j < J; j += V) {
-            Vec<float, V> some = load_vec<float, V>(w + k * SIZE + j);
-#pragma unroll
-            for (int e = 0; e < V; ++e) c[j + e] = some.v[e];
-        }
+        for (int j = 0; j < J; j += V) load_to<V>(c + j, w + k * SIZE + j);
 #pragma unroll
         for (int n = 0; n < F * J; ++n) {  // back and forth, so that one operand is reused
             constexpr int FAST = RIGHT == 1 ? J : F;
@@ -143,71 +150,30 @@ __device__ __forceinline__ void multiply_pass(float (&v)[N], const float* w, int
     }
 }
 
-// Call f(number, size) for each factor.
-template <class F, class... Passes>
-__device__ __forceinline__ void each_factor(const F& f, Steps4<Passes...>) {
-    int n = 0;
-    (Passes::each_size([&](int size) { f(n++, size); }), ...);
-}
-
-// Copy the warp's elements of the first pass asynchronously, to `stage` elements after the exchange buffer. Zeros beyond the last row.
-template <class Plan, typename T>
-__device__ __forceinline__ void copy_own(float* numbers, int stage, const T* x, int half, int end) {
-    using Places = typename Plan::Places;
-    int thread = Plan::Start::Threads::scatter(threadIdx.x & ~31) + Plan::Copied::scatter(threadIdx.x % 32 * 4);
-    int place = Places::at(thread) + stage;
-    x += Plan::memory(half + thread);
-    asm volatile("" : "+l"(x));  // the compiler then addresses the others with constant offsets from it
-#pragma unroll
-    for (int i = 0; i < Plan::VALUES / 4; ++i) {
-        int own = Plan::Copied::scatter(i * 128);
-        unsigned at = shared_address(numbers + Places::join(place, Places::at(own)));
-        if constexpr (Plan::L == 1) cp_async_16(at, x + Plan::memory(own));
-        else cp_async_16(at, x + Plan::memory(own), thread + own < end);
-    }
-}
-
-// The outputs of a tile. Element r of the thread goes to offset memory(result(r)) after `first`. Those from `end` on are beyond the last
-// row.
-template <typename T>
-struct Output {
-    T* out;
-    const T *bias, *residual;
-    long long first, features;
-    int end;
-    float scale;
-};
-
+// Store V results from y[r] on, which are elements number + own of the tile. Those from `to.rows` on are beyond the last row.
 template <class Plan, int V, typename T, int N>
-__device__ __forceinline__ void store_results(const Output<T>& to, const float (&y)[N], int r, int number, int own) {
-    if (Plan::L > 1 && number + own >= to.end) return;
+__device__ __forceinline__ void store_results(const Global4<T>& to, float (&y)[N], int r, int number, int own) {
+    if (Plan::L > 1 && number + own >= to.rows) return;
     long long at = to.first + Plan::memory(number) + Plan::memory(own);
-    float part[V];
-#pragma unroll
-    for (int e = 0; e < V; ++e) {
-        part[e] = y[r + e] * to.scale;
-        if (Plan::ADDED && to.bias) part[e] += load_as(to.bias[at % to.features + e]);
-        if (Plan::ADDED && to.residual) part[e] += load_as(to.residual[at + e]);
-    }
+    float (&part)[V] = reinterpret_cast<float (&)[V]>(y[r]);
+    finish<Plan::ADDED>(part, to.scale, to.bias, to.in_row(at), to.residual, at);
     store_vec_past_l1(to.out + at, pack<T, V>(part));
 }
 
-// Load the thread's elements for a pass from shared memory.
-template <class Plan, class P>
-__device__ __forceinline__ void fetch(float (&v)[Plan::VALUES], const float* numbers, int stage = 0) {
-    using Places = typename Plan::Places;
-    int place = Places::at(P::Threads::scatter(threadIdx.x)) + stage;
+// Load a lane's elements for a pass from shared memory, V at a time, without conversion: element i is Regs::scatter(i) + own. A register
+// (U) holds one or two elements.
+template <class Places, class Regs, int V, typename T, typename U, int N>
+__device__ __forceinline__ void fetch(U (&v)[N], const T* numbers, int own) {
+    constexpr int EACH = sizeof(U) / sizeof(T);
+    int place = Places::at(own);
 #pragma unroll
-    for (int r = 0; r < Plan::VALUES; r += P::V) {
-        Vec<float, P::V> some = load_vec<float, P::V>(numbers + Places::join(place, Places::at(P::Regs::scatter(r))));
-#pragma unroll
-        for (int e = 0; e < P::V; ++e) v[r + e] = some.v[e];
-    }
+    for (int i = 0; i < N; i += V / EACH)
+        load_to<V / EACH>(v + i, reinterpret_cast<const U*>(numbers + Places::join(place, Places::at(Regs::scatter(i * EACH)))));
 }
 
 // The passes from P on, whose elements the thread has in v. `late` is called when the last pass has read its elements.
 template <class Plan, typename T, class Late, class Regs, class Threads, int V, int RIGHT, int WITH, int... SIZES, class... Others>
-__device__ __forceinline__ void run_passes(float (&v)[Plan::VALUES], float* numbers, const float* w, const Output<T>& to, const Late& late,
+__device__ __forceinline__ void run_passes(float (&v)[Plan::VALUES], float* numbers, const float* w, const Global4<T>& to, const Late& late,
                                            Steps4<Pass<Regs, Threads, V, RIGHT, WITH, SIZES...>, Others...>) {
     using Places = typename Plan::Places;
     int thread = Threads::scatter(threadIdx.x);
@@ -215,9 +181,7 @@ __device__ __forceinline__ void run_passes(float (&v)[Plan::VALUES], float* numb
         int rank = Plan::CLUSTER > 1 ? cluster_rank() << Plan::CROSS : 0;
         multiply_pass<V, RIGHT, SIZES...>(
             v, w, 0, [&](int r) { return Plan::result(thread | Regs::scatter(r)) | rank; },
-            [&](int number, const float (&y)[Plan::VALUES], int r) {
-                store_results<Plan, V>(to, y, r, number, Plan::result(Regs::scatter(r)));
-            });
+            [&](int number, float (&y)[Plan::VALUES], int r) { store_results<Plan, V>(to, y, r, number, Plan::result(Regs::scatter(r))); });
     } else {
         constexpr bool CROSS = Plan::CLUSTER > 1 && sizeof...(Others) == 1;
         constexpr int HALF = CROSS ? 1 << Plan::CROSS : 0;
@@ -233,11 +197,9 @@ __device__ __forceinline__ void run_passes(float (&v)[Plan::VALUES], float* numb
                 waits = false;
                 return int(shared_of_rank(shared_address(numbers + place), number & HALF ? 1 : 0));
             },
-            [&](int place, const float (&y)[Plan::VALUES], int r) {
+            [&](int place, float (&y)[Plan::VALUES], int r) {
                 int own = Places::at(Regs::scatter(r));
-                Vec<float, V> some;
-#pragma unroll
-                for (int e = 0; e < V; ++e) some.v[e] = y[r + e];
+                const Vec<float, V>& some = reinterpret_cast<const Vec<float, V>&>(y[r]);
                 if constexpr (!CROSS) store_vec(numbers + Places::join(place, own), some);
                 else  // joined as an address, because the buffer begins at a multiple of 128 bytes
                     st_cluster((place ^ 4 * (own & 31)) + 4 * (own & ~31), reinterpret_cast<const float4&>(some));
@@ -246,53 +208,64 @@ __device__ __forceinline__ void run_passes(float (&v)[Plan::VALUES], float* numb
         else if constexpr (WITH == 32) __syncwarp();
         else if constexpr (WITH == Plan::THREADS) __syncthreads();
         else barrier_of((Plan::THREADS + threadIdx.x) / WITH, WITH);  // barrier numbers that no other WITH uses
-        fetch<Plan, typename First<Others...>::type>(v, numbers);
+        using Next = typename First<Others...>::type;
+        fetch<Places, typename Next::Regs, Next::V>(v, numbers, Next::Threads::scatter(threadIdx.x));
         if constexpr (sizeof...(Others) == 1) late();
         run_passes<Plan>(v, numbers, w + ((SIZES * SIZES) + ...), to, late, Steps4<Others...>());
     }
 }
 
 #if __CUDA_ARCH__ >= 900
-// kron_linear_v4_tile with a tile in registers. Grid: at most CLUSTER * the number of tiles; block THREADS. Dynamic shared memory: the factors,
-// the exchange buffer for a tile, the stage.
+// kron_linear_v4_tile with a tile in registers. Grid: at most CLUSTER * the number of tiles; block THREADS. Dynamic shared memory: the
+// factors, the exchange buffer for a tile, the stage.
 template <typename T, class Plan>
 __global__ void __cluster_dims__(Plan::CLUSTER, 1, 1) __launch_bounds__(Plan::THREADS, Plan::BLOCKS)
     kron_linear_v4_small_factors(T* out, const T* x, Factors4<T> factors, const T* bias, const T* residual, long long A, double scale,
                                  long long features) {
     extern __shared__ uint4 dynamic[];
+    using Places = typename Plan::Places;
+    using Start = typename Plan::Start;
     float *w = reinterpret_cast<float*>(dynamic), *numbers = w + Plan::WEIGHTS;
-    constexpr long long ACROSS = Plan::C / Plan::R;
-    long long tiles = (A + Plan::L - 1) / Plan::L * ACROSS, number = blockIdx.x / Plan::CLUSTER;
+    long long tiles = (A + Plan::L - 1) / Plan::L * Plan::ACROSS, number = blockIdx.x / Plan::CLUSTER;
     int warp = threadIdx.x / 32, half = Plan::CLUSTER > 1 ? cluster_rank() * Plan::NUMBERS : 0;
     if (number >= tiles) return;  // the grid is planned for the largest number of rows in a bucket
     int stage = warp < Plan::AHEAD ? Plan::NUMBERS : 0;
-    auto first = [&](long long n) { return n / ACROSS * Plan::L * Plan::P * Plan::C + n % ACROSS * Plan::R; };
-    auto end = [&](long long n) { return int(A - n * Plan::L < Plan::L ? A - n * Plan::L : Plan::L) * Plan::P * Plan::R; };
-    auto load = [&](long long n) {
-        if (n < tiles) copy_own<Plan>(numbers, stage, x + first(n), half, end(n));
+    int own = Start::Threads::scatter(threadIdx.x & ~31) + Plan::Copied::scatter(threadIdx.x % 32 * 4);
+    auto load = [&](long long n) {  // a warp copies its elements of the first pass, with zeros beyond the last row
+        if (n < tiles) {
+            int place = Places::at(own) + stage;
+            const T* from = x + Plan::first(n) + Plan::memory(half + own);
+            asm volatile("" : "+l"(from));  // the compiler then addresses the others with constant offsets from it
+#pragma unroll
+            for (int i = 0; i < Plan::VALUES / 4; ++i) {
+                int more = Plan::Copied::scatter(i * 128);
+                unsigned at = shared_address(numbers + Places::join(place, Places::at(more)));
+                if constexpr (Plan::L == 1) cp_async_16(at, from + Plan::memory(more));
+                else cp_async_16(at, from + Plan::memory(more), own + more < Plan::end(n, A));
+            }
+        }
         cp_async_commit();
     };
-    each_factor([&](int n, int size) { prefetch_factor(factors.at[n], size, size, factors.p[n], factors.q[n]); }, typename Plan::List());
-    prefetch_tile<Plan::P / Plan::CLUSTER, Plan::R>(x + first(number) + Plan::memory(half), end(number) / (Plan::P * Plan::R), Plan::C);
+    Plan::each_factor([&](int n, int size) { prefetch_factor(factors.at[n], size, size, factors.p[n], factors.q[n]); });
+    prefetch_tile<Plan::P / Plan::CLUSTER, Plan::R>(x + Plan::first(number) + Plan::memory(half),
+                                                    Plan::end(number, A) / (Plan::P * Plan::R), Plan::C);
     wait_for_previous();
     load(number);
     float* to = w;  // the factors as floats, one after another
-    each_factor(
-        [&](int n, int size) {
-            for (int i = threadIdx.x; i < size * size; i += Plan::THREADS)
-                to[i] = load_as(factors.at[n][i / size * factors.p[n] + i % size * factors.q[n]]);
-            to += size * size;
-        },
-        typename Plan::List());
+    Plan::each_factor([&](int n, int size) {
+        for (int i = threadIdx.x; i < size * size; i += Plan::THREADS)
+            to[i] = load_as(factors.at[n][i / size * factors.p[n] + i % size * factors.q[n]]);
+        to += size * size;
+    });
     let_next_come();
     __syncthreads();
     for (; number < tiles; number += gridDim.x / Plan::CLUSTER) {
         long long next = number + gridDim.x / Plan::CLUSTER;
-        Output<T> output = {out, bias, residual, first(number), features, end(number), float(scale)};
+        Global4<T> output = {out, bias, residual, Plan::first(number), features, Plan::end(number, A), float(scale)};
         float v[Plan::VALUES];
         cp_async_wait<0>();
         __syncwarp();
-        fetch<Plan, typename Plan::Start>(v, numbers, stage);
+        fetch<Places, typename Start::Regs, Start::V>(v, numbers + stage, Start::Threads::scatter(threadIdx.x));
         __syncwarp();
         if (warp < Plan::AHEAD) load(next);
         run_passes<Plan>(
@@ -327,13 +300,10 @@ struct MmaStep {
         n = n / LOW * (2 * LOW) + n % LOW;
         return n / HIGH * (2 * HIGH) + n % HIGH;
     }
-    // Element [k][j] of the matrix of factors N, N + 1, ...
+    // Element [k][j] of the matrix of factors n, n + 1, ...
     template <typename T>
-    __device__ static float number(const Factors4<T>& factors, int N, int k, int j) {
-        if (k / SIDE != j / SIDE) return 0.0f;
-        float value = 1.0f;
-        ((value *= load_as(factors.at[N][k % SIZES * factors.p[N] + j % SIZES * factors.q[N]]), k /= SIZES, j /= SIZES, ++N), ...);
-        return value;
+    __device__ static float number(int n, const Factors4<T>& factors, int k, int j) {
+        return k / SIDE == j / SIDE ? element(n, factors, k, j, Merged<Factor<SIZES, SIZES>...>()) : 0.0f;
     }
 };
 
@@ -345,7 +315,7 @@ constexpr int MMA_WORDS = 2 * 128;             // registers of the pieces of a m
 // other index bits. V elements are contiguous before the pass, and W (at least 4) after it.
 template <int V_, int W_, class Regs_, class Lanes_, class RegsAfter_, class Order_, class LanesAfter_, class Parts_, class... Steps_>
 struct MmaPass {
-    static constexpr int V = V_, W = W_, COUNT = (Steps_::COUNT + ...), WORDS = sizeof...(Steps_) * MMA_WORDS;
+    static constexpr int V = V_, W = W_, WORDS = sizeof...(Steps_) * MMA_WORDS;
     using Regs = Regs_;
     using Lanes = Lanes_;
     using RegsAfter = RegsAfter_;
@@ -355,11 +325,18 @@ struct MmaPass {
     using List = Steps4<Steps_...>;
 };
 
-template <class... A>
-__device__ Steps4<A...> joined(Steps4<A...>);
-template <class... A, class... B, class... Others>
-__device__ auto joined(Steps4<A...>, Steps4<B...>, Others... others) {
-    return joined(Steps4<A..., B...>(), others...);
+// Write the matrices of the steps, from factor N on, to shared memory as operand a, [step][piece][lane][4]. Different threads write those
+// of each step.
+template <class Plan, int N, int STEP, typename T, class S, class... Others, class... Passes>
+__device__ __forceinline__ void load_mma_matrices(unsigned* to, const Factors4<T>& factors, Steps4<S, Others...>, Passes... more) {
+    for (int e = (threadIdx.x + Plan::THREADS - STEP * 128 % Plan::THREADS) % Plan::THREADS; e < 128; e += Plan::THREADS) {
+        int j = S::Js::scatter(e / 16 + e % 2 * 8), k = e / 4 % 4 * 2 + e / 2 % 2 * 8;
+        float pair[2] = {S::number(N, factors, S::Ks::scatter(k), j), S::number(N, factors, S::Ks::scatter(k + 1), j)};
+        if constexpr (S::template PIECES<T, N == 0> == 1) reinterpret_cast<Vec<T, 2>&>(to[e]) = pack<T, 2>(pair);
+        else cut_pair(pair[0], pair[1], to[e], to[128 + e]);
+    }
+    if constexpr (sizeof...(Others)) load_mma_matrices<Plan, N + S::COUNT, STEP + 1>(to + MMA_WORDS, factors, Steps4<Others...>(), more...);
+    else if constexpr (sizeof...(Passes)) load_mma_matrices<Plan, N + S::COUNT, STEP + 1>(to + MMA_WORDS, factors, more...);
 }
 
 // StagePlaces: the layout of a tile as loaded. Places: the layout of the exchange buffer. Copied: the index bits of a warp's part in the
@@ -375,116 +352,53 @@ struct MmaPlan : SmallTile<CLUSTER_, CROSS_, THREADS_ * MMA_PARTS * MMA_VALUES, 
     using Copied = Copied_;
     using Start = Start_;
     using Rest = Steps4<Others...>;
-    using Steps = decltype(joined(typename Start::List(), typename Others::List()...));
-};
 
-// Call f.run<N, S>() for each step S, whose first factor is N.
-template <int N, class F, class S, class... Others>
-__device__ __forceinline__ void each_step(F& f, Steps4<S, Others...>) {
-    f.template run<N, S>();
-    if constexpr (sizeof...(Others)) each_step<N + S::COUNT>(f, Steps4<Others...>());
-}
-
-// Split two floats into two pieces each: the first is truncated, the second is the rounded rest. For infinities and NaN the second is NaN.
-__device__ __forceinline__ void cut_pair(float low, float high, unsigned& big, unsigned& small) {
-    big = __byte_perm(__float_as_uint(low), __float_as_uint(high), 0x7632);
-    float rest[2] = {low - __uint_as_float(big << 16), high - __uint_as_float(big & 0xffff0000)};
-    Vec<__nv_bfloat16, 2> pair = pack<__nv_bfloat16, 2>(rest);
-    small = reinterpret_cast<unsigned&>(pair);
-}
-
-// Writes the matrices to shared memory as operand a, [step][piece][lane][4]. Different threads write those of each step.
-template <class Plan, typename T>
-struct MmaMatrices {
-    unsigned* to;
-    const Factors4<T>& factors;
-    int by = 0;
-
-    template <int N, class S>
-    __device__ __forceinline__ void run() {
-        for (int e = (threadIdx.x + Plan::THREADS - by % Plan::THREADS) % Plan::THREADS; e < 128; e += Plan::THREADS) {
-            int j = S::Js::scatter(e / 16 + e % 2 * 8), k = e / 4 % 4 * 2 + e / 2 % 2 * 8;
-            float pair[2] = {S::number(factors, N, S::Ks::scatter(k), j), S::number(factors, N, S::Ks::scatter(k + 1), j)};
-            if constexpr (S::template PIECES<T, N == 0> == 1) {
-                Vec<T, 2> both = pack<T, 2>(pair);
-                to[e] = reinterpret_cast<unsigned&>(both);
-            } else {
-                cut_pair(pair[0], pair[1], to[e], to[128 + e]);
-            }
-        }
-        to += MMA_WORDS;
-        by += 128;
+    template <typename T>
+    __device__ static void load_matrices(unsigned* to, const Factors4<T>& factors) {
+        load_mma_matrices<MmaPlan, 0, 0>(to, factors, typename Start::List(), typename Others::List()...);
     }
 };
 
-// Multiplies a lane's elements v by the matrices of a pass. In the first pass they are in x, two per register.
-template <bool FIRST, typename T>
-struct MmaProducts {
-    float (&v)[MMA_VALUES];
-    const unsigned *x, *matrices;
-
-    template <int N, class S>
-    __device__ __forceinline__ void run() {
-        constexpr bool START = FIRST && N == 0, EXACT = START && S::template EXACT<T>;
-        constexpr int PIECES = S::template PIECES<T, START>;
-        unsigned w[PIECES][4];
+// Multiply a lane's elements v by the matrices of the steps of a pass. FIRST: the first step of all, whose elements are in x, two per
+// register.
+template <bool FIRST, typename T, class S, class... Others>
+__device__ __forceinline__ void multiply_mma(float (&v)[MMA_VALUES], const unsigned* x, const unsigned* matrices, Steps4<S, Others...>) {
+    constexpr bool EXACT = FIRST && S::template EXACT<T>;
+    constexpr int PIECES = S::template PIECES<T, FIRST>;
+    unsigned w[PIECES][4];
 #pragma unroll
-        for (int i = 0; i < PIECES; ++i)
-            reinterpret_cast<uint4&>(w[i]) = *reinterpret_cast<const uint4*>(matrices + i * 128 + threadIdx.x % 32 * 4);
-        matrices += MMA_WORDS;
-        if constexpr (START && !EXACT) {
+    for (int i = 0; i < PIECES; ++i) load_to<4>(w[i], matrices + i * 128 + threadIdx.x % 32 * 4);
+    if constexpr (FIRST && !EXACT) unpack(v, reinterpret_cast<const Vec<T, MMA_VALUES>&>(*x));
 #pragma unroll
-            for (int r = 0; r < MMA_VALUES; r += 2) {
-                float2 two = widen(typename PairOf<T>::type(), x[r / 2]);
-                v[r] = two.x, v[r + 1] = two.y;
-            }
+    for (int n = 0; n < MMA_VALUES / 4; ++n) {
+        int at = S::without_bits(n);
+        unsigned big[2], small[2];
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            int one = at + h * S::B, two = one + S::A;
+            if constexpr (!EXACT) cut_pair(v[one], v[two], big[h], small[h]);
+            else big[h] = S::A == 1 ? x[one / 2] : __byte_perm(x[one / 2], x[two / 2], one % 2 ? 0x7632 : 0x5410);
+        }
+        float d[4] = {};
+        if constexpr (EXACT) {
+#pragma unroll
+            for (int i = PIECES - 1; i >= 0; --i) mma_16_bit<T>(d, w[i], big);
+        } else {
+            if constexpr (PIECES > 1) mma_bf16(d, w[PIECES - 1], big);
+            mma_bf16(d, w[0], small);
+            mma_bf16(d, w[0], big);
         }
 #pragma unroll
-        for (int n = 0; n < MMA_VALUES / 4; ++n) {
-            int at = S::without_bits(n);
-            unsigned big[2], small[2];
-#pragma unroll
-            for (int h = 0; h < 2; ++h) {
-                int one = at + h * S::B, two = one + S::A;
-                if constexpr (!EXACT) cut_pair(v[one], v[two], big[h], small[h]);
-                else big[h] = S::A == 1 ? x[one / 2] : __byte_perm(x[one / 2], x[two / 2], one % 2 ? 0x7632 : 0x5410);
-            }
-            float d[4] = {};
-            if constexpr (EXACT) {
-#pragma unroll
-                for (int i = PIECES - 1; i >= 0; --i) mma_16_bit(d, w[i], big, T());
-            } else {
-                if constexpr (PIECES > 1) mma_bf16(d, w[PIECES - 1], big);
-                mma_bf16(d, w[0], small);
-                mma_bf16(d, w[0], big);
-            }
-#pragma unroll
-            for (int i = 0; i < 4; ++i) v[at + i % 2 * S::A + i / 2 * S::B] = d[i];
-        }
+        for (int i = 0; i < 4; ++i) v[at + i % 2 * S::A + i / 2 * S::B] = d[i];
     }
-};
-template <class P, bool FIRST, typename T>
-__device__ __forceinline__ void multiply_mma(float (&v)[MMA_VALUES], const unsigned* x, const unsigned* matrices) {
-    MmaProducts<FIRST, T> products{v, x, matrices};
-    each_step<0>(products, typename P::List());
-}
-
-// Load a lane's elements of a part from shared memory, V at a time, without conversion. U holds one or two elements.
-template <class Places, class P, typename T, typename U, int N>
-__device__ __forceinline__ void fetch_part(U (&v)[N], const T* numbers, int part) {
-    constexpr int EACH = sizeof(U) / sizeof(T), V = sizeof(T) == 2 ? P::V : 4;
-    int place = Places::at(part | P::Lanes::scatter(threadIdx.x % 32));
-#pragma unroll
-    for (int i = 0; i < N; i += V / EACH)
-        reinterpret_cast<Vec<U, V / EACH>&>(v[i]) =
-            load_vec<U, V / EACH>(reinterpret_cast<const U*>(numbers + Places::join(place, Places::at(P::Regs::scatter(i * EACH)))));
+    if constexpr (sizeof...(Others)) multiply_mma<false, T>(v, nullptr, matrices + MMA_WORDS, Steps4<Others...>());
 }
 
 // Store the results of a pass to the exchange buffer, or after the last pass to global memory. `full`: after the first pass of a cluster,
 // the mbarrier of the block for what the other block sends. Bit CROSS of an element's index says which block gets it. There that bit is
 // the rank of the block that sent it.
 template <class Plan, class P, bool FIRST, bool LAST, typename T, int N>
-__device__ __forceinline__ void put_part(float* numbers, const Output<T>& to, const float (&v)[N], int part, unsigned full = 0) {
+__device__ __forceinline__ void put_part(float* numbers, const Global4<T>& to, const float (&v)[N], int part, unsigned full = 0) {
     using Places = typename Plan::Places;
     constexpr bool SENDS = Plan::CLUSTER > 1 && FIRST;
     constexpr int HALF = SENDS ? 1 << Plan::CROSS : 0;
@@ -506,17 +420,17 @@ __device__ __forceinline__ void put_part(float* numbers, const Output<T>& to, co
 
 // All passes except the first, when the exchange buffer is full. `read` is called when the last pass has loaded everything.
 template <class Plan, typename T, class Read, class P, class... Others>
-__device__ __forceinline__ void run_mma_passes(float* numbers, const unsigned* matrices, const Output<T>& to, const Read& read,
+__device__ __forceinline__ void run_mma_passes(float* numbers, const unsigned* matrices, const Global4<T>& to, const Read& read,
                                                Steps4<P, Others...>) {
     constexpr bool LAST = sizeof...(Others) == 0;
 #pragma unroll 1
     for (int i = 0; i < MMA_PARTS; ++i) {
         int part = P::Parts::scatter(threadIdx.x / 32 * MMA_PARTS + i);
         float v[MMA_VALUES];
-        fetch_part<typename Plan::Places, P>(v, numbers, part);
+        fetch<typename Plan::Places, typename P::Regs, 4>(v, numbers, part | P::Lanes::scatter(threadIdx.x % 32));
         if (LAST && i == MMA_PARTS - 1) read();
         if constexpr (!LAST) __syncwarp();
-        multiply_mma<P, false, T>(v, nullptr, matrices);
+        multiply_mma<false, T>(v, nullptr, matrices, typename P::List());
         put_part<Plan, P, false, LAST>(numbers, to, v, part);
     }
     if constexpr (!LAST) {
@@ -537,20 +451,14 @@ __global__ void __cluster_dims__(Plan::CLUSTER, 1, 1) __launch_bounds__(Plan::TH
     float* numbers = reinterpret_cast<float*>(dynamic);
     T* stage = reinterpret_cast<T*>(numbers + (Plan::ONE ? 0 : Plan::NUMBERS));
     unsigned* matrices = reinterpret_cast<unsigned*>(stage + Plan::NUMBERS);
-    constexpr long long ACROSS = Plan::C / Plan::R;
     constexpr bool CLUSTER = Plan::CLUSTER > 1;
-    long long tiles = (A + Plan::L - 1) / Plan::L * ACROSS, tile = blockIdx.x / Plan::CLUSTER, step = gridDim.x / Plan::CLUSTER;
+    long long tiles = (A + Plan::L - 1) / Plan::L * Plan::ACROSS, tile = blockIdx.x / Plan::CLUSTER, step = gridDim.x / Plan::CLUSTER;
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32, rank = CLUSTER ? cluster_rank() : 0, half = rank * Plan::NUMBERS;
     if (tile >= tiles) return;  // the grid is planned for the largest number of rows in a bucket
-    auto first = [&](long long n) { return n / ACROSS * Plan::L * Plan::P * Plan::C + n % ACROSS * Plan::R; };
-    auto end = [&](long long n) {
-        long long rows = A - n / ACROSS * Plan::L;
-        return int(rows < Plan::L ? rows : Plan::L) * Plan::P * Plan::R;
-    };
     auto copy = [&](long long n, int part) {
         if (n < tiles) {
-            int own = part | Plan::Copied::scatter(lane * 8), rows_end = end(n), place = Stage::at(own);
-            const T* from = x + first(n) + Plan::memory(half | own);
+            int own = part | Plan::Copied::scatter(lane * 8), rows_end = Plan::end(n, A), place = Stage::at(own);
+            const T* from = x + Plan::first(n) + Plan::memory(half | own);
 #pragma unroll
             for (int i = 0; i < MMA_VALUES / 8; ++i) {
                 int more = Plan::Copied::scatter(i * 256);
@@ -572,28 +480,28 @@ __global__ void __cluster_dims__(Plan::CLUSTER, 1, 1) __launch_bounds__(Plan::TH
         }
     }
     if constexpr (CLUSTER) cluster_arrive_relaxed();
-    prefetch_tile<Plan::P / Plan::CLUSTER, Plan::R>(x + first(tile) + Plan::memory(half), end(tile) / (Plan::P * Plan::R), Plan::C);
+    prefetch_tile<Plan::P / Plan::CLUSTER, Plan::R>(x + Plan::first(tile) + Plan::memory(half), Plan::end(tile, A) / (Plan::P * Plan::R),
+                                                    Plan::C);
     wait_for_previous();
 #pragma unroll 1
     for (int i = 0; i < MMA_PARTS; ++i) copy(tile, part_of(i));
-    MmaMatrices<Plan, T> loading{matrices, factors};
-    each_step<0>(loading, typename Plan::Steps());
+    Plan::load_matrices(matrices, factors);
     let_next_come();
     __syncthreads();
     if constexpr (CLUSTER) cluster_wait();
     for (; tile < tiles; tile += step, parity ^= 1) {
-        Output<T> to = {out, bias, residual, first(tile), features, end(tile), float(scale)};
+        Global4<T> to = {out, bias, residual, Plan::first(tile), features, Plan::end(tile, A), float(scale)};
 #pragma unroll 1
         for (int i = 0; i < MMA_PARTS; ++i) {
             int part = part_of(i);
             unsigned words[MMA_VALUES / 2];
             cp_async_wait<MMA_PARTS - 1>();
             __syncwarp();
-            fetch_part<Stage, Start>(words, stage, part);
+            fetch<Stage, typename Start::Regs, Start::V>(words, stage, part | Start::Lanes::scatter(lane));
             __syncwarp();
             copy(tile + step, part);
             float v[MMA_VALUES];
-            multiply_mma<Start, true, T>(v, words, matrices);
+            multiply_mma<true, T>(v, words, matrices, typename Start::List());
             if (CLUSTER && i == 0) mbarrier_wait(all_read, parity ^ 1);
             else if (!Plan::ONE && i == 0) mbarrier_wait_in_block(all_read, parity ^ 1);
             put_part<Plan, Start, true, Plan::ONE>(numbers, to, v, part, full);

@@ -17,18 +17,16 @@ struct Pieces {
     using type = T;
     static constexpr int COUNT = 1;
 };
-template <>
-struct Pieces<float> {
+template <int COUNT_>
+struct SplitPieces {
     using type = __nv_bfloat16;
-    static constexpr int COUNT = 3;
+    static constexpr int COUNT = COUNT_;
 };
-
 struct Tf32;
 template <>
-struct Pieces<Tf32> {
-    using type = __nv_bfloat16;
-    static constexpr int COUNT = 2;
-};
+struct Pieces<float> : SplitPieces<3> {};
+template <>
+struct Pieces<Tf32> : SplitPieces<2> {};
 
 // Split x. All pieces but the last are finite, and an infinity or NaN goes to the last, so that differences do not create a NaN.
 template <int COUNT>
@@ -53,32 +51,8 @@ __device__ __forceinline__ void split_two(float low, float high, unsigned (&piec
 // The same for every type of the tensor cores: 16-bit types are rounded.
 template <typename T>
 __device__ __forceinline__ void pieces_of(float low, float high, unsigned (&pieces)[Pieces<T>::COUNT]) {
-    if constexpr (Pieces<T>::COUNT == 1) {
-        typename PairOf<T>::type pair;
-        narrow(pair, make_float2(low, high));
-        pieces[0] = reinterpret_cast<unsigned&>(pair);
-    } else {
-        split_two(low, high, pieces);
-    }
-}
-
-// Store V neighbours. Floats are split into COUNT pieces, which are PLANE elements apart.
-template <int PLANE, int COUNT, typename T, int V>
-__device__ __forceinline__ void put_pieces(typename Pieces<T>::type* to, const Vec<T, V>& numbers) {
-    if constexpr (sizeof(T) == 2) {
-        store_vec(to, numbers);
-    } else {
-        unsigned pairs[V / 2][COUNT];
-#pragma unroll
-        for (int i = 0; i < V / 2; ++i) split_two(numbers.v[2 * i], numbers.v[2 * i + 1], pairs[i]);
-#pragma unroll
-        for (int piece = 0; piece < COUNT; ++piece) {
-            Vec<unsigned, V / 2> all;
-#pragma unroll
-            for (int i = 0; i < V / 2; ++i) all.v[i] = pairs[i][piece];
-            store_vec(reinterpret_cast<unsigned*>(to + piece * PLANE), all);
-        }
-    }
+    if constexpr (Pieces<T>::COUNT == 1) narrow(reinterpret_cast<typename PairOf<T>::type&>(pieces), make_float2(low, high));
+    else split_two(low, high, pieces);
 }
 
 // The six products of the pieces of two numbers, small products first, because tensor cores truncate when they add. The omitted products
@@ -88,44 +62,43 @@ __device__ constexpr int first_product(int pieces) { return pieces == 3 ? 0 : pi
 __device__ constexpr int left_piece(int product) { return product == 0 ? 2 : product == 2 || product == 3; }
 __device__ constexpr int right_piece(int product) { return product == 1 ? 2 : product == 2 || product == 4; }
 
-// Prefetch a part of a matrix into L2, one cache line per thread.
-template <int ROWS, int COLUMNS, int THREADS, typename T>
-struct Ahead {
-    __device__ static __forceinline__ void ahead(const T* from, long long stride) {
-        constexpr int LINE = 128 / sizeof(T) < COLUMNS ? 128 / sizeof(T) : COLUMNS, LINES = COLUMNS / LINE;
-        for (int e = threadIdx.x % THREADS; e < ROWS * LINES; e += THREADS) prefetch(from + e / LINES * stride + e % LINES * LINE);
-    }
-};
-
 // A matrix in shared memory, COUNT times, once for each piece: core matrices of 8 x 8 bfloat16 numbers, with contiguous rows of 16 bytes,
 // as wgmma takes them.
 template <int ROWS_, int COLUMNS_, typename Kind = float>
 struct Tiles {
     static constexpr int ROWS = ROWS_, COLUMNS = COLUMNS_, PLANE = ROWS * COLUMNS, COUNT = Pieces<Kind>::COUNT, BYTES = COUNT * PLANE * 2;
+    static constexpr int STAGED_ROW = COLUMNS + 4, STAGED_BYTES = ROWS * STAGED_ROW * 4;  // as floats, padded against bank conflicts
     __device__ static constexpr int tile(int row, int column) { return (row / 8 * (COLUMNS / 8) + column / 8) * 64; }
     __device__ static constexpr int place(int row, int column) { return tile(row, column) + row % 8 * 8 + column % 8; }
 };
 
-// The seat of element n along a SEATED dimension. All operands that share the dimension must be seated. where() is the inverse.
+// Prefetch a matrix of M's size into L2, one cache line per thread.
+template <class M, int THREADS, typename T>
+__device__ __forceinline__ void prefetch_rows(const T* from, long long stride) {
+    constexpr int LINE = 128 / sizeof(T) < M::COLUMNS ? 128 / sizeof(T) : M::COLUMNS, LINES = M::COLUMNS / LINE;
+    for (int e = threadIdx.x % THREADS; e < M::ROWS * LINES; e += THREADS) prefetch(from + e / LINES * stride + e % LINES * LINE);
+}
+
+// The seat of element n along a SEATED dimension. All operands that share the dimension must be seated. unseat() is the inverse.
 __device__ constexpr int seat(int n) { return n / 16 * 16 + n % 4 / 2 * 8 + n % 16 / 4 * 2 + n % 2; }
-__device__ constexpr int where(int seat) { return seat / 16 * 16 + seat % 8 / 2 * 4 + seat % 16 / 8 * 2 + seat % 2; }
+__device__ constexpr int unseat(int seat) { return seat / 16 * 16 + seat % 8 / 2 * 4 + seat % 16 / 8 * 2 + seat % 2; }
 
 // The descriptor of such a matrix as an operand. Its columns are k, or with DOWN its rows.
 template <class M, bool DOWN_>
-struct Described {
+struct SharedOperand {
     static constexpr int HELD = 0;  // pieces in registers
     static constexpr bool DOWN = DOWN_;
     static constexpr int STEP = DOWN ? 2 * M::COLUMNS : 16;  // distance of 16 k, in units of 16 bytes
     unsigned long long at;
     // `from`: the first row (with DOWN: column).
     template <typename U>
-    __device__ __forceinline__ explicit Described(const U* matrix, int from = 0)
+    __device__ __forceinline__ explicit SharedOperand(const U* matrix, int from = 0)
         : at(describe(shared_address(matrix + (DOWN ? M::tile(0, from) : M::tile(from, 0))), DOWN ? M::COLUMNS * 16 : 128,
                       DOWN ? 128 : M::COLUMNS * 16)) {}
     __device__ __forceinline__ unsigned long long operator()(int piece, int k) const { return at + piece * (M::PLANE / 8) + k * STEP; }
 };
 
-// Store one piece of a lane's pair e of a warpgroup's 64 rows; see Rows.
+// Store one piece of a lane's pair e of a warpgroup's 64 rows; see RegisterOperand.
 template <class M, typename U>
 __device__ __forceinline__ void put_word(U* to, int e, unsigned two) {
     reinterpret_cast<unsigned*>(to)[M::tile(threadIdx.x / 32 % 4 * 16 + e % 2 * 8, e / 2 * 8) / 2 + threadIdx.x % 32] = two;
@@ -134,7 +107,7 @@ __device__ __forceinline__ void put_word(U* to, int e, unsigned two) {
 // 64 x K elements of a warpgroup as operand a in registers, split into the pieces of T. They have the layout of accumulators: of the 8
 // columns from 8 n on, lane l of a warp, with g = l / 4 and t = l % 4, has [g + 8 i][2 t + j] in numbers[n][2 i + j].
 template <int K, typename T = float>
-struct Rows {
+struct RegisterOperand {
     static constexpr int HELD = Pieces<T>::COUNT;
     unsigned pieces[HELD][K / 16][4];
 
@@ -157,13 +130,6 @@ struct Rows {
     }
 };
 
-// Prefetch a factor into L2 before the previous kernels have completed. common/pdl.cuh says why this is allowed.
-template <class M, int THREADS>
-__device__ __forceinline__ void factor_ahead(const float* w, long long p, long long q) {
-    if (q == 1) Ahead<M::ROWS, M::COLUMNS, THREADS, float>::ahead(w, p);
-    else if (p == 1) Ahead<M::COLUMNS, M::ROWS, THREADS, float>::ahead(w, q);
-}
-
 // Load 64 rows whose columns are seated, four aligned elements at a time. Rows from `rows` on are zeros.
 template <int N>
 __device__ __forceinline__ void fetch_seated(float (&numbers)[N][4], const float* from, long long stride, int rows = 64) {
@@ -174,18 +140,6 @@ __device__ __forceinline__ void fetch_seated(float (&numbers)[N][4], const float
         if (row + e % 2 * 8 < rows) four = load_vec<float, 4>(from + (row + e % 2 * 8) * stride + column + e / 2 * 16);
 #pragma unroll
         for (int k = 0; k < 4; ++k) numbers[e / 2 * 2 + k / 2][e % 2 * 2 + k % 2] = four.v[k];
-    }
-}
-
-// Split numbers and store them to shared memory, in the places of Rows::put.
-template <class M, int N>
-__device__ __forceinline__ void put_rows(__nv_bfloat16* to, const float (&numbers)[N][4]) {
-#pragma unroll
-    for (int e = 0; e < 2 * N; ++e) {
-        unsigned two[M::COUNT];
-        split_two(numbers[e / 2][e % 2 * 2], numbers[e / 2][e % 2 * 2 + 1], two);
-#pragma unroll
-        for (int i = 0; i < M::COUNT; ++i) put_word<M>(to + i * M::PLANE, e, two[i]);
     }
 }
 
@@ -206,22 +160,17 @@ __device__ __forceinline__ void start_product(float (&d)[N][4], const A& a, cons
     wgmma_commit();
 }
 
-// Call f(two neighbours, row, column) for a warpgroup's accumulators of 64 rows.
-template <int N, class F>
-__device__ __forceinline__ void each_two(const float (&d)[N][4], const F& f) {
-    int row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2;
+// Call f(neighbours, row, column) for a warpgroup's accumulators of 64 rows: two neighbours, or four if the columns are SEATED.
+template <bool SEATED, int N, class F>
+__device__ __forceinline__ void each_part(const float (&d)[N][4], const F& f) {
+    constexpr int V = SEATED ? 4 : 2;
+    int row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4, column = threadIdx.x % 4 * V;
 #pragma unroll
-    for (int e = 0; e < 2 * N; ++e) f(Vec<float, 2>{d[e / 2][e % 2 * 2], d[e / 2][e % 2 * 2 + 1]}, row + e % 2 * 8, column + e / 2 * 8);
-}
-
-// The same for seated columns: f(four neighbours, row, column).
-template <int N, class F>
-__device__ __forceinline__ void each_seated(const float (&d)[N][4], const F& f) {
-    int row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 4;
+    for (int e = 0; e < 4 * N / V; ++e) {
+        Vec<float, V> part;
 #pragma unroll
-    for (int e = 0; e < N; ++e) {
-        const float *low = d[e / 2 * 2] + e % 2 * 2, *high = d[e / 2 * 2 + 1] + e % 2 * 2;
-        f(Vec<float, 4>{low[0], low[1], high[0], high[1]}, row + e % 2 * 8, column + e / 2 * 16);
+        for (int i = 0; i < V; ++i) part.v[i] = d[e / 2 * (V / 2) + i / 2][e % 2 * 2 + i % 2];
+        f(part, row + e % 2 * 8, column + e / 2 * (4 * V));
     }
 }
 
@@ -231,45 +180,16 @@ template <int N, class F>
 __device__ __forceinline__ void store_seated(float* out, const float* bias, const float* residual, const float (&d)[N][4],
                                              long long features, float scale, const F& place) {
     auto store = [&](bool added) {
-        each_seated(d, [&](Vec<float, 4> four, int row, int column) {
+        each_part<true>(d, [&](Vec<float, 4> four, int row, int column) {
             long long at = place(row, column);
             if (at < 0) return;
-#pragma unroll
-            for (int e = 0; e < 4; ++e) {
-                four.v[e] *= scale;
-                if (added && bias) four.v[e] += bias[at % features + e];
-                if (added && residual) four.v[e] += residual[at + e];
-            }
+            if (added) finish<true>(four.v, scale, bias, bias ? at % features : 0, residual, at);
+            else finish<false>(four.v, scale, bias, 0, residual, at);
             store_vec_past_l1(out + at, four);
         });
     };
     if (bias || residual) store(true);
     else store(false);
-}
-
-// sums += d, in the columns from 8 * `from` on.
-template <int M, int N>
-__device__ __forceinline__ void add(float (&sums)[M][4], const float (&d)[N][4], int from = 0) {
-#pragma unroll
-    for (int e = 0; e < 4 * N; ++e) sums[from + e / 4][e % 4] += d[e / 4][e % 4];
-}
-
-// The first team adds the accumulators of the other teams to its own, kept(i) for i < EACH, each thread those of the threads with its
-// index. Returns true in the first team.
-template <int TEAMS, int THREADS, int EACH, class F>
-__device__ __forceinline__ bool add_teams(void* shared, int team, const F& kept) {
-    float* others = static_cast<float*>(shared) + threadIdx.x % THREADS;
-    __syncthreads();
-    if (team)
-#pragma unroll
-        for (int i = 0; i < EACH; ++i) others[((team - 1) * EACH + i) * THREADS] = kept(i);
-    if (TEAMS > 1) __syncthreads();
-    if (team) return false;
-#pragma unroll
-    for (int t = 0; t + 1 < TEAMS; ++t)
-#pragma unroll
-        for (int i = 0; i < EACH; ++i) kept(i) += others[(t * EACH + i) * THREADS];
-    return true;
 }
 
 // Call f(i, row, column) for each vector i of four neighbours of a lane, of a matrix that WARPS warps share. A warp takes 8 rows of 16
@@ -285,22 +205,28 @@ __device__ __forceinline__ void each_four(const F& f) {
     }
 }
 
-// Store a lane's four neighbours, split, to a matrix whose columns are seated.
-template <class M>
-__device__ __forceinline__ void put_four(__nv_bfloat16* to, int row, int column, const Vec<float, 4>& four) {
-    unsigned* words = reinterpret_cast<unsigned*>(to + M::place(row, seat(column)));
+// Store a lane's four neighbours of a row. Floats are split. SEATED: the columns are seated.
+template <class M, bool SEATED, typename T>
+__device__ __forceinline__ void put_four(typename Pieces<T>::type* to, int row, int column, const Vec<T, 4>& four) {
+    to += M::place(row, SEATED ? seat(column) : column);
+    if constexpr (sizeof(T) == 2) {
+        store_vec(to, four);
+    } else {
+        unsigned low[M::COUNT], high[M::COUNT];
+        split_two(four.v[0], four.v[1], low);
+        split_two(four.v[2], four.v[3], high);
 #pragma unroll
-    for (int pair = 0; pair < 2; ++pair) {
-        unsigned two[M::COUNT];
-        split_two(four.v[2 * pair], four.v[2 * pair + 1], two);
-#pragma unroll
-        for (int piece = 0; piece < M::COUNT; ++piece) words[piece * M::PLANE / 2 + pair * 32] = two[piece];
+        for (int piece = 0; piece < M::COUNT; ++piece) {
+            unsigned* words = reinterpret_cast<unsigned*>(to + piece * M::PLANE);
+            if (SEATED) words[0] = low[piece], words[32] = high[piece];
+            else store_vec(words, Vec<unsigned, 2>{low[piece], high[piece]});
+        }
     }
 }
 
 // A matrix that is loaded to registers, and later split and stored to shared memory.
 template <class M, int THREADS, typename T = float>
-struct Underway {
+struct RegisterTile {
     static constexpr int WARPS = THREADS / 32;
     Vec<T, 4> part[(M::PLANE / 128 + WARPS - 1) / WARPS];
 
@@ -315,31 +241,22 @@ struct Underway {
             for (int e = 0; e < 4; ++e) part[i].v[e] = from[row * p + (column + e) * q];
         });
     }
-    // The columns are seated, and with ROWS the rows, too.
-    template <bool ROWS = false>
-    __device__ __forceinline__ void put(__nv_bfloat16* to) const {
-        each_four<M, WARPS>([&](int i, int row, int column) { put_four<M>(to, ROWS ? seat(row) : row, column, part[i]); });
+    // Whether the columns and the rows are seated.
+    template <bool COLUMNS = true, bool ROWS = false>
+    __device__ __forceinline__ void put(typename Pieces<T>::type* to) const {
+        each_four<M, WARPS>([&](int i, int row, int column) { put_four<M, COLUMNS>(to, ROWS ? seat(row) : row, column, part[i]); });
     }
-    __device__ __forceinline__ void put_unseated(typename Pieces<T>::type* to) const {
-        each_four<M, WARPS>([&](int i, int row, int column) { put_pieces<M::PLANE, M::COUNT>(to + M::place(row, column), part[i]); });
-    }
-};
-
-// A factor that all lanes need in registers is first stored to shared memory as floats, SPACE bytes. A warp's loads touch eight rows, and
-// from global memory eight cache lines per load were slower. A barrier must follow.
-template <class W>
-struct Staged {
-    static constexpr int ROW = W::COLUMNS + 4, SPACE = W::ROWS * ROW * 4;  // padded against bank conflicts
-    template <int THREADS>
-    __device__ static __forceinline__ void put(float* to, const Underway<W, THREADS>& w) {
-        each_four<W, THREADS / 32>([&](int i, int row, int column) { store_vec(to + row * ROW + column, w.part[i]); });
+    // As floats. A factor that all lanes need in registers takes this way, because a warp's loads touch eight rows, and loads from global
+    // memory of eight cache lines each were slower.
+    __device__ __forceinline__ void stage(float* to) const {
+        each_four<M, WARPS>([&](int i, int row, int column) { store_vec(to + row * M::STAGED_ROW + column, part[i]); });
     }
 };
 
-// As Underway, but by cp.async to `room` in shared memory, from which a thread reads only what it copied. No registers are needed while the
-// copy is in flight. `room` points to the thread's first four elements; the next ones are THREADS vectors of four further.
+// As RegisterTile, but by cp.async to `room` in shared memory, from which a thread reads only what it copied. No registers are needed while
+// the copy is in flight. `room` points to the thread's first four elements; the next ones are THREADS vectors of four further.
 template <class M, int THREADS, typename T = float>
-struct Arriving {
+struct AsyncTile {
     static constexpr int FOURS = (M::PLANE / 4 + THREADS - 1) / THREADS;
     Vec<T, 4>* room;
 
@@ -359,7 +276,7 @@ struct Arriving {
                 if (i / MOST == first / MOST) fours[i % MOST] = room[i * THREADS];
             });
             each_four<M, THREADS / 32>([&](int i, int row, int column) {
-                if (i / MOST == first / MOST) put_four<M>(to, row, column, fours[i % MOST]);
+                if (i / MOST == first / MOST) put_four<M, true>(to, row, column, fours[i % MOST]);
             });
         }
     }
@@ -370,7 +287,7 @@ struct Arriving {
 // sees in its own next turn. What it writes later, the other sees one turn later. In a team of one warpgroup, rest() is a barrier of its
 // warps.
 template <int GROUPS>
-struct Turns {
+struct PingPong {
     int team, group;
     __device__ __forceinline__ void first() const {  // once, before the first turn
         if (GROUPS == 2 && group == 1) arrive_at(1, 256);

@@ -38,20 +38,18 @@ struct Split4 {
     static constexpr int ALL = (TEAMS + 1) * THREADS, X_PLACES = TEAMS + 1;  // backward
 };
 
-// A left factor as operand a: [q][p] for the 64 q of a warpgroup, zeros beyond the last. It goes through `staged` in shared memory. `also` is
-// called before the barrier.
-template <int P, typename Kind, class W, int THREADS, class Also>
-__device__ __forceinline__ void left_rows(Rows<P, Kind>& left, float* staged, const Underway<W, THREADS>& factor, int group,
-                                          const Also& also) {
+// A left factor as operand a: [q][p] for the 64 q of a warpgroup, zeros beyond the last. It goes through `staged` in shared memory.
+template <int P, typename Kind, class W, int THREADS>
+__device__ __forceinline__ void left_rows(RegisterOperand<P, Kind>& left, float* staged, const RegisterTile<W, THREADS>& factor,
+                                          int group) {
     float numbers[P / 8][4];
-    Staged<W>::put(staged, factor);
-    also();
+    factor.stage(staged);
     __syncthreads();
     int q = 64 * group + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4, p = threadIdx.x % 4 * 2;
 #pragma unroll
     for (int e = 0; e < P / 2; ++e) {
         int j = q + e / 2 % 2 * 8;
-        numbers[e / 4][e % 4] = W::COLUMNS % 64 == 0 || j < W::COLUMNS ? staged[(p + e % 2 + e / 4 * 8) * Staged<W>::ROW + j] : 0.0f;
+        numbers[e / 4][e % 4] = W::COLUMNS % 64 == 0 || j < W::COLUMNS ? staged[(p + e % 2 + e / 4 * 8) * W::STAGED_ROW + j] : 0.0f;
     }
     left.split(numbers);
     __syncthreads();
@@ -75,7 +73,7 @@ __global__ void __launch_bounds__(Plan::TEAMS* Plan::WIDE, 1)
     __nv_bfloat16* xs = right + ((RIGHT ? W2::BYTES : 0) + team * Plan::PLACES * X::BYTES) / 2;
     auto x_of = [&](long long a) { return x + a / ACROSS * P1 * X_STRIDE + a % ACROSS * P2; };
     auto rows_of = [&](long long a) { return LEFT || A - 64 * a >= 64 ? P1 : int(A - 64 * a); };
-    auto give = [&](long long a, const float (&d)[N / 8][4]) {
+    auto store_tile = [&](long long a, const float (&d)[N / 8][4]) {
         long long at = (a / ACROSS * Q1 + 64 * group) * OUT_STRIDE + a % ACROSS * Q2;
         int rows = rows_of(a);
         store_seated(out, bias, residual, d, features, float(scale),
@@ -83,32 +81,31 @@ __global__ void __launch_bounds__(Plan::TEAMS* Plan::WIDE, 1)
     };
     long long step = (long long)gridDim.x * Plan::TEAMS, tiles = LEFT ? A * ACROSS : (A + 63) / 64, a = blockIdx.x + team * gridDim.x;
     let_next_come();
-    if constexpr (RIGHT) factor_ahead<W2, ALL>(factors.at[0], factors.p[0], factors.q[0]);
-    if constexpr (LEFT) factor_ahead<typename Plan::W1, ALL>(factors.at[PAIR], factors.p[PAIR], factors.q[PAIR]);
+    if constexpr (RIGHT) prefetch_factor(factors.at[0], P2, Q2, factors.p[0], factors.q[0]);
+    if constexpr (LEFT) prefetch_factor(factors.at[PAIR], P1, Q1, factors.p[PAIR], factors.q[PAIR]);
     if constexpr (PAIR)
-        if (a < tiles) Ahead<P1, P2, Plan::WIDE, T>::ahead(x_of(a), X_STRIDE);
+        if (a < tiles) prefetch_rows<X, Plan::WIDE>(x_of(a), X_STRIDE);
     wait_for_previous();
-    Underway<W2, ALL> factor;
+    RegisterTile<W2, ALL> factor;
     if constexpr (RIGHT) factor.fetch_any(factors.at[0], factors.p[0], factors.q[0]);
     if constexpr (LEFT) {
         constexpr int LEAD = Plan::LEAD, PLACES = Plan::PLACES;
-        Turns<Plan::WIDE / 128> turns{team, group};
-        Underway<X, Plan::WIDE> next;
+        PingPong<Plan::WIDE / 128> turns{team, group};
+        RegisterTile<X, Plan::WIDE> next;
         auto place = [&](int n) { return xs + n * X::BYTES / 2; };
         auto fetch = [&](long long a) {
             if (a < tiles) next.fetch(x_of(a), X_STRIDE);
         };
         fetch(a);
-        if (LEAD > 1 && a + step < tiles) Ahead<P1, P2, Plan::WIDE, T>::ahead(x_of(a + step), X_STRIDE);
-        Rows<P1, Kind> left;  // [q][p] of this warpgroup's 64 q
+        if (LEAD > 1 && a + step < tiles) prefetch_rows<X, Plan::WIDE>(x_of(a + step), X_STRIDE);
+        RegisterOperand<P1, Kind> left;  // [q][p] of this warpgroup's 64 q
         {
             using W1 = typename Plan::W1;
-            Underway<W1, ALL> whole;
+            RegisterTile<W1, ALL> whole;
             whole.fetch_any(factors.at[PAIR], factors.p[PAIR], factors.q[PAIR]);
-            static_assert(Staged<W1>::SPACE <= Plan::TEAMS * PLACES * X::BYTES, "where X will be");
-            left_rows(left, reinterpret_cast<float*>(right + (RIGHT ? W2::BYTES / 2 : 0)), whole, group, [&] {
-                if constexpr (PAIR) factor.template put<true>(right);
-            });
+            static_assert(W1::STAGED_BYTES <= Plan::TEAMS * PLACES * X::BYTES, "where X will be");
+            if constexpr (PAIR) factor.template put<true, true>(right);
+            left_rows(left, reinterpret_cast<float*>(right + (RIGHT ? W2::BYTES / 2 : 0)), whole, group);
         }
 #pragma unroll
         for (int n = 0; n < LEAD; ++n) {
@@ -123,51 +120,51 @@ __global__ void __launch_bounds__(Plan::TEAMS* Plan::WIDE, 1)
         for (; a < tiles; a += step) {
             float y[8][4];
             turns.begin();
-            start_product<P1, Kind>(y, left, Described<X, true>(place(now)));
+            start_product<P1, Kind>(y, left, SharedOperand<X, true>(place(now)));
             turns.end(a + step < tiles);
             if (a + LEAD * step < tiles) next.put(place((now + LEAD) % PLACES));
             fence_async();
             fetch(a + (LEAD + 1) * step);
             wgmma_wait<0>(y);
             if constexpr (PAIR) {
-                Rows<P2, Kind> rows;
+                RegisterOperand<P2, Kind> rows;
                 rows.split(y);
-                start_product<P2, Kind>(y, rows, Described<W2, true>(right));
+                start_product<P2, Kind>(y, rows, SharedOperand<W2, true>(right));
                 wgmma_wait<0>(y);
             }
-            give(a, y);
+            store_tile(a, y);
             turns.rest();
             now = (now + 1) % PLACES;
         }
     } else {
-        Rows<P2, Kind> rows;
+        RegisterOperand<P2, Kind> rows;
         float numbers[P2 / 8][4];
         auto fetch = [&](long long a) { fetch_seated(numbers, x_of(a), X_STRIDE, rows_of(a)); };
         if (a < tiles) fetch(a);
-        factor.template put<true>(right);
+        factor.template put<true, true>(right);
         fence_async();
         __syncthreads();
 #pragma unroll 1
         for (; a < tiles; a += step) {
             float y[N / 8][4];
             rows.split(numbers);
-            start_product<P2, Kind>(y, rows, Described<W2, true>(right));
+            start_product<P2, Kind>(y, rows, SharedOperand<W2, true>(right));
             if (a + step < tiles) fetch(a + step);
             wgmma_wait<0>(y);
-            give(a, y);
+            store_tile(a, y);
         }
     }
 }
 
-// Two factors in TF32 of 64 to 128 rows and columns, more than 64 columns of the left one: X [P1][P2], Y [Q1][Q2], multiples of 16. Registers
-// hold W1 as operand a (64 rows per warpgroup) and the part of Z = W1^T X that Y = Z W2 takes.
+// Two factors in TF32 of 64 to 128 rows and columns, more than 64 columns of the left one: X [P1][P2], Y [Q1][Q2], multiples of 16.
+// Registers hold W1 as operand a (64 rows per warpgroup) and the part of Z = W1^T X that Y = Z W2 takes.
 template <class Left_, class Right_>
 struct SplitPair4 {
     static constexpr int P1 = Left_::P, Q1 = Left_::Q, P2 = Right_::P, Q2 = Right_::Q, THREADS = (Q1 + 63) / 64 * 128;
     using X = Tiles<P1, P2, Tf32>;
     using W1 = Tiles<P1, Q1, Tf32>;
     using W2 = Tiles<P2, Q2, Tf32>;
-    static constexpr int STAGED = X::BYTES > Staged<W1>::SPACE ? X::BYTES : Staged<W1>::SPACE;  // bytes of X; W1 is staged there first
+    static constexpr int STAGED = X::BYTES > W1::STAGED_BYTES ? X::BYTES : W1::STAGED_BYTES;  // bytes of X; W1 is staged there first
 };
 
 // Any grid, block THREADS. Dynamic shared memory: W2 and X, split, and the next X, which arrives by cp.async. Two warpgroups alternate: one
@@ -177,30 +174,30 @@ __global__ void __launch_bounds__(Plan::THREADS, 1)
     kron_linear_v4_split_wgmma_pair(T* out, const T* x, Factors4<T> factors, const T* bias, const T* residual, long long A, double scale,
                                     long long features) {
     using X = typename Plan::X;
-    using W1 = typename Plan::W1;
     using W2 = typename Plan::W2;
     constexpr int P1 = Plan::P1, Q1 = Plan::Q1, P2 = Plan::P2, Q2 = Plan::Q2, THREADS = Plan::THREADS;
     extern __shared__ uint4 dynamic[];
     int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), group = warp / 4;
     __nv_bfloat16 *right = reinterpret_cast<__nv_bfloat16*>(dynamic), *xs = right + W2::BYTES / 2;
-    Arriving<X, THREADS, T> next{reinterpret_cast<Vec<T, 4>*>(xs + Plan::STAGED / 2) + threadIdx.x};
+    AsyncTile<X, THREADS, T> next{reinterpret_cast<Vec<T, 4>*>(xs + Plan::STAGED / 2) + threadIdx.x};
     auto fetch = [&](long long a) {
         if (a < A) next.fetch(x + a * (P1 * P2), P2);
     };
     long long a = blockIdx.x, step = gridDim.x;
     let_next_come();
-    factor_ahead<W2, THREADS>(factors.at[0], factors.p[0], factors.q[0]);
-    factor_ahead<W1, THREADS>(factors.at[1], factors.p[1], factors.q[1]);
-    if (a < A) Ahead<P1, P2, THREADS, T>::ahead(x + a * (P1 * P2), P2);
+    prefetch_factor(factors.at[0], P2, Q2, factors.p[0], factors.q[0]);
+    prefetch_factor(factors.at[1], P1, Q1, factors.p[1], factors.q[1]);
+    if (a < A) prefetch_rows<X, THREADS>(x + a * (P1 * P2), P2);
     wait_for_previous();
-    Rows<P1, Tf32> left;  // [q][p] for the 64 q of this warpgroup; zeros beyond the last q
+    RegisterOperand<P1, Tf32> left;  // [q][p] for the 64 q of this warpgroup; zeros beyond the last q
     {
-        Underway<W1, THREADS> factor1;
-        Underway<W2, THREADS> factor2;
+        RegisterTile<typename Plan::W1, THREADS> factor1;
+        RegisterTile<W2, THREADS> factor2;
         factor1.fetch_any(factors.at[1], factors.p[1], factors.q[1]);
         factor2.fetch_any(factors.at[0], factors.p[0], factors.q[0]);
         fetch(a);
-        left_rows(left, reinterpret_cast<float*>(xs), factor1, group, [&] { factor2.template put<true>(right); });
+        factor2.template put<true, true>(right);
+        left_rows(left, reinterpret_cast<float*>(xs), factor1, group);
     }
     cp_async_wait<0>();
     if (a < A) next.put(xs);
@@ -215,21 +212,21 @@ __global__ void __launch_bounds__(Plan::THREADS, 1)
         fence_async();
         fetch(a + 2 * step);
     };
-    Turns<2> turns{0, group};
+    PingPong<2> turns{0, group};
     if (a < A) turns.first();
 #pragma unroll 1
     for (; a < A; a += step) {
-        Rows<P2, Tf32> rows;
+        RegisterOperand<P2, Tf32> rows;
         float z[P2 / 8][4], y[Q2 / 8][4];
         turns.begin();
-        start_product<P1, Tf32>(z, left, Described<X, true>(xs));
+        start_product<P1, Tf32>(z, left, SharedOperand<X, true>(xs));
         turns.end(true);
         wgmma_wait<0>(z);
         arrive_at(4 - group, THREADS);
         rows.split(z);
         if (group == 1) put();
         turns.begin();
-        start_product<P2, Tf32>(y, rows, Described<W2, true>(right));
+        start_product<P2, Tf32>(y, rows, SharedOperand<W2, true>(right));
         turns.end(a + step < A);
         if (group == 0) put();
         wgmma_wait<0>(y);
@@ -264,7 +261,7 @@ __global__ void __launch_bounds__(Plan::ALL, 1)
     auto x_free = [&](unsigned n) { return x_full(n) + 8 * X_PLACES; };
     auto g_full = [&](unsigned n) { return mbarriers + 8 * (2 * X_PLACES + n % TEAMS); };
     auto g_free = [&](unsigned n) { return g_full(n) + 8 * TEAMS; };
-    auto tell = [&](unsigned mbarrier) {
+    auto arrive = [&](unsigned mbarrier) {
         __syncwarp();
         if (threadIdx.x % 32 == 0) mbarrier_arrive(mbarrier);
     };
@@ -279,16 +276,16 @@ __global__ void __launch_bounds__(Plan::ALL, 1)
     const T *w0 = factors.at[0], *w1 = factors.at[1];
     asm volatile("" : "+l"(w0), "+l"(w1));  // otherwise ptxas spills a register
     let_next_come();
-    factor_ahead<W1, Plan::ALL>(w1, factors.p[1], factors.q[1]);
-    factor_ahead<W2, Plan::ALL>(w0, factors.p[0], factors.q[0]);
+    prefetch_factor(w1, P1, Q1, factors.p[1], factors.q[1]);
+    prefetch_factor(w0, P2, Q2, factors.p[0], factors.q[0]);
     if (team == TEAMS) {
         fewer_registers<88>();
-        auto ahead = [&](unsigned a) { Ahead<P1, P2, THREADS, T>::ahead(x_of(a), P2); };
+        auto ahead = [&](unsigned a) { prefetch_rows<X, THREADS>(x_of(a), P2); };
         unsigned a = blockIdx.x;
         ahead(a);
         wait_for_previous();
-        Underway<X, THREADS> next_x;
-        Underway<G, THREADS> next_g;
+        RegisterTile<X, THREADS> next_x;
+        RegisterTile<G, THREADS> next_g;
         next_x.fetch(x_of(a), P2);
         next_g.fetch(g_of(a), Q2);
 #pragma unroll 1
@@ -296,17 +293,17 @@ __global__ void __launch_bounds__(Plan::ALL, 1)
             a += gridDim.x;
             if (a + gridDim.x < tiles) {
                 ahead(a + gridDim.x);
-                Ahead<Q1, Q2, THREADS, T>::ahead(g_of(a + gridDim.x), Q2);
+                prefetch_rows<G, THREADS>(g_of(a + gridDim.x), Q2);
             }
             mbarrier_wait_in_block(x_free(n), n / X_PLACES % 2 ^ 1);
             next_x.put(all_xs + n % X_PLACES * X::BYTES / 2);
             fence_async();
-            tell(x_full(n));
+            arrive(x_full(n));
             if (a < tiles) next_x.fetch(x_of(a), P2);
             mbarrier_wait_in_block(g_free(n), n / TEAMS % 2 ^ 1);
             next_g.put(all_gs + n % TEAMS * G::BYTES / 2);
             fence_async();
-            tell(g_full(n));
+            arrive(g_full(n));
             if (a < tiles) next_g.fetch(g_of(a), Q2);
         }
     } else {
@@ -315,21 +312,14 @@ __global__ void __launch_bounds__(Plan::ALL, 1)
         auto sync = [&] { barrier_of(1 + team, THREADS); };
         auto sync_teams = [&] { barrier_of(1 + TEAMS, MULTIPLYING); };
         float sums1[Q1 / 8][4] = {}, sums2[Q2 / 8][4] = {};
-        auto give = [&](unsigned a, const float (&d)[8][4]) {
-            T* to = dx + a * (1ll * P1 * P2);
-            each_seated(d, [&](Vec<float, 4> four, int row, int column) {
-                for (float& one : four.v) one *= float(scale);
-                store_vec(to + row * P2 + column, four);
-            });
-        };
         wait_for_previous();
         {
-            Underway<W1, MULTIPLYING> factor1;
-            Underway<W2, MULTIPLYING> factor2;
+            RegisterTile<W1, MULTIPLYING> factor1;
+            RegisterTile<W2, MULTIPLYING> factor2;
             factor1.fetch_any(w1, factors.p[1], factors.q[1]);
             factor2.fetch_any(w0, factors.p[0], factors.q[0]);
-            factor1.put_unseated(left);
-            factor2.template put<true>(right);
+            factor1.template put<false>(left);
+            factor2.template put<true, true>(right);
         }
         fence_async();
         sync_teams();
@@ -337,28 +327,30 @@ __global__ void __launch_bounds__(Plan::ALL, 1)
 #pragma unroll 1
         for (; a < tiles; a += TEAMS * gridDim.x, n += TEAMS) {
             float h[8][4], z[8][4];
-            Rows<64, Kind> rows;
+            RegisterOperand<64, Kind> rows, h_rows;
             U* xs = all_xs + n % X_PLACES * X::BYTES / 2;
             mbarrier_wait_in_block(x_full(n), n / X_PLACES % 2);
             mbarrier_wait_in_block(g_full(n), n / TEAMS % 2);
-            start_product<P2, Kind>(z, Described<X, false>(xs), Described<W2, true>(right));
-            start_product<Q1, Kind>(h, Described<W1, false>(left), Described<G, true>(gs));
+            start_product<P2, Kind>(z, SharedOperand<X, false>(xs), SharedOperand<W2, true>(right));
+            start_product<Q1, Kind>(h, SharedOperand<W1, false>(left), SharedOperand<G, true>(gs));
             wgmma_wait<1>(z);
             rows.split(z);
-            start_product<Q2, Kind>(z, rows, Described<G, false>(gs));
+            start_product<Q2, Kind>(z, rows, SharedOperand<G, false>(gs));
             wgmma_wait<1>(h);
-            put_rows<H>(hs, h);
+            h_rows.split(h);
+            h_rows.template put<H>(hs);
             fence_async();
             sync();
-            start_product<Q2, Kind>(h, Described<H, false>(hs), Described<W2, false>(right));
+            start_product<Q2, Kind>(h, SharedOperand<H, false>(hs), SharedOperand<W2, false>(right));
             wgmma_wait<1>(z);
-            tell(g_free(n));
+            arrive(g_free(n));
             add(sums1, z);
-            start_product<P1, Kind>(z, Described<X, true>(xs), Described<H, true>(hs));
+            start_product<P1, Kind>(z, SharedOperand<X, true>(xs), SharedOperand<H, true>(hs));
             wgmma_wait<1>(h);
-            give(a, h);
+            store_seated(dx + a * (1ll * P1 * P2), nullptr, nullptr, h, 0, float(scale),
+                         [](int row, int column) { return row * P2 + column; });
             wgmma_wait<0>(z);
-            tell(x_free(n));
+            arrive(x_free(n));
             add(sums2, z);
             sync();
         }
@@ -376,10 +368,11 @@ __global__ void __launch_bounds__(Plan::ALL, 1)
         partials += (long long)blockIdx.x * (Plan::SUMS2 + Plan::SUMS1);
         if (threadIdx.x >= THREADS) {
             exchange(sums1, sums2, 0);
-            each_two(sums1, [&](Vec<float, 2> two, int row, int column) { store_vec(partials + Plan::SUMS2 + row * Q1 + column, two); });
+            each_part<false>(sums1,
+                             [&](Vec<float, 2> two, int row, int column) { store_vec(partials + Plan::SUMS2 + row * Q1 + column, two); });
         } else {
             exchange(sums2, sums1, 1);
-            each_seated(sums2, [&](Vec<float, 4> four, int row, int column) { store_vec(partials + where(row) * Q2 + column, four); });
+            each_part<true>(sums2, [&](Vec<float, 4> four, int row, int column) { store_vec(partials + unseat(row) * Q2 + column, four); });
         }
     }
 }
@@ -408,13 +401,13 @@ struct SplitOne4 {
     static constexpr long long X_STRIDE = LEFT ? C_ : P, G_STRIDE = LEFT ? C_ : Q;
     static constexpr int THIRD = HELD < COUNT ? W::PLANE : 0;  // the third piece of W, in shared memory
     // Bytes per team: TEAM for the tiles of g, where W is staged first; ROOM for elements in flight.
-    static constexpr int STAGED = Staged<W>::SPACE / TEAMS, TEAM = PLACES * G::BYTES > STAGED ? PLACES * G::BYTES : STAGED,
+    static constexpr int STAGED = W::STAGED_BYTES / TEAMS, TEAM = PLACES * G::BYTES > STAGED ? PLACES * G::BYTES : STAGED,
                          ROOM = (P + Q) * N * 4;
 };
 
 // 64 rows of W as operand a: HELD pieces in registers, the rest in shared memory.
 template <int K, int HELD_>
-struct Partly {
+struct MixedOperand {
     static constexpr int HELD = HELD_;
     static constexpr bool DOWN = false;
     unsigned pieces[HELD][K / 16][4];
@@ -444,14 +437,14 @@ __global__ void __launch_bounds__(Plan::TEAMS* Plan::THREADS, 1)
     constexpr int APART = LEFT ? 8 : 1;
     int own = 64 * group + warp % 4 * 16 + threadIdx.x % 32 / 4 * (LEFT ? 1 : 2), lane = threadIdx.x % 4;
     Vec<T, 4>* room = reinterpret_cast<Vec<T, 4>*>(third + Plan::THIRD + Plan::TEAMS * Plan::TEAM / 2) + team * Plan::ROOM / 16;
-    Arriving<G, THREADS, T> next_g{room + threadIdx.x % THREADS};
+    AsyncTile<G, THREADS, T> next_g{room + threadIdx.x % THREADS};
     Vec<T, 4>* x_room = next_g.room + Q * N / 4;
     Vec<T, 2>* x_twos = reinterpret_cast<Vec<T, 2>*>(room + Q * N / 4) + threadIdx.x % THREADS;
     auto place = [&](int n) { return gs + n * G::BYTES / 2; };
     auto x_place = [&](unsigned a) { return LEFT ? a / ACROSS * (P * X_STRIDE) + a % ACROSS * N : a * (1ll * N * P); };
     auto g_place = [&](unsigned a) { return LEFT ? a / ACROSS * (Q * G_STRIDE) + a % ACROSS * N : a * (1ll * N * Q); };
     float h[N / 8][4], z[8][4], sums[Q / 8][4] = {};
-    Rows<N, Kind> rows;
+    RegisterOperand<N, Kind> rows;
     auto fetch_g = [&](unsigned a) { next_g.fetch(g + g_place(a), G_STRIDE); };
     auto fetch_x = [&](unsigned a) {
         const T* from = x + x_place(a);
@@ -475,32 +468,33 @@ __global__ void __launch_bounds__(Plan::TEAMS* Plan::THREADS, 1)
         rows.split(numbers);
     };
     auto ahead = [&](unsigned a) {
-        Ahead<X::ROWS, X::COLUMNS, THREADS, T>::ahead(x + x_place(a), X_STRIDE);
-        Ahead<G::ROWS, G::COLUMNS, THREADS, T>::ahead(g + g_place(a), G_STRIDE);
+        prefetch_rows<X, THREADS>(x + x_place(a), X_STRIDE);
+        prefetch_rows<G, THREADS>(g + g_place(a), G_STRIDE);
     };
-    auto give = [&](unsigned a) {
+    auto store_tile = [&](unsigned a) {
         T* to = dx + x_place(a);
 #pragma unroll
         for (int e = 0; e < N / 2; ++e) h[e / 4][e % 4] *= float(scale);
         if constexpr (LEFT) {
-            each_seated(h, [&](Vec<float, 4> four, int row, int column) { store_vec(to + (64 * group + row) * X_STRIDE + column, four); });
+            each_part<true>(h,
+                            [&](Vec<float, 4> four, int row, int column) { store_vec(to + (64 * group + row) * X_STRIDE + column, four); });
         } else {
 #pragma unroll
             for (int e = 0; e < N / 4; ++e)
                 store_vec(to + own + (e / 2 * 8 + lane * 2 + e % 2) * X_STRIDE, Vec<T, 2>{h[e / 2][e % 2], h[e / 2][e % 2 + 2]});
         }
     };
-    Turns<P / 64> turns{team, group};
+    PingPong<P / 64> turns{team, group};
     unsigned step = gridDim.x * Plan::TEAMS, tiles = LEFT ? A * ACROSS : A / N, a = blockIdx.x + team * gridDim.x;
     const T* w = factors.at[0];
     asm volatile("" : "+l"(w));  // as above
     let_next_come();
-    factor_ahead<W, Plan::TEAMS * THREADS>(w, factors.p[0], factors.q[0]);
-    if (a < tiles) Ahead<X::ROWS, X::COLUMNS, THREADS, T>::ahead(x + x_place(a), X_STRIDE);
+    prefetch_factor(w, P, Q, factors.p[0], factors.q[0]);
+    if (a < tiles) prefetch_rows<X, THREADS>(x + x_place(a), X_STRIDE);
     wait_for_previous();
-    Partly<Q, Plan::HELD> factor;
+    MixedOperand<Q, Plan::HELD> factor;
     {
-        Underway<W, Plan::TEAMS * THREADS, T> whole;
+        RegisterTile<W, Plan::TEAMS * THREADS, T> whole;
         whole.fetch_any(w, factors.p[0], factors.q[0]);
         if (a < tiles) {
             fetch_g(a);
@@ -508,13 +502,13 @@ __global__ void __launch_bounds__(Plan::TEAMS* Plan::THREADS, 1)
         }
         if (a + step < tiles) ahead(a + step);                                         // after the first tile, for which all wait
         float *staged = reinterpret_cast<float*>(third + Plan::THIRD), all[Q / 8][4];  // [p][q]; q is seated if it is the column of g
-        static_assert(Staged<W>::SPACE <= Plan::TEAMS * Plan::TEAM, "where g will be");
-        Staged<W>::put(staged, whole);
+        static_assert(W::STAGED_BYTES <= Plan::TEAMS * Plan::TEAM, "where g will be");
+        whole.stage(staged);
         __syncthreads();
 #pragma unroll
         for (int e = 0; e < Q / 2; ++e) {
             int column = e / 4 * 8 + lane * 2 + e % 2;
-            all[e / 4][e % 4] = staged[(own + e / 2 % 2 * APART) * Staged<W>::ROW + (LEFT ? column : where(column))];
+            all[e / 4][e % 4] = staged[(own + e / 2 % 2 * APART) * W::STAGED_ROW + (LEFT ? column : unseat(column))];
         }
         __syncthreads();
 #pragma unroll
@@ -526,7 +520,7 @@ __global__ void __launch_bounds__(Plan::TEAMS* Plan::THREADS, 1)
             if constexpr (Plan::HELD < Plan::COUNT)
                 if (team == 0) put_word<W>(third + W::tile(64 * group, 0), e, two[Plan::COUNT - 1]);
         }
-        factor.third = Described<W, false>(third, 64 * group).at;
+        factor.third = SharedOperand<W, false>(third, 64 * group).at;
     }
     cp_async_wait<0>();
     if (a < tiles) {
@@ -554,13 +548,13 @@ __global__ void __launch_bounds__(Plan::TEAMS* Plan::THREADS, 1)
     for (; a < tiles; a += step) {
         bool more = a + step < tiles;
         turns.begin();
-        start_product<N, Kind>(z, rows, Described<G, !LEFT>(place(now)));
+        start_product<N, Kind>(z, rows, SharedOperand<G, !LEFT>(place(now)));
         if constexpr (Q > 64) {
             wgmma_wait<0>(z);
             add(sums, z);
-            start_product<N, Kind>(z, rows, Described<G, !LEFT>(place(now), 64));
+            start_product<N, Kind>(z, rows, SharedOperand<G, !LEFT>(place(now), 64));
         }
-        start_product<Q, Kind>(h, factor, Described<G, LEFT>(place(now)));
+        start_product<Q, Kind>(h, factor, SharedOperand<G, LEFT>(place(now)));
         turns.end(more);
         wgmma_wait<1>(z);
         add(sums, z, Q / 8 - 8);
@@ -571,13 +565,24 @@ __global__ void __launch_bounds__(Plan::TEAMS* Plan::THREADS, 1)
         if (a + 2 * step < tiles) ahead(a + 2 * step);
         fetch(a + step);
         wgmma_wait<0>(h);
-        give(a);
+        store_tile(a);
         turns.rest();
         now = (now + 1) % PLACES;
     }
-    if (!add_teams<Plan::TEAMS, THREADS, Q / 2>(dynamic, team, [&](int i) -> float& { return sums[i / 4][i % 4]; })) return;
+    // The first team adds the sums of the other teams to its own.
+    float* others = reinterpret_cast<float*>(dynamic) + threadIdx.x % THREADS;
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < Q / 2; ++i)
+        if (team) others[((team - 1) * Q / 2 + i) * THREADS] = sums[i / 4][i % 4];
+    __syncthreads();
+    if (team) return;
+#pragma unroll
+    for (int i = 0; i < (Plan::TEAMS - 1) * Q / 2; ++i) sums[i / 4 % (Q / 8)][i % 4] += others[i * THREADS];
     partials += (long long)blockIdx.x * (P * Q);
     if constexpr (LEFT)
-        each_two(sums, [&](Vec<float, 2> two, int row, int column) { store_vec(partials + (64 * group + row) * Q + column, two); });
-    else each_seated(sums, [&](Vec<float, 4> four, int row, int column) { store_vec(partials + (own + row / 8 % 2) * Q + column, four); });
+        each_part<false>(sums, [&](Vec<float, 2> two, int row, int column) { store_vec(partials + (64 * group + row) * Q + column, two); });
+    else
+        each_part<true>(sums,
+                        [&](Vec<float, 4> four, int row, int column) { store_vec(partials + (own + row / 8 % 2) * Q + column, four); });
 }

@@ -29,11 +29,13 @@ struct Factors4 {
     long long p[MOST], q[MOST];  // strides of rows and of columns
 };
 
-// Element [k][j] of the Kronecker product of factors N, N + 1, .... Factor N is the rightmost.
-template <int N, class Factor, class... Others, typename T>
-__device__ __forceinline__ compute_t<T> element(const Factors4<T>& factors, int k, int j) {
-    compute_t<T> value = load_as(factors.at[N][k % Factor::P * factors.p[N] + j % Factor::Q * factors.q[N]]);
-    if constexpr (sizeof...(Others)) value *= element<N + 1, Others...>(factors, k / Factor::P, j / Factor::Q);
+// Element [k][j] of the Kronecker product of factors n, n + 1, .... Factor n is the rightmost.
+template <typename T, class... Factors>
+__device__ __forceinline__ compute_t<T> element(int n, const Factors4<T>& factors, int k, int j, Merged<Factors...>) {
+    compute_t<T> value = 1;
+    ((value *= load_as(factors.at[n][k % Factors::P * factors.p[n] + j % Factors::Q * factors.q[n]]), k /= Factors::P, j /= Factors::Q,
+      ++n),
+     ...);
     return value;
 }
 
@@ -50,6 +52,14 @@ __device__ constexpr int matrix_bytes() {
 template <class Plan, typename T, class S, class... Others>
 __device__ constexpr int matrices_bytes(Steps4<S, Others...>) {
     return matrix_bytes<Plan, true, T, S>() + (0 + ... + matrix_bytes<Plan, false, T, Others>());
+}
+
+// Copy BYTES bytes to shared memory, asynchronously if there are at least 4, or write zeros there.
+template <int BYTES, typename T>
+__device__ __forceinline__ void copy_or_zero(T* to, const T* from, bool in) {
+    if constexpr (BYTES == 16) cp_async_16(shared_address(to), from, in);
+    else if constexpr (BYTES >= 4) cp_async<BYTES>(shared_address(to), from, in);
+    else *to = in ? *from : T(0.0f);
 }
 
 // Call f(row, column) for ROWS x COLUMNS, by all threads of a block. If possible, the column of a thread does not change.
@@ -81,13 +91,12 @@ __device__ __forceinline__ void put(M* to, Vec<M, N> numbers, int apart) {
 
 // Copy COLUMNS columns of a step's matrix, from `first` on, to shared memory, padded with zeros: 16 bytes at a time along the dimension
 // that is contiguous.
-template <class Plan, int N, int RIGHT, int COLUMNS, typename T, int F, int C, int L, int PADDED, class In, class... Factors>
-__device__ __forceinline__ void load_matrix(char* matrix, const Factors4<T>& factors, int first, Step4<F, C, L, PADDED, In, Factors...>) {
-    using S = Step4<F, C, L, PADDED, In, Factors...>;
+template <class Plan, class S, int N, int RIGHT, int COLUMNS, typename T>
+__device__ __forceinline__ void load_matrix(char* matrix, const Factors4<T>& factors, int first) {
     using M = matrix_t<Plan, N == 0, T, S>;
     M* to = reinterpret_cast<M*>(matrix);
     constexpr bool PAIRS = N == 0 && in_pairs<S, T, M>();
-    constexpr int P = S::P, HIGH = high<S, PAIRS>(), K = PAIRS ? 2 : 1, THREADS = Plan::THREADS;
+    constexpr int P = S::P, HIGH = high<S, PAIRS>(), K = PAIRS ? 2 : 1, PADDED = S::PADDED, THREADS = Plan::THREADS;
     constexpr int U = gcd(COLUMNS, 16 / sizeof(T)), V = gcd(P, 16 / sizeof(T));  // elements of a row, and of a column, per load
     constexpr bool BY_ROWS = S::COUNT == 1 && U > 1 && (Plan::TENSOR || PADDED % U == 0), BY_COLUMNS = S::COUNT == 1 && V > 1;
     auto place = [](int k, int j) { return place_of<Plan, S, PAIRS, RIGHT>(k, j); };
@@ -98,9 +107,7 @@ __device__ __forceinline__ void load_matrix(char* matrix, const Factors4<T>& fac
     if (BY_ROWS && q == 1 && p % U == 0 && aligned) {
         if constexpr (BY_ROWS && !Plan::BY_LANES) {
             share<P, COLUMNS / U, THREADS>([&](int k, int i) {
-                unsigned at = shared_address(to + place(k, i * U));
-                if constexpr (U * sizeof(T) == 16) cp_async_16(at, from + k * p + i * U);
-                else cp_async<U * sizeof(T)>(at, from + k * p + i * U, true);
+                copy_or_zero<U * sizeof(T)>(to + place(k, i * U), reinterpret_cast<const M*>(from + k * p + i * U), true);
             });
         } else if constexpr (BY_ROWS) {  // neighbouring lanes store neighbours: all k of one mma
             share<HIGH / (8 * K), COLUMNS / U * 8, THREADS>([&](int block, int i) {
@@ -128,30 +135,28 @@ __device__ __forceinline__ void load_matrix(char* matrix, const Factors4<T>& fac
     } else {
         share<P, COLUMNS, THREADS>([&](int k, int j) {
             if constexpr (S::COUNT == 1) put_one(k, j, from[k * p + j * q]);
-            else put_one(k, j, element<N, Factors...>(factors, k, first + j));
+            else put_one(k, j, element(N, factors, k, first + j, typename S::Product()));
         });
     }
     if constexpr (HIGH > P) share<HIGH - P, PADDED, THREADS>([&](int k, int j) { put_one(P + k, j, M(0.0f)); });
     if constexpr (PADDED > COLUMNS) share<P, PADDED - COLUMNS, THREADS>([&](int k, int j) { put_one(k, COLUMNS + j, M(0.0f)); });
 }
 
-// Prefetch the factors of a product, or of all steps, into L2, from factor N on.
-template <int N, typename T, class... Factors>
-__device__ __forceinline__ void prefetch_factors(const Factors4<T>& factors, Merged<Factors...>) {
-    int n = N;
+// Prefetch the factors of a product, or of all steps, into L2, from factor n on.
+template <typename T, class... Factors>
+__device__ __forceinline__ void prefetch_factors(int n, const Factors4<T>& factors, Merged<Factors...>) {
     ((prefetch_factor(factors.at[n], Factors::P, Factors::Q, factors.p[n], factors.q[n]), ++n), ...);
 }
-template <int N, typename T, class S, class... Others>
-__device__ __forceinline__ void prefetch_factors(const Factors4<T>& factors, Steps4<S, Others...>) {
-    prefetch_factors<N>(factors, typename S::Product());
-    if constexpr (sizeof...(Others)) prefetch_factors<N + S::COUNT>(factors, Steps4<Others...>());
+template <typename T, class... Steps>
+__device__ __forceinline__ void prefetch_factors(int n, const Factors4<T>& factors, Steps4<Steps...>) {
+    ((prefetch_factors(n, factors, typename Steps::Product()), n += Steps::COUNT), ...);
 }
 
 // Copy the matrices of the steps to shared memory, from factor N on.
 template <class Plan, int N, int RIGHT, typename T, class S, class... Others>
 __device__ __forceinline__ void load_matrices(char* to, const Factors4<T>& factors, int slice, Steps4<S, Others...>) {
     constexpr int COLUMNS = N == 0 ? Plan::COLUMNS : S::Q;
-    load_matrix<Plan, N, RIGHT, COLUMNS>(to, factors, N == 0 ? slice * COLUMNS : 0, S());
+    load_matrix<Plan, S, N, RIGHT, COLUMNS>(to, factors, N == 0 ? slice * COLUMNS : 0);
     if constexpr (N == 0) cp_async_commit();  // step 0 waits only for its matrix and its tile
     if constexpr (sizeof...(Others))
         load_matrices<Plan, N + S::COUNT, RIGHT * COLUMNS>(to + matrix_bytes<Plan, N == 0, T, S>(), factors, slice, Steps4<Others...>());
@@ -167,9 +172,7 @@ __device__ __forceinline__ void load_tile4(T* to, const T* x, int rows) {
     for (int e = begin + thread * W; e < (end + UNIT - 1) / UNIT * UNIT; e += threads * W) {
         const T* from = x + e / Plan::R * Plan::C + e % Plan::R;
         bool in = e < (Plan::WHOLE && rows < Plan::L ? min(rows * (Plan::P * Plan::R), end) : end);
-        if constexpr (Plan::BYTES == 16) cp_async_16(shared_address(to + In::at(e)), from, in);
-        else if constexpr (Plan::BYTES >= 4) cp_async<Plan::BYTES>(shared_address(to + In::at(e)), from, in);
-        else to[In::at(e)] = in ? *from : T(0.0f);
+        copy_or_zero<Plan::BYTES>(to + In::at(e), from, in);
     }
 }
 

@@ -14,6 +14,7 @@
 //            rounded to the type.
 // Experiments: docs/notes/kron_linear.md.
 #pragma once
+#include "common/reduce.cuh"
 #include "tile.cuh"
 
 // The padded length of a row of n elements: accesses along rows and along columns have no bank conflicts.
@@ -58,20 +59,21 @@ struct Batches {
     __device__ static constexpr int b(int n) { return n / INNER * B1 + n % INNER * B2; }
 };
 
-// A lane's two elements of a row: k is t and t + 4, or with PAIRED 2 t and 2 t + 1, which are one vector if the operand is contiguous along
-// k.
-template <bool PAIRED, bool SPLIT, class From>
-__device__ __forceinline__ void fetch_two(float (&v)[2], const float* p) {
+using Once = Batches<1, 1, 0, 0, 0, 0>;  // a single product
+
+// A lane's two elements of a row, in TF32 or SPLIT, STEP apart: k is t and t + 4, or with PAIRED 2 t and 2 t + 1, which are one vector if
+// the operand is contiguous along k.
+template <bool PAIRED, bool SPLIT, class From, int STEP>
+__device__ __forceinline__ void fetch_two(float* big, float* small, const float* p) {
     int t = threadIdx.x % 4;
-    if constexpr (From::K == 1) {
-        Vec<float, 2> two = load_vec<float, 2>(p + 2 * t);
-        v[0] = two.v[0];
-        v[1] = two.v[1];
-    } else {
+    float v[2];
+    if constexpr (From::K == 1) load_to<2>(v, p + 2 * t);
 #pragma unroll
-        for (int i = 0; i < 2; ++i) v[i] = p[(PAIRED ? 2 * t + i : t + 4 * i) * From::K];
+    for (int i = 0; i < 2; ++i) {
+        if constexpr (From::K > 1) v[i] = p[(PAIRED ? 2 * t + i : t + 4 * i) * From::K];
+        if constexpr (SPLIT) split_tf32(v[i], big[i * STEP], small[i * STEP]);
+        else big[i * STEP] = to_tf32(v[i]);
     }
-    if constexpr (!SPLIT) v[0] = to_tf32(v[0]), v[1] = to_tf32(v[1]);
 }
 
 // sums += a b for RUN values of k, with 16 MI rows and 8 NI columns. `high`: the offset of rows 8 to 15 of the last 16 rows (0: there are
@@ -88,22 +90,11 @@ __device__ __forceinline__ void multiply_add(float (&sums)[MI][NI][4], const flo
         for (int m = 0; m < MI; ++m)
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                float v[2];
-                fetch_two<PAIRED, SPLIT, A>(v, a + (16 * m + g) * A::ROW + k * A::K + (i ? m == MI - 1 ? high : 8 * A::ROW : 0));
-#pragma unroll
-                for (int e = 0; e < 2; ++e)
-                    if constexpr (SPLIT) split_tf32(v[e], x[0][m][i + 2 * e], x[1][m][i + 2 * e]);
-                    else x[0][m][i + 2 * e] = v[e];
+                const float* from = a + (16 * m + g) * A::ROW + k * A::K + (i ? m == MI - 1 ? high : 8 * A::ROW : 0);
+                fetch_two<PAIRED, SPLIT, A, 2>(x[0][m] + i, x[1][m] + i, from);
             }
 #pragma unroll
-        for (int n = 0; n < NI; ++n) {
-            float v[2];
-            fetch_two<PAIRED, SPLIT, B>(v, b + (8 * n + g) * B::ROW + k * B::K);
-#pragma unroll
-            for (int e = 0; e < 2; ++e)
-                if constexpr (SPLIT) split_tf32(v[e], y[0][n][e], y[1][n][e]);
-                else y[0][n][e] = v[e];
-        }
+        for (int n = 0; n < NI; ++n) fetch_two<PAIRED, SPLIT, B, 1>(y[0][n], y[1][n], b + (8 * n + g) * B::ROW + k * B::K);
 #pragma unroll
         for (int i = SPLIT ? 2 : 0; i >= 0; --i)  // small products first
 #pragma unroll
@@ -113,7 +104,7 @@ __device__ __forceinline__ void multiply_add(float (&sums)[MI][NI][4], const flo
     }
     if constexpr (SPLIT)
 #pragma unroll
-        for (int e = 0; e < MI * NI * 4; ++e) sums[e / 4 / NI][e / 4 % NI][e % 4] += part[e / 4 / NI][e / 4 % NI][e % 4];
+        for (int m = 0; m < MI; ++m) add(sums[m], part[m]);
 }
 
 // The same for 16-bit types. If RUN is 8, the other half of k is zeros.
@@ -128,37 +119,26 @@ __device__ __forceinline__ void multiply_add(float (&sums)[MI][NI][4], const T* 
         for (int m = 0; m < MI; ++m) {  // 8x8 tiles: rows 0 to 7, rows 8 to 15; then the same 8 further along k
             const T* from = a + 16 * m * A::ROW + k * A::K + (tile % 2 ? m == MI - 1 ? high : 8 * A::ROW : 0);
             from += (A::K == 1 ? row * A::ROW : row * A::K) + tile / 2 % HALVES * (8 * A::K);
-            if constexpr (HALVES == 2) {
-                load_tiles<A::K != 1>(x[m], shared_address(from));
-            } else {
-                unsigned two[2];
-                load_tiles<A::K != 1>(two, shared_address(from));
-                x[m][0] = two[0];
-                x[m][1] = two[1];
-            }
+            load_tiles<A::K != 1>(reinterpret_cast<unsigned (&)[2 * HALVES]>(x[m]), shared_address(from));
         }
 #pragma unroll
         for (int n = 0; n < NI; n += HALVES == 2 && NI % 2 ? 1 : 2) {  // 8x8: 8 columns, the same 8 further along k; then the next 8
             int column = HALVES == 2 ? tile / 2 : tile % 2, half = HALVES == 2 ? tile % 2 : 0;
             const T* from = b + (n + (n + 1 < NI ? column : 0)) * (8 * B::ROW) + k * B::K + half * (8 * B::K);
             from += B::K == 1 ? row * B::ROW : row * B::K;
-            if constexpr (HALVES == 2 && NI % 2 == 0) {
-                unsigned four[4];
-                load_tiles<B::K != 1>(four, shared_address(from));
-#pragma unroll
-                for (int i = 0; i < 4; ++i) y[n + i / 2][i % 2] = four[i];
+            if constexpr (HALVES == 2) {
+                load_tiles<B::K != 1>(reinterpret_cast<unsigned (&)[NI % 2 ? 2 : 4]>(y[n]), shared_address(from));
             } else {
                 unsigned two[2];
                 load_tiles<B::K != 1>(two, shared_address(from));
                 y[n][0] = two[0];
-                if (HALVES == 2) y[n][1] = two[1];
-                else if (n + 1 < NI) y[n + 1][0] = two[1];
+                if (n + 1 < NI) y[n + 1][0] = two[1];
             }
         }
 #pragma unroll
         for (int m = 0; m < MI; ++m)
 #pragma unroll
-            for (int n = 0; n < NI; ++n) mma_16_bit(sums[m][n], x[m], y[n], T());
+            for (int n = 0; n < NI; ++n) mma_16_bit<T>(sums[m][n], x[m], y[n]);
     }
 }
 
@@ -172,7 +152,7 @@ __device__ __forceinline__ void multiply_add_fma(float (&sums)[MI][NI][4], const
 #pragma unroll
         for (int i = 0; i < 2 * MI; ++i) {
             const float* from = a + (i / 2 * 16 + g) * A::ROW + k * A::K + (i % 2 ? i / 2 == MI - 1 ? high : 8 * A::ROW : 0);
-            if constexpr (A::K == 1) unpack(x[i / 2][i % 2], load_vec<float, 4>(from));
+            if constexpr (A::K == 1) load_to<4>(x[i / 2][i % 2], from);
             else
 #pragma unroll
                 for (int e = 0; e < 4; ++e) x[i / 2][i % 2][e] = from[e * A::K];
@@ -182,7 +162,7 @@ __device__ __forceinline__ void multiply_add_fma(float (&sums)[MI][NI][4], const
             const float* from = b + (8 * n + 2 * t) * B::ROW + k * B::K;
             if constexpr (B::K == 1) {
 #pragma unroll
-                for (int j = 0; j < 2; ++j) unpack(y[n][j], load_vec<float, 4>(from + j * B::ROW));
+                for (int j = 0; j < 2; ++j) load_to<4>(y[n][j], from + j * B::ROW);
             } else {
 #pragma unroll
                 for (int e = 0; e < 4; ++e) {
@@ -286,7 +266,7 @@ __device__ __forceinline__ void contract_run(float (&sums)[MI][NI][4], const T* 
         float part[MI][NI][4] = {};
         multiply_add_fma<MI, NI, RUN, A, B>(part, a, b, high);
 #pragma unroll
-        for (int e = 0; e < MI * NI * 4; ++e) sums[e / 4 / NI][e / 4 % NI][e % 4] += part[e / 4 / NI][e / 4 % NI][e % 4];
+        for (int m = 0; m < MI; ++m) add(sums[m], part[m]);
     } else {
         multiply_add<Plan::SPLIT, MI, NI, RUN, A, B>(sums, a, b, high);
     }
@@ -363,8 +343,7 @@ __device__ __forceinline__ void separate(float* to, const float* all, const Fact
                 }
                 sum += all[k * W::Q + j] * value;
             }
-#pragma unroll
-            for (int lanes = 16; lanes; lanes /= 2) sum += __shfl_xor_sync(~0u, sum, lanes);
+            sum = warp_reduce<Sum>(sum);
             if (threadIdx.x % 32 == 0) to[output] = float(sum);
         }
     }
@@ -386,9 +365,7 @@ template <class Plan, int P1, int P2, int H1, int S1, typename T>
 __device__ __forceinline__ void load_arrays(T* to, const T* from, int rows, long long columns) {
     for_each_vector<Plan, P1, P2, H1, S1, Plan::BYTES / sizeof(T)>([&](int l, int r, long long at, int here) {
         bool in = l < rows && (Plan::C % Plan::R == 0 || r < columns);
-        if constexpr (Plan::BYTES == 16) cp_async_16(shared_address(to + here), from + at, in);
-        else if constexpr (Plan::BYTES >= 4) cp_async<Plan::BYTES>(shared_address(to + here), from + at, in);
-        else to[here] = in ? from[at] : T(0.0f);
+        copy_or_zero<Plan::BYTES>(to + here, from + at, in);
     });
 }
 
@@ -416,15 +393,14 @@ __device__ __forceinline__ void place_factor(T* to, const Number& number) {
 }
 
 // Copy the matrix of a (merged) factor, from factor N on, 16 bytes at a time along the dimension that is contiguous.
-template <class Plan, int N, int K, int J, class... Factors, typename T>
-__device__ __forceinline__ void load_factor(T* to, const Factors4<T>& factors, Merged<Factors...>) {
-    using W = Merged<Factors...>;
+template <class Plan, int N, int K, int J, class W, typename T>
+__device__ __forceinline__ void load_factor(T* to, const Factors4<T>& factors, W) {
     constexpr int V = 16 / sizeof(T);
     if constexpr (W::COUNT > 0) {
         long long p = factors.p[N], q = factors.q[N];
         const T* from = factors.at[N];
         auto neighbours = [&](int k, int j) { return load_vec<T, V>(from + k * p + j * q); };
-        auto one = [&](int k, int j) { return Vec<T, 1>{T(element<N, Factors...>(factors, k, j))}; };
+        auto one = [&](int k, int j) { return Vec<T, 1>{T(element(N, factors, k, j, W()))}; };
         if constexpr (W::COUNT == 1 && W::P % V == 0 && W::Q % V == 0) {
             bool aligned = reinterpret_cast<unsigned long long>(from) % 16 == 0;
             if (aligned && q == 1 && p % V == 0) place_factor<Plan, W::P, W::Q, K, J, 1, V>(to, neighbours);
@@ -459,18 +435,6 @@ __device__ __forceinline__ void load_chunk(T* to, const T* from, int k0, int row
         bool in = l < rows && k0 + k < N && r < columns;
         int here = l * Plan::along_l(K) + k * Plan::ALONG_K + r;
         const T* x = from + (l * N + k0 + k) * C + r;
-        if constexpr (Plan::BYTES == 16) cp_async_16(shared_address(to + here), x, in);
-        else if constexpr (Plan::BYTES >= 4) cp_async<Plan::BYTES>(shared_address(to + here), x, in);
-        else to[here] = in ? *x : T(0.0f);
+        copy_or_zero<Plan::BYTES>(to + here, x, in);
     }
-}
-
-// Add a chunk's products to a warp's part of the outputs.
-template <class Plan, class S, typename T>
-__device__ __forceinline__ void contract_chunk(float (&sums)[S::MI][S::NI][4], const T* z, const T* h, S) {
-    constexpr int K = Plan::K, J = Plan::J, FIBERS = Plan::L * Plan::R;
-    constexpr bool ROWS = Plan::R > 1;
-    using Z = Operand<ROWS ? Plan::ALONG_K : 1, ROWS ? 1 : Plan::along_l(K)>;
-    using H = Operand<ROWS ? Plan::ALONG_K : 1, ROWS ? 1 : Plan::along_l(J)>;
-    contract_all<Plan, Merged<>, K, J, FIBERS, Z, H, Batches<1, 1, 0, 0, 0, 0>>(sums, z, h, S());
 }

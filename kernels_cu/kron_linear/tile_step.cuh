@@ -3,6 +3,7 @@
 #include "common/math.cuh"
 #include "common/pack.cuh"
 #include "common/ptx/mma.cuh"
+#include "common/ptx/wgmma.cuh"
 #include "common/vec.cuh"
 
 // A swizzled layout of shared memory, see tile.cuh. V: elements in 16 bytes.
@@ -79,21 +80,48 @@ struct Global4 {
     T* out;
     const T *bias, *residual;
     long long first, features;
-    int rows;
+    int rows;  // of the tile; in small_factors.cuh elements
     // `one` is 1; the compiler does not know this. Results that are stored as a vector are in consecutive registers. If accumulators
     // themselves were, they would often share a register bank with an operand, and an FMA with two operands in one bank stalls. Multiplying
     // by `one` separates the two.
     compute_t<T> scale, one;
+
+    __device__ __forceinline__ long long in_row(long long at) const { return bias ? at % features : 0; }  // the element of the bias
 };
+
+// Load N neighbours and convert them to the compute type. `to` is a part of an array.
+template <int N, typename A, typename T>
+__device__ __forceinline__ void load_to(A* to, const T* from) {
+    unpack(reinterpret_cast<A(&)[N]>(*to), load_vec<T, N>(from));
+}
+
+// part = scale part + bias + residual, for N neighbours of an output: the first is element i of the bias and element j of the residual,
+// which may be null pointers.
+template <bool ADDED, typename T, typename F, int N>
+__device__ __forceinline__ void finish(F (&part)[N], F scale, const T* bias, long long i, const T* residual, long long j) {
+#pragma unroll
+    for (int e = 0; e < N; ++e) {
+        part[e] *= scale;
+        if (ADDED && bias) part[e] += load_as(bias[i + e]);
+        if (ADDED && residual) part[e] += load_as(residual[j + e]);
+    }
+}
+
+// sums += d for accumulators, in the columns from 8 * `from` on.
+template <int M, int N>
+__device__ __forceinline__ void add(float (&sums)[M][4], const float (&d)[N][4], int from = 0) {
+#pragma unroll
+    for (int e = 0; e < 4 * N; ++e) sums[from + e / 4][e % 4] += d[e / 4][e % 4];
+}
 
 // The index of element j of fiber f in an array [left][N][RIGHT].
 template <int N, int RIGHT>
-__device__ constexpr int spot(int f, int j) {
+__device__ constexpr int index_of(int f, int j) {
     return (f / RIGHT * N + j) * RIGHT + f % RIGHT;
 }
 
 // Where the results of a step go: element j of fiber f. `place` (shared memory) and `at` (global memory) belong to the thread's first
-// result. The others are at constant offsets from it if LINEAR (see below).
+// result.
 template <class Plan, class S, int Q, int RIGHT, class Out, bool LAST>
 struct Sums4 {
     int l, place;
@@ -111,12 +139,12 @@ struct Sums4 {
     __device__ __forceinline__ void set(int f, int j, const Global4<T>& global) {
         l = f / RIGHT;
         if constexpr (LAST) at = global.first + along(f, j);
-        else place = Out::at(spot<Q, RIGHT>(f, j));
+        else place = Out::at(index_of<Q, RIGHT>(f, j));
     }
 
     // Store N results from (f, j), relative to the thread's first, on. They are neighbours along j if RIGHT is 1, otherwise along f.
     template <int N, typename F, typename T>
-    __device__ __forceinline__ void store(F* tile, const Global4<T>& global, int f, int j, const F (&sums)[N]) const {
+    __device__ __forceinline__ void store(F* tile, const Global4<T>& global, int f, int j, F (&sums)[N]) const {
         if constexpr (!LAST) {
             Vec<F, N> v;
 #pragma unroll
@@ -124,21 +152,39 @@ struct Sums4 {
                 if constexpr (Plan::IN_TF32) v.v[i] = to_tf32(sums[i]);
                 else v.v[i] = sums[i] * global.one;
             }
-            store_vec(tile + Out::join(place, Out::at(spot<Q, RIGHT>(f, j))), v);
+            store_vec(tile + Out::join(place, Out::at(index_of<Q, RIGHT>(f, j))), v);
         } else {
             constexpr int W = Plan::BYTES / sizeof(T), G = Plan::WHOLE ? N : gcd(N, W ? W : 1);
             if (l + f / RIGHT >= global.rows) return;
             long long first = at + along(f, j);
 #pragma unroll
             for (int n = 0; n < N; n += G) {
-                F part[G];
-#pragma unroll
-                for (int i = 0; i < G; ++i) {
-                    part[i] = sums[n + i] * global.scale;
-                    if (Plan::ADDED && global.bias) part[i] += load_as(global.bias[first % global.features + n + i]);
-                    if (Plan::ADDED && global.residual) part[i] += load_as(global.residual[first + n + i]);
-                }
+                F(&part)[G] = reinterpret_cast<F(&)[G]>(sums[n]);
+                finish<Plan::ADDED>(part, global.scale, global.bias, global.in_row(first) + n, global.residual, first + n);
                 store_vec(global.out + first + n, pack<T, G>(part));
+            }
+        }
+    }
+
+    // Store all results of a thread: N x M parts of SIDE neighbours. Part (n, m) begins at fiber f0 + fiber(n) and column j0 + column(m),
+    // and its element e is number(n, m, e). LINEAR: all parts are at constant offsets from the first.
+    template <bool LINEAR, int ALL, int N, int M, int SIDE, typename F, typename T, class Fiber, class Column, class Number>
+    __device__ static __forceinline__ void store_all(F* tile, const Global4<T>& global, int f0, int j0, const Fiber& fiber,
+                                                     const Column& column, const Number& number) {
+        Sums4 to;
+        to.set(f0, j0, global);
+#pragma unroll
+        for (int n = 0; n < N; ++n) {
+            int f = fiber(n);
+            if (f0 + f >= ALL) continue;
+            if (!LINEAR) to.set(f0 + f, j0, global);
+#pragma unroll
+            for (int m = 0; m < M; ++m) {
+                if (S::PADDED > Q && j0 + column(m) >= Q) continue;
+                F part[SIDE];
+#pragma unroll
+                for (int e = 0; e < SIDE; ++e) part[e] = number(n, m, e);
+                to.store(tile, global, LINEAR ? f : 0, column(m), part);
             }
         }
     }
@@ -158,8 +204,8 @@ __device__ __forceinline__ void multiply4(const In* in, const In* rest, F* tile,
     int from[S::FIBERS / FV];
 #pragma unroll
     for (int i = 0; i < S::FIBERS / FV; ++i) {
-        if (LINEAR) from[i] = S::In::join(S::In::at(spot<P, RIGHT>(f0 + lf * FV, 0)), S::In::at(spot<P, RIGHT>(i * STEP, 0)));
-        else from[i] = S::In::at(spot<P, RIGHT>(min(f0 + i * STEP + lf * FV, ALL - FV), 0));
+        if (LINEAR) from[i] = S::In::join(S::In::at(index_of<P, RIGHT>(f0 + lf * FV, 0)), S::In::at(index_of<P, RIGHT>(i * STEP, 0)));
+        else from[i] = S::In::at(index_of<P, RIGHT>(min(f0 + i * STEP + lf * FV, ALL - FV), 0));
     }
     F sums[S::FIBERS][S::COLUMNS] = {};
     w += j0;
@@ -174,23 +220,13 @@ __device__ __forceinline__ void multiply4(const In* in, const In* rest, F* tile,
 #pragma unroll
             for (int i = 0; i < S::FIBERS; i += FV) {
                 const In* p = source + S::In::join(at[i / FV], S::In::at(k * RIGHT));
-                if constexpr (KV > 1) {
-                    unpack(x[i], load_vec<In, KV>(p));
-                } else {
-                    Vec<In, FV> v = load_vec<In, FV>(p);
-#pragma unroll
-                    for (int e = 0; e < FV; ++e) x[i + e][0] = load_as(v.v[e]);
-                }
+                load_to<KV == 1 ? FV : KV>(x[i], p);
             }
 #pragma unroll
             for (int kk = 0; kk < KV; ++kk) {
                 F c[S::COLUMNS];
 #pragma unroll
-                for (int j = 0; j < S::COLUMNS; j += JV) {
-                    Vec<M, JV> v = load_vec<M, JV>(w + (k + kk) * S::PADDED + j * LC);
-#pragma unroll
-                    for (int e = 0; e < JV; ++e) c[j + e] = load_as(v.v[e]);
-                }
+                for (int j = 0; j < S::COLUMNS; j += JV) load_to<JV>(c + j, w + (k + kk) * S::PADDED + j * LC);
 #pragma unroll
                 for (int n = 0; n < S::FIBERS * S::COLUMNS; ++n) {  // back and forth, so that one operand is reused
                     int j = n / S::FIBERS, i = j % 2 ? S::FIBERS - 1 - n % S::FIBERS : n % S::FIBERS;
@@ -201,26 +237,11 @@ __device__ __forceinline__ void multiply4(const In* in, const In* rest, F* tile,
         w += KC * S::PADDED;
     }
     after();
-    Sums4<Plan, S, Q, RIGHT, Out, LAST> to;
-    to.set(f0 + lf * FV, j0, global);
-#pragma unroll
-    for (int i = 0; i < S::FIBERS; i += FV) {
-        int f = i * S::LANES;
-        if (f0 + lf * FV + f >= ALL) continue;
-        if (!LINEAR) {
-            to.set(f0 + lf * FV + f, j0, global);
-            f = 0;
-        }
-#pragma unroll
-        for (int j = 0; j < S::COLUMNS; j += RIGHT == 1 ? QV : 1) {
-            int n = j / JV * (JV * LC) + j % JV;
-            if (S::PADDED > Q && j0 + n >= Q) continue;
-            F part[RIGHT == 1 ? QV : FV];
-#pragma unroll
-            for (int e = 0; e < (RIGHT == 1 ? QV : FV); ++e) part[e] = RIGHT == 1 ? sums[i][j + e] : sums[i + e][j];
-            to.store(tile, global, f, n, part);
-        }
-    }
+    constexpr int EACH = RIGHT == 1 ? QV : 1;
+    Sums4<Plan, S, Q, RIGHT, Out, LAST>::template store_all<LINEAR, ALL, S::FIBERS / FV, S::COLUMNS / EACH, RIGHT == 1 ? QV : FV>(
+        tile, global, f0 + lf * FV, j0, [](int n) { return n * FV * S::LANES; },
+        [](int m) { return m * EACH / JV * (JV * LC) + m * EACH % JV; },
+        [&](int n, int m, int e) { return RIGHT == 1 ? sums[n * FV][m * EACH + e] : sums[n * FV + e][m]; });
 }
 
 // ------------------------------------------------------------------------------------------------- on tensor cores
@@ -250,12 +271,19 @@ __device__ __forceinline__ unsigned pair_of(T a, T b) {
     Vec<T, 2> pair = {a, b};
     return *reinterpret_cast<unsigned*>(&pair);
 }
-__device__ __forceinline__ void mma_16_bit(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2], __half) { mma_f16(d, a, b); }
-__device__ __forceinline__ void mma_16_bit(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2], __nv_bfloat16) {
-    mma_bf16(d, a, b);
-}
 template <typename T>
-__device__ __forceinline__ void mma_16_bit(float (&)[4], const unsigned (&)[4], const unsigned (&)[2], T) {}  // never called
+__device__ __forceinline__ void mma_16_bit(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
+    if constexpr (IS_BF16<T>) mma_bf16(d, a, b);
+    else mma_f16(d, a, b);
+}
+
+// Split two floats into two bfloat16 numbers each: the first is truncated, the second is the rounded rest. For infinities and NaN the
+// second is NaN.
+__device__ __forceinline__ void cut_pair(float low, float high, unsigned& big, unsigned& small) {
+    big = __byte_perm(__float_as_uint(low), __float_as_uint(high), 0x7632);
+    narrow(reinterpret_cast<__nv_bfloat162&>(small),
+           make_float2(low - __uint_as_float(big << 16), high - __uint_as_float(big & 0xffff0000)));
+}
 
 // The swizzle of row k of a step's matrix in shared memory: lanes that load from 4 rows have no bank conflicts.
 template <class Plan, class S, int RIGHT>
@@ -275,35 +303,6 @@ __device__ __forceinline__ int place_of(int k, int j) {
     return (((k / (8 * K) * (S::PADDED / 16) + m) * 32 + j / WIDE % 8 * 4 + t) * 4 + h * 2 + j % 2) * K + k % K;
 }
 
-// sums += c x, for 8 DEPTH values of k. Tensor cores truncate when they add. Therefore few products are accumulated from zero, and the
-// result is added to `sums` by ordinary additions.
-template <int MS, int NS, int DEPTH, class Fetch>
-__device__ __forceinline__ void multiply_split(float (&sums)[MS][NS][4], float (&x)[DEPTH][NS][2], const Fetch& fetch) {
-    float small_x[DEPTH][NS][2];
-#pragma unroll
-    for (int i = 0; i < DEPTH * NS * 2; ++i) {
-        float& number = x[i / (2 * NS)][i / 2 % NS][i % 2];
-        split_tf32(number, number, small_x[i / (2 * NS)][i / 2 % NS][i % 2]);
-    }
-#pragma unroll
-    for (int m = 0; m < MS; ++m) {
-        float products[NS][4] = {};
-#pragma unroll
-        for (int d = 0; d < DEPTH; ++d) {
-            float c[4], small_c[4];
-            fetch(c, small_c, d, m);
-#pragma unroll
-            for (int n = 0; n < NS; ++n) mma_tf32(products[n], small_c, x[d][n]);
-#pragma unroll
-            for (int n = 0; n < NS; ++n) mma_tf32(products[n], c, small_x[d][n]);
-#pragma unroll
-            for (int n = 0; n < NS; ++n) mma_tf32(products[n], c, x[d][n]);
-        }
-#pragma unroll
-        for (int i = 0; i < NS * 4; ++i) sums[m][i / 4][i % 4] += products[i / 4][i % 4];
-    }
-}
-
 // The elements of a lane (g = lane / 4, t = lane % 4). mma_tf32 has two adjacent fibers per lane, 2 t and 2 t + 1. If RIGHT is 1, they are
 // neighbours in the array. Otherwise a lane has 4 neighbours, from 4 products, the two fibers are PAIR apart, and the four lanes t are
 // neighbours as far as RIGHT allows, so that together they store whole sectors.
@@ -316,148 +315,100 @@ struct Lanes4 {
     __device__ static constexpr int fiber(int t) { return ONE ? 2 * t : PAIR == 16 ? 4 * t : PAIR == 8 ? t % 2 * 4 + t / 2 * 16 : 8 * t; }
 };
 
-// sums += the products of `count` 16-bit elements of each fiber, without conversion, with zeros beyond the last.
-template <class S, int RIGHT, int MS, int NS, int FROM, typename In>
-__device__ __forceinline__ void multiply_pairs(float (&sums)[MS][NS][4], const In* source, const int (&from)[FROM], const In* w,
-                                               int count) {
-#pragma unroll 2
-    for (int k0 = 0; k0 < count; k0 += 16) {
-        unsigned x[NS][2], c[MS][4];
-        int first = k0 + threadIdx.x % 4 * (RIGHT == 1 ? 4 : 2);
-#pragma unroll
-        for (int i = 0; i < FROM; ++i) {
-            int at = S::In::join(from[i], S::In::at(k0 * RIGHT));
-            if constexpr (RIGHT == 1) {
-                Vec<In, 4> v = {};
-                if (S::P % 16 == 0 || first < S::P) v = load_vec<In, 4>(source + at);
-                x[i][0] = pair_of(v.v[0], v.v[1]);
-                x[i][1] = pair_of(v.v[2], v.v[3]);
-            } else {
-#pragma unroll
-                for (int h = 0; h < 2; ++h) {
-                    Vec<In, 4> even = {}, odd = {};
-                    if (S::P % 16 == 0 || first + 8 * h < S::P) {
-                        even = load_vec<In, 4>(source + S::In::join(at, S::In::at(8 * h * RIGHT)));
-                        odd = load_vec<In, 4>(source + S::In::join(at, S::In::at((8 * h + 1) * RIGHT)));
-                    }
-#pragma unroll
-                    for (int e = 0; e < 4; ++e) x[i * 4 + e][h] = pair_of(even.v[e], odd.v[e]);
-                }
-            }
-        }
-#pragma unroll
-        for (int m = 0; m < MS; ++m) {
-            Vec<unsigned, 4> v = load_vec<unsigned, 4>(reinterpret_cast<const unsigned*>(w + m * 256));
-#pragma unroll
-            for (int e = 0; e < 4; ++e) c[m][e] = v.v[e];
-        }
-        w += S::PADDED * 16;
-#pragma unroll
-        for (int m = 0; m < MS; ++m)
-#pragma unroll
-            for (int n = 0; n < NS; ++n) mma_16_bit(sums[m][n], c[m], x[n], In());
-    }
-}
-
-// Load a lane's elements of a warp's fibers for 8 values of k, from k on, with zeros beyond the last. ROUND: to TF32.
-template <class S, int RIGHT, bool ROUND, int NS, int FROM, typename In>
-__device__ __forceinline__ void fetch_fibers(float (&x)[NS][2], const In* source, const int (&from)[FROM], int k) {
-    auto number = [](In v) { return ROUND ? to_tf32(load_as(v)) : load_as(v); };
-    int first = k + threadIdx.x % 4 * (RIGHT == 1 ? 2 : 1);
+// Load a lane's elements of a warp's fibers as operand b, from k on, with zeros beyond the last: for 8 values of k in float, ROUNDed to
+// TF32, or for 16 in 16-bit types, without conversion. EACH: elements per register.
+template <class S, int RIGHT, int EACH, bool ROUND, typename U, int NS, int FROM, typename In>
+__device__ __forceinline__ void fetch_fibers(U (&x)[NS][2], const In* source, const int (&from)[FROM], int k) {
+    auto operand = [](In a, In b) {
+        if constexpr (EACH == 2) return pair_of(a, b);
+        else return ROUND ? to_tf32(load_as(a)) : load_as(a);
+    };
+    int first = k + threadIdx.x % 4 * (RIGHT == 1 ? 2 * EACH : EACH);
 #pragma unroll
     for (int i = 0; i < FROM; ++i) {
         int at = S::In::join(from[i], S::In::at(k * RIGHT));
         if constexpr (RIGHT == 1) {
-            Vec<In, 2> v = {};
-            if (S::P % 8 == 0 || first < S::P) v = load_vec<In, 2>(source + at);
-            x[i][0] = number(v.v[0]);
-            x[i][1] = number(v.v[1]);
+            Vec<In, 2 * EACH> v = {};
+            if (S::P % (8 * EACH) == 0 || first < S::P) v = load_vec<In, 2 * EACH>(source + at);
+            x[i][0] = operand(v.v[0], v.v[EACH - 1]);
+            x[i][1] = operand(v.v[EACH], v.v[2 * EACH - 1]);
         } else {
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
-                Vec<In, 4> v = {};
-                if (S::P % 8 == 0 || first + 4 * h < S::P) v = load_vec<In, 4>(source + S::In::join(at, S::In::at(4 * h * RIGHT)));
+                Vec<In, 4> v[EACH] = {};
+                if (S::P % (8 * EACH) == 0 || first + 4 * EACH * h < S::P)
 #pragma unroll
-                for (int e = 0; e < 4; ++e) x[i * 4 + e][h] = number(v.v[e]);
+                    for (int e = 0; e < EACH; ++e) v[e] = load_vec<In, 4>(source + S::In::join(at, S::In::at((4 * EACH * h + e) * RIGHT)));
+#pragma unroll
+                for (int e = 0; e < 4; ++e) x[i * 4 + e][h] = operand(v[0].v[e], v[EACH - 1].v[e]);
             }
         }
     }
 }
 
-// sums += the products of `count` elements of each fiber, in TF32.
-template <class S, int RIGHT, bool ROUND, int MS, int NS, int FROM, typename In>
-__device__ __forceinline__ void multiply_tf32(float (&sums)[MS][NS][4], const In* source, const int (&from)[FROM], const float* w,
-                                              int count) {
-#pragma unroll 2
-    for (int k0 = 0; k0 < count; k0 += 8) {
-        float x[NS][2], c[MS][4];
-        fetch_fibers<S, RIGHT, ROUND>(x, source, from, k0);
+// sums += the products of `count` elements of each fiber: in TF32, or with PAIRS of 16-bit types.
+template <class S, int RIGHT, bool PAIRS, bool ROUND, int UNROLL, int MS, int NS, int FROM, typename In, typename M>
+__device__ __forceinline__ void multiply_once(float (&sums)[MS][NS][4], const In* source, const int (&from)[FROM], const M* w, int count) {
+    constexpr int EACH = PAIRS ? 2 : 1;
+    using U = conditional_t<PAIRS, unsigned, float>;
+#pragma unroll(UNROLL)
+    for (int k0 = 0; k0 < count; k0 += 8 * EACH) {
+        U x[NS][2], c[MS][4];
+        fetch_fibers<S, RIGHT, EACH, ROUND>(x, source, from, k0);
 #pragma unroll
-        for (int m = 0; m < MS; ++m) unpack(c[m], load_vec<float, 4>(w + m * 128));
-        w += S::PADDED * 8;
+        for (int m = 0; m < MS; ++m) load_to<4>(c[m], reinterpret_cast<const U*>(w + m * 128 * EACH));
+        w += S::PADDED * 8 * EACH;
 #pragma unroll
         for (int m = 0; m < MS; ++m)
 #pragma unroll
-            for (int n = 0; n < NS; ++n) mma_tf32(sums[m][n], c[m], x[n]);
+            for (int n = 0; n < NS; ++n)
+                if constexpr (PAIRS) mma_16_bit<In>(sums[m][n], c[m], x[n]);
+                else mma_tf32(sums[m][n], c[m], x[n]);
     }
 }
 
-// The same with split numbers. Fewer products are accumulated on tensor cores if the sum is shorter, because the error of SGEMM is then
-// smaller, too.
+// The same with split numbers: few products are accumulated on tensor cores, which truncate when they add, and the result is added to
+// `sums` by ordinary additions. The shorter the sum, the fewer, because the error of SGEMM is then smaller, too.
 template <class S, int RIGHT, bool SPLIT, int UNROLL, int MS, int NS, int FROM>
 __device__ __forceinline__ void multiply_three(float (&sums)[MS][NS][4], const float* source, const int (&from)[FROM], const float* w,
                                                int count) {
     constexpr int DEPTH = S::P >= 64 && S::P % 16 == 0 && S::FIBERS <= 32 ? 2 : 1, WIDE = Lanes4<S, RIGHT>::WIDE;
 #pragma unroll(UNROLL)
     for (int k0 = 0; k0 < count; k0 += 8 * DEPTH) {
-        float x[DEPTH][NS][2];
+        float x[DEPTH][NS][2], small_x[DEPTH][NS][2];
 #pragma unroll
-        for (int d = 0; d < DEPTH; ++d) fetch_fibers<S, RIGHT, false>(x[d], source, from, k0 + 8 * d);
+        for (int d = 0; d < DEPTH; ++d) fetch_fibers<S, RIGHT, 1, false>(x[d], source, from, k0 + 8 * d);
+#pragma unroll
+        for (int i = 0; i < DEPTH * NS * 2; ++i)
+            split_tf32(x[i / NS / 2][i / 2 % NS][i % 2], x[i / NS / 2][i / 2 % NS][i % 2], small_x[i / NS / 2][i / 2 % NS][i % 2]);
         Vec<float, WIDE> rows[DEPTH][2];
-        multiply_split<MS>(sums, x, [&](float (&c)[4], float (&small)[4], int d, int m) {
-            if constexpr (SPLIT) {
-                unpack(c, load_vec<float, 4>(w + d * (S::PADDED * 8) + m * 128));
-                unpack(small, load_vec<float, 4>(w + (high<S, false>() + d * 8) * S::PADDED + m * 128));
-            } else {
 #pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    if (m % (WIDE / 2) == 0 && i % 2 == 0)
-                        rows[d][i / 2] = load_vec<float, WIDE>(w + (d * 8 + i / 2 * (RIGHT == 1 ? 1 : 4)) * S::PADDED + m * 16);
-                    split_tf32(rows[d][i / 2].v[m % (WIDE / 2) * 2 + i % 2], c[i], small[i]);
+        for (int m = 0; m < MS; ++m) {
+            float products[NS][4] = {};
+#pragma unroll
+            for (int d = 0; d < DEPTH; ++d) {
+                float c[4], small_c[4];
+                if constexpr (SPLIT) {
+                    load_to<4>(c, w + d * (S::PADDED * 8) + m * 128);
+                    load_to<4>(small_c, w + (high<S, false>() + d * 8) * S::PADDED + m * 128);
+                } else {
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) {
+                        if (m % (WIDE / 2) == 0 && i % 2 == 0)
+                            rows[d][i / 2] = load_vec<float, WIDE>(w + (d * 8 + i / 2 * (RIGHT == 1 ? 1 : 4)) * S::PADDED + m * 16);
+                        split_tf32(rows[d][i / 2].v[m % (WIDE / 2) * 2 + i % 2], c[i], small_c[i]);
+                    }
                 }
+#pragma unroll
+                for (int n = 0; n < NS; ++n) mma_tf32(products[n], small_c, x[d][n]);
+#pragma unroll
+                for (int n = 0; n < NS; ++n) mma_tf32(products[n], c, small_x[d][n]);
+#pragma unroll
+                for (int n = 0; n < NS; ++n) mma_tf32(products[n], c, x[d][n]);
             }
-        });
+            add(sums[m], products);
+        }
         w += S::PADDED * 8 * DEPTH;
-    }
-}
-
-// Store a warp's accumulators, for fibers from f0 and columns from j0 on.
-template <class Plan, class S, int Q, int RIGHT, int ALL, class Out, bool LAST, int MS, int NS, typename T>
-__device__ __forceinline__ void store_tensor(const float (&sums)[MS][NS][4], float* tile, const Global4<T>& global, int f0, int j0) {
-    using Lanes = Lanes4<S, RIGHT>;
-    constexpr bool ONE = Lanes::ONE, LINEAR = ALL % S::FIBERS == 0 && (RIGHT & (RIGHT - 1)) == 0;
-    constexpr int WIDE = Lanes::WIDE, SIDE = ONE ? WIDE : 4;
-    Sums4<Plan, S, Q, RIGHT, Out, LAST> to;
-    int f1 = f0 + Lanes::fiber(threadIdx.x % 4), j1 = j0 + threadIdx.x % 32 / 4 * WIDE;
-    to.set(f1, j1, global);
-#pragma unroll
-    for (int n = 0; n < 2 * NS / (ONE ? 1 : 4); ++n) {
-        int f = n / 2 * Lanes::FV + n % 2 * Lanes::PAIR;
-        if (f1 + f >= ALL) continue;
-        if (!LINEAR) {
-            to.set(f1 + f, j1, global);
-            f = 0;
-        }
-#pragma unroll
-        for (int m = 0; m < (ONE ? 2 * MS / WIDE : 2 * MS); ++m) {
-            int j = ONE ? m * 8 * WIDE : m / WIDE * 8 * WIDE + m % WIDE;
-            if (S::PADDED > Q && j1 + j >= Q) continue;
-            float part[SIDE];
-#pragma unroll
-            for (int e = 0; e < SIDE; ++e)
-                part[e] = ONE ? sums[(m * WIDE + e) / 2][n / 2][e % 2 * 2 + n % 2] : sums[m / 2][n / 2 * 4 + e][m % 2 * 2 + n % 2];
-            to.store(tile, global, f, j, part);
-        }
     }
 }
 
@@ -469,25 +420,31 @@ template <class Plan, class S, int Q, int LEFT, int RIGHT, class Out, bool LAST,
 __device__ __forceinline__ void multiply4_tensor(const In* in, const In* rest, float* tile, const M* w, const Global4<T>& global,
                                                  const After& after) {
     using Lanes = Lanes4<S, RIGHT>;
-    constexpr int P = S::P, ALL = LEFT * RIGHT;
-    constexpr bool LINEAR = ALL % S::FIBERS == 0 && (RIGHT & (RIGHT - 1)) == 0, PAIRS = in_pairs<S, In, M>();
+    constexpr int P = S::P, ALL = LEFT * RIGHT, WIDE = Lanes::WIDE;
+    constexpr bool LINEAR = ALL % S::FIBERS == 0 && (RIGHT & (RIGHT - 1)) == 0, PAIRS = in_pairs<S, In, M>(), ONE = Lanes::ONE;
     int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, row = t * (RIGHT == 1 ? 2 : 1);  // of the matrix
     int f0 = warp / S::GROUPS * S::FIBERS, j0 = warp % S::GROUPS * S::COLUMNS, count = f0 < ALL ? P : 0;
     const In* source = AHEAD == ALL * P || f0 * P < AHEAD ? in : rest;
     int from[S::FIBERS / Lanes::FV], mine = f0 + g % 2 * Lanes::PAIR + Lanes::fiber(g / 2);
 #pragma unroll
     for (int i = 0; i < S::FIBERS / Lanes::FV; ++i) {
-        if (LINEAR) from[i] = S::In::join(S::In::at(spot<P, RIGHT>(mine, 0)), S::In::at(spot<P, RIGHT>(i * Lanes::FV, 0)));
-        else from[i] = S::In::at(spot<P, RIGHT>(min(mine + i * Lanes::FV, ALL - Lanes::LEAST), 0));
+        if (LINEAR) from[i] = S::In::join(S::In::at(index_of<P, RIGHT>(mine, 0)), S::In::at(index_of<P, RIGHT>(i * Lanes::FV, 0)));
+        else from[i] = S::In::at(index_of<P, RIGHT>(min(mine + i * Lanes::FV, ALL - Lanes::LEAST), 0));
         from[i] = S::In::join(from[i], S::In::at((PAIRS ? 2 : 1) * row * RIGHT));
     }
     if (Plan::BY_LANES) w += (j0 / 16 * 32 + threadIdx.x % 32) * (PAIRS ? 8 : 4);
-    else w += row * S::PADDED + ((j0 + g * Lanes::WIDE) ^ turn<Plan, S, RIGHT>(row));
+    else w += row * S::PADDED + ((j0 + g * WIDE) ^ turn<Plan, S, RIGHT>(row));
     float sums[Lanes::MS][Lanes::NS][4] = {};
-    if constexpr (PAIRS) multiply_pairs<S, RIGHT>(sums, source, from, w, count);
-    else if constexpr (Plan::PRODUCTS == 3)  // with only four warps per SM there are registers for prefetching
+    // Blocks that are alone on their SM have registers for prefetching.
+    if constexpr (Plan::PRODUCTS == 3)
         multiply_three<S, RIGHT, Plan::SPLIT, Plan::THREADS * Plan::BLOCKS == 128 ? 2 : 1>(sums, source, from, w, count);
-    else multiply_tf32 < S, RIGHT, sizeof(In) == 4 && AHEAD<(1 << 30)>(sums, source, from, w, count);
+    else multiply_once<S, RIGHT, PAIRS, (sizeof(In) == 4 && AHEAD < 1 << 30), Plan::BLOCKS == 1 ? 4 : 2>(sums, source, from, w, count);
     after();
-    store_tensor<Plan, S, Q, RIGHT, ALL, Out, LAST>(sums, tile, global, f0, j0);
+    constexpr int NS = 2 * Lanes::NS / (ONE ? 1 : 4), MS = 2 * Lanes::MS / (ONE ? WIDE : 1);
+    Sums4<Plan, S, Q, RIGHT, Out, LAST>::template store_all<LINEAR, ALL, NS, MS, ONE ? WIDE : 4>(
+        tile, global, f0 + Lanes::fiber(t), j0 + g * WIDE, [](int n) { return n / 2 * Lanes::FV + n % 2 * Lanes::PAIR; },
+        [](int m) { return ONE ? m * 8 * WIDE : m / WIDE * 8 * WIDE + m % WIDE; },
+        [&](int n, int m, int e) {
+            return ONE ? sums[(m * WIDE + e) / 2][n / 2][e % 2 * 2 + n % 2] : sums[m / 2][n / 2 * 4 + e][m % 2 * 2 + n % 2];
+        });
 }
