@@ -100,7 +100,7 @@ __global__ void embedding_v2_bwd(T* dweight, compute_t<T>* partials, const T* do
     wait_for_previous();
     long long column = column_of_thread<N>(), chunk = blockIdx.x, first = chunk * CHUNK, end = min(first + CHUNK, rows);
     if (column >= features) return;
-    compute_t<T> sum[N] = {};
+    compute_t<T> sum[N] = {}, part[2][N] = {};  // of the run, and of the even and odd rows of UNROLL: short sums have small errors
     long long token = index_at(sorted, wide, first);
     bool continues = first > 0 && index_at(sorted, wide, first - 1) == token;  // the run started in an earlier chunk
     for (long long i = first; i < end; i += UNROLL) {
@@ -112,10 +112,17 @@ __global__ void embedding_v2_bwd(T* dweight, compute_t<T>* partials, const T* do
 #pragma unroll
         for (int k = 0; k < UNROLL; k++) {
             if (i + k >= end) break;
-            add_to(sum, v[k]);
+            add_to(part[k % 2], v[k]);
             long long next = i + k + 1 < rows ? index_at(sorted, wide, i + k + 1) : -1;
             bool ends = i + k + 1 == rows || next != token;
-            if (!ends && i + k + 1 < end) continue;
+            bool is_last = ends || i + k + 1 == end;
+            if (!is_last && k + 1 < UNROLL) continue;
+#pragma unroll
+            for (int j = 0; j < N; j++) {
+                sum[j] += part[0][j] + part[1][j];
+                part[0][j] = part[1][j] = 0;
+            }
+            if (!is_last) continue;
             if (continues || !ends) {
                 compute_t<T>* to = partials + (2 * chunk + !continues) * features + column;
 #pragma unroll

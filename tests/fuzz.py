@@ -517,6 +517,17 @@ def embedding(tokens, weight, positions=None):
     return out if positions is None else out + positions[: tokens.shape[-1]]
 
 
+def long_sums(args, tensors, dout):
+    """The gradients, added in more than float64. It is the only op whose sums are long enough for the error of torch's own in float64."""
+    tokens, sums = fill(args, tensors)["tokens"].long().numpy(), []
+    for t, x in zip(specs(args), tensors, strict=True):
+        if t.grad:
+            total = np.zeros(x.shape, np.longdouble)
+            np.add.at(total, tokens if t is args["weight"] else np.arange(dout.shape[-2]) + 0 * tokens, dout.numpy())
+            sums.append(torch.from_numpy(total.astype(np.float64)))
+    return sums
+
+
 def rope_in_place(x, cos, sin, *, k=None, **rest):
     """rope_ of copies, which lie in memory as x and k do: autograd lets nobody write a leaf."""
     return cukern.rope_(copied(x), cos, sin, k=copied(k), **rest)
@@ -613,6 +624,8 @@ def run_valid(case: Case) -> None:
     count = len(ours) - sum(t.grad for t in specs(args))
     grads = douts(given[:count])
     exact = results(rule, plain, cast(DOUBLE, tensors), lambda _: cast(DOUBLE, grads))
+    if case.op == "embedding":
+        exact[1:] = long_sums(args, cast(DOUBLE, tensors), cast(DOUBLE, grads)[0])
     peer = results(rule, plain, cast(NARROW, tensors), lambda outs: [g.to(o.dtype) for g, o in zip(cast(NARROW, grads), outs, strict=True)])
     scales = magnitudes(case, rule, plain, cast(DOUBLE, tensors), cast(DOUBLE, grads))
     wanted = [t for t in specs(args) if t.grad]
@@ -815,9 +828,6 @@ def run_transforms(case: Case) -> None:
     with at(case.place):
         try:
             ours = run(function_of(case.op), args, tensors)
-        except IndexError:
-            assert any(not t.numel() for t in tensors)  # torch's jacfwd of cat fails without elements
-            return REFUSED.append(f"{case.op} refused {name} without elements")
         except (NotImplementedError, RuntimeError, ValueError, TypeError) as error:
             assert any(word in str(error) for word in (case.op, "vmap", "jvp", "forward", "transform", "derivative")), f"unclear: {error!r}"
             return REFUSED.append(f"{case.op} refused {name}: {str(error)[:100]}")
