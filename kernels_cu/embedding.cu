@@ -24,9 +24,10 @@
 #include "common/ptx/launch.cuh"
 #include "common/vec.cuh"
 
-constexpr int ROWS = 2;    // of a thread of embedding_v2, which have the same time
-constexpr int CHUNK = 64;  // sorted tokens per block
-constexpr int UNROLL = 8;  // rows that a thread loads at a time, so that enough bytes are in flight
+constexpr int ROWS = 2;       // of a thread of embedding_v2, which have the same time
+constexpr int CHUNK = 64;     // sorted tokens per block
+constexpr int THREADS = 128;  // per block, at most
+constexpr int UNROLL = 8;     // rows that a thread loads at a time, so that enough bytes are in flight
 
 __device__ __forceinline__ bool is_inside(long long token, long long vocabulary) { return token >= 0 && token < vocabulary; }
 
@@ -95,12 +96,13 @@ __global__ void embedding_v2(T* out, const void* tokens, const T* weight, const 
 }
 
 template <typename T, int N>
-__global__ void embedding_v2_bwd(T* dweight, compute_t<T>* partials, const T* dout, const void* sorted, const long long* order,
-                                 long long rows, long long vocabulary, long long features, bool wide) {
+__global__ void __launch_bounds__(THREADS, 6)
+    embedding_v2_bwd(T* dweight, compute_t<T>* partials, const T* dout, const void* sorted, const long long* order, long long rows,
+                     long long vocabulary, long long features, bool wide) {
     wait_for_previous();
     long long column = column_of_thread<N>(), chunk = blockIdx.x, first = chunk * CHUNK, end = min(first + CHUNK, rows);
     if (column >= features) return;
-    compute_t<T> sum[N] = {}, part[2][N] = {};  // of the run, and of the even and odd rows of UNROLL: short sums have small errors
+    compute_t<T> sum[N] = {};
     long long token = index_at(sorted, wide, first);
     bool continues = first > 0 && index_at(sorted, wide, first - 1) == token;  // the run started in an earlier chunk
     for (long long i = first; i < end; i += UNROLL) {
@@ -109,6 +111,7 @@ __global__ void embedding_v2_bwd(T* dweight, compute_t<T>* partials, const T* do
         for (int k = 0; k < UNROLL; k++) {
             if (i + k < end) v[k] = load_vec<T, N>(dout + order[i + k] * features + column);
         }
+        compute_t<T> part[2][N] = {};  // even and odd rows: short sums have small errors
 #pragma unroll
         for (int k = 0; k < UNROLL; k++) {
             if (i + k >= end) break;
