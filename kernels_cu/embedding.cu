@@ -24,9 +24,10 @@
 #include "common/ptx/launch.cuh"
 #include "common/vec.cuh"
 
-constexpr int ROWS = 2;    // of a thread of embedding_v2, which have the same time
-constexpr int CHUNK = 64;  // sorted tokens per block
-constexpr int UNROLL = 8;  // rows that a thread loads at a time, so that enough bytes are in flight
+constexpr int ROWS = 2;       // of a thread of embedding_v2, which have the same time
+constexpr int CHUNK = 64;     // sorted tokens per block
+constexpr int THREADS = 128;  // per block, at most
+constexpr int UNROLL = 8;     // rows that a thread loads at a time, so that enough bytes are in flight
 
 __device__ __forceinline__ bool is_inside(long long token, long long vocabulary) { return token >= 0 && token < vocabulary; }
 
@@ -95,8 +96,9 @@ __global__ void embedding_v2(T* out, const void* tokens, const T* weight, const 
 }
 
 template <typename T, int N>
-__global__ void embedding_v2_bwd(T* dweight, compute_t<T>* partials, const T* dout, const void* sorted, const long long* order,
-                                 long long rows, long long vocabulary, long long features, bool wide) {
+__global__ void __launch_bounds__(THREADS, 6)
+    embedding_v2_bwd(T* dweight, compute_t<T>* partials, const T* dout, const void* sorted, const long long* order, long long rows,
+                     long long vocabulary, long long features, bool wide) {
     wait_for_previous();
     long long column = column_of_thread<N>(), chunk = blockIdx.x, first = chunk * CHUNK, end = min(first + CHUNK, rows);
     if (column >= features) return;
@@ -109,13 +111,21 @@ __global__ void embedding_v2_bwd(T* dweight, compute_t<T>* partials, const T* do
         for (int k = 0; k < UNROLL; k++) {
             if (i + k < end) v[k] = load_vec<T, N>(dout + order[i + k] * features + column);
         }
+        compute_t<T> part[2][N] = {};  // even and odd rows: short sums have small errors
 #pragma unroll
         for (int k = 0; k < UNROLL; k++) {
             if (i + k >= end) break;
-            add_to(sum, v[k]);
+            add_to(part[k % 2], v[k]);
             long long next = i + k + 1 < rows ? index_at(sorted, wide, i + k + 1) : -1;
             bool ends = i + k + 1 == rows || next != token;
-            if (!ends && i + k + 1 < end) continue;
+            bool is_last = ends || i + k + 1 == end;
+            if (!is_last && k + 1 < UNROLL) continue;
+#pragma unroll
+            for (int j = 0; j < N; j++) {
+                sum[j] += part[0][j] + part[1][j];
+                part[0][j] = part[1][j] = 0;
+            }
+            if (!is_last) continue;
             if (continues || !ends) {
                 compute_t<T>* to = partials + (2 * chunk + !continues) * features + column;
 #pragma unroll

@@ -138,14 +138,14 @@ class GPT2(torch.nn.Module):
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
     def _attend(self, layer: int, qkv: Tensor, cache: Cache | None) -> Tensor:
-        (B, T, _), start = qkv.shape, cache.length if cache else 0
-        qkv = qkv.view(B, T, 3, self.config.num_heads, -1)
+        T, start = qkv.shape[1], cache.length if cache else 0
+        qkv = qkv.unflatten(2, (3, self.config.num_heads, -1))
         if not cache:
-            return cukern.attention_packed(qkv, version=self.attention).reshape(B, T, -1)
+            return cukern.attention_packed(qkv, version=self.attention).flatten(2)
         q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))  # (B, heads, T, head_dim)
         kept = cache.keys_values[layer, ..., : start + T, :]
         kept[0, ..., start:, :], kept[1, ..., start:, :] = k, v
-        return cukern.attention(q, *kept, version=self.attention).transpose(1, 2).reshape(B, T, -1)
+        return cukern.attention(q, *kept, version=self.attention).transpose(1, 2).flatten(2)
 
     def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if (matmul := self.matmul or _matmul[-1] or ("cukern" if _is_strict(x) else "cublas")) == "cublas":

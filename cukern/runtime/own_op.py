@@ -52,7 +52,7 @@ def op(
             of a copy; the backward counts as twice as many.
         roundings: how many roundings to the dtype a result may have.
         magnitude: `magnitude(inputs, douts)`, the scale of the errors of outputs and gradients. None: measured, as |y| plus the sum over
-            the inputs of |dy/dx * x|.
+            the inputs of |dy/dx * x|, or as the reference's own roundings if these are larger.
 
     `forward(kernels, *inputs)` allocates the results with torch.empty or empty_like, launches, and returns a tensor or a tuple: first the
     outputs, then what backward needs besides. All versions return tensors of the same shapes. `backward(kernels, *inputs, *results,

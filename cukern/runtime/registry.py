@@ -158,7 +158,12 @@ def batched(x: torch.Tensor, dim: int | None, size: int) -> torch.Tensor:
 
 
 def each(apply: Callable[..., Any], size: int, in_dims: Sequence[int | None], args: Sequence[Any]) -> tuple[Any, Any]:
-    """The vmap rule for any op: one call per element of the batch. Returns (outputs, out_dims)."""
+    """The vmap rule for any op: one call per element of the batch. Returns (outputs, out_dims). One call with zeros gives the shapes of the
+    results of an empty batch."""
+    if not size:
+        one = [a if d is None else a.new_zeros((*a.shape[:d], 1, *a.shape[d + 1 :])) for a, d in zip(args, in_dims, strict=True)]
+        outputs, dims = each(apply, 1, in_dims, one)
+        return (outputs[:0] if dims == 0 else tuple(o if d is None else o[:0] for o, d in zip(outputs, dims, strict=True))), dims
     calls = [apply(*(a if d is None else a.select(d, i) for a, d in zip(args, in_dims, strict=True))) for i in range(size)]
     if isinstance(calls[0], torch.Tensor):
         with autocast.off(calls[0]):

@@ -157,6 +157,18 @@ def test_vmap(name, device):
 
 
 @kernels
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_vmap_over_an_empty_batch(name):
+    """The shapes are those of a batch of one. Some of torch's operations, such as its cross_entropy, fail without elements."""
+    ours, theirs, inputs = problem(name, DEVICE)
+    one = tuple(torch.stack(random_like([x]), -1) for x in inputs)
+    transforms = (lambda f: f, lambda f: lambda *xs: torch.func.jvp(f, xs, xs)[1], lambda f: torch.func.grad(lambda *xs: f(*xs).sum()))
+    for transform in transforms[: 1 if "cross_entropy" in name else 3]:
+        expected = torch.func.vmap(transform(theirs), -1)(*one)[:0]
+        close(torch.func.vmap(transform(ours), -1)(*(x[..., :0] for x in one)), expected)
+
+
+@kernels
 @pytest.mark.parametrize("name", ("layernorm", "gelu_bias", "swiglu", "cross_entropy"))
 def test_second_derivatives_inside_of_saved_tensor_hooks(name):
     """torch.func.vjp, which computes derivatives under transforms, refuses to run inside of the hooks."""

@@ -200,7 +200,7 @@ def _of_lengths(
     if options.window:
         raise ValueError(f"window and key_lengths exclude each other, got window={options.window}")
     attend = fused.with_lengths if _chosen(version, q) in _FUSED and fused.supported(q, k, v) else reference
-    return attend(q, k, v, options, lengths.reshape(-1))
+    return attend(q, k, v, options, lengths.flatten())
 
 
 def _outputs(out: Tensor, lse: Tensor | None, sink: Tensor | None, return_lse: bool, transposed: bool = False) -> Any:

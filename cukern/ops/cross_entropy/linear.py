@@ -63,7 +63,7 @@ def linear_cross_entropy(
             return reference(x, weight, targets, options)
     matrix, any_gradient = as_matrix(x), watched(x, weight)
     wanted = [any_gradient and (t.requires_grad or transformed()) for t in (x, weight)]
-    arguments = matrix, weight, targets.reshape(-1), *wanted, chunk, *options
+    arguments = matrix, weight, targets.flatten(), *wanted, chunk, *options
     return _apply(*arguments)[0] if any_gradient else (_raw if kernels else _compute)(*arguments)[0]
 
 

@@ -67,7 +67,7 @@ def cross_entropy(
     if backend.uses_torch("cross_entropy", version, logits):
         checked_targets(targets, options)
         return reference(logits, targets, options)
-    rows = targets.reshape(-1)
+    rows = targets.flatten()
     x = unit_column_stride(as_matrix(logits))
     run = _cross_entropy if not watched(x) else _apply_in_place if inplace else _apply
     loss, _ = run(x, rows, *options)

@@ -30,7 +30,8 @@ class Options(NamedTuple):
 def reference(logits: Tensor, targets: Tensor, options: Options) -> Tensor:
     with off(logits):
         vocab, ignored, reduction, smoothing, z_loss, softcap, _ = options
-        x, flat = logits.to(wide(logits.dtype))[..., :vocab].reshape(-1, vocab), targets.reshape(-1).long()
+        flat = targets.flatten().long()
+        x = logits.to(wide(logits.dtype))[..., :vocab].reshape(len(flat), vocab)
         if softcap:
             x = softcap * torch.tanh(x / softcap)
         inner = "none" if z_loss else reduction

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from cukern.ops.kron_linear.plan import Launch, Problem, Step, steps_of, up
-from cukern.ops.kron_linear.reference import PLAIN, Epilogue, seen
+from cukern.ops.kron_linear.reference import PLAIN, Epilogue, seen, width
 from cukern.runtime.autocast import off
 from cukern.runtime.device import allowed, fmas_cycle
 from cukern.runtime.kernel import Kernel, Template, planning
@@ -121,7 +121,7 @@ def contraction(z: Tensor, h: Tensor, scale: float) -> Tensor:
         return z.new_zeros(S, p, q)
     total = torch.zeros((), dtype=torch.float32 if z.itemsize == 2 else z.dtype, device=z.device)
     for pair in zip(*(t.chunk(1 if C == 1 else PARTS, 1) for t in (z, h)), strict=True):
-        a, b = (t.transpose(2, 3).reshape(S, -1, t.shape[2]) for t in pair)
+        a, b = (t.transpose(2, 3).flatten(1, 2) for t in pair)
         total = total + _product(a.mT, b)
     return total.mul_(scale).to(z.dtype)
 
@@ -234,7 +234,7 @@ def v3_forward(x: Tensor, factors: Sequence[Tensor], epilogue: Epilogue) -> Tens
         w = factors[step.factor]
         w = w if w.ndim == 3 else w[None]
         z = v3_product(seen(z, w, step.p, step.right), w, epilogue if step is order[-1] else PLAIN)
-    return z.view(x.shape[0], -1)
+    return z.view(x.shape[0], width(factors, -1))
 
 
 def v3_backward(x: Tensor, g: Tensor, factors: Sequence[Tensor], wanted: Sequence[bool], scale: float) -> list[Tensor | None]:

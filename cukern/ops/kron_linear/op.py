@@ -24,6 +24,7 @@ from cukern.ops.matmul import torch_matmul
 from cukern.runtime import backend, checks
 from cukern.runtime.kernel import Kernel
 from cukern.runtime.registry import Version
+from cukern.runtime.tensors import as_matrix
 
 _transforms = torch._C._are_functorch_transforms_active
 _tracing = torch.compiler.is_dynamo_compiling
@@ -110,13 +111,13 @@ def kron_linear(
     kron_checks.version(version, x, tuple(VERSIONS), tuple(PRODUCTS))
     if type(scale) is not float or not abs(scale) <= checks.FLOAT32_MAX:
         scale = kron_checks.scale(scale, x.dtype)
-    rows = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
+    rows = as_matrix(x)
     if version in PRODUCTS or _in_torch(x):
         y = PRODUCTS.get(version or "", movedim_product)(rows, factors)
         return with_epilogue(y.reshape(shape), (scale, bias, residual))
     if usual:
         kron_forward.remember(x, factors, scale)
-    flat = residual if residual is None or x.ndim == 2 else residual.reshape(-1, shape[-1])
+    flat = None if residual is None else as_matrix(residual)
     y = product(rows, factors, bias, flat, scale, version or "")
     return y if x.ndim == 2 else y.view(shape)
 

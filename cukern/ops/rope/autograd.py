@@ -126,14 +126,13 @@ class _Rope(Differentiable):
         if any(dim is not None for dim in in_dims[2:]):
             return each(_apply, size, in_dims, (x, k, cos, sin, positions, *options))
         heads = o.layout.index("h")
-        x, k = (  # the batch is merged into the heads
-            t if dim is None else t.movedim(dim, heads).flatten(heads, heads + 1) for t, dim in zip((x, k), in_dims, strict=False)
-        )
-        outs = rotate(x, k, cos, sin, positions, o)
+        first = [t if dim is None else t.movedim(dim, heads) for t, dim in zip((x, k), in_dims, strict=False)]
         dims = tuple(None if dim is None else heads for dim in in_dims[:2])
+        x, k = (t if dim is None else t.flatten(heads, heads + 1) for t, dim in zip(first, dims, strict=True))  # merged into the heads
+        outs = rotate(x, k, cos, sin, positions, o)
         outs = tuple(
-            out if dim is None else out.unflatten(heads, (size, out.shape[heads] // size))
-            for out, dim in zip((outs,) if k is None else outs, dims, strict=False)
+            out if dim is None else out.unflatten(heads, (size, t.shape[heads + 1]))
+            for out, t, dim in zip((outs,) if k is None else outs, first, dims, strict=False)
         )
         return (outs[0], dims[0]) if k is None else (outs, dims)
 

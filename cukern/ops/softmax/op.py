@@ -96,11 +96,11 @@ def _public(op: str, x: Any, dim: int, scale: float, version: Versions) -> Tenso
         return _run(x, *options)
     if x.ndim == 0:
         return _run(x.view(1, 1), *options).view(())
-    last, outer = x.movedim(dim, -1), -1 if x.numel() else 0
+    last, before = x.movedim(dim, -1), dim % x.ndim  # sizes are products, not -1: vmap over an empty batch hides a 0
     if x.is_contiguous() and last.stride(-1) != 1:
-        within = math.prod(x.shape[dim % x.ndim + 1 :])
+        outer, within = math.prod(x.shape[:before]), math.prod(x.shape[before + 1 :])
         return _run(x.view(outer, x.shape[dim], within), *options).view(x.shape)
-    return _run(last.reshape(outer, x.shape[dim]), *options).view(last.shape).movedim(-1, dim)
+    return _run(last.reshape(math.prod(last.shape[:-1]), x.shape[dim]), *options).view(last.shape).movedim(-1, dim)
 
 
 def two_versions(versions: Collection[str], op: str, x: Tensor, version: Versions) -> tuple[str, str]:

@@ -137,6 +137,17 @@ def test_the_order_of_a_sum_is_fixed(version):
     assert same_bits(grads[0], grads[1]) and same_bits(grads[0], grads[2])
 
 
+@kernels
+@pytest.mark.parametrize("dtype, exact", ((torch.float32, numpy.float64), (torch.float64, numpy.longdouble)))
+def test_sums_of_equal_numbers(dtype, exact):
+    """One by one, the error of 130 equal terms is up to 16 eps of the sum."""
+    dout = torch.randn(512, dtype=dtype, device=DEVICE).expand(130, -1)
+    weight = torch.zeros(2, 512, dtype=dtype, device=DEVICE, requires_grad=True)
+    cukern.embedding(torch.zeros(130, dtype=torch.int32, device=DEVICE), weight, version="v2").backward(dout)
+    wanted = 130 * dout[0].cpu().numpy().astype(exact)
+    assert (abs(weight.grad[0].cpu().numpy() - wanted) <= 2 * torch.finfo(dtype).eps * abs(wanted)).all()
+
+
 @PLACES
 def test_16_bit_gradients_are_added_in_float32(device, version):
     """In bfloat16, 256 + 1 is 256 again."""
