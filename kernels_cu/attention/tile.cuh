@@ -212,12 +212,32 @@ __device__ __forceinline__ void store_pair(T* to, float2 v) {
     narrow(*reinterpret_cast<typename PairOf<T>::type*>(to), v);
 }
 
+// Copy ROWS rows of a tile to `to`, by the warp that wrote them. Rows from `rows` on and columns from `columns` on are not stored.
+template <int ROWS, int D, int TILE_ROWS, typename T>
+__device__ __forceinline__ void store_tile(T* to, long long stride, int rows, int columns, const unsigned char* tile) {
+    constexpr int CHUNKS = D * sizeof(T) / 16, PER_CHUNK = 16 / sizeof(T);
+    int lane = threadIdx.x % 32, chunk = lane % CHUNKS;
+    auto store = [&](int row) {
+        if (row < rows && chunk * PER_CHUNK < columns)
+            *reinterpret_cast<uint4*>(to + row * stride + chunk * PER_CHUNK) =
+                *reinterpret_cast<const uint4*>(tile + chunk_offset<TILE_ROWS>(row, chunk));
+    };
+    __syncwarp();
+    if constexpr (D < 256) {
+#pragma unroll
+        for (int row = lane / CHUNKS; row < ROWS; row += 32 / CHUNKS) store(row);
+    } else {  // the compiler takes a tenth less time
+#pragma unroll 4
+        for (int row = lane / CHUNKS; row < ROWS; row += 32 / CHUNKS) store(row);
+    }
+}
+
 // Store 16 R rows of a warp, c times `factor` of each row, through the warp's own rows of a tile, which no other warp uses. `tile` is
-// the first of them. Rows from `rows` on and columns from `columns` on are not stored.
+// the first of them.
 template <typename T, int D, int TILE_ROWS, int R>
 __device__ __forceinline__ void store_rows(T* to, long long stride, int rows, int columns, const float (&c)[R][D / 8][4],
                                            const float (&factor)[R][2], unsigned char* tile) {
-    constexpr int CHUNKS = D * sizeof(T) / 16, PER_CHUNK = 16 / sizeof(T);
+    constexpr int PER_CHUNK = 16 / sizeof(T);
     int lane = threadIdx.x % 32;
     __syncwarp();
 #pragma unroll
@@ -231,20 +251,7 @@ __device__ __forceinline__ void store_rows(T* to, long long stride, int rows, in
                 store_pair(reinterpret_cast<T*>(at) + column % PER_CHUNK,
                            make_float2(c[r][n][2 * i] * factor[r][i], c[r][n][2 * i + 1] * factor[r][i]));
             }
-    __syncwarp();
-    int chunk = lane % CHUNKS;
-    auto store = [&](int row) {
-        if (row < rows && chunk * PER_CHUNK < columns)
-            *reinterpret_cast<uint4*>(to + row * stride + chunk * PER_CHUNK) =
-                *reinterpret_cast<const uint4*>(tile + chunk_offset<TILE_ROWS>(row, chunk));
-    };
-    if constexpr (D < 256) {
-#pragma unroll
-        for (int row = lane / CHUNKS; row < 16 * R; row += 32 / CHUNKS) store(row);
-    } else {  // the compiler takes a tenth less time
-#pragma unroll 4
-        for (int row = lane / CHUNKS; row < 16 * R; row += 32 / CHUNKS) store(row);
-    }
+    store_tile<16 * R, D, TILE_ROWS>(to, stride, rows, columns, tile);
 }
 
 // What a thread block computes: rows from block * (rows per block) on, of one head of one batch element.
