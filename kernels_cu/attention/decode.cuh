@@ -56,7 +56,7 @@ template <typename T, int D, int WARPS, int STAGES, int BLOCKS_PER_SM, bool SOFT
 __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM)
     attention_decode(T* out, float* lse, float* partial, void* stats, const T* q, const T* k, const T* v, const int* key_lengths,
                      Strides of_out, Strides of_q, Strides of_k, Strides of_v, int row_tiles, int splits, int kv_heads, int batches,
-                     int group, int queries, int keys, int head_dim, bool causal, float before, float c) {
+                     int group, int queries, int keys, int head_dim, bool causal, float tanh_factor, float c) {
     constexpr int KEYS = TILE_BYTES / (D * sizeof(T)), PITCH = D + 8;  // pitch of a row of float32 sums: no bank conflicts
     static_assert(WARPS * MMA_ROWS * PITCH * sizeof(float) <= WARPS * STAGES * 2 * TILE_BYTES, "the sums fit where the tiles were");
     extern __shared__ __align__(128) unsigned char shared[];
@@ -102,7 +102,7 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM)
     unsigned a[D / 16][1][4];
     load_queries<T, D>(a, from, head_dim);
     int always_seen = causal ? keys - queries : keys - 1;
-    float sums[1][D / 8][4] = {}, most[1][2] = {minus_infinity<float>(), minus_infinity<float>()}, total[1][2] = {};
+    float sums[1][D / 8][4] = {}, row_max[1][2] = {minus_infinity<float>(), minus_infinity<float>()}, row_sum[1][2] = {};
 
     for (int stage = 0; tile < end; tile += WARPS, stage = stage == STAGES - 1 ? 0 : stage + 1) {
         cp_async_wait<STAGES - 2>();
@@ -123,15 +123,15 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM)
         auto mask = [&] {
             if ((tile + 1) * KEYS - 1 > always_seen) hide(s, hidden);
         };
-        softmax_tile<1, KEYS / 8, D, SOFTCAP>(s, most, total, sums, mask, before, c);
+        softmax_tile<1, KEYS / 8, D, SOFTCAP>(s, row_max, row_sum, sums, mask, tanh_factor, c);
         multiply<T, D>(sums, s, v_tile + down_rows(lane));
     }
 
     float base[2];
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-        float sum = warp_reduce<Sum>(total[0][i], 4);
-        base[i] = sum == 0 ? minus_infinity<float>() : __fmul_rn(most[0][i], c);
+        float sum = warp_reduce<Sum>(row_sum[0][i], 4);
+        base[i] = sum == 0 ? minus_infinity<float>() : __fmul_rn(row_max[0][i], c);
         if (lane % 4 == 0) of_warps[warp][lane / 4 + 8 * i] = {base[i], sum};
     }
     cp_async_wait<0>();

@@ -152,12 +152,12 @@ def backward(
         return grads
     k, v, q = _split(pieces, k, v, q)
     key_blocks, query_blocks = plan.tiles(keys, of_keys.rows, sequences), plan.tiles(queries, of_queries.rows, sequences)
-    grid, (before, c) = batch * (key_blocks * (heads // group) + query_blocks * heads), options.factors
+    grid, (tanh_factor, c) = batch * (key_blocks * (heads // group) + query_blocks * heads), options.factors
     _backward_kernel(dtype, pieces, padded, softcap, packed, tiles).on(q.get_device())(
         (grid, 1, 1), (32 * of_keys.warps, 1, 1), max(x.backward_bytes(padded, pieces) for x in tiles),
         *pointers(*grads, q, k, v, dout, stats[0], stats[1], *bounds), *wgmma.strides(*grads, q, k, v, dout),
         key_blocks, query_blocks, heads, batch, group, plan.section(keys, d, group, batch * heads), queries, keys, stats.shape[2], columns,
-        sequences, d, options.causal, before, c * math.log(2) if pieces > 1 else c, options.scale,
+        sequences, d, options.causal, tanh_factor, c * math.log(2) if pieces > 1 else c, options.scale,
     )  # fmt: skip
     return grads
 

@@ -26,7 +26,7 @@ class Options(NamedTuple):
 
     @property
     def factors(self) -> tuple[float, float]:
-        """What the kernels multiply scores by before tanh, and what their exponent of 2 is a multiple of."""
+        """tanh_factor and c of kernels_cu/attention/attention.cu."""
         scale, softcap = self.scale, self.softcap
         return (scale / softcap, softcap / math.log(2)) if softcap else (1.0, max(scale / math.log(2), _LEAST_SCALE))
 
