@@ -180,9 +180,8 @@ __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), PER_SM)
             }
             barrier_of(8 + warpgroup, 128);  // all warps are done with Q
             T* to = out + block.batch * of_out.batch + block.head * of_out.head + (of.first_query + first + warp_row) * of_out.row;
-            multiply_rows(o, factor);
-            store_rows<M>(to, of_out.row, of.queries - first - warp_row, head_dim, o[0],
-                          shared + of_q.stage * Q_BYTES + warp_row * ROW_BYTES);
+            store_rows<T, D, M, true>(to, of_out.row, of.queries - first - warp_row, head_dim, o, factor,
+                                      shared + of_q.stage * Q_BYTES + warp_row * ROW_BYTES);
             fence_async();  // The next tile of Q comes here. Every lane arrives, as each has read O and the list.
             mbarrier_arrive(empty_q + 8 * of_q.stage);
         }

@@ -81,13 +81,3 @@ __device__ __forceinline__ void to_operand(unsigned (&a)[N / 2][4], const float 
         narrow(reinterpret_cast<Pair&>(a[i / 4][i % 4]), make_float2(pair[0], pair[1]));
     }
 }
-
-// Store a warp's 16 rows of an accumulator through its own rows of a tile, which all warps are done with; see store_tile.
-template <int TILE_ROWS, typename T, int N>
-__device__ __forceinline__ void store_rows(T* to, long long stride, int rows, int columns, const float (&c)[N][4], unsigned char* tile) {
-    unsigned at = shared_address(tile) + down_rows(threadIdx.x % 32), bits[N / 2][4];
-    to_operand<T>(bits, c);
-#pragma unroll
-    for (int k = 0; k < N / 2; k++) stmatrix_x4(columns_at<TILE_ROWS>(at, k), bits[k]);
-    store_tile<16, 8 * N, TILE_ROWS>(to, stride, rows, columns, tile);
-}

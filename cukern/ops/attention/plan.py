@@ -163,7 +163,7 @@ MOST_QUERIES = 16
 HEAD_DIMS = 64, 128
 _ROWS = 16  # of a tile of queries
 _LEAST_TILES = 4  # with fewer tiles of keys, warps of the decoding kernel have no work
-_OVERHEAD = 4  # of a wave of thread blocks, and of the launch that adds the splits, in the time of a tile
+_OVERHEAD = 12  # of a wave of thread blocks, and of the launch that adds the splits, in the time of a tile of 8 KB, 0.24 us on an H200
 
 
 class DecodeTile(NamedTuple):
