@@ -8,6 +8,8 @@
 // Lengths    each sequence may have its own number of keys; what lies behind it in k and v is not read.
 // Split      the keys of a KV head are split over `splits` thread blocks, in tiles of KEYS keys, and inside of a block over its warps.
 // Pipeline   a warp copies its own tiles by cp.async, STAGES - 1 tiles of 8 KB ahead, so the loop has no barrier. Q is in registers.
+// Overlap    a block prefetches into L2 what its warps copy first, before it waits for the previous kernel (pdl.cuh). attention_decode_sum
+//            signals before it waits, so the blocks of a next call start as soon as blocks of this one exit.
 // Sum        the sums of the warps are added in shared memory, in the order of the warps. With one split that is the result. Otherwise each
 //            block writes its sums as float32, and attention_decode_sum adds them in the order of the splits. Two runs give the same bits.
 // Launch     1-D grid: row tiles (fastest), splits, KV heads, batch; block = 32 * WARPS; dynamic shared memory = WARPS * STAGES * 8 KB.
@@ -77,7 +79,6 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM)
             if (row < keys && column < head_dim) prefetch(k + row * of_k.row + column), prefetch(v + row * of_v.row + column);
     }
     wait_for_previous();
-    let_next_come();
     if (key_lengths) keys = max(0, min(keys, key_lengths[batch]));
     int tile = begin_of(split) + warp, end = begin_of(split + 1);
     unsigned ring = shared_address(shared) + warp * STAGES * 2 * TILE_BYTES;
@@ -127,6 +128,8 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM)
         multiply<T, D>(sums, s, v_tile + down_rows(lane));
     }
 
+    // Not before: the next call would prefetch under this one's last loads. With one split, a grid that leaves SMs idle is slower with it.
+    if (splits > 1) let_next_come();
     float base[2];
 #pragma unroll
     for (int i = 0; i < 2; i++) {
