@@ -164,8 +164,7 @@ HEAD_DIMS = 64, 128
 _ROWS = 16  # of a tile of queries
 _LEAST_TILES = 4  # with fewer tiles of keys, warps of the decoding kernel have no work
 _OVERHEAD = 12  # of a wave of thread blocks, and of the launch that adds the splits, in the time of a tile: 0.24 us on an H200
-# With at most this part of the SMs idle, the others read as fast as all. With splits, blocks of the next call start early on idle SMs, which
-# may distribute them unevenly.
+# With this part of the SMs idle, the others read as fast as all. With splits, the next call's blocks start early there, and unevenly.
 _IDLE, _IDLE_WITH_SPLITS = 0.4, 0.16
 
 
@@ -199,8 +198,7 @@ def decode(heads: int, rows: int, tiles: int, device: int) -> tuple[int, int]:
     def cost(splits: int) -> float:
         full, waves = blocks * splits / slots, -(-blocks * splits // slots)
         busy = full if waves - full < (_IDLE if splits == 1 else _IDLE_WITH_SPLITS) else waves
-        time = busy * -(-tiles // splits) + waves * _OVERHEAD
-        return time if splits == 1 else time + _OVERHEAD + 0.05 * splits
+        return busy * -(-tiles // splits) + waves * _OVERHEAD + (splits > 1) * (_OVERHEAD + 0.05 * splits)
 
     return row_tiles, min(sorted(choices), key=cost)
 

@@ -27,8 +27,8 @@ class Options(NamedTuple):
     @property
     def factors(self) -> tuple[float, float]:
         """tanh_factor and c of kernels_cu/attention/attention.cu."""
-        scale, softcap = self.scale, self.softcap
-        return (scale / softcap, softcap / math.log(2)) if softcap else (1.0, max(scale / math.log(2), _LEAST_SCALE))
+        cap, c = self.softcap, (self.softcap or self.scale) / math.log(2)
+        return (self.scale / cap, c) if cap else (1.0, max(c, _LEAST_SCALE))
 
 
 Lengths = Tensor | tuple[Tensor, Tensor] | None  # key_lengths, or cu_seqlens of the queries and of the keys
