@@ -74,9 +74,7 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM)
     auto begin_of = [&](int split) { return int((keys + KEYS - 1) / KEYS * (long long)split / splits); };  // its first tile
     if (!key_lengths) {  // what the warp copies first, see pdl.cuh; a tile of K or V is a line of 128 bytes for each lane
         int row = (begin_of(split) + warp) * KEYS + lane / (D / 64), column = lane % (D / 64) * 64;
-#pragma unroll
-        for (int i = 0; i < STAGES - 1; i++, row += WARPS * KEYS)
-            if (row < keys && column < head_dim) prefetch(k + row * of_k.row + column), prefetch(v + row * of_v.row + column);
+        if (row < keys && column < head_dim) prefetch(k + row * of_k.row + column), prefetch(v + row * of_v.row + column);
     }
     wait_for_previous();
     if (key_lengths) keys = max(0, min(keys, key_lengths[batch]));

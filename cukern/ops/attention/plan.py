@@ -165,7 +165,7 @@ _ROWS = 16  # of a tile of queries
 _LEAST_TILES = 4  # with fewer tiles of keys, warps of the decoding kernel have no work
 _OVERHEAD = 12  # of a wave of thread blocks, and of the launch that adds the splits, in the time of a tile: 0.24 us on an H200
 # With this part of the SMs idle, the others read as fast as all. With splits, the next call's blocks start early there, and unevenly.
-_IDLE, _IDLE_WITH_SPLITS = 0.4, 0.16
+_IDLE, _IDLE_WITH_SPLITS = 0.64, 0.16
 
 
 class DecodeTile(NamedTuple):
