@@ -3,7 +3,8 @@
 // Layout     q and out are (batch, heads, queries, head_dim), k and v (batch, heads / group, keys, head_dim), with any strides that are
 //            multiples of 16 bytes, so q, k and v may be parts of one packed tensor. head_dim is a multiple of 8, up to D. Under `causal`
 //            query i sees the keys up to i + keys - queries. A query that sees no key gives 0, and lse = -infinity.
-// Softmax    online, in powers of 2: p = exp2(c s - c max). With a softcap, s becomes tanh(before * s) first, and c is softcap * log2(e).
+// Softmax    online, in powers of 2: p = exp2(c s - c max), c = scale * log2(e). With a softcap, s becomes tanh(tanh_factor * s) first,
+//            with tanh_factor = scale / softcap and c = softcap * log2(e).
 // Forward    a thread block owns M queries, a warp M / WARPS. It loops over tiles of N keys, the last first. Scores and weights stay in
 //            registers: an accumulator is an operand of the next product in the same lanes.
 // Backward   dq, dk and dv without atomics, so two runs give the same bits. Blocks of two kinds: one owns keys and sums dk and dv over all
@@ -14,7 +15,7 @@
 // Packed     sequences of different lengths in one tensor: batch = 1, and bounds (cu_seqlens) of queries and keys. A thread block finds its
 //            sequence by a binary search (tile.cuh) and then computes that sequence only.
 // Decoding   up to 16 queries of many keys take the kernels of decode.cuh, which splits the keys over thread blocks.
-// Pipeline   tiles are copied by cp.async. STAGES = 2: a tile is copied while the one before is multiplied; one barrier per tile. STAGES = 1:
+// Pipeline   tiles are copied by cp.async. STAGES = 2: a tile is copied while the one before is multiplied; one barrier per tile. With 1,
 //            K is copied while V is multiplied and V while K is; half the shared memory, two or three barriers per tile.
 // Launch     1-D grid, see work_of; block = 32 * WARPS; dynamic shared memory = Q + STAGES (K + V), backward: see attention_v3_bwd.
 //
@@ -69,7 +70,7 @@ template <typename O, typename T, int PIECES, int D, int M, int N, int WARPS, in
 __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM)
     attention_v3(O* out, float* lse, const O* q, const T* k, const T* v, const int* query_bounds, const int* key_bounds, Strides of_out,
                  Strides of_q, Strides of_k, Strides of_v, int blocks, int heads, int batches, int group, int section, int queries,
-                 int keys, int sequences, int head_dim, bool causal, float before, float c) {
+                 int keys, int sequences, int head_dim, bool causal, float tanh_factor, float c) {
     constexpr int R = M / (16 * WARPS), THREADS = 32 * WARPS, TILE = N * D * PIECES * sizeof(T);
     extern __shared__ __align__(128) unsigned char shared[];  // Q, stages of K, stages of V
     unsigned q_tile = shared_address(shared), k_tile = q_tile + M * D * PIECES * sizeof(T), v_tile = k_tile + STAGES * TILE;
@@ -103,9 +104,9 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM)
     int seen_first = last_key(first + warp_row, of.queries, of.keys, causal);
     int seen_last = last_key(first + warp_row + 16 * R - 1, of.queries, of.keys, causal);
     unsigned a = q_tile + warp_row * ROW_BYTES + down_rows(lane), stage = 0;
-    float sums[R][D / 8][4] = {}, most[R][2], total[R][2];
+    float sums[R][D / 8][4] = {}, row_max[R][2], row_sum[R][2];
 #pragma unroll
-    for (int i = 0; i < 2 * R; i++) most[i / 2][i % 2] = minus_infinity<float>(), total[i / 2][i % 2] = 0;
+    for (int i = 0; i < 2 * R; i++) row_max[i / 2][i % 2] = minus_infinity<float>(), row_sum[i / 2][i % 2] = 0;
 
     for (; tile >= 0; tile--, stage ^= STAGES - 1) {
         cp_async_wait<0>();
@@ -123,7 +124,7 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM)
             auto mask = [&] {
                 if (tile * N + N - 1 > seen_first) hide(s, hidden);
             };
-            softmax_tile<R, N / 8, D, SOFTCAP, (PIECES > 1)>(s, most, total, sums, mask, before, c);
+            softmax_tile<R, N / 8, D, SOFTCAP, (PIECES > 1)>(s, row_max, row_sum, sums, mask, tanh_factor, c);
         }
         if constexpr (STAGES == 1) {
             cp_async_wait<0>();
@@ -139,10 +140,10 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM)
 #pragma unroll
     for (int i = 0; i < 2 * R; i++) {
         int r = i / 2, query = first + warp_row + r * 16 + lane / 4 + i % 2 * 8;
-        float sum = warp_reduce<Sum>(total[r][i % 2], 4);
+        float sum = warp_reduce<Sum>(row_sum[r][i % 2], 4);
         factor[r][i % 2] = sum == 0 ? 0 : 1 / sum;
         if (lane % 4 == 0 && query < of.queries)
-            lse[stats + query] = sum == 0 ? minus_infinity<float>() : fmaf(__fmul_rn(most[r][i % 2], c), LN_2, log2_approx(sum) * LN_2);
+            lse[stats + query] = sum == 0 ? minus_infinity<float>() : fmaf(__fmul_rn(row_max[r][i % 2], c), LN_2, log2_approx(sum) * LN_2);
     }
     first += warp_row;
     store_rows<O, D, M>(out + first * of_out.row, of_out.row, of.queries - first, head_dim, sums, factor, shared + warp_row * ROW_BYTES);
@@ -193,11 +194,11 @@ struct Gradients {
     const int *query_bounds, *key_bounds;
     Strides of_dq, of_dk, of_dv, of_q, of_k, of_v, of_dout;
     int heads, batches, group, section, queries, keys, padded, stats_tile, sequences, head_dim, causal;
-    float before, c, scale;
+    float tanh_factor, c, scale;
 };
 
-// A block owns ROWS rows of the fixed operands: keys (K and V) if KEYS, else queries (Q and dO). It loops over tiles of N rows of the moving
-// operands, the other two. With fixed X, Y and moving X', Y': s = X X'^T, dp = Y Y'^T, p = exp2(c s - lse), ds = p (dp - delta), and
+// A block owns ROWS rows of the fixed operands: keys (K and V) if KEYS, else queries (Q and dO). It loops over tiles of N rows of the
+// moving operands, the other two. With fixed X, Y and moving X', Y': s = X X'^T, dp = Y Y'^T, p = exp2(c s - lse), ds = p (dp - delta), and
 // sums ds X' (dk or dq) and, if KEYS, p Y' (dv).
 template <bool KEYS, int PIECES, int D, int R, int N, int WARPS, int STAGES, bool SOFTCAP, bool PACKED, typename O, typename T>
 __device__ __forceinline__ void backward_block(const Gradients<O, T>& g, int index, int blocks, unsigned char* shared) {
@@ -299,7 +300,7 @@ __device__ __forceinline__ void backward_block(const Gradients<O, T>& g, int ind
                 int r = i / (N / 2), n = i / 4 % (N / 8), j = i % 4, at = KEYS ? 8 * n + j % 2 : 16 * r + j / 2 * 8;
                 float x = s[r][n][j];
                 dp[r][n][j] -= of_lane[at + (KEYS ? N : ROWS)];
-                if constexpr (SOFTCAP) x = tanh_of<(PIECES > 1)>(x * g.before), dp[r][n][j] *= 1 - x * x;
+                if constexpr (SOFTCAP) x = tanh_of<(PIECES > 1)>(x * g.tanh_factor), dp[r][n][j] *= 1 - x * x;
                 x = fmaf(x, g.c, -of_lane[at]);
                 s[r][n][j] = exp2_approx(PIECES > 1 ? x * LOG2_E : x);
             }
@@ -347,12 +348,12 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM)
     attention_v3_bwd(O* dq, O* dk, O* dv, const T* q, const T* k, const T* v, const T* dout, const float* lse, const float* delta,
                      const int* query_bounds, const int* key_bounds, Strides of_dq, Strides of_dk, Strides of_dv, Strides of_q,
                      Strides of_k, Strides of_v, Strides of_dout, int key_blocks, int query_blocks, int heads, int batches, int group,
-                     int section, int queries, int keys, int padded, int stats_tile, int sequences, int head_dim, bool causal, float before,
-                     float c, float scale) {
+                     int section, int queries, int keys, int padded, int stats_tile, int sequences, int head_dim, bool causal,
+                     float tanh_factor, float c, float scale) {
     extern __shared__ __align__(128) unsigned char shared[];
-    Gradients<O, T> g{dq,      dk,    dv,     q,          k,         v,        dout,    lse,    delta,   query_bounds, key_bounds,
-                      of_dq,   of_dk, of_dv,  of_q,       of_k,      of_v,     of_dout, heads,  batches, group,        section,
-                      queries, keys,  padded, stats_tile, sequences, head_dim, causal,  before, c,       scale};
+    Gradients<O, T> g{dq,      dk,    dv,     q,          k,         v,        dout,    lse,         delta,   query_bounds, key_bounds,
+                      of_dq,   of_dk, of_dv,  of_q,       of_k,      of_v,     of_dout, heads,       batches, group,        section,
+                      queries, keys,  padded, stats_tile, sequences, head_dim, causal,  tanh_factor, c,       scale};
     int with_keys = key_blocks * batches * (heads / group), index = blockIdx.x;
     if (index < with_keys) backward_block<true, PIECES, D, KEY_R, KEY_N, WARPS, STAGES, SOFTCAP, PACKED>(g, index, key_blocks, shared);
     else backward_block<false, PIECES, D, QUERY_R, QUERY_N, WARPS, STAGES, SOFTCAP, PACKED>(g, index - with_keys, query_blocks, shared);

@@ -8,6 +8,8 @@
 // Lengths    each sequence may have its own number of keys; what lies behind it in k and v is not read.
 // Split      the keys of a KV head are split over `splits` thread blocks, in tiles of KEYS keys, and inside of a block over its warps.
 // Pipeline   a warp copies its own tiles by cp.async, STAGES - 1 tiles of 8 KB ahead, so the loop has no barrier. Q is in registers.
+// Overlap    a block prefetches into L2 what its warps copy first, before it waits for the previous kernel (pdl.cuh). attention_decode_sum
+//            signals before it waits, so the blocks of a next call start as soon as blocks of this one exit.
 // Sum        the sums of the warps are added in shared memory, in the order of the warps. With one split that is the result. Otherwise each
 //            block writes its sums as float32, and attention_decode_sum adds them in the order of the splits. Two runs give the same bits.
 // Launch     1-D grid: row tiles (fastest), splits, KV heads, batch; block = 32 * WARPS; dynamic shared memory = WARPS * STAGES * 8 KB.
@@ -40,18 +42,27 @@ __device__ __forceinline__ void load_queries(unsigned (&a)[D / 16][1][4], const 
     }
 }
 
+// The sum of WARPS partial sums of a row.
+template <int WARPS>
+__device__ __forceinline__ Stats add_stats(const Stats* of_warps, int stride) {
+    Stats all = {minus_infinity<float>(), 0};
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) all.base = fmaxf(all.base, of_warps[w * stride].base);
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) all.sum += of_warps[w * stride].sum * factor_of(of_warps[w * stride].base, all.base);
+    return all;
+}
+
 // partial and stats: (splits, batch, heads, queries) rows of D and of 1; only used if splits > 1, out and lse only if splits = 1.
 template <typename T, int D, int WARPS, int STAGES, int BLOCKS_PER_SM, bool SOFTCAP>
 __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM)
     attention_decode(T* out, float* lse, float* partial, void* stats, const T* q, const T* k, const T* v, const int* key_lengths,
                      Strides of_out, Strides of_q, Strides of_k, Strides of_v, int row_tiles, int splits, int kv_heads, int batches,
-                     int group, int queries, int keys, int head_dim, bool causal, float before, float c) {
+                     int group, int queries, int keys, int head_dim, bool causal, float tanh_factor, float c) {
     constexpr int KEYS = TILE_BYTES / (D * sizeof(T)), PITCH = D + 8;  // pitch of a row of float32 sums: no bank conflicts
     static_assert(WARPS * MMA_ROWS * PITCH * sizeof(float) <= WARPS * STAGES * 2 * TILE_BYTES, "the sums fit where the tiles were");
     extern __shared__ __align__(128) unsigned char shared[];
     __shared__ Stats of_warps[WARPS][MMA_ROWS];
-    wait_for_previous();
-    if (splits > 1) let_next_come();
     int row_tile = blockIdx.x % row_tiles, split = blockIdx.x / row_tiles % splits, pair = blockIdx.x / row_tiles / splits;
     int batch = pair / kv_heads, kv_head = pair % kv_heads, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     int first = row_tile * MMA_ROWS, rows = group * queries - first;
@@ -60,9 +71,14 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM)
     q += batch * of_q.batch + kv_head * group * of_q.head;
     out += batch * of_out.batch + kv_head * group * of_out.head;
 
+    auto begin_of = [&](int split) { return int((keys + KEYS - 1) / KEYS * (long long)split / splits); };  // its first tile
+    if (!key_lengths) {  // what the warp copies first, see pdl.cuh; a tile of K or V is a line of 128 bytes for each lane
+        int row = (begin_of(split) + warp) * KEYS + lane / (D / 64), column = lane % (D / 64) * 64;
+        if (row < keys && column < head_dim) prefetch(k + row * of_k.row + column), prefetch(v + row * of_v.row + column);
+    }
+    wait_for_previous();
     if (key_lengths) keys = max(0, min(keys, key_lengths[batch]));
-    int tiles = (keys + KEYS - 1) / KEYS;
-    int tile = int((long long)tiles * split / splits) + warp, end = int((long long)tiles * (split + 1) / splits);
+    int tile = begin_of(split) + warp, end = begin_of(split + 1);
     unsigned ring = shared_address(shared) + warp * STAGES * 2 * TILE_BYTES;
     auto copy = [&](int tile, int stage) {  // an empty group after the last tile, so that groups are counted alike
         if (tile < end) {
@@ -85,7 +101,7 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM)
     unsigned a[D / 16][1][4];
     load_queries<T, D>(a, from, head_dim);
     int always_seen = causal ? keys - queries : keys - 1;
-    float sums[1][D / 8][4] = {}, most[1][2] = {minus_infinity<float>(), minus_infinity<float>()}, total[1][2] = {};
+    float sums[1][D / 8][4] = {}, row_max[1][2] = {minus_infinity<float>(), minus_infinity<float>()}, row_sum[1][2] = {};
 
     for (int stage = 0; tile < end; tile += WARPS, stage = stage == STAGES - 1 ? 0 : stage + 1) {
         cp_async_wait<STAGES - 2>();
@@ -106,27 +122,22 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM)
         auto mask = [&] {
             if ((tile + 1) * KEYS - 1 > always_seen) hide(s, hidden);
         };
-        softmax_tile<1, KEYS / 8, D, SOFTCAP>(s, most, total, sums, mask, before, c);
+        softmax_tile<1, KEYS / 8, D, SOFTCAP>(s, row_max, row_sum, sums, mask, tanh_factor, c);
         multiply<T, D>(sums, s, v_tile + down_rows(lane));
     }
 
+    // Not before: the next call would prefetch under this one's last loads. With one split, a grid that leaves SMs idle is slower with it.
+    if (splits > 1) let_next_come();
     float base[2];
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-        float sum = warp_reduce<Sum>(total[0][i], 4);
-        base[i] = sum == 0 ? minus_infinity<float>() : __fmul_rn(most[0][i], c);
+        float sum = warp_reduce<Sum>(row_sum[0][i], 4);
+        base[i] = sum == 0 ? minus_infinity<float>() : __fmul_rn(row_max[0][i], c);
         if (lane % 4 == 0) of_warps[warp][lane / 4 + 8 * i] = {base[i], sum};
     }
     cp_async_wait<0>();
     __syncthreads();  // all warps are done with their tiles
-    auto all_warps = [&](int row) {
-        Stats all = {minus_infinity<float>(), 0};
-#pragma unroll
-        for (int w = 0; w < WARPS; w++) all.base = fmaxf(all.base, of_warps[w][row].base);
-#pragma unroll
-        for (int w = 0; w < WARPS; w++) all.sum += of_warps[w][row].sum * factor_of(of_warps[w][row].base, all.base);
-        return all;
-    };
+    auto all_warps = [&](int row) { return add_stats<WARPS>(&of_warps[0][row], MMA_ROWS); };
     float* tile_sums = reinterpret_cast<float*>(shared);
 #pragma unroll
     for (int i = 0; i < 2; i++) {
@@ -169,36 +180,33 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM)
 template <typename T, int D, int WARPS>
 __global__ void __launch_bounds__(32 * WARPS) attention_decode_sum(T* out, float* lse, const float* partial, const void* stats_of_splits,
                                                                    Strides of_out, int splits, int heads, int queries, int head_dim) {
-    __shared__ float of_warps[WARPS][D];
+    __shared__ float sums[WARPS][D];
+    __shared__ Stats of_warps[WARPS];
+    let_next_come();  // before this kernel waits, so that the next one prefetches under it
     wait_for_previous();
-    let_next_come();
     const Stats* stats = static_cast<const Stats*>(stats_of_splits);
-    int row = blockIdx.x, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    int row = blockIdx.x, lane = threadIdx.x % 32, warp = threadIdx.x / 32, column = threadIdx.x;
     long long rows = gridDim.x;
     Stats all = {minus_infinity<float>(), 0};
-    for (int i = lane; i < splits; i += 32) all.base = fmaxf(all.base, stats[i * rows + row].base);
-    all.base = warp_reduce<Max>(all.base);
-    for (int i = lane; i < splits; i += 32) {
-        Stats one = stats[i * rows + row];
-        all.sum += one.sum * factor_of(one.base, all.base);
-    }
-    all.sum = warp_reduce<Sum>(all.sum);
     Vec<float, D / 32> x = {};
-#pragma unroll 8
-    for (int i = warp; i < splits; i += WARPS) {
-        float factor = factor_of(stats[i * rows + row].base, all.base);
+#pragma unroll 4
+    for (int i = warp; i < splits; i += WARPS) {  // no load waits for another
+        Stats one = stats[i * rows + row];
         auto y = load_vec<float, D / 32>(partial + (i * rows + row) * D + lane * (D / 32));
+        float base = fmaxf(all.base, one.base), before = factor_of(all.base, base), now = factor_of(one.base, base);
+        all = {base, all.sum * before + one.sum * now};
 #pragma unroll
-        for (int j = 0; j < D / 32; j++) x.v[j] = fmaf(y.v[j], factor, x.v[j]);
+        for (int j = 0; j < D / 32; j++) x.v[j] = x.v[j] * before + y.v[j] * now;
     }
-    store_vec(&of_warps[warp][lane * (D / 32)], x);
+    store_vec(&sums[warp][lane * (D / 32)], x);
+    if (lane == 0) of_warps[warp] = all;
     __syncthreads();
-    int column = threadIdx.x;
+    all = add_stats<WARPS>(of_warps, 1);
     if (column == 0) lse[row] = lse_of(all);
     if (column >= head_dim) return;
     float sum = 0;
 #pragma unroll
-    for (int w = 0; w < WARPS; w++) sum += of_warps[w][column];
+    for (int w = 0; w < WARPS; w++) sum += sums[w][column] * factor_of(of_warps[w].base, all.base);
     int query = row % queries, head = row / queries % heads, batch = row / queries / heads;
     out[batch * of_out.batch + head * of_out.head + query * of_out.row + column] = T(all.sum == 0 ? 0.0f : sum / all.sum);
 }

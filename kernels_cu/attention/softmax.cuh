@@ -21,45 +21,46 @@ __device__ __forceinline__ void hide(float (&s)[R][N][4], Hidden hidden) {
     }
 }
 
-// One tile of scores to weights exp2(c s - c max). mask() hides scores; it comes after the softcap. Updates maxima (of s, not scaled) and
-// sums (of this lane's columns). rescale(r, i, shrink) is called for row i of block r: earlier sums of the row are to be multiplied by
-// shrink, which for `sum` is done.
+// One tile of scores to weights exp2(c s - c max). mask() hides scores; it comes after the softcap. Updates row_max (of s, without the
+// factor c) and row_sum (of this lane's columns). rescale(r, i, shrink) is called for row i of block r, whose earlier products with V
+// must be multiplied by shrink.
 template <int R, int N, bool SOFTCAP, bool EXACT, class Mask, class Rescale>
-__device__ __forceinline__ void softmax_rows(float (&s)[R][N][4], float (&most)[R][2], float (&sum)[R][2], Mask mask, float before, float c,
-                                             Rescale rescale) {
+__device__ __forceinline__ void softmax_rows(float (&s)[R][N][4], float (&row_max)[R][2], float (&row_sum)[R][2], Mask mask,
+                                             float tanh_factor, float c, Rescale rescale) {
     if constexpr (SOFTCAP) {
 #pragma unroll
-        for (int i = 0; i < R * N * 4; i++) s[i / (N * 4)][i / 4 % N][i % 4] = tanh_of<EXACT>(s[i / (N * 4)][i / 4 % N][i % 4] * before);
+        for (int i = 0; i < R * N * 4; i++)
+            s[i / (N * 4)][i / 4 % N][i % 4] = tanh_of<EXACT>(s[i / (N * 4)][i / 4 % N][i % 4] * tanh_factor);
     }
     mask();
 #pragma unroll
     for (int i = 0; i < 2 * R; i++) {
         int r = i / 2, j = i % 2 * 2;
-        float top = most[r][i % 2];
+        float top = row_max[r][i % 2];
 #pragma unroll
         for (int n = 0; n < N; n++) top = fmaxf(top, fmaxf(s[r][n][j], s[r][n][j + 1]));
         top = warp_reduce<Max>(top, 4);
         // Of a row without a visible key so far, 0. The rounding of the product is a factor of the whole row, which the sum has too.
         float base = top == minus_infinity<float>() ? 0 : __fmul_rn(top, c);
-        float shrink = exp2_approx(__fmul_rn(most[r][i % 2], c) - base), total = sum[r][i % 2] * shrink;
-        most[r][i % 2] = top;
+        float shrink = exp2_approx(__fmul_rn(row_max[r][i % 2], c) - base), total = row_sum[r][i % 2] * shrink;
+        row_max[r][i % 2] = top;
 #pragma unroll
         for (int n = 0; n < N; n++) {
             s[r][n][j] = exp2_approx(fmaf(s[r][n][j], c, -base));
             s[r][n][j + 1] = exp2_approx(fmaf(s[r][n][j + 1], c, -base));
             total += s[r][n][j] + s[r][n][j + 1];
         }
-        sum[r][i % 2] = total;
+        row_sum[r][i % 2] = total;
         rescale(r, i % 2, shrink);
     }
 }
 
-// The same, which writes the factors to `shrink`.
+// The same, which writes the factors of all rows to `shrink`.
 template <int R, int N, bool SOFTCAP, class Mask>
-__device__ __forceinline__ void softmax_weights(float (&s)[R][N][4], float (&most)[R][2], float (&sum)[R][2], float (&shrink)[R][2],
-                                                Mask mask, float before, float c) {
+__device__ __forceinline__ void softmax_weights(float (&s)[R][N][4], float (&row_max)[R][2], float (&row_sum)[R][2], float (&shrink)[R][2],
+                                                Mask mask, float tanh_factor, float c) {
     auto keep = [&](int r, int i, float factor) { shrink[r][i] = factor; };
-    softmax_rows<R, N, SOFTCAP, false>(s, most, sum, mask, before, c, keep);
+    softmax_rows<R, N, SOFTCAP, false>(s, row_max, row_sum, mask, tanh_factor, c, keep);
 }
 
 template <int R, int N>
@@ -70,11 +71,11 @@ __device__ __forceinline__ void multiply_rows(float (&x)[R][N][4], const float (
 
 // The same, which multiplies the rows of `out`.
 template <int R, int N, int D, bool SOFTCAP, bool EXACT = false, class Mask>
-__device__ __forceinline__ void softmax_tile(float (&s)[R][N][4], float (&most)[R][2], float (&sum)[R][2], float (&out)[R][D / 8][4],
-                                             Mask mask, float before, float c) {
+__device__ __forceinline__ void softmax_tile(float (&s)[R][N][4], float (&row_max)[R][2], float (&row_sum)[R][2], float (&out)[R][D / 8][4],
+                                             Mask mask, float tanh_factor, float c) {
     auto multiply_out = [&](int r, int i, float factor) {
 #pragma unroll
         for (int n = 0; n < D / 8; n++) out[r][n][2 * i] *= factor, out[r][n][2 * i + 1] *= factor;
     };
-    softmax_rows<R, N, SOFTCAP, EXACT>(s, most, sum, mask, before, c, multiply_out);
+    softmax_rows<R, N, SOFTCAP, EXACT>(s, row_max, row_sum, mask, tanh_factor, c, multiply_out);
 }

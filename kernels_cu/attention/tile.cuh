@@ -213,24 +213,38 @@ __device__ __forceinline__ void store_pair(T* to, float2 v) {
 }
 
 // Store 16 R rows of a warp, c times `factor` of each row, through the warp's own rows of a tile, which no other warp uses. `tile` is
-// the first of them. Rows from `rows` on and columns from `columns` on are not stored.
-template <typename T, int D, int TILE_ROWS, int R>
+// the first of them. Rows from `rows` on and columns from `columns` on are not stored. STMATRIX: by stmatrix (sm_90, 16-bit types).
+template <typename T, int D, int TILE_ROWS, bool STMATRIX = false, int R>
 __device__ __forceinline__ void store_rows(T* to, long long stride, int rows, int columns, const float (&c)[R][D / 8][4],
                                            const float (&factor)[R][2], unsigned char* tile) {
     constexpr int CHUNKS = D * sizeof(T) / 16, PER_CHUNK = 16 / sizeof(T);
     int lane = threadIdx.x % 32;
     __syncwarp();
+    if constexpr (STMATRIX) {
 #pragma unroll
-    for (int r = 0; r < R; r++)
+        for (int k = 0; k < R * D / 16; k++) {
+            int r = k / (D / 16), n = k % (D / 16);
+            unsigned bits[4];
 #pragma unroll
-        for (int n = 0; n < D / 8; n++)
-#pragma unroll
-            for (int i = 0; i < 2; i++) {
-                int column = 8 * n + lane % 4 * 2;
-                unsigned char* at = tile + chunk_offset<TILE_ROWS>(16 * r + lane / 4 + 8 * i, column / PER_CHUNK);
-                store_pair(reinterpret_cast<T*>(at) + column % PER_CHUNK,
-                           make_float2(c[r][n][2 * i] * factor[r][i], c[r][n][2 * i + 1] * factor[r][i]));
+            for (int i = 0; i < 4; i++) {
+                const float* pair = &c[r][2 * n + i / 2][i % 2 * 2];
+                store_pair(reinterpret_cast<T*>(&bits[i]), make_float2(pair[0] * factor[r][i % 2], pair[1] * factor[r][i % 2]));
             }
+            stmatrix_x4(columns_at<TILE_ROWS>(shared_address(tile) + down_rows(lane), n) + r * 16 * ROW_BYTES, bits);
+        }
+    } else {
+#pragma unroll
+        for (int r = 0; r < R; r++)
+#pragma unroll
+            for (int n = 0; n < D / 8; n++)
+#pragma unroll
+                for (int i = 0; i < 2; i++) {
+                    int column = 8 * n + lane % 4 * 2;
+                    unsigned char* at = tile + chunk_offset<TILE_ROWS>(16 * r + lane / 4 + 8 * i, column / PER_CHUNK);
+                    store_pair(reinterpret_cast<T*>(at) + column % PER_CHUNK,
+                               make_float2(c[r][n][2 * i] * factor[r][i], c[r][n][2 * i + 1] * factor[r][i]));
+                }
+    }
     __syncwarp();
     int chunk = lane % CHUNKS;
     auto store = [&](int row) {

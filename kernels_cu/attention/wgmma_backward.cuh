@@ -24,7 +24,7 @@ __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), PER_SM)
                      const __grid_constant__ CUtensorMap map_moving_x, const __grid_constant__ CUtensorMap map_moving_y, const float* lse,
                      const float* delta, const int* query_bounds, const int* key_bounds, Strides of_x, Strides of_y, int blocks, int heads,
                      int batches, int group, int section, int queries, int keys, int padded, int stats_tile, int sequences, int window,
-                     int head_dim, bool causal, float before, float c, float scale) {
+                     int head_dim, bool causal, float tanh_factor, float c, float scale) {
 #if __CUDA_ARCH__ == 900  // newer GPUs have no wgmma, and the kernel is not launched there
     using Shape = BackwardShape<KEYS, D, N, WARPGROUPS, STAGES>;
     using Regs = Registers<WARPGROUPS, PER_SM>;
@@ -126,7 +126,7 @@ __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), PER_SM)
                 for (int i = 0; i < N / 2; i++) {
                     float& w = s[i / 4][i % 4];
                     if constexpr (SOFTCAP) {
-                        w = tanh_of<false>(w * before);
+                        w = tanh_of<false>(w * tanh_factor);
                         dp[i / 4][i % 4] = (dp[i / 4][i % 4] - delta_of(i)) * (1 - w * w);
                     }
                     w = exp2_approx(fmaf(w, c, -(KEYS ? of_column[i / 4 * 8 + i % 2] : of_row[0][i % 4 / 2])));
@@ -163,14 +163,15 @@ __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), PER_SM)
             written(dy[0]);
         }
         barrier_of(1 + owner, 128 * PARTS<KEYS, D>);  // all warps are done with X and Y
+        // Without stmatrix for D = 96, whose loop is 2 % slower with it.
         float factor[1][2] = {scale, scale}, one[1][2] = {1, 1};
         int left = (KEYS ? keys : queries) - first - warp_row, from = first + warp_row + (KEYS ? of.first_key : of.first_query);
         T* to = grad_x + work.batch * of_x.batch + work.head * of_x.head + from * of_x.row + part * COLUMNS;
         unsigned char* rows = shared + warp_row * ROW_BYTES + part * ROWS * PART;
-        store_rows<T, COLUMNS, ROWS>(to, of_x.row, left, head_dim - part * COLUMNS, dx, factor, rows);
+        store_rows<T, COLUMNS, ROWS, D != 96>(to, of_x.row, left, head_dim - part * COLUMNS, dx, factor, rows);
         if constexpr (KEYS) {
             to = grad_y + work.batch * of_y.batch + work.head * of_y.head + from * of_y.row + part * COLUMNS;
-            store_rows<T, COLUMNS, ROWS>(to, of_y.row, left, head_dim - part * COLUMNS, dy, one, rows + FIXED);
+            store_rows<T, COLUMNS, ROWS, D != 96>(to, of_y.row, left, head_dim - part * COLUMNS, dy, one, rows + FIXED);
         }
     }
 #endif

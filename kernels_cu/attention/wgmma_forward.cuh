@@ -5,7 +5,7 @@
 //            STAGES tiles of N keys each, with mbarriers full and empty. O leaves through the place of Q.
 // Overlap    a consumer multiplies Q by tile j - 1 of K, and its weights by tile j of V, while it computes the weights of tile j - 1. The
 //            consumers take turns at starting products (ping-pong), so the softmax of one runs under the products of the others.
-// Layout     a tile has D / 64 pages of 64 columns, with the 128-byte swizzle, as in tile.cuh. V is the operand that is contiguous across k.
+// Layout     a tile has D / 64 pages of 64 columns, with the 128-byte swizzle, as in tile.cuh. V is contiguous across k.
 // Launch     1-D grid: a thread block for each block of queries (work_of), or as many as run at a time (persistent). Under `causal` those
 //            take pairs of blocks of a head, the last and the first, the last but one and the second, ..., which take the same time.
 //            block = 128 * (WARPGROUPS + 1); dynamic shared memory = ForwardShape::BYTES.
@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), PER_SM)
     attention_v4(T* out, float* lse, const __grid_constant__ CUtensorMap map_q, const __grid_constant__ CUtensorMap map_k,
                  const __grid_constant__ CUtensorMap map_v, const int* query_bounds, const int* key_bounds, Strides of_out, int blocks,
                  int heads, int batches, int group, int section, int queries, int keys, int sequences, int window, int head_dim,
-                 bool causal, float before, float c) {
+                 bool causal, float tanh_factor, float c) {
 #if __CUDA_ARCH__ == 900  // newer GPUs have no wgmma, and the kernel is not launched there
     using Shape = ForwardShape<D, N, WARPGROUPS, STAGES>;
     using Regs = Registers<WARPGROUPS, PER_SM>;
@@ -103,33 +103,30 @@ __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), PER_SM)
             int first = block.first, offset = block.offset, begin = block.begin, tile = block.tile;
             int row = first + warp_row + lane / 4, low = first + 64 * warpgroup + 64 + offset - window;
             int high = min(first + 64 * warpgroup + offset, of.keys - 1);
-            float o[1][D / 8][4] = {}, s[1][N / 8][4], most[1][2], total[1][2] = {}, shrink[1][2];
+            float o[1][D / 8][4] = {}, s[1][N / 8][4], row_max[1][2], row_sum[1][2] = {}, shrink[1][2];
             unsigned p[N / 16][4], q = q_ring + of_q.stage * Q_BYTES + 64 * warpgroup * ROW_BYTES;
-            most[0][0] = most[0][1] = minus_infinity<float>();
-            auto soften = [&] {  // scores of `tile` to weights
-                int column = tile * N + lane % 4 * 2, limit = row + offset - column;
-                auto mask = [&] {  // each query of the warpgroup sees the keys from `low` to `high`
-                    if (tile * N + N - 1 > high) hide(s, [=](int row, int n) { return n > min(limit + row, of.keys - 1 - column); });
-                    if (tile * N < low) hide(s, [=](int row, int n) { return n <= limit + row - window; });
-                };
-                softmax_weights<1, N / 8, SOFTCAP>(s, most, total, shrink, mask, before, c);
-            };
+            row_max[0][0] = row_max[0][1] = minus_infinity<float>();
             auto finish_product = [&](bool started) {  // the one by V, if it was started
                 wgmma_wait<0>(o[0]);
                 if (!started) return;
                 release(empty_v + 8 * of_v.stage);
                 of_v.advance();
             };
-            auto weigh = [&](bool started) {  // scores to weights, under the product by V of the tile before, if it was started
-                soften();
-                if constexpr (WARPGROUPS > 1) before_wait(fminf(total[0][0], total[0][1]));
+            auto to_weights = [&](bool started) {  // scores of `tile`, under the product by V of the tile before, if it was started
+                int column = tile * N + lane % 4 * 2, limit = row + offset - column;
+                auto mask = [&] {  // each query of the warpgroup sees the keys from `low` to `high`
+                    if (tile * N + N - 1 > high) hide(s, [=](int row, int n) { return n > min(limit + row, of.keys - 1 - column); });
+                    if (tile * N < low) hide(s, [=](int row, int n) { return n <= limit + row - window; });
+                };
+                softmax_weights<1, N / 8, SOFTCAP>(s, row_max, row_sum, shrink, mask, tanh_factor, c);
+                if constexpr (WARPGROUPS > 1) before_wait(fminf(row_sum[0][0], row_sum[0][1]));
                 if (WARPGROUPS > 1 || started) {
                     finish_product(started);
                     multiply_rows(o, shrink);
                 }
                 to_operand<T>(p, s[0]);
             };
-            auto multiply = [&] {  // Q by `tile` of K, and the weights by the tile of V before
+            auto next_products = [&] {  // Q by `tile` of K, and the weights by the tile of V before
                 mbarrier_wait_in_block(full_k + 8 * of_k.stage, of_k.phase);
                 if constexpr (WARPGROUPS > 1) barrier_of(1 + warpgroup, 256);
                 wgmma_fence(o[0], p);
@@ -152,19 +149,19 @@ __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), PER_SM)
                 of_k.advance();
                 if (WARPGROUPS > 1 && warpgroup == WARPGROUPS - 1 && tile > begin) arrive_at(1, 256);  // warpgroup 0 starts
                 if constexpr (WARPGROUPS == 1) {  // With two copies of the softmax the kernel is faster.
-                    weigh(false);
+                    to_weights(false);
                     for (tile--; tile >= begin; tile--) {
                         mbarrier_wait_in_block(full_v + 8 * of_v.stage, of_v.phase);
-                        multiply();
-                        weigh(true);
+                        next_products();
+                        to_weights(true);
                     }
                     mbarrier_wait_in_block(full_v + 8 * of_v.stage, of_v.phase);
                 } else {  // With one copy it compiles in less time.
                     for (bool started = false;; started = true) {
-                        weigh(started);
+                        to_weights(started);
                         mbarrier_wait_in_block(full_v + 8 * of_v.stage, of_v.phase);
                         if (tile-- == begin) break;
-                        multiply();
+                        next_products();
                     }
                 }
                 wgmma_fence(o[0], p);
@@ -176,15 +173,15 @@ __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), PER_SM)
             float factor[1][2];
 #pragma unroll
             for (int i = 0; i < 2; i++) {
-                float sum = warp_reduce<Sum>(total[0][i], 4);
+                float sum = warp_reduce<Sum>(row_sum[0][i], 4);
                 factor[0][i] = sum == 0 ? 0 : 1 / sum;
                 if (lane % 4 == 0 && row + 8 * i < of.queries)
-                    lse[stats + row + 8 * i] = sum == 0 ? minus_infinity<float>() : (__fmul_rn(most[0][i], c) + log2_approx(sum)) * LN_2;
+                    lse[stats + row + 8 * i] = sum == 0 ? minus_infinity<float>() : (__fmul_rn(row_max[0][i], c) + log2_approx(sum)) * LN_2;
             }
             barrier_of(8 + warpgroup, 128);  // all warps are done with Q
             T* to = out + block.batch * of_out.batch + block.head * of_out.head + (of.first_query + first + warp_row) * of_out.row;
-            store_rows<T, D, M>(to, of_out.row, of.queries - first - warp_row, head_dim, o, factor,
-                                shared + of_q.stage * Q_BYTES + warp_row * ROW_BYTES);
+            store_rows<T, D, M, true>(to, of_out.row, of.queries - first - warp_row, head_dim, o, factor,
+                                      shared + of_q.stage * Q_BYTES + warp_row * ROW_BYTES);
             fence_async();  // The next tile of Q comes here. Every lane arrives, as each has read O and the list.
             mbarrier_arrive(empty_q + 8 * of_q.stage);
         }

@@ -33,8 +33,8 @@ template <int D>
 constexpr int PAGES = (D + 63) / 64;
 
 // Load ROWS rows of one head, from `first` on, into the pages of a tile. Rows behind the end are zeros. That is the tensor's end; of packed
-// sequences it is the sequence's: `count` rows behind `begin`. Their map has ROWS x (tokens + 1) rows in place of rows and batch, and {x, y}
-// is token x + y - ROWS, which is outside from x = ROWS on (the Python side: wgmma._map).
+// sequences it is the sequence's: `count` rows behind `begin`. Their map has ROWS x (tokens + 1) rows in place of rows and batch, and
+// {x, y} is token x + y - ROWS, which is outside from x = ROWS on (the Python side: wgmma._map).
 template <int D, int ROWS, bool PACKED>
 __device__ __forceinline__ void load_tile(unsigned tile, const CUtensorMap* map, unsigned full, int first, int head, int batch, int begin,
                                           int count) {

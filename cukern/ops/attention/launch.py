@@ -79,8 +79,7 @@ def _aligned(x: Tensor, options: Options) -> Tensor:
     x = x.resolve_neg()
     b, h, t, d = x.stride()
     aligned = d == 1 and (b | h | t) * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0
-    fits = not options.window or wgmma.supported(x)
-    return x if fits and aligned else x.clone(memory_format=torch.contiguous_format)
+    return x if aligned and (not options.window or wgmma.supported(x)) else x.clone(memory_format=torch.contiguous_format)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any, bounds: Bounds = _WHOLE, lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -116,9 +115,7 @@ def _decode(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, lengths: 
     (batch, heads, queries, d), (kv_heads, keys), padded = q.shape, k.shape[1:3], plan.padded_head_dim(q.shape[3])
     device, group, lengths = q.get_device(), heads // kv_heads, None if lengths is None else lengths.contiguous()
     row_tiles, splits = plan.decode(batch * kv_heads, group * queries, plan.key_tiles(keys, d), device)
-    partial = stats = None
-    if splits > 1:
-        partial, stats = (torch.empty((splits, *q.shape[:3], n), dtype=torch.float32, device=q.device) for n in (padded, 2))
+    partial, stats = (lse.new_empty((splits, *q.shape[:3], n)) if splits > 1 else None for n in (padded, 2))
     strides = wgmma.strides(out, q, k, v)
     _decode_kernel(q.dtype, padded, options.softcap != 0).on(device)(
         (row_tiles * splits * kv_heads * batch, 1, 1), (32 * plan.DECODE.warps, 1, 1), plan.DECODE.bytes,
@@ -152,12 +149,12 @@ def backward(
         return grads
     k, v, q = _split(pieces, k, v, q)
     key_blocks, query_blocks = plan.tiles(keys, of_keys.rows, sequences), plan.tiles(queries, of_queries.rows, sequences)
-    grid, (before, c) = batch * (key_blocks * (heads // group) + query_blocks * heads), options.factors
+    grid, (tanh_factor, c) = batch * (key_blocks * (heads // group) + query_blocks * heads), options.factors
     _backward_kernel(dtype, pieces, padded, softcap, packed, tiles).on(q.get_device())(
         (grid, 1, 1), (32 * of_keys.warps, 1, 1), max(x.backward_bytes(padded, pieces) for x in tiles),
         *pointers(*grads, q, k, v, dout, stats[0], stats[1], *bounds), *wgmma.strides(*grads, q, k, v, dout),
         key_blocks, query_blocks, heads, batch, group, plan.section(keys, d, group, batch * heads), queries, keys, stats.shape[2], columns,
-        sequences, d, options.causal, before, c * math.log(2) if pieces > 1 else c, options.scale,
+        sequences, d, options.causal, tanh_factor, c * math.log(2) if pieces > 1 else c, options.scale,
     )  # fmt: skip
     return grads
 

@@ -72,8 +72,7 @@ def attention(
     checks.version("attention", version, (*VERSIONS, "sdpa"))
     q, k, v = _checked(q, k, v)
     options, return_lse, sink = _options(version, q, k, v, causal, scale, softcap, window, return_lse, sink)
-    leading = q.shape[:-1]
-    lead = q.ndim - 3
+    leading, lead = q.shape[:-1], q.ndim - 3
     q, k, v = (x[(None,) * -lead] if lead < 0 else x for x in (q, k, v))
     q, k, v = (x[None] if lead <= 0 else x.flatten(0, lead - 1) for x in (q, k, v))  # (batch, heads, rows, D)
     if key_lengths is None:
@@ -175,8 +174,8 @@ def _checked_bounds(cu_seqlens: Any, cu_seqlens_k: Any, version: str | None, q: 
 
 def _readable(x: Tensor) -> bool:
     """True for a CPU tensor with values."""
-    plain = not (torch.compiler.is_compiling() or transformed() or torch._C._len_torch_dispatch_stack())
-    return plain and x.device.type == "cpu" and type(x) is Tensor
+    traced = torch.compiler.is_compiling() or transformed() or torch._C._len_torch_dispatch_stack()
+    return not traced and x.device.type == "cpu" and type(x) is Tensor
 
 
 def _in_window(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor, Tensor, Options]:

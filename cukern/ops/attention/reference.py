@@ -26,9 +26,9 @@ class Options(NamedTuple):
 
     @property
     def factors(self) -> tuple[float, float]:
-        """What the kernels multiply scores by before tanh, and what their exponent of 2 is a multiple of."""
-        scale, softcap = self.scale, self.softcap
-        return (scale / softcap, softcap / math.log(2)) if softcap else (1.0, max(scale / math.log(2), _LEAST_SCALE))
+        """tanh_factor and c of kernels_cu/attention/attention.cu."""
+        cap, c = self.softcap, (self.softcap or self.scale) / math.log(2)
+        return (self.scale / cap, c) if cap else (1.0, max(c, _LEAST_SCALE))
 
 
 Lengths = Tensor | tuple[Tensor, Tensor] | None  # key_lengths, or cu_seqlens of the queries and of the keys
