@@ -38,10 +38,6 @@ struct Options {
 __device__ __forceinline__ float exponential(float x) { return exp2_approx(x * LOG2E); }
 __device__ __forceinline__ double exponential(double x) { return exp(x); }
 
-// Where maxima start: not -inf, so that c - largest is never NaN for c = -inf.
-__device__ __forceinline__ float lowest(float) { return -3.4028235e38f; }
-__device__ __forceinline__ double lowest(double) { return -1.7976931348623157e308; }
-
 // c(x) = cap tanh(x / cap). 16-bit types use an approximation with an absolute error of 3e-7 in tanh.
 template <typename T, bool SOFTCAP>
 struct Softcap {
@@ -136,20 +132,14 @@ __device__ __forceinline__ void read_row(const T* x, const T* to, int columns, b
     }
 }
 
-// The results of a row: the largest c, the sum of exp(c - largest), and the sum of c for label smoothing.
-template <typename T>
-struct RowSums {
-    compute_t<T> largest;
-    sum_t<T> sum = 0, total = 0;
-};
-
-// The same over the elements that a thread has read. TOTAL: with the sum of c.
+// The largest c, the sum of exp(c - largest) and, if TOTAL, the sum of c for label smoothing: over the elements that a thread has read, and after
+// reduce() over the row.
 template <typename T, bool SOFTCAP, bool TOTAL>
 struct OnlineSum {
     using C = compute_t<T>;
     Softcap<T, SOFTCAP> capped;
     Top<T> top;
-    C largest = lowest(C());
+    C largest = sizeof(C) == 4 ? C(-3.4028235e38) : C(-1.7976931348623157e308);  // not -inf, so that c - largest is not NaN for c = -inf
     sum_t<T> sum = 0, total = 0;
     __device__ __forceinline__ explicit OnlineSum(const Options& o) : capped(o.softcap) {}
     template <int N>
@@ -175,27 +165,26 @@ struct OnlineSum {
         sum += partial;
         if (TOTAL) total += all;
     }
-    // Over all threads of the row, which are threadIdx.x of a part of a warp if WARP.
+    // Over all threads of the row: blockDim.x lanes of a warp if WARP, else the block.
     template <bool WARP>
-    __device__ __forceinline__ RowSums<T> reduced() {
+    __device__ __forceinline__ void reduce() {
         __shared__ C maxima[32];
         __shared__ sum_t<T> sums[32], totals[32];
-        RowSums<T> row;
-        row.largest = WARP ? warp_reduce<Max>(largest, blockDim.x) : block_reduce<Max>(largest, maxima);
-        sum *= exponential(largest - row.largest);
-        row.sum = WARP ? warp_reduce<Sum>(sum, blockDim.x) : block_reduce<Sum>(sum, sums);
-        if (TOTAL) row.total = WARP ? warp_reduce<Sum>(total, blockDim.x) : block_reduce<Sum>(total, totals);
-        return row;
+        C top = WARP ? warp_reduce<Max>(largest, blockDim.x) : block_reduce<Max>(largest, maxima);
+        sum *= exponential(largest - top);
+        largest = top;
+        sum = WARP ? warp_reduce<Sum>(sum, blockDim.x) : block_reduce<Sum>(sum, sums);
+        if (TOTAL) total = WARP ? warp_reduce<Sum>(total, blockDim.x) : block_reduce<Sum>(total, totals);
     }
 };
 
 // Writes a row's lse and, if losses is not null, its loss, which is returned. All this is double: one thread computes it.
-template <bool SOFTCAP, typename T>
-__device__ __forceinline__ double write_loss(compute_t<T>* losses, double* lse, const RowSums<T>& sums, T at_target, long long row,
-                                             long long target, const Options& o) {
+template <typename T, bool SOFTCAP, bool TOTAL>
+__device__ __forceinline__ double write_loss(compute_t<T>* losses, double* lse, const OnlineSum<T, SOFTCAP, TOTAL>& sums, T at_target,
+                                             long long row, long long target, const Options& o) {
     double base = sums.largest, log_sum = log(sums.sum), loss = target == o.ignored ? 0.0 : not_a_number();
     if (target != o.ignored && target >= 0 && target < o.vocab) {
-        loss = (base - (1 - o.smoothing) * Softcap<T, SOFTCAP>(o.softcap)(load_as(at_target))) + log_sum;
+        loss = (base - (1 - o.smoothing) * sums.capped(load_as(at_target))) + log_sum;
         if (o.smoothing != 0) loss -= o.smoothing / o.vocab * sums.total;
         if (o.z_loss != 0) loss += o.z_loss * (base + log_sum) * (base + log_sum);
     }
@@ -298,17 +287,17 @@ __global__ void __launch_bounds__(256, sizeof(T) == 8 || SOFTCAP ? 1 : 5 - (WARP
     long long target = mine < rows ? index_at(targets, wide, mine) : o.ignored;
     // Loaded early, and converted only when it is used, so that nothing waits for it.
     T at_target = mine < rows && target >= 0 && target < o.vocab ? x[mine * x_row + target] : T();
-    RowSums<T> own;
+    OnlineSum<T, SOFTCAP, TOTAL> own(o);
     const T* row = x + first * x_row;
     for (int r = 0; r * step < rows; ++r, row += step * x_row) {  // all lanes of a warp take part, those without a row read nothing
         bool is_ignored = (WARP ? __shfl_sync(~0u, target, r, blockDim.x) : index_at(targets, wide, first)) == o.ignored;
         OnlineSum<T, SOFTCAP, TOTAL> online(o);
         read_row<LOADS, false>(row, row, is_ignored ? 0 : int(o.vocab), true, online);
-        RowSums<T> sums = online.template reduced<WARP>();
-        if (!WARP || threadIdx.x == r) own = sums;
+        online.template reduce<WARP>();
+        if (!WARP || threadIdx.x == r) own = online;
         if (!WARP) break;
     }
-    double loss = mine < rows ? write_loss<SOFTCAP>(losses, lse, own, at_target, mine, target, o) : 0.0;
+    double loss = mine < rows ? write_loss(losses, lse, own, at_target, mine, target, o) : 0.0;
     if (!partials) return;
     double2 sum = block_sums(loss, target != o.ignored ? 1.0 : 0.0);
     if (threadIdx.x == 0 && threadIdx.y == 0) partials[blockIdx.x] = sum;
