@@ -52,28 +52,23 @@ struct Softcap {
 };
 
 // The largest of the elements that were added. NaN is ignored. 16-bit elements are compared in pairs.
-template <typename T, bool PAIRS = sizeof(T) == 2>
-struct Top {
-    T top = minus_infinity<T>();
-    template <int N>
-    __device__ __forceinline__ void add(const Vec<T, N>& v) {
-#pragma unroll
-        for (int j = 0; j < N; ++j) top = max(top, v.v[j]);
-    }
-    __device__ __forceinline__ T largest() const { return top; }
-};
 template <typename T>
-struct Top<T, true> {
-    using Pair = typename PairOf<T>::type;
-    Pair top = {minus_infinity<T>(), minus_infinity<T>()};
+struct Top {
+    Vec<T, 2> top = {minus_infinity<T>(), minus_infinity<T>()};
     template <int N>
     __device__ __forceinline__ void add(const Vec<T, N>& v) {
-        const Pair* pairs = reinterpret_cast<const Pair*>(&v);
 #pragma unroll
-        for (int j = 0; j < N / 2; ++j) top = __hmax2(top, pairs[j]);
-        if (N == 1) top = __hmax2(top, Pair{v.v[0], v.v[0]});
+        for (int j = 0; j < N; j += 2) {
+            Vec<T, 2> two = {v.v[j], v.v[N > 1 ? j + 1 : j]};
+            if constexpr (sizeof(T) == 2) {
+                using Pair = typename PairOf<T>::type;
+                reinterpret_cast<Pair&>(top) = __hmax2(reinterpret_cast<Pair&>(top), reinterpret_cast<Pair&>(two));
+            } else {
+                top = {max(top.v[0], two.v[0]), max(top.v[1], two.v[1])};
+            }
+        }
     }
-    __device__ __forceinline__ float largest() const { return max(load_as(top.x), load_as(top.y)); }
+    __device__ __forceinline__ compute_t<T> largest() const { return max(load_as(top.v[0]), load_as(top.v[1])); }
 };
 
 // How a row is read: use.look(v) for some vectors, then use.raise(), then use(column, values) for the same vectors. read_one reads one
