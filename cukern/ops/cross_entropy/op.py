@@ -117,6 +117,7 @@ def launch_forward(x: Tensor, targets: Tensor, *rest: Any) -> tuple[Tensor, Tens
     loss, stats = _fake(x, targets, *rest)
     x, targets, is_reduced = unit_column_stride(x), targets.contiguous(), options.reduction != "none"
     launch, block, warps = _plan("forward", options.version, x.dtype, options.softcap != 0, options.smoothing != 0, x.shape[1], device)
+    block = (32, 4, 1) if rows * block[0] < 16 * warps else block  # few rows: shorter, with more lanes
     each = max(1, min(-(-rows * block[0] // (32 * warps)), block[0])) if warps else 1  # rows of some lanes, the same number for all
     blocks = -(-rows // (each * block[1]))
     partials = torch.empty(blocks, 2, dtype=torch.float64, device=x.device) if is_reduced else None
@@ -186,8 +187,8 @@ _apply_in_place = differentiable("_CrossEntropy", _cross_entropy, _no_second_der
 # blocks of a row
 
 _FWD, _BWD, _REDUCE = (Template("cross_entropy.cu", f"cross_entropy_{name}", pdl=True) for name in ("fwd", "bwd", "reduce"))
-_SHORT_BYTES, _LANE_BYTES, _WARPS = 16384, 256, 32  # rows of up to _SHORT_BYTES have 8 to 32 lanes of one of _WARPS warps per SM
-_THREADS, _LOADS = 128, 4  # of v2's backward: threads per block, and vectors per thread
+_SHORT_BYTES, _LANE_BYTES, _WARPS = 16384, 512, 32  # rows of up to _SHORT_BYTES have 8 to 32 lanes of one of _WARPS warps per SM
+_THREADS, _LOADS = 96, 4  # of v2's backward: threads per block, and vectors per thread
 
 
 @cached(4096)
