@@ -84,10 +84,9 @@ class Trainer:
         """Write a checkpoint, then delete the one that is too old. Each process calls this."""
         s, model, slots = self.settings, self.model, self.optimizer.state
         assert s.out is not None
-        m = model.by_name(lambda p: parallel.local(slots[p]["exp_avg"]).cpu())
-        v = model.by_name(lambda p: parallel.local(slots[p]["exp_avg_sq"]).cpu())
-        master = model.by_name(lambda p: parallel.local(slots[p].get("master", p.detach())).cpu()) if s.master else None
-        state = checkpoint.State(self.step, m, v, self.position, master, RNG, RNG, s.rank, s.num_processes, self.parts)
+        names = ("exp_avg", "exp_avg_sq", "master")[: 2 + s.master]
+        m, v, *master = (model.by_name(lambda p, name=name: parallel.local(slots[p].get(name, p.detach())).cpu()) for name in names)
+        state = checkpoint.State(self.step, m, v, self.position, master[0] if master else None, RNG, RNG, s.rank, s.num_processes, self.parts)
         checkpoint.save(s.out, model.config, model.parameters_by_name(), state)
         old = self.step - s.keep * s.checkpoint_every
         if s.rank == 0 and s.keep and old > 0 and not (s.major_every and old % s.major_every == 0):
@@ -211,12 +210,12 @@ class Trainer:
     def _apply_or_skip(self, loss_z: float, norm_z: float) -> None:
         s = self.settings
         what = "loss" if 0 < s.skip_loss < loss_z else "grad" if 0 < s.skip_norm < norm_z else ""  # false for NaN
-        if not what:
+        if what:
+            self.say(f"skipping update due to {what} z-score of {loss_z if what == 'loss' else norm_z:f}")
+            for slot in self.optimizer.state.values():
+                slot["step"] += 1  # llm.c's bias correction counts skipped updates
+        else:
             self.optimizer.step()
-            return
-        self.say(f"skipping update due to {what} z-score of {loss_z if what == 'loss' else norm_z:f}")
-        for slot in self.optimizer.state.values():
-            slot["step"] += 1  # llm.c's bias correction counts skipped updates
 
     def _read(self) -> Tensor:
         """The next batches, (micro_steps, 2, B, T), inputs and targets, on their way to the device."""
