@@ -8,10 +8,10 @@
 //            update.
 // Types      m and v are float, or double for double parameters. 16-bit parameters may have float masters, which are then updated, and
 //            rounded to the parameter. bfloat16 parameters may be rounded stochastically.
-// Launch     In order: adamw_norm (only with max_norm), adamw_prepare (one block), adamw_v2; the first and the last have one launch per
-//            dtype, and one block per chunk of CHUNK elements or per PART of a chunk. adamw_prepare adds the
-//            partial sums of the norm in a fixed order, increments the steps, and computes the coefficients of each tensor in double. If
-//            *found_inf is not 0, all tensors are skipped. adamw_v2 starts while adamw_prepare runs (PDL).
+// Launch     In order: adamw_norm (only with max_norm), adamw_prepare (one block), adamw_v2. The first and the last have one launch per dtype,
+//            and one block per chunk of CHUNK elements or per PART of a chunk. adamw_prepare adds the partial sums of the norm in a fixed
+//            order, increments the steps, and computes the coefficients of each tensor in double. If *found_inf is not 0, all tensors are
+//            skipped. adamw_v2 starts while adamw_prepare runs (PDL).
 //
 // version  idea                                                                                     of a copy
 // v1       one thread per element, one launch per tensor                                            0.66 to 0.91 (H200, float32)
