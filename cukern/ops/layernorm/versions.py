@@ -49,7 +49,7 @@ def tiles(itemsize: int, aligned: bool, backward: bool) -> tuple[Tile, ...]:
     elif backward:
         sizes = ((8, 512, 512),)
     elif aligned and itemsize == 2:
-        sizes = (48, 16, 512), (32, 512, 512)  # 16 lanes for 768 columns: fewer shuffles and idle lanes than 32
+        sizes = (24, 32, 512), (32, 512, 512)
     elif aligned:
         sizes = (width, 32, 512), (4 * width, 512, 512), (8 * width, 512, 512)
     else:
