@@ -306,11 +306,9 @@ template <typename T, bool SOFTCAP, int LOADS>
 __global__ void __launch_bounds__(256, sizeof(T) == 8 || SOFTCAP ? 1 : 4)
     cross_entropy_bwd(T* dx, const T* x, const void* targets, const double* lse, const compute_t<T>* dloss, const double* count, bool wide,
                       long long rows, int columns, long long dx_row, long long x_row, unsigned pieces, Options o) {
+    let_next_come();
+    wait_for_previous();
     long long row = rows - 1 - (blockIdx.x / pieces * static_cast<long long>(blockDim.y) + threadIdx.y);
-    take_over(blockDim.y * blockDim.x * LOADS * 16, 1024, [&] {
-        int at = (blockIdx.x % pieces * LOADS * blockDim.x + threadIdx.x) * (16 / sizeof(T)), step = blockDim.x * (16 / sizeof(T));
-        for (int k = 0; k < LOADS && row >= 0 && threadIdx.x % 8 == 0 && at < columns; ++k, at += step) prefetch(x + row * x_row + at);
-    });
     if (row < 0) return;
     Gradient<T, SOFTCAP> gradient(dx + row * dx_row, x + row * x_row, targets, lse, dloss, count, wide, row, o);
     read_row<LOADS, true>(gradient.x, gradient.dx, columns, !gradient.is_zero, gradient, blockIdx.x % pieces);

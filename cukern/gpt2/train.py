@@ -84,9 +84,10 @@ class Trainer:
         """Write a checkpoint, then delete the one that is too old. Each process calls this."""
         s, model, slots = self.settings, self.model, self.optimizer.state
         assert s.out is not None
-        names = ("exp_avg", "exp_avg_sq", "master")[: 2 + s.master]
-        m, v, *master = (model.by_name(lambda p, name=name: parallel.local(slots[p].get(name, p.detach())).cpu()) for name in names)
-        state = checkpoint.State(self.step, m, v, self.position, master[0] if master else None, RNG, RNG, s.rank, s.num_processes, self.parts)
+        m = model.by_name(lambda p: parallel.local(slots[p]["exp_avg"]).cpu())
+        v = model.by_name(lambda p: parallel.local(slots[p]["exp_avg_sq"]).cpu())
+        master = model.by_name(lambda p: parallel.local(slots[p].get("master", p.detach())).cpu()) if s.master else None
+        state = checkpoint.State(self.step, m, v, self.position, master, RNG, RNG, s.rank, s.num_processes, self.parts)
         checkpoint.save(s.out, model.config, model.parameters_by_name(), state)
         old = self.step - s.keep * s.checkpoint_every
         if s.rank == 0 and s.keep and old > 0 and not (s.major_every and old % s.major_every == 0):

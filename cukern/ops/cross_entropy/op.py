@@ -117,7 +117,7 @@ def launch_forward(x: Tensor, targets: Tensor, *rest: Any) -> tuple[Tensor, Tens
     loss, stats = _fake(x, targets, *rest)
     x, targets, is_reduced = unit_column_stride(x), targets.contiguous(), options.reduction != "none"
     launch, block, warps = _plan("forward", options.version, x.dtype, options.softcap != 0, options.smoothing != 0, x.shape[1], device)
-    block = (32, 4, 1) if rows * block[0] < 16 * warps else block  # few rows: shorter, with more lanes
+    block = (32, 4, 1) if rows * block[0] < 4 * warps else block  # few rows: shorter, with more lanes
     each = max(1, min(-(-rows * block[0] // (32 * warps)), block[0])) if warps else 1  # rows of some lanes, the same number for all
     blocks = -(-rows // (each * block[1]))
     partials = torch.empty(blocks, 2, dtype=torch.float64, device=x.device) if is_reduced else None
