@@ -8,10 +8,10 @@
 //            update.
 // Types      m and v are float, or double for double parameters. 16-bit parameters may have float masters, which are then updated, and
 //            rounded to the parameter. bfloat16 parameters may be rounded stochastically.
-// Launch     In order: adamw_norm (only with max_norm; one launch for all tensors), adamw_prepare (one block), adamw_v2 (one launch per
-//            dtype). adamw_norm runs one block per chunk of CHUNK elements, adamw_v2 one per PART of a chunk. adamw_prepare adds the
-//            partial sums of the norm in a fixed order, increments the steps, and computes the coefficients of each tensor in double. If
-//            *found_inf is not 0, all tensors are skipped. adamw_v2 starts while adamw_prepare runs (PDL).
+// Launch     In order: adamw_norm (only with max_norm), adamw_prepare (one block), adamw_v2. The first and the last have one launch per dtype,
+//            and one block per chunk of CHUNK elements or per PART of a chunk. adamw_prepare adds the partial sums of the norm in a fixed
+//            order, increments the steps, and computes the coefficients of each tensor in double. If *found_inf is not 0, all tensors are
+//            skipped. adamw_v2 starts while adamw_prepare runs (PDL).
 //
 // version  idea                                                                                     of a copy
 // v1       one thread per element, one launch per tensor                                            0.66 to 0.91 (H200, float32)
@@ -30,8 +30,7 @@ struct Row {
     void *param, *exp_avg, *exp_avg_sq;
     float *master, *step;  // may be null
     long long numel, first_chunk;
-    unsigned index;  // of the tensor among the parameters of the optimizer
-    unsigned short group, type;
+    unsigned index, group;  // index: of the tensor among the parameters of the optimizer
 };
 
 struct Group {
@@ -66,33 +65,25 @@ __device__ __forceinline__ int tensor_of(const Row* rows, int tensors, long long
 
 // ---- the norm, and the coefficients of each tensor (`numbers`)
 
+// The sum of squares of a chunk. The grid begins at `first_chunk`, as that of adamw_v2.
 template <typename T>
-__device__ __forceinline__ double sum_of_squares(const T* g, long long begin, long long end) {
+__global__ void adamw_norm(double* partials, const void* table, const Word* grads, long long first_chunk, int tensors) {
     constexpr int N = 16 / sizeof(T);
+    __shared__ double sums[32];
+    long long chunk = first_chunk + blockIdx.x;
+    int t = tensor_of(static_cast<const Row*>(table), tensors, chunk);
+    Row row = static_cast<const Row*>(table)[t];
+    const T* g = reinterpret_cast<const T*>(grads[t]);
+    long long begin = (chunk - row.first_chunk) * CHUNK, end = min(begin + CHUNK, row.numel), tail = grads[t] % 16 ? begin : end - end % N;
     double sum = 0, x[N];
-    long long tail = reinterpret_cast<Word>(g) % 16 ? begin : end - end % N;
     for (long long i = begin + threadIdx.x * N; i < tail; i += THREADS * N) {
         unpack(x, load_vec<T, N>(g + i));
 #pragma unroll
         for (int j = 0; j < N; j++) sum += x[j] * x[j];
     }
     for (long long i = tail + threadIdx.x; i < end; i += THREADS) sum += double(load_as(g[i])) * double(load_as(g[i]));
-    return sum;
-}
-
-template <int BLOCK>
-__global__ void adamw_norm(double* partials, const void* table, const Word* grads, int tensors) {
-    __shared__ double sums[32];
-    const Row* rows = static_cast<const Row*>(table);
-    int t = tensor_of(rows, tensors, blockIdx.x);
-    long long begin = (blockIdx.x - rows[t].first_chunk) * CHUNK, end = min(begin + CHUNK, rows[t].numel);
-    const void* g = reinterpret_cast<const void*>(grads[t]);
-    double sum = rows[t].type == 0   ? sum_of_squares(static_cast<const __half*>(g), begin, end)
-                 : rows[t].type == 1 ? sum_of_squares(static_cast<const __nv_bfloat16*>(g), begin, end)
-                 : rows[t].type == 2 ? sum_of_squares(static_cast<const float*>(g), begin, end)
-                                     : sum_of_squares(static_cast<const double*>(g), begin, end);
     sum = block_reduce<Sum>(sum, sums);
-    if (threadIdx.x == 0) partials[blockIdx.x] = sum;
+    if (threadIdx.x == 0) partials[chunk] = sum;
 }
 
 __device__ __forceinline__ double power(double x, long long n) {

@@ -10,16 +10,15 @@
 // Layout     x is (rows, columns), rows `x_row` elements apart; dx has rows `dx_row` apart and may be x. loss has the type of the
 //            computation: float, or double for double. lse is double. Targets are int64 (`wide`) or int32. Offsets are 64-bit.
 // Algorithm  The forward is online softmax in one pass: each thread has the largest c so far and the sum of exp(c - largest); both are
-//            reduced over the threads of the row in a fixed order. The backward reads a row and writes its gradient. lse is kept as a
-//            double, and p is computed from its two float parts, so that large logits lose no digits. The backward has a fast path for
-//            vectors that contain neither the target nor padding: 7 instructions per element.
-// Launch     Forward: a row has one block or, up to 16 KiB, one warp of a block (32, 4). Each block writes the sum of its losses; a second
-//            launch of one block adds these. Backward: one thread per LOADS vectors.
+//            reduced over the threads of the row in a fixed order. The backward reads a row and writes its gradient: 5 instructions per
+//            16-bit column, and one store more for the target. lse is kept as a double, so that large logits lose no digits of p.
+// Launch     Forward: a row has one block or, up to 16 KiB, 8, 16 or 32 lanes of a block of 128 threads. Each block writes the sum of its
+//            losses; a second launch of one block adds these. Backward: one thread per LOADS vectors.
 //
 // version  idea                                                               8192x50304 bf16, H100: forward, backward of a copy
 // v1       a block per row, one element per thread and step
 // v2       16-byte vectors, 4 loads per thread in flight                      0.95, 0.97
-//          short rows: a warp has several, and finishes them together
+//          short rows: a warp has several at a time, and finishes them together
 //
 // Experiments: docs/notes/cross_entropy.md. Online softmax: Milakov and Gimelshein, arXiv 1805.02867.
 #include "common/math.cuh"
@@ -39,10 +38,6 @@ struct Options {
 __device__ __forceinline__ float exponential(float x) { return exp2_approx(x * LOG2E); }
 __device__ __forceinline__ double exponential(double x) { return exp(x); }
 
-// Where maxima start: not -inf, so that c - largest is never NaN for c = -inf.
-__device__ __forceinline__ float lowest(float) { return -3.4028235e38f; }
-__device__ __forceinline__ double lowest(double) { return -1.7976931348623157e308; }
-
 // c(x) = cap tanh(x / cap). 16-bit types use an approximation with an absolute error of 3e-7 in tanh.
 template <typename T, bool SOFTCAP>
 struct Softcap {
@@ -57,28 +52,23 @@ struct Softcap {
 };
 
 // The largest of the elements that were added. NaN is ignored. 16-bit elements are compared in pairs.
-template <typename T, bool PAIRS = sizeof(T) == 2>
-struct Top {
-    T top = minus_infinity<T>();
-    template <int N>
-    __device__ __forceinline__ void add(const Vec<T, N>& v) {
-#pragma unroll
-        for (int j = 0; j < N; ++j) top = max(top, v.v[j]);
-    }
-    __device__ __forceinline__ T largest() const { return top; }
-};
 template <typename T>
-struct Top<T, true> {
-    using Pair = typename PairOf<T>::type;
-    Pair top = {minus_infinity<T>(), minus_infinity<T>()};
+struct Top {
+    Vec<T, 2> top = {minus_infinity<T>(), minus_infinity<T>()};
     template <int N>
     __device__ __forceinline__ void add(const Vec<T, N>& v) {
-        const Pair* pairs = reinterpret_cast<const Pair*>(&v);
 #pragma unroll
-        for (int j = 0; j < N / 2; ++j) top = __hmax2(top, pairs[j]);
-        if (N == 1) top = __hmax2(top, Pair{v.v[0], v.v[0]});
+        for (int j = 0; j < N; j += 2) {
+            Vec<T, 2> two = {v.v[j], v.v[N > 1 ? j + 1 : j]};
+            if constexpr (sizeof(T) == 2) {
+                using Pair = typename PairOf<T>::type;
+                reinterpret_cast<Pair&>(top) = __hmax2(reinterpret_cast<Pair&>(top), reinterpret_cast<Pair&>(two));
+            } else {
+                top = {max(top.v[0], two.v[0]), max(top.v[1], two.v[1])};
+            }
+        }
     }
-    __device__ __forceinline__ float largest() const { return max(load_as(top.x), load_as(top.y)); }
+    __device__ __forceinline__ compute_t<T> largest() const { return max(load_as(top.v[0]), load_as(top.v[1])); }
 };
 
 // How a row is read: use.look(v) for some vectors, then use.raise(), then use(column, values) for the same vectors. read_one reads one
@@ -92,22 +82,24 @@ __device__ __forceinline__ void read_one(const T* x, int column, F& use) {
     use(column, value);
 }
 
-// Reads a row, or one of its pieces, by the threads threadIdx.x, which are a warp if WARP: 16-byte vectors that are aligned in `to`, which has the
-// same columns, and single columns before and after them. LOADS vectors per thread are in flight; LOADS = 0: single columns only, for v1.
-// Without is_read, values have no meaning.
-template <int LOADS, bool WARP, typename T, class F>
-__device__ __forceinline__ void read_row(const T* x, const T* to, int columns, bool is_read, F& use, int piece = 0, int pieces = 1) {
+// Reads a row by the threads threadIdx.x: 16-byte vectors that are aligned in `to`, which has the same columns, and single columns before and
+// after them. LOADS vectors per thread are in flight; LOADS = 0: single columns only, for v1. PIECE: only the piece of the row that
+// LOADS vectors per thread are. Without is_read, values have no meaning.
+template <int LOADS, bool PIECE, typename T, class F>
+__device__ __forceinline__ void read_row(const T* x, const T* to, int columns, bool is_read, F& use, int piece = 0) {
     if constexpr (LOADS == 0) {
         for (int i = threadIdx.x; i < columns; i += blockDim.x) read_one(x, i, use);
         return;
     }
     constexpr int N = 16 / sizeof(T);
-    int threads = WARP ? 32 : blockDim.x;
+    int threads = blockDim.x;
     unsigned from = reinterpret_cast<unsigned long long>(x), address = reinterpret_cast<unsigned long long>(to);
     int first = min(columns, int(-address % 16 / sizeof(T))), vectors = (columns - first) / N;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < columns - vectors * N && piece == 0; i += threads) read_one(x, i < first ? i : i + vectors * N, use);
     x += first;
 #pragma unroll 1
-    for (int i = threadIdx.x + piece * LOADS * threads; i < vectors; i += pieces * LOADS * threads) {
+    for (int i = threadIdx.x + piece * LOADS * threads; i < vectors; i += LOADS * threads) {
         Vec<T, N> loaded[LOADS + !LOADS];
         int left = is_read ? vectors - i : 0;
         if ((address - from) % 16 == 0) {
@@ -131,25 +123,18 @@ __device__ __forceinline__ void read_row(const T* x, const T* to, int columns, b
             unpack(values, loaded[k]);
             use(first + vector * N, values);
         }
+        if (PIECE) break;
     }
-    int edge = threadIdx.x < first ? threadIdx.x : threadIdx.x + vectors * N;
-    if (edge < columns && piece == 0) read_one(x - first, edge, use);
 }
 
-// The results of a row: the largest c, the sum of exp(c - largest), and the sum of c for label smoothing.
-template <typename T>
-struct RowSums {
-    compute_t<T> largest;
-    sum_t<T> sum = 0, total = 0;
-};
-
-// The same over the elements that a thread has read. TOTAL: with the sum of c.
+// The largest c, the sum of exp(c - largest) and, if TOTAL, the sum of c for label smoothing: over the elements that a thread has read, and after
+// reduce() over the row.
 template <typename T, bool SOFTCAP, bool TOTAL>
 struct OnlineSum {
     using C = compute_t<T>;
     Softcap<T, SOFTCAP> capped;
     Top<T> top;
-    C largest = lowest(C());
+    C largest = sizeof(C) == 4 ? C(-3.4028235e38) : C(-1.7976931348623157e308);  // not -inf, so that c - largest is not NaN for c = -inf
     sum_t<T> sum = 0, total = 0;
     __device__ __forceinline__ explicit OnlineSum(const Options& o) : capped(o.softcap) {}
     template <int N>
@@ -175,27 +160,26 @@ struct OnlineSum {
         sum += partial;
         if (TOTAL) total += all;
     }
-    // Over all threads of the row.
+    // Over all threads of the row: blockDim.x lanes of a warp if WARP, else the block.
     template <bool WARP>
-    __device__ __forceinline__ RowSums<T> reduced() {
+    __device__ __forceinline__ void reduce() {
         __shared__ C maxima[32];
         __shared__ sum_t<T> sums[32], totals[32];
-        RowSums<T> row;
-        row.largest = WARP ? warp_max(largest) : block_reduce<Max>(largest, maxima);
-        sum *= exponential(largest - row.largest);
-        row.sum = WARP ? warp_reduce<Sum>(sum) : block_reduce<Sum>(sum, sums);
-        if (TOTAL) row.total = WARP ? warp_reduce<Sum>(total) : block_reduce<Sum>(total, totals);
-        return row;
+        C top = WARP ? warp_reduce<Max>(largest, blockDim.x) : block_reduce<Max>(largest, maxima);
+        sum *= exponential(largest - top);
+        largest = top;
+        sum = WARP ? warp_reduce<Sum>(sum, blockDim.x) : block_reduce<Sum>(sum, sums);
+        if (TOTAL) total = WARP ? warp_reduce<Sum>(total, blockDim.x) : block_reduce<Sum>(total, totals);
     }
 };
 
 // Writes a row's lse and, if losses is not null, its loss, which is returned. All this is double: one thread computes it.
-template <bool SOFTCAP, typename T>
-__device__ __forceinline__ double write_loss(compute_t<T>* losses, double* lse, const RowSums<T>& sums, T at_target, long long row,
-                                             long long target, const Options& o) {
+template <typename T, bool SOFTCAP, bool TOTAL>
+__device__ __forceinline__ double write_loss(compute_t<T>* losses, double* lse, const OnlineSum<T, SOFTCAP, TOTAL>& sums, T at_target,
+                                             long long row, long long target, const Options& o) {
     double base = sums.largest, log_sum = log(sums.sum), loss = target == o.ignored ? 0.0 : not_a_number();
     if (target != o.ignored && target >= 0 && target < o.vocab) {
-        loss = (base - (1 - o.smoothing) * Softcap<T, SOFTCAP>(o.softcap)(load_as(at_target))) + log_sum;
+        loss = (base - (1 - o.smoothing) * sums.capped(load_as(at_target))) + log_sum;
         if (o.smoothing != 0) loss -= o.smoothing / o.vocab * sums.total;
         if (o.z_loss != 0) loss += o.z_loss * (base + log_sum) * (base + log_sum);
     }
@@ -225,14 +209,15 @@ struct Gradient {
     using C = compute_t<T>;
     Softcap<T, SOFTCAP> capped;
     const Options& o;
+    const T* x;
     T* dx;
-    double lse, count;                            // the gradient of the row's loss is divided by `count`
-    C dloss, high, low, of_p, of_target, of_all;  // high + low is lse; for float, low is multiplied by LOG2E
-    int target;                                   // -1 if it is outside of the vocabulary
+    double lse, count;  // the gradient of the row's loss is divided by `count`
+    C dloss, slope, shift, of_p, of_target, of_all;
+    int target;  // -1 if it is outside of the vocabulary
     bool is_zero;
-    __device__ __forceinline__ Gradient(T* dx, const void* targets, const double* lses, const C* dlosses, const double* counts, bool wide,
-                                        long long row, const Options& o)
-        : capped(o.softcap), o(o), dx(dx) {
+    __device__ __forceinline__ Gradient(T* dx, const T* x, const void* targets, const double* lses, const C* dlosses, const double* counts,
+                                        bool wide, long long row, const Options& o)
+        : capped(o.softcap), o(o), x(x), dx(dx) {
         long long index = index_at(targets, wide, row);
         is_zero = index == o.ignored, target = index >= 0 && index < o.vocab ? index : -1;
         lse = lses[row], count = counts ? *counts : 1, dloss = dlosses[row * o.dloss_step];
@@ -242,41 +227,48 @@ struct Gradient {
     __device__ __forceinline__ void raise() {
         asm volatile("" : "+d"(lse), "+d"(count));  // otherwise the compiler moves this before the loads of x, which then wait for it
         C weight = target >= 0 ? dloss / C(count) : C(not_a_number());
-        high = lse;
-        low = abs(lse) <= 3.4e38 ? C(lse - static_cast<double>(high)) * C(LOG2E) : C(0);
-        of_p = weight * (1 + C(2 * o.z_loss) * high);
+        of_p = weight * (1 + C(2 * o.z_loss) * C(lse));
         of_target = weight * C(1 - o.smoothing);
         of_all = o.smoothing != 0 ? weight * C(o.smoothing) / o.vocab : C(0);
+        if constexpr (sizeof(C) == 8) {
+            shift = lse;
+        } else {
+            // p = 2^(slope c - shift) 2^(shift - slope lse), by one FMA per column; the second factor is in of_p. From 1e9 on, logits that
+            // differ do so by 64 or more: their p is 0 or 1 with any slope, and only with 1 has slope c no rounding error.
+            slope = abs(lse) < 1e9 ? LOG2E : 1.0f;
+            double exact = lse * slope;
+            shift = exact;
+            if (abs(lse) < 3.4e38) of_p *= exp2_approx(C(shift - exact) * (LOG2E / slope));
+        }
     }
     __device__ __forceinline__ C share(C c) const {
-        if constexpr (sizeof(C) == 8) return exp(c - high);
-        else return exp2_approx(fmaf(c - high, LOG2E, -low));
+        if constexpr (sizeof(C) == 8) return exp(c - shift);
+        else return exp2_approx(fmaf(c, slope, -shift));
     }
-    // The gradient of a column that is neither the target nor padding, or with `extra` that of the target.
+    // The gradient of a column that is not padding. `extra` is of_target for the target.
     __device__ __forceinline__ C of(C x, C extra = 0) const {
         C t = SOFTCAP ? capped.tanh_of(x) : C(0), c = SOFTCAP ? capped.cap * t : x;
         return (1 - t) * (1 + t) * (of_p * share(c) - of_all - extra);
     }
     template <int N>
-    __device__ __forceinline__ void operator()(int column, C (&x)[N]) const {
+    __device__ __forceinline__ void operator()(int column, C (&values)[N]) const {
         int at = target - column;
-        bool is_whole = !is_zero && column + N <= int(o.vocab);
-        if (is_whole && !(at >= 0 && at < N)) {
+        bool has_target = !is_zero && at >= 0 && at < N;
+        if (!is_zero && column + N <= int(o.vocab)) {
 #pragma unroll
-            for (int j = 0; j < N; ++j) x[j] = of(x[j]);
-        } else if (is_whole) {
-#pragma unroll
-            for (int j = 0; j < N; ++j) x[j] = of(x[j], j == at ? of_target : C(0));
+            for (int j = 0; j < N; ++j) values[j] = of(values[j]);
         } else {
 #pragma unroll
-            for (int j = 0; j < N; ++j) x[j] = is_zero || column + j >= int(o.vocab) ? C(0) : of(x[j], j == at ? of_target : C(0));
+            for (int j = 0; j < N; ++j) values[j] = is_zero || column + j >= int(o.vocab) ? C(0) : of(values[j]);
         }
-        store_vec_past_l1(dx + column, pack<T, N>(x));  // store_vec would be compiled to stores of 4 bytes
+        T at_target = has_target ? x[target] : T();          // before dx, which may be x, is written
+        store_vec_past_l1(dx + column, pack<T, N>(values));  // store_vec would be compiled to stores of 4 bytes
+        if (has_target) dx[target] = T(of(load_as(at_target), of_target));
     }
 };
 
-// ---- the losses. A row has one block of 256 threads or, if WARP, one warp of a block (32, 4), which has rows first, first + step, ..., at most
-// 32. Lane r computes what row r of these needs once: the double-precision logarithm alone has as many instructions as 20 columns per lane.
+// ---- the losses. A row has one block of 256 threads or, if WARP, blockDim.x lanes of a warp, which have rows first, first + step, ..., at most
+// one per lane. Lane r computes what row r of these needs once: the double-precision logarithm alone is 90 instructions.
 // LOADS: see read_row; 0 for v1. An ignored row is not read. SMs have four blocks of 256 threads, and five where 48 registers suffice.
 
 template <typename T, bool SOFTCAP, bool TOTAL, bool WARP, int LOADS>
@@ -290,17 +282,17 @@ __global__ void __launch_bounds__(256, sizeof(T) == 8 || SOFTCAP ? 1 : 5 - (WARP
     long long target = mine < rows ? index_at(targets, wide, mine) : o.ignored;
     // Loaded early, and converted only when it is used, so that nothing waits for it.
     T at_target = mine < rows && target >= 0 && target < o.vocab ? x[mine * x_row + target] : T();
-    RowSums<T> own;
-    long long row = first;
-    for (int r = 0; row < rows; ++r, row += step) {
-        bool is_ignored = (WARP ? __shfl_sync(~0u, target, r) : index_at(targets, wide, row)) == o.ignored;
+    OnlineSum<T, SOFTCAP, TOTAL> own(o);
+    const T* row = x + first * x_row;
+    for (int r = 0; r * step < rows; ++r, row += step * x_row) {  // all lanes of a warp take part, those without a row read nothing
+        bool is_ignored = (WARP ? __shfl_sync(~0u, target, r, blockDim.x) : index_at(targets, wide, first)) == o.ignored;
         OnlineSum<T, SOFTCAP, TOTAL> online(o);
-        read_row<LOADS, WARP>(x + row * x_row, x + row * x_row, is_ignored ? 0 : int(o.vocab), true, online);
-        RowSums<T> sums = online.template reduced<WARP>();
-        if (!WARP || threadIdx.x == r) own = sums;
+        read_row<LOADS, false>(row, row, is_ignored ? 0 : int(o.vocab), true, online);
+        online.template reduce<WARP>();
+        if (!WARP || threadIdx.x == r) own = online;
         if (!WARP) break;
     }
-    double loss = mine < rows ? write_loss<SOFTCAP>(losses, lse, own, at_target, mine, target, o) : 0.0;
+    double loss = mine < rows ? write_loss(losses, lse, own, at_target, mine, target, o) : 0.0;
     if (!partials) return;
     double2 sum = block_sums(loss, target != o.ignored ? 1.0 : 0.0);
     if (threadIdx.x == 0 && threadIdx.y == 0) partials[blockIdx.x] = sum;
@@ -314,11 +306,12 @@ template <typename T, bool SOFTCAP, int LOADS>
 __global__ void __launch_bounds__(256, sizeof(T) == 8 || SOFTCAP ? 1 : 4)
     cross_entropy_bwd(T* dx, const T* x, const void* targets, const double* lse, const compute_t<T>* dloss, const double* count, bool wide,
                       long long rows, int columns, long long dx_row, long long x_row, unsigned pieces, Options o) {
+    let_next_come();
     wait_for_previous();
     long long row = rows - 1 - (blockIdx.x / pieces * static_cast<long long>(blockDim.y) + threadIdx.y);
     if (row < 0) return;
-    Gradient<T, SOFTCAP> gradient(dx + row * dx_row, targets, lse, dloss, count, wide, row, o);
-    read_row<LOADS, false>(x + row * x_row, gradient.dx, columns, !gradient.is_zero, gradient, blockIdx.x % pieces, pieces);
+    Gradient<T, SOFTCAP> gradient(dx + row * dx_row, x + row * x_row, targets, lse, dloss, count, wide, row, o);
+    read_row<LOADS, true>(gradient.x, gradient.dx, columns, !gradient.is_zero, gradient, blockIdx.x % pieces);
 }
 
 // ---- the sum or mean of the rows' losses, added in a fixed order; count receives the number of targets that are not `ignored`

@@ -241,7 +241,7 @@ __global__ void __launch_bounds__(512, N == 1 ? 1 : 0)  // 0: not specified; wit
         load_affine(b, bias, column, C(0));
         unpack(a, values.v[k]);
 #pragma unroll
-        for (int j = 0; j < N; ++j) a[j] = (a[j] - mean) * rstd * w[j] + b[j];
+        for (int j = 0; j < N; ++j) a[j] = (sizeof(T) == 2 ? a[j] * rstd - mean * rstd : (a[j] - mean) * rstd) * w[j] + b[j];
         store_vec(y + row * columns + column, pack<T, N>(a));
     }
     if (threadIdx.x == 0 && row < rows) store_vec(stats + 2 * row, Vec<C, 2>{{mean, rstd}});

@@ -24,6 +24,7 @@ from cukern.gpt2.parallel import barrier
 
 MODEL, DEBUG, STATE = 20240326, 20240327, 20240527  # magic numbers
 DTYPES = {3: torch.float32, 5: torch.bfloat16}  # version of a model file -> dtype of all its tensors
+Parameters = Mapping[str, Tensor]
 PARAMETERS = {  # in the order of the files: shape, name at Hugging Face ({} is the layer). V: padded vocabulary, T: positions
     "wte": ("V C", "wte.weight"),
     "wpe": ("T C", "wpe.weight"),
@@ -42,7 +43,6 @@ PARAMETERS = {  # in the order of the files: shape, name at Hugging Face ({} is 
     "lnfw": ("C", "ln_f.weight"),
     "lnfb": ("C", "ln_f.bias"),
 }
-Parameters = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -65,21 +65,25 @@ class Config:
 
     sizes = property(astuple)
 
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name and shape of each parameter, in the order of the files."""
-        C = self.channels
+    def shapes_of(self, processes: int = 1) -> dict[str, tuple[int, ...]]:
+        """Name and shape of each parameter, in the order of the files. With several processes, of one's part: llm.c's -z 1 divides each
+        layer's tensors along their first dimension."""
+        C, shapes = self.channels, {}
         sizes = {"V": self.padded_vocab_size, "T": self.max_seq_len, "L": self.num_layers, "C": C, "3C": 3 * C, "4C": 4 * C}
-        return {name: tuple(sizes[size] for size in shape.split()) for name, (shape, _) in PARAMETERS.items()}
-
-    def shapes_of(self, processes: int) -> dict[str, tuple[int, ...]]:
-        """The shapes of one process's part, as llm.c's -z 1 divides each layer's tensors, along their first dimension."""
-        shapes = {}
-        for name, shape in self.shapes.items():
-            i = int(PARAMETERS[name][0].startswith("L"))
-            expect(shape[i] % processes == 0, f"a {name} that {processes} processes can divide", shape)
-            shapes[name] = (*shape[:i], shape[i] // processes, *shape[i + 1 :])
+        for name, (text, _) in PARAMETERS.items():
+            shape, i = [sizes[size] for size in text.split()], int(text.startswith("L"))
+            expect(shape[i] % processes == 0, f"a {name} that {processes} processes can divide", tuple(shape))
+            shape[i] //= processes
+            shapes[name] = tuple(shape)
         return shapes
+
+    shapes = property(shapes_of)
+
+    def check(self, tensors: Parameters, what: str = "", processes: int = 1) -> None:
+        """Raise ValueError unless the tensors have the names and shapes of `shapes_of`."""
+        found, expected = {name: tuple(tensor.shape) for name, tensor in tensors.items()}, self.shapes_of(processes)
+        for name in {**found, **expected}:
+            expect(found.get(name) == expected.get(name), f"{what}{name} of shape {expected.get(name)}", found.get(name))
 
     @property
     def num_parameters(self) -> int:
@@ -90,9 +94,7 @@ class Config:
 def _check(config: Config, tensors: Parameters, what: str, dtypes: tuple[torch.dtype, ...], parts: int = 1) -> list[Tensor]:
     """In the order of the files, tensors of one dtype that have the names and shapes of `config`, or of one of `parts`. All of wte must
     have zeros in the padding."""
-    shapes, expected = {name: tuple(tensor.shape) for name, tensor in tensors.items()}, config.shapes_of(parts)
-    for name in {**shapes, **expected}:
-        expect(shapes.get(name) == expected.get(name), f"{what} {name} of shape {expected.get(name)}", shapes.get(name))
+    config.check(tensors, f"{what} ", parts)
     for name, tensor in tensors.items():
         expect(tensor.dtype in dtypes, f"{what} {name} of {' or '.join(map(str, dtypes))}", tensor.dtype, error=TypeError)
         dtypes = (tensor.dtype,)
@@ -136,12 +138,12 @@ class DebugState:
 
 def write_debug_state(path: PathLike, config: Config, state: DebugState) -> None:
     gradients = _check(config, state.gradients, "gradient", (torch.float32,))
-    (B, T), V = state.x.shape, config.vocab_size
+    y, logits = tuple(state.x.shape), (*state.x.shape, config.vocab_size)
     expect(state.logits.dtype == torch.float32, "logits of torch.float32", state.logits.dtype, error=TypeError)
     shapes = tuple(state.y.shape), tuple(state.logits.shape)
-    expect(shapes == ((B, T), (B, T, V)), f"y and logits of shapes {(B, T)} and {(B, T, V)}", f"{shapes[0]} and {shapes[1]}")
+    expect(shapes == (y, logits), f"y and logits of shapes {y} and {logits}", f"{shapes[0]} and {shapes[1]}")
     with replace(path) as file:
-        write_header(file, DEBUG, 2, B, T)
+        write_header(file, DEBUG, 2, *y)
         write_tensors(file, state.x.int(), state.y.int(), state.logits, torch.tensor(state.loss, dtype=torch.float32), *gradients)
 
 
@@ -257,13 +259,8 @@ def delete(folder: PathLike, step: int) -> None:
 # ---- Hugging Face: a folder with model.safetensors and config.json
 
 HF_SIZES = {"n_positions": "max_seq_len", "vocab_size": "vocab_size", "n_layer": "num_layers", "n_head": "num_heads", "n_embd": "channels"}
-HF_FIXED = dict(  # what else changes the result
-    activation_function="gelu_new",
-    layer_norm_epsilon=1e-5,
-    scale_attn_by_inverse_layer_idx=False,
-    scale_attn_weights=True,
-    tie_word_embeddings=True,
-)
+HF_FIXED = {"activation_function": "gelu_new", "layer_norm_epsilon": 1e-5}  # what else changes the result
+HF_FIXED |= {"scale_attn_by_inverse_layer_idx": False, "scale_attn_weights": True, "tie_word_embeddings": True}
 
 
 def _hf_views(config: Config, parameters: Parameters) -> dict[str, Tensor]:
@@ -299,8 +296,8 @@ def read_hugging_face(folder: PathLike) -> tuple[Config, dict[str, Tensor]]:
     expect(entries.keys() >= HF_SIZES.keys(), f"entries {', '.join(HF_SIZES)}", ", ".join(entries), path)
     config = Config(**{ours: entries[theirs] for theirs, ours in HF_SIZES.items()})
     path = Path(folder, "model.safetensors")
-    tensors = {name.removeprefix("transformer."): tensor for name, tensor in library.load_file(path).items()}
-    tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith((".attn.bias", ".attn.masked_bias"))}  # causal masks
+    masks = ".attn.bias", ".attn.masked_bias"  # the causal masks
+    tensors = {name.removeprefix("transformer."): x for name, x in library.load_file(path).items() if not name.endswith(masks)}
     head = tensors.pop("lm_head.weight", None)
     dtype = tensors["wte.weight"].dtype if "wte.weight" in tensors else torch.float32
     parameters = {name: torch.zeros(shape, dtype=dtype) for name, shape in config.shapes.items()}

@@ -17,7 +17,7 @@ from cukern.gpt2.files import HEADER_BYTES, PathLike, check_size, expect, option
 
 SHARD, TOKENIZER = 20240520, 20240328  # magic numbers
 MAX_TOKENS = (2**31 - HEADER_BYTES - 1) // 2  # of a shard: llm.c's loader holds offsets in bytes as int32
-GPT2_VOCAB, GPT2_EOT = 50257, 50256
+GPT2_EOT = 50256
 TOKENIZER_FILE = "gpt2_tokenizer.bin"  # the name of the published one
 
 
@@ -35,10 +35,11 @@ class Tokenizer:
 
     def decode(self, tokens: Iterable[int]) -> str:
         """The text. Bytes that are not UTF-8, such as a part of a character, become U+FFFD."""
-        tokens = list(tokens)
+        parts = []
         for token in tokens:
             expect(0 <= token < len(self.tokens), f"a token from 0 to {len(self.tokens) - 1}", token)
-        return b"".join(self.tokens[token] for token in tokens).decode(errors="replace")
+            parts.append(self.tokens[token])
+        return b"".join(parts).decode(errors="replace")
 
 
 def byte_tokenizer() -> Tokenizer:
@@ -52,7 +53,7 @@ def read_tokenizer(path: PathLike) -> Tokenizer:
     with read(path, TOKENIZER, (1, 2), "a tokenizer") as (file, header):
         version, count, eot = header[1:4]
         if version == 1:
-            expect(count == GPT2_VOCAB, f"{GPT2_VOCAB} tokens in version 1", count)
+            expect(count == 50257, "50257 tokens in version 1", count)
             eot = GPT2_EOT
         expect(0 <= eot < count, f"an EOT token from 0 to {count - 1}", eot)
         for i in range(count):

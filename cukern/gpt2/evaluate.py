@@ -148,8 +148,8 @@ def generate(
 
     Only new tokens are computed, one row of them; so logits differ from llm.c's by rounding. Raises ValueError for a bad length or prompt.
     """
-    rng, new = rng or Xorshift(), list(prompt) or [tokenizer.eot]
-    least, most, cache = len(new), model.config.max_seq_len, model.make_cache(1)
+    rng, new, cache = rng or Xorshift(), list(prompt) or [tokenizer.eot], model.make_cache(1)
+    least, most = len(new), model.config.max_seq_len
     expect(least <= length <= most, f"a length from the prompt's {least} tokens to max_seq_len = {most}", length)
     for _ in range(length - least):
         logits = model(torch.tensor([new], device=model.wte.device), cache=cache)[0, -1, : model.config.vocab_size]

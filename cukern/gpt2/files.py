@@ -54,9 +54,7 @@ def replace(path: PathLike) -> Iterator[BinaryIO]:
 
 
 def write_header(file: BinaryIO, *slots: int) -> None:
-    header = np.zeros(HEADER_BYTES // 4, "<i4")
-    header[: len(slots)] = slots  # OverflowError if one does not fit into int32
-    file.write(header.tobytes())
+    file.write(np.array(slots, "<i4").tobytes().ljust(HEADER_BYTES, b"\0"))  # OverflowError if one does not fit into int32
 
 
 @contextlib.contextmanager
@@ -84,9 +82,7 @@ def read_tensor(file: BinaryIO, shape: Sequence[int], dtype: torch.dtype) -> Ten
     offset, nbytes = file.tell(), math.prod(shape) * dtype.itemsize
     left = os.fstat(file.fileno()).st_size - offset
     expect(nbytes <= left, f"{nbytes} more bytes at byte {offset}, for a tensor of shape {tuple(shape)}", f"{left} bytes")
-    tensor = torch.empty(tuple(shape), dtype=dtype)
-    file.readinto(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[attr-defined]
-    return tensor
+    return torch.from_numpy(np.fromfile(file, np.uint8, nbytes)).view(dtype).view(tuple(shape))
 
 
 def write_tensors(file: BinaryIO, *tensors: Tensor) -> None:

@@ -178,9 +178,7 @@ class GPT2(torch.nn.Module):
     @torch.no_grad()
     def load_parameters(self, parameters: Mapping[str, Tensor]) -> None:
         """Copy parameters with llm.c's names, of any dtype and device. Raises ValueError for other names or shapes and changes nothing."""
-        shapes, expected = {name: tuple(tensor.shape) for name, tensor in parameters.items()}, self.config.shapes
-        for name in {**shapes, **expected}:
-            expect(shapes.get(name) == expected.get(name), f"{name} of shape {expected.get(name)}", shapes.get(name))
+        self.config.check(parameters)
         for name, parts in self.parts().items():
             for part, tensor in zip(parts, parameters[name].view(len(parts), *parts[0].shape), strict=True):
                 part.copy_(tensor)

@@ -60,9 +60,8 @@ def averaged(network: Any, now: bool) -> contextlib.AbstractContextManager:
 def mean(x: Tensor) -> Tensor:
     """The mean over the processes."""
     if _is_one_of_many():
-        x = x.clone()
+        x = x / distributed.get_world_size()
         distributed.all_reduce(x)
-        x /= distributed.get_world_size()
     return x
 
 

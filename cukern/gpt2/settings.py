@@ -48,13 +48,13 @@ class Settings:
     peak_flops: float | None = None  # of the GPU, per second, for MFU; None: unknown
 
     def __post_init__(self) -> None:
-        positive = ("batch", "seq_len", "sample_tokens", "max_norm")
-        not_negative = ("warmup", "final_fraction", "weight_decay", "val_every", "sample_every", "checkpoint_every", "keep", "major_every")
-        for name in (*positive, *not_negative, "lr", "temperature", "skip_loss", "skip_norm", "total_batch"):
-            value, least = getattr(self, name), "more than 0" if name in positive else "at least 0"
-            expect(math.isfinite(value) and (value > 0 or (value == 0 and name not in positive)), f"{name} {least}", value)
-        for name in ("steps", "val_batches"):
-            expect(getattr(self, name) > 0 or getattr(self, name) == -1, f"{name} of at least 1, or -1", getattr(self, name))
+        for name, value in vars(self).items():
+            if name in ("steps", "val_batches"):
+                expect(value > 0 or value == -1, f"{name} of at least 1, or -1", value)
+            elif name in ("batch", "seq_len", "sample_tokens", "max_norm"):
+                expect(0 < value < math.inf, f"{name} more than 0", value)
+            elif isinstance(value, int | float) and name not in ("rank", "num_processes", "zero"):
+                expect(0 <= value < math.inf, f"{name} at least 0", value)
         expect(self.schedule in SCHEDULES, f"a schedule of {', '.join(SCHEDULES)}", repr(self.schedule))
         expect(0 <= self.rank < self.num_processes, "0 <= rank < num_processes", f"{self.rank} and {self.num_processes}")
         expect(self.zero in (0, 1), "zero 0 or 1", self.zero)
@@ -63,13 +63,8 @@ class Settings:
         needs_out = "resume" if self.resume else "checkpoint_every" if self.checkpoint_every else ""
         expect(self.out is not None or not needs_out, f"out, a folder, for {needs_out}", None)
 
-    @property
-    def tokens(self) -> int:  # of a forward pass in all processes
-        return self.batch * self.seq_len * self.num_processes
-
-    @property
-    def micro_steps(self) -> int:  # forward and backward passes of an update
-        return max(1, self.total_batch // self.tokens)
+    tokens = property(lambda self: self.batch * self.seq_len * self.num_processes)  # of a forward pass in all processes
+    micro_steps = property(lambda self: max(1, self.total_batch // self.tokens))  # forward and backward passes of an update
 
 
 @dataclass(frozen=True)

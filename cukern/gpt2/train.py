@@ -211,12 +211,12 @@ class Trainer:
     def _apply_or_skip(self, loss_z: float, norm_z: float) -> None:
         s = self.settings
         what = "loss" if 0 < s.skip_loss < loss_z else "grad" if 0 < s.skip_norm < norm_z else ""  # false for NaN
-        if not what:
+        if what:
+            self.say(f"skipping update due to {what} z-score of {loss_z if what == 'loss' else norm_z:f}")
+            for slot in self.optimizer.state.values():
+                slot["step"] += 1  # llm.c's bias correction counts skipped updates
+        else:
             self.optimizer.step()
-            return
-        self.say(f"skipping update due to {what} z-score of {loss_z if what == 'loss' else norm_z:f}")
-        for slot in self.optimizer.state.values():
-            slot["step"] += 1  # llm.c's bias correction counts skipped updates
 
     def _read(self) -> Tensor:
         """The next batches, (micro_steps, 2, B, T), inputs and targets, on their way to the device."""

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from cukern.runtime import backend, checks, interop
+from cukern.runtime.higher import differentiable
 from cukern.runtime.kernel import Kernel, Template
-from cukern.runtime.registry import Cost, Differentiable, Op, Version, apply_of, choose, each, raw_op, register, save, watched
+from cukern.runtime.registry import Cost, Op, Version, choose, raw_op, register, watched
 from cukern.runtime.tensors import VECTOR_BYTES, aligned, pointers, wide
 
 THREADS = 128
@@ -125,47 +126,27 @@ _backward = raw_op(
 )
 
 
-def _backward_in_torch(dout: Tensor, tokens: Tensor, size: int, *_: Any) -> Tensor:
-    """The gradient of weight, in operations that can be differentiated again."""
-    rows = torch.where((tokens >= 0) & (tokens < size), tokens, size).long()
-    total = dout.new_zeros((size + 1, dout.shape[-1]), dtype=wide(dout.dtype))
-    return total.index_put((rows,), dout.to(total.dtype), accumulate=True)[:size].to(dout.dtype)
-
-
 def _positions_backward(dout: Tensor, table: int) -> Tensor:
     """The sum over the batch, by torch: in a fixed order, and in float32 for 16-bit types. Unused rows of the table are 0."""
     total = dout.sum_to_size(dout.shape[-2:])
     return torch.nn.functional.pad(total, (0, 0, 0, table - total.shape[0])) if total.shape[0] < table else total.contiguous()
 
 
-class _Embedding(Differentiable):
-    @staticmethod
-    def forward(tokens, weight, positions, version):
-        return _embedding(tokens, weight, positions, version)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        tokens, weight, positions, ctx.version = inputs
-        ctx.vocabulary, ctx.table, ctx.shape = weight.shape[0], 0 if positions is None else positions.shape[0], output.shape
-        save(ctx, tokens)
-
-    @staticmethod
-    def backward(ctx, dout):
-        _, needs_dweight, needs_dpositions, _ = ctx.needs_input_grad
-        run = _backward_in_torch if watched(dout) and not torch.compiler.is_compiling() else _backward
-        dweight = run(dout, *ctx.saved_tensors, ctx.vocabulary, ctx.version) if needs_dweight else None
-        return None, dweight, _positions_backward(dout, ctx.table) if needs_dpositions else None, None
-
-    @staticmethod
-    def tangent(ctx, _, dweight, dpositions, __):
-        if dweight is None:
-            return dpositions[: ctx.shape[-2]].expand(ctx.shape).contiguous()
-        return _apply(*ctx.saved_tensors, dweight, dpositions, ctx.version)
-
-    batch = staticmethod(lambda info, in_dims, *args: each(_apply, info.batch_size, in_dims, args))
+def _gradient(needed: Sequence[bool], inputs: Sequence[Any], _: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+    tokens, weight, positions, version = inputs
+    dweight = _backward(dout, tokens, weight.shape[0], version) if needed[1] else None
+    return None, dweight, _positions_backward(dout, positions.shape[0]) if needed[2] else None
 
 
-_apply: Any = apply_of(_Embedding)
+def _in_torch(tokens: Tensor, weight: Tensor, positions: Tensor | None, *_: Any) -> Tensor:
+    """The op for derivatives. Sums of 16-bit gradients are float32."""
+    inside = ((tokens >= 0) & (tokens < weight.shape[0]))[..., None]
+    rows = weight.to(wide(weight.dtype))[torch.where(inside[..., 0], tokens, 0).long()]
+    out = torch.where(inside, rows, math.nan)
+    return (out if positions is None else out + positions[: tokens.shape[-1]]).to(weight.dtype)
+
+
+_apply = differentiable("_Embedding", _embedding, _in_torch, 3, gradient=_gradient, linear=(1, 2))
 
 # ---- the versions: forward takes the arguments of the kernel, backward (dweight, dout, tokens, rows)
 

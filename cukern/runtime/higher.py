@@ -60,7 +60,7 @@ def _function_of(math: Math, inputs: Sequence[Any], where: Sequence[int], select
 
 def differentiable(
     name: str, raw: Callable[..., Any], math: Math, tensors: int, outputs: int = 1, *, rows: int = 0,
-    gradient: Callable[..., Any] | None = None,
+    gradient: Callable[..., Any] | None = None, linear: Sequence[int] = (),
 ) -> Callable[..., Any]:  # fmt: skip
     """Make a raw op differentiable any number of times.
 
@@ -73,6 +73,8 @@ def differentiable(
         gradient: `gradient(needed, inputs, others, *douts)` computes the gradients of the tensors by kernels. `inputs`: the arguments of
             `raw`; `needed`: which of them need a gradient. It is not called in torch.func transforms, nor if its result will be
             differentiated.
+        linear: the places of tensors in which the op is linear. They are not kept for the backward: `inputs` has tensors of their shape
+            with any values.
     """
 
     class Function(Differentiable):
@@ -84,7 +86,8 @@ def differentiable(
             if others:
                 ctx.mark_non_differentiable(*others)
             ctx.options = inputs[tensors:]
-            save(ctx, *inputs[:tensors], *others)
+            kept = (x.new_empty(()).expand(x.shape) if i in linear and x is not None else x for i, x in enumerate(inputs[:tensors]))
+            save(ctx, *kept, *others)
 
         @staticmethod
         def backward(ctx: Any, *douts: Any) -> Any:

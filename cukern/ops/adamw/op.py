@@ -147,7 +147,7 @@ class Table:
         self.chunks, words = 0, bytearray()
         for i, (dtype, n) in zip(self.order, self.tensors, strict=True):
             row, count = rows[i], -(-n // CHUNK)
-            words += struct.pack("7QIHH", *pointers(*row[:5]), n, self.chunks, row.number, row.group, checks.FLOATS.index(dtype))
+            words += struct.pack("7QII", *pointers(*row[:5]), n, self.chunks, row.number, row.group)
             self.runs.setdefault(dtype, [self.chunks, 0])[1] += count
             self.chunks += count
         self.rows, self.grads, numbers, partials = (
@@ -172,8 +172,9 @@ class Table:
             self.places = places
         rows, at, count = self.rows.data_ptr(), addresses.data_ptr(), len(self.tensors)
         partials = 0 if max_norm is None else self.partials
-        if partials and self.chunks:
-            _NORM[THREADS].on(self.device)((self.chunks, 1, 1), (THREADS, 1, 1), 0, partials, rows, at, count)
+        for dtype, (first, chunks) in self.runs.items():
+            if partials and chunks:
+                _NORM[dtype].on(self.device)((chunks, 1, 1), (THREADS, 1, 1), 0, partials, rows, at, first, count)
         norm_at, scale_at, inf_at = pointers(norm, grad_scale, found_inf)
         _PREPARE[PREPARING].on(self.device)(
             (1, 1, 1), (PREPARING, 1, 1), 0, self.numbers, norm_at, rows, groups.data_ptr(), partials, scale_at, inf_at, self.chunks, count,
@@ -214,10 +215,10 @@ def _forward_v2(table: Table, rows: int, grads: int, *random: Any) -> None:
             _V2[dtype, PART].on(table.device)(grid, (THREADS, 1, 1), 0, rows, grads, table.numbers, first, tensors, *random)
 
 
-_EACH = _WRITE[WORDS], _NORM[THREADS], _PREPARE[PREPARING]
+_EACH = _WRITE[WORDS], _PREPARE[PREPARING]
 VERSIONS = {
-    "v1": Version("one launch per tensor", _forward_v1, instances=lambda dtype: (_V1[dtype], *_EACH)),
-    "v2": Version("one launch per dtype, vectors", _forward_v2, instances=lambda dtype: (_V2[dtype, PART], *_EACH)),
+    "v1": Version("one launch per tensor", _forward_v1, instances=lambda dtype: (_V1[dtype], _NORM[dtype], *_EACH)),
+    "v2": Version("one launch per dtype, vectors", _forward_v2, instances=lambda dtype: (_V2[dtype, PART], _NORM[dtype], *_EACH)),
 }
 
 # ---- the raw op

@@ -14,6 +14,7 @@ from cukern.runtime import backend, checks
 from cukern.runtime.tensors import wide
 
 _Found = tuple[int, Tensor, int]  # the number of a parameter, the parameter, its group
+_Scaling = tuple[float | None, Tensor | None, Tensor | None]  # max_norm, grad_scale, found_inf
 
 
 class AdamW(torch.optim.Optimizer):
@@ -143,15 +144,15 @@ class AdamW(torch.optim.Optimizer):
         max_norm, grad_scale, found_inf = self._options.max_norm, getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if max_norm is not None and any(hasattr(p, "to_local") for _, p, _ in found):
             grad_scale, max_norm = self._clip(found, grads, grad_scale), None
-        scaling: tuple[float | None, Tensor | None, Tensor | None] = max_norm, grad_scale, found_inf
+        scaling = max_norm, grad_scale, found_inf
         if found[0][1].is_cuda:
-            self._launch(found, grads, *scaling)
+            self._launch(found, grads, scaling)
         elif backend.simulating():
             state = self._groups, self.grad_norm, [table.memory for table in self._tables.values()], list(map(dict, self.state.values()))
             with backend.simulated_memory(tree_leaves([found, grads, scaling, numbers, *state])):
-                self._launch(found, grads, *scaling)
+                self._launch(found, grads, scaling)
         else:
-            self._step_on_cpu(found, grads, numbers, *scaling)
+            self._step_on_cpu(found, grads, numbers, scaling)
         return loss
 
     def _clip(self, found: Sequence[_Found], grads: Sequence[Tensor], grad_scale: Tensor | None) -> Tensor:
@@ -201,10 +202,8 @@ class AdamW(torch.optim.Optimizer):
         states = ((i, p, (t for t in self.state[p].values() if isinstance(t, Tensor))) for i, p, _ in found)
         return tuple((i, _local(p).data_ptr(), *(_local(t).data_ptr() for t in tensors)) for i, p, tensors in states)
 
-    def _launch(
-        self, found: Sequence[_Found], grads: Sequence[Tensor], max_norm: float | None, grad_scale: Tensor | None, found_inf: Tensor | None
-    ) -> None:
-        first, options = _local(found[0][1]), self._options
+    def _launch(self, found: Sequence[_Found], grads: Sequence[Tensor], scaling: _Scaling) -> None:
+        first, options, (max_norm, grad_scale, found_inf) = _local(found[0][1]), self._options, scaling
         capturing = first.is_cuda and torch.cuda.is_current_stream_capturing()
         if len(self._tables) > MOST_TABLES:  # other parameters have gradients each time
             self._forget()
@@ -213,7 +212,7 @@ class AdamW(torch.optim.Optimizer):
             if capturing:
                 raise RuntimeError("before the capture of step() in a CUDA graph, call it once with gradients of the same parameters")
             table = Table([self._row(*one) for one in found])
-            key = self._key(found)
+            key = self._key(found)  # creating the rows may have created the state
             self._tables[key] = table
         if self._groups is None:
             self._groups = first.new_empty(6 * len(self.param_groups), dtype=torch.int64)
@@ -226,14 +225,11 @@ class AdamW(torch.optim.Optimizer):
             found_inf=found_inf, seed=options.seed, randomly=options.stochastic_rounding, capturing=capturing,
         )  # fmt: skip
 
-    def _step_on_cpu(
-        self, found: list[_Found], grads: list[Tensor], numbers: list[Numbers], max_norm: float | None, grad_scale: Tensor | None,
-        found_inf: Tensor | None,
-    ) -> None:  # fmt: skip
+    def _step_on_cpu(self, found: list[_Found], grads: list[Tensor], numbers: list[Numbers], scaling: _Scaling) -> None:
         """torch's fused AdamW on the masters, or on float32 copies of 16-bit parameters."""
         if self._options.stochastic_rounding:
             raise ValueError(f"stochastic_rounding needs a GPU, the parameters are on the CPU: {checks.SIMULATOR}")
-        rows = [self._row(*one) for one in found]
+        rows, (max_norm, grad_scale, found_inf) = [self._row(*one) for one in found], scaling
         grad_scale = grad_scale if max_norm is None else self._clip(found, grads, grad_scale)
         grads = [g.to(row.exp_avg.dtype) for g, row in zip(grads, rows, strict=True)]
         targets = [row.param.to(row.exp_avg.dtype) if row.master is None else row.master for row in rows]

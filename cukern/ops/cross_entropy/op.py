@@ -117,7 +117,8 @@ def launch_forward(x: Tensor, targets: Tensor, *rest: Any) -> tuple[Tensor, Tens
     loss, stats = _fake(x, targets, *rest)
     x, targets, is_reduced = unit_column_stride(x), targets.contiguous(), options.reduction != "none"
     launch, block, warps = _plan("forward", options.version, x.dtype, options.softcap != 0, options.smoothing != 0, x.shape[1], device)
-    each = max(1, min(-(-rows // warps), _MOST_ROWS)) if warps else 1  # rows of a warp, the same number for all warps
+    block = (32, 4, 1) if rows * block[0] < 4 * warps else block  # few rows: shorter, with more lanes
+    each = max(1, min(-(-rows * block[0] // (32 * warps)), block[0])) if warps else 1  # rows of some lanes, the same number for all
     blocks = -(-rows // (each * block[1]))
     partials = torch.empty(blocks, 2, dtype=torch.float64, device=x.device) if is_reduced else None
     if rows:
@@ -182,12 +183,12 @@ _apply = differentiable(
 _apply_in_place = differentiable("_CrossEntropy", _cross_entropy, _no_second_derivative, 2, gradient=_gradient_in_place)
 
 # ---- the versions. `forward` and `backward` give the kernel of a pass for (dtype, has softcap, has label smoothing, columns), its block
-# (threads per row, rows, 1), and a number: for the forward, the warps per SM if a row has one warp, else 0; for the backward, the blocks of
-# a row
+# (threads per row, rows, 1), and a number: for the forward, the warps per SM if a row has lanes of a warp, else 0; for the backward, the
+# blocks of a row
 
 _FWD, _BWD, _REDUCE = (Template("cross_entropy.cu", f"cross_entropy_{name}", pdl=True) for name in ("fwd", "bwd", "reduce"))
-_SHORT_BYTES, _WARPS, _MOST_ROWS = 16384, 32, 32  # rows of up to _SHORT_BYTES have one of _WARPS warps per SM, which has up to _MOST_ROWS
-_THREADS, _LOADS = 128, 4  # of v2's backward: threads per block, and vectors per thread
+_SHORT_BYTES, _LANE_BYTES, _WARPS = 16384, 512, 32  # rows of up to _SHORT_BYTES have 8 to 32 lanes of one of _WARPS warps per SM
+_THREADS, _LOADS = 96, 4  # of v2's backward: threads per block, and vectors per thread
 
 
 @cached(4096)
@@ -202,7 +203,8 @@ def _forward_plan(version: int, dtype: torch.dtype, softcap: bool, smoothing: bo
     loads = 0 if version == 1 else 2 if dtype.itemsize == 8 else 4
     is_short = loads > 0 and columns * dtype.itemsize <= _SHORT_BYTES
     kernel = _FWD[dtype, softcap, smoothing or softcap, is_short, loads]  # one kernel less: with a softcap it always adds the logits
-    return kernel, (32, 4, 1) if is_short else (256, 1, 1), _WARPS * is_short
+    lanes = next(n for n in (8, 16, 32) if n == 32 or columns * dtype.itemsize <= n * _LANE_BYTES)
+    return kernel, (lanes, 128 // lanes, 1) if is_short else (256, 1, 1), _WARPS * is_short
 
 
 def _backward_plan(version: int, dtype: torch.dtype, softcap: bool, _: bool, columns: int) -> tuple[Kernel, backend.Dim, int]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from cukern.ops.layernorm.versions import VERSIONS
 from cukern.runtime import backend, checks, interop
 from cukern.runtime.autocast import off
-from cukern.runtime.higher import differentiable, gradients, tangents
+from cukern.runtime.higher import gradients, tangents
 from cukern.runtime.registry import Cost, Differentiable, Op, apply_of, choose, raw_op, register, row_counts, rows_of_each, save, watched
 from cukern.runtime.tensors import as_matrix, empty_like, readable, unit_column_stride, wide
 
@@ -158,17 +158,6 @@ _layernorm_backward = raw_op(
 # ---- autograd
 
 
-def _backward_in_torch(s: Tensor, dy: Tensor, ds: Tensor | None, stats: Any, weight: Tensor | None, *options: Any) -> tuple[Any, ...]:
-    eps, rms, affine, _ = options
-    dx, dweight = gradients(lambda s, weight: reference(s, None, weight, None, eps, rms), (s, weight), (dy,))
-    none = (s if weight is None else weight).new_zeros(0)
-    dbias = dy.sum(0, dtype=wide(s.dtype)).to(none.dtype)
-    return dx if ds is None or dx is None else ds + dx, dweight if affine else none, dbias if affine > 1 else none
-
-
-_apply_backward = differentiable("_LayerNormBackward", _layernorm_backward, _backward_in_torch, 5, 3)
-
-
 class _LayerNorm(Differentiable):
     @staticmethod
     def forward(x, residual, weight, bias, eps, rms, version):
@@ -177,28 +166,31 @@ class _LayerNorm(Differentiable):
     @staticmethod
     def setup_context(ctx, inputs, output):
         x, residual, weight, bias, *ctx.options = inputs
-        ctx.has_bias, ctx.has_residual = bias is not None, residual is not None
-        save(ctx, output[2] if ctx.has_residual else x, output[1], weight)
+        ctx.has_residual = residual is not None
+        save(ctx, output[2] if ctx.has_residual else x, output[1], weight, bias)
         ctx.mark_non_differentiable(output[1])
         if not _tracing():
             ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx, dy, _, ds=None):
-        s, stats, weight = ctx.saved_tensors
+        s, stats, weight, bias = ctx.saved_tensors
         eps, rms, version = ctx.options
         dy = torch.zeros_like(s) if dy is None else dy
-        affine = 2 if ctx.has_bias and ctx.needs_input_grad[3] else int(ctx.needs_input_grad[2])
-        run = _apply_backward if watched(s, dy, ds, weight) and not _tracing() else _layernorm_backward
-        dx, dweight, dbias = run(s, dy, ds, stats, weight, eps, rms, affine, version)
+        if watched(s, dy, ds, weight) and not _tracing():
+            dx, _, dweight, dbias, *_ = gradients(reference, (s, None, weight, bias, eps, rms), (dy,))
+            dx = dx if ds is None else dx + ds
+        else:
+            affine = 2 if bias is not None and ctx.needs_input_grad[3] else int(ctx.needs_input_grad[2])
+            dx, dweight, dbias = _layernorm_backward(s, dy, ds, stats, weight, eps, rms, affine, version)
         wanted = zip((dx, dx, dweight, dbias), ctx.needs_input_grad, strict=False)
         return *(d if needed else None for d, needed in wanted), None, None, None
 
     @staticmethod
     def tangent(ctx, dx, dresidual, dweight, dbias, *_):
-        s, _, weight = ctx.saved_tensors
+        s, _, weight, bias = ctx.saved_tensors
         ds = torch.zeros_like(s) + sum(d for d in (dx, dresidual) if d is not None)
-        (dy,) = tangents(reference, (s, None, weight, dbias, *ctx.options), (ds, None, dweight, dbias))  # any bias will do
+        (dy,) = tangents(reference, (s, None, weight, bias, *ctx.options), (ds, None, dweight, dbias))
         return (dy, None, ds)[: 3 if ctx.has_residual else 2]
 
     @staticmethod

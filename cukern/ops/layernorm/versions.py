@@ -48,8 +48,10 @@ def tiles(itemsize: int, aligned: bool, backward: bool) -> tuple[Tile, ...]:
         sizes = (elements, 384, 384), (2 * elements, 512, 512)
     elif backward:
         sizes = ((8, 512, 512),)
+    elif aligned and itemsize == 2:
+        sizes = (24, 32, 512), (32, 512, 512)
     elif aligned:
-        sizes = (width, 32, 512), (4 * width, 512, 512), *(((8 * width, 512, 512),) if itemsize > 2 else ())
+        sizes = (width, 32, 512), (4 * width, 512, 512), (8 * width, 512, 512)
     else:
         sizes = (8, 512, 512), (16, 512, 512)
     return tuple(Tile(width, elements // width, threads, block) for elements, threads, block in sizes)
