@@ -165,8 +165,8 @@ def _by_one_kernel(logits: Tensor, targets: Tensor, one: Tensor | None, options:
         return _by_kernels(logits, targets, one, options)
     losses, threads = one.new_empty(rows), 32 * min(16, -(-columns // 1024))  # at most four vectors per thread, or 512 threads
     launch = _fused(logits.dtype, options.softcap != 0, options.smoothing != 0).on(logits.get_device())
-    sizes = targets.dtype == torch.int64, columns, logits.stride(0), options.packed()
-    launch((rows, 1, 1), (threads, 1, 1), 2 * columns + 16, *pointers(logits, losses, targets), *sizes)
+    sizes = targets.dtype == torch.int64, rows, columns, logits.stride(0), options.packed()
+    launch((min(rows, 2 * device.sms), 1, 1), (threads, 1, 1), 2 * columns + 32, *pointers(logits, losses, targets), *sizes)
     return losses
 
 
