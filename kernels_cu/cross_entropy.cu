@@ -321,80 +321,51 @@ __global__ void __launch_bounds__(256, sizeof(T) == 8 || SOFTCAP ? 1 : 4)
 }
 
 // ---- the losses and, over the logits, their gradients for a gradient of each loss of 1. A block has rows blockIdx.x, + gridDim.x, ... A row
-// waits in shared memory for its lse: the logits are read once. While a thread writes the gradient of its vectors, it copies those of the next
-// row to their place. Dynamic shared memory: the bytes of a row, and 32. Two blocks per SM.
+// waits in shared memory for its lse: the logits are read once. The next row arrives while this one is read and written. Dynamic shared
+// memory: twice the bytes of a row, rounded up to a multiple of 16, and 16.
 
-// Also copies the same columns of the next row, if it is not null.
-template <typename T, bool SOFTCAP>
-struct GradientAndNext : Gradient<T, SOFTCAP> {
-    using Base = Gradient<T, SOFTCAP>;
-    const T* next;
-    unsigned kept;
-    __device__ __forceinline__ GradientAndNext(const Base& base, const T* next, unsigned kept) : Base(base), next(next), kept(kept) {
-        Base::raise();
-    }
-    __device__ __forceinline__ void raise() const {}
-    template <int N>
-    __device__ __forceinline__ void operator()(int column, compute_t<T> (&x)[N]) const {
-        Base::operator()(column, x);
-        if (N * sizeof(T) == 16 && next) cp_async_16(kept + column * unsigned(sizeof(T)), next + column);
-    }
-};
-
-// A row arrives in four groups of copies. The last one is read behind a barrier, because a thread reads the columns outside of whole vectors that
-// others have copied.
 template <typename T, bool SOFTCAP, bool TOTAL>
-__global__ void __launch_bounds__(512, 2 - (SOFTCAP && __CUDA_ARCH__ >= 1000))
+__global__ void __launch_bounds__(1024)
     cross_entropy_fused(T* x, compute_t<T>* losses, const void* targets, bool wide, int rows, int columns, long long x_row, Options o) {
-    constexpr int N = 16 / sizeof(T), LOADS = 4, GROUPS = 4;
+    constexpr int N = 16 / sizeof(T), LOADS = SOFTCAP ? 2 : 4;
     extern __shared__ uint4 dynamic_shared[];
     __shared__ double lse;
-    bool is_copied = false;
+    // Starts the copy of a row, whose alignment stays. Returns its place.
+    auto copy = [&](int row, int half) {
+        const T* from = x + row * x_row;
+        int first = min(columns, int(-reinterpret_cast<unsigned long long>(from) % 16 / sizeof(T))), end = columns - (columns - first) % N;
+        T* to = reinterpret_cast<T*>(dynamic_shared + half * (columns / N + 2)) + (N - first % N) % N;
+        unsigned address = shared_address(to);
+        for (int i = first + threadIdx.x * N; i < end; i += blockDim.x * N) cp_async_16(address + i * unsigned(sizeof(T)), from + i);
+        int edge = threadIdx.x < first ? threadIdx.x : threadIdx.x - first + end;
+        if (edge < columns) to[edge] = from[edge];
+        return to;
+    };
     wait_for_previous();
+    T* next = copy(blockIdx.x, 0);
+    cp_async_commit();
+    int half = 0;
 #pragma unroll 1
     for (int row = blockIdx.x; row < rows; row += gridDim.x) {
-        T* to = x + row * x_row;
-        long long target = index_at(targets, wide, row);
+        T *kept = next, *to = x + row * x_row;
+        long long target = index_at(targets, wide, row);  // arrives during the copies
+        half ^= 1;
+        if (row + gridDim.x < rows) next = copy(row + gridDim.x, half);
+        cp_async_commit();
+        cp_async_wait<1>();
+        __syncthreads();
         bool is_ignored = target == o.ignored;
-        int first = min(columns, int(-reinterpret_cast<unsigned long long>(to) % 16 / sizeof(T)));
-        int vectors = (columns - first) / N, edge = threadIdx.x < first ? threadIdx.x : threadIdx.x + vectors * N;
-        T* kept = reinterpret_cast<T*>(dynamic_shared) + (N - first % N);
-        unsigned kept_address = shared_address(kept);
-        if (!is_copied) __syncthreads();  // other threads may still read the previous row, whose columns lie elsewhere
-        if (edge < columns) kept[edge] = to[edge];
-#pragma unroll 1
-        for (int group = 1; group <= GROUPS && !is_copied; ++group) {  // as read_row assigns the vectors to threads
-            int begin = first + threadIdx.x * N, period = GROUPS * LOADS * blockDim.x * N;
-            for (int i = begin + group % GROUPS * LOADS * blockDim.x * N; i <= columns - N && !is_ignored; i += period)
-                for (int k = i; k < i + LOADS * blockDim.x * N && k <= columns - N; k += blockDim.x * N)
-                    cp_async_16(kept_address + k * unsigned(sizeof(T)), to + k);
-            cp_async_commit();
-        }
         OnlineSum<T, SOFTCAP, TOTAL> online(o);
-#pragma unroll 1
-        for (int group = 1; group <= GROUPS; ++group) {
-            if (group == 1) cp_async_wait<3>();
-            else if (group == 2) cp_async_wait<2>();
-            else if (group == 3) cp_async_wait<1>();
-            else cp_async_wait<0>(), __syncthreads();
-            read_row<LOADS, false>(kept, kept, is_ignored ? 0 : int(o.vocab), true, online, group % GROUPS, GROUPS);
-        }
+        read_row<LOADS, false>(kept, kept, is_ignored ? 0 : int(o.vocab), true, online);
         RowSums<T> sums = online.template reduced<false>();
         if (threadIdx.x == 0) {
             T at_target = target >= 0 && target < o.vocab && !is_ignored ? kept[target] : T();
             write_loss<SOFTCAP>(losses + row, &lse, sums, at_target, 0, target, o);
         }
         __syncthreads();
-        int next = row + gridDim.x;
-        is_copied = next < rows && x_row % N == 0;  // else the vectors of the next row are at other columns
-        bool is_read = is_copied && index_at(targets, wide, next) != o.ignored;
         Gradient<T, SOFTCAP> gradient(to, target, lse, 1, 1, o);
-        GradientAndNext<T, SOFTCAP> and_next(gradient, is_read ? x + next * x_row : nullptr, kept_address);
-#pragma unroll 1
-        for (int group = 1; group <= GROUPS; ++group) {
-            read_row<LOADS, false>(kept, to, columns, !is_ignored, and_next, group % GROUPS, GROUPS);
-            cp_async_commit();
-        }
+        read_row<LOADS, false>(kept, to, columns, !is_ignored, gradient);
+        __syncthreads();  // before the next copy to this half
     }
 }
 
