@@ -320,53 +320,50 @@ __global__ void __launch_bounds__(256, sizeof(T) == 8 || SOFTCAP ? 1 : 4)
     read_row<LOADS, false>(x + row * x_row, gradient.dx, columns, !gradient.is_zero, gradient, blockIdx.x % pieces, pieces);
 }
 
-// ---- the losses and, over the logits, their gradients for a gradient of each loss of 1. A block has rows blockIdx.x, + gridDim.x, ... A row
-// waits in shared memory for its lse: the logits are read once. The next row arrives while this one is read and written. Dynamic shared
-// memory: twice the bytes of a row, rounded up to a multiple of 16, and 16.
+// ---- the losses and, over the logits, their gradients for a gradient of each loss of 1. One block per row, which waits in shared memory for
+// its lse: the logits are read once. Dynamic shared memory: the bytes of a row, and 16. Two blocks per SM, so that one reads while the other
+// computes or writes. The row arrives in four groups of copies. The last one is read behind a barrier, because a thread reads the columns
+// outside of whole vectors that others have copied.
 
 template <typename T, bool SOFTCAP, bool TOTAL>
-__global__ void __launch_bounds__(1024)
-    cross_entropy_fused(T* x, compute_t<T>* losses, const void* targets, bool wide, int rows, int columns, long long x_row, Options o) {
-    constexpr int N = 16 / sizeof(T), LOADS = SOFTCAP ? 2 : 4;
+__global__ void __launch_bounds__(512, 2 - (SOFTCAP && __CUDA_ARCH__ >= 1000))
+    cross_entropy_fused(T* x, compute_t<T>* losses, const void* targets, bool wide, int columns, long long x_row, Options o) {
+    constexpr int N = 16 / sizeof(T), LOADS = 4, GROUPS = 4;
     extern __shared__ uint4 dynamic_shared[];
     __shared__ double lse;
-    // Starts the copy of a row, whose alignment stays. Returns its place.
-    auto copy = [&](int row, int half) {
-        const T* from = x + row * x_row;
-        int first = min(columns, int(-reinterpret_cast<unsigned long long>(from) % 16 / sizeof(T))), end = columns - (columns - first) % N;
-        T* to = reinterpret_cast<T*>(dynamic_shared + half * (columns / N + 2)) + (N - first % N) % N;
-        unsigned address = shared_address(to);
-        for (int i = first + threadIdx.x * N; i < end; i += blockDim.x * N) cp_async_16(address + i * unsigned(sizeof(T)), from + i);
-        int edge = threadIdx.x < first ? threadIdx.x : threadIdx.x - first + end;
-        if (edge < columns) to[edge] = from[edge];
-        return to;
-    };
     wait_for_previous();
-    T* next = copy(blockIdx.x, 0);
-    cp_async_commit();
-    int half = 0;
+    long long row = gridDim.x - 1 - blockIdx.x, target = index_at(targets, wide, row);
+    x += row * x_row;
+    bool is_ignored = target == o.ignored;
+    int offset = reinterpret_cast<unsigned long long>(x) % 16 / sizeof(T), first = min(columns, (N - offset) % N);
+    int vectors = (columns - first) / N, edge = threadIdx.x < first ? threadIdx.x : threadIdx.x + vectors * N;
+    T* kept = reinterpret_cast<T*>(dynamic_shared) + offset;
+    if (edge < columns) kept[edge] = x[edge];
 #pragma unroll 1
-    for (int row = blockIdx.x; row < rows; row += gridDim.x) {
-        T *kept = next, *to = x + row * x_row;
-        long long target = index_at(targets, wide, row);  // arrives during the copies
-        half ^= 1;
-        if (row + gridDim.x < rows) next = copy(row + gridDim.x, half);
+    for (int group = 1; group <= GROUPS; ++group) {  // as read_row assigns the vectors to threads
+        for (int i = threadIdx.x + group % GROUPS * LOADS * blockDim.x; i < vectors && !is_ignored; i += GROUPS * LOADS * blockDim.x)
+#pragma unroll
+            for (int k = i; k < i + LOADS * blockDim.x; k += blockDim.x)
+                if (k < vectors) cp_async_16(shared_address(kept + first + k * N), x + first + k * N);
         cp_async_commit();
-        cp_async_wait<1>();
-        __syncthreads();
-        bool is_ignored = target == o.ignored;
-        OnlineSum<T, SOFTCAP, TOTAL> online(o);
-        read_row<LOADS, false>(kept, kept, is_ignored ? 0 : int(o.vocab), true, online);
-        RowSums<T> sums = online.template reduced<false>();
-        if (threadIdx.x == 0) {
-            T at_target = target >= 0 && target < o.vocab && !is_ignored ? kept[target] : T();
-            write_loss<SOFTCAP>(losses + row, &lse, sums, at_target, 0, target, o);
-        }
-        __syncthreads();
-        Gradient<T, SOFTCAP> gradient(to, target, lse, 1, 1, o);
-        read_row<LOADS, false>(kept, to, columns, !is_ignored, gradient);
-        __syncthreads();  // before the next copy to this half
     }
+    OnlineSum<T, SOFTCAP, TOTAL> online(o);
+#pragma unroll 1
+    for (int group = 1; group <= GROUPS; ++group) {
+        if (group == 1) cp_async_wait<3>();
+        else if (group == 2) cp_async_wait<2>();
+        else if (group == 3) cp_async_wait<1>();
+        else cp_async_wait<0>(), __syncthreads();
+        read_row<LOADS, false>(kept, kept, is_ignored ? 0 : int(o.vocab), true, online, group % GROUPS, GROUPS);
+    }
+    RowSums<T> sums = online.template reduced<false>();
+    if (threadIdx.x == 0) {
+        T at_target = target >= 0 && target < o.vocab && !is_ignored ? kept[target] : T();
+        write_loss<SOFTCAP>(losses + row, &lse, sums, at_target, 0, target, o);
+    }
+    __syncthreads();
+    Gradient<T, SOFTCAP> gradient(x, target, lse, 1, 1, o);
+    read_row<LOADS, false>(kept, x, columns, !is_ignored, gradient);
 }
 
 // ---- the sum or mean of the rows' losses, added in a fixed order; count receives the number of targets that are not `ignored`

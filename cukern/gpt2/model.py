@@ -57,7 +57,7 @@ class GPT2(torch.nn.Module):
         matmul: "cublas" (torch), or "v1" to "v5" of cukern.linear, for float32. None: that of `use_kernels`; else in float32 without TF32
             on a GPU the fastest of cukern.linear, and "cublas" otherwise.
         fused_loss: compute the loss by cukern.linear_cross_entropy, for a fifth of the tokens at a time, but at least 1368. None: in
-            bfloat16, for at least 8192 tokens; then it takes no more time than the loss of all logits: docs/notes/gpt2.md.
+            bfloat16, for at least 8192 tokens: a fifth to a quarter less memory, 2 % less to 2 % more time (docs/notes/gpt2.md).
         recompute: llm.c's -r. 1: the backward computes the results of gelu again instead of keeping them, 4 of the 16 tensors (B, T, C)
             that a layer keeps; 2: those of layernorm too, 2 more. The bits are the same. No effect inside torch.compile, which decides.
         device, dtype: of the parameters; float32, bfloat16 or float16.

@@ -158,16 +158,15 @@ def _by_kernels(logits: Tensor, targets: Tensor, one: Tensor | None, options: Op
 
 
 def _by_one_kernel(logits: Tensor, targets: Tensor, one: Tensor | None, options: Options) -> Tensor:
-    """The same, where v2's kernel can: a thread block has two rows in shared memory."""
+    """The same, where v2's kernel can: an SM has two thread blocks, each with a row and 2 KiB of shared memory."""
     rows, columns = logits.shape
-    device, shared = device_of(logits.get_device()), 2 * (columns // 8 + 2) * 16
-    if one is None or not rows or logits.dtype.itemsize != 2 or shared + 1024 > device.shared_bytes:
+    device = device_of(logits.get_device())
+    if one is None or not rows or logits.dtype.itemsize != 2 or 2 * (2 * columns + 2048) > device.sm_shared_bytes:
         return _by_kernels(logits, targets, one, options)
-    losses, threads = one.new_empty(rows), 32 * min(32, -(-columns // 1024) + 3)  # up to four vectors per thread
-    per_sm = max(1, min(1024 // threads, device.sm_shared_bytes // (shared + 2048)))
+    losses, threads = one.new_empty(rows), 32 * min(16, -(-columns // 1024))  # at most four vectors per thread, or 512 threads
     launch = _fused(logits.dtype, options.softcap != 0, options.smoothing != 0).on(logits.get_device())
-    sizes = targets.dtype == torch.int64, rows, columns, logits.stride(0), options.packed()
-    launch((min(rows, per_sm * device.sms), 1, 1), (threads, 1, 1), shared, *pointers(logits, losses, targets), *sizes)
+    sizes = targets.dtype == torch.int64, columns, logits.stride(0), options.packed()
+    launch((rows, 1, 1), (threads, 1, 1), 2 * columns + 16, *pointers(logits, losses, targets), *sizes)
     return losses
 
 
