@@ -24,6 +24,7 @@
 #include "common/math.cuh"
 #include "common/pack.cuh"
 #include "common/pdl.cuh"
+#include "common/ptx/async_copy.cuh"
 #include "common/ptx/math.cuh"
 #include "common/reduce.cuh"
 
@@ -83,10 +84,10 @@ __device__ __forceinline__ void read_one(const T* x, int column, F& use) {
 }
 
 // Reads a row by the threads threadIdx.x: 16-byte vectors that are aligned in `to`, which has the same columns, and single columns before and
-// after them. LOADS vectors per thread are in flight; LOADS = 0: single columns only, for v1. PIECE: only the piece of the row that
-// LOADS vectors per thread are. Without is_read, values have no meaning.
+// after them. LOADS vectors per thread are in flight; LOADS = 0: single columns only, for v1. Of several pieces of a row,
+// only one is read; PIECE: it has at most LOADS vectors per thread. Without is_read, values have no meaning.
 template <int LOADS, bool PIECE, typename T, class F>
-__device__ __forceinline__ void read_row(const T* x, const T* to, int columns, bool is_read, F& use, int piece = 0) {
+__device__ __forceinline__ void read_row(const T* x, const T* to, int columns, bool is_read, F& use, int piece = 0, int pieces = 1) {
     if constexpr (LOADS == 0) {
         for (int i = threadIdx.x; i < columns; i += blockDim.x) read_one(x, i, use);
         return;
@@ -99,7 +100,7 @@ __device__ __forceinline__ void read_row(const T* x, const T* to, int columns, b
     for (int i = threadIdx.x; i < columns - vectors * N && piece == 0; i += threads) read_one(x, i < first ? i : i + vectors * N, use);
     x += first;
 #pragma unroll 1
-    for (int i = threadIdx.x + piece * LOADS * threads; i < vectors; i += LOADS * threads) {
+    for (int i = threadIdx.x + piece * LOADS * threads; i < vectors; i += pieces * LOADS * threads) {
         Vec<T, N> loaded[LOADS + !LOADS];
         int left = is_read ? vectors - i : 0;
         if ((address - from) % 16 == 0) {
@@ -202,8 +203,8 @@ __device__ __forceinline__ double2 block_sums(double x, double y) {
     return sum;
 }
 
-// Writes the gradient of a row's columns to dx. The constructor only loads. raise() computes what is the same for all columns of the row, after
-// the loads of the row are issued.
+// Writes the gradient of a row's columns to dx. raise() computes what is the same for all columns of the row, after the loads of the row are
+// issued.
 template <typename T, bool SOFTCAP>
 struct Gradient {
     using C = compute_t<T>;
@@ -215,12 +216,9 @@ struct Gradient {
     C dloss, slope, shift, of_p, of_target, of_all;
     int target;  // -1 if it is outside of the vocabulary
     bool is_zero;
-    __device__ __forceinline__ Gradient(T* dx, const T* x, const void* targets, const double* lses, const C* dlosses, const double* counts,
-                                        bool wide, long long row, const Options& o)
-        : capped(o.softcap), o(o), x(x), dx(dx) {
-        long long index = index_at(targets, wide, row);
+    __device__ __forceinline__ Gradient(T* dx, const T* x, long long index, double lse, double count, C dloss, const Options& o)
+        : capped(o.softcap), o(o), x(x), dx(dx), lse(lse), count(count), dloss(dloss) {
         is_zero = index == o.ignored, target = index >= 0 && index < o.vocab ? index : -1;
-        lse = lses[row], count = counts ? *counts : 1, dloss = dlosses[row * o.dloss_step];
     }
     template <typename V>
     __device__ __forceinline__ void look(const V&) const {}
@@ -310,8 +308,55 @@ __global__ void __launch_bounds__(256, sizeof(T) == 8 || SOFTCAP ? 1 : 4)
     wait_for_previous();
     long long row = rows - 1 - (blockIdx.x / pieces * static_cast<long long>(blockDim.y) + threadIdx.y);
     if (row < 0) return;
-    Gradient<T, SOFTCAP> gradient(dx + row * dx_row, x + row * x_row, targets, lse, dloss, count, wide, row, o);
+    Gradient<T, SOFTCAP> gradient(dx + row * dx_row, x + row * x_row, index_at(targets, wide, row), lse[row], count ? *count : 1,
+                                  dloss[row * o.dloss_step], o);
     read_row<LOADS, true>(gradient.x, gradient.dx, columns, !gradient.is_zero, gradient, blockIdx.x % pieces);
+}
+
+// ---- the losses and, over the logits, their gradients for a gradient of each loss of 1. One block per row, which waits in shared memory for
+// its lse: the logits are read once. Dynamic shared memory: the bytes of a row, and 16. Two blocks per SM, so that one reads while the other
+// computes or writes. The row arrives in four groups of copies. The last one is read behind a barrier, because a thread reads the columns
+// outside of whole vectors that others have copied.
+
+template <typename T, bool SOFTCAP, bool TOTAL>
+__global__ void __launch_bounds__(512, 2 - (SOFTCAP && __CUDA_ARCH__ >= 1000))
+    cross_entropy_fused(T* x, compute_t<T>* losses, const void* targets, bool wide, int columns, long long x_row, Options o) {
+    constexpr int N = 16 / sizeof(T), LOADS = 4, GROUPS = 4;
+    extern __shared__ uint4 dynamic_shared[];
+    __shared__ double lse;
+    wait_for_previous();
+    long long row = gridDim.x - 1 - blockIdx.x, target = index_at(targets, wide, row);
+    x += row * x_row;
+    bool is_ignored = target == o.ignored;
+    int offset = reinterpret_cast<unsigned long long>(x) % 16 / sizeof(T), first = min(columns, (N - offset) % N);
+    int vectors = (columns - first) / N, edge = threadIdx.x < first ? threadIdx.x : threadIdx.x + vectors * N;
+    T* kept = reinterpret_cast<T*>(dynamic_shared) + offset;
+    if (edge < columns) kept[edge] = x[edge];
+#pragma unroll 1
+    for (int group = 1; group <= GROUPS; ++group) {  // as read_row assigns the vectors to threads
+        for (int i = threadIdx.x + group % GROUPS * LOADS * blockDim.x; i < vectors && !is_ignored; i += GROUPS * LOADS * blockDim.x)
+#pragma unroll
+            for (int k = i; k < i + LOADS * blockDim.x; k += blockDim.x)
+                if (k < vectors) cp_async_16(shared_address(kept + first + k * N), x + first + k * N);
+        cp_async_commit();
+    }
+    OnlineSum<T, SOFTCAP, TOTAL> online(o);
+#pragma unroll 1
+    for (int group = 1; group <= GROUPS; ++group) {
+        if (group == 1) cp_async_wait<3>();
+        else if (group == 2) cp_async_wait<2>();
+        else if (group == 3) cp_async_wait<1>();
+        else cp_async_wait<0>(), __syncthreads();
+        read_row<LOADS, false>(kept, kept, is_ignored ? 0 : int(o.vocab), true, online, group % GROUPS, GROUPS);
+    }
+    online.template reduce<false>();
+    if (threadIdx.x == 0) {
+        T at_target = target >= 0 && target < o.vocab && !is_ignored ? kept[target] : T();
+        write_loss(losses + row, &lse, online, at_target, 0, target, o);
+    }
+    __syncthreads();
+    Gradient<T, SOFTCAP> gradient(x, kept, target, lse, 1, 1, o);
+    read_row<LOADS, false>(kept, x, columns, !is_ignored, gradient);
 }
 
 // ---- the sum or mean of the rows' losses, added in a fixed order; count receives the number of targets that are not `ignored`

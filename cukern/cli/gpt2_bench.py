@@ -83,7 +83,7 @@ def bench(
     tf32: Annotated[int, typer.Option("-f", "--tf32", min=0, max=1, help="0: strict float32 matrix products.")] = 1,
     dtype: Dtype = None,
     attention: Annotated[list[str] | None, typer.Option("--attention", help="As in train. Repeatable: each is timed in turn.")] = None,
-    fused_loss: FusedLoss = False,
+    fused_loss: FusedLoss = None,
     recompute: Recompute = 0,
     steps: Annotated[int, typer.Option("-x", "--steps", min=1, help="Measured steps.")] = 20,
     compile: Annotated[str, typer.Option(metavar="default|reduce-overhead|no", help="torch.compile's mode.")] = "default",
@@ -151,9 +151,9 @@ def _times(updates: dict[Key, Callable[[], object]], steps: int) -> dict[Key, li
     return times
 
 
-def _label(attention: str | None, fused_loss: bool, recompute: int, processes: int) -> str:
+def _label(attention: str | None, fused_loss: bool | None, recompute: int, processes: int) -> str:
     """The options of a model that differ from the default, as the version of a record."""
-    options = {attention or "": attention, "fused loss": fused_loss, f"recompute {recompute}": recompute}
+    options = {attention or "": attention, "fused loss": fused_loss, "all logits": fused_loss is False, f"recompute {recompute}": recompute}
     options |= {f"{processes} processes": processes > 1}
     return ", ".join(name for name, chosen in options.items() if chosen)
 

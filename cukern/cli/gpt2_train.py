@@ -64,7 +64,9 @@ Temperature = Annotated[float | None, typer.Option(help="Divides the logits of a
 TokenizerFile = Annotated[Path | None, typer.Option("--tokenizer", help="Decodes samples (gpt2_tokenizer.bin here; bytes for 256 tokens).")]
 Dtype = Annotated[str | None, typer.Option("--dtype", metavar="f|b", help="float32 or bfloat16; by default the model file's, or float32.")]
 Attention = Annotated[str | None, typer.Option("--attention", help="A version of cukern.attention, or sdpa: torch's fused attention.")]
-FusedLoss = Annotated[bool, typer.Option("--fused-loss", help="Compute the loss in chunks of rows: less memory.")]
+FusedLoss = Annotated[
+    bool | None, typer.Option(help="Compute the loss in chunks of rows: less memory; by default in bfloat16 from 8192 tokens on.")
+]
 Recompute = Annotated[int, typer.Option("-r", "--recompute", min=0, max=2, help="1: gelu again in the backward; 2: layernorm too.")]
 SoftmaxForward = Annotated[
     str | None, typer.Option("--softmax-forward-kernel", help="Version 1 to 5 of cukern.softmax; default: $SOFTMAX_FORWARD_KERNEL.")
@@ -110,7 +112,7 @@ def train(
     skip_norm: Annotated[float | None, Flag("-sg", "--skip-norm", help="The same for the norm of the gradient.")] = None,
     dtype: Dtype = None,
     attention: Attention = None,
-    fused_loss: FusedLoss = False,
+    fused_loss: FusedLoss = None,
     recompute: Recompute = 0,
     zero: Annotated[int, Flag("-z", "--zero", min=0, max=1, help="1: divide weights and optimizer state among the processes.")] = 0,
     gelu_fusion: Annotated[int, Flag("-ge", "--gelu-fusion", min=0, max=2, help="No effect: gelu is not fused into the product.")] = 0,

@@ -56,7 +56,8 @@ class GPT2(torch.nn.Module):
             or "sdpa" (torch's fused attention). None: the default of cukern.attention, or v1 under `use_kernels`.
         matmul: "cublas" (torch), or "v1" to "v5" of cukern.linear, for float32. None: that of `use_kernels`; else in float32 without TF32
             on a GPU the fastest of cukern.linear, and "cublas" otherwise.
-        fused_loss: compute the loss by cukern.linear_cross_entropy, which never holds all logits.
+        fused_loss: compute the loss by cukern.linear_cross_entropy, for a fifth of the tokens at a time, but at least 1368. None: in
+            bfloat16, for at least 8192 tokens: a fifth to a quarter less memory, 2 % less to 2 % more time (docs/notes/gpt2.md).
         recompute: llm.c's -r. 1: the backward computes the results of gelu again instead of keeping them, 4 of the 16 tensors (B, T, C)
             that a layer keeps; 2: those of layernorm too, 2 more. The bits are the same. No effect inside torch.compile, which decides.
         device, dtype: of the parameters; float32, bfloat16 or float16.
@@ -68,15 +69,15 @@ class GPT2(torch.nn.Module):
         def __getattr__(self, name: str) -> Any: ...
 
     def __init__(
-        self, config: Config, *, attention: str | None = None, matmul: str | None = None, fused_loss: bool = False, recompute: int = 0,
-        device: Any = None, dtype: Any = None,
+        self, config: Config, *, attention: str | None = None, matmul: str | None = None, fused_loss: bool | None = None,
+        recompute: int = 0, device: Any = None, dtype: Any = None,
     ) -> None:  # fmt: skip
         super().__init__()
         expect(isinstance(config, Config), "a Config", type(config).__name__, error=TypeError)
         expect(attention in (None, "v1", "v2", "v3", "v4", "sdpa"), "attention v1, v2, v3, v4, sdpa or None", repr(attention))
         expect(matmul is None or matmul in MATMULS, f"matmul {', '.join(MATMULS)} or None", repr(matmul))
         expect(recompute in (0, 1, 2), "recompute 0, 1 or 2", recompute)
-        self.config, self.attention, self.matmul, self.fused_loss, self.recompute = config, attention, matmul, bool(fused_loss), recompute
+        self.config, self.attention, self.matmul, self.fused_loss, self.recompute = config, attention, matmul, fused_loss, recompute
         for name, shape in config.shapes.items():
             stacked = PARAMETERS[name][0].startswith("L")
             parts = [Parameter(torch.zeros(shape[stacked:], device=device, dtype=dtype)) for _ in range(shape[0] if stacked else 1)]
@@ -118,10 +119,14 @@ class GPT2(torch.nn.Module):
             y, x = cukern.layernorm(y, *norms[i + 1], residual=x)
         if cache:
             cache.length = end
-        if targets is not None and self.fused_loss:
-            return cukern.linear_cross_entropy(y, self.wte, targets, vocab_size=c.vocab_size)
-        logits = self._linear(y, self.wte)
-        return logits if targets is None else cukern.cross_entropy(logits, targets, vocab_size=c.vocab_size, inplace_backward=True)
+        return self._linear(y, self.wte) if targets is None else self._loss(y, targets)
+
+    def _loss(self, y: Tensor, targets: Tensor) -> Tensor:
+        tokens, vocab = targets.numel(), self.config.vocab_size
+        if self.fused_loss or (self.fused_loss is None and y.dtype == torch.bfloat16 and tokens >= 8192):
+            rows = max(1368, -(-tokens // 40) * 8)
+            return cukern.linear_cross_entropy(y, self.wte, targets, vocab_size=vocab, chunk_rows=rows)
+        return cukern.cross_entropy(self._linear(y, self.wte), targets, vocab_size=vocab, inplace_backward=True)
 
     def _kept(self, y: Tensor, level: int, op: Callable[..., Tensor], *inputs: Tensor, **options: Any) -> contextlib.AbstractContextManager:
         """Inside the block, autograd keeps the inputs of op(*inputs) = y in place of y, if self.recompute is at least `level`."""
@@ -140,9 +145,11 @@ class GPT2(torch.nn.Module):
     def _attend(self, layer: int, qkv: Tensor, cache: Cache | None) -> Tensor:
         T, start = qkv.shape[1], cache.length if cache else 0
         qkv = qkv.unflatten(2, (3, self.config.num_heads, -1))
-        if not cache:
+        if not cache and self.attention != "sdpa":
             return cukern.attention_packed(qkv, version=self.attention).flatten(2)
-        q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))  # (B, heads, T, head_dim)
+        q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))  # (B, heads, T, head_dim); its gradient is one copy
+        if not cache:
+            return cukern.attention(q, k, v, version="sdpa").transpose(1, 2).flatten(2)
         kept = cache.keys_values[layer, ..., : start + T, :]
         kept[0, ..., start:, :], kept[1, ..., start:, :] = k, v
         return cukern.attention(q, *kept, version=self.attention).transpose(1, 2).flatten(2)

@@ -86,7 +86,9 @@ def test_options_of_the_model_arrive(folder, monkeypatch):
     monkeypatch.setattr(gpt2_train, "Trainer", stop)
     refused("gpt2", "train", *DATA)
     refused("gpt2", "train", *DATA, "--dtype", "b", "--attention", "sdpa", "--fused-loss", "-r", 2)
-    assert seen == [(torch.float32, None, False, 0), (torch.bfloat16, "sdpa", True, 2)]
+    refused("gpt2", "train", *DATA, "--dtype", "b", "--no-fused-loss")
+    expected = [(torch.float32, None, None, 0), (torch.bfloat16, "sdpa", True, 2), (torch.bfloat16, None, False, 0)]
+    assert seen == expected
 
 
 def test_a_bfloat16_checkpoint_resumes_in_bfloat16(folder):

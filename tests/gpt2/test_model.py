@@ -2,6 +2,7 @@
 
 import gc
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -287,6 +288,19 @@ def test_the_fused_loss_is_that_of_all_logits(device):
     assert losses[1].item() == pytest.approx(losses[0].item(), rel=1e-6)
     for name, gradient in models[1].gradients_by_name().items():
         torch.testing.assert_close(gradient, models[0].gradients_by_name()[name], rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("rows", "dtype", "fused_loss", "chunk"),
+    [(128, torch.bfloat16, None, 1640), (127, torch.bfloat16, None, 0), (128, torch.float32, None, 0), (128, torch.bfloat16, False, 0),
+     (1, torch.float32, True, 1368)],
+)  # fmt: skip
+def test_many_tokens_in_bfloat16_have_the_fused_loss(monkeypatch, rows, dtype, fused_loss, chunk):
+    chunks, config = [], replace(TINY, max_seq_len=64)
+    monkeypatch.setattr(cukern, "linear_cross_entropy", lambda y, *_, chunk_rows, **__: chunks.append(chunk_rows))
+    model = GPT2(config, dtype=dtype, fused_loss=fused_loss)
+    model(*torch.zeros(2, rows, 64, dtype=torch.int64))
+    assert chunks == [chunk] * bool(chunk)
 
 
 # ---- the kernels of the fork

@@ -1,9 +1,10 @@
 """linear_cross_entropy: the cross-entropy loss of x @ weight.T, in chunks of rows, so that all logits are never in memory.
 
-For each chunk: the logits, the kernels of cross_entropy, which write the gradient over the logits, and two products for the gradients of x
-and weight. So the forward computes the gradients, for a gradient of the loss of 1; the backward only scales them.
+For each chunk: the logits, their loss and, written over them, their gradient, and two products for the gradients of x and weight. So the
+forward computes the gradients, for a gradient of the loss of 1; the backward only scales them.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,9 +16,11 @@ from cukern.ops.cross_entropy.reference import Options
 from cukern.ops.cross_entropy.reference import reference as loss_of_logits
 from cukern.ops.matmul import torch_matmul
 from cukern.runtime import autocast, backend, checks, interop
+from cukern.runtime.device import device_of
 from cukern.runtime.higher import gradients, tangents
-from cukern.runtime.registry import Differentiable, Version, apply_of, each, raw_op, save, transformed, watched
-from cukern.runtime.tensors import as_matrix, unit_column_stride, wide
+from cukern.runtime.kernel import Kernel, Template
+from cukern.runtime.registry import Differentiable, Version, apply_of, choose, each, raw_op, save, transformed, watched
+from cukern.runtime.tensors import as_matrix, pointers, unit_column_stride, wide
 
 _batched = torch._C._functorch.is_legacy_batchedtensor  # of torch.autograd.grad(is_grads_batched=True)
 
@@ -40,7 +43,8 @@ def linear_cross_entropy(
         targets: (...), int64 or int32, as in cross_entropy, and so are ignore_index, label_smoothing, z_loss, softcap and vocab_size.
         reduction: "mean" or "sum", as in cross_entropy. "none" is refused: the gradients are computed before those of the losses are known.
         chunk_rows: rows whose logits are in memory at a time. None: about an eighth of the rows, and C.
-        version: "v1".
+        version: "v1": the two kernels of cross_entropy. "v2", the default on GPUs of compute capability 8.0 or newer: one kernel that reads
+            the logits once, for 16-bit types, where an SM's shared memory holds two rows of logits; else as v1.
 
     Returns the loss, a number in float32, or float64 for float64. The logits are rounded to x's dtype. torch computes the products, with
     TF32 where its setting allows it. Gradients of 16-bit weights are added in float32 and rounded once. Two calls give the same bits.
@@ -101,7 +105,8 @@ def _compute(x: Tensor, weight: Tensor, targets: Tensor, wants_dx: bool, wants_d
     loss, dx, dweight, count = _fake(x, weight, targets, wants_dx, wants_dweight)
     x, weight, targets = unit_column_stride(x), weight.resolve_neg(), targets.contiguous()
     logits, losses = x.new_empty(min(chunk, rows), classes), [loss.new_empty(0)]
-    gradient_of = _by_kernels if x.is_cuda or backend.simulates(x) else _by_torch
+    kernels = x.is_cuda or backend.simulates(x)
+    gradient_of = choose("linear_cross_entropy", options.version, x.get_device()).forward if kernels else _by_torch
     by_row, one = options._replace(reduction="none", version=""), count if wants_dx or wants_dweight else None
     with torch.no_grad(), autocast.off(x):
         for a in range(0, rows, chunk):
@@ -149,6 +154,19 @@ def _by_kernels(logits: Tensor, targets: Tensor, one: Tensor | None, options: Op
     losses, stats = launch_forward(logits, targets, *options)
     if one is not None:
         write_gradient(logits, logits, targets, stats, one.expand(len(losses)), *options)
+    return losses
+
+
+def _by_one_kernel(logits: Tensor, targets: Tensor, one: Tensor | None, options: Options) -> Tensor:
+    """The same, where v2's kernel can: an SM has two thread blocks, each with a row and 2 KiB of shared memory."""
+    rows, columns = logits.shape
+    device = device_of(logits.get_device())
+    if one is None or not rows or logits.dtype.itemsize != 2 or 2 * (2 * columns + 2048) > device.sm_shared_bytes:
+        return _by_kernels(logits, targets, one, options)
+    losses, threads = one.new_empty(rows), 32 * min(16, -(-columns // 1024))  # at most four vectors per thread, or 512 threads
+    launch = _fused(logits.dtype, options.softcap != 0, options.smoothing != 0).on(logits.get_device())
+    sizes = targets.dtype == torch.int64, columns, logits.stride(0), options.packed()
+    launch((rows, 1, 1), (threads, 1, 1), 2 * columns + 16, *pointers(logits, losses, targets), *sizes)
     return losses
 
 
@@ -207,4 +225,22 @@ class _LinearCrossEntropy(Differentiable):
 
 
 _apply = apply_of(_LinearCrossEntropy)
-VERSIONS = {"v1": Version("chunks of rows", _by_kernels, instances=lambda dtype: loss_versions[[*loss_versions][-1]].instances(dtype))}
+
+# ---- the versions: forward(logits, targets, one, options) returns the losses of the rows
+
+_FUSED = Template("cross_entropy.cu", "cross_entropy_fused", pdl=True)
+
+
+def _fused(dtype: torch.dtype, softcap: bool, smoothing: bool) -> Kernel:
+    return _FUSED[dtype, softcap, smoothing or softcap]
+
+
+def _instances(version: int, dtype: torch.dtype) -> list[Kernel]:
+    fused = [(False, False), (False, True), (True, True)] if version == 2 and dtype.itemsize == 2 else []
+    return [*loss_versions[[*loss_versions][-1]].instances(dtype), *(_fused(dtype, *options) for options in fused)]
+
+
+VERSIONS = {
+    "v1": Version("chunks of rows", _by_kernels, instances=partial(_instances, 1)),
+    "v2": Version("loss and gradient by one kernel, a row in shared memory", _by_one_kernel, instances=partial(_instances, 2), requires=80),
+}  # fmt: skip

@@ -5,11 +5,12 @@ import math
 
 import pytest
 import torch
-from helpers import DEVICE, gpu, kernels, places, same_bits
+from helpers import DEVICE, gpu, kernels, places, same_bits, simulated
 from test_cross_entropy import expected
 
 import cukern
 from cukern.ops.cross_entropy import linear
+from cukern.ops.cross_entropy.reference import Options, reference
 
 EVERY = pytest.mark.parametrize("device, version", places("linear_cross_entropy"))
 
@@ -54,6 +55,41 @@ def test_16_bit_gradients_are_as_accurate_as_torch(dtype):
     assert abs(loss.item() - correct[0].item()) < 8 * torch.finfo(dtype).eps
     for ours, other, right in zip(found, theirs, correct[1:], strict=True):
         assert (ours.double() - right).norm() <= 1.5 * (other.double() - right).norm()
+
+
+@kernels
+@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16))
+def test_the_kernel_that_reads_logits_once(dtype):
+    """Every option, rows of any alignment, several per block, ignored and wrong targets: against float64, from the same logits."""
+    for i, values in enumerate(itertools.product((0.0, 0.2), (0.0, 0.1), (0.0, 4.0), (0, 3))):
+        smoothing, z_loss, softcap, padding = values
+        columns = (67, 40, 9, 1100)[i % 4]
+        options = Options(columns - padding, 7, "none", smoothing, z_loss, softcap)
+        logits = torch.randn(9, columns, device=DEVICE).mul(3).to(dtype)
+        targets = torch.randint(options.vocab, (9,), device=DEVICE, dtype=(torch.int64, torch.int32)[i % 2])
+        targets[1:4], targets[6] = torch.tensor([7, options.vocab, 0]), 7
+        leaf, valid = logits.double().requires_grad_(), targets.clamp(max=options.vocab - 1)
+        right = reference(leaf, valid, options)
+        (gradient,) = torch.autograd.grad(right.sum(), leaf)
+        with simulated(logits, targets):
+            losses = linear.VERSIONS["v2"].forward(logits, targets, torch.ones((), device=DEVICE), options)
+        assert losses.dtype == torch.float32 and losses[2].isnan() and logits[2, : options.vocab].isnan().all()
+        assert not logits[:, options.vocab :].any() and losses[1] == 0 and not logits[[1, 6]].any()
+        keep = [0, 1, *range(3, 9)]
+        torch.testing.assert_close(losses[keep].double(), right[keep].detach(), rtol=2e-6, atol=2e-6)
+        torch.testing.assert_close(logits[keep].double(), gradient[keep], rtol=torch.finfo(dtype).eps, atol=2e-6)
+
+
+@kernels
+def test_versions_of_long_rows_agree():
+    """More vectors than a thread copies in one group, where an SM has room for two rows."""
+    x, weight, targets = drawn(3, 20_003, 8, torch.bfloat16)
+    runs = []
+    for version in ("v1", "v2"):
+        loss = cukern.linear_cross_entropy(x, weight, targets, version=version)
+        runs.append((loss.detach(), *torch.autograd.grad(loss, (x, weight))))
+    for a, b in zip(*runs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-2 if a.ndim else 1e-6, atol=1e-5)
 
 
 @EVERY
