@@ -99,8 +99,10 @@ def linear(
     if accumulate_into is not None:
         _check_accumulator(accumulate_into, weight)
     elif not which and residual is None and not keep:
-        if _calls_torch(x, options, plain):
-            return torch.nn.functional.linear(x, weight, bias)
+        if version == "cublas" or _calls_torch(x, options, plain):
+            if (bias is None or not bias.requires_grad) and (plain or not enabled(x)):
+                return torch.nn.functional.linear(x, weight, bias)
+            return torch_matmul(_as_rows(x), weight.t(), bias).view(*x.shape[:-1], weight.shape[0])
         return _by_rows(x, weight.t(), bias, *options)
     shape = (*x.shape[:-1], weight.shape[0])
     rows, residual = _as_rows(x), None if residual is None else _as_rows(residual)
