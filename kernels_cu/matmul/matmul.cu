@@ -25,6 +25,7 @@
 
 #include "common/ptx/async_copy.cuh"
 #include "common/vec.cuh"
+#include "direct.cuh"
 #include "mma.cuh"
 #include "wgmma.cuh"
 

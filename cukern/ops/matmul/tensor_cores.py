@@ -21,7 +21,9 @@ from cukern.runtime.kernel import Kernel, Template
 from cukern.runtime.tensor_map import encode
 from cukern.runtime.tensors import pointers
 
-V6, V7, REDUCE, SPLIT, PAD = (Template("matmul/matmul.cu", f"matmul_{n}", pdl=True) for n in ("v6", "v7", "v6_reduce", "split", "pad"))
+V6, V7, REDUCE, SPLIT, PAD, DIRECT = (
+    Template("matmul/matmul.cu", f"matmul_{n}", pdl=True) for n in ("v6", "v7", "v6_reduce", "split", "pad", "direct")
+)
 BY_TMA, ADDED, BY_THREADS = range(3)  # enum Storing in wgmma.cuh
 _SIZES = struct.Struct("@6i4q")  # struct Sizes in epilogue.cuh
 _TWO_LINES = struct.Struct("@4I2q4I2q")  # struct TwoLines in mma.cuh
@@ -47,7 +49,7 @@ class _Operand(NamedTuple):
         (lines, length), width = (self.rows, self.K) if self.along_k else (self.K, self.rows), 16 // itemsize
         if not (at % 16 or math.gcd(length, self.ld, self.batch) % width or self.ld == 0 < lines - 1):
             return 0, 1, 1, 0, 0, 0
-        across = -(-length // width)
+        across = -(-length // width) if length < 512 else -(-length // (8 * width)) * 8  # of long lines, whole cache lines
         return self.matrices * lines * across, across, lines, length, self.ld, self.batch
 
     def copied(self, by: Lines, itemsize: int, parts: int) -> "_Operand":
@@ -69,7 +71,7 @@ class _Launch(NamedTuple):
     sizes: bytes
     splits: int
     copies: tuple[Lines, ...]
-    split: tuple[bool, ...]
+    split: tuple[int, ...]
     maps: tuple[Encoder | None, ...]
 
 
@@ -80,6 +82,9 @@ def launch(out: Tensor, a: Tensor, b: Tensor, e: Epilogue, terms: int, wgmma: bo
     found = _prepared(a.shape, a.stride(), b.shape, b.stride(), *types, index, not _deterministic())
     if found is None:  # an operand without a stride of 1
         return launch(out, a.contiguous(), b.contiguous(), e, terms, wgmma)
+    if not found.splits:
+        arguments = *pointers(out, e.pre), at_a, at_b, *pointers(e.bias, e.residual), found.sizes, *found.split
+        return found.kernel.on(index)(found.grid, found.block, 0, *arguments)
     if found.split:
         memory = [_split(x, of, k) for x, of, k in zip((a, b), found.copies, found.split, strict=True)]
         at_a, at_b = pointers(*memory)
@@ -148,8 +153,15 @@ def _prepared(
     if a is None or b is None:
         return None
     copies: tuple[Lines, ...] = a.lines(at_a, itemsize), b.lines(at_b, itemsize)
-    problem = tensor_plan.Problem(M, N, K, batch, itemsize, terms, wgmma and _wgmma_reads(a, b, itemsize, terms))
+    copied = sum(x.matrices * x.rows * x.K for x, by in zip((a, b), copies, strict=True) if by[0])
+    whole = all(by[0] or x.ld * itemsize % 128 == 0 for x, by in zip((a, b), copies, strict=True))
+    can = wgmma and _wgmma_reads(a, b, itemsize, terms)
+    problem = tensor_plan.Problem(M, N, K, batch, itemsize, terms, can, a.along_k, b.along_k, copied, whole)
     tile, splits, blocks, _ = tensor_plan.plan(problem, device_of(index), splitting)
+    if tile.direct:
+        sizes = _SIZES.pack(M, N, K, batch, 1, activation, 0, 0, a.batch, b.batch)
+        strides = (a.ld, 1)[:: 1 if a.along_k else -1] + (b.ld, 1)[:: -1 if b.along_k else 1]
+        return _Launch(DIRECT[dtype, out_dtype, tile.name], (blocks, 1, 1), (32 * tile.warps, 1, 1), 0, sizes, 0, (), strides, ())
     split = (a.along_k, b.along_k) if terms == 3 and tile.wgmma else ()
     if split or copies[0][0] or copies[1][0]:
         a, b, copies = _copied(a, b, copies, itemsize, bool(split))
@@ -210,7 +222,9 @@ def instances(dtype: torch.dtype, wgmma: bool) -> Iterable[Kernel]:
     for tile, (a_k, b_k) in itertools.product(tensor_plan.TILES, layouts):
         if dtype.itemsize == 2 and tile.split:
             continue
-        if not tile.wgmma:
+        if tile.direct:
+            yield DIRECT[dtype, dtype, tile.name]
+        elif not tile.wgmma:
             yield V6[dtype, dtype, 3 if tile.split else 1, a_k, b_k, tile.name]
         elif wgmma and (dtype.itemsize == 2 or (a_k and b_k)):
             yield V7[dtype, dtype, a_k, b_k, 0, tile.name]

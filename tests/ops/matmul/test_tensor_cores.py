@@ -17,9 +17,10 @@ from cukern.ops.matmul.product import run
 from cukern.ops.matmul.tensor_cores import V7
 from cukern.runtime import backend
 from cukern.runtime.device import KNOWN, device_of, restricted
+from cukern.runtime.kernel import collecting
 
 F, H, B = torch.float32, torch.float16, torch.bfloat16
-TILES = [("v7" if t.wgmma else "v6", t) for t in tensor_plan.TILES]
+TILES = [("v7" if t.wgmma else "v6", t) for t in tensor_plan.TILES if not t.direct]
 LAYOUTS = list(itertools.product((False, True), repeat=2))
 # The relative error of an operand. "": of 3xTF32, whose products have an error of 2^-21 and a rounding: 5 * 2^-23 with three roundings.
 EPS = {"tf32": 2.0**-11, "": 2.0**-23}
@@ -158,6 +159,33 @@ def test_split_k(device, version, monkeypatch):
             ours = cukern.linear(a, b.t(), bias, activation="relu", residual=residual, version=version)
         exact = (a.double() @ b.double() + bias.double()).relu() + residual.double()
         assert float((ours.double() - exact).norm() / exact.norm()) < 2**-8
+
+
+@kernels
+@pytest.mark.parametrize("dtype", (B, H, F), ids=str)
+def test_few_rows_and_short_sums(device, dtype, monkeypatch):
+    """Operands are read in place: any address, stride and layout, with an epilogue and as a batch. Rows are few, or sums are short."""
+    need("v6")
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: False)
+    monkeypatch.setattr("cukern.ops.matmul.tensor_cores._deterministic", lambda: False)
+    for (ta, tb), pad, (M, N, K) in itertools.product(LAYOUTS, (0, 1), ((1, 37, 601), (3, 130, 77), (21, 131, 9), (1, 1, 1))):
+        if tb and (ta or K < 16):
+            continue
+        tile = "DirectShort" if K < 16 else f"Direct{1 if M == 1 else 4}{'k' if tb else ''}"
+        a, b = matrix(M, K, ta, dtype, device, pad), matrix(K, N, tb, dtype, device, pad)
+        with restricted(tile), collecting() as found:
+            cukern.matmul(a, b, version="v6")
+        assert N == 1 or [name.split()[-1].strip(">") for name in found] == [tile]
+        assert_right(multiply(a, b, "v6", tile), a, b, (M, N, K, ta, tb, pad))
+        bias, residual = torch.randn(N, device=device).to(dtype), torch.randn(M, N, device=device).to(dtype)
+        with restricted(tile):
+            ours = cukern.linear(a, b.t(), bias, activation="relu", residual=residual, version="v6")
+        exact = (a.double() @ b.double() + bias.double()).relu() + residual.double()
+        assert float((ours.double() - exact).norm() / exact.norm()) < 4 * torch.finfo(dtype).eps
+    a, b = torch.randn(3, 2, 27, device=device).to(dtype), torch.randn(3, 27, 35, device=device).to(dtype)
+    for x, y in ((a, b), (a.expand(3, 2, 27), b[:1].expand(3, 27, 35))):
+        ours = cukern.matmul(x, y, version="v6").double()
+        assert float((ours - x.double() @ y.double()).norm() / ours.norm()) < 4 * torch.finfo(dtype).eps
 
 
 @kernels
