@@ -17,8 +17,6 @@ struct DirectTile {
 using Direct1k = DirectTile<1, 4, 4, 8, true, 4>;
 using Direct4k = DirectTile<4, 4, 4, 8, true, 3>;
 using Direct1 = DirectTile<1, 1, 16, 32, false, 1>;
-using Direct4 = DirectTile<4, 1, 8, 32, false, 1>;
-using DirectShort = DirectTile<8, 4, 2, 1, false, 16>;  // for short sums
 
 template <typename T, typename O, typename S>
 __global__ void __launch_bounds__(32 * S::WARPS, S::BLOCKS)
