@@ -41,12 +41,18 @@ def _chosen(
     named = version or current().versions.get("matmul", (os.environ.get("CUKERN_MATMUL", ""),))[0]
     if named not in ("", DEFAULT):
         return choose("matmul", version, device), precision or "3xtf32"
-    strict = dtype == torch.float64 or (dtype == torch.float32 and precision in ("", "ieee"))
-    special = out != dtype or (dtype == torch.float32 and (precision == "3xtf32" or not switched))
-    fused = activation and dtype.itemsize == 2
-    kind = "float" if strict else "tensor cores" if special else "activation" if fused else "torch"
+    kind = _kind(dtype, out, activation, precision, switched)
     name = next(n for n in DEFAULTS[kind] if VERSIONS[n].requires <= device_of(device).capability)
     return VERSIONS[name], precision if kind != "float" and name != "v4" else "ieee"
+
+
+def _kind(dtype: torch.dtype, out: torch.dtype, activation: bool, precision: str, switched: bool) -> str:
+    """A key of DEFAULTS."""
+    if dtype == torch.float64 or (dtype == torch.float32 and precision in ("", "ieee")):
+        return "float"
+    if out != dtype or (dtype == torch.float32 and (precision == "3xtf32" or not switched)):
+        return "tensor cores"
+    return "activation" if activation and dtype.itemsize == 2 else "torch"
 
 
 def default_is_cublas(dtype: torch.dtype, device: int) -> bool:
@@ -163,22 +169,17 @@ class _Product(Differentiable):
 
     @staticmethod
     def backward(ctx, dout, dpre=None):
-        (a, b, bias, residual, pre), needed = ctx.saved_tensors, ctx.needs_input_grad
         if dout is None and dpre is None:
             return (None,) * 9
-        if watched(a, b, bias, residual, dout, dpre) and not torch.compiler.is_dynamo_compiling():
+        *inputs, pre = ctx.saved_tensors
+        if watched(*inputs, dout, dpre) and not torch.compiler.is_dynamo_compiling():
             if ctx.into is not None:
                 raise NotImplementedError("a call of cukern.linear with accumulate_into has no higher derivatives")
             if ctx.activation:
-                return *gradients(in_torch, (a, b, bias, residual, ctx.activation), (dout, dpre))[:4], *(None,) * 5
-        (d, dbias), da, db = _of_pre(dout, dpre, pre, ctx), None, None
-        if needed[0]:
-            da = _plain(d, b.mT, ctx)
-        if needed[1] and ctx.into is not None:
-            _add_product(ctx.into, d.mT, a, *ctx.options)
-        elif needed[1]:  # in b's layout, unless only the other one has rows of whole 16 bytes
-            (K, N), width = b.shape[-2:], 16 // b.itemsize
-            db = _plain(d.mT, a, ctx).mT if b.stride(-2) == 1 and (K % width == 0 or N % width) else _plain(a.mT, d, ctx)
+                return *gradients(in_torch, (*inputs, ctx.activation), (dout, dpre))[:4], *(None,) * 5
+        (d, dbias), needed = _of_pre(dout, dpre, pre, ctx), ctx.needs_input_grad
+        da = _plain(d, inputs[1].mT, ctx) if needed[0] else None
+        db = _of_b(d, inputs[0], inputs[1], ctx) if needed[1] else None
         if needed[2] and dbias is None:
             dbias = (_column_sums if watched(d) else _column_sum)(d, ctx.options[1])
         return da, db, dbias if needed[2] else None, dout if needed[3] else None, *(None,) * 5
@@ -209,6 +210,15 @@ def _of_pre(dout: Tensor | None, dpre: Tensor | None, pre: Tensor, ctx: Any) -> 
         return dpre, None
     d, sums = _activation_backward(dout, pre, ctx.activation, ctx.options[1]) if ctx.activation else (dout, None)
     return (d, sums) if dpre is None else (d + dpre, None)
+
+
+def _of_b(d: Tensor, a: Tensor, b: Tensor, ctx: Any) -> Tensor | None:
+    """The gradient of b. It has b's layout, unless of 16-bit types only the other layout has rows of whole 16 bytes."""
+    if ctx.into is not None:
+        return _add_product(ctx.into, d.mT, a, *ctx.options)
+    K, N = b.shape[-2:]
+    transposed = b.stride(-2) == 1 and (b.itemsize > 2 or K % 8 == 0 or N % 8 > 0)
+    return _plain(d.mT, a, ctx).mT if transposed else _plain(a.mT, d, ctx)
 
 
 def _plain(a: Tensor, b: Tensor, ctx: Any) -> Tensor:

@@ -44,6 +44,11 @@ class _Operand(NamedTuple):
     matrices: int
     batch: int
 
+    @property
+    def strides(self) -> tuple[int, int]:
+        """Along the rows and along K."""
+        return (self.ld, 1) if self.along_k else (1, self.ld)
+
     def copy(self, at: int, itemsize: int, split: bool = False) -> "tuple[Lines, _Operand]":
         """How the operand at this address is copied, and the copy. No vectors and itself if it is aligned, and TMA accepts its strides.
         `split`: copied as the two parts of 3xTF32, contiguous along K."""
@@ -156,7 +161,7 @@ def _prepared(
     if a is None or b is None:
         return None
     (of_a, to_a), (of_b, to_b) = a.copy(at_a, itemsize), b.copy(at_b, itemsize)
-    reads = wgmma and K > 0 and (itemsize == 2 or terms == 3 or (a.along_k and b.along_k))  # wgmma's layouts
+    reads = wgmma and _wgmma_reads(a, b, itemsize, terms)
     whole, moved = (to_a.ld | to_b.ld) * itemsize % 128 == 0, 16 * (of_a[0] + of_b[0])
     problem = Problem(M, N, K, batch, itemsize, terms, reads, a.along_k, b.along_k, moved, whole)
     tile, splits, blocks, _ = plan(problem, device_of(index), splitting)
@@ -167,8 +172,7 @@ def _prepared(
         return _Launch(kernel, blocks, 32 * tile.warps, shared, sizes, splits, **options)
 
     if not tile.stages:
-        strides = (a.ld, 1)[:: 1 if a.along_k else -1] + (b.ld, 1)[:: -1 if b.along_k else 1]
-        return made(DIRECT[dtype, out_dtype, tile.name], a, b, strides=strides)
+        return made(DIRECT[dtype, out_dtype, tile.name], a, b, strides=(*a.strides, *b.strides[::-1]))
     split = (a.along_k, b.along_k) if terms == 3 and tile.wgmma else ()
     if split:
         (of_a, to_a), (of_b, to_b) = a.copy(0, itemsize, True), b.copy(0, itemsize, True)
@@ -181,6 +185,10 @@ def _prepared(
     maps = a.map(index, tile.rows, dtype, tf32), b.map(index, tile.columns // tile.share, dtype, tf32), of_out
     kernel = V7[dtype, out_dtype, a.along_k, b.along_k, 0 if tile.cluster_k > 1 else activation, tile.name]
     return made(kernel, a, b, copies=copies, split=split, maps=maps)
+
+
+def _wgmma_reads(a: _Operand, b: _Operand, itemsize: int, terms: int) -> bool:
+    return a.K > 0 and (itemsize == 2 or terms == 3 or (a.along_k and b.along_k))
 
 
 def _operand(shape: Sizes, strides: Sizes, batch: int, of_batch: int) -> _Operand | None:
