@@ -64,20 +64,22 @@ def default_is_cublas(dtype: torch.dtype, device: int) -> bool:
 
 
 def _launch(
-    a: Tensor, b: Tensor, bias: Tensor | None, residual: Tensor | None, activation: int, keep: bool, precision: str, version: str
-) -> list[Tensor]:
-    outs = _fake(a, b, bias, residual, activation, keep)
-    if outs[0].numel():
+    a: Tensor, b: Tensor, bias: Tensor | None, residual: Tensor | None, activation: int, precision: str, version: str, pre: Any = None
+) -> Tensor:
+    out = _fake(a, b)
+    if out.numel():
         bias, residual = (t if t is None else t.resolve_neg().contiguous() for t in (bias, residual))
-        e = Epilogue(bias, activation, outs[1] if keep else None, residual)
-        run(outs[0], a.resolve_neg(), b.resolve_neg(), e, precision, version)
-    return outs
+        run(out, a.resolve_neg(), b.resolve_neg(), Epilogue(bias, activation, pre, residual), precision, version)
+    return out
 
 
-def _fake(a: Tensor, b: Tensor, bias: Any, residual: Any, activation: int, keep: bool, *_: Any) -> list[Tensor]:
-    """The result and, with `keep`, the pre-activation."""
-    out = a.new_empty((*a.shape[:-1], b.shape[-1]))
-    return [out, torch.empty_like(out)] if keep else [out]
+def _launch_with_pre(*args: Any) -> tuple[Tensor, Tensor]:
+    pre = _fake(*args)
+    return _launch(*args, pre=pre), pre
+
+
+def _fake(a: Tensor, b: Tensor, *_: Any) -> Tensor:
+    return a.new_empty((*a.shape[:-1], b.shape[-1]))
 
 
 def _launch_add(out: Tensor, a: Tensor, b: Tensor, precision: str, version: str) -> None:
@@ -128,8 +130,9 @@ def _fake_activation_backward(dout: Tensor, pre: Tensor, *_: Any) -> tuple[Tenso
     return torch.empty_like(pre), pre.new_empty(pre.shape[1])
 
 
-_SCHEMA = "_product(Tensor a, Tensor b, Tensor? bias, Tensor? residual, int activation, bool keep, str precision, str version) -> Tensor[]"
-_product = raw_op(_SCHEMA, 4, _launch, _fake)
+_ARGUMENTS = "(Tensor a, Tensor b, Tensor? bias, Tensor? residual, int activation, str precision, str version)"
+_product = raw_op(f"_product{_ARGUMENTS} -> Tensor", 4, _launch, _fake)
+_product_with_pre = raw_op(f"_product_with_pre{_ARGUMENTS} -> (Tensor, Tensor)", 4, _launch_with_pre, lambda *a: (_fake(*a), _fake(*a)))
 _SCHEMA = "_add_product(Tensor(a!) out, Tensor a, Tensor b, str precision, str version) -> ()"
 _add_product = raw_op(_SCHEMA, 3, _launch_add, lambda *_: None)
 _column_sum = raw_op("_column_sum(Tensor x, str version) -> Tensor", 1, _launch_column_sum, lambda x, _: x.new_empty(x.shape[1]))
@@ -140,10 +143,15 @@ _activation_backward = raw_op(_SCHEMA, 2, _launch_activation_backward, _fake_act
 # ---- autograd
 
 
-def product(*args: Any) -> tuple[Tensor, ...]:
+def product(
+    a: Tensor, b: Tensor, bias: Tensor | None, residual: Tensor | None, into: Tensor | None, activation: int, keep: bool, *options: str
+) -> tuple[Tensor, ...]:
     """The result and, with `keep`, the pre-activation, differentiable. The arguments are those of _Product."""
-    a, b, bias, residual, _, *options = args
-    return _apply(*args) if watched(a, b, bias, residual) else tuple(_product(a, b, bias, residual, *options))
+    if watched(a, b, bias, residual):
+        return _apply(a, b, bias, residual, into, activation, keep, *options)
+    return (
+        _product_with_pre(a, b, bias, residual, activation, *options) if keep else (_product(a, b, bias, residual, activation, *options),)
+    )
 
 
 class _Product(Differentiable):
@@ -152,7 +160,8 @@ class _Product(Differentiable):
 
     @staticmethod
     def forward(a, b, bias, residual, into, activation, keep, precision, version):
-        return tuple(_product(a, b, bias, residual, activation, keep or activation > 0, precision, version))
+        args = a, b, bias, residual, activation, precision, version
+        return _product_with_pre(*args) if keep or activation else (_product(*args),)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
