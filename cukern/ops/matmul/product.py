@@ -64,18 +64,18 @@ def default_is_cublas(dtype: torch.dtype, device: int) -> bool:
 
 
 def _launch(
-    a: Tensor, b: Tensor, bias: Tensor | None, residual: Tensor | None, activation: int, precision: str, version: str, pre: Any = None
+    a: Tensor, b: Tensor, bias: Tensor | None, residual: Tensor | None, activation: int, precision: str, version: str, *pre: Tensor
 ) -> Tensor:
     out = _fake(a, b)
     if out.numel():
         bias, residual = (t if t is None else t.resolve_neg().contiguous() for t in (bias, residual))
-        run(out, a.resolve_neg(), b.resolve_neg(), Epilogue(bias, activation, pre, residual), precision, version)
+        run(out, a.resolve_neg(), b.resolve_neg(), Epilogue(bias, activation, pre[0] if pre else None, residual), precision, version)
     return out
 
 
-def _launch_with_pre(*args: Any) -> tuple[Tensor, Tensor]:
-    pre = _fake(*args)
-    return _launch(*args, pre=pre), pre
+def _launch_with_pre(a: Tensor, b: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    pre = _fake(a, b)
+    return _launch(a, b, *rest, pre), pre
 
 
 def _fake(a: Tensor, b: Tensor, *_: Any) -> Tensor:
@@ -87,7 +87,7 @@ def _launch_add(out: Tensor, a: Tensor, b: Tensor, precision: str, version: str)
         run(out, a.resolve_neg(), b.resolve_neg(), Epilogue(residual=out), precision, version)
 
 
-PIECES = 64  # of the rows of a gradient, whose columns are added in two launches: per piece, then over the pieces
+PIECES = 256  # of the rows of a gradient, whose columns are added in two launches: per piece, then over the pieces
 
 
 def _launch_column_sum(x: Tensor, version: str) -> Tensor:
