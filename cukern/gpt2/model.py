@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import Parameter, ParameterList
-from torch.nn.functional import linear
 
 import cukern
 from cukern.gpt2.checkpoint import PARAMETERS, Config
@@ -155,8 +154,7 @@ class GPT2(torch.nn.Module):
         return cukern.attention(q, *kept, version=self.attention).transpose(1, 2).flatten(2)
 
     def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        if (matmul := self.matmul or _matmul[-1] or ("cukern" if _is_strict(x) else "cublas")) == "cublas":
-            return linear(x, weight, bias) if bias is None or x.dtype.itemsize > 2 else _Linear.apply(x, weight, bias)
+        matmul = self.matmul or _matmul[-1] or ("cukern" if _is_strict(x) else "cublas")
         return cukern.linear(x, weight, bias, version=None if matmul == "cukern" else matmul)
 
     def make_cache(self, batch: int) -> Cache:
@@ -211,20 +209,6 @@ class GPT2(torch.nn.Module):
         for name, parts in self.parts().items():
             groups[name not in DECAYED]["params"] += parts
         return groups
-
-
-class _Linear(torch.autograd.Function):
-    """linear. The gradient of the bias is a product with ones: on a GPU, torch's sum of 16-bit columns takes up to twice as long."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return linear(x, weight, bias)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, ...]:
-        (x, weight), rows = ctx.saved_tensors, dy.flatten(0, -2)
-        return dy @ weight, rows.t() @ x.flatten(0, -2), (rows.new_ones(1, len(rows)) @ rows)[0]
 
 
 # ---- the choice of kernels, with the numbers and variables of DD2360-LLM, a fork of llm.c for a course

@@ -3,7 +3,8 @@
 //
 // Layout     C is (M, N), row-major and contiguous. A is (M, K), B is (K, N), bias is (N) or a null pointer. A and B have any strides:
 //            a_m and a_k are the strides of A in elements, b_k and b_n those of B. A transposed matrix is not copied. v4 to v7 require
-//            that one stride of each matrix is 1. lda and ldb are the other strides. For v6 and v7, matmul_pad copies unaligned operands.
+//            that one stride of each matrix is 1. lda and ldb are the other strides. For v6 and v7, matmul_pad copies unaligned operands,
+//            or matmul_direct (direct.cuh) reads those of few rows in place.
 // Types      v1 to v5: T is float or double, and float never uses TF32. v6, v7: 16-bit types, and float in TF32 or 3xTF32.
 //            K = 0 gives zeros (plus bias).
 // Algorithm  See the comment of each kernel.
@@ -25,6 +26,7 @@
 
 #include "common/ptx/async_copy.cuh"
 #include "common/vec.cuh"
+#include "direct.cuh"
 #include "mma.cuh"
 #include "wgmma.cuh"
 

@@ -718,7 +718,7 @@ def test_matmul_v5(tile, shared_blocks, shared_tiles):
     """With sums that start again after two k tiles of eight."""
     M, N, K = 70, 90, 50
     source, sizes = Source.read(kernels_dir() / "matmul/matmul.cu"), (M, N, K)
-    shape = next(t for t in plan.TILES[4] if t.name == tile)
+    shape = next(t for t in plan.FMA_TILES[4] if t.name == tile)
     grid = shared_blocks or -(-M // shape.rows) * -(-N // shape.columns)
 
     def kernel(name: str) -> sim.Launch:

@@ -7,16 +7,16 @@ from typing import Any
 
 import torch
 
-from cukern.ops.matmul import fused_linear, tensor_plan
-from cukern.ops.matmul.epilogue import ACTIVATIONS
-from cukern.ops.matmul.plan import TILES
-from cukern.ops.matmul.precision import cast, checked
+from cukern.ops.matmul.plan import FMA_TILES, TILES
 from cukern.ops.matmul.product import default_is_cublas, product
-from cukern.ops.matmul.reference import torch_matmul
+from cukern.ops.matmul.reference import ACTIVATIONS, cast, in_torch, torch_matmul
 from cukern.ops.matmul.versions import VERSIONS
 from cukern.runtime import backend, checks, interop
 from cukern.runtime.autocast import enabled
 from cukern.runtime.registry import Cost, Op, register, row_counts
+from cukern.runtime.tensors import as_matrix
+
+PRECISIONS = "ieee", "tf32", "3xtf32"
 
 
 def matmul(a: Any, b: Any, *, precision: str | None = None, version: str | None = None) -> torch.Tensor:
@@ -33,10 +33,11 @@ def matmul(a: Any, b: Any, *, precision: str | None = None, version: str | None 
         precision: of float32. "ieee": float32 throughout. "tf32": one product of TF32, with a relative error of 1e-3. "3xtf32": three such
             products, with float32's error. None: "tf32" if torch's switches allow it (torch.backends.cuda.matmul.fp32_precision), else
             "ieee". 16-bit products are exact and added in float32.
-        version: "v1" to "v7", or "cublas" for torch's product, which follows torch's switches only. Default: what was measured to be the
-            fastest, which is v5 for "ieee" and float64, v7 (v6 on a GPU without wgmma) for "3xtf32", and cuBLAS otherwise. v6 and v7
-            compute float32 as 3xTF32 unless TF32 is allowed; v1 to v5 always as "ieee". v6 and v7 copy an operand whose rows or columns
-            are not whole 16 bytes, and v7 both operands twice for 3xTF32. CPU tensors use torch.matmul, or the simulator.
+        version: "v1" to "v7", or "cublas" for torch's product, which follows torch's switches only. Default: v5 for "ieee" and float64, v7
+            (v6 on a GPU without wgmma) for "3xtf32", v7 for 16-bit types with an activation if the GPU has wgmma, and cuBLAS otherwise.
+            v6 and v7 compute float32 as 3xTF32 unless TF32 is allowed; v1 to v5 always as "ieee". v6 and v7 copy an operand whose rows or
+            columns are not whole 16 bytes, unless rows are few, and v7 both operands twice for 3xTF32. CPU tensors use torch.matmul, or
+            the simulator.
 
     Returns (..., M, N), contiguous. Two calls return the same bits. With torch.use_deterministic_algorithms(True), a row of the result of
     v6 and v7 does not depend on the number of rows. Autocast casts the inputs, as it does for torch.matmul.
@@ -46,7 +47,7 @@ def matmul(a: Any, b: Any, *, precision: str | None = None, version: str | None 
     plain = _need_no_checks(a, b)
     if not plain or version is not None:
         a, b = _inputs("matmul", version, plain, a=a, b=b)
-    options = checked(precision), version or ""
+    options = _options(precision, version)
     if a.ndim < 2 or b.ndim < 2:
         raise ValueError(f"a must be (..., M, K) and b (..., K, N), got {tuple(a.shape)} and {tuple(b.shape)}")
     if a.shape[-1] != b.shape[-2]:
@@ -54,9 +55,17 @@ def matmul(a: Any, b: Any, *, precision: str | None = None, version: str | None 
             f"the last dimension of a, {a.shape[-1]}, must equal the first of b, {b.shape[-2]}: their shapes are "
             f"{tuple(a.shape)} and {tuple(b.shape)}"
         )
-    if b.ndim > 2:
-        return _by_batch(a, b, *options)
-    return torch.matmul(a, b) if _calls_torch(a, options, plain) else _by_rows(a, b, None, *options)
+    if b.ndim == 2:
+        if _calls_torch(a, options, plain):
+            return torch.matmul(a, b)
+        out = _computed(as_matrix(a), b, None, None, None, 0, False, *options)[0]
+        return out if a.ndim == 2 else out.view(*a.shape[:-1], b.shape[1])
+    try:
+        lead = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    except RuntimeError:
+        raise ValueError(f"the leading dimensions of a and b must broadcast, got {tuple(a.shape)} and {tuple(b.shape)}") from None
+    matrices = (t.expand(*lead, *t.shape[-2:]).reshape(math.prod(lead), *t.shape[-2:]) for t in (a, b))
+    return _computed(*matrices, None, None, None, 0, False, *options)[0].view(*lead, a.shape[-2], b.shape[-1])
 
 
 def linear(
@@ -93,36 +102,35 @@ def linear(
     plain = _need_no_checks(x, weight, bias, residual)
     if not plain or version is not None:
         x, weight, bias, residual = _inputs("linear", version, plain, x=x, weight=weight, bias=bias, residual=residual)
-    _check_linear(x, weight, bias, residual)
-    keep, options = checks.flag("return_pre_activation", return_pre_activation), (checked(precision), version or "")
+    shape = _check_linear(x, weight, bias, residual)
+    keep, options = checks.flag("return_pre_activation", return_pre_activation), _options(precision, version)
     which = 0 if activation is None else ACTIVATIONS.index(checks.choice("activation", activation, ACTIVATIONS[1:]))
     if accumulate_into is not None:
         _check_accumulator(accumulate_into, weight)
-    elif not which and residual is None and not keep:
-        if _calls_torch(x, options, plain):
+    elif not which and residual is None and not keep and _calls_torch(x, options, plain):
+        if bias is None or not bias.requires_grad:
             return torch.nn.functional.linear(x, weight, bias)
-        return _by_rows(x, weight.t(), bias, *options)
-    shape = (*x.shape[:-1], weight.shape[0])
-    rows, residual = _as_rows(x), None if residual is None else _as_rows(residual)
-    if x.is_cuda or backend.simulates(x):
-        out, pre = fused_linear.fused(rows, weight, bias, residual, accumulate_into, which, keep, *options)
-    elif accumulate_into is not None:
-        raise ValueError(f"accumulate_into needs kernels, and x is on {x.device}; {checks.SIMULATOR}")
-    else:
-        out, pre = fused_linear.in_torch(rows, weight, bias, residual, which)
-    return (out.view(shape), pre.view(shape)) if keep else out.view(shape)
+        return torch_matmul(as_matrix(x), weight.t(), bias).view(shape)
+    rows, residual = as_matrix(x), None if residual is None else as_matrix(residual)
+    outs = _computed(rows, weight.t(), bias, residual, accumulate_into, which, keep, *options)
+    if x.ndim != 2:
+        outs = tuple(out.view(shape) for out in outs)
+    return outs[:2] if keep else outs[0]
 
 
-def _check_linear(x: torch.Tensor, weight: torch.Tensor, bias: Any, residual: Any) -> None:
+def _check_linear(x: torch.Tensor, weight: torch.Tensor, bias: Any, residual: Any) -> tuple[int, ...]:
+    """The shape of the result."""
     shape, of_weight = x.shape, weight.shape
     if not shape or len(of_weight) != 2:
         raise ValueError(f"x must be (..., K) and weight (N, K), got {tuple(shape)} and {tuple(of_weight)}")
     if shape[-1] != of_weight[1]:
         raise ValueError(f"the last dimension of x, {shape[-1]}, must equal the last of weight, {of_weight[1]}")
+    result = *shape[:-1], of_weight[0]
     if bias is not None:
         checks.shape("bias", bias, (of_weight[0],), "one value for each row of weight")
     if residual is not None:
-        checks.shape("residual", residual, (*shape[:-1], of_weight[0]), "the shape of the result")
+        checks.shape("residual", residual, result, "the shape of the result")
+    return result
 
 
 def _check_accumulator(into: Any, weight: torch.Tensor) -> None:
@@ -135,34 +143,27 @@ def _check_accumulator(into: Any, weight: torch.Tensor) -> None:
         raise ValueError(f"accumulate_into must be contiguous and require no gradient, got strides {into.stride()}, {into.requires_grad=}")
 
 
-def _as_rows(x: torch.Tensor) -> torch.Tensor:
-    return x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+def _options(precision: Any, version: str | None) -> tuple[str, str]:
+    return "" if precision is None else checks.choice("precision", precision, PRECISIONS), version or ""
 
 
-def _calls_torch(x: torch.Tensor, options: tuple[str, ...], plain: bool) -> bool:
-    """True if torch's function is called directly: the default is cuBLAS, and torch's function takes half of the host time of one of our
-    ops. Not under autocast, because torch's backward would be cast again if it runs under another autocast."""
+def _calls_torch(x: torch.Tensor, options: tuple[str, str], plain: bool) -> bool:
+    """True if torch's function is called directly, in half of the host time of one of our ops: for "cublas", or if that is the default. Not
+    under autocast, because torch's backward would be cast again if it runs under another autocast."""
+    if options[1] == "cublas":
+        return plain or not enabled(x)
     if options != ("", "") or not (plain or (x.is_cuda and not torch.compiler.is_compiling() and not enabled(x))):
         return False
     return default_is_cublas(x.dtype, x.get_device())
 
 
-def _by_rows(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, *options: str) -> torch.Tensor:
-    rows = _as_rows(a)
-    kernels = a.is_cuda or backend.simulates(a)
-    out = product(rows, b, bias, *options) if kernels else torch_matmul(rows, b, bias)
-    return out if a.ndim == 2 else out.view(*a.shape[:-1], b.shape[1])
-
-
-def _by_batch(a: torch.Tensor, b: torch.Tensor, *options: str) -> torch.Tensor:
-    try:
-        lead = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
-    except RuntimeError:
-        raise ValueError(f"the leading dimensions of a and b must broadcast, got {tuple(a.shape)} and {tuple(b.shape)}") from None
-    size, (M, K), N = math.prod(lead), a.shape[-2:], b.shape[-1]
-    a, b = a.expand(*lead, M, K).reshape(size, M, K), b.expand(*lead, K, N).reshape(size, K, N)
-    out = product(a, b, None, *options) if a.is_cuda or backend.simulates(a) else torch_matmul(a, b)
-    return out.view(*lead, M, N)
+def _computed(a: torch.Tensor, b: torch.Tensor, bias: Any, residual: Any, into: Any, *options: Any) -> tuple[torch.Tensor, ...]:
+    """`product`, by kernels or in torch's operations."""
+    if a.is_cuda or backend.simulates(a):
+        return product(a, b, bias, residual, into, *options)
+    if into is not None:
+        raise ValueError(f"accumulate_into needs kernels, and x is on {a.device}; {checks.SIMULATOR}")
+    return in_torch(a, b, bias, residual, options[0])
 
 
 _DTYPES = frozenset(checks.FLOATS)
@@ -171,8 +172,8 @@ _TENSORS = {torch.Tensor, torch.nn.Parameter}
 
 def _inputs(op: str, version: Any, plain: bool, **values: Any) -> Iterable[Any]:
     """The tensors, cast as autocast wants them. `plain`: they need no checks."""
+    checks.version(op, version, VERSIONS)
     if plain:
-        checks.version(op, version, VERSIONS)
         return values.values()
     imported = [v if v is None and n in ("bias", "residual") else interop.to_torch(n, v) for n, v in values.items()]
     tensors: dict[str, Any] = dict(zip(values, cast(imported), strict=True))
@@ -180,11 +181,9 @@ def _inputs(op: str, version: Any, plain: bool, **values: Any) -> Iterable[Any]:
         if t is not None:
             checks.dtype(name, t, checks.FLOATS)
     checks.same(**tensors)
-    if version is not None:
-        checks.version(op, version, VERSIONS)
-        x = tensors[next(iter(tensors))]
-        if not x.is_cuda and not backend.simulates(x) and not VERSIONS[version].in_torch:
-            checks.needs_gpu(op, version, x.device)
+    x = tensors[next(iter(tensors))]
+    if version is not None and not x.is_cuda and not backend.simulates(x) and not VERSIONS[version].in_torch:
+        checks.needs_gpu(op, version, x.device)
     return tensors.values()
 
 
@@ -204,15 +203,10 @@ def _need_no_checks(first: Any, second: Any, *optional: Any) -> bool:
 # ---- for the tools
 
 
-def _make_matmul(dims: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> tuple[torch.Tensor, ...]:
+def _make(linear: bool, dims: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> tuple[torch.Tensor, ...]:
     M, N, K = dims
-    return torch.randn(M, K, dtype=dtype, device=device), torch.randn(K, N, dtype=dtype, device=device)
-
-
-def _make_linear(dims: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> tuple[torch.Tensor, ...]:
-    M, N, K = dims
-    x, weight, bias = (torch.randn(shape, dtype=dtype, device=device) for shape in ((M, K), (N, K), (N,)))
-    return x, weight * K**-0.5, bias
+    x, y, *bias = (torch.randn(s, dtype=dtype, device=device) for s in (((M, K), (N, K), (N,)) if linear else ((M, K), (K, N))))
+    return (x, y * K**-0.5, *bias) if linear else (x, y)
 
 
 def _cost(inputs: tuple[str, ...], dims: Sequence[int], itemsize: int) -> dict[str, Cost]:
@@ -221,16 +215,16 @@ def _cost(inputs: tuple[str, ...], dims: Sequence[int], itemsize: int) -> dict[s
     return {"fwd": one, "bwd": Cost(2 * one.bytes, 2 * one.flops), **{f"bwd:{name}": one for name in inputs[:2]}}
 
 
-for _name, _function, _reference, _make, _inputs_of_op, _bench_dims in (
-    ("matmul", matmul, torch.matmul, _make_matmul, ("a", "b"), ((4096, 4096, 4096), (8192, 8192, 8192))),
-    ("linear", linear, torch.nn.functional.linear, _make_linear, ("x", "weight", "bias"), ((4096, 3072, 768),)),
+for _function, _reference, _names, _bench_dims in (
+    (matmul, torch.matmul, ("a", "b"), ((4096, 4096, 4096), (8192, 8192, 8192))),
+    (linear, torch.nn.functional.linear, ("x", "weight", "bias"), ((4096, 3072, 768),)),
 ):
     register(
         Op(
-            name=_name,
+            name=_function.__name__,
             stem="matmul",
             variants=row_counts,
-            candidates=(*(t.name for t in TILES[4]), *(t.name for t in tensor_plan.TILES)),
+            candidates=(*(t.name for t in FMA_TILES[4]), *(t.name for t in TILES)),
             function=_function,
             reference=_reference,
             versions=VERSIONS,
@@ -239,9 +233,9 @@ for _name, _function, _reference, _make, _inputs_of_op, _bench_dims in (
             check_dims=((1, 1, 1), (64, 64, 64), (129, 67, 255), (5, 300, 1000)),
             sim_dims=((1, 1, 1), (3, 33, 800), (64, 64, 64), (70, 90, 50)),
             bench_dims=_bench_dims,
-            make=_make,
-            inputs=_inputs_of_op,
-            cost=partial(_cost, _inputs_of_op),
+            make=partial(_make, _function is linear),
+            inputs=_names,
+            cost=partial(_cost, _names),
             bound="compute",
             # One chain of additions, as in v1 to v4, has an error of up to 2.6 epsilons times the sum of |a b| on random data, whatever its
             # length. So does cuBLAS on an H200, except where it splits the chain. v5 splits it too, and stays within twice cuBLAS's error.

@@ -1,20 +1,21 @@
-"""The plan of matmul v5: the tile of the output per thread block, and how blocks share the last, partly filled wave of tiles (stream-K).
+"""The plans of matmul: tiles, grids, and how thread blocks share sums over K. Cost models choose the cheapest candidate.
 
-A cost model chooses the cheapest candidate. Its constants were fitted to 360 timings on one H200 (rms error 11 %). The chosen candidate was
-on average 0.6 % slower than the best, at worst 6 %.
+`fma_plan`: v5, whose blocks share the last, partly filled wave of tiles (stream-K). Its constants were fitted to 360 timings on one H200
+(rms error 11 %). The chosen candidate was on average 0.6 % slower than the best, at worst 6 %. `plan`: v6 and v7.
 """
 
+from collections.abc import Iterator
 from math import ceil
 from typing import NamedTuple
 
-from cukern.runtime.device import cached, eligible
+from cukern.runtime.device import Device, cached, eligible
 
-BK = 8  # length of a k tile, as in matmul/matmul.cu
+BK = 8  # length of a k tile of v5, as in matmul/matmul.cu
 # In k tiles: a sum longer than MAX_CHAIN (768 additions) is split into chains of CHAIN (512) or slightly less. The largest error of
 # 4096x768x3072 on one H200, relative to cuBLAS's, and the cost in time of 4096^3: chains of 512: 1.2 to 1.3, 3 %; 768: up to 1.9, 2 %;
 # 1024: 2.2, 1.5 %; one chain: 4.4.
 MAX_CHAIN, CHAIN = 96, 64
-MIN_K_TILES = 8  # the fewest per block that shares tiles: with fewer, filling the ring buffer dominates
+MIN_FMA_K_TILES = 8  # the fewest per block that shares tiles: with fewer, filling the ring buffer dominates
 
 LATENCY = 1.12  # a block that is alone on its SM takes this many times its share of the SM's time
 BLOCK_US = 1.47  # per block, to fill the ring buffer and to store the tile
@@ -22,7 +23,7 @@ PIECE_US = 0.15  # in the fix-up kernel, per piece of a tile
 MEGABYTE_US = 0.29  # in the fix-up kernel, per megabyte of partial sums
 
 
-class Tile(NamedTuple):
+class FmaTile(NamedTuple):
     name: str
     rows: int
     columns: int
@@ -30,11 +31,11 @@ class Tile(NamedTuple):
     us: float  # per k tile and SM when its blocks keep it busy, for float32
 
 
-class Plan(NamedTuple):
+class FmaPlan(NamedTuple):
     """Blocks [0, shared_blocks) share the first `shared_tiles` tiles. The whole grid takes the others in turn. `chain`: k tiles after
     which a new chain of additions begins; `room`: the size of the workspace in tiles."""
 
-    tile: Tile
+    tile: FmaTile
     grid: int
     shared_blocks: int
     shared_tiles: int
@@ -42,41 +43,31 @@ class Plan(NamedTuple):
     room: int
 
 
-TILES: dict[int, tuple[Tile, ...]] = {
-    4: (
-        Tile("Tile128x128", 128, 128, 2, 0.670),
-        Tile("Tile64x64", 64, 64, 4, 0.200),
-        Tile("Tile128x32", 128, 32, 4, 0.223),
-        Tile("Tile32x128", 32, 128, 4, 0.239),
-    ),
-}
-TILES[8] = tuple(t._replace(per_sm=t.per_sm // 2, us=2 * t.us) for t in TILES[4][1:])
+_LARGE = FmaTile("Tile128x128", 128, 128, 2, 0.670)
+_SMALL = FmaTile("Tile64x64", 64, 64, 4, 0.200), FmaTile("Tile128x32", 128, 32, 4, 0.223), FmaTile("Tile32x128", 32, 128, 4, 0.239)
+FMA_TILES = {4: (_LARGE, *_SMALL), 8: tuple(t._replace(per_sm=t.per_sm // 2, us=2 * t.us) for t in _SMALL)}
 
 
 @cached(4096)
-def plan(M: int, N: int, K: int, sms: int, itemsize: int) -> Plan:
-    """The plan for (M x K) . (K x N) on a GPU with `sms` SMs."""
+def fma_plan(M: int, N: int, K: int, sms: int, itemsize: int) -> FmaPlan:
+    """The plan of v5 for (M x K) . (K x N) on a GPU with `sms` SMs."""
     k_tiles = max(1, ceil(K / BK))
     chain = k_tiles if k_tiles <= MAX_CHAIN else ceil(k_tiles / ceil(k_tiles / CHAIN))
     candidates = []
-    for tile in eligible(TILES[itemsize], lambda tile: tile.name):
-        tiles = ceil(M / tile.rows) * ceil(N / tile.columns)
-        slots = sms * tile.per_sm
-        splits = [(0, 0)]
+    for tile in eligible(FMA_TILES[itemsize], lambda tile: tile.name):
+        tiles, slots = ceil(M / tile.rows) * ceil(N / tile.columns), sms * tile.per_sm
         waves, rest = divmod(tiles, slots)
         shared = rest + (slots if waves else 0)  # the last wave is not full: share its tiles and those of the wave before
-        blocks = min(slots, shared * k_tiles // MIN_K_TILES)
-        if rest and blocks > 1 and (waves or blocks > shared):
-            splits.append((blocks, shared))
-        for blocks, shared in splits:
-            us = _model_us(tiles, k_tiles, sms, tile, itemsize, blocks, shared)
-            grid = min(slots, blocks + tiles - shared)
-            room = 2 * blocks + (grid if k_tiles > chain else 0)
-            candidates.append((us, Plan(tile, grid, blocks, shared, chain, room)))
+        blocks = min(slots, shared * k_tiles // MIN_FMA_K_TILES)
+        sharing = rest and blocks > 1 and (waves or blocks > shared)
+        for b, s in ((0, 0), (blocks, shared)) if sharing else ((0, 0),):
+            grid = min(slots, b + tiles - s)
+            plan = FmaPlan(tile, grid, b, s, chain, 2 * b + (grid if k_tiles > chain else 0))
+            candidates.append((_fma_us(tiles, k_tiles, sms, tile, itemsize, b, s), plan))
     return min(candidates, key=lambda c: c[0])[1]
 
 
-def _model_us(tiles: int, k_tiles: int, sms: int, tile: Tile, itemsize: int, blocks: int, shared: int) -> float:
+def _fma_us(tiles: int, k_tiles: int, sms: int, tile: FmaTile, itemsize: int, blocks: int, shared: int) -> float:
     def wave(blocks_per_sm: int, n: float) -> float:
         return n * tile.us * max(blocks_per_sm, LATENCY) + BLOCK_US
 
@@ -86,3 +77,177 @@ def _model_us(tiles: int, k_tiles: int, sms: int, tile: Tile, itemsize: int, blo
         us += wave(ceil(blocks / sms), shared * k_tiles / blocks) + BLOCK_US
         us += PIECE_US * (ceil(blocks / shared) + 1) + MEGABYTE_US * 2e-6 * blocks * tile.rows * tile.columns * itemsize
     return us
+
+
+# ---- v6 and v7: the time of the busiest SM, limited by tensor cores or by bandwidth from L2, and what a launch costs besides
+
+K_BYTES = 128  # of a k tile, as in mma.cuh and wgmma.cuh
+# Bytes per cycle that an SM receives from L2 while all do: by cp.async; by TMA, if operands' lines start at multiples of 128 bytes; if not
+L2_BYTES_CYCLE, TMA_BYTES_CYCLE = 28, {True: 40, False: 25}
+# In microseconds: launches of the three kinds of kernels, which fill the ring buffer and store the last tile; launches that copy operands,
+# that split them into TF32 numbers, and that add partial sums; v7's stores by threads; the sums of a cluster, for each of its blocks
+DIRECT_US, MMA_US, WGMMA_US, COPY_US, SPLIT_US, REDUCE_US, UNALIGNED_US, CLUSTER_US = 2.5, 2.0, 3.0, 1.5, 5.0, 1.5, 1.5, 1.6
+SPLITS = 1, 2, 3, 4, 6, 8, 12, 16, 24, 32  # of v6
+MIN_K_TILES = 4  # per block
+BOX_BYTES = 16 * 16 * 128  # of v7's results on their way to global memory
+
+
+class Tile(NamedTuple):
+    name: str
+    rows: int
+    columns: int
+    stages: int = 0  # of the ring buffer; 0: matmul_direct
+    efficiency: float = 1.0  # of the rate of mma.sync or wgmma that the main loop reaches
+    warps: int = 4
+    per_sm: int = 1
+    split: bool = False  # for 3xTF32
+    wgmma: bool = False
+    share: int = 1  # the blocks of a cluster that share the copies of B
+    cluster_k: int = 1  # the blocks of a cluster that share the sum over K
+
+    @property
+    def shared(self) -> int:
+        """Bytes of dynamic shared memory."""
+        ring = self.stages * (self.rows + self.columns) * K_BYTES
+        return ring * (2 if self.split else 1) + BOX_BYTES + 16 * self.stages if self.wgmma else ring
+
+    @property
+    def cluster(self) -> int:
+        return self.share * self.cluster_k
+
+
+# v7's efficiencies are limited by the bandwidth of shared memory (docs/notes/matmul.md).
+TILES = (
+    Tile("Direct1k", 1, 4, warps=8),
+    Tile("Direct4k", 4, 4, warps=8),
+    Tile("Direct1", 1, 32, warps=32),
+    Tile("Mma128x128", 128, 128, 3, 0.9, per_sm=2),
+    Tile("Mma64x64", 64, 64, 3, 0.75, per_sm=4),
+    Tile("Mma16x128", 16, 128, 4, 0.9, per_sm=3),
+    Tile("MmaSplit128x128", 128, 128, 3, 0.9, 8, split=True),
+    Tile("MmaSplit64x64", 64, 64, 3, 0.75, per_sm=3, split=True),
+    Tile("Wgmma128x256", 128, 256, 4, 0.92, 12, wgmma=True, share=2),
+    Tile("Wgmma128x192", 128, 192, 4, 0.85, 12, wgmma=True, share=2),
+    Tile("Wgmma128x128", 128, 128, 6, 0.76, 12, wgmma=True),
+    Tile("WgmmaPair128x128", 128, 128, 6, 0.76, 12, wgmma=True, share=2),
+    Tile("Wgmma128x128k2", 128, 128, 6, 0.76, 12, wgmma=True, cluster_k=2),
+    Tile("Wgmma128x192k4", 128, 192, 4, 0.85, 12, wgmma=True, cluster_k=4),
+    Tile("Wgmma128x128k4", 128, 128, 6, 0.76, 12, wgmma=True, cluster_k=4),
+    Tile("WgmmaSplit128x128", 128, 128, 3, 0.76, 12, split=True, wgmma=True, share=2),
+)
+
+
+class Plan(NamedTuple):
+    tile: Tile
+    splits: int  # of v6, whose partial sums go to a workspace
+    grid: int
+    us: float
+
+
+class Problem(NamedTuple):
+    """`batch` products (M x K) . (K x N). `terms`: 3 for 3xTF32, else 1. `wgmma`: v7 may run, for what the layout allows. `a_k`, `b_k`:
+    contiguous along K. `copied`: bytes that are copied first. `whole_lines`: lines of both operands start at multiples of 128 bytes."""
+
+    M: int
+    N: int
+    K: int
+    batch: int
+    itemsize: int
+    terms: int
+    wgmma: bool
+    a_k: bool = True
+    b_k: bool = True
+    copied: int = 0
+    whole_lines: bool = True
+
+
+@cached(4096)
+def plan(problem: Problem, device: Device, splitting: bool) -> Plan:
+    """The cheapest plan. Without `splitting`, the choice of v6 or v7 and the order of additions do not depend on M and N."""
+    k_tiles = max(1, ceil(problem.K * problem.itemsize / K_BYTES))
+    found = [p for tile in _tiles(problem, k_tiles, device, splitting) for p in _plans(tile, problem, k_tiles, device, splitting)]
+    return min(found, key=lambda p: p.us)
+
+
+def _tiles(p: Problem, k_tiles: int, device: Device, splitting: bool) -> list[Tile]:
+    """The tiles that may be chosen."""
+    fitting = [t for t in TILES if (_suits(t, p, device) if t.stages else splitting and _suits_direct(t, p))]
+    fitting = eligible(fitting, lambda t: t.name)
+    fitting = [t for t in fitting if t.cluster_k == 1 or (splitting and _shares_k(t, p, k_tiles, device))] or fitting
+    return fitting if splitting else [t for t in fitting if t.wgmma] or fitting
+
+
+def _suits(t: Tile, p: Problem, device: Device) -> bool:
+    return t.split == (p.terms == 3) and t.wgmma <= (p.wgmma and device.wgmma) and t.shared <= device.shared_bytes
+
+
+def _suits_direct(t: Tile, p: Problem) -> bool:
+    return t.rows >= p.M and (p.a_k and p.b_k if t.columns == 4 else not p.b_k)
+
+
+def _shares_k(tile: Tile, p: Problem, k_tiles: int, device: Device) -> bool:
+    """True if split-K in a cluster may pay: if all blocks run at the same time. A few SMs belong to no cluster, hence 15/16 of the SMs."""
+    return k_tiles >= MIN_K_TILES * tile.cluster_k and _blocks(tile, p) * tile.cluster_k <= device.sms * 15 // 16
+
+
+def _blocks(tile: Tile, p: Problem) -> int:
+    return p.batch * tile.share * ceil(p.M / (tile.rows * tile.share)) * ceil(p.N / tile.columns)
+
+
+def _plans(tile: Tile, p: Problem, k_tiles: int, device: Device, splitting: bool) -> Iterator[Plan]:
+    tiles = _blocks(tile, p)
+    if not tile.stages:
+        yield Plan(tile, 1, tiles, _direct_us(tile, tiles, p, device))
+    elif tile.wgmma:
+        blocks = tiles * tile.cluster_k
+        resident = max(1, device.sms // tile.cluster) * tile.cluster
+        yield Plan(tile, 1, blocks if tile.cluster_k > 1 else min(blocks, resident), _wgmma_us(tile, blocks, k_tiles, p, device))
+    else:
+        few = splitting and tiles < 2 * tile.per_sm * device.sms
+        for splits in SPLITS:
+            if splits == 1 or (few and splits <= k_tiles // MIN_K_TILES):
+                yield Plan(tile, splits, tiles * splits, _mma_us(tile, tiles * splits, k_tiles, splits, p, device))
+
+
+def _memory_us(moved: float, device: Device) -> float:
+    return moved / (device.sms * device.sm_bytes_us)
+
+
+def _direct_us(tile: Tile, tiles: int, p: Problem, device: Device) -> float:
+    """An SM loads an element of B for each lane of a warp in 3.5 cycles, of A for 16 elements of B or, with Direct1, for each."""
+    steps = ceil(p.K / (1024 if tile.columns == 4 else 512))  # of a warp: 16 elements of B per lane
+    loads = ceil(tiles / device.sms) * tile.warps * steps * (16 + 4 * tile.rows if tile.columns == 4 else 32)
+    return DIRECT_US + loads * (3.5 if tile.rows == 1 else 6) / device.cycles_us
+
+
+def _mma_us(tile: Tile, blocks: int, k_tiles: int, splits: int, p: Problem, device: Device) -> float:
+    rate = tile.efficiency * device.mma_fmas_cycle * (1 if p.itemsize == 2 else 0.5)
+    tensor = tile.rows * tile.columns * (K_BYTES // p.itemsize) * p.terms / rate
+    copy = (tile.rows + tile.columns) * K_BYTES / L2_BYTES_CYCLE
+    per_sm = max(1, min(tile.per_sm, device.sm_shared_bytes // (tile.shared + 1024)))
+    on_sm = ceil(blocks / device.sms)  # of the busiest SM
+    alone = 1.3 if min(on_sm, per_sm) * tile.warps < 8 else 1.0  # few warps hide less latency
+    ends = ceil(on_sm / per_sm) * 2500  # cycles to fill the ring buffer and to store the tile
+    us = MMA_US + _copy_us(p, device) + (on_sm * ceil(k_tiles / splits) * max(tensor, copy) * alone + ends) / device.cycles_us
+    if splits > 1:  # partial sums are written and read once; most of them stay in L2
+        us += REDUCE_US + _memory_us(8 * p.batch * p.M * p.N * splits, device)
+    return us
+
+
+def _wgmma_us(tile: Tile, blocks: int, k_tiles: int, p: Problem, device: Device) -> float:
+    rate = tile.efficiency * device.wgmma_fmas_cycle * 2 / p.itemsize
+    tensor = tile.rows * tile.columns * (K_BYTES // p.itemsize) * p.terms / rate
+    copy = (2 if tile.split else 1) * (tile.rows + tile.columns // tile.share) * K_BYTES / TMA_BYTES_CYCLE[p.whole_lines]
+    copy *= min(1, blocks / device.sms)  # the limit is that of all SMs together
+    on_sm = ceil(blocks / device.sms)  # of the busiest SM
+    us = WGMMA_US + (UNALIGNED_US if p.N * p.itemsize % 16 else 0)
+    us += on_sm * (ceil(k_tiles / tile.cluster_k) * max(tensor, copy) + 500) / device.cycles_us
+    if tile.cluster_k > 1:
+        us += CLUSTER_US * tile.cluster_k * on_sm  # the next block does not start before
+    if p.terms == 3:  # both operands are read and written twice
+        return us + SPLIT_US + _memory_us(3 * 4 * p.batch * (p.M + p.N) * p.K, device)
+    return us + _copy_us(p, device)
+
+
+def _copy_us(p: Problem, device: Device) -> float:
+    return COPY_US + _memory_us(2 * p.copied, device) if p.copied else 0.0

@@ -1,7 +1,7 @@
-"""Products, sums of columns, and their derivatives of any order: the raw ops and autograd.
+"""Products with an epilogue, sums of columns, and their derivatives of any order: the raw ops and autograd.
 
-Every product is out (M x N) = A (M x K) . B (K x N), or a batch of them. A and B are views of any strides, so a transposed matrix is not
-copied.
+Every product is out (M x N) = activation(A (M x K) . B (K x N) + bias) + residual, or a batch of A . B. A and B are views of any strides,
+so a transposed matrix is not copied.
     y = x W^T + bias          A = x,    B = W^T
     dx = dy W                 A = dy,   B = W
     dW = dy^T x               A = dy^T, B = x
@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cukern.ops.matmul.epilogue import NO_EPILOGUE, Epilogue
-from cukern.ops.matmul.precision import tf32_allowed
-from cukern.ops.matmul.versions import BIAS_GRAD, DEFAULTS, VERSIONS
+from cukern.ops.matmul.reference import Epilogue, in_torch, tf32_allowed
+from cukern.ops.matmul.versions import ACTIVATION_BWD, ACTIVATION_WIDTH, BIAS_GRAD, DEFAULTS, VERSIONS
 from cukern.runtime.device import cached, current, device_of
+from cukern.runtime.higher import differentiable, gradients, tangents
 from cukern.runtime.registry import DEFAULT, Differentiable, Version, apply_of, batched, choose, each, raw_op, save, watched
-from cukern.runtime.tensors import wide
+from cukern.runtime.tensors import pointers, wide
 
 # ---- the version and the precision of a call
 
@@ -27,73 +27,79 @@ from cukern.runtime.tensors import wide
 def run(out: Tensor, a: Tensor, b: Tensor, e: Epilogue, precision: str, version: str) -> None:
     """Launch out = epilogue(a . b). `precision`: "" for torch's switches; `version`: "" for that of `cukern.use`."""
     switched = a.dtype == torch.float32 and precision != "ieee" and tf32_allowed()
-    chosen, precision = _chosen(a.dtype, out.dtype, precision or ("tf32" if switched else ""), switched, version, a.get_device())
+    kind = a.dtype, out.dtype, e.activation > 0, precision or ("tf32" if switched else ""), switched, version, a.get_device()
+    chosen, precision = _chosen(*kind)
     chosen.forward(out, a, b, e, precision)
 
 
 @cached(4096)
-def _chosen(dtype: torch.dtype, out: torch.dtype, precision: str, switched: bool, version: str, device: int) -> tuple[Version, str]:
+def _chosen(
+    dtype: torch.dtype, out: torch.dtype, activation: bool, precision: str, switched: bool, version: str, device: int
+) -> tuple[Version, str]:
     """The version, and the precision of float32. If the caller names a tensor-core version, it computes 3xTF32 unless TF32 is allowed.
     `switched`: torch's switches allow TF32, and cuBLAS follows them."""
     named = version or current().versions.get("matmul", (os.environ.get("CUKERN_MATMUL", ""),))[0]
     if named not in ("", DEFAULT):
         return choose("matmul", version, device), precision or "3xtf32"
-    kind = "torch"
-    if dtype == torch.float64 or (dtype == torch.float32 and precision in ("", "ieee")):
-        kind = "float"
-    elif out != dtype or (dtype == torch.float32 and (precision == "3xtf32" or not switched)):
-        kind = "tensor cores"
+    kind = _kind(dtype, out, activation, precision, switched)
     name = next(n for n in DEFAULTS[kind] if VERSIONS[n].requires <= device_of(device).capability)
     return VERSIONS[name], precision if kind != "float" and name != "v4" else "ieee"
 
 
+def _kind(dtype: torch.dtype, out: torch.dtype, activation: bool, precision: str, switched: bool) -> str:
+    """A key of DEFAULTS."""
+    if dtype == torch.float64 or (dtype == torch.float32 and precision in ("", "ieee")):
+        return "float"
+    if out != dtype or (dtype == torch.float32 and (precision == "3xtf32" or not switched)):
+        return "tensor cores"
+    return "activation" if activation and dtype.itemsize == 2 else "torch"
+
+
 def default_is_cublas(dtype: torch.dtype, device: int) -> bool:
     """True if a product without options is cuBLAS's, whatever torch's precision switches say."""
-    return dtype.itemsize == 2 and _chosen(dtype, dtype, "", False, "", device)[0] is VERSIONS["cublas"]
+    return dtype.itemsize == 2 and _chosen(dtype, dtype, False, "", False, "", device)[0] is VERSIONS["cublas"]
 
 
 # ---- the raw ops
 
 
-def _launch_matmul(a: Tensor, b: Tensor, bias: Tensor | None, precision: str, version: str) -> Tensor:
-    out = fake_matmul(a, b)
+def _launch(
+    a: Tensor, b: Tensor, bias: Tensor | None, residual: Tensor | None, activation: int, precision: str, version: str, *pre: Tensor
+) -> Tensor:
+    out = _fake(a, b)
     if out.numel():
-        if a.is_neg() or b.is_neg():
-            a, b = a.resolve_neg(), b.resolve_neg()
-        e = NO_EPILOGUE if bias is None else Epilogue(resolved(bias).contiguous())
-        run(out, a, b, e, precision, version)
+        bias, residual = (t if t is None else t.resolve_neg().contiguous() for t in (bias, residual))
+        run(out, a.resolve_neg(), b.resolve_neg(), Epilogue(bias, activation, pre[0] if pre else None, residual), precision, version)
     return out
 
 
-def resolved(x: Tensor) -> Tensor:
-    """x without a lazy negation."""
-    return x.resolve_neg() if x.is_neg() else x
+def _launch_with_pre(a: Tensor, b: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    pre = _fake(a, b)
+    return _launch(a, b, *rest, pre), pre
 
 
-def fake_matmul(a: Tensor, b: Tensor, *_: Any) -> Tensor:
-    shape, columns = a.shape, b.shape[-1]
-    return a.new_empty((shape[0], columns) if len(shape) == 2 else (*shape[:-1], columns))
+def _fake(a: Tensor, b: Tensor, *_: Any) -> Tensor:
+    return a.new_empty((*a.shape[:-1], b.shape[-1]))
 
 
 def _launch_add(out: Tensor, a: Tensor, b: Tensor, precision: str, version: str) -> None:
     if out.numel() and a.shape[-1]:
-        run(out, resolved(a), resolved(b), Epilogue(residual=out), precision, version)
+        run(out, a.resolve_neg(), b.resolve_neg(), Epilogue(residual=out), precision, version)
 
 
-# The gradient of the bias: column sums over PIECES groups of rows, then over these sums, always in the same order.
-PIECES = 64
+PIECES = 256  # of the rows of a gradient, whose columns are added in two launches: per piece, then over the pieces
 
 
 def _launch_column_sum(x: Tensor, version: str) -> Tensor:
     if not x.numel():
         return torch.zeros(x.shape[1], dtype=x.dtype, device=x.device)
-    sums = resolved(x)
+    sums = x.resolve_neg()
     if x.shape[0] > PIECES:
-        sums = sum_pieces(sums, -(-x.shape[0] // PIECES))
-    return sum_pieces(sums, sums.shape[0])[0].to(x.dtype)
+        sums = _sum_pieces(sums, -(-x.shape[0] // PIECES))
+    return _sum_pieces(sums, sums.shape[0])[0].to(x.dtype)
 
 
-def sum_pieces(x: Tensor, height: int) -> Tensor:
+def _sum_pieces(x: Tensor, height: int) -> Tensor:
     """Column sums of each `height` rows, in the dtype of computation."""
     rows, columns = x.shape
     pieces = -(-rows // height)
@@ -103,82 +109,130 @@ def sum_pieces(x: Tensor, height: int) -> Tensor:
     return out
 
 
-_matmul = raw_op("_matmul(Tensor a, Tensor b, Tensor? bias, str precision, str version) -> Tensor", 3, _launch_matmul, fake_matmul)
-add_product = raw_op("_add_product(Tensor(a!) out, Tensor a, Tensor b, str precision, str version) -> ()", 3, _launch_add, lambda *_: None)
-_column_sum = raw_op("_column_sum(Tensor x, str version) -> Tensor", 1, _launch_column_sum, lambda x, version: x.new_empty(x.shape[1]))
+def _launch_activation_backward(dout: Tensor, pre: Tensor, activation: int, version: str) -> tuple[Tensor, Tensor]:
+    (rows, columns), dout = dout.shape, dout.resolve_neg().contiguous()
+    dpre, dbias = _fake_activation_backward(dout, pre)
+    if not dpre.numel():
+        return dpre, dbias.zero_()
+    height = -(-rows // PIECES)
+    chunks = -(-rows // height)
+    sums = torch.empty((chunks, columns), dtype=wide(dout.dtype), device=dout.device)
+    width = ACTIVATION_WIDTH[dout.itemsize]
+    if columns % width or any(p % 16 for p in pointers(dout, pre)):
+        width = 1
+    kernel, grid = ACTIVATION_BWD[dout.dtype, width].on(dout.get_device()), (chunks * -(-columns // (32 * width)), 1, 1)
+    kernel(grid, (32, 8, 1), 0, *pointers(dpre, sums, dout, pre), rows, columns, height, activation)
+    return dpre, _sum_pieces(sums, chunks)[0].to(dout.dtype)
 
-# ---- autograd: the gradients of a product are products, so _Product computes all higher derivatives
+
+def _fake_activation_backward(dout: Tensor, pre: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    """The gradient of the pre-activation, and its column sums."""
+    return torch.empty_like(pre), pre.new_empty(pre.shape[1])
+
+
+_ARGUMENTS = "(Tensor a, Tensor b, Tensor? bias, Tensor? residual, int activation, str precision, str version)"
+_product = raw_op(f"_product{_ARGUMENTS} -> Tensor", 4, _launch, _fake)
+_product_with_pre = raw_op(f"_product_with_pre{_ARGUMENTS} -> (Tensor, Tensor)", 4, _launch_with_pre, lambda *a: (_fake(*a), _fake(*a)))
+_SCHEMA = "_add_product(Tensor(a!) out, Tensor a, Tensor b, str precision, str version) -> ()"
+_add_product = raw_op(_SCHEMA, 3, _launch_add, lambda *_: None)
+_column_sum = raw_op("_column_sum(Tensor x, str version) -> Tensor", 1, _launch_column_sum, lambda x, _: x.new_empty(x.shape[1]))
+_column_sums = differentiable("ColumnSum", _column_sum, lambda x, _: x.sum(0, dtype=x.dtype), 1)
+_SCHEMA = "_activation_backward(Tensor dout, Tensor pre, int activation, str version) -> (Tensor, Tensor)"
+_activation_backward = raw_op(_SCHEMA, 2, _launch_activation_backward, _fake_activation_backward)
+
+# ---- autograd
+
+
+def product(
+    a: Tensor, b: Tensor, bias: Tensor | None, residual: Tensor | None, into: Tensor | None, activation: int, keep: bool, *options: str
+) -> tuple[Tensor, ...]:
+    """The result and, with `keep`, the pre-activation, differentiable. The arguments are those of _Product."""
+    if watched(a, b, bias, residual):
+        return _apply(a, b, bias, residual, into, activation, keep, *options)
+    return (
+        _product_with_pre(a, b, bias, residual, activation, *options) if keep else (_product(a, b, bias, residual, activation, *options),)
+    )
 
 
 class _Product(Differentiable):
-    @staticmethod
-    def forward(a, b, bias, precision, version):
-        return _matmul(a, b, bias, precision, version)
+    """(a, b, bias, residual, into, activation, keep, precision, version). `into`: the transposed gradient of b is added to it, or None. Two
+    matrices, or two batches without an epilogue. Gradients without an activation are products, which have derivatives of any order."""
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
-        a, b, _, *ctx.options = inputs
-        save(ctx, a, b)
-
-    @staticmethod
-    def backward(ctx, dout):
-        a, b = ctx.saved_tensors
-        da = product(dout, b.mT, None, *ctx.options) if ctx.needs_input_grad[0] else None
-        db = product(a.mT, dout, None, *ctx.options) if ctx.needs_input_grad[1] else None
-        dbias = column_sums(dout, ctx.options[1]) if ctx.needs_input_grad[2] else None
-        return da, db, dbias, None, None
-
-    @staticmethod
-    def tangent(ctx, da, db, dbias, *_):
-        a, b = ctx.saved_tensors
-        out = product(da, b, None, *ctx.options) + product(a, db, None, *ctx.options)
-        return out if dbias is None else out + dbias
-
-    @staticmethod
-    def batch(info, in_dims, a, b, bias, *options):
-        size, (a_dim, b_dim, bias_dim, *_) = info.batch_size, in_dims
-        if a.ndim - (a_dim is not None) == 3:
-            return each(product, size, in_dims, (a, b, bias, *options))
-        if b_dim is None and bias_dim is None:
-            a = a.movedim(a_dim, 0)
-            return product(a.flatten(0, 1), b, bias, *options).view(size, a.shape[1], b.shape[1]), 0
-        if bias is None:
-            return product(batched(a, a_dim, size), batched(b, b_dim, size), None, *options), 0
-        return each(product, size, in_dims, (a, b, bias, *options))
-
-    @staticmethod
-    def recorded(ctx, a, b, bias, *options):
-        ctx.options = options
-        ctx.save_for_backward(a, b)
-        return _matmul(a, b, bias, *options)
-
-
-class _ColumnSum(Differentiable):
-    @staticmethod
-    def forward(x, version):
-        return _column_sum(x, version)
+    def forward(a, b, bias, residual, into, activation, keep, precision, version):
+        args = a, b, bias, residual, activation, precision, version
+        return _product_with_pre(*args) if keep or activation else (_product(*args),)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        ctx.rows, ctx.version = inputs[0].shape[0], inputs[1]
+        a, b, bias, residual, ctx.into, ctx.activation, _, *ctx.options = inputs
+        ctx.outputs = len(output)
+        ctx.set_materialize_grads(False)
+        save(ctx, a, b, bias, residual, output[1] if ctx.activation else None)
 
     @staticmethod
-    def backward(ctx, dout):
-        return dout.expand(ctx.rows, -1), None
+    def recorded(ctx, *args):
+        outputs = _Product.forward(*args)
+        _Product.setup_context(ctx, args, outputs)
+        return outputs
 
     @staticmethod
-    def tangent(ctx, dx, _):
-        return column_sums(dx, ctx.version)
+    def backward(ctx, dout, dpre=None):
+        if dout is None and dpre is None:
+            return (None,) * 9
+        *inputs, pre = ctx.saved_tensors
+        if watched(*inputs, dout, dpre) and not torch.compiler.is_dynamo_compiling():
+            if ctx.into is not None:
+                raise NotImplementedError("a call of cukern.linear with accumulate_into has no higher derivatives")
+            if ctx.activation:
+                return *gradients(in_torch, (*inputs, ctx.activation), (dout, dpre))[:4], *(None,) * 5
+        (d, dbias), needed = _of_pre(dout, dpre, pre, ctx), ctx.needs_input_grad
+        da = _plain(d, inputs[1].mT, ctx) if needed[0] else None
+        db = _of_b(d, inputs[0], inputs[1], ctx) if needed[1] else None
+        if needed[2] and dbias is None:
+            dbias = (_column_sums if watched(d) else _column_sum)(d, ctx.options[1])
+        return da, db, dbias if needed[2] else None, dout if needed[3] else None, *(None,) * 5
 
     @staticmethod
-    def batch(info, in_dims, x, version):
-        x = x.movedim(in_dims[0], 1)
-        return column_sums(x.flatten(1), version).view(x.shape[1:]), 0
+    def tangent(ctx, *dinputs):
+        return tangents(in_torch, (*ctx.saved_tensors[:4], ctx.activation), dinputs[:4], 2)[: ctx.outputs]
+
+    @staticmethod
+    def batch(info, in_dims, *args):
+        size, (a, b, bias, residual, *rest), (a_dim, b_dim, bias_dim, residual_dim, *_) = info.batch_size, args, in_dims
+        matrices = a.ndim - (a_dim is not None) == 2
+        if matrices and b_dim is None and bias_dim is None:  # more rows
+            a, residual = (
+                batched(a, a_dim, size).flatten(0, 1),
+                None if residual is None else batched(residual, residual_dim, size).flatten(0, 1),
+            )
+            outs = product(a, b, bias, residual, *rest)
+            return tuple(out.view(size, a.shape[0] // size, b.shape[1]) for out in outs), (0,) * len(outs)
+        if matrices and bias is residual is None and not any(rest[1:3]):
+            return product(batched(a, a_dim, size), batched(b, b_dim, size), None, None, *rest), (0,)
+        return each(product, size, in_dims, args)
 
 
-def product(a: Tensor, b: Tensor, bias: Tensor | None, precision: str, version: str) -> Tensor:
-    """a . b + bias, differentiable: two matrices, or two batches of matrices without a bias."""
-    return _apply(a, b, bias, precision, version) if watched(a, b, bias) else _matmul(a, b, bias, precision, version)
+def _of_pre(dout: Tensor | None, dpre: Tensor | None, pre: Tensor, ctx: Any) -> Any:
+    """The gradient of the pre-activation from those of both outputs, and its column sums if a kernel has computed them."""
+    if dout is None:
+        return dpre, None
+    d, sums = _activation_backward(dout, pre, ctx.activation, ctx.options[1]) if ctx.activation else (dout, None)
+    return (d, sums) if dpre is None else (d + dpre, None)
 
 
-_apply, column_sums = apply_of(_Product), apply_of(_ColumnSum)
+def _of_b(d: Tensor, a: Tensor, b: Tensor, ctx: Any) -> Tensor | None:
+    """The gradient of b. It has b's layout, unless of 16-bit types only the other layout has rows of whole 16 bytes."""
+    if ctx.into is not None:
+        return _add_product(ctx.into, d.mT, a, *ctx.options)
+    K, N = b.shape[-2:]
+    transposed = b.stride(-2) == 1 and (b.itemsize > 2 or K % 8 == 0 or N % 8 > 0)
+    return _plain(d.mT, a, ctx).mT if transposed else _plain(a.mT, d, ctx)
+
+
+def _plain(a: Tensor, b: Tensor, ctx: Any) -> Tensor:
+    """a . b with the options of ctx."""
+    return product(a, b, None, None, None, 0, False, *ctx.options)[0]
+
+
+_apply = apply_of(_Product)

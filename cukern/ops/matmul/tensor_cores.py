@@ -8,20 +8,22 @@ import itertools
 import math
 import struct
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from cukern.ops.matmul import tensor_plan
-from cukern.ops.matmul.epilogue import Epilogue
-from cukern.runtime.backend import Dim, spread
+from cukern.ops.matmul.plan import TILES, Problem, plan
+from cukern.ops.matmul.reference import Epilogue
+from cukern.runtime.backend import spread
 from cukern.runtime.device import cached, device_of
 from cukern.runtime.kernel import Kernel, Template
 from cukern.runtime.tensor_map import encode
 from cukern.runtime.tensors import pointers
 
-V6, V7, REDUCE, SPLIT, PAD = (Template("matmul/matmul.cu", f"matmul_{n}", pdl=True) for n in ("v6", "v7", "v6_reduce", "split", "pad"))
+V6, V7, REDUCE, SPLIT, PAD, DIRECT = (
+    Template("matmul/matmul.cu", f"matmul_{n}", pdl=True) for n in ("v6", "v7", "v6_reduce", "split", "pad", "direct")
+)
 BY_TMA, ADDED, BY_THREADS = range(3)  # enum Storing in wgmma.cuh
 _SIZES = struct.Struct("@6i4q")  # struct Sizes in epilogue.cuh
 _TWO_LINES = struct.Struct("@4I2q4I2q")  # struct TwoLines in mma.cuh
@@ -42,80 +44,91 @@ class _Operand(NamedTuple):
     matrices: int
     batch: int
 
-    def lines(self, at: int, itemsize: int) -> Lines:
-        """How the operand at this address is copied. No vectors if it is aligned, and TMA accepts its strides."""
-        (lines, length), width = (self.rows, self.K) if self.along_k else (self.K, self.rows), 16 // itemsize
-        if not (at % 16 or math.gcd(length, self.ld, self.batch) % width or self.ld == 0 < lines - 1):
-            return 0, 1, 1, 0, 0, 0
-        across = -(-length // width)
-        return self.matrices * lines * across, across, lines, length, self.ld, self.batch
+    @property
+    def strides(self) -> tuple[int, int]:
+        """Along the rows and along K."""
+        return (self.ld, 1) if self.along_k else (1, self.ld)
 
-    def copied(self, by: Lines, itemsize: int, parts: int) -> "_Operand":
-        """The copy, or two of them: the parts of 3xTF32."""
-        vectors, across, lines, *_ = by
-        ld = across * 16 // itemsize
-        batch = lines * ld if self.batch else 0
-        return self._replace(ld=ld, batch=batch, matrices=parts * self.matrices) if vectors else self
+    def copy(self, at: int, itemsize: int, split: bool = False) -> "tuple[Lines, _Operand]":
+        """How the operand at this address is copied, and the copy. No vectors and itself if it is aligned, and TMA accepts its strides.
+        `split`: copied as the two parts of 3xTF32, contiguous along K."""
+        if split:
+            self = self._replace(along_k=True)
+        (lines, length), width = (self.rows, self.K) if self.along_k else (self.K, self.rows), 16 // itemsize
+        if not (split or at % 16 or math.gcd(length, self.ld, self.batch) % width or self.ld == 0 < lines - 1):
+            return (0, 1, 1, 0, 0, 0), self
+        across = -(-length // width) if length < 512 else -(-length // (8 * width)) * 8  # of long lines, whole cache lines
+        ld, vectors = across * width, self.matrices * lines * across
+        new = self._replace(ld=ld, batch=lines * ld if self.batch else 0, matrices=self.matrices * (2 if split else 1))
+        return (vectors, across, lines, length, self.ld, self.batch), new
+
+    def map(self, index: int, box: int, dtype: torch.dtype, tf32: bool = False) -> Encoder:
+        """Boxes of `box` rows of 128 bytes along K, or of 64 k by 128 bytes along the rows."""
+        outer, inner, box = (self.rows, self.K, box) if self.along_k else (self.K, self.rows, 64)
+        strides = self.batch or outer * self.ld, self.ld, 1
+        arguments = (self.matrices, outer, inner), strides, (1, box, 128 // dtype.itemsize), 128, 256, "zeros", tf32
+        return lambda address: encode(index, address, dtype, *arguments)
 
 
 class _Launch(NamedTuple):
     """`copies`: struct Lines of a and b if operands are copied first; `split`: for 3xTF32 by v7, whether a and b are contiguous along K;
-    `maps`: for v7, the encoders of a, b and, where TMA can store them, of the results."""
+    `maps`: for v7, the encoders of a, b and, where TMA can store them, of the results; `strides`: of the operands of matmul_direct."""
 
     kernel: Kernel
-    grid: Dim
-    block: Dim
+    grid: int
+    threads: int
     shared: int
     sizes: bytes
-    splits: int
-    copies: tuple[Lines, ...]
-    split: tuple[bool, ...]
-    maps: tuple[Encoder | None, ...]
+    splits: int = 1
+    copies: tuple[Lines, ...] = ()
+    split: tuple[bool, ...] = ()
+    maps: tuple[Encoder | None, ...] = ()
+    strides: tuple[int, ...] = ()
 
 
 def launch(out: Tensor, a: Tensor, b: Tensor, e: Epilogue, terms: int, wgmma: bool) -> None:
     """out = epilogue(a . b) for matrices, or batches: out (S, M, N), a (S, M, K), b (S, K, N). `terms`: 3 for 3xTF32. `wgmma`: allow v7."""
-    index, at_a, at_b = a.get_device(), a.data_ptr(), b.data_ptr()
+    index, at_a, at_b, bias = a.get_device(), a.data_ptr(), b.data_ptr(), e.bias
     types = out.dtype, a.dtype, terms, wgmma, at_a & 15, at_b & 15, e.activation
     found = _prepared(a.shape, a.stride(), b.shape, b.stride(), *types, index, not _deterministic())
     if found is None:  # an operand without a stride of 1
         return launch(out, a.contiguous(), b.contiguous(), e, terms, wgmma)
-    if found.split:
-        memory = [_split(x, of, k) for x, of, k in zip((a, b), found.copies, found.split, strict=True)]
-        at_a, at_b = pointers(*memory)
-    elif found.copies:
-        memory, at_a, at_b = _pad(a, b, *found.copies)  # `memory` lives until all kernels are launched
-    if found.maps:
-        return _launch_wgmma(found, index, out, at_a, at_b, e)
+    if found.copies:
+        _memory, at_a, at_b = _copied(a, b, found)  # it lives until all kernels are launched
+    if found.maps and bias is not None and bias.data_ptr() % (2 * bias.itemsize):
+        bias = bias.clone()  # the kernel loads pairs
     partials = torch.empty(found.splits * out.numel(), dtype=torch.float32, device=out.device) if found.splits > 1 else None
-    arguments = *pointers(out, e.pre, partials), at_a, at_b, *pointers(e.bias, e.residual), found.sizes
-    found.kernel.on(index)(found.grid, found.block, found.shared, *arguments)
+    at_out, at_pre, at_bias, at_residual = pointers(out, e.pre, bias, e.residual)
+    operands: tuple[int | bytes, ...] = (at_a, at_b)
+    last: tuple[int, ...] = found.strides
+    if found.maps:
+        of_a, of_b, of_out = found.maps
+        first, last = _encoded(of_a, at_a), (BY_THREADS,)
+        results = first, first
+        if of_out and not (at_out | at_pre | at_residual) % 16:
+            results, last = (_encoded(of_out, at_out), _encoded(of_out, at_pre) if at_pre else first), (BY_TMA,)
+            if e.residual is out and out.dtype == torch.float32:
+                last, at_residual = (ADDED,), 0
+        operands = first, _encoded(of_b, at_b), *results
+    elif not last:
+        operands = *pointers(partials), at_a, at_b
+    grid, block = (found.grid, 1, 1), (found.threads, 1, 1)
+    found.kernel.on(index)(grid, block, found.shared, at_out, at_pre, *operands, at_bias, at_residual, found.sizes, *last)
     if partials is not None:
         _reduce(out, partials, a.dtype, e, found.sizes)
 
 
-def _launch_wgmma(found: _Launch, index: int, out: Tensor, at_a: int, at_b: int, e: Epilogue) -> None:
-    of_a, of_b, of_out = found.maps
-    first, last, bias, storing = _encoded(of_a, at_a), _encoded(of_b, at_b), e.bias, BY_THREADS
-    if bias is not None and bias.data_ptr() % (2 * bias.itemsize):
-        bias = bias.clone()  # the kernel loads pairs
-    at_out, at_pre, at_bias, at_residual = pointers(out, e.pre, bias, e.residual)
-    results = first, first
-    if of_out and not (at_out | at_pre | at_residual) % 16:
-        results, storing = (_encoded(of_out, at_out), _encoded(of_out, at_pre) if at_pre else first), BY_TMA
-        if e.residual is out and out.dtype == torch.float32:
-            storing, at_residual = ADDED, 0
-    arguments = at_out, at_pre, first, last, *results, at_bias, at_residual, found.sizes, storing
-    found.kernel.on(index)(found.grid, found.block, found.shared, *arguments)
-
-
-def _pad(a: Tensor, b: Tensor, of_a: Lines, of_b: Lines) -> tuple[list[Tensor], int, int]:
-    """Copy what is not aligned. The memory, and the addresses of both operands."""
+def _copied(a: Tensor, b: Tensor, found: _Launch) -> tuple[list[Tensor], int, int]:
+    """Copy what is not aligned, or split both operands. The memory, and the addresses of both operands."""
+    if found.split:
+        memory = [_split(x, of, k) for x, of, k in zip((a, b), found.copies, found.split, strict=True)]
+        return memory, memory[0].data_ptr(), memory[1].data_ptr()
+    of_a, of_b = found.copies
     vectors = of_a[0] + of_b[0]
-    memory = torch.empty(vectors * 16 // a.itemsize, dtype=a.dtype, device=a.device)
-    to, at_a, at_b = pointers(memory, a, b)
+    padded = torch.empty(vectors * 16 // a.itemsize, dtype=a.dtype, device=a.device)
+    to, at_a, at_b = pointers(padded, a, b)
     PAD[a.dtype].on(a.get_device())((-(-vectors // 256), 1, 1), (256, 1, 1), 0, to, at_a, at_b, _TWO_LINES.pack(*of_a, *of_b))
-    return [memory], to if of_a[0] else at_a, to + 16 * of_a[0] if of_b[0] else at_b
+    return [padded], to if of_a[0] else at_a, to + 16 * of_a[0] if of_b[0] else at_b
 
 
 def _split(x: Tensor, of: Lines, along_k: bool) -> Tensor:
@@ -147,35 +160,31 @@ def _prepared(
     b = _operand(b_shape[:-3:-1], b_strides[:-3:-1], batch, b_strides[0])
     if a is None or b is None:
         return None
-    copies: tuple[Lines, ...] = a.lines(at_a, itemsize), b.lines(at_b, itemsize)
-    problem = tensor_plan.Problem(M, N, K, batch, itemsize, terms, wgmma and _wgmma_reads(a, b, itemsize, terms))
-    tile, splits, blocks, _ = tensor_plan.plan(problem, device_of(index), splitting)
+    (of_a, to_a), (of_b, to_b) = a.copy(at_a, itemsize), b.copy(at_b, itemsize)
+    reads = wgmma and _wgmma_reads(a, b, itemsize, terms)
+    whole, moved = (to_a.ld | to_b.ld) * itemsize % 128 == 0, 16 * (of_a[0] + of_b[0])
+    problem = Problem(M, N, K, batch, itemsize, terms, reads, a.along_k, b.along_k, moved, whole)
+    tile, splits, blocks, _ = plan(problem, device_of(index), splitting)
+
+    def made(kernel: Kernel, a: _Operand, b: _Operand, **options: Any) -> _Launch:
+        sizes = _SIZES.pack(M, N, K, batch, splits, activation, a.ld, b.ld, a.batch, b.batch)
+        shared = tile.shared if tile.wgmma or not tile.stages else spread(tile.shared, blocks, index)
+        return _Launch(kernel, blocks, 32 * tile.warps, shared, sizes, splits, **options)
+
+    if not tile.stages:
+        return made(DIRECT[dtype, out_dtype, tile.name], a, b, strides=(*a.strides, *b.strides[::-1]))
     split = (a.along_k, b.along_k) if terms == 3 and tile.wgmma else ()
-    if split or copies[0][0] or copies[1][0]:
-        a, b, copies = _copied(a, b, copies, itemsize, bool(split))
-    else:
-        copies = ()
-    shared = tile.shared if tile.wgmma else spread(tile.shared, blocks, index)
-    sizes = _SIZES.pack(M, N, K, batch, splits, activation, a.ld, b.ld, a.batch, b.batch)
-    launch = (blocks, 1, 1), (32 * tile.warps, 1, 1), shared, sizes, splits, copies, split
+    if split:
+        (of_a, to_a), (of_b, to_b) = a.copy(0, itemsize, True), b.copy(0, itemsize, True)
+    a, b, copies = to_a, to_b, (of_a, of_b) if moved or split else ()
     if not tile.wgmma:
-        return _Launch(V6[dtype, out_dtype, terms, a.along_k, b.along_k, tile.name], *launch, ())
+        return made(V6[dtype, out_dtype, terms, a.along_k, b.along_k, tile.name], a, b, copies=copies)
     tf32, of_out = dtype == torch.float32, None
     if tile.cluster_k == 1 and N * out_dtype.itemsize % 16 == 0:
-        of_out = _map(index, _Operand(True, M, N, N, batch, M * N), 16, out_dtype, False)
-    maps = _map(index, a, tile.rows, dtype, tf32), _map(index, b, tile.columns // tile.share, dtype, tf32), of_out
-    return _Launch(V7[dtype, out_dtype, a.along_k, b.along_k, 0 if tile.cluster_k > 1 else activation, tile.name], *launch, maps)
-
-
-def _copied(
-    a: _Operand, b: _Operand, copies: tuple[Lines, ...], itemsize: int, split: bool
-) -> tuple[_Operand, _Operand, tuple[Lines, ...]]:
-    """The copies. With `split` they are the parts of 3xTF32, contiguous along K."""
-    if split:
-        a, b = a._replace(along_k=True), b._replace(along_k=True)
-        copies = a.lines(1, itemsize), b.lines(1, itemsize)
-    parts = 2 if split else 1
-    return a.copied(copies[0], itemsize, parts), b.copied(copies[1], itemsize, parts), copies
+        of_out = _Operand(True, M, N, N, batch, M * N).map(index, 16, out_dtype)
+    maps = a.map(index, tile.rows, dtype, tf32), b.map(index, tile.columns // tile.share, dtype, tf32), of_out
+    kernel = V7[dtype, out_dtype, a.along_k, b.along_k, 0 if tile.cluster_k > 1 else activation, tile.name]
+    return made(kernel, a, b, copies=copies, split=split, maps=maps)
 
 
 def _wgmma_reads(a: _Operand, b: _Operand, itemsize: int, terms: int) -> bool:
@@ -191,26 +200,16 @@ def _operand(shape: Sizes, strides: Sizes, batch: int, of_batch: int) -> _Operan
     return _Operand(False, rows, k, of_k if k > 1 else 0, count, of_batch) if of_rows == 1 or rows <= 1 else None
 
 
-def _map(index: int, x: _Operand, box: int, dtype: torch.dtype, tf32: bool) -> Encoder:
-    """Boxes of `box` rows of 128 bytes along K, or of 64 k by 128 bytes along the rows."""
-    outer, inner, box = (x.rows, x.K, box) if x.along_k else (x.K, x.rows, 64)
-    strides = x.batch or outer * x.ld, x.ld, 1
-    arguments = (x.matrices, outer, inner), strides, (1, box, 128 // dtype.itemsize), 128, 256, "zeros", tf32
-    return lambda address: encode(index, address, dtype, *arguments)
-
-
 def instances(dtype: torch.dtype, wgmma: bool) -> Iterable[Kernel]:
     """The kernels whose operands and output have this dtype. Those that add to a float32 output are compiled when they are needed."""
     if dtype == torch.float64:
         return
-    layouts = list(itertools.product((True, False), repeat=2))
     yield PAD[dtype]
-    for width in (1, 16 // dtype.itemsize):
-        yield REDUCE[dtype, dtype, width]
-    for tile, (a_k, b_k) in itertools.product(tensor_plan.TILES, layouts):
-        if dtype.itemsize == 2 and tile.split:
-            continue
-        if not tile.wgmma:
+    yield from (REDUCE[dtype, dtype, width] for width in (1, 16 // dtype.itemsize))
+    for tile, a_k, b_k in itertools.product(TILES, (True, False), (True, False)):
+        if not tile.stages:
+            yield DIRECT[dtype, dtype, tile.name]
+        elif not tile.wgmma and (dtype.itemsize == 4 or not tile.split):
             yield V6[dtype, dtype, 3 if tile.split else 1, a_k, b_k, tile.name]
-        elif wgmma and (dtype.itemsize == 2 or (a_k and b_k)):
+        elif tile.wgmma and wgmma and (not tile.split if dtype.itemsize == 2 else a_k and b_k):
             yield V7[dtype, dtype, a_k, b_k, 0, tile.name]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cukern.ops.matmul import plan, tensor_cores
-from cukern.ops.matmul.epilogue import Epilogue, finish
+from cukern.ops.matmul.reference import Epilogue, finish
 from cukern.runtime import backend
 from cukern.runtime.autocast import off
 from cukern.runtime.device import device_of
@@ -55,10 +55,9 @@ def _cublas(out: Tensor, a: Tensor, b: Tensor, e: Epilogue, precision: str) -> N
     """Follows torch's switches of precision. The sum with a float32 output is computed in float32."""
     if planning():  # a plan needs no product, and those of large shapes take minutes on a CPU
         return
-    if a.dtype != out.dtype:
-        a, b = a.to(out.dtype), b.to(out.dtype)
+    a, b = a.to(out.dtype), b.to(out.dtype)
     with off(a):
-        if e.residual is out and e.only_adds:
+        if e.residual is out and e.bias is e.pre is None:  # no activation either
             out.addmm_(a, b)
             return
         product = _product_of(out, e, out.dtype)
@@ -107,7 +106,7 @@ def _v5(out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None) -> None:
     y, b_k, ldb = _with_unit_stride(b, 1, 0)
     if 128 * itemsize * max(lda, ldb) >= 1 << 32:  # offsets inside a tile have 32 bits
         return _v4(out, a, b, bias)
-    tile, grid, shared_blocks, shared_tiles, chain, room = plan.plan(M, N, K, device_of(device).sms, itemsize)
+    tile, grid, shared_blocks, shared_tiles, chain, room = plan.fma_plan(M, N, K, device_of(device).sms, itemsize)
     workspace = torch.empty(room * tile.rows * tile.columns, dtype=dtype, device=out.device) if room else None
     kernel = _V5[dtype, _copy_mode(x, M, a_k, lda), _copy_mode(y, N, b_k, ldb), tile.name]
     numbers = M, N, K, lda, ldb, shared_blocks, shared_tiles, chain
@@ -136,24 +135,22 @@ def _with_unit_stride(x: Tensor, row: int, k: int) -> tuple[Tensor, bool, int]:
     return (x if k else x.t()).contiguous(), True, shape[k]
 
 
-def _gradients(dtype: torch.dtype) -> list[Kernel]:
-    widths = {1, ACTIVATION_WIDTH[dtype.itemsize]}
-    return [*(ACTIVATION_BWD[dtype, w] for w in widths), *(BIAS_GRAD[d] for d in {dtype, wide(dtype)})]
+_BOTH = tuple(itertools.product((True, False), repeat=2))
 
 
-def _v4_instances(dtype: torch.dtype) -> list[Kernel]:
-    return [_V4[wide(dtype), a_k, b_n] for a_k in (True, False) for b_n in (True, False)]
-
-
-def _v5_instances(dtype: torch.dtype) -> list[Kernel]:
-    dtype = wide(dtype)
-    tiles = [t.name for t in plan.TILES[dtype.itemsize]]
-    modes = itertools.product(COPY_MODES, COPY_MODES, tiles)
-    return [*(_V5_FIXUP[dtype, t] for t in tiles), *(_V5[dtype, a, b, t] for a, b, t in modes)]
+def _v5_instances(dtype: torch.dtype) -> Iterable[Kernel]:
+    for tile in plan.FMA_TILES[dtype.itemsize]:
+        yield _V5_FIXUP[dtype, tile.name]
+        yield from (_V5[dtype, a, b, tile.name] for a, b in itertools.product(COPY_MODES, COPY_MODES))
 
 
 def _version(idea: str, forward: Forward, instances: Callable[[torch.dtype], Iterable[Kernel]], requires: int = 75) -> Version:
-    return Version(idea, forward, instances=lambda dtype: [*_gradients(dtype), *instances(dtype)], requires=requires)
+    def every(dtype: torch.dtype) -> Iterable[Kernel]:
+        yield from (ACTIVATION_BWD[dtype, w] for w in {1, ACTIVATION_WIDTH[dtype.itemsize]})
+        yield from (BIAS_GRAD[d] for d in {dtype, wide(dtype)})
+        yield from instances(dtype)
+
+    return Version(idea, forward, instances=every, requires=requires)
 
 
 VERSIONS = {
@@ -161,8 +158,8 @@ VERSIONS = {
     "v1": _version("one thread per output", _strided(_V1, (256, 1, 1), lambda M, N: -(-M * N // 256)), lambda d: [_V1[wide(d)]]),
     "v2": _version("16x16 blocks, coalesced", _strided(_V2, (16, 16, 1), lambda M, N: -(-M // 16) * -(-N // 16)), lambda d: [_V2[wide(d)]]),
     "v3": _version("shared-memory tiles", _strided(_V3, (32, 32, 1), lambda M, N: -(-M // 32) * -(-N // 32)), lambda d: [_V3[wide(d)]]),
-    "v4": _version("register tiles", _fma_units(_v4), _v4_instances),
-    "v5": _version("asynchronous copies, even split of the last wave", _fma_units(_v5), _v5_instances, 80),
+    "v4": _version("register tiles", _fma_units(_v4), lambda d: [_V4[wide(d), a_k, b_n] for a_k, b_n in _BOTH]),
+    "v5": _version("asynchronous copies, even split of the last wave", _fma_units(_v5), lambda d: _v5_instances(wide(d)), 80),
     "v6": _version("tensor cores by mma.sync", _tensor_cores(False), lambda d: tensor_cores.instances(d, False), 80),
     "v7": _version("tensor cores by wgmma, TMA, persistent, clusters", _tensor_cores(True), lambda d: tensor_cores.instances(d, True), 90),
 }
@@ -171,5 +168,6 @@ DEFAULTS = {
     "float": ("v5", "v4"),  # strict float32, and float64
     # 3xTF32, TF32 that torch's switches do not allow for cuBLAS, and 16-bit operands with a float32 result
     "tensor cores": ("v7", "v6", "v4"),
-    "torch": ("cublas",),  # 16-bit types and TF32
+    "activation": ("v7", "cublas"),  # 16-bit types with an activation, which v7 applies before it stores the results
+    "torch": ("cublas",),  # other products of 16-bit types, and TF32
 }

@@ -10,7 +10,7 @@ from helpers import PLACE, exact_gradients, gpu, kernels, places, same_bits
 
 import cukern
 from cukern.bench import environment, verify
-from cukern.ops.matmul.plan import BK, CHAIN, MAX_CHAIN, MIN_K_TILES, TILES, plan
+from cukern.ops.matmul.plan import BK, CHAIN, FMA_TILES, MAX_CHAIN, MIN_FMA_K_TILES, fma_plan
 from cukern.runtime.registry import OPS
 
 SIZES = (1, 3, 8, 33, 130)
@@ -70,14 +70,14 @@ def test_every_small_size(device, version):
 def test_plan_assigns_every_tile(itemsize):
     sizes = (1, 31, 128, 129, 1000, 4096, 50257)
     for m, n, k in itertools.product(sizes, sizes, (0, *sizes)):
-        tile, grid, shared_blocks, shared_tiles, chain, room = plan(m, n, k, 132, itemsize)
+        tile, grid, shared_blocks, shared_tiles, chain, room = fma_plan(m, n, k, 132, itemsize)
         tiles, k_tiles = -(-m // tile.rows) * -(-n // tile.columns), max(1, -(-k // BK))
-        assert tile in TILES[itemsize] and 0 <= shared_tiles <= tiles
+        assert tile in FMA_TILES[itemsize] and 0 <= shared_tiles <= tiles
         assert shared_blocks <= grid == min(132 * tile.per_sm, shared_blocks + tiles - shared_tiles)
         assert chain == k_tiles <= MAX_CHAIN or (k_tiles > MAX_CHAIN and CHAIN / 2 < chain <= CHAIN)
         assert room == 2 * shared_blocks + (grid if k_tiles > chain else 0)
         if shared_blocks:
-            assert shared_blocks * MIN_K_TILES <= shared_tiles * k_tiles and shared_blocks <= 132 * tile.per_sm
+            assert shared_blocks * MIN_FMA_K_TILES <= shared_tiles * k_tiles and shared_blocks <= 132 * tile.per_sm
         else:
             assert shared_tiles == 0
 

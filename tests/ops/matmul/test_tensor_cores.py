@@ -11,15 +11,16 @@ from torch.nn import functional
 
 import cukern
 from cukern.bench import environment
-from cukern.ops.matmul import tensor_plan
-from cukern.ops.matmul.epilogue import ACTIVATIONS, Epilogue
+from cukern.ops.matmul import plan as tensor_plan
 from cukern.ops.matmul.product import run
+from cukern.ops.matmul.reference import ACTIVATIONS, Epilogue
 from cukern.ops.matmul.tensor_cores import V7
 from cukern.runtime import backend
 from cukern.runtime.device import KNOWN, device_of, restricted
+from cukern.runtime.kernel import collecting
 
 F, H, B = torch.float32, torch.float16, torch.bfloat16
-TILES = [("v7" if t.wgmma else "v6", t) for t in tensor_plan.TILES]
+TILES = [("v7" if t.wgmma else "v6", t) for t in tensor_plan.TILES if t.stages]
 LAYOUTS = list(itertools.product((False, True), repeat=2))
 # The relative error of an operand. "": of 3xTF32, whose products have an error of 2^-21 and a rounding: 5 * 2^-23 with three roundings.
 EPS = {"tf32": 2.0**-11, "": 2.0**-23}
@@ -158,6 +159,33 @@ def test_split_k(device, version, monkeypatch):
             ours = cukern.linear(a, b.t(), bias, activation="relu", residual=residual, version=version)
         exact = (a.double() @ b.double() + bias.double()).relu() + residual.double()
         assert float((ours.double() - exact).norm() / exact.norm()) < 2**-8
+
+
+@kernels
+@pytest.mark.parametrize("dtype", (B, H, F), ids=str)
+def test_few_rows(device, dtype, monkeypatch):
+    """Operands are read in place: any address, stride and layout, with an epilogue and as a batch."""
+    need("v6")
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: False)
+    monkeypatch.setattr("cukern.ops.matmul.tensor_cores._deterministic", lambda: False)
+    cases = (("Direct1k", False, True), ("Direct4k", False, True), ("Direct1", False, False), ("Direct1", True, False))
+    for (tile, ta, tb), pad, (N, K) in itertools.product(cases, (0, 1), ((37, 601), (130, 77), (1, 1))):
+        M = 3 if tile == "Direct4k" else 1
+        a, b = matrix(M, K, ta, dtype, device, pad), matrix(K, N, tb, dtype, device, pad)
+        with restricted(tile), collecting() as found:
+            cukern.matmul(a, b, version="v6")
+        assert N == 1 or [name.split()[-1].strip(">") for name in found] == [tile]
+        assert_right(multiply(a, b, "v6", tile), a, b, (M, N, K, ta, tb, pad))
+        bias, residual = torch.randn(N, device=device).to(dtype), torch.randn(M, N, device=device).to(dtype)
+        with restricted(tile):
+            ours = cukern.linear(a, b.t(), bias, activation="relu", residual=residual, version="v6")
+        exact = (a.double() @ b.double() + bias.double()).relu() + residual.double()
+        assert float((ours.double() - exact).norm() / exact.norm()) < 4 * torch.finfo(dtype).eps
+    x, weight = torch.randn(3, 1, 27, device=device).to(dtype), torch.randn(3, 35, 27, device=device).to(dtype)
+    for a, b in ((x, weight.mT), (x.expand(3, 1, 27), weight[:1].mT.expand(3, 27, 35)), (x, weight.mT.contiguous())):
+        with restricted("Direct1k" if b.stride(-2) == 1 else "Direct1"):
+            ours = cukern.matmul(a, b, version="v6").double()
+        assert float((ours - a.double() @ b.double()).norm() / ours.norm()) < 4 * torch.finfo(dtype).eps
 
 
 @kernels
