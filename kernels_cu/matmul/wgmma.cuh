@@ -43,8 +43,6 @@ struct ClusterTile {
 using Wgmma128x256 = WgmmaTile<256, 4, 2>;
 using Wgmma128x192 = WgmmaTile<192, 4, 2>;
 using Wgmma128x128 = WgmmaTile<128, 6, 1>;
-using WgmmaPair128x128 = WgmmaTile<128, 6, 2>;
-using Wgmma128x128k2 = WgmmaTile<128, 6, 1, 2>;
 using Wgmma128x192k4 = WgmmaTile<192, 4, 1, 4>;
 using Wgmma128x128k4 = WgmmaTile<128, 6, 1, 4>;
 using WgmmaSplit128x128 = WgmmaTile<128, 3, 2, 1, 3>;

@@ -1,5 +1,6 @@
 """attention: softmax(scale q k^T) v. Checks, versions and the public functions."""
 
+import math
 from typing import Any
 
 import torch
@@ -33,8 +34,8 @@ def attention(
         softcap: a positive number; the scaled scores become softcap * tanh(scores / softcap). None: they stay as they are.
         window: the most keys that a query sees, the last of which is the last that `causal` allows; None: no limit.
         sink: the logit of one more key without a value, which takes its share of each query's weights. It is not scaled. A number, or a
-            floating-point tensor that broadcasts to q's dimensions before the queries, such as (heads,). It has a gradient. torch computes
-            it, from out and lse.
+            floating-point tensor that broadcasts to q's dimensions before the queries, such as (heads,). It has a gradient. -inf means no
+            sink; NaN and +inf make the result NaN. torch computes it, from out and lse.
         return_lse: also return the logarithm of each query's sum of exponentials. It has a gradient.
         key_lengths: int32, q's dimensions before the heads: how many keys each sequence has; None: all. It counts in place of `keys` in
             `causal`, and what lies behind it in k and v does not matter. Up to 16 queries in float16 or bfloat16 without gradients take a
@@ -206,9 +207,10 @@ def _outputs(out: Tensor, lse: Tensor | None, sink: Tensor | None, return_lse: b
     """What a call returns. A sink makes the weights smaller by the factor exp(lse) / (exp(lse) + exp(sink)). `transposed`: out has rows
     outside of heads."""
     if sink is not None and lse is not None:
-        logit = sink.to(lse.dtype)[..., None]
-        share = torch.sigmoid(lse - logit)[..., None]
-        out, lse = (out * share).to(out.dtype), torch.logaddexp(lse, logit)
+        least = torch.finfo(lse.dtype).min  # for -inf: lse - logit is not NaN where no key is visible
+        logit = torch.where(sink < math.inf, sink, math.nan).to(lse.dtype).clamp(min=least)[..., None]
+        share, lse = torch.sigmoid(lse - logit)[..., None], torch.logaddexp(lse, logit)
+        out, lse = (out * share).to(out.dtype), lse.masked_fill(lse == least, -math.inf)
     out = out.transpose(-3, -2) if transposed else out
     return (out, lse) if return_lse else out
 

@@ -129,8 +129,6 @@ TILES = (
     Tile("Wgmma128x256", 128, 256, 4, 0.92, 12, wgmma=True, share=2),
     Tile("Wgmma128x192", 128, 192, 4, 0.85, 12, wgmma=True, share=2),
     Tile("Wgmma128x128", 128, 128, 6, 0.76, 12, wgmma=True),
-    Tile("WgmmaPair128x128", 128, 128, 6, 0.76, 12, wgmma=True, share=2),
-    Tile("Wgmma128x128k2", 128, 128, 6, 0.76, 12, wgmma=True, cluster_k=2),
     Tile("Wgmma128x192k4", 128, 192, 4, 0.85, 12, wgmma=True, cluster_k=4),
     Tile("Wgmma128x128k4", 128, 128, 6, 0.76, 12, wgmma=True, cluster_k=4),
     Tile("WgmmaSplit128x128", 128, 128, 3, 0.76, 12, split=True, wgmma=True, share=2),

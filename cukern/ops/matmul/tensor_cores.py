@@ -206,10 +206,9 @@ def instances(dtype: torch.dtype, wgmma: bool) -> Iterable[Kernel]:
         return
     yield PAD[dtype]
     yield from (REDUCE[dtype, dtype, width] for width in (1, 16 // dtype.itemsize))
-    for tile, a_k, b_k in itertools.product(TILES, (True, False), (True, False)):
-        if not tile.stages:
-            yield DIRECT[dtype, dtype, tile.name]
-        elif not tile.wgmma and (dtype.itemsize == 4 or not tile.split):
+    yield from (DIRECT[dtype, dtype, tile.name] for tile in TILES if not tile.stages)
+    for tile, a_k, b_k in itertools.product([t for t in TILES if t.stages], (True, False), (True, False)):
+        if not tile.wgmma and (dtype.itemsize == 4 or not tile.split):
             yield V6[dtype, dtype, 3 if tile.split else 1, a_k, b_k, tile.name]
         elif tile.wgmma and wgmma and (not tile.split if dtype.itemsize == 2 else a_k and b_k):
             yield V7[dtype, dtype, a_k, b_k, 0, tile.name]

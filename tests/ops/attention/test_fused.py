@@ -175,6 +175,22 @@ def test_sink(version):
     assert same_bits(packed.contiguous(), cukern.attention(*parts, sink=1.0, version=version).transpose(1, 2).contiguous())
 
 
+@kernels
+@pytest.mark.parametrize("version", VERSIONS)
+def test_infinite_sinks(version):
+    """-inf is no sink, also for the first query here, which sees no key; +inf and NaN make the result NaN."""
+    q, k, v = (torch.randn(1, n, 16, device=DEVICE, requires_grad=True) for n in (3, 2, 2))
+    sink = torch.tensor([-torch.inf], device=DEVICE, requires_grad=True)
+    plain = cukern.attention(q, k, v, return_lse=True, version=version)
+    found = cukern.attention(q, k, v, sink=sink, return_lse=True, version=version)
+    assert all(map(same_bits, found, plain))
+    expected = torch.autograd.grad(plain[0].sum(), (q, k, v))
+    *gradients, of_sink = torch.autograd.grad(found[0].sum(), (q, k, v, sink))
+    assert all(map(same_bits, gradients, expected)) and float(of_sink) == 0
+    for sink in (torch.inf, torch.nan):
+        assert bool(cukern.attention(q, k, v, sink=sink, version=version)[0, 1:].isnan().all())
+
+
 def test_window_that_is_refused():
     q, k, v = (x.detach() for x in draw(1, 1, 1, 4, 4, 8, BF16))
     with pytest.raises(ValueError, match="window needs causal=True, got window=2"):
