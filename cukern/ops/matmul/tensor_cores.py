@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cukern.ops.matmul.plan import TILES, Problem, plan
+from cukern.ops.matmul.plan import TILES, Problem, Tile, plan
 from cukern.ops.matmul.reference import Epilogue
 from cukern.runtime.backend import spread
 from cukern.runtime.device import cached, device_of
@@ -206,9 +206,16 @@ def instances(dtype: torch.dtype, wgmma: bool) -> Iterable[Kernel]:
         return
     yield PAD[dtype]
     yield from (REDUCE[dtype, dtype, width] for width in (1, 16 // dtype.itemsize))
-    yield from (DIRECT[dtype, dtype, tile.name] for tile in TILES if not tile.stages)
-    for tile, a_k, b_k in itertools.product([t for t in TILES if t.stages], (True, False), (True, False)):
+    for tile in TILES:
+        if not tile.stages:
+            yield DIRECT[dtype, dtype, tile.name]
+        elif tile.wgmma <= wgmma:
+            yield from _layouts(tile, dtype)
+
+
+def _layouts(tile: Tile, dtype: torch.dtype) -> Iterable[Kernel]:
+    for a_k, b_k in itertools.product((True, False), (True, False)):
         if not tile.wgmma and (dtype.itemsize == 4 or not tile.split):
             yield V6[dtype, dtype, 3 if tile.split else 1, a_k, b_k, tile.name]
-        elif tile.wgmma and wgmma and (not tile.split if dtype.itemsize == 2 else a_k and b_k):
+        elif tile.wgmma and (not tile.split if dtype.itemsize == 2 else a_k and b_k):
             yield V7[dtype, dtype, a_k, b_k, 0, tile.name]
