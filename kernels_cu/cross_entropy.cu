@@ -84,8 +84,8 @@ __device__ __forceinline__ void read_one(const T* x, int column, F& use) {
 }
 
 // Reads a row by the threads threadIdx.x: 16-byte vectors that are aligned in `to`, which has the same columns, and single columns before and
-// after them. LOADS vectors per thread are in flight; LOADS = 0: single columns only, for v1. Of several pieces of a row,
-// only one is read; PIECE: it has at most LOADS vectors per thread. Without is_read, values have no meaning.
+// after them. LOADS vectors per thread are in flight; LOADS = 0: single columns only, for v1. If the row has several pieces, only one is read.
+// PIECE: a piece has at most LOADS vectors per thread. Without is_read, values have no meaning.
 template <int LOADS, bool PIECE, typename T, class F>
 __device__ __forceinline__ void read_row(const T* x, const T* to, int columns, bool is_read, F& use, int piece = 0, int pieces = 1) {
     if constexpr (LOADS == 0) {

@@ -129,7 +129,7 @@ def _passes(pieces: Sequence[Sequence[Bits]], top: int, cluster: int) -> tuple[P
     """The passes whose steps are given, if there are any. In a cluster the two blocks exchange the bit `cross` after the first pass, the
     highest bit of that pass's factors, and a register's number must have it. Before the exchange a block's rank is the bit `top`. After it
     the rank is the bit `cross`, and the bit `top` has its place in the block."""
-    cross, within = pieces[0][-1][0][-1], pieces[-1][-1][0][-1] + 1  # `within`: a row's bits, of which zeros may be
+    cross, within = pieces[0][-1][0][-1], pieces[-1][-1][0][-1] + 1  # `within`: the number of bits of a row; zeros may fill it up
     if max(map(len, pieces)) > STEPS or (cluster > 1 and (len(pieces) == 1 or cross >= top)):
         return ()
     made: list[Pass] = []

@@ -51,7 +51,7 @@ def pair(run: Sequence[Step], rows: int, target: Problem) -> Iterator[Launch]:
 
 
 def backward(run: Sequence[Step], rows: int, target: Problem) -> Iterator[Launch]:
-    """The launch of its backward. Of one factor: SplitOne4 in split_wgmma.cuh, if tiles of 32 lines fill the array."""
+    """The launch of its backward. One factor takes SplitOne4 of split_wgmma.cuh, if tiles of 32 lines fill the array."""
     if not _fits(run, target):
         return
     s, split, (p1, q1), (p2, q2) = run[0], BYTES[target.tensor], *_sizes(run)[:2]
