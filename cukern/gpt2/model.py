@@ -75,6 +75,7 @@ class GPT2(torch.nn.Module):
         expect(isinstance(config, Config), "a Config", type(config).__name__, error=TypeError)
         expect(attention in (None, "v1", "v2", "v3", "v4", "sdpa"), "attention v1, v2, v3, v4, sdpa or None", repr(attention))
         expect(matmul is None or matmul in MATMULS, f"matmul {', '.join(MATMULS)} or None", repr(matmul))
+        expect(fused_loss in (None, False, True), "fused_loss True, False or None", repr(fused_loss))
         expect(recompute in (0, 1, 2), "recompute 0, 1 or 2", recompute)
         self.config, self.attention, self.matmul, self.fused_loss, self.recompute = config, attention, matmul, fused_loss, recompute
         for name, shape in config.shapes.items():

@@ -214,6 +214,8 @@ def test_bad_arguments_are_refused():
         GPT2(TINY, attention="v9")
     with pytest.raises(ValueError, match=r"matmul cublas, v1, .* or None; found 'v6'"):
         GPT2(TINY, matmul="v6")
+    with pytest.raises(ValueError, match="fused_loss True, False or None; found 'no'"):
+        GPT2(TINY, fused_loss="no")
     with pytest.raises(TypeError, match="expected a Config; found dict"):
         GPT2({})
     with pytest.raises(ValueError, match="batch of at least 1; found 0"):
