@@ -4,62 +4,42 @@ plans it so. Other factors have separate launches for the two gradients."""
 import struct
 from collections.abc import Sequence
 from math import ceil, gcd
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from cukern.ops.kron_linear import cublas, planner, wgmma
 from cukern.ops.kron_linear import forward as kron_forward
-from cukern.ops.kron_linear.forward import COMMON, on_tensor_cores, target_of
-from cukern.ops.kron_linear.plan import MOST, Launch, Sizes, Step, blocks_of, planned_rows, steps_of
+from cukern.ops.kron_linear.forward import KERNELS, on_tensor_cores, target_of
+from cukern.ops.kron_linear.plan import MOST, Launch, Step, blocks_of, planned_rows, steps_of
 from cukern.ops.kron_linear.reference import PLAIN, Epilogue, seen
 from cukern.ops.kron_linear.tile_backward import gradient, gradient_of
 from cukern.runtime import backend
-from cukern.runtime.device import cached, device_of
-from cukern.runtime.kernel import Kernel, Template, planning
+from cukern.runtime.device import device_of
+from cukern.runtime.kernel import Kernel, planning
 from cukern.runtime.tensors import pointers
 
-_GRADIENT, _SUM, _FEW_ROWS_SUM = (
-    Template("kron_linear/kron_linear.cu", f"kron_linear_v4_{name}", pdl=True) for name in ("gradient", "sum", "few_rows_sum")
-)
-_FUSED = {
-    kernel: Template("kron_linear/kron_linear.cu", f"kron_linear_v4_{kernel}_bwd", pdl=True)
-    for kernel in ("tile", "split_wgmma", "split_wgmma_one", "few_rows")
-}
+COMMON = (8, 3), (64, 2)  # factors' size and number, of plans to be compiled where no input is known
+
 _PARTS = struct.Struct(f"{2 * MOST}Q{2 * MOST}i")  # Parts4 of kron_linear.cu
-
-
-class _Waiting(NamedTuple):
-    """A launch whose partial sums, each over `fibers` fibers, are not yet added to the gradients of its factors."""
-
-    launch: Launch
-    partials: Tensor
-    grads: Sequence[Tensor]
-    fibers: int
 
 
 def boundary(x: Tensor, factors: Sequence[Tensor], added: bool) -> int:
     """The number of steps after which the forward keeps an array for the backward, -1 if it is that of cublas.layer_forward, or 0 if there
     is none. `added`: with a bias or a residual."""
-    launches = () if any(w.ndim == 3 for w in factors) else _keeping(*kron_forward.problem(x, factors, added))
+    launches = () if any(w.ndim == 3 for w in factors) else _keeping(x, factors, added)
     return 0 if not launches else -1 if len(launches) == 1 else len(launches[0].group.steps)
 
 
-@cached(2048)
-def _keeping(
-    sizes: Sizes, rows: int, dtype: torch.dtype, device: int, tensor: bool, aligned: int, added: bool
-) -> tuple[kron_forward.Prepared, ...]:
-    """See planner.keeping."""
-    launches = planner.keeping(sizes, rows, target_of(dtype, device, tensor, aligned, rows))
-    return tuple(kron_forward.prepare(part, rows, dtype, device, added and part is launches[-1]) for part in launches)
+def _keeping(x: Tensor, factors: Sequence[Tensor], added: bool) -> tuple[kron_forward.Prepared, ...]:
+    return kron_forward.plan_of_layer(*kron_forward.problem(x, factors, added), count=0)[1]
 
 
 def forward_keeping(x: Tensor, factors: Sequence[Tensor], epilogue: Epilogue, at: int) -> tuple[Tensor, Tensor]:
     """The forward of a layer with a boundary, and the array that is kept there."""
     if at < 0:
         return cublas.layer_forward(x, factors, epilogue)
-    return kron_forward.through(_keeping(*kron_forward.problem(x, factors, kron_forward.adds(epilogue))), x, factors, epilogue)
+    return kron_forward.through(_keeping(x, factors, kron_forward.adds(epilogue)), x, factors, epilogue)
 
 
 def backward(
@@ -93,7 +73,7 @@ class Gradients:
     def __init__(self, x: Tensor, factors: Sequence[Tensor], wanted: Sequence[bool], scale: float, kept: Tensor | None, at: int):
         self.x, self.factors, self.wanted, self.scale, self.kept, self.at = x, factors, wanted, scale, kept, at
         self.found: list[Tensor | None] = [None] * len(wanted)
-        self.waiting: list[_Waiting] = []
+        self.waiting: list[tuple[Launch, Tensor, Sequence[Tensor], int]] = []  # a launch, its partial sums, gradients, fibers
 
     def through(self, plan: Sequence[Launch], g: Tensor) -> None:
         """Make all launches, the last one first. g is the gradient of the output."""
@@ -118,23 +98,22 @@ class Gradients:
         """Put the gradients of the launch's factors into `found`; add_up() completes them. Returns scale times the gradient of z, in `out`,
         which may be z or h, or in a new tensor."""
         out = torch.empty_like(z) if out is None else out
-        ws = [self.factors[s.factor] for s in launch.steps]
+        ws, device = [self.factors[s.factor] for s in launch.steps], z.get_device()
         grads = [torch.empty_like(w, memory_format=torch.contiguous_format) for w in ws]
         blocks, sums = _blocks(launch, z)
         partials = torch.empty((sums, _elements(launch)), dtype=torch.float32, device=z.device)
         fibers, values = z.shape[0] * launch.steps[-1].left, kron_forward.by_value(ws)
-        run = _FUSED[launch.kernel][z.dtype, launch.template()].on(z.get_device())
-        grid, block, shared = kron_forward.geometry(blocks, launch, z.get_device())
+        run = KERNELS[f"{launch.kernel}_bwd"][z.dtype, launch.template()].on(device)
         if launch.kernel == "few_rows":
             first, rows = wgmma.few_first_rows(fibers, z.itemsize), [t.view(fibers, -1) for t in (out, z, h)]
-            run(grid, block, shared, *pointers(partials, *rows), values, 0, scale)
-            if first < fibers:
-                second = wgmma.FEW_BLOCKS * (fibers - first), 1, 1
-                run(second, block, shared, *pointers(partials, *[t[first:] for t in rows]), values, 1, scale)
+            for second, own in enumerate((slice(first), slice(first, fibers))):
+                if own.start != fibers:
+                    geometry = kron_forward.geometry(wgmma.FEW_BLOCKS * len(rows[0][own]), launch, device)
+                    run(*geometry, *pointers(partials, *[t[own] for t in rows]), values, second, scale)
             fibers = first
         else:
-            run(grid, block, shared, *pointers(partials, out, z, h), values, fibers, scale)
-        self.waiting.append(_Waiting(launch, partials, grads, fibers))
+            run(*kron_forward.geometry(blocks, launch, device), *pointers(partials, out, z, h), values, fibers, scale)
+        self.waiting.append((launch, partials, grads, fibers))
         for s, grad in zip(launch.steps, grads, strict=True):
             self.found[s.factor + 1] = grad
         return out
@@ -144,9 +123,9 @@ class Gradients:
         parts: dict[int, list[tuple[Tensor, int, int]]] = {}  # a gradient, the address of its first partial sum, the distance to the next
         for launch, partials, grads, fibers in self.waiting:
             if launch.kernel == "few_rows":
-                run = _FEW_ROWS_SUM[grads[0].dtype, launch.template()].on(partials.get_device())
-                shared = backend.spread(0, 256, partials.get_device())
-                run((256, 1, 1), (32, 16, 1), shared, *pointers(*grads), partials.data_ptr(), fibers, self.scale)
+                run, device = KERNELS["few_rows_sum"][grads[0].dtype, launch.template()], partials.get_device()
+                values = *pointers(*grads), partials.data_ptr(), fibers, self.scale
+                run.on(device)((256, 1, 1), (32, 16, 1), backend.spread(0, 256, device), *values)
                 continue
             at = partials.data_ptr()
             for grad in grads:
@@ -161,7 +140,7 @@ class Gradients:
         """Add up the waiting partial sums if, with those of the next launch, they would take more than half of the memory of x. For few
         rows those of one launch may take as much as x."""
         more = _blocks(launch, self.x)[1] * 4 * _elements(launch)
-        if sum(w.partials.nbytes for w in self.waiting) + more > self.x.nbytes // 2:
+        if sum(partials.nbytes for _, partials, _, _ in self.waiting) + more > self.x.nbytes // 2:
             self.add_up()
 
     def _input_of(self, n: int) -> Tensor:
@@ -204,10 +183,11 @@ def _sum_of_pieces(pieces: int, parts: Sequence[tuple[Tensor, int, int]], scale:
     device, counts, unused = grads[0].get_device(), [grad.numel() for grad in grads], (0,) * (MOST - len(grads))
     blocks = -(-sum(counts) // 32)
     warps = 8 if blocks > 2 * device_of(device).sms else 32
+    kernel, shared = KERNELS["sum"], backend.spread(0, blocks, device)
     if planning():
-        _SUM[grads[0].dtype, 40 - warps].on(device)
+        kernel[grads[0].dtype, 40 - warps].on(device)
     by_value = _PARTS.pack(*pointers(*grads), *unused, *places, *unused, *counts, *unused, *rows, *unused)
-    _SUM[grads[0].dtype, warps].on(device)((blocks, 1, 1), (32, warps, 1), backend.spread(0, blocks, device), by_value, pieces, scale)
+    kernel[grads[0].dtype, warps].on(device)((blocks, 1, 1), (32, warps, 1), shared, by_value, pieces, scale)
 
 
 def contraction(z: Tensor, h: Tensor, scale: float, rows: int | None = None) -> Tensor:
@@ -225,18 +205,18 @@ def contraction(z: Tensor, h: Tensor, scale: float, rows: int | None = None) -> 
     pieces, grad = min(chunks, max(1, sms * launch.blocks // launch.slices)), torch.empty((p, q), dtype=z.dtype, device=z.device)
     partials = torch.empty((pieces, p, q), dtype=torch.float32, device=z.device)
     geometry = kron_forward.geometry(pieces * launch.slices, launch, device)
-    _GRADIENT[z.dtype, launch.template()].on(device)(*geometry, *pointers(partials, z, h), A, C, pieces)
+    KERNELS["gradient"][z.dtype, launch.template()].on(device)(*geometry, *pointers(partials, z, h), A, C, pieces)
     _sum_of_pieces(pieces, [(grad, partials.data_ptr(), p * q)], scale)
     return grad
 
 
 def instances(dtype: torch.dtype) -> list[Kernel]:
+    """The kernels of the forward and the backward that every GPU has: without features of sm_90 alone."""
     target = target_of(dtype, backend.SIMULATED, on_tensor_cores(dtype), 16)
-    gradients = [gradient(64, f, f, C, target) for f, C in ((8, 64), (64, 1))]
-    made = [_GRADIENT[dtype, one.template()] for one in gradients if one]
-    if dtype.itemsize <= 4:
-        older = target._replace(device=target.device._replace(capability=80, shared_bytes=161 << 10))  # without features of sm_90 alone
-        launches = [launch for f, n in COMMON for launch in planner.backward(((f, f),) * n, 64, older)]
-        made += [_FUSED["tile"][dtype, launch.template()] for launch in launches if launch.threads]
-        made += [_SUM[dtype, warps] for warps in (8, 32)]
-    return made
+    target = target._replace(device=target.device._replace(capability=80, shared_bytes=161 << 10))
+    layers = [((f, f),) * n for f, n in COMMON]
+    found = [(launch.kernel, launch) for sizes in layers for launch in planner.forward(sizes, 64, target)]
+    found += [(f"{launch.kernel}_bwd", launch) for sizes in layers for launch in planner.backward(sizes, 64, target)]
+    found += [("gradient", one) for one in [gradient(64, f, f, C, target) for f, C in ((8, 64), (64, 1))] if one]
+    made = [KERNELS[kernel][dtype, launch.template()] for kernel, launch in found if launch.threads]
+    return made + [KERNELS["sum"][dtype, warps] for warps in (8, 32) if dtype.itemsize <= 4]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from cukern.ops.kron_linear.op import VERSIONS, kron_linear
-from cukern.ops.kron_linear.plan import Sizes, cost_order, multiply_adds
+from cukern.ops.kron_linear.plan import Sizes, steps
 from cukern.ops.kron_linear.reference import movedim_product
 from cukern.runtime import checks
 from cukern.runtime.registry import Cost, Op, register
@@ -62,7 +62,7 @@ def _cost(dims: Sequence[int], sizes: Sizes, itemsize: int) -> dict[str, Cost]:
     """Forward: x and the factors in, y out. Backward: x, the factors and dy in, dx and the factors' gradients out; a product for each."""
     x, y = (dims[0] * prod(size[i] for size in sizes) * itemsize for i in (0, 1))
     matrices = sum(p * q for p, q in sizes) * itemsize
-    flops = 2 * dims[0] * multiply_adds([sizes[i] for i in cost_order(sizes)], prod(p for p, _ in sizes))
+    flops = 2 * dims[0] * sum(s.left * s.p * s.q * s.right for s in steps(sizes))
     return {
         "fwd": Cost(x + y + matrices, flops),
         "bwd": Cost(2 * x + y + 2 * matrices, 2 * flops),

@@ -11,18 +11,20 @@ from torch.autograd import forward_ad
 
 from cukern.ops.kron_linear import cublas, planner
 from cukern.ops.kron_linear.checks import PLAIN_TYPES
-from cukern.ops.kron_linear.plan import MOST, Launch, Problem, Sizes, Step, planned_rows, planned_rows_forward
+from cukern.ops.kron_linear.plan import MOST, Launch, Problem, Sizes, Step, planned_rows
 from cukern.ops.kron_linear.reference import PLAIN, Epilogue
 from cukern.runtime import backend
 from cukern.runtime.device import cached, device_of, when_plans_change
-from cukern.runtime.kernel import Kernel, Template, planning
+from cukern.runtime.kernel import Template, planning
 from cukern.runtime.registry import choose
 
 KERNELS = {
     name: Template("kron_linear/kron_linear.cu", f"kron_linear_v4_{name}", pdl=True)
-    for name in ("tile", "small_factors", "small_factors_mma", "chain_wgmma", "split_wgmma", "split_wgmma_pair")
+    for name in (
+        *("tile", "small_factors", "small_factors_mma", "chain_wgmma", "split_wgmma", "split_wgmma_pair"),
+        *("tile_bwd", "split_wgmma_bwd", "split_wgmma_one_bwd", "few_rows_bwd", "few_rows_sum", "gradient", "sum"),
+    )
 }
-COMMON = (8, 3), (64, 2)  # factors' size and number, of plans to be compiled where no input is known
 
 Key = tuple[Sizes, int, torch.dtype, int, bool, int, bool]  # the arguments of plan_of_layer
 _POINTERS, _STRIDES = struct.Struct(f"{MOST}Q"), struct.Struct(f"{2 * MOST}q")
@@ -42,11 +44,14 @@ class Prepared(NamedTuple):
 def plan_of_layer(
     sizes: Sizes, rows: int, dtype: torch.dtype, device: int, tensor: bool, aligned: int, added: bool, count: int | None = None
 ) -> tuple[int, tuple[Prepared, ...]]:
-    """How many rows go through all launches at once, and the launches, of all factors or of the first `count` steps."""
-    planned = planned_rows(rows) if count else planned_rows_forward(rows)
-    plan = planner.forward(sizes, planned, target_of(dtype, device, tensor, aligned), count)
-    runs = [run for group in plan for run in ([group.steps] if group.threads else [(s,) for s in group.steps])]
-    part = planner.rows_at_once(runs, rows, dtype.itemsize)
+    """How many rows go through all launches at once, and the launches, of all factors or of the first `count` steps. If `count` is 0,
+    those that keep an array for the backward, if it is worth it."""
+    target = target_of(dtype, device, tensor, aligned, rows)
+    if count == 0:
+        part, plan = rows, planner.keeping(sizes, rows, target)
+    else:
+        plan = planner.forward(sizes, planned_rows(rows, not count), target, count)
+        part = planner.rows_at_once(plan, rows, dtype.itemsize)
     return part, tuple(prepare(group, part, dtype, device, added and group is plan[-1]) for group in plan)
 
 
@@ -60,27 +65,26 @@ def prepare(group: Launch, rows: int, dtype: torch.dtype, device: int, added: bo
     indices, features = tuple(s.factor for s in group.steps), last.left * last.q * last.right
     if not group.threads:
         return Prepared(group, None, ((1, 1, 1), (1, 1, 1), 0), indices, features)
+    kernel = KERNELS[group.kernel]
+    if planning():  # calls with a bias and calls without one
+        kernel[dtype, group.template(not added)].on(device)
     tiles = -(-rows * last.left // group.L) * (first.right // group.R)
     blocks = min(tiles, max(1, device_of(device).sms * group.blocks // group.slices)) * group.slices
-    if planning():  # calls with a bias and calls without one
-        KERNELS[group.kernel][dtype, group.template(not added)].on(device)
-    return Prepared(
-        group, KERNELS[group.kernel][dtype, group.template(added)].on(device), geometry(blocks, group, device), indices, features
-    )
+    return Prepared(group, kernel[dtype, group.template(added)].on(device), geometry(blocks, group, device), indices, features)
 
 
 def geometry(blocks: int, launch: Launch, device: int) -> tuple[backend.Dim, backend.Dim, int]:
     return (blocks, 1, 1), (launch.threads, 1, 1), backend.spread(launch.shared, blocks, device)
 
 
-def pointers_of(addresses: Sequence[int]) -> bytes:
-    return _POINTERS.pack(*addresses, *(0,) * (MOST - len(addresses)))
-
-
 def by_value(ws: Sequence[Tensor]) -> bytes:
     """The kernels' argument Factors4, see tile.cuh."""
     unused = (0,) * (MOST - len(ws))
-    return pointers_of([w.data_ptr() for w in ws]) + _STRIDES.pack(*[w.stride(0) for w in ws], *unused, *[w.stride(1) for w in ws], *unused)
+    return pointers_of(ws) + _STRIDES.pack(*[w.stride(0) for w in ws], *unused, *[w.stride(1) for w in ws], *unused)
+
+
+def pointers_of(ws: Sequence[Tensor]) -> bytes:
+    return _POINTERS.pack(*[w.data_ptr() for w in ws], *(0,) * (MOST - len(ws)))
 
 
 def launch_group(made: Prepared, z: Tensor, factors: Sequence[Tensor], epilogue: Epilogue, out: Tensor | None = None) -> Tensor:
@@ -149,7 +153,7 @@ def single_launch(x: Tensor, factors: Sequence[Tensor], scale: float) -> Callabl
 
     def call(x: Tensor, factors: Sequence[Tensor]) -> Tensor:
         out = torch.empty_like(x) if like else x.new_empty(shape)  # 0.7 us apart
-        launch(out.data_ptr(), x.data_ptr(), pointers_of([factors[i].data_ptr() for i in order]) + strides)
+        launch(out.data_ptr(), x.data_ptr(), pointers_of([factors[i] for i in order]) + strides)
         return out
 
     return call
@@ -181,14 +185,6 @@ _precision = getattr(torch._C, "_get_fp32_precision_getter", None)
 def on_tensor_cores(dtype: torch.dtype) -> bool:
     """True if products may use TF32, which represents 16-bit numbers exactly."""
     return dtype.itemsize == 2 or (dtype == torch.float32 and tf32())
-
-
-def instances(dtype: torch.dtype) -> list[Kernel]:
-    """For every GPU: without what only Hopper has."""
-    target = target_of(dtype, backend.SIMULATED, on_tensor_cores(dtype), 16)
-    target = target._replace(device=target.device._replace(capability=80, shared_bytes=(201 << 10) - 1))
-    plans = [plan for f, n in COMMON for plan in planner.forward(((f, f),) * n, 64, target)]
-    return [KERNELS[plan.kernel][dtype, plan.template()] for plan in plans if plan.threads]
 
 
 # ---- the launch cache

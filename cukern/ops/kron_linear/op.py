@@ -31,7 +31,7 @@ _tracing = torch.compiler.is_dynamo_compiling
 
 
 def _v4_instances(dtype: torch.dtype) -> list[Kernel]:
-    return [*kron_forward.instances(dtype), *kron_backward.instances(dtype), *cublas.v3_instances(dtype)]
+    return [*kron_backward.instances(dtype), *cublas.v3_instances(dtype)]
 
 
 def _by_torch(version: str) -> Callable[[Tensor, Sequence[Tensor], Epilogue], Tensor]:

@@ -84,18 +84,15 @@ def blocks_of(tiles: int, most: int, input_bytes: int, sums: int, sms: int) -> i
     return min(tiles, most, max(sms, input_bytes // (4 * sums)))
 
 
-def planned_rows(rows: int) -> int:
-    """The number of rows that a plan is made for.
+def planned_rows(rows: int, forward: bool = False) -> int:
+    """The number of rows that a plan is made for. The forward has fewer launches: with few rows, the tile decides how many SMs have work.
 
     A plan for the exact number would be a few percent faster (docs/notes/kron_linear.md), but each would need kernels of its own: a new
     batch size would compile them in the middle of a training.
     """
+    if forward and (rows <= 16 or 32 < rows <= 64):
+        return 16 if rows <= 16 else 64
     return 32 if rows <= 64 else 256 if rows < 1024 else 4096
-
-
-def planned_rows_forward(rows: int) -> int:
-    """As planned_rows, for the forward, which has fewer launches: with few rows, the tile decides how many SMs have work."""
-    return 16 if rows <= 16 else 64 if 32 < rows <= 64 else planned_rows(rows)
 
 
 def least_us(run: Sequence[Step], rows: int, target: Problem) -> float:
@@ -115,10 +112,10 @@ def cost_order(sizes: Sequence[tuple[int, int]]) -> list[int]:
 
 
 @functools.lru_cache(1024)
-def steps(sizes: Sizes) -> tuple[Step, ...]:
-    """The mode products of a layer, in the order in which they are done."""
+def steps(sizes: Sizes, order: tuple[int, ...] = ()) -> tuple[Step, ...]:
+    """The mode products of a layer, in the order in which they are done: `order`, or cost_order."""
     now, found = [p for p, _ in sizes], []
-    for i in cost_order(sizes):
+    for i in order or cost_order(sizes):
         p, q = sizes[i]
         found.append(Step(i, prod(now[:i]), p, q, prod(now[i + 1 :])))
         now[i] = q
@@ -127,21 +124,6 @@ def steps(sizes: Sizes) -> tuple[Step, ...]:
 
 def steps_of(factors: Sequence[Tensor]) -> tuple[Step, ...]:
     return steps(tuple((w.shape[-2], w.shape[-1]) for w in factors))
-
-
-def multiply_adds(order: Sequence[tuple[int, int]], row: int) -> int:
-    """Multiply-adds for one row of `row` numbers, if the factors are taken in this order."""
-    total = 0
-    for p, q in order:
-        row = row // p * q
-        total += row * p
-    return total
-
-
-def in_order(sizes: Sizes) -> tuple[Step, ...]:
-    """The steps from the rightmost factor to the leftmost, whatever that costs."""
-    n = len(sizes)
-    return tuple(Step(i, prod(p for p, _ in sizes[:i]), *sizes[i], prod(q for _, q in sizes[i + 1 :])) for i in reversed(range(n)))
 
 
 def merged(run: Sequence[Step], most: int) -> tuple[tuple[Step, ...], ...]:

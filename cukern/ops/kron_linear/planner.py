@@ -7,7 +7,7 @@ fastest cut of the layer into runs is chosen.
 from collections.abc import Callable, Iterator, Sequence
 
 from cukern.ops.kron_linear import cublas, small_factors, small_factors_mma, tile, tile_backward, wgmma
-from cukern.ops.kron_linear.plan import MOST, Launch, Problem, Sizes, Step, in_order, least_us, planned_rows, steps
+from cukern.ops.kron_linear.plan import MOST, Launch, Problem, Sizes, Step, least_us, planned_rows, steps
 from cukern.runtime.device import cached, eligible
 
 Run = Sequence[Step]
@@ -39,7 +39,7 @@ def forward(sizes: Sizes, rows: int, target: Problem, count: int | None = None) 
 
     us, plan = _best_cut(order, launch, lambda _, us, rest: us + (between(us) if rest else 0.0))
     # A chain multiplies by the left factor first in any case, and so may be planned where the steps have it first.
-    whole = wgmma.chain(in_order(sizes), rows, target) if count is None else ()
+    whole = wgmma.chain(steps(sizes, tuple(range(len(sizes)))[::-1]), rows, target) if count is None else ()
     options = eligible([(us, plan), *[(g.us, (g,)) for g in whole]], lambda o: o[1][0].kernel)
     us, plan = min(options or [(us, plan)], key=lambda o: o[0])
     if count is None and target.tensor and cublas.takes_layer(order, target) and [g.kernel for g in plan] == ["cublas"] * 2:
@@ -66,10 +66,10 @@ def between(us: float) -> float:
     return min(BETWEEN_US, BETWEEN_PART * us)
 
 
-def rows_at_once(plan: Sequence[Run], rows: int, itemsize: int) -> int:
-    """The number of rows that pass through all launches before the next rows begin, so that intermediate results take little memory.
-    `plan` has the steps of the launches."""
-    widest = max((s.left * s.q * s.right for run in plan[:-1] for s in run[-1:]), default=0) * itemsize
+def rows_at_once(plan: Plan, rows: int, itemsize: int) -> int:
+    """The number of rows that pass through all launches before the next rows begin, so that intermediate results take little memory."""
+    last = [s for launch in plan for s in (launch.steps[-1:] if launch.threads else launch.steps)][:-1]
+    widest = max((s.left * s.q * s.right for s in last), default=0) * itemsize
     return rows if rows * widest <= BETWEEN else max(1, BETWEEN // widest)
 
 
@@ -141,4 +141,4 @@ def keeping(sizes: Sizes, rows: int, target: Problem) -> Plan:
 
 def _has_room(plan: Plan, rows: int, itemsize: int) -> bool:
     """Whether the array between two launches of a backward may be kept: it is not too large, and the backward needs no further array."""
-    return bool(plan[1].threads or plan[0].in_place) and rows_at_once([b.steps for b in plan], rows, itemsize) == rows
+    return bool(plan[1].threads or plan[0].in_place) and rows_at_once(plan, rows, itemsize) == rows

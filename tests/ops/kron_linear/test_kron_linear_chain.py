@@ -12,7 +12,7 @@ import cukern
 from cukern.ops.kron_linear import forward as kron_forward
 from cukern.ops.kron_linear import planner, wgmma
 from cukern.ops.kron_linear.forward import launch_group
-from cukern.ops.kron_linear.plan import in_order
+from cukern.ops.kron_linear.plan import steps
 from cukern.runtime import backend
 from cukern.runtime.device import device_of
 
@@ -30,7 +30,7 @@ def plans(sizes, rows, dtype, device):
     if not hopper(device):
         pytest.skip("needs warpgroups")
     target = problem(dtype.itemsize, 132, SHARED, True, 16, True)._replace(bfloat=dtype is BF16)
-    right, left = in_order(sizes)
+    right, left = steps(sizes, (1, 0))
     chain = next(wgmma.chain((right, left), rows, target))
     return [chain, *[wgmma.chain_of(right, left, rows, *kind, target) for kind in ((1, 3), (chain.threads // 128, 1))]]
 
@@ -165,7 +165,7 @@ def test_two_of_three_factors(device, sizes):
     if not hopper(device):
         pytest.skip("needs warpgroups")
     x, ws = draw(3, sizes, device, BF16)
-    run = in_order(sizes)[:2]
+    run = steps(sizes, tuple(range(len(sizes)))[::-1])[:2]
     (plan, *_) = wgmma.chain(run, 3, problem(2, 132, SHARED, True, 16, True)._replace(bfloat=True))
     p0 = sizes[0][0]
     exact = dense(x.double().view(3 * p0, -1), [w.double() for w in ws[1:]]).view(3, -1)

@@ -83,14 +83,13 @@ def test_tiny_factors_are_merged():
 
 def test_rows_are_chunked_when_the_intermediate_is_large():
     plan = planner.forward(((16, 16),) * 5, 64, problem(4, 132, 226 << 10))
-    taken = [g.steps for g in plan]
-    part = planner.rows_at_once(taken, 64, 4)
+    part = planner.rows_at_once(plan, 64, 4)
     assert len(plan) > 1 and 0 < part < 64 and part * 4 * 16**5 <= planner.BETWEEN
-    assert planner.rows_at_once(taken, 10, 4) == 10 and planner.rows_at_once(taken[:1], 1 << 20, 4) == 1 << 20
+    assert planner.rows_at_once(plan, 10, 4) == 10 and planner.rows_at_once(plan[:1], 1 << 20, 4) == 1 << 20
 
 
 def forget_plans() -> None:
-    for function in (planner.forward, planner.fastest, kron_forward.plan_of_layer, kron_forward._plan_one, kron_backward._keeping):
+    for function in (planner.forward, planner.fastest, kron_forward.plan_of_layer, kron_forward._plan_one):
         function.cache_clear()
 
 
