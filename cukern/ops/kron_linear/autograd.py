@@ -4,6 +4,7 @@ The backward of a step of training is one raw op. Higher derivatives and tangent
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -78,9 +79,7 @@ def _launch(
     return [choose("kron_linear", version, x.get_device()).forward(x.contiguous(), factors, epilogue)]
 
 
-def _fake(
-    x: Tensor, bias: Tensor | None, residual: Tensor | None, factors: Sequence[Tensor], scale: float, version: str, at: int
-) -> list[Tensor]:
+def _fake(x: Tensor, bias: Any, residual: Any, factors: Sequence[Tensor], scale: float, version: str, at: int) -> list[Tensor]:
     widths = [width(factors, -1)]
     if at:
         step = plan.steps_of(factors)[abs(at) - 1]
@@ -90,31 +89,26 @@ def _fake(
 
 def _boundary(x: Tensor, factors: Sequence[Tensor], added: bool, version: str) -> int:
     """See kron_backward.boundary; 0 where somebody traces, or tensors are not plain ones."""
-    if torch.compiler.is_compiling() or not x.shape[0] or not x.is_contiguous() or not PLAIN_TYPES.issuperset(map(type, (x, *factors))):
+    plain = x.is_contiguous() and PLAIN_TYPES.issuperset(map(type, (x, *factors)))
+    if torch.compiler.is_compiling() or not x.shape[0] or not plain:
         return 0
-    if choose("kron_linear", version, x.get_device()).backward is not kron_backward.backward:
-        return 0
-    return kron_backward.boundary(x, factors, added)
+    usual = choose("kron_linear", version, x.get_device()).backward is kron_backward.backward
+    return kron_backward.boundary(x, factors, added) if usual else 0
 
 
 def _launch_backward(
     x: Tensor, g: Tensor, factors: Sequence[Tensor], wanted: Sequence[bool], scale: float, version: str, kept: Tensor | None, at: int
 ) -> list[Tensor]:
     if not x.shape[0]:
-        return [torch.zeros_like(t, memory_format=torch.contiguous_format) for t in _wanted(x, factors, wanted)]
+        return [t.zero_() for t in _fake_backward(x, g, factors, wanted)]
     backward = choose("kron_linear", version, x.get_device()).backward
     more = () if kept is None else (kept, at)
     return [t for t in backward(x.contiguous(), g.contiguous(), factors, wanted, scale, *more) if t is not None]
 
 
-def _fake_backward(
-    x: Tensor, g: Tensor, factors: Sequence[Tensor], wanted: Sequence[bool], scale: float, version: str, kept: Tensor | None, at: int
-) -> list[Tensor]:
-    return [torch.empty_like(t, memory_format=torch.contiguous_format) for t in _wanted(x, factors, wanted)]
-
-
-def _wanted(x: Tensor, factors: Sequence[Tensor], wanted: Sequence[bool]) -> list[Tensor]:
-    return [t for t, w in zip((x, *factors), wanted, strict=True) if w]
+def _fake_backward(x: Tensor, g: Tensor, factors: Sequence[Tensor], wanted: Sequence[bool], *_: Any) -> list[Tensor]:
+    pairs = zip((x, *factors), wanted, strict=True)
+    return [torch.empty_like(t, memory_format=torch.contiguous_format) for t, w in pairs if w]
 
 
 _SCHEMA = "(Tensor x, Tensor? bias, Tensor? residual, Tensor[] factors, float scale, str version, int at) -> Tensor[]"

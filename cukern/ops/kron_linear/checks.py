@@ -20,60 +20,46 @@ def tensors(x: Any, factors: Any, bias: Any, residual: Any) -> tuple[Tensor, Seq
         return x, factors, bias, residual
     if not isinstance(factors, list | tuple | torch.nn.ParameterList):
         raise TypeError(f"factors must be a list or a tuple of matrices, got {checks.brief(factors)}")
-    factors = [interop.to_torch(f"factors[{i}]", w) for i, w in enumerate(factors)]
-    x = interop.to_torch("x", x)
-    bias = None if bias is None else interop.to_torch("bias", bias)
-    residual = None if residual is None else interop.to_torch("residual", residual)
-    if not factors:
+    if not len(factors):
         raise ValueError("factors is empty: the layer needs at least one matrix")
-    named = {"x": x, **{f"factors[{i}]": w for i, w in enumerate(factors)}, "bias": bias, "residual": residual}
-    for name, t in named.items():
-        if t is not None:
-            checks.dtype(name, t, (*checks.FLOATS, *COMPLEX))
-    checks.same(**named)
-    return x, factors, bias, residual
+    added = {name: value for name, value in (("bias", bias), ("residual", residual)) if value is not None}
+    found = _converted({"x": x, **{f"factors[{i}]": w for i, w in enumerate(factors)}, **added})
+    return found["x"], list(found.values())[1 : 1 + len(factors)], found.get("bias"), found.get("residual")
+
+
+def _converted(named: dict[str, Any]) -> dict[str, Tensor]:
+    found = {name: interop.to_torch(name, value) for name, value in named.items()}
+    for name, t in found.items():
+        checks.dtype(name, t, (*checks.FLOATS, *COMPLEX))
+    checks.same(**found)
+    return found
 
 
 def _are_plain(x: Any, factors: Any, bias: Any, residual: Any) -> bool:
     """Whether all is as it must be: the usual case, told in a few microseconds."""
-    if (
-        torch.compiler.is_compiling()
-        or type(factors) not in (list, tuple)
-        or not factors
-        or type(x) not in PLAIN_TYPES
-        or x.dtype not in checks.FLOATS
-    ):
+    if torch.compiler.is_compiling() or type(factors) not in (list, tuple) or not factors:
         return False
-    dtype, device, every = x.dtype, x.device, [x, *factors]
-    if bias is not None:
-        every.append(bias)
-    if residual is not None:
-        every.append(residual)
-    for t in every:
-        if type(t) not in PLAIN_TYPES or t.dtype != dtype or t.device != device:
-            return False
-        if t.layout is not torch.strided or t.is_neg() or t.is_nested:
-            return False
-    return True
+    every = [x, *factors, *[t for t in (bias, residual) if t is not None]]
+    if not PLAIN_TYPES.issuperset(map(type, every)) or x.dtype not in checks.FLOATS:
+        return False
+    dtype, device = x.dtype, x.device
+    odd = [t for t in every if t.dtype != dtype or t.device != device or t.layout is not torch.strided or t.is_neg() or t.is_nested]
+    return not odd
 
 
 def lokr(x: Any, w1: Any, w2: Any) -> tuple[Tensor, ...]:
     """x, w1, and w2 or its two parts as tensors, of one dtype and on one device. Raises TypeError and ValueError."""
-    named = {"x": x, "w1": w1}
+    parts = {"w2": w2}
     if isinstance(w2, tuple | list):
         if len(w2) != 2:
             raise ValueError(f"w2 must be a matrix or the pair (a, b) of a low-rank one, got {len(w2)} of them")
-        named.update({"w2's a": w2[0], "w2's b": w2[1]})
-    else:
-        named["w2"] = w2
-    given = {name: interop.to_torch(name, value) for name, value in named.items()}
-    for name, t in given.items():
-        checks.dtype(name, t, (*checks.FLOATS, *COMPLEX))
-        if name != "x" and t.ndim not in (2, 3):
-            raise ValueError(f"{name} must be a matrix, or one for each sample, got shape {tuple(t.shape)}")
-    checks.same(**given)
+        parts = {"w2's a": w2[0], "w2's b": w2[1]}
+    given = _converted({"x": x, "w1": w1, **parts})
+    for name, w in given.items():
+        if name != "x" and w.ndim not in (2, 3):
+            raise ValueError(f"{name} must be a matrix, or one for each sample, got shape {tuple(w.shape)}")
     if len(given) == 4:
-        a, b = given["w2's a"], given["w2's b"]
+        _, _, a, b = given.values()
         if a.shape[-1] != b.shape[-2] or (a.ndim == b.ndim == 3 and len(a) != len(b)):
             raise ValueError(f"w2's a has shape {tuple(a.shape)}, b has {tuple(b.shape)}: they must be (q2, r) and (r, p2)")
     return tuple(given.values())
