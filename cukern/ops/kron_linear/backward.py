@@ -76,12 +76,12 @@ class Gradients:
         self.waiting: list[tuple[Launch, Tensor, Sequence[Tensor], int]] = []  # a launch, its partial sums, gradients, fibers
 
     def through(self, plan: Sequence[Launch], g: Tensor) -> None:
-        """Make all launches, the last one first. g is the gradient of the output. A launch makes the gradients of all its factors, wanted
-        or not."""
+        """Make all launches, the last one first. g is the gradient of the output. A launch makes the gradients of all its factors, if
+        one is wanted."""
         order, n, h, x, wanted = steps_of(self.factors), len(self.factors), g, self.x, self.wanted
         for launch in reversed(plan):
             n -= len(launch.steps)
-            if launch.threads:
+            if launch.threads and any(wanted[s.factor + 1] for s in launch.steps):
                 self._make_room(launch)
                 z = self._input_of(n)
                 free, over = z is not x and z is not self.kept, h is not g and launch.in_place
@@ -89,7 +89,7 @@ class Gradients:
                 h = self.fused(launch, z, h, out, 1.0 if n else self.scale)
                 del z, out
             else:
-                h = self._by_two_launches(launch.steps[0], n, h)
+                h = self._in_steps(launch.steps, n, h)
             if not any((wanted[0], *(wanted[s.factor + 1] for s in order[:n]))):
                 break
         self.found[0] = h.reshape(x.shape) if wanted[0] else None
@@ -153,13 +153,15 @@ class Gradients:
             return self.kept
         return kron_forward.forward(self.x, self.factors, PLAIN, n)
 
-    def _by_two_launches(self, s: Step, n: int, h: Tensor) -> Tensor:
-        """As `fused`, for step n, by a launch for the gradient of its factor, if it is wanted, and one for that of its input."""
-        w, rows = self.factors[s.factor][None], h.numel() // (s.left * s.q * s.right)
-        h = seen(h, w, s.q, s.right)
-        if self.wanted[s.factor + 1]:
-            self.found[s.factor + 1] = contraction(seen(self._input_of(n), w, s.p, s.right), h, self.scale, rows)
-        return kron_forward.mode(h, w.mT, 1.0 if n else self.scale, rows)
+    def _in_steps(self, run: Sequence[Step], n: int, h: Tensor) -> Tensor:
+        """As `fused`, by separate launches for each step and for each wanted gradient. The first step of the run has number n."""
+        for at, s in reversed(list(enumerate(run, n))):
+            w, rows = self.factors[s.factor][None], h.numel() // (s.left * s.q * s.right)
+            h = seen(h, w, s.q, s.right)
+            if self.wanted[s.factor + 1]:
+                self.found[s.factor + 1] = contraction(seen(self._input_of(at), w, s.p, s.right), h, self.scale, rows)
+            h = kron_forward.mode(h, w.mT, 1.0 if at else self.scale, rows)
+        return h
 
 
 def _elements(launch: Launch) -> int:
