@@ -20,14 +20,12 @@ from cukern.runtime import checks
 from cukern.runtime.registry import Cost, Op, register
 
 
-def _one_layer(x: Tensor, *factors: Tensor, layer: Callable[..., Tensor] = kron_linear, **version: str | None) -> Tensor:
-    return layer(x, factors, **version)
-
-
-def _two_layers(x: Tensor, *factors: Tensor, layer: Callable[..., Tensor] = kron_linear, **version: str | None) -> Tensor:
-    """Two layers of as many factors each."""
-    half = len(factors) // 2
-    return layer(layer(x, factors[:half], **version), factors[half:], **version)
+def _layers(x: Tensor, *factors: Tensor, count: int = 1, layer: Callable[..., Tensor] = kron_linear, **version: str | None) -> Tensor:
+    """`count` layers of as many factors each."""
+    each = len(factors) // count
+    for first in range(0, len(factors), each):
+        x = layer(x, factors[first : first + each], **version)
+    return x
 
 
 def _square(dims: Sequence[int]) -> Sizes:
@@ -89,8 +87,8 @@ def _case(sizes_of: Callable[[Sequence[int]], Sizes], **rest: Any) -> Op:
     return Op(
         stem="kron_linear",
         function=kron_linear,
-        spread=_one_layer,
-        reference=partial(_one_layer, layer=movedim_product),
+        spread=_layers,
+        reference=partial(_layers, layer=movedim_product),
         versions=VERSIONS,
         dtypes=checks.FLOATS,
         make=lambda dims, dtype, device: _make(dims, sizes_of(dims), dtype, device),
@@ -113,7 +111,8 @@ _ONE = _case(
     bench_dims=((32, 128, 128), (1024, 8, 8, 8, 8, 8), (1024, 32, 32, 32), (16, 64, 64, 64), (1024, 64, 64), (4096, 32, 32)),
     note=_note,
 )
-register(replace(_ONE, as_checked=replace(_ONE, spread=_two_layers, reference=partial(_two_layers, layer=movedim_product), make=_make_two)))
+_TWO = partial(_layers, count=2)
+register(replace(_ONE, as_checked=replace(_ONE, spread=_TWO, reference=partial(_TWO, layer=movedim_product), make=_make_two)))
 register(
     _case(
         _rectangular,

@@ -17,6 +17,7 @@ from cukern.runtime import backend
 from cukern.runtime.device import cached, device_of, when_plans_change
 from cukern.runtime.kernel import Template, planning
 from cukern.runtime.registry import choose
+from cukern.runtime.tensors import pointers
 
 KERNELS = {
     name: Template("kron_linear/kron_linear.cu", f"kron_linear_v4_{name}", pdl=True)
@@ -91,16 +92,13 @@ def launch_group(made: Prepared, z: Tensor, factors: Sequence[Tensor], epilogue:
     """z (rows, numbers), contiguous, through the factors of a group."""
     group, rows, (scale, bias, residual) = made.group, z.shape[0], epilogue
     out = torch.empty((rows, made.features), dtype=z.dtype, device=z.device) if out is None else out
+    step = group.steps[-1]
     if made.launch is None:
-        step, *more = group.steps
-        return (
-            cublas.layer_forward(z, factors, epilogue, out)[0]
-            if more
-            else cublas.mode_product(z, factors[step.factor], step, epilogue, out)
-        )
-    rest = 0 if bias is None else bias.data_ptr(), 0 if residual is None else residual.data_ptr()
-    ws, fibers = by_value([factors[index] for index in made.indices]), rows * group.steps[-1].left
-    made.launch(*made.geometry, out.data_ptr(), z.data_ptr(), ws, *rest, fibers, scale, made.features)
+        if len(group.steps) > 1:
+            return cublas.layer_forward(z, factors, epilogue, out)[0]
+        return cublas.mode_product(z, factors[step.factor], step, epilogue, out)
+    ws = by_value([factors[index] for index in made.indices])
+    made.launch(*made.geometry, *pointers(out, z), ws, *pointers(bias, residual), rows * step.left, scale, made.features)
     return out
 
 
@@ -138,25 +136,6 @@ def through(
     for made in launches[:-1]:
         z = launch_group(made, z, factors, PLAIN)
     return launch_group(launches[-1], z, factors, epilogue, out), z
-
-
-def single_launch(x: Tensor, factors: Sequence[Tensor], scale: float) -> Callable[[Tensor, Sequence[Tensor]], Tensor] | None:
-    """The forward for tensors of these shapes and strides, if one launch of a kernel does all: nothing is left to do but to make it."""
-    _, launches = plan_of_layer(*problem(x, factors, False))
-    made = launches[0]
-    if len(launches) > 1 or made.launch is None:
-        return None
-    shape, order = (*x.shape[:-1], made.features), made.indices
-    like, strides = x.shape == shape, by_value([factors[i] for i in order])[8 * MOST :]
-    rest = 0, 0, x.numel() // x.shape[-1] * made.group.steps[-1].left, scale, made.features  # no bias, no residual
-    launch = backend.bind(made.launch, *made.geometry, *rest)
-
-    def call(x: Tensor, factors: Sequence[Tensor]) -> Tensor:
-        out = torch.empty_like(x) if like else x.new_empty(shape)  # 0.7 us apart
-        launch(out.data_ptr(), x.data_ptr(), pointers_of([factors[i] for i in order]) + strides)
-        return out
-
-    return call
 
 
 def mode(z: Tensor, w: Tensor, scale: float, rows: int | None = None) -> Tensor:
@@ -239,13 +218,32 @@ def remember(x: Tensor, factors: Sequence[Tensor], scale: float) -> None:
         return
     if choose("kron_linear", "", x.get_device()).forward is not forward:
         return
-    if call := single_launch(x, factors, float(scale)):
-        if len(_known) >= _MOST_KEYS:
-            _known.clear()
-        alike = _known.setdefault(_key(x, factors, scale), [])
-        if len(alike) >= _MOST:
-            alike.clear()
-        alike.append((TensorGuards(x, *factors, dynamic_dims_sizes=None, dynamic_dims_strides=None), call))
+    _, (made, *more) = plan_of_layer(*problem(x, factors, False))
+    if more or made.launch is None:
+        return
+    if len(_known) >= _MOST_KEYS:
+        _known.clear()
+    alike = _known.setdefault(_key(x, factors, scale), [])
+    if len(alike) >= _MOST:
+        alike.clear()
+    guards = TensorGuards(x, *factors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+    alike.append((guards, _call_of(made, x, factors, float(scale))))
+
+
+def _call_of(made: Prepared, x: Tensor, factors: Sequence[Tensor], scale: float) -> Call:
+    """The only launch of a layer for tensors of these shapes and strides: nothing is left to do but to make it."""
+    assert made.launch
+    shape, order = (*x.shape[:-1], made.features), made.indices
+    like, strides = x.shape == shape, by_value([factors[i] for i in order])[8 * MOST :]
+    rest = 0, 0, x.numel() // x.shape[-1] * made.group.steps[-1].left, scale, made.features  # no bias, no residual
+    launch = backend.bind(made.launch, *made.geometry, *rest)
+
+    def call(x: Tensor, factors: Sequence[Tensor]) -> Tensor:
+        out = torch.empty_like(x) if like else x.new_empty(shape)  # 0.7 us apart
+        launch(out.data_ptr(), x.data_ptr(), pointers_of([factors[i] for i in order]) + strides)
+        return out
+
+    return call
 
 
 def _is_plain(t: Tensor) -> bool:

@@ -37,14 +37,17 @@ def forward(sizes: Sizes, rows: int, target: Problem, count: int | None = None) 
     def launch(first: int, end: int) -> Launch | None:
         return fastest(order[first:end], rows, target if first == 0 else target._replace(aligned=16))
 
-    us, plan = _best_cut(order, launch, lambda _, us, rest: us + (between(us) if rest else 0.0))
-    # A chain multiplies by the left factor first in any case, and so may be planned where the steps have it first.
-    whole = wgmma.chain(steps(sizes, tuple(range(len(sizes)))[::-1]), rows, target) if count is None else ()
-    options = eligible([(us, plan), *[(g.us, (g,)) for g in whole]], lambda o: o[1][0].kernel)
-    us, plan = min(options or [(us, plan)], key=lambda o: o[0])
+    options = [_best_cut(order, launch, lambda _, us, rest: us + (between(us) if rest else 0.0))]
+    if count is None:  # a chain multiplies by the left factor first in any case, and so may be planned where the steps have it first
+        options += [(g.us, (g,)) for g in wgmma.chain(steps(sizes, tuple(range(len(sizes)))[::-1]), rows, target)]
+    us, plan = _best(options)
     if count is None and target.tensor and cublas.takes_layer(order, target) and [g.kernel for g in plan] == ["cublas"] * 2:
         return (Launch("cublas", order, us),)  # faster than two products of their own in TF32 only
     return plan
+
+
+def _best(options: Sequence[tuple[float, Plan]]) -> tuple[float, Plan]:
+    return min(eligible(options, lambda o: o[1][0].kernel) or options[:1], key=lambda o: o[0])
 
 
 def _best_cut(order: Run, launch: Callable[[int, int], Launch | None], total: Callable[[int, float, Plan], float]) -> tuple[float, Plan]:
@@ -107,12 +110,11 @@ def backward(sizes: Sizes, rows: int, target: Problem) -> Plan:
     def total(first: int, us: float, rest: Plan) -> float:
         return us + (sum(g.us for g in forward(sizes, rows, target, first)) if first else 0.0)
 
-    us, plan = _best_cut(order, launch, total)
+    options = [_best_cut(order, launch, total)]
     if cublas.takes_layer(order, target):  # its forward may take longer than the other one
         more = cublas.us_of_layer(order, rows, target) - sum(g.us for g in forward(sizes, rows, target))
-        options = [(us, plan), (more, (Launch("cublas", order, more),))]
-        plan = min(eligible(options, lambda o: o[1][0].kernel) or options[:1], key=lambda o: o[0])[1]
-    return tuple(g._replace(plan=(g.template(),)) for g in plan)  # so that calls do not make the text again
+        options.append((more, (Launch("cublas", order, more),)))
+    return tuple(g._replace(plan=(g.template(),)) for g in _best(options)[1])  # so that calls do not make the text again
 
 
 def _separate(s: Step, A: int, target: Problem) -> Launch:
@@ -129,7 +131,7 @@ def keeping(sizes: Sizes, rows: int, target: Problem) -> Plan:
     plan = backward(sizes, planned, target)
     if plan[0].kernel == "cublas" and len(sizes) == 2:
         return plan
-    if len(plan) != 2 or not _has_room(plan, rows, target.itemsize):
+    if len(plan) != 2 or not (plan[1].threads or plan[0].in_place) or rows_at_once(plan, rows, target.itemsize) < rows:
         return ()
     parts = [fastest(b.steps, planned, t) for b, t in zip(plan, (target, target._replace(aligned=16)), strict=True)]
     launches = tuple(part for part in parts if part)
@@ -137,8 +139,3 @@ def keeping(sizes: Sizes, rows: int, target: Problem) -> Plan:
     two = sum(part.us for part in launches)
     two += between(two) if len(whole) == 1 else 0.0
     return launches if len(launches) == 2 and two <= sum(g.us for g in (*whole, *anew)) else ()
-
-
-def _has_room(plan: Plan, rows: int, itemsize: int) -> bool:
-    """Whether the array between two launches of a backward may be kept: it is not too large, and the backward needs no further array."""
-    return bool(plan[1].threads or plan[0].in_place) and rows_at_once(plan, rows, itemsize) == rows

@@ -57,8 +57,7 @@ def forward(run: Sequence[Step], rows: int, target: Problem) -> Iterator[Launch]
 
 def tilings(run: Sequence[Step], rows: int, target: Problem, kind: Kind) -> Iterator[Launch]:
     P, at_once = prod(s.p for s in run), 16 if kind[0] else 4
-    backward = [tuple(piece[::-1] for piece in merged(run[::-1], most)[::-1]) for most in MERGED]
-    matrices = dict.fromkeys([*[merged(run, most) for most in MERGED], *backward])
+    matrices = dict.fromkeys([merged(run, most) for most in MERGED])
     tiles = [(L, R) for L, R in _tiles(run[0].right, P, rows * run[-1].left) if L * R * P <= 1 << 17]
     for parts, slices, (L, R), warps in product(matrices, (1, 2, 4, 8), tiles, (4, 8, 16)):
         if slices == 1 or prod(s.q for s in parts[0]) % (at_once * slices) == 0:
