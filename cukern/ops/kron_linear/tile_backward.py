@@ -125,27 +125,22 @@ def _shape(pieces: Pieces) -> _Shape:
 
 
 def _tilings(pieces: Pieces, rows: int, target: Problem) -> Iterator[Launch]:
-    run, shape = (*pieces[1], *pieces[0]), _shape(pieces)
-    A, C = rows * run[-1].left, run[0].right
+    run, shape, split, size, sms = (*pieces[1], *pieces[0]), _shape(pieces), _split(target), target.itemsize, target.device.sms
+    A, C, p, q = rows * run[-1].left, run[0].right, shape.p1 * shape.p2, shape.q1 * shape.q2
     for (L, R), threads, stages in product(_tiles(C, shape.left), (256, 512) if shape.large else (256, 128), (1, 2)):
-        yield from _tiling(pieces, shape, A, C, L, R, threads, stages, target)
-
-
-def _tiling(pieces: Pieces, shape: _Shape, A: int, C: int, L: int, R: int, threads: int, stages: int, target: Problem) -> Iterator[Launch]:
-    split, size, sms = _split(target), target.itemsize, target.device.sms
-    shared, kept = shape.shared(L, R, stages, size), shape.kept(threads // 32)
-    resident = min(target.shared // (shared + 1024), 65536 // (threads * (kept + (96 if split else 64))), 2048 // threads)
-    if not resident or kept > (_SUMS_OF_TWO if shape.left and shape.right and not split else _SUMS):
-        return
-    tiles, p, q = ceil(A / L) * ceil(C / R), shape.p1 * shape.p2, shape.q1 * shape.q2
-    bytes_ = gcd(16, target.aligned, (gcd(p, q, shape.p2, shape.q2) if R == 1 else gcd(C, R)) * size)
-    blocks = blocks_of(tiles, sms * resident, A * p * C * size, shape.sums, sms)
-    resident = ceil(blocks / sms)
-    plan = "Backward4", threads, resident, split, bytes_, stages, L, R, C, *[instance("Merged", *piece) for piece in pieces]
-    each = _us_of_tile(shape, C, L, R, stages, resident, shared, bytes_, target)
-    loaded = (shape.matrices * size + shape.sums * 8) * resident / target.device.sm_bytes_us
-    us = 2 * LAUNCH_US + ceil(tiles / blocks) * resident * each + loaded
-    yield Launch("tile", (*pieces[1], *pieces[0]), us, plan, threads, shared, L, R, resident)
+        shared, kept = shape.shared(L, R, stages, size), shape.kept(threads // 32)
+        resident = min(target.shared // (shared + 1024), 65536 // (threads * (kept + (96 if split else 64))), 2048 // threads)
+        if not resident or kept > (_SUMS_OF_TWO if shape.left and shape.right and not split else _SUMS):
+            continue
+        tiles = ceil(A / L) * ceil(C / R)
+        bytes_ = gcd(16, target.aligned, (gcd(p, q, shape.p2, shape.q2) if R == 1 else gcd(C, R)) * size)
+        blocks = blocks_of(tiles, sms * resident, A * p * C * size, shape.sums, sms)
+        resident = ceil(blocks / sms)
+        plan = "Backward4", threads, resident, split, bytes_, stages, L, R, C, *[instance("Merged", *piece) for piece in pieces]
+        each = _us_of_tile(shape, C, L, R, stages, resident, shared, bytes_, target)
+        loaded = (shape.matrices * size + shape.sums * 8) * resident / target.device.sm_bytes_us
+        us = 2 * LAUNCH_US + ceil(tiles / blocks) * resident * each + loaded
+        yield Launch("tile", run, us, plan, threads, shared, L, R, resident)
 
 
 def _us_of_tile(shape: _Shape, C: int, L: int, R: int, stages: int, resident: int, shared: int, bytes_: int, target: Problem) -> float:
