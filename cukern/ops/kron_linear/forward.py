@@ -221,13 +221,16 @@ def remember(x: Tensor, factors: Sequence[Tensor], scale: float) -> None:
     _, (made, *more) = plan_of_layer(*problem(x, factors, False))
     if more or made.launch is None:
         return
-    if len(_known) >= _MOST_KEYS:
-        _known.clear()
+    _forget_if_full(_known, _MOST_KEYS)
     alike = _known.setdefault(_key(x, factors, scale), [])
-    if len(alike) >= _MOST:
-        alike.clear()
+    _forget_if_full(alike, _MOST)
     guards = TensorGuards(x, *factors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
     alike.append((guards, _call_of(made, x, factors, float(scale))))
+
+
+def _forget_if_full(store: Any, most: int) -> None:
+    if len(store) >= most:
+        store.clear()
 
 
 def _call_of(made: Prepared, x: Tensor, factors: Sequence[Tensor], scale: float) -> Call:

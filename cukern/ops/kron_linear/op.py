@@ -5,7 +5,8 @@ multiply by x.reshape(.., p) @ w in a loop over the factors have the reverse: th
 takes its DIMS in that order, as the program that it is compared with does.)
 
 A row is an array of p_1 x .. x p_n numbers, and each factor a matrix product along one of its indices; they commute, so those that shrink
-the array come first (plan.py). planner.py chooses the launches, forward.py and backward.py make them.
+the array come first (plan.py). planner.py chooses the launches, forward.py and backward.py make them. The backward of a step of training
+is one raw op; higher derivatives and tangents differentiate the product in torch's operations.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,12 +19,14 @@ from cukern.ops.kron_linear import backward as kron_backward
 from cukern.ops.kron_linear import checks as kron_checks
 from cukern.ops.kron_linear import cublas
 from cukern.ops.kron_linear import forward as kron_forward
-from cukern.ops.kron_linear.autograd import product
-from cukern.ops.kron_linear.reference import PRODUCTS, Epilogue, movedim_product, with_epilogue
+from cukern.ops.kron_linear.checks import PLAIN_TYPES
+from cukern.ops.kron_linear.plan import steps_of
+from cukern.ops.kron_linear.reference import PRODUCTS, Epilogue, movedim_product, width, with_epilogue
 from cukern.ops.matmul import torch_matmul
 from cukern.runtime import backend, checks
+from cukern.runtime.higher import gradients, tangents
 from cukern.runtime.kernel import Kernel
-from cukern.runtime.registry import Version
+from cukern.runtime.registry import Differentiable, Version, apply_of, choose, raw_op, save, transformed, watched
 from cukern.runtime.tensors import as_matrix
 
 _transforms = torch._C._are_functorch_transforms_active
@@ -112,18 +115,17 @@ def kron_linear(
     if type(scale) is not float or not abs(scale) <= checks.FLOAT32_MAX:
         scale = kron_checks.scale(scale, x.dtype)
     rows = as_matrix(x)
-    if version in PRODUCTS or _in_torch(x):
+    if version in PRODUCTS or _without_kernels(x):
         y = PRODUCTS.get(version or "", movedim_product)(rows, factors)
         return with_epilogue(y.reshape(shape), (scale, bias, residual))
     if usual:
         kron_forward.remember(x, factors, scale)
     flat = None if residual is None else as_matrix(residual)
-    y = product(rows, factors, bias, flat, scale, version or "")
+    y = _product(rows, factors, bias, flat, scale, version or "")
     return y if x.ndim == 2 else y.view(shape)
 
 
-def _in_torch(x: Tensor) -> bool:
-    """Whether kernels do not take x."""
+def _without_kernels(x: Tensor) -> bool:
     return not (x.is_cuda or backend.simulates(x)) or x.is_complex() or (not _tracing() and _transforms())
 
 
@@ -140,7 +142,7 @@ def lokr_linear(
 
     Returns (..., q1 * q2). Autocast: as in `kron_linear`. Raises as it does, with W1 and W2 transposed as its factors.
     """
-    plain = type(w1) in kron_checks.PLAIN_TYPES and type(w2) in kron_checks.PLAIN_TYPES
+    plain = type(w1) in PLAIN_TYPES and type(w2) in PLAIN_TYPES
     if not plain or w1.ndim < 2 or w2.ndim < 2 or w1.is_nested or w2.is_nested:
         x, w1, *parts = kron_checks.lokr(x, w1, w2)
         w2 = torch_matmul(*parts) if len(parts) == 2 else parts[0]
@@ -192,3 +194,102 @@ class KronLinear(torch.nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.in_factors} -> {self.out_factors}, bias={self.bias is not None}"
+
+
+# ---- autograd and the raw ops
+
+
+def _product(x: Tensor, factors: Sequence[Tensor], bias: Tensor | None, residual: Tensor | None, scale: float, version: str) -> Tensor:
+    """x (rows, prod p) times the factors, by kernels: (rows, prod q)."""
+    if watched(x, bias, residual, *factors):
+        return _apply(x, bias, residual, scale, version, *factors)
+    return _kron_linear(x, bias, residual, factors, scale, version, 0)[0]
+
+
+class _KronLinear(Differentiable):
+    """If v4's backward takes two launches, the forward may take two as well. It keeps the result of the first: kron_backward.boundary."""
+
+    @staticmethod
+    def forward(ctx, x, bias, residual, scale, version, *factors):
+        ctx.scale, ctx.version = scale, version
+        ctx.at = _boundary(x, factors, bias is not None or residual is not None, version) if any(ctx.needs_input_grad[5:]) else 0
+        y, *kept = _kron_linear(x, bias, residual, factors, scale, version, ctx.at)
+        save(ctx, x, *factors, kept[0] if kept else None)
+        return y
+
+    @staticmethod
+    def backward(ctx, g):
+        x, *factors, kept = ctx.saved_tensors
+        needed, wanted = ctx.needs_input_grad, [ctx.needs_input_grad[0], *ctx.needs_input_grad[5:]]
+        found: Sequence[Tensor | None] = [None] * len(wanted)
+        if any(wanted) and not torch.compiler.is_compiling() and (torch.is_grad_enabled() or transformed()):
+            dx, _, _, _, *dws = gradients(_in_torch, (x, None, None, ctx.scale, *factors), (g,))
+            found = dx, *dws
+        elif any(wanted):
+            made = iter(_kron_linear_backward(x, g, factors, wanted, ctx.scale, ctx.version, kept, ctx.at))
+            found = [next(made) if w else None for w in wanted]
+        dbias = g.sum(0, dtype=g.dtype) if needed[1] else None  # autocast leaves a sum alone whose dtype is given
+        return found[0], dbias, g if needed[2] else None, None, None, *found[1:]
+
+    @staticmethod
+    def tangent(ctx, dx, dbias, dresidual, _scale, _version, *dfactors):
+        x, *factors, _ = ctx.saved_tensors
+        inputs = x, x.new_zeros(width(factors, -1)), x.new_zeros(x.shape[0], width(factors, -1)), ctx.scale, *factors
+        return tangents(_in_torch, inputs, (dx, dbias, dresidual, None, *dfactors))[0]
+
+
+def _in_torch(x: Tensor, bias: Tensor | None, residual: Tensor | None, scale: float, *factors: Tensor) -> Tensor:
+    return with_epilogue(movedim_product(x, factors), (scale, bias, residual))
+
+
+_apply = apply_of(_KronLinear)
+
+
+def _launch(
+    x: Tensor, bias: Tensor | None, residual: Tensor | None, factors: Sequence[Tensor], scale: float, version: str, at: int
+) -> list[Tensor]:
+    """The product; and if `at` is not 0, what there is after `at` steps, for the backward."""
+    if not x.shape[0]:
+        return _fake(x, bias, residual, factors, scale, version, at)
+    epilogue = scale, None if bias is None else bias.contiguous(), None if residual is None else residual.contiguous()
+    if at:
+        return list(kron_backward.forward_keeping(x, factors, epilogue, at))
+    return [choose("kron_linear", version, x.get_device()).forward(x.contiguous(), factors, epilogue)]
+
+
+def _fake(x: Tensor, bias: Any, residual: Any, factors: Sequence[Tensor], scale: float, version: str, at: int) -> list[Tensor]:
+    widths = [width(factors, -1)]
+    if at:
+        step = steps_of(factors)[abs(at) - 1]
+        widths.append(step.left * step.q * step.right)
+    return [torch.empty((x.shape[0], n), dtype=x.dtype, device=x.device) for n in widths]
+
+
+def _boundary(x: Tensor, factors: Sequence[Tensor], added: bool, version: str) -> int:
+    """See kron_backward.boundary; 0 where somebody traces, or tensors are not plain ones."""
+    plain = x.is_contiguous() and PLAIN_TYPES.issuperset(map(type, (x, *factors)))
+    if torch.compiler.is_compiling() or not x.shape[0] or not plain:
+        return 0
+    usual = choose("kron_linear", version, x.get_device()).backward is kron_backward.backward
+    return kron_backward.boundary(x, factors, added) if usual else 0
+
+
+def _launch_backward(
+    x: Tensor, g: Tensor, factors: Sequence[Tensor], wanted: Sequence[bool], scale: float, version: str, kept: Tensor | None, at: int
+) -> list[Tensor]:
+    if not x.shape[0]:
+        return [t.zero_() for t in _fake_backward(x, g, factors, wanted)]
+    backward = choose("kron_linear", version, x.get_device()).backward
+    more = () if kept is None else (kept, at)
+    return [t for t in backward(x.contiguous(), g.contiguous(), factors, wanted, scale, *more) if t is not None]
+
+
+def _fake_backward(x: Tensor, g: Tensor, factors: Sequence[Tensor], wanted: Sequence[bool], *_: Any) -> list[Tensor]:
+    pairs = zip((x, *factors), wanted, strict=True)
+    return [torch.empty_like(t, memory_format=torch.contiguous_format) for t, w in pairs if w]
+
+
+_SCHEMA = "(Tensor x, Tensor? bias, Tensor? residual, Tensor[] factors, float scale, str version, int at) -> Tensor[]"
+_SCHEMA_BACKWARD = "(Tensor x, Tensor g, Tensor[] factors, bool[] wanted, float scale, str version, Tensor? kept, int at) -> Tensor[]"
+_kron_linear = raw_op("_kron_linear" + _SCHEMA, 4, _launch, _fake)
+_kron_linear_backward = raw_op("_kron_linear_backward" + _SCHEMA_BACKWARD, 3, _launch_backward, _fake_backward)

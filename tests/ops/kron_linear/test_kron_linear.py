@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import cukern
 from cukern.cli import app
-from cukern.ops.kron_linear import autograd
+from cukern.ops.kron_linear import op as kron_op
 from cukern.ops.kron_linear.forward import launch_group, prepare
 from cukern.ops.kron_linear.plan import cost_order, steps
 from cukern.ops.kron_linear.reference import PLAIN
@@ -345,6 +345,6 @@ def test_kernels_need_a_gpu_or_the_simulator():
 
 @on_kernels
 def test_no_graph_no_function(device, version, monkeypatch):
-    monkeypatch.setattr(autograd, "_apply", None)
+    monkeypatch.setattr(kron_op, "_apply", None)
     x, ws = draw(2, ((2, 2), (3, 3)), device)
     close(cukern.kron_linear(x, ws, version=version), dense(x, ws))
