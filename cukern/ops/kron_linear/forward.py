@@ -13,6 +13,7 @@ from cukern.ops.kron_linear import cublas, planner
 from cukern.ops.kron_linear.checks import PLAIN_TYPES
 from cukern.ops.kron_linear.plan import MOST, Launch, Problem, Sizes, Step, planned_rows
 from cukern.ops.kron_linear.reference import PLAIN, Epilogue
+from cukern.ops.matmul import tf32_allowed
 from cukern.runtime import backend
 from cukern.runtime.device import cached, device_of, when_plans_change
 from cukern.runtime.kernel import Template, planning
@@ -152,18 +153,9 @@ def _plan_one(A: int, rows: int, p: int, q: int, C: int, dtype: torch.dtype, dev
     return prepare(group, A, dtype, device)
 
 
-def tf32() -> bool:
-    """Whether torch's switches let float32 products be made in TF32."""
-    return _precision("cuda", "matmul") == "tf32" if _precision else torch.backends.cuda.matmul.allow_tf32
-
-
-# Since torch 2.9, which refuses to read the older switch once the newer has been set.
-_precision = getattr(torch._C, "_get_fp32_precision_getter", None)
-
-
 def on_tensor_cores(dtype: torch.dtype) -> bool:
     """True if products may use TF32, which represents 16-bit numbers exactly."""
-    return dtype.itemsize == 2 or (dtype == torch.float32 and tf32())
+    return dtype.itemsize == 2 or (dtype == torch.float32 and tf32_allowed())
 
 
 # ---- the launch cache
@@ -254,4 +246,4 @@ def _is_plain(t: Tensor) -> bool:
 
 
 def _key(x: Tensor, factors: Sequence[Tensor], scale: float) -> Any:
-    return x.shape, len(factors), scale, tf32(), _recording()
+    return x.shape, len(factors), scale, tf32_allowed(), _recording()
