@@ -23,7 +23,7 @@ from cukern.runtime.tensors import pointers
 KERNELS = {
     name: Template("kron_linear/kron_linear.cu", f"kron_linear_v4_{name}", pdl=True)
     for name in (
-        *("tile", "small_factors_mma", "chain_wgmma", "split_wgmma", "split_wgmma_pair"),
+        *("tile", "small_factors_mma", "chain_wgmma", "split_wgmma"),
         *("tile_bwd", "split_wgmma_bwd", "split_wgmma_one_bwd", "few_rows_bwd", "few_rows_sum", "gradient", "sum"),
     )
 }

@@ -22,7 +22,6 @@ FORWARD: tuple[Candidate, ...] = (
     small_factors.forward,
     wgmma.chain,
     wgmma.forward,
-    wgmma.pair,
     cublas.forward,
 )
 BACKWARD: tuple[Candidate, ...] = (tile_backward.backward, wgmma.backward, wgmma.few_rows)
