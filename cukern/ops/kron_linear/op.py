@@ -9,7 +9,8 @@ the array come first (plan.py). planner.py chooses the launches, forward.py and 
 is one raw op; higher derivatives and tangents differentiate the product in torch's operations.
 """
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,11 +22,10 @@ from cukern.ops.kron_linear import cublas
 from cukern.ops.kron_linear import forward as kron_forward
 from cukern.ops.kron_linear.checks import PLAIN_TYPES
 from cukern.ops.kron_linear.plan import steps_of
-from cukern.ops.kron_linear.reference import PRODUCTS, Epilogue, movedim_product, width, with_epilogue
+from cukern.ops.kron_linear.reference import PRODUCTS, Epilogue, Product, movedim_product, width, with_epilogue
 from cukern.ops.matmul import torch_matmul
 from cukern.runtime import backend, checks
 from cukern.runtime.higher import gradients, tangents
-from cukern.runtime.kernel import Kernel
 from cukern.runtime.registry import Differentiable, Version, apply_of, choose, raw_op, save, transformed, watched
 from cukern.runtime.tensors import as_matrix
 
@@ -33,27 +33,20 @@ _transforms = torch._C._are_functorch_transforms_active
 _tracing = torch.compiler.is_dynamo_compiling
 
 
-def _v4_instances(dtype: torch.dtype) -> list[Kernel]:
-    return [*kron_backward.instances(dtype), *cublas.v3_instances(dtype)]
-
-
-def _by_torch(version: str) -> Callable[[Tensor, Sequence[Tensor], Epilogue], Tensor]:
-    def forward(x: Tensor, factors: Sequence[Tensor], epilogue: Epilogue) -> Tensor:
-        return with_epilogue(PRODUCTS[version](x, factors), epilogue)
-
-    return forward
+def _by_torch(product: Product, x: Tensor, factors: Sequence[Tensor], epilogue: Epilogue) -> Tensor:
+    return with_epilogue(product(x, factors), epilogue)
 
 
 # v1 and v2 are torch, and torch differentiates them.
 VERSIONS = {
-    "v1": Version("x @ w and movedim, in torch", _by_torch("v1")),
-    "v2": Version("w^T @ x^T and reshape, in torch", _by_torch("v2")),
+    "v1": Version("x @ w and movedim, in torch", functools.partial(_by_torch, PRODUCTS["v1"])),
+    "v2": Version("w^T @ x^T and reshape, in torch", functools.partial(_by_torch, PRODUCTS["v2"])),
     "v3": Version("one GEMM a factor, read and written in place", cublas.v3_forward, cublas.v3_backward, cublas.v3_instances),
     "v4": Version(
         "a group of factors a launch, in shared memory, compiled for their sizes",
         kron_forward.forward,
         kron_backward.backward,
-        _v4_instances,
+        lambda dtype: [*kron_backward.instances(dtype), *cublas.v3_instances(dtype)],
         requires=80,
     ),
 }
