@@ -17,13 +17,7 @@ Candidate = Callable[[Run, int, Problem], Iterator[Launch]]
 BETWEEN = 128 << 20  # bytes, at most, of an array between two launches; more rows are split
 BETWEEN_US, BETWEEN_PART = 8.0, 0.32  # two launches take longer than the sum of their times, by this part of the sum and at most 8 us
 
-FORWARD: tuple[Candidate, ...] = (
-    tile.forward,
-    small_factors.forward,
-    wgmma.chain,
-    wgmma.forward,
-    cublas.forward,
-)
+FORWARD: tuple[Candidate, ...] = (tile.forward, small_factors.forward, wgmma.chain, wgmma.forward, cublas.forward)
 BACKWARD: tuple[Candidate, ...] = (tile_backward.backward, wgmma.backward, wgmma.few_rows)
 
 
