@@ -20,8 +20,13 @@ from cukern.runtime.kernel import Template, planning
 from cukern.runtime.registry import choose
 from cukern.runtime.tensors import pointers
 
-NAMES = "tile small_factors_mma chain_wgmma split_wgmma tile_bwd split_wgmma_bwd split_wgmma_one_bwd few_rows_bwd few_rows_sum gradient sum"
-KERNELS = {name: Template("kron_linear/kron_linear.cu", f"kron_linear_v4_{name}", pdl=True) for name in NAMES.split()}
+KERNELS = {
+    name: Template("kron_linear/kron_linear.cu", f"kron_linear_v4_{name}", pdl=True)
+    for name in (
+        *("tile", "small_factors", "small_factors_mma", "chain_wgmma", "split_wgmma", "split_wgmma_pair"),
+        *("tile_bwd", "split_wgmma_bwd", "split_wgmma_one_bwd", "few_rows_bwd", "few_rows_sum", "gradient", "sum"),
+    )
+}
 
 Key = tuple[Sizes, int, torch.dtype, int, bool, int, bool]  # the arguments of plan_of_layer
 _POINTERS, _STRIDES = struct.Struct(f"{MOST}Q"), struct.Struct(f"{2 * MOST}q")

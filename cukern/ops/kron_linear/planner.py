@@ -6,7 +6,7 @@ fastest cut of the layer into runs is chosen.
 
 from collections.abc import Callable, Iterator, Sequence
 
-from cukern.ops.kron_linear import cublas, small_factors, tile, tile_backward, wgmma
+from cukern.ops.kron_linear import cublas, small_factors, small_factors_mma, tile, tile_backward, wgmma
 from cukern.ops.kron_linear.plan import MOST, Launch, Problem, Sizes, Step, least_us, planned_rows, steps
 from cukern.runtime.device import cached, eligible
 
@@ -17,7 +17,15 @@ Candidate = Callable[[Run, int, Problem], Iterator[Launch]]
 BETWEEN = 128 << 20  # bytes, at most, of an array between two launches; more rows are split
 BETWEEN_US, BETWEEN_PART = 8.0, 0.32  # two launches take longer than the sum of their times, by this part of the sum and at most 8 us
 
-FORWARD: tuple[Candidate, ...] = (tile.forward, small_factors.forward, wgmma.chain, wgmma.forward, cublas.forward)
+FORWARD: tuple[Candidate, ...] = (
+    tile.forward,
+    small_factors.forward,
+    small_factors_mma.forward,
+    wgmma.chain,
+    wgmma.forward,
+    wgmma.pair,
+    cublas.forward,
+)
 BACKWARD: tuple[Candidate, ...] = (tile_backward.backward, wgmma.backward, wgmma.few_rows)
 
 

@@ -12,6 +12,7 @@ TILE = 64  # rows of a tile of a right factor alone, or columns of one of a left
 KINDS = {False: "float", True: "Tf32"}  # of Pieces in split_float.cuh, by whether it is TF32
 BYTES = {False: 6, True: 4}  # of an element in shared memory, by whether it is TF32
 MULTIPLY_ADDS_US = {False: 450_000.0, True: 750_000.0}  # per SM, by whether it is TF32
+PAIR = 0.8  # time / usual time of a multiply-add, if two large factors share a launch
 TILE_US = 0.3  # from a tile to the next
 START_US = 5.0  # the launch, and the factors
 SUM_US = 3.0  # the launch that adds the partial sums
@@ -32,6 +33,21 @@ def forward(run: Sequence[Step], rows: int, target: Problem) -> Iterator[Launch]
     if shared <= target.shared:
         products = 2 if target.tensor else 3
         yield Launch("split_wgmma", tuple(run), us, _plan(run, teams, target), teams * threads, shared, L, R, products=products)
+
+
+def pair(run: Sequence[Step], rows: int, target: Problem) -> Iterator[Launch]:
+    """One launch of two larger factors in TF32: see SplitPair4 in split_wgmma.cuh. For few rows, tile shares a row among blocks."""
+    if not target.tensor or not _can(target) or len(run) != 2 or run[0].right > 1 or 2 * rows * run[1].left < target.device.sms:
+        return
+    right, left = run
+    if left.q <= TILE or not all(n % 16 == 0 and TILE <= n <= 2 * TILE for s in run for n in (s.p, s.q)):
+        return
+    numbers = left.p * right.p
+    shared = 4 * right.p * right.q + max(4 * numbers, 4 * left.p * (left.q + 4)) + 4 * up(numbers, 1024)
+    work = int(2 * TILE * right.p * (left.p + right.q) * PAIR)
+    us = START_US + _us(rows * left.left, work, numbers + left.q * right.q, target)
+    if shared <= target.shared:
+        yield Launch("split_wgmma_pair", tuple(run), us, ("SplitPair4", left, right), 256, shared, products=2)
 
 
 def backward(run: Sequence[Step], rows: int, target: Problem) -> Iterator[Launch]:
@@ -59,11 +75,15 @@ def backward(run: Sequence[Step], rows: int, target: Problem) -> Iterator[Launch
 
 
 def _fits(run: Sequence[Step], target: Problem) -> bool:
-    if not (target.device.wgmma and target.itemsize == 4 and target.aligned >= 16):
+    if not _can(target):
         return False
     if len(run) > 1:
         return len(run) == 2 and run[0].right == 1 and all(s.p == s.q == TILE for s in run)
     return run[0].p in SIZES and run[0].q in SIZES and (run[0].right == 1 or run[0].right % TILE == 0)
+
+
+def _can(target: Problem) -> bool:
+    return target.device.wgmma and target.itemsize == 4 and target.aligned >= 16
 
 
 def _sizes(run: Sequence[Step]) -> tuple[tuple[int, int], tuple[int, int], bool, bool]:
