@@ -103,6 +103,18 @@ def check(found, device, sizes, first, count, rows, dtype, bound=0.0):
 
 
 @kernels
+def test_a_fused_launch_returns_only_wanted_gradients(device):
+    x, ws = draw(3, ((16, 24), (24, 8)), device, torch.float32)
+    g = torch.randn(3, 24 * 8, device=device)
+    assert [launch.kernel for launch in kron_backward.plan_of(x, g, ws)] == ["tile"]
+    with simulated(x, g, *ws):
+        every = kron_backward.backward(x, g, ws, [True] * 3, 0.5)
+        for wanted in ((True, True, False), (False, False, True), (False, True, True)):
+            found = kron_backward.backward(x, g, ws, wanted, 0.5)
+            assert all(a is None if not w else same_bits(a, b) for w, a, b in zip(wanted, found, every, strict=True)), wanted
+
+
+@kernels
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float16))
 def test_layers_of_several_launches(device, dtype):
     """What went into each launch is multiplied anew; some factors have no place in a fused launch, and some are views."""
@@ -260,18 +272,6 @@ def test_large_float32_factors_by_products_of_all_rows(device, sizes):
                 found = kron_backward.backward(x, g, ws, wanted, 0.5)
             for w, a, b in zip(wanted, found, exact, strict=True):
                 assert (a is None) != w and (not w or error(a, b) < 1e-6)
-
-
-@kernels
-def test_a_fused_launch_returns_only_wanted_gradients(device):
-    x, ws = draw(3, ((16, 24), (24, 8)), device, torch.float32)
-    g = torch.randn(3, 24 * 8, device=device)
-    assert [launch.kernel for launch in kron_backward.plan_of(x, g, ws)] == ["tile"]
-    with simulated(x, g, *ws):
-        every = kron_backward.backward(x, g, ws, [True] * 3, 0.5)
-        for wanted in ((True, True, False), (False, False, True), (False, True, True)):
-            found = kron_backward.backward(x, g, ws, wanted, 0.5)
-            assert all(a is None if not w else same_bits(a, b) for w, a, b in zip(wanted, found, every, strict=True)), wanted
 
 
 MEMORY = (((64, 64),) * 3, 16), (((128, 128),) * 2, 1024), (((8, 8),) * 5, 256), (((96, 64), (64, 80)), 8192), (((160, 160),) * 2, 256)
