@@ -17,6 +17,7 @@ from cukern.cli.common import console, say
 from cukern.cli.gpt2_bench import bench
 from cukern.cli.gpt2_train import (
     HELLASWAG,
+    TOKENIZER_FILE,
     Device,
     Dtype,
     Length,
@@ -28,10 +29,11 @@ from cukern.cli.gpt2_train import (
     TokenizerFile,
     make_model,
     pick_device,
+    tokenizer_for,
     train,
 )
 from cukern.gpt2 import checkpoint, data, evaluate
-from cukern.gpt2.data import TOKENIZER_FILE, read_tokenizer, tokenizer_for, write_tokenizer
+from cukern.gpt2.data import read_tokenizer, write_tokenizer
 from cukern.gpt2.evaluate import sample_text
 from cukern.gpt2.files import expect, replace
 from cukern.gpt2.model import GPT2, use_kernels

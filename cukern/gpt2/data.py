@@ -18,7 +18,6 @@ from cukern.gpt2.files import HEADER_BYTES, PathLike, check_size, expect, option
 SHARD, TOKENIZER = 20240520, 20240328  # magic numbers
 MAX_TOKENS = (2**31 - HEADER_BYTES - 1) // 2  # of a shard: llm.c's loader holds offsets in bytes as int32
 GPT2_EOT = 50256
-TOKENIZER_FILE = "gpt2_tokenizer.bin"  # the name of the published one
 
 
 @dataclass(frozen=True)
@@ -72,17 +71,6 @@ def write_tokenizer(path: PathLike, tokenizer: Tokenizer) -> None:
         file.write(b"".join(bytes([len(token)]) + token for token in tokenizer.tokens))
 
 
-def tokenizer_for(vocab_size: int, path: PathLike | None = None) -> Tokenizer | None:
-    """The tokenizer of a model: of the file, else bytes for 256 tokens, else gpt2_tokenizer.bin in the current folder, if it is there."""
-    if path is None and vocab_size == 256:
-        return byte_tokenizer()
-    if path is None and not os.path.exists(TOKENIZER_FILE):
-        return None
-    tokenizer = read_tokenizer(path or TOKENIZER_FILE)
-    expect(len(tokenizer.tokens) == vocab_size, f"the model's {vocab_size} tokens", len(tokenizer.tokens), path or TOKENIZER_FILE)
-    return tokenizer
-
-
 # ---- token shards
 
 
@@ -108,13 +96,6 @@ def shard_length(path: PathLike) -> int:
 def read_shard(path: PathLike) -> np.ndarray:
     """All tokens of a shard, uint16."""
     return np.fromfile(path, "<u2", shard_length(path), offset=HEADER_BYTES)
-
-
-def builtin_text() -> str:
-    """About 460 KB of English that is on every machine: the topics of Python's own help()."""
-    from pydoc_data.topics import topics
-
-    return "\n\n".join(topics.values())
 
 
 def tiktoken_at_hand() -> bool:

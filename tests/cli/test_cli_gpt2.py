@@ -15,7 +15,7 @@ from test_cli import call, refused
 from cukern.cli import gpt2, gpt2_train
 from cukern.gpt2 import checkpoint
 from cukern.gpt2.checkpoint import Config, DebugState, write_debug_state, write_model
-from cukern.gpt2.data import builtin_text, byte_tokenizer, read_shard, read_tokenizer, write_shard, write_tokenizer
+from cukern.gpt2.data import byte_tokenizer, read_shard, read_tokenizer, tokenize, write_shard, write_tokenizer
 from cukern.gpt2.model import GPT2
 from cukern.gpt2.train import Settings
 
@@ -265,6 +265,13 @@ def test_no_network(folder, monkeypatch):
 # ---- the first thing that a newcomer runs
 
 
+def test_builtin_text():
+    text = gpt2_train.builtin_text()
+    tokens, tokenizer = tokenize([text], "bytes")
+    assert len(text) > 300_000 and "\0" not in text
+    assert tokenizer.decode(tokens[1:]) == text
+
+
 def test_newcomer(tmp_path):
     """In a fresh process, as a user runs it. 60 s on two cores are 120 s of CPU time. The tests share the cores: one thread runs."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
@@ -274,6 +281,6 @@ def test_newcomer(tmp_path):
     assert losses[0] > 5 and losses[-1] < 1.8, losses
     assert seconds < 100
     sample = done.stdout.partition("generating:\n---\n")[2].rpartition("\n---\n")[0]
-    known, words = set(re.findall("[a-z]{4,}", builtin_text())), re.findall("[a-z]{4,}", sample)
+    known, words = set(re.findall("[a-z]{4,}", gpt2_train.builtin_text())), re.findall("[a-z]{4,}", sample)
     assert len(words) > 20 and sum(word in known for word in words) > len(words) / 2, sample
     assert list(tmp_path.iterdir()) == []

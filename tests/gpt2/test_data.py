@@ -325,12 +325,6 @@ def test_sections_of_tiny_shakespeare():
     assert "".join(sections("a\n\nb\n")) == "a\n\nb\n"
 
 
-def test_builtin_text():
-    text = data.builtin_text()
-    assert len(text) > 300_000 and "\0" not in text
-    assert tokenize([text], "bytes")[1].decode(tokenize([text], "bytes")[0][1:]) == text
-
-
 class FakeTiktoken:
     """Words are tokens: enough to see EOT, the vocabulary and the order."""
 
