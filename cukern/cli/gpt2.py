@@ -15,13 +15,16 @@ from cukern.cli import common
 from cukern.cli.bench import check_plot
 from cukern.cli.common import console, say
 from cukern.cli.gpt2_bench import bench
+from cukern.cli.gpt2_check import check
 from cukern.cli.gpt2_train import (
     HELLASWAG,
+    MODEL,
     TOKENIZER_FILE,
     Device,
     Dtype,
     Length,
     MatmulForward,
+    ModelFile,
     Rows,
     SoftmaxBackward,
     SoftmaxForward,
@@ -32,19 +35,18 @@ from cukern.cli.gpt2_train import (
     tokenizer_for,
     train,
 )
-from cukern.gpt2 import checkpoint, data, evaluate
+from cukern.gpt2 import data, evaluate
 from cukern.gpt2.data import read_tokenizer, write_tokenizer
 from cukern.gpt2.evaluate import sample_text
 from cukern.gpt2.files import expect, replace
-from cukern.gpt2.model import GPT2, use_kernels
+from cukern.gpt2.model import use_kernels
 
 app = typer.Typer(no_args_is_help=True, help="GPT-2 with llm.c's file formats, on cukern's kernels.")
 app.command()(train)
 app.command()(bench)
+app.command()(check)
 
-ModelFile = Annotated[str, typer.Option("-e", "--model", help="A model file, or sizes for random weights: d12, gpt3:c768, small.")]
 Tf32 = Annotated[int, typer.Option("-f", "--tf32", min=0, max=1, help="0: strict float32 matrix products.")]
-MODEL = "gpt2_124M.bin"
 
 
 @app.command(name="eval")
@@ -91,35 +93,6 @@ def sample_model(
     if found is None:
         raise ValueError(f"--tokenizer must name a tokenizer file: there is no {TOKENIZER_FILE} in this folder")
     say(sample_text(made, found, tokens, 1.0 if temperature is None else temperature))
-
-
-@app.command()
-def check(
-    model: ModelFile = MODEL,
-    state: Annotated[Path, typer.Option("--debug-state", help="The debug state of this model.")] = Path("gpt2_124M_debug_state.bin"),
-    device: Device = None,
-    softmax_forward_kernel: SoftmaxForward = None,
-    softmax_backward_kernel: SoftmaxBackward = None,
-    matmul_forward_kernel: MatmulForward = None,
-) -> None:
-    """Compare logits, gradients and the losses of ten updates with a debug state: llm.c's tests A and B. Exits with 1 if one differs."""
-    place = pick_device(device)
-    config, parameters = checkpoint.read_model(model)
-    debug = checkpoint.read_debug_state(state, config)
-    wrong = 0
-    for name, test in (("A", evaluate.test_a), ("B", evaluate.test_b)):
-        made = GPT2(config, device=place, dtype=torch.float32)
-        made.load_parameters(parameters)
-        with use_kernels(softmax_forward_kernel, softmax_backward_kernel, matmul_forward_kernel):
-            rows = test(made, debug, optimizer=cukern.AdamW)
-        say(f"test {name}")
-        for row in rows:
-            verdict = f"{'ok   ' if row.ok else 'WRONG'} {row.what}: {row.found:.6g}, expected {row.expected:.6g} +- {row.limit:.1g}"
-            say(verdict, None if row.ok else "red")
-        wrong += sum(not row.ok for row in rows)
-    say(f"{wrong or 'nothing'} wrong", "red" if wrong else "green")
-    if wrong:
-        raise typer.Exit(1)
 
 
 @app.command()

@@ -25,7 +25,7 @@ from cukern.gpt2.train import SCHEDULES, Settings, Step, Trainer
 
 TOKENIZER_FILE = "gpt2_tokenizer.bin"  # the name of the published one
 HELLASWAG = Path("dev/data/hellaswag/hellaswag_val.bin")  # llm.c's
-SMALL = "small"
+MODEL, SMALL = "gpt2_124M.bin", "small"
 # Without -i: a model for byte tokens that learns in 40 s on two CPU cores; what else was tried is in docs/notes/gpt2.md.
 SMALL_RUN: dict[str, Any] = dict(batch=12, seq_len=64, steps=1500, lr=4e-3, warmup=100, final_fraction=0.05, weight_decay=0.1)
 SMALL_RUN |= dict(val_every=500, val_batches=-1, sample_every=10**9, sample_tokens=512, temperature=0.3, prompt=tuple(b"The "))
@@ -70,6 +70,7 @@ def pick_device(device: str | None) -> str:
     return device
 
 
+ModelFile = Annotated[str, typer.Option("-e", "--model", help="A model file, or sizes for random weights: d12, gpt3:c768, small.")]
 Device = Annotated[str | None, typer.Option(metavar="cpu|cuda", help="Where to run; the GPU by default, if there is one.")]
 Rows = Annotated[int | None, typer.Option("-b", "--batch", help="B: rows of a forward pass (4; small run: 12).")]
 Length = Annotated[int | None, typer.Option("-t", "--seq-len", help="T: tokens of a row (1024; small run: 64).")]
