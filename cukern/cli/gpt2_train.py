@@ -21,7 +21,8 @@ from cukern.gpt2.checkpoint import Config
 from cukern.gpt2.data import Tokenizer, byte_tokenizer, read_tokenizer, tokenize, write_shards
 from cukern.gpt2.files import PathLike, expect
 from cukern.gpt2.model import GPT2, config_of, use_kernels
-from cukern.gpt2.train import SCHEDULES, Settings, Step, Trainer
+from cukern.gpt2.settings import SCHEDULES, Settings, Step
+from cukern.gpt2.train import Trainer
 
 TOKENIZER_FILE = "gpt2_tokenizer.bin"  # the name of the published one
 HELLASWAG = Path("dev/data/hellaswag/hellaswag_val.bin")  # llm.c's

@@ -154,22 +154,20 @@ class Mt19937:
     MATRIX = (0, 0x9908B0DF)
 
     def __init__(self, seed: int) -> None:
-        self._bits = np.random.MT19937()
-        np.random.RandomState(self._bits).seed(seed)  # not as MT19937(seed)
-        self._unused = True
+        self._rng, self._unused = np.random.RandomState(seed), True
 
     def permute(self, array: np.ndarray) -> None:
         """Shuffle in place: for i = n-1 down to 1, swap elements i and draw % (i + 1)."""
         i = np.arange(len(array) - 1, 0, -1)
         self._unused = self._unused and len(i) == 0
-        for a, b in zip(i, self._bits.random_raw(len(i)).astype(np.int64) % (i + 1), strict=True):
+        for a, b in zip(i, self._rng.randint(0, 2**32, len(i), np.uint32) % (i + 1), strict=True):
             array[a], array[b] = array[b], array[a]
 
     def to_bytes(self) -> bytes:
         """llm.c's struct of 2520 bytes. Its field `seed` is never set in llm.c; here it is 0."""
-        state = self._bits.state["state"]
-        left, position = (1, 0) if self._unused else (625 - state["pos"], state["pos"])
-        return np.array((0, left, position, state["key"], self.MATRIX), self.STRUCT).tobytes()
+        _, key, position, _, _ = self._rng.get_state(legacy=True)
+        left, position = (1, 0) if self._unused else (625 - position, position)
+        return np.array((0, left, position, key, self.MATRIX), self.STRUCT).tobytes()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "Mt19937":
@@ -180,7 +178,7 @@ class Mt19937:
         expect(valid, "left + next = 625 in the state of MT19937", f"{left} + {position}")
         rng = cls(0)
         rng._unused = unused
-        rng._bits.state = {"bit_generator": "MT19937", "state": {"key": np.array(key, np.uint32), "pos": 624 if unused else position}}
+        rng._rng.set_state(("MT19937", np.array(key, np.uint32), 624 if unused else position, 0, 0.0))
         return rng
 
 

@@ -50,8 +50,8 @@ def read_hellaswag(path: PathLike, vocab_size: int = START) -> list[Example]:
             where = f"example {i}, byte {file.tell() - 2 * len(words)}"
             head = words[:5].tolist()
             expect(len(head) == 5, f"{count} examples", "the end of the file", where)
-            start, size, index, label, choices = head
-            known = (start, index, choices) == (START, i, CHOICES) and label < CHOICES
+            size, label = head[1], head[3]
+            known = head == [START, size, i, label, CHOICES] and label < CHOICES
             expect(known, f"{START}, a size, {i}, a label below {CHOICES}, {CHOICES}", head, where)
             example, words = words[5 : size // 2], words[size // 2 :]
             complete = 10 < size <= min(longest, 2 * len(example) + 10)
@@ -97,15 +97,12 @@ class Xorshift:
         expect(isinstance(state, int) and 0 < state < 2**64, "a state from 1 to 2^64 - 1", state)
         self.state = state
 
-    def uint32(self) -> int:
+    def uniform(self) -> float:
+        """The next number: from 0 to 1 - 2^-24, a multiple of 2^-24."""
         self.state ^= self.state >> 12
         self.state ^= (self.state << 25) % 2**64
         self.state ^= self.state >> 27
-        return (self.state * 0x2545F4914F6CDD1D) % 2**64 >> 32
-
-    def uniform(self) -> float:
-        """From 0 to 1 - 2^-24, a multiple of 2^-24."""
-        return (self.uint32() >> 8) / 2**24
+        return ((self.state * 0x2545F4914F6CDD1D) % 2**64 >> 40) / 2**24
 
 
 def draw(logits: Tensor, coin: float, *, temperature: float = 1.0) -> int:
