@@ -165,9 +165,9 @@ class Mt19937:
 
     def to_bytes(self) -> bytes:
         """llm.c's struct of 2520 bytes. Its field `seed` is never set in llm.c; here it is 0."""
-        _, key, position, _, _ = self._rng.get_state(legacy=True)
-        left, position = (1, 0) if self._unused else (625 - position, position)
-        return np.array((0, left, position, key, self.MATRIX), self.STRUCT).tobytes()
+        state = self._rng.get_state(legacy=False)["state"]
+        left, position = (1, 0) if self._unused else (625 - state["pos"], state["pos"])
+        return np.array((0, left, position, state["key"], self.MATRIX), self.STRUCT).tobytes()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "Mt19937":
