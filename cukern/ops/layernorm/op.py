@@ -80,8 +80,7 @@ def _normalized(s: Tensor, eps: float, rms: bool) -> tuple[Any, Any]:
 
 
 def _public(op: str, x: Any, weight: Any, bias: Any, eps: Any, residual: Any, version: str | None) -> Any:
-    x = interop.to_torch("x", x)
-    checks.dtype("x", x, checks.FLOATS)
+    x = interop.floats("x", x)
     checks.version(op, version, VERSIONS)
     if x.ndim == 0:
         raise ValueError("x must have at least one dimension, got a tensor of shape ()")
@@ -92,11 +91,7 @@ def _public(op: str, x: Any, weight: Any, bias: Any, eps: Any, residual: Any, ve
     if bias is not None and weight is None:
         raise ValueError("bias must be None if weight is None")
     bias = interop.of_columns("bias", bias, x, () if weight is None else (weight.dtype,))
-    if residual is not None:
-        residual = interop.to_torch("residual", residual)
-        checks.dtype("residual", residual, checks.FLOATS)
-        checks.same(x=x, residual=residual)
-        checks.shape("residual", residual, tuple(x.shape), "it is added to x")
+    residual = None if residual is None else interop.like("residual", residual, "x", x)
     if backend.uses_torch(op, version, x):
         return reference(x, residual, weight, bias, eps, op == "rmsnorm")
     matrices = (None if t is None else unit_column_stride(as_matrix(t)) for t in (x, residual))
