@@ -1,5 +1,9 @@
 """`cukern gpt2`: trains, evaluates, samples, checks, times and profiles GPT-2 with llm.c's files, and makes these files."""
 
+import hashlib
+import importlib.util
+import os
+import tempfile
 import urllib.error
 import urllib.request
 from collections.abc import Callable
@@ -197,15 +201,34 @@ def make_data(
         for file, (folder, size) in PACK.items():
             _download(file, out / folder / file, size)
         return
+    expect(encoding in ("auto", "gpt2", "bytes"), "the encoding 'auto', 'gpt2' or 'bytes'", repr(encoding))
+    encoding = encoding if encoding != "auto" else "gpt2" if _tiktoken_at_hand() else "bytes"
     documents = [_read(path) for path in texts or ()]
     try:
-        tokens, tokenizer = data.tokenize([part for text in documents for part in (data.sections(text) if split else [text])], encoding)
+        tokens, tokenizer = data.tokenize([part for text in documents for part in (_sections(text) if split else [text])], encoding)
     except ImportError as error:
         raise ValueError(str(error)) from None
     for path in data.write_shards(out, name, tokens, val_first=val_tokens, shard_tokens=shard_tokens):
         say(f"{path}: {data.shard_length(path)} tokens")
     write_tokenizer(out / f"{name}_tokenizer.bin", tokenizer)
     say(f"{out / name}_tokenizer.bin: {len(tokenizer.tokens)} tokens")
+
+
+def _sections(text: str) -> list[str]:
+    """The parts of a text between blank lines, as llm.c cuts tiny_shakespeare: all but the last keep the blank line."""
+    *parts, last = text.split("\n\n")
+    return [part + "\n\n" for part in parts] + [last]
+
+
+def _tiktoken_at_hand() -> bool:
+    """True if tiktoken is installed and has GPT-2's vocabulary in its cache, so that it downloads nothing."""
+    if importlib.util.find_spec("tiktoken") is None:
+        return False
+    default = os.environ.get("DATA_GYM_CACHE_DIR", os.path.join(tempfile.gettempdir(), "data-gym-cache"))
+    folder = os.environ.get("TIKTOKEN_CACHE_DIR", default)
+    url = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
+    names = (hashlib.sha1((url + name).encode()).hexdigest() for name in ("vocab.bpe", "encoder.json"))
+    return all(os.path.isfile(os.path.join(folder, name)) for name in names)
 
 
 def _read(path: Path) -> str:

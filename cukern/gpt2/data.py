@@ -1,10 +1,7 @@
 """From text to tokens to batches: llm.c's tokenizer file and token shards, and its data loader, with the same batches in the same order."""
 
 import glob
-import hashlib
-import importlib.util
 import os
-import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,11 +31,10 @@ class Tokenizer:
 
     def decode(self, tokens: Iterable[int]) -> str:
         """The text. Bytes that are not UTF-8, such as a part of a character, become U+FFFD."""
-        parts = []
+        tokens = list(tokens)
         for token in tokens:
             expect(0 <= token < len(self.tokens), f"a token from 0 to {len(self.tokens) - 1}", token)
-            parts.append(self.tokens[token])
-        return b"".join(parts).decode(errors="replace")
+        return b"".join(self.tokens[token] for token in tokens).decode(errors="replace")
 
 
 def byte_tokenizer() -> Tokenizer:
@@ -54,7 +50,6 @@ def read_tokenizer(path: PathLike) -> Tokenizer:
         if version == 1:
             expect(count == 50257, "50257 tokens in version 1", count)
             eot = GPT2_EOT
-        expect(0 <= eot < count, f"an EOT token from 0 to {count - 1}", eot)
         for i in range(count):
             length = file.read(1)
             expect(length, f"{count} tokens", f"the end of the file after {i} tokens")
@@ -98,34 +93,17 @@ def read_shard(path: PathLike) -> np.ndarray:
     return np.fromfile(path, "<u2", shard_length(path), offset=HEADER_BYTES)
 
 
-def tiktoken_at_hand() -> bool:
-    """True if tiktoken is installed and has GPT-2's vocabulary in its cache, so that it downloads nothing."""
-    if importlib.util.find_spec("tiktoken") is None:
-        return False
-    default = os.environ.get("DATA_GYM_CACHE_DIR", os.path.join(tempfile.gettempdir(), "data-gym-cache"))
-    folder = os.environ.get("TIKTOKEN_CACHE_DIR", default)
-    url = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
-    names = (hashlib.sha1((url + name).encode()).hexdigest() for name in ("vocab.bpe", "encoder.json"))
-    return all(os.path.isfile(os.path.join(folder, name)) for name in names)
-
-
-def tokenize(texts: Iterable[str], encoding: str = "auto") -> tuple[np.ndarray, Tokenizer]:
+def tokenize(texts: Iterable[str], encoding: str) -> tuple[np.ndarray, Tokenizer]:
     """The tokens of documents as uint16, EOT before each document, and the tokenizer that decodes them.
-    `encoding` is "gpt2" (by the package tiktoken, which downloads its vocabulary once), "bytes" (the bytes of UTF-8; EOT is 0), or "auto":
-    "gpt2" if that needs no download, else "bytes". "<|endoftext|>" in a text is ordinary text."""
-    expect(encoding in ("auto", "gpt2", "bytes"), "the encoding 'auto', 'gpt2' or 'bytes'", repr(encoding))
-    if encoding == "bytes" or (encoding == "auto" and not tiktoken_at_hand()):
+    `encoding` is "gpt2" (by the package tiktoken, which downloads its vocabulary once) or "bytes" (the bytes of UTF-8; EOT is 0).
+    "<|endoftext|>" in a text is ordinary text."""
+    expect(encoding in ("gpt2", "bytes"), "the encoding 'gpt2' or 'bytes'", repr(encoding))
+    if encoding == "bytes":
         return np.frombuffer(b"".join(b"\0" + text.encode() for text in texts), np.uint8).astype(np.uint16), byte_tokenizer()
     gpt2 = optional("tiktoken", "tiktoken", "the encoding 'gpt2' needs").get_encoding("gpt2")
     parts = [np.array([GPT2_EOT, *gpt2.encode_ordinary(text)], np.uint16) for text in texts]
     tokenizer = Tokenizer(tuple(gpt2.decode_single_token_bytes(i) for i in range(gpt2.n_vocab)), GPT2_EOT)
     return np.concatenate([np.empty(0, np.uint16), *parts]), tokenizer
-
-
-def sections(text: str) -> list[str]:
-    """The parts of a text between blank lines, as llm.c cuts tiny_shakespeare: all but the last keep the blank line."""
-    *parts, last = text.split("\n\n")
-    return [part + "\n\n" for part in parts] + [last]
 
 
 def write_shards(folder: PathLike, name: str, tokens: np.ndarray, *, val_first: int | None = None, shard_tokens: int = 10**8) -> list[Path]:
@@ -174,8 +152,7 @@ class Mt19937:
         _, left, position, key, matrix = np.frombuffer(data, cls.STRUCT, 1)[0].tolist()
         unused = (left, position) == (1, 0)
         expect(tuple(matrix) == cls.MATRIX, f"the constants {cls.MATRIX} of MT19937", tuple(matrix))
-        valid = unused or (left + position == 625 and 0 < position < 625)
-        expect(valid, "left + next = 625 in the state of MT19937", f"{left} + {position}")
+        expect(unused or 0 < position == 625 - left < 625, "left + next = 625 in the state of MT19937", f"{left} + {position}")
         rng = cls(0)
         rng._unused = unused
         rng._rng.set_state(("MT19937", np.array(key, np.uint32), 624 if unused else position, 0, 0.0))
@@ -267,8 +244,7 @@ class DataLoader:
 
     def resume(self, state: LoaderState) -> None:
         """Go to a saved state, of a loader with the same shards, sizes and choice of shuffling."""
-        shuffles = state.shuffle is not None
-        expect(shuffles == self.shuffle, f"a loader state with shuffle={self.shuffle}", f"shuffle={shuffles}")
+        expect((state.shuffle is not None) == self.shuffle, f"a loader state with shuffle={self.shuffle}", f"shuffle={not self.shuffle}")
         order, sample_order, rng = state.shuffle or (self._shard_order, None, b"")
         expect(len(order) == len(self.paths), f"a loader state of {len(self.paths)} shards", len(order))
         expect(0 <= state.shard < len(order), f"a shard from 0 to {len(order) - 1}", state.shard)
@@ -276,6 +252,6 @@ class DataLoader:
         sample_order = np.arange(samples, dtype=np.int32) if sample_order is None else sample_order
         expect(len(sample_order) == samples, f"a loader state of {samples} samples", len(sample_order))
         expect(0 <= state.sample <= samples, f"a sample from 0 to {samples}", state.sample)
-        if shuffles:
+        if self.shuffle:
             self._rng = Mt19937.from_bytes(rng)
         self._shard, self._sample, self._shard_order, self._sample_order = state.shard, state.sample, order.copy(), sample_order.copy()
