@@ -76,10 +76,14 @@ def _call(op: str, function: str, version: str | None, x: Any, up: Any = None, b
     checks.version(op, version, VERSIONS)
     if backend.uses_torch(op, version, x):
         return _reference(function, up is not None, x, bias if up is None else up)
-    is_one_row = bias is None and x.is_contiguous() and (up is None or up.is_contiguous())
-    rows = (t if t is None else t.view(1, -1) if is_one_row else as_matrix(t) for t in (x, up))
-    bias = bias if bias is None or bias.ndim else bias.view(1)
-    return (_apply if watched(x, up, bias) else _gelu)(*rows, bias, function, version or "").view(x.shape)
+    run = _apply if watched(x, up, bias) else _gelu
+    return run(*_rows(x, up, bias), None if bias is None else bias.reshape(-1), function, version or "").view(x.shape)
+
+
+def _rows(x: Tensor, up: Tensor | None, bias: Tensor | None) -> Iterable[Tensor | None]:
+    """x and up as matrices; contiguous tensors without a bias as one row."""
+    are_one_row = bias is None and x.is_contiguous() and (up is None or up.is_contiguous())
+    return (t if t is None else t.reshape(1, -1) if are_one_row else as_matrix(t) for t in (x, up))
 
 
 def _reference(function: str, gated: bool, x: Tensor, other: Tensor | None = None) -> Tensor:

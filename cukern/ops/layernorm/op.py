@@ -120,9 +120,9 @@ def _fake(x: Tensor, residual: Tensor | None, *_: Any) -> list[Tensor]:
 
 
 def _launch_backward(
-    s: Tensor, dy: Tensor, ds: Tensor | None, stats: Tensor, weight: Tensor | None, eps: float, rms: bool, affine: int, version: str
+    s: Tensor, dy: Tensor, ds: Tensor | None, stats: Tensor, weight: Tensor | None, rms: bool, affine: int, version: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    outs = dx, dweight, dbias = _fake_backward(s, dy, ds, stats, weight, eps, rms, affine)
+    outs = dx, dweight, dbias = _fake_backward(s, dy, ds, stats, weight, rms, affine)
     if not s.numel():
         return dx, dweight.zero_(), dbias.zero_()
     w, grads = None if weight is None else weight.contiguous(), (dweight if affine else None, dbias if affine > 1 else None)
@@ -132,7 +132,7 @@ def _launch_backward(
 
 
 def _fake_backward(
-    s: Tensor, dy: Any, ds: Any, stats: Any, weight: Tensor | None, eps: float, rms: bool, affine: int, *_: Any
+    s: Tensor, dy: Any, ds: Any, stats: Any, weight: Tensor | None, rms: bool, affine: int, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`affine`: 0: only dx; 1: and dweight; 2: and dbias. What is not wanted has no elements."""
     like, columns = s if weight is None else weight, s.shape[1]
@@ -143,7 +143,7 @@ _layernorm = raw_op(
     "_layernorm(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps, bool rms, str version) -> Tensor[]", 4, _launch, _fake
 )
 _layernorm_backward = raw_op(
-    "_layernorm_backward(Tensor s, Tensor dy, Tensor? ds, Tensor stats, Tensor? weight, float eps, bool rms, int affine, str version)"
+    "_layernorm_backward(Tensor s, Tensor dy, Tensor? ds, Tensor stats, Tensor? weight, bool rms, int affine, str version)"
     " -> (Tensor, Tensor, Tensor)",
     5, _launch_backward, _fake_backward,
 )  # fmt: skip
@@ -152,21 +152,21 @@ _layernorm_backward = raw_op(
 
 
 def _kept(inputs: Sequence[Any], outs: Sequence[Tensor]) -> Sequence[Any]:
-    """With a residual s, in place of x and of the residual: derivatives depend on their sum only."""
+    """With a residual, derivatives depend on s only: it replaces x, and s without its history replaces the residual."""
     x, residual, *affine = inputs
-    return (x, None, *affine) if residual is None else (outs[1], outs[1], *affine)
+    return (x, None, *affine) if residual is None else (outs[1], outs[1].detach(), *affine)
 
 
 def _gradient(needed: Sequence[bool], inputs: Sequence[Any], stats: Sequence[Tensor], dy: Any, ds: Any = None) -> tuple[Tensor | None, ...]:
-    s, residual, weight, bias, eps, rms, version = inputs
+    s, residual, weight, bias, _, rms, version = inputs
     affine = 2 if bias is not None and needed[3] else int(needed[2])
     dy = torch.zeros_like(s) if dy is None else dy
-    dx, dweight, dbias = _layernorm_backward(s, dy, ds, *stats, weight, eps, rms, affine, version)
+    dx, dweight, dbias = _layernorm_backward(s, dy, ds, *stats, weight, rms, affine, version)
     return dx, None if residual is None else dx, dweight if affine else None, dbias if affine > 1 else None
 
 
 def _in_torch(s: Tensor, residual: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
-    """y and s, from what _kept returns."""
+    """y and s, from what _kept returns: as a function, s + residual, which has the value of s."""
     s = s if residual is None else s + (residual - residual.detach())
     return reference(s, None, *rest), s
 
