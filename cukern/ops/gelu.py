@@ -83,7 +83,7 @@ def _call(op: str, function: str, version: str | None, x: Any, up: Any = None, b
 def _rows(x: Tensor, up: Tensor | None, bias: Tensor | None) -> Iterable[Tensor | None]:
     """x and up as matrices; contiguous tensors without a bias as one row."""
     are_one_row = bias is None and x.is_contiguous() and (up is None or up.is_contiguous())
-    return (t if t is None else t.reshape(1, -1) if are_one_row else as_matrix(t) for t in (x, up))
+    return (t if t is None else t.reshape(1, t.numel()) if are_one_row else as_matrix(t) for t in (x, up))
 
 
 def _reference(function: str, gated: bool, x: Tensor, other: Tensor | None = None) -> Tensor:
