@@ -77,7 +77,7 @@ def _call(op: str, function: str, version: str | None, x: Any, up: Any = None, b
     if backend.uses_torch(op, version, x):
         return _reference(function, up is not None, x, bias if up is None else up)
     run = _apply if watched(x, up, bias) else _gelu
-    return run(*_rows(x, up, bias), None if bias is None else bias.reshape(-1), function, version or "").view(x.shape)
+    return run(*_rows(x, up, bias), None if bias is None else bias.reshape(bias.numel()), function, version or "").view(x.shape)
 
 
 def _rows(x: Tensor, up: Tensor | None, bias: Tensor | None) -> Iterable[Tensor | None]:

@@ -10,6 +10,7 @@ from cukern.runtime.autocast import off
 from cukern.runtime.registry import Differentiable, apply_of, each, rows_of_each, save, transformed, watched
 
 Math = Callable[..., Any]
+_tracing = torch.compiler.is_dynamo_compiling
 
 
 def gradients(math: Math, inputs: Sequence[Any], douts: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
@@ -84,9 +85,9 @@ def differentiable(
             others = () if isinstance(output, Tensor) else output[outputs:]
             if others:
                 ctx.mark_non_differentiable(*others)
-            ctx.options, ctx.outputs = inputs[tensors:], 1 if isinstance(output, Tensor) else len(output[:outputs])
+            ctx.options, ctx.outputs = inputs[tensors:], outputs if outputs > 0 else len(output) + outputs
             save(ctx, *kept(inputs[:tensors], output), *others)
-            if not torch.compiler.is_dynamo_compiling():
+            if not _tracing():
                 ctx.set_materialize_grads(False)
 
         @staticmethod

@@ -153,8 +153,7 @@ _layernorm_backward = raw_op(
 
 def _kept(inputs: Sequence[Any], outs: Sequence[Tensor]) -> Sequence[Any]:
     """With a residual, derivatives depend on s only: it replaces x, and s without its history replaces the residual."""
-    x, residual, *affine = inputs
-    return (x, None, *affine) if residual is None else (outs[1], outs[1].detach(), *affine)
+    return inputs if inputs[1] is None else (outs[1], outs[1].detach(), *inputs[2:])
 
 
 def _gradient(needed: Sequence[bool], inputs: Sequence[Any], stats: Sequence[Tensor], dy: Any, ds: Any = None) -> tuple[Tensor | None, ...]:
