@@ -85,10 +85,10 @@ def differentiable(
             others = () if isinstance(output, Tensor) else output[outputs:]
             if others:
                 ctx.mark_non_differentiable(*others)
+                if not _tracing():
+                    ctx.set_materialize_grads(False)  # zeros for the gradients of `others` would take a launch each
             ctx.options, ctx.outputs = inputs[tensors:], outputs if outputs > 0 else len(output) + outputs
             save(ctx, *kept(inputs[:tensors], output), *others)
-            if not _tracing():
-                ctx.set_materialize_grads(False)
 
         @staticmethod
         def backward(ctx: Any, *douts: Any) -> Any:
