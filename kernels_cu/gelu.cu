@@ -30,14 +30,9 @@ struct Gate {
 };
 
 template <typename T>
-__device__ __forceinline__ compute_t<T> exponential(compute_t<T> x) {
-    if constexpr (sizeof(T) == 2) return exp2_approx(x * 1.4426950408889634f);
-    else return exp(x);
-}
-
-template <typename T>
 __device__ __forceinline__ Gate<compute_t<T>> sigmoid(compute_t<T> x) {
-    compute_t<T> e = exponential<T>(-fabs(x)), p = sizeof(T) == 2 ? reciprocal_approx(1 + e) : 1 / (1 + e), q = e * p;
+    compute_t<T> e = sizeof(T) == 2 ? exp2_approx(-fabs(x) * 1.4426950408889634f) : exp(-fabs(x));
+    compute_t<T> p = sizeof(T) == 2 ? reciprocal_approx(1 + e) : 1 / (1 + e), q = e * p;
     return {x < 0 ? q : p, p * q};
 }
 

@@ -228,8 +228,7 @@ __global__ void __launch_bounds__(512, N == 1 ? 1 : 0)  // 0: not specified; wit
             if (column < end) store_vec(s + row * columns + column, values.v[k]);
         }
     }
-    C mean = 0;
-    if (!RMS) mean = row_sum(values.sum(columns, [](C a) { return a; }), sums[0]) / columns;
+    C mean = RMS ? C(0) : row_sum(values.sum(columns, [](C a) { return a; }), sums[0]) / columns;
     C squares = row_sum(values.sum(columns, [mean](C a) { return (a - mean) * (a - mean); }), sums[1]);
     C rstd = 1 / sqrt(squares / columns + C(eps));
 #pragma unroll

@@ -1,5 +1,9 @@
 """`cukern gpt2`: trains, evaluates, samples, checks, times and profiles GPT-2 with llm.c's files, and makes these files."""
 
+import hashlib
+import importlib.util
+import os
+import tempfile
 import urllib.error
 import urllib.request
 from collections.abc import Callable
@@ -15,12 +19,16 @@ from cukern.cli import common
 from cukern.cli.bench import check_plot
 from cukern.cli.common import console, say
 from cukern.cli.gpt2_bench import bench
+from cukern.cli.gpt2_check import check
 from cukern.cli.gpt2_train import (
     HELLASWAG,
+    MODEL,
+    TOKENIZER_FILE,
     Device,
     Dtype,
     Length,
     MatmulForward,
+    ModelFile,
     Rows,
     SoftmaxBackward,
     SoftmaxForward,
@@ -28,21 +36,21 @@ from cukern.cli.gpt2_train import (
     TokenizerFile,
     make_model,
     pick_device,
+    tokenizer_for,
     train,
 )
-from cukern.gpt2 import checkpoint, data, evaluate
-from cukern.gpt2.data import TOKENIZER_FILE, read_tokenizer, tokenizer_for, write_tokenizer
+from cukern.gpt2 import data, evaluate
+from cukern.gpt2.data import read_tokenizer, write_tokenizer
 from cukern.gpt2.evaluate import sample_text
 from cukern.gpt2.files import expect, replace
-from cukern.gpt2.model import GPT2, use_kernels
+from cukern.gpt2.model import use_kernels
 
 app = typer.Typer(no_args_is_help=True, help="GPT-2 with llm.c's file formats, on cukern's kernels.")
 app.command()(train)
 app.command()(bench)
+app.command()(check)
 
-ModelFile = Annotated[str, typer.Option("-e", "--model", help="A model file, or sizes for random weights: d12, gpt3:c768, small.")]
 Tf32 = Annotated[int, typer.Option("-f", "--tf32", min=0, max=1, help="0: strict float32 matrix products.")]
-MODEL = "gpt2_124M.bin"
 
 
 @app.command(name="eval")
@@ -89,35 +97,6 @@ def sample_model(
     if found is None:
         raise ValueError(f"--tokenizer must name a tokenizer file: there is no {TOKENIZER_FILE} in this folder")
     say(sample_text(made, found, tokens, 1.0 if temperature is None else temperature))
-
-
-@app.command()
-def check(
-    model: ModelFile = MODEL,
-    state: Annotated[Path, typer.Option("--debug-state", help="The debug state of this model.")] = Path("gpt2_124M_debug_state.bin"),
-    device: Device = None,
-    softmax_forward_kernel: SoftmaxForward = None,
-    softmax_backward_kernel: SoftmaxBackward = None,
-    matmul_forward_kernel: MatmulForward = None,
-) -> None:
-    """Compare logits, gradients and the losses of ten updates with a debug state: llm.c's tests A and B. Exits with 1 if one differs."""
-    place = pick_device(device)
-    config, parameters = checkpoint.read_model(model)
-    debug = checkpoint.read_debug_state(state, config)
-    wrong = 0
-    for name, test in (("A", evaluate.test_a), ("B", evaluate.test_b)):
-        made = GPT2(config, device=place, dtype=torch.float32)
-        made.load_parameters(parameters)
-        with use_kernels(softmax_forward_kernel, softmax_backward_kernel, matmul_forward_kernel):
-            rows = test(made, debug, optimizer=cukern.AdamW)
-        say(f"test {name}")
-        for row in rows:
-            verdict = f"{'ok   ' if row.ok else 'WRONG'} {row.what}: {row.found:.6g}, expected {row.expected:.6g} +- {row.limit:.1g}"
-            say(verdict, None if row.ok else "red")
-        wrong += sum(not row.ok for row in rows)
-    say(f"{wrong or 'nothing'} wrong", "red" if wrong else "green")
-    if wrong:
-        raise typer.Exit(1)
 
 
 @app.command()
@@ -222,15 +201,34 @@ def make_data(
         for file, (folder, size) in PACK.items():
             _download(file, out / folder / file, size)
         return
+    expect(encoding in ("auto", "gpt2", "bytes"), "the encoding 'auto', 'gpt2' or 'bytes'", repr(encoding))
+    encoding = encoding if encoding != "auto" else "gpt2" if _tiktoken_at_hand() else "bytes"
     documents = [_read(path) for path in texts or ()]
     try:
-        tokens, tokenizer = data.tokenize([part for text in documents for part in (data.sections(text) if split else [text])], encoding)
+        tokens, tokenizer = data.tokenize([part for text in documents for part in (_sections(text) if split else [text])], encoding)
     except ImportError as error:
         raise ValueError(str(error)) from None
     for path in data.write_shards(out, name, tokens, val_first=val_tokens, shard_tokens=shard_tokens):
         say(f"{path}: {data.shard_length(path)} tokens")
     write_tokenizer(out / f"{name}_tokenizer.bin", tokenizer)
     say(f"{out / name}_tokenizer.bin: {len(tokenizer.tokens)} tokens")
+
+
+def _sections(text: str) -> list[str]:
+    """The parts of a text between blank lines, as llm.c cuts tiny_shakespeare: all but the last keep the blank line."""
+    *parts, last = text.split("\n\n")
+    return [part + "\n\n" for part in parts] + [last]
+
+
+def _tiktoken_at_hand() -> bool:
+    """True if tiktoken is installed and has GPT-2's vocabulary in its cache, so that it downloads nothing."""
+    if importlib.util.find_spec("tiktoken") is None:
+        return False
+    default = os.environ.get("DATA_GYM_CACHE_DIR", os.path.join(tempfile.gettempdir(), "data-gym-cache"))
+    folder = os.environ.get("TIKTOKEN_CACHE_DIR", default)
+    url = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
+    names = (hashlib.sha1((url + name).encode()).hexdigest() for name in ("vocab.bpe", "encoder.json"))
+    return all(os.path.isfile(os.path.join(folder, name)) for name in names)
 
 
 def _read(path: Path) -> str:

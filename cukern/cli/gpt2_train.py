@@ -1,6 +1,7 @@
 """`cukern gpt2 train`: llm.c's flags; without -i a small model on a text that every machine has."""
 
 import contextlib
+import os
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,13 +18,15 @@ from cukern.cli.bench import check_plot
 from cukern.cli.common import DTYPES, console, say
 from cukern.gpt2 import checkpoint, parallel
 from cukern.gpt2.checkpoint import Config
-from cukern.gpt2.data import TOKENIZER_FILE, builtin_text, tokenize, tokenizer_for, write_shards
-from cukern.gpt2.files import expect
+from cukern.gpt2.data import Tokenizer, byte_tokenizer, read_tokenizer, tokenize, write_shards
+from cukern.gpt2.files import PathLike, expect
 from cukern.gpt2.model import GPT2, config_of, use_kernels
-from cukern.gpt2.train import SCHEDULES, Settings, Step, Trainer
+from cukern.gpt2.settings import SCHEDULES, Settings, Step
+from cukern.gpt2.train import Trainer
 
+TOKENIZER_FILE = "gpt2_tokenizer.bin"  # the name of the published one
 HELLASWAG = Path("dev/data/hellaswag/hellaswag_val.bin")  # llm.c's
-SMALL = "small"
+MODEL, SMALL = "gpt2_124M.bin", "small"
 # Without -i: a model for byte tokens that learns in 40 s on two CPU cores; what else was tried is in docs/notes/gpt2.md.
 SMALL_RUN: dict[str, Any] = dict(batch=12, seq_len=64, steps=1500, lr=4e-3, warmup=100, final_fraction=0.05, weight_decay=0.1)
 SMALL_RUN |= dict(val_every=500, val_batches=-1, sample_every=10**9, sample_tokens=512, temperature=0.3, prompt=tuple(b"The "))
@@ -48,6 +51,17 @@ def make_model(name: str, seq_len: int, device: str, dtype: str | None = "f", **
     return model
 
 
+def tokenizer_for(vocab_size: int, path: PathLike | None = None) -> Tokenizer | None:
+    """The tokenizer of a model: of the file, else bytes for 256 tokens, else gpt2_tokenizer.bin in the current folder, if it is there."""
+    if path is None and vocab_size == 256:
+        return byte_tokenizer()
+    if path is None and not os.path.exists(TOKENIZER_FILE):
+        return None
+    tokenizer = read_tokenizer(path or TOKENIZER_FILE)
+    expect(len(tokenizer.tokens) == vocab_size, f"the model's {vocab_size} tokens", len(tokenizer.tokens), path or TOKENIZER_FILE)
+    return tokenizer
+
+
 def pick_device(device: str | None) -> str:
     """The GPU if there is one, unless a device is named. Raises ValueError for a device that there is not."""
     if device is None:
@@ -57,6 +71,7 @@ def pick_device(device: str | None) -> str:
     return device
 
 
+ModelFile = Annotated[str, typer.Option("-e", "--model", help="A model file, or sizes for random weights: d12, gpt3:c768, small.")]
 Device = Annotated[str | None, typer.Option(metavar="cpu|cuda", help="Where to run; the GPU by default, if there is one.")]
 Rows = Annotated[int | None, typer.Option("-b", "--batch", help="B: rows of a forward pass (4; small run: 12).")]
 Length = Annotated[int | None, typer.Option("-t", "--seq-len", help="T: tokens of a row (1024; small run: 64).")]
@@ -167,6 +182,13 @@ def _data(given: dict[str, Any]) -> Iterator[Settings]:
             val, train = write_shards(folder, "topics", tokenize([builtin_text()], "bytes")[0])
             given = SMALL_RUN | {"train_data": train, "val_data": val} | given
         yield Settings(**given)
+
+
+def builtin_text() -> str:
+    """About 460 KB of English that is on every machine: the topics of Python's own help()."""
+    from pydoc_data.topics import topics
+
+    return "\n\n".join(topics.values())
 
 
 def _describe(trainer: Trainer, tf32: bool) -> None:

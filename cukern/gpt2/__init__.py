@@ -2,5 +2,5 @@
 
 files: headers and sizes of llm.c's files, and files that are replaced in one step. data: text to tokens to batches, and back to text.
 checkpoint: weights, optimizer state, debug state, and Hugging Face's weights. model: the network. settings, train: the loop. parallel:
-several processes. evaluate: validation loss, HellaSwag, text, llm.c's tests A and B. On the command line: `cukern gpt2 --help`.
+several processes. evaluate: validation loss, HellaSwag, text. On the command line: `cukern gpt2 --help`.
 """

@@ -78,17 +78,13 @@ class Config:
         return shapes
 
     shapes = property(shapes_of)
+    num_parameters = property(lambda self: sum(map(math.prod, self.shapes.values())))  # their elements, the padding of wte included
 
     def check(self, tensors: Parameters, what: str = "", processes: int = 1) -> None:
         """Raise ValueError unless the tensors have the names and shapes of `shapes_of`."""
         found, expected = {name: tuple(tensor.shape) for name, tensor in tensors.items()}, self.shapes_of(processes)
         for name in {**found, **expected}:
             expect(found.get(name) == expected.get(name), f"{what}{name} of shape {expected.get(name)}", found.get(name))
-
-    @property
-    def num_parameters(self) -> int:
-        """Elements of all parameters, the padding of wte included."""
-        return sum(map(math.prod, self.shapes.values()))
 
 
 def _check(config: Config, tensors: Parameters, what: str, dtypes: tuple[torch.dtype, ...], parts: int = 1) -> list[Tensor]:
@@ -98,8 +94,8 @@ def _check(config: Config, tensors: Parameters, what: str, dtypes: tuple[torch.d
     for name, tensor in tensors.items():
         expect(tensor.dtype in dtypes, f"{what} {name} of {' or '.join(map(str, dtypes))}", tensor.dtype, error=TypeError)
         dtypes = (tensor.dtype,)
-    padding = tensors["wte"][config.vocab_size :] if parts == 1 else torch.empty(0)
-    expect(not padding.count_nonzero(), f"zeros in wte from row {config.vocab_size} on", "other values")
+    clean = parts > 1 or not tensors["wte"][config.vocab_size :].count_nonzero()
+    expect(clean, f"zeros in wte from row {config.vocab_size} on", "other values")
     return [tensors[name] for name in PARAMETERS]
 
 

@@ -1,10 +1,7 @@
 """From text to tokens to batches: llm.c's tokenizer file and token shards, and its data loader, with the same batches in the same order."""
 
 import glob
-import hashlib
-import importlib.util
 import os
-import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +15,6 @@ from cukern.gpt2.files import HEADER_BYTES, PathLike, check_size, expect, option
 SHARD, TOKENIZER = 20240520, 20240328  # magic numbers
 MAX_TOKENS = (2**31 - HEADER_BYTES - 1) // 2  # of a shard: llm.c's loader holds offsets in bytes as int32
 GPT2_EOT = 50256
-TOKENIZER_FILE = "gpt2_tokenizer.bin"  # the name of the published one
 
 
 @dataclass(frozen=True)
@@ -35,11 +31,10 @@ class Tokenizer:
 
     def decode(self, tokens: Iterable[int]) -> str:
         """The text. Bytes that are not UTF-8, such as a part of a character, become U+FFFD."""
-        parts = []
+        tokens = list(tokens)
         for token in tokens:
             expect(0 <= token < len(self.tokens), f"a token from 0 to {len(self.tokens) - 1}", token)
-            parts.append(self.tokens[token])
-        return b"".join(parts).decode(errors="replace")
+        return b"".join(self.tokens[token] for token in tokens).decode(errors="replace")
 
 
 def byte_tokenizer() -> Tokenizer:
@@ -55,7 +50,6 @@ def read_tokenizer(path: PathLike) -> Tokenizer:
         if version == 1:
             expect(count == 50257, "50257 tokens in version 1", count)
             eot = GPT2_EOT
-        expect(0 <= eot < count, f"an EOT token from 0 to {count - 1}", eot)
         for i in range(count):
             length = file.read(1)
             expect(length, f"{count} tokens", f"the end of the file after {i} tokens")
@@ -70,17 +64,6 @@ def write_tokenizer(path: PathLike, tokenizer: Tokenizer) -> None:
     with replace(path) as file:
         write_header(file, TOKENIZER, 2, len(tokenizer.tokens), tokenizer.eot)
         file.write(b"".join(bytes([len(token)]) + token for token in tokenizer.tokens))
-
-
-def tokenizer_for(vocab_size: int, path: PathLike | None = None) -> Tokenizer | None:
-    """The tokenizer of a model: of the file, else bytes for 256 tokens, else gpt2_tokenizer.bin in the current folder, if it is there."""
-    if path is None and vocab_size == 256:
-        return byte_tokenizer()
-    if path is None and not os.path.exists(TOKENIZER_FILE):
-        return None
-    tokenizer = read_tokenizer(path or TOKENIZER_FILE)
-    expect(len(tokenizer.tokens) == vocab_size, f"the model's {vocab_size} tokens", len(tokenizer.tokens), path or TOKENIZER_FILE)
-    return tokenizer
 
 
 # ---- token shards
@@ -110,41 +93,17 @@ def read_shard(path: PathLike) -> np.ndarray:
     return np.fromfile(path, "<u2", shard_length(path), offset=HEADER_BYTES)
 
 
-def builtin_text() -> str:
-    """About 460 KB of English that is on every machine: the topics of Python's own help()."""
-    from pydoc_data.topics import topics
-
-    return "\n\n".join(topics.values())
-
-
-def tiktoken_at_hand() -> bool:
-    """True if tiktoken is installed and has GPT-2's vocabulary in its cache, so that it downloads nothing."""
-    if importlib.util.find_spec("tiktoken") is None:
-        return False
-    default = os.environ.get("DATA_GYM_CACHE_DIR", os.path.join(tempfile.gettempdir(), "data-gym-cache"))
-    folder = os.environ.get("TIKTOKEN_CACHE_DIR", default)
-    url = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
-    names = (hashlib.sha1((url + name).encode()).hexdigest() for name in ("vocab.bpe", "encoder.json"))
-    return all(os.path.isfile(os.path.join(folder, name)) for name in names)
-
-
-def tokenize(texts: Iterable[str], encoding: str = "auto") -> tuple[np.ndarray, Tokenizer]:
+def tokenize(texts: Iterable[str], encoding: str) -> tuple[np.ndarray, Tokenizer]:
     """The tokens of documents as uint16, EOT before each document, and the tokenizer that decodes them.
-    `encoding` is "gpt2" (by the package tiktoken, which downloads its vocabulary once), "bytes" (the bytes of UTF-8; EOT is 0), or "auto":
-    "gpt2" if that needs no download, else "bytes". "<|endoftext|>" in a text is ordinary text."""
-    expect(encoding in ("auto", "gpt2", "bytes"), "the encoding 'auto', 'gpt2' or 'bytes'", repr(encoding))
-    if encoding == "bytes" or (encoding == "auto" and not tiktoken_at_hand()):
+    `encoding` is "gpt2" (by the package tiktoken, which downloads its vocabulary once) or "bytes" (the bytes of UTF-8; EOT is 0).
+    "<|endoftext|>" in a text is ordinary text."""
+    expect(encoding in ("gpt2", "bytes"), "the encoding 'gpt2' or 'bytes'", repr(encoding))
+    if encoding == "bytes":
         return np.frombuffer(b"".join(b"\0" + text.encode() for text in texts), np.uint8).astype(np.uint16), byte_tokenizer()
     gpt2 = optional("tiktoken", "tiktoken", "the encoding 'gpt2' needs").get_encoding("gpt2")
     parts = [np.array([GPT2_EOT, *gpt2.encode_ordinary(text)], np.uint16) for text in texts]
     tokenizer = Tokenizer(tuple(gpt2.decode_single_token_bytes(i) for i in range(gpt2.n_vocab)), GPT2_EOT)
     return np.concatenate([np.empty(0, np.uint16), *parts]), tokenizer
-
-
-def sections(text: str) -> list[str]:
-    """The parts of a text between blank lines, as llm.c cuts tiny_shakespeare: all but the last keep the blank line."""
-    *parts, last = text.split("\n\n")
-    return [part + "\n\n" for part in parts] + [last]
 
 
 def write_shards(folder: PathLike, name: str, tokens: np.ndarray, *, val_first: int | None = None, shard_tokens: int = 10**8) -> list[Path]:
@@ -173,20 +132,18 @@ class Mt19937:
     MATRIX = (0, 0x9908B0DF)
 
     def __init__(self, seed: int) -> None:
-        self._bits = np.random.MT19937()
-        np.random.RandomState(self._bits).seed(seed)  # not as MT19937(seed)
-        self._unused = True
+        self._rng, self._unused = np.random.RandomState(seed), True
 
     def permute(self, array: np.ndarray) -> None:
         """Shuffle in place: for i = n-1 down to 1, swap elements i and draw % (i + 1)."""
         i = np.arange(len(array) - 1, 0, -1)
         self._unused = self._unused and len(i) == 0
-        for a, b in zip(i, self._bits.random_raw(len(i)).astype(np.int64) % (i + 1), strict=True):
+        for a, b in zip(i, self._rng.randint(0, 2**32, len(i), np.uint32) % (i + 1), strict=True):
             array[a], array[b] = array[b], array[a]
 
     def to_bytes(self) -> bytes:
         """llm.c's struct of 2520 bytes. Its field `seed` is never set in llm.c; here it is 0."""
-        state = self._bits.state["state"]
+        state = self._rng.get_state(legacy=False)["state"]
         left, position = (1, 0) if self._unused else (625 - state["pos"], state["pos"])
         return np.array((0, left, position, state["key"], self.MATRIX), self.STRUCT).tobytes()
 
@@ -195,11 +152,10 @@ class Mt19937:
         _, left, position, key, matrix = np.frombuffer(data, cls.STRUCT, 1)[0].tolist()
         unused = (left, position) == (1, 0)
         expect(tuple(matrix) == cls.MATRIX, f"the constants {cls.MATRIX} of MT19937", tuple(matrix))
-        valid = unused or (left + position == 625 and 0 < position < 625)
-        expect(valid, "left + next = 625 in the state of MT19937", f"{left} + {position}")
+        expect(unused or 0 < position == 625 - left < 625, "left + next = 625 in the state of MT19937", f"{left} + {position}")
         rng = cls(0)
         rng._unused = unused
-        rng._bits.state = {"bit_generator": "MT19937", "state": {"key": np.array(key, np.uint32), "pos": 624 if unused else position}}
+        rng._rng.set_state(("MT19937", np.array(key, np.uint32), 624 if unused else position, 0, 0.0))
         return rng
 
 
@@ -288,8 +244,7 @@ class DataLoader:
 
     def resume(self, state: LoaderState) -> None:
         """Go to a saved state, of a loader with the same shards, sizes and choice of shuffling."""
-        shuffles = state.shuffle is not None
-        expect(shuffles == self.shuffle, f"a loader state with shuffle={self.shuffle}", f"shuffle={shuffles}")
+        expect((state.shuffle is not None) == self.shuffle, f"a loader state with shuffle={self.shuffle}", f"shuffle={not self.shuffle}")
         order, sample_order, rng = state.shuffle or (self._shard_order, None, b"")
         expect(len(order) == len(self.paths), f"a loader state of {len(self.paths)} shards", len(order))
         expect(0 <= state.shard < len(order), f"a shard from 0 to {len(order) - 1}", state.shard)
@@ -297,6 +252,6 @@ class DataLoader:
         sample_order = np.arange(samples, dtype=np.int32) if sample_order is None else sample_order
         expect(len(sample_order) == samples, f"a loader state of {samples} samples", len(sample_order))
         expect(0 <= state.sample <= samples, f"a sample from 0 to {samples}", state.sample)
-        if shuffles:
+        if self.shuffle:
             self._rng = Mt19937.from_bytes(rng)
         self._shard, self._sample, self._shard_order, self._sample_order = state.shard, state.sample, order.copy(), sample_order.copy()

@@ -155,7 +155,8 @@ class GPT2(torch.nn.Module):
         return cukern.attention(q, *kept, version=self.attention).transpose(1, 2).flatten(2)
 
     def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        matmul = self.matmul or _matmul[-1] or ("cukern" if _is_strict(x) else "cublas")
+        is_strict = x.is_cuda and x.dtype == torch.float32 and not _allows_tf32()
+        matmul = self.matmul or _matmul[-1] or ("cukern" if is_strict else "cublas")  # cukern.linear is faster: docs/notes/gpt2.md
         return cukern.linear(x, weight, bias, version=None if matmul == "cukern" else matmul)
 
     def make_cache(self, batch: int) -> Cache:
@@ -215,11 +216,6 @@ class GPT2(torch.nn.Module):
 # ---- the choice of kernels, with the numbers and variables of DD2360-LLM, a fork of llm.c for a course
 
 _matmul = [""]  # a stack; the last entry applies to models whose matmul is None. "": the faster one; "cukern": cukern.use decides
-
-
-def _is_strict(x: Tensor) -> bool:
-    """True for products in float32 on a GPU without TF32: there cukern.linear takes less time than cuBLAS, see docs/notes/gpt2.md."""
-    return x.is_cuda and x.dtype == torch.float32 and not _allows_tf32()
 
 
 def _allows_tf32() -> bool:

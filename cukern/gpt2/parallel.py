@@ -50,11 +50,9 @@ def wrap(model: Any, zero: int) -> Any:
 
 def averaged(network: Any, now: bool) -> contextlib.AbstractContextManager:
     """Inside the block, a backward averages the gradients if `now`; otherwise it adds to those of this process."""
-    if isinstance(network, torch.nn.parallel.DistributedDataParallel) and not now:
-        return network.no_sync()
     if hasattr(network, "set_requires_gradient_sync"):  # FSDP2
         network.set_requires_gradient_sync(now)
-    return contextlib.nullcontext()
+    return network.no_sync() if hasattr(network, "no_sync") and not now else contextlib.nullcontext()
 
 
 def mean(x: Tensor) -> Tensor:

@@ -19,7 +19,6 @@ from cukern.gpt2.data import DataLoader, Tokenizer
 from cukern.gpt2.evaluate import hellaswag_accuracy, read_hellaswag, sample_text, validation_loss
 from cukern.gpt2.files import expect, replace
 from cukern.gpt2.model import GPT2
-from cukern.gpt2.settings import SCHEDULES as SCHEDULES
 from cukern.gpt2.settings import Settings, Step, learning_rate
 
 WINDOW = 128  # steps over which z-scores are computed
@@ -94,13 +93,23 @@ class Trainer:
             checkpoint.delete(s.out, old)
 
     def _start(self) -> checkpoint.State | None:
-        """Go to the newest checkpoint, if there is one. Lines of main.log from its step on are removed, because those steps run again."""
-        s = self.settings
+        """Go to the newest checkpoint, if there is one: model and loader get their state. Lines of main.log from its step on are removed,
+        because those steps run again."""
+        s, model = self.settings, self.model
         if s.out is None:
             return None
         log, newest = Path(s.out, "main.log"), checkpoint.latest_step(s.out)
         expect(s.resume or newest is None, "a folder without checkpoints, or resume", f"a checkpoint of step {newest}", s.out)
-        state = None if newest is None else self._load(newest)
+        state = None
+        if newest is not None:
+            weights, path, _ = checkpoint.paths(s.out, newest, s.rank)
+            config, parameters = checkpoint.read_model(weights, model.config)
+            expect(parameters["wte"].dtype == model.wte.dtype, f"weights of {model.wte.dtype}", parameters["wte"].dtype, weights)
+            state = checkpoint.read_state(path, config, rank=s.rank, num_processes=s.num_processes, parts=self.parts)
+            expect(state.step == newest, f"the state of step {newest}", state.step, path)
+            self.train_data.resume(state.loader)
+            model.load_parameters(parameters)
+            self.step = newest
         text = log.read_text() if log.exists() else ""
         kept = [match[0] for match in re.finditer(r"^s:(\d+) .*\n", text, re.MULTILINE) if int(match[1]) < self.step]
         parallel.barrier()  # the others have looked for a checkpoint
@@ -108,20 +117,6 @@ class Trainer:
             Path(s.out).mkdir(parents=True, exist_ok=True)
             with replace(log) as file:
                 file.write("".join(kept).encode())
-        return state
-
-    def _load(self, step: int) -> checkpoint.State:
-        """Read a checkpoint: the model gets its weights, the loader its place."""
-        s, model = self.settings, self.model
-        assert s.out is not None
-        weights, path, _ = checkpoint.paths(s.out, step, s.rank)
-        config, parameters = checkpoint.read_model(weights, model.config)
-        expect(parameters["wte"].dtype == model.wte.dtype, f"weights of {model.wte.dtype}", parameters["wte"].dtype, weights)
-        state = checkpoint.read_state(path, config, rank=s.rank, num_processes=s.num_processes, parts=self.parts)
-        expect(state.step == step, f"the state of step {step}", state.step, path)
-        self.train_data.resume(state.loader)
-        model.load_parameters(parameters)
-        self.step = step
         return state
 
     def _restore(self, state: checkpoint.State) -> None:

@@ -146,7 +146,10 @@ def _in_torch(tokens: Tensor, weight: Tensor, positions: Tensor | None, *_: Any)
     return (out if positions is None else out + positions[: tokens.shape[-1]]).to(weight.dtype)
 
 
-_apply = differentiable("_Embedding", _embedding, _in_torch, 3, gradient=_gradient, linear=(1, 2))
+_apply = differentiable(
+    "_Embedding", _embedding, _in_torch, 3, gradient=_gradient,  # the op is linear in the tables: derivatives need only their shapes
+    kept=lambda inputs, _: [t if i == 0 or t is None else t.new_empty(()).expand(t.shape) for i, t in enumerate(inputs)],
+)  # fmt: skip
 
 # ---- the versions: forward takes the arguments of the kernel, backward (dweight, dout, tokens, rows)
 

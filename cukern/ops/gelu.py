@@ -15,7 +15,7 @@ from cukern.runtime.autocast import off
 from cukern.runtime.higher import differentiable
 from cukern.runtime.kernel import Kernel, Template
 from cukern.runtime.registry import Cost, Op, Version, choose, raw_op, register, watched
-from cukern.runtime.tensors import VECTOR_BYTES, as_matrix, empty_like, pointers, readable, row_strides, wide
+from cukern.runtime.tensors import VECTOR_BYTES, aligned, as_matrix, empty_like, pointers, readable, row_strides, wide
 
 FUNCTIONS = {"none": 0, "tanh": 1, "silu": 2}  # as in gelu.cu
 THREADS, WARPS = 256, 8  # WARPS: of a block of gelu_bias_bwd, as in gelu.cu
@@ -42,7 +42,7 @@ def gelu(x: Any, bias: Any = None, *, approximate: str = "none", version: str | 
     Raises TypeError for another dtype or an option that is not a str; ValueError for a bias that does not fit or is on another device, and
     for an unknown option. Source: Hendrycks and Gimpel, arXiv 1606.08415.
     """
-    return _call("gelu", checks.choice("approximate", approximate, ("none", "tanh")), version, {"x": x}, bias)
+    return _call("gelu", checks.choice("approximate", approximate, ("none", "tanh")), version, x, bias=bias)
 
 
 def swiglu(gate: Any, up: Any, *, version: str | None = None) -> Tensor:
@@ -54,7 +54,7 @@ def swiglu(gate: Any, up: Any, *, version: str | None = None) -> Tensor:
     gate and up are (..., C), of one shape, dtype and device. The halves of one tensor, as above, are read in place. Returns a new
     contiguous tensor. Dtypes, copies, `version` and errors as in `gelu`. Source: Shazeer, arXiv 2002.05202.
     """
-    return _call("swiglu", "silu", version, {"gate": gate, "up": up})
+    return _call("swiglu", "silu", version, gate, up)
 
 
 def geglu(gate: Any, up: Any, *, approximate: str = "none", version: str | None = None) -> Tensor:
@@ -65,24 +65,25 @@ def geglu(gate: Any, up: Any, *, approximate: str = "none", version: str | None 
 
     Arguments and results as in `swiglu`, `approximate` as in `gelu`.
     """
-    return _call("geglu", checks.choice("approximate", approximate, ("none", "tanh")), version, {"gate": gate, "up": up})
+    return _call("geglu", checks.choice("approximate", approximate, ("none", "tanh")), version, gate, up)
 
 
-def _call(op: str, function: str, version: str | None, inputs: dict[str, Any], bias: Any = None) -> Tensor:
-    tensors = {name: interop.to_torch(name, x) for name, x in inputs.items()}
-    for name, t in tensors.items():
-        checks.dtype(name, t, checks.FLOATS)
-    checks.same(**tensors)
-    x, up = next(iter(tensors.values())), tensors.get("up")
-    if up is not None:
-        checks.shape("up", up, tuple(x.shape), "the shape of gate")
+def _call(op: str, function: str, version: str | None, x: Any, up: Any = None, bias: Any = None) -> Tensor:
+    x = interop.floats("x" if op == "gelu" else "gate", x)
+    up = None if op == "gelu" else interop.like("up", up, "gate", x)
     bias = interop.of_columns("bias", bias, x, {x.dtype, torch.float32})
     bias = bias.double() if bias is not None and x.dtype == torch.float64 else bias
     checks.version(op, version, VERSIONS)
     if backend.uses_torch(op, version, x):
         return _reference(function, up is not None, x, bias if up is None else up)
-    rows = as_matrix(x), None if up is None else as_matrix(up), bias if bias is None or bias.ndim else bias.view(1), function, version or ""
-    return (_apply if watched(x, up, bias) else _gelu)(*rows).view(x.shape)
+    run = _apply if watched(x, up, bias) else _gelu
+    return run(*_rows(x, up, bias), None if bias is None else bias.reshape(bias.numel()), function, version or "").view(x.shape)
+
+
+def _rows(x: Tensor, up: Tensor | None, bias: Tensor | None) -> Iterable[Tensor | None]:
+    """x and up as matrices; contiguous tensors without a bias as one row."""
+    are_one_row = bias is None and x.is_contiguous() and (up is None or up.is_contiguous())
+    return (t if t is None else t.reshape(1, t.numel()) if are_one_row else as_matrix(t) for t in (x, up))
 
 
 def _reference(function: str, gated: bool, x: Tensor, other: Tensor | None = None) -> Tensor:
@@ -152,36 +153,28 @@ _apply = differentiable("_Gelu", _gelu, _in_torch, 3, gradient=_gradient, rows=2
 _FORWARD, _BACKWARD, _BIAS_BWD = (Template("gelu.cu", f"gelu{name}", pdl=True) for name in ("", "_bwd", "_bias_bwd"))
 
 
-def _sizes(bias: Tensor | None, x: Tensor, *others: Tensor | None) -> tuple[int, ...]:
-    """Rows, columns and row strides. Contiguous tensors without a bias are one row."""
-    if bias is None and all(t is None or t.is_contiguous() for t in (x, *others)):
-        return 1, x.numel(), 0, *(0 for _ in others)
-    return *x.shape, *row_strides(x, *others)
+def _aligned(bias: Tensor | None, *matrices: Tensor | None) -> bool:
+    """True if the tensors can be accessed in whole vectors; one of a float32 bias may have 32 bytes."""
+    return aligned(bias, *matrices) and (bias is None or bias.data_ptr() % 32 == 0)
 
 
-def _aligned(itemsize: int, sizes: tuple[int, ...], *tensors: Tensor | None) -> bool:
-    """True if the tensors can be accessed in whole vectors."""
-    starts = (t.data_ptr() * itemsize // t.itemsize for t in tensors if t is not None)  # a vector of a float32 bias may be longer
-    return all(n % VECTOR_BYTES == 0 for n in (*starts, *(size * itemsize for size in sizes[1:])))
-
-
-def _run(template: Template, vectors: bool, sizes: tuple[int, ...], x: Tensor, bias: Any, function: str, *tensors: Any) -> None:
+def _run(template: Template, vectors: bool, function: str, bias: Any, tensors: Sequence[Any], *matrices: Any) -> None:
     """Launch with a vector per thread if `vectors` and if the tensors allow it, else with an element. `tensors`: the kernel's arguments."""
-    width = VECTOR_BYTES // x.itemsize if vectors and _aligned(x.itemsize, sizes, *tensors) else 1
-    kernel = template[x.dtype, (x if bias is None else bias).dtype, FUNCTIONS[function], width]
-    kernel.on(x.get_device())((-(-x.numel() // (THREADS * width)), 1, 1), (THREADS, 1, 1), 0, *pointers(*tensors), *sizes)
+    x, width = matrices[0], VECTOR_BYTES // matrices[0].itemsize if vectors and _aligned(bias, *matrices) else 1
+    kernel, grid = template[x.dtype, (x if bias is None else bias).dtype, FUNCTIONS[function], width], -(-x.numel() // (THREADS * width))
+    kernel.on(x.get_device())((grid, 1, 1), (THREADS, 1, 1), 0, *pointers(*tensors), *x.shape, *row_strides(*matrices))
 
 
 def _forward(vectors: bool, out: Tensor, x: Tensor, up: Any, bias: Any, function: str) -> None:
-    _run(_FORWARD, vectors, _sizes(bias, x, up), x, bias, function, out, x, up, bias)
+    _run(_FORWARD, vectors, function, bias, (out, x, up, bias), x, up)
 
 
 def _backward(vectors: bool, dx: Tensor, dup: Any, x: Tensor, up: Any, bias: Any, dout: Tensor, function: str, bias_grad: bool) -> Any:
     terms = dx
-    if vectors and bias_grad and _aligned(x.itemsize, _sizes(bias, x, dout), dx, x, bias, dout):
+    if vectors and bias_grad and _aligned(bias, x, dout):
         terms = _bias_backward(dx, x, bias, dout, function)
     else:
-        _run(_BACKWARD, vectors, _sizes(bias, x, up, dout), x, bias, function, dx, dup, x, up, bias, dout)
+        _run(_BACKWARD, vectors, function, bias, (dx, dup, x, up, bias, dout), x, up, dout)
     return terms.sum(0, dtype=wide(dx.dtype)).to(bias.dtype) if bias_grad else None
 
 

@@ -10,6 +10,7 @@ from cukern.runtime.autocast import off
 from cukern.runtime.registry import Differentiable, apply_of, each, rows_of_each, save, transformed, watched
 
 Math = Callable[..., Any]
+_tracing = torch.compiler.is_dynamo_compiling
 
 
 def gradients(math: Math, inputs: Sequence[Any], douts: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
@@ -60,7 +61,7 @@ def _function_of(math: Math, inputs: Sequence[Any], where: Sequence[int], select
 
 def differentiable(
     name: str, raw: Callable[..., Any], math: Math, tensors: int, outputs: int = 1, *, rows: int = 0,
-    gradient: Callable[..., Any] | None = None, linear: Sequence[int] = (),
+    gradient: Callable[..., Any] | None = None, kept: Callable[..., Sequence[Any]] = lambda inputs, output: inputs,
 ) -> Callable[..., Any]:  # fmt: skip
     """Make a raw op differentiable any number of times.
 
@@ -68,13 +69,12 @@ def differentiable(
         name: of the node in autograd's graph.
         math: the same function in torch's operations. Its derivatives are used where there is no kernel.
         tensors: the number of arguments that are tensors or None. They come first.
-        outputs: the number of outputs with a gradient. They come first; `others` are the outputs behind them.
+        outputs: the number of outputs with a gradient, -1: all but the last. They come first; `others` are the outputs behind them.
         rows: the vmap rule is `rows_of_each` for as many matrices, or with 0 `each`.
         gradient: `gradient(needed, inputs, others, *douts)` computes the gradients of the tensors by kernels. `inputs`: the arguments of
-            `raw`; `needed`: which of them need a gradient. It is not called in torch.func transforms, nor if its result will be
-            differentiated.
-        linear: the places of tensors in which the op is linear. They are not kept for the backward: `inputs` has tensors of their shape
-            with any values.
+            `raw`; `needed`: which of them need a gradient; `douts`: None for outputs that have none. It is not called in torch.func
+            transforms, nor if its result will be differentiated.
+        kept: `kept(tensors, output)` replaces the tensors in what derivatives get as `inputs`, to keep less memory.
     """
 
     class Function(Differentiable):
@@ -85,14 +85,17 @@ def differentiable(
             others = () if isinstance(output, Tensor) else output[outputs:]
             if others:
                 ctx.mark_non_differentiable(*others)
-            ctx.options = inputs[tensors:]
-            kept = (x.new_empty(()).expand(x.shape) if i in linear and x is not None else x for i, x in enumerate(inputs[:tensors]))
-            save(ctx, *kept, *others)
+                if not _tracing():
+                    ctx.set_materialize_grads(False)  # zeros for the gradients of `others` would take a launch each
+            ctx.options, ctx.outputs = inputs[tensors:], outputs if outputs > 0 else len(output) + outputs
+            save(ctx, *kept(inputs[:tensors], output), *others)
 
         @staticmethod
         def backward(ctx: Any, *douts: Any) -> Any:
-            saved, douts = ctx.saved_tensors, douts[:outputs]
+            saved, douts = ctx.saved_tensors, douts[: ctx.outputs]
             inputs = *saved[:tensors], *ctx.options
+            if all(dout is None for dout in douts):
+                return (None,) * len(inputs)
             if gradient is None or (watched(*inputs[:tensors], *douts) and not torch.compiler.is_compiling()):
                 return gradients(math, inputs, douts)
             return *gradient(ctx.needs_input_grad, inputs, saved[tensors:], *douts), *(None,) * len(ctx.options)
@@ -100,7 +103,7 @@ def differentiable(
         @staticmethod
         def tangent(ctx: Any, *dinputs: Any) -> Any:
             saved = ctx.saved_tensors
-            found = *tangents(math, (*saved[:tensors], *ctx.options), dinputs, outputs), *(None,) * (len(saved) - tensors)
+            found = *tangents(math, (*saved[:tensors], *ctx.options), dinputs, ctx.outputs), *(None,) * (len(saved) - tensors)
             return found[0] if len(found) == 1 else found
 
         @staticmethod

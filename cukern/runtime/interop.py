@@ -79,6 +79,21 @@ def to_torch(name: str, value: Any, written: bool = False) -> torch.Tensor:
         raise TypeError(f"{name} ({type(value).__name__}) cannot become a tensor: {error}") from error
 
 
+def floats(name: str, value: Any) -> torch.Tensor:
+    """`value` as a tensor of one of checks.FLOATS. Raises TypeError and ValueError."""
+    t = to_torch(name, value)
+    checks.dtype(name, t, checks.FLOATS)
+    return t
+
+
+def like(name: str, value: Any, first: str, x: torch.Tensor) -> torch.Tensor:
+    """`value` as a tensor of the shape, dtype and device of x, whose name is `first`. Raises TypeError and ValueError."""
+    t = floats(name, value)
+    checks.same(**{first: x, name: t})
+    checks.shape(name, t, tuple(x.shape), f"the shape of {first}")
+    return t
+
+
 def of_columns(name: str, value: Any, x: torch.Tensor, dtypes: Collection[torch.dtype]) -> torch.Tensor | None:
     """`value` as a tensor with one value for each column of x, of one of the dtypes; None stays None. Raises TypeError and ValueError."""
     if value is None:

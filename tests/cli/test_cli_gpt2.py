@@ -13,9 +13,9 @@ from helpers import no_gpu, run
 from test_cli import call, refused
 
 from cukern.cli import gpt2, gpt2_train
-from cukern.gpt2 import checkpoint
+from cukern.gpt2 import checkpoint, data
 from cukern.gpt2.checkpoint import Config, DebugState, write_debug_state, write_model
-from cukern.gpt2.data import builtin_text, byte_tokenizer, read_shard, read_tokenizer, write_shard, write_tokenizer
+from cukern.gpt2.data import byte_tokenizer, read_shard, read_tokenizer, tokenize, write_shard, write_tokenizer
 from cukern.gpt2.model import GPT2
 from cukern.gpt2.train import Settings
 
@@ -262,7 +262,45 @@ def test_no_network(folder, monkeypatch):
     assert not (folder / "gpt2_124M.bin").exists()
 
 
+def test_sections_of_tiny_shakespeare():
+    assert gpt2._sections("a\nb\n\nc\n\n\nd") == ["a\nb\n\n", "c\n\n", "\nd"]
+    assert "".join(gpt2._sections("a\n\nb\n")) == "a\n\nb\n"
+
+
+def test_auto_takes_tiktoken_only_if_its_vocabulary_is_at_hand(monkeypatch, tmp_path):
+    monkeypatch.setattr(gpt2.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
+    assert not gpt2._tiktoken_at_hand()
+    # sha1 of the two addresses, from sha1sum; tiktoken names the files of its cache so
+    names = ("6d1cbeee0f20b3d9449abfede4726ed8212e3aee", "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6")
+    (tmp_path / names[0]).touch()
+    assert not gpt2._tiktoken_at_hand()
+    (tmp_path / names[1]).touch()
+    assert gpt2._tiktoken_at_hand()
+    monkeypatch.setattr(gpt2.importlib.util, "find_spec", lambda name: None)
+    assert not gpt2._tiktoken_at_hand()
+
+
+@pytest.mark.parametrize("at_hand", [False, True])
+def test_the_encoding_without_one(folder, monkeypatch, at_hand):
+    """Without --encoding, "gpt2" if its vocabulary is at hand, else "bytes"."""
+    (folder / "a.txt").write_text("some words")
+    seen, encode = [], data.tokenize
+    monkeypatch.setattr(gpt2, "_tiktoken_at_hand", lambda: at_hand)
+    monkeypatch.setattr(gpt2.data, "tokenize", lambda texts, encoding: seen.append(encoding) or encode(texts, "bytes"))
+    call("gpt2", "data", "a.txt")
+    call("gpt2", "data", "a.txt", "--encoding", "bytes")
+    assert seen == ["gpt2" if at_hand else "bytes", "bytes"]
+
+
 # ---- the first thing that a newcomer runs
+
+
+def test_builtin_text():
+    text = gpt2_train.builtin_text()
+    tokens, tokenizer = tokenize([text], "bytes")
+    assert len(text) > 300_000 and "\0" not in text
+    assert tokenizer.decode(tokens[1:]) == text
 
 
 def test_newcomer(tmp_path):
@@ -274,6 +312,6 @@ def test_newcomer(tmp_path):
     assert losses[0] > 5 and losses[-1] < 1.8, losses
     assert seconds < 100
     sample = done.stdout.partition("generating:\n---\n")[2].rpartition("\n---\n")[0]
-    known, words = set(re.findall("[a-z]{4,}", builtin_text())), re.findall("[a-z]{4,}", sample)
+    known, words = set(re.findall("[a-z]{4,}", gpt2_train.builtin_text())), re.findall("[a-z]{4,}", sample)
     assert len(words) > 20 and sum(word in known for word in words) > len(words) / 2, sample
     assert list(tmp_path.iterdir()) == []

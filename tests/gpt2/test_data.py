@@ -9,8 +9,7 @@ import pytest
 import torch
 from gpt2_files import Killed, full_disk, header, kill_before_rename
 
-from cukern.gpt2 import data
-from cukern.gpt2.data import DataLoader, LoaderState, Mt19937, read_shard, sections, shard_length, tokenize, write_shard, write_shards
+from cukern.gpt2.data import DataLoader, LoaderState, Mt19937, read_shard, shard_length, tokenize, write_shard, write_shards
 
 # ---- shards
 
@@ -320,17 +319,6 @@ def test_byte_tokens():
     assert tokenizer.decode(tokens) == "\0aé\0\0b" and tokenizer.eot == 0
 
 
-def test_sections_of_tiny_shakespeare():
-    assert sections("a\nb\n\nc\n\n\nd") == ["a\nb\n\n", "c\n\n", "\nd"]
-    assert "".join(sections("a\n\nb\n")) == "a\n\nb\n"
-
-
-def test_builtin_text():
-    text = data.builtin_text()
-    assert len(text) > 300_000 and "\0" not in text
-    assert tokenize([text], "bytes")[1].decode(tokenize([text], "bytes")[0][1:]) == text
-
-
 class FakeTiktoken:
     """Words are tokens: enough to see EOT, the vocabulary and the order."""
 
@@ -354,24 +342,8 @@ def test_gpt2_tokens(monkeypatch):
     assert len(tokenizer.tokens) == 50257 and tokenizer.eot == 50256 and tokenizer.decode([5, 50256]) == "5 50256 "
 
 
-def test_auto_takes_tiktoken_only_if_its_vocabulary_is_at_hand(monkeypatch, tmp_path):
-    monkeypatch.setattr(data.importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setitem(sys.modules, "tiktoken", FakeTiktoken())
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
-    assert tokenize(["a"])[0].tolist() == [0, 97]
-    # sha1 of the two addresses, from sha1sum; tiktoken names the files of its cache so
-    names = ("6d1cbeee0f20b3d9449abfede4726ed8212e3aee", "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6")
-    (tmp_path / names[0]).touch()
-    assert tokenize(["a"])[0].tolist() == [0, 97]
-    (tmp_path / names[1]).touch()
-    assert tokenize(["a"])[0].tolist() == [50256, 97]
-    assert tokenize(["a"], "bytes")[0].tolist() == [0, 97]
-    monkeypatch.setattr(data.importlib.util, "find_spec", lambda name: None)
-    assert tokenize(["a"])[0].tolist() == [0, 97]
-
-
 def test_refused_encodings(monkeypatch):
-    with pytest.raises(ValueError, match="expected the encoding 'auto', 'gpt2' or 'bytes'; found 'gpt3'"):
+    with pytest.raises(ValueError, match="expected the encoding 'gpt2' or 'bytes'; found 'gpt3'"):
         tokenize(["a"], "gpt3")
     monkeypatch.setitem(sys.modules, "tiktoken", None)
     with pytest.raises(ImportError, match="pip install tiktoken"):

@@ -10,7 +10,7 @@ from gpt2_plain import NAMES, random_weights, reference, step
 from helpers import DEVICE, gpu, kernels, same_bits
 
 import cukern
-from cukern.gpt2 import evaluate
+from cukern.cli.gpt2_check import TESTS, compare
 from cukern.gpt2.checkpoint import Config, read_debug_state, write_debug_state
 from cukern.gpt2.model import GPT2, config_of, use_kernels
 from cukern.runtime.kernel import collecting
@@ -409,11 +409,11 @@ def test_all_125_choices_of_the_fork(tiny):
 
 def assert_parity(config, reference, device, numbers=()):
     weights, state, *losses = reference
-    for test, table in zip((evaluate.test_a, evaluate.test_b), losses, strict=True):
+    for test, table in zip(TESTS.values(), losses, strict=True):
         model = GPT2(config, device=device)
         model.load_parameters(weights)
         with use_kernels(*numbers):
-            rows = test(model, state, table)
+            rows = compare(test._replace(losses=table), model, state)
         assert [row for row in rows if not row.ok] == []
         assert len(rows) == 2 + 2 * 16 + 10 and [row.expected for row in rows if row.what.startswith("loss of step")] == table
 
@@ -437,27 +437,29 @@ def test_parity_at_124m(numbers):
 
 def test_parity_finds_what_is_wrong(tiny):
     weights, state, a, b = tiny
-    for test, losses in ((evaluate.test_a, a), (evaluate.test_b, b)):
+    for test, losses in zip(TESTS.values(), (a, b), strict=True):
         model = GPT2(TINY)
         model.load_parameters({**weights, "fcb": weights["fcb"] + 0.05})
-        wrong = {row.what.partition(" of ")[0] for row in test(model, state, losses[:2]) if not row.ok}
+        wrong = {row.what.partition(" of ")[0] for row in compare(test._replace(losses=losses[:2]), model, state) if not row.ok}
         assert "gradient" in wrong
         model.load_parameters(weights)
-        assert [row.what for row in test(model, state, [losses[0], losses[1] + 0.1]) if not row.ok] == ["loss of step 1"]
-    for test in (evaluate.test_a, evaluate.test_b):
+        other = test._replace(losses=[losses[0], losses[1] + 0.1])
+        assert [row.what for row in compare(other, model, state) if not row.ok] == ["loss of step 1"]
+    for test in TESTS.values():
         with pytest.raises(TypeError, match=r"a float32 model; found torch\.bfloat16"):
-            test(GPT2(TINY, dtype=torch.bfloat16), state)
+            compare(test, GPT2(TINY, dtype=torch.bfloat16), state)
     with pytest.raises(ValueError, match="logits of 130 tokens; found 60"):
-        evaluate.test_b(GPT2(SMALL), state)
+        compare(TESTS["B"], GPT2(SMALL), state)
 
 
 def test_parity_trains_as_llmc(tiny):
     weights, state, *_ = tiny
     seen = []
-    for test in (evaluate.test_a, evaluate.test_b):
+    for test in TESTS.values():
         model = GPT2(TINY)
         model.load_parameters(weights)
-        test(model, state, [1.0], lambda parameters, **options: seen.append(options) or torch.optim.AdamW(parameters, **options))
+        one = test._replace(losses=[1.0])
+        compare(one, model, state, lambda parameters, **options: seen.append(options) or torch.optim.AdamW(parameters, **options))
     assert seen == [
         {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01},
         {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0},
@@ -472,7 +474,7 @@ def test_tf32_is_off_meanwhile(tiny):
     model.register_forward_hook(lambda *_: seen.append(torch.get_float32_matmul_precision()))
     torch.set_float32_matmul_precision("high")
     try:
-        evaluate.test_a(model, state, [1.0])
+        compare(TESTS["A"]._replace(losses=[1.0]), model, state)
         assert set(seen) == {"highest"} and torch.get_float32_matmul_precision() == "high"
     finally:
         torch.set_float32_matmul_precision(before)

@@ -44,7 +44,7 @@ def test_decode():
         (header(20240328, 3, 9, 7), "expected version 1 or 2 of a tokenizer; found version 3"),
         (header(20240328, 1, 9, 0) + BYTES[1024:], "expected 50257 tokens in version 1; found 9"),
         (header(20240328, 2, 9, 9) + BYTES[1024:], "expected an EOT token from 0 to 8; found 9"),
-        (header(20240328, 2, -9, 7), "expected an EOT token from 0 to -10; found 7"),
+        (header(20240328, 2, -9, 7), "expected an EOT token from 0 to -1; found 7"),
         (BYTES[:-1], "expected 1 to 255 bytes for token 8; found 0 bytes of 1"),
         (BYTES[:-2], "expected 9 tokens; found the end of the file after 8 tokens"),
         (BYTES + b"a", f"expected {len(BYTES)} bytes, for 9 tokens; found {len(BYTES) + 1} bytes"),

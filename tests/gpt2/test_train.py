@@ -20,7 +20,8 @@ from cukern.gpt2.checkpoint import Config, latest_step, read_model
 from cukern.gpt2.data import DataLoader, byte_tokenizer, write_shard
 from cukern.gpt2.evaluate import Xorshift, generate, sample_text
 from cukern.gpt2.model import GPT2
-from cukern.gpt2.train import SCHEDULES, WINDOW, Settings, Step, Trainer, learning_rate, z_score
+from cukern.gpt2.settings import SCHEDULES, Settings, Step, learning_rate
+from cukern.gpt2.train import WINDOW, Trainer, z_score
 
 TINY = Config(max_seq_len=8, vocab_size=256, num_layers=2, num_heads=2, channels=8)
 STEP = re.compile(

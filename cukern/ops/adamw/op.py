@@ -44,12 +44,10 @@ def adamw(
     Raises TypeError and ValueError for tensors or numbers that do not fit, before anything is written.
     Source: Loshchilov and Hutter, arXiv 1711.05101.
     """
-    given = zip(_NAMES, (params, grads, exp_avgs, exp_avg_sqs), strict=True)
-    lists = [_check_tensors(name, tensors, written=name != "grads") for name, tensors in given]
+    lists = _check(params=params, grads=grads, exp_avgs=exp_avgs, exp_avg_sqs=exp_avg_sqs)
     numbers = check_numbers(checks.number("lr", lr), betas, eps, weight_decay)
     checks.integer("step", step, 1, 2**24)  # float32 counts exactly up to 2^24
     checks.version("adamw", version, VERSIONS)
-    _check_lists(*lists)
     if not lists[0]:
         return
     # Inside of torch.compile: with the raw op, inductor on a GPU gave other values (torch 2.11); the cause is not known.
@@ -86,29 +84,25 @@ def check_param(name: str, tensor: Tensor) -> None:
         raise ValueError(f"{name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}: its elements must lie side by side")
 
 
-def _check_tensors(name: str, tensors: Any, written: bool) -> list[Tensor]:
-    """A list of tensors or arrays, as tensors."""
-    if not isinstance(tensors, Iterable) or isinstance(tensors, str | bytes | dict | Tensor):
-        raise TypeError(f"{name} must be a list of tensors, got {checks.brief(tensors)}")
-    found = [interop.to_torch(f"{name}[{i}]", t, written) for i, t in enumerate(tensors)]
-    for i, t in enumerate(found):
-        check_param(f"{name}[{i}]", t)
-    return found
-
-
-_NAMES = ("params", "grads", "exp_avgs", "exp_avg_sqs")
-
-
-def _check_lists(params: list[Tensor], *others: list[Tensor]) -> None:
-    for name, tensors in zip(_NAMES[1:], others, strict=True):
+def _check(**given: Any) -> list[list[Tensor]]:
+    """The lists as lists of tensors, each of which fits the parameter at its place."""
+    lists: dict[str, list[Tensor]] = {}
+    for name, values in given.items():
+        if not isinstance(values, Iterable) or isinstance(values, str | bytes | dict | Tensor):
+            raise TypeError(f"{name} must be a list of tensors, got {checks.brief(values)}")
+        lists[name] = tensors = [interop.to_torch(f"{name}[{i}]", t, written=name != "grads") for i, t in enumerate(values)]
+        params = lists["params"]
         if len(tensors) != len(params):
             raise ValueError(f"{name} has {len(tensors)} tensors, params has {len(params)}")
         for i, (p, t) in enumerate(zip(params, tensors, strict=True)):
-            checks.one_of(f"{name}[{i}]", t.dtype, (p.dtype if name == "grads" else wide(p.dtype),))
-            checks.shape(f"{name}[{i}]", t, tuple(p.shape), f"the shape of params[{i}]")
-            checks.one_device(params=params[0], **{f"{name}[{i}]": t})
+            place = f"{name}[{i}]"
+            check_param(place, t)
+            checks.one_of(place, t.dtype, (p.dtype if name in ("params", "grads") else wide(p.dtype),))
+            checks.shape(place, t, tuple(p.shape), f"the shape of params[{i}]")
+            checks.one_device(**{"params": params[0], place: t})
             if t.stride() != p.stride():
-                raise ValueError(f"{name}[{i}] has strides {t.stride()}, params[{i}] has {p.stride()}: they must be equal")
+                raise ValueError(f"{place} has strides {t.stride()}, params[{i}] has {p.stride()}: they must be equal")
+    return list(lists.values())
 
 
 def reference(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: int = 1, *numbers: float) -> tuple[Tensor, ...]:

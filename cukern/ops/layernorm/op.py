@@ -17,11 +17,9 @@ from torch import Tensor
 from cukern.ops.layernorm.versions import VERSIONS
 from cukern.runtime import backend, checks, interop
 from cukern.runtime.autocast import off
-from cukern.runtime.higher import gradients, tangents
-from cukern.runtime.registry import Cost, Differentiable, Op, apply_of, choose, raw_op, register, row_counts, rows_of_each, save, watched
+from cukern.runtime.higher import differentiable
+from cukern.runtime.registry import Cost, Op, choose, raw_op, register, row_counts, watched
 from cukern.runtime.tensors import as_matrix, empty_like, readable, unit_column_stride, wide
-
-_tracing = torch.compiler.is_dynamo_compiling
 
 
 def layernorm(x: Any, weight: Any, bias: Any = None, *, eps: float = 1e-5, residual: Any = None, version: str | None = None) -> Any:
@@ -82,8 +80,7 @@ def _normalized(s: Tensor, eps: float, rms: bool) -> tuple[Any, Any]:
 
 
 def _public(op: str, x: Any, weight: Any, bias: Any, eps: Any, residual: Any, version: str | None) -> Any:
-    x = interop.to_torch("x", x)
-    checks.dtype("x", x, checks.FLOATS)
+    x = interop.floats("x", x)
     checks.version(op, version, VERSIONS)
     if x.ndim == 0:
         raise ValueError("x must have at least one dimension, got a tensor of shape ()")
@@ -94,20 +91,16 @@ def _public(op: str, x: Any, weight: Any, bias: Any, eps: Any, residual: Any, ve
     if bias is not None and weight is None:
         raise ValueError("bias must be None if weight is None")
     bias = interop.of_columns("bias", bias, x, () if weight is None else (weight.dtype,))
-    if residual is not None:
-        residual = interop.to_torch("residual", residual)
-        checks.dtype("residual", residual, checks.FLOATS)
-        checks.same(x=x, residual=residual)
-        checks.shape("residual", residual, tuple(x.shape), "it is added to x")
+    residual = None if residual is None else interop.like("residual", residual, "x", x)
     if backend.uses_torch(op, version, x):
         return reference(x, residual, weight, bias, eps, op == "rmsnorm")
     matrices = (None if t is None else unit_column_stride(as_matrix(t)) for t in (x, residual))
     run = _apply if watched(x, residual, weight, bias) else _layernorm
     outs = run(*matrices, weight, bias, eps, op == "rmsnorm", version or "")
-    return outs[0].view(x.shape) if residual is None else (outs[0].view(x.shape), outs[2].view(x.shape))
+    return outs[0].view(x.shape) if residual is None else (outs[0].view(x.shape), outs[1].view(x.shape))
 
 
-# ---- the raw ops: x, residual, s and gradients are matrices. The forward returns y, stats and, with a residual, s.
+# ---- the raw ops: x, residual, s and gradients are matrices. The forward returns y, with a residual s, and stats.
 
 
 def _launch(
@@ -117,19 +110,19 @@ def _launch(
     if x.numel():
         x, residual = unit_column_stride(x), None if residual is None else unit_column_stride(residual)
         w, b = (None if t is None else t.contiguous() for t in (weight, bias))
-        y, stats, s = (*outs, None)[:3]
-        choose("layernorm", version, x.get_device()).forward(y, s, stats, x, residual, w, b, eps, rms)
+        y, *s, stats = outs
+        choose("layernorm", version, x.get_device()).forward(y, s[0] if s else None, stats, x, residual, w, b, eps, rms)
     return outs
 
 
 def _fake(x: Tensor, residual: Tensor | None, *_: Any) -> list[Tensor]:
-    return [empty_like(x), x.new_empty((x.shape[0], 2), dtype=wide(x.dtype)), *([] if residual is None else [empty_like(x)])]
+    return [empty_like(x), *([] if residual is None else [empty_like(x)]), x.new_empty((x.shape[0], 2), dtype=wide(x.dtype))]
 
 
 def _launch_backward(
-    s: Tensor, dy: Tensor, ds: Tensor | None, stats: Tensor, weight: Tensor | None, eps: float, rms: bool, affine: int, version: str
+    s: Tensor, dy: Tensor, ds: Tensor | None, stats: Tensor, weight: Tensor | None, rms: bool, affine: int, version: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    outs = dx, dweight, dbias = _fake_backward(s, dy, ds, stats, weight, eps, rms, affine)
+    outs = dx, dweight, dbias = _fake_backward(s, dy, ds, stats, weight, rms, affine)
     if not s.numel():
         return dx, dweight.zero_(), dbias.zero_()
     w, grads = None if weight is None else weight.contiguous(), (dweight if affine else None, dbias if affine > 1 else None)
@@ -139,7 +132,7 @@ def _launch_backward(
 
 
 def _fake_backward(
-    s: Tensor, dy: Any, ds: Any, stats: Any, weight: Tensor | None, eps: float, rms: bool, affine: int, *_: Any
+    s: Tensor, dy: Any, ds: Any, stats: Any, weight: Tensor | None, rms: bool, affine: int, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`affine`: 0: only dx; 1: and dweight; 2: and dbias. What is not wanted has no elements."""
     like, columns = s if weight is None else weight, s.shape[1]
@@ -150,7 +143,7 @@ _layernorm = raw_op(
     "_layernorm(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps, bool rms, str version) -> Tensor[]", 4, _launch, _fake
 )
 _layernorm_backward = raw_op(
-    "_layernorm_backward(Tensor s, Tensor dy, Tensor? ds, Tensor stats, Tensor? weight, float eps, bool rms, int affine, str version)"
+    "_layernorm_backward(Tensor s, Tensor dy, Tensor? ds, Tensor stats, Tensor? weight, bool rms, int affine, str version)"
     " -> (Tensor, Tensor, Tensor)",
     5, _launch_backward, _fake_backward,
 )  # fmt: skip
@@ -158,47 +151,26 @@ _layernorm_backward = raw_op(
 # ---- autograd
 
 
-class _LayerNorm(Differentiable):
-    @staticmethod
-    def forward(x, residual, weight, bias, eps, rms, version):
-        return tuple(_layernorm(x, residual, weight, bias, eps, rms, version))
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        x, residual, weight, bias, *ctx.options = inputs
-        ctx.has_residual = residual is not None
-        save(ctx, output[2] if ctx.has_residual else x, output[1], weight, bias)
-        ctx.mark_non_differentiable(output[1])
-        if not _tracing():
-            ctx.set_materialize_grads(False)
-
-    @staticmethod
-    def backward(ctx, dy, _, ds=None):
-        s, stats, weight, bias = ctx.saved_tensors
-        eps, rms, version = ctx.options
-        dy = torch.zeros_like(s) if dy is None else dy
-        if watched(s, dy, ds, weight) and not _tracing():
-            dx, _, dweight, dbias, *_ = gradients(reference, (s, None, weight, bias, eps, rms), (dy,))
-            dx = dx if ds is None else dx + ds
-        else:
-            affine = 2 if bias is not None and ctx.needs_input_grad[3] else int(ctx.needs_input_grad[2])
-            dx, dweight, dbias = _layernorm_backward(s, dy, ds, stats, weight, eps, rms, affine, version)
-        wanted = zip((dx, dx, dweight, dbias), ctx.needs_input_grad, strict=False)
-        return *(d if needed else None for d, needed in wanted), None, None, None
-
-    @staticmethod
-    def tangent(ctx, dx, dresidual, dweight, dbias, *_):
-        s, _, weight, bias = ctx.saved_tensors
-        ds = torch.zeros_like(s) + sum(d for d in (dx, dresidual) if d is not None)
-        (dy,) = tangents(reference, (s, None, weight, bias, *ctx.options), (ds, None, dweight, dbias))
-        return (dy, None, ds)[: 3 if ctx.has_residual else 2]
-
-    @staticmethod
-    def batch(info, in_dims, *args):
-        return rows_of_each(_apply, 2, info.batch_size, in_dims, args)
+def _kept(inputs: Sequence[Any], outs: Sequence[Tensor]) -> Sequence[Any]:
+    """With a residual, derivatives depend on s only: it replaces x, and s without its history replaces the residual."""
+    return inputs if inputs[1] is None else (outs[1], outs[1].detach(), *inputs[2:])
 
 
-_apply = apply_of(_LayerNorm)
+def _gradient(needed: Sequence[bool], inputs: Sequence[Any], stats: Sequence[Tensor], dy: Any, ds: Any = None) -> tuple[Tensor | None, ...]:
+    s, residual, weight, bias, _, rms, version = inputs
+    affine = 2 if bias is not None and needed[3] else int(needed[2])
+    dy = torch.zeros_like(s) if dy is None else dy
+    dx, dweight, dbias = _layernorm_backward(s, dy, ds, *stats, weight, rms, affine, version)
+    return dx, None if residual is None else dx, dweight if affine else None, dbias if affine > 1 else None
+
+
+def _in_torch(s: Tensor, residual: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
+    """y and s, from what _kept returns: as a function, s + residual, which has the value of s."""
+    s = s if residual is None else s + (residual - residual.detach())
+    return reference(s, None, *rest), s
+
+
+_apply = differentiable("_LayerNorm", lambda *args: tuple(_layernorm(*args)), _in_torch, 4, -1, rows=2, gradient=_gradient, kept=_kept)
 
 # ---- for the tools: `arguments` gives the arguments of `reference` for an op's inputs. x with a residual is an op of its own
 

@@ -94,6 +94,27 @@ def test_gradient_of_one_output(device, version, given):
 
 
 @kernels
+def test_higher_derivatives_with_a_residual():
+    """Of both outputs, by both summands: a gradient of gradients, forward mode, and second derivatives of torch.func."""
+    tensors = [torch.randn(shape, dtype=torch.float64, device=DEVICE) for shape in ((3, 6), (3, 6), (6,), (6,))]
+
+    def derivatives(function):
+        leaves = [t.clone().requires_grad_() for t in tensors]
+        outs = function(*leaves)
+        first = torch.autograd.grad(sum(out.sin().sum() for out in outs), leaves, create_graph=True)
+        second = torch.autograd.grad(sum(g.square().sum() for g in first), leaves, create_graph=True)
+        third = torch.autograd.grad(sum(g.square().sum() for g in second), leaves)
+        _, forward = torch.func.jvp(function, tuple(tensors), tuple(t.cos() for t in tensors))
+        hessian = torch.func.hessian(lambda x, r: function(x, r, *tensors[2:])[0].sin().sum(), (0, 1))(*tensors[:2])
+        return [*first, *second, *third, *forward, *hessian[0], *hessian[1]]
+
+    with simulator():
+        found = derivatives(lambda x, residual, weight, bias: cukern.layernorm(x, weight, bias, residual=residual))
+        for ours, right in zip(found, derivatives(lambda x, r, w, b: exact(x, w, b, r)), strict=True):
+            torch.testing.assert_close(ours, right, rtol=1e-6, atol=1e-7 * right.abs().max().item())
+
+
+@kernels
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_every_tile(dtype):
     """The longest row of each tile, and one of whole vectors that is longer, down to the loop of v1. One row: the simulator is slow."""
