@@ -85,8 +85,8 @@ K_BYTES = 128  # of a k tile, as in mma.cuh and wgmma.cuh
 # Bytes per cycle that an SM receives from L2 while all do: by cp.async; by TMA, if operands' lines start at multiples of 128 bytes; if not
 L2_BYTES_CYCLE, TMA_BYTES_CYCLE = 28, {True: 40, False: 25}
 # In microseconds: launches of the three kinds of kernels, which fill the ring buffer and store the last tile; launches that copy operands,
-# that split them into TF32 numbers, and that add partial sums; v7's stores by threads; the sums of a cluster, for each of its blocks
-DIRECT_US, MMA_US, WGMMA_US, COPY_US, SPLIT_US, REDUCE_US, UNALIGNED_US, CLUSTER_US = 2.5, 2.0, 3.0, 1.5, 5.0, 1.5, 1.5, 1.6
+# that split them into TF32 numbers, and that add partial sums; v7's stores by threads; a cluster's sums, for each block and 128 columns
+DIRECT_US, MMA_US, WGMMA_US, COPY_US, SPLIT_US, REDUCE_US, UNALIGNED_US, CLUSTER_US = 2.5, 2.0, 3.0, 1.5, 5.0, 1.5, 1.5, 1.35
 SPLITS = 1, 2, 3, 4, 6, 8, 12, 16, 24, 32  # of v6
 MIN_K_TILES = 4  # per block
 BOX_BYTES = 16 * 16 * 128  # of v7's results on their way to global memory
@@ -241,7 +241,7 @@ def _wgmma_us(tile: Tile, blocks: int, k_tiles: int, p: Problem, device: Device)
     us = WGMMA_US + (UNALIGNED_US if p.N * p.itemsize % 16 else 0)
     us += on_sm * (ceil(k_tiles / tile.cluster_k) * max(tensor, copy) + 500) / device.cycles_us
     if tile.cluster_k > 1:
-        us += CLUSTER_US * tile.cluster_k * on_sm  # the next block does not start before
+        us += CLUSTER_US * tile.columns / 128 * tile.cluster_k * on_sm  # the next block does not start before
     if p.terms == 3:  # both operands are read and written twice
         return us + SPLIT_US + _memory_us(3 * 4 * p.batch * (p.M + p.N) * p.K, device)
     return us + _copy_us(p, device)
