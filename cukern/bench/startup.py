@@ -1,8 +1,11 @@
-"""Start-up times of fresh processes: the import, the first call with an empty and a full cache, and eight processes at once."""
+"""Start-up times of fresh processes: the import, the first call with an empty and a full cache, and eight processes at once. And the
+CPU time to compile kernels."""
 
+import itertools
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,10 +16,14 @@ from cukern.bench import environment
 from cukern.bench.measure import Row, Table
 from cukern.bench.peers import STARTUP_OPS
 from cukern.bench.timing import summary
-from cukern.runtime import cache
+from cukern.runtime import cache, compiler
+from cukern.runtime.kernel import Kernel
+from cukern.runtime.registry import OPS
+from cukern.runtime.signature import probe
 
 REPEATS = 5
 AT_ONCE = 8
+COMPILED = "attention"  # the op of whose templates the slowest kernels are timed
 
 _IMPORT = """
 import sys, time, torch
@@ -71,6 +78,27 @@ def measure_startup() -> Iterator[Table]:
             verify_cache(folder / "together")
         samples = {"empty cache": empty, "full cache": full, f"empty cache, {AT_ONCE} processes at once": together}
         yield Table([_row(f"{what}, {state}", seconds) for state, seconds in samples.items()], {}, notes)
+    yield compile_times(COMPILED)
+
+
+def compile_times(op: str) -> Table:
+    """The CPU time to compile, without a cache, the slowest kernel of each template of an op: in bfloat16, for this GPU or for sm_90a."""
+    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)
+    arch, kernels = compiler.arch_of(capability), OPS[op].kernels(capability[0] * 10 + capability[1], (torch.bfloat16,))
+    compiler.nvrtc()  # loading it is not timed
+
+    def seconds(kernel: Kernel) -> float:
+        start = time.thread_time()
+        with compiler.compiled(kernel.source, (kernel.name, probe(kernel.name)), arch):
+            return time.thread_time() - start
+
+    rows, notes = list[Row](), dict[str, str]()
+    for template, group in itertools.groupby([kernels[name] for name in sorted(kernels)], lambda kernel: kernel.name.split("<")[0]):
+        some = list(group)
+        slowest = max(some, key=seconds)
+        rows.append(_row(f"compile {template} for {arch}, CPU time", [seconds(slowest) for _ in range(REPEATS)]))
+        notes[template] = f"the slowest of {len(some)} kernels: {slowest.name}"
+    return Table(rows, {}, notes)
 
 
 def _ops() -> tuple[str, ...]:

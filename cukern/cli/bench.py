@@ -44,9 +44,9 @@ def bench(
 ) -> None:
     """Time every version and peer of OP.
 
-    OP `startup` times the import and first calls in fresh processes. OP `own_kernel` times the compilation and the launch of a user's
-    own kernel, next to torch's load_inline and _compile_kernel. OP `llama_block` times a block with rope, rmsnorm, attention and swiglu,
-    eager and under torch.compile.
+    OP `startup` times the import and first calls in fresh processes, and the compilation of attention's kernels. OP `own_kernel` times the
+    compilation and the launch of a user's own kernel, next to torch's load_inline and _compile_kernel. OP `llama_block` times a block with
+    rope, rmsnorm, attention and swiglu, eager and under torch.compile.
     """
     if op in OTHERS and dims:
         raise ValueError(f"{op} takes no sizes, got {' '.join(map(str, dims))}")

@@ -145,11 +145,9 @@ class GPT2(torch.nn.Module):
     def _attend(self, layer: int, qkv: Tensor, cache: Cache | None) -> Tensor:
         T, start = qkv.shape[1], cache.length if cache else 0
         qkv = qkv.unflatten(2, (3, self.config.num_heads, -1))
-        if not cache and self.attention != "sdpa":
-            return cukern.attention_packed(qkv, version=self.attention).flatten(2)
-        q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))  # (B, heads, T, head_dim); its gradient is one copy
         if not cache:
-            return cukern.attention(q, k, v, version="sdpa").transpose(1, 2).flatten(2)
+            return cukern.attention_packed(qkv, version=self.attention).flatten(2)
+        q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))  # (B, heads, T, head_dim)
         kept = cache.keys_values[layer, ..., : start + T, :]
         kept[0, ..., start:, :], kept[1, ..., start:, :] = k, v
         return cukern.attention(q, *kept, version=self.attention).transpose(1, 2).flatten(2)

@@ -115,8 +115,8 @@ __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), PER_SM)
             auto to_weights = [&](bool started) {  // scores of `tile`, under the product by V of the tile before, if it was started
                 int column = tile * N + lane % 4 * 2, limit = row + offset - column;
                 auto mask = [&] {  // each query of the warpgroup sees the keys from `low` to `high`
-                    if (tile * N + N - 1 > high) hide(s, [=](int row, int n) { return n > min(limit + row, of.keys - 1 - column); });
-                    if (tile * N < low) hide(s, [=](int row, int n) { return n <= limit + row - window; });
+                    auto hidden = [=](int row, int n) { return n > min(limit + row, of.keys - 1 - column) || n <= limit + row - window; };
+                    if (tile * N + N - 1 > high || tile * N < low) hide(s, hidden);
                 };
                 softmax_weights<1, N / 8, SOFTCAP>(s, row_max, row_sum, shrink, mask, tanh_factor, c);
                 if constexpr (WARPGROUPS > 1) before_wait(fminf(row_sum[0][0], row_sum[0][1]));

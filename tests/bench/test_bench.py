@@ -289,9 +289,12 @@ def test_a_corrupt_cache_is_seen(empty_cache):
 def test_startup_rows(monkeypatch):
     monkeypatch.setattr(startup, "REPEATS", 1)
     monkeypatch.setattr(startup, "AT_ONCE", 2)
-    first, *others = startup.measure_startup()
+    monkeypatch.setattr(startup, "COMPILED", "square")
+    first, *others, last = startup.measure_startup()
     assert [r.pass_ for r in first.rows] == ["import"] and [len(t.rows) for t in others] == [3] * len(startup._ops())
-    assert all(r.op == "startup" and r.median_us > 0 for t in (first, *others) for r in t.rows)
+    assert all(r.op == "startup" and 0 < r.median_us < 1e8 for t in (first, *others, last) for r in t.rows)
+    templates = {name.split("<")[0] for name in OPS["square"].kernels(90, (torch.bfloat16,))}
+    assert {r.pass_.split()[1] for r in last.rows} == templates == {*last.notes}
     assert others[0].rows[1].median_us < others[0].rows[0].median_us, "a full cache is faster than an empty one"
 
 

@@ -21,9 +21,7 @@ def supported(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 def parts(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v, (batch, heads, T, D), of packed qkv (batch, T, 3, heads, D)."""
-    # The gradient of unbind is one copy, that of select three. The former fails in a 16-bit type under an autocast to the other one.
-    found = qkv.unbind(2) if qkv.element_size() > 2 else [qkv.select(2, i) for i in range(3)]
-    q, k, v = (x.transpose(1, 2) for x in found)
+    q, k, v = (qkv.select(2, i).transpose(1, 2) for i in range(3))
     return q, k, v
 
 

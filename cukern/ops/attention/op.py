@@ -274,6 +274,8 @@ def _attend(
         return fused.fused((q, k, v, *bounds) if qkv is None else (qkv,), options)
     if bounds:
         return materialised.by_softmax(q, k, v, options, lengths=(bounds[0], bounds[1]))
+    if qkv is not None and not (torch.compiler.is_compiling() or transformed()):
+        q, k, v = materialised.Parts.apply(qkv)
     forward = materialised.by_sdpa if version == "sdpa" else VERSIONS[version].forward
     return forward(q, k, v, options, return_lse)
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from helpers import DEVICE, FLOATS, PLACE, gpu, kernels, run_python, same_bits
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import cukern
 from cukern.runtime import backend
@@ -53,6 +54,28 @@ def test_views_of_packed_qkv(device, version):
     torch.testing.assert_close(out.cpu(), expected, rtol=0, atol=1e-12)
     (found,), (exact,) = torch.autograd.grad(out, qkv, g), torch.autograd.grad(expected, qkv, g.cpu())
     torch.testing.assert_close(found, exact, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("version", ["v1", "v2", "sdpa"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_the_gradient_of_packed_qkv_is_one_copy(version, dtype):
+    made = []
+
+    class Listen(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            made.append(func.overloadpacket.__name__)
+            return func(*args, **(kwargs or {}))
+
+    qkv = torch.randn(2, 7, 3, 4, 8, device=DEVICE).to(dtype).requires_grad_()
+    out = cukern.attention_packed(qkv, version=version)
+    g = torch.randn_like(out)
+    with Listen(), torch.autocast(DEVICE, torch.float16):
+        (found,) = torch.autograd.grad(out, qkv, g)
+    assert made.count("stack") + made.count("cat") == 1
+    assert not {"add", "add_", "select_backward", "zeros", "new_zeros", "zero_", "fill_"} & {*made}, made
+    parts = [x.transpose(1, 2) for x in qkv.unbind(2)]
+    exact = torch.autograd.grad(cukern.attention(*parts, version=version), qkv, g.transpose(1, 2))[0]
+    assert same_bits(found, exact) and found.is_contiguous()
 
 
 @kernels
