@@ -1,7 +1,7 @@
 """matmul and linear: the public functions, and their entries in the registry."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,10 +13,13 @@ from cukern.ops.matmul.reference import ACTIVATIONS, cast, in_torch, torch_matmu
 from cukern.ops.matmul.versions import VERSIONS
 from cukern.runtime import backend, checks, interop
 from cukern.runtime.autocast import enabled
+from cukern.runtime.checks import PLAIN
 from cukern.runtime.registry import Cost, Op, register, row_counts
 from cukern.runtime.tensors import as_matrix
 
 PRECISIONS = "ieee", "tf32", "3xtf32"
+STRIDED = torch.strided
+_tracing = torch.compiler.is_dynamo_compiling
 
 
 def matmul(a: Any, b: Any, *, precision: str | None = None, version: str | None = None) -> torch.Tensor:
@@ -44,9 +47,11 @@ def matmul(a: Any, b: Any, *, precision: str | None = None, version: str | None 
 
     Raises TypeError for another dtype or two different dtypes; ValueError for shapes that do not fit, two devices, or an unknown option.
     """
-    plain = _need_no_checks(a, b)
-    if not plain or version is not None:
-        a, b = _inputs("matmul", version, plain, a=a, b=b)
+    if precision is None:
+        out = _by_torch(torch.matmul, version, a, b)
+        if out is not None:
+            return out
+    a, b = _inputs("matmul", version, a=a, b=b)
     options = _options(precision, version)
     if a.ndim < 2 or b.ndim < 2:
         raise ValueError(f"a must be (..., M, K) and b (..., K, N), got {tuple(a.shape)} and {tuple(b.shape)}")
@@ -56,8 +61,6 @@ def matmul(a: Any, b: Any, *, precision: str | None = None, version: str | None 
             f"{tuple(a.shape)} and {tuple(b.shape)}"
         )
     if b.ndim == 2:
-        if _calls_torch(a, options, plain):
-            return torch.matmul(a, b)
         out = _computed(as_matrix(a), b, None, None, None, 0, False, *options)[0]
         return out if a.ndim == 2 else out.view(*a.shape[:-1], b.shape[1])
     try:
@@ -99,18 +102,16 @@ def linear(
 
     Returns (..., N), contiguous. Copies, autocast and errors as in `matmul`.
     """
-    plain = _need_no_checks(x, weight, bias, residual)
-    if not plain or version is not None:
-        x, weight, bias, residual = _inputs("linear", version, plain, x=x, weight=weight, bias=bias, residual=residual)
+    if activation is residual is accumulate_into is precision is None and return_pre_activation is False:
+        out = _by_torch(torch.nn.functional.linear, version, x, weight, bias)
+        if out is not None:
+            return out
+    x, weight, bias, residual = _inputs("linear", version, x=x, weight=weight, bias=bias, residual=residual)
     shape = _check_linear(x, weight, bias, residual)
     keep, options = checks.flag("return_pre_activation", return_pre_activation), _options(precision, version)
     which = 0 if activation is None else ACTIVATIONS.index(checks.choice("activation", activation, ACTIVATIONS[1:]))
     if accumulate_into is not None:
         _check_accumulator(accumulate_into, weight)
-    elif not which and residual is None and not keep and _calls_torch(x, options, plain):
-        if bias is None or not bias.requires_grad:
-            return torch.nn.functional.linear(x, weight, bias)
-        return torch_matmul(as_matrix(x), weight.t(), bias).view(shape)
     rows, residual = as_matrix(x), None if residual is None else as_matrix(residual)
     outs = _computed(rows, weight.t(), bias, residual, accumulate_into, which, keep, *options)
     if x.ndim != 2:
@@ -147,14 +148,32 @@ def _options(precision: Any, version: str | None) -> tuple[str, str]:
     return "" if precision is None else checks.choice("precision", precision, PRECISIONS), version or ""
 
 
-def _calls_torch(x: torch.Tensor, options: tuple[str, str], plain: bool) -> bool:
-    """True if torch's function is called directly, in half of the host time of one of our ops: for "cublas", or if that is the default. Not
-    under autocast, because torch's backward would be cast again if it runs under another autocast."""
-    if options[1] == "cublas":
-        return plain or not enabled(x)
-    if options != ("", "") or not (plain or (x.is_cuda and not torch.compiler.is_compiling() and not enabled(x))):
-        return False
-    return default_is_cublas(x.dtype, x.get_device())
+def _by_torch(function: Callable[..., torch.Tensor], version: Any, x: Any, y: Any, bias: Any = None) -> torch.Tensor | None:
+    """function(x, y, bias) of torch, in half of the host time of one of our ops, if "cublas" is named or is the default. None for all but
+    plain tensors on a GPU. None too where torch raises an error: the full checks name what is wrong. torch accepts lazy negations. Not
+    under autocast: torch's backward would be cast again if it runs under another autocast."""
+    if type(x) not in PLAIN or type(y) not in PLAIN or not x.is_cuda or not y.is_cuda:
+        return None
+    dtype = x.dtype
+    if not (default_is_cublas(dtype, x.get_device()) if version is None else version == "cublas" and dtype in checks.FLOATS):
+        return None
+    if y.dtype is not dtype or x.layout is not STRIDED or y.layout is not STRIDED or x.is_nested or _tracing() or enabled(x):
+        return None
+    try:
+        shape = y.shape
+        if len(shape) != 2 or x.ndim < 2:
+            return None
+        if bias is None:
+            return function(x, y)
+        if type(bias) not in PLAIN or bias.dtype is not dtype or not bias.is_cuda or bias.layout is not STRIDED:
+            return None
+        if bias.shape != shape[:1]:
+            return None
+        if bias.requires_grad and torch.is_grad_enabled():
+            return torch_matmul(as_matrix(x), y.t(), bias).view(*x.shape[:-1], shape[0])
+        return function(x, y, bias)
+    except RuntimeError:
+        return None
 
 
 def _computed(a: torch.Tensor, b: torch.Tensor, bias: Any, residual: Any, into: Any, *options: Any) -> tuple[torch.Tensor, ...]:
@@ -166,38 +185,20 @@ def _computed(a: torch.Tensor, b: torch.Tensor, bias: Any, residual: Any, into: 
     return in_torch(a, b, bias, residual, options[0])
 
 
-_DTYPES = frozenset(checks.FLOATS)
-_TENSORS = {torch.Tensor, torch.nn.Parameter}
-
-
-def _inputs(op: str, version: Any, plain: bool, **values: Any) -> Iterable[Any]:
-    """The tensors, cast as autocast wants them. `plain`: they need no checks."""
-    checks.version(op, version, VERSIONS)
-    if plain:
+def _inputs(op: str, version: Any, **values: Any) -> Iterable[Any]:
+    """The tensors, cast as autocast wants them."""
+    if version is not None:
+        checks.version(op, version, VERSIONS)
+    x, y, *optional = values.values()
+    if checks.plain(checks.FLOATS, (x, y, *[t for t in optional if t is not None])) and x.is_cuda and not enabled(x):
         return values.values()
     imported = [v if v is None and n in ("bias", "residual") else interop.to_torch(n, v) for n, v in values.items()]
     tensors: dict[str, Any] = dict(zip(values, cast(imported), strict=True))
-    for name, t in tensors.items():
-        if t is not None:
-            checks.dtype(name, t, checks.FLOATS)
-    checks.same(**tensors)
-    x = tensors[next(iter(tensors))]
+    checks.alike(checks.FLOATS, **tensors)
+    x = next(iter(tensors.values()))
     if version is not None and not x.is_cuda and not backend.simulates(x) and not VERSIONS[version].in_torch:
         checks.needs_gpu(op, version, x.device)
     return tensors.values()
-
-
-def _need_no_checks(first: Any, second: Any, *optional: Any) -> bool:
-    """True for tensors on a GPU that pass all checks, as in most calls: the full checks would take most of the host time."""
-    if torch.compiler.is_compiling() or type(first) not in _TENSORS or not first.is_cuda or enabled(first) or second is None:
-        return False
-    dtype, device, strided = first.dtype, first.device, torch.strided
-    for t in (first, second, *optional):
-        if t is None:
-            continue
-        if type(t) not in _TENSORS or t.dtype is not dtype or t.layout is not strided or t.is_nested or t.is_neg() or t.device != device:
-            return False
-    return dtype in _DTYPES
 
 
 # ---- for the tools

@@ -55,6 +55,7 @@ def _kind(dtype: torch.dtype, out: torch.dtype, activation: bool, precision: str
     return "activation" if activation and dtype.itemsize == 2 else "torch"
 
 
+@cached(64)
 def default_is_cublas(dtype: torch.dtype, device: int) -> bool:
     """True if a product without options is cuBLAS's, whatever torch's precision switches say."""
     return dtype.itemsize == 2 and _chosen(dtype, dtype, False, "", False, "", device)[0] is VERSIONS["cublas"]
