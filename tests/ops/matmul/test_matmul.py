@@ -259,8 +259,8 @@ Y, V, C = X.bfloat16(), torch.ones(5, 3).bfloat16(), torch.ones(5).bfloat16()
         ((Y, V.to("meta")), ValueError, "weight is on meta, x is on cpu"),
         ((Y, V.to_sparse()), TypeError, "weight must be a strided tensor"),
         ((Y.to_sparse(), V), TypeError, "x must be a strided tensor"),
-        ((torch.nested.nested_tensor([Y, Y]), V), TypeError, "x must be a strided tensor, got a nested one"),
-        ((Y, torch.nested.nested_tensor([V[0], V[0]])), TypeError, "weight must be a strided tensor, got a nested one"),
+        (([Y, Y], V), TypeError, "x must be a strided tensor, got a nested one"),
+        ((Y, [V[0], V[0]]), TypeError, "weight must be a strided tensor, got a nested one"),
         ((Y, V, C[:1]), ValueError, r"bias has shape \(1,\), it must be \(5,\)"),
         ((Y, V, C.float()), TypeError, "bias is torch.float32, x is torch.bfloat16"),
         ((Y, V, C.to("meta")), ValueError, "bias is on meta, x is on cpu"),
@@ -268,8 +268,11 @@ Y, V, C = X.bfloat16(), torch.ones(5, 3).bfloat16(), torch.ones(5).bfloat16()
         ((Y, None), TypeError, "weight must be a torch.Tensor"),
     ],
 )
+@pytest.mark.filterwarnings("ignore:.*nested tensors")
 def test_what_torch_computes_is_refused_by_name(arguments, error, words, monkeypatch):
-    """The products of 16-bit types on a GPU, which are cuBLAS's. Here they are on the CPU, where torch has the same functions."""
+    """The products of 16-bit types on a GPU, which are cuBLAS's. Here they are on the CPU, where torch has the same functions. A list is
+    a nested tensor."""
+    arguments = [torch.nested.nested_tensor(t) if isinstance(t, list) else t for t in arguments]
     monkeypatch.setattr("cukern.ops.matmul.op.default_is_cublas", lambda dtype, device: dtype == torch.bfloat16)
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda x: not x.is_meta), raising=False)
     assert same_bits(cukern.linear(Y, V, C), torch.nn.functional.linear(Y, V, C))
