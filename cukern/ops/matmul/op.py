@@ -9,17 +9,18 @@ import torch
 
 from cukern.ops.matmul.plan import FMA_TILES, TILES
 from cukern.ops.matmul.product import default_is_cublas, product
-from cukern.ops.matmul.reference import ACTIVATIONS, cast, in_torch, torch_matmul
+from cukern.ops.matmul.reference import ACTIVATIONS, cast, in_torch
 from cukern.ops.matmul.versions import VERSIONS
 from cukern.runtime import backend, checks, interop
 from cukern.runtime.autocast import enabled
 from cukern.runtime.checks import PLAIN
+from cukern.runtime.products import torch_matmul
 from cukern.runtime.registry import Cost, Op, register, row_counts
 from cukern.runtime.tensors import as_matrix
 
 PRECISIONS = "ieee", "tf32", "3xtf32"
-STRIDED = torch.strided
 _tracing = torch.compiler.is_dynamo_compiling
+_autocast = torch.is_autocast_enabled  # of a GPU
 
 
 def matmul(a: Any, b: Any, *, precision: str | None = None, version: str | None = None) -> torch.Tensor:
@@ -47,8 +48,8 @@ def matmul(a: Any, b: Any, *, precision: str | None = None, version: str | None 
 
     Raises TypeError for another dtype or two different dtypes; ValueError for shapes that do not fit, two devices, or an unknown option.
     """
-    if precision is None:
-        out = _by_torch(torch.matmul, version, a, b)
+    if precision is None and _takes_torch(a, version):
+        out = _by_torch(torch.matmul, a, b)
         if out is not None:
             return out
     a, b = _inputs("matmul", version, a=a, b=b)
@@ -102,8 +103,9 @@ def linear(
 
     Returns (..., N), contiguous. Copies, autocast and errors as in `matmul`.
     """
-    if activation is residual is accumulate_into is precision is None and return_pre_activation is False:
-        out = _by_torch(torch.nn.functional.linear, version, x, weight, bias)
+    plain = activation is residual is accumulate_into is precision is None and return_pre_activation is False
+    if plain and _takes_torch(x, version):
+        out = _by_torch(torch.nn.functional.linear, x, weight, bias)
         if out is not None:
             return out
     x, weight, bias, residual = _inputs("linear", version, x=x, weight=weight, bias=bias, residual=residual)
@@ -148,25 +150,28 @@ def _options(precision: Any, version: str | None) -> tuple[str, str]:
     return "" if precision is None else checks.choice("precision", precision, PRECISIONS), version or ""
 
 
-def _by_torch(function: Callable[..., torch.Tensor], version: Any, x: Any, y: Any, bias: Any = None) -> torch.Tensor | None:
-    """function(x, y, bias) of torch, in half of the host time of one of our ops, if "cublas" is named or is the default. None for all but
-    plain tensors on a GPU. None too where torch raises an error: the full checks name what is wrong. torch accepts lazy negations. Not
-    under autocast: torch's backward would be cast again if it runs under another autocast."""
-    if type(x) not in PLAIN or type(y) not in PLAIN or not x.is_cuda or not y.is_cuda:
-        return None
-    dtype = x.dtype
-    if not (default_is_cublas(dtype, x.get_device()) if version is None else version == "cublas" and dtype in checks.FLOATS):
-        return None
-    if y.dtype is not dtype or x.layout is not STRIDED or y.layout is not STRIDED or x.is_nested or _tracing() or enabled(x):
-        return None
+def _takes_torch(x: Any, version: Any) -> bool:
+    """True if torch computes a product of x without options, because "cublas" is named or is the default: `_by_torch`. Not under autocast,
+    because torch's backward would be cast again if it runs under another autocast."""
+    if type(x) not in PLAIN or not x.is_cuda:
+        return False
+    cublas = default_is_cublas(x.dtype, x.get_device()) if version is None else version == "cublas" and x.dtype in checks.FLOATS
+    return cublas and x.layout is torch.strided and not x.is_nested and not _tracing() and not _autocast()
+
+
+def _by_torch(function: Callable[..., torch.Tensor], x: torch.Tensor, y: Any, bias: Any = None) -> torch.Tensor | None:
+    """function(x, y, bias) of torch, in half of the host time of one of our ops. None for arguments that may be wrong, and for an error of
+    torch: the full checks name what is wrong. Lazy negations, which torch reads correctly, are accepted."""
+    dtype, strided = x.dtype, torch.strided
+    for t in (y,) if bias is None else (y, bias):
+        if type(t) not in PLAIN or t.dtype is not dtype or t.layout is not strided or not t.is_cuda:
+            return None
     try:
         shape = y.shape
         if len(shape) != 2 or x.ndim < 2:
             return None
         if bias is None:
             return function(x, y)
-        if type(bias) not in PLAIN or bias.dtype is not dtype or not bias.is_cuda or bias.layout is not STRIDED:
-            return None
         if bias.shape != shape[:1]:
             return None
         if bias.requires_grad and torch.is_grad_enabled():

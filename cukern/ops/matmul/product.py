@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cukern.ops.matmul.reference import Epilogue, in_torch, tf32_allowed
+from cukern.ops.matmul.reference import Epilogue, in_torch
 from cukern.ops.matmul.versions import ACTIVATION_BWD, ACTIVATION_WIDTH, BIAS_GRAD, DEFAULTS, VERSIONS
 from cukern.runtime.device import cached, current, device_of
 from cukern.runtime.higher import differentiable, gradients, tangents
+from cukern.runtime.products import tf32_allowed
 from cukern.runtime.registry import DEFAULT, Differentiable, Version, apply_of, batched, choose, each, raw_op, save, watched
 from cukern.runtime.tensors import pointers, wide
 
