@@ -8,12 +8,11 @@ from typing import Any
 import torch
 
 from cukern.ops.matmul.plan import FMA_TILES, TILES
-from cukern.ops.matmul.product import default_is_cublas, product
+from cukern.ops.matmul.product import PLAIN, default_is_cublas, product
 from cukern.ops.matmul.reference import ACTIVATIONS, cast, in_torch
 from cukern.ops.matmul.versions import VERSIONS
 from cukern.runtime import backend, checks, interop
 from cukern.runtime.autocast import enabled
-from cukern.runtime.checks import PLAIN
 from cukern.runtime.products import torch_matmul
 from cukern.runtime.registry import Cost, Op, register, row_counts
 from cukern.runtime.tensors import as_matrix
@@ -62,14 +61,14 @@ def matmul(a: Any, b: Any, *, precision: str | None = None, version: str | None 
             f"{tuple(a.shape)} and {tuple(b.shape)}"
         )
     if b.ndim == 2:
-        out = _computed(as_matrix(a), b, None, None, None, 0, False, *options)[0]
+        out = _computed(as_matrix(a), b, *PLAIN, *options)[0]
         return out if a.ndim == 2 else out.view(*a.shape[:-1], b.shape[1])
     try:
         lead = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     except RuntimeError:
         raise ValueError(f"the leading dimensions of a and b must broadcast, got {tuple(a.shape)} and {tuple(b.shape)}") from None
     matrices = (t.expand(*lead, *t.shape[-2:]).reshape(math.prod(lead), *t.shape[-2:]) for t in (a, b))
-    return _computed(*matrices, None, None, None, 0, False, *options)[0].view(*lead, a.shape[-2], b.shape[-1])
+    return _computed(*matrices, *PLAIN, *options)[0].view(*lead, a.shape[-2], b.shape[-1])
 
 
 def linear(
@@ -116,9 +115,8 @@ def linear(
         _check_accumulator(accumulate_into, weight)
     rows, residual = as_matrix(x), None if residual is None else as_matrix(residual)
     outs = _computed(rows, weight.t(), bias, residual, accumulate_into, which, keep, *options)
-    if x.ndim != 2:
-        outs = tuple(out.view(shape) for out in outs)
-    return outs[:2] if keep else outs[0]
+    outs = outs if x.ndim == 2 else [out.view(shape) for out in outs]
+    return tuple(outs[:2]) if keep else outs[0]
 
 
 def _check_linear(x: torch.Tensor, weight: torch.Tensor, bias: Any, residual: Any) -> tuple[int, ...]:
@@ -153,7 +151,7 @@ def _options(precision: Any, version: str | None) -> tuple[str, str]:
 def _takes_torch(x: Any, version: Any) -> bool:
     """True if torch computes a product of x without options, because "cublas" is named or is the default: `_by_torch`. Not under autocast,
     because torch's backward would be cast again if it runs under another autocast."""
-    if type(x) not in PLAIN or not x.is_cuda:
+    if type(x) not in checks.PLAIN or not x.is_cuda:
         return False
     cublas = default_is_cublas(x.dtype, x.get_device()) if version is None else version == "cublas" and x.dtype in checks.FLOATS
     return cublas and x.layout is torch.strided and not x.is_nested and not _tracing() and not _autocast()
@@ -164,7 +162,7 @@ def _by_torch(function: Callable[..., torch.Tensor], x: torch.Tensor, y: Any, bi
     torch: the full checks name what is wrong. Lazy negations, which torch reads correctly, are accepted."""
     dtype, strided = x.dtype, torch.strided
     for t in (y,) if bias is None else (y, bias):
-        if type(t) not in PLAIN or t.dtype is not dtype or t.layout is not strided or not t.is_cuda:
+        if type(t) not in checks.PLAIN or t.dtype is not dtype or t.layout is not strided or not t.is_cuda:
             return None
     try:
         shape = y.shape
@@ -181,7 +179,7 @@ def _by_torch(function: Callable[..., torch.Tensor], x: torch.Tensor, y: Any, bi
         return None
 
 
-def _computed(a: torch.Tensor, b: torch.Tensor, bias: Any, residual: Any, into: Any, *options: Any) -> tuple[torch.Tensor, ...]:
+def _computed(a: torch.Tensor, b: torch.Tensor, bias: Any, residual: Any, into: Any, *options: Any) -> Sequence[torch.Tensor]:
     """`product`, by kernels or in torch's operations."""
     if a.is_cuda or backend.simulates(a):
         return product(a, b, bias, residual, into, *options)

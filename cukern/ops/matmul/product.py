@@ -9,6 +9,7 @@ so a transposed matrix is not copied.
 """
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from cukern.ops.matmul.versions import ACTIVATION_BWD, ACTIVATION_WIDTH, BIAS_GR
 from cukern.runtime.device import cached, current, device_of
 from cukern.runtime.higher import differentiable, gradients, tangents
 from cukern.runtime.products import tf32_allowed
-from cukern.runtime.registry import DEFAULT, Differentiable, Version, apply_of, batched, choose, each, raw_op, save, watched
+from cukern.runtime.registry import DEFAULT, Differentiable, Version, apply_of, batched, choose, each, raw_op, rows_of_each, save, watched
 from cukern.runtime.tensors import pointers, wide
 
 # ---- the version and the precision of a call
@@ -66,22 +67,19 @@ def default_is_cublas(dtype: torch.dtype, device: int) -> bool:
 
 
 def _launch(
-    a: Tensor, b: Tensor, bias: Tensor | None, residual: Tensor | None, activation: int, precision: str, version: str, *pre: Tensor
-) -> Tensor:
-    out = _fake(a, b)
+    a: Tensor, b: Tensor, bias: Tensor | None, residual: Tensor | None, activation: int, keep: bool, precision: str, version: str
+) -> list[Tensor]:
+    out, *pre = outs = _fake(a, b, bias, residual, activation, keep)
     if out.numel():
         bias, residual = (t if t is None else t.resolve_neg().contiguous() for t in (bias, residual))
         run(out, a.resolve_neg(), b.resolve_neg(), Epilogue(bias, activation, pre[0] if pre else None, residual), precision, version)
-    return out
+    return outs
 
 
-def _launch_with_pre(a: Tensor, b: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    pre = _fake(a, b)
-    return _launch(a, b, *rest, pre), pre
-
-
-def _fake(a: Tensor, b: Tensor, *_: Any) -> Tensor:
-    return a.new_empty((*a.shape[:-1], b.shape[-1]))
+def _fake(a: Tensor, b: Tensor, bias: Any, residual: Any, activation: int, keep: bool, *_: Any) -> list[Tensor]:
+    """The result and, with `keep`, the pre-activation."""
+    shape = *a.shape[:-1], b.shape[-1]
+    return [a.new_empty(shape), a.new_empty(shape)] if keep else [a.new_empty(shape)]
 
 
 def _launch_add(out: Tensor, a: Tensor, b: Tensor, precision: str, version: str) -> None:
@@ -132,9 +130,8 @@ def _fake_activation_backward(dout: Tensor, pre: Tensor, *_: Any) -> tuple[Tenso
     return torch.empty_like(pre), pre.new_empty(pre.shape[1])
 
 
-_ARGUMENTS = "(Tensor a, Tensor b, Tensor? bias, Tensor? residual, int activation, str precision, str version)"
-_product = raw_op(f"_product{_ARGUMENTS} -> Tensor", 4, _launch, _fake)
-_product_with_pre = raw_op(f"_product_with_pre{_ARGUMENTS} -> (Tensor, Tensor)", 4, _launch_with_pre, lambda *a: (_fake(*a), _fake(*a)))
+_SCHEMA = "_product(Tensor a, Tensor b, Tensor? bias, Tensor? residual, int activation, bool keep, str precision, str version) -> Tensor[]"
+_product = raw_op(_SCHEMA, 4, _launch, _fake)
 _SCHEMA = "_add_product(Tensor(a!) out, Tensor a, Tensor b, str precision, str version) -> ()"
 _add_product = raw_op(_SCHEMA, 3, _launch_add, lambda *_: None)
 _column_sum = raw_op("_column_sum(Tensor x, str version) -> Tensor", 1, _launch_column_sum, lambda x, _: x.new_empty(x.shape[1]))
@@ -145,25 +142,26 @@ _activation_backward = raw_op(_SCHEMA, 2, _launch_activation_backward, _fake_act
 # ---- autograd
 
 
+PLAIN = None, None, None, 0, False  # the arguments of `product` for a . b
+
+
 def product(
     a: Tensor, b: Tensor, bias: Tensor | None, residual: Tensor | None, into: Tensor | None, activation: int, keep: bool, *options: str
-) -> tuple[Tensor, ...]:
-    """The result and, with `keep`, the pre-activation, differentiable. The arguments are those of _Product."""
+) -> Sequence[Tensor]:
+    """The result and, with `keep`, the pre-activation, differentiable. `into`: the transposed gradient of b is added to it, or None.
+    `options`: precision and version, as in `run`."""
     if watched(a, b, bias, residual):
         return _apply(a, b, bias, residual, into, activation, keep, *options)
-    return (
-        _product_with_pre(a, b, bias, residual, activation, *options) if keep else (_product(a, b, bias, residual, activation, *options),)
-    )
+    return _product(a, b, bias, residual, activation, keep, *options)
 
 
 class _Product(Differentiable):
-    """(a, b, bias, residual, into, activation, keep, precision, version). `into`: the transposed gradient of b is added to it, or None. Two
-    matrices, or two batches without an epilogue. Gradients without an activation are products, which have derivatives of any order."""
+    """The arguments are those of `product`: two matrices, or two batches without an epilogue. Gradients without an activation are products,
+    which have derivatives of any order."""
 
     @staticmethod
-    def forward(a, b, bias, residual, into, activation, keep, precision, version):
-        args = a, b, bias, residual, activation, precision, version
-        return _product_with_pre(*args) if keep or activation else (_product(*args),)
+    def forward(a, b, bias, residual, into, activation, keep, *options):
+        return tuple(_product(a, b, bias, residual, activation, keep or activation > 0, *options))
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -171,12 +169,6 @@ class _Product(Differentiable):
         ctx.outputs = len(output)
         ctx.set_materialize_grads(False)
         save(ctx, a, b, bias, residual, output[1] if ctx.activation else None)
-
-    @staticmethod
-    def recorded(ctx, *args):
-        outputs = _Product.forward(*args)
-        _Product.setup_context(ctx, args, outputs)
-        return outputs
 
     @staticmethod
     def backward(ctx, dout, dpre=None):
@@ -189,7 +181,7 @@ class _Product(Differentiable):
             if ctx.activation:
                 return *gradients(in_torch, (*inputs, ctx.activation), (dout, dpre))[:4], *(None,) * 5
         (d, dbias), needed = _of_pre(dout, dpre, pre, ctx), ctx.needs_input_grad
-        da = _plain(d, inputs[1].mT, ctx) if needed[0] else None
+        da = product(d, inputs[1].mT, *PLAIN, *ctx.options)[0] if needed[0] else None
         db = _of_b(d, inputs[0], inputs[1], ctx) if needed[1] else None
         if needed[2] and dbias is None:
             dbias = (_column_sums if watched(d) else _column_sum)(d, ctx.options[1])
@@ -200,19 +192,18 @@ class _Product(Differentiable):
         return tangents(in_torch, (*ctx.saved_tensors[:4], ctx.activation), dinputs[:4], 2)[: ctx.outputs]
 
     @staticmethod
-    def batch(info, in_dims, *args):
-        size, (a, b, bias, residual, *rest), (a_dim, b_dim, bias_dim, residual_dim, *_) = info.batch_size, args, in_dims
-        matrices = a.ndim - (a_dim is not None) == 2
-        if matrices and b_dim is None and bias_dim is None:  # more rows
-            a, residual = (
-                batched(a, a_dim, size).flatten(0, 1),
-                None if residual is None else batched(residual, residual_dim, size).flatten(0, 1),
-            )
-            outs = product(a, b, bias, residual, *rest)
-            return tuple(out.view(size, a.shape[0] // size, b.shape[1]) for out in outs), (0,) * len(outs)
-        if matrices and bias is residual is None and not any(rest[1:3]):
+    def batch(info, in_dims, a, b, bias, residual, *rest):
+        a_dim, b_dim, bias_dim, residual_dim, *dims = in_dims
+        size, matrices = info.batch_size, a.ndim - (a_dim is not None) == 2
+        if matrices and b_dim is not None and bias is residual is None and not any(rest[1:3]):
             return product(batched(a, a_dim, size), batched(b, b_dim, size), None, None, *rest), (0,)
-        return each(product, size, in_dims, args)
+        if matrices:  # more rows
+
+            def of_rows(a, residual, b, bias, *rest):
+                return product(a, b, bias, residual, *rest)
+
+            return rows_of_each(of_rows, 2, size, (a_dim, residual_dim, b_dim, bias_dim, *dims), (a, residual, b, bias, *rest))
+        return each(product, size, in_dims, (a, b, bias, residual, *rest))
 
 
 def _of_pre(dout: Tensor | None, dpre: Tensor | None, pre: Tensor, ctx: Any) -> Any:
@@ -229,12 +220,7 @@ def _of_b(d: Tensor, a: Tensor, b: Tensor, ctx: Any) -> Tensor | None:
         return _add_product(ctx.into, d.mT, a, *ctx.options)
     K, N = b.shape[-2:]
     transposed = b.stride(-2) == 1 and (b.itemsize > 2 or K % 8 == 0 or N % 8 > 0)
-    return _plain(d.mT, a, ctx).mT if transposed else _plain(a.mT, d, ctx)
-
-
-def _plain(a: Tensor, b: Tensor, ctx: Any) -> Tensor:
-    """a . b with the options of ctx."""
-    return product(a, b, None, None, None, 0, False, *ctx.options)[0]
+    return product(d.mT, a, *PLAIN, *ctx.options)[0].mT if transposed else product(a.mT, d, *PLAIN, *ctx.options)[0]
 
 
 _apply = apply_of(_Product)
