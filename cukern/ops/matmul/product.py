@@ -1,4 +1,4 @@
-"""Products with an epilogue, sums of columns, and their derivatives of any order: the raw ops and autograd.
+"""Products with an epilogue, and their derivatives of any order: the raw ops and autograd.
 
 Every product is out (M x N) = activation(A (M x K) . B (K x N) + bias) + residual, or a batch of A . B. A and B are views of any strides,
 so a transposed matrix is not copied.
@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from cukern.ops.matmul.reference import Epilogue, in_torch
-from cukern.ops.matmul.versions import ACTIVATION_BWD, ACTIVATION_WIDTH, BIAS_GRAD, DEFAULTS, VERSIONS
+from cukern.ops.matmul.versions import ACTIVATION_BWD, ACTIVATION_WIDTH, DEFAULTS, VERSIONS
 from cukern.runtime.device import cached, current, device_of
-from cukern.runtime.higher import differentiable, gradients, tangents
-from cukern.runtime.products import tf32_allowed
+from cukern.runtime.higher import gradients, tangents
+from cukern.runtime.products import column_sums, tf32_allowed
 from cukern.runtime.registry import DEFAULT, Differentiable, Version, apply_of, batched, choose, each, raw_op, rows_of_each, save, watched
 from cukern.runtime.tensors import pointers, wide
 
@@ -87,26 +87,7 @@ def _launch_add(out: Tensor, a: Tensor, b: Tensor, precision: str, version: str)
         run(out, a.resolve_neg(), b.resolve_neg(), Epilogue(residual=out), precision, version)
 
 
-PIECES = 256  # of the rows of a gradient, whose columns are added in two launches: per piece, then over the pieces
-
-
-def _launch_column_sum(x: Tensor, version: str) -> Tensor:
-    if not x.numel():
-        return torch.zeros(x.shape[1], dtype=x.dtype, device=x.device)
-    sums = x.resolve_neg()
-    if x.shape[0] > PIECES:
-        sums = _sum_pieces(sums, -(-x.shape[0] // PIECES))
-    return _sum_pieces(sums, sums.shape[0])[0].to(x.dtype)
-
-
-def _sum_pieces(x: Tensor, height: int) -> Tensor:
-    """Column sums of each `height` rows, in the dtype of computation."""
-    rows, columns = x.shape
-    pieces = -(-rows // height)
-    out = torch.empty((pieces, columns), dtype=wide(x.dtype), device=x.device)
-    grid = (-(-columns // 32) * pieces, 1, 1)
-    BIAS_GRAD[x.dtype].on(x.get_device())(grid, (32, 8, 1), 0, out.data_ptr(), x.data_ptr(), rows, columns, height, *x.stride())
-    return out
+CHUNKS = 256  # of the rows of a gradient: a kernel adds the columns of each
 
 
 def _launch_activation_backward(dout: Tensor, pre: Tensor, activation: int, version: str) -> tuple[Tensor, Tensor]:
@@ -114,7 +95,7 @@ def _launch_activation_backward(dout: Tensor, pre: Tensor, activation: int, vers
     dpre, dbias = _fake_activation_backward(dout, pre)
     if not dpre.numel():
         return dpre, dbias.zero_()
-    height = -(-rows // PIECES)
+    height = -(-rows // CHUNKS)
     chunks = -(-rows // height)
     sums = torch.empty((chunks, columns), dtype=wide(dout.dtype), device=dout.device)
     width = ACTIVATION_WIDTH[dout.itemsize]
@@ -122,7 +103,7 @@ def _launch_activation_backward(dout: Tensor, pre: Tensor, activation: int, vers
         width = 1
     kernel, grid = ACTIVATION_BWD[dout.dtype, width].on(dout.get_device()), (chunks * -(-columns // (32 * width)), 1, 1)
     kernel(grid, (32, 8, 1), 0, *pointers(dpre, sums, dout, pre), rows, columns, height, activation)
-    return dpre, _sum_pieces(sums, chunks)[0].to(dout.dtype)
+    return dpre, sums.sum(0).to(dout.dtype)
 
 
 def _fake_activation_backward(dout: Tensor, pre: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
@@ -134,8 +115,6 @@ _SCHEMA = "_product(Tensor a, Tensor b, Tensor? bias, Tensor? residual, int acti
 _product = raw_op(_SCHEMA, 4, _launch, _fake)
 _SCHEMA = "_add_product(Tensor(a!) out, Tensor a, Tensor b, str precision, str version) -> ()"
 _add_product = raw_op(_SCHEMA, 3, _launch_add, lambda *_: None)
-_column_sum = raw_op("_column_sum(Tensor x, str version) -> Tensor", 1, _launch_column_sum, lambda x, _: x.new_empty(x.shape[1]))
-_column_sums = differentiable("ColumnSum", _column_sum, lambda x, _: x.sum(0, dtype=x.dtype), 1)
 _SCHEMA = "_activation_backward(Tensor dout, Tensor pre, int activation, str version) -> (Tensor, Tensor)"
 _activation_backward = raw_op(_SCHEMA, 2, _launch_activation_backward, _fake_activation_backward)
 
@@ -183,9 +162,11 @@ class _Product(Differentiable):
         (d, dbias), needed = _of_pre(dout, dpre, pre, ctx), ctx.needs_input_grad
         da = product(d, inputs[1].mT, *PLAIN, *ctx.options)[0] if needed[0] else None
         db = _of_b(d, inputs[0], inputs[1], ctx) if needed[1] else None
-        if needed[2] and dbias is None:
-            dbias = (_column_sums if watched(d) else _column_sum)(d, ctx.options[1])
-        return da, db, dbias if needed[2] else None, dout if needed[3] else None, *(None,) * 5
+        if not needed[2]:
+            dbias = None
+        elif dbias is None:
+            dbias = column_sums(d)
+        return da, db, dbias, dout if needed[3] else None, *(None,) * 5
 
     @staticmethod
     def tangent(ctx, *dinputs):

@@ -23,7 +23,6 @@ Forward = Callable[[Tensor, Tensor, Tensor, Epilogue, str], None]
 Plain = Callable[[Tensor, Tensor, Tensor, Tensor | None], None]  # without an epilogue, for two matrices of float32 or float64
 _V1, _V2, _V3, _V4, _V5 = (Template("matmul/matmul.cu", f"matmul_v{i}") for i in range(1, 6))
 _V5_FIXUP = Template("matmul/matmul.cu", "matmul_v5_fixup")
-BIAS_GRAD = Template("matmul/matmul.cu", "matmul_bias_grad")  # used by all versions
 ACTIVATION_BWD = Template("matmul/matmul.cu", "matmul_activation_bwd")  # used by all versions
 ACTIVATION_WIDTH = {2: 8, 4: 4, 8: 1}  # its vectors, by the size of an element; two doubles are too many registers
 COPY_MODES = "ALONG_K", "ALONG_MN", "ALONG_MN_16B"  # CopyMode in matmul.cu
@@ -147,7 +146,6 @@ def _v5_instances(dtype: torch.dtype) -> Iterable[Kernel]:
 def _version(idea: str, forward: Forward, instances: Callable[[torch.dtype], Iterable[Kernel]], requires: int = 75) -> Version:
     def every(dtype: torch.dtype) -> Iterable[Kernel]:
         yield from (ACTIVATION_BWD[dtype, w] for w in {1, ACTIVATION_WIDTH[dtype.itemsize]})
-        yield from (BIAS_GRAD[d] for d in {dtype, wide(dtype)})
         yield from instances(dtype)
 
     return Version(idea, forward, instances=every, requires=requires)
