@@ -9,7 +9,7 @@ import torch
 
 from cukern.ops.matmul.plan import FMA_TILES, TILES
 from cukern.ops.matmul.product import PLAIN, default_is_cublas, product
-from cukern.ops.matmul.reference import ACTIVATIONS, cast, in_torch
+from cukern.ops.matmul.reference import ACTIVATIONS, in_torch
 from cukern.ops.matmul.versions import VERSIONS
 from cukern.runtime import backend, checks, interop
 from cukern.runtime.autocast import enabled
@@ -18,6 +18,7 @@ from cukern.runtime.registry import Cost, Op, register, row_counts
 from cukern.runtime.tensors import as_matrix
 
 PRECISIONS = "ieee", "tf32", "3xtf32"
+_OPTIONAL = "bias", "residual"
 _tracing = torch.compiler.is_dynamo_compiling
 _autocast = torch.is_autocast_enabled  # of a GPU
 
@@ -195,10 +196,12 @@ def _inputs(op: str, version: Any, **values: Any) -> Iterable[Any]:
     x, y, *optional = values.values()
     if checks.plain(checks.FLOATS, (x, y, *[t for t in optional if t is not None])) and x.is_cuda and not enabled(x):
         return values.values()
-    imported = [v if v is None and n in ("bias", "residual") else interop.to_torch(n, v) for n, v in values.items()]
-    tensors: dict[str, Any] = dict(zip(values, cast(imported), strict=True))
+    tensors: dict[str, Any] = {n: v if v is None and n in _OPTIONAL else interop.to_torch(n, v) for n, v in values.items()}
+    x, *_ = tensors.values()
+    if enabled(x) and x.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(x.device.type)
+        tensors = {n: t if t is None or t.dtype == torch.float64 else t.to(dtype) for n, t in tensors.items()}
     checks.alike(checks.FLOATS, **tensors)
-    x = next(iter(tensors.values()))
     if version is not None and not x.is_cuda and not backend.simulates(x) and not VERSIONS[version].in_torch:
         checks.needs_gpu(op, version, x.device)
     return tensors.values()

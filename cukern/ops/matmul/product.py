@@ -29,8 +29,7 @@ from cukern.runtime.tensors import pointers, wide
 def run(out: Tensor, a: Tensor, b: Tensor, e: Epilogue, precision: str, version: str) -> None:
     """Launch out = epilogue(a . b). `precision`: "" for torch's switches; `version`: "" for that of `cukern.use`."""
     switched = a.dtype == torch.float32 and precision != "ieee" and tf32_allowed()
-    kind = a.dtype, out.dtype, e.activation > 0, precision or ("tf32" if switched else ""), switched, version, a.get_device()
-    chosen, precision = _chosen(*kind)
+    chosen, precision = _chosen(a.dtype, out.dtype, e.activation > 0, precision, switched, version, a.get_device())
     chosen.forward(out, a, b, e, precision)
 
 
@@ -40,6 +39,7 @@ def _chosen(
 ) -> tuple[Version, str]:
     """The version, and the precision of float32. If the caller names a tensor-core version, it computes 3xTF32 unless TF32 is allowed.
     `switched`: torch's switches allow TF32, and cuBLAS follows them."""
+    precision = precision or ("tf32" if switched else "")
     named = version or current().versions.get("matmul", (os.environ.get("CUKERN_MATMUL", ""),))[0]
     if named not in ("", DEFAULT):
         return choose("matmul", version, device), precision or "3xtf32"
@@ -90,7 +90,7 @@ def _launch_add(out: Tensor, a: Tensor, b: Tensor, precision: str, version: str)
 CHUNKS = 256  # of the rows of a gradient: a kernel adds the columns of each
 
 
-def _launch_activation_backward(dout: Tensor, pre: Tensor, activation: int, version: str) -> tuple[Tensor, Tensor]:
+def _launch_activation_backward(dout: Tensor, pre: Tensor, activation: int) -> tuple[Tensor, Tensor]:
     (rows, columns), dout = dout.shape, dout.resolve_neg().contiguous()
     dpre, dbias = _fake_activation_backward(dout, pre)
     if not dpre.numel():
@@ -115,7 +115,7 @@ _SCHEMA = "_product(Tensor a, Tensor b, Tensor? bias, Tensor? residual, int acti
 _product = raw_op(_SCHEMA, 4, _launch, _fake)
 _SCHEMA = "_add_product(Tensor(a!) out, Tensor a, Tensor b, str precision, str version) -> ()"
 _add_product = raw_op(_SCHEMA, 3, _launch_add, lambda *_: None)
-_SCHEMA = "_activation_backward(Tensor dout, Tensor pre, int activation, str version) -> (Tensor, Tensor)"
+_SCHEMA = "_activation_backward(Tensor dout, Tensor pre, int activation) -> (Tensor, Tensor)"
 _activation_backward = raw_op(_SCHEMA, 2, _launch_activation_backward, _fake_activation_backward)
 
 # ---- autograd
@@ -191,7 +191,7 @@ def _of_pre(dout: Tensor | None, dpre: Tensor | None, pre: Tensor, ctx: Any) -> 
     """The gradient of the pre-activation from those of both outputs, and its column sums if a kernel has computed them."""
     if dout is None:
         return dpre, None
-    d, sums = _activation_backward(dout, pre, ctx.activation, ctx.options[1]) if ctx.activation else (dout, None)
+    d, sums = _activation_backward(dout, pre, ctx.activation) if ctx.activation else (dout, None)
     return (d, sums) if dpre is None else (d + dpre, None)
 
 

@@ -1,26 +1,14 @@
-"""Products in torch's operations: the dtypes of autocast, the epilogue and its activations."""
+"""The epilogue of a product, and products with an epilogue in torch's operations."""
 
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from cukern.runtime.autocast import enabled, off
+from cukern.runtime.autocast import off
 from cukern.runtime.products import torch_matmul
 
 ACTIVATIONS = "none", "gelu", "gelu_tanh", "relu", "silu"  # as enum Activation in epilogue.cuh
-
-
-def cast(tensors: list[Tensor | None]) -> list[Tensor | None]:
-    """The tensors as autocast wants the inputs of a product: all but float64 in its dtype."""
-    first = tensors[0]
-    if first is None or not enabled(first) or first.dtype == torch.float64:
-        return tensors
-    dtype = torch.get_autocast_dtype(first.device.type)
-    return [t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in tensors]
-
-
-# ---- the epilogue
 
 
 class Epilogue(NamedTuple):
@@ -47,12 +35,12 @@ def finish(out: Tensor, product: Tensor, e: Epilogue) -> None:
     """Write the results to `out` by torch's operations, from a product, which may be `out` or `e.pre`, to which the bias has been added."""
     if e.pre is not None and e.pre is not product:
         e.pre.copy_(product)
-    if e.activation and product.dtype == out.dtype:
+    if e.residual is not None:
+        torch.add(activate(product, e.activation), e.residual, out=out)
+    elif e.activation and product.dtype == out.dtype:
         activate(product, e.activation, out)
     elif product is not out:
-        out.copy_(activate(product, e.activation) if e.residual is not out else activate(product, e.activation) + out)
-    if e.residual is not None and e.residual is not out:
-        out.add_(e.residual)
+        out.copy_(activate(product, e.activation))
 
 
 def in_torch(a: Tensor, b: Tensor, bias: Tensor | None, residual: Tensor | None, activation: int) -> tuple[Tensor, Tensor]:
