@@ -10,14 +10,13 @@ from torch import Tensor
 from cukern.ops.kron_linear.reference import width
 from cukern.runtime import backend, checks, interop
 
-PLAIN_TYPES = checks.PLAIN
+PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter})  # types without __torch_function__ handlers
 COMPLEX = (torch.complex64, torch.complex128)
 
 
 def tensors(x: Any, factors: Any, bias: Any, residual: Any) -> tuple[Tensor, Sequence[Tensor], Tensor | None, Tensor | None]:
     """The arguments as tensors, of one dtype and on one device. Raises TypeError and ValueError."""
-    optional = [t for t in (bias, residual) if t is not None]
-    if type(factors) in (list, tuple) and factors and checks.plain(checks.FLOATS, (x, *factors, *optional)):
+    if _are_plain(x, factors, bias, residual):
         return x, factors, bias, residual
     if not isinstance(factors, list | tuple | torch.nn.ParameterList):
         raise TypeError(f"factors must be a list or a tuple of matrices, got {checks.brief(factors)}")
@@ -28,8 +27,34 @@ def tensors(x: Any, factors: Any, bias: Any, residual: Any) -> tuple[Tensor, Seq
     if not factors:
         raise ValueError("factors is empty: the layer needs at least one matrix")
     named = {"x": x, **{f"factors[{i}]": w for i, w in enumerate(factors)}, "bias": bias, "residual": residual}
-    checks.alike((*checks.FLOATS, *COMPLEX), **named)
+    for name, t in named.items():
+        if t is not None:
+            checks.dtype(name, t, (*checks.FLOATS, *COMPLEX))
+    checks.same(**named)
     return x, factors, bias, residual
+
+
+def _are_plain(x: Any, factors: Any, bias: Any, residual: Any) -> bool:
+    """Whether all is as it must be: the usual case, told in a few microseconds."""
+    if (
+        torch.compiler.is_compiling()
+        or type(factors) not in (list, tuple)
+        or not factors
+        or type(x) not in PLAIN_TYPES
+        or x.dtype not in checks.FLOATS
+    ):
+        return False
+    dtype, device, every = x.dtype, x.device, [x, *factors]
+    if bias is not None:
+        every.append(bias)
+    if residual is not None:
+        every.append(residual)
+    for t in every:
+        if type(t) not in PLAIN_TYPES or t.dtype != dtype or t.device != device:
+            return False
+        if t.layout is not torch.strided or t.is_neg() or t.is_nested:
+            return False
+    return True
 
 
 def lokr(x: Any, w1: Any, w2: Any) -> tuple[Tensor, ...]:

@@ -20,9 +20,9 @@ from cukern.ops.kron_linear import cublas
 from cukern.ops.kron_linear import forward as kron_forward
 from cukern.ops.kron_linear.autograd import product
 from cukern.ops.kron_linear.reference import PRODUCTS, Epilogue, movedim_product, with_epilogue
+from cukern.ops.matmul import torch_matmul
 from cukern.runtime import backend, checks
 from cukern.runtime.kernel import Kernel
-from cukern.runtime.products import torch_matmul
 from cukern.runtime.registry import Version
 from cukern.runtime.tensors import as_matrix
 

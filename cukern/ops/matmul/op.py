@@ -190,12 +190,16 @@ def _computed(a: torch.Tensor, b: torch.Tensor, bias: Any, residual: Any, into: 
 
 
 def _inputs(op: str, version: Any, **values: Any) -> Iterable[Any]:
-    """The tensors, cast as autocast wants them."""
+    """The tensors, cast as autocast wants them. The full checks would take most of the host time of tensors on a GPU that pass them."""
     if version is not None:
         checks.version(op, version, VERSIONS)
     x, y, *optional = values.values()
     if checks.plain(checks.FLOATS, (x, y, *[t for t in optional if t is not None])) and x.is_cuda and not enabled(x):
         return values.values()
+    return _checked(op, version, values)
+
+
+def _checked(op: str, version: Any, values: dict[str, Any]) -> Iterable[Any]:
     tensors: dict[str, Any] = {n: v if v is None and n in _OPTIONAL else interop.to_torch(n, v) for n, v in values.items()}
     x, *_ = tensors.values()
     if enabled(x) and x.dtype != torch.float64:
