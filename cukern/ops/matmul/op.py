@@ -38,7 +38,8 @@ def matmul(a: Any, b: Any, *, precision: str | None = None, version: str | None 
             products, with float32's error. None: "tf32" if torch's switches allow it (torch.backends.cuda.matmul.fp32_precision), else
             "ieee". 16-bit products are exact and added in float32.
         version: "v1" to "v7", or "cublas" for torch's product, which follows torch's switches only. Default: v5 for "ieee" and float64, v7
-            (v6 on a GPU without wgmma) for "3xtf32", v7 for 16-bit types with an activation if the GPU has wgmma, and cuBLAS otherwise.
+            for "3xtf32" and for 16-bit types with an activation, and cuBLAS otherwise. GPUs without wgmma have v6 for "3xtf32" and cuBLAS
+            for 16-bit types, those older than compute capability 8.0 have v4 for float32 and float64.
             v6 and v7 compute float32 as 3xTF32 unless TF32 is allowed; v1 to v5 always as "ieee". v6 and v7 copy an operand whose rows or
             columns are not whole 16 bytes, unless rows are few, and v7 both operands twice for 3xTF32. CPU tensors use torch.matmul, or
             the simulator.
@@ -92,8 +93,8 @@ def linear(
     Args:
         x: (..., K), float16, bfloat16, float32 or float64: a tensor, or an array that supports DLPack.
         weight: (N, K); bias: (N,) or None. Of x's dtype and device.
-        activation: None, "gelu" (exact), "gelu_tanh", "relu" or "silu", applied to the float32 sums by v6 and v7, and by other versions to
-            sums in x's dtype, as torch does.
+        activation: None, "gelu" (exact), "gelu_tanh", "relu" or "silu", applied before the sums are rounded to x's dtype, by "cublas"
+            afterwards, as torch does.
         return_pre_activation: return (result, x @ weight.T + bias) instead of the result.
         residual: (..., N) of x's dtype and device, or None: added to the result. A version may round the result first, as torch does.
         accumulate_into: (N, K), contiguous, float32 or of x's dtype: backward adds the gradient of weight to it and rounds the float32 sum

@@ -43,8 +43,8 @@ def _chosen(
     named = version or current().versions.get("matmul", (os.environ.get("CUKERN_MATMUL", ""),))[0]
     if named not in ("", DEFAULT):
         return choose("matmul", version, device), precision or "3xtf32"
-    kind = _kind(dtype, out, activation, precision, switched)
-    name = next(n for n in DEFAULTS[kind] if VERSIONS[n].requires <= device_of(device).capability)
+    kind, gpu = _kind(dtype, out, activation, precision, switched), device_of(device)
+    name = next(n for n in DEFAULTS[kind] if VERSIONS[n].requires <= gpu.capability and (gpu.wgmma or n != "v7"))
     return VERSIONS[name], precision if kind != "float" and name != "v4" else "ieee"
 
 
