@@ -87,7 +87,7 @@ def _launch_add(out: Tensor, a: Tensor, b: Tensor, precision: str, version: str)
         run(out, a.resolve_neg(), b.resolve_neg(), Epilogue(residual=out), precision, version)
 
 
-CHUNKS = 256  # of the rows of a gradient: a kernel adds the columns of each
+CHUNKS, ROWS = 256, 32  # of a gradient, whose columns a kernel adds in chunks: the most chunks, and the fewest rows of one
 
 
 def _launch_activation_backward(dout: Tensor, pre: Tensor, activation: int) -> tuple[Tensor, Tensor]:
@@ -95,7 +95,7 @@ def _launch_activation_backward(dout: Tensor, pre: Tensor, activation: int) -> t
     dpre, dbias = _fake_activation_backward(dout, pre)
     if not dpre.numel():
         return dpre, dbias.zero_()
-    height = -(-rows // CHUNKS)
+    height = max(-(-rows // CHUNKS), ROWS)
     chunks = -(-rows // height)
     sums = torch.empty((chunks, columns), dtype=wide(dout.dtype), device=dout.device)
     width = ACTIVATION_WIDTH[dout.itemsize]
