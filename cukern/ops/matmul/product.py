@@ -173,11 +173,12 @@ class _Product(Differentiable):
         return tangents(in_torch, (*ctx.saved_tensors[:4], ctx.activation), dinputs[:4], 2)[: ctx.outputs]
 
     @staticmethod
-    def batch(info, in_dims, a, b, bias, residual, *rest):
+    def batch(info, in_dims, a, b, bias, residual, into, activation, keep, *options):
+        rest = into, activation, keep or activation > 0, *options  # as many outputs as those of `forward`
         a_dim, b_dim, bias_dim, residual_dim, *dims = in_dims
         size, matrices = info.batch_size, a.ndim - (a_dim is not None) == 2
-        if matrices and b_dim is not None and bias is residual is None and not any(rest[1:3]):
-            return product(batched(a, a_dim, size), batched(b, b_dim, size), None, None, *rest), (0,)
+        if matrices and b_dim is not None and bias is residual is None and not (keep or activation):
+            return tuple(product(batched(a, a_dim, size), batched(b, b_dim, size), None, None, *rest)), (0,)
         if matrices:  # more rows
 
             def of_rows(a, residual, b, bias, *rest):

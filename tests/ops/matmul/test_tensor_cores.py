@@ -273,6 +273,20 @@ def test_second_derivatives_of_an_epilogue(device):
 
 
 @kernels
+def test_gradients_per_sample_of_an_epilogue(device):
+    weight, x, residual = (torch.randn(s, device=device, dtype=torch.float64) for s in ((5, 3), (2, 4, 3), (2, 4, 5)))
+
+    def gradients(function):
+        def loss(weight, x, residual):
+            return function(x, weight, residual).square().sum()
+
+        return torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0))(weight, x, residual)
+
+    ours = gradients(lambda x, weight, residual: cukern.linear(x, weight, activation="silu", residual=residual))
+    torch.testing.assert_close(ours, gradients(lambda x, weight, residual: functional.silu(x @ weight.t()) + residual))
+
+
+@kernels
 def test_precision_follows_torchs_switches(device):
     """float32 is strict by default, TF32 if torch allows it, and 3xTF32 if the caller names it or a tensor-core version."""
     a, b = torch.randn(40, 260, device=device), torch.randn(260, 24, device=device)
