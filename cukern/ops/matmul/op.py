@@ -53,7 +53,10 @@ def matmul(a: Any, b: Any, *, precision: str | None = None, version: str | None 
         out = _by_torch(torch.matmul, a, b)
         if out is not None:
             return out
-    a, b = _inputs("matmul", version, a=a, b=b)
+    if version is not None:
+        checks.version("matmul", version, VERSIONS)
+    if not _pass(a, b):
+        a, b = _inputs("matmul", version, a=a, b=b)
     options = _options(precision, version)
     if a.ndim < 2 or b.ndim < 2:
         raise ValueError(f"a must be (..., M, K) and b (..., K, N), got {tuple(a.shape)} and {tuple(b.shape)}")
@@ -109,7 +112,10 @@ def linear(
         out = _by_torch(torch.nn.functional.linear, x, weight, bias)
         if out is not None:
             return out
-    x, weight, bias, residual = _inputs("linear", version, x=x, weight=weight, bias=bias, residual=residual)
+    if version is not None:
+        checks.version("linear", version, VERSIONS)
+    if not _pass(x, weight, bias, residual):
+        x, weight, bias, residual = _inputs("linear", version, x=x, weight=weight, bias=bias, residual=residual)
     shape = _check_linear(x, weight, bias, residual)
     keep, options = checks.flag("return_pre_activation", return_pre_activation), _options(precision, version)
     which = 0 if activation is None else ACTIVATIONS.index(checks.choice("activation", activation, ACTIVATIONS[1:]))
@@ -190,17 +196,13 @@ def _computed(a: torch.Tensor, b: torch.Tensor, bias: Any, residual: Any, into: 
     return in_torch(a, b, bias, residual, options[0])
 
 
+def _pass(x: Any, y: Any, *optional: Any) -> bool:
+    """True for tensors on a GPU that pass all checks, as in most calls: `_inputs` would take most of the host time."""
+    return checks.plain(checks.FLOATS, (x, y, *[t for t in optional if t is not None])) and x.is_cuda and not _autocast()
+
+
 def _inputs(op: str, version: Any, **values: Any) -> Iterable[Any]:
-    """The tensors, cast as autocast wants them. The full checks would take most of the host time of tensors on a GPU that pass them."""
-    if version is not None:
-        checks.version(op, version, VERSIONS)
-    x, y, *optional = values.values()
-    if checks.plain(checks.FLOATS, (x, y, *[t for t in optional if t is not None])) and x.is_cuda and not enabled(x):
-        return values.values()
-    return _checked(op, version, values)
-
-
-def _checked(op: str, version: Any, values: dict[str, Any]) -> Iterable[Any]:
+    """The tensors, cast as autocast wants them."""
     tensors: dict[str, Any] = {n: v if v is None and n in _OPTIONAL else interop.to_torch(n, v) for n, v in values.items()}
     x, *_ = tensors.values()
     if enabled(x) and x.dtype != torch.float64:
