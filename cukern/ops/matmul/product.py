@@ -9,7 +9,6 @@ so a transposed matrix is not copied.
 """
 
 import os
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -67,19 +66,22 @@ def default_is_cublas(dtype: torch.dtype, device: int) -> bool:
 
 
 def _launch(
-    a: Tensor, b: Tensor, bias: Tensor | None, residual: Tensor | None, activation: int, keep: bool, precision: str, version: str
-) -> list[Tensor]:
-    out, *pre = outs = _fake(a, b, bias, residual, activation, keep)
+    a: Tensor, b: Tensor, bias: Tensor | None, residual: Tensor | None, activation: int, precision: str, version: str, *pre: Tensor
+) -> Tensor:
+    out = _fake(a, b)
     if out.numel():
         bias, residual = (t if t is None else t.resolve_neg().contiguous() for t in (bias, residual))
         run(out, a.resolve_neg(), b.resolve_neg(), Epilogue(bias, activation, pre[0] if pre else None, residual), precision, version)
-    return outs
+    return out
 
 
-def _fake(a: Tensor, b: Tensor, bias: Any, residual: Any, activation: int, keep: bool, *_: Any) -> list[Tensor]:
-    """The result and, with `keep`, the pre-activation."""
-    shape = *a.shape[:-1], b.shape[-1]
-    return [a.new_empty(shape), a.new_empty(shape)] if keep else [a.new_empty(shape)]
+def _launch_with_pre(a: Tensor, b: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    pre = _fake(a, b)
+    return _launch(a, b, *rest, pre), pre
+
+
+def _fake(a: Tensor, b: Tensor, *_: Any) -> Tensor:
+    return a.new_empty((*a.shape[:-1], b.shape[-1]))
 
 
 def _launch_add(out: Tensor, a: Tensor, b: Tensor, precision: str, version: str) -> None:
@@ -111,8 +113,9 @@ def _fake_activation_backward(dout: Tensor, pre: Tensor, *_: Any) -> tuple[Tenso
     return torch.empty_like(pre), pre.new_empty(pre.shape[1])
 
 
-_SCHEMA = "_product(Tensor a, Tensor b, Tensor? bias, Tensor? residual, int activation, bool keep, str precision, str version) -> Tensor[]"
-_product = raw_op(_SCHEMA, 4, _launch, _fake)
+_ARGUMENTS = "(Tensor a, Tensor b, Tensor? bias, Tensor? residual, int activation, str precision, str version)"
+_product = raw_op(f"_product{_ARGUMENTS} -> Tensor", 4, _launch, _fake)
+_product_with_pre = raw_op(f"_product_with_pre{_ARGUMENTS} -> (Tensor, Tensor)", 4, _launch_with_pre, lambda *a: (_fake(*a), _fake(*a)))
 _SCHEMA = "_add_product(Tensor(a!) out, Tensor a, Tensor b, str precision, str version) -> ()"
 _add_product = raw_op(_SCHEMA, 3, _launch_add, lambda *_: None)
 _SCHEMA = "_activation_backward(Tensor dout, Tensor pre, int activation) -> (Tensor, Tensor)"
@@ -126,12 +129,13 @@ PLAIN = None, None, None, 0, False  # the arguments of `product` for a . b
 
 def product(
     a: Tensor, b: Tensor, bias: Tensor | None, residual: Tensor | None, into: Tensor | None, activation: int, keep: bool, *options: str
-) -> Sequence[Tensor]:
+) -> tuple[Tensor, ...]:
     """The result and, with `keep`, the pre-activation, differentiable. `into`: the transposed gradient of b is added to it, or None.
     `options`: precision and version, as in `run`."""
     if watched(a, b, bias, residual):
         return _apply(a, b, bias, residual, into, activation, keep, *options)
-    return _product(a, b, bias, residual, activation, keep, *options)
+    args = a, b, bias, residual, activation, *options
+    return _product_with_pre(*args) if keep else (_product(*args),)
 
 
 class _Product(Differentiable):
@@ -140,7 +144,8 @@ class _Product(Differentiable):
 
     @staticmethod
     def forward(a, b, bias, residual, into, activation, keep, *options):
-        return tuple(_product(a, b, bias, residual, activation, keep or activation > 0, *options))
+        args = a, b, bias, residual, activation, *options
+        return _product_with_pre(*args) if keep or activation else (_product(*args),)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -178,7 +183,7 @@ class _Product(Differentiable):
         a_dim, b_dim, bias_dim, residual_dim, *dims = in_dims
         size, matrices = info.batch_size, a.ndim - (a_dim is not None) == 2
         if matrices and b_dim is not None and bias is residual is None and not (keep or activation):
-            return tuple(product(batched(a, a_dim, size), batched(b, b_dim, size), None, None, *rest)), (0,)
+            return product(batched(a, a_dim, size), batched(b, b_dim, size), None, None, *rest), (0,)
         if matrices:  # more rows
 
             def of_rows(a, residual, b, bias, *rest):
