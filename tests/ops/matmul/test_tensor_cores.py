@@ -16,7 +16,7 @@ from cukern.ops.matmul.product import run
 from cukern.ops.matmul.reference import ACTIVATIONS, Epilogue
 from cukern.ops.matmul.tensor_cores import V7
 from cukern.runtime import backend
-from cukern.runtime.device import KNOWN, assumed, device_of, restricted
+from cukern.runtime.device import KNOWN, device_of, restricted, setting
 from cukern.runtime.kernel import collecting
 
 F, H, B = torch.float32, torch.float16, torch.bfloat16
@@ -308,7 +308,7 @@ def test_precision_follows_torchs_switches(device):
 @pytest.mark.parametrize("name, v7", (("h200", True), ("b200", False), ("a100", False)))
 def test_the_default_of_an_activation_is_v7_only_with_wgmma(name, v7):
     x = torch.ones(64, 64, dtype=B)
-    with cukern.backend("sim"), assumed(KNOWN[name]), collecting() as found:
+    with cukern.backend("sim"), setting(simulated=KNOWN[name]), collecting() as found:
         cukern.linear(x, x, activation="relu")
     assert [kernel.partition("<")[0] for kernel in found] == ["matmul_v7"] * v7
 
