@@ -24,9 +24,8 @@ MAY_IMPORT = {
 }
 LAYERS_OF_SIM = ("ptx", "numerics", "memory", "machine", "instructions")
 OP_MAY_IMPORT = {  # the declared dependencies between ops
-    "attention": {"causal_softmax", "matmul", "softmax"},
+    "attention": {"causal_softmax", "softmax"},
     "causal_softmax": {"softmax"},
-    "cross_entropy": {"matmul"},
     "kron_linear": {"matmul"},
 }
 

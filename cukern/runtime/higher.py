@@ -110,12 +110,6 @@ def differentiable(
         def batch(info: Any, in_dims: Any, *args: Any) -> Any:
             return rows_of_each(apply, rows, info.batch_size, in_dims, args) if rows else each(apply, info.batch_size, in_dims, args)
 
-        @staticmethod
-        def recorded(ctx: Any, *args: Any) -> Any:
-            output = raw(*args)
-            Function.setup_context(ctx, args, output)
-            return output
-
     Function.__name__ = Function.__qualname__ = name
     apply = apply_of(Function)
     return apply

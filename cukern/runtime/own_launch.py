@@ -189,12 +189,6 @@ class Own:
                 save(ctx, *[x if keep else None for x, keep in zip((*inputs[1:], *output), kept, strict=True)])
 
             @staticmethod
-            def recorded(ctx, version, *inputs):
-                output = tuple(raw(*inputs, version))
-                Forward.setup_context(ctx, (version, *inputs), output)
-                return output
-
-            @staticmethod
             def backward(ctx, *douts):
                 # torch.compile does not trace a Function inside the backward of another
                 tensors = (*douts[:outputs], *ctx.saved_tensors)

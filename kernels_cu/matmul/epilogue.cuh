@@ -190,7 +190,7 @@ __global__ void __launch_bounds__(256) matmul_v6_reduce(O* out, O* pre, const fl
 }
 
 // The gradient of the epilogue: dpre = dout * slope(pre), and sums[chunk][n] = the sum of dpre[m][n] over `rows_per_chunk` rows, which
-// matmul_bias_grad adds up. All are contiguous. Grid ceil(N / (32 W)) * ceil(M / rows_per_chunk), block (32, 8): a thread has W columns.
+// torch adds up. All are contiguous. Grid ceil(N / (32 W)) * ceil(M / rows_per_chunk), block (32, 8): a thread has W columns.
 // W is 1, or 16 / sizeof(T) if rows are vectors.
 template <typename T, int W>
 __global__ void __launch_bounds__(256)

@@ -151,29 +151,6 @@ __global__ void __launch_bounds__(256)
         }
 }
 
-// Column sums of x (M, N): out[chunk][n] = the sum of x[m][n] over the rows of the chunk. The gradient of the bias takes two launches: dY
-// to a (chunks, N) workspace, then the workspace, as one chunk, to the result. Deterministic: the order of additions is fixed. Grid ceil(N
-// / 32) * ceil(M / rows_per_chunk), block (32, 8).
-template <typename T>
-__global__ void matmul_bias_grad(compute_t<T>* out, const T* x, int M, int N, int rows_per_chunk, long long x_m, long long x_n) {
-    using C = compute_t<T>;
-    __shared__ C sums[8][32];
-    int tiles_n = (N + 31) / 32;
-    int chunk = blockIdx.x / tiles_n, n = blockIdx.x % tiles_n * 32 + threadIdx.x;
-    long long first = (long long)chunk * rows_per_chunk;
-    int end = first + rows_per_chunk < M ? int(first + rows_per_chunk) : M;
-    C sum = 0;
-    if (n < N)
-        for (int m = int(first) + threadIdx.y; m < end; m += 8) sum += load_as(x[m * x_m + n * x_n]);
-    sums[threadIdx.y][threadIdx.x] = sum;
-    __syncthreads();
-    if (threadIdx.y == 0 && n < N) {
-#pragma unroll
-        for (int i = 1; i < 8; ++i) sum += sums[i][threadIdx.x];
-        out[chunk * (long long)N + n] = sum;
-    }
-}
-
 // ------------------------------------------------------------------------------------------------------------ v5
 //
 // The best block tile depends on the shape; cukern/ops/matmul/plan.py chooses it. A thread block of WARPS_M x WARPS_N warps computes a

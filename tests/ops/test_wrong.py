@@ -168,7 +168,6 @@ CHUNKS = Problem(
     lambda device: ((draw(device, 1, 1),), (draw(device, 37, 70),), (draw(device, 70, 37).t(),)),
     launch_chunks,
     sums=True,
-    shipped="matmul/matmul.cu",
 )
 
 # ---- rope: on small integers and quarters, of which every product and sum is exact
@@ -612,12 +611,12 @@ CASES = [
     Case("matmul/linear_bias.cu", "matmul_v2<float>", LINEAR, "a wrong index", "bias[m]", "bias[n]"),
     Case("matmul/linear_null.cu", "matmul_v2<float>", LINEAR, "a missing mask", "+ bias[n]", "+ (bias ? bias[n] : T(0))",
          Reported(sim.OutOfBounds, "+ bias[n]", "reads 4 bytes of global memory through a null pointer")),
-    Case("matmul/linear_barrier.cu", "matmul_bias_grad<float>", CHUNKS, "a dropped barrier", "// no __syncthreads()", "__syncthreads();",
+    Case("matmul/linear_barrier.cu", "column_sums<float>", CHUNKS, "a dropped barrier", "// no __syncthreads()", "__syncthreads();",
          Reported(sim.Race, "sum += sums[i]", f"reads {RACE} wrote at {{there}}: {BARRIER}", there="[threadIdx.x] = sum")),
-    Case("matmul/linear_rows.cu", "matmul_bias_grad<float>", CHUNKS, "a missing mask", "= int(first) + rows_per_chunk",
+    Case("matmul/linear_rows.cu", "column_sums<float>", CHUNKS, "a missing mask", "= int(first) + rows_per_chunk",
          "= min(int(first) + rows_per_chunk, M)", Reported(sim.OutOfBounds, "sum += x[", f"{AFTER} 'x', which has 4 bytes")),
-    Case("matmul/linear_stride.cu", "matmul_bias_grad<float>", CHUNKS, "a wrong stride", "x[m * x_m + n]", "x[m * x_m + n * x_n]"),
-    Case("matmul/linear_unwritten.cu", "matmul_bias_grad<float>", CHUNKS, "unwritten shared memory",
+    Case("matmul/linear_stride.cu", "column_sums<float>", CHUNKS, "a wrong stride", "x[m * x_m + n]", "x[m * x_m + n * x_n]"),
+    Case("matmul/linear_unwritten.cu", "column_sums<float>", CHUNKS, "unwritten shared memory",
          "if (first + threadIdx.y < end) sums", "sums",
          Reported(sim.Uninitialized, "sum += sums[i]", r"reads 4 bytes that nobody wrote, offset 128 of shared memory \(sums \+ 128\)")),
     Case("matmul/linear_warps.cu", "column_sums_by_warps", columns(lambda n: -(-n // 32), (32, 8)), "a race between warps",

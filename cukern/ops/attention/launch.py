@@ -14,9 +14,9 @@ from torch import Tensor
 from cukern.ops.attention import plan, wgmma
 from cukern.ops.attention.reference import Options, reference
 from cukern.ops.attention.wgmma import Bounds
-from cukern.ops.matmul import tf32_allowed
 from cukern.runtime.device import device_of
 from cukern.runtime.kernel import Kernel, Template
+from cukern.runtime.products import tf32_allowed
 from cukern.runtime.tensors import pointers
 
 _FORWARD, _BACKWARD, _PREPROCESS, _SPLIT = (

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from cukern.ops.attention.reference import Options, by_scores, hidden_keys
 from cukern.ops.causal_softmax import NO_WINDOW, causal_softmax, raw_backward, raw_forward
-from cukern.ops.matmul import torch_matmul
 from cukern.ops.softmax import softmax
 from cukern.runtime import autocast, backend
+from cukern.runtime.products import torch_matmul
 from cukern.runtime.registry import transformed
 
 BLOCK = 512  # queries of a block of v2, at least

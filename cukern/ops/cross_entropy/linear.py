@@ -14,11 +14,11 @@ from cukern.ops.cross_entropy.op import VERSIONS as loss_versions
 from cukern.ops.cross_entropy.op import checked_options, checked_targets, launch_forward, write_gradient
 from cukern.ops.cross_entropy.reference import Options
 from cukern.ops.cross_entropy.reference import reference as loss_of_logits
-from cukern.ops.matmul import torch_matmul
 from cukern.runtime import autocast, backend, checks, interop
 from cukern.runtime.device import device_of
 from cukern.runtime.higher import gradients, tangents
 from cukern.runtime.kernel import Kernel, Template
+from cukern.runtime.products import torch_matmul
 from cukern.runtime.registry import Differentiable, Version, apply_of, choose, each, raw_op, save, transformed, watched
 from cukern.runtime.tensors import as_matrix, pointers, unit_column_stride, wide
 

@@ -2,5 +2,5 @@
 
 from cukern.ops.matmul.op import linear as linear
 from cukern.ops.matmul.op import matmul as matmul
-from cukern.ops.matmul.reference import tf32_allowed as tf32_allowed
-from cukern.ops.matmul.reference import torch_matmul as torch_matmul
+from cukern.runtime.products import tf32_allowed as tf32_allowed
+from cukern.runtime.products import torch_matmul as torch_matmul

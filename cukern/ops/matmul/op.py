@@ -1,22 +1,26 @@
 """matmul and linear: the public functions, and their entries in the registry."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
 from cukern.ops.matmul.plan import FMA_TILES, TILES
-from cukern.ops.matmul.product import default_is_cublas, product
-from cukern.ops.matmul.reference import ACTIVATIONS, cast, in_torch, torch_matmul
+from cukern.ops.matmul.product import PLAIN, default_is_cublas, product
+from cukern.ops.matmul.reference import ACTIVATIONS, in_torch
 from cukern.ops.matmul.versions import VERSIONS
 from cukern.runtime import backend, checks, interop
 from cukern.runtime.autocast import enabled
+from cukern.runtime.products import torch_matmul
 from cukern.runtime.registry import Cost, Op, register, row_counts
 from cukern.runtime.tensors import as_matrix
 
 PRECISIONS = "ieee", "tf32", "3xtf32"
+_OPTIONAL = "bias", "residual"
+_tracing = torch.compiler.is_dynamo_compiling
+_autocast = torch.is_autocast_enabled  # of a GPU
 
 
 def matmul(a: Any, b: Any, *, precision: str | None = None, version: str | None = None) -> torch.Tensor:
@@ -34,7 +38,8 @@ def matmul(a: Any, b: Any, *, precision: str | None = None, version: str | None 
             products, with float32's error. None: "tf32" if torch's switches allow it (torch.backends.cuda.matmul.fp32_precision), else
             "ieee". 16-bit products are exact and added in float32.
         version: "v1" to "v7", or "cublas" for torch's product, which follows torch's switches only. Default: v5 for "ieee" and float64, v7
-            (v6 on a GPU without wgmma) for "3xtf32", v7 for 16-bit types with an activation if the GPU has wgmma, and cuBLAS otherwise.
+            for "3xtf32" and for 16-bit types with an activation, and cuBLAS otherwise. GPUs without wgmma have v6 for "3xtf32" and cuBLAS
+            for 16-bit types, those older than compute capability 8.0 have v4 for float32 and float64.
             v6 and v7 compute float32 as 3xTF32 unless TF32 is allowed; v1 to v5 always as "ieee". v6 and v7 copy an operand whose rows or
             columns are not whole 16 bytes, unless rows are few, and v7 both operands twice for 3xTF32. CPU tensors use torch.matmul, or
             the simulator.
@@ -44,9 +49,14 @@ def matmul(a: Any, b: Any, *, precision: str | None = None, version: str | None 
 
     Raises TypeError for another dtype or two different dtypes; ValueError for shapes that do not fit, two devices, or an unknown option.
     """
-    plain = _need_no_checks(a, b)
-    if not plain or version is not None:
-        a, b = _inputs("matmul", version, plain, a=a, b=b)
+    if precision is None and _takes_torch(a, version):
+        out = _by_torch(torch.matmul, a, b)
+        if out is not None:
+            return out
+    if version is not None:
+        checks.version("matmul", version, VERSIONS)
+    if not _pass(a, b):
+        a, b = _inputs("matmul", version, a=a, b=b)
     options = _options(precision, version)
     if a.ndim < 2 or b.ndim < 2:
         raise ValueError(f"a must be (..., M, K) and b (..., K, N), got {tuple(a.shape)} and {tuple(b.shape)}")
@@ -56,16 +66,14 @@ def matmul(a: Any, b: Any, *, precision: str | None = None, version: str | None 
             f"{tuple(a.shape)} and {tuple(b.shape)}"
         )
     if b.ndim == 2:
-        if _calls_torch(a, options, plain):
-            return torch.matmul(a, b)
-        out = _computed(as_matrix(a), b, None, None, None, 0, False, *options)[0]
+        out = _computed(as_matrix(a), b, *PLAIN, *options)[0]
         return out if a.ndim == 2 else out.view(*a.shape[:-1], b.shape[1])
     try:
         lead = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     except RuntimeError:
         raise ValueError(f"the leading dimensions of a and b must broadcast, got {tuple(a.shape)} and {tuple(b.shape)}") from None
     matrices = (t.expand(*lead, *t.shape[-2:]).reshape(math.prod(lead), *t.shape[-2:]) for t in (a, b))
-    return _computed(*matrices, None, None, None, 0, False, *options)[0].view(*lead, a.shape[-2], b.shape[-1])
+    return _computed(*matrices, *PLAIN, *options)[0].view(*lead, a.shape[-2], b.shape[-1])
 
 
 def linear(
@@ -88,8 +96,8 @@ def linear(
     Args:
         x: (..., K), float16, bfloat16, float32 or float64: a tensor, or an array that supports DLPack.
         weight: (N, K); bias: (N,) or None. Of x's dtype and device.
-        activation: None, "gelu" (exact), "gelu_tanh", "relu" or "silu", applied to the float32 sums by v6 and v7, and by other versions to
-            sums in x's dtype, as torch does.
+        activation: None, "gelu" (exact), "gelu_tanh", "relu" or "silu", applied before the sums are rounded to x's dtype, by "cublas"
+            afterwards, as torch does.
         return_pre_activation: return (result, x @ weight.T + bias) instead of the result.
         residual: (..., N) of x's dtype and device, or None: added to the result. A version may round the result first, as torch does.
         accumulate_into: (N, K), contiguous, float32 or of x's dtype: backward adds the gradient of weight to it and rounds the float32 sum
@@ -99,23 +107,24 @@ def linear(
 
     Returns (..., N), contiguous. Copies, autocast and errors as in `matmul`.
     """
-    plain = _need_no_checks(x, weight, bias, residual)
-    if not plain or version is not None:
-        x, weight, bias, residual = _inputs("linear", version, plain, x=x, weight=weight, bias=bias, residual=residual)
+    plain = activation is residual is accumulate_into is precision is None and return_pre_activation is False
+    if plain and _takes_torch(x, version):
+        out = _by_torch(torch.nn.functional.linear, x, weight, bias)
+        if out is not None:
+            return out
+    if version is not None:
+        checks.version("linear", version, VERSIONS)
+    if not _pass(x, weight, bias, residual):
+        x, weight, bias, residual = _inputs("linear", version, x=x, weight=weight, bias=bias, residual=residual)
     shape = _check_linear(x, weight, bias, residual)
     keep, options = checks.flag("return_pre_activation", return_pre_activation), _options(precision, version)
     which = 0 if activation is None else ACTIVATIONS.index(checks.choice("activation", activation, ACTIVATIONS[1:]))
     if accumulate_into is not None:
         _check_accumulator(accumulate_into, weight)
-    elif not which and residual is None and not keep and _calls_torch(x, options, plain):
-        if bias is None or not bias.requires_grad:
-            return torch.nn.functional.linear(x, weight, bias)
-        return torch_matmul(as_matrix(x), weight.t(), bias).view(shape)
     rows, residual = as_matrix(x), None if residual is None else as_matrix(residual)
     outs = _computed(rows, weight.t(), bias, residual, accumulate_into, which, keep, *options)
-    if x.ndim != 2:
-        outs = tuple(out.view(shape) for out in outs)
-    return outs[:2] if keep else outs[0]
+    outs = outs if x.ndim == 2 else [out.view(shape) for out in outs]
+    return tuple(outs[:2]) if keep else outs[0]
 
 
 def _check_linear(x: torch.Tensor, weight: torch.Tensor, bias: Any, residual: Any) -> tuple[int, ...]:
@@ -147,17 +156,38 @@ def _options(precision: Any, version: str | None) -> tuple[str, str]:
     return "" if precision is None else checks.choice("precision", precision, PRECISIONS), version or ""
 
 
-def _calls_torch(x: torch.Tensor, options: tuple[str, str], plain: bool) -> bool:
-    """True if torch's function is called directly, in half of the host time of one of our ops: for "cublas", or if that is the default. Not
-    under autocast, because torch's backward would be cast again if it runs under another autocast."""
-    if options[1] == "cublas":
-        return plain or not enabled(x)
-    if options != ("", "") or not (plain or (x.is_cuda and not torch.compiler.is_compiling() and not enabled(x))):
+def _takes_torch(x: Any, version: Any) -> bool:
+    """True if torch computes a product of x without options, because "cublas" is named or is the default: `_by_torch`. Not under autocast,
+    because torch's backward would be cast again if it runs under another autocast."""
+    if type(x) not in checks.PLAIN or not x.is_cuda:
         return False
-    return default_is_cublas(x.dtype, x.get_device())
+    cublas = default_is_cublas(x.dtype, x.get_device()) if version is None else version == "cublas" and x.dtype in checks.FLOATS
+    return cublas and x.layout is torch.strided and not x.is_nested and not _tracing() and not _autocast()
 
 
-def _computed(a: torch.Tensor, b: torch.Tensor, bias: Any, residual: Any, into: Any, *options: Any) -> tuple[torch.Tensor, ...]:
+def _by_torch(function: Callable[..., torch.Tensor], x: torch.Tensor, y: Any, bias: Any = None) -> torch.Tensor | None:
+    """function(x, y, bias) of torch, in half of the host time of one of our ops. None for arguments that may be wrong, and for an error of
+    torch: the full checks name what is wrong. Lazy negations, which torch reads correctly, are accepted."""
+    dtype, strided = x.dtype, torch.strided
+    for t in (y,) if bias is None else (y, bias):
+        if type(t) not in checks.PLAIN or t.dtype is not dtype or t.layout is not strided or not t.is_cuda:
+            return None
+    try:
+        shape = y.shape
+        if len(shape) != 2 or x.ndim < 2:
+            return None
+        if bias is None:
+            return function(x, y)
+        if bias.shape != shape[:1]:
+            return None
+        if bias.requires_grad and torch.is_grad_enabled():
+            return torch_matmul(as_matrix(x), y.t(), bias).view(*x.shape[:-1], shape[0])
+        return function(x, y, bias)
+    except RuntimeError:
+        return None
+
+
+def _computed(a: torch.Tensor, b: torch.Tensor, bias: Any, residual: Any, into: Any, *options: Any) -> Sequence[torch.Tensor]:
     """`product`, by kernels or in torch's operations."""
     if a.is_cuda or backend.simulates(a):
         return product(a, b, bias, residual, into, *options)
@@ -166,38 +196,22 @@ def _computed(a: torch.Tensor, b: torch.Tensor, bias: Any, residual: Any, into: 
     return in_torch(a, b, bias, residual, options[0])
 
 
-_DTYPES = frozenset(checks.FLOATS)
-_TENSORS = {torch.Tensor, torch.nn.Parameter}
+def _pass(x: Any, y: Any, *optional: Any) -> bool:
+    """True for tensors on a GPU that pass all checks, as in most calls: `_inputs` would take most of the host time."""
+    return checks.plain(checks.FLOATS, (x, y, *[t for t in optional if t is not None])) and x.is_cuda and not _autocast()
 
 
-def _inputs(op: str, version: Any, plain: bool, **values: Any) -> Iterable[Any]:
-    """The tensors, cast as autocast wants them. `plain`: they need no checks."""
-    checks.version(op, version, VERSIONS)
-    if plain:
-        return values.values()
-    imported = [v if v is None and n in ("bias", "residual") else interop.to_torch(n, v) for n, v in values.items()]
-    tensors: dict[str, Any] = dict(zip(values, cast(imported), strict=True))
-    for name, t in tensors.items():
-        if t is not None:
-            checks.dtype(name, t, checks.FLOATS)
-    checks.same(**tensors)
-    x = tensors[next(iter(tensors))]
+def _inputs(op: str, version: Any, **values: Any) -> Iterable[Any]:
+    """The tensors, cast as autocast wants them."""
+    tensors: dict[str, Any] = {n: v if v is None and n in _OPTIONAL else interop.to_torch(n, v) for n, v in values.items()}
+    x, *_ = tensors.values()
+    if enabled(x) and x.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(x.device.type)
+        tensors = {n: t if t is None or t.dtype == torch.float64 else t.to(dtype) for n, t in tensors.items()}
+    checks.alike(checks.FLOATS, **tensors)
     if version is not None and not x.is_cuda and not backend.simulates(x) and not VERSIONS[version].in_torch:
         checks.needs_gpu(op, version, x.device)
     return tensors.values()
-
-
-def _need_no_checks(first: Any, second: Any, *optional: Any) -> bool:
-    """True for tensors on a GPU that pass all checks, as in most calls: the full checks would take most of the host time."""
-    if torch.compiler.is_compiling() or type(first) not in _TENSORS or not first.is_cuda or enabled(first) or second is None:
-        return False
-    dtype, device, strided = first.dtype, first.device, torch.strided
-    for t in (first, second, *optional):
-        if t is None:
-            continue
-        if type(t) not in _TENSORS or t.dtype is not dtype or t.layout is not strided or t.is_nested or t.is_neg() or t.device != device:
-            return False
-    return dtype in _DTYPES
 
 
 # ---- for the tools

@@ -1,4 +1,4 @@
-"""Products with an epilogue, sums of columns, and their derivatives of any order: the raw ops and autograd.
+"""Products with an epilogue, and their derivatives of any order: the raw ops and autograd.
 
 Every product is out (M x N) = activation(A (M x K) . B (K x N) + bias) + residual, or a batch of A . B. A and B are views of any strides,
 so a transposed matrix is not copied.
@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cukern.ops.matmul.reference import Epilogue, in_torch, tf32_allowed
-from cukern.ops.matmul.versions import ACTIVATION_BWD, ACTIVATION_WIDTH, BIAS_GRAD, DEFAULTS, VERSIONS
+from cukern.ops.matmul.reference import Epilogue, in_torch
+from cukern.ops.matmul.versions import ACTIVATION_BWD, ACTIVATION_WIDTH, DEFAULTS, VERSIONS
 from cukern.runtime.device import cached, current, device_of
-from cukern.runtime.higher import differentiable, gradients, tangents
-from cukern.runtime.registry import DEFAULT, Differentiable, Version, apply_of, batched, choose, each, raw_op, save, watched
+from cukern.runtime.higher import gradients, tangents
+from cukern.runtime.products import column_sums, tf32_allowed
+from cukern.runtime.registry import DEFAULT, Differentiable, Version, apply_of, batched, choose, each, raw_op, rows_of_each, save, watched
 from cukern.runtime.tensors import pointers, wide
 
 # ---- the version and the precision of a call
@@ -27,8 +28,7 @@ from cukern.runtime.tensors import pointers, wide
 def run(out: Tensor, a: Tensor, b: Tensor, e: Epilogue, precision: str, version: str) -> None:
     """Launch out = epilogue(a . b). `precision`: "" for torch's switches; `version`: "" for that of `cukern.use`."""
     switched = a.dtype == torch.float32 and precision != "ieee" and tf32_allowed()
-    kind = a.dtype, out.dtype, e.activation > 0, precision or ("tf32" if switched else ""), switched, version, a.get_device()
-    chosen, precision = _chosen(*kind)
+    chosen, precision = _chosen(a.dtype, out.dtype, e.activation > 0, precision, switched, version, a.get_device())
     chosen.forward(out, a, b, e, precision)
 
 
@@ -38,11 +38,12 @@ def _chosen(
 ) -> tuple[Version, str]:
     """The version, and the precision of float32. If the caller names a tensor-core version, it computes 3xTF32 unless TF32 is allowed.
     `switched`: torch's switches allow TF32, and cuBLAS follows them."""
+    precision = precision or ("tf32" if switched else "")
     named = version or current().versions.get("matmul", (os.environ.get("CUKERN_MATMUL", ""),))[0]
     if named not in ("", DEFAULT):
         return choose("matmul", version, device), precision or "3xtf32"
-    kind = _kind(dtype, out, activation, precision, switched)
-    name = next(n for n in DEFAULTS[kind] if VERSIONS[n].requires <= device_of(device).capability)
+    kind, gpu = _kind(dtype, out, activation, precision, switched), device_of(device)
+    name = next(n for n in DEFAULTS[kind] if VERSIONS[n].requires <= gpu.capability and (gpu.wgmma or n != "v7"))
     return VERSIONS[name], precision if kind != "float" and name != "v4" else "ieee"
 
 
@@ -55,6 +56,7 @@ def _kind(dtype: torch.dtype, out: torch.dtype, activation: bool, precision: str
     return "activation" if activation and dtype.itemsize == 2 else "torch"
 
 
+@cached(64)
 def default_is_cublas(dtype: torch.dtype, device: int) -> bool:
     """True if a product without options is cuBLAS's, whatever torch's precision switches say."""
     return dtype.itemsize == 2 and _chosen(dtype, dtype, False, "", False, "", device)[0] is VERSIONS["cublas"]
@@ -87,34 +89,15 @@ def _launch_add(out: Tensor, a: Tensor, b: Tensor, precision: str, version: str)
         run(out, a.resolve_neg(), b.resolve_neg(), Epilogue(residual=out), precision, version)
 
 
-PIECES = 256  # of the rows of a gradient, whose columns are added in two launches: per piece, then over the pieces
+CHUNKS, ROWS = 256, 32  # of a gradient, whose columns a kernel adds in chunks: the most chunks, and the fewest rows of one
 
 
-def _launch_column_sum(x: Tensor, version: str) -> Tensor:
-    if not x.numel():
-        return torch.zeros(x.shape[1], dtype=x.dtype, device=x.device)
-    sums = x.resolve_neg()
-    if x.shape[0] > PIECES:
-        sums = _sum_pieces(sums, -(-x.shape[0] // PIECES))
-    return _sum_pieces(sums, sums.shape[0])[0].to(x.dtype)
-
-
-def _sum_pieces(x: Tensor, height: int) -> Tensor:
-    """Column sums of each `height` rows, in the dtype of computation."""
-    rows, columns = x.shape
-    pieces = -(-rows // height)
-    out = torch.empty((pieces, columns), dtype=wide(x.dtype), device=x.device)
-    grid = (-(-columns // 32) * pieces, 1, 1)
-    BIAS_GRAD[x.dtype].on(x.get_device())(grid, (32, 8, 1), 0, out.data_ptr(), x.data_ptr(), rows, columns, height, *x.stride())
-    return out
-
-
-def _launch_activation_backward(dout: Tensor, pre: Tensor, activation: int, version: str) -> tuple[Tensor, Tensor]:
+def _launch_activation_backward(dout: Tensor, pre: Tensor, activation: int) -> tuple[Tensor, Tensor]:
     (rows, columns), dout = dout.shape, dout.resolve_neg().contiguous()
     dpre, dbias = _fake_activation_backward(dout, pre)
     if not dpre.numel():
         return dpre, dbias.zero_()
-    height = -(-rows // PIECES)
+    height = max(-(-rows // CHUNKS), ROWS)
     chunks = -(-rows // height)
     sums = torch.empty((chunks, columns), dtype=wide(dout.dtype), device=dout.device)
     width = ACTIVATION_WIDTH[dout.itemsize]
@@ -122,7 +105,7 @@ def _launch_activation_backward(dout: Tensor, pre: Tensor, activation: int, vers
         width = 1
     kernel, grid = ACTIVATION_BWD[dout.dtype, width].on(dout.get_device()), (chunks * -(-columns // (32 * width)), 1, 1)
     kernel(grid, (32, 8, 1), 0, *pointers(dpre, sums, dout, pre), rows, columns, height, activation)
-    return dpre, _sum_pieces(sums, chunks)[0].to(dout.dtype)
+    return dpre, sums.sum(0).to(dout.dtype)
 
 
 def _fake_activation_backward(dout: Tensor, pre: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
@@ -135,32 +118,33 @@ _product = raw_op(f"_product{_ARGUMENTS} -> Tensor", 4, _launch, _fake)
 _product_with_pre = raw_op(f"_product_with_pre{_ARGUMENTS} -> (Tensor, Tensor)", 4, _launch_with_pre, lambda *a: (_fake(*a), _fake(*a)))
 _SCHEMA = "_add_product(Tensor(a!) out, Tensor a, Tensor b, str precision, str version) -> ()"
 _add_product = raw_op(_SCHEMA, 3, _launch_add, lambda *_: None)
-_column_sum = raw_op("_column_sum(Tensor x, str version) -> Tensor", 1, _launch_column_sum, lambda x, _: x.new_empty(x.shape[1]))
-_column_sums = differentiable("ColumnSum", _column_sum, lambda x, _: x.sum(0, dtype=x.dtype), 1)
-_SCHEMA = "_activation_backward(Tensor dout, Tensor pre, int activation, str version) -> (Tensor, Tensor)"
+_SCHEMA = "_activation_backward(Tensor dout, Tensor pre, int activation) -> (Tensor, Tensor)"
 _activation_backward = raw_op(_SCHEMA, 2, _launch_activation_backward, _fake_activation_backward)
 
 # ---- autograd
 
 
+PLAIN = None, None, None, 0, False  # the arguments of `product` for a . b
+
+
 def product(
     a: Tensor, b: Tensor, bias: Tensor | None, residual: Tensor | None, into: Tensor | None, activation: int, keep: bool, *options: str
 ) -> tuple[Tensor, ...]:
-    """The result and, with `keep`, the pre-activation, differentiable. The arguments are those of _Product."""
+    """The result and, with `keep`, the pre-activation, differentiable. `into`: the transposed gradient of b is added to it, or None.
+    `options`: precision and version, as in `run`."""
     if watched(a, b, bias, residual):
         return _apply(a, b, bias, residual, into, activation, keep, *options)
-    return (
-        _product_with_pre(a, b, bias, residual, activation, *options) if keep else (_product(a, b, bias, residual, activation, *options),)
-    )
+    args = a, b, bias, residual, activation, *options
+    return _product_with_pre(*args) if keep else (_product(*args),)
 
 
 class _Product(Differentiable):
-    """(a, b, bias, residual, into, activation, keep, precision, version). `into`: the transposed gradient of b is added to it, or None. Two
-    matrices, or two batches without an epilogue. Gradients without an activation are products, which have derivatives of any order."""
+    """The arguments are those of `product`: two matrices, or two batches without an epilogue. Gradients without an activation are products,
+    which have derivatives of any order."""
 
     @staticmethod
-    def forward(a, b, bias, residual, into, activation, keep, precision, version):
-        args = a, b, bias, residual, activation, precision, version
+    def forward(a, b, bias, residual, into, activation, keep, *options):
+        args = a, b, bias, residual, activation, *options
         return _product_with_pre(*args) if keep or activation else (_product(*args),)
 
     @staticmethod
@@ -169,12 +153,6 @@ class _Product(Differentiable):
         ctx.outputs = len(output)
         ctx.set_materialize_grads(False)
         save(ctx, a, b, bias, residual, output[1] if ctx.activation else None)
-
-    @staticmethod
-    def recorded(ctx, *args):
-        outputs = _Product.forward(*args)
-        _Product.setup_context(ctx, args, outputs)
-        return outputs
 
     @staticmethod
     def backward(ctx, dout, dpre=None):
@@ -187,37 +165,39 @@ class _Product(Differentiable):
             if ctx.activation:
                 return *gradients(in_torch, (*inputs, ctx.activation), (dout, dpre))[:4], *(None,) * 5
         (d, dbias), needed = _of_pre(dout, dpre, pre, ctx), ctx.needs_input_grad
-        da = _plain(d, inputs[1].mT, ctx) if needed[0] else None
+        da = product(d, inputs[1].mT, *PLAIN, *ctx.options)[0] if needed[0] else None
         db = _of_b(d, inputs[0], inputs[1], ctx) if needed[1] else None
-        if needed[2] and dbias is None:
-            dbias = (_column_sums if watched(d) else _column_sum)(d, ctx.options[1])
-        return da, db, dbias if needed[2] else None, dout if needed[3] else None, *(None,) * 5
+        if not needed[2]:
+            dbias = None
+        elif dbias is None:
+            dbias = column_sums(d)
+        return da, db, dbias, dout if needed[3] else None, *(None,) * 5
 
     @staticmethod
     def tangent(ctx, *dinputs):
         return tangents(in_torch, (*ctx.saved_tensors[:4], ctx.activation), dinputs[:4], 2)[: ctx.outputs]
 
     @staticmethod
-    def batch(info, in_dims, *args):
-        size, (a, b, bias, residual, *rest), (a_dim, b_dim, bias_dim, residual_dim, *_) = info.batch_size, args, in_dims
-        matrices = a.ndim - (a_dim is not None) == 2
-        if matrices and b_dim is None and bias_dim is None:  # more rows
-            a, residual = (
-                batched(a, a_dim, size).flatten(0, 1),
-                None if residual is None else batched(residual, residual_dim, size).flatten(0, 1),
-            )
-            outs = product(a, b, bias, residual, *rest)
-            return tuple(out.view(size, a.shape[0] // size, b.shape[1]) for out in outs), (0,) * len(outs)
-        if matrices and bias is residual is None and not any(rest[1:3]):
+    def batch(info, in_dims, a, b, bias, residual, into, activation, keep, *options):
+        rest = into, activation, keep or activation > 0, *options  # as many outputs as those of `forward`
+        a_dim, b_dim, bias_dim, residual_dim, *dims = in_dims
+        size, matrices = info.batch_size, a.ndim - (a_dim is not None) == 2
+        if matrices and b_dim is not None and bias is residual is None and not (keep or activation):
             return product(batched(a, a_dim, size), batched(b, b_dim, size), None, None, *rest), (0,)
-        return each(product, size, in_dims, args)
+        if matrices:  # more rows
+
+            def of_rows(a, residual, b, bias, *rest):
+                return product(a, b, bias, residual, *rest)
+
+            return rows_of_each(of_rows, 2, size, (a_dim, residual_dim, b_dim, bias_dim, *dims), (a, residual, b, bias, *rest))
+        return each(product, size, in_dims, (a, b, bias, residual, *rest))
 
 
 def _of_pre(dout: Tensor | None, dpre: Tensor | None, pre: Tensor, ctx: Any) -> Any:
     """The gradient of the pre-activation from those of both outputs, and its column sums if a kernel has computed them."""
     if dout is None:
         return dpre, None
-    d, sums = _activation_backward(dout, pre, ctx.activation, ctx.options[1]) if ctx.activation else (dout, None)
+    d, sums = _activation_backward(dout, pre, ctx.activation) if ctx.activation else (dout, None)
     return (d, sums) if dpre is None else (d + dpre, None)
 
 
@@ -227,12 +207,7 @@ def _of_b(d: Tensor, a: Tensor, b: Tensor, ctx: Any) -> Tensor | None:
         return _add_product(ctx.into, d.mT, a, *ctx.options)
     K, N = b.shape[-2:]
     transposed = b.stride(-2) == 1 and (b.itemsize > 2 or K % 8 == 0 or N % 8 > 0)
-    return _plain(d.mT, a, ctx).mT if transposed else _plain(a.mT, d, ctx)
-
-
-def _plain(a: Tensor, b: Tensor, ctx: Any) -> Tensor:
-    """a . b with the options of ctx."""
-    return product(a, b, None, None, None, 0, False, *ctx.options)[0]
+    return product(d.mT, a, *PLAIN, *ctx.options)[0].mT if transposed else product(a.mT, d, *PLAIN, *ctx.options)[0]
 
 
 _apply = apply_of(_Product)

@@ -1,35 +1,14 @@
-"""What products need of torch: its matrix product with autocast off, also in its derivatives, activations, and switches of precision."""
+"""The epilogue of a product, and products with an epilogue in torch's operations."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from cukern.runtime.autocast import enabled, off
-from cukern.runtime.higher import tangents
-from cukern.runtime.registry import Differentiable, apply_of, each, save, transformed, watched
-from cukern.runtime.tensors import as_matrix
+from cukern.runtime.autocast import off
+from cukern.runtime.products import torch_matmul
 
 ACTIVATIONS = "none", "gelu", "gelu_tanh", "relu", "silu"  # as enum Activation in epilogue.cuh
-_fp32_precision = getattr(torch._C, "_get_fp32_precision_getter", lambda *_: None)  # of torch 2.9 or newer
-
-
-def tf32_allowed() -> bool:
-    """True if torch's switches allow TF32 in matrix products."""
-    precision = _fp32_precision("cuda", "matmul")  # 1.5 us less than torch.backends.cuda.matmul.fp32_precision
-    return precision == "tf32" if precision else torch.backends.cuda.matmul.allow_tf32
-
-
-def cast(tensors: list[Tensor | None]) -> list[Tensor | None]:
-    """The tensors as autocast wants the inputs of a product: all but float64 in its dtype."""
-    first = tensors[0]
-    if first is None or not enabled(first) or first.dtype == torch.float64:
-        return tensors
-    dtype = torch.get_autocast_dtype(first.device.type)
-    return [t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in tensors]
-
-
-# ---- the epilogue
 
 
 class Epilogue(NamedTuple):
@@ -56,12 +35,12 @@ def finish(out: Tensor, product: Tensor, e: Epilogue) -> None:
     """Write the results to `out` by torch's operations, from a product, which may be `out` or `e.pre`, to which the bias has been added."""
     if e.pre is not None and e.pre is not product:
         e.pre.copy_(product)
-    if e.activation and product.dtype == out.dtype:
+    if e.residual is not None:
+        torch.add(activate(product, e.activation), e.residual, out=out)
+    elif e.activation and product.dtype == out.dtype:
         activate(product, e.activation, out)
     elif product is not out:
-        out.copy_(activate(product, e.activation) if e.residual is not out else activate(product, e.activation) + out)
-    if e.residual is not None and e.residual is not out:
-        out.add_(e.residual)
+        out.copy_(activate(product, e.activation))
 
 
 def in_torch(a: Tensor, b: Tensor, bias: Tensor | None, residual: Tensor | None, activation: int) -> tuple[Tensor, Tensor]:
@@ -69,50 +48,3 @@ def in_torch(a: Tensor, b: Tensor, bias: Tensor | None, residual: Tensor | None,
     pre = torch_matmul(a, b, bias)
     out = activate(pre, activation)
     return out if residual is None else out + residual, pre
-
-
-# ---- the product
-
-
-def torch_matmul(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
-    """a @ b: (..., M, K) @ (K, N), (M, K) @ (S, K, N) or (S, M, K) @ (S, K, N); for two matrices also a @ b + bias."""
-    if watched(a, b, bias) and (enabled(a) or not transformed()):  # otherwise torch derives its own operations
-        return _apply(a, b, bias)
-    return _Matmul.forward(a, b, bias)
-
-
-class _Matmul(Differentiable):
-    @staticmethod
-    def forward(a, b, bias):
-        with off(a):
-            return torch.matmul(a, b) if bias is None else torch.addmm(bias, a, b)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        save(ctx, *inputs)
-
-    @staticmethod
-    def backward(ctx, g):
-        a, b, _ = ctx.saved_tensors
-        da = db = dbias = None
-        if ctx.needs_input_grad[0]:
-            da = torch_matmul(g, b.mH)
-            da = da.sum(0, dtype=da.dtype) if da.ndim > a.ndim else da  # with a dtype, autocast does not change a sum
-        if ctx.needs_input_grad[1]:
-            x, d = (as_matrix(a), as_matrix(g)) if b.ndim == 2 else (a, g)
-            db = torch_matmul(d.mH, x).mH if b.stride(-2) == 1 else torch_matmul(x.mH, d)  # in b's layout
-        if ctx.needs_input_grad[2]:  # torch's sum of 16-bit columns takes up to twice as long as a product
-            narrow = g.is_cuda and g.dtype.itemsize == 2
-            dbias = torch_matmul(g.new_ones(1, g.shape[0]), g)[0] if narrow else g.sum(0, dtype=g.dtype)
-        return da, db, dbias
-
-    @staticmethod
-    def tangent(ctx, *dinputs):
-        return tangents(torch_matmul, ctx.saved_tensors, dinputs)[0]
-
-    @staticmethod
-    def batch(info, in_dims, *args):
-        return each(torch_matmul, info.batch_size, in_dims, args)
-
-
-_apply: Any = apply_of(_Matmul)

@@ -23,7 +23,6 @@ Forward = Callable[[Tensor, Tensor, Tensor, Epilogue, str], None]
 Plain = Callable[[Tensor, Tensor, Tensor, Tensor | None], None]  # without an epilogue, for two matrices of float32 or float64
 _V1, _V2, _V3, _V4, _V5 = (Template("matmul/matmul.cu", f"matmul_v{i}") for i in range(1, 6))
 _V5_FIXUP = Template("matmul/matmul.cu", "matmul_v5_fixup")
-BIAS_GRAD = Template("matmul/matmul.cu", "matmul_bias_grad")  # used by all versions
 ACTIVATION_BWD = Template("matmul/matmul.cu", "matmul_activation_bwd")  # used by all versions
 ACTIVATION_WIDTH = {2: 8, 4: 4, 8: 1}  # its vectors, by the size of an element; two doubles are too many registers
 COPY_MODES = "ALONG_K", "ALONG_MN", "ALONG_MN_16B"  # CopyMode in matmul.cu
@@ -135,7 +134,8 @@ def _with_unit_stride(x: Tensor, row: int, k: int) -> tuple[Tensor, bool, int]:
     return (x if k else x.t()).contiguous(), True, shape[k]
 
 
-_BOTH = tuple(itertools.product((True, False), repeat=2))
+def _v4_instances(dtype: torch.dtype) -> Iterable[Kernel]:
+    return (_V4[dtype, a_k, b_n] for a_k, b_n in itertools.product((True, False), repeat=2))
 
 
 def _v5_instances(dtype: torch.dtype) -> Iterable[Kernel]:
@@ -147,7 +147,6 @@ def _v5_instances(dtype: torch.dtype) -> Iterable[Kernel]:
 def _version(idea: str, forward: Forward, instances: Callable[[torch.dtype], Iterable[Kernel]], requires: int = 75) -> Version:
     def every(dtype: torch.dtype) -> Iterable[Kernel]:
         yield from (ACTIVATION_BWD[dtype, w] for w in {1, ACTIVATION_WIDTH[dtype.itemsize]})
-        yield from (BIAS_GRAD[d] for d in {dtype, wide(dtype)})
         yield from instances(dtype)
 
     return Version(idea, forward, instances=every, requires=requires)
@@ -158,12 +157,13 @@ VERSIONS = {
     "v1": _version("one thread per output", _strided(_V1, (256, 1, 1), lambda M, N: -(-M * N // 256)), lambda d: [_V1[wide(d)]]),
     "v2": _version("16x16 blocks, coalesced", _strided(_V2, (16, 16, 1), lambda M, N: -(-M // 16) * -(-N // 16)), lambda d: [_V2[wide(d)]]),
     "v3": _version("shared-memory tiles", _strided(_V3, (32, 32, 1), lambda M, N: -(-M // 32) * -(-N // 32)), lambda d: [_V3[wide(d)]]),
-    "v4": _version("register tiles", _fma_units(_v4), lambda d: [_V4[wide(d), a_k, b_n] for a_k, b_n in _BOTH]),
+    "v4": _version("register tiles", _fma_units(_v4), lambda d: _v4_instances(wide(d))),
     "v5": _version("asynchronous copies, even split of the last wave", _fma_units(_v5), lambda d: _v5_instances(wide(d)), 80),
     "v6": _version("tensor cores by mma.sync", _tensor_cores(False), lambda d: tensor_cores.instances(d, False), 80),
     "v7": _version("tensor cores by wgmma, TMA, persistent, clusters", _tensor_cores(True), lambda d: tensor_cores.instances(d, True), 90),
 }
-# The default versions by kind of product: the first that the GPU supports is used. Measured: docs/notes/matmul.md.
+# The default versions by kind of product: the first that the GPU supports is used, v7 only where there is wgmma. Measured:
+# docs/notes/matmul.md.
 DEFAULTS = {
     "float": ("v5", "v4"),  # strict float32, and float64
     # 3xTF32, TF32 that torch's switches do not allow for cuBLAS, and 16-bit operands with a float32 result

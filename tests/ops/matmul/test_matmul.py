@@ -244,3 +244,37 @@ X, B = torch.ones(2, 3), torch.ones(3, 5)
 def test_wrong_arguments_are_refused(function, arguments, error, words):
     with pytest.raises(error, match=words):
         function(*arguments)
+
+
+Y, V, C = X.bfloat16(), torch.ones(5, 3).bfloat16(), torch.ones(5).bfloat16()
+
+
+@pytest.mark.parametrize(
+    "arguments, error, words",
+    [
+        ((Y, V[0]), ValueError, r"weight \(N, K\), got \(2, 3\) and \(3,\)"),
+        ((Y, V[:, :2]), ValueError, "3, must equal the last of weight, 2"),
+        ((Y[0, 0], V), ValueError, r"x must be \(..., K\)"),
+        ((Y, V.half()), TypeError, "weight is torch.float16, x is torch.bfloat16"),
+        ((Y, V.to("meta")), ValueError, "weight is on meta, x is on cpu"),
+        ((Y, V.to_sparse()), TypeError, "weight must be a strided tensor"),
+        ((Y.to_sparse(), V), TypeError, "x must be a strided tensor"),
+        (([Y, Y], V), TypeError, "x must be a strided tensor, got a nested one"),
+        ((Y, [V[0], V[0]]), TypeError, "weight must be a strided tensor, got a nested one"),
+        ((Y, V, C[:1]), ValueError, r"bias has shape \(1,\), it must be \(5,\)"),
+        ((Y, V, C.float()), TypeError, "bias is torch.float32, x is torch.bfloat16"),
+        ((Y, V, C.to("meta")), ValueError, "bias is on meta, x is on cpu"),
+        ((Y, V, C.to_sparse()), TypeError, "bias must be a strided tensor"),
+        ((Y, None), TypeError, "weight must be a torch.Tensor"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*nested tensors")
+def test_what_torch_computes_is_refused_by_name(arguments, error, words, monkeypatch):
+    """The products of 16-bit types on a GPU, which are cuBLAS's. Here they are on the CPU, where torch has the same functions. A list is
+    a nested tensor."""
+    arguments = [torch.nested.nested_tensor(t) if isinstance(t, list) else t for t in arguments]
+    monkeypatch.setattr("cukern.ops.matmul.op.default_is_cublas", lambda dtype, device: dtype == torch.bfloat16)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda x: not x.is_meta), raising=False)
+    assert same_bits(cukern.linear(Y, V, C), torch.nn.functional.linear(Y, V, C))
+    with pytest.raises(error, match=words):
+        cukern.linear(*arguments)

@@ -16,7 +16,7 @@ from cukern.ops.matmul.product import run
 from cukern.ops.matmul.reference import ACTIVATIONS, Epilogue
 from cukern.ops.matmul.tensor_cores import V7
 from cukern.runtime import backend
-from cukern.runtime.device import KNOWN, device_of, restricted
+from cukern.runtime.device import KNOWN, device_of, restricted, setting
 from cukern.runtime.kernel import collecting
 
 F, H, B = torch.float32, torch.float16, torch.bfloat16
@@ -273,6 +273,20 @@ def test_second_derivatives_of_an_epilogue(device):
 
 
 @kernels
+def test_gradients_per_sample_of_an_epilogue(device):
+    weight, x, residual = (torch.randn(s, device=device, dtype=torch.float64) for s in ((5, 3), (2, 4, 3), (2, 4, 5)))
+
+    def gradients(function):
+        def loss(weight, x, residual):
+            return function(x, weight, residual).square().sum()
+
+        return torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0))(weight, x, residual)
+
+    ours = gradients(lambda x, weight, residual: cukern.linear(x, weight, activation="silu", residual=residual))
+    torch.testing.assert_close(ours, gradients(lambda x, weight, residual: functional.silu(x @ weight.t()) + residual))
+
+
+@kernels
 def test_precision_follows_torchs_switches(device):
     """float32 is strict by default, TF32 if torch allows it, and 3xTF32 if the caller names it or a tensor-core version."""
     a, b = torch.randn(40, 260, device=device), torch.randn(260, 24, device=device)
@@ -289,6 +303,14 @@ def test_precision_follows_torchs_switches(device):
         assert same_bits(cukern.matmul(a, b, version=name, precision="3xtf32"), three)
     with cukern.use("matmul", name):
         assert same_bits(cukern.matmul(a, b), three)
+
+
+@pytest.mark.parametrize("name, v7", (("h200", True), ("b200", False), ("a100", False)))
+def test_the_default_of_an_activation_is_v7_only_with_wgmma(name, v7):
+    x = torch.ones(64, 64, dtype=B)
+    with cukern.backend("sim"), setting(simulated=KNOWN[name]), collecting() as found:
+        cukern.linear(x, x, activation="relu")
+    assert [kernel.partition("<")[0] for kernel in found] == ["matmul_v7"] * v7
 
 
 @kernels
