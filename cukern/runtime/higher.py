@@ -85,6 +85,7 @@ def differentiable(
             others = () if isinstance(output, Tensor) else output[outputs:]
             if others:
                 ctx.mark_non_differentiable(*others)
+                ctx.set_materialize_grads(False)  # zeros for the gradients of `others` would take a launch each
             ctx.options = inputs[tensors:]
             kept = (x.new_empty(()).expand(x.shape) if i in linear and x is not None else x for i, x in enumerate(inputs[:tensors]))
             save(ctx, *kept, *others)
@@ -93,6 +94,8 @@ def differentiable(
         def backward(ctx: Any, *douts: Any) -> Any:
             saved, douts = ctx.saved_tensors, douts[:outputs]
             inputs = *saved[:tensors], *ctx.options
+            if all(dout is None for dout in douts):
+                return (None,) * len(inputs)
             if gradient is None or (watched(*inputs[:tensors], *douts) and not torch.compiler.is_compiling()):
                 return gradients(math, inputs, douts)
             return *gradient(ctx.needs_input_grad, inputs, saved[tensors:], *douts), *(None,) * len(ctx.options)
