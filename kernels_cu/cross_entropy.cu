@@ -88,14 +88,10 @@ __device__ __forceinline__ void read_one(const T* x, int column, F& use) {
 // PIECE: a piece has at most LOADS vectors per thread. Without is_read, values have no meaning.
 template <int LOADS, bool PIECE, typename T, class F>
 __device__ __forceinline__ void read_row(const T* x, const T* to, int columns, bool is_read, F& use, int piece = 0, int pieces = 1) {
-    if constexpr (LOADS == 0) {
-        for (int i = threadIdx.x; i < columns; i += blockDim.x) read_one(x, i, use);
-        return;
-    }
     constexpr int N = 16 / sizeof(T);
     int threads = blockDim.x;
     unsigned from = reinterpret_cast<unsigned long long>(x), address = reinterpret_cast<unsigned long long>(to);
-    int first = min(columns, int(-address % 16 / sizeof(T))), vectors = (columns - first) / N;
+    int first = LOADS ? min(columns, int(-address % 16 / sizeof(T))) : columns, vectors = (columns - first) / N;
 #pragma unroll 1
     for (int i = threadIdx.x; i < columns - vectors * N && piece == 0; i += threads) read_one(x, i < first ? i : i + vectors * N, use);
     x += first;
@@ -276,7 +272,6 @@ __global__ void __launch_bounds__(256, sizeof(T) == 8 || SOFTCAP ? 1 : 5 - (WARP
     long long first = blockIdx.x * static_cast<long long>(blockDim.y) + threadIdx.y, step = gridDim.x * static_cast<long long>(blockDim.y);
     long long mine = WARP ? first + threadIdx.x * step : threadIdx.x ? rows : first;
     wait_for_previous();
-    if (WARP) let_next_come();
     long long target = mine < rows ? index_at(targets, wide, mine) : o.ignored;
     // Loaded early, and converted only when it is used, so that nothing waits for it.
     T at_target = mine < rows && target >= 0 && target < o.vocab ? x[mine * x_row + target] : T();
@@ -290,6 +285,7 @@ __global__ void __launch_bounds__(256, sizeof(T) == 8 || SOFTCAP ? 1 : 5 - (WARP
         if (!WARP || threadIdx.x == r) own = online;
         if (!WARP) break;
     }
+    if (WARP) let_next_come();  // at the start it would slow these loops
     double loss = mine < rows ? write_loss(losses, lse, own, at_target, mine, target, o) : 0.0;
     if (!partials) return;
     double2 sum = block_sums(loss, target != o.ignored ? 1.0 : 0.0);

@@ -8,6 +8,7 @@ import pytest
 import torch
 from helpers import DEVICE, PLACE, gpu, kernels, places, same_bits
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import cukern
 from cukern.ops.cross_entropy.op import VERSIONS
@@ -199,6 +200,39 @@ def test_derivatives_of_every_order():
         options = {"ignore_index": -1, "reduction": reduction, "z_loss": 0.3, "softcap": 2.0, "label_smoothing": 0.1, "vocab_size": 5}
         for numeric_check in (torch.autograd.gradcheck, torch.autograd.gradgradcheck):
             assert numeric_check(lambda t, o=options: cukern.cross_entropy(t, targets, **o), (x,), fast_mode=PLACE == "sim")
+
+
+@kernels
+def test_the_backward_is_one_launch():
+    """autograd fills zeros for the gradients of the outputs without one unless told otherwise: a launch of 8 bytes per row."""
+    seen = []
+
+    class Listen(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            seen.append(function)
+            return function(*args, **(kwargs or {}))
+
+    x, dloss = torch.randn(4, 8, device=DEVICE, requires_grad=True), torch.ones((), device=DEVICE)
+    loss = cukern.cross_entropy(x, torch.arange(4, device=DEVICE))
+    with Listen():
+        torch.autograd.grad(loss, x, dloss)
+    assert seen == [torch.ops.cukern._cross_entropy_backward.default]
+
+
+@kernels
+def test_an_undefined_gradient_of_the_loss_gives_none():
+    class Dropped(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, d):
+            return None
+
+    x = torch.randn(4, 8, device=DEVICE, requires_grad=True)
+    loss = Dropped.apply(cukern.cross_entropy(x, torch.arange(4, device=DEVICE)))
+    assert torch.autograd.grad(loss, x, allow_unused=True) == (None,)
 
 
 @kernels
