@@ -6,7 +6,6 @@
 // the tensor cores multiply one, the warps split the other or store results. If a page has at most 32 columns and y at most 32 rows, a
 // warpgroup takes two pages at a time: the columns of z are those of both, the first two warps continue with those of the first page, the
 // others with those of the second.
-// Experiments: docs/notes/kron_linear.md.
 #pragma once
 #include "common/math.cuh"
 #include "common/ptx/barrier.cuh"

@@ -8,7 +8,6 @@
 // cluster exchange their halves of dX and dW1. The gradients of the factors are stored as partial sums. The first warpgroup computes Z and
 // dW1, the second H and dX, and each half of dW2. With MORE, two overlapping launches share the rows, and the second adds to the partial
 // sums of the first. This halves their memory.
-// Experiments: docs/notes/kron_linear.md.
 #pragma once
 #include "common/ptx/cluster.cuh"
 #include "common/ptx/mbarrier.cuh"

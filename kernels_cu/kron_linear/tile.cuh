@@ -105,7 +105,7 @@ __device__ __forceinline__ void load_matrix(char* matrix, const Factors4<T>& fac
     const T* from = factors.at[N] + first * q;
     bool aligned = reinterpret_cast<unsigned long long>(from) % 16 == 0;
     if (BY_ROWS && q == 1 && p % U == 0 && aligned) {
-        if constexpr (BY_ROWS && !Plan::BY_LANES) {
+        if constexpr (BY_ROWS && !Plan::ONCE) {
             share<P, COLUMNS / U, THREADS>([&](int k, int i) {
                 copy_or_zero<U * sizeof(T)>(to + place(k, i * U), reinterpret_cast<const M*>(from + k * p + i * U), true);
             });

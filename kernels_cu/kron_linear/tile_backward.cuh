@@ -12,7 +12,6 @@
 // Precision  float: three TF32 products of split numbers (SPLIT, see split_tf32). Sums over few elements are then added by ordinary
 //            additions, because tensor cores truncate when they add. Tiny factors use the FMA units. Or TF32. 16-bit types: Z and H are
 //            rounded to the type.
-// Experiments: docs/notes/kron_linear.md.
 #pragma once
 #include "common/reduce.cuh"
 #include "tile.cuh"
