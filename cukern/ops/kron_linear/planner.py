@@ -42,8 +42,8 @@ def forward(sizes: Sizes, rows: int, target: Problem, count: int | None = None) 
     whole = wgmma.chain(in_order(sizes), rows, target) if count is None else ()
     options = eligible([(us, plan), *[(g.us, (g,)) for g in whole]], lambda o: o[1][0].kernel)
     us, plan = min(options or [(us, plan)], key=lambda o: o[0])
-    if count is None and target.tensor and cublas.takes_layer(order, target) and [g.kernel for g in plan] == ["cublas"] * 2:
-        return (Launch("cublas", order, us),)  # faster than two products of their own in TF32 only
+    if count is None and cublas.takes_forward(order, target) and [g.kernel for g in plan] == ["cublas"] * 2:
+        return (Launch("cublas", order, us),)
     return plan
 
 
