@@ -42,7 +42,6 @@ __device__ __forceinline__ long long fiber_offset(long long f, int n, long long 
 //
 // A block computes BN columns j of 4096 / BN fibers, and a thread 4x4 of these. Adjacent threads access adjacent memory:
 // along c, or along k and j if C is 1.
-//
 // out [S][A][q][C], x [S][A][p][C], w [S][p][q]. Grid S * ceil(A * C / BM) * ceil(q / BN), block 256.
 template <typename T, int BN>
 __global__ void __launch_bounds__(THREADS)
@@ -103,8 +102,7 @@ __global__ void __launch_bounds__(THREADS)
 
 // --------------------------------------------------------------------------------------------------- v4, forward
 
-// Grid SLICES * min(tiles, resident blocks), block THREADS.
-// Dynamic shared memory: the matrices, the stage, the tile.
+// Grid SLICES * min(tiles, resident blocks), block THREADS. Dynamic shared memory: the matrices, the stage, the tile.
 template <typename T, class Plan>
 __global__ void __launch_bounds__(Plan::THREADS, Plan::BLOCKS)
     kron_linear_v4_tile(T* out, const T* x, Factors4<T> factors, const T* bias, const T* residual, long long A, double scale,
@@ -165,6 +163,33 @@ __global__ void __launch_bounds__(Plan::THREADS, Plan::BLOCKS)
     }
 }
 
+// The small right factor next to a large left one: out [Q][fibers] = the transpose of in [fibers][P] times w. With BACK, without w:
+// out [fibers][Q] = the transpose of in [Q][fibers]. A thread has EACH fibers. Grid ceil(fibers / (64 EACH)), block 64.
+template <typename T, int P, int Q, bool BACK, int EACH>
+__global__ void __launch_bounds__(64) kron_linear_v4_transposed(T* out, const T* in, const T* w, long long fibers) {
+    constexpr int V = 16 / sizeof(T);
+    compute_t<T> x[EACH][P] = {}, y[EACH][Q] = {};
+    long long f = blockIdx.x * (64ll * EACH) + threadIdx.x;
+#pragma unroll
+    for (int e = 0; e < EACH * P; e += BACK ? 1 : V)
+        if (long long own = f + e / P * 64; own < fibers)
+            load_to<BACK ? 1 : V>(x[e / P] + e % P, in + (BACK ? e % P * fibers + own : own * P + e % P));
+#pragma unroll
+    for (int k = 0; k < (BACK ? 0 : P); ++k) {
+        compute_t<T> c[Q];
+#pragma unroll
+        for (int j = 0; j < Q; j += V) load_to<V>(c + j, w + k * Q + j);
+#pragma unroll
+        for (int e = 0; e < EACH * Q; ++e) y[e / Q][e % Q] += x[e / Q][k] * c[e % Q];
+    }
+#pragma unroll
+    for (int e = 0; e < EACH * Q; e += BACK ? V : 1)
+        if (long long own = f + e / Q * 64; own < fibers) {
+            if constexpr (BACK) store_vec(out + own * Q + e % Q, pack<T, V>(reinterpret_cast<compute_t<T>(&)[V]>(x[e / Q][e % Q])));
+            else out[e % Q * fibers + own] = T(y[e / Q][e % Q]);
+        }
+}
+
 // -------------------------------------------------------------------------------------------------- v4, backward
 
 // The gradient of a factor: see tile_backward.cuh. Grid pieces * ceil(P / K) * ceil(Q / J), block THREADS; dynamic shared memory: two chunks
@@ -210,9 +235,8 @@ __global__ void __launch_bounds__(Plan::THREADS, Plan::BLOCKS)
         if (k0 + e / J < P && j0 + e % J < Q) partials[(k0 + e / J) * Q + j0 + e % J] = all[e];
 }
 
-// The backward of one or two neighbouring factors: see tile_backward.cuh. partials[block] has a block's sums
-// for the gradients of the factors, one after another. dx may be x. Grid min(tiles, resident blocks), block THREADS. Dynamic shared
-// memory: the matrices and the tiles of x, g, Z and H; later the sums.
+// The backward of one or two factors: see tile_backward.cuh. partials[block] has a block's sums for the factors' gradients. dx may be x.
+// Grid min(tiles, resident blocks), block THREADS. Dynamic shared memory: the matrices, the tiles of x, g, Z and H; later the sums.
 template <typename T, class Plan>
 __global__ void __launch_bounds__(Plan::THREADS, Plan::BLOCKS)
     kron_linear_v4_tile_bwd(float* partials, T* dx, const T* x, const T* g, Factors4<T> factors, long long A, double scale) {
@@ -329,8 +353,7 @@ struct Parts4 {
 };
 
 // out[i] = scale * sum over the pieces of partials[i][piece * row[i]], always in the same order.
-// One launch adds all partial sums of a backward. Grid ceil(numbers / 32), block (32, WARPS). If the blocks do not all fit on the GPU
-// with 32 warps each, 8 warps are faster: 2.7 instead of 7.9 us for 64 pieces of 32768 numbers. For 256 pieces of 8192, 32 are faster.
+// One launch adds all partial sums of a backward. Grid ceil(numbers / 32), block (32, WARPS): 8 warps if 32 each do not all fit on the GPU.
 template <typename T, int WARPS = 32>
 __global__ void __launch_bounds__(32 * WARPS) kron_linear_v4_sum(Parts4<T> parts, int pieces, double scale) {
     __shared__ double sums[WARPS][32];

@@ -89,8 +89,7 @@ __device__ __forceinline__ void put(M* to, Vec<M, N> numbers, int apart) {
     store_vec(to, numbers);
 }
 
-// Copy COLUMNS columns of a step's matrix, from `first` on, to shared memory, padded with zeros: 16 bytes at a time along the dimension
-// that is contiguous.
+// Copy COLUMNS columns of a step's matrix from `first` on to shared memory, padded with zeros, 16 bytes at a time if they are contiguous.
 template <class Plan, class S, int N, int RIGHT, int COLUMNS, typename T>
 __device__ __forceinline__ void load_matrix(char* matrix, const Factors4<T>& factors, int first) {
     using M = matrix_t<Plan, N == 0, T, S>;

@@ -75,8 +75,7 @@ __device__ __forceinline__ void fetch_two(float* big, float* small, const float*
     }
 }
 
-// sums += a b for RUN values of k, with 16 MI rows and 8 NI columns. `high`: the offset of rows 8 to 15 of the last 16 rows (0: there are
-// none).
+// sums += a b for RUN values of k, with 16 MI rows and 8 NI columns. `high`: the offset of rows 8 to 15 of the last 16 rows (0: none).
 template <bool SPLIT, int MI, int NI, int RUN, class A, class B>
 __device__ __forceinline__ void multiply_add(float (&sums)[MI][NI][4], const float* a, const float* b, int high) {
     constexpr bool PAIRED = A::K == 1 || B::K == 1;

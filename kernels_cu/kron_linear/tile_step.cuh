@@ -246,9 +246,7 @@ __device__ __forceinline__ void multiply4(const In* in, const In* rest, F* tile,
 
 // ------------------------------------------------------------------------------------------------- on tensor cores
 //
-// Floats are multiplied in TF32, or with float precision as split numbers: x = big + small, both in TF32, and three products (3xTF32). On
-// an H200 an mma_tf32 blocks the issue slot of its SM quadrant for 6 cycles. Every other instruction adds to this time: splitting, and
-// adding products to accumulators.
+// Floats are multiplied in TF32, or with float precision as split numbers: x = big + small, both in TF32, and three products (3xTF32).
 //
 // If the rows of a factor are not a multiple of the mma size, its matrix is padded with rows of zeros. The fibers in registers are padded
 // with zeros, too, because the memory behind them may contain infinities.
@@ -259,17 +257,11 @@ __device__ constexpr bool in_pairs() {
     return sizeof(In) == 2 && sizeof(M) == 2 && S::P % 4 == 0 && S::P > 8;
 }
 
-// The rows of a step's matrix in shared memory: P rounded up to a multiple of 8, or of 16 with PAIRS, for tensor cores. Rows beyond P are
-// zeros.
+// The rows of a step's matrix in shared memory: P rounded up, with zeros, for tensor cores to a multiple of 8, or of 16 with PAIRS.
 template <class S, bool PAIRS>
 __device__ constexpr int high() {
     constexpr int AT_ONCE = S::LANES > 1 ? 1 : PAIRS ? 16 : 8;
     return (S::P + AT_ONCE - 1) / AT_ONCE * AT_ONCE;
-}
-template <typename T>
-__device__ __forceinline__ unsigned pair_of(T a, T b) {
-    Vec<T, 2> pair = {a, b};
-    return *reinterpret_cast<unsigned*>(&pair);
 }
 template <typename T>
 __device__ __forceinline__ void mma_16_bit(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
@@ -320,7 +312,8 @@ struct Lanes4 {
 template <class S, int RIGHT, int EACH, bool ROUND, typename U, int NS, int FROM, typename In>
 __device__ __forceinline__ void fetch_fibers(U (&x)[NS][2], const In* source, const int (&from)[FROM], int k) {
     auto operand = [](In a, In b) {
-        if constexpr (EACH == 2) return pair_of(a, b);
+        Vec<In, 2> pair = {a, b};
+        if constexpr (EACH == 2) return reinterpret_cast<const unsigned&>(pair);
         else return ROUND ? to_tf32(load_as(a)) : load_as(a);
     };
     int first = k + threadIdx.x % 4 * (RIGHT == 1 ? 2 * EACH : EACH);
@@ -356,9 +349,8 @@ __device__ __forceinline__ void fetch_rows(float (&c)[4], Vec<float, WIDE> (&row
     }
 }
 
-// sums += the products of `count` elements of each fiber: of 16-bit types (PAIRS), in TF32, or of split numbers. Of these, few products are
-// accumulated on tensor cores, which truncate when they add, and the result is added to `sums` by ordinary additions. The shorter the
-// sum, the fewer, because the error of SGEMM is then smaller, too.
+// sums += the products of `count` elements of each fiber: of 16-bit types (PAIRS), in TF32, or of split numbers. Tensor cores truncate when
+// they add, so only DEPTH products of split numbers are accumulated there: fewer for short sums, where SGEMM errs less, too.
 template <class Plan, class S, int RIGHT, bool PAIRS, bool ROUND, int UNROLL, int MS, int NS, int FROM, typename In, typename M>
 __device__ __forceinline__ void multiply_run(float (&sums)[MS][NS][4], const In* source, const int (&from)[FROM], const M* w, int count) {
     constexpr bool THREE = Plan::PRODUCTS == 3;
