@@ -179,7 +179,7 @@ def us_of_layer(steps: Sequence[Step], rows: int, target: Problem) -> float:
 
 
 _TRANSPOSED = Template("kron_linear/kron_linear.cu", "kron_linear_v4_transposed")
-SMALL = 32  # rows and columns of a right factor, at most, for which there is a kernel that also transposes
+SMALL = 16  # rows and columns of a right factor, at most, for which there is a kernel that also transposes
 
 
 def _transposes(run: Sequence[Step], target: Problem) -> bool:
@@ -192,7 +192,7 @@ def _transposes(run: Sequence[Step], target: Problem) -> bool:
 def _us_of_small_right(run: Sequence[Step], rows: int, target: Problem) -> float:
     right, left = run
     moved = rows * target.itemsize * (left.p * (right.p + right.q) / 0.75 + left.q * 2 * right.q / 0.85)  # parts of a copy's bandwidth
-    total = START_US[2] + moved / (target.device.sms * target.device.sm_bytes_us)
+    total = 2 * START_US[2] + moved / (target.device.sms * target.device.sm_bytes_us)
     total += us(Step(0, 1, left.p, left.q, 1), rows * right.q, target)
     return total / OWN_MARGIN if _strict(target) else total
 
