@@ -164,30 +164,32 @@ __global__ void __launch_bounds__(Plan::THREADS, Plan::BLOCKS)
 }
 
 // The small right factor next to a large left one: out [Q][fibers] = the transpose of in [fibers][P] times w. With BACK, without w:
-// out [fibers][Q] = the transpose of in [Q][fibers]. A thread has EACH fibers. Grid ceil(fibers / (64 EACH)), block 64.
-template <typename T, int P, int Q, bool BACK, int EACH>
+// out [fibers][Q] = the transpose of in [Q][fibers]. A thread has EACH fibers. Grid ceil(fibers / 256), block 64.
+template <typename T, int P, int Q, bool BACK>
 __global__ void __launch_bounds__(64) kron_linear_v4_transposed(T* out, const T* in, const T* w, long long fibers) {
-    constexpr int V = 16 / sizeof(T);
-    compute_t<T> x[EACH][P] = {}, y[EACH][Q] = {};
-    long long f = blockIdx.x * (64ll * EACH) + threadIdx.x;
+    constexpr int SIDE = BACK ? Q : P, EACH = 4, LD = SIDE + 4 / sizeof(T);
+    __shared__ T stage[64 * EACH * LD];
+    __shared__ __align__(16) compute_t<T> factor[P * Q];
+    long long first = blockIdx.x * (64ll * EACH);
+    int count = int(fibers - first < 64 * EACH ? fibers - first : 64 * EACH), thread = threadIdx.x;
+    compute_t<T> sums[EACH][Q] = {};
+    for (int e = thread; e < (BACK ? 0 : P * Q); e += 64) factor[e] = load_as(w[e]);
 #pragma unroll
-    for (int e = 0; e < EACH * P; e += BACK ? 1 : V)
-        if (long long own = f + e / P * 64; own < fibers)
-            load_to<BACK ? 1 : V>(x[e / P] + e % P, in + (BACK ? e % P * fibers + own : own * P + e % P));
+    for (int e = 0; e < (BACK ? EACH * Q : 0); ++e)
+        if (int f = e / Q * 64 + thread; f < count) stage[f * LD + e % Q] = in[e % Q * fibers + first + f];
+#pragma unroll 16
+    for (int e = thread; e < (BACK ? 0 : count * P); e += 64) stage[e / P * LD + e % P] = in[first * P + e];
+    __syncthreads();
+#pragma unroll 16
+    for (int e = thread; e < (BACK ? count * Q : 0); e += 64) out[first * Q + e] = stage[e / Q * LD + e % Q];
+#pragma unroll 4
+    for (int k = 0; k < (BACK ? 0 : P); ++k)
 #pragma unroll
-    for (int k = 0; k < (BACK ? 0 : P); ++k) {
-        compute_t<T> c[Q];
+        for (int e = 0; e < EACH * Q; ++e)
+            sums[e / Q][e % Q] += compute_t<T>(load_as(stage[(e / Q * 64 + thread) * LD + k])) * factor[k * Q + e % Q];
 #pragma unroll
-        for (int j = 0; j < Q; j += V) load_to<V>(c + j, w + k * Q + j);
-#pragma unroll
-        for (int e = 0; e < EACH * Q; ++e) y[e / Q][e % Q] += x[e / Q][k] * c[e % Q];
-    }
-#pragma unroll
-    for (int e = 0; e < EACH * Q; e += BACK ? V : 1)
-        if (long long own = f + e / Q * 64; own < fibers) {
-            if constexpr (BACK) store_vec(out + own * Q + e % Q, pack<T, V>(reinterpret_cast<compute_t<T>(&)[V]>(x[e / Q][e % Q])));
-            else out[e % Q * fibers + own] = T(y[e / Q][e % Q]);
-        }
+    for (int e = 0; e < (BACK ? 0 : EACH * Q); ++e)
+        if (int f = e / Q * 64 + thread; f < count) out[e % Q * fibers + first + f] = T(sums[e / Q][e % Q]);
 }
 
 // -------------------------------------------------------------------------------------------------- v4, backward

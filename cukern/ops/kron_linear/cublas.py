@@ -199,9 +199,9 @@ def _us_of_small_right(run: Sequence[Step], rows: int, target: Problem) -> float
 
 def _transposed(out: Tensor, x: Tensor, p: int, q: int, w: Tensor | None = None) -> Tensor:
     """out (q, fibers) from x (fibers, p) times w; without w, out (fibers, q) from x (q, fibers)."""
-    fibers, each = x.numel() // p, 64 // max(p, q)
-    launch = _TRANSPOSED[x.dtype, p, q, w is None, each].on(x.get_device())
-    launch((ceil(fibers / (64 * each)), 1, 1), (64, 1, 1), 0, *pointers(out, x, w), fibers)
+    fibers = x.numel() // p
+    launch = _TRANSPOSED[x.dtype, p, q, w is None].on(x.get_device())
+    launch((ceil(fibers / 256), 1, 1), (64, 1, 1), 0, *pointers(out, x, w), fibers)
     return out
 
 
