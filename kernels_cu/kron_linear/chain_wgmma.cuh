@@ -6,7 +6,6 @@
 // the tensor cores multiply one, the warps split the other or store results. If a page has at most 32 columns and y at most 32 rows, a
 // warpgroup takes two pages at a time: the columns of z are those of both, the first two warps continue with those of the first page, the
 // others with those of the second.
-// Experiments: docs/notes/kron_linear.md.
 #pragma once
 #include "common/math.cuh"
 #include "common/ptx/barrier.cuh"
@@ -96,8 +95,6 @@ struct Chain4 {
 
 // A matrix [ROWS][COLUMNS] of a 16-bit type in shared memory, as operand b of wgmma with the 128-byte swizzle: panels of 64 columns. A row
 // of a panel is 128 bytes, eight units of 16 bytes, and unit i of row r is at i ^ (r % 8), so that eight rows have no bank conflicts.
-// (Padded core matrices without swizzle have no conflicts on writes either, but wgmma reads them slowly: 1024 x (128, 128) took 33 us
-// instead of 24 us.)
 template <int ROWS, int COLUMNS>
 struct Panels {
     static constexpr int PANEL = ROWS * 64, SIZE = (COLUMNS + 63) / 64 * PANEL;  // elements

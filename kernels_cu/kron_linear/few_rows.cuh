@@ -8,7 +8,6 @@
 // cluster exchange their halves of dX and dW1. The gradients of the factors are stored as partial sums. The first warpgroup computes Z and
 // dW1, the second H and dX, and each half of dW2. With MORE, two overlapping launches share the rows, and the second adds to the partial
 // sums of the first. This halves their memory.
-// Experiments: docs/notes/kron_linear.md.
 #pragma once
 #include "common/ptx/cluster.cuh"
 #include "common/ptx/mbarrier.cuh"
@@ -53,10 +52,9 @@ __device__ __forceinline__ void store_part(float4* partials, int part, const flo
 }
 
 #if __CUDA_ARCH__ >= 900
-// Arguments as for kron_linear_v4_split_wgmma_bwd. MORE: the previous launch computed other rows, at
-// least as many, and this launch adds to its partial sums. The two overlap: this launch waits for the previous one only before it adds. It
-// need not wait for earlier kernels, because the previous launch had waited for them before it signalled. Grid: four blocks per row.
-// Dynamic shared memory: X, W2, W1, G and H, split.
+// Arguments as for kron_linear_v4_split_wgmma_bwd. MORE: the previous launch computed other rows, at least as many, and this launch adds to
+// its partial sums. It waits for the previous one, which has waited for all earlier kernels, only before it adds: the two overlap. Grid:
+// four blocks per row. Dynamic shared memory: X, W2, W1, G and H, split.
 template <typename T, int SIDE>
 __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(256, 1)
     kron_linear_v4_few_rows_bwd(float* partials, T* dx, const T* x, const T* g, Factors4<T> factors, int more, double scale) {

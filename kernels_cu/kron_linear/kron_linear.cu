@@ -42,7 +42,6 @@ __device__ __forceinline__ long long fiber_offset(long long f, int n, long long 
 //
 // A block computes BN columns j of 4096 / BN fibers, and a thread 4x4 of these. Adjacent threads access adjacent memory:
 // along c, or along k and j if C is 1.
-//
 // out [S][A][q][C], x [S][A][p][C], w [S][p][q]. Grid S * ceil(A * C / BM) * ceil(q / BN), block 256.
 template <typename T, int BN>
 __global__ void __launch_bounds__(THREADS)
@@ -103,8 +102,7 @@ __global__ void __launch_bounds__(THREADS)
 
 // --------------------------------------------------------------------------------------------------- v4, forward
 
-// Grid SLICES * min(tiles, resident blocks), block THREADS.
-// Dynamic shared memory: the matrices, the stage, the tile.
+// Grid SLICES * min(tiles, resident blocks), block THREADS. Dynamic shared memory: the matrices, the stage, the tile.
 template <typename T, class Plan>
 __global__ void __launch_bounds__(Plan::THREADS, Plan::BLOCKS)
     kron_linear_v4_tile(T* out, const T* x, Factors4<T> factors, const T* bias, const T* residual, long long A, double scale,
@@ -165,6 +163,35 @@ __global__ void __launch_bounds__(Plan::THREADS, Plan::BLOCKS)
     }
 }
 
+// The small right factor next to a large left one: out [Q][fibers] = the transpose of in [fibers][P] times w. With BACK, without w:
+// out [fibers][Q] = the transpose of in [Q][fibers]. A thread has EACH fibers. Grid ceil(fibers / 256), block 64.
+template <typename T, int P, int Q, bool BACK>
+__global__ void __launch_bounds__(64) kron_linear_v4_transposed(T* out, const T* in, const T* w, long long fibers) {
+    constexpr int SIDE = BACK ? Q : P, EACH = 4, LD = SIDE + 4 / sizeof(T);
+    __shared__ T stage[64 * EACH * LD];
+    __shared__ __align__(16) compute_t<T> factor[P * Q];
+    long long first = blockIdx.x * (64ll * EACH);
+    int count = int(fibers - first < 64 * EACH ? fibers - first : 64 * EACH), thread = threadIdx.x;
+    compute_t<T> sums[EACH][Q] = {};
+    for (int e = thread; e < (BACK ? 0 : P * Q); e += 64) factor[e] = load_as(w[e]);
+#pragma unroll
+    for (int e = 0; e < (BACK ? EACH * Q : 0); ++e)
+        if (int f = e / Q * 64 + thread; f < count) stage[f * LD + e % Q] = in[e % Q * fibers + first + f];
+#pragma unroll 16
+    for (int e = thread; e < (BACK ? 0 : count * P); e += 64) stage[e / P * LD + e % P] = in[first * P + e];
+    __syncthreads();
+#pragma unroll 16
+    for (int e = thread; e < (BACK ? count * Q : 0); e += 64) out[first * Q + e] = stage[e / Q * LD + e % Q];
+#pragma unroll 4
+    for (int k = 0; k < (BACK ? 0 : P); ++k)
+#pragma unroll
+        for (int e = 0; e < EACH * Q; ++e)
+            sums[e / Q][e % Q] += compute_t<T>(load_as(stage[(e / Q * 64 + thread) * LD + k])) * factor[k * Q + e % Q];
+#pragma unroll
+    for (int e = 0; e < (BACK ? 0 : EACH * Q); ++e)
+        if (int f = e / Q * 64 + thread; f < count) out[e % Q * fibers + first + f] = T(sums[e / Q][e % Q]);
+}
+
 // -------------------------------------------------------------------------------------------------- v4, backward
 
 // The gradient of a factor: see tile_backward.cuh. Grid pieces * ceil(P / K) * ceil(Q / J), block THREADS; dynamic shared memory: two chunks
@@ -210,9 +237,8 @@ __global__ void __launch_bounds__(Plan::THREADS, Plan::BLOCKS)
         if (k0 + e / J < P && j0 + e % J < Q) partials[(k0 + e / J) * Q + j0 + e % J] = all[e];
 }
 
-// The backward of one or two neighbouring factors: see tile_backward.cuh. partials[block] has a block's sums
-// for the gradients of the factors, one after another. dx may be x. Grid min(tiles, resident blocks), block THREADS. Dynamic shared
-// memory: the matrices and the tiles of x, g, Z and H; later the sums.
+// The backward of one or two factors: see tile_backward.cuh. partials[block] has a block's sums for the factors' gradients. dx may be x.
+// Grid min(tiles, resident blocks), block THREADS. Dynamic shared memory: the matrices, the tiles of x, g, Z and H; later the sums.
 template <typename T, class Plan>
 __global__ void __launch_bounds__(Plan::THREADS, Plan::BLOCKS)
     kron_linear_v4_tile_bwd(float* partials, T* dx, const T* x, const T* g, Factors4<T> factors, long long A, double scale) {
@@ -329,8 +355,7 @@ struct Parts4 {
 };
 
 // out[i] = scale * sum over the pieces of partials[i][piece * row[i]], always in the same order.
-// One launch adds all partial sums of a backward. Grid ceil(numbers / 32), block (32, WARPS). If the blocks do not all fit on the GPU
-// with 32 warps each, 8 warps are faster: 2.7 instead of 7.9 us for 64 pieces of 32768 numbers. For 256 pieces of 8192, 32 are faster.
+// One launch adds all partial sums of a backward. Grid ceil(numbers / 32), block (32, WARPS): 8 warps if 32 each do not all fit on the GPU.
 template <typename T, int WARPS = 32>
 __global__ void __launch_bounds__(32 * WARPS) kron_linear_v4_sum(Parts4<T> parts, int pieces, double scale) {
     __shared__ double sums[WARPS][32];

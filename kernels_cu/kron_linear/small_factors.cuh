@@ -22,7 +22,6 @@
 // Precision  Inputs from memory are exact. Between steps an element is two bfloat16 numbers: the first truncated, the second the rounded
 //            rest, together 16 bits. A factor is one number, or two if it is float16 or merged; then a product is three products. Zero
 //            times infinity is NaN: a row with infinities, or with a sum beyond the range of float, may have NaN instead.
-// Experiments: docs/notes/kron_linear.md.
 #pragma once
 #include "common/ptx/barrier.cuh"
 #include "common/ptx/cluster.cuh"

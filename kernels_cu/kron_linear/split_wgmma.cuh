@@ -13,7 +13,6 @@
 //
 // Accuracy: the sum of each product of K terms starts at zero with the small terms first, and is then added to others by ordinary
 // additions, because tensor cores truncate what they add.
-// Measurements, experiments and dead ends: docs/notes/kron_linear.md.
 #pragma once
 #include "common/ptx/mbarrier.cuh"
 #include "split_float.cuh"

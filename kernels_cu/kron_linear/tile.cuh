@@ -89,8 +89,7 @@ __device__ __forceinline__ void put(M* to, Vec<M, N> numbers, int apart) {
     store_vec(to, numbers);
 }
 
-// Copy COLUMNS columns of a step's matrix, from `first` on, to shared memory, padded with zeros: 16 bytes at a time along the dimension
-// that is contiguous.
+// Copy COLUMNS columns of a step's matrix from `first` on to shared memory, padded with zeros, 16 bytes at a time if they are contiguous.
 template <class Plan, class S, int N, int RIGHT, int COLUMNS, typename T>
 __device__ __forceinline__ void load_matrix(char* matrix, const Factors4<T>& factors, int first) {
     using M = matrix_t<Plan, N == 0, T, S>;
@@ -105,7 +104,7 @@ __device__ __forceinline__ void load_matrix(char* matrix, const Factors4<T>& fac
     const T* from = factors.at[N] + first * q;
     bool aligned = reinterpret_cast<unsigned long long>(from) % 16 == 0;
     if (BY_ROWS && q == 1 && p % U == 0 && aligned) {
-        if constexpr (BY_ROWS && !Plan::BY_LANES) {
+        if constexpr (BY_ROWS && !Plan::ONCE) {
             share<P, COLUMNS / U, THREADS>([&](int k, int i) {
                 copy_or_zero<U * sizeof(T)>(to + place(k, i * U), reinterpret_cast<const M*>(from + k * p + i * U), true);
             });

@@ -12,7 +12,6 @@
 // Precision  float: three TF32 products of split numbers (SPLIT, see split_tf32). Sums over few elements are then added by ordinary
 //            additions, because tensor cores truncate when they add. Tiny factors use the FMA units. Or TF32. 16-bit types: Z and H are
 //            rounded to the type.
-// Experiments: docs/notes/kron_linear.md.
 #pragma once
 #include "common/reduce.cuh"
 #include "tile.cuh"
@@ -76,8 +75,7 @@ __device__ __forceinline__ void fetch_two(float* big, float* small, const float*
     }
 }
 
-// sums += a b for RUN values of k, with 16 MI rows and 8 NI columns. `high`: the offset of rows 8 to 15 of the last 16 rows (0: there are
-// none).
+// sums += a b for RUN values of k, with 16 MI rows and 8 NI columns. `high`: the offset of rows 8 to 15 of the last 16 rows (0: none).
 template <bool SPLIT, int MI, int NI, int RUN, class A, class B>
 __device__ __forceinline__ void multiply_add(float (&sums)[MI][NI][4], const float* a, const float* b, int high) {
     constexpr bool PAIRED = A::K == 1 || B::K == 1;

@@ -57,15 +57,15 @@ struct First {
 };
 
 // BYTES: size of a copy from global memory. PRODUCTS: products on tensor cores for each product: 1 (TF32 or 16-bit types) or 3 (split
-// floats); 0: FMA units. SPLIT: the matrices are split in shared memory. ADDED: with a bias or a residual.
-template <int THREADS_, int BLOCKS_, int L_, int R_, long long C_, int BYTES_, int AHEAD_, int SLICES_, int PRODUCTS_, bool SPLIT_,
+// floats); 0: FMA units. ONCE: the matrices are rounded or split once, in shared memory. ADDED: with a bias or a residual.
+template <int THREADS_, int BLOCKS_, int L_, int R_, long long C_, int BYTES_, int AHEAD_, int SLICES_, int PRODUCTS_, bool ONCE_,
           bool ADDED_, class... Steps>
 struct Plan4 {
     static constexpr int THREADS = THREADS_, BLOCKS = BLOCKS_, L = L_, R = R_, BYTES = BYTES_, AHEAD = AHEAD_, SLICES = SLICES_;
     static constexpr int PRODUCTS = PRODUCTS_;
     static constexpr long long C = C_;
-    static constexpr bool WHOLE = R == C, TENSOR = PRODUCTS > 0, IN_TF32 = PRODUCTS == 1, SPLIT = SPLIT_,
-                          BY_LANES = TENSOR && (IN_TF32 || SPLIT), ADDED = ADDED_;
+    static constexpr bool WHOLE = R == C, TENSOR = PRODUCTS > 0, IN_TF32 = PRODUCTS == 1, ONCE = ONCE_, SPLIT = ONCE && PRODUCTS == 3,
+                          ADDED = ADDED_;
     static constexpr int P = (Steps::P * ...), Q = (Steps::Q * ...), COUNT = sizeof...(Steps);
     using List = Steps4<Steps...>;
     using Rightmost = typename First<Steps...>::type;
@@ -246,9 +246,7 @@ __device__ __forceinline__ void multiply4(const In* in, const In* rest, F* tile,
 
 // ------------------------------------------------------------------------------------------------- on tensor cores
 //
-// Floats are multiplied in TF32, or with float precision as split numbers: x = big + small, both in TF32, and three products (3xTF32). On
-// an H200 an mma_tf32 blocks the issue slot of its SM quadrant for 6 cycles. Every other instruction adds to this time: splitting, and
-// adding products to accumulators.
+// Floats are multiplied in TF32, or with float precision as split numbers: x = big + small, both in TF32, and three products (3xTF32).
 //
 // If the rows of a factor are not a multiple of the mma size, its matrix is padded with rows of zeros. The fibers in registers are padded
 // with zeros, too, because the memory behind them may contain infinities.
@@ -259,17 +257,11 @@ __device__ constexpr bool in_pairs() {
     return sizeof(In) == 2 && sizeof(M) == 2 && S::P % 4 == 0 && S::P > 8;
 }
 
-// The rows of a step's matrix in shared memory: P rounded up to a multiple of 8, or of 16 with PAIRS, for tensor cores. Rows beyond P are
-// zeros.
+// The rows of a step's matrix in shared memory: P rounded up, with zeros, for tensor cores to a multiple of 8, or of 16 with PAIRS.
 template <class S, bool PAIRS>
 __device__ constexpr int high() {
     constexpr int AT_ONCE = S::LANES > 1 ? 1 : PAIRS ? 16 : 8;
     return (S::P + AT_ONCE - 1) / AT_ONCE * AT_ONCE;
-}
-template <typename T>
-__device__ __forceinline__ unsigned pair_of(T a, T b) {
-    Vec<T, 2> pair = {a, b};
-    return *reinterpret_cast<unsigned*>(&pair);
 }
 template <typename T>
 __device__ __forceinline__ void mma_16_bit(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
@@ -291,12 +283,12 @@ __device__ constexpr int turn(int k) {
     return Plan::TENSOR && S::PADDED % 32 == 0 && S::COLUMNS % 32 == 0 ? (RIGHT == 1 ? k / 2 : k) % 4 * 8 : 0;
 }
 
-// The offset of element [k][j] of a step's matrix in shared memory: row-major, or with BY_LANES in the order in which the lanes load
+// The offset of element [k][j] of a step's matrix in shared memory: row-major, or with ONCE in the order in which the lanes load
 // operand a of mma_tf32, or with PAIRS of mma_f16. The rows of operand a are the columns of the matrix. A lane has WIDE neighbouring
 // columns, and neighbouring k if fibers are contiguous.
 template <class Plan, class S, bool PAIRS, int RIGHT>
 __device__ __forceinline__ int place_of(int k, int j) {
-    if constexpr (!Plan::BY_LANES) return k * S::PADDED + (j ^ turn<Plan, S, RIGHT>(k));
+    if constexpr (!Plan::ONCE) return k * S::PADDED + (j ^ turn<Plan, S, RIGHT>(k));
     constexpr int WIDE = gcd(S::COLUMNS / 8, 4), K = PAIRS ? 2 : 1;
     int t = RIGHT == 1 ? k % (8 * K) / (2 * K) : k % (4 * K) / K, h = RIGHT == 1 ? k % (2 * K) / K : k % (8 * K) / (4 * K);
     int m = j / (8 * WIDE) * (WIDE / 2) + j % WIDE / 2;
@@ -320,7 +312,8 @@ struct Lanes4 {
 template <class S, int RIGHT, int EACH, bool ROUND, typename U, int NS, int FROM, typename In>
 __device__ __forceinline__ void fetch_fibers(U (&x)[NS][2], const In* source, const int (&from)[FROM], int k) {
     auto operand = [](In a, In b) {
-        if constexpr (EACH == 2) return pair_of(a, b);
+        Vec<In, 2> pair = {a, b};
+        if constexpr (EACH == 2) return reinterpret_cast<const unsigned&>(pair);
         else return ROUND ? to_tf32(load_as(a)) : load_as(a);
     };
     int first = k + threadIdx.x % 4 * (RIGHT == 1 ? 2 * EACH : EACH);
@@ -346,69 +339,64 @@ __device__ __forceinline__ void fetch_fibers(U (&x)[NS][2], const In* source, co
     }
 }
 
-// sums += the products of `count` elements of each fiber: in TF32, or with PAIRS of 16-bit types.
-template <class S, int RIGHT, bool PAIRS, bool ROUND, int UNROLL, int MS, int NS, int FROM, typename In, typename M>
-__device__ __forceinline__ void multiply_once(float (&sums)[MS][NS][4], const In* source, const int (&from)[FROM], const M* w, int count) {
-    constexpr int EACH = PAIRS ? 2 : 1;
-    using U = conditional_t<PAIRS, unsigned, float>;
-#pragma unroll(UNROLL)
-    for (int k0 = 0; k0 < count; k0 += 8 * EACH) {
-        U x[NS][2], c[MS][4];
-        fetch_fibers<S, RIGHT, EACH, ROUND>(x, source, from, k0);
+// Load a lane's elements of a matrix in rows as operand a, for tile m of 16 columns: `rows` has those of the next tiles, too.
+template <class S, int RIGHT, int WIDE>
+__device__ __forceinline__ void fetch_rows(float (&c)[4], Vec<float, WIDE> (&rows)[2], const float* w, int m) {
 #pragma unroll
-        for (int m = 0; m < MS; ++m) load_to<4>(c[m], reinterpret_cast<const U*>(w + m * 128 * EACH));
-        w += S::PADDED * 8 * EACH;
-#pragma unroll
-        for (int m = 0; m < MS; ++m)
-#pragma unroll
-            for (int n = 0; n < NS; ++n)
-                if constexpr (PAIRS) mma_16_bit<In>(sums[m][n], c[m], x[n]);
-                else mma_tf32(sums[m][n], c[m], x[n]);
+    for (int i = 0; i < 4; ++i) {
+        if (m % (WIDE / 2) == 0 && i % 2 == 0) rows[i / 2] = load_vec<float, WIDE>(w + i / 2 * (RIGHT == 1 ? 1 : 4) * S::PADDED + m * 16);
+        c[i] = rows[i / 2].v[m % (WIDE / 2) * 2 + i % 2];
     }
 }
 
-// The same with split numbers: few products are accumulated on tensor cores, which truncate when they add, and the result is added to
-// `sums` by ordinary additions. The shorter the sum, the fewer, because the error of SGEMM is then smaller, too.
-template <class S, int RIGHT, bool SPLIT, int UNROLL, int MS, int NS, int FROM>
-__device__ __forceinline__ void multiply_three(float (&sums)[MS][NS][4], const float* source, const int (&from)[FROM], const float* w,
-                                               int count) {
-    constexpr int DEPTH = S::P >= 64 && S::P % 16 == 0 && S::FIBERS <= 32 ? 2 : 1, WIDE = Lanes4<S, RIGHT>::WIDE;
+// sums += the products of `count` elements of each fiber: of 16-bit types (PAIRS), in TF32, or of split numbers. Tensor cores truncate when
+// they add, so only DEPTH products of split numbers are accumulated there: fewer for short sums, where SGEMM errs less, too.
+template <class Plan, class S, int RIGHT, bool PAIRS, bool ROUND, int UNROLL, int MS, int NS, int FROM, typename In, typename M>
+__device__ __forceinline__ void multiply_run(float (&sums)[MS][NS][4], const In* source, const int (&from)[FROM], const M* w, int count) {
+    constexpr bool THREE = Plan::PRODUCTS == 3;
+    constexpr int DEPTH = THREE && S::P >= 64 && S::P % 16 == 0 && S::FIBERS <= 32 ? 2 : 1, EACH = PAIRS ? 2 : 1;
+    using U = conditional_t<PAIRS, unsigned, float>;
 #pragma unroll(UNROLL)
-    for (int k0 = 0; k0 < count; k0 += 8 * DEPTH) {
-        float x[DEPTH][NS][2], small_x[DEPTH][NS][2];
+    for (int k0 = 0; k0 < count; k0 += 8 * EACH * DEPTH) {
+        U x[DEPTH][NS][2];
+        float small_x[DEPTH][NS][2];
 #pragma unroll
-        for (int d = 0; d < DEPTH; ++d) fetch_fibers<S, RIGHT, 1, false>(x[d], source, from, k0 + 8 * d);
+        for (int d = 0; d < DEPTH; ++d) fetch_fibers<S, RIGHT, EACH, ROUND && !THREE>(x[d], source, from, k0 + 8 * EACH * d);
+        if constexpr (THREE)
 #pragma unroll
-        for (int i = 0; i < DEPTH * NS * 2; ++i)
-            split_tf32(x[i / NS / 2][i / 2 % NS][i % 2], x[i / NS / 2][i / 2 % NS][i % 2], small_x[i / NS / 2][i / 2 % NS][i % 2]);
-        Vec<float, WIDE> rows[DEPTH][2];
+            for (int i = 0; i < DEPTH * NS * 2; ++i)
+                split_tf32(x[i / NS / 2][i / 2 % NS][i % 2], x[i / NS / 2][i / 2 % NS][i % 2], small_x[i / NS / 2][i / 2 % NS][i % 2]);
+        Vec<float, Lanes4<S, RIGHT>::WIDE> rows[DEPTH][2];
 #pragma unroll
         for (int m = 0; m < MS; ++m) {
             float products[NS][4] = {};
 #pragma unroll
             for (int d = 0; d < DEPTH; ++d) {
-                float c[4], small_c[4];
-                if constexpr (SPLIT) {
-                    load_to<4>(c, w + d * (S::PADDED * 8) + m * 128);
-                    load_to<4>(small_c, w + (high<S, false>() + d * 8) * S::PADDED + m * 128);
-                } else {
+                U c[4];
+                float small_c[4];
+                const M* at = w + d * (S::PADDED * 8 * EACH);
+                if constexpr (Plan::ONCE) load_to<4>(c, reinterpret_cast<const U*>(at + m * 128 * EACH));
+                else fetch_rows<S, RIGHT>(c, rows[d], at, m);
+                if constexpr (Plan::SPLIT) load_to<4>(small_c, at + high<S, false>() * S::PADDED + m * 128);
+                if constexpr (!Plan::ONCE)
 #pragma unroll
-                    for (int i = 0; i < 4; ++i) {
-                        if (m % (WIDE / 2) == 0 && i % 2 == 0)
-                            rows[d][i / 2] = load_vec<float, WIDE>(w + (d * 8 + i / 2 * (RIGHT == 1 ? 1 : 4)) * S::PADDED + m * 16);
-                        split_tf32(rows[d][i / 2].v[m % (WIDE / 2) * 2 + i % 2], c[i], small_c[i]);
-                    }
+                    for (int i = 0; i < 4; ++i)
+                        if constexpr (THREE) split_tf32(c[i], c[i], small_c[i]);
+                        else c[i] = to_tf32(c[i]);
+                if constexpr (THREE) {
+#pragma unroll
+                    for (int n = 0; n < NS; ++n) mma_tf32(products[n], small_c, x[d][n]);
+#pragma unroll
+                    for (int n = 0; n < NS; ++n) mma_tf32(products[n], c, small_x[d][n]);
                 }
 #pragma unroll
-                for (int n = 0; n < NS; ++n) mma_tf32(products[n], small_c, x[d][n]);
-#pragma unroll
-                for (int n = 0; n < NS; ++n) mma_tf32(products[n], c, small_x[d][n]);
-#pragma unroll
-                for (int n = 0; n < NS; ++n) mma_tf32(products[n], c, x[d][n]);
+                for (int n = 0; n < NS; ++n)
+                    if constexpr (PAIRS) mma_16_bit<In>(sums[m][n], c, x[d][n]);
+                    else mma_tf32(THREE ? products[n] : sums[m][n], c, x[d][n]);
             }
-            add(sums[m], products);
+            if constexpr (THREE) add(sums[m], products);
         }
-        w += S::PADDED * 8 * DEPTH;
+        w += S::PADDED * 8 * EACH * DEPTH;
     }
 }
 
@@ -432,13 +420,12 @@ __device__ __forceinline__ void multiply4_tensor(const In* in, const In* rest, f
         else from[i] = S::In::at(index_of<P, RIGHT>(min(mine + i * Lanes::FV, ALL - Lanes::LEAST), 0));
         from[i] = S::In::join(from[i], S::In::at((PAIRS ? 2 : 1) * row * RIGHT));
     }
-    if (Plan::BY_LANES) w += (j0 / 16 * 32 + threadIdx.x % 32) * (PAIRS ? 8 : 4);
+    if (Plan::ONCE) w += (j0 / 16 * 32 + threadIdx.x % 32) * (PAIRS ? 8 : 4);
     else w += row * S::PADDED + ((j0 + g * WIDE) ^ turn<Plan, S, RIGHT>(row));
     float sums[Lanes::MS][Lanes::NS][4] = {};
     // Blocks that are alone on their SM have registers for prefetching.
-    if constexpr (Plan::PRODUCTS == 3)
-        multiply_three<S, RIGHT, Plan::SPLIT, Plan::THREADS * Plan::BLOCKS == 128 ? 2 : 1>(sums, source, from, w, count);
-    else multiply_once<S, RIGHT, PAIRS, (sizeof(In) == 4 && AHEAD < 1 << 30), Plan::BLOCKS == 1 ? 4 : 2>(sums, source, from, w, count);
+    constexpr int UNROLL = Plan::PRODUCTS == 3 ? (Plan::THREADS * Plan::BLOCKS == 128 ? 2 : 1) : Plan::BLOCKS == 1 ? 4 : 2;
+    multiply_run<Plan, S, RIGHT, PAIRS, (sizeof(In) == 4 && AHEAD < 1 << 30), UNROLL>(sums, source, from, w, count);
     after();
     constexpr int NS = 2 * Lanes::NS / (ONE ? 1 : 4), MS = 2 * Lanes::MS / (ONE ? WIDE : 1);
     Sums4<Plan, S, Q, RIGHT, Out, LAST>::template store_all<LINEAR, ALL, NS, MS, ONE ? WIDE : 4>(

@@ -16,6 +16,7 @@ from cukern.ops.kron_linear.reference import PLAIN, Epilogue, seen, width
 from cukern.runtime.autocast import off
 from cukern.runtime.device import allowed, fmas_cycle
 from cukern.runtime.kernel import Kernel, Template, planning
+from cukern.runtime.tensors import pointers
 
 # Measured on one H200 with 2048 rows, us by cuBLAS and by v4's kernel. bfloat16: right factor (168, 176) 94 and 114, left factor 87 and
 # 183; left factor (128, 86), whose rows are not aligned, 66 and 217, right factor 61 and 50. TF32: (160, 160) 130 and 202, 219 and 238.
@@ -76,7 +77,9 @@ def launch(run: Sequence[Step], rows: int, target: Problem) -> Launch:
 
 
 def forward(run: Sequence[Step], rows: int, target: Problem) -> Iterator[Launch]:
-    """One factor; in strict float32, which has no tensor cores there, only a factor above LARGE."""
+    """One factor; in strict float32, which has no tensor cores there, only a factor above LARGE. A small right factor and a large one."""
+    if len(run) == 2 and run[0].factor == 1 and run[0].right == run[1].left == 1 and _transposes(run, target):
+        yield Launch("cublas", tuple(run), _us_of_small_right(run, rows, target), products=1, handicap=MARGIN)
     if len(run) == 1 and target.itemsize < 8 and (not _strict(target) or max(run[0].p, run[0].q) > LARGE):
         yield launch(run, rows, target)
 
@@ -159,6 +162,12 @@ def takes_layer(steps: Sequence[Step], target: Problem) -> bool:
     return target.itemsize == 4 and len(steps) <= 2 and min(sizes) > LARGE // 2 and max(sizes) > LARGE and steps[-1].factor == 0
 
 
+def takes_forward(steps: Sequence[Step], target: Problem) -> bool:
+    """Whether layer_forward is faster than two launches of cuBLAS: in TF32, and in 16 bits if the columns of the right factor are no
+    multiple of 64. cuBLAS then wastes less with all rows of x as columns: 64 x (136, 384) takes 16.7 us instead of 17.8."""
+    return target.tensor and takes_layer(steps, target._replace(itemsize=4)) and (target.itemsize == 4 or steps[0].q % 64 > 0)
+
+
 def us_of_layer(steps: Sequence[Step], rows: int, target: Problem) -> float:
     """The predicted time of layer_forward and layer_backward."""
     numbers, total = rows * steps[-1].left * steps[-1].q * steps[-1].right, sum(us(s, rows, target) for s in steps)
@@ -169,12 +178,54 @@ def us_of_layer(steps: Sequence[Step], rows: int, target: Problem) -> float:
     return total + (turned if len(steps) > 1 else -GRADIENT_START_US)  # one launch makes the gradient of one factor alone
 
 
+_TRANSPOSED = Template("kron_linear/kron_linear.cu", "kron_linear_v4_transposed")
+SMALL = 16  # rows and columns of a right factor, at most, for which there is a kernel that also transposes
+
+
+def _transposes(run: Sequence[Step], target: Problem) -> bool:
+    """Whether layer_forward has kernels for the small right factor of a layer."""
+    right, left = run
+    small = max(right.p, right.q) <= SMALL and right.p % 8 == right.q % 8 == 0
+    return small and min(left.p, left.q) > LARGE and target.itemsize < 8 and target.aligned == 16
+
+
+def _us_of_small_right(run: Sequence[Step], rows: int, target: Problem) -> float:
+    right, left = run
+    moved = rows * target.itemsize * (left.p * (right.p + right.q) / 0.75 + left.q * 2 * right.q / 0.85)  # parts of a copy's bandwidth
+    total = 2 * START_US[2] + moved / (target.device.sms * target.device.sm_bytes_us)
+    total += us(Step(0, 1, left.p, left.q, 1), rows * right.q, target)
+    return total / OWN_MARGIN if _strict(target) else total
+
+
+def _transposed(out: Tensor, x: Tensor, p: int, q: int, w: Tensor | None = None) -> Tensor:
+    """out (q, fibers) from x (fibers, p) times w; without w, out (fibers, q) from x (q, fibers)."""
+    fibers = x.numel() // p
+    launch = _TRANSPOSED[x.dtype, p, q, w is None].on(x.get_device())
+    launch((ceil(fibers / 256), 1, 1), (64, 1, 1), 0, *pointers(out, x, w), fibers)
+    return out
+
+
+def _small_right(x: Tensor, left: Tensor, right: Tensor, epilogue: Epilogue, out: Tensor) -> Tensor:
+    """layer_forward for a small right factor: the transposing kernel, one product of all rows, and the transposing kernel."""
+    (scale, *added), (p, q), rows = epilogue, right.shape, x.shape[0]
+    right = right if right.is_contiguous() and right.data_ptr() % 16 == 0 else right.clone(memory_format=torch.contiguous_format)
+    z = _transposed(x.new_empty(q, rows * left.shape[0]), x, p, q, right)
+    y = _scaled_mm(z.view(-1, left.shape[0]), _turned(left, z), scale)
+    _transposed(out, y.view(q, -1), q, q)
+    for more in added:
+        if more is not None and not planning():
+            out += more
+    return out
+
+
 @torch.no_grad()
 def layer_forward(x: Tensor, factors: Sequence[Tensor], epilogue: Epilogue, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """x (rows, prod p) times two factors, and what the first one is multiplied by: (q2, rows, p1), as one row for each of x's. For that
     product, numbers along k are neighbours: in TF32, (256, 320, 160) takes 99 us instead of 111, (64, 320, 512) 91 instead of 106."""
-    left, right = factors
+    left, right = factors[:2]
     out = x.new_empty(x.shape[0], left.shape[1] * right.shape[1]) if out is None else out
+    if max(right.shape) <= SMALL:
+        return _small_right(x, left, right, epilogue, out), out
     z = _scaled_mm(_turned(right, x).mT, x.view(-1, right.shape[0]).mT, 1.0)
     if not planning():
         _product_of(z.view(len(z), x.shape[0], -1).permute(1, 2, 0), left, epilogue, out)

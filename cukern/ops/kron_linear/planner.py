@@ -41,8 +41,8 @@ def forward(sizes: Sizes, rows: int, target: Problem, count: int | None = None) 
     if count is None:  # a chain multiplies by the left factor first in any case, and so may be planned where the steps have it first
         options += [(g.us, (g,)) for g in wgmma.chain(steps(sizes, tuple(range(len(sizes)))[::-1]), rows, target)]
     us, plan = _best(options)
-    if count is None and target.tensor and cublas.takes_layer(order, target) and [g.kernel for g in plan] == ["cublas"] * 2:
-        return (Launch("cublas", order, us),)  # faster than two products of their own in TF32 only
+    if count is None and cublas.takes_forward(order, target) and [g.kernel for g in plan] == ["cublas"] * 2:
+        return (Launch("cublas", order, us),)
     return plan
 
 

@@ -21,9 +21,9 @@ BARRIER_CYCLES = 400  # cost of a barrier
 TILE_CYCLES = 1500  # from the end of a tile to the next
 MMA_CYCLES = 6  # issue cycles of an mma 16 x 8 x 8 (TF32) or 16 x 8 x 16, per SM quadrant
 
-Kind = tuple[int, bool]  # PRODUCTS and SPLIT of Plan4 in tile_step.cuh
+Kind = tuple[int, bool]  # PRODUCTS and ONCE of Plan4 in tile_step.cuh
 FMA: Kind = (0, False)
-TENSOR: Kind = (1, False)
+TENSOR: tuple[Kind, ...] = ((1, True), (1, False))  # the second rounds factors of float at each use
 SPLIT: tuple[Kind, ...] = ((3, False), (3, True))
 LEAST_SPLIT = 32  # elements in a sum of split products. Error / SGEMM's error: 1.3 for 16 elements, 1.1 for 32
 
@@ -49,7 +49,8 @@ class Part(NamedTuple):
 
 def forward(run: Sequence[Step], rows: int, target: Problem) -> Iterator[Launch]:
     """The launches of a run. Sums of fewer than LEAST_SPLIT split products are not exact enough."""
-    for kind in (FMA, *((TENSOR,) if target.tensor else SPLIT if target.itemsize == 4 else ())):
+    kinds = (TENSOR if target.itemsize == 4 else TENSOR[:1]) if target.tensor else SPLIT if target.itemsize == 4 else ()
+    for kind in (FMA, *kinds):
         for made in tilings(run, rows, target, kind):
             if made.products < 3 or all(prod(s.p for s in part.factors) >= LEAST_SPLIT for part in made.parts):
                 yield made
@@ -121,7 +122,7 @@ def _matrix_bytes(part: Part, factors: int, p: int, kind: Kind, pairs: bool, ite
     """matrix_bytes in tile.cuh."""
     products, split = kind
     stored = itemsize if factors == 1 and (pairs or not products) else max(itemsize, 4)
-    return up(_high(p, products, pairs) * part.padded * stored, 16) * (2 if split else 1)
+    return up(_high(p, products, pairs) * part.padded * stored, 16) * (2 if products == 3 and split else 1)
 
 
 def _tiling(
@@ -142,10 +143,11 @@ def _tiling(
         if shared > target.shared:
             continue
         blocks = max(1, min(target.shared // (shared + 1024), 65536 // (threads * min(work.registers, 255)), 2048 // threads, 8))
-        us = _us(work, ceil(tiles / target.device.sms), tiles, numbers, ahead, blocks, (R, R == C, slices, kind[0]), target)
+        us = _us(work, ceil(tiles / target.device.sms), tiles, numbers, ahead, blocks, (R, R == C, slices, kind), target)
         plan = "Plan4", threads, blocks, L, R, C, bytes_, ahead, slices, *kind, ADDED, *work.parts
-        # Prefer factors that are split once to an equal plan that splits them at each use: fewer kernels serve all numbers of rows.
-        yield Launch("tile", tuple(run), us, plan, threads, shared, L, R, blocks, slices, kind[0], 1.01 if kind == SPLIT[0] else 1.0)
+        # Prefer factors that are rounded or split once to an equal plan that does it at each use: fewer kernels serve all numbers of rows.
+        handicap = 1.01 if kind == SPLIT[0] else 1.05 if kind == TENSOR[1] else 1.0
+        yield Launch("tile", tuple(run), us, plan, threads, shared, L, R, blocks, slices, kind[0], handicap)
 
 
 def _ahead(work: _Work, numbers: int, p: int, target: Problem, pieces: int) -> set[int]:
@@ -162,10 +164,11 @@ def _ahead(work: _Work, numbers: int, p: int, target: Problem, pieces: int) -> s
 
 
 def _us(
-    work: _Work, each: int, tiles: int, numbers: int, ahead: int, blocks: int, tile: tuple[int, bool, int, int], target: Problem
+    work: _Work, each: int, tiles: int, numbers: int, ahead: int, blocks: int, tile: tuple[int, bool, int, Kind], target: Problem
 ) -> float:
     """A model of a launch's time, for `each` tiles per SM and `resident` blocks per SM."""
-    (R, whole, slices, products), itemsize, resident = tile, target.itemsize, min(blocks, each)
+    (R, whole, slices, kind), itemsize, resident = tile, target.itemsize, min(blocks, each)
+    products = kind[0]
     idle = max(1.0, (4.4 if products else 4) / (work.busy * resident))  # too few warps to hide the latency of the arithmetic
     shorter = (0.6 / resident if work.waiting else 0.1) * min(work.multiplied, work.fetched)
     overlap = max(work.multiplied * idle, work.fetched) + shorter
@@ -182,7 +185,8 @@ def _us(
     longer = (compute**6 + hidden**6) ** (1 / 6) if products else max(compute, hidden)
     streams = resident * read + longer + (each * (read + written) - hidden) + resident * written
     alone = ALONE_US if resident == 1 else 0.0
-    matrices = resident * work.matrices / (2 * target.device.sm_bytes_us)
+    # Factors of float that are not converted are copied asynchronously, with the first tile.
+    matrices = 0.0 if kind == TENSOR[1] else resident * work.matrices / (2 * target.device.sm_bytes_us)
     return LAUNCH_US + START_US + alone + streams * (1.02 - 0.02 * ahead / numbers) + matrices
 
 
@@ -231,11 +235,13 @@ def _fma_parts(q: int, size: int) -> Iterator[Part]:
 def _mma_cycles(part: Part, p: int, right: int, stored: int, kind: Kind, pairs: bool) -> tuple[float, float]:
     """A warp's cycles for a row of the matrix, of arithmetic and of shared memory."""
     (products, split), f, c = kind, part.fibers, part.columns
-    others = f / 8 + c / (8 if split else 16) + 6  # fetch
+    others = f / 8 + c / (8 if split and products == 3 else 16) + 6  # fetch
     if products == 3:  # adding and splitting
         others += f * c / 32 / _depth(f, p) + f + (0 if split else c)
+    elif not split:
+        others += c / 4
     issue = (f * c / 128 * products * MMA_CYCLES + others) / (16 if pairs else 8)
-    return issue, (f * _conflicts(p, right, stored, pairs) + (2 if split else 1) * c) / (64 if pairs else 32)
+    return issue, (f * _conflicts(p, right, stored, pairs) + (2 if split and products == 3 else 1) * c) / (64 if pairs else 32)
 
 
 def _fma_cycles(part: Part, p: int, right: int, size: int) -> tuple[float, float]:

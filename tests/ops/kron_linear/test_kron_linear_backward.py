@@ -274,6 +274,44 @@ def test_large_float32_factors_by_products_of_all_rows(device, sizes):
                 assert (a is None) != w and (not w or error(a, b) < 1e-6)
 
 
+@kernels
+@pytest.mark.parametrize("sizes", (((160, 160), (136, 136)), ((136, 144), (150, 140))))
+def test_large_16_bit_factors_whose_columns_do_not_fill_tiles(device, sizes):
+    """The forward is one launch, on the transpose of x. Larger columns of the last factor, or another order, are two launches."""
+    for pairs, launches in ((sizes, 1), ((sizes[0], (192, 192)), 2), ((sizes[0], (144, 260)), 2)):
+        with restricted(kernel="cublas"):
+            assert len(planner.forward(pairs, 64, problem(2, 132, 226 << 10, True))) == launches
+    x = torch.randn(3, prod(p for p, _ in sizes), dtype=torch.bfloat16, device=device)
+    ws = [torch.randn(2 * p, 3 * q, device=device).bfloat16()[1::2, ::3].mul_(p**-0.5) for p, q in sizes]
+    bias, residual = (torch.randn(*n, prod(q for _, q in sizes), dtype=x.dtype, device=device) for n in ((), (3,)))
+    with restricted(kernel="cublas"):
+        y = cukern.kron_linear(x, ws, bias=bias, residual=residual, scale=0.5)
+    wide = [w.double() for w in ws]
+    exact = cukern.kron_linear(x.double(), wide, bias=bias.double(), residual=residual.double(), scale=0.5, version="v1")
+    assert y.is_contiguous() and error(y, exact) < 2.0**-7
+
+
+@kernels
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("sizes", (((136, 144), (16, 16)), ((130, 133), (16, 8)), ((133, 150), (8, 8))))
+def test_a_small_right_factor_next_to_a_large_one(device, dtype, sizes):
+    """The transposing kernel, a product of all rows, and the transposing kernel. A third factor of 1 x 1 is not in its way."""
+    run = steps(sizes)
+    assert [g.kernel for g in cublas.forward(run, 1024, problem(dtype.itemsize, 132, 226 << 10, True))] == ["cublas"]
+    x = torch.randn(3, prod(p for p, _ in sizes), dtype=dtype, device=device)
+    ws = [torch.randn(2 * p, 3 * q, device=device).to(dtype)[1::2, ::3].mul_(p**-0.5) for p, q in sizes]
+    bias, residual = (torch.randn(*n, prod(q for _, q in sizes), dtype=dtype, device=device) for n in ((), (3,)))
+    for scale, added in ((0.5, (None, None)), (2.0, (bias, residual))):
+        with simulated(x, *ws, bias, residual):
+            y = cublas.layer_forward(x, ws, (scale, *added))[0]
+        wide = [None if t is None else t.double() for t in added]
+        exact = cukern.kron_linear(x.double(), [w.double() for w in ws], bias=wide[0], residual=wide[1], scale=scale, version="v1")
+        assert y.is_contiguous() and error(y, exact) < (1e-6 if dtype == torch.float32 else 2.0**-6)
+        with restricted(kernel="cublas"):
+            y = cukern.kron_linear(x, [*ws, x.new_ones(1, 1)], bias=added[0], residual=added[1], scale=scale)
+        assert error(y, exact) < (1e-6 if dtype == torch.float32 else 2.0**-6)
+
+
 MEMORY = (((64, 64),) * 3, 16), (((128, 128),) * 2, 1024), (((8, 8),) * 5, 256), (((96, 64), (64, 80)), 8192), (((160, 160),) * 2, 256)
 
 

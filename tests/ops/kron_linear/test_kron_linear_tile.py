@@ -62,9 +62,9 @@ def test_plans_cover_every_step_and_fit_a_block(itemsize, tensor, limit):
     assert last.steps[0].p == 2000 and not last.threads, "a factor that no block can hold is torch's"
 
 
-@pytest.mark.parametrize("itemsize, kind", ((2, TENSOR), (4, TENSOR), (4, SPLIT[0]), (4, SPLIT[1])))
+@pytest.mark.parametrize("itemsize, kind", ((2, TENSOR[0]), *((4, kind) for kind in (*TENSOR, *SPLIT))))
 def test_a_warps_columns_are_a_power_of_two_where_a_layout_moves_units(itemsize, kind):
-    run, target = steps(((128, 128),) * 2), problem(itemsize, 132, 226 << 10, itemsize == 2 or kind == TENSOR)
+    run, target = steps(((128, 128),) * 2), problem(itemsize, 132, 226 << 10, kind in TENSOR)
     parts = [part for group in kron_tile.tilings(run, 32, target, kind) for part in group.parts]
     assert parts and all(part.columns & (part.columns - 1) == 0 for part in parts), "else the places of two warps' sums are the same"
 
@@ -110,7 +110,7 @@ def largest_error(y, exact) -> float:
     return float((y.double() - exact).abs().max() / exact.abs().max())
 
 
-TENSORS = (torch.float32, SPLIT[0]), (torch.float32, SPLIT[1]), (torch.bfloat16, TENSOR)
+TENSORS = *((torch.float32, kind) for kind in (*TENSOR, *SPLIT)), (torch.bfloat16, TENSOR[0])
 CASES = [  # sizes, first step, count, rows, dtype, kind
     (((3, 5), (16, 24)), 0, 2, 5, torch.float32, FMA),  # slices; rows that do not fill the last tile
     (((2, 2), (5, 4), (21, 40)), 0, 2, 3, torch.float32, FMA),  # an array [..][21], which no power of two divides
@@ -138,7 +138,7 @@ def test_every_tiling_gives_the_same(device, sizes, first, count, rows, dtype, k
     found = tilings(sizes, first, count, rows, problem(dtype.itemsize, 132, 226 << 10), kind)
     assert found
     for y in [launch(group, x, ws) for group in found]:
-        assert largest_error(y, exact) < 4 * torch.finfo(dtype).eps
+        assert largest_error(y, exact) < (2.0**-10 if kind in TENSOR and dtype == torch.float32 else 4 * torch.finfo(dtype).eps)
 
 
 @kernels
