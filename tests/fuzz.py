@@ -26,6 +26,7 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import hypothesis
+import long_double
 import numpy as np
 import torch
 from helpers import same_bits
@@ -294,7 +295,7 @@ def cross_entropy_terms(logits, targets, ignore_index, smoothing, softcap, vocab
     """What is not a number in `share` and `valid`: the logits, each class's share, and which rows count."""
     c, flat = logits[..., :vocab].reshape(-1, vocab or logits.shape[-1]), targets.reshape(-1).long()
     c = c if softcap is None else softcap * torch.tanh(c / softcap)
-    share = (torch.arange(c.shape[1]) == flat[:, None]).to(c.dtype) * (1 - float(smoothing)) + float(smoothing) / c.shape[1]
+    share = (torch.arange(c.shape[1]) == flat[:, None]).to(c.dtype) * (1 - float(smoothing)) + c.new_full((), float(smoothing)) / c.shape[1]
     outside = (flat != ignore_index) & ((flat < 0) | (flat >= c.shape[1]))
     return c, share.masked_fill(outside[:, None], math.nan), flat != ignore_index
 
@@ -492,7 +493,8 @@ def kron_linear(x, factors, bias=None, scale=1.0, residual=None):
         each = [kron_linear(x[i], [w[i] if w.ndim == 3 else w for w in factors]) for i in range(x.shape[0])]
         y = torch.stack(each) if each else x.new_zeros(*x.shape[:-1], math.prod(w.shape[-1] for w in factors))
     else:
-        y = x @ functools.reduce(lambda a, b: (a[:, None, :, None] * b[:, None]).reshape(-1, a.shape[1] * b.shape[1]), factors)
+        w = functools.reduce(lambda a, b: (a[:, None, :, None] * b[:, None]).reshape(-1, a.shape[1] * b.shape[1]), factors)
+        y = (x[None] @ w)[0]
     return y * float(scale) + (0 if bias is None else bias) + (0 if residual is None else residual)
 
 
@@ -530,10 +532,11 @@ def wild(d: Draw, approximate: str) -> tuple[str, ...]:
 def gated(gate, up=1.0, bias=None, approximate=None):
     """silu without `approximate`."""
     v = gate if bias is None else gate + bias
+    two = v.new_full((), 2.0)
     if approximate == "none":
-        return v * torch.special.ndtr(v) * up
-    square = (v * v).clamp(max=1e4)
-    return v * torch.sigmoid(v if approximate is None else (8 / math.pi) ** 0.5 * v * (1 + 0.044715 * square)) * up
+        return v * (torch.erfc(-v / two.sqrt()) / 2) * up
+    square, factor = (v * v).clamp(max=1e4), (two / two.new_ones(()).atan()).sqrt()  # sqrt(8 / pi)
+    return v * torch.sigmoid(v if approximate is None else factor * v * (1 + 0.044715 * square)) * up
 
 
 def draw_embedding(d: Draw) -> dict:
@@ -550,17 +553,6 @@ def draw_embedding(d: Draw) -> dict:
 def embedding(tokens, weight, positions=None):
     out = weight[tokens.long()]
     return out if positions is None else out + positions[: tokens.shape[-1]]
-
-
-def long_sums(args, tensors, dout):
-    """The gradients, added in more than float64. It is the only op whose sums are long enough for the error of torch's own in float64."""
-    tokens, sums = fill(args, tensors)["tokens"].long().numpy(), []
-    for t, x in zip(specs(args), tensors, strict=True):
-        if t.grad:
-            total = np.zeros(x.shape, np.longdouble)
-            np.add.at(total, tokens if t is args["weight"] else np.arange(dout.shape[-2]) + 0 * tokens, dout.numpy())
-            sums.append(torch.from_numpy(total.astype(np.float64)))
-    return sums
 
 
 def rope_in_place(x, cos, sin, *, k=None, **rest):
@@ -591,7 +583,7 @@ FUZZED = {  # name: what draws its arguments, what is right, and how many roundi
     "rope_": (draw_rope, rope, 2),
     "apply_rotary_pos_emb": (draw_te, te, 2),
     "matmul": (draw_matmul, lambda a, b: a @ b, 6),
-    "linear": (draw_linear, torch.nn.functional.linear, 6),
+    "linear": (draw_linear, lambda x, weight, bias=None: torch.nn.functional.linear(x[None], weight, bias)[0], 6),
     "gelu": (draw_gelu, lambda x, bias=None, approximate="none": gated(x, 1.0, bias, approximate), 16),  # torch's own, with tanh
     "swiglu": (draw_swiglu, gated, 4),
     "geglu": (draw_swiglu, lambda gate, up, approximate="none": gated(gate, up, None, approximate), 16),
@@ -659,9 +651,9 @@ def run_valid(case: Case) -> None:
     given = [tensors[0].new_empty(o.shape) for o in ours if o is not None]  # each result's dtype is x's, or that of its input
     count = len(ours) - sum(t.grad for t in specs(args))
     grads = douts(given[:count])
-    exact = results(rule, plain, cast(DOUBLE, tensors), lambda _: cast(DOUBLE, grads))
-    if case.op == "embedding":
-        exact[1:] = long_sums(args, cast(DOUBLE, tensors), cast(DOUBLE, grads)[0])
+    longer = long_double.exact if any(t.dtype == "float64" for t in specs(args)) else lambda x: x
+    xs, douts64 = (list(map(longer, cast(DOUBLE, some))) for some in (tensors, grads))
+    exact = results(rule, plain, xs, lambda _: douts64)
     peer = results(rule, plain, cast(NARROW, tensors), lambda outs: [g.to(o.dtype) for g, o in zip(cast(NARROW, grads), outs, strict=True)])
     scales = magnitudes(case, rule, plain, cast(DOUBLE, tensors), cast(DOUBLE, grads))
     wanted = [t for t in specs(args) if t.grad]
@@ -700,7 +692,7 @@ def magnitudes(case: Case, rule: Any, args: dict, tensors: list, grads: list) ->
 def compare(what: str, ours: torch.Tensor, peer: torch.Tensor, exact: torch.Tensor, scale: torch.Tensor, rounding: float) -> None:
     """Each element errs by at most twice torch's error, and `rounding` times the scale; what is not finite is right, or as torch has it."""
     assert ours.shape == exact.shape, f"{what} has shape {tuple(ours.shape)}, it must be {tuple(exact.shape)}"
-    info, rounded = torch.finfo(ours.dtype), exact.to(ours.dtype)
+    info, rounded = torch.finfo(ours.dtype), long_double.rounded(exact, ours.dtype)
     error = (ours.to(exact.dtype) - exact).abs()
     fine = error <= 2 * (peer.to(exact.dtype) - exact).abs().nan_to_num(nan=0.0, posinf=0.0) + rounding * scale + 4 * info.tiny * info.eps
     for other in (peer, rounded):
@@ -708,7 +700,7 @@ def compare(what: str, ours: torch.Tensor, peer: torch.Tensor, exact: torch.Tens
     fine |= scale * (1 + 2 * rounding) >= info.max  # a term overflows
     if not fine.all():
         i = tuple((~fine).nonzero()[0].tolist())
-        numbers = f"{ours[i].item()!r}, torch has {peer[i].item()!r}, exact is {exact[i].item()!r}, scale {scale[i].item():.3g}"
+        numbers = f"{ours[i].item()!r}, torch has {peer[i].item()!r}, exact is {rounded[i].item()!r}, scale {scale[i].item():.3g}"
         raise AssertionError(f"{what}: {int((~fine).sum())} of {fine.numel()} elements are wrong, the first at {i}: {numbers}")
 
 
