@@ -76,7 +76,8 @@ NUMPY = {  # the operations by their names in aten
     "index": lambda x, indices: x[_index(indices)], "index_put": _index_put, "_index_put_impl_": _index_put,
     "detach": np.copy, "clone": lambda x, **_: x.copy(), "alias": np.copy, "_to_copy": lambda x, **_: x.copy(),
     "zeros_like": lambda x, **_: _fill(x, 0), "ones_like": lambda x, **_: _fill(x, 1),
-    "new_zeros": lambda x, n, **_: np.zeros(n, np.longdouble), "new_ones": lambda x, n, **_: np.ones(n, np.longdouble), "new_full": lambda x, n, v, **_: np.full(n, v, np.longdouble),
+    "new_zeros": lambda x, n, **_: np.zeros(n, np.longdouble), "new_ones": lambda x, n, **_: np.ones(n, np.longdouble),
+    "new_full": lambda x, n, v, **_: np.full(n, v, np.longdouble),
 }  # fmt: skip
 
 
