@@ -1,6 +1,7 @@
 """What the fuzzer draws: tensors, which a case describes in Python, and the arguments of each op."""
 
 import dataclasses
+import itertools
 import math
 from typing import Any
 
@@ -49,6 +50,8 @@ class T:
             x = (2 * x.real).round().to(x.dtype)
         elif self.values == "zeros":
             x = x * (u < 0.3)
+        elif self.values == "squares":
+            x = x * x
         elif self.values in ("wild", "special"):
             x = x * 10.0 ** ((2 * u.double() - 1) * {torch.float16: 3, torch.float64: 60}.get(dtype, 20))
         elif self.values == "hidden":
@@ -144,32 +147,55 @@ def draw_attention(d: Draw) -> dict:
     heads = (*batch[:-1], batch[-1] * group) if batch else ()
     if d.op == "attention_packed":
         qkv = d.tensor((d.size(), queries, 3, d.size(), features), dtype)
-        args, fits, heads = {"qkv": qkv}, 0 < features <= 128 and features % 8 == 0, (qkv.shape[3],)
+        args, values, heads = {"qkv": qkv}, features, (qkv.shape[3],)
+    elif d.op == "attention_varlen":
+        lengths, kv_heads, same = [d.size() for _ in range(d.integer(1, 4))], d.size(), d.pick(True, False)
+        key_lengths, values, heads = lengths if same else [d.size() for _ in lengths], d.pick(features, d.size()), (kv_heads * group,)
+        shapes = (sum(lengths), *heads, features), *((sum(key_lengths), kv_heads, n) for n in (features, values))
+        ends = [tuple(itertools.accumulate(some, initial=0)) for some in (lengths, key_lengths)]
+        q, k, v, *bounds = *(d.tensor(s, dtype) for s in shapes), *(T((len(end),), d.pick(*IDS), end) for end in ends)
+        args = {"q": q, "k": k, "v": v, "cu_seqlens": bounds[0], "cu_seqlens_k": None if same else bounds[1]}
     else:
-        q, k, v = (d.tensor(s, dtype) for s in ((*heads, queries, features), (*batch, keys, features), (*batch, keys, d.size())))
-        args, fits = {"q": q, "k": k, "v": v}, 0 < features <= 128 and features % 8 == 0 and features == v.shape[-1]
-    version, causal, fits = d.version(), d.pick(True, True, False), fits or dtype == "float64"
+        values = d.pick(features, d.size())
+        q, k, v = (d.tensor(s, dtype) for s in ((*heads, queries, features), (*batch, keys, features), (*batch, keys, values)))
+        args = {"q": q, "k": k, "v": v}
+        if d.pick(False, False, True):
+            args["key_lengths"] = dataclasses.replace(d.ids(batch[:-1], keys), dtype="int32")
+    fits = dtype == "float64" or (0 < features <= 128 and features % 8 == 0 and features == values)
+    version, causal, free = d.version(), d.pick(True, True, False), "key_lengths" not in args
     args |= {"scale": d.pick(None, 1.0, 0.125, 3, 0.0), "causal": causal, "softcap": d.pick(None, None, 5.0, 0.5)}
-    args["window"] = d.pick(None, None, 1, 2, 1000) if causal else None
+    args["window"] = d.pick(None, None, 1, 2, 1000) if causal and free else None
     args["sink"] = d.pick(None, None, 0.0, -2.5, d.tensor(heads[len(heads) - d.integer(0, len(heads)) :], dtype))
-    return {**args, "version": version if fits or version not in ("v3", "v4") else None}
+    args["return_lse"] = d.pick(False, False, True)
+    return {**args, "version": version if (fits or version not in ("v3", "v4")) and (free or version not in ("v1", "v2")) else None}
 
 
 def draw_cross_entropy(d: Draw) -> dict:
     rows, columns = d.shape(0, 2), d.pick(*(n for n in d.sizes if n), *([] if d.kind == "transforms" else [40, 70]))
-    vocab = d.pick(None, max(1, columns - 2))
-    args = {"logits": d.tensor((*rows, columns), d.dtype(), "ties", "wild"), "targets": d.ids(rows, (vocab or columns) - 1)}
-    ignored = d.pick(-100, 0)
+    vocab, dtype, ignored = d.pick(None, max(1, columns - 2)), d.dtype(), d.pick(-100, 0)
+    if d.op == "cross_entropy":
+        args, rest = {"logits": d.tensor((*rows, columns), dtype, "ties", "wild")}, {"inplace_backward": False}
+    else:
+        features, rest = d.size(), {"chunk_rows": d.pick(None, 1, 3)}
+        args = {"x": d.tensor((*rows, features), dtype, "ties"), "weight": d.tensor((columns, features), dtype, "ties", "zeros")}
     some = d.kind != "transforms" or (math.prod(rows) and ignored < 0)  # a mean of nothing is NaN, and so may be its derivatives
-    args |= {"reduction": d.pick("sum", "none", *["mean"] * bool(some)), "label_smoothing": d.pick(0.0, 0.125, 1)}
-    args |= {
-        "ignore_index": ignored,
-        "z_loss": d.pick(0.0, 0.25, -1.5),
-        "softcap": d.pick(None, 5.0, 0.5),
-        "vocab_size": vocab,
-        "inplace_backward": False,
-    }
+    reductions = "sum", *["none"] * (d.op == "cross_entropy"), *["mean"] * bool(some)
+    args |= {"targets": d.ids(rows, (vocab or columns) - 1), "reduction": d.pick(*reductions), "label_smoothing": d.pick(0.0, 0.125, 1)}
+    args |= {"ignore_index": ignored, "z_loss": d.pick(0.0, 0.25, -1.5), "softcap": d.pick(None, 5.0, 0.5), "vocab_size": vocab, **rest}
     return {**args, "version": d.version()}
+
+
+def draw_adamw(d: Draw) -> dict:
+    dtype = d.dtype()
+    wide = "float32" if dtype in ("float16", "bfloat16") else dtype
+    params = [dataclasses.replace(d.tensor(d.shape(0, 3), dtype, "zeros", grad=False), steps=()) for _ in range(d.integer(1, 3))]
+    lists = {"params": params}
+    for name, kind, values in (("grads", dtype, "zeros"), ("exp_avgs", wide, "zeros"), ("exp_avg_sqs", wide, "squares")):
+        lists[name] = [dataclasses.replace(p, dtype=kind, values=d.pick("normal", values), seed=d.integer(0, 99)) for p in params]
+    lists["exp_avg_sqs"] = [dataclasses.replace(p, values="squares") for p in lists["exp_avg_sqs"]]
+    numbers = {"lr": d.pick(1e-3, 0.5, 0.0), "betas": d.pick((0.9, 0.999), (0.0, 0.5)), "eps": d.pick(1e-8, 0.1)}
+    rest = {"step": d.pick(1, 2, 1000, 2**24), **numbers, "weight_decay": d.pick(1e-2, 0.0, 0.5), "version": d.version()}
+    return {**{name: tuple(ts) for name, ts in lists.items()}, **rest}
 
 
 def draw_rope(d: Draw) -> dict:

@@ -31,71 +31,102 @@ def with_sink(z, sink):
 def causal_softmax(x, scale=1.0, window=None, sink=None):
     hidden = hidden_of(x, window)
     z = with_sink((x.masked_fill(hidden, 0.0) * float(scale)).masked_fill(hidden, -math.inf), sink)
-    return masked_softmax(z)[..., :-1].masked_fill(hidden, 0.0)
+    return masked_softmax(z)[0][..., :-1].masked_fill(hidden, 0.0)
 
 
 def masked_softmax(z):
-    """A row of -inf alone gives 0."""
+    """A row of -inf alone gives 0. Also the logarithm of each row's sum of exponentials."""
     most = z.detach().amax(-1, keepdim=True)
-    e = (z - most.masked_fill(most == -math.inf, 0.0)).exp()
-    total = e.sum(-1, keepdim=True)
-    return e / total.masked_fill(total == 0, 1.0)
+    most, none = most.masked_fill(most == -math.inf, 0.0), most == -math.inf
+    e = (z - most).exp()
+    total = e.sum(-1, keepdim=True).masked_fill(none, 1.0)
+    return e / total, (most + total.log()).masked_fill(none, -math.inf)[..., 0]
 
 
-def attention_weights(q, k, v, scale, causal, softcap, window, sink):
-    """Also k and v, with each head repeated, and the last column, the sink's."""
+def attention_weights(q, k, v, scale, causal, softcap, window, sink, key_lengths=None):
+    """Also lse, and k and v with each head repeated. The last column is the sink's."""
     if q.ndim > 2 and q.shape[-3] != k.shape[-3]:
         k, v = (t.repeat_interleave(q.shape[-3] // k.shape[-3], -3) for t in (k, v))
     scores = q @ k.mT * (max(q.shape[-1], 1) ** -0.5 if scale is None else float(scale))
     scores = scores if softcap is None else float(softcap) * torch.tanh(scores / float(softcap))
     hidden = hidden_of(scores, window) & torch.tensor(causal)
-    return masked_softmax(with_sink(scores.masked_fill(hidden, -math.inf), sink)), k, v
+    if key_lengths is not None:
+        query, key = (torch.arange(n) for n in scores.shape[-2:])
+        ends = key_lengths[(..., *(None,) * min(3, scores.ndim))] + ((query + 1 - len(query)) * causal)[:, None]
+        hidden = key >= ends
+    return *masked_softmax(with_sink(scores.masked_fill(hidden, -math.inf), sink)), k, v
 
 
-def attention(q, k, v, scale=None, causal=True, softcap=None, window=None, sink=None):
-    weights, _, v = attention_weights(q, k, v, scale, causal, softcap, window, sink)
-    return weights[..., :-1] @ v
+def attention(q, k, v, scale=None, causal=True, softcap=None, window=None, sink=None, return_lse=False, key_lengths=None):
+    weights, lse, _, v = attention_weights(q, k, v, scale, causal, softcap, window, sink, key_lengths)
+    return (weights[..., :-1] @ v, lse) if return_lse else weights[..., :-1] @ v
 
 
 def attention_packed(qkv, **options):
-    return attention(*(t.transpose(1, 2) for t in qkv.unbind(2)), **options).transpose(1, 2)
+    out = outputs(attention(*(t.transpose(1, 2) for t in qkv.unbind(2)), **options))
+    return (out[0].transpose(1, 2), *out[1:])
 
 
-def attention_scales(dout, q, k, v, scale, sink, **rest):
-    """The sums of the absolute values of all terms. Each exponent's rounding is part of its row. A softcap's slope is at most 1."""
-    kv_heads, (p, k, v) = k.shape[-3:-2], attention_weights(q, k, v, scale, sink=sink, **rest)
+def sequences(q, k, v, cu_seqlens, cu_seqlens_k):
+    bounds = [itertools.pairwise(t.tolist()) for t in (cu_seqlens, cu_seqlens if cu_seqlens_k is None else cu_seqlens_k)]
+    for (a, b), (c, d) in zip(*bounds, strict=True):
+        yield tuple(t.transpose(0, 1) for t in (q[a:b], k[c:d], v[c:d]))
+
+
+def attention_varlen(q, k, v, cu_seqlens, cu_seqlens_k=None, **options):
+    each = [outputs(attention(*some, **options)) for some in sequences(q, k, v, cu_seqlens, cu_seqlens_k)]
+    out, *lse = (torch.cat(some, 1) for some in zip(*each, strict=True))
+    return (out.transpose(0, 1), *lse)
+
+
+def attention_scales(dtype, douts, q, k, v, scale, sink, return_lse, **rest):
+    """The sums of the absolute values of all terms. Each exponent's rounding is part of its row. A softcap's slope is at most 1. A weight
+    and its gradient may be subnormal numbers of 16 bits: `least` times 4 roundings is the smallest of these."""
+    least = torch.finfo(dtype).tiny / 4 if dtype.itemsize == 2 else 0.0
+    kv_heads, (p, _, k, v) = k.shape[-3:-2], attention_weights(q, k, v, scale, sink=sink, **rest)
     scale = max(q.shape[-1], 1) ** -0.5 if scale is None else float(scale)
-    q, k, v, g = (t.abs() for t in (q, k, v, dout))
-    p = p * (1 + (q @ k.mT * scale).sum(-1, keepdim=True) + (abs(torch.as_tensor(0.0 if sink is None else sink))[..., None, None]))
+    q, k, v, g, *dlse = (t.abs() for t in (q, k, v, *douts))
+    lse = 1 + (q @ k.mT * scale).sum(-1, keepdim=True) + (abs(torch.as_tensor(0.0 if sink is None else sink))[..., None, None])
+    p = p * lse + least
     p, column = p[..., :-1], p[..., -1:]
     dp = g @ v.mT
-    total = (p * dp).sum(-1, keepdim=True)
-    ds = scale * p * (dp + total)
+    total = (p * dp).sum(-1, keepdim=True) + (dlse[0][..., None] if dlse else 0)
+    ds = scale * (p * (dp + total) + least)
     dk, dv = (t.unflatten(-3, (*kv_heads, -1)).sum(-3) if kv_heads and any(kv_heads) else t for t in (ds.mT @ q, p.mT @ g))
     dsink = [(column * total).sum((-2, -1)).sum_to_size(sink.shape)] if isinstance(sink, torch.Tensor) else []
-    return [p @ v, ds @ k, dk, dv, *dsink]
+    return [p @ v, *[lse.expand(*p.shape[:-1], 1)[..., 0]] * return_lse, ds @ k, dk, dv, *dsink]
 
 
-def packed_scales(dout, qkv, **options):
-    out, *grads = attention_scales(dout.transpose(1, 2), *(t.transpose(1, 2) for t in qkv.unbind(2)), **options)
-    return [out.transpose(1, 2), torch.stack([t.transpose(1, 2) for t in grads[:3]], 2), *grads[3:]]
+def packed_scales(dtype, douts, qkv, **options):
+    count, qkv = len(douts), (t.transpose(1, 2) for t in qkv.unbind(2))
+    out, *rest = attention_scales(dtype, [douts[0].transpose(1, 2), *douts[1:]], *qkv, **options)
+    grads = torch.stack([t.transpose(1, 2) for t in rest[count - 1 : count + 2]], 2)
+    return [out.transpose(1, 2), *rest[: count - 1], grads, *rest[count + 2 :]]
 
 
-def softmax_scales(name, dtype, args, douts):
+def varlen_scales(dtype, douts, q, k, v, cu_seqlens, cu_seqlens_k, **options):
+    ends, count = cu_seqlens.tolist()[1:-1], len(douts)
+    parts = zip(*(d.tensor_split(ends, 1) for d in (douts[0].transpose(0, 1), *douts[1:])), strict=True)
+    some = zip(parts, sequences(q, k, v, cu_seqlens, cu_seqlens_k), strict=True)
+    every = list(zip(*(attention_scales(dtype, part, *xs, **options) for part, xs in some), strict=True))
+    out, *grads = (torch.cat(every[i], 1).transpose(0, 1) for i in (0, *range(count, count + 3)))
+    return [out, *(torch.cat(lse, 1) for lse in every[1:count]), *grads, *map(sum, every[count + 3 :])]
+
+
+def softmax_scales(dtype, douts, x, scale, sink=None, dim=None, window=None, log=False):
     """What errors of the softmaxes are relative to: the exponents' rounding, in float32 of 16-bit types, is part of every term. `tiny`
     times the rounding is the error of a subnormal result, which the gradient multiplies: the backward gets the rounded result."""
-    x, s, g, sink = args["x"], args["scale"], douts[0], args.get("sink")
     wide, tiny = (2.0**-13, max(1e-7, torch.finfo(dtype).tiny)) if dtype.itemsize == 2 else (1.0, torch.finfo(dtype).tiny)
-    dim, log = (args["dim"] if x.ndim else -1) if "dim" in args else -1, name == "log_softmax"
-    z, g = (t.movedim(dim, -1) if t.ndim else t[None] for t in (x * s, g))
-    z = with_sink(z if "dim" in args else z.masked_fill(hidden_of(x, args["window"]), -math.inf), sink)
+    causal, dim = dim is None, -1 if dim is None or not x.ndim else dim
+    z, g = (t.movedim(dim, -1) if t.ndim else t[None] for t in (x * scale, douts[0]))
+    z = with_sink(z.masked_fill(hidden_of(x, window), -math.inf) if causal else z, sink)
     z, g = z.clamp(-1e300, 1e300), with_sink(g, 0.0).abs()
     y, most = z.softmax(-1).nan_to_num(0.0), z.abs().masked_fill(z == -1e300, 0.0)
     loss = z - z.logsumexp(-1, keepdim=True)
     a = 1 + wide * (most + most.amax(-1, keepdim=True)) + (loss.abs().clamp(max=1e4) if log else 0)
     total = (a * y * g).sum(-1, keepdim=True) + a * (y * g).sum(-1, keepdim=True) + tiny * g.sum(-1, keepdim=True)
     total = a * y * g.sum(-1, keepdim=True) + (a * y * g.sum(-1, keepdim=True)).sum(-1, keepdim=True) * y if log else total * y
-    dx = abs(s) * (total + (g if log else a * y * g + tiny * g))
+    dx = abs(scale) * (total + (g if log else a * y * g + tiny * g))
     back = [t[..., :-1].movedim(-1, dim) if x.ndim else t[0] for t in (a * loss.abs() + a if log else a * y, dx)]
     if not isinstance(sink, torch.Tensor):
         return back
@@ -124,23 +155,44 @@ def cross_entropy(logits, targets, ignore_index=-100, reduction="mean", label_sm
     return reduced(rows, valid, reduction, targets.shape)
 
 
-def cross_entropy_scales(dtype, args, douts):
-    """The terms' absolute values, with the exponents' rounding in float32 and without the softcap's slope, which is at most 1."""
-    x, shape, z = args["logits"], args["targets"].shape, abs(args["z_loss"])
-    c, share, valid = cross_entropy_terms(
-        x, args["targets"], args["ignore_index"], args["label_smoothing"], args["softcap"], args["vocab_size"]
-    )
-    lse, wide = c.logsumexp(-1, keepdim=True), 2.0**-10 if dtype.itemsize == 2 else 1.0
-    rows = (lse.abs() + z * lse.square())[:, 0] + (share * c.abs()).sum(-1)
-    g = (
-        douts[0].reshape(-1)
-        if args["reduction"] == "none"
-        else douts[0].expand(len(c)) / (valid.sum() if args["reduction"] == "mean" else 1)
-    )
-    p = (c - lse).exp() * (1 + wide * ((c - lse).abs().clamp(max=1e3) + (args["softcap"] or 0.0))) + 1e-30 * (dtype != torch.float64)
-    dx = (g.abs() * valid)[:, None] * ((1 + 2 * z * lse.abs()) * p + share)
-    dx = torch.nn.functional.pad(dx, (0, x.shape[-1] - c.shape[1])).view(x.shape)
-    return [reduced(rows, valid, args["reduction"], shape), dx, None]
+def cross_entropy_scales(
+    dtype, douts, logits, targets, reduction, ignore_index, label_smoothing, z_loss, softcap, vocab_size, rounding=0.0, **_
+):
+    """The terms' absolute values, with the exponents' rounding in float32 and without the softcap's slope, which is at most 1. `rounding`:
+    the magnitude of the errors of the logits."""
+    z, wide = abs(z_loss), 2.0**-10 if dtype.itemsize == 2 else 1.0
+    c, share, valid = cross_entropy_terms(logits, targets, ignore_index, label_smoothing, softcap, vocab_size)
+    lse = c.logsumexp(-1, keepdim=True)
+    more = rounding[..., :vocab_size].reshape(c.shape) if isinstance(rounding, torch.Tensor) else torch.zeros_like(c)
+    most = more.amax(-1, keepdim=True)
+    rows = ((1 + 2 * z * lse.abs()) * most + lse.abs() + z * lse.square())[:, 0] + (share * (c.abs() + more)).sum(-1)
+    g = douts[0].reshape(-1) if reduction == "none" else douts[0].expand(len(c)) / (valid.sum() if reduction == "mean" else 1)
+    p = (c - lse).exp() * (1 + wide * ((c - lse).abs().clamp(max=1e3) + (softcap or 0.0)) + more + most) + 1e-30 * (dtype != torch.float64)
+    dx = (g.abs() * valid)[:, None] * ((1 + 2 * z * (lse.abs() + most)) * p + share)
+    dx = torch.nn.functional.pad(dx, (0, logits.shape[-1] - c.shape[1])).view(logits.shape)
+    return [reduced(rows, valid, reduction, targets.shape), dx]
+
+
+def linear_cross_entropy(x, weight, targets, chunk_rows=None, **rest):
+    return cross_entropy((x[None] @ weight.mT)[0], targets, **rest)
+
+
+def linear_cross_entropy_scales(dtype, douts, x, weight, targets, **rest):
+    """The gradients of the logits are rounded, and may be subnormal."""
+    logits, magnitude = (x[None] @ weight.mT)[0], (x.abs()[None] @ weight.abs().mT)[0]
+    out, dlogits = cross_entropy_scales(dtype, douts, logits, targets, rounding=magnitude, **rest)
+    dlogits = (dlogits + torch.finfo(dtype).tiny * douts[0].abs()).reshape(targets.numel(), len(weight))
+    return [out, (dlogits @ weight.abs()).view(x.shape), dlogits.mT @ x.abs().reshape(len(dlogits), x.shape[-1])]
+
+
+def adamw(params, grads, exp_avgs, exp_avg_sqs, step=1, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=1e-2):
+    """The bias corrections are numbers of float64, as torch's AdamW has them."""
+    (one, two), steps = betas, []
+    for p, g, m, v in zip(params, grads, exp_avgs, exp_avg_sqs, strict=True):
+        m, v = m * one + g * (1 - one), v * two + g * g * (1 - two)
+        p = p * (1 - lr * weight_decay) - lr / (1 - one**step) * (m / ((v / (1 - two**step)).sqrt() + eps))
+        steps.append((p, m, v))
+    return tuple(itertools.chain(*zip(*steps, strict=True)))
 
 
 def rope(x, cos, sin=None, k=None, interleaved=False, rotary_dim=None, rotary_offset=0, position_ids=None, mrope_section=None,
@@ -240,16 +292,22 @@ def results(function: Any, args: dict, tensors: list, douts: Any) -> list[torch.
     return [*(o.detach() for o in outs), *torch.autograd.grad(list(itertools.compress(outs, some)), wanted, grads, materialize_grads=True)]
 
 
+SCALES = {
+    "softmax": softmax_scales, "log_softmax": functools.partial(softmax_scales, log=True), "causal_softmax": softmax_scales,
+    "cross_entropy": cross_entropy_scales, "linear_cross_entropy": linear_cross_entropy_scales,
+    "attention": attention_scales, "attention_packed": packed_scales, "attention_varlen": varlen_scales,
+}  # fmt: skip
+
+
 def magnitudes(case: Case, rule: Any, args: dict, tensors: list, grads: list) -> list:
     """What the error of each result is relative to: the sum of the absolute values of its terms."""
-    if "softmax" in case.op or case.op == "cross_entropy":
-        scales = functools.partial(softmax_scales, case.op) if "softmax" in case.op else cross_entropy_scales
-        out, *every = scales(getattr(torch, specs(args)[0].dtype), fill(args, tensors), grads)
-        return [out, *itertools.compress(every, [t.grad for t in specs(args)])]
-    if "attention" in case.op:
-        scales = packed_scales if "packed" in case.op else attention_scales
-        out, *every = scales(grads[0], **fill(args, tensors))
-        return [out, *itertools.compress(every, [t.grad for t in specs(args)])]
+    dtype, wanted = getattr(torch, specs(args)[0].dtype), [t.grad for t in specs(args) if "float" in t.dtype]
+    if case.op in SCALES:
+        found = SCALES[case.op](dtype, grads, **fill(args, tensors))
+        return [*found[: len(grads)], *itertools.compress(found[len(grads) :], wanted)]
+    if case.op == "adamw":
+        absolute = fill(args, [x.abs() for x in tensors])
+        return [y.abs() for y in rule(**absolute | {k: [-x for x in absolute[k]] for k in ("grads", "exp_avgs")})]
     if "norm" in case.op:
         outs, every = norm_scales(case.op, fill(args, tensors), grads)
         return [*outs, *itertools.compress(every, [t.grad for t in specs(args)])]
