@@ -36,17 +36,8 @@ def _index_put(x, indices, values, accumulate=False, *_):
     return x
 
 
-def _clamp(x, least=None, most=None):
-    x = x if least is None else np.maximum(x, least)
-    return x if most is None else np.minimum(x, most)
-
-
 def _erfc(x):
     return x if math.isnan(x) else np.longdouble(mpmath.nstr(mpmath.erfc(mpmath.mpmathify(min(x, 100))), 25))  # no underflow
-
-
-def _fill(x, value):
-    return np.full(x.shape, value, np.longdouble)
 
 
 def _sum(x, dim=None, keepdim=False, dtype=None):
@@ -55,17 +46,15 @@ def _sum(x, dim=None, keepdim=False, dtype=None):
 
 NUMPY = {  # the operations by their names in aten
     "add": lambda a, b, alpha=1: a + alpha * b, "sub": lambda a, b, alpha=1: a - alpha * b, "rsub": lambda a, b, alpha=1: b - alpha * a,
-    "mul": np.multiply, "div": np.true_divide, "neg": np.negative, "abs": np.abs, "sgn": np.sign, "sign": np.sign, "pow": np.power,
+    "mul": np.multiply, "div": np.true_divide, "neg": np.negative, "abs": np.abs, "pow": np.power,
     "exp": np.exp, "log": np.log, "tanh": np.tanh, "sqrt": np.sqrt, "sin": np.sin, "cos": np.cos, "atan": np.arctan,
-    "rsqrt": lambda x: 1 / np.sqrt(x), "reciprocal": lambda x: 1 / x, "sigmoid": lambda x: 1 / (1 + np.exp(-x)),
+    "rsqrt": lambda x: 1 / np.sqrt(x), "sigmoid": lambda x: 1 / (1 + np.exp(-x)), "eq": np.equal, "le": np.less_equal, "where": np.where,
     "erfc": lambda x: np.vectorize(_erfc, [np.longdouble])(x) if x.size else x,
-    "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal, "isnan": np.isnan,
-    "maximum": np.maximum, "minimum": np.minimum, "clamp": _clamp, "where": np.where,
+    "clamp": lambda x, least=None, most=None: np.clip(x, least, most), "masked_fill": lambda x, mask, value: np.where(mask, value, x),
     "nan_to_num": lambda x, nan, posinf: np.nan_to_num(x, nan=nan, posinf=posinf),
-    "masked_fill": lambda x, mask, value: np.where(mask, value, x), "logical_and": np.logical_and, "logical_not": np.logical_not,
     "sum": _sum, "amax": lambda x, dim=(), keepdim=False: x.max(_axes(x, dim), keepdims=keepdim),
     "mean": lambda x, dim, keepdim=False, dtype=None: _sum(x, dim, keepdim) / math.prod(x.shape[i] for i in dim),
-    "mm": np.matmul, "bmm": np.matmul, "dot": np.dot, "mv": np.matmul,
+    "mm": np.matmul, "bmm": np.matmul,
     "view": np.reshape, "_unsafe_view": np.reshape, "unsqueeze": np.expand_dims, "permute": np.transpose, "transpose": np.swapaxes,
     "t": np.transpose, "expand": lambda x, shape, implicit=False: np.broadcast_to(x, [n if n >= 0 else x.shape[i + x.ndim - len(shape)]
                                                                                       for i, n in enumerate(shape)]),
@@ -73,11 +62,10 @@ NUMPY = {  # the operations by their names in aten
     "select": lambda x, dim, i: np.take(x, i, dim), "slice": _slice,
     "split_with_sizes": lambda x, sizes, dim=0: np.split(x, np.cumsum(sizes)[:-1], dim), "cat": lambda xs, dim=0: np.concatenate(xs, dim),
     "stack": lambda xs, dim=0: np.stack(xs, dim), "unbind": lambda x, dim=0: [np.take(x, i, dim) for i in range(x.shape[dim])],
-    "index": lambda x, indices: x[_index(indices)], "index_put": _index_put, "_index_put_impl_": _index_put,
+    "index": lambda x, indices: x[_index(indices)], "index_put": _index_put,
     "detach": np.copy, "clone": lambda x, **_: x.copy(), "alias": np.copy, "_to_copy": lambda x, **_: x.copy(),
-    "zeros_like": lambda x, **_: _fill(x, 0), "ones_like": lambda x, **_: _fill(x, 1),
-    "new_zeros": lambda x, n, **_: np.zeros(n, np.longdouble), "new_ones": lambda x, n, **_: np.ones(n, np.longdouble),
-    "new_full": lambda x, n, v, **_: np.full(n, v, np.longdouble),
+    "full_like": lambda x, v, **_: np.full_like(x, v), "new_zeros": lambda x, n, **_: np.zeros(n, np.longdouble),
+    "new_ones": lambda x, n, **_: np.ones(n, np.longdouble), "new_full": lambda x, n, v, **_: np.full(n, v, np.longdouble),
 }  # fmt: skip
 
 
