@@ -242,7 +242,7 @@ def run_nonsense(case: Case) -> None:
     with at(case.place):
         try:
             spoiled = eval(what, globals() | {"v": value, "nan": math.nan, "inf": math.inf})
-        except (RuntimeError, IndexError, TypeError):
+        except (RuntimeError, IndexError, TypeError, OverflowError):
             return  # this value cannot be spoiled so
         spoiled = {**args, name: spoiled if index is None else (*args[name][:index], spoiled, *args[name][index + 1 :])}
         if what in itertools.chain(*TWINS.values()):
