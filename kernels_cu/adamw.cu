@@ -166,7 +166,8 @@ __device__ __forceinline__ void update(const Row& row, const T* grad, const comp
 #pragma unroll
     for (int j = 0; j < N; j++) {
         C scaled = g[j] * k[FACTOR];
-        m.v[j] += k[WEIGHT1] * (scaled - m.v[j]);
+        C change = scaled - m.v[j];  // added to the nearer of the two, so that beta1 = 0 gives the gradient
+        m.v[j] = k[WEIGHT1] < C(0.5) ? m.v[j] + k[WEIGHT1] * change : scaled - (1 - k[WEIGHT1]) * change;
         v.v[j] = k[BETA2] * v.v[j] + k[WEIGHT2] * scaled * scaled;
         p[j] = p[j] * k[DECAY] - k[STEP_SIZE] * (m.v[j] / (sqrt(v.v[j]) * k[RSQRT_CORRECTION] + k[EPS]));
     }

@@ -26,7 +26,6 @@ LAYERS_OF_SIM = ("ptx", "numerics", "memory", "machine", "instructions")
 OP_MAY_IMPORT = {  # the declared dependencies between ops
     "attention": {"causal_softmax", "softmax"},
     "causal_softmax": {"softmax"},
-    "kron_linear": {"matmul"},
 }
 
 

@@ -3,6 +3,8 @@
 import dataclasses
 
 import fuzz
+import long_double
+import mpmath
 import pytest
 import torch
 from fuzz import Case, T
@@ -19,10 +21,18 @@ def test_a_hundred_cases(op):
 
 EMPTY = T((1, 0), "float64", grad=True)
 ROWS = {"tokens": T((130,), "int32", (0,) * 130), "positions": None, "version": "v2"}
-FOUND = [  # a view with a size of -1 under vmap over an empty batch; sums of equal numbers, one by one
+SPECIAL = T((1, 5, 40), "float64", values="special", seed=26, grad=True, offset=1)
+SQUARES = {name: (T((4, 4), "float32", values="squares", seed=i),) for i, name in enumerate(("params", "grads", "exp_avgs", "exp_avg_sqs"))}
+COLUMN = {"x": T((1025, 1), "float64", seed=1, grad=True), "dim": 0, "scale": 0.125}
+FOUND = [  # a view with a size of -1 under vmap over an empty batch; sums of equal numbers, one by one; rounding of torch's float64;
+    # a moment that is the gradient, of its difference from the old one
     Case("attention", "", "transforms", {"q": EMPTY, "k": EMPTY, "v": T((1, 1), "float64"), "scale": 1.0, "version": "v1"}, ("jacfwd", 0)),
     Case("embedding", "", "valid", {"weight": T((3, 8), "float64", grad=True), **ROWS}, (18, 0)),
     Case("embedding", "", "valid", {"weight": T((3, 8), "float32", grad=True), **ROWS}, (2, 0)),
+    Case("gelu", "", "valid", {"x": SPECIAL, "bias": None, "approximate": "tanh", "version": None}, (0, 1)),
+    Case("softmax", "", "valid", {**COLUMN, "version": None}, (0, 1)),
+    Case("adamw", "", "valid", {**SQUARES, "betas": (0.0, 0.5), "version": "v1"}, (0, 1)),
+    Case("adamw", "", "valid", {**SQUARES, "betas": (0.0, 0.5), "version": "v2"}, (0, 1)),
 ]
 
 
@@ -33,6 +43,26 @@ def test_cases_that_failed(case):
     fuzz.REFUSED.clear()
     fuzz.RUN[case.kind](case)
     assert not fuzz.REFUSED
+
+
+def test_second_derivatives_of_lse_with_a_small_sink():
+    q, sink = torch.ones(1, 1, requires_grad=True), torch.tensor(-100.0, requires_grad=True)
+    lse = cukern.attention(q, torch.ones(1, 1), torch.ones(1, 1), sink=sink, return_lse=True)[1]
+    first = torch.autograd.grad(lse.sum(), [q, sink], create_graph=True)
+    assert torch.autograd.grad(first[0].sum() + first[1], [q, sink]) == (torch.zeros(1, 1), torch.tensor(0.0))
+
+
+def test_long_doubles_and_their_gradients():
+    x = long_double.exact(torch.tensor([0.3, 3.0, 6.0], dtype=torch.float64)).requires_grad_()
+    y = torch.erfc(-x) * x.sigmoid()
+    y.sum().backward()
+
+    def f(t):
+        return mpmath.erfc(-t) / (1 + mpmath.exp(-t))
+
+    for i, v in enumerate((0.3, 3.0, 6.0)):
+        for found, right in ((y, f(mpmath.mpf(v))), (x.grad, mpmath.diff(f, v))):
+            assert abs(mpmath.mpmathify(found.numbers[i]) / right - 1) < 2.0**-53
 
 
 @pytest.mark.parametrize("kind", ["valid", "nonsense", "transforms"])

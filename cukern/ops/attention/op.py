@@ -209,8 +209,10 @@ def _outputs(out: Tensor, lse: Tensor | None, sink: Tensor | None, return_lse: b
     if sink is not None and lse is not None:
         least = torch.finfo(lse.dtype).min  # for -inf: lse - logit is not NaN where no key is visible
         logit = torch.where(sink < math.inf, sink, math.nan).to(lse.dtype).clamp(min=least)[..., None]
-        share, lse = torch.sigmoid(lse - logit)[..., None], torch.logaddexp(lse, logit)
-        out, lse = (out * share).to(out.dtype), lse.masked_fill(lse == least, -math.inf)
+        out = (out * torch.sigmoid(lse - logit)[..., None]).to(out.dtype)
+        if return_lse:
+            lse = torch.stack(torch.broadcast_tensors(lse, logit)).logsumexp(0)  # logaddexp's second derivative may be NaN
+            lse = lse.masked_fill(lse == least, -math.inf)
     out = out.transpose(-3, -2) if transposed else out
     return (out, lse) if return_lse else out
 

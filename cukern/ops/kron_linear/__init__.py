@@ -1,4 +1,4 @@
-"""A linear layer whose weight is a Kronecker product of small matrices. Uses matmul's reference."""
+"""A linear layer whose weight is a Kronecker product of small matrices."""
 
 from cukern.ops.kron_linear import cases as cases
 from cukern.ops.kron_linear.op import KronLinear as KronLinear

@@ -10,13 +10,13 @@ from torch import Tensor
 from cukern.ops.kron_linear.reference import width
 from cukern.runtime import backend, checks, interop
 
-PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter})  # types without __torch_function__ handlers
 COMPLEX = (torch.complex64, torch.complex128)
 
 
 def tensors(x: Any, factors: Any, bias: Any, residual: Any) -> tuple[Tensor, Sequence[Tensor], Tensor | None, Tensor | None]:
     """The arguments as tensors, of one dtype and on one device. Raises TypeError and ValueError."""
-    if _are_plain(x, factors, bias, residual):
+    given = [t for t in (bias, residual) if t is not None]
+    if type(factors) in (list, tuple) and factors and checks.plain(checks.FLOATS, [x, *factors, *given]):
         return x, factors, bias, residual
     if not isinstance(factors, list | tuple | torch.nn.ParameterList):
         raise TypeError(f"factors must be a list or a tuple of matrices, got {checks.brief(factors)}")
@@ -29,22 +29,8 @@ def tensors(x: Any, factors: Any, bias: Any, residual: Any) -> tuple[Tensor, Seq
 
 def _converted(named: dict[str, Any]) -> dict[str, Tensor]:
     found = {name: interop.to_torch(name, value) for name, value in named.items()}
-    for name, t in found.items():
-        checks.dtype(name, t, (*checks.FLOATS, *COMPLEX))
-    checks.same(**found)
+    checks.alike((*checks.FLOATS, *COMPLEX), **found)
     return found
-
-
-def _are_plain(x: Any, factors: Any, bias: Any, residual: Any) -> bool:
-    """Whether all is as it must be: the usual case, told in a few microseconds."""
-    if torch.compiler.is_compiling() or type(factors) not in (list, tuple) or not factors:
-        return False
-    every = [x, *factors, *[t for t in (bias, residual) if t is not None]]
-    if not PLAIN_TYPES.issuperset(map(type, every)) or x.dtype not in checks.FLOATS:
-        return False
-    dtype, device = x.dtype, x.device
-    odd = [t for t in every if t.dtype != dtype or t.device != device or t.layout is not torch.strided or t.is_neg() or t.is_nested]
-    return not odd
 
 
 def lokr(x: Any, w1: Any, w2: Any) -> tuple[Tensor, ...]:

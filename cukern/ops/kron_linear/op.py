@@ -20,12 +20,12 @@ from cukern.ops.kron_linear import backward as kron_backward
 from cukern.ops.kron_linear import checks as kron_checks
 from cukern.ops.kron_linear import cublas
 from cukern.ops.kron_linear import forward as kron_forward
-from cukern.ops.kron_linear.checks import PLAIN_TYPES
 from cukern.ops.kron_linear.plan import steps_of
 from cukern.ops.kron_linear.reference import PRODUCTS, Epilogue, Product, movedim_product, width, with_epilogue
-from cukern.ops.matmul import torch_matmul
 from cukern.runtime import backend, checks
+from cukern.runtime.checks import PLAIN
 from cukern.runtime.higher import gradients, tangents
+from cukern.runtime.products import torch_matmul
 from cukern.runtime.registry import Differentiable, Version, apply_of, choose, raw_op, save, transformed, watched
 from cukern.runtime.tensors import as_matrix
 
@@ -135,7 +135,7 @@ def lokr_linear(
 
     Returns (..., q1 * q2). Autocast: as in `kron_linear`. Raises as it does, with W1 and W2 transposed as its factors.
     """
-    plain = type(w1) in PLAIN_TYPES and type(w2) in PLAIN_TYPES
+    plain = type(w1) in PLAIN and type(w2) in PLAIN
     if not plain or w1.ndim < 2 or w2.ndim < 2 or w1.is_nested or w2.is_nested:
         x, w1, *parts = kron_checks.lokr(x, w1, w2)
         w2 = torch_matmul(*parts) if len(parts) == 2 else parts[0]
@@ -260,7 +260,7 @@ def _fake(x: Tensor, bias: Any, residual: Any, factors: Sequence[Tensor], scale:
 
 def _boundary(x: Tensor, factors: Sequence[Tensor], added: bool, version: str) -> int:
     """See kron_backward.boundary; 0 where somebody traces, or tensors are not plain ones."""
-    plain = x.is_contiguous() and PLAIN_TYPES.issuperset(map(type, (x, *factors)))
+    plain = x.is_contiguous() and PLAIN.issuperset(map(type, (x, *factors)))
     if torch.compiler.is_compiling() or not x.shape[0] or not plain:
         return 0
     usual = choose("kron_linear", version, x.get_device()).backward is kron_backward.backward
