@@ -12,8 +12,7 @@ from torch.autograd import forward_ad
 from cukern.ops.kron_linear import cublas, planner
 from cukern.ops.kron_linear.plan import MOST, Launch, Problem, Sizes, Step, planned_rows
 from cukern.ops.kron_linear.reference import PLAIN, Epilogue
-from cukern.runtime import backend
-from cukern.runtime.checks import PLAIN
+from cukern.runtime import backend, checks
 from cukern.runtime.device import cached, device_of, when_plans_change
 from cukern.runtime.kernel import Template, planning
 from cukern.runtime.products import tf32_allowed
@@ -182,7 +181,7 @@ when_plans_change(_known.clear)
 
 def usual(x: Any, factors: Any, scale: Any) -> bool:
     """True if the call can be served from the launch cache: plain types, no tracing, no dispatch mode, no forward-mode derivatives."""
-    if type(x) not in PLAIN or type(factors) not in (list, tuple) or type(scale) not in (float, int):
+    if type(x) not in checks.PLAIN or type(factors) not in (list, tuple) or type(scale) not in (float, int):
         return False
     return not (_tracing() or _modes() or forward_ad._current_level >= 0)
 
@@ -242,7 +241,7 @@ def _call_of(made: Prepared, x: Tensor, factors: Sequence[Tensor], scale: float)
 
 
 def _is_plain(t: Tensor) -> bool:
-    return type(t) in PLAIN and not t.is_neg() and not (_recording() and t.requires_grad)
+    return type(t) in checks.PLAIN and not t.is_neg() and not (_recording() and t.requires_grad)
 
 
 def _key(x: Tensor, factors: Sequence[Tensor], scale: float) -> Any:
