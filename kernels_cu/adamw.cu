@@ -86,12 +86,6 @@ __global__ void adamw_norm(double* partials, const void* table, const Word* grad
     if (threadIdx.x == 0) partials[chunk] = sum;
 }
 
-__device__ __forceinline__ double power(double x, long long n) {
-    double result = 1;
-    for (; n > 0; n /= 2, x *= x) result *= n % 2 ? x : 1;
-    return result;
-}
-
 // `partials` may be null: no clipping. grad_scale and found_inf may be null. first_step: the number of this step where rows[t].step is null.
 template <int BLOCK>
 __global__ void adamw_prepare(double* numbers, float* norm_to, const void* table, const void* group_table, const double* partials,
@@ -113,8 +107,8 @@ __global__ void adamw_prepare(double* numbers, float* norm_to, const void* table
         Group group = static_cast<const Group*>(group_table)[rows[t].group];
         double lr = group.lr_tensor ? *group.lr_tensor : group.lr;
         float step = rows[t].step ? *rows[t].step + 1 : first_step;
-        double decay = 1 - lr * group.weight_decay, beta1 = group.beta1, beta2 = group.beta2, size = lr / (1 - power(beta1, step));
-        double k[] = {size, 1 / sqrt(1 - power(beta2, step)), group.eps, decay, 1 - beta1, beta2, 1 - beta2, factor, -1};
+        double decay = 1 - lr * group.weight_decay, beta1 = group.beta1, beta2 = group.beta2, size = lr / (1 - pow(beta1, double(step)));
+        double k[] = {size, 1 / sqrt(1 - pow(group.beta2, double(step))), group.eps, decay, 1 - beta1, beta2, 1 - beta2, factor, -1};
         if (!skip) k[STEP] = step;
         if (!skip && rows[t].step) *rows[t].step = step;
         for (int j = 0; j < NUMBERS; j++) numbers[t * NUMBERS + j] = k[j];

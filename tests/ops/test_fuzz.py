@@ -23,6 +23,7 @@ EMPTY = T((1, 0), "float64", grad=True)
 ROWS = {"tokens": T((130,), "int32", (0,) * 130), "positions": None, "version": "v2"}
 SPECIAL = T((1, 5, 40), "float64", values="special", seed=26, grad=True, offset=1)
 SQUARES = {name: (T((4, 4), "float32", values="squares", seed=i),) for i, name in enumerate(("params", "grads", "exp_avgs", "exp_avg_sqs"))}
+STEP_1000 = dict.fromkeys(("params", "grads", "exp_avgs"), (T((), "float64"),)) | {"exp_avg_sqs": (T((), "float64", "squares", 57),)}
 COLUMN = {"x": T((1025, 1), "float64", seed=1, grad=True), "dim": 0, "scale": 0.125}
 FOUND = [  # a view with a size of -1 under vmap over an empty batch; sums of equal numbers, one by one; rounding of torch's float64;
     # a moment that is the gradient, of its difference from the old one
@@ -31,6 +32,7 @@ FOUND = [  # a view with a size of -1 under vmap over an empty batch; sums of eq
     Case("embedding", "", "valid", {"weight": T((3, 8), "float32", grad=True), **ROWS}, (2, 0)),
     Case("gelu", "", "valid", {"x": SPECIAL, "bias": None, "approximate": "tanh", "version": None}, (0, 1)),
     Case("softmax", "", "valid", {**COLUMN, "version": None}, (0, 1)),
+    Case("adamw", "", "valid", {**STEP_1000, "step": 1000, "lr": 0.5, "version": None}, (0, 1)),
     Case("adamw", "", "valid", {**SQUARES, "betas": (0.0, 0.5), "version": "v1"}, (0, 1)),
     Case("adamw", "", "valid", {**SQUARES, "betas": (0.0, 0.5), "version": "v2"}, (0, 1)),
 ]

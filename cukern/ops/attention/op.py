@@ -101,8 +101,7 @@ def attention_packed(
     Returns (batch, time, heads, head_dim), contiguous with v3; with `return_lse` also lse, (batch, heads, time). Errors as in `attention`.
     """
     checks.version("attention", version, (*VERSIONS, "sdpa"))
-    qkv = interop.to_torch("qkv", qkv)
-    checks.dtype("qkv", qkv, checks.FLOATS)
+    qkv = interop.floats("qkv", qkv)
     if qkv.ndim != 5 or qkv.shape[2] != 3:
         raise ValueError(f"qkv must be (batch, time, 3, heads, head_dim), got {tuple(qkv.shape)}")
     q, k, v = fused.parts(qkv)
@@ -139,7 +138,7 @@ def attention_varlen(
     results, but nothing is read or written out of bounds.
     """
     checks.version("attention", version, (*VERSIONS, "sdpa"))
-    tensors = [interop.to_torch(name, x) for name, x in (("q", q), ("k", k), ("v", v))]
+    tensors = [interop.floats(name, x) for name, x in (("q", q), ("k", k), ("v", v))]
     if [x.ndim for x in tensors] != [3, 3, 3]:
         shapes = [tuple(x.shape) for x in tensors]
         raise ValueError(f"q, k and v must be (tokens, heads, D), (key tokens, kv_heads, D) and (key tokens, kv_heads, E), got {shapes}")
@@ -239,9 +238,7 @@ def _options(
 
 
 def _checked(q: Any, k: Any, v: Any) -> tuple[Tensor, Tensor, Tensor]:
-    tensors = {name: interop.to_torch(name, x) for name, x in (("q", q), ("k", k), ("v", v))}
-    for name, x in tensors.items():
-        checks.dtype(name, x, checks.FLOATS)
+    tensors = {name: interop.floats(name, x) for name, x in (("q", q), ("k", k), ("v", v))}
     checks.same(**tensors)
     q, k, v = tensors.values()
     if q.ndim < 2 or q.shape[:-3] != k.shape[:-3] or q.ndim != k.ndim or q.shape[-1:] != k.shape[-1:] or k.shape[:-1] != v.shape[:-1]:

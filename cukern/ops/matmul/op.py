@@ -159,10 +159,10 @@ def _options(precision: Any, version: str | None) -> tuple[str, str]:
 def _takes_torch(x: Any, version: Any) -> bool:
     """True if torch computes a product of x without options, because "cublas" is named or is the default: `_by_torch`. Not under autocast,
     because torch's backward would be cast again if it runs under another autocast."""
-    if type(x) not in checks.PLAIN or not x.is_cuda:
+    if _tracing() or type(x) not in checks.PLAIN or not x.is_cuda:
         return False
     cublas = default_is_cublas(x.dtype, x.get_device()) if version is None else version == "cublas" and x.dtype in checks.FLOATS
-    return cublas and x.layout is torch.strided and not x.is_nested and not _tracing() and not _autocast()
+    return cublas and x.layout is torch.strided and not x.is_nested and not _autocast()
 
 
 def _by_torch(function: Callable[..., torch.Tensor], x: torch.Tensor, y: Any, bias: Any = None) -> torch.Tensor | None:

@@ -1,5 +1,6 @@
 """kron_linear v4's fused backward: its plans cover every factor and fit a block, and in every tiling the numbers hold."""
 
+import gc
 import itertools
 from math import prod
 
@@ -325,6 +326,7 @@ def test_memory_beside_the_gradients(sizes, rows, dtype):
     x, ws = draw(rows, sizes, "cuda", dtype)
     leaves, g = [t.requires_grad_() for t in (x, *ws)], torch.randn(rows, prod(q for _, q in sizes), device="cuda").to(dtype)
     for _ in range(2):  # the first one loads the kernels
+        gc.collect()  # tensors of other tests must not be freed meanwhile
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
