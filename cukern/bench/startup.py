@@ -6,7 +6,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from cukern.bench import environment
 from cukern.bench.measure import Row, Table
 from cukern.bench.peers import STARTUP_OPS
 from cukern.bench.timing import summary
-from cukern.runtime import cache, compiler
+from cukern.runtime import cache, checks, compiler
 from cukern.runtime.kernel import Kernel
 from cukern.runtime.registry import OPS
 from cukern.runtime.signature import probe
@@ -58,16 +58,21 @@ print(time.perf_counter() - start)
 """
 
 
-def measure_startup() -> Iterator[Table]:
+def measure_startup(only: Collection[str] | None = None) -> Iterator[Table]:
     """Yield medians over fresh processes, as rows of the op "startup". Without a GPU, compiling one op's kernels replaces its first call.
+    `only`: "import", the op of a first call, or "compile".
 
-    Raises RuntimeError if a process fails, `import cukern` imports CuPy, or concurrent processes corrupt the cache.
+    Raises ValueError for an unknown name in `only`, and RuntimeError if a process fails, `import cukern` imports CuPy, or concurrent
+    processes corrupt the cache.
     """
     gpu = torch.cuda.is_available()
     missing = {} if gpu else {"first call": "there is no GPU; the time to compile is shown instead"}
     notes = {f"{AT_ONCE} processes at once": "all ended with status 0, and no entry of the cache is corrupt"}
-    yield Table([_row("import", [s for _ in range(REPEATS) for s in fresh_seconds(_IMPORT)])], missing)
-    for op in _ops():
+    parts = "import", *_ops(), "compile"
+    chosen = [checks.choice("--only", name, parts) for name in only or parts]
+    if "import" in chosen:
+        yield Table([_row("import", [s for _ in range(REPEATS) for s in fresh_seconds(_IMPORT)])], missing)
+    for op in [op for op in _ops() if op in chosen]:
         what, code = (f"first call of {op}", _FIRST_CALL) if gpu else (f"compile {op} for sm_90a", _COMPILE)
         code = code.format(op=op)
         with tempfile.TemporaryDirectory() as name:
@@ -78,7 +83,8 @@ def measure_startup() -> Iterator[Table]:
             verify_cache(folder / "together")
         samples = {"empty cache": empty, "full cache": full, f"empty cache, {AT_ONCE} processes at once": together}
         yield Table([_row(f"{what}, {state}", seconds) for state, seconds in samples.items()], {}, notes)
-    yield compile_times(COMPILED)
+    if "compile" in chosen:
+        yield compile_times(COMPILED)
 
 
 def compile_times(op: str) -> Table:

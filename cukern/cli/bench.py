@@ -166,7 +166,7 @@ def _without_op(op: str, only: list[str] | None, seconds: float) -> Iterator[Tab
         yield from llama_block.measure_llama_block(seconds)
         return
     with errors.status("starting fresh processes"):
-        yield from own_kernel.measure_own_kernel(only) if op == OWN_KERNEL else startup.measure_startup()
+        yield from own_kernel.measure_own_kernel(only) if op == OWN_KERNEL else startup.measure_startup(only)
 
 
 def _split(text: str | None) -> list[str] | None:

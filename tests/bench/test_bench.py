@@ -298,6 +298,9 @@ def test_startup_rows(monkeypatch):
     templates = {name.split("<")[0] for name in OPS["square"].kernels(90, (torch.bfloat16,))}
     assert {r.pass_.split()[1] for r in last.rows} == templates == {*last.notes}
     assert others[0].rows[1].median_us < others[0].rows[0].median_us, "a full cache is faster than an empty one"
+    assert [r.pass_ for t in startup.measure_startup(["compile"]) for r in t.rows] == [r.pass_ for r in last.rows]
+    with pytest.raises(ValueError, match="'nothing'"):
+        next(startup.measure_startup(["nothing"]))
 
 
 @pytest.mark.filterwarnings("default")  # torch's compiler warns of its own affairs
