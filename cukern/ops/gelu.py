@@ -75,7 +75,9 @@ def _call(op: str, function: str, version: str | None, x: Any, up: Any = None, b
     bias = bias.double() if bias is not None and x.dtype == torch.float64 else bias
     checks.version(op, version, VERSIONS)
     if backend.uses_torch(op, version, x):
-        return _reference(function, up is not None, x, bias if up is None else up)
+        if up is None:
+            return _reference(function, False, x, bias)
+        return _reference(function, True, x.to(wide(x.dtype)), up).to(x.dtype)  # rounded once, as by the kernels
     run = _apply if watched(x, up, bias) else _gelu
     return run(*_rows(x, up, bias), None if bias is None else bias.reshape(bias.numel()), function, version or "").view(x.shape)
 

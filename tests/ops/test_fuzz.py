@@ -24,6 +24,8 @@ ROWS = {"tokens": T((130,), "int32", (0,) * 130), "positions": None, "version": 
 SPECIAL = T((1, 5, 40), "float64", values="special", seed=26, grad=True, offset=1)
 SQUARES = {name: (T((4, 4), "float32", values="squares", seed=i),) for i, name in enumerate(("params", "grads", "exp_avgs", "exp_avg_sqs"))}
 STEP_1000 = dict.fromkeys(("params", "grads", "exp_avgs"), (T((), "float64"),)) | {"exp_avg_sqs": (T((), "float64", "squares", 57),)}
+GATED = {"gate": T((2, 3), "float16", values="special", seed=86, grad=True), "up": T((2, 3), "float16", values="wild", grad=True)}
+EXPANDED = {"a": T((5, 17, 2), "float32", values="ties", seed=1, grad=True, steps=(0, 0, 1)), "b": T((2, 1), "float32", grad=True)}
 COLUMN = {"x": T((1025, 1), "float64", seed=1, grad=True), "dim": 0, "scale": 0.125}
 FOUND = [  # a view with a size of -1 under vmap over an empty batch; sums of equal numbers, one by one; rounding of torch's float64;
     # a moment that is the gradient, of its difference from the old one
@@ -32,6 +34,8 @@ FOUND = [  # a view with a size of -1 under vmap over an empty batch; sums of eq
     Case("embedding", "", "valid", {"weight": T((3, 8), "float32", grad=True), **ROWS}, (2, 0)),
     Case("gelu", "", "valid", {"x": SPECIAL, "bias": None, "approximate": "tanh", "version": None}, (0, 1)),
     Case("softmax", "", "valid", {**COLUMN, "version": None}, (0, 1)),
+    Case("geglu", "", "valid", {**GATED, "approximate": "none", "version": None}, (0, 1)),
+    Case("matmul", "", "valid", {**EXPANDED, "version": None}, (0, 0)),
     Case("adamw", "", "valid", {**STEP_1000, "step": 1000, "lr": 0.5, "version": None}, (0, 1)),
     Case("adamw", "", "valid", {**SQUARES, "betas": (0.0, 0.5), "version": "v1"}, (0, 1)),
     Case("adamw", "", "valid", {**SQUARES, "betas": (0.0, 0.5), "version": "v2"}, (0, 1)),
@@ -41,9 +45,9 @@ FOUND = [  # a view with a size of -1 under vmap over an empty batch; sums of eq
 @kernels
 @pytest.mark.parametrize("case", FOUND, ids=lambda case: case.op)
 def test_cases_that_failed(case):
-    case = dataclasses.replace(case, place=fuzz.PLACES[1])
     fuzz.REFUSED.clear()
-    fuzz.RUN[case.kind](case)
+    for place in (fuzz.PLACES[1], "reference")[: 1 + (case.args["version"] is None)]:
+        fuzz.RUN[case.kind](dataclasses.replace(case, place=place))
     assert not fuzz.REFUSED
 
 
