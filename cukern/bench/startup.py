@@ -67,24 +67,27 @@ def measure_startup(only: Collection[str] | None = None) -> Iterator[Table]:
     """
     gpu = torch.cuda.is_available()
     missing = {} if gpu else {"first call": "there is no GPU; the time to compile is shown instead"}
-    notes = {f"{AT_ONCE} processes at once": "all ended with status 0, and no entry of the cache is corrupt"}
     parts = "import", *_ops(), "compile"
     chosen = [checks.choice("--only", name, parts) for name in only or parts]
     if "import" in chosen:
         yield Table([_row("import", [s for _ in range(REPEATS) for s in fresh_seconds(_IMPORT)])], missing)
-    for op in [op for op in _ops() if op in chosen]:
-        what, code = (f"first call of {op}", _FIRST_CALL) if gpu else (f"compile {op} for sm_90a", _COMPILE)
-        code = code.format(op=op)
-        with tempfile.TemporaryDirectory() as name:
-            folder = Path(name)
-            empty = [s for i in range(REPEATS) for s in fresh_seconds(code, folder / str(i))]
-            full = [s for _ in range(REPEATS) for s in fresh_seconds(code, folder / "0")]
-            together = fresh_seconds(code, folder / "together", AT_ONCE)
-            verify_cache(folder / "together")
-        samples = {"empty cache": empty, "full cache": full, f"empty cache, {AT_ONCE} processes at once": together}
-        yield Table([_row(f"{what}, {state}", seconds) for state, seconds in samples.items()], {}, notes)
+    yield from (_first_calls(op, gpu) for op in _ops() if op in chosen)
     if "compile" in chosen:
         yield compile_times(COMPILED)
+
+
+def _first_calls(op: str, gpu: bool) -> Table:
+    what, code = (f"first call of {op}", _FIRST_CALL) if gpu else (f"compile {op} for sm_90a", _COMPILE)
+    code = code.format(op=op)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        empty = [s for i in range(REPEATS) for s in fresh_seconds(code, folder / str(i))]
+        full = [s for _ in range(REPEATS) for s in fresh_seconds(code, folder / "0")]
+        together = fresh_seconds(code, folder / "together", AT_ONCE)
+        verify_cache(folder / "together")
+    samples = {"empty cache": empty, "full cache": full, f"empty cache, {AT_ONCE} processes at once": together}
+    notes = {f"{AT_ONCE} processes at once": "all ended with status 0, and no entry of the cache is corrupt"}
+    return Table([_row(f"{what}, {state}", seconds) for state, seconds in samples.items()], {}, notes)
 
 
 def compile_times(op: str) -> Table:
