@@ -155,9 +155,9 @@ _apply = differentiable("_Gelu", _gelu, _in_torch, 3, gradient=_gradient, rows=2
 _FORWARD, _BACKWARD, _BIAS_BWD = (Template("gelu.cu", f"gelu{name}", pdl=True) for name in ("", "_bwd", "_bias_bwd"))
 
 
-def _aligned(bias: Tensor | None, *matrices: Tensor | None) -> bool:
-    """True if the tensors can be accessed in whole vectors; one of a float32 bias may have 32 bytes."""
-    return aligned(bias, *matrices) and (bias is None or bias.data_ptr() % 32 == 0)
+def _aligned(bias: Tensor | None, *matrices: Any) -> bool:
+    """True if the tensors can be accessed in whole vectors; one of a float32 bias has 32 bytes if x is 16-bit."""
+    return aligned(bias, *matrices) and (bias is None or bias.data_ptr() * matrices[0].itemsize % (VECTOR_BYTES * bias.itemsize) == 0)
 
 
 def _run(template: Template, vectors: bool, function: str, bias: Any, tensors: Sequence[Any], *matrices: Any) -> None:

@@ -11,7 +11,7 @@ from cukern.runtime.tensor_map import TensorMap
 
 Quick = Callable[[tuple[Any, ...], Any, Any, Any], bool]  # of a launch's arguments, grid, block and bytes of shared memory
 
-_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+_PLAIN = checks.PLAIN
 _QUICK = """
 def quick(args, grid, block, shared):
     try:

@@ -17,7 +17,7 @@ from cukern.runtime.kernel import Kernel
 Tensors = tuple[torch.Tensor, ...]
 
 _library = torch.library.Library("cukern", "DEF")
-_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, type(None)})
+_PLAIN = checks.PLAIN | {type(None)}
 _tracing = torch.compiler.is_dynamo_compiling
 _modes = torch._C._len_torch_dispatch_stack
 _transforms = torch._C._are_functorch_transforms_active

@@ -9,6 +9,7 @@ from torch import Tensor
 from cukern.ops.attention import launch, plan
 from cukern.ops.attention.reference import Options, reference
 from cukern.ops.attention.wgmma import Bounds
+from cukern.runtime.autocast import off
 from cukern.runtime.higher import gradients, tangents
 from cukern.runtime.registry import Differentiable, apply_of, each, raw_op, save, watched
 
@@ -23,6 +24,20 @@ def parts(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v, (batch, heads, T, D), of packed qkv (batch, T, 3, heads, D)."""
     q, k, v = (qkv.select(2, i).transpose(1, 2) for i in range(3))
     return q, k, v
+
+
+class Parts(torch.autograd.Function):
+    """`parts`. The gradient is one copy: that of select is three copies and two sums, and that of unbind fails in a 16-bit type under an
+    autocast to the other one."""
+
+    @staticmethod
+    def forward(ctx: Any, qkv: Tensor) -> tuple[Tensor, ...]:
+        return parts(qkv)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        with off(grads[0]):
+            return torch.stack([x.transpose(1, 2) for x in grads], 2)
 
 
 def _separate(inputs: Sequence[Any]) -> Sequence[Any]:

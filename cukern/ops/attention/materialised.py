@@ -23,20 +23,6 @@ Outputs = tuple[Tensor, Tensor | None]
 by_softmax = partial(by_scores, softmax)
 
 
-class Parts(torch.autograd.Function):
-    """q, k and v of packed qkv. The gradient is one copy: that of select is three copies and two sums, and that of unbind fails in a
-    16-bit type under an autocast to the other one."""
-
-    @staticmethod
-    def forward(ctx: Any, qkv: Tensor) -> tuple[Tensor, ...]:
-        return tuple(qkv.select(2, i).transpose(1, 2) for i in range(3))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        with autocast.off(grads[0]):
-            return torch.stack([x.transpose(1, 2) for x in grads], 2)
-
-
 def by_causal_softmax(q: Tensor, k: Tensor, v: Tensor, options: Options, return_lse: bool) -> Outputs:
     plain = options.causal and not (options.softcap or options.window) and q.shape[:2] == k.shape[:2] and q.shape[2] <= k.shape[2]
     if not plain or return_lse:

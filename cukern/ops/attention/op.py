@@ -274,7 +274,7 @@ def _attend(
     if bounds:
         return materialised.by_softmax(q, k, v, options, lengths=(bounds[0], bounds[1]))
     if qkv is not None and not (torch.compiler.is_compiling() or transformed()):
-        q, k, v = materialised.Parts.apply(qkv)
+        q, k, v = fused.Parts.apply(qkv)
     forward = materialised.by_sdpa if version == "sdpa" else VERSIONS[version].forward
     return forward(q, k, v, options, return_lse)
 
