@@ -52,7 +52,8 @@ class _Matmul(Differentiable):
             da = da.sum(0, dtype=da.dtype) if da.ndim > a.ndim else da  # with a dtype, autocast does not change a sum
         if ctx.needs_input_grad[1]:
             x, d = (as_matrix(a), as_matrix(g)) if b.ndim == 2 else (a, g)
-            db = torch_matmul(d.mH, x).mH if b.is_cuda and b.stride(-2) == 1 else torch_matmul(x.mH, d)  # on a GPU in b's layout
+            columns = b.stride(-2) == 1 != b.shape[-1]  # the gradient has b's layout
+            db = torch_matmul(d.mH, x).mH if columns else torch_matmul(x.mH, d)
         return da, db, column_sums(g) if ctx.needs_input_grad[2] else None
 
     @staticmethod
