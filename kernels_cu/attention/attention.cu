@@ -3,8 +3,8 @@
 // Layout     q and out are (batch, heads, queries, head_dim), k and v (batch, heads / group, keys, head_dim), with any strides that are
 //            multiples of 16 bytes, so q, k and v may be parts of one packed tensor. head_dim is a multiple of 8, up to D. Under `causal`
 //            query i sees the keys up to i + keys - queries. A query that sees no key gives 0, and lse = -infinity.
-// Softmax    online, in powers of 2: p = exp2(c s - c max), c = scale * log2(e). With a softcap, s becomes tanh(tanh_factor * s) first,
-//            with tanh_factor = scale / softcap and c = softcap * log2(e).
+// Softmax    online, in powers of 2, of the scores s = q k^T: p = exp2(c s - c max), c = scale * log2(e). With a softcap, s is first
+//            replaced by tanh(tanh_factor * s), with tanh_factor = scale / softcap and c = softcap * log2(e).
 // Forward    a thread block owns M queries, a warp M / WARPS. It loops over tiles of N keys, the last first. Scores and weights stay in
 //            registers: an accumulator is an operand of the next product in the same lanes.
 // Backward   dq, dk and dv without atomics, so two runs give the same bits. Blocks of two kinds: one owns keys and sums dk and dv over all
@@ -14,15 +14,15 @@
 //            TF32. The kernels are those of 16 bits, with 6 or 3 products in place of one (tile.cuh) and results O of float32.
 // Packed     sequences of different lengths in one tensor: batch = 1, and bounds (cu_seqlens) of queries and keys. A thread block finds its
 //            sequence by a binary search (tile.cuh) and then computes that sequence only.
-// Decoding   up to 16 queries of many keys take the kernels of decode.cuh, which splits the keys over thread blocks.
+// Decoding   attention of up to 16 queries to many keys runs in decode.cuh, which splits the keys over thread blocks.
 // Pipeline   tiles are copied by cp.async. STAGES = 2: a tile is copied while the one before is multiplied; one barrier per tile. With 1,
 //            K is copied while V is multiplied and V while K is; half the shared memory, two or three barriers per tile.
 // Launch     1-D grid, see work_of; block = 32 * WARPS; dynamic shared memory = Q + STAGES (K + V), backward: see attention_v3_bwd.
 //
 // version  idea                                            4,16,4096,128 causal bf16, H200: forward, backward
 // v1, v2   scores in memory (no kernels here)
-// v3       fused (Dao, arXiv 2307.08691)                   741 us, 2700 us (1.21 and 1.00 of torch's flash backend)
-// v4       wgmma and TMA (wgmma_forward.cuh)               469 us, 1572 us on an H100 (1.02 and 0.92 of cuDNN)
+// v3       fused (Dao, arXiv 2307.08691)                   793 us, 2738 us (1.19 and 1.01 times the speed of torch's flash backend)
+// v4       wgmma and TMA (wgmma_forward.cuh)               479 us, 1638 us (1.09 and 0.90 times the speed of cuDNN)
 // Experiments and predictions: docs/notes/attention.md.
 #include "decode.cuh"
 #include "softmax.cuh"
@@ -152,8 +152,8 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM)
 // ---- backward
 
 // For each query lse * log2(e) and delta = sum(dout * out) - dlse, both in rows of `padded` numbers. A query without a visible key gets 0
-// as its lse, so that its weights exp2(-infinity - lse) are 0. Padding gets infinity, so that its weights are 0 too. In float32 lse keeps
-// its factor, as a product would be rounded, and dout is split as q in attention_v3_split. Each packed sequence is padded to tiles.
+// as its lse, so that its weights exp2(-infinity - lse) are 0. Padding gets infinity, so that its weights are 0 too. For float32, lse is
+// not multiplied by log2(e), which would round it, and dout is split as q in attention_v3_split. Each packed sequence is padded to tiles.
 template <typename O, typename T, int PIECES, int D>
 __global__ void __launch_bounds__(256)
     attention_v3_preprocess(float* lse_log2, float* delta, T* dout_pieces, const O* out, const O* dout, const float* lse, const float* dlse,
@@ -185,7 +185,7 @@ __global__ void __launch_bounds__(256)
     delta[to] = inside && dlse ? sum - dlse[from] : sum;
 }
 
-// What both kinds of blocks of the backward read and write.
+// The arguments of both kinds of thread blocks of the backward.
 template <typename O, typename T>
 struct Gradients {
     O *dq, *dk, *dv;
@@ -293,7 +293,7 @@ __device__ __forceinline__ void backward_block(const Gradients<O, T>& g, int ind
         }
         if (seen) {
             if (STAGES == 1) multiply_transposed<T, D, ROWS, PIECES>(s, a, x + along_columns(lane));
-            // lse of the elements that a lane holds in an 8-column block of row block r; delta is ROWS or N numbers behind.
+            // of_lane[at]: lse of a lane's element. delta follows N numbers (KEYS) or ROWS numbers later.
             const float* of_lane = KEYS ? stats + stage * 2 * N + lane % 4 * 2 : stats + warp_row + lane / 4;
 #pragma unroll
             for (int i = 0; i < R * N / 2; i++) {

@@ -53,7 +53,7 @@ __device__ __forceinline__ Stats add_stats(const Stats* of_warps, int stride) {
     return all;
 }
 
-// partial and stats: (splits, batch, heads, queries) rows of D and of 1; only used if splits > 1, out and lse only if splits = 1.
+// partial is (splits, batch, heads, queries, D), stats (splits, batch, heads, queries); used if splits > 1, out and lse if splits = 1.
 template <typename T, int D, int WARPS, int STAGES, int BLOCKS_PER_SM, bool SOFTCAP>
 __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM)
     attention_decode(T* out, float* lse, float* partial, void* stats, const T* q, const T* k, const T* v, const int* key_lengths,
@@ -90,7 +90,7 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM)
 #pragma unroll
     for (int i = 0; i < STAGES - 1; i++) copy(tile + i * WARPS, i);
 
-    int last[2];  // key that this lane's rows see
+    int last[2];  // the last key that each of this lane's two rows sees
     const T* from[2];
 #pragma unroll
     for (int i = 0; i < 2; i++) {
@@ -126,7 +126,7 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM)
         multiply<T, D>(sums, s, v_tile + down_rows(lane));
     }
 
-    // Not before: the next call would prefetch under this one's last loads. With one split, a grid that leaves SMs idle is slower with it.
+    // Not earlier: the next call's prefetches would delay this call's last loads. Not with one split: slower if the grid leaves SMs idle.
     if (splits > 1) let_next_come();
     float base[2];
 #pragma unroll
@@ -182,7 +182,7 @@ __global__ void __launch_bounds__(32 * WARPS) attention_decode_sum(T* out, float
                                                                    Strides of_out, int splits, int heads, int queries, int head_dim) {
     __shared__ float sums[WARPS][D];
     __shared__ Stats of_warps[WARPS];
-    let_next_come();  // before this kernel waits, so that the next one prefetches under it
+    let_next_come();  // before this kernel waits, so that the next one prefetches while this one runs
     wait_for_previous();
     const Stats* stats = static_cast<const Stats*>(stats_of_splits);
     int row = blockIdx.x, lane = threadIdx.x % 32, warp = threadIdx.x / 32, column = threadIdx.x;

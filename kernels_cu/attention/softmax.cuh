@@ -40,7 +40,7 @@ __device__ __forceinline__ void softmax_rows(float (&s)[R][N][4], float (&row_ma
 #pragma unroll
         for (int n = 0; n < N; n++) top = fmaxf(top, fmaxf(s[r][n][j], s[r][n][j + 1]));
         top = warp_reduce<Max>(top, 4);
-        // Of a row without a visible key so far, 0. The rounding of the product is a factor of the whole row, which the sum has too.
+        // 0 for a row that has seen no key. The rounding error of top * c scales the row's weights and their sum alike, so it cancels.
         float base = top == minus_infinity<float>() ? 0 : __fmul_rn(top, c);
         float shrink = exp2_approx(__fmul_rn(row_max[r][i % 2], c) - base), total = row_sum[r][i % 2] * shrink;
         row_max[r][i % 2] = top;
@@ -55,7 +55,7 @@ __device__ __forceinline__ void softmax_rows(float (&s)[R][N][4], float (&row_ma
     }
 }
 
-// The same, which writes the factors of all rows to `shrink`.
+// softmax_rows that writes the factors of all rows to `shrink`.
 template <int R, int N, bool SOFTCAP, class Mask>
 __device__ __forceinline__ void softmax_weights(float (&s)[R][N][4], float (&row_max)[R][2], float (&row_sum)[R][2], float (&shrink)[R][2],
                                                 Mask mask, float tanh_factor, float c) {
@@ -69,7 +69,7 @@ __device__ __forceinline__ void multiply_rows(float (&x)[R][N][4], const float (
     for (int i = 0; i < R * N * 4; i++) x[i / (N * 4)][i / 4 % N][i % 4] *= factor[i / (N * 4)][i % 4 / 2];
 }
 
-// The same, which multiplies the rows of `out`.
+// softmax_rows that multiplies the rows of `out` by these factors.
 template <int R, int N, int D, bool SOFTCAP, bool EXACT = false, class Mask>
 __device__ __forceinline__ void softmax_tile(float (&s)[R][N][4], float (&row_max)[R][2], float (&row_sum)[R][2], float (&out)[R][D / 8][4],
                                              Mask mask, float tanh_factor, float c) {

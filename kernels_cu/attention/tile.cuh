@@ -19,7 +19,7 @@ __device__ __forceinline__ int chunk_offset(int row, int chunk) {
     return (chunk / 8 * ROWS + row) * ROW_BYTES + (chunk % 8 ^ row % 8) * 16;
 }
 
-// Sums of more than 128 columns do not fit into registers twice. So in the backward of keys, PARTS warps (or warpgroups) own the same rows:
+// The registers of a warp cannot hold both dk and dv if D > 128. So in the backward of keys, PARTS warps (or warpgroups) own the same rows:
 // each computes all weights and its part of the columns of dk and dv.
 template <bool KEYS, int D>
 constexpr int PARTS = KEYS && D > 128 ? 2 : 1;
@@ -84,7 +84,7 @@ __device__ __forceinline__ void split_tile(T* tile, const float* x, long long st
 __device__ __forceinline__ int down_rows(int lane) { return chunk_offset<0>(lane % 16, lane / 16); }
 __device__ __forceinline__ int along_columns(int lane) { return chunk_offset<0>(lane % 8 + lane / 16 * 8, lane / 8 % 2); }
 
-// The address of 16 columns, number k, for a lane at `position` of a tile.
+// The address of columns 16 k to 16 k + 15, for a lane at `position` of a tile.
 template <int ROWS>
 __device__ __forceinline__ unsigned columns_at(unsigned position, int k) {
     return (position ^ k % 4 * 32) + k / 4 * ROWS * ROW_BYTES;
@@ -151,7 +151,7 @@ __device__ __forceinline__ void multiply_transposed(float (&c)[R][N][4], unsigne
     if (PIECES == 3) add(c, other);
 }
 
-// The operand A of 16 R x 16 from accumulators c, blocks 2 k and 2 k + 1 of columns, which stay in the lanes where they are.
+// Operand A (16 R x 16) from column blocks 2 k and 2 k + 1 of the accumulators c. No data moves between lanes.
 template <typename T, int PIECES, int R, int K>
 __device__ __forceinline__ void to_operand(unsigned (&x)[PIECES][R][4], const float (&c)[R][K][4], int k) {
     using Pair = typename PairOf<T>::type;
@@ -266,8 +266,8 @@ struct Work {
     int block, head, batch;
 };
 
-// The order of work. Heads are taken in sections, so that the operands which a section reads many times stay in the L2 cache. In a section,
-// the first block of each head comes first, then the second of each. `last_first`: the blocks of a head are taken in reverse.
+// The order of work. A section is a group of heads whose operands fit into the L2 cache, where repeated reads find them. In a section, the
+// first block of each head comes first, then the second of each. `last_first`: the blocks of a head are taken in reverse.
 __device__ __forceinline__ Work work_of(int index, int blocks, int heads, int batches, int section, bool last_first) {
     int number = index / (section * blocks), inside = index - number * section * blocks;
     int here = min(section, heads * batches - number * section), rank = inside / here;
@@ -275,9 +275,9 @@ __device__ __forceinline__ Work work_of(int index, int blocks, int heads, int ba
     return {last_first ? blocks - 1 - rank : rank, head % heads, head / heads};
 }
 
-// ---- packed sequences. Sequence i has the tokens from bounds[i] to bounds[i + 1] - 1; bounds[0] counts as 0. The tokens behind the last
-// sequence are one more, number `sequences`, which sees nothing. Bounds that decrease or exceed `tokens` give some sequences, all inside.
-// Tiles of N tokens are numbered from begin / N + i on in sequence i. So tokens / N + sequences + 1 numbers are enough, some without rows.
+// ---- packed sequences. Sequence i has the tokens from bounds[i] to bounds[i + 1] - 1; bounds[0] counts as 0. Tokens after the last one
+// form sequence number `sequences`, which sees no keys. Wrong bounds (decreasing, or above `tokens`) give wrong sequences, but no address
+// outside the tensors. Sequence i's tiles of N tokens have numbers from begin / N + i on, below tokens / N + sequences + 1; some are empty.
 
 __device__ __forceinline__ int begin_of(const int* bounds, int i, int sequences, int tokens) {
     return i == 0 ? 0 : i > sequences ? tokens : max(0, min(bounds[i], tokens));

@@ -115,7 +115,7 @@ __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), PER_SM)
             for (;; tiles--) {
                 int now = tile * N, stage = at.stage;
                 if (++tile == end) tile = begin;
-                // Of the queries minus the keys of this warpgroup and tile.
+                // The least and the greatest difference query - key of this warpgroup and tile.
                 int least = KEYS ? now - row - 63 : row - now - N + 1, most = KEYS ? now + N - 1 - row : row + 63 - now;
                 bool masked = least + offset < 0 || most + offset >= window || (!KEYS && now + N > keys);
                 const float* of_column = reinterpret_cast<const float*>(shared + Shape::STATS) + stage * 2 * N + lane % 4 * 2;
@@ -163,7 +163,7 @@ __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), PER_SM)
             written(dy[0]);
         }
         barrier_of(1 + owner, 128 * PARTS<KEYS, D>);  // all warps are done with X and Y
-        // Without stmatrix for D = 96, whose loop is 2 % slower with it.
+        // No stmatrix for D = 96: it makes the main loop 2 % slower.
         float factor[1][2] = {scale, scale}, one[1][2] = {1, 1};
         int left = (KEYS ? keys : queries) - first - warp_row, from = first + warp_row + (KEYS ? of.first_key : of.first_query);
         T* to = grad_x + work.batch * of_x.batch + work.head * of_x.head + from * of_x.row + part * COLUMNS;

@@ -2,7 +2,7 @@
 //
 // Blocks     a thread block computes blocks of M = 64 * WARPGROUPS queries of one head. Each consumer warpgroup owns 64 of them; one more
 //            warpgroup starts the copies (the producer), also those of the next block. Q has a ring buffer of Q_STAGES tiles, K and V of
-//            STAGES tiles of N keys each, with mbarriers full and empty. O leaves through the place of Q.
+//            STAGES tiles of N keys each, with mbarriers full and empty. O is stored through the shared memory of Q.
 // Overlap    a consumer multiplies Q by tile j - 1 of K, and its weights by tile j of V, while it computes the weights of tile j - 1. The
 //            consumers take turns at starting products (ping-pong), so the softmax of one runs under the products of the others.
 // Layout     a tile has D / 64 pages of 64 columns, with the 128-byte swizzle, as in tile.cuh. V is contiguous across k.
@@ -106,13 +106,13 @@ __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), PER_SM)
             float o[1][D / 8][4] = {}, s[1][N / 8][4], row_max[1][2], row_sum[1][2] = {}, shrink[1][2];
             unsigned p[N / 16][4], q = q_ring + of_q.stage * Q_BYTES + 64 * warpgroup * ROW_BYTES;
             row_max[0][0] = row_max[0][1] = minus_infinity<float>();
-            auto finish_product = [&](bool started) {  // the one by V, if it was started
+            auto finish_product = [&](bool started) {  // wait for the product by V, if one was started
                 wgmma_wait<0>(o[0]);
                 if (!started) return;
                 release(empty_v + 8 * of_v.stage);
                 of_v.advance();
             };
-            auto to_weights = [&](bool started) {  // scores of `tile`, under the product by V of the tile before, if it was started
+            auto to_weights = [&](bool started) {  // of the scores of `tile`, while the previous tile's product by V runs, if started
                 int column = tile * N + lane % 4 * 2, limit = row + offset - column;
                 auto mask = [&] {  // each query of the warpgroup sees the keys from `low` to `high`
                     auto hidden = [=](int row, int n) { return n > min(limit + row, of.keys - 1 - column) || n <= limit + row - window; };
@@ -148,7 +148,7 @@ __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), PER_SM)
                 release(empty_k + 8 * of_k.stage);
                 of_k.advance();
                 if (WARPGROUPS > 1 && warpgroup == WARPGROUPS - 1 && tile > begin) arrive_at(1, 256);  // warpgroup 0 starts
-                if constexpr (WARPGROUPS == 1) {  // With two copies of the softmax the kernel is faster.
+                if constexpr (WARPGROUPS == 1) {  // Two copies of the softmax make the kernel faster.
                     to_weights(false);
                     for (tile--; tile >= begin; tile--) {
                         mbarrier_wait_in_block(full_v + 8 * of_v.stage, of_v.phase);
@@ -156,7 +156,7 @@ __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), PER_SM)
                         to_weights(true);
                     }
                     mbarrier_wait_in_block(full_v + 8 * of_v.stage, of_v.phase);
-                } else {  // With one copy it compiles in less time.
+                } else {  // One copy compiles in less time.
                     for (bool started = false;; started = true) {
                         to_weights(started);
                         mbarrier_wait_in_block(full_v + 8 * of_v.stage, of_v.phase);

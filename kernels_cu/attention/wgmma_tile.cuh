@@ -32,9 +32,9 @@ struct Position {
 template <int D>
 constexpr int PAGES = (D + 63) / 64;
 
-// Load ROWS rows of one head, from `first` on, into the pages of a tile. Rows behind the end are zeros. That is the tensor's end; of packed
-// sequences it is the sequence's: `count` rows behind `begin`. Their map has ROWS x (tokens + 1) rows in place of rows and batch, and
-// {x, y} is token x + y - ROWS, which is outside from x = ROWS on (the Python side: wgmma._map).
+// Load ROWS rows of one head, from `first` on, into the pages of a tile. Rows after the end of the tensor, or with PACKED after the end of
+// the sequence (`count` rows from `begin` on), are zeros. The tensor map of packed sequences has dimensions x (ROWS) and y (tokens + 1) in
+// place of rows and batch: {x, y} is token x + y - ROWS, and x >= ROWS is outside. Made by _map in cukern/ops/attention/wgmma.py.
 template <int D, int ROWS, bool PACKED>
 __device__ __forceinline__ void load_tile(unsigned tile, const CUtensorMap* map, unsigned full, int first, int head, int batch, int begin,
                                           int count) {
@@ -43,8 +43,8 @@ __device__ __forceinline__ void load_tile(unsigned tile, const CUtensorMap* map,
     for (int i = 0; i < PAGES<D>; i++) tma_load(tile + i * ROWS * ROW_BYTES, map, full, {64 * i, x, head, y});
 }
 
-// The descriptor of a place in a tile, without its high half: it is added to, and then descriptor_of completes it. The compiler must not
-// compute descriptors before a loop, which would occupy many registers in it.
+// The low half of the descriptor of a place in a tile. Callers add offsets to it, and descriptor_of adds the high half. The asm keeps the
+// compiler from computing all descriptors before a loop, where they would occupy many registers.
 __device__ __forceinline__ unsigned place_of(unsigned address, int along_k = 0) {
     unsigned place = unsigned(describe(address, along_k, 0));
     asm volatile("" : "+r"(place));

@@ -1,4 +1,4 @@
-// The types of computations and sums, NaN, loads of indices, and 2^x near 0. 16-bit types are computed in float, as torch does.
+// The types of computations and sums, NaN, indices of 32 or 64 bits, and 2^x near 0. 16-bit types are computed in float, as in torch.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>

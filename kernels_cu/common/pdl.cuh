@@ -1,6 +1,6 @@
 // Overlap of consecutive launches by PDL (programmatic dependent launch, see ptx/launch.cuh). The last thread blocks of a kernel signal
-// that the next kernel may start, and its first blocks prefetch their inputs into L2 while they wait, so that memory is busy between the
-// two kernels. A prefetch is not a read: all writes go through L2, so a later write of the previous kernel is seen.
+// that the next kernel may start. The first blocks of the next kernel prefetch their inputs into L2 while they wait, so memory stays busy
+// between the two. This is safe: all writes go through L2, so a read after the prefetch sees a later write of the previous kernel.
 // Measurements: docs/notes/pdl.md.
 #pragma once
 #include "ptx/launch.cuh"
@@ -12,8 +12,8 @@ constexpr unsigned MULTIPROCESSORS = 132;              // SMs of the H100 and H2
 constexpr unsigned long long FETCHED_AHEAD = 4500000;  // prefetched bytes, of all blocks together
 
 // Call this first in a kernel with a 1-D grid. It prefetches, waits for the previous kernel, and lets the next one start. fetch() prefetches
-// the input of one block, of `bytes` bytes; only the blocks of the first FETCHED_AHEAD bytes call it. `threads`: resident threads per SM.
-// Only the blocks of the last wave signal.
+// the input of one block, `bytes` bytes; only the blocks with the first FETCHED_AHEAD bytes of the input call it. `threads`: resident
+// threads per SM. Only the blocks of the last wave signal.
 template <typename F>
 __device__ __forceinline__ void take_over(unsigned bytes, unsigned threads, F fetch) {
 #if __CUDA_ARCH__ >= 900
@@ -36,8 +36,8 @@ __device__ __forceinline__ void let_next_come(long long tiles, long long blocks)
     if (tiles <= 8 * blocks) let_next_come();
 }
 
-// Prefetch the first tile of a block, at most its part of FETCHED_AHEAD. The tile is [rows][P][R] of an array [..][P][C], with one row if R
-// is not C.
+// Prefetch the first tile of a block, at most the block's share of FETCHED_AHEAD. The tile is [rows][P][R] of an array [..][P][C]; if R < C
+// it has one row.
 template <int P, int R, typename T>
 __device__ __forceinline__ void prefetch_tile(const T* from, int rows, long long C) {
 #if __CUDA_ARCH__ >= 900

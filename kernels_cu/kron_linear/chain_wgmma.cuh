@@ -2,7 +2,7 @@
 //
 // A warpgroup has its own pages and waits for no other. It computes 64 rows of y at a time, from the whole page: z = w1^T x, whose
 // accumulators are in the lanes where wgmma takes operand a, and then y = z w2. z is not rounded to 16 bits. For bfloat16 it is split into
-// big + small, with two products; float16 has too small a range for this, and takes TF32. z is divided into two groups of columns: while
+// big + small, with two products; float16 has too small a range for this and uses TF32. z is divided into two groups of columns: while
 // the tensor cores multiply one, the warps split the other or store results. If a page has at most 32 columns and y at most 32 rows, a
 // warpgroup takes two pages at a time: the columns of z are those of both, the first two warps continue with those of the first page, the
 // others with those of the second.
@@ -12,7 +12,7 @@
 #include "common/ptx/wgmma.cuh"
 #include "tile.cuh"
 
-// The number of products from which a lane has neighbouring elements of y: stores of 16, 8 or 4 bytes.
+// How many 8-column products give a lane neighbouring columns of y: 4, 2 or 1, for stores of 16, 8 or 4 bytes.
 template <int Q>
 constexpr int NEIGHBOURS = gcd(Q, 32) >= 16 ? gcd(Q, 32) / 8 : 1;
 
@@ -39,8 +39,8 @@ __device__ __forceinline__ void each_unit(const F& f) {
 }
 
 // Call put(row, column, elements, several) for all elements of a factor, by all threads of a block: for N neighbours of a row if its rows
-// are contiguous, otherwise (not `several`) for one. `meanwhile` is called while these loads are in flight, if registers hold them. It
-// issues the loads of the pages: factors that are loaded after the pages would arrive as late as these.
+// are contiguous, otherwise (not `several`) for one. meanwhile() issues the loads of the pages. It is called after the loads of the factor
+// if registers hold their results: a factor that is loaded after the pages would arrive after them.
 template <int P, int Q, int THREADS, int N, typename T, class Put, class Meanwhile>
 __device__ __forceinline__ void each_number(const T* w, long long p, long long q, const Put& put, const Meanwhile& meanwhile) {
     constexpr int U = gcd(Q, 16 / sizeof(T));
@@ -48,7 +48,7 @@ __device__ __forceinline__ void each_number(const T* w, long long p, long long q
     bool aligned = reinterpret_cast<unsigned long long>(w) % 16 == 0, rows = REGISTERS <= 112 && q == 1 && p % U == 0 && aligned;
     Vec<T, U> v[COUNT];
     if (rows) each_unit<P, Q, U, THREADS>([&](int n, int k, int j) { v[n] = load_vec<T, U>(w + k * p + j); });
-    __syncwarp();  // otherwise the compiler may move `meanwhile` before the loads
+    __syncwarp();  // otherwise the compiler may move meanwhile() before the loads
     meanwhile();
     if (rows) {
         each_unit<P, Q, U, THREADS>([&](int n, int k, int j) {
@@ -71,11 +71,11 @@ __device__ __forceinline__ void split_pair(float one, float two, unsigned& big, 
 
 __device__ constexpr int sixteens(int n) { return (n + 15) / 16 * 16; }
 
-// TEAMS: warpgroups per block. STAGES: pages in shared memory per warpgroup. COLUMNS and REST: the two groups of columns of z. PARTS: parts
-// of 64 rows of w1^T. HELD: parts of w1 that stay in registers; if not all do, each is loaded anew. Factors have any sizes, but P2 is even:
-// a page has HIGH rows of DEEP columns in shared memory, with zeros beyond P1 and P2, as have w1 and w2. PAGES: pages that a warpgroup takes
-// at a time, side by side in shared memory: both groups of columns have those of the first page, then those of the second. BYTES: size of
-// a copy. PACKED: rows of y are not aligned, and are stored through shared memory, UNIT elements at a time.
+// TEAMS: warpgroups per block. STAGES: pages in shared memory per warpgroup. COLUMNS and REST: the sizes of the two groups of columns of z.
+// PARTS: the number of parts of w1^T, 64 rows each. HELD: parts that stay in registers; if not all do, each is reloaded for each tile.
+// P2 is even, other sizes are any: a page has HIGH rows of DEEP columns in shared memory, with zeros beyond P1 and P2; so do w1 and w2.
+// PAGES: pages that a warpgroup computes at a time, side by side in shared memory; each group of columns has first those of page 0, then
+// those of page 1. BYTES: of a copy. PACKED: rows of y are unaligned and are stored through shared memory, UNIT elements at a time.
 template <int TEAMS_, int STAGES_, bool ADDED_, class Left, class Right>
 struct Chain4 {
     static constexpr int TEAMS = TEAMS_, STAGES = STAGES_, THREADS = 128 * TEAMS;

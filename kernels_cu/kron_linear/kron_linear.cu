@@ -17,14 +17,14 @@
 //          the factors; 16-bit types, TF32, and float as split numbers use tensor cores
 //
 // One H200, us, forward (forward + backward)        float: v2    v4          bfloat16: v2  v4
-//     1024 x 32^3                                    378 (1855)   153 (554)   132 (597)     59 (199)
-//     1024 x (128, 128)                              236 (803)    96 (277)    41 (237)      21 (151)
+//     1024 x 32^3                                    387 (1864)   145 (554)   133 (598)     59 (208)
+//     1024 x (128, 128)                              237 (804)    96 (277)    43 (238)      22 (151)
 //
 // This file has the kernels for any factors; tile.cuh describes v4's. The other headers have v4's kernels for particular factors:
 //     small_factors.cuh  factors of 2 to 16, a tile in registers
 //     chain_wgmma.cuh    two 16-bit factors by warpgroups (sm_90a)
 //     split_wgmma.cuh    one or two large float factors by warpgroups, forward and backward (sm_90a)
-//     few_rows.cuh       two factors of 128 x 128, few rows, backward (sm_90a)
+//     few_rows.cuh       two 128 x 128 factors with few rows, backward (sm_90a)
 // Experiments and dead ends: docs/notes/kron_linear.md.
 
 #include "chain_wgmma.cuh"
@@ -40,9 +40,8 @@ __device__ __forceinline__ long long fiber_offset(long long f, int n, long long 
 
 // ------------------------------------------------------------------------------------------------------------ v3
 //
-// A block computes BN columns j of 4096 / BN fibers, and a thread 4x4 of these. Adjacent threads access adjacent memory:
-// along c, or along k and j if C is 1.
-// out [S][A][q][C], x [S][A][p][C], w [S][p][q]. Grid S * ceil(A * C / BM) * ceil(q / BN), block 256.
+// A block computes BN columns j of BM = 4096 / BN fibers, and a thread 4x4 of these. Adjacent threads access adjacent memory, along c, or
+// along k and j if C is 1. out [S][A][q][C], x [S][A][p][C], w [S][p][q]. Grid S * ceil(A * C / BM) * ceil(q / BN), block 256.
 template <typename T, int BN>
 __global__ void __launch_bounds__(THREADS)
     kron_linear_v3(T* out, const T* x, const T* w, const T* bias, const T* residual, long long A, int p, int q, long long C, long long w_s,
@@ -163,8 +162,8 @@ __global__ void __launch_bounds__(Plan::THREADS, Plan::BLOCKS)
     }
 }
 
-// The small right factor next to a large left one: out [Q][fibers] = the transpose of in [fibers][P] times w. With BACK, without w:
-// out [fibers][Q] = the transpose of in [Q][fibers]. A thread has EACH fibers. Grid ceil(fibers / 256), block 64.
+// A small right factor next to a large left one: out [Q][fibers] = (in [fibers][P] times w) transposed. With BACK, without w:
+// out [fibers][Q] = in [Q][fibers] transposed. A thread computes EACH fibers. Grid ceil(fibers / 256), block 64.
 template <typename T, int P, int Q, bool BACK>
 __global__ void __launch_bounds__(64) kron_linear_v4_transposed(T* out, const T* in, const T* w, long long fibers) {
     constexpr int SIDE = BACK ? Q : P, EACH = 4, LD = SIDE + 4 / sizeof(T);
@@ -355,7 +354,8 @@ struct Parts4 {
 };
 
 // out[i] = scale * sum over the pieces of partials[i][piece * row[i]], always in the same order.
-// One launch adds all partial sums of a backward. Grid ceil(numbers / 32), block (32, WARPS): 8 warps if 32 each do not all fit on the GPU.
+// One launch adds all partial sums of a backward. Grid ceil(sum of count / 32), block (32, WARPS); WARPS is 32, or 8 if the GPU cannot
+// hold all blocks of 32 warps at a time.
 template <typename T, int WARPS = 32>
 __global__ void __launch_bounds__(32 * WARPS) kron_linear_v4_sum(Parts4<T> parts, int pieces, double scale) {
     __shared__ double sums[WARPS][32];

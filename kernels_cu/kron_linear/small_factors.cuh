@@ -124,9 +124,9 @@ __device__ __forceinline__ void multiply_some(float (&y)[N], const float (&v)[N]
 
 constexpr int SUMS = 32;  // accumulators per thread
 
-// Multiply by the factors of a pass. The results of the last factor are stored as they are computed, some columns at a time, half `turn`
-// first. to(r) is the place of the columns that begin with y[r]; put(place, y, r) stores V neighbours from y[r] on, where r counts in the
-// first columns. This is a loop because code that does not fit into the instruction cache is slow.
+// Multiply by the factors of a pass. The results of the last factor are stored as they are computed, J columns at a time, the half `turn`
+// (0 or 1) of the columns first. to(r) is the place of the columns that begin at y[r]; put(place, y, r) stores V neighbours from y[r] on;
+// r counts within these columns. The loop is not unrolled, because code that does not fit into the instruction cache is slow.
 template <int V, int RIGHT, int SIZE, int... OTHERS, int N, class To, class Put>
 __device__ __forceinline__ void multiply_pass(float (&v)[N], const float* w, int turn, const To& to, const Put& put) {
     float y[N];

@@ -5,9 +5,9 @@
 // The accumulators of one product are operand a of the next, so the forward's z, and the backward's Z of
 //     Z = X W2,  H = W1 G,  dW1 += Z G^T,  dW2 += X^T H,  dX = H W2^T,
 // never go through shared memory.
-// If both operands are in shared memory, wgmma takes its whole bandwidth and that of L1, and other loads wait. So the forward keeps a left
-// factor, or the rows of x, in registers. A single factor is either the left one, with 64 columns of what is to its right (Z is X), or the
-// right one, with 64 rows.
+// If both operands are in shared memory, wgmma uses the whole bandwidth of shared memory and L1, and other loads wait. So the forward keeps
+// a left factor, or the rows of x, in registers. A single factor is either the left one, with 64 columns of what is to its right (Z is X),
+// or the right one, with 64 rows.
 // A team of warpgroups has its own tiles; teams wait for each other only at the end. In the forward a team prepares the next tile while
 // wgmma multiplies; in the backward one more warpgroup prepares the tiles.
 //
@@ -486,7 +486,7 @@ __global__ void __launch_bounds__(Plan::TEAMS* Plan::THREADS, 1)
     PingPong<P / 64> turns{team, group};
     unsigned step = gridDim.x * Plan::TEAMS, tiles = LEFT ? A * ACROSS : A / N, a = blockIdx.x + team * gridDim.x;
     const T* w = factors.at[0];
-    asm volatile("" : "+l"(w));  // as above
+    asm volatile("" : "+l"(w));  // otherwise ptxas spills a register
     let_next_come();
     prefetch_factor(w, P, Q, factors.p[0], factors.q[0]);
     if (a < tiles) prefetch_rows<X, THREADS>(x + x_place(a), X_STRIDE);

@@ -9,9 +9,9 @@
 //            With C > 1 the same holds for each of the R neighbours. A single factor is the left one if C > 1 (Z is X, and H is dX), or the
 //            right one if C = 1 (H is G). A factor may be the Kronecker product of several tiny factors (Merged). Their gradients are
 //            computed from its gradient at the end.
-// Precision  float: three TF32 products of split numbers (SPLIT, see split_tf32). Sums over few elements are then added by ordinary
-//            additions, because tensor cores truncate when they add. Tiny factors use the FMA units. Or TF32. 16-bit types: Z and H are
-//            rounded to the type.
+// Precision  float: three TF32 products of split numbers (SPLIT, see split_tf32), or one product where TF32 is allowed. With SPLIT, sums of
+//            few elements are added to others by float additions, because tensor cores truncate when they add, and tiny factors use the
+//            FMA units. 16-bit types: Z and H are rounded to the type.
 #pragma once
 #include "common/reduce.cuh"
 #include "tile.cuh"
@@ -178,13 +178,13 @@ __device__ __forceinline__ void multiply_add_fma(float (&sums)[MI][NI][4], const
     }
 }
 
-// The warp tile of an M x N product: MI x 16 rows and NI x 8 columns, chosen so that all WARPS have work. The product is DOWN x ACROSS warp
-// tiles. If the sizes do not divide, the last warp tiles overlap others.
+// The warp tile of an M x N product: MI x 16 rows and NI x 8 columns, chosen so that all WARPS have work. It has DOWN x ACROSS of these.
+// If the product's size is not a multiple of the warp tile, the last warp tiles overlap others.
 template <int M, int N, int COUNT, int WARPS>
 struct Cut {
     static constexpr int MB = (M + 15) / 16, NB = eights(N) / 8;
     __device__ static constexpr int parts(int all, int each) { return (all + each - 1) / each; }
-    __device__ static constexpr int wide() {  // loading the rows takes as long as the products with 1.5 columns
+    __device__ static constexpr int wide() {  // the cost of loading the rows equals that of 1.5 columns of products
         int best = 1;
         for (int n = 2; n <= 4; ++n)
             if (n <= NB && parts(NB, n) * (2 * n + 3) < parts(NB, best) * (2 * best + 3)) best = n;

@@ -81,9 +81,9 @@ struct Global4 {
     const T *bias, *residual;
     long long first, features;
     int rows;  // of the tile; in small_factors.cuh elements
-    // `one` is 1; the compiler does not know this. Results that are stored as a vector are in consecutive registers. If accumulators
-    // themselves were, they would often share a register bank with an operand, and an FMA with two operands in one bank stalls. Multiplying
-    // by `one` separates the two.
+    // `one` is 1, which the compiler does not know. A vector store needs its values in consecutive registers. Accumulators in consecutive
+    // registers would often share a register bank with an operand, and an FMA with two operands in one bank stalls. Multiplying by `one`
+    // gives the stored values registers of their own.
     compute_t<T> scale, one;
 
     __device__ __forceinline__ long long in_row(long long at) const { return bias ? at % features : 0; }  // the element of the bias

@@ -1,9 +1,9 @@
-// matmul v6 and newer, for few rows or short sums: C = A . B on the FMA units, limited by the bandwidth of B or of C.
+// matmul v6 and newer, for few rows or short sums: C = A . B on the FMA units. Reading B or writing C limits the speed.
 //
-// Operands   are read in place and by elements, so that any address works. LANES_K: both are contiguous along k, else B along n. Sums are float.
-// Algorithm  A block computes R x COLUMNS of C. Its warps take turns along k. LANES_K: the lanes of a warp, too, and their sums are added
-//            by shuffles; for a B that is contiguous along k. Else a lane has C columns, 32 apart. The warps' sums are added in order.
-// Launch     grid batch * tiles, block 32 * WARPS. The order of the additions depends on R, so rows depend on M.
+// Operands   A and B are read in place, element by element, so any alignment works. LANES_K: both are contiguous along k; else B along n.
+// Algorithm  A block computes R x COLUMNS elements of C, with float sums. Its warps divide the values of k among them. LANES_K: so do the
+//            lanes of a warp, whose sums shuffles add. Else a lane has C columns, 32 apart. The sums of the warps are added in order.
+// Launch     grid batch * tiles, block 32 * WARPS. The tile sets the order of additions and depends on M: so do the bits of a row.
 #pragma once
 #include "common/reduce.cuh"
 #include "epilogue.cuh"

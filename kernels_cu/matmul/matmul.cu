@@ -19,9 +19,9 @@
 // v5       register tiles of 8x16, cp.async ring buffer, no register bank
 //          conflicts, stream-K, short chains of additions (sm_80)             52 TFLOP/s
 // v6       tensor cores: mma.sync, ldmatrix, cp.async, split-K (sm_80)        56 TFLOP/s in 3xTF32, 177 in TF32 (cuBLAS 394);
-//                                                                             bfloat16: 453 (cuBLAS 782)
-// v7       wgmma, TMA with multicast, producer and consumers, persistent;     on an H100: 112 TFLOP/s in 3xTF32, 383 in TF32 (cuBLAS 387);
-//          results are stored while the next tile is multiplied (sm_90a)      bfloat16: 731 (cuBLAS 728)
+//                                                                             bfloat16: 415 (cuBLAS 765)
+// v7       wgmma, TMA with multicast, producer and consumers, persistent;     bfloat16: 775 (cuBLAS 765); on an H100: 112 TFLOP/s
+//          results are stored while the next tile is multiplied (sm_90a)      in 3xTF32, 383 in TF32 (cuBLAS 387)
 // Experiments and dead ends: docs/notes/matmul.md.
 
 #include "common/ptx/async_copy.cuh"

@@ -6,8 +6,8 @@
 // Layout     A_K: A is contiguous along k, else along m. B_K: B is contiguous along k, else along n. Nothing is transposed in memory.
 //            A tile has 128 bytes of k. Along k: rows of 128 bytes. Along m or n: a row per k. Units of 16 bytes are swizzled, so that
 //            copies and fragment loads have no bank conflicts.
-// Copies     cp.async of 16 bytes: lines of the operands are whole vectors of 16 bytes. matmul_pad makes such lines of others. What is
-//            outside of a matrix is filled with zeros.
+// Copies     cp.async of 16 bytes, so each line of an operand must be a whole number of 16-byte vectors; matmul_pad copies other operands
+//            into such lines. Elements outside of a matrix become zeros.
 // Launch     grid batch * splits * tiles, block Tile::THREADS, dynamic shared memory Tile::BYTES. With splits > 1, partial sums go to
 //            `partials`, and matmul_v6_reduce adds them.
 #pragma once
@@ -165,7 +165,7 @@ __global__ void __launch_bounds__(S::THREADS, S::BLOCKS)
     using A = MmaOperand<T, A_K, S::BM, S::THREADS>;
     using B = MmaOperand<T, B_K, S::BN, S::THREADS>;
     constexpr int MI = S::WM / 16, NJ = S::WN / 8, STEPS = 4;
-    // AHEAD: load the first fragments of the next tile early. BUFFERS of fragments. Where registers do not suffice: without.
+    // AHEAD: load the next tile's first fragments early. Off, and one of BUFFERS of fragments, where registers do not suffice.
     constexpr bool AHEAD = sizeof(T) == 2;
     constexpr int BUFFERS = sizeof(T) == 4 && TERMS == 1 && !A_K && !B_K ? 1 : 2;
     extern __shared__ __align__(128) char ring[];

@@ -11,8 +11,8 @@
 //            a tile (split-K), and add their partial sums through distributed shared memory; each block then has one tile.
 // Layout     A stage has 128 + BN rows of 128 bytes, with the 128-byte swizzle. Along k: a row is a row of the operand. Along m or n: a row
 //            has 64 elements of one k, and each 64 rows are a box of 64 k.
-// Results    A warp writes 16 rows, 128 bytes of each at a time, to shared memory, from where TMA copies them. 16-bit results are rounded
-//            to registers, and finished while the next tile is multiplied: the tensor cores do not wait for them.
+// Results    A warp writes boxes of 16 rows x 128 bytes to shared memory, from where TMA stores them. 16-bit results are rounded, kept in
+//            registers, and stored while the next tile is multiplied, so the tensor cores do not wait for the stores.
 // Launch     grid: a multiple of the cluster, at most the number of SMs, or CK * tiles; block 384, dynamic shared memory Tile::BYTES.
 #pragma once
 #include "common/ptx/barrier.cuh"
@@ -88,7 +88,7 @@ struct Results {
     int M, N, storing;
     static constexpr int COLUMNS = 128 / sizeof(O), W = 16 / sizeof(O), BYTES = 2048;
 
-    // Wait until the copies from the boxes, but for PENDING of them, have read them.
+    // Wait until at most PENDING of the stores from boxes still read shared memory.
     template <int PENDING>
     __device__ __forceinline__ static void wait() {
         if (threadIdx.x % 32 == 0) bulk_wait_read<PENDING>();
@@ -379,7 +379,7 @@ struct Tail {
     bool ended = false;                         // after the last tile, boxes also use the ring buffer, which is free then
     unsigned queued[QUEUED * NB * 2 + 1] = {};  // the boxes from the third on
 
-    // While a k tile is multiplied: finish a box. With the last k tile finish all.
+    // Called while a k tile is multiplied: finishes one box, or with the last k tile all boxes.
     __device__ __forceinline__ void between(bool last) {
         if constexpr (sizeof(O) == 2) {
 #pragma unroll 1

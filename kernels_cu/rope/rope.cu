@@ -72,9 +72,9 @@ __device__ __forceinline__ void rotate(A& a, A& b, Angles<A> t) {
 
 // ---- before the rotation
 
-// positions[t] of the tokens t = b * sequence + s: a row of the table, UNROTATED or OUT_OF_RANGE. With ids it is ids[t]. Otherwise it is s,
-// or for packed sequences the distance from the first token of the token's sequence; plus starts[sequence]. Packed sequences begin at the
-// tokens cu_seqlens / cp_size. Under context parallelism a sequence has 2 cp_size chunks, and this GPU has the chunks cp_rank and 2 cp_size
+// positions[t] of the tokens t = b * sequence + s: a row of the table, UNROTATED or OUT_OF_RANGE. With ids the row is ids[t]. Otherwise it
+// is s, or in a packed sequence the distance from its first token; plus starts[sequence] if given. Packed sequences begin at the tokens
+// cu_seqlens / cp_size. Under context parallelism a sequence has 2 cp_size chunks, and this GPU has the chunks cp_rank and 2 cp_size
 // - 1 - cp_rank.
 template <typename ID>
 __global__ void rope_positions(int* positions, const ID* ids, const ID* cu_seqlens, const ID* starts, long long tokens, int sequence,
@@ -123,7 +123,7 @@ __global__ void rope_angles(M* cos, M* sin, const A* angles, long long n) {
     sine_and_cosine(M(angles[i]), &sin[i], &cos[i]);
 }
 
-// Tables with one row per token, where a token has several positions, as (time, height, width). The first end0 pairs take the row
+// Tables with one row per token, for tokens with several positions, such as (time, height, width). The first end0 pairs take the row
 // positions[0][t], those up to end1 positions[1][t], and the rest positions[2][t].
 template <typename C>
 __global__ void rope_sections(C* cos_out, C* sin_out, const C* cos, const C* sin, const int* positions, long long tokens, int width,

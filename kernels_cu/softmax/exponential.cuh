@@ -1,8 +1,8 @@
 // The exponentials of a softmax, as accurate as the type T of the result allows; and the last step from a row's sum to its results.
 //
 // u = sign * x: x, or -x if scale is negative, so that the largest u has the largest exponential. exponential(u, base) is exp(|scale| u)
-// relative to a base. The base is made from the largest u seen so far, and rescale() converts a sum from one base to another. If nothing
-// was seen, the largest u is -inf, and the exponentials and the sum are 0. |scale| is in 2^-100..2^100 (checked in cukern/ops/softmax), so u
+// relative to a base. The base is made from the largest u seen so far, and rescale() converts a sum from one base to another. Before the
+// first u, the largest u is -inf, and the exponentials and the sum are 0. |scale| is in 2^-100..2^100 (checked in cukern/ops/softmax), so u
 // - largest may overflow only where the exponential is 0.
 #pragma once
 #include "common/math.cuh"
@@ -65,11 +65,11 @@ struct Exponential<float> {
     __device__ __forceinline__ float rescale(float largest, const Base& to) const {
         if (largest == minus_infinity<float>()) return 0;
         Base from = base(largest);
-        float offset = to.offset - from.offset - MAX_EXPONENT;  // 2^64 too large, so that it does not become 0 too early
+        float offset = to.offset - from.offset - MAX_EXPONENT;  // makes exp2_scaled 2^64 times as large, so that it does not underflow
         return exp2_scaled(from.center - to.center, offset, min_argument(offset)) * 5.421010862427522e-20f;  // 2^-64
     }
     __device__ __forceinline__ float unshifted(float u) const { return exp2_scaled(u, 0.0f, min_argument(0.0f)); }
-    // The largest u for which a base made from `largest` is still good: its exponential is 2^8 times as large, or 2^72 with MAX_EXPONENT.
+    // The largest u for which a base made from `largest` may be kept: its exponential is 2^8, or 2^72 with MAX_EXPONENT.
     // So Normalizer's factor is at least 2^-109 with 2^29 columns, and a rescaling factor at least 2^-134 if a result is a normal number.
     // A limit of 2^32 instead of 2^8 lost results near 2^-126.
     __device__ __forceinline__ float rescale_limit(float largest) const { return log ? largest : fmaf(8.0f, inverse_rate, largest); }

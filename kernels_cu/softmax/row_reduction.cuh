@@ -86,7 +86,7 @@ struct BlockTeam {
 
 constexpr int LOOP_THREADS = 256;  // of blocks that loop over a row
 
-// Combines the results of single threads over such a block.
+// Combines the results of the LOOP_THREADS threads of a block.
 template <typename T>
 __device__ __forceinline__ void merge_block(const Exponential<T>& exponential, WarpPartials<T>& partials, compute_t<T>& largest,
                                             sum_t<T>& sum) {

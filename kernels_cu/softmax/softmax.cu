@@ -9,7 +9,7 @@
 //            16-byte vectors are aligned in the output. Rows of x or g with another alignment, as in a slice x[:, :50257] of padded
 //            rows, are loaded by words or realigned in shared memory (row_storage.cuh). Offsets are 64-bit.
 // Algorithm  v1 to v5 read a row several times. v6 to v11 keep a row on chip and read it once (one_pass.cuh). Each of them leaves the rows
-//            that it does not speed up to the version before it.
+//            that it does not speed up to the previous version.
 // Launch     1-D grids. The comment of each kernel gives the grid, the block, and the dynamic shared memory of v8 to v11.
 //
 // H200, speed relative to a copy of the same bytes, with that of the backward in parentheses. The column `speed` is 1024x1024 float.
@@ -31,7 +31,7 @@
 //
 // v11        8192x1024    8192x4096    8192x16384   4096x50257   4096x50304   1024x131072  512x1M
 // float      1.04 (1.04)  1.02 (1.03)  1.01 (1.02)  0.97 (1.02)  0.98 (1.02)  0.97 (1.00)  0.92 (1.00)
-// bfloat16   1.09 (1.03)  1.02 (1.04)  1.00 (1.01)  0.98 (1.01)  0.98 (1.02)  0.96 (0.99)  0.94 (1.00)
+// bfloat16   1.07 (1.07)  1.02 (1.05)  1.01 (1.02)  0.98 (1.01)  0.99 (1.02)  0.96 (0.99)  0.94 (1.00)
 //
 // Speeds above 1: consecutive launches overlap (pdl.cuh), which the driver's copies do not.
 // Experiments and dead ends: docs/notes/softmax.md
@@ -438,7 +438,7 @@ __global__ void __launch_bounds__(THREADS, ON_SM_90(BLOCKS))
 
 // ---- v11: the whole GPU shares each long row (grid_backward.cuh). Grid BLOCKS times the number of SMs, a cooperative launch. A row has at
 // most 4 vectors per thread of one block on each SM. Dynamic shared memory: 3 * 4 * 2 vectors per thread. `mailbox`: a word for each row
-// and SM, all 0. GPUs with less shared memory never launch it (cukern/ops/softmax/plan.py), so its registers are not limited there.
+// and SM, all 0. sm_120 has too little shared memory to launch it (cukern/ops/softmax/plan.py), so registers are not limited there.
 #define BELOW_SM_120(BLOCKS) (__CUDA_ARCH__ < 1200 ? BLOCKS : 1)
 
 template <typename T, int THREADS, int BLOCKS>

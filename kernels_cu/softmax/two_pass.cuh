@@ -21,7 +21,7 @@ struct VectorLoop {
     int step;
 };
 
-// Those of a block that covers columns [from, to).
+// The vectors of this thread if its block covers columns [from, to).
 template <typename T>
 __device__ __forceinline__ VectorLoop block_loop(const T* row, long long from, long long to) {
     int shift = shift_of(row);
@@ -48,8 +48,8 @@ __device__ __forceinline__ void scan_columns(const T* row, const Span& span, Vec
     }
 }
 
-// `loop` follows the vectors of `out` (of dx in write_gradients), so stores have 16 bytes. Loads are narrower if the input has another
-// alignment.
+// `loop` is made for the alignment of `out` (of dx in write_gradients), so stores have 16 bytes. Loads are narrower if the input has
+// another alignment.
 template <bool MASKED, typename T>
 __device__ __forceinline__ void write_columns(T* out, const T* row, const Span& span, VectorLoop loop, const Normalizer<T>& normalizer) {
     int shift = shift_of(out);

@@ -20,7 +20,7 @@ __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.w
 __device__ __forceinline__ void cluster_arrive_relaxed() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 
 // A __syncthreads() for the cluster. One is needed before the first access to another block's shared memory, because that block may not
-// have started, and one after the last access, because it may have exited.
+// have started, and one after the last access, because that block must not exit earlier.
 __device__ __forceinline__ void cluster_sync() {
     cluster_arrive();
     cluster_wait();

@@ -9,8 +9,8 @@ __device__ __forceinline__ void mbarrier_init(unsigned mbarrier, int count) {
 __device__ __forceinline__ void mbarriers_made() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
 // Arrive, also at another block's mbarrier (shared_of_rank): waiters may then overwrite what this thread has read. Writes of this thread
-// are visible to waiters in its own block; for other blocks a cluster_fence() must come first. With `bytes`: the mbarrier of this block,
-// whose phase also waits for that many more bytes (expect_tx).
+// are visible to waiters in its own block; for other blocks a cluster_fence() must come first. With `bytes`, only at this block's mbarrier:
+// the phase also waits for that many more bytes (expect_tx).
 __device__ __forceinline__ void mbarrier_arrive(unsigned mbarrier) {
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(mbarrier) : "memory");
 }

@@ -31,7 +31,7 @@ __device__ __forceinline__ float limited(float x, float most) {
 
 // x = big + small for tensor cores. With the small products added first, a b = small_a big_b + big_a small_b + big_a big_b has a relative
 // error of about 2^-22. big is a finite TF32 number, rounded to nearest with two integer instructions. An infinity or NaN goes into small,
-// so that x - big does not create a NaN. small has at most 12 fraction bits and sign; tensor cores use 11 of them. Rounding small
+// so that x - big does not create a NaN. small has a sign and at most 12 significant bits; tensor cores use 11 of them. Rounding small
 // to TF32 first would not be more accurate.
 __device__ __forceinline__ void split_tf32(float x, float& big, float& small) {
     big = __uint_as_float((__float_as_uint(limited(x, LARGEST_TF32)) + 0x1000) & 0xffffe000);
@@ -69,7 +69,7 @@ __device__ __forceinline__ void mma_bf16(float (&d)[4], const unsigned (&a)[4], 
 }
 
 // ldmatrix: load 8x8 tiles of 16-bit numbers from shared memory into mma fragments. Lane 8 i + j passes the address of row j of tile i (16
-// bytes). Each lane receives numbers 2 t and 2 t + 1 of row g, or of column g if TRANSPOSED.
+// bytes). With g and t as in mma_tf32, a lane receives numbers 2 t and 2 t + 1 of row g, or of column g if TRANSPOSED.
 template <bool TRANSPOSED>
 __device__ __forceinline__ void load_tiles(unsigned (&tiles)[4], unsigned row) {
     if constexpr (TRANSPOSED)

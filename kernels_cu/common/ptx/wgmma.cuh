@@ -7,7 +7,7 @@
 // between wgmma and wgmma_wait, and wgmma_fence must come between earlier writes to them and wgmma. Writes of threads to shared memory are
 // visible to wgmma after fence_async and a barrier.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-// With arguments: the compiler moves no write to these registers behind the fence.
+// written(d), and wgmma_fence with arguments: the compiler moves no write to these registers behind this point.
 template <int N>
 __device__ __forceinline__ void written(float (&d)[N][4]) {
 #pragma unroll
@@ -36,8 +36,8 @@ __device__ __forceinline__ void more_registers() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
 }
 
-// Compute x, which is not negative, before the wait that follows. The compiler moves a wait up past arithmetic, so that nothing runs under
-// the products, but not past a store. This one never happens.
+// Make the compiler compute x >= 0 before the wgmma_wait that follows. It moves a wait up past arithmetic, which then no longer overlaps
+// the products, but not past a store. The store is never executed, because x is not negative.
 __device__ __forceinline__ void before_wait(float x) {
     asm volatile("{ .reg .pred p; setp.lt.f32 p, %0, 0f00000000; @p st.shared.f32 [%1], %0; }" ::"f"(x), "r"(0) : "memory");
 }
