@@ -1,8 +1,8 @@
 """CUDA kernels for PyTorch with nothing to build.
 
 Ops: square, matmul, linear, softmax, log_softmax, causal_softmax, rope, rope_, rope_tables, apply_rotary_pos_emb, kron_linear,
-lokr_linear, embedding, layernorm, rmsnorm, gelu, swiglu, geglu, cross_entropy, linear_cross_entropy, attention, attention_packed, adamw,
-the optimizer AdamW, and the module KronLinear. `help(cukern.softmax)` gives shapes, dtypes, errors and an example.
+lokr_linear, embedding, layernorm, rmsnorm, gelu, swiglu, geglu, cross_entropy, linear_cross_entropy, attention, attention_packed,
+attention_varlen, adamw, the optimizer AdamW, and the module KronLinear. `help(cukern.softmax)` gives shapes, dtypes, errors and an example.
 
 Your own kernels: `load`, `compile` and `tensor_map`; `op` makes a differentiable op of them.
 `warmup` compiles and loads kernels ahead of time, for example before a CUDA-graph capture.

@@ -75,7 +75,7 @@ def roofline(rows: Rows, device: str) -> Figure:
 
 
 def _largest(rows: Rows) -> list[Row]:
-    """Of each op, the forward of the newest version at the shape with the most bytes."""
+    """The forward of each op's newest version, at the shape with the most bytes."""
     known = [r for r in rows if r.bytes and r.flops and r.provider == "cukern" and r.pass_ == "fwd"]
     groups = [[r for r in group if r.version == newest_version(group)] for _, group in grouped(known, lambda r: r.op)]
     return [max(group, key=lambda r: r.bytes) for group in groups if group]

@@ -30,7 +30,7 @@ def block(x: Tensor, cos: Tensor, sin: Tensor, *weights: Tensor) -> Tensor:
 
 
 def steps(batch: int, tokens: int, heads: int = HEADS, kv_heads: int = KV_HEADS, size: int = HEAD_DIM, hidden: int = HIDDEN) -> dict:
-    """By "eager" and "compiled", a call that returns the output and the gradients of x and of the weights."""
+    """Under "eager" and under "compiled": a function that returns the output and the gradients of x and of the weights."""
     device, width = environment.device(), heads * size
     dtype, compiler = (torch.bfloat16, "inductor") if device.type == "cuda" else (torch.float32, "aot_eager")
     columns = (width, 2 * kv_heads * size, width, 2 * hidden, width), (width, width, width, width, hidden)

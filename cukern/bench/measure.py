@@ -48,7 +48,7 @@ class Row:
 
     @property
     def key(self) -> tuple[str, str, str, tuple[int, ...], str, str]:
-        """What was measured."""
+        """Identifies what was measured."""
         return self.op, self.version, self.pass_, self.shape, self.dtype, self.provider
 
     @property

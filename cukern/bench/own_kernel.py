@@ -64,7 +64,7 @@ def measure_own_kernel(only: Collection[str] | None = None) -> Iterator[Table]:
 
 
 def _missing(only: Collection[str] | None) -> dict[str, str]:
-    """By provider, why it is not measured. Raises ValueError."""
+    """The providers that are not measured, and why. Raises ValueError for an unknown name."""
     for name in only or ():
         if name not in PROVIDERS:
             raise ValueError(f"there is no {name!r} to measure for {NAME}; there are {', '.join(PROVIDERS)}")

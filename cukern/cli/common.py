@@ -32,7 +32,7 @@ console, errors = _console(stderr=False), _console(stderr=True)
 DTYPES = {"d": torch.float64, "f": torch.float32, "h": torch.float16, "b": torch.bfloat16}
 
 OpName = Annotated[str, typer.Argument(metavar="OP", help="An op, such as square, or a file that makes one: my_op.py.")]
-Dims = Annotated[list[int] | None, typer.Argument(metavar="DIMS", help="Its sizes; the op's own list if left out.")]
+Dims = Annotated[list[int] | None, typer.Argument(metavar="DIMS", help="Sizes, such as ROWS COLUMNS of softmax; by default the op's list.")]
 Dtype = Annotated[str | None, typer.Option("--dtype", metavar="d|f|h|b", help="float64, float32, float16 or bfloat16.")]
 
 

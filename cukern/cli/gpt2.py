@@ -139,7 +139,7 @@ def profile(
 
 
 def _shares(step: Callable[[], None], steps: int, place: str) -> dict[str, tuple[float, float]]:
-    """Ops, or on a GPU kernels, by the time of their own: microseconds and calls of a step."""
+    """The self time of each op, or on a GPU of each kernel, the longest first: microseconds and calls per step."""
     activities = [torch.profiler.ProfilerActivity.CPU] + ([torch.profiler.ProfilerActivity.CUDA] if place == "cuda" else [])
     step()  # compiles
     with common.progress() as bar, torch.profiler.profile(activities=activities, acc_events=True) as profiler:

@@ -123,7 +123,7 @@ def bench(
 
 
 def _rows(times: dict[Key, list[float]], peaks: dict[Key, float], what: tuple[str, tuple[int, int], str], flops: int) -> list[Row]:
-    """`what`: pass, shape and dtype."""
+    """The rows of a table or record. `what`: pass, shape and dtype; `flops`: of an update."""
     rows = []
     for (name, version), us in times.items():
         timing, most = summary(us), peaks[name, version] or None
@@ -132,7 +132,7 @@ def _rows(times: dict[Key, list[float]], peaks: dict[Key, float], what: tuple[st
 
 
 def _trainer(make: Callable[[], GPT2], B: int, T: int, steps: int, folder: str, rank: int, count: int) -> Trainer:
-    """On random tokens."""
+    """A Trainer that reads random tokens from files in `folder`."""
     model = make()
     tokens = torch.randint(model.config.vocab_size, (4 * count * B * T + 1,)).numpy()
     val, train = write_shards(folder, "random", tokens, val_first=count * B * T + 1)
@@ -159,7 +159,7 @@ def _label(attention: str | None, fused_loss: bool | None, recompute: int, proce
 
 
 def _warm(make: Callable[[], Made], update: Callable[[Made], object]) -> tuple[Made, float]:
-    """Make what trains, and run the first updates, which compile kernels and capture CUDA graphs. The most MiB of tensors that it takes."""
+    """Make what trains, and run its first updates, which compile kernels and capture CUDA graphs. Returns it and its peak memory in MiB."""
     gc.collect()
     before = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
     if torch.cuda.is_available():

@@ -101,7 +101,7 @@ def _us(value: float) -> str:
 
 
 def _side(text: str, op: str | None, peers: bool) -> tuple[str, dict[Any, Row]]:
-    """What A or B means, and the newest row of each of its measurements of the op, or of all ops."""
+    """The GPUs and commits of A or B as text, and the newest row of each measurement there, of the op or of all ops."""
     name, _, commit = text.partition("@")
     found = [one for one in record.read(Path(name)) if one.commit.startswith(commit)]
     if not found:

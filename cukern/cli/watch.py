@@ -55,7 +55,7 @@ def watch(
 
 
 def _stamps(files: set[Path]) -> Stamps:
-    """Of each file that exists. An editor may save by deletion and creation."""
+    """The stamp of each file that exists. Some editors save by deleting a file and creating it again."""
     found = {}
     for file in files:
         with contextlib.suppress(OSError):

@@ -88,8 +88,8 @@ class Config:
 
 
 def _check(config: Config, tensors: Parameters, what: str, dtypes: tuple[torch.dtype, ...], parts: int = 1) -> list[Tensor]:
-    """In the order of the files, tensors of one dtype that have the names and shapes of `config`, or of one of `parts`. All of wte must
-    have zeros in the padding."""
+    """The tensors in the order of the files. They must have one of the dtypes, and the names and shapes of `config`, or of one of `parts`;
+    a whole wte must be 0 in the padding. Raises TypeError and ValueError."""
     config.check(tensors, f"{what} ", parts)
     for name, tensor in tensors.items():
         expect(tensor.dtype in dtypes, f"{what} {name} of {' or '.join(map(str, dtypes))}", tensor.dtype, error=TypeError)
@@ -158,7 +158,7 @@ def read_debug_state(path: PathLike, config: Config) -> DebugState:
 
 @dataclass(frozen=True)
 class State:
-    """What one rank needs besides the weights to go on. m, v and master (the weights before rounding) are float32."""
+    """What one rank needs to resume, besides the weights. m, v and master (the weights before rounding) are float32."""
 
     step: int  # completed updates
     m: Parameters

@@ -177,7 +177,7 @@ class GPT2(torch.nn.Module):
         return self.by_name(lambda p: p.detach())
 
     def gradients_by_name(self) -> dict[str, Tensor]:
-        """Those that are None are 0."""
+        """The gradients with llm.c's names, stacked over the layers; missing ones are 0."""
         return self.by_name(lambda p: torch.zeros_like(p) if p.grad is None else p.grad)
 
     @torch.no_grad()

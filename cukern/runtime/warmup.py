@@ -24,7 +24,7 @@ def warmup(
 
     Args:
         ops: names such as "square"; all ops if none is given.
-        shapes: with one op: the dimensions of the calls to come, as `cukern bench OP` takes them (`cukern bench OP --help` names them).
+        shapes: with one op: the sizes of the calls to come, as `cukern bench OP` takes them (given a wrong number, it prints the names).
             Loads what forward and backward need for these shapes with any number of rows. Without shapes: all kernels that do not
             depend on the shape, and for kron_linear only some examples.
         dtypes: only kernels of these dtypes; None: all that an op has.

@@ -38,8 +38,8 @@ def _make_varlen(dims: Sequence[int], dtype: torch.dtype, device: torch.device |
 
 
 def _sizes(softcap: float, q: Tensor, k: Tensor, v: Tensor, g: Tensor, lengths: Lengths = None) -> tuple[Tensor, ...]:
-    """Of (batch, heads, rows, D): the sums of the absolute values of all terms of out, dq, dk and dv. The error of an exponent is one of
-    its whole row. The softcap's slope, which is at most 1, is left out."""
+    """For tensors (batch, heads, rows, D): the sums of the absolute values of all terms of out, dq, dk and dv. A score's error changes the
+    weights of its whole row. The softcap's slope, which is at most 1, is left out."""
     heads, kv_heads, scale = q.shape[1], k.shape[1], q.shape[-1] ** -0.5
     k, v = repeated(k, heads), repeated(v, heads)
     scores, hidden = q @ k.mT * scale, hidden_keys(q, k, lengths)
@@ -84,7 +84,7 @@ def _decode_cost(dims: Sequence[int], itemsize: int) -> dict[str, Cost]:
 
 
 def _cost(names: str, group: int, dims: Sequence[int], itemsize: int) -> dict[str, Cost]:
-    """Of a fused kernel, which does half of the T x T products."""
+    """The cost of a fused causal kernel, which computes half of the T x T scores."""
     heads, T, D = dims
     size, flops = heads * T * D * itemsize, 2 * group * heads * T * (T + 1) * D
     backward = Cost((4 * group + 4) * size, 5 * flops // 2)

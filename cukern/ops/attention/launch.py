@@ -66,7 +66,7 @@ def outputs(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 
 
 def like(x: Tensor) -> Tensor:
-    """An empty tensor of x's shape, dense, with heads inside of rows where x has them so."""
+    """An empty dense tensor of x's shape, in memory (batch, rows, heads, D) if x is, else (batch, heads, rows, D)."""
     batch, heads, rows, d = x.shape
     if x.stride(1) < x.stride(2):
         return x.new_empty((batch, rows, heads, d)).transpose(1, 2)
@@ -160,7 +160,7 @@ def backward(
 
 
 def _stats(out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None, columns: int, pieces: int, bounds: Bounds) -> tuple[Tensor, Tensor]:
-    """What the backward needs of each query: lse and delta, (2, batch * heads, queries padded to tiles of `columns`), and dout."""
+    """The backward's numbers per query: lse and delta, (2, batch * heads, queries padded to tiles of `columns`); and dout or its pieces."""
     (batch, heads, queries, d), lse, dlse = out.shape, lse.contiguous(), None if dlse is None else dlse.resolve_neg().contiguous()
     padded, padded_d = plan.tiles(queries, columns, bounds.sequences) * columns, plan.padded_head_dim(d)
     stats = torch.empty((2, batch * heads, padded), dtype=torch.float32, device=out.device)

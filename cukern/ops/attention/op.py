@@ -151,7 +151,7 @@ def attention_varlen(
 
 
 def _checked_bounds(cu_seqlens: Any, cu_seqlens_k: Any, version: str | None, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """Both, int32. q and k: (heads, tokens, D)."""
+    """cu_seqlens and cu_seqlens_k, checked, as int32. q and k: (heads, tokens, D)."""
     given = {"cu_seqlens": cu_seqlens, "cu_seqlens_k": cu_seqlens if cu_seqlens_k is None else cu_seqlens_k}
     bounds = {name: interop.to_torch(name, x) for name, x in given.items()}
     for (name, x), tokens in zip(bounds.items(), (q.shape[1], k.shape[1]), strict=True):
@@ -203,8 +203,8 @@ def _of_lengths(
 
 
 def _outputs(out: Tensor, lse: Tensor | None, sink: Tensor | None, return_lse: bool, transposed: bool = False) -> Any:
-    """What a call returns. A sink makes the weights smaller by the factor exp(lse) / (exp(lse) + exp(sink)). `transposed`: out has rows
-    outside of heads."""
+    """The result of a call: out, or out and lse, with the sink applied, which multiplies out by exp(lse) / (exp(lse) + exp(sink)).
+    `transposed`: return out as (..., rows, heads, D)."""
     if sink is not None and lse is not None:
         least = torch.finfo(lse.dtype).min  # for -inf: lse - logit is not NaN where no key is visible
         logit = torch.where(sink < math.inf, sink, math.nan).to(lse.dtype).clamp(min=least)[..., None]

@@ -40,7 +40,7 @@ class Tile(NamedTuple):
 Tiles = tuple[Tile, Tile]  # of the backward: of the thread blocks that own keys, and of those that own queries
 
 
-# By the number of pieces and head_dim, without and with a softcap or packed sequences, which need more registers.
+# By (pieces, head_dim): the tile, and the tile with a softcap or packed sequences, which need more registers.
 FORWARD = {
     (1, 64): (Tile(2, 128, 4, 2), Tile(2, 64, 4, 2)),
     (1, 128): (Tile(2, 48, 4, 2), Tile(2, 32, 4, 2)),
@@ -134,7 +134,7 @@ def wgmma_forward(head_dim: int, keys: int, softcap: bool) -> WgmmaTile:
 
 
 def wgmma_head_dim(head_dim: int) -> int:
-    """That of the kernels of v4 for this head_dim, at most MOST_HEAD_DIM."""
+    """The head_dim of the v4 kernels that compute this head_dim, which is at most MOST_HEAD_DIM."""
     return min(d for d in WGMMA_FORWARD if d >= head_dim)
 
 
@@ -147,7 +147,7 @@ def padded_head_dim(head_dim: int) -> int:
 
 
 def tiles(rows: int, size: int, sequences: int) -> int:
-    """The number of tiles of `size` rows. If they are of packed sequences at least as many as needed, see kernels_cu/attention/tile.cuh."""
+    """The number of tiles of `size` rows; for packed sequences an upper bound, see kernels_cu/attention/tile.cuh."""
     return -(-rows // size) if sequences < 0 else rows // size + sequences + 1
 
 
@@ -163,8 +163,8 @@ MOST_QUERIES = 16
 HEAD_DIMS = 64, 128
 _ROWS = 16  # of a tile of queries
 _LEAST_TILES = 4  # with fewer tiles of keys, warps of the decoding kernel have no work
-_OVERHEAD = 12  # of a wave of thread blocks, and of the launch that adds the splits, in the time of a tile: 0.24 us on an H200
-# With this part of the SMs idle, the others read as fast as all. With splits, the next call's blocks start early there, and unevenly.
+_OVERHEAD = 12  # fixed cost of a wave of thread blocks, and of the launch that adds the splits, in tiles: a tile takes 0.24 us on an H200
+# The part of the SMs that may idle at no cost: the others read as fast as all. Less with splits: the next call starts there, unevenly.
 _IDLE, _IDLE_WITH_SPLITS = 0.64, 0.16
 
 

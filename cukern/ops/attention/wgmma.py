@@ -17,7 +17,7 @@ from cukern.runtime.tensors import pointers
 
 _FORWARD, _BACKWARD = (Template("attention/attention.cu", f"attention_v4{name}") for name in ("", "_bwd"))
 _NO_WINDOW = 1 << 30
-_MOST_STRIDE = 1 << 38  # elements; that of a tensor map is below 2^40 bytes
+_MOST_STRIDE = 1 << 38  # elements; strides in a tensor map must be below 2^40 bytes
 
 
 class Bounds(NamedTuple):
@@ -28,7 +28,7 @@ class Bounds(NamedTuple):
 
     @property
     def sequences(self) -> int:
-        """-1 if there are no packed sequences."""
+        """The number of packed sequences; -1 if there are none."""
         return -1 if self.queries is None else len(self.queries) - 1
 
 
@@ -38,7 +38,7 @@ def available(q: Tensor) -> bool:
 
 
 def supported(*tensors: Tensor) -> bool:
-    """True if there are kernels, and TMA can read the tensors, which the kernels of v3 can read."""
+    """True if there are v4 kernels, and TMA can read the tensors. They must be readable by v3's kernels (_aligned in launch.py)."""
     fits = all(0 < step < _MOST_STRIDE for x in tensors for n, step in zip(x.shape, x.stride(), strict=True) if n > 1)
     return fits and available(tensors[0])
 
@@ -55,7 +55,7 @@ def _map(x: Tensor, rows: int, packed: bool) -> bytes:
 
 
 def strides(*tensors: Tensor) -> list[bytes]:
-    """struct Strides in tile.cuh, of each."""
+    """The struct Strides of tile.cuh for each tensor."""
     return [struct.pack("3q", *x.stride()[:3]) for x in tensors]
 
 

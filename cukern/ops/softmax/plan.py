@@ -176,7 +176,7 @@ def cluster_storage(rows: int, vectors: int, itemsize: int, shared: int, sms: in
 
 
 def many_blocks_storage(rows: int, vectors: int, itemsize: int, shared: int, sms: int, backward: bool, exact: bool) -> Storage | None:
-    """As many blocks as a row needs, or as fill the GPU for few rows. None if half of the blocks that the GPU can run do not hold a row."""
+    """As many blocks as a row needs, or for few rows as many as fill the GPU. None if a row needs more than half of the GPU's blocks."""
     found = []
     for shape in MANY_BLOCKS[backward][itemsize]:
         blocks = sms * shape.blocks // 2

@@ -199,8 +199,8 @@ def store(c: Context) -> Step:
 
 
 def _poison_codes(m: Machine, group: Group, sources: list[int], size: int, space: str, addresses: Array) -> Array:
-    """For each lane, the uninitialized bytes of what it stores, as in Shadow.poison. A whole element in global memory is a fault if it is
-    still there at the end of the launch: the compiler may store a vector first, and then the element that it lacked."""
+    """For each lane, the uninitialized bytes of what it stores, as in Shadow.poison. An uninitialized element of a tensor is a fault only
+    if it is still there at the end of the launch: the compiler may store a vector first, and then the element that it lacked."""
     found = m.poison.bytes_of(group, sources, size)
     if found is None:
         return np.zeros(1, np.int64)

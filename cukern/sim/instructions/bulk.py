@@ -1,7 +1,7 @@
 """Bulk copies (TMA): cp.async.bulk, cp.async.bulk.tensor and cp.reduce.async.bulk. PTX ISA, cp.async.bulk.tensor and tensors.
 
-A copy to shared memory reports its bytes to an mbarrier, and is in flight until the phase has ended. One to global memory is executed at
-once, and reads shared memory until its thread waits; that its result is read before is not reported.
+A copy to shared memory reports its bytes to an mbarrier, and is in flight until the phase has ended. A copy to global memory is executed at
+once, and counts as reading shared memory until its thread waits. A read of its result before the wait is not reported.
 A copy is executed in units: the largest power of 2, of at most 16 bytes, that divides the rows of the tensor. A swizzle exchanges units
 of 16 bytes by their address in shared memory."""
 

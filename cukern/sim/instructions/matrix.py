@@ -194,8 +194,8 @@ def warpgroup(c: Context) -> Step:
 
 
 def _directions(c: Context, texts: list[str], held: bool) -> list[bool]:
-    """From the operands after the predicate, which operands in shared memory are MN-major. First come the signs of a and b, but not for
-    integers; then, for 16-bit elements, a flag for each operand in shared memory."""
+    """Which operands in shared memory are MN-major. `texts`: the operands after the predicate: the signs of a and b, but not for integers;
+    then for 16-bit elements a flag for each operand in shared memory."""
     signs, flags = 0 if "s32" in c.parts else 2, (1 if held else 2) * bool({"f16", "bf16"} & set(c.parts[6:]))
     c.refuse(texts[:signs] != ["1"] * signs or len(texts) != signs + flags or set(texts[signs:]) - {"0", "1"})
     return [text == "1" for text in texts[signs:]] or [False, False]

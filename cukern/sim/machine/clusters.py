@@ -23,7 +23,7 @@ class Clusters:
         self.count = m.blocks // m.order.blocks_a_cluster
         self.arrived = np.zeros(m.lanes, bool)  # since the barrier last opened
         self.owes = np.zeros(m.lanes, bool)  # has arrived and must wait next
-        self.since = np.zeros(m.lanes, np.int64)  # the others learn what this lane did before this time
+        self.since = np.zeros(m.lanes, np.int64)  # the barrier tells other lanes of this lane's accesses before this time
         self.arrived_at = np.full(m.lanes, -1)  # the instruction, if it is .aligned
         self.waits = np.zeros(m.lanes, bool)
         self.told = np.zeros((self.count, m.order.warps_a_cluster), np.int64)  # what the arrived warps knew of other warps

@@ -70,7 +70,7 @@ class Poison:
         self.fresh.append((lanes, missing[rows], np.where(known > 1, known - 2, here)))
 
     def fetched(self, group: Group, size: int) -> tuple[Array, Array] | None:
-        """Of the loads just made: the uninitialized bytes of each lane of the batch, and their origins."""
+        """The uninitialized bytes that the last loads read for each lane of the group, and their origins."""
         if not self.fresh:
             return None
         lanes_, fresh, self.fresh = self.m.lanes, self.fresh, []

@@ -44,7 +44,7 @@ class Releases:
             self.knew[address] = self.joined([self.knew.get(address, 0), knowledge])
 
     def at(self, address: int) -> int:
-        """What a strong load of an address tells."""
+        """The number of the Knowledge that a strong load of an address gives."""
         found: Knowledge = {}
         told = []
         for place in (address, _ANYWHERE):
@@ -54,7 +54,7 @@ class Releases:
         return self.joined([self._number(found), *told]) if found else 0
 
     def joined(self, numbers: list[int]) -> int:
-        """What someone knows who knows all of these."""
+        """The number of the union of these Knowledges."""
         different = set(numbers) - {0}
         if len(different) <= 1:
             return different.pop() if different else 0
@@ -71,7 +71,7 @@ class Releases:
         return number
 
     def until(self, cluster: int, knowledge: int) -> Array | None:
-        """For plain and for strong accesses of each lane of a cluster: who has this knowledge knows those before then. None: nothing."""
+        """Two times for each lane of a cluster: this knowledge covers its plain, and its strong, accesses before them. None: none."""
         result, there = None, self.of.get(cluster, {})
         for address, count in self.known[knowledge].items():
             numbers, times = there.get(address, ([], []))

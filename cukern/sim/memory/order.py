@@ -234,8 +234,8 @@ class Order:
                 self.clock.releases.add(cluster, set(addresses[rows].tolist()), until, int(self.learned[warp]))
 
     def _published(self, warp: int, lanes: Array) -> Array:
-        """For each lane of the cluster: its accesses before this time are ordered before what these lanes, of that warp, store now. That
-        are those which they knew at their own last fence, and those which they know now and after which the accessing lane had a fence.
+        """A time for each lane of the cluster: its earlier accesses are ordered before what these lanes of the warp store now: the accesses
+        that the lanes knew at their last fence, and those that they know now if the accessing lane had a fence afterwards.
         Row 0: plain accesses; row 1: strong accesses, to which the store itself belongs."""
         assert self.fence_knew is not None
         first, own = warp // self.warps_a_cluster * self.warps_a_cluster * 32, warp % self.warps_a_cluster * 32

@@ -31,7 +31,7 @@ class Shadow:
         self.heard: Array | None = None  # in shared memory: time of the last strong read
         self.narrow: Array | None = None  # bytes changed by an atomic that is atomic only for its own block
         self.copied: Array | None = None  # granules last written by an asynchronous copy of an mbarrier: of which proxy
-        # By byte: not 0 if it holds a value computed from uninitialized ones; 1, or 2 + the origin in the batch's poison.py
+        # For each byte: 0, or for a value computed from uninitialized ones 2 + their origin in poison.py (1: unknown origin)
         self.poisoned: Array | None = None
         self.log: list[tuple[Array, int, int, Array, int]] = []  # places, their unit, size; stamps: the part of the lanes, the rest
         self.logged, self.shortest = 0, 16  # lanes and bytes of the log's reads
