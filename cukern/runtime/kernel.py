@@ -145,8 +145,8 @@ class Kernel:
         Args:
             args: one per parameter. For a pointer: a CUDA tensor, or an array of another library on the GPU (DLPack: JAX, CuPy; or
                 `__cuda_array_interface__`: Numba), of the pointee's dtype, or None for a null pointer. Nothing is copied; the kernel gets
-                the address of the first element. A JAX array must be a pointer to const. For a scalar: a number. For a vector such as
-                float2: a tuple. For a struct by value: bytes, a ctypes.Structure or a numpy record of its size; for a CUtensorMap: a
+                the address of the first element. A JAX array fits only a pointer to const. For a scalar: a number. For a vector such
+                as float2: a tuple. For a struct by value: bytes, a ctypes.Structure or a numpy record of its size; for a CUtensorMap: a
                 `cukern.tensor_map`. For a pointer to pointers: a tensor of int64 addresses. In the simulator: CPU tensors, and the kernel
                 may access only them, and those of an open `cukern.sim.memory.scope([...])`, which addresses in structs need.
             grid, block: one to three ints: thread blocks of the grid, and threads per block, along x, y, z.

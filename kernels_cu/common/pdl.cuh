@@ -8,7 +8,7 @@
 
 // Both constants are tuned on an H200. They decide only when blocks signal and what is prefetched: on a GPU with another number of SMs the
 // overlap is less well timed, and the results are the same.
-constexpr unsigned MULTIPROCESSORS = 132;              // SMs of the H100 and H200
+constexpr unsigned MULTIPROCESSORS = 132;              // SMs of an H100 SXM and an H200
 constexpr unsigned long long FETCHED_AHEAD = 4500000;  // prefetched bytes, of all blocks together
 
 // Call this first in a kernel with a 1-D grid. It prefetches, waits for the previous kernel, and lets the next one start. fetch() prefetches
