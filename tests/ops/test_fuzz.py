@@ -32,6 +32,9 @@ FOUND = [  # a view with a size of -1 under vmap over an empty batch; sums of eq
     # a moment that is the gradient, of its difference from the old one; the tangent of lse = -inf
     Case("attention", "", "transforms", {"q": EMPTY, "k": EMPTY, "v": T((1, 1), "float64"), "scale": 1.0, "version": "v1"}, ("jacfwd", 0)),
     Case("attention", "", "transforms", {**NO_KEYS, "causal": False, "return_lse": True, "version": None}, ("jvp", 0)),
+    Case(
+        "embedding", "", "transforms", {"weight": EMPTY, "tokens": T((0,), "int32", ()), "positions": None, "version": None}, ("twice", 0)
+    ),
     Case("embedding", "", "valid", {"weight": T((3, 8), "float64", grad=True), **ROWS}, (18, 0)),
     Case("embedding", "", "valid", {"weight": T((3, 8), "float32", grad=True), **ROWS}, (2, 0)),
     Case("gelu", "", "valid", {"x": SPECIAL, "bias": None, "approximate": "tanh", "version": None}, (0, 1)),
