@@ -68,9 +68,7 @@ def find_dims(op: Op, dims: Sequence[int] | None, default: Sequence[tuple[int, .
     """A list with the given DIMS, or the default. Raises ValueError for sizes that the op cannot have or that do not fit in memory."""
     if not dims:
         return list(default)
-    words = op.dims.split()
-    if not op.dims.endswith("...") and len(dims) != len(words):
-        raise ValueError(f"{op.name} takes {len(words)} sizes, {op.dims}, got {' '.join(map(str, dims))}")
+    op.check_count(dims)
     if min(dims) < 0:
         raise ValueError(f"a size cannot be negative, got {min(dims)}")
     named = f"{op.name} cannot have the sizes {op.dims} = {' '.join(map(str, dims))}"

@@ -71,7 +71,15 @@ def pick_device(device: str | None) -> str:
     return device
 
 
-ModelFile = Annotated[str, typer.Option("-e", "--model", help="A model file, or sizes for random weights: d12, gpt3:c768, small.")]
+def _published(name: str) -> str:
+    """Check that the published file is there if it is the model. Raises FileNotFoundError."""
+    there, advice = name != MODEL or os.path.exists(name), "`cukern gpt2 data --starter-pack` downloads it"
+    expect(there, f"{MODEL} in the current folder ({advice})", "no such file", error=FileNotFoundError)
+    return name
+
+
+_MODEL_HELP = "A model file, or sizes for random weights: d12, gpt3:c768, small."
+ModelFile = Annotated[str, typer.Option("-e", "--model", help=_MODEL_HELP, callback=_published)]
 Device = Annotated[str | None, typer.Option(metavar="cpu|cuda", help="Where to run; the GPU by default, if there is one.")]
 Rows = Annotated[int | None, typer.Option("-b", "--batch", help="B: rows of a forward pass (4; small run: 12).")]
 Length = Annotated[int | None, typer.Option("-t", "--seq-len", help="T: tokens of a row (1024; small run: 64).")]

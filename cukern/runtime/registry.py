@@ -288,6 +288,12 @@ class Op:
             return self.inputs
         return *first, *(f"{last[:-3]}{i}" for i in range(len(inputs) - len(first)))
 
+    def check_count(self, dims: Sequence[int]) -> None:
+        """Raise ValueError if the op takes another number of sizes."""
+        names = self.dims.split()
+        if len(dims) != len(names) and not self.dims.endswith("..."):
+            raise ValueError(f"{self.name} takes {len(names)} sizes, {self.dims}, got {' '.join(map(str, dims))}")
+
     def has_gradient(self, name: str, x: torch.Tensor) -> bool:
         """True if the input of this name has a gradient."""
         return self.differentiable and x.is_floating_point() and name not in self.constants

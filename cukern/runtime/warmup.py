@@ -98,7 +98,10 @@ def _shapes(ops: Sequence[str], shapes: Shapes | None) -> list[tuple[int, ...]]:
     found = list(shapes) if isinstance(shapes, Iterable) else [shapes]
     if isinstance(shapes, str) or not all(isinstance(shape, Sequence) and not isinstance(shape, str) for shape in found):
         raise TypeError(f"shapes must be a collection of tuples of ints, such as [(1024, 768)], got {checks.brief(shapes)}")
-    return [tuple(checks.integer("a size in shapes", n, 0) for n in shape) for shape in found]
+    sizes = [tuple(checks.integer("a size in shapes", n, 0) for n in shape) for shape in found]
+    for dims in sizes:
+        OPS[ops[0]].check_count(dims)
+    return sizes
 
 
 def _check_dtypes(ops: Sequence[Op], dtypes: Collection[torch.dtype] | None) -> None:

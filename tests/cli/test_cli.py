@@ -118,6 +118,8 @@ def test_importing_it_is_light():
     [
         (("check", "nothing"), "no op 'nothing'"),
         (("check", "matmul", 1, 2), "matmul takes 3 sizes, M N K, got 1 2"),
+        (("bench", "kron_linear", 5), "DIMS must be ROWS, then the size of each factor, got 1 numbers"),
+        (("bench", "kron_linear_rectangular", 5), "the rows and the columns of each factor, got 1 numbers"),
         (("check", "square", "--", -4), "a size cannot be negative, got -4"),
         (("check", "square", "--dtype", "x"), "got 'x'"),
         (("check", "square", "--version", "v99"), "no version 'v99'"),

@@ -138,6 +138,7 @@ def test_kernels_of_the_fork(folder, monkeypatch, given):
         (("eval", "-e", "val.bin", "-j", "val.bin"), "expected magic number 20240326, of a model; found 20240520"),
         (("eval", "-e", "tiny.bin", "-j", "val.bin", "-m", 0), "expected -m of at least 1, or -1; found 0"),
         (("eval", "-e", "d5", "-j", "val.bin"), "found 'd5'"),
+        (("sample",), "expected gpt2_124M.bin in the current folder (`cukern gpt2 data --starter-pack` downloads it); found no such file"),
         (("sample", "-e", "none.bin"), "No such file or directory: 'none.bin'"),
         (("sample", "-e", "tiny.bin", "--tokenizer", "small.bin"), "expected the model's 256 tokens; found 2"),
         (("check", "-e", "tiny.bin", "--debug-state", "tiny.bin"), "expected magic number 20240327, of a debug state; found 20240326"),

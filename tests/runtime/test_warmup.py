@@ -42,6 +42,11 @@ def test_an_architecture_alone_stands_for_a_known_gpu():
     assert [representative(n) for n in (75, 80, 86, 90, 103)] == [KNOWN[name] for name in ("t4", "a100", "a100", "h200", "b200")]
 
 
+def test_a_wrong_number_of_sizes():
+    with pytest.raises(ValueError, match="softmax takes 2 sizes, ROWS COLUMNS, got 5"):
+        cukern.warmup("softmax", shapes=[(5,)])
+
+
 @pytest.mark.parametrize(
     "shapes, error, words",
     [

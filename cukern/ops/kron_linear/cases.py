@@ -30,11 +30,13 @@ def _layers(x: Tensor, *factors: Tensor, count: int = 1, layer: Callable[..., Te
 
 def _square(dims: Sequence[int]) -> Sizes:
     """The factors' sizes, in torch.kron's order."""
+    if len(dims) < 2:
+        raise ValueError(f"DIMS must be ROWS, then the size of each factor, got {len(dims)} numbers")
     return tuple((f, f) for f in reversed(dims[1:]))
 
 
 def _rectangular(dims: Sequence[int]) -> Sizes:
-    if len(dims) % 2 == 0:
+    if len(dims) % 2 == 0 or len(dims) < 3:
         raise ValueError(f"DIMS must be ROWS, then the rows and the columns of each factor, got {len(dims)} numbers")
     return tuple(zip(dims[1::2], dims[2::2], strict=True))[::-1]
 
