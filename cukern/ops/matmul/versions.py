@@ -162,12 +162,3 @@ VERSIONS = {
     "v6": _version("tensor cores by mma.sync", _tensor_cores(False), lambda d: tensor_cores.instances(d, False), 80),
     "v7": _version("tensor cores by wgmma, TMA, persistent, clusters", _tensor_cores(True), lambda d: tensor_cores.instances(d, True), 90),
 }
-# The default versions by kind of product: the first that the GPU supports is used, v7 only where there is wgmma. Measured:
-# docs/notes/matmul.md.
-DEFAULTS = {
-    "float": ("v5", "v4"),  # strict float32, and float64
-    # 3xTF32, TF32 that torch's switches do not allow for cuBLAS, and 16-bit operands with a float32 result
-    "tensor cores": ("v7", "v6", "v4"),
-    "activation": ("v7", "cublas"),  # 16-bit types with an activation, which v7 applies before it stores the results
-    "torch": ("cublas",),  # other products of 16-bit types, and TF32
-}
