@@ -10,8 +10,8 @@ from torch import Tensor
 
 from cukern.ops.matmul.plan import FMA_TILES, TILES
 from cukern.ops.matmul.product import PLAIN, default_is_cublas, product
-from cukern.ops.matmul.reference import ACTIVATIONS, in_torch
-from cukern.ops.matmul.versions import VERSIONS
+from cukern.ops.matmul.tensor_cores import ACTIVATIONS
+from cukern.ops.matmul.versions import VERSIONS, in_torch
 from cukern.runtime import backend, checks, interop
 from cukern.runtime.autocast import enabled
 from cukern.runtime.products import torch_matmul
@@ -53,7 +53,7 @@ def matmul(a: Any, b: Any, *, precision: str | None = None, version: str | None 
         out = _by_torch(torch.matmul, a, b)
         if out is not None:
             return out
-    (a, b), options = _checked("matmul", precision, version, ("a", "b"), a, b)
+    a, b = _checked("matmul", precision, version, ("a", "b"), a, b)
     if a.ndim < 2 or b.ndim < 2 or a.shape[-1] != b.shape[-2]:
         raise ValueError(f"a must be (..., M, K) and b (..., K, N), got {tuple(a.shape)} and {tuple(b.shape)}")
     if b.ndim == 2:
@@ -64,22 +64,14 @@ def matmul(a: Any, b: Any, *, precision: str | None = None, version: str | None 
         except RuntimeError:
             raise ValueError(f"the leading dimensions of a and b must broadcast, got {tuple(a.shape)} and {tuple(b.shape)}") from None
         x, y = (t.expand(*lead, *t.shape[-2:]).reshape(math.prod(lead), *t.shape[-2:]) for t in (a, b))
-    out = _computed("matmul", x, y, *PLAIN, *options)[0]
+    out = _computed("matmul", x, y, *PLAIN, precision, version)[0]
     return out.view(*lead, a.shape[-2], b.shape[-1]) if lead else out
 
 
 def linear(
-    x: Any,
-    weight: Any,
-    bias: Any = None,
-    *,
-    activation: str | None = None,
-    return_pre_activation: bool = False,
-    residual: Any = None,
-    accumulate_into: Tensor | None = None,
-    precision: str | None = None,
-    version: str | None = None,
-) -> Any:
+    x: Any, weight: Any, bias: Any = None, *, activation: str | None = None, return_pre_activation: bool = False, residual: Any = None,
+    accumulate_into: Tensor | None = None, precision: str | None = None, version: str | None = None,
+) -> Any:  # fmt: skip
     """activation(x @ weight.T + bias) + residual (in one kernel by v6 and v7), like torch.nn.functional.linear with an epilogue.
 
         x, weight, bias = (torch.randn(s, device="cuda", requires_grad=True) for s in ((32, 768), (3072, 768), (3072,)))
@@ -105,11 +97,11 @@ def linear(
         if out is not None:
             return out
     names = "x", "weight", "bias", "residual"
-    (x, weight, bias, residual), options = _checked("linear", precision, version, names, x, weight, bias, residual)
+    x, weight, bias, residual = _checked("linear", precision, version, names, x, weight, bias, residual)
     shape, keep = _check_linear(x, weight, bias, residual, accumulate_into), checks.flag("return_pre_activation", return_pre_activation)
     which = 0 if activation is None else ACTIVATIONS.index(checks.choice("activation", activation, ACTIVATIONS[1:]))
     rows, residual = as_matrix(x), None if residual is None else as_matrix(residual)
-    outs = _computed("linear", rows, weight.t(), bias, residual, accumulate_into, which, keep, *options)
+    outs = _computed("linear", rows, weight.t(), bias, residual, accumulate_into, which, keep, precision, version)
     outs = outs if x.ndim == 2 else [out.view(shape) for out in outs]
     return tuple(outs[:2]) if keep else outs[0]
 
@@ -167,26 +159,29 @@ def _by_torch(function: Callable[..., Tensor], x: Tensor, y: Any, bias: Any = No
         return None
 
 
-def _checked(op: str, precision: Any, version: Any, names: tuple[str, ...], *values: Any) -> tuple[Sequence[Any], tuple[str, str]]:
-    """The tensors, cast as autocast wants them, and the last arguments of `product`. The first two tensors must be there."""
+def _checked(op: str, precision: Any, version: Any, names: tuple[str, ...], *values: Any) -> Sequence[Any]:
+    """The tensors, cast as autocast wants them. The first two must be there."""
     checks.version(op, version, VERSIONS)
-    options = "" if precision is None else checks.choice("precision", precision, PRECISIONS), version or ""
+    if precision is not None:
+        checks.choice("precision", precision, PRECISIONS)
     given = *values[:2], *[t for t in values[2:] if t is not None]
-    if checks.plain(checks.FLOATS, given) and not enabled(values[0]):
-        return values, options  # as in most calls: what follows would take most of the host time
+    if checks.plain(checks.FLOATS, given) and values[0].is_cuda and not _autocast():
+        return values  # as in most calls: what follows would take most of the host time
     tensors: list[Any] = [v if v is None and i > 1 else interop.to_torch(names[i], v) for i, v in enumerate(values)]
     if enabled(tensors[0]) and tensors[0].dtype != torch.float64:
         dtype = torch.get_autocast_dtype(tensors[0].device.type)
         tensors = [t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in tensors]
     checks.alike(checks.FLOATS, **dict(zip(names, tensors, strict=True)))
-    return tensors, options
+    return tensors
 
 
 def _computed(op: str, a: Tensor, b: Tensor, bias: Any, residual: Any, into: Any, *options: Any) -> Sequence[Tensor]:
     """`product`, by kernels or in torch's operations."""
-    version = options[-1]
-    if not backend.uses_torch(op, None if not version or VERSIONS[version].in_torch else version, a):
+    if a.is_cuda or backend.simulates(a):
         return product(a, b, bias, residual, into, *options)
+    version = options[-1]
+    if version is not None and not VERSIONS[version].in_torch:
+        checks.needs_gpu(op, version, a.device)
     if into is not None:
         raise ValueError(f"accumulate_into needs kernels, and x is on {a.device}; {checks.SIMULATOR}")
     return in_torch(a, b, bias, residual, options[0])

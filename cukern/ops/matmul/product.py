@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cukern.ops.matmul.reference import Epilogue, in_torch
-from cukern.ops.matmul.versions import ACTIVATION_BWD, ACTIVATION_WIDTH, VERSIONS
+from cukern.ops.matmul.tensor_cores import Epilogue
+from cukern.ops.matmul.versions import ACTIVATION_BWD, ACTIVATION_WIDTH, VERSIONS, in_torch
 from cukern.runtime.device import cached, current, device_of
 from cukern.runtime.higher import gradients, tangents
 from cukern.runtime.products import column_sums, tf32_allowed
@@ -24,31 +24,33 @@ from cukern.runtime.tensors import pointers, wide
 
 # ---- the version and the precision of a call
 
+Option = str | None
 
-def run(out: Tensor, a: Tensor, b: Tensor, e: Epilogue, precision: str, version: str) -> None:
-    """Launch out = epilogue(a . b). `precision`: "" for torch's switches, or 3xTF32 if they do not allow TF32 and the version is one of
-    tensor cores; `version`: "" for that of `cukern.use`."""
+
+def run(out: Tensor, a: Tensor, b: Tensor, e: Epilogue, precision: Option, version: Option) -> None:
+    """Launch out = epilogue(a . b). `precision`: None for torch's switches, or 3xTF32 if they do not allow TF32 and the version is one of
+    tensor cores; `version`: None for that of `cukern.use`."""
     switched = a.dtype == torch.float32 and precision != "ieee" and tf32_allowed()
-    chosen = _chosen(a.dtype, out.dtype, e.activation > 0, precision, switched, version, a.get_device())
+    chosen = _chosen(a.dtype, out.dtype, e.activation, precision, switched, version, a.get_device())
     chosen.forward(out, a.resolve_neg(), b.resolve_neg(), e, precision or ("tf32" if switched else "3xtf32"))
 
 
 @cached(4096)
-def _chosen(dtype: torch.dtype, out: torch.dtype, activation: bool, precision: str, switched: bool, version: str, device: int) -> Version:
-    """`switched`: torch's switches allow TF32, and cuBLAS follows them."""
+def _chosen(a: torch.dtype, out: torch.dtype, activation: int, precision: Option, switched: bool, version: Option, device: int) -> Version:
+    """The version for these dtypes. `switched`: torch's switches allow TF32, and cuBLAS follows them."""
     named = version or current().versions.get("matmul", (os.environ.get("CUKERN_MATMUL", ""),))[0]
     if named not in ("", DEFAULT):
-        return choose("matmul", version, device)
-    names, gpu = _defaults(dtype, out, activation, precision, switched), device_of(device)
+        return choose("matmul", version or "", device)
+    names, gpu = _defaults(a, out, activation, precision, switched), device_of(device)
     return VERSIONS[next(n for n in names if VERSIONS[n].requires <= gpu.capability and (gpu.wgmma or n != "v7"))]
 
 
-def _defaults(dtype: torch.dtype, out: torch.dtype, activation: bool, precision: str, switched: bool) -> tuple[str, ...]:
+def _defaults(a: torch.dtype, out: torch.dtype, activation: int, precision: Option, switched: bool) -> tuple[str, ...]:
     """The default versions, of which the first that the GPU supports is used. Measured: docs/notes/matmul.md."""
-    single = dtype == torch.float32
-    if dtype == torch.float64 or (single and not switched and precision in ("", "ieee")):
+    single = a == torch.float32
+    if a == torch.float64 or (single and not switched and precision in (None, "ieee")):
         return "v5", "v4"
-    if out != dtype or (single and (precision == "3xtf32" or not switched)):
+    if out != a or (single and (precision == "3xtf32" or not switched)):
         return "v7", "v6", "v4"
     return ("v7", "cublas") if activation and not single else ("cublas",)  # v7 applies the activation before it stores the results
 
@@ -56,14 +58,14 @@ def _defaults(dtype: torch.dtype, out: torch.dtype, activation: bool, precision:
 @cached(64)
 def default_is_cublas(dtype: torch.dtype, device: int) -> bool:
     """True if a product without options is cuBLAS's, whatever torch's precision switches say."""
-    return dtype.itemsize == 2 and _chosen(dtype, dtype, False, "", False, "", device) is VERSIONS["cublas"]
+    return dtype.itemsize == 2 and _chosen(dtype, dtype, 0, None, False, None, device) is VERSIONS["cublas"]
 
 
 # ---- the raw ops
 
 
 def _launch(
-    a: Tensor, b: Tensor, bias: Tensor | None, residual: Tensor | None, activation: int, precision: str, version: str, *pre: Tensor
+    a: Tensor, b: Tensor, bias: Tensor | None, residual: Tensor | None, activation: int, precision: Option, version: Option, *pre: Tensor
 ) -> Tensor:
     out = _fake(a, b)
     if out.numel():
@@ -81,7 +83,7 @@ def _fake(a: Tensor, b: Tensor, *_: Any) -> Tensor:
     return a.new_empty((*a.shape[:-1], b.shape[-1]))
 
 
-def _launch_add(out: Tensor, a: Tensor, b: Tensor, precision: str, version: str) -> None:
+def _launch_add(out: Tensor, a: Tensor, b: Tensor, precision: Option, version: Option) -> None:
     if out.numel() and a.shape[-1]:
         run(out, a, b, Epilogue(residual=out), precision, version)
 
@@ -110,10 +112,10 @@ def _fake_activation_backward(dout: Tensor, pre: Tensor, *_: Any) -> tuple[Tenso
     return torch.empty_like(pre), pre.new_empty(pre.shape[1])
 
 
-_ARGUMENTS = "(Tensor a, Tensor b, Tensor? bias, Tensor? residual, int activation, str precision, str version)"
+_ARGUMENTS = "(Tensor a, Tensor b, Tensor? bias, Tensor? residual, int activation, str? precision, str? version)"
 _product = raw_op(f"_product{_ARGUMENTS} -> Tensor", 4, _launch, _fake)
 _product_with_pre = raw_op(f"_product_with_pre{_ARGUMENTS} -> (Tensor, Tensor)", 4, _launch_with_pre, lambda *a: (_fake(*a), _fake(*a)))
-_SCHEMA = "_add_product(Tensor(a!) out, Tensor a, Tensor b, str precision, str version) -> ()"
+_SCHEMA = "_add_product(Tensor(a!) out, Tensor a, Tensor b, str? precision, str? version) -> ()"
 _add_product = raw_op(_SCHEMA, 3, _launch_add, lambda *_: None)
 _SCHEMA = "_activation_backward(Tensor dout, Tensor pre, int activation) -> (Tensor, Tensor)"
 _activation_backward = raw_op(_SCHEMA, 2, _launch_activation_backward, _fake_activation_backward)
@@ -125,7 +127,7 @@ PLAIN = None, None, None, 0, False  # the arguments of `product` for a . b
 
 
 def product(
-    a: Tensor, b: Tensor, bias: Tensor | None, residual: Tensor | None, into: Tensor | None, activation: int, keep: bool, *options: str
+    a: Tensor, b: Tensor, bias: Tensor | None, residual: Tensor | None, into: Tensor | None, activation: int, keep: bool, *options: Option
 ) -> tuple[Tensor, ...]:
     """The result and, with `keep`, the pre-activation, differentiable. `into`: the transposed gradient of b is added to it, or None.
     `options`: precision and version, as in `run`."""
