@@ -57,15 +57,14 @@ def matmul(a: Any, b: Any, *, precision: str | None = None, version: str | None 
     if a.ndim < 2 or b.ndim < 2 or a.shape[-1] != b.shape[-2]:
         raise ValueError(f"a must be (..., M, K) and b (..., K, N), got {tuple(a.shape)} and {tuple(b.shape)}")
     if b.ndim == 2:
-        lead, x, y = a.shape[:-2], as_matrix(a), b
-    else:
-        try:
-            lead = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
-        except RuntimeError:
-            raise ValueError(f"the leading dimensions of a and b must broadcast, got {tuple(a.shape)} and {tuple(b.shape)}") from None
-        x, y = (t.expand(*lead, *t.shape[-2:]).reshape(math.prod(lead), *t.shape[-2:]) for t in (a, b))
-    out = _computed("matmul", x, y, *PLAIN, precision, version)[0]
-    return out.view(*lead, a.shape[-2], b.shape[-1]) if lead else out
+        out = _computed("matmul", as_matrix(a), b, *PLAIN, precision, version)[0]
+        return out if a.ndim == 2 else out.view(*a.shape[:-1], b.shape[1])
+    try:
+        lead = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    except RuntimeError:
+        raise ValueError(f"the leading dimensions of a and b must broadcast, got {tuple(a.shape)} and {tuple(b.shape)}") from None
+    matrices = (t.expand(*lead, *t.shape[-2:]).reshape(math.prod(lead), *t.shape[-2:]) for t in (a, b))
+    return _computed("matmul", *matrices, *PLAIN, precision, version)[0].view(*lead, a.shape[-2], b.shape[-1])
 
 
 def linear(
@@ -159,13 +158,13 @@ def _by_torch(function: Callable[..., Tensor], x: Tensor, y: Any, bias: Any = No
         return None
 
 
-def _checked(op: str, precision: Any, version: Any, names: tuple[str, ...], *values: Any) -> Sequence[Any]:
-    """The tensors, cast as autocast wants them. The first two must be there."""
+def _checked(op: str, precision: Any, version: Any, names: tuple[str, ...], x: Any, y: Any, *optional: Any) -> Sequence[Any]:
+    """The tensors, cast as autocast wants them."""
     checks.version(op, version, VERSIONS)
     if precision is not None:
         checks.choice("precision", precision, PRECISIONS)
-    given = *values[:2], *[t for t in values[2:] if t is not None]
-    if checks.plain(checks.FLOATS, given) and values[0].is_cuda and not _autocast():
+    values = x, y, *optional
+    if checks.plain(checks.FLOATS, (x, y, *[t for t in optional if t is not None])) and x.is_cuda and not _autocast():
         return values  # as in most calls: what follows would take most of the host time
     tensors: list[Any] = [v if v is None and i > 1 else interop.to_torch(names[i], v) for i, v in enumerate(values)]
     if enabled(tensors[0]) and tensors[0].dtype != torch.float64:

@@ -45,15 +45,16 @@ def in_torch(a: Tensor, b: Tensor, bias: Tensor | None, residual: Tensor | None,
     return out if residual is None else out + residual, pre
 
 
-def _unfused(out: Tensor, a: Tensor, b: Tensor, e: Epilogue, dtype: torch.dtype, multiply: Multiply) -> None:
+def _unfused(out: Tensor, a: Tensor, b: Tensor, e: Epilogue, dtype: torch.dtype, multiply: Multiply, one_by_one: bool) -> None:
     """`multiply` computes the product with its bias in this dtype, in the pre-activation or the output if they may hold it. torch computes
-    the rest of the epilogue."""
+    the rest of the epilogue. `one_by_one`: the matrices of a batch."""
     product, bias = out if e.pre is None else e.pre, e.bias
     if a.dtype != dtype:
         a, b, bias = a.to(dtype), b.to(dtype), None if bias is None else bias.to(dtype)
     if product.dtype != dtype or e.residual is out:
         product = torch.empty_like(out, dtype=dtype)
-    multiply(product, a, b, bias)
+    for c, x, y in zip(product, a, b, strict=True) if one_by_one and out.ndim == 3 else [(product, a, b)]:
+        multiply(c, x, y, bias)
     if e.pre is not None and e.pre is not product:
         e.pre.copy_(product)
     if e.residual is not None:
@@ -76,17 +77,12 @@ def _cublas(out: Tensor, a: Tensor, b: Tensor, e: Epilogue, precision: str) -> N
         if e.residual is out and e.bias is e.pre is None:  # no activation either
             out.addmm_(a.to(out.dtype), b.to(out.dtype))
         else:
-            _unfused(out, a, b, e, out.dtype, multiply)
+            _unfused(out, a, b, e, out.dtype, multiply, False)
 
 
-def _fma_units(matrix: Multiply) -> Forward:
+def _fma_units(multiply: Multiply) -> Forward:
     """v1 to v5: each matrix of a batch is a launch; 16-bit operands are converted to float32."""
-
-    def multiply(product: Tensor, a: Tensor, b: Tensor, bias: Tensor | None) -> None:
-        for c, x, y in zip(product, a, b, strict=True) if product.ndim == 3 else [(product, a, b)]:
-            matrix(c, x, y, bias)
-
-    return lambda out, a, b, e, precision: _unfused(out, a, b, e, wide(a.dtype), multiply)
+    return lambda out, a, b, e, precision: _unfused(out, a, b, e, wide(a.dtype), multiply, True)
 
 
 def _tensor_cores(idea: str, wgmma: bool, requires: int) -> Version:
