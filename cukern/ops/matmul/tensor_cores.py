@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from cukern.ops.matmul.plan import TILES, Problem, plan
-from cukern.runtime.backend import spread
+from cukern.runtime.backend import Dim, spread
 from cukern.runtime.device import cached, device_of
 from cukern.runtime.kernel import Kernel, Template
 from cukern.runtime.tensor_map import encode
@@ -79,8 +79,8 @@ class _Launch(NamedTuple):
     `maps`: for v7, the encoders of a, b and, where TMA can store them, of the results; `strides`: of the operands of matmul_direct."""
 
     kernel: Kernel
-    grid: int
-    threads: int
+    grid: Dim
+    block: Dim
     shared: int
     sizes: bytes
     splits: int = 1
@@ -116,8 +116,7 @@ def launch(out: Tensor, a: Tensor, b: Tensor, e: Epilogue, terms: int, wgmma: bo
         operands = first, of_b(at_b), *results
     elif not last:
         operands = *pointers(partials), at_a, at_b
-    grid, block = (found.grid, 1, 1), (found.threads, 1, 1)
-    found.kernel.on(index)(grid, block, found.shared, at_out, at_pre, *operands, at_bias, at_residual, found.sizes, *last)
+    found.kernel.on(index)(found.grid, found.block, found.shared, at_out, at_pre, *operands, at_bias, at_residual, found.sizes, *last)
     if partials is not None:
         _reduce(out, partials, a.dtype, e, found.sizes)
 
@@ -182,7 +181,7 @@ def _prepared(
         else:
             kernel, shared = V6[dtype, out_dtype, terms, a.along_k, b.along_k, tile.name], spread(shared, blocks, index)
     sizes = _SIZES.pack(M, N, K, batch, splits, activation, a.ld, b.ld, a.batch, b.batch)
-    return _Launch(kernel, blocks, 32 * tile.warps, shared, sizes, splits, **rest)
+    return _Launch(kernel, (blocks, 1, 1), (32 * tile.warps, 1, 1), shared, sizes, splits, **rest)
 
 
 def _operand(shape: Sizes, strides: Sizes, batch: int, of_batch: int) -> _Operand | None:

@@ -115,14 +115,14 @@ def _tiled(newest: bool) -> Forward:
 
     def launch(out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None) -> None:
         (M, N), K, device, itemsize, dtype = out.shape, a.shape[1], a.get_device(), a.itemsize, a.dtype
-        a, a_k, lda = _with_unit_stride(a, 0, 1)
-        b, b_k, ldb = _with_unit_stride(b, 1, 0)
+        a, mode_a, lda = _readable(a, 0, 1)
+        b, mode_b, ldb = _readable(b, 1, 0)
         if not newest or 128 * itemsize * max(lda, ldb) >= 1 << 32:  # in v5, offsets inside a tile have 32 bits
-            grid, kernel = (-(-M // 128) * -(-N // 128), 1, 1), _V4[dtype, a_k, not b_k].on(device)
+            grid, kernel = (-(-M // 128) * -(-N // 128), 1, 1), _V4[dtype, mode_a == "ALONG_K", mode_b != "ALONG_K"].on(device)
             return kernel(grid, (256, 1, 1), 0, *pointers(out, a, b, bias), M, N, K, lda, ldb)
         tile, blocks, shared_blocks, shared_tiles, chain, room = plan.fma_plan(M, N, K, device_of(device).sms, itemsize)
         workspace = torch.empty(room * tile.rows * tile.columns, dtype=dtype, device=out.device) if room else None
-        kernel = _V5[dtype, _copy_mode(a, M, a_k, lda), _copy_mode(b, N, b_k, ldb), tile.name].on(device)
+        kernel = _V5[dtype, mode_a, mode_b, tile.name].on(device)
         numbers = M, N, K, lda, ldb, shared_blocks, shared_tiles, chain
         kernel((blocks, 1, 1), (128, 1, 1), 0, *pointers(out, workspace, a, b, bias), *numbers)
         if shared_blocks:
@@ -133,22 +133,16 @@ def _tiled(newest: bool) -> Forward:
     return _fma_units(launch)
 
 
-def _copy_mode(x: Tensor, rows: int, along_k: bool, ld: int) -> str:
-    """How v5 copies an operand (rows x K): an enumerator of CopyMode in matmul.cu, which says what each requires."""
-    if along_k:
-        return "ALONG_K"
-    return "ALONG_MN" if (x.data_ptr() | ld * x.itemsize | rows * x.itemsize) % 16 else "ALONG_MN_16B"
-
-
-def _with_unit_stride(x: Tensor, row: int, k: int) -> tuple[Tensor, bool, int]:
-    """x, copied if no stride is 1; True if the stride along K is 1; and the other stride. `row`, `k`: the dimensions along the rows of the
-    operand and along K."""
+def _readable(x: Tensor, row: int, k: int) -> tuple[Tensor, str, int]:
+    """x, copied if no stride is 1; how v5 copies its tiles, an enumerator of CopyMode in matmul.cu, which says what each requires; and the
+    stride that is not 1. `row`, `k`: the dimensions along the rows of the operand and along K."""
     shape, strides = x.shape, x.stride()
     if strides[k] == 1 or (shape[k] <= 1 and strides[row] != 1):
-        return x, True, strides[row]
+        return x, "ALONG_K", strides[row]
     if strides[row] == 1 or shape[row] <= 1:
-        return x, False, strides[k]
-    return (x if k else x.t()).contiguous(), True, shape[k]
+        unaligned = (x.data_ptr() | strides[k] * x.itemsize | shape[row] * x.itemsize) % 16
+        return x, "ALONG_MN" if unaligned else "ALONG_MN_16B", strides[k]
+    return (x if k else x.t()).contiguous(), "ALONG_K", shape[k]
 
 
 def _v4_instances(dtype: torch.dtype) -> Iterable[Kernel]:
