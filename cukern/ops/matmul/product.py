@@ -184,7 +184,7 @@ class _Product(Differentiable):
             shape, rows = a.shape[:2], None if residual is None else residual.flatten(0, 1)
             outs = product(a.flatten(0, 1), b, bias, rows, *rest)
             return tuple(out.unflatten(0, shape) for out in outs), (0,) * len(outs)
-        if matrices and bias is residual is None and not (keep or activation):
+        if matrices and b_dim is not None and bias is residual is None and not (keep or activation):
             return product(batched(a, a_dim, size), batched(b, b_dim, size), None, None, *rest), (0,)
         return each(product, size, in_dims, (a, b, bias, residual, *rest))
 
