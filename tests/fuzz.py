@@ -227,6 +227,8 @@ def may_succeed(case: Case, name: str, what: str) -> bool:
         return name in ("interleaved", "inverse", "fused", "inplace_backward", "causal", "return_lse")
     if what == "torch.arange(3)":
         return name in ("targets", "tokens", "position_ids", "start_positions", "cu_seqlens", "cu_seqlens_k")
+    if what == "v.tolist()":
+        return name in NUMBERS and case.args[name].shape == ()  # a number
     if what in SHAPES or what.startswith("torch.tensor"):
         names = "x", "logits", "q", "k", "qkv", "sink", "a", "b", "weight", "bias", "residual", "factors", "t", "w1", "w2", "gate", "up"
         return name in names or "v" in what

@@ -77,7 +77,7 @@ def by_scores(
     if softcap:
         s = softcap * torch.tanh(s / softcap)
     empty = None
-    if causal or lengths is not None:
+    if causal or lengths is not None or not k.shape[-2]:
         hidden = hidden_keys(q, k, lengths, causal, window)
         if q.shape[-2] > k.shape[-2] or lengths is not None:
             empty = hidden.all(-1, keepdim=True)  # rows without a visible key: their weights are replaced below
