@@ -6,7 +6,7 @@
 #include "common/pack.cuh"
 #include "common/ptx/launch.cuh"
 
-enum Activation { NONE, GELU, GELU_TANH, RELU, SILU };  // as ACTIVATIONS in cukern/ops/matmul/reference.py
+enum Activation { NONE, GELU, GELU_TANH, RELU, SILU };  // as ACTIVATIONS in cukern/ops/matmul/tensor_cores.py
 
 // The sizes of a product, passed by value. For each of `batch` products, a and b advance by a_batch and b_batch elements; C is (batch, M, N)
 // and contiguous. lda and ldb are the strides that are not 1. `splits` thread blocks share the sum over K of a tile.

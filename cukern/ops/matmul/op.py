@@ -1,16 +1,17 @@
 """matmul and linear: the public functions, and their entries in the registry."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from cukern.ops.matmul.plan import FMA_TILES, TILES
 from cukern.ops.matmul.product import PLAIN, default_is_cublas, product
-from cukern.ops.matmul.reference import ACTIVATIONS, in_torch
-from cukern.ops.matmul.versions import VERSIONS
+from cukern.ops.matmul.tensor_cores import ACTIVATIONS
+from cukern.ops.matmul.versions import VERSIONS, in_torch
 from cukern.runtime import backend, checks, interop
 from cukern.runtime.autocast import enabled
 from cukern.runtime.products import torch_matmul
@@ -18,12 +19,11 @@ from cukern.runtime.registry import Cost, Op, register, row_counts
 from cukern.runtime.tensors import as_matrix
 
 PRECISIONS = "ieee", "tf32", "3xtf32"
-_OPTIONAL = "bias", "residual"
 _tracing = torch.compiler.is_dynamo_compiling
 _autocast = torch.is_autocast_enabled  # of a GPU
 
 
-def matmul(a: Any, b: Any, *, precision: str | None = None, version: str | None = None) -> torch.Tensor:
+def matmul(a: Any, b: Any, *, precision: str | None = None, version: str | None = None) -> Tensor:
     """a @ b in 16-bit types with float32 sums, in float32, TF32, 3xTF32 or float64. Differentiable any number of times.
 
         a = torch.randn(8, 512, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -53,41 +53,24 @@ def matmul(a: Any, b: Any, *, precision: str | None = None, version: str | None 
         out = _by_torch(torch.matmul, a, b)
         if out is not None:
             return out
-    if version is not None:
-        checks.version("matmul", version, VERSIONS)
-    if not _pass(a, b):
-        a, b = _inputs("matmul", version, a=a, b=b)
-    options = _options(precision, version)
-    if a.ndim < 2 or b.ndim < 2:
+    a, b = _checked("matmul", precision, version, ("a", "b"), a, b)
+    if a.ndim < 2 or b.ndim < 2 or a.shape[-1] != b.shape[-2]:
         raise ValueError(f"a must be (..., M, K) and b (..., K, N), got {tuple(a.shape)} and {tuple(b.shape)}")
-    if a.shape[-1] != b.shape[-2]:
-        raise ValueError(
-            f"the last dimension of a, {a.shape[-1]}, must equal the first of b, {b.shape[-2]}: their shapes are "
-            f"{tuple(a.shape)} and {tuple(b.shape)}"
-        )
     if b.ndim == 2:
-        out = _computed(as_matrix(a), b, *PLAIN, *options)[0]
+        out = _computed("matmul", as_matrix(a), b, *PLAIN, precision, version)[0]
         return out if a.ndim == 2 else out.view(*a.shape[:-1], b.shape[1])
     try:
         lead = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     except RuntimeError:
         raise ValueError(f"the leading dimensions of a and b must broadcast, got {tuple(a.shape)} and {tuple(b.shape)}") from None
     matrices = (t.expand(*lead, *t.shape[-2:]).reshape(math.prod(lead), *t.shape[-2:]) for t in (a, b))
-    return _computed(*matrices, *PLAIN, *options)[0].view(*lead, a.shape[-2], b.shape[-1])
+    return _computed("matmul", *matrices, *PLAIN, precision, version)[0].view(*lead, a.shape[-2], b.shape[-1])
 
 
 def linear(
-    x: Any,
-    weight: Any,
-    bias: Any = None,
-    *,
-    activation: str | None = None,
-    return_pre_activation: bool = False,
-    residual: Any = None,
-    accumulate_into: torch.Tensor | None = None,
-    precision: str | None = None,
-    version: str | None = None,
-) -> Any:
+    x: Any, weight: Any, bias: Any = None, *, activation: str | None = None, return_pre_activation: bool = False, residual: Any = None,
+    accumulate_into: Tensor | None = None, precision: str | None = None, version: str | None = None,
+) -> Any:  # fmt: skip
     """activation(x @ weight.T + bias) + residual (in one kernel by v6 and v7), like torch.nn.functional.linear with an epilogue.
 
         x, weight, bias = (torch.randn(s, device="cuda", requires_grad=True) for s in ((32, 768), (3072, 768), (3072,)))
@@ -112,48 +95,36 @@ def linear(
         out = _by_torch(torch.nn.functional.linear, x, weight, bias)
         if out is not None:
             return out
-    if version is not None:
-        checks.version("linear", version, VERSIONS)
-    if not _pass(x, weight, bias, residual):
-        x, weight, bias, residual = _inputs("linear", version, x=x, weight=weight, bias=bias, residual=residual)
-    shape = _check_linear(x, weight, bias, residual)
-    keep, options = checks.flag("return_pre_activation", return_pre_activation), _options(precision, version)
+    names = "x", "weight", "bias", "residual"
+    x, weight, bias, residual = _checked("linear", precision, version, names, x, weight, bias, residual)
+    shape, keep = _check_linear(x, weight, bias, residual, accumulate_into), checks.flag("return_pre_activation", return_pre_activation)
     which = 0 if activation is None else ACTIVATIONS.index(checks.choice("activation", activation, ACTIVATIONS[1:]))
-    if accumulate_into is not None:
-        _check_accumulator(accumulate_into, weight)
     rows, residual = as_matrix(x), None if residual is None else as_matrix(residual)
-    outs = _computed(rows, weight.t(), bias, residual, accumulate_into, which, keep, *options)
+    outs = _computed("linear", rows, weight.t(), bias, residual, accumulate_into, which, keep, precision, version)
     outs = outs if x.ndim == 2 else [out.view(shape) for out in outs]
     return tuple(outs[:2]) if keep else outs[0]
 
 
-def _check_linear(x: torch.Tensor, weight: torch.Tensor, bias: Any, residual: Any) -> tuple[int, ...]:
+def _check_linear(x: Tensor, weight: Tensor, bias: Any, residual: Any, into: Any) -> tuple[int, ...]:
     """The shape of the result."""
     shape, of_weight = x.shape, weight.shape
-    if not shape or len(of_weight) != 2:
+    if not shape or len(of_weight) != 2 or shape[-1] != of_weight[1]:
         raise ValueError(f"x must be (..., K) and weight (N, K), got {tuple(shape)} and {tuple(of_weight)}")
-    if shape[-1] != of_weight[1]:
-        raise ValueError(f"the last dimension of x, {shape[-1]}, must equal the last of weight, {of_weight[1]}")
     result = *shape[:-1], of_weight[0]
     if bias is not None:
         checks.shape("bias", bias, (of_weight[0],), "one value for each row of weight")
     if residual is not None:
         checks.shape("residual", residual, result, "the shape of the result")
+    if into is not None:
+        if not isinstance(into, Tensor):
+            raise TypeError(f"accumulate_into must be a torch.Tensor, got {checks.brief(into)}")
+        checks.dtype("accumulate_into", into, {torch.float32, weight.dtype})
+        checks.one_device(weight=weight, accumulate_into=into)
+        checks.shape("accumulate_into", into, tuple(of_weight), "the shape of weight")
+        if not into.is_contiguous() or into.requires_grad:
+            rule = "accumulate_into must be contiguous and require no gradient"
+            raise ValueError(f"{rule}, got strides {into.stride()}, {into.requires_grad=}")
     return result
-
-
-def _check_accumulator(into: Any, weight: torch.Tensor) -> None:
-    if not isinstance(into, torch.Tensor):
-        raise TypeError(f"accumulate_into must be a torch.Tensor, got {checks.brief(into)}")
-    checks.dtype("accumulate_into", into, {torch.float32, weight.dtype})
-    checks.one_device(weight=weight, accumulate_into=into)
-    checks.shape("accumulate_into", into, tuple(weight.shape), "the shape of weight")
-    if not into.is_contiguous() or into.requires_grad:
-        raise ValueError(f"accumulate_into must be contiguous and require no gradient, got strides {into.stride()}, {into.requires_grad=}")
-
-
-def _options(precision: Any, version: str | None) -> tuple[str, str]:
-    return "" if precision is None else checks.choice("precision", precision, PRECISIONS), version or ""
 
 
 def _takes_torch(x: Any, version: Any) -> bool:
@@ -165,7 +136,7 @@ def _takes_torch(x: Any, version: Any) -> bool:
     return cublas and x.layout is torch.strided and not x.is_nested and not _autocast()
 
 
-def _by_torch(function: Callable[..., torch.Tensor], x: torch.Tensor, y: Any, bias: Any = None) -> torch.Tensor | None:
+def _by_torch(function: Callable[..., Tensor], x: Tensor, y: Any, bias: Any = None) -> Tensor | None:
     """function(x, y, bias) of torch, in half of the host time of one of our ops. None for arguments that may be wrong, and for an error of
     torch: the full checks name what is wrong. Lazy negations, which torch reads correctly, are accepted."""
     dtype, strided = x.dtype, torch.strided
@@ -187,37 +158,38 @@ def _by_torch(function: Callable[..., torch.Tensor], x: torch.Tensor, y: Any, bi
         return None
 
 
-def _computed(a: torch.Tensor, b: torch.Tensor, bias: Any, residual: Any, into: Any, *options: Any) -> Sequence[torch.Tensor]:
+def _checked(op: str, precision: Any, version: Any, names: tuple[str, ...], x: Any, y: Any, *optional: Any) -> Sequence[Any]:
+    """The tensors, cast as autocast wants them."""
+    checks.version(op, version, VERSIONS)
+    if precision is not None:
+        checks.choice("precision", precision, PRECISIONS)
+    values = x, y, *optional
+    if checks.plain(checks.FLOATS, (x, y, *[t for t in optional if t is not None])) and x.is_cuda and not _autocast():
+        return values  # as in most calls: what follows would take most of the host time
+    tensors: list[Any] = [v if v is None and i > 1 else interop.to_torch(names[i], v) for i, v in enumerate(values)]
+    if enabled(tensors[0]) and tensors[0].dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(tensors[0].device.type)
+        tensors = [t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in tensors]
+    checks.alike(checks.FLOATS, **dict(zip(names, tensors, strict=True)))
+    return tensors
+
+
+def _computed(op: str, a: Tensor, b: Tensor, bias: Any, residual: Any, into: Any, *options: Any) -> Sequence[Tensor]:
     """`product`, by kernels or in torch's operations."""
     if a.is_cuda or backend.simulates(a):
         return product(a, b, bias, residual, into, *options)
+    version = options[-1]
+    if version is not None and not VERSIONS[version].in_torch:
+        checks.needs_gpu(op, version, a.device)
     if into is not None:
         raise ValueError(f"accumulate_into needs kernels, and x is on {a.device}; {checks.SIMULATOR}")
     return in_torch(a, b, bias, residual, options[0])
 
 
-def _pass(x: Any, y: Any, *optional: Any) -> bool:
-    """True for tensors on a GPU that pass all checks, as in most calls: `_inputs` would take most of the host time."""
-    return checks.plain(checks.FLOATS, (x, y, *[t for t in optional if t is not None])) and x.is_cuda and not _autocast()
-
-
-def _inputs(op: str, version: Any, **values: Any) -> Iterable[Any]:
-    """The tensors, cast as autocast wants them."""
-    tensors: dict[str, Any] = {n: v if v is None and n in _OPTIONAL else interop.to_torch(n, v) for n, v in values.items()}
-    x, *_ = tensors.values()
-    if enabled(x) and x.dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(x.device.type)
-        tensors = {n: t if t is None or t.dtype == torch.float64 else t.to(dtype) for n, t in tensors.items()}
-    checks.alike(checks.FLOATS, **tensors)
-    if version is not None and not x.is_cuda and not backend.simulates(x) and not VERSIONS[version].in_torch:
-        checks.needs_gpu(op, version, x.device)
-    return tensors.values()
-
-
 # ---- for the tools
 
 
-def _make(linear: bool, dims: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> tuple[torch.Tensor, ...]:
+def _make(linear: bool, dims: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> tuple[Tensor, ...]:
     M, N, K = dims
     x, y, *bias = (torch.randn(s, dtype=dtype, device=device) for s in (((M, K), (N, K), (N,)) if linear else ((M, K), (K, N))))
     return (x, y * K**-0.5, *bias) if linear else (x, y)
@@ -235,24 +207,13 @@ for _function, _reference, _names, _bench_dims in (
 ):
     register(
         Op(
-            name=_function.__name__,
-            stem="matmul",
-            variants=row_counts,
-            candidates=(*(t.name for t in FMA_TILES[4]), *(t.name for t in TILES)),
-            function=_function,
-            reference=_reference,
-            versions=VERSIONS,
-            dtypes=checks.FLOATS,
-            dims="M N K",
-            check_dims=((1, 1, 1), (64, 64, 64), (129, 67, 255), (5, 300, 1000)),
+            name=_function.__name__, stem="matmul", function=_function, reference=_reference, versions=VERSIONS, dtypes=checks.FLOATS,
+            dims="M N K", variants=row_counts, candidates=(*(t.name for t in FMA_TILES[4]), *(t.name for t in TILES)), bound="compute",
+            check_dims=((1, 1, 1), (64, 64, 64), (129, 67, 255), (5, 300, 1000)), bench_dims=_bench_dims,
             sim_dims=((1, 1, 1), (3, 33, 800), (64, 64, 64), (70, 90, 50)),
-            bench_dims=_bench_dims,
-            make=partial(_make, _function is linear),
-            inputs=_names,
-            cost=partial(_cost, _names),
-            bound="compute",
+            make=partial(_make, _function is linear), inputs=_names, cost=partial(_cost, _names),
             # One chain of additions, as in v1 to v4, has an error of up to 2.6 epsilons times the sum of |a b| on random data, whatever its
             # length. So does cuBLAS on an H200, except where it splits the chain. v5 splits it too, and stays within twice cuBLAS's error.
             roundings=3,
         )
-    )
+    )  # fmt: skip

@@ -10,7 +10,35 @@ from typing import NamedTuple
 
 from cukern.runtime.device import Device, cached, eligible
 
-BK = 8  # length of a k tile of v5, as in matmul/matmul.cu
+
+class Tile(NamedTuple):
+    name: str
+    rows: int
+    columns: int
+    stages: int = 0  # of the ring buffer; 0: matmul_direct, or v5
+    efficiency: float = 1.0  # of the rate of mma.sync or wgmma that the main loop reaches
+    warps: int = 4
+    per_sm: int = 1  # blocks per SM
+    split: bool = False  # for 3xTF32
+    wgmma: bool = False
+    share: int = 1  # the blocks of a cluster that share the copies of B
+    cluster_k: int = 1  # the blocks of a cluster that share the sum over K
+    us: float = 0.0  # of v5: per k tile and SM when its blocks keep it busy
+
+    @property
+    def shared(self) -> int:
+        """Bytes of dynamic shared memory."""
+        ring = self.stages * (self.rows + self.columns) * K_BYTES
+        return ring * (2 if self.split else 1) + BOX_BYTES + 16 * self.stages if self.wgmma else ring
+
+    @property
+    def cluster(self) -> int:
+        return self.share * self.cluster_k
+
+
+# ---- v5
+
+BK = 8  # length of a k tile, as in matmul/matmul.cu
 # In k tiles: a sum longer than MAX_CHAIN (768 additions) is split into chains of CHAIN (512) or slightly less. The largest error of
 # 4096x768x3072 on one H200, relative to cuBLAS's, and the cost in time of 4096^3: chains of 512: 1.2 to 1.3, 3 %; 768: up to 1.9, 2 %;
 # 1024: 2.2, 1.5 %; one chain: 4.4.
@@ -22,35 +50,21 @@ BLOCK_US = 1.47  # per block, to fill the ring buffer and to store the tile
 PIECE_US = 0.15  # in the fix-up kernel, per piece of a tile
 MEGABYTE_US = 0.29  # in the fix-up kernel, per megabyte of partial sums
 
-
-class FmaTile(NamedTuple):
-    name: str
-    rows: int
-    columns: int
-    per_sm: int  # blocks per SM, for float32
-    us: float  # per k tile and SM when its blocks keep it busy, for float32
-
-
-class FmaPlan(NamedTuple):
-    """Blocks [0, shared_blocks) share the first `shared_tiles` tiles. The whole grid takes the others in turn. `chain`: k tiles after
-    which a new chain of additions begins; `room`: the size of the workspace in tiles."""
-
-    tile: FmaTile
-    grid: int
-    shared_blocks: int
-    shared_tiles: int
-    chain: int
-    room: int
-
-
-_LARGE = FmaTile("Tile128x128", 128, 128, 2, 0.670)
-_SMALL = FmaTile("Tile64x64", 64, 64, 4, 0.200), FmaTile("Tile128x32", 128, 32, 4, 0.223), FmaTile("Tile32x128", 32, 128, 4, 0.239)
-FMA_TILES = {4: (_LARGE, *_SMALL), 8: tuple(t._replace(per_sm=t.per_sm // 2, us=2 * t.us) for t in _SMALL)}
+_FLOAT = (
+    Tile("Tile128x128", 128, 128, per_sm=2, us=0.670),
+    Tile("Tile64x64", 64, 64, per_sm=4, us=0.200),
+    Tile("Tile128x32", 128, 32, per_sm=4, us=0.223),
+    Tile("Tile32x128", 32, 128, per_sm=4, us=0.239),
+)
+FMA_TILES = {4: _FLOAT, 8: tuple(t._replace(per_sm=t.per_sm // 2, us=2 * t.us) for t in _FLOAT[1:])}  # by the size of an element
 
 
 @cached(4096)
-def fma_plan(M: int, N: int, K: int, sms: int, itemsize: int) -> FmaPlan:
-    """The plan of v5 for (M x K) . (K x N) on a GPU with `sms` SMs."""
+def fma_plan(M: int, N: int, K: int, sms: int, itemsize: int) -> tuple[Tile, int, int, int, int, int]:
+    """The plan of v5 for (M x K) . (K x N) on a GPU with `sms` SMs: tile, grid, shared_blocks, shared_tiles, chain, room.
+
+    Blocks [0, shared_blocks) share the first `shared_tiles` tiles. The whole grid takes the others in turn. `chain`: k tiles after which a
+    new chain of additions begins; `room`: the size of the workspace in tiles."""
     k_tiles = max(1, ceil(K / BK))
     chain = k_tiles if k_tiles <= MAX_CHAIN else ceil(k_tiles / ceil(k_tiles / CHAIN))
     candidates = []
@@ -62,12 +76,12 @@ def fma_plan(M: int, N: int, K: int, sms: int, itemsize: int) -> FmaPlan:
         sharing = rest and blocks > 1 and (waves or blocks > shared)
         for b, s in ((0, 0), (blocks, shared)) if sharing else ((0, 0),):
             grid = min(slots, b + tiles - s)
-            plan = FmaPlan(tile, grid, b, s, chain, 2 * b + (grid if k_tiles > chain else 0))
+            plan = tile, grid, b, s, chain, 2 * b + (grid if k_tiles > chain else 0)
             candidates.append((_fma_us(tiles, k_tiles, sms, tile, itemsize, b, s), plan))
     return min(candidates, key=lambda c: c[0])[1]
 
 
-def _fma_us(tiles: int, k_tiles: int, sms: int, tile: FmaTile, itemsize: int, blocks: int, shared: int) -> float:
+def _fma_us(tiles: int, k_tiles: int, sms: int, tile: Tile, itemsize: int, blocks: int, shared: int) -> float:
     def wave(blocks_per_sm: int, n: float) -> float:
         return n * tile.us * max(blocks_per_sm, LATENCY) + BLOCK_US
 
@@ -91,31 +105,6 @@ SPLITS = 1, 2, 3, 4, 6, 8, 12, 16, 24, 32  # of v6
 MIN_K_TILES = 4  # per block
 BOX_BYTES = 16 * 16 * 128  # of v7's results on their way to global memory
 
-
-class Tile(NamedTuple):
-    name: str
-    rows: int
-    columns: int
-    stages: int = 0  # of the ring buffer; 0: matmul_direct
-    efficiency: float = 1.0  # of the rate of mma.sync or wgmma that the main loop reaches
-    warps: int = 4
-    per_sm: int = 1
-    split: bool = False  # for 3xTF32
-    wgmma: bool = False
-    share: int = 1  # the blocks of a cluster that share the copies of B
-    cluster_k: int = 1  # the blocks of a cluster that share the sum over K
-
-    @property
-    def shared(self) -> int:
-        """Bytes of dynamic shared memory."""
-        ring = self.stages * (self.rows + self.columns) * K_BYTES
-        return ring * (2 if self.split else 1) + BOX_BYTES + 16 * self.stages if self.wgmma else ring
-
-    @property
-    def cluster(self) -> int:
-        return self.share * self.cluster_k
-
-
 # v7's efficiencies are limited by the bandwidth of shared memory (docs/notes/matmul.md).
 TILES = (
     Tile("Direct1k", 1, 4, warps=8),
@@ -135,16 +124,9 @@ TILES = (
 )
 
 
-class Plan(NamedTuple):
-    tile: Tile
-    splits: int  # of v6, whose partial sums go to a workspace
-    grid: int
-    us: float
-
-
 class Problem(NamedTuple):
-    """`batch` products (M x K) . (K x N). `terms`: 3 for 3xTF32, else 1. `wgmma`: v7 may run, for what the layout allows. `a_k`, `b_k`:
-    contiguous along K. `copied`: bytes that are copied first. `whole_lines`: lines of both operands start at multiples of 128 bytes."""
+    """`batch` products (M x K) . (K x N). `terms`: 3 for 3xTF32, else 1. `wgmma`: allow v7. `a_k`, `b_k`: contiguous along K. `copied`:
+    bytes that are copied first. `whole_lines`: lines of both operands start at multiples of 128 bytes."""
 
     M: int
     N: int
@@ -159,52 +141,50 @@ class Problem(NamedTuple):
     whole_lines: bool = True
 
 
+class Plan(NamedTuple):
+    tile: Tile
+    splits: int  # of v6, whose partial sums go to a workspace
+    grid: int
+    us: float
+
+
 @cached(4096)
-def plan(problem: Problem, device: Device, splitting: bool) -> Plan:
+def plan(p: Problem, device: Device, splitting: bool) -> Plan:
     """The cheapest plan. Without `splitting`, the choice of v6 or v7 and the order of additions do not depend on M and N."""
-    k_tiles = max(1, ceil(problem.K * problem.itemsize / K_BYTES))
-    found = [p for tile in _tiles(problem, k_tiles, device, splitting) for p in _plans(tile, problem, k_tiles, device, splitting)]
-    return min(found, key=lambda p: p.us)
+    k_tiles = max(1, ceil(p.K * p.itemsize / K_BYTES))
+    parts = max(1, k_tiles // MIN_K_TILES) if splitting else 1  # the most blocks that may share a sum over K
+    fitting = eligible([t for t in TILES if _fits(t, p, device, splitting)], lambda t: t.name)
+    # Split-K in a cluster may pay if all blocks run at the same time. A few SMs belong to no cluster, hence 15/16 of the SMs.
+    most = device.sms * 15 // 16
+    fitting = [t for t in fitting if t.cluster_k == 1 or (t.cluster_k <= parts and _tiles(t, p) * t.cluster_k <= most)] or fitting
+    if not splitting:
+        fitting = [t for t in fitting if t.wgmma] or fitting
+    return min((one for t in fitting for one in _plans(t, p, k_tiles, parts, device)), key=lambda one: one.us)
 
 
-def _tiles(p: Problem, k_tiles: int, device: Device, splitting: bool) -> list[Tile]:
-    """The tiles that may be chosen."""
-    fitting = [t for t in TILES if (_suits(t, p, device) if t.stages else splitting and _suits_direct(t, p))]
-    fitting = eligible(fitting, lambda t: t.name)
-    fitting = [t for t in fitting if t.cluster_k == 1 or (splitting and _shares_k(t, p, k_tiles, device))] or fitting
-    return fitting if splitting else [t for t in fitting if t.wgmma] or fitting
+def _fits(t: Tile, p: Problem, device: Device, splitting: bool) -> bool:
+    if not t.stages:
+        return splitting and t.rows >= p.M and (p.a_k and p.b_k if t.columns == 4 else not p.b_k)
+    wgmma = p.wgmma and device.wgmma and p.K > 0 and (p.itemsize == 2 or p.terms == 3 or (p.a_k and p.b_k))  # TF32 only along K
+    return t.split == (p.terms == 3) and t.wgmma <= wgmma and t.shared <= device.shared_bytes
 
 
-def _suits(t: Tile, p: Problem, device: Device) -> bool:
-    return t.split == (p.terms == 3) and t.wgmma <= (p.wgmma and device.wgmma) and t.shared <= device.shared_bytes
-
-
-def _suits_direct(t: Tile, p: Problem) -> bool:
-    return t.rows >= p.M and (p.a_k and p.b_k if t.columns == 4 else not p.b_k)
-
-
-def _shares_k(tile: Tile, p: Problem, k_tiles: int, device: Device) -> bool:
-    """True if split-K in a cluster may pay: if all blocks run at the same time. A few SMs belong to no cluster, hence 15/16 of the SMs."""
-    return k_tiles >= MIN_K_TILES * tile.cluster_k and _blocks(tile, p) * tile.cluster_k <= device.sms * 15 // 16
-
-
-def _blocks(tile: Tile, p: Problem) -> int:
+def _tiles(tile: Tile, p: Problem) -> int:
+    """Whole clusters of tiles."""
     return p.batch * tile.share * ceil(p.M / (tile.rows * tile.share)) * ceil(p.N / tile.columns)
 
 
-def _plans(tile: Tile, p: Problem, k_tiles: int, device: Device, splitting: bool) -> Iterator[Plan]:
-    tiles = _blocks(tile, p)
-    if not tile.stages:
-        yield Plan(tile, 1, tiles, _direct_us(tile, tiles, p, device))
-    elif tile.wgmma:
-        blocks = tiles * tile.cluster_k
-        resident = max(1, device.sms // tile.cluster) * tile.cluster
-        yield Plan(tile, 1, blocks if tile.cluster_k > 1 else min(blocks, resident), _wgmma_us(tile, blocks, k_tiles, p, device))
+def _plans(t: Tile, p: Problem, k_tiles: int, parts: int, device: Device) -> Iterator[Plan]:
+    tiles = _tiles(t, p)
+    if not t.stages:
+        yield Plan(t, 1, tiles, _direct_us(t, tiles, p, device))
+    elif t.wgmma:
+        blocks, resident = tiles * t.cluster_k, max(1, device.sms // t.cluster) * t.cluster
+        yield Plan(t, 1, blocks if t.cluster_k > 1 else min(blocks, resident), _wgmma_us(t, blocks, k_tiles, p, device))
     else:
-        few = splitting and tiles < 2 * tile.per_sm * device.sms
         for splits in SPLITS:
-            if splits == 1 or (few and splits <= k_tiles // MIN_K_TILES):
-                yield Plan(tile, splits, tiles * splits, _mma_us(tile, tiles * splits, k_tiles, splits, p, device))
+            if splits == 1 or (splits <= parts and tiles < 2 * t.per_sm * device.sms):
+                yield Plan(t, splits, tiles * splits, _mma_us(t, tiles * splits, k_tiles, splits, p, device))
 
 
 def _memory_us(moved: float, device: Device) -> float:

@@ -14,64 +14,63 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cukern.ops.matmul.reference import Epilogue, in_torch
-from cukern.ops.matmul.versions import ACTIVATION_BWD, ACTIVATION_WIDTH, DEFAULTS, VERSIONS
+from cukern.ops.matmul.tensor_cores import Epilogue
+from cukern.ops.matmul.versions import ACTIVATION_BWD, ACTIVATION_WIDTH, VERSIONS, in_torch
 from cukern.runtime.device import cached, current, device_of
 from cukern.runtime.higher import gradients, tangents
 from cukern.runtime.products import column_sums, tf32_allowed
-from cukern.runtime.registry import DEFAULT, Differentiable, Version, apply_of, batched, choose, each, raw_op, rows_of_each, save, watched
+from cukern.runtime.registry import DEFAULT, Differentiable, Version, apply_of, batched, choose, each, raw_op, save, watched
 from cukern.runtime.tensors import pointers, wide
 
 # ---- the version and the precision of a call
 
+Option = str | None
 
-def run(out: Tensor, a: Tensor, b: Tensor, e: Epilogue, precision: str, version: str) -> None:
-    """Launch out = epilogue(a . b). `precision`: "" for torch's switches; `version`: "" for that of `cukern.use`."""
+
+def run(out: Tensor, a: Tensor, b: Tensor, e: Epilogue, precision: Option, version: Option) -> None:
+    """Launch out = epilogue(a . b). `precision`: None for torch's switches, or 3xTF32 if they do not allow TF32 and the version is one of
+    tensor cores; `version`: None for that of `cukern.use`."""
     switched = a.dtype == torch.float32 and precision != "ieee" and tf32_allowed()
-    chosen, precision = _chosen(a.dtype, out.dtype, e.activation > 0, precision, switched, version, a.get_device())
-    chosen.forward(out, a, b, e, precision)
+    chosen = _chosen(a.dtype, out.dtype, e.activation, precision, switched, version, a.get_device())
+    chosen.forward(out, a.resolve_neg(), b.resolve_neg(), e, precision or ("tf32" if switched else "3xtf32"))
 
 
 @cached(4096)
-def _chosen(
-    dtype: torch.dtype, out: torch.dtype, activation: bool, precision: str, switched: bool, version: str, device: int
-) -> tuple[Version, str]:
-    """The version, and the precision of float32. If the caller names a tensor-core version, it computes 3xTF32 unless TF32 is allowed.
-    `switched`: torch's switches allow TF32, and cuBLAS follows them."""
-    precision = precision or ("tf32" if switched else "")
+def _chosen(a: torch.dtype, out: torch.dtype, activation: int, precision: Option, switched: bool, version: Option, device: int) -> Version:
+    """The version for these dtypes. `switched`: torch's switches allow TF32, and cuBLAS follows them."""
     named = version or current().versions.get("matmul", (os.environ.get("CUKERN_MATMUL", ""),))[0]
     if named not in ("", DEFAULT):
-        return choose("matmul", version, device), precision or "3xtf32"
-    kind, gpu = _kind(dtype, out, activation, precision, switched), device_of(device)
-    name = next(n for n in DEFAULTS[kind] if VERSIONS[n].requires <= gpu.capability and (gpu.wgmma or n != "v7"))
-    return VERSIONS[name], precision if kind != "float" and name != "v4" else "ieee"
+        return choose("matmul", version or "", device)
+    names, gpu = _defaults(a, out, activation, precision, switched), device_of(device)
+    return VERSIONS[next(n for n in names if VERSIONS[n].requires <= gpu.capability and (gpu.wgmma or n != "v7"))]
 
 
-def _kind(dtype: torch.dtype, out: torch.dtype, activation: bool, precision: str, switched: bool) -> str:
-    """A key of DEFAULTS."""
-    if dtype == torch.float64 or (dtype == torch.float32 and precision in ("", "ieee")):
-        return "float"
-    if out != dtype or (dtype == torch.float32 and (precision == "3xtf32" or not switched)):
-        return "tensor cores"
-    return "activation" if activation and dtype.itemsize == 2 else "torch"
+def _defaults(a: torch.dtype, out: torch.dtype, activation: int, precision: Option, switched: bool) -> tuple[str, ...]:
+    """The default versions, of which the first that the GPU supports is used. Measured: docs/notes/matmul.md."""
+    single = a == torch.float32
+    if a == torch.float64 or (single and not switched and precision in (None, "ieee")):
+        return "v5", "v4"
+    if out != a or (single and (precision == "3xtf32" or not switched)):
+        return "v7", "v6", "v4"
+    return ("v7", "cublas") if activation and not single else ("cublas",)  # v7 applies the activation before it stores the results
 
 
 @cached(64)
 def default_is_cublas(dtype: torch.dtype, device: int) -> bool:
     """True if a product without options is cuBLAS's, whatever torch's precision switches say."""
-    return dtype.itemsize == 2 and _chosen(dtype, dtype, False, "", False, "", device)[0] is VERSIONS["cublas"]
+    return dtype.itemsize == 2 and _chosen(dtype, dtype, 0, None, False, None, device) is VERSIONS["cublas"]
 
 
 # ---- the raw ops
 
 
 def _launch(
-    a: Tensor, b: Tensor, bias: Tensor | None, residual: Tensor | None, activation: int, precision: str, version: str, *pre: Tensor
+    a: Tensor, b: Tensor, bias: Tensor | None, residual: Tensor | None, activation: int, precision: Option, version: Option, *pre: Tensor
 ) -> Tensor:
     out = _fake(a, b)
     if out.numel():
         bias, residual = (t if t is None else t.resolve_neg().contiguous() for t in (bias, residual))
-        run(out, a.resolve_neg(), b.resolve_neg(), Epilogue(bias, activation, pre[0] if pre else None, residual), precision, version)
+        run(out, a, b, Epilogue(bias, activation, pre[0] if pre else None, residual), precision, version)
     return out
 
 
@@ -84,9 +83,9 @@ def _fake(a: Tensor, b: Tensor, *_: Any) -> Tensor:
     return a.new_empty((*a.shape[:-1], b.shape[-1]))
 
 
-def _launch_add(out: Tensor, a: Tensor, b: Tensor, precision: str, version: str) -> None:
+def _launch_add(out: Tensor, a: Tensor, b: Tensor, precision: Option, version: Option) -> None:
     if out.numel() and a.shape[-1]:
-        run(out, a.resolve_neg(), b.resolve_neg(), Epilogue(residual=out), precision, version)
+        run(out, a, b, Epilogue(residual=out), precision, version)
 
 
 CHUNKS, ROWS = 256, 32  # of a gradient, whose columns a kernel adds in chunks: the most chunks, and the fewest rows of one
@@ -113,10 +112,10 @@ def _fake_activation_backward(dout: Tensor, pre: Tensor, *_: Any) -> tuple[Tenso
     return torch.empty_like(pre), pre.new_empty(pre.shape[1])
 
 
-_ARGUMENTS = "(Tensor a, Tensor b, Tensor? bias, Tensor? residual, int activation, str precision, str version)"
+_ARGUMENTS = "(Tensor a, Tensor b, Tensor? bias, Tensor? residual, int activation, str? precision, str? version)"
 _product = raw_op(f"_product{_ARGUMENTS} -> Tensor", 4, _launch, _fake)
 _product_with_pre = raw_op(f"_product_with_pre{_ARGUMENTS} -> (Tensor, Tensor)", 4, _launch_with_pre, lambda *a: (_fake(*a), _fake(*a)))
-_SCHEMA = "_add_product(Tensor(a!) out, Tensor a, Tensor b, str precision, str version) -> ()"
+_SCHEMA = "_add_product(Tensor(a!) out, Tensor a, Tensor b, str? precision, str? version) -> ()"
 _add_product = raw_op(_SCHEMA, 3, _launch_add, lambda *_: None)
 _SCHEMA = "_activation_backward(Tensor dout, Tensor pre, int activation) -> (Tensor, Tensor)"
 _activation_backward = raw_op(_SCHEMA, 2, _launch_activation_backward, _fake_activation_backward)
@@ -128,7 +127,7 @@ PLAIN = None, None, None, 0, False  # the arguments of `product` for a . b
 
 
 def product(
-    a: Tensor, b: Tensor, bias: Tensor | None, residual: Tensor | None, into: Tensor | None, activation: int, keep: bool, *options: str
+    a: Tensor, b: Tensor, bias: Tensor | None, residual: Tensor | None, into: Tensor | None, activation: int, keep: bool, *options: Option
 ) -> tuple[Tensor, ...]:
     """The result and, with `keep`, the pre-activation, differentiable. `into`: the transposed gradient of b is added to it, or None.
     `options`: precision and version, as in `run`."""
@@ -167,11 +166,9 @@ class _Product(Differentiable):
         (d, dbias), needed = _of_pre(dout, dpre, pre, ctx), ctx.needs_input_grad
         da = product(d, inputs[1].mT, *PLAIN, *ctx.options)[0] if needed[0] else None
         db = _of_b(d, inputs[0], inputs[1], ctx) if needed[1] else None
-        if not needed[2]:
-            dbias = None
-        elif dbias is None:
+        if needed[2] and dbias is None:
             dbias = column_sums(d)
-        return da, db, dbias, dout if needed[3] else None, *(None,) * 5
+        return da, db, dbias if needed[2] else None, dout if needed[3] else None, *(None,) * 5
 
     @staticmethod
     def tangent(ctx, *dinputs):
@@ -180,16 +177,15 @@ class _Product(Differentiable):
     @staticmethod
     def batch(info, in_dims, a, b, bias, residual, into, activation, keep, *options):
         rest = into, activation, keep or activation > 0, *options  # as many outputs as those of `forward`
-        a_dim, b_dim, bias_dim, residual_dim, *dims = in_dims
+        a_dim, b_dim, bias_dim, residual_dim, into_dim, *_ = in_dims
         size, matrices = info.batch_size, a.ndim - (a_dim is not None) == 2
+        if matrices and b_dim is bias_dim is into_dim is None:  # more rows
+            a, residual = (t if t is None else batched(t, d, size) for t, d in ((a, a_dim), (residual, residual_dim)))
+            shape, rows = a.shape[:2], None if residual is None else residual.flatten(0, 1)
+            outs = product(a.flatten(0, 1), b, bias, rows, *rest)
+            return tuple(out.unflatten(0, shape) for out in outs), (0,) * len(outs)
         if matrices and b_dim is not None and bias is residual is None and not (keep or activation):
             return product(batched(a, a_dim, size), batched(b, b_dim, size), None, None, *rest), (0,)
-        if matrices:  # more rows
-
-            def of_rows(a, residual, b, bias, *rest):
-                return product(a, b, bias, residual, *rest)
-
-            return rows_of_each(of_rows, 2, size, (a_dim, residual_dim, b_dim, bias_dim, *dims), (a, residual, b, bias, *rest))
         return each(product, size, in_dims, (a, b, bias, residual, *rest))
 
 

@@ -7,15 +7,14 @@ import functools
 import itertools
 import math
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from cukern.ops.matmul.plan import TILES, Problem, Tile, plan
-from cukern.ops.matmul.reference import Epilogue
-from cukern.runtime.backend import spread
+from cukern.ops.matmul.plan import TILES, Problem, plan
+from cukern.runtime.backend import Dim, spread
 from cukern.runtime.device import cached, device_of
 from cukern.runtime.kernel import Kernel, Template
 from cukern.runtime.tensor_map import encode
@@ -27,11 +26,21 @@ V6, V7, REDUCE, SPLIT, PAD, DIRECT = (
 BY_TMA, ADDED, BY_THREADS = range(3)  # enum Storing in wgmma.cuh
 _SIZES = struct.Struct("@6i4q")  # struct Sizes in epilogue.cuh
 _TWO_LINES = struct.Struct("@4I2q4I2q")  # struct TwoLines in mma.cuh
+ACTIVATIONS = "none", "gelu", "gelu_tanh", "relu", "silu"  # enum Activation in epilogue.cuh
 Encoder = Callable[[int], bytes]  # from an address to a tensor map
-_encoded = functools.lru_cache(4096)(lambda encoder, address: encoder(address))
 _deterministic = torch.are_deterministic_algorithms_enabled
 Sizes = tuple[int, ...]
 Lines = tuple[int, ...]  # struct Lines in mma.cuh: how an operand is copied
+
+
+class Epilogue(NamedTuple):
+    """out = activation(product + bias) + residual. `activation` is an index of ACTIVATIONS. `pre` is where product + bias is stored.
+    `residual` may be the output, which is added to."""
+
+    bias: Tensor | None = None
+    activation: int = 0
+    pre: Tensor | None = None
+    residual: Tensor | None = None
 
 
 class _Operand(NamedTuple):
@@ -43,11 +52,6 @@ class _Operand(NamedTuple):
     ld: int
     matrices: int
     batch: int
-
-    @property
-    def strides(self) -> tuple[int, int]:
-        """Along the rows and along K."""
-        return (self.ld, 1) if self.along_k else (1, self.ld)
 
     def copy(self, at: int, itemsize: int, split: bool = False) -> "tuple[Lines, _Operand]":
         """How the operand at this address is copied, and the copy. No vectors and itself if it is aligned, and TMA accepts its strides.
@@ -67,7 +71,7 @@ class _Operand(NamedTuple):
         outer, inner, box = (self.rows, self.K, box) if self.along_k else (self.K, self.rows, 64)
         strides = self.batch or outer * self.ld, self.ld, 1
         arguments = (self.matrices, outer, inner), strides, (1, box, 128 // dtype.itemsize), 128, 256, "zeros", tf32
-        return lambda address: encode(index, address, dtype, *arguments)
+        return functools.lru_cache(256)(lambda address: encode(index, address, dtype, *arguments))
 
 
 class _Launch(NamedTuple):
@@ -75,14 +79,14 @@ class _Launch(NamedTuple):
     `maps`: for v7, the encoders of a, b and, where TMA can store them, of the results; `strides`: of the operands of matmul_direct."""
 
     kernel: Kernel
-    grid: int
-    threads: int
+    grid: Dim
+    block: Dim
     shared: int
     sizes: bytes
     splits: int = 1
     copies: tuple[Lines, ...] = ()
     split: tuple[bool, ...] = ()
-    maps: tuple[Encoder | None, ...] = ()
+    maps: Sequence[Encoder] = ()
     strides: tuple[int, ...] = ()
 
 
@@ -102,26 +106,30 @@ def launch(out: Tensor, a: Tensor, b: Tensor, e: Epilogue, terms: int, wgmma: bo
     operands: tuple[int | bytes, ...] = (at_a, at_b)
     last: tuple[int, ...] = found.strides
     if found.maps:
-        of_a, of_b, of_out = found.maps
-        first, last = _encoded(of_a, at_a), (BY_THREADS,)
+        of_a, of_b, *of_out = found.maps
+        first, last = of_a(at_a), (BY_THREADS,)
         results = first, first
         if of_out and not (at_out | at_pre | at_residual) % 16:
-            results, last = (_encoded(of_out, at_out), _encoded(of_out, at_pre) if at_pre else first), (BY_TMA,)
+            results, last = (of_out[0](at_out), of_out[0](at_pre) if at_pre else first), (BY_TMA,)
             if e.residual is out and out.dtype == torch.float32:
                 last, at_residual = (ADDED,), 0
-        operands = first, _encoded(of_b, at_b), *results
+        operands = first, of_b(at_b), *results
     elif not last:
         operands = *pointers(partials), at_a, at_b
-    grid, block = (found.grid, 1, 1), (found.threads, 1, 1)
-    found.kernel.on(index)(grid, block, found.shared, at_out, at_pre, *operands, at_bias, at_residual, found.sizes, *last)
+    found.kernel.on(index)(found.grid, found.block, found.shared, at_out, at_pre, *operands, at_bias, at_residual, found.sizes, *last)
     if partials is not None:
         _reduce(out, partials, a.dtype, e, found.sizes)
 
 
 def _copied(a: Tensor, b: Tensor, found: _Launch) -> tuple[list[Tensor], int, int]:
     """Copy what is not aligned, or split both operands. The memory, and the addresses of both operands."""
-    if found.split:
-        memory = [_split(x, of, k) for x, of, k in zip((a, b), found.copies, found.split, strict=True)]
+    if found.split:  # each as two TF32 numbers: (2, batch, rows, K), with rows of whole 16 bytes
+        memory = []
+        for x, (vectors, across, rows, K, ld, of_batch), along_k in zip((a, b), found.copies, found.split, strict=True):
+            memory.append(torch.empty(8 * vectors, dtype=x.dtype, device=x.device))
+            batch, kernel = vectors // (rows * across), SPLIT[along_k,].on(x.get_device())
+            grid, numbers = (batch * -(-rows // 32) * -(-K // 32), 1, 1), (batch, rows, K, 4 * across, ld, of_batch)
+            kernel(grid, (32, 8, 1), 0, *pointers(memory[-1], x), *numbers)
         return memory, memory[0].data_ptr(), memory[1].data_ptr()
     of_a, of_b = found.copies
     vectors = of_a[0] + of_b[0]
@@ -129,15 +137,6 @@ def _copied(a: Tensor, b: Tensor, found: _Launch) -> tuple[list[Tensor], int, in
     to, at_a, at_b = pointers(padded, a, b)
     PAD[a.dtype].on(a.get_device())((-(-vectors // 256), 1, 1), (256, 1, 1), 0, to, at_a, at_b, _TWO_LINES.pack(*of_a, *of_b))
     return [padded], to if of_a[0] else at_a, to + 16 * of_a[0] if of_b[0] else at_b
-
-
-def _split(x: Tensor, of: Lines, along_k: bool) -> Tensor:
-    """The float32 operand x (rows x K), or a batch, as two TF32 numbers: (2, batch, rows, K), with rows of whole 16 bytes."""
-    vectors, across, rows, K, ld, of_batch = of
-    out, batch = torch.empty(8 * vectors, dtype=x.dtype, device=x.device), vectors // (rows * across)
-    grid = batch * -(-rows // 32) * -(-K // 32), 1, 1
-    SPLIT[along_k,].on(x.get_device())(grid, (32, 8, 1), 0, *pointers(out, x), batch, rows, K, 4 * across, ld, of_batch)
-    return out
 
 
 def _reduce(out: Tensor, partials: Tensor, dtype: torch.dtype, e: Epilogue, sizes: bytes) -> None:
@@ -161,34 +160,28 @@ def _prepared(
     if a is None or b is None:
         return None
     (of_a, to_a), (of_b, to_b) = a.copy(at_a, itemsize), b.copy(at_b, itemsize)
-    reads = wgmma and _wgmma_reads(a, b, itemsize, terms)
     whole, moved = (to_a.ld | to_b.ld) * itemsize % 128 == 0, 16 * (of_a[0] + of_b[0])
-    problem = Problem(M, N, K, batch, itemsize, terms, reads, a.along_k, b.along_k, moved, whole)
+    problem = Problem(M, N, K, batch, itemsize, terms, wgmma, a.along_k, b.along_k, moved, whole)
     tile, splits, blocks, _ = plan(problem, device_of(index), splitting)
-
-    def made(kernel: Kernel, a: _Operand, b: _Operand, **options: Any) -> _Launch:
-        sizes = _SIZES.pack(M, N, K, batch, splits, activation, a.ld, b.ld, a.batch, b.batch)
-        shared = tile.shared if tile.wgmma or not tile.stages else spread(tile.shared, blocks, index)
-        return _Launch(kernel, blocks, 32 * tile.warps, shared, sizes, splits, **options)
-
+    shared, rest = tile.shared, dict[str, Any]()  # the last fields of _Launch
     if not tile.stages:
-        return made(DIRECT[dtype, out_dtype, tile.name], a, b, strides=(*a.strides, *b.strides[::-1]))
-    split = (a.along_k, b.along_k) if terms == 3 and tile.wgmma else ()
-    if split:
-        (of_a, to_a), (of_b, to_b) = a.copy(0, itemsize, True), b.copy(0, itemsize, True)
-    a, b, copies = to_a, to_b, (of_a, of_b) if moved or split else ()
-    if not tile.wgmma:
-        return made(V6[dtype, out_dtype, terms, a.along_k, b.along_k, tile.name], a, b, copies=copies)
-    tf32, of_out = dtype == torch.float32, None
-    if tile.cluster_k == 1 and N * out_dtype.itemsize % 16 == 0:
-        of_out = _Operand(True, M, N, N, batch, M * N).map(index, 16, out_dtype)
-    maps = a.map(index, tile.rows, dtype, tf32), b.map(index, tile.columns // tile.share, dtype, tf32), of_out
-    kernel = V7[dtype, out_dtype, a.along_k, b.along_k, 0 if tile.cluster_k > 1 else activation, tile.name]
-    return made(kernel, a, b, copies=copies, split=split, maps=maps)
-
-
-def _wgmma_reads(a: _Operand, b: _Operand, itemsize: int, terms: int) -> bool:
-    return a.K > 0 and (itemsize == 2 or terms == 3 or (a.along_k and b.along_k))
+        kernel, rest["strides"] = DIRECT[dtype, out_dtype, tile.name], (*a_strides[-2:], *b_strides[-2:])
+    else:
+        if terms == 3 and tile.wgmma:
+            rest["split"] = a.along_k, b.along_k
+            (of_a, to_a), (of_b, to_b) = a.copy(0, itemsize, True), b.copy(0, itemsize, True)
+        a, b, rest["copies"] = to_a, to_b, (of_a, of_b) if moved or "split" in rest else ()
+        if tile.wgmma:
+            boxes = (a, tile.rows), (b, tile.columns // tile.share)
+            maps = [operand.map(index, rows, dtype, dtype == torch.float32) for operand, rows in boxes]
+            if tile.cluster_k == 1 and N * out_dtype.itemsize % 16 == 0:
+                maps.append(_Operand(True, M, N, N, batch, M * N).map(index, 16, out_dtype))
+            rest["maps"] = maps
+            kernel = V7[dtype, out_dtype, a.along_k, b.along_k, 0 if tile.cluster_k > 1 else activation, tile.name]
+        else:
+            kernel, shared = V6[dtype, out_dtype, terms, a.along_k, b.along_k, tile.name], spread(shared, blocks, index)
+    sizes = _SIZES.pack(M, N, K, batch, splits, activation, a.ld, b.ld, a.batch, b.batch)
+    return _Launch(kernel, (blocks, 1, 1), (32 * tile.warps, 1, 1), shared, sizes, splits, **rest)
 
 
 def _operand(shape: Sizes, strides: Sizes, batch: int, of_batch: int) -> _Operand | None:
@@ -206,16 +199,10 @@ def instances(dtype: torch.dtype, wgmma: bool) -> Iterable[Kernel]:
         return
     yield PAD[dtype]
     yield from (REDUCE[dtype, dtype, width] for width in (1, 16 // dtype.itemsize))
-    for tile in TILES:
-        if not tile.stages:
-            yield DIRECT[dtype, dtype, tile.name]
-        elif tile.wgmma <= wgmma:
-            yield from _layouts(tile, dtype)
-
-
-def _layouts(tile: Tile, dtype: torch.dtype) -> Iterable[Kernel]:
-    for a_k, b_k in itertools.product((True, False), (True, False)):
-        if not tile.wgmma and (dtype.itemsize == 4 or not tile.split):
+    yield from (DIRECT[dtype, dtype, tile.name] for tile in TILES if not tile.stages)
+    tiles = [t for t in TILES if t.stages and t.wgmma <= wgmma and t.split <= (dtype == torch.float32)]
+    for tile, a_k, b_k in itertools.product(tiles, (True, False), (True, False)):
+        if not tile.wgmma:
             yield V6[dtype, dtype, 3 if tile.split else 1, a_k, b_k, tile.name]
-        elif tile.wgmma and (not tile.split if dtype.itemsize == 2 else a_k and b_k):
+        elif dtype.itemsize == 2 or (a_k and b_k):
             yield V7[dtype, dtype, a_k, b_k, 0, tile.name]

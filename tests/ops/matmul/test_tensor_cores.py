@@ -13,8 +13,7 @@ import cukern
 from cukern.bench import environment
 from cukern.ops.matmul import plan as tensor_plan
 from cukern.ops.matmul.product import run
-from cukern.ops.matmul.reference import ACTIVATIONS, Epilogue
-from cukern.ops.matmul.tensor_cores import V7
+from cukern.ops.matmul.tensor_cores import ACTIVATIONS, V7, Epilogue
 from cukern.runtime import backend
 from cukern.runtime.device import KNOWN, device_of, restricted, setting
 from cukern.runtime.kernel import collecting
@@ -59,7 +58,7 @@ def multiply(
     """The product in a guarded output, by one tile."""
     out = Guarded((*a.shape[:-1], b.shape[-1]), a.dtype, a.device.type)
     with restricted(tile), backend.simulated_memory([a, b, out.memory]):
-        run(out.tensor, a, b, Epilogue(), precision or "", version)
+        run(out.tensor, a, b, Epilogue(), precision, version)
     out.check(f"{version} {tile}")
     return out.tensor
 
