@@ -15,7 +15,7 @@ from cukern.runtime import backend, checks, interop
 from cukern.runtime.higher import differentiable
 from cukern.runtime.kernel import Kernel, Template
 from cukern.runtime.registry import Cost, Op, Version, choose, raw_op, register, watched
-from cukern.runtime.tensors import VECTOR_BYTES, aligned, pointers, wide
+from cukern.runtime.tensors import VECTOR_BYTES, pointers, vector_width, wide
 
 THREADS = 128
 ROWS, CHUNK = 2, 64  # as in embedding.cu: rows of a thread of embedding_v2, and sorted tokens of a block of embedding_v2_bwd
@@ -46,31 +46,25 @@ def embedding(tokens: Any, weight: Any, positions: Any = None, *, version: str |
     devices that do not fit, a time longer than the table of positions, an unknown version, or a tensor with the negative bit.
     Source: Radford et al., "Language Models are Unsupervised Multitask Learners", 2019.
     """
-    tokens, weight = interop.to_torch("tokens", tokens), interop.to_torch("weight", weight)
-    positions = None if positions is None else interop.to_torch("positions", positions)
+    weight = interop.floats("weight", weight)
+    tokens = interop.indices("tokens", tokens, "weight", weight)
     checks.version("embedding", version, VERSIONS)
-    _check(tokens, weight, positions)
+    if weight.ndim != 2:
+        raise ValueError(f"weight must be (vocabulary, features), its shape is {tuple(weight.shape)}")
+    positions = None if positions is None else _positions(positions, weight, tokens)
     if backend.uses_torch("embedding", version, weight):
         return _on_cpu(tokens, weight) if positions is None else _on_cpu(tokens, weight, positions)
     return (_apply if watched(weight, positions) else _embedding)(tokens, weight, positions, version or "")
 
 
-def _check(tokens: Tensor, weight: Tensor, positions: Tensor | None) -> None:
-    checks.dtype("tokens", tokens, (torch.int32, torch.int64))
-    checks.dtype("weight", weight, checks.FLOATS)
-    if weight.ndim != 2:
-        raise ValueError(f"weight must be (vocabulary, features), its shape is {tuple(weight.shape)}")
-    checks.one_device(weight=weight, tokens=tokens)
-    if positions is None:
-        return
-    checks.dtype("positions", positions, checks.FLOATS)
-    checks.same(weight=weight, positions=positions)
-    if positions.ndim != 2 or positions.shape[1] != weight.shape[1]:
-        raise ValueError(f"positions must be (time, {weight.shape[1]}), as weight has such rows; its shape is {tuple(positions.shape)}")
-    if tokens.ndim == 0 or tokens.shape[-1] > positions.shape[0]:
-        raise ValueError(
-            f"tokens has shape {tuple(tokens.shape)}: its last dimension must be at most the {len(positions)} rows of positions"
-        )
+def _positions(positions: Any, weight: Tensor, tokens: Tensor) -> Tensor:
+    table, shape = interop.floats("positions", positions), tuple(tokens.shape)
+    checks.same(weight=weight, positions=table)
+    if table.ndim != 2 or table.shape[1] != weight.shape[1]:
+        raise ValueError(f"positions must be (time, {weight.shape[1]}), as weight has such rows; its shape is {tuple(table.shape)}")
+    if not shape or shape[-1] > len(table):
+        raise ValueError(f"tokens has shape {shape}: its last dimension must be at most the {len(table)} rows of positions")
+    return table
 
 
 def reference(weight: Tensor, *rest: Tensor) -> Tensor:  # rest: positions, if any, and tokens
@@ -169,7 +163,7 @@ def _forward_v1(tensors: Sequence[Tensor], *numbers: int) -> None:
 
 
 def _forward_v2(tensors: Sequence[Tensor], rows: int, time: int, *numbers: int) -> None:
-    width = _width(tensors[0], *tensors[2:])
+    width = vector_width(tensors[0], *tensors[2:])
     vectors = tensors[0].shape[-1] // width
     height, time = max(1, THREADS // vectors), time if tensors[3] is not None else -(-rows // ROWS)
     groups = -(-time // height) * -(-rows // (time * ROWS))
@@ -182,7 +176,7 @@ def _backward_v1(dweight: Tensor, dout: Tensor, tokens: Tensor, rows: int) -> No
 
 
 def _backward_v2(dweight: Tensor, dout: Tensor, tokens: Tensor, rows: int) -> None:
-    (size, features), chunks, width = dweight.shape, -(-rows // CHUNK), _width(dweight, dout)
+    (size, features), chunks, width = dweight.shape, -(-rows // CHUNK), vector_width(dweight, dout)
     if tokens.dtype == torch.int64 and size < 2**31 - 1:  # halves the passes of the radix sort
         tokens = tokens.clamp(-1, size).int()
     ordered, order = torch.sort(tokens.view(-1), stable=True)
@@ -190,11 +184,6 @@ def _backward_v2(dweight: Tensor, dout: Tensor, tokens: Tensor, rows: int) -> No
     numbers = rows, size, features, tokens.dtype == torch.int64
     _run(_V2_BWD[dout.dtype, width], chunks, features // width, (dweight.zero_(), partials, dout, ordered, order), *numbers)
     _run(_V2_RUNS[dout.dtype], chunks, features, (dweight, partials, ordered), *numbers)
-
-
-def _width(*tensors: Tensor) -> int:
-    """Elements of a vector."""
-    return VECTOR_BYTES // tensors[0].itemsize if aligned(*tensors) else 1
 
 
 def _instances(dtype: torch.dtype) -> Iterable[Kernel]:
@@ -229,14 +218,11 @@ def _cost(positions: bool, dims: Sequence[int], itemsize: int) -> dict[str, Cost
 
 
 for _name, _inputs in (("embedding", ("weight", "positions", "tokens")), ("embedding_tokens", ("weight", "tokens"))):
-    register(
-        Op(
-            name=_name, stem="embedding", function=embedding, reference=reference, versions=VERSIONS, dtypes=checks.FLOATS,
-            dims="BATCH TIME VOCABULARY FEATURES", make=partial(_make, "positions" in _inputs), inputs=_inputs,
-            cost=partial(_cost, "positions" in _inputs), bound="memory",
-            spread=lambda weight, *rest, version=None: embedding(rest[-1], weight, *rest[:-1], version=version),
-            check_dims=((1, 1, 1, 1), (2, 5, 7, 3), (3, 67, 11, 24), (4, 1024, 1000, 768)),
-            sim_dims=((1, 1, 1, 1), (2, 5, 7, 3), (3, 67, 11, 24)),
-            bench_dims=((32, 1024, 50304, 768), (8, 1024, 32000, 4096)),
-        )
-    )  # fmt: skip
+    register(Op(
+        name=_name, stem="embedding", function=embedding, reference=reference, versions=VERSIONS, dims="BATCH TIME VOCABULARY FEATURES",
+        make=partial(_make, len(_inputs) == 3), inputs=_inputs, cost=partial(_cost, len(_inputs) == 3),
+        spread=lambda weight, *rest, version=None: embedding(rest[-1], weight, *rest[:-1], version=version),
+        check_dims=((1, 1, 1, 1), (2, 5, 7, 3), (3, 67, 11, 24), (4, 1024, 1000, 768)),
+        sim_dims=((1, 1, 1, 1), (2, 5, 7, 3), (3, 67, 11, 24)),
+        bench_dims=((32, 1024, 50304, 768), (8, 1024, 32000, 4096)),
+    ))  # fmt: skip

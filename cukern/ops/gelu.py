@@ -8,14 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from cukern.runtime import backend, checks, interop
-from cukern.runtime.autocast import off
+from cukern.runtime import autocast, backend, checks, interop
 from cukern.runtime.higher import differentiable
 from cukern.runtime.kernel import Kernel, Template
-from cukern.runtime.registry import Cost, Op, Version, choose, raw_op, register, watched
-from cukern.runtime.tensors import VECTOR_BYTES, aligned, as_matrix, empty_like, pointers, readable, row_strides, wide
+from cukern.runtime.registry import Cost, Op, Version, choose, normal, raw_op, register, watched
+from cukern.runtime.tensors import VECTOR_BYTES, as_matrix, empty_like, pointers, readable, row_strides, vector_width, wide
 
 FUNCTIONS = {"none": 0, "tanh": 1, "silu": 2}  # as in gelu.cu
 THREADS, WARPS = 256, 8  # WARPS: of a block of gelu_bias_bwd, as in gelu.cu
@@ -90,29 +88,35 @@ def _rows(x: Tensor, up: Tensor | None, bias: Tensor | None) -> Iterable[Tensor 
 
 def _reference(function: str, gated: bool, x: Tensor, other: Tensor | None = None) -> Tensor:
     """`other` is `up` if `gated`, else the bias."""
-    with off(x):
+    with autocast.off(x):
         v = x if gated or other is None else x + other
-        y = (functional.silu(v) if function == "silu" else functional.gelu(v, approximate=function)).to(x.dtype)
+        y = (torch.nn.functional.silu(v) if function == "silu" else torch.nn.functional.gelu(v, approximate=function)).to(x.dtype)
         return y * other if gated and other is not None else y
 
 
 # ---- the raw ops: x, up and dout are matrices
 
 
-def _launch(x: Tensor, up: Tensor | None, bias: Tensor | None, function: str, version: str) -> Tensor:
+def _launch(x: Any, up: Any, bias: Any, function: str, version: str) -> Tensor:
     out = empty_like(x)
     if out.numel():
-        choose("gelu", version, x.get_device()).forward(out, *map(readable, (x, up, bias)), function)
+        x, up, bias = map(readable, (x, up, bias))
+        width = choose("gelu", version, x.get_device()).forward(bias, x, up)
+        _run(_FORWARD, width, function, bias, (out, x, up, bias), x, up)
     return out
 
 
-def _launch_backward(x: Tensor, up: Any, bias: Any, dout: Tensor, function: str, bias_grad: bool, version: str) -> tuple[Tensor, ...]:
+def _launch_backward(x: Any, up: Any, bias: Any, dout: Any, function: str, bias_grad: bool, version: str) -> tuple[Tensor, ...]:
     dx, dup, dbias = _fake_backward(x, up, bias, dout, function, bias_grad)
     if not dx.numel():
         return dx, dup, dbias.zero_()
-    tensors = map(readable, (x, up, bias, dout))
-    sums = choose("gelu", version, x.get_device()).backward(dx, None if up is None else dup, *tensors, function, bias_grad)
-    return dx, dup, sums if bias_grad else dbias
+    x, up, bias, dout = map(readable, (x, up, bias, dout))
+    width, terms = choose("gelu", version, x.get_device()).backward(bias, x, up, dout), dx
+    if width > 1 and bias_grad:
+        terms = _bias_backward(dx, x, bias, dout, function)
+    else:
+        _run(_BACKWARD, width, function, bias, (dx, None if up is None else dup, x, up, bias, dout), x, up, dout)
+    return dx, dup, terms.sum(0, dtype=wide(dx.dtype)).to(bias.dtype) if bias_grad else dbias
 
 
 def _fake_backward(x: Tensor, up: Any, bias: Any, dout: Tensor, function: str, bias_grad: bool, *_: Any) -> tuple[Tensor, ...]:
@@ -149,35 +153,16 @@ def _in_torch(x: Tensor, up: Tensor | None, bias: Tensor | None, function: str, 
 
 _apply = differentiable("_Gelu", _gelu, _in_torch, 3, gradient=_gradient, rows=2)
 
-# ---- the versions: tensors are (rows, cols) with column stride 1; the written ones are contiguous.
-# forward(out, x, up, bias, function); backward(dx, dup, x, up, bias, dout, function, bias_grad) returns dbias. up, bias may be None.
+# ---- the launches. Tensors are (rows, cols) with column stride 1; the written ones are contiguous. up and bias may be None.
 
 _FORWARD, _BACKWARD, _BIAS_BWD = (Template("gelu.cu", f"gelu{name}", pdl=True) for name in ("", "_bwd", "_bias_bwd"))
 
 
-def _aligned(bias: Tensor | None, *matrices: Any) -> bool:
-    """True if the tensors can be accessed in whole vectors; one of a float32 bias has 32 bytes if x is 16-bit."""
-    return aligned(bias, *matrices) and (bias is None or bias.data_ptr() * matrices[0].itemsize % (VECTOR_BYTES * bias.itemsize) == 0)
-
-
-def _run(template: Template, vectors: bool, function: str, bias: Any, tensors: Sequence[Any], *matrices: Any) -> None:
-    """Launch with a vector per thread if `vectors` and if the tensors allow it, else with an element. `tensors`: the kernel's arguments."""
-    x, width = matrices[0], VECTOR_BYTES // matrices[0].itemsize if vectors and _aligned(bias, *matrices) else 1
+def _run(template: Template, width: int, function: str, bias: Any, tensors: Sequence[Any], *matrices: Any) -> None:
+    """Launch with `width` elements per thread. `tensors`: the kernel's arguments."""
+    x = matrices[0]
     kernel, grid = template[x.dtype, (x if bias is None else bias).dtype, FUNCTIONS[function], width], -(-x.numel() // (THREADS * width))
     kernel.on(x.get_device())((grid, 1, 1), (THREADS, 1, 1), 0, *pointers(*tensors), *x.shape, *row_strides(*matrices))
-
-
-def _forward(vectors: bool, out: Tensor, x: Tensor, up: Any, bias: Any, function: str) -> None:
-    _run(_FORWARD, vectors, function, bias, (out, x, up, bias), x, up)
-
-
-def _backward(vectors: bool, dx: Tensor, dup: Any, x: Tensor, up: Any, bias: Any, dout: Tensor, function: str, bias_grad: bool) -> Any:
-    terms = dx
-    if vectors and bias_grad and _aligned(bias, x, dout):
-        terms = _bias_backward(dx, x, bias, dout, function)
-    else:
-        _run(_BACKWARD, vectors, function, bias, (dx, dup, x, up, bias, dout), x, up, dout)
-    return terms.sum(0, dtype=wide(dx.dtype)).to(bias.dtype) if bias_grad else None
 
 
 def _bias_backward(dx: Tensor, x: Tensor, bias: Tensor, dout: Tensor, function: str) -> Tensor:
@@ -191,6 +176,19 @@ def _bias_backward(dx: Tensor, x: Tensor, bias: Tensor, dout: Tensor, function: 
     return partials
 
 
+# ---- the versions: forward and backward give the elements per thread
+
+
+def _vectors(bias: Tensor | None, x: Tensor, *others: Tensor | None) -> int:
+    """A vector if the tensors can be accessed in whole vectors. One of a float32 bias has 32 bytes if x is 16-bit."""
+    fits = bias is None or bias.data_ptr() * x.itemsize % (VECTOR_BYTES * bias.itemsize) == 0
+    return vector_width(x, bias, *others) if fits else 1
+
+
+def _one(*_: Any) -> int:
+    return 1
+
+
 def _instances(vectors: bool, dtype: torch.dtype) -> Iterable[Kernel]:
     """There is no silu with a bias."""
     widths = (1, VECTOR_BYTES // dtype.itemsize)[: 1 + vectors]
@@ -202,21 +200,11 @@ def _instances(vectors: bool, dtype: torch.dtype) -> Iterable[Kernel]:
 
 
 VERSIONS = {
-    name: Version(idea, partial(_forward, vectors), partial(_backward, vectors), partial(_instances, vectors))
-    for name, vectors, idea in (
-        ("v1", False, "one thread per element; the bias gradient by torch's sum"),
-        ("v2", True, "16-byte vectors; the bias gradient from partial sums"),
-    )
+    "v1": Version("one thread per element; the bias gradient by torch's sum", _one, _one, partial(_instances, False)),
+    "v2": Version("16-byte vectors; the bias gradient from partial sums", _vectors, _vectors, partial(_instances, True)),
 }
 
 # ---- for the tools
-
-
-def _make(kind: str, dims: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> tuple[Tensor, ...]:
-    """x, x and bias, two tensors, or the halves of one tensor."""
-    shapes = {"x": (dims,), "bias": (dims, dims[1:]), "pair": (dims, dims), "halves": ((dims[0], 2 * dims[1]),)}[kind]
-    tensors = tuple(torch.randn(*shape, dtype=dtype, device=device) for shape in shapes)
-    return tensors[0].chunk(2, -1) if kind == "halves" else tensors
 
 
 def _cost(inputs: int, bias: bool, dims: Sequence[int], itemsize: int) -> dict[str, Cost]:
@@ -225,21 +213,22 @@ def _cost(inputs: int, bias: bool, dims: Sequence[int], itemsize: int) -> dict[s
     return {"fwd": forward, "bwd": Cost(((2 * inputs + 1) * n + 2 * extra) * itemsize, 30 * n)}
 
 
-for _name, _public, _kind, _function in (
-    ("gelu", gelu, "x", "none"),
-    ("gelu_tanh", partial(gelu, approximate="tanh"), "x", "tanh"),
-    ("gelu_bias", partial(gelu, approximate="tanh"), "bias", "tanh"),
-    ("swiglu", swiglu, "halves", "silu"),
-    ("geglu", geglu, "pair", "none"),
+def _halves(dims: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> tuple[Tensor, ...]:
+    return torch.randn(dims[0], 2 * dims[1], dtype=dtype, device=device).chunk(2, -1)
+
+
+for _name, _public, _function, _inputs, _make in (
+    ("gelu", gelu, "none", ("x",), normal()),
+    ("gelu_tanh", partial(gelu, approximate="tanh"), "tanh", ("x",), normal()),
+    ("gelu_bias", partial(gelu, approximate="tanh"), "tanh", ("x", "bias"), normal(1, 1)),
+    ("swiglu", swiglu, "silu", ("gate", "up"), _halves),
+    ("geglu", geglu, "none", ("gate", "up"), normal(2)),
 ):
-    _gated, _bias = _kind in ("pair", "halves"), _kind == "bias"
-    register(
-        Op(
-            name=_name, stem="gelu", function=_public, reference=partial(_reference, _function, _gated), versions=VERSIONS,
-            dtypes=checks.FLOATS, dims="ROWS COLUMNS", make=partial(_make, _kind), cost=partial(_cost, 1 + _gated, _bias), bound="memory",
-            inputs=("gate", "up") if _gated else ("x", "bias") if _bias else ("x",),
-            check_dims=((1, 1), (33, 1023), (129, 64), (1000, 256)), sim_dims=((1, 1), (5, 67), (35, 24)),
-            bench_dims=((32768, 768), (8192, 4096), (32768, 3072), (8192, 14336)),
-            roundings=4 if _bias else 2,  # the gradient of the bias is a sum
-        )
-    )  # fmt: skip
+    _gated, _bias = "up" in _inputs, "bias" in _inputs
+    register(Op(
+        name=_name, stem="gelu", function=_public, reference=partial(_reference, _function, _gated), versions=VERSIONS,
+        dims="ROWS COLUMNS", inputs=_inputs, make=_make, cost=partial(_cost, 1 + _gated, _bias),
+        check_dims=((1, 1), (33, 1023), (129, 64), (1000, 256)), sim_dims=((1, 1), (5, 67), (35, 24)),
+        bench_dims=((32768, 768), (8192, 4096), (32768, 3072), (8192, 14336)),
+        roundings=4 if _bias else 2,  # the gradient of the bias is a sum
+    ))  # fmt: skip

@@ -62,20 +62,17 @@ def adamw(
 
 def check_numbers(lr: Any, betas: Any, eps: Any, weight_decay: Any) -> Numbers:
     """lr, beta1, beta2, eps and weight_decay. A learning rate in a float32 tensor stays one."""
-    numbers = {"lr": lr, "eps": eps, "weight_decay": weight_decay}
-    if isinstance(lr, Tensor):
-        if lr.ndim or lr.dtype != torch.float32:
-            raise TypeError(f"lr must be a number or a float32 tensor of shape (), got {lr.dtype} of shape {tuple(lr.shape)}")
-        del numbers["lr"]
-    for name, value in numbers.items():
-        if checks.number(name, value) < 0:
-            raise ValueError(f"{name} must be at least 0, got {value!r}")
+    if not isinstance(lr, Tensor):
+        lr = checks.number("lr", lr, least=0)
+    elif lr.ndim or lr.dtype != torch.float32:
+        raise TypeError(f"lr must be a number or a float32 tensor of shape (), got {lr.dtype} of shape {tuple(lr.shape)}")
+    eps, weight_decay = checks.number("eps", eps, least=0), checks.number("weight_decay", weight_decay, least=0)
     if not isinstance(betas, tuple | list) or len(betas) != 2:
         raise TypeError(f"betas must be a pair of numbers, got {checks.brief(betas)}")
     for i, beta in enumerate(betas):
         if not 0 <= checks.number(f"betas[{i}]", beta) < 1:
             raise ValueError(f"betas[{i}] must be at least 0 and less than 1, got {beta!r}")
-    return lr if isinstance(lr, Tensor) else float(lr), float(betas[0]), float(betas[1]), float(eps), float(weight_decay)
+    return lr, float(betas[0]), float(betas[1]), eps, weight_decay
 
 
 def check_param(name: str, tensor: Tensor) -> None:

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from cukern.ops.cross_entropy.op import VERSIONS as loss_versions
-from cukern.ops.cross_entropy.op import checked_options, checked_targets, launch_forward, write_gradient
-from cukern.ops.cross_entropy.reference import Options
-from cukern.ops.cross_entropy.reference import reference as loss_of_logits
+from cukern.ops.cross_entropy.op import Options, checked_options, checked_targets, launch_forward, write_gradient
+from cukern.ops.cross_entropy.op import reference as loss_of_logits
 from cukern.runtime import autocast, backend, checks, interop
 from cukern.runtime.device import device_of
 from cukern.runtime.higher import gradients, tangents
