@@ -1,7 +1,4 @@
-"""embedding: out[..., t, :] = weight[tokens[..., t]] + positions[t]: GPT-2's token and position embeddings in one launch.
-
-dweight[v] = sum of dout over the rows with token v, dpositions[t] = sum of dout over the batch, both in a fixed order
-"""
+"""embedding: out[..., t, :] = weight[tokens[..., t]] + positions[t], GPT-2's two embeddings. Gradients: kernels_cu/embedding.cu."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -34,10 +31,9 @@ def embedding(tokens: Any, weight: Any, positions: Any = None, *, version: str |
         positions: None, or a table (at least time, features) of weight's dtype: row t is added where the last index of tokens is t.
         version: "v1" or "v2"; default: the fastest.
 
-    All are tensors or DLPack arrays on one device; what is not contiguous is copied first. 16-bit types are added in float32 and rounded
-    once, in the gradients too, which are dense: rows of tokens that do not occur, and unused rows of positions, are 0. All sums have a
-    fixed order: two runs give the same bits. v2's gradient of weight calls torch.sort, and needs memory for tokens / 32 rows of float32
-    (float64 for float64). Autocast changes nothing. CPU tensors use torch's operations, or the simulator.
+    Arrays, CPU tensors, autocast: see `help(cukern)`. What is not contiguous is copied first. Gradients are dense: rows of tokens that do
+    not occur, and unused rows of positions, are 0. All sums have a fixed order: two runs give the same bits. v2's gradient of weight calls
+    torch.sort, and needs memory for tokens / 32 rows of float32 (float64 for float64).
 
     A token outside of the vocabulary raises ValueError on the CPU. On a GPU, where finding it would need a synchronization, its row of the
     output is NaN and its row of the gradient is dropped; so it is in the simulator. Graphs of torch.compile on the CPU leave it to torch.
@@ -88,7 +84,7 @@ def _on_cpu(tokens: Tensor, *tables: Tensor) -> Tensor:
 
 
 def _launch(tokens: Tensor, weight: Tensor, positions: Tensor | None, version: str) -> Tensor:
-    out = _fake(tokens, weight)
+    out = weight.new_empty((*tokens.shape, weight.shape[1]))
     if not weight.shape[0]:
         return out.fill_(math.nan)
     if out.numel():
@@ -98,26 +94,22 @@ def _launch(tokens: Tensor, weight: Tensor, positions: Tensor | None, version: s
     return out
 
 
-def _fake(tokens: Tensor, weight: Tensor, *_: Any) -> Tensor:
-    return weight.new_empty((*tokens.shape, weight.shape[1]))
-
-
 def _launch_backward(dout: Tensor, tokens: Tensor, size: int, version: str) -> Tensor:
-    dweight, dout = _fake_dweight(dout, tokens, size), dout.resolve_neg().contiguous()
+    dweight, dout = dout.new_empty((size, dout.shape[-1])), dout.resolve_neg().contiguous()
     if not dout.numel() or not size:
         return dweight.zero_()
     choose("embedding", version, dout.get_device()).backward(dweight, dout, tokens.contiguous(), tokens.numel())
     return dweight
 
 
-def _fake_dweight(dout: Tensor, tokens: Tensor, size: int, *_: Any) -> Tensor:
-    return dout.new_empty((size, dout.shape[-1]))
-
-
-_embedding = raw_op("_embedding(Tensor tokens, Tensor weight, Tensor? positions, str version) -> Tensor", 3, _launch, _fake)
+_embedding = raw_op(
+    "_embedding(Tensor tokens, Tensor weight, Tensor? positions, str version) -> Tensor", 3, _launch,
+    lambda tokens, weight, *_: weight.new_empty((*tokens.shape, weight.shape[1])),
+)  # fmt: skip
 _backward = raw_op(
-    "_embedding_backward(Tensor dout, Tensor tokens, SymInt size, str version) -> Tensor", 2, _launch_backward, _fake_dweight
-)
+    "_embedding_backward(Tensor dout, Tensor tokens, SymInt size, str version) -> Tensor", 2, _launch_backward,
+    lambda dout, tokens, size, *_: dout.new_empty((size, dout.shape[-1])),
+)  # fmt: skip
 
 
 def _positions_backward(dout: Tensor, table: int) -> Tensor:

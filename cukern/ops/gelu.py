@@ -27,20 +27,21 @@ def gelu(x: Any, bias: Any = None, *, approximate: str = "none", version: str | 
         cukern.gelu(x, bias, approximate="tanh").sum().backward()
 
     Args:
-        x: (..., C), float16, bfloat16, float32 or float64: a tensor, or an array that supports DLPack. It is not copied if the last
-            dimension has stride 1 and the others flatten to one of any stride; else it is copied once. 16-bit types are computed in
-            float32 and rounded once. CPU tensors use torch's operations, or the simulator.
+        x: (..., C), float16, bfloat16, float32 or float64. Strides, arrays, CPU tensors, autocast: see `help(cukern)`.
         bias: (C,) or None, of x's dtype or float32, on x's device.
         approximate: "none" for x Phi(x), or "tanh" for GPT-2's x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))).
         version: "v1" or "v2"; default: the fastest.
 
-    Returns a new contiguous tensor of x's shape and dtype. Autocast changes nothing. A kernel computes the gradients, or torch's
-    operations in torch.func transforms and with create_graph=True.
+    Returns a new contiguous tensor of x's shape and dtype. A kernel computes the gradients, or torch's operations in torch.func transforms
+    and with create_graph=True.
 
     Raises TypeError for another dtype or an option that is not a str; ValueError for a bias that does not fit or is on another device, and
     for an unknown option. Source: Hendrycks and Gimpel, arXiv 1606.08415.
     """
-    return _call("gelu", checks.choice("approximate", approximate, ("none", "tanh")), version, x, bias=bias)
+    x = interop.floats("x", x)
+    bias = interop.of_columns("bias", bias, x, {x.dtype, torch.float32})
+    bias = bias.double() if bias is not None and x.dtype == torch.float64 else bias
+    return _call("gelu", checks.choice("approximate", approximate, ("none", "tanh")), version, x, None, bias)
 
 
 def swiglu(gate: Any, up: Any, *, version: str | None = None) -> Tensor:
@@ -52,7 +53,8 @@ def swiglu(gate: Any, up: Any, *, version: str | None = None) -> Tensor:
     gate and up are (..., C), of one shape, dtype and device. The halves of one tensor, as above, are read in place. Returns a new
     contiguous tensor. Dtypes, copies, `version` and errors as in `gelu`. Source: Shazeer, arXiv 2002.05202.
     """
-    return _call("swiglu", "silu", version, gate, up)
+    gate = interop.floats("gate", gate)
+    return _call("swiglu", "silu", version, gate, interop.like("up", up, "gate", gate), None)
 
 
 def geglu(gate: Any, up: Any, *, approximate: str = "none", version: str | None = None) -> Tensor:
@@ -63,27 +65,20 @@ def geglu(gate: Any, up: Any, *, approximate: str = "none", version: str | None 
 
     Arguments and results as in `swiglu`, `approximate` as in `gelu`.
     """
-    return _call("geglu", checks.choice("approximate", approximate, ("none", "tanh")), version, gate, up)
+    gate, function = interop.floats("gate", gate), checks.choice("approximate", approximate, ("none", "tanh"))
+    return _call("geglu", function, version, gate, interop.like("up", up, "gate", gate), None)
 
 
-def _call(op: str, function: str, version: str | None, x: Any, up: Any = None, bias: Any = None) -> Tensor:
-    x = interop.floats("x" if op == "gelu" else "gate", x)
-    up = None if op == "gelu" else interop.like("up", up, "gate", x)
-    bias = interop.of_columns("bias", bias, x, {x.dtype, torch.float32})
-    bias = bias.double() if bias is not None and x.dtype == torch.float64 else bias
+def _call(op: str, function: str, version: str | None, x: Tensor, up: Tensor | None, bias: Tensor | None) -> Tensor:
     checks.version(op, version, VERSIONS)
     if backend.uses_torch(op, version, x):
         if up is None:
             return _reference(function, False, x, bias)
         return _reference(function, True, x.to(wide(x.dtype)), up).to(x.dtype)  # rounded once, as by the kernels
+    is_one_row = bias is None and x.is_contiguous() and (up is None or up.is_contiguous())
+    matrices = (t if t is None else t.reshape(1, t.numel()) if is_one_row else as_matrix(t) for t in (x, up))
     run = _apply if watched(x, up, bias) else _gelu
-    return run(*_rows(x, up, bias), None if bias is None else bias.reshape(bias.numel()), function, version or "").view(x.shape)
-
-
-def _rows(x: Tensor, up: Tensor | None, bias: Tensor | None) -> Iterable[Tensor | None]:
-    """x and up as matrices; contiguous tensors without a bias as one row."""
-    are_one_row = bias is None and x.is_contiguous() and (up is None or up.is_contiguous())
-    return (t if t is None else t.reshape(1, t.numel()) if are_one_row else as_matrix(t) for t in (x, up))
+    return run(*matrices, None if bias is None else bias.reshape(bias.numel()), function, version or "").view(x.shape)
 
 
 def _reference(function: str, gated: bool, x: Tensor, other: Tensor | None = None) -> Tensor:
@@ -185,10 +180,6 @@ def _vectors(bias: Tensor | None, x: Tensor, *others: Tensor | None) -> int:
     return vector_width(x, bias, *others) if fits else 1
 
 
-def _one(*_: Any) -> int:
-    return 1
-
-
 def _instances(vectors: bool, dtype: torch.dtype) -> Iterable[Kernel]:
     """There is no silu with a bias."""
     widths = (1, VECTOR_BYTES // dtype.itemsize)[: 1 + vectors]
@@ -200,7 +191,7 @@ def _instances(vectors: bool, dtype: torch.dtype) -> Iterable[Kernel]:
 
 
 VERSIONS = {
-    "v1": Version("one thread per element; the bias gradient by torch's sum", _one, _one, partial(_instances, False)),
+    "v1": Version("one thread per element; the bias gradient by torch's sum", lambda *_: 1, lambda *_: 1, partial(_instances, False)),
     "v2": Version("16-byte vectors; the bias gradient from partial sums", _vectors, _vectors, partial(_instances, True)),
 }
 
@@ -209,19 +200,14 @@ VERSIONS = {
 
 def _cost(inputs: int, bias: bool, dims: Sequence[int], itemsize: int) -> dict[str, Cost]:
     n, extra = math.prod(dims), bias * dims[1]
-    forward = Cost(((inputs + 1) * n + extra) * itemsize, 20 * n)
-    return {"fwd": forward, "bwd": Cost(((2 * inputs + 1) * n + 2 * extra) * itemsize, 30 * n)}
-
-
-def _halves(dims: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> tuple[Tensor, ...]:
-    return torch.randn(dims[0], 2 * dims[1], dtype=dtype, device=device).chunk(2, -1)
+    return {"fwd": Cost(((inputs + 1) * n + extra) * itemsize, 20 * n), "bwd": Cost(((2 * inputs + 1) * n + 2 * extra) * itemsize, 30 * n)}
 
 
 for _name, _public, _function, _inputs, _make in (
     ("gelu", gelu, "none", ("x",), normal()),
     ("gelu_tanh", partial(gelu, approximate="tanh"), "tanh", ("x",), normal()),
     ("gelu_bias", partial(gelu, approximate="tanh"), "tanh", ("x", "bias"), normal(1, 1)),
-    ("swiglu", swiglu, "silu", ("gate", "up"), _halves),
+    ("swiglu", swiglu, "silu", ("gate", "up"), lambda dims, *options: normal()((dims[0], 2 * dims[1]), *options)[0].chunk(2, -1)),
     ("geglu", geglu, "none", ("gate", "up"), normal(2)),
 ):
     _gated, _bias = "up" in _inputs, "bias" in _inputs

@@ -1,5 +1,4 @@
-"""The registry's ops: cross_entropy with the default options, cross_entropy_padded with all others on a padded vocabulary, and
-linear_cross_entropy."""
+"""The registry's entries: cross_entropy, cross_entropy_padded (all options, and a padded vocabulary) and linear_cross_entropy."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -22,10 +21,6 @@ def _options(padded: bool, columns: int) -> Options:
 
 def _padded_call(logits: Tensor, targets: Tensor, version: str | None = None) -> Tensor:
     return cross_entropy(logits, targets, vocab_size=_options(True, logits.shape[-1]).vocab, version=version, **_PADDED)
-
-
-def _reference(padded: bool, logits: Tensor, targets: Tensor) -> Tensor:
-    return reference(logits, targets, _options(padded, logits.shape[-1]))
 
 
 def _make(padded: bool, dims: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> tuple[Tensor, ...]:
@@ -55,8 +50,9 @@ def _magnitude(padded: bool, inputs: tuple[Tensor, ...], douts: tuple[Tensor, ..
 for _name, _function, _padded in (("cross_entropy", cross_entropy, False), ("cross_entropy_padded", _padded_call, True)):
     register(Op(
         name=_name, stem="cross_entropy", function=_function, variants=row_counts, versions=VERSIONS,
-        reference=partial(_reference, _padded), magnitude=partial(_magnitude, _padded), make=partial(_make, _padded),
-        dims="ROWS COLUMNS", inputs=("logits", "targets"), cost=_cost, roundings=4,
+        reference=lambda logits, targets, padded=_padded: reference(logits, targets, _options(padded, logits.shape[-1])),
+        make=partial(_make, _padded), magnitude=partial(_magnitude, _padded), roundings=4,
+        dims="ROWS COLUMNS", inputs=("logits", "targets"), cost=_cost,
         check_dims=((1, 1), (129, 65), (64, 1000), (33, 4097), (5, 50_257), (7, 50_304)),
         sim_dims=((1, 1), (5, 67), (2, 300)),
         bench_dims=((8192, 50304), (8192, 50257), (32768, 768), (8192, 4096), (4096, 128256)),

@@ -44,9 +44,7 @@ def cross_entropy(
         cukern.cross_entropy(logits, targets, vocab_size=50257).backward()
 
     Args:
-        logits: (..., V), V <= 2^30, float16, bfloat16, float32 or float64: a tensor, or an array that supports DLPack. It is not copied if
-            the last dimension has stride 1 and the others flatten to one of any stride; else it is copied once. 16-bit types are computed
-            in float32. CPU tensors use torch's operations, or the simulator.
+        logits: (..., V), V <= 2^30, float16, bfloat16, float32 or float64. Strides, arrays, CPU tensors, autocast: see `help(cukern)`.
         targets: (...), int64 or int32: for each row the index of its class, in 0..vocab_size-1, or ignore_index.
         ignore_index: rows with this target have loss 0 and gradient 0.
         reduction: "mean" divides the sum of the losses by the number of targets that are not ignored. Without such a target it is NaN,
@@ -62,8 +60,7 @@ def cross_entropy(
         version: "v1" or "v2"; default: the fastest.
 
     Returns the loss: a number, or with "none" a tensor of targets' shape. It is float32, or float64 for float64 logits. torch rounds it to
-    the dtype of 16-bit logits, which leaves 2 or 3 digits, and lets a scaled float16 loss overflow. Two calls give the same bits. Autocast
-    does not change the dtype or the computation.
+    the dtype of 16-bit logits, which leaves 2 or 3 digits, and lets a scaled float16 loss overflow. Two calls give the same bits.
 
     A target outside 0..vocab_size-1 that is not ignore_index raises ValueError on the CPU. On a GPU, where that would need a
     synchronization, the loss and the gradient of its row are NaN. So they are in the simulator.
@@ -76,21 +73,18 @@ def cross_entropy(
     checks.version("cross_entropy", version, VERSIONS)
     if not logits.ndim or logits.shape[:-1] != targets.shape:
         raise ValueError(f"targets has shape {tuple(targets.shape)}, it must be that of logits without the last, {tuple(logits.shape)}")
-    options = checked_options(logits.shape[-1], ignore_index, reduction, label_smoothing, z_loss, softcap, vocab_size, version or "")
+    options = options_of(logits.shape[-1], ignore_index, reduction, label_smoothing, z_loss, softcap, vocab_size, version or "")
     inplace = _in_place(logits, inplace_backward)
     if backend.uses_torch("cross_entropy", version, logits):
         checked_targets(targets, options)
         return reference(logits, targets, options)
-    rows = targets.flatten()
     x = unit_column_stride(as_matrix(logits))
     run = _cross_entropy if not watched(x) else _apply_in_place if inplace else _apply
-    loss, _ = run(x, rows, *options)
+    loss, _ = run(x, targets.flatten(), *options)
     return loss.view(targets.shape) if options.reduction == "none" else loss
 
 
-def checked_options(
-    columns: int, ignored: Any, reduction: Any, smoothing: Any, z_loss: Any, softcap: Any, vocab: Any, version: str
-) -> Options:
+def options_of(columns: int, ignored: Any, reduction: Any, smoothing: Any, z_loss: Any, softcap: Any, vocab: Any, version: str) -> Options:
     ignored = checks.integer("ignore_index", ignored, -(1 << 63), (1 << 63) - 1)
     reduction = checks.choice("reduction", reduction, ("none", "sum", "mean"))
     smoothing, z_loss = checks.number("label_smoothing", smoothing, 1, least=0), checks.number("z_loss", z_loss, checks.FLOAT32_MAX)
@@ -190,27 +184,24 @@ _backward_in_place = raw_op(
 )
 
 
-def _gradient(in_place: bool, _: Any, inputs: Sequence[Any], stats: Sequence[Tensor], dloss: Tensor) -> tuple[Tensor | None, ...]:
+def _gradient(_: Any, inputs: Sequence[Any], stats: Sequence[Tensor], dloss: Tensor) -> tuple[Tensor | None, ...]:
     x, targets, *options = inputs
-    if not in_place:
-        return _backward(x, targets, *stats, dloss, *options), None
+    return _backward(x, targets, *stats, dloss, *options), None
+
+
+def _gradient_in_place(_: Any, inputs: Sequence[Any], stats: Sequence[Tensor], dloss: Tensor) -> tuple[Tensor | None, ...]:
+    x, targets, *options = inputs
     _backward_in_place(x, targets, *stats, dloss, *options)
     torch.autograd.graph.increment_version(x)
     return x.detach(), None
-
-
-def _in_torch(x: Tensor, targets: Tensor, *rest: Any) -> Tensor:
-    return reference(x, targets, Options(*rest))
 
 
 def _no_second_derivative(*_: Any) -> NoReturn:
     raise NotImplementedError("with inplace_backward, the gradient of cross_entropy cannot be differentiated")
 
 
-_apply, _apply_in_place = (
-    differentiable("_CrossEntropy", _cross_entropy, math, 2, gradient=partial(_gradient, in_place))
-    for in_place, math in ((False, _in_torch), (True, _no_second_derivative))
-)
+_apply = differentiable("_CrossEntropy", _cross_entropy, lambda x, t, *rest: reference(x, t, Options(*rest)), 2, gradient=_gradient)
+_apply_in_place = differentiable("_CrossEntropy", _cross_entropy, _no_second_derivative, 2, gradient=_gradient_in_place)
 
 # ---- the versions. `forward` and `backward` give the kernel of a pass for (dtype, has softcap, has label smoothing, columns), its block
 # (threads per row, rows, 1), and a number: for the forward, the warps per SM if a row has lanes of a warp, else 0; for the backward, the

@@ -1,10 +1,4 @@
-"""layernorm and rmsnorm: the public functions, their derivatives and their entries in the registry.
-
-    layernorm:  y = n weight + bias,  n = (s - mean(s)) r,  r = 1 / sqrt(variance(s) + eps)
-    rmsnorm:    y = n weight,         n = s r,              r = 1 / sqrt(mean(s^2) + eps)
-
-Means run over the last dimension. s is x, or x + residual. The formulas of the derivatives are at the head of kernels_cu/layernorm.cu.
-"""
+"""layernorm and rmsnorm along the last dimension of s, which is x or x + residual. Math and derivatives: kernels_cu/layernorm.cu."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -30,9 +24,7 @@ def layernorm(x: Any, weight: Any, bias: Any = None, *, eps: float = 1e-5, resid
         y, x = cukern.layernorm(branch, weight, bias, residual=x)  # x + branch, and its layernorm, in one kernel
 
     Args:
-        x: (..., columns), float16, bfloat16, float32 or float64: a tensor, or an array that supports DLPack. It is not copied if its
-            columns have stride 1 and the other dimensions flatten to one; else it is copied once. 16-bit types are computed in float32
-            and rounded once. CPU tensors use torch's operations, or the simulator.
+        x: (..., columns), float16, bfloat16, float32 or float64. Strides, arrays, CPU tensors, autocast: see `help(cukern)`.
         weight: (columns,), of x's dtype, or float32 for 16-bit x; None: 1, and then bias must be None too.
         bias: (columns,), of weight's dtype; None: 0.
         eps: a finite number, at least 0, added to the variance. The variance divides by the number of columns.
@@ -40,12 +32,10 @@ def layernorm(x: Any, weight: Any, bias: Any = None, *, eps: float = 1e-5, resid
         version: "v1" or "v2"; default: the fastest.
 
     Returns y, a new contiguous tensor of x's shape and dtype; with `residual` the tuple (y, s). Gradients flow through both. Gradients of
-    weight and bias are added in a fixed order: runs on one GPU give equal bits. For the backward, s and two float32 numbers per row are
-    saved. Autocast does not change the dtype or the computation.
+    weight and bias are added in a fixed order: runs on one GPU give equal bits. The backward needs s and two float32 numbers per row.
 
     Raises TypeError for another dtype or type of an argument; ValueError for a shape, device, eps or version that does not fit.
-
-    Layer normalization: Ba, Kiros and Hinton, https://arxiv.org/abs/1607.06450.
+    Source: Ba, Kiros and Hinton, arXiv 1607.06450.
     """
     return _public("layernorm", x, weight, bias, eps, residual, version)
 
@@ -56,7 +46,7 @@ def rmsnorm(x: Any, weight: Any, *, eps: float = 1e-6, residual: Any = None, ver
         x = torch.randn(4, 1024, 4096, dtype=torch.bfloat16, device="cuda", requires_grad=True)
         y = cukern.rmsnorm(x, torch.ones(4096, dtype=torch.bfloat16, device="cuda"))
 
-    Arguments, result and errors are those of `layernorm`. Zhang and Sennrich, https://arxiv.org/abs/1910.07467.
+    Arguments, result and errors are those of `layernorm`. Source: Zhang and Sennrich, arXiv 1910.07467.
     """
     return _public("rmsnorm", x, weight, None, eps, residual, version)
 
@@ -155,32 +145,30 @@ _layernorm_backward = raw_op(
 # ---- autograd
 
 
-def _kept(inputs: Sequence[Any], outs: Sequence[Tensor]) -> Sequence[Any]:
-    """With a residual, derivatives depend on s only: it replaces x, and s without its history replaces the residual."""
-    return inputs if inputs[1] is None else (outs[1], outs[1].detach(), *inputs[2:])
-
-
 def _gradient(needed: Sequence[bool], inputs: Sequence[Any], stats: Sequence[Tensor], dy: Any, ds: Any = None) -> tuple[Tensor | None, ...]:
     s, residual, weight, bias, _, rms, version = inputs
     affine = 2 if bias is not None and needed[3] else int(needed[2])
-    dy = torch.zeros_like(s) if dy is None else dy
-    dx, dweight, dbias = _layernorm_backward(s, dy, ds, *stats, weight, rms, affine, version)
+    dx, dweight, dbias = _layernorm_backward(s, torch.zeros_like(s) if dy is None else dy, ds, *stats, weight, rms, affine, version)
     return dx, None if residual is None else dx, dweight if affine else None, dbias if affine > 1 else None
 
 
 def _in_torch(s: Tensor, residual: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
-    """y and s, from what _kept returns: as a function, s + residual, which has the value of s."""
+    """y and s. With a residual, derivatives depend on s only: `kept` replaces x by s, and the residual by s without its history. As a
+    function, s is s + residual, which has the same value."""
     s = s if residual is None else s + (residual - residual.detach())
     return reference(s, None, *rest), s
 
 
-_apply = differentiable("_LayerNorm", lambda *args: tuple(_layernorm(*args)), _in_torch, 4, -1, rows=2, gradient=_gradient, kept=_kept)
+_apply = differentiable(
+    "_LayerNorm", lambda *args: tuple(_layernorm(*args)), _in_torch, 4, -1, rows=2, gradient=_gradient,
+    kept=lambda inputs, outs: inputs if inputs[1] is None else (outs[1], outs[1].detach(), *inputs[2:]),
+)  # fmt: skip
 
 # ---- for the tools: `arguments` gives the arguments of `reference` for an op's inputs. x with a residual is an op of its own
 
 
-def _with_residual(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, *, version: str | None = None) -> Any:
-    return layernorm(x, weight, bias, residual=residual, version=version)
+def _with_residual(x: Tensor, residual: Tensor, *affine: Tensor, version: str | None = None) -> Any:
+    return layernorm(x, *affine, residual=residual, version=version)
 
 
 def _cost(matrices: int, dims: Sequence[int], itemsize: int) -> dict[str, Cost]:
