@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import adamw as torch_adamw
 from torch.utils._pytree import tree_leaves
 
 from cukern.ops.adamw.op import MOST_TABLES, VERSIONS, Numbers, Row, Table, check_numbers, check_param, group_bytes, write
@@ -230,7 +231,7 @@ class AdamW(torch.optim.Optimizer):
         for group, (lr, beta1, beta2, eps, weight_decay) in enumerate(numbers):
             tensors = [(t, g, r.exp_avg, r.exp_avg_sq, r.step) for t, g, r in zip(targets, grads, rows, strict=True) if r.group == group]
             params, gradients, exp_avgs, exp_avg_sqs, steps = ([each[i] for each in tensors] for i in range(5))
-            torch.optim.adamw.adamw(
+            torch_adamw.adamw(
                 params, gradients, exp_avgs, exp_avg_sqs, [], steps, fused=True, amsgrad=False, maximize=False, lr=float(lr), beta1=beta1,
                 beta2=beta2, eps=eps, weight_decay=weight_decay, grad_scale=grad_scale, found_inf=found_inf,
             )  # fmt: skip

@@ -153,8 +153,7 @@ def _gradient(needed: Sequence[bool], inputs: Sequence[Any], stats: Sequence[Ten
 
 
 def _in_torch(s: Tensor, residual: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
-    """y and s. With a residual, derivatives depend on s only: `kept` replaces x by s, and the residual by s without its history. As a
-    function, s is s + residual, which has the same value."""
+    """y and s. With a residual, `kept` replaces x by s, and the residual by s without its history: as a function, s is their sum."""
     s = s if residual is None else s + (residual - residual.detach())
     return reference(s, None, *rest), s
 
