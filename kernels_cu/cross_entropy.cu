@@ -117,17 +117,21 @@ __device__ __forceinline__ void read_row(const T* x, const T* to, int columns, b
     }
 }
 
-// The largest c, the sum of exp(c - largest) and, if TOTAL, the sum of c for label smoothing: over the elements that a thread has read, and after
-// reduce() over the row.
+// The largest c, the sum of exp(c - largest) and, if TOTAL, that of c for label smoothing: of a thread, and after reduce() of the row.
 template <typename T, bool SOFTCAP, bool TOTAL>
-struct OnlineSum : Top<T> {
+struct OnlineSum {
     using C = compute_t<T>;
     Softcap<T, SOFTCAP> capped;
+    Top<T> top;
     C largest = sizeof(C) == 4 ? C(-3.4028235e38) : C(-1.7976931348623157e308);  // not -inf, so that c - largest is not NaN for c = -inf
     sum_t<T> sum = 0, total = 0;
     __device__ __forceinline__ explicit OnlineSum(const Options& o) : capped(o.softcap) {}
+    template <int N>
+    __device__ __forceinline__ void look(const Vec<T, N>& v) {
+        top.look(v);
+    }
     __device__ __forceinline__ void raise() {
-        C c = capped(this->value());
+        C c = capped(top.value());
         if (!(c > largest)) return;
         sum *= exponential(largest - c);
         largest = c;
@@ -187,8 +191,7 @@ __device__ __forceinline__ double2 block_sums(double x, double y) {
     return sum;
 }
 
-// Writes the gradient of a row's columns to dx. raise() computes what is the same for all columns of the row, after the loads of the row are
-// issued.
+// Writes the gradient of a row's columns to dx. raise() computes what all columns share, after the loads of the row are issued.
 template <typename T, bool SOFTCAP>
 struct Gradient {
     using C = compute_t<T>;

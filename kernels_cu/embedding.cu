@@ -85,10 +85,9 @@ __global__ void embedding_v2(T* out, const void* tokens, const T* weight, const 
         compute_t<T> y[N];
         unpack(y, w[k]);
         if (positions) add_to(y, p);
-        if (!is_inside(token[k], vocabulary)) {
+        if (!is_inside(token[k], vocabulary))
 #pragma unroll
             for (int j = 0; j < N; j++) y[j] = not_a_number();
-        }
         store_vec_past_l1(out + (first + k * time) * features + column, pack<T, N>(y));
     }
 }

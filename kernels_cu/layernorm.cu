@@ -240,8 +240,7 @@ __global__ void __launch_bounds__(512, N == 1 ? 1 : 0)  // 0: not specified; wit
     if (threadIdx.x == 0 && row < rows) store_vec(stats + 2 * row, Vec<C, 2>{{mean, rstd}});
 }
 
-// Adds the sums of the threads of this threadIdx.y to those of smaller threadIdx.y, which are in `shared`. The last threadIdx.y writes the
-// result to `out`.
+// Adds the sums of this threadIdx.y to those of smaller ones, which are in `shared`. The last threadIdx.y writes the result to `out`.
 template <typename T, typename C, int N, int VECTORS>
 __device__ __forceinline__ void add_row(C* out, const C (&sums)[VECTORS][N], C* shared, int columns) {
     constexpr int M = N * sizeof(C) > 16 ? 16 / sizeof(C) : N;
