@@ -214,13 +214,11 @@ register(
         function=square,
         reference=reference,
         versions=VERSIONS,
-        dtypes=checks.FLOATS,
         dims="SHAPE...",
         check_dims=((1,), (1023,), (64, 1000), (3, 5, 7)),
         sim_dims=((1,), (1023,), (64, 1000), (3, 5, 7)),
         bench_dims=((1 << 28,),),
         inputs=("x",),
         cost=_cost,
-        bound="memory",
     )
 )

@@ -153,7 +153,7 @@ def _gradient(needed: Sequence[bool], inputs: Sequence[Any], stats: Sequence[Ten
 
 
 def _in_torch(s: Tensor, residual: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
-    """y and s. With a residual, `kept` replaces x by s, and the residual by s without its history: as a function, s is their sum."""
+    """y and s. With a residual, `kept` gives s for x, and for the residual s without its history, whose change is added to s."""
     s = s if residual is None else s + (residual - residual.detach())
     return reference(s, None, *rest), s
 
