@@ -144,7 +144,7 @@ class Table:
         self.rows, self.grads, numbers, partials = (
             rows[0].exp_avg.new_empty(size, dtype=torch.int64) for size in (8 * len(rows), len(rows), 9 * len(rows), self.chunks)
         )
-        self.places = b""  # the addresses that are in self.grads
+        self.places: list[int] = []  # the addresses that are in self.grads
         self.memory = self.rows, self.grads, numbers, partials
         self.numbers, self.partials = pointers(numbers, partials)
         write(self.rows, data)
@@ -155,10 +155,10 @@ class Table:
         first_step: int = 0,
     ) -> None:  # fmt: skip
         """A step. `norm` gets the norm of the gradients if there is a max_norm. `first_step`: that of rows without a step."""
-        places = struct.pack(f"{len(grads)}Q", *[grads[i].data_ptr() for i in self.order])
+        places = [grads[i].data_ptr() for i in self.order]
         addresses = torch.empty_like(self.grads) if capturing else self.grads  # a replay must not change those of other steps
         if capturing or places != self.places:
-            write(addresses, places)
+            write(addresses, struct.pack(f"{len(places)}Q", *places))
         if not capturing:
             self.places = places
         rows, at, count = self.rows.data_ptr(), addresses.data_ptr(), len(self.tensors)
