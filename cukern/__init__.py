@@ -4,6 +4,11 @@ Ops: square, matmul, linear, softmax, log_softmax, causal_softmax, rope, rope_, 
 lokr_linear, embedding, layernorm, rmsnorm, gelu, swiglu, geglu, cross_entropy, linear_cross_entropy, attention, attention_packed,
 attention_varlen, adamw, the optimizer AdamW, and the module KronLinear. `help(cukern.softmax)` gives shapes, dtypes, errors and an example.
 
+Arguments of embedding, layernorm, rmsnorm, gelu, swiglu, geglu and cross_entropy are tensors or arrays that support DLPack, all on one
+device. A tensor (..., C) is not copied if its last dimension has stride 1 and the others flatten to one of any stride; else it is copied
+once. 16-bit types are computed in float32 and rounded once. CPU tensors use torch's operations, or the simulator. Autocast does not
+change the dtype or the computation.
+
 Your own kernels: `load`, `compile` and `tensor_map`; `op` makes a differentiable op of them.
 `warmup` compiles and loads kernels ahead of time, for example before a CUDA-graph capture.
 `use` chooses one version of an op's kernels for a block. `backend("sim")` runs kernels in the simulator, without a GPU.

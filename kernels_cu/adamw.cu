@@ -108,7 +108,7 @@ __global__ void adamw_prepare(double* numbers, float* norm_to, const void* table
         double lr = group.lr_tensor ? *group.lr_tensor : group.lr;
         float step = rows[t].step ? *rows[t].step + 1 : first_step;
         double decay = 1 - lr * group.weight_decay, beta1 = group.beta1, beta2 = group.beta2, size = lr / (1 - pow(beta1, double(step)));
-        double k[] = {size, 1 / sqrt(1 - pow(group.beta2, double(step))), group.eps, decay, 1 - beta1, beta2, 1 - beta2, factor, -1};
+        double k[] = {size, 1 / sqrt(1 - pow(beta2, double(step))), group.eps, decay, 1 - beta1, beta2, 1 - beta2, factor, -1};
         if (!skip) k[STEP] = step;
         if (!skip && rows[t].step) *rows[t].step = step;
         for (int j = 0; j < NUMBERS; j++) numbers[t * NUMBERS + j] = k[j];
@@ -128,11 +128,6 @@ __device__ __forceinline__ uint4 philox(uint4 c, uint2 key) {
     }
     return c;
 }
-
-template <typename T>
-constexpr bool IS_BFLOAT16 = false;
-template <>
-constexpr bool IS_BFLOAT16<__nv_bfloat16> = true;
 
 // One of the two neighbours in bfloat16, the upper one with the probability of the discarded bits / 2^16.
 __device__ __forceinline__ __nv_bfloat16 round_randomly(float x, unsigned random) {
@@ -168,9 +163,8 @@ __device__ __forceinline__ void update(const Row& row, const T* grad, const comp
     store_vec(m_at, m);
     store_vec(v_at, v);
     Vec<T, N> rounded = pack<T, N>(p);
-    if constexpr (sizeof(T) == 2)
-        if (row.master) store_vec(row.master + i, pack<float, N>(p));
-    if constexpr (IS_BFLOAT16<T>) {
+    if (sizeof(T) == 2 && row.master) store_vec(row.master + i, pack<float, N>(p));
+    if constexpr (IS_BF16<T>) {
         if (randomly) {  // element i has word i % 4 of counter i / 4, whatever N is
             uint4 random = philox(make_uint4(i / 4, i / 4 >> 32, row.index, k[STEP]), make_uint2(seed, seed >> 32));
             unsigned words[4] = {random.x, random.y, random.z, random.w};
@@ -190,8 +184,7 @@ __global__ void adamw_v1(const void* table, const Word* grads, const double* num
     if (i < row.numel && k[STEP] > 0) update<T, 1>(row, reinterpret_cast<const T*>(grads[t]), k, i, seed, randomly);
 }
 
-// Short blocks: the last ones of the grid end at about the same time. PART: elements per block. The chunks of the grid begin at
-// `first_chunk`, the first of this dtype.
+// Short blocks, so that the last ones end at about the same time. The chunks of the grid begin at `first_chunk`, the first of this dtype.
 template <typename T, int PART>
 __global__ void __launch_bounds__(THREADS, sizeof(T) == 8 ? 1 : 3 + sizeof(T) / 2)  // double: 1 block per SM, float: 5, 16-bit types: 4
     adamw_v2(const void* table, const Word* grads, const double* numbers, long long first_chunk, int tensors, Word seed, bool randomly) {

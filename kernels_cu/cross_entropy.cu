@@ -19,16 +19,12 @@
 // v1       a block per row, one element per thread and step
 // v2       16-byte vectors, 4 loads per thread in flight                      0.95, 0.97
 //          short rows: a warp has several at a time, and finishes them together
-//
 // Experiments: docs/notes/cross_entropy.md. Online softmax: Milakov and Gimelshein, arXiv 1805.02867.
-#include "common/math.cuh"
 #include "common/pack.cuh"
 #include "common/pdl.cuh"
 #include "common/ptx/async_copy.cuh"
 #include "common/ptx/math.cuh"
 #include "common/reduce.cuh"
-
-constexpr float LOG2E = 1.4426950408889634f;
 
 // By value. `dloss_step`: the gradient of the loss of row r is dloss[r * dloss_step].
 struct Options {
@@ -52,12 +48,12 @@ struct Softcap {
     __device__ __forceinline__ C operator()(C x) const { return SOFTCAP ? cap * tanh_of(x) : x; }
 };
 
-// The largest of the elements that were added. NaN is ignored. 16-bit elements are compared in pairs.
+// The largest of the elements seen by look(). NaN is ignored. 16-bit elements are compared in pairs.
 template <typename T>
 struct Top {
     Vec<T, 2> top = {minus_infinity<T>(), minus_infinity<T>()};
     template <int N>
-    __device__ __forceinline__ void add(const Vec<T, N>& v) {
+    __device__ __forceinline__ void look(const Vec<T, N>& v) {
 #pragma unroll
         for (int j = 0; j < N; j += 2) {
             Vec<T, 2> two = {v.v[j], v.v[N > 1 ? j + 1 : j]};
@@ -69,23 +65,13 @@ struct Top {
             }
         }
     }
-    __device__ __forceinline__ compute_t<T> largest() const { return max(load_as(top.v[0]), load_as(top.v[1])); }
+    __device__ __forceinline__ compute_t<T> value() const { return max(load_as(top.v[0]), load_as(top.v[1])); }
 };
 
-// How a row is read: use.look(v) for some vectors, then use.raise(), then use(column, values) for the same vectors. read_one reads one
-// column.
-template <typename T, class F>
-__device__ __forceinline__ void read_one(const T* x, int column, F& use) {
-    Vec<T, 1> v = {x[column]};
-    use.look(v);
-    use.raise();
-    compute_t<T> value[1] = {load_as(v.v[0])};
-    use(column, value);
-}
-
-// Reads a row by the threads threadIdx.x: 16-byte vectors that are aligned in `to`, which has the same columns, and single columns before and
-// after them. LOADS vectors per thread are in flight; LOADS = 0: single columns only, for v1. If the row has several pieces, only one is read.
-// PIECE: a piece has at most LOADS vectors per thread. Without is_read, values have no meaning.
+// Reads a row by the threads threadIdx.x: 16-byte vectors that are aligned in `to`, which has the same columns, and single columns before
+// and after them. It calls use.look(v) for some vectors, then use.raise(), then use(column, values) for the same vectors. LOADS vectors per
+// thread are in flight; LOADS = 0: single columns only, for v1. If the row has several pieces, only one is read. PIECE: a piece has at most
+// LOADS vectors per thread. Without is_read, values have no meaning.
 template <int LOADS, bool PIECE, typename T, class F>
 __device__ __forceinline__ void read_row(const T* x, const T* to, int columns, bool is_read, F& use, int piece = 0, int pieces = 1) {
     constexpr int N = 16 / sizeof(T);
@@ -93,7 +79,14 @@ __device__ __forceinline__ void read_row(const T* x, const T* to, int columns, b
     unsigned from = reinterpret_cast<unsigned long long>(x), address = reinterpret_cast<unsigned long long>(to);
     int first = LOADS ? min(columns, int(-address % 16 / sizeof(T))) : columns, vectors = (columns - first) / N;
 #pragma unroll 1
-    for (int i = threadIdx.x; i < columns - vectors * N && piece == 0; i += threads) read_one(x, i < first ? i : i + vectors * N, use);
+    for (int i = threadIdx.x; i < columns - vectors * N && piece == 0; i += threads) {
+        int column = i < first ? i : i + vectors * N;
+        Vec<T, 1> one = {x[column]};
+        use.look(one);
+        use.raise();
+        compute_t<T> value[1] = {load_as(one.v[0])};
+        use(column, value);
+    }
     x += first;
 #pragma unroll 1
     for (int i = threadIdx.x + piece * LOADS * threads; i < vectors; i += pieces * LOADS * threads) {
@@ -124,8 +117,7 @@ __device__ __forceinline__ void read_row(const T* x, const T* to, int columns, b
     }
 }
 
-// The largest c, the sum of exp(c - largest) and, if TOTAL, the sum of c for label smoothing: over the elements that a thread has read, and after
-// reduce() over the row.
+// The largest c, the sum of exp(c - largest) and, if TOTAL, that of c for label smoothing: of a thread, and after reduce() of the row.
 template <typename T, bool SOFTCAP, bool TOTAL>
 struct OnlineSum {
     using C = compute_t<T>;
@@ -136,10 +128,10 @@ struct OnlineSum {
     __device__ __forceinline__ explicit OnlineSum(const Options& o) : capped(o.softcap) {}
     template <int N>
     __device__ __forceinline__ void look(const Vec<T, N>& v) {
-        top.add(v);
+        top.look(v);
     }
     __device__ __forceinline__ void raise() {
-        C c = capped(top.largest());
+        C c = capped(top.value());
         if (!(c > largest)) return;
         sum *= exponential(largest - c);
         largest = c;
@@ -199,8 +191,7 @@ __device__ __forceinline__ double2 block_sums(double x, double y) {
     return sum;
 }
 
-// Writes the gradient of a row's columns to dx. raise() computes what is the same for all columns of the row, after the loads of the row are
-// issued.
+// Writes the gradient of a row's columns to dx. raise() computes what all columns share, after the loads of the row are issued.
 template <typename T, bool SOFTCAP>
 struct Gradient {
     using C = compute_t<T>;
@@ -355,9 +346,9 @@ __global__ void __launch_bounds__(512, 2 - (SOFTCAP && __CUDA_ARCH__ >= 1000))
     read_row<LOADS, false>(kept, x, columns, !is_ignored, gradient);
 }
 
-// ---- the sum or mean of the rows' losses, added in a fixed order; count receives the number of targets that are not `ignored`
+// ---- the sum or mean of the rows' losses, added in a fixed order; count receives the number of targets that are not `ignored`. Grid 1,
+// block 256. There is one partial sum per block of the forward. The next kernel may start while this one waits.
 
-// Grid 1, block 256. There is one partial sum per block of the forward. The next kernel may start while this one waits.
 template <typename C>
 __global__ void cross_entropy_reduce(C* out, double* count, const double2* partials, long long blocks, bool mean) {
     let_next_come();

@@ -19,10 +19,8 @@
 // Launch     v1: 1-D, one thread per element. v2: blockDim.x threads share a row, or a slice of it; grid.x = groups of blockDim.y times, for
 //            each group of ROWS sequences, or chunks; grid.y = slices.
 // Predictions and experiments: docs/notes/embedding.md.
-#include "common/math.cuh"
 #include "common/pack.cuh"
 #include "common/ptx/launch.cuh"
-#include "common/vec.cuh"
 
 constexpr int ROWS = 2;       // of a thread of embedding_v2, which have the same time
 constexpr int CHUNK = 64;     // sorted tokens per block
@@ -87,10 +85,9 @@ __global__ void embedding_v2(T* out, const void* tokens, const T* weight, const 
         compute_t<T> y[N];
         unpack(y, w[k]);
         if (positions) add_to(y, p);
-        if (!is_inside(token[k], vocabulary)) {
+        if (!is_inside(token[k], vocabulary))
 #pragma unroll
             for (int j = 0; j < N; j++) y[j] = not_a_number();
-        }
         store_vec_past_l1(out + (first + k * time) * features + column, pack<T, N>(y));
     }
 }
@@ -108,17 +105,15 @@ __global__ void __launch_bounds__(THREADS, 6)
     for (long long i = first; i < end; i += UNROLL) {
         Vec<T, N> v[UNROLL];
 #pragma unroll
-        for (int k = 0; k < UNROLL; k++) {
+        for (int k = 0; k < UNROLL; k++)
             if (i + k < end) v[k] = load_vec<T, N>(dout + order[i + k] * features + column);
-        }
         compute_t<T> part[2][N] = {};  // even and odd rows: short sums have small errors
 #pragma unroll
         for (int k = 0; k < UNROLL; k++) {
             if (i + k >= end) break;
             add_to(part[k % 2], v[k]);
             long long next = i + k + 1 < rows ? index_at(sorted, wide, i + k + 1) : -1;
-            bool ends = i + k + 1 == rows || next != token;
-            bool is_last = ends || i + k + 1 == end;
+            bool ends = i + k + 1 == rows || next != token, is_last = ends || i + k + 1 == end;
             if (!is_last && k + 1 < UNROLL) continue;
 #pragma unroll
             for (int j = 0; j < N; j++) {

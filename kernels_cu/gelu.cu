@@ -31,7 +31,7 @@ struct Gate {
 
 template <typename T>
 __device__ __forceinline__ Gate<compute_t<T>> sigmoid(compute_t<T> x) {
-    compute_t<T> e = sizeof(T) == 2 ? exp2_approx(-fabs(x) * 1.4426950408889634f) : exp(-fabs(x));
+    compute_t<T> e = sizeof(T) == 2 ? exp2_approx(-fabs(x) * LOG2E) : exp(-fabs(x));
     compute_t<T> p = sizeof(T) == 2 ? reciprocal_approx(1 + e) : 1 / (1 + e), q = e * p;
     return {x < 0 ? q : p, p * q};
 }
@@ -42,7 +42,7 @@ __device__ __forceinline__ Gate<compute_t<T>> normal(compute_t<T> x) {
     using C = compute_t<T>;
     constexpr C DENSITY = C(0.3989422804014327);  // 1 / sqrt(2 pi)
     if constexpr (sizeof(T) == 2) {
-        C e = exp2_approx(x * x * (-0.5f * 1.4426950408889634f)), t = reciprocal_approx(fmaf(fabs(x), 0.23164190f, 1.0f));
+        C e = exp2_approx(x * x * (-0.5f * LOG2E)), t = reciprocal_approx(fmaf(fabs(x), 0.23164190f, 1.0f));
         C below = fmaf(t, fmaf(t, fmaf(t, 0.5307027145f, -0.7265760135f), 0.7107068705f), -0.142248368f);
         below = fmaf(t, below, 0.127414796f) * t * e;
         return {x < 0 ? below : 1 - below, e * DENSITY};

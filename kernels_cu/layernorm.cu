@@ -22,12 +22,10 @@
 // v2       row in registers, read once in 16-byte vectors; backward: a block loops over rows and keeps its sums in registers.
 //          H100, 32768 x 768: forward 0.99 (bfloat16) and 1.00 (float32) of a copy of the same bytes, backward 0.88 and 0.92
 // Experiments: docs/notes/layernorm.md
-#include "common/math.cuh"
 #include "common/pack.cuh"
 #include "common/pdl.cuh"
 #include "common/ptx/barrier.cuh"
 #include "common/reduce.cuh"
-#include "common/vec.cuh"
 
 // from[i], or `missing` for a null pointer.
 template <typename W, typename C>
@@ -35,9 +33,8 @@ __device__ __forceinline__ C value_or(const W* from, long long i, C missing) {
     return from ? C(load_as(from[i])) : missing;
 }
 
-// ---- v1. Block (threads, 1), whole warps.
+// ---- v1. Block (threads, 1), whole warps; the grid has any number of blocks, unless another one is named.
 
-// Grid: any number of blocks.
 template <typename T, typename W, bool RMS>
 __global__ void layernorm_v1(T* y, T* s, compute_t<T>* stats, const T* x, const T* residual, const W* weight, const W* bias, long long rows,
                              long long columns, long long x_row, long long residual_row, double eps) {
@@ -62,7 +59,6 @@ __global__ void layernorm_v1(T* y, T* s, compute_t<T>* stats, const T* x, const 
     }
 }
 
-// Grid: any number of blocks.
 template <typename T, typename W, bool RMS>
 __global__ void layernorm_v1_bwd(T* dx, const T* s, const T* dy, const T* ds, const compute_t<T>* stats, const W* weight, long long rows,
                                  long long columns, long long s_row, long long dy_row, long long ds_row) {
@@ -207,8 +203,7 @@ __global__ void __launch_bounds__(512, N == 1 ? 1 : 0)  // 0: not specified; wit
                  int columns, long long x_row, long long residual_row, double eps) {
     using C = compute_t<T>;
     __shared__ C sums[2][32];
-    long long row = blockIdx.x * (long long)blockDim.y + threadIdx.y;
-    long long from = min(row, rows - 1);
+    long long row = blockIdx.x * (long long)blockDim.y + threadIdx.y, from = min(row, rows - 1);
     int end = row < rows ? columns : 0;
     take_over(blockDim.y * columns * sizeof(T), 1024, [&] {
         constexpr int LINE = 128 / sizeof(T);
@@ -224,8 +219,7 @@ __global__ void __launch_bounds__(512, N == 1 ? 1 : 0)  // 0: not specified; wit
             unpack(sum, values.v[k]);
             add_to(sum, added.v[k]);
             values.v[k] = pack<T, N>(sum);
-            int column = values.column(k);
-            if (column < end) store_vec(s + row * columns + column, values.v[k]);
+            if (values.column(k) < end) store_vec(s + row * columns + values.column(k), values.v[k]);
         }
     }
     C mean = RMS ? C(0) : row_sum(values.sum(columns, [](C a) { return a; }), sums[0]) / columns;
@@ -246,8 +240,7 @@ __global__ void __launch_bounds__(512, N == 1 ? 1 : 0)  // 0: not specified; wit
     if (threadIdx.x == 0 && row < rows) store_vec(stats + 2 * row, Vec<C, 2>{{mean, rstd}});
 }
 
-// Adds the sums of the threads of this threadIdx.y to those of smaller threadIdx.y, which are in `shared`. The last threadIdx.y writes the
-// result to `out`.
+// Adds the sums of this threadIdx.y to those of smaller ones, which are in `shared`. The last threadIdx.y writes the result to `out`.
 template <typename T, typename C, int N, int VECTORS>
 __device__ __forceinline__ void add_row(C* out, const C (&sums)[VECTORS][N], C* shared, int columns) {
     constexpr int M = N * sizeof(C) > 16 ? 16 / sizeof(C) : N;

@@ -366,8 +366,7 @@ def _magnitude(inputs: tuple[Tensor, ...], douts: tuple[Tensor, ...]) -> tuple[T
 register(
     Op(
         name="causal_softmax", stem="causal_softmax", variants=_lengths, function=causal_softmax, reference=_masked_softmax,
-        versions=VERSIONS, dtypes=checks.FLOATS, dims="MATRICES T", make=_make, inputs=("x",), cost=_cost, bound="memory",
-        magnitude=_magnitude,
+        versions=VERSIONS, dims="MATRICES T", make=_make, inputs=("x",), cost=_cost, magnitude=_magnitude,
         check_dims=((1, 1), (3, 65), (2, 1000), (1, 4099), (5, 1024)),
         sim_dims=((1, 1), (2, 19), (1, 70)),
         bench_dims=((48, 1024), (48, 4096)),

@@ -1,7 +1,4 @@
-"""embedding: out[..., t, :] = weight[tokens[..., t]] + positions[t]: GPT-2's token and position embeddings in one launch.
-
-dweight[v] = sum of dout over the rows with token v, dpositions[t] = sum of dout over the batch, both in a fixed order
-"""
+"""embedding: out[..., t, :] = weight[tokens[..., t]] + positions[t], GPT-2's two embeddings. Gradients: kernels_cu/embedding.cu."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -15,7 +12,7 @@ from cukern.runtime import backend, checks, interop
 from cukern.runtime.higher import differentiable
 from cukern.runtime.kernel import Kernel, Template
 from cukern.runtime.registry import Cost, Op, Version, choose, raw_op, register, watched
-from cukern.runtime.tensors import VECTOR_BYTES, aligned, pointers, wide
+from cukern.runtime.tensors import VECTOR_BYTES, pointers, vector_width, wide
 
 THREADS = 128
 ROWS, CHUNK = 2, 64  # as in embedding.cu: rows of a thread of embedding_v2, and sorted tokens of a block of embedding_v2_bwd
@@ -34,10 +31,9 @@ def embedding(tokens: Any, weight: Any, positions: Any = None, *, version: str |
         positions: None, or a table (at least time, features) of weight's dtype: row t is added where the last index of tokens is t.
         version: "v1" or "v2"; default: the fastest.
 
-    All are tensors or DLPack arrays on one device; what is not contiguous is copied first. 16-bit types are added in float32 and rounded
-    once, in the gradients too, which are dense: rows of tokens that do not occur, and unused rows of positions, are 0. All sums have a
-    fixed order: two runs give the same bits. v2's gradient of weight calls torch.sort, and needs memory for tokens / 32 rows of float32
-    (float64 for float64). Autocast changes nothing. CPU tensors use torch's operations, or the simulator.
+    Arrays, CPU tensors, autocast: see `help(cukern)`. What is not contiguous is copied first. Gradients are dense: rows of tokens that do
+    not occur, and unused rows of positions, are 0. All sums have a fixed order: two runs give the same bits. v2's gradient of weight calls
+    torch.sort, and needs memory for tokens / 32 rows of float32 (float64 for float64).
 
     A token outside of the vocabulary raises ValueError on the CPU. On a GPU, where finding it would need a synchronization, its row of the
     output is NaN and its row of the gradient is dropped; so it is in the simulator. Graphs of torch.compile on the CPU leave it to torch.
@@ -46,31 +42,25 @@ def embedding(tokens: Any, weight: Any, positions: Any = None, *, version: str |
     devices that do not fit, a time longer than the table of positions, an unknown version, or a tensor with the negative bit.
     Source: Radford et al., "Language Models are Unsupervised Multitask Learners", 2019.
     """
-    tokens, weight = interop.to_torch("tokens", tokens), interop.to_torch("weight", weight)
-    positions = None if positions is None else interop.to_torch("positions", positions)
+    weight = interop.floats("weight", weight)
+    tokens = interop.indices("tokens", tokens, "weight", weight)
     checks.version("embedding", version, VERSIONS)
-    _check(tokens, weight, positions)
+    if weight.ndim != 2:
+        raise ValueError(f"weight must be (vocabulary, features), its shape is {tuple(weight.shape)}")
+    positions = None if positions is None else _positions(positions, weight, tokens)
     if backend.uses_torch("embedding", version, weight):
         return _on_cpu(tokens, weight) if positions is None else _on_cpu(tokens, weight, positions)
     return (_apply if watched(weight, positions) else _embedding)(tokens, weight, positions, version or "")
 
 
-def _check(tokens: Tensor, weight: Tensor, positions: Tensor | None) -> None:
-    checks.dtype("tokens", tokens, (torch.int32, torch.int64))
-    checks.dtype("weight", weight, checks.FLOATS)
-    if weight.ndim != 2:
-        raise ValueError(f"weight must be (vocabulary, features), its shape is {tuple(weight.shape)}")
-    checks.one_device(weight=weight, tokens=tokens)
-    if positions is None:
-        return
-    checks.dtype("positions", positions, checks.FLOATS)
-    checks.same(weight=weight, positions=positions)
-    if positions.ndim != 2 or positions.shape[1] != weight.shape[1]:
-        raise ValueError(f"positions must be (time, {weight.shape[1]}), as weight has such rows; its shape is {tuple(positions.shape)}")
-    if tokens.ndim == 0 or tokens.shape[-1] > positions.shape[0]:
-        raise ValueError(
-            f"tokens has shape {tuple(tokens.shape)}: its last dimension must be at most the {len(positions)} rows of positions"
-        )
+def _positions(positions: Any, weight: Tensor, tokens: Tensor) -> Tensor:
+    table, shape = interop.floats("positions", positions), tuple(tokens.shape)
+    checks.same(weight=weight, positions=table)
+    if table.ndim != 2 or table.shape[1] != weight.shape[1]:
+        raise ValueError(f"positions must be (time, {weight.shape[1]}), as weight has such rows; its shape is {tuple(table.shape)}")
+    if not shape or shape[-1] > len(table):
+        raise ValueError(f"tokens has shape {shape}: its last dimension must be at most the {len(table)} rows of positions")
+    return table
 
 
 def reference(weight: Tensor, *rest: Tensor) -> Tensor:  # rest: positions, if any, and tokens
@@ -95,7 +85,7 @@ def _on_cpu(tokens: Tensor, *tables: Tensor) -> Tensor:
 
 
 def _launch(tokens: Tensor, weight: Tensor, positions: Tensor | None, version: str) -> Tensor:
-    out = _fake(tokens, weight)
+    out = weight.new_empty((*tokens.shape, weight.shape[1]))
     if not weight.shape[0]:
         return out.fill_(math.nan)
     if out.numel():
@@ -105,26 +95,22 @@ def _launch(tokens: Tensor, weight: Tensor, positions: Tensor | None, version: s
     return out
 
 
-def _fake(tokens: Tensor, weight: Tensor, *_: Any) -> Tensor:
-    return weight.new_empty((*tokens.shape, weight.shape[1]))
-
-
 def _launch_backward(dout: Tensor, tokens: Tensor, size: int, version: str) -> Tensor:
-    dweight, dout = _fake_dweight(dout, tokens, size), dout.resolve_neg().contiguous()
+    dweight, dout = dout.new_empty((size, dout.shape[-1])), dout.resolve_neg().contiguous()
     if not dout.numel() or not size:
         return dweight.zero_()
     choose("embedding", version, dout.get_device()).backward(dweight, dout, tokens.contiguous(), tokens.numel())
     return dweight
 
 
-def _fake_dweight(dout: Tensor, tokens: Tensor, size: int, *_: Any) -> Tensor:
-    return dout.new_empty((size, dout.shape[-1]))
-
-
-_embedding = raw_op("_embedding(Tensor tokens, Tensor weight, Tensor? positions, str version) -> Tensor", 3, _launch, _fake)
+_embedding = raw_op(
+    "_embedding(Tensor tokens, Tensor weight, Tensor? positions, str version) -> Tensor", 3, _launch,
+    lambda tokens, weight, *_: weight.new_empty((*tokens.shape, weight.shape[1])),
+)  # fmt: skip
 _backward = raw_op(
-    "_embedding_backward(Tensor dout, Tensor tokens, SymInt size, str version) -> Tensor", 2, _launch_backward, _fake_dweight
-)
+    "_embedding_backward(Tensor dout, Tensor tokens, SymInt size, str version) -> Tensor", 2, _launch_backward,
+    lambda dout, tokens, size, *_: dout.new_empty((size, dout.shape[-1])),
+)  # fmt: skip
 
 
 def _positions_backward(dout: Tensor, table: int) -> Tensor:
@@ -170,7 +156,7 @@ def _forward_v1(tensors: Sequence[Tensor], *numbers: int) -> None:
 
 
 def _forward_v2(tensors: Sequence[Tensor], rows: int, time: int, *numbers: int) -> None:
-    width = _width(tensors[0], *tensors[2:])
+    width = vector_width(tensors[0], *tensors[2:])
     vectors = tensors[0].shape[-1] // width
     height, time = max(1, THREADS // vectors), time if tensors[3] is not None else -(-rows // ROWS)
     groups = -(-time // height) * -(-rows // (time * ROWS))
@@ -183,7 +169,7 @@ def _backward_v1(dweight: Tensor, dout: Tensor, tokens: Tensor, rows: int) -> No
 
 
 def _backward_v2(dweight: Tensor, dout: Tensor, tokens: Tensor, rows: int) -> None:
-    (size, features), chunks, width = dweight.shape, -(-rows // CHUNK), _width(dweight, dout)
+    (size, features), chunks, width = dweight.shape, -(-rows // CHUNK), vector_width(dweight, dout)
     if tokens.dtype == torch.int64 and size < 2**31 - 1:  # halves the passes of the radix sort
         tokens = tokens.clamp(-1, size).int()
     ordered, order = torch.sort(tokens.view(-1), stable=True)
@@ -191,11 +177,6 @@ def _backward_v2(dweight: Tensor, dout: Tensor, tokens: Tensor, rows: int) -> No
     numbers = rows, size, features, tokens.dtype == torch.int64
     _run(_V2_BWD[dout.dtype, width], chunks, features // width, (dweight.zero_(), partials, dout, ordered, order), *numbers)
     _run(_V2_RUNS[dout.dtype], chunks, features, (dweight, partials, ordered), *numbers)
-
-
-def _width(*tensors: Tensor) -> int:
-    """Elements of a vector."""
-    return VECTOR_BYTES // tensors[0].itemsize if aligned(*tensors) else 1
 
 
 def _instances(dtype: torch.dtype) -> Iterable[Kernel]:
@@ -230,14 +211,11 @@ def _cost(positions: bool, dims: Sequence[int], itemsize: int) -> dict[str, Cost
 
 
 for _name, _inputs in (("embedding", ("weight", "positions", "tokens")), ("embedding_tokens", ("weight", "tokens"))):
-    register(
-        Op(
-            name=_name, stem="embedding", function=embedding, reference=reference, versions=VERSIONS, dtypes=checks.FLOATS,
-            dims="BATCH TIME VOCABULARY FEATURES", make=partial(_make, "positions" in _inputs), inputs=_inputs,
-            cost=partial(_cost, "positions" in _inputs), bound="memory",
-            spread=lambda weight, *rest, version=None: embedding(rest[-1], weight, *rest[:-1], version=version),
-            check_dims=((1, 1, 1, 1), (2, 5, 7, 3), (3, 67, 11, 24), (4, 1024, 1000, 768)),
-            sim_dims=((1, 1, 1, 1), (2, 5, 7, 3), (3, 67, 11, 24)),
-            bench_dims=((32, 1024, 50304, 768), (8, 1024, 32000, 4096)),
-        )
-    )  # fmt: skip
+    register(Op(
+        name=_name, stem="embedding", function=embedding, reference=reference, versions=VERSIONS, dims="BATCH TIME VOCABULARY FEATURES",
+        make=partial(_make, len(_inputs) == 3), inputs=_inputs, cost=partial(_cost, len(_inputs) == 3),
+        spread=lambda weight, *rest, version=None: embedding(rest[-1], weight, *rest[:-1], version=version),
+        check_dims=((1, 1, 1, 1), (2, 5, 7, 3), (3, 67, 11, 24), (4, 1024, 1000, 768)),
+        sim_dims=((1, 1, 1, 1), (2, 5, 7, 3), (3, 67, 11, 24)),
+        bench_dims=((32, 1024, 50304, 768), (8, 1024, 32000, 4096)),
+    ))  # fmt: skip

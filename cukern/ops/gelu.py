@@ -8,14 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from cukern.runtime import backend, checks, interop
-from cukern.runtime.autocast import off
+from cukern.runtime import autocast, backend, checks, interop
 from cukern.runtime.higher import differentiable
 from cukern.runtime.kernel import Kernel, Template
-from cukern.runtime.registry import Cost, Op, Version, choose, raw_op, register, watched
-from cukern.runtime.tensors import VECTOR_BYTES, aligned, as_matrix, empty_like, pointers, readable, row_strides, wide
+from cukern.runtime.registry import Cost, Op, Version, choose, normal, raw_op, register, watched
+from cukern.runtime.tensors import VECTOR_BYTES, as_matrix, empty_like, pointers, readable, row_strides, vector_width, wide
 
 FUNCTIONS = {"none": 0, "tanh": 1, "silu": 2}  # as in gelu.cu
 THREADS, WARPS = 256, 8  # WARPS: of a block of gelu_bias_bwd, as in gelu.cu
@@ -29,20 +27,21 @@ def gelu(x: Any, bias: Any = None, *, approximate: str = "none", version: str | 
         cukern.gelu(x, bias, approximate="tanh").sum().backward()
 
     Args:
-        x: (..., C), float16, bfloat16, float32 or float64: a tensor, or an array that supports DLPack. It is not copied if the last
-            dimension has stride 1 and the others flatten to one of any stride; else it is copied once. 16-bit types are computed in
-            float32 and rounded once. CPU tensors use torch's operations, or the simulator.
+        x: (..., C), float16, bfloat16, float32 or float64. Strides, arrays, CPU tensors, autocast: see `help(cukern)`.
         bias: (C,) or None, of x's dtype or float32, on x's device.
         approximate: "none" for x Phi(x), or "tanh" for GPT-2's x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))).
         version: "v1" or "v2"; default: the fastest.
 
-    Returns a new contiguous tensor of x's shape and dtype. Autocast changes nothing. A kernel computes the gradients, or torch's
-    operations in torch.func transforms and with create_graph=True.
+    Returns a new contiguous tensor of x's shape and dtype. A kernel computes the gradients, or torch's operations in torch.func transforms
+    and with create_graph=True.
 
     Raises TypeError for another dtype or an option that is not a str; ValueError for a bias that does not fit or is on another device, and
     for an unknown option. Source: Hendrycks and Gimpel, arXiv 1606.08415.
     """
-    return _call("gelu", checks.choice("approximate", approximate, ("none", "tanh")), version, x, bias=bias)
+    x = interop.floats("x", x)
+    bias = interop.of_columns("bias", bias, x, {x.dtype, torch.float32})
+    bias = bias.double() if bias is not None and x.dtype == torch.float64 else bias
+    return _call("gelu", checks.choice("approximate", approximate, ("none", "tanh")), version, x, None, bias)
 
 
 def swiglu(gate: Any, up: Any, *, version: str | None = None) -> Tensor:
@@ -54,7 +53,8 @@ def swiglu(gate: Any, up: Any, *, version: str | None = None) -> Tensor:
     gate and up are (..., C), of one shape, dtype and device. The halves of one tensor, as above, are read in place. Returns a new
     contiguous tensor. Dtypes, copies, `version` and errors as in `gelu`. Source: Shazeer, arXiv 2002.05202.
     """
-    return _call("swiglu", "silu", version, gate, up)
+    gate = interop.floats("gate", gate)
+    return _call("swiglu", "silu", version, gate, interop.like("up", up, "gate", gate), None)
 
 
 def geglu(gate: Any, up: Any, *, approximate: str = "none", version: str | None = None) -> Tensor:
@@ -65,54 +65,53 @@ def geglu(gate: Any, up: Any, *, approximate: str = "none", version: str | None 
 
     Arguments and results as in `swiglu`, `approximate` as in `gelu`.
     """
-    return _call("geglu", checks.choice("approximate", approximate, ("none", "tanh")), version, gate, up)
+    gate, function = interop.floats("gate", gate), checks.choice("approximate", approximate, ("none", "tanh"))
+    return _call("geglu", function, version, gate, interop.like("up", up, "gate", gate), None)
 
 
-def _call(op: str, function: str, version: str | None, x: Any, up: Any = None, bias: Any = None) -> Tensor:
-    x = interop.floats("x" if op == "gelu" else "gate", x)
-    up = None if op == "gelu" else interop.like("up", up, "gate", x)
-    bias = interop.of_columns("bias", bias, x, {x.dtype, torch.float32})
-    bias = bias.double() if bias is not None and x.dtype == torch.float64 else bias
+def _call(op: str, function: str, version: str | None, x: Tensor, up: Tensor | None, bias: Tensor | None) -> Tensor:
     checks.version(op, version, VERSIONS)
     if backend.uses_torch(op, version, x):
         if up is None:
             return _reference(function, False, x, bias)
         return _reference(function, True, x.to(wide(x.dtype)), up).to(x.dtype)  # rounded once, as by the kernels
+    is_one_row = bias is None and x.is_contiguous() and (up is None or up.is_contiguous())
+    matrices = (t if t is None else t.reshape(1, t.numel()) if is_one_row else as_matrix(t) for t in (x, up))
     run = _apply if watched(x, up, bias) else _gelu
-    return run(*_rows(x, up, bias), None if bias is None else bias.reshape(bias.numel()), function, version or "").view(x.shape)
-
-
-def _rows(x: Tensor, up: Tensor | None, bias: Tensor | None) -> Iterable[Tensor | None]:
-    """x and up as matrices; contiguous tensors without a bias as one row."""
-    are_one_row = bias is None and x.is_contiguous() and (up is None or up.is_contiguous())
-    return (t if t is None else t.reshape(1, t.numel()) if are_one_row else as_matrix(t) for t in (x, up))
+    return run(*matrices, None if bias is None else bias.reshape(bias.numel()), function, version or "").view(x.shape)
 
 
 def _reference(function: str, gated: bool, x: Tensor, other: Tensor | None = None) -> Tensor:
     """`other` is `up` if `gated`, else the bias."""
-    with off(x):
+    with autocast.off(x):
         v = x if gated or other is None else x + other
-        y = (functional.silu(v) if function == "silu" else functional.gelu(v, approximate=function)).to(x.dtype)
+        y = (torch.nn.functional.silu(v) if function == "silu" else torch.nn.functional.gelu(v, approximate=function)).to(x.dtype)
         return y * other if gated and other is not None else y
 
 
 # ---- the raw ops: x, up and dout are matrices
 
 
-def _launch(x: Tensor, up: Tensor | None, bias: Tensor | None, function: str, version: str) -> Tensor:
+def _launch(x: Any, up: Any, bias: Any, function: str, version: str) -> Tensor:
     out = empty_like(x)
     if out.numel():
-        choose("gelu", version, x.get_device()).forward(out, *map(readable, (x, up, bias)), function)
+        x, up, bias = map(readable, (x, up, bias))
+        width = choose("gelu", version, x.get_device()).forward(bias, x, up)
+        _run(_FORWARD, width, function, bias, (out, x, up, bias), x, up)
     return out
 
 
-def _launch_backward(x: Tensor, up: Any, bias: Any, dout: Tensor, function: str, bias_grad: bool, version: str) -> tuple[Tensor, ...]:
+def _launch_backward(x: Any, up: Any, bias: Any, dout: Any, function: str, bias_grad: bool, version: str) -> tuple[Tensor, ...]:
     dx, dup, dbias = _fake_backward(x, up, bias, dout, function, bias_grad)
     if not dx.numel():
         return dx, dup, dbias.zero_()
-    tensors = map(readable, (x, up, bias, dout))
-    sums = choose("gelu", version, x.get_device()).backward(dx, None if up is None else dup, *tensors, function, bias_grad)
-    return dx, dup, sums if bias_grad else dbias
+    x, up, bias, dout = map(readable, (x, up, bias, dout))
+    width, terms = choose("gelu", version, x.get_device()).backward(bias, x, up, dout), dx
+    if width > 1 and bias_grad:
+        terms = _bias_backward(dx, x, bias, dout, function)
+    else:
+        _run(_BACKWARD, width, function, bias, (dx, None if up is None else dup, x, up, bias, dout), x, up, dout)
+    return dx, dup, terms.sum(0, dtype=wide(dx.dtype)).to(bias.dtype) if bias_grad else dbias
 
 
 def _fake_backward(x: Tensor, up: Any, bias: Any, dout: Tensor, function: str, bias_grad: bool, *_: Any) -> tuple[Tensor, ...]:
@@ -149,35 +148,16 @@ def _in_torch(x: Tensor, up: Tensor | None, bias: Tensor | None, function: str, 
 
 _apply = differentiable("_Gelu", _gelu, _in_torch, 3, gradient=_gradient, rows=2)
 
-# ---- the versions: tensors are (rows, cols) with column stride 1; the written ones are contiguous.
-# forward(out, x, up, bias, function); backward(dx, dup, x, up, bias, dout, function, bias_grad) returns dbias. up, bias may be None.
+# ---- the launches. Tensors are (rows, cols) with column stride 1; the written ones are contiguous. up and bias may be None.
 
 _FORWARD, _BACKWARD, _BIAS_BWD = (Template("gelu.cu", f"gelu{name}", pdl=True) for name in ("", "_bwd", "_bias_bwd"))
 
 
-def _aligned(bias: Tensor | None, *matrices: Any) -> bool:
-    """True if the tensors can be accessed in whole vectors; one of a float32 bias has 32 bytes if x is 16-bit."""
-    return aligned(bias, *matrices) and (bias is None or bias.data_ptr() * matrices[0].itemsize % (VECTOR_BYTES * bias.itemsize) == 0)
-
-
-def _run(template: Template, vectors: bool, function: str, bias: Any, tensors: Sequence[Any], *matrices: Any) -> None:
-    """Launch with a vector per thread if `vectors` and if the tensors allow it, else with an element. `tensors`: the kernel's arguments."""
-    x, width = matrices[0], VECTOR_BYTES // matrices[0].itemsize if vectors and _aligned(bias, *matrices) else 1
+def _run(template: Template, width: int, function: str, bias: Any, tensors: Sequence[Any], *matrices: Any) -> None:
+    """Launch with `width` elements per thread. `tensors`: the kernel's arguments."""
+    x = matrices[0]
     kernel, grid = template[x.dtype, (x if bias is None else bias).dtype, FUNCTIONS[function], width], -(-x.numel() // (THREADS * width))
     kernel.on(x.get_device())((grid, 1, 1), (THREADS, 1, 1), 0, *pointers(*tensors), *x.shape, *row_strides(*matrices))
-
-
-def _forward(vectors: bool, out: Tensor, x: Tensor, up: Any, bias: Any, function: str) -> None:
-    _run(_FORWARD, vectors, function, bias, (out, x, up, bias), x, up)
-
-
-def _backward(vectors: bool, dx: Tensor, dup: Any, x: Tensor, up: Any, bias: Any, dout: Tensor, function: str, bias_grad: bool) -> Any:
-    terms = dx
-    if vectors and bias_grad and _aligned(bias, x, dout):
-        terms = _bias_backward(dx, x, bias, dout, function)
-    else:
-        _run(_BACKWARD, vectors, function, bias, (dx, dup, x, up, bias, dout), x, up, dout)
-    return terms.sum(0, dtype=wide(dx.dtype)).to(bias.dtype) if bias_grad else None
 
 
 def _bias_backward(dx: Tensor, x: Tensor, bias: Tensor, dout: Tensor, function: str) -> Tensor:
@@ -191,6 +171,15 @@ def _bias_backward(dx: Tensor, x: Tensor, bias: Tensor, dout: Tensor, function: 
     return partials
 
 
+# ---- the versions: forward and backward give the elements per thread
+
+
+def _vectors(bias: Tensor | None, x: Tensor, *others: Tensor | None) -> int:
+    """A vector if the tensors can be accessed in whole vectors. One of a float32 bias has 32 bytes if x is 16-bit."""
+    fits = bias is None or bias.data_ptr() * x.itemsize % (VECTOR_BYTES * bias.itemsize) == 0
+    return vector_width(x, bias, *others) if fits else 1
+
+
 def _instances(vectors: bool, dtype: torch.dtype) -> Iterable[Kernel]:
     """There is no silu with a bias."""
     widths = (1, VECTOR_BYTES // dtype.itemsize)[: 1 + vectors]
@@ -202,44 +191,30 @@ def _instances(vectors: bool, dtype: torch.dtype) -> Iterable[Kernel]:
 
 
 VERSIONS = {
-    name: Version(idea, partial(_forward, vectors), partial(_backward, vectors), partial(_instances, vectors))
-    for name, vectors, idea in (
-        ("v1", False, "one thread per element; the bias gradient by torch's sum"),
-        ("v2", True, "16-byte vectors; the bias gradient from partial sums"),
-    )
+    "v1": Version("one thread per element; the bias gradient by torch's sum", lambda *_: 1, lambda *_: 1, partial(_instances, False)),
+    "v2": Version("16-byte vectors; the bias gradient from partial sums", _vectors, _vectors, partial(_instances, True)),
 }
 
 # ---- for the tools
 
 
-def _make(kind: str, dims: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> tuple[Tensor, ...]:
-    """x, x and bias, two tensors, or the halves of one tensor."""
-    shapes = {"x": (dims,), "bias": (dims, dims[1:]), "pair": (dims, dims), "halves": ((dims[0], 2 * dims[1]),)}[kind]
-    tensors = tuple(torch.randn(*shape, dtype=dtype, device=device) for shape in shapes)
-    return tensors[0].chunk(2, -1) if kind == "halves" else tensors
-
-
 def _cost(inputs: int, bias: bool, dims: Sequence[int], itemsize: int) -> dict[str, Cost]:
     n, extra = math.prod(dims), bias * dims[1]
-    forward = Cost(((inputs + 1) * n + extra) * itemsize, 20 * n)
-    return {"fwd": forward, "bwd": Cost(((2 * inputs + 1) * n + 2 * extra) * itemsize, 30 * n)}
+    return {"fwd": Cost(((inputs + 1) * n + extra) * itemsize, 20 * n), "bwd": Cost(((2 * inputs + 1) * n + 2 * extra) * itemsize, 30 * n)}
 
 
-for _name, _public, _kind, _function in (
-    ("gelu", gelu, "x", "none"),
-    ("gelu_tanh", partial(gelu, approximate="tanh"), "x", "tanh"),
-    ("gelu_bias", partial(gelu, approximate="tanh"), "bias", "tanh"),
-    ("swiglu", swiglu, "halves", "silu"),
-    ("geglu", geglu, "pair", "none"),
+for _name, _public, _function, _inputs, _make in (
+    ("gelu", gelu, "none", ("x",), normal()),
+    ("gelu_tanh", partial(gelu, approximate="tanh"), "tanh", ("x",), normal()),
+    ("gelu_bias", partial(gelu, approximate="tanh"), "tanh", ("x", "bias"), normal(1, 1)),
+    ("swiglu", swiglu, "silu", ("gate", "up"), lambda dims, *options: normal()((dims[0], 2 * dims[1]), *options)[0].chunk(2, -1)),
+    ("geglu", geglu, "none", ("gate", "up"), normal(2)),
 ):
-    _gated, _bias = _kind in ("pair", "halves"), _kind == "bias"
-    register(
-        Op(
-            name=_name, stem="gelu", function=_public, reference=partial(_reference, _function, _gated), versions=VERSIONS,
-            dtypes=checks.FLOATS, dims="ROWS COLUMNS", make=partial(_make, _kind), cost=partial(_cost, 1 + _gated, _bias), bound="memory",
-            inputs=("gate", "up") if _gated else ("x", "bias") if _bias else ("x",),
-            check_dims=((1, 1), (33, 1023), (129, 64), (1000, 256)), sim_dims=((1, 1), (5, 67), (35, 24)),
-            bench_dims=((32768, 768), (8192, 4096), (32768, 3072), (8192, 14336)),
-            roundings=4 if _bias else 2,  # the gradient of the bias is a sum
-        )
-    )  # fmt: skip
+    _gated, _bias = "up" in _inputs, "bias" in _inputs
+    register(Op(
+        name=_name, stem="gelu", function=_public, reference=partial(_reference, _function, _gated), versions=VERSIONS,
+        dims="ROWS COLUMNS", inputs=_inputs, make=_make, cost=partial(_cost, 1 + _gated, _bias),
+        check_dims=((1, 1), (33, 1023), (129, 64), (1000, 256)), sim_dims=((1, 1), (5, 67), (35, 24)),
+        bench_dims=((32768, 768), (8192, 4096), (32768, 3072), (8192, 14336)),
+        roundings=4 if _bias else 2,  # the gradient of the bias is a sum
+    ))  # fmt: skip

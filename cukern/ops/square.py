@@ -202,10 +202,6 @@ VERSIONS = {
 # ---- for the tools
 
 
-def _make(dims: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> tuple[Tensor, ...]:
-    return (torch.randn(*dims, dtype=dtype, device=device),)
-
-
 def _cost(dims: Sequence[int], itemsize: int) -> dict[str, Cost]:
     n = prod(dims)
     return {"fwd": Cost(2 * n * itemsize, n), "bwd": Cost(3 * n * itemsize, 2 * n)}
@@ -218,14 +214,11 @@ register(
         function=square,
         reference=reference,
         versions=VERSIONS,
-        dtypes=checks.FLOATS,
         dims="SHAPE...",
         check_dims=((1,), (1023,), (64, 1000), (3, 5, 7)),
         sim_dims=((1,), (1023,), (64, 1000), (3, 5, 7)),
         bench_dims=((1 << 28,),),
-        make=_make,
         inputs=("x",),
         cost=_cost,
-        bound="memory",
     )
 )

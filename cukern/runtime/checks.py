@@ -14,8 +14,9 @@ FLOAT32_MAX = torch.finfo(torch.float32).max
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})  # types without a __torch_function__ of their own
 
 
-def number(name: str, value: Any, most: float = math.inf) -> float:
-    """`value` as a float: a finite int, float or NumPy scalar of at most `most` in magnitude. Raises TypeError and ValueError."""
+def number(name: str, value: Any, most: float = math.inf, least: float = -math.inf) -> float:
+    """`value` as a float: a finite int, float or NumPy scalar, at least `least`, and of at most `most` in magnitude. Raises TypeError and
+    ValueError."""
     if type(value) is not float:
         if not isinstance(value, numbers.Real | torch.SymFloat | torch.SymInt) or isinstance(value, bool):
             raise TypeError(f"{name} must be a number, got {brief(value)}")
@@ -27,6 +28,8 @@ def number(name: str, value: Any, most: float = math.inf) -> float:
         raise ValueError(f"{name} must be finite, got {value!r}")
     if abs(value) > most:
         raise ValueError(f"{name} is {value!r}: its magnitude must be at most {most:.6g}")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least:g}, got {value!r}")
     return value
 
 

@@ -81,7 +81,7 @@ def to_torch(name: str, value: Any, written: bool = False) -> torch.Tensor:
 
 def floats(name: str, value: Any) -> torch.Tensor:
     """`value` as a tensor of one of checks.FLOATS. Raises TypeError and ValueError."""
-    t = to_torch(name, value)
+    t = value if isinstance(value, torch.Tensor) else to_torch(name, value)
     checks.dtype(name, t, checks.FLOATS)
     return t
 
@@ -91,6 +91,15 @@ def like(name: str, value: Any, first: str, x: torch.Tensor) -> torch.Tensor:
     t = floats(name, value)
     checks.same(**{first: x, name: t})
     checks.shape(name, t, tuple(x.shape), f"the shape of {first}")
+    return t
+
+
+def indices(name: str, value: Any, first: str, x: torch.Tensor) -> torch.Tensor:
+    """`value` as a tensor of int32 or int64 on the device of x, whose name is `first`. Raises TypeError and ValueError."""
+    t = value if isinstance(value, torch.Tensor) else to_torch(name, value)
+    checks.dtype(name, t, (torch.int32, torch.int64))
+    if t.device != x.device:
+        checks.one_device(**{first: x, name: t})
     return t
 
 

@@ -15,6 +15,7 @@ from cukern.runtime.device import cached, current, device_of, setting
 from cukern.runtime.kernel import Kernel
 
 Tensors = tuple[torch.Tensor, ...]
+Make = Callable[[Sequence[int], torch.dtype, torch.device | str], Tensors]
 
 _library = torch.library.Library("cukern", "DEF")
 _PLAIN = checks.PLAIN | {type(None)}
@@ -230,6 +231,19 @@ class Cost:
     flops: int
 
 
+def normal(whole: int = 1, columns: int = 0) -> Make:
+    """The `make` of an Op: `whole` tensors of shape `dims`, then `columns` of shape `dims[1:]`, with normally distributed elements."""
+
+    def make(dims: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> Tensors:
+        shapes = *[dims] * whole, *[dims[1:]] * columns
+        return tuple(torch.randn(*shape, dtype=dtype, device=device) for shape in shapes)
+
+    return make
+
+
+_ONE = normal()
+
+
 @dataclass(frozen=True)
 class Op:
     """What the tools and tests need to know about an op. `stem` is the name of its files.
@@ -238,9 +252,10 @@ class Op:
     tuple. If the public function takes its inputs differently, such as in a list, `spread(*inputs, version=)` calls it.
 
     `dims` describes the command line's DIMS. `check_dims`, `sim_dims` and `bench_dims` are the default sizes for checks on a GPU, checks in
-    the simulator, and timing. `make` draws random inputs. `inputs` are their names. A last name that ends with "..." stands for any number
-    of inputs, which are numbered. `constants` are floating-point inputs without a gradient. `in_place` are inputs that the function writes
-    and returns; the reference does not write them. An op that is not `differentiable`, such as an optimizer, has no gradients at all.
+    the simulator, and timing. `make` draws random inputs, by default one of shape `dims`. `inputs` are their names. A last name that ends
+    with "..." stands for any number of inputs, which are numbered. `constants` are floating-point inputs without a gradient. `in_place` are
+    inputs that the function writes and returns; the reference does not write them. An op that is not `differentiable`, such as an
+    optimizer, has no gradients at all.
 
     `cost(dims, itemsize)` gives the Cost of "fwd", of "bwd" (all gradients) and, if there are several, of "bwd:<input>" (one gradient).
     `bound` is the limit that the bench reports, "memory" or "compute". `roundings` and `magnitude(inputs, douts)`, the scales of outputs
@@ -256,15 +271,15 @@ class Op:
     function: Callable[..., torch.Tensor | Tensors]
     reference: Callable[..., torch.Tensor | Tensors]
     versions: dict[str, Version]
-    dtypes: tuple[torch.dtype, ...]
     dims: str
     check_dims: tuple[tuple[int, ...], ...]
     sim_dims: tuple[tuple[int, ...], ...]
     bench_dims: tuple[tuple[int, ...], ...]
-    make: Callable[[Sequence[int], torch.dtype, torch.device | str], Tensors]
     inputs: tuple[str, ...]
     cost: Callable[[Sequence[int], int], dict[str, Cost]]
-    bound: str
+    make: Make = _ONE
+    dtypes: tuple[torch.dtype, ...] = checks.FLOATS
+    bound: str = "memory"
     roundings: int = 1
     magnitude: Callable[[Tensors, Tensors], Tensors] | None = None
     constants: tuple[str, ...] = ()

@@ -37,6 +37,11 @@ def aligned(*tensors: Tensor | None) -> bool:
     return bits % VECTOR_BYTES == 0
 
 
+def vector_width(x: Tensor, *others: Tensor | None) -> int:
+    """Elements per access: those in VECTOR_BYTES bytes of x if all tensors are `aligned`, else 1."""
+    return VECTOR_BYTES // x.itemsize if aligned(x, *others) else 1
+
+
 def empty_like(x: Tensor) -> Tensor:
     """A contiguous tensor of x's shape, dtype and device."""
     return torch.empty_like(x, memory_format=torch.contiguous_format)

@@ -22,6 +22,11 @@ template <typename T>
 using sum_t = conditional_t<sizeof(T) == 2, float, double>;
 
 template <typename T>
+constexpr bool IS_BF16 = false;
+template <>
+constexpr bool IS_BF16<__nv_bfloat16> = true;
+
+template <typename T>
 __device__ __forceinline__ compute_t<T> load_as(T x) {
     return static_cast<compute_t<T>>(x);
 }

@@ -62,20 +62,17 @@ def adamw(
 
 def check_numbers(lr: Any, betas: Any, eps: Any, weight_decay: Any) -> Numbers:
     """lr, beta1, beta2, eps and weight_decay. A learning rate in a float32 tensor stays one."""
-    numbers = {"lr": lr, "eps": eps, "weight_decay": weight_decay}
-    if isinstance(lr, Tensor):
-        if lr.ndim or lr.dtype != torch.float32:
-            raise TypeError(f"lr must be a number or a float32 tensor of shape (), got {lr.dtype} of shape {tuple(lr.shape)}")
-        del numbers["lr"]
-    for name, value in numbers.items():
-        if checks.number(name, value) < 0:
-            raise ValueError(f"{name} must be at least 0, got {value!r}")
+    if not isinstance(lr, Tensor):
+        lr = checks.number("lr", lr, least=0)
+    elif lr.ndim or lr.dtype != torch.float32:
+        raise TypeError(f"lr must be a number or a float32 tensor of shape (), got {lr.dtype} of shape {tuple(lr.shape)}")
+    eps, weight_decay = checks.number("eps", eps, least=0), checks.number("weight_decay", weight_decay, least=0)
     if not isinstance(betas, tuple | list) or len(betas) != 2:
         raise TypeError(f"betas must be a pair of numbers, got {checks.brief(betas)}")
     for i, beta in enumerate(betas):
         if not 0 <= checks.number(f"betas[{i}]", beta) < 1:
             raise ValueError(f"betas[{i}] must be at least 0 and less than 1, got {beta!r}")
-    return lr if isinstance(lr, Tensor) else float(lr), float(betas[0]), float(betas[1]), float(eps), float(weight_decay)
+    return lr, float(betas[0]), float(betas[1]), eps, weight_decay
 
 
 def check_param(name: str, tensor: Tensor) -> None:
@@ -138,19 +135,19 @@ class Table:
         self.tensors = [(rows[i].param.dtype, rows[i].param.numel()) for i in self.order]
         self.device = rows[0].param.get_device()
         self.runs: dict[torch.dtype, list[int]] = {}  # the first chunk of a dtype, and the number of its chunks
-        self.chunks, words = 0, bytearray()
+        self.chunks, data = 0, b""
         for i, (dtype, n) in zip(self.order, self.tensors, strict=True):
             row, count = rows[i], -(-n // CHUNK)
-            words += struct.pack("7QII", *pointers(*row[:5]), n, self.chunks, row.number, row.group)
+            data += struct.pack("7QII", *pointers(*row[:5]), n, self.chunks, row.number, row.group)
             self.runs.setdefault(dtype, [self.chunks, 0])[1] += count
             self.chunks += count
         self.rows, self.grads, numbers, partials = (
             rows[0].exp_avg.new_empty(size, dtype=torch.int64) for size in (8 * len(rows), len(rows), 9 * len(rows), self.chunks)
         )
-        self.places: tuple[int, ...] = ()  # the addresses that are in self.grads
+        self.places: list[int] = []  # the addresses that are in self.grads
         self.memory = self.rows, self.grads, numbers, partials
         self.numbers, self.partials = pointers(numbers, partials)
-        write(self.rows, struct.unpack(f"{len(words) // 8}Q", words))
+        write(self.rows, data)
 
     def launch(
         self, grads: Sequence[Tensor], groups: Tensor, version: str, *, max_norm: float | None = None, norm: Tensor | None = None,
@@ -158,10 +155,10 @@ class Table:
         first_step: int = 0,
     ) -> None:  # fmt: skip
         """A step. `norm` gets the norm of the gradients if there is a max_norm. `first_step`: that of rows without a step."""
-        places = tuple(grads[i].data_ptr() for i in self.order)
+        places = [grads[i].data_ptr() for i in self.order]
         addresses = torch.empty_like(self.grads) if capturing else self.grads  # a replay must not change those of other steps
         if capturing or places != self.places:
-            write(addresses, places)
+            write(addresses, struct.pack(f"{len(places)}Q", *places))
         if not capturing:
             self.places = places
         rows, at, count = self.rows.data_ptr(), addresses.data_ptr(), len(self.tensors)
@@ -177,18 +174,17 @@ class Table:
         choose("adamw", version, self.device).forward(self, rows, at, seed, randomly)
 
 
-def write(to: Tensor, words: Sequence[int]) -> None:
-    """Write 8-byte words to device memory, passed by value."""
-    kernel = _WRITE[WORDS].on(to.get_device())
-    for i in range(0, len(words), WORDS):
-        part = words[i : i + WORDS]
-        kernel((1, 1, 1), (WORDS, 1, 1), 0, to.data_ptr() + 8 * i, len(part), struct.pack(f"{WORDS}Q", *part, *[0] * (WORDS - len(part))))
+def write(to: Tensor, data: bytes) -> None:
+    """Write words of 8 bytes to device memory, passed by value."""
+    kernel, size = _WRITE[WORDS].on(to.get_device()), 8 * WORDS
+    for i in range(0, len(data), size):
+        part = data[i : i + size]
+        kernel((1, 1, 1), (WORDS, 1, 1), 0, to.data_ptr() + i, len(part) // 8, part.ljust(size, b"\0"))
 
 
-def group_words(lr: float | Tensor, beta1: float, beta2: float, eps: float, weight_decay: float) -> tuple[int, ...]:
-    """The struct Group of adamw.cu. A learning rate in device memory is passed by its address."""
-    at, value = (lr.data_ptr(), 0.0) if isinstance(lr, Tensor) else (0, lr)
-    return struct.unpack("6Q", struct.pack("Q5d", at, value, beta1, beta2, eps, weight_decay))
+def group_bytes(lr: float | Tensor, *numbers: float) -> bytes:
+    """The struct Group of adamw.cu. A learning rate in device memory is passed by its address. `numbers`: see Numbers."""
+    return struct.pack("Q5d", *((lr.data_ptr(), 0.0) if isinstance(lr, Tensor) else (0, lr)), *numbers)
 
 
 # ---- the versions: forward(table, rows, grads, seed, randomly) updates the tensors
@@ -231,7 +227,7 @@ def _launch(
     entry = _tables.get(key)
     if entry is None:
         group = params[0].new_empty(6, dtype=torch.int64)
-        write(group, group_words(*numbers))
+        write(group, group_bytes(*numbers))
         tensors = enumerate(zip(params, exp_avgs, exp_avg_sqs, strict=True))
         entry = Table([Row(p, m, v, None, None, 0, i) for i, (p, m, v) in tensors]), group
     if stream and torch.cuda.is_current_stream_capturing():
@@ -253,8 +249,7 @@ _adamw = raw_op(
 
 
 def _spread(*inputs: Tensor, version: str | None = None) -> tuple[Tensor, ...]:
-    param, grad, exp_avg, exp_avg_sq = (x.unbind() for x in inputs)
-    adamw(param, grad, exp_avg, exp_avg_sq, version=version)
+    adamw(*(x.unbind() for x in inputs), version=version)  # type: ignore[arg-type]
     return inputs[0], *inputs[2:]
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import adamw as torch_adamw
 from torch.utils._pytree import tree_leaves
 
-from cukern.ops.adamw.op import MOST_TABLES, VERSIONS, Numbers, Row, Table, check_numbers, check_param, group_words, write
+from cukern.ops.adamw.op import MOST_TABLES, VERSIONS, Numbers, Row, Table, check_numbers, check_param, group_bytes, write
 from cukern.runtime import backend, checks
 from cukern.runtime.tensors import wide
 
@@ -42,7 +42,6 @@ class AdamW(torch.optim.Optimizer):
 
     Parameters may be DTensors, such as FSDP2's, that are divided along dimensions: a process updates its part, the state has DTensors, and
     the norm is that of all parts. Not in the simulator.
-
     Moments are float32 for 16-bit parameters. On a GPU a step does not synchronize. Steps, learning rates and the norm are in device
     memory. A step captured in a CUDA graph, after one outside of it, follows a learning rate in a tensor; if a number in a group changed,
     call `update_groups()` before the replay. torch.amp.GradScaler works as with torch's fused optimizers: if it found inf, nothing changes.
@@ -66,12 +65,9 @@ class AdamW(torch.optim.Optimizer):
             raise ValueError(f"max_norm must be positive, got {max_norm!r}")
         checks.version("adamw", version, VERSIONS)
         self._options = SimpleNamespace(
-            max_norm=max_norm,
-            master_weights=checks.flag("master_weights", master_weights),
-            stochastic_rounding=checks.flag("stochastic_rounding", stochastic_rounding),
-            seed=checks.integer("seed", seed, 0, 2**64 - 1),
-            version=version or "",
-        )
+            master_weights=checks.flag("master_weights", master_weights), max_norm=max_norm, version=version or "",
+            stochastic_rounding=checks.flag("stochastic_rounding", stochastic_rounding), seed=checks.integer("seed", seed, 0, 2**64 - 1),
+        )  # fmt: skip
         check_numbers(lr, betas, eps, weight_decay)
         self._forget()
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
@@ -115,13 +111,12 @@ class AdamW(torch.optim.Optimizer):
                 if name == "step":
                     self.state[p][name] = torch.tensor(float(value), device=p.device)
                 elif name in ("exp_avg", "exp_avg_sq", "master"):
-                    dtype = torch.float32 if name == "master" else wide(p.dtype)
-                    self.state[p][name] = _like_parameter(f"{name} of parameter {i}", value, p, dtype)
+                    self.state[p][name] = _like_parameter(f"{name} of parameter {i}", value, p, wide(p.dtype))
 
     def _forget(self) -> None:
         """Forget the tables in device memory, whose tensors have changed. The groups keep their memory, which CUDA graphs may read."""
         self._tables: dict[tuple[tuple[int, ...], ...], Table] = {}
-        self._words: tuple[int, ...] = ()  # what is in _groups
+        self._written = b""  # what is in _groups
         if self._groups is not None and self._groups.numel() != 6 * len(self.param_groups):
             self._groups = None
 
@@ -175,13 +170,13 @@ class AdamW(torch.optim.Optimizer):
 
     def update_groups(self) -> None:
         """Copy changed numbers of the groups to the device, as step() does outside of a capture, for the next replay of a CUDA graph."""
-        words = tuple(w for group in self.param_groups for w in group_words(*self._numbers(group)))
-        if words == self._words or self._groups is None:
+        data = b"".join(group_bytes(*self._numbers(group)) for group in self.param_groups)
+        if data == self._written or self._groups is None:
             return
         if self._groups.is_cuda and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("a number in a group changed before the capture of a CUDA graph: call update_groups() before the capture")
-        write(self._groups, words)
-        self._words = words
+        write(self._groups, data)
+        self._written = data
 
     def _row(self, index: int, p: Tensor, group: int) -> Row:
         """The tensors of a parameter. Creates its state."""

@@ -1,5 +1,4 @@
-"""The registry's ops: cross_entropy with the default options, cross_entropy_padded with all others on a padded vocabulary, and
-linear_cross_entropy."""
+"""The registry's entries: cross_entropy, cross_entropy_padded (all options, and a padded vocabulary) and linear_cross_entropy."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -9,25 +8,19 @@ import torch
 from torch import Tensor
 
 from cukern.ops.cross_entropy import linear
-from cukern.ops.cross_entropy.op import VERSIONS, cross_entropy
-from cukern.ops.cross_entropy.reference import Options, reference
-from cukern.runtime import checks
+from cukern.ops.cross_entropy.op import VERSIONS, Options, cross_entropy, reference
 from cukern.runtime.registry import Cost, Op, register, row_counts
+
+_PADDED: dict[str, Any] = {"ignore_index": -1, "reduction": "none", "label_smoothing": 0.1, "z_loss": 1e-2, "softcap": 5.0}
 
 
 def _options(padded: bool, columns: int) -> Options:
     padding = 47 if columns > 1000 else 3 if columns > 3 else 0
-    return Options(columns - padding, -1, "none", 0.1, 1e-2, 5.0) if padded else Options(columns)
+    return Options(columns - padding, *_PADDED.values()) if padded else Options(columns)
 
 
-def _call(logits: Tensor, targets: Tensor, version: str | None = None) -> Tensor:
-    vocab, ignored, reduction, smoothing, z_loss, softcap, _ = _options(True, logits.shape[-1])
-    options: dict[str, Any] = {"label_smoothing": smoothing, "z_loss": z_loss, "softcap": softcap, "vocab_size": vocab}
-    return cross_entropy(logits, targets, ignore_index=ignored, reduction=reduction, version=version, **options)
-
-
-def _reference(padded: bool, logits: Tensor, targets: Tensor) -> Tensor:
-    return reference(logits, targets, _options(padded, logits.shape[-1]))
+def _padded_call(logits: Tensor, targets: Tensor, version: str | None = None) -> Tensor:
+    return cross_entropy(logits, targets, vocab_size=_options(True, logits.shape[-1]).vocab, version=version, **_PADDED)
 
 
 def _make(padded: bool, dims: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> tuple[Tensor, ...]:
@@ -54,17 +47,16 @@ def _magnitude(padded: bool, inputs: tuple[Tensor, ...], douts: tuple[Tensor, ..
     return loss[:, 0] if reduction == "none" else loss.sum(), torch.nn.functional.pad(dx, (0, logits.shape[1] - vocab))
 
 
-for _name, _padded in (("cross_entropy", False), ("cross_entropy_padded", True)):
-    register(
-        Op(
-            name=_name, stem="cross_entropy", function=_call if _padded else cross_entropy, variants=row_counts, versions=VERSIONS,
-            reference=partial(_reference, _padded), magnitude=partial(_magnitude, _padded), make=partial(_make, _padded),
-            dtypes=checks.FLOATS, dims="ROWS COLUMNS", inputs=("logits", "targets"), cost=_cost, bound="memory", roundings=4,
-            check_dims=((1, 1), (129, 65), (64, 1000), (33, 4097), (5, 50_257), (7, 50_304)),
-            sim_dims=((1, 1), (5, 67), (2, 300)),
-            bench_dims=((8192, 50304), (8192, 50257), (32768, 768), (8192, 4096), (4096, 128256)),
-        )
-    )  # fmt: skip
+for _name, _function, _padded in (("cross_entropy", cross_entropy, False), ("cross_entropy_padded", _padded_call, True)):
+    register(Op(
+        name=_name, stem="cross_entropy", function=_function, variants=row_counts, versions=VERSIONS,
+        reference=lambda logits, targets, padded=_padded: reference(logits, targets, _options(padded, logits.shape[-1])),
+        make=partial(_make, _padded), magnitude=partial(_magnitude, _padded), roundings=4,
+        dims="ROWS COLUMNS", inputs=("logits", "targets"), cost=_cost,
+        check_dims=((1, 1), (129, 65), (64, 1000), (33, 4097), (5, 50_257), (7, 50_304)),
+        sim_dims=((1, 1), (5, 67), (2, 300)),
+        bench_dims=((8192, 50304), (8192, 50257), (32768, 768), (8192, 4096), (4096, 128256)),
+    ))  # fmt: skip
 
 
 # ---- linear_cross_entropy
@@ -91,23 +83,17 @@ def _linear_magnitude(inputs: tuple[Tensor, ...], douts: tuple[Tensor, ...]) -> 
 
 def _linear_cost(dims: Sequence[int], itemsize: int) -> dict[str, Cost]:
     rows, classes, columns = dims
-    inputs, flops = (rows + classes) * columns * itemsize, 2 * rows * classes * columns
-    return {
-        "fwd": Cost(inputs, flops),
-        "bwd": Cost(2 * inputs, 2 * flops),
-        **{f"bwd:{name}": Cost(inputs, flops) for name in ("x", "weight")},
-    }
+    one = Cost((rows + classes) * columns * itemsize, 2 * rows * classes * columns)  # of three products
+    return {"fwd": one, "bwd": Cost(2 * one.bytes, 2 * one.flops), "bwd:x": one, "bwd:weight": one}
 
 
-register(
-    Op(
-        name="linear_cross_entropy", stem="cross_entropy", function=linear.linear_cross_entropy,
-        reference=lambda x, weight, targets: linear.reference(x, weight, targets, Options(len(weight))).to(x.dtype),
-        spread=lambda *inputs, version=None: linear.linear_cross_entropy(*inputs, version=version).to(inputs[0].dtype),
-        versions=linear.VERSIONS, make=_make_linear, magnitude=_linear_magnitude, dtypes=checks.FLOATS,
-        dims="ROWS CLASSES COLUMNS", inputs=("x", "weight", "targets"), cost=_linear_cost, bound="compute", roundings=4,
-        check_dims=((1, 1, 1), (70, 50_304, 96), (700, 1001, 64), (129, 65, 33)),
-        sim_dims=((1, 1, 1), (5, 67, 8), (9, 300, 16)),
-        bench_dims=((8192, 50304, 768), (4096, 128256, 2048)),
-    )
-)  # fmt: skip
+register(Op(
+    name="linear_cross_entropy", stem="cross_entropy", function=linear.linear_cross_entropy,
+    reference=lambda x, weight, targets: linear.reference(x, weight, targets, Options(len(weight))).to(x.dtype),
+    spread=lambda *inputs, version=None: linear.linear_cross_entropy(*inputs, version=version).to(inputs[0].dtype),
+    versions=linear.VERSIONS, make=_make_linear, magnitude=_linear_magnitude, dims="ROWS CLASSES COLUMNS",
+    inputs=("x", "weight", "targets"), cost=_linear_cost, bound="compute", roundings=4,
+    check_dims=((1, 1, 1), (70, 50_304, 96), (700, 1001, 64), (129, 65, 33)),
+    sim_dims=((1, 1, 1), (5, 67, 8), (9, 300, 16)),
+    bench_dims=((8192, 50304, 768), (4096, 128256, 2048)),
+))  # fmt: skip

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from cukern.ops.cross_entropy.op import VERSIONS as loss_versions
-from cukern.ops.cross_entropy.op import checked_options, checked_targets, launch_forward, write_gradient
-from cukern.ops.cross_entropy.reference import Options
-from cukern.ops.cross_entropy.reference import reference as loss_of_logits
+from cukern.ops.cross_entropy.op import Options, checked_targets, launch_forward, options_of, write_gradient
+from cukern.ops.cross_entropy.op import reference as loss_of_logits
 from cukern.runtime import autocast, backend, checks, interop
 from cukern.runtime.device import device_of
 from cukern.runtime.higher import gradients, tangents
@@ -56,7 +55,7 @@ def linear_cross_entropy(
     """
     x, weight, targets = _checked(x, weight, targets, version)
     checks.choice("reduction", reduction, ("mean", "sum"))
-    options = checked_options(weight.shape[0], ignore_index, reduction, label_smoothing, z_loss, softcap, vocab_size, version or "")
+    options = options_of(weight.shape[0], ignore_index, reduction, label_smoothing, z_loss, softcap, vocab_size, version or "")
     kernels = x.is_cuda or backend.simulates(x)
     chunk = _rows_of_chunk(targets.numel(), weight.shape[1]) if chunk_rows is None else checks.integer("chunk_rows", chunk_rows, 1)
     if not kernels:
@@ -78,16 +77,13 @@ def _rows_of_chunk(rows: int, columns: int) -> int:
 
 
 def _checked(x: Any, weight: Any, targets: Any, version: str | None) -> tuple[Tensor, Tensor, Tensor]:
-    x, weight, targets = (interop.to_torch(n, t) for n, t in (("x", x), ("weight", weight), ("targets", targets)))
-    for name, tensor in (("x", x), ("weight", weight)):
-        checks.dtype(name, tensor, checks.FLOATS)
+    x, weight = interop.floats("x", x), interop.floats("weight", weight)
     checks.same(x=x, weight=weight)
     checks.version("linear_cross_entropy", version, VERSIONS)
     if weight.ndim != 2 or not x.ndim or x.shape[-1] != weight.shape[1]:
         raise ValueError(f"x must be (..., C) and weight (V, C), got {tuple(x.shape)} and {tuple(weight.shape)}")
-    checks.dtype("targets", targets, (torch.int64, torch.int32))
+    targets = interop.indices("targets", targets, "x", x)
     checks.shape("targets", targets, tuple(x.shape[:-1]), "that of x without the last dimension")
-    checks.one_device(x=x, targets=targets)
     return x, weight, targets
 
 

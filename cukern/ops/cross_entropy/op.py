@@ -1,20 +1,36 @@
 """cross_entropy of logits and target indices, and its gradient, each in one pass over the logits. Math: kernels_cu/cross_entropy.cu."""
 
 import itertools
+import struct
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
-from cukern.ops.cross_entropy.reference import Options, reference
-from cukern.runtime import backend, checks, interop
+from cukern.runtime import autocast, backend, checks, interop
 from cukern.runtime.device import cached, device_of
 from cukern.runtime.higher import differentiable
 from cukern.runtime.kernel import Kernel, Template
 from cukern.runtime.registry import Version, choose, raw_op, transformed, watched
 from cukern.runtime.tensors import as_matrix, empty_like, pointers, unit_column_stride, wide
+
+
+class Options(NamedTuple):
+    """What a call computes. `softcap` is 0 without a softcap."""
+
+    vocab: int
+    ignored: int = -100
+    reduction: str = "mean"
+    smoothing: float = 0.0
+    z_loss: float = 0.0
+    softcap: float = 0.0
+    version: str = ""
+
+    def packed(self, dloss_step: int = 0) -> bytes:
+        """The struct Options of cross_entropy.cu."""
+        return struct.pack("3q3d", self.vocab, self.ignored, dloss_step, *self[3:6])
 
 
 def cross_entropy(
@@ -28,9 +44,7 @@ def cross_entropy(
         cukern.cross_entropy(logits, targets, vocab_size=50257).backward()
 
     Args:
-        logits: (..., V), V <= 2^30, float16, bfloat16, float32 or float64: a tensor, or an array that supports DLPack. It is not copied if
-            the last dimension has stride 1 and the others flatten to one of any stride; else it is copied once. 16-bit types are computed
-            in float32. CPU tensors use torch's operations, or the simulator.
+        logits: (..., V), V <= 2^30, float16, bfloat16, float32 or float64. Strides, arrays, CPU tensors, autocast: see `help(cukern)`.
         targets: (...), int64 or int32: for each row the index of its class, in 0..vocab_size-1, or ignore_index.
         ignore_index: rows with this target have loss 0 and gradient 0.
         reduction: "mean" divides the sum of the losses by the number of targets that are not ignored. Without such a target it is NaN,
@@ -46,8 +60,7 @@ def cross_entropy(
         version: "v1" or "v2"; default: the fastest.
 
     Returns the loss: a number, or with "none" a tensor of targets' shape. It is float32, or float64 for float64 logits. torch rounds it to
-    the dtype of 16-bit logits, which leaves 2 or 3 digits, and lets a scaled float16 loss overflow. Two calls give the same bits. Autocast
-    does not change the dtype or the computation.
+    the dtype of 16-bit logits, which leaves 2 or 3 digits, and lets a scaled float16 loss overflow. Two calls give the same bits.
 
     A target outside 0..vocab_size-1 that is not ignore_index raises ValueError on the CPU. On a GPU, where that would need a
     synchronization, the loss and the gradient of its row are NaN. So they are in the simulator.
@@ -55,33 +68,26 @@ def cross_entropy(
     Raises TypeError for another dtype or an option of another type; ValueError for shapes or devices that do not fit, or an option outside
     its range. The z-loss is that of PaLM (Chowdhery et al., arXiv 2204.02311), the softcap that of Gemma 2 (arXiv 2408.00118).
     """
-    logits, targets = interop.to_torch("logits", logits), interop.to_torch("targets", targets)
-    checks.dtype("logits", logits, checks.FLOATS)
-    checks.dtype("targets", targets, (torch.int64, torch.int32))
+    logits = interop.floats("logits", logits)
+    targets = interop.indices("targets", targets, "logits", logits)
     checks.version("cross_entropy", version, VERSIONS)
     if not logits.ndim or logits.shape[:-1] != targets.shape:
         raise ValueError(f"targets has shape {tuple(targets.shape)}, it must be that of logits without the last, {tuple(logits.shape)}")
-    checks.one_device(logits=logits, targets=targets)
-    options = checked_options(logits.shape[-1], ignore_index, reduction, label_smoothing, z_loss, softcap, vocab_size, version or "")
+    options = options_of(logits.shape[-1], ignore_index, reduction, label_smoothing, z_loss, softcap, vocab_size, version or "")
     inplace = _in_place(logits, inplace_backward)
     if backend.uses_torch("cross_entropy", version, logits):
         checked_targets(targets, options)
         return reference(logits, targets, options)
-    rows = targets.flatten()
     x = unit_column_stride(as_matrix(logits))
     run = _cross_entropy if not watched(x) else _apply_in_place if inplace else _apply
-    loss, _ = run(x, rows, *options)
+    loss, _ = run(x, targets.flatten(), *options)
     return loss.view(targets.shape) if options.reduction == "none" else loss
 
 
-def checked_options(
-    columns: int, ignored: Any, reduction: Any, smoothing: Any, z_loss: Any, softcap: Any, vocab: Any, version: str
-) -> Options:
+def options_of(columns: int, ignored: Any, reduction: Any, smoothing: Any, z_loss: Any, softcap: Any, vocab: Any, version: str) -> Options:
     ignored = checks.integer("ignore_index", ignored, -(1 << 63), (1 << 63) - 1)
     reduction = checks.choice("reduction", reduction, ("none", "sum", "mean"))
-    smoothing, z_loss = checks.number("label_smoothing", smoothing), checks.number("z_loss", z_loss, checks.FLOAT32_MAX)
-    if not 0 <= smoothing <= 1:
-        raise ValueError(f"label_smoothing must be from 0 to 1, got {smoothing!r}")
+    smoothing, z_loss = checks.number("label_smoothing", smoothing, 1, least=0), checks.number("z_loss", z_loss, checks.FLOAT32_MAX)
     if softcap is not None and not checks.number("softcap", softcap, 1e30) >= 1e-30:
         raise ValueError(f"softcap must be positive, at least 1e-30, got {softcap!r}")
     checks.integer("the number of classes, logits.shape[-1],", columns, 1, 1 << 30)
@@ -107,6 +113,23 @@ def checked_targets(targets: Tensor, options: Options) -> None:
     wrong = targets[((targets < 0) | (targets >= options.vocab)) & (targets != options.ignored)]
     if wrong.numel():
         raise ValueError(f"targets must be in 0..{options.vocab - 1} or ignore_index {options.ignored}, got {int(wrong[0])}")
+
+
+def reference(logits: Tensor, targets: Tensor, options: Options) -> Tensor:
+    with autocast.off(logits):
+        vocab, ignored, reduction, smoothing, z_loss, softcap, _ = options
+        flat = targets.flatten().long()
+        x = logits.to(wide(logits.dtype))[..., :vocab].reshape(len(flat), vocab)
+        if softcap:
+            x = softcap * torch.tanh(x / softcap)
+        inner = "none" if z_loss else reduction
+        loss = torch.nn.functional.cross_entropy(x, flat, ignore_index=ignored, reduction=inner, label_smoothing=smoothing)
+        if z_loss:
+            rows = loss + (z_loss * x.logsumexp(-1).square()).masked_fill(flat == ignored, 0.0)
+            loss = rows if reduction == "none" else rows.sum()
+            if reduction == "mean":
+                loss = loss / (flat != ignored).sum()
+        return loss.view(targets.shape) if reduction == "none" else loss
 
 
 # ---- the raw ops: x is (rows, columns), targets (rows), stats: each row's logsumexp, and for a sum the number of targets not ignored
@@ -177,9 +200,7 @@ def _no_second_derivative(*_: Any) -> NoReturn:
     raise NotImplementedError("with inplace_backward, the gradient of cross_entropy cannot be differentiated")
 
 
-_apply = differentiable(
-    "_CrossEntropy", _cross_entropy, lambda x, targets, *rest: reference(x, targets, Options(*rest)), 2, gradient=_gradient
-)
+_apply = differentiable("_CrossEntropy", _cross_entropy, lambda x, t, *rest: reference(x, t, Options(*rest)), 2, gradient=_gradient)
 _apply_in_place = differentiable("_CrossEntropy", _cross_entropy, _no_second_derivative, 2, gradient=_gradient_in_place)
 
 # ---- the versions. `forward` and `backward` give the kernel of a pass for (dtype, has softcap, has label smoothing, columns), its block

@@ -1,10 +1,4 @@
-"""layernorm and rmsnorm: the public functions, their derivatives and their entries in the registry.
-
-    layernorm:  y = n weight + bias,  n = (s - mean(s)) r,  r = 1 / sqrt(variance(s) + eps)
-    rmsnorm:    y = n weight,         n = s r,              r = 1 / sqrt(mean(s^2) + eps)
-
-Means run over the last dimension. s is x, or x + residual. The formulas of the derivatives are at the head of kernels_cu/layernorm.cu.
-"""
+"""layernorm and rmsnorm along the last dimension of s, which is x or x + residual. Math and derivatives: kernels_cu/layernorm.cu."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -14,12 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cukern.ops.layernorm.versions import VERSIONS
-from cukern.runtime import backend, checks, interop
-from cukern.runtime.autocast import off
+from cukern.ops.layernorm.versions import ADD, PARTIALS, V1_THREADS, VERSIONS
+from cukern.runtime import autocast, backend, checks, interop
 from cukern.runtime.higher import differentiable
-from cukern.runtime.registry import Cost, Op, choose, raw_op, register, row_counts, watched
-from cukern.runtime.tensors import as_matrix, empty_like, readable, unit_column_stride, wide
+from cukern.runtime.registry import Cost, Op, choose, normal, raw_op, register, row_counts, watched
+from cukern.runtime.tensors import as_matrix, empty_like, pointers, readable, row_strides, unit_column_stride, wide
 
 
 def layernorm(x: Any, weight: Any, bias: Any = None, *, eps: float = 1e-5, residual: Any = None, version: str | None = None) -> Any:
@@ -31,9 +24,7 @@ def layernorm(x: Any, weight: Any, bias: Any = None, *, eps: float = 1e-5, resid
         y, x = cukern.layernorm(branch, weight, bias, residual=x)  # x + branch, and its layernorm, in one kernel
 
     Args:
-        x: (..., columns), float16, bfloat16, float32 or float64: a tensor, or an array that supports DLPack. It is not copied if its
-            columns have stride 1 and the other dimensions flatten to one; else it is copied once. 16-bit types are computed in float32
-            and rounded once. CPU tensors use torch's operations, or the simulator.
+        x: (..., columns), float16, bfloat16, float32 or float64. Strides, arrays, CPU tensors, autocast: see `help(cukern)`.
         weight: (columns,), of x's dtype, or float32 for 16-bit x; None: 1, and then bias must be None too.
         bias: (columns,), of weight's dtype; None: 0.
         eps: a finite number, at least 0, added to the variance. The variance divides by the number of columns.
@@ -41,12 +32,10 @@ def layernorm(x: Any, weight: Any, bias: Any = None, *, eps: float = 1e-5, resid
         version: "v1" or "v2"; default: the fastest.
 
     Returns y, a new contiguous tensor of x's shape and dtype; with `residual` the tuple (y, s). Gradients flow through both. Gradients of
-    weight and bias are added in a fixed order: runs on one GPU give equal bits. For the backward, s and two float32 numbers per row are
-    saved. Autocast does not change the dtype or the computation.
+    weight and bias are added in a fixed order: runs on one GPU give equal bits. The backward needs s and two float32 numbers per row.
 
     Raises TypeError for another dtype or type of an argument; ValueError for a shape, device, eps or version that does not fit.
-
-    Layer normalization: Ba, Kiros and Hinton, https://arxiv.org/abs/1607.06450.
+    Source: Ba, Kiros and Hinton, arXiv 1607.06450.
     """
     return _public("layernorm", x, weight, bias, eps, residual, version)
 
@@ -57,14 +46,14 @@ def rmsnorm(x: Any, weight: Any, *, eps: float = 1e-6, residual: Any = None, ver
         x = torch.randn(4, 1024, 4096, dtype=torch.bfloat16, device="cuda", requires_grad=True)
         y = cukern.rmsnorm(x, torch.ones(4096, dtype=torch.bfloat16, device="cuda"))
 
-    Arguments, result and errors are those of `layernorm`. Zhang and Sennrich, https://arxiv.org/abs/1910.07467.
+    Arguments, result and errors are those of `layernorm`. Source: Zhang and Sennrich, arXiv 1910.07467.
     """
     return _public("rmsnorm", x, weight, None, eps, residual, version)
 
 
 def reference(x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, rms: bool, *_: Any) -> Any:
     """The op in torch's operations. Not torch.nn.functional.layer_norm, whose second derivative by x and weight is wrong in torch 2.13."""
-    with off(x):
+    with autocast.off(x):
         s = x if residual is None else x + residual
         y, _ = _normalized(s.to(wide(s.dtype)), eps, rms)
         if weight is not None:
@@ -84,9 +73,7 @@ def _public(op: str, x: Any, weight: Any, bias: Any, eps: Any, residual: Any, ve
     checks.version(op, version, VERSIONS)
     if x.ndim == 0:
         raise ValueError("x must have at least one dimension, got a tensor of shape ()")
-    eps = checks.number("eps", eps, math.inf if x.dtype == torch.float64 else checks.FLOAT32_MAX)
-    if eps < 0:
-        raise ValueError(f"eps must not be negative, got {eps!r}")
+    eps = checks.number("eps", eps, math.inf if x.dtype == torch.float64 else checks.FLOAT32_MAX, least=0)
     weight = interop.of_columns("weight", weight, x, tuple(dict.fromkeys((x.dtype, wide(x.dtype)))))
     if bias is not None and weight is None:
         raise ValueError("bias must be None if weight is None")
@@ -103,37 +90,44 @@ def _public(op: str, x: Any, weight: Any, bias: Any, eps: Any, residual: Any, ve
 # ---- the raw ops: x, residual, s and gradients are matrices. The forward returns y, with a residual s, and stats.
 
 
-def _launch(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, rms: bool, version: str
-) -> list[Tensor]:
-    outs = _fake(x, residual)
+def _launch(x: Tensor, residual: Any, weight: Any, bias: Any, eps: float, rms: bool, version: str) -> list[Tensor]:
+    outs = y, *rest, stats = _fake(x, residual)
     if x.numel():
         x, residual = unit_column_stride(x), None if residual is None else unit_column_stride(residual)
         w, b = (None if t is None else t.contiguous() for t in (weight, bias))
-        y, *s, stats = outs
-        choose("layernorm", version, x.get_device()).forward(y, s[0] if s else None, stats, x, residual, w, b, eps, rms)
+        s = rest[0] if rest else None
+        plan, blocks = choose("layernorm", version, x.get_device()).forward(x, w, rms, b, y, s, residual)
+        addresses = pointers(y, s, stats, x, residual, w, b)
+        plan.launch((blocks, 1, 1), plan.block, 0, *addresses, *x.shape, *row_strides(x, residual), eps)
     return outs
 
 
-def _fake(x: Tensor, residual: Tensor | None, *_: Any) -> list[Tensor]:
+def _fake(x: Tensor, residual: Any, *_: Any) -> list[Tensor]:
     return [empty_like(x), *([] if residual is None else [empty_like(x)]), x.new_empty((x.shape[0], 2), dtype=wide(x.dtype))]
 
 
-def _launch_backward(
-    s: Tensor, dy: Tensor, ds: Tensor | None, stats: Tensor, weight: Tensor | None, rms: bool, affine: int, version: str
-) -> tuple[Tensor, Tensor, Tensor]:
+def _launch_backward(s: Tensor, dy: Any, ds: Any, stats: Tensor, weight: Any, rms: bool, affine: int, version: str) -> tuple[Tensor, ...]:
     outs = dx, dweight, dbias = _fake_backward(s, dy, ds, stats, weight, rms, affine)
     if not s.numel():
         return dx, dweight.zero_(), dbias.zero_()
-    w, grads = None if weight is None else weight.contiguous(), (dweight if affine else None, dbias if affine > 1 else None)
-    backward = choose("layernorm", version, s.get_device()).backward
-    backward(dx, *grads, unit_column_stride(s), readable(dy), readable(ds), stats.contiguous(), w, rms)
+    w, s, g, ds = None if weight is None else weight.contiguous(), unit_column_stride(s), readable(dy), readable(ds)
+    (rows, columns), device, stats = s.shape, s.get_device(), stats.contiguous()
+    plan, blocks = choose("layernorm", version, device).backward(s, w, rms, dx, g, ds)
+    groups = min(rows, plan.groups) or blocks
+    partials = stats.new_empty(2, groups, columns) if affine else None
+    shared = 2 * columns * stats.itemsize if affine and plan.block[1] > 1 else 0
+    addresses = pointers(dx, *([] if plan.groups else [partials]), s, g, ds, stats, w)
+    plan.launch((blocks, 1, 1), plan.block, shared, *addresses, rows, columns, *row_strides(s, g, ds))
+    if affine and plan.groups:
+        launch, grid = PARTIALS[s.dtype].on(device), (-(-columns // V1_THREADS), groups, 1)
+        launch(grid, (V1_THREADS, 1, 1), 0, *pointers(partials, s, g, stats), rows, columns, *row_strides(s, g))
+    if affine:
+        sums, grid = pointers(dweight, dbias if affine > 1 else None, partials), (-(-columns // 16), affine, 1)
+        ADD[stats.dtype, dweight.dtype].on(device)(grid, (16, 32, 1), 0, *sums, groups, columns)
     return outs
 
 
-def _fake_backward(
-    s: Tensor, dy: Any, ds: Any, stats: Any, weight: Tensor | None, rms: bool, affine: int, *_: Any
-) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_backward(s: Tensor, dy: Any, ds: Any, stats: Any, weight: Any, rms: bool, affine: int, *_: Any) -> tuple[Tensor, ...]:
     """`affine`: 0: only dx; 1: and dweight; 2: and dbias. What is not wanted has no elements."""
     like, columns = s if weight is None else weight, s.shape[1]
     return empty_like(s), like.new_empty(columns if affine > 0 else 0), like.new_empty(columns if affine > 1 else 0)
@@ -151,36 +145,29 @@ _layernorm_backward = raw_op(
 # ---- autograd
 
 
-def _kept(inputs: Sequence[Any], outs: Sequence[Tensor]) -> Sequence[Any]:
-    """With a residual, derivatives depend on s only: it replaces x, and s without its history replaces the residual."""
-    return inputs if inputs[1] is None else (outs[1], outs[1].detach(), *inputs[2:])
-
-
 def _gradient(needed: Sequence[bool], inputs: Sequence[Any], stats: Sequence[Tensor], dy: Any, ds: Any = None) -> tuple[Tensor | None, ...]:
     s, residual, weight, bias, _, rms, version = inputs
     affine = 2 if bias is not None and needed[3] else int(needed[2])
-    dy = torch.zeros_like(s) if dy is None else dy
-    dx, dweight, dbias = _layernorm_backward(s, dy, ds, *stats, weight, rms, affine, version)
+    dx, dweight, dbias = _layernorm_backward(s, torch.zeros_like(s) if dy is None else dy, ds, *stats, weight, rms, affine, version)
     return dx, None if residual is None else dx, dweight if affine else None, dbias if affine > 1 else None
 
 
 def _in_torch(s: Tensor, residual: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
-    """y and s, from what _kept returns: as a function, s + residual, which has the value of s."""
+    """y and s. With a residual, `kept` gives s for x, and for the residual s without its history, whose change is added to s."""
     s = s if residual is None else s + (residual - residual.detach())
     return reference(s, None, *rest), s
 
 
-_apply = differentiable("_LayerNorm", lambda *args: tuple(_layernorm(*args)), _in_torch, 4, -1, rows=2, gradient=_gradient, kept=_kept)
+_apply = differentiable(
+    "_LayerNorm", lambda *args: tuple(_layernorm(*args)), _in_torch, 4, -1, rows=2, gradient=_gradient,
+    kept=lambda inputs, outs: inputs if inputs[1] is None else (outs[1], outs[1].detach(), *inputs[2:]),
+)  # fmt: skip
 
 # ---- for the tools: `arguments` gives the arguments of `reference` for an op's inputs. x with a residual is an op of its own
 
 
-def _with_residual(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, *, version: str | None = None) -> Any:
-    return layernorm(x, weight, bias, residual=residual, version=version)
-
-
-def _make(inputs: Sequence[str], dims: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> tuple[Tensor, ...]:
-    return tuple(torch.randn(dims if name in ("x", "residual") else dims[1:], dtype=dtype, device=device) for name in inputs)
+def _with_residual(x: Tensor, residual: Tensor, *affine: Tensor, version: str | None = None) -> Any:
+    return layernorm(x, *affine, residual=residual, version=version)
 
 
 def _cost(matrices: int, dims: Sequence[int], itemsize: int) -> dict[str, Cost]:
@@ -205,15 +192,13 @@ for _name, _function, _inputs, _arguments in (
     ("rmsnorm", rmsnorm, ("x", "weight"), lambda x, weight: (x, None, weight, None, 1e-6, True)),
     ("layernorm_residual", _with_residual, ("x", "residual", "weight", "bias"), lambda *inputs: (*inputs, 1e-5, False)),
 ):
-    register(
-        Op(
-            name=_name, stem="layernorm", variants=row_counts, function=_function, 
-            reference=lambda *inputs, arguments=_arguments: reference(*arguments(*inputs)),
-            versions=VERSIONS, dtypes=checks.FLOATS, dims="ROWS COLUMNS", make=partial(_make, _inputs), inputs=_inputs,
-            cost=partial(_cost, 4 if "residual" in _inputs else 2), bound="memory", magnitude=partial(_magnitude, _arguments),
-            check_dims=((1, 1), (129, 65), (64, 1000), (1000, 768), (33, 4096), (33, 8200), (5, 40_000)),
-            sim_dims=((1, 3), (5, 67), (3, 264)),
-            bench_dims=((32768, 768), (8192, 4096), (4096, 16384)),
-            roundings=4,  # sums over rows and columns, in other orders than torch's
-        )
-    )  # fmt: skip
+    _matrices = 1 + ("residual" in _inputs)
+    register(Op(
+        name=_name, stem="layernorm", variants=row_counts, function=_function, versions=VERSIONS, dims="ROWS COLUMNS", inputs=_inputs,
+        reference=lambda *inputs, arguments=_arguments: reference(*arguments(*inputs)), magnitude=partial(_magnitude, _arguments),
+        make=normal(_matrices, len(_inputs) - _matrices), cost=partial(_cost, 2 * _matrices),
+        check_dims=((1, 1), (129, 65), (64, 1000), (1000, 768), (33, 4096), (33, 8200), (5, 40_000)),
+        sim_dims=((1, 3), (5, 67), (3, 264)),
+        bench_dims=((32768, 768), (8192, 4096), (4096, 16384)),
+        roundings=4,  # sums over rows and columns, in other orders than torch's
+    ))  # fmt: skip

@@ -1,8 +1,4 @@
-"""The versions of layernorm and rmsnorm, and the plan of each launch.
-
-forward(y, s, stats, x, residual, weight, bias, eps, rms), backward(dx, dweight, dbias, s, dy, ds, stats, weight, rms). Matrices are (rows,
-columns) with a column stride of 1 and at least one element. s, residual, weight, bias, ds, dweight and dbias may be None.
-"""
+"""The versions of layernorm and rmsnorm: forward and backward give the plan of a launch, and its number of thread blocks."""
 
 import itertools
 from collections.abc import Iterable
@@ -16,7 +12,7 @@ from cukern.runtime import backend
 from cukern.runtime.device import cached, device_of
 from cukern.runtime.kernel import Kernel, Template
 from cukern.runtime.registry import Version
-from cukern.runtime.tensors import VECTOR_BYTES, aligned, pointers, row_strides, wide
+from cukern.runtime.tensors import VECTOR_BYTES, aligned, wide
 
 V1_THREADS = 256
 _V1_BLOCKS = 1 << 20  # the most blocks of v1, which loop over rows
@@ -24,8 +20,8 @@ _ANY_BLOCKS = 1 << 62
 _FORWARD_BLOCK = 128  # threads of a block that short rows share; in the backward, those of the tile
 _RESIDENT = {128: 384, 384: 768, 512: 512}  # threads per SM of the backward, for each limit of its blocks
 
-_V1, _V1_BWD, _PARTIALS = (Template("layernorm.cu", f"layernorm_v1{name}") for name in ("", "_bwd", "_partials"))
-_V2, _V2_BWD, _ADD = (Template("layernorm.cu", f"layernorm_{name}", pdl=True) for name in ("v2", "v2_bwd", "add"))
+_V1, _V1_BWD, PARTIALS = (Template("layernorm.cu", f"layernorm_v1{name}") for name in ("", "_bwd", "_partials"))
+_V2, _V2_BWD, ADD = (Template("layernorm.cu", f"layernorm_{name}", pdl=True) for name in ("v2", "v2_bwd", "add"))
 
 
 class Tile(NamedTuple):
@@ -37,24 +33,20 @@ class Tile(NamedTuple):
     block: int
 
 
+_SIZES = {  # vectors, most_threads and block of each tile, from the shortest rows to the longest
+    ("forward", "16 bits"): ((3, 32, 512), (4, 512, 512)),
+    ("forward", "wider"): ((1, 32, 512), (4, 512, 512), (8, 512, 512)),
+    ("forward", "unaligned"): ((8, 512, 512), (16, 512, 512)),
+    ("backward", "16 bits"): ((3, 32, 128), (2, 512, 512)),
+    ("backward", "wider"): ((2, 384, 384), (4, 512, 512)),
+    ("backward", "unaligned"): ((8, 512, 512),),
+}
+
+
 def tiles(itemsize: int, aligned: bool, backward: bool) -> tuple[Tile, ...]:
     """What v2 may use, from the shortest rows to the longest."""
-    width = VECTOR_BYTES // itemsize if aligned else 1
-    sizes: tuple[tuple[int, int, int], ...]
-    if backward and aligned and itemsize == 2:
-        sizes = (24, 32, 128), (16, 512, 512)
-    elif backward and aligned:
-        elements = 32 // itemsize
-        sizes = (elements, 384, 384), (2 * elements, 512, 512)
-    elif backward:
-        sizes = ((8, 512, 512),)
-    elif aligned and itemsize == 2:
-        sizes = (24, 32, 512), (32, 512, 512)
-    elif aligned:
-        sizes = (width, 32, 512), (4 * width, 512, 512), (8 * width, 512, 512)
-    else:
-        sizes = (8, 512, 512), (16, 512, 512)
-    return tuple(Tile(width, elements // width, threads, block) for elements, threads, block in sizes)
+    width, kind = VECTOR_BYTES // itemsize if aligned else 1, "unaligned" if not aligned else "16 bits" if itemsize == 2 else "wider"
+    return tuple(Tile(width, *sizes) for sizes in _SIZES["backward" if backward else "forward", kind])
 
 
 def threads_of(columns: int, tile: Tile) -> int:
@@ -67,7 +59,7 @@ class _Plan(NamedTuple):
     launch: backend.Launch
     block: tuple[int, int, int]  # (threads per row, rows, 1)
     blocks: int  # the most thread blocks
-    adds: bool  # True if the kernel of the backward also writes partial sums for weight and bias
+    groups: int  # the most partial sums of a column; 0 if the kernel itself writes one per block
 
 
 @cached(4096)
@@ -75,13 +67,14 @@ def _plan(
     newest: bool, backward: bool, dtype: torch.dtype, weight: torch.dtype, columns: int, aligned: bool, rms: bool, device: int
 ) -> _Plan:
     """The launch of v2 if `newest` and if a row fits into registers, else that of v1."""
+    sms = device_of(device).sms
     for tile in tiles(dtype.itemsize, aligned, backward) if newest else ():
         threads = threads_of(columns, tile)
         if threads <= tile.most_threads:
             rows = max(1, (tile.block if backward else _FORWARD_BLOCK) // threads)
-            blocks = device_of(device).sms * (_RESIDENT[tile.block] // (threads * rows)) if backward else _ANY_BLOCKS
-            return _Plan(_v2(backward, dtype, weight, tile, rms).on(device), (threads, rows, 1), blocks, True)
-    return _Plan((_V1_BWD if backward else _V1)[dtype, weight, rms].on(device), (V1_THREADS, 1, 1), _V1_BLOCKS, False)
+            blocks = sms * (_RESIDENT[tile.block] // (threads * rows)) if backward else _ANY_BLOCKS
+            return _Plan(_v2(backward, dtype, weight, tile, rms).on(device), (threads, rows, 1), blocks, 0)
+    return _Plan((_V1_BWD if backward else _V1)[dtype, weight, rms].on(device), (V1_THREADS, 1, 1), _V1_BLOCKS, 2 * sms)
 
 
 def _v2(backward: bool, dtype: torch.dtype, weight: torch.dtype, tile: Tile, rms: bool) -> Kernel:
@@ -90,54 +83,24 @@ def _v2(backward: bool, dtype: torch.dtype, weight: torch.dtype, tile: Tile, rms
     return _V2[dtype, weight, tile.width, tile.vectors, rms]
 
 
-def _plan_for(newest: bool, backward: bool, x: Tensor, weight: Tensor | None, rms: bool, *others: Tensor | None) -> tuple[_Plan, int]:
-    """The plan and the number of blocks."""
+def _launch_of(newest: bool, backward: bool, x: Tensor, weight: Tensor | None, rms: bool, *others: Tensor | None) -> tuple[_Plan, int]:
+    """x and the matrices among `others` are (rows, columns) with a column stride of 1 and at least one element."""
     dtype = x.dtype if weight is None else weight.dtype
     plan = _plan(newest, backward, x.dtype, dtype, x.shape[1], aligned(x, weight, *others), rms, x.get_device())
     return plan, min(-(-x.shape[0] // plan.block[1]), plan.blocks)
 
 
-def _forward(
-    newest: bool, y: Tensor, s: Tensor | None, stats: Tensor, x: Tensor, residual: Tensor | None, weight: Tensor | None,
-    bias: Tensor | None, eps: float, rms: bool,
-) -> None:  # fmt: skip
-    plan, blocks = _plan_for(newest, False, x, weight, rms, bias, y, s, residual)
-    addresses = pointers(y, s, stats, x, residual, weight, bias)
-    plan.launch((blocks, 1, 1), plan.block, 0, *addresses, *x.shape, *row_strides(x, residual), eps)
-
-
-def _backward(
-    newest: bool, dx: Tensor, dweight: Tensor | None, dbias: Tensor | None, s: Tensor, dy: Tensor, ds: Tensor | None, stats: Tensor,
-    weight: Tensor | None, rms: bool,
-) -> None:  # fmt: skip
-    """dbias needs dweight: both are added by one launch."""
-    (rows, columns), device = s.shape, s.get_device()
-    plan, blocks = _plan_for(newest, True, s, weight, rms, dx, dy, ds)
-    groups = blocks if plan.adds else min(rows, 2 * device_of(device).sms)
-    partials = None if dweight is None else stats.new_empty(2, groups, columns)
-    shared = 2 * columns * stats.itemsize if dweight is not None and plan.block[1] > 1 else 0
-    addresses = pointers(dx, *([partials] if plan.adds else []), s, dy, ds, stats, weight)
-    plan.launch((blocks, 1, 1), plan.block, shared, *addresses, rows, columns, *row_strides(s, dy, ds))
-    if dweight is None or partials is None:
-        return
-    if not plan.adds:
-        launch, grid = _PARTIALS[s.dtype].on(device), (-(-columns // V1_THREADS), groups, 1)
-        launch(grid, (V1_THREADS, 1, 1), 0, *pointers(partials, s, dy, stats), rows, columns, *row_strides(s, dy))
-    add, grid = _ADD[stats.dtype, dweight.dtype].on(device), (-(-columns // 16), 1 if dbias is None else 2, 1)
-    add(grid, (16, 32, 1), 0, *pointers(dweight, dbias, partials), groups, columns)
-
-
 def _instances(newest: bool, dtype: torch.dtype) -> Iterable[Kernel]:
     both, weights = (False, True), dict.fromkeys((dtype, wide(dtype)))
-    kernels = [_PARTIALS[dtype], *(_ADD[wide(dtype), weight] for weight in weights)]
-    for weight, rms in itertools.product(weights, both):
-        kernels += [_V1[dtype, weight, rms], _V1_BWD[dtype, weight, rms]]
-        for backward, whole in itertools.product(both, both) if newest else ():
-            kernels += [_v2(backward, dtype, weight, tile, rms) for tile in tiles(dtype.itemsize, whole, backward)]
+    kernels = [PARTIALS[dtype], *(ADD[wide(dtype), weight] for weight in weights)]
+    for weight, rms, backward in itertools.product(weights, both, both):
+        kernels.append((_V1_BWD if backward else _V1)[dtype, weight, rms])
+        alignments = both if newest else ()
+        kernels += [_v2(backward, dtype, weight, tile, rms) for whole in alignments for tile in tiles(dtype.itemsize, whole, backward)]
     return kernels
 
 
 VERSIONS = {
-    name: Version(idea, partial(_forward, newest), partial(_backward, newest), partial(_instances, newest))
+    name: Version(idea, partial(_launch_of, newest, False), partial(_launch_of, newest, True), partial(_instances, newest))
     for name, idea, newest in (("v1", "one block per row, read three times", False), ("v2", "row in registers, read once", True))
 }

@@ -269,10 +269,6 @@ _apply, _apply_backward = apply_of(_Softmax), apply_of(_SoftmaxBackward)
 # ---- for the tools
 
 
-def _make(dims: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> tuple[Tensor, ...]:
-    return (torch.randn(*dims, dtype=dtype, device=device),)
-
-
 def _cost(dims: Sequence[int], itemsize: int) -> dict[str, Cost]:
     n = math.prod(dims)
     return {"fwd": Cost(2 * n * itemsize, 4 * n), "bwd": Cost(3 * n * itemsize, 4 * n)}
@@ -287,8 +283,7 @@ for _name, _function in (("softmax", softmax), ("log_softmax", log_softmax)):
     register(
         Op(
             name=_name, stem="softmax", variants=row_counts, function=_function, reference=partial(_reference, _name),
-            versions=_TABLES[_name], dtypes=checks.FLOATS, dims="ROWS COLUMNS", make=_make, inputs=("x",), cost=_cost, bound="memory",
-            magnitude=partial(_magnitude, _name),
+            versions=_TABLES[_name], dims="ROWS COLUMNS", inputs=("x",), cost=_cost, magnitude=partial(_magnitude, _name),
             check_dims=((1, 1), (129, 65), (64, 1000), (33, 4097), (3, 40_000), (5, 50_257)),
             sim_dims=((1, 1), (5, 67), (2, 300)),
             bench_dims=((8192, 1024), (8192, 4096), (8192, 16384), (4096, 50304), (1024, 131072)),

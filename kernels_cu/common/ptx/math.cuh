@@ -1,6 +1,8 @@
 // Approximate math instructions.
 #pragma once
 
+constexpr float LOG2E = 1.4426950408889634f;  // log2(e)
+
 // 2^x with an error of at most 2 ulp. Results below 2^-126 become 0.
 __device__ __forceinline__ float exp2_approx(float x) {
     float y;

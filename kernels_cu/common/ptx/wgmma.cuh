@@ -1,6 +1,7 @@
 // Tensor cores by warpgroup: wgmma and setmaxnreg (sm_90a only).
 #pragma once
 
+#include "../math.cuh"
 #include "async_copy.cuh"
 
 // A warpgroup is four neighbouring warps, the first a multiple of 4. wgmma is asynchronous: registers of a and d must not be accessed
@@ -79,11 +80,6 @@ constexpr unsigned long long SWIZZLED = 1ull << 62, SWIZZLED_64 = 2ull << 62, SW
 __device__ __forceinline__ unsigned long long describe(unsigned shared_address, int along_k, int across) {
     return (shared_address & 0x3ffff) >> 4 | (unsigned long long)(along_k >> 4) << 16 | (unsigned long long)(across >> 4) << 32;
 }
-
-template <typename T>
-constexpr bool IS_BF16 = false;
-template <>
-constexpr bool IS_BF16<__nv_bfloat16> = true;
 
 // d = a b, or with `add` d += a b. d is 64 x 8 N. For 16-bit types a is 64 x 16 and b is 16 x 8 N; for TF32 (float) a is 64 x 8 and b is 8
 // x 8 N. a is in registers. Each warp has 16 rows, with the fragments of mma. ACROSS: b is contiguous along the columns instead of k, and

@@ -10,7 +10,7 @@ from test_cross_entropy import expected
 
 import cukern
 from cukern.ops.cross_entropy import linear
-from cukern.ops.cross_entropy.reference import Options, reference
+from cukern.ops.cross_entropy.op import Options, reference
 
 EVERY = pytest.mark.parametrize("device, version", places("linear_cross_entropy"))
 

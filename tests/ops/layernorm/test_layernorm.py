@@ -195,7 +195,7 @@ def test_refusals(place):
             (ValueError, r"residual has shape \(1, 6\), it must be \(2, 6\)", {"residual": x[:1]}),
             (TypeError, "residual is torch.float64, x is torch.float32", {"residual": x.double()}),
             (ValueError, "bias must be None if weight is None", {"weight": None, "bias": w}),
-            (ValueError, "eps must not be negative, got -1.0", {"eps": -1}),
+            (ValueError, "eps must be at least 0, got -1.0", {"eps": -1}),
             (ValueError, "x must have at least one dimension", {"x": torch.tensor(1.0)}),
         ):
             with pytest.raises(error, match=says):
