@@ -92,8 +92,8 @@ def in_thread(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def own_names() -> list[str]:
-    """The ops that have a public function of their name; "rope_packed" is a way to call rope."""
-    return [name for name, op in OPS.items() if not name.startswith(f"{op.stem}_")]
+    """The ops that have a public function of their name; "rope_packed" and "linear_gelu" are ways to call rope and linear."""
+    return [name for name, op in OPS.items() if not name.startswith((f"{op.stem}_", "linear_gelu"))]
 
 
 def assert_accurate(actual: torch.Tensor, peer: torch.Tensor, exact: torch.Tensor, what: str = "") -> None:

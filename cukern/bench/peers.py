@@ -215,6 +215,7 @@ _EAGER: dict[str, dict[str, Function]] = {
     "attention_varlen": {"sdpa": _sdpa_of_each},
     "attention_decode": {"sdpa": partial(torch.nn.functional.scaled_dot_product_attention, enable_gqa=True)},
     "linear": {"torch": torch.nn.functional.linear},
+    "linear_gelu": {"torch": lambda *tensors: OPS["linear_gelu"].reference(*tensors)},
     "layernorm": {"torch": lambda x, w, b: torch.nn.functional.layer_norm(x, w.shape, w, b)},
     "rmsnorm": {"torch": lambda x, w: torch.nn.functional.rms_norm(x, w.shape, w, 1e-6)},
     "layernorm_residual": {"torch": _layernorm_residual},

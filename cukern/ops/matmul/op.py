@@ -201,17 +201,23 @@ def _cost(inputs: tuple[str, ...], dims: Sequence[int], itemsize: int) -> dict[s
     return {"fwd": one, "bwd": Cost(2 * one.bytes, 2 * one.flops), **{f"bwd:{name}": one for name in inputs[:2]}}
 
 
-for _function, _reference, _names, _bench_dims in (
-    (matmul, torch.matmul, ("a", "b"), ((4096, 4096, 4096), (8192, 8192, 8192))),
-    (linear, torch.nn.functional.linear, ("x", "weight", "bias"), ((4096, 3072, 768),)),
+def _torch_gelu(*tensors: Tensor) -> Tensor:
+    return torch.nn.functional.gelu(torch.nn.functional.linear(*tensors))
+
+
+_LINEAR = "x", "weight", "bias"
+for _name, _function, _reference, _names, _bench_dims in (
+    ("matmul", matmul, torch.matmul, ("a", "b"), ((4096, 4096, 4096), (8192, 8192, 8192))),
+    ("linear", linear, torch.nn.functional.linear, _LINEAR, ((4096, 3072, 768),)),
+    ("linear_gelu", partial(linear, activation="gelu"), _torch_gelu, _LINEAR, ((32768, 3072, 768), (8192, 16384, 4096))),
 ):
     register(
         Op(
-            name=_function.__name__, stem="matmul", function=_function, reference=_reference, versions=VERSIONS, dtypes=checks.FLOATS,
+            name=_name, stem="matmul", function=_function, reference=_reference, versions=VERSIONS, dtypes=checks.FLOATS,
             dims="M N K", variants=row_counts, candidates=(*(t.name for t in FMA_TILES[4]), *(t.name for t in TILES)), bound="compute",
             check_dims=((1, 1, 1), (64, 64, 64), (129, 67, 255), (5, 300, 1000)), bench_dims=_bench_dims,
             sim_dims=((1, 1, 1), (3, 33, 800), (64, 64, 64), (70, 90, 50)),
-            make=partial(_make, _function is linear), inputs=_names, cost=partial(_cost, _names),
+            make=partial(_make, _names is _LINEAR), inputs=_names, cost=partial(_cost, _names),
             # One chain of additions, as in v1 to v4, has an error of up to 2.6 epsilons times the sum of |a b| on random data, whatever its
             # length. So does cuBLAS on an H200, except where it splits the chain. v5 splits it too, and stays within twice cuBLAS's error.
             roundings=3,
