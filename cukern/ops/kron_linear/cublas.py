@@ -41,9 +41,7 @@ def us(step: Step, rows: int, target: Problem) -> float:
     """The predicted time of one factor."""
     last, size = step.right == 1, target.itemsize
     if target.strict:
-        blocks = ceil(rows * step.left / SIDE) if last else rows * step.left * ceil(step.right / 32) / 2
-        rate = SGEMM * fmas_cycle(target.device.capability, torch.float32) * target.device.cycles_us
-        return START_US[8] + ceil(blocks * ceil(step.q / SIDE) / target.device.sms) * SIDE**2 * step.p / rate
+        return _us_of_sgemm(step, rows, target)
     moved: float = rows * step.left * step.right * (step.p + step.q) * size
     aligned = all(n * size % 16 == 0 for n in (step.p, step.q, *(() if last else (step.right,))))
     if size == 4:
@@ -57,6 +55,12 @@ def us(step: Step, rows: int, target: Problem) -> float:
     longest = max(moved / (BANDWIDTH[size] * target.device.sm_bytes_us), multiplied if size == 4 else 0.0)
     turn = TURN_US if size == 4 and last and rows * step.left * step.p >= TURNED else 0.0
     return START_US[size] + turn + longest / (target.device.sms * slower)
+
+
+def _us_of_sgemm(step: Step, rows: int, target: Problem) -> float:
+    blocks = ceil(rows * step.left / SIDE) if step.right == 1 else rows * step.left * ceil(step.right / 32) / 2
+    rate = SGEMM * fmas_cycle(target.device.capability, torch.float32) * target.device.cycles_us
+    return START_US[8] + ceil(blocks * ceil(step.q / SIDE) / target.device.sms) * SIDE**2 * step.p / rate
 
 
 def launch(run: Sequence[Step], rows: int, target: Problem) -> Launch:

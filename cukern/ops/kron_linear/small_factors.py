@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from cukern.ops.kron_linear.plan import ADDED, Launch, Problem, Step, instance, log2, merged, up
 
-SIZES = 2, 4, 8, 16  # for larger factors, split products on tensor cores are exact enough, and faster
-LEAST, ALL = 12, 15  # log2 of the elements of a block's tile: an SM holds 2^15
+SIZES = (2, 2), (4, 4), (8, 8), (16, 16)  # for larger factors, split products on tensor cores are exact enough, and faster
+LEAST, ALL = 13, 15  # log2 of the elements of a block's tile: an SM holds 2^15; smaller tiles cost too many starts
 HELD = 7  # index bits that differ among the elements of a thread
 LANES = 5
 SUMS = 32  # as in small_factors.cuh
@@ -41,20 +41,20 @@ class Pass(NamedTuple):
 
 def forward(run: Sequence[Step], rows: int, target: Problem) -> Iterator[Launch]:
     """The launches of a run of steps, of tiles of each size."""
-    for top, cluster, L, R, tiles in tilings(run, rows, target, 4, LEAST):
+    for top, cluster, L, R, tiles in tilings(run, rows, target, 4):
         threads = 1 << top - HELD
         if tiles * cluster * threads > target.device.sms * WHOLE_BLOCK:  # otherwise there is no next tile to prefetch
             yield from _launch(run, target, threads, cluster, L, R, tiles)
 
 
-def tilings(run: Sequence[Step], rows: int, target: Problem, itemsize: int, least: int) -> Iterator[tuple[int, int, int, int, int]]:
+def tilings(run: Sequence[Step], rows: int, target: Problem, itemsize: int) -> Iterator[tuple[int, int, int, int, int]]:
     """The tiles of the kernels of small_factors.cuh for elements of `itemsize` bytes, if they take these factors: log2 of the elements of a
-    block, at least `least`; the blocks that share a tile; L and R; and how many tiles there are."""
+    block; the blocks that share a tile; L and R; and how many tiles there are."""
     fits = target.itemsize == itemsize and target.aligned >= 16 and target.shared >= LEAST_SHARED
-    if not fits or not all(s.p == s.q and s.p in SIZES for s in run):
+    if not fits or any((s.p, s.q) not in SIZES for s in run):
         return
     C, bits = run[0].right, sum(log2(s.p) for s in run)
-    for top, cluster in (*((top, 1) for top in range(least, ALL + 1)), (ALL, 2)):
+    for top, cluster in (*((top, 1) for top in range(LEAST, ALL + 1)), (ALL, 2)):
         others = top + cluster - 1 - bits  # log2 of the elements of a tile besides the factors' own
         if others >= 0:
             R = min(1 << others, C & -C)
@@ -102,13 +102,9 @@ def _passes(cut: Sequence[tuple[Step, ...]], low: int, top: int, cross: int) -> 
         together = max(1, SUMS * piece[-1].p >> HELD)  # columns of the last factor that are stored at a time
         near = next((i for i, b in enumerate(held) if b != i), HELD)
         vector = min(4, 1 << near, right * prod(s.p for s in piece[:-1]) * together)
-        parts.append(Pass(piece, _named(held, top, cross), _named(threads, top, cross), right, vector))
+        held, threads = (tuple(cross if b == top else b for b in own) for own in (held, threads))  # the other block's bit
+        parts.append(Pass(piece, held, threads, right, vector))
     return [a._replace(exchanging=_exchanging(a, b)) for a, b in zip(parts, [*parts[1:], parts[-1]], strict=True)]
-
-
-def _named(bits: tuple[int, ...], top: int, cross: int) -> tuple[int, ...]:
-    """The other block's bit as that which it becomes."""
-    return tuple(cross if b == top else b for b in bits)
 
 
 def _exchanging(a: Pass, b: Pass) -> int:

@@ -13,7 +13,6 @@ from cukern.ops.kron_linear.plan import ADDED, Launch, Problem, Step, instance, 
 from cukern.ops.kron_linear.small_factors import ALL, bits_of, tilings, turns
 
 EACH = 6  # log2 of the elements of a tile per thread
-LEAST = 13  # log2 of the elements of a tile: smaller tiles cost too many starts
 LANES, PIECE = 5, 10  # bits of a lane's number; log2 of the elements that a warp holds at once
 AT_ONCE = 3  # log2 of the elements in 16 bytes
 SIDE = 4  # bits that a step multiplies along
@@ -73,7 +72,7 @@ class Pass(NamedTuple):
 
 def forward(run: Sequence[Step], rows: int, target: Problem) -> Iterator[Launch]:
     """The launches of a run of steps, of tiles of each size."""
-    for top, cluster, L, R, tiles in tilings(run, rows, target, 2, LEAST) if target.tensor else ():
+    for top, cluster, L, R, tiles in tilings(run, rows, target, 2) if target.tensor else ():
         if not 1 < R < 1 << AT_ONCE:
             yield from _launch(run, target, top, cluster, L, R, tiles)
 
