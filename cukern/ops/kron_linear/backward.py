@@ -173,7 +173,8 @@ def _blocks(launch: Launch, z: Tensor) -> tuple[int, int]:
     """The thread blocks and the partial sums of a launch whose input is z."""
     fibers = z.shape[0] * launch.steps[-1].left
     if launch.kernel == "few_rows":
-        return wgmma.FEW_BLOCKS * wgmma.few_first_rows(fibers, z.itemsize), wgmma.few_partial_sums(fibers, z.itemsize)
+        first = wgmma.few_first_rows(fibers, z.itemsize)
+        return wgmma.FEW_BLOCKS * first, ceil(wgmma.FEW_SUMS * first)
     tiles, sms = ceil(fibers / launch.L) * ceil(launch.steps[0].right / launch.R), device_of(z.get_device()).sms
     blocks = blocks_of(tiles, sms * launch.blocks, z.nbytes, _elements(launch), sms)
     return blocks, blocks

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cukern.ops.kron_linear.reference import width
-from cukern.runtime import backend, checks, interop
+from cukern.runtime import checks, interop
 
 COMPLEX = (torch.complex64, torch.complex128)
 
@@ -84,14 +84,3 @@ def shapes(x: Tensor, factors: Sequence[Tensor], bias: Tensor | None, residual: 
     if residual is not None:
         checks.shape("residual", residual, out, "that of the output")
     return out
-
-
-def version(name: str | None, x: Tensor, known: Sequence[str], in_torch: Sequence[str]) -> None:
-    """Raises ValueError for a version that there is not, or that x's device or dtype cannot have."""
-    checks.version("kron_linear", name, known)
-    if name is None or name in in_torch:
-        return
-    if x.dtype in COMPLEX:
-        raise ValueError(f"version {name!r} of cukern.kron_linear has no {x.dtype}: complex tensors go through torch, v1 or v2")
-    if not x.is_cuda and not backend.simulates(x):
-        checks.needs_gpu("kron_linear", name, x.device)

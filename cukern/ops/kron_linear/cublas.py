@@ -40,12 +40,12 @@ PARTS = 4  # z and h are transposed in this many parts for a gradient
 def us(step: Step, rows: int, target: Problem) -> float:
     """The predicted time of one factor."""
     last, size = step.right == 1, target.itemsize
-    if _strict(target):
+    if target.strict:
         return _us_of_sgemm(step, rows, target)
     moved: float = rows * step.left * step.right * (step.p + step.q) * size
     aligned = all(n * size % 16 == 0 for n in (step.p, step.q, *(() if last else (step.right,))))
     if size == 4:
-        tiles = _tiled(step.q) if last else up(step.q, 128) * (up(step.right, 128) if step.right > 64 else 64)
+        tiles = max(128, up(step.q, 64)) if last else up(step.q, 128) * (up(step.right, 128) if step.right > 64 else 64)
         multiplied = 2 * rows * step.left * max(32 if last else 128, step.p) * tiles / TF32_WORK_US[last]
     elif last:
         moved *= max(128, up(step.q, 32)) / step.q
@@ -63,24 +63,14 @@ def _us_of_sgemm(step: Step, rows: int, target: Problem) -> float:
     return START_US[8] + ceil(blocks * ceil(step.q / SIDE) / target.device.sms) * SIDE**2 * step.p / rate
 
 
-def _strict(target: Problem) -> bool:
-    return target.itemsize == 4 and not target.tensor
-
-
-def _tiled(n: int) -> int:
-    return max(128, up(n, 64))
-
-
 def launch(run: Sequence[Step], rows: int, target: Problem) -> Launch:
-    handicap = 1 / OWN_MARGIN if _strict(target) else MARGIN
+    handicap = 1 / OWN_MARGIN if target.strict else MARGIN
     return Launch("cublas", tuple(run), us(run[0], rows, target), products=1, handicap=handicap)
 
 
 def forward(run: Sequence[Step], rows: int, target: Problem) -> Iterator[Launch]:
-    """One factor; in strict float32, which has no tensor cores there, only a factor above LARGE. A small right factor and a large one."""
-    if len(run) == 2 and run[0].factor == 1 and run[0].right == run[1].left == 1 and _transposes(run, target):
-        yield Launch("cublas", tuple(run), _us_of_small_right(run, rows, target), products=1, handicap=MARGIN)
-    if len(run) == 1 and target.itemsize < 8 and (not _strict(target) or max(run[0].p, run[0].q) > LARGE):
+    """One factor; in strict float32, which has no tensor cores there, only a factor above LARGE."""
+    if len(run) == 1 and target.itemsize < 8 and (not target.strict or max(run[0].p, run[0].q) > LARGE):
         yield launch(run, rows, target)
 
 
@@ -110,7 +100,7 @@ def us_of_gradient(A: int, p: int, q: int, right: int, target: Problem) -> float
     """About how long the gradient of a factor takes, for z (A, p, right) and h (A, q, right)."""
     size, rate = target.itemsize, GRADIENT_US[2 if target.itemsize == 2 else 4 if target.tensor else 8]
     aligned, moved = p * size % 16 == q * size % 16 == 0, A * (p + q) * right * size / (BANDWIDTH[2] * target.device.sm_bytes_us)
-    us = max(A * right * p * _tiled(q) / rate, moved) + (2 * moved if right > 1 else 0.0)
+    us = max(A * right * p * max(128, up(q, 64)) / rate, moved) + (2 * moved if right > 1 else 0.0)
     launches = 2 if right == 1 else 3 * PARTS
     return launches * GRADIENT_START_US + us / (target.device.sms * (1 if aligned else UNALIGNED[min(size, 4)]))
 
@@ -182,19 +172,16 @@ _TRANSPOSED = Template("kron_linear/kron_linear.cu", "kron_linear_v4_transposed"
 SMALL = 16  # rows and columns of a right factor, at most, for which there is a kernel that also transposes
 
 
-def _transposes(run: Sequence[Step], target: Problem) -> bool:
-    """Whether layer_forward has kernels for the small right factor of a layer."""
+def small_right(run: Sequence[Step], rows: int, target: Problem) -> Iterator[Launch]:
+    """layer_forward of a small right factor and a large left one, if it has kernels for them."""
+    if len(run) != 2 or run[0].factor != 1 or not run[0].right == run[1].left == 1 or target.itemsize > 4 or target.aligned < 16:
+        return
     right, left = run
-    small = max(right.p, right.q) <= SMALL and right.p % 8 == right.q % 8 == 0
-    return small and min(left.p, left.q) > LARGE and target.itemsize < 8 and target.aligned == 16
-
-
-def _us_of_small_right(run: Sequence[Step], rows: int, target: Problem) -> float:
-    right, left = run
-    moved = rows * target.itemsize * (left.p * (right.p + right.q) / 0.75 + left.q * 2 * right.q / 0.85)  # parts of a copy's bandwidth
-    total = 2 * START_US[2] + moved / (target.device.sms * target.device.sm_bytes_us)
-    total += us(Step(0, 1, left.p, left.q, 1), rows * right.q, target)
-    return total / OWN_MARGIN if _strict(target) else total
+    if max(right.p, right.q) <= SMALL and right.p % 8 == right.q % 8 == 0 and min(left.p, left.q) > LARGE:
+        moved = rows * target.itemsize * (left.p * (right.p + right.q) / 0.75 + left.q * 2 * right.q / 0.85)  # parts of a copy's bandwidth
+        total = 2 * START_US[2] + moved / (target.device.sms * target.device.sm_bytes_us)
+        total += us(Step(0, 1, left.p, left.q, 1), rows * right.q, target)
+        yield Launch("cublas", tuple(run), total / OWN_MARGIN if target.strict else total, products=1, handicap=MARGIN)
 
 
 def _transposed(out: Tensor, x: Tensor, p: int, q: int, w: Tensor | None = None) -> Tensor:
@@ -260,8 +247,7 @@ def _scaled_mm(a: Tensor, b: Tensor, scale: float) -> Tensor:
 # ---- v3
 
 _V3 = Template("kron_linear/kron_linear.cu", "kron_linear_v3")
-_BLOCK = (256, 1, 1)
-_WIDTHS = 8, 64  # columns of a block's tile: the least that is enough, else the last
+_WIDTHS = 8, 64  # columns of a block's tile
 
 
 def v3_product(z: Tensor, w: Tensor, epilogue: Epilogue = PLAIN) -> Tensor:
@@ -270,11 +256,10 @@ def v3_product(z: Tensor, w: Tensor, epilogue: Epilogue = PLAIN) -> Tensor:
     q, (scale, bias, residual) = w.shape[2], epilogue
     out = torch.empty((samples, A, q, C), dtype=z.dtype, device=z.device)
     if out.numel():
-        columns = _tile(q)
+        columns = _WIDTHS[q > _WIDTHS[0]]
         grid = samples * -(-A * C // (4096 // columns)) * -(-q // columns)
-        pointers = (0 if t is None else t.data_ptr() for t in (out, z, w, bias, residual))
-        launch = _V3[z.dtype, columns].on(z.get_device())
-        launch((grid, 1, 1), _BLOCK, 0, *pointers, A, p, q, C, *w.stride(), scale, 1 if bias is None else bias.numel())
+        launch, tensors = _V3[z.dtype, columns].on(z.get_device()), pointers(out, z, w, bias, residual)
+        launch((grid, 1, 1), (256, 1, 1), 0, *tensors, A, p, q, C, *w.stride(), scale, 1 if bias is None else bias.numel())
     return out
 
 
@@ -307,10 +292,6 @@ def v3_backward(x: Tensor, g: Tensor, factors: Sequence[Tensor], wanted: Sequenc
         h = v3_product(h, w.mT, (1.0 if n else scale, None, None))
     found[0] = h.reshape(x.shape)
     return found
-
-
-def _tile(n: int) -> int:
-    return next((width for width in _WIDTHS if n <= width), _WIDTHS[-1])
 
 
 def v3_instances(dtype: torch.dtype) -> list[Kernel]:

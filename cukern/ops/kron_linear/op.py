@@ -104,11 +104,12 @@ def kron_linear(
         return call(x, factors)
     x, factors, bias, residual = kron_checks.tensors(x, factors, bias, residual)
     shape = kron_checks.shapes(x, factors, bias, residual)
-    kron_checks.version(version, x, tuple(VERSIONS), tuple(PRODUCTS))
+    checks.version("kron_linear", version, VERSIONS)
+    in_torch = version in PRODUCTS or _without_kernels(x, version)
     if type(scale) is not float or not abs(scale) <= checks.FLOAT32_MAX:
         scale = kron_checks.scale(scale, x.dtype)
     rows = as_matrix(x)
-    if version in PRODUCTS or _without_kernels(x):
+    if in_torch:
         y = PRODUCTS.get(version or "", movedim_product)(rows, factors)
         return with_epilogue(y.reshape(shape), (scale, bias, residual))
     if usual:
@@ -118,8 +119,11 @@ def kron_linear(
     return y if x.ndim == 2 else y.view(shape)
 
 
-def _without_kernels(x: Tensor) -> bool:
-    return not (x.is_cuda or backend.simulates(x)) or x.is_complex() or (not _tracing() and _transforms())
+def _without_kernels(x: Tensor, version: str | None) -> bool:
+    """True if a call uses torch's operations. Raises ValueError if it names a version that x's dtype or device cannot have."""
+    if version is not None and x.is_complex():
+        raise ValueError(f"version {version!r} of cukern.kron_linear has no {x.dtype}: complex tensors go through torch, v1 or v2")
+    return backend.uses_torch("kron_linear", version, x) or x.is_complex() or (not _tracing() and _transforms())
 
 
 def lokr_linear(

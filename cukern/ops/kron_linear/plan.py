@@ -32,6 +32,11 @@ class Problem(NamedTuple):
         """Shared memory of a thread block, without what the driver reserves."""
         return self.device.shared_bytes - 1024
 
+    @property
+    def strict(self) -> bool:
+        """Strict float32: tensor cores multiply split numbers only."""
+        return self.itemsize == 4 and not self.tensor
+
 
 class Step(NamedTuple):
     """One mode product: a row is an array [left][p][right], and becomes [left][q][right]. Its text is a C++ type."""

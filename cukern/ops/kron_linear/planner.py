@@ -24,6 +24,7 @@ FORWARD: tuple[Candidate, ...] = (
     wgmma.chain,
     wgmma.forward,
     wgmma.pair,
+    cublas.small_right,
     cublas.forward,
 )
 BACKWARD: tuple[Candidate, ...] = (tile_backward.backward, wgmma.backward, wgmma.few_rows)

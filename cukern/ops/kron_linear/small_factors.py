@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 from cukern.ops.kron_linear.plan import ADDED, Launch, Problem, Step, instance, log2, merged, up
 
-SIZES = 2, 4, 8, 16  # for larger factors, split products on tensor cores are exact enough, and faster
+SIZES = (2, 2), (4, 4), (8, 8), (16, 16)  # for larger factors, split products on tensor cores are exact enough, and faster
+LEAST, ALL = 13, 15  # log2 of the elements of a block's tile: an SM holds 2^15; smaller tiles cost too many starts
 HELD = 7  # index bits that differ among the elements of a thread
 LANES = 5
 SUMS = 32  # as in small_factors.cuh
@@ -40,35 +41,32 @@ class Pass(NamedTuple):
 
 def forward(run: Sequence[Step], rows: int, target: Problem) -> Iterator[Launch]:
     """The launches of a run of steps, of tiles of each size."""
-    if not are_small(run, 4, target):
+    for top, cluster, L, R, tiles in tilings(run, rows, target, 4):
+        threads = 1 << top - HELD
+        if tiles * cluster * threads > target.device.sms * WHOLE_BLOCK:  # otherwise there is no next tile to prefetch
+            yield from _launch(run, target, threads, cluster, L, R, tiles)
+
+
+def tilings(run: Sequence[Step], rows: int, target: Problem, itemsize: int) -> Iterator[tuple[int, int, int, int, int]]:
+    """The tiles of the kernels of small_factors.cuh for elements of `itemsize` bytes, if they take these factors: log2 of the elements of a
+    block; the blocks that share a tile; L and R; and how many tiles there are."""
+    fits = target.itemsize == itemsize and target.aligned >= 16 and target.shared >= LEAST_SHARED
+    if not fits or any((s.p, s.q) not in SIZES for s in run):
         return
     C, bits = run[0].right, sum(log2(s.p) for s in run)
-    for threads, cluster in ((WHOLE_BLOCK // 8, 1), (WHOLE_BLOCK // 4, 1), (WHOLE_BLOCK // 2, 1), (WHOLE_BLOCK, 1), (WHOLE_BLOCK, 2)):
-        L, R = tile_of(HELD + log2(threads * cluster) - bits, C, 4)
-        tiles = ceil(rows * run[-1].left / L) * (C // R) if L == 1 or (L and cluster == 1) else 0
-        if tiles * cluster * threads > target.device.sms * WHOLE_BLOCK:  # otherwise there is no next tile to prefetch
-            made = _launch(run, target, threads, cluster, L, R, tiles)
-            if made:
-                yield made
+    for top, cluster in (*((top, 1) for top in range(LEAST, ALL + 1)), (ALL, 2)):
+        others = top + cluster - 1 - bits  # log2 of the elements of a tile besides the factors' own
+        if others >= 0:
+            R = min(1 << others, C & -C)
+            L = (1 << others) // R
+            if (R == C and (L == 1 or cluster == 1)) or (L == 1 and R * itemsize >= LEAST_RUN):
+                yield top, cluster, L, R, ceil(rows * run[-1].left / L) * (C // R)
 
 
-def are_small(run: Sequence[Step], itemsize: int, target: Problem) -> bool:
-    """Whether the kernels of small_factors.cuh for elements of `itemsize` bytes take these factors."""
-    fits = target.itemsize == itemsize and target.aligned >= 16 and target.shared >= LEAST_SHARED
-    return fits and all(s.p == s.q and s.p in SIZES for s in run)
-
-
-def tile_of(others: int, C: int, itemsize: int) -> tuple[int, int]:
-    """L and R of a tile with 2 ** others elements besides the factors' own; zeros if there is none."""
-    R = min(1 << max(0, others), C & -C)
-    L = (1 << others) // R if others >= 0 else 0
-    return (L, R) if R == C or (L == 1 and R * itemsize >= LEAST_RUN) else (0, 0)
-
-
-def _launch(run: Sequence[Step], target: Problem, threads: int, cluster: int, L: int, R: int, tiles: int) -> Launch | None:
+def _launch(run: Sequence[Step], target: Problem, threads: int, cluster: int, L: int, R: int, tiles: int) -> Iterator[Launch]:
     cut, top = merged(run, 1 << HELD), HELD + log2(threads)
     if len(cut) < 2:
-        return None
+        return
     cross = log2(R * prod(s.p for piece in cut[:-1] for s in piece)) - 1
     parts = _passes(cut, log2(R), top, cross if cluster > 1 else -1)
     weights, numbers, warps = 4 * up(sum(s.p**2 for s in run), 32), threads << HELD, threads // 32
@@ -81,14 +79,14 @@ def _launch(run: Sequence[Step], target: Problem, threads: int, cluster: int, L:
         together //= 2
     ahead = min(warps, room // own // together * together)
     if ahead < 1 or (cluster > 1 and parts[-2].vector < 4):  # 16-byte stores to the other block
-        return None
+        return
     us = _us(run, len(cut), numbers, ceil(tiles * cluster / target.device.sms), target)
     shared = weights + 4 * numbers + ahead * own
     vectors = [part.threads[:3] for part in parts if part.vector == 4]
     tile, turned = (L, prod(s.p for s in run), R, run[0].right), instance("Turned", 2, *turns(vectors, 2, top))
     copied = bits_of(sorted((*parts[0].held, *parts[0].threads[:LANES])))
     plan = "RegisterPlan", cluster, 1 << HELD, threads, blocks, *tile, ahead, cross, ADDED, turned, copied, *parts
-    return Launch("small_factors", tuple(run), us, plan, threads, shared, L, R, blocks, cluster)
+    yield Launch("small_factors", tuple(run), us, plan, threads, shared, L, R, blocks, cluster)
 
 
 def _passes(cut: Sequence[tuple[Step, ...]], low: int, top: int, cross: int) -> list[Pass]:
@@ -104,13 +102,9 @@ def _passes(cut: Sequence[tuple[Step, ...]], low: int, top: int, cross: int) -> 
         together = max(1, SUMS * piece[-1].p >> HELD)  # columns of the last factor that are stored at a time
         near = next((i for i, b in enumerate(held) if b != i), HELD)
         vector = min(4, 1 << near, right * prod(s.p for s in piece[:-1]) * together)
-        parts.append(Pass(piece, _named(held, top, cross), _named(threads, top, cross), right, vector))
+        held, threads = (tuple(cross if b == top else b for b in own) for own in (held, threads))  # the other block's bit
+        parts.append(Pass(piece, held, threads, right, vector))
     return [a._replace(exchanging=_exchanging(a, b)) for a, b in zip(parts, [*parts[1:], parts[-1]], strict=True)]
-
-
-def _named(bits: tuple[int, ...], top: int, cross: int) -> tuple[int, ...]:
-    """The other block's bit as that which it becomes."""
-    return tuple(cross if b == top else b for b in bits)
 
 
 def _exchanging(a: Pass, b: Pass) -> int:

@@ -10,10 +10,9 @@ from math import ceil, prod
 from typing import NamedTuple
 
 from cukern.ops.kron_linear.plan import ADDED, Launch, Problem, Step, instance, log2
-from cukern.ops.kron_linear.small_factors import are_small, bits_of, tile_of, turns
+from cukern.ops.kron_linear.small_factors import ALL, bits_of, tilings, turns
 
 EACH = 6  # log2 of the elements of a tile per thread
-LEAST, ALL = 13, 15  # log2 of the elements of a tile: the exchange buffers of an SM hold 2^15; smaller tiles cost too many starts
 LANES, PIECE = 5, 10  # bits of a lane's number; log2 of the elements that a warp holds at once
 AT_ONCE = 3  # log2 of the elements in 16 bytes
 SIDE = 4  # bits that a step multiplies along
@@ -73,13 +72,9 @@ class Pass(NamedTuple):
 
 def forward(run: Sequence[Step], rows: int, target: Problem) -> Iterator[Launch]:
     """The launches of a run of steps, of tiles of each size."""
-    if not target.tensor or not are_small(run, 2, target):
-        return
-    C, bits = run[0].right, sum(log2(s.p) for s in run)
-    for top, cluster in (*((top, 1) for top in range(LEAST, ALL + 1)), (ALL, 2)):
-        L, R = tile_of(top + cluster - 1 - bits, C, 2)
-        if (L == 1 or (L and cluster == 1)) and not 1 < R < 1 << AT_ONCE:
-            yield from _launch(run, target, top, cluster, L, R, ceil(rows * run[-1].left / L) * (C // R))
+    for top, cluster, L, R, tiles in tilings(run, rows, target, 2) if target.tensor else ():
+        if not 1 < R < 1 << AT_ONCE:
+            yield from _launch(run, target, top, cluster, L, R, tiles)
 
 
 def _launch(run: Sequence[Step], target: Problem, top: int, cluster: int, L: int, R: int, tiles: int) -> Iterator[Launch]:

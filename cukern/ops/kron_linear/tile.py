@@ -33,15 +33,14 @@ class Part(NamedTuple):
 
     factors: tuple[Step, ...]
     fibers: int
-    columns: int
+    columns: int  # of a lane on the FMA units, of a warp on tensor cores
     lanes: int
     padded: int
     layout: tuple[int, ...] = ()
 
     @property
     def wide(self) -> int:
-        """Columns of a warp."""
-        return self.columns * (1 if self.lanes == 1 else 32 // self.lanes)
+        return _wide(self.columns, self.lanes)
 
     def __str__(self) -> str:
         return instance("Step4", self.fibers, self.columns, self.lanes, self.padded, instance("Layout", *self.layout), *self.factors)
@@ -197,9 +196,9 @@ def _config(
     """The fastest way for `warps` warps to compute the sums of a step, with elements of `stored` bytes in shared memory. Also a block's
     cycles of arithmetic, and of shared memory."""
     best, high = None, _high(p, kind[0], pairs)
-    for part in _mma_parts(p, q, right) if kind[0] else _fma_parts(q, size):
-        groups = part.padded // part.wide
-        items = ceil(fibers / (part.fibers * part.lanes)) * groups
+    for f, c, lanes in _mma_parts(p, q, right) if kind[0] else _fma_parts(size):
+        groups = ceil(q / _wide(c, lanes))
+        items, part = ceil(fibers / (f * lanes)) * groups, Part((), f, c, lanes, groups * _wide(c, lanes))
         if items > warps or part.padded >= 2 * max(q, 9):
             continue
         issue, waves = _mma_cycles(part, p, right, stored, kind, pairs) if kind[0] else _fma_cycles(part, p, right, size)
@@ -211,25 +210,23 @@ def _config(
     return best[1] if best else None
 
 
-def _part(fibers: int, columns: int, lanes: int, q: int) -> Part:
-    part = Part((), fibers, columns, lanes, 0)
-    return part._replace(padded=up(q, part.wide))
+def _wide(columns: int, lanes: int) -> int:
+    """Columns of a warp: Part.wide."""
+    return columns if lanes == 1 else columns * 32 // lanes
 
 
-def _mma_parts(p: int, q: int, right: int) -> Iterator[Part]:
-    """The accumulators of a warp. A lane stores several at once, and Layout handles powers of two only."""
+def _mma_parts(p: int, q: int, right: int) -> Iterator[tuple[int, int, int]]:
+    """Fibers, columns and lanes of a Part. A lane stores several accumulators at once, and Layout handles powers of two only."""
     if min(p, q) < 8 or (p % 2 if right == 1 else right % 4):
         return
     for f, c in product((8, 16, 32, 64, 128), (16, 32, 48, 64, 80)):
         together = right > 1 or not q % gcd(c // 8, 4)
         if f >= (8 if right == 1 else 32) and f * c <= 2048 and together and (not c & (c - 1) or q & (q - 1)):
-            yield _part(f, c, 1, q)
+            yield f, c, 1
 
 
-def _fma_parts(q: int, size: int) -> Iterator[Part]:
-    for f, c, lanes in product((8, 4, 2, 1), (8, 4, 2, 1), (32, 16, 8)):
-        if size == 4 or f * c <= 32:
-            yield _part(f, c, lanes, q)
+def _fma_parts(size: int) -> list[tuple[int, int, int]]:
+    return [(f, c, lanes) for f, c, lanes in product((8, 4, 2, 1), (8, 4, 2, 1), (32, 16, 8)) if size == 4 or f * c <= 32]
 
 
 def _mma_cycles(part: Part, p: int, right: int, stored: int, kind: Kind, pairs: bool) -> tuple[float, float]:

@@ -42,7 +42,7 @@ _WAITING_OF_ONE = 0.5  # part of the shorter of compute and memory time that is 
 def backward(run: Sequence[Step], rows: int, target: Problem) -> Iterator[Launch]:
     """The launches of a run."""
     if target.itemsize <= 4:
-        for pieces in _pieces(tuple(run), _split(target)):
+        for pieces in _pieces(tuple(run), target.strict):
             yield from _tilings(pieces, rows, target)
 
 
@@ -125,7 +125,7 @@ def _shape(pieces: Pieces) -> _Shape:
 
 
 def _tilings(pieces: Pieces, rows: int, target: Problem) -> Iterator[Launch]:
-    run, shape, split, size, sms = (*pieces[1], *pieces[0]), _shape(pieces), _split(target), target.itemsize, target.device.sms
+    run, shape, split, size, sms = (*pieces[1], *pieces[0]), _shape(pieces), target.strict, target.itemsize, target.device.sms
     A, C, p, q = rows * run[-1].left, run[0].right, shape.p1 * shape.p2, shape.q1 * shape.q2
     for (L, R), threads, stages in product(_tiles(C, shape.left), (256, 512) if shape.large else (256, 128), (1, 2)):
         shared, kept = shape.shared(L, R, stages, size), shape.kept(threads // 32)
@@ -145,7 +145,7 @@ def _tilings(pieces: Pieces, rows: int, target: Problem) -> Iterator[Launch]:
 
 def _us_of_tile(shape: _Shape, C: int, L: int, R: int, stages: int, resident: int, shared: int, bytes_: int, target: Problem) -> float:
     """A model of the time of a tile on an SM with `resident` blocks."""
-    split, size = _split(target), target.itemsize
+    split, size = target.strict, target.itemsize
     coarse = 1 if R == 1 or R >= C else max(1, 64 / (R * size))
     numbers = L * R * (2 * shape.p1 * shape.p2 + shape.q1 * shape.q2)
     moved = numbers * size * coarse / target.device.sm_bytes_us
@@ -161,7 +161,7 @@ def _slower(shape: _Shape, C: int, numbers: int, target: Problem) -> float:
     """How much longer a tile takes than that of a layer of powers of two."""
     size, pair = target.itemsize, shape.left and shape.right
     uneven = any(n & n - 1 or 1 < n < 8 for n in (*shape[2:6], C))
-    longer = _LONGER[size, _split(target)][2 if pair else 1 if shape.left else 0] if uneven else 1.0
+    longer = _LONGER[size, target.strict][2 if pair else 1 if shape.left else 0] if uneven else 1.0
     shallow = size == 2 and numbers <= 64 and shape.large and not (shape.left and (pair or uneven))
     return longer * (_SHALLOW if shallow else 1.0)
 
@@ -169,10 +169,6 @@ def _slower(shape: _Shape, C: int, numbers: int, target: Problem) -> float:
 def padded(n: int) -> int:
     """As in tile_backward.cuh."""
     return (n + 7) // 16 * 16 + 8
-
-
-def _split(target: Problem) -> bool:
-    return target.itemsize == 4 and not target.tensor
 
 
 def _share(m: int, n: int, warps: int) -> int:

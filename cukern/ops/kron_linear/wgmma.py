@@ -205,7 +205,3 @@ def few_rows(run: Sequence[Step], rows: int, target: Problem) -> Iterator[Launch
 def few_first_rows(A: int, itemsize: int) -> int:
     """The number of rows of the backward's first launch, of A rows. It is the number of rows that have partial sums."""
     return A if A <= FEW_ALONE or itemsize < 4 else ceil(A / 2)
-
-
-def few_partial_sums(A: int, itemsize: int) -> int:
-    return ceil(FEW_SUMS * few_first_rows(A, itemsize))
