@@ -298,7 +298,7 @@ def test_large_16_bit_factors_whose_columns_do_not_fill_tiles(device, sizes):
 def test_a_small_right_factor_next_to_a_large_one(device, dtype, sizes):
     """The transposing kernel, a product of all rows, and the transposing kernel. A third factor of 1 x 1 is not in its way."""
     run = steps(sizes)
-    assert [g.kernel for g in cublas.forward(run, 1024, problem(dtype.itemsize, 132, 226 << 10, True))] == ["cublas"]
+    assert [g.kernel for g in cublas.small_right(run, 1024, problem(dtype.itemsize, 132, 226 << 10, True))] == ["cublas"]
     x = torch.randn(3, prod(p for p, _ in sizes), dtype=dtype, device=device)
     ws = [torch.randn(2 * p, 3 * q, device=device).to(dtype)[1::2, ::3].mul_(p**-0.5) for p, q in sizes]
     bias, residual = (torch.randn(*n, prod(q for _, q in sizes), dtype=dtype, device=device) for n in ((), (3,)))
