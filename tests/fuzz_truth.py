@@ -59,7 +59,8 @@ def attention_weights(q, k, v, scale, causal, softcap, window, sink, key_lengths
 
 def attention(q, k, v, scale=None, causal=True, softcap=None, window=None, sink=None, return_lse=False, key_lengths=None):
     weights, lse, _, v = attention_weights(q, k, v, scale, causal, softcap, window, sink, key_lengths)
-    return (weights[..., :-1] @ v, lse) if return_lse else weights[..., :-1] @ v
+    out = weights[..., :-1] @ v + 0.0 * weights[..., -1:]  # a sink that is NaN makes the result NaN, also where there are no keys
+    return (out, lse) if return_lse else out
 
 
 def attention_packed(qkv, **options):
