@@ -300,20 +300,6 @@ SCALES = {
 }  # fmt: skip
 
 
-def chains(op: str, tensors: list, grads: list) -> list:
-    """The sums of the absolute values of all partial sums, for the product and the gradients of its two operands: half of the rounding
-    times this is the bound of the error of one chain of additions (Higham, Accuracy and Stability of Numerical Algorithms, 3.3)."""
-
-    def chain(a, b):
-        return (a.mT[:, :, None] * b[:, None]).cumsum(0).abs().sum(0)
-
-    a, b, *_ = tensors
-    x, w = a.reshape(math.prod(a.shape[:-1]), a.shape[-1]), b.mT if op == "linear" else b
-    g = grads[0].reshape(len(x), w.shape[1])
-    dw = chain(x.mT, g)
-    return [chain(x, w).view(grads[0].shape), chain(g, w.mT).view(a.shape), dw.mT if op == "linear" else dw]
-
-
 def magnitudes(case: Case, rule: Any, args: dict, tensors: list, grads: list) -> list:
     """What the error of each result is relative to: the sum of the absolute values of its terms."""
     dtype, wanted = getattr(torch, specs(args)[0].dtype), [t.grad for t in specs(args) if "float" in t.dtype]
@@ -327,15 +313,7 @@ def magnitudes(case: Case, rule: Any, args: dict, tensors: list, grads: list) ->
         outs, every = norm_scales(case.op, fill(args, tensors), grads)
         return [*outs, *itertools.compress(every, [t.grad for t in specs(args)])]
     absolute = {k: abs(v) if k == "scale" and v else v for k, v in args.items()}
-    signed, douts = tensors, grads
     tensors, grads = ([x.abs() if x.is_floating_point() or x.is_complex() else x for x in xs] for xs in (tensors, grads))
-    if case.op in ("matmul", "linear"):
-        found = results(rule, absolute, tensors, lambda _: grads)
-        if case.place != "reference" and dtype.itemsize > 2:  # 16-bit results of float32 sums have room for the errors of a chain
-            longer = itertools.compress(chains(case.op, signed, douts), (True, *(t.grad for t in specs(args))))
-            for i, s in enumerate(longer):
-                found[i] = torch.maximum(found[i], s / 12)  # half a rounding, of the 6 that fuzz.py allows
-        return found
     if "cos" not in args and "freqs" not in args:
         return results(rule, absolute, tensors, lambda _: grads)
     if args.get("sin") is None:  # angles, which have signs

@@ -209,13 +209,10 @@ def _quack(module: str, **options: Any) -> Maker:
 
 _EAGER: dict[str, dict[str, Function]] = {
     "square": {"torch": torch.square, "a*a": lambda a: a * a, "a**2": lambda a: a**2},
-    "matmul": {"torch": torch.matmul},
     "adamw": {"torch": _fused_adamw},
     "attention": {"torch": lambda *qkv: OPS["attention"].reference(*qkv), "sdpa": _sdpa},
     "attention_varlen": {"sdpa": _sdpa_of_each},
     "attention_decode": {"sdpa": partial(torch.nn.functional.scaled_dot_product_attention, enable_gqa=True)},
-    "linear": {"torch": torch.nn.functional.linear},
-    "linear_gelu": {"torch": lambda *tensors: OPS["linear_gelu"].reference(*tensors)},
     "layernorm": {"torch": lambda x, w, b: torch.nn.functional.layer_norm(x, w.shape, w, b)},
     "rmsnorm": {"torch": lambda x, w: torch.nn.functional.rms_norm(x, w.shape, w, 1e-6)},
     "layernorm_residual": {"torch": _layernorm_residual},

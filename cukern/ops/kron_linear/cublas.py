@@ -45,7 +45,7 @@ def us(step: Step, rows: int, target: Problem) -> float:
     moved: float = rows * step.left * step.right * (step.p + step.q) * size
     aligned = all(n * size % 16 == 0 for n in (step.p, step.q, *(() if last else (step.right,))))
     if size == 4:
-        tiles = max(128, up(step.q, 64)) if last else up(step.q, 128) * (up(step.right, 128) if step.right > 64 else 64)
+        tiles = _tiled(step.q) if last else up(step.q, 128) * (up(step.right, 128) if step.right > 64 else 64)
         multiplied = 2 * rows * step.left * max(32 if last else 128, step.p) * tiles / TF32_WORK_US[last]
     elif last:
         moved *= max(128, up(step.q, 32)) / step.q
@@ -61,6 +61,11 @@ def _us_of_sgemm(step: Step, rows: int, target: Problem) -> float:
     blocks = ceil(rows * step.left / SIDE) if step.right == 1 else rows * step.left * ceil(step.right / 32) / 2
     rate = SGEMM * fmas_cycle(target.device.capability, torch.float32) * target.device.cycles_us
     return START_US[8] + ceil(blocks * ceil(step.q / SIDE) / target.device.sms) * SIDE**2 * step.p / rate
+
+
+def _tiled(columns: int) -> int:
+    """The columns of a product's tiles."""
+    return max(128, up(columns, 64))
 
 
 def launch(run: Sequence[Step], rows: int, target: Problem) -> Launch:
@@ -100,7 +105,7 @@ def us_of_gradient(A: int, p: int, q: int, right: int, target: Problem) -> float
     """About how long the gradient of a factor takes, for z (A, p, right) and h (A, q, right)."""
     size, rate = target.itemsize, GRADIENT_US[2 if target.itemsize == 2 else 4 if target.tensor else 8]
     aligned, moved = p * size % 16 == q * size % 16 == 0, A * (p + q) * right * size / (BANDWIDTH[2] * target.device.sm_bytes_us)
-    us = max(A * right * p * max(128, up(q, 64)) / rate, moved) + (2 * moved if right > 1 else 0.0)
+    us = max(A * right * p * _tiled(q) / rate, moved) + (2 * moved if right > 1 else 0.0)
     launches = 2 if right == 1 else 3 * PARTS
     return launches * GRADIENT_START_US + us / (target.device.sms * (1 if aligned else UNALIGNED[min(size, 4)]))
 

@@ -46,7 +46,7 @@ def _chosen(a: torch.dtype, out: torch.dtype, activation: int, precision: Option
 
 
 def _defaults(a: torch.dtype, out: torch.dtype, activation: int, precision: Option, switched: bool) -> tuple[str, ...]:
-    """The default versions, of which the first that the GPU supports is used. Measured: docs/notes/matmul.md."""
+    """The default versions. The first one that the GPU supports is used. Their speeds are in docs/notes/matmul.md."""
     single = a == torch.float32
     if a == torch.float64 or (single and not switched and precision in (None, "ieee")):
         return "v5", "v4"
