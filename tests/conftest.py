@@ -23,6 +23,9 @@ if "PYTEST_XDIST_WORKER" in os.environ and (gpus := len(glob.glob("/dev/nvidia[0
 # JAX reads this when it is imported. Otherwise it takes three quarters of the GPU's memory, and none is left for other workers.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
+# rich reads this when cukern.cli is imported. Without it, and without a terminal, tables are 80 columns wide.
+os.environ.pop("COLUMNS", None)
+
 import pytest
 import torch
 from helpers import DEVICE, PLACE, forget_cache

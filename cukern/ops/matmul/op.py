@@ -206,14 +206,15 @@ def _torch_gelu(*tensors: Tensor) -> Tensor:
 
 
 _LINEAR = "x", "weight", "bias"
-for _name, _function, _reference, _names, _bench_dims in (
-    ("matmul", matmul, torch.matmul, ("a", "b"), ((4096, 4096, 4096), (8192, 8192, 8192))),
-    ("linear", linear, torch.nn.functional.linear, _LINEAR, ((4096, 3072, 768),)),
-    ("linear_gelu", partial(linear, activation="gelu"), _torch_gelu, _LINEAR, ((32768, 3072, 768), (8192, 16384, 4096))),
+_FUSED = {name: row for name, row in VERSIONS.items() if name in ("v5", "v6", "v7", "cublas")}  # no kernel that only teaches
+for _name, _function, _reference, _versions, _names, _bench_dims in (
+    ("matmul", matmul, torch.matmul, VERSIONS, ("a", "b"), ((4096, 4096, 4096), (8192, 8192, 8192))),
+    ("linear", linear, torch.nn.functional.linear, VERSIONS, _LINEAR, ((4096, 3072, 768),)),
+    ("linear_gelu", partial(linear, activation="gelu"), _torch_gelu, _FUSED, _LINEAR, ((32768, 3072, 768), (8192, 16384, 4096))),
 ):
     register(
         Op(
-            name=_name, stem="matmul", function=_function, reference=_reference, versions=VERSIONS, dtypes=checks.FLOATS,
+            name=_name, stem="matmul", function=_function, reference=_reference, versions=_versions, dtypes=checks.FLOATS,
             dims="M N K", variants=row_counts, candidates=(*(t.name for t in FMA_TILES[4]), *(t.name for t in TILES)), bound="compute",
             check_dims=((1, 1, 1), (64, 64, 64), (129, 67, 255), (5, 300, 1000)), bench_dims=_bench_dims,
             sim_dims=((1, 1, 1), (3, 33, 800), (64, 64, 64), (70, 90, 50)),
