@@ -52,10 +52,11 @@ def test_cost_is_at_least_reading_the_inputs_and_writing_the_outputs(name):
 
 @pytest.mark.parametrize("name", OPS)
 def test_rows_of_versions(name):
-    versions = {v: row for v, row in OPS[name].versions.items() if v != "cublas"}
+    versions = dict(OPS[name].versions)
+    cublas = versions.pop("cublas", None)
     first = int(next(iter(versions))[1:])  # not 1 for log_softmax, which lacks the first versions of softmax
     assert list(versions) == [f"v{i}" for i in range(first, first + len(versions))], "numbered from the simplest on"
-    assert versions[f"v{first}"].requires <= 75, "the first rung stands on every GPU"
+    assert versions[f"v{first}"].requires <= 75 or (cublas and first > 1), "a simple version runs on every GPU"
     for version in versions.values():
         assert version.idea
         kernels = [[k.name for k in version.instances(dtype)] for dtype in OPS[name].dtypes]  # some versions lack a dtype
