@@ -451,32 +451,80 @@ __global__ void __launch_bounds__(THREADS, BELOW_SM_120(BLOCKS))
     Backward::run(dx, y, g, mailbox, rows, columns, g_row, gradient, reinterpret_cast<Vector<T>*>(dynamic_shared), warp_sums);
 }
 
-// ---- along a dimension that is not the last: x is (outer, columns, inner) and contiguous. Neighbouring threads take neighbouring rows, so
-// accesses are coalesced. Grid ceil(outer * inner / blockDim.x).
+// ---- along a dimension that is not the last: x is (outer, columns, inner) and contiguous. Threads that are neighbours in x take neighbouring
+// rows, so accesses are coalesced. The blockDim.y threads of a row take every blockDim.y-th column. Grid ceil(outer * inner / blockDim.x).
 
-template <typename T>
-__global__ void softmax_inner(T* out, const T* x, long long rows, long long columns, long long inner, double scale, bool log) {
-    using C = compute_t<T>;
-    long long row = blockIdx.x * (long long)blockDim.x + threadIdx.x, at = row / inner * columns * inner + row % inner;
-    if (row >= rows) return;
-    Exponential<T> exponential(scale, log);
-    C largest = minus_infinity<C>();
+constexpr int INNER_THREADS = 1024;  // at most
+
+// The maximum of the threads that share a row, or their sum in a fixed order.
+template <bool MAX, typename C>
+__device__ __forceinline__ C of_row(C value) {
+    if (blockDim.y == 1) return value;
+    __shared__ C values[INNER_THREADS];
+    __syncthreads();
+    values[threadIdx.y * blockDim.x + threadIdx.x] = value;
+    __syncthreads();
+    C largest = value;
     Accumulator<C> sum;
-    for (long long i = 0; i < columns; ++i) largest = max(largest, exponential.to_u(load_as(x[at + i * inner])));
-    for (long long i = 0; i < columns; ++i) sum.add(exponential(exponential.to_u(load_as(x[at + i * inner])), exponential.base(largest)));
-    Normalizer<T> normalizer(exponential, largest, sum.sum, log, largest);
-    for (long long i = 0; i < columns; ++i) out[at + i * inner] = T(normalizer.from_x(load_as(x[at + i * inner])));
+    for (int i = threadIdx.x; i < blockDim.x * blockDim.y; i += blockDim.x) {
+        if (MAX) largest = max(largest, values[i]);
+        else sum.add(values[i]);
+    }
+    return MAX ? largest : sum.sum;
+}
+
+// f(offset, a's element, b's element) for each of the thread's columns. Several loads are in flight. b may be null.
+template <typename T, class F>
+__device__ __forceinline__ void each_column(long long columns, long long inner, const T* a, const T* b, F f) {
+    constexpr int N = sizeof(T) == 8 ? 2 : 8;
+    for (long long first = threadIdx.y; first < columns; first += N * blockDim.y) {
+        compute_t<T> of_a[N], of_b[N];
+#pragma unroll
+        for (int j = 0; j < N; ++j) {
+            long long i = first + j * blockDim.y;
+            if (i >= columns) continue;
+            of_a[j] = load_as(a[i * inner]);
+            if (b) of_b[j] = load_as(b[i * inner]);
+        }
+#pragma unroll
+        for (int j = 0; j < N; ++j) {
+            long long i = first + j * blockDim.y;
+            if (i < columns) f(i * inner, of_a[j], of_b[j]);
+        }
+    }
 }
 
 template <typename T>
-__global__ void softmax_inner_bwd(T* dx, const T* y, const T* g, long long rows, long long columns, long long inner, double scale,
-                                  bool log) {
+__global__ void __launch_bounds__(INNER_THREADS)
+    softmax_inner(T* out, const T* x, long long rows, long long columns, long long inner, double scale, bool log) {
     using C = compute_t<T>;
-    long long row = blockIdx.x * (long long)blockDim.x + threadIdx.x, at = row / inner * columns * inner + row % inner;
-    if (row >= rows) return;
+    long long row = blockIdx.x * (long long)blockDim.x + threadIdx.x, start = row / inner * columns * inner + row % inner;
+    if (row >= rows) columns = 0;  // no return: the block synchronizes
+    Exponential<T> exponential(scale, log);
+    C largest = minus_infinity<C>();
+    Accumulator<C> sum;
+    x += start;
+    out += start;
+    each_column<T>(columns, inner, x, nullptr, [&](long long, C v, C) { largest = max(largest, exponential.to_u(v)); });
+    largest = of_row<true>(largest);
+    each_column<T>(columns, inner, x, nullptr,
+                   [&](long long, C v, C) { sum.add(exponential(exponential.to_u(v), exponential.base(largest))); });
+    Normalizer<T> normalizer(exponential, largest, of_row<false>(sum.sum), log, largest);
+    each_column<T>(columns, inner, x, nullptr, [&](long long at, C v, C) { out[at] = T(normalizer.from_x(v)); });
+}
+
+template <typename T>
+__global__ void __launch_bounds__(INNER_THREADS)
+    softmax_inner_bwd(T* dx, const T* y, const T* g, long long rows, long long columns, long long inner, double scale, bool log) {
+    using C = compute_t<T>;
+    long long row = blockIdx.x * (long long)blockDim.x + threadIdx.x, start = row / inner * columns * inner + row % inner;
+    if (row >= rows) columns = 0;
     Gradient<T> gradient(scale, log);
     Accumulator<C> total;
-    for (long long i = 0; i < columns; ++i) total.add(gradient.term(load_as(y[at + i * inner]), load_as(g[at + i * inner])));
-    for (long long i = 0; i < columns; ++i)
-        dx[at + i * inner] = T(gradient(load_as(y[at + i * inner]), load_as(g[at + i * inner]), total.sum));
+    y += start;
+    g += start;
+    dx += start;
+    each_column(columns, inner, y, g, [&](long long, C of_y, C of_g) { total.add(gradient.term(of_y, of_g)); });
+    C sum = of_row<false>(total.sum);
+    each_column(columns, inner, y, g, [&](long long at, C of_y, C of_g) { dx[at] = T(gradient(of_y, of_g, sum)); });
 }

@@ -10,6 +10,8 @@ from typing import NamedTuple
 VECTOR_BYTES = 16
 WARP_BLOCK = 128  # threads per block of v6
 LOOP_THREADS = 256  # threads per block of v1 to v5, and of v7 where blocks share a row in two launches
+INNER_THREADS = 1024  # the most per block of softmax_inner, as in softmax/softmax.cu
+SECTOR_BYTES = 32  # the unit of device memory accesses
 BLOCKS_PER_SM = 8  # target where blocks share rows in two launches
 LEAST_PIECE = 2048  # vectors per block where blocks share a row in two launches
 LEAST_SHARED = 4096  # vectors of a row that several blocks share although one block could keep it
@@ -136,6 +138,15 @@ def block_shape(vectors: int, shapes: tuple[Shape, ...]) -> Shape | None:
 def pieces(rows: int, vectors: int, sms: int) -> int:
     """How many blocks share a row in two launches, so that the GPU is full."""
     return max(1, min(ceil(BLOCKS_PER_SM * sms / rows), vectors // LEAST_PIECE, LOOP_THREADS))
+
+
+def inner_block(rows: int, columns: int, itemsize: int, sms: int) -> tuple[int, int, int]:
+    """The thread block of softmax_inner: neighbouring rows, and threads that share a row. They share it where there are few rows. Each then
+    has at least 8 columns. The rows of a block cover at least a sector, 32 bytes."""
+    sharing, most = 1, INNER_THREADS * itemsize // SECTOR_BYTES
+    while sharing < most and rows * sharing < INNER_THREADS * sms and 16 * sharing <= columns:
+        sharing *= 2
+    return max(LOOP_THREADS // sharing, SECTOR_BYTES // itemsize), sharing, 1
 
 
 def _capacity(shape: Shape, shared: int, backward: bool, most: int = 1 << 10) -> int:

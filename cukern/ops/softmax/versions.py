@@ -12,6 +12,7 @@ from torch import Tensor
 
 from cukern.ops.softmax import plan
 from cukern.ops.softmax import row_storage as rs
+from cukern.runtime.device import device_of
 from cukern.runtime.kernel import Kernel, Template
 from cukern.runtime.registry import Version
 
@@ -32,9 +33,10 @@ def inner(*arguments: Any) -> None:
     """Forward, or backward with (dx, y, g, scale, log), along the middle dimension of contiguous three-dimensional tensors."""
     *tensors, scale, log = arguments
     outer, columns, within = tensors[0].shape
-    launch = _INNER[len(tensors) - 2][tensors[0].dtype].on(tensors[0].get_device())
-    rows = outer * within
-    launch((_blocks(rows), 1, 1), _BLOCK, 0, *(t.data_ptr() for t in tensors), rows, columns, within, scale, log)
+    rows, device = outer * within, tensors[0].get_device()
+    launch = _INNER[len(tensors) - 2][tensors[0].dtype].on(device)
+    block = plan.inner_block(rows, columns, tensors[0].element_size(), device_of(device).sms)
+    launch((-(-rows // block[0]), 1, 1), block, 0, *(t.data_ptr() for t in tensors), rows, columns, within, scale, log)
 
 
 def _loop(template: Template, blocks: Blocks, *numbers: int, has_log: bool = False) -> Launch:
