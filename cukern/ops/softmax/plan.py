@@ -142,9 +142,9 @@ def pieces(rows: int, vectors: int, sms: int) -> int:
 
 def inner_block(rows: int, columns: int, itemsize: int, sms: int) -> tuple[int, int, int]:
     """The thread block of softmax_inner: neighbouring rows, and threads that share a row. They share it where there are few rows. Each then
-    has at least 8 columns. The rows of a block cover at least a sector, 32 bytes."""
+    has at least 32 columns. The rows of a block cover at least a sector, 32 bytes."""
     sharing, most = 1, INNER_THREADS * itemsize // SECTOR_BYTES
-    while sharing < most and rows * sharing < INNER_THREADS * sms and 16 * sharing <= columns:
+    while sharing < most and rows * sharing < INNER_THREADS * sms and 64 * sharing <= columns:
         sharing *= 2
     return max(LOOP_THREADS // sharing, SECTOR_BYTES // itemsize), sharing, 1
 
