@@ -27,10 +27,17 @@
 #include "common/ptx/barrier.cuh"
 #include "common/reduce.cuh"
 
-// from[i], or `missing` for a null pointer.
-template <typename W, typename C>
-__device__ __forceinline__ C value_or(const W* from, long long i, C missing) {
-    return from ? C(load_as(from[i])) : missing;
+// N elements of the weight or bias, in vectors of at most 16 bytes; `missing` for a null pointer.
+template <int N, typename W, typename C>
+__device__ __forceinline__ void load_affine(C (&to)[N], const W* from, long long column, C missing) {
+    constexpr int M = N * sizeof(W) > 16 ? 16 / sizeof(W) : N;
+#pragma unroll
+    for (int i = 0; i < N; i += M) {
+        C part[M];
+        if (from) unpack(part, load_vec<W, M>(from + column + i));
+#pragma unroll
+        for (int j = 0; j < M; ++j) to[i + j] = from ? part[j] : missing;
+    }
 }
 
 // ---- v1. Block (threads, 1), whole warps; the grid has any number of blocks, unless another one is named.
@@ -52,51 +59,82 @@ __global__ void layernorm_v1(T* y, T* s, compute_t<T>* stats, const T* x, const 
         C mean = RMS ? C(0) : block_reduce<Sum>(sum, sums[0]) / columns;
         for (long long i = threadIdx.x; i < columns; i += blockDim.x) squares += (load_as(from[i]) - mean) * (load_as(from[i]) - mean);
         C rstd = 1 / sqrt(block_reduce<Sum>(squares, sums[1]) / columns + C(eps));
-        for (long long i = threadIdx.x; i < columns; i += blockDim.x)
-            y[row * columns + i] = T((load_as(from[i]) - mean) * rstd * value_or(weight, i, C(1)) + value_or(bias, i, C(0)));
+        for (long long i = threadIdx.x; i < columns; i += blockDim.x) {
+            C w[1], b[1];
+            load_affine(w, weight, i, C(1));
+            load_affine(b, bias, i, C(0));
+            y[row * columns + i] = T((load_as(from[i]) - mean) * rstd * w[0] + b[0]);
+        }
         if (threadIdx.x == 0) stats[2 * row] = mean, stats[2 * row + 1] = rstd;
         __syncthreads();  // before the next row's sums overwrite this one's
     }
 }
 
-template <typename T, typename W, bool RMS>
-__global__ void layernorm_v1_bwd(T* dx, const T* s, const T* dy, const T* ds, const compute_t<T>* stats, const W* weight, long long rows,
-                                 long long columns, long long s_row, long long dy_row, long long ds_row) {
+// First kernel of the backward: row_stats is (rows, 4), for each row mean, rstd, and rstd times the means of h and of h n.
+template <typename T, typename W, int N, bool RMS>
+__global__ void layernorm_v1_sums(compute_t<T>* row_stats, const T* s, const T* dy, const compute_t<T>* stats, const W* weight,
+                                  long long rows, long long columns, long long s_row, long long dy_row) {
+    wait_for_previous();
     using C = compute_t<T>;
     __shared__ C sums[2][32];
     for (long long row = blockIdx.x; row < rows; row += gridDim.x) {
         C mean = stats[2 * row], rstd = stats[2 * row + 1], sum_h = 0, sum_hn = 0;
-        const T *row_s = s + row * s_row, *row_dy = dy + row * dy_row;
-        for (long long i = threadIdx.x; i < columns; i += blockDim.x) {
-            C h = load_as(row_dy[i]) * value_or(weight, i, C(1));
-            sum_h += h;
-            sum_hn += h * (load_as(row_s[i]) - mean) * rstd;
+#pragma unroll 4
+        for (long long i = threadIdx.x * N; i < columns; i += blockDim.x * N) {
+            C n[N], g[N], w[N];
+            unpack(n, load_vec<T, N>(s + row * s_row + i));
+            unpack(g, load_vec<T, N>(dy + row * dy_row + i));
+            load_affine(w, weight, i, C(1));
+#pragma unroll
+            for (int j = 0; j < N; ++j) {
+                sum_h += g[j] * w[j];
+                sum_hn += g[j] * w[j] * ((n[j] - mean) * rstd);
+            }
         }
-        C a = RMS ? C(0) : rstd * block_reduce<Sum>(sum_h, sums[0]) / columns;  // rstd times the means of h and of h n
-        C b = rstd * block_reduce<Sum>(sum_hn, sums[1]) / columns;
-        for (long long i = threadIdx.x; i < columns; i += blockDim.x) {
-            C h = load_as(row_dy[i]) * value_or(weight, i, C(1)), n = (load_as(row_s[i]) - mean) * rstd;
-            dx[row * columns + i] = T(rstd * h - a - n * b + value_or(ds, row * ds_row + i, C(0)));
-        }
-        __syncthreads();
+        C a = RMS ? C(0) : rstd * block_reduce<Sum>(sum_h, sums[0]) / columns, b = rstd * block_reduce<Sum>(sum_hn, sums[1]) / columns;
+        if (threadIdx.x == 0) store_vec(row_stats + 4 * row, Vec<C, 4>{{mean, rstd, a, b}});
+        __syncthreads();  // before the next row's sums overwrite this one's
     }
 }
 
-// A thread adds one column of the rows blockIdx.y, blockIdx.y + gridDim.y, ... Grid (ceil(columns / blockDim.x), row groups).
-template <typename T>
-__global__ void layernorm_v1_partials(compute_t<T>* partials, const T* s, const T* dy, const compute_t<T>* stats, long long rows,
-                                      long long columns, long long s_row, long long dy_row) {
+// N sums, to `partial`, or to `result` if there are no partial sums; null: not wanted.
+template <int N, typename W, typename C>
+__device__ __forceinline__ void store_sums(W* result, C* partials, long long at, long long column, const C (&sums)[N]) {
+    if (partials) store_vec(partials + at + column, pack<C, N>(sums));
+    else if (result) store_vec(result + column, pack<W, N>(sums));
+}
+
+// Second kernel. A thread has N columns of every gridDim.y-th row. Grid (ceil(columns / (N * blockDim.x)), row groups). The first kernel read
+// the last rows last, so they are in the L2 cache.
+template <typename T, typename W, int N, bool RMS>
+__global__ void layernorm_v1_bwd(T* __restrict__ dx, W* dweight, W* dbias, compute_t<T>* partials, const T* s, const T* dy, const T* ds,
+                                 const compute_t<T>* row_stats, const W* weight, long long rows, long long columns, long long s_row,
+                                 long long dy_row, long long ds_row) {
+    wait_for_previous();
     using C = compute_t<T>;
-    long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x;
+    long long i = (blockIdx.x * (long long)blockDim.x + threadIdx.x) * N;
     if (i >= columns) return;
-    C dweight = 0, dbias = 0;
-    for (long long row = blockIdx.y; row < rows; row += gridDim.y) {
-        C g = load_as(dy[row * dy_row + i]);
-        dweight += g * (load_as(s[row * s_row + i]) - stats[2 * row]) * stats[2 * row + 1];
-        dbias += g;
+    C w[N], sum_gn[N] = {}, sum_g[N] = {};
+    load_affine(w, weight, i, C(1));
+#pragma unroll 4
+    for (long long row = rows - 1 - blockIdx.y; row >= 0; row -= gridDim.y) {
+        C n[N], g[N], d[N] = {};
+        Vec<C, 4> of_row = load_vec<C, 4>(row_stats + 4 * row);
+        unpack(n, load_vec<T, N>(s + row * s_row + i));
+        unpack(g, load_vec<T, N>(dy + row * dy_row + i));
+        if (ds) unpack(d, load_vec<T, N>(ds + row * ds_row + i));
+        C mean = of_row.v[0], rstd = of_row.v[1];
+#pragma unroll
+        for (int j = 0; j < N; ++j) {
+            n[j] = (n[j] - mean) * rstd;
+            sum_gn[j] += g[j] * n[j];
+            sum_g[j] += g[j];
+            d[j] += rstd * (g[j] * w[j]) - of_row.v[2] - n[j] * of_row.v[3];
+        }
+        store_vec(dx + row * columns + i, pack<T, N>(d));
     }
-    partials[blockIdx.y * columns + i] = dweight;
-    partials[(gridDim.y + blockIdx.y) * columns + i] = dbias;
+    store_sums(dweight, partials, blockIdx.y * columns, i, sum_gn);
+    if (!RMS) store_sums(dbias, partials, (gridDim.y + blockIdx.y) * columns, i, sum_g);
 }
 
 // dweight (blockIdx.y 0) or dbias (1): the sums of partials over the blocks. Grid (ceil(columns / 16), 1 or 2), block (16, 32).
@@ -183,91 +221,103 @@ struct Row {
     }
 };
 
-// N elements of the weight or bias, in vectors of at most 16 bytes; `missing` for a null pointer.
-template <int N, typename W, typename C>
-__device__ __forceinline__ void load_affine(C (&to)[N], const W* from, int column, C missing) {
-    constexpr int M = N * sizeof(W) > 16 ? 16 / sizeof(W) : N;
-#pragma unroll
-    for (int i = 0; i < N; i += M) {
-        C part[M];
-        if (from) unpack(part, load_vec<W, M>(from + column + i));
-#pragma unroll
-        for (int j = 0; j < M; ++j) to[i + j] = from ? part[j] : missing;
-    }
-}
-
-// Grid ceil(rows / blockDim.y).
-template <typename T, typename W, int N, int VECTORS, bool RMS>
-__global__ void __launch_bounds__(512, N == 1 ? 1 : 0)  // 0: not specified; with 1, whole vectors would get more registers than they need
+// Grid ceil(rows / blockDim.y). With THREADS = 1024 a row may be longer than the block's registers. The first pass then reads it in parts and
+// combines their means and squares (Chan, Golub and LeVeque). The second pass has the last part in registers and reads the others again.
+template <typename T, typename W, int N, int VECTORS, int THREADS, bool RMS>
+__global__ void __launch_bounds__(THREADS,
+                                  N == 1 && THREADS == 512 ? 1 : 0)  // 0: not specified; 1: whole vectors would get too many registers
     layernorm_v2(T* y, T* s, compute_t<T>* stats, const T* x, const T* residual, const W* weight, const W* bias, long long rows,
                  int columns, long long x_row, long long residual_row, double eps) {
     using C = compute_t<T>;
+    constexpr bool LONG = THREADS == 1024;
     __shared__ C sums[2][32];
     long long row = blockIdx.x * (long long)blockDim.y + threadIdx.y, from = min(row, rows - 1);
-    int end = row < rows ? columns : 0;
+    int part = VECTORS * N * blockDim.x, last = LONG ? (columns - 1) / part * part : 0;
     take_over(blockDim.y * columns * sizeof(T), 1024, [&] {
         constexpr int LINE = 128 / sizeof(T);
         for (int i = threadIdx.x * LINE; i < columns; i += blockDim.x * LINE) prefetch(x + from * x_row + i);
     });
     Row<T, N, VECTORS> values, added;
-    values.load(x + from * x_row, columns);
-    if (residual) {
-        added.load(residual + from * residual_row, columns);
+    C mean = 0, squares = 0, count = 0;
+    for (int start = 0; start <= last; start += part) {
+        int left = columns - start, end = row < rows ? left : 0;
+        values.load(x + from * x_row + start, left);
+        if (residual) {
+            added.load(residual + from * residual_row + start, left);
+#pragma unroll
+            for (int k = 0; k < VECTORS; ++k) {
+                C sum[N];
+                unpack(sum, values.v[k]);
+                add_to(sum, added.v[k]);
+                values.v[k] = pack<T, N>(sum);
+                if (values.column(k) < end) store_vec(s + row * columns + start + values.column(k), values.v[k]);
+            }
+        }
+        if (!LONG) break;
+        C n = values.sum(left, [](C) { return C(1); }), share = n / (count + n);
+        C m = RMS ? C(0) : values.sum(left, [](C a) { return a; }) / max(n, C(1));
+        squares += values.sum(left, [m](C a) { return (a - m) * (a - m); }) + (m - mean) * (m - mean) * count * share;
+        mean += (m - mean) * share;
+        count += n;
+    }
+    C of_thread = mean;
+    mean = RMS ? C(0) : row_sum(LONG ? mean * count : values.sum(columns, [](C a) { return a; }), sums[0]) / columns;
+    if (LONG) squares += (of_thread - mean) * (of_thread - mean) * count;
+    else squares = values.sum(columns, [mean](C a) { return (a - mean) * (a - mean); });
+    C rstd = 1 / sqrt(row_sum(squares, sums[1]) / columns + C(eps));
+    for (int start = last; start >= 0; start -= part) {
+        int end = row < rows ? columns - start : 0;
+        if (LONG && start < last) values.load((residual ? s + row * columns : x + from * x_row) + start, end);
 #pragma unroll
         for (int k = 0; k < VECTORS; ++k) {
-            C sum[N];
-            unpack(sum, values.v[k]);
-            add_to(sum, added.v[k]);
-            values.v[k] = pack<T, N>(sum);
-            if (values.column(k) < end) store_vec(s + row * columns + values.column(k), values.v[k]);
+            int column = values.column(k);
+            if (column >= end) break;
+            C a[N], w[N], b[N];
+            load_affine(w, weight, start + column, C(1));
+            load_affine(b, bias, start + column, C(0));
+            unpack(a, values.v[k]);
+#pragma unroll
+            for (int j = 0; j < N; ++j) a[j] = (sizeof(T) == 2 ? a[j] * rstd - mean * rstd : (a[j] - mean) * rstd) * w[j] + b[j];
+            store_vec(y + row * columns + start + column, pack<T, N>(a));
         }
-    }
-    C mean = RMS ? C(0) : row_sum(values.sum(columns, [](C a) { return a; }), sums[0]) / columns;
-    C squares = row_sum(values.sum(columns, [mean](C a) { return (a - mean) * (a - mean); }), sums[1]);
-    C rstd = 1 / sqrt(squares / columns + C(eps));
-#pragma unroll
-    for (int k = 0; k < VECTORS; ++k) {
-        int column = values.column(k);
-        if (column >= end) break;
-        C a[N], w[N], b[N];
-        load_affine(w, weight, column, C(1));
-        load_affine(b, bias, column, C(0));
-        unpack(a, values.v[k]);
-#pragma unroll
-        for (int j = 0; j < N; ++j) a[j] = (sizeof(T) == 2 ? a[j] * rstd - mean * rstd : (a[j] - mean) * rstd) * w[j] + b[j];
-        store_vec(y + row * columns + column, pack<T, N>(a));
+        if (!LONG) break;
     }
     if (threadIdx.x == 0 && row < rows) store_vec(stats + 2 * row, Vec<C, 2>{{mean, rstd}});
 }
 
-// Adds the sums of this threadIdx.y to those of smaller ones, which are in `shared`. The last threadIdx.y writes the result to `out`.
-template <typename T, typename C, int N, int VECTORS>
-__device__ __forceinline__ void add_row(C* out, const C (&sums)[VECTORS][N], C* shared, int columns) {
-    constexpr int M = N * sizeof(C) > 16 ? 16 / sizeof(C) : N;
+// Adds the sums of a block's rows. `shared` has room for one sum per column and row, if the block has several rows.
+template <typename T, typename W, typename C, int N, int VECTORS>
+__device__ __forceinline__ void add_rows(W* result, C* partials, long long at, const C (&sums)[VECTORS][N], C* shared, int columns) {
 #pragma unroll
-    for (int i = 0; i < VECTORS * N; i += M) {
-        int column = Row<T, N, VECTORS>::column(i / N) + i % N;
+    for (int k = 0; k < VECTORS; ++k) {
+        int column = Row<T, N, VECTORS>::column(k);
         if (column >= columns) break;
-        Vec<C, M> sum = {};
-        if (threadIdx.y) sum = load_vec<C, M>(shared + column);
-#pragma unroll
-        for (int j = 0; j < M; ++j) sum.v[j] += sums[i / N][i % N + j];
-        store_vec((threadIdx.y == blockDim.y - 1 ? out : shared) + column, sum);
+        if (blockDim.y == 1) store_sums(result, partials, at, column, sums[k]);
+        else store_vec(shared + threadIdx.y * columns + column, pack<C, N>(sums[k]));
     }
+    if (blockDim.y == 1) return;
+    __syncthreads();
+    for (int i = threadIdx.y * blockDim.x + threadIdx.x; i < columns; i += blockDim.x * blockDim.y) {
+        C sum[1] = {};
+#pragma unroll 8
+        for (int y = 0; y < blockDim.y; ++y) sum[0] += shared[y * columns + i];
+        store_sums(result, partials, at, i, sum);
+    }
+    __syncthreads();
 }
 
-// Grid: any number of blocks. Dynamic shared memory: 2 * columns values of C if blockDim.y > 1 and partials are wanted. Blocks have
-// at most THREADS threads. Resident blocks per SM: 3 of 128 threads, 2 of 384, or 1 of 512.
+// Grid (1, any number of blocks). Dynamic shared memory: a row of C per row of the block, if blockDim.y > 1 and sums are wanted. Blocks have at
+// most THREADS threads. Resident blocks per SM: 3 of 128 threads, 2 of 384, or 1 of 512.
 template <typename T, typename W, int N, int VECTORS, int THREADS, bool RMS>
 __global__ void __launch_bounds__(THREADS, THREADS == 128 ? 3 : 1 + (THREADS < 512))
-    layernorm_v2_bwd(T* dx, compute_t<T>* partials, const T* s, const T* dy, const T* ds, const compute_t<T>* stats, const W* weight,
-                     long long rows, int columns, long long s_row, long long dy_row, long long ds_row) {
+    layernorm_v2_bwd(T* dx, W* dweight, W* dbias, compute_t<T>* partials, const T* s, const T* dy, const T* ds, const compute_t<T>* stats,
+                     const W* weight, long long rows, int columns, long long s_row, long long dy_row, long long ds_row) {
     wait_for_previous();
     using C = compute_t<T>;
     constexpr bool AHEAD = sizeof(T) < 8 && VECTORS * N * sizeof(T) <= 48;  // registers suffice to load the next row early
     __shared__ C sums[2][64];
-    C dweight[VECTORS][N] = {}, dbias[VECTORS][N] = {};
-    long long step = gridDim.x * (long long)blockDim.y, row = blockIdx.x * (long long)blockDim.y + threadIdx.y;
+    C dweights[VECTORS][N] = {}, dbiases[VECTORS][N] = {};
+    long long step = gridDim.y * (long long)blockDim.y, row = blockIdx.y * (long long)blockDim.y + threadIdx.y;
     Row<T, N, VECTORS> row_s, row_dy;
     Vec<C, 2> mean_rstd;
     C inverse = C(1) / columns;
@@ -295,8 +345,8 @@ __global__ void __launch_bounds__(THREADS, THREADS == 128 ? 3 : 1 + (THREADS < 5
                 h[k][j] *= g[j];
                 sum_h += h[k][j];
                 sum_hn += h[k][j] * n[k][j];
-                dweight[k][j] += g[j] * n[k][j];
-                dbias[k][j] += g[j];
+                dweights[k][j] += g[j] * n[k][j];
+                dbiases[k][j] += g[j];
             }
         }
         if (AHEAD && row + step < rows) load(row + step);  // the data arrives while this row is reduced and written
@@ -316,15 +366,9 @@ __global__ void __launch_bounds__(THREADS, THREADS == 128 ? 3 : 1 + (THREADS < 5
             store_vec(dx + row * columns + column, pack<T, N>(h[k]));
         }
     }
-    if (!partials) return;
+    if (!partials && !dweight) return;
     extern __shared__ double dynamic_shared[];
-    C *out = partials + blockIdx.x * (long long)columns, *shared = reinterpret_cast<C*>(dynamic_shared);
-#pragma unroll 1
-    for (int y = 0; y < blockDim.y; ++y) {
-        if (threadIdx.y == y) {
-            add_row<T>(out, dweight, shared, columns);
-            if (!RMS) add_row<T>(out + gridDim.x * (long long)columns, dbias, shared + columns, columns);
-        }
-        __syncthreads();
-    }
+    C* shared = reinterpret_cast<C*>(dynamic_shared);
+    add_rows<T>(dweight, partials, blockIdx.y * (long long)columns, dweights, shared, columns);
+    if (!RMS) add_rows<T>(dbias, partials, (gridDim.y + blockIdx.y) * (long long)columns, dbiases, shared, columns);
 }

@@ -14,14 +14,17 @@ from cukern.runtime.kernel import Kernel, Template
 from cukern.runtime.registry import Version
 from cukern.runtime.tensors import VECTOR_BYTES, aligned, wide
 
-V1_THREADS = 256
-_V1_BLOCKS = 1 << 20  # the most blocks of v1, which loop over rows
+_V1_THREADS, SUMS_THREADS = 256, 512
+V1_BLOCKS = 1 << 20  # the most blocks of v1, which loop over rows
 _ANY_BLOCKS = 1 << 62
+LONG = 1024  # threads of a block that loops over a row
 _FORWARD_BLOCK = 128  # threads of a block that short rows share; in the backward, those of the tile
 _RESIDENT = {128: 384, 384: 768, 512: 512}  # threads per SM of the backward, for each limit of its blocks
 
-_V1, _V1_BWD, PARTIALS = (Template("layernorm.cu", f"layernorm_v1{name}") for name in ("", "_bwd", "_partials"))
-_V2, _V2_BWD, ADD = (Template("layernorm.cu", f"layernorm_{name}", pdl=True) for name in ("v2", "v2_bwd", "add"))
+_V1 = Template("layernorm.cu", "layernorm_v1")
+_V1_SUMS, _V1_BWD, _V2, _V2_BWD, ADD = (
+    Template("layernorm.cu", f"layernorm_{name}", pdl=True) for name in ("v1_sums", "v1_bwd", "v2", "v2_bwd", "add")
+)
 
 
 class Tile(NamedTuple):
@@ -34,9 +37,9 @@ class Tile(NamedTuple):
 
 
 _SIZES = {  # vectors, most_threads and block of each tile, from the shortest rows to the longest
-    ("forward", "16 bits"): ((3, 32, 512), (4, 512, 512)),
-    ("forward", "wider"): ((1, 32, 512), (4, 512, 512), (8, 512, 512)),
-    ("forward", "unaligned"): ((8, 512, 512), (16, 512, 512)),
+    ("forward", "16 bits"): ((3, 32, 512), (4, 512, 512), (4, 1024, LONG)),
+    ("forward", "wider"): ((1, 32, 512), (4, 512, 512), (8, 512, 512), (4, 1024, LONG)),
+    ("forward", "unaligned"): ((8, 512, 512), (16, 512, 512), (8, 1024, LONG)),
     ("backward", "16 bits"): ((3, 32, 128), (2, 512, 512)),
     ("backward", "wider"): ((2, 384, 384), (4, 512, 512)),
     ("backward", "unaligned"): ((8, 512, 512),),
@@ -58,29 +61,33 @@ def threads_of(columns: int, tile: Tile) -> int:
 class _Plan(NamedTuple):
     launch: backend.Launch
     block: tuple[int, int, int]  # (threads per row, rows, 1)
-    blocks: int  # the most thread blocks
-    groups: int  # the most partial sums of a column; 0 if the kernel itself writes one per block
+    blocks: int  # the most thread blocks, one above the other
+    across: int = 1  # thread blocks side by side
+    sums: backend.Launch | None = None  # the backward's first kernel, if it has two
 
 
 @cached(4096)
 def _plan(
     newest: bool, backward: bool, dtype: torch.dtype, weight: torch.dtype, columns: int, aligned: bool, rms: bool, device: int
 ) -> _Plan:
-    """The launch of v2 if `newest` and if a row fits into registers, else that of v1."""
+    """The launch of v2 if `newest`, but v1's backward with whole vectors for rows that do not fit into registers."""
     sms = device_of(device).sms
     for tile in tiles(dtype.itemsize, aligned, backward) if newest else ():
-        threads = threads_of(columns, tile)
+        threads = min(threads_of(columns, tile), LONG)
         if threads <= tile.most_threads:
             rows = max(1, (tile.block if backward else _FORWARD_BLOCK) // threads)
             blocks = sms * (_RESIDENT[tile.block] // (threads * rows)) if backward else _ANY_BLOCKS
-            return _Plan(_v2(backward, dtype, weight, tile, rms).on(device), (threads, rows, 1), blocks, 0)
-    return _Plan((_V1_BWD if backward else _V1)[dtype, weight, rms].on(device), (V1_THREADS, 1, 1), _V1_BLOCKS, 2 * sms)
+            return _Plan(_v2(backward, dtype, weight, tile, rms).on(device), (threads, rows, 1), blocks)
+    if not backward:
+        return _Plan(_V1[dtype, weight, rms].on(device), (_V1_THREADS, 1, 1), V1_BLOCKS)
+    width = VECTOR_BYTES // dtype.itemsize if newest and aligned else 1
+    across = -(-columns // (_V1_THREADS * width))
+    bwd, sums = (v1[dtype, weight, width, rms].on(device) for v1 in (_V1_BWD, _V1_SUMS))
+    return _Plan(bwd, (_V1_THREADS, 1, 1), max(1, 4 * sms // across), across, sums)
 
 
 def _v2(backward: bool, dtype: torch.dtype, weight: torch.dtype, tile: Tile, rms: bool) -> Kernel:
-    if backward:
-        return _V2_BWD[dtype, weight, tile.width, tile.vectors, tile.block, rms]
-    return _V2[dtype, weight, tile.width, tile.vectors, rms]
+    return (_V2_BWD if backward else _V2)[dtype, weight, tile.width, tile.vectors, tile.block, rms]
 
 
 def _launch_of(newest: bool, backward: bool, x: Tensor, weight: Tensor | None, rms: bool, *others: Tensor | None) -> tuple[_Plan, int]:
@@ -92,11 +99,13 @@ def _launch_of(newest: bool, backward: bool, x: Tensor, weight: Tensor | None, r
 
 def _instances(newest: bool, dtype: torch.dtype) -> Iterable[Kernel]:
     both, weights = (False, True), dict.fromkeys((dtype, wide(dtype)))
-    kernels = [PARTIALS[dtype], *(ADD[wide(dtype), weight] for weight in weights)]
-    for weight, rms, backward in itertools.product(weights, both, both):
-        kernels.append((_V1_BWD if backward else _V1)[dtype, weight, rms])
-        alignments = both if newest else ()
-        kernels += [_v2(backward, dtype, weight, tile, rms) for whole in alignments for tile in tiles(dtype.itemsize, whole, backward)]
+    kernels = [ADD[wide(dtype), weight] for weight in weights]
+    for weight, rms in itertools.product(weights, both):
+        widths = (1, VECTOR_BYTES // dtype.itemsize) if newest else (1,)
+        kernels += [v1[dtype, weight, width, rms] for v1 in (_V1_SUMS, _V1_BWD) for width in widths]
+        kernels += [] if newest else [_V1[dtype, weight, rms]]
+        choices = itertools.product(both, both) if newest else ()
+        kernels += [_v2(b, dtype, weight, tile, rms) for whole, b in choices for tile in tiles(dtype.itemsize, whole, b)]
     return kernels
 
 
