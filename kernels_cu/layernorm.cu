@@ -70,73 +70,6 @@ __global__ void layernorm_v1(T* y, T* s, compute_t<T>* stats, const T* x, const 
     }
 }
 
-// First kernel of the backward: row_stats is (rows, 4), for each row mean, rstd, and rstd times the means of h and of h n.
-template <typename T, typename W, int N, bool RMS>
-__global__ void layernorm_v1_sums(compute_t<T>* row_stats, const T* s, const T* dy, const compute_t<T>* stats, const W* weight,
-                                  long long rows, long long columns, long long s_row, long long dy_row) {
-    wait_for_previous();
-    using C = compute_t<T>;
-    __shared__ C sums[2][32];
-    for (long long row = blockIdx.x; row < rows; row += gridDim.x) {
-        C mean = stats[2 * row], rstd = stats[2 * row + 1], sum_h = 0, sum_hn = 0;
-#pragma unroll 4
-        for (long long i = threadIdx.x * N; i < columns; i += blockDim.x * N) {
-            C n[N], g[N], w[N];
-            unpack(n, load_vec<T, N>(s + row * s_row + i));
-            unpack(g, load_vec<T, N>(dy + row * dy_row + i));
-            load_affine(w, weight, i, C(1));
-#pragma unroll
-            for (int j = 0; j < N; ++j) {
-                sum_h += g[j] * w[j];
-                sum_hn += g[j] * w[j] * ((n[j] - mean) * rstd);
-            }
-        }
-        C a = RMS ? C(0) : rstd * block_reduce<Sum>(sum_h, sums[0]) / columns, b = rstd * block_reduce<Sum>(sum_hn, sums[1]) / columns;
-        if (threadIdx.x == 0) store_vec(row_stats + 4 * row, Vec<C, 4>{{mean, rstd, a, b}});
-        __syncthreads();  // before the next row's sums overwrite this one's
-    }
-}
-
-// N sums, to `partial`, or to `result` if there are no partial sums; null: not wanted.
-template <int N, typename W, typename C>
-__device__ __forceinline__ void store_sums(W* result, C* partials, long long at, long long column, const C (&sums)[N]) {
-    if (partials) store_vec(partials + at + column, pack<C, N>(sums));
-    else if (result) store_vec(result + column, pack<W, N>(sums));
-}
-
-// Second kernel. A thread has N columns of every gridDim.y-th row. Grid (ceil(columns / (N * blockDim.x)), row groups). The first kernel read
-// the last rows last, so they are in the L2 cache.
-template <typename T, typename W, int N, bool RMS>
-__global__ void layernorm_v1_bwd(T* __restrict__ dx, W* dweight, W* dbias, compute_t<T>* partials, const T* s, const T* dy, const T* ds,
-                                 const compute_t<T>* row_stats, const W* weight, long long rows, long long columns, long long s_row,
-                                 long long dy_row, long long ds_row) {
-    wait_for_previous();
-    using C = compute_t<T>;
-    long long i = (blockIdx.x * (long long)blockDim.x + threadIdx.x) * N;
-    if (i >= columns) return;
-    C w[N], sum_gn[N] = {}, sum_g[N] = {};
-    load_affine(w, weight, i, C(1));
-#pragma unroll 4
-    for (long long row = rows - 1 - blockIdx.y; row >= 0; row -= gridDim.y) {
-        C n[N], g[N], d[N] = {};
-        Vec<C, 4> of_row = load_vec<C, 4>(row_stats + 4 * row);
-        unpack(n, load_vec<T, N>(s + row * s_row + i));
-        unpack(g, load_vec<T, N>(dy + row * dy_row + i));
-        if (ds) unpack(d, load_vec<T, N>(ds + row * ds_row + i));
-        C mean = of_row.v[0], rstd = of_row.v[1];
-#pragma unroll
-        for (int j = 0; j < N; ++j) {
-            n[j] = (n[j] - mean) * rstd;
-            sum_gn[j] += g[j] * n[j];
-            sum_g[j] += g[j];
-            d[j] += rstd * (g[j] * w[j]) - of_row.v[2] - n[j] * of_row.v[3];
-        }
-        store_vec(dx + row * columns + i, pack<T, N>(d));
-    }
-    store_sums(dweight, partials, blockIdx.y * columns, i, sum_gn);
-    if (!RMS) store_sums(dbias, partials, (gridDim.y + blockIdx.y) * columns, i, sum_g);
-}
-
 // dweight (blockIdx.y 0) or dbias (1): the sums of partials over the blocks. Grid (ceil(columns / 16), 1 or 2), block (16, 32).
 template <typename C, typename W>
 __global__ void layernorm_add(W* dweight, W* dbias, const C* partials, long long blocks, long long columns) {
@@ -285,6 +218,13 @@ __global__ void __launch_bounds__(THREADS,
     if (threadIdx.x == 0 && row < rows) store_vec(stats + 2 * row, Vec<C, 2>{{mean, rstd}});
 }
 
+// N sums, to `partials`, or to `result` if there are no partial sums; null: not wanted.
+template <int N, typename W, typename C>
+__device__ __forceinline__ void store_sums(W* result, C* partials, long long at, long long column, const C (&sums)[N]) {
+    if (partials) store_vec(partials + at + column, pack<C, N>(sums));
+    else if (result) store_vec(result + column, pack<W, N>(sums));
+}
+
 // Adds the sums of a block's rows. `shared` has room for one sum per column and row, if the block has several rows.
 template <typename T, typename W, typename C, int N, int VECTORS>
 __device__ __forceinline__ void add_rows(W* result, C* partials, long long at, const C (&sums)[VECTORS][N], C* shared, int columns) {
@@ -371,4 +311,85 @@ __global__ void __launch_bounds__(THREADS, THREADS == 128 ? 3 : 1 + (THREADS < 5
     C* shared = reinterpret_cast<C*>(dynamic_shared);
     add_rows<T>(dweight, partials, blockIdx.y * (long long)columns, dweights, shared, columns);
     if (!RMS) add_rows<T>(dbias, partials, (gridDim.y + blockIdx.y) * (long long)columns, dbiases, shared, columns);
+}
+
+// ---- The backward in two kernels: of v1, and of v2 for rows that do not fit into registers. First kernel: row_stats is (rows, 4), for each
+// row mean, rstd, and rstd times the means of h and of h n. A block has whole warps; the grid has any number of blocks.
+template <typename T, typename W, int N, bool RMS>
+__global__ void layernorm_sums(compute_t<T>* row_stats, const T* s, const T* dy, const compute_t<T>* stats, const W* weight, long long rows,
+                               long long columns, long long s_row, long long dy_row) {
+    wait_for_previous();
+    using C = compute_t<T>;
+    constexpr int VECTORS = N == 1 ? 8 : 2;
+    __shared__ C sums[2][32];
+    for (long long row = blockIdx.x; row < rows; row += gridDim.x) {
+        C mean = stats[2 * row], rstd = stats[2 * row + 1], sum_h = 0, sum_hn = 0;
+        for (long long start = 0; start < columns; start += VECTORS * N * blockDim.x) {
+            int left = min(columns - start, 1LL << 30);
+            Row<T, N, VECTORS> row_s, row_dy;
+            row_s.load(s + row * s_row + start, left);
+            row_dy.load(dy + row * dy_row + start, left);
+#pragma unroll
+            for (int k = 0; k < VECTORS; ++k) {
+                if (row_s.column(k) >= left) break;
+                C n[N], g[N], w[N];
+                unpack(n, row_s.v[k]);
+                unpack(g, row_dy.v[k]);
+                load_affine(w, weight, start + row_s.column(k), C(1));
+#pragma unroll
+                for (int j = 0; j < N; ++j) {
+                    sum_h += g[j] * w[j];
+                    sum_hn += g[j] * w[j] * ((n[j] - mean) * rstd);
+                }
+            }
+        }
+        C a = RMS ? C(0) : rstd * block_reduce<Sum>(sum_h, sums[0]) / columns, b = rstd * block_reduce<Sum>(sum_hn, sums[1]) / columns;
+        if (threadIdx.x == 0) store_vec(row_stats + 4 * row, Vec<C, 4>{{mean, rstd, a, b}});
+        __syncthreads();  // before the next row's sums overwrite this one's
+    }
+}
+
+// Second kernel. A thread has N columns of every gridDim.y-th row and loads ROWS rows at once. Grid (ceil(columns / (N * blockDim.x)), row
+// groups). The first kernel read the last rows last, so they may still be in the L2 cache.
+template <typename T, typename W, int N, bool RMS>
+__global__ void layernorm_columns(T* dx, W* dweight, W* dbias, compute_t<T>* partials, const T* s, const T* dy, const T* ds,
+                                  const compute_t<T>* row_stats, const W* weight, long long rows, long long columns, long long s_row,
+                                  long long dy_row, long long ds_row) {
+    wait_for_previous();
+    using C = compute_t<T>;
+    constexpr int ROWS = N == 1 ? 8 : 2;
+    long long i = (blockIdx.x * (long long)blockDim.x + threadIdx.x) * N;
+    if (i >= columns) return;
+    C w[N], sum_gn[N] = {}, sum_g[N] = {};
+    load_affine(w, weight, i, C(1));
+    for (long long last = rows - 1 - blockIdx.y; last >= 0; last -= ROWS * (long long)gridDim.y) {
+        Vec<T, N> row_s[ROWS], row_dy[ROWS];
+        Vec<C, 4> of_row[ROWS];
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r) {
+            long long row = max(last - r * (long long)gridDim.y, 0LL);
+            of_row[r] = load_vec<C, 4>(row_stats + 4 * row);
+            row_s[r] = load_vec<T, N>(s + row * s_row + i);
+            row_dy[r] = load_vec<T, N>(dy + row * dy_row + i);
+        }
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r) {
+            long long row = last - r * (long long)gridDim.y;
+            if (row < 0) break;
+            C n[N], g[N], d[N] = {}, mean = of_row[r].v[0], rstd = of_row[r].v[1];
+            unpack(n, row_s[r]);
+            unpack(g, row_dy[r]);
+            if (ds) unpack(d, load_vec<T, N>(ds + row * ds_row + i));
+#pragma unroll
+            for (int j = 0; j < N; ++j) {
+                n[j] = (n[j] - mean) * rstd;
+                sum_gn[j] += g[j] * n[j];
+                sum_g[j] += g[j];
+                d[j] += rstd * (g[j] * w[j]) - of_row[r].v[2] - n[j] * of_row[r].v[3];
+            }
+            store_vec(dx + row * columns + i, pack<T, N>(d));
+        }
+    }
+    store_sums(dweight, partials, blockIdx.y * columns, i, sum_gn);
+    if (!RMS) store_sums(dbias, partials, (gridDim.y + blockIdx.y) * columns, i, sum_g);
 }

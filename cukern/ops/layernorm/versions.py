@@ -22,8 +22,8 @@ _FORWARD_BLOCK = 128  # threads of a block that short rows share; in the backwar
 _RESIDENT = {128: 384, 384: 768, 512: 512}  # threads per SM of the backward, for each limit of its blocks
 
 _V1 = Template("layernorm.cu", "layernorm_v1")
-_V1_SUMS, _V1_BWD, _V2, _V2_BWD, ADD = (
-    Template("layernorm.cu", f"layernorm_{name}", pdl=True) for name in ("v1_sums", "v1_bwd", "v2", "v2_bwd", "add")
+_SUMS, _COLUMNS, _V2, _V2_BWD, ADD = (
+    Template("layernorm.cu", f"layernorm_{name}", pdl=True) for name in ("sums", "columns", "v2", "v2_bwd", "add")
 )
 
 
@@ -61,6 +61,7 @@ def threads_of(columns: int, tile: Tile) -> int:
 class _Plan(NamedTuple):
     launch: backend.Launch
     block: tuple[int, int, int]  # (threads per row, rows, 1)
+    rows: int  # the fewest rows that make another thread block worth its cost
     blocks: int  # the most thread blocks, one above the other
     across: int = 1  # thread blocks side by side
     sums: backend.Launch | None = None  # the backward's first kernel, if it has two
@@ -77,13 +78,13 @@ def _plan(
         if threads <= tile.most_threads:
             rows = max(1, (tile.block if backward else _FORWARD_BLOCK) // threads)
             blocks = sms * (_RESIDENT[tile.block] // (threads * rows)) if backward else _ANY_BLOCKS
-            return _Plan(_v2(backward, dtype, weight, tile, rms).on(device), (threads, rows, 1), blocks)
+            return _Plan(_v2(backward, dtype, weight, tile, rms).on(device), (threads, rows, 1), rows, blocks)
     if not backward:
-        return _Plan(_V1[dtype, weight, rms].on(device), (_V1_THREADS, 1, 1), V1_BLOCKS)
+        return _Plan(_V1[dtype, weight, rms].on(device), (_V1_THREADS, 1, 1), 1, V1_BLOCKS)
     width = VECTOR_BYTES // dtype.itemsize if newest and aligned else 1
     across = -(-columns // (_V1_THREADS * width))
-    bwd, sums = (v1[dtype, weight, width, rms].on(device) for v1 in (_V1_BWD, _V1_SUMS))
-    return _Plan(bwd, (_V1_THREADS, 1, 1), max(1, 4 * sms // across), across, sums)
+    bwd, sums = (v1[dtype, weight, width, rms].on(device) for v1 in (_COLUMNS, _SUMS))
+    return _Plan(bwd, (_V1_THREADS, 1, 1), 8, max(1, 4 * sms // across), across, sums)
 
 
 def _v2(backward: bool, dtype: torch.dtype, weight: torch.dtype, tile: Tile, rms: bool) -> Kernel:
@@ -94,7 +95,7 @@ def _launch_of(newest: bool, backward: bool, x: Tensor, weight: Tensor | None, r
     """x and the matrices among `others` are (rows, columns) with a column stride of 1 and at least one element."""
     dtype = x.dtype if weight is None else weight.dtype
     plan = _plan(newest, backward, x.dtype, dtype, x.shape[1], aligned(x, weight, *others), rms, x.get_device())
-    return plan, min(-(-x.shape[0] // plan.block[1]), plan.blocks)
+    return plan, min(-(-x.shape[0] // plan.rows), plan.blocks)
 
 
 def _instances(newest: bool, dtype: torch.dtype) -> Iterable[Kernel]:
@@ -102,7 +103,7 @@ def _instances(newest: bool, dtype: torch.dtype) -> Iterable[Kernel]:
     kernels = [ADD[wide(dtype), weight] for weight in weights]
     for weight, rms in itertools.product(weights, both):
         widths = (1, VECTOR_BYTES // dtype.itemsize) if newest else (1,)
-        kernels += [v1[dtype, weight, width, rms] for v1 in (_V1_SUMS, _V1_BWD) for width in widths]
+        kernels += [v1[dtype, weight, width, rms] for v1 in (_SUMS, _COLUMNS) for width in widths]
         kernels += [] if newest else [_V1[dtype, weight, rms]]
         choices = itertools.product(both, both) if newest else ()
         kernels += [_v2(b, dtype, weight, tile, rms) for whole, b in choices for tile in tiles(dtype.itemsize, whole, b)]
