@@ -28,8 +28,8 @@
 #include "common/reduce.cuh"
 
 // N elements of the weight or bias, in vectors of at most 16 bytes; `missing` for a null pointer.
-template <int N, typename W, typename C>
-__device__ __forceinline__ void load_affine(C (&to)[N], const W* from, long long column, C missing) {
+template <int N, typename W, typename I, typename C>
+__device__ __forceinline__ void load_affine(C (&to)[N], const W* from, I column, C missing) {
     constexpr int M = N * sizeof(W) > 16 ? 16 / sizeof(W) : N;
 #pragma unroll
     for (int i = 0; i < N; i += M) {
@@ -108,7 +108,7 @@ __device__ __forceinline__ C row_sum(C value, C* shared) {
 // The sums of two values over the threads of a row, with one barrier of the row's warps (at most 16). After the first step, the lower half of
 // a warp adds a and the upper half adds b. `shared` has room for 64 values.
 template <typename C>
-__device__ __forceinline__ void row_sums(C& a, C& b, C* shared) {
+__device__ __forceinline__ void row_sum(C& a, C& b, C* shared) {
     if (blockDim.x < 32) {
         a = warp_reduce<Sum>(a, blockDim.x), b = warp_reduce<Sum>(b, blockDim.x);
         return;
@@ -220,19 +220,19 @@ __global__ void __launch_bounds__(THREADS,
 
 // N sums, to `partials`, or to `result` if there are no partial sums; null: not wanted.
 template <int N, typename W, typename C>
-__device__ __forceinline__ void store_sums(W* result, C* partials, long long at, long long column, const C (&sums)[N]) {
-    if (partials) store_vec(partials + at + column, pack<C, N>(sums));
+__device__ __forceinline__ void store_sums(W* result, C* partials, long long column, const C (&sums)[N]) {
+    if (partials) store_vec(partials + column, pack<C, N>(sums));
     else if (result) store_vec(result + column, pack<W, N>(sums));
 }
 
 // Adds the sums of a block's rows. `shared` has room for one sum per column and row, if the block has several rows.
 template <typename T, typename W, typename C, int N, int VECTORS>
-__device__ __forceinline__ void add_rows(W* result, C* partials, long long at, const C (&sums)[VECTORS][N], C* shared, int columns) {
+__device__ __forceinline__ void add_rows(W* result, C* partials, long long first, const C (&sums)[VECTORS][N], C* shared, int columns) {
 #pragma unroll
     for (int k = 0; k < VECTORS; ++k) {
         int column = Row<T, N, VECTORS>::column(k);
         if (column >= columns) break;
-        if (blockDim.y == 1) store_sums(result, partials, at, column, sums[k]);
+        if (blockDim.y == 1) store_sums(result, partials, first + column, sums[k]);
         else store_vec(shared + threadIdx.y * columns + column, pack<C, N>(sums[k]));
     }
     if (blockDim.y == 1) return;
@@ -241,35 +241,46 @@ __device__ __forceinline__ void add_rows(W* result, C* partials, long long at, c
         C sum[1] = {};
 #pragma unroll 8
         for (int y = 0; y < blockDim.y; ++y) sum[0] += shared[y * columns + i];
-        store_sums(result, partials, at, i, sum);
+        store_sums(result, partials, i, sum);
     }
     __syncthreads();
 }
 
-// Grid (1, any number of blocks). Dynamic shared memory: a row of C per row of the block, if blockDim.y > 1 and sums are wanted. Blocks have at
-// most THREADS threads. Resident blocks per SM: 3 of 128 threads, 2 of 384, or 1 of 512.
-template <typename T, typename W, int N, int VECTORS, int THREADS, bool RMS>
-__global__ void __launch_bounds__(THREADS, THREADS == 128 ? 3 : 1 + (THREADS < 512))
-    layernorm_v2_bwd(T* dx, W* dweight, W* dbias, compute_t<T>* partials, const T* s, const T* dy, const T* ds, const compute_t<T>* stats,
-                     const W* weight, long long rows, int columns, long long s_row, long long dy_row, long long ds_row) {
+// PASS 0: rows that fit into a block's registers; grid (1, any number of blocks). Longer rows, and v1, have two launches with the same grid,
+// where block blockIdx.x has a part of each row. Pass 1 writes the sums of h and of h n over its part to row_sums, (rows, gridDim.x, 2).
+// Pass 2 adds those of a row. Pass 1 ends with the first rows, which pass 2 finds in the L2 cache.
+// Dynamic shared memory: a row of C per row of the block, if blockDim.y > 1 and sums over rows are wanted. Blocks have at most THREADS threads.
+// Resident blocks per SM: 3 of 128 threads, 2 of 384 (pass 2 of double: 1), or 1 of 512.
+template <typename T, typename W, int N, int VECTORS, int THREADS, int PASS, bool RMS>
+__global__ void __launch_bounds__(THREADS, THREADS == 128 ? 3 : 1 + (THREADS < 512 && PASS * sizeof(T) < 16))
+    layernorm_v2_bwd(T* dx, W* dweight, W* dbias, compute_t<T>* partials, compute_t<T>* row_sums, const T* s, const T* dy, const T* ds,
+                     const compute_t<T>* stats, const W* weight, long long rows, long long columns, long long s_row, long long dy_row,
+                     long long ds_row) {
     wait_for_previous();
     using C = compute_t<T>;
     constexpr bool AHEAD = sizeof(T) < 8 && VECTORS * N * sizeof(T) <= 48;  // registers suffice to load the next row early
     __shared__ C sums[2][64];
     C dweights[VECTORS][N] = {}, dbiases[VECTORS][N] = {};
     long long step = gridDim.y * (long long)blockDim.y, row = blockIdx.y * (long long)blockDim.y + threadIdx.y;
+    conditional_t<PASS == 0, int, long long> part = VECTORS * N * blockDim.x, first = PASS ? blockIdx.x * part : 0;
+    int width = PASS ? min(columns - first, (long long)part) : columns;
     Row<T, N, VECTORS> row_s, row_dy;
-    Vec<C, 2> mean_rstd;
+    Vec<C, 2> mean_rstd, of_row;
     C inverse = C(1) / columns;
     auto load = [&](long long from) {
-        from = min(from, rows - 1);
+        from = PASS == 1 ? max(rows - 1 - from, 0LL) : min(from, rows - 1);
         mean_rstd = load_vec<C, 2>(stats + 2 * from);
-        row_s.load(s + from * s_row, columns);
-        row_dy.load(dy + from * dy_row, columns);
+        row_s.load(s + from * s_row + first, width);
+        row_dy.load(dy + from * dy_row + first, width);
+        of_row = {};
+        for (int i = threadIdx.x % 32; PASS == 2 && i < gridDim.x; i += 32) {
+            Vec<C, 2> of_part = load_vec<C, 2>(row_sums + 2 * (from * gridDim.x + i));
+            of_row.v[0] += of_part.v[0], of_row.v[1] += of_part.v[1];
+        }
     };
     if (AHEAD) load(row);
     for (int half = 0; row - threadIdx.y < rows; row += step, half ^= 1) {  // the same number of iterations in all threads
-        int end = row < rows ? columns : 0;
+        int end = row < rows ? width : 0;
         if (!AHEAD) load(row);
         C mean = mean_rstd.v[0], rstd = mean_rstd.v[1], sum_h = 0, sum_hn = 0, n[VECTORS][N], h[VECTORS][N];
 #pragma unroll
@@ -278,7 +289,7 @@ __global__ void __launch_bounds__(THREADS, THREADS == 128 ? 3 : 1 + (THREADS < 5
             C g[N];
             unpack(n[k], row_s.v[k]);
             unpack(g, row_dy.v[k]);
-            load_affine(h[k], weight, row_s.column(k), C(1));
+            load_affine(h[k], weight, first + row_s.column(k), C(1));
 #pragma unroll
             for (int j = 0; j < N; ++j) {
                 n[k][j] = sizeof(T) == 2 ? n[k][j] * rstd - mean * rstd : (n[k][j] - mean) * rstd;
@@ -289,8 +300,13 @@ __global__ void __launch_bounds__(THREADS, THREADS == 128 ? 3 : 1 + (THREADS < 5
                 dbiases[k][j] += g[j];
             }
         }
-        if (AHEAD && row + step < rows) load(row + step);  // the data arrives while this row is reduced and written
-        row_sums(sum_h, sum_hn, sums[half]);               // a barrier separates two uses of the same half
+        if (PASS == 2) sum_h = warp_reduce<Sum>(of_row.v[0]), sum_hn = warp_reduce<Sum>(of_row.v[1]);
+        if (AHEAD && row + step < rows) load(row + step);   // the data arrives while this row is reduced and written
+        if (PASS != 2) row_sum(sum_h, sum_hn, sums[half]);  // a barrier separates two uses of the same half
+        if (PASS == 1) {
+            if (threadIdx.x == 0) store_vec(row_sums + 2 * ((rows - 1 - row) * gridDim.x + blockIdx.x), Vec<C, 2>{{sum_h, sum_hn}});
+            continue;
+        }
         C a = RMS ? C(0) : rstd * sum_h * inverse, b = rstd * sum_hn * inverse;
 #pragma unroll
         for (int k = 0; k < VECTORS; ++k) {
@@ -299,97 +315,17 @@ __global__ void __launch_bounds__(THREADS, THREADS == 128 ? 3 : 1 + (THREADS < 5
 #pragma unroll
             for (int j = 0; j < N; ++j) h[k][j] = rstd * h[k][j] - a - n[k][j] * b;
             if (ds) {
-                unpack(n[k], load_vec<T, N>(ds + row * ds_row + column));
+                unpack(n[k], load_vec<T, N>(ds + row * ds_row + first + column));
 #pragma unroll
                 for (int j = 0; j < N; ++j) h[k][j] += n[k][j];
             }
-            store_vec(dx + row * columns + column, pack<T, N>(h[k]));
+            store_vec(dx + row * columns + first + column, pack<T, N>(h[k]));
         }
     }
-    if (!partials && !dweight) return;
+    if (PASS == 1 || (!partials && !dweight)) return;
     extern __shared__ double dynamic_shared[];
     C* shared = reinterpret_cast<C*>(dynamic_shared);
-    add_rows<T>(dweight, partials, blockIdx.y * (long long)columns, dweights, shared, columns);
-    if (!RMS) add_rows<T>(dbias, partials, (gridDim.y + blockIdx.y) * (long long)columns, dbiases, shared, columns);
-}
-
-// ---- The backward in two kernels: of v1, and of v2 for rows that do not fit into registers. First kernel: row_stats is (rows, 4), for each
-// row mean, rstd, and rstd times the means of h and of h n. A block has whole warps; the grid has any number of blocks.
-template <typename T, typename W, int N, bool RMS>
-__global__ void layernorm_sums(compute_t<T>* row_stats, const T* s, const T* dy, const compute_t<T>* stats, const W* weight, long long rows,
-                               long long columns, long long s_row, long long dy_row) {
-    wait_for_previous();
-    using C = compute_t<T>;
-    constexpr int VECTORS = N == 1 ? 8 : 2;
-    __shared__ C sums[2][32];
-    for (long long row = blockIdx.x; row < rows; row += gridDim.x) {
-        C mean = stats[2 * row], rstd = stats[2 * row + 1], sum_h = 0, sum_hn = 0;
-        for (long long start = 0; start < columns; start += VECTORS * N * blockDim.x) {
-            int left = min(columns - start, 1LL << 30);
-            Row<T, N, VECTORS> row_s, row_dy;
-            row_s.load(s + row * s_row + start, left);
-            row_dy.load(dy + row * dy_row + start, left);
-#pragma unroll
-            for (int k = 0; k < VECTORS; ++k) {
-                if (row_s.column(k) >= left) break;
-                C n[N], g[N], w[N];
-                unpack(n, row_s.v[k]);
-                unpack(g, row_dy.v[k]);
-                load_affine(w, weight, start + row_s.column(k), C(1));
-#pragma unroll
-                for (int j = 0; j < N; ++j) {
-                    sum_h += g[j] * w[j];
-                    sum_hn += g[j] * w[j] * ((n[j] - mean) * rstd);
-                }
-            }
-        }
-        C a = RMS ? C(0) : rstd * block_reduce<Sum>(sum_h, sums[0]) / columns, b = rstd * block_reduce<Sum>(sum_hn, sums[1]) / columns;
-        if (threadIdx.x == 0) store_vec(row_stats + 4 * row, Vec<C, 4>{{mean, rstd, a, b}});
-        __syncthreads();  // before the next row's sums overwrite this one's
-    }
-}
-
-// Second kernel. A thread has N columns of every gridDim.y-th row and loads ROWS rows at once. Grid (ceil(columns / (N * blockDim.x)), row
-// groups). The first kernel read the last rows last, so they may still be in the L2 cache.
-template <typename T, typename W, int N, bool RMS>
-__global__ void layernorm_columns(T* dx, W* dweight, W* dbias, compute_t<T>* partials, const T* s, const T* dy, const T* ds,
-                                  const compute_t<T>* row_stats, const W* weight, long long rows, long long columns, long long s_row,
-                                  long long dy_row, long long ds_row) {
-    wait_for_previous();
-    using C = compute_t<T>;
-    constexpr int ROWS = N == 1 ? 8 : 2;
-    long long i = (blockIdx.x * (long long)blockDim.x + threadIdx.x) * N;
-    if (i >= columns) return;
-    C w[N], sum_gn[N] = {}, sum_g[N] = {};
-    load_affine(w, weight, i, C(1));
-    for (long long last = rows - 1 - blockIdx.y; last >= 0; last -= ROWS * (long long)gridDim.y) {
-        Vec<T, N> row_s[ROWS], row_dy[ROWS];
-        Vec<C, 4> of_row[ROWS];
-#pragma unroll
-        for (int r = 0; r < ROWS; ++r) {
-            long long row = max(last - r * (long long)gridDim.y, 0LL);
-            of_row[r] = load_vec<C, 4>(row_stats + 4 * row);
-            row_s[r] = load_vec<T, N>(s + row * s_row + i);
-            row_dy[r] = load_vec<T, N>(dy + row * dy_row + i);
-        }
-#pragma unroll
-        for (int r = 0; r < ROWS; ++r) {
-            long long row = last - r * (long long)gridDim.y;
-            if (row < 0) break;
-            C n[N], g[N], d[N] = {}, mean = of_row[r].v[0], rstd = of_row[r].v[1];
-            unpack(n, row_s[r]);
-            unpack(g, row_dy[r]);
-            if (ds) unpack(d, load_vec<T, N>(ds + row * ds_row + i));
-#pragma unroll
-            for (int j = 0; j < N; ++j) {
-                n[j] = (n[j] - mean) * rstd;
-                sum_gn[j] += g[j] * n[j];
-                sum_g[j] += g[j];
-                d[j] += rstd * (g[j] * w[j]) - of_row[r].v[2] - n[j] * of_row[r].v[3];
-            }
-            store_vec(dx + row * columns + i, pack<T, N>(d));
-        }
-    }
-    store_sums(dweight, partials, blockIdx.y * columns, i, sum_gn);
-    if (!RMS) store_sums(dbias, partials, (gridDim.y + blockIdx.y) * columns, i, sum_g);
+    C *to = partials ? partials + blockIdx.y * columns : nullptr, *to_bias = partials ? to + gridDim.y * columns : nullptr;
+    add_rows<T>(dweight, to, first, dweights, shared, width);
+    if (!RMS) add_rows<T>(dbias, to_bias, first, dbiases, shared, width);
 }

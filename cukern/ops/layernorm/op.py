@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cukern.ops.layernorm.versions import ADD, SUMS_THREADS, V1_BLOCKS, VERSIONS
+from cukern.ops.layernorm.versions import ADD, VERSIONS
 from cukern.runtime import autocast, backend, checks, interop
 from cukern.runtime.higher import differentiable
 from cukern.runtime.registry import Cost, Op, choose, normal, raw_op, register, row_counts, watched
@@ -98,7 +98,7 @@ def _launch(x: Tensor, residual: Any, weight: Any, bias: Any, eps: float, rms: b
         s = rest[0] if rest else None
         plan, blocks = choose("layernorm", version, x.get_device()).forward(x, w, rms, b, y, s, residual)
         addresses = pointers(y, s, stats, x, residual, w, b)
-        plan.launch((blocks, 1, 1), plan.block, 0, *addresses, *x.shape, *row_strides(x, residual), eps)
+        plan.launches[0]((blocks, 1, 1), plan.block, 0, *addresses, *x.shape, *row_strides(x, residual), eps)
     return outs
 
 
@@ -113,15 +113,13 @@ def _launch_backward(s: Tensor, dy: Any, ds: Any, stats: Tensor, weight: Any, rm
     w, s, g, ds = None if weight is None else weight.contiguous(), unit_column_stride(s), readable(dy), readable(ds)
     (rows, columns), device, stats = s.shape, s.get_device(), stats.contiguous()
     plan, blocks = choose("layernorm", version, device).backward(s, w, rms, dx, g, ds)
-    if plan.sums:
-        of_rows, stats = stats, stats.new_empty(rows, 4)
-        arguments = *pointers(stats, s, g, of_rows, w), rows, columns, *row_strides(s, g)
-        plan.sums((min(rows, V1_BLOCKS), 1, 1), (SUMS_THREADS, 1, 1), 0, *arguments)
     partials = stats.new_empty(2, blocks, columns) if affine and blocks > 1 else None
+    row_sums = stats.new_empty(rows, plan.parts, 2) if plan.launches[1:] else None
     shared = plan.block[1] * columns * stats.itemsize if affine and plan.block[1] > 1 else 0
     sums = pointers(dweight if affine else None, dbias if affine > 1 else None, partials)
-    addresses = pointers(dx, s, g, ds, stats, w)
-    plan.launch((plan.across, blocks, 1), plan.block, shared, addresses[0], *sums, *addresses[1:], rows, columns, *row_strides(s, g, ds))
+    arguments = dx.data_ptr(), *sums, *pointers(row_sums, s, g, ds, stats, w), rows, columns, *row_strides(s, g, ds)
+    for launch in plan.launches:
+        launch((plan.parts, blocks, 1), plan.block, shared, *arguments)
     if partials is not None:
         ADD[stats.dtype, dweight.dtype].on(device)((-(-columns // 16), affine, 1), (16, 32, 1), 0, *sums, blocks, columns)
     return outs
