@@ -12,15 +12,16 @@
 // Layout     x, residual, s, dy and ds are (rows, columns) with a column stride of 1 and any row stride (x_row, ...). y, the output s and dx
 //            are contiguous. stats is (rows, 2): the mean and rstd of each row. partials is (2, blocks, columns), of C: the sums of a
 //            block's rows for dweight, then for dbias. Offsets are 64-bit.
-// Algorithm  The variance is the mean of (s - mean)^2, from a second pass over registers (v2) or memory (v1). All sums are added in a fixed
-//            order. The backward writes one row of partials per block; layernorm_add adds these. The number of blocks depends on the
-//            number of SMs, so the bits of dweight and dbias may differ between GPUs, never between runs.
+// Algorithm  The variance is the mean of (s - mean)^2, from a second pass over registers or memory. All sums are added in a fixed order. The
+//            blocks of the backward, if there are several, write partial sums over their rows, and layernorm_add adds these. Their number
+//            depends on the number of SMs, so the bits of dweight and dbias may differ between GPUs, never between runs.
 // Launch     block (threads per row, rows per block). A row has 8, 16 or 32 threads, or several warps. v1: see there.
 //
 // version  idea
 // v1       one block per row, read three times; backward: a second kernel reads s and dy again for the sums over rows
 // v2       row in registers, read once in 16-byte vectors; backward: a block loops over rows and keeps its sums in registers.
-//          H100, 32768 x 768: forward 0.99 (bfloat16) and 1.00 (float32) of a copy of the same bytes, backward 0.88 and 0.92
+//          H100, 32768 x 768: forward 0.99 (bfloat16) and 1.00 (float32) of a copy of the same bytes, backward 0.88 and 0.92.
+//          Rows that do not fit are read in parts: twice in the forward, and by two kernels in the backward
 // Experiments: docs/notes/layernorm.md
 #include "common/pack.cuh"
 #include "common/pdl.cuh"
@@ -45,6 +46,7 @@ __device__ __forceinline__ void load_affine(C (&to)[N], const W* from, I column,
 template <typename T, typename W, bool RMS>
 __global__ void layernorm_v1(T* y, T* s, compute_t<T>* stats, const T* x, const T* residual, const W* weight, const W* bias, long long rows,
                              long long columns, long long x_row, long long residual_row, double eps) {
+    wait_for_previous();
     using C = compute_t<T>;
     __shared__ C sums[2][32];
     for (long long row = blockIdx.x; row < rows; row += gridDim.x) {
@@ -60,10 +62,8 @@ __global__ void layernorm_v1(T* y, T* s, compute_t<T>* stats, const T* x, const 
         for (long long i = threadIdx.x; i < columns; i += blockDim.x) squares += (load_as(from[i]) - mean) * (load_as(from[i]) - mean);
         C rstd = 1 / sqrt(block_reduce<Sum>(squares, sums[1]) / columns + C(eps));
         for (long long i = threadIdx.x; i < columns; i += blockDim.x) {
-            C w[1], b[1];
-            load_affine(w, weight, i, C(1));
-            load_affine(b, bias, i, C(0));
-            y[row * columns + i] = T((load_as(from[i]) - mean) * rstd * w[0] + b[0]);
+            C w = weight ? C(load_as(weight[i])) : C(1), b = bias ? C(load_as(bias[i])) : C(0);
+            y[row * columns + i] = T((load_as(from[i]) - mean) * rstd * w + b);
         }
         if (threadIdx.x == 0) stats[2 * row] = mean, stats[2 * row + 1] = rstd;
         __syncthreads();  // before the next row's sums overwrite this one's
@@ -157,10 +157,9 @@ struct Row {
 // Grid ceil(rows / blockDim.y). With THREADS = 1024 a row may be longer than the block's registers. The first pass then reads it in parts and
 // combines their means and squares (Chan, Golub and LeVeque). The second pass has the last part in registers and reads the others again.
 template <typename T, typename W, int N, int VECTORS, int THREADS, bool RMS>
-__global__ void __launch_bounds__(THREADS,
-                                  N == 1 && THREADS == 512 ? 1 : 0)  // 0: not specified; 1: whole vectors would get too many registers
-    layernorm_v2(T* y, T* s, compute_t<T>* stats, const T* x, const T* residual, const W* weight, const W* bias, long long rows,
-                 int columns, long long x_row, long long residual_row, double eps) {
+__global__ void __launch_bounds__(THREADS, N == 1 && THREADS == 512)  // 0: not specified; 1 would give whole vectors too many registers
+    layernorm_v2(T* __restrict__ y, T* s, compute_t<T>* stats, const T* x, const T* residual, const W* __restrict__ weight,
+                 const W* __restrict__ bias, long long rows, int columns, long long x_row, long long residual_row, double eps) {
     using C = compute_t<T>;
     constexpr bool LONG = THREADS == 1024;
     __shared__ C sums[2][32];
@@ -171,7 +170,7 @@ __global__ void __launch_bounds__(THREADS,
         for (int i = threadIdx.x * LINE; i < columns; i += blockDim.x * LINE) prefetch(x + from * x_row + i);
     });
     Row<T, N, VECTORS> values, added;
-    C mean = 0, squares = 0, count = 0;
+    C own = 0, squares = 0, count = 0;  // of this thread: mean, squared distances from it, elements
     for (int start = 0; start <= last; start += part) {
         int left = columns - start, end = row < rows ? left : 0;
         values.load(x + from * x_row + start, left);
@@ -189,29 +188,28 @@ __global__ void __launch_bounds__(THREADS,
         if (!LONG) break;
         C n = values.sum(left, [](C) { return C(1); }), share = n / (count + n);
         C m = RMS ? C(0) : values.sum(left, [](C a) { return a; }) / max(n, C(1));
-        squares += values.sum(left, [m](C a) { return (a - m) * (a - m); }) + (m - mean) * (m - mean) * count * share;
-        mean += (m - mean) * share;
+        squares += values.sum(left, [m](C a) { return (a - m) * (a - m); }) + (m - own) * (m - own) * count * share;
+        own += (m - own) * share;
         count += n;
     }
-    C of_thread = mean;
-    mean = RMS ? C(0) : row_sum(LONG ? mean * count : values.sum(columns, [](C a) { return a; }), sums[0]) / columns;
-    if (LONG) squares += (of_thread - mean) * (of_thread - mean) * count;
+    C mean = RMS ? C(0) : row_sum(LONG ? own * count : values.sum(columns, [](C a) { return a; }), sums[0]) / columns;
+    if (LONG) squares += (own - mean) * (own - mean) * count;
     else squares = values.sum(columns, [mean](C a) { return (a - mean) * (a - mean); });
     C rstd = 1 / sqrt(row_sum(squares, sums[1]) / columns + C(eps));
     for (int start = last; start >= 0; start -= part) {
         int end = row < rows ? columns - start : 0;
-        if (LONG && start < last) values.load((residual ? s + row * columns : x + from * x_row) + start, end);
+        if (LONG && start < last) values.load((residual && row < rows ? s + row * columns : x + from * x_row) + start, end);
 #pragma unroll
         for (int k = 0; k < VECTORS; ++k) {
-            int column = values.column(k);
-            if (column >= end) break;
+            int column = values.column(k), at = start + (LONG && column >= end ? 0 : column);  // so the loads need no branch
+            if (!LONG && column >= end) break;
             C a[N], w[N], b[N];
-            load_affine(w, weight, start + column, C(1));
-            load_affine(b, bias, start + column, C(0));
+            load_affine(w, weight, at, C(1));
+            load_affine(b, bias, at, C(0));
             unpack(a, values.v[k]);
 #pragma unroll
             for (int j = 0; j < N; ++j) a[j] = (sizeof(T) == 2 ? a[j] * rstd - mean * rstd : (a[j] - mean) * rstd) * w[j] + b[j];
-            store_vec(y + row * columns + start + column, pack<T, N>(a));
+            if (!LONG || column < end) store_vec(y + row * columns + start + column, pack<T, N>(a));
         }
         if (!LONG) break;
     }
@@ -247,10 +245,10 @@ __device__ __forceinline__ void add_rows(W* result, C* partials, long long first
 }
 
 // PASS 0: rows that fit into a block's registers; grid (1, any number of blocks). Longer rows, and v1, have two launches with the same grid,
-// where block blockIdx.x has a part of each row. Pass 1 writes the sums of h and of h n over its part to row_sums, (rows, gridDim.x, 2).
-// Pass 2 adds those of a row. Pass 1 ends with the first rows, which pass 2 finds in the L2 cache.
-// Dynamic shared memory: a row of C per row of the block, if blockDim.y > 1 and sums over rows are wanted. Blocks have at most THREADS threads.
-// Resident blocks per SM: 3 of 128 threads, 2 of 384 (pass 2 of double: 1), or 1 of 512.
+// where block blockIdx.x has a part of each row. Pass 1 writes the sums of h and of h n over its part to row_sums, (rows, gridDim.x, 2). Pass 2
+// adds those of a row. Pass 1 ends with the first rows, which pass 2 finds in the L2 cache. Dynamic shared memory: a row of C per row of the
+// block, if blockDim.y > 1 and sums over rows are wanted. Blocks have at most THREADS threads. Resident blocks per SM: 3 of 128 threads, 2 of
+// 384 (pass 2 of double: 1), or 1 of 512.
 template <typename T, typename W, int N, int VECTORS, int THREADS, int PASS, bool RMS>
 __global__ void __launch_bounds__(THREADS, THREADS == 128 ? 3 : 1 + (THREADS < 512 && PASS * sizeof(T) < 16))
     layernorm_v2_bwd(T* dx, W* dweight, W* dbias, compute_t<T>* partials, compute_t<T>* row_sums, const T* s, const T* dy, const T* ds,
@@ -282,6 +280,7 @@ __global__ void __launch_bounds__(THREADS, THREADS == 128 ? 3 : 1 + (THREADS < 5
     for (int half = 0; row - threadIdx.y < rows; row += step, half ^= 1) {  // the same number of iterations in all threads
         int end = row < rows ? width : 0;
         if (!AHEAD) load(row);
+        __syncwarp();  // the compiler must not move the loads into the branches below, where each would wait for the one before
         C mean = mean_rstd.v[0], rstd = mean_rstd.v[1], sum_h = 0, sum_hn = 0, n[VECTORS][N], h[VECTORS][N];
 #pragma unroll
         for (int k = 0; k < VECTORS; ++k) {

@@ -14,16 +14,10 @@ from cukern.runtime.kernel import Kernel, Template
 from cukern.runtime.registry import Version
 from cukern.runtime.tensors import VECTOR_BYTES, aligned, wide
 
-_V1_THREADS = 256
-_V1_BLOCKS = 1 << 20  # the most blocks of v1, which loop over rows
-_ANY_BLOCKS = 1 << 62
-_MOST_COLUMNS = 1 << 30  # of v2's forward, whose index of a column has 32 bits
-LONG = 1024  # threads of a block that loops over a row
-_FORWARD_BLOCK = 128  # threads of a block that short rows share; in the backward, those of the tile
+_ANY_BLOCKS = (1 << 31) - 1
 _RESIDENT = {128: 384, 384: 768, 512: 512}  # threads per SM of the backward, for each limit of its blocks
 
-_V1 = Template("layernorm.cu", "layernorm_v1")
-_V2, _V2_BWD, ADD = (Template("layernorm.cu", f"layernorm_{name}", pdl=True) for name in ("v2", "v2_bwd", "add"))
+_V1, _V2, _V2_BWD, ADD = (Template("layernorm.cu", f"layernorm_{name}", pdl=True) for name in ("v1", "v2", "v2_bwd", "add"))
 
 
 class Tile(NamedTuple):
@@ -35,10 +29,10 @@ class Tile(NamedTuple):
     block: int
 
 
-_SIZES = {  # vectors, most_threads and block of each tile, from the shortest rows to the longest. The last tile is for parts of a row
-    ("forward", "16 bits"): ((3, 32, 512), (4, 512, 512), (4, 1024, LONG)),
-    ("forward", "wider"): ((1, 32, 512), (4, 512, 512), (8, 512, 512), (4, 1024, LONG)),
-    ("forward", "unaligned"): ((8, 512, 512), (16, 512, 512), (8, 1024, LONG)),
+_SIZES = {  # vectors, most_threads and block of each tile, from the shortest rows to the longest; the last is for parts of a row
+    ("forward", "16 bits"): ((3, 32, 512), (4, 512, 512), (4, 1024, 1024)),
+    ("forward", "wider"): ((1, 32, 512), (4, 512, 512), (8, 512, 512), (4, 1024, 1024)),
+    ("forward", "unaligned"): ((8, 512, 512), (16, 512, 512), (6, 1024, 1024)),
     ("backward", "16 bits"): ((3, 32, 128), (2, 512, 512), (1, 384, 384)),
     ("backward", "wider"): ((2, 384, 384), (4, 512, 512), (1, 384, 384)),
     ("backward", "unaligned"): ((8, 512, 512), (4, 384, 384)),
@@ -69,29 +63,25 @@ def _plan(
     newest: bool, backward: bool, dtype: torch.dtype, weight: torch.dtype, columns: int, aligned: bool, rms: bool, device: int
 ) -> _Plan:
     """The launches of v2 if `newest`, else those of v1, whose backward is that of v2 for long rows of single elements."""
-    (*whole, tile), sms = tiles(dtype.itemsize, newest and aligned, backward), device_of(device).sms
-    for own in whole if newest else ():
-        threads = threads_of(columns, own)
-        if threads <= own.most_threads:
-            rows = max(1, (own.block if backward else _FORWARD_BLOCK) // threads)
-            blocks = sms * (_RESIDENT[own.block] // (threads * rows)) if backward else _ANY_BLOCKS
-            return _Plan((_v2(backward, dtype, weight, own, rms).on(device),), (threads, rows, 1), blocks)
-    if not backward:
-        is_v2 = newest and columns < _MOST_COLUMNS
-        kernel = _v2(False, dtype, weight, tile, rms) if is_v2 else _V1[dtype, weight, rms]
-        return _Plan((kernel.on(device),), (tile.block if is_v2 else _V1_THREADS, 1, 1), _ANY_BLOCKS if is_v2 else _V1_BLOCKS)
-    of_thread = tile.width * tile.vectors
-    parts = -(-columns // (of_thread * tile.most_threads))
-    threads = max(32, threads_of(-(-columns // parts), tile))
-    parts = -(-columns // (of_thread * threads))  # none is empty
-    blocks = max(1, sms * (_RESIDENT[tile.block] // threads) // parts)
-    return _Plan(tuple(_v2(True, dtype, weight, tile, rms, n).on(device) for n in (1, 2)), (threads, 1, 1), blocks, parts)
-
-
-def _v2(backward: bool, dtype: torch.dtype, weight: torch.dtype, tile: Tile, rms: bool, number: int = 0) -> Kernel:
+    (*whole, last), sms = tiles(dtype.itemsize, newest and aligned, backward), device_of(device).sms
+    for tile in whole if newest else ():
+        threads = threads_of(columns, tile)
+        if threads <= tile.most_threads:
+            rows = max(1, (tile.block if backward else 128) // threads)  # that share a block
+            blocks = sms * (_RESIDENT[tile.block] // (threads * rows)) if backward else _ANY_BLOCKS
+            kernel = _v2(_V2_BWD, dtype, weight, tile, 0, rms) if backward else _v2(_V2, dtype, weight, tile, rms)
+            return _Plan((kernel.on(device),), (threads, rows, 1), blocks)
     if backward:
-        return _V2_BWD[dtype, weight, tile.width, tile.vectors, tile.block, number, rms]
-    return _V2[dtype, weight, tile.width, tile.vectors, tile.block, rms]
+        parts = -(-columns // (last.width * last.vectors * last.block))
+        passes = tuple(_v2(_V2_BWD, dtype, weight, last, number, rms).on(device) for number in (1, 2))
+        return _Plan(passes, (last.block, 1, 1), max(1, sms * _RESIDENT[last.block] // last.block // parts), parts)
+    kernel = _v2(_V2, dtype, weight, last, rms) if newest and columns < 1 << 30 else _V1[dtype, weight, rms]  # v2 has 32-bit columns
+    return _Plan((kernel.on(device),), (last.block if newest else 256, 1, 1), _ANY_BLOCKS)
+
+
+def _v2(template: Template, dtype: torch.dtype, weight: torch.dtype, tile: Tile, *others: int) -> Kernel:
+    key = dtype, weight, tile.width, tile.vectors, tile.block, *others
+    return template[key]
 
 
 def _launch_of(newest: bool, backward: bool, x: Tensor, weight: Tensor | None, rms: bool, *others: Tensor | None) -> tuple[_Plan, int]:
@@ -104,13 +94,11 @@ def _launch_of(newest: bool, backward: bool, x: Tensor, weight: Tensor | None, r
 def _instances(newest: bool, dtype: torch.dtype) -> Iterable[Kernel]:
     both, weights = (False, True), dict.fromkeys((dtype, wide(dtype)))
     kernels = [ADD[wide(dtype), weight] for weight in weights]
-    for weight, rms in itertools.product(weights, both):
-        kernels += [] if newest else [_V1[dtype, weight, rms]]
-        for whole in both if newest else (False,):
-            *own, last = tiles(dtype.itemsize, whole, True)
-            kernels += [_v2(True, dtype, weight, last, rms, number) for number in (1, 2)]
-            kernels += [_v2(True, dtype, weight, tile, rms) for tile in own if newest]
-            kernels += [_v2(False, dtype, weight, tile, rms) for tile in tiles(dtype.itemsize, whole, False) if newest]
+    for weight, rms, whole in itertools.product(weights, both, both if newest else (False,)):
+        forward, (*backward, last) = (tiles(dtype.itemsize, whole, b) for b in both)
+        kernels += [_v2(_V2_BWD, dtype, weight, last, number, rms) for number in (1, 2)]
+        kernels += [_v2(_V2, dtype, weight, tile, rms) for tile in forward] if newest else [_V1[dtype, weight, rms]]
+        kernels += [_v2(_V2_BWD, dtype, weight, tile, 0, rms) for tile in backward if newest]
     return kernels
 
 
