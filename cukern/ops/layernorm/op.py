@@ -95,9 +95,8 @@ def _launch(x: Tensor, residual: Any, weight: Any, bias: Any, eps: float, rms: b
     if x.numel():
         x, residual = unit_column_stride(x), None if residual is None else unit_column_stride(residual)
         w, b = (None if t is None else t.contiguous() for t in (weight, bias))
-        s = rest[0] if rest else None
-        plan, blocks = choose("layernorm", version, x.get_device()).forward(x, w, rms, b, y, s, residual)
-        arguments = *pointers(y, s, stats, x, residual, w, b), *x.shape, *row_strides(x, residual), eps
+        plan, blocks = choose("layernorm", version, x.get_device()).forward(x, w, rms, b, y, *rest, residual)
+        arguments = *pointers(y, *(rest or (None,)), stats, x, residual, w, b), *x.shape, *row_strides(x, residual), eps
         plan.launches[0]((blocks, 1, 1), plan.block, 0, *arguments)
     return outs
 

@@ -32,7 +32,7 @@ class Tile(NamedTuple):
 _SIZES = {  # vectors, most_threads and block of each tile, from the shortest rows to the longest; the last is for parts of a row
     ("forward", "16 bits"): ((3, 32, 512), (4, 512, 512), (4, 1024, 1024)),
     ("forward", "wider"): ((1, 32, 512), (4, 512, 512), (8, 512, 512), (4, 1024, 1024)),
-    ("forward", "unaligned"): ((8, 512, 512), (16, 512, 512), (6, 1024, 1024)),
+    ("forward", "unaligned"): ((8, 512, 512), (16, 512, 512), (6, 512, 1024)),
     ("backward", "16 bits"): ((3, 32, 128), (2, 512, 512), (1, 384, 384)),
     ("backward", "wider"): ((2, 384, 384), (4, 512, 512), (1, 384, 384)),
     ("backward", "unaligned"): ((8, 512, 512), (4, 384, 384)),
@@ -71,12 +71,13 @@ def _plan(
             blocks = sms * (_RESIDENT[tile.block] // (threads * rows)) if backward else _ANY_BLOCKS
             kernel = _v2(_V2_BWD, dtype, weight, tile, 0, rms) if backward else _v2(_V2, dtype, weight, tile, rms)
             return _Plan((kernel.on(device),), (threads, rows, 1), blocks)
+    parts = -(-columns // (last.width * last.vectors * last.most_threads))
     if backward:
-        parts = -(-columns // (last.width * last.vectors * last.block))
         passes = tuple(_v2(_V2_BWD, dtype, weight, last, number, rms).on(device) for number in (1, 2))
         return _Plan(passes, (last.block, 1, 1), max(1, sms * _RESIDENT[last.block] // last.block // parts), parts)
     kernel = _v2(_V2, dtype, weight, last, rms) if newest and columns < 1 << 30 else _V1[dtype, weight, rms]  # v2 has 32-bit columns
-    return _Plan((kernel.on(device),), (last.block if newest else 256, 1, 1), _ANY_BLOCKS)
+    threads = threads_of(-(-columns // parts), last) if newest else 256
+    return _Plan((kernel.on(device),), (threads, 1, 1), _ANY_BLOCKS)
 
 
 def _v2(template: Template, dtype: torch.dtype, weight: torch.dtype, tile: Tile, *others: int) -> Kernel:
