@@ -12,25 +12,33 @@
 // Layout     x, residual, s, dy and ds are (rows, columns) with a column stride of 1 and any row stride (x_row, ...). y, the output s and dx
 //            are contiguous. stats is (rows, 2): the mean and rstd of each row. partials is (2, blocks, columns), of C: the sums of a
 //            block's rows for dweight, then for dbias. Offsets are 64-bit.
-// Algorithm  The variance is the mean of (s - mean)^2, from a second pass over registers (v2) or memory (v1). All sums are added in a fixed
-//            order. The backward writes one row of partials per block; layernorm_add adds these. The number of blocks depends on the
-//            number of SMs, so the bits of dweight and dbias may differ between GPUs, never between runs.
+// Algorithm  The variance is the mean of (s - mean)^2, from a second pass over registers or memory. All sums are added in a fixed order. The
+//            blocks of the backward, if there are several, write partial sums over their rows, and layernorm_add adds these. Their number
+//            depends on the number of SMs, so the bits of dweight and dbias may differ between GPUs, never between runs.
 // Launch     block (threads per row, rows per block). A row has 8, 16 or 32 threads, or several warps. v1: see there.
 //
 // version  idea
 // v1       one block per row, read three times; backward: a second kernel reads s and dy again for the sums over rows
 // v2       row in registers, read once in 16-byte vectors; backward: a block loops over rows and keeps its sums in registers.
-//          H100, 32768 x 768: forward 0.99 (bfloat16) and 1.00 (float32) of a copy of the same bytes, backward 0.88 and 0.92
+//          H100, 32768 x 768: forward 0.99 (bfloat16) and 1.00 (float32) of a copy of the same bytes, backward 0.88 and 0.92.
+//          Rows that do not fit are read in parts: twice in the forward, and by two kernels in the backward
 // Experiments: docs/notes/layernorm.md
 #include "common/pack.cuh"
 #include "common/pdl.cuh"
 #include "common/ptx/barrier.cuh"
 #include "common/reduce.cuh"
 
-// from[i], or `missing` for a null pointer.
-template <typename W, typename C>
-__device__ __forceinline__ C value_or(const W* from, long long i, C missing) {
-    return from ? C(load_as(from[i])) : missing;
+// N elements of the weight or bias, in vectors of at most 16 bytes; `missing` for a null pointer.
+template <int N, typename W, typename I, typename C>
+__device__ __forceinline__ void load_affine(C (&to)[N], const W* from, I column, C missing) {
+    constexpr int M = N * sizeof(W) > 16 ? 16 / sizeof(W) : N;
+#pragma unroll
+    for (int i = 0; i < N; i += M) {
+        C part[M];
+        if (from) unpack(part, load_vec<W, M>(from + column + i));
+#pragma unroll
+        for (int j = 0; j < M; ++j) to[i + j] = from ? part[j] : missing;
+    }
 }
 
 // ---- v1. Block (threads, 1), whole warps; the grid has any number of blocks, unless another one is named.
@@ -38,6 +46,7 @@ __device__ __forceinline__ C value_or(const W* from, long long i, C missing) {
 template <typename T, typename W, bool RMS>
 __global__ void layernorm_v1(T* y, T* s, compute_t<T>* stats, const T* x, const T* residual, const W* weight, const W* bias, long long rows,
                              long long columns, long long x_row, long long residual_row, double eps) {
+    wait_for_previous();
     using C = compute_t<T>;
     __shared__ C sums[2][32];
     for (long long row = blockIdx.x; row < rows; row += gridDim.x) {
@@ -52,51 +61,13 @@ __global__ void layernorm_v1(T* y, T* s, compute_t<T>* stats, const T* x, const 
         C mean = RMS ? C(0) : block_reduce<Sum>(sum, sums[0]) / columns;
         for (long long i = threadIdx.x; i < columns; i += blockDim.x) squares += (load_as(from[i]) - mean) * (load_as(from[i]) - mean);
         C rstd = 1 / sqrt(block_reduce<Sum>(squares, sums[1]) / columns + C(eps));
-        for (long long i = threadIdx.x; i < columns; i += blockDim.x)
-            y[row * columns + i] = T((load_as(from[i]) - mean) * rstd * value_or(weight, i, C(1)) + value_or(bias, i, C(0)));
+        for (long long i = threadIdx.x; i < columns; i += blockDim.x) {
+            C w = weight ? C(load_as(weight[i])) : C(1), b = bias ? C(load_as(bias[i])) : C(0);
+            y[row * columns + i] = T((load_as(from[i]) - mean) * rstd * w + b);
+        }
         if (threadIdx.x == 0) stats[2 * row] = mean, stats[2 * row + 1] = rstd;
         __syncthreads();  // before the next row's sums overwrite this one's
     }
-}
-
-template <typename T, typename W, bool RMS>
-__global__ void layernorm_v1_bwd(T* dx, const T* s, const T* dy, const T* ds, const compute_t<T>* stats, const W* weight, long long rows,
-                                 long long columns, long long s_row, long long dy_row, long long ds_row) {
-    using C = compute_t<T>;
-    __shared__ C sums[2][32];
-    for (long long row = blockIdx.x; row < rows; row += gridDim.x) {
-        C mean = stats[2 * row], rstd = stats[2 * row + 1], sum_h = 0, sum_hn = 0;
-        const T *row_s = s + row * s_row, *row_dy = dy + row * dy_row;
-        for (long long i = threadIdx.x; i < columns; i += blockDim.x) {
-            C h = load_as(row_dy[i]) * value_or(weight, i, C(1));
-            sum_h += h;
-            sum_hn += h * (load_as(row_s[i]) - mean) * rstd;
-        }
-        C a = RMS ? C(0) : rstd * block_reduce<Sum>(sum_h, sums[0]) / columns;  // rstd times the means of h and of h n
-        C b = rstd * block_reduce<Sum>(sum_hn, sums[1]) / columns;
-        for (long long i = threadIdx.x; i < columns; i += blockDim.x) {
-            C h = load_as(row_dy[i]) * value_or(weight, i, C(1)), n = (load_as(row_s[i]) - mean) * rstd;
-            dx[row * columns + i] = T(rstd * h - a - n * b + value_or(ds, row * ds_row + i, C(0)));
-        }
-        __syncthreads();
-    }
-}
-
-// A thread adds one column of the rows blockIdx.y, blockIdx.y + gridDim.y, ... Grid (ceil(columns / blockDim.x), row groups).
-template <typename T>
-__global__ void layernorm_v1_partials(compute_t<T>* partials, const T* s, const T* dy, const compute_t<T>* stats, long long rows,
-                                      long long columns, long long s_row, long long dy_row) {
-    using C = compute_t<T>;
-    long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x;
-    if (i >= columns) return;
-    C dweight = 0, dbias = 0;
-    for (long long row = blockIdx.y; row < rows; row += gridDim.y) {
-        C g = load_as(dy[row * dy_row + i]);
-        dweight += g * (load_as(s[row * s_row + i]) - stats[2 * row]) * stats[2 * row + 1];
-        dbias += g;
-    }
-    partials[blockIdx.y * columns + i] = dweight;
-    partials[(gridDim.y + blockIdx.y) * columns + i] = dbias;
 }
 
 // dweight (blockIdx.y 0) or dbias (1): the sums of partials over the blocks. Grid (ceil(columns / 16), 1 or 2), block (16, 32).
@@ -137,7 +108,7 @@ __device__ __forceinline__ C row_sum(C value, C* shared) {
 // The sums of two values over the threads of a row, with one barrier of the row's warps (at most 16). After the first step, the lower half of
 // a warp adds a and the upper half adds b. `shared` has room for 64 values.
 template <typename C>
-__device__ __forceinline__ void row_sums(C& a, C& b, C* shared) {
+__device__ __forceinline__ void row_sum(C& a, C& b, C* shared) {
     if (blockDim.x < 32) {
         a = warp_reduce<Sum>(a, blockDim.x), b = warp_reduce<Sum>(b, blockDim.x);
         return;
@@ -183,104 +154,133 @@ struct Row {
     }
 };
 
-// N elements of the weight or bias, in vectors of at most 16 bytes; `missing` for a null pointer.
-template <int N, typename W, typename C>
-__device__ __forceinline__ void load_affine(C (&to)[N], const W* from, int column, C missing) {
-    constexpr int M = N * sizeof(W) > 16 ? 16 / sizeof(W) : N;
-#pragma unroll
-    for (int i = 0; i < N; i += M) {
-        C part[M];
-        if (from) unpack(part, load_vec<W, M>(from + column + i));
-#pragma unroll
-        for (int j = 0; j < M; ++j) to[i + j] = from ? part[j] : missing;
-    }
-}
-
-// Grid ceil(rows / blockDim.y).
-template <typename T, typename W, int N, int VECTORS, bool RMS>
-__global__ void __launch_bounds__(512, N == 1 ? 1 : 0)  // 0: not specified; with 1, whole vectors would get more registers than they need
-    layernorm_v2(T* y, T* s, compute_t<T>* stats, const T* x, const T* residual, const W* weight, const W* bias, long long rows,
-                 int columns, long long x_row, long long residual_row, double eps) {
+// Grid ceil(rows / blockDim.y). With THREADS = 1024 a row may be longer than the block's registers. The first pass then reads it in parts and
+// combines their means and squares (Chan, Golub and LeVeque). The second pass has the last part in registers and reads the others again.
+template <typename T, typename W, int N, int VECTORS, int THREADS, bool RMS>
+__global__ void __launch_bounds__(THREADS, N == 1 && THREADS == 512)  // 0: not specified; 1 would give whole vectors too many registers
+    layernorm_v2(T* __restrict__ y, T* s, compute_t<T>* stats, const T* x, const T* residual, const W* __restrict__ weight,
+                 const W* __restrict__ bias, long long rows, int columns, long long x_row, long long residual_row, double eps) {
     using C = compute_t<T>;
+    constexpr bool LONG = THREADS == 1024;
     __shared__ C sums[2][32];
     long long row = blockIdx.x * (long long)blockDim.y + threadIdx.y, from = min(row, rows - 1);
-    int end = row < rows ? columns : 0;
+    int part = VECTORS * N * blockDim.x, last = LONG ? (columns - 1) / part * part : 0;
     take_over(blockDim.y * columns * sizeof(T), 1024, [&] {
         constexpr int LINE = 128 / sizeof(T);
         for (int i = threadIdx.x * LINE; i < columns; i += blockDim.x * LINE) prefetch(x + from * x_row + i);
     });
     Row<T, N, VECTORS> values, added;
-    values.load(x + from * x_row, columns);
-    if (residual) {
-        added.load(residual + from * residual_row, columns);
+    C own = 0, squares = 0, count = 0;  // of this thread: mean, squared distances from it, elements
+    for (int start = 0; start <= last; start += part) {
+        int left = columns - start, end = row < rows ? left : 0;
+        values.load(x + from * x_row + start, left);
+        if (residual) {
+            added.load(residual + from * residual_row + start, left);
+#pragma unroll
+            for (int k = 0; k < VECTORS; ++k) {
+                C sum[N];
+                unpack(sum, values.v[k]);
+                add_to(sum, added.v[k]);
+                values.v[k] = pack<T, N>(sum);
+                if (values.column(k) < end) store_vec(s + row * columns + start + values.column(k), values.v[k]);
+            }
+        }
+        if (!LONG) break;
+        C n = values.sum(left, [](C) { return C(1); }), share = n / (count + n);
+        C m = RMS ? C(0) : values.sum(left, [](C a) { return a; }) / max(n, C(1));
+        squares += values.sum(left, [m](C a) { return (a - m) * (a - m); }) + (m - own) * (m - own) * count * share;
+        own += (m - own) * share;
+        count += n;
+    }
+    C mean = RMS ? C(0) : row_sum(LONG ? own * count : values.sum(columns, [](C a) { return a; }), sums[0]) / columns;
+    if (LONG) squares += (own - mean) * (own - mean) * count;
+    else squares = values.sum(columns, [mean](C a) { return (a - mean) * (a - mean); });
+    C rstd = 1 / sqrt(row_sum(squares, sums[1]) / columns + C(eps));
+    for (int start = last; start >= 0; start -= part) {
+        int end = row < rows ? columns - start : 0;
+        if (LONG && start < last) values.load((residual && row < rows ? s + row * columns : x + from * x_row) + start, end);
 #pragma unroll
         for (int k = 0; k < VECTORS; ++k) {
-            C sum[N];
-            unpack(sum, values.v[k]);
-            add_to(sum, added.v[k]);
-            values.v[k] = pack<T, N>(sum);
-            if (values.column(k) < end) store_vec(s + row * columns + values.column(k), values.v[k]);
+            int column = values.column(k), at = start + (LONG && column >= end ? 0 : column);  // so the loads need no branch
+            if (!LONG && column >= end) break;
+            C a[N], w[N], b[N];
+            load_affine(w, weight, at, C(1));
+            load_affine(b, bias, at, C(0));
+            unpack(a, values.v[k]);
+#pragma unroll
+            for (int j = 0; j < N; ++j) a[j] = (sizeof(T) == 2 ? a[j] * rstd - mean * rstd : (a[j] - mean) * rstd) * w[j] + b[j];
+            if (!LONG || column < end) store_vec(y + row * columns + start + column, pack<T, N>(a));
         }
-    }
-    C mean = RMS ? C(0) : row_sum(values.sum(columns, [](C a) { return a; }), sums[0]) / columns;
-    C squares = row_sum(values.sum(columns, [mean](C a) { return (a - mean) * (a - mean); }), sums[1]);
-    C rstd = 1 / sqrt(squares / columns + C(eps));
-#pragma unroll
-    for (int k = 0; k < VECTORS; ++k) {
-        int column = values.column(k);
-        if (column >= end) break;
-        C a[N], w[N], b[N];
-        load_affine(w, weight, column, C(1));
-        load_affine(b, bias, column, C(0));
-        unpack(a, values.v[k]);
-#pragma unroll
-        for (int j = 0; j < N; ++j) a[j] = (sizeof(T) == 2 ? a[j] * rstd - mean * rstd : (a[j] - mean) * rstd) * w[j] + b[j];
-        store_vec(y + row * columns + column, pack<T, N>(a));
+        if (!LONG) break;
     }
     if (threadIdx.x == 0 && row < rows) store_vec(stats + 2 * row, Vec<C, 2>{{mean, rstd}});
 }
 
-// Adds the sums of this threadIdx.y to those of smaller ones, which are in `shared`. The last threadIdx.y writes the result to `out`.
-template <typename T, typename C, int N, int VECTORS>
-__device__ __forceinline__ void add_row(C* out, const C (&sums)[VECTORS][N], C* shared, int columns) {
-    constexpr int M = N * sizeof(C) > 16 ? 16 / sizeof(C) : N;
-#pragma unroll
-    for (int i = 0; i < VECTORS * N; i += M) {
-        int column = Row<T, N, VECTORS>::column(i / N) + i % N;
-        if (column >= columns) break;
-        Vec<C, M> sum = {};
-        if (threadIdx.y) sum = load_vec<C, M>(shared + column);
-#pragma unroll
-        for (int j = 0; j < M; ++j) sum.v[j] += sums[i / N][i % N + j];
-        store_vec((threadIdx.y == blockDim.y - 1 ? out : shared) + column, sum);
-    }
+// N sums, to `partials`, or to `result` if there are no partial sums; null: not wanted.
+template <int N, typename W, typename C>
+__device__ __forceinline__ void store_sums(W* result, C* partials, long long column, const C (&sums)[N]) {
+    if (partials) store_vec(partials + column, pack<C, N>(sums));
+    else if (result) store_vec(result + column, pack<W, N>(sums));
 }
 
-// Grid: any number of blocks. Dynamic shared memory: 2 * columns values of C if blockDim.y > 1 and partials are wanted. Blocks have
-// at most THREADS threads. Resident blocks per SM: 3 of 128 threads, 2 of 384, or 1 of 512.
-template <typename T, typename W, int N, int VECTORS, int THREADS, bool RMS>
-__global__ void __launch_bounds__(THREADS, THREADS == 128 ? 3 : 1 + (THREADS < 512))
-    layernorm_v2_bwd(T* dx, compute_t<T>* partials, const T* s, const T* dy, const T* ds, const compute_t<T>* stats, const W* weight,
-                     long long rows, int columns, long long s_row, long long dy_row, long long ds_row) {
+// Adds the sums of a block's rows. `shared` has room for one sum per column and row, if the block has several rows.
+template <typename T, typename W, typename C, int N, int VECTORS>
+__device__ __forceinline__ void add_rows(W* result, C* partials, long long first, const C (&sums)[VECTORS][N], C* shared, int columns) {
+#pragma unroll
+    for (int k = 0; k < VECTORS; ++k) {
+        int column = Row<T, N, VECTORS>::column(k);
+        if (column >= columns) break;
+        if (blockDim.y == 1) store_sums(result, partials, first + column, sums[k]);
+        else store_vec(shared + threadIdx.y * columns + column, pack<C, N>(sums[k]));
+    }
+    if (blockDim.y == 1) return;
+    __syncthreads();
+    for (int i = threadIdx.y * blockDim.x + threadIdx.x; i < columns; i += blockDim.x * blockDim.y) {
+        C sum[1] = {};
+#pragma unroll 8
+        for (int y = 0; y < blockDim.y; ++y) sum[0] += shared[y * columns + i];
+        store_sums(result, partials, i, sum);
+    }
+    __syncthreads();
+}
+
+// PASS 0: rows that fit into a block's registers; grid (1, any number of blocks). Longer rows, and v1, have two launches with the same grid,
+// where block blockIdx.x has a part of each row. Pass 1 writes the sums of h and of h n over its part to row_sums, (rows, gridDim.x, 2). Pass 2
+// adds those of a row. Pass 1 ends with the first rows, which pass 2 finds in the L2 cache. Dynamic shared memory: a row of C per row of the
+// block, if blockDim.y > 1 and sums over rows are wanted. Blocks have at most THREADS threads. Resident blocks per SM: 3 of 128 threads, 2 of
+// 384 (pass 2 of double: 1), or 1 of 512.
+template <typename T, typename W, int N, int VECTORS, int THREADS, int PASS, bool RMS>
+__global__ void __launch_bounds__(THREADS, THREADS == 128 ? 3 : 1 + (THREADS < 512 && PASS * sizeof(T) < 16))
+    layernorm_v2_bwd(T* dx, W* dweight, W* dbias, compute_t<T>* partials, compute_t<T>* row_sums, const T* s, const T* dy, const T* ds,
+                     const compute_t<T>* stats, const W* weight, long long rows, long long columns, long long s_row, long long dy_row,
+                     long long ds_row) {
     wait_for_previous();
     using C = compute_t<T>;
     constexpr bool AHEAD = sizeof(T) < 8 && VECTORS * N * sizeof(T) <= 48;  // registers suffice to load the next row early
     __shared__ C sums[2][64];
-    C dweight[VECTORS][N] = {}, dbias[VECTORS][N] = {};
-    long long step = gridDim.x * (long long)blockDim.y, row = blockIdx.x * (long long)blockDim.y + threadIdx.y;
+    C dweights[VECTORS][N] = {}, dbiases[VECTORS][N] = {};
+    long long step = gridDim.y * (long long)blockDim.y, row = blockIdx.y * (long long)blockDim.y + threadIdx.y;
+    conditional_t<PASS == 0, int, long long> part = VECTORS * N * blockDim.x, first = PASS ? blockIdx.x * part : 0;
+    int width = PASS ? min(columns - first, (long long)part) : columns;
     Row<T, N, VECTORS> row_s, row_dy;
-    Vec<C, 2> mean_rstd;
+    Vec<C, 2> mean_rstd, of_row;
     C inverse = C(1) / columns;
     auto load = [&](long long from) {
-        from = min(from, rows - 1);
+        from = PASS == 1 ? max(rows - 1 - from, 0LL) : min(from, rows - 1);
         mean_rstd = load_vec<C, 2>(stats + 2 * from);
-        row_s.load(s + from * s_row, columns);
-        row_dy.load(dy + from * dy_row, columns);
+        row_s.load(s + from * s_row + first, width);
+        row_dy.load(dy + from * dy_row + first, width);
+        of_row = {};
+        for (int i = threadIdx.x % 32; PASS == 2 && i < gridDim.x; i += 32) {
+            Vec<C, 2> of_part = load_vec<C, 2>(row_sums + 2 * (from * gridDim.x + i));
+            of_row.v[0] += of_part.v[0], of_row.v[1] += of_part.v[1];
+        }
     };
     if (AHEAD) load(row);
     for (int half = 0; row - threadIdx.y < rows; row += step, half ^= 1) {  // the same number of iterations in all threads
-        int end = row < rows ? columns : 0;
+        int end = row < rows ? width : 0;
         if (!AHEAD) load(row);
+        __syncwarp();  // the compiler must not move the loads into the branches below, where each would wait for the one before
         C mean = mean_rstd.v[0], rstd = mean_rstd.v[1], sum_h = 0, sum_hn = 0, n[VECTORS][N], h[VECTORS][N];
 #pragma unroll
         for (int k = 0; k < VECTORS; ++k) {
@@ -288,19 +288,24 @@ __global__ void __launch_bounds__(THREADS, THREADS == 128 ? 3 : 1 + (THREADS < 5
             C g[N];
             unpack(n[k], row_s.v[k]);
             unpack(g, row_dy.v[k]);
-            load_affine(h[k], weight, row_s.column(k), C(1));
+            load_affine(h[k], weight, first + row_s.column(k), C(1));
 #pragma unroll
             for (int j = 0; j < N; ++j) {
                 n[k][j] = sizeof(T) == 2 ? n[k][j] * rstd - mean * rstd : (n[k][j] - mean) * rstd;
                 h[k][j] *= g[j];
                 sum_h += h[k][j];
                 sum_hn += h[k][j] * n[k][j];
-                dweight[k][j] += g[j] * n[k][j];
-                dbias[k][j] += g[j];
+                dweights[k][j] += g[j] * n[k][j];
+                dbiases[k][j] += g[j];
             }
         }
-        if (AHEAD && row + step < rows) load(row + step);  // the data arrives while this row is reduced and written
-        row_sums(sum_h, sum_hn, sums[half]);               // a barrier separates two uses of the same half
+        if (PASS == 2) sum_h = warp_reduce<Sum>(of_row.v[0]), sum_hn = warp_reduce<Sum>(of_row.v[1]);
+        if (AHEAD && row + step < rows) load(row + step);   // the data arrives while this row is reduced and written
+        if (PASS != 2) row_sum(sum_h, sum_hn, sums[half]);  // a barrier separates two uses of the same half
+        if (PASS == 1) {
+            if (threadIdx.x == 0) store_vec(row_sums + 2 * ((rows - 1 - row) * gridDim.x + blockIdx.x), Vec<C, 2>{{sum_h, sum_hn}});
+            continue;
+        }
         C a = RMS ? C(0) : rstd * sum_h * inverse, b = rstd * sum_hn * inverse;
 #pragma unroll
         for (int k = 0; k < VECTORS; ++k) {
@@ -309,22 +314,17 @@ __global__ void __launch_bounds__(THREADS, THREADS == 128 ? 3 : 1 + (THREADS < 5
 #pragma unroll
             for (int j = 0; j < N; ++j) h[k][j] = rstd * h[k][j] - a - n[k][j] * b;
             if (ds) {
-                unpack(n[k], load_vec<T, N>(ds + row * ds_row + column));
+                unpack(n[k], load_vec<T, N>(ds + row * ds_row + first + column));
 #pragma unroll
                 for (int j = 0; j < N; ++j) h[k][j] += n[k][j];
             }
-            store_vec(dx + row * columns + column, pack<T, N>(h[k]));
+            store_vec(dx + row * columns + first + column, pack<T, N>(h[k]));
         }
     }
-    if (!partials) return;
+    if (PASS == 1 || (!partials && !dweight)) return;
     extern __shared__ double dynamic_shared[];
-    C *out = partials + blockIdx.x * (long long)columns, *shared = reinterpret_cast<C*>(dynamic_shared);
-#pragma unroll 1
-    for (int y = 0; y < blockDim.y; ++y) {
-        if (threadIdx.y == y) {
-            add_row<T>(out, dweight, shared, columns);
-            if (!RMS) add_row<T>(out + gridDim.x * (long long)columns, dbias, shared + columns, columns);
-        }
-        __syncthreads();
-    }
+    C* shared = reinterpret_cast<C*>(dynamic_shared);
+    C *to = partials ? partials + blockIdx.y * columns : nullptr, *to_bias = partials ? to + gridDim.y * columns : nullptr;
+    add_rows<T>(dweight, to, first, dweights, shared, width);
+    if (!RMS) add_rows<T>(dbias, to_bias, first, dbiases, shared, width);
 }

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cukern.ops.layernorm.versions import ADD, PARTIALS, V1_THREADS, VERSIONS
+from cukern.ops.layernorm.versions import ADD, VERSIONS
 from cukern.runtime import autocast, backend, checks, interop
 from cukern.runtime.higher import differentiable
 from cukern.runtime.registry import Cost, Op, choose, normal, raw_op, register, row_counts, watched
@@ -95,10 +95,9 @@ def _launch(x: Tensor, residual: Any, weight: Any, bias: Any, eps: float, rms: b
     if x.numel():
         x, residual = unit_column_stride(x), None if residual is None else unit_column_stride(residual)
         w, b = (None if t is None else t.contiguous() for t in (weight, bias))
-        s = rest[0] if rest else None
-        plan, blocks = choose("layernorm", version, x.get_device()).forward(x, w, rms, b, y, s, residual)
-        addresses = pointers(y, s, stats, x, residual, w, b)
-        plan.launch((blocks, 1, 1), plan.block, 0, *addresses, *x.shape, *row_strides(x, residual), eps)
+        plan, blocks = choose("layernorm", version, x.get_device()).forward(x, w, rms, b, y, *rest, residual)
+        arguments = *pointers(y, *(rest or (None,)), stats, x, residual, w, b), *x.shape, *row_strides(x, residual), eps
+        plan.launches[0]((blocks, 1, 1), plan.block, 0, *arguments)
     return outs
 
 
@@ -113,17 +112,15 @@ def _launch_backward(s: Tensor, dy: Any, ds: Any, stats: Tensor, weight: Any, rm
     w, s, g, ds = None if weight is None else weight.contiguous(), unit_column_stride(s), readable(dy), readable(ds)
     (rows, columns), device, stats = s.shape, s.get_device(), stats.contiguous()
     plan, blocks = choose("layernorm", version, device).backward(s, w, rms, dx, g, ds)
-    groups = min(rows, plan.groups) or blocks
-    partials = stats.new_empty(2, groups, columns) if affine else None
-    shared = 2 * columns * stats.itemsize if affine and plan.block[1] > 1 else 0
-    addresses = pointers(dx, *([] if plan.groups else [partials]), s, g, ds, stats, w)
-    plan.launch((blocks, 1, 1), plan.block, shared, *addresses, rows, columns, *row_strides(s, g, ds))
-    if affine and plan.groups:
-        launch, grid = PARTIALS[s.dtype].on(device), (-(-columns // V1_THREADS), groups, 1)
-        launch(grid, (V1_THREADS, 1, 1), 0, *pointers(partials, s, g, stats), rows, columns, *row_strides(s, g))
-    if affine:
-        sums, grid = pointers(dweight, dbias if affine > 1 else None, partials), (-(-columns // 16), affine, 1)
-        ADD[stats.dtype, dweight.dtype].on(device)(grid, (16, 32, 1), 0, *sums, groups, columns)
+    partials = stats.new_empty(2, blocks, columns) if affine and blocks > 1 else None
+    row_sums = stats.new_empty(rows, plan.parts, 2) if plan.launches[1:] else None
+    shared = plan.block[1] * columns * stats.itemsize if affine and plan.block[1] > 1 else 0
+    sums = pointers(dweight if affine else None, dbias if affine > 1 else None, partials)
+    arguments = dx.data_ptr(), *sums, *pointers(row_sums, s, g, ds, stats, w), rows, columns, *row_strides(s, g, ds)
+    for launch in plan.launches:
+        launch((plan.parts, blocks, 1), plan.block, shared, *arguments)
+    if partials is not None:
+        ADD[stats.dtype, dweight.dtype].on(device)((-(-columns // 16), affine, 1), (16, 32, 1), 0, *sums, blocks, columns)
     return outs
 
 

@@ -14,14 +14,10 @@ from cukern.runtime.kernel import Kernel, Template
 from cukern.runtime.registry import Version
 from cukern.runtime.tensors import VECTOR_BYTES, aligned, wide
 
-V1_THREADS = 256
-_V1_BLOCKS = 1 << 20  # the most blocks of v1, which loop over rows
-_ANY_BLOCKS = 1 << 62
-_FORWARD_BLOCK = 128  # threads of a block that short rows share; in the backward, those of the tile
+_ANY_BLOCKS = (1 << 31) - 1
 _RESIDENT = {128: 384, 384: 768, 512: 512}  # threads per SM of the backward, for each limit of its blocks
 
-_V1, _V1_BWD, PARTIALS = (Template("layernorm.cu", f"layernorm_v1{name}") for name in ("", "_bwd", "_partials"))
-_V2, _V2_BWD, ADD = (Template("layernorm.cu", f"layernorm_{name}", pdl=True) for name in ("v2", "v2_bwd", "add"))
+_V1, _V2, _V2_BWD, ADD = (Template("layernorm.cu", f"layernorm_{name}", pdl=True) for name in ("v1", "v2", "v2_bwd", "add"))
 
 
 class Tile(NamedTuple):
@@ -33,18 +29,18 @@ class Tile(NamedTuple):
     block: int
 
 
-_SIZES = {  # vectors, most_threads and block of each tile, from the shortest rows to the longest
-    ("forward", "16 bits"): ((3, 32, 512), (4, 512, 512)),
-    ("forward", "wider"): ((1, 32, 512), (4, 512, 512), (8, 512, 512)),
-    ("forward", "unaligned"): ((8, 512, 512), (16, 512, 512)),
-    ("backward", "16 bits"): ((3, 32, 128), (2, 512, 512)),
-    ("backward", "wider"): ((2, 384, 384), (4, 512, 512)),
-    ("backward", "unaligned"): ((8, 512, 512),),
+_SIZES = {  # vectors, most_threads and block of each tile, from the shortest rows to the longest; the last is for parts of a row
+    ("forward", "16 bits"): ((3, 32, 512), (4, 512, 512), (4, 1024, 1024)),
+    ("forward", "wider"): ((1, 32, 512), (4, 512, 512), (8, 512, 512), (4, 1024, 1024)),
+    ("forward", "unaligned"): ((8, 512, 512), (16, 512, 512), (6, 512, 1024)),
+    ("backward", "16 bits"): ((3, 32, 128), (2, 512, 512), (1, 384, 384)),
+    ("backward", "wider"): ((2, 384, 384), (4, 512, 512), (1, 384, 384)),
+    ("backward", "unaligned"): ((8, 512, 512), (4, 384, 384)),
 }
 
 
 def tiles(itemsize: int, aligned: bool, backward: bool) -> tuple[Tile, ...]:
-    """What v2 may use, from the shortest rows to the longest."""
+    """What v2 may use, from the shortest rows to the longest. The last is for rows that do not fit into registers."""
     width, kind = VECTOR_BYTES // itemsize if aligned else 1, "unaligned" if not aligned else "16 bits" if itemsize == 2 else "wider"
     return tuple(Tile(width, *sizes) for sizes in _SIZES["backward" if backward else "forward", kind])
 
@@ -56,31 +52,37 @@ def threads_of(columns: int, tile: Tile) -> int:
 
 
 class _Plan(NamedTuple):
-    launch: backend.Launch
+    launches: tuple[backend.Launch, ...]  # one after the other, with the same arguments
     block: tuple[int, int, int]  # (threads per row, rows, 1)
-    blocks: int  # the most thread blocks
-    groups: int  # the most partial sums of a column; 0 if the kernel itself writes one per block
+    blocks: int  # the most thread blocks with rows of their own
+    parts: int = 1  # thread blocks that share a row
 
 
 @cached(4096)
 def _plan(
     newest: bool, backward: bool, dtype: torch.dtype, weight: torch.dtype, columns: int, aligned: bool, rms: bool, device: int
 ) -> _Plan:
-    """The launch of v2 if `newest` and if a row fits into registers, else that of v1."""
-    sms = device_of(device).sms
-    for tile in tiles(dtype.itemsize, aligned, backward) if newest else ():
+    """The launches of v2 if `newest`, else those of v1, whose backward is that of v2 for long rows of single elements."""
+    (*whole, last), sms = tiles(dtype.itemsize, newest and aligned, backward), device_of(device).sms
+    for tile in whole if newest else ():
         threads = threads_of(columns, tile)
         if threads <= tile.most_threads:
-            rows = max(1, (tile.block if backward else _FORWARD_BLOCK) // threads)
+            rows = max(1, (tile.block if backward else 128) // threads)  # that share a block
             blocks = sms * (_RESIDENT[tile.block] // (threads * rows)) if backward else _ANY_BLOCKS
-            return _Plan(_v2(backward, dtype, weight, tile, rms).on(device), (threads, rows, 1), blocks, 0)
-    return _Plan((_V1_BWD if backward else _V1)[dtype, weight, rms].on(device), (V1_THREADS, 1, 1), _V1_BLOCKS, 2 * sms)
-
-
-def _v2(backward: bool, dtype: torch.dtype, weight: torch.dtype, tile: Tile, rms: bool) -> Kernel:
+            kernel = _v2(_V2_BWD, dtype, weight, tile, 0, rms) if backward else _v2(_V2, dtype, weight, tile, rms)
+            return _Plan((kernel.on(device),), (threads, rows, 1), blocks)
+    parts = -(-columns // (last.width * last.vectors * last.most_threads))
     if backward:
-        return _V2_BWD[dtype, weight, tile.width, tile.vectors, tile.block, rms]
-    return _V2[dtype, weight, tile.width, tile.vectors, rms]
+        passes = tuple(_v2(_V2_BWD, dtype, weight, last, number, rms).on(device) for number in (1, 2))
+        return _Plan(passes, (last.block, 1, 1), max(1, sms * _RESIDENT[last.block] // last.block // parts), parts)
+    kernel = _v2(_V2, dtype, weight, last, rms) if newest and columns < 1 << 30 else _V1[dtype, weight, rms]  # v2 has 32-bit columns
+    threads = threads_of(-(-columns // parts), last) if newest else 256
+    return _Plan((kernel.on(device),), (threads, 1, 1), _ANY_BLOCKS)
+
+
+def _v2(template: Template, dtype: torch.dtype, weight: torch.dtype, tile: Tile, *others: int) -> Kernel:
+    key = dtype, weight, tile.width, tile.vectors, tile.block, *others
+    return template[key]
 
 
 def _launch_of(newest: bool, backward: bool, x: Tensor, weight: Tensor | None, rms: bool, *others: Tensor | None) -> tuple[_Plan, int]:
@@ -92,11 +94,12 @@ def _launch_of(newest: bool, backward: bool, x: Tensor, weight: Tensor | None, r
 
 def _instances(newest: bool, dtype: torch.dtype) -> Iterable[Kernel]:
     both, weights = (False, True), dict.fromkeys((dtype, wide(dtype)))
-    kernels = [PARTIALS[dtype], *(ADD[wide(dtype), weight] for weight in weights)]
-    for weight, rms, backward in itertools.product(weights, both, both):
-        kernels.append((_V1_BWD if backward else _V1)[dtype, weight, rms])
-        alignments = both if newest else ()
-        kernels += [_v2(backward, dtype, weight, tile, rms) for whole in alignments for tile in tiles(dtype.itemsize, whole, backward)]
+    kernels = [ADD[wide(dtype), weight] for weight in weights]
+    for weight, rms, whole in itertools.product(weights, both, both if newest else (False,)):
+        forward, (*backward, last) = (tiles(dtype.itemsize, whole, b) for b in both)
+        kernels += [_v2(_V2_BWD, dtype, weight, last, number, rms) for number in (1, 2)]
+        kernels += [_v2(_V2, dtype, weight, tile, rms) for tile in forward] if newest else [_V1[dtype, weight, rms]]
+        kernels += [_v2(_V2_BWD, dtype, weight, tile, 0, rms) for tile in backward if newest]
     return kernels
 
 

@@ -117,16 +117,27 @@ def test_higher_derivatives_with_a_residual():
 @kernels
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_every_tile(dtype):
-    """The longest row of each tile, and one of whole vectors that is longer, down to the loop of v1. One row: the simulator is slow."""
+    """The longest row of each tile, and longer ones, of whole vectors and not. One row: the simulator is slow."""
     for backward in (False, True):
         for aligned in (False, True):
-            shape = tiles(dtype.itemsize, aligned, backward)
+            *shape, _ = tiles(dtype.itemsize, aligned, backward)
             longest = [t.width * t.vectors * t.most_threads for t in shape]
             assert longest == sorted(longest), "from the shortest rows to the longest"
             for tile, columns in zip(shape, longest, strict=True):
                 assert threads_of(columns, tile) == tile.most_threads and threads_of(columns + tile.width, tile) > tile.most_threads
-    for columns in {torch.float32: (128, 132, 3072, 3076, 8196, 16388), torch.bfloat16: (256, 264, 3080, 8200)}.get(dtype, (130,)):
+    for columns in {torch.float32: (128, 132, 3072, 3076, 8196, 16388), torch.bfloat16: (256, 264, 3080, 8200, 9001)}.get(dtype, (130,)):
         check(draw(1, columns, "weight", "bias", dtype=dtype), "v2", DEVICE)
+
+
+@kernels
+@pytest.mark.parametrize("rms", (False, True))
+def test_long_rows(monkeypatch, rms):
+    """Several parts of several rows, with a residual, whose last part is short. With 40 SMs the rows have several blocks."""
+    for columns, sms in ((8196, 1), (8197, 40), (16388, 3)):
+        monkeypatch.setattr(versions, "device_of", with_sms(sms))
+        versions._plan.cache_clear()
+        check(draw(3, columns, "residual", "weight", *(() if rms else ("bias",))), "v2", DEVICE, rms)
+    versions._plan.cache_clear()
 
 
 @kernels

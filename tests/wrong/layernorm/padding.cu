@@ -3,7 +3,7 @@
 #include "common/ptx/launch.cuh"
 #include "common/reduce.cuh"
 
-template <typename T, typename W, int N, int VECTORS, bool RMS>
+template <typename T, typename W, int N, int VECTORS, int THREADS, bool RMS>
 __global__ void layernorm_v2(T* y, T* s, compute_t<T>* stats, const T* x, const T* residual, const W* weight, const W* bias, long long rows,
                              int columns, long long x_row, long long residual_row, double eps) {
     wait_for_previous();
