@@ -4,21 +4,19 @@
 // factor is 1 / grad_scale, times max_norm / norm if the norm of all gradients is larger. (Loshchilov and Hutter, arXiv 1711.05101)
 //
 // Layout     Each tensor is dense: its elements fill numel consecutive addresses. rows[t] describes tensor t, grads[t] is the address of its
-//            gradient. Rows, grads and groups are tables in device memory. adamw_write updates them, so that a CUDA graph can contain the
-//            update.
+//            gradient. Both tables are in device memory. adamw_write updates them, so that a CUDA graph can contain the update.
 // Types      m and v are float, or double for double parameters. 16-bit parameters may have float masters, which are then updated, and
 //            rounded to the parameter. bfloat16 parameters may be rounded stochastically.
-// Launch     In order: adamw_norm (only with max_norm), adamw_prepare (one block), adamw_v2. The first and the last have one launch per dtype,
-//            and one block per chunk of CHUNK elements or per PART of a chunk. adamw_prepare adds the partial sums of the norm in a fixed
-//            order, increments the steps, and computes the coefficients of each tensor in double. If *found_inf is not 0, all tensors are
-//            skipped. adamw_v2 starts while adamw_prepare runs (PDL).
+// Launch     adamw_norm (only with max_norm) and adamw_v2 have one launch per dtype, and one block per chunk of CHUNK elements or per PART of
+//            a chunk. Between them adamw_prepare (one block) adds the partial sums of the norm in a fixed order, increments the steps, and
+//            computes the numbers of each tensor in double. It is not needed if the host knows them. If *found_inf is not 0, all tensors
+//            are skipped. adamw_v2 starts while adamw_prepare runs (PDL).
 //
 // version  idea                                                                                     of a copy
 // v1       one thread per element, one launch per tensor                                            0.66 to 0.91 (H200, float32)
-// v2       one launch per dtype, vectors of 4 elements, one block per PART of a chunk               0.96 to 0.98 (H100)
+// v2       one launch per dtype, vectors of 4 elements, one block per PART of a chunk               0.98 to 0.99 (H100)
 //
-// v2: each thread has four independent loads in flight: grad, exp_avg, exp_avg_sq, and param or master. They have 16 bytes each, or 8 for
-// a 16-bit grad or param. A block finds its tensor by bisection: 8 loads of 8 bytes for 148 tensors, which stay in L1.
+// v2: a thread has a vector of grad, exp_avg, exp_avg_sq, and param or master: four independent loads of 16 bytes, or 8 for 16-bit types.
 // Experiments: docs/notes/adamw.md.
 #include "common/pack.cuh"
 #include "common/pdl.cuh"
@@ -38,10 +36,20 @@ struct Group {
     double lr, beta1, beta2, eps, weight_decay;
 };
 
-// The coefficients of a tensor, which adamw_prepare computes. WEIGHT1 and WEIGHT2 are 1 - beta; STEP is -1 if the tensor is skipped.
+// The numbers of a tensor, which adamw_prepare computes. WEIGHT1 and WEIGHT2 are 1 - beta; STEP is -1 if the tensor is skipped.
 enum { STEP_SIZE, RSQRT_CORRECTION, EPS, DECAY, WEIGHT1, BETA2, WEIGHT2, FACTOR, STEP, NUMBERS };
 
 using Word = unsigned long long;
+// What a step has in common for all tensors. Without `numbers`, each tensor has those that are `given`.
+struct Step {
+    const Row* rows;
+    const Word* grads;
+    const double* numbers;
+    double given[NUMBERS];
+    Word seed;
+    bool randomly;
+};
+
 template <int N>
 struct Words {
     Word words[N];
@@ -53,44 +61,40 @@ __global__ void adamw_write(Word* to, int count, Words<N> from) {
     if (threadIdx.x < count) to[threadIdx.x] = from.words[threadIdx.x];
 }
 
-// The tensor of a chunk. Binary search: the last tensor with first_chunk <= chunk, which skips empty tensors.
+// The tensor of a chunk: the last one with first_chunk <= chunk, which skips empty tensors. A warp reads up to 32 rows at a time.
 __device__ __forceinline__ int tensor_of(const Row* rows, int tensors, long long chunk) {
-    int low = 0, high = tensors;
-    while (high - low > 1) {
-        int middle = (low + high) / 2;
-        (rows[middle].first_chunk <= chunk ? low : high) = middle;
+    int low = 0;
+    for (int count = tensors; count > 1;) {
+        int step = (count + 31) / 32, mine = threadIdx.x % 32 * step;
+        int last = __popc(__ballot_sync(~0u, mine < count && rows[low + mine].first_chunk <= chunk)) - 1;
+        low += last * step;
+        count = min(step, count - last * step);
     }
     return low;
 }
 
-// ---- the norm, and the coefficients of each tensor (`numbers`)
-
 // The sum of squares of a chunk. The grid begins at `first_chunk`, as that of adamw_v2.
 template <typename T>
 __global__ void adamw_norm(double* partials, const void* table, const Word* grads, long long first_chunk, int tensors) {
-    constexpr int N = 16 / sizeof(T);
     __shared__ double sums[32];
+    const Row* rows = static_cast<const Row*>(table);
     long long chunk = first_chunk + blockIdx.x;
-    int t = tensor_of(static_cast<const Row*>(table), tensors, chunk);
-    Row row = static_cast<const Row*>(table)[t];
-    const T* g = reinterpret_cast<const T*>(grads[t]);
-    long long begin = (chunk - row.first_chunk) * CHUNK, end = min(begin + CHUNK, row.numel), tail = grads[t] % 16 ? begin : end - end % N;
-    double sum = 0, x[N];
-    for (long long i = begin + threadIdx.x * N; i < tail; i += THREADS * N) {
-        unpack(x, load_vec<T, N>(g + i));
-#pragma unroll
-        for (int j = 0; j < N; j++) sum += x[j] * x[j];
+    int t = tensor_of(rows, tensors, chunk);
+    long long begin = (chunk - rows[t].first_chunk) * CHUNK, end = min(begin + CHUNK, rows[t].numel);
+    double sum = 0;
+#pragma unroll 16
+    for (long long i = begin + threadIdx.x; i < end; i += THREADS) {
+        double x = load_as(reinterpret_cast<const T*>(grads[t])[i]);
+        sum += x * x;
     }
-    for (long long i = tail + threadIdx.x; i < end; i += THREADS) sum += double(load_as(g[i])) * double(load_as(g[i]));
     sum = block_reduce<Sum>(sum, sums);
     if (threadIdx.x == 0) partials[chunk] = sum;
 }
 
-// `partials` may be null: no clipping. grad_scale and found_inf may be null. first_step: the number of this step where rows[t].step is null.
+// `partials` may be null: no clipping. grad_scale and found_inf may be null.
 template <int BLOCK>
 __global__ void adamw_prepare(double* numbers, float* norm_to, const void* table, const void* group_table, const double* partials,
-                              const float* grad_scale, const float* found_inf, long long chunks, int tensors, int first_step,
-                              double max_norm) {
+                              const float* grad_scale, const float* found_inf, long long chunks, int tensors, double max_norm) {
     __shared__ double sums[32];
     wait_for_previous();
     let_next_come();
@@ -106,16 +110,13 @@ __global__ void adamw_prepare(double* numbers, float* norm_to, const void* table
     for (int t = threadIdx.x; t < tensors; t += BLOCK) {
         Group group = static_cast<const Group*>(group_table)[rows[t].group];
         double lr = group.lr_tensor ? *group.lr_tensor : group.lr;
-        float step = rows[t].step ? *rows[t].step + 1 : first_step;
+        float step = *rows[t].step + 1;
         double decay = 1 - lr * group.weight_decay, beta1 = group.beta1, beta2 = group.beta2, size = lr / (1 - pow(beta1, double(step)));
         double k[] = {size, 1 / sqrt(1 - pow(beta2, double(step))), group.eps, decay, 1 - beta1, beta2, 1 - beta2, factor, -1};
-        if (!skip) k[STEP] = step;
-        if (!skip && rows[t].step) *rows[t].step = step;
+        if (!skip) *rows[t].step = k[STEP] = step;
         for (int j = 0; j < NUMBERS; j++) numbers[t * NUMBERS + j] = k[j];
     }
 }
-
-// ---- the update
 
 // Philox4x32-10 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", 2011): four random words for a counter and a key.
 __device__ __forceinline__ uint4 philox(uint4 c, uint2 key) {
@@ -130,80 +131,79 @@ __device__ __forceinline__ uint4 philox(uint4 c, uint2 key) {
 }
 
 // One of the two neighbours in bfloat16, the upper one with the probability of the discarded bits / 2^16.
-__device__ __forceinline__ __nv_bfloat16 round_randomly(float x, unsigned random) {
-    if (!(fabsf(x) < __int_as_float(0x7f800000))) return __nv_bfloat16(x);
-    return __ushort_as_bfloat16((__float_as_uint(x) + (random & 0xffff)) >> 16);
+__device__ __forceinline__ float round_randomly(float x, unsigned random) {
+    if (!(fabsf(x) < __int_as_float(0x7f800000))) return x;
+    return __uint_as_float((__float_as_uint(x) + (random & 0xffff)) & 0xffff0000);
 }
 
-template <typename C>
-__device__ __forceinline__ void read_numbers(C (&to)[NUMBERS], const double* from) {
-#pragma unroll
-    for (int j = 0; j < NUMBERS; j++) to[j] = C(from[j]);
-}
-
-// Elements i..i + N of a tensor.
-template <typename T, int N>
-__device__ __forceinline__ void update(const Row& row, const T* grad, const compute_t<T> (&k)[NUMBERS], long long i, Word seed,
-                                       bool randomly) {
+// K vectors of N elements of a tensor, THREADS apart, from element i on, those before the end: `left` elements further.
+template <typename T, int N, int K>
+__device__ __forceinline__ void update(const Step& step, int t, long long i, int left) {
     using C = compute_t<T>;
-    C *m_at = static_cast<C*>(row.exp_avg) + i, *v_at = static_cast<C*>(row.exp_avg_sq) + i, p[N], g[N];
+    Row row = step.rows[t];
+    C k[NUMBERS], p[K][N], g[K][N], *m_at = static_cast<C*>(row.exp_avg) + i, *v_at = static_cast<C*>(row.exp_avg_sq) + i;
+    for (int j = 0; j < NUMBERS; j++) k[j] = C(step.numbers ? step.numbers[t * NUMBERS + j] : step.given[j]);
+    const T* grad = reinterpret_cast<const T*>(step.grads[t]) + i;
     T* to = static_cast<T*>(row.param) + i;
-    Vec<C, N> m = load_vec<C, N>(m_at), v = load_vec<C, N>(v_at);
-    unpack(g, load_vec<T, N>(grad + i));
-    if (sizeof(T) == 2 && row.master) unpack(p, load_vec<float, N>(row.master + i));
-    else unpack(p, load_vec<T, N>(to));
+    bool master = sizeof(T) == 2 && row.master;
+    Vec<C, N> m[K], v[K];
 #pragma unroll
-    for (int j = 0; j < N; j++) {
-        C scaled = g[j] * k[FACTOR];
-        C change = scaled - m.v[j];  // added to the nearer of the two, so that beta1 = 0 gives the gradient
-        m.v[j] = k[WEIGHT1] < C(0.5) ? m.v[j] + k[WEIGHT1] * change : scaled - (1 - k[WEIGHT1]) * change;
-        v.v[j] = k[BETA2] * v.v[j] + k[WEIGHT2] * scaled * scaled;
-        p[j] = p[j] * k[DECAY] - k[STEP_SIZE] * (m.v[j] / (sqrt(v.v[j]) * k[RSQRT_CORRECTION] + k[EPS]));
+    for (int e = 0, at = 0; e < K && at < left; e++, at += THREADS) {  // all loads before the first store
+        m[e] = load_vec<C, N>(m_at + at);
+        v[e] = load_vec<C, N>(v_at + at);
+        unpack(g[e], load_vec<T, N>(grad + at));
+        if (master) unpack(p[e], load_vec<float, N>(row.master + i + at));
+        else unpack(p[e], load_vec<T, N>(to + at));
     }
-    store_vec(m_at, m);
-    store_vec(v_at, v);
-    Vec<T, N> rounded = pack<T, N>(p);
-    if (sizeof(T) == 2 && row.master) store_vec(row.master + i, pack<float, N>(p));
-    if constexpr (IS_BF16<T>) {
-        if (randomly) {  // element i has word i % 4 of counter i / 4, whatever N is
-            uint4 random = philox(make_uint4(i / 4, i / 4 >> 32, row.index, k[STEP]), make_uint2(seed, seed >> 32));
-            unsigned words[4] = {random.x, random.y, random.z, random.w};
+    if (k[STEP] < 0) return;
 #pragma unroll
-            for (int j = 0; j < N; j++) rounded.v[j] = round_randomly(p[j], words[N == 4 ? j : i % 4]);
+    for (int e = 0, at = 0; e < K && at < left; e++, at += THREADS) {
+        for (int j = 0; j < N; j++) {
+            C scaled = g[e][j] * k[FACTOR];
+            C change = scaled - m[e].v[j];  // added to the nearer of the two, so that beta1 = 0 gives the gradient
+            m[e].v[j] = k[WEIGHT1] < C(0.5) ? m[e].v[j] + k[WEIGHT1] * change : scaled - (1 - k[WEIGHT1]) * change;
+            v[e].v[j] = k[BETA2] * v[e].v[j] + k[WEIGHT2] * scaled * scaled;
+            p[e][j] = p[e][j] * k[DECAY] - k[STEP_SIZE] * (m[e].v[j] / (sqrt(v[e].v[j]) * k[RSQRT_CORRECTION] + k[EPS]));
         }
+        store_vec(m_at + at, m[e]);
+        store_vec(v_at + at, v[e]);
+        if (master) store_vec(row.master + i + at, pack<float, N>(p[e]));
+        if (IS_BF16<T> && step.randomly) {  // element i has word i % 4 of counter i / 4, whatever N is
+            uint4 random = philox(make_uint4((i + at) / 4, (i + at) / 4 >> 32, row.index, k[STEP]), make_uint2(step.seed, step.seed >> 32));
+            unsigned words[4] = {random.x, random.y, random.z, random.w};
+            for (int j = 0; j < 4; j++)
+                if (N == 4 || j == i % 4) p[e][j % N] = round_randomly(p[e][j % N], words[j]);
+        }
+        store_vec(to + at, pack<T, N>(p[e]));
     }
-    store_vec(to, rounded);
 }
 
 template <typename T>
-__global__ void adamw_v1(const void* table, const Word* grads, const double* numbers, int t, Word seed, bool randomly) {
-    Row row = static_cast<const Row*>(table)[t];
-    compute_t<T> k[NUMBERS];
-    read_numbers(k, numbers + t * NUMBERS);
-    long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x;
-    if (i < row.numel && k[STEP] > 0) update<T, 1>(row, reinterpret_cast<const T*>(grads[t]), k, i, seed, randomly);
+__global__ void adamw_v1(Step step, int t) {
+    long long i = blockIdx.x * (long long)THREADS + threadIdx.x;
+    update<T, 1, 1>(step, t, i, i < step.rows[t].numel);
 }
 
 // Short blocks, so that the last ones end at about the same time. The chunks of the grid begin at `first_chunk`, the first of this dtype.
-template <typename T, int PART>
-__global__ void __launch_bounds__(THREADS, sizeof(T) == 8 ? 1 : 3 + sizeof(T) / 2)  // double: 1 block per SM, float: 5, 16-bit types: 4
-    adamw_v2(const void* table, const Word* grads, const double* numbers, long long first_chunk, int tensors, Word seed, bool randomly) {
-    constexpr int N = sizeof(T) == 8 ? 2 : 4, PARTS = CHUNK / PART;
-    wait_for_previous();
+// A block has PART elements from the first aligned place on. The first block of a tensor also has the `lead` elements before it.
+template <typename T>
+__global__ void __launch_bounds__(THREADS, sizeof(T) == 8 ? 1 : 5) adamw_v2(Step step, long long first_chunk, int tensors) {
+    using C = compute_t<T>;
+    constexpr int N = sizeof(T) == 8 ? 2 : 4, PART = THREADS * N, PARTS = CHUNK / PART;
+    take_over(PART * sizeof(T), THREADS * 5, [&] {  // waits for the previous kernel
+        if (threadIdx.x < tensors) prefetch(step.rows + threadIdx.x), prefetch(step.grads + threadIdx.x);
+    });
     long long chunk = first_chunk + blockIdx.x / PARTS;
-    int t = tensor_of(static_cast<const Row*>(table), tensors, chunk);
-    Row row = static_cast<const Row*>(table)[t];
-    const T* grad = reinterpret_cast<const T*>(grads[t]);
-    long long begin = (chunk - row.first_chunk) * CHUNK + blockIdx.x % PARTS * PART, end = min(begin + PART, row.numel);
-    if (begin >= end) return;
-    compute_t<T> k[NUMBERS];
-    read_numbers(k, numbers + t * NUMBERS);
-    if (k[STEP] < 0) return;
-    Word moments = Word(row.exp_avg) | Word(row.exp_avg_sq) | Word(row.master);
-    bool scalar = (Word(row.param) | grads[t]) % (N * sizeof(T)) != 0 || moments % 16 != 0;
-    long long tail = scalar ? begin : end - end % N;
-#pragma unroll 1
-    for (long long i = begin + threadIdx.x * N; i < tail; i += THREADS * N) update<T, N>(row, grad, k, i, seed, randomly);
-#pragma unroll 1
-    for (long long i = tail + threadIdx.x; i < end; i += THREADS) update<T, 1>(row, grad, k, i, seed, randomly);
+    int t = tensor_of(step.rows, tensors, chunk);
+    Row row = step.rows[t];
+    // The tensors of a row have vectors at the same places if their addresses, counted in elements, are equal modulo N.
+    Word place = Word(row.param) / sizeof(T), others = Word(row.exp_avg) / sizeof(C) ^ place | Word(row.exp_avg_sq) / sizeof(C) ^ place;
+    others |= step.grads[t] / sizeof(T) ^ place | (row.master ? Word(row.master) / sizeof(C) ^ place : 0);
+    bool vectors = others % N == 0 && !(place % N && step.randomly);
+    int lead = vectors ? -place % 64 : 0;  // to a whole cache line
+    long long part = (chunk - row.first_chunk) * CHUNK + blockIdx.x % PARTS * PART, begin = part ? part + lead : 0;
+    int count = min(part + PART + lead, row.numel) - begin, head = part ? 0 : min(lead, count), body = vectors ? (count - head) / N * N : 0;
+    int i = threadIdx.x * N, j = THREADS - 1 - threadIdx.x;  // j: of those before and after the body
+    if (i < body) update<T, N, 1>(step, t, begin + head + i, 1);
+    if (j < count - body) update<T, 1, N>(step, t, begin + (j < head ? j : body + j), j < head ? 1 : count - body - j);
 }

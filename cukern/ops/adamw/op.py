@@ -2,7 +2,7 @@
 
 import struct
 from collections.abc import Iterable, Sequence
-from math import prod
+from math import prod, sqrt
 from typing import Any, NamedTuple
 
 import torch
@@ -13,11 +13,12 @@ from cukern.runtime.kernel import Template
 from cukern.runtime.registry import Cost, Op, Version, choose, raw_op, register
 from cukern.runtime.tensors import pointers, wide
 
-CHUNK, THREADS, WORDS, PREPARING = 8192, 256, 32, 1024  # as in adamw.cu; PREPARING: threads of adamw_prepare
-PART = 2048  # elements of a block of adamw_v2, a power of 2 up to CHUNK
+CHUNK, THREADS, PREPARING = 8192, 256, 1024  # as in adamw.cu; PREPARING: threads of adamw_prepare
+WORDS = 480  # that adamw_write writes: a kernel has at most 4096 bytes of arguments
 _V1, _WRITE, _NORM = (Template("adamw.cu", f"adamw_{name}") for name in ("v1", "write", "norm"))
 _V2, _PREPARE = (Template("adamw.cu", f"adamw_{name}", pdl=True) for name in ("v2", "prepare"))
 Numbers = tuple[Any, float, float, float, float]  # lr, beta1, beta2, eps, weight_decay; lr may be a tensor
+Scaling = tuple[float | None, Tensor | None, Tensor | None]  # max_norm, grad_scale, found_inf
 
 
 def adamw(
@@ -122,7 +123,7 @@ class Row(NamedTuple):
     exp_avg: Tensor
     exp_avg_sq: Tensor
     master: Tensor | None
-    step: Any  # a tensor, or None: the number is an argument of the launch
+    step: Any  # a tensor, or None if the numbers are given
     group: int
     number: int
 
@@ -149,19 +150,10 @@ class Table:
         self.numbers, self.partials = pointers(numbers, partials)
         write(self.rows, data)
 
-    def launch(
-        self, grads: Sequence[Tensor], groups: Tensor, version: str, *, max_norm: float | None = None, norm: Tensor | None = None,
-        grad_scale: Tensor | None = None, found_inf: Tensor | None = None, seed: int = 0, randomly: bool = False, capturing: bool = False,
-        first_step: int = 0,
-    ) -> None:  # fmt: skip
-        """A step. `norm` gets the norm of the gradients if there is a max_norm. `first_step`: that of rows without a step."""
-        places = [grads[i].data_ptr() for i in self.order]
-        addresses = torch.empty_like(self.grads) if capturing else self.grads  # a replay must not change those of other steps
-        if capturing or places != self.places:
-            write(addresses, struct.pack(f"{len(places)}Q", *places))
-        if not capturing:
-            self.places = places
-        rows, at, count = self.rows.data_ptr(), addresses.data_ptr(), len(self.tensors)
+    def launch(self, grads: Sequence[Tensor], groups: Tensor, norm: Tensor | None, options: Any, scaling: Scaling, capturing: bool) -> None:
+        """A step of an optimizer with these options. `norm` gets the norm of the gradients if there is a max_norm."""
+        max_norm, grad_scale, found_inf = scaling
+        rows, at, count = self.rows.data_ptr(), self.write_places(grads, capturing), len(self.tensors)
         partials = 0 if max_norm is None else self.partials
         for dtype, (first, chunks) in self.runs.items():
             if partials and chunks:
@@ -169,9 +161,24 @@ class Table:
         norm_at, scale_at, inf_at = pointers(norm, grad_scale, found_inf)
         _PREPARE[PREPARING].on(self.device)(
             (1, 1, 1), (PREPARING, 1, 1), 0, self.numbers, norm_at, rows, groups.data_ptr(), partials, scale_at, inf_at, self.chunks, count,
-            first_step, max_norm or 0.0,
+            max_norm or 0.0,
         )  # fmt: skip
-        choose("adamw", version, self.device).forward(self, rows, at, seed, randomly)
+        self.update(options.version, at, self.numbers, (0.0,) * 9, options.seed, options.stochastic_rounding)
+
+    def write_places(self, grads: Sequence[Tensor], capturing: bool = False) -> int:
+        """The address of a list of the gradients' addresses. A captured step has its own: a replay must not change those of other steps."""
+        places = [grads[i].data_ptr() for i in self.order]
+        addresses = torch.empty_like(self.grads) if capturing else self.grads
+        if capturing or places != self.places:
+            write(addresses, struct.pack(f"{len(places)}Q", *places))
+        if not capturing:
+            self.places = places
+        return addresses.data_ptr()
+
+    def update(self, version: str, at: int, numbers: int, given: Sequence[float], seed: int = 0, randomly: bool = False) -> None:
+        """The last launches of a step. `numbers`: the address of those of each tensor, or 0 for the same `given` ones."""
+        step = struct.pack("3Q9dQ?7x", self.rows.data_ptr(), at, numbers, *given, seed, randomly)
+        choose("adamw", version, self.device).forward(self, step)
 
 
 def write(to: Tensor, data: bytes) -> None:
@@ -187,35 +194,33 @@ def group_bytes(lr: float | Tensor, *numbers: float) -> bytes:
     return struct.pack("Q5d", *((lr.data_ptr(), 0.0) if isinstance(lr, Tensor) else (0, lr)), *numbers)
 
 
-# ---- the versions: forward(table, rows, grads, seed, randomly) updates the tensors
+# ---- the versions: forward(table, step) updates the tensors. `step`: the struct Step of adamw.cu
 
 
-def _forward_v1(table: Table, rows: int, grads: int, *random: Any) -> None:
+def _forward_v1(table: Table, step: bytes) -> None:
     for t, (dtype, n) in enumerate(table.tensors):
         if n:
-            grid = -(-n // THREADS), 1, 1
-            _V1[dtype].on(table.device)(grid, (THREADS, 1, 1), 0, rows, grads, table.numbers, t, *random)
+            _V1[dtype].on(table.device)((-(-n // THREADS), 1, 1), (THREADS, 1, 1), 0, step, t)
 
 
-def _forward_v2(table: Table, rows: int, grads: int, *random: Any) -> None:
+def _forward_v2(table: Table, step: bytes) -> None:
     for dtype, (first, count) in table.runs.items():
         if count:
-            tensors = len(table.tensors)
-            grid = count * (CHUNK // PART), 1, 1
-            _V2[dtype, PART].on(table.device)(grid, (THREADS, 1, 1), 0, rows, grads, table.numbers, first, tensors, *random)
+            parts = CHUNK // THREADS // (2 if dtype == torch.float64 else 4)  # a thread has one vector
+            _V2[dtype].on(table.device)((count * parts, 1, 1), (THREADS, 1, 1), 0, step, first, len(table.tensors))
 
 
 _EACH = _WRITE[WORDS], _PREPARE[PREPARING]
 VERSIONS = {
     "v1": Version("one launch per tensor", _forward_v1, instances=lambda dtype: (_V1[dtype], _NORM[dtype], *_EACH)),
-    "v2": Version("one launch per dtype, vectors", _forward_v2, instances=lambda dtype: (_V2[dtype, PART], _NORM[dtype], *_EACH)),
+    "v2": Version("one launch per dtype, vectors", _forward_v2, instances=lambda dtype: (_V2[dtype], _NORM[dtype], *_EACH)),
 }
 
 # ---- the raw op
 
-MOST_TABLES = 64
-_tables: dict[Any, tuple[Table, Tensor]] = {}  # table and group of recent calls: the same tensors need no new ones
-_captured: list[Any] = []  # those that CUDA graphs use
+MOST_TABLES = 1024  # an optimizer per parameter has one for each
+_tables: dict[Any, Table] = {}  # of recent calls: the same tensors need no new one
+_captured: list[Table] = []  # those that CUDA graphs use
 
 
 def _launch(
@@ -223,21 +228,20 @@ def _launch(
     version: str,
 ) -> None:  # fmt: skip
     stream = torch.cuda.current_stream(params[0].device).cuda_stream if params[0].is_cuda else 0
-    key = stream, *numbers, *((t.data_ptr(), t.numel(), t.dtype) for t in (*params, *grads, *exp_avgs, *exp_avg_sqs))
-    entry = _tables.get(key)
-    if entry is None:
-        group = params[0].new_empty(6, dtype=torch.int64)
-        write(group, group_bytes(*numbers))
+    key = stream, *((t.data_ptr(), t.numel(), t.dtype) for t in (*params, *grads, *exp_avgs, *exp_avg_sqs))
+    table = _tables.get(key)
+    if table is None:
         tensors = enumerate(zip(params, exp_avgs, exp_avg_sqs, strict=True))
-        entry = Table([Row(p, m, v, None, None, 0, i) for i, (p, m, v) in tensors]), group
+        table = Table([Row(p, m, v, None, None, 0, i) for i, (p, m, v) in tensors])
     if stream and torch.cuda.is_current_stream_capturing():
-        _captured.append(entry)
+        _captured.append(table)
     elif params[0].is_cuda:
         if len(_tables) >= MOST_TABLES:
             _tables.clear()
-        _tables[key] = entry
-    table, group = entry
-    table.launch(grads, group, version, first_step=step)
+        _tables[key] = table
+    lr, beta1, beta2, eps, weight_decay = numbers  # what adamw_prepare computes of them, computed here
+    sizes = lr / (1 - beta1**step), 1 / sqrt(1 - beta2**step), eps, 1 - lr * weight_decay
+    table.update(version, table.write_places(grads), 0, (*sizes, 1 - beta1, beta2, 1 - beta2, 1.0, float(step)))
 
 
 _adamw = raw_op(
@@ -270,7 +274,7 @@ register(
         dims="TENSORS NUMEL", make=_make, inputs=("param", "grad", "exp_avg", "exp_avg_sq"), bound="memory",
         cost=lambda dims, itemsize: {"fwd": Cost(prod(dims) * (3 * itemsize + 4 * max(itemsize, 4)), 16 * prod(dims))},
         magnitude=_magnitude, in_place=("param", "exp_avg", "exp_avg_sq"), spread=_spread, differentiable=False,
-        check_dims=((1, 1), (3, 4097), (2, 8192), (5, 20000)), sim_dims=((1, 1), (3, 67), (2, 8200)),
+        check_dims=((1, 1), (3, 4097), (2, 8192), (5, 20000)), sim_dims=((1, 1), (3, 67), (2, 8201)),
         bench_dims=((148, 840832), (1, 32768 * 768), (1, 8192 * 4096)),
     )
 )  # fmt: skip

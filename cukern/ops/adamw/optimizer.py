@@ -9,12 +9,11 @@ from torch import Tensor
 from torch.optim import adamw as torch_adamw
 from torch.utils._pytree import tree_leaves
 
-from cukern.ops.adamw.op import MOST_TABLES, VERSIONS, Numbers, Row, Table, check_numbers, check_param, group_bytes, write
+from cukern.ops.adamw.op import MOST_TABLES, VERSIONS, Numbers, Row, Scaling, Table, check_numbers, check_param, group_bytes, write
 from cukern.runtime import backend, checks
 from cukern.runtime.tensors import wide
 
 _Found = tuple[int, Tensor, int]  # the number of a parameter, the parameter, its group
-_Scaling = tuple[float | None, Tensor | None, Tensor | None]  # max_norm, grad_scale, found_inf
 
 
 class AdamW(torch.optim.Optimizer):
@@ -197,8 +196,8 @@ class AdamW(torch.optim.Optimizer):
         states = ((i, p, (t for t in self.state[p].values() if isinstance(t, Tensor))) for i, p, _ in found)
         return tuple((i, _local(p).data_ptr(), *(_local(t).data_ptr() for t in tensors)) for i, p, tensors in states)
 
-    def _launch(self, found: Sequence[_Found], grads: Sequence[Tensor], scaling: _Scaling) -> None:
-        first, options, (max_norm, grad_scale, found_inf) = _local(found[0][1]), self._options, scaling
+    def _launch(self, found: Sequence[_Found], grads: Sequence[Tensor], scaling: Scaling) -> None:
+        first = _local(found[0][1])
         capturing = first.is_cuda and torch.cuda.is_current_stream_capturing()
         if len(self._tables) > MOST_TABLES:  # other parameters have gradients each time
             self._forget()
@@ -211,16 +210,13 @@ class AdamW(torch.optim.Optimizer):
             self._tables[key] = table
         if self._groups is None:
             self._groups = first.new_empty(6 * len(self.param_groups), dtype=torch.int64)
-            self.grad_norm = first.new_zeros((), dtype=torch.float32) if max_norm is not None else self.grad_norm
+            self.grad_norm = first.new_zeros((), dtype=torch.float32) if scaling[0] is not None else self.grad_norm
         self.update_groups()
         if capturing:
             self._captured += ((self._tables[key], self._groups, self.grad_norm),)
-        self._tables[key].launch(
-            grads, self._groups, options.version, max_norm=max_norm, norm=self.grad_norm, grad_scale=grad_scale,
-            found_inf=found_inf, seed=options.seed, randomly=options.stochastic_rounding, capturing=capturing,
-        )  # fmt: skip
+        self._tables[key].launch(grads, self._groups, self.grad_norm, self._options, scaling, capturing)
 
-    def _step_on_cpu(self, found: list[_Found], grads: list[Tensor], numbers: list[Numbers], scaling: _Scaling) -> None:
+    def _step_on_cpu(self, found: list[_Found], grads: list[Tensor], numbers: list[Numbers], scaling: Scaling) -> None:
         """torch's fused AdamW on the masters, or on float32 copies of 16-bit parameters."""
         if self._options.stochastic_rounding:
             raise ValueError(f"stochastic_rounding needs a GPU, the parameters are on the CPU: {checks.SIMULATOR}")

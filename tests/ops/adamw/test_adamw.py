@@ -10,7 +10,7 @@ import torch
 from helpers import DEVICE, gpu, kernels, no_gpu, same_bits
 
 import cukern
-from cukern.ops.adamw.op import CHUNK
+from cukern.ops.adamw.op import CHUNK, reference
 
 PLACES = pytest.mark.parametrize("device", [pytest.param("cpu", id="cpu"), pytest.param(DEVICE, marks=kernels, id="kernels")])
 SHAPES = ((5, 7), (3,), (0, 4), (257,), (2, 4, 3))
@@ -132,6 +132,16 @@ def test_each_tensor_may_be_misaligned(device, odd, version):
     optimizer.state[q] = {"step": torch.tensor(2.0), "exp_avg": exact[2], "exp_avg_sq": exact[3]}
     optimizer.step()
     assert_close([tensors[0], *tensors[2:]], [q, *exact[2:]], 8)
+
+
+@kernels
+def test_many_tensors_of_which_some_are_empty(device):
+    """More than the 32 rows that a warp reads at a time."""
+    params, grads, exp_avgs, exp_avg_sqs = ([torch.rand(i % 4, device=device) for i in range(70)] for _ in range(4))
+    exact = [reference(*(t.double() for t in each), 2) for each in zip(params, grads, exp_avgs, exp_avg_sqs, strict=True)]
+    cukern.adamw(params, grads, exp_avgs, exp_avg_sqs, step=2)
+    for ours, theirs in zip((params, exp_avgs, exp_avg_sqs), zip(*exact, strict=True), strict=True):
+        assert_close(ours, theirs, 8)
 
 
 # ---- torch's protocols
@@ -309,20 +319,24 @@ def test_stochastic_rounding_is_unbiased_and_reproducible(device):
     p0 = torch.full((n,), 1.0, device=device, dtype=torch.bfloat16)
     lr = 0.3 * 2**-7  # with betas 0 and eps 0 each element grows by lr
 
-    def run(seed, offset=0):
+    def run(seed, offset=0, others=0):
         base = torch.empty(n + offset, device=device, dtype=torch.bfloat16)
         p = base[offset:].copy_(p0)
-        p.grad = -torch.ones_like(p)
+        p.grad = torch.full((n + others,), -1.0, device=device).bfloat16()[others:]
         first = torch.ones(3, device=device)
         first.grad = torch.ones_like(first)
         optimizer = cukern.AdamW([first, p], lr, (0.0, 0.0), 0.0, 0.0, stochastic_rounding=True, seed=seed)
+        optimizer.state[p] = {"step": torch.zeros((), device=device)}
+        for name in "exp_avg", "exp_avg_sq":
+            optimizer.state[p][name] = torch.zeros(n + others, device=device)[others:]
         optimizer.step()
         return p, optimizer
 
     p, optimizer = run(3)
     assert set(p.unique().tolist()) == {1.0, 1 + 2**-7}
     assert abs((p > 1).float().mean().item() - 0.3) < 4 * math.sqrt(0.21 / n)
-    assert same_bits(run(3)[0], p) and same_bits(run(3, offset=1)[0], p), "the scalar path has the same numbers"
+    for offset, others in ((0, 0), (1, 0), (1, 1)):
+        assert same_bits(run(3, offset, others)[0], p), "wherever its tensors begin"
     assert not same_bits(run(4)[0], p)
     exact = torch.full((n,), 1 + lr).float()
     assert same_bits(p.cpu(), round_randomly(exact, 3, 1, 1)), "the numbers of Philox"
