@@ -22,10 +22,10 @@
 #include "common/pack.cuh"
 #include "common/ptx/launch.cuh"
 
-constexpr int ROWS = 2;       // of a thread of embedding_v2, which have the same time
-constexpr int CHUNK = 64;     // sorted tokens per block
-constexpr int THREADS = 128;  // per block, at most
-constexpr int UNROLL = 8;     // rows that a thread loads at a time, so that enough bytes are in flight
+constexpr int ROWS = 2;                       // of a thread of embedding_v2, which have the same time
+constexpr int THREADS = 128;                  // per block of embedding_v2, at most
+constexpr int BWD_THREADS = 256, SPAN = 256;  // per block of embedding_v2_bwd: threads, and at most so many rows of dweight
+constexpr int UNROLL = 8;                     // rows that a thread loads at a time, so that enough bytes are in flight
 
 __device__ __forceinline__ bool is_inside(long long token, long long vocabulary) { return token >= 0 && token < vocabulary; }
 
@@ -56,12 +56,6 @@ __global__ void embedding_v1_bwd(T* dweight, const T* dout, const void* tokens, 
 
 // ---- v2: vectors of N elements
 
-// The first column of this thread's vector.
-template <int N>
-__device__ __forceinline__ long long column_of_thread() {
-    return (blockIdx.y * (long long)blockDim.x + threadIdx.x) * N;
-}
-
 // A block has blockDim.y times of ROWS sequences. A thread has one time, so it loads its position once; its rows are `time` apart. Without
 // positions the launcher passes any time.
 template <typename T, int N>
@@ -69,7 +63,8 @@ __global__ void embedding_v2(T* out, const void* tokens, const T* weight, const 
                              long long vocabulary, long long features, bool wide) {
     wait_for_previous();
     unsigned times = (time + blockDim.y - 1) / blockDim.y, group = blockIdx.x / times;
-    long long column = column_of_thread<N>(), at = (blockIdx.x - group * times) * (long long)blockDim.y + threadIdx.y;
+    long long column = (blockIdx.y * (long long)blockDim.x + threadIdx.x) * N,
+              at = (blockIdx.x - group * times) * (long long)blockDim.y + threadIdx.y;
     long long first = group * (ROWS * time) + at;
     if (column >= features || at >= time || first >= rows) return;
     long long token[ROWS];
@@ -93,66 +88,79 @@ __global__ void embedding_v2(T* out, const void* tokens, const T* weight, const 
 }
 
 template <typename T, int N>
-__global__ void __launch_bounds__(THREADS, 6)
-    embedding_v2_bwd(T* dweight, compute_t<T>* partials, const T* dout, const void* sorted, const long long* order, long long rows,
-                     long long vocabulary, long long features, bool wide) {
+__global__ void __launch_bounds__(BWD_THREADS, 3)
+    embedding_v2_bwd(T* dweight, const T* dout, const void* tokens, const long long* order, long long rows, long long vocabulary,
+                     long long features, int span, bool wide) {
+    extern __shared__ int found[];  // without order: the block's tokens, as (token - first) << 16 | row; then their sorted rows
+    __shared__ long long starts[SPAN + 1];
+    __shared__ compute_t<T> sums[BWD_THREADS * N];
+    __shared__ int in_warp[BWD_THREADS / 32];
     wait_for_previous();
-    long long column = column_of_thread<N>(), chunk = blockIdx.x, first = chunk * CHUNK, end = min(first + CHUNK, rows);
-    if (column >= features) return;
-    compute_t<T> sum[N] = {};
-    long long token = index_at(sorted, wide, first);
-    bool continues = first > 0 && index_at(sorted, wide, first - 1) == token;  // the run started in an earlier chunk
-    for (long long i = first; i < end; i += UNROLL) {
-        Vec<T, N> v[UNROLL];
-#pragma unroll
-        for (int k = 0; k < UNROLL; k++)
-            if (i + k < end) v[k] = load_vec<T, N>(dout + order[i + k] * features + column);
-        compute_t<T> part[2][N] = {};  // even and odd rows: short sums have small errors
-#pragma unroll
-        for (int k = 0; k < UNROLL; k++) {
-            if (i + k >= end) break;
-            add_to(part[k % 2], v[k]);
-            long long next = i + k + 1 < rows ? index_at(sorted, wide, i + k + 1) : -1;
-            bool ends = i + k + 1 == rows || next != token, is_last = ends || i + k + 1 == end;
-            if (!is_last && k + 1 < UNROLL) continue;
-#pragma unroll
-            for (int j = 0; j < N; j++) {
-                sum[j] += part[0][j] + part[1][j];
-                part[0][j] = part[1][j] = 0;
-            }
-            if (!is_last) continue;
-            if (continues || !ends) {
-                compute_t<T>* to = partials + (2 * chunk + !continues) * features + column;
-#pragma unroll
-                for (int j = 0; j < N; j++) to[j] = sum[j];
-            } else if (is_inside(token, vocabulary)) {
-                store_vec(dweight + token * features + column, pack<T, N>(sum));
-            }
-#pragma unroll
-            for (int j = 0; j < N; j++) sum[j] = 0;
-            token = next;
-            continues = false;
+    int thread = threadIdx.y * blockDim.x + threadIdx.x, width = blockDim.x * N, *own = found + rows, all = 0;
+    unsigned slices = unsigned(features + width - 1) / width, group = blockIdx.x / slices;
+    long long first = group * (long long)span, slice = (blockIdx.x - group * slices) * (long long)width, column = slice + threadIdx.x * N;
+    int count = min((long long)span, vocabulary - first);
+    for (int i = thread; !order && i - thread < rows; i += BWD_THREADS) {
+        unsigned long long t = i < rows ? index_at(tokens, wide, i) - (unsigned long long)first : ~0ull;
+        unsigned votes = __ballot_sync(~0u, t < count);
+        if (thread % 32 == 0) in_warp[thread / 32] = __popc(votes);
+        __syncthreads();
+        int at = all + __popc(votes & ((1u << thread % 32) - 1));
+        for (int w = 0; w < BWD_THREADS / 32; w++) {
+            at += w < thread / 32 ? in_warp[w] : 0;
+            all += in_warp[w];
         }
+        if (t < count) found[at] = int(t) << 16 | i;
+        __syncthreads();
     }
-}
-
-// One block per chunk: the run that starts in it and crosses its end, if there is one.
-template <typename T>
-__global__ void embedding_v2_bwd_runs(T* dweight, const compute_t<T>* partials, const void* sorted, long long rows, long long vocabulary,
-                                      long long features, bool wide) {
-    wait_for_previous();
-    long long column = column_of_thread<1>(), chunk = blockIdx.x, first = chunk * CHUNK, next = first + CHUNK;
-    if (column >= features || next >= rows) return;
-    long long token = index_at(sorted, wide, next);
-    if (!is_inside(token, vocabulary) || index_at(sorted, wide, next - 1) != token) return;
-    if (first > 0 && index_at(sorted, wide, first - 1) == token) return;
-    long long last = chunk + 1, beyond = (rows + CHUNK - 1) / CHUNK;  // bisection: the run reaches the start of `last`, not of `beyond`
-    while (beyond - last > 1) {
-        long long middle = (last + beyond) / 2;
-        (index_at(sorted, wide, middle * CHUNK) == token ? last : beyond) = middle;
+    for (int t = thread; t <= count; t += BWD_THREADS) {
+        long long low = -1, high = order ? rows : 0;
+        while (high - low > 1) {
+            long long middle = (low + high) / 2;
+            (index_at(tokens, wide, middle) < first + t ? low : high) = middle;
+        }
+        for (int i = 0; i < all; i++) high += found[i] >> 16 < t;
+        starts[t] = high;
+        for (int i = 0; i < all; i++)
+            if (found[i] >> 16 == t) own[high++] = found[i] & 0xffff;
     }
-    compute_t<T> sum = partials[(2 * chunk + 1) * features + column];
-#pragma unroll 8
-    for (long long i = chunk + 1; i <= last; i++) sum += partials[2 * i * features + column];
-    dweight[token * features + column] = T(sum);
+    __syncthreads();
+    long long most = min(max(2 * (starts[count] - starts[0]) / blockDim.y, 2LL * UNROLL), 8LL * UNROLL);
+    bool whole = false, is_left = false;  // the whole block adds the rows of one token
+    do {
+        for (int t = whole ? 0 : threadIdx.y; t < count; t += whole ? 1 : blockDim.y) {
+            bool is_long = starts[t + 1] - starts[t] > most;
+            is_left |= is_long;
+            if (is_long != whole) continue;
+            compute_t<T> sum[N] = {};
+            for (long long i = starts[t] + (whole ? threadIdx.y * UNROLL : 0); i < starts[t + 1] && column < features;
+                 i += whole ? blockDim.y * UNROLL : UNROLL) {
+                Vec<T, N> v[UNROLL];
+#pragma unroll
+                for (int k = 0; k < UNROLL; k++)
+                    if (i + k < starts[t + 1]) v[k] = load_vec<T, N>(dout + (order ? order[i + k] : own[i + k]) * features + column);
+                compute_t<T> part[2][N] = {};  // even and odd rows: short sums have small errors
+#pragma unroll
+                for (int k = 0; k < UNROLL; k++)
+                    if (i + k < starts[t + 1]) add_to(part[k % 2], v[k]);
+#pragma unroll
+                for (int j = 0; j < N; j++) sum[j] += part[0][j] + part[1][j];
+            }
+            T* to = dweight + (first + t) * features;
+            if (!whole) {
+                if (column < features) store_vec(to + column, pack<T, N>(sum));
+                continue;
+            }
+#pragma unroll
+            for (int j = 0; j < N; j++) sums[thread * N + j] = sum[j];
+            __syncthreads();
+            compute_t<T> part[4] = {};
+            for (int i = thread; thread < width && i < BWD_THREADS * N; i += 4 * width)
+#pragma unroll
+                for (int k = 0; k < 4; k++) part[k] += sums[i + k * width];
+            if (thread < width && slice + thread < features) to[slice + thread] = T((part[0] + part[1]) + (part[2] + part[3]));
+            __syncthreads();
+        }
+        whole = !whole;
+    } while (whole && __syncthreads_or(is_left));
 }

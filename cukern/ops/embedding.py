@@ -9,13 +9,16 @@ import torch
 from torch import Tensor
 
 from cukern.runtime import backend, checks, interop
+from cukern.runtime.device import device_of
 from cukern.runtime.higher import differentiable
 from cukern.runtime.kernel import Kernel, Template
 from cukern.runtime.registry import Cost, Op, Version, choose, raw_op, register, watched
 from cukern.runtime.tensors import VECTOR_BYTES, pointers, vector_width, wide
 
 THREADS = 128
-ROWS, CHUNK = 2, 64  # as in embedding.cu: rows of a thread of embedding_v2, and sorted tokens of a block of embedding_v2_bwd
+ROWS, BWD_THREADS, SPAN = 2, 256, 256  # as in embedding.cu
+FEW = 4096  # tokens that embedding_v2_bwd sorts itself
+LANES, WAVE = 8, 3
 
 
 def embedding(tokens: Any, weight: Any, positions: Any = None, *, version: str | None = None) -> Tensor:
@@ -33,7 +36,7 @@ def embedding(tokens: Any, weight: Any, positions: Any = None, *, version: str |
 
     Arrays, CPU tensors, autocast: see `help(cukern)`. What is not contiguous is copied first. Gradients are dense: rows of tokens that do
     not occur, and unused rows of positions, are 0. All sums have a fixed order: two runs give the same bits. v2's gradient of weight calls
-    torch.sort, and needs memory for tokens / 32 rows of float32 (float64 for float64).
+    torch.sort for more than 4096 tokens.
 
     A token outside of the vocabulary raises ValueError on the CPU. On a GPU, where finding it would need a synchronization, its row of the
     output is NaN and its row of the gradient is dropped; so it is in the simulator. Graphs of torch.compile on the CPU leave it to torch.
@@ -141,7 +144,7 @@ _apply = differentiable(
 # ---- the versions: forward takes the arguments of the kernel, backward (dweight, dout, tokens, rows)
 
 _V1, _V1_BWD = Template("embedding.cu", "embedding_v1"), Template("embedding.cu", "embedding_v1_bwd")
-_V2, _V2_BWD, _V2_RUNS = (Template("embedding.cu", f"embedding_v2{name}", pdl=True) for name in ("", "_bwd", "_bwd_runs"))
+_V2, _V2_BWD = (Template("embedding.cu", f"embedding_v2{name}", pdl=True) for name in ("", "_bwd"))
 
 
 def _run(kernel: Kernel, groups: int, vectors: int, tensors: Sequence[Tensor | None], *numbers: int, height: int = 1) -> None:
@@ -169,18 +172,21 @@ def _backward_v1(dweight: Tensor, dout: Tensor, tokens: Tensor, rows: int) -> No
 
 
 def _backward_v2(dweight: Tensor, dout: Tensor, tokens: Tensor, rows: int) -> None:
-    (size, features), chunks, width = dweight.shape, -(-rows // CHUNK), vector_width(dweight, dout)
-    if tokens.dtype == torch.int64 and size < 2**31 - 1:  # halves the passes of the radix sort
-        tokens = tokens.clamp(-1, size).int()
-    ordered, order = torch.sort(tokens.view(-1), stable=True)
-    partials = dout.new_empty((2 * chunks, features), dtype=wide(dout.dtype))
-    numbers = rows, size, features, tokens.dtype == torch.int64
-    _run(_V2_BWD[dout.dtype, width], chunks, features // width, (dweight.zero_(), partials, dout, ordered, order), *numbers)
-    _run(_V2_RUNS[dout.dtype], chunks, features, (dweight, partials, ordered), *numbers)
+    (size, features), device, width, order, shared = dweight.shape, dout.get_device(), vector_width(dweight, dout), None, 8 * rows
+    if rows > FEW:
+        if tokens.dtype == torch.int64 and size < 2**31 - 1:  # halves the passes of the radix sort
+            tokens = tokens.clamp(-1, size).int()
+        (tokens, order), shared = torch.sort(tokens.view(-1), stable=True), 0
+    lanes = LANES if width > 1 else 32
+    slices = -(-features // (lanes * width))
+    span = min(-(-size * slices // (WAVE * device_of(device).sms)), SPAN)
+    numbers, grid = (rows, size, features, span, tokens.dtype == torch.int64), (slices * -(-size // span), 1, 1)
+    kernel, block = _V2_BWD[dout.dtype, width].on(device), (lanes, BWD_THREADS // lanes, 1)
+    kernel(grid, block, shared, *pointers(dweight, dout, tokens, order), *numbers)
 
 
 def _instances(dtype: torch.dtype) -> Iterable[Kernel]:
-    return _V2_RUNS[dtype], *(template[dtype, width] for template in (_V2, _V2_BWD) for width in (1, VECTOR_BYTES // dtype.itemsize))
+    return [template[dtype, width] for template in (_V2, _V2_BWD) for width in (1, VECTOR_BYTES // dtype.itemsize)]
 
 
 VERSIONS = {
