@@ -22,10 +22,10 @@
 #include "common/pack.cuh"
 #include "common/ptx/launch.cuh"
 
-constexpr int ROWS = 2;                       // of a thread of embedding_v2, which have the same time
-constexpr int THREADS = 128;                  // per block of embedding_v2, at most
-constexpr int BWD_THREADS = 256, SPAN = 256;  // per block of embedding_v2_bwd: threads, and at most so many rows of dweight
-constexpr int UNROLL = 8;                     // rows that a thread loads at a time, so that enough bytes are in flight
+constexpr int ROWS = 2;               // of a thread of embedding_v2, which have the same time
+constexpr int THREADS = 128;          // per block of embedding_v2, at most
+constexpr int WARPS = 8, SPAN = 256;  // per block of embedding_v2_bwd: warps, and at most so many rows of dweight
+constexpr int UNROLL = 8;             // rows that a thread loads at a time, so that enough bytes are in flight
 
 __device__ __forceinline__ bool is_inside(long long token, long long vocabulary) { return token >= 0 && token < vocabulary; }
 
@@ -88,41 +88,39 @@ __global__ void embedding_v2(T* out, const void* tokens, const T* weight, const 
 }
 
 template <typename T, int N>
-__global__ void __launch_bounds__(BWD_THREADS, 3)
+__global__ void __launch_bounds__(32 * WARPS, 3)
     embedding_v2_bwd(T* dweight, const T* dout, const void* tokens, const long long* order, long long rows, long long vocabulary,
                      long long features, int span, bool wide) {
-    extern __shared__ int found[];  // without order: the block's tokens, as (token - first) << 16 | row; then their sorted rows
+    extern __shared__ int found[];  // without order: by warp, the block's tokens as (token - first) << 16 | row; then their sorted rows
+    __shared__ int of_warp[WARPS];  // tokens that it found
     __shared__ long long starts[SPAN + 1];
-    __shared__ compute_t<T> sums[BWD_THREADS * N];
-    __shared__ int in_warp[BWD_THREADS / 32];
+    __shared__ compute_t<T> sums[32 * WARPS * N];
     wait_for_previous();
-    int thread = threadIdx.y * blockDim.x + threadIdx.x, width = blockDim.x * N, *own = found + rows, all = 0;
+    int thread = threadIdx.y * blockDim.x + threadIdx.x, lane = thread % 32, warp = thread / 32, width = blockDim.x * N;
     unsigned slices = unsigned(features + width - 1) / width, group = blockIdx.x / slices;
     long long first = group * (long long)span, slice = (blockIdx.x - group * slices) * (long long)width, column = slice + threadIdx.x * N;
-    int count = min((long long)span, vocabulary - first);
-    for (int i = thread; !order && i - thread < rows; i += BWD_THREADS) {
+    int count = min((long long)span, vocabulary - first), *own = found + rows, part = (rows + 32 * WARPS - 1) / (32 * WARPS) * 32;
+    int here = 0;
+    for (int i = warp * part + lane; !order && i - lane < min(int(rows), (warp + 1) * part); i += 32) {
         unsigned long long t = i < rows ? index_at(tokens, wide, i) - (unsigned long long)first : ~0ull;
         unsigned votes = __ballot_sync(~0u, t < count);
-        if (thread % 32 == 0) in_warp[thread / 32] = __popc(votes);
-        __syncthreads();
-        int at = all + __popc(votes & ((1u << thread % 32) - 1));
-        for (int w = 0; w < BWD_THREADS / 32; w++) {
-            at += w < thread / 32 ? in_warp[w] : 0;
-            all += in_warp[w];
-        }
-        if (t < count) found[at] = int(t) << 16 | i;
-        __syncthreads();
+        if (t < count) found[warp * part + here + __popc(votes & ((1u << lane) - 1))] = int(t) << 16 | i;
+        here += __popc(votes);
     }
-    for (int t = thread; t <= count; t += BWD_THREADS) {
+    of_warp[warp] = here;
+    __syncthreads();
+    for (int t = thread; t <= count; t += 32 * WARPS) {
         long long low = -1, high = order ? rows : 0;
         while (high - low > 1) {
             long long middle = (low + high) / 2;
             (index_at(tokens, wide, middle) < first + t ? low : high) = middle;
         }
-        for (int i = 0; i < all; i++) high += found[i] >> 16 < t;
+        for (int w = 0; w < WARPS; w++)
+            for (int i = 0; i < of_warp[w]; i++) high += found[w * part + i] >> 16 < t;
         starts[t] = high;
-        for (int i = 0; i < all; i++)
-            if (found[i] >> 16 == t) own[high++] = found[i] & 0xffff;
+        for (int w = 0; w < WARPS; w++)
+            for (int i = 0; i < of_warp[w]; i++)
+                if (found[w * part + i] >> 16 == t) own[high++] = found[w * part + i] & 0xffff;
     }
     __syncthreads();
     long long most = min(max(2 * (starts[count] - starts[0]) / blockDim.y, 2LL * UNROLL), 8LL * UNROLL);
@@ -155,7 +153,7 @@ __global__ void __launch_bounds__(BWD_THREADS, 3)
             for (int j = 0; j < N; j++) sums[thread * N + j] = sum[j];
             __syncthreads();
             compute_t<T> part[4] = {};
-            for (int i = thread; thread < width && i < BWD_THREADS * N; i += 4 * width)
+            for (int i = thread; thread < width && i < 32 * WARPS * N; i += 4 * width)
 #pragma unroll
                 for (int k = 0; k < 4; k++) part[k] += sums[i + k * width];
             if (thread < width && slice + thread < features) to[slice + thread] = T((part[0] + part[1]) + (part[2] + part[3]));

@@ -16,7 +16,7 @@ from cukern.runtime.registry import Cost, Op, Version, choose, raw_op, register,
 from cukern.runtime.tensors import VECTOR_BYTES, pointers, vector_width, wide
 
 THREADS = 128
-ROWS, BWD_THREADS, SPAN = 2, 256, 256  # as in embedding.cu
+ROWS, WARPS, SPAN = 2, 8, 256  # as in embedding.cu
 FEW = 4096  # tokens that embedding_v2_bwd sorts itself
 LANES, WAVE = 8, 3
 
@@ -181,7 +181,7 @@ def _backward_v2(dweight: Tensor, dout: Tensor, tokens: Tensor, rows: int) -> No
     slices = -(-features // (lanes * width))
     span = min(-(-size * slices // (WAVE * device_of(device).sms)), SPAN)
     numbers, grid = (rows, size, features, span, tokens.dtype == torch.int64), (slices * -(-size // span), 1, 1)
-    kernel, block = _V2_BWD[dout.dtype, width].on(device), (lanes, BWD_THREADS // lanes, 1)
+    kernel, block = _V2_BWD[dout.dtype, width].on(device), (lanes, 32 * WARPS // lanes, 1)
     kernel(grid, block, shared, *pointers(dweight, dout, tokens, order), *numbers)
 
 
