@@ -23,7 +23,6 @@
 #include "common/ptx/launch.cuh"
 
 constexpr int ROWS = 2;               // of a thread of embedding_v2, which have the same time
-constexpr int THREADS = 128;          // per block of embedding_v2, at most
 constexpr int WARPS = 8, SPAN = 256;  // per block of embedding_v2_bwd: warps, and at most so many rows of dweight
 constexpr int UNROLL = 8;             // rows that a thread loads at a time, so that enough bytes are in flight
 
@@ -98,14 +97,20 @@ __global__ void __launch_bounds__(32 * WARPS, 3)
     wait_for_previous();
     int thread = threadIdx.y * blockDim.x + threadIdx.x, lane = thread % 32, warp = thread / 32, width = blockDim.x * N;
     unsigned slices = unsigned(features + width - 1) / width, group = blockIdx.x / slices;
-    long long first = group * (long long)span, slice = (blockIdx.x - group * slices) * (long long)width, column = slice + threadIdx.x * N;
+    long long first = group * (long long)span, column = (blockIdx.x - group * slices) * (long long)width + threadIdx.x * N;
     int count = min((long long)span, vocabulary - first), *own = found + rows, part = (rows + 32 * WARPS - 1) / (32 * WARPS) * 32;
-    int here = 0;
-    for (int i = warp * part + lane; !order && i - lane < min(int(rows), (warp + 1) * part); i += 32) {
-        unsigned long long t = i < rows ? index_at(tokens, wide, i) - (unsigned long long)first : ~0ull;
-        unsigned votes = __ballot_sync(~0u, t < count);
-        if (t < count) found[warp * part + here + __popc(votes & ((1u << lane) - 1))] = int(t) << 16 | i;
-        here += __popc(votes);
+    int here = 0, end = min(int(rows), (warp + 1) * part);
+    for (int i = warp * part + lane; !order && i - lane < end; i += 32 * UNROLL) {
+        long long token[UNROLL];
+#pragma unroll
+        for (int k = 0; k < UNROLL; k++) token[k] = i + 32 * k < end ? index_at(tokens, wide, i + 32 * k) : -1;
+#pragma unroll
+        for (int k = 0; k < UNROLL; k++) {
+            bool is_here = token[k] >= first && token[k] < first + count;
+            unsigned votes = __ballot_sync(~0u, is_here);
+            if (is_here) found[warp * part + here + __popc(votes & ((1u << lane) - 1))] = int(token[k] - first) << 16 | (i + 32 * k);
+            here += __popc(votes);
+        }
     }
     of_warp[warp] = here;
     __syncthreads();
@@ -144,20 +149,16 @@ __global__ void __launch_bounds__(32 * WARPS, 3)
 #pragma unroll
                 for (int j = 0; j < N; j++) sum[j] += part[0][j] + part[1][j];
             }
-            T* to = dweight + (first + t) * features;
-            if (!whole) {
-                if (column < features) store_vec(to + column, pack<T, N>(sum));
-                continue;
+            for (int half = whole ? blockDim.y / 2 : 0; half; half /= 2) {
+#pragma unroll
+                for (int j = 0; j < N; j++) sums[thread * N + j] = sum[j];
+                __syncthreads();
+                if (threadIdx.y < half)
+#pragma unroll
+                    for (int j = 0; j < N; j++) sum[j] += sums[(thread + half * blockDim.x) * N + j];
+                __syncthreads();
             }
-#pragma unroll
-            for (int j = 0; j < N; j++) sums[thread * N + j] = sum[j];
-            __syncthreads();
-            compute_t<T> part[4] = {};
-            for (int i = thread; thread < width && i < 32 * WARPS * N; i += 4 * width)
-#pragma unroll
-                for (int k = 0; k < 4; k++) part[k] += sums[i + k * width];
-            if (thread < width && slice + thread < features) to[slice + thread] = T((part[0] + part[1]) + (part[2] + part[3]));
-            __syncthreads();
+            if (column < features && !(whole && threadIdx.y)) store_vec(dweight + (first + t) * features + column, pack<T, N>(sum));
         }
         whole = !whole;
     } while (whole && __syncthreads_or(is_left));
