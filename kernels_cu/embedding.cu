@@ -96,7 +96,7 @@ __global__ void __launch_bounds__(32 * WARPS, 3)
     __shared__ compute_t<T> sums[32 * WARPS * N];
     wait_for_previous();
     int thread = threadIdx.y * blockDim.x + threadIdx.x, lane = thread % 32, warp = thread / 32, width = blockDim.x * N;
-    unsigned slices = unsigned(features + width - 1) / width, group = blockIdx.x / slices;
+    unsigned slices = (features + width - 1) / width, group = blockIdx.x / slices;
     long long first = group * (long long)span, column = (blockIdx.x - group * slices) * (long long)width + threadIdx.x * N;
     int count = min((long long)span, vocabulary - first), *own = found + rows, part = (rows + 32 * WARPS - 1) / (32 * WARPS) * 32;
     int here = 0, end = min(int(rows), (warp + 1) * part);
