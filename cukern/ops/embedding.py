@@ -9,16 +9,14 @@ import torch
 from torch import Tensor
 
 from cukern.runtime import backend, checks, interop
-from cukern.runtime.device import device_of
 from cukern.runtime.higher import differentiable
 from cukern.runtime.kernel import Kernel, Template
 from cukern.runtime.registry import Cost, Op, Version, choose, raw_op, register, watched
 from cukern.runtime.tensors import VECTOR_BYTES, pointers, vector_width, wide
 
 THREADS = 128
-ROWS, WARPS, SPAN = 2, 8, 256  # as in embedding.cu
-FEW = 4096  # tokens that embedding_v2_bwd sorts itself
-LANES, WAVE = 8, 3
+FEW = 2048  # tokens that are added without a sort
+ROWS, CHUNK = 2, 64  # as in embedding.cu: rows of a thread of embedding_v2, and sorted tokens of a block of embedding_v2_bwd
 
 
 def embedding(tokens: Any, weight: Any, positions: Any = None, *, version: str | None = None) -> Tensor:
@@ -36,7 +34,7 @@ def embedding(tokens: Any, weight: Any, positions: Any = None, *, version: str |
 
     Arrays, CPU tensors, autocast: see `help(cukern)`. What is not contiguous is copied first. Gradients are dense: rows of tokens that do
     not occur, and unused rows of positions, are 0. All sums have a fixed order: two runs give the same bits. v2's gradient of weight calls
-    torch.sort for more than 4096 tokens.
+    torch.sort, and needs memory for tokens / 32 rows of float32 (float64 for float64).
 
     A token outside of the vocabulary raises ValueError on the CPU. On a GPU, where finding it would need a synchronization, its row of the
     output is NaN and its row of the gradient is dropped; so it is in the simulator. Graphs of torch.compile on the CPU leave it to torch.
@@ -143,8 +141,8 @@ _apply = differentiable(
 
 # ---- the versions: forward takes the arguments of the kernel, backward (dweight, dout, tokens, rows)
 
-_V1, _V1_BWD = Template("embedding.cu", "embedding_v1"), Template("embedding.cu", "embedding_v1_bwd")
-_V2, _V2_BWD = (Template("embedding.cu", f"embedding_v2{name}", pdl=True) for name in ("", "_bwd"))
+_V1 = Template("embedding.cu", "embedding_v1")
+_V2, _V2_BWD, _V2_BWD_FEW = (Template("embedding.cu", f"embedding_v2{name}", pdl=True) for name in ("", "_bwd", "_bwd_few"))
 
 
 def _run(kernel: Kernel, groups: int, vectors: int, tensors: Sequence[Tensor | None], *numbers: int, height: int = 1) -> None:
@@ -166,32 +164,37 @@ def _forward_v2(tensors: Sequence[Tensor], rows: int, time: int, *numbers: int) 
     _run(_V2[tensors[0].dtype, width], groups, vectors, tensors, rows, time, *numbers, height=height)
 
 
-def _backward_v1(dweight: Tensor, dout: Tensor, tokens: Tensor, rows: int) -> None:
-    numbers = rows, *dweight.shape, tokens.dtype == torch.int64
-    _run(_V1_BWD[dout.dtype], -(-dweight.numel() // THREADS), THREADS, (dweight, dout, tokens), *numbers)
+def _add(dweight: Tensor, dout: Tensor, tokens: Tensor, rows: int) -> None:
+    (size, features), chunks, width = dweight.shape, -(-rows // CHUNK), vector_width(dweight, dout)
+    dweight.zero_()
+    if rows <= FEW:
+        _add_few(dweight, dout, tokens, width, False)
+        return
+    if tokens.dtype == torch.int64 and size < 2**31 - 1:  # halves the passes of the radix sort
+        tokens = tokens.clamp(-1, size).int()
+    ordered, order = torch.sort(tokens.view(-1), stable=True)
+    partials, partial_tokens = dout.new_empty((2 * chunks, features), dtype=wide(dout.dtype)), order.new_empty(2 * chunks)
+    tensors, numbers = (dweight, partials, partial_tokens, dout, ordered, order), (rows, size, features, tokens.dtype == torch.int64)
+    _run(_V2_BWD[dout.dtype, width], chunks, features // width, tensors, *numbers)
+    _add_few(dweight, partials, partial_tokens, min(width, VECTOR_BYTES // partials.itemsize), True)
 
 
-def _backward_v2(dweight: Tensor, dout: Tensor, tokens: Tensor, rows: int) -> None:
-    (size, features), device, width, order, shared = dweight.shape, dout.get_device(), vector_width(dweight, dout), None, 8 * rows
-    if rows > FEW:
-        if tokens.dtype == torch.int64 and size < 2**31 - 1:  # halves the passes of the radix sort
-            tokens = tokens.clamp(-1, size).int()
-        (tokens, order), shared = torch.sort(tokens.view(-1), stable=True), 0
-    lanes = LANES if width > 1 else 32
-    slices = -(-features // (lanes * width))
-    span = min(-(-size * slices // (WAVE * device_of(device).sms)), SPAN)
-    numbers, grid = (rows, size, features, span, tokens.dtype == torch.int64), (slices * -(-size // span), 1, 1)
-    kernel, block = _V2_BWD[dout.dtype, width].on(device), (lanes, 32 * WARPS // lanes, 1)
-    kernel(grid, block, shared, *pointers(dweight, dout, tokens, order), *numbers)
+def _add_few(dweight: Tensor, dout: Tensor, tokens: Tensor, width: int, in_order: bool) -> None:
+    rows, block = tokens.numel(), (64, 4, 1) if width > 1 else (128, 2, 1)
+    grid = rows, -(-dweight.shape[1] // (width * block[0])), 1
+    kernel, numbers = _V2_BWD_FEW[dweight.dtype, dout.dtype, width], (rows, *dweight.shape, tokens.dtype == torch.int64, in_order)
+    kernel.on(dout.get_device())(grid, block, 0, *pointers(dweight, dout, tokens), *numbers)
 
 
 def _instances(dtype: torch.dtype) -> Iterable[Kernel]:
-    return [template[dtype, width] for template in (_V2, _V2_BWD) for width in (1, VECTOR_BYTES // dtype.itemsize)]
+    for width in (1, VECTOR_BYTES // dtype.itemsize):
+        least = min(width, VECTOR_BYTES // wide(dtype).itemsize)
+        yield from {_V2[dtype, width], _V2_BWD[dtype, width], _V2_BWD_FEW[dtype, dtype, width], _V2_BWD_FEW[dtype, wide(dtype), least]}
 
 
 VERSIONS = {
-    "v1": Version("one thread per element", _forward_v1, _backward_v1, lambda dtype: (_V1[dtype], _V1_BWD[dtype])),
-    "v2": Version("vectors, sorted tokens", _forward_v2, _backward_v2, _instances),
+    "v1": Version("one thread per element", _forward_v1, _add, lambda dtype: (_V1[dtype], *_instances(dtype))),
+    "v2": Version("vectors, sorted tokens", _forward_v2, _add, _instances),
 }
 
 # ---- for the tools
