@@ -44,12 +44,6 @@ __global__ void embedding_v1(T* out, const void* tokens, const T* weight, const 
 
 // ---- v2: vectors of N elements
 
-// The first column of this thread's vector.
-template <int N>
-__device__ __forceinline__ long long column_of_thread() {
-    return (blockIdx.y * (long long)blockDim.x + threadIdx.x) * N;
-}
-
 // A block has blockDim.y times of ROWS sequences. A thread has one time, so it loads its position once; its rows are `time` apart. Without
 // positions the launcher passes any time.
 template <typename T, int N>
@@ -57,7 +51,8 @@ __global__ void embedding_v2(T* out, const void* tokens, const T* weight, const 
                              long long vocabulary, long long features, bool wide) {
     wait_for_previous();
     unsigned times = (time + blockDim.y - 1) / blockDim.y, group = blockIdx.x / times;
-    long long column = column_of_thread<N>(), at = (blockIdx.x - group * times) * (long long)blockDim.y + threadIdx.y;
+    long long column = (blockIdx.y * (long long)blockDim.x + threadIdx.x) * N,
+              at = (blockIdx.x - group * times) * (long long)blockDim.y + threadIdx.y;
     long long first = group * (ROWS * time) + at;
     if (column >= features || at >= time || first >= rows) return;
     long long token[ROWS];
@@ -85,12 +80,13 @@ __global__ void __launch_bounds__(THREADS, 6)
     embedding_v2_bwd(T* dweight, compute_t<T>* partials, long long* tokens, const T* dout, const void* sorted, const long long* order,
                      long long rows, long long vocabulary, long long features, bool wide) {
     wait_for_previous();
-    long long column = column_of_thread<N>(), chunk = blockIdx.x, first = chunk * CHUNK, end = min(first + CHUNK, rows);
+    long long column = (blockIdx.y * (long long)blockDim.x + threadIdx.x) * N, chunk = blockIdx.x, first = chunk * CHUNK,
+              end = min(first + CHUNK, rows);
     if (column >= features) return;
-    if (column == 0) tokens[2 * chunk] = tokens[2 * chunk + 1] = -1;
+    if (column == 0) tokens[2 * chunk + 1] = -1;
     compute_t<T> sum[N] = {};
     long long token = index_at(sorted, wide, first);
-    bool continues = first > 0 && index_at(sorted, wide, first - 1) == token;  // the run started in an earlier chunk
+    bool is_first = true;
     for (long long i = first; i < end; i += UNROLL) {
         Vec<T, N> v[UNROLL];
 #pragma unroll
@@ -101,27 +97,29 @@ __global__ void __launch_bounds__(THREADS, 6)
         for (int k = 0; k < UNROLL; k++) {
             if (i + k >= end) break;
             add_to(part[k % 2], v[k]);
-            long long next = i + k + 1 < rows ? index_at(sorted, wide, i + k + 1) : -1;
-            bool ends = i + k + 1 == rows || next != token, is_last = ends || i + k + 1 == end;
-            if (!is_last && k + 1 < UNROLL) continue;
+            bool is_last = i + k + 1 == end;
+            long long next = index_at(sorted, wide, is_last ? i + k : i + k + 1);
+            bool ends = is_last || next != token;
+            if (!ends && k + 1 < UNROLL) continue;
 #pragma unroll
             for (int j = 0; j < N; j++) {
                 sum[j] += part[0][j] + part[1][j];
                 part[0][j] = part[1][j] = 0;
             }
-            if (!is_last) continue;
-            if (continues || !ends) {
-                long long slot = 2 * chunk + !continues;
-#pragma unroll
-                for (int j = 0; j < N; j++) partials[slot * features + column + j] = sum[j];
+            if (!ends) continue;
+            if (is_first || is_last) {
+                long long slot = 2 * chunk + !is_first;
                 if (column == 0) tokens[slot] = token;
+                compute_t<T>* to = partials + slot * features + column;
+#pragma unroll
+                for (int j = 0; j < N; j++) to[j] = sum[j];
             } else if (is_inside(token, vocabulary)) {
                 store_vec(dweight + token * features + column, pack<T, N>(sum));
             }
 #pragma unroll
             for (int j = 0; j < N; j++) sum[j] = 0;
             token = next;
-            continues = false;
+            is_first = false;
         }
     }
 }
@@ -133,7 +131,7 @@ __global__ void __launch_bounds__(FEW_THREADS, 4) embedding_v2_bwd_few(T* dweigh
                                                                        long long vocabulary, long long features, bool wide, bool sorted) {
     __shared__ compute_t<T> sums[FEW_THREADS * N];
     wait_for_previous();
-    long long row = blockIdx.x, column = column_of_thread<N>(), token = index_at(tokens, wide, row);
+    long long row = blockIdx.x, column = (blockIdx.y * (long long)blockDim.x + threadIdx.x) * N, token = index_at(tokens, wide, row);
     int thread = threadIdx.y * blockDim.x + threadIdx.x;
     bool is_earlier = !is_inside(token, vocabulary);
     for (long long i = (sorted ? max(row - 2, 0LL) : 0) + thread; i < row; i += FEW_THREADS)
@@ -158,14 +156,12 @@ __global__ void __launch_bounds__(FEW_THREADS, 4) embedding_v2_bwd_few(T* dweigh
 #pragma unroll
         for (int j = 0; j < N; j++) sum[j] += part[0][j] + part[1][j];
     }
-    for (int half = blockDim.y / 2; half; half /= 2) {
 #pragma unroll
-        for (int j = 0; j < N; j++) sums[thread * N + j] = sum[j];
-        __syncthreads();
-        if (threadIdx.y < half)
+    for (int j = 0; j < N; j++) sums[thread * N + j] = sum[j];
+    __syncthreads();
+    if (column >= features || threadIdx.y) return;
+    for (int y = 1; y < blockDim.y; y++)
 #pragma unroll
-            for (int j = 0; j < N; j++) sum[j] += sums[(thread + half * blockDim.x) * N + j];
-        __syncthreads();
-    }
-    if (column < features && threadIdx.y == 0) store_vec(dweight + token * features + column, pack<T, N>(sum));
+        for (int j = 0; j < N; j++) sum[j] += sums[(y * blockDim.x + thread) * N + j];
+    store_vec(dweight + token * features + column, pack<T, N>(sum));
 }

@@ -16,6 +16,7 @@ from cukern.runtime.tensors import VECTOR_BYTES, pointers, vector_width, wide
 
 THREADS = 128
 FEW = 2048  # tokens that are added without a sort
+HEIGHT, HEIGHT1 = 4, 2
 ROWS, CHUNK = 2, 64  # as in embedding.cu: rows of a thread of embedding_v2, and sorted tokens of a block of embedding_v2_bwd
 
 
@@ -164,37 +165,38 @@ def _forward_v2(tensors: Sequence[Tensor], rows: int, time: int, *numbers: int) 
     _run(_V2[tensors[0].dtype, width], groups, vectors, tensors, rows, time, *numbers, height=height)
 
 
-def _add(dweight: Tensor, dout: Tensor, tokens: Tensor, rows: int) -> None:
-    (size, features), chunks, width = dweight.shape, -(-rows // CHUNK), vector_width(dweight, dout)
-    dweight.zero_()
+def _backward_v2(dweight: Tensor, dout: Tensor, tokens: Tensor, rows: int) -> None:
+    (size, features), chunks, width, sums = dweight.shape, -(-rows // CHUNK), vector_width(dweight, dout), wide(dout.dtype)
     if rows <= FEW:
-        _add_few(dweight, dout, tokens, width, False)
-        return
-    if tokens.dtype == torch.int64 and size < 2**31 - 1:  # halves the passes of the radix sort
-        tokens = tokens.clamp(-1, size).int()
-    ordered, order = torch.sort(tokens.view(-1), stable=True)
-    partials, partial_tokens = dout.new_empty((2 * chunks, features), dtype=wide(dout.dtype)), order.new_empty(2 * chunks)
-    tensors, numbers = (dweight, partials, partial_tokens, dout, ordered, order), (rows, size, features, tokens.dtype == torch.int64)
+        return _add_rows(dweight.zero_(), dout, tokens, False)
+    ordered, small = tokens.view(-1), size < 2**16 - 1
+    if small or size < 2**31 - 1 and tokens.dtype == torch.int64:  # fewer bytes need fewer passes of the radix sort
+        ordered = ordered.clamp(-1, size).to(torch.int16 if small else torch.int32)
+    ordered, order = torch.sort(ordered, stable=True)
+    ordered = ordered.view(torch.uint16).int() if small else ordered  # -1 is outside of the vocabulary as 65535, too
+    partials, of_partials = dout.new_empty((2 * chunks, features), dtype=sums), order.new_empty(2 * chunks)
+    tensors, numbers = (dweight.zero_(), partials, of_partials, dout, ordered, order), (rows, size, features, ordered.dtype == torch.int64)
     _run(_V2_BWD[dout.dtype, width], chunks, features // width, tensors, *numbers)
-    _add_few(dweight, partials, partial_tokens, min(width, VECTOR_BYTES // partials.itemsize), True)
+    _add_rows(dweight, partials, of_partials, True)
 
 
-def _add_few(dweight: Tensor, dout: Tensor, tokens: Tensor, width: int, in_order: bool) -> None:
-    rows, block = tokens.numel(), (64, 4, 1) if width > 1 else (128, 2, 1)
-    grid = rows, -(-dweight.shape[1] // (width * block[0])), 1
-    kernel, numbers = _V2_BWD_FEW[dweight.dtype, dout.dtype, width], (rows, *dweight.shape, tokens.dtype == torch.int64, in_order)
-    kernel.on(dout.get_device())(grid, block, 0, *pointers(dweight, dout, tokens), *numbers)
+def _add_rows(dweight: Tensor, dout: Tensor, tokens: Tensor, are_neighbors: bool) -> None:
+    rows, width = len(tokens.view(-1)), vector_width(dout)
+    height = HEIGHT if width > 1 else HEIGHT1
+    grid, block = (rows, -(-dweight.shape[1] * height // (256 * width)), 1), (256 // height, height, 1)
+    numbers = rows, *dweight.shape, tokens.dtype == torch.int64, are_neighbors
+    _V2_BWD_FEW[dweight.dtype, dout.dtype, width].on(dout.get_device())(grid, block, 0, *pointers(dweight, dout, tokens), *numbers)
 
 
 def _instances(dtype: torch.dtype) -> Iterable[Kernel]:
-    for width in (1, VECTOR_BYTES // dtype.itemsize):
-        least = min(width, VECTOR_BYTES // wide(dtype).itemsize)
-        yield from {_V2[dtype, width], _V2_BWD[dtype, width], _V2_BWD_FEW[dtype, dtype, width], _V2_BWD_FEW[dtype, wide(dtype), least]}
+    sums, width = wide(dtype), VECTOR_BYTES // dtype.itemsize
+    of_rows = {(dtype, dtype, 1), (dtype, dtype, width), (dtype, sums, 1), (dtype, sums, VECTOR_BYTES // sums.itemsize)}
+    return *(_V2_BWD_FEW[key] for key in of_rows), *(template[dtype, n] for template in (_V2, _V2_BWD) for n in (1, width))
 
 
 VERSIONS = {
-    "v1": Version("one thread per element", _forward_v1, _add, lambda dtype: (_V1[dtype], *_instances(dtype))),
-    "v2": Version("vectors, sorted tokens", _forward_v2, _add, _instances),
+    "v1": Version("one thread per element", _forward_v1, _backward_v2, lambda dtype: (_V1[dtype], *_instances(dtype))),
+    "v2": Version("vectors, sorted tokens", _forward_v2, _backward_v2, _instances),
 }
 
 # ---- for the tools
