@@ -170,7 +170,7 @@ def _backward_v2(dweight: Tensor, dout: Tensor, tokens: Tensor, rows: int) -> No
     if rows <= FEW:
         return _add_rows(dweight.zero_(), dout, tokens, False)
     ordered, small = tokens.view(-1), size < 2**16 - 1
-    if small or size < 2**31 - 1 and tokens.dtype == torch.int64:  # fewer bytes need fewer passes of the radix sort
+    if small or (size < 2**31 - 1 and tokens.dtype == torch.int64):  # fewer bytes need fewer passes of the radix sort
         ordered = ordered.clamp(-1, size).to(torch.int16 if small else torch.int32)
     ordered, order = torch.sort(ordered, stable=True)
     ordered = ordered.view(torch.uint16).int() if small else ordered  # -1 is outside of the vocabulary as 65535, too

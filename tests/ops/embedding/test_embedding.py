@@ -136,18 +136,6 @@ def test_the_order_of_a_sum_is_fixed(version, few, monkeypatch):
 
 
 @kernels
-def test_few_tokens_are_added_as_many(monkeypatch):
-    """With the same bits: the sorts in the kernel and by torch give the same order."""
-    tokens, weight, dout = torch.randint(-2, 12, (1500,)), torch.zeros(9, 8, device=DEVICE, requires_grad=True), torch.randn(1500, 8)
-    tokens[::3] = 4
-    grads = []
-    for few in (1500, 1499):
-        monkeypatch.setattr(module, "FEW", few)
-        grads += torch.autograd.grad(cukern.embedding(tokens.to(DEVICE), weight, version="v2"), weight, dout.to(DEVICE))
-    assert same_bits(*grads)
-
-
-@kernels
 @pytest.mark.parametrize("dtype, exact", ((torch.float32, numpy.float64), (torch.float64, numpy.longdouble)))
 def test_sums_of_equal_numbers(dtype, exact):
     """One by one, the error of 130 equal terms is up to 16 eps of the sum."""
