@@ -23,7 +23,7 @@
 
 constexpr int ROWS = 2;           // of a thread of embedding_v2, which have the same time
 constexpr int CHUNK = 64;         // sorted tokens per block
-constexpr int THREADS = 128;      // per block, at most
+constexpr int THREADS = 128;      // per block, at most, but for embedding_v2_bwd_few
 constexpr int FEW_THREADS = 256;  // per block of embedding_v2_bwd_few
 constexpr int UNROLL = 8;         // rows that a thread loads at a time, so that enough bytes are in flight
 
@@ -143,18 +143,18 @@ __global__ void __launch_bounds__(FEW_THREADS, 4) embedding_v2_bwd_few(T* dweigh
         long long i = first + threadIdx.x % 32;
         unsigned equal = __ballot_sync(~0u, i < rows && index_at(tokens, wide, i) == token);
         if (sorted && !equal) break;
-        compute_t<T> part[2][N] = {};
         for (int left = __popc(equal); left > 0; left -= UNROLL / 2) {
             Vec<S, N> v[UNROLL / 2];
 #pragma unroll
             for (int k = 0; k < UNROLL / 2; k++, equal &= equal - 1)
                 if (k < left) v[k] = load_vec<S, N>(dout + (first + __ffs(equal) - 1) * features);
+            compute_t<T> part[2][N] = {};
 #pragma unroll
             for (int k = 0; k < UNROLL / 2; k++)
                 if (k < left) add_to(part[k % 2], v[k]);
-        }
 #pragma unroll
-        for (int j = 0; j < N; j++) sum[j] += part[0][j] + part[1][j];
+            for (int j = 0; j < N; j++) sum[j] += part[0][j] + part[1][j];
+        }
     }
 #pragma unroll
     for (int j = 0; j < N; j++) sums[thread * N + j] = sum[j];

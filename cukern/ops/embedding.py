@@ -14,10 +14,9 @@ from cukern.runtime.kernel import Kernel, Template
 from cukern.runtime.registry import Cost, Op, Version, choose, raw_op, register, watched
 from cukern.runtime.tensors import VECTOR_BYTES, pointers, vector_width, wide
 
-THREADS = 128
 FEW = 2048  # tokens that are added without a sort
 HEIGHT, HEIGHT1 = 4, 2
-ROWS, CHUNK = 2, 64  # as in embedding.cu: rows of a thread of embedding_v2, and sorted tokens of a block of embedding_v2_bwd
+THREADS, FEW_THREADS, ROWS, CHUNK = 128, 256, 2, 64  # as in embedding.cu
 
 
 def embedding(tokens: Any, weight: Any, positions: Any = None, *, version: str | None = None) -> Tensor:
@@ -98,10 +97,9 @@ def _launch(tokens: Tensor, weight: Tensor, positions: Tensor | None, version: s
 
 
 def _launch_backward(dout: Tensor, tokens: Tensor, size: int, version: str) -> Tensor:
-    dweight, dout = dout.new_empty((size, dout.shape[-1])), dout.resolve_neg().contiguous()
-    if not dout.numel() or not size:
-        return dweight.zero_()
-    choose("embedding", version, dout.get_device()).backward(dweight, dout, tokens.contiguous(), tokens.numel())
+    dweight, dout = dout.new_zeros((size, dout.shape[-1])), dout.resolve_neg().contiguous()
+    if dout.numel() and size:
+        choose("embedding", version, dout.get_device()).backward(dweight, dout, tokens.contiguous(), tokens.numel())
     return dweight
 
 
@@ -140,17 +138,17 @@ _apply = differentiable(
     kept=lambda inputs, _: [t if i == 0 or t is None else t.new_empty(()).expand(t.shape) for i, t in enumerate(inputs)],
 )  # fmt: skip
 
-# ---- the versions: forward takes the arguments of the kernel, backward (dweight, dout, tokens, rows)
+# ---- the versions: forward takes the arguments of the kernel, backward (zeros, dout, tokens, rows)
 
 _V1 = Template("embedding.cu", "embedding_v1")
 _V2, _V2_BWD, _V2_BWD_FEW = (Template("embedding.cu", f"embedding_v2{name}", pdl=True) for name in ("", "_bwd", "_bwd_few"))
 
 
-def _run(kernel: Kernel, groups: int, vectors: int, tensors: Sequence[Tensor | None], *numbers: int, height: int = 1) -> None:
-    """Launch `groups` rows of blocks, with a thread for each of `vectors` columns and `height` rows of threads in each block."""
-    slices = -(-vectors // THREADS)
-    grid, block = (groups, slices, 1), (-(-vectors // slices), height, 1)
-    kernel.on(tensors[0].get_device())(grid, block, 0, *pointers(*tensors), *numbers)  # type: ignore[union-attr]
+def _run(kernel: Kernel, groups: int, vectors: int, tensors: Sequence[Any], *numbers: int, height: int = 1, lanes: int = 0) -> None:
+    """Launch `groups` rows of blocks, with a thread for each of `vectors` columns, and `height` rows of threads (of `lanes`) per block."""
+    slices = -(-vectors // (lanes or THREADS))
+    grid, block = (groups, slices, 1), (lanes or -(-vectors // slices), height, 1)
+    kernel.on(tensors[0].get_device())(grid, block, 0, *pointers(*tensors), *numbers)
 
 
 def _forward_v1(tensors: Sequence[Tensor], *numbers: int) -> None:
@@ -166,26 +164,20 @@ def _forward_v2(tensors: Sequence[Tensor], rows: int, time: int, *numbers: int) 
 
 
 def _backward_v2(dweight: Tensor, dout: Tensor, tokens: Tensor, rows: int) -> None:
-    (size, features), chunks, width, sums = dweight.shape, -(-rows // CHUNK), vector_width(dweight, dout), wide(dout.dtype)
-    if rows <= FEW:
-        return _add_rows(dweight.zero_(), dout, tokens, False)
-    ordered, small = tokens.view(-1), size < 2**16 - 1
-    if small or (size < 2**31 - 1 and tokens.dtype == torch.int64):  # fewer bytes need fewer passes of the radix sort
-        ordered = ordered.clamp(-1, size).to(torch.int16 if small else torch.int32)
-    ordered, order = torch.sort(ordered, stable=True)
-    ordered = ordered.view(torch.uint16).int() if small else ordered  # -1 is outside of the vocabulary as 65535, too
-    partials, of_partials = dout.new_empty((2 * chunks, features), dtype=sums), order.new_empty(2 * chunks)
-    tensors, numbers = (dweight.zero_(), partials, of_partials, dout, ordered, order), (rows, size, features, ordered.dtype == torch.int64)
-    _run(_V2_BWD[dout.dtype, width], chunks, features // width, tensors, *numbers)
-    _add_rows(dweight, partials, of_partials, True)
-
-
-def _add_rows(dweight: Tensor, dout: Tensor, tokens: Tensor, are_neighbors: bool) -> None:
-    rows, width = len(tokens.view(-1)), vector_width(dout)
-    height = HEIGHT if width > 1 else HEIGHT1
-    grid, block = (rows, -(-dweight.shape[1] * height // (256 * width)), 1), (256 // height, height, 1)
-    numbers = rows, *dweight.shape, tokens.dtype == torch.int64, are_neighbors
-    _V2_BWD_FEW[dweight.dtype, dout.dtype, width].on(dout.get_device())(grid, block, 0, *pointers(dweight, dout, tokens), *numbers)
+    (size, features), width, many = dweight.shape, vector_width(dout), rows > FEW
+    if many:
+        ordered, small, chunks = tokens.view(-1), size < 2**16 - 1, -(-rows // CHUNK)
+        if small or (size < 2**31 - 1 and tokens.dtype == torch.int64):  # fewer bytes need fewer passes of the radix sort
+            ordered = ordered.clamp(-1, size).to(torch.int16 if small else torch.int32)
+        ordered, order = torch.sort(ordered, stable=True)
+        ordered = ordered.view(torch.uint16).int() if small else ordered  # -1 becomes 65535, outside of the vocabulary too
+        partials, tokens = dout.new_empty((2 * chunks, features), dtype=wide(dout.dtype)), order.new_empty(2 * chunks)
+        tensors, kernel = (dweight, partials, tokens, dout, ordered, order), _V2_BWD[dout.dtype, width]
+        _run(kernel, chunks, features // width, tensors, rows, size, features, ordered.dtype == torch.int64)
+        dout, rows, width = partials, 2 * chunks, vector_width(partials)
+    kernel, height = _V2_BWD_FEW[dweight.dtype, dout.dtype, width], HEIGHT if width > 1 else HEIGHT1
+    numbers = rows, size, features, tokens.dtype == torch.int64, many
+    _run(kernel, rows, features // width, (dweight, dout, tokens), *numbers, height=height, lanes=FEW_THREADS // height)
 
 
 def _instances(dtype: torch.dtype) -> Iterable[Kernel]:
