@@ -7,25 +7,23 @@
 // Order      Every sum has a fixed order, and there are no atomics: two runs give the same bits.
 //
 // version  idea
-// v1       one thread per element
-// v2       16-byte vectors, ROWS rows per thread; dweight from sorted tokens. H200, 32 x 1024 tokens of 768 features: forward 0.88
-//          (float32) and 0.90 (bfloat16) of a copy of the same bytes, backward 0.37 and 0.25
+// v1       one thread per element; backward as v2
+// v2       16-byte vectors, ROWS rows per thread. H200, 32 x 1024 tokens of 768 features: forward 0.88 (float32) and 0.90 (bfloat16) of a
+//          copy of the same bytes, backward 0.37 and 0.25
 //
-// dweight    The launcher zeroes dweight. embedding_v2_bwd_few adds the rows of few tokens. More are sorted (stable); order[i] is the row of
-//            sorted[i]. A block of embedding_v2_bwd adds the rows of one chunk of CHUNK sorted tokens, so the load is balanced however often
-//            a token occurs. Sums of tokens that lie in one chunk are written to dweight. Others are partial: in slot 1 of the chunk where
-//            the token starts, in slot 0 of the next ones. embedding_v2_bwd_few adds these.
+// dweight    The launcher zeroes it. embedding_v2_bwd_few adds the rows of few tokens. More are sorted (stable); order[i] is the row of
+//            sorted[i]. A block of embedding_v2_bwd adds the rows of CHUNK sorted tokens, so the load is balanced however often one occurs.
+//            The sums of a chunk's first and last token are partial, in its slots 0 and 1: embedding_v2_bwd_few adds these.
 // Launch     v1: 1-D, one thread per element. v2: blockDim.x threads share a row, or a slice of it; grid.x = groups of blockDim.y times, for
 //            each group of ROWS sequences, or chunks, or rows; grid.y = slices.
 // Predictions and experiments: docs/notes/embedding.md.
 #include "common/pack.cuh"
 #include "common/ptx/launch.cuh"
 
-constexpr int ROWS = 2;           // of a thread of embedding_v2, which have the same time
-constexpr int CHUNK = 64;         // sorted tokens per block
-constexpr int THREADS = 128;      // per block, at most, but for embedding_v2_bwd_few
-constexpr int FEW_THREADS = 256;  // per block of embedding_v2_bwd_few
-constexpr int UNROLL = 8;         // rows that a thread loads at a time, so that enough bytes are in flight
+constexpr int ROWS = 2;                          // of a thread of embedding_v2, which have the same time
+constexpr int CHUNK = 64;                        // sorted tokens per block
+constexpr int THREADS = 128, FEW_THREADS = 256;  // per block, at most; in embedding_v2_bwd_few
+constexpr int UNROLL = 8;                        // rows that a thread loads at a time, so that enough bytes are in flight
 
 __device__ __forceinline__ bool is_inside(long long token, long long vocabulary) { return token >= 0 && token < vocabulary; }
 
@@ -80,8 +78,8 @@ __global__ void __launch_bounds__(THREADS, 6)
     embedding_v2_bwd(T* dweight, compute_t<T>* partials, long long* tokens, const T* dout, const void* sorted, const long long* order,
                      long long rows, long long vocabulary, long long features, bool wide) {
     wait_for_previous();
-    long long column = (blockIdx.y * (long long)blockDim.x + threadIdx.x) * N, chunk = blockIdx.x, first = chunk * CHUNK,
-              end = min(first + CHUNK, rows);
+    long long column = (blockIdx.y * (long long)blockDim.x + threadIdx.x) * N;
+    long long chunk = blockIdx.x, first = chunk * CHUNK, end = min(first + CHUNK, rows);
     if (column >= features) return;
     if (column == 0) tokens[2 * chunk + 1] = -1;
     compute_t<T> sum[N] = {};
@@ -110,9 +108,7 @@ __global__ void __launch_bounds__(THREADS, 6)
             if (is_first || is_last) {
                 long long slot = 2 * chunk + !is_first;
                 if (column == 0) tokens[slot] = token;
-                compute_t<T>* to = partials + slot * features + column;
-#pragma unroll
-                for (int j = 0; j < N; j++) to[j] = sum[j];
+                store_vec(partials + slot * features + column, pack<compute_t<T>, N>(sum));
             } else if (is_inside(token, vocabulary)) {
                 store_vec(dweight + token * features + column, pack<T, N>(sum));
             }
@@ -129,14 +125,13 @@ __global__ void __launch_bounds__(THREADS, 6)
 template <typename T, typename S, int N>
 __global__ void __launch_bounds__(FEW_THREADS, 4) embedding_v2_bwd_few(T* dweight, const S* dout, const void* tokens, long long rows,
                                                                        long long vocabulary, long long features, bool wide, bool sorted) {
-    __shared__ compute_t<T> sums[FEW_THREADS * N];
+    __shared__ Vec<compute_t<T>, N> sums[FEW_THREADS];
     wait_for_previous();
     long long row = blockIdx.x, column = (blockIdx.y * (long long)blockDim.x + threadIdx.x) * N, token = index_at(tokens, wide, row);
     int thread = threadIdx.y * blockDim.x + threadIdx.x;
-    bool is_earlier = !is_inside(token, vocabulary);
-    for (long long i = (sorted ? max(row - 2, 0LL) : 0) + thread; i < row; i += FEW_THREADS)
-        is_earlier |= index_at(tokens, wide, i) == token;
-    if (__syncthreads_or(is_earlier)) return;
+    bool is_done = !is_inside(token, vocabulary);
+    for (long long i = thread + (sorted ? max(row - 2, 0LL) : 0); i < row; i += FEW_THREADS) is_done |= index_at(tokens, wide, i) == token;
+    if (__syncthreads_or(is_done)) return;
     dout += min(column, features - N);
     compute_t<T> sum[N] = {};
     for (long long first = row + 32 * threadIdx.y; first < rows; first += 32 * blockDim.y) {
@@ -156,12 +151,9 @@ __global__ void __launch_bounds__(FEW_THREADS, 4) embedding_v2_bwd_few(T* dweigh
             for (int j = 0; j < N; j++) sum[j] += part[0][j] + part[1][j];
         }
     }
-#pragma unroll
-    for (int j = 0; j < N; j++) sums[thread * N + j] = sum[j];
+    sums[thread] = pack<compute_t<T>, N>(sum);
     __syncthreads();
     if (column >= features || threadIdx.y) return;
-    for (int y = 1; y < blockDim.y; y++)
-#pragma unroll
-        for (int j = 0; j < N; j++) sum[j] += sums[(y * blockDim.x + thread) * N + j];
+    for (int y = 1; y < blockDim.y; y++) add_to(sum, sums[y * blockDim.x + thread]);
     store_vec(dweight + token * features + column, pack<T, N>(sum));
 }
