@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(THREADS, 6)
     if (column == 0) tokens[2 * chunk + 1] = -1;
     compute_t<T> sum[N] = {};
     long long token = index_at(sorted, wide, first);
-    bool is_first = true;
+    long long slot = 2 * chunk;  // of the chunk's first token
     for (long long i = first; i < end; i += UNROLL) {
         Vec<T, N> v[UNROLL];
 #pragma unroll
@@ -105,8 +105,7 @@ __global__ void __launch_bounds__(THREADS, 6)
                 part[0][j] = part[1][j] = 0;
             }
             if (!ends) continue;
-            if (is_first || is_last) {
-                long long slot = 2 * chunk + !is_first;
+            if (slot == 2 * chunk || is_last) {
                 if (column == 0) tokens[slot] = token;
                 store_vec(partials + slot * features + column, pack<compute_t<T>, N>(sum));
             } else if (is_inside(token, vocabulary)) {
@@ -115,7 +114,7 @@ __global__ void __launch_bounds__(THREADS, 6)
 #pragma unroll
             for (int j = 0; j < N; j++) sum[j] = 0;
             token = next;
-            is_first = false;
+            slot = 2 * chunk + 1;
         }
     }
 }

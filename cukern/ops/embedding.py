@@ -14,9 +14,7 @@ from cukern.runtime.kernel import Kernel, Template
 from cukern.runtime.registry import Cost, Op, Version, choose, raw_op, register, watched
 from cukern.runtime.tensors import VECTOR_BYTES, pointers, vector_width, wide
 
-FEW = 2048  # tokens that are added without a sort
-HEIGHT, HEIGHT1 = 4, 2
-THREADS, FEW_THREADS, ROWS, CHUNK = 128, 256, 2, 64  # as in embedding.cu
+THREADS, FEW_THREADS, ROWS, CHUNK, FEW = 128, 256, 2, 64, 2048  # as in embedding.cu; FEW: the most tokens that are not sorted
 
 
 def embedding(tokens: Any, weight: Any, positions: Any = None, *, version: str | None = None) -> Tensor:
@@ -33,8 +31,8 @@ def embedding(tokens: Any, weight: Any, positions: Any = None, *, version: str |
         version: "v1" or "v2"; default: the fastest.
 
     Arrays, CPU tensors, autocast: see `help(cukern)`. What is not contiguous is copied first. Gradients are dense: rows of tokens that do
-    not occur, and unused rows of positions, are 0. All sums have a fixed order: two runs give the same bits. v2's gradient of weight calls
-    torch.sort, and needs memory for tokens / 32 rows of float32 (float64 for float64).
+    not occur, and unused rows of positions, are 0. All sums have a fixed order: two runs give the same bits. The gradient of weight calls
+    torch.sort for more than 2048 tokens, and needs memory for tokens / 32 rows of float32 (float64 for float64).
 
     A token outside of the vocabulary raises ValueError on the CPU. On a GPU, where finding it would need a synchronization, its row of the
     output is NaN and its row of the gradient is dropped; so it is in the simulator. Graphs of torch.compile on the CPU leave it to torch.
@@ -141,7 +139,7 @@ _apply = differentiable(
 # ---- the versions: forward takes the arguments of the kernel, backward (zeros, dout, tokens, rows)
 
 _V1 = Template("embedding.cu", "embedding_v1")
-_V2, _V2_BWD, _V2_BWD_FEW = (Template("embedding.cu", f"embedding_v2{name}", pdl=True) for name in ("", "_bwd", "_bwd_few"))
+_V2, _V2_BWD, _FEW = (Template("embedding.cu", f"embedding_v2{name}", pdl=True) for name in ("", "_bwd", "_bwd_few"))
 
 
 def _run(kernel: Kernel, groups: int, vectors: int, tensors: Sequence[Any], *numbers: int, height: int = 1, lanes: int = 0) -> None:
@@ -175,15 +173,14 @@ def _backward_v2(dweight: Tensor, dout: Tensor, tokens: Tensor, rows: int) -> No
         tensors, kernel = (dweight, partials, tokens, dout, ordered, order), _V2_BWD[dout.dtype, width]
         _run(kernel, chunks, features // width, tensors, rows, size, features, ordered.dtype == torch.int64)
         dout, rows, width = partials, 2 * chunks, vector_width(partials)
-    kernel, height = _V2_BWD_FEW[dweight.dtype, dout.dtype, width], HEIGHT if width > 1 else HEIGHT1
+    kernel, height = _FEW[dweight.dtype, dout.dtype, width], 8 if features // width <= 32 else 4 if width > 1 else 2
     numbers = rows, size, features, tokens.dtype == torch.int64, many
     _run(kernel, rows, features // width, (dweight, dout, tokens), *numbers, height=height, lanes=FEW_THREADS // height)
 
 
 def _instances(dtype: torch.dtype) -> Iterable[Kernel]:
-    sums, width = wide(dtype), VECTOR_BYTES // dtype.itemsize
-    of_rows = {(dtype, dtype, 1), (dtype, dtype, width), (dtype, sums, 1), (dtype, sums, VECTOR_BYTES // sums.itemsize)}
-    return *(_V2_BWD_FEW[key] for key in of_rows), *(template[dtype, n] for template in (_V2, _V2_BWD) for n in (1, width))
+    of_rows = {(dtype, of, n) for of in (dtype, wide(dtype)) for n in (1, VECTOR_BYTES // of.itemsize)}
+    return *(_FEW[key] for key in of_rows), *(t[dtype, n] for t in (_V2, _V2_BWD) for n in (1, VECTOR_BYTES // dtype.itemsize))
 
 
 VERSIONS = {

@@ -67,7 +67,7 @@ def test_empty_vocabulary_and_table(device, version):
 @SORTED
 @VERSIONS
 def test_tables_larger_than_a_block(version, few, monkeypatch):
-    """More than one slice of a row, unaligned rows, and more rows than a block of the backward writes."""
+    """More than one slice of a row, unaligned rows, and many rows without a token."""
     monkeypatch.setattr(module, "FEW", few)
     for vocabulary, features in ((3, 2048), (3, 1030), (7000, 8), (300, 72)):
         check(torch.randint(vocabulary, (2, 3), device=DEVICE), whole(vocabulary, features), whole(3, features), version)
@@ -115,7 +115,7 @@ def test_tokens_outside_of_the_vocabulary_on_the_cpu():
 @SORTED
 @VERSIONS
 def test_runs_of_equal_tokens(version, few, monkeypatch):
-    """Tokens that threads with 8 rows at a time add, and tokens that occur more often, which a whole block adds."""
+    """Around 4, 8, 32 and 64: rows loaded at a time, tokens that a warp looks at, and a chunk of sorted tokens."""
     monkeypatch.setattr(module, "FEW", few)
     for counts in ((8,), (1, 7, 9), (16, 17), (15, 0, 16), (2, 64, 65), (130, 1, 20), (3, 600), (257, 5, 256, 258)):
         tokens = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
@@ -136,9 +136,11 @@ def test_the_order_of_a_sum_is_fixed(version, few, monkeypatch):
 
 
 @kernels
+@SORTED
 @pytest.mark.parametrize("dtype, exact", ((torch.float32, numpy.float64), (torch.float64, numpy.longdouble)))
-def test_sums_of_equal_numbers(dtype, exact):
+def test_sums_of_equal_numbers(dtype, few, exact, monkeypatch):
     """One by one, the error of 130 equal terms is up to 16 eps of the sum."""
+    monkeypatch.setattr(module, "FEW", few)
     dout = torch.randn(512, dtype=dtype, device=DEVICE).expand(130, -1)
     weight = torch.zeros(2, 512, dtype=dtype, device=DEVICE, requires_grad=True)
     cukern.embedding(torch.zeros(130, dtype=torch.int32, device=DEVICE), weight, version="v2").backward(dout)
