@@ -7,25 +7,23 @@
 // Order      Every sum has a fixed order, and there are no atomics: two runs give the same bits.
 //
 // version  idea
-// v1       one thread per element; in dweight it scans all tokens
-// v2       16-byte vectors, ROWS rows per thread; dweight from sorted tokens. H200, 32 x 1024 tokens of 768 features: forward 0.88
-//          (float32) and 0.90 (bfloat16) of a copy of the same bytes, backward 0.37 and 0.25
+// v1       one thread per element; backward as v2
+// v2       16-byte vectors, ROWS rows per thread. H200, 32 x 1024 tokens of 768 features: forward 0.88 (float32) and 0.90 (bfloat16) of a
+//          copy of the same bytes, backward 0.37 and 0.25
 //
-// dweight of v2: the launcher zeroes dweight and sorts the tokens (stable); order[i] is the row of sorted[i]. A run is a sequence of equal
-// sorted tokens. Each block adds the rows of one chunk of CHUNK sorted tokens, so the load is balanced however often a token occurs. A run
-// inside of one chunk is written to dweight. A run that crosses chunks leaves a partial sum per chunk: in slot 1 of the chunk where it
-// starts, in slot 0 of the others. embedding_v2_bwd_runs adds these in the order of the chunks.
-//
+// dweight    The launcher zeroes it. embedding_v2_bwd_few adds the rows of few tokens. More are sorted (stable); order[i] is the row of
+//            sorted[i]. A block of embedding_v2_bwd adds the rows of CHUNK sorted tokens, so the load is balanced however often one occurs.
+//            The sums of a chunk's first and last token are partial, in its slots 0 and 1: embedding_v2_bwd_few adds these.
 // Launch     v1: 1-D, one thread per element. v2: blockDim.x threads share a row, or a slice of it; grid.x = groups of blockDim.y times, for
-//            each group of ROWS sequences, or chunks; grid.y = slices.
+//            each group of ROWS sequences, or chunks, or rows; grid.y = slices.
 // Predictions and experiments: docs/notes/embedding.md.
 #include "common/pack.cuh"
 #include "common/ptx/launch.cuh"
 
-constexpr int ROWS = 2;       // of a thread of embedding_v2, which have the same time
-constexpr int CHUNK = 64;     // sorted tokens per block
-constexpr int THREADS = 128;  // per block, at most
-constexpr int UNROLL = 8;     // rows that a thread loads at a time, so that enough bytes are in flight
+constexpr int ROWS = 2;                          // of a thread of embedding_v2, which have the same time
+constexpr int CHUNK = 64;                        // sorted tokens per block
+constexpr int THREADS = 128, FEW_THREADS = 256;  // per block, at most; in embedding_v2_bwd_few
+constexpr int UNROLL = 8;                        // rows that a thread loads at a time, so that enough bytes are in flight
 
 __device__ __forceinline__ bool is_inside(long long token, long long vocabulary) { return token >= 0 && token < vocabulary; }
 
@@ -42,25 +40,7 @@ __global__ void embedding_v1(T* out, const void* tokens, const T* weight, const 
     out[i] = T(y);
 }
 
-template <typename T>
-__global__ void embedding_v1_bwd(T* dweight, const T* dout, const void* tokens, long long rows, long long vocabulary, long long features,
-                                 bool wide) {
-    long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x;
-    if (i >= vocabulary * features) return;
-    long long token = i / features, column = i % features;
-    compute_t<T> sum = 0;
-    for (long long row = 0; row < rows; row++)
-        if (index_at(tokens, wide, row) == token) sum += load_as(dout[row * features + column]);
-    dweight[i] = T(sum);
-}
-
 // ---- v2: vectors of N elements
-
-// The first column of this thread's vector.
-template <int N>
-__device__ __forceinline__ long long column_of_thread() {
-    return (blockIdx.y * (long long)blockDim.x + threadIdx.x) * N;
-}
 
 // A block has blockDim.y times of ROWS sequences. A thread has one time, so it loads its position once; its rows are `time` apart. Without
 // positions the launcher passes any time.
@@ -69,7 +49,8 @@ __global__ void embedding_v2(T* out, const void* tokens, const T* weight, const 
                              long long vocabulary, long long features, bool wide) {
     wait_for_previous();
     unsigned times = (time + blockDim.y - 1) / blockDim.y, group = blockIdx.x / times;
-    long long column = column_of_thread<N>(), at = (blockIdx.x - group * times) * (long long)blockDim.y + threadIdx.y;
+    long long column = (blockIdx.y * (long long)blockDim.x + threadIdx.x) * N,
+              at = (blockIdx.x - group * times) * (long long)blockDim.y + threadIdx.y;
     long long first = group * (ROWS * time) + at;
     if (column >= features || at >= time || first >= rows) return;
     long long token[ROWS];
@@ -94,14 +75,16 @@ __global__ void embedding_v2(T* out, const void* tokens, const T* weight, const 
 
 template <typename T, int N>
 __global__ void __launch_bounds__(THREADS, 6)
-    embedding_v2_bwd(T* dweight, compute_t<T>* partials, const T* dout, const void* sorted, const long long* order, long long rows,
-                     long long vocabulary, long long features, bool wide) {
+    embedding_v2_bwd(T* dweight, compute_t<T>* partials, long long* tokens, const T* dout, const void* sorted, const long long* order,
+                     long long rows, long long vocabulary, long long features, bool wide) {
     wait_for_previous();
-    long long column = column_of_thread<N>(), chunk = blockIdx.x, first = chunk * CHUNK, end = min(first + CHUNK, rows);
+    long long column = (blockIdx.y * (long long)blockDim.x + threadIdx.x) * N;
+    long long chunk = blockIdx.x, first = chunk * CHUNK, end = min(first + CHUNK, rows);
     if (column >= features) return;
+    if (column == 0) tokens[2 * chunk + 1] = -1;
     compute_t<T> sum[N] = {};
     long long token = index_at(sorted, wide, first);
-    bool continues = first > 0 && index_at(sorted, wide, first - 1) == token;  // the run started in an earlier chunk
+    long long slot = 2 * chunk;  // of the chunk's first token
     for (long long i = first; i < end; i += UNROLL) {
         Vec<T, N> v[UNROLL];
 #pragma unroll
@@ -112,47 +95,64 @@ __global__ void __launch_bounds__(THREADS, 6)
         for (int k = 0; k < UNROLL; k++) {
             if (i + k >= end) break;
             add_to(part[k % 2], v[k]);
-            long long next = i + k + 1 < rows ? index_at(sorted, wide, i + k + 1) : -1;
-            bool ends = i + k + 1 == rows || next != token, is_last = ends || i + k + 1 == end;
-            if (!is_last && k + 1 < UNROLL) continue;
+            bool is_last = i + k + 1 == end;
+            long long next = index_at(sorted, wide, is_last ? i + k : i + k + 1);
+            bool ends = is_last || next != token;
+            if (!ends && k + 1 < UNROLL) continue;
 #pragma unroll
             for (int j = 0; j < N; j++) {
                 sum[j] += part[0][j] + part[1][j];
                 part[0][j] = part[1][j] = 0;
             }
-            if (!is_last) continue;
-            if (continues || !ends) {
-                compute_t<T>* to = partials + (2 * chunk + !continues) * features + column;
-#pragma unroll
-                for (int j = 0; j < N; j++) to[j] = sum[j];
+            if (!ends) continue;
+            if (slot == 2 * chunk || is_last) {
+                if (column == 0) tokens[slot] = token;
+                store_vec(partials + slot * features + column, pack<compute_t<T>, N>(sum));
             } else if (is_inside(token, vocabulary)) {
                 store_vec(dweight + token * features + column, pack<T, N>(sum));
             }
 #pragma unroll
             for (int j = 0; j < N; j++) sum[j] = 0;
             token = next;
-            continues = false;
+            slot = 2 * chunk + 1;
         }
     }
 }
 
-// One block per chunk: the run that starts in it and crosses its end, if there is one.
-template <typename T>
-__global__ void embedding_v2_bwd_runs(T* dweight, const compute_t<T>* partials, const void* sorted, long long rows, long long vocabulary,
-                                      long long features, bool wide) {
+// Adds few rows, or the partial sums. A block adds the rows of one token: that of row blockIdx.x, unless an earlier row has it too. Threads
+// of a warp look at 32 tokens at a time. Partial sums of a token are neighbors, with at most one slot in between.
+template <typename T, typename S, int N>
+__global__ void __launch_bounds__(FEW_THREADS, 4) embedding_v2_bwd_few(T* dweight, const S* dout, const void* tokens, long long rows,
+                                                                       long long vocabulary, long long features, bool wide, bool sorted) {
+    __shared__ Vec<compute_t<T>, N> sums[FEW_THREADS];
     wait_for_previous();
-    long long column = column_of_thread<1>(), chunk = blockIdx.x, first = chunk * CHUNK, next = first + CHUNK;
-    if (column >= features || next >= rows) return;
-    long long token = index_at(sorted, wide, next);
-    if (!is_inside(token, vocabulary) || index_at(sorted, wide, next - 1) != token) return;
-    if (first > 0 && index_at(sorted, wide, first - 1) == token) return;
-    long long last = chunk + 1, beyond = (rows + CHUNK - 1) / CHUNK;  // bisection: the run reaches the start of `last`, not of `beyond`
-    while (beyond - last > 1) {
-        long long middle = (last + beyond) / 2;
-        (index_at(sorted, wide, middle * CHUNK) == token ? last : beyond) = middle;
+    long long row = blockIdx.x, column = (blockIdx.y * (long long)blockDim.x + threadIdx.x) * N, token = index_at(tokens, wide, row);
+    int thread = threadIdx.y * blockDim.x + threadIdx.x;
+    bool is_done = !is_inside(token, vocabulary);
+    for (long long i = thread + (sorted ? max(row - 2, 0LL) : 0); i < row; i += FEW_THREADS) is_done |= index_at(tokens, wide, i) == token;
+    if (__syncthreads_or(is_done)) return;
+    dout += min(column, features - N);
+    compute_t<T> sum[N] = {};
+    for (long long first = row + 32 * threadIdx.y; first < rows; first += 32 * blockDim.y) {
+        long long i = first + threadIdx.x % 32;
+        unsigned equal = __ballot_sync(~0u, i < rows && index_at(tokens, wide, i) == token);
+        if (sorted && !equal) break;
+        for (int left = __popc(equal); left > 0; left -= UNROLL / 2) {
+            Vec<S, N> v[UNROLL / 2];
+#pragma unroll
+            for (int k = 0; k < UNROLL / 2; k++, equal &= equal - 1)
+                if (k < left) v[k] = load_vec<S, N>(dout + (first + __ffs(equal) - 1) * features);
+            compute_t<T> part[2][N] = {};
+#pragma unroll
+            for (int k = 0; k < UNROLL / 2; k++)
+                if (k < left) add_to(part[k % 2], v[k]);
+#pragma unroll
+            for (int j = 0; j < N; j++) sum[j] += part[0][j] + part[1][j];
+        }
     }
-    compute_t<T> sum = partials[(2 * chunk + 1) * features + column];
-#pragma unroll 8
-    for (long long i = chunk + 1; i <= last; i++) sum += partials[2 * i * features + column];
-    dweight[token * features + column] = T(sum);
+    sums[thread] = pack<compute_t<T>, N>(sum);
+    __syncthreads();
+    if (column >= features || threadIdx.y) return;
+    for (int y = 1; y < blockDim.y; y++) add_to(sum, sums[y * blockDim.x + thread]);
+    store_vec(dweight + token * features + column, pack<T, N>(sum));
 }

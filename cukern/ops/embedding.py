@@ -14,8 +14,7 @@ from cukern.runtime.kernel import Kernel, Template
 from cukern.runtime.registry import Cost, Op, Version, choose, raw_op, register, watched
 from cukern.runtime.tensors import VECTOR_BYTES, pointers, vector_width, wide
 
-THREADS = 128
-ROWS, CHUNK = 2, 64  # as in embedding.cu: rows of a thread of embedding_v2, and sorted tokens of a block of embedding_v2_bwd
+THREADS, FEW_THREADS, ROWS, CHUNK, FEW = 128, 256, 2, 64, 2048  # as in embedding.cu; FEW: the most tokens that are not sorted
 
 
 def embedding(tokens: Any, weight: Any, positions: Any = None, *, version: str | None = None) -> Tensor:
@@ -32,8 +31,8 @@ def embedding(tokens: Any, weight: Any, positions: Any = None, *, version: str |
         version: "v1" or "v2"; default: the fastest.
 
     Arrays, CPU tensors, autocast: see `help(cukern)`. What is not contiguous is copied first. Gradients are dense: rows of tokens that do
-    not occur, and unused rows of positions, are 0. All sums have a fixed order: two runs give the same bits. v2's gradient of weight calls
-    torch.sort, and needs memory for tokens / 32 rows of float32 (float64 for float64).
+    not occur, and unused rows of positions, are 0. All sums have a fixed order: two runs give the same bits. The gradient of weight calls
+    torch.sort for more than 2048 tokens, and needs memory for tokens / 32 rows of float32 (float64 for float64).
 
     A token outside of the vocabulary raises ValueError on the CPU. On a GPU, where finding it would need a synchronization, its row of the
     output is NaN and its row of the gradient is dropped; so it is in the simulator. Graphs of torch.compile on the CPU leave it to torch.
@@ -96,10 +95,9 @@ def _launch(tokens: Tensor, weight: Tensor, positions: Tensor | None, version: s
 
 
 def _launch_backward(dout: Tensor, tokens: Tensor, size: int, version: str) -> Tensor:
-    dweight, dout = dout.new_empty((size, dout.shape[-1])), dout.resolve_neg().contiguous()
-    if not dout.numel() or not size:
-        return dweight.zero_()
-    choose("embedding", version, dout.get_device()).backward(dweight, dout, tokens.contiguous(), tokens.numel())
+    dweight, dout = dout.new_zeros((size, dout.shape[-1])), dout.resolve_neg().contiguous()
+    if dout.numel() and size:
+        choose("embedding", version, dout.get_device()).backward(dweight, dout, tokens.contiguous(), tokens.numel())
     return dweight
 
 
@@ -138,17 +136,17 @@ _apply = differentiable(
     kept=lambda inputs, _: [t if i == 0 or t is None else t.new_empty(()).expand(t.shape) for i, t in enumerate(inputs)],
 )  # fmt: skip
 
-# ---- the versions: forward takes the arguments of the kernel, backward (dweight, dout, tokens, rows)
+# ---- the versions: forward takes the arguments of the kernel, backward (zeros, dout, tokens, rows)
 
-_V1, _V1_BWD = Template("embedding.cu", "embedding_v1"), Template("embedding.cu", "embedding_v1_bwd")
-_V2, _V2_BWD, _V2_RUNS = (Template("embedding.cu", f"embedding_v2{name}", pdl=True) for name in ("", "_bwd", "_bwd_runs"))
+_V1 = Template("embedding.cu", "embedding_v1")
+_V2, _V2_BWD, _FEW = (Template("embedding.cu", f"embedding_v2{name}", pdl=True) for name in ("", "_bwd", "_bwd_few"))
 
 
-def _run(kernel: Kernel, groups: int, vectors: int, tensors: Sequence[Tensor | None], *numbers: int, height: int = 1) -> None:
-    """Launch `groups` rows of blocks, with a thread for each of `vectors` columns and `height` rows of threads in each block."""
-    slices = -(-vectors // THREADS)
-    grid, block = (groups, slices, 1), (-(-vectors // slices), height, 1)
-    kernel.on(tensors[0].get_device())(grid, block, 0, *pointers(*tensors), *numbers)  # type: ignore[union-attr]
+def _run(kernel: Kernel, groups: int, vectors: int, tensors: Sequence[Any], *numbers: int, height: int = 1, lanes: int = 0) -> None:
+    """Launch `groups` rows of blocks, with a thread for each of `vectors` columns, and `height` rows of threads (of `lanes`) per block."""
+    slices = -(-vectors // (lanes or THREADS))
+    grid, block = (groups, slices, 1), (lanes or -(-vectors // slices), height, 1)
+    kernel.on(tensors[0].get_device())(grid, block, 0, *pointers(*tensors), *numbers)
 
 
 def _forward_v1(tensors: Sequence[Tensor], *numbers: int) -> None:
@@ -163,28 +161,30 @@ def _forward_v2(tensors: Sequence[Tensor], rows: int, time: int, *numbers: int) 
     _run(_V2[tensors[0].dtype, width], groups, vectors, tensors, rows, time, *numbers, height=height)
 
 
-def _backward_v1(dweight: Tensor, dout: Tensor, tokens: Tensor, rows: int) -> None:
-    numbers = rows, *dweight.shape, tokens.dtype == torch.int64
-    _run(_V1_BWD[dout.dtype], -(-dweight.numel() // THREADS), THREADS, (dweight, dout, tokens), *numbers)
-
-
 def _backward_v2(dweight: Tensor, dout: Tensor, tokens: Tensor, rows: int) -> None:
-    (size, features), chunks, width = dweight.shape, -(-rows // CHUNK), vector_width(dweight, dout)
-    if tokens.dtype == torch.int64 and size < 2**31 - 1:  # halves the passes of the radix sort
-        tokens = tokens.clamp(-1, size).int()
-    ordered, order = torch.sort(tokens.view(-1), stable=True)
-    partials = dout.new_empty((2 * chunks, features), dtype=wide(dout.dtype))
-    numbers = rows, size, features, tokens.dtype == torch.int64
-    _run(_V2_BWD[dout.dtype, width], chunks, features // width, (dweight.zero_(), partials, dout, ordered, order), *numbers)
-    _run(_V2_RUNS[dout.dtype], chunks, features, (dweight, partials, ordered), *numbers)
+    (size, features), width, many = dweight.shape, vector_width(dout), rows > FEW
+    if many:
+        ordered, small, chunks = tokens.view(-1), size < 2**16 - 1, -(-rows // CHUNK)
+        if small or (size < 2**31 - 1 and tokens.dtype == torch.int64):  # fewer bytes need fewer passes of the radix sort
+            ordered = ordered.clamp(-1, size).to(torch.int16 if small else torch.int32)
+        ordered, order = torch.sort(ordered, stable=True)
+        ordered = ordered.view(torch.uint16).int() if small else ordered  # -1 becomes 65535, outside of the vocabulary too
+        partials, tokens = dout.new_empty((2 * chunks, features), dtype=wide(dout.dtype)), order.new_empty(2 * chunks)
+        tensors, kernel = (dweight, partials, tokens, dout, ordered, order), _V2_BWD[dout.dtype, width]
+        _run(kernel, chunks, features // width, tensors, rows, size, features, ordered.dtype == torch.int64)
+        dout, rows, width = partials, 2 * chunks, vector_width(partials)
+    kernel, height = _FEW[dweight.dtype, dout.dtype, width], 8 if features // width <= 32 else 4 if width > 1 else 2
+    numbers = rows, size, features, tokens.dtype == torch.int64, many
+    _run(kernel, rows, features // width, (dweight, dout, tokens), *numbers, height=height, lanes=FEW_THREADS // height)
 
 
 def _instances(dtype: torch.dtype) -> Iterable[Kernel]:
-    return _V2_RUNS[dtype], *(template[dtype, width] for template in (_V2, _V2_BWD) for width in (1, VECTOR_BYTES // dtype.itemsize))
+    of_rows = {(dtype, of, n) for of in (dtype, wide(dtype)) for n in (1, VECTOR_BYTES // of.itemsize)}
+    return *(_FEW[key] for key in of_rows), *(t[dtype, n] for t in (_V2, _V2_BWD) for n in (1, VECTOR_BYTES // dtype.itemsize))
 
 
 VERSIONS = {
-    "v1": Version("one thread per element", _forward_v1, _backward_v1, lambda dtype: (_V1[dtype], _V1_BWD[dtype])),
+    "v1": Version("one thread per element", _forward_v1, _backward_v2, lambda dtype: (_V1[dtype], *_instances(dtype))),
     "v2": Version("vectors, sorted tokens", _forward_v2, _backward_v2, _instances),
 }
 

@@ -8,11 +8,12 @@ import torch
 from helpers import DEVICE, FLOATS, kernels, places, same_bits
 
 import cukern
-from cukern.ops.embedding import CHUNK
+from cukern.ops import embedding as module
 from cukern.runtime.registry import OPS
 
 PLACES = pytest.mark.parametrize("device, version", places("embedding"))
 VERSIONS = pytest.mark.parametrize("version", OPS["embedding"].versions)
+SORTED = pytest.mark.parametrize("few", (module.FEW, 0), ids=("few", "sorted"))  # as with few tokens, and as with more
 SHAPES = [(), (0,), (1,), (3, 0), (0, 3), (5,), (2, 3, 4), (300,)]
 
 
@@ -63,11 +64,13 @@ def test_empty_vocabulary_and_table(device, version):
 
 
 @kernels
+@SORTED
 @VERSIONS
-def test_rows_longer_than_a_block(version):
-    """More than one slice of a row, and unaligned rows."""
-    for features in (2048, 1030):
-        check(torch.randint(3, (2, 3), device=DEVICE), whole(3, features), whole(3, features), version)
+def test_tables_larger_than_a_block(version, few, monkeypatch):
+    """More than one slice of a row, unaligned rows, and many rows without a token."""
+    monkeypatch.setattr(module, "FEW", few)
+    for vocabulary, features in ((3, 2048), (3, 1030), (7000, 8), (300, 72)):
+        check(torch.randint(vocabulary, (2, 3), device=DEVICE), whole(vocabulary, features), whole(3, features), version)
 
 
 @PLACES
@@ -91,12 +94,14 @@ def test_views(device, version):
 
 @kernels
 @pytest.mark.parametrize("integers", (torch.int32, torch.int64))
+@SORTED
 @VERSIONS
-def test_tokens_outside_of_the_vocabulary_are_nan_and_have_no_gradient(version, integers):
+def test_tokens_outside_of_the_vocabulary_are_nan_and_have_no_gradient(version, few, integers, monkeypatch):
+    monkeypatch.setattr(module, "FEW", few)
     bad = [-1, 5, 7, torch.iinfo(integers).max, torch.iinfo(integers).min] + ([2**32 + 1, 2**32 - 1] if integers == torch.int64 else [])
     tokens = torch.randint(5, (2, 200), dtype=integers)
     tokens[1, : len(bad)] = torch.tensor(bad, dtype=integers)
-    tokens[0, 40:], tokens[1, 40:] = -3, 9  # runs of several chunks
+    tokens[0, 40:], tokens[1, 40:] = -3, 9  # long runs
     check(tokens.to(DEVICE), whole(5, 8), whole(200, 8), version)
 
 
@@ -107,30 +112,23 @@ def test_tokens_outside_of_the_vocabulary_on_the_cpu():
 
 
 @kernels
+@SORTED
 @VERSIONS
-def test_runs_of_equal_tokens(version):
-    """Runs that end before, at and after the ends of chunks, and one that fills several."""
-    c = CHUNK
-    for counts in (
-        (c,),
-        (c, c),
-        (c - 1, 1, c, 1),
-        (1, c, c),
-        (c - 1, 2, c - 1),
-        (c + 1, c - 1, 3),
-        (3 * c, 5),
-        (5, 3 * c),
-        (2, 2 * c + 1, 2),
-    ):
+def test_runs_of_equal_tokens(version, few, monkeypatch):
+    """Around 4, 8, 32 and 64: rows loaded at a time, tokens that a warp looks at, and a chunk of sorted tokens."""
+    monkeypatch.setattr(module, "FEW", few)
+    for counts in ((8,), (1, 7, 9), (16, 17), (15, 0, 16), (2, 64, 65), (130, 1, 20), (3, 600), (257, 5, 256, 258)):
         tokens = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
         tokens = tokens[torch.randperm(len(tokens))]
         check(tokens.to(DEVICE), whole(len(counts), 4), None, version)
 
 
 @kernels
+@SORTED
 @VERSIONS
-def test_the_order_of_a_sum_is_fixed(version):
-    """The gradient of a token is the same wherever its rows lie among the sorted tokens' neighbours: two runs and two layouts agree."""
+def test_the_order_of_a_sum_is_fixed(version, few, monkeypatch):
+    """Equal tokens are added in the order of their rows: two runs, and both types of tokens, agree."""
+    monkeypatch.setattr(module, "FEW", few)
     tokens, weight = torch.randint(4, (3, 90), device=DEVICE), torch.randn(4, 8, device=DEVICE, requires_grad=True)
     dout = torch.randn(3, 90, 8, device=DEVICE) * 10.0 ** torch.randint(-6, 7, (3, 90, 1), device=DEVICE)
     grads = [torch.autograd.grad(cukern.embedding(t, weight, version=version), weight, dout)[0] for t in (tokens, tokens.int(), tokens)]
@@ -138,9 +136,11 @@ def test_the_order_of_a_sum_is_fixed(version):
 
 
 @kernels
+@SORTED
 @pytest.mark.parametrize("dtype, exact", ((torch.float32, numpy.float64), (torch.float64, numpy.longdouble)))
-def test_sums_of_equal_numbers(dtype, exact):
+def test_sums_of_equal_numbers(dtype, few, exact, monkeypatch):
     """One by one, the error of 130 equal terms is up to 16 eps of the sum."""
+    monkeypatch.setattr(module, "FEW", few)
     dout = torch.randn(512, dtype=dtype, device=DEVICE).expand(130, -1)
     weight = torch.zeros(2, 512, dtype=dtype, device=DEVICE, requires_grad=True)
     cukern.embedding(torch.zeros(130, dtype=torch.int32, device=DEVICE), weight, version="v2").backward(dout)
