@@ -47,6 +47,7 @@ __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), PER_SM)
             mbarrier_init(full_q + 8 * i, 1), mbarrier_init(empty_q + 8 * i, i < Q_STAGES ? 128 * WARPGROUPS : 4 * WARPGROUPS);
         mbarriers_made();
     }
+    wait_for_previous();
     __syncthreads();
     int warpgroup = threadIdx.x / 128;
     if (warpgroup == WARPGROUPS) {

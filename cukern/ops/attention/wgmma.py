@@ -15,7 +15,7 @@ from cukern.runtime.kernel import Kernel, Template
 from cukern.runtime.tensor_map import encode
 from cukern.runtime.tensors import pointers
 
-_FORWARD, _BACKWARD = (Template("attention/attention.cu", f"attention_v4{name}") for name in ("", "_bwd"))
+_FORWARD, _BACKWARD = (Template("attention/attention.cu", f"attention_v4{name}", pdl=True) for name in ("", "_bwd"))
 _NO_WINDOW = 1 << 30
 _MOST_STRIDE = 1 << 38  # elements; strides in a tensor map must be below 2^40 bytes
 
