@@ -43,6 +43,7 @@ __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), PER_SM)
     unsigned empty_q = full_v + 8 * STAGES, empty_k = empty_q + 8 * Q_STAGES, empty_v = empty_k + 8 * STAGES;
     Block* list = reinterpret_cast<Block*>(shared + Shape::LIST);  // from the producer to the consumers
     if (threadIdx.x == 0) {
+        prefetch_tensor_map(&map_q), prefetch_tensor_map(&map_k), prefetch_tensor_map(&map_v);
         for (int i = 0; i < Q_STAGES + 2 * STAGES; i++)
             mbarrier_init(full_q + 8 * i, 1), mbarrier_init(empty_q + 8 * i, i < Q_STAGES ? 128 * WARPGROUPS : 4 * WARPGROUPS);
         mbarriers_made();
