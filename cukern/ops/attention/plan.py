@@ -100,10 +100,13 @@ class WgmmaTile(NamedTuple):
         rows = q_stages * self.rows + 2 * self.stages * self.columns
         return rows * -(-head_dim // 64) * 128 + 16 * (q_stages + 2 * self.stages) + 44 * q_stages
 
-    def forward_grid(self, blocks: int, packed: bool, sms: int) -> int:
-        """The number of thread blocks for `blocks` blocks of queries."""
+    def forward_grid(self, blocks: int, packed: bool, causal: bool, keys: int, sms: int) -> int:
+        """The number of thread blocks for `blocks` blocks of queries, which take the same time without `causal`. Persistent thread blocks
+        load ahead. But an SM may get several of those that have one block of queries more than others."""
         slots = sms * self.per_sm
-        return slots if self.persistent and not packed and blocks >= 2 * slots else blocks
+        even = self.per_sm == 1 or (keys <= 1024 and blocks >= 0.85 * slots * -(-blocks // slots))
+        persistent = self.persistent and blocks >= 2 * slots if causal else even and blocks > slots
+        return slots if persistent and not packed else blocks
 
     def backward_bytes(self, head_dim: int) -> int:
         """Shared memory in bytes: two fixed tiles, the ring of two moving ones, lse and delta, and mbarriers."""
@@ -111,14 +114,16 @@ class WgmmaTile(NamedTuple):
         return tiles + self.stages * 2 * self.columns * 4 + 8 * (1 + 2 * self.stages)
 
 
-# By head_dim: the tile for few keys, and the tile from LONG keys on.
-LONG = 8192
+# By head_dim: the tile for few keys, and the tile for many: from LONG keys on, or more than FEW if a row has less than 128 bytes, as TMA
+# loads such rows slowly.
+LONG, FEW = 8192, 256
 WGMMA_FORWARD = {
     64: (WgmmaTile(96, 1, 2, 3), WgmmaTile(128, 3, 2, 1)),
     96: (WgmmaTile(128, 2, 2, 1, persistent=True), WgmmaTile(128, 2, 2, 1)),
     128: (WgmmaTile(128, 2, 2, 1, persistent=True), WgmmaTile(128, 2, 2, 1)),
     256: (WgmmaTile(80, 2, 2, 1),) * 2,
 }
+WGMMA_48 = WgmmaTile(128, 3, 2, 1, persistent=True)  # for many keys of head_dim up to 48, without products of zeros
 # By head_dim: the tiles of the thread blocks that own keys, and of those that own queries.
 WGMMA_BACKWARD = {
     64: (WgmmaTile(96, 2, 3, 1), WgmmaTile(128, 2, 3, 1)),
@@ -128,9 +133,10 @@ WGMMA_BACKWARD = {
 }
 
 
-def wgmma_forward(head_dim: int, keys: int, softcap: bool) -> WgmmaTile:
-    """The tile of the forward. A softcap needs more registers than three consumers have."""
-    return WGMMA_FORWARD[head_dim][keys >= LONG and not softcap]
+def wgmma_forward(head_dim: int, keys: int, softcap: bool) -> tuple[int, WgmmaTile]:
+    """The head_dim and the tile of the forward's kernel. A softcap needs more registers than three consumers have."""
+    padded, many = wgmma_head_dim(head_dim), keys >= LONG or (keys > FEW and head_dim < 64)
+    return (48, WGMMA_48) if many and head_dim <= 48 and not softcap else (padded, WGMMA_FORWARD[padded][many and not softcap])
 
 
 def wgmma_head_dim(head_dim: int) -> int:
@@ -151,9 +157,10 @@ def tiles(rows: int, size: int, sequences: int) -> int:
     return -(-rows // size) if sequences < 0 else rows // size + sequences + 1
 
 
-def section(keys: int, head_dim: int, group: int, heads: int) -> int:
-    """The number of query heads whose K and V fit into the L2 cache together: a multiple of `group`, or all heads."""
-    return min(heads, group * max(1, _L2_BYTES // max(1, 4 * keys * head_dim)))
+def section(keys: int, head_dim: int, group: int, heads: int, causal: bool) -> int:
+    """The number of query heads that are computed together: a multiple of `group`, or all heads. Under `causal` as many as have K and V in
+    the L2 cache, so that their longest blocks come first. Else few: new heads, which come from memory, are spread over the whole time."""
+    return min(heads, group * max(1, _L2_BYTES // max(1, 4 * keys * head_dim))) if causal else group
 
 
 # ---- decoding: few queries, see kernels_cu/attention/decode.cuh
