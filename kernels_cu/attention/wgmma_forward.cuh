@@ -94,8 +94,9 @@ __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), PER_SM)
         int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * 16;
         Position<Q_STAGES> of_q;
         Position<STAGES> of_k, of_v;
-        auto release = [&](unsigned empty) {
-            if (lane == 0) mbarrier_arrive(empty);
+        auto release = [&](unsigned empty, Position<STAGES>& at) {
+            if (lane == 0) mbarrier_arrive(empty + 8 * at.stage);
+            at.advance();
         };
         for (;; of_q.advance()) {
             mbarrier_wait_in_block(full_q + 8 * of_q.stage, of_q.phase);
@@ -110,9 +111,7 @@ __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), PER_SM)
             row_max[0][0] = row_max[0][1] = minus_infinity<float>();
             auto finish_product = [&](bool started) {  // wait for the product by V, if one was started
                 wgmma_wait<0>(o[0]);
-                if (!started) return;
-                release(empty_v + 8 * of_v.stage);
-                of_v.advance();
+                if (started) release(empty_v, of_v);
             };
             auto to_weights = [&](bool started) {  // of the scores of `tile`, while the previous tile's product by V runs, if started
                 int column = tile * N + lane % 4 * 2, limit = row + offset - column;
@@ -138,8 +137,7 @@ __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), PER_SM)
                 wgmma_commit();
                 if (WARPGROUPS > 1 && (tile > begin || warpgroup < WARPGROUPS - 1)) arrive_at(1 + (warpgroup + 1) % WARPGROUPS, 256);
                 wgmma_wait<1>(s[0]);
-                release(empty_k + 8 * of_k.stage);
-                of_k.advance();
+                release(empty_k, of_k);
             };
             if (tile >= begin) {
                 mbarrier_wait_in_block(full_k + 8 * of_k.stage, of_k.phase);
@@ -147,8 +145,7 @@ __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), PER_SM)
                 start_transposed<T, D, M>(s[0], q, k_ring + of_k.stage * TILE);
                 wgmma_commit();
                 wgmma_wait<0>(s[0]);
-                release(empty_k + 8 * of_k.stage);
-                of_k.advance();
+                release(empty_k, of_k);
                 if (WARPGROUPS > 1 && warpgroup == WARPGROUPS - 1 && tile > begin) arrive_at(1, 256);  // warpgroup 0 starts
                 if constexpr (WARPGROUPS == 1) {  // Two copies of the softmax make the kernel faster.
                     to_weights(false);

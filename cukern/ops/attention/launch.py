@@ -67,10 +67,7 @@ def outputs(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 
 def like(x: Tensor) -> Tensor:
     """An empty dense tensor of x's shape, in memory (batch, rows, heads, D) if x is, else (batch, heads, rows, D)."""
-    batch, heads, rows, d = x.shape
-    if x.stride(1) < x.stride(2):
-        return x.new_empty((batch, rows, heads, d)).transpose(1, 2)
-    return x.new_empty((batch, heads, rows, d))
+    return x.new_empty(x.transpose(1, 2).shape).transpose(1, 2) if x.stride(1) < x.stride(2) else x.new_empty(x.shape)
 
 
 def _aligned(x: Tensor, options: Options) -> Tensor:
