@@ -6,9 +6,8 @@
 // Overlap    a consumer multiplies Q by tile j - 1 of K, and its weights by tile j of V, while it computes the weights of tile j - 1. The
 //            consumers take turns at starting products (ping-pong), so the softmax of one runs under the products of the others.
 // Layout     a tile has D / 64 pages of 64 columns, with the 128-byte swizzle, as in tile.cuh. V is contiguous across k.
-// Launch     1-D grid: a thread block for each block of queries (work_of), or as many as run at a time (persistent). Under `causal` those
-//            take pairs of blocks of a head, the last and the first, the last but one and the second, ..., which take the same time.
-//            block = 128 * (WARPGROUPS + 1); dynamic shared memory = ForwardShape::BYTES.
+// Launch     1-D grid: a thread block for each block of queries (work_of), or as many as run at a time (persistent), under `causal` with
+//            pairs of blocks of equal time. block = 128 * (WARPGROUPS + 1); dynamic shared memory = ForwardShape::BYTES.
 #pragma once
 #include "wgmma_tile.cuh"
 
@@ -56,7 +55,7 @@ __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), PER_SM)
         if (threadIdx.x != 128 * WARPGROUPS) return;
         Position<Q_STAGES> of_q;
         Position<STAGES> at;
-        bool paired = causal && gridDim.x < blocks * heads * batches;
+        bool paired = causal && gridDim.x < blocks * heads * batches;  // the last and the first block, the last but one and the second, ...
         int units = paired ? (blocks + 1) / 2 : blocks;
         for (int i = blockIdx.x; i < units * heads * batches; i += gridDim.x)
             for (int half = 0; half <= paired; half++) {

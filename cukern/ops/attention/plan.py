@@ -33,8 +33,7 @@ class Tile(NamedTuple):
 
     def backward_bytes(self, head_dim: int, pieces: int = 1) -> int:
         """Shared memory in bytes: two fixed tiles, stages of two moving ones, and lse and delta."""
-        tiles = 2 * (self.rows + self.stages * self.columns) * head_dim * pieces * 2
-        return tiles + max(2 * self.rows, 4 * self.columns) * 4
+        return 4 * (self.rows + self.stages * self.columns) * head_dim * pieces + max(2 * self.rows, 4 * self.columns) * 4
 
 
 Tiles = tuple[Tile, Tile]  # of the backward: of the thread blocks that own keys, and of those that own queries
@@ -104,7 +103,7 @@ class WgmmaTile(NamedTuple):
         """The number of thread blocks for `blocks` blocks of queries, which take the same time without `causal`. Persistent thread blocks
         load ahead. But an SM may get several of those that have one block of queries more than others."""
         slots = sms * self.per_sm
-        even = self.per_sm == 1 or (keys <= 1024 and blocks >= 0.85 * slots * -(-blocks // slots))
+        even = self.per_sm == 1 or (keys <= SHORT and blocks >= 0.85 * slots * -(-blocks // slots))
         persistent = self.persistent and blocks >= 2 * slots if causal else even and blocks > slots
         return slots if persistent and not packed else blocks
 
@@ -114,18 +113,18 @@ class WgmmaTile(NamedTuple):
         return tiles + self.stages * 2 * self.columns * 4 + 8 * (1 + 2 * self.stages)
 
 
-# By head_dim: the tile for few keys, and the tile for many: from LONG keys on, or more than FEW if a row has less than 128 bytes, as TMA
-# loads such rows slowly.
-LONG, FEW = 8192, 256
+# By head_dim: the tile for few keys, and for many: from LONG on, or from FEW on if rows have less than 128 bytes, which TMA loads slowly.
+LONG, SHORT, FEW = 8192, 1024, 256  # keys
 WGMMA_FORWARD = {
+    48: (WgmmaTile(96, 1, 2, 3), WgmmaTile(128, 3, 2, 1, persistent=True)),
     64: (WgmmaTile(96, 1, 2, 3), WgmmaTile(128, 3, 2, 1)),
     96: (WgmmaTile(128, 2, 2, 1, persistent=True), WgmmaTile(128, 2, 2, 1)),
     128: (WgmmaTile(128, 2, 2, 1, persistent=True), WgmmaTile(128, 2, 2, 1)),
     256: (WgmmaTile(80, 2, 2, 1),) * 2,
 }
-WGMMA_48 = WgmmaTile(128, 3, 2, 1, persistent=True)  # for many keys of head_dim up to 48, without products of zeros
 # By head_dim: the tiles of the thread blocks that own keys, and of those that own queries.
 WGMMA_BACKWARD = {
+    48: (WgmmaTile(96, 2, 3, 1), WgmmaTile(128, 2, 3, 1)),
     64: (WgmmaTile(96, 2, 3, 1), WgmmaTile(128, 2, 3, 1)),
     96: (WgmmaTile(64, 2, 3, 1), WgmmaTile(96, 2, 3, 1)),
     128: (WgmmaTile(48, 2, 3, 1), WgmmaTile(96, 2, 3, 1)),
@@ -133,10 +132,9 @@ WGMMA_BACKWARD = {
 }
 
 
-def wgmma_forward(head_dim: int, keys: int, softcap: bool) -> tuple[int, WgmmaTile]:
-    """The head_dim and the tile of the forward's kernel. A softcap needs more registers than three consumers have."""
-    padded, many = wgmma_head_dim(head_dim), keys >= LONG or (keys > FEW and head_dim < 64)
-    return (48, WGMMA_48) if many and head_dim <= 48 and not softcap else (padded, WGMMA_FORWARD[padded][many and not softcap])
+def wgmma_forward(head_dim: int, keys: int, softcap: bool) -> WgmmaTile:
+    """The tile of the forward. A softcap needs more registers than three consumers have."""
+    return WGMMA_FORWARD[wgmma_head_dim(head_dim)][keys >= (LONG if head_dim >= 64 else FEW) and not softcap]
 
 
 def wgmma_head_dim(head_dim: int) -> int:
@@ -158,9 +156,9 @@ def tiles(rows: int, size: int, sequences: int) -> int:
 
 
 def section(keys: int, head_dim: int, group: int, heads: int, causal: bool) -> int:
-    """The number of query heads that are computed together: a multiple of `group`, or all heads. Under `causal` as many as have K and V in
-    the L2 cache, so that their longest blocks come first. Else few: new heads, which come from memory, are spread over the whole time."""
-    return min(heads, group * max(1, _L2_BYTES // max(1, 4 * keys * head_dim))) if causal else group
+    """The number of query heads that are computed together: a multiple of `group`, or all heads. As many as have K and V in the L2 cache,
+    so that their longest blocks come first. Short ones without a mask one by one, so that all the time some K and V come from memory."""
+    return min(heads, group * max(1, _L2_BYTES // max(1, 4 * keys * head_dim))) if causal or keys > SHORT else group
 
 
 # ---- decoding: few queries, see kernels_cu/attention/decode.cuh
@@ -194,7 +192,6 @@ DECODE = DecodeTile()
 @cached(4096)
 def decode(heads: int, rows: int, tiles: int, device: int) -> tuple[int, int]:
     """The numbers of row tiles and splits for `heads` KV heads of all sequences, `rows` queries per KV head and `tiles` tiles of keys.
-
     Time is counted in tiles of a thread block in a full wave. A split costs its partial sums."""
     row_tiles = -(-rows // _ROWS)
     blocks, most = heads * row_tiles, max(1, tiles // DECODE.warps)

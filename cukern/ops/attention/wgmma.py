@@ -61,14 +61,14 @@ def strides(*tensors: Tensor) -> list[bytes]:
 
 def instances(dtype: torch.dtype) -> list[Kernel]:
     kernels: list[Kernel] = []
-    for softcap, packed in itertools.product((False, True), repeat=2):
-        chosen = (plan.wgmma_forward(d, keys, softcap) for d in (48, *plan.WGMMA_FORWARD) for keys in (0, plan.LONG))
-        kernels += dict.fromkeys(_forward_kernel(dtype, *one, softcap, packed) for one in chosen)
-        kernels += [_backward_kernel(keys, dtype, d, softcap, packed) for d in plan.WGMMA_BACKWARD for keys in (True, False)]
+    for d, softcap, packed in itertools.product(plan.WGMMA_FORWARD, (False, True), (False, True)):
+        tiles = (plan.wgmma_forward(d, keys, softcap) for keys in (0, plan.LONG))
+        kernels += dict.fromkeys(_forward_kernel(dtype, d, softcap, packed, tile) for tile in tiles)
+        kernels += [_backward_kernel(keys, dtype, d, softcap, packed) for keys in (True, False)]
     return kernels
 
 
-def _forward_kernel(dtype: torch.dtype, d: int, tile: plan.WgmmaTile, softcap: bool, packed: bool) -> Kernel:
+def _forward_kernel(dtype: torch.dtype, d: int, softcap: bool, packed: bool, tile: plan.WgmmaTile) -> Kernel:
     key = dtype, d, *tile[:4], softcap, packed
     return _FORWARD[key]
 
@@ -80,13 +80,13 @@ def _backward_kernel(keys: bool, dtype: torch.dtype, d: int, softcap: bool, pack
 
 def forward(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, options: Options, bounds: Bounds) -> None:
     """Write out and lse."""
-    (batch, heads, queries, d), (kv_heads, keys) = q.shape, k.shape[1:3]
+    (batch, heads, queries, d), (kv_heads, keys), padded = q.shape, k.shape[1:3], plan.wgmma_head_dim(q.shape[3])
     sequences, packed, group = bounds.sequences, bounds.sequences >= 0, heads // kv_heads
-    padded, tile = plan.wgmma_forward(d, keys // max(1, sequences), options.softcap != 0)
+    tile = plan.wgmma_forward(d, keys // max(1, sequences), options.softcap != 0)
     blocks = plan.tiles(queries, tile.rows, sequences)
     maps = _map(q, tile.rows, packed), _map(k, tile.columns, packed), _map(v, tile.columns, packed)
     grid = tile.forward_grid(blocks * batch * heads, packed, options.causal, keys, device_of(q.get_device()).sms)
-    _forward_kernel(q.dtype, padded, tile, options.softcap != 0, packed).on(q.get_device())(
+    _forward_kernel(q.dtype, padded, options.softcap != 0, packed, tile).on(q.get_device())(
         (grid, 1, 1), (tile.threads, 1, 1), tile.forward_bytes(padded),
         *pointers(out, lse), *maps, *pointers(*bounds), *strides(out),
         blocks, heads, batch, group, plan.section(keys, d, group, batch * heads, options.causal),
