@@ -23,6 +23,7 @@ CASES = [  # batch, heads, kv_heads, queries, keys, head_dim, dtype, causal, sof
     (1, 1, 1, 17, 66, 128, HALF, False, 2.0),
     (1, 2, 1, 67, 65, 128, BF16, True, None),
     (1, 1, 1, 3, 7, 8, BF16, False, None),
+    (1, 2, 1, 140, 110, 40, BF16, False, None),
     (1, 2, 1, 65, 130, 96, HALF, True, None),
     (1, 2, 1, 70, 130, 256, BF16, True, None),
     (1, 1, 1, 33, 20, 136, HALF, False, 2.0),
