@@ -41,6 +41,7 @@ __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), PER_SM)
         }
         mbarriers_made();
     }
+    wait_for_previous();
     __syncthreads();
     int owners = KEYS ? heads / group : heads;
     Work work = work_of(blockIdx.x, blocks, owners, batches, KEYS ? max(1, section / group) : section, !KEYS && causal);

@@ -6,9 +6,8 @@
 // Overlap    a consumer multiplies Q by tile j - 1 of K, and its weights by tile j of V, while it computes the weights of tile j - 1. The
 //            consumers take turns at starting products (ping-pong), so the softmax of one runs under the products of the others.
 // Layout     a tile has D / 64 pages of 64 columns, with the 128-byte swizzle, as in tile.cuh. V is contiguous across k.
-// Launch     1-D grid: a thread block for each block of queries (work_of), or as many as run at a time (persistent). Under `causal` those
-//            take pairs of blocks of a head, the last and the first, the last but one and the second, ..., which take the same time.
-//            block = 128 * (WARPGROUPS + 1); dynamic shared memory = ForwardShape::BYTES.
+// Launch     1-D grid: a thread block for each block of queries (work_of), or as many as run at a time (persistent), under `causal` with
+//            pairs of blocks of equal time. block = 128 * (WARPGROUPS + 1); dynamic shared memory = ForwardShape::BYTES.
 #pragma once
 #include "wgmma_tile.cuh"
 
@@ -43,10 +42,12 @@ __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), PER_SM)
     unsigned empty_q = full_v + 8 * STAGES, empty_k = empty_q + 8 * Q_STAGES, empty_v = empty_k + 8 * STAGES;
     Block* list = reinterpret_cast<Block*>(shared + Shape::LIST);  // from the producer to the consumers
     if (threadIdx.x == 0) {
+        prefetch_tensor_map(&map_q), prefetch_tensor_map(&map_k), prefetch_tensor_map(&map_v);
         for (int i = 0; i < Q_STAGES + 2 * STAGES; i++)
             mbarrier_init(full_q + 8 * i, 1), mbarrier_init(empty_q + 8 * i, i < Q_STAGES ? 128 * WARPGROUPS : 4 * WARPGROUPS);
         mbarriers_made();
     }
+    wait_for_previous();
     __syncthreads();
     int warpgroup = threadIdx.x / 128;
     if (warpgroup == WARPGROUPS) {
@@ -54,7 +55,7 @@ __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), PER_SM)
         if (threadIdx.x != 128 * WARPGROUPS) return;
         Position<Q_STAGES> of_q;
         Position<STAGES> at;
-        bool paired = causal && gridDim.x < blocks * heads * batches;
+        bool paired = causal && gridDim.x < blocks * heads * batches;  // the last and the first block, the last but one and the second, ...
         int units = paired ? (blocks + 1) / 2 : blocks;
         for (int i = blockIdx.x; i < units * heads * batches; i += gridDim.x)
             for (int half = 0; half <= paired; half++) {
@@ -92,8 +93,9 @@ __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), PER_SM)
         int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * 16;
         Position<Q_STAGES> of_q;
         Position<STAGES> of_k, of_v;
-        auto release = [&](unsigned empty) {
-            if (lane == 0) mbarrier_arrive(empty);
+        auto release = [&](unsigned empty, Position<STAGES>& at) {
+            if (lane == 0) mbarrier_arrive(empty + 8 * at.stage);
+            at.advance();
         };
         for (;; of_q.advance()) {
             mbarrier_wait_in_block(full_q + 8 * of_q.stage, of_q.phase);
@@ -108,9 +110,7 @@ __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), PER_SM)
             row_max[0][0] = row_max[0][1] = minus_infinity<float>();
             auto finish_product = [&](bool started) {  // wait for the product by V, if one was started
                 wgmma_wait<0>(o[0]);
-                if (!started) return;
-                release(empty_v + 8 * of_v.stage);
-                of_v.advance();
+                if (started) release(empty_v, of_v);
             };
             auto to_weights = [&](bool started) {  // of the scores of `tile`, while the previous tile's product by V runs, if started
                 int column = tile * N + lane % 4 * 2, limit = row + offset - column;
@@ -136,8 +136,7 @@ __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), PER_SM)
                 wgmma_commit();
                 if (WARPGROUPS > 1 && (tile > begin || warpgroup < WARPGROUPS - 1)) arrive_at(1 + (warpgroup + 1) % WARPGROUPS, 256);
                 wgmma_wait<1>(s[0]);
-                release(empty_k + 8 * of_k.stage);
-                of_k.advance();
+                release(empty_k, of_k);
             };
             if (tile >= begin) {
                 mbarrier_wait_in_block(full_k + 8 * of_k.stage, of_k.phase);
@@ -145,8 +144,7 @@ __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), PER_SM)
                 start_transposed<T, D, M>(s[0], q, k_ring + of_k.stage * TILE);
                 wgmma_commit();
                 wgmma_wait<0>(s[0]);
-                release(empty_k + 8 * of_k.stage);
-                of_k.advance();
+                release(empty_k, of_k);
                 if (WARPGROUPS > 1 && warpgroup == WARPGROUPS - 1 && tile > begin) arrive_at(1, 256);  // warpgroup 0 starts
                 if constexpr (WARPGROUPS == 1) {  // Two copies of the softmax make the kernel faster.
                     to_weights(false);

@@ -4,6 +4,7 @@
 #pragma once
 #include "../common/pack.cuh"
 #include "../common/ptx/barrier.cuh"
+#include "../common/ptx/launch.cuh"
 #include "../common/ptx/mbarrier.cuh"
 #include "../common/ptx/tma.cuh"
 #include "../common/ptx/wgmma.cuh"

@@ -102,9 +102,8 @@ def _varlen_cost(dims: Sequence[int], itemsize: int) -> dict[str, Cost]:
 
 
 def _register(name: str, function: Callable[..., Any], names: tuple[str, ...], group: int, **others: Any) -> None:
-    common = {"dims": "MATRICES T D", "cost": partial(_cost, "qkv" if len(names) > 1 else "", group), "bound": "compute"}
-    op = {"stem": "attention", "function": function, "versions": VERSIONS, "dtypes": checks.FLOATS, "inputs": names, **common, **others}
-    register(Op(name=name, **op))
+    common: dict[str, Any] = {"dims": "MATRICES T D", "cost": partial(_cost, "qkv" if len(names) > 1 else "", group), "bound": "compute"}
+    register(Op(name=name, stem="attention", function=function, versions=VERSIONS, dtypes=checks.FLOATS, inputs=names, **common | others))
 
 
 _register(

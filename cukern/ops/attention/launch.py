@@ -67,10 +67,7 @@ def outputs(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 
 def like(x: Tensor) -> Tensor:
     """An empty dense tensor of x's shape, in memory (batch, rows, heads, D) if x is, else (batch, heads, rows, D)."""
-    batch, heads, rows, d = x.shape
-    if x.stride(1) < x.stride(2):
-        return x.new_empty((batch, rows, heads, d)).transpose(1, 2)
-    return x.new_empty((batch, heads, rows, d))
+    return x.new_empty(x.transpose(1, 2).shape).transpose(1, 2) if x.stride(1) < x.stride(2) else x.new_empty(x.shape)
 
 
 def _aligned(x: Tensor, options: Options) -> Tensor:
@@ -105,7 +102,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any, bounds: Bounds = _WHOLE
         _forward_kernel(q.dtype, pieces, padded, softcap, packed).on(q.get_device())(
             (blocks * batch * heads, 1, 1), (32 * tile.warps, 1, 1), tile.forward_bytes(padded, pieces),
             *pointers(out, lse, q, k, v, *bounds), *wgmma.strides(out, q, k, v), blocks, heads, batch, group,
-            plan.section(keys, d, group, batch * heads), queries, keys, sequences, d, options.causal, *options.factors,
+            plan.section(keys, d, group, batch * heads, options.causal), queries, keys, sequences, d, options.causal, *options.factors,
         )  # fmt: skip
     return out, lse
 
@@ -153,8 +150,8 @@ def backward(
     _backward_kernel(dtype, pieces, padded, softcap, packed, tiles).on(q.get_device())(
         (grid, 1, 1), (32 * of_keys.warps, 1, 1), max(x.backward_bytes(padded, pieces) for x in tiles),
         *pointers(*grads, q, k, v, dout, stats[0], stats[1], *bounds), *wgmma.strides(*grads, q, k, v, dout),
-        key_blocks, query_blocks, heads, batch, group, plan.section(keys, d, group, batch * heads), queries, keys, stats.shape[2], columns,
-        sequences, d, options.causal, tanh_factor, c * math.log(2) if pieces > 1 else c, options.scale,
+        key_blocks, query_blocks, heads, batch, group, plan.section(keys, d, group, batch * heads, options.causal), queries, keys,
+        stats.shape[2], columns, sequences, d, options.causal, tanh_factor, c * math.log(2) if pieces > 1 else c, options.scale,
     )  # fmt: skip
     return grads
 

@@ -56,8 +56,8 @@ def attention(
     copies its inputs as such sums, 6 or 4 bytes per element, which it frees when it ends.
     v3 and v4 save q, k, v, out and lse for the backward, and two runs give the same bits. They copy only inputs whose last dimension is
     strided or whose rows do not begin at multiples of 16 bytes; parts of a packed tensor are not copied. Gradients have the layout of
-    their inputs' dimensions, and out that of q's. Lengths and batch sizes compile nothing, but v4 has other tiles for head_dim 64 from
-    8192 keys on. Higher and forward-mode derivatives use torch's operations, with the scores in memory. So does a window without v4.
+    their inputs' dimensions, and out that of q's. Lengths and batch sizes compile nothing, but v4 has other tiles for
+    head_dim 64 from 8192 keys on, below from 256. Higher derivatives, forward mode and a window without v4 keep scores in memory (torch).
     v1 and v2 keep the scores, (..., queries, keys) of q's dtype, for the backward, and need memory for up to three more such tensors.
     From 1024 queries on, v2's kernels process blocks of 512 to 768 queries and skip the scores behind a block's last query. CPU tensors,
     torch.compile and torch.func transforms use one block. Inputs whose leading dimensions do not flatten to one are copied. torch

@@ -33,8 +33,7 @@ class Tile(NamedTuple):
 
     def backward_bytes(self, head_dim: int, pieces: int = 1) -> int:
         """Shared memory in bytes: two fixed tiles, stages of two moving ones, and lse and delta."""
-        tiles = 2 * (self.rows + self.stages * self.columns) * head_dim * pieces * 2
-        return tiles + max(2 * self.rows, 4 * self.columns) * 4
+        return 4 * (self.rows + self.stages * self.columns) * head_dim * pieces + max(2 * self.rows, 4 * self.columns) * 4
 
 
 Tiles = tuple[Tile, Tile]  # of the backward: of the thread blocks that own keys, and of those that own queries
@@ -100,10 +99,13 @@ class WgmmaTile(NamedTuple):
         rows = q_stages * self.rows + 2 * self.stages * self.columns
         return rows * -(-head_dim // 64) * 128 + 16 * (q_stages + 2 * self.stages) + 44 * q_stages
 
-    def forward_grid(self, blocks: int, packed: bool, sms: int) -> int:
-        """The number of thread blocks for `blocks` blocks of queries."""
+    def forward_grid(self, blocks: int, packed: bool, causal: bool, keys: int, sms: int) -> int:
+        """The number of thread blocks for `blocks` blocks of queries, which take the same time without `causal`. Persistent thread blocks
+        load ahead. But an SM may get several of those that have one block of queries more than others."""
         slots = sms * self.per_sm
-        return slots if self.persistent and not packed and blocks >= 2 * slots else blocks
+        even = self.per_sm == 1 or (keys <= SHORT and blocks >= 0.85 * slots * -(-blocks // slots))
+        persistent = self.persistent and blocks >= 2 * slots if causal else even and blocks > slots
+        return slots if persistent and not packed else blocks
 
     def backward_bytes(self, head_dim: int) -> int:
         """Shared memory in bytes: two fixed tiles, the ring of two moving ones, lse and delta, and mbarriers."""
@@ -111,9 +113,10 @@ class WgmmaTile(NamedTuple):
         return tiles + self.stages * 2 * self.columns * 4 + 8 * (1 + 2 * self.stages)
 
 
-# By head_dim: the tile for few keys, and the tile from LONG keys on.
-LONG = 8192
+# By head_dim: the tile for few keys, and for many: from LONG on, or from FEW on if rows have less than 128 bytes, which TMA loads slowly.
+LONG, SHORT, FEW = 8192, 1024, 256  # keys
 WGMMA_FORWARD = {
+    48: (WgmmaTile(96, 1, 2, 3), WgmmaTile(128, 3, 2, 1, persistent=True)),
     64: (WgmmaTile(96, 1, 2, 3), WgmmaTile(128, 3, 2, 1)),
     96: (WgmmaTile(128, 2, 2, 1, persistent=True), WgmmaTile(128, 2, 2, 1)),
     128: (WgmmaTile(128, 2, 2, 1, persistent=True), WgmmaTile(128, 2, 2, 1)),
@@ -121,6 +124,7 @@ WGMMA_FORWARD = {
 }
 # By head_dim: the tiles of the thread blocks that own keys, and of those that own queries.
 WGMMA_BACKWARD = {
+    48: (WgmmaTile(96, 2, 3, 1), WgmmaTile(128, 2, 3, 1)),
     64: (WgmmaTile(96, 2, 3, 1), WgmmaTile(128, 2, 3, 1)),
     96: (WgmmaTile(64, 2, 3, 1), WgmmaTile(96, 2, 3, 1)),
     128: (WgmmaTile(48, 2, 3, 1), WgmmaTile(96, 2, 3, 1)),
@@ -130,7 +134,7 @@ WGMMA_BACKWARD = {
 
 def wgmma_forward(head_dim: int, keys: int, softcap: bool) -> WgmmaTile:
     """The tile of the forward. A softcap needs more registers than three consumers have."""
-    return WGMMA_FORWARD[head_dim][keys >= LONG and not softcap]
+    return WGMMA_FORWARD[wgmma_head_dim(head_dim)][keys >= (LONG if head_dim >= 64 else FEW) and not softcap]
 
 
 def wgmma_head_dim(head_dim: int) -> int:
@@ -151,9 +155,10 @@ def tiles(rows: int, size: int, sequences: int) -> int:
     return -(-rows // size) if sequences < 0 else rows // size + sequences + 1
 
 
-def section(keys: int, head_dim: int, group: int, heads: int) -> int:
-    """The number of query heads whose K and V fit into the L2 cache together: a multiple of `group`, or all heads."""
-    return min(heads, group * max(1, _L2_BYTES // max(1, 4 * keys * head_dim)))
+def section(keys: int, head_dim: int, group: int, heads: int, causal: bool) -> int:
+    """The number of query heads that are computed together: a multiple of `group`, or all heads. As many as have K and V in the L2 cache,
+    so that their longest blocks come first. Short ones without a mask one by one, so that all the time some K and V come from memory."""
+    return min(heads, group * max(1, _L2_BYTES // max(1, 4 * keys * head_dim))) if causal or keys > SHORT else group
 
 
 # ---- decoding: few queries, see kernels_cu/attention/decode.cuh
@@ -187,7 +192,6 @@ DECODE = DecodeTile()
 @cached(4096)
 def decode(heads: int, rows: int, tiles: int, device: int) -> tuple[int, int]:
     """The numbers of row tiles and splits for `heads` KV heads of all sequences, `rows` queries per KV head and `tiles` tiles of keys.
-
     Time is counted in tiles of a thread block in a full wave. A split costs its partial sums."""
     row_tiles = -(-rows // _ROWS)
     blocks, most = heads * row_tiles, max(1, tiles // DECODE.warps)

@@ -15,7 +15,7 @@ from cukern.runtime.kernel import Kernel, Template
 from cukern.runtime.tensor_map import encode
 from cukern.runtime.tensors import pointers
 
-_FORWARD, _BACKWARD = (Template("attention/attention.cu", f"attention_v4{name}") for name in ("", "_bwd"))
+_FORWARD, _BACKWARD = (Template("attention/attention.cu", f"attention_v4{name}", pdl=True) for name in ("", "_bwd"))
 _NO_WINDOW = 1 << 30
 _MOST_STRIDE = 1 << 38  # elements; strides in a tensor map must be below 2^40 bytes
 
@@ -82,14 +82,14 @@ def forward(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, options: 
     """Write out and lse."""
     (batch, heads, queries, d), (kv_heads, keys), padded = q.shape, k.shape[1:3], plan.wgmma_head_dim(q.shape[3])
     sequences, packed, group = bounds.sequences, bounds.sequences >= 0, heads // kv_heads
-    tile = plan.wgmma_forward(padded, keys // max(1, sequences), options.softcap != 0)
+    tile = plan.wgmma_forward(d, keys // max(1, sequences), options.softcap != 0)
     blocks = plan.tiles(queries, tile.rows, sequences)
     maps = _map(q, tile.rows, packed), _map(k, tile.columns, packed), _map(v, tile.columns, packed)
-    grid = tile.forward_grid(blocks * batch * heads, packed, device_of(q.get_device()).sms)
+    grid = tile.forward_grid(blocks * batch * heads, packed, options.causal, keys, device_of(q.get_device()).sms)
     _forward_kernel(q.dtype, padded, options.softcap != 0, packed, tile).on(q.get_device())(
         (grid, 1, 1), (tile.threads, 1, 1), tile.forward_bytes(padded),
         *pointers(out, lse), *maps, *pointers(*bounds), *strides(out),
-        blocks, heads, batch, group, plan.section(keys, d, group, batch * heads),
+        blocks, heads, batch, group, plan.section(keys, d, group, batch * heads, options.causal),
         queries, keys, sequences, options.window or _NO_WINDOW, d, options.causal, *options.factors,
     )  # fmt: skip
 
@@ -100,7 +100,7 @@ def backward(
     """Write dq, dk and dv. `stats`: lse and delta, (2, batch * heads, padded queries)."""
     (batch, heads, queries, d), (kv_heads, keys), padded = q.shape, k.shape[1:3], plan.wgmma_head_dim(q.shape[3])
     group, (dq, dk, dv) = heads // kv_heads, grads
-    section, window = plan.section(keys, d, group, batch * heads), options.window or _NO_WINDOW
+    section, window = plan.section(keys, d, group, batch * heads, options.causal), options.window or _NO_WINDOW
     sequences, packed, columns = bounds.sequences, bounds.sequences >= 0, plan.WGMMA_BACKWARD[padded][0].columns
     numbers = heads, batch, group, section, queries, keys, stats.shape[2], columns, sequences, window, d, options.causal
     for of_keys, tile in zip((True, False), plan.WGMMA_BACKWARD[padded], strict=True):

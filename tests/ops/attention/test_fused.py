@@ -23,6 +23,7 @@ CASES = [  # batch, heads, kv_heads, queries, keys, head_dim, dtype, causal, sof
     (1, 1, 1, 17, 66, 128, HALF, False, 2.0),
     (1, 2, 1, 67, 65, 128, BF16, True, None),
     (1, 1, 1, 3, 7, 8, BF16, False, None),
+    (1, 2, 1, 140, 110, 40, BF16, False, None),
     (1, 2, 1, 65, 130, 96, HALF, True, None),
     (1, 2, 1, 70, 130, 256, BF16, True, None),
     (1, 1, 1, 33, 20, 136, HALF, False, 2.0),
@@ -113,36 +114,56 @@ def test_window(case, version):
     assert_close(found, exact, peer)
 
 
-def test_the_tile_for_many_keys(monkeypatch):
+@pytest.mark.parametrize("d", [40, 64])
+def test_the_tile_for_many_keys(d, monkeypatch):
     monkeypatch.setattr(plan, "LONG", 1)
-    q, k, v = (x.detach() for x in draw(1, 2, 1, 250, 300, 64, BF16))  # three warpgroups, two thread blocks
+    q, k, v = (x.detach() for x in draw(1, 2, 1, 250, 300, d, BF16))  # three warpgroups, two thread blocks
     found, expected = (cukern.attention(q, k, v, version=version).double() for version in ("v4", "v1"))
     torch.testing.assert_close(found, expected, rtol=2**-6, atol=2**-7)
 
 
 @pytest.mark.parametrize(
-    "case", [(3, 1, 260, 200, 64, True, None), (2, 1, 300, 150, 128, False, None), (2, 1, 150, 290, 256, True, 90)], ids=str
+    "case",
+    [
+        (3, 1, 260, 200, 64, True, None),
+        (2, 1, 300, 150, 128, False, None),
+        (2, 1, 150, 290, 256, True, 90),
+        (2, 1, 400, 270, 24, False, None),
+    ],
+    ids=str,
 )
 def test_persistent_thread_blocks(case, monkeypatch):
     """The same bits from thread blocks with one block of queries, and from persistent ones."""
     heads, kv_heads, queries, keys, d, causal, window = case
     q, k, v = (x.detach() for x in draw(1, heads, kv_heads, queries, keys, d, BF16))
-    tile, found, grids, grid_of = plan.WGMMA_FORWARD[d][0], [], [], plan.WgmmaTile.forward_grid
-
-    def grid(*args):
-        grids.append(grid_of(*args[:-1], 1))  # as if the GPU had one SM
-        return grids[-1]
-
-    monkeypatch.setattr(plan.WgmmaTile, "forward_grid", grid)
+    found, grids = [], []
     for persistent in (False, True):
-        monkeypatch.setitem(plan.WGMMA_FORWARD, d, (tile._replace(persistent=persistent),) * 2)
+
+        def grid(tile, blocks, *_, persistent=persistent):
+            grids.append(tile.per_sm if persistent else blocks)  # as if the GPU had one SM
+            return grids[-1]
+
+        monkeypatch.setattr(plan.WgmmaTile, "forward_grid", grid)
         found.append(cukern.attention(q, k, v, causal=causal, window=window, return_lse=True, version="v4"))
-    assert grids[1] == tile.per_sm < grids[0]
+    assert grids[1] < grids[0]
     assert all(map(same_bits, *found))
     exact = eager(*(x.double() for x in (q, k, v)), causal, d**-0.5, None, window)
     peer = eager(q, k, v, causal, d**-0.5, None, window)
     finite = exact[1].isfinite()
     assert_close(*([x[0], x[1].masked_fill(~finite, 0)] for x in (found[1], exact, peer)))
+
+
+def test_blocks_are_persistent_where_that_pays():
+    """Without a mask: if the sequences are short, and no SM gets many of the thread blocks that have one block of queries more."""
+    tile = plan.WGMMA_FORWARD[64][0]
+    shapes = (
+        (768, False, False, 1000),
+        (768, True, False, 1000),
+        (768, False, True, 1000),
+        (768, False, False, 4096),
+        (436, False, False, 77),
+    )
+    assert [tile.forward_grid(*shape, 132) for shape in shapes] == [396, 768, 768, 768, 436]
 
 
 def test_window_of_one_query_and_of_packed_inputs():
@@ -348,6 +369,6 @@ def test_head_dim_that_is_not_supported(d):
 
 def test_lengths_compile_nothing():
     """The kernels of a call depend on the dtype, torch's TF32 switch, the head_dim, the softcap and packed sequences only."""
-    for find, count in ((launch.instances, 33), (launch.wgmma_instances, 83)):
+    for find, count in ((launch.instances, 33), (launch.wgmma_instances, 97)):
         assert len(find(BF16)) == count and len(find(torch.float32)) == 40 and find(torch.float64) == []
         assert {k.name for dtype in (BF16, torch.float32) for k in find(dtype)} <= set(OPS["attention"].kernels())
