@@ -13,11 +13,11 @@ from cukern.runtime import autocast, backend, checks, interop
 from cukern.runtime.higher import differentiable
 from cukern.runtime.kernel import Kernel, Template
 from cukern.runtime.registry import Cost, Op, Version, choose, normal, raw_op, register, watched
-from cukern.runtime.tensors import VECTOR_BYTES, as_matrix, empty_like, pointers, readable, row_strides, vector_width, wide
+from cukern.runtime.tensors import VECTOR_BYTES, aligned, as_matrix, empty_like, pointers, readable, row_strides, wide
 
-FUNCTIONS = {"none": 0, "tanh": 1, "silu": 2}  # as in gelu.cu
-THREADS, WARPS = 256, 8  # WARPS: of a block of gelu_bias_bwd, as in gelu.cu
-BLOCKS = 2048  # at most, of gelu_bias_bwd: enough for any GPU, with few partial sums
+FUNCTIONS = {"none": 0, "tanh": 1, "silu": 2, "sum": 3}  # as in gelu.cu; "sum" only adds dout
+THREADS = 256
+CHUNKS, HEIGHT = 256, 64  # of gelu_bias_bwd: the most chunks of rows, and the fewest rows of one
 
 
 def gelu(x: Any, bias: Any = None, *, approximate: str = "none", version: str | None = None) -> Tensor:
@@ -96,8 +96,7 @@ def _launch(x: Any, up: Any, bias: Any, function: str, version: str) -> Tensor:
     out = empty_like(x)
     if out.numel():
         x, up, bias = map(readable, (x, up, bias))
-        width = choose("gelu", version, x.get_device()).forward(bias, x, up)
-        _run(_FORWARD, width, function, bias, (out, x, up, bias), x, up)
+        _run(_FORWARD, *choose("gelu", version, x.get_device()).forward(bias, x, up), function, bias, (out, x, up, bias), x, up)
     return out
 
 
@@ -106,12 +105,12 @@ def _launch_backward(x: Any, up: Any, bias: Any, dout: Any, function: str, bias_
     if not dx.numel():
         return dx, dup, dbias.zero_()
     x, up, bias, dout = map(readable, (x, up, bias, dout))
-    width, terms = choose("gelu", version, x.get_device()).backward(bias, x, up, dout), dx
-    if width > 1 and bias_grad:
-        terms = _bias_backward(dx, x, bias, dout, function)
-    else:
-        _run(_BACKWARD, width, function, bias, (dx, None if up is None else dup, x, up, bias, dout), x, up, dout)
-    return dx, dup, terms.sum(0, dtype=wide(dx.dtype)).to(bias.dtype) if bias_grad else dbias
+    width, is_aligned = choose("gelu", version, x.get_device()).backward(bias, x, up, dout)
+    if bias_grad and width > 1:
+        _bias_backward(is_aligned, dx, dbias, x, bias, dout, function)
+        return dx, dup, dbias
+    _run(_BACKWARD, width, is_aligned, function, bias, (dx, None if up is None else dup, x, up, bias, dout), x, up, dout)
+    return dx, dup, dx.sum(0, dtype=bias.dtype) if bias_grad else dbias
 
 
 def _fake_backward(x: Tensor, up: Any, bias: Any, dout: Tensor, function: str, bias_grad: bool, *_: Any) -> tuple[Tensor, ...]:
@@ -121,10 +120,8 @@ def _fake_backward(x: Tensor, up: Any, bias: Any, dout: Tensor, function: str, b
 
 _SCHEMA = "Tensor x, Tensor? up, Tensor? bias"
 _gelu = raw_op(f"_gelu({_SCHEMA}, str function, str version) -> Tensor", 3, _launch, lambda x, *_: empty_like(x))
-_gelu_backward = raw_op(
-    f"_gelu_backward({_SCHEMA}, Tensor dout, str function, bool bias_grad, str version) -> (Tensor, Tensor, Tensor)",
-    4, _launch_backward, _fake_backward,
-)  # fmt: skip
+_SCHEMA = f"_gelu_backward({_SCHEMA}, Tensor dout, str function, bool bias_grad, str version) -> (Tensor, Tensor, Tensor)"
+_gelu_backward = raw_op(_SCHEMA, 4, _launch_backward, _fake_backward)
 
 
 def _gradient(needed: Sequence[bool], inputs: Sequence[Any], _: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
@@ -153,46 +150,49 @@ _apply = differentiable("_Gelu", _gelu, _in_torch, 3, gradient=_gradient, rows=2
 _FORWARD, _BACKWARD, _BIAS_BWD = (Template("gelu.cu", f"gelu{name}", pdl=True) for name in ("", "_bwd", "_bias_bwd"))
 
 
-def _run(template: Template, width: int, function: str, bias: Any, tensors: Sequence[Any], *matrices: Any) -> None:
+def _run(template: Template, width: int, is_aligned: bool, function: str, bias: Any, tensors: Sequence[Any], *matrices: Any) -> None:
     """Launch with `width` elements per thread. `tensors`: the kernel's arguments."""
-    x = matrices[0]
-    kernel, grid = template[x.dtype, (x if bias is None else bias).dtype, FUNCTIONS[function], width], -(-x.numel() // (THREADS * width))
+    x, grid = matrices[0], -(-matrices[0].numel() // (THREADS * width))
+    kernel = template[x.dtype, (x if bias is None else bias).dtype, FUNCTIONS[function], width, is_aligned]
     kernel.on(x.get_device())((grid, 1, 1), (THREADS, 1, 1), 0, *pointers(*tensors), *x.shape, *row_strides(*matrices))
 
 
-def _bias_backward(dx: Tensor, x: Tensor, bias: Tensor, dout: Tensor, function: str) -> Tensor:
-    """Write dx, and return partial sums of its columns. The grid depends only on the shape, so the sums are the same on every GPU."""
-    (rows, cols), tiles = x.shape, -(-x.shape[1] * x.itemsize // (32 * VECTOR_BYTES))
-    height = max(-(-rows * tiles // BLOCKS), 4 * WARPS)  # rows of a block
-    chunks = -(-rows // height)
-    partials = torch.empty((chunks, cols), dtype=wide(x.dtype), device=x.device)
-    kernel, sizes = _BIAS_BWD[x.dtype, bias.dtype, FUNCTIONS[function]], (rows, cols, x.stride(0), dout.stride(0), height)
-    kernel.on(x.get_device())((chunks * tiles, 1, 1), (32, WARPS, 1), 0, *pointers(dx, partials, x, bias, dout), *sizes)
-    return partials
+def _bias_backward(is_aligned: bool, dx: Any, dbias: Any, x: Any, bias: Any, dout: Any, function: str, most: int = CHUNKS) -> None:
+    """Write dx and dbias; "sum": only dbias, the sums of dout. The grid depends only on the shape, so all GPUs give the same bits."""
+    (rows, cols), lanes, width = dout.shape, 8 if is_aligned else 32, VECTOR_BYTES // dout.itemsize if is_aligned else 1
+    height = max(-(-rows // most), HEIGHT)
+    chunks, tiles = -(-rows // height), -(-cols // (lanes * width))
+    partials = None if chunks == 1 else dout.new_empty((chunks, cols), dtype=wide(dout.dtype))
+    kernel, sizes = _BIAS_BWD[dout.dtype, dbias.dtype, FUNCTIONS[function], is_aligned], (rows, cols, *row_strides(x, dout), height)
+    block, addresses = (lanes, THREADS // lanes, 1), pointers(dx, partials, dbias, x, bias, dout)
+    kernel.on(dout.get_device())((tiles, chunks, 1), block, 0, *addresses, *sizes)
+    if partials is not None:
+        _bias_backward(is_aligned, None, dbias, None, None, partials, "sum", 1)
 
 
-# ---- the versions: forward and backward give the elements per thread
+# ---- the versions: forward and backward give the elements per thread, and if they are aligned
 
 
-def _vectors(bias: Tensor | None, x: Tensor, *others: Tensor | None) -> int:
-    """A vector if the tensors can be accessed in whole vectors. One of a float32 bias has 32 bytes if x is 16-bit."""
-    fits = bias is None or bias.data_ptr() * x.itemsize % (VECTOR_BYTES * bias.itemsize) == 0
-    return vector_width(x, bias, *others) if fits else 1
+def _vectors(bias: Tensor | None, x: Tensor, *others: Tensor | None) -> tuple[int, bool]:
+    """Vectors, if a row has one. One of a float32 bias has 32 bytes if x is 16-bit."""
+    width, fits = VECTOR_BYTES // x.itemsize, bias is None or bias.data_ptr() * x.itemsize % (VECTOR_BYTES * bias.itemsize) == 0
+    return (width, fits and aligned(x, bias, *others)) if x.shape[0] == 1 or x.shape[1] >= width else (1, True)
 
 
 def _instances(vectors: bool, dtype: torch.dtype) -> Iterable[Kernel]:
     """There is no silu with a bias."""
-    widths = (1, VECTOR_BYTES // dtype.itemsize)[: 1 + vectors]
+    vector = VECTOR_BYTES // dtype.itemsize
+    shapes = ((1, True), (vector, True), (vector, False))[: 3 if vectors else 1]
     for bias, (name, function) in itertools.product({dtype, wide(dtype)}, FUNCTIONS.items()):
-        if name != "silu" or bias == dtype:
-            yield from (template[dtype, bias, function, width] for template in (_FORWARD, _BACKWARD) for width in widths)
+        if name != "sum" and (name != "silu" or bias == dtype):
+            yield from (template[dtype, bias, function, n, whole] for template in (_FORWARD, _BACKWARD) for n, whole in shapes)
         if name != "silu" and vectors:
-            yield _BIAS_BWD[dtype, bias, function]
+            yield from (_BIAS_BWD[wide(dtype) if name == "sum" else dtype, bias, function, whole] for whole in (True, False))
 
 
 VERSIONS = {
-    "v1": Version("one thread per element; the bias gradient by torch's sum", lambda *_: 1, lambda *_: 1, partial(_instances, False)),
-    "v2": Version("16-byte vectors; the bias gradient from partial sums", _vectors, _vectors, partial(_instances, True)),
+    "v1": Version("one thread per element; dbias by torch's sum", lambda *_: (1, True), lambda *_: (1, True), partial(_instances, False)),
+    "v2": Version("16-byte vectors; dbias from partial sums", _vectors, _vectors, partial(_instances, True)),
 }
 
 # ---- for the tools

@@ -321,8 +321,8 @@ def launch_gelu_gradient(kernel: Kernel, out: torch.Tensor, x: torch.Tensor, dou
 
 
 def launch_bias_gradient(kernel: Kernel, out: torch.Tensor, x: torch.Tensor, bias: torch.Tensor, dout: torch.Tensor) -> None:
-    (rows, cols), grid = x.shape, -(-x.shape[1] // 128) * out.shape[0]
-    kernel(torch.empty_like(x), out, x, bias, dout, rows, cols, x.stride(0), dout.stride(0), ROWS, grid=grid, block=(32, 8))
+    (rows, cols), grid = x.shape, (-(-x.shape[1] // 32), out.shape[0])
+    kernel(torch.empty_like(x), out, out[0], x, bias, dout, rows, cols, x.stride(0), dout.stride(0), ROWS, grid=grid, block=(8, 32))
 
 
 def silu_gradient(x: torch.Tensor, dout: torch.Tensor, up: torch.Tensor | None = None) -> torch.Tensor:

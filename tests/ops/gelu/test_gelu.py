@@ -84,8 +84,8 @@ def test_extreme_values(version, dtype):
 @pytest.mark.parametrize("bias_dtype", ("x's", torch.float32), ids=str)
 @pytest.mark.parametrize("approximate", ("none", "tanh"))
 def test_bias(device, version, dtype, bias_dtype, approximate):
-    """Of x's dtype or float32; its gradient has its dtype. Rows of a few thread blocks, of odd widths, and of two tiles of columns."""
-    for shape in ((3, 5), (2, 20, 8), (70, 24), (1, 264), (40,), (), (0, 8), (4, 0)):
+    """Of x's dtype or float32; its gradient has its dtype. One and two thread blocks of rows, odd widths, and two tiles of columns."""
+    for shape in ((3, 5), (2, 20, 8), (70, 24), (70, 35), (1, 264), (40,), (), (0, 8), (4, 0)):
         x = torch.randn(shape, dtype=torch.float64).to(dtype).to(device)
         bias = torch.randn(shape[-1:], dtype=torch.float64).to(dtype if bias_dtype == "x's" else bias_dtype).to(device)
         dout = torch.randn_like(x)
@@ -134,25 +134,26 @@ def test_halves_are_read_in_place(version, monkeypatch):
 
 @kernels
 def test_which_kernel_runs(monkeypatch):
-    """Vectors where every row is aligned, else v1's kernels: odd widths, views that start in the middle of a vector, odd row strides."""
+    """Odd widths and row strides, and views that start within a vector, are not aligned. Rows shorter than a vector take v1's kernel."""
     names = []
-    launch = type(_FORWARD[torch.float32, torch.float32, 0, 1]).on
+    launch = type(_FORWARD[torch.float32, torch.float32, 0, 1, True]).on
     monkeypatch.setattr("cukern.runtime.kernel.Kernel.on", lambda self, device: names.append(self.name) or launch(self, device))
     x = torch.randn(6, 24, dtype=torch.float32, device=DEVICE)
     bias = torch.randn(25, device=DEVICE)
     for call, expected in (
-        (lambda: cukern.gelu(x), "gelu<float, float, 0, 4>"),
-        (lambda: cukern.gelu(x, version="v1"), "gelu<float, float, 0, 1>"),
-        (lambda: cukern.gelu(x.flatten()[1:-3]), "gelu<float, float, 0, 1>"),
-        (lambda: cukern.gelu(x.flatten()[:-3]), "gelu<float, float, 0, 1>"),
-        (lambda: cukern.gelu(x[:, :20]), "gelu<float, float, 0, 4>"),
-        (lambda: cukern.gelu(x[:, :21]), "gelu<float, float, 0, 1>"),
-        (lambda: cukern.gelu(x, bias[:24], approximate="tanh"), "gelu<float, float, 1, 4>"),
-        (lambda: cukern.gelu(x, bias[1:], approximate="tanh"), "gelu<float, float, 1, 1>"),
-        (lambda: cukern.gelu(x.half(), bias[:24]), "gelu<__half, float, 0, 8>"),
-        (lambda: cukern.gelu(x.half(), bias.half()[:24]), "gelu<__half, __half, 0, 8>"),
-        (lambda: cukern.swiglu(*x.chunk(2, -1)), "gelu<float, float, 2, 4>"),
-        (lambda: cukern.swiglu(*x[:, 2:].chunk(2, -1)), "gelu<float, float, 2, 1>"),
+        (lambda: cukern.gelu(x), "gelu<float, float, 0, 4, true>"),
+        (lambda: cukern.gelu(x, version="v1"), "gelu<float, float, 0, 1, true>"),
+        (lambda: cukern.gelu(x.flatten()[1:-3]), "gelu<float, float, 0, 4, false>"),
+        (lambda: cukern.gelu(x.flatten()[:-3]), "gelu<float, float, 0, 4, false>"),
+        (lambda: cukern.gelu(x[:, :20]), "gelu<float, float, 0, 4, true>"),
+        (lambda: cukern.gelu(x[:, :3]), "gelu<float, float, 0, 1, true>"),
+        (lambda: cukern.gelu(x[:, :21]), "gelu<float, float, 0, 4, false>"),
+        (lambda: cukern.gelu(x, bias[:24], approximate="tanh"), "gelu<float, float, 1, 4, true>"),
+        (lambda: cukern.gelu(x, bias[1:], approximate="tanh"), "gelu<float, float, 1, 4, false>"),
+        (lambda: cukern.gelu(x.half(), bias[:24]), "gelu<__half, float, 0, 8, true>"),
+        (lambda: cukern.gelu(x.half(), bias.half()[:24]), "gelu<__half, __half, 0, 8, true>"),
+        (lambda: cukern.swiglu(*x.chunk(2, -1)), "gelu<float, float, 2, 4, true>"),
+        (lambda: cukern.swiglu(*x[:, 2:].chunk(2, -1)), "gelu<float, float, 2, 4, false>"),
     ):
         names.clear()
         call()

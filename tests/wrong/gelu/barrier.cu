@@ -1,15 +1,15 @@
-// Wrong on purpose: gelu_bias_bwd with silu and one element per thread, which adds the warps' sums before they are written.
+// Wrong on purpose: gelu_bias_bwd with silu and one element per thread, which adds the rows' sums before they are written.
 #include "common/math.cuh"
 
-template <typename T, typename B, int FUNCTION>
-__global__ void gelu_bias_bwd(T* dx, compute_t<T>* partials, const T* x, const B* bias, const T* dout, long long rows, long long cols,
-                              long long x_row, long long dout_row, long long rows_per_block) {
-    __shared__ float sums[8][128];
-    long long tiles = (cols + 127) / 128, chunk = blockIdx.x / tiles, col = blockIdx.x % tiles * 128 + threadIdx.x;
-    long long end = min((chunk + 1) * rows_per_block, rows);
-    for (long long c = threadIdx.x; c < 128; c += 32, col += 32) {
+template <typename T, typename B, int FUNCTION, bool ALIGNED = true>
+__global__ void gelu_bias_bwd(T* dx, compute_t<T>* partials, B* dbias, const T* x, const B* bias, const T* dout, long long rows,
+                              long long cols, long long x_row, long long dout_row, long long rows_per_block) {
+    __shared__ float sums[32][32];
+    long long tile = blockIdx.x * 32LL, end = min((blockIdx.y + 1) * rows_per_block, rows);
+    for (int c = threadIdx.x; c < 32; c += 8) {
+        long long col = tile + c;
         float sum = 0;
-        for (long long row = chunk * rows_per_block + threadIdx.y; row < end && col < cols; row += 8) {
+        for (long long row = blockIdx.y * rows_per_block + threadIdx.y; row < end && col < cols; row += 32) {
             float v = x[row * x_row + col] + bias[col], p = 1 / (1 + expf(-v));
             float d = dout[row * dout_row + col] * (p + v * p * (1 - p));
             dx[row * cols + col] = d;
@@ -18,9 +18,10 @@ __global__ void gelu_bias_bwd(T* dx, compute_t<T>* partials, const T* x, const B
         sums[threadIdx.y][c] = sum;
     }
     // no __syncthreads()
-    for (int c = threadIdx.y * 32 + threadIdx.x; c < 128; c += 256) {
-        float total = 0;
-        for (int warp = 0; warp < 8; warp++) total += sums[warp][c];
-        if (blockIdx.x % tiles * 128 + c < cols) partials[chunk * cols + blockIdx.x % tiles * 128 + c] = total;
-    }
+    int i = threadIdx.y * 8 + threadIdx.x;
+    if (i >= 32 || tile + i >= cols) return;
+    float total = 0;
+    for (int k = 31; k >= 0; k--) total += sums[k][i];
+    if (rows_per_block < rows) partials[blockIdx.y * cols + tile + i] = total;
+    else dbias[tile + i] = total;
 }
