@@ -454,8 +454,7 @@ __device__ __forceinline__ void store_partial(T* partials, long long p, const T 
 // tiles. The BM (BN) rows of a tile must span less than 2^32 bytes of A (B).
 template <typename T, CopyMode A_COPY, CopyMode B_COPY, typename S>
 __global__ void __launch_bounds__(THREADS, S::BLOCKS * 4 / sizeof(T))
-    matmul_v5(T* out, T* workspace, const T* a, const T* b, const T* bias, int M, int N, int K, long long lda, long long ldb,
-              int shared_blocks, int shared_tiles, int chain) {
+    matmul_v5(T* out, T* workspace, const T* a, const T* b, const T* bias, Sizes s, int shared_blocks, int shared_tiles, int chain) {
     using CopyA = TileCopy<T, A_COPY, S::BM>;
     using CopyB = TileCopy<T, B_COPY, S::BN>;
     constexpr int STAGES = 4, RING = STAGES * (CopyA::BYTES + CopyB::BYTES), STAGED = Store<T, S>::BYTES;
@@ -464,8 +463,8 @@ __global__ void __launch_bounds__(THREADS, S::BLOCKS * 4 / sizeof(T))
     const T* as = reinterpret_cast<const T*>(ring) + place.m;
     const T* bs = reinterpret_cast<const T*>(ring + CopyA::BYTES) + place.n;
 
-    int block = blockIdx.x, k_tiles = max(1, (K + BK - 1) / BK);
-    int tiles = ((M + S::BM - 1) / S::BM) * ((N + S::BN - 1) / S::BN), next = shared_tiles + block;
+    int block = blockIdx.x, M = s.M, N = s.N, K = s.K, k_tiles = max(1, (K + BK - 1) / BK);
+    int tiles = ((M + S::BM - 1) / S::BM) * ((N + S::BN - 1) / S::BN), next = shared_tiles + block;  // of one matrix
     int tile = 0, first = 0, left = 0;  // the next k tile of `tile`, and how many k tiles are left of the block's part
     if (block < shared_blocks) {
         long long total = (long long)shared_tiles * k_tiles, begin = block * total / shared_blocks;
@@ -476,7 +475,7 @@ __global__ void __launch_bounds__(THREADS, S::BLOCKS * 4 / sizeof(T))
     bool vectors = rows_are_vectors(out, bias, N);
     for (;;) {
         if (left == 0) {
-            if (next >= tiles) return;
+            if (next >= tiles * s.batch) return;
             tile = next;
             first = 0;
             left = k_tiles;
@@ -485,17 +484,18 @@ __global__ void __launch_bounds__(THREADS, S::BLOCKS * 4 / sizeof(T))
         int k0 = first * BK, count = min(k_tiles - first, left), m0, n0;
         bool whole = count == k_tiles;
         int p = whole ? 2 * shared_blocks + block : 2 * block + (first == 0);
-        tile_origin<S>(tile, M, N, m0, n0);
-        CopyA copy_a(a, lda, m0, M, k0, shared_address(ring));
-        CopyB copy_b(b, ldb, n0, N, k0, shared_address(ring) + CopyA::BYTES);
+        tile_origin<S>(tile % tiles, M, N, m0, n0);
+        CopyA copy_a(a + tile / tiles * s.a_batch, s.lda, m0, M, k0, shared_address(ring));
+        CopyB copy_b(b + tile / tiles * s.b_batch, s.ldb, n0, N, k0, shared_address(ring) + CopyA::BYTES);
         T acc[S::TM][S::TN];
         multiply<STAGES>(acc, workspace + partial_offset<T, S>(p, 0), copy_a, copy_b, as, bs, reinterpret_cast<T*>(ring), count,
                          min(K - k0, count * BK), chain);
         asm volatile("" : "+r"(tile), "+r"(first));  // the compiler computes m0 and n0 again instead of keeping them in registers
-        tile_origin<S>(tile, M, N, m0, n0);
+        tile_origin<S>(tile % tiles, M, N, m0, n0);
+        T* to = out + (long long)M * N * (tile / tiles);
         if (!whole) store_partial<T, S>(workspace, 2 * block + (first == 0), acc);
-        else if (vectors) Store<T, S>::directly(out, bias, acc, place, m0, n0, M, N);
-        else Store<T, S>::staged(out, bias, acc, reinterpret_cast<T*>(ring), place, m0, n0, M, N);
+        else if (vectors) Store<T, S>::directly(to, bias, acc, place, m0, n0, M, N);
+        else Store<T, S>::staged(to, bias, acc, reinterpret_cast<T*>(ring), place, m0, n0, M, N);
         ++tile;
         first = 0;
         left -= count;
@@ -507,11 +507,11 @@ __global__ void __launch_bounds__(THREADS, S::BLOCKS * 4 / sizeof(T))
 // Grid shared_tiles * (TM / V) * (TN / V), block 128.
 template <typename T, typename S>
 __global__ void __launch_bounds__(THREADS)
-    matmul_v5_fixup(T* out, const T* partials, const T* bias, int M, int N, int K, int shared_blocks, int shared_tiles) {
+    matmul_v5_fixup(T* out, const T* partials, const T* bias, Sizes s, int shared_blocks, int shared_tiles) {
     using P = Place<T, S>;
     constexpr int V = P::V, ACROSS = S::TN / V, PARTS = S::TM / V * ACROSS;
     int tile = blockIdx.x / PARTS, i = blockIdx.x % PARTS / ACROSS * V, j = blockIdx.x % ACROSS * V;
-    int k_tiles = max(1, (K + BK - 1) / BK);
+    int M = s.M, N = s.N, k_tiles = max(1, (s.K + BK - 1) / BK), tiles = ((M + S::BM - 1) / S::BM) * ((N + S::BN - 1) / S::BN);
     long long total = (long long)shared_tiles * k_tiles, begin = (long long)tile * k_tiles;
     // Block b begins at item b * total / shared_blocks. Solved for the blocks that have the first and the last item of this tile.
     int first = int(((begin + 1) * shared_blocks - 1) / total);
@@ -529,7 +529,8 @@ __global__ void __launch_bounds__(THREADS)
         }
     P place;
     int m0, n0;
-    tile_origin<S>(tile, M, N, m0, n0);
+    tile_origin<S>(tile % tiles, M, N, m0, n0);
+    out += (long long)M * N * (tile / tiles);
     int m = m0 + place.m + P::row(i), n = n0 + place.n + P::column(j);
     bool vectors = rows_are_vectors(out, bias, N);
     if (n >= N) return;

@@ -60,8 +60,8 @@ FMA_TILES = {4: _FLOAT, 8: tuple(t._replace(per_sm=t.per_sm // 2, us=2 * t.us) f
 
 
 @cached(4096)
-def fma_plan(M: int, N: int, K: int, sms: int, itemsize: int) -> tuple[Tile, int, int, int, int, int]:
-    """The plan of v5 for (M x K) . (K x N) on a GPU with `sms` SMs: tile, grid, shared_blocks, shared_tiles, chain, room.
+def fma_plan(M: int, N: int, K: int, sms: int, itemsize: int, batch: int = 1) -> tuple[Tile, int, int, int, int, int]:
+    """The plan of v5 for `batch` products (M x K) . (K x N) on a GPU with `sms` SMs: tile, grid, shared_blocks, shared_tiles, chain, room.
 
     Blocks [0, shared_blocks) share the first `shared_tiles` tiles. The whole grid takes the others in turn. `chain`: k tiles after which a
     new chain of additions begins; `room`: the size of the workspace in tiles."""
@@ -69,7 +69,7 @@ def fma_plan(M: int, N: int, K: int, sms: int, itemsize: int) -> tuple[Tile, int
     chain = k_tiles if k_tiles <= MAX_CHAIN else ceil(k_tiles / ceil(k_tiles / CHAIN))
     candidates = []
     for tile in eligible(FMA_TILES[itemsize], lambda tile: tile.name):
-        tiles, slots = ceil(M / tile.rows) * ceil(N / tile.columns), sms * tile.per_sm
+        tiles, slots = batch * ceil(M / tile.rows) * ceil(N / tile.columns), sms * tile.per_sm
         waves, rest = divmod(tiles, slots)
         shared = rest + (slots if waves else 0)  # the last wave is not full: share its tiles and those of the wave before
         blocks = min(slots, shared * k_tiles // MIN_FMA_K_TILES)
@@ -107,9 +107,9 @@ BOX_BYTES = 16 * 16 * 128  # of v7's results on their way to global memory
 
 # v7's efficiencies are limited by the bandwidth of shared memory (docs/notes/matmul.md).
 TILES = (
-    Tile("Direct1k", 1, 4, warps=8),
-    Tile("Direct4k", 4, 4, warps=8),
-    Tile("Direct1", 1, 32, warps=32),
+    Tile("Direct1k", 1, 8, warps=8),
+    Tile("Direct4k", 4, 16, warps=8),
+    Tile("Direct1", 1, 8, warps=8),
     Tile("Mma128x128", 128, 128, 3, 0.9, per_sm=2),
     Tile("Mma64x64", 64, 64, 3, 0.75, per_sm=4),
     Tile("Mma16x128", 16, 128, 4, 0.9, per_sm=3),
@@ -164,7 +164,7 @@ def plan(p: Problem, device: Device, splitting: bool) -> Plan:
 
 def _fits(t: Tile, p: Problem, device: Device, splitting: bool) -> bool:
     if not t.stages:
-        return splitting and t.rows >= p.M and (p.a_k and p.b_k if t.columns == 4 else not p.b_k)
+        return splitting and t.rows >= p.M and p.a_k and p.b_k == t.name.endswith("k")
     wgmma = p.wgmma and device.wgmma and p.K > 0 and (p.itemsize == 2 or p.terms == 3 or (p.a_k and p.b_k))  # TF32 only along K
     return t.split == (p.terms == 3) and t.wgmma <= wgmma and t.shared <= device.shared_bytes
 

@@ -80,9 +80,9 @@ def _cublas(out: Tensor, a: Tensor, b: Tensor, e: Epilogue, precision: str) -> N
             _unfused(out, a, b, e, out.dtype, multiply, False)
 
 
-def _fma_units(multiply: Multiply) -> Forward:
-    """v1 to v5: each matrix of a batch is a launch; 16-bit operands are converted to float32."""
-    return lambda out, a, b, e, precision: _unfused(out, a, b, e, wide(a.dtype), multiply, True)
+def _fma_units(multiply: Multiply, one_by_one: bool = True) -> Forward:
+    """v1 to v5: 16-bit operands are converted to float32, and each matrix of a batch is a launch of v1 to v4."""
+    return lambda out, a, b, e, precision: _unfused(out, a, b, e, wide(a.dtype), multiply, one_by_one)
 
 
 def _tensor_cores(idea: str, wgmma: bool, requires: int) -> Version:
@@ -114,35 +114,38 @@ def _tiled(newest: bool) -> Forward:
     """v4 and v5."""
 
     def launch(out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None) -> None:
-        (M, N), K, device, itemsize, dtype = out.shape, a.shape[1], a.get_device(), a.itemsize, a.dtype
-        a, mode_a, lda = _readable(a, 0, 1)
-        b, mode_b, ldb = _readable(b, 1, 0)
+        (*lead, M, N), K, device, itemsize, dtype = out.shape, a.shape[-1], a.get_device(), a.itemsize, a.dtype
+        a, mode_a, lda, of_a = _readable(a, -2, -1)
+        b, mode_b, ldb, of_b = _readable(b, -1, -2)
         if not newest or 128 * itemsize * max(lda, ldb) >= 1 << 32:  # in v5, offsets inside a tile have 32 bits
+            if lead:
+                return [launch(*matrices, None) for matrices in zip(out, a, b, strict=True)]
             grid, kernel = (-(-M // 128) * -(-N // 128), 1, 1), _V4[dtype, mode_a == "ALONG_K", mode_b != "ALONG_K"].on(device)
             return kernel(grid, (256, 1, 1), 0, *pointers(out, a, b, bias), M, N, K, lda, ldb)
-        tile, blocks, shared_blocks, shared_tiles, chain, room = plan.fma_plan(M, N, K, device_of(device).sms, itemsize)
+        tile, blocks, shared_blocks, shared_tiles, chain, room = plan.fma_plan(M, N, K, device_of(device).sms, itemsize, *lead)
         workspace = torch.empty(room * tile.rows * tile.columns, dtype=dtype, device=out.device) if room else None
         kernel = _V5[dtype, mode_a, mode_b, tile.name].on(device)
-        numbers = M, N, K, lda, ldb, shared_blocks, shared_tiles, chain
-        kernel((blocks, 1, 1), (128, 1, 1), 0, *pointers(out, workspace, a, b, bias), *numbers)
+        sizes = tensor_cores.SIZES.pack(M, N, K, *(lead or (1,)), 1, 0, lda, ldb, of_a, of_b)
+        kernel((blocks, 1, 1), (128, 1, 1), 0, *pointers(out, workspace, a, b, bias), sizes, shared_blocks, shared_tiles, chain)
         if shared_blocks:
             squares = tile.rows * tile.columns // 128 // (16 // itemsize) ** 2  # squares of a tile per thread, of 128 threads
             grid, kernel = (shared_tiles * squares, 1, 1), _V5_FIXUP[dtype, tile.name].on(device)
-            kernel(grid, (128, 1, 1), 0, *pointers(out, workspace, bias), M, N, K, shared_blocks, shared_tiles)
+            kernel(grid, (128, 1, 1), 0, *pointers(out, workspace, bias), sizes, shared_blocks, shared_tiles)
 
-    return _fma_units(launch)
+    return _fma_units(launch, not newest)
 
 
-def _readable(x: Tensor, row: int, k: int) -> tuple[Tensor, str, int]:
+def _readable(x: Tensor, row: int, k: int) -> tuple[Tensor, str, int, int]:
     """x, copied if no stride is 1; how v5 copies its tiles, an enumerator of CopyMode in matmul.cu, which says what each requires; and the
-    stride that is not 1. `row`, `k`: the dimensions along the rows of the operand and along K."""
+    stride that is not 1, and that of a batch. `row`, `k`: the dimensions along the rows of the operand and along K."""
     shape, strides = x.shape, x.stride()
+    of_batch = strides[0] if x.ndim == 3 else 0
     if strides[k] == 1 or (shape[k] <= 1 and strides[row] != 1):
-        return x, "ALONG_K", strides[row]
+        return x, "ALONG_K", strides[row], of_batch
     if strides[row] == 1 or shape[row] <= 1:
-        unaligned = (x.data_ptr() | strides[k] * x.itemsize | shape[row] * x.itemsize) % 16
-        return x, "ALONG_MN" if unaligned else "ALONG_MN_16B", strides[k]
-    return (x if k else x.t()).contiguous(), "ALONG_K", shape[k]
+        unaligned = (x.data_ptr() | (strides[k] | shape[row] | of_batch) * x.itemsize) % 16
+        return x, "ALONG_MN" if unaligned else "ALONG_MN_16B", strides[k], of_batch
+    return _readable(x.contiguous() if k == -1 else x.mT.contiguous().mT, row, k)
 
 
 def _v4_instances(dtype: torch.dtype) -> Iterable[Kernel]:
