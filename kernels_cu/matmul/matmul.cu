@@ -503,10 +503,10 @@ __global__ void __launch_bounds__(THREADS, S::BLOCKS * 4 / sizeof(T))
 }
 
 // Add the partial sums of the tiles of C that several blocks of matmul_v5 shared. Deterministic: they are added in the order of k. A thread
-// computes V x V of its outputs in matmul_v5, where V is the number of elements in 16 bytes.
-// Grid shared_tiles * (TM / V) * (TN / V), block 128.
+// computes V x V of its outputs in matmul_v5, where V is the number of elements in 16 bytes. Six blocks per SM are fewer than ptxas aims at:
+// then there are registers for four partial sums in flight. Grid shared_tiles * (TM / V) * (TN / V), block 128.
 template <typename T, typename S>
-__global__ void __launch_bounds__(THREADS)
+__global__ void __launch_bounds__(THREADS, 6)
     matmul_v5_fixup(T* out, const T* partials, const T* bias, Sizes s, int shared_blocks, int shared_tiles) {
     using P = Place<T, S>;
     constexpr int V = P::V, ACROSS = S::TN / V, PARTS = S::TM / V * ACROSS;

@@ -47,7 +47,7 @@ MIN_FMA_K_TILES = 8  # the fewest per block that shares tiles: with fewer, filli
 
 LATENCY = 1.12  # a block that is alone on its SM takes this many times its share of the SM's time
 BLOCK_US = 1.47  # per block, to fill the ring buffer and to store the tile
-PIECE_US = 0.15  # in the fix-up kernel, per piece of a tile
+PIECE_US = 0.08  # in the fix-up kernel, per piece of a tile
 MEGABYTE_US = 0.29  # in the fix-up kernel, per megabyte of partial sums
 
 _FLOAT = (
@@ -60,24 +60,29 @@ FMA_TILES = {4: _FLOAT, 8: tuple(t._replace(per_sm=t.per_sm // 2, us=2 * t.us) f
 
 
 @cached(4096)
-def fma_plan(M: int, N: int, K: int, sms: int, itemsize: int, batch: int = 1) -> tuple[Tile, int, int, int, int, int]:
-    """The plan of v5 for `batch` products (M x K) . (K x N) on a GPU with `sms` SMs: tile, grid, shared_blocks, shared_tiles, chain, room.
+def fma_plan(p: "Problem", device: Device) -> tuple[Tile, int, int, int, int, int]:
+    """The plan of v5: tile, grid, shared_blocks, shared_tiles, chain, room.
 
     Blocks [0, shared_blocks) share the first `shared_tiles` tiles. The whole grid takes the others in turn. `chain`: k tiles after which a
-    new chain of additions begins; `room`: the size of the workspace in tiles."""
-    k_tiles = max(1, ceil(K / BK))
+    new chain of additions begins, or the lanes of matmul_direct; `room`: the size of the workspace in tiles."""
+    k_tiles, sms = max(1, ceil(p.K / BK)), device.sms
     chain = k_tiles if k_tiles <= MAX_CHAIN else ceil(k_tiles / ceil(k_tiles / CHAIN))
-    candidates = []
-    for tile in eligible(FMA_TILES[itemsize], lambda tile: tile.name):
-        tiles, slots = batch * ceil(M / tile.rows) * ceil(N / tile.columns), sms * tile.per_sm
+    candidates: list[tuple[float, tuple[Tile, int, int, int, int, int]]] = []
+    direct = [t for t in TILES if not t.stages and p.M <= 16 and p.itemsize == 4 and p.a_k and p.b_k == t.name.endswith("k")]
+    for tile in eligible((*FMA_TILES[p.itemsize], *direct), lambda tile: tile.name):
+        if tile in direct:
+            candidates += ((one.us, (tile, one.grid, 0, 0, one.splits, 0)) for one in _plans(tile, p, k_tiles, 1, device))
+            continue
+        tiles, slots = p.batch * ceil(p.M / tile.rows) * ceil(p.N / tile.columns), sms * tile.per_sm
         waves, rest = divmod(tiles, slots)
         shared = rest + (slots if waves else 0)  # the last wave is not full: share its tiles and those of the wave before
         blocks = min(slots, shared * k_tiles // MIN_FMA_K_TILES)
         sharing = rest and blocks > 1 and (waves or blocks > shared)
-        for b, s in ((0, 0), (blocks, shared)) if sharing else ((0, 0),):
+        few = [] if waves else [(blocks // n, shared) for n in (2, 4, 8, 16) if blocks // n > shared]  # fewer pieces to add
+        for b, s in ((0, 0), (blocks, shared), *few) if sharing else ((0, 0),):
             grid = min(slots, b + tiles - s)
             plan = tile, grid, b, s, chain, 2 * b + (grid if k_tiles > chain else 0)
-            candidates.append((_fma_us(tiles, k_tiles, sms, tile, itemsize, b, s), plan))
+            candidates.append((_fma_us(tiles, k_tiles, sms, tile, p.itemsize, b, s), plan))
     return min(candidates, key=lambda c: c[0])[1]
 
 
@@ -107,9 +112,7 @@ BOX_BYTES = 16 * 16 * 128  # of v7's results on their way to global memory
 
 # v7's efficiencies are limited by the bandwidth of shared memory (docs/notes/matmul.md).
 TILES = (
-    Tile("Direct1k", 1, 8, warps=8),
-    Tile("Direct4k", 4, 16, warps=8),
-    Tile("Direct1", 1, 8, warps=8),
+    *(Tile(f"Direct{rows}{k}", rows, 16, warps=8, per_sm=3 if rows == 1 else 2) for rows in (1, 4, 8) for k in ("k", "")),
     Tile("Mma128x128", 128, 128, 3, 0.9, per_sm=2),
     Tile("Mma64x64", 64, 64, 3, 0.75, per_sm=4),
     Tile("Mma16x128", 16, 128, 4, 0.9, per_sm=3),
@@ -143,7 +146,7 @@ class Problem(NamedTuple):
 
 class Plan(NamedTuple):
     tile: Tile
-    splits: int  # of v6, whose partial sums go to a workspace
+    splits: int  # of v6, whose partial sums go to a workspace; the lanes of matmul_direct that share a column
     grid: int
     us: float
 
@@ -164,7 +167,7 @@ def plan(p: Problem, device: Device, splitting: bool) -> Plan:
 
 def _fits(t: Tile, p: Problem, device: Device, splitting: bool) -> bool:
     if not t.stages:
-        return splitting and t.rows >= p.M and p.a_k and p.b_k == t.name.endswith("k")
+        return splitting and 8 > t.rows >= p.M and p.a_k and p.b_k == t.name.endswith("k")
     wgmma = p.wgmma and device.wgmma and p.K > 0 and (p.itemsize == 2 or p.terms == 3 or (p.a_k and p.b_k))  # TF32 only along K
     return t.split == (p.terms == 3) and t.wgmma <= wgmma and t.shared <= device.shared_bytes
 
@@ -177,7 +180,9 @@ def _tiles(tile: Tile, p: Problem) -> int:
 def _plans(t: Tile, p: Problem, k_tiles: int, parts: int, device: Device) -> Iterator[Plan]:
     tiles = _tiles(t, p)
     if not t.stages:
-        yield Plan(t, 1, tiles, _direct_us(t, tiles, p, device))
+        for lanes in (8, 16, 32):
+            tiles = p.batch * ceil(p.M / t.rows) * ceil(p.N * lanes / 128)
+            yield Plan(t, lanes, tiles, _direct_us(t, tiles, lanes, p, device))
     elif t.wgmma:
         blocks, resident = tiles * t.cluster_k, max(1, device.sms // t.cluster) * t.cluster
         yield Plan(t, 1, blocks if t.cluster_k > 1 else min(blocks, resident), _wgmma_us(t, blocks, k_tiles, p, device))
@@ -191,11 +196,14 @@ def _memory_us(moved: float, device: Device) -> float:
     return moved / (device.sms * device.sm_bytes_us)
 
 
-def _direct_us(tile: Tile, tiles: int, p: Problem, device: Device) -> float:
-    """An SM loads an element of B for each lane of a warp in 3.5 cycles, of A for 16 elements of B or, with Direct1, for each."""
-    steps = ceil(p.K / (1024 if tile.columns == 4 else 512))  # of a warp: 16 elements of B per lane
-    loads = ceil(tiles / device.sms) * tile.warps * steps * (16 + 4 * tile.rows if tile.columns == 4 else 32)
-    return DIRECT_US + loads * (3.5 if tile.rows == 1 else 6) / device.cycles_us
+def _direct_us(tile: Tile, tiles: int, lanes: int, p: Problem, device: Device) -> float:
+    """Limited by memory, by the latency of one load after another, or by the load units, in 16 bytes per lane. Sectors of 32 bytes of B are
+    loaded in part if many lanes share columns."""
+    steps = ceil(p.K / (32 * lanes))  # of a warp
+    memory = _memory_us(p.batch * p.N * p.K * p.itemsize, device) * (1 if p.b_k else (16 + lanes) / 24)
+    rounds = ceil(tiles / (device.sms * tile.per_sm)) * ceil(steps / (2 if tile.rows < 8 else 1))
+    loads = ceil(tiles / device.sms) * tile.warps * steps * (16 + 4 * tile.rows) / device.cycles_us
+    return DIRECT_US + max(memory, 0.75 * rounds, 1.5 * loads)
 
 
 def _mma_us(tile: Tile, blocks: int, k_tiles: int, splits: int, p: Problem, device: Device) -> float:

@@ -76,7 +76,7 @@ class _Operand(NamedTuple):
 
 class _Launch(NamedTuple):
     """`copies`: struct Lines of a and b if operands are copied first; `split`: for 3xTF32 by v7, whether a and b are contiguous along K;
-    `maps`: for v7, the encoders of a, b and, where TMA can store them, of the results."""
+    `maps`: for v7, the encoders of a, b and, where TMA can store them, of the results; `lanes`: for matmul_direct."""
 
     kernel: Kernel
     grid: Dim
@@ -87,6 +87,7 @@ class _Launch(NamedTuple):
     copies: tuple[Lines, ...] = ()
     split: tuple[bool, ...] = ()
     maps: Sequence[Encoder] = ()
+    lanes: tuple[int, ...] = ()
 
 
 def launch(out: Tensor, a: Tensor, b: Tensor, e: Epilogue, terms: int, wgmma: bool) -> None:
@@ -103,7 +104,7 @@ def launch(out: Tensor, a: Tensor, b: Tensor, e: Epilogue, terms: int, wgmma: bo
     partials = torch.empty(found.splits * out.numel(), dtype=torch.float32, device=out.device) if found.splits > 1 else None
     at_out, at_pre, at_bias, at_residual = pointers(out, e.pre, bias, e.residual)
     operands: tuple[int | bytes, ...] = (at_a, at_b)
-    last: tuple[int, ...] = ()
+    last: tuple[int, ...] = found.lanes
     if found.maps:
         of_a, of_b, *of_out = found.maps
         first, last = of_a(at_a), (BY_THREADS,)
@@ -113,7 +114,7 @@ def launch(out: Tensor, a: Tensor, b: Tensor, e: Epilogue, terms: int, wgmma: bo
             if e.residual is out and out.dtype == torch.float32:
                 last, at_residual = (ADDED,), 0
         operands = first, of_b(at_b), *results
-    else:
+    elif not last:
         operands = *pointers(partials), at_a, at_b
     found.kernel.on(index)(found.grid, found.block, found.shared, at_out, at_pre, *operands, at_bias, at_residual, found.sizes, *last)
     if partials is not None:
@@ -164,7 +165,7 @@ def _prepared(
     tile, splits, blocks, _ = plan(problem, device_of(index), splitting)
     shared, rest = tile.shared, dict[str, Any]()  # the last fields of _Launch
     if not tile.stages:
-        kernel = DIRECT[dtype, out_dtype, tile.name]
+        kernel, rest["lanes"], splits = DIRECT[dtype, out_dtype, tile.name], (splits,), 1
     else:
         if terms == 3 and tile.wgmma:
             rest["split"] = a.along_k, b.along_k
@@ -198,7 +199,7 @@ def instances(dtype: torch.dtype, wgmma: bool) -> Iterable[Kernel]:
         return
     yield PAD[dtype]
     yield from (REDUCE[dtype, dtype, width] for width in (1, 16 // dtype.itemsize))
-    yield from (DIRECT[dtype, dtype, tile.name] for tile in TILES if not tile.stages)
+    yield from (DIRECT[dtype, dtype, tile.name] for tile in TILES if not tile.stages and tile.rows < 8)
     tiles = [t for t in TILES if t.stages and t.wgmma <= wgmma and t.split <= (dtype == torch.float32)]
     for tile, a_k, b_k in itertools.product(tiles, (True, False), (True, False)):
         if not tile.wgmma:

@@ -5,6 +5,7 @@ such matrices; e is the Epilogue, whose tensors are contiguous. `precision` is t
 """
 
 import itertools
+import math
 from collections.abc import Callable, Iterable
 from functools import partial
 
@@ -81,7 +82,7 @@ def _cublas(out: Tensor, a: Tensor, b: Tensor, e: Epilogue, precision: str) -> N
 
 
 def _fma_units(multiply: Multiply, one_by_one: bool = True) -> Forward:
-    """v1 to v5: 16-bit operands are converted to float32, and each matrix of a batch is a launch of v1 to v4."""
+    """v1 to v5: 16-bit operands are converted to float32. `one_by_one`: the matrices of a batch."""
     return lambda out, a, b, e, precision: _unfused(out, a, b, e, wide(a.dtype), multiply, one_by_one)
 
 
@@ -118,21 +119,27 @@ def _tiled(newest: bool) -> Forward:
         a, mode_a, lda, of_a = _readable(a, -2, -1)
         b, mode_b, ldb, of_b = _readable(b, -1, -2)
         if not newest or 128 * itemsize * max(lda, ldb) >= 1 << 32:  # in v5, offsets inside a tile have 32 bits
-            if lead:
-                return [launch(*matrices, None) for matrices in zip(out, a, b, strict=True)]
-            grid, kernel = (-(-M // 128) * -(-N // 128), 1, 1), _V4[dtype, mode_a == "ALONG_K", mode_b != "ALONG_K"].on(device)
-            return kernel(grid, (256, 1, 1), 0, *pointers(out, a, b, bias), M, N, K, lda, ldb)
-        tile, blocks, shared_blocks, shared_tiles, chain, room = plan.fma_plan(M, N, K, device_of(device).sms, itemsize, *lead)
+            kernel = _V4[dtype, mode_a == "ALONG_K", mode_b != "ALONG_K"].on(device)
+            for c, x, y in zip(out, a, b, strict=True) if lead else [(out, a, b)]:
+                kernel((-(-M // 128) * -(-N // 128), 1, 1), (256, 1, 1), 0, *pointers(c, x, y, bias), M, N, K, lda, ldb)
+            return
+        batch, along_k = math.prod(lead), (mode_a == "ALONG_K", mode_b == "ALONG_K")
+        problem = plan.Problem(M, N, K, batch, itemsize, 1, False, *along_k)
+        tile, blocks, shared_blocks, shared_tiles, chain, room = plan.fma_plan(problem, device_of(device))
+        sizes = tensor_cores.SIZES.pack(M, N, K, batch, 1, 0, lda, ldb, of_a, of_b)
+        if not tile.us:
+            kernel = tensor_cores.DIRECT[dtype, dtype, tile.name].on(device)
+            kernel((blocks, 1, 1), (32 * tile.warps, 1, 1), 0, *pointers(out, None, a, b, bias, None), sizes, chain)
+            return
         workspace = torch.empty(room * tile.rows * tile.columns, dtype=dtype, device=out.device) if room else None
         kernel = _V5[dtype, mode_a, mode_b, tile.name].on(device)
-        sizes = tensor_cores.SIZES.pack(M, N, K, *(lead or (1,)), 1, 0, lda, ldb, of_a, of_b)
         kernel((blocks, 1, 1), (128, 1, 1), 0, *pointers(out, workspace, a, b, bias), sizes, shared_blocks, shared_tiles, chain)
         if shared_blocks:
             squares = tile.rows * tile.columns // 128 // (16 // itemsize) ** 2  # squares of a tile per thread, of 128 threads
             grid, kernel = (shared_tiles * squares, 1, 1), _V5_FIXUP[dtype, tile.name].on(device)
             kernel(grid, (128, 1, 1), 0, *pointers(out, workspace, bias), sizes, shared_blocks, shared_tiles)
 
-    return _fma_units(launch, not newest)
+    return _fma_units(launch, False)
 
 
 def _readable(x: Tensor, row: int, k: int) -> tuple[Tensor, str, int, int]:
@@ -154,6 +161,7 @@ def _v4_instances(dtype: torch.dtype) -> Iterable[Kernel]:
 
 
 def _v5_instances(dtype: torch.dtype) -> Iterable[Kernel]:
+    yield from (tensor_cores.DIRECT[dtype, dtype, t.name] for t in plan.TILES if not t.stages and dtype == torch.float32)
     for tile in plan.FMA_TILES[wide(dtype).itemsize]:
         yield _V5_FIXUP[wide(dtype), tile.name]
         yield from (_V5[wide(dtype), a, b, tile.name] for a, b in itertools.product(COPY_MODES, COPY_MODES))
