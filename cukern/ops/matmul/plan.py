@@ -78,7 +78,7 @@ def fma_plan(p: "Problem", device: Device) -> tuple[Tile, int, int, int, int, in
         shared = rest + (slots if waves else 0)  # the last wave is not full: share its tiles and those of the wave before
         blocks = min(slots, shared * k_tiles // MIN_FMA_K_TILES)
         sharing = rest and blocks > 1 and (waves or blocks > shared)
-        few = [] if waves else [(blocks // n, shared) for n in (2, 4, 8, 16) if blocks // n > shared]  # fewer pieces to add
+        few = [(blocks // n, shared) for n in (2, 4, 8, 16) if blocks // n >= 4 * shared]  # fewer pieces to add
         for b, s in ((0, 0), (blocks, shared), *few) if sharing else ((0, 0),):
             grid = min(slots, b + tiles - s)
             plan = tile, grid, b, s, chain, 2 * b + (grid if k_tiles > chain else 0)
