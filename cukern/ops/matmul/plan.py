@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from math import ceil
 from typing import NamedTuple
 
-from cukern.runtime.device import Device, cached, eligible
+from cukern.runtime.device import Device, cached, device_of, eligible
 
 
 class Tile(NamedTuple):
@@ -43,6 +43,7 @@ BK = 8  # length of a k tile, as in matmul/matmul.cu
 # 4096x768x3072 on one H200, relative to cuBLAS's, and the cost in time of 4096^3: chains of 512: 1.2 to 1.3, 3 %; 768: up to 1.9, 2 %;
 # 1024: 2.2, 1.5 %; one chain: 4.4.
 MAX_CHAIN, CHAIN = 96, 64
+FEW_ROWS = 16  # for which matmul_direct is considered
 MIN_FMA_K_TILES = 8  # the fewest per block that shares tiles: with fewer, filling the ring buffer dominates
 
 LATENCY = 1.12  # a block that is alone on its SM takes this many times its share of the SM's time
@@ -60,20 +61,21 @@ FMA_TILES = {4: _FLOAT, 8: tuple(t._replace(per_sm=t.per_sm // 2, us=2 * t.us) f
 
 
 @cached(4096)
-def fma_plan(p: "Problem", device: Device) -> tuple[Tile, int, int, int, int, int]:
-    """The plan of v5: tile, grid, shared_blocks, shared_tiles, chain, room.
+def fma_plan(M: int, N: int, K: int, batch: int, itemsize: int, a_k: bool, b_k: bool, index: int) -> tuple[Tile, int, int, int, int, int]:
+    """The plan of v5 on the GPU number `index`: tile, grid, shared_blocks, shared_tiles, chain, room. See Problem.
 
     Blocks [0, shared_blocks) share the first `shared_tiles` tiles. The whole grid takes the others in turn. `chain`: k tiles after which a
     new chain of additions begins, or the lanes of matmul_direct; `room`: the size of the workspace in tiles."""
-    k_tiles, sms = max(1, ceil(p.K / BK)), device.sms
+    p, device = Problem(M, N, K, batch, itemsize, 1, False, a_k, b_k), device_of(index)
+    k_tiles, sms = max(1, ceil(K / BK)), device.sms
     chain = k_tiles if k_tiles <= MAX_CHAIN else ceil(k_tiles / ceil(k_tiles / CHAIN))
     candidates: list[tuple[float, tuple[Tile, int, int, int, int, int]]] = []
-    direct = [t for t in TILES if not t.stages and p.M <= 16 and p.itemsize == 4 and p.a_k and p.b_k == t.name.endswith("k")]
-    for tile in eligible((*FMA_TILES[p.itemsize], *direct), lambda tile: tile.name):
+    direct = [t for t in TILES if not t.stages and itemsize == 4 and M <= FEW_ROWS and _reads(t, p)]
+    for tile in eligible((*FMA_TILES[itemsize], *direct), lambda tile: tile.name):
         if tile in direct:
             candidates += ((one.us, (tile, one.grid, 0, 0, one.splits, 0)) for one in _plans(tile, p, k_tiles, 1, device))
             continue
-        tiles, slots = p.batch * ceil(p.M / tile.rows) * ceil(p.N / tile.columns), sms * tile.per_sm
+        tiles, slots = batch * ceil(M / tile.rows) * ceil(N / tile.columns), sms * tile.per_sm
         waves, rest = divmod(tiles, slots)
         shared = rest + (slots if waves else 0)  # the last wave is not full: share its tiles and those of the wave before
         blocks = min(slots, shared * k_tiles // MIN_FMA_K_TILES)
@@ -82,7 +84,7 @@ def fma_plan(p: "Problem", device: Device) -> tuple[Tile, int, int, int, int, in
         for b, s in ((0, 0), (blocks, shared), *few) if sharing else ((0, 0),):
             grid = min(slots, b + tiles - s)
             plan = tile, grid, b, s, chain, 2 * b + (grid if k_tiles > chain else 0)
-            candidates.append((_fma_us(tiles, k_tiles, sms, tile, p.itemsize, b, s), plan))
+            candidates.append((_fma_us(tiles, k_tiles, sms, tile, itemsize, b, s), plan))
     return min(candidates, key=lambda c: c[0])[1]
 
 
@@ -167,9 +169,14 @@ def plan(p: Problem, device: Device, splitting: bool) -> Plan:
 
 def _fits(t: Tile, p: Problem, device: Device, splitting: bool) -> bool:
     if not t.stages:
-        return splitting and 8 > t.rows >= p.M and p.a_k and p.b_k == t.name.endswith("k")
+        return splitting and 8 > t.rows >= p.M and _reads(t, p)
     wgmma = p.wgmma and device.wgmma and p.K > 0 and (p.itemsize == 2 or p.terms == 3 or (p.a_k and p.b_k))  # TF32 only along K
     return t.split == (p.terms == 3) and t.wgmma <= wgmma and t.shared <= device.shared_bytes
+
+
+def _reads(t: Tile, p: Problem) -> bool:
+    """True if a tile of matmul_direct reads operands of this layout."""
+    return p.a_k and p.b_k == t.name.endswith("k")
 
 
 def _tiles(tile: Tile, p: Problem) -> int:

@@ -16,14 +16,13 @@ from cukern.ops.matmul import plan, tensor_cores
 from cukern.ops.matmul.tensor_cores import ACTIVATIONS, Epilogue
 from cukern.runtime import backend
 from cukern.runtime.autocast import off
-from cukern.runtime.device import device_of
 from cukern.runtime.kernel import Kernel, Template, planning
 from cukern.runtime.products import torch_matmul
 from cukern.runtime.registry import Version
 from cukern.runtime.tensors import pointers, wide
 
 Forward = Callable[[Tensor, Tensor, Tensor, Epilogue, str], None]
-Multiply = Callable[[Tensor, Tensor, Tensor, Tensor | None], None]  # product = a . b + bias
+Multiply = Callable[[Tensor, Tensor, Tensor, Tensor | None], object]  # product = a . b + bias
 _V4, _V5, _V5_FIXUP, ACTIVATION_BWD = (Template("matmul/matmul.cu", f"matmul_{n}") for n in ("v4", "v5", "v5_fixup", "activation_bwd"))
 ACTIVATION_WIDTH = {2: 8, 4: 4, 8: 1}  # its vectors, by the size of an element; two doubles are too many registers
 COPY_MODES = "ALONG_K", "ALONG_MN", "ALONG_MN_16B"  # CopyMode in matmul.cu
@@ -46,16 +45,15 @@ def in_torch(a: Tensor, b: Tensor, bias: Tensor | None, residual: Tensor | None,
     return out if residual is None else out + residual, pre
 
 
-def _unfused(out: Tensor, a: Tensor, b: Tensor, e: Epilogue, dtype: torch.dtype, multiply: Multiply, one_by_one: bool) -> None:
+def _unfused(out: Tensor, a: Tensor, b: Tensor, e: Epilogue, dtype: torch.dtype, multiply: Multiply) -> None:
     """`multiply` computes the product with its bias in this dtype, in the pre-activation or the output if they may hold it. torch computes
-    the rest of the epilogue. `one_by_one`: the matrices of a batch."""
+    the rest of the epilogue."""
     product, bias = out if e.pre is None else e.pre, e.bias
     if a.dtype != dtype:
         a, b, bias = a.to(dtype), b.to(dtype), None if bias is None else bias.to(dtype)
     if product.dtype != dtype or e.residual is out:
         product = torch.empty_like(out, dtype=dtype)
-    for c, x, y in zip(product, a, b, strict=True) if one_by_one and out.ndim == 3 else [(product, a, b)]:
-        multiply(c, x, y, bias)
+    multiply(product, a, b, bias)
     if e.pre is not None and e.pre is not product:
         e.pre.copy_(product)
     if e.residual is not None:
@@ -68,22 +66,23 @@ def _unfused(out: Tensor, a: Tensor, b: Tensor, e: Epilogue, dtype: torch.dtype,
 
 def _cublas(out: Tensor, a: Tensor, b: Tensor, e: Epilogue, precision: str) -> None:
     """Follows torch's switches of precision. The sum with a float32 output is computed in float32."""
-
-    def multiply(product: Tensor, a: Tensor, b: Tensor, bias: Tensor | None) -> None:
-        torch.matmul(a, b, out=product) if bias is None else torch.addmm(bias, a, b, out=product)
-
     if planning():  # a plan needs no product, and those of large shapes take minutes on a CPU
         return
     with off(a):
         if e.residual is out and e.bias is e.pre is None:  # no activation either
             out.addmm_(a.to(out.dtype), b.to(out.dtype))
         else:
-            _unfused(out, a, b, e, out.dtype, multiply, False)
+            multiply = lambda c, a, b, bias: torch.matmul(a, b, out=c) if bias is None else torch.addmm(bias, a, b, out=c)  # noqa: E731
+            _unfused(out, a, b, e, out.dtype, multiply)
 
 
-def _fma_units(multiply: Multiply, one_by_one: bool = True) -> Forward:
-    """v1 to v5: 16-bit operands are converted to float32. `one_by_one`: the matrices of a batch."""
-    return lambda out, a, b, e, precision: _unfused(out, a, b, e, wide(a.dtype), multiply, one_by_one)
+def _fma_units(multiply: Multiply) -> Forward:
+    """v1 to v5: 16-bit operands are converted to float32."""
+    return lambda out, a, b, e, precision: _unfused(out, a, b, e, wide(a.dtype), multiply)
+
+
+def _matrices(*batches: Tensor) -> Iterable[tuple[Tensor, ...]]:
+    return zip(*batches, strict=True) if batches[0].ndim == 3 else [batches]
 
 
 def _tensor_cores(idea: str, wgmma: bool, requires: int) -> Version:
@@ -104,9 +103,10 @@ def _strided(idea: str, name: str, block: backend.Dim, blocks: Callable[[int, in
     template = Template("matmul/matmul.cu", name)
 
     def launch(out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None) -> None:
-        (M, N), K = out.shape, a.shape[1]
-        arguments = (*pointers(out, a, b, bias), M, N, K, *a.stride(), *b.stride())
-        template[a.dtype].on(a.get_device())((blocks(M, N), 1, 1), block, 0, *arguments)
+        (M, N), K = out.shape[-2:], a.shape[-1]
+        for c, x, y in _matrices(out, a, b):
+            arguments = (*pointers(c, x, y, bias), M, N, K, *x.stride(), *y.stride())
+            template[a.dtype].on(a.get_device())((blocks(M, N), 1, 1), block, 0, *arguments)
 
     return Version(idea, _fma_units(launch), instances=lambda dtype: [template[wide(dtype)]])
 
@@ -120,12 +120,11 @@ def _tiled(newest: bool) -> Forward:
         b, mode_b, ldb, of_b = _readable(b, -1, -2)
         if not newest or 128 * itemsize * max(lda, ldb) >= 1 << 32:  # in v5, offsets inside a tile have 32 bits
             kernel = _V4[dtype, mode_a == "ALONG_K", mode_b != "ALONG_K"].on(device)
-            for c, x, y in zip(out, a, b, strict=True) if lead else [(out, a, b)]:
+            for c, x, y in _matrices(out, a, b):
                 kernel((-(-M // 128) * -(-N // 128), 1, 1), (256, 1, 1), 0, *pointers(c, x, y, bias), M, N, K, lda, ldb)
             return
         batch, along_k = math.prod(lead), (mode_a == "ALONG_K", mode_b == "ALONG_K")
-        problem = plan.Problem(M, N, K, batch, itemsize, 1, False, *along_k)
-        tile, blocks, shared_blocks, shared_tiles, chain, room = plan.fma_plan(problem, device_of(device))
+        tile, blocks, shared_blocks, shared_tiles, chain, room = plan.fma_plan(M, N, K, batch, itemsize, *along_k, device)
         sizes = tensor_cores.SIZES.pack(M, N, K, batch, 1, 0, lda, ldb, of_a, of_b)
         if not tile.us:
             kernel = tensor_cores.DIRECT[dtype, dtype, tile.name].on(device)
@@ -139,7 +138,7 @@ def _tiled(newest: bool) -> Forward:
             grid, kernel = (shared_tiles * squares, 1, 1), _V5_FIXUP[dtype, tile.name].on(device)
             kernel(grid, (128, 1, 1), 0, *pointers(out, workspace, bias), sizes, shared_blocks, shared_tiles)
 
-    return _fma_units(launch, False)
+    return _fma_units(launch)
 
 
 def _readable(x: Tensor, row: int, k: int) -> tuple[Tensor, str, int, int]:
