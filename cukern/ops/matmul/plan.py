@@ -73,7 +73,7 @@ def fma_plan(M: int, N: int, K: int, batch: int, itemsize: int, a_k: bool, b_k: 
     direct = [t for t in TILES if not t.stages and itemsize == 4 and M <= FEW_ROWS and _reads(t, p)]
     for tile in eligible((*FMA_TILES[itemsize], *direct), lambda tile: tile.name):
         if tile in direct:
-            candidates += ((one.us, (tile, one.grid, 0, 0, one.splits, 0)) for one in _plans(tile, p, k_tiles, 1, device))
+            candidates += ((one.us, (tile, one.grid, 0, 0, one.lanes, 0)) for one in _plans(tile, p, k_tiles, 1, device))
             continue
         tiles, slots = batch * ceil(M / tile.rows) * ceil(N / tile.columns), sms * tile.per_sm
         waves, rest = divmod(tiles, slots)
@@ -148,9 +148,10 @@ class Problem(NamedTuple):
 
 class Plan(NamedTuple):
     tile: Tile
-    splits: int  # of v6, whose partial sums go to a workspace; the lanes of matmul_direct that share a column
+    splits: int  # of v6, whose partial sums go to a workspace
     grid: int
     us: float
+    lanes: int = 0  # of matmul_direct
 
 
 @cached(4096)
@@ -189,7 +190,7 @@ def _plans(t: Tile, p: Problem, k_tiles: int, parts: int, device: Device) -> Ite
     if not t.stages:
         for lanes in (8, 16, 32):
             tiles = p.batch * ceil(p.M / t.rows) * ceil(p.N * lanes / 128)
-            yield Plan(t, lanes, tiles, _direct_us(t, tiles, lanes, p, device))
+            yield Plan(t, 1, tiles, _direct_us(t, tiles, lanes, p, device), lanes)
     elif t.wgmma:
         blocks, resident = tiles * t.cluster_k, max(1, device.sms // t.cluster) * t.cluster
         yield Plan(t, 1, blocks if t.cluster_k > 1 else min(blocks, resident), _wgmma_us(t, blocks, k_tiles, p, device))

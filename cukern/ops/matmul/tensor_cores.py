@@ -162,10 +162,10 @@ def _prepared(
     (of_a, to_a), (of_b, to_b) = a.copy(at_a, itemsize), b.copy(at_b, itemsize)
     whole, moved = (to_a.ld | to_b.ld) * itemsize % 128 == 0, 16 * (of_a[0] + of_b[0])
     problem = Problem(M, N, K, batch, itemsize, terms, wgmma, a.along_k, b.along_k, moved, whole)
-    tile, splits, blocks, _ = plan(problem, device_of(index), splitting)
+    tile, splits, blocks, _, lanes = plan(problem, device_of(index), splitting)
     shared, rest = tile.shared, dict[str, Any]()  # the last fields of _Launch
     if not tile.stages:
-        kernel, rest["lanes"], splits = DIRECT[dtype, out_dtype, tile.name], (splits,), 1
+        kernel, rest["lanes"] = DIRECT[dtype, out_dtype, tile.name], (lanes,)
     else:
         if terms == 3 and tile.wgmma:
             rest["split"] = a.along_k, b.along_k
