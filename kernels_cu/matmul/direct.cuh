@@ -22,12 +22,6 @@ using Direct1 = DirectTile<1, false, 2, 3>;
 using Direct4 = DirectTile<4, false, 2, 2>;
 using Direct8 = DirectTile<8, false, 1, 2>;
 
-// True if each line of `length` elements consists of aligned vectors of 4.
-template <typename T>
-__device__ __forceinline__ bool whole_vectors(const T* x, long long ld, int length) {
-    return (reinterpret_cast<unsigned long long>(x) / sizeof(T) | ld | length) % 4 == 0;
-}
-
 // UNROLL patches, `step` apart along k: of LINES lines, `ld` apart, 4 neighbouring elements each. What is outside of the matrix is zero:
 // k_left values of k and `others` of the other dimension are inside.
 template <bool VECTORS, bool ALONG_K, int UNROLL, int LINES, typename T>
@@ -61,7 +55,8 @@ __global__ void __launch_bounds__(32 * S::WARPS, S::BLOCKS)
     int k = 4 * int(threadIdx.x / 32 * lanes + lane % lanes);
     a += z * s.a_batch + m0 * s.lda + k;
     b += z * s.b_batch + (S::ALONG_K ? n * s.ldb + k : k * s.ldb + n);
-    bool a_vectors = whole_vectors(a, s.lda, s.K), b_vectors = whole_vectors(b, s.ldb, S::ALONG_K ? s.K : s.N);
+    bool a_vectors = (reinterpret_cast<unsigned long long>(a) / sizeof(T) | s.lda | s.K) % 4 == 0;
+    bool b_vectors = (reinterpret_cast<unsigned long long>(b) / sizeof(T) | s.ldb | (S::ALONG_K ? s.K : s.N)) % 4 == 0;
     float acc[S::R][4] = {};
 #pragma unroll 1
     for (; k < s.K; k += S::UNROLL * step) {

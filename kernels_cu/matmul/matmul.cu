@@ -534,16 +534,12 @@ __global__ void __launch_bounds__(THREADS, 6)
     int m = m0 + place.m + P::row(i), n = n0 + place.n + P::column(j);
     bool vectors = rows_are_vectors(out, bias, N);
     if (n >= N) return;
-    Vec16<T> b = {};
-#pragma unroll
-    for (int c = 0; c < V; ++c)
-        if (n + c < N) b.v[c] = bias_or_zero(bias, n + c);
 #pragma unroll
     for (int v = 0; v < V; ++v) {
         if (m + v >= M) return;
         T* row = out + (m + v) * (long long)N + n;
 #pragma unroll
-        for (int c = 0; c < V; ++c) sum[v].v[c] += b.v[c];
+        for (int c = 0; c < V; ++c) sum[v].v[c] += n + c < N ? bias_or_zero(bias, n + c) : T(0);
         if (vectors) {
             store_vec(row, sum[v]);
         } else {

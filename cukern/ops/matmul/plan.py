@@ -43,7 +43,6 @@ BK = 8  # length of a k tile, as in matmul/matmul.cu
 # 4096x768x3072 on one H200, relative to cuBLAS's, and the cost in time of 4096^3: chains of 512: 1.2 to 1.3, 3 %; 768: up to 1.9, 2 %;
 # 1024: 2.2, 1.5 %; one chain: 4.4.
 MAX_CHAIN, CHAIN = 96, 64
-FEW_ROWS = 16  # for which matmul_direct is considered
 MIN_FMA_K_TILES = 8  # the fewest per block that shares tiles: with fewer, filling the ring buffer dominates
 
 LATENCY = 1.12  # a block that is alone on its SM takes this many times its share of the SM's time
@@ -70,7 +69,7 @@ def fma_plan(M: int, N: int, K: int, batch: int, itemsize: int, a_k: bool, b_k: 
     k_tiles, sms = max(1, ceil(K / BK)), device.sms
     chain = k_tiles if k_tiles <= MAX_CHAIN else ceil(k_tiles / ceil(k_tiles / CHAIN))
     candidates: list[tuple[float, tuple[Tile, int, int, int, int, int]]] = []
-    direct = [t for t in TILES if not t.stages and itemsize == 4 and M <= FEW_ROWS and _reads(t, p)]
+    direct = [t for t in TILES if not t.stages and itemsize == 4 and _fits(t, p, device, True)]
     for tile in eligible((*FMA_TILES[itemsize], *direct), lambda tile: tile.name):
         if tile in direct:
             candidates += ((one.us, (tile, one.grid, 0, 0, one.lanes, 0)) for one in _plans(tile, p, k_tiles, 1, device))
@@ -170,14 +169,10 @@ def plan(p: Problem, device: Device, splitting: bool) -> Plan:
 
 def _fits(t: Tile, p: Problem, device: Device, splitting: bool) -> bool:
     if not t.stages:
-        return splitting and 8 > t.rows >= p.M and _reads(t, p)
+        rows = 2 * t.rows if p.itemsize == 4 else min(t.rows, 4)
+        return splitting and rows >= p.M and p.a_k and p.b_k == t.name.endswith("k")
     wgmma = p.wgmma and device.wgmma and p.K > 0 and (p.itemsize == 2 or p.terms == 3 or (p.a_k and p.b_k))  # TF32 only along K
     return t.split == (p.terms == 3) and t.wgmma <= wgmma and t.shared <= device.shared_bytes
-
-
-def _reads(t: Tile, p: Problem) -> bool:
-    """True if a tile of matmul_direct reads operands of this layout."""
-    return p.a_k and p.b_k == t.name.endswith("k")
 
 
 def _tiles(tile: Tile, p: Problem) -> int:
