@@ -59,32 +59,34 @@ _FLOAT = (
 FMA_TILES = {4: _FLOAT, 8: tuple(t._replace(per_sm=t.per_sm // 2, us=2 * t.us) for t in _FLOAT[1:])}  # by the size of an element
 
 
+_FmaPlan = tuple[Tile, int, int, int, int, int]
+
+
 @cached(4096)
-def fma_plan(M: int, N: int, K: int, batch: int, itemsize: int, a_k: bool, b_k: bool, index: int) -> tuple[Tile, int, int, int, int, int]:
+def fma_plan(M: int, N: int, K: int, batch: int, itemsize: int, a_k: bool, b_k: bool, index: int) -> _FmaPlan:
     """The plan of v5 on the GPU number `index`: tile, grid, shared_blocks, shared_tiles, chain, room. See Problem.
 
     Blocks [0, shared_blocks) share the first `shared_tiles` tiles. The whole grid takes the others in turn. `chain`: k tiles after which a
     new chain of additions begins, or the lanes of matmul_direct; `room`: the size of the workspace in tiles."""
-    p, device = Problem(M, N, K, batch, itemsize, 1, False, a_k, b_k), device_of(index)
-    k_tiles, sms = max(1, ceil(K / BK)), device.sms
-    chain = k_tiles if k_tiles <= MAX_CHAIN else ceil(k_tiles / ceil(k_tiles / CHAIN))
-    candidates: list[tuple[float, tuple[Tile, int, int, int, int, int]]] = []
+    p, device, found = Problem(M, N, K, batch, itemsize, 1, False, a_k, b_k), device_of(index), list[tuple[float, _FmaPlan]]()
     direct = [t for t in TILES if not t.stages and itemsize == 4 and _fits(t, p, device, True)]
-    for tile in eligible((*FMA_TILES[itemsize], *direct), lambda tile: tile.name):
-        if tile in direct:
-            candidates += ((one.us, (tile, one.grid, 0, 0, one.lanes, 0)) for one in _plans(tile, p, k_tiles, 1, device))
-            continue
-        tiles, slots = batch * ceil(M / tile.rows) * ceil(N / tile.columns), sms * tile.per_sm
-        waves, rest = divmod(tiles, slots)
-        shared = rest + (slots if waves else 0)  # the last wave is not full: share its tiles and those of the wave before
-        blocks = min(slots, shared * k_tiles // MIN_FMA_K_TILES)
-        sharing = rest and blocks > 1 and (waves or blocks > shared)
-        few = [(blocks // n, shared) for n in (2, 4, 8, 16) if blocks // n >= 4 * shared]  # fewer pieces to add
-        for b, s in ((0, 0), (blocks, shared), *few) if sharing else ((0, 0),):
-            grid = min(slots, b + tiles - s)
-            plan = tile, grid, b, s, chain, 2 * b + (grid if k_tiles > chain else 0)
-            candidates.append((_fma_us(tiles, k_tiles, sms, tile, itemsize, b, s), plan))
-    return min(candidates, key=lambda c: c[0])[1]
+    for t in eligible((*FMA_TILES[itemsize], *direct), lambda t: t.name):
+        found += _fma_plans(t, p, device.sms) if t.us else ((d.us, (t, d.grid, 0, 0, d.lanes, 0)) for d in _plans(t, p, 1, 1, device))
+    return min(found, key=lambda one: one[0])[1]
+
+
+def _fma_plans(tile: Tile, p: "Problem", sms: int) -> Iterator[tuple[float, _FmaPlan]]:
+    k_tiles = max(1, ceil(p.K / BK))
+    chain = k_tiles if k_tiles <= MAX_CHAIN else ceil(k_tiles / ceil(k_tiles / CHAIN))
+    tiles, slots = p.batch * ceil(p.M / tile.rows) * ceil(p.N / tile.columns), sms * tile.per_sm
+    waves, rest = divmod(tiles, slots)
+    shared = rest + (slots if waves else 0)  # the last wave is not full: share its tiles and those of the wave before
+    blocks = min(slots, shared * k_tiles // MIN_FMA_K_TILES)
+    few = [(blocks // n, shared) for n in (2, 4, 8, 16) if blocks // n >= 4 * shared]  # fewer pieces to add
+    sharing = rest and blocks > 1 and (waves or blocks > shared)
+    for b, s in ((0, 0), (blocks, shared), *few) if sharing else ((0, 0),):
+        grid = min(slots, b + tiles - s)
+        yield _fma_us(tiles, k_tiles, sms, tile, p.itemsize, b, s), (tile, grid, b, s, chain, 2 * b + (grid if k_tiles > chain else 0))
 
 
 def _fma_us(tiles: int, k_tiles: int, sms: int, tile: Tile, itemsize: int, blocks: int, shared: int) -> float:
