@@ -17,10 +17,8 @@ struct DirectTile {
 };
 using Direct1k = DirectTile<1, true, 2, 3>;
 using Direct4k = DirectTile<4, true, 2, 2>;
-using Direct8k = DirectTile<8, true, 1, 2>;
 using Direct1 = DirectTile<1, false, 2, 3>;
 using Direct4 = DirectTile<4, false, 2, 2>;
-using Direct8 = DirectTile<8, false, 1, 2>;
 
 // UNROLL patches, `step` apart along k: of LINES lines, `ld` apart, 4 neighbouring elements each. What is outside of the matrix is zero:
 // k_left values of k and `others` of the other dimension are inside.

@@ -3,8 +3,8 @@
 //
 // Layout     C is (M, N), row-major and contiguous. A is (M, K), B is (K, N), bias is (N) or a null pointer. A and B have any strides:
 //            a_m and a_k are the strides of A in elements, b_k and b_n those of B. A transposed matrix is not copied. v4 to v7 require
-//            that one stride of each matrix is 1. lda and ldb are the other strides. For v6 and v7, matmul_pad copies unaligned operands,
-//            or matmul_direct (direct.cuh) reads those of few rows in place.
+//            that one stride of each matrix is 1. lda and ldb are the other strides. For v6 and v7, matmul_pad copies unaligned operands.
+//            For few rows, v5 to v7 may use matmul_direct (direct.cuh), which reads them in place.
 // Types      v1 to v5: T is float or double, and float never uses TF32. v6, v7: 16-bit types, and float in TF32 or 3xTF32.
 //            K = 0 gives zeros (plus bias).
 // Algorithm  See the comment of each kernel.
@@ -171,7 +171,7 @@ constexpr int BK = 8;  // length of a k tile. With 16, the unrolled loop does no
 enum CopyMode {
     ALONG_K,       // the operand is contiguous along k: copied by elements and transposed
     ALONG_MN,      // contiguous along mn: copied by elements
-    ALONG_MN_16B,  // contiguous along mn: copied by 16 bytes. The address, ld and the extent along mn must be multiples of 16 bytes
+    ALONG_MN_16B,  // contiguous along mn: copied by 16 bytes. The address, the strides and the extent along mn must be multiples of 16 bytes
 };
 
 // A thread's part of copying the tiles of one operand to shared memory as [k][mn], tile after tile along k.
@@ -446,7 +446,8 @@ __device__ __forceinline__ void store_partial(T* partials, long long p, const T 
     for (int q = 0; q < S::TM * S::TN / WIDE<T>; ++q) store_vec(partials + partial_offset<T, S>(p, q), get_vector(acc, q));
 }
 
-// v5: a persistent kernel with stream-K. Thread blocks [0, shared_blocks) share the k tiles of the first `shared_tiles` tiles of C equally:
+// v5: a persistent kernel with stream-K. Tiles are numbered through all matrices C of a batch.
+// Thread blocks [0, shared_blocks) share the k tiles of the first `shared_tiles` tiles of C equally:
 // block b takes items [b * total / shared_blocks, (b + 1) * total / shared_blocks) of the list (tile 0, k tile 0), (tile 0, k tile 1), ...
 // A block stores the partial sums of an incomplete tile of C to the workspace, as tile 2 b, or 2 b + 1 if they begin at k = 0, and
 // matmul_v5_fixup adds them. The other tiles of C are not split; all blocks take them in turn. Grid: at most the number of blocks that run

@@ -47,7 +47,7 @@ MIN_FMA_K_TILES = 8  # the fewest per block that shares tiles: with fewer, filli
 
 LATENCY = 1.12  # a block that is alone on its SM takes this many times its share of the SM's time
 BLOCK_US = 1.47  # per block, to fill the ring buffer and to store the tile
-PIECE_US = 0.08  # in the fix-up kernel, per piece of a tile
+FIXUP_US, PIECE_US = 2.7, 0.08  # of the fix-up kernel, and in it per piece of a tile
 MEGABYTE_US = 0.29  # in the fix-up kernel, per megabyte of partial sums
 
 _FLOAT = (
@@ -96,7 +96,7 @@ def _fma_us(tiles: int, k_tiles: int, sms: int, tile: Tile, itemsize: int, block
     full, part = divmod(ceil((tiles - shared) / sms), tile.per_sm)
     us = full * wave(tile.per_sm, k_tiles) + (wave(part, k_tiles) if part else 0.0)
     if blocks:
-        us += wave(ceil(blocks / sms), shared * k_tiles / blocks) + BLOCK_US
+        us += wave(ceil(blocks / sms), shared * k_tiles / blocks) + FIXUP_US
         us += PIECE_US * (ceil(blocks / shared) + 1) + MEGABYTE_US * 2e-6 * blocks * tile.rows * tile.columns * itemsize
     return us
 
@@ -108,14 +108,14 @@ K_BYTES = 128  # of a k tile, as in mma.cuh and wgmma.cuh
 L2_BYTES_CYCLE, TMA_BYTES_CYCLE = 28, {True: 40, False: 25}
 # In microseconds: launches of the three kinds of kernels, which fill the ring buffer and store the last tile; launches that copy operands,
 # that split them into TF32 numbers, and that add partial sums; v7's stores by threads; a cluster's sums, for each block and 128 columns
-DIRECT_US, MMA_US, WGMMA_US, COPY_US, SPLIT_US, REDUCE_US, UNALIGNED_US, CLUSTER_US = 2.5, 2.0, 3.0, 1.5, 5.0, 1.5, 1.5, 1.35
+DIRECT_US, MMA_US, WGMMA_US, COPY_US, SPLIT_US, REDUCE_US, UNALIGNED_US, CLUSTER_US = 1.5, 2.0, 3.0, 1.5, 5.0, 1.5, 1.5, 1.35
 SPLITS = 1, 2, 3, 4, 6, 8, 12, 16, 24, 32  # of v6
 MIN_K_TILES = 4  # per block
 BOX_BYTES = 16 * 16 * 128  # of v7's results on their way to global memory
 
 # v7's efficiencies are limited by the bandwidth of shared memory (docs/notes/matmul.md).
 TILES = (
-    *(Tile(f"Direct{rows}{k}", rows, 16, warps=8, per_sm=3 if rows == 1 else 2) for rows in (1, 4, 8) for k in ("k", "")),
+    *(Tile(f"Direct{rows}{k}", rows, 16, warps=8, per_sm=3 if rows == 1 else 2) for rows in (1, 4) for k in ("k", "")),
     Tile("Mma128x128", 128, 128, 3, 0.9, per_sm=2),
     Tile("Mma64x64", 64, 64, 3, 0.75, per_sm=4),
     Tile("Mma16x128", 16, 128, 4, 0.9, per_sm=3),
@@ -171,8 +171,7 @@ def plan(p: Problem, device: Device, splitting: bool) -> Plan:
 
 def _fits(t: Tile, p: Problem, device: Device, splitting: bool) -> bool:
     if not t.stages:
-        rows = 2 * t.rows if p.itemsize == 4 else min(t.rows, 4)
-        return splitting and rows >= p.M and p.a_k and p.b_k == t.name.endswith("k")
+        return splitting and t.rows * (2 if p.itemsize == 4 else 1) >= p.M and p.a_k and p.b_k == t.name.endswith("k")
     wgmma = p.wgmma and device.wgmma and p.K > 0 and (p.itemsize == 2 or p.terms == 3 or (p.a_k and p.b_k))  # TF32 only along K
     return t.split == (p.terms == 3) and t.wgmma <= wgmma and t.shared <= device.shared_bytes
 
@@ -202,13 +201,12 @@ def _memory_us(moved: float, device: Device) -> float:
 
 
 def _direct_us(tile: Tile, tiles: int, lanes: int, p: Problem, device: Device) -> float:
-    """Limited by memory, by the latency of one load after another, or by the load units, in 16 bytes per lane. Sectors of 32 bytes of B are
-    loaded in part if many lanes share columns."""
-    steps = ceil(p.K / (32 * lanes))  # of a warp
+    """Fitted to 60 timings on one H100. A block takes a time, and each two steps of its warps, more if vectors are not aligned. Along n,
+    sectors of 32 bytes are loaded in part if many lanes share columns."""
     memory = _memory_us(p.batch * p.N * p.K * p.itemsize, device) * (1 if p.b_k else (16 + lanes) / 24)
-    rounds = ceil(tiles / (device.sms * tile.per_sm)) * ceil(steps / (2 if tile.rows < 8 else 1))
-    loads = ceil(tiles / device.sms) * tile.warps * steps * (16 + 4 * tile.rows) / device.cycles_us
-    return DIRECT_US + max(memory, 0.75 * rounds, 1.5 * loads)
+    slow = 1 if (p.K if p.b_k else p.N) % 4 == 0 else 32 // lanes if p.b_k else 3.5
+    steps, waves = ceil(p.K / (64 * lanes)), ceil(tiles / (device.sms * tile.per_sm))
+    return DIRECT_US + max(memory, waves * (1.4 + 0.5 * tile.rows + (0.5 if p.b_k else 1.0) * slow * steps))
 
 
 def _mma_us(tile: Tile, blocks: int, k_tiles: int, splits: int, p: Problem, device: Device) -> float:

@@ -199,7 +199,7 @@ def instances(dtype: torch.dtype, wgmma: bool) -> Iterable[Kernel]:
         return
     yield PAD[dtype]
     yield from (REDUCE[dtype, dtype, width] for width in (1, 16 // dtype.itemsize))
-    yield from (DIRECT[dtype, dtype, tile.name] for tile in TILES if tile.rows < 8)  # Direct8 of 16-bit types would spill
+    yield from (DIRECT[dtype, dtype, tile.name] for tile in TILES if not tile.stages)
     tiles = [t for t in TILES if t.stages and t.wgmma <= wgmma and t.split <= (dtype == torch.float32)]
     for tile, a_k, b_k in itertools.product(tiles, (True, False), (True, False)):
         if not tile.wgmma:

@@ -74,7 +74,7 @@ def test_plan_assigns_every_tile(itemsize):
     for m, n, k in itertools.product(sizes, sizes, (0, *sizes)):
         tile, grid, shared_blocks, shared_tiles, chain, room = fma_plan(m, n, k, 1, itemsize, True, False, SIMULATED)
         if tile.name.startswith("Direct"):
-            assert m <= 16 and grid == -(-m // tile.rows) * -(-n * chain // 128) and chain in (8, 16, 32)
+            assert m <= 8 and grid == -(-m // tile.rows) * -(-n * chain // 128) and chain in (8, 16, 32)
             continue
         tiles, k_tiles = -(-m // tile.rows) * -(-n // tile.columns), max(1, -(-k // BK))
         assert tile in FMA_TILES[itemsize] and 0 <= shared_tiles <= tiles
