@@ -204,7 +204,7 @@ def _direct_us(tile: Tile, tiles: int, lanes: int, p: Problem, device: Device) -
     """Fitted to 60 timings on one H100. A block takes a time, and each two steps of its warps, more if vectors are not aligned. Along n,
     sectors of 32 bytes are loaded in part if many lanes share columns."""
     memory = _memory_us(p.batch * p.N * p.K * p.itemsize, device) * (1 if p.b_k else (16 + lanes) / 24)
-    slow = 1 if (p.K if p.b_k else p.N) % 4 == 0 else 32 // lanes if p.b_k else 3.5
+    slow = 1 if (p.K if p.b_k else p.N) % 4 == 0 else 32 // lanes if p.b_k else 14 / p.itemsize
     steps, waves = ceil(p.K / (64 * lanes)), ceil(tiles / (device.sms * tile.per_sm))
     return DIRECT_US + max(memory, waves * (1.4 + 0.5 * tile.rows + (0.5 if p.b_k else 1.0) * slow * steps))
 

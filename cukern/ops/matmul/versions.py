@@ -45,10 +45,10 @@ def in_torch(a: Tensor, b: Tensor, bias: Tensor | None, residual: Tensor | None,
     return out if residual is None else out + residual, pre
 
 
-def _unfused(out: Tensor, a: Tensor, b: Tensor, e: Epilogue, dtype: torch.dtype, multiply: Multiply) -> None:
-    """`multiply` computes the product with its bias in this dtype, in the pre-activation or the output if they may hold it. torch computes
-    the rest of the epilogue."""
-    product, bias = out if e.pre is None else e.pre, e.bias
+def _unfused(multiply: Multiply, out: Tensor, a: Tensor, b: Tensor, e: Epilogue, _precision: str, dtype: torch.dtype | None = None) -> None:
+    """`multiply` computes the product with its bias in this dtype, by default the one in which FMA units add, in the pre-activation or the
+    output if they may hold it. torch computes the rest of the epilogue."""
+    product, bias, dtype = out if e.pre is None else e.pre, e.bias, dtype or wide(a.dtype)
     if a.dtype != dtype:
         a, b, bias = a.to(dtype), b.to(dtype), None if bias is None else bias.to(dtype)
     if product.dtype != dtype or e.residual is out:
@@ -73,12 +73,7 @@ def _cublas(out: Tensor, a: Tensor, b: Tensor, e: Epilogue, precision: str) -> N
             out.addmm_(a.to(out.dtype), b.to(out.dtype))
         else:
             multiply = lambda c, a, b, bias: torch.matmul(a, b, out=c) if bias is None else torch.addmm(bias, a, b, out=c)  # noqa: E731
-            _unfused(out, a, b, e, out.dtype, multiply)
-
-
-def _fma_units(multiply: Multiply) -> Forward:
-    """v1 to v5: 16-bit operands are converted to float32."""
-    return lambda out, a, b, e, precision: _unfused(out, a, b, e, wide(a.dtype), multiply)
+            _unfused(multiply, out, a, b, e, precision, out.dtype)
 
 
 def _matrices(*batches: Tensor) -> Iterable[tuple[Tensor, ...]]:
@@ -108,7 +103,7 @@ def _strided(idea: str, name: str, block: backend.Dim, blocks: Callable[[int, in
             arguments = (*pointers(c, x, y, bias), M, N, K, *x.stride(), *y.stride())
             template[a.dtype].on(a.get_device())((blocks(M, N), 1, 1), block, 0, *arguments)
 
-    return Version(idea, _fma_units(launch), instances=lambda dtype: [template[wide(dtype)]])
+    return Version(idea, partial(_unfused, launch), instances=lambda dtype: [template[wide(dtype)]])
 
 
 def _tiled(newest: bool) -> Forward:
@@ -138,7 +133,7 @@ def _tiled(newest: bool) -> Forward:
             grid, kernel = (shared_tiles * squares, 1, 1), _V5_FIXUP[dtype, tile.name].on(device)
             kernel(grid, (128, 1, 1), 0, *pointers(out, workspace, bias), sizes, shared_blocks, shared_tiles)
 
-    return _fma_units(launch)
+    return partial(_unfused, launch)
 
 
 def _readable(x: Tensor, row: int, k: int) -> tuple[Tensor, str, int, int]:
