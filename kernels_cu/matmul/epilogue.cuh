@@ -92,25 +92,6 @@ struct Output {
         if (residual) add_to(v, load_vec<O, W>(residual + at));
         store_vec(out + at, pack<O, W>(v));
     }
-
-    // The same for results that are not neighbours. at[k] < 0: not in the matrix.
-    template <int W>
-    __device__ __forceinline__ void finish_each(float (&v)[W], const long long (&at)[W], const int (&n)[W]) const {
-        auto store = [&](O* to, int k) { store_vec(to + at[k], pack<O, 1>(reinterpret_cast<float (&)[1]>(v[k]))); };
-#pragma unroll
-        for (int k = 0; k < W; ++k) {
-            if (at[k] < 0) continue;
-            if (bias) v[k] += load_as(bias[n[k]]);
-            if (pre) store(pre, k);
-        }
-        activate(v, activation);
-#pragma unroll
-        for (int k = 0; k < W; ++k) {
-            if (at[k] < 0) continue;
-            if (residual) v[k] += load_as(residual[at[k]]);
-            store(out, k);
-        }
-    }
 };
 
 // The results of a warp, ROWS x COLUMNS, in shared memory.
@@ -136,42 +117,20 @@ struct WarpTile {
     __device__ __forceinline__ static void store(const Out& to, const float* stage, int m0, int n0, int M, int N) {
         __syncwarp();
         if (to.vectors(N)) rows<Out::WIDTH>(to, stage, m0, n0, M, N);
-        else elements(to, stage, m0, n0, M, N);
+        else rows<1>(to, stage, m0, n0, M, N);
     }
 
     template <int W, class Out>
     __device__ __forceinline__ static void rows(const Out& to, const float* stage, int m0, int n0, int M, int N) {
-        constexpr int ACROSS = COLUMNS / W;
-#pragma unroll 2
+        constexpr int ACROSS = COLUMNS / W, V = W < 4 ? W : 4;
+#pragma unroll(8 / V)
         for (int i = threadIdx.x % 32; i < ROWS * ACROSS; i += 32) {
             int row = i / ACROSS, column = i % ACROSS * W, m = m0 + row, n = n0 + column;
             if (m >= M || n >= N) continue;
             float v[W];
 #pragma unroll
-            for (int k = 0; k < W; k += 4)
-                *reinterpret_cast<float4*>(v + k) = *reinterpret_cast<const float4*>(stage + row * LD + column + k);
+            for (int k = 0; k < W; k += V) store_vec(v + k, load_vec<float, V>(stage + row * LD + column + k));
             to.template finish<W>(v, m * (long long)N + n, n);
-        }
-    }
-
-    // By elements, 4 of a lane at a time.
-    template <class Out>
-    __device__ __forceinline__ static void elements(const Out& to, const float* stage, int m0, int n0, int M, int N) {
-        constexpr int W = 4;
-        static_assert(ROWS * COLUMNS % (32 * W) == 0);
-#pragma unroll 1
-        for (int first = threadIdx.x % 32; first < ROWS * COLUMNS; first += 32 * W) {
-            float v[W];
-            long long at[W];
-            int n[W];
-#pragma unroll
-            for (int k = 0; k < W; ++k) {
-                int row = (first + 32 * k) / COLUMNS, column = (first + 32 * k) % COLUMNS, m = m0 + row;
-                n[k] = n0 + column;
-                at[k] = m < M && n[k] < N ? m * (long long)N + n[k] : -1;
-                v[k] = stage[row * LD + column];
-            }
-            to.finish_each(v, at, n);
         }
     }
 };

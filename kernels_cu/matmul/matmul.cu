@@ -3,8 +3,8 @@
 //
 // Layout     C is (M, N), row-major and contiguous. A is (M, K), B is (K, N), bias is (N) or a null pointer. A and B have any strides:
 //            a_m and a_k are the strides of A in elements, b_k and b_n those of B. A transposed matrix is not copied. v4 to v7 require
-//            that one stride of each matrix is 1. lda and ldb are the other strides. For v6 and v7, matmul_pad copies unaligned operands,
-//            or matmul_direct (direct.cuh) reads those of few rows in place.
+//            that one stride of each matrix is 1. lda and ldb are the other strides. For v6 and v7, matmul_pad copies unaligned operands.
+//            For few rows, v5 to v7 may use matmul_direct (direct.cuh), which reads them in place.
 // Types      v1 to v5: T is float or double, and float never uses TF32. v6, v7: 16-bit types, and float in TF32 or 3xTF32.
 //            K = 0 gives zeros (plus bias).
 // Algorithm  See the comment of each kernel.
@@ -171,7 +171,7 @@ constexpr int BK = 8;  // length of a k tile. With 16, the unrolled loop does no
 enum CopyMode {
     ALONG_K,       // the operand is contiguous along k: copied by elements and transposed
     ALONG_MN,      // contiguous along mn: copied by elements
-    ALONG_MN_16B,  // contiguous along mn: copied by 16 bytes. The address, ld and the extent along mn must be multiples of 16 bytes
+    ALONG_MN_16B,  // contiguous along mn: copied by 16 bytes. The address, the strides and the extent along mn must be multiples of 16 bytes
 };
 
 // A thread's part of copying the tiles of one operand to shared memory as [k][mn], tile after tile along k.
@@ -446,7 +446,8 @@ __device__ __forceinline__ void store_partial(T* partials, long long p, const T 
     for (int q = 0; q < S::TM * S::TN / WIDE<T>; ++q) store_vec(partials + partial_offset<T, S>(p, q), get_vector(acc, q));
 }
 
-// v5: a persistent kernel with stream-K. Thread blocks [0, shared_blocks) share the k tiles of the first `shared_tiles` tiles of C equally:
+// v5: a persistent kernel with stream-K. Tiles are numbered through all matrices C of a batch.
+// Thread blocks [0, shared_blocks) share the k tiles of the first `shared_tiles` tiles of C equally:
 // block b takes items [b * total / shared_blocks, (b + 1) * total / shared_blocks) of the list (tile 0, k tile 0), (tile 0, k tile 1), ...
 // A block stores the partial sums of an incomplete tile of C to the workspace, as tile 2 b, or 2 b + 1 if they begin at k = 0, and
 // matmul_v5_fixup adds them. The other tiles of C are not split; all blocks take them in turn. Grid: at most the number of blocks that run
@@ -454,8 +455,7 @@ __device__ __forceinline__ void store_partial(T* partials, long long p, const T 
 // tiles. The BM (BN) rows of a tile must span less than 2^32 bytes of A (B).
 template <typename T, CopyMode A_COPY, CopyMode B_COPY, typename S>
 __global__ void __launch_bounds__(THREADS, S::BLOCKS * 4 / sizeof(T))
-    matmul_v5(T* out, T* workspace, const T* a, const T* b, const T* bias, int M, int N, int K, long long lda, long long ldb,
-              int shared_blocks, int shared_tiles, int chain) {
+    matmul_v5(T* out, T* workspace, const T* a, const T* b, const T* bias, Sizes s, int shared_blocks, int shared_tiles, int chain) {
     using CopyA = TileCopy<T, A_COPY, S::BM>;
     using CopyB = TileCopy<T, B_COPY, S::BN>;
     constexpr int STAGES = 4, RING = STAGES * (CopyA::BYTES + CopyB::BYTES), STAGED = Store<T, S>::BYTES;
@@ -464,8 +464,8 @@ __global__ void __launch_bounds__(THREADS, S::BLOCKS * 4 / sizeof(T))
     const T* as = reinterpret_cast<const T*>(ring) + place.m;
     const T* bs = reinterpret_cast<const T*>(ring + CopyA::BYTES) + place.n;
 
-    int block = blockIdx.x, k_tiles = max(1, (K + BK - 1) / BK);
-    int tiles = ((M + S::BM - 1) / S::BM) * ((N + S::BN - 1) / S::BN), next = shared_tiles + block;
+    int block = blockIdx.x, M = s.M, N = s.N, K = s.K, k_tiles = max(1, (K + BK - 1) / BK);
+    int tiles = ((M + S::BM - 1) / S::BM) * ((N + S::BN - 1) / S::BN), next = shared_tiles + block;  // of one matrix
     int tile = 0, first = 0, left = 0;  // the next k tile of `tile`, and how many k tiles are left of the block's part
     if (block < shared_blocks) {
         long long total = (long long)shared_tiles * k_tiles, begin = block * total / shared_blocks;
@@ -476,7 +476,7 @@ __global__ void __launch_bounds__(THREADS, S::BLOCKS * 4 / sizeof(T))
     bool vectors = rows_are_vectors(out, bias, N);
     for (;;) {
         if (left == 0) {
-            if (next >= tiles) return;
+            if (next >= tiles * s.batch) return;
             tile = next;
             first = 0;
             left = k_tiles;
@@ -485,17 +485,18 @@ __global__ void __launch_bounds__(THREADS, S::BLOCKS * 4 / sizeof(T))
         int k0 = first * BK, count = min(k_tiles - first, left), m0, n0;
         bool whole = count == k_tiles;
         int p = whole ? 2 * shared_blocks + block : 2 * block + (first == 0);
-        tile_origin<S>(tile, M, N, m0, n0);
-        CopyA copy_a(a, lda, m0, M, k0, shared_address(ring));
-        CopyB copy_b(b, ldb, n0, N, k0, shared_address(ring) + CopyA::BYTES);
+        tile_origin<S>(tile % tiles, M, N, m0, n0);
+        CopyA copy_a(a + tile / tiles * s.a_batch, s.lda, m0, M, k0, shared_address(ring));
+        CopyB copy_b(b + tile / tiles * s.b_batch, s.ldb, n0, N, k0, shared_address(ring) + CopyA::BYTES);
         T acc[S::TM][S::TN];
         multiply<STAGES>(acc, workspace + partial_offset<T, S>(p, 0), copy_a, copy_b, as, bs, reinterpret_cast<T*>(ring), count,
                          min(K - k0, count * BK), chain);
         asm volatile("" : "+r"(tile), "+r"(first));  // the compiler computes m0 and n0 again instead of keeping them in registers
-        tile_origin<S>(tile, M, N, m0, n0);
+        tile_origin<S>(tile % tiles, M, N, m0, n0);
+        T* to = out + (long long)M * N * (tile / tiles);
         if (!whole) store_partial<T, S>(workspace, 2 * block + (first == 0), acc);
-        else if (vectors) Store<T, S>::directly(out, bias, acc, place, m0, n0, M, N);
-        else Store<T, S>::staged(out, bias, acc, reinterpret_cast<T*>(ring), place, m0, n0, M, N);
+        else if (vectors) Store<T, S>::directly(to, bias, acc, place, m0, n0, M, N);
+        else Store<T, S>::staged(to, bias, acc, reinterpret_cast<T*>(ring), place, m0, n0, M, N);
         ++tile;
         first = 0;
         left -= count;
@@ -503,15 +504,15 @@ __global__ void __launch_bounds__(THREADS, S::BLOCKS * 4 / sizeof(T))
 }
 
 // Add the partial sums of the tiles of C that several blocks of matmul_v5 shared. Deterministic: they are added in the order of k. A thread
-// computes V x V of its outputs in matmul_v5, where V is the number of elements in 16 bytes.
-// Grid shared_tiles * (TM / V) * (TN / V), block 128.
+// computes V x V of its outputs in matmul_v5, where V is the number of elements in 16 bytes. Six blocks per SM are fewer than ptxas aims at:
+// then there are registers for four partial sums in flight. Grid shared_tiles * (TM / V) * (TN / V), block 128.
 template <typename T, typename S>
-__global__ void __launch_bounds__(THREADS)
-    matmul_v5_fixup(T* out, const T* partials, const T* bias, int M, int N, int K, int shared_blocks, int shared_tiles) {
+__global__ void __launch_bounds__(THREADS, 6)
+    matmul_v5_fixup(T* out, const T* partials, const T* bias, Sizes s, int shared_blocks, int shared_tiles) {
     using P = Place<T, S>;
     constexpr int V = P::V, ACROSS = S::TN / V, PARTS = S::TM / V * ACROSS;
     int tile = blockIdx.x / PARTS, i = blockIdx.x % PARTS / ACROSS * V, j = blockIdx.x % ACROSS * V;
-    int k_tiles = max(1, (K + BK - 1) / BK);
+    int M = s.M, N = s.N, k_tiles = max(1, (s.K + BK - 1) / BK), tiles = ((M + S::BM - 1) / S::BM) * ((N + S::BN - 1) / S::BN);
     long long total = (long long)shared_tiles * k_tiles, begin = (long long)tile * k_tiles;
     // Block b begins at item b * total / shared_blocks. Solved for the blocks that have the first and the last item of this tile.
     int first = int(((begin + 1) * shared_blocks - 1) / total);
@@ -529,20 +530,17 @@ __global__ void __launch_bounds__(THREADS)
         }
     P place;
     int m0, n0;
-    tile_origin<S>(tile, M, N, m0, n0);
+    tile_origin<S>(tile % tiles, M, N, m0, n0);
+    out += (long long)M * N * (tile / tiles);
     int m = m0 + place.m + P::row(i), n = n0 + place.n + P::column(j);
     bool vectors = rows_are_vectors(out, bias, N);
     if (n >= N) return;
-    Vec16<T> b = {};
-#pragma unroll
-    for (int c = 0; c < V; ++c)
-        if (n + c < N) b.v[c] = bias_or_zero(bias, n + c);
 #pragma unroll
     for (int v = 0; v < V; ++v) {
         if (m + v >= M) return;
         T* row = out + (m + v) * (long long)N + n;
 #pragma unroll
-        for (int c = 0; c < V; ++c) sum[v].v[c] += b.v[c];
+        for (int c = 0; c < V; ++c) sum[v].v[c] += n + c < N ? bias_or_zero(bias, n + c) : T(0);
         if (vectors) {
             store_vec(row, sum[v]);
         } else {

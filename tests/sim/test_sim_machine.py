@@ -717,22 +717,22 @@ __global__ void k(int* out, const int* x, int n) {{
 def test_matmul_v5(tile, shared_blocks, shared_tiles):
     """With sums that start again after two k tiles of eight."""
     M, N, K = 70, 90, 50
-    source, sizes = Source.read(kernels_dir() / "matmul/matmul.cu"), (M, N, K)
+    source, sizes = Source.read(kernels_dir() / "matmul/matmul.cu"), struct.pack("@6i4q", M, N, K, 1, 1, 0, K, N, 0, 0)
     shape = next(t for t in plan.FMA_TILES[4] if t.name == tile)
     grid = shared_blocks or -(-M // shape.rows) * -(-N // shape.columns)
 
     def kernel(name: str) -> sim.Launch:
         ptx = compile_ptx(source, name)
-        return sim.load(name, ptx, signature.params(name, ptx.signature))
+        return sim.load(name, ptx, signature.params(name, ptx.signature, ptx=lambda: (ptx.text, ptx.symbol)))
 
     a, b, bias = torch.randn(M, K), torch.randn(K, N), torch.randn(N)
     product, fixup = kernel(f"matmul_v5<float, ALONG_K, ALONG_MN, {tile}>"), kernel(f"matmul_v5_fixup<float, {tile}>")
     with sim.memory.scope([a, b, bias]):
         out, partials = torch.empty(M, N), torch.empty((2 * shared_blocks + grid) * shape.rows * shape.columns)
-        launch(product, out, partials, a, b, bias, *sizes, K, N, shared_blocks, shared_tiles, 2, grid=grid, block=128)
+        launch(product, out, partials, a, b, bias, sizes, shared_blocks, shared_tiles, 2, grid=grid, block=128)
         if shared_blocks:
             pieces = shape.rows * shape.columns // 128 // 16
-            launch(fixup, out, partials, bias, *sizes, shared_blocks, shared_tiles, grid=shared_tiles * pieces, block=128)
+            launch(fixup, out, partials, bias, sizes, shared_blocks, shared_tiles, grid=shared_tiles * pieces, block=128)
     torch.testing.assert_close(out, a @ b + bias, rtol=1e-5, atol=2e-5)
 
 

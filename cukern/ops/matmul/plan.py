@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from math import ceil
 from typing import NamedTuple
 
-from cukern.runtime.device import Device, cached, eligible
+from cukern.runtime.device import Device, cached, device_of, eligible
 
 
 class Tile(NamedTuple):
@@ -47,7 +47,7 @@ MIN_FMA_K_TILES = 8  # the fewest per block that shares tiles: with fewer, filli
 
 LATENCY = 1.12  # a block that is alone on its SM takes this many times its share of the SM's time
 BLOCK_US = 1.47  # per block, to fill the ring buffer and to store the tile
-PIECE_US = 0.15  # in the fix-up kernel, per piece of a tile
+FIXUP_US, PIECE_US = 2.7, 0.08  # of the fix-up kernel, and in it per piece of a tile
 MEGABYTE_US = 0.29  # in the fix-up kernel, per megabyte of partial sums
 
 _FLOAT = (
@@ -59,26 +59,34 @@ _FLOAT = (
 FMA_TILES = {4: _FLOAT, 8: tuple(t._replace(per_sm=t.per_sm // 2, us=2 * t.us) for t in _FLOAT[1:])}  # by the size of an element
 
 
+_FmaPlan = tuple[Tile, int, int, int, int, int]
+
+
 @cached(4096)
-def fma_plan(M: int, N: int, K: int, sms: int, itemsize: int) -> tuple[Tile, int, int, int, int, int]:
-    """The plan of v5 for (M x K) . (K x N) on a GPU with `sms` SMs: tile, grid, shared_blocks, shared_tiles, chain, room.
+def fma_plan(M: int, N: int, K: int, batch: int, itemsize: int, a_k: bool, b_k: bool, index: int) -> _FmaPlan:
+    """The plan of v5 on the GPU number `index`: tile, grid, shared_blocks, shared_tiles, chain, room. See Problem.
 
     Blocks [0, shared_blocks) share the first `shared_tiles` tiles. The whole grid takes the others in turn. `chain`: k tiles after which a
-    new chain of additions begins; `room`: the size of the workspace in tiles."""
-    k_tiles = max(1, ceil(K / BK))
+    new chain of additions begins, or the lanes of matmul_direct; `room`: the size of the workspace in tiles."""
+    p, device, found = Problem(M, N, K, batch, itemsize, 1, False, a_k, b_k), device_of(index), list[tuple[float, _FmaPlan]]()
+    direct = [t for t in TILES if not t.stages and itemsize == 4 and _fits(t, p, device, True)]
+    for t in eligible((*FMA_TILES[itemsize], *direct), lambda t: t.name):
+        found += _fma_plans(t, p, device.sms) if t.us else ((d.us, (t, d.grid, 0, 0, d.lanes, 0)) for d in _plans(t, p, 1, 1, device))
+    return min(found, key=lambda one: one[0])[1]
+
+
+def _fma_plans(tile: Tile, p: "Problem", sms: int) -> Iterator[tuple[float, _FmaPlan]]:
+    k_tiles = max(1, ceil(p.K / BK))
     chain = k_tiles if k_tiles <= MAX_CHAIN else ceil(k_tiles / ceil(k_tiles / CHAIN))
-    candidates = []
-    for tile in eligible(FMA_TILES[itemsize], lambda tile: tile.name):
-        tiles, slots = ceil(M / tile.rows) * ceil(N / tile.columns), sms * tile.per_sm
-        waves, rest = divmod(tiles, slots)
-        shared = rest + (slots if waves else 0)  # the last wave is not full: share its tiles and those of the wave before
-        blocks = min(slots, shared * k_tiles // MIN_FMA_K_TILES)
-        sharing = rest and blocks > 1 and (waves or blocks > shared)
-        for b, s in ((0, 0), (blocks, shared)) if sharing else ((0, 0),):
-            grid = min(slots, b + tiles - s)
-            plan = tile, grid, b, s, chain, 2 * b + (grid if k_tiles > chain else 0)
-            candidates.append((_fma_us(tiles, k_tiles, sms, tile, itemsize, b, s), plan))
-    return min(candidates, key=lambda c: c[0])[1]
+    tiles, slots = p.batch * ceil(p.M / tile.rows) * ceil(p.N / tile.columns), sms * tile.per_sm
+    waves, rest = divmod(tiles, slots)
+    shared = rest + (slots if waves else 0)  # the last wave is not full: share its tiles and those of the wave before
+    blocks = min(slots, shared * k_tiles // MIN_FMA_K_TILES)
+    few = [(blocks // n, shared) for n in (2, 4, 8, 16) if blocks // n >= 4 * shared]  # fewer pieces to add
+    sharing = rest and blocks > 1 and (waves or blocks > shared)
+    for b, s in ((0, 0), (blocks, shared), *few) if sharing else ((0, 0),):
+        grid = min(slots, b + tiles - s)
+        yield _fma_us(tiles, k_tiles, sms, tile, p.itemsize, b, s), (tile, grid, b, s, chain, 2 * b + (grid if k_tiles > chain else 0))
 
 
 def _fma_us(tiles: int, k_tiles: int, sms: int, tile: Tile, itemsize: int, blocks: int, shared: int) -> float:
@@ -88,7 +96,7 @@ def _fma_us(tiles: int, k_tiles: int, sms: int, tile: Tile, itemsize: int, block
     full, part = divmod(ceil((tiles - shared) / sms), tile.per_sm)
     us = full * wave(tile.per_sm, k_tiles) + (wave(part, k_tiles) if part else 0.0)
     if blocks:
-        us += wave(ceil(blocks / sms), shared * k_tiles / blocks) + BLOCK_US
+        us += wave(ceil(blocks / sms), shared * k_tiles / blocks) + FIXUP_US
         us += PIECE_US * (ceil(blocks / shared) + 1) + MEGABYTE_US * 2e-6 * blocks * tile.rows * tile.columns * itemsize
     return us
 
@@ -100,16 +108,14 @@ K_BYTES = 128  # of a k tile, as in mma.cuh and wgmma.cuh
 L2_BYTES_CYCLE, TMA_BYTES_CYCLE = 28, {True: 40, False: 25}
 # In microseconds: launches of the three kinds of kernels, which fill the ring buffer and store the last tile; launches that copy operands,
 # that split them into TF32 numbers, and that add partial sums; v7's stores by threads; a cluster's sums, for each block and 128 columns
-DIRECT_US, MMA_US, WGMMA_US, COPY_US, SPLIT_US, REDUCE_US, UNALIGNED_US, CLUSTER_US = 2.5, 2.0, 3.0, 1.5, 5.0, 1.5, 1.5, 1.35
+DIRECT_US, MMA_US, WGMMA_US, COPY_US, SPLIT_US, REDUCE_US, UNALIGNED_US, CLUSTER_US = 1.5, 2.0, 3.0, 1.5, 5.0, 1.5, 1.5, 1.35
 SPLITS = 1, 2, 3, 4, 6, 8, 12, 16, 24, 32  # of v6
 MIN_K_TILES = 4  # per block
 BOX_BYTES = 16 * 16 * 128  # of v7's results on their way to global memory
 
 # v7's efficiencies are limited by the bandwidth of shared memory (docs/notes/matmul.md).
 TILES = (
-    Tile("Direct1k", 1, 4, warps=8),
-    Tile("Direct4k", 4, 4, warps=8),
-    Tile("Direct1", 1, 32, warps=32),
+    *(Tile(f"Direct{rows}{k}", rows, 16, warps=8, per_sm=3 if rows == 1 else 2) for rows in (1, 4) for k in ("k", "")),
     Tile("Mma128x128", 128, 128, 3, 0.9, per_sm=2),
     Tile("Mma64x64", 64, 64, 3, 0.75, per_sm=4),
     Tile("Mma16x128", 16, 128, 4, 0.9, per_sm=3),
@@ -146,6 +152,7 @@ class Plan(NamedTuple):
     splits: int  # of v6, whose partial sums go to a workspace
     grid: int
     us: float
+    lanes: int = 0  # of matmul_direct
 
 
 @cached(4096)
@@ -164,7 +171,7 @@ def plan(p: Problem, device: Device, splitting: bool) -> Plan:
 
 def _fits(t: Tile, p: Problem, device: Device, splitting: bool) -> bool:
     if not t.stages:
-        return splitting and t.rows >= p.M and (p.a_k and p.b_k if t.columns == 4 else not p.b_k)
+        return splitting and t.rows * (2 if p.itemsize == 4 else 1) >= p.M and p.a_k and p.b_k == t.name.endswith("k")
     wgmma = p.wgmma and device.wgmma and p.K > 0 and (p.itemsize == 2 or p.terms == 3 or (p.a_k and p.b_k))  # TF32 only along K
     return t.split == (p.terms == 3) and t.wgmma <= wgmma and t.shared <= device.shared_bytes
 
@@ -177,7 +184,9 @@ def _tiles(tile: Tile, p: Problem) -> int:
 def _plans(t: Tile, p: Problem, k_tiles: int, parts: int, device: Device) -> Iterator[Plan]:
     tiles = _tiles(t, p)
     if not t.stages:
-        yield Plan(t, 1, tiles, _direct_us(t, tiles, p, device))
+        for lanes in (8, 16, 32):
+            tiles = p.batch * ceil(p.M / t.rows) * ceil(p.N * lanes / 128)
+            yield Plan(t, 1, tiles, _direct_us(t, tiles, lanes, p, device), lanes)
     elif t.wgmma:
         blocks, resident = tiles * t.cluster_k, max(1, device.sms // t.cluster) * t.cluster
         yield Plan(t, 1, blocks if t.cluster_k > 1 else min(blocks, resident), _wgmma_us(t, blocks, k_tiles, p, device))
@@ -191,11 +200,13 @@ def _memory_us(moved: float, device: Device) -> float:
     return moved / (device.sms * device.sm_bytes_us)
 
 
-def _direct_us(tile: Tile, tiles: int, p: Problem, device: Device) -> float:
-    """An SM loads an element of B for each lane of a warp in 3.5 cycles, of A for 16 elements of B or, with Direct1, for each."""
-    steps = ceil(p.K / (1024 if tile.columns == 4 else 512))  # of a warp: 16 elements of B per lane
-    loads = ceil(tiles / device.sms) * tile.warps * steps * (16 + 4 * tile.rows if tile.columns == 4 else 32)
-    return DIRECT_US + loads * (3.5 if tile.rows == 1 else 6) / device.cycles_us
+def _direct_us(tile: Tile, tiles: int, lanes: int, p: Problem, device: Device) -> float:
+    """Fitted to 60 timings on one H100. A block takes a time, and each two steps of its warps, more if vectors are not aligned. Along n,
+    sectors of 32 bytes are loaded in part if many lanes share columns."""
+    memory = _memory_us(p.batch * p.N * p.K * p.itemsize, device) * (1 if p.b_k else (16 + lanes) / 24)
+    slow = 1 if (p.K if p.b_k else p.N) % 4 == 0 else 32 // lanes if p.b_k else 14 / p.itemsize
+    steps, waves = ceil(p.K / (64 * lanes)), ceil(tiles / (device.sms * tile.per_sm))
+    return DIRECT_US + max(memory, waves * (1.4 + 0.5 * tile.rows + (0.5 if p.b_k else 1.0) * slow * steps))
 
 
 def _mma_us(tile: Tile, blocks: int, k_tiles: int, splits: int, p: Problem, device: Device) -> float:

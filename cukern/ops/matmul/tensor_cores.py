@@ -24,7 +24,7 @@ V6, V7, REDUCE, SPLIT, PAD, DIRECT = (
     Template("matmul/matmul.cu", f"matmul_{n}", pdl=True) for n in ("v6", "v7", "v6_reduce", "split", "pad", "direct")
 )
 BY_TMA, ADDED, BY_THREADS = range(3)  # enum Storing in wgmma.cuh
-_SIZES = struct.Struct("@6i4q")  # struct Sizes in epilogue.cuh
+SIZES = struct.Struct("@6i4q")  # struct Sizes in epilogue.cuh
 _TWO_LINES = struct.Struct("@4I2q4I2q")  # struct TwoLines in mma.cuh
 ACTIVATIONS = "none", "gelu", "gelu_tanh", "relu", "silu"  # enum Activation in epilogue.cuh
 Encoder = Callable[[int], bytes]  # from an address to a tensor map
@@ -76,7 +76,7 @@ class _Operand(NamedTuple):
 
 class _Launch(NamedTuple):
     """`copies`: struct Lines of a and b if operands are copied first; `split`: for 3xTF32 by v7, whether a and b are contiguous along K;
-    `maps`: for v7, the encoders of a, b and, where TMA can store them, of the results; `strides`: of the operands of matmul_direct."""
+    `maps`: for v7, the encoders of a, b and, where TMA can store them, of the results; `lanes`: for matmul_direct."""
 
     kernel: Kernel
     grid: Dim
@@ -87,7 +87,7 @@ class _Launch(NamedTuple):
     copies: tuple[Lines, ...] = ()
     split: tuple[bool, ...] = ()
     maps: Sequence[Encoder] = ()
-    strides: tuple[int, ...] = ()
+    lanes: tuple[int, ...] = ()
 
 
 def launch(out: Tensor, a: Tensor, b: Tensor, e: Epilogue, terms: int, wgmma: bool) -> None:
@@ -104,7 +104,7 @@ def launch(out: Tensor, a: Tensor, b: Tensor, e: Epilogue, terms: int, wgmma: bo
     partials = torch.empty(found.splits * out.numel(), dtype=torch.float32, device=out.device) if found.splits > 1 else None
     at_out, at_pre, at_bias, at_residual = pointers(out, e.pre, bias, e.residual)
     operands: tuple[int | bytes, ...] = (at_a, at_b)
-    last: tuple[int, ...] = found.strides
+    last: tuple[int, ...] = found.lanes
     if found.maps:
         of_a, of_b, *of_out = found.maps
         first, last = of_a(at_a), (BY_THREADS,)
@@ -162,10 +162,10 @@ def _prepared(
     (of_a, to_a), (of_b, to_b) = a.copy(at_a, itemsize), b.copy(at_b, itemsize)
     whole, moved = (to_a.ld | to_b.ld) * itemsize % 128 == 0, 16 * (of_a[0] + of_b[0])
     problem = Problem(M, N, K, batch, itemsize, terms, wgmma, a.along_k, b.along_k, moved, whole)
-    tile, splits, blocks, _ = plan(problem, device_of(index), splitting)
+    tile, splits, blocks, _, lanes = plan(problem, device_of(index), splitting)
     shared, rest = tile.shared, dict[str, Any]()  # the last fields of _Launch
     if not tile.stages:
-        kernel, rest["strides"] = DIRECT[dtype, out_dtype, tile.name], (*a_strides[-2:], *b_strides[-2:])
+        kernel, rest["lanes"] = DIRECT[dtype, out_dtype, tile.name], (lanes,)
     else:
         if terms == 3 and tile.wgmma:
             rest["split"] = a.along_k, b.along_k
@@ -180,7 +180,7 @@ def _prepared(
             kernel = V7[dtype, out_dtype, a.along_k, b.along_k, 0 if tile.cluster_k > 1 else activation, tile.name]
         else:
             kernel, shared = V6[dtype, out_dtype, terms, a.along_k, b.along_k, tile.name], spread(shared, blocks, index)
-    sizes = _SIZES.pack(M, N, K, batch, splits, activation, a.ld, b.ld, a.batch, b.batch)
+    sizes = SIZES.pack(M, N, K, batch, splits, activation, a.ld, b.ld, a.batch, b.batch)
     return _Launch(kernel, (blocks, 1, 1), (32 * tile.warps, 1, 1), shared, sizes, splits, **rest)
 
 

@@ -5,6 +5,7 @@ such matrices; e is the Epilogue, whose tensors are contiguous. `precision` is t
 """
 
 import itertools
+import math
 from collections.abc import Callable, Iterable
 from functools import partial
 
@@ -15,14 +16,13 @@ from cukern.ops.matmul import plan, tensor_cores
 from cukern.ops.matmul.tensor_cores import ACTIVATIONS, Epilogue
 from cukern.runtime import backend
 from cukern.runtime.autocast import off
-from cukern.runtime.device import device_of
 from cukern.runtime.kernel import Kernel, Template, planning
 from cukern.runtime.products import torch_matmul
 from cukern.runtime.registry import Version
 from cukern.runtime.tensors import pointers, wide
 
 Forward = Callable[[Tensor, Tensor, Tensor, Epilogue, str], None]
-Multiply = Callable[[Tensor, Tensor, Tensor, Tensor | None], None]  # product = a . b + bias
+Multiply = Callable[[Tensor, Tensor, Tensor, Tensor | None], object]  # product = a . b + bias
 _V4, _V5, _V5_FIXUP, ACTIVATION_BWD = (Template("matmul/matmul.cu", f"matmul_{n}") for n in ("v4", "v5", "v5_fixup", "activation_bwd"))
 ACTIVATION_WIDTH = {2: 8, 4: 4, 8: 1}  # its vectors, by the size of an element; two doubles are too many registers
 COPY_MODES = "ALONG_K", "ALONG_MN", "ALONG_MN_16B"  # CopyMode in matmul.cu
@@ -45,16 +45,15 @@ def in_torch(a: Tensor, b: Tensor, bias: Tensor | None, residual: Tensor | None,
     return out if residual is None else out + residual, pre
 
 
-def _unfused(out: Tensor, a: Tensor, b: Tensor, e: Epilogue, dtype: torch.dtype, multiply: Multiply, one_by_one: bool) -> None:
-    """`multiply` computes the product with its bias in this dtype, in the pre-activation or the output if they may hold it. torch computes
-    the rest of the epilogue. `one_by_one`: the matrices of a batch."""
-    product, bias = out if e.pre is None else e.pre, e.bias
+def _unfused(multiply: Multiply, out: Tensor, a: Tensor, b: Tensor, e: Epilogue, _precision: str, dtype: torch.dtype | None = None) -> None:
+    """`multiply` computes the product with its bias in this dtype, by default the one in which FMA units add, in the pre-activation or the
+    output if they may hold it. torch computes the rest of the epilogue."""
+    product, bias, dtype = out if e.pre is None else e.pre, e.bias, dtype or wide(a.dtype)
     if a.dtype != dtype:
         a, b, bias = a.to(dtype), b.to(dtype), None if bias is None else bias.to(dtype)
     if product.dtype != dtype or e.residual is out:
         product = torch.empty_like(out, dtype=dtype)
-    for c, x, y in zip(product, a, b, strict=True) if one_by_one and out.ndim == 3 else [(product, a, b)]:
-        multiply(c, x, y, bias)
+    multiply(product, a, b, bias)
     if e.pre is not None and e.pre is not product:
         e.pre.copy_(product)
     if e.residual is not None:
@@ -67,22 +66,18 @@ def _unfused(out: Tensor, a: Tensor, b: Tensor, e: Epilogue, dtype: torch.dtype,
 
 def _cublas(out: Tensor, a: Tensor, b: Tensor, e: Epilogue, precision: str) -> None:
     """Follows torch's switches of precision. The sum with a float32 output is computed in float32."""
-
-    def multiply(product: Tensor, a: Tensor, b: Tensor, bias: Tensor | None) -> None:
-        torch.matmul(a, b, out=product) if bias is None else torch.addmm(bias, a, b, out=product)
-
     if planning():  # a plan needs no product, and those of large shapes take minutes on a CPU
         return
     with off(a):
         if e.residual is out and e.bias is e.pre is None:  # no activation either
             out.addmm_(a.to(out.dtype), b.to(out.dtype))
         else:
-            _unfused(out, a, b, e, out.dtype, multiply, False)
+            multiply = lambda c, a, b, bias: torch.matmul(a, b, out=c) if bias is None else torch.addmm(bias, a, b, out=c)  # noqa: E731
+            _unfused(multiply, out, a, b, e, precision, out.dtype)
 
 
-def _fma_units(multiply: Multiply) -> Forward:
-    """v1 to v5: each matrix of a batch is a launch; 16-bit operands are converted to float32."""
-    return lambda out, a, b, e, precision: _unfused(out, a, b, e, wide(a.dtype), multiply, True)
+def _matrices(*batches: Tensor) -> Iterable[tuple[Tensor, ...]]:
+    return zip(*batches, strict=True) if batches[0].ndim == 3 else [batches]
 
 
 def _tensor_cores(idea: str, wgmma: bool, requires: int) -> Version:
@@ -103,46 +98,55 @@ def _strided(idea: str, name: str, block: backend.Dim, blocks: Callable[[int, in
     template = Template("matmul/matmul.cu", name)
 
     def launch(out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None) -> None:
-        (M, N), K = out.shape, a.shape[1]
-        arguments = (*pointers(out, a, b, bias), M, N, K, *a.stride(), *b.stride())
-        template[a.dtype].on(a.get_device())((blocks(M, N), 1, 1), block, 0, *arguments)
+        (M, N), K = out.shape[-2:], a.shape[-1]
+        for c, x, y in _matrices(out, a, b):
+            arguments = (*pointers(c, x, y, bias), M, N, K, *x.stride(), *y.stride())
+            template[a.dtype].on(a.get_device())((blocks(M, N), 1, 1), block, 0, *arguments)
 
-    return Version(idea, _fma_units(launch), instances=lambda dtype: [template[wide(dtype)]])
+    return Version(idea, partial(_unfused, launch), instances=lambda dtype: [template[wide(dtype)]])
 
 
 def _tiled(newest: bool) -> Forward:
     """v4 and v5."""
 
     def launch(out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None) -> None:
-        (M, N), K, device, itemsize, dtype = out.shape, a.shape[1], a.get_device(), a.itemsize, a.dtype
-        a, mode_a, lda = _readable(a, 0, 1)
-        b, mode_b, ldb = _readable(b, 1, 0)
+        (*lead, M, N), K, device, itemsize, dtype = out.shape, a.shape[-1], a.get_device(), a.itemsize, a.dtype
+        a, mode_a, lda, of_a = _readable(a, -2, -1)
+        b, mode_b, ldb, of_b = _readable(b, -1, -2)
         if not newest or 128 * itemsize * max(lda, ldb) >= 1 << 32:  # in v5, offsets inside a tile have 32 bits
-            grid, kernel = (-(-M // 128) * -(-N // 128), 1, 1), _V4[dtype, mode_a == "ALONG_K", mode_b != "ALONG_K"].on(device)
-            return kernel(grid, (256, 1, 1), 0, *pointers(out, a, b, bias), M, N, K, lda, ldb)
-        tile, blocks, shared_blocks, shared_tiles, chain, room = plan.fma_plan(M, N, K, device_of(device).sms, itemsize)
+            kernel = _V4[dtype, mode_a == "ALONG_K", mode_b != "ALONG_K"].on(device)
+            for c, x, y in _matrices(out, a, b):
+                kernel((-(-M // 128) * -(-N // 128), 1, 1), (256, 1, 1), 0, *pointers(c, x, y, bias), M, N, K, lda, ldb)
+            return
+        batch, along_k = math.prod(lead), (mode_a == "ALONG_K", mode_b == "ALONG_K")
+        tile, blocks, shared_blocks, shared_tiles, chain, room = plan.fma_plan(M, N, K, batch, itemsize, *along_k, device)
+        sizes = tensor_cores.SIZES.pack(M, N, K, batch, 1, 0, lda, ldb, of_a, of_b)
+        if not tile.us:
+            kernel = tensor_cores.DIRECT[dtype, dtype, tile.name].on(device)
+            kernel((blocks, 1, 1), (32 * tile.warps, 1, 1), 0, *pointers(out, None, a, b, bias, None), sizes, chain)
+            return
         workspace = torch.empty(room * tile.rows * tile.columns, dtype=dtype, device=out.device) if room else None
         kernel = _V5[dtype, mode_a, mode_b, tile.name].on(device)
-        numbers = M, N, K, lda, ldb, shared_blocks, shared_tiles, chain
-        kernel((blocks, 1, 1), (128, 1, 1), 0, *pointers(out, workspace, a, b, bias), *numbers)
+        kernel((blocks, 1, 1), (128, 1, 1), 0, *pointers(out, workspace, a, b, bias), sizes, shared_blocks, shared_tiles, chain)
         if shared_blocks:
             squares = tile.rows * tile.columns // 128 // (16 // itemsize) ** 2  # squares of a tile per thread, of 128 threads
             grid, kernel = (shared_tiles * squares, 1, 1), _V5_FIXUP[dtype, tile.name].on(device)
-            kernel(grid, (128, 1, 1), 0, *pointers(out, workspace, bias), M, N, K, shared_blocks, shared_tiles)
+            kernel(grid, (128, 1, 1), 0, *pointers(out, workspace, bias), sizes, shared_blocks, shared_tiles)
 
-    return _fma_units(launch)
+    return partial(_unfused, launch)
 
 
-def _readable(x: Tensor, row: int, k: int) -> tuple[Tensor, str, int]:
+def _readable(x: Tensor, row: int, k: int) -> tuple[Tensor, str, int, int]:
     """x, copied if no stride is 1; how v5 copies its tiles, an enumerator of CopyMode in matmul.cu, which says what each requires; and the
-    stride that is not 1. `row`, `k`: the dimensions along the rows of the operand and along K."""
+    stride that is not 1, and that of a batch. `row`, `k`: the dimensions along the rows of the operand and along K."""
     shape, strides = x.shape, x.stride()
+    of_batch = strides[0] if x.ndim == 3 else 0
     if strides[k] == 1 or (shape[k] <= 1 and strides[row] != 1):
-        return x, "ALONG_K", strides[row]
+        return x, "ALONG_K", strides[row], of_batch
     if strides[row] == 1 or shape[row] <= 1:
-        unaligned = (x.data_ptr() | strides[k] * x.itemsize | shape[row] * x.itemsize) % 16
-        return x, "ALONG_MN" if unaligned else "ALONG_MN_16B", strides[k]
-    return (x if k else x.t()).contiguous(), "ALONG_K", shape[k]
+        unaligned = (x.data_ptr() | (strides[k] | shape[row] | of_batch) * x.itemsize) % 16
+        return x, "ALONG_MN" if unaligned else "ALONG_MN_16B", strides[k], of_batch
+    return _readable(x.contiguous() if k == -1 else x.mT.contiguous().mT, row, k)
 
 
 def _v4_instances(dtype: torch.dtype) -> Iterable[Kernel]:
@@ -151,6 +155,7 @@ def _v4_instances(dtype: torch.dtype) -> Iterable[Kernel]:
 
 
 def _v5_instances(dtype: torch.dtype) -> Iterable[Kernel]:
+    yield from (tensor_cores.DIRECT[dtype, dtype, t.name] for t in plan.TILES if not t.stages and dtype == torch.float32)
     for tile in plan.FMA_TILES[wide(dtype).itemsize]:
         yield _V5_FIXUP[wide(dtype), tile.name]
         yield from (_V5[wide(dtype), a, b, tile.name] for a, b in itertools.product(COPY_MODES, COPY_MODES))

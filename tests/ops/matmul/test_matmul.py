@@ -11,6 +11,7 @@ from helpers import PLACE, exact_gradients, gpu, kernels, places, same_bits
 import cukern
 from cukern.bench import environment, verify
 from cukern.ops.matmul.plan import BK, CHAIN, FMA_TILES, MAX_CHAIN, MIN_FMA_K_TILES, fma_plan
+from cukern.runtime.device import KNOWN, SIMULATED, assumed
 from cukern.runtime.registry import OPS
 
 SIZES = (1, 3, 8, 33, 130)
@@ -67,10 +68,14 @@ def test_every_small_size(device, version):
 
 
 @pytest.mark.parametrize("itemsize", (4, 8))
+@assumed(KNOWN["h200"])
 def test_plan_assigns_every_tile(itemsize):
     sizes = (1, 31, 128, 129, 1000, 4096, 50257)
     for m, n, k in itertools.product(sizes, sizes, (0, *sizes)):
-        tile, grid, shared_blocks, shared_tiles, chain, room = fma_plan(m, n, k, 132, itemsize)
+        tile, grid, shared_blocks, shared_tiles, chain, room = fma_plan(m, n, k, 1, itemsize, True, False, SIMULATED)
+        if tile.name.startswith("Direct"):
+            assert m <= 8 and grid == -(-m // tile.rows) * -(-n * chain // 128) and chain in (8, 16, 32)
+            continue
         tiles, k_tiles = -(-m // tile.rows) * -(-n // tile.columns), max(1, -(-k // BK))
         assert tile in FMA_TILES[itemsize] and 0 <= shared_tiles <= tiles
         assert shared_blocks <= grid == min(132 * tile.per_sm, shared_blocks + tiles - shared_tiles)
