@@ -451,16 +451,44 @@ __global__ void __launch_bounds__(THREADS, BELOW_SM_120(BLOCKS))
     Backward::run(dx, y, g, mailbox, rows, columns, g_row, gradient, reinterpret_cast<Vector<T>*>(dynamic_shared), warp_sums);
 }
 
-// ---- along a dimension that is not the last: x is (outer, columns, inner) and contiguous. Threads that are neighbours in x take neighbouring
-// rows, so accesses are coalesced. The blockDim.y threads of a row take every blockDim.y-th column. Grid ceil(outer * inner / blockDim.x).
-// LOADS = 1 for many rows; more of them in flight where threads share the few rows there are.
+// ---- along a dimension that is not the last: x is (outer, columns, inner) and contiguous. Neighbouring threads take neighbouring rows, so
+// accesses are coalesced. Grid ceil(outer * inner / blockDim.x).
 
-constexpr int INNER_THREADS = 1024;  // at most where threads share rows, else 256
+template <typename T>
+__global__ void softmax_inner(T* out, const T* x, long long rows, long long columns, long long inner, double scale, bool log) {
+    using C = compute_t<T>;
+    long long row = blockIdx.x * (long long)blockDim.x + threadIdx.x, at = row / inner * columns * inner + row % inner;
+    if (row >= rows) return;
+    Exponential<T> exponential(scale, log);
+    C largest = minus_infinity<C>();
+    Accumulator<C> sum;
+    for (long long i = 0; i < columns; ++i) largest = max(largest, exponential.to_u(load_as(x[at + i * inner])));
+    for (long long i = 0; i < columns; ++i) sum.add(exponential(exponential.to_u(load_as(x[at + i * inner])), exponential.base(largest)));
+    Normalizer<T> normalizer(exponential, largest, sum.sum, log, largest);
+    for (long long i = 0; i < columns; ++i) out[at + i * inner] = T(normalizer.from_x(load_as(x[at + i * inner])));
+}
+
+template <typename T>
+__global__ void softmax_inner_bwd(T* dx, const T* y, const T* g, long long rows, long long columns, long long inner, double scale,
+                                  bool log) {
+    using C = compute_t<T>;
+    long long row = blockIdx.x * (long long)blockDim.x + threadIdx.x, at = row / inner * columns * inner + row % inner;
+    if (row >= rows) return;
+    Gradient<T> gradient(scale, log);
+    Accumulator<C> total;
+    for (long long i = 0; i < columns; ++i) total.add(gradient.term(load_as(y[at + i * inner]), load_as(g[at + i * inner])));
+    for (long long i = 0; i < columns; ++i)
+        dx[at + i * inner] = T(gradient(load_as(y[at + i * inner]), load_as(g[at + i * inner]), total.sum));
+}
+
+// The same for few long rows: the blockDim.y threads of a row take every blockDim.y-th column, and have several loads in flight.
+
+constexpr int SHARED_ROW_THREADS = 1024;  // the most per block
 
 // The maximum of the threads that share a row, or their sum in a fixed order.
 template <bool MAX, typename C>
 __device__ __forceinline__ C of_row(C value) {
-    __shared__ C values[INNER_THREADS];
+    __shared__ C values[SHARED_ROW_THREADS];
     __syncthreads();
     values[threadIdx.y * blockDim.x + threadIdx.x] = value;
     __syncthreads();
@@ -474,9 +502,9 @@ __device__ __forceinline__ C of_row(C value) {
 }
 
 // f(offset, a's element, b's element) for each of the thread's columns. b may be null.
-template <int LOADS, typename T, class F>
+template <typename T, class F>
 __device__ __forceinline__ void each_column(long long columns, long long inner, const T* a, const T* b, F f) {
-    constexpr int N = sizeof(T) == 8 && LOADS > 2 ? 2 : LOADS;
+    constexpr int N = sizeof(T) == 8 ? 2 : 8;
     for (long long first = threadIdx.y; first < columns; first += N * blockDim.y) {
         compute_t<T> of_a[N], of_b[N];
 #pragma unroll
@@ -494,9 +522,9 @@ __device__ __forceinline__ void each_column(long long columns, long long inner, 
     }
 }
 
-template <typename T, int LOADS = 1>
-__global__ void __launch_bounds__(LOADS == 1 ? 256 : INNER_THREADS)
-    softmax_inner(T* out, const T* x, long long rows, long long columns, long long inner, double scale, bool log) {
+template <typename T>
+__global__ void __launch_bounds__(SHARED_ROW_THREADS)
+    softmax_shared_inner(T* out, const T* x, long long rows, long long columns, long long inner, double scale, bool log) {
     using C = compute_t<T>;
     long long row = blockIdx.x * (long long)blockDim.x + threadIdx.x, start = row / inner * columns * inner + row % inner;
     if (row >= rows) columns = 0;  // no return: the block synchronizes
@@ -505,17 +533,17 @@ __global__ void __launch_bounds__(LOADS == 1 ? 256 : INNER_THREADS)
     Accumulator<C> sum;
     x += start;
     out += start;
-    each_column<LOADS, T>(columns, inner, x, nullptr, [&](long long, C v, C) { largest = max(largest, exponential.to_u(v)); });
-    largest = LOADS == 1 ? largest : of_row<true>(largest);
-    each_column<LOADS, T>(columns, inner, x, nullptr,
-                          [&](long long, C v, C) { sum.add(exponential(exponential.to_u(v), exponential.base(largest))); });
-    Normalizer<T> normalizer(exponential, largest, LOADS == 1 ? sum.sum : of_row<false>(sum.sum), log, largest);
-    each_column<LOADS, T>(columns, inner, x, nullptr, [&](long long at, C v, C) { out[at] = T(normalizer.from_x(v)); });
+    each_column<T>(columns, inner, x, nullptr, [&](long long, C v, C) { largest = max(largest, exponential.to_u(v)); });
+    largest = of_row<true>(largest);
+    each_column<T>(columns, inner, x, nullptr,
+                   [&](long long, C v, C) { sum.add(exponential(exponential.to_u(v), exponential.base(largest))); });
+    Normalizer<T> normalizer(exponential, largest, of_row<false>(sum.sum), log, largest);
+    each_column<T>(columns, inner, x, nullptr, [&](long long at, C v, C) { out[at] = T(normalizer.from_x(v)); });
 }
 
-template <typename T, int LOADS = 1>
-__global__ void __launch_bounds__(LOADS == 1 ? 256 : INNER_THREADS)
-    softmax_inner_bwd(T* dx, const T* y, const T* g, long long rows, long long columns, long long inner, double scale, bool log) {
+template <typename T>
+__global__ void __launch_bounds__(SHARED_ROW_THREADS)
+    softmax_shared_inner_bwd(T* dx, const T* y, const T* g, long long rows, long long columns, long long inner, double scale, bool log) {
     using C = compute_t<T>;
     long long row = blockIdx.x * (long long)blockDim.x + threadIdx.x, start = row / inner * columns * inner + row % inner;
     if (row >= rows) columns = 0;
@@ -524,7 +552,7 @@ __global__ void __launch_bounds__(LOADS == 1 ? 256 : INNER_THREADS)
     y += start;
     g += start;
     dx += start;
-    each_column<LOADS>(columns, inner, y, g, [&](long long, C of_y, C of_g) { total.add(gradient.term(of_y, of_g)); });
-    C sum = LOADS == 1 ? total.sum : of_row<false>(total.sum);
-    each_column<LOADS>(columns, inner, y, g, [&](long long at, C of_y, C of_g) { dx[at] = T(gradient(of_y, of_g, sum)); });
+    each_column(columns, inner, y, g, [&](long long, C of_y, C of_g) { total.add(gradient.term(of_y, of_g)); });
+    C sum = of_row<false>(total.sum);
+    each_column(columns, inner, y, g, [&](long long at, C of_y, C of_g) { dx[at] = T(gradient(of_y, of_g, sum)); });
 }

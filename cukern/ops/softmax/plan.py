@@ -10,7 +10,7 @@ from typing import NamedTuple
 VECTOR_BYTES = 16
 WARP_BLOCK = 128  # threads per block of v6
 LOOP_THREADS = 256  # threads per block of v1 to v5, and of v7 where blocks share a row in two launches
-INNER_THREADS = 1024  # the most per block of softmax_inner, as in softmax/softmax.cu
+SHARED_ROW_THREADS = 1024  # the most per block of softmax_shared_inner, as in softmax/softmax.cu
 SECTOR_BYTES = 32  # the unit of device memory accesses
 BLOCKS_PER_SM = 8  # target where blocks share rows in two launches
 LEAST_PIECE = 2048  # vectors per block where blocks share a row in two launches
@@ -141,10 +141,10 @@ def pieces(rows: int, vectors: int, sms: int) -> int:
 
 
 def inner_block(rows: int, columns: int, itemsize: int, sms: int) -> tuple[int, int, int]:
-    """The thread block of softmax_inner: neighbouring rows, and threads that share a row. They share it where there are few rows. Each then
-    has at least 32 columns. The rows of a block cover at least a sector, 32 bytes."""
-    sharing, most = 1, INNER_THREADS * itemsize // SECTOR_BYTES
-    while sharing < most and rows * sharing < INNER_THREADS * sms and 64 * sharing <= columns:
+    """The thread block along a dimension that is not the last: neighbouring rows, and threads that share a row. They share it where there
+    are few rows; each then has at least 32 columns. The rows of a block cover at least a sector, 32 bytes."""
+    sharing, most = 1, SHARED_ROW_THREADS * itemsize // SECTOR_BYTES
+    while sharing < most and rows * sharing < SHARED_ROW_THREADS * sms and 64 * sharing <= columns:
         sharing *= 2
     return max(LOOP_THREADS // sharing, SECTOR_BYTES // itemsize), sharing, 1
 

@@ -17,9 +17,8 @@ from cukern.runtime.kernel import Kernel, Template
 from cukern.runtime.registry import Version
 
 _V1, _V2, _V3, _V4, _V5 = ([Template("softmax/softmax.cu", f"softmax_v{i}{bwd}") for bwd in ("", "_bwd")] for i in range(1, 6))
-_INNER = [Template("softmax/softmax.cu", f"softmax_inner{bwd}") for bwd in ("", "_bwd")]
+_INNER, _SHARED = ([Template("softmax/softmax.cu", f"softmax_{kind}{bwd}") for bwd in ("", "_bwd")] for kind in ("inner", "shared_inner"))
 _BLOCK = (plan.LOOP_THREADS, 1, 1)
-SHARED_LOADS = 8  # in flight per thread, where the threads of softmax_inner share rows
 GROUP = 32  # rows per thread block of v2's backward
 
 Launch = Callable[..., None]  # (out, x, scale, log) or (dx, y, g, scale, log)
@@ -36,8 +35,7 @@ def inner(*arguments: Any) -> None:
     outer, columns, within = tensors[0].shape
     rows, device = outer * within, tensors[0].get_device()
     block = plan.inner_block(rows, columns, tensors[0].element_size(), device_of(device).sms)
-    template = _INNER[len(tensors) - 2]
-    launch = template[tensors[0].dtype if block[1] == 1 else (tensors[0].dtype, SHARED_LOADS)].on(device)
+    launch = (_INNER if block[1] == 1 else _SHARED)[len(tensors) - 2][tensors[0].dtype].on(device)
     launch((-(-rows // block[0]), 1, 1), block, 0, *(t.data_ptr() for t in tensors), rows, columns, within, scale, log)
 
 
@@ -64,11 +62,8 @@ def _columns_of_each_row(rows: int, columns: int) -> int:
 
 def _instances(templates: Iterable[Template], on_chip: int = 0) -> Callable[[torch.dtype], Iterable[Kernel]]:
     """The kernels of a version: `templates`, those for another dimension, and the first `on_chip` entries of rs.INSTANCES."""
-    return lambda dtype: [
-        *(t[dtype] for t in templates),
-        *(t[key] for t in _INNER for key in (dtype, (dtype, SHARED_LOADS))),
-        *(k for new in rs.INSTANCES[:on_chip] for k in new(dtype)),
-    ]
+    every = (*templates, *_INNER, *_SHARED)
+    return lambda dtype: [*(t[dtype] for t in every), *(k for new in rs.INSTANCES[:on_chip] for k in new(dtype))]
 
 
 def _loop_version(

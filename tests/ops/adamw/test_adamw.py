@@ -131,7 +131,8 @@ def test_each_tensor_may_be_misaligned(device, odd, version):
     optimizer = torch.optim.AdamW(theirs, 0.1)
     optimizer.state[q] = {"step": torch.tensor(2.0), "exp_avg": exact[2], "exp_avg_sq": exact[3]}
     optimizer.step()
-    assert_close([tensors[0], *tensors[2:]], [q, *exact[2:]], 8)
+    assert_close(tensors[:1], [q], 4, floor=exact[0].abs())  # lr = 0.1 changes param by up to its magnitude, so the sum may cancel
+    assert_close(tensors[2:], exact[2:], 8)
 
 
 @kernels
