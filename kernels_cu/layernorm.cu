@@ -18,7 +18,7 @@
 // Launch     block (threads per row, rows per block). A row has 8, 16 or 32 threads, or several warps. v1: see there.
 //
 // version  idea
-// v1       one block per row, read three times; backward: a second kernel reads s and dy again for the sums over rows
+// v1       one block per row, read three times; backward: as v2 for rows that do not fit, with single elements
 // v2       row in registers, read once in 16-byte vectors; backward: a block loops over rows and keeps its sums in registers.
 //          H100, 32768 x 768: forward 0.99 (bfloat16) and 1.00 (float32) of a copy of the same bytes, backward 0.88 and 0.92.
 //          Rows that do not fit are read in parts: twice in the forward, and by two kernels in the backward
