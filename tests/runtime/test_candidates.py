@@ -30,6 +30,7 @@ CHOSEN = {  # candidate: a shape and a dtype for which the default plan chooses 
     "matmul Direct1k": ((1, 768, 768), V6),
     "matmul Direct4k": ((3, 520, 1201), V6),
     "matmul Direct1": ((1, 768, 768), V6),
+    "matmul Direct4": ((4, 2304, 768), F),
     "matmul Mma128x128": ((4096, 4096, 4096), V6),
     "matmul Mma64x64": ((256, 256, 256), V6),
     "matmul Mma16x128": ((16, 4096, 4096), V6),
