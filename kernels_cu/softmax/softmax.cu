@@ -504,7 +504,7 @@ __device__ __forceinline__ C of_row(C value) {
 // f(offset, a's element, b's element) for each of the thread's columns. b may be null.
 template <typename T, class F>
 __device__ __forceinline__ void each_column(long long columns, long long inner, const T* a, const T* b, F f) {
-    constexpr int N = sizeof(T) == 8 ? 2 : 8;
+    constexpr int N = 16 / sizeof(T);  // loads in flight of each operand; with more, float spills on some GPUs
     for (long long first = threadIdx.y; first < columns; first += N * blockDim.y) {
         compute_t<T> of_a[N], of_b[N];
 #pragma unroll
