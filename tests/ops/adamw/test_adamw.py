@@ -145,6 +145,11 @@ def test_many_tensors_of_which_some_are_empty(device):
         assert_close(ours, theirs, 8)
 
 
+def test_an_empty_array():
+    """Its strides, which are 0 in NumPy, do not matter."""
+    cukern.adamw([torch.zeros(0).numpy()], *([torch.zeros(0)] for _ in range(3)))
+
+
 # ---- torch's protocols
 
 
