@@ -142,8 +142,9 @@ class Table:
             data += struct.pack("7QII", *pointers(*row[:5]), n, self.chunks, row.number, row.group)
             self.runs.setdefault(dtype, [self.chunks, 0])[1] += count
             self.chunks += count
+        scratch = (9 * len(rows), self.chunks) if rows[0].step is not None else (0, 0)  # given numbers need none, and have no norm
         self.rows, self.grads, numbers, partials = (
-            rows[0].exp_avg.new_empty(size, dtype=torch.int64) for size in (8 * len(rows), len(rows), 9 * len(rows), self.chunks)
+            rows[0].exp_avg.new_empty(size, dtype=torch.int64) for size in (8 * len(rows), len(rows), *scratch)
         )
         self.places: list[int] = []  # the addresses that are in self.grads
         self.memory = self.rows, self.grads, numbers, partials
@@ -218,7 +219,7 @@ VERSIONS = {
 
 # ---- the raw op
 
-MOST_TABLES = 1024  # an optimizer per parameter has one for each
+MOST_TABLES = 1024  # of the function
 _tables: dict[Any, Table] = {}  # of recent calls: the same tensors need no new one
 _captured: list[Table] = []  # those that CUDA graphs use
 

@@ -9,10 +9,11 @@ from torch import Tensor
 from torch.optim import adamw as torch_adamw
 from torch.utils._pytree import tree_leaves
 
-from cukern.ops.adamw.op import MOST_TABLES, VERSIONS, Numbers, Row, Scaling, Table, check_numbers, check_param, group_bytes, write
+from cukern.ops.adamw.op import VERSIONS, Numbers, Row, Scaling, Table, check_numbers, check_param, group_bytes, write
 from cukern.runtime import backend, checks
 from cukern.runtime.tensors import wide
 
+_MOST_TABLES = 64  # each has 8 bytes for 8192 elements of the parameters
 _Found = tuple[int, Tensor, int]  # the number of a parameter, the parameter, its group
 
 
@@ -199,7 +200,7 @@ class AdamW(torch.optim.Optimizer):
     def _launch(self, found: Sequence[_Found], grads: Sequence[Tensor], scaling: Scaling) -> None:
         first = _local(found[0][1])
         capturing = first.is_cuda and torch.cuda.is_current_stream_capturing()
-        if len(self._tables) > MOST_TABLES:  # other parameters have gradients each time
+        if len(self._tables) > _MOST_TABLES:  # other parameters have gradients each time
             self._forget()
         key = self._key(found)
         if key not in self._tables:

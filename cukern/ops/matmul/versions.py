@@ -64,6 +64,10 @@ def _unfused(multiply: Multiply, out: Tensor, a: Tensor, b: Tensor, e: Epilogue,
         out.copy_(activate(product, e.activation))
 
 
+def _torch_product(product: Tensor, a: Tensor, b: Tensor, bias: Tensor | None) -> None:
+    torch.matmul(a, b, out=product) if bias is None else torch.addmm(bias, a, b, out=product)
+
+
 def _cublas(out: Tensor, a: Tensor, b: Tensor, e: Epilogue, precision: str) -> None:
     """Follows torch's switches of precision. The sum with a float32 output is computed in float32."""
     if planning():  # a plan needs no product, and those of large shapes take minutes on a CPU
@@ -72,8 +76,7 @@ def _cublas(out: Tensor, a: Tensor, b: Tensor, e: Epilogue, precision: str) -> N
         if e.residual is out and e.bias is e.pre is None:  # no activation either
             out.addmm_(a.to(out.dtype), b.to(out.dtype))
         else:
-            multiply = lambda c, a, b, bias: torch.matmul(a, b, out=c) if bias is None else torch.addmm(bias, a, b, out=c)  # noqa: E731
-            _unfused(multiply, out, a, b, e, precision, out.dtype)
+            _unfused(_torch_product, out, a, b, e, precision, out.dtype)
 
 
 def _matrices(*batches: Tensor) -> Iterable[tuple[Tensor, ...]]:

@@ -140,6 +140,7 @@ def pieces(rows: int, vectors: int, sms: int) -> int:
     return max(1, min(ceil(BLOCKS_PER_SM * sms / rows), vectors // LEAST_PIECE, LOOP_THREADS))
 
 
+@lru_cache(4096)
 def inner_block(rows: int, columns: int, itemsize: int, sms: int) -> tuple[int, int, int]:
     """The thread block along a dimension that is not the last: neighbouring rows, and threads that share a row. They share it where there
     are few rows; each then has at least 32 columns. The rows of a block cover at least a sector, 32 bytes."""
