@@ -8,10 +8,11 @@
 // target `ignored` has loss 0 and gradient 0. A row with another target outside 0..vocab-1 has loss NaN and gradient NaN.
 //
 // Layout     x is (rows, columns), rows `x_row` elements apart; dx has rows `dx_row` apart and may be x. loss has the type of the
-//            computation: float, or double for double. lse is double. Targets are int64 (`wide`) or int32. Offsets are 64-bit.
+//            computation: float, or double for double. Targets are int64 (`wide`) or int32. Offsets are 64-bit. lse has two doubles per
+//            row, the largest c and lse - largest: in their sum, large logits would lose digits of p.
 // Algorithm  The forward is online softmax in one pass: each thread has the largest c so far and the sum of exp(c - largest); both are
 //            reduced over the threads of the row in a fixed order. The backward reads a row and writes its gradient: 5 instructions per
-//            16-bit column, and one store more for the target. lse is kept as a double, so that large logits lose no digits of p.
+//            16-bit column, and one store more for the target.
 // Launch     Forward: a row has one block or, up to 16 KiB, 8, 16 or 32 lanes of a block of 128 threads. Each block writes the sum of its
 //            losses; a second launch of one block adds these. Backward: one thread per LOADS vectors.
 //
@@ -174,7 +175,7 @@ __device__ __forceinline__ double write_loss(compute_t<T>* losses, double* lse, 
     }
     loss = compute_t<T>(loss);
     if (losses) losses[row] = loss;
-    lse[row] = base + log_sum;
+    lse[2 * row] = base, lse[2 * row + 1] = log_sum;
     return loss;
 }
 
@@ -199,31 +200,34 @@ struct Gradient {
     const Options& o;
     const T* x;
     T* dx;
-    double lse, count;  // the gradient of the row's loss is divided by `count`
+    double largest, log_sum, count;  // lse = largest + log_sum; the gradient of the row's loss is divided by `count`
     C dloss, slope, shift, of_p, of_target, of_all;
     int target;  // -1 if it is outside of the vocabulary
     bool is_zero;
-    __device__ __forceinline__ Gradient(T* dx, const T* x, long long index, double lse, double count, C dloss, const Options& o)
-        : capped(o.softcap), o(o), x(x), dx(dx), lse(lse), count(count), dloss(dloss) {
+    __device__ __forceinline__ Gradient(T* dx, const T* x, long long index, const double* lse, double count, C dloss, const Options& o)
+        : capped(o.softcap), o(o), x(x), dx(dx), largest(lse[0]), log_sum(lse[1]), count(count), dloss(dloss) {
         is_zero = index == o.ignored, target = index >= 0 && index < o.vocab ? index : -1;
     }
     template <typename V>
     __device__ __forceinline__ void look(const V&) const {}
     __device__ __forceinline__ void raise() {
-        asm volatile("" : "+d"(lse), "+d"(count));  // otherwise the compiler moves this before the loads of x, which then wait for it
+        // Otherwise the compiler moves the numbers below before the loads of x, which then wait for them.
+        asm volatile("" : "+d"(largest), "+d"(log_sum), "+d"(count));
         C weight = target >= 0 ? dloss / C(count) : C(not_a_number());
-        of_p = weight * (1 + C(2 * o.z_loss) * C(lse));
+        of_p = weight * (1 + C(2 * o.z_loss) * C(largest + log_sum));
         of_target = weight * C(1 - o.smoothing);
         of_all = o.smoothing != 0 ? weight * C(o.smoothing) / o.vocab : C(0);
         if constexpr (sizeof(C) == 8) {
-            shift = lse;
+            shift = largest;
+            of_p *= exp(-log_sum);
         } else {
             // p = 2^(slope c - shift) 2^(shift - slope lse), by one FMA per column; the second factor is in of_p. From 1e9 on, logits that
-            // differ do so by 64 or more: their p is 0 or 1 with any slope, and only with 1 has slope c no rounding error.
-            slope = abs(lse) < 1e9 ? LOG2E : 1.0f;
-            double exact = lse * slope;
-            shift = exact;
-            if (abs(lse) < 3.4e38) of_p *= exp2_approx(C(shift - exact) * (LOG2E / slope));
+            // differ do so by 64 or more: their exp(c - largest) is 0 or 1 with any slope, and only with 1 has slope c no rounding error.
+            bool is_large = !(abs(largest) < 1e9);
+            double scaled = (largest + log_sum) * LOG2E;
+            slope = is_large ? 1.0f : LOG2E;
+            shift = is_large ? largest : scaled;
+            of_p *= exp2_approx(is_large ? -log_sum * LOG2E : shift - scaled);
         }
     }
     __device__ __forceinline__ C share(C c) const {
@@ -295,7 +299,7 @@ __global__ void __launch_bounds__(256, sizeof(T) == 8 || SOFTCAP ? 1 : 4)
     wait_for_previous();
     long long row = rows - 1 - (blockIdx.x / pieces * static_cast<long long>(blockDim.y) + threadIdx.y);
     if (row < 0) return;
-    Gradient<T, SOFTCAP> gradient(dx + row * dx_row, x + row * x_row, index_at(targets, wide, row), lse[row], count ? *count : 1,
+    Gradient<T, SOFTCAP> gradient(dx + row * dx_row, x + row * x_row, index_at(targets, wide, row), lse + 2 * row, count ? *count : 1,
                                   dloss[row * o.dloss_step], o);
     read_row<LOADS, true>(gradient.x, gradient.dx, columns, !gradient.is_zero, gradient, blockIdx.x % pieces);
 }
@@ -310,7 +314,7 @@ __global__ void __launch_bounds__(512, 2 - (SOFTCAP && __CUDA_ARCH__ >= 1000))
     cross_entropy_fused(T* x, compute_t<T>* losses, const void* targets, bool wide, int columns, long long x_row, Options o) {
     constexpr int N = 16 / sizeof(T), LOADS = 4, GROUPS = 4;
     extern __shared__ uint4 dynamic_shared[];
-    __shared__ double lse;
+    __shared__ double lse[2];
     wait_for_previous();
     long long row = gridDim.x - 1 - blockIdx.x, target = index_at(targets, wide, row);
     x += row * x_row;
@@ -339,7 +343,7 @@ __global__ void __launch_bounds__(512, 2 - (SOFTCAP && __CUDA_ARCH__ >= 1000))
     online.template reduce<false>();
     if (threadIdx.x == 0) {
         T at_target = target >= 0 && target < o.vocab && !is_ignored ? kept[target] : T();
-        write_loss(losses + row, &lse, online, at_target, 0, target, o);
+        write_loss(losses + row, lse, online, at_target, 0, target, o);
     }
     __syncthreads();
     Gradient<T, SOFTCAP> gradient(x, kept, target, lse, 1, 1, o);

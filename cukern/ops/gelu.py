@@ -72,9 +72,8 @@ def geglu(gate: Any, up: Any, *, approximate: str = "none", version: str | None 
 def _call(op: str, function: str, version: str | None, x: Tensor, up: Tensor | None, bias: Tensor | None) -> Tensor:
     checks.version(op, version, VERSIONS)
     if backend.uses_torch(op, version, x):
-        if up is None:
-            return _reference(function, False, x, bias)
-        return _reference(function, True, x.to(wide(x.dtype)), up).to(x.dtype)  # rounded once, as by the kernels
+        out = _reference(function, up is not None, x.to(wide(x.dtype)), bias if up is None else up)
+        return out.to(x.dtype)  # rounded once, as by the kernels
     is_one_row = bias is None and x.is_contiguous() and (up is None or up.is_contiguous())
     matrices = (t if t is None else t.reshape(1, t.numel()) if is_one_row else as_matrix(t) for t in (x, up))
     run = _apply if watched(x, up, bias) else _gelu

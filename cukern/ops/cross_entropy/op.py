@@ -132,7 +132,8 @@ def reference(logits: Tensor, targets: Tensor, options: Options) -> Tensor:
         return loss.view(targets.shape) if reduction == "none" else loss
 
 
-# ---- the raw ops: x is (rows, columns), targets (rows), stats: each row's logsumexp, and for a sum the number of targets not ignored
+# ---- the raw ops: x is (rows, columns), targets (rows), stats: two numbers per row, whose sum is its logsumexp, and
+# for a sum the number of targets not ignored
 
 
 def launch_forward(x: Tensor, targets: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -148,7 +149,7 @@ def launch_forward(x: Tensor, targets: Tensor, *rest: Any) -> tuple[Tensor, Tens
         addresses = pointers(None if is_reduced else loss, stats, partials, x, targets)
         launch((blocks, 1, 1), block, 0, *addresses, is_wide, rows, x.stride(0), options.packed())
     if partials is not None:
-        addresses = loss.data_ptr(), stats.data_ptr() + 8 * rows, partials.data_ptr()
+        addresses = loss.data_ptr(), stats.data_ptr() + 16 * rows, partials.data_ptr()
         _REDUCE[wide(x.dtype)].on(device)((1, 1, 1), (256, 1, 1), 0, *addresses, blocks, options.reduction == "mean")
     return loss, stats
 
@@ -157,7 +158,7 @@ def write_gradient(dx: Tensor, x: Tensor, targets: Tensor, stats: Tensor, dloss:
     options, rows, is_wide = Options(*rest), x.shape[0], targets.dtype == torch.int64
     targets, dloss, stats = targets.contiguous(), dloss.resolve_neg(), stats.contiguous()
     step = dloss.stride(0) if options.reduction == "none" else 0
-    count = stats.data_ptr() + 8 * rows if options.reduction == "mean" else 0
+    count = stats.data_ptr() + 16 * rows if options.reduction == "mean" else 0
     launch, block, pieces = _plan("backward", options.version, x.dtype, options.softcap != 0, False, x.shape[1], x.get_device())
     arguments = *pointers(dx, x, targets, stats, dloss), count, is_wide, *x.shape, dx.stride(0), x.stride(0), pieces, options.packed(step)
     if rows:
@@ -166,7 +167,7 @@ def write_gradient(dx: Tensor, x: Tensor, targets: Tensor, stats: Tensor, dloss:
 
 def _fake(x: Tensor, targets: Tensor, vocab: int, ignored: int, reduction: str, *_: Any) -> tuple[Tensor, Tensor]:
     loss = torch.empty(x.shape[:1] if reduction == "none" else (), dtype=wide(x.dtype), device=x.device)
-    return loss, torch.empty(x.shape[0] + int(reduction != "none"), dtype=torch.float64, device=x.device)
+    return loss, torch.empty(2 * x.shape[0] + int(reduction != "none"), dtype=torch.float64, device=x.device)
 
 
 def _launch_backward(x: Tensor, *rest: Any) -> Tensor:
