@@ -300,7 +300,7 @@ def transformed(name: str, f: Any, xs: list) -> Any:
         return *first, *torch.autograd.grad(total, [*leaves, g], materialize_grads=True)
     if name == "checkpoint":
         torch.utils.checkpoint.checkpoint(f, *leaves, use_reentrant=dims[0] is None).backward(g)
-        return [x.grad for x in leaves]
+        return [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves]  # None: a sum over no terms
     if name == "jvp":
         return torch.func.jvp(f, tuple(xs), tuple(tangents))
     return torch.func.vmap(f, dims)(*many) if name == "vmap" else getattr(torch.func, name)(f, every)(*xs)

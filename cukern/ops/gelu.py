@@ -32,8 +32,8 @@ def gelu(x: Any, bias: Any = None, *, approximate: str = "none", version: str | 
         approximate: "none" for x Phi(x), or "tanh" for GPT-2's x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))).
         version: "v1" or "v2"; default: the fastest.
 
-    Returns a new contiguous tensor of x's shape and dtype. A kernel computes the gradients, or torch's operations in torch.func transforms
-    and with create_graph=True.
+    Returns a new tensor of x's shape and dtype. Without a bias, dense strides are kept, else it is contiguous. A kernel computes the
+    gradients, or torch's operations in torch.func transforms and with create_graph=True.
 
     Raises TypeError for another dtype or an option that is not a str; ValueError for a bias that does not fit or is on another device, and
     for an unknown option. Source: Hendrycks and Gimpel, arXiv 1606.08415.
@@ -51,7 +51,8 @@ def swiglu(gate: Any, up: Any, *, version: str | None = None) -> Tensor:
         cukern.swiglu(gate, up).sum().backward()
 
     gate and up are (..., C), of one shape, dtype and device. The halves of one tensor, as above, are read in place. Returns a new
-    contiguous tensor. Dtypes, copies, `version` and errors as in `gelu`. Source: Shazeer, arXiv 2002.05202.
+    tensor, of their strides if both are alike and dense, else contiguous. Dtypes, copies, `version` and errors as in `gelu`. Source:
+    Shazeer, arXiv 2002.05202.
     """
     gate = interop.floats("gate", gate)
     return _call("swiglu", "silu", version, gate, interop.like("up", up, "gate", gate), None)
@@ -74,6 +75,11 @@ def _call(op: str, function: str, version: str | None, x: Tensor, up: Tensor | N
     if backend.uses_torch(op, version, x):
         out = _reference(function, up is not None, x.to(wide(x.dtype)), bias if up is None else up)
         return out.to(x.dtype)  # rounded once, as by the kernels
+    if bias is None and not x.is_contiguous() and (up is None or up.stride() == x.stride()):
+        order = x.dim_order()
+        if x.permute(order).is_contiguous():  # dense, such as channels_last: computed in the order of memory
+            y = _call(op, function, version, x.permute(order), None if up is None else up.permute(order), None)
+            return y.permute([order.index(d) for d in range(x.ndim)])
     is_one_row = bias is None and x.is_contiguous() and (up is None or up.is_contiguous())
     matrices = (t if t is None else t.reshape(1, t.numel()) if is_one_row else as_matrix(t) for t in (x, up))
     run = _apply if watched(x, up, bias) else _gelu

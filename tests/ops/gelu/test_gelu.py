@@ -174,7 +174,7 @@ def test_shapes_and_strides(device, version):
         for ours, theirs in FUNCTIONS.values():
             y = ours(x, version)
             torch.testing.assert_close(y, theirs(x))
-            assert y.shape == x.shape and (y.is_contiguous() or version is None)
+            assert y.shape == x.shape and (y.is_contiguous() or y.stride() == x.stride())
 
 
 @VERSIONS
@@ -246,3 +246,17 @@ def test_refusals():
             function(*inputs, version="v99")
         with pytest.raises(ValueError, match=rf"version 'v2' of cukern\.{function.__name__} is a CUDA kernel, the tensor is on cpu"):
             function(*inputs, version="v2")
+
+
+@PLACES
+def test_dense_strides_are_kept(device, version):
+    image = torch.randn(2, 3, 5, 7, device=device).to(memory_format=torch.channels_last)
+    for x in (image, torch.randn(4, 6, device=device).t(), torch.randn(2, 3, 4, device=device).permute(1, 2, 0)):
+        for ours, theirs in (
+            (lambda x: cukern.gelu(x, version=version), functional.gelu),
+            (lambda x: cukern.swiglu(x, x + 1, version=version), lambda x: functional.silu(x) * (x + 1)),
+        ):
+            found, right = (gradients(f, [x], x.cos()) for f in (ours, theirs))
+            for a, b in zip(found, right, strict=True):
+                assert a.stride() == x.stride()
+                torch.testing.assert_close(a, b)
