@@ -22,6 +22,7 @@ from cukern.runtime.tensors import wide
 
 Versions = str | tuple[str | None, str | None] | None
 LEAST_SCALE, MOST_SCALE = 2.0**-100, 2.0**100  # the magnitudes that the kernels accept
+LONG, FEW_BYTES = 4096, 512  # columns, and bytes of all rows: see _few_rows
 _TABLES = {"softmax": VERSIONS, "log_softmax": LOG_VERSIONS}
 _NAMES = tuple(_TABLES)  # by `log`
 
@@ -133,6 +134,8 @@ def _launch(x: Tensor, scale: float, log: bool, version: str) -> Tensor:
         return out
     if not LEAST_SCALE <= abs(scale) <= MOST_SCALE:
         return _launch(_scaled(x, scale, 1), 1.0, log, version).to(x.dtype)
+    if _few_rows(x):
+        return _launch(_as_matrix(x), scale, log, version).view(x.mT.shape).mT.contiguous()
     x = unit_column_stride(x)
     launch = inner if x.ndim == 3 else choose(_NAMES[log], version, x.get_device()).forward
     launch(out, x, scale, log)
@@ -145,10 +148,22 @@ def _launch_backward(y: Tensor, g: Tensor, scale: float, log: bool, version: str
         return dx
     if not LEAST_SCALE <= abs(scale) <= MOST_SCALE and y.dtype != torch.float64:
         return _launch_backward(y.double(), g.double(), scale, log, version).to(y.dtype)
+    if _few_rows(y):
+        return _launch_backward(_as_matrix(y), _as_matrix(g), scale, log, version).view(y.mT.shape).mT.contiguous()
     y, g = y.contiguous(), unit_column_stride(g.resolve_neg())
     launch = inner if y.ndim == 3 else choose(_NAMES[log], version, y.get_device()).backward
     launch(dx, y, g, scale, log)
     return dx
+
+
+def _few_rows(x: Tensor) -> bool:
+    """True for (outer, columns, inner) with few long rows, which the kernels along dimension 1 leave to few blocks. It is faster to copy them
+    to the rows of a matrix, each of which many blocks share."""
+    return x.ndim == 3 and x.shape[1] >= LONG and x.shape[0] * x.shape[2] * x.itemsize <= FEW_BYTES
+
+
+def _as_matrix(x: Tensor) -> Tensor:
+    return x.mT.reshape(-1, x.shape[1])
 
 
 def unit_column_stride(x: Tensor) -> Tensor:

@@ -131,6 +131,7 @@ def layouts(device: str, dtype: torch.dtype) -> dict[str, tuple[torch.Tensor, in
         "transposed, its last": (x.t(), 1),
         "transposed, its first": (x.t(), 0),
         "middle": (cube, 1),
+        "few long ones side by side": (torch.randn(2, 4100, 3, dtype=dtype, device=device), 1),
         "middle of a view": (cube[:, :, 1:], -2),
         "leading dimensions": (cube, 2),
         "permuted": (cube.permute(2, 0, 1), 1),
