@@ -157,8 +157,8 @@ def _launch_backward(y: Tensor, g: Tensor, scale: float, log: bool, version: str
 
 
 def _few_rows(x: Tensor) -> bool:
-    """True for (outer, columns, inner) with few long rows, which the kernels along dimension 1 leave to few blocks. It is faster to copy them
-    to the rows of a matrix, each of which many blocks share."""
+    """True for (outer, columns, inner) with few long rows. The kernels along dimension 1 would give them to few blocks. Many blocks share a
+    long row of a matrix."""
     return x.ndim == 3 and x.shape[1] >= LONG and x.shape[0] * x.shape[2] * x.itemsize <= FEW_BYTES
 
 
