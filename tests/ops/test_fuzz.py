@@ -34,11 +34,12 @@ SUM |= {"inplace_backward": False, "version": None}
 LEAST = T((8, 2), "bfloat16", values="special", grad=True)
 NO_SAMPLES = tuple(T(shape, "float64", grad=True) for shape in ((2, 3), (1, 2), (0, 3, 1)))
 KRON = {"bias": None, "residual": T((0, 6), "float64", grad=True), "scale": 1.0, "version": None}
+LARGEST = {"gate": T((33,), "float32", values="special", grad=True), "up": T((33,), "float32", grad=True)}
 COLUMN = {"x": T((1025, 1), "float64", seed=1, grad=True), "dim": 0, "scale": 0.125}
 FOUND = [  # a view with a size of -1 under vmap over an empty batch; sums of equal numbers, one by one; rounding of torch's float64;
     # a moment that is the gradient, of its difference from the old one; the tangent of lse = -inf;
     # torch's second derivative of an embedding of no tokens; torch's gelu of the least normal bfloat16; logsumexp of logits of 1e13;
-    # no gradient of torch's for a factor without samples
+    # no gradient of torch's for a factor without samples; torch's gelu of the largest float32
     Case("attention", "", "transforms", {"q": EMPTY, "k": EMPTY, "v": T((1, 1), "float64"), "scale": 1.0, "version": "v1"}, ("jacfwd", 0)),
     Case("attention", "", "transforms", {**NO_KEYS, "causal": False, "return_lse": True, "version": None}, ("jvp", 0)),
     Case("embedding", "", "transforms", {**NO_TOKENS, "positions": None, "version": None}, ("twice", 0)),
@@ -50,6 +51,7 @@ FOUND = [  # a view with a size of -1 under vmap over an empty batch; sums of eq
     ),
     Case("gelu", "reference", "valid", {"x": LEAST, "bias": None, "approximate": "none", "version": None}, (0, 1)),
     Case("gelu", "", "valid", {"x": SPECIAL, "bias": None, "approximate": "tanh", "version": None}, (0, 1)),
+    Case("geglu", "", "valid", {**LARGEST, "approximate": "none", "version": None}, (0, 1)),
     Case("softmax", "", "valid", {**COLUMN, "version": None}, (0, 1)),
     Case("geglu", "", "valid", {**GATED, "approximate": "none", "version": None}, (0, 1)),
     Case("matmul", "reference", "valid", {**EXPANDED, "version": None}, (0, 0)),
