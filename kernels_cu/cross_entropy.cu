@@ -200,20 +200,21 @@ struct Gradient {
     const Options& o;
     const T* x;
     T* dx;
-    double largest, log_sum, count;  // lse = largest + log_sum; the gradient of the row's loss is divided by `count`
+    const double *lse, *count;  // of the row: its two numbers; the gradient of the row's loss is divided by `count`
     C dloss, slope, shift, of_p, of_target, of_all;
     int target;  // -1 if it is outside of the vocabulary
     bool is_zero;
-    __device__ __forceinline__ Gradient(T* dx, const T* x, long long index, const double* lse, double count, C dloss, const Options& o)
-        : capped(o.softcap), o(o), x(x), dx(dx), largest(lse[0]), log_sum(lse[1]), count(count), dloss(dloss) {
+    __device__ __forceinline__ Gradient(T* dx, const T* x, long long index, const double* lse, const double* count, C dloss,
+                                        const Options& o)
+        : capped(o.softcap), o(o), x(x), dx(dx), lse(lse), count(count), dloss(dloss) {
         is_zero = index == o.ignored, target = index >= 0 && index < o.vocab ? index : -1;
     }
     template <typename V>
     __device__ __forceinline__ void look(const V&) const {}
     __device__ __forceinline__ void raise() {
-        // Otherwise the compiler moves the numbers below before the loads of x, which then wait for them.
-        asm volatile("" : "+d"(largest), "+d"(log_sum), "+d"(count));
-        C weight = target >= 0 ? dloss / C(count) : C(not_a_number());
+        asm volatile("" ::: "memory");  // otherwise the compiler moves this before the loads of x, which then wait for it
+        double largest = lse[0], log_sum = lse[1];
+        C weight = target >= 0 ? dloss / C(count ? *count : 1) : C(not_a_number());
         of_p = weight * (1 + C(2 * o.z_loss) * C(largest + log_sum));
         of_target = weight * C(1 - o.smoothing);
         of_all = o.smoothing != 0 ? weight * C(o.smoothing) / o.vocab : C(0);
@@ -299,7 +300,7 @@ __global__ void __launch_bounds__(256, sizeof(T) == 8 || SOFTCAP ? 1 : 4)
     wait_for_previous();
     long long row = rows - 1 - (blockIdx.x / pieces * static_cast<long long>(blockDim.y) + threadIdx.y);
     if (row < 0) return;
-    Gradient<T, SOFTCAP> gradient(dx + row * dx_row, x + row * x_row, index_at(targets, wide, row), lse + 2 * row, count ? *count : 1,
+    Gradient<T, SOFTCAP> gradient(dx + row * dx_row, x + row * x_row, index_at(targets, wide, row), lse + 2 * row, count,
                                   dloss[row * o.dloss_step], o);
     read_row<LOADS, true>(gradient.x, gradient.dx, columns, !gradient.is_zero, gradient, blockIdx.x % pieces);
 }
@@ -346,7 +347,7 @@ __global__ void __launch_bounds__(512, 2 - (SOFTCAP && __CUDA_ARCH__ >= 1000))
         write_loss(losses + row, lse, online, at_target, 0, target, o);
     }
     __syncthreads();
-    Gradient<T, SOFTCAP> gradient(x, kept, target, lse, 1, 1, o);
+    Gradient<T, SOFTCAP> gradient(x, kept, target, lse, nullptr, 1, o);
     read_row<LOADS, false>(kept, x, columns, !is_ignored, gradient);
 }
 
