@@ -57,7 +57,8 @@ def linear_cross_entropy(
     checks.choice("reduction", reduction, ("mean", "sum"))
     options = options_of(weight.shape[0], ignore_index, reduction, label_smoothing, z_loss, softcap, vocab_size, version or "")
     kernels = x.is_cuda or backend.simulates(x)
-    chunk = _rows_of_chunk(targets.numel(), weight.shape[1]) if chunk_rows is None else checks.integer("chunk_rows", chunk_rows, 1)
+    most = (1 << 63) - 1
+    chunk = _rows_of_chunk(targets.numel(), weight.shape[1]) if chunk_rows is None else checks.integer("chunk_rows", chunk_rows, 1, most)
     if not kernels:
         if version is not None:
             checks.needs_gpu("linear_cross_entropy", version, x.device)
