@@ -8,8 +8,8 @@
 // target `ignored` has loss 0 and gradient 0. A row with another target outside 0..vocab-1 has loss NaN and gradient NaN.
 //
 // Layout     x is (rows, columns), rows `x_row` elements apart; dx has rows `dx_row` apart and may be x. loss has the type of the
-//            computation: float, or double for double. Targets are int64 (`wide`) or int32. Offsets are 64-bit. lse has two doubles per
-//            row, the largest c and lse - largest: in their sum, large logits would lose digits of p.
+//            computation: float, or double for double. Targets are int64 (`wide`) or int32. Offsets are 64-bit. lse is stored
+//            as two numbers, because large logits would lose digits of p in their sum.
 // Algorithm  The forward is online softmax in one pass: each thread has the largest c so far and the sum of exp(c - largest); both are
 //            reduced over the threads of the row in a fixed order. The backward reads a row and writes its gradient: 5 instructions per
 //            16-bit column, and one store more for the target.
@@ -31,6 +31,13 @@
 struct Options {
     long long vocab, ignored, dloss_step;
     double smoothing, z_loss, softcap;
+};
+
+// lse = largest + log_sum, with the largest c.
+template <typename C>
+struct Lse {
+    C largest;
+    double log_sum;
 };
 
 __device__ __forceinline__ float exponential(float x) { return exp2_approx(x * LOG2E); }
@@ -165,8 +172,8 @@ struct OnlineSum {
 
 // Writes a row's lse and, if losses is not null, its loss, which is returned. All this is double: one thread computes it.
 template <typename T, bool SOFTCAP, bool TOTAL>
-__device__ __forceinline__ double write_loss(compute_t<T>* losses, double* lse, const OnlineSum<T, SOFTCAP, TOTAL>& sums, T at_target,
-                                             long long row, long long target, const Options& o) {
+__device__ __forceinline__ double write_loss(compute_t<T>* losses, Lse<compute_t<T>>* lse, const OnlineSum<T, SOFTCAP, TOTAL>& sums,
+                                             T at_target, long long row, long long target, const Options& o) {
     double base = sums.largest, log_sum = log(sums.sum), loss = target == o.ignored ? 0.0 : not_a_number();
     if (target != o.ignored && target >= 0 && target < o.vocab) {
         loss = (base - (1 - o.smoothing) * sums.capped(load_as(at_target))) + log_sum;
@@ -175,7 +182,7 @@ __device__ __forceinline__ double write_loss(compute_t<T>* losses, double* lse, 
     }
     loss = compute_t<T>(loss);
     if (losses) losses[row] = loss;
-    lse[2 * row] = base, lse[2 * row + 1] = log_sum;
+    lse[row] = {sums.largest, log_sum};
     return loss;
 }
 
@@ -192,6 +199,14 @@ __device__ __forceinline__ double2 block_sums(double x, double y) {
     return sum;
 }
 
+// x, not known to the compiler: what is computed from it stays behind the loads of a row, instead of waiting for x before them.
+template <typename C>
+__device__ __forceinline__ C opaque(C x) {
+    if constexpr (sizeof(C) == 8) asm volatile("" : "+d"(x));
+    else asm volatile("" : "+f"(x));
+    return x;
+}
+
 // Writes the gradient of a row's columns to dx. raise() computes what all columns share, after the loads of the row are issued.
 template <typename T, bool SOFTCAP>
 struct Gradient {
@@ -200,21 +215,20 @@ struct Gradient {
     const Options& o;
     const T* x;
     T* dx;
-    const double *lse, *count;  // of the row: its two numbers; the gradient of the row's loss is divided by `count`
+    Lse<C> lse;
+    double count;  // the gradient of the row's loss is divided by this
     C dloss, slope, shift, of_p, of_target, of_all;
     int target;  // -1 if it is outside of the vocabulary
     bool is_zero;
-    __device__ __forceinline__ Gradient(T* dx, const T* x, long long index, const double* lse, const double* count, C dloss,
-                                        const Options& o)
+    __device__ __forceinline__ Gradient(T* dx, const T* x, long long index, Lse<C> lse, double count, C dloss, const Options& o)
         : capped(o.softcap), o(o), x(x), dx(dx), lse(lse), count(count), dloss(dloss) {
         is_zero = index == o.ignored, target = index >= 0 && index < o.vocab ? index : -1;
     }
     template <typename V>
     __device__ __forceinline__ void look(const V&) const {}
     __device__ __forceinline__ void raise() {
-        asm volatile("" ::: "memory");  // otherwise the compiler moves this before the loads of x, which then wait for it
-        double largest = lse[0], log_sum = lse[1];
-        C weight = target >= 0 ? dloss / C(count ? *count : 1) : C(not_a_number());
+        double log_sum = opaque(lse.log_sum), divisor = opaque(count);
+        C largest = opaque(lse.largest), weight = target >= 0 ? dloss / C(divisor) : C(not_a_number());
         of_p = weight * (1 + C(2 * o.z_loss) * C(largest + log_sum));
         of_target = weight * C(1 - o.smoothing);
         of_all = o.smoothing != 0 ? weight * C(o.smoothing) / o.vocab : C(0);
@@ -263,7 +277,7 @@ struct Gradient {
 
 template <typename T, bool SOFTCAP, bool TOTAL, bool WARP, int LOADS>
 __global__ void __launch_bounds__(256, sizeof(T) == 8 || SOFTCAP ? 1 : 5 - (WARP || __CUDA_ARCH__ >= 1000))
-    cross_entropy_fwd(compute_t<T>* losses, double* lse, double2* partials, const T* x, const void* targets, bool wide, long long rows,
+    cross_entropy_fwd(compute_t<T>* losses, void* lse, double2* partials, const T* x, const void* targets, bool wide, long long rows,
                       long long x_row, Options o) {
     long long first = blockIdx.x * static_cast<long long>(blockDim.y) + threadIdx.y, step = gridDim.x * static_cast<long long>(blockDim.y);
     long long mine = WARP ? first + threadIdx.x * step : threadIdx.x ? rows : first;
@@ -282,7 +296,7 @@ __global__ void __launch_bounds__(256, sizeof(T) == 8 || SOFTCAP ? 1 : 5 - (WARP
         if (!WARP) break;
     }
     if (WARP) let_next_come();  // at the start it would slow these loops
-    double loss = mine < rows ? write_loss(losses, lse, own, at_target, mine, target, o) : 0.0;
+    double loss = mine < rows ? write_loss(losses, static_cast<Lse<compute_t<T>>*>(lse), own, at_target, mine, target, o) : 0.0;
     if (!partials) return;
     double2 sum = block_sums(loss, target != o.ignored ? 1.0 : 0.0);
     if (threadIdx.x == 0 && threadIdx.y == 0) partials[blockIdx.x] = sum;
@@ -294,14 +308,14 @@ __global__ void __launch_bounds__(256, sizeof(T) == 8 || SOFTCAP ? 1 : 5 - (WARP
 
 template <typename T, bool SOFTCAP, int LOADS>
 __global__ void __launch_bounds__(256, sizeof(T) == 8 || SOFTCAP ? 1 : 4)
-    cross_entropy_bwd(T* dx, const T* x, const void* targets, const double* lse, const compute_t<T>* dloss, const double* count, bool wide,
+    cross_entropy_bwd(T* dx, const T* x, const void* targets, const void* lse, const compute_t<T>* dloss, const double* count, bool wide,
                       long long rows, int columns, long long dx_row, long long x_row, unsigned pieces, Options o) {
     let_next_come();
     wait_for_previous();
     long long row = rows - 1 - (blockIdx.x / pieces * static_cast<long long>(blockDim.y) + threadIdx.y);
     if (row < 0) return;
-    Gradient<T, SOFTCAP> gradient(dx + row * dx_row, x + row * x_row, index_at(targets, wide, row), lse + 2 * row, count,
-                                  dloss[row * o.dloss_step], o);
+    Gradient<T, SOFTCAP> gradient(dx + row * dx_row, x + row * x_row, index_at(targets, wide, row),
+                                  static_cast<const Lse<compute_t<T>>*>(lse)[row], count ? *count : 1, dloss[row * o.dloss_step], o);
     read_row<LOADS, true>(gradient.x, gradient.dx, columns, !gradient.is_zero, gradient, blockIdx.x % pieces);
 }
 
@@ -315,7 +329,7 @@ __global__ void __launch_bounds__(512, 2 - (SOFTCAP && __CUDA_ARCH__ >= 1000))
     cross_entropy_fused(T* x, compute_t<T>* losses, const void* targets, bool wide, int columns, long long x_row, Options o) {
     constexpr int N = 16 / sizeof(T), LOADS = 4, GROUPS = 4;
     extern __shared__ uint4 dynamic_shared[];
-    __shared__ double lse[2];
+    __shared__ Lse<compute_t<T>> lse;
     wait_for_previous();
     long long row = gridDim.x - 1 - blockIdx.x, target = index_at(targets, wide, row);
     x += row * x_row;
@@ -344,10 +358,10 @@ __global__ void __launch_bounds__(512, 2 - (SOFTCAP && __CUDA_ARCH__ >= 1000))
     online.template reduce<false>();
     if (threadIdx.x == 0) {
         T at_target = target >= 0 && target < o.vocab && !is_ignored ? kept[target] : T();
-        write_loss(losses + row, lse, online, at_target, 0, target, o);
+        write_loss(losses + row, &lse, online, at_target, 0, target, o);
     }
     __syncthreads();
-    Gradient<T, SOFTCAP> gradient(x, kept, target, lse, nullptr, 1, o);
+    Gradient<T, SOFTCAP> gradient(x, kept, target, lse, 1, 1, o);
     read_row<LOADS, false>(kept, x, columns, !is_ignored, gradient);
 }
 

@@ -22,7 +22,7 @@ from cukern.runtime.tensors import wide
 
 Versions = str | tuple[str | None, str | None] | None
 LEAST_SCALE, MOST_SCALE = 2.0**-100, 2.0**100  # the magnitudes that the kernels accept
-LONG, FEW_BYTES = 4096, 512  # columns, and bytes of all rows: see _few_rows
+LONG, FEW = 64, 128  # columns, and rows: see _few_rows
 _TABLES = {"softmax": VERSIONS, "log_softmax": LOG_VERSIONS}
 _NAMES = tuple(_TABLES)  # by `log`
 
@@ -159,7 +159,7 @@ def _launch_backward(y: Tensor, g: Tensor, scale: float, log: bool, version: str
 def _few_rows(x: Tensor) -> bool:
     """True for (outer, columns, inner) with few long rows. The kernels along dimension 1 would give them to few blocks. Many blocks share a
     long row of a matrix."""
-    return x.ndim == 3 and x.shape[1] >= LONG and x.shape[0] * x.shape[2] * x.itemsize <= FEW_BYTES
+    return x.ndim == 3 and x.shape[1] >= LONG and x.shape[0] * x.shape[2] <= FEW
 
 
 def _as_matrix(x: Tensor) -> Tensor:
