@@ -339,7 +339,7 @@ def use(op: str, version: str, *, backward: str | None = None) -> contextlib.Abs
     """Choose the version of an op's kernels inside a block, in all threads, for calls that name no version.
 
     Args:
-        op: a name such as "softmax". Ops that share a table of versions, such as matmul and linear, change together.
+        op: a name such as "softmax". Ops that share a table of versions change together, as do matmul, linear and its partial linear_gelu.
         version: of the forward, and of the backward unless that is given: `use("softmax", "v5", backward="v3")`. "default" is the fastest.
 
     CPU tensors keep the reference. The environment variable CUKERN_SOFTMAX=v5 does the same for a whole process, for any op.
@@ -353,7 +353,8 @@ def use(op: str, version: str, *, backward: str | None = None) -> contextlib.Abs
     names = version, version if backward is None else backward
     for name in names:
         checks.choice(f"version of cukern.{op}", name, (*OPS[op].versions, DEFAULT))
-    return _using({o.name: names for o in OPS.values() if o.versions is OPS[op].versions})
+    tables = [OPS[op].versions, *(o.versions for o in OPS.values() if o.function is getattr(OPS[op].function, "func", None))]
+    return _using({o.name: names for o in OPS.values() if any(o.versions is table for table in tables)})
 
 
 @contextlib.contextmanager

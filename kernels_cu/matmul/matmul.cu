@@ -446,13 +446,12 @@ __device__ __forceinline__ void store_partial(T* partials, long long p, const T 
     for (int q = 0; q < S::TM * S::TN / WIDE<T>; ++q) store_vec(partials + partial_offset<T, S>(p, q), get_vector(acc, q));
 }
 
-// v5: a persistent kernel with stream-K. Tiles are numbered through all matrices C of a batch.
-// Thread blocks [0, shared_blocks) share the k tiles of the first `shared_tiles` tiles of C equally:
-// block b takes items [b * total / shared_blocks, (b + 1) * total / shared_blocks) of the list (tile 0, k tile 0), (tile 0, k tile 1), ...
-// A block stores the partial sums of an incomplete tile of C to the workspace, as tile 2 b, or 2 b + 1 if they begin at k = 0, and
-// matmul_v5_fixup adds them. The other tiles of C are not split; all blocks take them in turn. Grid: at most the number of blocks that run
-// at the same time; block 128. The workspace has room for 2 * shared_blocks tiles, and for one more per block if K is longer than `chain` k
-// tiles. The BM (BN) rows of a tile must span less than 2^32 bytes of A (B).
+// v5: a persistent kernel with stream-K. Tiles are numbered through all matrices C of a batch. Blocks [0, shared_blocks) share the k tiles
+// of the first `shared_tiles` tiles equally: block b takes items [b * total / shared_blocks, (b + 1) * total / shared_blocks) of the list
+// (tile 0, k tile 0), (tile 0, k tile 1), ... It stores the partial sums of an incomplete tile of C to the workspace, as tile 2 b, or 2 b + 1
+// if they begin at k = 0, and matmul_v5_fixup adds them. The other tiles of C are not split; all blocks take them in turn. Grid: at most the
+// number of blocks that run at the same time; block 128. The workspace has room for 2 * shared_blocks tiles, and for one more per block if
+// K is longer than `chain` k tiles. The BM (BN) rows of a tile must span less than 2^32 bytes of A (B).
 template <typename T, CopyMode A_COPY, CopyMode B_COPY, typename S>
 __global__ void __launch_bounds__(THREADS, S::BLOCKS * 4 / sizeof(T))
     matmul_v5(T* out, T* workspace, const T* a, const T* b, const T* bias, Sizes s, int shared_blocks, int shared_tiles, int chain) {
@@ -465,7 +464,8 @@ __global__ void __launch_bounds__(THREADS, S::BLOCKS * 4 / sizeof(T))
     const T* bs = reinterpret_cast<const T*>(ring + CopyA::BYTES) + place.n;
 
     int block = blockIdx.x, M = s.M, N = s.N, K = s.K, k_tiles = max(1, (K + BK - 1) / BK);
-    int tiles = ((M + S::BM - 1) / S::BM) * ((N + S::BN - 1) / S::BN), next = shared_tiles + block;  // of one matrix
+    int tiles = ((M + S::BM - 1) / S::BM) * ((N + S::BN - 1) / S::BN);  // of one matrix
+    unsigned next = shared_tiles + block;                               // may exceed 2^31 by the grid
     int tile = 0, first = 0, left = 0;  // the next k tile of `tile`, and how many k tiles are left of the block's part
     if (block < shared_blocks) {
         long long total = (long long)shared_tiles * k_tiles, begin = block * total / shared_blocks;

@@ -42,6 +42,8 @@ def test_ops_with_one_table_change_together():
     with cukern.use("matmul", "v2"):
         assert launched("linear", (8, 8, 8)) == launched("matmul", (8, 8, 8)) == {"matmul_v2"}
         assert "softmax_v3" not in launched()
+    with cukern.use("linear_gelu", "v6"):  # a part of that table
+        assert any("matmul_v6" in name for name in launched("linear_gelu", (8, 8, 8)))
 
 
 def test_an_explicit_version_wins_and_cpu_tensors_keep_the_reference():

@@ -229,7 +229,7 @@ def _launch(
     version: str,
 ) -> None:  # fmt: skip
     stream = torch.cuda.current_stream(params[0].device).cuda_stream if params[0].is_cuda else 0
-    key = stream, *((t.data_ptr(), t.numel(), t.dtype) for t in (*params, *grads, *exp_avgs, *exp_avg_sqs))
+    key = stream, params[0].get_device(), *((t.data_ptr(), t.numel(), t.dtype) for t in (*params, *grads, *exp_avgs, *exp_avg_sqs))
     table = _tables.get(key)
     if table is None:
         tensors = enumerate(zip(params, exp_avgs, exp_avg_sqs, strict=True))

@@ -83,6 +83,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any, bounds: Bounds = _WHOLE
     """out and lse. `rest`: Options. `lengths`: the number of keys of each sequence."""
     options, (out, lse), sequences = Options(*rest), outputs(q), bounds.sequences
     (batch, heads, queries, d), keys, group = q.shape, k.shape[2], q.shape[1] // max(1, k.shape[1])
+    if queries + keys >= plan.MOST_ROWS:
+        raise ValueError(f"the kernels take fewer than {plan.MOST_ROWS} queries and keys together, got {queries} and {keys}")
     if not lse.numel():
         return out, lse
     pieces, packed = pieces_of(q.dtype), sequences >= 0
@@ -132,9 +134,7 @@ def backward(
     options, sequences = Options(*rest), bounds.sequences
     (batch, heads, queries, d), keys, group = q.shape, k.shape[2], q.shape[1] // max(1, k.shape[1])
     if not (lse.numel() and k.numel()):
-        for x in grads:
-            x.zero_()
-        return grads
+        return tuple(x.zero_() for x in grads)
     q, k, v, out, dout = (_aligned(x, options) for x in (q, k, v, out, dout))
     padded, dtype, pieces, softcap, packed = plan.padded_head_dim(d), q.dtype, pieces_of(q.dtype), options.softcap != 0, sequences >= 0
     of_keys, of_queries = tiles = plan.backward_tile(pieces, padded, softcap, packed, device_of(q.get_device()).shared_bytes)

@@ -8,6 +8,7 @@ from cukern.runtime.device import KNOWN, cached, device_of, eligible
 
 DTYPES = torch.bfloat16, torch.float16, torch.float32
 MOST_HEAD_DIM = 256  # of 16-bit types
+MOST_ROWS = (1 << 31) - 512  # of queries and keys together, which the kernels add in 32 bits; v4's window where there is none
 _L2_BYTES = 32 << 20  # K and V of the heads of a section; the L2 cache of an A100 has 40 MB, that of an H100 50 MB
 
 
@@ -105,7 +106,7 @@ class WgmmaTile(NamedTuple):
         slots = sms * self.per_sm
         even = self.per_sm == 1 or (keys <= SHORT and blocks >= 0.85 * slots * -(-blocks // slots))
         persistent = self.persistent and blocks >= 2 * slots if causal else even and blocks > slots
-        return slots if persistent and not packed else blocks
+        return slots if persistent and not packed and blocks < (1 << 31) - slots else blocks  # a grid of 2^31 blocks raises an error
 
     def backward_bytes(self, head_dim: int) -> int:
         """Shared memory in bytes: two fixed tiles, the ring of two moving ones, lse and delta, and mbarriers."""

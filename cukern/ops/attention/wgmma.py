@@ -16,7 +16,6 @@ from cukern.runtime.tensor_map import encode
 from cukern.runtime.tensors import pointers
 
 _FORWARD, _BACKWARD = (Template("attention/attention.cu", f"attention_v4{name}", pdl=True) for name in ("", "_bwd"))
-_NO_WINDOW = 1 << 30
 _MOST_STRIDE = 1 << 38  # elements; strides in a tensor map must be below 2^40 bytes
 
 
@@ -90,7 +89,7 @@ def forward(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, options: 
         (grid, 1, 1), (tile.threads, 1, 1), tile.forward_bytes(padded),
         *pointers(out, lse), *maps, *pointers(*bounds), *strides(out),
         blocks, heads, batch, group, plan.section(keys, d, group, batch * heads, options.causal),
-        queries, keys, sequences, options.window or _NO_WINDOW, d, options.causal, *options.factors,
+        queries, keys, sequences, options.window or plan.MOST_ROWS - options.causal * queries, d, options.causal, *options.factors,
     )  # fmt: skip
 
 
@@ -99,8 +98,8 @@ def backward(
 ) -> None:
     """Write dq, dk and dv. `stats`: lse and delta, (2, batch * heads, padded queries)."""
     (batch, heads, queries, d), (kv_heads, keys), padded = q.shape, k.shape[1:3], plan.wgmma_head_dim(q.shape[3])
-    group, (dq, dk, dv) = heads // kv_heads, grads
-    section, window = plan.section(keys, d, group, batch * heads, options.causal), options.window or _NO_WINDOW
+    group, (dq, dk, dv), section = heads // kv_heads, grads, plan.section(keys, d, heads // kv_heads, batch * heads, options.causal)
+    window = options.window or plan.MOST_ROWS - options.causal * queries
     sequences, packed, columns = bounds.sequences, bounds.sequences >= 0, plan.WGMMA_BACKWARD[padded][0].columns
     numbers = heads, batch, group, section, queries, keys, stats.shape[2], columns, sequences, window, d, options.causal
     for of_keys, tile in zip((True, False), plan.WGMMA_BACKWARD[padded], strict=True):

@@ -4,12 +4,14 @@ import copy
 import math
 import pickle
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
 from helpers import DEVICE, gpu, kernels, no_gpu, same_bits
 
 import cukern
+from cukern.ops.adamw import op
 from cukern.ops.adamw.op import CHUNK, reference
 
 PLACES = pytest.mark.parametrize("device", [pytest.param("cpu", id="cpu"), pytest.param(DEVICE, marks=kernels, id="kernels")])
@@ -596,3 +598,20 @@ def test_parameters_that_are_copied_to_each_process_are_refused(mesh):
     copied = torch.nn.Parameter(DTensor.from_local(torch.randn(4, device=DEVICE), mesh, [Replicate()]))
     with pytest.raises(TypeError, match=r"parameter 0 of group 0 must be a plain tensor, .* got .*Replicate"):
         cukern.AdamW([copied])
+
+
+def test_a_table_of_the_function_belongs_to_a_gpu_and_a_stream(monkeypatch):
+    """Freed memory of one GPU may return at the same addresses on another one. Default streams of all GPUs have the number 0."""
+    made, place = [], {"device": 0, "stream": 0}
+    table = type("Table", (), {"write_places": lambda *_: 0, "update": lambda *_: None})
+    monkeypatch.setattr(op, "Table", lambda rows: made.append(dict(place)) or table())
+    monkeypatch.setattr(op, "_tables", {})
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda x: True), raising=False)
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda x: place["device"], raising=False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=place["stream"]))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    tensors = [[torch.randn(3)] for _ in range(4)]
+    for device, stream in ((0, 0), (0, 0), (1, 0), (1, 7), (0, 0), (1, 0)):
+        place.update(device=device, stream=stream)
+        op._launch(*tensors, 1, [0.1, 0.9, 0.99, 1e-8, 0.0], "")
+    assert made == [{"device": 0, "stream": 0}, {"device": 1, "stream": 0}, {"device": 1, "stream": 7}]

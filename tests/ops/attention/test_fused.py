@@ -1,5 +1,7 @@
 """The fused kernels of attention: every option against float64, rows without a visible key, layouts, derivatives, refused sizes."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from helpers import DEVICE, PLACE, kernels, same_bits
@@ -164,6 +166,34 @@ def test_blocks_are_persistent_where_that_pays():
         (436, False, False, 77),
     )
     assert [tile.forward_grid(*shape, 132) for shape in shapes] == [396, 768, 768, 768, 436]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("queries, keys", [(2000, 3), (1 << 30, 16), (17, 1 << 30), (70, (1 << 31) - 600), ((1 << 31) - 600, 70)])
+def test_no_window_hides_no_key(monkeypatch, queries, keys, causal):
+    """What v4 adds in 32 bits, without a window. A window of 2^30 hid keys where there were more queries and keys together."""
+    arguments, recorder = [], SimpleNamespace(on=lambda device: lambda *given: arguments.append(given))
+    for kernel in ("_forward_kernel", "_backward_kernel"):
+        monkeypatch.setattr(wgmma, kernel, lambda *_: recorder)
+    q, k = (torch.empty(1, 1, n, 8, dtype=BF16, device="meta") for n in (queries, keys))
+    options, first, offset = Options(causal, 1.0, 0.0, True), queries - 1, keys - queries * causal
+    launch.forward(q, k, k, *options)
+    wgmma.backward((q, k, k), q, k, k, q, torch.empty(2, 1, queries + 128, device="meta"), options, wgmma.Bounds())
+    assert len(arguments) == 3
+    for window in (arguments[0][-5], arguments[1][-6], arguments[2][-6]):
+        assert first + offset - window + 1 <= 0, "the last query sees the first key"
+        assert offset - window - 256 >= -(2**31), "the bounds of a tile's keys"
+        assert keys - 1 - offset + window >= queries, "the last key is seen by the last query"
+        assert keys + 191 - offset + window < 2**31, "the bounds of a tile's queries"
+
+
+def test_very_many_queries_and_keys_are_refused():
+    q, k = (torch.empty(1, 1, n, 8, dtype=BF16, device="meta") for n in (1 << 30, (1 << 30) - 512))
+    with pytest.raises(ValueError, match="fewer than 2147483136 queries and keys together, got 1073741824 and 1073741312"):
+        launch.forward(q, k, k, *Options(False, 1.0))
+    tile = plan.WGMMA_FORWARD[48][1]  # a persistent kernel counts its blocks of queries in 32 bits; a grid of 2^31 is refused
+    most = (1 << 31) - 133
+    assert [tile.forward_grid(n, False, False, 300, 132) for n in (most, most + 1, 1 << 31)] == [132, most + 1, 1 << 31]
 
 
 def test_window_of_one_query_and_of_packed_inputs():

@@ -10,7 +10,9 @@ from helpers import PLACE, exact_gradients, gpu, kernels, places, same_bits
 
 import cukern
 from cukern.bench import environment, verify
+from cukern.ops.matmul import tensor_cores, versions
 from cukern.ops.matmul.plan import BK, CHAIN, FMA_TILES, MAX_CHAIN, MIN_FMA_K_TILES, fma_plan
+from cukern.runtime import backend
 from cukern.runtime.device import KNOWN, SIMULATED, assumed
 from cukern.runtime.registry import OPS
 
@@ -283,3 +285,16 @@ def test_what_torch_computes_is_refused_by_name(arguments, error, words, monkeyp
     assert same_bits(cukern.linear(Y, V, C), torch.nn.functional.linear(Y, V, C))
     with pytest.raises(error, match=words):
         cukern.linear(*arguments)
+
+
+@kernels
+@pytest.mark.skipif(PLACE != "sim", reason="calls a kernel of the simulator with addresses before its memory")
+def test_v5_ends_where_tiles_have_numbers_up_to_2_31():
+    """The last tiles of 2^31 - 1 matrices of one element. A block then adds the grid to the number of its tile."""
+    first, batch = 2**31 - 6, 2**31 - 1
+    a, b, out = torch.ones(1, 1), torch.full((1, 1), 3.0), torch.zeros(8)
+    kernel = versions._V5[torch.float32, "ALONG_K", "ALONG_K", "Tile64x64"].on(SIMULATED)
+    sizes = tensor_cores.SIZES.pack(1, 1, 1, batch, 1, 0, 1, 1, 0, 0)
+    with backend.simulated_memory([a, b, out]):
+        kernel((3, 1, 1), (128, 1, 1), 0, out.data_ptr() - 4 * first, 0, a.data_ptr(), b.data_ptr(), 0, sizes, 0, first, 1)
+    assert out.tolist() == [3.0] * 5 + [0.0] * 3
