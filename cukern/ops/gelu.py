@@ -73,10 +73,7 @@ def geglu(gate: Any, up: Any, *, approximate: str = "none", version: str | None 
 def _call(op: str, function: str, version: str | None, x: Tensor, up: Tensor | None, bias: Tensor | None) -> Tensor:
     checks.version(op, version, VERSIONS)
     if backend.uses_torch(op, version, x):
-        if op == "geglu" and up is not None:  # torch's gelu overflows from 1.7e38 on, and the tangents of numbers would be float64
-            return _in_torch(x[None], up[None], None, function)[0]
-        out = _reference(function, up is not None, x.to(wide(x.dtype)), bias if up is None else up)
-        return out.to(x.dtype)  # rounded once, as by the kernels
+        return _on_cpu(function, x, up, bias)
     if bias is None and not x.is_contiguous() and (up is None or up.stride() == x.stride()):
         order = x.dim_order()
         if x.permute(order).is_contiguous():  # dense, such as channels_last: computed in the order of memory
@@ -86,6 +83,13 @@ def _call(op: str, function: str, version: str | None, x: Tensor, up: Tensor | N
     matrices = (t if t is None else t.reshape(1, t.numel()) if is_one_row else as_matrix(t) for t in (x, up))
     run = _apply if watched(x, up, bias) else _gelu
     return run(*matrices, None if bias is None else bias.reshape(bias.numel()), function, version or "").view(x.shape)
+
+
+def _on_cpu(function: str, x: Tensor, up: Tensor | None, bias: Tensor | None) -> Tensor:
+    """Torch's operations, rounded once, as by the kernels."""
+    if up is not None and function != "silu":  # torch's gelu overflows from 1.7e38 on, and the tangents of numbers would be float64
+        return _in_torch(x[None], up[None], None, function)[0]
+    return _reference(function, up is not None, x.to(wide(x.dtype)), bias if up is None else up).to(x.dtype)
 
 
 def _reference(function: str, gated: bool, x: Tensor, other: Tensor | None = None) -> Tensor:
