@@ -152,7 +152,10 @@ def cross_entropy(logits, targets, ignore_index=-100, reduction="mean", label_sm
                   inplace_backward=False):  # fmt: skip
     softcap = None if softcap is None else float(softcap)
     c, share, valid = cross_entropy_terms(logits, targets, ignore_index, label_smoothing, softcap, vocab_size)
-    rows = -(share * c.log_softmax(-1)).sum(-1) + float(z_loss) * c.logsumexp(-1).square()
+    top = c.detach().amax(-1, keepdim=True)
+    top = top.masked_fill(top.abs() == math.inf, 0.0)  # exp(c - logsumexp), as in the derivative of torch.logsumexp, is less exact
+    lse = top[:, 0] + (c - top).exp().sum(-1).log()
+    rows = -(share * c.log_softmax(-1)).sum(-1) + float(z_loss) * lse.square()
     return reduced(rows, valid, reduction, targets.shape)
 
 
