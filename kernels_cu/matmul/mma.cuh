@@ -24,6 +24,7 @@ struct MmaTile {
     static_assert(BYTES >= WARPS * WarpTile<WM, WN>::BYTES);
 };
 using Mma128x128 = MmaTile<128, 128, 64, 64, 3, 2>;
+using Mma128x256 = MmaTile<128, 256, 64, 64, 4, 1>;
 using MmaSplit128x128 = MmaTile<128, 128, 64, 32, 3, 1>;  // for TERMS = 3, which needs more registers per result
 using Mma64x64 = MmaTile<64, 64, 32, 32, 3, 4>;
 using MmaSplit64x64 = MmaTile<64, 64, 32, 32, 3, 3>;
@@ -226,7 +227,7 @@ __global__ void __launch_bounds__(S::THREADS, S::BLOCKS)
             if (AHEAD) start(step);
             if (AHEAD && step + 1 == STEPS) {  // without a branch, so that these loads and the products below are interleaved
                 wait();
-                read = i + 1 < count ? advance(read) : read;
+                read = advance(read);
                 load(0);
             }
             if constexpr (TERMS == 3) multiply_tiles<T, TERMS>(sum, fa[step % BUFFERS], fb[step % BUFFERS]);
