@@ -179,11 +179,11 @@ __global__ void __launch_bounds__(S::THREADS, S::BLOCKS)
     int k0 = first * A::BK, end = min(s.K, k0 + count * A::BK);
     A copy_a(a + z * s.a_batch, s.lda, m0, s.M, k0, end);
     B copy_b(b + z * s.b_batch, s.ldb, n0, s.N, k0, end);
-    char *filled = ring, *read = ring;  // the stages that are filled and read next
-    auto advance = [&](char* stage) { return stage == ring + (S::STAGES - 1) * S::STAGE ? ring : stage + S::STAGE; };
+    int filled = 0, read = 0;  // the stages that are filled and read next, in bytes from `ring`
+    auto advance = [](int stage) { return stage == (S::STAGES - 1) * S::STAGE ? 0 : stage + S::STAGE; };
     auto start = [&](int quarter) {  // zeros beyond the last tile
-        copy_a.copy(filled, quarter);
-        copy_b.copy(filled + S::BM * 128, quarter);
+        copy_a.copy(ring + filled, quarter);
+        copy_b.copy(ring + filled + S::BM * 128, quarter);
         if (quarter == 3) {
             cp_async_commit();
             filled = advance(filled);
@@ -194,9 +194,9 @@ __global__ void __launch_bounds__(S::THREADS, S::BLOCKS)
     unsigned fa[BUFFERS][MI][4], fb[BUFFERS][NJ / 2][4];
     auto load = [&](int step) {
 #pragma unroll
-        for (int j = 0; j < MI; ++j) A::template load<false>(fa[step % BUFFERS][j], read, m + 16 * j, step);
+        for (int j = 0; j < MI; ++j) A::template load<false>(fa[step % BUFFERS][j], ring + read, m + 16 * j, step);
 #pragma unroll
-        for (int j = 0; j < NJ / 2; ++j) B::template load<true>(fb[step % BUFFERS][j], read + S::BM * 128, n + 16 * j, step);
+        for (int j = 0; j < NJ / 2; ++j) B::template load<true>(fb[step % BUFFERS][j], ring + read + S::BM * 128, n + 16 * j, step);
     };
     auto wait = [&] {
         cp_async_wait<S::STAGES - 2>();
