@@ -202,12 +202,11 @@ __global__ void __launch_bounds__(S::THREADS, S::BLOCKS)
         cp_async_wait<S::STAGES - 2>();
         __syncthreads();  // the next tile is there, and the stage that is filled next has been read
     };
-    if (count)
 #pragma unroll 1
-        for (int i = 0; i < S::STAGES - 1; ++i)
+    for (int i = 0; i < S::STAGES - 1; ++i)
 #pragma unroll
-            for (int quarter = 0; quarter < 4; ++quarter) start(quarter);
-    if (AHEAD && count) {
+        for (int quarter = 0; quarter < 4; ++quarter) start(quarter);
+    if (AHEAD) {
         wait();
         load(0);
     }
@@ -225,7 +224,7 @@ __global__ void __launch_bounds__(S::THREADS, S::BLOCKS)
             if (BUFFERS == 1 && step > 0) load(step);
             if (BUFFERS == 2 && step + 1 < STEPS) load(step + 1);
             if (AHEAD) start(step);
-            if (AHEAD && step + 1 == STEPS) {  // without a branch, so that these loads and the products below are interleaved
+            if (AHEAD && step + 1 == STEPS) {  // also after the last tile, without a branch, so that these loads and the products mix
                 wait();
                 read = advance(read);
                 load(0);
