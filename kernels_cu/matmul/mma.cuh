@@ -148,10 +148,9 @@ __global__ void __launch_bounds__(256) matmul_pad(T* to, const T* a, const T* b,
     let_next_start();
     unsigned i = blockIdx.x * 256 + threadIdx.x;
     bool of_a = i < s.a.vectors;
-    unsigned vector = of_a ? i : i - s.a.vectors;
     Lines x = of_a ? s.a : s.b;
+    unsigned vector = of_a ? i : i - s.a.vectors, line = vector / x.across;
     if (vector >= x.vectors) return;
-    unsigned line = vector / x.across;
     int first = int(vector - line * x.across) * W;
     const T* from = (of_a ? a : b) + line / x.lines * x.batch + line % x.lines * x.ld + first;
     Vec<T, W> v;
@@ -202,11 +201,12 @@ __global__ void __launch_bounds__(S::THREADS, S::BLOCKS)
         cp_async_wait<S::STAGES - 2>();
         __syncthreads();  // the next tile is there, and the stage that is filled next has been read
     };
+    if (count)
 #pragma unroll 1
-    for (int i = 0; i < S::STAGES - 1; ++i)
+        for (int i = 0; i < S::STAGES - 1; ++i)
 #pragma unroll
-        for (int quarter = 0; quarter < 4; ++quarter) start(quarter);
-    if (AHEAD) {
+            for (int quarter = 0; quarter < 4; ++quarter) start(quarter);
+    if (AHEAD && count) {
         wait();
         load(0);
     }
