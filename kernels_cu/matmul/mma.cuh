@@ -24,6 +24,7 @@ struct MmaTile {
     static_assert(BYTES >= WARPS * WarpTile<WM, WN>::BYTES);
 };
 using Mma128x128 = MmaTile<128, 128, 64, 64, 3, 2>;
+using Mma128x256 = MmaTile<128, 256, 64, 64, 4, 1>;
 using MmaSplit128x128 = MmaTile<128, 128, 64, 32, 3, 1>;  // for TERMS = 3, which needs more registers per result
 using Mma64x64 = MmaTile<64, 64, 32, 32, 3, 4>;
 using MmaSplit64x64 = MmaTile<64, 64, 32, 32, 3, 3>;
@@ -147,10 +148,9 @@ __global__ void __launch_bounds__(256) matmul_pad(T* to, const T* a, const T* b,
     let_next_start();
     unsigned i = blockIdx.x * 256 + threadIdx.x;
     bool of_a = i < s.a.vectors;
-    unsigned vector = of_a ? i : i - s.a.vectors;
     Lines x = of_a ? s.a : s.b;
+    unsigned vector = of_a ? i : i - s.a.vectors, line = vector / x.across;
     if (vector >= x.vectors) return;
-    unsigned line = vector / x.across;
     int first = int(vector - line * x.across) * W;
     const T* from = (of_a ? a : b) + line / x.lines * x.batch + line % x.lines * x.ld + first;
     Vec<T, W> v;
@@ -178,11 +178,11 @@ __global__ void __launch_bounds__(S::THREADS, S::BLOCKS)
     int k0 = first * A::BK, end = min(s.K, k0 + count * A::BK);
     A copy_a(a + z * s.a_batch, s.lda, m0, s.M, k0, end);
     B copy_b(b + z * s.b_batch, s.ldb, n0, s.N, k0, end);
-    char *filled = ring, *read = ring;  // the stages that are filled and read next
-    auto advance = [&](char* stage) { return stage == ring + (S::STAGES - 1) * S::STAGE ? ring : stage + S::STAGE; };
+    int filled = 0, read = 0;  // the stages that are filled and read next, in bytes from `ring`
+    auto advance = [](int stage) { return stage == (S::STAGES - 1) * S::STAGE ? 0 : stage + S::STAGE; };
     auto start = [&](int quarter) {  // zeros beyond the last tile
-        copy_a.copy(filled, quarter);
-        copy_b.copy(filled + S::BM * 128, quarter);
+        copy_a.copy(ring + filled, quarter);
+        copy_b.copy(ring + filled + S::BM * 128, quarter);
         if (quarter == 3) {
             cp_async_commit();
             filled = advance(filled);
@@ -193,9 +193,9 @@ __global__ void __launch_bounds__(S::THREADS, S::BLOCKS)
     unsigned fa[BUFFERS][MI][4], fb[BUFFERS][NJ / 2][4];
     auto load = [&](int step) {
 #pragma unroll
-        for (int j = 0; j < MI; ++j) A::template load<false>(fa[step % BUFFERS][j], read, m + 16 * j, step);
+        for (int j = 0; j < MI; ++j) A::template load<false>(fa[step % BUFFERS][j], ring + read, m + 16 * j, step);
 #pragma unroll
-        for (int j = 0; j < NJ / 2; ++j) B::template load<true>(fb[step % BUFFERS][j], read + S::BM * 128, n + 16 * j, step);
+        for (int j = 0; j < NJ / 2; ++j) B::template load<true>(fb[step % BUFFERS][j], ring + read + S::BM * 128, n + 16 * j, step);
     };
     auto wait = [&] {
         cp_async_wait<S::STAGES - 2>();
@@ -224,9 +224,9 @@ __global__ void __launch_bounds__(S::THREADS, S::BLOCKS)
             if (BUFFERS == 1 && step > 0) load(step);
             if (BUFFERS == 2 && step + 1 < STEPS) load(step + 1);
             if (AHEAD) start(step);
-            if (AHEAD && step + 1 == STEPS) {  // without a branch, so that these loads and the products below are interleaved
+            if (AHEAD && step + 1 == STEPS) {  // also after the last tile, without a branch, so that these loads and the products mix
                 wait();
-                read = i + 1 < count ? advance(read) : read;
+                read = advance(read);
                 load(0);
             }
             if constexpr (TERMS == 3) multiply_tiles<T, TERMS>(sum, fa[step % BUFFERS], fb[step % BUFFERS]);

@@ -23,6 +23,7 @@ class Tile(NamedTuple):
     wgmma: bool = False
     share: int = 1  # the blocks of a cluster that share the copies of B
     cluster_k: int = 1  # the blocks of a cluster that share the sum over K
+    least_k: int = 0  # of a tile for long sums of 16-bit types, without split-K: no second block hides the ends of its blocks
     us: float = 0.0  # of v5: per k tile and SM when its blocks keep it busy
 
     @property
@@ -116,6 +117,7 @@ BOX_BYTES = 16 * 16 * 128  # of v7's results on their way to global memory
 # v7's efficiencies are limited by the bandwidth of shared memory (docs/notes/matmul.md).
 TILES = (
     *(Tile(f"Direct{rows}{k}", rows, 16, warps=8, per_sm=3 if rows == 1 else 2) for rows in (1, 4) for k in ("k", "")),
+    Tile("Mma128x256", 128, 256, 4, 0.74, 8, least_k=2048),
     Tile("Mma128x128", 128, 128, 3, 0.9, per_sm=2),
     Tile("Mma64x64", 64, 64, 3, 0.75, per_sm=4),
     Tile("Mma16x128", 16, 128, 4, 0.9, per_sm=3),
@@ -173,7 +175,7 @@ def _fits(t: Tile, p: Problem, device: Device, splitting: bool) -> bool:
     if not t.stages:
         return splitting and t.rows * (2 if p.itemsize == 4 else 1) >= p.M and p.a_k and p.b_k == t.name.endswith("k")
     wgmma = p.wgmma and device.wgmma and p.K > 0 and (p.itemsize == 2 or p.terms == 3 or (p.a_k and p.b_k))  # TF32 only along K
-    return t.split == (p.terms == 3) and t.wgmma <= wgmma and t.shared <= device.shared_bytes
+    return t.split == (p.terms == 3) and t.wgmma <= wgmma and t.shared <= device.shared_bytes and t.least_k <= p.K * (p.itemsize == 2)
 
 
 def _tiles(tile: Tile, p: Problem) -> int:
@@ -192,7 +194,7 @@ def _plans(t: Tile, p: Problem, k_tiles: int, parts: int, device: Device) -> Ite
         yield Plan(t, 1, blocks if t.cluster_k > 1 else min(blocks, resident), _wgmma_us(t, blocks, k_tiles, p, device))
     else:
         for splits in SPLITS:
-            if splits == 1 or (splits <= parts and tiles < 2 * t.per_sm * device.sms):
+            if splits == 1 or (splits <= parts and tiles < 2 * t.per_sm * device.sms and not t.least_k):
                 yield Plan(t, splits, tiles * splits, _mma_us(t, tiles * splits, k_tiles, splits, p, device))
 
 
@@ -210,17 +212,15 @@ def _direct_us(tile: Tile, tiles: int, lanes: int, p: Problem, device: Device) -
 
 
 def _mma_us(tile: Tile, blocks: int, k_tiles: int, splits: int, p: Problem, device: Device) -> float:
-    rate = tile.efficiency * device.mma_fmas_cycle * (1 if p.itemsize == 2 else 0.5)
-    tensor = tile.rows * tile.columns * (K_BYTES // p.itemsize) * p.terms / rate
+    # A k tile of TF32 has half as many elements, at half the rate.
+    tensor = tile.rows * tile.columns * (K_BYTES // 2) * p.terms / (tile.efficiency * device.mma_fmas_cycle)
     copy = (tile.rows + tile.columns) * K_BYTES / L2_BYTES_CYCLE
     per_sm = max(1, min(tile.per_sm, device.sm_shared_bytes // (tile.shared + 1024)))
     on_sm = ceil(blocks / device.sms)  # of the busiest SM
     alone = 1.3 if min(on_sm, per_sm) * tile.warps < 8 else 1.0  # few warps hide less latency
     ends = ceil(on_sm / per_sm) * 2500  # cycles to fill the ring buffer and to store the tile
-    us = MMA_US + _copy_us(p, device) + (on_sm * ceil(k_tiles / splits) * max(tensor, copy) * alone + ends) / device.cycles_us
-    if splits > 1:  # partial sums are written and read once; most of them stay in L2
-        us += REDUCE_US + _memory_us(8 * p.batch * p.M * p.N * splits, device)
-    return us
+    reduce = REDUCE_US + _memory_us(8 * p.batch * p.M * p.N * splits, device) if splits > 1 else 0.0  # written and read once
+    return MMA_US + _copy_us(p, device) + reduce + (on_sm * ceil(k_tiles / splits) * max(tensor, copy) * alone + ends) / device.cycles_us
 
 
 def _wgmma_us(tile: Tile, blocks: int, k_tiles: int, p: Problem, device: Device) -> float:

@@ -105,6 +105,21 @@ def test_every_alignment(device, dtype, pad, version):
 
 
 @kernels
+@pytest.mark.parametrize("dtype", (B, H))
+def test_the_large_tile_of_v6(device, dtype):
+    """Long sums in all layouts, with edges, an odd K, and a bias and a residual."""
+    need("v6")
+    for (ta, tb), (M, N, K) in zip(LAYOUTS, ((130, 264, 2048), (8, 257, 2120), (129, 24, 2056), (5, 7, 2051)), strict=True):
+        a, b = matrix(M, K, ta, dtype, device), matrix(K, N, tb, dtype, device)
+        bias, residual = torch.randn(N, device=device).to(dtype), torch.randn(M, N, device=device).to(dtype)
+        with restricted("Mma128x256"):
+            assert_right(multiply(a, b, "v6"), a, b, (M, N, K, ta, tb))
+            ours = cukern.linear(a, b.t(), bias, residual=residual, version="v6").double()
+        exact = a.double() @ b.double() + bias.double() + residual.double()
+        assert float((ours - exact).norm() / exact.norm()) < 2**-8
+
+
+@kernels
 def test_unaligned_batches_and_results(device):
     """The copies of batches, one of which is broadcast, odd rows of results with a bias and a residual, and a stride of 0."""
     need("v7")
