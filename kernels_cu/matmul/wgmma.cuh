@@ -229,18 +229,16 @@ __device__ __forceinline__ void meet() {
     }
 }
 
-// The work of a block: a tile, matrix z, and the k tiles [first, first + count).
+// The work of a block: a tile of result z, which is part z / batch of the sum over K of matrix z % batch: k tiles [first, first + count).
 template <typename T, class S>
 struct Work {
-    int m0, n0, z, first, count;
-    __device__ __forceinline__ Work(int i, int tiles, const Sizes& s) : z(i / tiles), first(0) {
+    int m0, n0, z, matrix, first, count;
+    __device__ __forceinline__ Work(int i, int tiles, const Sizes& s) : z(i / tiles), matrix(z % s.batch) {
         constexpr int BK = 128 / sizeof(T);
-        int rank = S::CLUSTER > 1 ? cluster_rank() : 0;
-        count = (s.K + BK - 1) / BK;
-        if constexpr (S::CK > 1) {
-            first = rank * count / S::CK;
-            count = (rank + 1) * count / S::CK - first;
-        }
+        int rank = S::CLUSTER > 1 ? cluster_rank() : 0, k_tiles = (s.K + BK - 1) / BK;
+        int part = S::CK > 1 ? rank : z / s.batch, parts = S::CK > 1 ? S::CK : s.splits;
+        first = part * k_tiles / parts;
+        count = (part + 1) * k_tiles / parts - first;
         tile_origin<ClusterTile<S>>(i % tiles, s.M, s.N, m0, n0);
         if constexpr (S::CM > 1) m0 += rank * S::BM;
     }
@@ -262,9 +260,10 @@ __device__ __forceinline__ void copy_operand(unsigned to, const CUtensorMap* map
 
 // The producer, one thread.
 template <typename T, bool A_K, bool B_K, class S>
-__device__ __forceinline__ void copy_tiles(Ring<S> ring, const CUtensorMap* map_a, const CUtensorMap* map_b, const Sizes& s, int tiles) {
+__device__ __forceinline__ void copy_tiles(Ring<S> ring, const CUtensorMap* map_a, const CUtensorMap* map_b, const Sizes& s, int tiles,
+                                           int works) {
     constexpr int BK = 128 / sizeof(T);
-    for (int i = blockIdx.x / S::CLUSTER; i < tiles * s.batch; i += gridDim.x / S::CLUSTER) {
+    for (int i = blockIdx.x / S::CLUSTER; i < works; i += gridDim.x / S::CLUSTER) {
         Work<T, S> w(i, tiles, s);
         for (int k = w.first; k < w.first + w.count; ++k, ring.advance()) {
             unsigned full = ring.full(ring.stage);
@@ -272,8 +271,8 @@ __device__ __forceinline__ void copy_tiles(Ring<S> ring, const CUtensorMap* map_
             mbarrier_arrive(full, S::STAGE);
 #pragma unroll
             for (int p = 0; p < S::PARTS; ++p) {
-                copy_operand<T, A_K, S::BM, 1>(ring.a(p), map_a, full, w.m0, k * BK, s.a_batch ? w.z + p * s.batch : p);
-                copy_operand<T, B_K, S::BN, S::CM>(ring.b(p), map_b, full, w.n0, k * BK, s.b_batch ? w.z + p * s.batch : p);
+                copy_operand<T, A_K, S::BM, 1>(ring.a(p), map_a, full, w.m0, k * BK, s.a_batch ? w.matrix + p * s.batch : p);
+                copy_operand<T, B_K, S::BN, S::CM>(ring.b(p), map_b, full, w.n0, k * BK, s.b_batch ? w.matrix + p * s.batch : p);
             }
         }
     }
@@ -511,11 +510,11 @@ __global__ void __launch_bounds__(384, 1) __cluster_dims__(S::CLUSTER, 1, 1)
     meet<S::CLUSTER>();
     wait_for_previous();
     let_next_start();
-    int tiles = ((s.M + S::BM * S::CM - 1) / (S::BM * S::CM)) * ((s.N + S::BN - 1) / S::BN), works = tiles * s.batch;
+    int tiles = ((s.M + S::BM * S::CM - 1) / (S::BM * S::CM)) * ((s.N + S::BN - 1) / S::BN), works = tiles * s.batch * s.splits;
     int warpgroup = threadIdx.x / 128;
     if (warpgroup == 2) {
         fewer_registers<40>();
-        if (threadIdx.x == 256) copy_tiles<T, A_K, B_K, S>(ring, &map_a, &map_b, s, tiles);
+        if (threadIdx.x == 256) copy_tiles<T, A_K, B_K, S>(ring, &map_a, &map_b, s, tiles, works);
         __syncwarp();
         if (S::CK > 1) cluster_sync();  // as in add_partials
     } else {

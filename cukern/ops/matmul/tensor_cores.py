@@ -102,7 +102,8 @@ def launch(out: Tensor, a: Tensor, b: Tensor, e: Epilogue, terms: int, wgmma: bo
     if found.maps and bias is not None and bias.data_ptr() % (2 * bias.itemsize):
         bias = bias.clone()  # the kernel loads pairs
     partials = torch.empty(found.splits * out.numel(), dtype=torch.float32, device=out.device) if found.splits > 1 else None
-    at_out, at_pre, at_bias, at_residual = pointers(out, e.pre, bias, e.residual)
+    ends = (partials, None, None, None) if found.maps and partials is not None else (out, e.pre, bias, e.residual)
+    at_out, at_pre, at_bias, at_residual = pointers(*ends)
     operands: tuple[int | bytes, ...] = (at_a, at_b)
     last: tuple[int, ...] = found.lanes
     if found.maps:
@@ -111,7 +112,7 @@ def launch(out: Tensor, a: Tensor, b: Tensor, e: Epilogue, terms: int, wgmma: bo
         results = first, first
         if of_out and not (at_out | at_pre | at_residual) % 16:
             results, last = (of_out[0](at_out), of_out[0](at_pre) if at_pre else first), (BY_TMA,)
-            if e.residual is out and out.dtype == torch.float32:
+            if at_residual == at_out and out.dtype == torch.float32:
                 last, at_residual = (ADDED,), 0
         operands = first, of_b(at_b), *results
     elif not last:
@@ -164,6 +165,7 @@ def _prepared(
     problem = Problem(M, N, K, batch, itemsize, terms, wgmma, a.along_k, b.along_k, moved, whole)
     tile, splits, blocks, _, lanes = plan(problem, device_of(index), splitting)
     shared, rest = tile.shared, dict[str, Any]()  # the last fields of _Launch
+    stored = torch.float32 if splits > 1 else out_dtype  # by v7
     if not tile.stages:
         kernel, rest["lanes"] = DIRECT[dtype, out_dtype, tile.name], (lanes,)
     else:
@@ -174,10 +176,10 @@ def _prepared(
         if tile.wgmma:
             boxes = (a, tile.rows), (b, tile.columns // tile.share)
             maps = [operand.map(index, rows, dtype, dtype == torch.float32) for operand, rows in boxes]
-            if tile.cluster_k == 1 and N * out_dtype.itemsize % 16 == 0:
-                maps.append(_Operand(True, M, N, N, batch, M * N).map(index, 16, out_dtype))
+            if tile.cluster_k == 1 and N * stored.itemsize % 16 == 0:
+                maps.append(_Operand(True, M, N, N, batch * splits, M * N).map(index, 16, stored))
             rest["maps"] = maps
-            kernel = V7[dtype, out_dtype, a.along_k, b.along_k, 0 if tile.cluster_k > 1 else activation, tile.name]
+            kernel = V7[dtype, stored, a.along_k, b.along_k, 0 if tile.cluster_k > 1 or splits > 1 else activation, tile.name]
         else:
             kernel, shared = V6[dtype, out_dtype, terms, a.along_k, b.along_k, tile.name], spread(shared, blocks, index)
     sizes = SIZES.pack(M, N, K, batch, splits, activation, a.ld, b.ld, a.batch, b.batch)
