@@ -22,6 +22,7 @@ class Tile(NamedTuple):
     split: bool = False  # for 3xTF32
     wgmma: bool = False
     share: int = 1  # the blocks of a cluster that share the copies of B
+    share_a: int = 1  # those that share the copies of A
     cluster_k: int = 1  # the blocks of a cluster that share the sum over K
     us: float = 0.0  # of v5: per k tile and SM when its blocks keep it busy
 
@@ -33,7 +34,7 @@ class Tile(NamedTuple):
 
     @property
     def cluster(self) -> int:
-        return self.share * self.cluster_k
+        return self.share * self.share_a * self.cluster_k
 
 
 # ---- v5
@@ -178,7 +179,8 @@ def _fits(t: Tile, p: Problem, device: Device, splitting: bool) -> bool:
 
 def _tiles(tile: Tile, p: Problem) -> int:
     """Whole clusters of tiles."""
-    return p.batch * tile.share * ceil(p.M / (tile.rows * tile.share)) * ceil(p.N / tile.columns)
+    whole = ceil(p.M / (tile.rows * tile.share)) * ceil(p.N / (tile.columns * tile.share_a))
+    return p.batch * whole * tile.share * tile.share_a
 
 
 def _plans(t: Tile, p: Problem, k_tiles: int, parts: int, device: Device) -> Iterator[Plan]:

@@ -174,7 +174,7 @@ def _prepared(
             (of_a, to_a), (of_b, to_b) = a.copy(0, itemsize, True), b.copy(0, itemsize, True)
         a, b, rest["copies"] = to_a, to_b, (of_a, of_b) if moved or "split" in rest else ()
         if tile.wgmma:
-            boxes = (a, tile.rows), (b, tile.columns // tile.share)
+            boxes = (a, tile.rows // tile.share_a), (b, tile.columns // tile.share)
             maps = [operand.map(index, rows, dtype, dtype == torch.float32) for operand, rows in boxes]
             if tile.cluster_k == 1 and N * stored.itemsize % 16 == 0:
                 maps.append(_Operand(True, M, N, N, batch * splits, M * N).map(index, 16, stored))
