@@ -9,6 +9,8 @@
 //            forth.
 // Clusters   CM blocks have neighbouring tiles along m: each copies its part of the tile of B to all. Or CK blocks share the sum over K of
 //            a tile (split-K), and add their partial sums through distributed shared memory; each block then has one tile.
+// Split-K    Or s.splits blocks compute the parts of a tile's sum, as tiles of a float32 output (splits, batch, M, N) without an epilogue,
+//            which matmul_v6_reduce adds.
 // Layout     A stage has 128 + BN rows of 128 bytes, with the 128-byte swizzle. Along k: a row is a row of the operand. Along m or n: a row
 //            has 64 elements of one k, and each 64 rows are a box of 64 k.
 // Results    A warp writes boxes of 16 rows x 128 bytes to shared memory, from where TMA stores them. 16-bit results are rounded, kept in
@@ -24,29 +26,28 @@
 #include "common/ptx/wgmma.cuh"
 #include "epilogue.cuh"
 
-template <int BN_, int STAGES_, int CM_, int CN_ = 1, int CK_ = 1, int TERMS_ = 1>
+template <int BN_, int STAGES_, int CM_, int CK_ = 1, int TERMS_ = 1>
 struct WgmmaTile {
-    static constexpr int BM = 128, BN = BN_, STAGES = STAGES_, CM = CM_, CN = CN_, CK = CK_, SHARERS = CM * CN, CLUSTER = SHARERS * CK;
-    static constexpr int TERMS = TERMS_;
+    static constexpr int BM = 128, BN = BN_, STAGES = STAGES_, CM = CM_, CK = CK_, CLUSTER = CM * CK, TERMS = TERMS_;
     static constexpr int NJ = BN / 8;                                          // fragments of a warp across a tile
     static constexpr int PARTS = TERMS == 3 ? 2 : 1;                           // of an operand: big and small numbers
     static constexpr int A = BM * 128, B = BN * 128, STAGE = (A + B) * PARTS;  // bytes
     static constexpr int BOX = 16 * 128, BOXES = STAGES * STAGE;               // each warp has two boxes of results, at BOXES
     static constexpr int BARRIERS = BOXES + 16 * BOX, BYTES = BARRIERS + STAGES * 16;
     static constexpr int LD = BN + 8;  // floats of a row of partial sums; the stores of fragments have no bank conflicts
-    static_assert(BOXES >= BM * LD * 4 && (CM == 1) + (CN == 1) + (CK == 1) >= 2);
+    static_assert(BOXES >= BM * LD * 4 && (CK == 1 || CM == 1));
 };
 // The tiles of a cluster, as a tile for tile_origin.
 template <class S>
 struct ClusterTile {
-    static constexpr int BM = S::BM * S::CM, BN = S::BN * S::CN;
+    static constexpr int BM = S::BM * S::CM, BN = S::BN;
 };
 using Wgmma128x256 = WgmmaTile<256, 4, 2>;
 using Wgmma128x192 = WgmmaTile<192, 4, 2>;
 using Wgmma128x128 = WgmmaTile<128, 6, 1>;
-using Wgmma128x192k4 = WgmmaTile<192, 4, 1, 1, 4>;
-using Wgmma128x128k4 = WgmmaTile<128, 6, 1, 1, 4>;
-using WgmmaSplit128x128 = WgmmaTile<128, 3, 2, 1, 1, 3>;
+using Wgmma128x64 = WgmmaTile<64, 8, 1>;
+using Wgmma128x64k2 = WgmmaTile<64, 8, 1, 2>;
+using WgmmaSplit128x128 = WgmmaTile<128, 3, 2, 1, 3>;
 
 // How results are stored: by TMA; by TMA, added to what is there; or by the threads, where TMA cannot.
 enum Storing { BY_TMA, ADDED, BY_THREADS };
@@ -213,7 +214,7 @@ struct Ring {
     // Tell each block of the cluster that copies to it that this warp has read stage i.
     __device__ __forceinline__ void release(int i) const {
         int lane = threadIdx.x % 32;
-        if (lane < S::SHARERS) mbarrier_arrive(S::SHARERS == 1 ? empty(i) : shared_of_rank(empty(i), lane));
+        if (lane < S::CM) mbarrier_arrive(S::CM == 1 ? empty(i) : shared_of_rank(empty(i), lane));
     }
 };
 
@@ -242,7 +243,6 @@ struct Work {
         count = (part + 1) * k_tiles / parts - first;
         tile_origin<ClusterTile<S>>(i % tiles, s.M, s.N, m0, n0);
         if constexpr (S::CM > 1) m0 += rank * S::BM;
-        if constexpr (S::CN > 1) n0 += rank * S::BN;
     }
 };
 
@@ -273,7 +273,7 @@ __device__ __forceinline__ void copy_tiles(Ring<S> ring, const CUtensorMap* map_
             mbarrier_arrive(full, S::STAGE);
 #pragma unroll
             for (int p = 0; p < S::PARTS; ++p) {
-                copy_operand<T, A_K, S::BM, S::CN>(ring.a(p), map_a, full, w.m0, k * BK, s.a_batch ? w.matrix + p * s.batch : p);
+                copy_operand<T, A_K, S::BM, 1>(ring.a(p), map_a, full, w.m0, k * BK, s.a_batch ? w.matrix + p * s.batch : p);
                 copy_operand<T, B_K, S::BN, S::CM>(ring.b(p), map_b, full, w.n0, k * BK, s.b_batch ? w.matrix + p * s.batch : p);
             }
         }
@@ -502,7 +502,7 @@ __global__ void __launch_bounds__(384, 1) __cluster_dims__(S::CLUSTER, 1, 1)
     Ring<S> ring{shared_address(shared)};
     if (threadIdx.x < S::STAGES) {
         mbarrier_init(ring.full(threadIdx.x), 1);
-        mbarrier_init(ring.empty(threadIdx.x), 8 * S::SHARERS);
+        mbarrier_init(ring.empty(threadIdx.x), 8 * S::CM);
         mbarriers_made();
     } else if (threadIdx.x == 256) {
         prefetch_tensor_map(&map_a);
@@ -512,8 +512,7 @@ __global__ void __launch_bounds__(384, 1) __cluster_dims__(S::CLUSTER, 1, 1)
     meet<S::CLUSTER>();
     wait_for_previous();
     let_next_start();
-    using C = ClusterTile<S>;
-    int tiles = ((s.M + C::BM - 1) / C::BM) * ((s.N + C::BN - 1) / C::BN), works = tiles * s.batch * s.splits;
+    int tiles = ((s.M + S::BM * S::CM - 1) / (S::BM * S::CM)) * ((s.N + S::BN - 1) / S::BN), works = tiles * s.batch * s.splits;
     int warpgroup = threadIdx.x / 128;
     if (warpgroup == 2) {
         fewer_registers<40>();
@@ -535,8 +534,8 @@ __global__ void __launch_bounds__(384, 1) __cluster_dims__(S::CLUSTER, 1, 1)
                 if (w.count == 0)  // more blocks than k tiles
 #pragma unroll
                     for (int j = 0; j < S::NJ * 4; ++j) acc[j / 4][j % 4] = 0;
-                long long at = (long long)s.M * s.N * w.z;
-                Output<T, O> to{out + at, pre ? pre + at : pre, bias, residual ? residual + at : residual, s.activation};
+                long long C = (long long)s.M * s.N * w.z;
+                Output<T, O> to{out + C, pre ? pre + C : pre, bias, residual ? residual + C : residual, s.activation};
                 add_partials<T, O, S>(acc, reinterpret_cast<float*>(shared), to, w.m0, w.n0, s.M, s.N);
             } else {
                 tail.m = w.m0 + row + threadIdx.x / 32 % 4 * 16, tail.n = w.n0, tail.z = w.z;

@@ -22,8 +22,8 @@ class Tile(NamedTuple):
     split: bool = False  # for 3xTF32
     wgmma: bool = False
     share: int = 1  # the blocks of a cluster that share the copies of B
-    share_a: int = 1  # those that share the copies of A
     cluster_k: int = 1  # the blocks of a cluster that share the sum over K
+    split_k: bool = True  # the sum over K may be split through memory
     us: float = 0.0  # of v5: per k tile and SM when its blocks keep it busy
 
     @property
@@ -34,7 +34,7 @@ class Tile(NamedTuple):
 
     @property
     def cluster(self) -> int:
-        return self.share * self.share_a * self.cluster_k
+        return self.share * self.cluster_k
 
 
 # ---- v5
@@ -106,11 +106,11 @@ def _fma_us(tiles: int, k_tiles: int, sms: int, tile: Tile, itemsize: int, block
 
 K_BYTES = 128  # of a k tile, as in mma.cuh and wgmma.cuh
 # Bytes per cycle that an SM receives from L2 while all do: by cp.async; by TMA, if operands' lines start at multiples of 128 bytes; if not
-L2_BYTES_CYCLE, TMA_BYTES_CYCLE = 28, {True: 40, False: 25}
+L2_BYTES_CYCLE, TMA_BYTES_CYCLE = 28, {True: 42, False: 29}
 # In microseconds: launches of the three kinds of kernels, which fill the ring buffer and store the last tile; launches that copy operands,
-# that split them into TF32 numbers, and that add partial sums; v7's stores by threads; a cluster's sums, for each block and 128 columns
-DIRECT_US, MMA_US, WGMMA_US, COPY_US, SPLIT_US, REDUCE_US, UNALIGNED_US, CLUSTER_US = 1.5, 2.0, 3.0, 1.5, 5.0, 1.5, 1.5, 1.35
-SPLITS = 1, 2, 3, 4, 6, 8, 12, 16, 24, 32  # of v6
+# that split them into TF32 numbers, and that add partial sums of v6 and v7; v7's stores of 128 columns by threads; the sums of a cluster
+DIRECT_US, MMA_US, WGMMA_US, COPY_US, SPLIT_US, REDUCE_US, UNALIGNED_US, CLUSTER_US = 1.5, 1.7, 3.2, 0.5, 5.0, 1.5, 2.1, 1.7
+SPLITS = 1, 2, 3, 4, 6, 8, 12, 16, 24, 32
 MIN_K_TILES = 4  # per block
 BOX_BYTES = 16 * 16 * 128  # of v7's results on their way to global memory
 
@@ -122,11 +122,11 @@ TILES = (
     Tile("Mma16x128", 16, 128, 4, 0.9, per_sm=3),
     Tile("MmaSplit128x128", 128, 128, 3, 0.9, 8, split=True),
     Tile("MmaSplit64x64", 64, 64, 3, 0.75, per_sm=3, split=True),
-    Tile("Wgmma128x256", 128, 256, 4, 0.92, 12, wgmma=True, share=2),
-    Tile("Wgmma128x192", 128, 192, 4, 0.85, 12, wgmma=True, share=2),
-    Tile("Wgmma128x128", 128, 128, 6, 0.76, 12, wgmma=True),
-    Tile("Wgmma128x192k4", 128, 192, 4, 0.85, 12, wgmma=True, cluster_k=4),
-    Tile("Wgmma128x128k4", 128, 128, 6, 0.76, 12, wgmma=True, cluster_k=4),
+    Tile("Wgmma128x256", 128, 256, 4, 0.83, 12, wgmma=True, share=2, split_k=False),
+    Tile("Wgmma128x192", 128, 192, 4, 0.76, 12, wgmma=True, share=2),
+    Tile("Wgmma128x128", 128, 128, 6, 0.78, 12, wgmma=True, split_k=False),
+    Tile("Wgmma128x64", 128, 64, 8, 0.61, 12, wgmma=True, split_k=False),
+    Tile("Wgmma128x64k2", 128, 64, 8, 0.61, 12, wgmma=True, cluster_k=2, split_k=False),
     Tile("WgmmaSplit128x128", 128, 128, 3, 0.76, 12, split=True, wgmma=True, share=2),
 )
 
@@ -150,7 +150,7 @@ class Problem(NamedTuple):
 
 class Plan(NamedTuple):
     tile: Tile
-    splits: int  # of v6, whose partial sums go to a workspace
+    splits: int  # of the sum over K, whose partial sums go to a workspace
     grid: int
     us: float
     lanes: int = 0  # of matmul_direct
@@ -162,11 +162,8 @@ def plan(p: Problem, device: Device, splitting: bool) -> Plan:
     k_tiles = max(1, ceil(p.K * p.itemsize / K_BYTES))
     parts = max(1, k_tiles // MIN_K_TILES) if splitting else 1  # the most blocks that may share a sum over K
     fitting = eligible([t for t in TILES if _fits(t, p, device, splitting)], lambda t: t.name)
-    # Split-K in a cluster may pay if all blocks run at the same time. A few SMs belong to no cluster, hence 15/16 of the SMs.
-    most = device.sms * 15 // 16
-    fitting = [t for t in fitting if t.cluster_k == 1 or (t.cluster_k <= parts and _tiles(t, p) * t.cluster_k <= most)] or fitting
     if not splitting:
-        fitting = [t for t in fitting if t.wgmma] or fitting
+        fitting = [t for t in fitting if t.wgmma and t.cluster_k == 1] or fitting
     return min((one for t in fitting for one in _plans(t, p, k_tiles, parts, device)), key=lambda one: one.us)
 
 
@@ -179,8 +176,7 @@ def _fits(t: Tile, p: Problem, device: Device, splitting: bool) -> bool:
 
 def _tiles(tile: Tile, p: Problem) -> int:
     """Whole clusters of tiles."""
-    whole = ceil(p.M / (tile.rows * tile.share)) * ceil(p.N / (tile.columns * tile.share_a))
-    return p.batch * whole * tile.share * tile.share_a
+    return p.batch * tile.share * ceil(p.M / (tile.rows * tile.share)) * ceil(p.N / tile.columns)
 
 
 def _plans(t: Tile, p: Problem, k_tiles: int, parts: int, device: Device) -> Iterator[Plan]:
@@ -189,13 +185,14 @@ def _plans(t: Tile, p: Problem, k_tiles: int, parts: int, device: Device) -> Ite
         for lanes in (8, 16, 32):
             tiles = p.batch * ceil(p.M / t.rows) * ceil(p.N * lanes / 128)
             yield Plan(t, 1, tiles, _direct_us(t, tiles, lanes, p, device), lanes)
-    elif t.wgmma:
-        blocks, resident = tiles * t.cluster_k, max(1, device.sms // t.cluster) * t.cluster
-        yield Plan(t, 1, blocks if t.cluster_k > 1 else min(blocks, resident), _wgmma_us(t, blocks, k_tiles, p, device))
-    else:
-        for splits in SPLITS:
-            if splits == 1 or (splits <= parts and tiles < 2 * t.per_sm * device.sms):
-                yield Plan(t, splits, tiles * splits, _mma_us(t, tiles * splits, k_tiles, splits, p, device))
+        return
+    for splits in SPLITS if t.split_k else (1,):
+        if splits == 1 or (splits <= parts and tiles < 2 * t.per_sm * device.sms):
+            blocks, one, resident = tiles * splits * t.cluster_k, ceil(k_tiles / splits), max(1, device.sms // t.cluster) * t.cluster
+            us = (_wgmma_us if t.wgmma else _mma_us)(t, blocks, one, splits, p, device)
+            if splits > 1:  # partial sums are written and read once; most of them stay in L2
+                us += REDUCE_US + _memory_us(8 * p.batch * p.M * p.N * splits, device)
+            yield Plan(t, splits, min(blocks, resident) if t.wgmma and t.cluster_k == 1 else blocks, us)
 
 
 def _memory_us(moved: float, device: Device) -> float:
@@ -207,6 +204,7 @@ def _direct_us(tile: Tile, tiles: int, lanes: int, p: Problem, device: Device) -
     sectors of 32 bytes are loaded in part if many lanes share columns."""
     memory = _memory_us(p.batch * p.N * p.K * p.itemsize, device) * (1 if p.b_k else (16 + lanes) / 24)
     slow = 1 if (p.K if p.b_k else p.N) % 4 == 0 else 32 // lanes if p.b_k else 14 / p.itemsize
+    slow = slow if p.K % 4 == 0 else max(slow, 1.5)  # the loads of A
     steps, waves = ceil(p.K / (64 * lanes)), ceil(tiles / (device.sms * tile.per_sm))
     return DIRECT_US + max(memory, waves * (1.4 + 0.5 * tile.rows + (0.5 if p.b_k else 1.0) * slow * steps))
 
@@ -218,23 +216,20 @@ def _mma_us(tile: Tile, blocks: int, k_tiles: int, splits: int, p: Problem, devi
     per_sm = max(1, min(tile.per_sm, device.sm_shared_bytes // (tile.shared + 1024)))
     on_sm = ceil(blocks / device.sms)  # of the busiest SM
     alone = 1.3 if min(on_sm, per_sm) * tile.warps < 8 else 1.0  # few warps hide less latency
-    ends = ceil(on_sm / per_sm) * 2500  # cycles to fill the ring buffer and to store the tile
-    us = MMA_US + _copy_us(p, device) + (on_sm * ceil(k_tiles / splits) * max(tensor, copy) * alone + ends) / device.cycles_us
-    if splits > 1:  # partial sums are written and read once; most of them stay in L2
-        us += REDUCE_US + _memory_us(8 * p.batch * p.M * p.N * splits, device)
-    return us
+    slow = splits == 1 and p.N * p.itemsize % 16 > 0  # results are stored one by one
+    ends = 2500 + (7 * tile.rows * tile.columns // tile.warps if slow else 0)  # cycles to fill the ring buffer and to store the tile
+    return MMA_US + _copy_us(p, device) + (on_sm * k_tiles * max(tensor, copy) * alone + ceil(on_sm / per_sm) * ends) / device.cycles_us
 
 
-def _wgmma_us(tile: Tile, blocks: int, k_tiles: int, p: Problem, device: Device) -> float:
+def _wgmma_us(tile: Tile, blocks: int, k_tiles: int, splits: int, p: Problem, device: Device) -> float:
     rate = tile.efficiency * device.wgmma_fmas_cycle * 2 / p.itemsize
     tensor = tile.rows * tile.columns * (K_BYTES // p.itemsize) * p.terms / rate
     copy = (2 if tile.split else 1) * (tile.rows + tile.columns // tile.share) * K_BYTES / TMA_BYTES_CYCLE[p.whole_lines]
     copy *= min(1, blocks / device.sms)  # the limit is that of all SMs together
     on_sm = ceil(blocks / device.sms)  # of the busiest SM
-    us = WGMMA_US + (UNALIGNED_US if p.N * p.itemsize % 16 else 0)
-    us += on_sm * (ceil(k_tiles / tile.cluster_k) * max(tensor, copy) + 500) / device.cycles_us
-    if tile.cluster_k > 1:
-        us += CLUSTER_US * tile.columns / 128 * tile.cluster_k * on_sm  # the next block does not start before
+    slow = UNALIGNED_US * tile.columns / 128 if p.N * (p.itemsize if splits == 1 else 4) % 16 else 0
+    cluster = CLUSTER_US if tile.cluster_k > 1 else 0
+    us = WGMMA_US + on_sm * (slow + cluster + (ceil(k_tiles / tile.cluster_k) * max(tensor, copy) + 500) / device.cycles_us)
     if p.terms == 3:  # both operands are read and written twice
         return us + SPLIT_US + _memory_us(3 * 4 * p.batch * (p.M + p.N) * p.K, device)
     return us + _copy_us(p, device)

@@ -70,7 +70,7 @@ class _Operand(NamedTuple):
         """Boxes of `box` rows of 128 bytes along K, or of 64 k by 128 bytes along the rows."""
         outer, inner, box = (self.rows, self.K, box) if self.along_k else (self.K, self.rows, 64)
         strides = self.batch or outer * self.ld, self.ld, 1
-        arguments = (self.matrices, outer, inner), strides, (1, box, 128 // dtype.itemsize), 128, 256, "zeros", tf32
+        arguments = (self.matrices, outer, inner), strides, (1, box, 128 // dtype.itemsize), 128, 128, "zeros", tf32
         return functools.lru_cache(256)(lambda address: encode(index, address, dtype, *arguments))
 
 
@@ -174,7 +174,7 @@ def _prepared(
             (of_a, to_a), (of_b, to_b) = a.copy(0, itemsize, True), b.copy(0, itemsize, True)
         a, b, rest["copies"] = to_a, to_b, (of_a, of_b) if moved or "split" in rest else ()
         if tile.wgmma:
-            boxes = (a, tile.rows // tile.share_a), (b, tile.columns // tile.share)
+            boxes = (a, tile.rows), (b, tile.columns // tile.share)
             maps = [operand.map(index, rows, dtype, dtype == torch.float32) for operand, rows in boxes]
             if tile.cluster_k == 1 and N * stored.itemsize % 16 == 0:
                 maps.append(_Operand(True, M, N, N, batch * splits, M * N).map(index, 16, stored))
@@ -207,4 +207,4 @@ def instances(dtype: torch.dtype, wgmma: bool) -> Iterable[Kernel]:
         if not tile.wgmma:
             yield V6[dtype, dtype, 3 if tile.split else 1, a_k, b_k, tile.name]
         elif dtype.itemsize == 2 or (a_k and b_k):
-            yield V7[dtype, dtype, a_k, b_k, 0, tile.name]
+            yield from (V7[dtype, out, a_k, b_k, 0, tile.name] for out in {dtype, torch.float32 if tile.split_k else dtype})
