@@ -262,10 +262,9 @@ __device__ __forceinline__ void copy_operand(unsigned to, const CUtensorMap* map
 
 // The producer, one thread.
 template <typename T, bool A_K, bool B_K, class S>
-__device__ __forceinline__ void copy_tiles(Ring<S> ring, const CUtensorMap* map_a, const CUtensorMap* map_b, const Sizes& s, int tiles,
-                                           int works) {
+__device__ __forceinline__ void copy_tiles(Ring<S> ring, const CUtensorMap* map_a, const CUtensorMap* map_b, const Sizes& s, int tiles) {
     constexpr int BK = 128 / sizeof(T);
-    for (int i = blockIdx.x / S::CLUSTER; i < works; i += gridDim.x / S::CLUSTER) {
+    for (int i = blockIdx.x / S::CLUSTER; i < tiles * s.batch * s.splits; i += gridDim.x / S::CLUSTER) {
         Work<T, S> w(i, tiles, s);
         for (int k = w.first; k < w.first + w.count; ++k, ring.advance()) {
             unsigned full = ring.full(ring.stage);
@@ -516,7 +515,7 @@ __global__ void __launch_bounds__(384, 1) __cluster_dims__(S::CLUSTER, 1, 1)
     int warpgroup = threadIdx.x / 128;
     if (warpgroup == 2) {
         fewer_registers<40>();
-        if (threadIdx.x == 256) copy_tiles<T, A_K, B_K, S>(ring, &map_a, &map_b, s, tiles, works);
+        if (threadIdx.x == 256) copy_tiles<T, A_K, B_K, S>(ring, &map_a, &map_b, s, tiles);
         __syncwarp();
         if (S::CK > 1) cluster_sync();  // as in add_partials
     } else {

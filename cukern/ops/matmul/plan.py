@@ -228,7 +228,7 @@ def _wgmma_us(tile: Tile, blocks: int, k_tiles: int, splits: int, p: Problem, de
     copy *= min(1, blocks / device.sms)  # the limit is that of all SMs together
     on_sm = ceil(blocks / device.sms)  # of the busiest SM
     slow = UNALIGNED_US * tile.columns / 128 if p.N * (p.itemsize if splits == 1 else 4) % 16 else 0
-    cluster = CLUSTER_US if tile.cluster_k > 1 else 0
+    cluster = 0 if tile.cluster_k == 1 else CLUSTER_US if on_sm == 1 else 10  # the next cluster starts late
     us = WGMMA_US + on_sm * (slow + cluster + (ceil(k_tiles / tile.cluster_k) * max(tensor, copy) + 500) / device.cycles_us)
     if p.terms == 3:  # both operands are read and written twice
         return us + SPLIT_US + _memory_us(3 * 4 * p.batch * (p.M + p.N) * p.K, device)

@@ -318,7 +318,7 @@ def test_precision_follows_torchs_switches(device):
 
 @pytest.mark.parametrize("name, v7", (("h200", True), ("b200", False), ("a100", False)))
 def test_the_default_of_an_activation_is_v7_only_with_wgmma(name, v7):
-    x = torch.ones(64, 64, dtype=B)
+    x = torch.ones(512, 512, dtype=B)
     with cukern.backend("sim"), setting(simulated=KNOWN[name]), collecting() as found:
         cukern.linear(x, x, activation="relu")
     assert [kernel.partition("<")[0] for kernel in found] == ["matmul_v7"] * v7
