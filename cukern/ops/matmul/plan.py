@@ -106,15 +106,15 @@ def _fma_us(tiles: int, k_tiles: int, sms: int, tile: Tile, itemsize: int, block
 
 K_BYTES = 128  # of a k tile, as in mma.cuh and wgmma.cuh
 # Bytes per cycle that an SM receives from L2 while all do: by cp.async; by TMA, if operands' lines start at multiples of 128 bytes; if not
-L2_BYTES_CYCLE, TMA_BYTES_CYCLE = 28, {True: 42, False: 29}
+L2_BYTES_CYCLE, TMA_BYTES_CYCLE = 28, {True: 42, False: 28}
 # In microseconds: launches of the three kinds of kernels, which fill the ring buffer and store the last tile; launches that copy operands,
 # that split them into TF32 numbers, and that add partial sums of v6 and v7; v7's stores of 128 columns by threads; the sums of a cluster
-DIRECT_US, MMA_US, WGMMA_US, COPY_US, SPLIT_US, REDUCE_US, UNALIGNED_US, CLUSTER_US = 1.5, 1.7, 3.2, 0.5, 5.0, 1.5, 2.1, 1.7
+DIRECT_US, MMA_US, WGMMA_US, COPY_US, SPLIT_US, REDUCE_US, UNALIGNED_US, CLUSTER_US = 1.0, 1.7, 2.5, 0.5, 5.0, 0.7, 1.9, 1.0
 SPLITS = 1, 2, 3, 4, 6, 8, 12, 16, 24, 32
 MIN_K_TILES = 4  # per block
 BOX_BYTES = 16 * 16 * 128  # of v7's results on their way to global memory
 
-# v7's efficiencies are limited by the bandwidth of shared memory (docs/notes/matmul.md).
+# v7's efficiencies, limited by the bandwidth of shared memory, and the times above are fitted to 383 problems (docs/notes/matmul.md).
 TILES = (
     *(Tile(f"Direct{rows}{k}", rows, 16, warps=8, per_sm=3 if rows == 1 else 2) for rows in (1, 4) for k in ("k", "")),
     Tile("Mma128x128", 128, 128, 3, 0.9, per_sm=2),
@@ -122,11 +122,11 @@ TILES = (
     Tile("Mma16x128", 16, 128, 4, 0.9, per_sm=3),
     Tile("MmaSplit128x128", 128, 128, 3, 0.9, 8, split=True),
     Tile("MmaSplit64x64", 64, 64, 3, 0.75, per_sm=3, split=True),
-    Tile("Wgmma128x256", 128, 256, 4, 0.83, 12, wgmma=True, share=2, split_k=False),
-    Tile("Wgmma128x192", 128, 192, 4, 0.76, 12, wgmma=True, share=2),
-    Tile("Wgmma128x128", 128, 128, 6, 0.78, 12, wgmma=True, split_k=False),
-    Tile("Wgmma128x64", 128, 64, 8, 0.61, 12, wgmma=True, split_k=False),
-    Tile("Wgmma128x64k2", 128, 64, 8, 0.61, 12, wgmma=True, cluster_k=2, split_k=False),
+    Tile("Wgmma128x256", 128, 256, 4, 0.76, 12, wgmma=True, share=2, split_k=False),
+    Tile("Wgmma128x192", 128, 192, 4, 0.7, 12, wgmma=True, share=2),
+    Tile("Wgmma128x128", 128, 128, 6, 0.7, 12, wgmma=True, split_k=False),
+    Tile("Wgmma128x64", 128, 64, 8, 0.65, 12, wgmma=True, split_k=False),
+    Tile("Wgmma128x64k2", 128, 64, 8, 0.65, 12, wgmma=True, cluster_k=2, split_k=False),
     Tile("WgmmaSplit128x128", 128, 128, 3, 0.76, 12, split=True, wgmma=True, share=2),
 )
 
@@ -191,7 +191,7 @@ def _plans(t: Tile, p: Problem, k_tiles: int, parts: int, device: Device) -> Ite
             blocks, one, resident = tiles * splits * t.cluster_k, ceil(k_tiles / splits), max(1, device.sms // t.cluster) * t.cluster
             us = (_wgmma_us if t.wgmma else _mma_us)(t, blocks, one, splits, p, device)
             if splits > 1:  # partial sums are written and read once; most of them stay in L2
-                us += REDUCE_US + _memory_us(8 * p.batch * p.M * p.N * splits, device)
+                us += REDUCE_US + _memory_us(11 * p.batch * p.M * p.N * splits, device)
             yield Plan(t, splits, min(blocks, resident) if t.wgmma and t.cluster_k == 1 else blocks, us)
 
 
@@ -203,8 +203,8 @@ def _direct_us(tile: Tile, tiles: int, lanes: int, p: Problem, device: Device) -
     """Fitted to 60 timings on one H100. A block takes a time, and each two steps of its warps, more if vectors are not aligned. Along n,
     sectors of 32 bytes are loaded in part if many lanes share columns."""
     memory = _memory_us(p.batch * p.N * p.K * p.itemsize, device) * (1 if p.b_k else (16 + lanes) / 24)
-    slow = 1 if (p.K if p.b_k else p.N) % 4 == 0 else 32 // lanes if p.b_k else 14 / p.itemsize
-    slow = slow if p.K % 4 == 0 else max(slow, 1.5)  # the loads of A
+    along_k = 32 // lanes if p.itemsize == 4 else (1.5 + 1.6 * tile.rows) * max(1, 16 / lanes)
+    slow = 1 if (p.K if p.b_k else p.N) % 4 == 0 else along_k if p.b_k else 14 / p.itemsize
     steps, waves = ceil(p.K / (64 * lanes)), ceil(tiles / (device.sms * tile.per_sm))
     return DIRECT_US + max(memory, waves * (1.4 + 0.5 * tile.rows + (0.5 if p.b_k else 1.0) * slow * steps))
 
@@ -217,7 +217,7 @@ def _mma_us(tile: Tile, blocks: int, k_tiles: int, splits: int, p: Problem, devi
     on_sm = ceil(blocks / device.sms)  # of the busiest SM
     alone = 1.3 if min(on_sm, per_sm) * tile.warps < 8 else 1.0  # few warps hide less latency
     slow = splits == 1 and p.N * p.itemsize % 16 > 0  # results are stored one by one
-    ends = 2500 + (7 * tile.rows * tile.columns // tile.warps if slow else 0)  # cycles to fill the ring buffer and to store the tile
+    ends = 350 + tile.rows * tile.columns * (0.4 + 9 / tile.warps * slow)  # cycles to fill the ring buffer and to store the tile
     return MMA_US + _copy_us(p, device) + (on_sm * k_tiles * max(tensor, copy) * alone + ceil(on_sm / per_sm) * ends) / device.cycles_us
 
 
@@ -229,7 +229,9 @@ def _wgmma_us(tile: Tile, blocks: int, k_tiles: int, splits: int, p: Problem, de
     on_sm = ceil(blocks / device.sms)  # of the busiest SM
     slow = UNALIGNED_US * tile.columns / 128 if p.N * (p.itemsize if splits == 1 else 4) % 16 else 0
     cluster = 0 if tile.cluster_k == 1 else CLUSTER_US if on_sm == 1 else 10  # the next cluster starts late
-    us = WGMMA_US + on_sm * (slow + cluster + (ceil(k_tiles / tile.cluster_k) * max(tensor, copy) + 500) / device.cycles_us)
+    moved = 0 if p.whole_lines else 1.8 * p.batch * (p.M + p.N) * p.K * p.itemsize  # device memory is slower, too
+    us = on_sm * (slow + cluster + (ceil(k_tiles / tile.cluster_k) * max(tensor, copy) + 1400) / device.cycles_us)
+    us = WGMMA_US + max(us, _memory_us(moved, device))
     if p.terms == 3:  # both operands are read and written twice
         return us + SPLIT_US + _memory_us(3 * 4 * p.batch * (p.M + p.N) * p.K, device)
     return us + _copy_us(p, device)

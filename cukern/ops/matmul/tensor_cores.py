@@ -103,8 +103,7 @@ def launch(out: Tensor, a: Tensor, b: Tensor, e: Epilogue, terms: int, wgmma: bo
         bias = bias.clone()  # the kernel loads pairs
     partials = torch.empty(found.splits * out.numel(), dtype=torch.float32, device=out.device) if found.splits > 1 else None
     if partials is None:
-        adds = e.residual is out and out.dtype == torch.float32
-        _start(found, index, adds, at_a, at_b, *pointers(out, e.pre, bias, e.residual))
+        _start(found, index, e.residual is out and out.dtype == torch.float32, at_a, at_b, *pointers(out, e.pre, bias, e.residual))
     else:
         _start(found, index, False, at_a, at_b, *pointers(partials, None, None, None))
         _reduce(out, partials, a.dtype, e, found.sizes)
@@ -217,5 +216,4 @@ def _of_tile(tile: Tile, dtype: torch.dtype, a_k: bool, b_k: bool) -> Iterable[K
     if not tile.wgmma:
         yield V6[dtype, dtype, 3 if tile.split else 1, a_k, b_k, tile.name]
     elif dtype.itemsize == 2 or (a_k and b_k):
-        for out in {dtype, torch.float32 if tile.split_k else dtype}:
-            yield V7[dtype, out, a_k, b_k, 0, tile.name]
+        yield from (V7[dtype, out, a_k, b_k, 0, tile.name] for out in {dtype, torch.float32 if tile.split_k else dtype})
