@@ -171,7 +171,7 @@ def _fits(t: Tile, p: Problem, device: Device, splitting: bool) -> bool:
     if not t.stages:
         return splitting and t.rows * (2 if p.itemsize == 4 else 1) >= p.M and p.a_k and p.b_k == t.name.endswith("k")
     wgmma = p.wgmma and device.wgmma and p.K > 0 and (p.itemsize == 2 or p.terms == 3 or (p.a_k and p.b_k))  # TF32 only along K
-    return t.split == (p.terms == 3) and t.wgmma <= wgmma and t.shared <= device.shared_bytes
+    return t.split == (p.terms == 3) and t.wgmma <= wgmma and t.shared <= device.shared_bytes and (t.rows > 16) >= (p.M > 64)
 
 
 def _tiles(tile: Tile, p: Problem) -> int:
