@@ -114,7 +114,7 @@ SPLITS = 1, 2, 3, 4, 6, 8, 12, 16, 24, 32
 MIN_K_TILES = 4  # per block
 BOX_BYTES = 16 * 16 * 128  # of v7's results on their way to global memory
 
-# v7's efficiencies, limited by the bandwidth of shared memory, and the times above are fitted to 383 problems (docs/notes/matmul.md).
+# v7's efficiencies and the times above are fitted (docs/notes/matmul.md). Shared memory limits v7. Tiles of 16 rows are for M <= 64.
 TILES = (
     *(Tile(f"Direct{rows}{k}", rows, 16, warps=8, per_sm=3 if rows == 1 else 2) for rows in (1, 4) for k in ("k", "")),
     Tile("Mma128x128", 128, 128, 3, 0.9, per_sm=2),
