@@ -136,9 +136,11 @@ struct WarpTile {
 };
 
 // Split-K: out = epilogue(sum of the partial sums), added in the order of k. `partials` is (splits, batch, M, N). Grid: ceil(batch * M * N /
-// (256 W)), block 256; W is 1, or 16 / sizeof(O) if rows are vectors.
+// (256 W)), block 256; W is 1, or 16 / sizeof(O) if rows are vectors. Four blocks per SM are fewer than ptxas aims at: registers for four
+// partial sums in flight.
 template <typename T, typename O, int W>
-__global__ void __launch_bounds__(256) matmul_v6_reduce(O* out, O* pre, const float* partials, const T* bias, const O* residual, Sizes s) {
+__global__ void __launch_bounds__(256, 4)
+    matmul_v6_reduce(O* out, O* pre, const float* partials, const T* bias, const O* residual, Sizes s) {
     wait_for_previous();
     let_next_start();
     long long n = (long long)s.batch * s.M * s.N, at = (blockIdx.x * 256ll + threadIdx.x) * W;

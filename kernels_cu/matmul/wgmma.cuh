@@ -9,6 +9,8 @@
 //            forth.
 // Clusters   CM blocks have neighbouring tiles along m: each copies its part of the tile of B to all. Or CK blocks share the sum over K of
 //            a tile (split-K), and add their partial sums through distributed shared memory; each block then has one tile.
+// Split-K    Or s.splits blocks compute the parts of a tile's sum, as tiles of a float32 output (splits, batch, M, N) without an epilogue,
+//            which matmul_v6_reduce adds.
 // Layout     A stage has 128 + BN rows of 128 bytes, with the 128-byte swizzle. Along k: a row is a row of the operand. Along m or n: a row
 //            has 64 elements of one k, and each 64 rows are a box of 64 k.
 // Results    A warp writes boxes of 16 rows x 128 bytes to shared memory, from where TMA stores them. 16-bit results are rounded, kept in
@@ -43,8 +45,8 @@ struct ClusterTile {
 using Wgmma128x256 = WgmmaTile<256, 4, 2>;
 using Wgmma128x192 = WgmmaTile<192, 4, 2>;
 using Wgmma128x128 = WgmmaTile<128, 6, 1>;
-using Wgmma128x192k4 = WgmmaTile<192, 4, 1, 4>;
-using Wgmma128x128k4 = WgmmaTile<128, 6, 1, 4>;
+using Wgmma128x64 = WgmmaTile<64, 8, 1>;
+using Wgmma128x64k2 = WgmmaTile<64, 8, 1, 2>;
 using WgmmaSplit128x128 = WgmmaTile<128, 3, 2, 1, 3>;
 
 // How results are stored: by TMA; by TMA, added to what is there; or by the threads, where TMA cannot.
@@ -229,18 +231,16 @@ __device__ __forceinline__ void meet() {
     }
 }
 
-// The work of a block: a tile, matrix z, and the k tiles [first, first + count).
+// The work of a block: a tile of result z, which is part z / batch of the sum over K of matrix z % batch: k tiles [first, first + count).
 template <typename T, class S>
 struct Work {
-    int m0, n0, z, first, count;
-    __device__ __forceinline__ Work(int i, int tiles, const Sizes& s) : z(i / tiles), first(0) {
+    int m0, n0, z, matrix, first, count;
+    __device__ __forceinline__ Work(int i, int tiles, const Sizes& s) : z(i / tiles), matrix(z % s.batch) {
         constexpr int BK = 128 / sizeof(T);
-        int rank = S::CLUSTER > 1 ? cluster_rank() : 0;
-        count = (s.K + BK - 1) / BK;
-        if constexpr (S::CK > 1) {
-            first = rank * count / S::CK;
-            count = (rank + 1) * count / S::CK - first;
-        }
+        int rank = S::CLUSTER > 1 ? cluster_rank() : 0, k_tiles = (s.K + BK - 1) / BK;
+        int part = S::CK > 1 ? rank : z / s.batch, parts = S::CK > 1 ? S::CK : s.splits;
+        first = part * k_tiles / parts;
+        count = (part + 1) * k_tiles / parts - first;
         tile_origin<ClusterTile<S>>(i % tiles, s.M, s.N, m0, n0);
         if constexpr (S::CM > 1) m0 += rank * S::BM;
     }
@@ -264,7 +264,7 @@ __device__ __forceinline__ void copy_operand(unsigned to, const CUtensorMap* map
 template <typename T, bool A_K, bool B_K, class S>
 __device__ __forceinline__ void copy_tiles(Ring<S> ring, const CUtensorMap* map_a, const CUtensorMap* map_b, const Sizes& s, int tiles) {
     constexpr int BK = 128 / sizeof(T);
-    for (int i = blockIdx.x / S::CLUSTER; i < tiles * s.batch; i += gridDim.x / S::CLUSTER) {
+    for (int i = blockIdx.x / S::CLUSTER; i < tiles * s.batch * s.splits; i += gridDim.x / S::CLUSTER) {
         Work<T, S> w(i, tiles, s);
         for (int k = w.first; k < w.first + w.count; ++k, ring.advance()) {
             unsigned full = ring.full(ring.stage);
@@ -272,8 +272,8 @@ __device__ __forceinline__ void copy_tiles(Ring<S> ring, const CUtensorMap* map_
             mbarrier_arrive(full, S::STAGE);
 #pragma unroll
             for (int p = 0; p < S::PARTS; ++p) {
-                copy_operand<T, A_K, S::BM, 1>(ring.a(p), map_a, full, w.m0, k * BK, s.a_batch ? w.z + p * s.batch : p);
-                copy_operand<T, B_K, S::BN, S::CM>(ring.b(p), map_b, full, w.n0, k * BK, s.b_batch ? w.z + p * s.batch : p);
+                copy_operand<T, A_K, S::BM, 1>(ring.a(p), map_a, full, w.m0, k * BK, s.a_batch ? w.matrix + p * s.batch : p);
+                copy_operand<T, B_K, S::BN, S::CM>(ring.b(p), map_b, full, w.n0, k * BK, s.b_batch ? w.matrix + p * s.batch : p);
             }
         }
     }
@@ -511,7 +511,7 @@ __global__ void __launch_bounds__(384, 1) __cluster_dims__(S::CLUSTER, 1, 1)
     meet<S::CLUSTER>();
     wait_for_previous();
     let_next_start();
-    int tiles = ((s.M + S::BM * S::CM - 1) / (S::BM * S::CM)) * ((s.N + S::BN - 1) / S::BN), works = tiles * s.batch;
+    int tiles = ((s.M + S::BM * S::CM - 1) / (S::BM * S::CM)) * ((s.N + S::BN - 1) / S::BN), works = tiles * s.batch * s.splits;
     int warpgroup = threadIdx.x / 128;
     if (warpgroup == 2) {
         fewer_registers<40>();

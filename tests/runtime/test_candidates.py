@@ -40,8 +40,8 @@ CHOSEN = {  # candidate: a shape and a dtype for which the default plan chooses 
     "matmul Wgmma128x256": ((8192, 8192, 8192), V7),
     "matmul Wgmma128x192": ((4096, 768, 3072), V7),
     "matmul Wgmma128x128": ((512, 2304, 768), V7),
-    "matmul Wgmma128x192k4": ((768, 768, 32768), V7),
-    "matmul Wgmma128x128k4": ((512, 768, 3072), V7),
+    "matmul Wgmma128x64": ((256, 256, 256), V7),
+    "matmul Wgmma128x64k2": ((512, 768, 3072), V7),
     "matmul WgmmaSplit128x128": ((4096, 4096, 4096), THREE7),
 }
 

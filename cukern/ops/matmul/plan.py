@@ -23,7 +23,8 @@ class Tile(NamedTuple):
     wgmma: bool = False
     share: int = 1  # the blocks of a cluster that share the copies of B
     cluster_k: int = 1  # the blocks of a cluster that share the sum over K
-    least_k: int = 0  # of a tile for long sums of 16-bit types, without split-K: no second block hides the ends of its blocks
+    least_k: int = 0  # of a tile for long sums of 16-bit types: no second block hides the ends of its blocks
+    split_k: bool = True  # the sum over K may be split through memory
     us: float = 0.0  # of v5: per k tile and SM when its blocks keep it busy
 
     @property
@@ -106,28 +107,28 @@ def _fma_us(tiles: int, k_tiles: int, sms: int, tile: Tile, itemsize: int, block
 
 K_BYTES = 128  # of a k tile, as in mma.cuh and wgmma.cuh
 # Bytes per cycle that an SM receives from L2 while all do: by cp.async; by TMA, if operands' lines start at multiples of 128 bytes; if not
-L2_BYTES_CYCLE, TMA_BYTES_CYCLE = 28, {True: 40, False: 25}
+L2_BYTES_CYCLE, TMA_BYTES_CYCLE = 28, {True: 42, False: 28}
 # In microseconds: launches of the three kinds of kernels, which fill the ring buffer and store the last tile; launches that copy operands,
-# that split them into TF32 numbers, and that add partial sums; v7's stores by threads; a cluster's sums, for each block and 128 columns
-DIRECT_US, MMA_US, WGMMA_US, COPY_US, SPLIT_US, REDUCE_US, UNALIGNED_US, CLUSTER_US = 1.5, 2.0, 3.0, 1.5, 5.0, 1.5, 1.5, 1.35
-SPLITS = 1, 2, 3, 4, 6, 8, 12, 16, 24, 32  # of v6
+# that split them into TF32 numbers, and that add partial sums of v6 and v7; v7's stores of 128 columns by threads; the sums of a cluster
+DIRECT_US, MMA_US, WGMMA_US, COPY_US, SPLIT_US, REDUCE_US, UNALIGNED_US, CLUSTER_US = 1.0, 1.7, 2.5, 0.5, 5.0, 0.7, 1.9, 1.0
+SPLITS = 1, 2, 3, 4, 6, 8, 12, 16, 24, 32
 MIN_K_TILES = 4  # per block
 BOX_BYTES = 16 * 16 * 128  # of v7's results on their way to global memory
 
-# v7's efficiencies are limited by the bandwidth of shared memory (docs/notes/matmul.md).
+# v7's efficiencies and the times above are fitted (docs/notes/matmul.md). Shared memory limits v7. Tiles of 16 rows are for M <= 64.
 TILES = (
     *(Tile(f"Direct{rows}{k}", rows, 16, warps=8, per_sm=3 if rows == 1 else 2) for rows in (1, 4) for k in ("k", "")),
-    Tile("Mma128x256", 128, 256, 4, 0.74, 8, least_k=2048),
+    Tile("Mma128x256", 128, 256, 4, 0.8, 8, least_k=2048, split_k=False),
     Tile("Mma128x128", 128, 128, 3, 0.9, per_sm=2),
     Tile("Mma64x64", 64, 64, 3, 0.75, per_sm=4),
     Tile("Mma16x128", 16, 128, 4, 0.9, per_sm=3),
     Tile("MmaSplit128x128", 128, 128, 3, 0.9, 8, split=True),
     Tile("MmaSplit64x64", 64, 64, 3, 0.75, per_sm=3, split=True),
-    Tile("Wgmma128x256", 128, 256, 4, 0.92, 12, wgmma=True, share=2),
-    Tile("Wgmma128x192", 128, 192, 4, 0.85, 12, wgmma=True, share=2),
-    Tile("Wgmma128x128", 128, 128, 6, 0.76, 12, wgmma=True),
-    Tile("Wgmma128x192k4", 128, 192, 4, 0.85, 12, wgmma=True, cluster_k=4),
-    Tile("Wgmma128x128k4", 128, 128, 6, 0.76, 12, wgmma=True, cluster_k=4),
+    Tile("Wgmma128x256", 128, 256, 4, 0.76, 12, wgmma=True, share=2, split_k=False),
+    Tile("Wgmma128x192", 128, 192, 4, 0.7, 12, wgmma=True, share=2),
+    Tile("Wgmma128x128", 128, 128, 6, 0.7, 12, wgmma=True, split_k=False),
+    Tile("Wgmma128x64", 128, 64, 8, 0.65, 12, wgmma=True, split_k=False),
+    Tile("Wgmma128x64k2", 128, 64, 8, 0.65, 12, wgmma=True, cluster_k=2, split_k=False),
     Tile("WgmmaSplit128x128", 128, 128, 3, 0.76, 12, split=True, wgmma=True, share=2),
 )
 
@@ -151,7 +152,7 @@ class Problem(NamedTuple):
 
 class Plan(NamedTuple):
     tile: Tile
-    splits: int  # of v6, whose partial sums go to a workspace
+    splits: int  # of the sum over K, whose partial sums go to a workspace
     grid: int
     us: float
     lanes: int = 0  # of matmul_direct
@@ -163,19 +164,17 @@ def plan(p: Problem, device: Device, splitting: bool) -> Plan:
     k_tiles = max(1, ceil(p.K * p.itemsize / K_BYTES))
     parts = max(1, k_tiles // MIN_K_TILES) if splitting else 1  # the most blocks that may share a sum over K
     fitting = eligible([t for t in TILES if _fits(t, p, device, splitting)], lambda t: t.name)
-    # Split-K in a cluster may pay if all blocks run at the same time. A few SMs belong to no cluster, hence 15/16 of the SMs.
-    most = device.sms * 15 // 16
-    fitting = [t for t in fitting if t.cluster_k == 1 or (t.cluster_k <= parts and _tiles(t, p) * t.cluster_k <= most)] or fitting
     if not splitting:
-        fitting = [t for t in fitting if t.wgmma] or fitting
+        fitting = [t for t in fitting if t.wgmma and t.cluster_k == 1] or fitting
     return min((one for t in fitting for one in _plans(t, p, k_tiles, parts, device)), key=lambda one: one.us)
 
 
 def _fits(t: Tile, p: Problem, device: Device, splitting: bool) -> bool:
-    if not t.stages:
-        return splitting and t.rows * (2 if p.itemsize == 4 else 1) >= p.M and p.a_k and p.b_k == t.name.endswith("k")
-    wgmma = p.wgmma and device.wgmma and p.K > 0 and (p.itemsize == 2 or p.terms == 3 or (p.a_k and p.b_k))  # TF32 only along K
-    return t.split == (p.terms == 3) and t.wgmma <= wgmma and t.shared <= device.shared_bytes and t.least_k <= p.K * (p.itemsize == 2)
+    if not t.stages:  # matmul_direct, which counts k in 32 bits
+        return splitting and p.K <= 1 << 30 and t.rows * (2 if p.itemsize == 4 else 1) >= p.M and p.a_k and p.b_k == t.name.endswith("k")
+    kinds = p.itemsize == 2 or p.terms == 3 or (p.a_k and p.b_k)  # of wgmma; TF32 only along K
+    rules = t.split == (p.terms == 3), t.wgmma <= (p.wgmma and device.wgmma and p.K > 0 and kinds), t.shared <= device.shared_bytes
+    return all(rules) and t.least_k <= p.K * (p.itemsize == 2) and (t.rows > 16) >= (p.M > 64)
 
 
 def _tiles(tile: Tile, p: Problem) -> int:
@@ -189,13 +188,14 @@ def _plans(t: Tile, p: Problem, k_tiles: int, parts: int, device: Device) -> Ite
         for lanes in (8, 16, 32):
             tiles = p.batch * ceil(p.M / t.rows) * ceil(p.N * lanes / 128)
             yield Plan(t, 1, tiles, _direct_us(t, tiles, lanes, p, device), lanes)
-    elif t.wgmma:
-        blocks, resident = tiles * t.cluster_k, max(1, device.sms // t.cluster) * t.cluster
-        yield Plan(t, 1, blocks if t.cluster_k > 1 else min(blocks, resident), _wgmma_us(t, blocks, k_tiles, p, device))
-    else:
-        for splits in SPLITS:
-            if splits == 1 or (splits <= parts and tiles < 2 * t.per_sm * device.sms and not t.least_k):
-                yield Plan(t, splits, tiles * splits, _mma_us(t, tiles * splits, k_tiles, splits, p, device))
+        return
+    for splits in SPLITS if t.split_k else (1,):
+        if splits == 1 or (splits <= parts and tiles < 2 * t.per_sm * device.sms):
+            blocks, one, resident = tiles * splits * t.cluster_k, ceil(k_tiles / splits), max(1, device.sms // t.cluster) * t.cluster
+            us = (_wgmma_us if t.wgmma else _mma_us)(t, blocks, one, splits, p, device)
+            if splits > 1:  # partial sums are written and read once; most of them stay in L2
+                us += REDUCE_US + _memory_us(11 * p.batch * p.M * p.N * splits, device)
+            yield Plan(t, splits, min(blocks, resident) if t.wgmma and t.cluster_k == 1 else blocks, us)
 
 
 def _memory_us(moved: float, device: Device) -> float:
@@ -206,7 +206,8 @@ def _direct_us(tile: Tile, tiles: int, lanes: int, p: Problem, device: Device) -
     """Fitted to 60 timings on one H100. A block takes a time, and each two steps of its warps, more if vectors are not aligned. Along n,
     sectors of 32 bytes are loaded in part if many lanes share columns."""
     memory = _memory_us(p.batch * p.N * p.K * p.itemsize, device) * (1 if p.b_k else (16 + lanes) / 24)
-    slow = 1 if (p.K if p.b_k else p.N) % 4 == 0 else 32 // lanes if p.b_k else 14 / p.itemsize
+    along_k = 32 // lanes if p.itemsize == 4 else (1.5 + 1.6 * tile.rows) * max(1, 16 / lanes)
+    slow = 1 if (p.K if p.b_k else p.N) % 4 == 0 else along_k if p.b_k else 14 / p.itemsize
     steps, waves = ceil(p.K / (64 * lanes)), ceil(tiles / (device.sms * tile.per_sm))
     return DIRECT_US + max(memory, waves * (1.4 + 0.5 * tile.rows + (0.5 if p.b_k else 1.0) * slow * steps))
 
@@ -218,21 +219,22 @@ def _mma_us(tile: Tile, blocks: int, k_tiles: int, splits: int, p: Problem, devi
     per_sm = max(1, min(tile.per_sm, device.sm_shared_bytes // (tile.shared + 1024)))
     on_sm = ceil(blocks / device.sms)  # of the busiest SM
     alone = 1.3 if min(on_sm, per_sm) * tile.warps < 8 else 1.0  # few warps hide less latency
-    ends = ceil(on_sm / per_sm) * 2500  # cycles to fill the ring buffer and to store the tile
-    reduce = REDUCE_US + _memory_us(8 * p.batch * p.M * p.N * splits, device) if splits > 1 else 0.0  # written and read once
-    return MMA_US + _copy_us(p, device) + reduce + (on_sm * ceil(k_tiles / splits) * max(tensor, copy) * alone + ends) / device.cycles_us
+    slow = splits == 1 and p.N * p.itemsize % 16 > 0  # results are stored one by one
+    ends = 350 + tile.rows * tile.columns * (0.4 + 9 / tile.warps * slow)  # cycles to fill the ring buffer and to store the tile
+    return MMA_US + _copy_us(p, device) + (on_sm * k_tiles * max(tensor, copy) * alone + ceil(on_sm / per_sm) * ends) / device.cycles_us
 
 
-def _wgmma_us(tile: Tile, blocks: int, k_tiles: int, p: Problem, device: Device) -> float:
+def _wgmma_us(tile: Tile, blocks: int, k_tiles: int, splits: int, p: Problem, device: Device) -> float:
     rate = tile.efficiency * device.wgmma_fmas_cycle * 2 / p.itemsize
     tensor = tile.rows * tile.columns * (K_BYTES // p.itemsize) * p.terms / rate
     copy = (2 if tile.split else 1) * (tile.rows + tile.columns // tile.share) * K_BYTES / TMA_BYTES_CYCLE[p.whole_lines]
     copy *= min(1, blocks / device.sms)  # the limit is that of all SMs together
     on_sm = ceil(blocks / device.sms)  # of the busiest SM
-    us = WGMMA_US + (UNALIGNED_US if p.N * p.itemsize % 16 else 0)
-    us += on_sm * (ceil(k_tiles / tile.cluster_k) * max(tensor, copy) + 500) / device.cycles_us
-    if tile.cluster_k > 1:
-        us += CLUSTER_US * tile.columns / 128 * tile.cluster_k * on_sm  # the next block does not start before
+    slow = UNALIGNED_US * tile.columns / 128 if p.N * (p.itemsize if splits == 1 else 4) % 16 else 0
+    cluster = 0 if tile.cluster_k == 1 else CLUSTER_US if on_sm == 1 else 10  # the next cluster starts late
+    moved = 0 if p.whole_lines else 1.8 * p.batch * (p.M + p.N) * p.K * p.itemsize  # device memory is slower, too
+    us = on_sm * (slow + cluster + (ceil(k_tiles / tile.cluster_k) * max(tensor, copy) + 1400) / device.cycles_us)
+    us = WGMMA_US + max(us, _memory_us(moved, device))
     if p.terms == 3:  # both operands are read and written twice
         return us + SPLIT_US + _memory_us(3 * 4 * p.batch * (p.M + p.N) * p.K, device)
     return us + _copy_us(p, device)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cukern.ops.matmul.plan import TILES, Problem, plan
+from cukern.ops.matmul.plan import TILES, Problem, Tile, plan
 from cukern.runtime.backend import Dim, spread
 from cukern.runtime.device import cached, device_of
 from cukern.runtime.kernel import Kernel, Template
@@ -70,7 +70,7 @@ class _Operand(NamedTuple):
         """Boxes of `box` rows of 128 bytes along K, or of 64 k by 128 bytes along the rows."""
         outer, inner, box = (self.rows, self.K, box) if self.along_k else (self.K, self.rows, 64)
         strides = self.batch or outer * self.ld, self.ld, 1
-        arguments = (self.matrices, outer, inner), strides, (1, box, 128 // dtype.itemsize), 128, 256, "zeros", tf32
+        arguments = (self.matrices, outer, inner), strides, (1, box, 128 // dtype.itemsize), 128, 128, "zeros", tf32
         return functools.lru_cache(256)(lambda address: encode(index, address, dtype, *arguments))
 
 
@@ -102,7 +102,15 @@ def launch(out: Tensor, a: Tensor, b: Tensor, e: Epilogue, terms: int, wgmma: bo
     if found.maps and bias is not None and bias.data_ptr() % (2 * bias.itemsize):
         bias = bias.clone()  # the kernel loads pairs
     partials = torch.empty(found.splits * out.numel(), dtype=torch.float32, device=out.device) if found.splits > 1 else None
-    at_out, at_pre, at_bias, at_residual = pointers(out, e.pre, bias, e.residual)
+    if partials is None:
+        _start(found, index, e.residual is out and out.dtype == torch.float32, at_a, at_b, *pointers(out, e.pre, bias, e.residual))
+    else:
+        _start(found, index, False, at_a, at_b, *pointers(partials, None, None, None))
+        _reduce(out, partials, a.dtype, e, found.sizes)
+
+
+def _start(found: _Launch, index: int, adds: bool, at_a: int, at_b: int, at_out: int, at_pre: int, at_bias: int, at_residual: int) -> None:
+    """Launch the kernel of the product. `at_out`: the results, or the partial sums. `adds`: it may add to float32 results by TMA."""
     operands: tuple[int | bytes, ...] = (at_a, at_b)
     last: tuple[int, ...] = found.lanes
     if found.maps:
@@ -111,14 +119,12 @@ def launch(out: Tensor, a: Tensor, b: Tensor, e: Epilogue, terms: int, wgmma: bo
         results = first, first
         if of_out and not (at_out | at_pre | at_residual) % 16:
             results, last = (of_out[0](at_out), of_out[0](at_pre) if at_pre else first), (BY_TMA,)
-            if e.residual is out and out.dtype == torch.float32:
+            if adds:
                 last, at_residual = (ADDED,), 0
         operands = first, of_b(at_b), *results
     elif not last:
-        operands = *pointers(partials), at_a, at_b
+        operands = at_out, at_a, at_b  # v6 stores either results or partial sums
     found.kernel.on(index)(found.grid, found.block, found.shared, at_out, at_pre, *operands, at_bias, at_residual, found.sizes, *last)
-    if partials is not None:
-        _reduce(out, partials, a.dtype, e, found.sizes)
 
 
 def _copied(a: Tensor, b: Tensor, found: _Launch) -> tuple[list[Tensor], int, int]:
@@ -164,6 +170,7 @@ def _prepared(
     problem = Problem(M, N, K, batch, itemsize, terms, wgmma, a.along_k, b.along_k, moved, whole)
     tile, splits, blocks, _, lanes = plan(problem, device_of(index), splitting)
     shared, rest = tile.shared, dict[str, Any]()  # the last fields of _Launch
+    stored = torch.float32 if splits > 1 else out_dtype  # by v7
     if not tile.stages:
         kernel, rest["lanes"] = DIRECT[dtype, out_dtype, tile.name], (lanes,)
     else:
@@ -174,10 +181,10 @@ def _prepared(
         if tile.wgmma:
             boxes = (a, tile.rows), (b, tile.columns // tile.share)
             maps = [operand.map(index, rows, dtype, dtype == torch.float32) for operand, rows in boxes]
-            if tile.cluster_k == 1 and N * out_dtype.itemsize % 16 == 0:
-                maps.append(_Operand(True, M, N, N, batch, M * N).map(index, 16, out_dtype))
+            if tile.cluster_k == 1 and N * stored.itemsize % 16 == 0:
+                maps.append(_Operand(True, M, N, N, batch * splits, M * N).map(index, 16, stored))
             rest["maps"] = maps
-            kernel = V7[dtype, out_dtype, a.along_k, b.along_k, 0 if tile.cluster_k > 1 else activation, tile.name]
+            kernel = V7[dtype, stored, a.along_k, b.along_k, 0 if tile.cluster_k > 1 or splits > 1 else activation, tile.name]
         else:
             kernel, shared = V6[dtype, out_dtype, terms, a.along_k, b.along_k, tile.name], spread(shared, blocks, index)
     sizes = SIZES.pack(M, N, K, batch, splits, activation, a.ld, b.ld, a.batch, b.batch)
@@ -200,9 +207,13 @@ def instances(dtype: torch.dtype, wgmma: bool) -> Iterable[Kernel]:
     yield PAD[dtype]
     yield from (REDUCE[dtype, dtype, width] for width in (1, 16 // dtype.itemsize))
     yield from (DIRECT[dtype, dtype, tile.name] for tile in TILES if not tile.stages)
-    tiles = [t for t in TILES if t.stages and t.wgmma <= wgmma and t.split <= (dtype == torch.float32)]
-    for tile, a_k, b_k in itertools.product(tiles, (True, False), (True, False)):
-        if not tile.wgmma:
-            yield V6[dtype, dtype, 3 if tile.split else 1, a_k, b_k, tile.name]
-        elif dtype.itemsize == 2 or (a_k and b_k):
-            yield V7[dtype, dtype, a_k, b_k, 0, tile.name]
+    for tile, a_k, b_k in itertools.product(TILES, (True, False), (True, False)):
+        if tile.stages and tile.wgmma <= wgmma and tile.split <= (dtype == torch.float32) and not (tile.least_k and dtype.itemsize == 4):
+            yield from _of_tile(tile, dtype, a_k, b_k)
+
+
+def _of_tile(tile: Tile, dtype: torch.dtype, a_k: bool, b_k: bool) -> Iterable[Kernel]:
+    if not tile.wgmma:
+        yield V6[dtype, dtype, 3 if tile.split else 1, a_k, b_k, tile.name]
+    elif dtype.itemsize == 2 or (a_k and b_k):
+        yield from (V7[dtype, out, a_k, b_k, 0, tile.name] for out in {dtype, torch.float32 if tile.split_k else dtype})

@@ -156,23 +156,35 @@ def test_3xtf32_by_wgmma(device):
 
 
 @kernels
-@pytest.mark.parametrize("version", ("v6", "v7"))
-def test_split_k(device, version, monkeypatch):
-    """Partial sums are added in a fixed order, and the bias, activation and residual are applied once, at the end."""
+@pytest.mark.parametrize("version, tile", [x for x in TILES if x[1].split_k or x[1].cluster_k > 1], ids=lambda x: getattr(x, "name", x))
+def test_split_k(device, version, tile, monkeypatch):
+    """Partial sums are added in a fixed order, and the bias, activation and residual are applied once, at the end. The parts of K are not
+    equal."""
     need(version)
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: False)
     monkeypatch.setattr("cukern.ops.matmul.tensor_cores._deterministic", lambda: False)
-    few = tensor_plan.Problem(24, 40, 1032, 1, 2, 1, False)
-    assert tensor_plan.plan(few, KNOWN["h200"]._replace(sms=16), True).splits > 1
-    for N, tile in itertools.product((40, 41), ("Wgmma128x128k4", "Wgmma128x192k4") if version == "v7" else ("",)):
-        a, b = matrix(24, 1032, False, B, device), matrix(1032, N, True, B, device)
-        assert_right(multiply(a, b, version, tile), a, b, N)
-        assert same_bits(multiply(a, b, version, tile), multiply(a, b, version, tile))
-        bias, residual = matrix(1, N, False, B, device)[0], matrix(24, N, False, B, device)
-        with restricted(tile):
+    monkeypatch.setattr(tensor_plan, "SPLITS", (3,))
+    dtype, allowed = (F, 1e-5) if tile.split else (B, 2**-8)
+    K = 13 * 128 // dtype.itemsize + 8
+    for N, ta in ((40, False), (41, True)):
+        a, b = matrix(24, K, ta, dtype, device), matrix(K, N, True, dtype, device)
+        assert_right(multiply(a, b, version, tile.name), a, b, N)
+        assert same_bits(multiply(a, b, version, tile.name), multiply(a, b, version, tile.name))
+        bias, residual = matrix(1, N, False, dtype, device)[0], matrix(24, N, False, dtype, device)
+        into = residual.to(F, copy=True)
+        with restricted(tile.name):
+            with collecting() as found:
+                cukern.matmul(a, b, version=version)
             ours = cukern.linear(a, b.t(), bias, activation="relu", residual=residual, version=version)
-        exact = (a.double() @ b.double() + bias.double()).relu() + residual.double()
-        assert float((ours.double() - exact).norm() / exact.norm()) < 2**-8
+            both = cukern.matmul(torch.stack((a, -a)), b, version=version)
+            torch.ops.cukern._add_product(into, a, b, None, version)
+        assert any("v6_reduce" in name for name in found) == tile.split_k
+        product = a.double() @ b.double()
+        exact = (product + bias.double()).relu() + residual.double()
+        assert float((ours.double() - exact).norm() / exact.norm()) < allowed
+        assert float((both[0].double() - product).norm() / product.norm()) < allowed and same_bits(both[0], -both[1])
+        exact = product + residual.double()
+        assert float((into.double() - exact).norm() / exact.norm()) < 1e-5
 
 
 @kernels
@@ -321,7 +333,7 @@ def test_precision_follows_torchs_switches(device):
 
 @pytest.mark.parametrize("name, v7", (("h200", True), ("b200", False), ("a100", False)))
 def test_the_default_of_an_activation_is_v7_only_with_wgmma(name, v7):
-    x = torch.ones(64, 64, dtype=B)
+    x = torch.ones(512, 512, dtype=B)
     with cukern.backend("sim"), setting(simulated=KNOWN[name]), collecting() as found:
         cukern.linear(x, x, activation="relu")
     assert [kernel.partition("<")[0] for kernel in found] == ["matmul_v7"] * v7
