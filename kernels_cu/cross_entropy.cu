@@ -33,10 +33,10 @@ struct Options {
     double smoothing, z_loss, softcap;
 };
 
-// lse = largest + log_sum, with the largest c.
+// lse = largest[0] + log_sum, with the largest c. An array, so that no bytes of padding stay unwritten.
 template <typename C>
 struct Lse {
-    C largest;
+    C largest[8 / sizeof(C)];
     double log_sum;
 };
 
@@ -182,7 +182,7 @@ __device__ __forceinline__ double write_loss(compute_t<T>* losses, Lse<compute_t
     }
     loss = compute_t<T>(loss);
     if (losses) losses[row] = loss;
-    lse[row] = {sums.largest, log_sum};
+    lse[row] = {{sums.largest}, log_sum};
     return loss;
 }
 
@@ -228,7 +228,7 @@ struct Gradient {
     __device__ __forceinline__ void look(const V&) const {}
     __device__ __forceinline__ void raise() {
         double log_sum = opaque(lse.log_sum), divisor = opaque(count);
-        C largest = opaque(lse.largest), weight = target >= 0 ? dloss / C(divisor) : C(not_a_number());
+        C largest = opaque(lse.largest[0]), weight = target >= 0 ? dloss / C(divisor) : C(not_a_number());
         of_p = weight * (1 + C(2 * o.z_loss) * C(largest + log_sum));
         of_target = weight * C(1 - o.smoothing);
         of_all = o.smoothing != 0 ? weight * C(o.smoothing) / o.vocab : C(0);

@@ -134,7 +134,7 @@ def _launch(x: Tensor, scale: float, log: bool, version: str) -> Tensor:
         return out
     if not LEAST_SCALE <= abs(scale) <= MOST_SCALE:
         return _launch(_scaled(x, scale, 1), 1.0, log, version).to(x.dtype)
-    if _few_rows(x):
+    if x.ndim == 3 and _few_rows(x):
         return _launch(_as_matrix(x), scale, log, version).view(x.mT.shape).mT.contiguous()
     x = unit_column_stride(x)
     launch = inner if x.ndim == 3 else choose(_NAMES[log], version, x.get_device()).forward
@@ -148,7 +148,7 @@ def _launch_backward(y: Tensor, g: Tensor, scale: float, log: bool, version: str
         return dx
     if not LEAST_SCALE <= abs(scale) <= MOST_SCALE and y.dtype != torch.float64:
         return _launch_backward(y.double(), g.double(), scale, log, version).to(y.dtype)
-    if _few_rows(y):
+    if y.ndim == 3 and _few_rows(y):
         return _launch_backward(_as_matrix(y), _as_matrix(g), scale, log, version).view(y.mT.shape).mT.contiguous()
     y, g = y.contiguous(), unit_column_stride(g.resolve_neg())
     launch = inner if y.ndim == 3 else choose(_NAMES[log], version, y.get_device()).backward
@@ -159,7 +159,7 @@ def _launch_backward(y: Tensor, g: Tensor, scale: float, log: bool, version: str
 def _few_rows(x: Tensor) -> bool:
     """True for (outer, columns, inner) with few long rows. The kernels along dimension 1 would give them to few blocks. Many blocks share a
     long row of a matrix."""
-    return x.ndim == 3 and x.shape[1] >= LONG and x.shape[0] * x.shape[2] <= FEW
+    return x.shape[1] >= LONG and x.shape[0] * x.shape[2] <= FEW
 
 
 def _as_matrix(x: Tensor) -> Tensor:
