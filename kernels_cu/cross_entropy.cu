@@ -304,10 +304,10 @@ __global__ void __launch_bounds__(256, sizeof(T) == 8 || SOFTCAP ? 1 : 5 - (WARP
 
 // ---- the gradient. Block (threads of a row, rows), grid `pieces` times the groups of rows: as many pieces of a row as give each thread LOADS
 // vectors. As in elementwise kernels, short blocks without a loop reach the speed of a copy. The rows begin with the last one, which the
-// forward has left in L2. LOADS = 0, for v1: one piece. An ignored row is not read.
+// forward has left in L2. LOADS = 0, for v1: one piece. An ignored row is not read. float has 56 registers, 16-bit types up to 64.
 
 template <typename T, bool SOFTCAP, int LOADS>
-__global__ void __launch_bounds__(256, sizeof(T) == 8 || SOFTCAP ? 1 : 4)
+__global__ void __launch_bounds__(LOADS ? 128 : 256, sizeof(T) == 8 || SOFTCAP || !LOADS ? 1 : 8 + (sizeof(T) == 4))
     cross_entropy_bwd(T* dx, const T* x, const void* targets, const void* lse, const compute_t<T>* dloss, const double* count, bool wide,
                       long long rows, int columns, long long dx_row, long long x_row, unsigned pieces, Options o) {
     let_next_come();
