@@ -54,6 +54,8 @@ def reference(x: Tensor) -> Tensor:
 def _launch_square(x: Tensor, version: str) -> Tensor:
     if x.is_neg():
         checks.negative_bit("x")
+    if x.is_nested:
+        checks.strided("x", x)
     out = torch.empty_like(x)
     n = x.numel()
     if n == 0:

@@ -8,6 +8,7 @@ import torch
 from helpers import FLOATS, assert_accurate, gpu, places, same_bits
 
 import cukern
+from cukern.ops.square import _launch_square
 from cukern.runtime.registry import OPS
 
 SHAPES = [(), (0,), (3, 0, 5), (1,), (1, 1), (2,), (3,), (7,), (255,), (256,), (257,), (1023,), (2049,), (31, 33), (2, 3, 5, 7), (64, 1000)]
@@ -167,6 +168,13 @@ def test_negative_bit_is_refused_with_the_way_out(device):
     with pytest.raises(ValueError, match=r"x has the negative bit.*x\.resolve_neg\(\)"):
         cukern.square(x)
     assert torch.equal(cukern.square(x.resolve_neg()), torch.square(x))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_tensor_of_one_number_is_refused():
+    """Other nested tensors have no strides, which raises an error too. On a GPU nothing is checked before the launch."""
+    with pytest.raises(TypeError, match="x must be a strided tensor, got a nested one"):
+        _launch_square(torch.nested.nested_tensor([torch.tensor(2.0)]), "")
 
 
 @DEVICES
