@@ -236,10 +236,11 @@ __device__ __forceinline__ void add_rows(W* result, C* partials, long long first
     if (blockDim.y == 1) return;
     __syncthreads();
     for (int i = threadIdx.y * blockDim.x + threadIdx.x; i < columns; i += blockDim.x * blockDim.y) {
-        C sum[1] = {};
+        double sum = 0;  // up to 64 equal numbers would lose 6 epsilons in float
 #pragma unroll 8
-        for (int y = 0; y < blockDim.y; ++y) sum[0] += shared[y * columns + i];
-        store_sums(result, partials, i, sum);
+        for (int y = 0; y < blockDim.y; ++y) sum += shared[y * columns + i];
+        C rounded[1] = {C(sum)};
+        store_sums(result, partials, i, rounded);
     }
     __syncthreads();
 }

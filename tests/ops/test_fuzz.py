@@ -36,12 +36,15 @@ LEAST = T((8, 2), "bfloat16", values="special", grad=True)
 NO_SAMPLES = tuple(T(shape, "float64", grad=True) for shape in ((2, 3), (1, 2), (0, 3, 1)))
 KRON = {"bias": None, "residual": T((0, 6), "float64", grad=True), "scale": 1.0, "version": None}
 LARGEST = {"gate": T((33,), "float32", values="special", grad=True), "up": T((33,), "float32", grad=True)}
+EQUAL = {"x": T((4, 4, 4, 1), "float32", grad=True), **{name: T((1,), "float32", grad=True) for name in ("weight", "bias")}}
+OF_SIZE_1 = {name: (T((1, 1, 2), "float32", order=(0, 2, 1)),) for name in ("params", "grads", "exp_avgs")}
+OF_SIZE_1 |= {"exp_avg_sqs": (T((1, 1, 2), "float32", values="squares", order=(0, 2, 1)),)}
 COLUMN = {"x": T((1025, 1), "float64", seed=1, grad=True), "dim": 0, "scale": 0.125}
 FOUND = [  # a view with a size of -1 under vmap over an empty batch; sums of equal numbers, one by one; rounding of torch's float64;
     # a moment that is the gradient, of its difference from the old one; the tangent of lse = -inf;
     # torch's second derivative of an embedding of no tokens; torch's gelu of the least normal bfloat16; logsumexp of logits of 1e13;
     # no gradient of torch's for a factor without samples; torch's gelu of the largest float32;
-    # an int that torch's ops do not take
+    # an int that torch's ops do not take; 64 equal numbers in float32; strides of dimensions of size 1
     Case("attention", "", "transforms", {"q": EMPTY, "k": EMPTY, "v": T((1, 1), "float64"), "scale": 1.0, "version": "v1"}, ("jacfwd", 0)),
     Case("attention", "", "transforms", {**NO_KEYS, "causal": False, "return_lse": True, "version": None}, ("jvp", 0)),
     Case("embedding", "", "transforms", {**NO_TOKENS, "positions": None, "version": None}, ("twice", 0)),
@@ -54,6 +57,8 @@ FOUND = [  # a view with a size of -1 under vmap over an empty batch; sums of eq
         "kron_linear", "reference", "transforms", {"x": T((0, 6), "float64", grad=True), "factors": NO_SAMPLES, **KRON}, ("checkpoint", 0)
     ),
     Case("linear_cross_entropy", "", "nonsense", {**ONE, **SUM, "chunk_rows": None}, ("chunk_rows", None, "10**400")),
+    Case("layernorm", "sim", "valid", {**EQUAL, "eps": 1e-05, "residual": None, "version": None}, (1, 0)),
+    Case("adamw", "", "nonsense", {**OF_SIZE_1, "step": 1, "betas": (0.9, 0.999), "version": None}, ("params", 0, "v.numpy()")),
     Case("gelu", "reference", "valid", {"x": LEAST, "bias": None, "approximate": "none", "version": None}, (0, 1)),
     Case("gelu", "", "valid", {"x": SPECIAL, "bias": None, "approximate": "tanh", "version": None}, (0, 1)),
     Case("geglu", "", "valid", {**LARGEST, "approximate": "none", "version": None}, (0, 1)),
