@@ -74,19 +74,19 @@ def _call(op: str, function: str, version: str | None, x: Tensor, up: Tensor | N
     checks.version(op, version, VERSIONS)
     if backend.uses_torch(op, version, x):
         return _on_cpu(function, x, up, bias)
-    order = _dense_order(x, up) if bias is None else None
+    is_one_row = bias is None and x.is_contiguous() and (up is None or up.is_contiguous())
+    order = None if is_one_row else _dense_order(x, up, bias)
     if order is not None:  # computed in the order of memory
         y = _call(op, function, version, x.permute(order), None if up is None else up.permute(order), None)
         return y.permute([order.index(d) for d in range(x.ndim)])
-    is_one_row = bias is None and x.is_contiguous() and (up is None or up.is_contiguous())
     matrices = (t if t is None else t.reshape(1, t.numel()) if is_one_row else as_matrix(t) for t in (x, up))
     run = _apply if watched(x, up, bias) else _gelu
     return run(*matrices, None if bias is None else bias.reshape(bias.numel()), function, version or "").view(x.shape)
 
 
-def _dense_order(x: Tensor, up: Tensor | None) -> tuple[int, ...] | None:
-    """The dimensions of x from the outermost, if it is dense but not contiguous, such as channels_last, and `up` is alike."""
-    if x.is_contiguous() or (up is not None and up.stride() != x.stride()):
+def _dense_order(x: Tensor, up: Tensor | None, bias: Tensor | None) -> tuple[int, ...] | None:
+    """The dimensions of x from the outermost, without a bias, if x is dense but not contiguous, such as channels_last, and `up` alike."""
+    if bias is not None or x.is_contiguous() or (up is not None and up.stride() != x.stride()):
         return None
     order = x.dim_order()
     return order if x.permute(order).is_contiguous() else None
