@@ -65,8 +65,9 @@ def cross_entropy(
     A target outside 0..vocab_size-1 that is not ignore_index raises ValueError on the CPU. On a GPU, where that would need a
     synchronization, the loss and the gradient of its row are NaN. So they are in the simulator.
 
-    Raises TypeError for another dtype or an option of another type; ValueError for shapes or devices that do not fit, for logits that
-    may also be meant as torch's (N, C, ...) because the sizes of their last dimensions are equal, or an option outside its range. The z-loss is that of PaLM (Chowdhery et al., arXiv 2204.02311), the softcap that of Gemma 2 (arXiv 2408.00118).
+    Raises TypeError for another dtype or an option of another type; ValueError for shapes or devices that do not fit, for logits that may
+    also be meant as torch's (N, C, ...), because the sizes of all their dimensions but the first are equal, and for an option outside its
+    range. The z-loss is that of PaLM (Chowdhery et al., arXiv 2204.02311), the softcap that of Gemma 2 (arXiv 2408.00118).
     """
     logits = interop.floats("logits", logits)
     targets = interop.indices("targets", targets, "logits", logits)
