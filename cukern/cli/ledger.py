@@ -6,7 +6,8 @@ from typing import Annotated
 
 import typer
 
-from cukern.bench.ledger import GPUS, digests, ledger as lines_of
+from cukern.bench.ledger import GPUS, digests
+from cukern.bench.ledger import ledger as lines_of
 from cukern.cli.common import find_op, say
 from cukern.runtime import checks
 from cukern.runtime.device import KNOWN
