@@ -2,8 +2,7 @@
 whose compiled form should not be slower than eager calls of the same ops."""
 
 import pytest
-import torch
-from conftest import DEVICE, cases
+from conftest import GPU, cases
 
 from cukern.bench import llama_block
 
@@ -18,15 +17,9 @@ def test_attention(run, dims, provider, backward):
 
 @pytest.mark.parametrize(("batch", "tokens"), llama_block.SHAPES)
 @pytest.mark.parametrize("way", ["eager", "compiled"])
-def test_llama_block(benchmark, way, batch, tokens):
+def test_llama_block(run_call, way, batch, tokens):
     """Forward and backward of a block with rope, rmsnorm, attention and swiglu. `cukern bench llama_block` measures both in alternation."""
-    on_gpu = DEVICE.type == "cuda"
-    step = (llama_block.steps(batch, tokens) if on_gpu else llama_block.steps(batch, 32, 4, 2, 16, 96))[way]
-
-    def waited_for():
-        step()
-        if on_gpu:
-            torch.cuda.synchronize()
-
-    waited_for()  # compiles
-    benchmark(waited_for)
+    sizes = (tokens,) if GPU else (32, 4, 2, 16, 96)
+    step = llama_block.steps(batch, *sizes)[way]
+    results = step()  # the output, and the gradients of x and of the weights, which are as large as these
+    run_call(step, 2 * sum(t.nbytes for t in results), dtype=results[0].dtype)

@@ -30,31 +30,26 @@ def draw(*shape: int) -> torch.Tensor:
     return (torch.randn(*shape, device=DEVICE) * shape[-1] ** -0.5).to(torch.bfloat16).requires_grad_()
 
 
-def measure(benchmark: Callable, function: Callable[[], torch.Tensor], inputs: list[torch.Tensor]) -> None:
-    """Forward and backward."""
-    dy = torch.randn_like(function())
-
-    def step() -> None:
-        torch.autograd.grad(function(), inputs, dy)
-        if DEVICE == "cuda":
-            torch.cuda.synchronize()
-
-    benchmark(step)
+def measure(run_call: Callable, function: Callable[[], torch.Tensor], inputs: list[torch.Tensor]) -> None:
+    """Forward and backward. Bytes: each input, the output and their gradients once."""
+    y = function()
+    dy = torch.randn_like(y)
+    run_call(lambda: torch.autograd.grad(function(), inputs, dy), 2 * sum(t.nbytes for t in (y, *inputs)))
 
 
 @pytest.mark.parametrize("way", ["cukern", "materialised"])
-def test_lokr(benchmark, way):
+def test_lokr(run_call, way):
     x, w1, w2, base = draw(ROWS, 3840), draw(16, 16), draw(240, 240), draw(ROWS, 3840)
     ways = {
         "cukern": lambda: cukern.lokr_linear(x, w1, w2, scale=0.5, residual=base),
         "materialised": lambda: base + 0.5 * (x @ torch.kron(w1, w2).t()),
     }
-    measure(benchmark, ways[way], [x, w1, w2, base])
+    measure(run_call, ways[way], [x, w1, w2, base])
 
 
 @pytest.mark.parametrize("way", ["cukern", "materialised"])
 @pytest.mark.parametrize("sizes", [(64, 64), (112, 128)], ids=str)
-def test_flatquant_rotation(benchmark, sizes, way):
+def test_flatquant_rotation(run_call, sizes, way):
     x, ws = draw(ROWS, sizes[0] * sizes[1]), [draw(n, n) for n in sizes]
     ways = {"cukern": lambda: cukern.kron_linear(x, ws), "materialised": lambda: x @ torch.kron(*ws)}
-    measure(benchmark, ways[way], [x, *ws])
+    measure(run_call, ways[way], [x, *ws])

@@ -1,24 +1,71 @@
 """What the pytest-benchmark files share: every provider of an op, forward and backward, at sizes that the machine can bear.
 
-Run `pytest benchmarks/bench_square.py`. `cukern bench` measures the device alone; here each call is waited for, as by a user who needs
-the result.
+Run `pytest benchmarks/bench_square.py`. pytest-benchmark's own times are of one call that is waited for, as by a user who needs the result.
+`extra_info` has what `cukern bench` measures: device time by CUDA events, bytes, TB/s, TFLOP/s, of limit. All runs in one process.
 """
 
 import pytest
 import torch
 
-from cukern.bench import calls, environment
-from cukern.bench.measure import providers
+from cukern.bench import calls, environment, timing
+from cukern.bench.measure import Row, copies, measure, providers
+from cukern.runtime.backend import simulating
 from cukern.runtime.registry import OPS
 
 DEVICE = environment.device()
+GPU = DEVICE.type == "cuda"
+SECONDS = 0.3 if GPU else 0.02  # for the times of extra_info, per benchmark
+TIMES = f"CUDA events on {environment.gpu_name()}" if GPU else "the simulator, on the CPU" if simulating() else "torch on the CPU"
+_ONE = pytest.StashKey[str]()  # the workers that were asked for
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config):
+    """One process, whatever -n says: pytest-benchmark measures nothing under pytest-xdist, and parallel runs would share the GPU."""
+    asked = getattr(config.option, "numprocesses", None) or getattr(config.option, "tx", None)
+    if asked:
+        config.stash[_ONE] = f"{asked} of -n or --tx is ignored"
+    for option, value in (("numprocesses", 0), ("dist", "no"), ("tx", [])):
+        if hasattr(config.option, option):
+            setattr(config.option, option, value)
+
+
+def pytest_report_header(config):
+    one = f"; one process ({config.stash[_ONE]})" if _ONE in config.stash else ""
+    return f"cukern benchmarks: times of {TIMES}{'' if GPU else ', not of a GPU: there is none'}{one}"
+
+
+def _off(config) -> bool:
+    """True if the user asked to measure nothing."""
+    return any(config.getoption(name, False) for name in ("collectonly", "benchmark_disable", "benchmark_skip"))
+
+
+def pytest_sessionfinish(session, exitstatus):
+    """A run that measured nothing is not green."""
+    wanted = any("benchmark" in getattr(item, "fixturenames", ()) for item in getattr(session, "items", ()))
+    if exitstatus == 0 and wanted and not _off(session.config) and not session.config._benchmarksession.benchmarks:
+        session.exitstatus = pytest.ExitCode.NO_TESTS_COLLECTED
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    """The numbers of extra_info, below pytest-benchmark's table."""
+    found = [b for b in getattr(getattr(config, "_benchmarksession", None), "benchmarks", ()) if "times_of" in b.extra_info]
+    if not found and not _off(config):
+        terminalreporter.write_line("no benchmark ran: nothing was measured", red=True)
+    if found:
+        terminalreporter.section(f"cukern.bench: times of {TIMES}")
+        width = max(len(b.name) for b in found)
+        titles = "device_us", "bytes", "tbps", "tflops", "of_limit"
+        for name, *cells in (("", *titles), *((b.name, *(b.extra_info.get(t) for t in titles)) for b in found)):
+            shown = ("" if c is None else c if isinstance(c, str) else f"{c}" if isinstance(c, int) else f"{c:.4g}" for c in cells)
+            terminalreporter.write_line(f"{name:{width}} " + " ".join(f"{c:>12}" for c in shown))
 
 
 def cases(name: str) -> list:
     """(dims, provider) of an op: what runs here, and, to be skipped with the reason, what does not."""
     op = OPS[name]
     functions, missing = providers(op, DEVICE, None)
-    shapes = op.bench_dims if DEVICE.type == "cuda" else op.check_dims[-1:]
+    shapes = op.bench_dims if GPU else op.check_dims[-1:]
     found = [pytest.param(dims, key, id=f"{_by(dims)}-{'-'.join(filter(None, key))}") for dims in shapes for key in functions]
     return found + [pytest.param((), (peer, ""), marks=pytest.mark.skip(reason=f"{peer}: {why}"), id=peer) for peer, why in missing.items()]
 
@@ -32,13 +79,25 @@ def _by(dims: tuple[int, ...]) -> str:
     return "x".join(map(str, dims))
 
 
+@pytest.fixture(autouse=True)
+def measures(request):
+    """A benchmark of a run in which pytest-benchmark is switched off fails, unless the user switched it off."""
+    if request.config._benchmarksession.disabled and not _off(request.config):
+        pytest.fail("pytest-benchmark measures nothing under pytest-xdist: run `pytest benchmarks/`, or with -n 0", pytrace=False)
+
+
 @pytest.fixture
 def run(benchmark):
     """Time one pass of a provider."""
 
     def timed(name: str, dims: tuple[int, ...], key: tuple[str, str], backward: bool) -> None:
-        op = OPS[name]
-        function = providers(op, DEVICE, [key[1] if key[1] in op.versions else key[0]])[0][key]
+        op, only = OPS[name], [key[1] if key[1] in OPS[name].versions else key[0]]
+        if not benchmark.disabled:
+            table = measure(op, dims, torch.float32, "bwd" if backward else "fwd", DEVICE, only, SECONDS)
+            for row in table.rows:
+                if (row.provider, row.version) == key:
+                    benchmark.extra_info.update(_extra(row))
+        function = providers(op, DEVICE, only)[0][key]
         inputs = op.make(dims, torch.float32, DEVICE)
         benchmark.group = f"{name} {_by(dims)} {'backward' if backward else 'forward'}"
         if backward:
@@ -52,8 +111,35 @@ def run(benchmark):
     return timed
 
 
+@pytest.fixture
+def run_call(benchmark):
+    """Time one call that is not an op of the registry. `total`: the bytes that it must move; `flops`: if it is bound by them."""
+
+    def timed(call, total: int, flops: int = 0, dtype: torch.dtype = torch.bfloat16) -> None:
+        _waited_for(call)  # compiles
+        if not benchmark.disabled:
+            with timing.side_stream(DEVICE):
+                own = {"call": [call]} | ({"copy": copies(total, 1, DEVICE)} if GPU and not flops else {})
+                times, failed = timing.device_times(own, DEVICE, SECONDS)
+            for error in failed.values():
+                raise error
+            us, peak = times["call"].median_us, environment.peak_flops(DEVICE, dtype)
+            limit = flops / peak * 1e6 / us if flops and peak else times["copy"].median_us / us if "copy" in times else None
+            row = Row("", "", "", (), str(dtype), "", us, times["call"].iqr_us, total, flops, limit)
+            benchmark.extra_info.update(_extra(row))
+        benchmark(_waited_for, call)
+
+    return timed
+
+
+def _extra(row: Row) -> dict:
+    """`of_limit` is None without a GPU."""
+    numbers = {"device_us": row.median_us, "device_iqr_us": row.iqr_us, "bytes": row.bytes, "tbps": row.tbps}
+    return numbers | {"tflops": row.tflops, "of_limit": row.of_limit, "times_of": TIMES}
+
+
 def _waited_for(call):
     result = call()
-    if DEVICE.type == "cuda":
+    if GPU:
         torch.cuda.synchronize()
     return result

@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 import cukern
-from cukern.cli import bench, check, compile, doctor, gpt2, new, own_file, plot, profile, report, sass, sim, tune, watch
+from cukern.cli import bench, check, compile, doctor, gpt2, ledger, new, own_file, plot, profile, report, sass, sim, tune, watch
 from cukern.cli.common import Dtype, errors, say
 from cukern.runtime.backend import simulating
 from cukern.runtime.compiler import CompileError, SetupError
@@ -93,7 +93,7 @@ def _help(command: Callable[..., None]) -> str:
 
 for _command in (
     *(check.check, bench.bench, watch.watch, plot.plot, plot.compare, report.report, profile.profile),
-    *(compile.compile, sass.sass, new.new, tune.tune, doctor.doctor),
+    *(compile.compile, ledger.ledger, sass.sass, new.new, tune.tune, doctor.doctor),
 ):
     app.command(help=_help(_command))(_command)
 app.command("sim", help=_help(sim.simulate))(sim.simulate)

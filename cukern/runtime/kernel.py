@@ -98,7 +98,7 @@ class Kernel:
         loaded = self._loaded.get(device)
         if _collected is not None and device == backend.SIMULATED:
             _collected[self.name] = self
-            return _not_launched
+            return functools.partial(_not_launched, self.name)
         if loaded is None:
             with no_fork(), self._lock:
                 loaded = self._loaded.get(device) or self._load(device)
@@ -235,6 +235,7 @@ def _launch_at(kernel: Kernel, grid: Any, block: Any, *args: Any) -> None:
 
 
 _collected: dict[str, Kernel] | None = None
+_record: Callable[..., object] | None = None
 
 
 @contextlib.contextmanager
@@ -248,14 +249,27 @@ def collecting() -> Iterator[dict[str, Kernel]]:
         _collected = None
 
 
+@contextlib.contextmanager
+def recording(record: Callable[..., object] | None) -> Iterator[None]:
+    """Inside the block, each launch that `collecting` leaves out is given to `record`: name, grid, block, shared bytes, arguments."""
+    global _record
+    before, _record = _record, record
+    try:
+        yield
+    finally:
+        _record = before
+
+
 def planning() -> bool:
     """True inside `collecting`: results are not needed, so one plan may be used for several calls."""
     return _collected is not None
 
 
-def _not_launched(*_: Any) -> None:
+def _not_launched(name: str, *launch: Any) -> None:
     if _collected is None:
         raise RuntimeError("this launch was planned by cukern.warmup or cukern compile, and cannot run")
+    if _record is not None:
+        _record(name, *launch)
 
 
 _shipped = functools.cache(Source.read)

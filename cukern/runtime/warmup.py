@@ -2,8 +2,9 @@
 
 import contextlib
 import os
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,10 +12,11 @@ from torch.overrides import TorchFunctionMode
 
 from cukern.runtime import backend, checks
 from cukern.runtime.device import Device, assumed, device_of
-from cukern.runtime.kernel import Kernel, collecting
+from cukern.runtime.kernel import Kernel, collecting, recording
 from cukern.runtime.registry import OPS, Op
 
 Shapes = Iterable[Sequence[int]]
+Record = Callable[..., object]  # of a pass and a launch: see kernel.recording
 
 
 def warmup(
@@ -59,12 +61,17 @@ def kernels_for(op: Op, shapes: Shapes, dtypes: Collection[torch.dtype] | None, 
     return planned(op, [variant for dims in shapes for variant in op.variants(tuple(dims))], dtypes, device)
 
 
-def planned(op: Op, shapes: Shapes, dtypes: Collection[torch.dtype] | None, device: Device) -> dict[str, Kernel]:
-    """The kernels that forward and backward launch on a GPU for inputs of exactly these shapes. Needs no GPU and touches no memory."""
+def planned(
+    op: Op, shapes: Shapes, dtypes: Collection[torch.dtype] | None, device: Device, record: Record | None = None
+) -> dict[str, Kernel]:
+    """The kernels that forward and backward launch on a GPU for inputs of exactly these shapes. Needs no GPU and touches no memory.
+
+    `record` is called for each launch, with its pass first: "fwd grad" (inputs that require grad), "bwd", "fwd".
+    """
     with assumed(device), backend.backend("sim"), collecting() as kernels, _Unwritten():
         for dims in shapes:
             for dtype in op.dtypes if dtypes is None else [d for d in op.dtypes if d in dtypes]:
-                _call(op, dims, dtype)
+                _call(op, dims, dtype, record)
         return dict(kernels)
 
 
@@ -75,19 +82,20 @@ class _Unwritten(TorchFunctionMode):
         return (torch.empty if function in (torch.randn, torch.rand) else function)(*args, **(kwargs or {}))
 
 
-def _call(op: Op, dims: Sequence[int], dtype: torch.dtype) -> None:
+def _call(op: Op, dims: Sequence[int], dtype: torch.dtype, record: Record | None) -> None:
     """Plan the launches of forward and backward, without and with gradients."""
     inputs = op.make(dims, dtype, "cpu")
     names = op.names(inputs)
     for grad in (True, False) if op.differentiable else (False,):
         leaves = [x.detach().requires_grad_(grad and op.has_gradient(n, x)) for n, x in zip(names, inputs, strict=True)]
-        with torch.set_grad_enabled(grad):
+        with torch.set_grad_enabled(grad), recording(record and partial(record, "fwd grad" if grad else "fwd")):
             arguments = [x.clone() if n in op.in_place and x.requires_grad else x for n, x in zip(names, leaves, strict=True)]
             result = op.call(*arguments)
         outputs = (result,) if isinstance(result, torch.Tensor) else result
         if grad:
-            wanted = [x for x in leaves if x.requires_grad]
-            torch.autograd.grad(outputs, wanted, [torch.empty_like(y) for y in outputs], allow_unused=True)
+            wanted, grads = [x for x in leaves if x.requires_grad], [torch.empty_like(y) for y in outputs]
+            with recording(record and partial(record, "bwd")):
+                torch.autograd.grad(outputs, wanted, grads, allow_unused=True)
 
 
 def _shapes(ops: Sequence[str], shapes: Shapes | None) -> list[tuple[int, ...]]:
