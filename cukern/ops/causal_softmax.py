@@ -106,8 +106,8 @@ def _logits(x: Tensor, scale: float, window: int | None, sink: Tensor | None) ->
     """(scale * x, sink, hidden). Each row's largest scale * x is subtracted from the first two, and keys that are hidden are -inf. Computed
     in float64 unless x's own precision gives the same. Halves are subtracted before they are scaled, so that nothing overflows."""
     queries, keys = x.shape[-2:]
-    last = torch.arange(queries, device=x.device)[:, None] + keys - queries
-    key = torch.arange(keys, device=x.device)
+    last = torch.arange(queries, dtype=torch.int64, device=x.device)[:, None] + keys - queries
+    key = torch.arange(keys, dtype=torch.int64, device=x.device)
     hidden = key > last if window is None else (key > last) | (key <= last - window)
     half = (x.to(wide(x.dtype) if scale == 1 and sink is None else torch.float64) * 0.5).masked_fill(hidden, -math.inf)
     top = half.detach().amax(-1, keepdim=True) if keys else half.new_zeros(*x.shape[:-1], 1)

@@ -196,8 +196,8 @@ VERSIONS = {
 def _make(positions: bool, dims: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> tuple[Tensor, ...]:
     """One token in ten is token 0. The table of positions is longer than the time, unless that is a multiple of 8."""
     batch, time, vocabulary, features = dims
-    tokens = torch.randint(vocabulary, (batch, time), device=device)
-    tokens[torch.rand(batch, time, device=device) < 0.1] = 0
+    tokens = torch.randint(vocabulary, (batch, time), dtype=torch.int64, device=device)
+    tokens[torch.rand(batch, time, dtype=torch.float32, device=device) < 0.1] = 0
     lengths = (vocabulary, -(-time // 8) * 8)[: 1 + positions]
     return *(torch.randn(n, features, dtype=dtype, device=device) for n in lengths), tokens
 
