@@ -140,7 +140,9 @@ def write_debug_state(path: PathLike, config: Config, state: DebugState) -> None
     expect(shapes == (y, logits), f"y and logits of shapes {y} and {logits}", f"{shapes[0]} and {shapes[1]}")
     with replace(path) as file:
         write_header(file, DEBUG, 2, *y)
-        write_tensors(file, state.x.int(), state.y.int(), state.logits, torch.tensor(state.loss, dtype=torch.float32, device="cpu"), *gradients)
+        write_tensors(
+            file, state.x.int(), state.y.int(), state.logits, torch.tensor(state.loss, dtype=torch.float32, device="cpu"), *gradients
+        )
 
 
 def read_debug_state(path: PathLike, config: Config) -> DebugState:

@@ -27,7 +27,8 @@ def embedding(tokens: Any, weight: Any, positions: Any = None, *, version: str |
     Args:
         tokens: int32 or int64, of any shape, such as (batch, time); with positions, at least one dimension. No gradient.
         weight: (vocabulary, features), float16, bfloat16, float32 or float64.
-        positions: None, or a table (at least time, features) of weight's dtype (under autocast, of any): row t is added where the last index of tokens is t.
+        positions: None, or a table (at least time, features) of weight's dtype (under autocast, of any): row t
+            is added where the last index of tokens is t.
         version: "v1" or "v2"; default: the fastest.
 
     Arrays, CPU tensors, autocast: see `help(cukern)`. What is not contiguous is copied first. Gradients are dense: rows of tokens that do

@@ -50,7 +50,8 @@ def swiglu(gate: Any, up: Any, *, version: str | None = None) -> Tensor:
         gate, up = torch.randn(8, 2 * 3072, device="cuda", requires_grad=True).chunk(2, -1)
         cukern.swiglu(gate, up).sum().backward()
 
-    gate and up are (..., C), of one shape, device and, except under autocast, dtype. The halves of one tensor, as above, are read in place. Returns a new
+    gate and up are (..., C), of one shape, device and, except under autocast, dtype. The halves of one tensor, as above, are read in
+    place. Returns a new
     tensor, of their strides if both are alike and dense, else contiguous. Dtypes, copies, `version` and errors as in `gelu`. Source:
     Shazeer, arXiv 2002.05202.
     """
