@@ -32,7 +32,6 @@ ROOT = hasattr(os, "geteuid") and os.geteuid() == 0
 
 def use(folder: Path) -> Path:
     os.environ["CUKERN_CACHE_DIR"] = str(folder)
-    cache.cache_dir.cache_clear()
     return folder
 
 

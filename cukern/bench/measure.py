@@ -222,5 +222,5 @@ def copies(total: int, sets: int, device: torch.device) -> list[Callable[[], obj
     because in a CUDA graph a large copy whose size is not a multiple of 8 KiB takes 1.5 times as long."""
     unit = 1 << max((total // 8).bit_length() - 10, 5)  # at least whole cache lines, so that both halves are aligned
     floats = max(total // 8 // unit * unit, unit)
-    pairs = [torch.randn(2, floats, device=device) for _ in range(sets)]
+    pairs = [torch.randn(2, floats, dtype=torch.float32, device=device) for _ in range(sets)]
     return [lambda dst=pair[0], src=pair[1]: dst.copy_(src) for pair in pairs]  # type: ignore[misc]

@@ -93,7 +93,7 @@ def _two_runs(name: str) -> tuple[float, float]:
 
 def _launches(names: Collection[str]) -> dict[tuple[str, str], Callable[[], Any]]:
     """A launch with three arguments, by provider and the way to write it."""
-    x = torch.randn(_ELEMENTS, device="cuda")
+    x = torch.randn(_ELEMENTS, dtype=torch.float32, device="cuda")
     out, square = torch.empty_like(x), cukern.compile(_SQUARE)
     theirs: Any = torch.cuda._compile_kernel(_SQUARE, "square") if "_compile_kernel" in names else None
     args = [out, x, _ELEMENTS]

@@ -139,7 +139,7 @@ def _layernorm_residual(x: torch.Tensor, residual: torch.Tensor, w: torch.Tensor
 def _fused_adamw(param: torch.Tensor, grad: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """torch's optimizer in place, on the rows of the tensors. It has no float32 moments of 16-bit parameters."""
     params, grads, exp_avgs, exp_avg_sqs = (list(x.unbind()) for x in (param, grad, exp_avg, exp_avg_sq))
-    steps = list(torch.ones(len(param), device=param.device).unbind())
+    steps = list(torch.ones(len(param), dtype=torch.float32, device=param.device).unbind())
     torch._fused_adamw_(
         params, grads, exp_avgs, exp_avg_sqs, [], steps, lr=1e-3, beta1=0.9, beta2=0.999, weight_decay=1e-2, eps=1e-8, amsgrad=False,
         maximize=False,

@@ -118,7 +118,7 @@ def profile(
     made = make_model(model, T, place)
     expect(B > 0 and 0 < T <= made.config.max_seq_len, f"-b of at least 1 and -t from 1 to {made.config.max_seq_len}", f"{B} and {T}")
     optimizer = cukern.AdamW(made.decay_groups(0.1), lr=1e-4, max_norm=1.0)
-    x, y = torch.randint(made.config.vocab_size, (2, B, T), device=place)
+    x, y = torch.randint(made.config.vocab_size, (2, B, T), dtype=torch.int64, device=place)
 
     def step() -> None:
         optimizer.zero_grad()

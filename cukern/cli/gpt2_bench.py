@@ -108,7 +108,7 @@ def bench(
             key = "cukern", _label(version, fused_loss, recompute, count)
             updates[key], peaks[key] = trainer.update, peak
         made = trainer.model
-        data = torch.randint(made.config.vocab_size, (2, B, T), device=place)
+        data = torch.randint(made.config.vocab_size, (2, B, T), dtype=torch.int64, device=place)
         for key in peers:
             updates[key], peaks[key] = _warm(partial(_peer, made, data, key[1]), lambda update: update())
         times = _times(updates, steps)
@@ -134,7 +134,7 @@ def _rows(times: dict[Key, list[float]], peaks: dict[Key, float], what: tuple[st
 def _trainer(make: Callable[[], GPT2], B: int, T: int, steps: int, folder: str, rank: int, count: int) -> Trainer:
     """A Trainer that reads random tokens from files in `folder`."""
     model = make()
-    tokens = torch.randint(model.config.vocab_size, (4 * count * B * T + 1,)).numpy()
+    tokens = torch.randint(model.config.vocab_size, (4 * count * B * T + 1,), dtype=torch.int64, device="cpu").numpy()
     val, train = write_shards(folder, "random", tokens, val_first=count * B * T + 1)
     settings = Settings(train, val, batch=B, seq_len=T, steps=WARMUP + steps, val_every=0, sample_every=0, rank=rank, num_processes=count)
     return Trainer(model, settings, say=lambda line: None)

@@ -141,10 +141,11 @@ def _filled(shape: Sequence[int], dtype: torch.dtype, fill: str, random: torch.G
     """A tensor with what `fill` says. Raises ValueError."""
     floating = dtype.is_floating_point
     if fill == "rand":
-        drawn = torch.randn(shape, generator=random) if floating else torch.randint(0, 10, shape, generator=random)
+        numbers = torch.empty(shape, dtype=torch.float32 if floating else torch.int64, device="cpu")
+        drawn = numbers.normal_(generator=random) if floating else numbers.random_(0, 10, generator=random)
         return drawn.to(dtype) if dtype != torch.bool else drawn % 2 == 0
     if fill == "iota":
-        return torch.arange(math.prod(shape)).reshape(shape).to(dtype)
+        return torch.arange(math.prod(shape), dtype=torch.int64, device="cpu").reshape(shape).to(dtype)
     if fill == "empty":
         number: int | float | None = torch.nan if floating else 1 if dtype == torch.bool else torch.iinfo(dtype).max
     else:
@@ -153,7 +154,7 @@ def _filled(shape: Sequence[int], dtype: torch.dtype, fill: str, random: torch.G
         raise ValueError(f"it must end in a number or one of {', '.join(FILLS)}, got {fill!r}")
     if not floating and (isinstance(number, float) or not _fits(number, dtype)):
         raise ValueError(f"{number} does not fit its elements")
-    whole = torch.full(shape, number, dtype=torch.float32 if floating and dtype.itemsize == 1 else dtype)
+    whole = torch.full(shape, number, dtype=torch.float32 if floating and dtype.itemsize == 1 else dtype, device="cpu")
     return whole.to(dtype)  # torch fills no 8-bit floats
 
 

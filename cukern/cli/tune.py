@@ -50,7 +50,7 @@ def _bandwidth() -> float:
 def _clock(sms: int) -> float:
     """SM cycles per microsecond while all SMs execute FMAs: the median over the thread blocks of the second launch."""
     blocks, threads = 2 * sms, 512
-    rates, sink = torch.empty(blocks, dtype=torch.float64, device="cuda"), torch.empty(blocks * threads, device="cuda")
+    rates, sink = torch.empty(blocks, dtype=torch.float64, device="cuda"), torch.empty(blocks * threads, dtype=torch.float32, device="cuda")
     for _ in range(2):
         compile_text(CLOCKS)(rates, sink, FMAS, grid=blocks, block=threads)
     return float(rates.median())

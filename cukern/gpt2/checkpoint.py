@@ -140,7 +140,9 @@ def write_debug_state(path: PathLike, config: Config, state: DebugState) -> None
     expect(shapes == (y, logits), f"y and logits of shapes {y} and {logits}", f"{shapes[0]} and {shapes[1]}")
     with replace(path) as file:
         write_header(file, DEBUG, 2, *y)
-        write_tensors(file, state.x.int(), state.y.int(), state.logits, torch.tensor(state.loss, dtype=torch.float32), *gradients)
+        write_tensors(
+            file, state.x.int(), state.y.int(), state.logits, torch.tensor(state.loss, dtype=torch.float32, device="cpu"), *gradients
+        )
 
 
 def read_debug_state(path: PathLike, config: Config) -> DebugState:
@@ -296,7 +298,7 @@ def read_hugging_face(folder: PathLike) -> tuple[Config, dict[str, Tensor]]:
     tensors = {name.removeprefix("transformer."): x for name, x in library.load_file(path).items() if not name.endswith(masks)}
     head = tensors.pop("lm_head.weight", None)
     dtype = tensors["wte.weight"].dtype if "wte.weight" in tensors else torch.float32
-    parameters = {name: torch.zeros(shape, dtype=dtype) for name, shape in config.shapes.items()}
+    parameters = {name: torch.zeros(shape, dtype=dtype, device="cpu") for name, shape in config.shapes.items()}
     views = _hf_views(config, parameters)
     for name in {**views, **tensors}:
         expected, found = ((tuple(x[name].shape), x[name].dtype) if name in x else None for x in (views, tensors))

@@ -146,7 +146,7 @@ def generate(
     least, most = len(new), model.config.max_seq_len
     expect(least <= length <= most, f"a length from the prompt's {least} tokens to max_seq_len = {most}", length)
     for _ in range(length - least):
-        logits = model(torch.tensor([new], device=model.wte.device), cache=cache)[0, -1, : model.config.vocab_size]
+        logits = model(torch.tensor([new], dtype=torch.int64, device=model.wte.device), cache=cache)[0, -1, : model.config.vocab_size]
         new = [draw(logits, rng.uniform(), temperature=temperature)]
         yield new[0]
 

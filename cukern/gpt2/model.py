@@ -201,7 +201,7 @@ class GPT2(torch.nn.Module):
         for i in range(c.num_layers):
             draws += [(getattr(self, name)[i], branch_std if name.endswith("projw") else std) for name in DECAYED[2:]]
         for p, one in draws:
-            p.copy_(torch.empty(p.shape).normal_(0, float(one), generator=rng))
+            p.copy_(torch.empty(p.shape, dtype=torch.float32, device="cpu").normal_(0, float(one), generator=rng))
 
     def decay_groups(self, weight_decay: float) -> list[dict[str, Any]]:
         """Groups of parameters for an optimizer: weight decay on the matrices only, as llm.c."""

@@ -127,7 +127,7 @@ class Trainer:
         for name, parts in self.model.parts().items():
             for i, p in enumerate(parts):
                 slot = {key: parallel.like(p, tensors[name].view(len(parts), -1)[i]) for key, tensors in named.items()}
-                self.optimizer.state[p] = {"step": torch.tensor(float(state.step)), **slot}
+                self.optimizer.state[p] = {"step": torch.tensor(float(state.step), dtype=torch.float32, device="cpu"), **slot}
         self.optimizer.load_state_dict(self.optimizer.state_dict())  # copies them to the device
 
     def _log(self, text: str) -> None:
@@ -169,7 +169,8 @@ class Trainer:
         """What is due before an update, or after the last one: validation, HellaSwag, a sample."""
         s = self.settings
         if s.val_every and (last or self.step % s.val_every == 0):
-            loss = parallel.mean(torch.tensor(validation_loss(self.model, self.val_data, self.val_batches), device=self.device)).item()
+            loss = validation_loss(self.model, self.val_data, self.val_batches)
+            loss = parallel.mean(torch.tensor(loss, dtype=torch.float32, device=self.device)).item()
             self.say(f"val loss {loss:f}")
             self._log(f"tel:{loss:.4f}")
             self.validations.append((self.step, loss))

@@ -22,6 +22,7 @@ from cukern.runtime.registry import Cost, Differentiable, Op, Version, apply_of,
 from cukern.runtime.tensors import wide
 
 NO_WINDOW = 1 << 62
+_autocast = torch.is_autocast_enabled  # of a GPU
 
 
 def causal_softmax(x: Any, *, scale: float = 1.0, window: int | None = None, sink: Any = None, version: Versions = None) -> Tensor:
@@ -44,7 +45,7 @@ def causal_softmax(x: Any, *, scale: float = 1.0, window: int | None = None, sin
         version: "v1" or "v2", or a pair of versions for forward and backward; default: the fastest.
 
     Returns a new contiguous tensor of x's shape and dtype. A row that sees no key, or only -inf, is 0. NaN or +inf among the keys that a
-    row sees make all of these NaN, as in torch. Autocast does not change the dtype or the computation.
+    row sees make all of these NaN, as in torch. Autocast: as in `softmax`.
 
     Raises TypeError for another dtype or an option of another type; ValueError if x has fewer than two dimensions, if scale is negative,
     not finite or too large, if window is less than 1, if sink does not fit, or if the version is unknown.
@@ -53,6 +54,8 @@ def causal_softmax(x: Any, *, scale: float = 1.0, window: int | None = None, sin
     """
     x = interop.to_torch("x", x)
     checks.dtype("x", x, checks.FLOATS)
+    if x.is_cuda and _autocast() and x.dtype.itemsize == 2:
+        x = x.float()
     forward, backward = two_versions(VERSIONS, "causal_softmax", x, version)
     if x.ndim < 2:
         raise ValueError(f"x must be (..., queries, keys), got {tuple(x.shape)}")
@@ -103,8 +106,8 @@ def _logits(x: Tensor, scale: float, window: int | None, sink: Tensor | None) ->
     """(scale * x, sink, hidden). Each row's largest scale * x is subtracted from the first two, and keys that are hidden are -inf. Computed
     in float64 unless x's own precision gives the same. Halves are subtracted before they are scaled, so that nothing overflows."""
     queries, keys = x.shape[-2:]
-    last = torch.arange(queries, device=x.device)[:, None] + keys - queries
-    key = torch.arange(keys, device=x.device)
+    last = torch.arange(queries, dtype=torch.int64, device=x.device)[:, None] + keys - queries
+    key = torch.arange(keys, dtype=torch.int64, device=x.device)
     hidden = key > last if window is None else (key > last) | (key <= last - window)
     half = (x.to(wide(x.dtype) if scale == 1 and sink is None else torch.float64) * 0.5).masked_fill(hidden, -math.inf)
     top = half.detach().amax(-1, keepdim=True) if keys else half.new_zeros(*x.shape[:-1], 1)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cukern.runtime import backend, checks, interop
+from cukern.runtime import autocast, backend, checks, interop
 from cukern.runtime.higher import differentiable
 from cukern.runtime.kernel import Kernel, Template
 from cukern.runtime.registry import Cost, Op, Version, choose, raw_op, register, watched
@@ -27,7 +27,8 @@ def embedding(tokens: Any, weight: Any, positions: Any = None, *, version: str |
     Args:
         tokens: int32 or int64, of any shape, such as (batch, time); with positions, at least one dimension. No gradient.
         weight: (vocabulary, features), float16, bfloat16, float32 or float64.
-        positions: None, or a table (at least time, features) of weight's dtype: row t is added where the last index of tokens is t.
+        positions: None, or a table (at least time, features) of weight's dtype (under autocast, of any): row t
+            is added where the last index of tokens is t.
         version: "v1" or "v2"; default: the fastest.
 
     Arrays, CPU tensors, autocast: see `help(cukern)`. What is not contiguous is copied first. Gradients are dense: rows of tokens that do
@@ -41,7 +42,9 @@ def embedding(tokens: Any, weight: Any, positions: Any = None, *, version: str |
     devices that do not fit, a time longer than the table of positions, an unknown version, or a tensor with the negative bit.
     Source: Radford et al., "Language Models are Unsupervised Multitask Learners", 2019.
     """
-    weight = interop.floats("weight", weight)
+    weight, positions = interop.floats("weight", weight), None if positions is None else interop.floats("positions", positions)
+    if positions is not None and autocast.enabled(weight):
+        weight, positions = autocast.widest(weight, positions)
     tokens = interop.indices("tokens", tokens, "weight", weight)
     checks.version("embedding", version, VERSIONS)
     if weight.ndim != 2:
@@ -52,8 +55,8 @@ def embedding(tokens: Any, weight: Any, positions: Any = None, *, version: str |
     return (_apply if watched(weight, positions) else _embedding)(tokens, weight, positions, version or "")
 
 
-def _positions(positions: Any, weight: Tensor, tokens: Tensor) -> Tensor:
-    table, shape = interop.floats("positions", positions), tuple(tokens.shape)
+def _positions(positions: Tensor, weight: Tensor, tokens: Tensor) -> Tensor:
+    table, shape = positions, tuple(tokens.shape)
     checks.same(weight=weight, positions=table)
     if table.ndim != 2 or table.shape[1] != weight.shape[1]:
         raise ValueError(f"positions must be (time, {weight.shape[1]}), as weight has such rows; its shape is {tuple(table.shape)}")
@@ -194,8 +197,8 @@ VERSIONS = {
 def _make(positions: bool, dims: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> tuple[Tensor, ...]:
     """One token in ten is token 0. The table of positions is longer than the time, unless that is a multiple of 8."""
     batch, time, vocabulary, features = dims
-    tokens = torch.randint(vocabulary, (batch, time), device=device)
-    tokens[torch.rand(batch, time, device=device) < 0.1] = 0
+    tokens = torch.randint(vocabulary, (batch, time), dtype=torch.int64, device=device)
+    tokens[torch.rand(batch, time, dtype=torch.float32, device=device) < 0.1] = 0
     lengths = (vocabulary, -(-time // 8) * 8)[: 1 + positions]
     return *(torch.randn(n, features, dtype=dtype, device=device) for n in lengths), tokens
 

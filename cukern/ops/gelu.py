@@ -28,7 +28,7 @@ def gelu(x: Any, bias: Any = None, *, approximate: str = "none", version: str | 
 
     Args:
         x: (..., C), float16, bfloat16, float32 or float64. Strides, arrays, CPU tensors, autocast: see `help(cukern)`.
-        bias: (C,) or None, of x's dtype or float32, on x's device.
+        bias: (C,) or None, of any of these dtypes, on x's device.
         approximate: "none" for x Phi(x), or "tanh" for GPT-2's x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))).
         version: "v1" or "v2"; default: the fastest.
 
@@ -39,8 +39,8 @@ def gelu(x: Any, bias: Any = None, *, approximate: str = "none", version: str | 
     for an unknown option. Source: Hendrycks and Gimpel, arXiv 1606.08415.
     """
     x = interop.floats("x", x)
-    bias = interop.of_columns("bias", bias, x, {x.dtype, torch.float32})
-    bias = bias.double() if bias is not None and x.dtype == torch.float64 else bias
+    bias = interop.of_columns("bias", bias, x, checks.FLOATS)
+    bias = bias.to(wide(x.dtype)) if bias is not None and bias.dtype != x.dtype else bias
     return _call("gelu", checks.choice("approximate", approximate, ("none", "tanh")), version, x, None, bias)
 
 
@@ -50,12 +50,19 @@ def swiglu(gate: Any, up: Any, *, version: str | None = None) -> Tensor:
         gate, up = torch.randn(8, 2 * 3072, device="cuda", requires_grad=True).chunk(2, -1)
         cukern.swiglu(gate, up).sum().backward()
 
-    gate and up are (..., C), of one shape, dtype and device. The halves of one tensor, as above, are read in place. Returns a new
+    gate and up are (..., C), of one shape, device and, except under autocast, dtype. The halves of one tensor, as above, are read in
+    place. Returns a new
     tensor, of their strides if both are alike and dense, else contiguous. Dtypes, copies, `version` and errors as in `gelu`. Source:
     Shazeer, arXiv 2002.05202.
     """
+    return _call("swiglu", "silu", version, *_pair(gate, up), None)
+
+
+def _pair(gate: Any, up: Any) -> tuple[Tensor, Tensor]:
     gate = interop.floats("gate", gate)
-    return _call("swiglu", "silu", version, gate, interop.like("up", up, "gate", gate), None)
+    if autocast.enabled(gate):
+        gate, up = autocast.widest(gate, interop.floats("up", up))
+    return gate, interop.like("up", up, "gate", gate)
 
 
 def geglu(gate: Any, up: Any, *, approximate: str = "none", version: str | None = None) -> Tensor:
@@ -66,8 +73,7 @@ def geglu(gate: Any, up: Any, *, approximate: str = "none", version: str | None 
 
     Arguments and results as in `swiglu`, `approximate` as in `gelu`.
     """
-    gate, function = interop.floats("gate", gate), checks.choice("approximate", approximate, ("none", "tanh"))
-    return _call("geglu", function, version, gate, interop.like("up", up, "gate", gate), None)
+    return _call("geglu", checks.choice("approximate", approximate, ("none", "tanh")), version, *_pair(gate, up), None)
 
 
 def _call(op: str, function: str, version: str | None, x: Tensor, up: Tensor | None, bias: Tensor | None) -> Tensor:

@@ -1,6 +1,7 @@
-"""cukern ignores autocast: it is disabled around torch operations inside cukern."""
+"""The rules of autocast, for the inputs of public functions. Inside cukern, it is disabled around torch operations."""
 
 import contextlib
+from typing import Any
 
 import torch
 
@@ -12,6 +13,23 @@ def enabled(x: torch.Tensor) -> bool:
     if x.is_cuda:  # 1.5 us less than to ask for the name of the device
         return torch.is_autocast_enabled()  # on a GPU
     return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
+
+
+def of_product(x: torch.Tensor, *others: Any) -> tuple[Any, ...]:
+    """The inputs of a matrix product, tensors or None, as torch casts them while autocast is on. float64 and complex numbers stay."""
+    if x.dtype == torch.float64 or not enabled(x):
+        return x, *others
+    dtype = torch.get_autocast_dtype(x.device.type)
+    return tuple(t.to(dtype) if t is not None and t.is_floating_point() and t.dtype != torch.float64 else t for t in (x, *others))
+
+
+def widest(x: torch.Tensor, *others: Any, float32: bool = False) -> tuple[Any, ...]:
+    """Tensors or None in the dtype to which torch promotes them. `float32`: at least float32 on a GPU, as torch's norms and softmax are
+    under its autocast. On a CPU torch's autocast does not cast these."""
+    dtype = torch.float32 if float32 and x.is_cuda else x.dtype
+    for t in (x, *others):
+        dtype = dtype if t is None else torch.promote_types(dtype, t.dtype)
+    return tuple(t if t is None else t.to(dtype) for t in (x, *others))
 
 
 def off(x: torch.Tensor) -> contextlib.AbstractContextManager:

@@ -51,7 +51,6 @@ class Cubin:
 # ---- folders
 
 
-@functools.cache
 def cache_dir() -> Path:
     """The preferred folder."""
     return next(candidates())

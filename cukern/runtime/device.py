@@ -139,6 +139,9 @@ def store(name: str, sm_bytes_us: float, cycles_us: float) -> Path:
     if file is None:
         raise OSError("no cache folder can be written; set CUKERN_CACHE_DIR")
     file.write_text(json.dumps({**tuned(), name: (round(sm_bytes_us, 1), round(cycles_us, 1))}, indent=1) + "\n")
+    _of_gpu.cache_clear()
+    for forget in _forgetters:
+        forget()
     return file
 
 

@@ -166,7 +166,7 @@ def _bfloat16(kernel: str, param: Param, value: Any) -> int:
         number = math.inf
     if number is None:
         raise TypeError(f"{kernel}: {value!r} ({type(value).__name__}) does not fit the parameter {param}")
-    rounded = torch.tensor(number, dtype=torch.float32).to(torch.bfloat16)
+    rounded = torch.tensor(number, dtype=torch.float32, device="cpu").to(torch.bfloat16)
     if rounded.isinf() and abs(value) != math.inf:
         raise ValueError(f"{kernel}: {value!r} does not fit the parameter {param}")
     return int(rounded.view(torch.int16).item()) & 0xFFFF

@@ -52,7 +52,7 @@ def warmup(
     with torch.cuda.device(index), ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # NVRTC releases the GIL
         list(pool.map(lambda kernel: kernel.on(index), kernels.values()))
     with torch.inference_mode(False), torch.enable_grad():
-        one = torch.ones(1, 1, device=f"cuda:{index}", requires_grad=True)
+        one = torch.ones(1, 1, dtype=torch.float32, device=f"cuda:{index}", requires_grad=True)
         (one @ one).backward()  # some plans use cuBLAS, which cannot start inside a capture: start it in this thread and in autograd's
 
 

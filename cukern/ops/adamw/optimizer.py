@@ -109,7 +109,7 @@ class AdamW(torch.optim.Optimizer):
         for i, p in zip(numbers, (p for group in self.param_groups for p in group["params"]), strict=True):
             for name, value in state_dict["state"].get(i, {}).items():
                 if name == "step":
-                    self.state[p][name] = torch.tensor(float(value), device=p.device)
+                    self.state[p][name] = torch.tensor(float(value), dtype=torch.float32, device=p.device)
                 elif name in ("exp_avg", "exp_avg_sq", "master"):
                     self.state[p][name] = _like_parameter(f"{name} of parameter {i}", value, p, wide(p.dtype))
 
@@ -182,7 +182,7 @@ class AdamW(torch.optim.Optimizer):
         """The tensors of a parameter. Creates its state."""
         state = self.state[p]
         if "step" not in state:
-            state["step"] = torch.zeros((), device=p.device)
+            state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
             state["exp_avg"], state["exp_avg_sq"] = (torch.zeros_like(p, dtype=wide(p.dtype)) for _ in range(2))
         if self._options.master_weights and p.dtype.itemsize == 2 and "master" not in state:
             state["master"] = p.detach().float()

@@ -79,7 +79,8 @@ def _blocks(q: Tensor, k: Tensor) -> list[tuple[int, int, int]]:
 def _at_once(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     if q.dtype == torch.float16:
         q, scale = q * scale, 1.0
-    return torch_matmul(causal_softmax(torch_matmul(q, k.mT), scale=scale), v)
+    with autocast.off(q):
+        return torch_matmul(causal_softmax(torch_matmul(q, k.mT), scale=scale), v)
 
 
 def by_sdpa(q: Tensor, k: Tensor, v: Tensor, options: Options, return_lse: bool) -> Outputs:

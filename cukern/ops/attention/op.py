@@ -10,7 +10,7 @@ from cukern.ops.attention import fused, launch, materialised, plan, wgmma
 from cukern.ops.attention.reference import Options, reference
 from cukern.ops.causal_softmax import checked_sink
 from cukern.ops.softmax import checked_scale
-from cukern.runtime import backend, checks, interop
+from cukern.runtime import autocast, backend, checks, interop
 from cukern.runtime.registry import Version, choose, transformed
 
 
@@ -62,7 +62,7 @@ def attention(
     From 1024 queries on, v2's kernels process blocks of 512 to 768 queries and skip the scores behind a block's last query. CPU tensors,
     torch.compile and torch.func transforms use one block. Inputs whose leading dimensions do not flatten to one are copied. torch
     computes the products, with TF32 where its setting allows it.
-    Autocast changes nothing. CPU tensors use torch's operations, or the simulator.
+    Autocast casts q, k and v. CPU tensors use torch's operations, or the simulator.
 
     Returns a new tensor (..., heads, queries, value_dim) of q's dtype; with `return_lse` also lse, (..., heads, queries), float32, or
     float64 for float64; it is -infinity for a query that sees no key. Raises TypeError for other dtypes and options of another type;
@@ -101,7 +101,7 @@ def attention_packed(
     Returns (batch, time, heads, head_dim), contiguous with v3; with `return_lse` also lse, (batch, heads, time). Errors as in `attention`.
     """
     checks.version("attention", version, (*VERSIONS, "sdpa"))
-    qkv = interop.floats("qkv", qkv)
+    (qkv,) = autocast.of_product(interop.floats("qkv", qkv))
     if qkv.ndim != 5 or qkv.shape[2] != 3:
         raise ValueError(f"qkv must be (batch, time, 3, heads, head_dim), got {tuple(qkv.shape)}")
     q, k, v = fused.parts(qkv)
@@ -238,9 +238,8 @@ def _options(
 
 
 def _checked(q: Any, k: Any, v: Any) -> tuple[Tensor, Tensor, Tensor]:
-    tensors = {name: interop.floats(name, x) for name, x in (("q", q), ("k", k), ("v", v))}
-    checks.same(**tensors)
-    q, k, v = tensors.values()
+    q, k, v = autocast.of_product(*(interop.floats(name, x) for name, x in (("q", q), ("k", k), ("v", v))))
+    checks.same(q=q, k=k, v=v)
     if q.ndim < 2 or q.shape[:-3] != k.shape[:-3] or q.ndim != k.ndim or q.shape[-1:] != k.shape[-1:] or k.shape[:-1] != v.shape[:-1]:
         shapes = [tuple(x.shape) for x in (q, k, v)]
         raise ValueError(

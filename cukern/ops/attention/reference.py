@@ -41,7 +41,7 @@ def hidden_keys(q: Tensor, k: Tensor, key_lengths: Lengths = None, causal: bool 
     if isinstance(key_lengths, tuple):
         return _hidden_in_sequences(queries, keys, *key_lengths, causal, window)
     if key_lengths is not None:
-        column, query = (torch.arange(n, device=q.device) for n in (keys, queries if causal else 1))
+        column, query = (torch.arange(n, dtype=torch.int64, device=q.device) for n in (keys, queries if causal else 1))
         ends = key_lengths.clamp(0, keys).repeat_interleave(q.shape[1])[:, None] + (query + 1 - len(query))
         return column >= ends[..., None]
     every = torch.ones(queries, keys, dtype=torch.bool, device=q.device)
@@ -95,7 +95,7 @@ def reference(q: Tensor, k: Tensor, v: Tensor, options: Options, key_lengths: Le
     with off(q):
         x, y, z = (t.to(wide(q.dtype)) for t in (q, k, v))
         if isinstance(key_lengths, Tensor):
-            behind = torch.arange(k.shape[2], device=k.device)[:, None] >= key_lengths[:, None, None, None]
+            behind = torch.arange(k.shape[2], dtype=torch.int64, device=k.device)[:, None] >= key_lengths[:, None, None, None]
             y, z = (t.masked_fill(behind, 0) for t in (y, z))
         out, lse = by_scores(partial(torch.softmax, dim=-1), x, y, z, options, lengths=key_lengths)
         assert lse is not None

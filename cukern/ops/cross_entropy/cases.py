@@ -24,9 +24,9 @@ def _padded_call(logits: Tensor, targets: Tensor, version: str | None = None) ->
 
 
 def _make(padded: bool, dims: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> tuple[Tensor, ...]:
-    targets = torch.randint(_options(padded, dims[1]).vocab, dims[:1], device=device)
+    targets = torch.randint(_options(padded, dims[1]).vocab, dims[:1], dtype=torch.int64, device=device)
     if padded:
-        targets = targets.masked_fill(torch.arange(dims[0], device=device) % 4 == 3, -1).int()
+        targets = targets.masked_fill(torch.arange(dims[0], dtype=torch.int64, device=device) % 4 == 3, -1).int()
     return torch.randn(*dims, dtype=dtype, device=device), targets
 
 
@@ -65,7 +65,8 @@ for _name, _function, _padded in (("cross_entropy", cross_entropy, False), ("cro
 def _make_linear(dims: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> tuple[Tensor, ...]:
     """Logits have a standard deviation of 1. One target in four is ignored."""
     rows, classes, columns = dims
-    targets = torch.randint(classes, (rows,), device=device).masked_fill(torch.arange(rows, device=device) % 4 == 3, -100)
+    ignored = torch.arange(rows, dtype=torch.int64, device=device) % 4 == 3
+    targets = torch.randint(classes, (rows,), dtype=torch.int64, device=device).masked_fill(ignored, -100)
     x, weight = (torch.randn(n, columns, dtype=dtype, device=device) for n in (rows, classes))
     return x, weight * columns**-0.5, targets
 

@@ -47,7 +47,8 @@ def linear_cross_entropy(
 
     Returns the loss, a number in float32, or float64 for float64. The logits are rounded to x's dtype. torch computes the products, with
     TF32 where its setting allows it. Gradients of 16-bit weights are added in float32 and rounded once. Two calls give the same bits.
-    Autocast changes nothing. The forward keeps the gradients for the backward: memory for one x, and one weight in float32. Memory beyond
+    Autocast casts x and weight.
+    The forward keeps the gradients for the backward: memory for one x, and one weight in float32. Memory beyond
     them is that of chunk_rows rows of logits. Higher derivatives, torch.func transforms, and torch.compile on a CPU use torch's
     operations and hold all logits. Targets outside the vocabulary: as in cross_entropy.
 
@@ -78,7 +79,7 @@ def _rows_of_chunk(rows: int, columns: int) -> int:
 
 
 def _checked(x: Any, weight: Any, targets: Any, version: str | None) -> tuple[Tensor, Tensor, Tensor]:
-    x, weight = interop.floats("x", x), interop.floats("weight", weight)
+    x, weight = autocast.of_product(interop.floats("x", x), interop.floats("weight", weight))
     checks.same(x=x, weight=weight)
     checks.version("linear_cross_entropy", version, VERSIONS)
     if weight.ndim != 2 or not x.ndim or x.shape[-1] != weight.shape[1]:

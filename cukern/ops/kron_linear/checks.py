@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cukern.ops.kron_linear.reference import width
-from cukern.runtime import checks, interop
+from cukern.runtime import autocast, checks, interop
 
 COMPLEX = (torch.complex64, torch.complex128)
 
@@ -16,7 +16,8 @@ COMPLEX = (torch.complex64, torch.complex128)
 def tensors(x: Any, factors: Any, bias: Any, residual: Any) -> tuple[Tensor, Sequence[Tensor], Tensor | None, Tensor | None]:
     """The arguments as tensors, of one dtype and on one device. Raises TypeError and ValueError."""
     given = [t for t in (bias, residual) if t is not None]
-    if type(factors) in (list, tuple) and factors and checks.plain(checks.FLOATS, [x, *factors, *given]):
+    plain = type(factors) in (list, tuple) and factors and checks.plain(checks.FLOATS, [x, *factors, *given])
+    if plain and not autocast.enabled(x):
         return x, factors, bias, residual
     if not isinstance(factors, list | tuple | torch.nn.ParameterList):
         raise TypeError(f"factors must be a list or a tuple of matrices, got {checks.brief(factors)}")
@@ -29,6 +30,7 @@ def tensors(x: Any, factors: Any, bias: Any, residual: Any) -> tuple[Tensor, Seq
 
 def _converted(named: dict[str, Any]) -> dict[str, Tensor]:
     found = {name: interop.to_torch(name, value) for name, value in named.items()}
+    found = dict(zip(found, autocast.of_product(*found.values()), strict=True))
     checks.alike((*checks.FLOATS, *COMPLEX), **found)
     return found
 

@@ -174,16 +174,17 @@ _MOST, _MOST_KEYS = 16, 512  # calls to remember that have a key in common, and 
 _recording = torch.is_grad_enabled
 _tracing = torch.compiler.is_dynamo_compiling
 _modes = torch._C._len_torch_dispatch_stack
+_autocast = torch.is_autocast_enabled  # of a GPU
 
 _known: dict[Any, list[tuple[Any, Call]]] = {}
 when_plans_change(_known.clear)
 
 
 def usual(x: Any, factors: Any, scale: Any) -> bool:
-    """True if the call can be served from the launch cache: plain types, no tracing, no dispatch mode, no forward-mode derivatives."""
+    """True if the call can be served from the launch cache: plain types, no tracing, dispatch mode, forward mode or autocast."""
     if type(x) not in checks.PLAIN or type(factors) not in (list, tuple) or type(scale) not in (float, int):
         return False
-    return not (_tracing() or _modes() or forward_ad._current_level >= 0)
+    return not (_tracing() or _modes() or forward_ad._current_level >= 0 or _autocast())
 
 
 def known(x: Tensor, factors: Sequence[Tensor], scale: float) -> Call | None:

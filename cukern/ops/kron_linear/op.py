@@ -103,8 +103,8 @@ def kron_linear(
             they are float32, TF32 or numbers of 16 digits. In bfloat16 an infinite factor may make NaN of an infinity.
 
     A factor that torch's matmul multiplies faster goes to torch's matmul, under torch's other precision switches (in strict float32 only
-    one with more than 128 rows or columns). So may gradients of factors that no fused launch takes. Autocast does not change the dtype: the
-    op computes as if it were off.
+    one with more than 128 rows or columns). So may gradients of factors that no fused launch takes. Autocast casts
+    all inputs, as for torch's products.
 
     Memory: x and the factors are kept for the backward. If it has two launches, the array between them, of the size of x, is kept too,
     where that is faster and memory allows it. Besides the gradients, the backward allocates one array like x (none if one was kept, two

@@ -25,10 +25,11 @@ def layernorm(x: Any, weight: Any, bias: Any = None, *, eps: float = 1e-5, resid
 
     Args:
         x: (..., columns), float16, bfloat16, float32 or float64. Strides, arrays, CPU tensors, autocast: see `help(cukern)`.
-        weight: (columns,), of x's dtype, or float32 for 16-bit x; None: 1, and then bias must be None too.
-        bias: (columns,), of weight's dtype; None: 0.
+        weight: (columns,), of any of these dtypes; None: 1, and then bias must be None too. bias: (columns,), of any of them; None: 0.
+            They are converted, and their gradients back, unless both have x's dtype, or both float32 for 16-bit x.
         eps: a finite number, at least 0, added to the variance. The variance divides by the number of columns.
         residual: of x's shape and dtype. The op then normalises s = x + residual, rounded to x's dtype.
+            Under autocast x and residual may differ in dtype.
         version: "v1" or "v2"; default: the fastest.
 
     Returns y, a new contiguous tensor of x's shape and dtype; with `residual` the tuple (y, s). Gradients flow through both. Gradients of
@@ -78,14 +79,19 @@ def _normalized(s: Tensor, eps: float, rms: bool) -> tuple[Any, Any]:
 
 def _public(op: str, x: Any, weight: Any, bias: Any, eps: Any, residual: Any, version: str | None) -> Any:
     x = interop.floats("x", x)
+    if autocast.enabled(x):
+        residual = None if residual is None else interop.floats("residual", residual)
+        x, residual = autocast.widest(x, residual, float32=True)
     checks.version(op, version, VERSIONS)
     if x.ndim == 0:
         raise ValueError("x must have at least one dimension, got a tensor of shape ()")
     eps = checks.number("eps", eps, math.inf if x.dtype == torch.float64 else checks.FLOAT32_MAX, least=0)
-    weight = interop.of_columns("weight", weight, x, tuple(dict.fromkeys((x.dtype, wide(x.dtype)))))
+    weight = interop.of_columns("weight", weight, x, checks.FLOATS)
     if bias is not None and weight is None:
         raise ValueError("bias must be None if weight is None")
-    bias = interop.of_columns("bias", bias, x, () if weight is None else (weight.dtype,))
+    bias = interop.of_columns("bias", bias, x, checks.FLOATS)
+    if weight is not None and (weight.dtype not in (x.dtype, wide(x.dtype)) or (bias is not None and bias.dtype != weight.dtype)):
+        weight, bias = weight.to(wide(x.dtype)), None if bias is None else bias.to(wide(x.dtype))  # the kernels take no other
     residual = None if residual is None else interop.like("residual", residual, "x", x)
     if backend.uses_torch(op, version, x):
         return _on_cpu(x, residual, weight, bias, eps, op == "rmsnorm")

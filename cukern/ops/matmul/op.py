@@ -13,7 +13,7 @@ from cukern.ops.matmul.product import PLAIN, default_is_cublas, product
 from cukern.ops.matmul.tensor_cores import ACTIVATIONS
 from cukern.ops.matmul.versions import VERSIONS, in_torch
 from cukern.runtime import backend, checks, interop
-from cukern.runtime.autocast import enabled
+from cukern.runtime.autocast import of_product
 from cukern.runtime.products import torch_matmul
 from cukern.runtime.registry import Cost, Op, register, row_counts
 from cukern.runtime.tensors import as_matrix
@@ -167,9 +167,7 @@ def _checked(op: str, precision: Any, version: Any, names: tuple[str, ...], x: A
     if checks.plain(checks.FLOATS, (x, y, *[t for t in optional if t is not None])) and x.is_cuda and not _autocast():
         return values  # as in most calls: what follows would take most of the host time
     tensors: list[Any] = [v if v is None and i > 1 else interop.to_torch(names[i], v) for i, v in enumerate(values)]
-    if enabled(tensors[0]) and tensors[0].dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(tensors[0].device.type)
-        tensors = [t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in tensors]
+    tensors = [*of_product(*tensors)]
     checks.alike(checks.FLOATS, **dict(zip(names, tensors, strict=True)))
     return tensors
 

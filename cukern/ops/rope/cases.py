@@ -56,8 +56,8 @@ def _slices(dims: Sequence[int], dtype: torch.dtype, device: Any) -> Tensors:
 def _packed(dims: Sequence[int], dtype: torch.dtype, device: Any) -> Tensors:
     """Sequences of random lengths, some of them empty."""
     tokens, sequences, H, D = dims
-    bounds = torch.randint(tokens + 1, (max(0, sequences - 1),)).sort().values
-    cu_seqlens = torch.cat((torch.tensor([0]), bounds, torch.tensor([tokens]))).int().to(device)
+    bounds = torch.randint(tokens + 1, (max(0, sequences - 1),), dtype=torch.int64, device="cpu").sort().values
+    cu_seqlens = torch.cat((bounds.new_zeros(1), bounds, bounds.new_full((1,), tokens))).int().to(device)
     return torch.randn(tokens, H, D, dtype=dtype, device=device), *rope_tables(tokens, D, device=device), cu_seqlens
 
 

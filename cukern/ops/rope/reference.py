@@ -30,7 +30,7 @@ def positions_of(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor | Non
     if inputs.position_ids is not None:
         return inputs.position_ids.long().expand(*([] if inputs.section is None else [len(inputs.section)]), batch, sequence), None
     cu_seqlens, starts, cp_size, cp_rank, like = inputs.cu_seqlens, inputs.start_positions, inputs.cp_size, inputs.cp_rank, inputs.x
-    s = torch.arange(sequence, device=like.device)
+    s = torch.arange(sequence, dtype=torch.int64, device=like.device)
     length: Any = sequence
     which = outside = None
     if cu_seqlens is not None:
@@ -61,10 +61,10 @@ def _rows(
     rows = table[torch.where(inside, positions, 0)].masked_fill(beyond[..., None], float("nan"))
     if section is None:
         return rows
-    column = torch.arange(table.shape[-1], device=table.device)
+    column = torch.arange(table.shape[-1], dtype=torch.int64, device=table.device)
     pairs = o.rotary_dim // 2
     pair = column if len(column) == pairs else column // 2 if o.interleaved else column % pairs
-    which = torch.bucketize(pair, torch.tensor(section, device=table.device).cumsum(0), right=True)
+    which = torch.bucketize(pair, torch.tensor(section, dtype=torch.int64, device=table.device).cumsum(0), right=True)
     return rows.movedim(0, -1).gather(-1, which[:, None].expand(*rows.shape[1:], 1))[..., 0]
 
 

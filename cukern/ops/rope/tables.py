@@ -15,11 +15,12 @@ def rope_tables(positions: Any, dim: int, base: float = 10000.0, *, dtype: torch
 
     `positions` is an int n, for the positions 0 to n - 1, or a tensor (sequence,) or (batch, sequence) of int32, int64, float32 or float64.
     `dim` is the rotary_dim, even. The tables are (n, dim / 2), or have positions' shape and then dim / 2. They are on `device`; default:
-    that of `positions`. Raises TypeError for an argument of another type or dtype; ValueError if dim is odd or less than 2, if base is not
+    that of `positions`, or torch's for an int.
+    Raises TypeError for an argument of another type or dtype; ValueError if dim is odd or less than 2, if base is not
     positive and finite, if n is negative, or if positions has another number of dimensions. Formula: https://arxiv.org/abs/2104.09864.
     """
     if not isinstance(positions, torch.Tensor) and not hasattr(positions, "__dlpack__"):
-        positions = torch.arange(checks.integer("positions", positions, 0), device=device)
+        positions = torch.arange(checks.integer("positions", positions, 0), dtype=torch.int64, device=device)
     positions, dim = interop.to_torch("positions", positions), checks.integer("dim", dim, 2)
     checks.dtype("positions", positions, (torch.int32, torch.int64, torch.float32, torch.float64))
     if positions.ndim not in (1, 2):

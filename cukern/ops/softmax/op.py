@@ -23,6 +23,7 @@ from cukern.runtime.tensors import wide
 Versions = str | tuple[str | None, str | None] | None
 LEAST_SCALE, MOST_SCALE = 2.0**-100, 2.0**100  # the magnitudes that the kernels accept
 LONG, FEW = 64, 128  # columns, and rows: see _few_rows
+_autocast = torch.is_autocast_enabled  # of a GPU
 _TABLES = {"softmax": VERSIONS, "log_softmax": LOG_VERSIONS}
 _NAMES = tuple(_TABLES)  # by `log`
 
@@ -46,7 +47,8 @@ def softmax(x: Any, dim: int = -1, *, scale: float = 1.0, version: Versions = No
             have stride 1, all versions use the same kernel. The backward of v1 to v4 takes time quadratic in the row length.
 
     Returns a new tensor of x's shape and dtype. It is contiguous if x is contiguous or was copied; else `dim` has stride 1.
-    Rows with NaN, with +inf, or with nothing but -inf give NaN, as in torch. Autocast does not change the dtype or the computation.
+    Rows with NaN, with +inf, or with nothing but -inf give NaN, as in torch. Under autocast on a GPU, 16-bit x is
+    converted to float32, as in torch.
 
     Raises TypeError for another dtype, or if dim is not an int, scale not a number or version not a str; ValueError if x does not have
     dimension dim, if scale is not finite or too large, or if the version is unknown.
@@ -84,6 +86,8 @@ def _public(op: str, x: Any, dim: int, scale: float, version: Versions) -> Tenso
     if type(x) is not Tensor:
         x = interop.to_torch("x", x)
     checks.dtype("x", x, checks.FLOATS)
+    if x.is_cuda and _autocast() and x.dtype.itemsize == 2:
+        x = x.float()
     forward, backward = two_versions(_TABLES[op], op, x, version)
     if type(dim) is not int:
         dim = checks.integer("dim", dim)
