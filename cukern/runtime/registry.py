@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from torch.autograd import forward_ad
+from torch.autograd.graph import increment_version
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from cukern.runtime import autocast, backend, checks
 from cukern.runtime.backend import refuse_fork
@@ -38,12 +40,17 @@ def raw_op(
         impl, fake: the launch, and its version for fake tensors.
         library: the namespace in torch.ops.
 
+    The versions of arguments that the schema marks as written increase, as those of torch's in-place ops do.
+
     The result skips torch's dispatcher (1.7 us) unless one of these needs it: torch.compile, torch.export, dispatch modes such as
     FakeTensorMode, functorch transforms, tensor subclasses, the simulator.
     """
     short = schema.partition("(")[0]
     name = f"{library.ns}::{short}"
     library.define(schema)
+    writes = [i for i, argument in enumerate(schema.partition("(")[2].partition(" -> ")[0].split(", ")) if "!" in argument]
+    if writes:
+        impl = _counted(impl, writes)
     library.impl(short, impl, "CUDA")
 
     def simulate(*args: Any) -> Any:
@@ -57,8 +64,12 @@ def raw_op(
     packet = getattr(getattr(torch.ops, library.ns), short).default
 
     def op(*args: Any) -> Any:
-        if not _tracing() and _transforms() and any(isinstance(x, torch.Tensor) and _wrapped(x) for x in _flat(args)):
-            raise NotImplementedError(f"{name} has no rule for this torch.func transform")
+        if not _tracing():
+            tensors = [x for x in _flat(args) if isinstance(x, torch.Tensor)]
+            if _transforms() and any(map(_wrapped, tensors)):
+                raise NotImplementedError(f"{name} has no rule for this torch.func transform")
+            if not writes and any(map(_batched, tensors)):
+                return _batched_call(call, args)
         return packet(*args)
 
     def call_one(x: torch.Tensor, *rest: Any) -> Any:
@@ -88,6 +99,31 @@ def raw_op(
         return op(*args)  # a functorch wrapper that outlived its transform, or `is_grads_batched`: the dispatcher unwraps it
 
     return call_one if tensors == 1 else call
+
+
+def _counted(impl: Callable[..., Any], writes: Sequence[int]) -> Callable[..., Any]:
+    """`impl`, which then increments the versions of the arguments that it writes."""
+
+    def run(*args: Any) -> Any:
+        result = impl(*args)
+        increment_version([x for x in _flat([args[i] for i in writes]) if x is not None])
+        return result
+
+    return run
+
+
+def _batched_call(call: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """The rule of `torch.autograd.grad(is_grads_batched=True)`, whose vmap is torch's older one: one call per element of the batch."""
+    torch._C._vmapmode_increment_nesting()
+    level = torch._C._vmapmode_decrement_nesting()
+    flat, tree = tree_flatten(args)
+    whole = [torch._remove_batch_dim(x, level, 1, 0) if isinstance(x, torch.Tensor) and _batched(x) else None for x in flat]
+    size = next(x.shape[0] for x in whole if x is not None)
+    element = [[x if t is None else t[i] for x, t in zip(flat, whole, strict=True)] for i in range(size)]
+    outs = [call(*tree_unflatten(one, tree)) for one in element]
+    if isinstance(outs[0], torch.Tensor):
+        return torch._add_batch_dim(torch.stack(outs), 0, level)
+    return [torch._add_batch_dim(torch.stack(parts), 0, level) for parts in zip(*outs, strict=True)]
 
 
 def _flat(args: Iterable[Any]) -> list[Any]:

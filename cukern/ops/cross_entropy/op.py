@@ -193,7 +193,6 @@ def _gradient(_: Any, inputs: Sequence[Any], stats: Sequence[Tensor], dloss: Ten
 def _gradient_in_place(_: Any, inputs: Sequence[Any], stats: Sequence[Tensor], dloss: Tensor) -> tuple[Tensor | None, ...]:
     x, targets, *options = inputs
     _backward_in_place(x, targets, *stats, dloss, *options)
-    torch.autograd.graph.increment_version(x)
     return x.detach(), None
 
 

@@ -37,10 +37,17 @@ def _by_torch(product: Product, x: Tensor, factors: Sequence[Tensor], epilogue: 
     return with_epilogue(product(x, factors), epilogue)
 
 
-# v1 and v2 are torch, and torch differentiates them.
+def _backward_by_torch(
+    x: Tensor, g: Tensor, factors: Sequence[Tensor], wanted: Sequence[bool], scale: float, *_: Any
+) -> list[Tensor | None]:
+    dx, _, _, _, *dws = gradients(_in_torch, (x, None, None, scale, *factors), (g,))
+    return [d.contiguous() if w and d is not None else None for d, w in zip((dx, *dws), wanted, strict=True)]
+
+
+# A call with version="v1" or "v2" goes to torch, which differentiates it. `cukern.use` chooses forward and backward here.
 VERSIONS = {
-    "v1": Version("x @ w and movedim, in torch", functools.partial(_by_torch, PRODUCTS["v1"])),
-    "v2": Version("w^T @ x^T and reshape, in torch", functools.partial(_by_torch, PRODUCTS["v2"])),
+    "v1": Version("x @ w and movedim, in torch", functools.partial(_by_torch, PRODUCTS["v1"]), _backward_by_torch),
+    "v2": Version("w^T @ x^T and reshape, in torch", functools.partial(_by_torch, PRODUCTS["v2"]), _backward_by_torch),
     "v3": Version("one GEMM a factor, read and written in place", cublas.v3_forward, cublas.v3_backward, cublas.v3_instances),
     "v4": Version(
         "a group of factors a launch, in shared memory, compiled for their sizes",
