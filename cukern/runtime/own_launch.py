@@ -14,7 +14,7 @@ from cukern.runtime import autocast, backend, checks, interop
 from cukern.runtime.higher import differentiable
 from cukern.runtime.kernel import Kernel, collecting, cpp, planning
 from cukern.runtime.load import load
-from cukern.runtime.registry import Differentiable, Tensors, apply_of, choose, each, raw_op, save, transformed, watched
+from cukern.runtime.registry import Differentiable, Tensors, apply_of, choose, each, in_force, raw_op, save, transformed, watched
 
 NAMESPACE = "cukern_own"  # in torch.ops
 _library = torch.library.Library(NAMESPACE, "DEF")
@@ -174,7 +174,7 @@ class Own:
                         return reference(*tensors)
                     results = apply(None, *tensors)
                     return results[0] if outputs == 1 else results
-            results = apply(version or "", *tensors) if recorded else raw(*tensors, version or "")
+            results = apply(version or in_force.now, *tensors) if recorded else raw(*tensors, version or in_force.now)
             return results[0] if outputs == 1 else tuple(results[:outputs])
 
         call.__name__ = call.__qualname__ = name

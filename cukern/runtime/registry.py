@@ -1,7 +1,11 @@
 """The table of ops and versions that the commands and tests iterate over, and the registration of raw ops with torch."""
 
 import contextlib
+import contextvars
+import json
+import operator
 import os
+import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,7 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from cukern.runtime import autocast, backend, checks
 from cukern.runtime.backend import refuse_fork
-from cukern.runtime.device import cached, current, device_of, setting
+from cukern.runtime.device import cached, device_of
 from cukern.runtime.kernel import Kernel
 
 Tensors = tuple[torch.Tensor, ...]
@@ -371,12 +375,33 @@ def register(op: Op) -> Op:
     return op
 
 
+Versions = dict[str, tuple[str, str]]  # by op: the versions of forward and backward
+_blocks: contextvars.ContextVar[tuple[Versions, ...]] = contextvars.ContextVar("cukern.use", default=())
+_in_force: contextvars.ContextVar[str] = contextvars.ContextVar("cukern.versions", default="")
+
+
+class _InForce(types.ModuleType):
+    """`now` is the choice of all open `use` blocks in this context, as JSON; "" without a block. Raw ops take it as their version, so that
+    plans and backward passes keep it. A module, because torch.compile guards the attribute of one, but does not trace a context variable."""
+
+    read = _in_force.get
+    now = property(operator.methodcaller("read"))
+
+
+in_force: Any = _InForce("cukern.in_force")
+
+
 def use(op: str, version: str, *, backward: str | None = None) -> contextlib.AbstractContextManager[None]:
-    """Choose the version of an op's kernels inside a block, in all threads, for calls that name no version.
+    """Choose the version of an op's kernels inside a block, for calls that name no version.
 
     Args:
         op: a name such as "softmax". Ops that share a table of versions change together, as do matmul, linear and its partial linear_gelu.
         version: of the forward, and of the backward unless that is given: `use("softmax", "v5", backward="v3")`. "default" is the fastest.
+
+    The setting is a context variable. It holds for the thread or asyncio task that opened the block and for tasks started inside it. A
+    thread started inside the block does not inherit it, unless it runs in `contextvars.copy_context()`. The backward pass uses the version
+    that its forward call used, in whatever thread it runs. But autograd's threads for GPUs do not see the block: what is called first
+    there, such as the recomputation of torch.utils.checkpoint or a hook, uses the default. torch.compile compiles again for another choice.
 
     CPU tensors keep the reference. The environment variable CUKERN_SOFTMAX=v5 does the same for a whole process, for any op.
     Raises TypeError or ValueError for an unknown op or version; a call raises ValueError if its GPU cannot run the version.
@@ -394,24 +419,38 @@ def use(op: str, version: str, *, backward: str | None = None) -> contextlib.Abs
 
 
 @contextlib.contextmanager
-def _using(chosen: dict[str, tuple[str, str]]) -> Iterator[None]:
-    with setting(versions={**current().versions, **chosen}):
+def _using(chosen: Versions) -> Iterator[None]:
+    _enter((*_blocks.get(), chosen))
+    try:
         yield
+    finally:  # blocks in generators may end in any order
+        _enter(tuple(block for block in _blocks.get() if block is not chosen))
+
+
+def _enter(blocks: tuple[Versions, ...]) -> None:
+    _blocks.set(blocks)
+    _in_force.set(json.dumps({op: names for block in blocks for op, names in block.items()}) if blocks else "")
+
+
+def names_of(op: str, version: str) -> tuple[str, str]:
+    """The versions of forward and backward that a call names by `version`, which may be that of `in_force`, or by CUKERN_<OP>; "": none."""
+    named = os.environ.get(f"CUKERN_{op.upper()}", "")
+    if named and named not in OPS[op].versions:
+        raise ValueError(f"CUKERN_{op.upper()}: cukern.{op} has no version {named!r}; it has {', '.join(OPS[op].versions)}")
+    chosen = json.loads(version) if version.startswith("{") else {op: (version, version)} if version else {}
+    forward, backward = chosen.get(op, (named, named))
+    return forward, backward
 
 
 @cached(4096)
 def choose(op: str, version: str, device: int) -> Version:
-    """The version that runs on a GPU: `version`, or for "" that of `use`, else the last of the op's table that the GPU can run.
+    """The version that runs on a GPU: that of `names_of`, else the last of the op's table that the GPU can run.
 
     Raises ValueError for a version that is unknown or that the GPU cannot run.
     """
     versions, capability = OPS[op].versions, device_of(device).capability
-    named = os.environ.get(f"CUKERN_{op.upper()}", "")
-    if named and named not in versions:
-        raise ValueError(f"CUKERN_{op.upper()}: cukern.{op} has no version {named!r}; it has {', '.join(versions)}")
-    names = (version, version) if version else current().versions.get(op, (named, named))
     default = ([name for name, v in versions.items() if v.requires <= capability] or list(versions))[-1]
-    chosen = [default if name in ("", DEFAULT) else name for name in names]
+    chosen = [default if name in ("", DEFAULT) else name for name in names_of(op, version)]
     for name in chosen:
         if name not in versions:
             checks.unknown_version(op, name, versions)

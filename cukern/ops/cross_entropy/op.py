@@ -13,7 +13,7 @@ from cukern.runtime import autocast, backend, checks, interop
 from cukern.runtime.device import cached, device_of
 from cukern.runtime.higher import differentiable
 from cukern.runtime.kernel import Kernel, Template
-from cukern.runtime.registry import Version, choose, raw_op, transformed, watched
+from cukern.runtime.registry import Version, choose, in_force, raw_op, transformed, watched
 from cukern.runtime.tensors import as_matrix, empty_like, pointers, unit_column_stride, wide
 
 
@@ -73,7 +73,7 @@ def cross_entropy(
     checks.version("cross_entropy", version, VERSIONS)
     if not logits.ndim or logits.shape[:-1] != targets.shape:
         raise ValueError(f"targets has shape {tuple(targets.shape)}, it must be that of logits without the last, {tuple(logits.shape)}")
-    options = options_of(logits.shape[-1], ignore_index, reduction, label_smoothing, z_loss, softcap, vocab_size, version or "")
+    options = options_of(logits.shape[-1], ignore_index, reduction, label_smoothing, z_loss, softcap, vocab_size, version or in_force.now)
     inplace = _in_place(logits, inplace_backward)
     if backend.uses_torch("cross_entropy", version, logits):
         checked_targets(targets, options)

@@ -26,7 +26,7 @@ from cukern.runtime import backend, checks
 from cukern.runtime.checks import PLAIN
 from cukern.runtime.higher import gradients, tangents
 from cukern.runtime.products import torch_matmul
-from cukern.runtime.registry import Differentiable, Version, apply_of, choose, raw_op, save, transformed, watched
+from cukern.runtime.registry import Differentiable, Version, apply_of, choose, in_force, raw_op, save, transformed, watched
 from cukern.runtime.tensors import as_matrix
 
 _transforms = torch._C._are_functorch_transforms_active
@@ -105,7 +105,8 @@ def kron_linear(
     Raises TypeError for another dtype, or two, and for arguments of another type; ValueError for no factors, shapes that do not fit, two
     devices, a scale that is not finite, or an unknown version.
     """
-    usual = bias is residual is version is None and kron_forward.usual(x, factors, scale)
+    named = version or in_force.now
+    usual = bias is residual is None and not named and kron_forward.usual(x, factors, scale)
     call = kron_forward.known(x, factors, scale) if usual else None
     if call:
         return call(x, factors)
@@ -122,7 +123,7 @@ def kron_linear(
     if usual:
         kron_forward.remember(x, factors, scale)
     flat = None if residual is None else as_matrix(residual)
-    y = _product(rows, factors, bias, flat, scale, version or "")
+    y = _product(rows, factors, bias, flat, scale, named)
     return y if x.ndim == 2 else y.view(shape)
 
 
