@@ -152,7 +152,7 @@ class Own:
         ) if self.differentiable else raw_op(
             f"{self.name}_backward{mark}(Tensor[] douts, Tensor?[] saved, str version) -> Tensor[]", 2,
             self._no_backward,
-            lambda douts, saved, version: [torch.empty_like(x) for x, n in zip(saved, self.inputs, strict=False) if n not in self.constants],
+            lambda douts, saved, version: [torch.empty_like(saved[i]) for i, x in enumerate(self.inputs) if x not in self.constants],
             _library,
         )  # fmt: skip
         return forward, backward

@@ -382,7 +382,7 @@ _in_force: contextvars.ContextVar[str] = contextvars.ContextVar("cukern.versions
 
 class _InForce(types.ModuleType):
     """`now` is the choice of all open `use` blocks in this context, as JSON; "" without a block. Raw ops take it as their version, so that
-    plans and backward passes keep it. A module, because torch.compile guards the attribute of one, but does not trace a context variable."""
+    plans and backward passes keep it. A module, because torch.compile guards a module's attributes and traces no context variable."""
 
     read = _in_force.get
     now = property(operator.methodcaller("read"))

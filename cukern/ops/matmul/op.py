@@ -132,9 +132,10 @@ def _takes_torch(x: Any, version: Any) -> bool:
     because torch's backward would be cast again if it runs under another autocast."""
     if _tracing() or type(x) not in checks.PLAIN or not x.is_cuda:
         return False
-    cublas = (
-        default_is_cublas(x.dtype, x.get_device(), in_force.now) if version is None else version == "cublas" and x.dtype in checks.FLOATS
-    )
+    if version is None:
+        cublas = default_is_cublas(x.dtype, x.get_device(), in_force.now)
+    else:
+        cublas = version == "cublas" and x.dtype in checks.FLOATS
     return cublas and x.layout is torch.strided and not x.is_nested and not _autocast()
 
 

@@ -118,8 +118,8 @@ def _public(op: str, x: Any, dim: int, scale: float, version: Versions) -> Tenso
 
 
 def two_versions(versions: Collection[str], op: str, x: Tensor, version: Versions) -> tuple[str, str]:
-    """The versions of forward and backward, without them that of `in_force`. Raises TypeError if one is not a str; ValueError if one is unknown, or
-    given for a CPU tensor outside the simulator."""
+    """The versions of forward and backward, by default those of `in_force`. Raises TypeError if one is not a str; ValueError if one is
+    unknown, or given for a CPU tensor outside the simulator."""
     if version is None:
         return (named := in_force.now), named
     both = version if isinstance(version, tuple) else (version, version)
