@@ -11,7 +11,7 @@ from torch import Tensor
 from cukern.runtime import autocast, backend, checks, interop
 from cukern.runtime.higher import differentiable
 from cukern.runtime.kernel import Kernel, Template
-from cukern.runtime.registry import Cost, Op, Version, choose, raw_op, register, watched
+from cukern.runtime.registry import Cost, Op, Version, choose, in_force, raw_op, register, watched
 from cukern.runtime.tensors import VECTOR_BYTES, pointers, vector_width, wide
 
 THREADS, FEW_THREADS, ROWS, CHUNK, FEW = 128, 256, 2, 64, 2048  # as in embedding.cu; FEW: the most tokens that are not sorted
@@ -52,7 +52,7 @@ def embedding(tokens: Any, weight: Any, positions: Any = None, *, version: str |
     positions = None if positions is None else _positions(positions, weight, tokens)
     if backend.uses_torch("embedding", version, weight):
         return _on_cpu(tokens, weight) if positions is None else _on_cpu(tokens, weight, positions)
-    return (_apply if watched(weight, positions) else _embedding)(tokens, weight, positions, version or "")
+    return (_apply if watched(weight, positions) else _embedding)(tokens, weight, positions, version or in_force.now)
 
 
 def _positions(positions: Tensor, weight: Tensor, tokens: Tensor) -> Tensor:

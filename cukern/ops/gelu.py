@@ -12,7 +12,7 @@ from torch import Tensor
 from cukern.runtime import autocast, backend, checks, interop
 from cukern.runtime.higher import differentiable
 from cukern.runtime.kernel import Kernel, Template
-from cukern.runtime.registry import Cost, Op, Version, choose, normal, raw_op, register, watched
+from cukern.runtime.registry import Cost, Op, Version, choose, in_force, normal, raw_op, register, watched
 from cukern.runtime.tensors import VECTOR_BYTES, aligned, as_matrix, empty_like, pointers, readable, row_strides, wide
 
 FUNCTIONS = {"none": 0, "tanh": 1, "silu": 2, "sum": 3}  # as in gelu.cu; "sum" only adds dout
@@ -87,7 +87,7 @@ def _call(op: str, function: str, version: str | None, x: Tensor, up: Tensor | N
         return y.permute([order.index(d) for d in range(x.ndim)])
     matrices = (t if t is None else t.reshape(1, t.numel()) if is_one_row else as_matrix(t) for t in (x, up))
     run = _apply if watched(x, up, bias) else _gelu
-    return run(*matrices, None if bias is None else bias.reshape(bias.numel()), function, version or "").view(x.shape)
+    return run(*matrices, None if bias is None else bias.reshape(bias.numel()), function, version or in_force.now).view(x.shape)
 
 
 def _dense_order(x: Tensor, up: Tensor | None, bias: Tensor | None) -> tuple[int, ...] | None:

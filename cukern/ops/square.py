@@ -10,7 +10,20 @@ from torch import Tensor
 from cukern.runtime import backend, checks, interop
 from cukern.runtime.device import cached
 from cukern.runtime.kernel import Kernel, Template
-from cukern.runtime.registry import Cost, Differentiable, Op, Version, apply_of, batched, choose, raw_op, register, save, transformed
+from cukern.runtime.registry import (
+    Cost,
+    Differentiable,
+    Op,
+    Version,
+    apply_of,
+    batched,
+    choose,
+    in_force,
+    raw_op,
+    register,
+    save,
+    transformed,
+)
 
 THREADS = 256
 VECTOR_BYTES = 16
@@ -43,8 +56,8 @@ def square(x: Any, *, version: str | None = None) -> Tensor:
                 checks.needs_gpu("square", version, x.device)
             return reference(x)
     if (x.requires_grad and torch.is_grad_enabled()) or transformed():
-        return _apply(x, version or "")
-    return _square(x, version or "")
+        return _apply(x, version or in_force.now)
+    return _square(x, version or in_force.now)
 
 
 def reference(x: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 
 from cukern.runtime import backend, checks, interop, signature
 from cukern.runtime.tensor_map import TensorMap
@@ -28,6 +29,7 @@ def quick(args, grid, block, shared):
         launch(function, gx, gy, gz, bx, by, bz, shared, stream(device), each, extra)
     except Exception:
         return False
+    {count}
     return True
 """
 
@@ -44,6 +46,7 @@ def quick(prepared: backend.Prepared, params: Sequence[signature.Param], device:
         return never
     names, checks, values = [f"a{i}" for i in range(len(params))], "", []
     space: dict[str, Any] = {**prepared._asdict(), "plain": _PLAIN, "dims": dims, "stream": backend.current_stream, "device": device}
+    space["increment_version"] = increment_version
     for a, p in zip(names, params, strict=True):
         if not p.pointer and (p.size or p.ctype in ("bool", "__nv_bfloat16")):
             return never
@@ -53,7 +56,9 @@ def quick(prepared: backend.Prepared, params: Sequence[signature.Param], device:
             space[f"{a}_dtype"] = p.dtypes[0] if len(p.dtypes) == 1 else p.dtypes
     if torch.cuda.device_count() > 1:
         space["current"], checks = backend.current_device, f"current() == device and {checks}"
-    exec(_QUICK.format(names="".join(f"{a}, " for a in names), checks=checks, values=", ".join(values)), space)
+    written = "".join(f"{a}, " for a, p in zip(names, params, strict=True) if p.written)
+    count = f"increment_version(({written}))" if written else "pass"
+    exec(_QUICK.format(names="".join(f"{a}, " for a in names), checks=checks, values=", ".join(values), count=count), space)
     return space["quick"]
 
 

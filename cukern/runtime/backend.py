@@ -11,6 +11,7 @@ import os
 import struct
 import tempfile
 import threading
+import types
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -47,14 +48,14 @@ _START = [os.environ.get("CUKERN_BACKEND") or "gpu"]  # checked at first use, so
 _blocks: contextvars.ContextVar[tuple[list[str], ...]] = contextvars.ContextVar("cukern.backend", default=(_START,))
 
 
-class _Traced(threading.local):
-    """The backend of this thread, for torch.compile, which cannot trace a context variable."""
+class _Traced(types.ModuleType):
+    """The backend for torch.compile, which cannot trace a context variable. It reads an attribute of a module instead of tracing it, and
+    its guard reads the attribute again, in the context of the call."""
 
-    def __init__(self) -> None:  # not a class attribute: torch.compile guards attributes of the instance only
-        self.name = _START[0]
+    name = property(lambda self: _blocks.get()[-1][0])
 
 
-_traced = _Traced()
+_traced = _Traced("cukern.traced")
 
 
 @contextlib.contextmanager
@@ -73,16 +74,11 @@ def backend(name: str) -> Iterator[None]:
     """
     _check("", name)
     mine = [name]  # a list has an identity: blocks in generators may end in any order
-    _enter((*_blocks.get(), mine))
+    _blocks.set((*_blocks.get(), mine))
     try:
         yield
     finally:
-        _enter(tuple(block for block in _blocks.get() if block is not mine))
-
-
-def _enter(blocks: tuple[list[str], ...]) -> None:
-    _blocks.set(blocks)
-    _traced.name = blocks[-1][0]
+        _blocks.set(tuple(block for block in _blocks.get() if block is not mine))
 
 
 def _check(where: str, name: str) -> None:

@@ -8,7 +8,7 @@ import contextlib
 import functools
 import json
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -144,7 +144,7 @@ def store(name: str, sm_bytes_us: float, cycles_us: float) -> Path:
     return file
 
 
-# ---- what plans depend on besides the problem: the GPU, the candidates that they may choose, and the versions
+# ---- what plans depend on besides the problem: the GPU, and the candidates that they may choose
 
 _R = TypeVar("_R")
 _Candidate = TypeVar("_Candidate")
@@ -155,7 +155,6 @@ class _Setting(NamedTuple):
     simulated: Device = SIMULATED_DEVICE  # the GPU that plans of CPU tensors are made for
     forced: str = ""
     excluded: Collection[str] = ()
-    versions: Mapping[str, tuple[str, str]] = {}  # by op: the versions of forward and backward that cukern.use chose
 
 
 _settings = [_Setting()]  # the innermost block comes last
@@ -175,10 +174,6 @@ def cached(size: int) -> Callable[[Callable[..., _R]], Callable[..., _R]]:
 def when_plans_change(forget: Callable[[], None]) -> None:
     """Call `forget` when cached plans become invalid."""
     _forgetters.append(forget)
-
-
-def current() -> _Setting:
-    return _settings[-1]
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
+from torch.autograd.graph import increment_version
 
 from cukern.runtime import arguments, backend, checks, extended_launch, signature
 from cukern.runtime.compiler import Cubin, Ptx, SetupError, arch_of, compile_kernel, compile_ptx
@@ -149,6 +150,9 @@ class Kernel:
                 as float2: a tuple. For a struct by value: bytes, a ctypes.Structure or a numpy record of its size; for a CUtensorMap: a
                 `cukern.tensor_map`. For a pointer to pointers: a tensor of int64 addresses. In the simulator: CPU tensors, and the kernel
                 may access only them, and those of an open `cukern.sim.memory.scope([...])`, which addresses in structs need.
+                The version of a tensor whose pointer is not to const increases, as that of torch's in-place ops does: autograd raises if
+                it had saved the tensor. Write `const T*` for what the kernel only reads. Memory that is written through a tensor map or
+                an address in a tensor or struct is not known: call torch.autograd.graph.increment_version for it.
             grid, block: one to three ints: thread blocks of the grid, and threads per block, along x, y, z.
             shared: bytes of dynamic shared memory; for more than 48 KiB the kernel's limit is raised.
             cluster: one to three ints: thread blocks of a cluster, for a kernel without `__cluster_dims__`. The grid is a multiple of it.
@@ -202,6 +206,7 @@ class Kernel:
                 raise self._with_signature(signature.explain_misfit(self.name, tuple(params), values[3:]), params) from None
             except (TypeError, ValueError) as error:
                 raise self._with_signature(error, params) from None
+        increment_version([t for p, t in zip(params, tensors, strict=True) if t is not None and p.written])
         if not simulated and device not in self._quicks and hasattr(launch, "prepared"):
             self.quick = self._quicks[device] = arguments.quick(launch.prepared, params, device)
 

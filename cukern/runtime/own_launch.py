@@ -14,7 +14,7 @@ from cukern.runtime import autocast, backend, checks, interop
 from cukern.runtime.higher import differentiable
 from cukern.runtime.kernel import Kernel, collecting, cpp, planning
 from cukern.runtime.load import load
-from cukern.runtime.registry import Differentiable, Tensors, apply_of, choose, each, raw_op, save, watched
+from cukern.runtime.registry import Differentiable, Tensors, apply_of, choose, each, in_force, raw_op, save, transformed, watched
 
 NAMESPACE = "cukern_own"  # in torch.ops
 _library = torch.library.Library(NAMESPACE, "DEF")
@@ -79,7 +79,9 @@ class Own:
         self.signature = inspect.Signature([inspect.Parameter(x, inspect.Parameter.POSITIONAL_OR_KEYWORD) for x in self.inputs])
         self.newest: Any = list(self.versions.values())[-1]
         self.differentiable = self.newest.backward is not None
-        self.kept, self.results = self._signature_of_backward() if self.differentiable else ((), self.outputs)
+        self.kept, self.results = (True,) * len(self.inputs) + (False,) * self.outputs, self.outputs
+        if self.differentiable:
+            self.kept, self.results = self._signature_of_backward()
 
     def _signature_of_backward(self) -> tuple[tuple[bool, ...], int]:
         """Which inputs and results some version's backward uses, and the number of results."""
@@ -103,6 +105,12 @@ class Own:
     def backward(self, kernels: Any, function: Callable[..., Any], saved: Sequence[Tensor | None], douts: Sequence[Tensor]) -> list[Tensor]:
         tensors = [None if x is None else x.resolve_neg().contiguous() for x in (*saved, *douts)]
         return self._checked("backward", function(kernels, *tensors), len(self.inputs) - len(self.constants), tensors)
+
+    def _no_backward(self, *_: Any) -> list[Tensor]:
+        raise NotImplementedError(
+            f"cukern.op {self.name!r} has no backward: call it under torch.no_grad(), name the inputs without a gradient in constants=, or "
+            "give its versions a backward"
+        )
 
     def _checked(self, pass_: str, found: Any, count: int, given: Sequence[Tensor | None]) -> list[Tensor]:
         tensors = list(as_tuple(found))
@@ -141,6 +149,11 @@ class Own:
             f"{self.name}_backward{mark}(Tensor[] douts, Tensor?[] saved, str version) -> Tensor[]", 2,
             lambda douts, saved, version: self.backward(self.kernels, chosen(version, douts[0]).backward, saved, douts),
             lambda douts, saved, version: self.backward(_no_kernels, self.newest.backward, saved, douts), _library,
+        ) if self.differentiable else raw_op(
+            f"{self.name}_backward{mark}(Tensor[] douts, Tensor?[] saved, str version) -> Tensor[]", 2,
+            self._no_backward,
+            lambda douts, saved, version: [torch.empty_like(saved[i]) for i, x in enumerate(self.inputs) if x not in self.constants],
+            _library,
         )  # fmt: skip
         return forward, backward
 
@@ -149,15 +162,19 @@ class Own:
         raw, raw_backward = self._raw()
         apply = self._autograd(raw, raw_backward)
         name, outputs, reference, versions = self.name, self.outputs, self.reference, tuple(self.versions)
+        backward, variables = self.differentiable, [i for i, x in enumerate(self.inputs) if x not in self.constants]
 
         def call(*inputs: Any, version: str | None = None, **named: Any) -> Any:
             tensors = self.tensors(inputs, named)
             checks.version(name, version, versions)
+            recorded = watched(*(tensors if backward else [tensors[i] for i in variables]))
             if backend.uses_torch(name, version, tensors[0]):
                 with autocast.off(tensors[0]):
-                    return reference(*tensors)
-            recorded = self.differentiable and watched(*tensors)
-            results = apply(version or "", *tensors) if recorded else raw(*tensors, version or "")
+                    if backward or not recorded or transformed():
+                        return reference(*tensors)
+                    results = apply(None, *tensors)
+                    return results[0] if outputs == 1 else results
+            results = apply(version or in_force.now, *tensors) if recorded else raw(*tensors, version or in_force.now)
             return results[0] if outputs == 1 else tuple(results[:outputs])
 
         call.__name__ = call.__qualname__ = name
@@ -165,7 +182,7 @@ class Own:
         return call
 
     def _autograd(self, raw: Callable[..., Any], raw_backward: Callable[..., Any]) -> Callable[..., Any]:
-        op, outputs, kept, count = self.name, self.outputs, self.kept, len(self.inputs)
+        op, outputs, kept, count, reference = self.name, self.outputs, self.kept, len(self.inputs), self.reference
         gradients = [i for i, name in enumerate(self.inputs, 1) if name not in self.constants]
 
         def plain_backward(*args):
@@ -180,11 +197,11 @@ class Own:
         class Forward(Differentiable):
             @staticmethod
             def forward(version, *inputs):
-                return tuple(raw(*inputs, version))
+                return as_tuple(reference(*inputs)) if version is None else tuple(raw(*inputs, version))
 
             @staticmethod
             def setup_context(ctx, inputs, output):
-                ctx.version = inputs[0]
+                ctx.version = inputs[0] or ""
                 ctx.mark_non_differentiable(*output[outputs:])
                 save(ctx, *[x if keep else None for x, keep in zip((*inputs[1:], *output), kept, strict=True)])
 

@@ -40,7 +40,8 @@ def op(
         reference: the math in plain torch, of the same inputs. It runs for CPU tensors. Parameters without a default are the op's inputs,
             all tensors. It returns a tensor or a tuple of them.
         versions: by name, such as "v1", the pair (forward, backward), or only forward for an op without gradients, or the triple with the
-            least compute capability, such as 90. The last that a GPU supports is the default.
+            least compute capability, such as 90. The last that a GPU supports is the default. Without a backward, `backward()` through
+            an input that requires grad and is not among the constants raises NotImplementedError, on CPU tensors too.
         make: `make(*sizes, dtype=, device=)` draws the inputs at random. Its parameters name the sizes of DIMS on the command line.
             None: each input is torch.randn(*sizes).
         cases: the sizes for `cukern check`. Small ones, since the simulator runs them too. They may be left out if make is.

@@ -1,17 +1,23 @@
 """The table of ops and versions that the commands and tests iterate over, and the registration of raw ops with torch."""
 
 import contextlib
+import contextvars
+import json
+import operator
 import os
-from collections.abc import Callable, Collection, Iterable, Sequence
+import types
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.autograd import forward_ad
+from torch.autograd.graph import increment_version
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from cukern.runtime import autocast, backend, checks
 from cukern.runtime.backend import refuse_fork
-from cukern.runtime.device import cached, current, device_of, setting
+from cukern.runtime.device import cached, device_of
 from cukern.runtime.kernel import Kernel
 
 Tensors = tuple[torch.Tensor, ...]
@@ -38,12 +44,17 @@ def raw_op(
         impl, fake: the launch, and its version for fake tensors.
         library: the namespace in torch.ops.
 
+    The versions of arguments that the schema marks as written increase, as those of torch's in-place ops do.
+
     The result skips torch's dispatcher (1.7 us) unless one of these needs it: torch.compile, torch.export, dispatch modes such as
     FakeTensorMode, functorch transforms, tensor subclasses, the simulator.
     """
     short = schema.partition("(")[0]
     name = f"{library.ns}::{short}"
     library.define(schema)
+    writes = [i for i, argument in enumerate(schema.partition("(")[2].partition(" -> ")[0].split(", ")) if "!" in argument]
+    if writes:
+        impl = _counted(impl, writes)
     library.impl(short, impl, "CUDA")
 
     def simulate(*args: Any) -> Any:
@@ -57,8 +68,12 @@ def raw_op(
     packet = getattr(getattr(torch.ops, library.ns), short).default
 
     def op(*args: Any) -> Any:
-        if not _tracing() and _transforms() and any(isinstance(x, torch.Tensor) and _wrapped(x) for x in _flat(args)):
-            raise NotImplementedError(f"{name} has no rule for this torch.func transform")
+        if not _tracing():
+            tensors = [x for x in _flat(args) if isinstance(x, torch.Tensor)]
+            if _transforms() and any(map(_wrapped, tensors)):
+                raise NotImplementedError(f"{name} has no rule for this torch.func transform")
+            if not writes and any(map(_batched, tensors)):
+                return _batched_call(call, args)
         return packet(*args)
 
     def call_one(x: torch.Tensor, *rest: Any) -> Any:
@@ -88,6 +103,31 @@ def raw_op(
         return op(*args)  # a functorch wrapper that outlived its transform, or `is_grads_batched`: the dispatcher unwraps it
 
     return call_one if tensors == 1 else call
+
+
+def _counted(impl: Callable[..., Any], writes: Sequence[int]) -> Callable[..., Any]:
+    """`impl`, which then increments the versions of the arguments that it writes."""
+
+    def run(*args: Any) -> Any:
+        result = impl(*args)
+        increment_version([x for x in _flat([args[i] for i in writes]) if x is not None])
+        return result
+
+    return run
+
+
+def _batched_call(call: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """The rule of `torch.autograd.grad(is_grads_batched=True)`, whose vmap is torch's older one: one call per element of the batch."""
+    torch._C._vmapmode_increment_nesting()
+    level = torch._C._vmapmode_decrement_nesting()
+    flat, tree = tree_flatten(args)
+    whole = [torch._remove_batch_dim(x, level, 1, 0) if isinstance(x, torch.Tensor) and _batched(x) else None for x in flat]
+    size = next(x.shape[0] for x in whole if x is not None)
+    element = [[x if t is None else t[i] for x, t in zip(flat, whole, strict=True)] for i in range(size)]
+    outs = [call(*tree_unflatten(one, tree)) for one in element]
+    if isinstance(outs[0], torch.Tensor):
+        return torch._add_batch_dim(torch.stack(outs), 0, level)
+    return [torch._add_batch_dim(torch.stack(parts), 0, level) for parts in zip(*outs, strict=True)]
 
 
 def _flat(args: Iterable[Any]) -> list[Any]:
@@ -335,12 +375,33 @@ def register(op: Op) -> Op:
     return op
 
 
+Versions = dict[str, tuple[str, str]]  # by op: the versions of forward and backward
+_blocks: contextvars.ContextVar[tuple[Versions, ...]] = contextvars.ContextVar("cukern.use", default=())
+_in_force: contextvars.ContextVar[str] = contextvars.ContextVar("cukern.versions", default="")
+
+
+class _InForce(types.ModuleType):
+    """`now` is the choice of all open `use` blocks in this context, as JSON; "" without a block. Raw ops take it as their version, so that
+    plans and backward passes keep it. A module, because torch.compile guards a module's attributes and traces no context variable."""
+
+    read = _in_force.get
+    now = property(operator.methodcaller("read"))
+
+
+in_force: Any = _InForce("cukern.in_force")
+
+
 def use(op: str, version: str, *, backward: str | None = None) -> contextlib.AbstractContextManager[None]:
-    """Choose the version of an op's kernels inside a block, in all threads, for calls that name no version.
+    """Choose the version of an op's kernels inside a block, for calls that name no version.
 
     Args:
         op: a name such as "softmax". Ops that share a table of versions change together, as do matmul, linear and its partial linear_gelu.
         version: of the forward, and of the backward unless that is given: `use("softmax", "v5", backward="v3")`. "default" is the fastest.
+
+    The setting is a context variable. It holds for the thread or asyncio task that opened the block and for tasks started inside it. A
+    thread started inside the block does not inherit it, unless it runs in `contextvars.copy_context()`. The backward pass uses the version
+    that its forward call used, in whatever thread it runs. But autograd's threads for GPUs do not see the block: what is called first
+    there, such as the recomputation of torch.utils.checkpoint or a hook, uses the default. torch.compile compiles again for another choice.
 
     CPU tensors keep the reference. The environment variable CUKERN_SOFTMAX=v5 does the same for a whole process, for any op.
     Raises TypeError or ValueError for an unknown op or version; a call raises ValueError if its GPU cannot run the version.
@@ -358,24 +419,38 @@ def use(op: str, version: str, *, backward: str | None = None) -> contextlib.Abs
 
 
 @contextlib.contextmanager
-def _using(chosen: dict[str, tuple[str, str]]) -> Iterator[None]:
-    with setting(versions={**current().versions, **chosen}):
+def _using(chosen: Versions) -> Iterator[None]:
+    _enter((*_blocks.get(), chosen))
+    try:
         yield
+    finally:  # blocks in generators may end in any order
+        _enter(tuple(block for block in _blocks.get() if block is not chosen))
+
+
+def _enter(blocks: tuple[Versions, ...]) -> None:
+    _blocks.set(blocks)
+    _in_force.set(json.dumps({op: names for block in blocks for op, names in block.items()}) if blocks else "")
+
+
+def names_of(op: str, version: str) -> tuple[str, str]:
+    """The versions of forward and backward that a call names by `version`, which may be that of `in_force`, or by CUKERN_<OP>; "": none."""
+    named = os.environ.get(f"CUKERN_{op.upper()}", "")
+    if named and named not in OPS[op].versions:
+        raise ValueError(f"CUKERN_{op.upper()}: cukern.{op} has no version {named!r}; it has {', '.join(OPS[op].versions)}")
+    chosen = json.loads(version) if version.startswith("{") else {op: (version, version)} if version else {}
+    forward, backward = chosen.get(op, (named, named))
+    return forward, backward
 
 
 @cached(4096)
 def choose(op: str, version: str, device: int) -> Version:
-    """The version that runs on a GPU: `version`, or for "" that of `use`, else the last of the op's table that the GPU can run.
+    """The version that runs on a GPU: that of `names_of`, else the last of the op's table that the GPU can run.
 
     Raises ValueError for a version that is unknown or that the GPU cannot run.
     """
     versions, capability = OPS[op].versions, device_of(device).capability
-    named = os.environ.get(f"CUKERN_{op.upper()}", "")
-    if named and named not in versions:
-        raise ValueError(f"CUKERN_{op.upper()}: cukern.{op} has no version {named!r}; it has {', '.join(versions)}")
-    names = (version, version) if version else current().versions.get(op, (named, named))
     default = ([name for name, v in versions.items() if v.requires <= capability] or list(versions))[-1]
-    chosen = [default if name in ("", DEFAULT) else name for name in names]
+    chosen = [default if name in ("", DEFAULT) else name for name in names_of(op, version)]
     for name in chosen:
         if name not in versions:
             checks.unknown_version(op, name, versions)

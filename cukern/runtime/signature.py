@@ -65,6 +65,11 @@ class Param:
     const: bool = field(default=False, compare=False)  # a pointer to const
 
     @property
+    def written(self) -> bool:
+        """True if the kernel may write through the pointer."""
+        return self.pointer and not self.const
+
+    @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
         """The tensor dtypes that a pointer accepts; empty for any."""
         return _POINTEES.get(self.ctype, ()) if not self.ctype.endswith("*") else (torch.int64, torch.uint64)

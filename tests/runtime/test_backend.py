@@ -510,3 +510,31 @@ except ValueError as error:
     print(error)
 """
     assert run_python(code, CUKERN_BACKEND="zzz").stdout == "9.0\nCUKERN_BACKEND: there is no backend 'zzz'; there are gpu, sim\n"
+
+
+def test_compiled_functions_in_a_copied_context_and_in_tasks():
+    targets, x = [], torch.randn(8)
+
+    def record(graph, _):
+        targets.append(any("_square" in str(node.target) for node in graph.graph.nodes))
+        return graph
+
+    compiled = torch.compile(lambda x: cukern.square(x), backend=record, fullgraph=True)
+
+    def simulated():
+        torch._dynamo.reset()
+        compiled(x)
+        return targets[-1]
+
+    async def task():
+        return simulated()
+
+    async def main():
+        with cukern.backend("sim"):
+            inside = asyncio.create_task(task())
+        return simulated(), await inside
+
+    with cukern.backend("sim"):
+        context = contextvars.copy_context()
+        assert in_thread(lambda: context.run(simulated)) and not in_thread(simulated)
+    assert asyncio.run(main()) == (False, True)

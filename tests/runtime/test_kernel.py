@@ -431,3 +431,23 @@ def test_aligned_structs_are_passed_by_pointers():
     assert pointers and not description
     _, pointers, description = backend._Arguments(bytes(8), params[:1], 0).parts
     assert description and not pointers
+
+
+COPY = "__global__ void copy(float* out, const float* x, int n) { if (threadIdx.x < n) out[threadIdx.x] = x[threadIdx.x]; }"
+
+
+@kernels
+def test_a_launch_increments_the_version_of_what_it_may_write(device):
+    kernel, out, x = cukern.compile(COPY), torch.zeros(4, device=device), torch.ones(4, device=device)
+    for count in (1, 2, 3):  # the second launch on a GPU takes the quick path
+        kernel(out, x, 4, grid=1, block=32)
+        assert (out._version, x._version) == (count, 0)
+    kernel[1, 32](out, x, 4)
+    assert (out._version, x._version) == (4, 0)
+    w = torch.ones(4, device=device, requires_grad=True)
+    y = (w * out).sum()
+    kernel(out, x, 4, grid=1, block=32)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
+    with torch.inference_mode():
+        kernel(torch.zeros(4, device=device), x, 4, grid=1, block=32)

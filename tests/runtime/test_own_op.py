@@ -249,3 +249,30 @@ def test_wrong_results(module, found, error, says):
     bad = cukern.op("bad", module.SOURCE, lambda x: x + 1, {"v1": lambda kernels, x: found(x)})
     with pytest.raises(error, match=says):
         bad(torch.ones(3, device=DEVICE))
+
+
+COPY = "__global__ void copy(float* out, const float* x, int n) { if (threadIdx.x < n) out[threadIdx.x] = x[threadIdx.x]; }"
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by torch.compile
+@pytest.mark.parametrize("place", ["cpu", pytest.param("kernels", marks=kernels)])
+def test_a_forward_only_op_raises_in_backward(place, tmp_path):
+    (tmp_path / "copy.cu").write_text(COPY)
+
+    def forward(kernels, x, w):
+        out = torch.empty_like(x)
+        kernels("copy")(out, x, x.numel(), grid=1, block=32)
+        return out
+
+    f = cukern.op("only_forward", tmp_path / "copy.cu", lambda x, w: x.clone(), {"v1": forward}, cases=[(8,)], constants="w")
+    device = DEVICE if place == "kernels" else "cpu"
+    x, w = (torch.randn(8, device=device, requires_grad=True) for _ in range(2))
+    with cukern.backend("sim" if place == "kernels" else "gpu"):
+        for call in (f, torch.compile(f, backend="aot_eager", fullgraph=True)):
+            out = call(x, w)
+            assert torch.equal(out, x)
+            with pytest.raises(NotImplementedError, match="'only_forward' has no backward"):
+                out.sum().backward()
+        assert not f(x.detach(), w).requires_grad, "w is a constant"
+        with torch.no_grad():
+            assert not f(x, w).requires_grad

@@ -5,6 +5,7 @@ import itertools
 
 import pytest
 import torch
+from helpers import kernels
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -120,3 +121,31 @@ def test_apply_of_is_apply():
     x = torch.randn(4, requires_grad=True)
     a, b = apply_of(Triple)(x), Triple.apply(x)
     assert torch.equal(a, b) and torch.equal(*(torch.autograd.grad(y.sum(), x)[0] for y in (a, b)))
+
+
+def _rotated(device, x):
+    return cukern.rope_(x, *cukern.rope_tables(4, 8, device=device))
+
+
+def _accumulated(device, into):
+    x, weight = (torch.ones(s, device=device, requires_grad=True) for s in ((3, 8), (4, 8)))
+    cukern.linear(x, weight, accumulate_into=into).sum().backward()
+
+
+def _loss(device, logits):
+    cukern.cross_entropy(logits, torch.zeros(3, dtype=torch.long, device=device), inplace_backward=True).backward()
+
+
+def _adam(device, p):
+    cukern.adamw([p], [torch.ones_like(p)], [torch.zeros_like(p)], [torch.zeros_like(p)], step=1)
+
+
+@kernels
+@pytest.mark.parametrize("write, shape", [(_rotated, (1, 4, 2, 8)), (_accumulated, (4, 8)), (_loss, (3, 5)), (_adam, (8,))])
+def test_an_op_increments_the_version_of_what_it_writes(write, shape, device):
+    w = torch.ones(shape, device=device, requires_grad=True)
+    x = torch.randn(shape, device=device, requires_grad=write is _loss).clone()
+    y = (w * x).sum()
+    write(device, x)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()

@@ -1,12 +1,17 @@
 """cukern.use and CUKERN_<OP>: one version for a block or a process."""
 
+import asyncio
+import contextlib
+import threading
+
 import pytest
 import torch
-from helpers import run_python
+from helpers import in_thread, kernels, run_python
 
 import cukern
 from cukern.runtime import backend
 from cukern.runtime.device import KNOWN, assumed
+from cukern.runtime.device import _forget as forget_plans
 from cukern.runtime.kernel import collecting
 from cukern.runtime.registry import OPS
 from cukern.runtime.warmup import planned
@@ -85,3 +90,139 @@ except ValueError as error:
 """
     assert run_python(code, CUKERN_SOFTMAX="v3").stdout == "softmax_v3<float>\n"
     assert "CUKERN_SOFTMAX: cukern.softmax has no version 'nine'; it has v1" in run_python(code, CUKERN_SOFTMAX="nine").stdout
+
+
+def forward_kernel():
+    with assumed(KNOWN["h200"]), backend.backend("sim"), collecting() as found:  # assumed: plans made here do not stay
+        cukern.softmax(torch.ones(2, 64))
+    return next(iter(found)).partition("<")[0]
+
+
+def test_overlapping_blocks_of_generators():
+    usual = forward_kernel()
+
+    def block(version):
+        with cukern.use("softmax", version):
+            yield
+            yield
+
+    first, second = block("v1"), block("v5")
+    next(first), next(second)
+    first.close()
+    assert forward_kernel() == "softmax_v5"
+    second.close()
+    assert forward_kernel() == usual
+
+
+def test_overlapping_blocks_of_threads():
+    usual, seen, turn = forward_kernel(), {}, threading.Barrier(2, timeout=60)
+
+    def first():
+        with cukern.use("softmax", "v1"):
+            turn.wait()
+            turn.wait()
+        turn.wait()
+
+    def second():
+        turn.wait()
+        seen["before"] = forward_kernel()
+        with cukern.use("softmax", "v5"):
+            turn.wait()
+            turn.wait()
+            seen["inside"] = forward_kernel()
+
+    threads = [threading.Thread(target=f) for f in (first, second)]
+    [t.start() for t in threads], [t.join() for t in threads]
+    assert seen == {"before": usual, "inside": "softmax_v5"} and forward_kernel() == usual
+
+
+def test_overlapping_blocks_of_tasks():
+    async def main():
+        ready, done = asyncio.Event(), asyncio.Event()
+
+        async def first():
+            with cukern.use("softmax", "v1"):
+                ready.set()
+                await done.wait()
+                return forward_kernel()
+
+        async def second():
+            await ready.wait()
+            with cukern.use("softmax", "v5"):
+                inner = asyncio.create_task(third())
+                done.set()
+            return await inner
+
+        async def third():
+            return forward_kernel()
+
+        return await asyncio.gather(first(), second())
+
+    assert asyncio.run(main()) == ["softmax_v1", "softmax_v5"]
+
+
+def test_the_backward_uses_the_version_of_its_forward_in_another_thread():
+    x = torch.randn(2, 64, requires_grad=True)
+    with backend.backend("sim"), cukern.use("softmax", "v3", backward="v4"):
+        y = cukern.softmax(x)
+    with collecting() as found:
+        in_thread(lambda: y.sum().backward())
+    assert {name.partition("<")[0] for name in found} == {"softmax_v4_bwd"}
+
+
+def test_compiled_functions_see_the_block():
+    versions = []
+
+    def record(graph, _):
+        versions.extend(node.args[-1] for node in graph.graph.nodes if "_square" in str(node.target))
+        return graph
+
+    compiled, x = torch.compile(lambda x: cukern.square(x), backend=record, fullgraph=True), torch.randn(8)
+    with backend.backend("sim"):
+        compiled(x)
+        with cukern.use("square", "v1"):
+            compiled(x)
+        compiled(x)
+    assert len(versions) == 2 and versions[0] == "" and "v1" in versions[1]
+
+
+@kernels
+@pytest.mark.parametrize("version", ["v1", "v2"])
+def test_kron_linear_in_torch_has_gradients(version, device):
+    x, *ws = (torch.randn(n, n, device=device, requires_grad=True) for n in (6, 2, 3))
+    expected = torch.autograd.grad(cukern.kron_linear(x, ws, version=version).sum(), (x, *ws))
+    with cukern.use("kron_linear", version):
+        found = torch.autograd.grad(cukern.kron_linear(x, ws).sum(), (x, *ws))
+    torch.testing.assert_close(found, expected)
+
+
+@kernels
+@pytest.mark.parametrize("by", ["use", "variable"])
+@pytest.mark.parametrize("name, version", [(n, v) for n, op in OPS.items() for v in op.versions])
+def test_every_version_forward_and_backward(name, version, by, device, monkeypatch):
+    op = OPS[name]
+    if device != "cpu" and torch.cuda.get_device_capability() < divmod(op.versions[version].requires, 10):
+        pytest.skip("this GPU does not have the version")
+    dims = min(op.sim_dims, key=lambda dims: torch.Size(dims).numel())
+    torch.manual_seed(0)
+    inputs = op.make(dims, op.dtypes[0], device)
+    first = [x.clone() for x in inputs]
+    wanted = [x.requires_grad_() for n, x in zip(op.names(inputs), inputs, strict=True) if op.has_gradient(n, x) and not op.in_place]
+
+    def gradients(call):
+        with torch.no_grad():
+            [x.copy_(start) for x, start in zip(inputs, first, strict=True)]
+        outs = call()
+        outs = [o for o in ((outs,) if isinstance(outs, torch.Tensor) else outs or ()) if o is not None]
+        return [*outs, *torch.autograd.grad(sum(o.double().square().sum() for o in outs), wanted)] if wanted else outs
+
+    expected = [t.detach().clone() for t in gradients(lambda: op.call(*inputs, version=version))]
+    variable = next(o.name for o in OPS.values() if o.versions is op.versions or (name.startswith(f"{o.name}_") and o.stem == op.stem))
+    if by == "variable":
+        monkeypatch.setenv(f"CUKERN_{variable.upper()}", version)
+        forget_plans()
+    with cukern.use(name, version) if by == "use" else contextlib.nullcontext():
+        found = gradients(lambda: op.call(*inputs))
+    monkeypatch.undo()
+    forget_plans()
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cukern.runtime import autocast, backend, checks, interop
 from cukern.runtime.kernel import Template
-from cukern.runtime.registry import Cost, Op, Version, choose, raw_op, register
+from cukern.runtime.registry import Cost, Op, Version, choose, in_force, raw_op, register
 from cukern.runtime.tensors import pointers, wide
 
 CHUNK, THREADS, PREPARING = 8192, 256, 1024  # as in adamw.cu; PREPARING: threads of adamw_prepare
@@ -53,7 +53,7 @@ def adamw(
         return
     # Inside of torch.compile: with the raw op, inductor on a GPU gave other values (torch 2.11); the cause is not known.
     if not backend.uses_torch("adamw", version, lists[0][0]) and not torch.compiler.is_dynamo_compiling():
-        _adamw(*lists, step, list(numbers), version or "")
+        _adamw(*lists, step, list(numbers), version or in_force.now)
         return
     with torch.no_grad(), autocast.off(lists[0][0]):
         for param, *rest in zip(*lists, strict=True):
@@ -164,7 +164,7 @@ class Table:
             (1, 1, 1), (PREPARING, 1, 1), 0, self.numbers, norm_at, rows, groups.data_ptr(), partials, scale_at, inf_at, self.chunks, count,
             max_norm or 0.0,
         )  # fmt: skip
-        self.update(options.version, at, self.numbers, (0.0,) * 9, options.seed, options.stochastic_rounding)
+        self.update(options.version or in_force.now, at, self.numbers, (0.0,) * 9, options.seed, options.stochastic_rounding)
 
     def write_places(self, grads: Sequence[Tensor], capturing: bool = False) -> int:
         """The address of a list of the gradients' addresses. A captured step has its own: a replay must not change those of other steps."""

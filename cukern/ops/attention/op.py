@@ -11,7 +11,7 @@ from cukern.ops.attention.reference import Options, reference
 from cukern.ops.causal_softmax import checked_sink
 from cukern.ops.softmax import checked_scale
 from cukern.runtime import autocast, backend, checks, interop
-from cukern.runtime.registry import Version, choose, transformed
+from cukern.runtime.registry import Version, choose, in_force, transformed
 
 
 def attention(
@@ -285,11 +285,11 @@ def _chosen(version: str | None, q: Tensor) -> str:
     kernels = q.is_cuda or backend.simulates(q)
     if version in _FUSED and not kernels:
         checks.needs_gpu("attention", version, q.device)
-    return version or (_default(q.get_device()) if kernels else "v1")
+    return version or (_default(in_force.now, q.get_device()) if kernels else "v1")
 
 
-def _default(device: int) -> str:
-    chosen = choose("attention", "", device)
+def _default(version: str, device: int) -> str:
+    chosen = choose("attention", version, device)
     return next(name for name, version in VERSIONS.items() if version.idea == chosen.idea)
 
 

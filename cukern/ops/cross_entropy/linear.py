@@ -18,7 +18,7 @@ from cukern.runtime.device import device_of
 from cukern.runtime.higher import gradients, tangents
 from cukern.runtime.kernel import Kernel, Template
 from cukern.runtime.products import torch_matmul
-from cukern.runtime.registry import Differentiable, Version, apply_of, choose, each, raw_op, save, transformed, watched
+from cukern.runtime.registry import Differentiable, Version, apply_of, choose, each, in_force, raw_op, save, transformed, watched
 from cukern.runtime.tensors import as_matrix, pointers, unit_column_stride, wide
 
 _batched = torch._C._functorch.is_legacy_batchedtensor  # of torch.autograd.grad(is_grads_batched=True)
@@ -56,7 +56,7 @@ def linear_cross_entropy(
     """
     x, weight, targets = _checked(x, weight, targets, version)
     checks.choice("reduction", reduction, ("mean", "sum"))
-    options = options_of(weight.shape[0], ignore_index, reduction, label_smoothing, z_loss, softcap, vocab_size, version or "")
+    options = options_of(weight.shape[0], ignore_index, reduction, label_smoothing, z_loss, softcap, vocab_size, version or in_force.now)
     kernels = x.is_cuda or backend.simulates(x)
     most = (1 << 63) - 1
     chunk = _rows_of_chunk(targets.numel(), weight.shape[1]) if chunk_rows is None else checks.integer("chunk_rows", chunk_rows, 1, most)
@@ -105,7 +105,7 @@ def _compute(x: Tensor, weight: Tensor, targets: Tensor, wants_dx: bool, wants_d
     logits, losses = x.new_empty(min(chunk, rows), classes), [loss.new_empty(0)]
     kernels = x.is_cuda or backend.simulates(x)
     gradient_of = choose("linear_cross_entropy", options.version, x.get_device()).forward if kernels else _by_torch
-    by_row, one = options._replace(reduction="none", version=""), count if wants_dx or wants_dweight else None
+    by_row, one = options._replace(reduction="none", version=in_force.now), count if wants_dx or wants_dweight else None
     with torch.no_grad(), autocast.off(x):
         for a in range(0, rows, chunk):
             x_part = x[a : a + chunk]

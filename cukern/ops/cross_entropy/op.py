@@ -13,7 +13,7 @@ from cukern.runtime import autocast, backend, checks, interop
 from cukern.runtime.device import cached, device_of
 from cukern.runtime.higher import differentiable
 from cukern.runtime.kernel import Kernel, Template
-from cukern.runtime.registry import Version, choose, raw_op, transformed, watched
+from cukern.runtime.registry import Version, choose, in_force, raw_op, transformed, watched
 from cukern.runtime.tensors import as_matrix, empty_like, pointers, unit_column_stride, wide
 
 
@@ -79,7 +79,7 @@ def cross_entropy(
             f"logits {tuple(logits.shape)} with targets {tuple(targets.shape)} may be (..., T, V) or torch's (N, C, ...): "
             "pass logits.flatten(0, -2) and targets.flatten(), with the classes in the last dimension of logits"
         )
-    options = options_of(logits.shape[-1], ignore_index, reduction, label_smoothing, z_loss, softcap, vocab_size, version or "")
+    options = options_of(logits.shape[-1], ignore_index, reduction, label_smoothing, z_loss, softcap, vocab_size, version or in_force.now)
     inplace = _in_place(logits, inplace_backward)
     if backend.uses_torch("cross_entropy", version, logits):
         checked_targets(targets, options)
@@ -200,7 +200,6 @@ def _gradient(_: Any, inputs: Sequence[Any], stats: Sequence[Tensor], dloss: Ten
 def _gradient_in_place(_: Any, inputs: Sequence[Any], stats: Sequence[Tensor], dloss: Tensor) -> tuple[Tensor | None, ...]:
     x, targets, *options = inputs
     _backward_in_place(x, targets, *stats, dloss, *options)
-    torch.autograd.graph.increment_version(x)
     return x.detach(), None
 
 

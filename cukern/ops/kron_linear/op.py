@@ -26,7 +26,7 @@ from cukern.runtime import backend, checks
 from cukern.runtime.checks import PLAIN
 from cukern.runtime.higher import gradients, tangents
 from cukern.runtime.products import torch_matmul
-from cukern.runtime.registry import Differentiable, Version, apply_of, choose, raw_op, save, transformed, watched
+from cukern.runtime.registry import Differentiable, Version, apply_of, choose, in_force, raw_op, save, transformed, watched
 from cukern.runtime.tensors import as_matrix
 
 _transforms = torch._C._are_functorch_transforms_active
@@ -37,10 +37,17 @@ def _by_torch(product: Product, x: Tensor, factors: Sequence[Tensor], epilogue: 
     return with_epilogue(product(x, factors), epilogue)
 
 
-# v1 and v2 are torch, and torch differentiates them.
+def _backward_by_torch(
+    x: Tensor, g: Tensor, factors: Sequence[Tensor], wanted: Sequence[bool], scale: float, *_: Any
+) -> list[Tensor | None]:
+    dx, _, _, _, *dws = gradients(_in_torch, (x, None, None, scale, *factors), (g,))
+    return [d.contiguous() if w and d is not None else None for d, w in zip((dx, *dws), wanted, strict=True)]
+
+
+# A call with version="v1" or "v2" goes to torch, which differentiates it. `cukern.use` chooses forward and backward here.
 VERSIONS = {
-    "v1": Version("x @ w and movedim, in torch", functools.partial(_by_torch, PRODUCTS["v1"])),
-    "v2": Version("w^T @ x^T and reshape, in torch", functools.partial(_by_torch, PRODUCTS["v2"])),
+    "v1": Version("x @ w and movedim, in torch", functools.partial(_by_torch, PRODUCTS["v1"]), _backward_by_torch),
+    "v2": Version("w^T @ x^T and reshape, in torch", functools.partial(_by_torch, PRODUCTS["v2"]), _backward_by_torch),
     "v3": Version("one GEMM a factor, read and written in place", cublas.v3_forward, cublas.v3_backward, cublas.v3_instances),
     "v4": Version(
         "a group of factors a launch, in shared memory, compiled for their sizes",
@@ -98,7 +105,8 @@ def kron_linear(
     Raises TypeError for another dtype, or two, and for arguments of another type; ValueError for no factors, shapes that do not fit, two
     devices, a scale that is not finite, or an unknown version.
     """
-    usual = bias is residual is version is None and kron_forward.usual(x, factors, scale)
+    named = version or in_force.now
+    usual = bias is residual is None and not named and kron_forward.usual(x, factors, scale)
     call = kron_forward.known(x, factors, scale) if usual else None
     if call:
         return call(x, factors)
@@ -115,7 +123,7 @@ def kron_linear(
     if usual:
         kron_forward.remember(x, factors, scale)
     flat = None if residual is None else as_matrix(residual)
-    y = _product(rows, factors, bias, flat, scale, version or "")
+    y = _product(rows, factors, bias, flat, scale, named)
     return y if x.ndim == 2 else y.view(shape)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from cukern.ops.layernorm.versions import ADD, VERSIONS
 from cukern.runtime import autocast, backend, checks, interop
 from cukern.runtime.higher import differentiable
-from cukern.runtime.registry import Cost, Op, choose, normal, raw_op, register, row_counts, watched
+from cukern.runtime.registry import Cost, Op, choose, in_force, normal, raw_op, register, row_counts, watched
 from cukern.runtime.tensors import as_matrix, empty_like, pointers, readable, row_strides, unit_column_stride, wide
 
 
@@ -97,7 +97,7 @@ def _public(op: str, x: Any, weight: Any, bias: Any, eps: Any, residual: Any, ve
         return _on_cpu(x, residual, weight, bias, eps, op == "rmsnorm")
     matrices = (None if t is None else unit_column_stride(as_matrix(t)) for t in (x, residual))
     run = _apply if watched(x, residual, weight, bias) else _layernorm
-    outs = run(*matrices, weight, bias, eps, op == "rmsnorm", version or "")
+    outs = run(*matrices, weight, bias, eps, op == "rmsnorm", version or in_force.now)
     return outs[0].view(x.shape) if residual is None else (outs[0].view(x.shape), outs[1].view(x.shape))
 
 

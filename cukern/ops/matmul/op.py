@@ -15,7 +15,7 @@ from cukern.ops.matmul.versions import VERSIONS, in_torch
 from cukern.runtime import backend, checks, interop
 from cukern.runtime.autocast import of_product
 from cukern.runtime.products import torch_matmul
-from cukern.runtime.registry import Cost, Op, register, row_counts
+from cukern.runtime.registry import Cost, Op, in_force, register, row_counts
 from cukern.runtime.tensors import as_matrix
 
 PRECISIONS = "ieee", "tf32", "3xtf32"
@@ -132,7 +132,10 @@ def _takes_torch(x: Any, version: Any) -> bool:
     because torch's backward would be cast again if it runs under another autocast."""
     if _tracing() or type(x) not in checks.PLAIN or not x.is_cuda:
         return False
-    cublas = default_is_cublas(x.dtype, x.get_device()) if version is None else version == "cublas" and x.dtype in checks.FLOATS
+    if version is None:
+        cublas = default_is_cublas(x.dtype, x.get_device(), in_force.now)
+    else:
+        cublas = version == "cublas" and x.dtype in checks.FLOATS
     return cublas and x.layout is torch.strided and not x.is_nested and not _autocast()
 
 
@@ -175,7 +178,7 @@ def _checked(op: str, precision: Any, version: Any, names: tuple[str, ...], x: A
 def _computed(op: str, a: Tensor, b: Tensor, bias: Any, residual: Any, into: Any, *options: Any) -> Sequence[Tensor]:
     """`product`, by kernels or in torch's operations."""
     if a.is_cuda or backend.simulates(a):
-        return product(a, b, bias, residual, into, *options)
+        return product(a, b, bias, residual, into, *options[:-1], options[-1] or in_force.now)
     version = options[-1]
     if version is not None and not VERSIONS[version].in_torch:
         checks.needs_gpu(op, version, a.device)

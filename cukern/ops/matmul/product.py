@@ -8,7 +8,6 @@ so a transposed matrix is not copied.
     dbias = column sums of dy
 """
 
-import os
 from typing import Any
 
 import torch
@@ -16,10 +15,10 @@ from torch import Tensor
 
 from cukern.ops.matmul.tensor_cores import Epilogue
 from cukern.ops.matmul.versions import ACTIVATION_BWD, ACTIVATION_WIDTH, VERSIONS, in_torch
-from cukern.runtime.device import cached, current, device_of
+from cukern.runtime.device import cached, device_of
 from cukern.runtime.higher import gradients, tangents
 from cukern.runtime.products import column_sums, tf32_allowed
-from cukern.runtime.registry import DEFAULT, Differentiable, Version, apply_of, batched, choose, each, raw_op, save, watched
+from cukern.runtime.registry import DEFAULT, Differentiable, Version, apply_of, batched, choose, each, names_of, raw_op, save, watched
 from cukern.runtime.tensors import pointers, wide
 
 # ---- the version and the precision of a call
@@ -38,7 +37,7 @@ def run(out: Tensor, a: Tensor, b: Tensor, e: Epilogue, precision: Option, versi
 @cached(4096)
 def _chosen(a: torch.dtype, out: torch.dtype, activation: int, precision: Option, switched: bool, version: Option, device: int) -> Version:
     """The version for these dtypes. `switched`: torch's switches allow TF32, and cuBLAS follows them."""
-    named = version or current().versions.get("matmul", (os.environ.get("CUKERN_MATMUL", ""),))[0]
+    named = names_of("matmul", version or "")[0]
     if named not in ("", DEFAULT):
         return choose("matmul", version or "", device)
     names, gpu = _defaults(a, out, activation, precision, switched), device_of(device)
@@ -56,9 +55,9 @@ def _defaults(a: torch.dtype, out: torch.dtype, activation: int, precision: Opti
 
 
 @cached(64)
-def default_is_cublas(dtype: torch.dtype, device: int) -> bool:
-    """True if a product without options is cuBLAS's, whatever torch's precision switches say."""
-    return dtype.itemsize == 2 and _chosen(dtype, dtype, 0, None, False, None, device) is VERSIONS["cublas"]
+def default_is_cublas(dtype: torch.dtype, device: int, version: str) -> bool:
+    """True if a product without options is cuBLAS's, whatever torch's precision switches say. `version`: that of `in_force`."""
+    return dtype.itemsize == 2 and _chosen(dtype, dtype, 0, None, False, version, device) is VERSIONS["cublas"]
 
 
 # ---- the raw ops

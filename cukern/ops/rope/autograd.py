@@ -15,7 +15,6 @@ from cukern.runtime.registry import Differentiable, apply_of, each, raw_op, save
 
 _tracing = torch.compiler.is_dynamo_compiling
 _level = torch._C._functorch.maybe_get_level
-_increment_version = torch.autograd.graph.increment_version
 
 # ---- the raw ops
 
@@ -176,21 +175,12 @@ def rotate_(x: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, positions: Te
     """x, or the pair (x, k), rotated in place. The caller has checked the memory of tensors that have one."""
     if not watched(x, k):
         _rope_(x, k, cos, sin, positions, *options)
-        if not _tracing():
-            _mark_written(x, k)
         return x if k is None else (x, k)
     if _tracing() or transformed():  # torch.compile turns this copy into an in-place op where it can
         return write(x, k, rotate(x, k, cos, sin, positions, options))
     if k is not None and (x._is_view() or k._is_view()):  # autograd accepts only one view per in-place Function
         return tuple(_apply_in_place(t, None, cos, sin, positions, *options) for t in (x, k))
     return _apply_in_place(x, k, cos, sin, positions, *options)
-
-
-def _mark_written(*tensors: Tensor | None) -> None:
-    """Increment version counters, so that autograd detects the change of a tensor that it has saved."""
-    for t in tensors:
-        if t is not None and not t.is_inference():
-            _increment_version(t)
 
 
 def write(x: Tensor, k: Tensor | None, new: Any) -> Any:

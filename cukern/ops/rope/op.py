@@ -17,7 +17,7 @@ from cukern.ops.rope.checks import Request
 from cukern.ops.rope.memory import check_writable, check_writable_wrapped
 from cukern.ops.rope.plan import Inputs, Options, angle_maths, compute_dtype, table_dtypes
 from cukern.runtime import backend, checks, interop
-from cukern.runtime.registry import transformed
+from cukern.runtime.registry import in_force, transformed
 
 _modes = torch._C._len_torch_dispatch_stack
 
@@ -138,6 +138,8 @@ def run(inputs: Inputs, options: Options, in_place: bool = False) -> Any:
                 checks.needs_gpu("rope", options.version, x.device)
             out = rope_reference.rope(inputs, options)
             return rope_ops.write(x, k, out) if in_place else out
+    if not options.version and (named := in_force.now):
+        options = options._replace(version=named)
     if sin is None:
         angles = cos if cos.dtype == torch.float64 else cos.float()
         cos, sin = gather.tables_of(angles, angle_maths(x.dtype, angles.dtype) == torch.float64)

@@ -17,7 +17,20 @@ from torch import Tensor
 from cukern.ops.softmax.versions import LOG_VERSIONS, VERSIONS, inner
 from cukern.runtime import backend, checks, interop
 from cukern.runtime.autocast import off
-from cukern.runtime.registry import Cost, Differentiable, Op, apply_of, batched, choose, raw_op, register, row_counts, save, watched
+from cukern.runtime.registry import (
+    Cost,
+    Differentiable,
+    Op,
+    apply_of,
+    batched,
+    choose,
+    in_force,
+    raw_op,
+    register,
+    row_counts,
+    save,
+    watched,
+)
 from cukern.runtime.tensors import wide
 
 Versions = str | tuple[str | None, str | None] | None
@@ -109,10 +122,10 @@ def _public(op: str, x: Any, dim: int, scale: float, version: Versions) -> Tenso
 
 
 def two_versions(versions: Collection[str], op: str, x: Tensor, version: Versions) -> tuple[str, str]:
-    """The versions of forward and backward, "" for the default. Raises TypeError if one is not a str; ValueError if one is unknown, or
-    given for a CPU tensor outside the simulator."""
+    """The versions of forward and backward, by default those of `in_force`. Raises TypeError if one is not a str; ValueError if one is
+    unknown, or given for a CPU tensor outside the simulator."""
     if version is None:
-        return "", ""
+        return (named := in_force.now), named
     both = version if isinstance(version, tuple) else (version, version)
     if len(both) != 2:
         raise ValueError(f"version must be a str, or a pair of them for forward and backward, got {checks.brief(version)}")
@@ -120,7 +133,7 @@ def two_versions(versions: Collection[str], op: str, x: Tensor, version: Version
         checks.version(op, one, versions)
         if one is not None and not x.is_cuda and not backend.simulates(x):
             checks.needs_gpu(op, one, x.device)
-    return both[0] or "", both[1] or ""
+    return both[0] or in_force.now, both[1] or in_force.now
 
 
 def checked_scale(x: Tensor, scale: float) -> float:
