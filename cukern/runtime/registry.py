@@ -10,6 +10,7 @@ import torch
 from torch.autograd import forward_ad
 
 from cukern.runtime import autocast, backend, checks
+from cukern.runtime import sharding as split
 from cukern.runtime.backend import refuse_fork
 from cukern.runtime.device import cached, current, device_of, setting
 from cukern.runtime.kernel import Kernel
@@ -27,8 +28,9 @@ _batched = torch._C._functorch.is_legacy_batchedtensor  # of torch.autograd.grad
 
 
 def raw_op(
-    schema: str, tensors: int, impl: Callable[..., Any], fake: Callable[..., Any], library: torch.library.Library = _library
-) -> Callable[..., Any]:
+    schema: str, tensors: int, impl: Callable[..., Any], fake: Callable[..., Any], library: torch.library.Library = _library,
+    sharding: split.Rule = None,
+) -> Callable[..., Any]:  # fmt: skip
     """Register a launch as `torch.ops.cukern.<name>`. Returns a function that calls it with the least host time.
 
     Args:
@@ -37,6 +39,7 @@ def raw_op(
         tensors: the number of arguments that are tensors or lists of tensors.
         impl, fake: the launch, and its version for fake tensors.
         library: the namespace in torch.ops.
+        sharding: how DTensors are split, see sharding.py. None: they are replicated.
 
     The result skips torch's dispatcher (1.7 us) unless one of these needs it: torch.compile, torch.export, dispatch modes such as
     FakeTensorMode, functorch transforms, tensor subclasses, the simulator.
@@ -55,8 +58,10 @@ def raw_op(
     library.impl(short, simulate, "CPU")
     torch.library.register_fake(name, fake, lib=library)
     packet = getattr(getattr(torch.ops, library.ns), short).default
+    split.add(packet, sharding)
 
     def op(*args: Any) -> Any:
+        split.register()
         if not _tracing() and _transforms() and any(isinstance(x, torch.Tensor) and _wrapped(x) for x in _flat(args)):
             raise NotImplementedError(f"{name} has no rule for this torch.func transform")
         return packet(*args)

@@ -42,7 +42,7 @@ def hidden_keys(q: Tensor, k: Tensor, key_lengths: Lengths = None, causal: bool 
         return _hidden_in_sequences(queries, keys, *key_lengths, causal, window)
     if key_lengths is not None:
         column, query = (torch.arange(n, device=q.device) for n in (keys, queries if causal else 1))
-        ends = key_lengths.clamp(0, keys).repeat_interleave(q.shape[1])[:, None] + (query + 1 - len(query))
+        ends = key_lengths.clamp(0, keys).repeat_interleave(q.shape[1])[:, None] + (query + 1 - query.shape[0])
         return column >= ends[..., None]
     every = torch.ones(queries, keys, dtype=torch.bool, device=q.device)
     hidden = every.triu(keys - queries + 1)
