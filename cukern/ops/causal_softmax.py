@@ -166,7 +166,10 @@ def _fake(x: Tensor, sinks: Tensor | None, *_: Any) -> tuple[Tensor, Tensor]:
 
 
 raw_forward = raw_op(
-    "_causal_softmax(Tensor x, Tensor? sinks, float scale, int window, str version) -> (Tensor, Tensor)", 2, _launch, _fake,
+    "_causal_softmax(Tensor x, Tensor? sinks, float scale, int window, str version) -> (Tensor, Tensor)",
+    2,
+    _launch,
+    _fake,
     sharding="b.., b -> b.., b.",
 )
 raw_backward = raw_op(

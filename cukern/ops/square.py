@@ -93,7 +93,9 @@ def _fake(x: Tensor, *_: Any) -> Tensor:
 
 
 _square = raw_op("_square(Tensor x, str version) -> Tensor", 1, _launch_square, _fake, sharding="* -> *")
-_square_backward = raw_op("_square_backward(Tensor x, Tensor dout, str version) -> Tensor", 2, _launch_square_backward, _fake, sharding="*, * -> *")
+_square_backward = raw_op(
+    "_square_backward(Tensor x, Tensor dout, str version) -> Tensor", 2, _launch_square_backward, _fake, sharding="*, * -> *"
+)
 
 
 class _Square(Differentiable):

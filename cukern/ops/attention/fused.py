@@ -62,7 +62,9 @@ _HEADS = "bh.., bh.., bh.."  # q, k and v: batch and heads are split
 _INPUTS, _SCALARS = "Tensor q, Tensor k, Tensor v", "bool causal, float scale, float softcap, bool wgmma=False, int window=0"
 _GRADS = f"Tensor out, Tensor dout, Tensor lse, Tensor? dlse, {_SCALARS}"
 _VARLEN = f"{_INPUTS}, Tensor cu_seqlens, Tensor cu_seqlens_k"
-_forward = raw_op(f"_attention({_INPUTS}, {_SCALARS}) -> (Tensor, Tensor)", 3, launch.forward, launch.outputs, sharding=f"{_HEADS} -> bh.., bh.")
+_forward = raw_op(
+    f"_attention({_INPUTS}, {_SCALARS}) -> (Tensor, Tensor)", 3, launch.forward, launch.outputs, sharding=f"{_HEADS} -> bh.., bh."
+)
 _with_lengths = raw_op(
     f"_attention_with_lengths({_INPUTS}, Tensor key_lengths, {_SCALARS}) -> (Tensor, Tensor)", 4,
     lambda q, k, v, lengths, *rest: launch.forward(q, k, v, *rest, lengths=lengths), launch.outputs,

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from cukern.runtime import checks
 from cukern.runtime.autocast import off
 from cukern.runtime.products import torch_matmul
 from cukern.runtime.tensors import wide
@@ -79,7 +80,7 @@ def by_scores(
     empty = None
     if causal or lengths is not None or not k.shape[-2]:
         hidden = hidden_keys(q, k, lengths, causal, window)
-        if q.shape[-2] > k.shape[-2] or lengths is not None:
+        if lengths is not None or not checks.known(q.shape[-2] <= k.shape[-2]):
             empty = hidden.all(-1, keepdim=True)  # rows without a visible key: their weights are replaced below
             hidden = hidden & ~empty
         s = s.masked_fill(hidden, -math.inf)

@@ -131,7 +131,10 @@ def _fake_backward(s: Tensor, dy: Any, ds: Any, stats: Any, weight: Any, rms: bo
 
 
 _layernorm = raw_op(
-    "_layernorm(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps, bool rms, str version) -> Tensor[]", 4, _launch, _fake,
+    "_layernorm(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps, bool rms, str version) -> Tensor[]",
+    4,
+    _launch,
+    _fake,
     sharding="r., r., ., . -> r.",
 )
 _layernorm_backward = raw_op(

@@ -120,7 +120,9 @@ def _sharding(a: Tensor, b: Tensor, bias: Tensor | None, residual: Tensor | None
 
 _ARGUMENTS = "(Tensor a, Tensor b, Tensor? bias, Tensor? residual, int activation, str? precision, str? version)"
 _product = raw_op(f"_product{_ARGUMENTS} -> Tensor", 4, _launch, _fake, sharding=_sharding)
-_product_with_pre = raw_op(f"_product_with_pre{_ARGUMENTS} -> (Tensor, Tensor)", 4, _launch_with_pre, lambda *a: (_fake(*a), _fake(*a)), sharding=_sharding)
+_product_with_pre = raw_op(
+    f"_product_with_pre{_ARGUMENTS} -> (Tensor, Tensor)", 4, _launch_with_pre, lambda *a: (_fake(*a), _fake(*a)), sharding=_sharding
+)
 _SCHEMA = "_add_product(Tensor(a!) out, Tensor a, Tensor b, str? precision, str? version) -> ()"
 _add_product = raw_op(_SCHEMA, 3, _launch_add, lambda *_: None, sharding="mn, m., .n -> ")
 _SCHEMA = "_activation_backward(Tensor dout, Tensor pre, int activation) -> (Tensor, Tensor)"
