@@ -1,10 +1,11 @@
 """Raw ops on DTensors: each runs on the local parts of its arguments.
 
 A rule names the dimensions along which an op may be split, as einsum does: "br, r -> br" for the arguments' tensors and the outputs.
-Tensors are split along one letter per dimension of the mesh: the first letter along which an argument is already sharded, if its
-sizes divide by the number of processes. The other tensors, and "." dimensions, are replicated. "*" stands for all dimensions of a
-tensor. An output without the letter is the sum over the processes, and "=" is an output
-that is the same on all. The last output's letters hold for all that follow. A rule may be a function of the op's arguments that returns a string.
+Each dimension of the mesh splits along one letter: the first one along which an argument is already sharded, if all sizes divide by
+the number of processes. Everything else is replicated: other tensors, "." dimensions, and plain tensors, which must be the same on all
+processes. "*" stands for all dimensions of a tensor. An output without the letter is the sum over the processes; "=" is an output
+that is the same on all. The last output's letters hold for all that follow. A rule may be a function of the op's arguments that
+returns a string.
 """
 
 import math
@@ -23,13 +24,15 @@ def add(op: Any, rule: Rule) -> None:
     _waiting.append((op, rule))
 
 
-@torch._dynamo.assume_constant_result
 def register() -> None:
     """Register the waiting rules, if torch.distributed.tensor is imported."""
     if _waiting and (tensor := sys.modules.get("torch.distributed.tensor")) is not None:
         while _waiting:
             op, rule = _waiting.pop()
             torch.library.register_torch_dispatch(op, tensor.DTensor, _dispatch(op, rule))
+
+
+register._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as torch.compiler.assume_constant_result, which imports dynamo
 
 
 def _dispatch(op: Any, rule: Rule) -> Callable[..., Any]:

@@ -184,8 +184,8 @@ def _on_device(name: str, t: Shape, x: Shape) -> None:
 
 
 def values(inputs: Inputs, options: Options) -> None:
-    """For CPU tensors but DTensors, which can be read without synchronisation: raises ValueError if a position is not in the table or if cu_seqlens
-    decrease."""
+    """For CPU tensors, which can be read without synchronisation, but not DTensors: raises ValueError if a position is not in the table or
+    if cu_seqlens decrease."""
     if not inputs.has_positions or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
         return
     cu_seqlens, rows = inputs.cu_seqlens, inputs.cos.shape[-2]
