@@ -169,7 +169,11 @@ def _fake(x: Tensor, sinks: Tensor | None, *_: Any) -> tuple[Tensor, Tensor]:
 
 
 raw_forward = raw_op(
-    "_causal_softmax(Tensor x, Tensor? sinks, float scale, int window, str version) -> (Tensor, Tensor)", 2, _launch, _fake
+    "_causal_softmax(Tensor x, Tensor? sinks, float scale, int window, str version) -> (Tensor, Tensor)",
+    2,
+    _launch,
+    _fake,
+    sharding="b.., b -> b.., b.",
 )
 raw_backward = raw_op(
     "_causal_softmax_backward(Tensor y, Tensor g, Tensor? share, Tensor? share_grad, float scale, int window, str version) "
@@ -177,6 +181,7 @@ raw_backward = raw_op(
     4,
     _launch_backward,
     lambda y, g, share, *_: _fake(y, share),
+    sharding="b.., b.., b., b. -> b.., b.",
 )
 
 # ---- autograd

@@ -60,8 +60,8 @@ def _positions(positions: Tensor, weight: Tensor, tokens: Tensor) -> Tensor:
     checks.same(weight=weight, positions=table)
     if table.ndim != 2 or table.shape[1] != weight.shape[1]:
         raise ValueError(f"positions must be (time, {weight.shape[1]}), as weight has such rows; its shape is {tuple(table.shape)}")
-    if not shape or shape[-1] > len(table):
-        raise ValueError(f"tokens has shape {shape}: its last dimension must be at most the {len(table)} rows of positions")
+    if not shape or shape[-1] > table.shape[0]:
+        raise ValueError(f"tokens has shape {shape}: its last dimension must be at most the {table.shape[0]} rows of positions")
     return table
 
 
@@ -104,13 +104,21 @@ def _launch_backward(dout: Tensor, tokens: Tensor, size: int, version: str) -> T
     return dweight
 
 
+def _rule(rule: str, tokens: Tensor, has_positions: bool) -> str:
+    """The sharding of a raw op; with positions, the time is not split."""
+    dims = "0123456789"[: tokens.ndim]
+    return rule.format(dims[:-1] + "." if has_positions else dims or "")
+
+
 _embedding = raw_op(
     "_embedding(Tensor tokens, Tensor weight, Tensor? positions, str version) -> Tensor", 3, _launch,
     lambda tokens, weight, *_: weight.new_empty((*tokens.shape, weight.shape[1])),
+    sharding=lambda tokens, _, positions, *__: _rule("{0}, .c, .c -> {0}c", tokens, positions is not None),
 )  # fmt: skip
 _backward = raw_op(
     "_embedding_backward(Tensor dout, Tensor tokens, SymInt size, str version) -> Tensor", 2, _launch_backward,
     lambda dout, tokens, size, *_: dout.new_empty((size, dout.shape[-1])),
+    sharding=lambda _, tokens, *__: _rule("{0}c, {0} -> .c", tokens, False),
 )  # fmt: skip
 
 

@@ -105,8 +105,10 @@ def _fake(x: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(x)
 
 
-_square = raw_op("_square(Tensor x, str version) -> Tensor", 1, _launch_square, _fake)
-_square_backward = raw_op("_square_backward(Tensor x, Tensor dout, str version) -> Tensor", 2, _launch_square_backward, _fake)
+_square = raw_op("_square(Tensor x, str version) -> Tensor", 1, _launch_square, _fake, sharding="* -> *")
+_square_backward = raw_op(
+    "_square_backward(Tensor x, Tensor dout, str version) -> Tensor", 2, _launch_square_backward, _fake, sharding="*, * -> *"
+)
 
 
 class _Square(Differentiable):

@@ -48,6 +48,15 @@ def integer(name: str, value: Any, least: int | None = None, most: int | None = 
     return value
 
 
+def known(condition: Any) -> bool:
+    """`condition` on sizes; in a trace, True only if it holds for all sizes, so that the graph does not depend on it."""
+    if not torch.compiler.is_compiling():
+        return bool(condition)
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(condition)
+
+
 def flag(name: str, value: Any) -> bool:
     """`value` as a bool. Raises TypeError for anything else, such as 1 or "no"."""
     if value is True or value is False:

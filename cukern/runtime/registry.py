@@ -16,6 +16,7 @@ from torch.autograd.graph import increment_version
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from cukern.runtime import autocast, backend, checks
+from cukern.runtime import sharding as split
 from cukern.runtime.backend import refuse_fork
 from cukern.runtime.device import cached, device_of
 from cukern.runtime.kernel import Kernel
@@ -33,8 +34,9 @@ _batched = torch._C._functorch.is_legacy_batchedtensor  # of torch.autograd.grad
 
 
 def raw_op(
-    schema: str, tensors: int, impl: Callable[..., Any], fake: Callable[..., Any], library: torch.library.Library = _library
-) -> Callable[..., Any]:
+    schema: str, tensors: int, impl: Callable[..., Any], fake: Callable[..., Any], library: torch.library.Library = _library,
+    sharding: split.Rule = None,
+) -> Callable[..., Any]:  # fmt: skip
     """Register a launch as `torch.ops.cukern.<name>`. Returns a function that calls it with the least host time.
 
     Args:
@@ -43,6 +45,7 @@ def raw_op(
         tensors: the number of arguments that are tensors or lists of tensors.
         impl, fake: the launch, and its version for fake tensors.
         library: the namespace in torch.ops.
+        sharding: how DTensors are split, see sharding.py. None: they are replicated.
 
     The versions of arguments that the schema marks as written increase, as those of torch's in-place ops do.
 
@@ -66,8 +69,10 @@ def raw_op(
     library.impl(short, simulate, "CPU")
     torch.library.register_fake(name, fake, lib=library)
     packet = getattr(getattr(torch.ops, library.ns), short).default
+    split.add(packet, sharding)
 
     def op(*args: Any) -> Any:
+        split.register()
         if not _tracing():
             tensors = [x for x in _flat(args) if isinstance(x, torch.Tensor)]
             if _transforms() and any(map(_wrapped, tensors)):

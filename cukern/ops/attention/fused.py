@@ -58,27 +58,37 @@ def _launch_packed_backward(qkv: Tensor, *rest: Any) -> Tensor:
     return dqkv
 
 
+_HEADS = "bh.., bh.., bh.."  # q, k and v: batch and heads are split
 _INPUTS, _SCALARS = "Tensor q, Tensor k, Tensor v", "bool causal, float scale, float softcap, bool wgmma=False, int window=0"
 _GRADS = f"Tensor out, Tensor dout, Tensor lse, Tensor? dlse, {_SCALARS}"
 _VARLEN = f"{_INPUTS}, Tensor cu_seqlens, Tensor cu_seqlens_k"
-_forward = raw_op(f"_attention({_INPUTS}, {_SCALARS}) -> (Tensor, Tensor)", 3, launch.forward, launch.outputs)
+_forward = raw_op(
+    f"_attention({_INPUTS}, {_SCALARS}) -> (Tensor, Tensor)", 3, launch.forward, launch.outputs, sharding=f"{_HEADS} -> bh.., bh."
+)
 _with_lengths = raw_op(
     f"_attention_with_lengths({_INPUTS}, Tensor key_lengths, {_SCALARS}) -> (Tensor, Tensor)", 4,
     lambda q, k, v, lengths, *rest: launch.forward(q, k, v, *rest, lengths=lengths), launch.outputs,
+    sharding=f"{_HEADS}, b -> bh.., bh.",
 )  # fmt: skip
 _varlen = raw_op(
     f"_attention_varlen({_VARLEN}, {_SCALARS}) -> (Tensor, Tensor)", 5,
     lambda q, k, v, one, two, *rest: launch.forward(q, k, v, *rest, bounds=Bounds(one, two)), launch.outputs,
+    sharding=".h.., .h.., .h.., ., . -> .h.., .h.",
 )  # fmt: skip
 _backward = raw_op(
     f"_attention_backward({_INPUTS}, {_GRADS}) -> (Tensor, Tensor, Tensor)", 7,
     lambda *inputs: launch.backward(_fake_backward(*inputs), *inputs), _fake_backward,
+    sharding=f"{_HEADS}, bh.., bh.., bh., bh. -> {_HEADS}",
 )  # fmt: skip
 _varlen_backward = raw_op(
     f"_attention_varlen_backward({_VARLEN}, {_GRADS}) -> (Tensor, Tensor, Tensor)", 9,
     lambda q, k, v, one, two, *rest: launch.backward(_fake_backward(q, k, v), q, k, v, *rest, bounds=Bounds(one, two)), _fake_backward,
+    sharding=".h.., .h.., .h.., ., ., .h.., .h.., .h., .h. -> .h.., .h.., .h..",
 )  # fmt: skip
-_packed_backward = raw_op(f"_attention_packed_backward(Tensor qkv, {_GRADS}) -> Tensor", 5, _launch_packed_backward, _fake_packed_backward)
+_packed_backward = raw_op(
+    f"_attention_packed_backward(Tensor qkv, {_GRADS}) -> Tensor", 5, _launch_packed_backward, _fake_packed_backward,
+    sharding="b..h., bh.., bh.., bh., bh. -> b..h.",
+)  # fmt: skip
 
 # ---- autograd: the outputs are out and lse
 

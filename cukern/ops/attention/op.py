@@ -181,7 +181,7 @@ def _readable(x: Tensor) -> bool:
 def _in_window(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor, Tensor, Options]:
     """The same without the first keys, if no query sees them."""
     queries, window = q.shape[2], options.window
-    if not window or queries + window > k.shape[2]:
+    if not window or not checks.known(queries + window <= k.shape[2]):
         return q, k, v, options
     return q, k[:, :, 1 - queries - window :], v[:, :, 1 - queries - window :], options._replace(window=window if queries > 1 else 0)
 
@@ -233,7 +233,7 @@ def _options(
     causal, window = checks.flag("causal", causal), 0 if window is None else checks.integer("window", window, 1)
     if window and not causal:
         raise ValueError(f"window needs causal=True, got window={window}")
-    options = Options(causal, float(scale), float(softcap or 0), window=0 if window >= k.shape[-2] else window)
+    options = Options(causal, float(scale), float(softcap or 0), window=0 if checks.known(window >= k.shape[-2]) else window)
     return options, checks.flag("return_lse", return_lse), None if sink is None else checked_sink(q, sink)
 
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from cukern.runtime import checks
 from cukern.runtime.autocast import off
 from cukern.runtime.products import torch_matmul
 from cukern.runtime.tensors import wide
@@ -42,7 +43,7 @@ def hidden_keys(q: Tensor, k: Tensor, key_lengths: Lengths = None, causal: bool 
         return _hidden_in_sequences(queries, keys, *key_lengths, causal, window)
     if key_lengths is not None:
         column, query = (torch.arange(n, dtype=torch.int64, device=q.device) for n in (keys, queries if causal else 1))
-        ends = key_lengths.clamp(0, keys).repeat_interleave(q.shape[1])[:, None] + (query + 1 - len(query))
+        ends = key_lengths.clamp(0, keys).repeat_interleave(q.shape[1])[:, None] + (query + 1 - query.shape[0])
         return column >= ends[..., None]
     every = torch.ones(queries, keys, dtype=torch.bool, device=q.device)
     hidden = every.triu(keys - queries + 1)
@@ -79,7 +80,7 @@ def by_scores(
     empty = None
     if causal or lengths is not None or not k.shape[-2]:
         hidden = hidden_keys(q, k, lengths, causal, window)
-        if q.shape[-2] > k.shape[-2] or lengths is not None:
+        if lengths is not None or not checks.known(q.shape[-2] <= k.shape[-2]):
             empty = hidden.all(-1, keepdim=True)  # rows without a visible key: their weights are replaced below
             hidden = hidden & ~empty
         s = s.masked_fill(hidden, -math.inf)

@@ -185,6 +185,7 @@ _SCALARS = "SymInt vocab, int ignored, str reduction, float smoothing, float z_l
 _raw = raw_op(
     f"_linear_cross_entropy(Tensor x, Tensor weight, Tensor targets, bool dx, bool dweight, SymInt chunk, {_SCALARS})"
     " -> (Tensor, Tensor, Tensor, Tensor)", 3, _compute, _fake,
+    sharding=lambda *args: "" if "mean" in args else "r., .., r -> , r., .., =",
 )  # fmt: skip
 
 

@@ -2,7 +2,7 @@
 
 import itertools
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
@@ -183,12 +183,29 @@ def _launch_backward(x: Tensor, *rest: Any) -> Tensor:
     return dx
 
 
+def _sharding(rest: str) -> Callable[..., str]:
+    """Losses of rows can be split. Their sum keeps the number of all targets behind the rows' statistics."""
+    return lambda *args: f"r., r{rest}" if "none" in args else ""
+
+
 _SCALARS = "SymInt vocab, int ignored, str reduction, float smoothing, float z_loss, float softcap, str version"
 _REST = f"Tensor targets, Tensor stats, Tensor dloss, {_SCALARS}"
-_cross_entropy = raw_op(f"_cross_entropy(Tensor x, Tensor targets, {_SCALARS}) -> (Tensor, Tensor)", 2, launch_forward, _fake)
-_backward = raw_op(f"_cross_entropy_backward(Tensor x, {_REST}) -> Tensor", 4, _launch_backward, lambda x, *_: empty_like(x))
+_cross_entropy = raw_op(
+    f"_cross_entropy(Tensor x, Tensor targets, {_SCALARS}) -> (Tensor, Tensor)", 2, launch_forward, _fake, sharding=_sharding(" -> r, r")
+)
+_backward = raw_op(
+    f"_cross_entropy_backward(Tensor x, {_REST}) -> Tensor",
+    4,
+    _launch_backward,
+    lambda x, *_: empty_like(x),
+    sharding=_sharding(", r, r -> r."),
+)
 _backward_in_place = raw_op(
-    f"_cross_entropy_backward_(Tensor(a!) x, {_REST}) -> ()", 4, lambda x, *rest: write_gradient(x, x, *rest), lambda *_: None
+    f"_cross_entropy_backward_(Tensor(a!) x, {_REST}) -> ()",
+    4,
+    lambda x, *rest: write_gradient(x, x, *rest),
+    lambda *_: None,
+    sharding=_sharding(", r, r -> "),
 )
 
 

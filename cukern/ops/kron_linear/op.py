@@ -294,7 +294,17 @@ def _fake_backward(x: Tensor, g: Tensor, factors: Sequence[Tensor], wanted: Sequ
     return [torch.empty_like(t, memory_format=torch.contiguous_format) for t, w in pairs if w]
 
 
+def _sharding(x: Tensor, bias: Any, residual: Any, factors: Sequence[Tensor], *_: Any) -> str:
+    """Rows are split, and with them factors of their own."""
+    return f"r., ., r., {'r..' if factors[0].ndim == 3 else '..'} -> r."
+
+
+def _sharding_backward(x: Tensor, g: Tensor, factors: Sequence[Tensor], wanted: Sequence[bool], *_: Any) -> str:
+    own = "r.." if factors[0].ndim == 3 else ".."
+    return f"r., r., {own}, r. -> {'r., ' if wanted[0] else ''}{own}"
+
+
 _SCHEMA = "(Tensor x, Tensor? bias, Tensor? residual, Tensor[] factors, float scale, str version, int at) -> Tensor[]"
 _SCHEMA_BACKWARD = "(Tensor x, Tensor g, Tensor[] factors, bool[] wanted, float scale, str version, Tensor? kept, int at) -> Tensor[]"
-_kron_linear = raw_op("_kron_linear" + _SCHEMA, 4, _launch, _fake)
-_kron_linear_backward = raw_op("_kron_linear_backward" + _SCHEMA_BACKWARD, 3, _launch_backward, _fake_backward)
+_kron_linear = raw_op("_kron_linear" + _SCHEMA, 4, _launch, _fake, sharding=_sharding)
+_kron_linear_backward = raw_op("_kron_linear_backward" + _SCHEMA_BACKWARD, 3, _launch_backward, _fake_backward, sharding=_sharding_backward)

@@ -145,12 +145,16 @@ def _fake_backward(s: Tensor, dy: Any, ds: Any, stats: Any, weight: Any, rms: bo
 
 
 _layernorm = raw_op(
-    "_layernorm(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps, bool rms, str version) -> Tensor[]", 4, _launch, _fake
+    "_layernorm(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps, bool rms, str version) -> Tensor[]",
+    4,
+    _launch,
+    _fake,
+    sharding="r., r., ., . -> r.",
 )
 _layernorm_backward = raw_op(
     "_layernorm_backward(Tensor s, Tensor dy, Tensor? ds, Tensor stats, Tensor? weight, bool rms, int affine, str version)"
     " -> (Tensor, Tensor, Tensor)",
-    5, _launch_backward, _fake_backward,
+    5, _launch_backward, _fake_backward, sharding="r., r., r., r., . -> r., ., .",
 )  # fmt: skip
 
 # ---- autograd

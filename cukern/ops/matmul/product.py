@@ -111,13 +111,21 @@ def _fake_activation_backward(dout: Tensor, pre: Tensor, *_: Any) -> tuple[Tenso
     return torch.empty_like(pre), pre.new_empty(pre.shape[1])
 
 
+def _sharding(a: Tensor, b: Tensor, bias: Tensor | None, residual: Tensor | None, activation: int, *_: Any) -> str:
+    """Batches, rows and columns are split, and in a plain product the sum too."""
+    batch, k = "b" * (a.ndim - 2), "." if activation or bias is not None or residual is not None else "k"
+    return f"{batch}m{k}, {batch}{k}n, n, {batch}mn -> {batch}mn"
+
+
 _ARGUMENTS = "(Tensor a, Tensor b, Tensor? bias, Tensor? residual, int activation, str? precision, str? version)"
-_product = raw_op(f"_product{_ARGUMENTS} -> Tensor", 4, _launch, _fake)
-_product_with_pre = raw_op(f"_product_with_pre{_ARGUMENTS} -> (Tensor, Tensor)", 4, _launch_with_pre, lambda *a: (_fake(*a), _fake(*a)))
+_product = raw_op(f"_product{_ARGUMENTS} -> Tensor", 4, _launch, _fake, sharding=_sharding)
+_product_with_pre = raw_op(
+    f"_product_with_pre{_ARGUMENTS} -> (Tensor, Tensor)", 4, _launch_with_pre, lambda *a: (_fake(*a), _fake(*a)), sharding=_sharding
+)
 _SCHEMA = "_add_product(Tensor(a!) out, Tensor a, Tensor b, str? precision, str? version) -> ()"
-_add_product = raw_op(_SCHEMA, 3, _launch_add, lambda *_: None)
+_add_product = raw_op(_SCHEMA, 3, _launch_add, lambda *_: None, sharding="mn, m., .n -> ")
 _SCHEMA = "_activation_backward(Tensor dout, Tensor pre, int activation) -> (Tensor, Tensor)"
-_activation_backward = raw_op(_SCHEMA, 2, _launch_activation_backward, _fake_activation_backward)
+_activation_backward = raw_op(_SCHEMA, 2, _launch_activation_backward, _fake_activation_backward, sharding="rc, rc -> rc, c")
 
 # ---- autograd
 

@@ -73,8 +73,15 @@ def _fake(x: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, positions: Tens
     return [torch.empty_like(t, memory_format=memory_format) for t in (x, k) if t is not None]
 
 
-_rope = raw_op(f"_rope(Tensor x, Tensor? k, {_TENSORS}, {_OPTIONS}) -> Tensor[]", 5, _launch, _fake)
-_rope_ = raw_op(f"_rope_(Tensor(a!) x, Tensor(b!)? k, {_TENSORS}, {_OPTIONS}) -> ()", 5, _launch_, lambda *_: None)
+def _sharding(x: Tensor, k: Any, cos: Tensor, sin: Any, positions: Tensor | None, *options: Any) -> str:
+    """Batch and heads are split; with one table or one row of positions for the whole batch, these are replicated."""
+    axes = "".join(c if c in "bh" else "." for c in options[5])  # options[5]: Options.layout
+    table = "b.." if cos.ndim == 3 and cos.shape[0] > 1 else "..."
+    return f"{axes}, {axes}, {table}, {table}, {'b.' if positions is not None and positions.shape[0] > 1 else '..'} -> {axes}"
+
+
+_rope = raw_op(f"_rope(Tensor x, Tensor? k, {_TENSORS}, {_OPTIONS}) -> Tensor[]", 5, _launch, _fake, sharding=_sharding)
+_rope_ = raw_op(f"_rope_(Tensor(a!) x, Tensor(b!)? k, {_TENSORS}, {_OPTIONS}) -> ()", 5, _launch_, lambda *_: None, sharding=_sharding)
 
 # ---- autograd
 

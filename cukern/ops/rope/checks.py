@@ -184,12 +184,12 @@ def _on_device(name: str, t: Shape, x: Shape) -> None:
 
 
 def values(inputs: Inputs, options: Options) -> None:
-    """For CPU tensors, which can be read without synchronisation: raises ValueError if a position is not in the table or if cu_seqlens
-    decrease."""
+    """For CPU tensors, which can be read without synchronisation, but not DTensors: raises ValueError if a position is not in the table or
+    if cu_seqlens decrease."""
     if not inputs.has_positions or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
         return
     cu_seqlens, rows = inputs.cu_seqlens, inputs.cos.shape[-2]
-    if any(t is not None and (t.is_meta or isinstance(t, FakeTensor)) for t in inputs[:7]):
+    if any(t is not None and (t.is_meta or isinstance(t, FakeTensor) or hasattr(t, "device_mesh")) for t in inputs[:7]):
         return
     if cu_seqlens is not None and (unwrapped(cu_seqlens.diff() < 0).any() or unwrapped(cu_seqlens[0] < 0).any()):
         raise ValueError(f"cu_seqlens must not decrease, and begin at 0 or above, got {unwrapped(cu_seqlens).tolist()}")

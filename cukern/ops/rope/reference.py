@@ -36,9 +36,9 @@ def positions_of(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor | Non
     if cu_seqlens is not None:
         bounds = cu_seqlens.long() // cp_size
         which = torch.searchsorted(bounds, s + 0 * bounds[:1], right=True) - 1  # + 0 * bounds: gives s the batch of bounds under vmap
-        outside = (which < 0) | (which >= len(bounds) - 1)
+        outside = (which < 0) | (which >= bounds.shape[0] - 1)
         which = torch.where(outside, 0, which)
-        if len(bounds) < 2:
+        if bounds.shape[0] < 2:
             return s[None], torch.ones_like(s, dtype=torch.bool)[None]
         s = s - bounds[which]
         length = (bounds[1:] - bounds[:-1])[which]
@@ -63,7 +63,7 @@ def _rows(
         return rows
     column = torch.arange(table.shape[-1], dtype=torch.int64, device=table.device)
     pairs = o.rotary_dim // 2
-    pair = column if len(column) == pairs else column // 2 if o.interleaved else column % pairs
+    pair = column if column.shape[0] == pairs else column // 2 if o.interleaved else column % pairs
     which = torch.bucketize(pair, torch.tensor(section, dtype=torch.int64, device=table.device).cumsum(0), right=True)
     return rows.movedim(0, -1).gather(-1, which[:, None].expand(*rows.shape[1:], 1))[..., 0]
 

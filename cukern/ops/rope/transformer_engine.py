@@ -75,7 +75,9 @@ def _checked(
         raise ValueError(f"cp_rank is {cp_rank}, it must be in 0..cp_size - 1, and cp_size is {cp_size}")
     sequence = tokens_of(t.shape, tensor_format)[1]
     if tensor_format != "thd" and cp_size > 1 and (sequence % 2 or sequence * cp_size > freqs.shape[0]):
-        raise ValueError(f"with cp_size {cp_size} the sequence here, {sequence}, must be even, and {cp_size} times it at most {len(freqs)}")
+        raise ValueError(
+            f"with cp_size {cp_size} the sequence here, {sequence}, must be even, and {cp_size} times it at most {freqs.shape[0]}"
+        )
     angles, dtype = freqs.flatten(1), compute_dtype(t.dtype)
     angles = angles if angles.dtype == dtype else angles.to(dtype)
     x, angle, start, bounds = rope_checks.shapes_of(("t", "freqs", "start_positions", "cu_seqlens"), (t, angles, starts, cu_seqlens))

@@ -192,9 +192,13 @@ def _fake(x: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)  # 4 us faster than torch.empty
 
 
-_softmax = raw_op("_softmax(Tensor x, float scale, bool log, str version) -> Tensor", 1, _launch, _fake)
+_softmax = raw_op("_softmax(Tensor x, float scale, bool log, str version) -> Tensor", 1, _launch, _fake, sharding="r.i -> r.i")
 _softmax_backward = raw_op(
-    "_softmax_backward(Tensor y, Tensor g, float scale, bool log, str version) -> Tensor", 2, _launch_backward, _fake
+    "_softmax_backward(Tensor y, Tensor g, float scale, bool log, str version) -> Tensor",
+    2,
+    _launch_backward,
+    _fake,
+    sharding="r.i, r.i -> r.i",
 )
 
 # ---- autograd

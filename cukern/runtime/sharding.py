@@ -1,0 +1,112 @@
+"""Raw ops on DTensors: each runs on the local parts of its arguments.
+
+A rule names the dimensions along which an op may be split, as einsum does: "br, r -> br" for the arguments' tensors and the outputs.
+Each dimension of the mesh splits along one letter: the first one along which an argument is already sharded, if all sizes divide by
+the number of processes. Everything else is replicated: other tensors, "." dimensions, and plain tensors, which must be the same on all
+processes. "*" stands for all dimensions of a tensor. An output without the letter is the sum over the processes; "=" is an output
+that is the same on all. The last output's letters hold for all that follow. A rule may be a function of the op's arguments that
+returns a string.
+"""
+
+import math
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+Rule = str | Callable[..., str] | None  # None: everything is replicated
+_waiting: list[tuple[Any, Rule]] = []  # ops whose rule torch does not know yet
+
+
+def add(op: Any, rule: Rule) -> None:
+    """Keep the rule of a raw op until DTensors are used."""
+    _waiting.append((op, rule))
+
+
+def register() -> None:
+    """Register the waiting rules, if torch.distributed.tensor is imported."""
+    if _waiting and (tensor := sys.modules.get("torch.distributed.tensor")) is not None:
+        while _waiting:
+            op, rule = _waiting.pop()
+            torch.library.register_torch_dispatch(op, tensor.DTensor, _dispatch(op, rule))
+
+
+register._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as torch.compiler.assume_constant_result, which imports dynamo
+
+
+def _dispatch(op: Any, rule: Rule) -> Callable[..., Any]:
+    writes = [a.alias_info is not None and a.alias_info.is_write for a in op._schema.arguments]
+
+    def run(mode: Any, func: Any, types: Any, args: Sequence[Any], kwargs: Any) -> Any:
+        with torch.no_grad():
+            return _run(op, rule(*args) if callable(rule) else rule or "", writes, args)
+
+    return run
+
+
+def _run(op: Any, rule: str, writes: Sequence[bool], args: Sequence[Any]) -> Any:
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+    ins, outs = ([one.strip() for one in part.split(",")] for part in rule.partition("->")[::2])
+    where = [i for i, a in enumerate(args) if isinstance(a, torch.Tensor | list | tuple) and _tensors(a)]
+    slots = [i for i, a in enumerate(op._schema.arguments) if "Tensor" in str(a.type)]
+    names = {i: ins[slots.index(i)] if rule else "" for i in where}
+    every = [(t, _letters(names[i], t.ndim)) for i in where for t in _tensors(args[i])]
+    mesh = next(t.device_mesh for t, _ in every if isinstance(t, DTensor))
+    chosen = _chosen(mesh, every)
+
+    def placed(letters: str, absent: Any) -> list[Any]:
+        absent = Replicate() if letters == "=" else absent
+        return [Shard(letters.index(c)) if c and c in letters else absent if c else Replicate() for c in chosen]
+
+    def local(t: Any, letters: str, written: bool) -> Any:
+        if not isinstance(t, torch.Tensor):
+            return t
+        t = t if isinstance(t, DTensor) else DTensor.from_local(t, mesh, [Replicate()] * mesh.ndim, run_check=False)
+        want = placed(letters, Replicate())
+        if t.device_mesh != mesh or (written and list(t.placements) != want):
+            rule = "on one mesh" if t.device_mesh != mesh else f"placed as {want}, because it is written in place"
+            raise ValueError(f"{op.name()}: a DTensor on {t.device_mesh} with {list(t.placements)} must be {rule}")
+        return t.redistribute(mesh, want).to_local()
+
+    parts = list(args)
+    for i in where:
+        a, letters = args[i], names[i]
+        each = [local(t, _letters(letters, getattr(t, "ndim", 0)), writes[i]) for t in (a if isinstance(a, list | tuple) else [a])]
+        parts[i] = each if isinstance(a, list | tuple) else each[0]
+    found = op(*parts)
+    if found is None:
+        return None
+    results = [found] if isinstance(found, torch.Tensor) else list(found)
+    whole = []
+    for i, t in enumerate(results):
+        letters = outs[min(i, len(outs) - 1)]
+        given = DTensor.from_local(t, mesh, placed(_letters(letters, t.ndim), Partial()), run_check=False)
+        whole.append(given.redistribute(mesh, [Replicate() if p.is_partial() else p for p in given.placements]))
+    return whole[0] if isinstance(found, torch.Tensor) else type(found)(whole)
+
+
+def _tensors(a: Any) -> list[torch.Tensor]:
+    return [t for t in (a if isinstance(a, list | tuple) else [a]) if isinstance(t, torch.Tensor)]
+
+
+def _letters(letters: str, ndim: int) -> str:
+    """One letter per dimension: "*" becomes digits. Dimensions that no letter names are not split."""
+    return letters if letters == "=" else ("0123456789" if letters == "*" else letters)[:ndim]
+
+
+def _chosen(mesh: Any, every: Sequence[tuple[Any, str]]) -> list[str]:
+    """The letter along which each dimension of the mesh splits the tensors; "": none."""
+    chosen: list[str] = []
+    for m in range(mesh.ndim):
+        placements = [(t.placements[m], letters) for t, letters in every if hasattr(t, "placements")]
+        named = [letters[p.dim] for p, letters in placements if p.is_shard() and p.dim < len(letters) and letters[p.dim] != "."]
+        for c in named:
+            parts = math.prod(mesh.size(d) for d, other in enumerate(chosen) if other == c) * mesh.size(m)
+            if all(t.shape[letters.index(c)] % parts == 0 for t, letters in every if c in letters):
+                chosen.append(c)
+                break
+        else:
+            chosen.append("")
+    return chosen

@@ -1,0 +1,75 @@
+"""Every op on DTensors in two gloo processes, in the simulator, against one process."""
+
+import os
+import subprocess
+import sys
+import traceback
+
+import pytest
+import torch
+from helpers import ROOT, kernels
+
+from cukern.runtime.registry import OPS
+
+pytestmark = [kernels, pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")]
+
+SIZES = {"attention": (2, 4, 8), "attention_grouped": (2, 4, 16), "attention_packed": (2, 4, 8), "kron_linear_rectangular": (4, 2, 3, 3, 2)}
+WRITTEN = {"rope_in_place"}  # writes its inputs: they must keep their placement
+NAMES = [name for name, op in OPS.items() if op.differentiable]
+
+
+def results(op, inputs, douts=None):
+    """Outputs and gradients; whole tensors."""
+    leaves = [x.detach().clone().requires_grad_(op.has_gradient(n, x)) for n, x in zip(op.names(inputs), inputs, strict=True)]
+    given = [x * 1 if n in op.in_place else x for n, x in zip(op.names(inputs), leaves, strict=True)]
+    outs = op.call(*given)
+    outs = (outs,) if isinstance(outs, torch.Tensor) else tuple(outs)
+    wanted = [x for x in leaves if x.requires_grad]
+    found = torch.autograd.grad(sum((o.float() ** 2).sum() for o in outs), wanted)
+    return [getattr(t, "full_tensor", lambda t=t: t)().detach() for t in (*outs, *found)]
+
+
+def main(rank, store):
+    import torch.distributed as dist
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
+
+    import cukern
+
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    mesh, failed = init_device_mesh("cpu", (2,)), []
+    for name in NAMES:
+        op = OPS[name]
+        torch.manual_seed(0)
+        dims = SIZES.get(name, (2, *op.sim_dims[-1][1:]))
+        inputs = op.make(dims, torch.float16 if op.stem == "attention" else torch.float32, "cpu")
+        batch = [Shard(0) if x.ndim and x.shape[0] == inputs[0].shape[0] else Replicate() for x in inputs]
+        last = [Shard(inputs[0].ndim - 1), *[Replicate()] * (len(inputs) - 1)]
+        with cukern.backend("sim"):
+            expected = results(op, inputs)
+            for kind, placements in {"batch": batch, "replicated": [Replicate()] * len(inputs), "last": last}.items():
+                if kind == "last" and name in WRITTEN:
+                    continue
+                try:
+                    sharded = [distribute_tensor(x, mesh, [p]) for x, p in zip(inputs, placements, strict=True)]
+                    for ours, theirs in zip(results(op, sharded), expected, strict=True):
+                        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+                except Exception as error:
+                    where = [f"{f.filename.split('/')[-1]}:{f.lineno}" for f in traceback.extract_tb(error.__traceback__)][:9]
+                    failed.append(f"{name} {kind}: {type(error).__name__} {str(error)[:300]} {where}")
+    dist.destroy_process_group()
+    assert not failed, "\n".join(failed)
+
+
+def test_every_op_in_two_processes(tmp_path):
+    code = "import sys, test_sharding; test_sharding.main(int(sys.argv[1]), sys.argv[2])"
+    folder = os.path.dirname(__file__)
+    path = os.pathsep.join([str(ROOT), folder, os.path.dirname(folder)])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    commands = [[sys.executable, "-c", code, str(rank), str(tmp_path / "store")] for rank in range(2)]
+    pair = [subprocess.Popen(c, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for c in commands]
+    try:
+        texts = [process.communicate(timeout=400)[0] for process in pair]
+    finally:
+        for process in pair:
+            process.kill()
+    assert [process.returncode for process in pair] == [0, 0], "\n".join(texts)
