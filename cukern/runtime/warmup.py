@@ -61,9 +61,11 @@ def kernels_for(op: Op, shapes: Shapes, dtypes: Collection[torch.dtype] | None, 
     return planned(op, [variant for dims in shapes for variant in op.variants(tuple(dims))], dtypes, device)
 
 
-def planned(
-    op: Op, shapes: Shapes, dtypes: Collection[torch.dtype] | None, device: Device, record: Record | None = None
-) -> dict[str, Kernel]:
+def _ignored(*_: Any) -> None:
+    pass
+
+
+def planned(op: Op, shapes: Shapes, dtypes: Collection[torch.dtype] | None, device: Device, record: Record = _ignored) -> dict[str, Kernel]:
     """The kernels that forward and backward launch on a GPU for inputs of exactly these shapes. Needs no GPU and touches no memory.
 
     `record` is called for each launch, with its pass first: "fwd grad" (inputs that require grad), "bwd", "fwd".
@@ -82,19 +84,19 @@ class _Unwritten(TorchFunctionMode):
         return (torch.empty if function in (torch.randn, torch.rand) else function)(*args, **(kwargs or {}))
 
 
-def _call(op: Op, dims: Sequence[int], dtype: torch.dtype, record: Record | None) -> None:
+def _call(op: Op, dims: Sequence[int], dtype: torch.dtype, record: Record) -> None:
     """Plan the launches of forward and backward, without and with gradients."""
     inputs = op.make(dims, dtype, "cpu")
     names = op.names(inputs)
     for grad in (True, False) if op.differentiable else (False,):
         leaves = [x.detach().requires_grad_(grad and op.has_gradient(n, x)) for n, x in zip(names, inputs, strict=True)]
-        with torch.set_grad_enabled(grad), recording(record and partial(record, "fwd grad" if grad else "fwd")):
+        with torch.set_grad_enabled(grad), recording(partial(record, "fwd grad" if grad else "fwd")):
             arguments = [x.clone() if n in op.in_place and x.requires_grad else x for n, x in zip(names, leaves, strict=True)]
             result = op.call(*arguments)
         outputs = (result,) if isinstance(result, torch.Tensor) else result
         if grad:
             wanted, grads = [x for x in leaves if x.requires_grad], [torch.empty_like(y) for y in outputs]
-            with recording(record and partial(record, "bwd")):
+            with recording(partial(record, "bwd")):
                 torch.autograd.grad(outputs, wanted, grads, allow_unused=True)
 
 
