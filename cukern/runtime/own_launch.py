@@ -174,7 +174,10 @@ class Own:
                         return reference(*tensors)
                     results = apply(None, *tensors)
                     return results[0] if outputs == 1 else results
-            results = apply(version or in_force.now, *tensors) if recorded else raw(*tensors, version or in_force.now)
+            if recorded:
+                results = apply(version or in_force.now, *tensors)
+            else:  # a constant that requires a gradient has none
+                results = raw(*[x.detach() if x.requires_grad else x for x in tensors], version or in_force.now)
             return results[0] if outputs == 1 else tuple(results[:outputs])
 
         call.__name__ = call.__qualname__ = name
