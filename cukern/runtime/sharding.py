@@ -102,12 +102,13 @@ def _chosen(mesh: Any, every: Sequence[tuple[Any, str]]) -> list[str]:
     chosen: list[str] = []
     for m in range(mesh.ndim):
         placements = [(t.placements[m], letters) for t, letters in every if hasattr(t, "placements")]
-        named = [letters[p.dim] for p, letters in placements if p.is_shard() and p.dim < len(letters) and letters[p.dim] != "."]
-        for c in named:
-            parts = math.prod(mesh.size(d) for d, other in enumerate(chosen) if other == c) * mesh.size(m)
-            if all(t.shape[letters.index(c)] % parts == 0 for t, letters in every if c in letters):
-                chosen.append(c)
-                break
-        else:
-            chosen.append("")
+        named = [letters[p.dim] for p, letters in placements if p.is_shard() and p.dim < len(letters)]
+        fitting = [c for c in named if c != "." and _divides([*chosen, c], mesh, every)]
+        chosen.append(fitting[0] if fitting else "")
     return chosen
+
+
+def _divides(chosen: Sequence[str], mesh: Any, every: Sequence[tuple[Any, str]]) -> bool:
+    """True if all tensors split evenly along the last letter."""
+    parts = math.prod(mesh.size(m) for m, c in enumerate(chosen) if c == chosen[-1])
+    return all(t.shape[letters.index(chosen[-1])] % parts == 0 for t, letters in every if chosen[-1] in letters)
