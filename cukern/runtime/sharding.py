@@ -46,9 +46,7 @@ def _dispatch(op: Any, rule: Rule) -> Callable[..., Any]:
 
 
 def _run(op: Any, rule: str, writes: Sequence[bool], args: Sequence[Any]) -> Any:
-    ins, outs = ([one.strip() for one in part.split(",")] for part in rule.partition("->")[::2])
-    slots = [i for i, a in enumerate(op._schema.arguments) if "Tensor" in str(a.type)]
-    names = {i: ins[n] if rule else "" for n, i in enumerate(slots) if _tensors(args[i])}
+    names, outs = _names(op, rule, args)
     every = [(t, _letters(letters, t.ndim)) for i, letters in names.items() for t in _tensors(args[i])]
     mesh = next(t.device_mesh for t, _ in every if hasattr(t, "device_mesh"))
     chosen, parts = _chosen(mesh, every), list(args)
@@ -58,6 +56,13 @@ def _run(op: Any, rule: str, writes: Sequence[bool], args: Sequence[Any]) -> Any
     found = op(*parts)
     whole = [_whole(mesh, chosen, t, outs[min(i, len(outs) - 1)]) for i, t in enumerate(_tensors(found))]
     return whole[0] if isinstance(found, torch.Tensor) else found if found is None else type(found)(whole)
+
+
+def _names(op: Any, rule: str, args: Sequence[Any]) -> tuple[dict[int, str], list[str]]:
+    """The rule's letters for each argument that has tensors, and for the outputs."""
+    ins, outs = ([one.strip() for one in part.split(",")] for part in rule.partition("->")[::2])
+    slots = [i for i, a in enumerate(op._schema.arguments) if "Tensor" in str(a.type)]
+    return {i: ins[n] if rule else "" for n, i in enumerate(slots) if _tensors(args[i])}, outs
 
 
 def _placed(chosen: Sequence[str], letters: str, ndim: int, absent: Any) -> list[Any]:
