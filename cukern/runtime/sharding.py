@@ -46,45 +46,51 @@ def _dispatch(op: Any, rule: Rule) -> Callable[..., Any]:
 
 
 def _run(op: Any, rule: str, writes: Sequence[bool], args: Sequence[Any]) -> Any:
-    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-
-    ins, outs = ([one.strip() for one in part.split(",")] for part in rule.partition("->")[::2])
-    where = [i for i, a in enumerate(args) if isinstance(a, torch.Tensor | list | tuple) and _tensors(a)]
-    slots = [i for i, a in enumerate(op._schema.arguments) if "Tensor" in str(a.type)]
-    names = {i: ins[slots.index(i)] if rule else "" for i in where}
-    every = [(t, _letters(names[i], t.ndim)) for i in where for t in _tensors(args[i])]
-    mesh = next(t.device_mesh for t, _ in every if isinstance(t, DTensor))
-    chosen = _chosen(mesh, every)
-
-    def placed(letters: str, absent: Any) -> list[Any]:
-        absent = Replicate() if letters == "=" else absent
-        return [Shard(letters.index(c)) if c and c in letters else absent if c else Replicate() for c in chosen]
-
-    def local(t: Any, letters: str, written: bool) -> Any:
-        if not isinstance(t, torch.Tensor):
-            return t
-        t = t if isinstance(t, DTensor) else DTensor.from_local(t, mesh, [Replicate()] * mesh.ndim, run_check=False)
-        want = placed(letters, Replicate())
-        if t.device_mesh != mesh or (written and list(t.placements) != want):
-            rule = "on one mesh" if t.device_mesh != mesh else f"placed as {want}, because it is written in place"
-            raise ValueError(f"{op.name()}: a DTensor on {t.device_mesh} with {list(t.placements)} must be {rule}")
-        return t.redistribute(mesh, want).to_local()
-
-    parts = list(args)
-    for i in where:
-        a, letters = args[i], names[i]
-        each = [local(t, _letters(letters, getattr(t, "ndim", 0)), writes[i]) for t in (a if isinstance(a, list | tuple) else [a])]
-        parts[i] = each if isinstance(a, list | tuple) else each[0]
+    names, outs = _names(op, rule, args)
+    every = [(t, _letters(letters, t.ndim)) for i, letters in names.items() for t in _tensors(args[i])]
+    mesh = next(t.device_mesh for t, _ in every if hasattr(t, "device_mesh"))
+    chosen, parts = _chosen(mesh, every), list(args)
+    for i, letters in names.items():
+        each = [_local(op, mesh, chosen, t, letters, writes[i]) for t in _tensors(args[i])]
+        parts[i] = each if isinstance(args[i], list | tuple) else each[0]
     found = op(*parts)
-    if found is None:
-        return None
-    results = [found] if isinstance(found, torch.Tensor) else list(found)
-    whole = []
-    for i, t in enumerate(results):
-        letters = outs[min(i, len(outs) - 1)]
-        given = DTensor.from_local(t, mesh, placed(_letters(letters, t.ndim), Partial()), run_check=False)
-        whole.append(given.redistribute(mesh, [Replicate() if p.is_partial() else p for p in given.placements]))
-    return whole[0] if isinstance(found, torch.Tensor) else type(found)(whole)
+    whole = [_whole(mesh, chosen, t, outs[min(i, len(outs) - 1)]) for i, t in enumerate(_tensors(found))]
+    return whole[0] if isinstance(found, torch.Tensor) else found if found is None else type(found)(whole)
+
+
+def _names(op: Any, rule: str, args: Sequence[Any]) -> tuple[dict[int, str], list[str]]:
+    """The rule's letters for each argument that has tensors, and for the outputs."""
+    ins, outs = ([one.strip() for one in part.split(",")] for part in rule.partition("->")[::2])
+    slots = [i for i, a in enumerate(op._schema.arguments) if "Tensor" in str(a.type)]
+    return {i: ins[n] if rule else "" for n, i in enumerate(slots) if _tensors(args[i])}, outs
+
+
+def _placed(chosen: Sequence[str], letters: str, ndim: int, absent: Any) -> list[Any]:
+    from torch.distributed.tensor import Replicate, Shard
+
+    absent, letters = Replicate() if letters == "=" else absent, _letters(letters, ndim)
+    return [Shard(letters.index(c)) if c and c in letters else absent if c else Replicate() for c in chosen]
+
+
+def _local(op: Any, mesh: Any, chosen: Sequence[str], t: Any, letters: str, written: bool) -> torch.Tensor:
+    """The part of an argument that this process needs."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    if not isinstance(t, DTensor):
+        t = DTensor.from_local(t, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    want = _placed(chosen, letters, t.ndim, Replicate())
+    if t.device_mesh != mesh or (written and list(t.placements) != want):
+        rule = "on one mesh" if t.device_mesh != mesh else f"placed as {want}, because it is written in place"
+        raise ValueError(f"{op.name()}: a DTensor on {t.device_mesh} with {list(t.placements)} must be {rule}")
+    return t.redistribute(mesh, want).to_local()
+
+
+def _whole(mesh: Any, chosen: Sequence[str], t: torch.Tensor, letters: str) -> Any:
+    """The DTensor of an output, with sums added."""
+    from torch.distributed.tensor import DTensor, Partial, Replicate
+
+    given = DTensor.from_local(t, mesh, _placed(chosen, letters, t.ndim, Partial()), run_check=False)
+    return given.redistribute(mesh, [Replicate() if p.is_partial() else p for p in given.placements])
 
 
 def _tensors(a: Any) -> list[torch.Tensor]:
@@ -101,12 +107,13 @@ def _chosen(mesh: Any, every: Sequence[tuple[Any, str]]) -> list[str]:
     chosen: list[str] = []
     for m in range(mesh.ndim):
         placements = [(t.placements[m], letters) for t, letters in every if hasattr(t, "placements")]
-        named = [letters[p.dim] for p, letters in placements if p.is_shard() and p.dim < len(letters) and letters[p.dim] != "."]
-        for c in named:
-            parts = math.prod(mesh.size(d) for d, other in enumerate(chosen) if other == c) * mesh.size(m)
-            if all(t.shape[letters.index(c)] % parts == 0 for t, letters in every if c in letters):
-                chosen.append(c)
-                break
-        else:
-            chosen.append("")
+        named = [letters[p.dim] for p, letters in placements if p.is_shard() and p.dim < len(letters)]
+        fitting = [c for c in named if c != "." and _divides([*chosen, c], mesh, every)]
+        chosen.append(fitting[0] if fitting else "")
     return chosen
+
+
+def _divides(chosen: Sequence[str], mesh: Any, every: Sequence[tuple[Any, str]]) -> bool:
+    """True if all tensors split evenly along the last letter."""
+    parts = math.prod(mesh.size(m) for m, c in enumerate(chosen) if c == chosen[-1])
+    return all(t.shape[letters.index(chosen[-1])] % parts == 0 for t, letters in every if chosen[-1] in letters)
