@@ -65,11 +65,14 @@ def check_numbers(lr: Any, betas: Any, eps: Any, weight_decay: Any) -> Numbers:
     """lr, beta1, beta2, eps and weight_decay. A learning rate in a float32 tensor stays one."""
     if not isinstance(lr, Tensor):
         lr = checks.number("lr", lr, least=0)
-    elif lr.ndim or lr.dtype != torch.float32:
-        raise TypeError(f"lr must be a number or a float32 tensor of shape (), got {lr.dtype} of shape {tuple(lr.shape)}")
+    elif lr.numel() != 1 or lr.dtype not in (torch.float32, torch.float64):
+        raise TypeError(f"lr must be a number or a float32 tensor of one element, got {lr.dtype} of shape {tuple(lr.shape)}")
+    elif lr.dtype == torch.float64:  # the kernels read float32 in device memory
+        lr = checks.number("lr", float(lr), least=0)
     eps, weight_decay = checks.number("eps", eps, least=0), checks.number("weight_decay", weight_decay, least=0)
     if not isinstance(betas, tuple | list) or len(betas) != 2:
         raise TypeError(f"betas must be a pair of numbers, got {checks.brief(betas)}")
+    betas = tuple(float(b) if isinstance(b, Tensor) and b.numel() == 1 else b for b in betas)
     for i, beta in enumerate(betas):
         if not 0 <= checks.number(f"betas[{i}]", beta) < 1:
             raise ValueError(f"betas[{i}] must be at least 0 and less than 1, got {beta!r}")

@@ -1,0 +1,188 @@
+"""AdamW's state follows its parameters, groups, dtypes and checkpoints, whatever changes between two steps."""
+
+import copy
+import random
+
+import pytest
+import torch
+from test_adamw import PLACES
+
+import cukern
+
+FLOAT32_ULP = torch.finfo(torch.float32).eps
+
+
+def pair(device, shapes, **options):
+    """Parameters of two groups and AdamW on them, and float64 copies and torch's AdamW on those."""
+    ours = [torch.nn.Parameter(torch.randn(s, device=device)) for s in shapes]
+    exact = [torch.nn.Parameter(p.detach().double()) for p in ours]
+
+    def groups(ps):
+        return [{"params": ps[:2], "lr": 1e-3}, {"params": ps[2:], "lr": 0.5, "weight_decay": 0.1}]
+
+    return ours, exact, cukern.AdamW(groups(ours), **options), torch.optim.AdamW(groups(exact), **options)
+
+
+def step(ours, exact, one, other):
+    for p, q in zip(ours, exact, strict=True):
+        q.grad = torch.randn(q.shape, device=q.device).bfloat16().double().contiguous()
+        p.grad = q.grad.to(p.dtype)
+    one.step()
+    other.step()
+
+
+@PLACES
+def test_groups_dtypes_formats_and_state_change_between_steps(device):
+    draw = random.Random(3)
+    ours, exact, one, other = pair(device, [(3,), (2, 3, 4, 5), (6,), (1, 2, 3, 4)])
+    coarsest = FLOAT32_ULP
+
+    def move():
+        for o in (one, other):
+            o.param_groups[1]["params"].insert(0, o.param_groups[0]["params"].pop())
+        one.param_groups.reverse(), other.param_groups.reverse()
+
+    def change_dtype():
+        nonlocal coarsest
+        i, dtype = draw.randrange(4), draw.choice((torch.float64, torch.float32, torch.float16, torch.bfloat16))
+        ours[i].data = ours[i].data.to(dtype)
+        ours[i].grad = None
+        coarsest = max(coarsest, torch.finfo(dtype).eps)
+
+    def change_format():
+        for ps in (ours, exact):
+            ps[1].data = ps[1].data.contiguous(memory_format=draw.choice((torch.channels_last, torch.contiguous_format)))
+
+    def replace_state():
+        for ps, o in ((ours, one), (exact, other)):
+            state = o.state[ps[2]]
+            state["exp_avg"] = state["exp_avg"] * 2
+            state["step"] = state["step"] + 5
+
+    step(ours, exact, one, other)
+    for _ in range(12):
+        change = draw.choice((move, change_dtype, change_format, replace_state))
+        change()
+        if sum(len(g["params"]) == 0 for g in one.param_groups):
+            move()
+        step(ours, exact, one, other)
+        for p, q in zip(ours, exact, strict=True):
+            assert ((p.double() - q).abs() <= 40 * coarsest * (1 + q.abs())).all(), change.__name__
+            assert one.state[p]["exp_avg"].dtype == (torch.float64 if p.dtype == torch.float64 else torch.float32)
+
+
+@PLACES
+@pytest.mark.parametrize("dtype", (torch.float64, torch.bfloat16), ids=str)
+def test_the_default_dtype_does_not_matter(device, dtype):
+    torch.set_default_dtype(dtype)
+    try:
+        p = torch.nn.Parameter(torch.zeros(5, dtype=torch.float32, device=device))
+        optimizer = cukern.AdamW([p])
+        for _ in range(300):
+            p.grad = torch.ones_like(p)
+            optimizer.step()
+            if device == "cpu" and optimizer.state[p]["step"] >= 3 and cukern.runtime.backend.simulating():
+                break
+        assert optimizer.state[p]["step"].dtype == torch.float32
+        assert optimizer.state[p]["step"].item() in (3, 300)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@PLACES
+def test_a_step_is_visible_to_autograd(device):
+    p = torch.randn(4, 4, device=device, requires_grad=True)
+    optimizer = cukern.AdamW([p])
+    for _ in range(2):
+        p.grad = torch.ones_like(p)
+        y = p.square().sum()
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.backward()
+
+
+@PLACES
+def test_masters_follow_weights_that_are_written(device):
+    model = torch.nn.Linear(8, 1, bias=False, dtype=torch.bfloat16, device=device)
+    optimizer = cukern.AdamW(model.parameters(), lr=0.1, weight_decay=0.0, master_weights=True)
+
+    def step():
+        model.weight.grad = torch.ones_like(model.weight)
+        optimizer.step()
+        return model.weight.detach().float()
+
+    step()
+    loaded = {"weight": torch.full_like(model.weight, 5.0)}
+    model.load_state_dict(loaded)
+    assert torch.allclose(step(), torch.tensor(4.9, device=device), atol=0.02)
+    model.float()  # a float32 parameter has no master
+    assert torch.allclose(step(), torch.tensor(4.8, device=device), atol=0.02) and "master" not in optimizer.state[model.weight]
+    model.bfloat16()
+    assert torch.allclose(step(), torch.tensor(4.7, device=device), atol=0.02)
+
+
+@PLACES
+@pytest.mark.parametrize("flags", ({"amsgrad": True}, {"maximize": True}, {"amsgrad": True, "maximize": True}), ids=str)
+def test_amsgrad_and_maximize(device, flags):
+    ours, exact, one, other = pair(device, [(3,), (2, 3), (6,), (4,)], **flags)
+    for _ in range(4):
+        step(ours, exact, one, other)
+    for p, q in zip(ours, exact, strict=True):
+        assert (p.double() - q).abs().max() < 1e-5
+    again = torch.optim.AdamW(ours, **flags)
+    again.load_state_dict(one.state_dict() | {"param_groups": [{**again.param_groups[0], "params": [0, 1, 2, 3]}]})
+    assert ("max_exp_avg_sq" in again.state[ours[0]]) == ("amsgrad" in flags)
+
+
+def test_recipes_of_torch_run_unchanged():
+    p = torch.nn.Parameter(torch.ones(3))
+    beta1 = torch.tensor(0.9)
+    for options in (
+        {"fused": True}, {"foreach": False}, {"capturable": True}, {"amsgrad": False, "maximize": False, "differentiable": False},
+        {"lr": torch.tensor(1e-3, dtype=torch.float64)}, {"lr": torch.tensor([1e-3])}, {"betas": (beta1, torch.tensor(0.99))},
+    ):  # fmt: skip
+        optimizer = cukern.AdamW([p], **options)
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+    with pytest.raises(ValueError, match="differentiable must be False"):
+        cukern.AdamW([p], differentiable=True)
+    with pytest.raises(TypeError, match="fused must be a bool"):
+        cukern.AdamW([p], fused="yes")
+
+
+@pytest.mark.parametrize("dtype, scale, most", ((torch.float64, 1e60, 1.0), (torch.float32, 1e34, 1e-6), (torch.float32, 1e37, 1e-3)))
+@PLACES
+def test_clipping_of_large_gradients(device, dtype, scale, most):
+    p, q = (torch.nn.Parameter(torch.ones(50, dtype=d, device=device)) for d in (dtype, torch.float64))
+    one, other = cukern.AdamW([p], lr=0.01, max_norm=most), torch.optim.AdamW([q], lr=0.01)
+    for _ in range(5):
+        grad = torch.randn(50, dtype=torch.float64, device=device) * scale
+        p.grad = grad.to(dtype)
+        q.grad = p.grad.double() * (most / p.grad.double().norm())
+        one.step(), other.step()
+    assert (p.double() - q).abs().max() < 20 * torch.finfo(dtype).eps
+
+
+@PLACES
+def test_a_hook_of_load_state_dict_changes_what_is_loaded(device):
+    def made(order):
+        tensors = {name: torch.nn.Parameter(torch.zeros(3, device=device)) for name in "ab"}
+        return tensors, cukern.AdamW([(name, tensors[name]) for name in order], lr=0.01)
+
+    tensors, first = made("ab")
+    tensors["a"].grad, tensors["b"].grad = torch.ones(3, device=device), torch.full((3,), -7.0, device=device)
+    first.step()
+    saved = copy.deepcopy(first.state_dict())
+    others, second = made("ba")
+
+    def by_name(_, state):
+        group = state["param_groups"][0]
+        numbers = dict(zip(group["param_names"], group["params"], strict=True))
+        states = {i: state["state"][numbers[name]] for i, name in enumerate("ba")}
+        return {"state": states, "param_groups": [{**group, "param_names": ["b", "a"], "params": [0, 1]}]}
+
+    second.register_load_state_dict_pre_hook(by_name)
+    second.load_state_dict(saved)
+    assert torch.allclose(second.state[others["a"]]["exp_avg"], torch.tensor(0.1, device=device))
+    assert torch.allclose(second.state[others["b"]]["exp_avg"], torch.tensor(-0.7, device=device))
+    assert len(second._optimizer_load_state_dict_pre_hooks) == 1
