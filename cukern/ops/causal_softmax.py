@@ -18,12 +18,14 @@ from torch import Tensor
 from cukern.ops.softmax import LEAST_SCALE, MOST_SCALE, Versions, checked_scale, merge_batch, plan, row_storage, two_versions
 from cukern.runtime import backend, checks, interop
 from cukern.runtime.kernel import Kernel, Template
+from cukern.runtime.planning import planned
 from cukern.runtime.registry import Cost, Differentiable, Op, Version, apply_of, choose, raw_op, register, save, watched
 from cukern.runtime.tensors import wide
 
 NO_WINDOW = 1 << 62
 
 
+@planned("x", "sink")
 def causal_softmax(x: Any, *, scale: float = 1.0, window: int | None = None, sink: Any = None, version: Versions = None) -> Tensor:
     """softmax(scale x) of each query over the keys that it sees, and 0 for the others. Differentiable any number of times.
 

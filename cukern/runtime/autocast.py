@@ -4,6 +4,8 @@ import contextlib
 
 import torch
 
+from cukern.runtime import recording
+
 _tracing = torch.compiler.is_dynamo_compiling
 
 
@@ -16,6 +18,8 @@ def enabled(x: torch.Tensor) -> bool:
 
 def off(x: torch.Tensor) -> contextlib.AbstractContextManager:
     """Inside the block, autocast is off for the device of x."""
+    if (recorder := recording.active()) is not None and enabled(x):
+        recorder.fail("autocast is switched off for torch operations")
     if enabled(x) or (_tracing() and x.device.type != "meta"):  # the graph, or its backward, may run while autocast is on
         return torch.autocast(x.device.type, enabled=False)
     return contextlib.nullcontext()

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from cukern.runtime import autocast, backend, checks
+from cukern.runtime import autocast, backend, checks, planning, recording
 from cukern.runtime.backend import refuse_fork
 from cukern.runtime.device import cached, current, device_of, setting
 from cukern.runtime.kernel import Kernel
@@ -42,6 +43,8 @@ def raw_op(
     FakeTensorMode, functorch transforms, tensor subclasses, the simulator.
     """
     short = schema.partition("(")[0]
+    if library is _library and "Tensor[] params" not in schema:  # adamw has tables of its own
+        impl = planning.planned_launch(impl, _tensor_names(schema, tensors))
     name = f"{library.ns}::{short}"
     library.define(schema)
     library.impl(short, impl, "CUDA")
@@ -90,6 +93,12 @@ def raw_op(
     return call_one if tensors == 1 else call
 
 
+def _tensor_names(schema: str, count: int) -> list[str]:
+    """The names of the first arguments of a schema, with "[]" for lists."""
+    arguments = re.findall(r"Tensor(?:\(\w!\))?(\[\])?\??(\[\])? (\w+)", schema.partition("(")[2].rpartition("->")[0])
+    return [name + (a or b) for a, b, name in arguments][:count]
+
+
 def _flat(args: Iterable[Any]) -> list[Any]:
     """The arguments, with lists flattened."""
     return [x for a in args for x in (a if isinstance(a, list | tuple) else (a,))]
@@ -135,7 +144,10 @@ def apply_of(function: type[Differentiable]) -> Callable[..., Any]:
     def apply(*args: Any) -> Any:
         if forward_ad._current_level >= 0 or _transforms():
             return eager(*args)
-        return function.apply(*args) if _tracing() else fast(*args)
+        if _tracing():
+            return function.apply(*args)
+        recorder = recording.active()
+        return fast(*args) if recorder is None else recorder.call(fast, args)
 
     def transform(*args: Any) -> Any:
         return full.apply(*args) if _transforms() else dual(*args)  # type: ignore[attr-defined]

@@ -25,6 +25,7 @@ from cukern.ops.kron_linear.reference import PRODUCTS, Epilogue, Product, movedi
 from cukern.runtime import backend, checks
 from cukern.runtime.checks import PLAIN
 from cukern.runtime.higher import gradients, tangents
+from cukern.runtime.planning import planned
 from cukern.runtime.products import torch_matmul
 from cukern.runtime.registry import Differentiable, Version, apply_of, choose, raw_op, save, transformed, watched
 from cukern.runtime.tensors import as_matrix
@@ -52,6 +53,7 @@ VERSIONS = {
 }
 
 
+@planned("x", "factors[]", "bias", "residual")
 def kron_linear(
     x: Any,
     factors: Sequence[Any],
@@ -126,6 +128,7 @@ def _without_kernels(x: Tensor, version: str | None) -> bool:
     return backend.uses_torch("kron_linear", version, x) or x.is_complex() or (not _tracing() and _transforms())
 
 
+@planned("x", "w1", "w2", "residual", "bias")
 def lokr_linear(
     x: Any, w1: Any, w2: Any, *, scale: float = 1.0, residual: Any = None, bias: Any = None, version: str | None = None
 ) -> Tensor:
