@@ -290,8 +290,8 @@ class Recorder(TorchFunctionMode):
             self.fail("a torch operation takes an address")
         if isinstance(tree, dict):
             return {name: self._refs(value) for name, value in tree.items()}
-        if type(tree) in (tuple, list):
-            return type(tree)(self._refs(value) for value in tree)
+        if isinstance(tree, list) or (isinstance(tree, tuple) and _tensors(tree)):  # a named tuple of results becomes a plain one
+            return (list if isinstance(tree, list) else tuple)(self._refs(value) for value in tree)
         return tree
 
     def _has_address(self, data: bytes) -> bool:
