@@ -78,22 +78,28 @@ def _call(op: str, function: str, version: str | None, x: Tensor, up: Tensor | N
     checks.version(op, version, VERSIONS)
     if backend.uses_torch(op, version, x):
         return _on_cpu(function, x, up, bias)
-    is_one_row = bias is None and x.is_contiguous() and (up is None or up.is_contiguous())
-    order = None if is_one_row else _dense_order(x, up, bias)
-    if order is not None:  # computed in the order of memory
-        y = _call(op, function, version, x.permute(order), None if up is None else up.permute(order), None)
-        return y.permute([order.index(d) for d in range(x.ndim)])
-    matrices = (t if t is None else t.reshape(1, t.numel()) if is_one_row else as_matrix(t) for t in (x, up))
     run = _apply if watched(x, up, bias) else _gelu
-    return run(*matrices, None if bias is None else bias.reshape(bias.numel()), function, version or "").view(x.shape)
+    if x.ndim >= 2:
+        return run(x, up, bias, function, version or "")
+    rows = (None if t is None else t.reshape(1, t.numel()) for t in (x, up))
+    return run(*rows, None if bias is None else bias.reshape(bias.numel()), function, version or "").view(x.shape)
 
 
-def _dense_order(x: Tensor, up: Tensor | None, bias: Tensor | None) -> tuple[int, ...] | None:
-    """The dimensions of x from the outermost, without a bias, if x is dense but not contiguous, such as channels_last, and `up` alike."""
-    if bias is not None or x.is_contiguous() or (up is not None and up.stride() != x.stride()):
+def _dense_order(x: Tensor, up: Tensor | None, bias: Tensor | None) -> Sequence[int] | None:
+    """The dimensions of x from the outermost if x is dense, such as channels_last, `up` is alike, and there is no bias; else None."""
+    if bias is not None or (up is not None and not (up.stride() == x.stride() or (up.is_contiguous() and x.is_contiguous()))):
         return None
+    if x.is_contiguous():
+        return range(x.ndim)
     order = x.dim_order()
     return order if x.permute(order).is_contiguous() else None
+
+
+def _matrices(order: Sequence[int] | None, *tensors: Tensor | None) -> list[Any]:
+    """The tensors as one row in the order of memory, or without an order as (rows, columns). Copied where their strides do not allow it."""
+    if order is None:
+        return [None if t is None else as_matrix(t) for t in tensors]
+    return [None if t is None else t.permute(*order).reshape(1, t.numel()) for t in tensors]
 
 
 def _on_cpu(function: str, x: Tensor, up: Tensor | None, bias: Tensor | None) -> Tensor:
@@ -111,37 +117,44 @@ def _reference(function: str, gated: bool, x: Tensor, other: Tensor | None = Non
         return y * other if gated and other is not None else y
 
 
-# ---- the raw ops: x, up and dout are matrices
+# ---- the raw ops: x, up and dout have two dimensions or more
 
 
 def _launch(x: Any, up: Any, bias: Any, function: str, version: str) -> Tensor:
-    out = empty_like(x)
+    order = _dense_order(x, up, bias)
+    out = _empty(order, x)
     if out.numel():
-        x, up, bias = map(readable, (x, up, bias))
+        x, up, bias = map(readable, (*_matrices(order, x, up), bias))
         _run(_FORWARD, *choose("gelu", version, x.get_device()).forward(bias, x, up), function, bias, (out, x, up, bias), x, up)
     return out
+
+
+def _empty(order: Sequence[int] | None, x: Tensor) -> Tensor:
+    return empty_like(x) if order is None else torch.empty_like(x)  # of x's strides
 
 
 def _launch_backward(x: Any, up: Any, bias: Any, dout: Any, function: str, bias_grad: bool, version: str) -> tuple[Tensor, ...]:
     dx, dup, dbias = _fake_backward(x, up, bias, dout, function, bias_grad)
     if not dx.numel():
         return dx, dup, dbias.zero_()
-    x, up, bias, dout = map(readable, (x, up, bias, dout))
+    matrices = _matrices(_dense_order(x, up, bias), x, up, dout)
+    x, up, dout, bias = map(readable, (*matrices, bias))
     width, is_aligned = choose("gelu", version, x.get_device()).backward(bias, x, up, dout)
     if bias_grad and width > 1:
         _bias_backward(is_aligned, dx, dbias, x, bias, dout, function)
         return dx, dup, dbias
     _run(_BACKWARD, width, is_aligned, function, bias, (dx, None if up is None else dup, x, up, bias, dout), x, up, dout)
-    return dx, dup, dx.sum(0, dtype=bias.dtype) if bias_grad else dbias
+    return dx, dup, as_matrix(dx).sum(0, dtype=bias.dtype) if bias_grad else dbias
 
 
 def _fake_backward(x: Tensor, up: Any, bias: Any, dout: Tensor, function: str, bias_grad: bool, *_: Any) -> tuple[Tensor, ...]:
     """dx, dup and dbias. Absent ones are empty."""
-    return empty_like(x), x.new_empty(0) if up is None else empty_like(up), empty_like(bias) if bias_grad else x.new_empty(0)
+    order = _dense_order(x, up, bias)
+    return _empty(order, x), x.new_empty(0) if up is None else _empty(order, up), empty_like(bias) if bias_grad else x.new_empty(0)
 
 
 _SCHEMA = "Tensor x, Tensor? up, Tensor? bias"
-_gelu = raw_op(f"_gelu({_SCHEMA}, str function, str version) -> Tensor", 3, _launch, lambda x, *_: empty_like(x))
+_gelu = raw_op(f"_gelu({_SCHEMA}, str function, str version) -> Tensor", 3, _launch, lambda x, up, bias, *_: _empty(_dense_order(x, up, bias), x))
 _SCHEMA = f"_gelu_backward({_SCHEMA}, Tensor dout, str function, bool bias_grad, str version) -> (Tensor, Tensor, Tensor)"
 _gelu_backward = raw_op(_SCHEMA, 4, _launch_backward, _fake_backward)
 

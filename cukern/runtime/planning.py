@@ -50,13 +50,15 @@ _PUBLIC = """
 def planned({signature}):
     if tracing():
         return function({call})
+    key = plan = None
     try:
         device = {first}.get_device()
-        if active() is not None or (device < 0 and (not simulating() or cpu_autocast())):
-            return function({call})
-        key = ({eager}, {settings}, {layouts}{options})
-        plan = get(key)
-    except Exception:
+        if active() is None and (device >= 0 or (simulating() and not cpu_autocast())):
+            key = ({eager}, {settings}, {layouts}{options})
+            plan = get(key)
+    except Exception:  # such as an argument of another type: the function raises what is to be said
+        key = None
+    if key is None:
         return function({call})
     if type(plan) is Function:
         result = plan({tensors})
@@ -67,10 +69,11 @@ _RAW = """
 def planned({signature}*rest):
     if active() is not None:
         return function({signature}*rest)
+    key = plan = None
     try:
         key = ({settings}, {layouts}rest, {first}.get_device() < 0 and cpu_autocast())
         plan = get(key)
-    except Exception:
+    except Exception:  # such as a tensor without memory
         return function({signature}*rest)
     if type(plan) is Function:
         result = plan({tensors})
@@ -85,8 +88,8 @@ _all: list["Plans"] = []
 class Plans:
     """The plans of one function: by key None after one call, a Program after two, then the function that replays it, or False."""
 
-    def __init__(self, function: Callable[..., Any], tensors: Collection[str]):
-        self.function, self.tensors = function, tensors
+    def __init__(self, function: Callable[..., Any], public: bool):
+        self.function, self.public = function, public
         self.found: dict[Any, Any] = {}
         self.why: dict[Any, str] = {}  # a call is not replayed
         self.lock = threading.Lock()
@@ -116,7 +119,7 @@ class Plans:
     def _recordable(self, key: Any, inputs: Sequence[Any]) -> bool:
         """True for plain tensors on the current GPU, or in the simulator."""
         devices = {t.get_device() for t in inputs if t is not None}
-        plain = all(t is None or type(t) in checks.PLAIN for t in inputs)
+        plain = all(t is None or type(t) in checks.PLAIN for t in inputs) and (not self.public or key[:3] == _PLAIN_CALL)
         return plain and len(devices) == 1 and (devices == {-1} or devices == {backend.current_device()})
 
     def _remember(self, key: Any, state: Any) -> None:
@@ -163,7 +166,7 @@ def planned(*tensors: str) -> Callable[[_Function], _Function]:
             signature=", ".join(signature), call=", ".join(call), first=tensors[0], eager=_EAGER, settings=_SETTINGS,
             layouts=_layouts(tensors, "type({t}), {t}.requires_grad, "), options="".join(options), tensors=_flat(tensors),
         )  # fmt: skip
-        return functools.wraps(function)(_made(source, function, tensors, space))  # type: ignore[return-value]
+        return functools.wraps(function)(_made(source, function, True, space))  # type: ignore[return-value]
 
     return decorate
 
@@ -175,11 +178,11 @@ def planned_launch(function: Callable[..., Any], tensors: Sequence[str]) -> Call
     first = f"{tensors[0][:-2]}[0]" if tensors[0].endswith("[]") else tensors[0]
     signature = "".join(f"{t.removesuffix('[]')}, " for t in tensors)
     source = _RAW.format(signature=signature, first=first, settings=_SETTINGS, layouts=_layouts(tensors), tensors=_flat(tensors))
-    return _made(source, function, tensors, {})
+    return _made(source, function, False, {})
 
 
-def _made(source: str, function: Callable[..., Any], tensors: Sequence[str], space: dict[str, Any]) -> Callable[..., Any]:
-    plans = Plans(function, tensors)
+def _made(source: str, function: Callable[..., Any], public: bool, space: dict[str, Any]) -> Callable[..., Any]:
+    plans = Plans(function, public)
     space |= {**_NAMES, "function": function, "get": plans.found.get, "learn": plans.learn}
     exec(source, space)
     space["planned"].plans = plans

@@ -206,7 +206,10 @@ class Recorder(TorchFunctionMode):
             number = self._add(result, None)
             self.steps.append(Allocation(number, tuple(result.shape), result.stride(), result.dtype, result.device))
         else:
-            self._call(function, name, args, kwargs, result)
+            try:
+                self._call(function, name, args, kwargs, result)
+            except (RuntimeError, NotImplementedError) as error:  # a tensor without memory
+                self.fail(str(error))
         return result
 
     @contextlib.contextmanager

@@ -84,37 +84,40 @@ def _public(op: str, x: Any, weight: Any, bias: Any, eps: Any, residual: Any, ve
     residual = None if residual is None else interop.like("residual", residual, "x", x)
     if backend.uses_torch(op, version, x):
         return reference(x, residual, weight, bias, eps, op == "rmsnorm")
-    matrices = (None if t is None else unit_column_stride(as_matrix(t)) for t in (x, residual))
     run = _apply if watched(x, residual, weight, bias) else _layernorm
-    outs = run(*matrices, weight, bias, eps, op == "rmsnorm", version or "")
-    return outs[0].view(x.shape) if residual is None else (outs[0].view(x.shape), outs[1].view(x.shape))
+    rows = (t[None] if x.ndim == 1 and t is not None else t for t in (x, residual))
+    y, *s, _ = run(*rows, weight, bias, eps, op == "rmsnorm", version or "")
+    if x.ndim == 1:
+        y, *s = y[0], *(t[0] for t in s)
+    return (y, *s) if s else y
 
 
-# ---- the raw ops: x, residual, s and gradients are matrices. The forward returns y, with a residual s, and stats.
+# ---- the raw ops: x, residual, s and gradients have two dimensions or more. The forward returns y, with a residual s, and stats.
 
 
 def _launch(x: Tensor, residual: Any, weight: Any, bias: Any, eps: float, rms: bool, version: str) -> list[Tensor]:
     outs = y, *rest, stats = _fake(x, residual)
     if x.numel():
-        x, residual = unit_column_stride(x), None if residual is None else unit_column_stride(residual)
+        x, residual = (None if t is None else unit_column_stride(as_matrix(t)) for t in (x, residual))
         w, b = (None if t is None else t.contiguous() for t in (weight, bias))
-        plan, blocks = choose("layernorm", version, x.get_device()).forward(x, w, rms, b, y, *rest, residual)
+        plan, blocks = choose("layernorm", version, x.get_device()).forward(x, w, rms, b, *map(as_matrix, (y, *rest)), residual)
         arguments = *pointers(y, *(rest or (None,)), stats, x, residual, w, b), *x.shape, *row_strides(x, residual), eps
         plan.launches[0]((blocks, 1, 1), plan.block, 0, *arguments)
     return outs
 
 
 def _fake(x: Tensor, residual: Any, *_: Any) -> list[Tensor]:
-    return [empty_like(x), *([] if residual is None else [empty_like(x)]), x.new_empty((x.shape[0], 2), dtype=wide(x.dtype))]
+    return [empty_like(x), *([] if residual is None else [empty_like(x)]), x.new_empty((*x.shape[:-1], 2), dtype=wide(x.dtype))]
 
 
 def _launch_backward(s: Tensor, dy: Any, ds: Any, stats: Tensor, weight: Any, rms: bool, affine: int, version: str) -> tuple[Tensor, ...]:
     outs = dx, dweight, dbias = _fake_backward(s, dy, ds, stats, weight, rms, affine)
     if not s.numel():
         return dx, dweight.zero_(), dbias.zero_()
-    w, s, g, ds = None if weight is None else weight.contiguous(), unit_column_stride(s), readable(dy), readable(ds)
+    w = None if weight is None else weight.contiguous()
+    s, g, ds = (None if t is None else readable(as_matrix(t)) for t in (s, dy, ds))
     (rows, columns), device, stats = s.shape, s.get_device(), stats.contiguous()
-    plan, blocks = choose("layernorm", version, device).backward(s, w, rms, dx, g, ds)
+    plan, blocks = choose("layernorm", version, device).backward(s, w, rms, as_matrix(dx), g, ds)
     partials = stats.new_empty(2, blocks, columns) if affine and blocks > 1 else None
     row_sums = stats.new_empty(rows, plan.parts, 2) if plan.launches[1:] else None
     shared = plan.block[1] * columns * stats.itemsize if affine and plan.block[1] > 1 else 0
@@ -129,7 +132,7 @@ def _launch_backward(s: Tensor, dy: Any, ds: Any, stats: Tensor, weight: Any, rm
 
 def _fake_backward(s: Tensor, dy: Any, ds: Any, stats: Any, weight: Any, rms: bool, affine: int, *_: Any) -> tuple[Tensor, ...]:
     """`affine`: 0: only dx; 1: and dweight; 2: and dbias. What is not wanted has no elements."""
-    like, columns = s if weight is None else weight, s.shape[1]
+    like, columns = s if weight is None else weight, s.shape[-1]
     return empty_like(s), like.new_empty(columns if affine > 0 else 0), like.new_empty(columns if affine > 1 else 0)
 
 
