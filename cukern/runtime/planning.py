@@ -26,7 +26,7 @@ MOST = 4096  # plans of a function; the oldest are forgotten
 _ENABLED = os.environ.get("CUKERN_REPLAY", "1") != "0" and not (backend.SYNC or backend.NVTX)
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-_LAYOUT = f"{{t}}.shape, {{t}}.stride(), {{t}}.dtype, {{t}}.get_device(), {{t}}.data_ptr() % {ALIGNMENT}, {{t}}.is_neg()"
+_LAYOUT = f"{{t}}.shape, {{t}}.stride(), {{t}}.dtype, {{t}}.device, {{t}}.data_ptr() % {ALIGNMENT}, {{t}}.is_neg()"
 _SETTINGS = "versions(), deterministic(), autocast() and autocast_dtype()"
 _EAGER = "modes(), transforms(), forward_ad._current_level, grad_enabled()"
 _PLAIN_CALL = 0, False, -1
@@ -201,6 +201,10 @@ def _layouts(tensors: Sequence[str], more: str = "") -> str:
 
 def _flat(tensors: Sequence[str]) -> str:
     return "".join(f"*{t[:-2]}, " if t.endswith("[]") else f"{t}, " for t in tensors)
+
+
+def every() -> list["Plans"]:
+    return _all
 
 
 def forget() -> None:
