@@ -40,6 +40,7 @@ _NAMES: dict[str, Any] = {
     "deterministic": torch.are_deterministic_algorithms_enabled,
     "forward_ad": forward_ad,
     "grad_enabled": torch.is_grad_enabled,
+    "listed": lambda given: given if type(given) in (list, tuple) else None,  # an iterator is not used up for a key
     "modes": torch._C._len_torch_dispatch_stack,
     "simulating": backend.simulating,
     "tracing": torch.compiler.is_dynamo_compiling,
@@ -195,7 +196,10 @@ def _layouts(tensors: Sequence[str], more: str = "") -> str:
     for t in tensors:
         name = t.removesuffix("[]")
         one = (more + _LAYOUT).format(t="one" if t.endswith("[]") else name)
-        found.append(f"tuple([({one}) for one in {name}]), " if t.endswith("[]") else f"None if {name} is None else ({one}), ")
+        if t.endswith("[]"):
+            found.append(f"tuple([({one}) for one in listed({name})]), ")
+        else:
+            found.append(f"None if {name} is None else ({one}), ")
     return "".join(found)
 
 
