@@ -5,6 +5,7 @@ derived from the driver's attributes. Only cost models use the rates: they decid
 """
 
 import contextlib
+import contextvars
 import functools
 import json
 import re
@@ -152,21 +153,71 @@ class _Setting(NamedTuple):
     simulated: Device = SIMULATED_DEVICE  # the GPU that plans of CPU tensors are made for
     forced: str = ""
     excluded: Collection[str] = ()
-    versions: Mapping[str, tuple[str, str]] = {}  # by op: the versions of forward and backward that cukern.use chose
 
 
 _settings = [_Setting()]  # the innermost block comes last
 
 
 def cached(size: int) -> Callable[[Callable[..., _R]], Callable[..., _R]]:
-    """functools.lru_cache for plans. It is cleared when `setting` changes what they depend on."""
+    """functools.lru_cache for plans. A plan depends on the versions in force too. It is forgotten when `setting` changes what it depends
+    on."""
 
     def decorate(function: Callable[..., _R]) -> Callable[..., _R]:
-        made = functools.lru_cache(size)(function)
+        @functools.lru_cache(size)
+        def made(_: Versions, *args: Any, **named: Any) -> _R:
+            return function(*args, **named)
+
+        @functools.wraps(function)
+        def call(*args: Any, **named: Any) -> _R:
+            return made(versions_in_force(), *args, **named)
+
         when_plans_change(made.cache_clear)
-        return made
+        call.cache_clear = made.cache_clear  # type: ignore[attr-defined]
+        return call
 
     return decorate
+
+
+# ---- the versions that cukern.use chose, in this context
+
+Versions = tuple[tuple[str, tuple[str, str]], ...]  # by op: those of forward and backward
+
+_chosen: contextvars.ContextVar[tuple[Versions, ...]] = contextvars.ContextVar("cukern.use", default=())
+_open: list[tuple[Versions, ...]] = []  # what the open blocks of all threads set, the latest last
+
+
+def versions_in_force() -> Versions:
+    """The versions of the innermost blocks. autograd's threads have no context of their own: they take those of the latest open block."""
+    blocks = _chosen.get()
+    if not blocks and _open and torch._C._current_graph_task_id() >= 0:
+        blocks = _open[-1]
+    return blocks[-1] if len(blocks) == 1 else _merged(blocks) if blocks else ()
+
+
+@functools.lru_cache(256)
+def _merged(blocks: tuple[Versions, ...]) -> Versions:
+    return tuple({name: both for block in blocks for name, both in block}.items())
+
+
+class _Block(tuple):
+    """The versions that one block chose. Blocks are compared by identity: those in generators may end in any order."""
+
+    __slots__ = ()
+    __eq__, __hash__ = object.__eq__, object.__hash__
+
+
+@contextlib.contextmanager
+def versions_chosen(versions: Mapping[str, tuple[str, str]]) -> Iterator[None]:
+    """Inside the block, these versions are in force in this thread or asyncio task."""
+    mine: Any = _Block(versions.items())
+    blocks = (*_chosen.get(), mine)
+    _chosen.set(blocks)
+    _open.append(blocks)
+    try:
+        yield
+    finally:
+        _chosen.set(tuple(block for block in _chosen.get() if block is not mine))
+        _open.remove(blocks)
 
 
 def when_plans_change(forget: Callable[[], None]) -> None:

@@ -156,8 +156,7 @@ class Own:
             if backend.uses_torch(name, version, tensors[0]):
                 with autocast.off(tensors[0]):
                     return reference(*tensors)
-            recorded = self.differentiable and watched(*tensors)
-            results = apply(version or "", *tensors) if recorded else raw(*tensors, version or "")
+            results = apply(version or "", *tensors) if watched(*tensors) else raw(*tensors, version or "")
             return results[0] if outputs == 1 else tuple(results[:outputs])
 
         call.__name__ = call.__qualname__ = name
@@ -166,6 +165,8 @@ class Own:
 
     def _autograd(self, raw: Callable[..., Any], raw_backward: Callable[..., Any]) -> Callable[..., Any]:
         op, outputs, kept, count = self.name, self.outputs, self.kept, len(self.inputs)
+        if not self.differentiable:
+            return _without_gradient(op, raw)
         gradients = [i for i, name in enumerate(self.inputs, 1) if name not in self.constants]
 
         def plain_backward(*args):
@@ -221,6 +222,43 @@ class Own:
         if len(tensors) > 1:
             checks.one_device(**dict(zip(self.inputs, tensors, strict=True)))
         return tensors
+
+
+def _refuse(x: Tensor, name: str) -> Tensor:
+    raise NotImplementedError(
+        f"{name} has no backward: give cukern.op the pair (forward, backward), or call it under torch.no_grad() or on x.detach()"
+    )
+
+
+_no_gradient = raw_op("_no_gradient(Tensor x, str name) -> Tensor", 1, _refuse, lambda x, _: torch.empty_like(x), _library)
+
+
+def _without_gradient(name: str, raw: Callable[..., Any]) -> Callable[..., Any]:
+    """The autograd Function of an op without a backward: its results require a gradient, and a backward pass raises an error."""
+
+    class ForwardOnly(Differentiable):
+        @staticmethod
+        def forward(version, *inputs):
+            return tuple(raw(*inputs, version))
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            save(ctx, *inputs[1:])
+
+        @staticmethod
+        def backward(ctx, *_):  # an op, because torch.compile does not trace an exception
+            return None, *[_no_gradient(x, name) if x.is_floating_point() else None for x in ctx.saved_tensors]
+
+        @staticmethod
+        def tangent(ctx, *_):
+            return _no_gradient(ctx.saved_tensors[0], name)
+
+        @staticmethod
+        def batch(info, in_dims, *args):
+            return each(apply, info.batch_size, in_dims, args)
+
+    apply = apply_of(ForwardOnly)
+    return apply
 
 
 def as_tuple(found: Any) -> tuple[Any, ...]:

@@ -11,7 +11,7 @@ import functools
 import inspect
 import os
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from types import FunctionType
 from typing import Any, TypeVar
 
@@ -19,7 +19,7 @@ import torch
 from torch.autograd import forward_ad
 
 from cukern.runtime import backend, checks
-from cukern.runtime.device import current, when_plans_change
+from cukern.runtime.device import versions_in_force, when_plans_change
 from cukern.runtime.recording import ALIGNMENT, STALE, Recorder, active, compiled
 
 MOST = 4096  # plans of a function; the oldest are forgotten
@@ -45,7 +45,7 @@ _NAMES: dict[str, Any] = {
     "simulating": backend.simulating,
     "tracing": torch.compiler.is_dynamo_compiling,
     "transforms": torch._C._are_functorch_transforms_active,
-    "versions": lambda: tuple(current().versions.items()),
+    "versions": versions_in_force,
 }
 _PUBLIC = """
 def planned({signature}):

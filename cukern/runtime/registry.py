@@ -3,7 +3,7 @@
 import contextlib
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 
 from cukern.runtime import autocast, backend, checks, planning, recording
 from cukern.runtime.backend import refuse_fork
-from cukern.runtime.device import cached, current, device_of, setting
+from cukern.runtime.device import Versions, cached, device_of, versions_chosen, versions_in_force
 from cukern.runtime.kernel import Kernel
 
 Tensors = tuple[torch.Tensor, ...]
@@ -139,15 +139,20 @@ def apply_of(function: type[Differentiable]) -> Callable[..., Any]:
     if function.setup_context is not torch.autograd.Function.setup_context:
         members = {"forward": getattr(function, "recorded", recorded), "setup_context": torch.autograd.Function.setup_context}
         plain = type(function.__name__, (function,), {name: staticmethod(member) for name, member in members.items()})
-    fast, dual = (super(torch.autograd.Function, one).apply for one in (plain, full))  # type: ignore[misc]
+    named = type(function.__name__, (plain,), {"backward": staticmethod(_with_versions(function.backward))})
+    fast, dual, chosen = (super(torch.autograd.Function, one).apply for one in (plain, full, named))  # type: ignore[misc]
+
+    def with_versions(*args: Any) -> Any:
+        return _noted(versions_in_force(), chosen(*args))
 
     def apply(*args: Any) -> Any:
         if forward_ad._current_level >= 0 or _transforms():
             return eager(*args)
         if _tracing():
             return function.apply(*args)
+        call = with_versions if versions_in_force() else fast
         recorder = recording.active()
-        return fast(*args) if recorder is None else recorder.call(fast, args)
+        return call(*args) if recorder is None else recorder.call(call, args)
 
     def transform(*args: Any) -> Any:
         return full.apply(*args) if _transforms() else dual(*args)  # type: ignore[attr-defined]
@@ -156,6 +161,24 @@ def apply_of(function: type[Differentiable]) -> Callable[..., Any]:
     transform.__qualname__ = f"{function.__name__}.transform"
     eager = torch._disable_dynamo(transform)
     return apply
+
+
+def _with_versions(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """The backward, with the versions that were in force at the forward call."""
+
+    def run(ctx: Any, *douts: Any) -> Any:
+        with versions_chosen(dict(ctx.cukern_versions)):
+            return backward(ctx, *douts)
+
+    return run
+
+
+def _noted(versions: Versions, outputs: Any) -> Any:
+    """Outputs of an autograd Function, whose node keeps the versions for the backward."""
+    for out in (outputs,) if isinstance(outputs, torch.Tensor) else outputs:
+        if out is not None and out.grad_fn is not None:
+            out.grad_fn.cukern_versions = versions
+    return outputs
 
 
 def watched(*tensors: torch.Tensor | None) -> bool:
@@ -348,12 +371,15 @@ def register(op: Op) -> Op:
 
 
 def use(op: str, version: str, *, backward: str | None = None) -> contextlib.AbstractContextManager[None]:
-    """Choose the version of an op's kernels inside a block, in all threads, for calls that name no version.
+    """Choose the version of an op's kernels inside a block, for calls that name no version.
 
     Args:
         op: a name such as "softmax". Ops that share a table of versions change together, as do matmul, linear and its partial linear_gelu.
         version: of the forward, and of the backward unless that is given: `use("softmax", "v5", backward="v3")`. "default" is the fastest.
 
+    The choice is a context variable. It holds for the thread or asyncio task that opened the block and for tasks started inside it. A
+    thread started inside the block does not inherit it, unless it runs in `contextvars.copy_context()`. A backward pass takes the versions
+    that its forward pass took, wherever it is called. In a graph of torch.compile on a GPU it takes those of the latest open block.
     CPU tensors keep the reference. The environment variable CUKERN_SOFTMAX=v5 does the same for a whole process, for any op.
     Raises TypeError or ValueError for an unknown op or version; a call raises ValueError if its GPU cannot run the version.
 
@@ -366,13 +392,7 @@ def use(op: str, version: str, *, backward: str | None = None) -> contextlib.Abs
     for name in names:
         checks.choice(f"version of cukern.{op}", name, (*OPS[op].versions, DEFAULT))
     tables = [OPS[op].versions, *(o.versions for o in OPS.values() if o.function is getattr(OPS[op].function, "func", None))]
-    return _using({o.name: names for o in OPS.values() if any(o.versions is table for table in tables)})
-
-
-@contextlib.contextmanager
-def _using(chosen: dict[str, tuple[str, str]]) -> Iterator[None]:
-    with setting(versions={**current().versions, **chosen}):
-        yield
+    return versions_chosen({o.name: names for o in OPS.values() if any(o.versions is table for table in tables)})
 
 
 @cached(4096)
@@ -385,7 +405,7 @@ def choose(op: str, version: str, device: int) -> Version:
     named = os.environ.get(f"CUKERN_{op.upper()}", "")
     if named and named not in versions:
         raise ValueError(f"CUKERN_{op.upper()}: cukern.{op} has no version {named!r}; it has {', '.join(versions)}")
-    names = (version, version) if version else current().versions.get(op, (named, named))
+    names = (version, version) if version else dict(versions_in_force()).get(op, (named, named))
     default = ([name for name, v in versions.items() if v.requires <= capability] or list(versions))[-1]
     chosen = [default if name in ("", DEFAULT) else name for name in names]
     for name in chosen:

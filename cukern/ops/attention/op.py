@@ -275,10 +275,12 @@ def _attend(
     options = options._replace(wgmma=version == "v4")
     if version in _FUSED and fused.supported(q, k, v) and (not options.window or (options.wgmma and wgmma.available(q))):
         return fused.fused((q, k, v, *bounds) if qkv is None else (qkv,), options)
-    if bounds:
-        return materialised.by_softmax(q, k, v, options, lengths=(bounds[0], bounds[1]))
     if qkv is not None and not (torch.compiler.is_compiling() or transformed()):
         q, k, v = fused.Parts.apply(qkv)
+    if version != "sdpa" and not (q.is_cuda or backend.simulates(q)):
+        return reference(q, k, v, options, (bounds[0], bounds[1]) if bounds else None)
+    if bounds:
+        return materialised.by_softmax(q, k, v, options, lengths=(bounds[0], bounds[1]))
     forward = materialised.by_sdpa if version == "sdpa" else VERSIONS[version].forward
     return forward(q, k, v, options, return_lse)
 

@@ -142,10 +142,14 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
 
 
 def _scaled(total: Tensor, scale: Tensor, like: Tensor) -> Tensor:
-    """total * scale in the dtype of `like`, without a copy in total's dtype. is_grads_batched has no rule for out=."""
-    if total.dtype == like.dtype or (not torch.compiler.is_compiling() and _batched(scale)):
-        return (total * scale).to(like.dtype)
-    return torch.mul(total, scale, out=torch.empty_like(like))
+    """total * scale, computed in the dtype of `scale` and rounded once to that of `like`, without a copy in between.
+
+    torch would round a factor without dimensions to the dtype of a 16-bit `total` first. is_grads_batched has no rule for out=."""
+    if like.dtype == scale.dtype:
+        return total * scale
+    if not torch.compiler.is_compiling() and _batched(scale):
+        return (total.to(scale.dtype) * scale).to(like.dtype)
+    return torch.mul(total, scale.reshape(1), out=torch.empty_like(like, memory_format=torch.contiguous_format))
 
 
 def _by_kernels(logits: Tensor, targets: Tensor, one: Tensor | None, options: Options) -> Tensor:
@@ -208,7 +212,7 @@ class _LinearCrossEntropy(Differentiable):
         else:
             with autocast.off(x):
                 scale = dloss / count.clamp(min=1)
-                dx = dx * scale if ctx.needs_input_grad[0] else None
+                dx = _scaled(dx, scale, dx) if ctx.needs_input_grad[0] else None
                 found = dx, _scaled(dweight, scale, weight) if ctx.needs_input_grad[1] else None
         return *found, *(None,) * (len(ctx.options) + 4)
 

@@ -67,14 +67,20 @@ def cross_entropy(
     A target outside 0..vocab_size-1 that is not ignore_index raises ValueError on the CPU. On a GPU, where that would need a
     synchronization, the loss and the gradient of its row are NaN. So they are in the simulator.
 
-    Raises TypeError for another dtype or an option of another type; ValueError for shapes or devices that do not fit, or an option outside
-    its range. The z-loss is that of PaLM (Chowdhery et al., arXiv 2204.02311), the softcap that of Gemma 2 (arXiv 2408.00118).
+    Raises TypeError for another dtype or an option of another type; ValueError for shapes or devices that do not fit, for logits that may
+    also be meant as torch's (N, C, ...), because the sizes of all their dimensions but the first are equal, and for an option outside its
+    range. The z-loss is that of PaLM (Chowdhery et al., arXiv 2204.02311), the softcap that of Gemma 2 (arXiv 2408.00118).
     """
     logits = interop.floats("logits", logits)
     targets = interop.indices("targets", targets, "logits", logits)
     checks.version("cross_entropy", version, VERSIONS)
     if not logits.ndim or logits.shape[:-1] != targets.shape:
         raise ValueError(f"targets has shape {tuple(targets.shape)}, it must be that of logits without the last, {tuple(logits.shape)}")
+    if logits.ndim > 2 and not torch.compiler.is_compiling() and targets.shape == logits.shape[:1] + logits.shape[2:]:
+        raise ValueError(
+            f"logits {tuple(logits.shape)} with targets {tuple(targets.shape)} may be (..., T, V) or torch's (N, C, ...): "
+            "pass logits.flatten(0, -2) and targets.flatten(), with the classes in the last dimension of logits"
+        )
     options = options_of(logits.shape[-1], ignore_index, reduction, label_smoothing, z_loss, softcap, vocab_size, version or "")
     inplace = _in_place(logits, inplace_backward)
     if backend.uses_torch("cross_entropy", version, logits):
@@ -121,7 +127,8 @@ def reference(logits: Tensor, targets: Tensor, options: Options) -> Tensor:
     with autocast.off(logits):
         vocab, ignored, reduction, smoothing, z_loss, softcap, _ = options
         flat = targets.flatten().long()
-        x = logits.to(wide(logits.dtype))[..., :vocab].reshape(len(flat), vocab)
+        x = logits.to(wide(logits.dtype))[..., :vocab].reshape(flat.shape[0], vocab)
+        x = x.masked_fill((flat == ignored)[:, None], 0.0)  # a NaN in an ignored row would reach its gradient
         if softcap:
             x = softcap * torch.tanh(x / softcap)
         inner = "none" if z_loss else reduction

@@ -13,7 +13,7 @@ from cukern.ops.kron_linear import cublas, planner
 from cukern.ops.kron_linear.plan import MOST, Launch, Problem, Sizes, Step, planned_rows
 from cukern.ops.kron_linear.reference import PLAIN, Epilogue
 from cukern.runtime import backend, checks
-from cukern.runtime.device import cached, device_of, when_plans_change
+from cukern.runtime.device import cached, device_of, versions_in_force, when_plans_change
 from cukern.runtime.kernel import Template, planning
 from cukern.runtime.products import tf32_allowed
 from cukern.runtime.registry import choose
@@ -245,4 +245,4 @@ def _is_plain(t: Tensor) -> bool:
 
 
 def _key(x: Tensor, factors: Sequence[Tensor], scale: float) -> Any:
-    return x.shape, len(factors), scale, tf32_allowed(), _recording()
+    return x.shape, len(factors), scale, tf32_allowed(), _recording(), versions_in_force()

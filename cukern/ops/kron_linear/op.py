@@ -38,10 +38,25 @@ def _by_torch(product: Product, x: Tensor, factors: Sequence[Tensor], epilogue: 
     return with_epilogue(product(x, factors), epilogue)
 
 
-# v1 and v2 are torch, and torch differentiates them.
+def _gradients_by_torch(
+    product: Product, x: Tensor, g: Tensor, factors: Sequence[Tensor], wanted: Sequence[bool], scale: float, *_: Any
+) -> list[Tensor | None]:
+    """The gradients of x and the factors."""
+    with torch.enable_grad():
+        leaves = [t.detach().requires_grad_(w) for t, w in zip((x, *factors), wanted, strict=True)]
+        y = _by_torch(product, leaves[0], leaves[1:], (scale, None, None))
+    found = iter(torch.autograd.grad(y, [t for t in leaves if t.requires_grad], g))
+    return [next(found) if w else None for w in wanted]
+
+
+def _in_torch_alone(name: str, idea: str) -> Version:
+    product = PRODUCTS[name]
+    return Version(idea, functools.partial(_by_torch, product), functools.partial(_gradients_by_torch, product))
+
+
 VERSIONS = {
-    "v1": Version("x @ w and movedim, in torch", functools.partial(_by_torch, PRODUCTS["v1"])),
-    "v2": Version("w^T @ x^T and reshape, in torch", functools.partial(_by_torch, PRODUCTS["v2"])),
+    "v1": _in_torch_alone("v1", "x @ w and movedim, in torch"),
+    "v2": _in_torch_alone("v2", "w^T @ x^T and reshape, in torch"),
     "v3": Version("one GEMM a factor, read and written in place", cublas.v3_forward, cublas.v3_backward, cublas.v3_instances),
     "v4": Version(
         "a group of factors a launch, in shared memory, compiled for their sizes",

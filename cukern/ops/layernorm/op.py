@@ -64,6 +64,14 @@ def reference(x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: T
         return y.to(x.dtype) if residual is None else (y.to(x.dtype), s)
 
 
+def _on_cpu(x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, rms: bool) -> Any:
+    """`reference` in float64: in float32, squares and derivatives of large and small numbers leave its range."""
+    with autocast.off(x):
+        s = x if residual is None else x + residual
+        y = reference(s.double(), None, *(None if t is None else t.double() for t in (weight, bias)), eps, rms).to(x.dtype)
+    return y if residual is None else (y, s)
+
+
 def _normalized(s: Tensor, eps: float, rms: bool) -> tuple[Any, Any]:
     """n and r."""
     s = s if rms else s - s.mean(-1, keepdim=True)
@@ -83,7 +91,7 @@ def _public(op: str, x: Any, weight: Any, bias: Any, eps: Any, residual: Any, ve
     bias = interop.of_columns("bias", bias, x, () if weight is None else (weight.dtype,))
     residual = None if residual is None else interop.like("residual", residual, "x", x)
     if backend.uses_torch(op, version, x):
-        return reference(x, residual, weight, bias, eps, op == "rmsnorm")
+        return _on_cpu(x, residual, weight, bias, eps, op == "rmsnorm")
     run = _apply if watched(x, residual, weight, bias) else _layernorm
     rows = (t[None] if x.ndim == 1 and t is not None else t for t in (x, residual))
     y, *s, _ = run(*rows, weight, bias, eps, op == "rmsnorm", version or "")

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from cukern.ops.matmul.tensor_cores import Epilogue
 from cukern.ops.matmul.versions import ACTIVATION_BWD, ACTIVATION_WIDTH, VERSIONS, in_torch
-from cukern.runtime.device import cached, current, device_of
+from cukern.runtime.device import cached, device_of, versions_in_force
 from cukern.runtime.higher import gradients, tangents
 from cukern.runtime.products import column_sums, tf32_allowed
 from cukern.runtime.registry import DEFAULT, Differentiable, Version, apply_of, batched, choose, each, raw_op, save, watched
@@ -38,7 +38,7 @@ def run(out: Tensor, a: Tensor, b: Tensor, e: Epilogue, precision: Option, versi
 @cached(4096)
 def _chosen(a: torch.dtype, out: torch.dtype, activation: int, precision: Option, switched: bool, version: Option, device: int) -> Version:
     """The version for these dtypes. `switched`: torch's switches allow TF32, and cuBLAS follows them."""
-    named = version or current().versions.get("matmul", (os.environ.get("CUKERN_MATMUL", ""),))[0]
+    named = version or dict(versions_in_force()).get("matmul", (os.environ.get("CUKERN_MATMUL", ""),))[0]
     if named not in ("", DEFAULT):
         return choose("matmul", version or "", device)
     names, gpu = _defaults(a, out, activation, precision, switched), device_of(device)
