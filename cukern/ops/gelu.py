@@ -154,7 +154,10 @@ def _fake_backward(x: Tensor, up: Any, bias: Any, dout: Tensor, function: str, b
 
 
 _SCHEMA = "Tensor x, Tensor? up, Tensor? bias"
-_gelu = raw_op(f"_gelu({_SCHEMA}, str function, str version) -> Tensor", 3, _launch, lambda x, up, bias, *_: _empty(_dense_order(x, up, bias), x))
+_gelu = raw_op(
+    f"_gelu({_SCHEMA}, str function, str version) -> Tensor", 3, _launch,
+    lambda x, up, bias, *_: _empty(_dense_order(x, up, bias), x),
+)  # fmt: skip
 _SCHEMA = f"_gelu_backward({_SCHEMA}, Tensor dout, str function, bool bias_grad, str version) -> (Tensor, Tensor, Tensor)"
 _gelu_backward = raw_op(_SCHEMA, 4, _launch_backward, _fake_backward)
 

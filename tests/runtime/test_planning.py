@@ -97,8 +97,6 @@ def test_options_settings_and_layouts_have_plans_of_their_own():
         y = x.clone().requires_grad_()
         cukern.softmax(y).sum().backward()
         assert y.grad is not None
-    if DEVICE == "cpu":
-        assert torch.equal(cukern.softmax(x), torch.softmax(x, -1))  # outside of the simulator: the reference
 
 
 @kernels
