@@ -88,17 +88,21 @@ class Address(int):
     __hash__ = int.__hash__
 
 
-class Map(bytes):
-    """A tensor map with its address and the function that makes it from one."""
+class Packed(bytes):
+    """A struct that holds addresses, such as a tensor map: `make(*arguments)`."""
 
-    address: Address
-    make: Callable[[int], bytes]
+    make: Callable[..., bytes]
+    arguments: tuple[Any, ...]
 
-    @staticmethod
-    def of(data: bytes, address: Address, make: Callable[[int], bytes]) -> "Map":
-        made = Map(data)
-        made.address, made.make = address, make
-        return made
+
+def packed(make: Callable[..., bytes], *arguments: Any) -> bytes:
+    """make(*arguments), the bytes of a struct. A replay makes it again from its own addresses, so `make` must be the same function in each
+    call."""
+    if not any(type(a) is Address for a in arguments):
+        return make(*arguments)
+    made = Packed(make(*(int(a) if type(a) is Address else a for a in arguments)))
+    made.make, made.arguments = make, arguments
+    return made
 
 
 class Ref(NamedTuple):
@@ -108,11 +112,17 @@ class Ref(NamedTuple):
 
 
 class Pointer(NamedTuple):
-    """An argument of a launch: an address, or the tensor map `make(address)`."""
+    """An address as an argument of a launch."""
 
     root: int
     offset: int
-    make: Callable[[int], bytes] | None = None
+
+
+class Struct(NamedTuple):
+    """A struct as an argument of a launch: `make(*arguments)`, some of which are Pointers."""
+
+    make: Callable[..., bytes]
+    arguments: tuple[Any, ...]
 
 
 class Allocation(NamedTuple):
@@ -139,7 +149,11 @@ class Launch(NamedTuple):
     grid: tuple[int, int, int]
     block: tuple[int, int, int]
     shared: int
-    args: tuple[Any, ...]  # Pointer, or the value
+    args: tuple[Any, ...]  # Pointer, Struct, or the value
+
+    @property
+    def pointers(self) -> list[Pointer]:
+        return [p for a in self.args for p in (a.arguments if isinstance(a, Struct) else (a,)) if isinstance(p, Pointer)]
 
 
 class Guard(NamedTuple):
@@ -235,8 +249,8 @@ class Recorder(TorchFunctionMode):
         for param, a in zip(params, args, strict=True):
             if isinstance(a, Address):
                 found.append(Pointer(a.root, a.offset))
-            elif isinstance(a, Map):
-                found.append(Pointer(a.address.root, a.address.offset, a.make))
+            elif isinstance(a, Packed):
+                found.append(Struct(a.make, tuple(Pointer(v.root, v.offset) if type(v) is Address else v for v in a.arguments)))
             elif (param.pointer and a) or (isinstance(a, bytes) and self._has_address(a)):
                 self.fail(f"the origin of the address for {param} is not known")
             else:
@@ -381,13 +395,17 @@ class _Writer:
             return "(" + "".join(f"{self.tree(v)}, " for v in value) + ")"
         return "[" + ", ".join(map(self.tree, value)) + "]" if type(value) is list else self.constant(value)
 
-    def address(self, pointer: Pointer) -> str:
-        root = pointer.root
+    def argument(self, value: Any) -> str:
+        """An expression for an argument of a launch."""
+        if isinstance(value, Struct):
+            return f"{self.constant(value.make)}({', '.join(map(self.argument, value.arguments))})"
+        if not isinstance(value, Pointer):
+            return self.constant(value)
+        root, offset = value
         if root not in self.with_address:
             self.with_address.add(root)
             self.lines.append(f"p{root} = t{root}.data_ptr()")
-        place = f"p{root} + {pointer.offset}" if pointer.offset else f"p{root}"
-        return f"{self.constant(pointer.make)}({place})" if pointer.make else place
+        return f"p{root} + {offset}" if offset else f"p{root}"
 
     def write(self) -> str:
         for guard in self.program.guards:
@@ -397,8 +415,8 @@ class _Writer:
             if isinstance(step, Allocation):
                 self._allocate(step, final)
             elif isinstance(step, Launch):
-                last = max((i for i, a in enumerate(step.args) if isinstance(a, Pointer)), default=-1) + 1
-                first = [self.address(a) if isinstance(a, Pointer) else self.constant(a) for a in step.args[:last]]
+                last = max((i for i, a in enumerate(step.args) if isinstance(a, Pointer | Struct)), default=-1) + 1
+                first = [self.argument(a) for a in step.args[:last]]
                 launch = self.constant(_bound(step.launch, step.grid, step.block, step.shared, *step.args[last:]))
                 self.lines.append(f"{launch}({', '.join(first)})")
             elif not step.view or self.objects.intersection(_numbers(step.results)):
@@ -425,7 +443,7 @@ class _Writer:
 
     def _allocate(self, step: Allocation, final: dict[int, tuple[int, Any]]) -> None:
         n = step.number
-        referred = any(isinstance(a, Pointer) and a.root == n for s in self.program.steps if isinstance(s, Launch) for a in s.args)
+        referred = any(p.root == n for s in self.program.steps if isinstance(s, Launch) for p in s.pointers)
         of_result = next((geometry for root, geometry in final.values() if root == n), None)
         if n in self.objects or referred or of_result:
             size, stride, dtype = of_result or (step.size, step.stride, step.dtype)

@@ -107,12 +107,7 @@ def encode(
 def encoder(device: int, dtype: torch.dtype, *arguments: Any) -> Callable[[int], bytes]:
     """`encode` as a function of the address."""
     encoded = functools.lru_cache(256)(lambda address: encode(device, address, dtype, *arguments))
-
-    def of(address: int) -> bytes:
-        data = encoded(int(address))
-        return recording.Map.of(data, address, encoded) if type(address) is recording.Address else data
-
-    return of
+    return functools.partial(recording.packed, encoded)
 
 
 def _checked(

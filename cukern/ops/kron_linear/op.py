@@ -115,10 +115,6 @@ def kron_linear(
     Raises TypeError for another dtype, or two, and for arguments of another type; ValueError for no factors, shapes that do not fit, two
     devices, a scale that is not finite, or an unknown version.
     """
-    usual = bias is residual is version is None and kron_forward.usual(x, factors, scale)
-    call = kron_forward.known(x, factors, scale) if usual else None
-    if call:
-        return call(x, factors)
     x, factors, bias, residual = kron_checks.tensors(x, factors, bias, residual)
     shape = kron_checks.shapes(x, factors, bias, residual)
     checks.version("kron_linear", version, VERSIONS)
@@ -129,8 +125,6 @@ def kron_linear(
     if in_torch:
         y = PRODUCTS.get(version or "", movedim_product)(rows, factors)
         return with_epilogue(y.reshape(shape), (scale, bias, residual))
-    if usual:
-        kron_forward.remember(x, factors, scale)
     flat = None if residual is None else as_matrix(residual)
     y = _product(rows, factors, bias, flat, scale, version or "")
     return y if x.ndim == 2 else y.view(shape)
