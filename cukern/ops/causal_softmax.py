@@ -18,6 +18,7 @@ from torch import Tensor
 from cukern.ops.softmax import LEAST_SCALE, MOST_SCALE, Versions, checked_scale, merge_batch, plan, row_storage, two_versions
 from cukern.runtime import backend, checks, interop
 from cukern.runtime.kernel import Kernel, Template
+from cukern.runtime.planning import planned
 from cukern.runtime.registry import Cost, Differentiable, Op, Version, apply_of, choose, raw_op, register, save, watched
 from cukern.runtime.tensors import wide
 
@@ -25,6 +26,7 @@ NO_WINDOW = 1 << 62
 _autocast = torch.is_autocast_enabled  # of a GPU
 
 
+@planned("x", "sink")
 def causal_softmax(x: Any, *, scale: float = 1.0, window: int | None = None, sink: Any = None, version: Versions = None) -> Tensor:
     """softmax(scale x) of each query over the keys that it sees, and 0 for the others. Differentiable any number of times.
 

@@ -11,12 +11,14 @@ from torch import Tensor
 from cukern.runtime import autocast, backend, checks, interop
 from cukern.runtime.higher import differentiable
 from cukern.runtime.kernel import Kernel, Template
+from cukern.runtime.planning import planned
 from cukern.runtime.registry import Cost, Op, Version, choose, in_force, raw_op, register, watched
 from cukern.runtime.tensors import VECTOR_BYTES, pointers, vector_width, wide
 
 THREADS, FEW_THREADS, ROWS, CHUNK, FEW = 128, 256, 2, 64, 2048  # as in embedding.cu; FEW: the most tokens that are not sorted
 
 
+@planned("tokens", "weight", "positions")
 def embedding(tokens: Any, weight: Any, positions: Any = None, *, version: str | None = None) -> Tensor:
     """weight[tokens], plus a row of positions for each step of the last dimension, as in GPT-2. Differentiable any number of times.
 

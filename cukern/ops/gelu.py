@@ -12,6 +12,7 @@ from torch import Tensor
 from cukern.runtime import autocast, backend, checks, interop
 from cukern.runtime.higher import differentiable
 from cukern.runtime.kernel import Kernel, Template
+from cukern.runtime.planning import planned
 from cukern.runtime.registry import Cost, Op, Version, choose, in_force, normal, raw_op, register, watched
 from cukern.runtime.tensors import VECTOR_BYTES, aligned, as_matrix, empty_like, pointers, readable, row_strides, wide
 
@@ -20,6 +21,7 @@ THREADS = 256
 CHUNKS, HEIGHT = 256, 64  # of gelu_bias_bwd: the most chunks of rows, and the fewest rows of one
 
 
+@planned("x", "bias")
 def gelu(x: Any, bias: Any = None, *, approximate: str = "none", version: str | None = None) -> Tensor:
     """torch.nn.functional.gelu(x + bias) in one kernel. Differentiable any number of times.
 
@@ -44,6 +46,7 @@ def gelu(x: Any, bias: Any = None, *, approximate: str = "none", version: str | 
     return _call("gelu", checks.choice("approximate", approximate, ("none", "tanh")), version, x, None, bias)
 
 
+@planned("gate", "up")
 def swiglu(gate: Any, up: Any, *, version: str | None = None) -> Tensor:
     """torch.nn.functional.silu(gate) * up in one kernel. Differentiable any number of times.
 
@@ -65,6 +68,7 @@ def _pair(gate: Any, up: Any) -> tuple[Tensor, Tensor]:
     return gate, interop.like("up", up, "gate", gate)
 
 
+@planned("gate", "up")
 def geglu(gate: Any, up: Any, *, approximate: str = "none", version: str | None = None) -> Tensor:
     """gelu(gate) * up in one kernel. Differentiable any number of times.
 

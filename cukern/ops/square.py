@@ -10,6 +10,7 @@ from torch import Tensor
 from cukern.runtime import backend, checks, interop
 from cukern.runtime.device import cached
 from cukern.runtime.kernel import Kernel, Template
+from cukern.runtime.planning import planned
 from cukern.runtime.registry import (
     Cost,
     Differentiable,
@@ -29,6 +30,7 @@ THREADS = 256
 VECTOR_BYTES = 16
 
 
+@planned("x")
 def square(x: Any, *, version: str | None = None) -> Tensor:
     """x * x, elementwise. Differentiable any number of times.
 

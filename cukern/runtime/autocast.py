@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 
+from cukern.runtime import recording
+
 _tracing = torch.compiler.is_dynamo_compiling
 
 
@@ -34,6 +36,8 @@ def widest(x: torch.Tensor, *others: Any, float32: bool = False) -> tuple[Any, .
 
 def off(x: torch.Tensor) -> contextlib.AbstractContextManager:
     """Inside the block, autocast is off for the device of x."""
+    if (recorder := recording.active()) is not None and enabled(x):
+        recorder.fail("autocast is switched off for torch operations")
     if enabled(x) or (_tracing() and x.device.type != "meta"):  # the graph, or its backward, may run while autocast is on
         return torch.autocast(x.device.type, enabled=False)
     return contextlib.nullcontext()

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cukern.runtime import checks, compiler, extended_launch
+from cukern.runtime import checks, compiler, extended_launch, recording
 from cukern.runtime.compiler import Cubin, Ptx, SetupError
 from cukern.runtime.device import SIMULATED, cached, device_of
 from cukern.runtime.extended_launch import Attribute
@@ -267,6 +267,8 @@ def _launcher(function: int, name: str, cubin: Cubin, params: tuple[Param, ...],
             buffer, each, extra = arguments.parts
             pack(buffer, 0, *args)
             launch(function, gx, gy, gz, bx, by, bz, shared, stream(device), each, extra)
+            if (recorder := recording.active()) is not None:
+                recorder.launch(run, params, grid, block, shared, args)
         except (struct.error, OverflowError):
             beyond = beyond_limits(grid, block, shared)
             raise (launch_error(name, grid, block, shared, beyond) if beyond else explain_misfit(name, params, args)) from None
@@ -284,7 +286,7 @@ def _launcher(function: int, name: str, cubin: Cubin, params: tuple[Param, ...],
         (gx, gy, gz), (bx, by, bz) = grid, block
 
         def run_bound(*args: Any) -> None:
-            if shared > most_shared[0]:
+            if shared > most_shared[0] or recording.active() is not None:
                 return run(grid, block, shared, *args, *last)
             buffer, each, extra = filled.parts
             try:

@@ -5,6 +5,7 @@ derived from the driver's attributes. Only cost models use the rates: they decid
 """
 
 import contextlib
+import contextvars
 import functools
 import json
 import re
@@ -149,6 +150,10 @@ def store(name: str, sm_bytes_us: float, cycles_us: float) -> Path:
 _R = TypeVar("_R")
 _Candidate = TypeVar("_Candidate")
 _forgetters: list[Callable[[], None]] = []
+
+
+# What cukern.use chose in this context; see registry.py.
+versions_in_force: contextvars.ContextVar[str] = contextvars.ContextVar("cukern.versions", default="")
 
 
 class _Setting(NamedTuple):

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cukern.runtime import recording
 from cukern.runtime.autocast import enabled, off
 from cukern.runtime.higher import tangents
 from cukern.runtime.registry import Differentiable, apply_of, each, save, transformed, watched
@@ -16,7 +17,10 @@ _fp32_precision = getattr(torch._C, "_get_fp32_precision_getter", lambda *_: Non
 def tf32_allowed() -> bool:
     """True if torch's switches allow TF32 in matrix products."""
     precision = _fp32_precision("cuda", "matmul")  # 1.5 us less than torch.backends.cuda.matmul.fp32_precision
-    return precision == "tf32" if precision else torch.backends.cuda.matmul.allow_tf32
+    allowed = precision == "tf32" if precision else torch.backends.cuda.matmul.allow_tf32
+    if (recorder := recording.active()) is not None:
+        recorder.asked(tf32_allowed, allowed)
+    return allowed
 
 
 def torch_matmul(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -5,6 +5,7 @@ import contextvars
 import json
 import operator
 import os
+import re
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -15,10 +16,11 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from cukern.runtime import autocast, backend, checks
+from cukern.runtime import autocast, backend, checks, planning, recording
 from cukern.runtime import sharding as split
 from cukern.runtime.backend import refuse_fork
 from cukern.runtime.device import cached, device_of
+from cukern.runtime.device import versions_in_force as _in_force
 from cukern.runtime.kernel import Kernel
 
 Tensors = tuple[torch.Tensor, ...]
@@ -53,6 +55,8 @@ def raw_op(
     FakeTensorMode, functorch transforms, tensor subclasses, the simulator.
     """
     short = schema.partition("(")[0]
+    if library is _library and "Tensor[] params" not in schema:  # adamw has tables of its own
+        impl = planning.planned_launch(impl, _tensor_names(schema, tensors))
     name = f"{library.ns}::{short}"
     library.define(schema)
     writes = [i for i, argument in enumerate(schema.partition("(")[2].partition(" -> ")[0].split(", ")) if "!" in argument]
@@ -114,8 +118,9 @@ def _counted(impl: Callable[..., Any], writes: Sequence[int]) -> Callable[..., A
     """`impl`, which then increments the versions of the arguments that it writes."""
 
     def run(*args: Any) -> Any:
-        result = impl(*args)
-        increment_version([x for x in _flat([args[i] for i in writes]) if x is not None])
+        result, recorder = impl(*args), recording.active()
+        written = [x for x in _flat([args[i] for i in writes]) if x is not None]
+        increment_version(written) if recorder is None else recorder.call(increment_version, (written,))
         return result
 
     return run
@@ -133,6 +138,12 @@ def _batched_call(call: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     if isinstance(outs[0], torch.Tensor):
         return torch._add_batch_dim(torch.stack(outs), 0, level)
     return [torch._add_batch_dim(torch.stack(parts), 0, level) for parts in zip(*outs, strict=True)]
+
+
+def _tensor_names(schema: str, count: int) -> list[str]:
+    """The names of the first arguments of a schema, with "[]" for lists."""
+    arguments = re.findall(r"Tensor(?:\(\w!\))?(\[\])?\??(\[\])? (\w+)", schema.partition("(")[2].rpartition("->")[0])
+    return [name + (a or b) for a, b, name in arguments][:count]
 
 
 def _flat(args: Iterable[Any]) -> list[Any]:
@@ -180,7 +191,10 @@ def apply_of(function: type[Differentiable]) -> Callable[..., Any]:
     def apply(*args: Any) -> Any:
         if forward_ad._current_level >= 0 or _transforms():
             return eager(*args)
-        return function.apply(*args) if _tracing() else fast(*args)
+        if _tracing():
+            return function.apply(*args)
+        recorder = recording.active()
+        return fast(*args) if recorder is None else recorder.call(fast, args)
 
     def transform(*args: Any) -> Any:
         return full.apply(*args) if _transforms() else dual(*args)  # type: ignore[attr-defined]
@@ -382,7 +396,6 @@ def register(op: Op) -> Op:
 
 Versions = dict[str, tuple[str, str]]  # by op: the versions of forward and backward
 _blocks: contextvars.ContextVar[tuple[Versions, ...]] = contextvars.ContextVar("cukern.use", default=())
-_in_force: contextvars.ContextVar[str] = contextvars.ContextVar("cukern.versions", default="")
 
 
 class _InForce(types.ModuleType):

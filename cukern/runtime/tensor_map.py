@@ -8,12 +8,12 @@ import ctypes
 import functools
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from cukern.runtime import checks
+from cukern.runtime import checks, recording
 
 BYTES = 128
 SWIZZLES = (0, 32, 64, 128)  # bytes; the index is the driver's code, as for the three tables below
@@ -101,6 +101,13 @@ def encode(
     if tf32:
         sizes_and_box = sizes_and_box._replace(code=TF32)
     return _by_simulator(sizes_and_box) if device < 0 else _by_driver(sizes_and_box)
+
+
+@functools.lru_cache(4096)
+def encoder(device: int, dtype: torch.dtype, *arguments: Any) -> Callable[[int], bytes]:
+    """`encode` as a function of the address."""
+    encoded = functools.lru_cache(256)(lambda address: encode(device, address, dtype, *arguments))
+    return functools.partial(recording.packed, encoded)
 
 
 def _checked(

@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from cukern.runtime import recording
 from cukern.runtime.compiler import Ptx
 from cukern.runtime.device import SIMULATED, device_of
 from cukern.runtime.limits import Dim, exceeded, launch_error
@@ -74,7 +75,7 @@ def load(name: str, ptx: Ptx, params: tuple[Param, ...], cluster: Dim | None = N
             raise error.with_traceback(None) from None
         memory_.finish()
 
-    return launch
+    return recording.noted(launch, params)
 
 
 def _regions(program: Program, params: tuple[Param, ...], args: tuple) -> list[Region]:

@@ -11,9 +11,11 @@ from cukern.ops.attention.reference import Options, reference
 from cukern.ops.causal_softmax import checked_sink
 from cukern.ops.softmax import checked_scale
 from cukern.runtime import autocast, backend, checks, interop
+from cukern.runtime.planning import planned
 from cukern.runtime.registry import Version, choose, in_force, transformed
 
 
+@planned("q", "k", "v", "sink", "key_lengths")
 def attention(
     q: Any, k: Any, v: Any, *, causal: bool = True, scale: float | None = None, softcap: float | None = None, window: int | None = None,
     sink: Any = None, return_lse: bool = False, key_lengths: Any = None, version: str | None = None,
@@ -85,6 +87,7 @@ def attention(
     return _outputs(out, lse, sink, return_lse)
 
 
+@planned("qkv", "sink")
 def attention_packed(
     qkv: Any, *, causal: bool = True, scale: float | None = None, softcap: float | None = None, window: int | None = None,
     sink: Any = None, return_lse: bool = False, version: str | None = None,
@@ -110,6 +113,7 @@ def attention_packed(
     return _outputs(out, lse, sink, return_lse, transposed=True)
 
 
+@planned("q", "k", "v", "cu_seqlens", "cu_seqlens_k", "sink")
 def attention_varlen(
     q: Any, k: Any, v: Any, cu_seqlens: Any, cu_seqlens_k: Any = None, *, causal: bool = True, scale: float | None = None,
     softcap: float | None = None, window: int | None = None, sink: Any = None, return_lse: bool = False, version: str | None = None,

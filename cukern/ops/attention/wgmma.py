@@ -12,7 +12,7 @@ from cukern.ops.attention import plan
 from cukern.ops.attention.reference import Options
 from cukern.runtime.device import device_of
 from cukern.runtime.kernel import Kernel, Template
-from cukern.runtime.tensor_map import encode
+from cukern.runtime.tensor_map import encoder
 from cukern.runtime.tensors import pointers
 
 _FORWARD, _BACKWARD = (Template("attention/attention.cu", f"attention_v4{name}", pdl=True) for name in ("", "_bwd"))
@@ -46,11 +46,11 @@ def _map(x: Tensor, rows: int, packed: bool) -> bytes:
     """The tensor map of x (batch, heads, T, D) for boxes of `rows` rows of 64 columns. For packed sequences, (1, heads, T, D), it has the
     dimensions (T + 1, heads, rows, D): element (y, h, x, d) is that of token x + y - rows. A box from x = rows - n on ends after n rows."""
     if not packed:
-        return encode(x.get_device(), x.data_ptr(), x.dtype, tuple(x.shape), x.stride(), (1, 1, rows, 64), 128)
+        return encoder(x.get_device(), x.dtype, tuple(x.shape), x.stride(), (1, 1, rows, 64), 128)(x.data_ptr())
     _, heads, tokens, d = x.shape
     step = x.stride(2) if tokens > 1 else d
     address, sizes, steps = x.data_ptr() - rows * step * x.element_size(), (tokens + 1, heads, rows, d), (step, x.stride(1), step, 1)
-    return encode(x.get_device(), address, x.dtype, sizes, steps, (1, 1, rows, 64), 128)
+    return encoder(x.get_device(), x.dtype, sizes, steps, (1, 1, rows, 64), 128)(address)
 
 
 def strides(*tensors: Tensor) -> list[bytes]:

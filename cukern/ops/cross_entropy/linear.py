@@ -17,6 +17,7 @@ from cukern.runtime import autocast, backend, checks, interop
 from cukern.runtime.device import device_of
 from cukern.runtime.higher import gradients, tangents
 from cukern.runtime.kernel import Kernel, Template
+from cukern.runtime.planning import planned
 from cukern.runtime.products import torch_matmul
 from cukern.runtime.registry import Differentiable, Version, apply_of, choose, each, in_force, raw_op, save, transformed, watched
 from cukern.runtime.tensors import as_matrix, pointers, unit_column_stride, wide
@@ -24,6 +25,7 @@ from cukern.runtime.tensors import as_matrix, pointers, unit_column_stride, wide
 _batched = torch._C._functorch.is_legacy_batchedtensor  # of torch.autograd.grad(is_grads_batched=True)
 
 
+@planned("x", "weight", "targets")
 def linear_cross_entropy(
     x: Any, weight: Any, targets: Any, *, ignore_index: int = -100, reduction: str = "mean", label_smoothing: float = 0.0,
     z_loss: float = 0.0, softcap: float | None = None, vocab_size: int | None = None, chunk_rows: int | None = None,

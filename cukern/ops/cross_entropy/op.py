@@ -13,6 +13,7 @@ from cukern.runtime import autocast, backend, checks, interop
 from cukern.runtime.device import cached, device_of
 from cukern.runtime.higher import differentiable
 from cukern.runtime.kernel import Kernel, Template
+from cukern.runtime.planning import planned
 from cukern.runtime.registry import Version, choose, in_force, raw_op, transformed, watched
 from cukern.runtime.tensors import as_matrix, empty_like, pointers, unit_column_stride, wide
 
@@ -33,6 +34,7 @@ class Options(NamedTuple):
         return struct.pack("3q3d", self.vocab, self.ignored, dloss_step, *self[3:6])
 
 
+@planned("logits", "targets")
 def cross_entropy(
     logits: Any, targets: Any, *, ignore_index: int = -100, reduction: str = "mean", label_smoothing: float = 0.0, z_loss: float = 0.0,
     softcap: float | None = None, vocab_size: int | None = None, inplace_backward: bool = False, version: str | None = None,

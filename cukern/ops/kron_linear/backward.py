@@ -17,11 +17,12 @@ from cukern.ops.kron_linear.tile_backward import gradient, gradient_of
 from cukern.runtime import backend
 from cukern.runtime.device import device_of
 from cukern.runtime.kernel import Kernel, planning
+from cukern.runtime.recording import packed
 from cukern.runtime.tensors import pointers
 
 COMMON = (8, 3), (64, 2)  # factors' size and number, of plans to be compiled where no input is known
 
-_PARTS = struct.Struct(f"{2 * MOST}Q{2 * MOST}i")  # Parts4 of kron_linear.cu
+_PACK_PARTS = struct.Struct(f"{2 * MOST}Q{2 * MOST}i").pack  # Parts4 of kron_linear.cu
 
 
 def boundary(x: Tensor, factors: Sequence[Tensor], added: bool) -> int:
@@ -188,7 +189,7 @@ def _sum_of_pieces(pieces: int, parts: Sequence[tuple[Tensor, int, int]], scale:
     kernel, shared = KERNELS["sum"], backend.spread(0, blocks, device)
     if planning():
         kernel[grads[0].dtype, 40 - warps].on(device)
-    by_value = _PARTS.pack(*pointers(*grads), *unused, *places, *unused, *counts, *unused, *rows, *unused)
+    by_value = packed(_PACK_PARTS, *pointers(*grads), *unused, *places, *unused, *counts, *unused, *rows, *unused)
     kernel[grads[0].dtype, warps].on(device)((blocks, 1, 1), (32, warps, 1), shared, by_value, pieces, scale)
 
 

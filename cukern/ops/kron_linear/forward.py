@@ -1,22 +1,21 @@
 """v4 of kron_linear, forward: launches of groups of factors, compiled for their sizes. planner.py chooses them."""
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import gcd
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from cukern.ops.kron_linear import cublas, planner
 from cukern.ops.kron_linear.plan import MOST, Launch, Problem, Sizes, Step, planned_rows
 from cukern.ops.kron_linear.reference import PLAIN, Epilogue
-from cukern.runtime import backend, checks
-from cukern.runtime.device import cached, device_of, when_plans_change
+from cukern.runtime import backend
+from cukern.runtime.device import cached, device_of
 from cukern.runtime.kernel import Template, planning
 from cukern.runtime.products import tf32_allowed
-from cukern.runtime.registry import choose
+from cukern.runtime.recording import packed
 from cukern.runtime.tensors import pointers
 
 KERNELS = {
@@ -28,7 +27,7 @@ KERNELS = {
 }
 
 Key = tuple[Sizes, int, torch.dtype, int, bool, int, bool]  # the arguments of plan_of_layer
-_POINTERS, _STRIDES = struct.Struct(f"{MOST}Q"), struct.Struct(f"{2 * MOST}q")
+_PACK_FACTORS = struct.Struct(f"{MOST}Q{2 * MOST}q").pack
 
 
 class Prepared(NamedTuple):
@@ -81,11 +80,8 @@ def geometry(blocks: int, launch: Launch, device: int) -> tuple[backend.Dim, bac
 def by_value(ws: Sequence[Tensor]) -> bytes:
     """The kernels' argument Factors4, see tile.cuh."""
     unused = (0,) * (MOST - len(ws))
-    return pointers_of(ws) + _STRIDES.pack(*[w.stride(0) for w in ws], *unused, *[w.stride(1) for w in ws], *unused)
-
-
-def pointers_of(ws: Sequence[Tensor]) -> bytes:
-    return _POINTERS.pack(*[w.data_ptr() for w in ws], *(0,) * (MOST - len(ws)))
+    fields = *pointers(*ws), *unused, *[w.stride(0) for w in ws], *unused, *[w.stride(1) for w in ws], *unused
+    return packed(_PACK_FACTORS, *fields)
 
 
 def launch_group(made: Prepared, z: Tensor, factors: Sequence[Tensor], epilogue: Epilogue, out: Tensor | None = None) -> Tensor:
@@ -155,95 +151,3 @@ def _plan_one(A: int, rows: int, p: int, q: int, C: int, dtype: torch.dtype, dev
 def on_tensor_cores(dtype: torch.dtype) -> bool:
     """True if products may use TF32, which represents 16-bit numbers exactly."""
     return dtype.itemsize == 2 or (dtype == torch.float32 and tf32_allowed())
-
-
-# ---- the launch cache
-#
-# The usual call of kron_linear, in a few microseconds: tensors on a GPU, no bias, no residual, nothing that records a graph, one launch.
-#
-# A call of the same shapes and strides as an earlier one needs none of its checks again, and no plan: all but the pointers is known. What
-# torch.compile asks before it runs what it compiled, TensorGuards, tells so of all tensors at once: their types, dtypes, devices, shapes,
-# strides, whether they require a gradient, are negated lazily, or are seen by a dispatch mode or one of torch.func's transforms.
-
-# torch's stub does not know its arguments. Without it no call is known.
-TensorGuards: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)
-
-Call = Callable[[Tensor, Sequence[Tensor]], Tensor]
-
-_MOST, _MOST_KEYS = 16, 512  # calls to remember that have a key in common, and keys
-_recording = torch.is_grad_enabled
-_tracing = torch.compiler.is_dynamo_compiling
-_modes = torch._C._len_torch_dispatch_stack
-_autocast = torch.is_autocast_enabled  # of a GPU
-
-_known: dict[Any, list[tuple[Any, Call]]] = {}
-when_plans_change(_known.clear)
-
-
-def usual(x: Any, factors: Any, scale: Any) -> bool:
-    """True if the call can be served from the launch cache: plain types, no tracing, dispatch mode, forward mode or autocast."""
-    if type(x) not in checks.PLAIN or type(factors) not in (list, tuple) or type(scale) not in (float, int):
-        return False
-    return not (_tracing() or _modes() or forward_ad._current_level >= 0 or _autocast())
-
-
-def known(x: Tensor, factors: Sequence[Tensor], scale: float) -> Call | None:
-    """The launch of an earlier usual call that was like this one."""
-    try:
-        calls = _known.get(_key(x, factors, scale), ())
-    except RuntimeError:  # a nested tensor has no shape
-        return None
-    for guards, call in calls:
-        if guards.check(x, *factors):
-            return None if x.data_ptr() & 15 else call
-    return None
-
-
-def remember(x: Tensor, factors: Sequence[Tensor], scale: float) -> None:
-    """Prepare for calls like this usual one, which goes to kernels, if one launch will do."""
-    every = (x, *factors)
-    if not TensorGuards or not x.is_cuda or not x.is_contiguous() or not x.numel() or x.data_ptr() & 15:
-        return
-    if len({id(t) for t in every}) < len(every):  # the guards take a tensor that comes twice for another one
-        return
-    if not all(map(_is_plain, every)) or any([w.ndim != 2 for w in factors]):
-        return
-    if choose("kron_linear", "", x.get_device()).forward is not forward:
-        return
-    _, (made, *more) = plan_of_layer(*problem(x, factors, False))
-    if more or made.launch is None:
-        return
-    _forget_if_full(_known, _MOST_KEYS)
-    alike = _known.setdefault(_key(x, factors, scale), [])
-    _forget_if_full(alike, _MOST)
-    guards = TensorGuards(x, *factors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
-    alike.append((guards, _call_of(made, x, factors, float(scale))))
-
-
-def _forget_if_full(store: Any, most: int) -> None:
-    if len(store) >= most:
-        store.clear()
-
-
-def _call_of(made: Prepared, x: Tensor, factors: Sequence[Tensor], scale: float) -> Call:
-    """The only launch of a layer for tensors of these shapes and strides: nothing is left to do but to make it."""
-    assert made.launch
-    shape, order = (*x.shape[:-1], made.features), made.indices
-    like, strides = x.shape == shape, by_value([factors[i] for i in order])[8 * MOST :]
-    rest = 0, 0, x.numel() // x.shape[-1] * made.group.steps[-1].left, scale, made.features  # no bias, no residual
-    launch = backend.bind(made.launch, *made.geometry, *rest)
-
-    def call(x: Tensor, factors: Sequence[Tensor]) -> Tensor:
-        out = torch.empty_like(x) if like else x.new_empty(shape)  # 0.7 us apart
-        launch(out.data_ptr(), x.data_ptr(), pointers_of([factors[i] for i in order]) + strides)
-        return out
-
-    return call
-
-
-def _is_plain(t: Tensor) -> bool:
-    return type(t) in checks.PLAIN and not t.is_neg() and not (_recording() and t.requires_grad)
-
-
-def _key(x: Tensor, factors: Sequence[Tensor], scale: float) -> Any:
-    return x.shape, len(factors), scale, tf32_allowed(), _recording()

@@ -25,6 +25,7 @@ from cukern.ops.kron_linear.reference import PRODUCTS, Epilogue, Product, movedi
 from cukern.runtime import backend, checks
 from cukern.runtime.checks import PLAIN
 from cukern.runtime.higher import gradients, tangents
+from cukern.runtime.planning import planned
 from cukern.runtime.products import torch_matmul
 from cukern.runtime.registry import Differentiable, Version, apply_of, choose, in_force, raw_op, save, transformed, watched
 from cukern.runtime.tensors import as_matrix
@@ -59,6 +60,7 @@ VERSIONS = {
 }
 
 
+@planned("x", "factors[]", "bias", "residual")
 def kron_linear(
     x: Any,
     factors: Sequence[Any],
@@ -106,10 +108,6 @@ def kron_linear(
     devices, a scale that is not finite, or an unknown version.
     """
     named = version or in_force.now
-    usual = bias is residual is None and not named and kron_forward.usual(x, factors, scale)
-    call = kron_forward.known(x, factors, scale) if usual else None
-    if call:
-        return call(x, factors)
     x, factors, bias, residual = kron_checks.tensors(x, factors, bias, residual)
     shape = kron_checks.shapes(x, factors, bias, residual)
     checks.version("kron_linear", version, VERSIONS)
@@ -120,8 +118,6 @@ def kron_linear(
     if in_torch:
         y = PRODUCTS.get(version or "", movedim_product)(rows, factors)
         return with_epilogue(y.reshape(shape), (scale, bias, residual))
-    if usual:
-        kron_forward.remember(x, factors, scale)
     flat = None if residual is None else as_matrix(residual)
     y = _product(rows, factors, bias, flat, scale, named)
     return y if x.ndim == 2 else y.view(shape)
@@ -134,6 +130,7 @@ def _without_kernels(x: Tensor, version: str | None) -> bool:
     return backend.uses_torch("kron_linear", version, x) or x.is_complex() or (not _tracing() and _transforms())
 
 
+@planned("x", "w1", "w2", "residual", "bias")
 def lokr_linear(
     x: Any, w1: Any, w2: Any, *, scale: float = 1.0, residual: Any = None, bias: Any = None, version: str | None = None
 ) -> Tensor:

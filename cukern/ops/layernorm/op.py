@@ -11,10 +11,12 @@ from torch import Tensor
 from cukern.ops.layernorm.versions import ADD, VERSIONS
 from cukern.runtime import autocast, backend, checks, interop
 from cukern.runtime.higher import differentiable
+from cukern.runtime.planning import planned
 from cukern.runtime.registry import Cost, Op, choose, in_force, normal, raw_op, register, row_counts, watched
 from cukern.runtime.tensors import as_matrix, empty_like, pointers, readable, row_strides, unit_column_stride, wide
 
 
+@planned("x", "weight", "bias", "residual")
 def layernorm(x: Any, weight: Any, bias: Any = None, *, eps: float = 1e-5, residual: Any = None, version: str | None = None) -> Any:
     """(x - mean) / sqrt(variance + eps) * weight + bias, over the last dimension. Differentiable any number of times.
 
@@ -41,6 +43,7 @@ def layernorm(x: Any, weight: Any, bias: Any = None, *, eps: float = 1e-5, resid
     return _public("layernorm", x, weight, bias, eps, residual, version)
 
 
+@planned("x", "weight", "residual")
 def rmsnorm(x: Any, weight: Any, *, eps: float = 1e-6, residual: Any = None, version: str | None = None) -> Any:
     """x / sqrt(mean(x^2) + eps) * weight, over the last dimension. Differentiable any number of times.
 

@@ -14,6 +14,7 @@ from cukern.ops.matmul.tensor_cores import ACTIVATIONS
 from cukern.ops.matmul.versions import VERSIONS, in_torch
 from cukern.runtime import backend, checks, interop
 from cukern.runtime.autocast import of_product
+from cukern.runtime.planning import planned
 from cukern.runtime.products import torch_matmul
 from cukern.runtime.registry import Cost, Op, in_force, register, row_counts
 from cukern.runtime.tensors import as_matrix
@@ -23,6 +24,7 @@ _tracing = torch.compiler.is_dynamo_compiling
 _autocast = torch.is_autocast_enabled  # of a GPU
 
 
+@planned("a", "b")
 def matmul(a: Any, b: Any, *, precision: str | None = None, version: str | None = None) -> Tensor:
     """a @ b in 16-bit types with float32 sums, in float32, TF32, 3xTF32 or float64. Differentiable any number of times.
 
@@ -67,6 +69,7 @@ def matmul(a: Any, b: Any, *, precision: str | None = None, version: str | None 
     return _computed("matmul", *matrices, *PLAIN, precision, version)[0].view(*lead, a.shape[-2], b.shape[-1])
 
 
+@planned("x", "weight", "bias", "residual", "accumulate_into")
 def linear(
     x: Any, weight: Any, bias: Any = None, *, activation: str | None = None, return_pre_activation: bool = False, residual: Any = None,
     accumulate_into: Tensor | None = None, precision: str | None = None, version: str | None = None,

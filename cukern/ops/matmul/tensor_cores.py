@@ -3,7 +3,6 @@
 Everything that does not depend on addresses is prepared once for the shapes, strides and dtypes of a call.
 """
 
-import functools
 import itertools
 import math
 import struct
@@ -17,7 +16,7 @@ from cukern.ops.matmul.plan import TILES, Problem, Tile, plan
 from cukern.runtime.backend import Dim, spread
 from cukern.runtime.device import cached, device_of
 from cukern.runtime.kernel import Kernel, Template
-from cukern.runtime.tensor_map import encode
+from cukern.runtime.tensor_map import encoder
 from cukern.runtime.tensors import pointers
 
 V6, V7, REDUCE, SPLIT, PAD, DIRECT = (
@@ -71,7 +70,7 @@ class _Operand(NamedTuple):
         outer, inner, box = (self.rows, self.K, box) if self.along_k else (self.K, self.rows, 64)
         strides = self.batch or outer * self.ld, self.ld, 1
         arguments = (self.matrices, outer, inner), strides, (1, box, 128 // dtype.itemsize), 128, 128, "zeros", tf32
-        return functools.lru_cache(256)(lambda address: encode(index, address, dtype, *arguments))
+        return encoder(index, dtype, *arguments)
 
 
 class _Launch(NamedTuple):

@@ -17,11 +17,13 @@ from cukern.ops.rope.checks import Request
 from cukern.ops.rope.memory import check_writable, check_writable_wrapped
 from cukern.ops.rope.plan import Inputs, Options, angle_maths, compute_dtype, table_dtypes
 from cukern.runtime import backend, checks, interop
+from cukern.runtime.planning import planned
 from cukern.runtime.registry import in_force, transformed
 
 _modes = torch._C._len_torch_dispatch_stack
 
 
+@planned("x", "cos", "sin", "k", "position_ids", "cu_seqlens", "start_positions")
 def rope(
     x: Any, cos: Any, sin: Any, *, k: Any = None, interleaved: bool = False, rotary_dim: int | None = None, rotary_offset: int = 0,
     position_ids: Any = None, mrope_section: tuple[int, ...] | None = None, cu_seqlens: Any = None, start_positions: Any = None,

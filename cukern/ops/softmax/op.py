@@ -17,6 +17,7 @@ from torch import Tensor
 from cukern.ops.softmax.versions import LOG_VERSIONS, VERSIONS, inner
 from cukern.runtime import backend, checks, interop
 from cukern.runtime.autocast import off
+from cukern.runtime.planning import planned
 from cukern.runtime.registry import (
     Cost,
     Differentiable,
@@ -41,6 +42,7 @@ _TABLES = {"softmax": VERSIONS, "log_softmax": LOG_VERSIONS}
 _NAMES = tuple(_TABLES)  # by `log`
 
 
+@planned("x")
 def softmax(x: Any, dim: int = -1, *, scale: float = 1.0, version: Versions = None) -> Tensor:
     """exp(scale x) / sum(exp(scale x)), with the sum along `dim`. Differentiable any number of times.
 
@@ -71,6 +73,7 @@ def softmax(x: Any, dim: int = -1, *, scale: float = 1.0, version: Versions = No
     return _public("softmax", x, dim, scale, version)
 
 
+@planned("x")
 def log_softmax(x: Any, dim: int = -1, *, scale: float = 1.0, version: Versions = None) -> Tensor:
     """log(softmax(x)), accurate also for small results.
 

@@ -1,0 +1,217 @@
+"""The cache of plans: what a call launches, by the layouts of its tensors, its options, and the settings in force.
+
+A call is a plan's worth of Python: checks, choice of kernels, sizes. The first call of a layout runs it. The second and the third
+record it (recording.py). If both did the same, later calls replay the record: a lookup, allocations, launches.
+
+`planned` does this for a public function, `planned_launch` for the implementation of a raw op. A call takes the function itself in
+torch.compile, under dispatch modes, in torch.func transforms, for tensor subclasses, and for CPU tensors outside of the simulator.
+"""
+
+import functools
+import inspect
+import os
+import threading
+from collections.abc import Callable, Sequence
+from types import FunctionType
+from typing import Any, TypeVar
+
+import torch
+from torch.autograd import forward_ad
+
+from cukern.runtime import backend, checks
+from cukern.runtime.device import versions_in_force, when_plans_change
+from cukern.runtime.recording import ALIGNMENT, STALE, Recorder, active, compiled
+
+MOST = 4096  # plans of a function; the oldest are forgotten
+_ENABLED = os.environ.get("CUKERN_REPLAY", "1") != "0" and not (backend.SYNC or backend.NVTX)
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+_LAYOUT = f"{{t}}.shape, {{t}}.stride(), {{t}}.dtype, {{t}}.device, {{t}}.data_ptr() % {ALIGNMENT}, {{t}}.is_neg()"
+_SETTINGS = "versions(), deterministic(), autocast() and autocast_dtype()"
+_EAGER = "modes(), transforms(), forward_ad._current_level, grad_enabled()"
+_PLAIN_CALL = 0, False, -1
+_NAMES: dict[str, Any] = {
+    "Function": FunctionType,
+    "STALE": STALE,
+    "active": active,
+    "autocast": torch.is_autocast_enabled,
+    "autocast_dtype": lambda: torch.get_autocast_dtype("cuda"),
+    "cpu_autocast": lambda: torch.is_autocast_enabled("cpu"),
+    "deterministic": torch.are_deterministic_algorithms_enabled,
+    "forward_ad": forward_ad,
+    "grad_enabled": torch.is_grad_enabled,
+    "listed": lambda given: given if type(given) in (list, tuple) else None,  # an iterator is not used up for a key
+    "modes": torch._C._len_torch_dispatch_stack,
+    "simulating": backend.simulating,
+    "tracing": torch.compiler.is_dynamo_compiling,
+    "transforms": torch._C._are_functorch_transforms_active,
+    "versions": versions_in_force.get,
+}
+_PUBLIC = """
+def planned({signature}):
+    if tracing():
+        return function({call})
+    key = plan = None
+    try:
+        device = {first}.get_device()
+        if active() is None and (device >= 0 or (simulating() and not cpu_autocast())):
+            key = ({eager}, {settings}, {layouts}{options})
+            plan = get(key)
+    except Exception:  # such as an argument of another type: the function raises what is to be said
+        key = None
+    if key is None:
+        return function({call})
+    if type(plan) is Function:
+        result = plan({tensors})
+        return result if result is not STALE else function({call})
+    return learn(key, ({tensors}), {call})
+"""
+_RAW = """
+def planned({signature}*rest):
+    if active() is not None:
+        return function({signature}*rest)
+    key = plan = None
+    try:
+        key = ({settings}, {layouts}rest, {first}.get_device() < 0 and cpu_autocast())
+        plan = get(key)
+    except Exception:  # such as a tensor without memory
+        return function({signature}*rest)
+    if type(plan) is Function:
+        result = plan({tensors})
+        return result if result is not STALE else function({signature}*rest)
+    return learn(key, ({tensors}), {signature}*rest)
+"""
+
+
+_all: list["Plans"] = []
+
+
+class Plans:
+    """The plans of one function: by key None after one call, a Program after two, then the function that replays it, or False."""
+
+    def __init__(self, function: Callable[..., Any], public: bool):
+        self.function, self.public = function, public
+        self.found: dict[Any, Any] = {}
+        self.why: dict[Any, str] = {}  # a call is not replayed
+        self.lock = threading.Lock()
+        _all.append(self)
+        when_plans_change(self.found.clear)
+
+    def learn(self, key: Any, inputs: Sequence[Any], *arguments: Any, **options: Any) -> Any:
+        """Makes the call, and records it if it is not the first of this layout."""
+        state = self.found.get(key, self)
+        if not self._recordable(key, inputs) or state is False:
+            return self.function(*arguments, **options)
+        if state is self:
+            self._remember(key, None)
+            return self.function(*arguments, **options)
+        inputs, arguments, options = _distinct(inputs, arguments, options)
+        recorder = Recorder(inputs)
+        with recorder:
+            result = self.function(*arguments, **options)
+        program = recorder.program(result)
+        if recorder.failed or (state is not None and program != state):
+            self.why[key] = recorder.failed or "two calls differ"
+            self._remember(key, False)
+        else:
+            self._remember(key, program if state is None else compiled(program, len(inputs)))
+        return result
+
+    def _recordable(self, key: Any, inputs: Sequence[Any]) -> bool:
+        """True for plain tensors on the current GPU, or in the simulator."""
+        devices = {t.get_device() for t in inputs if t is not None}
+        plain = all(t is None or type(t) in checks.PLAIN for t in inputs) and (not self.public or key[:3] == _PLAIN_CALL)
+        return plain and len(devices) == 1 and (devices == {-1} or devices == {backend.current_device()})
+
+    def _remember(self, key: Any, state: Any) -> None:
+        with self.lock:
+            if key not in self.found and len(self.found) >= MOST:
+                del self.found[next(iter(self.found))]
+            self.found[key] = state
+
+
+def _distinct(inputs: Sequence[Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, Any, Any]:
+    """The same with another object for each further use of a tensor, so that the uses can be told apart."""
+    replaced: list[Any] = []
+    for t in inputs:
+        replaced.append(t if t is None or not any(t is r for r in replaced) else t.view_as(t))
+    fresh = iter(replaced)
+    wanted = {id(t) for t in inputs if t is not None}
+
+    def change(value: Any) -> Any:
+        if type(value) in (list, tuple):
+            return type(value)(change(v) for v in value)
+        return next(t for t in fresh if t is not None) if id(value) in wanted else value
+
+    return replaced, tuple(change(a) for a in arguments), {name: change(value) for name, value in options.items()}
+
+
+def planned(*tensors: str) -> Callable[[_Function], _Function]:
+    """Plans a public function. `tensors`: the names of its tensors in the order of the signature, "name[]" for a list. They may be None,
+    but for the first. All other arguments are options."""
+
+    def decorate(function: _Function) -> _Function:
+        if not _ENABLED:
+            return function
+        names = {t.removesuffix("[]") for t in tensors}
+        space: dict[str, Any] = {}
+        signature, call, options = [], [], []
+        for name, p in inspect.signature(function).parameters.items():
+            if p.kind is p.KEYWORD_ONLY and "*" not in signature:
+                signature.append("*")
+            space[f"default_{name}"] = p.default
+            signature.append(name if p.default is p.empty else f"{name}=default_{name}")
+            call.append(f"{name}={name}" if p.kind is p.KEYWORD_ONLY else name)
+            options += [f"type({name}), {name}, "] * (name not in names)
+        source = _PUBLIC.format(
+            signature=", ".join(signature), call=", ".join(call), first=tensors[0], eager=_EAGER, settings=_SETTINGS,
+            layouts=_layouts(tensors, "type({t}), {t}.requires_grad, "), options="".join(options), tensors=_flat(tensors),
+        )  # fmt: skip
+        return functools.wraps(function)(_made(source, function, True, space))  # type: ignore[return-value]
+
+    return decorate
+
+
+def planned_launch(function: Callable[..., Any], tensors: Sequence[str]) -> Callable[..., Any]:
+    """Plans the implementation of a raw op. `tensors`: the names of its arguments that are tensors, as in `planned`. They come first."""
+    if not _ENABLED:
+        return function
+    first = f"{tensors[0][:-2]}[0]" if tensors[0].endswith("[]") else tensors[0]
+    signature = "".join(f"{t.removesuffix('[]')}, " for t in tensors)
+    source = _RAW.format(signature=signature, first=first, settings=_SETTINGS, layouts=_layouts(tensors), tensors=_flat(tensors))
+    return _made(source, function, False, {})
+
+
+def _made(source: str, function: Callable[..., Any], public: bool, space: dict[str, Any]) -> Callable[..., Any]:
+    plans = Plans(function, public)
+    space |= {**_NAMES, "function": function, "get": plans.found.get, "learn": plans.learn}
+    exec(source, space)
+    space["planned"].plans = plans
+    return space["planned"]
+
+
+def _layouts(tensors: Sequence[str], more: str = "") -> str:
+    """Expressions for the part of a key that describes the tensors."""
+    found = []
+    for t in tensors:
+        name = t.removesuffix("[]")
+        one = (more + _LAYOUT).format(t="one" if t.endswith("[]") else name)
+        if t.endswith("[]"):
+            found.append(f"tuple([({one}) for one in listed({name})]), ")
+        else:
+            found.append(f"None if {name} is None else ({one}), ")
+    return "".join(found)
+
+
+def _flat(tensors: Sequence[str]) -> str:
+    return "".join(f"*{t[:-2]}, " if t.endswith("[]") else f"{t}, " for t in tensors)
+
+
+def every() -> list["Plans"]:
+    return _all
+
+
+def forget() -> None:
+    """Forgets all plans."""
+    for plans in _all:
+        plans.found.clear()

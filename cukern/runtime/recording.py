@@ -1,0 +1,498 @@
+"""Records the work of a call, and replays it for other tensors of the same layout.
+
+An op's Python code checks its arguments, chooses kernels, allocates, and launches. All of it depends only on the layouts of the tensors
+and on the options, not on values or addresses. So it runs once. A `Recorder` notes which torch operations and launches it makes, and
+`compiled` turns the notes into a function that makes the same ones with other tensors.
+
+A recorded address is an `Address`: an int that knows its tensor. A call is not replayed if anything in it depends on more than the
+layouts: an address that is compared, a value that is read from a tensor, or an argument of a launch whose origin is not known.
+"""
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+ALIGNMENT = 64  # bytes: the part of an address that a layout holds
+_ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+_QUERIES = {
+    "__len__", "data_ptr", "dim", "dim_order", "element_size", "get_device", "is_complex", "is_conj", "is_contiguous",
+    "is_floating_point", "is_neg", "ndimension", "nelement", "numel", "size", "storage_offset", "stride",
+}  # fmt: skip  # methods whose results depend on the layout only
+_VIEWS = {
+    "__get__", "__getitem__", "as_strided", "contiguous", "detach", "expand", "expand_as", "flatten", "movedim", "narrow", "permute",
+    "reshape", "resolve_conj", "resolve_neg", "select", "squeeze", "t", "transpose", "unbind", "unflatten", "unsqueeze", "view",
+    "view_as",
+}  # fmt: skip  # without effect if the result shares the argument's memory and is not used
+
+STALE = object()
+Launcher = Callable[..., None]
+_local = threading.local()
+
+
+def active() -> "Recorder | None":
+    """The recorder of this thread."""
+    return getattr(_local, "recorder", None)
+
+
+class Address(int):
+    """The address of an element of the tensor number `root`, `offset` bytes from its first."""
+
+    root: int
+    offset: int
+    recorder: "Recorder"
+
+    @staticmethod
+    def of(value: int, root: int, offset: int, recorder: "Recorder") -> "Address":
+        made = Address(value)
+        made.root, made.offset, made.recorder = root, offset, recorder
+        return made
+
+    def __add__(self, n: int) -> int:
+        return Address.of(int(self) + int(n), self.root, self.offset + int(n), self.recorder)
+
+    def __sub__(self, n: int) -> int:
+        return Address.of(int(self) - int(n), self.root, self.offset - int(n), self.recorder)
+
+    def __mod__(self, n: int) -> int:
+        return self.recorder.low_bits(n) and int(self) % n
+
+    def __and__(self, n: int) -> int:
+        return self.recorder.low_bits(n + 1) and int(self) & n
+
+    def _compare(self, other: Any, compare: Callable[[int, Any], bool]) -> bool:
+        self.recorder.fail("an address was compared")
+        return compare(int(self), other)
+
+    def __lt__(self, other: int) -> bool:
+        return self._compare(other, int.__lt__)
+
+    def __le__(self, other: int) -> bool:
+        return self._compare(other, int.__le__)
+
+    def __gt__(self, other: int) -> bool:
+        return self._compare(other, int.__gt__)
+
+    def __ge__(self, other: int) -> bool:
+        return self._compare(other, int.__ge__)
+
+    def __eq__(self, other: object) -> bool:
+        return self._compare(other, int.__eq__)
+
+    __radd__ = __add__
+    __hash__ = int.__hash__
+
+
+class Packed(bytes):
+    """A struct that holds addresses, such as a tensor map: `make(*arguments)`."""
+
+    make: Callable[..., bytes]
+    arguments: tuple[Any, ...]
+
+
+def packed(make: Callable[..., bytes], *arguments: Any) -> bytes:
+    """make(*arguments), the bytes of a struct. A replay makes it again from its own addresses, so `make` must be the same function in each
+    call."""
+    if not any(type(a) is Address for a in arguments):
+        return make(*arguments)
+    made = Packed(make(*(int(a) if type(a) is Address else a for a in arguments)))
+    made.make, made.arguments = make, arguments
+    return made
+
+
+class Ref(NamedTuple):
+    """A recorded tensor, by its number."""
+
+    number: int
+
+
+class Pointer(NamedTuple):
+    """An address as an argument of a launch."""
+
+    root: int
+    offset: int
+
+
+class Struct(NamedTuple):
+    """A struct as an argument of a launch: `make(*arguments)`, some of which are Pointers."""
+
+    make: Callable[..., bytes]
+    arguments: tuple[Any, ...]
+
+
+class Allocation(NamedTuple):
+    number: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+class Call(NamedTuple):
+    """A torch operation, or an autograd Function. `results`: a Ref, or a nested tuple of them. `view`: it has no effect but its results,
+    which share the memory of an argument."""
+
+    function: Callable[..., Any]
+    args: Any
+    kwargs: Any
+    results: Any
+    view: bool
+
+
+class Launch(NamedTuple):
+    launch: Launcher
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    shared: int
+    args: tuple[Any, ...]  # Pointer, Struct, or the value
+
+    @property
+    def pointers(self) -> list[Pointer]:
+        return [p for a in self.args for p in (a.arguments if isinstance(a, Struct) else (a,)) if isinstance(p, Pointer)]
+
+
+class Guard(NamedTuple):
+    """A setting that the call asked for, and its value then."""
+
+    ask: Callable[[], Any]
+    value: Any
+
+
+class Program(NamedTuple):
+    """A recorded call. `roots`: for each tensor the one whose memory it shares, and the offset of its first element in bytes."""
+
+    steps: tuple[Any, ...]
+    guards: tuple[Guard, ...]
+    result: Any
+    roots: tuple[tuple[int, int], ...]
+    geometries: tuple[Any, ...]  # of each tensor: size, stride, dtype
+
+
+class Recorder(TorchFunctionMode):
+    """Notes what a call does, while it is open."""
+
+    def __init__(self, inputs: Sequence[Tensor | None]):
+        super().__init__()
+        self.tensors: list[Tensor | None] = list(inputs)  # kept, so that no id is used twice
+        self.numbers = {id(t): i for i, t in enumerate(inputs) if t is not None}
+        self.roots = [(i, 0) for i in range(len(inputs))]
+        self.steps: list[Any] = []
+        self.guards: list[Guard] = []
+        self.failed = ""
+
+    def __enter__(self) -> "Recorder":
+        self.outer, _local.recorder = active(), self
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        _local.recorder = self.outer
+        super().__exit__(*error)
+
+    def fail(self, why: str) -> None:
+        self.failed = self.failed or why
+
+    def low_bits(self, n: int) -> bool:
+        """Notes that an address is used modulo n."""
+        if not 0 < n <= ALIGNMENT or n & (n - 1):
+            self.fail(f"an address was used modulo {n}")
+        return True
+
+    def asked(self, ask: Callable[[], Any], value: Any) -> None:
+        """Notes that the call depends on a setting."""
+        self.guards.append(Guard(ask, value))
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if active() is not self:
+            return function(*args, **kwargs)
+        with self.suspended() if isinstance(function, torch._ops.OpOverload) else contextlib.nullcontext():
+            result = function(*args, **kwargs)
+        name = getattr(function, "__name__", "")
+        tensors = _tensors(result)
+        if not tensors and result is not None:
+            return self._query(name, args, result)
+        if name in _ALLOCATIONS and len(tensors) == 1 and result.layout is torch.strided:
+            number = self._add(result, None)
+            self.steps.append(Allocation(number, tuple(result.shape), result.stride(), result.dtype, result.device))
+        else:
+            try:
+                self._call(function, name, args, kwargs, result)
+            except (RuntimeError, NotImplementedError) as error:  # a tensor without memory
+                self.fail(str(error))
+        return result
+
+    @contextlib.contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Inside the block, nothing is noted."""
+        _local.recorder = None
+        try:
+            yield
+        finally:
+            _local.recorder = self
+
+    def call(self, function: Callable[..., Any], args: Sequence[Any]) -> Any:
+        """Calls a function and notes it as one operation, not what it does."""
+        with self.suspended():
+            result = function(*args)
+            with torch._C.DisableTorchFunction():
+                self._call(function, "", tuple(args), {}, result)
+        return result
+
+    def launch(self, launch: Launcher, params: Sequence[Any], grid: Any, block: Any, shared: int, args: Sequence[Any]) -> None:
+        """Notes `launch(grid, block, shared, *args)`."""
+        found: list[Any] = []
+        for param, a in zip(params, args, strict=True):
+            if isinstance(a, Address):
+                found.append(Pointer(a.root, a.offset))
+            elif isinstance(a, Packed):
+                found.append(Struct(a.make, tuple(Pointer(v.root, v.offset) if type(v) is Address else v for v in a.arguments)))
+            elif (param.pointer and a) or (isinstance(a, bytes) and self._has_address(a)):
+                self.fail(f"the origin of the address for {param} is not known")
+            else:
+                found.append(a)
+        self.steps.append(Launch(launch, grid, block, shared, tuple(found)))
+
+    def program(self, result: Any) -> Program:
+        """What was recorded of a call with this result."""
+        geometries = tuple(None if t is None else (tuple(t.shape), t.stride(), t.dtype) for t in self.tensors)
+        return Program(tuple(self.steps), tuple(self.guards), self._refs(result), tuple(self.roots), geometries)
+
+    def _query(self, name: str, args: Any, result: Any) -> Any:
+        if name == "data_ptr":
+            number = self.numbers.get(id(args[0]))
+            if number is not None and result:
+                return Address.of(result, *self.roots[number], self)
+        elif name not in _QUERIES and name != "__get__" and _tensors(args):
+            self.fail(f"{name} reads a tensor")
+        return result
+
+    def _call(self, function: Any, name: str, args: Any, kwargs: Any, result: Any) -> None:
+        given = self._refs((args, kwargs))
+        shared = {t.untyped_storage().data_ptr(): t for t in _tensors((args, kwargs)) if _has_memory(t)}
+        view = name in _VIEWS
+        for t in _tensors(result):
+            if id(t) in self.numbers:
+                continue
+            base = shared.get(t.untyped_storage().data_ptr()) if _has_memory(t) else None
+            view = view and base is not None
+            self._add(t, base)
+        if isinstance(result, Tensor) and any(result is t for t in _tensors((args, kwargs))) and view:
+            return  # such as contiguous() of a contiguous tensor
+        self.steps.append(Call(function, *given, self._refs(result), view))
+
+    def _add(self, tensor: Tensor, base: Tensor | None) -> int:
+        number = len(self.tensors)
+        root, offset = number, 0
+        if base is not None and id(base) in self.numbers:
+            root, offset = self.roots[self.numbers[id(base)]]
+            offset += tensor.data_ptr() - base.data_ptr()
+        self.tensors.append(tensor)
+        self.numbers[id(tensor)] = number
+        self.roots.append((root, offset))
+        return number
+
+    def _refs(self, tree: Any) -> Any:
+        """The tree with a Ref for each tensor."""
+        if isinstance(tree, Tensor):
+            number = self.numbers.get(id(tree))
+            if number is None:
+                self.fail("a tensor comes from outside of the call")
+            return Ref(-1 if number is None else number)
+        if isinstance(tree, Address):
+            self.fail("a torch operation takes an address")
+        if isinstance(tree, dict):
+            return {name: self._refs(value) for name, value in tree.items()}
+        if isinstance(tree, list) or (isinstance(tree, tuple) and _tensors(tree)):  # a named tuple of results becomes a plain one
+            return (list if isinstance(tree, list) else tuple)(self._refs(value) for value in tree)
+        return tree
+
+    def _has_address(self, data: bytes) -> bool:
+        """True if the bytes of a struct may hold an address of a tensor: then it is not known of which."""
+        words = {int.from_bytes(data[i : i + 8], "little") for i in range(0, len(data), 8)}
+        with torch._C.DisableTorchFunction():
+            return any(start <= word <= end for start, end in self._extents() for word in words)
+
+    def _extents(self) -> list[tuple[int, int]]:
+        memory = [t.untyped_storage() for t in self.tensors if t is not None and _has_memory(t)]
+        return [(m.data_ptr(), m.data_ptr() + m.nbytes()) for m in memory if m.nbytes()]
+
+
+def noted(launch: Launcher, params: Sequence[Any]) -> Launcher:
+    """The launch, which an active recorder notes. What it does besides is not noted."""
+
+    def run(grid: Any, block: Any, shared: int, *args: Any) -> None:
+        recorder = active()
+        if recorder is None:
+            return launch(grid, block, shared, *args)
+        with recorder.suspended():
+            launch(grid, block, shared, *(int(a) if type(a) is Address else a for a in args))
+        recorder.launch(run, params, grid, block, shared, args)
+
+    return run
+
+
+def _has_memory(t: Tensor) -> bool:
+    return t.layout is torch.strided and t.device.type != "meta"
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    if isinstance(tree, Tensor):
+        return [tree]
+    if isinstance(tree, dict):
+        tree = tuple(tree.values())
+    return [t for branch in tree for t in _tensors(branch)] if isinstance(tree, tuple | list) else []
+
+
+# ---- replay
+
+
+def _empty_on(device: torch.device) -> Callable[..., Tensor]:
+    """A function of size, stride and dtype that allocates, in the least host time."""
+    fast = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)  # as torch.compile's code does; 2 us less than torch.empty
+    if fast is not None and device.type == "cuda" and not torch.are_deterministic_algorithms_enabled():  # which fills new memory
+        return fast
+    return lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype, device=device)
+
+
+class _Writer:
+    """The source of a function that replays a program."""
+
+    def __init__(self, program: Program, inputs: int):
+        self.program, self.inputs = program, inputs
+        self.space: dict[str, Any] = {}
+        self.lines: list[str] = []
+        self.with_address: set[int] = set()
+        self.objects = self._objects()
+
+    def _objects(self) -> set[int]:
+        """The tensors that are needed as objects: results of the call, and arguments of operations."""
+        needed = set(_numbers(self.program.result))
+        for step in reversed(self.program.steps):
+            if isinstance(step, Call) and (not step.view or needed.intersection(_numbers(step.results))):
+                needed.update(_numbers((step.args, step.kwargs)))
+        return needed
+
+    def constant(self, value: Any) -> str:
+        """A literal, or the name of a value."""
+        if type(value) in (int, bool, type(None)):
+            return repr(value)
+        name = f"c{len(self.space)}"
+        self.space[name] = value
+        return name
+
+    def tree(self, value: Any) -> str:
+        """An expression for arguments or results."""
+        if isinstance(value, Ref):
+            return f"t{value.number}"
+        if isinstance(value, dict):
+            return "{" + ", ".join(f"{name!r}: {self.tree(v)}" for name, v in value.items()) + "}"
+        if type(value) is tuple:
+            return "(" + "".join(f"{self.tree(v)}, " for v in value) + ")"
+        return "[" + ", ".join(map(self.tree, value)) + "]" if type(value) is list else self.constant(value)
+
+    def argument(self, value: Any) -> str:
+        """An expression for an argument of a launch."""
+        if isinstance(value, Struct):
+            return f"{self.constant(value.make)}({', '.join(map(self.argument, value.arguments))})"
+        if not isinstance(value, Pointer):
+            return self.constant(value)
+        root, offset = value
+        if root not in self.with_address:
+            self.with_address.add(root)
+            self.lines.append(f"p{root} = t{root}.data_ptr()")
+        return f"p{root} + {offset}" if offset else f"p{root}"
+
+    def write(self) -> str:
+        for guard in self.program.guards:
+            self.lines.append(f"if {self.constant(guard.ask)}() != {self.constant(guard.value)}: return {self.constant(STALE)}")
+        final = self._final_geometries()
+        for step in self.program.steps:
+            if isinstance(step, Allocation):
+                self._allocate(step, final)
+            elif isinstance(step, Launch):
+                last = max((i for i, a in enumerate(step.args) if isinstance(a, Pointer | Struct)), default=-1) + 1
+                first = [self.argument(a) for a in step.args[:last]]
+                launch = self.constant(_bound(step.launch, step.grid, step.block, step.shared, *step.args[last:]))
+                self.lines.append(f"{launch}({', '.join(first)})")
+            elif not step.view or self.objects.intersection(_numbers(step.results)):
+                self._call(step)
+        result = self.tree(_map_refs(self.program.result, lambda n: final.get(n, (n,))[0]))
+        names = "".join(f"t{i}, " for i in range(self.inputs))
+        body = "\n        ".join((*self.lines, f"return {result}"))
+        return f"def make({', '.join(self.space)}):\n    def replay({names}):\n        {body}\n    return replay\n"
+
+    def _final_geometries(self) -> dict[int, tuple[int, Any]]:
+        """Results that are views of a whole allocation are allocated as such: by their number, the allocation and the geometry."""
+        found: dict[int, tuple[int, Any]] = {}
+        results = _numbers(self.program.result)
+        used = {n for s in self.program.steps if isinstance(s, Call) and not s.view for n in _numbers((s.args, s.kwargs))}
+        roots, geometries = self.program.roots, self.program.geometries
+        allocations = {s.number for s in self.program.steps if isinstance(s, Allocation)}
+        for n in set(results):
+            root, offset = roots[n]
+            alone = sum(roots[m][0] == root for m in results) == 1 and not any(roots[m][0] == root for m in used)
+            if n != root and root in allocations and alone and not offset and _nbytes(geometries[n]) == _nbytes(geometries[root]):
+                found[n] = root, geometries[n]
+                self.objects -= {m for m in self.objects if roots[m][0] == root}
+        return found
+
+    def _allocate(self, step: Allocation, final: dict[int, tuple[int, Any]]) -> None:
+        n = step.number
+        referred = any(p.root == n for s in self.program.steps if isinstance(s, Launch) for p in s.pointers)
+        of_result = next((geometry for root, geometry in final.values() if root == n), None)
+        if n in self.objects or referred or of_result:
+            size, stride, dtype = of_result or (step.size, step.stride, step.dtype)
+            make, *rest = map(self.constant, (_empty_on(step.device), size, stride, dtype))
+            self.lines.append(f"t{n} = {make}({', '.join(rest)})")
+
+    def _call(self, step: Call) -> None:
+        names = [*map(self.tree, step.args), *(f"{name}={self.tree(value)}" for name, value in step.kwargs.items())]
+        call = f"{self.constant(step.function)}({', '.join(names)})"
+        refs = _numbers(step.results)
+        to = self.tree(step.results) if refs and all(n >= self.inputs for n in refs) and len(set(refs)) == len(refs) else "_"
+        self.lines.append(f"{to} = {call}")
+
+
+def _bound(launch: Launcher, grid: Any, block: Any, shared: int, *last: Any) -> Launcher:
+    """The launch as a function of its first arguments. The last ones are packed once, if the launch can do so."""
+    bound = getattr(launch, "bound", None)
+    return bound(grid, block, shared, *last) if bound else lambda *first: launch(grid, block, shared, *first, *last)
+
+
+def compiled(program: Program, inputs: int) -> Callable[..., Any]:
+    """A function of the inputs that does what was recorded. It returns STALE, and does nothing, if a setting has changed."""
+    writer = _Writer(program, inputs)
+    return _factory(writer.write())(*writer.space.values())
+
+
+@functools.lru_cache(1024)
+def _factory(source: str) -> Callable[..., Any]:
+    space: dict[str, Any] = {}
+    exec(compile(source, "<cukern replay>", "exec"), space)
+    return space["make"]
+
+
+def _numbers(tree: Any) -> list[int]:
+    """The numbers of the Refs in a tree."""
+    if isinstance(tree, Ref):
+        return [tree.number]
+    if isinstance(tree, dict):
+        tree = tuple(tree.values())
+    return [n for branch in tree for n in _numbers(branch)] if type(tree) in (tuple, list) else []
+
+
+def _map_refs(tree: Any, change: Callable[[int], int]) -> Any:
+    if isinstance(tree, Ref):
+        return Ref(change(tree.number))
+    return type(tree)(_map_refs(branch, change) for branch in tree) if type(tree) in (tuple, list) else tree
+
+
+def _nbytes(geometry: Any) -> int:
+    """From the first to behind the last element."""
+    size, stride, dtype = geometry
+    return 0 if 0 in size else (sum((n - 1) * step for n, step in zip(size, stride, strict=True)) + 1) * dtype.itemsize
