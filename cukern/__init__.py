@@ -7,7 +7,7 @@ attention_varlen, adamw, the optimizer AdamW, and the module KronLinear. `help(c
 Arguments of embedding, layernorm, rmsnorm, gelu, swiglu, geglu and cross_entropy are tensors or arrays that support DLPack, all on one
 device. A tensor (..., C) is not copied if its last dimension has stride 1 and the others flatten to one of any stride; else it is copied
 once. 16-bit types are computed in float32 and rounded once. CPU tensors use torch's operations, or the simulator. Autocast follows
-torch's rules; the README has them by op.
+torch's rules; docs/guide/autocast.md has them by op.
 
 Your own kernels: `load`, `compile` and `tensor_map`; `op` makes a differentiable op of them.
 `warmup` compiles and loads kernels ahead of time, for example before a CUDA-graph capture.

@@ -89,12 +89,7 @@ def _public(op: str, x: Any, weight: Any, bias: Any, eps: Any, residual: Any, ve
     if x.ndim == 0:
         raise ValueError("x must have at least one dimension, got a tensor of shape ()")
     eps = checks.number("eps", eps, math.inf if x.dtype == torch.float64 else checks.FLOAT32_MAX, least=0)
-    weight = interop.of_columns("weight", weight, x, checks.FLOATS)
-    if bias is not None and weight is None:
-        raise ValueError("bias must be None if weight is None")
-    bias = interop.of_columns("bias", bias, x, checks.FLOATS)
-    if weight is not None and (weight.dtype not in (x.dtype, wide(x.dtype)) or (bias is not None and bias.dtype != weight.dtype)):
-        weight, bias = weight.to(wide(x.dtype)), None if bias is None else bias.to(wide(x.dtype))  # the kernels take no other
+    weight, bias = _affine(x, weight, bias)
     residual = None if residual is None else interop.like("residual", residual, "x", x)
     if backend.uses_torch(op, version, x):
         return _on_cpu(x, residual, weight, bias, eps, op == "rmsnorm")
@@ -102,6 +97,17 @@ def _public(op: str, x: Any, weight: Any, bias: Any, eps: Any, residual: Any, ve
     run = _apply if watched(x, residual, weight, bias) else _layernorm
     outs = run(*matrices, weight, bias, eps, op == "rmsnorm", version or in_force.now)
     return outs[0].view(x.shape) if residual is None else (outs[0].view(x.shape), outs[1].view(x.shape))
+
+
+def _affine(x: Tensor, weight: Any, bias: Any) -> tuple[Tensor | None, Tensor | None]:
+    """weight and bias, checked, in dtypes that the kernels take."""
+    weight = interop.of_columns("weight", weight, x, checks.FLOATS)
+    if bias is not None and weight is None:
+        raise ValueError("bias must be None if weight is None")
+    bias = interop.of_columns("bias", bias, x, checks.FLOATS)
+    if weight is not None and (weight.dtype not in (x.dtype, wide(x.dtype)) or (bias is not None and bias.dtype != weight.dtype)):
+        weight, bias = weight.to(wide(x.dtype)), None if bias is None else bias.to(wide(x.dtype))  # the kernels take no other
+    return weight, bias
 
 
 # ---- the raw ops: x, residual, s and gradients are matrices. The forward returns y, with a residual s, and stats.
