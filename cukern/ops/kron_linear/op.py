@@ -107,7 +107,6 @@ def kron_linear(
     Raises TypeError for another dtype, or two, and for arguments of another type; ValueError for no factors, shapes that do not fit, two
     devices, a scale that is not finite, or an unknown version.
     """
-    named = version or in_force.now
     x, factors, bias, residual = kron_checks.tensors(x, factors, bias, residual)
     shape = kron_checks.shapes(x, factors, bias, residual)
     checks.version("kron_linear", version, VERSIONS)
@@ -119,7 +118,7 @@ def kron_linear(
         y = PRODUCTS.get(version or "", movedim_product)(rows, factors)
         return with_epilogue(y.reshape(shape), (scale, bias, residual))
     flat = None if residual is None else as_matrix(residual)
-    y = _product(rows, factors, bias, flat, scale, named)
+    y = _product(rows, factors, bias, flat, scale, version or in_force.now)
     return y if x.ndim == 2 else y.view(shape)
 
 
