@@ -27,6 +27,7 @@ from cukern.runtime.host_code import HostCode
 from cukern.runtime.signature import PROBE, probe
 from cukern.runtime.sources import NOWHERE, Source
 
+_FILE = re.compile(r'^(\s*\.file\s+\d+\s+")([^"]+)', re.MULTILINE)
 OPTIONS = ("--std=c++17", "-lineinfo", "--ptxas-options=-v")
 
 
@@ -73,7 +74,7 @@ def compile_kernel(source: Source, name: str, arch: str) -> Cubin:
             removed = list[str]()
             with compiled(source, (name, probe(name)), arch, removed) as (program, (symbol, signature), log):
                 # CuPy drops the last byte of a cubin, a zero, which disassemblers need.
-                code = nvrtc().getPTX(program) if arch.startswith("compute_") else nvrtc().getCUBIN(program) + b"\0"
+                code = _shared_ptx(nvrtc().getPTX(program), source) if arch.startswith("compute_") else nvrtc().getCUBIN(program) + b"\0"
             cubin = Cubin(code, symbol, arch, parse_report(log, symbol), signature, removed)
             cache.write(key, cubin)
     return cubin
@@ -82,7 +83,14 @@ def compile_kernel(source: Source, name: str, arch: str) -> Cubin:
 def compile_ptx(source: Source, name: str, arch: str = "compute_90a") -> Ptx:
     """Compile the kernel `name` to PTX for the virtual architecture `arch`, or take it from the cache. Raises as compile_kernel does."""
     compiled = compile_kernel(source, name, arch)
-    return Ptx(compiled.code.decode(), compiled.symbol, compiled.signature, compiled.removed)
+    text = _FILE.sub(lambda match: match[1] + source.path_of(match[2]), compiled.code.decode())
+    return Ptx(text, compiled.symbol, compiled.signature, compiled.removed)
+
+
+def _shared_ptx(code: bytes, source: Source) -> bytes:
+    """PTX for the cache, which checkouts with the same content share: it names files relative to the source."""
+    names = {str(path): source.name_of(path) for path in (source.path, *source.program.files)}
+    return _FILE.sub(lambda match: match[1] + names.get(match[2], match[2]), code.decode()).encode()
 
 
 # ---- NVRTC

@@ -84,7 +84,7 @@ class Source:
 
     def digest(self) -> str:
         """SHA-256 of the text and of the names and contents of all files that it can include; of their folder only if it is in the code."""
-        files = sorted((self._name(path), text) for path, text in self.program.files.items())
+        files = sorted((self.name_of(path), text) for path, text in self.program.files.items())
         parts = [self.defines + self.text, files]
         if self.foreign:
             parts.append(_standard_headers())
@@ -92,11 +92,15 @@ class Source:
                 parts.append([str(path) for path in (self.path, *sorted(self.program.files))])
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
-    def _name(self, path: Path) -> str:
+    def name_of(self, path: Path) -> str:
         """A name that does not depend on where the files are installed."""
         if path.is_relative_to(kernels_dir()):
             return f"cukern:{path.relative_to(kernels_dir())}"
         return os.path.relpath(path, self.folder)
+
+    def path_of(self, name: str) -> str:
+        """The path of a file by the name that `name_of` gives it."""
+        return next((str(path) for path in (self.path, *self.program.files) if self.name_of(path) == name), name)
 
     @property
     def foreign(self) -> bool:
@@ -154,6 +158,9 @@ class Program:
             for target in reached - self.files.keys():
                 self.files[target] = (first and first.files.get(target)) or _read(target)
                 todo.append((target, "", self.files[target]))
+        if first:  # CUDA's own headers may include these
+            standard = {name: f'#include "{_header(kernels_dir() / "std" / file)}"\n' for name, file in _STANDARD.items()}
+            self.headers |= standard
         for name, paths in self._named.items():
             several = f"#error {json.dumps(name)} may be any of {', '.join(sorted(map(str, paths)))}: include it by a literal name\n"
             self.headers[name] = several if len(paths) > 1 else f'#include "{_header(*paths)}"\n'
