@@ -49,6 +49,7 @@ class HostCode:
     def __init__(self, program: Program):
         self.texts = {program.name: program.text, **program.headers}
         self._raw = {name: text.encode().decode("latin-1") for name, text in self.texts.items()}  # one character per byte
+        self._paths = {program.name: program.path, **{name: name.removeprefix(NOWHERE) for name in program.headers}}
         self._main = program.name
         self._functions = list(self._found())
         self._cuts: dict[Function, tuple[int, int]] = {}
@@ -62,7 +63,7 @@ class HostCode:
     def cut(self, log: str) -> bool:
         """Take out more functions, those in which NVRTC's log reports errors. False if there are none, or none may be taken out."""
         before = dict(self._cuts)
-        places = {(path.removeprefix(NOWHERE), int(line)) for path, line in _ERROR.findall(log)}
+        places = {(path, int(line)) for path, line in _ERROR.findall(log)}
         for function in self._functions:
             first, last = function.lines
             if any(path == function.path and first <= line <= last for path, line in places):
@@ -109,7 +110,7 @@ class HostCode:
         cursors = list(_declarations(unit.cursor))
         places = [(c.location.file.name, c.extent.start.offset) for c, _ in cursors]
         for cursor, in_class in cursors:
-            if cursor.kind.name in _FUNCTIONS and cursor.is_definition():
+            if cursor.kind.name in _FUNCTIONS and cursor.is_definition() and "#line 1 " in self._raw[cursor.location.file.name]:
                 alone = places.count((cursor.location.file.name, cursor.extent.start.offset)) == 1
                 if function := self._function(cursor, in_class, macros, alone):
                     yield function
@@ -117,27 +118,26 @@ class HostCode:
     def _function(self, cursor: Any, in_class: bool, macros: dict[str, set[str]], alone: bool) -> Function | None:
         """The function of a cursor, or None if it may not be changed."""
         file, start, end = cursor.location.file.name, cursor.extent.start.offset, cursor.extent.end.offset
-        text, bodies = self._raw[file], [c.extent for c in cursor.get_children() if c.kind.name == "COMPOUND_STMT"]
-        attributes = {c.kind.name for c in cursor.get_children()}
-        if not bodies:
-            return None
-        first, last = bodies[-1].start.offset, bodies[-1].end.offset
-        own_body = start < first and text[first] == "{" and text[last - 1] == "}"
-        head = blanked(text[start : first if own_body else end], literals=True)
+        text, children = self._raw[file], list(cursor.get_children())
+        body = _body(text, start, [c.extent for c in children if c.kind.name == "COMPOUND_STMT"])
+        head = blanked(text[start : body[0] if body else end], literals=True)
         names = _reachable(head, macros)
-        if DIRECTIVE.search(head) or names & _NEVER or attributes & _NEVER:
-            return None
-        if own_body and not _balanced(blanked(text[first:last], literals=True)):
-            return None
         whole = cursor.kind.name == "FUNCTION_DECL" and not in_class and not head.startswith("template")
-        if not own_body:  # a macro makes the function
+        if body is None:  # a macro makes the function
             whole = whole and alone and not names & _OTHER
-        if not own_body and not whole:
+        elif not _balanced(blanked(text[slice(*body)], literals=True)):
+            return None
+        if DIRECTIVE.search(head) or names & _NEVER or {c.kind.name for c in children} & _NEVER or not (body or whole):
             return None
         above = text.index("#line 1 ")
-        lines = text.count("\n", above, start), text.count("\n", above, end)
-        path = re.match(r'#line 1 "(.*)"\n', self.texts[file][self.texts[file].index("#line 1 ") :])
-        return Function(cursor.spelling, file, path[1] if path else file, lines, start, end, (first, last) if own_body else None, whole)
+        path = self._paths[file]
+        return Function(cursor.spelling, file, path, (text.count("\n", above, start), text.count("\n", above, end)), start, end, body, whole)
+
+
+def _body(text: str, start: int, blocks: list[Any]) -> tuple[int, int] | None:
+    """The place of a function's body, or None if a macro makes it."""
+    first, last = (blocks[-1].start.offset, blocks[-1].end.offset) if blocks else (start, start)
+    return (first, last) if start < first and text[first] == "{" and text[last - 1] == "}" else None
 
 
 def _declarations(cursor: Any, in_class: bool = False) -> Iterator[tuple[Any, bool]]:

@@ -144,6 +144,7 @@ class Program:
         self.files: dict[Path, str] = {}
         self.headers: dict[str, str] = {}
         self.name = f"{NOWHERE}/{str(source.path).lstrip('/')}"
+        self.path = str(source.path)
         self._source, self._named = source, dict[str, set[Path]]()
         prefix = self._standard_includes(blanked(source.text), first is not None) if source.foreign else ""
         todo = [(source.path, prefix + source.defines + self._typedefs(blanked(source.text)), source.text)]
