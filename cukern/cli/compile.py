@@ -38,13 +38,21 @@ def compile(
     kernel: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="A kernel of the .cu file, such as 'scale<float>'; repeatable.")
     ] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="List the host functions that were taken out of the .cu file.")] = False,
 ) -> None:
     """Compile kernels, with no GPU; print registers, spills and shared memory; fill the cache."""
     if op is not None and is_source(op):
         if shape or gpu:
             raise ValueError(f"--shape and --gpu are of ops; {op} takes --arch and --kernel")
         own = kernels_of(op, kernel or ()).values()
-        return _end(sum(print_reports(compile_kernels(own, one), one) for one, _ in targets(arch, None)))
+        failed = 0
+        for one, _ in targets(arch, None):
+            outcomes = compile_kernels(own, one)
+            failed += print_reports(outcomes, one)
+            if verbose:
+                names = {f for k in own if isinstance(outcomes[k.name], Report) for f in k.compile(one).removed}
+                say(f"taken out as host code: {', '.join(sorted(names)) or 'nothing'}")
+        return _end(failed)
     if kernel:
         raise ValueError("--kernel names a kernel of a .cu file: cukern compile my.cu --kernel 'scale<float>'")
     ops = [find_op(op)] if op is not None else list(OPS.values())

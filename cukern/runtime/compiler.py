@@ -162,9 +162,7 @@ def _more_includes() -> list[Path]:
 
 
 @contextlib.contextmanager
-def compiled(
-    source: Source, names: Sequence[str], arch: str, removed: list[str] | None = None
-) -> Iterator[tuple[int, list[str], str]]:
+def compiled(source: Source, names: Sequence[str], arch: str, removed: list[str] | None = None) -> Iterator[tuple[int, list[str], str]]:
     """Compile several kernels of a source as one NVRTC program. Yields the program, the kernels' symbols and the log. Raises as
     compile_kernel does. Appends the host functions that had to be taken out to `removed`."""
     headers = source.program.headers
@@ -179,7 +177,11 @@ def compiled(
             break
         program, log = _try(source, texts.pop(source.program.name), texts, names, arch)
         if program is None and host is None:
-            host = HostCode(source.host_program)
+            try:
+                host = HostCode(source.host_program)
+            except ImportError as error:
+                log += f"\nhost functions are found with libclang, which cannot be loaded ({error}). Run: pip install libclang"
+                break
     taken = host.removed if host else ()
     if program is None:
         log = _explained(log, source) + "".join(f"\ntaken out as host code: {', '.join(taken)}" for _ in taken[:1])

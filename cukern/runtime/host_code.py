@@ -19,13 +19,9 @@ _NEVER = {"__device__", "__global__", "__constant__", "constexpr", "consteval", 
 _OTHER = {"struct", "class", "union", "enum", "namespace", "using", "typedef", "template", "static_assert", "extern", "operator"}
 _IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
 _IF = re.compile(r"\s*(?:#|%:)\s*(?:if|el|endif)")
-_SCOPES = "NAMESPACE LINKAGE_SPEC UNEXPOSED_DECL CLASS_DECL STRUCT_DECL UNION_DECL CLASS_TEMPLATE".split()
-_FUNCTIONS = "FUNCTION_DECL FUNCTION_TEMPLATE CXX_METHOD CONSTRUCTOR DESTRUCTOR CONVERSION_FUNCTION".split()
-_CLANG = """-x cuda -std=c++17 -nocudainc -nocudalib -nostdinc -nostdinc++ -nobuiltininc --cuda-host-only -ferror-limit=0 -undef -w
--D__LP64__ -D__EDG__ -D__CUDACC__ -D__CUDACC_RTC__ -D__CUDA_ARCH__=800 -D__CUDA_ARCH_LIST__=800 -D__cdecl= -D__grid_constant__=
--D__forceinline__=inline -D__noinline__= -D__managed__= -D__launch_bounds__(...)= -D__cluster_dims__(...)= -D__align__(n)=alignas(n)
--D__device__=__attribute__((device)) -D__global__=__attribute__((global)) -D__constant__=__attribute__((constant))
--D__shared__=__attribute__((shared))""".split()
+_SCOPES = ["NAMESPACE", "LINKAGE_SPEC", "UNEXPOSED_DECL", "CLASS_DECL", "STRUCT_DECL", "UNION_DECL", "CLASS_TEMPLATE"]
+_FUNCTIONS = ["FUNCTION_DECL", "FUNCTION_TEMPLATE", "CXX_METHOD", "CONSTRUCTOR", "DESTRUCTOR", "CONVERSION_FUNCTION"]
+_CLANG = ["-x", "cuda", "-std=c++17", "-nocudainc", "-nocudalib", "-nostdinc", "-nostdinc++", "-nobuiltininc", "--cuda-host-only", "-ferror-limit=0", "-undef", "-w", "-D__LP64__", "-D__EDG__", "-D__CUDACC__", "-D__CUDACC_RTC__", "-D__CUDA_ARCH__=800", "-D__CUDA_ARCH_LIST__=800", "-D__cdecl=", "-D__grid_constant__=", "-D__forceinline__=inline", "-D__noinline__=", "-D__managed__=", "-D__launch_bounds__(...)=", "-D__cluster_dims__(...)=", "-D__align__(n)=alignas(n)", "-D__device__=__attribute__((device))", "-D__global__=__attribute__((global))", "-D__constant__=__attribute__((constant))", "-D__shared__=__attribute__((shared))"]
 
 
 @dataclass(frozen=True)
@@ -99,8 +95,12 @@ class HostCode:
     def _found(self) -> Iterator[Function]:
         from clang import cindex
 
+        try:
+            index = cindex.Index.create()
+        except cindex.LibclangError as error:
+            raise ImportError(str(error)) from error
         files = [(name, text) for name, text in self.texts.items() if name.startswith(NOWHERE)]
-        unit = cindex.Index.create().parse(self._main, _CLANG, unsaved_files=files, options=1 | 0x200)  # a record of macros; keep going
+        unit = index.parse(self._main, _CLANG, unsaved_files=files, options=1 | 0x200)  # a record of macros; keep going
         macros: dict[str, set[str]] = {}
         for cursor in unit.cursor.get_children():
             if cursor.kind.name == "MACRO_DEFINITION" and cursor.location.file:
@@ -131,7 +131,9 @@ class HostCode:
             return None
         above = text.index("#line 1 ")
         path = self._paths[file]
-        return Function(cursor.spelling, file, path, (text.count("\n", above, start), text.count("\n", above, end)), start, end, body, whole)
+        return Function(
+            cursor.spelling, file, path, (text.count("\n", above, start), text.count("\n", above, end)), start, end, body, whole
+        )
 
 
 def _body(text: str, start: int, blocks: list[Any]) -> tuple[int, int] | None:

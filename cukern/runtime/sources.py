@@ -17,17 +17,16 @@ NOWHERE = "/dev/null"  # prefix of all file names passed to NVRTC; not a folder,
 _STANDARD = {"cstdint": "integers.h", "cinttypes": "integers.h", "cstddef": "integers.h", "sys/types": "integers.h", "climits": "limits.h"}
 _STANDARD |= {"cfloat": "floats.h", "cmath": "math.h", "cassert": "limits.h", "ctime": "host.h", "cstdarg": "host.h", "unistd": "host.h"}
 _STANDARD |= dict.fromkeys(("limits", "type_traits", "utility", "algorithm", "array", "functional", "numeric"), "helpers.h")
-_HOST = """cctype cerrno cfenv clocale complex csetjmp csignal cstdio cstdlib cstring atomic bitset chrono condition_variable deque exception
-filesystem fstream future initializer_list iomanip ios iosfwd iostream istream iterator list map memory mutex new optional ostream queue
-random ratio regex set sstream stack stdexcept streambuf string string_view system_error thread tuple typeindex typeinfo unordered_map
-unordered_set valarray variant vector""".split()
+_HOST = ["cctype", "cerrno", "cfenv", "clocale", "complex", "csetjmp", "csignal", "cstdio", "cstdlib", "cstring", "atomic", "bitset", "chrono", "condition_variable", "deque", "exception", "filesystem", "fstream", "future", "initializer_list", "iomanip", "ios", "iosfwd", "iostream", "istream", "iterator", "list", "map", "memory", "mutex", "new", "optional", "ostream", "queue", "random", "ratio", "regex", "set", "sstream", "stack", "stdexcept", "streambuf", "string", "string_view", "system_error", "thread", "tuple", "typeindex", "typeinfo", "unordered_map", "unordered_set", "valarray", "variant", "vector"]
 _STANDARD |= dict.fromkeys(_HOST, "host.h")
-_STANDARD |= {f"{name[name.startswith('c'):]}.h": file for name, file in _STANDARD.items() if name[0] == "c" or "s/" in name or name == "unistd"}
+_STANDARD |= {
+    f"{name[name.startswith('c') :]}.h": file for name, file in _STANDARD.items() if name[0] == "c" or "s/" in name or name == "unistd"
+}
+_STANDARD |= dict.fromkeys(("cuda_runtime.h", "cuda_runtime_api.h", "cuda_profiler_api.h", "device_launch_parameters.h"), "math.h")
 _LIBRARY = re.compile(
-    r"(?:torch|ATen|c10|pybind11)/.*|sys/\w+\.h|(?:cuda_runtime|cuda_runtime_api|cuda_profiler_api|device_launch_parameters|helper_\w+"
-    r"|cublas\w*|curand|cudnn\w*|cusparse|cusolver\w*|cufft|nccl|mpi|nvToolsExt|nvtx3/.*)(?:\.h)?"
+    r"(?:torch|ATen|c10|pybind11)/.*|sys/\w+\.h|(?:helper_\w+|cublas\w*|curand|cudnn\w*|cusparse|cusolver\w*|cufft|nccl|mpi|nvToolsExt|nvtx3/.*)(?:\.h)?"
 )
-_CCCL = re.compile(r"[ \t]*<(?:cuda|cub|thrust|cute|cutlass|nv)/|[ \t]*<cooperative_groups")
+_CCCL = re.compile(r"<(?:cuda|cub|thrust|cute|cutlass|nv)/|<cooperative_groups")
 
 # An unterminated comment or literal extends to the end of its line or file, so that the search is linear in the length of the text.
 _LINE = r"[^\n]*(?:(?<=\\)\n[^\n]*)*"
@@ -196,7 +195,7 @@ class Program:
             names.append("integers.h")
         lines = ["#define CUKERN_INT64 long long\n"] * bool(_CCCL.search(code))
         lines += [f"#include <{kernels_dir()}/std/{name}>\n" for name in (*names, *["host.h"] * everything)]
-        return "".join((*lines, "#define __host__\n" * everything))
+        return "".join((*lines, "#undef __host__\n#define __host__\n" * everything))
 
     @staticmethod
     def _typedefs(code: str) -> str:

@@ -5,8 +5,7 @@ TWO = "template <> __device__ float f<float>(float x) { return 2.f; }\n"
 ACC = "template <typename T> struct Acc { typedef T type; enum { v = 1 }; };\n"
 DEVICE = {  # declarations, the value as an expression, and its value
     "overload behind a macro": (
-        "#define HD __host__ __device__ inline\n__device__ float f(float a) { return a / 2; }\n"
-        "HD int f(int a) { return a / 2; }\n",
+        "#define HD __host__ __device__ inline\n__device__ float f(float a) { return a / 2; }\nHD int f(int a) { return a / 2; }\n",
         "f(7)",
         3,
     ),
@@ -128,10 +127,7 @@ DEVICE = {  # declarations, the value as an expression, and its value
     "undef": ("#define N 2\n#define M N\n#undef N\n#define N 3\n", "M", 3),
     "inline namespace": ("inline namespace v1 {\n" + SPEC + TWO + "}\n", "v1::f(1.f)", 2),
     "X macro": (
-        "#define TYPES(X) X(float, 2) X(int, 3)\n"
-        + ACC
-        + "#define ONE(T, n) template <> struct Acc<T> { enum { v = n }; };\n"
-        "TYPES(ONE)\n",
+        "#define TYPES(X) X(float, 2) X(int, 3)\n" + ACC + "#define ONE(T, n) template <> struct Acc<T> { enum { v = n }; };\nTYPES(ONE)\n",
         "Acc<float>::v * 10 + Acc<int>::v",
         23,
     ),
