@@ -21,7 +21,15 @@ _IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
 _IF = re.compile(r"\s*(?:#|%:)\s*(?:if|el|endif)")
 _SCOPES = ["NAMESPACE", "LINKAGE_SPEC", "UNEXPOSED_DECL", "CLASS_DECL", "STRUCT_DECL", "UNION_DECL", "CLASS_TEMPLATE"]
 _FUNCTIONS = ["FUNCTION_DECL", "FUNCTION_TEMPLATE", "CXX_METHOD", "CONSTRUCTOR", "DESTRUCTOR", "CONVERSION_FUNCTION"]
-_CLANG = ["-x", "cuda", "-std=c++17", "-nocudainc", "-nocudalib", "-nostdinc", "-nostdinc++", "-nobuiltininc", "--cuda-host-only", "-ferror-limit=0", "-undef", "-w", "-D__LP64__", "-D__EDG__", "-D__CUDACC__", "-D__CUDACC_RTC__", "-D__CUDA_ARCH__=800", "-D__CUDA_ARCH_LIST__=800", "-D__cdecl=", "-D__grid_constant__=", "-D__forceinline__=inline", "-D__noinline__=", "-D__managed__=", "-D__launch_bounds__(...)=", "-D__cluster_dims__(...)=", "-D__align__(n)=alignas(n)", "-D__device__=__attribute__((device))", "-D__global__=__attribute__((global))", "-D__constant__=__attribute__((constant))", "-D__shared__=__attribute__((shared))"]
+_CLANG = re.findall(
+    r"\S+",
+    """-x cuda -std=c++17 -nocudainc -nocudalib -nostdinc -nostdinc++ -nobuiltininc --cuda-host-only
+-ferror-limit=0 -undef -w -D__LP64__ -D__EDG__ -D__CUDACC__ -D__CUDACC_RTC__ -D__CUDA_ARCH__=800
+-D__CUDA_ARCH_LIST__=800 -D__cdecl= -D__grid_constant__= -D__forceinline__=inline -D__noinline__=
+-D__managed__= -D__launch_bounds__(...)= -D__cluster_dims__(...)= -D__align__(n)=alignas(n)
+-D__device__=__attribute__((device)) -D__global__=__attribute__((global))
+-D__constant__=__attribute__((constant)) -D__shared__=__attribute__((shared))""",
+)
 
 
 @dataclass(frozen=True)
@@ -122,12 +130,14 @@ class HostCode:
         body = _body(text, start, [c.extent for c in children if c.kind.name == "COMPOUND_STMT"])
         head = blanked(text[start : body[0] if body else end], literals=True)
         names = _reachable(head, macros)
-        whole = cursor.kind.name == "FUNCTION_DECL" and not in_class and not head.startswith("template")
-        if body is None:  # a macro makes the function
-            whole = whole and alone and not names & _OTHER
-        elif not _balanced(blanked(text[slice(*body)], literals=True)):
+        if DIRECTIVE.search(head) or (names | {c.kind.name for c in children}) & _NEVER:
             return None
-        if DIRECTIVE.search(head) or names & _NEVER or {c.kind.name for c in children} & _NEVER or not (body or whole):
+        if body and not _balanced(blanked(text[slice(*body)], literals=True)):
+            return None
+        # Without a body of its own, a macro makes the function.
+        alone = body is not None or (alone and not names & _OTHER)
+        whole = alone and cursor.kind.name == "FUNCTION_DECL" and not in_class and not head.startswith("template")
+        if body is None and not whole:
             return None
         above = text.index("#line 1 ")
         path = self._paths[file]

@@ -17,7 +17,14 @@ NOWHERE = "/dev/null"  # prefix of all file names passed to NVRTC; not a folder,
 _STANDARD = {"cstdint": "integers.h", "cinttypes": "integers.h", "cstddef": "integers.h", "sys/types": "integers.h", "climits": "limits.h"}
 _STANDARD |= {"cfloat": "floats.h", "cmath": "math.h", "cassert": "limits.h", "ctime": "host.h", "cstdarg": "host.h", "unistd": "host.h"}
 _STANDARD |= dict.fromkeys(("limits", "type_traits", "utility", "algorithm", "array", "functional", "numeric"), "helpers.h")
-_HOST = ["cctype", "cerrno", "cfenv", "clocale", "complex", "csetjmp", "csignal", "cstdio", "cstdlib", "cstring", "atomic", "bitset", "chrono", "condition_variable", "deque", "exception", "filesystem", "fstream", "future", "initializer_list", "iomanip", "ios", "iosfwd", "iostream", "istream", "iterator", "list", "map", "memory", "mutex", "new", "optional", "ostream", "queue", "random", "ratio", "regex", "set", "sstream", "stack", "stdexcept", "streambuf", "string", "string_view", "system_error", "thread", "tuple", "typeindex", "typeinfo", "unordered_map", "unordered_set", "valarray", "variant", "vector"]
+_HOST = re.findall(
+    r"\S+",
+    """cctype cerrno cfenv clocale complex csetjmp csignal cstdio cstdlib cstring atomic bitset chrono
+condition_variable deque exception filesystem fstream future initializer_list iomanip ios iosfwd
+iostream istream iterator list map memory mutex new optional ostream queue random ratio regex set
+sstream stack stdexcept streambuf string string_view system_error thread tuple typeindex typeinfo
+unordered_map unordered_set valarray variant vector""",
+)
 _STANDARD |= dict.fromkeys(_HOST, "host.h")
 _STANDARD |= {
     f"{name[name.startswith('c') :]}.h": file for name, file in _STANDARD.items() if name[0] == "c" or "s/" in name or name == "unistd"

@@ -70,14 +70,16 @@ DEVICE = {  # declarations, the value as an expression, and its value
         8,
     ),
     "if constexpr": (
-        "#include <type_traits>\ntemplate <typename T> __device__ float g() { if constexpr (std::is_same_v<T, float>) return 1;"
+        "#include <type_traits>\ntemplate <typename T> __device__ float g() { "
+        "if constexpr (std::is_same_v<T, float>) return 1;"
         " else if constexpr (std::is_integral<T>::value) return 2; return 3; }\n",
         "g<float>() * 100 + g<long>() * 10 + g<double>()",
         123,
     ),
     "enable_if": (
         "#include <type_traits>\ntemplate <typename T, std::enable_if_t<std::is_floating_point<T>::value, int> = 0>"
-        " __device__ int g(T) { return 1; }\ntemplate <typename T, std::enable_if_t<std::is_integral<T>::value, int> = 0>"
+        " __device__ int g(T) { return 1; }\ntemplate <typename T, "
+        "std::enable_if_t<std::is_integral<T>::value, int> = 0>"
         " __device__ int g(T) { return 2; }\n",
         "g(1.0) * 10 + g('a')",
         12,
@@ -135,9 +137,11 @@ DEVICE = {  # declarations, the value as an expression, and its value
 HOST = {  # host code that nvcc compiles
     "none": "",
     "launch": "void run(float* x) { k<<<1, 1>>>(x); }\n",
-    "stream": "#include <cuda_runtime.h>\n#define CHECK(e) do { cudaError_t r = (e); if (r != cudaSuccess) abort(); } while (0)\n"
+    "stream": "#include <cuda_runtime.h>\n#define CHECK(e) do { cudaError_t r = (e); "
+    "if (r != cudaSuccess) abort(); } while (0)\n"
     'extern "C" int run(float* x, cudaStream_t s) { k<<<1, 1, 0, s>>>(x); CHECK(cudaGetLastError()); return 0; }\n',
-    "main": "#include <cstdio>\n#include <vector>\nint main() {\n  std::vector<float> v(4);\n  float* d;\n  cudaMalloc(&d, 16);\n"
+    "main": "#include <cstdio>\n#include <vector>\nint main() {\n  "
+    "std::vector<float> v(4);\n  float* d;\n  cudaMalloc(&d, 16);\n"
     '  k<<<1, 1>>>(d);\n  printf("%f\\n", v[0]);\n  return 0;\n}\n',
     "template": "template <typename T> void run(T* x, int n) { k<<<n, 1>>>((float*)x); }\ntemplate void run<int>(int*, int);\n",
     "class": "#include <string>\n#include <stdexcept>\nclass Runner {\n public:\n  explicit Runner(int n) : n_(n) {}\n"
@@ -145,20 +149,29 @@ HOST = {  # host code that nvcc compiles
     "  std::string name_;\n};\n",
     "__host__": "__host__ static void run(float* x) { k<<<1, 1>>>(x); cudaDeviceSynchronize(); }\n",
     "macro": "#define RUN(name, T) void run_##name(T* x) { k<<<1, 1>>>((float*)x); }\nRUN(f, float)\nRUN(i, int)\n",
-    "comments": '/* to tune:\n#undef k\n#define out 5\n*/\nvoid run(float* x) { k<<<1, 1>>>(x); const char* s = R"(\n#define out 5\n)"; }\n',
-    "iostream": "#include <iostream>\n#include <map>\nstatic std::map<int, float> seen;\nvoid run(const std::string& s) {\n"
+    "comments": "/* to tune:\n#undef k\n#define out 5\n*/\nvoid run(float* x) { k<<<1, "
+    '1>>>(x); const char* s = R"(\n#define out 5\n)"; }\n',
+    "iostream": "#include <iostream>\n#include <map>\nstatic std::map<int, float> "
+    "seen;\nvoid run(const std::string& s) {\n"
     "  std::cout << s << std::endl; seen[1] = 2; k<<<1, 1>>>(nullptr); }\n",
-    "directives": '#include <cstdlib>\nvoid run(float* x) {\n#ifdef VERBOSE\n  puts("a");\n#else\n  k<<<1, 1>>>(x);\n#endif\n'
+    "directives": "#include <cstdlib>\nvoid run(float* x) {\n#ifdef VERBOSE\n  "
+    'puts("a");\n#else\n  k<<<1, 1>>>(x);\n#endif\n'
     "#define AFTER 1\n}\n#ifndef AFTER\n#error the directive in the body counts\n#endif\n",
 }
 TORCH = {  # needs the headers of torch
-    "load_inline": 'torch::Tensor run(torch::Tensor x) {\n  TORCH_CHECK(x.is_cuda(), "cuda");\n  k<<<1, 1>>>(x.data_ptr<float>());\n  return x;\n}\n',
-    "dispatch": "#include <torch/extension.h>\n#include <ATen/cuda/CUDAContext.h>\nstd::vector<at::Tensor> run(at::Tensor x, c10::optional<at::Tensor> y) {\n"
-    '  AT_DISPATCH_FLOATING_TYPES(x.scalar_type(), "run", ([&] {\n    k<<<1, 1, 0, at::cuda::getCurrentCUDAStream()>>>(x.data_ptr<scalar_t>());\n'
+    "load_inline": "torch::Tensor run(torch::Tensor x) {\n  TORCH_CHECK(x.is_cuda(), "
+    '"cuda");\n  k<<<1, 1>>>(x.data_ptr<float>());\n  return x;\n}\n',
+    "dispatch": "#include <torch/extension.h>\n#include <ATen/cuda/CUDAContext.h>\n"
+    "std::vector<at::Tensor> run(at::Tensor x, c10::optional<at::Tensor> y) {\n"
+    '  AT_DISPATCH_FLOATING_TYPES(x.scalar_type(), "run", ([&] {\n    '
+    "k<<<1, 1, 0, at::cuda::getCurrentCUDAStream()>>>(x.data_ptr<scalar_t>());\n"
     '  }));\n  return {x};\n}\nPYBIND11_MODULE(TORCH_EXTENSION_NAME, m) { m.def("run", &run); }\n',
-    "library": "#include <torch/library.h>\nusing namespace at;\nusing torch::Tensor;\nstatic Tensor run(const Tensor& x) { k<<<1, 1>>>((float*)x.data_ptr()); return x; }\n"
-    'TORCH_LIBRARY(mine, m) { m.def("run(Tensor x) -> Tensor"); }\nTORCH_LIBRARY_IMPL(mine, CUDA, m) { m.impl("run", &run); }\n',
-    "template": "#include <torch/types.h>\ntemplate <typename T> void run(torch::Tensor x) { k<<<1, 1>>>(x.data_ptr<T>()); }\n"
+    "library": "#include <torch/library.h>\nusing namespace at;\nusing "
+    "torch::Tensor;\nstatic Tensor run(const Tensor& x) { k<<<1, 1>>>((float*)x.data_ptr()); return x; }\n"
+    'TORCH_LIBRARY(mine, m) { m.def("run(Tensor x) -> Tensor"); }\n'
+    'TORCH_LIBRARY_IMPL(mine, CUDA, m) { m.impl("run", &run); }\n',
+    "template": "#include <torch/types.h>\ntemplate <typename T> void "
+    "run(torch::Tensor x) { k<<<1, 1>>>(x.data_ptr<T>()); }\n"
     "void both(torch::Tensor x) { run<float>(x); run<double>(x); }\n",
 }
 
@@ -167,7 +180,8 @@ def text(device: str, host: str) -> str:
     """A program of device code, its kernel, and host code before and behind the kernel's declaration."""
     declarations, value, _ = DEVICE[device]
     code = {**HOST, **{f"torch {name}": code for name, code in TORCH.items()}}[host]
-    return f"{declarations}__global__ void k(float* out);\n{code}__global__ void k(float* out) {{ out[0] = {value}; }}\n"
+    return f"{declarations}__global__ void k(float* out);\n{code}__global__ void "
+    "k(float* out) {{ out[0] = {value}; }}\n"
 
 
 HOSTS = [*HOST, *(f"torch {name}" for name in TORCH)]

@@ -50,14 +50,19 @@ def test_no_host_code_changes_a_kernel(device, host):
 
 
 def test_what_was_taken_out_is_listed(tmp_path, empty_cache):
-    host = "ncclComm_t odd(ncclComm_t c) {\n  return c;\n}\n#define BIND(n) void run_##n(float* x) { k<<<1, 1>>>(x); }\nBIND(a)\n"
+    host = "ncclComm_t odd(ncclComm_t c) {\n  return c;\n}\n#define BIND(n) void "
+    "run_##n(float* x) { k<<<1, 1>>>(x); }\nBIND(a)\n"
     path = write(tmp_path, FLOAT + KERNEL + LAUNCH + host)
     with cukern.backend("sim"):
         for _ in range(2):  # the second time from the cache
             assert cukern.load(path).removed == ("run (k.cu:3-3)", "odd (k.cu:4-6)", "run_a (k.cu:8-8)")
     assert cukern.compile(FLOAT + KERNEL, "k").removed == ()
     write(tmp_path, FLOAT + KERNEL.replace("f(7)", "g(7)") + LAUNCH.replace("{", "{ hostOnly();"))
-    with pytest.raises(CompileError, match=r'(?s)k\.cu\(2\): error: identifier "g" is undefined.*taken out as host code: run \(k.cu:3-3\)'):
+    with pytest.raises(
+        CompileError,
+        match=r'(?s)k\.cu\(2\): error: identifier "g" is undefined.*taken out as host '
+        "code: run \(k.cu:3-3\)",
+    ):
         cukern.load(path).compile("sm_80")
 
 
@@ -70,7 +75,8 @@ REFUSED = {
     + KERNEL,
     "a constexpr function": FLOAT + "constexpr int f(int a) { return sqrtOf(a); }\n" + KERNEL,
     "a deduced type": FLOAT + "auto f(int a) { return hostOf(a); }\n" + KERNEL,
-    "a specialization in a macro": "template <typename T> struct S { enum { v = 1 }; };\n#define M(T) template <> struct S<T> { enum { v = 2 }; }; "
+    "a specialization in a macro": "template <typename T> struct S { enum { v = 1 }; };\n#define M(T) "
+    "template <> struct S<T> { enum { v = 2 }; }; "
     "void of_##T(ncclComm_t c) {}\nM(float)\n__global__ void k(float* out) { out[0] = S<float>::v; }\n",
     "a type": "struct S { ncclComm_t c; };\n" + FLOAT + KERNEL,
     "a kernel that launches": FLOAT + KERNEL.replace("{", "{ k<<<1, 1>>>(out);"),
