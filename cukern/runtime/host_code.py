@@ -130,9 +130,7 @@ class HostCode:
         body = _body(text, start, [c.extent for c in children if c.kind.name == "COMPOUND_STMT"])
         head = blanked(text[start : body[0] if body else end], literals=True)
         names = _reachable(head, macros)
-        if DIRECTIVE.search(head) or (names | {c.kind.name for c in children}) & _NEVER:
-            return None
-        if body and not _balanced(blanked(text[slice(*body)], literals=True)):
+        if DIRECTIVE.search(head) or not _balanced(text[slice(*(body or (0, 0)))]) or (names | {c.kind.name for c in children}) & _NEVER:
             return None
         # Without a body of its own, a macro makes the function.
         alone = body is not None or (alone and not names & _OTHER)
@@ -172,8 +170,9 @@ def _reachable(text: str, macros: dict[str, set[str]]) -> set[str]:
     return names
 
 
-def _balanced(code: str) -> bool:
+def _balanced(text: str) -> bool:
     """True if the braces of a body are balanced, also where its #if directives are not taken into account."""
+    code = blanked(text, literals=True)
     if not any(map(_IF.match, DIRECTIVE.findall(code))):
         return True
     depth = 0

@@ -180,8 +180,8 @@ def text(device: str, host: str) -> str:
     """A program of device code, its kernel, and host code before and behind the kernel's declaration."""
     declarations, value, _ = DEVICE[device]
     code = {**HOST, **{f"torch {name}": code for name, code in TORCH.items()}}[host]
-    return f"{declarations}__global__ void k(float* out);\n{code}__global__ void "
-    "k(float* out) {{ out[0] = {value}; }}\n"
+    kernel = f"__global__ void k(float* out) {{ out[0] = {value}; }}"
+    return f"{declarations}__global__ void k(float* out);\n{code}{kernel}\n"
 
 
 HOSTS = [*HOST, *(f"torch {name}" for name in TORCH)]

@@ -61,7 +61,7 @@ def test_what_was_taken_out_is_listed(tmp_path, empty_cache):
     with pytest.raises(
         CompileError,
         match=r'(?s)k\.cu\(2\): error: identifier "g" is undefined.*taken out as host '
-        "code: run \(k.cu:3-3\)",
+        r"code: run \(k.cu:3-3\)",
     ):
         cukern.load(path).compile("sm_80")
 
