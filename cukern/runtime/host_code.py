@@ -127,25 +127,24 @@ class HostCode:
         """The function of a cursor, or None if it may not be changed."""
         file, start, end = cursor.location.file.name, cursor.extent.start.offset, cursor.extent.end.offset
         text, children = self._raw[file], list(cursor.get_children())
-        body = _body(text, start, [c.extent for c in children if c.kind.name == "COMPOUND_STMT"])
+        body = _body(text, start, children)
         head = blanked(text[start : body[0] if body else end], literals=True)
-        names = _reachable(head, macros)
-        if DIRECTIVE.search(head) or not _balanced(text[slice(*(body or (0, 0)))]) or (names | {c.kind.name for c in children}) & _NEVER:
+        names = _reachable(head, macros).union(c.kind.name for c in children)
+        if names & _NEVER or DIRECTIVE.search(head) or (body and not _balanced(text[slice(*body)])):
             return None
         # Without a body of its own, a macro makes the function.
         alone = body is not None or (alone and not names & _OTHER)
-        whole = alone and cursor.kind.name == "FUNCTION_DECL" and not in_class and not head.startswith("template")
-        if body is None and not whole:
+        whole = alone and cursor.kind.name == "FUNCTION_DECL" and not (in_class or head.startswith("template"))
+        if not (body or whole):
             return None
-        above = text.index("#line 1 ")
-        path = self._paths[file]
-        return Function(
-            cursor.spelling, file, path, (text.count("\n", above, start), text.count("\n", above, end)), start, end, body, whole
-        )
+        above, path = text.index("#line 1 "), self._paths[file]
+        lines = text.count("\n", above, start), text.count("\n", above, end)
+        return Function(cursor.spelling, file, path, lines, start, end, body, whole)
 
 
-def _body(text: str, start: int, blocks: list[Any]) -> tuple[int, int] | None:
+def _body(text: str, start: int, children: list[Any]) -> tuple[int, int] | None:
     """The place of a function's body, or None if a macro makes it."""
+    blocks = [child.extent for child in children if child.kind.name == "COMPOUND_STMT"]
     first, last = (blocks[-1].start.offset, blocks[-1].end.offset) if blocks else (start, start)
     return (first, last) if start < first and text[first] == "{" and text[last - 1] == "}" else None
 
