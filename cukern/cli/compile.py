@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple
 from typing import Annotated
@@ -45,14 +45,7 @@ def compile(
         if shape or gpu:
             raise ValueError(f"--shape and --gpu are of ops; {op} takes --arch and --kernel")
         own = kernels_of(op, kernel or ()).values()
-        failed = 0
-        for one, _ in targets(arch, None):
-            outcomes = compile_kernels(own, one)
-            failed += print_reports(outcomes, one)
-            if verbose:
-                names = {f for k in own if isinstance(outcomes[k.name], Report) for f in k.compile(one).removed}
-                say(f"taken out as host code: {', '.join(sorted(names)) or 'nothing'}")
-        return _end(failed)
+        return _end(sum(_compile_file(own, one, verbose) for one, _ in targets(arch, None)))
     if kernel:
         raise ValueError("--kernel names a kernel of a .cu file: cukern compile my.cu --kernel 'scale<float>'")
     ops = [find_op(op)] if op is not None else list(OPS.values())
@@ -74,6 +67,15 @@ def _compile_ops(ops: Sequence[Op], arch: str, device: Device, shape: Sequence[s
     failed = print_reports(compile_kernels(kernels.values(), arch), arch)
     listed(f"not for {arch}:", _too_new(ops, capability_of(arch)))
     return failed
+
+
+def _compile_file(kernels: Collection[Kernel], arch: str, verbose: bool) -> int:
+    """Print the resources of a file's kernels and, if `verbose`, the host functions that were taken out. Returns the number of failures."""
+    outcomes = compile_kernels(kernels, arch)
+    if verbose:
+        removed = {name for k in kernels if isinstance(outcomes[k.name], Report) for name in k.compile(arch).removed}
+        say(f"taken out as host code: {', '.join(sorted(removed)) or 'nothing'}")
+    return print_reports(outcomes, arch)
 
 
 def _end(failed: int) -> None:

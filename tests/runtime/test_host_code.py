@@ -5,7 +5,7 @@ import sys
 import host_texts
 import pytest
 import torch
-from helpers import write
+from helpers import run, write
 
 import cukern
 from cukern import sim
@@ -112,3 +112,9 @@ def test_a_fault_names_the_file_that_was_compiled_now(tmp_path, empty_cache):
         with cukern.backend("sim"), pytest.raises(sim.OutOfBounds, match=f"{folder}/h.cuh:2.*{folder}/k.cu:2"):
             cukern.load(path)(torch.zeros(2), grid=1, block=1)
     assert len(list(empty_cache.glob("*.kernel2"))) == 1
+
+
+def test_compile_lists_what_was_taken_out(tmp_path):
+    path = write(tmp_path, FLOAT + KERNEL + LAUNCH)
+    printed = run([sys.executable, "-m", "cukern", "compile", str(path), "--arch", "sm_80", "-v"]).stdout
+    assert "taken out as host code: run (k.cu:3-3)" in printed
