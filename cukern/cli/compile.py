@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple
 from typing import Annotated
@@ -38,13 +38,14 @@ def compile(
     kernel: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="A kernel of the .cu file, such as 'scale<float>'; repeatable.")
     ] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="List the host functions that were taken out of the .cu file.")] = False,
 ) -> None:
     """Compile kernels, with no GPU; print registers, spills and shared memory; fill the cache."""
     if op is not None and is_source(op):
         if shape or gpu:
             raise ValueError(f"--shape and --gpu are of ops; {op} takes --arch and --kernel")
         own = kernels_of(op, kernel or ()).values()
-        return _end(sum(print_reports(compile_kernels(own, one), one) for one, _ in targets(arch, None)))
+        return _end(sum(_compile_file(own, one, verbose) for one, _ in targets(arch, None)))
     if kernel:
         raise ValueError("--kernel names a kernel of a .cu file: cukern compile my.cu --kernel 'scale<float>'")
     ops = [find_op(op)] if op is not None else list(OPS.values())
@@ -66,6 +67,15 @@ def _compile_ops(ops: Sequence[Op], arch: str, device: Device, shape: Sequence[s
     failed = print_reports(compile_kernels(kernels.values(), arch), arch)
     listed(f"not for {arch}:", _too_new(ops, capability_of(arch)))
     return failed
+
+
+def _compile_file(kernels: Collection[Kernel], arch: str, verbose: bool) -> int:
+    """Print the resources of a file's kernels and, if `verbose`, the host functions that were taken out. Returns the number of failures."""
+    outcomes = compile_kernels(kernels, arch)
+    if verbose:
+        removed = {name for k in kernels if isinstance(outcomes[k.name], Report) for name in k.compile(arch).removed}
+        say(f"taken out as host code: {', '.join(sorted(removed)) or 'nothing'}")
+    return print_reports(outcomes, arch)
 
 
 def _end(failed: int) -> None:

@@ -15,7 +15,7 @@ import stat
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -39,13 +39,15 @@ class Report:
 
 @dataclass(frozen=True)
 class Cubin:
-    """A compiled kernel: its code (PTX if `arch` is virtual), the symbol of its entry, and the mangled types of its parameters."""
+    """A compiled kernel: its code (PTX if `arch` is virtual), the symbol of its entry, the mangled types of its parameters, and the host
+    functions that were taken out of the text."""
 
     code: bytes
     symbol: str
     arch: str
     report: Report
     signature: str = ""
+    removed: Sequence[str] = ()
 
 
 # ---- folders

@@ -13,7 +13,7 @@ import importlib.util
 import os
 import re
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,11 @@ from cukern.runtime.cache import Cubin as Cubin
 from cukern.runtime.cache import Report as Report
 from cukern.runtime.forks import no_fork
 from cukern.runtime.hints import hint
+from cukern.runtime.host_code import HostCode
 from cukern.runtime.signature import PROBE, probe
 from cukern.runtime.sources import NOWHERE, Source
 
+_FILE = re.compile(r'^(\s*\.file\s+\d+\s+")([^"]+)', re.MULTILINE)
 OPTIONS = ("--std=c++17", "-lineinfo", "--ptxas-options=-v")
 
 
@@ -44,6 +46,7 @@ class Ptx:
     text: str
     symbol: str
     signature: str = ""
+    removed: Sequence[str] = ()
 
 
 # By cache key. dict.setdefault is atomic: two threads get the same lock. RLock: a signal handler may request the kernel that its own thread
@@ -68,10 +71,11 @@ def compile_kernel(source: Source, name: str, arch: str) -> Cubin:
     with no_fork(), _compile_locks.setdefault(key, threading.RLock()):
         cubin = cache.read(key)
         if cubin is None:
-            with compiled(source, (name, probe(name)), arch) as (program, (symbol, signature), log):
+            removed = list[str]()
+            with compiled(source, (name, probe(name)), arch, removed) as (program, (symbol, signature), log):
                 # CuPy drops the last byte of a cubin, a zero, which disassemblers need.
-                code = nvrtc().getPTX(program) if arch.startswith("compute_") else nvrtc().getCUBIN(program) + b"\0"
-            cubin = Cubin(code, symbol, arch, parse_report(log, symbol), signature)
+                code = _shared_ptx(nvrtc().getPTX(program), source) if arch.startswith("compute_") else nvrtc().getCUBIN(program) + b"\0"
+            cubin = Cubin(code, symbol, arch, parse_report(log, symbol), signature, removed)
             cache.write(key, cubin)
     return cubin
 
@@ -79,7 +83,14 @@ def compile_kernel(source: Source, name: str, arch: str) -> Cubin:
 def compile_ptx(source: Source, name: str, arch: str = "compute_90a") -> Ptx:
     """Compile the kernel `name` to PTX for the virtual architecture `arch`, or take it from the cache. Raises as compile_kernel does."""
     compiled = compile_kernel(source, name, arch)
-    return Ptx(compiled.code.decode(), compiled.symbol, compiled.signature)
+    text = _FILE.sub(lambda match: match[1] + source.path_of(match[2]), compiled.code.decode())
+    return Ptx(text, compiled.symbol, compiled.signature, compiled.removed)
+
+
+def _shared_ptx(code: bytes, source: Source) -> bytes:
+    """PTX for the cache, which checkouts with the same content share: it names files relative to the source."""
+    names = {str(path): source.name_of(path) for path in (source.path, *source.program.files)}
+    return _FILE.sub(lambda match: match[1] + names.get(match[2], match[2]), code.decode()).encode()
 
 
 # ---- NVRTC
@@ -151,29 +162,63 @@ def _more_includes() -> list[Path]:
 
 
 @contextlib.contextmanager
-def compiled(source: Source, names: Sequence[str], arch: str) -> Iterator[tuple[int, list[str], str]]:
+def compiled(source: Source, names: Sequence[str], arch: str, removed: list[str] | None = None) -> Iterator[tuple[int, list[str], str]]:
     """Compile several kernels of a source as one NVRTC program. Yields the program, the kernels' symbols and the log. Raises as
-    compile_kernel does."""
+    compile_kernel does. Appends the host functions that had to be taken out to `removed`."""
+    headers = source.program.headers
+    program, log = _try(source, source.program.text, headers, names, arch)
+    host = None
+    while program is None and source.foreign:
+        if host is None:
+            texts = {source.host_program.name: source.host_program.text, **source.host_program.headers}
+        elif host.cut(log):
+            texts = dict(host.texts)
+        else:
+            break
+        program, log = _try(source, texts.pop(source.program.name), texts, names, arch)
+        if program is None and host is None:
+            try:
+                host = HostCode(source.host_program)
+            except ImportError as error:
+                log += f"\nhost functions are found with libclang, which cannot be loaded ({error}). Run: pip install libclang"
+                break
+    taken = host.removed if host else ()
+    if program is None:
+        log = _explained(log, source) + "".join(f"\ntaken out as host code: {', '.join(taken)}" for _ in taken[:1])
+        raise CompileError(f"{names[0]} does not compile for {arch} with NVRTC {nvrtc_version()}\n{log}")
+    if removed is not None:
+        removed.extend(taken)
+    try:
+        symbols = [nvrtc().getLoweredName(program, name) for name in names]
+        yield program, [s.decode() if isinstance(s, bytes) else s for s in symbols], log
+    finally:
+        nvrtc().destroyProgram(program)
+
+
+def _try(source: Source, text: str, headers: Mapping[str, str], names: Sequence[str], arch: str) -> tuple[int | None, str]:
+    """NVRTC's program, or None if it does not compile, and the log."""
     binding = nvrtc()
     includes_ = [cuda_include(), *_more_includes()]
     options: tuple[str, ...] = (*OPTIONS, f"--gpu-architecture={arch}", *(f"-I{folder}" for folder in includes_))
+    if source.foreign:
+        options += ("--device-as-default-execution-space",)
     if binding.getVersion() >= (12, 9):
         options += ("--no-cache",)  # a hit in NVRTC's own cache (new in 12.9) prints no resource report
-    headers = source.program.headers
     texts, includes = [text.encode() for text in headers.values()], [name.encode() for name in headers]
-    program = binding.createProgram(source.program.text + PROBE, f"{NOWHERE}/{str(source.path).lstrip('/')}", texts, includes)
+    program = binding.createProgram(text + PROBE, source.program.name, texts, includes)
+    done = False
     try:
         for name in names:
             binding.addNameExpression(program, name)
         try:
             binding.compileProgram(program, options)
+            done = True
         except binding.NVRTCError as error:
-            log = _explained(binding.getProgramLog(program).strip() or str(error), source)
-            raise CompileError(f"{names[0]} does not compile for {arch} with NVRTC {nvrtc_version()}\n{log}") from None
-        symbols = [binding.getLoweredName(program, name) for name in names]
-        yield program, [s.decode() if isinstance(s, bytes) else s for s in symbols], binding.getProgramLog(program)
+            return None, binding.getProgramLog(program).strip() or str(error)
+        return program, binding.getProgramLog(program)
     finally:
-        binding.destroyProgram(program)
+        if not done:
+            binding.destroyProgram(program)
 
 
 def _explained(log: str, source: Source) -> str:

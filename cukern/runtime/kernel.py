@@ -68,6 +68,12 @@ class Kernel:
         """
         return self.params_on(backend.current_device() if torch.cuda.is_available() else backend.SIMULATED)
 
+    @property
+    def removed(self) -> tuple[str, ...]:
+        """The host functions whose bodies were taken out so that the file compiles for the current GPU or the simulator, with their lines,
+        such as "launch (scale.cu:12-20)". Compiles the kernel if necessary. Raises CompileError."""
+        return tuple(self._compiled(backend.current_device() if torch.cuda.is_available() else backend.SIMULATED).removed)
+
     def params_on(self, device: int) -> tuple[signature.Param, ...]:
         params = self._params.get(device)
         if params is None:

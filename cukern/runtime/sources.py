@@ -13,39 +13,27 @@ from pathlib import Path
 
 NOWHERE = "/dev/null"  # prefix of all file names passed to NVRTC; not a folder, so NVRTC cannot open files itself
 
-# NVRTC has no <cstdint>. The types match those of CUDA's own headers.
-_STDINT = """#pragma once
-typedef signed char int8_t; typedef short int16_t; typedef int int32_t; typedef long long int64_t; typedef long long intptr_t;
-typedef unsigned char uint8_t; typedef unsigned short uint16_t; typedef unsigned int uint32_t; typedef unsigned long long uint64_t;
-typedef uint64_t uintptr_t;
-namespace std { using ::int8_t; using ::int16_t; using ::int32_t; using ::int64_t; using ::intptr_t;
-using ::uint8_t; using ::uint16_t; using ::uint32_t; using ::uint64_t; using ::uintptr_t; }
-"""
-# Stands for the headers of the host's C++ library: what kernels use of them.
-_HOST = """#pragma once
-#include <cstdint>
-#define FLT_MAX 3.402823466e+38f
-#define FLT_MIN 1.175494351e-38f
-#define FLT_EPSILON 1.192092896e-07f
-#define DBL_MAX 1.7976931348623157e+308
-#define DBL_MIN 2.2250738585072014e-308
-#define DBL_EPSILON 2.2204460492503131e-16
-#define INT_MAX 2147483647
-#define INT_MIN (-INT_MAX - 1)
-#define UINT_MAX 4294967295u
-#define LLONG_MAX 9223372036854775807ll
-#define LLONG_MIN (-LLONG_MAX - 1)
-#ifndef INFINITY
-#define INFINITY __int_as_float(0x7f800000)
-#endif
-#ifndef NAN
-#define NAN __int_as_float(0x7fffffff)
-#endif
-#define M_PI 3.14159265358979323846
-#define M_SQRT2 1.41421356237309504880
-#define M_SQRT1_2 0.70710678118654752440
-"""
-_OWN_HEADERS = {"cstdint": _STDINT, "stdint.h": "#include <cstdint>\n", "cukern_host.h": _HOST}
+# Files of kernels_cu/std for the headers of the host, which NVRTC lacks. Each <cname> is also <name.h>.
+_STANDARD = {"cstdint": "integers.h", "cinttypes": "integers.h", "cstddef": "integers.h", "sys/types": "integers.h", "climits": "limits.h"}
+_STANDARD |= {"cfloat": "floats.h", "cmath": "math.h", "cassert": "limits.h", "ctime": "host.h", "cstdarg": "host.h", "unistd": "host.h"}
+_STANDARD |= dict.fromkeys(("limits", "type_traits", "utility", "algorithm", "array", "functional", "numeric"), "helpers.h")
+_HOST = re.findall(
+    r"\S+",
+    """cctype cerrno cfenv clocale complex csetjmp csignal cstdio cstdlib cstring atomic bitset chrono
+condition_variable deque exception filesystem fstream future initializer_list iomanip ios iosfwd
+iostream istream iterator list map memory mutex new optional ostream queue random ratio regex set
+sstream stack stdexcept streambuf string string_view system_error thread tuple typeindex typeinfo
+unordered_map unordered_set valarray variant vector""",
+)
+_STANDARD |= dict.fromkeys(_HOST, "host.h")
+_STANDARD |= {
+    f"{name[name.startswith('c') :]}.h": file for name, file in _STANDARD.items() if name[0] == "c" or "s/" in name or name == "unistd"
+}
+_STANDARD |= dict.fromkeys(("cuda_runtime.h", "cuda_runtime_api.h", "cuda_profiler_api.h", "device_launch_parameters.h"), "math.h")
+_LIBRARY = re.compile(
+    r"(?:torch|ATen|c10|pybind11)/.*|sys/\w+\.h|(?:helper_\w+|cublas\w*|curand|cudnn\w*|cusparse|cusolver\w*|cufft|nccl|mpi|nvToolsExt|nvtx3/.*)(?:\.h)?"
+)
+_CCCL = re.compile(r"<(?:cuda|cub|thrust|cute|cutlass|nv)/|<cooperative_groups")
 
 # An unterminated comment or literal extends to the end of its line or file, so that the search is linear in the length of the text.
 _LINE = r"[^\n]*(?:(?<=\\)\n[^\n]*)*"
@@ -62,23 +50,14 @@ _INCLUDE = re.compile(
     r'(?:"(?P<quoted>(?:[^"\n\\]|\\\n|\\)+)"|<(?P<angled>(?:[^>\n\\]|\\\n|\\)+)>))',
     re.MULTILINE,
 )
-_DIRECTIVE = re.compile(rf"^(?<!\\\n){_BLANK}(?:#|%{_SPLICE}:){_LINE}", re.MULTILINE)
+DIRECTIVE = re.compile(rf"^(?<!\\\n){_BLANK}(?:#|%{_SPLICE}:){_LINE}", re.MULTILINE)
 _FILE_NAME = re.compile(r'"([^"]+)"|<([^<>]+)>')
 _TOKEN = re.compile(r"(?P<scope>\b(?:namespace(?:\s+(?P<name>[\w:]+))?|extern)\s*\{)|[{};]|\b__global__\b")  # strings are blanked first
 _WORD = re.compile(r"\s*(\w+)(?:\s*\(|\b)")
-_HOST_ONLY = re.compile(r"<<<|\b(?:torch|at|c10|pybind11)::|\bPYBIND11_MODULE\b|\bTORCH_LIBRARY|\bint\s+main\s*\(")
-_HOST_API = re.compile(r"\bstd::|\b(?:cuda|cublas|curand|cudnn)[A-Z]\w*|\bcublas\w*_t\b")  # in device code, too, some of them
-_ON_DEVICE = re.compile(r"\b__(?:global|device|constant|managed)__\b|\bconstexpr\b")
-_FUNCTION = re.compile(r"(?![^({]*\b(?:struct|class|union|enum|namespace|using|typedef)\b)[^={;(]*\([^{;]*\)[\s\w]*\{", re.S)
-_LIBRARY = r"torch|ATen|c10|cuda_runtime|cuda_runtime_api|device_launch_parameters|cublas|curand|cudnn|helper_|nvToolsExt"
-_STANDARD = r"""c?(?:assert|ctype|errno|fenv|float|inttypes|limits|locale|math|setjmp|signal|stdarg|stddef|stdio|stdlib|string|time)
-algorithm any array atomic bitset chrono complex condition_variable deque exception fstream functional future initializer_list iomanip
-ios iostream istream iterator list map memory mutex new numeric optional ostream queue random ratio regex set sstream stack stdexcept
-string string_view thread tuple type_traits typeindex typeinfo unordered_map unordered_set utility valarray variant vector"""
-_HOST_INCLUDE = re.compile(
-    rf"^[ \t]*#[ \t]*include[ \t]*<(?:(?:{_LIBRARY})[^>\n]*|(?:{'|'.join(_STANDARD.split())})(?:\.h)?|sys/\w+\.h|unistd\.h)>", re.M
-)
-_FIXED_WIDTH = re.compile(r"\bu?int(?:8|16|32|64|ptr)_t\b")
+_INTEGER = r"u?int(?:8|16|32|64|ptr)_t"
+_FIXED_WIDTH = re.compile(rf"\b{_INTEGER}\b")
+_DEFINES = r"\b(?:typedef\b[^;{}]*\b|using\s+|#\s*define\s+)"
+_PATH_IN_CODE = re.compile(r"\b(?:assert|__FILE__)\b")
 _SHORT_NAMES = {"uint": "unsigned int", "ushort": "unsigned short", "ulong": "unsigned long", "uchar": "unsigned char", "ssize_t": "long"}
 
 
@@ -102,24 +81,37 @@ class Source:
     @staticmethod
     def read(path: str | Path, defines: str = "") -> "Source":
         path = Path(path).resolve()
-        return Source(path, without_host_code(_read(path)), defines)
+        return Source(path, _read(path), defines)
 
     @staticmethod
     def from_text(text: str, defines: str = "") -> "Source":
         digest = hashlib.sha256(text.encode()).hexdigest()[:12]
-        return Source(Path(f"<cukern.compile {digest}>"), without_host_code(text.removeprefix("\ufeff")), defines)
+        return Source(Path(f"<cukern.compile {digest}>"), text.removeprefix("\ufeff"), defines)
 
     def digest(self) -> str:
-        """SHA-256 of the text and of the names and contents of all files that it can include."""
-        files = {self._name(path): text for path, text in self.program.files.items()}
-        own = {name: text for name, text in self.program.headers.items() if name in _OWN_HEADERS}
-        return hashlib.sha256(json.dumps([self.defines + self.text, sorted(files.items()), sorted(own.items())]).encode()).hexdigest()
+        """SHA-256 of the text and of the names and contents of all files that it can include; of their folder only if it is in the code."""
+        files = sorted((self.name_of(path), text) for path, text in self.program.files.items())
+        parts = [self.defines + self.text, files]
+        if self.foreign:
+            parts.append(_standard_headers())
+            if any(map(_PATH_IN_CODE.search, (self.text, *self.program.files.values()))):
+                parts.append([str(path) for path in (self.path, *sorted(self.program.files))])
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
-    def _name(self, path: Path) -> str:
+    def name_of(self, path: Path) -> str:
         """A name that does not depend on where the files are installed."""
         if path.is_relative_to(kernels_dir()):
             return f"cukern:{path.relative_to(kernels_dir())}"
         return os.path.relpath(path, self.folder)
+
+    def path_of(self, name: str) -> str:
+        """The path of a file by the name that `name_of` gives it."""
+        return next((str(path) for path in (self.path, *self.program.files) if self.name_of(path) == name), name)
+
+    @property
+    def foreign(self) -> bool:
+        """False for cukern's own kernels, which are compiled without the headers of kernels_cu/std."""
+        return not self.path.is_relative_to(kernels_dir())
 
     @property
     def folder(self) -> Path:
@@ -130,6 +122,11 @@ class Source:
     def program(self) -> "Program":
         """The texts for NVRTC, made once: later edits of the files do not affect this source."""
         return Program(self)
+
+    @functools.cached_property
+    def host_program(self) -> "Program":
+        """The same texts after all headers of kernels_cu/std, as torch's load_inline adds its own, and without `__host__`."""
+        return Program(self, self.program)
 
     @functools.cached_property
     def kernels(self) -> dict[str, str]:
@@ -149,21 +146,28 @@ class Program:
     line may reach an #include through a macro, or be tested by __has_include. For it, a header of that name is added, which includes it.
     """
 
-    def __init__(self, source: Source):
+    def __init__(self, source: Source, first: "Program | None" = None):
         self.files: dict[Path, str] = {}
         self.headers: dict[str, str] = {}
+        self.name = f"{NOWHERE}/{str(source.path).lstrip('/')}"
+        self.path = str(source.path)
         self._source, self._named = source, dict[str, set[Path]]()
-        todo = [(source.path, source.text)]
+        prefix = self._standard_includes(blanked(source.text), first is not None) if source.foreign else ""
+        todo = [(source.path, prefix + source.defines + self._typedefs(blanked(source.text)), source.text)]
         while todo:
-            path, text = todo.pop()
+            path, before, text = todo.pop()
             rewritten, reached = self._rewrite(path, text)
             if path is source.path:
-                self.text = source.defines + self._typedefs(blanked(text)) + rewritten
+                more, also = self._rewrite(path, before)
+                self.text, reached = more.partition("\n")[2] + rewritten, reached | also
             else:
                 self.headers[_header(path)] = rewritten
             for target in reached - self.files.keys():
-                self.files[target] = _read(target)
-                todo.append((target, self.files[target]))
+                self.files[target] = (first and first.files.get(target)) or _read(target)
+                todo.append((target, "", self.files[target]))
+        if first:  # CUDA's own headers may include these
+            standard = {name: f'#include "{_header(kernels_dir() / "std" / file)}"\n' for name, file in _STANDARD.items()}
+            self.headers |= standard
         for name, paths in self._named.items():
             several = f"#error {json.dumps(name)} may be any of {', '.join(sorted(map(str, paths)))}: include it by a literal name\n"
             self.headers[name] = several if len(paths) > 1 else f'#include "{_header(*paths)}"\n'
@@ -180,9 +184,7 @@ class Program:
                 start, end = match.span("include")
                 pieces += text[at:start], f'#include "{_header(target)}"', "\n" * text.count("\n", start, end)
                 at = end
-            elif name in _OWN_HEADERS:
-                self.headers |= _OWN_HEADERS
-        for match in _DIRECTIVE.finditer(code):
+        for match in DIRECTIVE.finditer(code):
             line = match[0].replace("\\\n", "")
             if re.match(r"\s*(?:#|%:)\s*(?:define|if|elif)\b", line):
                 for quoted, angled in _FILE_NAME.findall(line):
@@ -192,22 +194,37 @@ class Program:
                         self._named.setdefault(quoted or angled, set()).add(target)
         return "".join((*pieces, text[at:])), reached
 
-    def _typedefs(self, code: str) -> str:
-        """Declares the integer types that a source uses and does not define: the host's headers have them, and NVRTC does not."""
-        found = []
-        if _FIXED_WIDTH.search(code):
-            self.headers |= _OWN_HEADERS
-            found.append("#include <cstdint>")
-        for name, meaning in _SHORT_NAMES.items():
-            if re.search(rf"\b{name}\b", code) and not re.search(rf"\b(?:typedef\b[^;{{}}]*|using\s+|#\s*define\s+){name}\b", code):
-                found.append(f"typedef {meaning} {name};")
-        return "\n".join((*found, ""))
+    @staticmethod
+    def _standard_includes(code: str, everything: bool) -> str:
+        """Includes what nvcc includes in every source: <cmath>, <climits>, and <cstdint> if the source uses its types."""
+        names = ["limits.h", "math.h"]
+        if _FIXED_WIDTH.search(code) and not re.search(rf"{_DEFINES}{_INTEGER}\b", code):
+            names.append("integers.h")
+        lines = ["#define CUKERN_INT64 long long\n"] * bool(_CCCL.search(code))
+        lines += [f"#include <{kernels_dir()}/std/{name}>\n" for name in (*names, *["host.h"] * everything)]
+        return "".join((*lines, "#undef __host__\n#define __host__\n" * everything))
+
+    @staticmethod
+    def _typedefs(code: str) -> str:
+        """Declares the short names of integer types that a source uses and does not define, as the host's headers do."""
+        used = {name: meaning for name, meaning in _SHORT_NAMES.items() if re.search(rf"\b{name}\b", code)}
+        return "".join(f"typedef {used[n]} {n};\n" for n in used if not re.search(rf"{_DEFINES}{n}\b", code))
 
     def _find(self, name: str, includer: Path, quoted: bool, after: bool) -> Path | None:
         """The file that an #include refers to. `after`: skip the including file, for include_next."""
         folders = [includer.parent] * quoted + [self._source.folder, kernels_dir()]
         found = (Path(os.path.realpath(folder / name)) for folder in folders if os.path.isfile(folder / name))
-        return next((path for path in found if not after or path != includer), None)
+        standard = _STANDARD.get(name) or ("host.h" if _LIBRARY.fullmatch(name) else None) if self._source.foreign else None
+        if standard and not quoted:
+            return kernels_dir() / "std" / standard
+        file = next((path for path in found if not after or path != includer), None)
+        return kernels_dir() / "std" / standard if standard and file is None else file
+
+
+@functools.cache
+def _standard_headers() -> str:
+    """A digest of kernels_cu/std."""
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sorted((kernels_dir() / "std").iterdir()))).hexdigest()
 
 
 def _header(path: Path) -> str:
@@ -233,45 +250,12 @@ def blanked(text: str, literals: bool = False) -> str:
     return _COMMENT_OR_LITERAL.sub(blank, text)
 
 
-def without_host_code(text: str) -> str:
-    """Remove code for the host compiler: torch's headers, and functions that use torch:: or <<<...>>>.
-
-    The source of a `torch.utils.cpp_extension.load_inline` call then compiles unchanged, and so does a program with a `main`: of one that
-    includes headers of the host's libraries, functions that are not for the device are removed. Line numbers are kept. The headers are
-    replaced by one with integer types and the constants of <cfloat>, <climits> and <cmath>.
-    """
-    text, headers = _HOST_INCLUDE.subn("#include <cukern_host.h>", text)
-    code = blanked(text, literals=True)
-    if not headers and not _HOST_ONLY.search(code):
-        return text
-    pieces, start, depth = [], 0, 0
-    for match in _TOKEN.finditer(code):
-        if depth or match[0] == "{":  # braces of namespaces are not counted
-            depth += match[0].endswith("{") - (match[0] == "}")
-        if depth == 0 and match[0] != "__global__":
-            pieces.append((start, match.end()))
-            start = match.end()
-    pieces.append((start, len(text)))
-    return "".join(_directives(text[a:b]) if _is_host_code(code[a:b]) else text[a:b] for a, b in pieces)
-
-
-def _is_host_code(code: str) -> bool:
-    if _HOST_ONLY.search(code):
-        return True
-    code = _DIRECTIVE.sub("", code)
-    return not _ON_DEVICE.search(code) and bool(_HOST_API.search(code) or _FUNCTION.match(code))
-
-
-def _directives(text: str) -> str:
-    return "\n".join(line if line.lstrip().startswith("#") else "" for line in text.split("\n"))
-
-
 def find_kernels(text: str) -> dict[str, str]:
     """The parameter list of each __global__ function, as text, by its qualified name. The last of several declarations counts."""
     found: dict[str, str] = {}
     if "__global__" not in text:
         return found
-    code = _DIRECTIVE.sub(lambda line: " " * len(line[0]), blanked(text, literals=True))
+    code = DIRECTIVE.sub(lambda line: " " * len(line[0]), blanked(text, literals=True))
     scopes: list[str] = []
     end = 0
     for match in _TOKEN.finditer(code):

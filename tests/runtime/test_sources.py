@@ -1,4 +1,4 @@
-"""Where sources are found, what their digest covers, and which host code is removed."""
+"""Where sources are found, and what their digest covers."""
 
 import shutil
 import time
@@ -8,7 +8,7 @@ from helpers import before_compiling, write
 
 import cukern
 from cukern.runtime.compiler import CompileError, compile_ptx
-from cukern.runtime.sources import Source, blanked, kernels_dir, without_host_code
+from cukern.runtime.sources import Source, blanked, kernels_dir
 
 
 def test_the_shipped_sources_are_found():
@@ -196,50 +196,3 @@ def test_the_time_is_linear_in_the_length(kind):
     source = Source.from_text(HOSTILE[kind])
     source.digest()
     assert len(source.kernels) <= 1 and time.process_time() - start < 5
-
-
-# ---- host code
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        '__device__ const char* s = "at::Tensor <<<1, 1>>> }{";',
-        "// torch::Tensor t; k<<<1, 1>>>()",
-        "/* at:: */",
-        "__device__ int s = 1 << 3;  // torch",
-        "__device__ char c = '{';",
-    ],
-)
-def test_host_words_in_strings_and_comments_are_no_host_code(line):
-    text = f"namespace at_home {{\n__device__ int before;\n{line}\n__global__ void k(float* x) {{ *x = 1; }}\n}}\n"
-    host = "torch::Tensor f() { k<<<1, 1>>>(); }\n"
-    assert without_host_code(text) == text and without_host_code(text + host) == text + "\n"
-
-
-def test_kernels_beside_host_code_in_a_namespace_stay():
-    text = without_host_code('namespace a { extern "C" {\n__global__ void k(int* x) {}\nvoid f(at::Tensor t) { k<<<1, 1>>>(0); }\n} }\n')
-    assert list(Source.from_text(text).kernels) == ["a::k"] and "<<<" not in text
-
-
-def test_device_code_around_host_code_stays():
-    device = """
-template <typename T> struct Pair { T a, b; };
-__device__ float twice(float x) { return 2 * x; }
-__constant__ float table[2] = {1, 2};
-namespace inner { __global__ void k(float* out) { out[0] = twice(table[1]); } }
-"""
-    host = "void launch(torch::Tensor t) { inner::k<<<1, 1>>>(t.data_ptr<float>()); }\n"
-    text = without_host_code(device + host)
-    for line in device.strip().splitlines():
-        assert line in text
-    assert "launch" not in text
-
-
-def test_host_code_is_skipped_and_the_lines_stay():
-    text = (
-        "#include <torch/extension.h>\n#define ONE 1\ntorch::Tensor host(torch::Tensor x) {\n    f<<<1, 1>>>(x.data_ptr<float>());\n}\n"
-        "__global__ void f(float* x) { x[0] = ONE; }\nPYBIND11_MODULE(m, m) { m.def(); }\n"
-    )
-    kept = ["#include <cukern_host.h>", "#define ONE 1", "", "", "", "__global__ void f(float* x) { x[0] = ONE; }", "", ""]
-    assert without_host_code(text).split("\n") == kept
