@@ -183,12 +183,16 @@ def run_python(code: str, *args: str, timeout: float = 180, ok: bool = True, **e
     return run([sys.executable, "-c", code, *args], timeout=timeout, ok=ok, env=env)
 
 
+OLD_TORCH = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12)
+
+
 def run(
     command: Sequence[str], *, timeout: float = 180, ok: bool = True, cwd: Path | None = None, env: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
     result = subprocess.run(
-        command, capture_output=True, text=True, timeout=timeout, cwd=cwd, env={**os.environ, "PYTHONPATH": path, **(env or {})}
+        command, capture_output=True, text=True, timeout=timeout, cwd=cwd, env={**inherited, "PYTHONPATH": path, **(env or {})}
     )
     if ok:
         assert result.returncode == 0, f"status {result.returncode}\n{result.stdout}\n{result.stderr}"

@@ -12,6 +12,7 @@ from torch.autograd.graph import increment_version
 from cukern.runtime import arguments, backend, checks, extended_launch, signature
 from cukern.runtime.compiler import Cubin, Ptx, SetupError, arch_of, compile_kernel, compile_ptx
 from cukern.runtime.forks import no_fork
+from cukern.runtime.recording import off as replays_off
 from cukern.runtime.sources import Source, kernels_dir
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -255,7 +256,8 @@ def collecting() -> Iterator[dict[str, Kernel]]:
     global _collected
     _collected = {}
     try:
-        yield _collected
+        with replays_off():
+            yield _collected
     finally:
         _collected = None
 

@@ -151,7 +151,7 @@ class Own:
             lambda douts, saved, version: self.backward(_no_kernels, self.newest.backward, saved, douts), _library,
         ) if self.differentiable else raw_op(
             f"{self.name}_backward{mark}(Tensor[] douts, Tensor?[] saved, str version) -> Tensor[]", 2,
-            self._no_backward,
+            lambda douts, saved, version: self._no_backward(),
             lambda douts, saved, version: [torch.empty_like(saved[i]) for i, x in enumerate(self.inputs) if x not in self.constants],
             _library,
         )  # fmt: skip

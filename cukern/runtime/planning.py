@@ -11,7 +11,7 @@ import functools
 import inspect
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import FunctionType
 from typing import Any, TypeVar
 
@@ -107,9 +107,12 @@ class Plans:
             return self.function(*arguments, **options)
         inputs, arguments, options = _distinct(inputs, arguments, options)
         recorder = Recorder(inputs)
-        with recorder:
-            result = self.function(*arguments, **options)
-        program = recorder.program(result)
+        try:
+            with recorder:
+                result = self.function(*arguments, **options)
+            program = recorder.program(result)
+        finally:
+            recorder.release()
         if recorder.failed or (state is not None and program != state):
             self.why[key] = recorder.failed or "two calls differ"
             self._remember(key, False)
@@ -135,15 +138,15 @@ def _distinct(inputs: Sequence[Any], arguments: tuple[Any, ...], options: dict[s
     replaced: list[Any] = []
     for t in inputs:
         replaced.append(t if t is None or not any(t is r for r in replaced) else t.view_as(t))
-    fresh = iter(replaced)
+    fresh = iter([t for t in replaced if t is not None])
     wanted = {id(t) for t in inputs if t is not None}
+    return replaced, _changed(arguments, wanted, fresh), {n: _changed(value, wanted, fresh) for n, value in options.items()}
 
-    def change(value: Any) -> Any:
-        if type(value) in (list, tuple):
-            return type(value)(change(v) for v in value)
-        return next(t for t in fresh if t is not None) if id(value) in wanted else value
 
-    return replaced, tuple(change(a) for a in arguments), {name: change(value) for name, value in options.items()}
+def _changed(value: Any, wanted: set[int], fresh: Iterator[Any]) -> Any:
+    if type(value) in (list, tuple):
+        return type(value)(_changed(v, wanted, fresh) for v in value)
+    return next(fresh) if id(value) in wanted else value
 
 
 def planned(*tensors: str) -> Callable[[_Function], _Function]:

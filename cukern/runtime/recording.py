@@ -193,6 +193,11 @@ class Recorder(TorchFunctionMode):
         _local.recorder = self.outer
         super().__exit__(*error)
 
+    def release(self) -> None:
+        """Lets go of the tensors. The recorder itself is in reference cycles."""
+        self.tensors.clear()
+        self.numbers.clear()
+
     def fail(self, why: str) -> None:
         self.failed = self.failed or why
 
@@ -322,6 +327,29 @@ class Recorder(TorchFunctionMode):
         return [(m.data_ptr(), m.data_ptr() + m.nbytes()) for m in memory if m.nbytes()]
 
 
+class _Off(Recorder):
+    """Notes nothing, and keeps calls from being replayed."""
+
+    def asked(self, ask: Callable[[], Any], value: Any) -> None:
+        pass
+
+    def call(self, function: Callable[..., Any], args: Sequence[Any]) -> Any:
+        return function(*args)
+
+    def launch(self, *_: Any) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def off() -> Iterator[None]:
+    """Inside the block, every call of this thread plans anew."""
+    before, _local.recorder = active(), _Off(())
+    try:
+        yield
+    finally:
+        _local.recorder = before
+
+
 def noted(launch: Launcher, params: Sequence[Any]) -> Launcher:
     """The launch, which an active recorder notes. What it does besides is not noted."""
 
@@ -428,15 +456,15 @@ class _Writer:
 
     def _final_geometries(self) -> dict[int, tuple[int, Any]]:
         """Results that are views of a whole allocation are allocated as such: by their number, the allocation and the geometry."""
-        found: dict[int, tuple[int, Any]] = {}
-        results = _numbers(self.program.result)
-        used = {n for s in self.program.steps if isinstance(s, Call) and not s.view for n in _numbers((s.args, s.kwargs))}
         roots, geometries = self.program.roots, self.program.geometries
-        allocations = {s.number for s in self.program.steps if isinstance(s, Allocation)}
-        for n in set(results):
+        allocated = {s.number for s in self.program.steps if isinstance(s, Allocation)}
+        calls = [s for s in self.program.steps if isinstance(s, Call) and not s.view]
+        uses = [roots[n][0] for n in (*_numbers(self.program.result), *_numbers([(s.args, s.kwargs) for s in calls]))]
+        found: dict[int, tuple[int, Any]] = {}
+        for n in set(_numbers(self.program.result)):
             root, offset = roots[n]
-            alone = sum(roots[m][0] == root for m in results) == 1 and not any(roots[m][0] == root for m in used)
-            if n != root and root in allocations and alone and not offset and _nbytes(geometries[n]) == _nbytes(geometries[root]):
+            whole = not offset and _nbytes(geometries[n]) == _nbytes(geometries[root])
+            if n != root and root in allocated and whole and uses.count(root) == 1:
                 found[n] = root, geometries[n]
                 self.objects -= {m for m in self.objects if roots[m][0] == root}
         return found

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers import OLD_TORCH
 from torch.export import Dim, export
 
 import cukern
@@ -30,6 +31,7 @@ CASES = {
 }
 
 
+@pytest.mark.skipif(OLD_TORCH, reason="torch 2.11 exports attention with guards on the time")
 @pytest.mark.parametrize("name", CASES)
 def test_exported_with_dynamic_batch_and_time(name):
     function, make, dims = CASES[name]

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import gpu, in_thread, kernels, no_gpu, own_names, run_python, simulated
+from helpers import OLD_TORCH, gpu, in_thread, kernels, no_gpu, own_names, run_python, simulated
 
 import cukern
 from cukern.bench.calls import arguments, backward, draw_douts, leaves_of, wanted_inputs
@@ -512,6 +512,7 @@ except ValueError as error:
     assert run_python(code, CUKERN_BACKEND="zzz").stdout == "9.0\nCUKERN_BACKEND: there is no backend 'zzz'; there are gpu, sim\n"
 
 
+@pytest.mark.skipif(OLD_TORCH, reason="torch 2.11 crashes where a second thread compiles a function in a copied context")
 def test_compiled_functions_in_a_copied_context_and_in_tasks():
     targets, x = [], torch.randn(8)
 

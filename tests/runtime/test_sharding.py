@@ -7,7 +7,7 @@ import traceback
 
 import pytest
 import torch
-from helpers import ROOT, kernels
+from helpers import OLD_TORCH, ROOT, kernels
 
 from cukern.runtime.registry import OPS
 
@@ -60,6 +60,7 @@ def main(rank, store):
     assert not failed, "\n".join(failed)
 
 
+@pytest.mark.skipif(OLD_TORCH, reason="torch 2.11 has no rules of DTensor for detach_ and for some views")
 def test_every_op_in_two_processes(tmp_path):
     code = "import sys, test_sharding; test_sharding.main(int(sys.argv[1]), sys.argv[2])"
     folder = os.path.dirname(__file__)

@@ -227,10 +227,8 @@ def test_more_than_2_to_31_elements(version, most_memory):
 
 def test_refusals():
     x = torch.randn(2, 6)
-    with pytest.raises(TypeError, match=r"bias must be torch\.float\w+ or torch\.float\w+, got torch\.bfloat16"):
-        cukern.gelu(x.half(), x[0].bfloat16())
-    with pytest.raises(TypeError, match=r"bias must be torch\.float32, got torch\.float16"):
-        cukern.gelu(x, x[0].half())
+    with pytest.raises(TypeError, match=r"bias must be torch\.float.*, got torch\.int64"):
+        cukern.gelu(x.half(), x[0].long())
     with pytest.raises(ValueError, match=r"bias has shape \(5,\), it must be \(6,\): one value for each column of x"):
         cukern.gelu(x, x[0, :5])
     with pytest.raises(ValueError, match=r"bias has shape \(6,\), it must be \(\): one value"):

@@ -280,7 +280,7 @@ def test_what_torch_computes_is_refused_by_name(arguments, error, words, monkeyp
     """The products of 16-bit types on a GPU, which are cuBLAS's. Here they are on the CPU, where torch has the same functions. A list is
     a nested tensor."""
     arguments = [torch.nested.nested_tensor(t) if isinstance(t, list) else t for t in arguments]
-    monkeypatch.setattr("cukern.ops.matmul.op.default_is_cublas", lambda dtype, device: dtype == torch.bfloat16)
+    monkeypatch.setattr("cukern.ops.matmul.op.default_is_cublas", lambda dtype, device, *_: dtype == torch.bfloat16)
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda x: not x.is_meta), raising=False)
     assert same_bits(cukern.linear(Y, V, C), torch.nn.functional.linear(Y, V, C))
     with pytest.raises(error, match=words):
