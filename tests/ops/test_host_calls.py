@@ -1,4 +1,4 @@
-"""The host time of a warm call, as counts that do not depend on the machine: Python functions of cukern, their files, and torch's operations.
+"""The host time of a warm call, as counts that do not depend on the machine: Python functions of cukern, and torch's operations.
 
 The path of a GPU runs on CPU tensors: they say that they are on a GPU, and nothing is launched.
 """
