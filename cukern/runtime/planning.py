@@ -114,7 +114,7 @@ class Plans:
         finally:
             recorder.release()
         if recorder.failed or (state is not None and program != state):
-            self.why[key] = recorder.failed or "two calls differ"
+            self.why = {**dict(list(self.why.items())[-63:]), key: recorder.failed or "two calls differ"}
             self._remember(key, False)
         else:
             self._remember(key, program if state is None else compiled(program, len(inputs)))

@@ -277,7 +277,7 @@ class Recorder(TorchFunctionMode):
         return result
 
     def _call(self, function: Any, name: str, args: Any, kwargs: Any, result: Any) -> None:
-        given = self._refs((args, kwargs))
+        given_args, given_kwargs = self._refs(args), self._refs(kwargs)
         shared = {t.untyped_storage().data_ptr(): t for t in _tensors((args, kwargs)) if _has_memory(t)}
         view = name in _VIEWS
         for t in _tensors(result):
@@ -288,7 +288,7 @@ class Recorder(TorchFunctionMode):
             self._add(t, base)
         if isinstance(result, Tensor) and any(result is t for t in _tensors((args, kwargs))) and view:
             return  # such as contiguous() of a contiguous tensor
-        self.steps.append(Call(function, *given, self._refs(result), view))
+        self.steps.append(Call(function, given_args, given_kwargs, self._refs(result), view))
 
     def _add(self, tensor: Tensor, base: Tensor | None) -> int:
         number = len(self.tensors)

@@ -42,7 +42,8 @@ def _backward_by_torch(
     x: Tensor, g: Tensor, factors: Sequence[Tensor], wanted: Sequence[bool], scale: float, *_: Any
 ) -> list[Tensor | None]:
     dx, _, _, _, *dws = gradients(_in_torch, (x, None, None, scale, *factors), (g,))
-    return [d.contiguous() if w and d is not None else None for d, w in zip((dx, *dws), wanted, strict=True)]
+    found: list[Tensor | None] = [dx, *dws]
+    return [d.contiguous() if w and d is not None else None for d, w in zip(found, wanted, strict=True)]
 
 
 # A call with version="v1" or "v2" goes to torch, which differentiates it. `cukern.use` chooses forward and backward here.

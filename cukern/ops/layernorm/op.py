@@ -69,7 +69,8 @@ def _on_cpu(x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Ten
     """`reference` in float64: in float32, squares and derivatives of large and small numbers leave its range."""
     with autocast.off(x):
         s = x if residual is None else x + residual
-        y = reference(s.double(), None, *(None if t is None else t.double() for t in (weight, bias)), eps, rms).to(x.dtype)
+        w, b = (None if t is None else t.double() for t in (weight, bias))
+        y = reference(s.double(), None, w, b, eps, rms).to(x.dtype)
     return y if residual is None else (y, s)
 
 
