@@ -184,6 +184,7 @@ class Recorder(TorchFunctionMode):
         self.steps: list[Any] = []
         self.guards: list[Guard] = []
         self.failed = ""
+        self.grad = torch.is_grad_enabled()
 
     def __enter__(self) -> "Recorder":
         self.outer, _local.recorder = active(), self
@@ -221,6 +222,7 @@ class Recorder(TorchFunctionMode):
         tensors = _tensors(result)
         if not tensors and result is not None:
             return self._query(name, args, result)
+        self._check_grad_mode()
         if name in _ALLOCATIONS and len(tensors) == 1 and result.layout is torch.strided:
             number = self._add(result, None)
             self.steps.append(Allocation(number, tuple(result.shape), result.stride(), result.dtype, result.device))
@@ -250,6 +252,7 @@ class Recorder(TorchFunctionMode):
 
     def launch(self, launch: Launcher, params: Sequence[Any], grid: Any, block: Any, shared: int, args: Sequence[Any]) -> None:
         """Notes `launch(grid, block, shared, *args)`."""
+        self._check_grad_mode()
         found: list[Any] = []
         for param, a in zip(params, args, strict=True):
             if isinstance(a, Address):
@@ -266,6 +269,11 @@ class Recorder(TorchFunctionMode):
         """What was recorded of a call with this result."""
         geometries = tuple(None if t is None else (tuple(t.shape), t.stride(), t.dtype) for t in self.tensors)
         return Program(tuple(self.steps), tuple(self.guards), self._refs(result), tuple(self.roots), geometries)
+
+    def _check_grad_mode(self) -> None:
+        """A replay would make the operation in the grad mode of the call: it would be part of the graph, or of none."""
+        if torch.is_grad_enabled() != self.grad:
+            self.fail("the grad mode changes inside of the call")
 
     def _query(self, name: str, args: Any, result: Any) -> Any:
         if name == "data_ptr":

@@ -60,6 +60,7 @@ def raw_op(
     name = f"{library.ns}::{short}"
     library.define(schema)
     writes = [i for i, argument in enumerate(schema.partition("(")[2].partition(" -> ")[0].split(", ")) if "!" in argument]
+    lists = "[]" in schema  # for which torch's older vmap has no rule
     if writes:
         impl = _counted(impl, writes)
     library.impl(short, impl, "CUDA")
@@ -81,7 +82,7 @@ def raw_op(
             tensors = [x for x in _flat(args) if isinstance(x, torch.Tensor)]
             if _transforms() and any(map(_wrapped, tensors)):
                 raise NotImplementedError(f"{name} has no rule for this torch.func transform")
-            if not writes and any(map(_batched, tensors)):
+            if lists and not writes and any(map(_batched, tensors)):
                 return _batched_call(call, args)
         return packet(*args)
 
@@ -132,6 +133,8 @@ def _batched_call(call: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     level = torch._C._vmapmode_decrement_nesting()
     flat, tree = tree_flatten(args)
     whole = [torch._remove_batch_dim(x, level, 1, 0) if isinstance(x, torch.Tensor) and _batched(x) else None for x in flat]
+    if any(x is not None and _batched(x) for x in whole):
+        raise NotImplementedError("is_grads_batched inside of is_grads_batched has no rule for this op")
     size = next(x.shape[0] for x in whole if x is not None)
     element = [[x if t is None else t[i] for x, t in zip(flat, whole, strict=True)] for i in range(size)]
     outs = [call(*tree_unflatten(one, tree)) for one in element]

@@ -155,3 +155,39 @@ def test_torch_operations_are_replayed():
     replay, others = recording.compiled(program, 2), (torch.randn(4, 4), torch.randn(4, 4))
     (a, (b, none)), (c, (d, _)) = replay(*others), call(*others)
     assert torch.equal(a, c) and torch.equal(b, d) and none is None
+
+
+def test_a_change_of_the_grad_mode_is_not_replayed():
+    """An autograd Function computes without recording. A replay in the mode of its call would record its operations."""
+
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return torch.empty_like(x).copy_(x).mul_(2)
+
+        @staticmethod
+        def backward(ctx, g):
+            return 2 * g
+
+    recorder, _ = record(Double.apply, torch.randn(3, requires_grad=True))
+    assert "grad mode" in recorder.failed
+
+
+@kernels
+def test_recorded_calls_keep_no_graph_alive():
+    import gc
+    import weakref
+
+    x = torch.randn(4, 8, device=DEVICE, requires_grad=True)
+    gc.collect()
+    gc.disable()
+    try:
+        with cukern.backend(PLACE):
+            for _ in range(4):
+                inner = x * 1.0
+                alive = weakref.ref(inner)
+                cukern.gelu(inner).sum().backward()
+                del inner
+                assert alive() is None
+    finally:
+        gc.enable()

@@ -252,31 +252,25 @@ def test_gradients_of_factors_of_many_sizes(device, dtype, tf32):
 
 
 @gpu
-def test_repeated_calls_use_the_launch_cache():
-    kron_forward._known.clear()
+def test_repeated_calls_of_other_layouts_and_options():
     x, ws = draw((2, 8), ((16, 16), (32, 32)), "cuda", torch.float32)
     first = cukern.kron_linear(x, ws)
-    assert kron_forward.known(x, ws, 1.0)
-    assert same_bits(cukern.kron_linear(x, ws), first) and len(kron_forward._known) == 1
+    assert same_bits(cukern.kron_linear(x, ws), first)
     columns, wide = [w.t().contiguous().t() for w in ws], [w.double() for w in ws]
     whole, shifted = [torch.randn(512, 8, device="cuda")], torch.empty(x.numel() + 1, device="cuda")[1:].view_as(x).copy_(x)
     z, tied = torch.randn(5, 1024, device="cuda"), [torch.randn(32, 32, device="cuda")] * 2
     calls = (x[:1], ws, 1.0), (x, columns, 1.0), (x, ws, 0.5), (x.double(), wide, 1.0), (shifted, ws, 1.0), (x, whole, 1.0), (z, tied, 1.0)
     for x2, ws2, scale in calls:
-        for _ in range(2):
+        for _ in range(5):
             close(cukern.kron_linear(x2, ws2, scale=scale), scale * dense(x2, ws2))
     with pytest.raises(ValueError, match="the last dimension of x"):
         cukern.kron_linear(x[..., 1:], ws)
-    for n in range(600):
-        cukern.kron_linear(x, ws, scale=n + 0.5)
-    assert len(kron_forward._known) <= kron_forward._MOST_KEYS
 
 
 @gpu
 @FORWARD_MODE
-def test_recorded_and_traced_calls_bypass_the_launch_cache():
+def test_recorded_and_traced_calls_are_not_replayed():
     """What records a graph, carries a tangent, is negated lazily, or is traced must be seen."""
-    kron_forward._known.clear()
     x, ws = draw((2, 8), ((16, 16), (32, 32)), "cuda", torch.float32)
     layer = cukern.KronLinear((16, 32), (16, 32), bias=False, device="cuda")
     for _ in range(2):
@@ -284,7 +278,6 @@ def test_recorded_and_traced_calls_bypass_the_launch_cache():
         with torch.no_grad():
             assert not layer(x).requires_grad
         assert layer(x).requires_grad and cukern.kron_linear(x.clone().requires_grad_(), ws).requires_grad
-    assert kron_forward.known(x, ws, 1.0)
     lazy = torch._neg_view(-x)
     with pytest.raises(ValueError, match="x has the negative bit set"):
         cukern.kron_linear(lazy, ws)
