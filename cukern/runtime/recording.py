@@ -465,9 +465,7 @@ class _Writer:
     def _final_geometries(self) -> dict[int, tuple[int, Any]]:
         """Results that are views of a whole allocation are allocated as such: by their number, the allocation and the geometry."""
         roots, geometries = self.program.roots, self.program.geometries
-        allocated = {s.number for s in self.program.steps if isinstance(s, Allocation)}
-        calls = [s for s in self.program.steps if isinstance(s, Call) and not s.view]
-        uses = [roots[n][0] for n in (*_numbers(self.program.result), *_numbers([(s.args, s.kwargs) for s in calls]))]
+        allocated, uses = {s.number for s in self.program.steps if isinstance(s, Allocation)}, self._uses()
         found: dict[int, tuple[int, Any]] = {}
         for n in set(_numbers(self.program.result)):
             root, offset = roots[n]
@@ -476,6 +474,11 @@ class _Writer:
                 found[n] = root, geometries[n]
                 self.objects -= {m for m in self.objects if roots[m][0] == root}
         return found
+
+    def _uses(self) -> list[int]:
+        """The roots of the results and of the arguments of operations, each as often as it is used."""
+        calls = [s for s in self.program.steps if isinstance(s, Call) and not s.view]
+        return [self.program.roots[n][0] for n in _numbers([self.program.result, *((s.args, s.kwargs) for s in calls)])]
 
     def _allocate(self, step: Allocation, final: dict[int, tuple[int, Any]]) -> None:
         n = step.number
