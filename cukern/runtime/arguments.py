@@ -56,10 +56,14 @@ def quick(prepared: backend.Prepared, params: Sequence[signature.Param], device:
             space[f"{a}_dtype"] = p.dtypes[0] if len(p.dtypes) == 1 else p.dtypes
     if torch.cuda.device_count() > 1:
         space["current"], checks = backend.current_device, f"current() == device and {checks}"
-    written = "".join(f"{a}, " for a, p in zip(names, params, strict=True) if p.written)
-    count = f"increment_version(({written}))" if written else "pass"
-    exec(_QUICK.format(names="".join(f"{a}, " for a in names), checks=checks, values=", ".join(values), count=count), space)
+    exec(_QUICK.format(names="".join(f"{a}, " for a in names), checks=checks, values=", ".join(values), count=_count(names, params)), space)
     return space["quick"]
+
+
+def _count(names: Sequence[str], params: Sequence[signature.Param]) -> str:
+    """The statement that increments the versions of what the kernel may write."""
+    written = "".join(f"{a}, " for a, p in zip(names, params, strict=True) if p.written)
+    return f"increment_version(({written}))" if written else "pass"
 
 
 def _check(a: str, dtypes: tuple[torch.dtype, ...]) -> str:
@@ -98,6 +102,11 @@ def value(kernel: str, param: signature.Param, given: Any, tensor: torch.Tensor 
     if param.pointer:
         return tensor.data_ptr() if tensor is not None else 0
     return checks.flag(str(param), given) if param.ctype == "bool" else signature.by_value(kernel, param, given)
+
+
+def written(params: Sequence[signature.Param], tensors: Iterable[torch.Tensor | None]) -> list[torch.Tensor]:
+    """The tensors that a kernel may write."""
+    return [t for p, t in zip(params, tensors, strict=True) if t is not None and p.written]
 
 
 def dim(name: str, value: int | Iterable[int]) -> backend.Dim:

@@ -213,7 +213,7 @@ class Kernel:
                 raise self._with_signature(signature.explain_misfit(self.name, tuple(params), values[3:]), params) from None
             except (TypeError, ValueError) as error:
                 raise self._with_signature(error, params) from None
-        increment_version([t for p, t in zip(params, tensors, strict=True) if t is not None and p.written])
+        increment_version(arguments.written(params, tensors))
         if not simulated and device not in self._quicks and hasattr(launch, "prepared"):
             self.quick = self._quicks[device] = arguments.quick(launch.prepared, params, device)
 

@@ -52,7 +52,7 @@ LISTS = [
     ("bool causal, double p, size_t bytes", [("causal", "bool", False), ("p", "double", False), ("bytes", "unsigned long", False)]),
     ("half h, void* any", [("h", "__half", False), ("any", "void", True)]),
     ("float*, unsigned int, int n = 3", [("arg0", "float", True), ("arg1", "unsigned int", False), ("n", "int", False)]),
-    ("real* x, const Alias y, int64_t n", [("x", "float", True), ("y", "unsigned char", False), ("n", "long long", False)]),
+    ("real* x, const Alias y, int64_t n", [("x", "float", True), ("y", "unsigned char", False), ("n", "long", False)]),
     ("#if 0\n double* x\n#else\n float* x\n#endif\n, int n", [("x", "float", True), ("n", "int", False)]),
     ("#if 0\n double* x,\n#endif\n int n", [("arg0", "int", False)]),
     ("const unit* x, unit n", [("x", "int", True), ("n", "int", False)]),
