@@ -276,12 +276,21 @@ def _attend(
         return fused.fused((q, k, v, *bounds) if qkv is None else (qkv,), options)
     if qkv is not None and not (torch.compiler.is_compiling() or transformed()):
         q, k, v = fused.Parts.apply(qkv)
-    if version != "sdpa" and not (q.is_cuda or backend.simulates(q)):
-        return reference(q, k, v, options, (bounds[0], bounds[1]) if bounds else None)
-    if bounds:
-        return materialised.by_softmax(q, k, v, options, lengths=(bounds[0], bounds[1]))
-    forward = materialised.by_sdpa if version == "sdpa" else VERSIONS[version].forward
-    return forward(q, k, v, options, return_lse)
+    return _with_scores(version, q, k, v, options, return_lse, bounds)
+
+
+def _with_scores(
+    version: str, q: Tensor, k: Tensor, v: Tensor, options: Options, return_lse: bool, bounds: tuple[Tensor, ...]
+) -> materialised.Outputs:
+    """`_attend` without a fused kernel."""
+    lengths = (bounds[0], bounds[1]) if bounds else None
+    if version == "sdpa":
+        return materialised.by_sdpa(q, k, v, options, return_lse)
+    if not (q.is_cuda or backend.simulates(q)):
+        return reference(q, k, v, options, lengths)
+    if lengths is not None:
+        return materialised.by_softmax(q, k, v, options, lengths=lengths)
+    return VERSIONS[version].forward(q, k, v, options, return_lse)
 
 
 def _chosen(version: str | None, q: Tensor) -> str:
