@@ -1,12 +1,14 @@
 // adamw: one step of AdamW for a list of tensors, in place: param, exp_avg (m) and exp_avg_sq (v) are updated from the gradient g.
 //     g *= factor;  m += (1 - beta1) (g - m);  v = beta2 v + (1 - beta2) g^2
 //     param = (1 - lr weight_decay) param - lr / (1 - beta1^t) m / (sqrt(v / (1 - beta2^t)) + eps)
-// factor is 1 / grad_scale, times max_norm / norm if the norm of all gradients is larger. (Loshchilov and Hutter, arXiv 1711.05101)
+// factor is 1 / grad_scale, times max_norm / norm if the norm of all gradients is larger, times -1 with maximize. With amsgrad the root is
+// that of the largest v so far. (Loshchilov and Hutter, arXiv 1711.05101)
 //
 // Layout     Each tensor is dense: its elements fill numel consecutive addresses. rows[t] describes tensor t, grads[t] is the address of its
 //            gradient. Both tables are in device memory. adamw_write updates them, so that a CUDA graph can contain the update.
 // Types      m and v are float, or double for double parameters. 16-bit parameters may have float masters, which are then updated, and
-//            rounded to the parameter. bfloat16 parameters may be rounded stochastically.
+//            rounded to the parameter. bfloat16 parameters may be rounded stochastically. A parameter that is not its rounded master was
+//            written by something else: the master takes its value first. EXTRAS: instances for masters and amsgrad.
 // Launch     adamw_norm (only with max_norm) and adamw_v2 have one launch per dtype, and one block per chunk of CHUNK elements or per PART of
 //            a chunk. Between them adamw_prepare (one block) adds the partial sums of the norm in a fixed order, increments the steps, and
 //            computes the numbers of each tensor in double. It is not needed if the host knows them. If *found_inf is not 0, all tensors
@@ -26,15 +28,18 @@ constexpr long long CHUNK = 8192;  // as in cukern/ops/adamw/op.py
 constexpr int THREADS = 256;
 struct Row {
     void *param, *exp_avg, *exp_avg_sq;
-    float *master, *step;  // may be null
+    void* max_exp_avg_sq;  // of amsgrad; may be null, as master and step
+    float *master, *step;
     long long numel, first_chunk;
     unsigned index, group;  // index: of the tensor among the parameters of the optimizer
 };
 
 struct Group {
-    const float* lr_tensor;  // replaces lr if it is not null
+    const void* lr_tensor;  // replaces lr if it is not null
     double lr, beta1, beta2, eps, weight_decay;
+    unsigned long long flags;
 };
+enum { MAXIMIZE = 1, LR_IS_DOUBLE = 2 };  // flags
 
 // The numbers of a tensor, which adamw_prepare computes. WEIGHT1 and WEIGHT2 are 1 - beta; STEP is -1 if the tensor is skipped.
 enum { STEP_SIZE, RSQRT_CORRECTION, EPS, DECAY, WEIGHT1, BETA2, WEIGHT2, FACTOR, STEP, NUMBERS };
@@ -109,10 +114,13 @@ __global__ void adamw_prepare(double* numbers, float* norm_to, const void* table
     bool skip = found_inf && *found_inf != 0;
     for (int t = threadIdx.x; t < tensors; t += BLOCK) {
         Group group = static_cast<const Group*>(group_table)[rows[t].group];
-        double lr = group.lr_tensor ? *group.lr_tensor : group.lr;
+        double lr = group.lr;
+        if (group.lr_tensor)
+            lr = group.flags & LR_IS_DOUBLE ? *static_cast<const double*>(group.lr_tensor) : *static_cast<const float*>(group.lr_tensor);
+        double signed_factor = group.flags & MAXIMIZE ? -factor : factor;
         float step = *rows[t].step + 1;
         double decay = 1 - lr * group.weight_decay, beta1 = group.beta1, beta2 = group.beta2, size = lr / (1 - pow(beta1, double(step)));
-        double k[] = {size, 1 / sqrt(1 - pow(beta2, double(step))), group.eps, decay, 1 - beta1, beta2, 1 - beta2, factor, -1};
+        double k[] = {size, 1 / sqrt(1 - pow(beta2, double(step))), group.eps, decay, 1 - beta1, beta2, 1 - beta2, signed_factor, -1};
         if (!skip) *rows[t].step = k[STEP] = step;
         for (int j = 0; j < NUMBERS; j++) numbers[t * NUMBERS + j] = k[j];
     }
@@ -136,8 +144,15 @@ __device__ __forceinline__ float round_randomly(float x, unsigned random) {
     return __uint_as_float((__float_as_uint(x) + (random & 0xffff)) & 0xffff0000);
 }
 
+// True if `x` is what a step made of this master. Else it was written since, and the master follows it.
+template <typename T>
+__device__ __forceinline__ bool is_rounded(float x, float master, bool randomly) {
+    if (x == load_as(T(master))) return true;
+    return IS_BF16<T> && randomly && (__float_as_uint(x) - (__float_as_uint(master) & 0xffff0000)) >> 16 <= 1;  // a neighbour
+}
+
 // K vectors of N elements of a tensor, THREADS apart, from element i on, those before the end: `left` elements further.
-template <typename T, int N, int K>
+template <typename T, int N, int K, bool EXTRAS>
 __device__ __forceinline__ void update(const Step& step, int t, long long i, int left) {
     using C = compute_t<T>;
     Row row = step.rows[t];
@@ -145,28 +160,41 @@ __device__ __forceinline__ void update(const Step& step, int t, long long i, int
     for (int j = 0; j < NUMBERS; j++) k[j] = C(step.numbers ? step.numbers[t * NUMBERS + j] : step.given[j]);
     const T* grad = reinterpret_cast<const T*>(step.grads[t]) + i;
     T* to = static_cast<T*>(row.param) + i;
-    bool master = sizeof(T) == 2 && row.master;
-    Vec<C, N> m[K], v[K];
+    bool master = EXTRAS && sizeof(T) == 2 && row.master;
+    C* max_at = EXTRAS && row.max_exp_avg_sq ? static_cast<C*>(row.max_exp_avg_sq) + i : nullptr;
+    Vec<C, N> m[K], v[K], most[K];
+    Vec<T, N> written[K];
 #pragma unroll
     for (int e = 0, at = 0; e < K && at < left; e++, at += THREADS) {  // all loads before the first store
         m[e] = load_vec<C, N>(m_at + at);
         v[e] = load_vec<C, N>(v_at + at);
         unpack(g[e], load_vec<T, N>(grad + at));
+        written[e] = load_vec<T, N>(to + at);
+        if (EXTRAS && max_at) most[e] = load_vec<C, N>(max_at + at);
         if (master) unpack(p[e], load_vec<float, N>(row.master + i + at));
-        else unpack(p[e], load_vec<T, N>(to + at));
+        else unpack(p[e], written[e]);
     }
     if (k[STEP] < 0) return;
 #pragma unroll
     for (int e = 0, at = 0; e < K && at < left; e++, at += THREADS) {
+        if (master) {
+            for (int j = 0; j < N; j++) {
+                float x = load_as(written[e].v[j]);
+                if (!is_rounded<T>(x, p[e][j], step.randomly)) p[e][j] = x;
+            }
+        }
         for (int j = 0; j < N; j++) {
             C scaled = g[e][j] * k[FACTOR];
             C change = scaled - m[e].v[j];  // added to the nearer of the two, so that beta1 = 0 gives the gradient
             m[e].v[j] = k[WEIGHT1] < C(0.5) ? m[e].v[j] + k[WEIGHT1] * change : scaled - (1 - k[WEIGHT1]) * change;
             v[e].v[j] = k[BETA2] * v[e].v[j] + k[WEIGHT2] * scaled * scaled;
-            p[e][j] = p[e][j] * k[DECAY] - k[STEP_SIZE] * (m[e].v[j] / (sqrt(v[e].v[j]) * k[RSQRT_CORRECTION] + k[EPS]));
+            C square = v[e].v[j];
+            if (EXTRAS && max_at) square = most[e].v[j] = most[e].v[j] < square || square != square ? square : most[e].v[j];
+            p[e][j] = p[e][j] * k[DECAY] - k[STEP_SIZE] * (m[e].v[j] / (sqrt(square) * k[RSQRT_CORRECTION] + k[EPS]));
         }
         store_vec(m_at + at, m[e]);
         store_vec(v_at + at, v[e]);
+        if (EXTRAS && max_at) store_vec(max_at + at, most[e]);
         if (master) store_vec(row.master + i + at, pack<float, N>(p[e]));
         if (IS_BF16<T> && step.randomly) {  // element i has word i % 4 of counter i / 4, whatever N is
             uint4 random = philox(make_uint4((i + at) / 4, (i + at) / 4 >> 32, row.index, k[STEP]), make_uint2(step.seed, step.seed >> 32));
@@ -178,16 +206,22 @@ __device__ __forceinline__ void update(const Step& step, int t, long long i, int
     }
 }
 
-template <typename T>
+template <typename T, bool EXTRAS>
 __global__ void adamw_v1(Step step, int t) {
     long long i = blockIdx.x * (long long)THREADS + threadIdx.x;
-    update<T, 1, 1>(step, t, i, i < step.rows[t].numel);
+    update<T, 1, 1, EXTRAS>(step, t, i, i < step.rows[t].numel);
 }
+
+// 48 registers for 5 blocks. With masters and amsgrad, 16-bit types have more loads in flight and would spill.
+template <typename T, bool EXTRAS>
+constexpr int BLOCKS_PER_SM = sizeof(T) == 8             ? 1
+                              : EXTRAS && sizeof(T) == 2 ? 4
+                                                         : 5;
 
 // Short blocks, so that the last ones end at about the same time. The chunks of the grid begin at `first_chunk`, the first of this dtype.
 // A block has PART elements from the first aligned place on. The first block of a tensor also has the `lead` elements before it.
-template <typename T>
-__global__ void __launch_bounds__(THREADS, sizeof(T) == 8 ? 1 : 5) adamw_v2(Step step, long long first_chunk, int tensors) {
+template <typename T, bool EXTRAS>
+__global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM<T, EXTRAS>) adamw_v2(Step step, long long first_chunk, int tensors) {
     using C = compute_t<T>;
     constexpr int N = sizeof(T) == 8 ? 2 : 4, PART = THREADS * N, PARTS = CHUNK / PART;
     take_over(PART * sizeof(T), THREADS * 5, [&] {  // waits for the previous kernel
@@ -198,12 +232,14 @@ __global__ void __launch_bounds__(THREADS, sizeof(T) == 8 ? 1 : 5) adamw_v2(Step
     Row row = step.rows[t];
     // The tensors of a row have vectors at the same places if their addresses, counted in elements, are equal modulo N.
     Word place = Word(row.param) / sizeof(T), others = Word(row.exp_avg) / sizeof(C) ^ place | Word(row.exp_avg_sq) / sizeof(C) ^ place;
-    others |= step.grads[t] / sizeof(T) ^ place | (row.master ? Word(row.master) / sizeof(C) ^ place : 0);
+    others |= step.grads[t] / sizeof(T) ^ place;
+    if (EXTRAS && row.master) others |= Word(row.master) / sizeof(C) ^ place;
+    if (EXTRAS && row.max_exp_avg_sq) others |= Word(row.max_exp_avg_sq) / sizeof(C) ^ place;
     bool vectors = others % N == 0 && !(place % N && step.randomly);
     int lead = vectors ? -place % 64 : 0;  // to a whole cache line
     long long part = (chunk - row.first_chunk) * CHUNK + blockIdx.x % PARTS * PART, begin = part ? part + lead : 0;
     int count = min(part + PART + lead, row.numel) - begin, head = part ? 0 : min(lead, count), body = vectors ? (count - head) / N * N : 0;
     int i = threadIdx.x * N, j = THREADS - 1 - threadIdx.x;  // j: of those before and after the body
-    if (i < body) update<T, N, 1>(step, t, begin + head + i, 1);
-    if (j < count - body) update<T, 1, N>(step, t, begin + (j < head ? j : body + j), j < head ? 1 : count - body - j);
+    if (i < body) update<T, N, 1, EXTRAS>(step, t, begin + head + i, 1);
+    if (j < count - body) update<T, 1, N, EXTRAS>(step, t, begin + (j < head ? j : body + j), j < head ? 1 : count - body - j);
 }

@@ -1,24 +1,20 @@
 """adamw: one step of AdamW on lists of tensors, in place; its reference in torch, its launches, and its row in the registry."""
 
-import struct
 from collections.abc import Iterable, Sequence
 from math import prod, sqrt
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from cukern.ops.adamw.table import CHUNK, NORM, PREPARE, PREPARING, THREADS, WORDS, WRITE, Row, Table
 from cukern.runtime import autocast, backend, checks, interop
 from cukern.runtime.kernel import Template
-from cukern.runtime.registry import Cost, Op, Version, choose, in_force, raw_op, register
-from cukern.runtime.tensors import pointers, wide
+from cukern.runtime.registry import Cost, Op, Version, in_force, raw_op, register
+from cukern.runtime.tensors import wide
 
-CHUNK, THREADS, PREPARING = 8192, 256, 1024  # as in adamw.cu; PREPARING: threads of adamw_prepare
-WORDS = 480  # that adamw_write writes: a kernel has at most 4096 bytes of arguments
-_V1, _WRITE, _NORM = (Template("adamw.cu", f"adamw_{name}") for name in ("v1", "write", "norm"))
-_V2, _PREPARE = (Template("adamw.cu", f"adamw_{name}", pdl=True) for name in ("v2", "prepare"))
+_V1, _V2 = Template("adamw.cu", "adamw_v1"), Template("adamw.cu", "adamw_v2", pdl=True)
 Numbers = tuple[Any, float, float, float, float]  # lr, beta1, beta2, eps, weight_decay; lr may be a tensor
-Scaling = tuple[float | None, Tensor | None, Tensor | None]  # max_norm, grad_scale, found_inf
 
 
 def adamw(
@@ -62,13 +58,11 @@ def adamw(
 
 
 def check_numbers(lr: Any, betas: Any, eps: Any, weight_decay: Any) -> Numbers:
-    """lr, beta1, beta2, eps and weight_decay. A learning rate in a float32 tensor stays one."""
+    """lr, beta1, beta2, eps and weight_decay. A learning rate in a tensor stays one."""
     if not isinstance(lr, Tensor):
         lr = checks.number("lr", lr, least=0)
     elif lr.numel() != 1 or lr.dtype not in (torch.float32, torch.float64):
-        raise TypeError(f"lr must be a number or a float32 tensor of one element, got {lr.dtype} of shape {tuple(lr.shape)}")
-    elif lr.dtype == torch.float64:  # the kernels read float32 in device memory
-        lr = checks.number("lr", float(lr), least=0)
+        raise TypeError(f"lr must be a number, or a float32 or float64 tensor of one element, got {lr.dtype} of shape {tuple(lr.shape)}")
     eps, weight_decay = checks.number("eps", eps, least=0), checks.number("weight_decay", weight_decay, least=0)
     if not isinstance(betas, tuple | list) or len(betas) != 2:
         raise TypeError(f"betas must be a pair of numbers, got {checks.brief(betas)}")
@@ -115,109 +109,30 @@ def reference(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, 
     return (p * (1 - lr * weight_decay) - lr / (1 - beta1**step) * (m / root)).to(param.dtype), m, v
 
 
-# ---- the launches of a step: tables of pointers in device memory, written by a kernel, not by a copy from the host: that needs no
-# synchronization and may be captured in a CUDA graph
-
-
-class Row(NamedTuple):
-    """A tensor of a step. `number`: its place among the parameters of the optimizer."""
-
-    param: Tensor
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
-    master: Tensor | None
-    step: Any  # a tensor, or None if the numbers are given
-    group: int
-    number: int
-
-
-class Table:
-    """Rows in device memory, sorted by dtype, with scratch memory for a step. order[i]: the index in `rows` of entry i."""
-
-    def __init__(self, rows: Sequence[Row]):
-        self.order = sorted(range(len(rows)), key=lambda i: checks.FLOATS.index(rows[i].param.dtype))
-        self.tensors = [(rows[i].param.dtype, rows[i].param.numel()) for i in self.order]
-        self.device = rows[0].param.get_device()
-        self.runs: dict[torch.dtype, list[int]] = {}  # the first chunk of a dtype, and the number of its chunks
-        self.chunks, data = 0, b""
-        for i, (dtype, n) in zip(self.order, self.tensors, strict=True):
-            row, count = rows[i], -(-n // CHUNK)
-            data += struct.pack("7QII", *pointers(*row[:5]), n, self.chunks, row.number, row.group)
-            self.runs.setdefault(dtype, [self.chunks, 0])[1] += count
-            self.chunks += count
-        scratch = (9 * len(rows), self.chunks) if rows[0].step is not None else (0, 0)  # given numbers need none, and have no norm
-        self.rows, self.grads, numbers, partials = (
-            rows[0].exp_avg.new_empty(size, dtype=torch.int64) for size in (8 * len(rows), len(rows), *scratch)
-        )
-        self.places: list[int] = []  # the addresses that are in self.grads
-        self.memory = self.rows, self.grads, numbers, partials
-        self.numbers, self.partials = pointers(numbers, partials)
-        write(self.rows, data)
-
-    def launch(self, grads: Sequence[Tensor], groups: Tensor, norm: Tensor | None, options: Any, scaling: Scaling, capturing: bool) -> None:
-        """A step of an optimizer with these options. `norm` gets the norm of the gradients if there is a max_norm."""
-        max_norm, grad_scale, found_inf = scaling
-        rows, at, count = self.rows.data_ptr(), self.write_places(grads, capturing), len(self.tensors)
-        partials = 0 if max_norm is None else self.partials
-        for dtype, (first, chunks) in self.runs.items():
-            if partials and chunks:
-                _NORM[dtype].on(self.device)((chunks, 1, 1), (THREADS, 1, 1), 0, partials, rows, at, first, count)
-        norm_at, scale_at, inf_at = pointers(norm, grad_scale, found_inf)
-        _PREPARE[PREPARING].on(self.device)(
-            (1, 1, 1), (PREPARING, 1, 1), 0, self.numbers, norm_at, rows, groups.data_ptr(), partials, scale_at, inf_at, self.chunks, count,
-            max_norm or 0.0,
-        )  # fmt: skip
-        self.update(options.version or in_force.now, at, self.numbers, (0.0,) * 9, options.seed, options.stochastic_rounding)
-
-    def write_places(self, grads: Sequence[Tensor], capturing: bool = False) -> int:
-        """The address of a list of the gradients' addresses. A captured step has its own: a replay must not change those of other steps."""
-        places = [grads[i].data_ptr() for i in self.order]
-        addresses = torch.empty_like(self.grads) if capturing else self.grads
-        if capturing or places != self.places:
-            write(addresses, struct.pack(f"{len(places)}Q", *places))
-        if not capturing:
-            self.places = places
-        return addresses.data_ptr()
-
-    def update(self, version: str, at: int, numbers: int, given: Sequence[float], seed: int = 0, randomly: bool = False) -> None:
-        """The last launches of a step. `numbers`: the address of those of each tensor, or 0 for the same `given` ones."""
-        step = struct.pack("3Q9dQ?7x", self.rows.data_ptr(), at, numbers, *given, seed, randomly)
-        choose("adamw", version, self.device).forward(self, step)
-
-
-def write(to: Tensor, data: bytes) -> None:
-    """Write words of 8 bytes to device memory, passed by value."""
-    kernel, size = _WRITE[WORDS].on(to.get_device()), 8 * WORDS
-    for i in range(0, len(data), size):
-        part = data[i : i + size]
-        kernel((1, 1, 1), (WORDS, 1, 1), 0, to.data_ptr() + i, len(part) // 8, part.ljust(size, b"\0"))
-
-
-def group_bytes(lr: float | Tensor, *numbers: float) -> bytes:
-    """The struct Group of adamw.cu. A learning rate in device memory is passed by its address. `numbers`: see Numbers."""
-    return struct.pack("Q5d", *((lr.data_ptr(), 0.0) if isinstance(lr, Tensor) else (0, lr)), *numbers)
-
-
 # ---- the versions: forward(table, step) updates the tensors. `step`: the struct Step of adamw.cu
 
 
 def _forward_v1(table: Table, step: bytes) -> None:
     for t, (dtype, n) in enumerate(table.tensors):
         if n:
-            _V1[dtype].on(table.device)((-(-n // THREADS), 1, 1), (THREADS, 1, 1), 0, step, t)
+            _V1[dtype, dtype in table.extras].on(table.device)((-(-n // THREADS), 1, 1), (THREADS, 1, 1), 0, step, t)
 
 
 def _forward_v2(table: Table, step: bytes) -> None:
     for dtype, (first, count) in table.runs.items():
         if count:
             parts = CHUNK // THREADS // (2 if dtype == torch.float64 else 4)  # a thread has one vector
-            _V2[dtype].on(table.device)((count * parts, 1, 1), (THREADS, 1, 1), 0, step, first, len(table.tensors))
+            _V2[dtype, dtype in table.extras].on(table.device)((count * parts, 1, 1), (THREADS, 1, 1), 0, step, first, len(table.tensors))
 
 
-_EACH = _WRITE[WORDS], _PREPARE[PREPARING]
+def _instances(template: Template) -> Any:
+    """The plain kernel, that for masters and amsgrad, and those of each step."""
+    return lambda dtype: (template[dtype, False], template[dtype, True], NORM[dtype], WRITE[WORDS], PREPARE[PREPARING])
+
+
 VERSIONS = {
-    "v1": Version("one launch per tensor", _forward_v1, instances=lambda dtype: (_V1[dtype], _NORM[dtype], *_EACH)),
-    "v2": Version("one launch per dtype, vectors", _forward_v2, instances=lambda dtype: (_V2[dtype], _NORM[dtype], *_EACH)),
+    "v1": Version("one launch per tensor", _forward_v1, instances=_instances(_V1)),
+    "v2": Version("one launch per dtype, vectors", _forward_v2, instances=_instances(_V2)),
 }
 
 # ---- the raw op
@@ -236,7 +151,7 @@ def _launch(
     table = _tables.get(key)
     if table is None:
         tensors = enumerate(zip(params, exp_avgs, exp_avg_sqs, strict=True))
-        table = Table([Row(p, m, v, None, None, 0, i) for i, (p, m, v) in tensors])
+        table = Table([Row(p, m, v, None, None, None, 0, i) for i, (p, m, v) in tensors])
     if stream and torch.cuda.is_current_stream_capturing():
         _captured.append(table)
     elif params[0].is_cuda:

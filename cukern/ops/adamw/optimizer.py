@@ -9,13 +9,14 @@ from torch import Tensor
 from torch.optim import adamw as torch_adamw
 from torch.utils._pytree import tree_leaves
 
-from cukern.ops.adamw.op import VERSIONS, Numbers, Row, Scaling, Table, check_numbers, check_param, group_bytes, write
+from cukern.ops.adamw.op import VERSIONS, Numbers, check_numbers, check_param
+from cukern.ops.adamw.state import Found, gradient, like_parameter, local, sum_of_squares
+from cukern.ops.adamw.table import GROUP_WORDS, Row, Scaling, Table, group_bytes, write
 from cukern.runtime import backend, checks
 from cukern.runtime.tensors import wide
 
-_LIKE_PARAMETERS = "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master"  # of the state: of a parameter's shape, in the dtype of computation
+_LIKE_PARAMETERS = "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master"  # of a parameter's shape, in wide(dtype)
 _MOST_TABLES = 64  # each has 8 bytes for 8192 elements of the parameters
-_Found = tuple[int, Tensor, int]  # the number of a parameter, the parameter, its group
 
 
 class AdamW(torch.optim.Optimizer):
@@ -29,25 +30,25 @@ class AdamW(torch.optim.Optimizer):
     Args:
         params: tensors, or groups with their own lr, betas, eps and weight_decay. float16, bfloat16, float32 or float64, on one device,
             with dense strides. Parameters without a gradient are skipped.
-        lr: a number, or a float32 tensor of one element on the device of the parameters, which is read there at each step. A float64
-            tensor is read on the host.
+        lr: a number, or a float32 or float64 tensor of one element on the device of the parameters, which is read there at each step.
         betas, eps, weight_decay: as in torch.optim.AdamW (decoupled weight decay, bias correction).
-        amsgrad, maximize: as in torch.optim.AdamW. torch's fused AdamW computes such steps.
+        amsgrad, maximize: as in torch.optim.AdamW.
         foreach, capturable, differentiable, fused: accepted, because recipes for torch.optim.AdamW name them. They change nothing.
             `differentiable` must be False.
         max_norm: None, or the largest 2-norm of all gradients together. If their norm is larger, they are scaled by max_norm / norm, as
             llm.c does; `grad_norm` is the norm before that. The gradients are not written. If the norm is inf, finite gradients become 0
             and infinite ones NaN. If it is NaN, nothing is scaled: the NaN reaches its parameters.
-        master_weights: keep a float32 copy of each 16-bit parameter in the state ("master"), and round it to the parameter. If the
-            parameter was written in place since the last step, as by `load_state_dict` of the model, the copy follows it. A write
-            through `.data` is not noticed.
+        master_weights: keep a float32 copy of each 16-bit parameter in the state ("master"), and round it to the parameter. Where an
+            element of the parameter is not its rounded master, something else wrote it, such as `load_state_dict` of the model: the
+            master becomes that value before the step. With stochastic_rounding either neighbour of the master counts as rounded.
         stochastic_rounding: round bfloat16 parameters to one of the two neighbours, so that the expectation is exact. The random numbers
             are Philox4x32-10 of (seed, step, number of the parameter, number of the element), whatever the launch. Not on CPUs.
         seed: from 0 to 2^64 - 1.
         version: "v1" or "v2"; default: the fastest.
 
     Parameters may be DTensors, such as FSDP2's, that are divided along dimensions: a process updates its part, the state has DTensors, and
-    the norm is that of all parts. If a parameter gets another dtype or memory format, as by `model.to(...)`, its moments follow.
+    the norm is that of all parts. If a parameter gets another dtype, device or memory format, as by `model.to(...)`, its state
+    follows.
     A step increases the versions of what it writes, as torch's does, so autograd raises an error where it needs an old parameter.
     Moments are float32 for 16-bit parameters. On a GPU a step does not synchronize. Steps, learning rates and the norm are in device
     memory. A step captured in a CUDA graph, after one outside of it, follows a learning rate in a tensor; if a number in a group changed,
@@ -114,28 +115,32 @@ class AdamW(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, also of a torch.optim.AdamW. The tensors are copied."""
-        given = [state_dict]  # and what hooks make of it, of which ours is the last
-        hook = self.register_load_state_dict_pre_hook(lambda _, changed: given.append(changed))
+        given: list[dict[str, Any]] = []  # what the hooks make of it: ours is the last before the load, and the first after it
+        hooks = (
+            self.register_load_state_dict_pre_hook(lambda _, changed: given.append(changed)),
+            self.register_load_state_dict_post_hook(lambda _: self._restore_state(given[0]), prepend=True),
+        )
         try:
             super().load_state_dict(state_dict)
         finally:
-            hook.remove()
-        state_dict = given[-1]
-        # torch's casts moments to the dtype of the parameter
+            for hook in hooks:
+                hook.remove()
+
+    def _restore_state(self, state_dict: dict[str, Any]) -> None:
+        """Copy the state again, because torch's load casts moments to the dtype of the parameter."""
         numbers = [i for group in state_dict["param_groups"] for i in group["params"]]
         for i, p in zip(numbers, (p for group in self.param_groups for p in group["params"]), strict=True):
             for name, value in state_dict["state"].get(i, {}).items():
                 if name == "step":
                     self.state[p][name] = torch.tensor(float(value), dtype=torch.float32, device=p.device)
                 elif name in _LIKE_PARAMETERS:
-                    self.state[p][name] = _like_parameter(f"{name} of parameter {i}", value, p, wide(p.dtype))
+                    self.state[p][name] = like_parameter(f"{name} of parameter {i}", value, p, wide(p.dtype))
 
     def _forget(self) -> None:
         """Forget the tables in device memory, whose tensors have changed. The groups keep their memory, which CUDA graphs may read."""
         self._tables: dict[tuple[Any, ...], Table] = {}
         self._written = b""  # what is in _groups
-        self._versions: dict[int, int] = {}  # of the parameters after the last step, by number
-        if self._groups is not None and self._groups.numel() != 6 * len(self.param_groups):
+        if self._groups is not None and self._groups.numel() != GROUP_WORDS * len(self.param_groups):
             self._groups = None
 
     def _numbers(self, group: dict[str, Any]) -> Any:
@@ -153,61 +158,33 @@ class AdamW(torch.optim.Optimizer):
         found = [(i, p, g) for i, (p, g) in enumerate(every) if p.grad is not None]
         if not found:
             return loss
-        numbers, grads = [self._numbers(group) for group in self.param_groups], [_gradient(i, p) for i, p, _ in found]
+        numbers, grads = [self._numbers(group) for group in self.param_groups], [gradient(i, p) for i, p, _ in found]
         max_norm, grad_scale, found_inf = self._options.max_norm, getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        by_torch = any(group.get("amsgrad") or group.get("maximize") for group in self.param_groups)
-        kernels = (found[0][1].is_cuda or backend.simulating()) and not by_torch
-        if kernels and max_norm is not None and any(hasattr(p, "to_local") for _, p, _ in found):
-            grad_scale, max_norm = self._clip(found, grads, grad_scale).float(), None
         scaling = max_norm, grad_scale, found_inf
-        if self._options.master_weights:
-            self._follow(found)
-        if not kernels:
-            self._step_by_torch(found, grads, numbers, scaling)
-        elif found[0][1].is_cuda:
-            self._launch(found, grads, scaling)
+        if found[0][1].is_cuda or backend.simulating():
+            self._step_by_kernels(found, grads, numbers, scaling)
         else:
-            state = self._groups, self.grad_norm, [table.memory for table in self._tables.values()], list(map(dict, self.state.values()))
-            with backend.simulated_memory([_local(t) for t in tree_leaves([found, grads, scaling, numbers, *state])]):
-                self._launch(found, grads, scaling)
-        if kernels:  # torch's operations do so themselves
-            written = [p for _, p, _ in found]
-            written += [t for p in written for t in self.state[p].values() if isinstance(t, Tensor)]
-            torch.autograd.graph.increment_version(written)
-        if self._options.master_weights:
-            self._versions = {i: p._version for i, p, _ in found}
+            self._step_on_cpu(found, grads, numbers, scaling)
         return loss
 
-    def _follow(self, found: Sequence[_Found]) -> None:
-        """The masters of parameters that were written since the last step take their values, where they differ."""
-        for i, p, _ in found:
-            master = self.state[p].get("master")
-            if master is None or self._versions.get(i, p._version) == p._version or master.shape != p.shape:
-                continue
-            same = master.to(p.dtype) == p if not self._options.stochastic_rounding else torch.zeros_like(p, dtype=torch.bool)
-            master.copy_(torch.where(same, master, p.to(master.dtype)))
-
-    def _clip(self, found: Sequence[_Found], grads: Sequence[Tensor], grad_scale: Tensor | None) -> Tensor:
-        """The number that divides the gradients, so that those of all processes together have at most max_norm. Sets grad_norm."""
-        parts: dict[Any, list[Tensor]] = {}
-        for (_, p, _), grad in zip(found, grads, strict=True):
-            parts.setdefault(getattr(p, "device_mesh", None), []).append(grad)
-        total = grads[0].new_zeros((), dtype=torch.float64)
-        for mesh, some in parts.items():
-            square = torch.stack(list(torch._foreach_norm(some, 2, dtype=torch.float64))).square().sum()
-            if mesh is not None:
-                from torch.distributed.tensor import DTensor, Partial
-
-                square = DTensor.from_local(square, mesh, [Partial()] * mesh.ndim).full_tensor()  # the sum over the processes
-            total += square
-        scale = torch.ones_like(total) if grad_scale is None else grad_scale.double()
-        norm = total.sqrt() / scale.abs()
-        self.grad_norm = norm.float()
-        return torch.where(norm > self._options.max_norm, scale * norm / self._options.max_norm, scale)
+    def _step_by_kernels(self, found: list[Found], grads: list[Tensor], numbers: list[Numbers], scaling: Scaling) -> None:
+        divided = scaling[0] is not None and any(hasattr(p, "to_local") for _, p, _ in found)
+        squares = sum_of_squares(found, grads) if divided else None
+        key, rows = self._rows(found)
+        if grads[0].is_cuda:
+            self._launch(key, rows, grads, squares, scaling)
+        else:
+            tables, states = [table.memory for table in self._tables.values()], list(map(dict, self.state.values()))
+            used = [found, grads, scaling, squares, numbers, self._groups, self.grad_norm, tables, states]
+            with backend.simulated_memory([local(t) for t in tree_leaves(used)]):
+                self._launch(key, rows, grads, squares, scaling)
+        written = [p for _, p, _ in found]
+        written += [t for p in written for t in self.state[p].values() if isinstance(t, Tensor)]
+        torch.autograd.graph.increment_version(written)  # torch's operations do so themselves
 
     def update_groups(self) -> None:
         """Copy changed numbers of the groups to the device, as step() does outside of a capture, for the next replay of a CUDA graph."""
-        data = b"".join(group_bytes(*self._numbers(group)) for group in self.param_groups)
+        data = b"".join(group_bytes(*self._numbers(g), maximize=bool(g.get("maximize"))) for g in self.param_groups)
         if data == self._written or self._groups is None:
             return
         if self._groups.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -216,103 +193,107 @@ class AdamW(torch.optim.Optimizer):
         self._written = data
 
     def _row(self, index: int, p: Tensor, group: int) -> Row:
-        """The tensors of a parameter. Creates its state."""
-        state = self.state[p]
-        if "step" not in state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
-            state["exp_avg"], state["exp_avg_sq"] = (torch.zeros_like(p, dtype=wide(p.dtype)) for _ in range(2))
-        if self._options.master_weights and p.dtype.itemsize == 2 and "master" not in state:
-            state["master"] = p.detach().float()
-        if p.dtype.itemsize != 2:
+        """The tensors of a parameter. Creates its state, or lets it follow the parameter's dtype, device and memory format."""
+        name, state = f"parameter {index}", self.state[p]
+        check_param(name, local(p))
+        checks.one_device(**{"the first parameter": self.param_groups[0]["params"][0], name: p})
+        needed = ["exp_avg", "exp_avg_sq"]
+        if self.param_groups[group].get("amsgrad"):
+            needed.append("max_exp_avg_sq")
+        for key in needed:
+            if key not in state:
+                state[key] = torch.zeros_like(p, dtype=wide(p.dtype))
+        if p.dtype.itemsize != 2 or not self._options.master_weights:
             state.pop("master", None)
-        if self.param_groups[group].get("amsgrad") and "max_exp_avg_sq" not in state:
-            state["max_exp_avg_sq"] = torch.zeros_like(p, dtype=wide(p.dtype))
-        for name in _LIKE_PARAMETERS:  # the parameter may have another memory format or dtype than before
-            if name in state and (state[name].stride() != p.stride() or state[name].dtype != wide(p.dtype)):
-                state[name] = _like_parameter(f"{name} of parameter {index}", state[name], p, wide(p.dtype))
-        step = state["step"]
-        if not isinstance(step, Tensor) or step.dtype != torch.float32 or step.device != p.device:
+        elif "master" not in state:
+            state["master"] = p.detach().float()
+        for key in _LIKE_PARAMETERS:
+            t = state.get(key)
+            if t is not None and (t.shape, t.stride(), t.dtype, t.device) != (p.shape, p.stride(), wide(p.dtype), p.device):
+                state[key] = like_parameter(f"{key} of {name}", t, p, wide(p.dtype))
+        step = state.get("step", 0.0)
+        if not isinstance(step, Tensor) or (step.shape, step.dtype, step.device) != (torch.Size(), torch.float32, p.device):
             state["step"] = torch.tensor(float(step), dtype=torch.float32, device=p.device)
-        master = _local(state["master"]) if "master" in state else None
-        return Row(_local(p), _local(state["exp_avg"]), _local(state["exp_avg_sq"]), master, state["step"], group, index)
+        m, v, largest = (local(state[key]) if key in needed else None for key in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"))
+        return Row(local(p), m, v, largest, local(state.get("master")), state["step"], group, index)  # type: ignore[arg-type]
 
-    def _key(self, found: Sequence[_Found]) -> tuple[Any, ...]:
-        """What a table holds, and what its rows were made of."""
-        key = []
+    def _key(self, found: Sequence[Found]) -> tuple[Any, ...]:
+        """All that a table holds, and what its rows were made of."""
+        key: list[Any] = [tuple(bool(group.get("amsgrad")) for group in self.param_groups)]
         for i, p, group in found:
-            states = [t for t in self.state[p].values() if isinstance(t, Tensor)]
+            get = self.state[p].get
+            tensors: Any = p, get("exp_avg"), get("exp_avg_sq"), get("max_exp_avg_sq"), get("master"), get("step")
             if type(p) not in checks.PLAIN:
-                p, states = _local(p), [_local(t) for t in states]
-            addresses = [(t.data_ptr(), t.dtype) for t in states]
-            key.append((i, group, p.dtype, p.shape, p.stride(), p.data_ptr(), *addresses))
+                tensors = map(local, tensors)
+            key += i, group
+            for t in tensors:
+                if isinstance(t, Tensor):
+                    key += t.data_ptr(), t.dtype, t.get_device(), t.shape, t.stride()
+                else:  # None, or the number of a step that a user wrote
+                    key.append(t)
         return tuple(key)
 
-    def _launch(self, found: Sequence[_Found], grads: Sequence[Tensor], scaling: Scaling) -> None:
-        first = _local(found[0][1])
+    def _rows(self, found: Sequence[Found]) -> tuple[tuple[Any, ...], list[Row]]:
+        """The key of the table of these parameters, and its rows if there is no table yet."""
+        key, rows = self._key(found), []
+        if key not in self._tables:
+            rows = [self._row(*one) for one in found]
+            key = self._key(found)  # creating the rows may have created the state
+        return key, rows
+
+    def _launch(self, key: Any, rows: list[Row], grads: Sequence[Tensor], squares: Tensor | None, scaling: Scaling) -> None:
+        first = grads[0]
         capturing = first.is_cuda and torch.cuda.is_current_stream_capturing()
-        if len(self._tables) > _MOST_TABLES:  # other parameters have gradients each time
-            self._forget()
-        key = self._key(found)
         if key not in self._tables:
             if capturing:
                 raise RuntimeError("before the capture of step() in a CUDA graph, call it once with gradients of the same parameters")
-            table = Table([self._row(*one) for one in found])
-            key = self._key(found)  # creating the rows may have created the state
-            self._tables[key] = table
-        if self._groups is None:
-            self._groups = first.new_empty(6 * len(self.param_groups), dtype=torch.int64)
+            if len(self._tables) > _MOST_TABLES:  # other parameters have gradients each time
+                self._forget()
+            self._tables[key] = Table(rows)
+        if self._groups is None or self._groups.device != first.device:
+            self._groups, self._written = first.new_empty(GROUP_WORDS * len(self.param_groups), dtype=torch.int64), b""
             self.grad_norm = first.new_zeros((), dtype=torch.float32) if scaling[0] is not None else self.grad_norm
         self.update_groups()
         if capturing:
             self._captured += ((self._tables[key], self._groups, self.grad_norm),)
-        self._tables[key].launch(grads, self._groups, self.grad_norm, self._options, scaling, capturing)
+        self._tables[key].launch(grads, self._groups, self.grad_norm, squares, self._options, scaling, capturing)
 
-    def _step_by_torch(self, found: list[_Found], grads: list[Tensor], numbers: list[Numbers], scaling: Scaling) -> None:
+    def _scaled(self, found: list[Found], grads: list[Tensor], scaling: Scaling) -> list[Tensor]:
+        """The gradients divided by grad_scale and clipped to max_norm, in double. Sets grad_norm."""
+        max_norm, grad_scale, _ = scaling
+        if max_norm is None and grad_scale is None:
+            return grads
+        factor = grads[0].new_ones((), dtype=torch.float64) if grad_scale is None else 1 / grad_scale.double()
+        if max_norm is not None:
+            norm = sum_of_squares(found, grads).sqrt() * factor.abs()
+            self.grad_norm = norm.float()
+            factor = torch.where(norm > max_norm, factor * (max_norm / norm), factor)
+        return [g.double() * factor for g in grads]
+
+    def _step_on_cpu(self, found: list[Found], grads: list[Tensor], numbers: list[Numbers], scaling: Scaling) -> None:
         """torch's fused AdamW on the masters, or on float32 copies of 16-bit parameters."""
         if self._options.stochastic_rounding:
-            what = "amsgrad and maximize have none" if found[0][1].is_cuda else f"the parameters are on the CPU: {checks.SIMULATOR}"
-            raise ValueError(f"stochastic_rounding needs a GPU: {what}")
-        rows, (max_norm, grad_scale, found_inf) = [self._row(*one) for one in found], scaling
-        dtypes = [row.exp_avg.dtype for row in rows]
-        if max_norm is None:
-            grads = [g.to(dtype, copy=grad_scale is not None) for g, dtype in zip(grads, dtypes, strict=True)]  # it scales them in place
-        else:
-            scale = self._clip(found, grads, grad_scale)
-            grads, grad_scale = [(g.double() / scale).to(dtype) for g, dtype in zip(grads, dtypes, strict=True)], None
-        targets = [row.param.to(row.exp_avg.dtype) if row.master is None else row.master for row in rows]
+            raise ValueError(f"stochastic_rounding needs a GPU, the parameters are on the CPU: {checks.SIMULATOR}")
+        rows, found_inf = [self._row(*one) for one in found], scaling[2]
+        grads = [g.to(row.exp_avg.dtype) for g, row in zip(self._scaled(found, grads, scaling), rows, strict=True)]
+        targets = [_target(row) for row in rows]
         for i, (lr, beta1, beta2, eps, weight_decay) in enumerate(numbers):
-            mine = [j for j, row in enumerate(rows) if row.group == i]
-            group = self.param_groups[i]
-            most = [_local(self.state[found[j][1]]["max_exp_avg_sq"]) for j in mine] if group.get("amsgrad") else []
+            group, tensors = self.param_groups[i], [one for one in zip(targets, grads, rows, strict=True) if one[2].group == i]
+            mine, amsgrad = [row for _, _, row in tensors], bool(group.get("amsgrad"))
+            exp_avgs, exp_avg_sqs, maxima, steps = (
+                [getattr(row, name) for row in mine] for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step")
+            )
             torch_adamw.adamw(
-                [targets[j] for j in mine], [grads[j] for j in mine], [rows[j].exp_avg for j in mine], [rows[j].exp_avg_sq for j in mine],
-                most, [rows[j].step for j in mine], fused=True, amsgrad=bool(most), maximize=bool(group.get("maximize")), lr=float(lr),
-                beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay, grad_scale=grad_scale, found_inf=found_inf,
+                [t for t, _, _ in tensors], [g for _, g, _ in tensors], exp_avgs, exp_avg_sqs, maxima if amsgrad else [], steps, fused=True,
+                amsgrad=amsgrad, maximize=bool(group.get("maximize")), lr=float(lr), beta1=beta1, beta2=beta2, eps=eps,
+                weight_decay=weight_decay, found_inf=found_inf,
             )  # fmt: skip
         torch._foreach_copy_([row.param for row in rows], targets)
 
 
-def _like_parameter(name: str, value: Any, p: Tensor, dtype: torch.dtype) -> Tensor:
-    """A copy of a tensor of the state with the parameter's strides, which the kernels expect."""
-    value = torch.as_tensor(value)
-    if value.shape != p.shape:
-        raise ValueError(f"{name} has shape {tuple(value.shape)}, it must be that of the parameter, {tuple(p.shape)}")
-    return torch.empty_like(p, dtype=dtype).copy_(value)
-
-
-def _local(x: Any) -> Tensor:
-    """This process's part of a DTensor; another tensor as it is."""
-    return x.to_local() if hasattr(x, "to_local") else x
-
-
-def _gradient(index: int, p: Tensor) -> Tensor:
-    """The gradient of a parameter, with its strides."""
-    grad, p = _local(p.grad), _local(p)
-    plain = type(grad) is Tensor and grad.dtype is p.dtype and grad.layout is torch.strided and grad.device == p.device
-    if plain and grad.stride() == p.stride() and not grad.is_neg():
-        return grad
-    name = f"the gradient of parameter {index}"
-    checks.dtype(name, grad, (p.dtype,))
-    if grad.device != p.device:
-        raise ValueError(f"{name} is on {grad.device}, the parameter is on {p.device}: they must be on one device")
-    return grad if grad.stride() == p.stride() else torch.empty_like(p).copy_(grad)
+def _target(row: Row) -> Tensor:
+    """What a step on the CPU updates: the master, which follows what something else wrote into the parameter, or the parameter."""
+    param = row.param.to(row.exp_avg.dtype)
+    if row.master is None:
+        return param
+    return row.master.copy_(torch.where(row.master.to(row.param.dtype) == row.param, row.master, param))

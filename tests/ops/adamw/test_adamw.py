@@ -393,7 +393,7 @@ def test_a_norm_that_is_not_finite(device, value):
     [
         ({"lr": -1.0}, "lr must be at least 0, got -1.0"),
         ({"lr": "1"}, "lr must be a number"),
-        ({"lr": torch.zeros(2)}, "lr must be a number or a float32 tensor of one element"),
+        ({"lr": torch.zeros(2)}, "lr must be a number, or a float32 or float64 tensor of one element"),
         ({"betas": 0.9}, "betas must be a pair"),
         ({"betas": (0.9, 1.0)}, "betas[1] must be at least 0 and less than 1, got 1.0"),
         ({"eps": nan}, "eps must be finite"),

@@ -5,7 +5,8 @@ import random
 
 import pytest
 import torch
-from test_adamw import PLACES
+from helpers import DEVICE, gpu, kernels
+from test_adamw import PLACES, assert_close, doubles, draw_gradients, mesh, parameters  # noqa: F401
 
 import cukern
 
@@ -186,3 +187,153 @@ def test_a_hook_of_load_state_dict_changes_what_is_loaded(device):
     assert torch.allclose(second.state[others["a"]]["exp_avg"], torch.tensor(0.1, device=device))
     assert torch.allclose(second.state[others["b"]]["exp_avg"], torch.tensor(-0.7, device=device))
     assert len(second._optimizer_load_state_dict_pre_hooks) == 1
+
+
+def write(p):
+    with torch.no_grad():
+        p.copy_(torch.full_like(p, 5.0))
+
+
+WAYS = {
+    "in place": lambda p, optimizer, step: write(p),
+    "data": lambda p, optimizer, step: p.data.copy_(torch.full_like(p, 5.0)),
+    "before a step without a gradient": lambda p, optimizer, step: (write(p), step(False)),
+    "after a step without a gradient": lambda p, optimizer, step: (step(False), write(p)),
+    "after the state was loaded": lambda p, optimizer, step: (optimizer.load_state_dict(optimizer.state_dict()), write(p)),
+    "after it moved to another group": lambda p, optimizer, step: (optimizer.param_groups.reverse(), write(p)),
+}
+
+
+@PLACES
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16))
+def test_masters_follow_however_the_weights_are_written(device, way, dtype):
+    p, q = (torch.nn.Parameter(torch.zeros(9, dtype=dtype, device=device)) for _ in range(2))
+    optimizer = cukern.AdamW([{"params": [p]}, {"params": [q]}], lr=0.1, weight_decay=0.0, master_weights=True)
+
+    def step(both=True):
+        p.grad, q.grad = torch.ones_like(p) if both else None, torch.ones_like(q)
+        optimizer.step()
+
+    step()
+    WAYS[way](p, optimizer, step)
+    step()
+    assert (optimizer.state[p]["master"] - 4.9).abs().max() < 2e-3 and (p - 4.9).abs().max() < 0.02
+    assert (optimizer.state[q]["master"] + (0.3 if "without" in way else 0.2)).abs().max() < 1e-6, "an unchanged master stays"
+
+
+@kernels
+def test_masters_follow_with_stochastic_rounding(device):
+    """Either neighbour of a master is what a step wrote; another value is followed."""
+    p = torch.nn.Parameter(torch.ones(4097, dtype=torch.bfloat16, device=device))
+    optimizer = cukern.AdamW([p], 0.3 * 2**-7, (0.0, 0.0), 0.0, 0.0, master_weights=True, stochastic_rounding=True)
+    for _ in range(2):
+        p.grad = -torch.ones_like(p)
+        optimizer.step()
+    assert p.unique().numel() > 1
+    assert (optimizer.state[p]["master"] - (1 + 0.6 * 2**-7)).abs().max() < 1e-6, "random rounding changes no master"
+    p.data[7] = -3.0
+    optimizer.step()
+    assert abs(optimizer.state[p]["master"][7] + 3 - 0.3 * 2**-7) < 1e-6
+
+
+@PLACES
+def test_views_of_the_state_at_the_same_address(device):
+    p = torch.nn.Parameter(torch.randn(3, 3, device=device))
+    q = torch.nn.Parameter(p.detach().double())
+    ours, theirs = cukern.AdamW([p], 0.1), torch.optim.AdamW([q], 0.1)
+    for i in range(3):
+        draw_gradients([p], [q])
+        for o, x in ((ours, p), (theirs, q)):
+            if i == 2:
+                o.state[x].update({name: o.state[x][name].mT for name in ("exp_avg", "exp_avg_sq")})
+            o.step()
+    assert_close([p], [q], 16, floor=1)
+    ours.state[p]["exp_avg"] = ours.state[p]["exp_avg"][:1]
+    with pytest.raises(ValueError, match=r"exp_avg of parameter 0 has shape \(1, 3\)"):
+        ours.step()
+
+
+@gpu
+def test_the_state_follows_to_another_device():
+    p = torch.nn.Parameter(torch.randn(5))
+    q = torch.nn.Parameter(p.detach().double())
+    ours, theirs = cukern.AdamW([p], 0.1, max_norm=1e9), torch.optim.AdamW([q], 0.1)
+    for device in ("cpu", "cuda", "cpu", "cuda"):
+        p.data, grad = p.data.to(device), torch.randn(5)
+        p.grad, q.grad = grad.to(device), grad.double()
+        ours.step()
+        theirs.step()
+    assert_close([p.cpu()], [q], 16, floor=1)
+
+
+@PLACES
+@pytest.mark.parametrize("version", (None, "v1"))
+def test_amsgrad_and_maximize_by_group(device, version):
+    """Groups with and without them, in 16 and 32 bits; the maxima are torch's, and a hook's gradient that shrinks keeps them."""
+    if version and device == "cpu" and not cukern.runtime.backend.simulating():
+        pytest.skip("versions are kernels")
+    params = parameters(device, torch.bfloat16, torch.float32)
+    exact = doubles(params)
+
+    def flags(ps):
+        return [
+            {"params": ps[:2], "amsgrad": True},
+            {"params": ps[2:3], "maximize": True},
+            {"params": ps[3:], "amsgrad": True, "maximize": True},
+        ]
+
+    ours, theirs = cukern.AdamW(flags(params), 0.01, master_weights=True, version=version), torch.optim.AdamW(flags(exact), 0.01)
+    for i in range(6):
+        draw_gradients(params, exact, scale=0.1**i)
+        ours.step()
+        theirs.step()
+    for p, q in zip(params, exact, strict=True):
+        assert_close([p], [q], 0.6 if p.dtype == torch.bfloat16 else 8)
+        assert ("max_exp_avg_sq" in ours.state[p]) == ("max_exp_avg_sq" in theirs.state[q])
+        if "max_exp_avg_sq" in ours.state[p]:
+            assert_close([ours.state[p]["max_exp_avg_sq"]], [theirs.state[q]["max_exp_avg_sq"]], 8)
+    again = cukern.AdamW(flags(params), 0.01)
+    again.load_state_dict(theirs.state_dict())
+    assert again.state[params[0]]["max_exp_avg_sq"].dtype == torch.float32
+
+
+@PLACES
+def test_a_learning_rate_in_float64(device):
+    p, lr = torch.nn.Parameter(torch.zeros(3, device=device)), torch.tensor([0.5], dtype=torch.float64, device=device)
+    optimizer = cukern.AdamW([p], lr, weight_decay=0.0)
+    for expected in (-0.5, -0.75):
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+        lr /= 2
+        assert torch.allclose(p, torch.full_like(p, expected))
+
+
+def test_a_hook_after_load_state_dict_has_the_last_word():
+    p = torch.nn.Parameter(torch.ones(3))
+    optimizer = cukern.AdamW([p])
+    p.grad = torch.ones(3)
+    optimizer.step()
+    optimizer.register_load_state_dict_post_hook(lambda o: o.state[p].update(exp_avg=torch.full((3,), 9.0)))
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert optimizer.state[p]["exp_avg"].eq(9).all() and len(optimizer._optimizer_load_state_dict_post_hooks) == 1
+
+
+@kernels
+@pytest.mark.parametrize("scale, dtype", ((1.0, torch.bfloat16), (1e60, torch.float64)))
+def test_kernels_update_divided_parameters(mesh, device, scale, dtype):  # noqa: F811
+    """FSDP2's: made by fully_shard, clipped by the norm of all parts."""
+    from torch.distributed.fsdp import fully_shard
+
+    model, plain = (torch.nn.Linear(5, 3, bias=False, dtype=dtype, device=DEVICE) for _ in range(2))
+    plain.load_state_dict(model.state_dict())
+    fully_shard(model, mesh=mesh)
+    optimizers = [cukern.AdamW(m.parameters(), 0.1, max_norm=1.0, master_weights=True, amsgrad=True) for m in (model, plain)]
+    for i in range(3):
+        plain.weight.grad = torch.randn_like(plain.weight) * scale
+        model.weight.grad = torch.distributed.tensor.distribute_tensor(plain.weight.grad.clone(), mesh, [torch.distributed.tensor.Shard(0)])
+        before = model.weight._version
+        for optimizer in optimizers:
+            optimizer.step()
+        assert model.weight._version > before and (plain.weight - model.weight.full_tensor()).abs().max() <= torch.finfo(dtype).eps, i
+        torch.testing.assert_close(*(o.grad_norm for o in optimizers))
