@@ -11,6 +11,7 @@ import pytest
 import torch
 from helpers import DEVICE, PLACE, kernels
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from cukern.bench.calls import arguments, leaves_of, outputs, wanted_inputs
 from cukern.runtime.registry import OPS
@@ -183,6 +184,40 @@ def test_16_bit_types_on_the_cpu_are_as_accurate_as_torch(name, dtype):
                     error, allowed = ((z.double() - t).abs().max() for z in (y, p))
                     rounding = torch.finfo(y.dtype).eps * t.abs().max()
                     assert error <= 2 * allowed + rounding, f"{change}, {dims}: result {i} errs by {error:.2g}, torch's by {allowed:.2g}"
+
+
+@EVERY
+@pytest.mark.parametrize("dtype", HALVES)
+def test_16_bit_types_on_the_cpu_are_rounded_once(name, dtype):
+    """So nearly all results are the numbers that are nearest to the formula's. linear_cross_entropy says that it rounds the logits. Quarters
+    have few bits: their sums, such as x + residual, are exact."""
+    if name == "linear_cross_entropy":
+        pytest.skip("rounds the logits")
+    dims = DIMS.get(name, ROWS) if OPS[name].differentiable else OPS[name].sim_dims[-1]
+    op, inputs, douts, right, _ = cases(name, dims, dtype, lambda _, x: (4 * x).round() / 4)
+    for i, (y, t) in enumerate(zip(sum(run(op.call, op, inputs, douts), []), right, strict=True)):
+        if y.dtype == dtype:
+            assert (y != t.to(dtype)).double().mean() < 0.02, f"result {i}: {(y != t.to(dtype)).double().mean():.1%} are not the nearest"
+
+
+class MixedProducts(TorchDispatchMode):
+    """Refuses operations of a 16-bit tensor and a float32 tensor without dimensions: on a GPU, torch rounds the latter to 16 bits first."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        tensors = [t for t in args if isinstance(t, torch.Tensor) and t.is_floating_point()]
+        if func.namespace == "aten" and {"mul", "div", "add", "sub", "pow", "where"} & {func._opname.rstrip("_")}:
+            assert not (any(t.ndim and t.itemsize == 2 for t in tensors) and any(not t.ndim and t.itemsize > 2 for t in tensors)), func
+        return func(*args, **(kwargs or {}))
+
+
+@EVERY
+@pytest.mark.parametrize("device, version", [pytest.param("cpu", None, id="cpu"), pytest.param(DEVICE, -1, marks=kernels, id=PLACE)])
+def test_no_16_bit_tensor_is_multiplied_by_a_float32_number(name, device, version):
+    op = OPS[name]
+    inputs = [x.to(device) for x in op.make(op.sim_dims[-1], torch.bfloat16, "cpu")]
+    with MixedProducts():
+        call = op.call if version is None else partial(op.call, version=list(op.versions)[version])
+        run(call, op, inputs, [torch.randn_like(o) for o in outputs(op.reference(*inputs))])
 
 
 @EVERY
