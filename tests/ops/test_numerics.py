@@ -101,7 +101,7 @@ RULES = {  # name: the formula, torch's own op
     "cross_entropy_padded": (
         partial(padded, partial(truth.cross_entropy, z_loss=1e-2, softcap=5.0, **PADDED)), partial(padded, torch_padded),
     ),
-    "linear_cross_entropy": (truth.linear_cross_entropy, lambda x, weight, targets: F.cross_entropy(F.linear(x, weight), targets)),
+    "linear_cross_entropy": (truth.linear_cross_entropy, lambda x, w, targets: F.cross_entropy(F.linear(x, w).float(), targets)),
     "embedding": (lambda w, p, t: truth.embedding(t, w, p), lambda w, p, t: F.embedding(t, w) + p[: t.shape[-1]]),
     "embedding_tokens": (lambda w, t: truth.embedding(t, w), lambda w, t: F.embedding(t, w)),
     "gelu": (partial(truth.gated, approximate="none"), F.gelu),
