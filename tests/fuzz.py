@@ -120,14 +120,14 @@ PRODUCTS = "matmul", "linear", "kron_linear", "lokr_linear", "linear_cross_entro
 
 
 def run_valid(case: Case) -> None:
-    (_, rule, roundings), args, (seed, step) = FUZZED[case.op], case.args, case.how
+    (_, rule, roundings), args, (seed, step, *size) = FUZZED[case.op], case.args, case.how
     device, plain = "cuda" if case.place == "gpu" else "cpu", {k: v for k, v in args.items() if k != "version"}
     tensors, before = ([t.build(device) for t in specs(args)] for _ in range(2))
 
     def douts(outs: list) -> list:
         names = [str(o.dtype)[6:] for o in outs]
         layouts = [{"order": tuple(range(o.ndim))[:: -1 if step == 2 else 1], "steps": (step,) * o.ndim} for o in outs]
-        return [T(tuple(o.shape), n, seed=seed, **lay).build(device) for o, n, lay in zip(outs, names, layouts, strict=True)]
+        return [T(tuple(o.shape), n, seed=seed, size=(*size, 1.0)[0], **lay).build(device) for o, n, lay in zip(outs, names, layouts, strict=True)]
 
     with at(case.place):
         ours, again = (results(function_of(case.op), args, tensors, douts) for _ in range(2))
@@ -366,7 +366,8 @@ def cases(draw: Any, op: str, places: tuple[str, ...], kinds: tuple[str, ...]) -
     d = Draw(draw, op, draw(st.sampled_from(places)), draw(st.sampled_from(kinds)))
     args, index = FUZZED[op][0](d), None
     if d.kind == "valid":
-        return Case(op, d.place, d.kind, args, (d.integer(0, 99), d.pick(1, 2, 0)))
+        size = d.size_of(specs(args)[0].dtype) if d.pick(False, False, True) else 1.0
+        return Case(op, d.place, d.kind, args, (d.integer(0, 99), d.pick(1, 2, 0), *[size][: size != 1]))
     if d.kind == "transforms":
         first = next(k for k in ("x", "a", "t", "gate", "weight", "logits", "q", "qkv") if k in args)  # has a gradient, if nothing else has
         args |= {} if any(t.grad for t in specs(args)) else {first: dataclasses.replace(args[first], grad=True)}
