@@ -120,7 +120,8 @@ class Draw:
     def size_of(self, dtype: str) -> float:
         """A power of ten, from 1e-40 to the largest number of the dtype."""
         most = float(torch.finfo(getattr(torch, dtype)).max) if dtype in FLOATS else 1e10
-        return min(10.0 ** self.integer(-40, math.ceil(math.log10(most))), most)
+        exponent = self.integer(-40, int(math.log10(most)) + 1)
+        return 10.0**exponent if exponent <= math.log10(most) else most
 
     def ids(self, shape: tuple[int, ...], most: int) -> T:
         return T(shape, self.pick(*IDS), tuple(self.integer(0, most) for _ in range(math.prod(shape))))
