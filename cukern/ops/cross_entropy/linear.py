@@ -96,8 +96,9 @@ def reference(x: Tensor, weight: Tensor, targets: Tensor, options: Options, *_: 
     return loss_of_logits(torch_matmul(x, weight.mT), targets, options)
 
 
-# ---- x is (rows, C), targets (rows). Returns the loss, the gradients of x and weight for a gradient of the summed losses of 1 (that of
-# weight in the dtype of computation; without elements if they are not wanted), and the number by which the losses were divided.
+# ---- x is (rows, C), targets (rows). Returns the loss, the gradients of x and weight for a gradient of the summed losses of 1 (in the
+# dtype of computation; without elements if they are not wanted), and the number by which the losses were divided. If the gradient of x was
+# rounded before it is scaled, its roundings would not cancel: for 510 targets all elements of bfloat16 would be rounded up.
 
 
 def _compute(x: Tensor, weight: Tensor, targets: Tensor, wants_dx: bool, wants_dweight: bool, chunk: int, *rest: Any) -> tuple[Tensor, ...]:
@@ -114,7 +115,7 @@ def _compute(x: Tensor, weight: Tensor, targets: Tensor, wants_dx: bool, wants_d
             part = torch.mm(x_part, weight.t(), out=logits[: len(x_part)])
             losses.append(gradient_of(part, targets[a : a + chunk], one, by_row))
             if wants_dx:
-                torch.mm(part, weight, out=dx[a : a + chunk])
+                _add_product(dx[a : a + chunk], part, weight, first=True)
             if wants_dweight:
                 _add_product(dweight, part.t(), x_part, first=a == 0)
         if options.reduction == "mean":
@@ -127,7 +128,7 @@ def _compute(x: Tensor, weight: Tensor, targets: Tensor, wants_dx: bool, wants_d
 
 def _fake(x: Tensor, weight: Tensor, targets: Tensor, wants_dx: bool, wants_dweight: bool, *_: Any) -> tuple[Tensor, ...]:
     dtype = wide(x.dtype)
-    dx = torch.empty_like(x, memory_format=torch.contiguous_format) if wants_dx else x.new_empty(0)
+    dx = x.new_empty(tuple(x.shape) if wants_dx else (0,), dtype=dtype)
     dweight = x.new_empty(tuple(weight.shape) if wants_dweight else (0,), dtype=dtype)
     return x.new_empty((), dtype=dtype), dx, dweight, x.new_ones((), dtype=dtype)
 

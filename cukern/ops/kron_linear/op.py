@@ -116,11 +116,19 @@ def kron_linear(
         scale = kron_checks.scale(scale, x.dtype)
     rows = as_matrix(x)
     if in_torch:
+        if version is None and x.dtype.itemsize == 2 and not x.is_cuda:
+            return _in_float32(rows, bias, residual, scale, *factors).reshape(shape)
         y = PRODUCTS.get(version or "", movedim_product)(rows, factors)
         return with_epilogue(y.reshape(shape), (scale, bias, residual))
     flat = None if residual is None else as_matrix(residual)
     y = _product(rows, factors, bias, flat, scale, version or in_force.now)
     return y if x.ndim == 2 else y.view(shape)
+
+
+def _in_float32(rows: Tensor, bias: Tensor | None, residual: Tensor | None, scale: float, *factors: Tensor) -> Tensor:
+    """The layer of 16-bit CPU tensors, rounded once. v1 and v2 round after each factor."""
+    x, b, r, *ws = (None if t is None else t.float() for t in (rows, bias, None if residual is None else as_matrix(residual), *factors))
+    return with_epilogue(movedim_product(x, ws), (scale, b, r)).to(rows.dtype)
 
 
 def _without_kernels(x: Tensor, version: str | None) -> bool:

@@ -87,9 +87,9 @@ def log_softmax(x: Any, dim: int = -1, *, scale: float = 1.0, version: Versions 
 
 
 def _reference(op: str, x: Tensor, dim: int = -1, scale: float = 1.0) -> Tensor:
-    function = getattr(torch, op)
-    with off(x):
-        return function(x, dim) if scale == 1 or not x.numel() else function(_scaled(x, scale, dim), dim).to(x.dtype)
+    function, plain = getattr(torch, op), scale == 1 or not x.numel()
+    with off(x):  # torch's log_softmax of 16-bit types rounds in between
+        return function(x.to(wide(x.dtype)) if plain else _scaled(x, scale, dim), dim).to(x.dtype)
 
 
 def _scaled(x: Tensor, scale: float, dim: int) -> Tensor:

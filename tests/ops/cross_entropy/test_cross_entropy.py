@@ -115,6 +115,42 @@ def test_ignored_and_empty(device, version):
     assert loss.shape == (0,) and torch.autograd.grad(loss.sum(), empty)[0].shape == (0, 9)
 
 
+@EVERY
+@pytest.mark.parametrize("z_loss, softcap", ((0.0, None), (1e-3, None), (1e-3, 5.0)))
+def test_logits_of_ignored_rows_do_not_matter(device, version, z_loss, softcap):
+    for bad in (nan, inf, -inf):
+        logits, targets = torch.randn(3, 9, device=device), torch.tensor([-100, 1, 2], device=device)
+        logits[0] = bad
+        leaf = logits.requires_grad_()
+        loss = cukern.cross_entropy(leaf, targets, z_loss=z_loss, softcap=softcap, version=version)
+        (dx,) = torch.autograd.grad(loss, leaf)
+        assert loss.isfinite() and not dx[0].any() and dx[1:].isfinite().all(), bad
+
+
+@EVERY
+def test_layouts_that_are_ambiguous_are_refused(device, version):
+    """Logits (N, C, T) of torch's layout with C == T have the shape of cukern's (N, T, C)."""
+    for shape in ((2, 5, 5), (1, 5, 5), (2, 4, 4, 4)):
+        logits, targets = torch.randn(*shape, device=device), torch.zeros(shape[:-1], dtype=torch.int64, device=device)
+        with pytest.raises(ValueError, match=r"may be \(\.\.\., T, V\) or torch's \(N, C, \.\.\.\): pass logits.flatten"):
+            cukern.cross_entropy(logits, targets, version=version)
+        flat = cukern.cross_entropy(logits.flatten(0, -2), targets.flatten(), version=version)
+        torch.testing.assert_close(flat, functional.cross_entropy(logits.flatten(0, -2), targets.flatten()))
+    for shape in ((2, 5, 4), (5, 4, 5), (2, 1, 1), (2, 4, 5, 5)):
+        logits, targets = torch.randn(*shape, device=device), torch.zeros(shape[:-1], dtype=torch.int64, device=device)
+        right = functional.cross_entropy(logits.flatten(0, -2), targets.flatten())
+        torch.testing.assert_close(cukern.cross_entropy(logits, targets, version=version), right)
+    with pytest.raises(ValueError, match="it must be that of logits without the last"):
+        cukern.cross_entropy(torch.randn(2, 5, 4, device=device), torch.zeros(2, 4, dtype=torch.int64, device=device), version=version)
+
+
+def test_torch_compile_refuses_ambiguous_layouts():
+    compiled = torch.compile(cukern.cross_entropy, backend="eager")
+    with pytest.raises(Exception, match="may be"):
+        compiled(torch.randn(2, 5, 5), torch.zeros(2, 5, dtype=torch.int64))
+    assert compiled(torch.randn(2, 4, 5), torch.zeros(2, 4, dtype=torch.int64)).isfinite()
+
+
 @kernels
 @EVERY_VERSION
 def test_targets_outside(version):

@@ -57,6 +57,24 @@ def test_16_bit_gradients_are_as_accurate_as_torch(dtype):
         assert (ours.double() - right).norm() <= 1.5 * (other.double() - right).norm()
 
 
+@EVERY
+@pytest.mark.parametrize("reduction, rows", (("mean", 510), ("sum", 8)))
+def test_the_scale_of_the_gradients_is_float32(device, version, reduction, rows):
+    """65536, the scale of a GradScaler, is infinite in float16, and 1 / 510 is 1.0039 / 510 in bfloat16. The gradients are those of the same
+    logits, in float32 but for the rounding of the logits' gradient."""
+    for dtype, scale in ((torch.float16, 65536.0), (torch.bfloat16, 1.0)):
+        x, weight, targets = drawn(rows, 24, 16, dtype, device)
+        loss = cukern.linear_cross_entropy(x, weight, targets, reduction=reduction, version=version)
+        logits = torch.nn.functional.linear(x, weight).detach().double().requires_grad_()
+        torch.nn.functional.cross_entropy(logits, targets, reduction="sum").backward()
+        dlogits = logits.grad.to(dtype).double() * scale / (rows if reduction == "mean" else 1)
+        right = dlogits @ weight.detach().double(), dlogits.mT @ x.detach().double()
+        for y, t in zip(torch.autograd.grad(loss * scale, (x, weight)), right, strict=True):
+            y, fits = y.double(), t.abs() < 0.99 * torch.finfo(dtype).max
+            assert fits.double().mean() > 0.5 and y[fits].isfinite().all()
+            assert abs((y * t)[fits].sum() / (t * t)[fits].sum() - 1) < 2e-4
+
+
 @kernels
 @pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16))
 def test_the_kernel_that_reads_logits_once(dtype):

@@ -194,6 +194,21 @@ def test_extreme_rows(version):
         assert cukern.rmsnorm(torch.zeros(2, 100, device=DEVICE), None, eps=0.0, version=version).isnan().all(), "0 / 0"
 
 
+@pytest.mark.parametrize("device, version", PLACES)
+@pytest.mark.parametrize("rms", (False, True))
+def test_every_magnitude_of_bfloat16(device, version, rms):
+    """Gradients are as large as 1e18 / eps^0.5 and as small as 1e-18. float32 holds the square of a sum of such numbers."""
+    for size in (1e-30, 1e-15, 1e-8, 1e8, 1e15, 1e18):
+        tensors = draw(5, 67, "weight", dtype=torch.bfloat16)
+        tensors["x"] = (tensors["x"].double() * size).bfloat16()
+        with simulator() if version else contextlib.nullcontext():
+            function = cukern.rmsnorm if rms else cukern.layernorm
+            outs, grads = both(function, {k: v.to(device) for k, v in tensors.items()}, [tensors["x"].new_ones(5, 67).to(device)], eps=1e-5)
+        truth = both(lambda **t: exact(**t, rms=rms), {k: v.double() for k, v in tensors.items()}, [torch.ones(5, 67).double()])
+        for ours, right in zip((*outs, *grads.values()), (*truth[0], *truth[1].values()), strict=True):
+            assert (ours.cpu().double() - right).abs().max() <= 0.02 * right.abs().max(), size
+
+
 @pytest.mark.parametrize("place", [pytest.param("gpu", id="cpu"), pytest.param("sim", marks=kernels, id="kernels")])
 def test_refusals(place):
     x, w = torch.randn(2, 6), torch.randn(6)
