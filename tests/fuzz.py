@@ -31,13 +31,14 @@ import long_double
 import numpy as np
 import torch
 from fuzz_cases import PLACES, Case, Draw, T, fill, specs
-from fuzz_truth import magnitudes, outputs, results
+from fuzz_truth import magnitudes, results
 from helpers import same_bits
 from hypothesis import strategies as st
 from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
 import cukern
+from cukern.bench.calls import outputs
 from cukern.bench.verify import poisoned
 
 
@@ -64,8 +65,8 @@ def copied(t):
 
 FUZZED = {  # name: what draws its arguments, what is right, and how many roundings an element may err more than torch
     "square": (draws.draw_square, lambda x: x * x, 2),
-    "softmax": (draws.draw_softmax, truth.softmax, 4),
-    "log_softmax": (draws.draw_softmax, truth.log_softmax, 4),
+    "softmax": (draws.draw_softmax, lambda x, dim=-1, scale=1.0: (x * float(scale)).softmax(dim), 4),
+    "log_softmax": (draws.draw_softmax, lambda x, dim=-1, scale=1.0: (x * float(scale)).log_softmax(dim), 4),
     "causal_softmax": (draws.draw_causal, truth.causal_softmax, 4),
     "attention": (draws.draw_attention, truth.attention, 4),
     "attention_packed": (draws.draw_attention, truth.attention_packed, 4),
@@ -77,7 +78,7 @@ FUZZED = {  # name: what draws its arguments, what is right, and how many roundi
     "rope_": (draws.draw_rope, truth.rope, 2),
     "apply_rotary_pos_emb": (draws.draw_te, truth.te, 2),
     "matmul": (draws.draw_matmul, lambda a, b: a @ b, 6),
-    "linear": (draws.draw_linear, truth.linear, 6),
+    "linear": (draws.draw_linear, lambda x, weight, bias=None: torch.nn.functional.linear(x[None], weight, bias)[0], 6),
     "gelu": (draws.draw_gelu, lambda x, bias=None, approximate="none": truth.gated(x, 1.0, bias, approximate), 16),  # torch's, with tanh
     "swiglu": (draws.draw_swiglu, truth.gated, 4),
     "geglu": (draws.draw_swiglu, lambda gate, up, approximate="none": truth.gated(gate, up, None, approximate), 16),
@@ -86,13 +87,6 @@ FUZZED = {  # name: what draws its arguments, what is right, and how many roundi
     "kron_linear": (draws.draw_kron, truth.kron_linear, 6),
     "adamw": (draws.draw_adamw, truth.adamw, 6),
     "lokr_linear": (draws.draw_lokr, truth.lokr_linear, 6),
-}
-
-
-PEERS = {  # torch's own ops, which may add in other orders than the rules
-    "softmax": lambda x, dim=-1, scale=1.0: (x * float(scale)).softmax(dim),
-    "log_softmax": lambda x, dim=-1, scale=1.0: (x * float(scale)).log_softmax(dim),
-    "linear": lambda x, weight, bias=None: torch.nn.functional.linear(x[None], weight, bias)[0],
 }
 
 
@@ -127,14 +121,14 @@ PRODUCTS = "matmul", "linear", "kron_linear", "lokr_linear", "linear_cross_entro
 
 
 def run_valid(case: Case) -> None:
-    (_, rule, roundings), args, (seed, step, *size) = FUZZED[case.op], case.args, case.how
+    (_, rule, roundings), args, (seed, step) = FUZZED[case.op], case.args, case.how
     device, plain = "cuda" if case.place == "gpu" else "cpu", {k: v for k, v in args.items() if k != "version"}
     tensors, before = ([t.build(device) for t in specs(args)] for _ in range(2))
 
     def douts(outs: list) -> list:
         names = [str(o.dtype)[6:] for o in outs]
         layouts = [{"order": tuple(range(o.ndim))[:: -1 if step == 2 else 1], "steps": (step,) * o.ndim} for o in outs]
-        return [T(tuple(o.shape), n, seed=seed, size=(*size, 1.0)[0], **lay).build(device) for o, n, lay in zip(outs, names, layouts, strict=True)]
+        return [T(tuple(o.shape), n, seed=seed, **lay).build(device) for o, n, lay in zip(outs, names, layouts, strict=True)]
 
     with at(case.place):
         ours, again = (results(function_of(case.op), args, tensors, douts) for _ in range(2))
@@ -146,8 +140,7 @@ def run_valid(case: Case) -> None:
     longer = long_double.exact if any(t.dtype == "float64" for t in specs(args)) else lambda x: x
     xs, douts64 = (list(map(longer, cast(DOUBLE, some))) for some in (tensors, grads))
     exact = results(rule, plain, xs, lambda _: douts64)
-    own = PEERS.get(case.op, rule)
-    peer = results(own, plain, cast(NARROW, tensors), lambda outs: [g.to(o.dtype) for g, o in zip(cast(NARROW, grads), outs, strict=True)])
+    peer = results(rule, plain, cast(NARROW, tensors), lambda outs: [g.to(o.dtype) for g, o in zip(cast(NARROW, grads), outs, strict=True)])
     scales = magnitudes(case, rule, plain, cast(DOUBLE, tensors), cast(DOUBLE, grads))
     wanted = [t for t in specs(args) if t.grad]
     for i, (o, p, e, s) in enumerate(zip(ours, peer, exact, scales, strict=True)):
@@ -374,8 +367,7 @@ def cases(draw: Any, op: str, places: tuple[str, ...], kinds: tuple[str, ...]) -
     d = Draw(draw, op, draw(st.sampled_from(places)), draw(st.sampled_from(kinds)))
     args, index = FUZZED[op][0](d), None
     if d.kind == "valid":
-        size = d.size_of(specs(args)[0].dtype) if d.pick(False, False, True) else 1.0
-        return Case(op, d.place, d.kind, args, (d.integer(0, 99), d.pick(1, 2, 0), *[size][: size != 1]))
+        return Case(op, d.place, d.kind, args, (d.integer(0, 99), d.pick(1, 2, 0)))
     if d.kind == "transforms":
         first = next(k for k in ("x", "a", "t", "gate", "weight", "logits", "q", "qkv") if k in args)  # has a gradient, if nothing else has
         args |= {} if any(t.grad for t in specs(args)) else {first: dataclasses.replace(args[first], grad=True)}

@@ -18,8 +18,7 @@ FLOATS, IDS = ("float32", "float16", "bfloat16", "float64"), ("int32", "int64")
 @dataclasses.dataclass(frozen=True)
 class T:
     """A tensor of a case. `order`: its dimensions from the outermost in memory; `steps`: of each dimension, 2 to leave out every other
-    element, 0 to expand one; `offset`: elements of its memory before it. `values`: a kind of random numbers, or the numbers; `size`: a factor
-    of random ones, which stay finite."""
+    element, 0 to expand one; `offset`: elements of its memory before it. `values`: a kind of random numbers, or the numbers."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -29,7 +28,6 @@ class T:
     order: tuple[int, ...] = ()
     steps: tuple[int, ...] = ()
     offset: int = 0
-    size: float = 1.0
 
     def __repr__(self) -> str:
         given = [f"{f.name}={v!r}" for f in dataclasses.fields(self)[2:] if (v := getattr(self, f.name)) != f.default]
@@ -63,9 +61,6 @@ class T:
             most = min(info.max, 1e150)
             for i, v in enumerate((math.inf, -math.inf, math.nan, most, -most, info.tiny, info.tiny * info.eps, -0.0)):
                 x[(u * 40).int() == i] = v
-        if self.size != 1:
-            most = torch.finfo(dtype).max
-            x = torch.where(x.abs() < math.inf, (x * self.size).clamp(-most, most), x)
         return x.to(dtype)
 
 
@@ -75,7 +70,7 @@ class Case:
     place: str
     kind: str
     args: dict[str, Any]
-    how: Any = None  # valid: seed, steps and size of the gradients; nonsense: argument, index, expression; transforms: name and seed
+    how: Any = None  # valid: seed and steps of the gradients; nonsense: argument, index, expression; transforms: name and seed
 
 
 class Draw:
@@ -110,18 +105,10 @@ class Draw:
     def tensor(self, shape: tuple[int, ...], dtype: str, *kinds: str, grad: bool = True, expand: bool = True) -> T:
         rank, values = len(shape), self.pick("normal", *(kinds if self.kind == "valid" else ()))
         t = T(tuple(shape), dtype, values, self.integer(0, 99), grad and self.pick(True, False))
-        if self.kind == "valid" and self.pick(False, False, True):
-            t = dataclasses.replace(t, size=self.size_of(dtype))
         if self.pick(True, True, False):
             return t
         steps = tuple(self.pick(1, 2, *[0] * (expand and self.kind != "transforms")) for _ in shape)
         return dataclasses.replace(t, order=tuple(self.draw(st.permutations(range(rank)))), steps=steps, offset=self.integer(0, 3))
-
-    def size_of(self, dtype: str) -> float:
-        """A power of ten, from 1e-40 to the largest number of the dtype."""
-        most = float(torch.finfo(getattr(torch, dtype)).max) if dtype in FLOATS else 1e10
-        exponent = self.integer(-40, int(math.log10(most)) + 1)
-        return 10.0**exponent if exponent <= math.log10(most) else most
 
     def ids(self, shape: tuple[int, ...], most: int) -> T:
         return T(shape, self.pick(*IDS), tuple(self.integer(0, most) for _ in range(math.prod(shape))))
@@ -185,7 +172,6 @@ def draw_attention(d: Draw) -> dict:
 
 def draw_cross_entropy(d: Draw) -> dict:
     rows, columns = d.shape(0, 2), d.pick(*(n for n in d.sizes if n), *([] if d.kind == "transforms" else [40, 70]))
-    columns += d.op == "cross_entropy" and rows[1:] == (columns,) and columns > 1  # which is refused: it may be torch's layout
     vocab, dtype, ignored = d.pick(None, max(1, columns - 2)), d.dtype(), d.pick(-100, 0)
     if d.op == "cross_entropy":
         args, rest = {"logits": d.tensor((*rows, columns), dtype, "ties", "wild")}, {"inplace_backward": False}

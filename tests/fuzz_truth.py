@@ -1,8 +1,6 @@
-"""What is right: the formula of each op, a rule, and the scales of the errors that its results may have.
+"""What is right: each op in plain torch, a rule, and the scales of the errors that its results may have.
 
-A rule takes tensors of one dtype: float64 for the truth, or LongDouble where that of float64 is tested. Nothing here imports cukern or calls
-torch's softmaxes, losses and norms, which cukern's CPU path calls too: a fault of theirs would be in both. Rules use exp, log, sums and
-products, and autograd differentiates these.
+A rule takes tensors of one dtype: float64 for the truth, or LongDouble where that of float64 is tested.
 """
 
 import functools
@@ -14,39 +12,9 @@ import torch
 from fuzz_cases import Case, fill, specs
 from rope_oracle import rotate, te_positions
 
+from cukern.bench.calls import outputs
+
 AXES = {"bshd": (0, 1, 2, 3), "bhsd": (0, 2, 1, 3), "sbhd": (1, 0, 2, 3), "thd": (0, 1, 2)}
-
-
-def outputs(y):
-    return y if isinstance(y, tuple) else (y,)
-
-
-def shifted(z, dim=-1):
-    """z minus the largest of its row, and the sum of the exponentials of that. Rows of -inf alone, or with +inf, give NaN."""
-    z = z - z.detach().amax(dim, keepdim=True) if z.numel() else z
-    return z, z.exp().sum(dim, keepdim=True)
-
-
-def softmax(x, dim=-1, scale=1.0):
-    z, total = shifted(x * float(scale), dim)
-    return z.exp() / total
-
-
-def log_softmax(x, dim=-1, scale=1.0):
-    z, total = shifted(x * float(scale), dim)
-    return z - total.log()
-
-
-def logsumexp(z):
-    """Along the last dimension, which stays. -inf for a row of -inf alone."""
-    most = z.detach().amax(-1, keepdim=True)
-    most = most.masked_fill(most.abs() == math.inf, 0.0)
-    return most + (z - most).exp().sum(-1, keepdim=True).log()
-
-
-def linear(x, weight, bias=None):
-    y = (x[None] @ weight.mT)[0]
-    return y if bias is None else y + bias
 
 
 def hidden_of(x, window):
@@ -154,8 +122,8 @@ def softmax_scales(dtype, douts, x, scale, sink=None, dim=None, window=None, log
     z, g = (t.movedim(dim, -1) if t.ndim else t[None] for t in (x * scale, douts[0]))
     z = with_sink(z.masked_fill(hidden_of(x, window), -math.inf) if causal else z, sink)
     z, g = z.clamp(-1e300, 1e300), with_sink(g, 0.0).abs()
-    y, most = softmax(z).nan_to_num(0.0), z.abs().masked_fill(z == -1e300, 0.0)
-    loss = z - logsumexp(z)
+    y, most = z.softmax(-1).nan_to_num(0.0), z.abs().masked_fill(z == -1e300, 0.0)
+    loss = z - z.logsumexp(-1, keepdim=True)
     a = 1 + wide * (most + most.amax(-1, keepdim=True)) + (loss.abs().clamp(max=1e4) if log else 0)
     total = (a * y * g).sum(-1, keepdim=True) + a * (y * g).sum(-1, keepdim=True) + tiny * g.sum(-1, keepdim=True)
     total = a * y * g.sum(-1, keepdim=True) + (a * y * g.sum(-1, keepdim=True)).sum(-1, keepdim=True) * y if log else total * y
@@ -184,8 +152,10 @@ def cross_entropy(logits, targets, ignore_index=-100, reduction="mean", label_sm
                   inplace_backward=False):  # fmt: skip
     softcap = None if softcap is None else float(softcap)
     c, share, valid = cross_entropy_terms(logits, targets, ignore_index, label_smoothing, softcap, vocab_size)
-    lse = logsumexp(c)[:, 0]
-    rows = -(share * log_softmax(c)).sum(-1) + float(z_loss) * lse * lse
+    top = c.detach().amax(-1, keepdim=True)
+    top = top.masked_fill(top.abs() == math.inf, 0.0)  # exp(c - logsumexp), as in the derivative of torch.logsumexp, is less exact
+    lse = top[:, 0] + (c - top).exp().sum(-1).log()
+    rows = -(share * c.log_softmax(-1)).sum(-1) + float(z_loss) * lse.square()
     return reduced(rows, valid, reduction, targets.shape)
 
 
@@ -196,7 +166,7 @@ def cross_entropy_scales(
     the magnitude of the errors of the logits."""
     z, wide = abs(z_loss), 2.0**-10 if dtype.itemsize == 2 else 1.0
     c, share, valid = cross_entropy_terms(logits, targets, ignore_index, label_smoothing, softcap, vocab_size)
-    lse = logsumexp(c)
+    lse = c.logsumexp(-1, keepdim=True)
     more = rounding[..., :vocab_size].reshape(c.shape) if isinstance(rounding, torch.Tensor) else torch.zeros_like(c)
     most = more.amax(-1, keepdim=True)
     rows = ((1 + 2 * z * lse.abs()) * most + lse.abs() + z * lse.square())[:, 0] + (share * (c.abs() + more)).sum(-1)
@@ -262,7 +232,7 @@ def te(t, freqs, tensor_format="sbhd", start_positions=None, interleaved=False, 
 
 def rmsnorm(x, weight, bias=None, eps=1e-6, residual=None):
     s = x if residual is None else x + residual
-    y = s / (s.square().mean(-1, keepdim=True) + eps).sqrt() * (1 if weight is None else weight) + (0 if bias is None else bias)
+    y = s * (s.square().mean(-1, keepdim=True) + eps).rsqrt() * (1 if weight is None else weight) + (0 if bias is None else bias)
     return y if residual is None else (y, s)
 
 

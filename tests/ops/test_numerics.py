@@ -44,7 +44,7 @@ def of_torch(q, k, v, is_causal=True, softcap=0.0):
 
 def dense(x, *factors):
     for w in reversed(factors):
-        x = x.unflatten(-1, (*(f.shape[0] for f in factors[: -1]), w.shape[0])) if x.ndim == 2 else x
+        x = x.unflatten(-1, (*(f.shape[0] for f in factors[:-1]), w.shape[0])) if x.ndim == 2 else x
         x = (x @ w).movedim(-1, 1)
     return x.flatten(1)
 
@@ -157,7 +157,9 @@ def cases(name, dims, dtype, change, device="cpu"):
     """The op, its inputs, gradients of its outputs, and the results of the formula and of torch's op."""
     op, (rule, torchs) = OPS[name], RULES[SAME.get(name, name)]
     inputs = [x.cpu() for x in op.make(dims, dtype, "cpu")]
-    inputs = [change(i, x).to(x.dtype) if op.has_gradient(n, x) or n == "grad" else x for i, (n, x) in enumerate(zip(op.names(inputs), inputs))]
+    inputs = [
+        change(i, x).to(x.dtype) if op.has_gradient(n, x) or n == "grad" else x for i, (n, x) in enumerate(zip(op.names(inputs), inputs))
+    ]
     exact = [x.double() if x.is_floating_point() else x for x in inputs]
     douts = [(torch.randn if o.ndim else torch.ones)(o.shape, dtype=torch.float64).to(dtype) for o in outputs(rule(*exact))]
     right = sum(run(rule, op, exact, [d.double() for d in douts]), [])
@@ -234,7 +236,9 @@ def test_gradients_have_no_common_factor(name, dtype, device, version):
         call = op.call if version is None else partial(op.call, version=list(op.versions)[version])
         ours = run(call, op, inputs, [d.to(inputs[0].device) for d in douts])[1]
         three = zip(ours, torchs[len(douts) :], right[len(douts) :], strict=True)
-        sums = sums + torch.tensor([[(y.cpu().double() * t).sum(), (p.double() * t).sum(), t.square().sum(), t.pow(4).sum()] for y, p, t in three])
+        sums = sums + torch.tensor(
+            [[(y.cpu().double() * t).sum(), (p.double() * t).sum(), t.square().sum(), t.pow(4).sum()] for y, p, t in three]
+        )
         numbers = sums[:, 2].square() / sums[:, 3]
         if numbers.min() >= NUMBERS:
             break

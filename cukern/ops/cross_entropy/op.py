@@ -76,7 +76,12 @@ def cross_entropy(
     checks.version("cross_entropy", version, VERSIONS)
     if not logits.ndim or logits.shape[:-1] != targets.shape:
         raise ValueError(f"targets has shape {tuple(targets.shape)}, it must be that of logits without the last, {tuple(logits.shape)}")
-    if logits.ndim > 2 and not torch.compiler.is_compiling() and targets.shape == logits.shape[:1] + logits.shape[2:]:
+    if (
+        logits.ndim > 2
+        and not torch.compiler.is_compiling()
+        and logits.shape[-1] > 1
+        and targets.shape == logits.shape[:1] + logits.shape[2:]
+    ):
         raise ValueError(
             f"logits {tuple(logits.shape)} with targets {tuple(targets.shape)} may be (..., T, V) or torch's (N, C, ...): "
             "pass logits.flatten(0, -2) and targets.flatten(), with the classes in the last dimension of logits"

@@ -68,10 +68,13 @@ def reference(x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: T
 def _on_cpu(x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, rms: bool) -> Any:
     """`reference` in float64: in float32, squares and derivatives of large and small numbers leave its range."""
     with autocast.off(x):
-        s = x if residual is None else x + residual
+        s = x.double()
+        if residual is not None:  # rounded to x's dtype; gradients are not
+            exact = s + residual.double()
+            s = exact + ((x + residual).double() - exact).detach()
         w, b = (None if t is None else t.double() for t in (weight, bias))
-        y = reference(s.double(), None, w, b, eps, rms).to(x.dtype)
-    return y if residual is None else (y, s)
+        y = reference(s, None, w, b, eps, rms).to(x.dtype)
+    return y if residual is None else (y, s.to(x.dtype))
 
 
 def _normalized(s: Tensor, eps: float, rms: bool) -> tuple[Any, Any]:

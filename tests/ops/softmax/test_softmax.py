@@ -499,6 +499,6 @@ def test_refusals():
 
 def test_on_the_cpu_it_is_torch():
     x = torch.randn(3, 5, dtype=torch.bfloat16)
-    assert torch.equal(cukern.softmax(x, 0), torch.softmax(x, 0))
+    assert torch.equal(cukern.softmax(x, 0), torch.softmax(x.float(), 0).bfloat16())
     assert torch.equal(cukern.softmax(x, scale=0.3), torch.softmax(x.float() * 0.3, -1).bfloat16())
     assert math.isclose(float(cukern.log_softmax(torch.zeros(4))[0]), -math.log(4), rel_tol=1e-6)
