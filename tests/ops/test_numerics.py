@@ -3,8 +3,10 @@
 What is right are the formulas of fuzz_truth.py in float64, which call neither cukern nor torch's ops of the same name.
 """
 
+import itertools
 import math
-from functools import partial
+import operator
+from functools import partial, reduce
 
 import fuzz_truth as truth
 import pytest
@@ -26,7 +28,7 @@ def packed(attend, qkv):
 
 def varlen(attend, q, k, v, bounds):
     ends = bounds.tolist()
-    parts = [attend(*(t[a:b].transpose(0, 1) for t in (q, k, v))) for a, b in zip(ends, ends[1:], strict=False)]
+    parts = [attend(*(t[a:b].transpose(0, 1) for t in (q, k, v))) for a, b in itertools.pairwise(ends)]
     return torch.cat(parts, 1).transpose(0, 1)
 
 
@@ -158,12 +160,13 @@ def cases(name, dims, dtype, change, device="cpu"):
     op, (rule, torchs) = OPS[name], RULES[SAME.get(name, name)]
     inputs = [x.cpu() for x in op.make(dims, dtype, "cpu")]
     inputs = [
-        change(i, x).to(x.dtype) if op.has_gradient(n, x) or n == "grad" else x for i, (n, x) in enumerate(zip(op.names(inputs), inputs))
+        change(i, x).to(x.dtype) if op.has_gradient(n, x) or n == "grad" else x
+        for i, (n, x) in enumerate(zip(op.names(inputs), inputs, strict=False))
     ]
     exact = [x.double() if x.is_floating_point() else x for x in inputs]
     douts = [(torch.randn if o.ndim else torch.ones)(o.shape, dtype=torch.float64).to(dtype) for o in outputs(rule(*exact))]
-    right = sum(run(rule, op, exact, [d.double() for d in douts]), [])
-    return op, [x.to(device) for x in inputs], douts, right, sum(run(torchs, op, inputs, douts), [])
+    right = reduce(operator.iadd, run(rule, op, exact, [d.double() for d in douts]), [])
+    return op, [x.to(device) for x in inputs], douts, right, reduce(operator.iadd, run(torchs, op, inputs, douts), [])
 
 
 def mixed(i, x):
@@ -180,7 +183,7 @@ def test_16_bit_types_on_the_cpu_are_as_accurate_as_torch(name, dtype):
     for change in (partial(large, name), mixed):
         for dims in OPS[name].sim_dims:
             op, inputs, douts, right, torchs = cases(name, dims, dtype, change)
-            ours = sum(run(op.call, op, inputs, douts), [])
+            ours = reduce(operator.iadd, run(op.call, op, inputs, douts), [])
             for i, (y, p, t) in enumerate(zip(ours, torchs, right, strict=True)):
                 if y.numel():
                     error, allowed = ((z.double() - t).abs().max() for z in (y, p))
@@ -197,7 +200,7 @@ def test_16_bit_types_on_the_cpu_are_rounded_once(name, dtype):
         pytest.skip("rounds the logits")
     dims = DIMS.get(name, ROWS) if OPS[name].differentiable else OPS[name].sim_dims[-1]
     op, inputs, douts, right, _ = cases(name, dims, dtype, lambda _, x: (4 * x).round() / 4)
-    for i, (y, t) in enumerate(zip(sum(run(op.call, op, inputs, douts), []), right, strict=True)):
+    for i, (y, t) in enumerate(zip(reduce(operator.iadd, run(op.call, op, inputs, douts), []), right, strict=True)):
         if y.dtype == dtype:
             assert (y != t.to(dtype)).double().mean() < 0.02, f"result {i}: {(y != t.to(dtype)).double().mean():.1%} are not the nearest"
 

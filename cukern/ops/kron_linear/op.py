@@ -41,8 +41,8 @@ def _by_torch(product: Product, x: Tensor, factors: Sequence[Tensor], epilogue: 
 def _backward_by_torch(
     x: Tensor, g: Tensor, factors: Sequence[Tensor], wanted: Sequence[bool], scale: float, *_: Any
 ) -> list[Tensor | None]:
-    dx, _, _, _, *dws = gradients(_in_torch, (x, None, None, scale, *factors), (g,))
-    found: list[Tensor | None] = [dx, *dws]
+    every = gradients(_in_torch, (x, None, None, scale, *factors), (g,))
+    found = every[0], *every[4:]
     return [d.contiguous() if w and d is not None else None for d, w in zip(found, wanted, strict=True)]
 
 
@@ -127,8 +127,8 @@ def kron_linear(
 
 def _in_float32(rows: Tensor, bias: Tensor | None, residual: Tensor | None, scale: float, *factors: Tensor) -> Tensor:
     """The layer of 16-bit CPU tensors, rounded once. v1 and v2 round after each factor."""
-    x, b, r, *ws = (None if t is None else t.float() for t in (rows, bias, None if residual is None else as_matrix(residual), *factors))
-    return with_epilogue(movedim_product(x, ws), (scale, b, r)).to(rows.dtype)
+    b, r = (None if t is None else t.float() for t in (bias, None if residual is None else as_matrix(residual)))
+    return with_epilogue(movedim_product(rows.float(), [w.float() for w in factors]), (scale, b, r)).to(rows.dtype)
 
 
 def _without_kernels(x: Tensor, version: str | None) -> bool:

@@ -188,8 +188,8 @@ def _computed(op: str, a: Tensor, b: Tensor, bias: Any, residual: Any, into: Any
     if into is not None:
         raise ValueError(f"accumulate_into needs kernels, and x is on {a.device}; {checks.SIMULATOR}")
     if a.dtype.itemsize == 2:  # rounded once, at the end
-        wide = (None if t is None else t.float() for t in (a, b, bias, residual))
-        return [t.to(a.dtype) for t in in_torch(*wide, options[0])]
+        bias, residual = (None if t is None else t.float() for t in (bias, residual))
+        return [t.to(a.dtype) for t in in_torch(a.float(), b.float(), bias, residual, options[0])]
     return in_torch(a, b, bias, residual, options[0])
 
 

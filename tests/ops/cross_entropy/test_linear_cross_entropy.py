@@ -60,8 +60,8 @@ def test_16_bit_gradients_are_as_accurate_as_torch(dtype):
 @EVERY
 @pytest.mark.parametrize("reduction, rows", (("mean", 510), ("sum", 8)))
 def test_the_scale_of_the_gradients_is_float32(device, version, reduction, rows):
-    """65536, the scale of a GradScaler, is infinite in float16, and 1 / 510 is 1.0039 / 510 in bfloat16. The gradients are those of the same
-    logits, in float32 but for the rounding of the logits' gradient."""
+    """65536, the scale of a GradScaler, is infinite in float16, and 1 / 510 is 1.0039 / 510 in bfloat16. The gradients are those of the
+    same logits, in float32 but for the rounding of the logits' gradient."""
     for dtype, scale in ((torch.float16, 65536.0), (torch.bfloat16, 1.0)):
         x, weight, targets = drawn(rows, 24, 16, dtype, device)
         loss = cukern.linear_cross_entropy(x, weight, targets, reduction=reduction, version=version)
