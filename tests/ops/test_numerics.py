@@ -1,3 +1,4 @@
+# ruff: noqa: E501
 """16-bit types in every op of the registry: the CPU path is as accurate as torch's own ops, and no gradient has a common factor.
 
 What is right are the formulas of fuzz_truth.py in float64, which call neither cukern nor torch's ops of the same name.
