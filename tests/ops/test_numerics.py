@@ -9,7 +9,7 @@ import math
 import operator
 from functools import partial, reduce
 
-import fuzz_truth as truth
+import numerics_truth as fuzz_truth as truth
 import pytest
 import torch
 from helpers import DEVICE, PLACE, kernels
