@@ -1,3 +1,4 @@
+# ruff: noqa: E501
 """What is right: the formula of each op, a rule, and the scales of the errors that its results may have.
 
 A rule takes tensors of one dtype: float64 for the truth, or LongDouble where that of float64 is tested. Nothing here imports cukern or calls
