@@ -11,6 +11,7 @@ from torch.autograd.graph import increment_version
 
 from cukern.runtime import arguments, backend, checks, extended_launch, signature
 from cukern.runtime.compiler import Cubin, Ptx, SetupError, arch_of, compile_kernel, compile_ptx
+from cukern.runtime.device import setting
 from cukern.runtime.forks import no_fork
 from cukern.runtime.recording import off as replays_off
 from cukern.runtime.sources import Source, kernels_dir
@@ -252,14 +253,17 @@ _record: Callable[..., object] | None = None
 
 @contextlib.contextmanager
 def collecting() -> Iterator[dict[str, Kernel]]:
-    """Inside the block, calls on simulated tensors launch nothing. Yields the kernels that they would launch, by name."""
+    """Inside the block, calls on simulated tensors launch nothing. Yields the kernels that they would launch, by name.
+
+    Cached plans hold launches. They are forgotten before and after the block, which replaces launches.
+    """
     global _collected
-    _collected = {}
-    try:
-        with replays_off():
+    with replays_off(), setting():
+        _collected = {}
+        try:
             yield _collected
-    finally:
-        _collected = None
+        finally:
+            _collected = None
 
 
 @contextlib.contextmanager

@@ -435,8 +435,13 @@ def use(op: str, version: str, *, backward: str | None = None) -> contextlib.Abs
     names = version, version if backward is None else backward
     for name in names:
         checks.choice(f"version of cukern.{op}", name, (*OPS[op].versions, DEFAULT))
+    return _using(dict.fromkeys(_together(op), names))
+
+
+def _together(op: str) -> list[str]:
+    """The ops that change their version together with this one."""
     tables = [OPS[op].versions, *(o.versions for o in OPS.values() if o.function is getattr(OPS[op].function, "func", None))]
-    return _using({o.name: names for o in OPS.values() if any(o.versions is table for table in tables)})
+    return [o.name for o in OPS.values() if any(o.versions is table for table in tables)]
 
 
 @contextlib.contextmanager
@@ -453,13 +458,24 @@ def _enter(blocks: tuple[Versions, ...]) -> None:
     _in_force.set(json.dumps({op: names for block in blocks for op, names in block.items()}) if blocks else "")
 
 
+@cached(1)
+def _variables() -> Versions:
+    """What the environment variables CUKERN_<OP> name, read once."""
+    found: Versions = {}
+    for op, entry in OPS.items():
+        if named := os.environ.get(variable := f"CUKERN_{op.upper()}"):
+            if named not in entry.versions:
+                raise ValueError(f"{variable}: cukern.{op} has no version {named!r}; it has {', '.join(entry.versions)}")
+            found |= dict.fromkeys(_together(op), (named, named))
+    return found
+
+
 def names_of(op: str, version: str) -> tuple[str, str]:
     """The versions of forward and backward that a call names by `version`, which may be that of `in_force`, or by CUKERN_<OP>; "": none."""
-    named = os.environ.get(f"CUKERN_{op.upper()}", "")
-    if named and named not in OPS[op].versions:
-        raise ValueError(f"CUKERN_{op.upper()}: cukern.{op} has no version {named!r}; it has {', '.join(OPS[op].versions)}")
-    chosen = json.loads(version) if version.startswith("{") else {op: (version, version)} if version else {}
-    forward, backward = chosen.get(op, (named, named))
+    if version and not version.startswith("{"):
+        return version, version
+    chosen = json.loads(version) if version else {}
+    forward, backward = chosen.get(op) or _variables().get(op, ("", ""))
     return forward, backward
 
 

@@ -11,6 +11,7 @@ import torch
 
 import cukern
 from cukern.runtime import planning, recording
+from cukern.runtime.device import setting
 from cukern.runtime.kernel import Kernel
 
 FOLDER = str(Path(cukern.__file__).parent)
@@ -46,6 +47,8 @@ CALLS = {  # the call of a tensor; the tensor; the most functions of cukern of a
 def on_a_gpu(monkeypatch):
     """CPU tensors take the path of a GPU, where launches do nothing."""
 
+    launches = {}
+
     def load(self, device):
         params = self.params_on(device)
 
@@ -54,19 +57,18 @@ def on_a_gpu(monkeypatch):
                 recorder.launch(run, params, grid, block, shared, args)
 
         run.bound = lambda grid, block, shared, *last: lambda *first: None
-        self._loaded[device] = run
         return run
 
-    monkeypatch.setattr(Kernel, "_load", load)
+    def on(self, device):
+        if self not in launches:
+            launches[self] = load(self, device)
+        return launches[self]
+
+    monkeypatch.setattr(Kernel, "on", on)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
-    loaded = []
-    on = Kernel.on
-    monkeypatch.setattr(Kernel, "on", lambda self, device: (loaded.append(self), on(self, device))[1])
     planning.forget()
-    with cukern.backend("sim"):
+    with cukern.backend("sim"), setting():
         yield
-    for kernel in loaded:
-        kernel._loaded.pop(-1, None)
     planning.forget()
 
 
