@@ -23,7 +23,6 @@ from cukern.runtime.cache import Cubin as Cubin
 from cukern.runtime.cache import Report as Report
 from cukern.runtime.forks import no_fork
 from cukern.runtime.hints import hint
-from cukern.runtime.host_code import HostCode
 from cukern.runtime.signature import PROBE, probe
 from cukern.runtime.sources import NOWHERE, Source
 
@@ -178,6 +177,8 @@ def compiled(source: Source, names: Sequence[str], arch: str, removed: list[str]
         program, log = _try(source, texts.pop(source.program.name), texts, names, arch)
         if program is None and host is None:
             try:
+                from cukern.runtime.host_code import HostCode  # rarely needed
+
                 host = HostCode(source.host_program)
             except ImportError as error:
                 log += f"\nhost functions are found with libclang, which cannot be loaded ({error}). Run: pip install libclang"

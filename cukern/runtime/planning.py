@@ -12,7 +12,7 @@ import inspect
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any, TypeVar
 
 import torch
@@ -179,13 +179,19 @@ def planned_launch(function: Callable[..., Any], tensors: Sequence[str]) -> Call
     """Plans the implementation of a raw op. `tensors`: the names of its arguments that are tensors, as in `planned`. They come first."""
     if not _ENABLED:
         return function
-    first = f"{tensors[0][:-2]}[0]" if tensors[0].endswith("[]") else tensors[0]
-    signature = "".join(f"{t.removesuffix('[]')}, " for t in tensors)
+    return _made(_raw_code(tuple(t.endswith("[]") for t in tensors)), function, False, {})
+
+
+@functools.cache
+def _raw_code(lists: tuple[bool, ...]) -> CodeType:
+    tensors = [f"t{i}[]" if is_list else f"t{i}" for i, is_list in enumerate(lists)]
+    first = "t0[0]" if lists[0] else "t0"
+    signature = "".join(f"t{i}, " for i in range(len(lists)))
     source = _RAW.format(signature=signature, first=first, settings=_SETTINGS, layouts=_layouts(tensors), tensors=_flat(tensors))
-    return _made(source, function, False, {})
+    return compile(source, "<cukern plans>", "exec")
 
 
-def _made(source: str, function: Callable[..., Any], public: bool, space: dict[str, Any]) -> Callable[..., Any]:
+def _made(source: str | CodeType, function: Callable[..., Any], public: bool, space: dict[str, Any]) -> Callable[..., Any]:
     plans = Plans(function, public)
     space |= {**_NAMES, "function": function, "get": plans.found.get, "learn": plans.learn}
     exec(source, space)
