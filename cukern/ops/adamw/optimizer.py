@@ -10,7 +10,7 @@ from torch.optim import adamw as torch_adamw
 from torch.utils._pytree import tree_leaves
 
 from cukern.ops.adamw.op import VERSIONS, Numbers, check_numbers, check_param
-from cukern.ops.adamw.state import Found, gradient, like_parameter, local, sum_of_squares
+from cukern.ops.adamw.state import Found, Layouts, gradients, layouts, like_parameter, local, sum_of_squares
 from cukern.ops.adamw.table import GROUP_WORDS, Row, Scaling, Table, group_bytes, write
 from cukern.runtime import backend, checks
 from cukern.runtime.tensors import wide
@@ -158,28 +158,36 @@ class AdamW(torch.optim.Optimizer):
         found = [(i, p, g) for i, (p, g) in enumerate(every) if p.grad is not None]
         if not found:
             return loss
-        numbers, grads = [self._numbers(group) for group in self.param_groups], [gradient(i, p) for i, p, _ in found]
+        layout = layouts([p for _, p, _ in found])
+        numbers, grads = [self._numbers(group) for group in self.param_groups], gradients(found, layout)
         max_norm, grad_scale, found_inf = self._options.max_norm, getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         scaling = max_norm, grad_scale, found_inf
         if found[0][1].is_cuda or backend.simulating():
-            self._step_by_kernels(found, grads, numbers, scaling)
+            self._step_by_kernels(found, layout, grads, numbers, scaling)
         else:
             self._step_on_cpu(found, grads, numbers, scaling)
         return loss
 
-    def _step_by_kernels(self, found: list[Found], grads: list[Tensor], numbers: list[Numbers], scaling: Scaling) -> None:
+    def _step_by_kernels(
+        self, found: list[Found], layout: Layouts | None, grads: list[Tensor], numbers: list[Numbers], scaling: Scaling
+    ) -> None:
         divided = scaling[0] is not None and any(hasattr(p, "to_local") for _, p, _ in found)
         squares = sum_of_squares(found, grads) if divided else None
-        key, rows = self._rows(found)
+        rows, state = [], self._state(found)
+        key = self._key(found, layout, state)
+        table = self._tables.get(key)
+        if table is None:
+            rows = [self._row(*one) for one in found]
+            state = self._state(found)  # the rows may have created it
+            key = self._key(found, layout, state)
         if grads[0].is_cuda:
-            self._launch(key, rows, grads, squares, scaling)
+            self._launch(key, table, rows, grads, squares, scaling)
         else:
             tables, states = [table.memory for table in self._tables.values()], list(map(dict, self.state.values()))
             used = [found, grads, scaling, squares, numbers, self._groups, self.grad_norm, tables, states]
             with backend.simulated_memory([local(t) for t in tree_leaves(used)]):
-                self._launch(key, rows, grads, squares, scaling)
-        written = [p for _, p, _ in found]
-        written += [t for p in written for t in self.state[p].values() if isinstance(t, Tensor)]
+                self._launch(key, table, rows, grads, squares, scaling)
+        written = [p for _, p, _ in found] + [t for column in state for t in column if isinstance(t, Tensor)]
         torch.autograd.graph.increment_version(written)  # torch's operations do so themselves
 
     def update_groups(self) -> None:
@@ -217,46 +225,34 @@ class AdamW(torch.optim.Optimizer):
         m, v, largest = (local(state[key]) if key in needed else None for key in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"))
         return Row(local(p), m, v, largest, local(state.get("master")), state["step"], group, index)  # type: ignore[arg-type]
 
-    def _key(self, found: Sequence[Found]) -> tuple[Any, ...]:
+    def _state(self, found: Sequence[Found]) -> list[list[Any]]:
+        """By name, the tensors of the state of each parameter."""
+        states = [self.state[p] for _, p, _ in found]
+        return [[state.get(name) for state in states] for name in (*_LIKE_PARAMETERS, "step")]
+
+    def _key(self, found: Sequence[Found], layout: Layouts | None, state: Sequence[Sequence[Any]]) -> tuple[Any, ...]:
         """All that a table holds, and what its rows were made of."""
-        key: list[Any] = [tuple(bool(group.get("amsgrad")) for group in self.param_groups)]
-        for i, p, group in found:
-            get = self.state[p].get
-            tensors: Any = p, get("exp_avg"), get("exp_avg_sq"), get("max_exp_avg_sq"), get("master"), get("step")
-            if type(p) not in checks.PLAIN:
-                tensors = map(local, tensors)
-            key += i, group
-            for t in tensors:
-                if isinstance(t, Tensor):
-                    key += t.data_ptr(), t.dtype, t.get_device(), t.shape, t.stride()
-                else:  # None, or the number of a step that a user wrote
-                    key.append(t)
-        return tuple(key)
+        places = tuple([(i, group) for i, _, group in found])
+        return places, tuple([bool(group.get("amsgrad")) for group in self.param_groups]), layout, *map(layouts, state)
 
-    def _rows(self, found: Sequence[Found]) -> tuple[tuple[Any, ...], list[Row]]:
-        """The key of the table of these parameters, and its rows if there is no table yet."""
-        key, rows = self._key(found), []
-        if key not in self._tables:
-            rows = [self._row(*one) for one in found]
-            key = self._key(found)  # creating the rows may have created the state
-        return key, rows
-
-    def _launch(self, key: Any, rows: list[Row], grads: Sequence[Tensor], squares: Tensor | None, scaling: Scaling) -> None:
+    def _launch(
+        self, key: Any, table: Table | None, rows: list[Row], grads: Sequence[Tensor], squares: Tensor | None, scaling: Scaling
+    ) -> None:
         first = grads[0]
         capturing = first.is_cuda and torch.cuda.is_current_stream_capturing()
-        if key not in self._tables:
+        if table is None:
             if capturing:
                 raise RuntimeError("before the capture of step() in a CUDA graph, call it once with gradients of the same parameters")
             if len(self._tables) > _MOST_TABLES:  # other parameters have gradients each time
                 self._forget()
-            self._tables[key] = Table(rows)
+            table = self._tables[key] = Table(rows)
         if self._groups is None or self._groups.device != first.device:
             self._groups, self._written = first.new_empty(GROUP_WORDS * len(self.param_groups), dtype=torch.int64), b""
             self.grad_norm = first.new_zeros((), dtype=torch.float32) if scaling[0] is not None else self.grad_norm
         self.update_groups()
         if capturing:
-            self._captured += ((self._tables[key], self._groups, self.grad_norm),)
-        self._tables[key].launch(grads, self._groups, self.grad_norm, squares, self._options, scaling, capturing)
+            self._captured += ((table, self._groups, self.grad_norm),)
+        table.launch(grads, self._groups, self.grad_norm, squares, self._options, scaling, capturing)
 
     def _scaled(self, found: list[Found], grads: list[Tensor], scaling: Scaling) -> list[Tensor]:
         """The gradients divided by grad_scale and clipped to max_norm, in double. Sets grad_norm."""

@@ -1,7 +1,7 @@
 """The tensors of AdamW: parts of DTensors, gradients and state in the layout of their parameter, and the norm of the gradients."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,12 +40,47 @@ def local(x: Any) -> Tensor:
     return x.to_local() if hasattr(x, "to_local") else x
 
 
-def gradient(index: int, p: Tensor) -> Tensor:
-    """The gradient of a parameter, with its strides."""
+class Layouts(NamedTuple):
+    """Of tensors, for a key; of DTensors those of their parts. The device is left out: an address belongs to one device."""
+
+    addresses: tuple[int, ...]
+    dtypes: tuple[torch.dtype, ...]
+    shapes: tuple[torch.Size, ...]
+    strides: tuple[tuple[int, ...], ...]
+    others: Any = None  # what is no plain tensor
+
+
+def layouts(found: Sequence[Any]) -> Layouts | None:
+    """None if all are None."""
+    others: Any = None
+    kinds = set(map(type, found))
+    if kinds == {type(None)}:
+        return None
+    if not kinds <= checks.PLAIN:
+        others = tuple([isinstance(t, Tensor) or t for t in found])
+        found = [local(t) for t in found if isinstance(t, Tensor)]
+    dtypes, shapes = tuple([t.dtype for t in found]), tuple([t.shape for t in found])
+    return Layouts(tuple(map(Tensor.data_ptr, found)), dtypes, shapes, tuple(map(Tensor.stride, found)), others)
+
+
+def gradients(found: Sequence[Found], layout: Layouts | None) -> list[Tensor]:
+    """The gradients, each with the strides of its parameter. `layout`: those of the parameters."""
+    grads: list[Any] = [p.grad for _, p, _ in found]
+    usual = (
+        layout is not None
+        and layout.others is None
+        and set(map(type, grads)) == {Tensor}
+        and {g.layout for g in grads} == {torch.strided}
+        and tuple([g.dtype for g in grads]) == layout.dtypes
+        and tuple(map(Tensor.stride, grads)) == layout.strides
+        and list(map(Tensor.get_device, grads)) == [p.get_device() for _, p, _ in found]
+        and not any(map(Tensor.is_neg, grads))
+    )
+    return grads if usual else [_gradient(i, p) for i, p, _ in found]
+
+
+def _gradient(index: int, p: Tensor) -> Tensor:
     grad, p = local(p.grad), local(p)
-    plain = type(grad) is Tensor and grad.dtype is p.dtype and grad.layout is torch.strided and grad.device == p.device
-    if plain and grad.stride() == p.stride() and not grad.is_neg():
-        return grad
     name = f"the gradient of parameter {index}"
     checks.dtype(name, grad, (p.dtype,))
     if grad.device != p.device:
