@@ -156,8 +156,10 @@ def cuda_include() -> Path:
 
 @functools.cache
 def _more_includes() -> list[Path]:
-    """The folders of headers in NVIDIA's other wheels: CCCL for cuda::barrier and cooperative groups, NVCC for nvcuda::wmma."""
-    return [f for root in _wheel_folders() for part in ("cuda_cccl", "cuda_nvcc") if (f := root / part / "include").is_dir()]
+    """The folders of other headers of NVIDIA: CCCL for cuda::barrier, CUB and cooperative groups, NVCC for nvcuda::wmma."""
+    folders = [cuda_include() / "cccl"]  # CUDA 13
+    folders += [root / part / "include" for root in _wheel_folders() for part in ("cuda_cccl", "cuda_nvcc")]
+    return [folder for folder in folders if folder.is_dir()]
 
 
 @contextlib.contextmanager

@@ -1,5 +1,6 @@
 """NVRTC's error messages and reports, and the errors where it is missing. Needs no GPU. The cache is tested in test_cache.py."""
 
+import types
 from pathlib import Path
 
 import pytest
@@ -129,3 +130,24 @@ def test_missing_cuda_headers_are_named_with_the_install_command(monkeypatch):
     compiler.cuda_include.cache_clear()
     with pytest.raises(SetupError, match="pip install nvidia-cuda-runtime"):
         compiler.cuda_include()
+
+
+@pytest.fixture
+def wheels(tmp_path, monkeypatch):
+    """A folder for NVIDIA's wheels, of CUDA 13."""
+    monkeypatch.setattr(compiler, "_wheel_folders", lambda: [tmp_path])
+    monkeypatch.setattr(compiler, "nvrtc", lambda: types.SimpleNamespace(getVersion=lambda: (13, 0)))
+    for function in (compiler.cuda_include, compiler._more_includes):
+        function.cache_clear()
+    yield tmp_path
+    for function in (compiler.cuda_include, compiler._more_includes):
+        function.cache_clear()
+
+
+def test_headers_of_the_wheels_of_cuda_13_are_found(wheels):
+    """They lie in one folder, and CCCL, which cooperative groups and curand need, in a folder inside of it."""
+    cccl = wheels / "cu13/include/cccl"
+    cccl.mkdir(parents=True)
+    (cccl.parent / "cuda_fp16.h").write_text("")
+    assert compiler.cuda_include() == cccl.parent
+    assert compiler._more_includes() == [cccl]
