@@ -14,7 +14,7 @@ from cukern.runtime.higher import differentiable
 from cukern.runtime.kernel import Kernel, Template
 from cukern.runtime.planning import planned
 from cukern.runtime.registry import Cost, Op, Version, choose, in_force, normal, raw_op, register, watched
-from cukern.runtime.tensors import VECTOR_BYTES, aligned, as_matrix, empty_like, pointers, readable, row_strides, wide
+from cukern.runtime.tensors import VECTOR_BYTES, aligned, as_matrix, empty_like, mergeable, pointers, readable, row_strides, wide
 
 FUNCTIONS = {"none": 0, "tanh": 1, "silu": 2, "sum": 3}  # as in gelu.cu; "sum" only adds dout
 THREADS = 256
@@ -84,22 +84,32 @@ def _call(op: str, function: str, version: str | None, x: Tensor, up: Tensor | N
     checks.version(op, version, VERSIONS)
     if backend.uses_torch(op, version, x):
         return _on_cpu(function, x, up, bias)
-    is_one_row = bias is None and x.is_contiguous() and (up is None or up.is_contiguous())
-    order = None if is_one_row else _dense_order(x, up, bias)
-    if order is not None:  # computed in the order of memory
-        y = _call(op, function, version, x.permute(order), None if up is None else up.permute(order), None)
-        return y.permute([order.index(d) for d in range(x.ndim)])
-    matrices = (t if t is None else t.reshape(1, t.numel()) if is_one_row else as_matrix(t) for t in (x, up))
     run = _apply if watched(x, up, bias) else _gelu
-    return run(*matrices, None if bias is None else bias.reshape(bias.numel()), function, version or in_force.now).view(x.shape)
+    if x.ndim >= 2:
+        if _dense_order(x, up, bias) is None:
+            x, up = mergeable(x), None if up is None else mergeable(up)
+        return run(x, up, bias, function, version or in_force.now)
+    rows = (None if t is None else t.reshape(1, t.numel()) for t in (x, up))
+    return run(*rows, None if bias is None else bias.reshape(bias.numel()), function, version or in_force.now).view(x.shape)
 
 
-def _dense_order(x: Tensor, up: Tensor | None, bias: Tensor | None) -> tuple[int, ...] | None:
-    """The dimensions of x from the outermost, without a bias, if x is dense but not contiguous, such as channels_last, and `up` alike."""
-    if bias is not None or x.is_contiguous() or (up is not None and up.stride() != x.stride()):
+def _dense_order(x: Tensor, up: Tensor | None, bias: Tensor | None) -> Sequence[int] | None:
+    """The dimensions of x from the outermost if x is dense, such as channels_last, `up` is alike, and there is no bias; else None."""
+    if bias is not None:
+        return None
+    if x.is_contiguous():
+        return range(x.ndim) if up is None or up.is_contiguous() else None
+    if up is not None and up.stride() != x.stride():
         return None
     order = x.dim_order()
     return order if x.permute(order).is_contiguous() else None
+
+
+def _matrices(order: Sequence[int] | None, *tensors: Tensor | None) -> list[Tensor | None]:
+    """One row in the order of memory, or without an order (rows, columns); readable, as kernels read them."""
+    if order is None:
+        return [None if t is None else readable(as_matrix(t)) for t in tensors]
+    return [None if t is None else t.permute(*order).reshape(1, t.numel()).resolve_neg() for t in tensors]
 
 
 def _on_cpu(function: str, x: Tensor, up: Tensor | None, bias: Tensor | None) -> Tensor:
@@ -117,13 +127,14 @@ def _reference(function: str, gated: bool, x: Tensor, other: Tensor | None = Non
         return y * other if gated and other is not None else y
 
 
-# ---- the raw ops: x, up and dout are matrices
+# ---- the raw ops: x, up and dout have two dimensions or more
 
 
 def _launch(x: Any, up: Any, bias: Any, function: str, version: str) -> Tensor:
-    out = empty_like(x)
+    order = _dense_order(x, up, bias)
+    out = _empty(order, x)
     if out.numel():
-        x, up, bias = map(readable, (x, up, bias))
+        x, up, bias = *_matrices(order, x, up), readable(bias)
         _run(_FORWARD, *choose("gelu", version, x.get_device()).forward(bias, x, up), function, bias, (out, x, up, bias), x, up)
     return out
 
@@ -132,26 +143,34 @@ def _launch_backward(x: Any, up: Any, bias: Any, dout: Any, function: str, bias_
     dx, dup, dbias = _fake_backward(x, up, bias, dout, function, bias_grad)
     if not dx.numel():
         return dx, dup, dbias.zero_()
-    x, up, bias, dout = map(readable, (x, up, bias, dout))
+    x, up, dout, bias = *_matrices(_dense_order(x, up, bias), x, up, dout), readable(bias)
     width, is_aligned = choose("gelu", version, x.get_device()).backward(bias, x, up, dout)
     if bias_grad and width > 1:
         _bias_backward(is_aligned, dx, dbias, x, bias, dout, function)
         return dx, dup, dbias
     _run(_BACKWARD, width, is_aligned, function, bias, (dx, None if up is None else dup, x, up, bias, dout), x, up, dout)
-    return dx, dup, dx.sum(0, dtype=bias.dtype) if bias_grad else dbias
+    return dx, dup, as_matrix(dx).sum(0, dtype=bias.dtype) if bias_grad else dbias
+
+
+def _fake(x: Tensor, up: Any, bias: Any, *_: Any) -> Tensor:
+    return _empty(_dense_order(x, up, bias), x)
 
 
 def _fake_backward(x: Tensor, up: Any, bias: Any, dout: Tensor, function: str, bias_grad: bool, *_: Any) -> tuple[Tensor, ...]:
     """dx, dup and dbias. Absent ones are empty."""
-    return empty_like(x), x.new_empty(0) if up is None else empty_like(up), empty_like(bias) if bias_grad else x.new_empty(0)
+    order = _dense_order(x, up, bias)
+    return _empty(order, x), x.new_empty(0) if up is None else _empty(order, up), empty_like(bias) if bias_grad else x.new_empty(0)
+
+
+def _empty(order: Sequence[int] | None, x: Tensor) -> Tensor:
+    """Without an order contiguous, else of x's strides."""
+    return empty_like(x) if order is None else torch.empty_like(x)
 
 
 _SCHEMA = "Tensor x, Tensor? up, Tensor? bias"
-_gelu = raw_op(
-    f"_gelu({_SCHEMA}, str function, str version) -> Tensor", 3, _launch, lambda x, *_: empty_like(x), sharding="rc, rc, c -> rc"
-)
+_gelu = raw_op(f"_gelu({_SCHEMA}, str function, str version) -> Tensor", 3, _launch, _fake, sharding="*c, *c, c -> *c")
 _SCHEMA = f"_gelu_backward({_SCHEMA}, Tensor dout, str function, bool bias_grad, str version) -> (Tensor, Tensor, Tensor)"
-_gelu_backward = raw_op(_SCHEMA, 4, _launch_backward, _fake_backward, sharding="rc, rc, c, rc -> rc, rc, c")
+_gelu_backward = raw_op(_SCHEMA, 4, _launch_backward, _fake_backward, sharding="*c, *c, c, *c -> *c, *c, c")
 
 
 def _gradient(needed: Sequence[bool], inputs: Sequence[Any], _: Any, dout: Tensor) -> tuple[Tensor | None, ...]:

@@ -1,5 +1,6 @@
 """What launches ask of tensors: the dtype of computation, rows of a matrix, and pointers."""
 
+import itertools
 import math
 
 import torch
@@ -16,6 +17,15 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 def as_matrix(x: Tensor) -> Tensor:
     """(..., columns) as (rows, columns), copied if the leading dimensions do not flatten to one."""
     return x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1] if x.ndim else 1)
+
+
+def mergeable(x: Tensor) -> Tensor:
+    """A tensor that `as_matrix` flattens without a copy: x, or x contiguous."""
+    if x.is_contiguous():
+        return x
+    rows = [(n, stride) for n, stride in zip(x.shape[:-1], x.stride(), strict=False) if n != 1]
+    merges = all(outer == inner * n for (_, outer), (n, inner) in itertools.pairwise(rows))
+    return x if merges else x.contiguous()
 
 
 def unit_column_stride(x: Tensor) -> Tensor:

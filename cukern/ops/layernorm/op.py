@@ -13,7 +13,7 @@ from cukern.runtime import autocast, backend, checks, interop
 from cukern.runtime.higher import differentiable
 from cukern.runtime.planning import planned
 from cukern.runtime.registry import Cost, Op, choose, in_force, normal, raw_op, register, row_counts, watched
-from cukern.runtime.tensors import as_matrix, empty_like, pointers, readable, row_strides, unit_column_stride, wide
+from cukern.runtime.tensors import as_matrix, empty_like, mergeable, pointers, readable, row_strides, unit_column_stride, wide
 
 
 @planned("x", "weight", "bias", "residual")
@@ -97,10 +97,11 @@ def _public(op: str, x: Any, weight: Any, bias: Any, eps: Any, residual: Any, ve
     residual = None if residual is None else interop.like("residual", residual, "x", x)
     if backend.uses_torch(op, version, x):
         return _on_cpu(x, residual, weight, bias, eps, op == "rmsnorm")
-    matrices = (None if t is None else unit_column_stride(as_matrix(t)) for t in (x, residual))
     run = _apply if watched(x, residual, weight, bias) else _layernorm
-    outs = run(*matrices, weight, bias, eps, op == "rmsnorm", version or in_force.now)
-    return outs[0].view(x.shape) if residual is None else (outs[0].view(x.shape), outs[1].view(x.shape))
+    rows = (None if t is None else mergeable(unit_column_stride(t if t.ndim > 1 else t[None])) for t in (x, residual))
+    y, *rest = run(*rows, weight, bias, eps, op == "rmsnorm", version or in_force.now)
+    outs = (y, *rest[:-1]) if x.ndim > 1 else tuple(t[0] for t in (y, *rest[:-1]))
+    return outs[0] if residual is None else outs
 
 
 def _affine(x: Tensor, weight: Any, bias: Any) -> tuple[Tensor | None, Tensor | None]:
@@ -114,13 +115,13 @@ def _affine(x: Tensor, weight: Any, bias: Any) -> tuple[Tensor | None, Tensor | 
     return weight, bias
 
 
-# ---- the raw ops: x, residual, s and gradients are matrices. The forward returns y, with a residual s, and stats.
+# ---- the raw ops: x, residual, s and gradients have two dimensions or more. The forward returns y, with a residual s, and stats.
 
 
 def _launch(x: Tensor, residual: Any, weight: Any, bias: Any, eps: float, rms: bool, version: str) -> list[Tensor]:
     outs = y, *rest, stats = _fake(x, residual)
     if x.numel():
-        x, residual = unit_column_stride(x), None if residual is None else unit_column_stride(residual)
+        x, residual = (None if t is None else unit_column_stride(as_matrix(t)) for t in (x, residual))
         w, b = (None if t is None else t.contiguous() for t in (weight, bias))
         plan, blocks = choose("layernorm", version, x.get_device()).forward(x, w, rms, b, y, *rest, residual)
         arguments = *pointers(y, *(rest or (None,)), stats, x, residual, w, b), *x.shape, *row_strides(x, residual), eps
@@ -129,14 +130,14 @@ def _launch(x: Tensor, residual: Any, weight: Any, bias: Any, eps: float, rms: b
 
 
 def _fake(x: Tensor, residual: Any, *_: Any) -> list[Tensor]:
-    return [empty_like(x), *([] if residual is None else [empty_like(x)]), x.new_empty((x.shape[0], 2), dtype=wide(x.dtype))]
+    return [empty_like(x), *([] if residual is None else [empty_like(x)]), x.new_empty((*x.shape[:-1], 2), dtype=wide(x.dtype))]
 
 
 def _launch_backward(s: Tensor, dy: Any, ds: Any, stats: Tensor, weight: Any, rms: bool, affine: int, version: str) -> tuple[Tensor, ...]:
     outs = dx, dweight, dbias = _fake_backward(s, dy, ds, stats, weight, rms, affine)
     if not s.numel():
         return dx, dweight.zero_(), dbias.zero_()
-    w, s, g, ds = None if weight is None else weight.contiguous(), unit_column_stride(s), readable(dy), readable(ds)
+    w, (s, g, ds) = None if weight is None else weight.contiguous(), (None if t is None else readable(as_matrix(t)) for t in (s, dy, ds))
     (rows, columns), device, stats = s.shape, s.get_device(), stats.contiguous()
     plan, blocks = choose("layernorm", version, device).backward(s, w, rms, dx, g, ds)
     partials = stats.new_empty(2, blocks, columns) if affine and blocks > 1 else None
@@ -153,7 +154,7 @@ def _launch_backward(s: Tensor, dy: Any, ds: Any, stats: Tensor, weight: Any, rm
 
 def _fake_backward(s: Tensor, dy: Any, ds: Any, stats: Any, weight: Any, rms: bool, affine: int, *_: Any) -> tuple[Tensor, ...]:
     """`affine`: 0: only dx; 1: and dweight; 2: and dbias. What is not wanted has no elements."""
-    like, columns = s if weight is None else weight, s.shape[1]
+    like, columns = s if weight is None else weight, s.shape[-1]
     return empty_like(s), like.new_empty(columns if affine > 0 else 0), like.new_empty(columns if affine > 1 else 0)
 
 
@@ -162,12 +163,12 @@ _layernorm = raw_op(
     4,
     _launch,
     _fake,
-    sharding="r., r., ., . -> r.",
+    sharding="*., *., ., . -> *.",
 )
 _layernorm_backward = raw_op(
     "_layernorm_backward(Tensor s, Tensor dy, Tensor? ds, Tensor stats, Tensor? weight, bool rms, int affine, str version)"
     " -> (Tensor, Tensor, Tensor)",
-    5, _launch_backward, _fake_backward, sharding="r., r., r., r., . -> r., ., .",
+    5, _launch_backward, _fake_backward, sharding="*., *., *., *., . -> *., ., .",
 )  # fmt: skip
 
 # ---- autograd
