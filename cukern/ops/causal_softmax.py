@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cukern.ops.softmax import LEAST_SCALE, MOST_SCALE, Versions, checked_scale, merge_batch, plan, row_storage, two_versions
+from cukern.ops.softmax import LEAST_SCALE, MOST_SCALE, Versions, checked_scale, plan, row_storage, two_versions
 from cukern.runtime import backend, checks, interop
 from cukern.runtime.kernel import Kernel, Template
 from cukern.runtime.planning import planned
-from cukern.runtime.registry import Cost, Differentiable, Op, Version, apply_of, choose, raw_op, register, save, watched
+from cukern.runtime.registry import Cost, Differentiable, Op, Version, apply_of, batched, choose, raw_op, register, save, watched
 from cukern.runtime.tensors import wide
 
 NO_WINDOW = 1 << 62
@@ -270,10 +270,13 @@ class _CausalSoftmaxBackward(Differentiable):
         return _batch(_apply_backward, share is not None, rest, info, in_dims, y, g, share, share_grad)
 
 
-def _batch(apply: Callable[..., Any], sinks: bool, rest: Sequence[Any], *batch: Any) -> tuple[Any, Any]:
-    """The vmap rule of both Functions. The second result is empty if there are no sinks."""
-    shape, merged = merge_batch(*batch)
-    out, rows = apply(*merged, *rest)
+def _batch(
+    apply: Callable[..., Any], sinks: bool, rest: Sequence[Any], info: Any, in_dims: Sequence[int | None], *tensors: Any
+) -> tuple[Any, Any]:
+    """The vmap rule of both Functions: the batch is merged into the first dimension. The second result is empty if there are no sinks."""
+    full: list[Any] = [t if t is None else batched(t, dim, info.batch_size) for t, dim in zip(tensors, in_dims, strict=False)]
+    shape = full[0].shape[:2]
+    out, rows = apply(*(t if t is None else t.flatten(0, 1) for t in full), *rest)
     return (out.unflatten(0, shape), rows.unflatten(0, shape) if sinks else rows), (0, 0 if sinks else None)
 
 

@@ -3,9 +3,9 @@
 A rule names the dimensions along which an op may be split, as einsum does: "br, r -> br" for the arguments' tensors and the outputs.
 Each dimension of the mesh splits along one letter: the first one along which an argument is already sharded, if all sizes divide by
 the number of processes. Everything else is replicated: other tensors, "." dimensions, and plain tensors, which must be the same on all
-processes. "*" stands for all dimensions of a tensor that have no letter. An output without the letter is the sum over the processes; "=" is an output
-that is the same on all. The last output's letters hold for all that follow. A rule may be a function of the op's arguments that
-returns a string.
+processes. "*" stands for all dimensions of a tensor that have no letter. An output without the letter is the sum over the processes;
+"=" is an output that is the same on all. The last output's letters hold for all that follow. A rule may be a function of the op's
+arguments that returns a string.
 """
 
 import math

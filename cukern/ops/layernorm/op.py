@@ -121,7 +121,7 @@ def _affine(x: Tensor, weight: Any, bias: Any) -> tuple[Tensor | None, Tensor | 
 def _launch(x: Tensor, residual: Any, weight: Any, bias: Any, eps: float, rms: bool, version: str) -> list[Tensor]:
     outs = y, *rest, stats = _fake(x, residual)
     if x.numel():
-        x, residual = (None if t is None else unit_column_stride(as_matrix(t)) for t in (x, residual))
+        x, residual = unit_column_stride(as_matrix(x)), None if residual is None else unit_column_stride(as_matrix(residual))
         w, b = (None if t is None else t.contiguous() for t in (weight, bias))
         plan, blocks = choose("layernorm", version, x.get_device()).forward(x, w, rms, b, y, *rest, residual)
         arguments = *pointers(y, *(rest or (None,)), stats, x, residual, w, b), *x.shape, *row_strides(x, residual), eps
@@ -137,7 +137,8 @@ def _launch_backward(s: Tensor, dy: Any, ds: Any, stats: Tensor, weight: Any, rm
     outs = dx, dweight, dbias = _fake_backward(s, dy, ds, stats, weight, rms, affine)
     if not s.numel():
         return dx, dweight.zero_(), dbias.zero_()
-    w, (s, g, ds) = None if weight is None else weight.contiguous(), (None if t is None else readable(as_matrix(t)) for t in (s, dy, ds))
+    s, g, w = unit_column_stride(as_matrix(s)), readable(as_matrix(dy)), None if weight is None else weight.contiguous()
+    ds = None if ds is None else readable(as_matrix(ds))
     (rows, columns), device, stats = s.shape, s.get_device(), stats.contiguous()
     plan, blocks = choose("layernorm", version, device).backward(s, w, rms, dx, g, ds)
     partials = stats.new_empty(2, blocks, columns) if affine and blocks > 1 else None

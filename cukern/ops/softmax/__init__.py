@@ -7,6 +7,5 @@ from cukern.ops.softmax.op import MOST_SCALE as MOST_SCALE
 from cukern.ops.softmax.op import Versions as Versions
 from cukern.ops.softmax.op import checked_scale as checked_scale
 from cukern.ops.softmax.op import log_softmax as log_softmax
-from cukern.ops.softmax.op import merge_batch as merge_batch
 from cukern.ops.softmax.op import softmax as softmax
 from cukern.ops.softmax.op import two_versions as two_versions

@@ -32,7 +32,7 @@ from cukern.runtime.registry import (
     save,
     watched,
 )
-from cukern.runtime.tensors import wide
+from cukern.runtime.tensors import as_matrix, empty_like, unit_column_stride, wide
 
 Versions = str | tuple[str | None, str | None] | None
 LEAST_SCALE, MOST_SCALE = 2.0**-100, 2.0**100  # the magnitudes that the kernels accept
@@ -113,15 +113,9 @@ def _public(op: str, x: Any, dim: int, scale: float, version: Versions) -> Tenso
     if not x.is_cuda and not backend.simulates(x):
         return _reference(op, x, dim, scale)
     options = scale, op == "log_softmax", forward, backward
-    if x.ndim == 2 and (dim == 1 or dim == -1):
-        return _run(x, *options)
     if x.ndim == 0:
-        return _run(x.view(1, 1), *options).view(())
-    last, before = x.movedim(dim, -1), dim % x.ndim  # sizes are products, not -1: vmap over an empty batch hides a 0
-    if x.is_contiguous() and last.stride(-1) != 1:
-        outer, within = math.prod(x.shape[:before]), math.prod(x.shape[before + 1 :])
-        return _run(x.view(outer, x.shape[dim], within), *options).view(x.shape)
-    return _run(last.reshape(math.prod(last.shape[:-1]), x.shape[dim]), *options).view(last.shape).movedim(-1, dim)
+        return _run(x.view(1), 0, *options).view(())
+    return _run(x, dim % x.ndim, *options)
 
 
 def two_versions(versions: Collection[str], op: str, x: Tensor, version: Versions) -> tuple[str, str]:
@@ -145,158 +139,177 @@ def checked_scale(x: Tensor, scale: float) -> float:
     return checks.number("scale", scale, math.inf if x.dtype == torch.float64 else checks.FLOAT32_MAX)
 
 
-# ---- the raw ops: x is (rows, columns), or (outer, columns, inner) and contiguous; the sums are along dimension 1
+# ---- the raw ops: x has any shape but (), and dim is not negative
 
 
-def _launch(x: Tensor, scale: float, log: bool, version: str) -> Tensor:
-    out = _fake(x)
+def _launch(x: Tensor, dim: int, scale: float, log: bool, version: str) -> Tensor:
+    out = _fake(x, dim)
     if not out.numel():
         return out
     if not LEAST_SCALE <= abs(scale) <= MOST_SCALE:
-        return _launch(_scaled(x, scale, 1), 1.0, log, version).to(x.dtype)
-    if x.ndim == 3 and _few_rows(x):
-        return _launch(_as_matrix(x), scale, log, version).view(x.mT.shape).mT.contiguous()
-    x = unit_column_stride(x)
-    launch = inner if x.ndim == 3 else choose(_NAMES[log], version, x.get_device()).forward
-    launch(out, x, scale, log)
+        return out.copy_(_launch(_scaled(x, scale, dim), dim, 1.0, log, version))
+    if not _is_inner(x, dim):
+        launch, matrices = choose(_NAMES[log], version, x.get_device()).forward, _rows(dim, out, x)
+    elif _few_rows(x, dim):
+        return _moved(_launch(_contiguous(x, dim), x.ndim - 1, scale, log, version), dim)
+    else:
+        launch, matrices = inner, _cubes(dim, out, x)
+    launch(*matrices, scale, log)
     return out
 
 
-def _launch_backward(y: Tensor, g: Tensor, scale: float, log: bool, version: str) -> Tensor:
-    dx = _fake(y)
+def _launch_backward(y: Tensor, g: Tensor, dim: int, scale: float, log: bool, version: str) -> Tensor:
+    dx = _fake(y, dim)
     if not dx.numel():
         return dx
     if not LEAST_SCALE <= abs(scale) <= MOST_SCALE and y.dtype != torch.float64:
-        return _launch_backward(y.double(), g.double(), scale, log, version).to(y.dtype)
-    if y.ndim == 3 and _few_rows(y):
-        return _launch_backward(_as_matrix(y), _as_matrix(g), scale, log, version).view(y.mT.shape).mT.contiguous()
-    y, g = y.contiguous(), unit_column_stride(g.resolve_neg())
-    launch = inner if y.ndim == 3 else choose(_NAMES[log], version, y.get_device()).backward
-    launch(dx, y, g, scale, log)
+        return dx.copy_(_launch_backward(y.double(), g.double(), dim, scale, log, version))
+    g = g.resolve_neg()
+    if not _is_inner(y, dim):
+        launch, matrices = choose(_NAMES[log], version, y.get_device()).backward, _rows(dim, dx, y, g)
+        matrices[1] = matrices[1].contiguous()
+    elif _few_rows(y, dim):
+        return _moved(_launch_backward(_contiguous(y, dim), _contiguous(g, dim), y.ndim - 1, scale, log, version), dim)
+    else:
+        launch, matrices = inner, _cubes(dim, dx, y, g)
+    launch(*matrices, scale, log)
     return dx
 
 
-def _few_rows(x: Tensor) -> bool:
-    """True for (outer, columns, inner) with few long rows. The kernels along dimension 1 would give them to few blocks. Many blocks share a
-    long row of a matrix."""
-    return x.shape[1] >= LONG and x.shape[0] * x.shape[2] <= FEW
+def _is_inner(x: Tensor, dim: int) -> bool:
+    """True for contiguous tensors of which `dim` is not the innermost dimension. Kernels of their own read them in place."""
+    return x.is_contiguous() and math.prod(x.shape[dim + 1 :]) > 1
 
 
-def _as_matrix(x: Tensor) -> Tensor:
-    return x.mT.reshape(-1, x.shape[1])
+def _few_rows(x: Tensor, dim: int) -> bool:
+    """True for few long rows along an inner dimension. The kernels for those would give them to few blocks. Many blocks share a long row of
+    a matrix."""
+    return x.shape[dim] >= LONG and x.numel() // x.shape[dim] <= FEW
 
 
-def unit_column_stride(x: Tensor) -> Tensor:
-    """x as the kernels read it: a matrix with column stride 1 as it is, anything else contiguous, copied if necessary."""
-    return x if x.ndim == 2 and (x.stride(1) == 1 or x.shape[1] == 1) else x.contiguous()
+def _rows(dim: int, *tensors: Tensor) -> list[Tensor]:
+    """As (rows, columns) with column stride 1, copied if necessary: what is written is not."""
+    return [unit_column_stride(as_matrix(t.movedim(dim, -1))) for t in tensors]
 
 
-def _fake(x: Tensor, *_: Any) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)  # 4 us faster than torch.empty
+def _cubes(dim: int, *tensors: Tensor) -> list[Tensor]:
+    """As (outer, columns, inner), contiguous."""
+    return [t.contiguous().view(math.prod(t.shape[:dim]), t.shape[dim], math.prod(t.shape[dim + 1 :])) for t in tensors]
 
 
-_softmax = raw_op("_softmax(Tensor x, float scale, bool log, str version) -> Tensor", 1, _launch, _fake, sharding="r.i -> r.i")
+def _contiguous(x: Tensor, dim: int) -> Tensor:
+    return x.movedim(dim, -1).contiguous()
+
+
+def _moved(out: Tensor, dim: int) -> Tensor:
+    return out.movedim(-1, dim).contiguous()
+
+
+def _fake(x: Tensor, dim: int, *_: Any) -> Tensor:
+    """Contiguous if x is or if `dim` is the last dimension; else `dim` has stride 1."""
+    if dim == x.ndim - 1 or x.is_contiguous():
+        return empty_like(x)
+    return empty_like(x.movedim(dim, -1)).movedim(-1, dim)
+
+
+def _fake_backward(y: Tensor, g: Tensor, dim: int, *_: Any) -> Tensor:
+    return _fake(y, dim)
+
+
+def _sharding(x: Tensor, *rest: Any) -> str:
+    """Along all dimensions but `dim`."""
+    tensors = [x, *(t for t in rest if isinstance(t, Tensor))]
+    letters = "".join("." if d == rest[len(tensors) - 1] else str(d) for d in range(x.ndim))
+    return f"{', '.join([letters] * len(tensors))} -> {letters}"
+
+
+_OPTIONS = "int dim, float scale, bool log, str version"
+_softmax = raw_op(f"_softmax(Tensor x, {_OPTIONS}) -> Tensor", 1, _launch, _fake, sharding=_sharding)
 _softmax_backward = raw_op(
-    "_softmax_backward(Tensor y, Tensor g, float scale, bool log, str version) -> Tensor",
-    2,
-    _launch_backward,
-    _fake,
-    sharding="r.i, r.i -> r.i",
+    f"_softmax_backward(Tensor y, Tensor g, {_OPTIONS}) -> Tensor", 2, _launch_backward, _fake_backward, sharding=_sharding
 )
 
 # ---- autograd
 
 
-def _run(x: Tensor, scale: float, log: bool, forward: str, backward: str) -> Tensor:
-    x = unit_column_stride(x)
-    if watched(x):
-        return _apply(x, scale, log, forward, backward)
-    return _softmax(x, scale, log, forward)
+def _run(x: Tensor, dim: int, scale: float, log: bool, forward: str, backward: str) -> Tensor:
+    return _apply(x, dim, scale, log, forward, backward) if watched(x) else _softmax(x, dim, scale, log, forward)
 
 
 class _Softmax(Differentiable):
     @staticmethod
-    def forward(x, scale, log, forward, backward):
-        return _softmax(x, scale, log, forward)
+    def forward(x, dim, scale, log, forward, backward):
+        return _softmax(x, dim, scale, log, forward)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        _, scale, log, _, backward = inputs
-        ctx.options = scale, log, backward
+        _, dim, scale, log, _, backward = inputs
+        ctx.options = dim, scale, log, backward
         save(ctx, output)
 
     @staticmethod
     def backward(ctx, g):
         (y,) = ctx.saved_tensors
-        return _gradient(y, g, *ctx.options), None, None, None, None
+        return _gradient(y, g, *ctx.options), None, None, None, None, None
 
     @staticmethod
     def tangent(ctx, dx, *_):
         """Softmax's Jacobian is symmetric, so its product with a tangent equals its product with a gradient."""
-        (y,), (scale, log, _) = ctx.saved_tensors, ctx.options
+        (y,), (dim, scale, log, _) = ctx.saved_tensors, ctx.options
         if not log:
             return _gradient(y, dx, *ctx.options)
         d = dx.to(wide(y.dtype))
-        return (scale * (d - (y.to(wide(y.dtype)).exp() * d).sum(1, keepdim=True))).to(y.dtype)
+        return (scale * (d - (y.to(wide(y.dtype)).exp() * d).sum(dim, keepdim=True))).to(y.dtype)
 
     @staticmethod
-    def batch(info, in_dims, x, *rest):
-        shape, merged = merge_batch(info, in_dims, x)
-        return _apply(*merged, *rest).unflatten(0, shape), 0
+    def batch(info, in_dims, x, dim, *rest):
+        return _apply(batched(x, in_dims[0], info.batch_size), dim + 1, *rest), 0
 
     @staticmethod
-    def recorded(ctx, x, scale, log, forward, backward):
-        y = _softmax(x, scale, log, forward)
+    def recorded(ctx, x, dim, scale, log, forward, backward):
+        y = _softmax(x, dim, scale, log, forward)
         ctx.save_for_backward(y)
-        ctx.options = scale, log, backward
+        ctx.options = dim, scale, log, backward
         return y
 
 
 class _SoftmaxBackward(Differentiable):
     @staticmethod
-    def forward(y, g, scale, log, version):
-        return _softmax_backward(y, g, scale, log, version)
+    def forward(y, g, dim, scale, log, version):
+        return _softmax_backward(y, g, dim, scale, log, version)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        y, g, ctx.scale, ctx.log, _ = inputs
+        y, g, ctx.dim, ctx.scale, ctx.log, _ = inputs
         save(ctx, y, g)
 
     @staticmethod
     def backward(ctx, d):
         """In torch's operations, so that the result can be differentiated again. So is `tangent`."""
-        (y, g), scale = ctx.saved_tensors, ctx.scale
+        (y, g), dim, scale = ctx.saved_tensors, ctx.dim, ctx.scale
         wide_y, wide_g, wide_d = (t.to(wide(t.dtype)) for t in (y, g, d))
         if ctx.log:
             p = wide_y.exp()
-            dot = (wide_d * p).sum(1, keepdim=True)
-            dy, dg = -scale * wide_d * p * wide_g.sum(1, keepdim=True), scale * (wide_d - dot)
+            dot = (wide_d * p).sum(dim, keepdim=True)
+            dy, dg = -scale * wide_d * p * wide_g.sum(dim, keepdim=True), scale * (wide_d - dot)
         else:
-            dot = (wide_d * wide_y).sum(1, keepdim=True)
-            dy = scale * (wide_d * (wide_g - (wide_y * wide_g).sum(1, keepdim=True)) - wide_g * dot)
+            dot = (wide_d * wide_y).sum(dim, keepdim=True)
+            dy = scale * (wide_d * (wide_g - (wide_y * wide_g).sum(dim, keepdim=True)) - wide_g * dot)
             dg = scale * wide_y * (wide_d - dot)
-        return dy.to(y.dtype), dg.to(g.dtype), None, None, None
+        return dy.to(y.dtype), dg.to(g.dtype), None, None, None, None
 
     @staticmethod
     def tangent(ctx, dy, dg, *_):
         y, g, dy, dg = (t.to(wide(t.dtype)) for t in (*ctx.saved_tensors, dy, dg))
         if ctx.log:
-            out = dg - y.exp() * (dy * g.sum(1, keepdim=True) + dg.sum(1, keepdim=True))
+            out = dg - y.exp() * (dy * g.sum(ctx.dim, keepdim=True) + dg.sum(ctx.dim, keepdim=True))
         else:
-            out = dy * (g - (y * g).sum(1, keepdim=True)) + y * (dg - (dy * g + y * dg).sum(1, keepdim=True))
+            out = dy * (g - (y * g).sum(ctx.dim, keepdim=True)) + y * (dg - (dy * g + y * dg).sum(ctx.dim, keepdim=True))
         return (ctx.scale * out).to(ctx.saved_tensors[0].dtype)
 
     @staticmethod
-    def batch(info, in_dims, y, g, *rest):
-        shape, merged = merge_batch(info, in_dims, y, g)
-        return _apply_backward(*merged, *rest).unflatten(0, shape), 0
-
-
-def merge_batch(info: Any, in_dims: Sequence[int | None], *tensors: Tensor | None) -> tuple[torch.Size, list[Tensor | None]]:
-    """For vmap rules: the tensors with the batch merged into the first dimension, and the two sizes that were merged."""
-    full = [t if t is None else batched(t, dim, info.batch_size) for t, dim in zip(tensors, in_dims, strict=False)]
-    assert full[0] is not None
-    return full[0].shape[:2], [t if t is None else t.flatten(0, 1) for t in full]
+    def batch(info, in_dims, y, g, dim, *rest):
+        return _apply_backward(*(batched(t, d, info.batch_size) for t, d in zip((y, g), in_dims, strict=False)), dim + 1, *rest), 0
 
 
 def _gradient(y: Tensor, g: Tensor, *options: Any) -> Tensor:

@@ -386,7 +386,7 @@ def test_forward_and_backward_versions_are_independent(device):
     for forward, backward in found:
         y, dx = found[forward, backward]
         assert same_bits(y, cukern.softmax(x, version=forward))
-        assert same_bits(dx, torch.ops.cukern._softmax_backward(y, g, 1.0, False, backward))
+        assert same_bits(dx, torch.ops.cukern._softmax_backward(y, g, 1, 1.0, False, backward))
     assert not same_bits(found["v1", "v3"][1], found["v1", "v6"][1])
     assert same_bits(cukern.softmax(x, version=(None, "v2")), cukern.softmax(x))
 
@@ -425,9 +425,9 @@ def test_overlapping_launches(rows, columns, dtype, captured):
 @pytest.mark.parametrize("version", ("v1", "v9"))
 def test_opcheck(version, device="cuda"):
     for x in (torch.randn(5, 7, device=device), torch.randn(5, 9, device=device)[:, 1:8], torch.randn(2, 3, 4, device=device)):
-        torch.library.opcheck(torch.ops.cukern._softmax.default, (x, 0.5, False, version))
-        torch.library.opcheck(torch.ops.cukern._softmax_backward.default, (x, torch.randn_like(x), 0.5, False, version))
-        torch.library.opcheck(torch.ops.cukern._softmax.default, (x[:0], 0.5, False, version))
+        torch.library.opcheck(torch.ops.cukern._softmax.default, (x, 1, 0.5, False, version))
+        torch.library.opcheck(torch.ops.cukern._softmax_backward.default, (x, torch.randn_like(x), 1, 0.5, False, version))
+        torch.library.opcheck(torch.ops.cukern._softmax.default, (x[:0], 1, 0.5, False, version))
 
 
 @kernels
