@@ -1,5 +1,6 @@
 """embedding: out[..., t, :] = weight[tokens[..., t]] + positions[t], GPT-2's two embeddings. Gradients: kernels_cu/embedding.cu."""
 
+import functools
 import math
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -12,7 +13,7 @@ from cukern.runtime import autocast, backend, checks, interop
 from cukern.runtime.higher import differentiable
 from cukern.runtime.kernel import Kernel, Template
 from cukern.runtime.planning import planned
-from cukern.runtime.registry import Cost, Op, Version, choose, in_force, raw_op, register, watched
+from cukern.runtime.registry import Cost, Op, Version, choose, dispatched, in_force, raw_op, register, watched
 from cukern.runtime.tensors import VECTOR_BYTES, pointers, vector_width, wide
 
 THREADS, FEW_THREADS, ROWS, CHUNK, FEW = 128, 256, 2, 64, 2048  # as in embedding.cu; FEW: the most tokens that are not sorted
@@ -144,9 +145,24 @@ def _in_torch(tokens: Tensor, weight: Tensor, positions: Tensor | None, *_: Any)
     return (out if positions is None else out + positions[: tokens.shape[-1]]).to(weight.dtype)
 
 
+@functools.lru_cache(64)
+def _placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.empty((), dtype=dtype, device=device).expand(shape)
+
+
+def _shape_of(table: Tensor | None) -> Tensor | None:
+    """A tensor of a table's shape without its memory: the op is linear in the tables, so derivatives need no more."""
+    if table is None:
+        return None
+    if type(table) not in checks.PLAIN or dispatched():
+        return table.new_empty(()).expand(table.shape)
+    return _placeholder(table.shape, table.dtype, table.device)
+
+
 _apply = differentiable(
-    "_Embedding", _embedding, _in_torch, 3, gradient=_gradient,  # the op is linear in the tables: derivatives need only their shapes
-    kept=lambda inputs, _: [t if i == 0 or t is None else t.new_empty(()).expand(t.shape) for i, t in enumerate(inputs)],
+    "_Embedding", _embedding, _in_torch, 3, gradient=_gradient,
+    kept=lambda inputs, _: (inputs[0], _shape_of(inputs[1]), _shape_of(inputs[2])),
 )  # fmt: skip
 
 # ---- the versions: forward takes the arguments of the kernel, backward (zeros, dout, tokens, rows)

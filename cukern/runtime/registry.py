@@ -221,6 +221,11 @@ def transformed() -> bool:
     return forward_ad._current_level >= 0 or _transforms()
 
 
+def dispatched() -> bool:
+    """True if an operation on plain tensors may do something else: in torch.compile, FakeTensorMode, torch.func transforms."""
+    return _tracing() or _modes() > 0 or _transforms()
+
+
 def batched(x: torch.Tensor, dim: int | None, size: int) -> torch.Tensor:
     """A tensor of a vmap rule with the batch dimension first, expanded if it has none."""
     return x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
