@@ -236,7 +236,8 @@ class _KronLinear(Differentiable):
             dx, _, _, _, *dws = gradients(_in_torch, (x, None, None, ctx.scale, *factors), (g,))
             found = dx, *dws
         elif any(wanted):
-            made = iter(_kron_linear_backward(x, g, factors, wanted, ctx.scale, ctx.version, kept, ctx.at))
+            mask = sum(w << i for i, w in enumerate(wanted))
+            made = iter(_kron_linear_backward(x, g, kept, factors, mask, ctx.scale, ctx.version, ctx.at))
             found = [next(made) if w else None for w in wanted]
         dbias = g.sum(0, dtype=g.dtype) if needed[1] else None  # autocast leaves a sum alone whose dtype is given
         return found[0], dbias, g if needed[2] else None, None, None, *found[1:]
@@ -285,17 +286,23 @@ def _boundary(x: Tensor, factors: Sequence[Tensor], added: bool, version: str) -
 
 
 def _launch_backward(
-    x: Tensor, g: Tensor, factors: Sequence[Tensor], wanted: Sequence[bool], scale: float, version: str, kept: Tensor | None, at: int
+    x: Tensor, g: Tensor, kept: Tensor | None, factors: Sequence[Tensor], mask: int, scale: float, version: str, at: int
 ) -> list[Tensor]:
+    """The gradients of x and the factors whose bit is set in `mask`."""
     if not x.shape[0]:
-        return [t.zero_() for t in _fake_backward(x, g, factors, wanted)]
+        return [t.zero_() for t in _fake_backward(x, g, kept, factors, mask)]
     backward = choose("kron_linear", version, x.get_device()).backward
     more = () if kept is None else (kept, at)
+    wanted = _wanted(mask, factors)
     return [t for t in backward(x.contiguous(), g.contiguous(), factors, wanted, scale, *more) if t is not None]
 
 
-def _fake_backward(x: Tensor, g: Tensor, factors: Sequence[Tensor], wanted: Sequence[bool], *_: Any) -> list[Tensor]:
-    pairs = zip((x, *factors), wanted, strict=True)
+def _wanted(mask: int, factors: Sequence[Tensor]) -> list[bool]:
+    return [bool(mask >> i & 1) for i in range(1 + len(factors))]
+
+
+def _fake_backward(x: Tensor, g: Tensor, kept: Any, factors: Sequence[Tensor], mask: int, *_: Any) -> list[Tensor]:
+    pairs = zip((x, *factors), _wanted(mask, factors), strict=True)
     return [torch.empty_like(t, memory_format=torch.contiguous_format) for t, w in pairs if w]
 
 
@@ -304,12 +311,12 @@ def _sharding(x: Tensor, bias: Any, residual: Any, factors: Sequence[Tensor], *_
     return f"r., ., r., {'r..' if factors[0].ndim == 3 else '..'} -> r."
 
 
-def _sharding_backward(x: Tensor, g: Tensor, factors: Sequence[Tensor], wanted: Sequence[bool], *_: Any) -> str:
+def _sharding_backward(x: Tensor, g: Tensor, kept: Any, factors: Sequence[Tensor], mask: int, *_: Any) -> str:
     own = "r.." if factors[0].ndim == 3 else ".."
-    return f"r., r., {own}, r. -> {'r., ' if wanted[0] else ''}{own}"
+    return f"r., r., r., {own} -> {'r., ' if mask & 1 else ''}{own}"
 
 
 _SCHEMA = "(Tensor x, Tensor? bias, Tensor? residual, Tensor[] factors, float scale, str version, int at) -> Tensor[]"
-_SCHEMA_BACKWARD = "(Tensor x, Tensor g, Tensor[] factors, bool[] wanted, float scale, str version, Tensor? kept, int at) -> Tensor[]"
+_SCHEMA_BACKWARD = "(Tensor x, Tensor g, Tensor? kept, Tensor[] factors, int mask, float scale, str version, int at) -> Tensor[]"
 _kron_linear = raw_op("_kron_linear" + _SCHEMA, 4, _launch, _fake, sharding=_sharding)
-_kron_linear_backward = raw_op("_kron_linear_backward" + _SCHEMA_BACKWARD, 3, _launch_backward, _fake_backward, sharding=_sharding_backward)
+_kron_linear_backward = raw_op("_kron_linear_backward" + _SCHEMA_BACKWARD, 4, _launch_backward, _fake_backward, sharding=_sharding_backward)
