@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cukern.ops.matmul.plan import FMA_TILES, TILES
-from cukern.ops.matmul.product import PLAIN, default_is_cublas, product
+from cukern.ops.matmul.product import PLAIN, default_is_cublas, is_odd, product
 from cukern.ops.matmul.tensor_cores import ACTIVATIONS
 from cukern.ops.matmul.versions import VERSIONS, in_torch
 from cukern.runtime import backend, checks, interop
@@ -39,9 +39,10 @@ def matmul(a: Any, b: Any, *, precision: str | None = None, version: str | None 
         precision: of float32. "ieee": float32 throughout. "tf32": one product of TF32, with a relative error of 1e-3. "3xtf32": three such
             products, with float32's error. None: "tf32" if torch's switches allow it (torch.backends.cuda.matmul.fp32_precision), else
             "ieee". 16-bit products are exact and added in float32.
-        version: "v1" to "v7", or "cublas" for torch's product, which follows torch's switches only. Default: v5 for "ieee" and float64, v7
-            for "3xtf32" and for 16-bit types with an activation, and cuBLAS otherwise. GPUs without wgmma have v6 for "3xtf32" and cuBLAS
-            for 16-bit types, those older than compute capability 8.0 have v4 for float32 and float64.
+        version: "v1" to "v7", or "cublas" for torch's product, which follows torch's switches only. Default: v5 for float32 as "ieee"; v7
+            for "3xtf32", for 16-bit types with an activation, and for 16-bit matrices whose rows are not whole 16 bytes, where cuBLAS
+            takes up to 5 times as long; cuBLAS otherwise. GPUs without wgmma have v6 instead of v7, or cuBLAS with an activation; those
+            older than compute capability 8.0 have v4 for float32, and cuBLAS for the rest.
             v6 and v7 compute float32 as 3xTF32 unless TF32 is allowed; v1 to v5 always as "ieee". v6 and v7 copy an operand whose rows or
             columns are not whole 16 bytes, unless rows are few, and v7 both operands twice for 3xTF32. CPU tensors use torch.matmul, or
             the simulator.
@@ -152,6 +153,9 @@ def _by_torch(function: Callable[..., Tensor], x: Tensor, y: Any, bias: Any = No
     try:
         shape = y.shape
         if len(shape) != 2 or x.ndim < 2:
+            return None
+        k = max(x.shape[-1], 1)
+        if dtype.itemsize == 2 and is_odd(x.numel() // k, y.numel() // k, k, *shape, x.stride(-2)):
             return None
         if bias is None:
             return function(x, y)

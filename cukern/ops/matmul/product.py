@@ -30,34 +30,49 @@ def run(out: Tensor, a: Tensor, b: Tensor, e: Epilogue, precision: Option, versi
     """Launch out = epilogue(a . b). `precision`: None for torch's switches, or 3xTF32 if they do not allow TF32 and the version is one of
     tensor cores; `version`: None for that of `cukern.use`."""
     switched = a.dtype == torch.float32 and precision != "ieee" and tf32_allowed()
-    chosen = _chosen(a.dtype, out.dtype, e.activation, precision, switched, version, a.get_device())
+    chosen = _chosen(a.dtype, out.dtype, e.activation, precision, switched, _is_odd(out, a, b), version, a.get_device())
     chosen.forward(out, a.resolve_neg(), b.resolve_neg(), e, precision or ("tf32" if switched else "3xtf32"))
 
 
+def is_odd(m: int, n: int, k: int, *rows: int) -> bool:
+    """True if cuBLAS is slow for a 16-bit product (m, k) . (k, n), because `rows`, the elements from one row in memory to the next, are not
+    whole 16 bytes. It is not slow for a single row or column, nor for sums of 2 to 16 products (docs/notes/matmul.md)."""
+    return m > 1 and n > 1 and not 2 <= k <= 16 and any(row % 8 for row in rows)
+
+
+def _is_odd(out: Tensor, a: Tensor, b: Tensor) -> bool:
+    matrices = a.itemsize == 2 and a.ndim == 2
+    return matrices and is_odd(*out.shape, a.shape[1], out.shape[1], max(a.stride()), max(b.stride()))
+
+
 @cached(4096)
-def _chosen(a: torch.dtype, out: torch.dtype, activation: int, precision: Option, switched: bool, version: Option, device: int) -> Version:
+def _chosen(
+    a: torch.dtype, out: torch.dtype, activation: int, precision: Option, switched: bool, odd: bool, version: Option, device: int
+) -> Version:
     """The version for these dtypes. `switched`: torch's switches allow TF32, and cuBLAS follows them."""
     named = names_of("matmul", version or "")[0]
     if named not in ("", DEFAULT):
         return choose("matmul", version or "", device)
-    names, gpu = _defaults(a, out, activation, precision, switched), device_of(device)
+    names, gpu = _defaults(a, out, activation, precision, switched, odd), device_of(device)
     return VERSIONS[next(n for n in names if VERSIONS[n].requires <= gpu.capability and (gpu.wgmma or n != "v7"))]
 
 
-def _defaults(a: torch.dtype, out: torch.dtype, activation: int, precision: Option, switched: bool) -> tuple[str, ...]:
+def _defaults(a: torch.dtype, out: torch.dtype, activation: int, precision: Option, switched: bool, odd: bool) -> tuple[str, ...]:
     """The default versions. The first one that the GPU supports is used. Their speeds are in docs/notes/matmul.md."""
     single = a == torch.float32
-    if a == torch.float64 or (single and not switched and precision in (None, "ieee")):
+    if single and not switched and precision in (None, "ieee"):
         return "v5", "v4"
     if out != a or (single and (precision == "3xtf32" or not switched)):
         return "v7", "v6", "v4"
-    return ("v7", "cublas") if activation and not single else ("cublas",)  # v7 applies the activation before it stores the results
+    if odd:
+        return "v7", "v6", "cublas"
+    return ("v7", "cublas") if activation and a.itemsize == 2 else ("cublas",)  # v7 applies the activation before it stores the results
 
 
 @cached(64)
 def default_is_cublas(dtype: torch.dtype, device: int, version: str) -> bool:
-    """True if a product without options is cuBLAS's, whatever torch's precision switches say. `version`: that of `in_force`."""
-    return dtype.itemsize == 2 and _chosen(dtype, dtype, 0, None, False, version, device) is VERSIONS["cublas"]
+    """True if a product without options, of even 16-bit matrices or of float64, is cuBLAS's. `version`: that of `in_force`."""
+    return dtype.itemsize in (2, 8) and _chosen(dtype, dtype, 0, None, False, False, version, device) is VERSIONS["cublas"]
 
 
 # ---- the raw ops

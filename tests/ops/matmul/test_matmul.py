@@ -14,6 +14,7 @@ from cukern.ops.matmul import tensor_cores, versions
 from cukern.ops.matmul.plan import BK, CHAIN, FMA_TILES, MAX_CHAIN, MIN_FMA_K_TILES, fma_plan
 from cukern.runtime import backend
 from cukern.runtime.device import KNOWN, SIMULATED, assumed
+from cukern.runtime.kernel import collecting
 from cukern.runtime.registry import OPS
 
 SIZES = (1, 3, 8, 33, 130)
@@ -285,6 +286,28 @@ def test_what_torch_computes_is_refused_by_name(arguments, error, words, monkeyp
     assert same_bits(cukern.linear(Y, V, C), torch.nn.functional.linear(Y, V, C))
     with pytest.raises(error, match=words):
         cukern.linear(*arguments)
+
+
+@pytest.mark.parametrize("name, version", (("h200", "v7"), ("b200", "v6"), ("a100", "v6")))
+@pytest.mark.parametrize(
+    "m, n, k, odd", ((1570, 1855, 2520, "y dx dw"), (64, 64, 64, ""), (1, 65, 65, "dw"), (9, 65, 65, "y dx"), (64, 24, 20, "y dx dw"))
+)
+def test_odd_products_of_16_bits_are_not_cublas_by_default(name, version, m, n, k, odd):
+    x, w, g = (torch.empty(shape, dtype=torch.bfloat16) for shape in ((m, k), (n, k), (m, n)))
+    found = {}
+    with cukern.backend("sim"), assumed(KNOWN[name]):
+        for part, a, b in (("y", x, w.t()), ("dx", g, w), ("dw", g.t(), x)):
+            with collecting() as kernels:
+                cukern.matmul(a, b)
+            found[part] = {"v6", "v7"} & {kernel.partition("<")[0].removeprefix("matmul_") for kernel in kernels}
+    assert found == {part: {version} if part in odd.split() else set() for part in found}
+
+
+def test_float64_is_cublas_by_default():
+    x = torch.ones(64, 64, dtype=torch.float64)
+    with cukern.backend("sim"), collecting() as found:
+        cukern.linear(x, x, x[0])
+    assert not found
 
 
 @kernels
