@@ -9,7 +9,7 @@ import torch
 
 from cukern.bench import calls, environment, timing
 from cukern.bench.measure import Row, copies, measure, providers
-from cukern.runtime.backend import simulating
+from cukern.runtime.launch.backend import simulating
 from cukern.runtime.registry import OPS
 
 DEVICE = environment.device()

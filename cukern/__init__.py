@@ -26,13 +26,13 @@ from cukern.ops.matmul import linear, matmul
 from cukern.ops.rope import apply_rotary_pos_emb, rope, rope_, rope_tables
 from cukern.ops.softmax import log_softmax, softmax
 from cukern.ops.square import square
-from cukern.runtime.backend import backend
-from cukern.runtime.compiler import CompileError, SetupError
-from cukern.runtime.limits import LaunchError
-from cukern.runtime.load import compile, load
-from cukern.runtime.own_op import op
-from cukern.runtime.registry import use
-from cukern.runtime.tensor_map import tensor_map
+from cukern.runtime.compile.compiler import CompileError, SetupError
+from cukern.runtime.dispatch.own_op import op
+from cukern.runtime.dispatch.versions import use
+from cukern.runtime.launch.backend import backend
+from cukern.runtime.launch.limits import LaunchError
+from cukern.runtime.launch.load import compile, load
+from cukern.runtime.launch.tensor_map import tensor_map
 from cukern.runtime.warmup import warmup
 
 __version__ = "0.1.0"

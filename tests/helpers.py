@@ -15,8 +15,9 @@ import torch
 
 import cukern
 from cukern.ops.kron_linear.plan import Problem
-from cukern.runtime import backend, cache, compiler
+from cukern.runtime.compile import cache, compiler
 from cukern.runtime.device import KNOWN, Device, device_of
+from cukern.runtime.launch import backend
 from cukern.runtime.registry import OPS, Op
 
 gpu = pytest.mark.gpu

@@ -10,9 +10,9 @@ from helpers import gpu
 
 import cukern
 from cukern import sim
-from cukern.runtime import signature
-from cukern.runtime.compiler import compile_ptx
-from cukern.runtime.sources import Source
+from cukern.runtime.compile import signature
+from cukern.runtime.compile.compiler import compile_ptx
+from cukern.runtime.compile.sources import Source
 
 PLACES = ["cpu", pytest.param("cuda", marks=gpu)]  # the device of a launch's tensors: in the simulator, and on a GPU
 

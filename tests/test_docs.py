@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 import cukern
 from cukern.cli import app
-from cukern.runtime.kernel import Kernel
+from cukern.runtime.launch.kernel import Kernel
 from cukern.runtime.registry import OPS
 
 PAGES = sorted(p for p in (TREE / "docs").rglob("*.md") if "notes" not in p.parts)

@@ -22,6 +22,8 @@ MAY_IMPORT = {
     "gpt2": {"gpt2", "ops"},
     "cli": {"cli", "bench", "gpt2", "ops", "runtime", "sim"},
 }
+ROOMS = ("compile", "launch", "dispatch")  # of runtime/: each imports the ones before it
+OF_SIM = ("compile.", "launch.limits", "launch.tensor_map", "device", "recording")  # what sim/ uses of runtime/
 LAYERS_OF_SIM = ("ptx", "numerics", "memory", "machine", "instructions")
 OP_MAY_IMPORT = {  # the declared dependencies between ops
     "attention": {"causal_softmax", "softmax"},
@@ -102,6 +104,25 @@ def test_layers_import_only_lower_ones(layer):
         if path.name == "backend.py":
             wrong -= {"sim"}  # the only module that may load the simulator
         assert not wrong, f"{path.relative_to(TREE)} imports {', '.join(sorted(wrong))}"
+
+
+def test_rooms_of_runtime_import_only_earlier_ones():
+    graph = import_graph(TREE)
+    for i, room in enumerate(ROOMS):
+        allowed = tuple(f"cukern.runtime.{name}" for name in ROOMS[: i + 1])
+        modules = [module for module in graph if module.startswith(f"cukern.runtime.{room}.")]
+        assert modules
+        for module in modules:
+            rooms = [name for name in graph[module] if name.startswith(tuple(f"cukern.runtime.{r}" for r in ROOMS))]
+            assert [name for name in rooms if not name.startswith(allowed)] == [], module
+    of_compile = {name for module in graph if module.startswith("cukern.runtime.compile.") for name in graph[module]}
+    assert all(name.startswith("cukern.runtime.compile") for name in of_compile), of_compile  # not even checks of tensors
+
+
+def test_sim_uses_little_of_runtime():
+    of_sim = {name for module, names in import_graph(TREE).items() if module.startswith("cukern.sim") for name in names}
+    used = {name.removeprefix("cukern.runtime.") for name in of_sim if name.startswith("cukern.runtime.")}
+    assert {name for name in used if not name.startswith(OF_SIM)} == set()
 
 
 def private_names(path: Path) -> set[str]:

@@ -19,9 +19,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
-from cukern.runtime import cache, compiler
-from cukern.runtime.cache import Cubin
-from cukern.runtime.sources import Source
+from cukern.runtime.compile import cache, compiler
+from cukern.runtime.compile.cache import Cubin
+from cukern.runtime.compile.sources import Source
 
 OTHER = 12345  # a user who owns nothing here
 HANG_S = 60

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from cukern.runtime.compiler import SetupError, nvrtc_version
+from cukern.runtime.compile.compiler import SetupError, nvrtc_version
 from cukern.runtime.device import fmas_cycle, tf32_flops
 
 _TREE = Path(__file__).resolve().parents[2]  # the source tree, or site-packages

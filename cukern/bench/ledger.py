@@ -11,7 +11,8 @@ from typing import Any
 
 from cukern.bench.measure import name_of
 from cukern.runtime.device import KNOWN
-from cukern.runtime.registry import OPS, Op, use
+from cukern.runtime.dispatch.versions import use
+from cukern.runtime.registry import OPS, Op
 from cukern.runtime.warmup import planned
 
 GPUS = "h200", "a100", "rtx4090"

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from cukern.bench import environment
 from cukern.bench.measure import Row
-from cukern.runtime.compiler import SetupError
+from cukern.runtime.compile.compiler import SetupError
 from cukern.runtime.registry import OPS
 
 _COLORS = {"cukern": "tab:green", "copy": "tab:gray", "torch": "tab:orange", "torch.compile": "tab:blue"}

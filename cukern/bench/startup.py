@@ -16,10 +16,11 @@ from cukern.bench import environment
 from cukern.bench.measure import Row, Table
 from cukern.bench.peers import STARTUP_OPS
 from cukern.bench.timing import summary
-from cukern.runtime import cache, checks, compiler
-from cukern.runtime.kernel import Kernel
+from cukern.runtime import checks
+from cukern.runtime.compile import cache, compiler
+from cukern.runtime.compile.signature import probe
+from cukern.runtime.launch.kernel import Kernel
 from cukern.runtime.registry import OPS
-from cukern.runtime.signature import probe
 
 REPEATS = 5
 AT_ONCE = 8

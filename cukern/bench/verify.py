@@ -17,9 +17,10 @@ import torch
 
 from cukern.bench import environment
 from cukern.bench.calls import Function, draw_douts, results, wanted_inputs
-from cukern.runtime import backend, checks
+from cukern.runtime import checks
 from cukern.runtime.device import device_of
-from cukern.runtime.error_scale import cast
+from cukern.runtime.dispatch.error_scale import cast
+from cukern.runtime.launch import backend
 from cukern.runtime.registry import Op, Tensors
 
 REFERENCE = "reference"  # what the public function runs without a GPU

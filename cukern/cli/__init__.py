@@ -14,9 +14,9 @@ from typer.core import TyperGroup
 import cukern
 from cukern.cli import bench, check, compile, doctor, gpt2, ledger, new, own_file, plot, profile, report, sass, sim, tune, watch
 from cukern.cli.common import Dtype, errors, say
-from cukern.runtime.backend import simulating
-from cukern.runtime.compiler import CompileError, SetupError
-from cukern.runtime.limits import LaunchError
+from cukern.runtime.compile.compiler import CompileError, SetupError
+from cukern.runtime.launch.backend import simulating
+from cukern.runtime.launch.limits import LaunchError
 from cukern.runtime.registry import OPS
 from cukern.sim.faults import Fault, NotSimulated
 

@@ -12,7 +12,7 @@ from cukern.bench.calls import Function
 from cukern.bench.measure import name_of
 from cukern.bench.verify import Pair, Result, Verdict, candidates, verify
 from cukern.cli.common import Dims, Dtype, OpName, console, errors, find_dims, find_dtype, find_op, listed, progress, say, table
-from cukern.runtime.backend import backend
+from cukern.runtime.launch.backend import backend
 from cukern.runtime.registry import Op
 from cukern.sim.faults import Fault
 

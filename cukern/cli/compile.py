@@ -14,10 +14,10 @@ from cukern.bench import environment
 from cukern.cli.common import console, errors, find_dims, find_op, listed, progress, say, shorten, table
 from cukern.cli.own_file import is_source, kernels_of
 from cukern.runtime import checks
-from cukern.runtime.cache import target
-from cukern.runtime.compiler import CompileError, Report, arch_of
+from cukern.runtime.compile.cache import target
+from cukern.runtime.compile.compiler import CompileError, Report, arch_of
 from cukern.runtime.device import KNOWN, Device, device_of, representative
-from cukern.runtime.kernel import Kernel
+from cukern.runtime.launch.kernel import Kernel
 from cukern.runtime.registry import OPS, Op
 from cukern.runtime.warmup import kernels_for
 

@@ -18,8 +18,8 @@ import typer
 
 from cukern.bench import environment
 from cukern.cli.common import console, say
-from cukern.runtime import cache, compiler
-from cukern.runtime.sources import Source, kernels_dir
+from cukern.runtime.compile import cache, compiler
+from cukern.runtime.compile.sources import Source, kernels_dir
 
 _MARKS = {"ok": "[green]ok[/green]", "absent": "[dim]--[/dim]", "warning": "[yellow]!![/yellow]", "missing": "[red]NO[/red]"}
 

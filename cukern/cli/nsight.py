@@ -13,7 +13,7 @@ from cukern.bench import environment
 from cukern.bench.measure import name_of
 from cukern.cli import common
 from cukern.cli.common import console, errors, say
-from cukern.runtime.compiler import SetupError
+from cukern.runtime.compile.compiler import SetupError
 from cukern.runtime.registry import Op
 
 _REFUSED = """\

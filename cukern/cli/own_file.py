@@ -9,10 +9,10 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from cukern.runtime.kernel import Kernel
-from cukern.runtime.load import load
+from cukern.runtime.compile.sources import Source, blanked
+from cukern.runtime.launch.kernel import Kernel
+from cukern.runtime.launch.load import load
 from cukern.runtime.registry import OPS, Op
-from cukern.runtime.sources import Source, blanked
 
 _ran: set[str] = set()  # the files
 

@@ -16,8 +16,8 @@ from rich.text import Text
 from cukern.cli import common, own_file
 from cukern.cli.common import console, say
 from cukern.cli.compile import capability_of, targets
-from cukern.runtime.compiler import Cubin, SetupError
-from cukern.runtime.kernel import Kernel
+from cukern.runtime.compile.compiler import Cubin, SetupError
+from cukern.runtime.launch.kernel import Kernel
 
 _NOT_INSTALLED = """\
 nvdisasm is not on the PATH, in $CUDA_HOME/bin or in Triton's wheel. It comes with the CUDA toolkit; alone with

@@ -15,11 +15,11 @@ from cukern.cli import own_file
 from cukern.cli.check import check
 from cukern.cli.common import say
 from cukern.runtime import checks
-from cukern.runtime.backend import backend
-from cukern.runtime.kernel import Kernel
-from cukern.runtime.load import load
-from cukern.runtime.signature import Param
-from cukern.runtime.sources import Source
+from cukern.runtime.compile.signature import Param
+from cukern.runtime.compile.sources import Source
+from cukern.runtime.launch.backend import backend
+from cukern.runtime.launch.kernel import Kernel
+from cukern.runtime.launch.load import load
 from cukern.sim import collect, coverage, memory
 from cukern.sim.faults import Fault
 from cukern.sim.machine.options import Coverage

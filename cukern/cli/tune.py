@@ -6,8 +6,8 @@ from cukern.bench import environment
 from cukern.bench.timing import device_times, side_stream
 from cukern.cli.common import say
 from cukern.runtime import device as devices
-from cukern.runtime.backend import require_gpu
-from cukern.runtime.load import compile as compile_text
+from cukern.runtime.launch.driver import require_gpu
+from cukern.runtime.launch.load import compile as compile_text
 
 COPY_BYTES = 1 << 30
 FMAS = 1 << 18  # per thread: several milliseconds, so that the clock settles

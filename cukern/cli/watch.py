@@ -17,8 +17,8 @@ from cukern.bench.verify import candidates, verify
 from cukern.cli import common, own_file
 from cukern.cli.common import errors, listed, say
 from cukern.cli.compile import capability_of, compile_kernels
-from cukern.runtime.backend import backend
-from cukern.runtime.compiler import CompileError, arch_of
+from cukern.runtime.compile.compiler import CompileError, arch_of
+from cukern.runtime.launch.backend import backend
 from cukern.runtime.registry import OPS, Op
 
 _POLL_S = 0.05

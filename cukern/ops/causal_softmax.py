@@ -16,10 +16,14 @@ import torch
 from torch import Tensor
 
 from cukern.ops.softmax import LEAST_SCALE, MOST_SCALE, Versions, checked_scale, plan, row_storage, two_versions
-from cukern.runtime import backend, checks, interop
-from cukern.runtime.kernel import Kernel, Template
+from cukern.runtime import checks
+from cukern.runtime.dispatch.autograd import Differentiable, apply_of, batched, save, watched
+from cukern.runtime.dispatch.raw_ops import raw_op
+from cukern.runtime.dispatch.versions import choose
+from cukern.runtime.launch import backend, interop
+from cukern.runtime.launch.kernel import Kernel, Template
 from cukern.runtime.planning import planned
-from cukern.runtime.registry import Cost, Differentiable, Op, Version, apply_of, batched, choose, raw_op, register, save, watched
+from cukern.runtime.registry import Cost, Op, Version, register
 from cukern.runtime.tensors import wide
 
 NO_WINDOW = 1 << 62

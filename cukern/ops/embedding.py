@@ -9,11 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cukern.runtime import autocast, backend, checks, interop
-from cukern.runtime.higher import differentiable
-from cukern.runtime.kernel import Kernel, Template
+from cukern.runtime import checks
+from cukern.runtime.dispatch import autocast
+from cukern.runtime.dispatch.autograd import dispatched, watched
+from cukern.runtime.dispatch.higher import differentiable
+from cukern.runtime.dispatch.raw_ops import raw_op
+from cukern.runtime.dispatch.versions import choose, in_force
+from cukern.runtime.launch import backend, interop
+from cukern.runtime.launch.kernel import Kernel, Template
 from cukern.runtime.planning import planned
-from cukern.runtime.registry import Cost, Op, Version, choose, dispatched, in_force, raw_op, register, watched
+from cukern.runtime.registry import Cost, Op, Version, register
 from cukern.runtime.tensors import VECTOR_BYTES, pointers, vector_width, wide
 
 THREADS, FEW_THREADS, ROWS, CHUNK, FEW = 128, 256, 2, 64, 2048  # as in embedding.cu; FEW: the most tokens that are not sorted

@@ -7,24 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cukern.runtime import backend, checks, interop
+from cukern.runtime import checks
 from cukern.runtime.device import cached
-from cukern.runtime.kernel import Kernel, Template
+from cukern.runtime.dispatch.autograd import Differentiable, apply_of, batched, save, transformed
+from cukern.runtime.dispatch.raw_ops import raw_op
+from cukern.runtime.dispatch.versions import choose, in_force
+from cukern.runtime.launch import backend, driver, interop
+from cukern.runtime.launch.kernel import Kernel, Template
 from cukern.runtime.planning import planned
-from cukern.runtime.registry import (
-    Cost,
-    Differentiable,
-    Op,
-    Version,
-    apply_of,
-    batched,
-    choose,
-    in_force,
-    raw_op,
-    register,
-    save,
-    transformed,
-)
+from cukern.runtime.registry import Cost, Op, Version, register
 
 THREADS = 256
 VECTOR_BYTES = 16
@@ -184,7 +175,7 @@ _BLOCK = (THREADS, 1, 1)
 
 
 @cached(4096)
-def _plan(pass_: str, version: str, dtype: torch.dtype, device: int, misalignment: int) -> tuple[backend.Launch, int]:
+def _plan(pass_: str, version: str, dtype: torch.dtype, device: int, misalignment: int) -> tuple[driver.Launch, int]:
     """The launch of a pass and the elements per block. `misalignment`: the addresses modulo VECTOR_BYTES, ORed.
 
     Cached, so that a call costs one lookup. The dtype is checked here, once.

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from cukern.runtime import cache
+from cukern.runtime.compile import cache
 
 SIMULATED = -1  # the number of the simulated GPU, which is torch's get_device() of a CPU tensor
 _CLOCKS_AND_BUS = (13, 36, 37)  # CU_DEVICE_ATTRIBUTE_CLOCK_RATE, _MEMORY_CLOCK_RATE, _GLOBAL_MEMORY_BUS_WIDTH
@@ -185,15 +185,15 @@ def when_plans_change(forget: Callable[[], None]) -> None:
 def setting(**changes: Any) -> Iterator[None]:
     """Inside the block, plans depend on these fields of _Setting."""
     _settings.append(_settings[-1]._replace(**changes))
-    _forget()
+    forget_plans()
     try:
         yield
     finally:
         _settings.pop()
-        _forget()
+        forget_plans()
 
 
-def _forget() -> None:
+def forget_plans() -> None:
     for forget in _forgetters:
         forget()
 

@@ -18,12 +18,13 @@ from typing import Any, TypeVar
 import torch
 from torch.autograd import forward_ad
 
-from cukern.runtime import backend, checks
+from cukern.runtime import checks
 from cukern.runtime.device import versions_in_force, when_plans_change
+from cukern.runtime.launch import backend, driver
 from cukern.runtime.recording import ALIGNMENT, STALE, Recorder, active, compiled
 
 MOST = 4096  # plans of a function; the oldest are forgotten
-_ENABLED = os.environ.get("CUKERN_REPLAY", "1") != "0" and not (backend.SYNC or backend.NVTX)
+_ENABLED = os.environ.get("CUKERN_REPLAY", "1") != "0" and not (driver.SYNC or driver.NVTX)
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _LAYOUT = f"{{t}}.shape, {{t}}.stride(), {{t}}.dtype, {{t}}.device, {{t}}.data_ptr() % {ALIGNMENT}, {{t}}.is_neg()"
@@ -124,7 +125,7 @@ class Plans:
         """True for plain tensors on the current GPU, or in the simulator."""
         devices = {t.get_device() for t in inputs if t is not None}
         plain = all(t is None or type(t) in checks.PLAIN for t in inputs) and (not self.public or key[:3] == _PLAIN_CALL)
-        return plain and len(devices) == 1 and (devices == {-1} or devices == {backend.current_device()})
+        return plain and len(devices) == 1 and (devices == {-1} or devices == {driver.current_device()})
 
     def _remember(self, key: Any, state: Any) -> None:
         with self.lock:

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from cukern.runtime import backend, checks
+from cukern.runtime import checks
 from cukern.runtime.device import Device, assumed, device_of
-from cukern.runtime.kernel import Kernel, collecting, recording
+from cukern.runtime.launch import backend, driver
+from cukern.runtime.launch.kernel import Kernel, collecting, recording
 from cukern.runtime.registry import OPS, Op
 
 Shapes = Iterable[Sequence[int]]
@@ -41,7 +42,7 @@ def warmup(
     chosen, shapes = [OPS[checks.choice("op", name, OPS)] for name in ops or OPS], _shapes(ops, shapes)
     _check_dtypes(chosen, dtypes)
     index = _index(device)
-    backend.require_gpu()
+    driver.require_gpu()
     if index is None:
         index = torch.cuda.current_device()
     if index >= torch.cuda.device_count():

@@ -14,10 +14,10 @@ from collections.abc import Callable
 import numpy as np
 
 from cukern.runtime import recording
-from cukern.runtime.compiler import Ptx
+from cukern.runtime.compile.compiler import Ptx
+from cukern.runtime.compile.signature import Param, explain_misfit, packer
 from cukern.runtime.device import SIMULATED, device_of
-from cukern.runtime.limits import Dim, exceeded, launch_error
-from cukern.runtime.signature import Param, explain_misfit, packer
+from cukern.runtime.launch.limits import Dim, exceeded, launch_error
 from cukern.sim import memory, tracebacks
 from cukern.sim.faults import BarrierFault, Fault, Misaligned, NotSimulated, OutOfBounds, Race, StepLimit, Uninitialized
 from cukern.sim.instructions.decode import stretches

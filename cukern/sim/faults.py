@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple
 
-from cukern.runtime.limits import Dim
+from cukern.runtime.launch.limits import Dim
 from cukern.sim.tracebacks import Report
 
 

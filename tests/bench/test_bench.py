@@ -14,7 +14,7 @@ from turn import TURN
 from cukern.bench import calls, environment, llama_block, own_kernel, peers, record, startup, timing
 from cukern.bench.measure import Row, copies, measure, measure_host, passes, providers
 from cukern.cli import profile
-from cukern.runtime import cache
+from cukern.runtime.compile import cache
 from cukern.runtime.registry import OPS
 
 CPU = torch.device("cpu")

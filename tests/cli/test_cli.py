@@ -16,8 +16,8 @@ import cukern
 from cukern import sim
 from cukern.bench import environment, verify
 from cukern.cli import app, doctor, nsight
-from cukern.runtime import cache, compiler
-from cukern.runtime.compiler import SetupError
+from cukern.runtime.compile import cache, compiler
+from cukern.runtime.compile.compiler import SetupError
 from cukern.runtime.device import KNOWN
 from cukern.runtime.registry import OPS, Version
 

@@ -4,7 +4,7 @@ import pytest
 from test_cli import call, refused
 
 from cukern.cli import sass
-from cukern.runtime.compiler import SetupError
+from cukern.runtime.compile.compiler import SetupError
 
 LISTING = """
 \t//## File "/tmp/a.cu", line 3

@@ -13,7 +13,7 @@ import cukern
 from cukern.cli.gpt2_check import TESTS, compare
 from cukern.gpt2.checkpoint import Config, read_debug_state, write_debug_state
 from cukern.gpt2.model import GPT2, config_of, use_kernels
-from cukern.runtime.kernel import collecting
+from cukern.runtime.launch.kernel import collecting
 
 TINY = Config(max_seq_len=16, vocab_size=60, num_layers=1, num_heads=4, channels=32)
 SMALL = Config(max_seq_len=24, vocab_size=130, num_layers=2, num_heads=2, channels=32)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cukern.ops.matmul.versions import COPY_MODES
-from cukern.runtime import compiler
+from cukern.runtime.compile import compiler
 from cukern.runtime.device import KNOWN
 from cukern.runtime.registry import OPS
 from cukern.runtime.warmup import planned

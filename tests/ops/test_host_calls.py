@@ -12,7 +12,7 @@ import torch
 import cukern
 from cukern.runtime import planning, recording
 from cukern.runtime.device import setting
-from cukern.runtime.kernel import Kernel
+from cukern.runtime.launch.kernel import Kernel
 
 FOLDER = str(Path(cukern.__file__).parent)
 OPERATIONS = {"t", "to", "float", "view", "reshape", "empty", "empty_like", "new_empty", "linear", "matmul", "addmm"}

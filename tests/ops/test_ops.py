@@ -9,8 +9,8 @@ from helpers import PLACE, dims_of, gpu, kernels, own_names, places, same_bits
 
 from cukern.bench.calls import Tensors, arguments, draw_douts, outputs, results
 from cukern.bench.verify import verify
-from cukern.runtime import backend
 from cukern.runtime.device import device_of
+from cukern.runtime.launch import backend
 from cukern.runtime.registry import OPS, Op
 
 PLACES = [pytest.param(name, *p.values, marks=p.marks, id=f"{name}-{p.id}") for name in OPS for p in places(name)]

@@ -17,9 +17,9 @@ from helpers import TREE, Guarded, assert_accurate, gpu, own_names, simulated
 
 import cukern
 from cukern import sim
-from cukern.runtime.kernel import Kernel
+from cukern.runtime.compile.sources import kernels_dir
+from cukern.runtime.launch.kernel import Kernel
 from cukern.runtime.registry import OPS
-from cukern.runtime.sources import kernels_dir
 
 WRONG = TREE / "tests/wrong"
 THREADS = 256  # a block of square; as the op launches

@@ -12,7 +12,7 @@ import pytest
 from helpers import SCALE, TREE, count_compilations, forget_cache, run, run_python, write
 
 import cukern
-from cukern.runtime import cache
+from cukern.runtime.compile import cache
 
 ARCH = "sm_90a"
 OTHER = 12345  # the uid of a user who owns no file here
@@ -214,7 +214,7 @@ def test_a_cache_that_root_filled_serves_others():
         os.chmod(folder, 0o755)
         code = f"""
 import os, warnings, pathlib, cukern
-from cukern.runtime import compiler
+from cukern.runtime.compile import compiler
 shared, private = pathlib.Path({folder!r}, "shared"), pathlib.Path({folder!r}, "private")
 def compile(name):
     return cukern.compile({SCALE!r}.replace("scale", name)).compile({ARCH!r})
@@ -280,7 +280,8 @@ def test_forks_while_threads_compile(tmp_path):
     by a thread that compiles."""
     code = """
 import os, signal, sys, threading, time, cukern
-from cukern.runtime import backend, compiler
+from cukern.runtime.compile import compiler
+from cukern.runtime.launch import backend
 def forked():
     child = os.fork()
     if not child:

@@ -7,9 +7,9 @@ import pytest
 from helpers import SCALE, count_compilations, run_python, write
 
 import cukern
-from cukern.runtime import compiler
-from cukern.runtime.compiler import CompileError, SetupError, arch_of
-from cukern.runtime.sources import Source
+from cukern.runtime.compile import compiler
+from cukern.runtime.compile.compiler import CompileError, SetupError, arch_of
+from cukern.runtime.compile.sources import Source
 
 ARCH = "sm_90a"
 

@@ -9,7 +9,7 @@ from helpers import run, write
 
 import cukern
 from cukern import sim
-from cukern.runtime.compiler import CompileError
+from cukern.runtime.compile.compiler import CompileError
 
 pytest.importorskip("clang.cindex", reason="host functions are found with libclang, which is not installed")
 

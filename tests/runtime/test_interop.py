@@ -8,7 +8,7 @@ import torch
 from helpers import gpu
 
 import cukern
-from cukern.runtime.interop import to_torch
+from cukern.runtime.launch.interop import to_torch
 
 
 def test_tensors_pass_as_they_are():

@@ -12,8 +12,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import cukern
 import cukern.sim
-from cukern.runtime import backend, signature
-from cukern.runtime.kernel import Template
+from cukern.runtime.compile import signature
+from cukern.runtime.launch import backend, driver
+from cukern.runtime.launch.kernel import Template
 
 ARCH = "sm_90a"
 FILL = """
@@ -427,9 +428,9 @@ def test_aligned_structs_are_passed_by_pointers():
         found[ordinal] = offset
     assert found == {0: 0, 1: 48, 2: 176}
     packed = bytes(signature.packer(params).size)
-    _, pointers, description = backend._Arguments(packed, params, 0).parts
+    _, pointers, description = driver._Arguments(packed, params, 0).parts
     assert pointers and not description
-    _, pointers, description = backend._Arguments(bytes(8), params[:1], 0).parts
+    _, pointers, description = driver._Arguments(bytes(8), params[:1], 0).parts
     assert description and not pointers
 
 

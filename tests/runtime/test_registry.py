@@ -13,8 +13,10 @@ import cukern
 from cukern.bench import calls
 from cukern.runtime import registry
 from cukern.runtime.device import KNOWN
-from cukern.runtime.own_launch import is_own
-from cukern.runtime.registry import OPS, Version, apply_of, choose
+from cukern.runtime.dispatch.autograd import apply_of
+from cukern.runtime.dispatch.own_launch import is_own
+from cukern.runtime.dispatch.versions import choose
+from cukern.runtime.registry import OPS, Version
 
 
 @pytest.mark.parametrize("name", OPS)

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import cukern
-from cukern.runtime import signature
-from cukern.runtime.compiler import compiled
-from cukern.runtime.signature import Param, demangled, explain_misfit, offsets, packer, probe
-from cukern.runtime.sources import Source
+from cukern.runtime.compile import signature
+from cukern.runtime.compile.compiler import compiled
+from cukern.runtime.compile.signature import Param, demangled, explain_misfit, offsets, packer, probe
+from cukern.runtime.compile.sources import Source
 
 hypothesis = pytest.importorskip("hypothesis")
 st = hypothesis.strategies

@@ -7,8 +7,8 @@ import pytest
 from helpers import before_compiling, write
 
 import cukern
-from cukern.runtime.compiler import CompileError, compile_ptx
-from cukern.runtime.sources import Source, blanked, kernels_dir
+from cukern.runtime.compile.compiler import CompileError, compile_ptx
+from cukern.runtime.compile.sources import Source, blanked, kernels_dir
 
 
 def test_the_shipped_sources_are_found():

@@ -9,10 +9,9 @@ import torch
 from helpers import in_thread, kernels, run_python
 
 import cukern
-from cukern.runtime import backend
-from cukern.runtime.device import KNOWN, assumed
-from cukern.runtime.device import _forget as forget_plans
-from cukern.runtime.kernel import collecting
+from cukern.runtime.device import KNOWN, assumed, forget_plans
+from cukern.runtime.launch import backend
+from cukern.runtime.launch.kernel import collecting
 from cukern.runtime.registry import OPS
 from cukern.runtime.warmup import planned
 
@@ -79,7 +78,7 @@ def test_unknown_names_are_refused_at_once(arguments, error, words):
 def test_an_environment_variable_chooses_for_a_process():
     code = """
 import torch, cukern
-from cukern.runtime.kernel import collecting
+from cukern.runtime.launch.kernel import collecting
 x = torch.randn(4, 64)
 try:
     with cukern.backend("sim"), collecting() as found:

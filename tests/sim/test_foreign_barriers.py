@@ -6,7 +6,7 @@ from sim_cases import ints, iota
 from sim_kernels import simulate
 
 from cukern import sim
-from cukern.runtime import compiler
+from cukern.runtime.compile import compiler
 
 REVERSE = """
 __global__ void k(int* out, const int* x, int n) {

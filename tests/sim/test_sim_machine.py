@@ -9,9 +9,9 @@ from sim_kernels import launch, load, simulate
 
 from cukern import sim
 from cukern.ops.matmul import plan
-from cukern.runtime import signature
-from cukern.runtime.compiler import compile_ptx
-from cukern.runtime.sources import Source, kernels_dir
+from cukern.runtime.compile import signature
+from cukern.runtime.compile.compiler import compile_ptx
+from cukern.runtime.compile.sources import Source, kernels_dir
 from cukern.sim.machine import machine
 
 

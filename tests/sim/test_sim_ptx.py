@@ -7,8 +7,8 @@ import torch
 
 from cukern.ops.matmul.versions import VERSIONS as MATMUL
 from cukern.ops.square import VERSIONS as SQUARE
-from cukern.runtime.compiler import compile_ptx
-from cukern.runtime.sources import Source
+from cukern.runtime.compile.compiler import compile_ptx
+from cukern.runtime.compile.sources import Source
 from cukern.sim.instructions.decode import instruction
 from cukern.sim.instructions.tables import INSTRUCTIONS
 from cukern.sim.machine.program import Program

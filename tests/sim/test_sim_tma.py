@@ -9,7 +9,7 @@ from sim_kernels import PLACES, line_of, on
 
 import cukern
 from cukern import sim
-from cukern.runtime import tensor_map
+from cukern.runtime.launch import tensor_map
 
 HEAD = """#include "common/ptx/tma.cuh"
 #include "common/ptx/cluster.cuh"

@@ -7,7 +7,7 @@ import torch
 from sim_kernels import simulate
 
 from cukern import sim
-from cukern.runtime import compiler
+from cukern.runtime.compile import compiler
 
 # The names of a combination: shape, type of a and b, of c, registers of a, b, c, and their C++ types
 F16, F16_SUM, BF16, TF32, S8, F64 = (

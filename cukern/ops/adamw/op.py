@@ -8,9 +8,13 @@ import torch
 from torch import Tensor
 
 from cukern.ops.adamw.table import CHUNK, NORM, PREPARE, PREPARING, THREADS, WORDS, WRITE, Row, Table
-from cukern.runtime import autocast, backend, checks, interop
-from cukern.runtime.kernel import Template
-from cukern.runtime.registry import Cost, Op, Version, in_force, raw_op, register
+from cukern.runtime import checks
+from cukern.runtime.dispatch import autocast
+from cukern.runtime.dispatch.raw_ops import raw_op
+from cukern.runtime.dispatch.versions import in_force
+from cukern.runtime.launch import backend, interop
+from cukern.runtime.launch.kernel import Template
+from cukern.runtime.registry import Cost, Op, Version, register
 from cukern.runtime.tensors import wide
 
 _V1, _V2 = Template("adamw.cu", "adamw_v1"), Template("adamw.cu", "adamw_v2", pdl=True)

@@ -12,7 +12,8 @@ from torch.utils._pytree import tree_leaves
 from cukern.ops.adamw.op import VERSIONS, Numbers, check_numbers, check_param
 from cukern.ops.adamw.state import Found, Layouts, gradients, layouts, like_parameter, local, sum_of_squares
 from cukern.ops.adamw.table import GROUP_WORDS, Row, Scaling, Table, group_bytes, write
-from cukern.runtime import backend, checks
+from cukern.runtime import checks
+from cukern.runtime.launch import backend
 from cukern.runtime.tensors import wide
 
 _LIKE_PARAMETERS = "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master"  # of a parameter's shape, in wide(dtype)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from cukern.runtime import checks
-from cukern.runtime.kernel import Template
-from cukern.runtime.registry import choose, in_force
+from cukern.runtime.dispatch.versions import choose, in_force
+from cukern.runtime.launch.kernel import Template
 from cukern.runtime.tensors import pointers
 
 CHUNK, THREADS, PREPARING = 8192, 256, 1024  # as in adamw.cu; PREPARING: threads of adamw_prepare

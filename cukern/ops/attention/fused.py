@@ -9,9 +9,10 @@ from torch import Tensor
 from cukern.ops.attention import launch, plan
 from cukern.ops.attention.reference import Options, reference
 from cukern.ops.attention.wgmma import Bounds
-from cukern.runtime.autocast import off
-from cukern.runtime.higher import gradients, tangents
-from cukern.runtime.registry import Differentiable, apply_of, each, raw_op, save, watched
+from cukern.runtime.dispatch.autocast import off
+from cukern.runtime.dispatch.autograd import Differentiable, apply_of, each, save, watched
+from cukern.runtime.dispatch.higher import gradients, tangents
+from cukern.runtime.dispatch.raw_ops import raw_op
 
 
 def supported(q: Tensor, k: Tensor, v: Tensor) -> bool:

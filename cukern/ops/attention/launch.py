@@ -15,8 +15,8 @@ from cukern.ops.attention import plan, wgmma
 from cukern.ops.attention.reference import Options, reference
 from cukern.ops.attention.wgmma import Bounds
 from cukern.runtime.device import device_of
-from cukern.runtime.kernel import Kernel, Template
-from cukern.runtime.products import tf32_allowed
+from cukern.runtime.dispatch.products import tf32_allowed
+from cukern.runtime.launch.kernel import Kernel, Template
 from cukern.runtime.tensors import pointers
 
 _FORWARD, _BACKWARD, _PREPROCESS, _SPLIT = (

@@ -13,9 +13,10 @@ from torch import Tensor
 from cukern.ops.attention.reference import Options, by_scores, hidden_keys
 from cukern.ops.causal_softmax import NO_WINDOW, causal_softmax, raw_backward, raw_forward
 from cukern.ops.softmax import softmax
-from cukern.runtime import autocast, backend
-from cukern.runtime.products import torch_matmul
-from cukern.runtime.registry import transformed
+from cukern.runtime.dispatch import autocast
+from cukern.runtime.dispatch.autograd import transformed
+from cukern.runtime.dispatch.products import torch_matmul
+from cukern.runtime.launch import backend
 
 BLOCK = 512  # queries of a block of v2, at least
 Outputs = tuple[Tensor, Tensor | None]

@@ -10,9 +10,13 @@ from cukern.ops.attention import fused, launch, materialised, plan, wgmma
 from cukern.ops.attention.reference import Options, reference
 from cukern.ops.causal_softmax import checked_sink
 from cukern.ops.softmax import checked_scale
-from cukern.runtime import autocast, backend, checks, interop
+from cukern.runtime import checks
+from cukern.runtime.dispatch import autocast
+from cukern.runtime.dispatch.autograd import transformed
+from cukern.runtime.dispatch.versions import choose, in_force
+from cukern.runtime.launch import backend, interop
 from cukern.runtime.planning import planned
-from cukern.runtime.registry import Version, choose, in_force, transformed
+from cukern.runtime.registry import Version
 
 
 @planned("q", "k", "v", "sink", "key_lengths")

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from cukern.runtime import checks
-from cukern.runtime.autocast import off
-from cukern.runtime.products import torch_matmul
+from cukern.runtime.dispatch.autocast import off
+from cukern.runtime.dispatch.products import torch_matmul
 from cukern.runtime.tensors import wide
 
 _LEAST_SCALE = 1e-30  # a smaller factor of scores counts as this one: 0 times -infinity, a hidden key, would be NaN

@@ -11,8 +11,8 @@ from torch import Tensor
 from cukern.ops.attention import plan
 from cukern.ops.attention.reference import Options
 from cukern.runtime.device import device_of
-from cukern.runtime.kernel import Kernel, Template
-from cukern.runtime.tensor_map import encoder
+from cukern.runtime.launch.kernel import Kernel, Template
+from cukern.runtime.launch.tensor_map import encoder
 from cukern.runtime.tensors import pointers
 
 _FORWARD, _BACKWARD = (Template("attention/attention.cu", f"attention_v4{name}", pdl=True) for name in ("", "_bwd"))

@@ -13,13 +13,18 @@ from torch import Tensor
 from cukern.ops.cross_entropy.op import VERSIONS as loss_versions
 from cukern.ops.cross_entropy.op import Options, checked_targets, launch_forward, options_of, write_gradient
 from cukern.ops.cross_entropy.op import reference as loss_of_logits
-from cukern.runtime import autocast, backend, checks, interop
+from cukern.runtime import checks
 from cukern.runtime.device import device_of
-from cukern.runtime.higher import gradients, tangents
-from cukern.runtime.kernel import Kernel, Template
+from cukern.runtime.dispatch import autocast
+from cukern.runtime.dispatch.autograd import Differentiable, apply_of, each, save, transformed, watched
+from cukern.runtime.dispatch.higher import gradients, tangents
+from cukern.runtime.dispatch.products import torch_matmul
+from cukern.runtime.dispatch.raw_ops import raw_op
+from cukern.runtime.dispatch.versions import choose, in_force
+from cukern.runtime.launch import backend, interop
+from cukern.runtime.launch.kernel import Kernel, Template
 from cukern.runtime.planning import planned
-from cukern.runtime.products import torch_matmul
-from cukern.runtime.registry import Differentiable, Version, apply_of, choose, each, in_force, raw_op, save, transformed, watched
+from cukern.runtime.registry import Version
 from cukern.runtime.tensors import as_matrix, pointers, unit_column_stride, wide
 
 _batched = torch._C._functorch.is_legacy_batchedtensor  # of torch.autograd.grad(is_grads_batched=True)

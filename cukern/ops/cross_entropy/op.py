@@ -9,12 +9,17 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from cukern.runtime import autocast, backend, checks, interop
+from cukern.runtime import checks
 from cukern.runtime.device import cached, device_of
-from cukern.runtime.higher import differentiable
-from cukern.runtime.kernel import Kernel, Template
+from cukern.runtime.dispatch import autocast
+from cukern.runtime.dispatch.autograd import transformed, watched
+from cukern.runtime.dispatch.higher import differentiable
+from cukern.runtime.dispatch.raw_ops import raw_op
+from cukern.runtime.dispatch.versions import choose, in_force
+from cukern.runtime.launch import backend, interop, limits
+from cukern.runtime.launch.kernel import Kernel, Template
 from cukern.runtime.planning import planned
-from cukern.runtime.registry import Version, choose, in_force, raw_op, transformed, watched
+from cukern.runtime.registry import Version
 from cukern.runtime.tensors import as_matrix, empty_like, pointers, unit_column_stride, wide
 
 
@@ -244,14 +249,14 @@ _THREADS, _LOADS = 96, 4  # of v2's backward: threads per block, and vectors per
 
 
 @cached(4096)
-def _plan(pass_: str, version: str, dtype: torch.dtype, *rest: Any) -> tuple[Any, backend.Dim, int]:
+def _plan(pass_: str, version: str, dtype: torch.dtype, *rest: Any) -> tuple[Any, limits.Dim, int]:
     """The launch of a pass, its block, and the number of warps on the GPU, or of blocks that share a row."""
     *features, device = rest
     kernel, block, number = getattr(choose("cross_entropy", version, device), pass_)(dtype, *features)
     return kernel.on(device), block, number * device_of(device).sms if pass_ == "forward" else number
 
 
-def _forward_plan(version: int, dtype: torch.dtype, softcap: bool, smoothing: bool, columns: int) -> tuple[Kernel, backend.Dim, int]:
+def _forward_plan(version: int, dtype: torch.dtype, softcap: bool, smoothing: bool, columns: int) -> tuple[Kernel, limits.Dim, int]:
     loads = 0 if version == 1 else 2 if dtype.itemsize == 8 else 4
     is_short = loads > 0 and columns * dtype.itemsize <= _SHORT_BYTES
     kernel = _FWD[dtype, softcap, smoothing or softcap, is_short, loads]  # one kernel less: with a softcap it always adds the logits
@@ -259,7 +264,7 @@ def _forward_plan(version: int, dtype: torch.dtype, softcap: bool, smoothing: bo
     return kernel, (lanes, 128 // lanes, 1) if is_short else (256, 1, 1), _WARPS * is_short
 
 
-def _backward_plan(version: int, dtype: torch.dtype, softcap: bool, _: bool, columns: int) -> tuple[Kernel, backend.Dim, int]:
+def _backward_plan(version: int, dtype: torch.dtype, softcap: bool, _: bool, columns: int) -> tuple[Kernel, limits.Dim, int]:
     if version == 1:
         return _BWD[dtype, softcap, 0], (256, 1, 1), 1
     needed = max(16, -(-columns * dtype.itemsize // (16 * _LOADS)))  # threads; 16, because up to 14 columns are not in vectors

@@ -14,9 +14,9 @@ from cukern.ops.kron_linear.forward import KERNELS, on_tensor_cores, target_of
 from cukern.ops.kron_linear.plan import MOST, Launch, Step, blocks_of, planned_rows, steps_of
 from cukern.ops.kron_linear.reference import PLAIN, Epilogue, seen
 from cukern.ops.kron_linear.tile_backward import gradient, gradient_of
-from cukern.runtime import backend
 from cukern.runtime.device import device_of
-from cukern.runtime.kernel import Kernel, planning
+from cukern.runtime.launch import backend, driver
+from cukern.runtime.launch.kernel import Kernel, planning
 from cukern.runtime.recording import packed
 from cukern.runtime.tensors import pointers
 
@@ -128,7 +128,7 @@ class Gradients:
             if launch.kernel == "few_rows":
                 run, device = KERNELS["few_rows_sum"][grads[0].dtype, launch.template()], partials.get_device()
                 values = *pointers(*grads), partials.data_ptr(), fibers, self.scale
-                run.on(device)((256, 1, 1), (32, 16, 1), backend.spread(0, 256, device), *values)
+                run.on(device)((256, 1, 1), (32, 16, 1), driver.spread(0, 256, device), *values)
                 continue
             at = partials.data_ptr()
             for grad in grads:
@@ -186,7 +186,7 @@ def _sum_of_pieces(pieces: int, parts: Sequence[tuple[Tensor, int, int]], scale:
     device, counts, unused = grads[0].get_device(), [grad.numel() for grad in grads], (0,) * (MOST - len(grads))
     blocks = -(-sum(counts) // 32)
     warps = 8 if blocks > 2 * device_of(device).sms else 32
-    kernel, shared = KERNELS["sum"], backend.spread(0, blocks, device)
+    kernel, shared = KERNELS["sum"], driver.spread(0, blocks, device)
     if planning():
         kernel[grads[0].dtype, 40 - warps].on(device)
     by_value = packed(_PACK_PARTS, *pointers(*grads), *unused, *places, *unused, *counts, *unused, *rows, *unused)

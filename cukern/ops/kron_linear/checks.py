@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from cukern.ops.kron_linear.reference import width
-from cukern.runtime import autocast, checks, interop
+from cukern.runtime import checks
+from cukern.runtime.dispatch import autocast
+from cukern.runtime.launch import interop
 
 COMPLEX = (torch.complex64, torch.complex128)
 

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from cukern.ops.kron_linear.plan import Launch, Problem, Step, steps_of, up
 from cukern.ops.kron_linear.reference import PLAIN, Epilogue, seen, width
-from cukern.runtime.autocast import off
 from cukern.runtime.device import allowed, fmas_cycle
-from cukern.runtime.kernel import Kernel, Template, planning
+from cukern.runtime.dispatch.autocast import off
+from cukern.runtime.launch.kernel import Kernel, Template, planning
 from cukern.runtime.tensors import pointers
 
 # Measured on one H200 with 2048 rows, us by cuBLAS and by v4's kernel. bfloat16: right factor (168, 176) 94 and 114, left factor 87 and

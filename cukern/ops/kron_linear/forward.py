@@ -11,10 +11,10 @@ from torch import Tensor
 from cukern.ops.kron_linear import cublas, planner
 from cukern.ops.kron_linear.plan import MOST, Launch, Problem, Sizes, Step, planned_rows
 from cukern.ops.kron_linear.reference import PLAIN, Epilogue
-from cukern.runtime import backend
 from cukern.runtime.device import cached, device_of
-from cukern.runtime.kernel import Template, planning
-from cukern.runtime.products import tf32_allowed
+from cukern.runtime.dispatch.products import tf32_allowed
+from cukern.runtime.launch import driver, limits
+from cukern.runtime.launch.kernel import Template, planning
 from cukern.runtime.recording import packed
 from cukern.runtime.tensors import pointers
 
@@ -34,8 +34,8 @@ class Prepared(NamedTuple):
     """A launch, as far as it does not depend on the tensors: a call pays for one look-up."""
 
     group: Launch
-    launch: backend.Launch | None  # None: cuBLAS
-    geometry: tuple[backend.Dim, backend.Dim, int]
+    launch: driver.Launch | None  # None: cuBLAS
+    geometry: tuple[limits.Dim, limits.Dim, int]
     indices: tuple[int, ...]  # of the factors
     features: int  # of the output
 
@@ -73,8 +73,8 @@ def prepare(group: Launch, rows: int, dtype: torch.dtype, device: int, added: bo
     return Prepared(group, kernel[dtype, group.template(added)].on(device), geometry(blocks, group, device), indices, features)
 
 
-def geometry(blocks: int, launch: Launch, device: int) -> tuple[backend.Dim, backend.Dim, int]:
-    return (blocks, 1, 1), (launch.threads, 1, 1), backend.spread(launch.shared, blocks, device)
+def geometry(blocks: int, launch: Launch, device: int) -> tuple[limits.Dim, limits.Dim, int]:
+    return (blocks, 1, 1), (launch.threads, 1, 1), driver.spread(launch.shared, blocks, device)
 
 
 def by_value(ws: Sequence[Tensor]) -> bytes:

@@ -22,12 +22,16 @@ from cukern.ops.kron_linear import cublas
 from cukern.ops.kron_linear import forward as kron_forward
 from cukern.ops.kron_linear.plan import steps_of
 from cukern.ops.kron_linear.reference import PRODUCTS, Epilogue, Product, movedim_product, width, with_epilogue
-from cukern.runtime import backend, checks
+from cukern.runtime import checks
 from cukern.runtime.checks import PLAIN
-from cukern.runtime.higher import gradients, tangents
+from cukern.runtime.dispatch.autograd import Differentiable, apply_of, save, transformed, watched
+from cukern.runtime.dispatch.higher import gradients, tangents
+from cukern.runtime.dispatch.products import torch_matmul
+from cukern.runtime.dispatch.raw_ops import raw_op
+from cukern.runtime.dispatch.versions import choose, in_force
+from cukern.runtime.launch import backend
 from cukern.runtime.planning import planned
-from cukern.runtime.products import torch_matmul
-from cukern.runtime.registry import Differentiable, Version, apply_of, choose, in_force, raw_op, save, transformed, watched
+from cukern.runtime.registry import Version
 from cukern.runtime.tensors import as_matrix
 
 _transforms = torch._C._are_functorch_transforms_active

@@ -8,7 +8,7 @@ from math import prod
 
 from torch import Tensor
 
-from cukern.runtime.products import torch_matmul
+from cukern.runtime.dispatch.products import torch_matmul
 
 Epilogue = tuple[float, Tensor | None, Tensor | None]  # scale, bias, residual
 PLAIN: Epilogue = (1.0, None, None)

@@ -9,10 +9,15 @@ import torch
 from torch import Tensor
 
 from cukern.ops.layernorm.versions import ADD, VERSIONS
-from cukern.runtime import autocast, backend, checks, interop
-from cukern.runtime.higher import differentiable
+from cukern.runtime import checks
+from cukern.runtime.dispatch import autocast
+from cukern.runtime.dispatch.autograd import watched
+from cukern.runtime.dispatch.higher import differentiable
+from cukern.runtime.dispatch.raw_ops import raw_op
+from cukern.runtime.dispatch.versions import choose, in_force
+from cukern.runtime.launch import backend, interop
 from cukern.runtime.planning import planned
-from cukern.runtime.registry import Cost, Op, choose, in_force, normal, raw_op, register, row_counts, watched
+from cukern.runtime.registry import Cost, Op, normal, register, row_counts
 from cukern.runtime.tensors import as_matrix, empty_like, mergeable, pointers, readable, row_strides, unit_column_stride, wide
 
 

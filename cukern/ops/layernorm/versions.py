@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cukern.runtime import backend
 from cukern.runtime.device import cached, device_of
-from cukern.runtime.kernel import Kernel, Template
+from cukern.runtime.launch import driver
+from cukern.runtime.launch.kernel import Kernel, Template
 from cukern.runtime.registry import Version
 from cukern.runtime.tensors import VECTOR_BYTES, aligned, wide
 
@@ -52,7 +52,7 @@ def threads_of(columns: int, tile: Tile) -> int:
 
 
 class _Plan(NamedTuple):
-    launches: tuple[backend.Launch, ...]  # one after the other, with the same arguments
+    launches: tuple[driver.Launch, ...]  # one after the other, with the same arguments
     block: tuple[int, int, int]  # (threads per row, rows, 1)
     blocks: int  # the most thread blocks with rows of their own
     parts: int = 1  # thread blocks that share a row

@@ -12,11 +12,13 @@ from cukern.ops.matmul.plan import FMA_TILES, TILES
 from cukern.ops.matmul.product import PLAIN, default_is_cublas, is_odd, product
 from cukern.ops.matmul.tensor_cores import ACTIVATIONS
 from cukern.ops.matmul.versions import VERSIONS, in_torch
-from cukern.runtime import backend, checks, interop
-from cukern.runtime.autocast import of_product
+from cukern.runtime import checks
+from cukern.runtime.dispatch.autocast import of_product
+from cukern.runtime.dispatch.products import torch_matmul
+from cukern.runtime.dispatch.versions import in_force
+from cukern.runtime.launch import backend, interop
 from cukern.runtime.planning import planned
-from cukern.runtime.products import torch_matmul
-from cukern.runtime.registry import Cost, Op, in_force, register, row_counts
+from cukern.runtime.registry import Cost, Op, register, row_counts
 from cukern.runtime.tensors import as_matrix
 
 PRECISIONS = "ieee", "tf32", "3xtf32"
@@ -152,10 +154,7 @@ def _by_torch(function: Callable[..., Tensor], x: Tensor, y: Any, bias: Any = No
             return None
     try:
         shape = y.shape
-        if len(shape) != 2 or x.ndim < 2:
-            return None
-        k = max(x.shape[-1], 1)
-        if dtype.itemsize == 2 and is_odd(x.numel() // k, y.numel() // k, k, *shape, x.stride(-2)):
+        if len(shape) != 2 or x.ndim < 2 or _is_odd(x, y):
             return None
         if bias is None:
             return function(x, y)
@@ -166,6 +165,11 @@ def _by_torch(function: Callable[..., Tensor], x: Tensor, y: Any, bias: Any = No
         return function(x, y, bias)
     except RuntimeError:
         return None
+
+
+def _is_odd(x: Tensor, y: Tensor) -> bool:
+    k = max(x.shape[-1], 1)
+    return x.itemsize == 2 and is_odd(x.numel() // k, y.numel() // k, k, *y.shape, x.stride(-2))
 
 
 def _checked(op: str, precision: Any, version: Any, names: tuple[str, ...], x: Any, y: Any, *optional: Any) -> Sequence[Any]:

@@ -16,9 +16,12 @@ from torch import Tensor
 from cukern.ops.matmul.tensor_cores import Epilogue
 from cukern.ops.matmul.versions import ACTIVATION_BWD, ACTIVATION_WIDTH, VERSIONS, in_torch
 from cukern.runtime.device import cached, device_of
-from cukern.runtime.higher import gradients, tangents
-from cukern.runtime.products import column_sums, tf32_allowed
-from cukern.runtime.registry import DEFAULT, Differentiable, Version, apply_of, batched, choose, each, names_of, raw_op, save, watched
+from cukern.runtime.dispatch.autograd import Differentiable, apply_of, batched, each, save, watched
+from cukern.runtime.dispatch.higher import gradients, tangents
+from cukern.runtime.dispatch.products import column_sums, tf32_allowed
+from cukern.runtime.dispatch.raw_ops import raw_op
+from cukern.runtime.dispatch.versions import DEFAULT, choose, names_of
+from cukern.runtime.registry import Version
 from cukern.runtime.tensors import pointers, wide
 
 # ---- the version and the precision of a call

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from cukern.ops.matmul.plan import TILES, Problem, Tile, plan
-from cukern.runtime.backend import Dim, spread
 from cukern.runtime.device import cached, device_of
-from cukern.runtime.kernel import Kernel, Template
-from cukern.runtime.tensor_map import encoder
+from cukern.runtime.launch.driver import spread
+from cukern.runtime.launch.kernel import Kernel, Template
+from cukern.runtime.launch.limits import Dim
+from cukern.runtime.launch.tensor_map import encoder
 from cukern.runtime.tensors import pointers
 
 V6, V7, REDUCE, SPLIT, PAD, DIRECT = (

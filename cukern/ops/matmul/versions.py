@@ -14,10 +14,10 @@ from torch import Tensor
 
 from cukern.ops.matmul import plan, tensor_cores
 from cukern.ops.matmul.tensor_cores import ACTIVATIONS, Epilogue
-from cukern.runtime import backend
-from cukern.runtime.autocast import off
-from cukern.runtime.kernel import Kernel, Template, planning
-from cukern.runtime.products import torch_matmul
+from cukern.runtime.dispatch.autocast import off
+from cukern.runtime.dispatch.products import torch_matmul
+from cukern.runtime.launch import limits
+from cukern.runtime.launch.kernel import Kernel, Template, planning
 from cukern.runtime.registry import Version
 from cukern.runtime.tensors import pointers, wide
 
@@ -96,7 +96,7 @@ def _tensor_cores(idea: str, wgmma: bool, requires: int) -> Version:
     return Version(idea, forward, instances=partial(tensor_cores.instances, wgmma=wgmma), requires=requires)
 
 
-def _strided(idea: str, name: str, block: backend.Dim, blocks: Callable[[int, int], int]) -> Version:
+def _strided(idea: str, name: str, block: limits.Dim, blocks: Callable[[int, int], int]) -> Version:
     """v1 to v3, whose kernels accept any strides of A and B."""
     template = Template("matmul/matmul.cu", name)
 

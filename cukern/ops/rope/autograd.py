@@ -11,7 +11,8 @@ from torch import Tensor
 from cukern.ops.rope import plan as rope_plan
 from cukern.ops.rope.memory import check_disjoint, written_extent
 from cukern.ops.rope.plan import Options
-from cukern.runtime.registry import Differentiable, apply_of, each, raw_op, save, transformed, watched
+from cukern.runtime.dispatch.autograd import Differentiable, apply_of, each, save, transformed, watched
+from cukern.runtime.dispatch.raw_ops import raw_op
 
 _tracing = torch.compiler.is_dynamo_compiling
 _level = torch._C._functorch.maybe_get_level

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from cukern.ops.rope.plan import Inputs, Options, tokens_of
-from cukern.runtime.kernel import Kernel, Template
-from cukern.runtime.registry import Differentiable, apply_of, each, raw_op, transformed
+from cukern.runtime.dispatch.autograd import Differentiable, apply_of, each, transformed
+from cukern.runtime.dispatch.raw_ops import raw_op
+from cukern.runtime.launch.kernel import Kernel, Template
 
 THREADS = 256
 POSITIONS, ANGLES, SECTIONS = (Template("rope/rope.cu", f"rope_{name}", pdl=True) for name in ("positions", "angles", "sections"))

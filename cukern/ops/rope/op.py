@@ -16,9 +16,11 @@ from cukern.ops.rope import reference as rope_reference
 from cukern.ops.rope.checks import Request
 from cukern.ops.rope.memory import check_writable, check_writable_wrapped
 from cukern.ops.rope.plan import Inputs, Options, angle_maths, compute_dtype, table_dtypes
-from cukern.runtime import backend, checks, interop
+from cukern.runtime import checks
+from cukern.runtime.dispatch.autograd import transformed
+from cukern.runtime.dispatch.versions import in_force
+from cukern.runtime.launch import backend, interop
 from cukern.runtime.planning import planned
-from cukern.runtime.registry import in_force, transformed
 
 _modes = torch._C._len_torch_dispatch_stack
 

@@ -5,9 +5,9 @@ from typing import Any, NamedTuple
 import torch
 
 from cukern.ops.rope.memory import written_extent
-from cukern.runtime import backend
 from cukern.runtime.device import cached
-from cukern.runtime.registry import choose
+from cukern.runtime.dispatch.versions import choose
+from cukern.runtime.launch import driver, limits
 
 # The dimensions of batch, sequence, heads and head_dim. Each permutation is its own inverse.
 AXES = {"bshd": (0, 1, 2, 3), "bhsd": (0, 2, 1, 3), "sbhd": (1, 0, 2, 3), "thd": (0, 1, 2)}
@@ -111,9 +111,9 @@ class Call(NamedTuple):
 class Plan(NamedTuple):
     """A launch without its pointers. `launch` is None if there is nothing to do."""
 
-    launch: backend.Launch | None
-    grid: backend.Dim
-    block: backend.Dim
+    launch: driver.Launch | None
+    grid: limits.Dim
+    block: limits.Dim
     numbers: tuple[Any, ...]
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from cukern.ops.rope.plan import AXES, Inputs, Options, compute_dtype, tokens_of
-from cukern.runtime.autocast import off
+from cukern.runtime.dispatch.autocast import off
 
 
 def rope(inputs: Inputs, options: Options) -> Any:

@@ -4,7 +4,8 @@ from typing import Any
 
 import torch
 
-from cukern.runtime import checks, interop
+from cukern.runtime import checks
+from cukern.runtime.launch import interop
 
 
 def rope_tables(positions: Any, dim: int, base: float = 10000.0, *, dtype: torch.dtype = torch.float32, device: Any = None) -> Any:

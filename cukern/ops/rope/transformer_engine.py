@@ -12,7 +12,8 @@ from cukern.ops.rope import reference as rope_reference
 from cukern.ops.rope.checks import Request
 from cukern.ops.rope.op import run
 from cukern.ops.rope.plan import Inputs, Options, compute_dtype, tokens_of
-from cukern.runtime import checks, interop
+from cukern.runtime import checks
+from cukern.runtime.launch import interop
 
 FORMATS = ("sbhd", "bshd", "thd")
 

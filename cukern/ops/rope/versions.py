@@ -7,7 +7,7 @@ import torch
 
 from cukern.ops.rope.gather import ANGLES, ID_TYPES, POSITIONS, SECTIONS
 from cukern.ops.rope.plan import Call, Layout, Plan, angle_maths, table_dtypes
-from cukern.runtime.kernel import Kernel, Template
+from cukern.runtime.launch.kernel import Kernel, Template
 from cukern.runtime.registry import Version
 
 THREADS = 256

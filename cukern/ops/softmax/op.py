@@ -15,23 +15,14 @@ import torch
 from torch import Tensor
 
 from cukern.ops.softmax.versions import LOG_VERSIONS, VERSIONS, inner
-from cukern.runtime import backend, checks, interop
-from cukern.runtime.autocast import off
+from cukern.runtime import checks
+from cukern.runtime.dispatch.autocast import off
+from cukern.runtime.dispatch.autograd import Differentiable, apply_of, batched, save, watched
+from cukern.runtime.dispatch.raw_ops import raw_op
+from cukern.runtime.dispatch.versions import choose, in_force
+from cukern.runtime.launch import backend, interop
 from cukern.runtime.planning import planned
-from cukern.runtime.registry import (
-    Cost,
-    Differentiable,
-    Op,
-    apply_of,
-    batched,
-    choose,
-    in_force,
-    raw_op,
-    register,
-    row_counts,
-    save,
-    watched,
-)
+from cukern.runtime.registry import Cost, Op, register, row_counts
 from cukern.runtime.tensors import as_matrix, empty_like, unit_column_stride, wide
 
 Versions = str | tuple[str | None, str | None] | None

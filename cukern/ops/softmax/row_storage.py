@@ -6,9 +6,9 @@ from typing import NamedTuple
 import torch
 
 from cukern.ops.softmax import plan
-from cukern.runtime import backend
 from cukern.runtime.device import cached, device_of
-from cukern.runtime.kernel import Kernel, Template
+from cukern.runtime.launch import driver
+from cukern.runtime.launch.kernel import Kernel, Template
 
 
 class Problem(NamedTuple):
@@ -185,12 +185,12 @@ def _launch_storage(templates: tuple[Template, Template], p: Problem, storage: p
     return _launch(_kernel(templates, p, key), blocks, storage.shape.threads, shared, p.columns, p.row_stride, p.scale)
 
 
-def _launch(kernel: backend.Launch, blocks: int, threads: int, shared: int, *numbers: float) -> Run:
+def _launch(kernel: driver.Launch, blocks: int, threads: int, shared: int, *numbers: float) -> Run:
     grid, block = (blocks, 1, 1), (threads, 1, 1)
     return lambda pointers: kernel(grid, block, shared, *pointers, *numbers)
 
 
-def _launch_with_mailbox(kernel: backend.Launch, p: Problem, blocks: int, threads: int, shared: int, words: int, *numbers: float) -> Run:
+def _launch_with_mailbox(kernel: driver.Launch, p: Problem, blocks: int, threads: int, shared: int, words: int, *numbers: float) -> Run:
     """Blocks exchange partial results through a mailbox: zeroed 64-bit words in global memory."""
     grid, block = (blocks, 1, 1), (threads, 1, 1)
 
@@ -201,7 +201,7 @@ def _launch_with_mailbox(kernel: backend.Launch, p: Problem, blocks: int, thread
     return run
 
 
-def _kernel(templates: tuple[Template, Template], p: Problem, key: Key) -> backend.Launch:
+def _kernel(templates: tuple[Template, Template], p: Problem, key: Key) -> driver.Launch:
     arguments = (p.dtype, *key, p.exact, p.log)
     return templates[p.backward][arguments].on(p.device_index)
 

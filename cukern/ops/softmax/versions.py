@@ -13,7 +13,7 @@ from torch import Tensor
 from cukern.ops.softmax import plan
 from cukern.ops.softmax import row_storage as rs
 from cukern.runtime.device import device_of
-from cukern.runtime.kernel import Kernel, Template
+from cukern.runtime.launch.kernel import Kernel, Template
 from cukern.runtime.registry import Version
 
 _V1, _V2, _V3, _V4, _V5 = ([Template("softmax/softmax.cu", f"softmax_v{i}{bwd}") for bwd in ("", "_bwd")] for i in range(1, 6))

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cukern.runtime import tensor_map
+from cukern.runtime.launch import tensor_map
 from cukern.sim.faults import Fault, Misaligned, OutOfBounds
 from cukern.sim.instructions import atomics
 from cukern.sim.instructions.access import address_of

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from cukern.runtime.limits import Dim
+from cukern.runtime.launch.limits import Dim
 from cukern.sim.faults import Fault, NotSimulated, Where
 from cukern.sim.machine.options import Options
 from cukern.sim.machine.program import Program

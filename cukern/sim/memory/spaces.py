@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from cukern.runtime.limits import Dim
+from cukern.runtime.launch.limits import Dim
 from cukern.sim.faults import BarrierFault, Fault, Misaligned, OutOfBounds, Race, Uninitialized
 from cukern.sim.memory.history import Conflict
 from cukern.sim.memory.order import IN_FLIGHT, STRONG, Order

@@ -58,7 +58,7 @@ def assert_close(params, exact, roundings, what="", floor=0.01):
 @pytest.mark.parametrize("version", [None, "v1", "v2"])
 @pytest.mark.parametrize("max_norm", [None, 1.0, 1e4])
 def test_several_steps_against_float64(device, version, max_norm):
-    if version and not (torch.cuda.is_available() or cukern.runtime.backend.simulating()):
+    if version and not (torch.cuda.is_available() or cukern.runtime.launch.backend.simulating()):
         pytest.skip("versions are kernels")
     params = parameters(device, torch.float32, torch.float32 if device == "cpu" else torch.float64)
     params[0].data = params[0].data.t().contiguous().t()  # dense, not contiguous
@@ -74,7 +74,7 @@ def test_several_steps_against_float64(device, version, max_norm):
         ours.step()
         theirs.step()
         assert norm is None or abs(ours.grad_norm.item() / norm.item() - 1) < 1e-6
-        if max_norm is None or cukern.runtime.backend.simulating() or device == "cuda":
+        if max_norm is None or cukern.runtime.launch.backend.simulating() or device == "cuda":
             assert all(g is None or same_bits(g, p.grad) for g, p in zip(before, params, strict=True)), "gradients are not written"
         assert_close(params, exact, 8, f"step {step}")
     assert [ours.state[p]["step"].item() for p in params] == [5, 5, 5, 4, 5]

@@ -82,7 +82,7 @@ def test_the_default_dtype_does_not_matter(device, dtype):
         for _ in range(300):
             p.grad = torch.ones_like(p)
             optimizer.step()
-            if device == "cpu" and optimizer.state[p]["step"] >= 3 and cukern.runtime.backend.simulating():
+            if device == "cpu" and optimizer.state[p]["step"] >= 3 and cukern.runtime.launch.backend.simulating():
                 break
         assert optimizer.state[p]["step"].dtype == torch.float32
         assert optimizer.state[p]["step"].item() in (3, 300)
@@ -271,7 +271,7 @@ def test_the_state_follows_to_another_device():
 @pytest.mark.parametrize("version", (None, "v1"))
 def test_amsgrad_and_maximize_by_group(device, version):
     """Groups with and without them, in 16 and 32 bits; the maxima are torch's, and a hook's gradient that shrinks keeps them."""
-    if version and device == "cpu" and not cukern.runtime.backend.simulating():
+    if version and device == "cpu" and not cukern.runtime.launch.backend.simulating():
         pytest.skip("versions are kernels")
     params = parameters(device, torch.bfloat16, torch.float32)
     exact = doubles(params)

@@ -10,9 +10,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import cukern
-from cukern.runtime import backend
 from cukern.runtime.device import setting
-from cukern.runtime.kernel import collecting
+from cukern.runtime.launch import backend
+from cukern.runtime.launch.kernel import collecting
 
 PLACES = [pytest.param("cpu", None, id="cpu")]
 PLACES += [pytest.param(DEVICE, version, marks=kernels, id=f"kernels-{version}") for version in (None, "v1", "v2", "sdpa")]
@@ -180,7 +180,7 @@ def test_versions():
 def test_a_variable_chooses_the_version():
     code = """
 import torch, cukern
-from cukern.runtime.kernel import collecting
+from cukern.runtime.launch.kernel import collecting
 x = torch.randn(1, 4, 4)
 with cukern.backend("sim"), collecting() as found:
     cukern.attention(x, x, x)

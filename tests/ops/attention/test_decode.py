@@ -9,7 +9,7 @@ from cukern.bench.verify import poisoned
 from cukern.ops.attention import plan
 from cukern.ops.attention.reference import Options, by_scores, reference
 from cukern.runtime.device import KNOWN, assumed, restricted
-from cukern.runtime.kernel import collecting
+from cukern.runtime.launch.kernel import collecting
 
 pytestmark = kernels
 HALF, BF16 = torch.float16, torch.bfloat16

@@ -11,7 +11,7 @@ import cukern
 from cukern.ops.attention import fused
 from cukern.ops.attention.reference import Options, reference
 from cukern.runtime.device import KNOWN, assumed
-from cukern.runtime.kernel import collecting
+from cukern.runtime.launch.kernel import collecting
 
 pytestmark = kernels
 CASES = [  # batch, heads, kv_heads, queries, keys, head_dim, causal, softcap, whether TF32 is allowed

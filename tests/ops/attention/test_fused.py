@@ -9,9 +9,9 @@ from helpers import DEVICE, PLACE, kernels, same_bits
 import cukern
 from cukern.ops.attention import fused, launch, plan, wgmma
 from cukern.ops.attention.reference import Options, hidden_keys, reference, repeated
-from cukern.runtime.compiler import compiled
+from cukern.runtime.compile.compiler import compiled
 from cukern.runtime.device import KNOWN, assumed
-from cukern.runtime.kernel import collecting
+from cukern.runtime.launch.kernel import collecting
 from cukern.runtime.registry import OPS
 
 pytestmark = kernels

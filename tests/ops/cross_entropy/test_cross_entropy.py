@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import cukern
 from cukern.ops.cross_entropy.op import VERSIONS
-from cukern.runtime import backend
 from cukern.runtime.device import assumed, device_of
+from cukern.runtime.launch import backend
 from cukern.runtime.registry import OPS
 
 EVERY = pytest.mark.parametrize("device, version", places("cross_entropy"))

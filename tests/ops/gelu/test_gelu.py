@@ -137,7 +137,7 @@ def test_which_kernel_runs(monkeypatch):
     """Odd widths and row strides, and views that start within a vector, are not aligned. Rows shorter than a vector take v1's kernel."""
     names = []
     launch = type(_FORWARD[torch.float32, torch.float32, 0, 1, True]).on
-    monkeypatch.setattr("cukern.runtime.kernel.Kernel.on", lambda self, device: names.append(self.name) or launch(self, device))
+    monkeypatch.setattr("cukern.runtime.launch.kernel.Kernel.on", lambda self, device: names.append(self.name) or launch(self, device))
     x = torch.randn(6, 24, dtype=torch.float32, device=DEVICE)
     bias = torch.randn(25, device=DEVICE)
     for call, expected in (

@@ -9,8 +9,8 @@ from helpers import gpu, same_bits
 
 import cukern
 from cukern.ops.kron_linear import backward as kron_backward
-from cukern.runtime import backend
 from cukern.runtime.device import KNOWN
+from cukern.runtime.launch import backend, driver
 
 # Layers whose plans are, between them, of all kernels; of few rows, so that launches follow each other quickly, and of many.
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -28,7 +28,7 @@ def test_blocks_are_spread_evenly_over_sms(monkeypatch, total):
     """Of blocks that have no other shared memory; 1 KB of each is the driver's."""
     facts = KNOWN["h200"]._replace(shared_bytes=total - 1024)
     monkeypatch.setattr(backend, "device_of", lambda device: facts)
-    spread = backend.spread.__wrapped__
+    spread = driver.spread.__wrapped__
     for blocks in (1, 132, 133, 528, 529, 1056):
         part = -(-blocks // 132)
         assert part * (spread(0, blocks, 0) + 1024) <= total < (part + 1) * (spread(0, blocks, 0) + 1024)

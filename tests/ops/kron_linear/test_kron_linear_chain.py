@@ -13,8 +13,8 @@ from cukern.ops.kron_linear import forward as kron_forward
 from cukern.ops.kron_linear import planner, wgmma
 from cukern.ops.kron_linear.forward import launch_group
 from cukern.ops.kron_linear.plan import steps
-from cukern.runtime import backend
 from cukern.runtime.device import device_of
+from cukern.runtime.launch import backend
 
 SHARED = 226 << 10
 BF16, F16 = torch.bfloat16, torch.float16

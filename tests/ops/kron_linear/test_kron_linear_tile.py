@@ -18,8 +18,8 @@ from cukern.ops.kron_linear import planner
 from cukern.ops.kron_linear import tile as kron_tile
 from cukern.ops.kron_linear.plan import MOST, Launch, steps
 from cukern.ops.kron_linear.tile import FMA, SPLIT, TENSOR
-from cukern.runtime import backend
 from cukern.runtime.device import device_of, restricted
+from cukern.runtime.launch import backend
 
 LAYERS = (
     ((128, 128),) * 2,

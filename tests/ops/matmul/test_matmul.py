@@ -12,9 +12,9 @@ import cukern
 from cukern.bench import environment, verify
 from cukern.ops.matmul import tensor_cores, versions
 from cukern.ops.matmul.plan import BK, CHAIN, FMA_TILES, MAX_CHAIN, MIN_FMA_K_TILES, fma_plan
-from cukern.runtime import backend
 from cukern.runtime.device import KNOWN, SIMULATED, assumed
-from cukern.runtime.kernel import collecting
+from cukern.runtime.launch import backend
+from cukern.runtime.launch.kernel import collecting
 from cukern.runtime.registry import OPS
 
 SIZES = (1, 3, 8, 33, 130)

@@ -15,9 +15,9 @@ from cukern.ops.matmul import plan as tensor_plan
 from cukern.ops.matmul import tensor_cores
 from cukern.ops.matmul.product import run
 from cukern.ops.matmul.tensor_cores import ACTIVATIONS, V7, Epilogue
-from cukern.runtime import backend
 from cukern.runtime.device import KNOWN, device_of, restricted, setting
-from cukern.runtime.kernel import collecting
+from cukern.runtime.launch import backend
+from cukern.runtime.launch.kernel import collecting
 
 F, H, B = torch.float32, torch.float16, torch.bfloat16
 TILES = [("v7" if t.wgmma else "v6", t) for t in tensor_plan.TILES if t.stages]

@@ -18,13 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cukern.runtime import cache
-from cukern.runtime.cache import Cubin as Cubin
-from cukern.runtime.cache import Report as Report
-from cukern.runtime.forks import no_fork
-from cukern.runtime.hints import hint
-from cukern.runtime.signature import PROBE, probe
-from cukern.runtime.sources import NOWHERE, Source
+from cukern.runtime.compile import cache
+from cukern.runtime.compile.cache import Cubin as Cubin
+from cukern.runtime.compile.cache import Report as Report
+from cukern.runtime.compile.forks import no_fork
+from cukern.runtime.compile.hints import hint
+from cukern.runtime.compile.signature import PROBE, probe
+from cukern.runtime.compile.sources import NOWHERE, Source
 
 _FILE = re.compile(r'^(\s*\.file\s+\d+\s+")([^"]+)', re.MULTILINE)
 OPTIONS = ("--std=c++17", "-lineinfo", "--ptxas-options=-v")
@@ -179,7 +179,7 @@ def compiled(source: Source, names: Sequence[str], arch: str, removed: list[str]
         program, log = _try(source, texts.pop(source.program.name), texts, names, arch)
         if program is None and host is None:
             try:
-                from cukern.runtime.host_code import HostCode  # rarely needed
+                from cukern.runtime.compile.host_code import HostCode
 
                 host = HostCode(source.host_program)
             except ImportError as error:

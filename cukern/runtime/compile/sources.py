@@ -64,7 +64,7 @@ _SHORT_NAMES = {"uint": "unsigned int", "ushort": "unsigned short", "ulong": "un
 @functools.cache
 def kernels_dir() -> Path:
     """The folder of the shipped .cu files: inside the installed package, or beside it in a source tree."""
-    package = Path(__file__).resolve().parents[1]
+    package = Path(__file__).resolve().parents[2]
     inside = package / "kernels_cu"
     return inside if inside.is_dir() else package.parent / "kernels_cu"
 

@@ -1,29 +1,29 @@
-"""Loads and launches kernels: on the GPU, or in the simulator for CPU tensors if the user chose it.
+"""Loads kernels on a GPU and launches them there.
 
 CuPy's RawModule loads the machine code. `cupy_backends.cuda.api.driver` launches it with arguments that are packed here. A launch takes
 3 us of host time, nearly all of it in the driver; a call of a CuPy RawKernel takes twice as long.
 """
 
 import contextlib
-import contextvars
 import ctypes
 import os
 import struct
 import tempfile
 import threading
-import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from cukern.runtime import checks, compiler, extended_launch, recording
-from cukern.runtime.compiler import Cubin, Ptx, SetupError
+from cukern.runtime import recording
+from cukern.runtime.compile import compiler
+from cukern.runtime.compile.compiler import Cubin, SetupError
+from cukern.runtime.compile.signature import Param, explain_misfit, offsets, packer
 from cukern.runtime.device import SIMULATED, cached, device_of
-from cukern.runtime.extended_launch import Attribute
-from cukern.runtime.limits import Dim, LaunchError, exceeded, launch_error
-from cukern.runtime.signature import Param, explain_misfit, offsets, packer
+from cukern.runtime.launch import extended_launch
+from cukern.runtime.launch.extended_launch import Attribute
+from cukern.runtime.launch.limits import Dim, LaunchError, exceeded, launch_error
 
 Launch = Callable[..., None]
 
@@ -39,92 +39,6 @@ _FREE_SHARED = 48 << 10  # bytes of shared memory, static and dynamic; more need
 
 current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", lambda device: torch.cuda.current_stream(device).cuda_stream)
-
-
-# ---- the simulator
-
-BACKENDS = ("gpu", "sim")
-_START = [os.environ.get("CUKERN_BACKEND") or "gpu"]  # checked at first use, so that the command line can report an error
-_blocks: contextvars.ContextVar[tuple[list[str], ...]] = contextvars.ContextVar("cukern.backend", default=(_START,))
-
-
-class _Traced(types.ModuleType):
-    """The backend for torch.compile, which cannot trace a context variable. It reads an attribute of a module instead of tracing it, and
-    its guard reads the attribute again, in the context of the call."""
-
-    name = property(lambda self: _blocks.get()[-1][0])
-
-
-_traced = _Traced("cukern.traced")
-
-
-@contextlib.contextmanager
-def backend(name: str) -> Iterator[None]:
-    """Choose how CPU tensors are processed: `with cukern.backend("sim"): cukern.square(torch.randn(1000))`.
-
-    Args:
-        name: "sim": the simulator runs the CUDA kernels. It raises cukern.sim.Fault for races, out-of-bounds accesses and similar bugs.
-            "gpu": CPU tensors use the plain torch reference. Tensors on a GPU always run on the GPU.
-
-    The setting is a context variable. It holds for the thread or asyncio task that opened the block and for tasks started inside it. A
-    thread started inside the block does not inherit it, unless it runs in `contextvars.copy_context()`. The backward pass of a simulated
-    forward pass is simulated, wherever it is called. The environment variable CUKERN_BACKEND sets the default.
-
-    Raises TypeError for a name that is not a str and ValueError for an unknown name. A wrong CUKERN_BACKEND raises at the first CPU tensor.
-    """
-    _check("", name)
-    mine = [name]  # a list has an identity: blocks in generators may end in any order
-    _blocks.set((*_blocks.get(), mine))
-    try:
-        yield
-    finally:
-        _blocks.set(tuple(block for block in _blocks.get() if block is not mine))
-
-
-def _check(where: str, name: str) -> None:
-    if not isinstance(name, str):
-        raise TypeError(f"the name of a backend must be a str, got {checks.brief(name)}")
-    if name not in BACKENDS:
-        raise ValueError(f"{where}there is no backend {name!r}; there are {', '.join(BACKENDS)}")
-
-
-def simulates(x: torch.Tensor) -> bool:
-    """True if kernels on this tensor run in the simulator."""
-    return simulating() and x.device.type == "cpu"
-
-
-def uses_torch(op: str, version: str | None, x: torch.Tensor) -> bool:
-    """True if a call uses torch's operations: x is on the CPU and not simulated. Raises ValueError if the call names a version."""
-    if x.is_cuda or simulates(x):
-        return False
-    if version is not None:
-        checks.needs_gpu(op, version, x.device)
-    return True
-
-
-def simulating() -> bool:
-    """True if CPU tensors go to the simulator. Raises ValueError for a wrong CUKERN_BACKEND."""
-    name = _traced.name if torch.compiler.is_dynamo_compiling() else _blocks.get()[-1][0]
-    if name not in BACKENDS:
-        _check("CUKERN_BACKEND: ", name)
-    return name == "sim"
-
-
-def load_simulated(name: str, ptx: Ptx, params: tuple[Param, ...], cluster: Dim | None = None) -> Launch:
-    """The launch function of a kernel in the simulator; see `load`."""
-    from cukern import sim
-
-    return sim.load(name, ptx, params, cluster)
-
-
-def simulated_memory(tensors: Iterable[Any]) -> contextlib.AbstractContextManager:
-    """Inside the block, simulated kernels may access these tensors and new ones. Items that are not tensors are ignored."""
-    from cukern import sim
-
-    return sim.memory.scope([t for t in tensors if isinstance(t, torch.Tensor)])
-
-
-# ---- the GPU
 
 
 @cached(4096)
@@ -161,16 +75,10 @@ def load(name: str, cubin: Cubin, params: tuple[Param, ...], device: int, attrib
                 f"{name} cannot be written to a temporary file ({error}): set TMPDIR to a folder that can be written"
             ) from error
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(raw))  # never unloaded: a captured CUDA graph may use the function
-        launch = _launcher(raw.kernel.ptr, name, cubin, params, device, attribute)
+        launch: Launch = _Loaded(raw.kernel.ptr, name, cubin, params, device, attribute)
     if SYNC or NVTX:
         launch = _debugged(launch, name)
     return launch if torch.cuda.device_count() == 1 else _on_device(launch, device), raw
-
-
-def bind(launch: Launch, grid: Dim, block: Dim, shared: int, *last: Any) -> Launch:
-    """`launch(grid, block, shared, *first, *last)` as a function of `first` alone. The other arguments are packed once."""
-    bound = getattr(launch, "bound", None)
-    return bound(grid, block, shared, *last) if bound else lambda *first: launch(grid, block, shared, *first, *last)
 
 
 class Prepared(NamedTuple):
@@ -244,62 +152,72 @@ def _allow_cluster(function: int, device: int, attribute: Attribute) -> Dim:
     return x, y, z
 
 
-def _launcher(function: int, name: str, cubin: Cubin, params: tuple[Param, ...], device: int, attribute: Attribute) -> Launch:
-    from cupy_backends.cuda.api import driver
+class _Loaded:
+    """A kernel on one GPU. A call launches it on torch's current stream. `bound` gives a launch whose last arguments are packed once."""
 
-    layout, context, cluster = packer(params), driver.ctxGetCurrent(), _allow_cluster(function, device, attribute)
-    pack, stream, arguments = layout.pack_into, current_stream, _Arguments(bytes(layout.size), params, attribute)
-    launch = (attribute and extended_launch.launcher(device_of(device).capability, attribute)) or driver.launchKernel
-    most_shared, growing = [_FREE_SHARED - cubin.report.shared], threading.Lock()
+    def __init__(self, function: int, name: str, cubin: Cubin, params: tuple[Param, ...], device: int, attribute: Attribute):
+        from cupy_backends.cuda.api import driver
 
-    def beyond_limits(grid: Dim, block: Dim, shared: int) -> list[str]:
-        threads = driver.funcGetAttribute(_MAX_THREADS_ATTRIBUTE, function)
-        return exceeded(grid, block, shared, threads, device_of(device).shared_bytes, cluster, cubin.report.shared)
+        self.driver, self.context = driver, driver.ctxGetCurrent()
+        self.function, self.name, self.cubin, self.params = function, name, cubin, params
+        self.device, self.attribute = device, attribute
+        self.layout, self.cluster = packer(params), _allow_cluster(function, device, attribute)
+        self.pack, self.arguments = self.layout.pack_into, _Arguments(bytes(self.layout.size), params, attribute)
+        capability = device_of(device).capability
+        self.launch = (attribute and extended_launch.launcher(capability, attribute)) or driver.launchKernel
+        self.most_shared, self.growing = [_FREE_SHARED - cubin.report.shared], threading.Lock()
+        self.prepared = Prepared(function, self.pack, self.arguments, self.launch, self.most_shared)
 
-    def run(grid: Dim, block: Dim, shared: int, *args: Any) -> None:
+    def __call__(self, grid: Dim, block: Dim, shared: int, *args: Any) -> None:
         try:
-            if shared > most_shared[0]:
-                with growing:
-                    if shared > most_shared[0]:
-                        driver.funcSetAttribute(function, _MAX_SHARED_ATTRIBUTE, shared)
-                        most_shared[0] = shared
+            if shared > self.most_shared[0]:
+                self._allow_shared(shared)
             (gx, gy, gz), (bx, by, bz) = grid, block
-            buffer, each, extra = arguments.parts
-            pack(buffer, 0, *args)
-            launch(function, gx, gy, gz, bx, by, bz, shared, stream(device), each, extra)
+            buffer, each, extra = self.arguments.parts
+            self.pack(buffer, 0, *args)
+            self.launch(self.function, gx, gy, gz, bx, by, bz, shared, current_stream(self.device), each, extra)
             if (recorder := recording.active()) is not None:
-                recorder.launch(run, params, grid, block, shared, args)
+                recorder.launch(self, self.params, grid, block, shared, args)
         except (struct.error, OverflowError):
-            beyond = beyond_limits(grid, block, shared)
-            raise (launch_error(name, grid, block, shared, beyond) if beyond else explain_misfit(name, params, args)) from None
-        except driver.CUDADriverError as error:
-            refuse_fork(name, error)
-            if not driver.ctxGetCurrent():  # a new thread without a context, such as autograd's at the first backward
-                driver.ctxSetCurrent(context)
-                return run(grid, block, shared, *args)
-            raise launch_error(name, grid, block, shared, beyond_limits(grid, block, shared) or [str(error)]) from None
+            beyond = self._beyond_limits(grid, block, shared)
+            error = launch_error(self.name, grid, block, shared, beyond) if beyond else explain_misfit(self.name, self.params, args)
+            raise error from None
+        except self.driver.CUDADriverError as error:
+            refuse_fork(self.name, error)
+            if not self.driver.ctxGetCurrent():  # a new thread without a context, such as autograd's at the first backward
+                self.driver.ctxSetCurrent(self.context)
+                return self(grid, block, shared, *args)
+            beyond = self._beyond_limits(grid, block, shared) or [str(error)]
+            raise launch_error(self.name, grid, block, shared, beyond) from None
 
-    def bound(grid: Dim, block: Dim, shared: int, *last: Any) -> Launch:
-        first = params[: len(params) - len(last)]
+    def bound(self, grid: Dim, block: Dim, shared: int, *last: Any) -> Launch:
+        first = self.params[: len(self.params) - len(last)]
         nothing = [bytes(p.size) if p.size else 0 for p in first]
-        pack, filled = packer(first).pack_into, _Arguments(layout.pack(*nothing, *last), params, attribute)
+        pack, filled = packer(first).pack_into, _Arguments(self.layout.pack(*nothing, *last), self.params, self.attribute)
         (gx, gy, gz), (bx, by, bz) = grid, block
+        function, device, launch, stream, most_shared = self.function, self.device, self.launch, current_stream, self.most_shared
 
         def run_bound(*args: Any) -> None:
             if shared > most_shared[0] or recording.active() is not None:
-                return run(grid, block, shared, *args, *last)
+                return self(grid, block, shared, *args, *last)
             buffer, each, extra = filled.parts
             try:
                 pack(buffer, 0, *args)
                 launch(function, gx, gy, gz, bx, by, bz, shared, stream(device), each, extra)
-            except (struct.error, OverflowError, driver.CUDADriverError):
-                run(grid, block, shared, *args, *last)  # raises the explained error, or sets the context
+            except (struct.error, OverflowError, self.driver.CUDADriverError):
+                self(grid, block, shared, *args, *last)  # raises the explained error, or sets the context
 
         return run_bound
 
-    run.bound = bound  # type: ignore[attr-defined]
-    run.prepared = Prepared(function, pack, arguments, launch, most_shared)  # type: ignore[attr-defined]
-    return run
+    def _allow_shared(self, shared: int) -> None:
+        with self.growing:
+            if shared > self.most_shared[0]:
+                self.driver.funcSetAttribute(self.function, _MAX_SHARED_ATTRIBUTE, shared)
+                self.most_shared[0] = shared
+
+    def _beyond_limits(self, grid: Dim, block: Dim, shared: int) -> list[str]:
+        threads = self.driver.funcGetAttribute(_MAX_THREADS_ATTRIBUTE, self.function)
+        return exceeded(grid, block, shared, threads, device_of(self.device).shared_bytes, self.cluster, self.cubin.report.shared)
 
 
 def refuse_fork(name: str, error: Exception | None = None) -> None:

@@ -10,11 +10,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cukern.runtime import autocast, backend, checks, interop
-from cukern.runtime.higher import differentiable
-from cukern.runtime.kernel import Kernel, collecting, cpp, planning
-from cukern.runtime.load import load
-from cukern.runtime.registry import Differentiable, Tensors, apply_of, choose, each, in_force, raw_op, save, transformed, watched
+from cukern.runtime import checks
+from cukern.runtime.dispatch import autocast
+from cukern.runtime.dispatch.autograd import Differentiable, apply_of, each, save, transformed, watched
+from cukern.runtime.dispatch.higher import differentiable
+from cukern.runtime.dispatch.raw_ops import raw_op
+from cukern.runtime.dispatch.versions import choose, in_force
+from cukern.runtime.launch import backend, interop
+from cukern.runtime.launch.kernel import Kernel, collecting, cpp, planning
+from cukern.runtime.launch.load import load
+from cukern.runtime.registry import Tensors
 
 NAMESPACE = "cukern_own"  # in torch.ops
 _library = torch.library.Library(NAMESPACE, "DEF")

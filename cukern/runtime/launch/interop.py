@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from cukern.runtime import backend, checks
-from cukern.runtime.signature import Param
+from cukern.runtime import checks
+from cukern.runtime.compile.signature import Param
+from cukern.runtime.launch import backend
 
 _DLTENSOR = struct.Struct("@P2ii4BPPQ")  # DLTensor of dlpack.h: data, device, ndim, dtype, shape, strides, byte_offset
 _VERSIONED = struct.Struct("@2IPPQ")  # what precedes it in DLManagedTensorVersioned: version, manager_ctx, deleter, flags

@@ -9,12 +9,14 @@ from typing import Any, TypeVar
 import torch
 from torch.autograd.graph import increment_version
 
-from cukern.runtime import arguments, backend, checks, extended_launch, signature
-from cukern.runtime.compiler import Cubin, Ptx, SetupError, arch_of, compile_kernel, compile_ptx
+from cukern.runtime import checks
+from cukern.runtime.compile import signature
+from cukern.runtime.compile.compiler import Cubin, Ptx, SetupError, arch_of, compile_kernel, compile_ptx
+from cukern.runtime.compile.forks import no_fork
+from cukern.runtime.compile.sources import Source, kernels_dir
 from cukern.runtime.device import setting
-from cukern.runtime.forks import no_fork
+from cukern.runtime.launch import arguments, backend, driver, extended_launch, limits
 from cukern.runtime.recording import off as replays_off
-from cukern.runtime.sources import Source, kernels_dir
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -43,14 +45,14 @@ class Kernel:
     takes pointers as integers and checks nothing.
     """
 
-    def __init__(self, source: Source, name: str, pdl: bool = False, together: bool = False, cluster: backend.Dim | None = None):
+    def __init__(self, source: Source, name: str, pdl: bool = False, together: bool = False, cluster: limits.Dim | None = None):
         self.source, self.name, self.pdl, self._cluster = source, name, pdl, cluster
         self._attribute = cluster or (extended_launch.EARLY if pdl else extended_launch.TOGETHER if together else 0)
-        self._of_cluster: dict[backend.Dim, Kernel] = {}
+        self._of_cluster: dict[limits.Dim, Kernel] = {}
         self.quick: arguments.Quick = arguments.never
         self._quicks: dict[int, arguments.Quick] = {}  # by GPU; `quick` is that of the last launch
         self._params: dict[int, tuple[signature.Param, ...]] = {}
-        self._loaded: dict[int, backend.Launch] = {}
+        self._loaded: dict[int, driver.Launch] = {}
         self._raw: dict[int, Any] = {}  # by GPU, cupy.RawKernel
         self._lock = threading.RLock()  # a signal handler may request the same kernel
 
@@ -68,13 +70,13 @@ class Kernel:
 
         Raises TypeError for a parameter type that cannot be passed, and CompileError.
         """
-        return self.params_on(backend.current_device() if torch.cuda.is_available() else backend.SIMULATED)
+        return self.params_on(driver.current_device() if torch.cuda.is_available() else backend.SIMULATED)
 
     @property
     def removed(self) -> tuple[str, ...]:
         """The host functions whose bodies were taken out so that the file compiles for the current GPU or the simulator, with their lines,
         such as "launch (scale.cu:12-20)". Compiles the kernel if necessary. Raises CompileError."""
-        return tuple(self._compiled(backend.current_device() if torch.cuda.is_available() else backend.SIMULATED).removed)
+        return tuple(self._compiled(driver.current_device() if torch.cuda.is_available() else backend.SIMULATED).removed)
 
     def params_on(self, device: int) -> tuple[signature.Param, ...]:
         params = self._params.get(device)
@@ -99,7 +101,7 @@ class Kernel:
         """The machine code and resource report for an architecture such as "sm_90a". Needs no GPU."""
         return compile_kernel(self.source, self.name, arch)
 
-    def on(self, device: int) -> backend.Launch:
+    def on(self, device: int) -> driver.Launch:
         """The kernel on the GPU number `device`, or in the simulator: `launch(grid, block, shared_bytes, *args)`, pointers as integers.
 
         Compiles and loads it if necessary. Raises RuntimeError for an unloaded kernel inside a CUDA graph capture.
@@ -113,14 +115,14 @@ class Kernel:
                 loaded = self._loaded.get(device) or self._load(device)
         return loaded
 
-    def _load(self, device: int) -> backend.Launch:
+    def _load(self, device: int) -> driver.Launch:
         if device != backend.SIMULATED and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(f"{self.name} is not loaded, and a CUDA graph capture cannot load it: call cukern.warmup() first")
         code, params = self._compiled(device), self.params_on(device)
         if isinstance(code, Ptx):
             launch = backend.load_simulated(self.name, code, params, self._cluster)
         else:
-            launch, self._raw[device] = backend.load(self.name, code, params, device, self._attribute)
+            launch, self._raw[device] = driver.load(self.name, code, params, device, self._attribute)
         self._loaded[device] = launch
         return launch
 
@@ -135,7 +137,7 @@ class Kernel:
         """
         if not torch.cuda.is_available():
             raise SetupError(f"{self.name} has no cupy.RawKernel: there is no GPU, and the simulator runs PTX without CuPy")
-        device = backend.current_device()
+        device = driver.current_device()
         self.on(device)
         return self._raw[device]
 
@@ -201,9 +203,9 @@ class Kernel:
     def _launch(self, device: int, params: Sequence[signature.Param], tensors: Sequence[Any], values: tuple[Any, ...], stream: Any) -> None:
         simulated = device == backend.SIMULATED
         if not simulated:
-            backend.refuse_fork(self.name)
+            driver.refuse_fork(self.name)
         if not simulated or not backend.simulating():
-            backend.require_gpu()
+            driver.require_gpu()
         if stream is not None and stream.device_index != device and not simulated:
             raise ValueError(f"{self.name}: the stream is on {stream.device}, the arguments on cuda:{device}")
         launch = self.on(device)
@@ -230,7 +232,7 @@ class Kernel:
     def _with_signature(self, error: Exception, params: Sequence[signature.Param]) -> Exception:
         return type(error)(f"{error}; the kernel is {self.name}({', '.join(map(str, params))})")
 
-    def _clustered(self, cluster: backend.Dim) -> "Kernel":
+    def _clustered(self, cluster: limits.Dim) -> "Kernel":
         """The kernel with launches of this cluster shape. Raises ValueError for a kernel whose own shape is another."""
         if self._attribute:
             raise ValueError(f"{self.name} is launched with another attribute: it takes no cluster={cluster}")

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from cukern.runtime import recording
-from cukern.runtime.autocast import enabled, off
-from cukern.runtime.higher import tangents
-from cukern.runtime.registry import Differentiable, apply_of, each, save, transformed, watched
+from cukern.runtime.dispatch.autocast import enabled, off
+from cukern.runtime.dispatch.autograd import Differentiable, apply_of, each, save, transformed, watched
+from cukern.runtime.dispatch.higher import tangents
 from cukern.runtime.tensors import as_matrix
 
 _fp32_precision = getattr(torch._C, "_get_fp32_precision_getter", lambda *_: None)  # of torch 2.9 or newer

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from cukern.runtime import checks
-from cukern.runtime.kernel import Kernel, cpp
-from cukern.runtime.signature import CTYPES
-from cukern.runtime.sources import Source
+from cukern.runtime.compile.signature import CTYPES
+from cukern.runtime.compile.sources import Source
+from cukern.runtime.launch.kernel import Kernel, cpp
 
 
 def load(path: str | Path, name: str | None = None, defines: Mapping[str, Any] | None = None) -> Kernel:

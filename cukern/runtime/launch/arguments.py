@@ -7,8 +7,10 @@ from typing import Any
 import torch
 from torch.autograd.graph import increment_version
 
-from cukern.runtime import backend, checks, interop, signature
-from cukern.runtime.tensor_map import TensorMap
+from cukern.runtime import checks
+from cukern.runtime.compile import signature
+from cukern.runtime.launch import backend, driver, interop, limits
+from cukern.runtime.launch.tensor_map import TensorMap
 
 Quick = Callable[[tuple[Any, ...], Any, Any, Any], bool]  # of a launch's arguments, grid, block and bytes of shared memory
 
@@ -39,13 +41,13 @@ def never(args: tuple[Any, ...], grid: Any, block: Any, shared: Any) -> bool:
     return False
 
 
-def quick(prepared: backend.Prepared, params: Sequence[signature.Param], device: int) -> Quick:
+def quick(prepared: driver.Prepared, params: Sequence[signature.Param], device: int) -> Quick:
     """A function that launches if all arguments are plain tensors and numbers that are right, and else returns False. Then the checks that
     explain errors must look. Its code is written for the parameters: a loop over them takes three times as long."""
     if not any(p.pointer for p in params):  # the current GPU is that of the launch
         return never
     names, checks, values = [f"a{i}" for i in range(len(params))], "", []
-    space: dict[str, Any] = {**prepared._asdict(), "plain": _PLAIN, "dims": dims, "stream": backend.current_stream, "device": device}
+    space: dict[str, Any] = {**prepared._asdict(), "plain": _PLAIN, "dims": dims, "stream": driver.current_stream, "device": device}
     space["increment_version"] = increment_version
     for a, p in zip(names, params, strict=True):
         if not p.pointer and (p.size or p.ctype in ("bool", "__nv_bfloat16")):
@@ -55,7 +57,7 @@ def quick(prepared: backend.Prepared, params: Sequence[signature.Param], device:
             checks += _check(a, p.dtypes)
             space[f"{a}_dtype"] = p.dtypes[0] if len(p.dtypes) == 1 else p.dtypes
     if torch.cuda.device_count() > 1:
-        space["current"], checks = backend.current_device, f"current() == device and {checks}"
+        space["current"], checks = driver.current_device, f"current() == device and {checks}"
     exec(_QUICK.format(names="".join(f"{a}, " for a in names), checks=checks, values=", ".join(values), count=_count(names, params)), space)
     return space["quick"]
 
@@ -79,7 +81,7 @@ def device(args: Iterable[Any]) -> int:
         a = a.tensor if isinstance(a, TensorMap) else a
         if isinstance(a, torch.Tensor) and a.is_cuda:
             return a.get_device()
-    return backend.SIMULATED if backend.simulating() or not torch.cuda.is_available() else backend.current_device()
+    return backend.SIMULATED if backend.simulating() or not torch.cuda.is_available() else driver.current_device()
 
 
 def tensor(kernel: str, param: signature.Param, given: Any) -> torch.Tensor | None:
@@ -109,7 +111,7 @@ def written(params: Sequence[signature.Param], tensors: Iterable[torch.Tensor | 
     return [t for p, t in zip(params, tensors, strict=True) if t is not None and p.written]
 
 
-def dim(name: str, value: int | Iterable[int]) -> backend.Dim:
+def dim(name: str, value: int | Iterable[int]) -> limits.Dim:
     dims = tuple(checks.integer(name, d, 1) for d in (value if isinstance(value, Iterable) else (value,)))
     if not 1 <= len(dims) <= 3:
         raise ValueError(f"{name} must be one to three positive ints, got {value!r}")
@@ -117,5 +119,5 @@ def dim(name: str, value: int | Iterable[int]) -> backend.Dim:
 
 
 @functools.lru_cache(4096, typed=True)
-def dims(grid: Any, block: Any) -> tuple[backend.Dim, backend.Dim]:
+def dims(grid: Any, block: Any) -> tuple[limits.Dim, limits.Dim]:
     return dim("grid", grid), dim("block", block)

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cukern.runtime.autocast import off
-from cukern.runtime.registry import Differentiable, apply_of, each, rows_of_each, save, transformed, watched
+from cukern.runtime.dispatch.autocast import off
+from cukern.runtime.dispatch.autograd import Differentiable, apply_of, each, rows_of_each, save, transformed, watched
 
 Math = Callable[..., Any]
 _tracing = torch.compiler.is_dynamo_compiling

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from cukern.runtime import checks
-from cukern.runtime.error_scale import measured
-from cukern.runtime.kernel import Kernel
-from cukern.runtime.own_launch import Own, Pair, as_tuple, is_own
+from cukern.runtime.dispatch.error_scale import measured
+from cukern.runtime.dispatch.own_launch import Own, Pair, as_tuple, is_own
+from cukern.runtime.launch.kernel import Kernel
 from cukern.runtime.registry import OPS, Cost, Op, Tensors, Version, no_backward, register
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from cukern.runtime.sources import DIRECTIVE, NOWHERE, Program, blanked
+from cukern.runtime.compile.sources import DIRECTIVE, NOWHERE, Program, blanked
 
 _ERROR = re.compile(r"^(.+)\((\d+)\): (?:\w+ )?error", re.MULTILINE)
 _BODY = "{::cukern_host_code_was_removed();"  # declared in kernels_cu/std/host.h and never defined

@@ -1,0 +1,1 @@
+"""What torch needs of an op: raw ops, autograd, transforms, versions, autocast, DTensors."""
