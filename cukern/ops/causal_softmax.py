@@ -137,7 +137,8 @@ def _launch(x: Tensor, sinks: Tensor | None, scale: float, window: int, version:
     if out.numel():
         x = _unit_key_stride(x)
         sinks = None if sinks is None else sinks.contiguous()
-        choose("causal_softmax", version, x.get_device()).forward(x, _pointers(out, share, x, sinks), (*x.stride()[:2], window, scale))
+        launch = _FORWARD[choose("causal_softmax", version, x.get_device()).forward]
+        launch(x, _pointers(out, share, x, sinks), (*x.stride()[:2], window, scale))
     elif sinks is not None:
         share.fill_(1.0)  # rows without keys
     return out, share
@@ -154,7 +155,7 @@ def _launch_backward(
         y, g = y.contiguous(), _unit_key_stride(g.resolve_neg())
         share, share_grad = (None if t is None else t.contiguous() for t in (share, share_grad))
         pointers = _pointers(dx, dsink, y, g, share, share_grad)
-        choose("causal_softmax", version, y.get_device()).backward(y, pointers, (*g.stride()[:2], window, scale))
+        _BACKWARD[choose("causal_softmax", version, y.get_device()).backward](y, pointers, (*g.stride()[:2], window, scale))
     else:
         dsink.zero_()
     return dx, dsink
@@ -344,11 +345,12 @@ def _v2_instances(dtype: torch.dtype) -> list[Kernel]:
     return kernels
 
 
-_v2, _v2_bwd = _in_registers(_V2_WARP, _V2, _v1, False), _in_registers(_V2_WARP_BWD, _V2_BWD, _v1_bwd, True)
 VERSIONS = {
-    "v1": Version("one block per row, which is read twice", _v1, _v1_bwd, lambda dtype: [_V1[dtype], _V1_BWD[dtype]]),
-    "v2": Version("rows in registers", _v2, _v2_bwd, _v2_instances),
+    "v1": Version("one block per row, which is read twice", lambda dtype: [_V1[dtype], _V1_BWD[dtype]]),
+    "v2": Version("rows in registers", _v2_instances),
 }
+_FORWARD = {"v1": _v1, "v2": _in_registers(_V2_WARP, _V2, _v1, False)}
+_BACKWARD = {"v1": _v1_bwd, "v2": _in_registers(_V2_WARP_BWD, _V2_BWD, _v1_bwd, True)}
 
 # ---- for the tools
 

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -101,14 +101,15 @@ def _launch(tokens: Tensor, weight: Tensor, positions: Tensor | None, version: s
     if out.numel():
         tensors = out, *(None if t is None else t.resolve_neg().contiguous() for t in (tokens, weight, positions))
         numbers = tokens.numel(), tokens.shape[-1] if tokens.ndim else 1, *weight.shape, tokens.dtype == torch.int64
-        choose("embedding", version, weight.get_device()).forward(tensors, *numbers)
+        _FORWARD[choose("embedding", version, weight.get_device()).forward](tensors, *numbers)
     return out
 
 
 def _launch_backward(dout: Tensor, tokens: Tensor, size: int, version: str) -> Tensor:
     dweight, dout = dout.new_zeros((size, dout.shape[-1])), dout.resolve_neg().contiguous()
     if dout.numel() and size:
-        choose("embedding", version, dout.get_device()).backward(dweight, dout, tokens.contiguous(), tokens.numel())
+        choose("embedding", version, dout.get_device())  # it raises an error for a version that the GPU cannot run
+        _add_rows(dweight, dout, tokens.contiguous(), tokens.numel())
     return dweight
 
 
@@ -170,7 +171,7 @@ _apply = differentiable(
     kept=lambda inputs, _: (inputs[0], _shape_of(inputs[1]), _shape_of(inputs[2])),
 )  # fmt: skip
 
-# ---- the versions: forward takes the arguments of the kernel, backward (zeros, dout, tokens, rows)
+# ---- the versions, which have one backward
 
 _V1 = Template("embedding.cu", "embedding_v1")
 _V2, _V2_BWD, _FEW = (Template("embedding.cu", f"embedding_v2{name}", pdl=True) for name in ("", "_bwd", "_bwd_few"))
@@ -195,7 +196,7 @@ def _forward_v2(tensors: Sequence[Tensor], rows: int, time: int, *numbers: int) 
     _run(_V2[tensors[0].dtype, width], groups, vectors, tensors, rows, time, *numbers, height=height)
 
 
-def _backward_v2(dweight: Tensor, dout: Tensor, tokens: Tensor, rows: int) -> None:
+def _add_rows(dweight: Tensor, dout: Tensor, tokens: Tensor, rows: int) -> None:
     (size, features), width, many = dweight.shape, vector_width(dout), rows > FEW
     if many:
         ordered, small, chunks = tokens.view(-1), size < 2**16 - 1, -(-rows // CHUNK)
@@ -218,9 +219,10 @@ def _instances(dtype: torch.dtype) -> Iterable[Kernel]:
 
 
 VERSIONS = {
-    "v1": Version("one thread per element", _forward_v1, _backward_v2, lambda dtype: (_V1[dtype], *_instances(dtype))),
-    "v2": Version("vectors, sorted tokens", _forward_v2, _backward_v2, _instances),
+    "v1": Version("one thread per element", lambda dtype: (_V1[dtype], *_instances(dtype))),
+    "v2": Version("vectors, sorted tokens", _instances),
 }
+_FORWARD: dict[str, Callable[..., None]] = {"v1": _forward_v1, "v2": _forward_v2}
 
 # ---- for the tools
 

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -140,7 +140,7 @@ def _launch(x: Any, up: Any, bias: Any, function: str, version: str) -> Tensor:
     out = _empty(order, x)
     if out.numel():
         x, up, bias = *_matrices(order, x, up), readable(bias)
-        _run(_FORWARD, *choose("gelu", version, x.get_device()).forward(bias, x, up), function, bias, (out, x, up, bias), x, up)
+        _run(_FORWARD, *_WIDTHS[choose("gelu", version, x.get_device()).forward](bias, x, up), function, bias, (out, x, up, bias), x, up)
     return out
 
 
@@ -149,7 +149,7 @@ def _launch_backward(x: Any, up: Any, bias: Any, dout: Any, function: str, bias_
     if not dx.numel():
         return dx, dup, dbias.zero_()
     x, up, dout, bias = *_matrices(_dense_order(x, up, bias), x, up, dout), readable(bias)
-    width, is_aligned = choose("gelu", version, x.get_device()).backward(bias, x, up, dout)
+    width, is_aligned = _WIDTHS[choose("gelu", version, x.get_device()).backward](bias, x, up, dout)
     if bias_grad and width > 1:
         _bias_backward(is_aligned, dx, dbias, x, bias, dout, function)
         return dx, dup, dbias
@@ -224,7 +224,7 @@ def _bias_backward(is_aligned: bool, dx: Any, dbias: Any, x: Any, bias: Any, dou
         _bias_backward(is_aligned, None, dbias, None, None, partials, "sum", 1)
 
 
-# ---- the versions: forward and backward give the elements per thread, and if they are aligned
+# ---- the versions
 
 
 def _vectors(bias: Tensor | None, x: Tensor, *others: Tensor | None) -> tuple[int, bool]:
@@ -245,9 +245,10 @@ def _instances(vectors: bool, dtype: torch.dtype) -> Iterable[Kernel]:
 
 
 VERSIONS = {
-    "v1": Version("one thread per element; dbias by torch's sum", lambda *_: (1, True), lambda *_: (1, True), partial(_instances, False)),
-    "v2": Version("16-byte vectors; dbias from partial sums", _vectors, _vectors, partial(_instances, True)),
+    "v1": Version("one thread per element; dbias by torch's sum", partial(_instances, False)),
+    "v2": Version("16-byte vectors; dbias from partial sums", partial(_instances, True)),
 }
+_WIDTHS: dict[str, Callable[..., tuple[int, bool]]] = {"v1": lambda *_: (1, True), "v2": _vectors}  # elements per thread; aligned or not
 
 # ---- for the tools
 

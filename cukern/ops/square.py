@@ -181,7 +181,9 @@ def _plan(pass_: str, version: str, dtype: torch.dtype, device: int, misalignmen
     Cached, so that a call costs one lookup. The dtype is checked here, once.
     """
     checks.one_of("x", dtype, checks.FLOATS)
-    kernel, elements = getattr(choose("square", version, device), pass_)(dtype, misalignment)
+    chosen = choose("square", version, device)
+    plan = _PLANS[chosen.forward][0] if pass_ == "forward" else _PLANS[chosen.backward][1]
+    kernel, elements = plan(dtype, misalignment)
     return kernel.on(device), elements
 
 
@@ -205,8 +207,12 @@ def _v2_instances(dtype: torch.dtype) -> Iterable[Kernel]:
 
 
 VERSIONS = {
-    "v1": Version("one thread per element", _scalar(_V1), _scalar(_V1_BWD), lambda dtype: (_V1[dtype], _V1_BWD[dtype])),
-    "v2": Version("16-byte vectors", _vectors(_V2), _vectors(_V2_BWD), _v2_instances),
+    "v1": Version("one thread per element", lambda dtype: (_V1[dtype], _V1_BWD[dtype])),
+    "v2": Version("16-byte vectors", _v2_instances),
+}
+_PLANS = {  # of the forward and of the backward
+    "v1": (_scalar(_V1), _scalar(_V1_BWD)),
+    "v2": (_vectors(_V2), _vectors(_V2_BWD)),
 }
 
 # ---- for the tools

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -14,25 +13,18 @@ Tensors = tuple[torch.Tensor, ...]
 Make = Callable[[Sequence[int], torch.dtype, torch.device | str], Tensors]
 
 
-def no_backward(*_: Any) -> None:
-    raise NotImplementedError("the gradients of this op use its forward kernels")
-
-
 def _no_kernels(dtype: torch.dtype) -> Iterable[Kernel]:
     return ()
 
 
 @dataclass(frozen=True)
 class Version:
-    """One version of an op's kernels.
+    """One version of an op's kernels. How they are launched is the op's matter; it has a function for each version's name.
 
-    The op's raw ops call `forward` and `backward` to launch them. An op whose gradients use its forward has no backward. `instances`
-    returns the kernels of a dtype for `cukern compile` and `warmup`. `requires` is the minimum compute capability, 80 for 8.0.
+    `instances` returns the kernels of a dtype for `cukern compile` and `warmup`. `requires` is the minimum compute capability, 80 for 8.0.
     """
 
     idea: str
-    forward: Callable[..., Any]
-    backward: Callable[..., Any] = no_backward
     instances: Callable[[torch.dtype], Iterable[Kernel]] = _no_kernels
     requires: int = 75
 

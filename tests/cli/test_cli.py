@@ -47,7 +47,7 @@ def change(monkeypatch):
 def broken(change):
     """An op "broken" whose one kernel does not compile."""
     kernel = cukern.compile("__global__ void broken(float* x) { x[0] = nonsense; }")
-    versions = {"v1": Version("", lambda: None, instances=lambda dtype: [kernel])}
+    versions = {"v1": Version("", lambda dtype: [kernel])}
     change("broken", versions=versions, function=lambda x, version=None: kernel(x, grid=1, block=1))
 
 

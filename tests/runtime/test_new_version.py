@@ -1,4 +1,4 @@
-"""CONTRIBUTING.md's promise: a new version of a kernel is the kernel and one row of the op's table of versions."""
+"""CONTRIBUTING.md's promise: a new version of a kernel is the kernel and a row in each of the op's two tables."""
 
 import shutil
 import sys
@@ -15,7 +15,10 @@ __global__ void square_v3(T* out, const T* x, long long n) {
     }
 }
 """
-ROW = """    "v3": Version("coalesced", _vectors(_V3), _vectors(_V2_BWD), lambda dtype: [_V3[dtype, n] for n in (1, 2, 4, 8)]),
+ROW = """    "v3": Version("coalesced", lambda dtype: [_V3[dtype, n] for n in (1, 2, 4, 8)]),
+}
+_PLANS"""
+PLANS = """    "v3": (_vectors(_V3), _vectors(_V2_BWD)),
 }
 
 # ---- for the tools"""
@@ -38,9 +41,10 @@ __global__ void softmax_v12(T* out, const T* x, long long rows, long long column
     }
 }
 """
-SOFTMAX_ROW = """    "v12": _loop_version(
-        "one warp per row", [Template("softmax/softmax.cu", "softmax_v12"), _V4[1]], lambda rows, _: -(-rows // 8), _columns_of_each_row
-    ),
+SOFTMAX_ROW = """    "v12": Version("one warp per row", _instances([_V12, _V4[1]])),
+}
+LAUNCHES"""
+SOFTMAX_LAUNCHES = """    "v12": (_loop(_V12, lambda rows, _: -(-rows // 8)), _loop(_V4[1], _columns_of_each_row)),
 }
 LOG_VERSIONS"""
 
@@ -55,11 +59,12 @@ def tree(tmp_path):
     return tree
 
 
-def test_softmax_gets_a_version_in_two_places(tree):
-    """A kernel in softmax.cu and a row in versions.py: check, compile, a choice by name and the tests of versions find it."""
+def test_softmax_gets_a_version(tree):
+    """A kernel in softmax.cu and two rows in versions.py: check, compile, a choice by name and the tests of versions find it."""
     cuda, python = tree / "kernels_cu/softmax/softmax.cu", tree / "cukern/ops/softmax/versions.py"
     cuda.write_text(cuda.read_text() + SOFTMAX_KERNEL)
-    python.write_text(python.read_text().replace("}\nLOG_VERSIONS", SOFTMAX_ROW, 1))
+    text = python.read_text().replace("}\nLAUNCHES", SOFTMAX_ROW, 1).replace("}\nLOG_VERSIONS", SOFTMAX_LAUNCHES, 1)
+    python.write_text(text.replace("GROUP =", '_V12 = Template("softmax/softmax.cu", "softmax_v12")\nGROUP =', 1))
     env = {"PYTHONPATH": str(tree)}
 
     def cukern(*args, ok=True):
@@ -75,11 +80,11 @@ def test_softmax_gets_a_version_in_two_places(tree):
     assert run(command, cwd=tree, env=env, ok=False).returncode == 1
 
 
-def test_a_new_version_is_a_kernel_and_one_row(tree):
+def test_a_new_version_is_a_kernel_and_two_rows(tree):
     """square_v3, with the backward of v2. The tests of square and of the table of ops pass, and `cukern check` finds the version."""
     cuda, python = tree / "kernels_cu/square.cu", tree / "cukern/ops/square.py"
     cuda.write_text(cuda.read_text() + KERNEL)
-    text = python.read_text().replace("}\n\n# ---- for the tools", ROW, 1)
+    text = python.read_text().replace("}\n_PLANS", ROW, 1).replace("}\n\n# ---- for the tools", PLANS, 1)
     python.write_text(text.replace("_BLOCK =", '_V3 = Template("square.cu", "square_v3")\n_BLOCK =', 1))
     env = {"PYTHONPATH": str(tree)}
     tests = [str(tree / "tests" / name) for name in ("ops/square", "runtime/test_registry.py")]

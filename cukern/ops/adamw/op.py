@@ -7,17 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cukern.ops.adamw.table import CHUNK, NORM, PREPARE, PREPARING, THREADS, WORDS, WRITE, Row, Table
+from cukern.ops.adamw.table import VERSIONS, Row, Table
 from cukern.runtime import checks
 from cukern.runtime.dispatch import autocast
 from cukern.runtime.dispatch.raw_ops import raw_op
 from cukern.runtime.dispatch.versions import in_force
 from cukern.runtime.launch import backend, interop
-from cukern.runtime.launch.kernel import Template
-from cukern.runtime.registry import Cost, Op, Version, register
+from cukern.runtime.registry import Cost, Op, register
 from cukern.runtime.tensors import wide
 
-_V1, _V2 = Template("adamw.cu", "adamw_v1"), Template("adamw.cu", "adamw_v2", pdl=True)
 Numbers = tuple[Any, float, float, float, float]  # lr, beta1, beta2, eps, weight_decay; lr may be a tensor
 
 
@@ -112,32 +110,6 @@ def reference(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, 
     root = (v / (1 - beta2**step)).sqrt() + eps
     return (p * (1 - lr * weight_decay) - lr / (1 - beta1**step) * (m / root)).to(param.dtype), m, v
 
-
-# ---- the versions: forward(table, step) updates the tensors. `step`: the struct Step of adamw.cu
-
-
-def _forward_v1(table: Table, step: bytes) -> None:
-    for t, (dtype, n) in enumerate(table.tensors):
-        if n:
-            _V1[dtype, dtype in table.extras].on(table.device)((-(-n // THREADS), 1, 1), (THREADS, 1, 1), 0, step, t)
-
-
-def _forward_v2(table: Table, step: bytes) -> None:
-    for dtype, (first, count) in table.runs.items():
-        if count:
-            parts = CHUNK // THREADS // (2 if dtype == torch.float64 else 4)  # a thread has one vector
-            _V2[dtype, dtype in table.extras].on(table.device)((count * parts, 1, 1), (THREADS, 1, 1), 0, step, first, len(table.tensors))
-
-
-def _instances(template: Template) -> Any:
-    """The plain kernel, that for masters and amsgrad, and those of each step."""
-    return lambda dtype: (template[dtype, False], template[dtype, True], NORM[dtype], WRITE[WORDS], PREPARE[PREPARING])
-
-
-VERSIONS = {
-    "v1": Version("one launch per tensor", _forward_v1, instances=_instances(_V1)),
-    "v2": Version("one launch per dtype, vectors", _forward_v2, instances=_instances(_V2)),
-}
 
 # ---- the raw op
 

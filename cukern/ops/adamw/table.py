@@ -12,11 +12,13 @@ from torch import Tensor
 from cukern.runtime import checks
 from cukern.runtime.dispatch.versions import choose, in_force
 from cukern.runtime.launch.kernel import Template
+from cukern.runtime.registry import Version
 from cukern.runtime.tensors import pointers
 
 CHUNK, THREADS, PREPARING = 8192, 256, 1024  # as in adamw.cu; PREPARING: threads of adamw_prepare
 WORDS = 480  # that adamw_write writes: a kernel has at most 4096 bytes of arguments
 WRITE, NORM = (Template("adamw.cu", f"adamw_{name}") for name in ("write", "norm"))
+_V1, _V2 = Template("adamw.cu", "adamw_v1"), Template("adamw.cu", "adamw_v2", pdl=True)
 PREPARE = Template("adamw.cu", "adamw_prepare", pdl=True)
 ROW_WORDS, GROUP_WORDS = 9, 7  # of 8 bytes, in the structs Row and Group of adamw.cu
 MAXIMIZE, LR_IS_DOUBLE = 1, 2  # flags of a group
@@ -96,7 +98,7 @@ class Table:
     def update(self, version: str, at: int, numbers: int, given: Sequence[float], seed: int = 0, randomly: bool = False) -> None:
         """The last launches of a step. `numbers`: the address of those of each tensor, or 0 for the same `given` ones."""
         step = struct.pack("3Q9dQ?7x", self.rows.data_ptr(), at, numbers, *given, seed, randomly)
-        choose("adamw", version, self.device).forward(self, step)
+        UPDATES[choose("adamw", version, self.device).forward](self, step)
 
 
 def write(to: Tensor, data: bytes) -> None:
@@ -112,3 +114,31 @@ def group_bytes(lr: float | Tensor, *numbers: float, maximize: bool) -> bytes:
     address, value = (lr.data_ptr(), 0.0) if isinstance(lr, Tensor) else (0, lr)
     flags = MAXIMIZE * maximize + LR_IS_DOUBLE * (isinstance(lr, Tensor) and lr.dtype == torch.float64)
     return struct.pack("Q5dQ", address, value, *numbers, flags)
+
+
+# ---- the versions
+
+
+def _update_v1(table: Table, step: bytes) -> None:
+    for t, (dtype, n) in enumerate(table.tensors):
+        if n:
+            _V1[dtype, dtype in table.extras].on(table.device)((-(-n // THREADS), 1, 1), (THREADS, 1, 1), 0, step, t)
+
+
+def _update_v2(table: Table, step: bytes) -> None:
+    for dtype, (first, count) in table.runs.items():
+        if count:
+            parts = CHUNK // THREADS // (2 if dtype == torch.float64 else 4)  # a thread has one vector
+            _V2[dtype, dtype in table.extras].on(table.device)((count * parts, 1, 1), (THREADS, 1, 1), 0, step, first, len(table.tensors))
+
+
+def _instances(template: Template) -> Any:
+    """The plain kernel, that for masters and amsgrad, and those of each step."""
+    return lambda dtype: (template[dtype, False], template[dtype, True], NORM[dtype], WRITE[WORDS], PREPARE[PREPARING])
+
+
+VERSIONS = {
+    "v1": Version("one launch per tensor", _instances(_V1)),
+    "v2": Version("one launch per dtype, vectors", _instances(_V2)),
+}
+UPDATES = {"v1": _update_v1, "v2": _update_v2}  # update(table, step); `step`: the struct Step of adamw.cu

@@ -261,11 +261,11 @@ def _checked(q: Any, k: Any, v: Any) -> tuple[Tensor, Tensor, Tensor]:
 # ---- the versions
 
 _FUSED = "v3", "v4"
-VERSIONS = {  # the forward of calls without fused kernels: (q, k, v, options, return_lse) -> out, lse
-    "v1": Version("scores in memory, cukern.softmax", materialised.by_softmax),
-    "v2": Version("scores in memory, cukern.causal_softmax", materialised.by_causal_softmax),
-    "v3": Version("fused, scores in registers", materialised.by_causal_softmax, instances=launch.instances, requires=80),
-    "v4": Version("fused, wgmma and TMA", materialised.by_causal_softmax, instances=launch.wgmma_instances, requires=90),
+VERSIONS = {
+    "v1": Version("scores in memory, cukern.softmax"),
+    "v2": Version("scores in memory, cukern.causal_softmax"),
+    "v3": Version("fused, scores in registers", launch.instances, 80),
+    "v4": Version("fused, wgmma and TMA", launch.wgmma_instances, 90),
 }
 
 
@@ -294,7 +294,8 @@ def _with_scores(
         return reference(q, k, v, options, lengths)
     if lengths is not None:
         return materialised.by_softmax(q, k, v, options, lengths=lengths)
-    return VERSIONS[version].forward(q, k, v, options, return_lse)
+    attend = materialised.by_softmax if version == "v1" else materialised.by_causal_softmax
+    return attend(q, k, v, options, return_lse)
 
 
 def _chosen(version: str | None, q: Tensor) -> str:
@@ -306,8 +307,7 @@ def _chosen(version: str | None, q: Tensor) -> str:
 
 
 def _default(version: str, device: int) -> str:
-    chosen = choose("attention", version, device)
-    return next(name for name, version in VERSIONS.items() if version.idea == chosen.idea)
+    return choose("attention", version, device).forward
 
 
 _default._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as torch.compiler.assume_constant_result, which imports dynamo

@@ -112,7 +112,7 @@ def _compute(x: Tensor, weight: Tensor, targets: Tensor, wants_dx: bool, wants_d
     x, weight, targets = unit_column_stride(x), weight.resolve_neg(), targets.contiguous()
     logits, losses = x.new_empty(min(chunk, rows), classes), [loss.new_empty(0)]
     kernels = x.is_cuda or backend.simulates(x)
-    gradient_of = choose("linear_cross_entropy", options.version, x.get_device()).forward if kernels else _by_torch
+    gradient_of = LOSSES[choose("linear_cross_entropy", options.version, x.get_device()).forward] if kernels else _by_torch
     by_row, one = options._replace(reduction="none", version=in_force.now), count if wants_dx or wants_dweight else None
     with torch.no_grad(), autocast.off(x):
         for a in range(0, rows, chunk):
@@ -237,7 +237,7 @@ class _LinearCrossEntropy(Differentiable):
 
 _apply = apply_of(_LinearCrossEntropy)
 
-# ---- the versions: forward(logits, targets, one, options) returns the losses of the rows
+# ---- the versions: LOSSES[version](logits, targets, one, options) returns the losses of the rows
 
 _FUSED = Template("cross_entropy.cu", "cross_entropy_fused", pdl=True)
 
@@ -252,6 +252,7 @@ def _instances(version: int, dtype: torch.dtype) -> list[Kernel]:
 
 
 VERSIONS = {
-    "v1": Version("chunks of rows", _by_kernels, instances=partial(_instances, 1)),
-    "v2": Version("loss and gradient by one kernel, a row in shared memory", _by_one_kernel, instances=partial(_instances, 2), requires=80),
-}  # fmt: skip
+    "v1": Version("chunks of rows", partial(_instances, 1)),
+    "v2": Version("loss and gradient by one kernel, a row in shared memory", partial(_instances, 2), requires=80),
+}
+LOSSES = {"v1": _by_kernels, "v2": _by_one_kernel}

@@ -239,7 +239,7 @@ def _no_second_derivative(*_: Any) -> NoReturn:
 _apply = differentiable("_CrossEntropy", _cross_entropy, lambda x, t, *rest: reference(x, t, Options(*rest)), 2, gradient=_gradient)
 _apply_in_place = differentiable("_CrossEntropy", _cross_entropy, _no_second_derivative, 2, gradient=_gradient_in_place)
 
-# ---- the versions. `forward` and `backward` give the kernel of a pass for (dtype, has softcap, has label smoothing, columns), its block
+# ---- the versions. _PLANS give the kernel of a pass for (version, dtype, has softcap, has label smoothing, columns), its block
 # (threads per row, rows, 1), and a number: for the forward, the warps per SM if a row has lanes of a warp, else 0; for the backward, the
 # blocks of a row
 
@@ -252,20 +252,20 @@ _THREADS, _LOADS = 96, 4  # of v2's backward: threads per block, and vectors per
 def _plan(pass_: str, version: str, dtype: torch.dtype, *rest: Any) -> tuple[Any, limits.Dim, int]:
     """The launch of a pass, its block, and the number of warps on the GPU, or of blocks that share a row."""
     *features, device = rest
-    kernel, block, number = getattr(choose("cross_entropy", version, device), pass_)(dtype, *features)
+    kernel, block, number = _PLANS[pass_](getattr(choose("cross_entropy", version, device), pass_), dtype, *features)
     return kernel.on(device), block, number * device_of(device).sms if pass_ == "forward" else number
 
 
-def _forward_plan(version: int, dtype: torch.dtype, softcap: bool, smoothing: bool, columns: int) -> tuple[Kernel, limits.Dim, int]:
-    loads = 0 if version == 1 else 2 if dtype.itemsize == 8 else 4
+def _forward_plan(version: str, dtype: torch.dtype, softcap: bool, smoothing: bool, columns: int) -> tuple[Kernel, limits.Dim, int]:
+    loads = 0 if version == "v1" else 2 if dtype.itemsize == 8 else 4
     is_short = loads > 0 and columns * dtype.itemsize <= _SHORT_BYTES
     kernel = _FWD[dtype, softcap, smoothing or softcap, is_short, loads]  # one kernel less: with a softcap it always adds the logits
     lanes = next(n for n in (8, 16, 32) if n == 32 or columns * dtype.itemsize <= n * _LANE_BYTES)
     return kernel, (lanes, 128 // lanes, 1) if is_short else (256, 1, 1), _WARPS * is_short
 
 
-def _backward_plan(version: int, dtype: torch.dtype, softcap: bool, _: bool, columns: int) -> tuple[Kernel, limits.Dim, int]:
-    if version == 1:
+def _backward_plan(version: str, dtype: torch.dtype, softcap: bool, _: bool, columns: int) -> tuple[Kernel, limits.Dim, int]:
+    if version == "v1":
         return _BWD[dtype, softcap, 0], (256, 1, 1), 1
     needed = max(16, -(-columns * dtype.itemsize // (16 * _LOADS)))  # threads; 16, because up to 14 columns are not in vectors
     pieces = -(-needed // _THREADS)
@@ -273,13 +273,14 @@ def _backward_plan(version: int, dtype: torch.dtype, softcap: bool, _: bool, col
     return _BWD[dtype, softcap, _LOADS], (threads, _THREADS // threads, 1), pieces
 
 
-def _instances(version: int, dtype: torch.dtype) -> list[Kernel]:
+def _instances(version: str, dtype: torch.dtype) -> list[Kernel]:
     calls = itertools.product((_forward_plan, _backward_plan), (False, True), (False, True), (1, _SHORT_BYTES))
     kernels = [plan(version, dtype, softcap, smoothing, columns)[0] for plan, softcap, smoothing, columns in calls]
     return [_REDUCE[wide(dtype)], *{kernel.name: kernel for kernel in kernels}.values()]
 
 
+_PLANS = {"forward": _forward_plan, "backward": _backward_plan}
 VERSIONS = {
-    f"v{n}": Version(idea, partial(_forward_plan, n), partial(_backward_plan, n), partial(_instances, n))
-    for n, idea in ((1, "one element per thread and step"), (2, "16-byte vectors; a warp per short row"))
+    "v1": Version("one element per thread and step", partial(_instances, "v1")),
+    "v2": Version("16-byte vectors; a warp per short row", partial(_instances, "v2")),
 }

@@ -10,7 +10,7 @@ is one raw op; higher derivatives and tangents differentiate the product in torc
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -52,16 +52,24 @@ def _backward_by_torch(
 
 # A call with version="v1" or "v2" goes to torch, which differentiates it. `cukern.use` chooses forward and backward here.
 VERSIONS = {
-    "v1": Version("x @ w and movedim, in torch", functools.partial(_by_torch, PRODUCTS["v1"]), _backward_by_torch),
-    "v2": Version("w^T @ x^T and reshape, in torch", functools.partial(_by_torch, PRODUCTS["v2"]), _backward_by_torch),
-    "v3": Version("one GEMM a factor, read and written in place", cublas.v3_forward, cublas.v3_backward, cublas.v3_instances),
+    "v1": Version("x @ w and movedim, in torch"),
+    "v2": Version("w^T @ x^T and reshape, in torch"),
+    "v3": Version("one GEMM a factor, read and written in place", cublas.v3_instances),
     "v4": Version(
         "a group of factors a launch, in shared memory, compiled for their sizes",
-        kron_forward.forward,
-        kron_backward.backward,
         lambda dtype: [*kron_backward.instances(dtype), *cublas.v3_instances(dtype)],
         requires=80,
     ),
+}
+_FORWARD: dict[str, Callable[..., Tensor]] = {
+    **{version: functools.partial(_by_torch, product) for version, product in PRODUCTS.items()},
+    "v3": cublas.v3_forward,
+    "v4": kron_forward.forward,
+}
+_BACKWARD: dict[str, Callable[..., Sequence[Tensor | None]]] = {
+    **dict.fromkeys(PRODUCTS, _backward_by_torch),
+    "v3": cublas.v3_backward,
+    "v4": kron_backward.backward,
 }
 
 
@@ -269,7 +277,7 @@ def _launch(
     epilogue = scale, None if bias is None else bias.contiguous(), None if residual is None else residual.contiguous()
     if at:
         return list(kron_backward.forward_keeping(x, factors, epilogue, at))
-    return [choose("kron_linear", version, x.get_device()).forward(x.contiguous(), factors, epilogue)]
+    return [_FORWARD[choose("kron_linear", version, x.get_device()).forward](x.contiguous(), factors, epilogue)]
 
 
 def _fake(x: Tensor, bias: Any, residual: Any, factors: Sequence[Tensor], scale: float, version: str, at: int) -> list[Tensor]:
@@ -285,7 +293,7 @@ def _boundary(x: Tensor, factors: Sequence[Tensor], added: bool, version: str) -
     plain = x.is_contiguous() and PLAIN.issuperset(map(type, (x, *factors)))
     if torch.compiler.is_compiling() or not x.shape[0] or not plain:
         return 0
-    usual = choose("kron_linear", version, x.get_device()).backward is kron_backward.backward
+    usual = choose("kron_linear", version, x.get_device()).backward == "v4"
     return kron_backward.boundary(x, factors, added) if usual else 0
 
 
@@ -295,7 +303,7 @@ def _launch_backward(
     """The gradients of x and the factors whose bit is set in `mask`."""
     if not x.shape[0]:
         return [t.zero_() for t in _fake_backward(x, g, kept, factors, mask)]
-    backward = choose("kron_linear", version, x.get_device()).backward
+    backward = _BACKWARD[choose("kron_linear", version, x.get_device()).backward]
     more = () if kept is None else (kept, at)
     wanted = _wanted(mask, factors)
     return [t for t in backward(x.contiguous(), g.contiguous(), factors, wanted, scale, *more) if t is not None]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cukern.ops.layernorm.versions import ADD, VERSIONS
+from cukern.ops.layernorm.versions import ADD, VERSIONS, plan_of
 from cukern.runtime import checks
 from cukern.runtime.dispatch import autocast
 from cukern.runtime.dispatch.autograd import watched
@@ -128,7 +128,7 @@ def _launch(x: Tensor, residual: Any, weight: Any, bias: Any, eps: float, rms: b
     if x.numel():
         x, residual = unit_column_stride(as_matrix(x)), None if residual is None else unit_column_stride(as_matrix(residual))
         w, b = (None if t is None else t.contiguous() for t in (weight, bias))
-        plan, blocks = choose("layernorm", version, x.get_device()).forward(x, w, rms, b, y, *rest, residual)
+        plan, blocks = plan_of(choose("layernorm", version, x.get_device()).forward, False, x, w, rms, b, y, *rest, residual)
         arguments = *pointers(y, *(rest or (None,)), stats, x, residual, w, b), *x.shape, *row_strides(x, residual), eps
         plan.launches[0]((blocks, 1, 1), plan.block, 0, *arguments)
     return outs
@@ -145,7 +145,7 @@ def _launch_backward(s: Tensor, dy: Any, ds: Any, stats: Tensor, weight: Any, rm
     s, g, w = unit_column_stride(as_matrix(s)), readable(as_matrix(dy)), None if weight is None else weight.contiguous()
     ds = None if ds is None else readable(as_matrix(ds))
     (rows, columns), device, stats = s.shape, s.get_device(), stats.contiguous()
-    plan, blocks = choose("layernorm", version, device).backward(s, w, rms, dx, g, ds)
+    plan, blocks = plan_of(choose("layernorm", version, device).backward, True, s, w, rms, dx, g, ds)
     partials = stats.new_empty(2, blocks, columns) if affine and blocks > 1 else None
     row_sums = stats.new_empty(rows, plan.parts, 2) if plan.launches[1:] else None
     shared = plan.block[1] * columns * stats.itemsize if affine and plan.block[1] > 1 else 0

@@ -85,10 +85,10 @@ def _v2(template: Template, dtype: torch.dtype, weight: torch.dtype, tile: Tile,
     return template[key]
 
 
-def _launch_of(newest: bool, backward: bool, x: Tensor, weight: Tensor | None, rms: bool, *others: Tensor | None) -> tuple[_Plan, int]:
+def plan_of(version: str, backward: bool, x: Tensor, weight: Tensor | None, rms: bool, *others: Tensor | None) -> tuple[_Plan, int]:
     """x and the matrices among `others` are (rows, columns) with a column stride of 1 and at least one element."""
     dtype = x.dtype if weight is None else weight.dtype
-    plan = _plan(newest, backward, x.dtype, dtype, x.shape[1], aligned(x, weight, *others), rms, x.get_device())
+    plan = _plan(version != "v1", backward, x.dtype, dtype, x.shape[1], aligned(x, weight, *others), rms, x.get_device())
     return plan, min(-(-x.shape[0] // plan.block[1]), plan.blocks)
 
 
@@ -104,6 +104,6 @@ def _instances(newest: bool, dtype: torch.dtype) -> Iterable[Kernel]:
 
 
 VERSIONS = {
-    name: Version(idea, partial(_launch_of, newest, False), partial(_launch_of, newest, True), partial(_instances, newest))
+    name: Version(idea, partial(_instances, newest))
     for name, idea, newest in (("v1", "one block per row, read three times", False), ("v2", "row in registers, read once", True))
 }

@@ -14,14 +14,13 @@ import torch
 from torch import Tensor
 
 from cukern.ops.matmul.tensor_cores import Epilogue
-from cukern.ops.matmul.versions import ACTIVATION_BWD, ACTIVATION_WIDTH, VERSIONS, in_torch
+from cukern.ops.matmul.versions import ACTIVATION_BWD, ACTIVATION_WIDTH, PRODUCTS, VERSIONS, in_torch
 from cukern.runtime.device import cached, device_of
 from cukern.runtime.dispatch.autograd import Differentiable, apply_of, batched, each, save, watched
 from cukern.runtime.dispatch.higher import gradients, tangents
 from cukern.runtime.dispatch.products import column_sums, tf32_allowed
 from cukern.runtime.dispatch.raw_ops import raw_op
 from cukern.runtime.dispatch.versions import DEFAULT, choose, names_of
-from cukern.runtime.registry import Version
 from cukern.runtime.tensors import pointers, wide
 
 # ---- the version and the precision of a call
@@ -34,7 +33,7 @@ def run(out: Tensor, a: Tensor, b: Tensor, e: Epilogue, precision: Option, versi
     tensor cores; `version`: None for that of `cukern.use`."""
     switched = a.dtype == torch.float32 and precision != "ieee" and tf32_allowed()
     chosen = _chosen(a.dtype, out.dtype, e.activation, precision, switched, _is_odd(out, a, b), version, a.get_device())
-    chosen.forward(out, a.resolve_neg(), b.resolve_neg(), e, precision or ("tf32" if switched else "3xtf32"))
+    PRODUCTS[chosen](out, a.resolve_neg(), b.resolve_neg(), e, precision or ("tf32" if switched else "3xtf32"))
 
 
 def is_odd(m: int, n: int, k: int, *rows: int) -> bool:
@@ -51,13 +50,13 @@ def _is_odd(out: Tensor, a: Tensor, b: Tensor) -> bool:
 @cached(4096)
 def _chosen(
     a: torch.dtype, out: torch.dtype, activation: int, precision: Option, switched: bool, odd: bool, version: Option, device: int
-) -> Version:
+) -> str:
     """The version for these dtypes. `switched`: torch's switches allow TF32, and cuBLAS follows them."""
     named = names_of("matmul", version or "")[0]
     if named not in ("", DEFAULT):
-        return choose("matmul", version or "", device)
+        return choose("matmul", version or "", device).forward
     names, gpu = _defaults(a, out, activation, precision, switched, odd), device_of(device)
-    return VERSIONS[next(n for n in names if VERSIONS[n].requires <= gpu.capability and (gpu.wgmma or n != "v7"))]
+    return next(n for n in names if VERSIONS[n].requires <= gpu.capability and (gpu.wgmma or n != "v7"))
 
 
 def _defaults(a: torch.dtype, out: torch.dtype, activation: int, precision: Option, switched: bool, odd: bool) -> tuple[str, ...]:
@@ -75,7 +74,7 @@ def _defaults(a: torch.dtype, out: torch.dtype, activation: int, precision: Opti
 @cached(64)
 def default_is_cublas(dtype: torch.dtype, device: int, version: str) -> bool:
     """True if a product without options, of even 16-bit matrices or of float64, is cuBLAS's. `version`: that of `in_force`."""
-    return dtype.itemsize in (2, 8) and _chosen(dtype, dtype, 0, None, False, False, version, device) is VERSIONS["cublas"]
+    return dtype.itemsize in (2, 8) and _chosen(dtype, dtype, 0, None, False, False, version, device) == "cublas"
 
 
 # ---- the raw ops

@@ -1,7 +1,7 @@
 """The versions of matmul: how each launches its kernel, and the table that the tools and the public functions use.
 
-Each is `forward(out, a, b, e, precision)`: out (M x N) is contiguous, a (M x K) and b (K x N) have any strides, or all are batches of
-such matrices; e is the Epilogue, whose tensors are contiguous. `precision` is that of float32: "ieee", "tf32" or "3xtf32".
+PRODUCTS[version](out, a, b, e, precision) launches it: out (M x N) is contiguous, a (M x K) and b (K x N) have any strides, or all are
+batches of such matrices; e is the Epilogue, whose tensors are contiguous. `precision` is that of float32: "ieee", "tf32" or "3xtf32".
 """
 
 import itertools
@@ -21,9 +21,11 @@ from cukern.runtime.launch.kernel import Kernel, Template, planning
 from cukern.runtime.registry import Version
 from cukern.runtime.tensors import pointers, wide
 
-Forward = Callable[[Tensor, Tensor, Tensor, Epilogue, str], None]
+Product = Callable[[Tensor, Tensor, Tensor, Epilogue, str], None]
 Multiply = Callable[[Tensor, Tensor, Tensor, Tensor | None], object]  # product = a . b + bias
-_V4, _V5, _V5_FIXUP, ACTIVATION_BWD = (Template("matmul/matmul.cu", f"matmul_{n}") for n in ("v4", "v5", "v5_fixup", "activation_bwd"))
+_V1, _V2, _V3, _V4, _V5, _V5_FIXUP, ACTIVATION_BWD = (
+    Template("matmul/matmul.cu", f"matmul_{n}") for n in ("v1", "v2", "v3", "v4", "v5", "v5_fixup", "activation_bwd")
+)
 ACTIVATION_WIDTH = {2: 8, 4: 4, 8: 1}  # its vectors, by the size of an element; two doubles are too many registers
 COPY_MODES = "ALONG_K", "ALONG_MN", "ALONG_MN_16B"  # CopyMode in matmul.cu
 
@@ -83,22 +85,17 @@ def _matrices(*batches: Tensor) -> Iterable[tuple[Tensor, ...]]:
     return zip(*batches, strict=True) if batches[0].ndim == 3 else [batches]
 
 
-def _tensor_cores(idea: str, wgmma: bool, requires: int) -> Version:
-    strict = _tiled(True)
-
-    def forward(out: Tensor, a: Tensor, b: Tensor, e: Epilogue, precision: str) -> None:
-        dtype = a.dtype
-        if dtype == torch.float64 or (dtype == torch.float32 and precision == "ieee"):
-            strict(out, a, b, e, precision)
-        else:
-            tensor_cores.launch(out, a, b, e, 3 if dtype == torch.float32 and precision == "3xtf32" else 1, wgmma)
-
-    return Version(idea, forward, instances=partial(tensor_cores.instances, wgmma=wgmma), requires=requires)
+def _tensor_cores(wgmma: bool, out: Tensor, a: Tensor, b: Tensor, e: Epilogue, precision: str) -> None:
+    """v6 and v7."""
+    dtype = a.dtype
+    if dtype == torch.float64 or (dtype == torch.float32 and precision == "ieee"):
+        PRODUCTS["v5"](out, a, b, e, precision)
+    else:
+        tensor_cores.launch(out, a, b, e, 3 if dtype == torch.float32 and precision == "3xtf32" else 1, wgmma)
 
 
-def _strided(idea: str, name: str, block: limits.Dim, blocks: Callable[[int, int], int]) -> Version:
+def _strided(template: Template, block: limits.Dim, blocks: Callable[[int, int], int]) -> Product:
     """v1 to v3, whose kernels accept any strides of A and B."""
-    template = Template("matmul/matmul.cu", name)
 
     def launch(out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None) -> None:
         (M, N), K = out.shape[-2:], a.shape[-1]
@@ -106,10 +103,10 @@ def _strided(idea: str, name: str, block: limits.Dim, blocks: Callable[[int, int
             arguments = (*pointers(c, x, y, bias), M, N, K, *x.stride(), *y.stride())
             template[a.dtype].on(a.get_device())((blocks(M, N), 1, 1), block, 0, *arguments)
 
-    return Version(idea, partial(_unfused, launch), instances=lambda dtype: [template[wide(dtype)]])
+    return partial(_unfused, launch)
 
 
-def _tiled(newest: bool) -> Forward:
+def _tiled(newest: bool) -> Product:
     """v4 and v5."""
 
     def launch(out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None) -> None:
@@ -164,13 +161,27 @@ def _v5_instances(dtype: torch.dtype) -> Iterable[Kernel]:
         yield from (_V5[wide(dtype), a, b, tile.name] for a, b in itertools.product(COPY_MODES, COPY_MODES))
 
 
+def _only(template: Template) -> Callable[[torch.dtype], Iterable[Kernel]]:
+    return lambda dtype: [template[wide(dtype)]]
+
+
+PRODUCTS: dict[str, Product] = {
+    "cublas": _cublas,
+    "v1": _strided(_V1, (256, 1, 1), lambda M, N: -(-M * N // 256)),
+    "v2": _strided(_V2, (16, 16, 1), lambda M, N: -(-M // 16) * -(-N // 16)),
+    "v3": _strided(_V3, (32, 32, 1), lambda M, N: -(-M // 32) * -(-N // 32)),
+    "v4": _tiled(False),
+    "v5": _tiled(True),
+    "v6": partial(_tensor_cores, False),
+    "v7": partial(_tensor_cores, True),
+}
 VERSIONS = {
-    "cublas": Version("torch's product, which is cuBLAS's", _cublas),
-    "v1": _strided("one thread per output", "matmul_v1", (256, 1, 1), lambda M, N: -(-M * N // 256)),
-    "v2": _strided("16x16 blocks, coalesced", "matmul_v2", (16, 16, 1), lambda M, N: -(-M // 16) * -(-N // 16)),
-    "v3": _strided("shared-memory tiles", "matmul_v3", (32, 32, 1), lambda M, N: -(-M // 32) * -(-N // 32)),
-    "v4": Version("register tiles", _tiled(False), instances=_v4_instances),
-    "v5": Version("asynchronous copies, even split of the last wave", _tiled(True), instances=_v5_instances, requires=80),
-    "v6": _tensor_cores("tensor cores by mma.sync", False, 80),
-    "v7": _tensor_cores("tensor cores by wgmma, TMA, persistent, clusters", True, 90),
+    "cublas": Version("torch's product, which is cuBLAS's"),
+    "v1": Version("one thread per output", _only(_V1)),
+    "v2": Version("16x16 blocks, coalesced", _only(_V2)),
+    "v3": Version("shared-memory tiles", _only(_V3)),
+    "v4": Version("register tiles", _v4_instances),
+    "v5": Version("asynchronous copies, even split of the last wave", _v5_instances, 80),
+    "v6": Version("tensor cores by mma.sync", partial(tensor_cores.instances, wgmma=False), 80),
+    "v7": Version("tensor cores by wgmma, TMA, persistent, clusters", partial(tensor_cores.instances, wgmma=True), 90),
 }

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cukern.ops.rope import plan as rope_plan
+from cukern.ops.rope import versions
 from cukern.ops.rope.memory import check_disjoint, written_extent
 from cukern.ops.rope.plan import Options
 from cukern.runtime.dispatch.autograd import Differentiable, apply_of, each, save, transformed, watched
@@ -63,7 +63,7 @@ def _run(
     shape = None if positions is None else positions.shape
     alignment = (p | q | k_p | k_q) % 16
     c, s, at = cos.data_ptr(), sin.data_ptr(), 0 if positions is None else positions.data_ptr()
-    plan = rope_plan.plan(x.dtype, x.get_device(), strides, ins, table, shape, alignment, (c | s) % 16, options)
+    plan = versions.plan(x.dtype, x.get_device(), strides, ins, table, shape, alignment, (c | s) % 16, options)
     launch, grid, block, numbers = plan
     if launch is not None:
         launch(grid, block, 0, q, k_q, p, k_p, c, s, at, *numbers)

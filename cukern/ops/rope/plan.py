@@ -4,9 +4,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cukern.ops.rope.memory import written_extent
-from cukern.runtime.device import cached
-from cukern.runtime.dispatch.versions import choose
 from cukern.runtime.launch import driver, limits
 
 # The dimensions of batch, sequence, heads and head_dim. Each permutation is its own inverse.
@@ -124,35 +121,6 @@ def tokens_of(shape: Any, layout: str) -> tuple[int, int]:
 
 
 NO_K = Layout((0, 0, 0, 0), (0, 0, 0, 0))
-
-
-@cached(4096)
-def plan(
-    dtype: torch.dtype, device: int, outs: Any, ins: Any, cos: Any, positions: Any, alignment: int, table_alignment: int,
-    options: tuple[Any, ...],
-) -> Plan:  # fmt: skip
-    """The launch for tensors of these shapes and strides. Cached, so that a call costs one lookup. Raises ValueError if a tensor is to be
-    written whose elements share memory.
-
-    Args:
-        outs: the strides of each output; empty for a call in place.  ins: (shape, strides) of each input.
-        cos: (dtype, shape, strides).  positions: the shape, or None.
-    """
-    o = Options(*options)
-    in_place = not outs
-    if in_place:
-        for name, (shape, strides) in zip("xk", ins, strict=False):
-            written_extent(name, shape, strides, dtype.itemsize)
-    x, k, *_ = *(Layout.of(shape, strides, o.layout) for shape, strides in ins), NO_K
-    outs = outs or [strides for _, strides in ins]
-    out, k_out, *_ = *(Layout.of(shape, strides, o.layout) for (shape, _), strides in zip(ins, outs, strict=True)), NO_K
-    positions_b = 0 if positions is None or positions[0] == 1 else positions[1]  # 0: all sequences share a row of positions
-    call = Call(
-        dtype, device, out, k_out, x, k, Table.of(*cos), positions is not None, positions_b, in_place, alignment, table_alignment, o
-    )
-    if not call.tokens or not call.x.shape[3] or not call.x.shape[2] + call.k.shape[2]:
-        return Plan(None, (0, 0, 0), (0, 0, 0), ())
-    return choose("rope", o.version, device).forward(call)
 
 
 def compute_dtype(dtype: torch.dtype, table: torch.dtype = torch.float32) -> torch.dtype:

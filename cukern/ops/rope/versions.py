@@ -2,11 +2,15 @@
 
 import itertools
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
 from cukern.ops.rope.gather import ANGLES, ID_TYPES, POSITIONS, SECTIONS
-from cukern.ops.rope.plan import Call, Layout, Plan, angle_maths, table_dtypes
+from cukern.ops.rope.memory import written_extent
+from cukern.ops.rope.plan import NO_K, Call, Layout, Options, Plan, Table, angle_maths, table_dtypes
+from cukern.runtime.device import cached
+from cukern.runtime.dispatch.versions import choose
 from cukern.runtime.launch.kernel import Kernel, Template
 from cukern.runtime.registry import Version
 
@@ -130,7 +134,37 @@ def _v3_instances(dtype: torch.dtype) -> Iterable[Kernel]:
 
 
 VERSIONS = {
-    "v1": Version("one thread per pair", _v1, instances=_v1_instances),
-    "v2": Version("one thread per 16-byte vector of each half", _v2, instances=_v2_instances),
-    "v3": Version("one thread per vector of two heads", _v3, instances=_v3_instances),
+    "v1": Version("one thread per pair", _v1_instances),
+    "v2": Version("one thread per 16-byte vector of each half", _v2_instances),
+    "v3": Version("one thread per vector of two heads", _v3_instances),
 }
+_PLANS = {"v1": _v1, "v2": _v2, "v3": _v3}
+
+
+@cached(4096)
+def plan(
+    dtype: torch.dtype, device: int, outs: Any, ins: Any, cos: Any, positions: Any, alignment: int, table_alignment: int,
+    options: tuple[Any, ...],
+) -> Plan:  # fmt: skip
+    """The launch for tensors of these shapes and strides. Cached, so that a call costs one lookup. Raises ValueError if a tensor is to be
+    written whose elements share memory.
+
+    Args:
+        outs: the strides of each output; empty for a call in place.  ins: (shape, strides) of each input.
+        cos: (dtype, shape, strides).  positions: the shape, or None.
+    """
+    o = Options(*options)
+    in_place = not outs
+    if in_place:
+        for name, (shape, strides) in zip("xk", ins, strict=False):
+            written_extent(name, shape, strides, dtype.itemsize)
+    x, k, *_ = *(Layout.of(shape, strides, o.layout) for shape, strides in ins), NO_K
+    outs = outs or [strides for _, strides in ins]
+    out, k_out, *_ = *(Layout.of(shape, strides, o.layout) for (shape, _), strides in zip(ins, outs, strict=True)), NO_K
+    positions_b = 0 if positions is None or positions[0] == 1 else positions[1]  # 0: all sequences share a row of positions
+    call = Call(
+        dtype, device, out, k_out, x, k, Table.of(*cos), positions is not None, positions_b, in_place, alignment, table_alignment, o
+    )
+    if not call.tokens or not call.x.shape[3] or not call.x.shape[2] + call.k.shape[2]:
+        return Plan(None, (0, 0, 0), (0, 0, 0), ())
+    return _PLANS[choose("rope", o.version, device).forward](call)

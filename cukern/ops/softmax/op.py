@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cukern.ops.softmax.versions import LOG_VERSIONS, VERSIONS, inner
+from cukern.ops.softmax.versions import LAUNCHES, LOG_VERSIONS, VERSIONS, inner
 from cukern.runtime import checks
 from cukern.runtime.dispatch.autocast import off
 from cukern.runtime.dispatch.autograd import Differentiable, apply_of, batched, save, watched
@@ -140,7 +140,7 @@ def _launch(x: Tensor, dim: int, scale: float, log: bool, version: str) -> Tenso
     if not LEAST_SCALE <= abs(scale) <= MOST_SCALE:
         return out.copy_(_launch(_scaled(x, scale, dim), dim, 1.0, log, version))
     if not _is_inner(x, dim):
-        launch, matrices = choose(_NAMES[log], version, x.get_device()).forward, _rows(dim, out, x)
+        launch, matrices = LAUNCHES[choose(_NAMES[log], version, x.get_device()).forward][0], _rows(dim, out, x)
     elif _few_rows(x, dim):
         return _moved(_launch(_contiguous(x, dim), x.ndim - 1, scale, log, version), dim)
     else:
@@ -157,7 +157,7 @@ def _launch_backward(y: Tensor, g: Tensor, dim: int, scale: float, log: bool, ve
         return dx.copy_(_launch_backward(y.double(), g.double(), dim, scale, log, version))
     g = g.resolve_neg()
     if not _is_inner(y, dim):
-        launch, matrices = choose(_NAMES[log], version, y.get_device()).backward, _rows(dim, dx, y, g)
+        launch, matrices = LAUNCHES[choose(_NAMES[log], version, y.get_device()).backward][1], _rows(dim, dx, y, g)
         matrices[1] = matrices[1].contiguous()
     elif _few_rows(y, dim):
         return _moved(_launch_backward(_contiguous(y, dim), _contiguous(g, dim), y.ndim - 1, scale, log, version), dim)

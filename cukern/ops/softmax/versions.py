@@ -1,10 +1,11 @@
 """The versions of softmax: how each launches its kernels, and the table that the tools and the public functions use.
 
-Each version has `forward(out, x, scale, log)` and `backward(dx, y, g, scale, log)`. x and g are (rows, columns) with a column stride of 1
-and any row stride; out, dx and y are contiguous. `log` selects log_softmax, from v5 on.
+LAUNCHES has for each version `forward(out, x, scale, log)` and `backward(dx, y, g, scale, log)`. x and g are (rows, columns) with a column
+stride of 1 and any row stride; out, dx and y are contiguous. `log` selects log_softmax, from v5 on.
 """
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -66,15 +67,6 @@ def _instances(templates: Iterable[Template], on_chip: int = 0) -> Callable[[tor
     return lambda dtype: [*(t[dtype] for t in every), *(k for new in rs.INSTANCES[:on_chip] for k in new(dtype))]
 
 
-def _loop_version(
-    idea: str, templates: list[Template], blocks: Blocks, bwd_blocks: Blocks, *numbers: int, has_log: bool = False
-) -> Version:
-    forward, backward = _loop(templates[0], blocks, has_log=has_log), _loop(templates[1], bwd_blocks, *numbers, has_log=has_log)
-    return Version(idea, forward, backward, _instances(templates))
-
-
-_V5_VERSION = _loop_version("16-byte vectors, online softmax; backward by a dot product", _V5, _one_per_row, _one_per_row, has_log=True)
-
 # ---- v6 to v11: the first method that can keep a row on chip, else v5
 
 _METHODS: dict[str, tuple[rs.Method, ...]] = {
@@ -87,21 +79,17 @@ _METHODS: dict[str, tuple[rs.Method, ...]] = {
 }
 
 
-def _on_chip_version(number: int, idea: str, requires: int = 75) -> Version:
-    methods = _METHODS[f"v{number}"]
+def _forward_on_chip(methods: tuple[rs.Method, ...], out: Tensor, x: Tensor, scale: float, log: bool) -> None:
+    pointers = to, from_ = out.data_ptr(), x.data_ptr()
+    # A negative scale takes v5: comparing -x would cost these kernels one instruction per element and pass.
+    run = rs.first(methods, _problem(x, x.stride(0), scale, log, False, to, to ^ from_)) if scale >= 0 else None
+    run(pointers) if run else LAUNCHES["v5"][0](out, x, scale, log)
 
-    def forward(out: Tensor, x: Tensor, scale: float, log: bool) -> None:
-        pointers = to, from_ = out.data_ptr(), x.data_ptr()
-        # A negative scale takes v5: comparing -x would cost these kernels one instruction per element and pass.
-        run = rs.first(methods, _problem(x, x.stride(0), scale, log, False, to, to ^ from_)) if scale >= 0 else None
-        run(pointers) if run else _V5_VERSION.forward(out, x, scale, log)
 
-    def backward(dx: Tensor, y: Tensor, g: Tensor, scale: float, log: bool) -> None:
-        pointers = to, from_y, from_g = dx.data_ptr(), y.data_ptr(), g.data_ptr()
-        run = rs.first(methods, _problem(y, g.stride(0), scale, log, True, to, (to ^ from_y) | (to ^ from_g)))
-        run(pointers) if run else _V5_VERSION.backward(dx, y, g, scale, log)
-
-    return Version(idea, forward, backward, _instances(_V5, number - 5), requires)
+def _backward_on_chip(methods: tuple[rs.Method, ...], dx: Tensor, y: Tensor, g: Tensor, scale: float, log: bool) -> None:
+    pointers = to, from_y, from_g = dx.data_ptr(), y.data_ptr(), g.data_ptr()
+    run = rs.first(methods, _problem(y, g.stride(0), scale, log, True, to, (to ^ from_y) | (to ^ from_g)))
+    run(pointers) if run else LAUNCHES["v5"][1](dx, y, g, scale, log)
 
 
 def _problem(x: Tensor, row_stride: int, scale: float, log: bool, backward: bool, to: int, differing_bits: int) -> rs.Problem:
@@ -110,19 +98,27 @@ def _problem(x: Tensor, row_stride: int, scale: float, log: bool, backward: bool
     return rs.Problem(rows, columns, row_stride, scale, log, backward, x.dtype, x.device, x.get_device(), to & low, differing_bits & low)
 
 
+# ---- the tables
+
 VERSIONS = {
-    "v1": _loop_version("one thread per row; backward one thread per column", _V1, lambda rows, _: _blocks(rows), lambda _, n: _blocks(n)),
-    "v2": _loop_version(
-        "one block per row; backward groups of rows in parallel", _V2, _one_per_row, lambda rows, n: _blocks(n) * -(-rows // GROUP), GROUP
-    ),
-    "v3": _loop_version("tree reductions in shared memory; backward all rows in parallel", _V3, _one_per_row, _columns_of_each_row),
-    "v4": _loop_version("warp shuffles; backward rows in shared memory", _V4, _one_per_row, _columns_of_each_row),
-    "v5": _V5_VERSION,
-    "v6": _on_chip_version(6, "short rows in the registers of a few lanes"),
-    "v7": _on_chip_version(7, "longer rows in the registers of a block"),
-    "v8": _on_chip_version(8, "and in its shared memory", 80),
-    "v9": _on_chip_version(9, "and in the shared memory of a cluster", 90),
-    "v10": _on_chip_version(10, "and in the shared memory of as many blocks as a row needs", 90),
-    "v11": _on_chip_version(11, "backward of the longest rows by all blocks, row after row", 90),
+    "v1": Version("one thread per row; backward one thread per column", _instances(_V1)),
+    "v2": Version("one block per row; backward groups of rows in parallel", _instances(_V2)),
+    "v3": Version("tree reductions in shared memory; backward all rows in parallel", _instances(_V3)),
+    "v4": Version("warp shuffles; backward rows in shared memory", _instances(_V4)),
+    "v5": Version("16-byte vectors, online softmax; backward by a dot product", _instances(_V5)),
+    "v6": Version("short rows in the registers of a few lanes", _instances(_V5, 1)),
+    "v7": Version("longer rows in the registers of a block", _instances(_V5, 2)),
+    "v8": Version("and in its shared memory", _instances(_V5, 3), 80),
+    "v9": Version("and in the shared memory of a cluster", _instances(_V5, 4), 90),
+    "v10": Version("and in the shared memory of as many blocks as a row needs", _instances(_V5, 5), 90),
+    "v11": Version("backward of the longest rows by all blocks, row after row", _instances(_V5, 6), 90),
+}
+LAUNCHES: dict[str, tuple[Launch, Launch]] = {  # of the forward and of the backward
+    "v1": (_loop(_V1[0], lambda rows, _: _blocks(rows)), _loop(_V1[1], lambda _, columns: _blocks(columns))),
+    "v2": (_loop(_V2[0], _one_per_row), _loop(_V2[1], lambda rows, columns: _blocks(columns) * -(-rows // GROUP), GROUP)),
+    "v3": (_loop(_V3[0], _one_per_row), _loop(_V3[1], _columns_of_each_row)),
+    "v4": (_loop(_V4[0], _one_per_row), _loop(_V4[1], _columns_of_each_row)),
+    "v5": (_loop(_V5[0], _one_per_row, has_log=True), _loop(_V5[1], _one_per_row, has_log=True)),
+    **{name: (partial(_forward_on_chip, methods), partial(_backward_on_chip, methods)) for name, methods in _METHODS.items()},
 }
 LOG_VERSIONS = {name: version for name, version in VERSIONS.items() if 5 <= int(name[1:]) <= 10}

@@ -139,20 +139,23 @@ class Own:
         return list(found.values())
 
     def _raw(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        def chosen(version: str, x: Tensor) -> Any:
-            return choose(self.name, version, x.get_device())
+        def forward_of(version: str, x: Tensor) -> Callable[..., Any]:
+            return self.versions[choose(self.name, version, x.get_device()).forward].forward
+
+        def backward_of(version: str, x: Tensor) -> Any:
+            return self.versions[choose(self.name, version, x.get_device()).backward].backward
 
         again = _defined[self.name] = _defined.get(self.name, 0) + 1
         mark = f"_{again}" if again > 1 else ""
         schema = f"{self.name}{mark}({', '.join(f'Tensor {x}' for x in self.inputs)}, str version) -> Tensor[]"
         forward = raw_op(
             schema, len(self.inputs),
-            lambda *args: self.forward(self.kernels, chosen(args[-1], args[0]).forward, args[:-1]),
+            lambda *args: self.forward(self.kernels, forward_of(args[-1], args[0]), args[:-1]),
             lambda *args: self.forward(_no_kernels, self.newest.forward, args[:-1]), _library,
         )  # fmt: skip
         backward = raw_op(
             f"{self.name}_backward{mark}(Tensor[] douts, Tensor?[] saved, str version) -> Tensor[]", 2,
-            lambda douts, saved, version: self.backward(self.kernels, chosen(version, douts[0]).backward, saved, douts),
+            lambda douts, saved, version: self.backward(self.kernels, backward_of(version, douts[0]), saved, douts),
             lambda douts, saved, version: self.backward(_no_kernels, self.newest.backward, saved, douts), _library,
         ) if self.differentiable else raw_op(
             f"{self.name}_backward{mark}(Tensor[] douts, Tensor?[] saved, str version) -> Tensor[]", 2,

@@ -13,7 +13,7 @@ from cukern.runtime import checks
 from cukern.runtime.dispatch.error_scale import measured
 from cukern.runtime.dispatch.own_launch import Own, Pair, as_tuple, is_own
 from cukern.runtime.launch.kernel import Kernel
-from cukern.runtime.registry import OPS, Cost, Op, Tensors, Version, no_backward, register
+from cukern.runtime.registry import OPS, Cost, Op, Tensors, Version, register
 
 
 def op(
@@ -123,7 +123,7 @@ def op(
             stem=name,
             function=function,
             reference=reference,
-            versions={v: Version(_idea(f), f, b or no_backward, instances=instances(v), requires=n) for v, (f, b, n) in pairs.items()},
+            versions={v: Version(_idea(pair.forward), instances(v), pair.requires) for v, pair in pairs.items()},
             dtypes=dtypes,
             dims=_dims(make),
             check_dims=check_dims,

@@ -7,13 +7,12 @@ import operator
 import os
 import types
 from collections.abc import Iterator
-from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from cukern.runtime import checks
 from cukern.runtime.device import cached, device_of
 from cukern.runtime.device import versions_in_force as _in_force
-from cukern.runtime.registry import OPS, Version
+from cukern.runtime.registry import OPS
 
 DEFAULT = "default"
 Versions = dict[str, tuple[str, str]]  # by op: the versions of forward and backward
@@ -98,9 +97,14 @@ def names_of(op: str, version: str) -> tuple[str, str]:
     return forward, backward
 
 
+class Chosen(NamedTuple):
+    forward: str
+    backward: str
+
+
 @cached(4096)
-def choose(op: str, version: str, device: int) -> Version:
-    """The version that runs on a GPU: that of `names_of`, else the last of the op's table that the GPU can run.
+def choose(op: str, version: str, device: int) -> Chosen:
+    """The names of the versions that run on a GPU: those of `names_of`, else the last of the op's table that the GPU can run.
 
     Raises ValueError for a version that is unknown or that the GPU cannot run.
     """
@@ -112,5 +116,4 @@ def choose(op: str, version: str, device: int) -> Version:
             checks.unknown_version(op, name, versions)
         if versions[name].requires > capability:
             checks.unsupported_version(op, name, versions[name].requires, capability)
-    forward, backward = (versions[name] for name in chosen)
-    return forward if forward is backward else replace(forward, backward=backward.backward)
+    return Chosen(*chosen)

@@ -52,8 +52,8 @@ def test_gradients_of_one_of_two(device, version):
 @kernels
 def test_an_expanded_gradient_has_the_plan_of_a_contiguous_one(device, version, monkeypatch):
     """The gradient of a sum has stride 0, and only v1 reads elements that are not adjacent."""
-    plans, plan = [], rope_ops.rope_plan.plan
-    monkeypatch.setattr(rope_ops.rope_plan, "plan", lambda *args: plans.append(plan(*args)) or plans[-1])
+    plans, plan = [], rope_ops.versions.plan
+    monkeypatch.setattr(rope_ops.versions, "plan", lambda *args: plans.append(plan(*args)) or plans[-1])
     (cos, sin), xs = tables(S, 16, device), [torch.randn(B, S, heads, 32, device=device, requires_grad=True) for heads in (4, 2)]
     for narrow in ((1, 1, 1, 1), (B, S, 1, 1), (1, 1, 1, 32)):
         douts = [torch.randn(narrow, device=device).expand(x.shape) for x in xs]

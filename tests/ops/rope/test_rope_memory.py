@@ -9,7 +9,7 @@ from helpers import Guarded, kernels, same_bits
 from test_rope import AXES, PLACES, PLAIN, VERSIONS, B, H, K, S, assert_right, both, tables
 
 import cukern
-from cukern.ops.rope import plan
+from cukern.ops.rope import plan, versions
 from cukern.ops.rope import versions as rope_versions
 
 
@@ -50,7 +50,7 @@ def test_layouts_of_models_take_the_fast_path(device, monkeypatch):
     """16-byte vectors: no copy beforehand, and not v1."""
     monkeypatch.setattr(rope_versions, "_vectors", lambda dtype, table: [16 // dtype.itemsize])
     monkeypatch.setattr(rope_versions, "_v1", None)
-    plan.plan.cache_clear()
+    versions.plan.cache_clear()
     for dtype, table in [(d, t) for d in (torch.bfloat16, torch.float32) for t in plan.table_dtypes(d)]:
         qkv, hf = torch.randn(2, 3, 5, 32, device=device).to(dtype), tables(3, 32, device, table)
         for interleaved, (cos, sin) in itertools.product((False, True), (tables(3, 16, device, table), hf, [t[None] for t in hf])):
@@ -62,7 +62,7 @@ def test_layouts_of_models_take_the_fast_path(device, monkeypatch):
         cukern.rope(qkv, *tables(3, 8, device, table), rotary_dim=16)
         cukern.rope(qkv, *tables(3, 8, device, table), rotary_dim=16, rotary_offset=16)
         cukern.apply_rotary_pos_emb(qkv, torch.rand(3, 1, 1, 32, device=device), "bshd")
-    plan.plan.cache_clear()
+    versions.plan.cache_clear()
 
 
 @PLACES

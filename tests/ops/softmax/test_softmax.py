@@ -13,7 +13,7 @@ from helpers import FLOATS, PLACE, gpu, kernels, same_bits, with_sms
 
 import cukern
 from cukern.ops.softmax import plan, row_storage
-from cukern.ops.softmax.versions import LOG_VERSIONS, VERSIONS
+from cukern.ops.softmax.versions import LAUNCHES, LOG_VERSIONS, VERSIONS
 
 inf, nan = float("inf"), float("nan")
 FUNCTIONS = {"softmax": (cukern.softmax, torch.softmax), "log_softmax": (cukern.log_softmax, torch.log_softmax)}
@@ -400,15 +400,15 @@ def test_forward_and_backward_versions_are_independent(device):
 def test_overlapping_launches(rows, columns, dtype, captured):
     """Each launch reads the output of the launch before it. If it read too early, it would see NaN."""
     steps = torch.empty(13, rows, columns, dtype=dtype, device="cuda")
-    x, ladder = torch.randn_like(steps[0]), VERSIONS["v11"]
+    x, (forward, backward) = torch.randn_like(steps[0]), LAUNCHES["v11"]
 
     def run(between):
         steps.fill_(nan)
         steps[0] = x
         for i in range(0, 12, 2):
-            ladder.forward(steps[i + 1], steps[i], 1.0, False)
+            forward(steps[i + 1], steps[i], 1.0, False)
             between()
-            ladder.backward(steps[i + 2], steps[i + 1], steps[i], float(columns), False)
+            backward(steps[i + 2], steps[i + 1], steps[i], float(columns), False)
             between()
 
     run(torch.cuda.synchronize)
