@@ -114,7 +114,7 @@ def _matrices(order: Sequence[int] | None, *tensors: Tensor | None) -> list[Tens
     """One row in the order of memory, or without an order (rows, columns); readable, as kernels read them."""
     if order is None:
         return [None if t is None else readable(as_matrix(t)) for t in tensors]
-    return [None if t is None else t.permute(*order).reshape(1, t.numel()).resolve_neg() for t in tensors]
+    return [None if t is None else readable(t.permute(*order).reshape(1, t.numel())) for t in tensors]
 
 
 def _on_cpu(function: str, x: Tensor, up: Tensor | None, bias: Tensor | None) -> Tensor:

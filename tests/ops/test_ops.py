@@ -211,3 +211,18 @@ def test_equal_inputs_give_equal_bits(device, name, version):
         inputs, douts = draw(op, dims_of(op)[-1], dtype, device)
         first, *rest = [results(op, call(op, version), inputs, douts) for _ in range(4 if device == "cuda" else 2)]
         assert all(same_bits(a, b) for other in rest for a, b in zip(first, other, strict=True))
+
+
+@kernels
+@pytest.mark.parametrize("name", [name for name, op in OPS.items() if op.differentiable])
+def test_an_expanded_gradient_is_read_as_one_with_memory(device, name):
+    """The gradient of a sum has stride 0 along all dimensions."""
+    op = OPS[name]
+    inputs = op.make(max(op.sim_dims, key=lambda dims: torch.Size(dims).numel()), op.dtypes[0], device)
+    wanted = [x.requires_grad_() for n, x in zip(op.names(inputs), inputs, strict=True) if op.has_gradient(n, x)]
+    outs = op.call(*[x.clone() for x in inputs])  # some write in place
+    outs = [outs] if isinstance(outs, torch.Tensor) else [out for out in outs if out is not None and out.requires_grad]
+    expanded = [torch.ones((), dtype=out.dtype, device=device).expand(out.shape) for out in outs]
+    found, expected = (torch.autograd.grad(outs, wanted, g, retain_graph=True) for g in (expanded, [g.clone() for g in expanded]))
+    for a, b in zip(found, expected, strict=True):
+        assert same_bits(a, b)

@@ -12,7 +12,8 @@ from helpers import DEVICE, gpu, kernels, no_gpu, same_bits
 
 import cukern
 from cukern.ops.adamw import op
-from cukern.ops.adamw.op import CHUNK, reference
+from cukern.ops.adamw.op import reference
+from cukern.ops.adamw.table import CHUNK
 
 PLACES = pytest.mark.parametrize("device", [pytest.param("cpu", id="cpu"), pytest.param(DEVICE, marks=kernels, id="kernels")])
 SHAPES = ((5, 7), (3,), (0, 4), (257,), (2, 4, 3))
