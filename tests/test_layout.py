@@ -293,3 +293,11 @@ def test_no_file_contains_local_paths():
         if path.suffix in suffixes and not any(part.startswith(".") or part in ("build", "shared") for part in parts[:-1]):
             found = words.search(path.read_text())
             assert not found, f"{path.relative_to(TREE)}: {found[0] if found else ''}"
+
+
+def test_caches_of_plans_are_bounded():
+    """A model with changing shapes does not fill the memory."""
+    for folder in ("ops", "runtime/dispatch"):
+        for path in (TREE / "cukern" / folder).rglob("*.py"):
+            unbounded = re.findall(r"^@(?:functools\.)?(?:cache|lru_cache\(None\))$", path.read_text(), re.MULTILINE)
+            assert not unbounded, path

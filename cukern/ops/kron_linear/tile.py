@@ -247,7 +247,7 @@ def _fma_cycles(part: Part, p: int, right: int, size: int) -> tuple[float, float
     return f * c * size / 4 + loads + 1, (max(f * part.lanes, f * 8) + max(part.wide, 4 * c)) * size / 128
 
 
-@functools.cache
+@functools.lru_cache(4096)
 def _conflicts(p: int, right: int, size: int, pairs: bool) -> float:
     """How often tensor cores' lanes that one access serves meet in a bank, where no Layout keeps them apart: Lanes4 in tile_step.cuh."""
     if not (p & (p - 1) or right & (right - 1)):
