@@ -193,17 +193,6 @@ def test_recorded_calls_keep_no_graph_alive():
         gc.enable()
 
 
-def test_many_shapes_take_bounded_memory(monkeypatch):
-    """The oldest plans are forgotten, those of public functions and those of raw ops."""
-    monkeypatch.setattr(planning, "MOST", 16)
-    with cukern.backend("sim"):
-        for n in range(1, 60):
-            for _ in range(3):
-                cukern.square(torch.ones(n))
-    assert max(len(plans.found) for plans in planning.every()) == 16
-    assert all(len(plans.why) <= 64 for plans in planning.every())
-
-
 def test_a_hundred_thousand_layouts_of_plans_do_not_grow():
     plans = planning.Plans(lambda x: x, False)
     for n in range(100_000):
