@@ -19,7 +19,7 @@ from cukern.runtime.registry import Cost, Op, Tensors
 
 MOST_SETS = 256  # of inputs and outputs; tiny shapes would need thousands to exceed the L2 cache
 BOTH = "fwd+bwd"  # a forward that records, and the gradients of all inputs
-HOST_PASSES = {"host fwd": False, "host fwd grad": True}  # True if the inputs require grad
+HOST_PASSES = "host fwd", "host fwd grad", "host bwd"  # "grad": with inputs that require grad; "bwd": torch.autograd.grad alone
 
 Key = tuple[str, str]  # provider, version
 Dims = Sequence[int]
@@ -161,25 +161,35 @@ def _note_failure(provider: str, error: Exception, missing: dict[str, str]) -> N
 
 
 def measure_host(op: Op, dims: Dims, dtype: torch.dtype, device: torch.device, only: Only = None) -> list[Table]:
-    """Host time of a call, without and with inputs that require grad."""
+    """Host times of a call, without and with inputs that require grad, and of its backward."""
     tables = []
-    for pass_, grad in HOST_PASSES.items():
+    drawn = op.make(dims, dtype, device)
+    wanted = wanted_inputs(op, "bwd", drawn)
+    for pass_ in HOST_PASSES if wanted else HOST_PASSES[:1]:
         functions, missing = providers(op, device, only)
         default = next((key for key in reversed(functions) if key[0] == "cukern"), None)
         if default:
             functions[default] = op.call  # as users call it; the keyword `version` costs host time
-        drawn = op.make(dims, dtype, device)
-        inputs = arguments(op, leaves_of(drawn, wanted_inputs(op, "bwd", drawn) if grad else ()))
-        for (provider, version), function in list(functions.items()):
-            try:
-                function(*inputs)
-            except Exception as error:  # see timing.device_times
-                _note_failure(provider, error, missing)
-                del functions[provider, version]
-        times = timing.host_times({key: partial(f, *inputs) for key, f in functions.items()}, device)
+        calls = _host_calls(functions, arguments(op, leaves_of(drawn, () if pass_ == "host fwd" else wanted)), missing)
+        if pass_ == "host bwd":
+            calls = {key: call for key, (call,) in _calls(op, "bwd", {key: functions[key] for key in calls}, [drawn], missing).items()}
+        times = timing.host_times(calls, device)
         rows = [Row(op.name, v, pass_, tuple(dims), name_of(dtype), p, t.median_us, t.iqr_us) for (p, v), t in times.items()]
         tables.append(Table(rows, missing))
     return tables
+
+
+def _host_calls(functions: dict[Key, Function], inputs: Sequence[torch.Tensor], missing: dict[str, str]) -> dict[Key, timing.Call]:
+    """The calls of the providers that can compute this op."""
+    calls: dict[Key, timing.Call] = {}
+    for (provider, version), function in functions.items():
+        try:
+            function(*inputs)
+        except Exception as error:  # see timing.device_times
+            _note_failure(provider, error, missing)
+            continue
+        calls[provider, version] = partial(function, *inputs)
+    return calls
 
 
 def name_of(dtype: torch.dtype) -> str:

@@ -209,6 +209,10 @@ def _quack(module: str, **options: Any) -> Maker:
 
 _EAGER: dict[str, dict[str, Function]] = {
     "square": {"torch": torch.square, "a*a": lambda a: a * a, "a**2": lambda a: a**2},
+    "softmax": {"torch": partial(torch.softmax, dim=-1)},
+    "gelu": {"torch": torch.nn.functional.gelu},
+    "swiglu": {"torch": lambda gate, up: torch.nn.functional.silu(gate) * up},
+    "cross_entropy": {"torch": torch.nn.functional.cross_entropy},
     "adamw": {"torch": _fused_adamw},
     "attention": {"torch": lambda *qkv: OPS["attention"].reference(*qkv), "sdpa": _sdpa},
     "attention_varlen": {"sdpa": _sdpa_of_each},

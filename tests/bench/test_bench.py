@@ -110,10 +110,13 @@ def test_a_reference_that_does_not_fit_in_memory_only_leaves_out_the_errors(monk
     assert [y.shape for y in calls.draw_douts(without, SQUARE.make((7,), torch.float32, CPU))] == [(7,)]
 
 
-def test_measure_host_has_both_rows():
-    without, with_grad = measure_host(SQUARE, (8,), torch.float32, CPU, ["cukern", "torch"])
-    assert [t.rows[0].pass_ for t in (without, with_grad)] == ["host fwd", "host fwd grad"]
-    assert all(0 < r.median_us < 1000 and not r.bytes and r.tbps is None for t in (without, with_grad) for r in t.rows)
+def test_measure_host_has_a_table_for_each_pass():
+    tables = measure_host(SQUARE, (8,), torch.float32, CPU, ["cukern", "torch"])
+    assert [t.rows[0].pass_ for t in tables] == ["host fwd", "host fwd grad", "host bwd"]
+    assert all([r.provider for r in t.rows] == ["cukern", "torch"] for t in tables)
+    assert all(0 < r.median_us < 1000 and not r.bytes and r.tbps is None for t in tables for r in t.rows)
+    (one,) = measure_host(OPS["adamw"], (2, 8), torch.float32, CPU, ["torch"])
+    assert one.rows[0].pass_ == "host fwd", "it has no gradient"
 
 
 def test_measure_two_outputs_written_in_place():
@@ -136,8 +139,8 @@ def test_forward_in_place_is_timed_on_the_inputs_themselves(monkeypatch):
 
 
 def test_measure_host_in_place():
-    without, with_grad = measure_host(TURN, (8,), torch.float32, CPU, ["cukern", "torch"])
-    assert all([r.provider for r in t.rows] == ["cukern", "torch"] and not t.missing for t in (without, with_grad))
+    without, with_grad, alone = measure_host(TURN, (8,), torch.float32, CPU, ["cukern", "torch"])
+    assert all([r.provider for r in t.rows] == ["cukern", "torch"] and not t.missing for t in (without, with_grad, alone))
     assert with_grad.rows[0].median_us > 0
 
 
