@@ -65,7 +65,7 @@ class T:
                 x[(u * 40).int() == i] = v
         if self.size != 1:
             most = torch.finfo(dtype).max
-            x = torch.where(x.abs() < math.inf, (x * self.size).clamp(-most, most), x)
+            x = x * self.size if dtype.is_complex else torch.where(x.abs() < math.inf, (x * self.size).clamp(-most, most), x)
         return x.to(dtype)
 
 
@@ -107,10 +107,10 @@ class Draw:
     def dtype(self, *dtypes: str) -> str:
         return self.pick("float64", "float32") if self.kind == "transforms" else self.pick(*(dtypes or FLOATS))
 
-    def tensor(self, shape: tuple[int, ...], dtype: str, *kinds: str, grad: bool = True, expand: bool = True) -> T:
+    def tensor(self, shape: tuple[int, ...], dtype: str, *kinds: str, grad: bool = True, expand: bool = True, sized: bool = True) -> T:
         rank, values = len(shape), self.pick("normal", *(kinds if self.kind == "valid" else ()))
         t = T(tuple(shape), dtype, values, self.integer(0, 99), grad and self.pick(True, False))
-        if self.kind == "valid" and self.pick(False, False, True):
+        if sized and self.kind == "valid" and self.pick(False, False, True):
             t = dataclasses.replace(t, size=self.size_of(dtype))
         if self.pick(True, True, False):
             return t
@@ -236,8 +236,8 @@ def draw_rope(d: Draw) -> dict:
         if form == "starts" or d.pick(False, True):
             args["start_positions"] = d.ids((count,), 3)
     table = {"shape": (d.pick(b, 1), s, width) if form == "rows" else (rows, width), "dtype": d.pick("float32", "float64", dtype)}
-    args["cos"] = d.tensor(**table, grad=False)
-    args["sin"] = d.tensor(**table, grad=False) if d.pick(True, True, False) else None
+    args["cos"] = d.tensor(**table, grad=False, sized=False)
+    args["sin"] = d.tensor(**table, grad=False, sized=False) if d.pick(True, True, False) else None
     if d.pick(False, True):
         args["k"] = d.tensor(tuple({**sizes, "h": kh}[c] for c in layout), dtype, "special", "wild", **place)
     if offset + after or d.pick(False, True):
@@ -258,7 +258,7 @@ def draw_te(d: Draw) -> dict:
         args["cu_seqlens"], count = T((len(bounds),), d.pick(*IDS), tuple(bounds)), len(bounds) - 1
     if d.pick(False, True):
         args["start_positions"] = d.ids((count,), 3)
-    args["freqs"] = d.tensor((s * cp + 3, 1, 1, 2 * half), dtype if dtype != "bfloat16" else "float32", grad=False)
+    args["freqs"] = d.tensor((s * cp + 3, 1, 1, 2 * half), dtype if dtype != "bfloat16" else "float32", grad=False, sized=False)
     args |= {"interleaved": d.pick(False, True), "fused": d.pick(True, False), "cp_size": cp, "cp_rank": d.integer(0, cp - 1)}
     return {**args, "version": d.version()}
 
@@ -317,19 +317,14 @@ def draw_gelu(d: Draw) -> dict:
     approximate, dtype, shape = d.pick("none", "tanh"), d.dtype(), d.shape(1, 3)
     shape = (*shape[:-1], d.pick(*d.sizes, *([] if d.kind == "transforms" else [16, 24, 40])))
     bias = d.tensor(shape[-1:], d.pick(dtype, dtype if d.kind == "transforms" else "float32"), "zeros") if d.pick(True, False) else None
-    return {"x": d.tensor(shape, dtype, *wild(d, approximate)), "bias": bias, "approximate": approximate, "version": d.version()}
+    return {"x": d.tensor(shape, dtype, "special", "wild"), "bias": bias, "approximate": approximate, "version": d.version()}
 
 
 def draw_swiglu(d: Draw) -> dict:
     """Without an infinite `up`, for which the rule's derivative is the difference of two infinities."""
     approximate, dtype, shape = "none" if d.op == "swiglu" else d.pick("none", "tanh"), d.dtype(), d.shape(0, 3)
-    pair = {"gate": d.tensor(shape, dtype, *wild(d, approximate)), "up": d.tensor(shape, dtype, "zeros", "wild")}
+    pair = {"gate": d.tensor(shape, dtype, "special", "wild"), "up": d.tensor(shape, dtype, "zeros", "wild")}
     return {**pair, **({} if d.op == "swiglu" else {"approximate": approximate}), "version": d.version()}
-
-
-def wild(d: Draw, approximate: str) -> tuple[str, ...]:
-    """Kinds of values. torch's gradient of the approximation is NaN where the square of x overflows."""
-    return ("zeros",) if d.place == "reference" and approximate == "tanh" else ("special", "wild")
 
 
 def draw_embedding(d: Draw) -> dict:

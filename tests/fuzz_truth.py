@@ -219,11 +219,11 @@ def linear_cross_entropy_scales(dtype, douts, x, weight, targets, **rest):
     return [out, (dlogits @ weight.abs()).view(x.shape), dlogits.mT @ x.abs().reshape(len(dlogits), x.shape[-1])]
 
 
-def adamw(params, grads, exp_avgs, exp_avg_sqs, step=1, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=1e-2):
-    """The bias corrections are numbers of float64, as torch's AdamW has them."""
+def adamw(params, grads, exp_avgs, exp_avg_sqs, step=1, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=1e-2, lerp=None):
+    """The bias corrections are numbers of float64, as torch's AdamW has them. `lerp`: torch's, m + (g - m) (1 - beta), may overflow."""
     (one, two), steps = betas, []
     for p, g, m, v in zip(params, grads, exp_avgs, exp_avg_sqs, strict=True):
-        m, v = m * one + g * (1 - one), v * two + g * g * (1 - two)
+        m, v = lerp(m, g.to(m.dtype), 1 - one) if lerp else m * one + g * (1 - one), v * two + g * g * (1 - two)
         p = p * (1 - lr * weight_decay) - lr / (1 - one**step) * (m / ((v / (1 - two**step)).sqrt() + eps))
         steps.append((p, m, v))
     return tuple(itertools.chain(*zip(*steps, strict=True)))

@@ -94,8 +94,8 @@ def _dense_order(x: Tensor, up: Tensor | None, bias: Tensor | None) -> tuple[int
 
 def _on_cpu(function: str, x: Tensor, up: Tensor | None, bias: Tensor | None) -> Tensor:
     """Torch's operations, rounded once, as by the kernels."""
-    if up is not None and function != "silu":  # torch's gelu overflows from 1.7e38 on, and the tangents of numbers would be float64
-        return _in_torch(x[None], up[None], None, function)[0]
+    if function == "tanh" or (up is not None and function != "silu"):  # torch's gradients overflow from 1.8e19 on, and gelu from 1.7e38
+        return _in_torch(x[None], None if up is None else up[None], bias, function)[0]  # [None]: tangents of numbers would be float64
     return _reference(function, up is not None, x.to(wide(x.dtype)), bias if up is None else up).to(x.dtype)
 
 
