@@ -156,7 +156,7 @@ def _in_torch(x: Tensor, up: Tensor | None, bias: Tensor | None, function: str, 
         gate = 0.5 * (1 + torch.erf(v * math.sqrt(0.5)))
     else:  # gate = sigmoid(a v + b v^3)
         a, b = (1.0, 0.0) if function == "silu" else (2 * math.sqrt(2 / math.pi), 2 * math.sqrt(2 / math.pi) * 0.044715)
-        gate = torch.sigmoid(v * (a + b * v.square().clamp(max=1600)))  # beyond, the gate is 0 or 1
+        gate = torch.sigmoid(v * (a + b * v.clamp(-40, 40).square()))  # beyond, the gate is 0 or 1
     y = v * gate
     return (y if up is None else y * up).to(x.dtype)
 
