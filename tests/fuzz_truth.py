@@ -341,7 +341,12 @@ def magnitudes(case: Case, rule: Any, args: dict, tensors: list, grads: list) ->
         return [*found[: len(grads)], *itertools.compress(found[len(grads) :], wanted)]
     if case.op == "adamw":
         absolute = fill(args, [x.abs() for x in tensors])
-        return [y.abs() for y in rule(**absolute | {k: [-x for x in absolute[k]] for k in ("grads", "exp_avgs")})]
+        scales = [y.abs() for y in rule(**absolute | {k: [-x for x in absolute[k]] for k in ("grads", "exp_avgs")})]
+        count, most = len(scales) // 3, torch.finfo(dtype if dtype == torch.float64 else torch.float32).max
+        return [
+            *(p.masked_fill(v >= most, math.inf) for p, v in zip(scales, scales[2 * count :], strict=False)),
+            *scales[count:],
+        ]  # v is infinite
     if "norm" in case.op:
         outs, every = norm_scales(case.op, fill(args, tensors), grads)
         return [*outs, *itertools.compress(every, [t.grad for t in specs(args)])]

@@ -152,11 +152,12 @@ def _gradient(needed: Sequence[bool], inputs: Sequence[Any], _: Any, dout: Tenso
 def _in_torch(x: Tensor, up: Tensor | None, bias: Tensor | None, function: str, *_: Any) -> Tensor:
     """The op for derivatives: computed in float32, or in float64 for float64, and finite where torch's derivative of gelu overflows."""
     v = x.to(wide(x.dtype)) if bias is None else x.to(wide(x.dtype)) + bias
+    c = v.clamp(-800, 800)  # beyond, the gate is 0 or 1, and its derivative, which is 0, may be multiplied by infinity
     if function == "none":
-        gate = 0.5 * (1 + torch.erf(v * math.sqrt(0.5)))
+        gate = 0.5 * (1 + torch.erf(c * math.sqrt(0.5)))
     else:  # gate = sigmoid(a v + b v^3)
         a, b = (1.0, 0.0) if function == "silu" else (2 * math.sqrt(2 / math.pi), 2 * math.sqrt(2 / math.pi) * 0.044715)
-        gate = torch.sigmoid(v * (a + b * v.clamp(-40, 40).square()))  # beyond, the gate is 0 or 1
+        gate = torch.sigmoid(c * (a + b * c.square()))
     y = v * gate
     return (y if up is None else y * up).to(x.dtype)
 
