@@ -1,7 +1,7 @@
 """What is right: the formula of each op, a rule, and the scales of the errors that its results may have.
 
-A rule takes tensors of one dtype: float64 for the truth, or LongDouble where that of float64 is tested. Nothing here imports cukern or calls
-torch's softmaxes, losses and norms, which cukern's CPU path calls too: a fault of theirs would be in both. Rules use exp, log, sums and
+A rule takes tensors of one dtype: float64 for the truth, or LongDouble where that of float64 is tested. Nothing here imports cukern or
+calls torch's softmaxes, losses and norms, which cukern's CPU path calls too: a fault of theirs would be in both. Rules use exp, log, sums and
 products, and autograd differentiates these.
 """
 
@@ -112,15 +112,15 @@ def attention_varlen(q, k, v, cu_seqlens, cu_seqlens_k=None, **options):
     return (out.transpose(0, 1), *lse)
 
 
-def attention_scales(dtype, douts, q, k, v, scale, sink, return_lse, **rest):
-    """The sums of the absolute values of all terms. Each exponent's rounding is part of its row. A softcap's slope is at most 1. A weight
+def attention_scales(dtype, douts, q, k, v, scale, sink, return_lse, wide=1.0, **rest):
+    """The sums of the absolute values of all terms. Each exponent's rounding, `wide` of one of q's dtype, is part of its row. A softcap's slope is at most 1. A weight
     and its gradient may be subnormal numbers of 16 bits: `least` times 4 roundings is the smallest of these."""
     least = torch.finfo(dtype).tiny / 4 if dtype.itemsize == 2 else 0.0
     kv_heads, (p, _, k, v) = k.shape[-3:-2], attention_weights(q, k, v, scale, sink=sink, **rest)
     scale = max(q.shape[-1], 1) ** -0.5 if scale is None else float(scale)
     q, k, v, g, *dlse = (t.abs() for t in (q, k, v, *douts))
     lse = 1 + (q @ k.mT * scale).sum(-1, keepdim=True) + (abs(torch.as_tensor(0.0 if sink is None else sink))[..., None, None])
-    p = p * lse + least
+    p = p * (1 + wide * (lse - 1)) + least
     p, column = p[..., :-1], p[..., -1:]
     dp = g @ v.mT
     total = (p * dp).sum(-1, keepdim=True) + (dlse[0][..., None] if dlse else 0)
@@ -337,7 +337,8 @@ def magnitudes(case: Case, rule: Any, args: dict, tensors: list, grads: list) ->
     """What the error of each result is relative to: the sum of the absolute values of its terms."""
     dtype, wanted = getattr(torch, specs(args)[0].dtype), [t.grad for t in specs(args) if "float" in t.dtype]
     if case.op in SCALES:
-        found = SCALES[case.op](dtype, grads, **fill(args, tensors))
+        scores = {"wide": 2.0**-13} if "attention" in case.op and case.place == "reference" and dtype.itemsize == 2 else {}  # in float32
+        found = SCALES[case.op](dtype, grads, **fill(args, tensors), **scores)
         return [*found[: len(grads)], *itertools.compress(found[len(grads) :], wanted)]
     if case.op == "adamw":
         absolute = fill(args, [x.abs() for x in tensors])
