@@ -18,8 +18,8 @@ FLOATS, IDS = ("float32", "float16", "bfloat16", "float64"), ("int32", "int64")
 @dataclasses.dataclass(frozen=True)
 class T:
     """A tensor of a case. `order`: its dimensions from the outermost in memory; `steps`: of each dimension, 2 to leave out every other
-    element, 0 to expand one; `offset`: elements of its memory before it. `values`: a kind of random numbers, or the numbers; `size`: a factor
-    of random ones, which stay finite."""
+    element, 0 to expand one; `offset`: elements of its memory before it. `values`: a kind of random numbers, or the numbers; `size`: a
+    factor of random ones, which stay finite."""
 
     shape: tuple[int, ...]
     dtype: str

@@ -1,8 +1,8 @@
 """What is right: the formula of each op, a rule, and the scales of the errors that its results may have.
 
 A rule takes tensors of one dtype: float64 for the truth, or LongDouble where that of float64 is tested. Nothing here imports cukern or
-calls torch's softmaxes, losses and norms, which cukern's CPU path calls too: a fault of theirs would be in both. Rules use exp, log, sums and
-products, and autograd differentiates these.
+calls torch's softmaxes, losses and norms, which cukern's CPU path calls too: a fault of theirs would be in both. Rules use exp, log, sums
+and products, and autograd differentiates these.
 """
 
 import functools
@@ -113,8 +113,8 @@ def attention_varlen(q, k, v, cu_seqlens, cu_seqlens_k=None, **options):
 
 
 def attention_scales(dtype, douts, q, k, v, scale, sink, return_lse, wide=1.0, **rest):
-    """The sums of the absolute values of all terms. Each exponent's rounding, `wide` of one of q's dtype, is part of its row. A softcap's slope is at most 1. A weight
-    and its gradient may be subnormal numbers of 16 bits: `least` times 4 roundings is the smallest of these."""
+    """The sums of the absolute values of all terms. Each exponent's rounding, `wide` of one of q's dtype, is part of its row. A softcap's
+    slope is at most 1. A weight and its gradient may be subnormal numbers of 16 bits: `least` times 4 roundings is the smallest of these."""
     least = torch.finfo(dtype).tiny / 4 if dtype.itemsize == 2 else 0.0
     kv_heads, (p, _, k, v) = k.shape[-3:-2], attention_weights(q, k, v, scale, sink=sink, **rest)
     scale = max(q.shape[-1], 1) ** -0.5 if scale is None else float(scale)
