@@ -114,7 +114,7 @@ def attention_varlen(q, k, v, cu_seqlens, cu_seqlens_k=None, **options):
 
 def attention_scales(dtype, douts, q, k, v, scale, sink, return_lse, wide=1.0, **rest):
     """The sums of the absolute values of all terms. Each exponent's rounding, `wide` of one of q's dtype, is part of its row. A softcap's
-    slope is at most 1. A weight and its gradient may be subnormal numbers of 16 bits: `least` times 4 roundings is the smallest of these."""
+    slope is at most 1. A weight and its gradient may be subnormal numbers of 16 bits: `least` times 4 roundings is the smallest of them."""
     least = torch.finfo(dtype).tiny / 4 if dtype.itemsize == 2 else 0.0
     kv_heads, (p, _, k, v) = k.shape[-3:-2], attention_weights(q, k, v, scale, sink=sink, **rest)
     scale = max(q.shape[-1], 1) ** -0.5 if scale is None else float(scale)

@@ -64,11 +64,12 @@ MAGNITUDES = [  # of the CPU path, where results or gradients were wrong, infini
 ]
 
 
+TABLES = {"cos": T((1, 1), "float32"), "sin": T((1, 1), "float32")}
 FOUND = [  # a view with a size of -1 under vmap over an empty batch; sums of equal numbers, one by one; rounding of torch's float64;
     # a moment that is the gradient, of its difference from the old one; the tangent of lse = -inf;
     # torch's second derivative of an embedding of no tokens; torch's gelu of the least normal bfloat16; logsumexp of logits of 1e13;
     # no gradient of torch's for a factor without samples; torch's gelu of the largest float32;
-    # an int that torch's ops do not take; 64 equal numbers in float32; strides of dimensions of size 1
+    # an int that torch's ops do not take; 64 equal numbers in float32; strides of dimensions of size 1, and of an empty array in NumPy
     Case("attention", "", "transforms", {"q": EMPTY, "k": EMPTY, "v": T((1, 1), "float64"), "scale": 1.0, "version": "v1"}, ("jacfwd", 0)),
     Case("attention", "", "transforms", {**NO_KEYS, "causal": False, "return_lse": True, "version": None}, ("jvp", 0)),
     Case("embedding", "", "transforms", {**NO_TOKENS, "positions": None, "version": None}, ("twice", 0)),
@@ -89,6 +90,7 @@ FOUND = [  # a view with a size of -1 under vmap over an empty batch; sums of eq
     Case("softmax", "", "valid", {**COLUMN, "version": None}, (0, 1)),
     Case("geglu", "", "valid", {**GATED, "approximate": "none", "version": None}, (0, 1)),
     Case("matmul", "reference", "valid", {**EXPANDED, "version": None}, (0, 0)),
+    Case("rope_", "", "nonsense", {"x": T((1, 1, 0, 2), "float32"), "layout": "bshd", **TABLES, "version": None}, ("x", None, "v.numpy()")),
     Case("adamw", "", "valid", {**STEP_1000, "step": 1000, "lr": 0.5, "version": None}, (0, 1)),
     Case("adamw", "", "valid", {**SQUARES, "betas": (0.0, 0.5), "version": "v1"}, (0, 1)),
     Case("adamw", "", "valid", {**SQUARES, "betas": (0.0, 0.5), "version": "v2"}, (0, 1)),
