@@ -94,8 +94,8 @@ def _dense_order(x: Tensor, up: Tensor | None, bias: Tensor | None) -> tuple[int
 
 def _on_cpu(function: str, x: Tensor, up: Tensor | None, bias: Tensor | None) -> Tensor:
     """Torch's operations, rounded once, as by the kernels."""
-    if function == "tanh" or (up is not None and function != "silu"):  # torch's gradients overflow from 1.8e19 on, and gelu from 1.7e38
-        return _in_torch(x[None], None if up is None else up[None], bias, function)[0]  # [None]: tangents of numbers would be float64
+    if up is not None and function != "silu":  # torch's gelu overflows from 1.7e38 on, and the tangents of numbers would be float64
+        return _in_torch(x[None], up[None], None, function)[0]
     return _reference(function, up is not None, x.to(wide(x.dtype)), bias if up is None else up).to(x.dtype)
 
 
@@ -103,7 +103,10 @@ def _reference(function: str, gated: bool, x: Tensor, other: Tensor | None = Non
     """`other` is `up` if `gated`, else the bias."""
     with autocast.off(x):
         v = x if gated or other is None else x + other
-        y = (torch.nn.functional.silu(v) if function == "silu" else torch.nn.functional.gelu(v, approximate=function)).to(x.dtype)
+        if function == "tanh":  # torch's derivative is NaN from 1.8e19 on, where the square overflows
+            y = torch.where(v.abs() > 100, v * (v > 0), torch.nn.functional.gelu(v.clamp(-100, 100), approximate=function)).to(x.dtype)
+        else:
+            y = (torch.nn.functional.silu(v) if function == "silu" else torch.nn.functional.gelu(v)).to(x.dtype)
         return y * other if gated and other is not None else y
 
 

@@ -56,6 +56,10 @@ MAGNITUDES = [  # of the CPU path, where results or gradients were wrong, infini
     Case("rmsnorm", "reference", "valid", {"x": T((1, 8), "bfloat16", grad=True, size=1e18), "eps": 1e-5, **NORM}, (0, 1)),
     Case("rmsnorm", "reference", "valid", {"x": T((1, 3), "bfloat16", grad=True, size=1e-15), "eps": 0.0, **NORM}, (0, 1)),
     Case("layernorm", "reference", "valid", {"x": T((1, 8), "bfloat16", grad=True, size=1e18), "bias": None, "eps": 1e-5, **NORM}, (0, 1)),
+    Case(
+        "layernorm", "reference", "valid", {"x": T((2,), "float64", grad=True, size=1e66), "bias": None, "eps": 1e-5, **NORM}, (0, 2, 1e242)
+    ),
+    Case("rmsnorm", "reference", "valid", {"x": T((3,), "float64", grad=True, size=1e104), "eps": 1e-5, **NORM}, (0, 1)),
     Case("gelu", "reference", "valid", {"x": T((1,), "float32", grad=True, size=1e20), **TANH}, (0, 1)),
     Case("gelu", "reference", "valid", {"x": SPECIALS, **TANH}, (0, 2)),
     Case("geglu", "reference", "valid", {**PAIR, "approximate": "none", "version": None}, (0, 1)),
