@@ -56,7 +56,9 @@ def hidden_of(x, window):
 
 
 def with_sink(z, sink):
-    sink = torch.as_tensor(-math.inf if sink is None else sink if isinstance(sink, torch.Tensor) else float(sink)).to(z.dtype)
+    if not isinstance(sink, torch.Tensor):
+        sink = torch.tensor(-math.inf if sink is None else float(sink), dtype=torch.float64)
+    sink = sink.to(z.dtype)
     return torch.cat((z, sink[(..., *(None,) * min(2, z.ndim))].expand(*z.shape[:-1], 1)), -1)
 
 
@@ -276,7 +278,10 @@ def norm_scales(name, args, douts):
     """The sums of the absolute values of the terms, times how much s, rounded to 16 bits, changes 1 / sqrt(variance)."""
     s = args["x"] if args["residual"] is None else args["x"] + args["residual"]
     w, b = (t.abs() if t is not None else float(t is args["weight"]) for t in (args["weight"], args.get("bias")))
-    r = ((s - (s.mean(-1, keepdim=True) if name == "layernorm" else 0)).square().mean(-1, keepdim=True) + args["eps"]).rsqrt()
+    size = s.abs().amax(-1, keepdim=True).clamp(min=1.0) if s.shape[-1] else 1.0  # s / size has a square
+    t = s / size
+    t = t - t.mean(-1, keepdim=True) if name == "layernorm" else t
+    r = (t.square().mean(-1, keepdim=True) + (args["eps"] ** 0.5 / size) ** 2).rsqrt() / size
     n = r * (s.abs() + s.abs().mean(-1, keepdim=True))
     g, condition = douts[0].abs(), 1 + n.amax(-1, keepdim=True) if s.shape[-1] else 1
     h, rows = condition * g * w, tuple(range(s.ndim - 1))
