@@ -80,8 +80,11 @@ def _on_cpu(x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Ten
 def _normalized(s: Tensor, eps: float, rms: bool) -> tuple[Any, Any]:
     """n and r."""
     s = s if rms else s - s.mean(-1, keepdim=True)
-    r = (s.square().mean(-1, keepdim=True) + eps).rsqrt()
-    return s * r, r
+    size = s.detach().abs().mean(-1, keepdim=True)  # n does not depend on it; derivatives have the cube of r, which may leave the range
+    size = torch.where(size < math.inf, size.clamp(min=max(eps**0.5, torch.finfo(s.dtype).tiny)), 1.0).to(s.dtype)
+    n = s / size
+    root = (n.square().mean(-1, keepdim=True) + (eps**0.5 / size).square()).sqrt()
+    return n / root, 1 / (root * size)
 
 
 def _public(op: str, x: Any, weight: Any, bias: Any, eps: Any, residual: Any, version: str | None) -> Any:
