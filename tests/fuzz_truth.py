@@ -274,8 +274,9 @@ def layernorm(x, weight, bias=None, eps=1e-5, residual=None):
     return y if residual is None else (y, s)
 
 
-def norm_scales(name, args, douts):
-    """The sums of the absolute values of the terms, times how much s, rounded to 16 bits, changes 1 / sqrt(variance)."""
+def norm_scales(name, args, douts, most=math.inf):
+    """The sums of the absolute values of the terms, times how much s, rounded to 16 bits, changes 1 / sqrt(variance). `most`: the sum of
+    squares of a row that overflows."""
     s = args["x"] if args["residual"] is None else args["x"] + args["residual"]
     w, b = (t.abs() if t is not None else float(t is args["weight"]) for t in (args["weight"], args.get("bias")))
     size = s.abs().amax(-1, keepdim=True).clamp(min=1.0) if s.shape[-1] else 1.0  # s / size has a square
@@ -283,6 +284,7 @@ def norm_scales(name, args, douts):
     t = t - t.mean(-1, keepdim=True) if name == "layernorm" else t
     r = (t.square().mean(-1, keepdim=True) + (args["eps"] ** 0.5 / size) ** 2).rsqrt() / size
     n = r * (s.abs() + s.abs().mean(-1, keepdim=True))
+    n = n.masked_fill(s.square().sum(-1, keepdim=True) >= most, math.inf)
     g, condition = douts[0].abs(), 1 + n.amax(-1, keepdim=True) if s.shape[-1] else 1
     h, rows = condition * g * w, tuple(range(s.ndim - 1))
     dx = r * (h + h.mean(-1, keepdim=True) + n * (n * h).mean(-1, keepdim=True)) + (douts[1].abs() if len(douts) > 1 else 0)
@@ -354,7 +356,8 @@ def magnitudes(case: Case, rule: Any, args: dict, tensors: list, grads: list) ->
             *scales[count:],
         ]  # v is infinite
     if "norm" in case.op:
-        outs, every = norm_scales(case.op, fill(args, tensors), grads)
+        most = math.inf if case.place == "reference" else torch.finfo(torch.float32).max  # kernels compute in float32, as torch's do
+        outs, every = norm_scales(case.op, fill(args, tensors), grads, most if dtype.itemsize == 2 else math.inf)
         return [*outs, *itertools.compress(every, [t.grad for t in specs(args)])]
     absolute = {k: abs(v) if k == "scale" and v else v for k, v in args.items()}
     tensors, grads = ([x.abs() if x.is_floating_point() or x.is_complex() else x for x in xs] for xs in (tensors, grads))

@@ -45,6 +45,7 @@ COLUMN = {"x": T((1025, 1), "float64", seed=1, grad=True), "dim": 0, "scale": 0.
 QKV = {name: T((33, 64), "bfloat16", seed=i, size=8.0 if name != "v" else 1.0) for i, name in enumerate("qkv")}
 ATTENTION = {"scale": None, "causal": True, "softcap": None, "window": None, "sink": None, "return_lse": False, "version": None}
 SINK = {name: T((1, 1), "float32", grad=True, size=1e30 if name == "v" else 1.0) for name in "qkv"} | ATTENTION | {"sink": 95.0}
+SUMMANDS = [T((2, 3), "bfloat16", grad=True, size=size) for size in (1.0, 1e19)]
 NORM = {"weight": None, "residual": None, "version": None}
 SPECIALS = T((17,), "bfloat16", values="special", grad=True)
 TANH = {"bias": None, "approximate": "tanh", "version": None}
@@ -74,8 +75,8 @@ FOUND = [  # a view with a size of -1 under vmap over an empty batch; sums of eq
     # a moment that is the gradient, of its difference from the old one; the tangent of lse = -inf;
     # torch's second derivative of an embedding of no tokens; torch's gelu of the least normal bfloat16; logsumexp of logits of 1e13;
     # no gradient of torch's for a factor without samples; torch's gelu of the largest float32;
-    # a sink of which the sigmoid is 0; an int that torch's ops do not take; 64 equal numbers in float32; strides of dimensions of size 1,
-    # and of an empty array in NumPy
+    # a sink of which the sigmoid is 0; squares that overflow in float32, and some that do not; an int that torch's ops do not take;
+    # 64 equal numbers in float32; strides of dimensions of size 1, and of an empty array in NumPy
     Case("attention", "", "transforms", {"q": EMPTY, "k": EMPTY, "v": T((1, 1), "float64"), "scale": 1.0, "version": "v1"}, ("jacfwd", 0)),
     Case("attention", "", "transforms", {**NO_KEYS, "causal": False, "return_lse": True, "version": None}, ("jvp", 0)),
     Case("embedding", "", "transforms", {**NO_TOKENS, "positions": None, "version": None}, ("twice", 0)),
@@ -88,6 +89,9 @@ FOUND = [  # a view with a size of -1 under vmap over an empty batch; sums of eq
         "kron_linear", "reference", "transforms", {"x": T((0, 6), "float64", grad=True), "factors": NO_SAMPLES, **KRON}, ("checkpoint", 0)
     ),
     Case("attention", "", "valid", SINK, (0, 1)),
+    Case("rmsnorm", "", "valid", {"x": SUMMANDS[0], "eps": 1e-5, **NORM, "residual": SUMMANDS[1]}, (0, 1)),
+    Case("layernorm", "", "valid", {"x": SUMMANDS[0], "bias": None, "eps": 1e-5, **NORM, "residual": SUMMANDS[1]}, (0, 1)),
+    Case("rmsnorm", "", "valid", {"x": T((2, 3), "bfloat16", grad=True, size=1e18), "eps": 1e-5, **NORM}, (0, 1)),
     Case("linear_cross_entropy", "", "nonsense", {**ONE, **SUM, "chunk_rows": None}, ("chunk_rows", None, "10**400")),
     Case("layernorm", "sim", "valid", {**EQUAL, "eps": 1e-05, "residual": None, "version": None}, (1, 0)),
     Case("adamw", "", "nonsense", {**OF_SIZE_1, "step": 1, "betas": (0.9, 0.999), "version": None}, ("params", 0, "v.numpy()")),

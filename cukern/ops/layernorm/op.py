@@ -36,6 +36,7 @@ def layernorm(x: Any, weight: Any, bias: Any = None, *, eps: float = 1e-5, resid
 
     Returns y, a new contiguous tensor of x's shape and dtype; with `residual` the tuple (y, s). Gradients flow through both. Gradients of
     weight and bias are added in a fixed order: runs on one GPU give equal bits. The backward needs s and two float32 numbers per row.
+    Kernels add squares in float32, unless x is float64: as in torch's, rows whose sum of squares exceeds 3.4e38 become 0, or NaN.
 
     Raises TypeError for another dtype or type of an argument; ValueError for a shape, device, eps or version that does not fit.
     Source: Ba, Kiros and Hinton, arXiv 1607.06450.
