@@ -13,6 +13,7 @@ import collections
 import contextlib
 import dataclasses
 import faulthandler
+import functools
 import itertools
 import math
 import os
@@ -78,9 +79,9 @@ FUZZED = {  # name: what draws its arguments, what is right, and how many roundi
     "apply_rotary_pos_emb": (draws.draw_te, truth.te, 2),
     "matmul": (draws.draw_matmul, lambda a, b: a @ b, 6),
     "linear": (draws.draw_linear, truth.linear, 6),
-    "gelu": (draws.draw_gelu, lambda x, bias=None, approximate="none": truth.gated(x, 1.0, bias, approximate), 16),  # torch's, with tanh
+    "gelu": (draws.draw_gelu, truth.gelu, 16),  # torch's, with tanh
     "swiglu": (draws.draw_swiglu, truth.gated, 4),
-    "geglu": (draws.draw_swiglu, lambda gate, up, approximate="none": truth.gated(gate, up, None, approximate), 16),
+    "geglu": (draws.draw_swiglu, truth.geglu, 16),
     "layernorm": (draws.draw_norm, truth.layernorm, 6),
     "rmsnorm": (draws.draw_norm, truth.rmsnorm, 6),
     "kron_linear": (draws.draw_kron, truth.kron_linear, 6),
@@ -94,6 +95,9 @@ PEERS = {  # torch's own ops, which may add in other orders than the rules
     "log_softmax": lambda x, dim=-1, scale=1.0: (x * float(scale)).log_softmax(dim),
     "linear": lambda x, weight, bias=None: torch.nn.functional.linear(x[None], weight, bias)[0],
     "adamw": lambda *lists, **numbers: truth.adamw(*lists, **numbers, lerp=torch.lerp),
+    **{
+        name: functools.partial(rule, limit=False) for name, rule in (("gelu", truth.gelu), ("geglu", truth.geglu), ("swiglu", truth.gated))
+    },
 }
 
 
@@ -162,7 +166,6 @@ def run_valid(case: Case) -> None:
         eps = max(torch.finfo(t).eps for t in (dtype, tensors[0].dtype))
         if case.place == "reference" and case.op in PRODUCTS:  # a processor's library may flush subnormal numbers to 0
             o = torch.where((o == 0) & (s < torch.finfo(dtype).tiny).to(o.device), long_double.rounded(e, dtype).to(o.device), o)
-        s = s.nan_to_num(nan=math.inf)
         s = s.masked_fill(64 * s >= torch.finfo(dtype).max, math.inf)  # a result in between may overflow
         if case.op in PRODUCTS and overflows(case, [*tensors, *grads]):
             o = torch.where(o.isfinite(), o, long_double.rounded(e, dtype).to(o.device))
@@ -181,13 +184,18 @@ def sizes(tensors: list) -> list:
 
 
 def smallest_error(case: Case, tensors: list) -> float:
-    """The error of a subnormal result in between, times the largest number that may multiply it, with a margin for sums."""
-    info = computed(case, tensors[0])
-    return 64 * info.tiny * info.eps * max(1.0, *sizes(tensors), 1.0)
+    """The error of a subnormal result in between, times the largest number that may multiply it, with a margin for sums. Of a float32
+    number, 3xTF32 has a small part in TF32, whose subnormal numbers have 10 bits."""
+    info, version = computed(case, tensors[0]), case.args["version"]
+    splits = version in ("v6", "v7") if case.op in ("matmul", "linear") else case.op.startswith("attention") and version not in ("v1", "v2")
+    splits &= case.place != "reference" and tensors[0].dtype == torch.float32
+    return 64 * info.tiny * (2.0**-10 if splits else info.eps) * max(1.0, *sizes(tensors), 1.0)
 
 
 def overflows(case: Case, tensors: list) -> bool:
     """Whether a product of some of the tensors may overflow, in an order of the factors that differs from the rule's."""
+    if case.op == "attention_packed":
+        tensors = [*tensors[0].unbind(2), *tensors[1:]]
     return sum(max(0.0, math.log2(n)) for n in sizes(tensors) if n) + 6 >= math.log2(computed(case, tensors[0]).max)
 
 
@@ -202,7 +210,8 @@ def compare(
     fine |= error <= least
     for other in (peer, rounded):
         fine |= (ours == other) | (ours.isnan() & other.isnan())
-    fine |= scale * (1 + 2 * rounding) >= info.max  # a term overflows
+    possible = (exact.abs() <= 1.7e308) | ~ours.isfinite()  # of an infinity or NaN there is no finite result
+    fine |= possible & (scale * (1 + 2 * rounding) >= info.max)  # a term overflows
     if not fine.all():
         i = tuple((~fine).nonzero()[0].tolist())
         numbers = f"{ours[i].item()!r}, torch has {peer[i].item()!r}, exact is {rounded[i].item()!r}, scale {scale[i].item():.3g}"

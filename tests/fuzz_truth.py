@@ -307,14 +307,22 @@ def lokr_linear(x, w1, w2, **rest):
     return kron_linear(x, (w1.mT, (w2[0] @ w2[1] if isinstance(w2, tuple) else w2).mT), **rest)
 
 
-def gated(gate, up=1.0, bias=None, approximate=None):
-    """silu without `approximate`."""
+def gated(gate, up=1.0, bias=None, approximate=None, limit=True):
+    """silu without `approximate`. `limit`: the derivatives at infinity are 0 and 1, not NaN as of torch."""
     v = gate if bias is None else gate + bias
-    two = v.new_full((), 2.0)
+    two, c = v.new_full((), 2.0), v.clamp(-2e4, 2e4) if limit else v
     if approximate == "none":
-        return v * (torch.erfc(-v / two.sqrt()) / 2) * up
-    square, factor = (v * v).clamp(max=1e4), (two / two.new_ones(()).atan()).sqrt()  # sqrt(8 / pi)
-    return v * torch.sigmoid(v if approximate is None else factor * v * (1 + 0.044715 * square)) * up
+        return v * (torch.erfc(-c / two.sqrt()) / 2) * up
+    square, factor = (c * c).clamp(max=1e4), (two / two.new_ones(()).atan()).sqrt()  # sqrt(8 / pi)
+    return v * torch.sigmoid(c if approximate is None else factor * c * (1 + 0.044715 * square)) * up
+
+
+def gelu(x, bias=None, approximate="none", **options):
+    return gated(x, 1.0, bias, approximate, **options)
+
+
+def geglu(gate, up, approximate="none", **options):
+    return gated(gate, up, None, approximate, **options)
 
 
 def embedding(tokens, weight, positions=None):

@@ -114,7 +114,9 @@ def _reference(function: str, gated: bool, x: Tensor, other: Tensor | None = Non
     with autocast.off(x):
         v = x if gated or other is None else x + other
         if function == "tanh":  # torch's derivative is NaN from 1.8e19 on, where the square overflows
-            y = torch.where(v.abs() > 100, v * (v > 0), torch.nn.functional.gelu(v.clamp(-100, 100), approximate=function)).to(x.dtype)
+            beyond = v.abs() > 100  # a clamped NaN would have the derivative 0
+            y = torch.nn.functional.gelu(v.masked_fill(beyond, 0.0), approximate=function)
+            y = torch.where(beyond, v * (v > 0), y).to(x.dtype)
         else:
             y = (torch.nn.functional.silu(v) if function == "silu" else torch.nn.functional.gelu(v)).to(x.dtype)
         return y * other if gated and other is not None else y
