@@ -159,6 +159,7 @@ def run_valid(case: Case) -> None:
     scales = magnitudes(case, rule, plain, cast(DOUBLE, tensors), cast(DOUBLE, grads))
     wanted = [t for t in specs(args) if t.grad]
     least = smallest_error(case, [*tensors, *grads])
+    finite = all(x.isfinite().all() for x in (*tensors, *grads))
     for i, (o, p, e, s) in enumerate(zip(ours, peer, exact, scales, strict=True)):
         what = f"output {i}" if i < count else f"gradient of {wanted[i - count]}"
         dtype = tensors[0].dtype if i < count else getattr(torch, wanted[i - count].dtype)
@@ -166,6 +167,7 @@ def run_valid(case: Case) -> None:
         eps = max(torch.finfo(t).eps for t in (dtype, tensors[0].dtype))
         if case.place == "reference" and case.op in PRODUCTS:  # a processor's library may flush subnormal numbers to 0
             o = torch.where((o == 0) & (s < torch.finfo(dtype).tiny).to(o.device), long_double.rounded(e, dtype).to(o.device), o)
+        s = s.nan_to_num(nan=math.inf, posinf=math.inf) if finite else s  # the scale's terms overflow
         s = s.masked_fill(64 * s >= torch.finfo(dtype).max, math.inf)  # a result in between may overflow
         if case.op in PRODUCTS and overflows(case, [*tensors, *grads]):
             o = torch.where(o.isfinite(), o, long_double.rounded(e, dtype).to(o.device))

@@ -45,6 +45,7 @@ COLUMN = {"x": T((1025, 1), "float64", seed=1, grad=True), "dim": 0, "scale": 0.
 QKV = {name: T((33, 64), "bfloat16", seed=i, size=8.0 if name != "v" else 1.0) for i, name in enumerate("qkv")}
 ATTENTION = {"scale": None, "causal": True, "softcap": None, "window": None, "sink": None, "return_lse": False, "version": None}
 SINK = {name: T((1, 1), "float32", grad=True, size=1e30 if name == "v" else 1.0) for name in "qkv"} | ATTENTION | {"sink": 95.0}
+HUGE_QKV = T((1, 2, 3, 1, 1), "float64", grad=True, size=1e103)
 SLOPES = {"gate": T((1, 8), "float32", grad=True), "up": T((1, 8), "float32", values="wild", grad=True, size=1e24)}
 SMALL = {"a": T((16, 16), "float32", seed=1, grad=True), "b": T((16, 16), "float32", grad=True, size=1e-36)}
 SUMMANDS = [T((2, 3), "bfloat16", grad=True, size=size) for size in (1.0, 1e19)]
@@ -79,7 +80,8 @@ FOUND = [  # a view with a size of -1 under vmap over an empty batch; sums of eq
     # no gradient of torch's for a factor without samples; torch's gelu of the largest float32;
     # a sink of which the sigmoid is 0; squares that overflow in float32, and some that do not; an int that torch's ops do not take;
     # 64 equal numbers in float32; strides of dimensions of size 1, and of an empty array in NumPy; gelu's slope times the largest float32;
-    # small parts of 3xTF32 that are subnormal; a product of two parts of one tensor that overflows; derivatives of NaN and infinity
+    # small parts of 3xTF32 that are subnormal; a product of two parts of one tensor that overflows, and such an error's scale;
+    # derivatives of NaN and infinity
     Case("attention", "", "transforms", {"q": EMPTY, "k": EMPTY, "v": T((1, 1), "float64"), "scale": 1.0, "version": "v1"}, ("jacfwd", 0)),
     Case("attention", "", "transforms", {**NO_KEYS, "causal": False, "return_lse": True, "version": None}, ("jvp", 0)),
     Case("embedding", "", "transforms", {**NO_TOKENS, "positions": None, "version": None}, ("twice", 0)),
@@ -107,6 +109,7 @@ FOUND = [  # a view with a size of -1 under vmap over an empty batch; sums of eq
     Case("matmul", "sim", "valid", {**SMALL, "version": "v7"}, (0, 1)),
     Case("attention", "sim", "valid", {"q": SMALL["a"], "k": SMALL["a"], "v": SMALL["b"], **ATTENTION}, (0, 1)),
     Case("attention_packed", "reference", "valid", {"qkv": T((1, 1, 3, 1, 1), "bfloat16", grad=True, size=1e20), **ATTENTION}, (0, 1)),
+    Case("attention_packed", "reference", "valid", {"qkv": HUGE_QKV, **ATTENTION, "return_lse": True}, (0, 1)),
     Case("gelu", "", "valid", {"x": T((40,), "float32", values="special", grad=True), **TANH}, (0, 1)),
     Case("swiglu", "", "valid", {**LARGEST, "version": None}, (0, 1)),
     Case("geglu", "", "valid", {**GATED, "approximate": "none", "version": None}, (0, 1)),
