@@ -119,7 +119,7 @@ __global__ void gelu_bwd(T* dx, T* dup, const T* x, const T* up, const B* bias, 
         for (int j = 0; j < N; j++) {
             Value<compute_t<T>> y = f<T, FUNCTION>(v[j]);
             v[j] = y.value * d[j];
-            d[j] *= y.slope * u[j];
+            d[j] = d[j] * u[j] * y.slope;  // the order of torch's derivative: slope * u may overflow
         }
         store<ALIGNED>(dup + at.out, v, at);
     } else {

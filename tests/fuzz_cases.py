@@ -18,7 +18,8 @@ FLOATS, IDS = ("float32", "float16", "bfloat16", "float64"), ("int32", "int64")
 @dataclasses.dataclass(frozen=True)
 class T:
     """A tensor of a case. `order`: its dimensions from the outermost in memory; `steps`: of each dimension, 2 to leave out every other
-    element, 0 to expand one; `offset`: elements of its memory before it. `values`: a kind of random numbers, or the numbers."""
+    element, 0 to expand one; `offset`: elements of its memory before it. `values`: a kind of random numbers, or the numbers; `size`: a
+    factor of random ones, which stay finite."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -28,6 +29,7 @@ class T:
     order: tuple[int, ...] = ()
     steps: tuple[int, ...] = ()
     offset: int = 0
+    size: float = 1.0
 
     def __repr__(self) -> str:
         given = [f"{f.name}={v!r}" for f in dataclasses.fields(self)[2:] if (v := getattr(self, f.name)) != f.default]
@@ -61,6 +63,9 @@ class T:
             most = min(info.max, 1e150)
             for i, v in enumerate((math.inf, -math.inf, math.nan, most, -most, info.tiny, info.tiny * info.eps, -0.0)):
                 x[(u * 40).int() == i] = v
+        if self.size != 1:
+            most = torch.finfo(dtype).max
+            x = x * self.size if dtype.is_complex else torch.where(x.abs() < math.inf, (x * self.size).clamp(-most, most), x)
         return x.to(dtype)
 
 
@@ -70,7 +75,7 @@ class Case:
     place: str
     kind: str
     args: dict[str, Any]
-    how: Any = None  # valid: seed and steps of the gradients; nonsense: argument, index, expression; transforms: name and seed
+    how: Any = None  # valid: seed, steps and size of the gradients; nonsense: argument, index, expression; transforms: name and seed
 
 
 class Draw:
@@ -102,13 +107,21 @@ class Draw:
     def dtype(self, *dtypes: str) -> str:
         return self.pick("float64", "float32") if self.kind == "transforms" else self.pick(*(dtypes or FLOATS))
 
-    def tensor(self, shape: tuple[int, ...], dtype: str, *kinds: str, grad: bool = True, expand: bool = True) -> T:
+    def tensor(self, shape: tuple[int, ...], dtype: str, *kinds: str, grad: bool = True, expand: bool = True, sized: bool = True) -> T:
         rank, values = len(shape), self.pick("normal", *(kinds if self.kind == "valid" else ()))
         t = T(tuple(shape), dtype, values, self.integer(0, 99), grad and self.pick(True, False))
+        if sized and self.kind == "valid" and self.pick(False, False, True):
+            t = dataclasses.replace(t, size=self.size_of(dtype))
         if self.pick(True, True, False):
             return t
         steps = tuple(self.pick(1, 2, *[0] * (expand and self.kind != "transforms")) for _ in shape)
         return dataclasses.replace(t, order=tuple(self.draw(st.permutations(range(rank)))), steps=steps, offset=self.integer(0, 3))
+
+    def size_of(self, dtype: str) -> float:
+        """A power of ten, from 1e-40 to the largest number of the dtype."""
+        most = float(torch.finfo(getattr(torch, dtype)).max) if dtype in FLOATS else 1e10
+        exponent = self.integer(-40, int(math.log10(most)) + 1)
+        return 10.0**exponent if exponent <= math.log10(most) else most
 
     def ids(self, shape: tuple[int, ...], most: int) -> T:
         return T(shape, self.pick(*IDS), tuple(self.integer(0, most) for _ in range(math.prod(shape))))
@@ -172,6 +185,7 @@ def draw_attention(d: Draw) -> dict:
 
 def draw_cross_entropy(d: Draw) -> dict:
     rows, columns = d.shape(0, 2), d.pick(*(n for n in d.sizes if n), *([] if d.kind == "transforms" else [40, 70]))
+    columns += d.op == "cross_entropy" and rows[1:] == (columns,) and columns > 1  # which is refused: it may be torch's layout
     vocab, dtype, ignored = d.pick(None, max(1, columns - 2)), d.dtype(), d.pick(-100, 0)
     if d.op == "cross_entropy":
         args, rest = {"logits": d.tensor((*rows, columns), dtype, "ties", "wild")}, {"inplace_backward": False}
@@ -222,8 +236,8 @@ def draw_rope(d: Draw) -> dict:
         if form == "starts" or d.pick(False, True):
             args["start_positions"] = d.ids((count,), 3)
     table = {"shape": (d.pick(b, 1), s, width) if form == "rows" else (rows, width), "dtype": d.pick("float32", "float64", dtype)}
-    args["cos"] = d.tensor(**table, grad=False)
-    args["sin"] = d.tensor(**table, grad=False) if d.pick(True, True, False) else None
+    args["cos"] = d.tensor(**table, grad=False, sized=False)
+    args["sin"] = d.tensor(**table, grad=False, sized=False) if d.pick(True, True, False) else None
     if d.pick(False, True):
         args["k"] = d.tensor(tuple({**sizes, "h": kh}[c] for c in layout), dtype, "special", "wild", **place)
     if offset + after or d.pick(False, True):
@@ -244,7 +258,7 @@ def draw_te(d: Draw) -> dict:
         args["cu_seqlens"], count = T((len(bounds),), d.pick(*IDS), tuple(bounds)), len(bounds) - 1
     if d.pick(False, True):
         args["start_positions"] = d.ids((count,), 3)
-    args["freqs"] = d.tensor((s * cp + 3, 1, 1, 2 * half), dtype if dtype != "bfloat16" else "float32", grad=False)
+    args["freqs"] = d.tensor((s * cp + 3, 1, 1, 2 * half), dtype if dtype != "bfloat16" else "float32", grad=False, sized=False)
     args |= {"interleaved": d.pick(False, True), "fused": d.pick(True, False), "cp_size": cp, "cp_rank": d.integer(0, cp - 1)}
     return {**args, "version": d.version()}
 
@@ -303,19 +317,14 @@ def draw_gelu(d: Draw) -> dict:
     approximate, dtype, shape = d.pick("none", "tanh"), d.dtype(), d.shape(1, 3)
     shape = (*shape[:-1], d.pick(*d.sizes, *([] if d.kind == "transforms" else [16, 24, 40])))
     bias = d.tensor(shape[-1:], d.pick(dtype, dtype if d.kind == "transforms" else "float32"), "zeros") if d.pick(True, False) else None
-    return {"x": d.tensor(shape, dtype, *wild(d, approximate)), "bias": bias, "approximate": approximate, "version": d.version()}
+    return {"x": d.tensor(shape, dtype, "special", "wild"), "bias": bias, "approximate": approximate, "version": d.version()}
 
 
 def draw_swiglu(d: Draw) -> dict:
     """Without an infinite `up`, for which the rule's derivative is the difference of two infinities."""
     approximate, dtype, shape = "none" if d.op == "swiglu" else d.pick("none", "tanh"), d.dtype(), d.shape(0, 3)
-    pair = {"gate": d.tensor(shape, dtype, *wild(d, approximate)), "up": d.tensor(shape, dtype, "zeros", "wild")}
+    pair = {"gate": d.tensor(shape, dtype, "special", "wild"), "up": d.tensor(shape, dtype, "zeros", "wild")}
     return {**pair, **({} if d.op == "swiglu" else {"approximate": approximate}), "version": d.version()}
-
-
-def wild(d: Draw, approximate: str) -> tuple[str, ...]:
-    """Kinds of values. torch's gradient of the approximation is NaN where the square of x overflows."""
-    return ("zeros",) if d.place == "reference" and approximate == "tanh" else ("special", "wild")
 
 
 def draw_embedding(d: Draw) -> dict:

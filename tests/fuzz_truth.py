@@ -1,6 +1,8 @@
-"""What is right: each op in plain torch, a rule, and the scales of the errors that its results may have.
+"""What is right: the formula of each op, a rule, and the scales of the errors that its results may have.
 
-A rule takes tensors of one dtype: float64 for the truth, or LongDouble where that of float64 is tested.
+A rule takes tensors of one dtype: float64 for the truth, or LongDouble where that of float64 is tested. Nothing here imports cukern or
+calls torch's softmaxes, losses and norms, which cukern's CPU path calls too: a fault of theirs would be in both. Rules use exp, log, sums
+and products, and autograd differentiates these.
 """
 
 import functools
@@ -12,9 +14,39 @@ import torch
 from fuzz_cases import Case, fill, specs
 from rope_oracle import rotate, te_positions
 
-from cukern.bench.calls import outputs
-
 AXES = {"bshd": (0, 1, 2, 3), "bhsd": (0, 2, 1, 3), "sbhd": (1, 0, 2, 3), "thd": (0, 1, 2)}
+
+
+def outputs(y):
+    return y if isinstance(y, tuple) else (y,)
+
+
+def shifted(z, dim=-1):
+    """z minus the largest of its row, and the sum of the exponentials of that. Rows of -inf alone, or with +inf, give NaN."""
+    z = z - z.detach().amax(dim, keepdim=True) if z.numel() else z
+    return z, z.exp().sum(dim, keepdim=True)
+
+
+def softmax(x, dim=-1, scale=1.0):
+    z, total = shifted(x * float(scale), dim)
+    return z.exp() / total
+
+
+def log_softmax(x, dim=-1, scale=1.0):
+    z, total = shifted(x * float(scale), dim)
+    return z - total.log()
+
+
+def logsumexp(z):
+    """Along the last dimension, which stays. -inf for a row of -inf alone."""
+    most = z.detach().amax(-1, keepdim=True)
+    most = most.masked_fill(most.abs() == math.inf, 0.0)
+    return most + (z - most).exp().sum(-1, keepdim=True).log()
+
+
+def linear(x, weight, bias=None):
+    y = (x[None] @ weight.mT)[0]
+    return y if bias is None else y + bias
 
 
 def hidden_of(x, window):
@@ -24,7 +56,9 @@ def hidden_of(x, window):
 
 
 def with_sink(z, sink):
-    sink = torch.as_tensor(-math.inf if sink is None else sink if isinstance(sink, torch.Tensor) else float(sink)).to(z.dtype)
+    if not isinstance(sink, torch.Tensor):
+        sink = torch.tensor(-math.inf if sink is None else float(sink), dtype=torch.float64)
+    sink = sink.to(z.dtype)
     return torch.cat((z, sink[(..., *(None,) * min(2, z.ndim))].expand(*z.shape[:-1], 1)), -1)
 
 
@@ -80,15 +114,15 @@ def attention_varlen(q, k, v, cu_seqlens, cu_seqlens_k=None, **options):
     return (out.transpose(0, 1), *lse)
 
 
-def attention_scales(dtype, douts, q, k, v, scale, sink, return_lse, **rest):
-    """The sums of the absolute values of all terms. Each exponent's rounding is part of its row. A softcap's slope is at most 1. A weight
-    and its gradient may be subnormal numbers of 16 bits: `least` times 4 roundings is the smallest of these."""
+def attention_scales(dtype, douts, q, k, v, scale, sink, return_lse, wide=1.0, **rest):
+    """The sums of the absolute values of all terms. Each exponent's rounding, `wide` of one of q's dtype, is part of its row. A softcap's
+    slope is at most 1. A weight and its gradient may be subnormal numbers of 16 bits: `least` times 4 roundings is the smallest of them."""
     least = torch.finfo(dtype).tiny / 4 if dtype.itemsize == 2 else 0.0
     kv_heads, (p, _, k, v) = k.shape[-3:-2], attention_weights(q, k, v, scale, sink=sink, **rest)
     scale = max(q.shape[-1], 1) ** -0.5 if scale is None else float(scale)
     q, k, v, g, *dlse = (t.abs() for t in (q, k, v, *douts))
     lse = 1 + (q @ k.mT * scale).sum(-1, keepdim=True) + (abs(torch.as_tensor(0.0 if sink is None else sink))[..., None, None])
-    p = p * lse + least
+    p = p * (1 + wide * (lse - 1)) + least
     p, column = p[..., :-1], p[..., -1:]
     dp = g @ v.mT
     total = (p * dp).sum(-1, keepdim=True) + (dlse[0][..., None] if dlse else 0)
@@ -122,8 +156,8 @@ def softmax_scales(dtype, douts, x, scale, sink=None, dim=None, window=None, log
     z, g = (t.movedim(dim, -1) if t.ndim else t[None] for t in (x * scale, douts[0]))
     z = with_sink(z.masked_fill(hidden_of(x, window), -math.inf) if causal else z, sink)
     z, g = z.clamp(-1e300, 1e300), with_sink(g, 0.0).abs()
-    y, most = z.softmax(-1).nan_to_num(0.0), z.abs().masked_fill(z == -1e300, 0.0)
-    loss = z - z.logsumexp(-1, keepdim=True)
+    y, most = softmax(z).nan_to_num(0.0), z.abs().masked_fill(z == -1e300, 0.0)
+    loss = z - logsumexp(z)
     a = 1 + wide * (most + most.amax(-1, keepdim=True)) + (loss.abs().clamp(max=1e4) if log else 0)
     total = (a * y * g).sum(-1, keepdim=True) + a * (y * g).sum(-1, keepdim=True) + tiny * g.sum(-1, keepdim=True)
     total = a * y * g.sum(-1, keepdim=True) + (a * y * g.sum(-1, keepdim=True)).sum(-1, keepdim=True) * y if log else total * y
@@ -152,10 +186,8 @@ def cross_entropy(logits, targets, ignore_index=-100, reduction="mean", label_sm
                   inplace_backward=False):  # fmt: skip
     softcap = None if softcap is None else float(softcap)
     c, share, valid = cross_entropy_terms(logits, targets, ignore_index, label_smoothing, softcap, vocab_size)
-    top = c.detach().amax(-1, keepdim=True)
-    top = top.masked_fill(top.abs() == math.inf, 0.0)  # exp(c - logsumexp), as in the derivative of torch.logsumexp, is less exact
-    lse = top[:, 0] + (c - top).exp().sum(-1).log()
-    rows = -(share * c.log_softmax(-1)).sum(-1) + float(z_loss) * lse.square()
+    lse = logsumexp(c)[:, 0]
+    rows = -(share * log_softmax(c)).sum(-1) + float(z_loss) * lse * lse
     return reduced(rows, valid, reduction, targets.shape)
 
 
@@ -166,7 +198,7 @@ def cross_entropy_scales(
     the magnitude of the errors of the logits."""
     z, wide = abs(z_loss), 2.0**-10 if dtype.itemsize == 2 else 1.0
     c, share, valid = cross_entropy_terms(logits, targets, ignore_index, label_smoothing, softcap, vocab_size)
-    lse = c.logsumexp(-1, keepdim=True)
+    lse = logsumexp(c)
     more = rounding[..., :vocab_size].reshape(c.shape) if isinstance(rounding, torch.Tensor) else torch.zeros_like(c)
     most = more.amax(-1, keepdim=True)
     rows = ((1 + 2 * z * lse.abs()) * most + lse.abs() + z * lse.square())[:, 0] + (share * (c.abs() + more)).sum(-1)
@@ -189,11 +221,11 @@ def linear_cross_entropy_scales(dtype, douts, x, weight, targets, **rest):
     return [out, (dlogits @ weight.abs()).view(x.shape), dlogits.mT @ x.abs().reshape(len(dlogits), x.shape[-1])]
 
 
-def adamw(params, grads, exp_avgs, exp_avg_sqs, step=1, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=1e-2):
-    """The bias corrections are numbers of float64, as torch's AdamW has them."""
+def adamw(params, grads, exp_avgs, exp_avg_sqs, step=1, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=1e-2, lerp=None):
+    """The bias corrections are numbers of float64, as torch's AdamW has them. `lerp`: torch's, m + (g - m) (1 - beta), may overflow."""
     (one, two), steps = betas, []
     for p, g, m, v in zip(params, grads, exp_avgs, exp_avg_sqs, strict=True):
-        m, v = m * one + g * (1 - one), v * two + g * g * (1 - two)
+        m, v = lerp(m, g.to(m.dtype), 1 - one) if lerp else m * one + g * (1 - one), v * two + g * g * (1 - two)
         p = p * (1 - lr * weight_decay) - lr / (1 - one**step) * (m / ((v / (1 - two**step)).sqrt() + eps))
         steps.append((p, m, v))
     return tuple(itertools.chain(*zip(*steps, strict=True)))
@@ -232,7 +264,7 @@ def te(t, freqs, tensor_format="sbhd", start_positions=None, interleaved=False, 
 
 def rmsnorm(x, weight, bias=None, eps=1e-6, residual=None):
     s = x if residual is None else x + residual
-    y = s * (s.square().mean(-1, keepdim=True) + eps).rsqrt() * (1 if weight is None else weight) + (0 if bias is None else bias)
+    y = s / (s.square().mean(-1, keepdim=True) + eps).sqrt() * (1 if weight is None else weight) + (0 if bias is None else bias)
     return y if residual is None else (y, s)
 
 
@@ -242,12 +274,17 @@ def layernorm(x, weight, bias=None, eps=1e-5, residual=None):
     return y if residual is None else (y, s)
 
 
-def norm_scales(name, args, douts):
-    """The sums of the absolute values of the terms, times how much s, rounded to 16 bits, changes 1 / sqrt(variance)."""
+def norm_scales(name, args, douts, most=math.inf):
+    """The sums of the absolute values of the terms, times how much s, rounded to 16 bits, changes 1 / sqrt(variance). `most`: the sum of
+    squares of a row that overflows."""
     s = args["x"] if args["residual"] is None else args["x"] + args["residual"]
     w, b = (t.abs() if t is not None else float(t is args["weight"]) for t in (args["weight"], args.get("bias")))
-    r = ((s - (s.mean(-1, keepdim=True) if name == "layernorm" else 0)).square().mean(-1, keepdim=True) + args["eps"]).rsqrt()
+    size = s.abs().amax(-1, keepdim=True).clamp(min=1.0) if s.shape[-1] else 1.0  # s / size has a square
+    t = s / size
+    t = t - t.mean(-1, keepdim=True) if name == "layernorm" else t
+    r = (t.square().mean(-1, keepdim=True) + (args["eps"] ** 0.5 / size) ** 2).rsqrt() / size
     n = r * (s.abs() + s.abs().mean(-1, keepdim=True))
+    n = n.masked_fill(s.square().sum(-1, keepdim=True) >= most, math.inf)
     g, condition = douts[0].abs(), 1 + n.amax(-1, keepdim=True) if s.shape[-1] else 1
     h, rows = condition * g * w, tuple(range(s.ndim - 1))
     dx = r * (h + h.mean(-1, keepdim=True) + n * (n * h).mean(-1, keepdim=True)) + (douts[1].abs() if len(douts) > 1 else 0)
@@ -270,14 +307,22 @@ def lokr_linear(x, w1, w2, **rest):
     return kron_linear(x, (w1.mT, (w2[0] @ w2[1] if isinstance(w2, tuple) else w2).mT), **rest)
 
 
-def gated(gate, up=1.0, bias=None, approximate=None):
-    """silu without `approximate`."""
+def gated(gate, up=1.0, bias=None, approximate=None, limit=True):
+    """silu without `approximate`. `limit`: the derivatives at infinity are 0 and 1, not NaN as of torch."""
     v = gate if bias is None else gate + bias
-    two = v.new_full((), 2.0)
+    two, c = v.new_full((), 2.0), v.clamp(-2e4, 2e4) if limit else v
     if approximate == "none":
-        return v * (torch.erfc(-v / two.sqrt()) / 2) * up
-    square, factor = (v * v).clamp(max=1e4), (two / two.new_ones(()).atan()).sqrt()  # sqrt(8 / pi)
-    return v * torch.sigmoid(v if approximate is None else factor * v * (1 + 0.044715 * square)) * up
+        return v * (torch.erfc(-c / two.sqrt()) / 2) * up
+    square, factor = (c * c).clamp(max=1e4), (two / two.new_ones(()).atan()).sqrt()  # sqrt(8 / pi)
+    return v * torch.sigmoid(c if approximate is None else factor * c * (1 + 0.044715 * square)) * up
+
+
+def gelu(x, bias=None, approximate="none", **options):
+    return gated(x, 1.0, bias, approximate, **options)
+
+
+def geglu(gate, up, approximate="none", **options):
+    return gated(gate, up, None, approximate, **options)
 
 
 def embedding(tokens, weight, positions=None):
@@ -307,13 +352,20 @@ def magnitudes(case: Case, rule: Any, args: dict, tensors: list, grads: list) ->
     """What the error of each result is relative to: the sum of the absolute values of its terms."""
     dtype, wanted = getattr(torch, specs(args)[0].dtype), [t.grad for t in specs(args) if "float" in t.dtype]
     if case.op in SCALES:
-        found = SCALES[case.op](dtype, grads, **fill(args, tensors))
+        scores = {"wide": 2.0**-13} if "attention" in case.op and case.place == "reference" and dtype.itemsize == 2 else {}  # in float32
+        found = SCALES[case.op](dtype, grads, **fill(args, tensors), **scores)
         return [*found[: len(grads)], *itertools.compress(found[len(grads) :], wanted)]
     if case.op == "adamw":
         absolute = fill(args, [x.abs() for x in tensors])
-        return [y.abs() for y in rule(**absolute | {k: [-x for x in absolute[k]] for k in ("grads", "exp_avgs")})]
+        scales = [y.abs() for y in rule(**absolute | {k: [-x for x in absolute[k]] for k in ("grads", "exp_avgs")})]
+        count, most = len(scales) // 3, torch.finfo(dtype if dtype == torch.float64 else torch.float32).max
+        return [
+            *(p.masked_fill(v >= most, math.inf) for p, v in zip(scales, scales[2 * count :], strict=False)),
+            *scales[count:],
+        ]  # v is infinite
     if "norm" in case.op:
-        outs, every = norm_scales(case.op, fill(args, tensors), grads)
+        most = math.inf if case.place == "reference" else torch.finfo(torch.float32).max  # kernels compute in float32, as torch's do
+        outs, every = norm_scales(case.op, fill(args, tensors), grads, most if dtype.itemsize == 2 else math.inf)
         return [*outs, *itertools.compress(every, [t.grad for t in specs(args)])]
     absolute = {k: abs(v) if k == "scale" and v else v for k, v in args.items()}
     tensors, grads = ([x.abs() if x.is_floating_point() or x.is_complex() else x for x in xs] for xs in (tensors, grads))

@@ -128,7 +128,12 @@ def _reference(function: str, gated: bool, x: Tensor, other: Tensor | None = Non
     """`other` is `up` if `gated`, else the bias."""
     with autocast.off(x):
         v = x if gated or other is None else x + other
-        y = (torch.nn.functional.silu(v) if function == "silu" else torch.nn.functional.gelu(v, approximate=function)).to(x.dtype)
+        if function == "tanh":  # torch's derivative is NaN from 1.8e19 on, where the square overflows
+            beyond = v.abs() > 100  # a clamped NaN would have the derivative 0
+            y = torch.nn.functional.gelu(v.masked_fill(beyond, 0.0), approximate=function)
+            y = torch.where(beyond, v * (v > 0), y).to(x.dtype)
+        else:
+            y = (torch.nn.functional.silu(v) if function == "silu" else torch.nn.functional.gelu(v)).to(x.dtype)
         return y * other if gated and other is not None else y
 
 
@@ -188,11 +193,12 @@ def _gradient(needed: Sequence[bool], inputs: Sequence[Any], _: Any, dout: Tenso
 def _in_torch(x: Tensor, up: Tensor | None, bias: Tensor | None, function: str, *_: Any) -> Tensor:
     """The op for derivatives: computed in float32, or in float64 for float64, and finite where torch's derivative of gelu overflows."""
     v = x.to(wide(x.dtype)) if bias is None else x.to(wide(x.dtype)) + bias
+    c = v.clamp(-800, 800)  # beyond, the gate is 0 or 1, and its derivative, which is 0, may be multiplied by infinity
     if function == "none":
-        gate = 0.5 * (1 + torch.erf(v * math.sqrt(0.5)))
+        gate = 0.5 * (1 + torch.erf(c * math.sqrt(0.5)))
     else:  # gate = sigmoid(a v + b v^3)
         a, b = (1.0, 0.0) if function == "silu" else (2 * math.sqrt(2 / math.pi), 2 * math.sqrt(2 / math.pi) * 0.044715)
-        gate = torch.sigmoid(v * (a + b * v.square().clamp(max=1600)))  # beyond, the gate is 0 or 1
+        gate = torch.sigmoid(c * (a + b * c.square()))
     y = v * gate
     return (y if up is None else y * up).to(x.dtype)
 

@@ -1,7 +1,7 @@
 # ruff: noqa: E501
 """16-bit types in every op of the registry: the CPU path is as accurate as torch's own ops, and no gradient has a common factor.
 
-What is right are the formulas of numerics_truth.py in float64, which call neither cukern nor torch's ops of the same name.
+What is right are the formulas of fuzz_truth.py in float64, which call neither cukern nor torch's ops of the same name.
 """
 
 import itertools
@@ -9,7 +9,7 @@ import math
 import operator
 from functools import partial, reduce
 
-import numerics_truth as truth
+import fuzz_truth as truth
 import pytest
 import torch
 from helpers import DEVICE, PLACE, kernels

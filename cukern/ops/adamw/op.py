@@ -107,7 +107,7 @@ def reference(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, 
     lr, beta1, beta2, eps, weight_decay = numbers or (1e-3, 0.9, 0.999, 1e-8, 1e-2)
     p, g = param.to(exp_avg.dtype), grad.to(exp_avg.dtype)
     m, v = exp_avg.lerp(g, 1 - beta1), (exp_avg_sq * beta2).addcmul(g, g, value=1 - beta2)
-    root = (v / (1 - beta2**step)).sqrt() + eps
+    root = v.sqrt() / (1 - beta2**step) ** 0.5 + eps
     return (p * (1 - lr * weight_decay) - lr / (1 - beta1**step) * (m / root)).to(param.dtype), m, v
 
 

@@ -216,7 +216,8 @@ def _outputs(out: Tensor, lse: Tensor | None, sink: Tensor | None, return_lse: b
     if sink is not None and lse is not None:
         least = torch.finfo(lse.dtype).min  # for -inf: lse - logit is not NaN where no key is visible
         logit = torch.where(sink < math.inf, sink, math.nan).to(lse.dtype).clamp(min=least)[..., None]
-        out = (out * torch.sigmoid(lse - logit)[..., None]).to(out.dtype)
+        factor = torch.nn.functional.logsigmoid(lse - logit).exp()  # sigmoid is 0 below -88, where exp is not
+        out = (out * factor[..., None]).to(out.dtype)
         if return_lse:
             lse = torch.stack(torch.broadcast_tensors(lse, logit)).logsumexp(0)  # logaddexp's second derivative may be NaN
             lse = lse.masked_fill(lse == least, -math.inf)

@@ -144,7 +144,9 @@ def reference(logits: Tensor, targets: Tensor, options: Options) -> Tensor:
         inner = "none" if z_loss else reduction
         loss = torch.nn.functional.cross_entropy(x, flat, ignore_index=ignored, reduction=inner, label_smoothing=smoothing)
         if z_loss:
-            rows = loss + (z_loss * x.logsumexp(-1).square()).masked_fill(flat == ignored, 0.0)
+            top = x.detach().amax(-1, keepdim=True)
+            lse = top[:, 0] + (x - top).exp().sum(-1).log()  # torch's derivative of logsumexp, exp(x - lse), is less accurate
+            rows = loss + (z_loss * lse * lse).masked_fill(flat == ignored, 0.0)
             loss = rows if reduction == "none" else rows.sum()
             if reduction == "mean":
                 loss = loss / (flat != ignored).sum()

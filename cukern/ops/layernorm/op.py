@@ -41,6 +41,7 @@ def layernorm(x: Any, weight: Any, bias: Any = None, *, eps: float = 1e-5, resid
 
     Returns y, a new contiguous tensor of x's shape and dtype; with `residual` the tuple (y, s). Gradients flow through both. Gradients of
     weight and bias are added in a fixed order: runs on one GPU give equal bits. The backward needs s and two float32 numbers per row.
+    Kernels add squares in float32, unless x is float64: as in torch's, rows whose sum of squares exceeds 3.4e38 become 0, or NaN.
 
     Raises TypeError for another dtype or type of an argument; ValueError for a shape, device, eps or version that does not fit.
     Source: Ba, Kiros and Hinton, arXiv 1607.06450.
@@ -85,8 +86,11 @@ def _on_cpu(x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Ten
 def _normalized(s: Tensor, eps: float, rms: bool) -> tuple[Any, Any]:
     """n and r."""
     s = s if rms else s - s.mean(-1, keepdim=True)
-    r = (s.square().mean(-1, keepdim=True) + eps).rsqrt()
-    return s * r, r
+    size = s.detach().abs().mean(-1, keepdim=True)  # n does not depend on it; derivatives have the cube of r, which may leave the range
+    size = torch.where(size < math.inf, size.clamp(min=max(eps**0.5, torch.finfo(s.dtype).tiny)), 1.0).to(s.dtype)
+    n = s / size
+    root = (n.square().mean(-1, keepdim=True) + (eps**0.5 / size).square()).sqrt()
+    return n / root, 1 / (root * size)
 
 
 def _public(op: str, x: Any, weight: Any, bias: Any, eps: Any, residual: Any, version: str | None) -> Any:

@@ -39,8 +39,8 @@ def matmul(a: Any, b: Any, *, precision: str | None = None, version: str | None 
         b: (..., K, N), of a's dtype and device. Leading dimensions broadcast. Transposed views of a and b are not copied. A view without a
             stride of 1 is copied first, and so is one whose leading dimensions cannot be flattened to one.
         precision: of float32. "ieee": float32 throughout. "tf32": one product of TF32, with a relative error of 1e-3. "3xtf32": three such
-            products, with float32's error. None: "tf32" if torch's switches allow it (torch.backends.cuda.matmul.fp32_precision), else
-            "ieee". 16-bit products are exact and added in float32.
+            products, with float32's error, except of numbers below 1e-34, whose small parts are subnormal. None: "tf32" if torch's
+            switches allow it (torch.backends.cuda.matmul.fp32_precision), else "ieee". 16-bit products are exact and added in float32.
         version: "v1" to "v7", or "cublas" for torch's product, which follows torch's switches only. Default: v5 for float32 as "ieee"; v7
             for "3xtf32", for 16-bit types with an activation, and for 16-bit matrices whose rows are not whole 16 bytes, where cuBLAS
             takes up to 5 times as long; cuBLAS otherwise. GPUs without wgmma have v6 instead of v7, or cuBLAS with an activation; those

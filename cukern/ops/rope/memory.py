@@ -63,7 +63,7 @@ def written_extent(name: str, shape: Any, strides: Any, itemsize: int) -> int:
     """The same for a tensor to be written. Raises ValueError if two indices lead to the same element: if the stride of a dimension is
     within the extent of those with smaller strides."""
     extent = 0
-    for stride, size in sorted((stride, size) for stride, size in zip(strides, shape, strict=True) if size > 1):
+    for stride, size in sorted((stride, size) for stride, size in zip(strides, shape, strict=True) if size > 1 and 0 not in shape):
         if stride <= extent:
             raise ValueError(
                 f"{name} has shape {tuple(shape)} and strides {tuple(strides)}: elements share memory, so it cannot be in place"
