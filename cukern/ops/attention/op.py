@@ -229,15 +229,16 @@ def _options(
             f"version {version!r} supports a head_dim that is a multiple of 8, from 8 to {plan.most_head_dim(q.dtype)} for {q.dtype},"
             f" and the same for q, k and v, got {q.shape[-1]} and {v.shape[-1]} for v; version None takes any"
         )
-    scale = max(q.shape[-1], 1) ** -0.5 if scale is None else checked_scale(q, scale)
-    if scale < 0:
+    if scale is not None and (scale := checked_scale(q, scale)) < 0:
         raise ValueError(f"scale must not be negative, got {scale!r}")
     if softcap is not None and not checks.number("softcap", softcap, 1e30) >= 1e-30:
         raise ValueError(f"softcap must be positive, at least 1e-30, got {softcap!r}")
     causal, window = checks.flag("causal", causal), 0 if window is None else checks.integer("window", window, 1)
     if window and not causal:
         raise ValueError(f"window needs causal=True, got window={window}")
-    options = Options(causal, float(scale), float(softcap or 0), window=0 if checks.known(window >= k.shape[-2]) else window)
+    window = 0 if checks.known(window >= k.shape[-2]) else window
+    options = Options(causal, None if scale is None else float(scale), float(softcap or 0), window=window)
+    options = options if torch.compiler.is_compiling() else options.of(q)
     return options, checks.flag("return_lse", return_lse), None if sink is None else checked_sink(q, sink)
 
 

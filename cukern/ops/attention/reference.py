@@ -17,17 +17,23 @@ _LEAST_SCALE = 1e-30  # a smaller factor of scores counts as this one: 0 times -
 
 
 class Options(NamedTuple):
-    """What a call computes. `softcap` is 0 without a softcap, `window` without a window. `wgmma`: by the kernels of v4, if they can."""
+    """What a call computes. `softcap` is 0 without a softcap, `window` without a window. `wgmma`: by the kernels of v4, if they can.
+    `scale` is None in a trace, where the default depends on a head_dim that may be dynamic; `of` computes it."""
 
     causal: bool = True
-    scale: float = 1.0
+    scale: float | None = 1.0
     softcap: float = 0.0
     wgmma: bool = False
     window: int = 0
 
+    def of(self, q: Tensor) -> "Options":
+        """The same with the scale of q's head_dim if it is None."""
+        return self if self.scale is not None else self._replace(scale=max(q.shape[-1], 1) ** -0.5)
+
     @property
     def factors(self) -> tuple[float, float]:
         """tanh_factor and c of kernels_cu/attention/attention.cu."""
+        assert self.scale is not None
         cap, c = self.softcap, (self.softcap or self.scale) / math.log(2)
         return (self.scale / cap, c) if cap else (1.0, max(c, _LEAST_SCALE))
 
@@ -65,14 +71,14 @@ def _hidden_in_sequences(queries: int, keys: int, cu_seqlens: Tensor, cu_seqlens
 
 def repeated(k: Tensor, heads: int) -> Tensor:
     """k or v, (batch, kv heads, keys, D), with each head repeated, so that there are `heads`."""
-    return k if k.shape[1] == heads else k.repeat_interleave(heads // k.shape[1], 1)
+    return k if checks.known(k.shape[1] == heads) else k.repeat_interleave(heads // k.shape[1], 1)
 
 
 def by_scores(
     softmax: Callable[[Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor, options: Options, return_lse: bool = True, lengths: Lengths = None
 ) -> tuple[Tensor, Tensor | None]:
     """out (batch, heads, queries, E), and lse (batch, heads, queries) or None, computed in q's dtype. `softmax` is that of rows."""
-    causal, scale, softcap, _, window = options
+    causal, scale, softcap, _, window = options.of(q)
     leading, keys = q.shape[:2], repeated(k, q.shape[1]).flatten(0, 1)
     s = torch_matmul((q * scale).flatten(0, 1), keys.mT)  # scores of float16 may overflow before they are scaled
     if softcap:
