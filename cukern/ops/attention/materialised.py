@@ -87,8 +87,9 @@ def _at_once(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Tensor:
 def by_sdpa(q: Tensor, k: Tensor, v: Tensor, options: Options, return_lse: bool) -> Outputs:
     if options.softcap or return_lse:
         raise ValueError(f"version 'sdpa' has no softcap and no return_lse, got softcap={options.softcap!r} and return_lse={return_lse}")
-    masked, grouped = options.causal and (q.shape[2] != k.shape[2] or options.window > 0), q.shape[1] != k.shape[1]
+    same_heads, square = checks.known(q.shape[1] == k.shape[1]), checks.known(q.shape[2] == k.shape[2])
+    masked = options.causal and (not square or options.window > 0)
     seen, is_causal = ~hidden_keys(q, k, window=options.window) if masked else None, options.causal and not masked
     with autocast.off(q):
-        attend = partial(torch.nn.functional.scaled_dot_product_attention, scale=options.scale, enable_gqa=grouped)
+        attend = partial(torch.nn.functional.scaled_dot_product_attention, scale=options.scale, enable_gqa=not same_heads)
         return attend(q, k, v, seen, is_causal=is_causal), None
