@@ -250,7 +250,7 @@ def _checked(q: Any, k: Any, v: Any) -> tuple[Tensor, Tensor, Tensor]:
         raise ValueError(
             f"q, k and v must be (..., heads, queries, D), (..., kv_heads, keys, D) and (..., kv_heads, keys, E), got {shapes}"
         )
-    if q.ndim > 2 and q.shape[-3] != k.shape[-3] and (k.shape[-3] == 0 or q.shape[-3] % k.shape[-3]):
+    if q.ndim > 2 and (q.shape[-3] % k.shape[-3] if k.shape[-3] else q.shape[-3]):
         raise ValueError(f"q has {q.shape[-3]} heads, which must be a multiple of the {k.shape[-3]} heads of k and v")
     return q, k, v
 

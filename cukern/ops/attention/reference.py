@@ -71,7 +71,11 @@ def _hidden_in_sequences(queries: int, keys: int, cu_seqlens: Tensor, cu_seqlens
 
 def repeated(k: Tensor, heads: int) -> Tensor:
     """k or v, (batch, kv heads, keys, D), with each head repeated, so that there are `heads`."""
-    return k if checks.known(k.shape[1] == heads) else k.repeat_interleave(heads // k.shape[1], 1)
+    if checks.known(k.shape[1] == heads):
+        return k
+    if torch.compiler.is_compiling() and k.device.type == "cpu":  # a graph for any number of repeats, also one
+        return k.index_select(1, torch.arange(heads, device=k.device) // (heads // k.shape[1]))
+    return k.repeat_interleave(heads // k.shape[1], 1)
 
 
 def by_scores(
