@@ -3,7 +3,6 @@
 A graph is made for the first of three sizes and runs for all three. Compiling again is an error.
 """
 
-import contextlib
 import logging
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -26,9 +25,9 @@ pytestmark = pytest.mark.filterwarnings("default")  # torch's compiler warns of 
 SIZES = {
     "ROWS COLUMNS": ((5, 67), (7, 128), (3, 30)),
     "MATRICES T": ((2, 19), (3, 24), (5, 13)),
-    "MATRICES T D": ((4, 19, 16), (6, 24, 8), (2, 13, 24)),
-    "TOKENS SEQUENCES HEADS D": ((19, 4, 2, 16), (24, 5, 4, 8), (33, 3, 6, 24)),
-    "BATCH KV_HEADS GROUP T D": ((3, 2, 5, 19, 16), (5, 4, 2, 33, 8), (2, 3, 4, 50, 24)),
+    "MATRICES T D": ((4, 19, 16), (2, 24, 8), (3, 13, 24)),
+    "TOKENS SEQUENCES HEADS D": ((9, 4, 2, 16), (12, 3, 3, 8), (5, 2, 4, 24)),
+    "BATCH KV_HEADS GROUP T D": ((3, 2, 5, 19, 16), (4, 3, 2, 33, 8), (2, 4, 3, 30, 24)),
     "ROWS CLASSES COLUMNS": ((5, 67, 8), (9, 300, 16), (7, 30, 24)),
     "BATCH TIME VOCABULARY FEATURES": ((2, 5, 7, 3), (3, 67, 11, 24), (4, 24, 30, 8)),
     "ROWS F1 F2...": ((5, 3, 9, 2), (7, 2, 4, 5), (4, 3, 9, 2)),
@@ -79,6 +78,10 @@ def qkv(batch, heads, kv_heads, queries, keys, d):
     return normal((batch, heads, queries, d), (batch, kv_heads, keys, d), (batch, kv_heads, keys, d), dtype=torch.bfloat16)
 
 
+def packed(batch, time, heads, d):
+    return normal((batch, time, 3, heads, d), dtype=torch.bfloat16)
+
+
 def with_lengths(*sizes):
     return *qkv(*sizes), torch.randint(1, sizes[4], sizes[:1], dtype=torch.int32)
 
@@ -102,33 +105,29 @@ def adamw(*tensors):
     return *params, *exp_avgs, *exp_avg_sqs
 
 
-HEADS = ((2, 4, 2, 13, 17, 16), (3, 6, 6, 31, 20, 8), (5, 8, 4, 33, 33, 24))  # grouped or not, more queries or more keys
-FEW_QUERIES = ((2, 4, 2, 3, 17, 16), (3, 6, 6, 9, 20, 8), (5, 8, 4, 2, 33, 24))
+HEADS = ((2, 4, 2, 5, 7, 16), (3, 3, 3, 9, 8, 8), (4, 4, 1, 6, 6, 24))  # grouped or not, more queries or more keys
+FEW_QUERIES = ((2, 4, 2, 3, 17, 16), (3, 3, 3, 9, 20, 8), (4, 4, 1, 2, 33, 24))
 MATRIX = ((5, 3, 9, 50), (7, 8, 14, 80), (9, 2, 47, 33))
 POSITIONS = ((2, 5, 4, 3, 32, 11), (3, 7, 6, 2, 16, 7), (6, 9, 8, 5, 24, 40))  # the table is as long as the sequence, or longer
+TABLES = ((2, 5, 7, 3, 9), (3, 12, 11, 8, 12), (4, 19, 30, 13, 24))  # of positions: longer than the time, or as long
+FACTORS = ((5, 4, 3, 9, 2, 7), (7, 2, 8, 4, 5, 3), (9, 5, 3, 9, 2, 7))
+ALIGNED = ((5, 3, 16, 50), (7, 2, 15, 80), (9, 4, 47, 33))  # multiples of 8 or not, which decides the layout of a 16-bit gradient
 CASES = {
     "grouped": Case(lambda *x: cukern.attention(*x), qkv, HEADS, 3),
-    "full": Case(lambda *x: cukern.attention(*x, causal=False, return_lse=True), qkv, HEADS, 3),
-    "window": Case(lambda *x: cukern.attention(*x, window=5), qkv, HEADS, 3),
+    "full": Case(lambda *x: cukern.attention(*x, causal=False, return_lse=True), qkv, HEADS, 0),
+    "window": Case(lambda *x: cukern.attention(*x, window=5), qkv, HEADS, 0),
     "key_lengths": Case(lambda q, k, v, n: cukern.attention(q, k, v, key_lengths=n), with_lengths, HEADS, 3),
     "decode": Case(lambda q, k, v, n: cukern.attention(q, k, v, key_lengths=n), with_lengths, FEW_QUERIES, 0),
-    "packed": Case(
-        cukern.attention_packed, lambda b, t, h, d: normal((b, t, 3, h, d), dtype=torch.bfloat16), ((2, 13, 4, 16), (3, 20, 5, 8), (5, 33, 2, 24)), 1
-    ),
-    "embedding": Case(
-        lambda w, p, t: cukern.embedding(t, w, p), tokens, ((2, 5, 7, 3, 9), (3, 12, 11, 8, 12), (4, 19, 30, 13, 24)), 2
-    ),
+    "packed": Case(cukern.attention_packed, packed, ((2, 7, 4, 16), (3, 9, 5, 8), (4, 6, 2, 24)), 1),
+    "embedding": Case(lambda w, p, t: cukern.embedding(t, w, p), tokens, TABLES, 2),
     "rope": Case(lambda q, k, c, s, i: cukern.rope(q, c, s, k=k), heads, POSITIONS, 2),
     "rope_positions": Case(lambda q, k, c, s, i: cukern.rope(q, c, s, k=k, position_ids=i), heads, POSITIONS, 2),
     "rope_tables": Case(
         lambda x: cukern.rope(x, *cukern.rope_tables(x.shape[1], x.shape[3])), lambda *s: heads(*s)[:1], POSITIONS, 1
     ),
-    "kron_linear": Case(
-        lambda x, a, b, bias: cukern.kron_linear(x, (a, b), bias=bias), factors, ((5, 4, 3, 9, 2, 7), (7, 2, 8, 4, 5, 3), (9, 5, 3, 9, 2, 7)), 4,
-    ),
+    "kron_linear": Case(lambda x, a, b, bias: cukern.kron_linear(x, (a, b), bias=bias), factors, FACTORS, 4),
     "linear": Case(
-        lambda *x: cukern.linear(*(t.bfloat16() for t in x)), lambda r, t, n, k: normal((r, t, k), (n, k), (n,)),
-        ((5, 3, 50, 16), (7, 2, 80, 15), (9, 2, 33, 47)), 3,
+        lambda *x: cukern.linear(*(t.bfloat16() for t in x)), lambda r, t, k, n: normal((r, t, k), (n, k), (n,)), ALIGNED, 3
     ),
     "cross_entropy": Case(
         lambda x, t: cukern.cross_entropy(x, t, reduction="none", label_smoothing=0.1),
@@ -216,14 +215,23 @@ def one_graph():
     torch._dynamo.reset()
 
 
-@pytest.fixture(params=["gpu", "sim"], ids=["torch", "sim"])
+@pytest.fixture
 def path(request):
-    with cukern.backend(request.param):
+    """torch's operations for CPU tensors, or the kernels in the simulator."""
+    with cukern.backend({"torch": "gpu", "sim": "sim"}[request.param]):
         yield request.param
 
 
-# The registry's tensors for adamw are views of one. torch's functionalization of writes to such views takes their sizes as constants.
-NAMED = [*(name for name in OPS if name != "adamw"), *(f"{name}, more" for name in CASES)]
+# One row of the registry for each public function. That of adamw has views of one tensor, and torch's functionalization of writes to such
+# views takes their sizes as constants; CASES has separate tensors.
+ROWS = {getattr(op.function, "func", op.function): name for name, op in reversed(OPS.items()) if name != "adamw"}
+MORE = [f"{name}, more" for name in CASES]
+TORCH = [*ROWS.values(), "grouped, more", "key_lengths, more", "embedding, more", "adamw, more"]  # elsewhere they are as the ops' rows
+every_case = pytest.mark.parametrize(
+    "named, path", [*((name, "sim") for name in (*ROWS.values(), *MORE)), *((name, "torch") for name in TORCH)], indirect=["path"]
+)
+every_row = pytest.mark.parametrize("named, path", [(name, path) for name in ROWS.values() for path in ("sim", "torch")], indirect=["path"])
+both_paths = pytest.mark.parametrize("path", ["sim", "torch"], indirect=True)
 
 
 def case_of(named):
@@ -234,7 +242,11 @@ def case_of(named):
     return case, static(named, case)
 
 
-@pytest.mark.parametrize("named", NAMED)
+def test_cases_cover_the_registry():
+    assert {getattr(op.function, "func", op.function) for op in OPS.values()} == {*ROWS, cukern.adamw}
+
+
+@every_case
 def test_compiled_with_every_dimension_marked(named, path):
     case, fixed = case_of(named)
     compiled = torch.compile(case.call, backend="aot_eager", fullgraph=True)
@@ -244,3 +256,60 @@ def test_compiled_with_every_dimension_marked(named, path):
             for d in set(range(x.ndim)) - {d for j, d in fixed if j == i}:
                 mark_dynamic(x, d)
         agrees(case.call, compiled, inputs, inputs[: case.gradients])
+
+
+@every_row
+def test_compiled_as_dynamic(named, path):
+    """`dynamic=True` alone, which forces nothing: no size is taken as a constant."""
+    case, _ = case_of(named)
+    compiled = torch.compile(case.call, backend="eager", fullgraph=True, dynamic=True)
+    for size in case.sizes:
+        agrees(case.call, compiled, inputs_of(case, size), ())
+
+
+@pytest.mark.skipif(OLD_TORCH, reason="torch 2.11 exports some ops with guards on sizes")
+@every_case
+def test_exported_with_every_dimension_dynamic(named, path):
+    case, fixed = case_of(named)
+
+    class Module(nn.Module):
+        def forward(self, *inputs):
+            return case.call(*inputs)
+
+    first = case.make(*case.sizes[0])
+    dims = tuple({d: None if (i, d) in fixed else Dim.DYNAMIC for d in range(x.ndim)} for i, x in enumerate(first))
+    exported = export(Module(), first, dynamic_shapes=(dims,)).module()
+    for size in case.sizes:
+        agrees(case.call, exported, case.make(*size), ())
+
+
+# ---- models: batch and time are dynamic
+
+
+BATCH, TIME = Dim("BATCH", min=2, max=64), Dim("TIME", min=2, max=64)
+MODELS = {"llama": Llama, "gpt2": gpt2}
+
+
+def text(batch, time):
+    return torch.randint(33, (batch, time)), torch.randint(33, (batch, time))
+
+
+@both_paths
+def test_model_compiled_with_a_dynamic_batch_and_time(path):
+    model = Llama()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for size in ((2, 7), (3, 12), (4, 5)):
+        inputs = text(*size)
+        for x in inputs:
+            mark_dynamic(x, 0)
+            mark_dynamic(x, 1)
+        agrees(model, compiled, inputs, list(model.parameters()))
+
+
+@both_paths
+@pytest.mark.parametrize("name", MODELS)
+def test_model_exported_with_a_dynamic_batch_and_time(name, path):
+    model = MODELS[name]()
+    exported = export(model, text(2, 7), dynamic_shapes=({0: BATCH, 1: TIME},) * 2).module()
+    for size in ((2, 7), (3, 12), (4, 5)):
+        agrees(model, exported, text(*size), ())

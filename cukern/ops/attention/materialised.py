@@ -41,10 +41,10 @@ class _InBlocks(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: Options) -> Tensor:
-        out, weights = q.new_empty(*q.shape[:2], v.shape[-1]), []
+        out, weights, scale = q.new_empty(*q.shape[:2], v.shape[-1]), [], options.scale_of(q)
         with autocast.off(q):
             for a, b, keys in _blocks(q, k):
-                scores = torch.baddbmm(q.new_empty(()), q[:, a:b], k[:, :keys].mT, beta=0, alpha=options.scale)
+                scores = torch.baddbmm(q.new_empty(()), q[:, a:b], k[:, :keys].mT, beta=0, alpha=scale)
                 weights.append(raw_forward(scores, None, 1.0, NO_WINDOW, "")[0])
                 torch.bmm(weights[-1], v[:, :keys], out=out[:, a:b])
         ctx.save_for_backward(q, k, v, *weights)
@@ -79,7 +79,7 @@ def _blocks(q: Tensor, k: Tensor) -> list[tuple[int, int, int]]:
 def _at_once(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Tensor:
     scale = options.scale
     if scale is None or q.dtype == torch.float16:
-        q, scale = q * options.of(q).scale, 1.0
+        q, scale = q * options.scale_of(q), 1.0
     with autocast.off(q):
         return torch_matmul(causal_softmax(torch_matmul(q, k.mT), scale=scale), v)
 

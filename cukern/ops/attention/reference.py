@@ -18,7 +18,7 @@ _LEAST_SCALE = 1e-30  # a smaller factor of scores counts as this one: 0 times -
 
 class Options(NamedTuple):
     """What a call computes. `softcap` is 0 without a softcap, `window` without a window. `wgmma`: by the kernels of v4, if they can.
-    `scale` is None in a trace, where the default depends on a head_dim that may be dynamic; `of` computes it."""
+    `scale` is None in a trace, where the default depends on a head_dim that may be dynamic."""
 
     causal: bool = True
     scale: float | None = 1.0
@@ -26,9 +26,12 @@ class Options(NamedTuple):
     wgmma: bool = False
     window: int = 0
 
+    def scale_of(self, q: Tensor) -> float:
+        return max(q.shape[-1], 1) ** -0.5 if self.scale is None else self.scale
+
     def of(self, q: Tensor) -> "Options":
         """The same with the scale of q's head_dim if it is None."""
-        return self if self.scale is not None else self._replace(scale=max(q.shape[-1], 1) ** -0.5)
+        return self._replace(scale=self.scale_of(q)) if self.scale is None else self
 
     @property
     def factors(self) -> tuple[float, float]:
@@ -82,9 +85,9 @@ def by_scores(
     softmax: Callable[[Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor, options: Options, return_lse: bool = True, lengths: Lengths = None
 ) -> tuple[Tensor, Tensor | None]:
     """out (batch, heads, queries, E), and lse (batch, heads, queries) or None, computed in q's dtype. `softmax` is that of rows."""
-    causal, scale, softcap, _, window = options.of(q)
+    causal, _, softcap, _, window = options
     leading, keys = q.shape[:2], repeated(k, q.shape[1]).flatten(0, 1)
-    s = torch_matmul((q * scale).flatten(0, 1), keys.mT)  # scores of float16 may overflow before they are scaled
+    s = torch_matmul((q * options.scale_of(q)).flatten(0, 1), keys.mT)  # scores of float16 may overflow before they are scaled
     if softcap:
         s = softcap * torch.tanh(s / softcap)
     empty = None
