@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import cukern
-from cukern.runtime import planning, recording
+from cukern.runtime import recording
+from cukern.runtime.device import setting
 from cukern.runtime.kernel import Kernel
 
 FOLDER = str(Path(cukern.__file__).parent)
@@ -59,15 +60,20 @@ def on_a_gpu(monkeypatch):
 
     monkeypatch.setattr(Kernel, "_load", load)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
-    loaded = []
-    on = Kernel.on
-    monkeypatch.setattr(Kernel, "on", lambda self, device: (loaded.append(self), on(self, device))[1])
-    planning.forget()
-    with cukern.backend("sim"):
+    simulated, on = {}, Kernel.on  # by kernel, what an earlier test has loaded
+
+    def load_again(self, device):
+        if self not in simulated:
+            simulated[self] = self._loaded.pop(device, None)
+        return on(self, device)
+
+    monkeypatch.setattr(Kernel, "on", load_again)
+    with cukern.backend("sim"), setting():  # without plans of earlier tests
         yield
-    for kernel in loaded:
+    for kernel, launch in simulated.items():
         kernel._loaded.pop(-1, None)
-    planning.forget()
+        if launch is not None:
+            kernel._loaded[-1] = launch
 
 
 def steps(call):

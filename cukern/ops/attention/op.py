@@ -65,6 +65,8 @@ def attention(
     torch.compile and torch.func transforms use one block. Inputs whose leading dimensions do not flatten to one are copied. torch
     computes the products, with TF32 where its setting allows it.
     Autocast casts q, k and v. CPU tensors use torch's operations, or the simulator.
+    Every size may be dynamic in torch.compile and torch.export. A graph with kernels of v3 or v4 holds for the head_dims that they take.
+    On a GPU, a graph without them holds either for grouped heads or for as many heads of k as of q.
 
     Returns a new tensor (..., heads, queries, value_dim) of q's dtype; with `return_lse` also lse, (..., heads, queries), float32, or
     float64 for float64; it is -infinity for a query that sees no key. Raises TypeError for other dtypes and options of another type;
