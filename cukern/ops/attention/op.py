@@ -231,17 +231,24 @@ def _options(
             f"version {version!r} supports a head_dim that is a multiple of 8, from 8 to {plan.most_head_dim(q.dtype)} for {q.dtype},"
             f" and the same for q, k and v, got {q.shape[-1]} and {v.shape[-1]} for v; version None takes any"
         )
-    if scale is not None and (scale := checked_scale(q, scale)) < 0:
-        raise ValueError(f"scale must not be negative, got {scale!r}")
     if softcap is not None and not checks.number("softcap", softcap, 1e30) >= 1e-30:
         raise ValueError(f"softcap must be positive, at least 1e-30, got {softcap!r}")
     causal, window = checks.flag("causal", causal), 0 if window is None else checks.integer("window", window, 1)
     if window and not causal:
         raise ValueError(f"window needs causal=True, got window={window}")
     window = 0 if checks.known(window >= k.shape[-2]) else window
-    options = Options(causal, None if scale is None else float(scale), float(softcap or 0), window=window)
-    options = options if torch.compiler.is_compiling() else options.of(q)
+    options = Options(causal, _scale(q, scale), float(softcap or 0), window=window)
     return options, checks.flag("return_lse", return_lse), None if sink is None else checked_sink(q, sink)
+
+
+def _scale(q: Tensor, scale: Any) -> float | None:
+    """The checked scale. A trace leaves the default to the raw op, because head_dim may be dynamic."""
+    if scale is None:
+        return None if torch.compiler.is_compiling() else max(q.shape[-1], 1) ** -0.5
+    scale = checked_scale(q, scale)
+    if scale < 0:
+        raise ValueError(f"scale must not be negative, got {scale!r}")
+    return float(scale)
 
 
 def _checked(q: Any, k: Any, v: Any) -> tuple[Tensor, Tensor, Tensor]:
