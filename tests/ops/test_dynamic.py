@@ -27,7 +27,6 @@ SIZES = {
     "MATRICES T": ((2, 19), (3, 24), (5, 13)),
     "MATRICES T D": ((4, 19, 16), (2, 24, 8), (3, 13, 24)),
     "TOKENS SEQUENCES HEADS D": ((9, 4, 2, 16), (12, 3, 3, 8), (5, 2, 4, 24)),
-    "BATCH KV_HEADS GROUP T D": ((3, 2, 5, 19, 16), (4, 3, 2, 33, 8), (2, 4, 3, 30, 24)),
     "ROWS CLASSES COLUMNS": ((5, 67, 8), (9, 300, 16), (7, 30, 24)),
     "BATCH TIME VOCABULARY FEATURES": ((2, 5, 7, 3), (3, 67, 11, 24), (4, 24, 30, 8)),
     "ROWS F1 F2...": ((5, 3, 9, 2), (7, 2, 4, 5), (4, 3, 9, 2)),
@@ -44,7 +43,6 @@ SIZES = {
 STATIC = {
     "attention_packed": {(0, 0), (0, 2)},  # the registry has one sequence, "packed, more" several; queries, keys and values are three
     "packed, more": {(0, 2)},
-    "attention_decode": {(0, 2)},  # the registry has one query, "decode, more" several
     "rope_te": {(1, 1), (1, 2)},  # 1 by definition
 }
 
