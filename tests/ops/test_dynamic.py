@@ -245,7 +245,7 @@ def test_cases_cover_the_registry():
 
 
 @every_case
-def test_compiled_with_every_dimension_marked(named, path):
+def test_every_dimension_marked(named, path):
     case, fixed = case_of(named)
     compiled = torch.compile(case.call, backend="aot_eager", fullgraph=True)
     for size in case.sizes:
@@ -257,7 +257,7 @@ def test_compiled_with_every_dimension_marked(named, path):
 
 
 @every_row
-def test_compiled_as_dynamic(named, path):
+def test_as_dynamic(named, path):
     """`dynamic=True` alone, which forces nothing: no size is taken as a constant."""
     case, _ = case_of(named)
     compiled = torch.compile(case.call, backend="eager", fullgraph=True, dynamic=True)
