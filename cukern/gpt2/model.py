@@ -95,8 +95,8 @@ class GPT2(torch.nn.Module):
         c, start = self.config, cache.length if cache else 0
         end = start + tokens.shape[1]
         expect(end <= c.max_seq_len, f"at most max_seq_len = {c.max_seq_len} tokens", end)
-        rows = cache.keys_values.shape[2] if cache else len(tokens)
-        expect(rows == len(tokens), "a cache for as many rows as tokens has", rows)
+        rows = cache.keys_values.shape[2] if cache else tokens.shape[0]
+        expect(rows == tokens.shape[0], "a cache for as many rows as tokens has", rows)
         if tokens.is_cuda:
             tokens = tokens.masked_fill(tokens >= c.vocab_size, -1)  # cukern.embedding would accept the padding
         elif tokens.numel() and not torch.compiler.is_compiling():

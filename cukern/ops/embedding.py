@@ -134,7 +134,8 @@ _backward = raw_op(
 def _positions_backward(dout: Tensor, table: int) -> Tensor:
     """The sum over the batch, by torch: in a fixed order, and in float32 for 16-bit types. Unused rows of the table are 0."""
     total = dout.sum_to_size(dout.shape[-2:])
-    return torch.nn.functional.pad(total, (0, 0, 0, table - total.shape[0])) if total.shape[0] < table else total.contiguous()
+    whole = checks.known(total.shape[0] == table)
+    return total.contiguous() if whole else torch.nn.functional.pad(total, (0, 0, 0, table - total.shape[0]))
 
 
 def _gradient(needed: Sequence[bool], inputs: Sequence[Any], _: Any, dout: Tensor) -> tuple[Tensor | None, ...]:

@@ -60,7 +60,7 @@ def _launch_packed_backward(qkv: Tensor, *rest: Any) -> Tensor:
 
 
 _HEADS = "bh.., bh.., bh.."  # q, k and v: batch and heads are split
-_INPUTS, _SCALARS = "Tensor q, Tensor k, Tensor v", "bool causal, float scale, float softcap, bool wgmma=False, int window=0"
+_INPUTS, _SCALARS = "Tensor q, Tensor k, Tensor v", "bool causal, float? scale, float softcap, bool wgmma=False, int window=0"
 _GRADS = f"Tensor out, Tensor dout, Tensor lse, Tensor? dlse, {_SCALARS}"
 _VARLEN = f"{_INPUTS}, Tensor cu_seqlens, Tensor cu_seqlens_k"
 _forward = raw_op(

@@ -81,7 +81,7 @@ def _aligned(x: Tensor, options: Options) -> Tensor:
 
 def forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any, bounds: Bounds = _WHOLE, lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """out and lse. `rest`: Options. `lengths`: the number of keys of each sequence."""
-    options, (out, lse), sequences = Options(*rest), outputs(q), bounds.sequences
+    options, (out, lse), sequences = Options(*rest).of(q), outputs(q), bounds.sequences
     (batch, heads, queries, d), keys, group = q.shape, k.shape[2], q.shape[1] // max(1, k.shape[1])
     if queries + keys >= plan.MOST_ROWS:
         raise ValueError(f"the kernels take fewer than {plan.MOST_ROWS} queries and keys together, got {queries} and {keys}")
@@ -131,7 +131,7 @@ def backward(
     bounds: Bounds = _WHOLE,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Write `grads`, dq, dk and dv, and return them. `rest`: Options."""
-    options, sequences = Options(*rest), bounds.sequences
+    options, sequences = Options(*rest).of(q), bounds.sequences
     (batch, heads, queries, d), keys, group = q.shape, k.shape[2], q.shape[1] // max(1, k.shape[1])
     if not (lse.numel() and k.numel()):
         return tuple(x.zero_() for x in grads)

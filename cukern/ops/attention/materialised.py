@@ -13,6 +13,7 @@ from torch import Tensor
 from cukern.ops.attention.reference import Options, by_scores, hidden_keys
 from cukern.ops.causal_softmax import NO_WINDOW, causal_softmax, raw_backward, raw_forward
 from cukern.ops.softmax import softmax
+from cukern.runtime import checks
 from cukern.runtime.dispatch import autocast
 from cukern.runtime.dispatch.autograd import transformed
 from cukern.runtime.dispatch.products import torch_matmul
@@ -25,15 +26,15 @@ by_softmax = partial(by_scores, softmax)
 
 
 def by_causal_softmax(q: Tensor, k: Tensor, v: Tensor, options: Options, return_lse: bool) -> Outputs:
-    plain = options.causal and not (options.softcap or options.window) and q.shape[:2] == k.shape[:2] and q.shape[2] <= k.shape[2]
-    if not plain or return_lse:
+    plain = options.causal and not (options.softcap or options.window or return_lse)
+    if not plain or not all(checks.known(n) for n in (q.shape[0] == k.shape[0], q.shape[1] == k.shape[1], q.shape[2] <= k.shape[2])):
         return by_softmax(q, k, v, options, return_lse)
     leading = q.shape[:2]
     q, k, v = (x.flatten(0, 1) for x in (q, k, v))
     kernels = q.is_cuda or backend.simulates(q)
     if kernels and q.shape[1] >= 2 * BLOCK and not torch.compiler.is_compiling() and not transformed():
-        return _InBlocks.apply(q, k, v, options.scale).unflatten(0, leading), None
-    return _at_once(q, k, v, options.scale).unflatten(0, leading), None
+        return _InBlocks.apply(q, k, v, options).unflatten(0, leading), None
+    return _at_once(q, k, v, options).unflatten(0, leading), None
 
 
 class _InBlocks(torch.autograd.Function):
@@ -41,15 +42,15 @@ class _InBlocks(torch.autograd.Function):
     the memory and FLOP of one; many approach 1/2."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        out, weights = q.new_empty(*q.shape[:2], v.shape[-1]), []
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: Options) -> Tensor:
+        out, weights, scale = q.new_empty(*q.shape[:2], v.shape[-1]), [], options.scale_of(q)
         with autocast.off(q):
             for a, b, keys in _blocks(q, k):
                 scores = torch.baddbmm(q.new_empty(()), q[:, a:b], k[:, :keys].mT, beta=0, alpha=scale)
                 weights.append(raw_forward(scores, None, 1.0, NO_WINDOW, "")[0])
                 torch.bmm(weights[-1], v[:, :keys], out=out[:, a:b])
         ctx.save_for_backward(q, k, v, *weights)
-        ctx.scale = scale
+        ctx.options = options
         return out
 
     @staticmethod
@@ -57,7 +58,7 @@ class _InBlocks(torch.autograd.Function):
         q, k, v, *weights = ctx.saved_tensors
         if torch.is_grad_enabled():  # of a gradient that will be differentiated again
             wanted = [x for x in (q, k, v) if x.requires_grad]
-            found = iter(torch.autograd.grad(_at_once(q, k, v, ctx.scale), wanted, dout, create_graph=True))
+            found = iter(torch.autograd.grad(_at_once(q, k, v, ctx.options), wanted, dout, create_graph=True))
             return *(next(found) if x.requires_grad else None for x in (q, k, v)), None
         dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
         with autocast.off(q):
@@ -65,8 +66,8 @@ class _InBlocks(torch.autograd.Function):
                 dy, dk_seen, dv_seen = dout[:, a:b], dk[:, :keys], dv[:, :keys]  # the first block sees all keys
                 dscores = raw_backward(p, torch.bmm(dy, v[:, :keys].mT), None, None, 1.0, NO_WINDOW, "")[0]
                 torch.baddbmm(dv_seen, p.mT, dy, beta=beta, out=dv_seen)
-                torch.baddbmm(dk_seen, dscores.mT, q[:, a:b], beta=beta, alpha=ctx.scale, out=dk_seen)
-                torch.baddbmm(dq[:, a:b], dscores, k[:, :keys], beta=0, alpha=ctx.scale, out=dq[:, a:b])
+                torch.baddbmm(dk_seen, dscores.mT, q[:, a:b], beta=beta, alpha=ctx.options.scale, out=dk_seen)
+                torch.baddbmm(dq[:, a:b], dscores, k[:, :keys], beta=0, alpha=ctx.options.scale, out=dq[:, a:b])
         return dq, dk, dv, None
 
 
@@ -77,9 +78,10 @@ def _blocks(q: Tensor, k: Tensor) -> list[tuple[int, int, int]]:
     return [(a, b, b + k.shape[1] - queries) for a, b in reversed(list(itertools.pairwise(edges)))]
 
 
-def _at_once(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    if q.dtype == torch.float16:
-        q, scale = q * scale, 1.0
+def _at_once(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Tensor:
+    scale = options.scale
+    if scale is None or q.dtype == torch.float16:
+        q, scale = q * options.scale_of(q), 1.0
     with autocast.off(q):
         return torch_matmul(causal_softmax(torch_matmul(q, k.mT), scale=scale), v)
 
@@ -87,8 +89,9 @@ def _at_once(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 def by_sdpa(q: Tensor, k: Tensor, v: Tensor, options: Options, return_lse: bool) -> Outputs:
     if options.softcap or return_lse:
         raise ValueError(f"version 'sdpa' has no softcap and no return_lse, got softcap={options.softcap!r} and return_lse={return_lse}")
-    masked, grouped = options.causal and (q.shape[2] != k.shape[2] or options.window > 0), q.shape[1] != k.shape[1]
+    same_heads, square = checks.known(q.shape[1] == k.shape[1]), checks.known(q.shape[2] == k.shape[2])
+    masked = options.causal and (not square or options.window > 0)
     seen, is_causal = ~hidden_keys(q, k, window=options.window) if masked else None, options.causal and not masked
     with autocast.off(q):
-        attend = partial(torch.nn.functional.scaled_dot_product_attention, scale=options.scale, enable_gqa=grouped)
+        attend = partial(torch.nn.functional.scaled_dot_product_attention, scale=options.scale, enable_gqa=not same_heads)
         return attend(q, k, v, seen, is_causal=is_causal), None

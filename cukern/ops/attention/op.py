@@ -69,6 +69,8 @@ def attention(
     torch.compile and torch.func transforms use one block. Inputs whose leading dimensions do not flatten to one are copied. torch
     computes the products, with TF32 where its setting allows it.
     Autocast casts q, k and v. CPU tensors use torch's operations, or the simulator.
+    Every size may be dynamic in torch.compile and torch.export. A graph with kernels of v3 or v4 holds for the head_dims that they take.
+    On a GPU, a graph without them holds either for grouped heads or for as many heads of k as of q.
 
     Returns a new tensor (..., heads, queries, value_dim) of q's dtype; with `return_lse` also lse, (..., heads, queries), float32, or
     float64 for float64; it is -infinity for a query that sees no key. Raises TypeError for other dtypes and options of another type;
@@ -234,16 +236,24 @@ def _options(
             f"version {version!r} supports a head_dim that is a multiple of 8, from 8 to {plan.most_head_dim(q.dtype)} for {q.dtype},"
             f" and the same for q, k and v, got {q.shape[-1]} and {v.shape[-1]} for v; version None takes any"
         )
-    scale = max(q.shape[-1], 1) ** -0.5 if scale is None else checked_scale(q, scale)
-    if scale < 0:
-        raise ValueError(f"scale must not be negative, got {scale!r}")
     if softcap is not None and not checks.number("softcap", softcap, 1e30) >= 1e-30:
         raise ValueError(f"softcap must be positive, at least 1e-30, got {softcap!r}")
     causal, window = checks.flag("causal", causal), 0 if window is None else checks.integer("window", window, 1)
     if window and not causal:
         raise ValueError(f"window needs causal=True, got window={window}")
-    options = Options(causal, float(scale), float(softcap or 0), window=0 if checks.known(window >= k.shape[-2]) else window)
+    window = 0 if checks.known(window >= k.shape[-2]) else window
+    options = Options(causal, _scale(q, scale), float(softcap or 0), window=window)
     return options, checks.flag("return_lse", return_lse), None if sink is None else checked_sink(q, sink)
+
+
+def _scale(q: Tensor, scale: Any) -> float | None:
+    """The checked scale. A trace leaves the default to the raw op, because head_dim may be dynamic."""
+    if scale is None:
+        return None if torch.compiler.is_compiling() else max(q.shape[-1], 1) ** -0.5
+    scale = checked_scale(q, scale)
+    if scale < 0:
+        raise ValueError(f"scale must not be negative, got {scale!r}")
+    return float(scale)
 
 
 def _checked(q: Any, k: Any, v: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -254,7 +264,7 @@ def _checked(q: Any, k: Any, v: Any) -> tuple[Tensor, Tensor, Tensor]:
         raise ValueError(
             f"q, k and v must be (..., heads, queries, D), (..., kv_heads, keys, D) and (..., kv_heads, keys, E), got {shapes}"
         )
-    if q.ndim > 2 and q.shape[-3] != k.shape[-3] and (k.shape[-3] == 0 or q.shape[-3] % k.shape[-3]):
+    if q.ndim > 2 and (q.shape[-3] % k.shape[-3] if k.shape[-3] else q.shape[-3]):
         raise ValueError(f"q has {q.shape[-3]} heads, which must be a multiple of the {k.shape[-3]} heads of k and v")
     return q, k, v
 

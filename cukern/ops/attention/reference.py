@@ -17,17 +17,26 @@ _LEAST_SCALE = 1e-30  # a smaller factor of scores counts as this one: 0 times -
 
 
 class Options(NamedTuple):
-    """What a call computes. `softcap` is 0 without a softcap, `window` without a window. `wgmma`: by the kernels of v4, if they can."""
+    """What a call computes. `softcap` is 0 without a softcap, `window` without a window. `wgmma`: by the kernels of v4, if they can.
+    `scale` is None in a trace, where the default depends on a head_dim that may be dynamic."""
 
     causal: bool = True
-    scale: float = 1.0
+    scale: float | None = 1.0
     softcap: float = 0.0
     wgmma: bool = False
     window: int = 0
 
+    def scale_of(self, q: Tensor) -> float:
+        return max(q.shape[-1], 1) ** -0.5 if self.scale is None else self.scale
+
+    def of(self, q: Tensor) -> "Options":
+        """The same with the scale of q's head_dim if it is None."""
+        return self._replace(scale=self.scale_of(q)) if self.scale is None else self
+
     @property
     def factors(self) -> tuple[float, float]:
         """tanh_factor and c of kernels_cu/attention/attention.cu."""
+        assert self.scale is not None
         cap, c = self.softcap, (self.softcap or self.scale) / math.log(2)
         return (self.scale / cap, c) if cap else (1.0, max(c, _LEAST_SCALE))
 
@@ -65,16 +74,20 @@ def _hidden_in_sequences(queries: int, keys: int, cu_seqlens: Tensor, cu_seqlens
 
 def repeated(k: Tensor, heads: int) -> Tensor:
     """k or v, (batch, kv heads, keys, D), with each head repeated, so that there are `heads`."""
-    return k if k.shape[1] == heads else k.repeat_interleave(heads // k.shape[1], 1)
+    if checks.known(k.shape[1] == heads):
+        return k
+    if torch.compiler.is_compiling() and k.device.type == "cpu":  # a graph for any number of repeats, also one
+        return k.index_select(1, torch.arange(heads, device=k.device) // (heads // k.shape[1]))
+    return k.repeat_interleave(heads // k.shape[1], 1)
 
 
 def by_scores(
     softmax: Callable[[Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor, options: Options, return_lse: bool = True, lengths: Lengths = None
 ) -> tuple[Tensor, Tensor | None]:
     """out (batch, heads, queries, E), and lse (batch, heads, queries) or None, computed in q's dtype. `softmax` is that of rows."""
-    causal, scale, softcap, _, window = options
+    causal, _, softcap, _, window = options
     leading, keys = q.shape[:2], repeated(k, q.shape[1]).flatten(0, 1)
-    s = torch_matmul((q * scale).flatten(0, 1), keys.mT)  # scores of float16 may overflow before they are scaled
+    s = torch_matmul((q * options.scale_of(q)).flatten(0, 1), keys.mT)  # scores of float16 may overflow before they are scaled
     if softcap:
         s = softcap * torch.tanh(s / softcap)
     empty = None

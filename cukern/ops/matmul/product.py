@@ -15,6 +15,7 @@ from torch import Tensor
 
 from cukern.ops.matmul.tensor_cores import Epilogue
 from cukern.ops.matmul.versions import ACTIVATION_BWD, ACTIVATION_WIDTH, PRODUCTS, VERSIONS, in_torch
+from cukern.runtime import checks
 from cukern.runtime.device import cached, device_of
 from cukern.runtime.dispatch.autograd import Differentiable, apply_of, batched, each, save, watched
 from cukern.runtime.dispatch.higher import gradients, tangents
@@ -226,7 +227,8 @@ def _of_b(d: Tensor, a: Tensor, b: Tensor, ctx: Any) -> Tensor | None:
     if ctx.into is not None:
         return _add_product(ctx.into, d.mT, a, *ctx.options)
     K, N = b.shape[-2:]
-    transposed = b.stride(-2) == 1 and (b.itemsize > 2 or K % 8 == 0 or N % 8 > 0)
+    only_other = b.itemsize == 2 and checks.known(K % 8 > 0) and checks.known(N % 8 == 0)
+    transposed = b.stride(-2) == 1 and not only_other
     return product(d.mT, a, *PLAIN, *ctx.options)[0].mT if transposed else product(a.mT, d, *PLAIN, *ctx.options)[0]
 
 

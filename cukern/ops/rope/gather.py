@@ -33,7 +33,7 @@ def _launch_positions(
     given = [t for t in (ids, cu_seqlens, starts) if t is not None]
     dtype = torch.int64 if any(t.dtype == torch.int64 for t in given) or not given else torch.int32
     ids, cu_seqlens, starts = (None if t is None else t.to(dtype).contiguous() for t in (ids, cu_seqlens, starts))
-    sequences, n = 0 if cu_seqlens is None else len(cu_seqlens) - 1, out.numel()
+    sequences, n = 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1, out.numel()
     tensors, numbers = (out, ids, cu_seqlens, starts), (n, sequence, sequences, table.shape[-2], size, rank)
     _launch(POSITIONS[ID_TYPES[dtype]], tensors, table.get_device(), n, *numbers)
     return out

@@ -20,7 +20,7 @@ def rope_tables(positions: Any, dim: int, base: float = 10000.0, *, dtype: torch
     Raises TypeError for an argument of another type or dtype; ValueError if dim is odd or less than 2, if base is not
     positive and finite, if n is negative, or if positions has another number of dimensions. Formula: https://arxiv.org/abs/2104.09864.
     """
-    if not isinstance(positions, torch.Tensor) and not hasattr(positions, "__dlpack__"):
+    if isinstance(positions, int | torch.SymInt) or not (isinstance(positions, torch.Tensor) or hasattr(positions, "__dlpack__")):
         positions = torch.arange(checks.integer("positions", positions, 0), dtype=torch.int64, device=device)
     positions, dim = interop.to_torch("positions", positions), checks.integer("dim", dim, 2)
     checks.dtype("positions", positions, (torch.int32, torch.int64, torch.float32, torch.float64))

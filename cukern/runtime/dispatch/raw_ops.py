@@ -50,13 +50,20 @@ def raw_op(
     lists = "[]" in schema  # for which torch's older vmap has no rule
     if writes:
         impl = _counted(impl, writes)
-    library.impl(short, impl, "CUDA")
+
+    def dispatched(*args: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return impl(*args)
+        with torch.no_grad():  # graphs of torch.export are called with parameters, which torch's `out=` refuses
+            return impl(*args)
+
+    library.impl(short, dispatched, "CUDA")
 
     def simulate(*args: Any) -> Any:
         if not backend.simulating() and torch._C._current_graph_task_id() < 0:  # a backward pass follows a simulated forward
             raise ValueError(f"{name} runs kernels, and the tensors are on the CPU; {checks.SIMULATOR}")
         with backend.simulated_memory(_flat(args)):
-            return impl(*args)
+            return dispatched(*args)
 
     library.impl(short, simulate, "CPU")
     torch.library.register_fake(name, fake, lib=library)
