@@ -81,12 +81,7 @@ def cross_entropy(
     checks.version("cross_entropy", version, VERSIONS)
     if not logits.ndim or logits.shape[:-1] != targets.shape:
         raise ValueError(f"targets has shape {tuple(targets.shape)}, it must be that of logits without the last, {tuple(logits.shape)}")
-    if (
-        logits.ndim > 2
-        and not torch.compiler.is_compiling()
-        and logits.shape[-1] > 1
-        and targets.shape == logits.shape[:1] + logits.shape[2:]
-    ):
+    if logits.ndim > 2 and _has_two_meanings(logits.shape):
         raise ValueError(
             f"logits {tuple(logits.shape)} with targets {tuple(targets.shape)} may be (..., T, V) or torch's (N, C, ...): "
             "pass logits.flatten(0, -2) and targets.flatten(), with the classes in the last dimension of logits"
@@ -100,6 +95,16 @@ def cross_entropy(
     run = _cross_entropy if not watched(x) else _apply_in_place if inplace else _apply
     loss, _ = run(x, targets.flatten(), *options)
     return loss.view(targets.shape) if options.reduction == "none" else loss
+
+
+def _has_two_meanings(shape: torch.Size) -> bool:
+    """True if targets that fit (..., T, V) fit torch's (N, C, ...) too. Sizes that a graph leaves open may be equal."""
+    pairs = list(itertools.pairwise(shape[1:]))
+    if not torch.compiler.is_compiling():
+        return shape[-1] > 1 and all(a == b for a, b in pairs)
+    from torch.fx.experimental.symbolic_shapes import statically_known_true as known
+
+    return known(shape[-1] > 1) and all(known(a == b) for a, b in pairs)
 
 
 def options_of(columns: int, ignored: Any, reduction: Any, smoothing: Any, z_loss: Any, softcap: Any, vocab: Any, version: str) -> Options:

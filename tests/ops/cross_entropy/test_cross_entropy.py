@@ -144,6 +144,20 @@ def test_layouts_that_are_ambiguous_are_refused(device, version):
         cukern.cross_entropy(torch.randn(2, 5, 4, device=device), torch.zeros(2, 4, dtype=torch.int64, device=device), version=version)
 
 
+@pytest.mark.filterwarnings("default")  # torch's compiler warns of its own affairs
+def test_ambiguous_layouts_are_refused_in_graphs():
+    """Where sizes are fixed. A graph for all sizes cannot refuse those that are equal."""
+    logits, targets = torch.randn(3, 4, 4), torch.zeros(3, 4, dtype=torch.int64)
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="may be"):  # torch wraps the ValueError
+        torch.compile(cukern.cross_entropy, backend="eager", fullgraph=True)(logits, targets)
+    torch._dynamo.reset()
+    graph = torch.compile(cukern.cross_entropy, backend="eager", fullgraph=True, dynamic=True)
+    for size in (5, 6):
+        logits = torch.randn(3, 4, size)
+        torch.testing.assert_close(graph(logits, targets), functional.cross_entropy(logits.flatten(0, -2), targets.flatten()))
+
+
 @kernels
 @EVERY_VERSION
 def test_targets_outside(version):
