@@ -99,12 +99,7 @@ def cross_entropy(
 
 def _has_two_meanings(shape: torch.Size) -> bool:
     """True if targets that fit (..., T, V) fit torch's (N, C, ...) too. Sizes that a graph leaves open may be equal."""
-    pairs = list(itertools.pairwise(shape[1:]))
-    if not torch.compiler.is_compiling():
-        return shape[-1] > 1 and all(a == b for a, b in pairs)
-    from torch.fx.experimental.symbolic_shapes import statically_known_true as known
-
-    return known(shape[-1] > 1) and all(known(a == b) for a, b in pairs)
+    return checks.known(shape[-1] > 1) and all(checks.known(a == b) for a, b in itertools.pairwise(shape[1:]))
 
 
 def options_of(columns: int, ignored: Any, reduction: Any, smoothing: Any, z_loss: Any, softcap: Any, vocab: Any, version: str) -> Options:
