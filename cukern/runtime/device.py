@@ -152,7 +152,7 @@ _Candidate = TypeVar("_Candidate")
 _forgetters: list[Callable[[], None]] = []
 
 
-# What cukern.use chose in this context; see registry.py.
+# What cukern.use chose in this context; see dispatch/versions.py.
 versions_in_force: contextvars.ContextVar[str] = contextvars.ContextVar("cukern.versions", default="")
 
 

@@ -1,4 +1,4 @@
-"""adamw: one step of AdamW on lists of tensors, in place; its reference in torch, its launches, and its row in the registry."""
+"""adamw: one step of AdamW on lists of tensors, in place; its reference in torch, its raw op, and its row in the registry."""
 
 from collections.abc import Iterable, Sequence
 from math import prod, sqrt
