@@ -84,7 +84,7 @@ def simulating() -> bool:
 
 
 def load_simulated(name: str, ptx: Ptx, params: tuple[Param, ...], cluster: Dim | None = None) -> Launch:
-    """The launch function of a kernel in the simulator; see `load`."""
+    """The launch function of a kernel in the simulator; see `driver.load`."""
     from cukern import sim
 
     return sim.load(name, ptx, params, cluster)
