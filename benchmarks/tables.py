@@ -1,7 +1,7 @@
 """Result tables, generated from benchmarks/results/*.jsonl. A table shows the newest row of each measurement.
 
-python benchmarks/tables.py            writes benchmarks/tables/<gpu>/<op>.md, and the summary in README.md
-python benchmarks/tables.py --check    writes nothing; exits with status 1 if a table or the summary is not current
+python benchmarks/tables.py            writes benchmarks/tables/<gpu>/<op>.md, and the summary in README.md; removes older rows
+python benchmarks/tables.py --check    writes nothing; exits with status 1 if a table, the summary or a file of results is not current
 python benchmarks/tables.py --picture  also draws benchmarks/tables/<gpu>/summary.svg (needs matplotlib)
 """
 
@@ -32,22 +32,24 @@ Row = dict[str, Any]
 Tables = dict[str, list[Row]]
 
 
-def newest(rows: Iterable[Row]) -> list[Row]:
-    """The last written row of each key, in the order in which the keys were last measured."""
-    found: dict[str, Row] = {}
-    for row in rows:
-        key = json.dumps([row[k] for k in KEY])
-        found.pop(key, None)
-        found[key] = row
-    return list(found.values())
+def kept(text: str) -> str:
+    """The lines of a file of results that stay: the newest of each key, of those that were measured at a commit. git has the others."""
+    found: dict[str, str] = {}
+    for line in filter(str.strip, text.splitlines()):
+        row = json.loads(line)
+        if not row["dirty"]:
+            key = json.dumps([row[k] for k in KEY])
+            found.pop(key, None)
+            found[key] = line
+    return "".join(f"{line}\n" for line in found.values())
 
 
 def read(folder: Path = HERE / "results") -> dict[str, Tables]:
-    """The rows of each GPU and op: {"h200": {"square": [...], "kron_linear_candidates": [...]}}."""
+    """The kept rows of each GPU and op: {"h200": {"square": [...], "kron_linear_candidates": [...]}}."""
     gpus: dict[str, Tables] = {}
     for file in sorted(folder.glob("*.jsonl")):
         tables = gpus.setdefault(file.stem, {})
-        for row in newest(json.loads(line) for line in file.read_text().splitlines() if line.strip()):
+        for row in map(json.loads, kept(file.read_text()).splitlines()):
             restricted = " --" in row["version"]  # plans with a candidate forced or excluded
             tables.setdefault(row["op"] + "_candidates" * restricted, []).append(row)
     return gpus
@@ -173,8 +175,9 @@ def main() -> None:
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--picture", action="store_true")
     options = parser.parse_args()
+    results = {file: kept(file.read_text()) for file in sorted((HERE / "results").glob("*.jsonl"))}
     gpus = read()
-    stale = {file: text for file, text in files(gpus).items() if not file.exists() or file.read_text() != text}
+    stale = {file: text for file, text in (results | files(gpus)).items() if not file.exists() or file.read_text() != text}
     if options.check:
         raise SystemExit("\n".join(f"{file} is not current: run python benchmarks/tables.py" for file in stale) or 0)
     for file, text in stale.items():

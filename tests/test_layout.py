@@ -2,12 +2,13 @@
 
 import ast
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import TREE, own_names, run_python
+from helpers import TREE, own_names, run, run_python
 
 import cukern
 from cukern.runtime.registry import OPS
@@ -301,3 +302,9 @@ def test_caches_of_plans_are_bounded():
         for path in (TREE / "cukern" / folder).rglob("*.py"):
             unbounded = re.findall(r"^@(?:functools\.)?(?:cache|lru_cache\(None\))$", path.read_text(), re.MULTILINE)
             assert not unbounded, path
+
+
+def test_tables_and_results_are_current():
+    """The generated tables, and files of results with the newest row of each key."""
+    checked = run([sys.executable, str(TREE / "benchmarks/tables.py"), "--check"])
+    assert checked.returncode == 0, checked.stderr
