@@ -236,8 +236,8 @@ struct Gradient {
             shift = largest;
             of_p *= exp(-log_sum);
         } else {
-            // p = 2^(slope c - shift) 2^(shift - slope lse), by one FMA per column; the second factor is in of_p. From 1e9 on, logits that
-            // differ do so by 64 or more: their exp(c - largest) is 0 or 1 with any slope, and only with 1 has slope c no rounding error.
+            // p = 2^(slope c - shift) 2^(shift - slope lse), by one FMA per column; the second factor is in of_p. Above 1e9 the float
+            // spacing is at least 64, so exp(c - largest) is 0 or 1. slope = 1 keeps slope * c exact.
             bool is_large = !(abs(largest) < 1e9);
             double scaled = (largest + log_sum) * LOG2E;
             slope = is_large ? 1.0f : LOG2E;

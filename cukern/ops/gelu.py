@@ -234,13 +234,13 @@ def _bias_backward(is_aligned: bool, dx: Any, dbias: Any, x: Any, bias: Any, dou
 
 
 def _vectors(bias: Tensor | None, x: Tensor, *others: Tensor | None) -> tuple[int, bool]:
-    """Vectors, if a row has one. One of a float32 bias has 32 bytes if x is 16-bit."""
+    """Elements per thread, and whether 16-byte accesses are aligned. A vector of a float32 bias has 32 bytes if x is 16-bit."""
     width, fits = VECTOR_BYTES // x.itemsize, bias is None or bias.data_ptr() * x.itemsize % (VECTOR_BYTES * bias.itemsize) == 0
     return (width, fits and aligned(x, bias, *others)) if x.shape[0] == 1 or x.shape[1] >= width else (1, True)
 
 
 def _instances(vectors: bool, dtype: torch.dtype) -> Iterable[Kernel]:
-    """There is no silu with a bias."""
+    """All kernel instances of a dtype; silu has none with a bias."""
     vector = VECTOR_BYTES // dtype.itemsize
     shapes = ((1, True), (vector, True), (vector, False))[: 3 if vectors else 1]
     for bias, (name, function) in itertools.product({dtype, wide(dtype)}, FUNCTIONS.items()):

@@ -283,9 +283,8 @@ struct AsyncTile {
 };
 
 // Ping-pong: the two warpgroups of a team alternate, because issuing wgmma stalls a warp until the tensor cores have taken nearly all of
-// the product. While one warpgroup issues, the other does everything else. What a warpgroup writes before the end of its turn, the other
-// sees in its own next turn. What it writes later, the other sees one turn later. In a team of one warpgroup, rest() is a barrier of its
-// warps.
+// the product. While one warpgroup issues, the other does everything else. Writes before the end of a turn are visible to the other
+// warpgroup in its next turn; later writes one turn later. In a team of one warpgroup, rest() is a barrier of its warps.
 template <int GROUPS>
 struct PingPong {
     int team, group;

@@ -158,7 +158,7 @@ def tiles(rows: int, size: int, sequences: int) -> int:
 
 def section(keys: int, head_dim: int, group: int, heads: int, causal: bool) -> int:
     """The number of query heads that are computed together: a multiple of `group`, or all heads. As many as have K and V in the L2 cache,
-    so that their longest blocks come first. Short ones without a mask one by one, so that all the time some K and V come from memory."""
+    so that their longest blocks come first. Without a mask and with few keys, one KV head at a time, which keeps device memory busy."""
     return min(heads, group * max(1, _L2_BYTES // max(1, 4 * keys * head_dim))) if causal or keys > SHORT else group
 
 
@@ -170,7 +170,8 @@ HEAD_DIMS = 64, 128
 _ROWS = 16  # of a tile of queries
 _LEAST_TILES = 4  # with fewer tiles of keys, warps of the decoding kernel have no work
 _OVERHEAD = 12  # fixed cost of a wave of thread blocks, and of the launch that adds the splits, in tiles: a tile takes 0.24 us on an H200
-# The part of the SMs that may idle at no cost: the others read as fast as all. Less with splits: the next call starts there, unevenly.
+# Fraction of idle SMs that costs nothing, because fewer SMs still saturate memory. Lower with split-K: the next call starts on them,
+# unevenly.
 _IDLE, _IDLE_WITH_SPLITS = 0.64, 0.16
 
 

@@ -47,7 +47,7 @@ def _make(dims: Sequence[int], sizes: Sizes, dtype: torch.dtype, device: torch.d
 
 
 def _make_two(dims: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> tuple[Tensor, ...]:
-    """The numbers of the program that the command line is compared with: its seed, and its draws in its order."""
+    """Inputs of a fixed seed, drawn in the order of the original command-line program, whose output `cukern check` is compared with."""
     torch.manual_seed(0)
     return *_make(dims, _square(dims), dtype, device), *_factors(_square(dims), dtype, device)
 

@@ -1,4 +1,4 @@
-"""What kron_linear demands of its arguments, and how it says so."""
+"""Argument checks of kron_linear."""
 
 import math
 from collections.abc import Sequence

@@ -23,7 +23,7 @@ from cukern.runtime.tensors import pointers
 # All tables here are by the size of an element in bytes. With 3.0 for 16 bits, 4096 x (8, 128, 128, 8) took 11.8 us; v4's kernels take 8.6.
 START_US = {2: 4.0, 4: 3.3, 8: 3.0}
 GRADIENT_START_US = 3.0
-TURN_US, TURNED = 8.0, 1 << 22  # the time to transpose a factor for TF32; z has at least TURNED elements
+K_MAJOR_US, K_MAJOR_FROM = 8.0, 1 << 22  # the time to transpose a factor for TF32; z has at least K_MAJOR_FROM elements
 BANDWIDTH = {2: 24 / 31, 4: 24 / 31, 8: 8 / 31}  # of a copy's
 # FLOP per us of an SM in TF32, by whether the factor is the rightmost
 TF32_WORK_US = {True: 1_050_000.0, False: 1_250_000.0}
@@ -53,8 +53,8 @@ def us(step: Step, rows: int, target: Problem) -> float:
         moved *= up(step.q, 64) / step.q * (up(step.right, 64) / step.right)
     slower = 1 if aligned else UNALIGNED[size]
     longest = max(moved / (BANDWIDTH[size] * target.device.sm_bytes_us), multiplied if size == 4 else 0.0)
-    turn = TURN_US if size == 4 and last and rows * step.left * step.p >= TURNED else 0.0
-    return START_US[size] + turn + longest / (target.device.sms * slower)
+    transpose = K_MAJOR_US if size == 4 and last and rows * step.left * step.p >= K_MAJOR_FROM else 0.0
+    return START_US[size] + transpose + longest / (target.device.sms * slower)
 
 
 def _us_of_sgemm(step: Step, rows: int, target: Problem) -> float:
@@ -95,7 +95,7 @@ def _product_of(z: Tensor, w: Tensor, epilogue: Epilogue, out: Tensor) -> Tensor
     if not (_dense(w.stride(), q) or _dense(w.stride()[::-1], p)):
         w = w.contiguous()  # one matrix; cuBLAS would have a copy made for each of a batch
     if C == 1:
-        torch.addmm(out.view(-1, q), z[..., 0], _turned(w, z), beta=beta, alpha=scale, out=out.view(-1, q))
+        torch.addmm(out.view(-1, q), z[..., 0], _k_major(w, z), beta=beta, alpha=scale, out=out.view(-1, q))
     else:
         torch.baddbmm(out.view(-1, q, C), w.mT.expand(len(z), -1, -1), z, beta=beta, alpha=scale, out=out.view(-1, q, C))
     return out
@@ -135,30 +135,30 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _dense(strides: Sequence[int], columns: int) -> bool:
-    """Whether the numbers of a row lie side by side, and rows do not overlap."""
+    """True if rows are contiguous and do not overlap."""
     return strides[1] == 1 and strides[0] >= columns
 
 
-def _turned(w: Tensor, z: Tensor) -> Tensor:
-    """The factor of a product with z. Only of two matrices whose numbers along k are neighbours Hopper has fast TF32: 176 us, not 130."""
-    return w.mT.contiguous().mT if z.dtype == torch.float32 and z.numel() >= TURNED else w
+def _k_major(w: Tensor, z: Tensor) -> Tensor:
+    """w, in K-major layout where that pays: Hopper's TF32 GEMM is fast only if both operands are K-major, 130 us instead of 176."""
+    return w.mT.contiguous().mT if z.dtype == torch.float32 and z.numel() >= K_MAJOR_FROM else w
 
 
 # ---- a layer of one or two factors by products of one matrix and all rows, as in v2
 
-TURN = 7.5  # time to transpose g / time to read it
+TRANSPOSE_READS = 7.5  # a transpose of g takes as long as reading it 7.5 times
 LARGE = 128  # rows and columns of a factor, at most, for which v4 has kernels of its own in every dtype
 
 
 def takes_layer(steps: Sequence[Step], target: Problem) -> bool:
-    """Whether these functions take all steps of a layer: in float32, from the last factor to the first. Next to a small factor, own kernels
-    are faster: forward and backward of 2048 x (16, 160) in TF32 132 us instead of 238, of 2048 x (64, 200) 505 instead of 694."""
+    """True if these functions take all steps of a layer: in float32, from the last factor to the first. Next to a small factor, kernels of
+    our own are faster: forward and backward of 2048 x (16, 160) in TF32 132 us instead of 238, of 2048 x (64, 200) 505 instead of 694."""
     sizes = [n for s in steps for n in (s.p, s.q)]
     return target.itemsize == 4 and len(steps) <= 2 and min(sizes) > LARGE // 2 and max(sizes) > LARGE and steps[-1].factor == 0
 
 
 def takes_forward(steps: Sequence[Step], target: Problem) -> bool:
-    """Whether layer_forward is faster than two launches of cuBLAS: in TF32, and in 16 bits if the columns of the right factor are no
+    """True if layer_forward is faster than two launches of cuBLAS: in TF32, and in 16 bits if the columns of the right factor are no
     multiple of 64. cuBLAS then wastes less with all rows of x as columns: 64 x (136, 384) takes 16.7 us instead of 17.8."""
     return target.tensor and takes_layer(steps, target._replace(itemsize=4)) and (target.itemsize == 4 or steps[0].q % 64 > 0)
 
@@ -169,8 +169,8 @@ def us_of_layer(steps: Sequence[Step], rows: int, target: Problem) -> float:
     for s in steps:
         fibers = rows * s.left * s.right
         total += us(Step(0, 1, s.q, s.p, 1), fibers, target) + us_of_gradient(fibers, s.p, s.q, 1, target)
-    turned = TURN * numbers * target.itemsize / (target.device.sms * target.device.sm_bytes_us)
-    return total + (turned if len(steps) > 1 else -GRADIENT_START_US)  # one launch makes the gradient of one factor alone
+    transposed = TRANSPOSE_READS * numbers * target.itemsize / (target.device.sms * target.device.sm_bytes_us)
+    return total + (transposed if len(steps) > 1 else -GRADIENT_START_US)  # one launch makes the gradient of one factor alone
 
 
 _TRANSPOSED = Template("kron_linear/kron_linear.cu", "kron_linear_v4_transposed")
@@ -190,7 +190,7 @@ def small_right(run: Sequence[Step], rows: int, target: Problem) -> Iterator[Lau
 
 
 def _transposed(out: Tensor, x: Tensor, p: int, q: int, w: Tensor | None = None) -> Tensor:
-    """out (q, fibers) from x (fibers, p) times w; without w, out (fibers, q) from x (q, fibers)."""
+    """out = (x @ w).T of shape (q, fibers), for x (fibers, p). Without w: out = x.T of shape (fibers, q), for x (q, fibers)."""
     fibers = x.numel() // p
     launch = _TRANSPOSED[x.dtype, p, q, w is None].on(x.get_device())
     launch((ceil(fibers / 256), 1, 1), (64, 1, 1), 0, *pointers(out, x, w), fibers)
@@ -202,7 +202,7 @@ def _small_right(x: Tensor, left: Tensor, right: Tensor, epilogue: Epilogue, out
     (scale, *added), (p, q), rows = epilogue, right.shape, x.shape[0]
     right = right if right.is_contiguous() and right.data_ptr() % 16 == 0 else right.clone(memory_format=torch.contiguous_format)
     z = _transposed(x.new_empty(q, rows * left.shape[0]), x, p, q, right)
-    y = _scaled_mm(z.view(-1, left.shape[0]), _turned(left, z), scale)
+    y = _scaled_mm(z.view(-1, left.shape[0]), _k_major(left, z), scale)
     _transposed(out, y.view(q, -1), q, q)
     for more in added:
         if more is not None and not planning():
@@ -212,13 +212,13 @@ def _small_right(x: Tensor, left: Tensor, right: Tensor, epilogue: Epilogue, out
 
 @torch.no_grad()
 def layer_forward(x: Tensor, factors: Sequence[Tensor], epilogue: Epilogue, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """x (rows, prod p) times two factors, and what the first one is multiplied by: (q2, rows, p1), as one row for each of x's. For that
-    product, numbers along k are neighbours: in TF32, (256, 320, 160) takes 99 us instead of 111, (64, 320, 512) 91 instead of 106."""
+    """y, and the intermediate x @ W2, stored as (q2, rows, p1) and returned as one row for each row of x. So the second product is K-major:
+    in TF32, (256, 320, 160) takes 99 us instead of 111, (64, 320, 512) 91 instead of 106."""
     left, right = factors[:2]
     out = x.new_empty(x.shape[0], left.shape[1] * right.shape[1]) if out is None else out
     if max(right.shape) <= SMALL:
         return _small_right(x, left, right, epilogue, out), out
-    z = _scaled_mm(_turned(right, x).mT, x.view(-1, right.shape[0]).mT, 1.0)
+    z = _scaled_mm(_k_major(right, x).mT, x.view(-1, right.shape[0]).mT, 1.0)
     if not planning():
         _product_of(z.view(len(z), x.shape[0], -1).permute(1, 2, 0), left, epilogue, out)
     return out, z.view(x.shape[0], -1)

@@ -2,7 +2,7 @@
 
 The order is torch.kron's and einsum's: the first factor acts on the slowest index of a row of x, the last on the fastest. (Programs that
 multiply by x.reshape(.., p) @ w in a loop over the factors have the reverse: their first factor acts on the fastest index. The command line
-takes its DIMS in that order, as the program that it is compared with does.)
+takes its DIMS in that order, as the original command-line program does.)
 
 A row is an array of p_1 x .. x p_n numbers, and each factor a matrix product along one of its indices; they commute, so those that shrink
 the array come first (plan.py). planner.py chooses the launches, forward.py and backward.py make them. The backward of a step of training
@@ -88,12 +88,12 @@ def kron_linear(
     Higher derivatives and forward-mode tangents use torch's operations.
 
     Args:
-        x: (..., p_1 * .. * p_n), float16, bfloat16, float32 or float64: a tensor, or an array that speaks DLPack. Copied first if it is not
-            contiguous.
+        x: (..., p_1 * .. * p_n), float16, bfloat16, float32 or float64: a tensor, or an array that supports DLPack. Copied first if it is
+            not contiguous.
         factors: the matrices W_i, each (p_i, q_i), of any strides, square or not; or (S, p_i, q_i), where S is x's first dimension: then
             each x[s] has a factor of its own.
         bias: (q_1 * .. * q_n,) or None; residual: of the output's shape, or None. All of x's dtype and device.
-        scale: a finite number, no tensor: it has no gradient. Within float32's range, but for float64.
+        scale: a Python number; no gradient. At most float32's maximum unless x is float64.
         version: "v1" and "v2" are torch's own operations, from "v3" on kernels; by default the fastest that the GPU has. Tensors that are
             not on a GPU, complex ones, and those under torch.func's transforms go to v1.
 
@@ -289,7 +289,7 @@ def _fake(x: Tensor, bias: Any, residual: Any, factors: Sequence[Tensor], scale:
 
 
 def _boundary(x: Tensor, factors: Sequence[Tensor], added: bool, version: str) -> int:
-    """See kron_backward.boundary; 0 where somebody traces, or tensors are not plain ones."""
+    """See kron_backward.boundary; 0 under tracing and for tensor subclasses."""
     plain = x.is_contiguous() and PLAIN.issuperset(map(type, (x, *factors)))
     if torch.compiler.is_compiling() or not x.shape[0] or not plain:
         return 0

@@ -1,4 +1,4 @@
-"""In which order kron_linear multiplies by its factors, and how each of them sees the array that it is multiplied to."""
+"""Order of the mode products, and the (left, p, right) view of each."""
 
 import functools
 from collections.abc import Sequence

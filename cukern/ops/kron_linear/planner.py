@@ -38,7 +38,7 @@ def forward(sizes: Sizes, rows: int, target: Problem, count: int | None = None) 
     def launch(first: int, end: int) -> Launch | None:
         return fastest(order[first:end], rows, target if first == 0 else target._replace(aligned=16))
 
-    options = [_best_cut(order, launch, lambda _, us, rest: us + (between(us) if rest else 0.0))]
+    options = [_best_cut(order, launch, lambda _, us, rest: us + (gap_us(us) if rest else 0.0))]
     if count is None:  # a chain multiplies by the left factor first in any case, and so may be planned where the steps have it first
         options += [(g.us, (g,)) for g in wgmma.chain(steps(sizes, tuple(range(len(sizes)))[::-1]), rows, target)]
     us, plan = _best(options)
@@ -65,8 +65,8 @@ def _best_cut(order: Run, launch: Callable[[int, int], Launch | None], total: Ca
     return best[-1]
 
 
-def between(us: float) -> float:
-    """The time that two launches, which take `us` alone, take longer together."""
+def gap_us(us: float) -> float:
+    """Extra time of two consecutive launches over the sum of their times, `us`."""
     return min(BETWEEN_US, BETWEEN_PART * us)
 
 
@@ -138,5 +138,5 @@ def keeping(sizes: Sizes, rows: int, target: Problem) -> Plan:
     launches = tuple(part for part in parts if part)
     whole, anew = forward(sizes, planned, target), forward(sizes, planned, target, len(plan[0].steps))
     two = sum(part.us for part in launches)
-    two += between(two) if len(whole) == 1 else 0.0
+    two += gap_us(two) if len(whole) == 1 else 0.0
     return launches if len(launches) == 2 and two <= sum(g.us for g in (*whole, *anew)) else ()

@@ -25,7 +25,8 @@ FMA_CYCLES = 1.5  # per cycle of the FMA units; includes loads, exchanges and ba
 
 
 class Pass(NamedTuple):
-    """Bits of a number's index: those in which a thread's numbers differ, and its own. The rest as in Pass of small_factors.cuh."""
+    """`held`: index bits that the registers of one thread cover; `threads`: those that the thread number gives. The rest as in Pass of
+    small_factors.cuh."""
 
     factors: tuple[Step, ...]
     held: tuple[int, ...]
@@ -90,8 +91,8 @@ def _launch(run: Sequence[Step], target: Problem, threads: int, cluster: int, L:
 
 
 def _passes(cut: Sequence[tuple[Step, ...]], low: int, top: int, cross: int) -> list[Pass]:
-    """The passes over an array whose first factor has the bits from `low` on, of numbers of `top` bits; or of one more, that of the other
-    block of a cluster, which becomes the bit `cross` before the last pass."""
+    """The passes over an array of 2^top elements per thread block. `low`: the lowest index bit of the first factor. `cross` >= 0: before
+    the last pass, the two blocks of a cluster exchange elements; its index gains the bit `top` and loses the bit `cross`."""
     parts: list[Pass] = []
     for n, piece in enumerate(cut):
         moved = cross >= 0 and n == len(cut) - 1

@@ -1,7 +1,8 @@
 """The plans of matmul: tiles, grids, and how thread blocks share sums over K. Cost models choose the cheapest candidate.
 
 `fma_plan`: v5, whose blocks share the last, partly filled wave of tiles (stream-K). Its constants were fitted to 360 timings on one H200
-(rms error 11 %). The chosen candidate was on average 0.6 % slower than the best, at worst 6 %. `plan`: v6 and v7.
+(rms error 11 %). The chosen candidate was on average 0.6 % slower than the best, at worst 6 %. It also plans matmul_direct,
+for few rows. `plan`: v6 and v7.
 """
 
 from collections.abc import Iterator

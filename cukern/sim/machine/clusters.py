@@ -22,21 +22,21 @@ class Clusters:
         self.m = m
         self.count = m.blocks // m.order.blocks_a_cluster
         self.arrived = np.zeros(m.lanes, bool)  # since the barrier last opened
-        self.owes = np.zeros(m.lanes, bool)  # has arrived and must wait next
+        self.must_wait = np.zeros(m.lanes, bool)  # has arrived and must wait next
         self.since = np.zeros(m.lanes, np.int64)  # the barrier tells other lanes of this lane's accesses before this time
         self.arrived_at = np.full(m.lanes, -1)  # the instruction, if it is .aligned
         self.waits = np.zeros(m.lanes, bool)
         self.told = np.zeros((self.count, m.order.warps_a_cluster), np.int64)  # what the arrived warps knew of other warps
         self.learned = self.told.copy()  # what waiting warps learn: `told` when the barrier last opened
-        self.met = np.zeros(m.blocks, bool)  # blocks that have waited: they know that their neighbours have started
+        self.has_synced = np.zeros(m.blocks, bool)  # blocks that have waited: they know that their neighbours have started
         self.exited = np.zeros(m.blocks, bool)
 
     def arrive(self, group: Group, releases: bool, aligned: bool) -> None:
         m, lanes, order = self.m, group.lanes, self.m.order
-        if self.owes[lanes].any():
-            lane = lanes[self.owes[lanes]][0]
+        if self.must_wait[lanes].any():
+            lane = lanes[self.must_wait[lanes]][0]
             raise m.fault(BarrierFault, lane, "arrives at the cluster barrier again, and has not waited since it arrived there")
-        self.owes[lanes] = self.arrived[lanes] = True
+        self.must_wait[lanes] = self.arrived[lanes] = True
         self.arrived_at[lanes] = m.pc if aligned else -1
         self.since[lanes] = order.clock.now + 1 if releases else order.fenced.reshape(m.blocks, -1).max(axis=1)[order.block_of[lanes]]
         warps = np.unique(order.warp_of[lanes[self.since[lanes] > 0]])
@@ -46,8 +46,8 @@ class Clusters:
 
     def wait(self, group: Group) -> None:
         m, lanes = self.m, group.lanes
-        if not self.owes[lanes].all():
-            raise m.fault(BarrierFault, lanes[~self.owes[lanes]][0], "waits at the cluster barrier, at which it has not arrived")
+        if not self.must_wait[lanes].all():
+            raise m.fault(BarrierFault, lanes[~self.must_wait[lanes]][0], "waits at the cluster barrier, at which it has not arrived")
         m.waits_at[lanes], self.waits[lanes] = m.pc, True
         self._pass(lanes[~self.arrived[lanes]])
 
@@ -71,8 +71,8 @@ class Clusters:
             return
         warps = np.unique(order.warp_of[lanes])
         order.learn(warps, self.learned[warps // order.warps_a_cluster])
-        self.met[order.block_of[lanes]] = True
-        self.owes[lanes] = self.waits[lanes] = False
+        self.has_synced[order.block_of[lanes]] = True
+        self.must_wait[lanes] = self.waits[lanes] = False
         m.resume(lanes)
 
     def _check_alignment(self, lanes: Array) -> None:
@@ -103,7 +103,7 @@ class Clusters:
         """These lanes access the shared memory of these blocks, which must have started, and must not have exited."""
         m, order = self.m, self.m.order
         remote = owners != order.block_of[lanes]
-        early, late = remote & ~self.met[order.block_of[lanes]], remote & self.exited[owners]
+        early, late = remote & ~self.has_synced[order.block_of[lanes]], remote & self.exited[owners]
         for bad, why in ((late, "which has exited: no cluster barrier after the access keeps it"), (early, _NOT_STARTED)):
             if bad.any() and not m.mutes(Race):
                 row = first_row(bad)

@@ -66,7 +66,7 @@ class Order:
         self.fence_knew: Array | None = None  # `known` of a warp at its last fence
         self.learned = np.zeros(blocks * warps, np.int64)  # by warp: what it knows of other blocks, as a number of Releases
         self.seen = self.learned.copy()  # by warp: what it will know of other blocks after a fence
-        self.told: dict[int, Array] = {}  # position in shared memory -> what was known to the warps that released there
+        self.released: dict[int, Array] = {}  # position in shared memory -> what was known to the warps that released there
 
     # ---- stamps
 
@@ -200,12 +200,12 @@ class Order:
         """These lanes execute a .release atomic in shared memory."""
         for position in np.unique(positions).tolist():
             for warp in np.unique(self.warp_of[lanes[positions == position]]).tolist():
-                self.told[position] = np.maximum(self.told.get(position, 0), self.knowledge(warp))
+                self.released[position] = np.maximum(self.released.get(position, 0), self.knowledge(warp))
 
     def acquire_shared(self, lanes: Array, positions: Array) -> None:
         """These lanes execute an .acquire load or atomic in shared memory."""
-        for position in set(np.unique(positions).tolist()) & self.told.keys():
-            self.learn(np.unique(self.warp_of[lanes[positions == position]]), self.told[position])
+        for position in set(np.unique(positions).tolist()) & self.released.keys():
+            self.learn(np.unique(self.warp_of[lanes[positions == position]]), self.released[position])
 
     # ---- between blocks
 
