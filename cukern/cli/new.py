@@ -88,7 +88,7 @@ def _tree() -> Path | None:
 def _in_tree(tree: Path, name: str, kind: str) -> dict[str, str]:
     """The files of a new op, by path. The op is made by cukern.op; its registry row is the arguments of that call."""
     op = _text(f"{kind}.py.txt", name).replace("from pathlib import Path\n\n", "")
-    imports = "from cukern.runtime.dispatch.own_op import op\nfrom cukern.runtime.compile.sources import kernels_dir"
+    imports = "from cukern.runtime.compile.sources import kernels_dir\nfrom cukern.runtime.dispatch.own_op import op"
     op = op.replace("import cukern\n", f"{imports}\n", 1).replace(
         f"in {name}.cu; help(cukern.op)", f"in kernels_cu/{name}.cu; help(cukern.op)"
     )

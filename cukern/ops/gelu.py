@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cukern.runtime import checks
 from cukern.runtime.dispatch import autocast
-from cukern.runtime.dispatch.autograd import watched
+from cukern.runtime.dispatch.autograd import dispatched, transformed, watched
 from cukern.runtime.dispatch.higher import differentiable
 from cukern.runtime.dispatch.raw_ops import raw_op
 from cukern.runtime.dispatch.versions import choose, in_force
@@ -124,16 +124,23 @@ def _on_cpu(function: str, x: Tensor, up: Tensor | None, bias: Tensor | None) ->
     return _reference(function, up is not None, x.to(wide(x.dtype)), bias if up is None else up).to(x.dtype)
 
 
+def _may_overflow(v: Tensor) -> bool:
+    """Read only where that costs little; else True."""
+    if type(v) not in checks.PLAIN or v.device.type != "cpu" or dispatched() or transformed():
+        return True
+    return v.numel() > 0 and not bool(v.detach().abs().amax() < 1e18)
+
+
 def _reference(function: str, gated: bool, x: Tensor, other: Tensor | None = None) -> Tensor:
     """`other` is `up` if `gated`, else the bias."""
     with autocast.off(x):
         v = x if gated or other is None else x + other
-        if function == "tanh":  # torch's derivative is NaN from 1.8e19 on, where the square overflows
+        if function == "tanh" and _may_overflow(v):  # torch's derivative is NaN from 1.8e19 on, where the square overflows
             beyond = v.abs() > 100  # a clamped NaN would have the derivative 0
             y = torch.nn.functional.gelu(v.masked_fill(beyond, 0.0), approximate=function)
             y = torch.where(beyond, v * (v > 0), y).to(x.dtype)
         else:
-            y = (torch.nn.functional.silu(v) if function == "silu" else torch.nn.functional.gelu(v)).to(x.dtype)
+            y = (torch.nn.functional.silu(v) if function == "silu" else torch.nn.functional.gelu(v, approximate=function)).to(x.dtype)
         return y * other if gated and other is not None else y
 
 

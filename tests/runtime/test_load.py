@@ -11,7 +11,8 @@ from helpers import DEVICE, SCALE, gpu, kernels, no_gpu
 import cukern
 from cukern.runtime.compile import signature
 from cukern.runtime.compile.hints import hint
-from cukern.runtime.launch import arguments, driver
+from cukern.runtime.launch import arguments
+from cukern.runtime.launch import driver as launches
 
 COPY = """
 __global__ void copy(T* out, const T* x, int n) {
@@ -101,21 +102,21 @@ def quick_of(text: str, seen: list, device: int = -1, most_shared: int = 48 << 1
     with cukern.backend("sim"):
         params = kernel.params
     packer = signature.packer(params)
-    local = driver._Arguments(bytes(packer.size), params, 0)
+    local = launches._Arguments(bytes(packer.size), params, 0)
 
     def launch(function, gx, gy, gz, bx, by, bz, shared, stream, each, extra):
         if gx > 2**31 - 1:
             raise RuntimeError("CUDA_ERROR_INVALID_VALUE")
         seen.append(((gx, gy, gz), (bx, by, bz), shared, *packer.unpack(local.parts[0])))
 
-    prepared = driver.Prepared(7, packer.pack_into, local, launch, [most_shared])
+    prepared = launches.Prepared(7, packer.pack_into, local, launch, [most_shared])
     return kernel, arguments.quick(prepared, params, device)
 
 
 @pytest.fixture
 def no_stream(monkeypatch):
-    monkeypatch.setattr(driver, "current_stream", lambda device: 0)
-    monkeypatch.setattr(driver, "current_device", lambda: -1)  # with several GPUs, a quick launch needs the current one
+    monkeypatch.setattr(launches, "current_stream", lambda device: 0)
+    monkeypatch.setattr(launches, "current_device", lambda: -1)  # with several GPUs, a quick launch needs the current one
 
 
 def test_the_quick_launch_takes_only_right_arguments(no_stream):
@@ -146,7 +147,7 @@ def test_a_quick_launch_on_several_gpus(monkeypatch, no_stream):
     """It launches only on the current GPU, and a kernel has one for each."""
     seen, x, current = [], torch.ones(4), [0]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(driver, "current_device", lambda: current[0])
+    monkeypatch.setattr(launches, "current_device", lambda: current[0])
     kernel, quick = quick_of("__global__ void k(float* x) {}", seen)
     assert not quick((x,), 1, 32, 0)
     current[0] = -1
@@ -163,7 +164,7 @@ def test_a_grid_that_no_driver_takes_names_its_limit(monkeypatch, no_stream):
     kernel, x = cukern.compile("#include <cuda_fp16.h>\n__global__ void k(float* x, __half h) {}"), torch.ones(4)
     monkeypatch.setattr(driver, "ctxGetCurrent", lambda: 0)
     monkeypatch.setattr(driver, "funcGetAttribute", lambda attribute, _: 1 if attribute else 1024)
-    launch = driver._launcher(0, "k", kernel.compile("sm_90a"), kernel.params_on(-1), -1, 0)
+    launch = launches._Loaded(0, "k", kernel.compile("sm_90a"), kernel.params_on(-1), -1, 0)
     bound = launch.bound((2**32, 1, 1), (32, 1, 1), 0)
     for call in (lambda: launch((2**32, 1, 1), (32, 1, 1), 0, x.data_ptr(), 1.0), lambda: bound(x.data_ptr(), 1.0)):
         with pytest.raises(cukern.LaunchError, match=r"k <<<grid \(4294967296, 1, 1\).* grid x = 4294967296 is not in 1..2147483647"):

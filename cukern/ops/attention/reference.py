@@ -77,7 +77,7 @@ def repeated(k: Tensor, heads: int) -> Tensor:
     if checks.known(k.shape[1] == heads):
         return k
     if torch.compiler.is_compiling() and k.device.type == "cpu":  # a graph for any number of repeats, also one
-        return k.index_select(1, torch.arange(heads, device=k.device) // (heads // k.shape[1]))
+        return k.index_select(1, torch.arange(heads, dtype=torch.int64, device=k.device) // (heads // k.shape[1]))
     return k.repeat_interleave(heads // k.shape[1], 1)
 
 

@@ -27,7 +27,7 @@ LAYERS = [
 def test_blocks_are_spread_evenly_over_sms(monkeypatch, total):
     """Of blocks that have no other shared memory; 1 KB of each is the driver's."""
     facts = KNOWN["h200"]._replace(shared_bytes=total - 1024)
-    monkeypatch.setattr(backend, "device_of", lambda device: facts)
+    monkeypatch.setattr(driver, "device_of", lambda device: facts)
     spread = driver.spread.__wrapped__
     for blocks in (1, 132, 133, 528, 529, 1056):
         part = -(-blocks // 132)
