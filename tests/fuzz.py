@@ -186,8 +186,10 @@ def sizes(tensors: list) -> list:
 
 
 def smallest_error(case: Case, tensors: list) -> float:
-    """The error of a subnormal result in between, times the largest number that may multiply it, with a margin for sums. Of a float32
-    number, 3xTF32 has a small part in TF32, whose subnormal numbers have 10 bits."""
+    """The allowed error of subnormal intermediate results: one rounding, times the largest factor, times a margin for sums.
+
+    3xTF32 keeps a small part of each float32 number in TF32. Its subnormal numbers have 10 bits.
+    """
     info, version = computed(case, tensors[0]), case.args["version"]
     splits = version in ("v6", "v7") if case.op in ("matmul", "linear") else case.op.startswith("attention") and version not in ("v1", "v2")
     splits &= case.place != "reference" and tensors[0].dtype == torch.float32

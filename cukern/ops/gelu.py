@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cukern.runtime import checks
 from cukern.runtime.dispatch import autocast
-from cukern.runtime.dispatch.autograd import watched
+from cukern.runtime.dispatch.autograd import dispatched, watched
 from cukern.runtime.dispatch.higher import differentiable
 from cukern.runtime.dispatch.raw_ops import raw_op
 from cukern.runtime.dispatch.versions import choose, in_force
@@ -24,7 +24,6 @@ from cukern.runtime.tensors import (
     aligned,
     as_matrix,
     empty_like,
-    is_moderate,
     mergeable,
     pointers,
     readable,
@@ -135,11 +134,19 @@ def _on_cpu(function: str, x: Tensor, up: Tensor | None, bias: Tensor | None) ->
     return _reference(function, up is not None, x.to(wide(x.dtype)), bias if up is None else up).to(x.dtype)
 
 
+def _may_overflow(v: Tensor) -> bool:
+    """False if the square of no number overflows. Tensors whose numbers are not at hand may."""
+    if type(v) not in checks.PLAIN or v.device.type != "cpu" or dispatched():
+        return True
+    low, high = v.detach().aminmax() if v.numel() else (0.0, 0.0)
+    return not (low > -1e15 and high < 1e15)  # NaN may, too
+
+
 def _reference(function: str, gated: bool, x: Tensor, other: Tensor | None = None) -> Tensor:
     """`other` is `up` if `gated`, else the bias."""
     with autocast.off(x):
         v = x if gated or other is None else x + other
-        if function == "tanh" and not is_moderate(v):  # torch's derivative is NaN from 1.8e19 on, where the square overflows
+        if function == "tanh" and _may_overflow(v):  # torch's derivative is NaN from 1.8e19 on, where the square overflows
             beyond = v.abs() > 100  # a clamped NaN would have the derivative 0
             y = torch.nn.functional.gelu(v.masked_fill(beyond, 0.0), approximate=function)
             y = torch.where(beyond, v * (v > 0), y).to(x.dtype)

@@ -219,9 +219,3 @@ def _flat(tensors: Sequence[str]) -> str:
 
 def every() -> list["Plans"]:
     return _all
-
-
-def forget() -> None:
-    """Forgets all plans."""
-    for plans in _all:
-        plans.found.clear()

@@ -19,20 +19,6 @@ def as_matrix(x: Tensor) -> Tensor:
     return x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1] if x.ndim else 1)
 
 
-def is_moderate(*tensors: Tensor | None) -> bool:
-    """True if all numbers are known to be below 1e15: of plain tensors on the CPU, outside of traces and transforms."""
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
-        return False
-    for t in tensors:
-        if t is not None:
-            if type(t) not in (Tensor, torch.nn.Parameter) or t.device.type != "cpu":
-                return False
-            low, high = t.detach().aminmax() if t.numel() else (0.0, 0.0)
-            if not (low > -1e15 and high < 1e15):  # nor NaN
-                return False
-    return True
-
-
 def mergeable(x: Tensor) -> Tensor:
     """A tensor that `as_matrix` flattens without a copy: x, or x contiguous."""
     if x.is_contiguous():

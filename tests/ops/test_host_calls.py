@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import cukern
-from cukern.runtime import planning, recording
+from cukern.runtime import recording
 from cukern.runtime.device import setting
 from cukern.runtime.launch.kernel import Kernel
 
@@ -66,10 +66,8 @@ def on_a_gpu(monkeypatch):
 
     monkeypatch.setattr(Kernel, "on", on)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
-    planning.forget()
     with cukern.backend("sim"), setting():
         yield
-    planning.forget()
 
 
 def steps(call):

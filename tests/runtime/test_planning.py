@@ -6,6 +6,7 @@ from helpers import DEVICE, kernels
 
 import cukern
 from cukern.runtime import planning, recording
+from cukern.runtime.device import forget_plans
 from cukern.runtime.registry import OPS
 
 # adamw has tables of its own. attention_varlen reads cu_seqlens on a CPU. In place, rope compares addresses.
@@ -15,9 +16,9 @@ PLACE = "gpu" if DEVICE == "cuda" else "sim"
 
 @pytest.fixture(autouse=True)
 def no_plans():
-    planning.forget()
+    forget_plans()
     yield
-    planning.forget()
+    forget_plans()
 
 
 def run(op, inputs, grad):
@@ -56,7 +57,7 @@ def test_a_replay_gives_the_bits_of_a_call_that_plans(name, grad):
         assert name in NEVER_REPLAYED or replayed()
         other = op.make(op.sim_dims[-1], dtype, DEVICE)
         found = run(op, other, grad)
-        planning.forget()
+        forget_plans()
         for a, b in zip(found, run(op, other, grad), strict=True):
             assert (a is None) == (b is None)
             assert a is None or (a.stride() == b.stride() and torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)))
@@ -73,7 +74,7 @@ def test_every_use_of_a_tensor_is_told_apart():
             cukern.attention(q, q, q)
         b = torch.randn(8, device=DEVICE)
         y, out = cukern.layernorm(x, w, b), cukern.attention(q, k, v)
-        planning.forget()
+        forget_plans()
         assert torch.equal(y, cukern.layernorm(x, w, b))
         assert torch.equal(out, cukern.attention(q, k, v))
 

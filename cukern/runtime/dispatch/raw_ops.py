@@ -51,19 +51,19 @@ def raw_op(
     if writes:
         impl = _counted(impl, writes)
 
-    def dispatched(*args: Any) -> Any:
+    def without_grad(*args: Any) -> Any:
         if not torch.is_grad_enabled():
             return impl(*args)
         with torch.no_grad():  # graphs of torch.export are called with parameters, which torch's `out=` refuses
             return impl(*args)
 
-    library.impl(short, dispatched, "CUDA")
+    library.impl(short, without_grad, "CUDA")
 
     def simulate(*args: Any) -> Any:
         if not backend.simulating() and torch._C._current_graph_task_id() < 0:  # a backward pass follows a simulated forward
             raise ValueError(f"{name} runs kernels, and the tensors are on the CPU; {checks.SIMULATOR}")
         with backend.simulated_memory(_flat(args)):
-            return dispatched(*args)
+            return without_grad(*args)
 
     library.impl(short, simulate, "CPU")
     torch.library.register_fake(name, fake, lib=library)

@@ -18,7 +18,7 @@ from cukern.ops.kron_linear import planner
 from cukern.ops.kron_linear import tile as kron_tile
 from cukern.ops.kron_linear.plan import MOST, Launch, steps
 from cukern.ops.kron_linear.tile import FMA, SPLIT, TENSOR
-from cukern.runtime.device import device_of, restricted
+from cukern.runtime.device import device_of, forget_plans, restricted
 from cukern.runtime.launch import backend
 
 LAYERS = (
@@ -86,11 +86,6 @@ def test_rows_are_chunked_when_the_intermediate_is_large():
     part = planner.rows_at_once(plan, 64, 4)
     assert len(plan) > 1 and 0 < part < 64 and part * 4 * 16**5 <= planner.BETWEEN
     assert planner.rows_at_once(plan, 10, 4) == 10 and planner.rows_at_once(plan[:1], 1 << 20, 4) == 1 << 20
-
-
-def forget_plans() -> None:
-    for function in (planner.forward, planner.fastest, kron_forward.plan_of_layer, kron_forward._plan_one):
-        function.cache_clear()
 
 
 def tilings(sizes, first, count, rows, target, kind) -> list[Launch]:
