@@ -304,6 +304,13 @@ def test_caches_of_plans_are_bounded():
             assert not unbounded, path
 
 
+def test_cached_properties_have_no_lock():
+    """A child process would inherit it locked: until Python 3.12 functools.cached_property has one for all instances."""
+    for path in (TREE / "cukern").rglob("*.py"):
+        text = path.read_text()
+        assert not re.search(r"@functools\.cached_property|from functools import.*cached_property", text), path
+
+
 def test_tables_and_results_are_current():
     """The generated tables, and files of results with the newest row of each key."""
     checked = run([sys.executable, str(TREE / "benchmarks/tables.py"), "--check"])

@@ -19,6 +19,7 @@ import torch
 from torch.autograd import forward_ad
 
 from cukern.runtime import checks
+from cukern.runtime.compile.forks import no_fork
 from cukern.runtime.device import versions_in_force, when_plans_change
 from cukern.runtime.launch import backend, driver
 from cukern.runtime.recording import ALIGNMENT, STALE, Recorder, active, compiled
@@ -128,7 +129,7 @@ class Plans:
         return plain and len(devices) == 1 and (devices == {-1} or devices == {driver.current_device()})
 
     def _remember(self, key: Any, state: Any) -> None:
-        with self.lock:
+        with no_fork(), self.lock:
             if key not in self.found and len(self.found) >= MOST:
                 del self.found[next(iter(self.found))]
             self.found[key] = state

@@ -317,5 +317,5 @@ thread.join()
 
 
 def test_torture():
-    done = run([sys.executable, str(TREE / "tests" / "torture_cache.py"), "--kills", "20", "--corruptions", "100", "--forks", "5"])
+    done = run([sys.executable, str(TREE / "tests" / "torture_cache.py"), "--kills", "20", "--corruptions", "100", "--forks", "50"])
     assert "no wrong kernel, no hang, no leftover" in done.stdout

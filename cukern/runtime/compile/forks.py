@@ -7,7 +7,10 @@ compiles, and new compilations wait for the fork.
 import contextlib
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any, Generic, TypeVar
+
+_Value = TypeVar("_Value")
 
 _LONGEST_S = 120.0  # limit of the wait, because a compiling thread may wait for a lock of the forking one
 
@@ -32,6 +35,17 @@ def no_fork() -> Iterator[None]:
             with _changed:
                 _busy.discard(me)
                 _changed.notify_all()
+
+
+class cached_property(Generic[_Value]):
+    """functools.cached_property without the lock that it has before Python 3.12, which a child process could inherit."""
+
+    def __init__(self, function: Callable[[Any], _Value]):
+        self.function, self.__doc__ = function, function.__doc__
+
+    def __get__(self, instance: Any, owner: type) -> _Value:
+        value = instance.__dict__[self.function.__name__] = self.function(instance)
+        return value
 
 
 def _before() -> None:

@@ -11,6 +11,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from cukern.runtime.compile.forks import cached_property
+
 NOWHERE = "/dev/null"  # prefix of all file names passed to NVRTC; not a folder, so NVRTC cannot open files itself
 
 # Files of kernels_cu/std for the headers of the host, which NVRTC lacks. Each <cname> is also <name.h>.
@@ -118,22 +120,22 @@ class Source:
         """The first folder to search for quoted includes."""
         return self.path.parent.absolute()
 
-    @functools.cached_property
+    @cached_property
     def program(self) -> "Program":
         """The texts for NVRTC, made once: later edits of the files do not affect this source."""
         return Program(self)
 
-    @functools.cached_property
+    @cached_property
     def host_program(self) -> "Program":
         """The same texts after all headers of kernels_cu/std, as torch's load_inline adds its own, and without `__host__`."""
         return Program(self, self.program)
 
-    @functools.cached_property
+    @cached_property
     def kernels(self) -> dict[str, str]:
         """The parameter list of each kernel in the file, as text, by its qualified name, in order."""
         return find_kernels(self.text)
 
-    @functools.cached_property
+    @cached_property
     def included_kernels(self) -> dict[str, str]:
         """The same for the included files."""
         return {name: text for file in self.program.files.values() for name, text in find_kernels(file).items()}

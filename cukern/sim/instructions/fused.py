@@ -5,12 +5,12 @@ same as float64. A form is made when an instruction first needs it, so most view
 dimensions (`z`: of bits), with which numpy is quickest. Instructions without a template call their function of raw bits. Registers that
 nothing reads later are not written."""
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
+from cukern.runtime.compile.forks import cached_property
 from cukern.sim.machine.batch import Array, Group
 from cukern.sim.machine.machine import Machine
 from cukern.sim.numerics import floats
@@ -78,7 +78,7 @@ class Fused:
             for register, values in zip(self.outputs, function(*[m.get(group, r) for r in inputs]), strict=True):
                 m.put(group, register, values)
 
-    @functools.cached_property
+    @cached_property
     def function(self) -> tuple[Callable[..., tuple[Array, ...]], list[int]]:
         """A function from the values of the input registers to those of the output registers, and the input registers."""
         writer = _Writer(self.constants)

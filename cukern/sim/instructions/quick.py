@@ -3,10 +3,9 @@
 The addresses of a base register are checked once for all instructions that use it: from the lowest to the highest of their offsets.
 Whatever is not the common case is left to memory/spaces.py."""
 
-import functools
-
 import numpy as np
 
+from cukern.runtime.compile.forks import cached_property
 from cukern.sim.machine.machine import Group, Machine
 from cukern.sim.machine.program import Program
 from cukern.sim.memory.spaces import LOW, SHIFTS, TIME_BITS, Array, Part, Region, Shadow, count_nonzero
@@ -22,7 +21,7 @@ class Quick:
         self.offsets: set[int] = program.offsets.setdefault(self.key, set())
         self.offsets.add(offset)  # those of other instructions follow
 
-    @functools.cached_property
+    @cached_property
     def layout(self) -> tuple[Array, int, Array | None]:
         """The lowest offset, the bytes from there to the end of the highest, and the elements from the lowest to this one, if any."""
         lowest = min(self.offsets)

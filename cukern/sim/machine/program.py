@@ -1,10 +1,10 @@
 """A kernel laid out for execution: the addresses of its variables, and the numbers of its registers."""
 
-import functools
 import re
 
 import numpy as np
 
+from cukern.runtime.compile.forks import cached_property
 from cukern.sim.memory.regions import Region
 from cukern.sim.numerics.integers import UNSIGNED, Array
 from cukern.sim.ptx.link import link
@@ -98,12 +98,12 @@ class Program:
         self.constants[number] = np.array([value], UNSIGNED[width])
         return number
 
-    @functools.cached_property
+    @cached_property
     def carry(self) -> int:
         """The number of the register that holds the carry flag."""
         return self.hidden(1)
 
-    @functools.cached_property
+    @cached_property
     def sink(self) -> Register:
         """The register `_`, which nothing reads."""
         return Register(self.hidden(16), 16)
