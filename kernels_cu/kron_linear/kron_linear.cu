@@ -27,9 +27,7 @@
 //     few_rows.cuh       two 128 x 128 factors with few rows, backward (sm_90a)
 // Experiments and dead ends: docs/notes/kron_linear.md.
 
-#include "chain_wgmma.cuh"
 #include "few_rows.cuh"
-#include "small_factors.cuh"
 #include "split_wgmma.cuh"
 #include "tile_backward.cuh"
 

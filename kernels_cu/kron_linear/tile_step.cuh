@@ -269,14 +269,6 @@ __device__ __forceinline__ void mma_16_bit(float (&d)[4], const unsigned (&a)[4]
     else mma_f16(d, a, b);
 }
 
-// Split two floats into two bfloat16 numbers each: the first is truncated, the second is the rounded rest. For infinities and NaN the
-// second is NaN.
-__device__ __forceinline__ void cut_pair(float low, float high, unsigned& big, unsigned& small) {
-    big = __byte_perm(__float_as_uint(low), __float_as_uint(high), 0x7632);
-    narrow(reinterpret_cast<__nv_bfloat162&>(small),
-           make_float2(low - __uint_as_float(big << 16), high - __uint_as_float(big & 0xffff0000)));
-}
-
 // The swizzle of row k of a step's matrix in shared memory: lanes that load from 4 rows have no bank conflicts.
 template <class Plan, class S, int RIGHT>
 __device__ constexpr int turn(int k) {

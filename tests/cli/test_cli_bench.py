@@ -12,15 +12,15 @@ def rows_of(file, provider):
 
 @pytest.mark.parametrize("option", ["--kernel", "--without"])
 def test_an_unknown_candidate_is_refused(option):
-    assert "kron_linear has no candidate 'fast'; it has tile, small_factors," in refused("bench", "kron_linear", option, "fast")
+    assert "kron_linear has no candidate 'fast'; it has tile, split_wgmma," in refused("bench", "kron_linear", option, "fast")
     assert "softmax has no candidate 'v3'; it has only its versions: use --only" in refused("bench", "softmax", option, "v3")
 
 
 def test_the_record_names_the_candidate(tmp_path):
     file = tmp_path / "rows.jsonl"
-    call("bench", "kron_linear", 2, 4, 4, "--pass", "fwd", "--only", "v1", "--without", "small_factors,chain_wgmma", "--record-to", file)
+    call("bench", "kron_linear", 2, 4, 4, "--pass", "fwd", "--only", "v1", "--without", "split_wgmma,few_rows", "--record-to", file)
     (row,) = rows_of(file, "cukern")
-    assert row["version"] == "v1 --without small_factors,chain_wgmma"
+    assert row["version"] == "v1 --without split_wgmma,few_rows"
 
 
 def test_forward_and_backward_together_are_timed_if_asked_for(tmp_path):

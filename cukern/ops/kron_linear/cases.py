@@ -77,7 +77,7 @@ def _note(dims: Sequence[int], itemsize: int) -> str:
     return f"state size {prod(sizes)} ({' x '.join(map(str, sizes))}), {rows} rows; arithmetic intensity {intensity:.1f} flop/byte forward"
 
 
-CANDIDATES = ("tile", "small_factors", "small_factors_mma", "chain_wgmma", "split_wgmma", "split_wgmma_pair", "split_wgmma_one", "few_rows")
+CANDIDATES = ("tile", "split_wgmma", "split_wgmma_one", "few_rows")
 
 
 def _buckets(dims: tuple[int, ...]) -> list[tuple[int, ...]]:

@@ -25,7 +25,6 @@ class Problem(NamedTuple):
     tensor: bool = False  # tensor cores may multiply in TF32, which represents 16-bit numbers exactly
     aligned: int = 16  # addresses are multiples of this
     whole: bool = True  # the number of rows is a multiple of 32
-    bfloat: bool = False  # bfloat16
 
     @property
     def shared(self) -> int:

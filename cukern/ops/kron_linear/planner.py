@@ -6,7 +6,7 @@ fastest cut of the layer into runs is chosen.
 
 from collections.abc import Callable, Iterator, Sequence
 
-from cukern.ops.kron_linear import cublas, small_factors, small_factors_mma, tile, tile_backward, wgmma
+from cukern.ops.kron_linear import cublas, tile, tile_backward, wgmma
 from cukern.ops.kron_linear.plan import MOST, Launch, Problem, Sizes, Step, least_us, planned_rows, steps
 from cukern.runtime.device import cached, eligible
 
@@ -17,16 +17,7 @@ Candidate = Callable[[Run, int, Problem], Iterator[Launch]]
 BETWEEN = 128 << 20  # bytes, at most, of an array between two launches; more rows are split
 BETWEEN_US, BETWEEN_PART = 8.0, 0.32  # two launches take longer than the sum of their times, by this part of the sum and at most 8 us
 
-FORWARD: tuple[Candidate, ...] = (
-    tile.forward,
-    small_factors.forward,
-    small_factors_mma.forward,
-    wgmma.chain,
-    wgmma.forward,
-    wgmma.pair,
-    cublas.small_right,
-    cublas.forward,
-)
+FORWARD: tuple[Candidate, ...] = (tile.forward, wgmma.forward, cublas.small_right, cublas.forward)
 BACKWARD: tuple[Candidate, ...] = (tile_backward.backward, wgmma.backward, wgmma.few_rows)
 
 
@@ -38,10 +29,7 @@ def forward(sizes: Sizes, rows: int, target: Problem, count: int | None = None) 
     def launch(first: int, end: int) -> Launch | None:
         return fastest(order[first:end], rows, target if first == 0 else target._replace(aligned=16))
 
-    options = [_best_cut(order, launch, lambda _, us, rest: us + (gap_us(us) if rest else 0.0))]
-    if count is None:  # a chain multiplies by the left factor first in any case, and so may be planned where the steps have it first
-        options += [(g.us, (g,)) for g in wgmma.chain(steps(sizes, tuple(range(len(sizes)))[::-1]), rows, target)]
-    us, plan = _best(options)
+    us, plan = _best_cut(order, launch, lambda _, us, rest: us + (gap_us(us) if rest else 0.0))
     if count is None and cublas.takes_forward(order, target) and [g.kernel for g in plan] == ["cublas"] * 2:
         return (Launch("cublas", order, us),)
     return plan

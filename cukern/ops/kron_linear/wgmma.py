@@ -1,18 +1,16 @@
-"""The candidates by warpgroups: two factors of 16-bit types (chain_wgmma.cuh), large float factors, forward and backward (split_wgmma.cuh),
-and the backward of two factors of 128 x 128 on few rows (few_rows.cuh)."""
+"""The candidates by warpgroups: large float factors, forward and backward (split_wgmma.cuh), and the backward of two
+factors of 128 x 128 on few rows (few_rows.cuh)."""
 
 from collections.abc import Iterator, Sequence
-from math import ceil, gcd
+from math import ceil
 
-from cukern.ops.kron_linear.plan import ADDED, LAUNCH_US, Launch, Problem, Step, instance, up
-from cukern.ops.kron_linear.plan import START_US as BLOCK_START_US
+from cukern.ops.kron_linear.plan import Launch, Problem, Step, instance
 
 SIZES = 64, 128  # of factors
 TILE = 64  # rows of a tile of a right factor alone, or columns of one of a left factor
 KINDS = {False: "float", True: "Tf32"}  # of Pieces in split_float.cuh, by whether it is TF32
 BYTES = {False: 6, True: 4}  # of an element in shared memory, by whether it is TF32
 MULTIPLY_ADDS_US = {False: 450_000.0, True: 750_000.0}  # per SM, by whether it is TF32
-PAIR = 0.8  # time / usual time of a multiply-add, if two large factors share a launch
 TILE_US = 0.3  # from a tile to the next
 START_US = 5.0  # the launch, and the factors
 SUM_US = 3.0  # the launch that adds the partial sums
@@ -33,21 +31,6 @@ def forward(run: Sequence[Step], rows: int, target: Problem) -> Iterator[Launch]
     if shared <= target.shared:
         products = 2 if target.tensor else 3
         yield Launch("split_wgmma", tuple(run), us, _plan(run, teams, target), teams * threads, shared, L, R, products=products)
-
-
-def pair(run: Sequence[Step], rows: int, target: Problem) -> Iterator[Launch]:
-    """One launch of two larger factors in TF32: see SplitPair4 in split_wgmma.cuh. For few rows, tile shares a row among blocks."""
-    if not target.tensor or not _can(target) or len(run) != 2 or run[0].right > 1 or 2 * rows * run[1].left < target.device.sms:
-        return
-    right, left = run
-    if left.q <= TILE or not all(n % 16 == 0 and TILE <= n <= 2 * TILE for s in run for n in (s.p, s.q)):
-        return
-    numbers = left.p * right.p
-    shared = 4 * right.p * right.q + max(4 * numbers, 4 * left.p * (left.q + 4)) + 4 * up(numbers, 1024)
-    work = int(2 * TILE * right.p * (left.p + right.q) * PAIR)
-    us = START_US + _us(rows * left.left, work, numbers + left.q * right.q, target)
-    if shared <= target.shared:
-        yield Launch("split_wgmma_pair", tuple(run), us, ("SplitPair4", left, right), 256, shared, products=2)
 
 
 def backward(run: Sequence[Step], rows: int, target: Problem) -> Iterator[Launch]:
@@ -104,79 +87,6 @@ def _plan(run: Sequence[Step], teams: int, target: Problem) -> tuple[object, ...
     _, _, right, left = _sizes(run)
     merged = [instance("Merged", *one) for one in ([run[-1]] if left else [], [run[0]] if right else [])]
     return "Split4", teams, KINDS[target.tensor], run[0].right, *merged
-
-
-# ---- two factors of 16-bit types, with what is between them in registers
-
-IN_FLIGHT = 32 << 10  # bytes in flight per SM that keep device memory busy
-MOST_COLUMNS, LEAST_ROWS = 160, 32  # columns at most; rows of y at least, of the 64 that wgmma multiplies
-COPY_CYCLES, PACKED_CYCLES = 0.3, 0.065  # per SM: for a copy of less than 16 bytes, for an element of store_packed
-
-
-def chain(run: Sequence[Step], rows: int, target: Problem) -> Iterator[Launch]:
-    """The launches of a run of two factors with nothing to their right, with as many warpgroups as registers and shared memory allow."""
-    if len(run) != 2 or run[0].right > 1 or target.itemsize != 2 or target.aligned < 16 or not target.device.wgmma:
-        return
-    right, left = run
-    if left.q < LEAST_ROWS or not 16 <= right.p <= MOST_COLUMNS or right.p % 2 or right.q > MOST_COLUMNS:
-        return
-    for teams in (4, 3, 2, 1):
-        for stages in (max(2, 1 + ceil(IN_FLIGHT / (teams * _pages(right, left) * left.p * right.p * 2))), 1):
-            launch = chain_of(right, left, rows, teams, stages, target)
-            if _registers(right, left, target.bfloat) <= min(240, 512 // teams) and launch.shared <= target.shared:
-                yield launch
-
-
-def chain_of(right: Step, left: Step, rows: int, teams: int, stages: int, target: Problem) -> Launch:
-    """One launch: each warpgroup has rows of x of its own. See Chain4 in chain_wgmma.cuh."""
-    pages, high, deep, across = _pages(right, left), up(left.p, 16), up(right.p, 16), up(right.q, 16)
-    factor = _panels(deep, across) if target.bfloat else deep * across * 4
-    matrix, room = high * (up(left.q, 16) + 8) * 2, 128 * teams * right.q if right.q % 16 else 0
-    ends = max(matrix, room) if _held(right, left) else matrix + room
-    shared = factor + teams * stages * _panels(high, pages * deep) + ends
-    us, plan = _us_of_chain(right, left, stages, rows * left.left, target), ("Chain4", teams, stages, ADDED, left, right)
-    return Launch("chain_wgmma", (right, left), us, plan, 128 * teams, shared, pages, products=1)
-
-
-def _held(right: Step, left: Step) -> bool:
-    """Whether the left factor stays in registers: HELD in chain_wgmma.cuh."""
-    return left.q <= 128 and (up(right.p, 16) + up(right.q, 16)) // 2 + _of_left(left) <= 192
-
-
-def _registers(right: Step, left: Step, bfloat: bool) -> int:
-    """Registers per thread, as seen in compiled kernels."""
-    rest = 48 + (32 if right.q % 2 or left.p % 2 else 0)
-    if not _held(right, left):
-        rest += 24 if bfloat or right.q % 16 == 0 else 48
-    sums = (_pages(right, left) * up(right.p, 16) + up(right.q, 16)) // 2
-    return sums + (_of_left(left) if _held(right, left) else up(left.p, 16) // 4) + rest
-
-
-def _us_of_chain(right: Step, left: Step, stages: int, pages: int, target: Problem) -> float:
-    """A model of a launch's time: compute and memory traffic overlap."""
-    cycles = ceil(left.q / 64) * up(right.p, 16) * (up(left.p, 16) + 2 / _pages(right, left) * up(right.q, 16)) / 32
-    copies = left.p * right.p * (2 / gcd(16, 2 * right.p) - 1 / 8)  # more copies than with 16 bytes each
-    cycles += copies * COPY_CYCLES + (left.q * right.q * PACKED_CYCLES if right.q % 16 else 0)
-    cycles *= (1.15 if stages == 1 else 1.0) * (1.0 if _held(right, left) else 1.2)
-    multiplied = max(1.0, pages / target.device.sms) * cycles / target.device.cycles_us
-    moved = pages * (left.p * right.p + left.q * right.q) * 2 / target.device.sms / target.device.sm_bytes_us
-    factors = (left.p * left.q + right.p * right.q) / target.device.sm_bytes_us
-    return LAUNCH_US + BLOCK_START_US + factors + (multiplied**4 + moved**4) ** 0.25
-
-
-def _pages(right: Step, left: Step) -> int:
-    """Two if the rows of both are 128 bytes, and the results have 64 rows, which a warpgroup multiplies at once."""
-    return 2 if left.q <= 32 and right.p <= 32 else 1
-
-
-def _of_left(left: Step) -> int:
-    """Registers for all of a left factor."""
-    return ceil(left.q / 64) * up(left.p, 16) // 4
-
-
-def _panels(rows: int, columns: int) -> int:
-    """Bytes of a matrix of 16-bit numbers in panels of 64 columns: Panels in chain_wgmma.cuh."""
-    return rows * ceil(columns / 64) * 128
 
 
 # ---- few rows

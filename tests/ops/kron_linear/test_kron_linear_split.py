@@ -1,7 +1,5 @@
 """kron_linear v4 by warpgroups: the plans, and every kind of launch against float64."""
 
-from itertools import chain
-
 import pytest
 import torch
 from helpers import kernels, problem, same_bits
@@ -37,11 +35,8 @@ def test_backward(device, sizes, first, count, rows, tf32):
 @pytest.mark.parametrize("views, tf32", ((False, False), (True, False), (False, True)))
 @pytest.mark.parametrize("sizes, first, count, rows", [*CASES, (((128, 128),), 0, 1, 70)])  # rows that do not fill the last tile
 def test_forward(device, sizes, first, count, rows, views, tf32):
-    check_forward(device, steps(sizes)[first : first + count], sizes, rows, views, tf32)
-
-
-def check_forward(device, run, sizes, rows, views, tf32):
-    (group,) = chain.from_iterable(c(run, rows, TARGET._replace(tensor=tf32)) for c in (wgmma.forward, wgmma.pair))
+    run = steps(sizes)[first : first + count]
+    (group,) = wgmma.forward(run, rows, TARGET._replace(tensor=tf32))
     left, right = run[-1].left, run[0].right
     x = torch.randn(rows, left, *[s.p for s in reversed(run)], right, device=device)
     residual = torch.randn(rows, left, *[s.q for s in reversed(run)], right, device=device)
@@ -57,13 +52,6 @@ def check_forward(device, run, sizes, rows, views, tf32):
     assert same_bits(found[0], found[-1])
     exact, plain = results
     assert error(found[0].view_as(exact), exact) <= 2 * error(plain, exact) + (TF32 if tf32 else 0.0)
-
-
-@kernels
-@pytest.mark.parametrize("sizes, rows", ((((80, 112), (96, 64)), 5), (((128, 128),) * 2, 5), (((80, 112),) * 2, 5)))
-def test_two_large_factors_in_tf32(device, sizes, rows):
-    """Of which the second block of 4 has one tile, and the first one two."""
-    check_forward(device, steps(sizes), sizes, rows, False, True)
 
 
 def test_only_what_fits_is_planned():
