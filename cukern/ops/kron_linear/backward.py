@@ -1,5 +1,5 @@
-"""v4 of kron_linear, backward. A launch computes the gradients of one or two neighbouring factors, and that of its input, where planner.py
-plans it so. Other factors have separate launches for the two gradients."""
+"""v4 of kron_linear, backward. A launch computes the gradients of one or two neighbouring factors, and that
+of its input, where planner.py plans it so. Other factors have separate launches for the two gradients."""
 
 import struct
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from cukern.ops.kron_linear import cublas, planner, wgmma
 from cukern.ops.kron_linear import forward as kron_forward
 from cukern.ops.kron_linear.forward import KERNELS, on_tensor_cores, target_of
 from cukern.ops.kron_linear.plan import MOST, Launch, Step, blocks_of, planned_rows, steps_of
-from cukern.ops.kron_linear.reference import PLAIN, Epilogue, seen
+from cukern.ops.kron_linear.reference import PLAIN, Epilogue, Factors, Found, Maybe, Wanted, seen
 from cukern.ops.kron_linear.tile_backward import gradient, gradient_of
 from cukern.runtime.device import device_of
 from cukern.runtime.launch import backend, driver
@@ -25,18 +25,18 @@ COMMON = (8, 3), (64, 2)  # factors' size and number, of plans to be compiled wh
 _PACK_PARTS = struct.Struct(f"{2 * MOST}Q{2 * MOST}i").pack  # Parts4 of kron_linear.cu
 
 
-def boundary(x: Tensor, factors: Sequence[Tensor], added: bool) -> int:
-    """The number of steps after which the forward keeps an array for the backward, -1 if it is that of cublas.layer_forward, or 0 if there
-    is none. `added`: with a bias or a residual."""
+def boundary(x: Tensor, factors: Factors, added: bool) -> int:
+    """The number of steps after which the forward keeps an array for the backward, -1 if it is that of
+    cublas.layer_forward, or 0 if there is none. `added`: with a bias or a residual."""
     launches = () if any(w.ndim == 3 for w in factors) else _keeping(x, factors, added)
     return 0 if not launches else -1 if len(launches) == 1 else len(launches[0].group.steps)
 
 
-def _keeping(x: Tensor, factors: Sequence[Tensor], added: bool) -> tuple[kron_forward.Prepared, ...]:
+def _keeping(x: Tensor, factors: Factors, added: bool) -> tuple[kron_forward.Prepared, ...]:
     return kron_forward.plan_of_layer(*kron_forward.problem(x, factors, added), count=0)[1]
 
 
-def forward_keeping(x: Tensor, factors: Sequence[Tensor], epilogue: Epilogue, at: int) -> tuple[Tensor, Tensor]:
+def forward_keeping(x: Tensor, factors: Factors, epilogue: Epilogue, at: int) -> tuple[Tensor, Tensor]:
     """The forward of a layer with a boundary, and the array that is kept there."""
     if at < 0:
         return cublas.layer_forward(x, factors, epilogue)
@@ -44,48 +44,61 @@ def forward_keeping(x: Tensor, factors: Sequence[Tensor], epilogue: Epilogue, at
 
 
 def backward(
-    x: Tensor, g: Tensor, factors: Sequence[Tensor], wanted: Sequence[bool], scale: float, kept: Tensor | None = None, at: int = 0
-) -> list[Tensor | None]:
-    """The gradients of x and of the factors, None where not wanted. dx alone is the layer of the transposed factors. With gradients of
-    factors it is the algorithm of cublas.v3_backward, but the input of each launch is computed again from x, in few launches, unless it
-    was kept after `at` steps. Besides dx, at most one array of the size of x or y exists at a time, or two if a launch does not write
-    over its input."""
+    x: Tensor, g: Tensor, factors: Factors, wanted: Wanted, scale: float, kept: Maybe = None, at: int = 0
+) -> Found:
+    """The gradients of x and of the factors, None where not wanted. dx alone is the layer of the transposed
+    factors. With gradients of factors it is the algorithm of cublas.v3_backward, but the input of each launch
+    is computed again from x, in few launches, unless it was kept after `at` steps. Besides dx, at most one
+    array of the size of x or y exists at a time, or two if a launch does not write over its input."""
     if not any(wanted[1:]):
         return [kron_forward.forward(g, [w.mT for w in factors], (scale, None, None)), *[None] * len(factors)]
     if any(w.ndim == 3 for w in factors):
         return cublas.v3_backward(x, g, factors, wanted, scale)
-    plan, gradients = plan_of(x, g, factors), Gradients(x, factors, wanted, scale, kept, at)
+    plan = plan_of(x, g, factors)
+    gradients = Gradients(x, factors, wanted, scale, kept, at)
     if at < 0 or plan[0].kernel == "cublas":  # `at`: plans may have changed since the forward
         return cublas.layer_backward(x, g, factors, wanted, scale, kept if at < 0 else None)
     gradients.through(plan, g)
     return gradients.found
 
 
-def plan_of(x: Tensor, g: Tensor, factors: Sequence[Tensor]) -> tuple[Launch, ...]:
+def plan_of(x: Tensor, g: Tensor, factors: Factors) -> tuple[Launch, ...]:
     aligned = gcd(x.data_ptr(), g.data_ptr(), 16)
     target = target_of(x.dtype, x.get_device(), on_tensor_cores(x.dtype), aligned, x.shape[0])
     return planner.backward(tuple([tuple(w.shape) for w in factors]), planned_rows(x.shape[0]), target)
 
 
 class Gradients:
-    """The gradients of a layer's inputs as they are found, that of x first. Partial sums of the factors' gradients wait until one launch
-    adds those of several launches. `kept`: the input of step `at`, if the forward kept it."""
+    """The gradients of a layer's inputs as they are found, that of x first. Partial sums of the factors'
+    gradients wait until one launch adds those of several launches. `kept`: the input of step `at`, if the
+    forward kept it."""
 
-    def __init__(self, x: Tensor, factors: Sequence[Tensor], wanted: Sequence[bool], scale: float, kept: Tensor | None, at: int):
-        self.x, self.factors, self.wanted, self.scale, self.kept, self.at = x, factors, wanted, scale, kept, at
-        self.found: list[Tensor | None] = [None] * len(wanted)
-        self.waiting: list[tuple[Launch, Tensor, Sequence[Tensor], int]] = []  # a launch, its partial sums, gradients, fibers
+    def __init__(self, x: Tensor, factors: Factors, wanted: Wanted, scale: float, kept: Maybe, at: int):
+        self.x = x
+        self.factors = factors
+        self.wanted = wanted
+        self.scale = scale
+        self.kept = kept
+        self.at = at
+        self.found: Found = [None] * len(wanted)
+        # launches, their partial sums, gradients and numbers of fibers
+        self.waiting: list[tuple[Launch, Tensor, Factors, int]] = []
 
     def through(self, plan: Sequence[Launch], g: Tensor) -> None:
-        """Make all launches, the last one first. g is the gradient of the output. A launch makes the gradients of all its factors, if
-        one is wanted."""
-        order, n, h, x, wanted = steps_of(self.factors), len(self.factors), g, self.x, self.wanted
+        """Make all launches, the last one first. g is the gradient of the output. A launch makes the
+        gradients of all its factors, if one is wanted."""
+        order = steps_of(self.factors)
+        n = len(self.factors)
+        h = g
+        x = self.x
+        wanted = self.wanted
         for launch in reversed(plan):
             n -= len(launch.steps)
             if launch.threads and any(wanted[s.factor + 1] for s in launch.steps):
                 self._make_room(launch)
                 z = self._input_of(n)
-                free, over = z is not x and z is not self.kept, h is not g and launch.in_place
+                free = z is not x and z is not self.kept
+                over = h is not g and launch.in_place
                 out = z if free else h.view_as(z) if over else None
                 h = self.fused(launch, z, h, out, 1.0 if n else self.scale)
                 del z, out
@@ -98,24 +111,28 @@ class Gradients:
         self.found = [grad if w else None for grad, w in zip(self.found, wanted, strict=True)]
 
     def fused(self, launch: Launch, z: Tensor, h: Tensor, out: Tensor | None, scale: float) -> Tensor:
-        """Put the gradients of the launch's factors into `found`; add_up() completes them. Returns scale times the gradient of z, in `out`,
-        which may be z or h, or in a new tensor."""
+        """Put the gradients of the launch's factors into `found`; add_up() completes them. Returns scale
+        times the gradient of z, in `out`, which may be z or h, or in a new tensor."""
         out = torch.empty_like(z) if out is None else out
-        ws, device = [self.factors[s.factor] for s in launch.steps], z.get_device()
+        ws = [self.factors[s.factor] for s in launch.steps]
+        device = z.get_device()
         grads = [torch.empty_like(w, memory_format=torch.contiguous_format) for w in ws]
         blocks, sums = _blocks(launch, z)
         partials = torch.empty((sums, _elements(launch)), dtype=torch.float32, device=z.device)
-        fibers, values = z.shape[0] * launch.steps[-1].left, kron_forward.by_value(ws)
+        fibers = z.shape[0] * launch.steps[-1].left
+        values = kron_forward.by_value(ws)
         run = KERNELS[f"{launch.kernel}_bwd"][z.dtype, launch.template()].on(device)
         if launch.kernel == "few_rows":
-            first, rows = wgmma.few_first_rows(fibers, z.itemsize), [t.view(fibers, -1) for t in (out, z, h)]
+            first = wgmma.few_first_rows(fibers, z.itemsize)
+            rows = [t.view(fibers, -1) for t in (out, z, h)]
             for second, own in enumerate((slice(first), slice(first, fibers))):
                 if own.start != fibers:
                     geometry = kron_forward.geometry(wgmma.FEW_BLOCKS * len(rows[0][own]), launch, device)
                     run(*geometry, *pointers(partials, *[t[own] for t in rows]), values, second, scale)
             fibers = first
         else:
-            run(*kron_forward.geometry(blocks, launch, device), *pointers(partials, out, z, h), values, fibers, scale)
+            geometry = kron_forward.geometry(blocks, launch, device)
+            run(*geometry, *pointers(partials, out, z, h), values, fibers, scale)
         self.waiting.append((launch, partials, grads, fibers))
         for s, grad in zip(launch.steps, grads, strict=True):
             self.found[s.factor + 1] = grad
@@ -123,10 +140,12 @@ class Gradients:
 
     def add_up(self) -> None:
         """Set the factors' gradients to scale times the sums of all waiting partial sums."""
-        parts: dict[int, list[tuple[Tensor, int, int]]] = {}  # a gradient, the address of its first partial sum, the distance to the next
+        # By the number of partial sums: gradient, address of its first partial sum, distance to the next.
+        parts: dict[int, list[tuple[Tensor, int, int]]] = {}
         for launch, partials, grads, fibers in self.waiting:
             if launch.kernel == "few_rows":
-                run, device = KERNELS["few_rows_sum"][grads[0].dtype, launch.template()], partials.get_device()
+                run = KERNELS["few_rows_sum"][grads[0].dtype, launch.template()]
+                device = partials.get_device()
                 values = *pointers(*grads), partials.data_ptr(), fibers, self.scale
                 run.on(device)((256, 1, 1), (32, 16, 1), driver.spread(0, 256, device), *values)
                 continue
@@ -140,8 +159,8 @@ class Gradients:
         self.waiting.clear()
 
     def _make_room(self, launch: Launch) -> None:
-        """Add up the waiting partial sums if, with those of the next launch, they would take more than half of the memory of x. For few
-        rows those of one launch may take as much as x."""
+        """Add up the waiting partial sums if, with those of the next launch, they would take more than half
+        of the memory of x. For few rows those of one launch may take as much as x."""
         more = _blocks(launch, self.x)[1] * 4 * _elements(launch)
         if sum(partials.nbytes for _, partials, _, _ in self.waiting) + more > self.x.nbytes // 2:
             self.add_up()
@@ -150,17 +169,20 @@ class Gradients:
         """The input of step n."""
         if not n:
             return self.x
-        if self.kept is not None and n == self.at and not planning():  # planning includes calls with too many rows to keep it
+        # Planning includes calls with too many rows to keep it.
+        if self.kept is not None and n == self.at and not planning():
             return self.kept
         return kron_forward.forward(self.x, self.factors, PLAIN, n)
 
     def _in_steps(self, run: Sequence[Step], n: int, h: Tensor) -> Tensor:
-        """As `fused`, by separate launches for each step and for each wanted gradient. The first step of the run has number n."""
+        """As `fused`, by launches for each step and each wanted gradient. n: the number of the first step."""
         for at, s in reversed(list(enumerate(run, n))):
-            w, rows = self.factors[s.factor][None], h.numel() // (s.left * s.q * s.right)
+            w = self.factors[s.factor][None]
+            rows = h.numel() // (s.left * s.q * s.right)
             h = seen(h, w, s.q, s.right)
             if self.wanted[s.factor + 1]:
-                self.found[s.factor + 1] = contraction(seen(self._input_of(at), w, s.p, s.right), h, self.scale, rows)
+                z = seen(self._input_of(at), w, s.p, s.right)
+                self.found[s.factor + 1] = contraction(z, h, self.scale, rows)
             h = kron_forward.mode(h, w.mT, 1.0 if at else self.scale, rows)
         return h
 
@@ -176,39 +198,48 @@ def _blocks(launch: Launch, z: Tensor) -> tuple[int, int]:
     if launch.kernel == "few_rows":
         first = wgmma.few_first_rows(fibers, z.itemsize)
         return wgmma.FEW_BLOCKS * first, ceil(wgmma.FEW_SUMS * first)
-    tiles, sms = ceil(fibers / launch.L) * ceil(launch.steps[0].right / launch.R), device_of(z.get_device()).sms
+    tiles = ceil(fibers / launch.L) * ceil(launch.steps[0].right / launch.R)
+    sms = device_of(z.get_device()).sms
     blocks = blocks_of(tiles, sms * launch.blocks, z.nbytes, _elements(launch), sms)
     return blocks, blocks
 
 
 def _sum_of_pieces(pieces: int, parts: Sequence[tuple[Tensor, int, int]], scale: float) -> None:
     grads, places, rows = zip(*parts, strict=True)
-    device, counts, unused = grads[0].get_device(), [grad.numel() for grad in grads], (0,) * (MOST - len(grads))
+    device = grads[0].get_device()
+    counts = [grad.numel() for grad in grads]
+    unused = (0,) * (MOST - len(grads))
     blocks = -(-sum(counts) // 32)
     warps = 8 if blocks > 2 * device_of(device).sms else 32
-    kernel, shared = KERNELS["sum"], driver.spread(0, blocks, device)
+    kernel = KERNELS["sum"]
+    shared = driver.spread(0, blocks, device)
     if planning():
         kernel[grads[0].dtype, 40 - warps].on(device)
-    by_value = packed(_PACK_PARTS, *pointers(*grads), *unused, *places, *unused, *counts, *unused, *rows, *unused)
+    fields = *pointers(*grads), *unused, *places, *unused, *counts, *unused, *rows, *unused
+    by_value = packed(_PACK_PARTS, *fields)
     kernel[grads[0].dtype, warps].on(device)((blocks, 1, 1), (32, warps, 1), shared, by_value, pieces, scale)
 
 
 def contraction(z: Tensor, h: Tensor, scale: float, rows: int | None = None) -> Tensor:
-    """As cublas.contraction, by v4's kernel where that is faster, of one sample. `rows`: rows of the layer, if z [A][p][C] has more because
-    there are factors to the left."""
+    """As cublas.contraction, by v4's kernel where that is faster, of one sample. `rows`: rows of the layer,
+    if z [A][p][C] has more because there are factors to the left."""
     _, A, p, C = z.shape
     if not A * C:
         return cublas.contraction(z, h, scale)[0]
-    device, q = z.get_device(), h.shape[2]
+    device = z.get_device()
+    q = h.shape[2]
     target = target_of(z.dtype, device, on_tensor_cores(z.dtype), gcd(z.data_ptr(), h.data_ptr(), 16))
     launch = gradient_of(A // (rows or A) * planned_rows(rows or A), p, q, C, target)
     if not launch.threads:
         return cublas.contraction(z, h, scale)[0]
-    chunks, sms = ceil(A / launch.L) * ceil(C / launch.R), device_of(device).sms
-    pieces, grad = min(chunks, max(1, sms * launch.blocks // launch.slices)), torch.empty((p, q), dtype=z.dtype, device=z.device)
+    chunks = ceil(A / launch.L) * ceil(C / launch.R)
+    sms = device_of(device).sms
+    pieces = min(chunks, max(1, sms * launch.blocks // launch.slices))
+    grad = torch.empty((p, q), dtype=z.dtype, device=z.device)
     partials = torch.empty((pieces, p, q), dtype=torch.float32, device=z.device)
     geometry = kron_forward.geometry(pieces * launch.slices, launch, device)
-    KERNELS["gradient"][z.dtype, launch.template()].on(device)(*geometry, *pointers(partials, z, h), A, C, pieces)
+    run = KERNELS["gradient"][z.dtype, launch.template()].on(device)
+    run(*geometry, *pointers(partials, z, h), A, C, pieces)
     _sum_of_pieces(pieces, [(grad, partials.data_ptr(), p * q)], scale)
     return grad
 
@@ -219,7 +250,8 @@ def instances(dtype: torch.dtype) -> list[Kernel]:
     target = target._replace(device=target.device._replace(capability=80, shared_bytes=161 << 10))
     layers = [((f, f),) * n for f, n in COMMON]
     found = [(launch.kernel, launch) for sizes in layers for launch in planner.forward(sizes, 64, target)]
-    found += [(f"{launch.kernel}_bwd", launch) for sizes in layers for launch in planner.backward(sizes, 64, target)]
-    found += [("gradient", one) for one in [gradient(64, f, f, C, target) for f, C in ((8, 64), (64, 1))] if one]
+    found += [(f"{launch.kernel}_bwd", launch) for s in layers for launch in planner.backward(s, 64, target)]
+    gradients = gradient(64, 8, 8, 64, target), gradient(64, 64, 64, 1, target)
+    found += [("gradient", one) for one in gradients if one]
     made = [KERNELS[kernel][dtype, launch.template()] for kernel, launch in found if launch.threads]
     return made + [KERNELS["sum"][dtype, warps] for warps in (8, 32) if dtype.itemsize <= 4]

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cukern.ops.kron_linear.reference import width
+from cukern.ops.kron_linear.reference import Factors, width
 from cukern.runtime import checks
 from cukern.runtime.dispatch import autocast
 from cukern.runtime.launch import interop
@@ -15,7 +15,9 @@ from cukern.runtime.launch import interop
 COMPLEX = (torch.complex64, torch.complex128)
 
 
-def tensors(x: Any, factors: Any, bias: Any, residual: Any) -> tuple[Tensor, Sequence[Tensor], Tensor | None, Tensor | None]:
+def tensors(
+    x: Any, factors: Any, bias: Any, residual: Any
+) -> tuple[Tensor, Factors, Tensor | None, Tensor | None]:
     """The arguments as tensors, of one dtype and on one device. Raises TypeError and ValueError."""
     given = [t for t in (bias, residual) if t is not None]
     plain = type(factors) in (list, tuple) and factors and checks.plain(checks.FLOATS, [x, *factors, *given])
@@ -38,11 +40,12 @@ def _converted(named: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def lokr(x: Any, w1: Any, w2: Any) -> tuple[Tensor, ...]:
-    """x, w1, and w2 or its two parts as tensors, of one dtype and on one device. Raises TypeError and ValueError."""
+    """x, w1, and w2 or its two parts as tensors of one dtype and device. Raises TypeError and ValueError."""
     parts = {"w2": w2}
     if isinstance(w2, tuple | list):
         if len(w2) != 2:
-            raise ValueError(f"w2 must be a matrix or the pair (a, b) of a low-rank one, got {len(w2)} of them")
+            rule = "w2 must be a matrix or the pair (a, b) of a low-rank one"
+            raise ValueError(f"{rule}, got {len(w2)} of them")
         parts = {"w2's a": w2[0], "w2's b": w2[1]}
     given = _converted({"x": x, "w1": w1, **parts})
     for name, w in given.items():
@@ -51,14 +54,17 @@ def lokr(x: Any, w1: Any, w2: Any) -> tuple[Tensor, ...]:
     if len(given) == 4:
         _, _, a, b = given.values()
         if a.shape[-1] != b.shape[-2] or (a.ndim == b.ndim == 3 and len(a) != len(b)):
-            raise ValueError(f"w2's a has shape {tuple(a.shape)}, b has {tuple(b.shape)}: they must be (q2, r) and (r, p2)")
+            found = f"w2's a has shape {tuple(a.shape)}, b has {tuple(b.shape)}"
+            raise ValueError(f"{found}: they must be (q2, r) and (r, p2)")
     return tuple(given.values())
 
 
 def scale(value: Any, dtype: torch.dtype) -> float:
     if isinstance(value, Tensor):
-        raise TypeError(f"scale must be a number, got {checks.brief(value)}: multiply the result by it instead")
-    return checks.number("scale", value, math.inf if dtype in (torch.float64, torch.complex128) else checks.FLOAT32_MAX)
+        got = checks.brief(value)
+        raise TypeError(f"scale must be a number, got {got}: multiply the result by it instead")
+    double = dtype in (torch.float64, torch.complex128)
+    return checks.number("scale", value, math.inf if double else checks.FLOAT32_MAX)
 
 
 def sizes(name: str, values: Any) -> tuple[int, ...]:
@@ -67,21 +73,25 @@ def sizes(name: str, values: Any) -> tuple[int, ...]:
     return tuple([checks.integer(f"{name}[{i}]", value, 1) for i, value in enumerate(values)])
 
 
-def shapes(x: Tensor, factors: Sequence[Tensor], bias: Tensor | None, residual: Tensor | None) -> tuple[int, ...]:
+def shapes(x: Tensor, factors: Factors, bias: Tensor | None, residual: Tensor | None) -> tuple[int, ...]:
     """The shape of the output. Raises ValueError for shapes that do not fit."""
     if x.ndim < 1:
         raise ValueError("x must have at least one dimension, (..., features), got a scalar")
     for i, w in enumerate(factors):
         if w.ndim not in (2, 3) or 0 in w.shape[-2:]:
-            raise ValueError(f"factors[{i}] must be (p, q), or (samples, p, q), with p and q at least 1, got {tuple(w.shape)}")
+            rule = "must be (p, q), or (samples, p, q), with p and q at least 1"
+            raise ValueError(f"factors[{i}] {rule}, got {tuple(w.shape)}")
         if w.ndim == 3 and (x.ndim < 2 or w.shape[0] != x.shape[0]):
             raise ValueError(
-                f"factors[{i}] has {w.shape[0]} samples, one for each of x's first dimension, but x has shape {tuple(x.shape)}"
+                f"factors[{i}] has {w.shape[0]} samples, one for each of x's first dimension, "
+                f"but x has shape {tuple(x.shape)}"
             )
-    p, q = width(factors, -2), width(factors, -1)
+    p = width(factors, -2)
+    q = width(factors, -1)
     if x.shape[-1] != p:
         sizes = " x ".join(str(w.shape[-2]) for w in factors)
-        raise ValueError(f"the last dimension of x, {x.shape[-1]}, must equal the product of the factors' rows, {sizes} = {p}")
+        rule = f"must equal the product of the factors' rows, {sizes} = {p}"
+        raise ValueError(f"the last dimension of x, {x.shape[-1]}, {rule}")
     out = (*x.shape[:-1], q)
     if bias is not None:
         checks.shape("bias", bias, (q,), "one value for each output")

@@ -1,4 +1,4 @@
-"""v4 of kron_linear, forward: launches of groups of factors, compiled for their sizes. planner.py chooses them."""
+"""v4 of kron_linear, forward: launches of groups of factors, compiled for their sizes."""
 
 import struct
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cukern.ops.kron_linear import cublas, planner
 from cukern.ops.kron_linear.plan import MOST, Launch, Problem, Sizes, Step, planned_rows
-from cukern.ops.kron_linear.reference import PLAIN, Epilogue
+from cukern.ops.kron_linear.reference import PLAIN, Epilogue, Factors
 from cukern.runtime.device import cached, device_of
 from cukern.runtime.dispatch.products import tf32_allowed
 from cukern.runtime.launch import driver, limits
@@ -42,13 +42,21 @@ class Prepared(NamedTuple):
 
 @cached(2048)
 def plan_of_layer(
-    sizes: Sizes, rows: int, dtype: torch.dtype, device: int, tensor: bool, aligned: int, added: bool, count: int | None = None
+    sizes: Sizes,
+    rows: int,
+    dtype: torch.dtype,
+    device: int,
+    tensor: bool,
+    aligned: int,
+    added: bool,
+    count: int | None = None,
 ) -> tuple[int, tuple[Prepared, ...]]:
-    """How many rows go through all launches at once, and the launches, of all factors or of the first `count` steps. If `count` is 0,
-    those that keep an array for the backward, if it is worth it."""
+    """How many rows go through all launches at once, and the launches, of all factors or of the first `count`
+    steps. If `count` is 0, those that keep an array for the backward, if it is worth it."""
     target = target_of(dtype, device, tensor, aligned, rows)
     if count == 0:
-        part, plan = rows, planner.keeping(sizes, rows, target)
+        part = rows
+        plan = planner.keeping(sizes, rows, target)
     else:
         plan = planner.forward(sizes, planned_rows(rows, not count), target, count)
         part = planner.rows_at_once(plan, rows, dtype.itemsize)
@@ -61,8 +69,10 @@ def target_of(dtype: torch.dtype, device: int, tensor: bool, aligned: int, rows:
 
 def prepare(group: Launch, rows: int, dtype: torch.dtype, device: int, added: bool = False) -> Prepared:
     """The launch of a group for up to `rows` rows; `added`: with a bias or a residual."""
-    first, last = group.steps[0], group.steps[-1]
-    indices, features = tuple(s.factor for s in group.steps), last.left * last.q * last.right
+    first = group.steps[0]
+    last = group.steps[-1]
+    indices = tuple(s.factor for s in group.steps)
+    features = last.left * last.q * last.right
     if not group.threads:
         return Prepared(group, None, ((1, 1, 1), (1, 1, 1), 0), indices, features)
     kernel = KERNELS[group.kernel]
@@ -70,7 +80,8 @@ def prepare(group: Launch, rows: int, dtype: torch.dtype, device: int, added: bo
         kernel[dtype, group.template(not added)].on(device)
     tiles = -(-rows * last.left // group.L) * (first.right // group.R)
     blocks = min(tiles, max(1, device_of(device).sms * group.blocks // group.slices)) * group.slices
-    return Prepared(group, kernel[dtype, group.template(added)].on(device), geometry(blocks, group, device), indices, features)
+    run = kernel[dtype, group.template(added)].on(device)
+    return Prepared(group, run, geometry(blocks, group, device), indices, features)
 
 
 def geometry(blocks: int, launch: Launch, device: int) -> tuple[limits.Dim, limits.Dim, int]:
@@ -84,9 +95,13 @@ def by_value(ws: Sequence[Tensor]) -> bytes:
     return packed(_PACK_FACTORS, *fields)
 
 
-def launch_group(made: Prepared, z: Tensor, factors: Sequence[Tensor], epilogue: Epilogue, out: Tensor | None = None) -> Tensor:
+def launch_group(
+    made: Prepared, z: Tensor, factors: Factors, epilogue: Epilogue, out: Tensor | None = None
+) -> Tensor:
     """z (rows, numbers), contiguous, through the factors of a group."""
-    group, rows, (scale, bias, residual) = made.group, z.shape[0], epilogue
+    group = made.group
+    rows = z.shape[0]
+    (scale, bias, residual) = epilogue
     out = torch.empty((rows, made.features), dtype=z.dtype, device=z.device) if out is None else out
     step = group.steps[-1]
     if made.launch is None:
@@ -94,22 +109,26 @@ def launch_group(made: Prepared, z: Tensor, factors: Sequence[Tensor], epilogue:
             return cublas.layer_forward(z, factors, epilogue, out)[0]
         return cublas.mode_product(z, factors[step.factor], step, epilogue, out)
     ws = by_value([factors[index] for index in made.indices])
-    made.launch(*made.geometry, *pointers(out, z), ws, *pointers(bias, residual), rows * step.left, scale, made.features)
+    sizes = rows * step.left, scale, made.features
+    made.launch(*made.geometry, *pointers(out, z), ws, *pointers(bias, residual), *sizes)
     return out
 
 
-def forward(x: Tensor, factors: Sequence[Tensor], epilogue: Epilogue, count: int | None = None) -> Tensor:
-    """All factors, or those of the first `count` steps. The rows are split if the array between two launches would take too much memory."""
+def forward(x: Tensor, factors: Factors, epilogue: Epilogue, count: int | None = None) -> Tensor:
+    """All factors, or those of the first `count` steps. The rows are split if the array between two launches
+    would take too much memory."""
     if any([w.ndim == 3 for w in factors]):
         return cublas.v3_forward(x, factors, epilogue)
-    rows, (scale, bias, residual) = x.shape[0], epilogue
+    rows = x.shape[0]
+    (scale, bias, residual) = epilogue
     part, launches = plan_of_layer(*problem(x, factors, adds(epilogue)), count)
     if part >= rows:
         return through(launches, x, factors, epilogue)[0]
     out = torch.empty((rows, launches[-1].features), dtype=x.dtype, device=x.device)
     for first in range(0, rows, part):
         own = slice(first, first + part)
-        through(launches, x[own], factors, (scale, bias, None if residual is None else residual[own]), out[own])
+        added = None if residual is None else residual[own]
+        through(launches, x[own], factors, (scale, bias, added), out[own])
     return out
 
 
@@ -118,14 +137,15 @@ def adds(epilogue: Epilogue) -> bool:
     return epilogue[1] is not None or epilogue[2] is not None
 
 
-def problem(x: Tensor, factors: Sequence[Tensor], added: bool) -> Key:
+def problem(x: Tensor, factors: Factors, added: bool) -> Key:
     """What a plan for these tensors depends on. `added`: with a bias or a residual."""
-    sizes, rows = tuple([(w.shape[0], w.shape[1]) for w in factors]), x.numel() // x.shape[-1]
+    sizes = tuple([(w.shape[0], w.shape[1]) for w in factors])
+    rows = x.numel() // x.shape[-1]
     return sizes, rows, x.dtype, x.get_device(), on_tensor_cores(x.dtype), gcd(x.data_ptr(), 16), added
 
 
 def through(
-    launches: Sequence[Prepared], x: Tensor, factors: Sequence[Tensor], epilogue: Epilogue, out: Tensor | None = None
+    launches: Sequence[Prepared], x: Tensor, factors: Factors, epilogue: Epilogue, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """All launches, the last one to `out` or a new tensor; and what that one took."""
     z = x
@@ -137,13 +157,18 @@ def through(
 def mode(z: Tensor, w: Tensor, scale: float, rows: int | None = None) -> Tensor:
     """mode_product of one sample. `rows`: of the layer, if z has more for the factors to the left."""
     _, A, p, C = z.shape
-    made = _plan_one(A, rows or A, p, w.shape[2], C, z.dtype, z.get_device(), on_tensor_cores(z.dtype), gcd(z.data_ptr(), 16))
+    step = Step(0, 1, p, w.shape[2], C)
+    aligned = gcd(z.data_ptr(), 16)
+    made = _plan_one(step, A, rows or A, z.dtype, z.get_device(), on_tensor_cores(z.dtype), aligned)
     return launch_group(made, z.reshape(A, p * C), [w[0]], (scale, None, None)).view(1, A, w.shape[2], C)
 
 
 @cached(2048)
-def _plan_one(A: int, rows: int, p: int, q: int, C: int, dtype: torch.dtype, device: int, tensor: bool, aligned: int) -> Prepared:
-    group = planner.fastest((Step(0, 1, p, q, C),), A // rows * planned_rows(rows), target_of(dtype, device, tensor, aligned))
+def _plan_one(
+    step: Step, A: int, rows: int, dtype: torch.dtype, device: int, tensor: bool, aligned: int
+) -> Prepared:
+    target = target_of(dtype, device, tensor, aligned)
+    group = planner.fastest((step,), A // rows * planned_rows(rows), target)
     assert group
     return prepare(group, A, dtype, device)
 

@@ -1,12 +1,15 @@
-"""kron_linear: y = scale * x (W1 (x) W2 (x) .. (x) Wn) + bias + residual, by its factors: the product matrix is never formed.
+"""kron_linear: y = scale * x (W1 (x) W2 (x) .. (x) Wn) + bias + residual, by its factors: the product matrix
+is never formed.
 
-The order is torch.kron's and einsum's: the first factor acts on the slowest index of a row of x, the last on the fastest. (Programs that
-multiply by x.reshape(.., p) @ w in a loop over the factors have the reverse: their first factor acts on the fastest index. The command line
-takes its DIMS in that order, as the original command-line program does.)
+The order is torch.kron's and einsum's: the first factor acts on the slowest index of a row of x, the last on
+the fastest. (Programs that multiply by x.reshape(.., p) @ w in a loop over the factors have the reverse:
+their first factor acts on the fastest index. The command line takes its DIMS in that order, as the original
+command-line program does.)
 
-A row is an array of p_1 x .. x p_n numbers, and each factor a matrix product along one of its indices; they commute, so those that shrink
-the array come first (plan.py). planner.py chooses the launches, forward.py and backward.py make them. The backward of a step of training
-is one raw op; higher derivatives and tangents differentiate the product in torch's operations.
+A row is an array of p_1 x .. x p_n numbers, and each factor a matrix product along one of its indices; they
+commute, so those that shrink the array come first (plan.py). planner.py chooses the launches, forward.py and
+backward.py make them. The backward of a step of training is one raw op; higher derivatives and tangents
+differentiate the product in torch's operations.
 """
 
 import functools
@@ -21,7 +24,18 @@ from cukern.ops.kron_linear import checks as kron_checks
 from cukern.ops.kron_linear import cublas
 from cukern.ops.kron_linear import forward as kron_forward
 from cukern.ops.kron_linear.plan import steps_of
-from cukern.ops.kron_linear.reference import PRODUCTS, Epilogue, Product, movedim_product, width, with_epilogue
+from cukern.ops.kron_linear.reference import (
+    PRODUCTS,
+    Epilogue,
+    Factors,
+    Found,
+    Maybe,
+    Product,
+    Wanted,
+    movedim_product,
+    width,
+    with_epilogue,
+)
 from cukern.runtime import checks
 from cukern.runtime.checks import PLAIN
 from cukern.runtime.dispatch.autograd import Differentiable, apply_of, save, transformed, watched
@@ -38,19 +52,20 @@ _transforms = torch._C._are_functorch_transforms_active
 _tracing = torch.compiler.is_dynamo_compiling
 
 
-def _by_torch(product: Product, x: Tensor, factors: Sequence[Tensor], epilogue: Epilogue) -> Tensor:
+def _by_torch(product: Product, x: Tensor, factors: Factors, epilogue: Epilogue) -> Tensor:
     return with_epilogue(product(x, factors), epilogue)
 
 
 def _backward_by_torch(
-    x: Tensor, g: Tensor, factors: Sequence[Tensor], wanted: Sequence[bool], scale: float, *_: Any
-) -> list[Tensor | None]:
+    x: Tensor, g: Tensor, factors: Factors, wanted: Wanted, scale: float, *_: Any
+) -> Found:
     every = gradients(_in_torch, (x, None, None, scale, *factors), (g,))
     found = every[0], *every[4:]
     return [d.contiguous() if w and d is not None else None for d, w in zip(found, wanted, strict=True)]
 
 
-# A call with version="v1" or "v2" goes to torch, which differentiates it. `cukern.use` chooses forward and backward here.
+# A call with version="v1" or "v2" goes to torch, which differentiates it. `cukern.use` chooses forward and
+# backward here.
 VERSIONS = {
     "v1": Version("x @ w and movedim, in torch"),
     "v2": Version("w^T @ x^T and reshape, in torch"),
@@ -83,42 +98,51 @@ def kron_linear(
     residual: Any = None,
     version: str | None = None,
 ) -> Tensor:
-    """scale * x @ torch.kron(torch.kron(W1, W2), ..) + bias + residual, differentiable any number of times, backward and forward.
+    """scale * x @ torch.kron(torch.kron(W1, W2), ..) + bias + residual, differentiable any number of times,
+    backward and forward.
 
     Higher derivatives and forward-mode tangents use torch's operations.
 
     Args:
-        x: (..., p_1 * .. * p_n), float16, bfloat16, float32 or float64: a tensor, or an array that supports DLPack. Copied first if it is
-            not contiguous.
-        factors: the matrices W_i, each (p_i, q_i), of any strides, square or not; or (S, p_i, q_i), where S is x's first dimension: then
-            each x[s] has a factor of its own.
-        bias: (q_1 * .. * q_n,) or None; residual: of the output's shape, or None. All of x's dtype and device.
+        x: (..., p_1 * .. * p_n), float16, bfloat16, float32 or float64: a tensor, or an array that supports
+            DLPack. Copied first if it is not contiguous.
+        factors: the matrices W_i, each (p_i, q_i), of any strides, square or not; or (S, p_i, q_i), where S
+            is x's first dimension: then each x[s] has a factor of its own.
+        bias: (q_1 * .. * q_n,) or None; residual: of the output's shape, or None. All of x's dtype and
+        device.
         scale: a Python number; no gradient. At most float32's maximum unless x is float64.
-        version: "v1" and "v2" are torch's own operations, from "v3" on kernels; by default the fastest that the GPU has. Tensors that are
-            not on a GPU, complex ones, and those under torch.func's transforms go to v1.
+        version: "v1" and "v2" are torch's own operations, from "v3" on kernels; by default the fastest that
+            the GPU has. Tensors that are not on a GPU, complex ones, and those under torch.func's transforms
+            go to v1.
 
-    Returns (..., q_1 * .. * q_n), contiguous (v2: a transposed view, if x has two dimensions). Results have the same bits in every run.
+    Returns (..., q_1 * .. * q_n), contiguous (v2: a transposed view, if x has two dimensions). Results have
+    the same bits in every run.
 
     Precision of v4:
-        float32: on the FMA units, by torch's matmul, or on tensor cores as split numbers, whichever is faster. A split number is the sum
-            of two in TF32, and a product is three products; for large factors it is the sum of three in bfloat16, and a product is six. A
-            product errs by at most 2^-22 of it, and a sum by up to 1.6 times as much as torch's. Infinities and NaNs stay what they are; in
-            gradients an infinite factor may make NaN of an infinity. Of a number below 2^-112, what is below 2^-136 is lost.
-        TF32: float32, if torch's switch for matrix products allows it (torch.backends.cuda.matmul.fp32_precision, or
-            torch.set_float32_matmul_precision). For large factors a number is the sum of two in bfloat16, which is more accurate.
-        16 bits: sums are float32. They are rounded after each launch, in the backward after each factor. Between the factors of a launch
-            they are float32, TF32 or numbers of 16 digits. In bfloat16 an infinite factor may make NaN of an infinity.
+        float32: on the FMA units, by torch's matmul, or on tensor cores as split numbers, whichever is
+            faster. A split number is the sum of two in TF32, and a product is three products; for large
+            factors it is the sum of three in bfloat16, and a product is six. A product errs by at most 2^-22
+            of it, and a sum by up to 1.6 times as much as torch's. Infinities and NaNs stay what they are; in
+            gradients an infinite factor may make NaN of an infinity. Of a number below 2^-112, what is below
+            2^-136 is lost.
+        TF32: float32, if torch's switch for matrix products allows it
+            (torch.backends.cuda.matmul.fp32_precision, or torch.set_float32_matmul_precision). For large
+            factors a number is the sum of two in bfloat16, which is more accurate.
+        16 bits: sums are float32. They are rounded after each launch, in the backward after each factor.
+            Between the factors of a launch they are float32, TF32 or numbers of 16 digits. In bfloat16 an
+            infinite factor may make NaN of an infinity.
 
-    A factor that torch's matmul multiplies faster goes to torch's matmul, under torch's other precision switches (in strict float32 only
-    one with more than 128 rows or columns). So may gradients of factors that no fused launch takes. Autocast casts
-    all inputs, as for torch's products.
+    A factor that torch's matmul multiplies faster goes to torch's matmul, under torch's other precision
+    switches (in strict float32 only one with more than 128 rows or columns). So may gradients of factors that
+    no fused launch takes. Autocast casts all inputs, as for torch's products.
 
-    Memory: x and the factors are kept for the backward. If it has two launches, the array between them, of the size of x, is kept too,
-    where that is faster and memory allows it. Besides the gradients, the backward allocates one array like x (none if one was kept, two
-    if factors are not square, or torch's matmul takes a whole layer), and partial sums, which for few rows take more memory than x.
+    Memory: x and the factors are kept for the backward. If it has two launches, the array between them, of
+    the size of x, is kept too, where that is faster and memory allows it. Besides the gradients, the backward
+    allocates one array like x (none if one was kept, two if factors are not square, or torch's matmul takes a
+    whole layer), and partial sums, which for few rows take more memory than x.
 
-    Raises TypeError for another dtype, or two, and for arguments of another type; ValueError for no factors, shapes that do not fit, two
-    devices, a scale that is not finite, or an unknown version.
+    Raises TypeError for another dtype, or two, and for arguments of another type; ValueError for no factors,
+    shapes that do not fit, two devices, a scale that is not finite, or an unknown version.
     """
     x, factors, bias, residual = kron_checks.tensors(x, factors, bias, residual)
     shape = kron_checks.shapes(x, factors, bias, residual)
@@ -137,32 +161,46 @@ def kron_linear(
     return y if x.ndim == 2 else y.view(shape)
 
 
-def _in_float32(rows: Tensor, bias: Tensor | None, residual: Tensor | None, scale: float, *factors: Tensor) -> Tensor:
+def _in_float32(rows: Tensor, bias: Maybe, residual: Maybe, scale: float, *factors: Tensor) -> Tensor:
     """The layer of 16-bit CPU tensors, rounded once. v1 and v2 round after each factor."""
-    b, r = (None if t is None else t.float() for t in (bias, None if residual is None else as_matrix(residual)))
-    return with_epilogue(movedim_product(rows.float(), [w.float() for w in factors]), (scale, b, r)).to(rows.dtype)
+    b = None if bias is None else bias.float()
+    r = None if residual is None else as_matrix(residual).float()
+    y = movedim_product(rows.float(), [w.float() for w in factors])
+    return with_epilogue(y, (scale, b, r)).to(rows.dtype)
 
 
 def _without_kernels(x: Tensor, version: str | None) -> bool:
-    """True if a call uses torch's operations. Raises ValueError if it names a version that x's dtype or device cannot have."""
+    """True if a call uses torch's operations. Raises ValueError for a version that x cannot have."""
     if version is not None and x.is_complex():
-        raise ValueError(f"version {version!r} of cukern.kron_linear has no {x.dtype}: complex tensors go through torch, v1 or v2")
-    return backend.uses_torch("kron_linear", version, x) or x.is_complex() or (not _tracing() and _transforms())
+        found = f"version {version!r} of cukern.kron_linear has no {x.dtype}"
+        raise ValueError(f"{found}: complex tensors go through torch, v1 or v2")
+    in_torch = backend.uses_torch("kron_linear", version, x) or x.is_complex()
+    return in_torch or (not _tracing() and _transforms())
 
 
 @planned("x", "w1", "w2", "residual", "bias")
 def lokr_linear(
-    x: Any, w1: Any, w2: Any, *, scale: float = 1.0, residual: Any = None, bias: Any = None, version: str | None = None
+    x: Any,
+    w1: Any,
+    w2: Any,
+    *,
+    scale: float = 1.0,
+    residual: Any = None,
+    bias: Any = None,
+    version: str | None = None,
 ) -> Tensor:
-    """residual + scale * x @ torch.kron(W1, W2).T + bias: a LoKr adapter on top of a base layer's output, in one call.
+    """residual + scale * x @ torch.kron(W1, W2).T + bias: a LoKr adapter on top of a base layer's output, in
+    one call.
 
     Args:
         x: (..., p1 * p2). w1: (q1, p1), as torch.nn.Linear's weights are: output first.
-        w2: (q2, p2), or the pair (a, b) of a low-rank one, W2 = a @ b with a (q2, r) and b (r, p2): that small product is formed.
-            Both may have one matrix for each of x's first dimension, as the factors of `kron_linear`.
+        w2: (q2, p2), or the pair (a, b) of a low-rank one, W2 = a @ b with a (q2, r) and b (r, p2): that
+            small product is formed. Both may have one matrix for each of x's first dimension, as the factors
+            of `kron_linear`.
         scale, residual, bias, version: as in `kron_linear`; residual is the base layer's output.
 
-    Returns (..., q1 * q2). Autocast: as in `kron_linear`. Raises as it does, with W1 and W2 transposed as its factors.
+    Returns (..., q1 * q2). Autocast: as in `kron_linear`. Raises as it does, with W1 and W2 transposed as its
+    factors.
     """
     plain = type(w1) in PLAIN and type(w2) in PLAIN
     if not plain or w1.ndim < 2 or w2.ndim < 2 or w1.is_nested or w2.is_nested:
@@ -178,7 +216,8 @@ class KronLinear(torch.nn.Module):
         in_factors, out_factors: p_1..p_n and q_1..q_n; factor i is the parameter factors[i], (p_i, q_i).
         bias: whether a bias is added. version: see `kron_linear`.
 
-    Factor i is drawn from the normal distribution with variance 1/p_i, so that outputs have the variance of the inputs; the bias is 0.
+    Factor i is drawn from the normal distribution with variance 1/p_i, so that outputs have the variance of
+    the inputs; the bias is 0.
     """
 
     def __init__(
@@ -192,17 +231,22 @@ class KronLinear(torch.nn.Module):
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
-        self.in_factors, self.out_factors = kron_checks.sizes("in_factors", in_factors), kron_checks.sizes("out_factors", out_factors)
+        self.in_factors = kron_checks.sizes("in_factors", in_factors)
+        self.out_factors = kron_checks.sizes("out_factors", out_factors)
         if len(self.in_factors) != len(self.out_factors) or not self.in_factors:
-            raise ValueError(f"in_factors {self.in_factors} and out_factors {self.out_factors} must be equally many, at least one")
+            found = f"in_factors {self.in_factors} and out_factors {self.out_factors}"
+            raise ValueError(f"{found} must be equally many, at least one")
         checks.version("KronLinear", version, VERSIONS)
-        if dtype is not None and not (isinstance(dtype, torch.dtype) and (dtype.is_floating_point or dtype.is_complex)):
+        known = isinstance(dtype, torch.dtype) and (dtype.is_floating_point or dtype.is_complex)
+        if dtype is not None and not known:
             raise TypeError(f"dtype must be a floating-point torch.dtype or None, got {checks.brief(dtype)}")
         self.version = version
         pairs = zip(self.in_factors, self.out_factors, strict=True)
-        self.factors = torch.nn.ParameterList([torch.nn.Parameter(torch.empty(p, q, device=device, dtype=dtype)) for p, q in pairs])
+        factors = [torch.empty(p, q, device=device, dtype=dtype) for p, q in pairs]
+        self.factors = torch.nn.ParameterList([torch.nn.Parameter(w) for w in factors])
         size = torch.Size(self.out_factors).numel()
-        self.bias = torch.nn.Parameter(torch.empty(size, device=device, dtype=dtype)) if checks.flag("bias", bias) else None
+        empty = torch.empty(size, device=device, dtype=dtype) if checks.flag("bias", bias) else None
+        self.bias = None if empty is None else torch.nn.Parameter(empty)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -221,7 +265,7 @@ class KronLinear(torch.nn.Module):
 # ---- autograd and the raw ops
 
 
-def _product(x: Tensor, factors: Sequence[Tensor], bias: Tensor | None, residual: Tensor | None, scale: float, version: str) -> Tensor:
+def _product(x: Tensor, factors: Factors, bias: Maybe, residual: Maybe, scale: float, version: str) -> Tensor:
     """x (rows, prod p) times the factors, by kernels: (rows, prod q)."""
     if watched(x, bias, residual, *factors):
         return _apply(x, bias, residual, scale, version, *factors)
@@ -229,12 +273,14 @@ def _product(x: Tensor, factors: Sequence[Tensor], bias: Tensor | None, residual
 
 
 class _KronLinear(Differentiable):
-    """If v4's backward takes two launches, the forward may take two as well. It keeps the result of the first: kron_backward.boundary."""
+    """The forward may keep the result of its first launch for the backward: see kron_backward.boundary."""
 
     @staticmethod
     def forward(ctx, x, bias, residual, scale, version, *factors):
-        ctx.scale, ctx.version = scale, version
-        ctx.at = _boundary(x, factors, bias is not None or residual is not None, version) if any(ctx.needs_input_grad[5:]) else 0
+        ctx.scale = scale
+        ctx.version = version
+        added = bias is not None or residual is not None
+        ctx.at = _boundary(x, factors, added, version) if any(ctx.needs_input_grad[5:]) else 0
         y, *kept = _kron_linear(x, bias, residual, factors, scale, version, ctx.at)
         save(ctx, x, *factors, kept[0] if kept else None)
         return y
@@ -242,7 +288,8 @@ class _KronLinear(Differentiable):
     @staticmethod
     def backward(ctx, g):
         x, *factors, kept = ctx.saved_tensors
-        needed, wanted = ctx.needs_input_grad, [ctx.needs_input_grad[0], *ctx.needs_input_grad[5:]]
+        needed = ctx.needs_input_grad
+        wanted = [ctx.needs_input_grad[0], *ctx.needs_input_grad[5:]]
         found: Sequence[Tensor | None] = [None] * len(wanted)
         if any(wanted) and not torch.compiler.is_compiling() and (torch.is_grad_enabled() or transformed()):
             dx, _, _, _, *dws = gradients(_in_torch, (x, None, None, ctx.scale, *factors), (g,))
@@ -251,17 +298,19 @@ class _KronLinear(Differentiable):
             mask = sum(w << i for i, w in enumerate(wanted))
             made = iter(_kron_linear_backward(x, g, kept, factors, mask, ctx.scale, ctx.version, ctx.at))
             found = [next(made) if w else None for w in wanted]
-        dbias = g.sum(0, dtype=g.dtype) if needed[1] else None  # autocast leaves a sum alone whose dtype is given
+        # Autocast leaves a sum alone whose dtype is given.
+        dbias = g.sum(0, dtype=g.dtype) if needed[1] else None
         return found[0], dbias, g if needed[2] else None, None, None, *found[1:]
 
     @staticmethod
     def tangent(ctx, dx, dbias, dresidual, _scale, _version, *dfactors):
         x, *factors, _ = ctx.saved_tensors
-        inputs = x, x.new_zeros(width(factors, -1)), x.new_zeros(x.shape[0], width(factors, -1)), ctx.scale, *factors
+        columns = width(factors, -1)
+        inputs = x, x.new_zeros(columns), x.new_zeros(x.shape[0], columns), ctx.scale, *factors
         return tangents(_in_torch, inputs, (dx, dbias, dresidual, None, *dfactors))[0]
 
 
-def _in_torch(x: Tensor, bias: Tensor | None, residual: Tensor | None, scale: float, *factors: Tensor) -> Tensor:
+def _in_torch(x: Tensor, bias: Maybe, residual: Maybe, scale: float, *factors: Tensor) -> Tensor:
     return with_epilogue(movedim_product(x, factors), (scale, bias, residual))
 
 
@@ -269,18 +318,23 @@ _apply = apply_of(_KronLinear)
 
 
 def _launch(
-    x: Tensor, bias: Tensor | None, residual: Tensor | None, factors: Sequence[Tensor], scale: float, version: str, at: int
+    x: Tensor, bias: Maybe, residual: Maybe, factors: Factors, scale: float, version: str, at: int
 ) -> list[Tensor]:
     """The product; and if `at` is not 0, what there is after `at` steps, for the backward."""
     if not x.shape[0]:
         return _fake(x, bias, residual, factors, scale, version, at)
-    epilogue = scale, None if bias is None else bias.contiguous(), None if residual is None else residual.contiguous()
+    bias = None if bias is None else bias.contiguous()
+    residual = None if residual is None else residual.contiguous()
+    epilogue = scale, bias, residual
     if at:
         return list(kron_backward.forward_keeping(x, factors, epilogue, at))
-    return [_FORWARD[choose("kron_linear", version, x.get_device()).forward](x.contiguous(), factors, epilogue)]
+    forward = _FORWARD[choose("kron_linear", version, x.get_device()).forward]
+    return [forward(x.contiguous(), factors, epilogue)]
 
 
-def _fake(x: Tensor, bias: Any, residual: Any, factors: Sequence[Tensor], scale: float, version: str, at: int) -> list[Tensor]:
+def _fake(
+    x: Tensor, bias: Any, residual: Any, factors: Factors, scale: float, version: str, at: int
+) -> list[Tensor]:
     widths = [width(factors, -1)]
     if at:
         step = steps_of(factors)[abs(at) - 1]
@@ -288,7 +342,7 @@ def _fake(x: Tensor, bias: Any, residual: Any, factors: Sequence[Tensor], scale:
     return [torch.empty((x.shape[0], n), dtype=x.dtype, device=x.device) for n in widths]
 
 
-def _boundary(x: Tensor, factors: Sequence[Tensor], added: bool, version: str) -> int:
+def _boundary(x: Tensor, factors: Factors, added: bool, version: str) -> int:
     """See kron_backward.boundary; 0 under tracing and for tensor subclasses."""
     plain = x.is_contiguous() and PLAIN.issuperset(map(type, (x, *factors)))
     if torch.compiler.is_compiling() or not x.shape[0] or not plain:
@@ -298,7 +352,7 @@ def _boundary(x: Tensor, factors: Sequence[Tensor], added: bool, version: str) -
 
 
 def _launch_backward(
-    x: Tensor, g: Tensor, kept: Tensor | None, factors: Sequence[Tensor], mask: int, scale: float, version: str, at: int
+    x: Tensor, g: Tensor, kept: Maybe, factors: Factors, mask: int, scale: float, version: str, at: int
 ) -> list[Tensor]:
     """The gradients of x and the factors whose bit is set in `mask`."""
     if not x.shape[0]:
@@ -306,29 +360,33 @@ def _launch_backward(
     backward = _BACKWARD[choose("kron_linear", version, x.get_device()).backward]
     more = () if kept is None else (kept, at)
     wanted = _wanted(mask, factors)
-    return [t for t in backward(x.contiguous(), g.contiguous(), factors, wanted, scale, *more) if t is not None]
+    found = backward(x.contiguous(), g.contiguous(), factors, wanted, scale, *more)
+    return [t for t in found if t is not None]
 
 
-def _wanted(mask: int, factors: Sequence[Tensor]) -> list[bool]:
+def _wanted(mask: int, factors: Factors) -> list[bool]:
     return [bool(mask >> i & 1) for i in range(1 + len(factors))]
 
 
-def _fake_backward(x: Tensor, g: Tensor, kept: Any, factors: Sequence[Tensor], mask: int, *_: Any) -> list[Tensor]:
+def _fake_backward(x: Tensor, g: Tensor, kept: Any, factors: Factors, mask: int, *_: Any) -> list[Tensor]:
     pairs = zip((x, *factors), _wanted(mask, factors), strict=True)
     return [torch.empty_like(t, memory_format=torch.contiguous_format) for t, w in pairs if w]
 
 
-def _sharding(x: Tensor, bias: Any, residual: Any, factors: Sequence[Tensor], *_: Any) -> str:
+def _sharding(x: Tensor, bias: Any, residual: Any, factors: Factors, *_: Any) -> str:
     """Rows are split, and with them factors of their own."""
     return f"r., ., r., {'r..' if factors[0].ndim == 3 else '..'} -> r."
 
 
-def _sharding_backward(x: Tensor, g: Tensor, kept: Any, factors: Sequence[Tensor], mask: int, *_: Any) -> str:
+def _sharding_backward(x: Tensor, g: Tensor, kept: Any, factors: Factors, mask: int, *_: Any) -> str:
     own = "r.." if factors[0].ndim == 3 else ".."
     return f"r., r., r., {own} -> {'r., ' if mask & 1 else ''}{own}"
 
 
-_SCHEMA = "(Tensor x, Tensor? bias, Tensor? residual, Tensor[] factors, float scale, str version, int at) -> Tensor[]"
-_SCHEMA_BACKWARD = "(Tensor x, Tensor g, Tensor? kept, Tensor[] factors, int mask, float scale, str version, int at) -> Tensor[]"
+_REST = "float scale, str version, int at) -> Tensor[]"
+_SCHEMA = "(Tensor x, Tensor? bias, Tensor? residual, Tensor[] factors, " + _REST
+_SCHEMA_BACKWARD = "_backward(Tensor x, Tensor g, Tensor? kept, Tensor[] factors, int mask, " + _REST
 _kron_linear = raw_op("_kron_linear" + _SCHEMA, 4, _launch, _fake, sharding=_sharding)
-_kron_linear_backward = raw_op("_kron_linear_backward" + _SCHEMA_BACKWARD, 4, _launch_backward, _fake_backward, sharding=_sharding_backward)
+_kron_linear_backward = raw_op(
+    "_kron_linear" + _SCHEMA_BACKWARD, 4, _launch_backward, _fake_backward, sharding=_sharding_backward
+)

@@ -1,7 +1,8 @@
-"""Plans a layer: which launches its forward and its backward are, and what the forward keeps for the backward.
+"""Plans a layer: which launches its forward and its backward are, and what the forward keeps for the
+backward.
 
-A candidate is a kernel for a part of a layer, a run of neighbouring factors. It yields the launches that fit, with predicted times. The
-fastest cut of the layer into runs is chosen.
+A candidate is a kernel for a part of a layer, a run of neighbouring factors. It yields the launches that fit,
+with predicted times. The fastest cut of the layer into runs is chosen.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +16,9 @@ Plan = tuple[Launch, ...]
 Candidate = Callable[[Run, int, Problem], Iterator[Launch]]
 
 BETWEEN = 128 << 20  # bytes, at most, of an array between two launches; more rows are split
-BETWEEN_US, BETWEEN_PART = 8.0, 0.32  # two launches take longer than the sum of their times, by this part of the sum and at most 8 us
+# Two launches take longer than the sum of their times: by this part of the sum, and at most 8 us.
+BETWEEN_US = 8.0
+BETWEEN_PART = 0.32
 
 FORWARD: tuple[Candidate, ...] = (tile.forward, wgmma.forward, cublas.small_right, cublas.forward)
 BACKWARD: tuple[Candidate, ...] = (tile_backward.backward, wgmma.backward, wgmma.few_rows)
@@ -35,13 +38,13 @@ def forward(sizes: Sizes, rows: int, target: Problem, count: int | None = None) 
     return plan
 
 
-def _best(options: Sequence[tuple[float, Plan]]) -> tuple[float, Plan]:
-    return min(eligible(options, lambda o: o[1][0].kernel) or options[:1], key=lambda o: o[0])
-
-
-def _best_cut(order: Run, launch: Callable[[int, int], Launch | None], total: Callable[[int, float, Plan], float]) -> tuple[float, Plan]:
-    """The fastest launches for all steps, and their time. launch(first, end) is the launch of some steps; total(first, us, rest) is the
-    time from step `first` on, if that launch and the `rest` after it take `us`."""
+def _best_cut(
+    order: Run, launch: Callable[[int, int], Launch | None], total: Callable[[int, float, Plan], float]
+) -> tuple[float, Plan]:
+    """The time of the fastest launches for all steps, and these. launch(first, end) is the launch of some
+    steps;
+    total(first, us, rest) is the time from step `first` on, if that launch and the `rest` after it take
+    `us`."""
     best: list[tuple[float, Plan]] = [(0.0, ())]  # for the last n steps
     for first in reversed(range(len(order))):
         options = []
@@ -59,14 +62,15 @@ def gap_us(us: float) -> float:
 
 
 def rows_at_once(plan: Plan, rows: int, itemsize: int) -> int:
-    """The number of rows that pass through all launches before the next rows begin, so that intermediate results take little memory."""
+    """The number of rows that pass through all launches before the next rows begin: arrays between launches
+    have at most BETWEEN bytes."""
     last = [s for launch in plan for s in (launch.steps[-1:] if launch.threads else launch.steps)][:-1]
     widest = max((s.left * s.q * s.right for s in last), default=0) * itemsize
     return rows if rows * widest <= BETWEEN else max(1, BETWEEN // widest)
 
 
 def end_of_run(order: Run, first: int) -> int:
-    """The end of the steps from `first` on that go through neighbouring factors from right to left, MOST at most."""
+    """The end of the at most MOST steps from `first` on that are neighbouring factors, from right to left."""
     end = first + 1
     while end < min(len(order), first + MOST) and order[end].factor == order[end - 1].factor - 1:
         end += 1
@@ -76,25 +80,30 @@ def end_of_run(order: Run, first: int) -> int:
 @cached(4096)
 def fastest(run: Run, rows: int, target: Problem) -> Launch | None:
     """The fastest launch of a run of steps, if there is one. For a single step there is always cuBLAS."""
-    best = _fastest([g for candidate in FORWARD for g in candidate(run, rows, target)], least_us(run, rows, target))
+    found = [g for candidate in FORWARD for g in candidate(run, rows, target)]
+    best = _fastest(found, least_us(run, rows, target))
     return cublas.launch(run, rows, target) if best is None and len(run) == 1 else best
 
 
 def _fastest(found: list[Launch], least: float, more: Sequence[Launch] = ()) -> Launch | None:
     """The fastest of the eligible launches and `more`; none takes less than `least`."""
-    possible = [g if g.us >= least else g._replace(us=least) for g in (*eligible(found, lambda g: g.kernel), *more)]
+    possible = [
+        g if g.us >= least else g._replace(us=least) for g in (*eligible(found, lambda g: g.kernel), *more)
+    ]
     return min(possible, key=lambda g: (g.us * g.handicap, g.products), default=None)
 
 
 @cached(512)
 def backward(sizes: Sizes, rows: int, target: Problem) -> Plan:
-    """The launches of a layer's backward, those of the first steps first. The inputs of all but the first are computed again from x."""
+    """The launches of a layer's backward, those of the first steps first. The inputs of all but the first are
+    computed again from x."""
     order = steps(sizes)
 
     def launch(first: int, end: int) -> Launch | None:
         run = order[first:end]
         separate = [_separate(run[0], rows * run[0].left, target)] if len(run) == 1 else []
-        return _fastest([b for candidate in BACKWARD for b in candidate(run, rows, target)], 1.5 * least_us(run, rows, target), separate)
+        found = [b for candidate in BACKWARD for b in candidate(run, rows, target)]
+        return _fastest(found, 1.5 * least_us(run, rows, target), separate)
 
     def total(first: int, us: float, rest: Plan) -> float:
         return us + (sum(g.us for g in forward(sizes, rows, target, first)) if first else 0.0)
@@ -103,7 +112,9 @@ def backward(sizes: Sizes, rows: int, target: Problem) -> Plan:
     if cublas.takes_layer(order, target):  # its forward may take longer than the other one
         more = cublas.us_of_layer(order, rows, target) - sum(g.us for g in forward(sizes, rows, target))
         options.append((more, (Launch("cublas", order, more),)))
-    return tuple(g._replace(plan=(g.template(),)) for g in _best(options)[1])  # so that calls do not make the text again
+    options = eligible(options, lambda o: o[1][0].kernel) or options[:1]
+    plan = min(options, key=lambda o: o[0])[1]
+    return tuple(g._replace(plan=(g.template(),)) for g in plan)  # calls do not make the text again
 
 
 def _separate(s: Step, A: int, target: Problem) -> Launch:
@@ -114,17 +125,22 @@ def _separate(s: Step, A: int, target: Problem) -> Launch:
 
 
 def keeping(sizes: Sizes, rows: int, target: Problem) -> Plan:
-    """The forward in two launches, if the backward has two. It keeps the array between them for the backward. Empty if that is slower, or
-    takes more memory than x and y because the backward cannot write dx over its inputs. One launch: cublas.layer_forward."""
+    """The forward in two launches, if the backward has two. It keeps the array between them for the backward.
+    Empty if that is slower, or takes more memory than x and y because the backward cannot write dx over its
+    inputs. One launch: cublas.layer_forward."""
     planned = planned_rows(rows)
     plan = backward(sizes, planned, target)
     if plan[0].kernel == "cublas" and len(sizes) == 2:
         return plan
-    if len(plan) != 2 or not (plan[1].threads or plan[0].in_place) or rows_at_once(plan, rows, target.itemsize) < rows:
+    if len(plan) != 2 or rows_at_once(plan, rows, target.itemsize) < rows:
         return ()
-    parts = [fastest(b.steps, planned, t) for b, t in zip(plan, (target, target._replace(aligned=16)), strict=True)]
+    first, second = plan
+    parts = fastest(first.steps, planned, target), fastest(second.steps, planned, target._replace(aligned=16))
     launches = tuple(part for part in parts if part)
-    whole, anew = forward(sizes, planned, target), forward(sizes, planned, target, len(plan[0].steps))
+    if len(launches) < 2 or not (second.threads or first.in_place):
+        return ()
+    whole = forward(sizes, planned, target)
+    anew = forward(sizes, planned, target, len(first.steps))
     two = sum(part.us for part in launches)
     two += gap_us(two) if len(whole) == 1 else 0.0
-    return launches if len(launches) == 2 and two <= sum(g.us for g in (*whole, *anew)) else ()
+    return launches if two <= sum(g.us for g in (*whole, *anew)) else ()

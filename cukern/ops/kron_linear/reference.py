@@ -1,6 +1,8 @@
-"""kron_linear in torch's own operations: v1, which is also the reference, and v2. Both take the factors from the last to the first.
+"""kron_linear in torch's own operations: v1, which is also the reference, and v2. Both take the factors from
+the last to the first.
 
-x is (rows, prod p); a factor is (p, q), or (S, p, q) where each of S samples, rows / S rows one after another, has its own.
+x is (rows, prod p); a factor is (p, q), or (S, p, q) where each of S samples, rows / S rows one after
+another, has its own.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,12 +12,16 @@ from torch import Tensor
 
 from cukern.runtime.dispatch.products import torch_matmul
 
-Epilogue = tuple[float, Tensor | None, Tensor | None]  # scale, bias, residual
+Factors = Sequence[Tensor]
+Maybe = Tensor | None
+Epilogue = tuple[float, Maybe, Maybe]  # scale, bias, residual
+Wanted = Sequence[bool]  # whether the gradient of x is, and those of the factors
+Found = list[Maybe]  # gradients of x and the factors, None where not wanted
 PLAIN: Epilogue = (1.0, None, None)
-Product = Callable[[Tensor, Sequence[Tensor]], Tensor]
+Product = Callable[[Tensor, Factors], Tensor]
 
 
-def movedim_product(x: Tensor, factors: Sequence[Tensor]) -> Tensor:
+def movedim_product(x: Tensor, factors: Factors) -> Tensor:
     """v1: multiply the last index, move it to the front, and so on, until all have been last."""
     samples = samples_of(factors)
     sizes = [w.shape[-2] for w in factors]
@@ -26,18 +32,21 @@ def movedim_product(x: Tensor, factors: Sequence[Tensor]) -> Tensor:
     return z.reshape(x.shape[0], width(factors, -1))
 
 
-def transposed_product(x: Tensor, factors: Sequence[Tensor]) -> Tensor:
-    """v2: a row is slices of p numbers; w^T times the transpose of all slices puts q first, and the next p last."""
-    samples, rows = samples_of(factors), x.shape[0]
-    z, slices = x, x.numel() // max(samples, 1)
+def transposed_product(x: Tensor, factors: Factors) -> Tensor:
+    """v2: a row is slices of p numbers. w^T times the transposed slices puts q first, the next p last."""
+    samples = samples_of(factors)
+    rows = x.shape[0]
+    z = x
+    slices = x.numel() // max(samples, 1)
     for w in reversed(factors):
         slices //= w.shape[-2]
         z = torch_matmul(w.mT, z.reshape(samples, slices, w.shape[-2]).mT)
         slices *= w.shape[-1]
-    return z.reshape(samples, width(factors, -1), rows // max(samples, 1)).mT.reshape(rows, width(factors, -1))
+    columns = width(factors, -1)
+    return z.reshape(samples, columns, rows // max(samples, 1)).mT.reshape(rows, columns)
 
 
-def samples_of(factors: Sequence[Tensor]) -> int:
+def samples_of(factors: Factors) -> int:
     """How many samples have factors of their own; 1 where all share them."""
     return next((w.shape[0] for w in factors if w.ndim == 3), 1)
 
@@ -47,7 +56,7 @@ def seen(z: Tensor, w: Tensor, n: int, right: int) -> Tensor:
     return z.reshape(w.shape[0], z.numel() // max(w.shape[0] * n * right, 1), n, right)
 
 
-def width(factors: Sequence[Tensor], side: int) -> int:
+def width(factors: Factors, side: int) -> int:
     """The number of inputs (side -2) or outputs (side -1) of the layer."""
     return prod([w.shape[side] for w in factors])  # a list: torch.compile takes no generator
 

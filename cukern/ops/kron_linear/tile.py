@@ -1,6 +1,8 @@
-"""The candidate for any factors: a tile of the array stays on chip from the first factor of a run to the last. See tile.cuh.
+"""The candidate for any factors: a tile of the array stays on chip from the first factor of a run to the
+last. See tile.cuh.
 
-A model of a launch's time chooses among tilings of powers of two. Its constants only decide which of two plans is the faster.
+A model of a launch's time chooses among tilings of powers of two. Its constants only decide which of two
+plans is the faster.
 """
 
 import functools
@@ -9,10 +11,11 @@ from itertools import product
 from math import ceil, gcd, prod
 from typing import NamedTuple
 
-from cukern.ops.kron_linear.plan import ADDED, L2_BYTES, LAUNCH_US, START_US, Launch, Problem, Step, instance, log2, merged, up
+from cukern.ops.kron_linear.plan import ADDED, L2_BYTES, LAUNCH_US, Launch, Problem, Step, instance, up
 
 MERGED = (1, 4, 16, 64)  # the limits tried for the rows and columns of merged factors
 
+START_US = 1.5  # from a block's start to its first numbers
 L2_READ = 0.42  # time of a read from the L2 cache / time of a read from device memory
 L2_HELD = 0.7, 0.42  # the same for reads and writes of arrays that stay in the L2 cache
 PARTLY = 3.0  # slowdown of writes of partial 32-byte sectors: 2 to 3.5 were measured
@@ -22,14 +25,16 @@ TILE_CYCLES = 1500  # from the end of a tile to the next
 MMA_CYCLES = 6  # issue cycles of an mma 16 x 8 x 8 (TF32) or 16 x 8 x 16, per SM quadrant
 
 Kind = tuple[int, bool]  # PRODUCTS and ONCE of Plan4 in tile_step.cuh
+Tile = tuple[int, bool, int, Kind]  # R, whether it is all of C, slices, kind
+Pieces = Sequence[tuple[Step, ...]]  # steps whose factors are merged
 FMA: Kind = (0, False)
 TENSOR: tuple[Kind, ...] = ((1, True), (1, False))  # the second rounds factors of float at each use
 SPLIT: tuple[Kind, ...] = ((3, False), (3, True))
-LEAST_SPLIT = 32  # elements in a sum of split products. Error / SGEMM's error: 1.3 for 16 elements, 1.1 for 32
+LEAST_SPLIT = 32  # terms in a sum of split products. Error / SGEMM's error: 1.3 for 16 terms, 1.1 for 32
 
 
 class Part(NamedTuple):
-    """One step of a launch: neighbouring factors, the rightmost first, multiplied as one matrix. The rest as in Step4 of tile_step.cuh."""
+    """One step of a launch: neighbouring factors, the rightmost first. See Step4 of tile_step.cuh."""
 
     factors: tuple[Step, ...]
     fibers: int
@@ -43,25 +48,42 @@ class Part(NamedTuple):
         return _wide(self.columns, self.lanes)
 
     def __str__(self) -> str:
-        return instance("Step4", self.fibers, self.columns, self.lanes, self.padded, instance("Layout", *self.layout), *self.factors)
+        numbers = self.fibers, self.columns, self.lanes, self.padded
+        return instance("Step4", *numbers, instance("Layout", *self.layout), *self.factors)
 
 
 def forward(run: Sequence[Step], rows: int, target: Problem) -> Iterator[Launch]:
     """The launches of a run. Sums of fewer than LEAST_SPLIT split products are not exact enough."""
-    kinds = (TENSOR if target.itemsize == 4 else TENSOR[:1]) if target.tensor else SPLIT if target.itemsize == 4 else ()
+    kinds = SPLIT if target.strict else ()
+    if target.tensor:
+        kinds = TENSOR if target.itemsize == 4 else TENSOR[:1]
     for kind in (FMA, *kinds):
         for made in tilings(run, rows, target, kind):
-            if made.products < 3 or all(prod(s.p for s in part.factors) >= LEAST_SPLIT for part in made.parts):
+            least = min(prod(s.p for s in part.factors) for part in made.parts)
+            if made.products < 3 or least >= LEAST_SPLIT:
                 yield made
 
 
 def tilings(run: Sequence[Step], rows: int, target: Problem, kind: Kind) -> Iterator[Launch]:
-    P, at_once = prod(s.p for s in run), 16 if kind[0] else 4
-    matrices = dict.fromkeys([merged(run, most) for most in MERGED])
+    P = prod(s.p for s in run)
+    at_once = 16 if kind[0] else 4
+    matrices = dict.fromkeys([_merged(run, most) for most in MERGED])
     tiles = [(L, R) for L, R in _tiles(run[0].right, P, rows * run[-1].left) if L * R * P <= 1 << 17]
     for parts, slices, (L, R), warps in product(matrices, (1, 2, 4, 8), tiles, (4, 8, 16)):
         if slices == 1 or prod(s.q for s in parts[0]) % (at_once * slices) == 0:
             yield from _tiling(parts, rows, target, kind, L, R, slices, warps)
+
+
+def _merged(run: Sequence[Step], most: int) -> tuple[tuple[Step, ...], ...]:
+    """The run cut into pieces. The matrix of several merged factors has at most `most` rows and columns."""
+    pieces: list[tuple[Step, ...]] = []
+    for s in run:
+        longer = (*(pieces[-1] if pieces else ()), s)
+        if pieces and max(prod(t.p for t in longer), prod(t.q for t in longer)) <= most:
+            pieces[-1] = longer
+        else:
+            pieces.append((s,))
+    return tuple(pieces)
 
 
 def _tiles(C: int, P: int, A: int) -> list[tuple[int, int]]:
@@ -71,7 +93,7 @@ def _tiles(C: int, P: int, A: int) -> list[tuple[int, int]]:
 
 
 class _Work(NamedTuple):
-    """What the steps of a tile need: cycles of the arithmetic units, of shared memory and at barriers; bytes; registers of a thread."""
+    """What the steps of a tile need: cycles of arithmetic, shared memory and barriers; bytes; registers."""
 
     parts: tuple[Part, ...]
     busy: int  # warps
@@ -84,11 +106,18 @@ class _Work(NamedTuple):
     total: int  # elements of the result
 
 
-def _work(pieces: Sequence[tuple[Step, ...]], numbers: int, R: int, slices: int, warps: int, kind: Kind, itemsize: int) -> _Work | None:
-    size, products = max(itemsize, 4), kind[0]
-    total, right, before, made = numbers, R, 1, _Work((), 0, 0.0, 0.0, 0.0, 0, 0, 0, 0)
+def _work(
+    pieces: Pieces, numbers: int, R: int, slices: int, warps: int, kind: Kind, itemsize: int
+) -> _Work | None:
+    size = max(itemsize, 4)
+    products = kind[0]
+    total = numbers
+    right = R
+    before = 1
+    made = _Work((), 0, 0.0, 0.0, 0.0, 0, 0, 0, 0)
     for n, piece in enumerate(pieces):
-        p, q = prod(s.p for s in piece), prod(s.q for s in piece) // (1 if n else slices)
+        p = prod(s.p for s in piece)
+        q = prod(s.q for s in piece) // (1 if n else slices)
         pairs = n == 0 and _in_pairs(piece, products, itemsize, p)
         read = size if n else itemsize  # bytes of an element
         chosen = _config(total // p, p, q, right, size, read, warps, kind, pairs)
@@ -108,7 +137,9 @@ def _work(pieces: Sequence[tuple[Step, ...]], numbers: int, R: int, slices: int,
             max(made.largest, total if n else 0),
             total // p * q,
         )
-        total, before, right = made.total, right, right * q
+        total = made.total
+        before = right
+        right = right * q
     return made
 
 
@@ -125,34 +156,44 @@ def _matrix_bytes(part: Part, factors: int, p: int, kind: Kind, pairs: bool, ite
 
 
 def _tiling(
-    pieces: Sequence[tuple[Step, ...]], rows: int, target: Problem, kind: Kind, L: int, R: int, slices: int, warps: int
+    pieces: Pieces, rows: int, target: Problem, kind: Kind, L: int, R: int, slices: int, warps: int
 ) -> Iterator[Launch]:
-    """The launches for a tile and a number of warps: with the largest prefetch of the next tile that fits, and without prefetch."""
-    itemsize, size, run = target.itemsize, max(target.itemsize, 4), [s for piece in pieces for s in piece]
-    C, P = run[0].right, prod(s.p for s in run)
+    """The launches for a tile and a number of warps: with the largest prefetch of the next tile or none."""
+    itemsize = target.itemsize
+    size = max(target.itemsize, 4)
+    run = [s for piece in pieces for s in piece]
+    C = run[0].right
+    P = prod(s.p for s in run)
     numbers = L * R * P
     work = _work(pieces, numbers, R, slices, warps, kind, itemsize)
     if work is None or (2 * work.busy <= warps and warps > 4):
         return
-    threads, tiles = 32 * warps, ceil(rows * run[-1].left / L) * (C // R) * slices
+    threads = 32 * warps
+    tiles = ceil(rows * run[-1].left / L) * (C // R) * slices
     bytes_ = gcd(16, target.aligned, (P * R if R == C else gcd(C, R)) * itemsize)
     for ahead in _ahead(work, numbers, prod(s.p for s in pieces[0]), target, len(pieces)):
         tile = max(work.largest * size, numbers * itemsize if ahead < numbers else 0)
         shared = work.matrices + up(ahead * itemsize, 16) + up(tile, 16)
         if shared > target.shared:
             continue
-        blocks = max(1, min(target.shared // (shared + 1024), 65536 // (threads * min(work.registers, 255)), 2048 // threads, 8))
-        us = _us(work, ceil(tiles / target.device.sms), tiles, numbers, ahead, blocks, (R, R == C, slices, kind), target)
+        by_registers = 65536 // (threads * min(work.registers, 255))
+        blocks = max(1, min(target.shared // (shared + 1024), by_registers, 2048 // threads, 8))
+        us = _us(work, tiles, numbers, ahead, blocks, (R, R == C, slices, kind), target)
         plan = "Plan4", threads, blocks, L, R, C, bytes_, ahead, slices, *kind, ADDED, *work.parts
-        # Prefer factors that are rounded or split once to an equal plan that does it at each use: fewer kernels serve all numbers of rows.
+        # Prefer factors that are rounded or split once to an equal plan that does it at each use: fewer
+        # kernels serve all numbers of rows.
         handicap = 1.01 if kind == SPLIT[0] else 1.05 if kind == TENSOR[1] else 1.0
         yield Launch("tile", tuple(run), us, plan, threads, shared, L, R, blocks, slices, kind[0], handicap)
 
 
 def _ahead(work: _Work, numbers: int, p: int, target: Problem, pieces: int) -> set[int]:
     """The options for the number of elements of the next tile to prefetch: all, as many as fit, or none."""
-    itemsize, size, part = target.itemsize, max(target.itemsize, 4), work.parts[0]
-    step, left = part.fibers * part.lanes * p, target.shared - work.matrices  # elements that a warp reads
+    itemsize = target.itemsize
+    size = max(target.itemsize, 4)
+    part = work.parts[0]
+    # elements that a warp reads
+    step = part.fibers * part.lanes * p
+    left = target.shared - work.matrices
     found = {numbers, 0 if pieces > 1 else numbers}
     if numbers * itemsize > left - work.largest * size:
         found.add(max(0, left - max(work.largest * size, numbers * itemsize)) // itemsize // step * step)
@@ -162,22 +203,27 @@ def _ahead(work: _Work, numbers: int, p: int, target: Problem, pieces: int) -> s
     return {n for n in found if not 0 < n < numbers or not (numbers % step or n * itemsize % 128)}
 
 
-def _us(
-    work: _Work, each: int, tiles: int, numbers: int, ahead: int, blocks: int, tile: tuple[int, bool, int, Kind], target: Problem
-) -> float:
-    """A model of a launch's time, for `each` tiles per SM and `resident` blocks per SM."""
-    (R, whole, slices, kind), itemsize, resident = tile, target.itemsize, min(blocks, each)
+def _us(work: _Work, tiles: int, numbers: int, ahead: int, blocks: int, tile: Tile, target: Problem) -> float:
+    """A model of a launch's time. `blocks`: the most that fit an SM."""
+    (R, whole, slices, kind) = tile
+    itemsize = target.itemsize
+    each = ceil(tiles / target.device.sms)
+    resident = min(blocks, each)
     products = kind[0]
-    idle = max(1.0, (4.4 if products else 4) / (work.busy * resident))  # too few warps to hide the latency of the arithmetic
+    # Too few warps to hide the latency of the arithmetic.
+    idle = max(1.0, (4.4 if products else 4) / (work.busy * resident))
     shorter = (0.6 / resident if work.waiting else 0.1) * min(work.multiplied, work.fetched)
     overlap = max(work.multiplied * idle, work.fetched) + shorter
-    # Measured on tensor cores: the tail of a wave is idle time, and of two times that are nearly equal neither hides the other.
+    # Measured on tensor cores: the tail of a wave is idle time, and of two times that are nearly equal
+    # neither hides the other.
     turns = (each + ceil(each / resident) * resident) / 2 if products else each
     compute = turns * (overlap + (work.waiting + TILE_CYCLES) / resident) / target.device.cycles_us
     coarse = 1 if whole or R * itemsize >= 128 else 128 / (R * itemsize)
-    shared_read = (1 + L2_READ * (slices - 1)) / slices  # the other blocks of a tile read it from the L2 cache
+    # The other blocks of a tile read it from the L2 cache.
+    shared_read = (1 + L2_READ * (slices - 1)) / slices
     sectors = 1.0 if R == 1 or R * itemsize % 32 == 0 else PARTLY
-    to_read, to_write = L2_HELD if tiles * (numbers / slices + work.total) * itemsize <= L2_BYTES else (1.0, 1.0)
+    in_l2 = tiles * (numbers / slices + work.total) * itemsize <= L2_BYTES
+    to_read, to_write = L2_HELD if in_l2 else (1.0, 1.0)
     moved = numbers * shared_read * to_read, work.total * to_write * sectors
     read, written = (n * itemsize * coarse / target.device.sm_bytes_us for n in moved)
     hidden = each * (read * (1 - (1 - ahead / numbers) / resident) + written)
@@ -193,18 +239,25 @@ def _us(
 def _config(
     fibers: int, p: int, q: int, right: int, size: int, stored: int, warps: int, kind: Kind, pairs: bool
 ) -> tuple[Part, float, float] | None:
-    """The fastest way for `warps` warps to compute the sums of a step, with elements of `stored` bytes in shared memory. Also a block's
-    cycles of arithmetic, and of shared memory."""
-    best, high = None, _high(p, kind[0], pairs)
+    """The fastest way for `warps` warps to compute the sums of a step, with elements of `stored` bytes in
+    shared memory. Also a block's cycles of arithmetic, and of shared memory."""
+    best = None
+    high = _high(p, kind[0], pairs)
     for f, c, lanes in _mma_parts(p, q, right) if kind[0] else _fma_parts(size):
         groups = ceil(q / _wide(c, lanes))
-        items, part = ceil(fibers / (f * lanes)) * groups, Part((), f, c, lanes, groups * _wide(c, lanes))
+        items = ceil(fibers / (f * lanes)) * groups
+        part = Part((), f, c, lanes, groups * _wide(c, lanes))
         if items > warps or part.padded >= 2 * max(q, 9):
             continue
-        issue, waves = _mma_cycles(part, p, right, stored, kind, pairs) if kind[0] else _fma_cycles(part, p, right, size)
-        multiplied, fetched = high * ceil(items / 4) * issue, high * items * waves + fibers * q * size / 128
-        cycles = max(multiplied, fetched) + 0.1 * (multiplied + fetched) + (0 if groups == 1 else BARRIER_CYCLES)
-        rank = 2 * items <= warps, cycles  # if half of the warps have no work, prefer the plan with half as many warps
+        if kind[0]:
+            issue, waves = _mma_cycles(part, p, right, stored, kind, pairs)
+        else:
+            issue, waves = _fma_cycles(part, p, right, size)
+        multiplied = high * ceil(items / 4) * issue
+        fetched = high * items * waves + fibers * q * size / 128
+        barrier = 0 if groups == 1 else BARRIER_CYCLES
+        cycles = max(multiplied, fetched) + 0.1 * (multiplied + fetched) + barrier
+        rank = 2 * items <= warps, cycles  # prefer the plan with half as many warps if half have no work
         if best is None or rank < best[0]:
             best = rank, (part, multiplied, fetched)
     return best[1] if best else None
@@ -216,7 +269,7 @@ def _wide(columns: int, lanes: int) -> int:
 
 
 def _mma_parts(p: int, q: int, right: int) -> Iterator[tuple[int, int, int]]:
-    """Fibers, columns and lanes of a Part. A lane stores several accumulators at once, and Layout handles powers of two only."""
+    """Fibers, columns and lanes of a Part. A lane stores several accumulators at once."""
     if min(p, q) < 8 or (p % 2 if right == 1 else right % 4):
         return
     for f, c in product((8, 16, 32, 64, 128), (16, 32, 48, 64, 80)):
@@ -226,37 +279,44 @@ def _mma_parts(p: int, q: int, right: int) -> Iterator[tuple[int, int, int]]:
 
 
 def _fma_parts(size: int) -> list[tuple[int, int, int]]:
-    return [(f, c, lanes) for f, c, lanes in product((8, 4, 2, 1), (8, 4, 2, 1), (32, 16, 8)) if size == 4 or f * c <= 32]
+    every = product((8, 4, 2, 1), (8, 4, 2, 1), (32, 16, 8))
+    return [(f, c, lanes) for f, c, lanes in every if size == 4 or f * c <= 32]
 
 
 def _mma_cycles(part: Part, p: int, right: int, stored: int, kind: Kind, pairs: bool) -> tuple[float, float]:
     """A warp's cycles for a row of the matrix, of arithmetic and of shared memory."""
-    (products, split), f, c = kind, part.fibers, part.columns
+    (products, split) = kind
+    f = part.fibers
+    c = part.columns
     others = f / 8 + c / (8 if split and products == 3 else 16) + 6  # fetch
     if products == 3:  # adding and splitting
         others += f * c / 32 / _depth(f, p) + f + (0 if split else c)
     elif not split:
         others += c / 4
     issue = (f * c / 128 * products * MMA_CYCLES + others) / (16 if pairs else 8)
-    return issue, (f * _conflicts(p, right, stored, pairs) + (2 if split and products == 3 else 1) * c) / (64 if pairs else 32)
+    factors = 2 if split and products == 3 else 1
+    return issue, (f * _conflicts(p, right, stored, pairs) + factors * c) / (64 if pairs else 32)
 
 
 def _fma_cycles(part: Part, p: int, right: int, size: int) -> tuple[float, float]:
-    f, c = part.fibers, part.columns
+    f = part.fibers
+    c = part.columns
     loads = f / gcd(f, right if right > 1 else p, 16 // size) + c / gcd(c, 16 // size)
     return f * c * size / 4 + loads + 1, (max(f * part.lanes, f * 8) + max(part.wide, 4 * c)) * size / 128
 
 
 @functools.lru_cache(4096)
 def _conflicts(p: int, right: int, size: int, pairs: bool) -> float:
-    """How often tensor cores' lanes that one access serves meet in a bank, where no Layout keeps them apart: Lanes4 in tile_step.cuh."""
+    """Bank conflicts of an access of tensor cores' lanes where no Layout avoids them: see Lanes4."""
     if not (p & (p - 1) or right & (right - 1)):
         return 1.0
     neighbours = (4 if pairs else 2) if right == 1 else 4  # elements that a lane loads
     places = [_place_of_lane(lane, p, right, pairs) * size // 4 for lane in range(32)]
-    together, most = 128 // (size * neighbours), []
+    together = 128 // (size * neighbours)
+    most = []
     for first in range(0, 32, together):
-        words = {n + i for n in places[first : first + together] for i in range(max(1, size * neighbours // 4))}
+        each = range(max(1, size * neighbours // 4))
+        words = {n + i for n in places[first : first + together] for i in each}
         banks = [w % 32 for w in words]
         most.append(max(banks.count(b) for b in banks))
     return sum(most) / len(most)
@@ -266,7 +326,8 @@ def _place_of_lane(lane: int, p: int, right: int, pairs: bool) -> int:
     g, t = divmod(lane, 4)
     if right == 1:
         return g * p + t * (4 if pairs else 2)
-    pair, h = 16 if right >= 32 else 8 if right >= 16 else 4, g // 2
+    pair = 16 if right >= 32 else 8 if right >= 16 else 4
+    h = g // 2
     fiber = g % 2 * pair + (4 * h if pair == 16 else h % 2 * 4 + h // 2 * 16 if pair == 8 else 8 * h)
     return fiber // right * p * right + fiber % right + t * (2 if pairs else 1) * right
 
@@ -277,32 +338,40 @@ def _high(p: int, products: int, pairs: bool) -> int:
 
 
 def _depth(fibers: int, p: int) -> int:
-    """Of how many times 8 numbers along k products are added to the sums at once: DEPTH in multiply4_tensor."""
+    """How many products of 8 along k are added before they join the sums: DEPTH in tile_step.cuh."""
     return 2 if p >= 64 and p % 16 == 0 and fibers <= 32 else 1
 
 
 def _registers(part: Part, itemsize: int, products: int, p: int) -> int:
-    """About how many a thread needs, beyond its sums: split numbers; on the FMA units numbers of 16 bits and what they are converted to."""
+    """About how many a thread needs: sums, split numbers, and on the FMA units converted 16-bit numbers."""
     sums = part.fibers * part.columns
     if products:
         return sums // 32 + 64 + (part.fibers // 2 * (_depth(part.fibers, p) + 1) if products == 3 else 0)
     return sums * max(itemsize, 4) // 4 + (96 if itemsize == 2 else 64)
 
 
-def _layout(p: int, right: int, writer: Part | None, before: int, total: int, size: int, tensor: bool, pairs: bool) -> tuple[int, ...]:
-    """Layout's arguments for an array of `total` numbers that a step of `p` and `right` reads, and `writer`, of right `before`, wrote."""
-    v, q = 16 // size, right // before
+def _layout(
+    p: int, right: int, writer: Part | None, before: int, total: int, size: int, tensor: bool, pairs: bool
+) -> tuple[int, ...]:
+    """Layout's arguments for `total` numbers, read by a step of `p` and `right` and written by `writer` with
+    `before` to its right."""
+    v = 16 // size
+    q = right // before
     if any(n & (n - 1) for n in (p, right, q)) or total % (8 * v):
         return 3, 0, 3, 0, v
     if tensor:
         return (*_spread_mma(p, right, writer, before, size, pairs), v)
     read = spread(log2(right // v), p * right // v, 3) if right == 1 or right >= v else (3, 0)
-    written = spread(log2(before // v), q * before // v, 3) if writer and (before == 1 or before >= v) else (3, 0)
+    moves = writer and (before == 1 or before >= v)
+    written = spread(log2(before // v), q * before // v, 3) if moves else (3, 0)
     return (*read, *written, v)
 
 
-def _spread_mma(p: int, right: int, writer: Part | None, before: int, size: int, pairs: bool) -> tuple[int, ...]:
-    v, halves = 16 // size, size == 2
+def _spread_mma(
+    p: int, right: int, writer: Part | None, before: int, size: int, pairs: bool
+) -> tuple[int, ...]:
+    v = 16 // size
+    halves = size == 2
     rows = (2 if pairs else 1) * right // v  # between the numbers of a fiber that neighbouring lanes read
     if halves and right >= 32:
         return log2(rows), 1, log2(rows) - 1, 4
@@ -318,14 +387,21 @@ def _spread_mma(p: int, right: int, writer: Part | None, before: int, size: int,
 def _spread_written(right: int, writer: Part | None, before: int, v: int) -> tuple[int, int]:
     if not writer or (before == 1 and right >= 32):
         return 3, 0
-    return spread(1, 2 * right // v, 2) if before == 1 else spread(2 if before >= 16 else 0, gcd(writer.columns // 8, 4) * before // v, 1)
+    if before == 1:
+        return spread(1, 2 * right // v, 2)
+    return spread(2 if before >= 16 else 0, gcd(writer.columns // 8, 4) * before // v, 1)
 
 
 def spread(low: int, distance: int, bits: int) -> tuple[int, int]:
-    """The shift and the mask that bring the lowest bits of an index, whose numbers lie `distance` units apart, to a unit's bits from `low`
-    on, of the lowest three; those below `low` tell other lanes apart."""
-    at, bits = log2(distance), min(bits, 3 - low)
+    """The shift and the mask that bring the lowest bits of an index, whose numbers lie `distance` units
+    apart, to a unit's bits from `low` on, of the lowest three; those below `low` tell other lanes apart."""
+    at = log2(distance)
+    bits = min(bits, 3 - low)
     if at <= low:
         return 3, 0
     moved = bits - max(0, 3 - at)  # the others need no swizzle
     return max(at, 3) - low, ((1 << max(moved, 0)) - 1) << low
+
+
+def log2(n: int) -> int:
+    return max(n, 1).bit_length() - 1

@@ -1,5 +1,5 @@
-"""The candidates by warpgroups: large float factors, forward and backward (split_wgmma.cuh), and the backward of two
-factors of 128 x 128 on few rows (few_rows.cuh)."""
+"""The candidates by warpgroups: large float factors, forward and backward (split_wgmma.cuh), and the backward
+of two factors of 128 x 128 on few rows (few_rows.cuh)."""
 
 from collections.abc import Iterator, Sequence
 from math import ceil
@@ -21,38 +21,53 @@ def forward(run: Sequence[Step], rows: int, target: Problem) -> Iterator[Launch]
     if not _fits(run, target):
         return
     (p1, q1), (p2, q2), right, left = _sizes(run)
-    A, threads = rows * run[-1].left, 2 * q1 if left else 128  # of a team
+    # of a team
+    A = rows * run[-1].left
+    threads = 2 * q1 if left else 128
     tiles = A * (1 if right else run[0].right // TILE) if left else ceil(A / TILE)
     teams = 2 if threads == 128 else 1
-    shared = BYTES[target.tensor] * ((p2 * q2 if right else 0) + (4 * p1 * p2 if left else 0))  # a left factor is in registers
+    # A left factor is in registers.
+    shared = BYTES[target.tensor] * ((p2 * q2 if right else 0) + (4 * p1 * p2 if left else 0))
     work = (p1 * q1 * p2 if left else 0) + (q1 * p2 * q2 if right else 0)
     us = START_US + _us(tiles, work, p1 * p2 + q1 * q2, target)
     L, R = (1, 1 if right else TILE) if left else (TILE, 1)
     if shared <= target.shared:
         products = 2 if target.tensor else 3
-        yield Launch("split_wgmma", tuple(run), us, _plan(run, teams, target), teams * threads, shared, L, R, products=products)
+        plan = _plan(run, teams, target)
+        yield Launch("split_wgmma", tuple(run), us, plan, teams * threads, shared, L, R, products=products)
 
 
 def backward(run: Sequence[Step], rows: int, target: Problem) -> Iterator[Launch]:
-    """The launch of its backward. One factor takes SplitOne4 of split_wgmma.cuh, if tiles of 32 lines fill the array."""
+    """The launch of its backward. One factor: SplitOne4 of split_wgmma.cuh, if tiles of 32 lines fit."""
     if not _fits(run, target):
         return
-    s, split, (p1, q1), (p2, q2) = run[0], BYTES[target.tensor], *_sizes(run)[:2]
+    s = run[0]
+    split = BYTES[target.tensor]
+    (p1, q1), (p2, q2) = _sizes(run)[:2]
     if len(run) == 2:
-        name, teams, tile = "split_wgmma", 2, (1, 1)
-        shared = split * (p1 * q1 + p2 * q2 + (teams + 1) * p1 * p2 + teams * (q1 * q2 + p1 * q2)) + 128  # mbarriers
+        name = "split_wgmma"
+        teams = 2
+        tile = (1, 1)
+        elements = p1 * q1 + p2 * q2 + (teams + 1) * p1 * p2 + teams * (q1 * q2 + p1 * q2)
+        shared = split * elements + 128  # mbarriers
         us = _us(rows * run[-1].left, 2 * p1 * q1 * q2 + 3 * p1 * p2 * q2, 2 * p1 * p2 + q1 * q2, target)
-        plan, threads = _plan(run, teams, target), (teams + 1) * 128
+        plan = _plan(run, teams, target)
+        threads = (teams + 1) * 128
     else:
-        lines, each = rows * s.left * s.right, TILE // 2
+        lines = rows * s.left * s.right
+        each = TILE // 2
         if not target.whole and s.left * s.right % each:
             return
-        name, teams, tile = "split_wgmma_one", (3 if s.q == TILE else 2) if s.p == TILE else 1, (each, 1) if s.right == 1 else (1, each)
-        of_g, staged = split * each * (2 if s.p == TILE else 4) * s.q, 4 * s.p * (s.q + 4) // teams
+        name = "split_wgmma_one"
+        teams = (3 if s.q == TILE else 2) if s.p == TILE else 1
+        tile = (each, 1) if s.right == 1 else (1, each)
+        of_g = split * each * (2 if s.p == TILE else 4) * s.q
+        staged = 4 * s.p * (s.q + 4) // teams
         third = 2 * s.p * s.q if s.q > TILE and not target.tensor else 0  # piece of the factor
         shared = teams * (max(of_g, staged) + 4 * each * (s.p + s.q)) + third
         us = _us(lines // each, 2 * s.p * s.q * each, (2 * s.p + s.q) * each, target)
-        plan, threads = ("SplitOne4", teams, KINDS[target.tensor], s.right, s), teams * 2 * s.p
+        plan = ("SplitOne4", teams, KINDS[target.tensor], s.right, s)
+        threads = teams * 2 * s.p
     if shared <= target.shared:
         yield Launch(name, tuple(run), START_US + SUM_US + us, plan, threads, shared, *tile)
 
@@ -70,14 +85,17 @@ def _can(target: Problem) -> bool:
 
 
 def _sizes(run: Sequence[Step]) -> tuple[tuple[int, int], tuple[int, int], bool, bool]:
-    """A tile's sizes before and after the left factor, and the right one, and whether there is a right factor, and a left one. One alone
-    is the right one if nothing is to its right."""
-    right, left = run[0].right == 1, run[0].right > 1 or len(run) == 2
-    return (run[-1].p, run[-1].q) if left else (TILE, TILE), (run[0].p, run[0].q) if right else (TILE, TILE), right, left
+    """A tile's sizes before and after the left factor, and the right one, and whether there is a right
+    factor, and a left one. One alone is the right one if nothing is to its right."""
+    right = run[0].right == 1
+    left = run[0].right > 1 or len(run) == 2
+    of_left = (run[-1].p, run[-1].q) if left else (TILE, TILE)
+    of_right = (run[0].p, run[0].q) if right else (TILE, TILE)
+    return of_left, of_right, right, left
 
 
 def _us(tiles: int, work: int, numbers: int, target: Problem) -> float:
-    """The predicted time of `tiles` tiles, each with `work` multiply-adds and `numbers` elements of memory traffic."""
+    """The predicted time of tiles, each with `work` multiply-adds and `numbers` elements to move."""
     multiplied = ceil(tiles / target.device.sms) * (work / MULTIPLY_ADDS_US[target.tensor] + TILE_US)
     moved = tiles * numbers * target.itemsize / (target.device.sms * target.device.sm_bytes_us)
     return max(multiplied, moved) + min(multiplied, moved) / 4
@@ -96,15 +114,19 @@ FEW_BLOCKS = 4  # of a row
 FEW_MOST = 64  # rows, at most; for more, the launches of tile_backward.py fill the GPU, too
 FEW_SHARED = {4: 9 * 64 * 64 * 6, 2: 11 * 64 * 64 * 2}  # bytes of X, W2, W1 (later other arrays), G and H
 FEW_SUMS = 1.5  # partial sums per row / elements of a factor
-FEW_ALONE = 8  # float: up to 8 rows are one launch; otherwise two overlap, and the second adds to the partial sums of the first
+# Up to 8 rows of float are one launch. Of more, two overlap: the second adds to the first one's partial sums.
+FEW_ALONE = 8
 FEW_START_US = 6.0  # the launches, and the partial sums
 FEW_ROW_US = {4: 8.0, 2: 4.0}  # per row of a block, by the bytes of an element
 
 
 def few_rows(run: Sequence[Step], rows: int, target: Problem) -> Iterator[Launch]:
     """The launches of a run, if there are any; strict in TF32 too."""
-    A, itemsize, device = rows * run[-1].left, target.itemsize, target.device
-    if itemsize > 4 or not device.wgmma or target.aligned < 16 or A > FEW_MOST or len(run) != 2 or run[0].right > 1:
+    A = rows * run[-1].left
+    itemsize = target.itemsize
+    device = target.device
+    fits = itemsize <= 4 and device.wgmma and target.aligned >= 16
+    if not fits or A > FEW_MOST or len(run) != 2 or run[0].right > 1:
         return
     shared = FEW_SHARED[itemsize] + 16
     if all(s.p == s.q == SIDE for s in run) and shared <= target.shared:
@@ -113,5 +135,5 @@ def few_rows(run: Sequence[Step], rows: int, target: Problem) -> Iterator[Launch
 
 
 def few_first_rows(A: int, itemsize: int) -> int:
-    """The number of rows of the backward's first launch, of A rows. It is the number of rows that have partial sums."""
+    """The number of rows of the backward's first launch, of A rows: those that have partial sums."""
     return A if A <= FEW_ALONE or itemsize < 4 else ceil(A / 2)
