@@ -1,33 +1,38 @@
 // kron_linear v4: one or two large float factors per launch by warpgroups (sm_90a), forward and backward.
 //
-// A float is split once into three bfloat16 numbers (Pieces), and a product of floats is 6 products of them; in TF32 it is two, and 3
-// products. X, G, H and the factors are 8 x 8 tiles in shared memory, each of which can be an operand along its rows and along its columns.
-// The accumulators of one product are operand a of the next, so the forward's z, and the backward's Z of
+// A float is split once into three bfloat16 numbers (Pieces), and a product of floats is 6 products of them;
+// in TF32 it is two, and 3 products. X, G, H and the factors are 8 x 8 tiles in shared memory, each of which
+// can be an operand along its rows and along its columns. The accumulators of one product are operand a of
+// the next, so the forward's z, and the backward's Z of
 //     Z = X W2,  H = W1 G,  dW1 += Z G^T,  dW2 += X^T H,  dX = H W2^T,
-// never go through shared memory.
-// If both operands are in shared memory, wgmma uses the whole bandwidth of shared memory and L1, and other loads wait. So the forward keeps
-// a left factor, or the rows of x, in registers. A single factor is either the left one, with 64 columns of what is to its right (Z is X),
-// or the right one, with 64 rows.
-// A team of warpgroups has its own tiles; teams wait for each other only at the end. In the forward a team prepares the next tile while
-// wgmma multiplies; in the backward one more warpgroup prepares the tiles.
+// never go through shared memory. If both operands are in shared memory, wgmma uses the whole bandwidth of
+// shared memory and L1, and other loads wait. So the forward keeps a left factor, or the rows of x, in
+// registers. A single factor is either the left one, with 64 columns of what is to its right (Z is X), or the
+// right one, with 64 rows. A team of warpgroups has its own tiles; teams wait for each other only at the end.
+// In the forward a team prepares the next tile while wgmma multiplies; in the backward one more warpgroup
+// prepares the tiles.
 //
-// Accuracy: the sum of each product of K terms starts at zero with the small terms first, and is then added to others by ordinary
-// additions, because tensor cores truncate what they add.
+// Accuracy: the sum of each product of K terms starts at zero with the small terms first, and is then added
+// to others by ordinary additions, because tensor cores truncate what they add.
 #pragma once
 #include "common/ptx/mbarrier.cuh"
 #include "split_float.cuh"
 #include "tile.cuh"
 
-// X is [P1][P2], G is [Q1][Q2]. WIDE and THREADS: the threads of a team, forward and backward (of two factors).
+// X is [P1][P2], G is [Q1][Q2]. WIDE and THREADS: the threads of a team, forward and backward (of two
+// factors).
 template <int TEAMS_, typename Kind_, long long C_, class Left_, class Right_>
 struct Split4 {
     using Kind = Kind_;
     static constexpr bool LEFT = Left_::COUNT > 0, RIGHT = Right_::COUNT > 0, PAIR = LEFT && RIGHT;
-    static constexpr int P1 = LEFT ? Left_::P : 64, Q1 = LEFT ? Left_::Q : 64, P2 = RIGHT ? Right_::P : 64, Q2 = RIGHT ? Right_::Q : 64;
-    static constexpr int TEAMS = TEAMS_, THREADS = 128, WIDE = LEFT ? 2 * Q1 : 128, SUMS1 = P1 * Q1, SUMS2 = P2 * Q2;
-    static constexpr long long ACROSS = RIGHT ? 1 : C_ / P2, X_STRIDE = RIGHT ? P2 : C_, G_STRIDE = RIGHT ? Q2 : C_;
-    // Forward: a team's ring buffer of X has PLACES tiles. A tile is written LEAD tiles ahead, because the other warpgroup of the team sees
-    // it only one turn later and may still multiply the previous tile.
+    static constexpr int P1 = LEFT ? Left_::P : 64, Q1 = LEFT ? Left_::Q : 64, P2 = RIGHT ? Right_::P : 64,
+                         Q2 = RIGHT ? Right_::Q : 64;
+    static constexpr int TEAMS = TEAMS_, THREADS = 128, WIDE = LEFT ? 2 * Q1 : 128, SUMS1 = P1 * Q1,
+                         SUMS2 = P2 * Q2;
+    static constexpr long long ACROSS = RIGHT ? 1 : C_ / P2, X_STRIDE = RIGHT ? P2 : C_,
+                               G_STRIDE = RIGHT ? Q2 : C_;
+    // Forward: a team's ring buffer of X has PLACES tiles. A tile is written LEAD tiles ahead, because the
+    // other warpgroup of the team sees it only one turn later and may still multiply the previous tile.
     static constexpr int LEAD = WIDE / 128, PLACES = 2 * LEAD;
     using X = Tiles<P1, P2, Kind>;
     using G = Tiles<Q1, Q2, Kind>;
@@ -37,37 +42,38 @@ struct Split4 {
     static constexpr int ALL = (TEAMS + 1) * THREADS, X_PLACES = TEAMS + 1;  // backward
 };
 
-// A left factor as operand a: [q][p] for the 64 q of a warpgroup, zeros beyond the last. It goes through `staged` in shared memory.
+// A left factor as operand a: [q][p] for the 64 q of a warpgroup. It goes through `staged` in shared memory.
 template <int P, typename Kind, class W, int THREADS>
-__device__ __forceinline__ void left_rows(RegisterOperand<P, Kind>& left, float* staged, const RegisterTile<W, THREADS>& factor,
-                                          int group) {
+__device__ __forceinline__ void left_rows(RegisterOperand<P, Kind>& left, float* staged,
+                                          const RegisterTile<W, THREADS>& factor, int group) {
     float numbers[P / 8][4];
     factor.stage(staged);
     __syncthreads();
     int q = 64 * group + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4, p = threadIdx.x % 4 * 2;
 #pragma unroll
     for (int e = 0; e < P / 2; ++e) {
-        int j = q + e / 2 % 2 * 8;
-        numbers[e / 4][e % 4] = W::COLUMNS % 64 == 0 || j < W::COLUMNS ? staged[(p + e % 2 + e / 4 * 8) * W::STAGED_ROW + j] : 0.0f;
+        numbers[e / 4][e % 4] = staged[(p + e % 2 + e / 4 * 8) * W::STAGED_ROW + q + e / 2 % 2 * 8];
     }
     left.split(numbers);
     __syncthreads();
 }
 
-// kron_linear_v4 for one or two large float factors. Any grid, block TEAMS * WIDE. Dynamic shared memory: the factors, split, and X of each
-// team.
+// kron_linear_v4 for one or two large float factors. Any grid, block TEAMS * WIDE. Dynamic shared memory: the
+// factors, split, and X of each team.
 template <typename T, class Plan>
 __global__ void __launch_bounds__(Plan::TEAMS* Plan::WIDE, 1)
-    kron_linear_v4_split_wgmma(T* out, const T* x, Factors4<T> factors, const T* bias, const T* residual, long long A, double scale,
-                               long long features) {
+    kron_linear_v4_split_wgmma(T* out, const T* x, Factors4<T> factors, const T* bias, const T* residual,
+                               long long A, double scale, long long features) {
     using Kind = typename Plan::Kind;
     using X = typename Plan::X;
     using W2 = typename Plan::W2;
-    constexpr int P1 = Plan::P1, Q1 = Plan::Q1, P2 = Plan::P2, Q2 = Plan::Q2, ALL = Plan::TEAMS * Plan::WIDE, N = Plan::LEFT ? 64 : Q2;
+    constexpr int P1 = Plan::P1, Q1 = Plan::Q1, P2 = Plan::P2, Q2 = Plan::Q2, ALL = Plan::TEAMS * Plan::WIDE,
+                  N = Plan::LEFT ? 64 : Q2;
     constexpr bool LEFT = Plan::LEFT, RIGHT = Plan::RIGHT, PAIR = Plan::PAIR;
     constexpr long long ACROSS = Plan::ACROSS, X_STRIDE = Plan::X_STRIDE, OUT_STRIDE = Plan::G_STRIDE;
     extern __shared__ uint4 dynamic[];
-    int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), team = warp / (Plan::WIDE / 32), group = warp / 4 % (Plan::WIDE / 128);
+    int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), team = warp / (Plan::WIDE / 32),
+        group = warp / 4 % (Plan::WIDE / 128);
     __nv_bfloat16* right = reinterpret_cast<__nv_bfloat16*>(dynamic);
     __nv_bfloat16* xs = right + ((RIGHT ? W2::BYTES : 0) + team * Plan::PLACES * X::BYTES) / 2;
     auto x_of = [&](long long a) { return x + a / ACROSS * P1 * X_STRIDE + a % ACROSS * P2; };
@@ -75,10 +81,12 @@ __global__ void __launch_bounds__(Plan::TEAMS* Plan::WIDE, 1)
     auto store_tile = [&](long long a, const float (&d)[N / 8][4]) {
         long long at = (a / ACROSS * Q1 + 64 * group) * OUT_STRIDE + a % ACROSS * Q2;
         int rows = rows_of(a);
-        store_seated(out, bias, residual, d, features, float(scale),
-                     [=](int row, int column) { return LEFT || row < rows ? at + row * OUT_STRIDE + column : -1; });
+        store_seated(out, bias, residual, d, features, float(scale), [=](int row, int column) {
+            return LEFT || row < rows ? at + row * OUT_STRIDE + column : -1;
+        });
     };
-    long long step = (long long)gridDim.x * Plan::TEAMS, tiles = LEFT ? A * ACROSS : (A + 63) / 64, a = blockIdx.x + team * gridDim.x;
+    long long step = (long long)gridDim.x * Plan::TEAMS, tiles = LEFT ? A * ACROSS : (A + 63) / 64,
+              a = blockIdx.x + team * gridDim.x;
     let_next_come();
     if constexpr (RIGHT) prefetch_factor(factors.at[0], P2, Q2, factors.p[0], factors.q[0]);
     if constexpr (LEFT) prefetch_factor(factors.at[PAIR], P1, Q1, factors.p[PAIR], factors.q[PAIR]);
@@ -155,12 +163,14 @@ __global__ void __launch_bounds__(Plan::TEAMS* Plan::WIDE, 1)
     }
 }
 
-// The backward of two factors; arguments as for kron_linear_v4_tile_bwd. Grid: the number of partial sums (pieces); block: TEAMS + 1
-// warpgroups. Dynamic shared memory: the factors, split, G and H of each team, X_PLACES tiles of X, mbarriers; at the end the sums. The
-// last warpgroup is the producer: it loads and splits X and G. The teams are consumers: they multiply, and take tiles in turn.
+// The backward of two factors; arguments as for kron_linear_v4_tile_bwd. Grid: the number of partial sums
+// (pieces); block: TEAMS + 1 warpgroups. Dynamic shared memory: the factors, split, G and H of each team,
+// X_PLACES tiles of X, mbarriers; at the end the sums. The last warpgroup is the producer: it loads and
+// splits X and G. The teams are consumers: they multiply, and take tiles in turn.
 template <typename T, class Plan>
 __global__ void __launch_bounds__(Plan::ALL, 1)
-    kron_linear_v4_split_wgmma_bwd(float* partials, T* dx, const T* x, const T* g, Factors4<T> factors, long long A, double scale) {
+    kron_linear_v4_split_wgmma_bwd(float* partials, T* dx, const T* x, const T* g, Factors4<T> factors,
+                                   long long A, double scale) {
     using U = __nv_bfloat16;
     using Kind = typename Plan::Kind;
     using X = typename Plan::X;
@@ -168,7 +178,8 @@ __global__ void __launch_bounds__(Plan::ALL, 1)
     using H = typename Plan::H;
     using W1 = typename Plan::W1;
     using W2 = typename Plan::W2;
-    constexpr int P1 = Plan::P1, Q1 = Plan::Q1, P2 = Plan::P2, Q2 = Plan::Q2, TEAMS = Plan::TEAMS, THREADS = Plan::THREADS;
+    constexpr int P1 = Plan::P1, Q1 = Plan::Q1, P2 = Plan::P2, Q2 = Plan::Q2, TEAMS = Plan::TEAMS,
+                  THREADS = Plan::THREADS;
     constexpr int X_PLACES = Plan::X_PLACES, MULTIPLYING = TEAMS * THREADS;
     extern __shared__ uint4 dynamic[];
     unsigned team = __shfl_sync(~0u, threadIdx.x / THREADS, 0);
@@ -286,30 +297,38 @@ __global__ void __launch_bounds__(Plan::ALL, 1)
         partials += (long long)blockIdx.x * (Plan::SUMS2 + Plan::SUMS1);
         if (threadIdx.x >= THREADS) {
             exchange(sums1, sums2, 0);
-            each_part<false>(sums1,
-                             [&](Vec<float, 2> two, int row, int column) { store_vec(partials + Plan::SUMS2 + row * Q1 + column, two); });
+            each_part<false>(sums1, [&](Vec<float, 2> two, int row, int column) {
+                store_vec(partials + Plan::SUMS2 + row * Q1 + column, two);
+            });
         } else {
             exchange(sums2, sums1, 1);
-            each_part<true>(sums2, [&](Vec<float, 4> four, int row, int column) { store_vec(partials + unseat(row) * Q2 + column, four); });
+            each_part<true>(sums2, [&](Vec<float, 4> four, int row, int column) {
+                store_vec(partials + unseat(row) * Q2 + column, four);
+            });
         }
     }
 }
 
-// The backward of one factor. A line n is a column if the factor has elements to its right, otherwise a row. A tile has N lines:
+// The backward of one factor. A line n is a column if the factor has elements to its right, otherwise a row.
+// A tile has N lines:
 //     dx[p][n] = W[p][q] g[q][n],  dW[p][q] += x[p][n] g[q][n].
-// The operands with rows p, W and x, are operand a in registers, 64 rows for each warpgroup. Only g is in shared memory. Registers hold all
-// accumulators of dW, and the pieces of W for five of the six products (all six if Q is 64).
+// The operands with rows p, W and x, are operand a in registers, 64 rows for each warpgroup. Only g is in
+// shared memory. Registers hold all accumulators of dW, and the pieces of W for five of the six products (all
+// six if Q is 64).
 //
-// ptxas waits for each wgmma (warning C7514) if one is in flight at the end of a loop or after a branch that issued it. ptxas of NVRTC 12.9
-// fails if the next product of W is issued before the second half of the product of x.
+// ptxas waits for each wgmma (warning C7514) if one is in flight at the end of a loop or after a branch that
+// issued it. ptxas of NVRTC 12.9 fails if the next product of W is issued before the second half of the
+// product of x.
 //
-// C: elements to the right of the factor. PLACES: tiles of g in shared memory, a ring buffer. A tile is written LEAD tiles ahead: if two
-// warpgroups share it, one sees what the other has written only one turn later, and may still multiply the previous tile.
+// C: elements to the right of the factor. PLACES: tiles of g in shared memory, a ring buffer. A tile is
+// written LEAD tiles ahead: if two warpgroups share it, one sees what the other has written only one turn
+// later, and may still multiply the previous tile.
 template <int TEAMS_, typename Kind_, long long C_, class Factor_>
 struct SplitOne4 {
     using Kind = Kind_;
     static constexpr bool LEFT = C_ > 1;
-    static constexpr int P = Factor_::P, Q = Factor_::Q, N = 32, COUNT = Pieces<Kind>::COUNT, HELD = Q == 64 ? COUNT : 2;
+    static constexpr int P = Factor_::P, Q = Factor_::Q, N = 32, COUNT = Pieces<Kind>::COUNT,
+                         HELD = Q == 64 ? COUNT : 2;
     static constexpr int LEAD = P == 64 ? 1 : 2, PLACES = 2 * LEAD;
     static constexpr int TEAMS = TEAMS_, THREADS = 2 * P;
     static constexpr unsigned ACROSS = LEFT ? C_ / N : 1;
@@ -319,7 +338,8 @@ struct SplitOne4 {
     static constexpr long long X_STRIDE = LEFT ? C_ : P, G_STRIDE = LEFT ? C_ : Q;
     static constexpr int THIRD = HELD < COUNT ? W::PLANE : 0;  // the third piece of W, in shared memory
     // Bytes per team: TEAM for the tiles of g, where W is staged first; ROOM for elements in flight.
-    static constexpr int STAGED = W::STAGED_BYTES / TEAMS, TEAM = PLACES * G::BYTES > STAGED ? PLACES * G::BYTES : STAGED,
+    static constexpr int STAGED = W::STAGED_BYTES / TEAMS,
+                         TEAM = PLACES * G::BYTES > STAGED ? PLACES * G::BYTES : STAGED,
                          ROOM = (P + Q) * N * 4;
 };
 
@@ -334,33 +354,41 @@ struct MixedOperand {
     __device__ __forceinline__ unsigned long long operator()(int, int k) const { return third + k * 16; }
 };
 
-// Arguments as for kron_linear_v4_tile_bwd. Grid: the number of partial sums (pieces); block TEAMS * THREADS. Dynamic shared memory: the
-// third piece of W, PLACES tiles of g for each team, and each team's room for elements in flight, from which a thread reads only what it
-// copied; at the end the sums.
+// Arguments as for kron_linear_v4_tile_bwd. Grid: the number of partial sums (pieces); block TEAMS * THREADS.
+// Dynamic shared memory: the third piece of W, PLACES tiles of g for each team, and each team's room for
+// elements in flight, from which a thread reads only what it copied; at the end the sums.
 template <typename T, class Plan>
 __global__ void __launch_bounds__(Plan::TEAMS* Plan::THREADS, 1)
-    kron_linear_v4_split_wgmma_one_bwd(float* partials, T* dx, const T* x, const T* g, Factors4<T> factors, long long A, double scale) {
+    kron_linear_v4_split_wgmma_one_bwd(float* partials, T* dx, const T* x, const T* g, Factors4<T> factors,
+                                       long long A, double scale) {
     using Kind = typename Plan::Kind;
     using X = typename Plan::X;
     using G = typename Plan::G;
     using W = typename Plan::W;
-    constexpr int P = Plan::P, Q = Plan::Q, N = Plan::N, PLACES = Plan::PLACES, LEAD = Plan::LEAD, THREADS = Plan::THREADS;
+    constexpr int P = Plan::P, Q = Plan::Q, N = Plan::N, PLACES = Plan::PLACES, LEAD = Plan::LEAD,
+                  THREADS = Plan::THREADS;
     constexpr bool LEFT = Plan::LEFT;
     constexpr long long X_STRIDE = Plan::X_STRIDE, G_STRIDE = Plan::G_STRIDE;
     constexpr unsigned ACROSS = Plan::ACROSS;
     extern __shared__ uint4 dynamic[];
     int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), team = warp / (P / 16), group = warp / 4 % (P / 64);
-    __nv_bfloat16 *third = reinterpret_cast<__nv_bfloat16*>(dynamic), *gs = third + Plan::THIRD + team * Plan::TEAM / 2;
+    __nv_bfloat16 *third = reinterpret_cast<__nv_bfloat16*>(dynamic),
+                  *gs = third + Plan::THIRD + team * Plan::TEAM / 2;
     // A lane's rows p are `own` and `own` + APART. They are neighbours in memory if rows p are contiguous.
     constexpr int APART = LEFT ? 8 : 1;
     int own = 64 * group + warp % 4 * 16 + threadIdx.x % 32 / 4 * (LEFT ? 1 : 2), lane = threadIdx.x % 4;
-    Vec<T, 4>* room = reinterpret_cast<Vec<T, 4>*>(third + Plan::THIRD + Plan::TEAMS * Plan::TEAM / 2) + team * Plan::ROOM / 16;
+    Vec<T, 4>* room = reinterpret_cast<Vec<T, 4>*>(third + Plan::THIRD + Plan::TEAMS * Plan::TEAM / 2) +
+                      team * Plan::ROOM / 16;
     AsyncTile<G, THREADS, T> next_g{room + threadIdx.x % THREADS};
     Vec<T, 4>* x_room = next_g.room + Q * N / 4;
     Vec<T, 2>* x_twos = reinterpret_cast<Vec<T, 2>*>(room + Q * N / 4) + threadIdx.x % THREADS;
     auto place = [&](int n) { return gs + n * G::BYTES / 2; };
-    auto x_place = [&](unsigned a) { return LEFT ? a / ACROSS * (P * X_STRIDE) + a % ACROSS * N : a * (1ll * N * P); };
-    auto g_place = [&](unsigned a) { return LEFT ? a / ACROSS * (Q * G_STRIDE) + a % ACROSS * N : a * (1ll * N * Q); };
+    auto x_place = [&](unsigned a) {
+        return LEFT ? a / ACROSS * (P * X_STRIDE) + a % ACROSS * N : a * (1ll * N * P);
+    };
+    auto g_place = [&](unsigned a) {
+        return LEFT ? a / ACROSS * (Q * G_STRIDE) + a % ACROSS * N : a * (1ll * N * Q);
+    };
     float h[N / 8][4], z[8][4], sums[Q / 8][4] = {};
     RegisterOperand<N, Kind> rows;
     auto fetch_g = [&](unsigned a) { next_g.fetch(g + g_place(a), G_STRIDE); };
@@ -369,11 +397,13 @@ __global__ void __launch_bounds__(Plan::TEAMS* Plan::THREADS, 1)
         if constexpr (LEFT) {
 #pragma unroll
             for (int e = 0; e < N / 8; ++e)
-                cp_async_16(shared_address(x_room + e * THREADS), from + (own + e % 2 * 8) * X_STRIDE + lane * 4 + e / 2 * 16);
+                cp_async_16(shared_address(x_room + e * THREADS),
+                            from + (own + e % 2 * 8) * X_STRIDE + lane * 4 + e / 2 * 16);
         } else {
 #pragma unroll
             for (int e = 0; e < N / 4; ++e)
-                cp_async<8>(shared_address(x_twos + e * THREADS), from + own + (e / 2 * 8 + lane * 2 + e % 2) * X_STRIDE, true);
+                cp_async<8>(shared_address(x_twos + e * THREADS),
+                            from + own + (e / 2 * 8 + lane * 2 + e % 2) * X_STRIDE, true);
         }
         cp_async_commit();
     };
@@ -394,16 +424,19 @@ __global__ void __launch_bounds__(Plan::TEAMS* Plan::THREADS, 1)
 #pragma unroll
         for (int e = 0; e < N / 2; ++e) h[e / 4][e % 4] *= float(scale);
         if constexpr (LEFT) {
-            each_part<true>(h,
-                            [&](Vec<float, 4> four, int row, int column) { store_vec(to + (64 * group + row) * X_STRIDE + column, four); });
+            each_part<true>(h, [&](Vec<float, 4> four, int row, int column) {
+                store_vec(to + (64 * group + row) * X_STRIDE + column, four);
+            });
         } else {
 #pragma unroll
             for (int e = 0; e < N / 4; ++e)
-                store_vec(to + own + (e / 2 * 8 + lane * 2 + e % 2) * X_STRIDE, Vec<T, 2>{h[e / 2][e % 2], h[e / 2][e % 2 + 2]});
+                store_vec(to + own + (e / 2 * 8 + lane * 2 + e % 2) * X_STRIDE,
+                          Vec<T, 2>{h[e / 2][e % 2], h[e / 2][e % 2 + 2]});
         }
     };
     PingPong<P / 64> turns{team, group};
-    unsigned step = gridDim.x * Plan::TEAMS, tiles = LEFT ? A * ACROSS : A / N, a = blockIdx.x + team * gridDim.x;
+    unsigned step = gridDim.x * Plan::TEAMS, tiles = LEFT ? A * ACROSS : A / N,
+             a = blockIdx.x + team * gridDim.x;
     const T* w = factors.at[0];
     asm volatile("" : "+l"(w));  // otherwise ptxas spills a register
     let_next_come();
@@ -418,15 +451,17 @@ __global__ void __launch_bounds__(Plan::TEAMS* Plan::THREADS, 1)
             fetch_g(a);
             fetch_x(a);
         }
-        if (a + step < tiles) ahead(a + step);                                         // after the first tile, for which all wait
-        float *staged = reinterpret_cast<float*>(third + Plan::THIRD), all[Q / 8][4];  // [p][q]; q is seated if it is the column of g
+        if (a + step < tiles) ahead(a + step);  // after the first tile, for which all wait
+        float *staged = reinterpret_cast<float*>(third + Plan::THIRD),
+              all[Q / 8][4];  // [p][q]; q is seated if it is the column of g
         static_assert(W::STAGED_BYTES <= Plan::TEAMS * Plan::TEAM, "where g will be");
         whole.stage(staged);
         __syncthreads();
 #pragma unroll
         for (int e = 0; e < Q / 2; ++e) {
             int column = e / 4 * 8 + lane * 2 + e % 2;
-            all[e / 4][e % 4] = staged[(own + e / 2 % 2 * APART) * W::STAGED_ROW + (LEFT ? column : unseat(column))];
+            all[e / 4][e % 4] =
+                staged[(own + e / 2 % 2 * APART) * W::STAGED_ROW + (LEFT ? column : unseat(column))];
         }
         __syncthreads();
 #pragma unroll
@@ -499,8 +534,11 @@ __global__ void __launch_bounds__(Plan::TEAMS* Plan::THREADS, 1)
     for (int i = 0; i < (Plan::TEAMS - 1) * Q / 2; ++i) sums[i / 4 % (Q / 8)][i % 4] += others[i * THREADS];
     partials += (long long)blockIdx.x * (P * Q);
     if constexpr (LEFT)
-        each_part<false>(sums, [&](Vec<float, 2> two, int row, int column) { store_vec(partials + (64 * group + row) * Q + column, two); });
+        each_part<false>(sums, [&](Vec<float, 2> two, int row, int column) {
+            store_vec(partials + (64 * group + row) * Q + column, two);
+        });
     else
-        each_part<true>(sums,
-                        [&](Vec<float, 4> four, int row, int column) { store_vec(partials + (own + row / 8 % 2) * Q + column, four); });
+        each_part<true>(sums, [&](Vec<float, 4> four, int row, int column) {
+            store_vec(partials + (own + row / 8 % 2) * Q + column, four);
+        });
 }
