@@ -44,8 +44,7 @@ __device__ __forceinline__ long long fiber_offset(long long f, int n, long long 
     return C == 1 ? f * n : f / C * n * C + f % C;
 }
 
-// ------------------------------------------------------------------------------------------------------------
-// v3
+// ------------------------------------------------------------------------------------------ v3
 //
 // A block computes BN columns j of BM = 4096 / BN fibers, and a thread 4x4 of these. Adjacent threads access
 // adjacent memory, along c, or along k and j if C is 1. out [S][A][q][C], x [S][A][p][C], w [S][p][q]. Grid S
