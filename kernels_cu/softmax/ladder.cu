@@ -23,7 +23,7 @@
 #include "common/vec.cuh"
 
 constexpr int BLOCK = 256;  // threads
-// Below all other numbers. A row of -inf has the sum 0, and its results 0 / 0 are NaN, as in torch.
+// The least finite number. A row of -inf has the sum 0, and its results 0 / 0 are NaN, as in torch.
 constexpr double LOWEST = -1.7976931348623157e308;
 
 // exp(t), as accurate as T. Unless T is double: t log2(e) is split in double into an integer and a fraction

@@ -136,8 +136,8 @@ def _tiled(newest: bool) -> Product:
 
 
 def _readable(x: Tensor, row: int, k: int) -> tuple[Tensor, str, int, int]:
-    """x, copied if no stride is 1; how v5 copies its tiles, an enumerator of CopyMode in stream_k.cuh, which says what each requires; and the
-    stride that is not 1, and that of a batch. `row`, `k`: the dimensions along the rows of the operand and along K."""
+    """x, copied if no stride is 1; how v5 copies its tiles, an enumerator of CopyMode in stream_k.cuh, which says what each requires; and
+    the stride that is not 1, and that of a batch. `row`, `k`: the dimensions along the rows of the operand and along K."""
     shape, strides = x.shape, x.stride()
     of_batch = strides[0] if x.ndim == 3 else 0
     if strides[k] == 1 or (shape[k] <= 1 and strides[row] != 1):
