@@ -1,6 +1,7 @@
 """Result tables, generated from benchmarks/results/*.jsonl. A table shows the newest row of each measurement.
 
-python benchmarks/tables.py            writes benchmarks/tables/<gpu>/<op>.md, and the summary in README.md; removes older rows
+python benchmarks/tables.py            writes benchmarks/tables/<gpu>/<op>.md, and the summary in README.md; removes older rows and
+                                       those of deleted versions
 python benchmarks/tables.py --check    writes nothing; exits with status 1 if a table, the summary or a file of results is not current
 python benchmarks/tables.py --picture  also draws benchmarks/tables/<gpu>/summary.svg (needs matplotlib)
 """
@@ -14,6 +15,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 README = HERE.parent / "README.md"
+DELETED = {"softmax": ("v11",)}  # versions whose code is gone: their rows go, too
 KEY = ("op", "version", "pass", "shape", "dtype", "provider", "gpu")
 MARKED = re.compile(r"(<!-- summary:(\S+) -->\n).*?(<!-- /summary -->)", re.DOTALL)
 
@@ -33,11 +35,12 @@ Tables = dict[str, list[Row]]
 
 
 def kept(text: str) -> str:
-    """The lines of a file of results that stay: the newest of each key, of those that were measured at a commit. git has the others."""
+    """The lines of a file of results that stay: the newest of each key, of those that were measured at a commit, without DELETED versions.
+    git has the others."""
     found: dict[str, str] = {}
     for line in filter(str.strip, text.splitlines()):
         row = json.loads(line)
-        if not row["dirty"]:
+        if not row["dirty"] and row["version"] not in DELETED.get(row["op"], ()):
             key = json.dumps([row[k] for k in KEY])
             found.pop(key, None)
             found[key] = line

@@ -1,6 +1,7 @@
 """Fills the pages of the ops when MkDocs builds the site.
 
-{{ head OP }} is the comment at the head of the op's kernel file, with its versions; {{ tables OP ... }} are benchmarks/tables.
+{{ head OP }} is the comment at the head of the op's kernel file, with its versions, after that of its ladder.
+{{ tables OP ... }} are benchmarks/tables.
 """
 
 import re
@@ -19,8 +20,14 @@ def head(op: str) -> str:
     file = next((TREE / "kernels_cu").rglob(f"{op}.cu"), None)
     if file is None:
         return "This op is made of other ops."
-    lines = [line[2:].removeprefix(" ") for line in takewhile(lambda line: line.startswith("//"), file.read_text().splitlines())]
-    return "\n".join(["```text", *lines, "```"])
+    ladder = file.with_name("ladder.cu")
+    files = [ladder, file] if file.parent.name == op and ladder.exists() else [file]
+    return "\n".join(line for one in files for line in ("```text", *comment(one), "```"))
+
+
+def comment(file: Path) -> list[str]:
+    """The comment at the head of a file."""
+    return [line[2:].removeprefix(" ") for line in takewhile(lambda line: line.startswith("//"), file.read_text().splitlines())]
 
 
 def tables(ops: list[str]) -> str:

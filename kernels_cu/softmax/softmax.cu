@@ -8,197 +8,34 @@
 // Layout     x is (rows, columns), with rows `x_row` elements apart, and g with rows `g_row` apart. The other tensors are contiguous.
 //            16-byte vectors are aligned in the output. Rows of x or g with another alignment, as in a slice x[:, :50257] of padded
 //            rows, are loaded by words or realigned in shared memory (row_storage.cuh). Offsets are 64-bit.
-// Algorithm  v1 to v5 read a row several times. v6 to v11 keep a row on chip and read it once (one_pass.cuh). Each of them leaves the rows
-//            that it does not speed up to the previous version.
-// Launch     1-D grids. The comment of each kernel gives the grid, the block, and the dynamic shared memory of v8 to v11.
+// Algorithm  v1 to v5, the ladder, are in ladder.cu. v6 to v10 keep a row on chip and read it once (one_pass.cuh). Each of them
+//            leaves the rows that it does not speed up to the previous one, and the rest to softmax_two_pass (two_pass.cuh).
+// Launch     1-D grids. The comment of each kernel gives the grid, the block, and the dynamic shared memory of v8 to v10.
 //
-// H200, speed relative to a copy of the same bytes, with that of the backward in parentheses. The column `speed` is 1024x1024 float.
+// H200, speed relative to a copy of the same bytes, with that of the backward in parentheses, for 1024x1024 float:
 //
-// version  forward                                                   backward                                             speed
-// v1       one thread per row; three passes                          one thread per column, for all rows; sums the        0.01 (0.0001)
-//                                                                    whole Jacobian, columns^2 terms per row
-// v2       one block per row; thread 0 reduces serially              v1 for groups of rows in parallel                    0.24 (0.002)
-// v3       tree reduction in shared memory                           every row in parallel                                0.36 (0.006)
-// v4       warp shuffles, then shared memory                         rows staged in shared memory                         0.42 (0.008)
-// v5       16-byte vectors; online softmax: 2 passes                 the dot product: columns terms per row               0.51 (0.87)
-// v6       row in the registers of up to 32 lanes, read once         the same                                             0.51 (0.87)
-// v7       row in the registers of a block; a few longer rows        the same                                             1.10 (0.95)
-//          are divided into pieces, in two launches
-// v8       also shared memory, filled by cp.async (sm_80)            the same
-// v9       clusters, mailboxes in shared memory (sm_90)              the same
-// v10      several blocks per row, mailbox in global memory          the same
-// v11      as v10                                                    the longest rows: all SMs together, row by row
+// version  idea                                                                             speed
+// v6       row in the registers of up to 32 lanes, read once                                0.51 (0.87)
+// v7       row in the registers of a block; a few longer rows are divided into pieces,      1.10 (0.95)
+//          in two launches
+// v8       also shared memory, filled by cp.async (sm_80)                                   the same
+// v9       clusters, mailboxes in shared memory (sm_90)                                     the same
+// v10      several blocks per row, mailbox in global memory                                 the same
 //
-// v11        8192x1024    8192x4096    8192x16384   4096x50257   4096x50304   1024x131072  512x1M
-// float      1.04 (1.04)  1.02 (1.03)  1.01 (1.02)  0.97 (1.02)  0.98 (1.02)  0.97 (1.00)  0.92 (1.00)
-// bfloat16   1.07 (1.07)  1.02 (1.05)  1.01 (1.02)  0.98 (1.01)  0.99 (1.02)  0.96 (0.99)  0.94 (1.00)
+// v10        8192x1024    8192x4096    8192x16384   4096x50257   4096x50304   1024x131072  512x1M
+// float      1.03 (1.03)  0.99 (1.04)  0.99 (1.03)  0.97 (1.03)  0.98 (1.03)  0.98 (1.01)  0.91 (0.91)
+// bfloat16   1.08 (1.02)  1.02 (1.05)  0.98 (1.02)  0.98 (1.02)  0.98 (1.03)  0.96 (1.00)  0.93 (0.93)
 //
 // Speeds above 1: consecutive launches overlap (pdl.cuh), which the driver's copies do not.
 // Experiments and dead ends: docs/notes/softmax.md
 #include "common/ptx/launch.cuh"
-#include "grid_backward.cuh"
 #include "one_pass.cuh"
 #include "two_pass.cuh"
 
-// ---- v1
-
-// Grid ceil(rows / blockDim.x).
-template <typename T>
-__global__ void softmax_v1(T* out, const T* x, long long rows, long long columns, long long x_row, double scale) {
-    using C = compute_t<T>;
-    long long row = blockIdx.x * (long long)blockDim.x + threadIdx.x;
-    if (row >= rows) return;
-    x += row * x_row;
-    out += row * columns;
-    Exponential<T> exponential(scale);
-    C largest = minus_infinity<C>();
-    for (long long i = 0; i < columns; ++i) largest = max(largest, exponential.to_u(load_as(x[i])));
-    Accumulator<C> sum;
-    for (long long i = 0; i < columns; ++i) sum.add(exponential(exponential.to_u(load_as(x[i])), exponential.base(largest)));
-    Normalizer<T> normalizer(exponential, largest, sum.sum, false, largest);
-    for (long long i = 0; i < columns; ++i) out[i] = T(normalizer.from_x(load_as(x[i])));
-}
-
-// Adds y_j g_j (delta_ij - y_i) for `count` values of j. delta is 1 at the i-th.
-template <typename T, typename C>
-__device__ __forceinline__ void add_jacobian(Accumulator<C>& total, const T* y, const T* g, long long count, long long i, C y_i) {
-    for (long long j = 0; j < count; ++j) total.add(load_as(y[j]) * load_as(g[j]) * ((i == j ? C(1) : C(0)) - y_i));
-}
-
-// dx_i = scale sum_j y_j g_j (delta_ij - y_i)
-template <typename T>
-__device__ __forceinline__ void jacobian_column(T* dx, const T* y, const T* g, long long columns, long long i, double scale) {
-    using C = compute_t<T>;
-    Accumulator<C> total;
-    add_jacobian(total, y, g, columns, i, load_as(y[i]));
-    dx[i] = T(C(scale) * total.sum);
-}
-
-// Grid ceil(columns / blockDim.x).
-template <typename T>
-__global__ void softmax_v1_bwd(T* dx, const T* y, const T* g, long long rows, long long columns, long long g_row, double scale) {
-    long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x;
-    if (i >= columns) return;
-    for (long long row = 0; row < rows; ++row) jacobian_column(dx + row * columns, y + row * columns, g + row * g_row, columns, i, scale);
-}
-
-// ---- v2, v3, v4: one block per row; they differ in the reduction over the block
-
-struct Serial {
-    template <class Op, typename C>
-    static __device__ C reduce(C value, C* shared) {
-        shared[threadIdx.x] = value;
-        __syncthreads();
-        if (threadIdx.x == 0) {
-            double all = value;
-            for (int i = 1; i < blockDim.x; ++i) all = Op::of(all, double(shared[i]));
-            shared[0] = all;
-        }
-        __syncthreads();
-        return shared[0];
-    }
-};
-
-struct Tree {
-    template <class Op, typename C>
-    static __device__ C reduce(C value, C* shared) {
-        shared[threadIdx.x] = value;
-        for (int half = blockDim.x / 2; half > 0; half /= 2) {
-            __syncthreads();
-            if (threadIdx.x < half) shared[threadIdx.x] = Op::of(shared[threadIdx.x], shared[threadIdx.x + half]);
-        }
-        __syncthreads();
-        return shared[0];
-    }
-};
-
-struct Shuffles {
-    template <class Op, typename C>
-    static __device__ C reduce(C value, C* shared) {
-        return block_reduce<Op>(value, shared);
-    }
-};
-
-template <class Reduction, typename T>
-__device__ __forceinline__ void block_softmax(T* out, const T* x, long long rows, long long columns, long long x_row, double scale) {
-    using C = compute_t<T>;
-    __shared__ C maxima[256], sums[256];  // two arrays, so that no sum is written while another thread still reads the maximum
-    Exponential<T> exponential(scale);
-    for (long long row = blockIdx.x; row < rows; row += gridDim.x) {
-        const T* from = x + row * x_row;
-        C largest = minus_infinity<C>(), sum = 0;
-        for (long long i = threadIdx.x; i < columns; i += blockDim.x) largest = max(largest, exponential.to_u(load_as(from[i])));
-        largest = Reduction::template reduce<Max>(largest, maxima);
-        for (long long i = threadIdx.x; i < columns; i += blockDim.x)
-            sum += exponential(exponential.to_u(load_as(from[i])), exponential.base(largest));
-        sum = Reduction::template reduce<Sum>(sum, sums);
-        Normalizer<T> normalizer(exponential, largest, sum, false, largest);
-        for (long long i = threadIdx.x; i < columns; i += blockDim.x) out[row * columns + i] = T(normalizer.from_x(load_as(from[i])));
-        __syncthreads();  // before the next row's values overwrite this one's
-    }
-}
-
-// Block 256, a power of 2.
-template <typename T>
-__global__ void softmax_v2(T* out, const T* x, long long rows, long long columns, long long x_row, double scale) {
-    block_softmax<Serial>(out, x, rows, columns, x_row, scale);
-}
-template <typename T>
-__global__ void softmax_v3(T* out, const T* x, long long rows, long long columns, long long x_row, double scale) {
-    block_softmax<Tree>(out, x, rows, columns, x_row, scale);
-}
-template <typename T>
-__global__ void softmax_v4(T* out, const T* x, long long rows, long long columns, long long x_row, double scale) {
-    block_softmax<Shuffles>(out, x, rows, columns, x_row, scale);
-}
-
-// A block computes blockDim.x columns of `rows_per_block` rows. Grid ceil(columns / blockDim.x) * ceil(rows / rows_per_block).
-template <typename T>
-__global__ void softmax_v2_bwd(T* dx, const T* y, const T* g, long long rows, long long columns, long long g_row, long long rows_per_block,
-                               double scale) {
-    long long blocks_per_row = (columns + blockDim.x - 1) / blockDim.x;
-    long long i = blockIdx.x % blocks_per_row * blockDim.x + threadIdx.x, first = blockIdx.x / blocks_per_row * rows_per_block;
-    if (i >= columns) return;
-    for (long long row = first; row < min(first + rows_per_block, rows); ++row)
-        jacobian_column(dx + row * columns, y + row * columns, g + row * g_row, columns, i, scale);
-}
-
-// Grid ceil(columns / blockDim.x) * rows.
-template <typename T>
-__global__ void softmax_v3_bwd(T* dx, const T* y, const T* g, long long rows, long long columns, long long g_row, double scale) {
-    long long blocks_per_row = (columns + blockDim.x - 1) / blockDim.x;
-    long long i = blockIdx.x % blocks_per_row * blockDim.x + threadIdx.x, row = blockIdx.x / blocks_per_row;
-    if (i < columns) jacobian_column(dx + row * columns, y + row * columns, g + row * g_row, columns, i, scale);
-}
-
-// Grid ceil(columns / 256) * rows, block 256.
-template <typename T>
-__global__ void softmax_v4_bwd(T* dx, const T* y, const T* g, long long rows, long long columns, long long g_row, double scale) {
-    using C = compute_t<T>;
-    __shared__ C ys[256], gs[256];  // 256 columns at a time
-    long long blocks_per_row = (columns + 255) / 256;
-    long long i = blockIdx.x % blocks_per_row * 256 + threadIdx.x, row = blockIdx.x / blocks_per_row;
-    y += row * columns;
-    g += row * g_row;
-    Accumulator<C> total;
-    C y_i = i < columns ? load_as(y[i]) : C(0);
-    for (long long first = 0; first < columns; first += 256) {
-        int here = min(256LL, columns - first);
-        if (threadIdx.x < here) {
-            ys[threadIdx.x] = load_as(y[first + threadIdx.x]);
-            gs[threadIdx.x] = load_as(g[first + threadIdx.x]);
-        }
-        __syncthreads();
-        add_jacobian(total, ys, gs, here, i - first, y_i);
-        __syncthreads();
-    }
-    if (i < columns) dx[row * columns + i] = T(C(scale) * total.sum);
-}
-
-// ---- v5: 16-byte vectors in a loop; two passes
+// ---- two passes over a row, in a loop over 16-byte vectors: rows that v6 to v10 do not keep, and v5 of log_softmax
 
 template <typename T>
-__global__ void softmax_v5(T* out, const T* x, long long rows, long long columns, long long x_row, double scale, bool log) {
+__global__ void softmax_two_pass(T* out, const T* x, long long rows, long long columns, long long x_row, double scale, bool log) {
     __shared__ WarpPartials<T> partials;
     Exponential<T> exponential(scale, log);
     for (long long row = blockIdx.x; row < rows; row += gridDim.x) {
@@ -215,7 +52,8 @@ __global__ void softmax_v5(T* out, const T* x, long long rows, long long columns
 }
 
 template <typename T>
-__global__ void softmax_v5_bwd(T* dx, const T* y, const T* g, long long rows, long long columns, long long g_row, double scale, bool log) {
+__global__ void softmax_two_pass_bwd(T* dx, const T* y, const T* g, long long rows, long long columns, long long g_row, double scale,
+                                     bool log) {
     __shared__ compute_t<T> sums[32];
     Gradient<T> gradient(scale, log);
     for (long long row = blockIdx.x; row < rows; row += gridDim.x) {
@@ -434,21 +272,6 @@ __global__ void __launch_bounds__(THREADS, ON_SM_90(BLOCKS))
     MultiBlockTeam<T, THREADS, GlobalMailbox> team(partials, mailbox);
     team_gradient<VECTORS, true, false, EXACT, LOG>(dx + at, y + at, g + row * g_row, 0, columns, columns, team, scale, SinkGradient{},
                                                     dynamic_shared);
-}
-
-// ---- v11: the whole GPU shares each long row (grid_backward.cuh). Grid BLOCKS times the number of SMs, a cooperative launch. A row has at
-// most 4 vectors per thread of one block on each SM. Dynamic shared memory: 3 * 4 * 2 vectors per thread. `mailbox`: a word for each row
-// and SM, all 0. sm_120 has too little shared memory to launch it (cukern/ops/softmax/plan.py), so registers are not limited there.
-#define BELOW_SM_120(BLOCKS) (__CUDA_ARCH__ < 1200 ? BLOCKS : 1)
-
-template <typename T, int THREADS, int BLOCKS>
-__global__ void __launch_bounds__(THREADS, BELOW_SM_120(BLOCKS))
-    softmax_v11_bwd(T* dx, const T* y, const T* g, unsigned long long* mailbox, int rows, int columns, long long g_row, double scale) {
-    using Backward = GridBackward<T, THREADS, BLOCKS>;
-    extern __shared__ Vector<float> dynamic_shared[];
-    __shared__ typename Backward::WarpSums warp_sums[2];
-    Gradient<T> gradient(scale, false);
-    Backward::run(dx, y, g, mailbox, rows, columns, g_row, gradient, reinterpret_cast<Vector<T>*>(dynamic_shared), warp_sums);
 }
 
 // ---- along a dimension that is not the last: x is (outer, columns, inner) and contiguous. Neighbouring threads take neighbouring rows, so

@@ -41,7 +41,7 @@ class Tile(NamedTuple):
 
 # ---- v5
 
-BK = 8  # length of a k tile, as in matmul/matmul.cu
+BK = 8  # length of a k tile, as in matmul/stream_k.cuh
 # In k tiles: a sum longer than MAX_CHAIN (768 additions) is split into chains of CHAIN (512) or slightly less. The largest error of
 # 4096x768x3072 on one H200, relative to cuBLAS's, and the cost in time of 4096^3: chains of 512: 1.2 to 1.3, 3 %; 768: up to 1.9, 2 %;
 # 1024: 2.2, 1.5 %; one chain: 4.4.

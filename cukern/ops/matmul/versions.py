@@ -23,11 +23,10 @@ from cukern.runtime.tensors import pointers, wide
 
 Product = Callable[[Tensor, Tensor, Tensor, Epilogue, str], None]
 Multiply = Callable[[Tensor, Tensor, Tensor, Tensor | None], object]  # product = a . b + bias
-_V1, _V2, _V3, _V4, _V5, _V5_FIXUP, ACTIVATION_BWD = (
-    Template("matmul/matmul.cu", f"matmul_{n}") for n in ("v1", "v2", "v3", "v4", "v5", "v5_fixup", "activation_bwd")
-)
+_V1, _V2, _V3, _V4, _V5, _V5_FIXUP = (Template("matmul/ladder.cu", f"matmul_{n}") for n in ("v1", "v2", "v3", "v4", "v5", "v5_fixup"))
+ACTIVATION_BWD = Template("matmul/matmul.cu", "matmul_activation_bwd")
 ACTIVATION_WIDTH = {2: 8, 4: 4, 8: 1}  # its vectors, by the size of an element; two doubles are too many registers
-COPY_MODES = "ALONG_K", "ALONG_MN", "ALONG_MN_16B"  # CopyMode in matmul.cu
+COPY_MODES = "ALONG_K", "ALONG_MN", "ALONG_MN_16B"  # CopyMode in stream_k.cuh
 
 
 def activate(x: Tensor, activation: int, out: Tensor | None = None) -> Tensor:
@@ -137,8 +136,8 @@ def _tiled(newest: bool) -> Product:
 
 
 def _readable(x: Tensor, row: int, k: int) -> tuple[Tensor, str, int, int]:
-    """x, copied if no stride is 1; how v5 copies its tiles, an enumerator of CopyMode in matmul.cu, which says what each requires; and the
-    stride that is not 1, and that of a batch. `row`, `k`: the dimensions along the rows of the operand and along K."""
+    """x, copied if no stride is 1; how v5 copies its tiles, an enumerator of CopyMode in stream_k.cuh, which says what each requires; and
+    the stride that is not 1, and that of a batch. `row`, `k`: the dimensions along the rows of the operand and along K."""
     shape, strides = x.shape, x.stride()
     of_batch = strides[0] if x.ndim == 3 else 0
     if strides[k] == 1 or (shape[k] <= 1 and strides[row] != 1):

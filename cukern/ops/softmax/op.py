@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cukern.ops.softmax.versions import LAUNCHES, LOG_VERSIONS, VERSIONS, inner
+from cukern.ops.softmax.versions import LAUNCHES, LOG_LAUNCHES, LOG_VERSIONS, VERSIONS, inner
 from cukern.runtime import checks
 from cukern.runtime.dispatch.autocast import off
 from cukern.runtime.dispatch.autograd import Differentiable, apply_of, batched, save, watched
@@ -30,7 +30,7 @@ LEAST_SCALE, MOST_SCALE = 2.0**-100, 2.0**100  # the magnitudes that the kernels
 LONG, FEW = 64, 128  # columns, and rows: see _few_rows
 _autocast = torch.is_autocast_enabled  # of a GPU
 _TABLES = {"softmax": VERSIONS, "log_softmax": LOG_VERSIONS}
-_NAMES = tuple(_TABLES)  # by `log`
+_NAMES, _LAUNCHES = tuple(_TABLES), (LAUNCHES, LOG_LAUNCHES)  # by `log`
 
 
 @planned("x")
@@ -49,7 +49,7 @@ def softmax(x: Any, dim: int = -1, *, scale: float = 1.0, version: Versions = No
         scale: a finite number, such as 1 / sqrt(head_dim) or an inverse temperature. Unless x is float64, at most 3.4e38 in magnitude,
             float32's largest. The products scale * x neither overflow nor underflow. With scale 0, all finite elements count equally and
             infinite ones become NaN. A scale of 0, or with a magnitude below 2^-100 or above 2^100, uses a slower path in float64.
-        version: "v1" to "v11", or a pair of versions for forward and backward; default: the fastest. If the elements along `dim` do not
+        version: "v1" to "v10", or a pair of versions for forward and backward; default: the fastest. If the elements along `dim` do not
             have stride 1, all versions use the same kernel. The backward of v1 to v4 takes time quadratic in the row length.
 
     Returns a new tensor of x's shape and dtype. It is contiguous if x is contiguous or was copied; else `dim` has stride 1.
@@ -140,7 +140,8 @@ def _launch(x: Tensor, dim: int, scale: float, log: bool, version: str) -> Tenso
     if not LEAST_SCALE <= abs(scale) <= MOST_SCALE:
         return out.copy_(_launch(_scaled(x, scale, dim), dim, 1.0, log, version))
     if not _is_inner(x, dim):
-        launch, matrices = LAUNCHES[choose(_NAMES[log], version, x.get_device()).forward][0], _rows(dim, out, x)
+        launch = _LAUNCHES[log][choose(_NAMES[log], version, x.get_device()).forward][0]
+        matrices = _rows(dim, out, x)
     elif _few_rows(x, dim):
         return _moved(_launch(_contiguous(x, dim), x.ndim - 1, scale, log, version), dim)
     else:
@@ -157,7 +158,8 @@ def _launch_backward(y: Tensor, g: Tensor, dim: int, scale: float, log: bool, ve
         return dx.copy_(_launch_backward(y.double(), g.double(), dim, scale, log, version))
     g = g.resolve_neg()
     if not _is_inner(y, dim):
-        launch, matrices = LAUNCHES[choose(_NAMES[log], version, y.get_device()).backward][1], _rows(dim, dx, y, g)
+        launch = _LAUNCHES[log][choose(_NAMES[log], version, y.get_device()).backward][1]
+        matrices = _rows(dim, dx, y, g)
         matrices[1] = matrices[1].contiguous()
     elif _few_rows(y, dim):
         return _moved(_launch_backward(_contiguous(y, dim), _contiguous(g, dim), y.ndim - 1, scale, log, version), dim)

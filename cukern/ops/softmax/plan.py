@@ -95,11 +95,6 @@ MANY_BLOCKS: tuple[Shapes, Shapes] = (
     {2: (Shape(4, 512, 2), Shape(2, 512, 2)), 4: (Shape(4, 512, 2), Shape(2, 256, 4)), 8: ()},
 )
 CLUSTER_SIZES = 2, 4, 8
-# v11 backward, all blocks per row: the first shape whose threads on all SMs hold a row in registers, if it fills at least two thirds of
-# them. With fewer or shorter rows, an iteration of grid_backward.cuh takes longer than its memory traffic.
-STEPS = Shape(4, 256, 2), Shape(4, 512, 1)
-STEPS_STAGES = 3  # pipeline stages in shared memory
-LEAST_STEPS = 32  # rows of v11
 # Vectors per thread in registers where two blocks of 512 threads per SM share rows of whole vectors. Registers have room for more than in
 # the shapes above. Then less is in shared memory, which leaves more L1 for the loads to registers: 60 KB next to two blocks of 96 KB, 28 KB
 # next to two of 112 KB. One H200, speed relative to a copy, before and after; rows have 1M = 2^20 columns and so on:
@@ -198,20 +193,6 @@ def many_blocks_storage(rows: int, vectors: int, itemsize: int, shared: int, sms
         if vectors <= MOST_VECTORS and size <= blocks:
             found.append(_storage(shape_for_shared_rows(shape, itemsize, backward, exact), size, vectors, backward))
     return _first_that_fills(found, rows, sms)
-
-
-def steps_shared(shape: Shape) -> int:
-    """Bytes of shared memory per block of v11: STEPS_STAGES stages of two tensors."""
-    return 2 * STEPS_STAGES * shape.vectors * shape.threads * VECTOR_BYTES
-
-
-def steps_shape(rows: int, vectors: int, shared: int, sms: int) -> Shape | None:
-    """The shape of v11's blocks, or None if there are too few rows or their length does not suit. All blocks must run at the same time, on
-    SMs with `shared` bytes each."""
-    capacities = ((s, sms * s.threads * s.vectors) for s in STEPS)
-    shape = next((s for s, most in capacities if 2 * most <= 3 * vectors <= 3 * most and rows >= LEAST_STEPS), None)
-    fits = shape and shape.blocks * (steps_shared(shape) + RESERVED_SHARED) <= shared + 1024
-    return shape if fits else None
 
 
 def _first_that_fills(candidates: list[Storage], rows: int, sms: int) -> Storage | None:

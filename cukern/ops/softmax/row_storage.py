@@ -1,4 +1,4 @@
-"""v6 to v11 of softmax, which keep a row on chip and read it once: which kernel takes a problem, and how it is launched."""
+"""v6 to v10 of softmax, which keep a row on chip and read it once: which kernel takes a problem, and how it is launched."""
 
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
@@ -69,7 +69,6 @@ def _pair(name: str) -> tuple[Template, Template]:
 
 
 _V6, _V7, _SCAN, _WRITE, _V8, _V9, _V10 = (_pair(name) for name in ("v6", "v7", "v7_scan", "v7_write", "v8", "v9", "v10"))
-_V11_BWD = Template("softmax/softmax.cu", "softmax_v11_bwd", together=True)
 
 
 @cached(4096)
@@ -151,25 +150,19 @@ def in_several_blocks(p: Problem) -> Run | None:
 
 
 def in_many_blocks(p: Problem) -> Run | None:
-    """v10: as many blocks as needed keep a row."""
+    """v10: as many blocks as needed keep a row. They exchange partial results through a mailbox: zeroed 64-bit words in global memory."""
     storage = plan.many_blocks_storage(*numbers(p))
     if storage is None:
         return None
-    return _launch_with_mailbox(
-        _kernel(_V10, p, storage.shape), p, p.rows * storage.size, storage.shape.threads, p.with_tails(storage.shared),
-        p.rows * storage.size, storage.size, p.columns, p.row_stride, p.scale,
-    )  # fmt: skip
+    blocks, device = p.rows * storage.size, p.device
+    kernel, grid, block = _kernel(_V10, p, storage.shape), (blocks, 1, 1), (storage.shape.threads, 1, 1)
+    shared, sizes = p.with_tails(storage.shared), (storage.size, p.columns, p.row_stride, p.scale)
 
+    def run(pointers: tuple[int, ...]) -> None:
+        mailbox = torch.zeros(blocks, dtype=torch.int64, device=device)
+        kernel(grid, block, shared, *pointers, mailbox.data_ptr(), *sizes)
 
-def in_step(p: Problem) -> Run | None:
-    """v11: all blocks of the GPU share each row, backward; for many long rows of whole vectors."""
-    sms = device_of(p.device_index).sms
-    shape = plan.steps_shape(p.rows, p.vectors, p.shared_bytes, sms)
-    if not p.backward or not p.exact or shape is None or p.dtype.itemsize > 4:
-        return None
-    kernel = _V11_BWD[p.dtype, shape.threads, shape.blocks].on(p.device_index)
-    numbers = p.rows, p.columns, p.row_stride, p.scale
-    return _launch_with_mailbox(kernel, p, sms * shape.blocks, shape.threads, plan.steps_shared(shape), p.rows * sms, *numbers)
+    return run
 
 
 def numbers(p: Problem) -> tuple[int, int, int, int, int, bool, bool]:
@@ -188,17 +181,6 @@ def _launch_storage(templates: tuple[Template, Template], p: Problem, storage: p
 def _launch(kernel: driver.Launch, blocks: int, threads: int, shared: int, *numbers: float) -> Run:
     grid, block = (blocks, 1, 1), (threads, 1, 1)
     return lambda pointers: kernel(grid, block, shared, *pointers, *numbers)
-
-
-def _launch_with_mailbox(kernel: driver.Launch, p: Problem, blocks: int, threads: int, shared: int, words: int, *numbers: float) -> Run:
-    """Blocks exchange partial results through a mailbox: zeroed 64-bit words in global memory."""
-    grid, block = (blocks, 1, 1), (threads, 1, 1)
-
-    def run(pointers: tuple[int, ...]) -> None:
-        mailbox = torch.zeros(words, dtype=torch.int64, device=p.device)
-        kernel(grid, block, shared, *pointers, mailbox.data_ptr(), *numbers)
-
-    return run
 
 
 def _kernel(templates: tuple[Template, Template], p: Problem, key: Key) -> driver.Launch:
@@ -233,7 +215,7 @@ def _shared_keys(shapes: tuple[plan.Shapes, plan.Shapes], itemsize: int, sizes: 
     return keys
 
 
-INSTANCES: tuple[Callable[[torch.dtype], list[Kernel]], ...] = (  # of v6 to v11
+INSTANCES: tuple[Callable[[torch.dtype], list[Kernel]], ...] = (  # of v6 to v10
     lambda dtype: _instances(_V6, dtype, lambda *_: warp_keys(plan.WARP_VECTORS[dtype.itemsize])),
     lambda dtype: [
         *_instances(_V7, dtype, lambda backward, _: plan.SHAPES[backward][dtype.itemsize]),
@@ -242,5 +224,4 @@ INSTANCES: tuple[Callable[[torch.dtype], list[Kernel]], ...] = (  # of v6 to v11
     lambda dtype: _instances(_V8, dtype, lambda backward, _: plan.BLOCKS[backward][dtype.itemsize]),
     lambda dtype: _instances(_V9, dtype, _shared_keys(plan.CLUSTERS, dtype.itemsize, [(size,) for size in plan.CLUSTER_SIZES])),
     lambda dtype: _instances(_V10, dtype, _shared_keys(plan.MANY_BLOCKS, dtype.itemsize)),
-    lambda dtype: [_V11_BWD[dtype, s.threads, s.blocks] for s in plan.STEPS] if dtype.itemsize <= 4 else [],
 )

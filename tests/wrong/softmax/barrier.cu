@@ -1,27 +1,28 @@
 // Wrong on purpose: softmax_v3 whose tree in shared memory lacks its barrier, so that sums are read before they are written.
-#include "softmax/exponential.cuh"
+#include "common/math.cuh"
 
-template <class Op, typename C>
-__device__ C tree(C value, C* shared) {
-    shared[threadIdx.x] = value;
-    for (int half = blockDim.x / 2; half > 0; half /= 2) {
+template <bool MAX>
+__device__ double tree(double value) {
+    __shared__ double values[256];
+    values[threadIdx.x] = value;
+    for (int half = 128; half > 0; half /= 2) {
         // no __syncthreads()
-        if (threadIdx.x < half) shared[threadIdx.x] = Op::of(shared[threadIdx.x], shared[threadIdx.x + half]);
+        if (threadIdx.x < half) {
+            double other = values[threadIdx.x + half], mine = values[threadIdx.x];
+            values[threadIdx.x] = MAX ? max(mine, other) : mine + other;
+        }
     }
     __syncthreads();
-    return shared[0];
+    return values[0];
 }
 
 template <typename T>
-__global__ void softmax_v3(T* out, const T* x, long long rows, long long columns, long long x_row, double scale) {
-    using C = compute_t<T>;
-    __shared__ C maxima[256], sums[256];
-    Exponential<T> exponential(scale);
-    const T* from = x + blockIdx.x * x_row;
-    C largest = minus_infinity<C>(), sum = 0;
-    for (long long i = threadIdx.x; i < columns; i += blockDim.x) largest = max(largest, exponential.to_u(load_as(from[i])));
-    largest = tree<Max>(largest, maxima);
-    for (long long i = threadIdx.x; i < columns; i += blockDim.x) sum += exponential(exponential.to_u(load_as(from[i])), exponential.base(largest));
-    Normalizer<T> normalizer(exponential, largest, tree<Sum>(sum, sums), false, largest);
-    for (long long i = threadIdx.x; i < columns; i += blockDim.x) out[blockIdx.x * columns + i] = T(normalizer.from_x(load_as(from[i])));
+__global__ void softmax_v3(T* out, const T* x, long long columns, long long x_row, double scale) {
+    x += blockIdx.x * x_row;
+    double largest = -1e300, sum = 0;
+    for (long long i = threadIdx.x; i < columns; i += 256) largest = max(largest, scale * load_as(x[i]));
+    largest = tree<true>(largest);
+    for (long long i = threadIdx.x; i < columns; i += 256) sum += exp(scale * load_as(x[i]) - largest);
+    sum = tree<false>(sum);
+    for (long long i = threadIdx.x; i < columns; i += 256) out[blockIdx.x * columns + i] = T(exp(scale * load_as(x[i]) - largest) / sum);
 }

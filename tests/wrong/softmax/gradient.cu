@@ -2,7 +2,7 @@
 #include "common/math.cuh"
 
 template <typename T>
-__global__ void softmax_v3_bwd(T* dx, const T* y, const T* g, long long rows, long long columns, long long g_row, double scale) {
+__global__ void softmax_v3_bwd(T* dx, const T* y, const T* g, long long columns, long long g_row, double scale) {
     long long across = (columns + blockDim.x - 1) / blockDim.x;
     long long i = blockIdx.x % across * blockDim.x + threadIdx.x, row = blockIdx.x / across;
     if (i >= columns) return;
