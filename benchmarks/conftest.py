@@ -10,7 +10,7 @@ import torch
 from cukern.bench import calls, environment, timing
 from cukern.bench.measure import Row, copies, measure, providers
 from cukern.runtime.launch.backend import simulating
-from cukern.runtime.registry import OPS
+from cukern.runtime.registry import CASES
 
 DEVICE = environment.device()
 GPU = DEVICE.type == "cuda"
@@ -62,17 +62,18 @@ def pytest_terminal_summary(terminalreporter, config):
 
 
 def cases(name: str) -> list:
-    """(dims, provider) of an op: what runs here, and, to be skipped with the reason, what does not."""
-    op = OPS[name]
-    functions, missing = providers(op, DEVICE, None)
-    shapes = op.bench_dims if GPU else op.check_dims[-1:]
+    """(dims, provider) of a case: what runs here, and, to be skipped with the reason, what does not."""
+    case = CASES[name]
+    functions, missing = providers(case, DEVICE, None)
+    shapes = case.bench_dims if GPU else case.check_dims[-1:]
     found = [pytest.param(dims, key, id=f"{_by(dims)}-{'-'.join(filter(None, key))}") for dims in shapes for key in functions]
     return found + [pytest.param((), (peer, ""), marks=pytest.mark.skip(reason=f"{peer}: {why}"), id=peer) for peer, why in missing.items()]
 
 
 def family(stem: str) -> list:
-    """(name, dims, provider) of all ops of this stem."""
-    return [pytest.param(n, *c.values, marks=c.marks, id=f"{n}-{c.id}") for n, op in OPS.items() if op.stem == stem for c in cases(n)]
+    """(name, dims, provider) of all cases of this stem."""
+    names = [name for name, case in CASES.items() if case.op.stem == stem]
+    return [pytest.param(n, *c.values, marks=c.marks, id=f"{n}-{c.id}") for n in names for c in cases(n)]
 
 
 def _by(dims: tuple[int, ...]) -> str:
@@ -91,20 +92,20 @@ def run(benchmark):
     """Time one pass of a provider."""
 
     def timed(name: str, dims: tuple[int, ...], key: tuple[str, str], backward: bool) -> None:
-        op, only = OPS[name], [key[1] if key[1] in OPS[name].versions else key[0]]
+        case, only = CASES[name], [key[1] if key[1] in CASES[name].op.versions else key[0]]
         if not benchmark.disabled:
-            table = measure(op, dims, torch.float32, "bwd" if backward else "fwd", DEVICE, only, SECONDS)
+            table = measure(case, dims, torch.float32, "bwd" if backward else "fwd", DEVICE, only, SECONDS)
             for row in table.rows:
                 if (row.provider, row.version) == key:
                     benchmark.extra_info.update(_extra(row))
-        function = providers(op, DEVICE, only)[0][key]
-        inputs = op.make(dims, torch.float32, DEVICE)
+        function = providers(case, DEVICE, only)[0][key]
+        inputs = case.make(dims, torch.float32, DEVICE)
         benchmark.group = f"{name} {_by(dims)} {'backward' if backward else 'forward'}"
         if backward:
-            wanted = calls.wanted_inputs(op, "bwd", inputs)
+            wanted = calls.wanted_inputs(case, "bwd", inputs)
             leaves = calls.leaves_of(inputs, wanted)
-            out = function(*calls.arguments(op, leaves))
-            benchmark(_waited_for, calls.backward(out, [leaves[i] for i in wanted], calls.draw_douts(op, inputs)))
+            out = function(*calls.arguments(case, leaves))
+            benchmark(_waited_for, calls.backward(out, [leaves[i] for i in wanted], calls.draw_douts(case, inputs)))
         else:
             benchmark(_waited_for, lambda: function(*inputs))
 
@@ -113,7 +114,7 @@ def run(benchmark):
 
 @pytest.fixture
 def run_call(benchmark):
-    """Time one call that is not an op of the registry. `total`: the bytes that it must move; `flops`: if it is bound by them."""
+    """Time one call that is not a case of the registry. `total`: the bytes that it must move; `flops`: if it is bound by them."""
 
     def timed(call, total: int, flops: int = 0, dtype: torch.dtype = torch.bfloat16) -> None:
         _waited_for(call)  # compiles

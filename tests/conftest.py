@@ -32,7 +32,7 @@ from helpers import DEVICE, PLACE, forget_cache
 
 import cukern
 from cukern.bench.environment import facts
-from cukern.runtime.registry import OPS
+from cukern.runtime.registry import CASES
 
 START = time.time()
 NO_GPU = "needs a GPU, and torch.cuda sees none"
@@ -125,10 +125,10 @@ def session_cache(tmp_path_factory):
 @pytest.fixture
 def registry():
     """Ops that a test defines leave the registry at its end."""
-    before, path = dict(OPS), list(sys.path)
+    before, path = dict(CASES), list(sys.path)
     yield
-    OPS.clear()
-    OPS.update(before)
+    CASES.clear()
+    CASES.update(before)
     sys.path[:] = path
 
 

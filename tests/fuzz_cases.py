@@ -9,7 +9,7 @@ import torch
 from hypothesis import strategies as st
 from torch.utils import _pytree as pytree
 
-from cukern.runtime.registry import OPS
+from cukern.runtime.registry import CASES
 
 PLACES = ("reference", "gpu" if torch.cuda.is_available() else "sim")  # where an op runs: plain torch on the CPU, and kernels
 FLOATS, IDS = ("float32", "float16", "bfloat16", "float64"), ("int32", "int64")
@@ -101,7 +101,7 @@ class Draw:
     def version(self, most: int = 1) -> Any:
         if self.place == "reference":
             return self.pick(None, "v1", "v2") if "kron" in self.op or "lokr" in self.op else None
-        known = (None, *OPS[{"lokr_linear": "kron_linear"}.get(self.op, self.op if self.op in OPS else "rope")].versions)
+        known = (None, *CASES[{"lokr_linear": "kron_linear"}.get(self.op, self.op if self.op in CASES else "rope")].op.versions)
         return tuple(self.pick(*known) for _ in range(2)) if most == 2 and self.pick(False, True) else self.pick(*known)
 
     def dtype(self, *dtypes: str) -> str:

@@ -6,7 +6,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from cukern.ops.kron_linear.plan import Problem
 from cukern.runtime.compile import cache, compiler
 from cukern.runtime.device import KNOWN, Device, device_of
 from cukern.runtime.launch import backend
-from cukern.runtime.registry import OPS, Op
+from cukern.runtime.registry import CASES, Case
 
 gpu = pytest.mark.gpu
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="tests a machine without a GPU")
@@ -72,14 +71,14 @@ def with_sms(sms: int) -> Callable[[int], Device]:
     return lambda index: device_of(index)._replace(sms=sms)
 
 
-def places(op: str) -> list:
+def places(name: str) -> list:
     """(device, version) pairs of an op: the reference on the CPU, and each version on the GPU or in the simulator."""
-    versions = [pytest.param(DEVICE, v, marks=kernels, id=f"{PLACE}-{v}") for v in OPS[op].versions]
+    versions = [pytest.param(DEVICE, v, marks=kernels, id=f"{PLACE}-{v}") for v in CASES[name].op.versions]
     return [pytest.param("cpu", None, id="cpu"), *versions]
 
 
-def dims_of(op: Op) -> tuple[tuple[int, ...], ...]:
-    return op.check_dims if PLACE == "cuda" else op.sim_dims
+def dims_of(case: Case) -> tuple[tuple[int, ...], ...]:
+    return case.check_dims if PLACE == "cuda" else case.sim_dims
 
 
 def simulated(*tensors: torch.Tensor | None) -> contextlib.AbstractContextManager:
@@ -94,8 +93,8 @@ def in_thread(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def own_names() -> list[str]:
-    """The ops that have a public function of their name; "rope_packed" and "linear_gelu" are ways to call rope and linear."""
-    return [name for name, op in OPS.items() if not name.startswith(f"{op.stem}_") and not isinstance(op.function, partial)]
+    """The cases that have the name of a public function; "rope_packed" and "linear_gelu" are ways to call rope and linear."""
+    return [name for name, case in CASES.items() if name in cukern.__all__ and not name.startswith(f"{case.op.name}_")]
 
 
 def assert_accurate(actual: torch.Tensor, peer: torch.Tensor, exact: torch.Tensor, what: str = "") -> None:

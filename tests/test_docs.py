@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 import cukern
 from cukern.cli import app
 from cukern.runtime.launch.kernel import Kernel
-from cukern.runtime.registry import OPS
+from cukern.runtime.registry import ops
 
 PAGES = sorted(p for p in (TREE / "docs").rglob("*.md") if "notes" not in p.parts)
 TEXTS = [*PAGES, *(TREE / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "examples/README.md"))]
@@ -155,7 +155,7 @@ def test_links_lead_to_files():
 def test_every_page_is_in_the_menu():
     listed = set(re.findall(r"[\w/]+\.md", (TREE / "mkdocs.yml").read_text()))
     assert {str(p.relative_to(TREE / "docs")) for p in (TREE / "docs").rglob("*.md")} == listed
-    assert {f"ops/{op.stem}.md" for op in OPS.values()} <= listed
+    assert {f"ops/{op.stem}.md" for op in ops().values()} <= listed
 
 
 @pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason='needs mkdocs: pip install ".[docs]"')

@@ -74,9 +74,9 @@ def test_installed_package_works_from_another_folder(wheel, tmp_path):
     site = wheel.parent / "site"
     code = f"""
 import torch, cukern
-from cukern.runtime.registry import OPS
+from cukern.runtime.registry import CASES
 assert cukern.__file__.startswith({str(site)!r}), cukern.__file__
-for name, kernel in OPS["square"].kernels(90, [torch.float32]).items():
+for name, kernel in CASES["square"].op.kernels(90, [torch.float32]).items():
     assert kernel.source.path.is_relative_to({str(site)!r}) and kernel.compile("sm_90a").code
 x = torch.arange(4.0)
 if torch.cuda.is_available():

@@ -11,7 +11,7 @@ from helpers import DEVICE, kernels, same_bits
 
 import cukern
 from cukern.bench.calls import draw_douts, results
-from cukern.runtime.registry import OPS
+from cukern.runtime.registry import CASES
 
 PACKAGE = Path(cukern.__file__).parent
 FACTORIES = {
@@ -75,15 +75,17 @@ DEFAULTS = {
 
 
 @pytest.mark.parametrize("device", PLACES)
-@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize("name", CASES)
 def test_results_do_not_depend_on_defaults(name, device):
-    op = OPS[name]
-    dtype = torch.bfloat16 if torch.bfloat16 in op.dtypes else torch.float32
+    case = CASES[name]
+    dtype = torch.bfloat16 if torch.bfloat16 in case.op.dtypes else torch.float32
 
     def run():
         torch.manual_seed(zlib.crc32(name.encode()))
-        inputs = op.make(op.sim_dims[0], dtype, device)
-        return results(op, op.call, inputs, draw_douts(op, inputs)) if op.differentiable else op.call(*[x.clone() for x in inputs])
+        inputs = case.make(case.sim_dims[0], dtype, device)
+        return (
+            results(case, case.call, inputs, draw_douts(case, inputs)) if case.differentiable else case.call(*[x.clone() for x in inputs])
+        )
 
     exact = run()
     for what, setting in DEFAULTS.items():

@@ -2,7 +2,7 @@
 
 import torch
 
-from cukern.runtime.registry import Cost, Op
+from cukern.runtime.registry import Case, Cost, Op
 
 
 def turned(x, cos, sin):
@@ -45,13 +45,11 @@ def make(dims, dtype, device):
     return (*torch.randn(2, n, 2, dtype=dtype, device=device), angles.cos().to(dtype), angles.sin().to(dtype), at)
 
 
-TURN = Op(
+TURN = Case(
     name="turn",
-    stem="turn",
-    function=function,
+    op=Op("turn", "turn", {}, (torch.float32, torch.bfloat16, torch.float64)),
+    call=function,
     reference=reference,
-    versions={},
-    dtypes=(torch.float32, torch.bfloat16, torch.float64),
     dims="N",
     check_dims=((100,),),
     sim_dims=((100,),),
@@ -59,7 +57,6 @@ TURN = Op(
     make=make,
     inputs=("q", "k", "cos", "sin", "at"),
     cost=lambda dims, itemsize: dict.fromkeys(("fwd", "bwd", "bwd:q"), Cost(8 * dims[0] * itemsize, 12 * dims[0])),
-    bound="memory",
     magnitude=magnitude,
     constants=("cos", "sin"),
     in_place=("q", "k"),

@@ -1,1 +1,1 @@
-"""Checking and measuring the ops of the registry; the command line prints what these modules return."""
+"""Checking and measuring the cases of the registry; the command line prints what these modules return."""

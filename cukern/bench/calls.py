@@ -1,33 +1,33 @@
-"""Calls an op with any number of outputs, gradients and in-place inputs; shared by checks and measurements."""
+"""Calls a case with any number of outputs, gradients and in-place inputs; shared by checks and measurements."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from cukern.runtime.registry import Op, Tensors
+from cukern.runtime.registry import Case, Tensors
 
 Function = Callable[..., "torch.Tensor | Tensors"]
 
 
 def outputs(y: torch.Tensor | Tensors) -> Tensors:
-    """The result of an op, one tensor or several, as a tuple."""
+    """The result of a call, one tensor or several, as a tuple."""
     return y if isinstance(y, tuple) else (y,)
 
 
-def wanted_inputs(op: Op, pass_: str, inputs: Sequence[torch.Tensor]) -> list[int]:
+def wanted_inputs(case: Case, pass_: str, inputs: Sequence[torch.Tensor]) -> list[int]:
     """The inputs that a backward pass differentiates: "bwd" all with a gradient, "bwd:x" only x."""
     one = pass_.partition(":")[2]
-    return [i for i, name in enumerate(op.names(inputs)) if op.has_gradient(name, inputs[i]) and one in ("", name)]
+    return [i for i, name in enumerate(case.names(inputs)) if case.has_gradient(name, inputs[i]) and one in ("", name)]
 
 
-def draw_douts(op: Op, inputs: Sequence[torch.Tensor]) -> Tensors:
-    """Random gradients, one per output. The reference gives their shapes; if it needs too much memory, the op does."""
+def draw_douts(case: Case, inputs: Sequence[torch.Tensor]) -> Tensors:
+    """Random gradients, one per output. The reference gives their shapes; if it needs too much memory, the call does."""
     with torch.no_grad():
         try:
-            found = op.reference(*inputs)
+            found = case.reference(*inputs)
         except torch.OutOfMemoryError:
-            found = op.call(*arguments(op, inputs))
+            found = case.call(*arguments(case, inputs))
         return tuple(torch.randn_like(y) for y in outputs(found))
 
 
@@ -36,9 +36,9 @@ def leaves_of(inputs: Sequence[torch.Tensor], wanted: Sequence[int]) -> list[tor
     return [x.detach().requires_grad_(i in wanted) for i, x in enumerate(inputs)]
 
 
-def arguments(op: Op, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def arguments(case: Case, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The arguments of a call: the leaves, with copies of in-place inputs, because autograd forbids writing to a leaf."""
-    return [x.clone() if name in op.in_place else x for name, x in zip(op.names(leaves), leaves, strict=True)]
+    return [x.clone() if name in case.in_place else x for name, x in zip(case.names(leaves), leaves, strict=True)]
 
 
 def backward(y: torch.Tensor | Tensors, leaves: Sequence[torch.Tensor], douts: Tensors, again: bool = True) -> Callable[[], Tensors]:
@@ -51,14 +51,14 @@ def backward(y: torch.Tensor | Tensors, leaves: Sequence[torch.Tensor], douts: T
     return lambda: torch.autograd.grad(outs, leaves, grads, retain_graph=again)
 
 
-def results(op: Op, function: Function, inputs: Sequence[torch.Tensor], douts: Tensors, wanted: Sequence[int] | None = None) -> Tensors:
+def results(case: Case, function: Function, inputs: Sequence[torch.Tensor], douts: Tensors, wanted: Sequence[int] | None = None) -> Tensors:
     """The outputs of a call and the gradients of the inputs `wanted` (None: all with a gradient). The inputs are not modified.
 
     Raises ValueError if the outputs differ from `douts` in number, shape or dtype.
     """
-    wanted = wanted_inputs(op, "bwd", inputs) if wanted is None else wanted
+    wanted = wanted_inputs(case, "bwd", inputs) if wanted is None else wanted
     leaves = leaves_of(inputs, wanted)
-    y = function(*arguments(op, leaves))
+    y = function(*arguments(case, leaves))
     ours, theirs = _kinds(outputs(y)), _kinds(douts)
     if ours != theirs:
         raise ValueError(f"the output is {ours}, torch's is {theirs}")

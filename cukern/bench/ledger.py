@@ -1,4 +1,4 @@
-"""The launch ledger: every launch of every op, version, case, dtype and pass, planned for a GPU that need not be there.
+"""The launch ledger: every launch of every case, version, size, dtype and pass, planned for a GPU that need not be there.
 
 Two trees whose ledgers are equal launch the same kernels with the same geometry and the same scalars.
 """
@@ -12,7 +12,7 @@ from typing import Any
 from cukern.bench.measure import name_of
 from cukern.runtime.device import KNOWN
 from cukern.runtime.dispatch.versions import use
-from cukern.runtime.registry import OPS, Op
+from cukern.runtime.registry import CASES, Case
 from cukern.runtime.warmup import planned
 
 GPUS = "h200", "a100", "rtx4090"
@@ -20,35 +20,35 @@ _PAGE = os.sysconf("SC_PAGESIZE")
 
 
 def ledger(gpus: Iterable[str] = GPUS, ops: Collection[str] | None = None) -> Iterator[str]:
-    """Lines of text. A call has one line, `GPU OP VERSION DIMS DTYPE`, and below it one indented line per launch: pass, kernel, grid,
+    """Lines of text. A call has one line, `GPU CASE VERSION DIMS DTYPE`, and below it one indented line per launch: pass, kernel, grid,
     block, shared bytes, arguments. Addresses are written "ptr"; structs by value are written as words of 8 bytes, in hexadecimal.
 
     Args:
         gpus: names in `cukern.runtime.device.KNOWN`.
-        ops: names of ops; None: all.
+        ops: names of cases; None: all.
     """
     for gpu in gpus:
-        for name in OPS if ops is None else ops:
-            for version, needs in OPS[name].versions.items():
+        for name in CASES if ops is None else ops:
+            for version, needs in CASES[name].op.versions.items():
                 if needs.requires <= KNOWN[gpu].capability:
-                    yield from _calls(gpu, OPS[name], version)
+                    yield from _calls(gpu, CASES[name], version)
 
 
-def _calls(gpu: str, op: Op, version: str) -> Iterator[str]:
-    for dims in dict.fromkeys((*op.sim_dims, *op.check_dims)):
-        for dtype in op.dtypes:
-            yield f"{gpu} {op.name} {version} {','.join(map(str, dims))} {name_of(dtype)}"
+def _calls(gpu: str, case: Case, version: str) -> Iterator[str]:
+    for dims in dict.fromkeys((*case.sim_dims, *case.check_dims)):
+        for dtype in case.op.dtypes:
+            yield f"{gpu} {case.name} {version} {','.join(map(str, dims))} {name_of(dtype)}"
             lines: list[str] = []
             try:
-                with use(op.name, version):
-                    planned(op, [dims], [dtype], KNOWN[gpu], lambda *launch, lines=lines: lines.append(_line(*launch)))
+                with use(case.name, version):
+                    planned(case, [dims], [dtype], KNOWN[gpu], lambda *launch, lines=lines: lines.append(_line(*launch)))
             except (ValueError, TypeError, NotImplementedError, RuntimeError) as error:
                 lines.append(f"  raises {type(error).__name__}")
             yield from lines
 
 
 def digests(lines: Iterable[str]) -> dict[str, str]:
-    """By `GPU OP VERSION`: the numbers of calls and launches, and a digest of their lines."""
+    """By `GPU CASE VERSION`: the numbers of calls and launches, and a digest of their lines."""
     parts: dict[str, list[str]] = {}
     for line in lines:
         if not line.startswith(" "):

@@ -15,7 +15,7 @@ from cukern.bench.calls import Function, arguments, backward, draw_douts, leaves
 from cukern.bench.peers import names as peer_names
 from cukern.bench.peers import peers
 from cukern.bench.verify import candidates, errors
-from cukern.runtime.registry import Cost, Op, Tensors
+from cukern.runtime.registry import Case, Cost, Tensors
 
 MOST_SETS = 256  # of inputs and outputs; tiny shapes would need thousands to exceed the L2 cache
 BOTH = "fwd+bwd"  # a forward that records, and the gradients of all inputs
@@ -73,41 +73,48 @@ class Table:
     notes: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
-def passes(op: Op, dims: Dims, dtype: torch.dtype, wanted: Collection[str] | None) -> list[str]:
-    """The passes of `op` to time: those wanted, by default all but BOTH. Raises ValueError for an unknown pass."""
-    default = list(op.cost(dims, dtype.itemsize))
+def passes(case: Case, dims: Dims, dtype: torch.dtype, wanted: Collection[str] | None) -> list[str]:
+    """The passes of `case` to time: those wanted, by default all but BOTH. Raises ValueError for an unknown pass."""
+    default = list(case.cost(dims, dtype.itemsize))
     known = [*default, BOTH]
     for name in wanted or ():
         if name not in known:
-            raise ValueError(f"{op.name} has no pass {name!r}; it has {', '.join(known)}")
+            raise ValueError(f"{case.name} has no pass {name!r}; it has {', '.join(known)}")
     return [p for p in known if p in (wanted or default)]
 
 
-def providers(op: Op, device: torch.device, only: Only) -> tuple[dict[Key, Function], dict[str, str]]:
+def providers(case: Case, device: torch.device, only: Only) -> tuple[dict[Key, Function], dict[str, str]]:
     """Versions and peers that run on this device, and the reason for each of the others."""
-    known = ["cukern", *op.versions, *peer_names(op), "copy"]
+    known = ["cukern", *case.op.versions, *peer_names(case), "copy"]
     for name in only or ():
         if name not in known:
-            raise ValueError(f"there is no {name!r} to measure for {op.name}; there are {', '.join(known)}")
-    versions, refused = candidates(op, device)
-    others, missing = peers(op, device, only)
+            raise ValueError(f"there is no {name!r} to measure for {case.name}; there are {', '.join(known)}")
+    versions, refused = candidates(case, device)
+    others, missing = peers(case, device, only)
     ours = {("cukern", v): f for v, f in versions.items() if only is None or {"cukern", v} & set(only)}
     refused = {v: why for v, why in refused.items() if only is None or {"cukern", v} & set(only)}
     return {**ours, **{(name, ""): f for name, f in others.items()}}, {**refused, **missing}
 
 
 def measure(
-    op: Op, dims: Dims, dtype: torch.dtype, pass_: str, device: torch.device, only: Only = None, budget_s: float = 3.0, tf32: bool = False
+    case: Case,
+    dims: Dims,
+    dtype: torch.dtype,
+    pass_: str,
+    device: torch.device,
+    only: Only = None,
+    budget_s: float = 3.0,
+    tf32: bool = False,
 ) -> Table:
     """Time one pass of every provider, in alternation, for about `budget_s` seconds. `tf32`: float32 products use TF32."""
-    functions, missing = providers(op, device, only)
-    cost = _cost(op, dims, dtype, pass_)
+    functions, missing = providers(case, device, only)
+    cost = _cost(case, dims, dtype, pass_)
     l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 0
     sets = min(max(math.ceil(2 * l2_bytes / max(cost.bytes, 1)), 1), MOST_SETS)
     with environment.float32_products(tf32), timing.side_stream(device):
-        wrong = _errors(op, dims, dtype, pass_, device, functions)
-        calls = _calls(op, pass_, functions, [op.make(dims, dtype, device) for _ in range(sets)], missing)
-        if op.bound == "memory" and device.type == "cuda":  # the reference for of_limit
+        wrong = _errors(case, dims, dtype, pass_, device, functions)
+        calls = _calls(case, pass_, functions, [case.make(dims, dtype, device) for _ in range(sets)], missing)
+        if case.bound == "memory" and device.type == "cuda":  # the reference for of_limit
             calls[_COPY] = copies(cost.bytes, sets, device)
         times, failed = timing.device_times(calls, device, budget_s)
         calls.clear()
@@ -119,8 +126,8 @@ def measure(
     rows = []
     for (provider, version), t in times.items():
         flops = 0 if provider == "copy" else cost.flops
-        row = Row(op.name, version, pass_, tuple(dims), kind, provider, t.median_us, t.iqr_us, cost.bytes, flops)
-        rows.append(dataclasses.replace(row, of_limit=_of_limit(row, op, copy_us, peak), error=(wrong or {}).get((provider, version))))
+        row = Row(case.name, version, pass_, tuple(dims), kind, provider, t.median_us, t.iqr_us, cost.bytes, flops)
+        rows.append(dataclasses.replace(row, of_limit=_of_limit(row, case, copy_us, peak), error=(wrong or {}).get((provider, version))))
     notes = {} if wrong is not None else {"errors": "the float64 reference does not fit in memory at these sizes"}
     if sets == MOST_SETS:
         notes["all"] = f"{sets} input sets fit in the L2 cache: a call may find its data there"
@@ -128,11 +135,11 @@ def measure(
 
 
 def _errors(
-    op: Op, dims: Dims, dtype: torch.dtype, pass_: str, device: torch.device, functions: dict[Key, Function]
+    case: Case, dims: Dims, dtype: torch.dtype, pass_: str, device: torch.device, functions: dict[Key, Function]
 ) -> dict[Key, float] | None:
     """verify.errors, or None if memory does not suffice for the reference."""
     try:
-        return errors(op, op.make(dims, dtype, device), functions, pass_)
+        return errors(case, case.make(dims, dtype, device), functions, pass_)
     except torch.OutOfMemoryError:
         pass
     gc.collect()  # the error's traceback, and the tensors that it holds
@@ -140,15 +147,15 @@ def _errors(
     return None
 
 
-def _cost(op: Op, dims: Dims, dtype: torch.dtype, pass_: str) -> Cost:
-    costs = op.cost(dims, dtype.itemsize)
+def _cost(case: Case, dims: Dims, dtype: torch.dtype, pass_: str) -> Cost:
+    costs = case.cost(dims, dtype.itemsize)
     if pass_ != BOTH:
         return costs[pass_]
     return Cost(costs["fwd"].bytes + costs["bwd"].bytes, costs["fwd"].flops + costs["bwd"].flops)
 
 
-def _of_limit(row: Row, op: Op, copy_us: float | None, peak: float | None) -> float | None:
-    if op.bound == "memory":
+def _of_limit(row: Row, case: Case, copy_us: float | None, peak: float | None) -> float | None:
+    if case.bound == "memory":
         return copy_us / row.median_us if copy_us else None
     return row.tflops * 1e12 / peak if peak and row.tflops else None
 
@@ -160,21 +167,21 @@ def _note_failure(provider: str, error: Exception, missing: dict[str, str]) -> N
     missing[provider] = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
-def measure_host(op: Op, dims: Dims, dtype: torch.dtype, device: torch.device, only: Only = None) -> list[Table]:
+def measure_host(case: Case, dims: Dims, dtype: torch.dtype, device: torch.device, only: Only = None) -> list[Table]:
     """Host times of a call, without and with inputs that require grad, and of its backward."""
     tables = []
-    drawn = op.make(dims, dtype, device)
-    wanted = wanted_inputs(op, "bwd", drawn)
+    drawn = case.make(dims, dtype, device)
+    wanted = wanted_inputs(case, "bwd", drawn)
     for pass_ in HOST_PASSES if wanted else HOST_PASSES[:1]:
-        functions, missing = providers(op, device, only)
+        functions, missing = providers(case, device, only)
         default = next((key for key in reversed(functions) if key[0] == "cukern"), None)
         if default:
-            functions[default] = op.call  # as users call it; the keyword `version` costs host time
-        calls = _host_calls(functions, arguments(op, leaves_of(drawn, () if pass_ == "host fwd" else wanted)), missing)
+            functions[default] = case.call  # as users call it; the keyword `version` costs host time
+        calls = _host_calls(functions, arguments(case, leaves_of(drawn, () if pass_ == "host fwd" else wanted)), missing)
         if pass_ == "host bwd":
-            calls = {key: call for key, (call,) in _calls(op, "bwd", {key: functions[key] for key in calls}, [drawn], missing).items()}
+            calls = {key: call for key, (call,) in _calls(case, "bwd", {key: functions[key] for key in calls}, [drawn], missing).items()}
         times = timing.host_times(calls, device)
-        rows = [Row(op.name, v, pass_, tuple(dims), name_of(dtype), p, t.median_us, t.iqr_us) for (p, v), t in times.items()]
+        rows = [Row(case.name, v, pass_, tuple(dims), name_of(dtype), p, t.median_us, t.iqr_us) for (p, v), t in times.items()]
         tables.append(Table(rows, missing))
     return tables
 
@@ -197,19 +204,19 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def _calls(
-    op: Op, pass_: str, functions: dict[Key, Function], inputs: list[Tensors], missing: dict[str, str]
+    case: Case, pass_: str, functions: dict[Key, Function], inputs: list[Tensors], missing: dict[str, str]
 ) -> dict[Key, list[timing.Call]]:
     """The calls of each provider on each input set. A provider without a backward is added to `missing`."""
     if pass_ == "fwd":
         return {key: _holding([partial(f, *x) for x in inputs]) for key, f in functions.items()}
-    wanted = wanted_inputs(op, pass_, inputs[0])
+    wanted = wanted_inputs(case, pass_, inputs[0])
     leaves = [leaves_of(one, wanted) for one in inputs]
-    douts = [draw_douts(op, one) for one in inputs]
+    douts = [draw_douts(case, one) for one in inputs]
     calls = {}
 
     def prepared(function: Function, one: list[torch.Tensor], dout: Tensors) -> timing.Call:
         def forward() -> timing.Call:
-            return backward(function(*arguments(op, one)), [one[i] for i in wanted], dout, again=pass_ != BOTH)
+            return backward(function(*arguments(case, one)), [one[i] for i in wanted], dout, again=pass_ != BOTH)
 
         return (lambda: forward()()) if pass_ == BOTH else forward()
 

@@ -16,28 +16,28 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cukern.bench.calls import Function
 from cukern.ops.attention.cases import varlen_bounds
-from cukern.runtime.registry import OPS, Op
+from cukern.runtime.registry import CASES, Case
 
 STARTUP_OPS = ("square", "matmul")  # timed by `cukern bench startup`: the least and the most code to compile
 
 _MOST_MATERIALISED = 4096  # rows of the full matrix
 
 Missing = str  # the reason why a peer cannot run here
-Maker = Callable[[Op, torch.device], "Function | Missing"]
+Maker = Callable[[Case, torch.device], "Function | Missing"]
 
 
-def peers(op: Op, device: torch.device, only: Collection[str] | None = None) -> tuple[dict[str, Function], dict[str, Missing]]:
-    """The peers of `op` that run on this device, as functions of the op's inputs by name, and the reason for each of the others.
+def peers(case: Case, device: torch.device, only: Collection[str] | None = None) -> tuple[dict[str, Function], dict[str, Missing]]:
+    """The peers of `case` that run on this device, as functions of its inputs by name, and the reason for each of the others.
 
     Args:
         only: these peers; None: all except those that take a minute to build.
     """
-    found: dict[str, Function] = dict(_EAGER.get(op.name, {"torch": op.reference}))
+    found: dict[str, Function] = dict(_EAGER.get(case.name, {"torch": case.reference}))
     missing: dict[str, Missing] = {}
     slow = ("load_inline", "torch.compile") if device.type != "cuda" else ("load_inline",)
-    for name, make in _makers(op).items():
+    for name, make in _makers(case).items():
         if only is None or name in only:
-            made = f"takes a minute to build, so it runs only with --only {name}" if only is None and name in slow else make(op, device)
+            made = f"takes a minute to build, so it runs only with --only {name}" if only is None and name in slow else make(case, device)
             if isinstance(made, str):
                 missing[name] = made
             else:
@@ -45,12 +45,12 @@ def peers(op: Op, device: torch.device, only: Collection[str] | None = None) -> 
     return {name: f for name, f in found.items() if only is None or name in only}, missing
 
 
-def names(op: Op) -> list[str]:
-    """The names of all peers of `op`, including those that do not run here."""
-    return [*_EAGER.get(op.name, ("torch",)), *_makers(op)]
+def names(case: Case) -> list[str]:
+    """The names of all peers of `case`, including those that do not run here."""
+    return [*_EAGER.get(case.name, ("torch",)), *_makers(case)]
 
 
-def _torch_compile(op: Op, device: torch.device) -> Function | Missing:
+def _torch_compile(case: Case, device: torch.device) -> Function | Missing:
     if device.type != "cuda" and shutil.which("c++") is None:
         return "no C++ compiler for torch.compile"
     if device.type == "cuda" and importlib.util.find_spec("triton") is None:
@@ -59,19 +59,19 @@ def _torch_compile(op: Op, device: torch.device) -> Function | Missing:
 
     torch._functorch.config.donated_buffer = False  # the bench runs the backward of a retained graph many times
     torch._dynamo.reset()  # after eight shapes dynamo stops compiling
-    return torch.compile(op.reference, dynamic=False)
+    return torch.compile(case.reference, dynamic=False)
 
 
-def _package(name: str, make: Callable[[Op], Function], wheel: str = "") -> Maker:
+def _package(name: str, make: Callable[[Case], Function], wheel: str = "") -> Maker:
     """The maker of a peer that needs a GPU and a Python package. `wheel`: its name for pip, if it differs."""
 
-    def maker(op: Op, device: torch.device) -> Function | Missing:
+    def maker(case: Case, device: torch.device) -> Function | Missing:
         if device.type != "cuda":
             return "there is no GPU"
         if importlib.util.find_spec(name) is None:
             return f"{name} is not installed: pip install {wheel or name.replace('_', '-')}"
         try:
-            return make(op)
+            return make(case)
         except (ImportError, OSError) as error:
             return f"{name} cannot be imported: {error}"
 
@@ -93,7 +93,7 @@ def load_inline_square() -> Function:
     return cpp_extension.load_inline("cukern_peer_square", declaration, source, functions=["square"]).square
 
 
-def _load_inline_square(op: Op, device: torch.device) -> Function | Missing:
+def _load_inline_square(case: Case, device: torch.device) -> Function | Missing:
     try:
         return no_load_inline() or load_inline_square()
     except (RuntimeError, OSError, ImportError) as error:
@@ -162,19 +162,19 @@ def _sdpa_of_each(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens:
     return torch.cat([_sdpa(*qkv).transpose(0, 1) for qkv in parts])
 
 
-def _flash_attention(op: Op) -> Function:
+def _flash_attention(case: Case) -> Function:
     from flash_attn.layers.rotary import apply_rotary_emb
 
-    interleaved, in_place = op.name == "rope_interleaved", op.name in ("rope_in_place", "rope_quarter")
+    interleaved, in_place = case.name == "rope_interleaved", case.name in ("rope_in_place", "rope_quarter")
 
     def one(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         c, s = _table(cos, x.dtype, 1, False), _table(sin, x.dtype, 1, False)
         return apply_rotary_emb(x, c, s, interleaved, in_place)
 
-    return one if op.name in ("rope", "rope_quarter") else _of_both(one)
+    return one if case.name in ("rope", "rope_quarter") else _of_both(one)
 
 
-def _liger_rope(op: Op) -> Function:
+def _liger_rope(case: Case) -> Function:
     """Works in place. Its backward overwrites the incoming gradients, so it must be the last peer of its op."""
     from liger_kernel.ops.rope import LigerRopeFunction
 
@@ -185,7 +185,7 @@ def _liger_rope(op: Op) -> Function:
     return both
 
 
-def _transformer_engine(op: Op) -> Function:
+def _transformer_engine(case: Case) -> Function:
     from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb
 
     return lambda t, freqs: apply_rotary_pos_emb(t, freqs, tensor_format="sbhd", fused=True)
@@ -194,7 +194,7 @@ def _transformer_engine(op: Op) -> Function:
 def _liger(module: str, function: str, *last: Any) -> Maker:
     """An autograd Function of Liger, and its arguments after the tensors."""
 
-    def make(op: Op) -> Function:
+    def make(case: Case) -> Function:
         apply = getattr(import_module(f"liger_kernel.ops.{module}"), function).apply
         return lambda *tensors: apply(*tensors, *last)
 
@@ -202,7 +202,7 @@ def _liger(module: str, function: str, *last: Any) -> Maker:
 
 
 def _quack(module: str, **options: Any) -> Maker:
-    return _package("quack", lambda op: partial(getattr(import_module(f"quack.{module}"), module), **options), "quack-kernels")
+    return _package("quack", lambda case: partial(getattr(import_module(f"quack.{module}"), module), **options), "quack-kernels")
 
 
 # ---- the peers of each op
@@ -214,7 +214,7 @@ _EAGER: dict[str, dict[str, Function]] = {
     "swiglu": {"torch": lambda gate, up: torch.nn.functional.silu(gate) * up},
     "cross_entropy": {"torch": torch.nn.functional.cross_entropy},
     "adamw": {"torch": _fused_adamw},
-    "attention": {"torch": lambda *qkv: OPS["attention"].reference(*qkv), "sdpa": _sdpa},
+    "attention": {"torch": lambda *qkv: CASES["attention"].reference(*qkv), "sdpa": _sdpa},
     "attention_varlen": {"sdpa": _sdpa_of_each},
     "attention_decode": {"sdpa": partial(torch.nn.functional.scaled_dot_product_attention, enable_gqa=True)},
     "layernorm": {"torch": lambda x, w, b: torch.nn.functional.layer_norm(x, w.shape, w, b)},
@@ -228,7 +228,7 @@ _EAGER: dict[str, dict[str, Function]] = {
 _FLASH = {"flash_attn": _package("flash_attn", _flash_attention)}
 _MAKERS: dict[str, dict[str, Maker]] = {
     "square": {
-        "triton": _package("triton", lambda op: import_module("cukern.bench.triton_square").square),
+        "triton": _package("triton", lambda case: import_module("cukern.bench.triton_square").square),
         "load_inline": _load_inline_square,
     },
     **dict.fromkeys(("rope", "rope_qk", "rope_interleaved", "rope_strided", "rope_quarter"), _FLASH),
@@ -239,10 +239,10 @@ _MAKERS: dict[str, dict[str, Maker]] = {
     "layernorm": {"liger": _liger("layer_norm", "LigerLayerNormFunction", 1e-5)},
     "swiglu": {"liger": _liger("swiglu", "LigerSiLUMulFunction")},
     "cross_entropy": {"quack": _quack("cross_entropy")},  # Liger writes its gradient over the logits, which other peers need
-    "attention": {"cudnn": lambda op, device: partial(_sdpa, cudnn=True) if device.type == "cuda" else "there is no GPU"},
-    "kron_linear": {"materialised": lambda op, device: _materialised},
+    "attention": {"cudnn": lambda case, device: partial(_sdpa, cudnn=True) if device.type == "cuda" else "there is no GPU"},
+    "kron_linear": {"materialised": lambda case, device: _materialised},
 }
 
 
-def _makers(op: Op) -> dict[str, Maker]:
-    return {"torch.compile": _torch_compile, **_MAKERS.get(op.name, {})}
+def _makers(case: Case) -> dict[str, Maker]:
+    return {"torch.compile": _torch_compile, **_MAKERS.get(case.name, {})}

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from cukern.bench import environment
 from cukern.bench.measure import Row
 from cukern.runtime.compile.compiler import SetupError
-from cukern.runtime.registry import OPS
+from cukern.runtime.registry import CASES
 
 _COLORS = {"cukern": "tab:green", "copy": "tab:gray", "torch": "tab:orange", "torch.compile": "tab:blue"}
 _OTHERS = ("tab:purple", "tab:red", "tab:brown", "tab:pink", "tab:olive", "tab:cyan")  # for other peers
@@ -212,7 +212,7 @@ def _axis(op: str, rows: Rows) -> tuple[str, Callable[[Row], float], str]:
     """The label of the x axis, x of a row, and the other sizes as text. x is the one size that differs, else the bytes of a call."""
     varying, count = _varying(rows), len(rows[0].shape)
     if len(varying) == 1:
-        known = OPS[op].dims.replace("...", "").split() if op in OPS else []
+        known = CASES[op].dims.replace("...", "").split() if op in CASES else []
         names = known if len(known) == count else [f"size {i + 1}" for i in range(count)]
         fixed = [f"{name} {n}, " for i, (name, n) in enumerate(zip(names, rows[0].shape, strict=True)) if i != varying[0]]
         return names[varying[0]], lambda r: r.shape[varying[0]], "".join(fixed)

@@ -20,7 +20,7 @@ from cukern.runtime import checks
 from cukern.runtime.compile import cache, compiler
 from cukern.runtime.compile.signature import probe
 from cukern.runtime.launch.kernel import Kernel
-from cukern.runtime.registry import OPS
+from cukern.runtime.registry import CASES
 
 REPEATS = 5
 AT_ONCE = 8
@@ -37,21 +37,21 @@ assert "cupy" not in sys.modules, "import cukern imports CuPy"
 # Not timed: torch's import, the CUDA context, and the first torch op
 _FIRST_CALL = """
 import time, torch
-from cukern.runtime.registry import OPS
-op = OPS[{op!r}]
-x = op.make(op.bench_dims[0], torch.float32, "cuda")
-op.reference(*x)
+from cukern.runtime.registry import CASES
+case = CASES[{op!r}]
+x = case.make(case.bench_dims[0], torch.float32, "cuda")
+case.reference(*x)
 torch.cuda.synchronize()
 start = time.perf_counter()
-op.function(*x)
+case.call(*x)
 torch.cuda.synchronize()
 print(time.perf_counter() - start)
 """
 
 _COMPILE = """
 import time, torch
-from cukern.runtime.registry import OPS
-kernels = OPS[{op!r}].kernels(90, (torch.float32,))
+from cukern.runtime.registry import CASES
+kernels = CASES[{op!r}].op.kernels(90, (torch.float32,))
 start = time.perf_counter()
 for kernel in kernels.values():
     kernel.compile("sm_90a")
@@ -94,7 +94,7 @@ def _first_calls(op: str, gpu: bool) -> Table:
 def compile_times(op: str) -> Table:
     """The CPU time to compile, without a cache, the slowest kernel of each template of an op: in bfloat16, for this GPU or for sm_90a."""
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)
-    arch, kernels = compiler.arch_of(capability), OPS[op].kernels(capability[0] * 10 + capability[1], (torch.bfloat16,))
+    arch, kernels = compiler.arch_of(capability), CASES[op].op.kernels(capability[0] * 10 + capability[1], (torch.bfloat16,))
     compiler.nvrtc()  # loading it is not timed
 
     def seconds(kernel: Kernel) -> float:

@@ -1,8 +1,8 @@
 """Compares outputs and gradients of all versions of an op with float64, on the same inputs.
 
-The error of a result is the largest |y - truth| / scale over its elements. Truth is the reference in float64. Scale is the op's
-`magnitude`. Its default is the reference and its gradients, in float64, of the absolute values of the inputs: |a| @ |b| for a product.
-The allowed error is twice that of torch's own op in the same dtype, plus the op's `roundings` times the dtype's epsilon.
+The error of a result is the largest |y - truth| / scale over its elements. Truth is the reference in float64. Scale is the
+case's `magnitude`. Its default is the reference and its gradients, in float64, of the absolute values of the inputs, such as |a| @ |b|.
+The allowed error is twice that of torch's own op in the same dtype, plus the case's `roundings` times the dtype's epsilon.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from cukern.runtime import checks
 from cukern.runtime.device import device_of
 from cukern.runtime.dispatch.error_scale import cast
 from cukern.runtime.launch import backend
-from cukern.runtime.registry import Op, Tensors
+from cukern.runtime.registry import Case, Tensors
 
 REFERENCE = "reference"  # what the public function runs without a GPU
 
@@ -57,7 +57,7 @@ class Pair(_Comparison):
 
 @dataclass(frozen=True)
 class Verdict:
-    """All results of one op, shape and dtype."""
+    """All results of one case, shape and dtype."""
 
     dims: tuple[int, ...]
     dtype: torch.dtype
@@ -70,41 +70,41 @@ class Verdict:
         return sum(not r.ok for r in self.results) + sum(not p.ok for p in self.pairs)
 
 
-def candidates(op: Op, device: torch.device, version: str | None = None) -> tuple[dict[str, Function], dict[str, str]]:
-    """The versions of `op` (or the given one) that this device runs, as functions of the inputs, and the reason for each of the others.
+def candidates(case: Case, device: torch.device, version: str | None = None) -> tuple[dict[str, Function], dict[str, str]]:
+    """Calls of `case` by each version (or the given one) that this device runs, and the reason for each of the others.
 
     On the CPU, outside the simulator: the public function, and versions without kernels. Raises ValueError for an unknown version.
     """
-    if version is not None and version not in op.versions:
-        checks.unknown_version(op.name, version, op.versions)
-    names = [version] if version else list(op.versions)
+    if version is not None and version not in case.op.versions:
+        checks.unknown_version(case.name, version, case.op.versions)
+    names = [version] if version else list(case.op.versions)
     if device.type == "cuda" or backend.simulating():
         has = _capability(device)
-        least = {n: op.versions[n].requires for n in names}
+        least = {n: case.op.versions[n].requires for n in names}
         refused = {n: f"needs compute capability {needs / 10}, this GPU has {has / 10}" for n, needs in least.items() if needs > has}
         public = {}
     else:
-        refused = {n: "there is no GPU" for n in names if not op.versions[n].in_torch}
-        public = {} if version and not refused else {REFERENCE: op.call}
-    return {**{n: partial(op.call, version=n) for n in names if n not in refused}, **public}, refused
+        refused = {n: "there is no GPU" for n in names if not case.op.versions[n].in_torch}
+        public = {} if version and not refused else {REFERENCE: case.call}
+    return {**{n: partial(case.call, version=n) for n in names if n not in refused}, **public}, refused
 
 
 def _capability(device: torch.device) -> int:
     return device_of(device.index if device.type == "cuda" else backend.SIMULATED).capability
 
 
-def verify(op: Op, dims: Sequence[int], dtype: torch.dtype, functions: dict[str, Function], device: torch.device) -> Verdict:
-    """Run the functions, all of `op`'s inputs, forward and backward on the same fresh random inputs, and compare them."""
-    inputs = op.make(dims, dtype, device)
-    douts = draw_douts(op, inputs)
+def verify(case: Case, dims: Sequence[int], dtype: torch.dtype, functions: dict[str, Function], device: torch.device) -> Verdict:
+    """Run the functions, all of `case`'s inputs, forward and backward on the same fresh random inputs, and compare them."""
+    inputs = case.make(dims, dtype, device)
+    douts = draw_douts(case, inputs)
     outs = ["out"] if len(douts) == 1 else [f"out{i}" for i in range(len(douts))]
-    names = [*outs, *(f"d{op.names(inputs)[i]}" for i in wanted_inputs(op, "bwd", inputs))]
-    truth, scale = _truth(op, inputs, douts)
-    allowed = _allowed(op, inputs, douts, truth, scale)
+    names = [*outs, *(f"d{case.names(inputs)[i]}" for i in wanted_inputs(case, "bwd", inputs))]
+    truth, scale = _truth(case, inputs, douts)
+    allowed = _allowed(case, inputs, douts, truth, scale)
     ours = {}
     for version, function in functions.items():
         with poisoned():
-            ours[version] = results(op, function, inputs, douts)
+            ours[version] = results(case, function, inputs, douts)
     found = [
         Result(what, _error(y, t, s), a, version, float(y.double().norm()))
         for version, tensors in ours.items()
@@ -118,20 +118,20 @@ def verify(op: Op, dims: Sequence[int], dtype: torch.dtype, functions: dict[str,
     return Verdict(tuple(dims), dtype, tuple(found), tuple(pairs))
 
 
-def errors(op: Op, inputs: Tensors, functions: dict[Any, Function], pass_: str) -> dict[Any, float]:
+def errors(case: Case, inputs: Tensors, functions: dict[Any, Function], pass_: str) -> dict[Any, float]:
     """For each function, the largest |y - truth| / max |truth| of its results in a pass ("fwd", "bwd" or "bwd:x").
 
     A function that fails is left out. Returns nothing for float64, because the truth is float64 too.
     """
-    wanted = [] if pass_ == "fwd" else wanted_inputs(op, pass_, inputs)
-    douts = draw_douts(op, inputs)
+    wanted = [] if pass_ == "fwd" else wanted_inputs(case, pass_, inputs)
+    douts = draw_douts(case, inputs)
     if douts[0].dtype == torch.float64:
         return {}
 
     def run(function: Function, inputs: Tensors, douts: Tensors) -> Tensors:
-        return results(op, function, inputs, douts, wanted)[len(douts) if wanted else 0 :]
+        return results(case, function, inputs, douts, wanted)[len(douts) if wanted else 0 :]
 
-    truth = run(op.reference, cast(inputs, torch.float64), cast(douts, torch.float64))
+    truth = run(case.reference, cast(inputs, torch.float64), cast(douts, torch.float64))
     found = {}
     for name, function in functions.items():
         with contextlib.suppress(Exception):  # the measurement reports it
@@ -156,29 +156,29 @@ def poisoned() -> Iterator[None]:
         memory.fill_uninitialized_memory = filled
 
 
-def _truth(op: Op, inputs: Tensors, douts: Tensors) -> tuple[Tensors, Tensors]:
+def _truth(case: Case, inputs: Tensors, douts: Tensors) -> tuple[Tensors, Tensors]:
     """The results in float64, and their scale. A scale that is not 0 is at least the smallest normal number of the dtype, because torch's
     own error is not a useful limit for subnormal numbers."""
     exact, exact_douts = cast(inputs, torch.float64), cast(douts, torch.float64)
-    if op.magnitude:
-        scale = op.magnitude(exact, exact_douts)
+    if case.magnitude:
+        scale = case.magnitude(exact, exact_douts)
     else:
-        scale = results(op, op.reference, [x.abs() for x in exact], tuple(d.abs() for d in exact_douts))
+        scale = results(case, case.reference, [x.abs() for x in exact], tuple(d.abs() for d in exact_douts))
     least = torch.finfo(douts[0].dtype).smallest_normal
-    truth = results(op, op.reference, exact, exact_douts)
+    truth = results(case, case.reference, exact, exact_douts)
     return truth, tuple(torch.where(s == 0, 0.0, s.abs().clamp(min=least)) for s in scale)
 
 
-def _allowed(op: Op, inputs: Tensors, douts: Tensors, truth: Tensors, scale: Tensors) -> list[float]:
-    """Twice the error of torch's own op, plus the op's roundings. For float64, torch's error is estimated from that in float32."""
+def _allowed(case: Case, inputs: Tensors, douts: Tensors, truth: Tensors, scale: Tensors) -> list[float]:
+    """Twice the error of torch's own op, plus the case's roundings. For float64, torch's error is estimated from that in float32."""
     eps = torch.finfo(douts[0].dtype).eps
     if douts[0].dtype == torch.float64:
         inputs, douts = cast(inputs, torch.float32), cast(douts, torch.float32)
-        truth, scale = _truth(op, inputs, douts)
+        truth, scale = _truth(case, inputs, douts)
     with environment.float32_products():
-        torchs = results(op, op.reference, inputs, douts)
+        torchs = results(case, case.reference, inputs, douts)
     finer = eps / torch.finfo(douts[0].dtype).eps
-    return [2 * _error(y, t, s) * finer + op.roundings * eps for y, t, s in zip(torchs, truth, scale, strict=True)]
+    return [2 * _error(y, t, s) * finer + case.roundings * eps for y, t, s in zip(torchs, truth, scale, strict=True)]
 
 
 def _error(y: torch.Tensor, truth: torch.Tensor, scale: torch.Tensor) -> float:

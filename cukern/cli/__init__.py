@@ -17,7 +17,7 @@ from cukern.cli.common import Dtype, errors, say
 from cukern.runtime.compile.compiler import CompileError, SetupError
 from cukern.runtime.launch.backend import simulating
 from cukern.runtime.launch.limits import LaunchError
-from cukern.runtime.registry import OPS
+from cukern.runtime.registry import CASES
 from cukern.sim.faults import Fault, NotSimulated
 
 _OURS = (CompileError, SetupError, LaunchError, Fault, NotSimulated)
@@ -74,7 +74,7 @@ def _version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback(help=f"CUDA kernels for PyTorch with nothing to build. OP is one of {', '.join(OPS)}, or a file that makes one: my_op.py.")
+@app.callback(help=f"CUDA kernels for PyTorch with nothing to build. OP is one of {', '.join(CASES)}, or a file that makes one: my_op.py.")
 def _root(
     context: typer.Context,
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,

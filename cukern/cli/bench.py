@@ -14,7 +14,7 @@ from cukern.bench.record import append, default_file
 from cukern.cli import common
 from cukern.cli.common import console, errors, listed, say
 from cukern.runtime.device import restricted
-from cukern.runtime.registry import Op
+from cukern.runtime.registry import Case
 
 STARTUP, OWN_KERNEL, LLAMA_BLOCK = OTHERS = "startup", "own_kernel", "llama_block"  # benchmarks in place of an op
 
@@ -77,7 +77,7 @@ def bench(
 
 def _candidates(op: str, kernel: str | None, without: list[str] | None) -> tuple[str, list[str]]:
     """Checked arguments of `restricted`."""
-    known = () if op in OTHERS else common.find_op(op).candidates
+    known = () if op in OTHERS else common.find_case(op).candidates
     for name in filter(None, (kernel, *(without or ()))):
         if name not in known:
             raise ValueError(f"{op} has no candidate {name!r}; it has {', '.join(known) or 'only its versions: use --only'}")
@@ -125,38 +125,38 @@ def _measure(
     over: str | None = None,
 ) -> Iterator[Table]:
     """Yield each table as soon as it is measured."""
-    op, place = common.find_op(name), environment.device()
-    kind = common.find_dtype(op, letter)
+    case, place = common.find_case(name), environment.device()
+    kind = common.find_dtype(case, letter)
     if tf32 and (host or letter != "f"):
         raise ValueError(f"--tf32 is for device times of --dtype f, got {'--host' if host else f'--dtype {letter}'}")
     if host:
         if over is not None:
             raise ValueError("--over is for device times, leave out --host")
-        (shape,) = common.find_dims(op, dims, op.check_dims[:1])
-        yield from measure_host(op, shape, kind, place, only)
+        (shape,) = common.find_dims(case, dims, case.check_dims[:1])
+        yield from measure_host(case, shape, kind, place, only)
         return
-    shapes = _over(op, common.find_dims(op, dims, op.bench_dims if place.type == "cuda" else op.check_dims), over)
-    jobs = [(shape, p) for shape in shapes for p in passes(op, shape, kind, wanted)]
+    shapes = _over(case, common.find_dims(case, dims, case.bench_dims if place.type == "cuda" else case.check_dims), over)
+    jobs = [(shape, p) for shape in shapes for p in passes(case, shape, kind, wanted)]
     for i, (shape, p) in enumerate(jobs):
-        if op.note and shape not in [s for s, _ in jobs[:i]]:
-            say(op.note(shape, kind.itemsize))
+        if case.note and shape not in [s for s, _ in jobs[:i]]:
+            say(case.note(shape, kind.itemsize))
         with common.progress() as bar:
             bar.add_task(f"{name} {p} {' x '.join(map(str, shape))}", total=len(jobs), completed=i)
-            one = measure(op, shape, kind, p, place, only, seconds, tf32)
+            one = measure(case, shape, kind, p, place, only, seconds, tf32)
         yield one
 
 
-def _over(op: Op, shapes: list[tuple[int, ...]], text: str | None) -> list[tuple[int, ...]]:
+def _over(case: Case, shapes: list[tuple[int, ...]], text: str | None) -> list[tuple[int, ...]]:
     """The first shape with each of the values of one size."""
     if text is None:
         return shapes
     name, _, values = text.partition("=")
-    names = [word.removesuffix("...") for word in op.dims.split()]
+    names = [word.removesuffix("...") for word in case.dims.split()]
     sizes = values.replace(" ", "").split(",")
     if name not in names or not all(size.isdecimal() for size in sizes):
         raise ValueError(f"--over must be one of {', '.join(names)} with its values, such as {names[0]}=512,1024,2048, got {text!r}")
     before, after = shapes[0][: names.index(name)], shapes[0][names.index(name) + 1 :]
-    return [shape for size in sizes for shape in common.find_dims(op, [*before, int(size), *after], ())]
+    return [shape for size in sizes for shape in common.find_dims(case, [*before, int(size), *after], ())]
 
 
 def _without_op(op: str, only: list[str] | None, seconds: float) -> Iterator[Table]:

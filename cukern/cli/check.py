@@ -11,9 +11,9 @@ from cukern.bench import environment
 from cukern.bench.calls import Function
 from cukern.bench.measure import name_of
 from cukern.bench.verify import Pair, Result, Verdict, candidates, verify
-from cukern.cli.common import Dims, Dtype, OpName, console, errors, find_dims, find_dtype, find_op, listed, progress, say, table
+from cukern.cli.common import Dims, Dtype, OpName, console, errors, find_case, find_dims, find_dtype, listed, progress, say, table
 from cukern.runtime.launch.backend import backend
-from cukern.runtime.registry import Op
+from cukern.runtime.registry import Case
 from cukern.sim.faults import Fault
 
 
@@ -28,11 +28,11 @@ def check(
 
     Without a GPU the kernels run in the simulator, on smaller shapes. Exits with 1 if anything is wrong.
     """
-    found = find_op(op).as_checked or find_op(op)
+    found = find_case(op).as_checked or find_case(op)
     place = torch.device("cpu") if sim else environment.device()
     simulated = place.type != "cuda"
     shapes = find_dims(found, dims, found.sim_dims if simulated else found.check_dims)
-    dtypes = [find_dtype(found, dtype)] if dtype is not None else list(found.dtypes)
+    dtypes = [find_dtype(found, dtype)] if dtype is not None else list(found.op.dtypes)
     if simulated:
         why = "" if sim else "There is no GPU. "
         say(f"{why}The simulator runs the kernels, from the PTX that NVRTC generates.", "yellow")
@@ -43,7 +43,7 @@ def check(
         verdicts = _verify(found, list(itertools.product(dtypes, shapes)), functions, place)
     for verdict in verdicts:
         _print(found, verdict)
-    listed("version", {name: found.versions[name].idea for name in functions})
+    listed("version", {name: found.op.versions[name].idea for name in functions})
     listed("not run:", skipped)
     _sum_up(found.name, verdicts, "the simulator" if simulated else environment.gpu_name())
 
@@ -57,23 +57,25 @@ def _sum_up(op: str, verdicts: list[Verdict], where: str | None) -> None:
         raise typer.Exit(1)
 
 
-def _verify(op: Op, cases: list[tuple[torch.dtype, tuple[int, ...]]], functions: dict[str, Function], place: torch.device) -> list[Verdict]:
+def _verify(
+    case: Case, jobs: list[tuple[torch.dtype, tuple[int, ...]]], functions: dict[str, Function], place: torch.device
+) -> list[Verdict]:
     verdicts = []
     with progress() as bar:
-        task = bar.add_task(f"checking {op.name}", total=len(cases))
-        for kind, shape in cases:
+        task = bar.add_task(f"checking {case.name}", total=len(jobs))
+        for kind, shape in jobs:
             try:
-                verdicts.append(verify(op, shape, kind, functions, place))
+                verdicts.append(verify(case, shape, kind, functions, place))
             except Fault as fault:
-                say(f"{op.name}: {type(fault).__name__}: {fault}", "red", errors)
+                say(f"{case.name}: {type(fault).__name__}: {fault}", "red", errors)
                 raise typer.Exit(1) from None
             bar.advance(task)
     return verdicts
 
 
-def _print(op: Op, verdict: Verdict) -> None:
+def _print(case: Case, verdict: Verdict) -> None:
     """A table of the versions, with a row per output or gradient, and a table of the pairs of versions."""
-    title = f"{op.name} {' x '.join(map(str, verdict.dims))} {name_of(verdict.dtype)}"
+    title = f"{case.name} {' x '.join(map(str, verdict.dims))} {name_of(verdict.dtype)}"
     shown = table(title, "version", "", "norm", "error", "allowed", "")
     for r in verdict.results:
         shown.add_row(r.version, f"|{r.what}|", f"{r.norm:.6g}", *_marked(r, "right", "WRONG"))

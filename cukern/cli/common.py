@@ -17,7 +17,7 @@ import cukern.ops  # noqa: F401  fills the registry
 from cukern.bench import environment
 from cukern.bench.measure import name_of
 from cukern.cli import own_file
-from cukern.runtime.registry import OPS, Op
+from cukern.runtime.registry import CASES, Case
 
 _WIDTH = 80  # columns at least, so that no number in a table is cut
 
@@ -36,17 +36,17 @@ Dims = Annotated[list[int] | None, typer.Argument(metavar="DIMS", help="Sizes, s
 Dtype = Annotated[str | None, typer.Option("--dtype", metavar="d|f|h|b", help="float64, float32, float16 or bfloat16.")]
 
 
-def find_op(name: str) -> Op:
-    """The op of this name, or of a Python file; see own_file.py. Raises ValueError for an unknown op."""
+def find_case(name: str) -> Case:
+    """The case of this name, or of a Python file; see own_file.py. Raises ValueError for an unknown op."""
     if own_file.is_file(name):
         return own_file.find(name)
     if own_file.is_source(name):
         raise ValueError(f"{name} has kernels, but no reference: name a Python file that makes an op of them, as cukern new writes it")
-    if name not in OPS:
-        close = [f"{name}.py"] if Path(f"{name}.py").is_file() else difflib.get_close_matches(name, OPS, 1)
+    if name not in CASES:
+        close = [f"{name}.py"] if Path(f"{name}.py").is_file() else difflib.get_close_matches(name, CASES, 1)
         hint = f": did you mean {close[0]}? The" if close else "; the"
-        raise ValueError(f"there is no op {name!r}{hint} ops are {', '.join(OPS)}, and those of files: my_op.py")
-    return OPS[name]
+        raise ValueError(f"there is no op {name!r}{hint} ops are {', '.join(CASES)}, and those of files: my_op.py")
+    return CASES[name]
 
 
 def letter_name(letter: str) -> str:
@@ -56,25 +56,25 @@ def letter_name(letter: str) -> str:
     return name_of(DTYPES[letter])
 
 
-def find_dtype(op: Op, letter: str) -> torch.dtype:
+def find_dtype(case: Case, letter: str) -> torch.dtype:
     """The dtype for a letter. Raises ValueError if the op does not have it."""
     letter_name(letter)
-    if DTYPES[letter] not in op.dtypes:
-        raise ValueError(f"{op.name} has no {name_of(DTYPES[letter])}; it has {', '.join(map(name_of, op.dtypes))}")
+    if DTYPES[letter] not in case.op.dtypes:
+        raise ValueError(f"{case.name} has no {name_of(DTYPES[letter])}; it has {', '.join(map(name_of, case.op.dtypes))}")
     return DTYPES[letter]
 
 
-def find_dims(op: Op, dims: Sequence[int] | None, default: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+def find_dims(case: Case, dims: Sequence[int] | None, default: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
     """A list with the given DIMS, or the default. Raises ValueError for sizes that the op cannot have or that do not fit in memory."""
     if not dims:
         return list(default)
-    op.check_count(dims)
+    case.check_count(dims)
     if min(dims) < 0:
         raise ValueError(f"a size cannot be negative, got {min(dims)}")
-    named = f"{op.name} cannot have the sizes {op.dims} = {' '.join(map(str, dims))}"
+    named = f"{case.name} cannot have the sizes {case.dims} = {' '.join(map(str, dims))}"
     try:
-        inputs = op.make(dims, min(op.dtypes, key=lambda dtype: dtype.itemsize), "meta")
-        op.cost(dims, 1)
+        inputs = case.make(dims, min(case.op.dtypes, key=lambda dtype: dtype.itemsize), "meta")
+        case.cost(dims, 1)
     except ZeroDivisionError:
         raise ValueError(f"{named}: a size that it divides by is 0") from None
     except (RuntimeError, TypeError):  # sizes, or products of them, overflow

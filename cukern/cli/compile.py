@@ -11,14 +11,14 @@ import torch
 import typer
 
 from cukern.bench import environment
-from cukern.cli.common import console, errors, find_dims, find_op, listed, progress, say, shorten, table
+from cukern.cli.common import console, errors, find_case, find_dims, listed, progress, say, shorten, table
 from cukern.cli.own_file import is_source, kernels_of
 from cukern.runtime import checks
 from cukern.runtime.compile.cache import target
 from cukern.runtime.compile.compiler import CompileError, Report, arch_of
 from cukern.runtime.device import KNOWN, Device, device_of, representative
 from cukern.runtime.launch.kernel import Kernel
-from cukern.runtime.registry import OPS, Op
+from cukern.runtime.registry import CASES, Case
 from cukern.runtime.warmup import kernels_for
 
 WITHOUT_GPU = "sm_80,sm_90a"
@@ -48,24 +48,24 @@ def compile(
         return _end(sum(_compile_file(own, one, verbose) for one, _ in targets(arch, None)))
     if kernel:
         raise ValueError("--kernel names a kernel of a .cu file: cukern compile my.cu --kernel 'scale<float>'")
-    ops = [find_op(op)] if op is not None else list(OPS.values())
+    cases = [find_case(op)] if op is not None else list(CASES.values())
     if shape and op is None:
         raise ValueError("--shape needs an OP: the sizes are those of one op")
     if gpu is not None and arch is not None:
         raise ValueError("--gpu names an architecture: leave out --arch")
-    _end(sum(_compile_ops(ops, one, device, shape or ()) for one, device in targets(arch, gpu)))
+    _end(sum(_compile_ops(cases, one, device, shape or ()) for one, device in targets(arch, gpu)))
 
 
-def _compile_ops(ops: Sequence[Op], arch: str, device: Device, shape: Sequence[str]) -> int:
-    """Print the resources of the ops' kernels: all, or those of the first op's calls with these sizes. Returns the number of failures."""
-    dims = [find_dims(ops[0], _sizes(text), ())[0] for text in shape]
+def _compile_ops(cases: Sequence[Case], arch: str, device: Device, shape: Sequence[str]) -> int:
+    """Print the resources of the ops' kernels: all, or those of the first case's calls with these sizes. Returns the number of failures."""
+    dims = [find_dims(cases[0], _sizes(text), ())[0] for text in shape]
     if dims:
         listed("plans for", {device.name: f"{device.sms} SMs"})
-        kernels = kernels_for(ops[0], dims, None, device)
+        kernels = kernels_for(cases[0], dims, None, device)
     else:
-        kernels = {name: kernel for each in ops for name, kernel in each.kernels(capability_of(arch)).items()}
+        kernels = {name: kernel for case in cases for name, kernel in case.op.kernels(capability_of(arch)).items()}
     failed = print_reports(compile_kernels(kernels.values(), arch), arch)
-    listed(f"not for {arch}:", _too_new(ops, capability_of(arch)))
+    listed(f"not for {arch}:", _too_new(cases, capability_of(arch)))
     return failed
 
 
@@ -147,7 +147,7 @@ def capability_of(arch: str) -> int:
     return int(re.sub(r"\D", "", arch))
 
 
-def _too_new(ops: Sequence[Op], capability: int) -> dict[str, str]:
+def _too_new(cases: Sequence[Case], capability: int) -> dict[str, str]:
     """The versions that need a newer GPU, and why."""
-    versions = {f"{op.name} {name}": version.requires for op in ops for name, version in op.versions.items()}
+    versions = {f"{case.op.name} {name}": version.requires for case in cases for name, version in case.op.versions.items()}
     return {name: f"needs compute capability {least / 10}" for name, least in versions.items() if least > capability}

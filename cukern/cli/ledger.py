@@ -8,7 +8,7 @@ import typer
 
 from cukern.bench.ledger import GPUS, digests
 from cukern.bench.ledger import ledger as lines_of
-from cukern.cli.common import find_op, say
+from cukern.cli.common import find_case, say
 from cukern.runtime import checks
 from cukern.runtime.device import KNOWN
 
@@ -28,7 +28,7 @@ def ledger(
 
         cukern ledger --diff before.txt
     """
-    names = [find_op(name).name for name in ops or ()]
+    names = [find_case(name).name for name in ops or ()]
     gpus = [checks.choice("--gpu", name, KNOWN) for name in gpu or GPUS]
     found = lines_of(gpus, names or None)
     lines = [f"{key} {value}" for key, value in digests(found).items()] if digest else list(found)

@@ -11,7 +11,7 @@ import typer
 
 import cukern
 from cukern.cli.common import say
-from cukern.runtime.registry import OPS
+from cukern.runtime.registry import CASES
 
 _TEMPLATES = Path(__file__).with_name("templates")
 _USED = ("forward", "backward", "reference", "make", "transpose")  # names of functions in the templates
@@ -53,8 +53,8 @@ def new(
 def _check_name(name: str, tree: Path | None) -> None:
     if not name.isidentifier() or not name.isascii() or keyword.iskeyword(name):
         raise ValueError(f"NAME must be an identifier, of letters, digits and _, got {name!r}")
-    if name in (*OPS, *_USED):
-        raise ValueError(f"NAME must not be {name!r}, which {'is an op of cukern' if name in OPS else 'the files use'}")
+    if name in (*CASES, *_USED):
+        raise ValueError(f"NAME must not be {name!r}, which {'is an op of cukern' if name in CASES else 'the files use'}")
     if tree is None and importlib.util.find_spec(name) is not None:
         raise ValueError(f"NAME must not be that of an installed module, got {name!r}")
     if tree is not None and hasattr(cukern, name):

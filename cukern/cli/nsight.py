@@ -14,7 +14,7 @@ from cukern.bench.measure import name_of
 from cukern.cli import common
 from cukern.cli.common import console, errors, say
 from cukern.runtime.compile.compiler import SetupError
-from cukern.runtime.registry import Op
+from cukern.runtime.registry import Case
 
 _REFUSED = """\
 Only administrators may read performance counters (ERR_NVGPUCTRPERM). The administrator of the machine can allow it for everyone:
@@ -33,7 +33,7 @@ from cukern.bench import environment
 from cukern.cli import common
 from cukern.cli.profile import stepper
 op, version, dtype, *dims = sys.argv[1:]
-step = stepper(common.find_op(op), [int(d) for d in dims], getattr(torch, dtype), version, environment.device())
+step = stepper(common.find_case(op), [int(d) for d in dims], getattr(torch, dtype), version, environment.device())
 step()
 torch.cuda.synchronize()
 torch.cuda.cudart().cudaProfilerStart()
@@ -61,21 +61,21 @@ _STALLS = {  # what the warps wait for, and what helps
 _NEAR = 75  # percent of a peak from which on it is what limits
 
 
-def kernel_names(op: Op, version: str, dtype: torch.dtype) -> list[str]:
+def kernel_names(case: Case, version: str, dtype: torch.dtype) -> list[str]:
     """The names, without template arguments, of the kernels of a version; none for a peer."""
-    if version not in op.versions:
+    if version not in case.op.versions:
         return []
-    return sorted({k.name.partition("<")[0].rpartition("::")[2] for k in op.versions[version].instances(dtype)})
+    return sorted({k.name.partition("<")[0].rpartition("::")[2] for k in case.op.versions[version].instances(dtype)})
 
 
-def run(spelled: str, op: Op, version: str, dims: Sequence[int], dtype: torch.dtype) -> int:
+def run(spelled: str, case: Case, version: str, dims: Sequence[int], dtype: torch.dtype) -> int:
     """Profile a step and print the summary. Returns the exit status. Raises SetupError without ncu or without a GPU."""
     program = shutil.which("ncu")
     if program is None:
         raise SetupError(_NOT_INSTALLED)
     if not torch.cuda.is_available():
         raise SetupError("--ncu needs a GPU, and torch.cuda sees none")
-    names = kernel_names(op, version, dtype)
+    names = kernel_names(case, version, dtype)
     only = ["--kernel-name", f"regex:^({'|'.join(names)})$"] if names else []
     options = ["--clock-control", "none", *only, "--launch-count", str(_LAUNCHES), "--profile-from-start", "off"]
     options += ["--page", "raw", "--csv", "--print-units", "base", "--metrics", ",".join(_METRICS)]

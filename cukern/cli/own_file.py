@@ -12,7 +12,7 @@ from pathlib import Path
 from cukern.runtime.compile.sources import Source, blanked
 from cukern.runtime.launch.kernel import Kernel
 from cukern.runtime.launch.load import load
-from cukern.runtime.registry import OPS, Op
+from cukern.runtime.registry import CASES, Case
 
 _ran: set[str] = set()  # the files
 
@@ -37,7 +37,7 @@ def kernels_of(file: str, names: Sequence[str]) -> dict[str, Kernel]:
     return {kernel.name: kernel for kernel in (load(file, name) for name in wanted)}
 
 
-def find(name: str) -> Op:
+def find(name: str) -> Case:
     """The op that a file defines. Raises ValueError for a file that fails or has no such op, or several; FileNotFoundError."""
     path, _, wanted = name.partition(":")
     if not Path(path).is_file():
@@ -49,7 +49,7 @@ def find(name: str) -> Op:
         raise ValueError(f"{path} has no op {wanted!r}; its ops: {listed}")
     if not wanted and len(names) != 1:
         raise ValueError(f"{path} must have one op, or name one: {path}:NAME; its ops: {listed}")
-    return OPS[wanted or names[0]]
+    return CASES[wanted or names[0]]
 
 
 def forget() -> None:
@@ -60,7 +60,7 @@ def forget() -> None:
 @functools.lru_cache
 def _ops_of(file: Path, changed: int) -> list[str]:
     """Run the file once. Returns the names of the ops that it defined."""
-    before = dict(OPS)
+    before = dict(CASES)
     _ran.add(str(file))
     spec = importlib.util.spec_from_file_location(file.stem, file)
     assert spec and spec.loader
@@ -72,7 +72,7 @@ def _ops_of(file: Path, changed: int) -> list[str]:
     except (Exception, SystemExit) as error:
         where = place(error) or f"{file.name}:{getattr(error, 'lineno', 1)}: "
         raise ValueError(f"{where}{type(error).__name__}: {error}") from error
-    return [name for name, op in OPS.items() if before.get(name) is not op]
+    return [name for name, case in CASES.items() if before.get(name) is not case]
 
 
 def place(error: BaseException) -> str:

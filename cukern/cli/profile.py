@@ -17,7 +17,7 @@ from cukern.bench.peers import peers
 from cukern.bench.verify import REFERENCE, candidates
 from cukern.cli import common, nsight
 from cukern.cli.common import console, say
-from cukern.runtime.registry import Op
+from cukern.runtime.registry import Case
 
 
 def profile(
@@ -36,7 +36,7 @@ def profile(
     ncu: Annotated[bool, typer.Option("--ncu", help="Run Nsight Compute on this version's kernels.")] = False,
 ) -> None:
     """Run forward and backward, print the profiler's table by device time, and write a Chrome trace (chrome://tracing, ui.perfetto.dev)."""
-    found, place = common.find_op(op), environment.device()
+    found, place = common.find_case(op), environment.device()
     kind = common.find_dtype(found, "f" if dtype is None else dtype)
     (shape,) = common.find_dims(found, dims, (found.bench_dims if place.type == "cuda" else found.check_dims)[-1:])
     name = chosen(found, place, version)
@@ -59,15 +59,15 @@ def profile(
         say(f"traces: {tensorboard}; pip install torch-tb-profiler; tensorboard --logdir {tensorboard}")
 
 
-def chosen(op: Op, place: torch.device, version: str | None) -> str:
+def chosen(case: Case, place: torch.device, version: str | None) -> str:
     """The name of the version or peer to profile. Raises ValueError for one that there is not, or that does not run here."""
-    if version is not None and version not in op.versions and version in peer_names(op):
-        if version not in (found := peers(op, place, [version]))[0]:
-            raise ValueError(f"{op.name} {version}: {found[1][version]}")
+    if version is not None and version not in case.op.versions and version in peer_names(case):
+        if version not in (found := peers(case, place, [version]))[0]:
+            raise ValueError(f"{case.name} {version}: {found[1][version]}")
         return version
-    functions, refused = candidates(op, place, version)
+    functions, refused = candidates(case, place, version)
     if not functions:
-        raise ValueError(f"{op.name} {version} {refused[str(version)]}")
+        raise ValueError(f"{case.name} {version} {refused[str(version)]}")
     return list(functions)[-1]
 
 
@@ -103,13 +103,13 @@ def _averages(profiler: torch.profiler.profile, place: str, steps: int) -> objec
     return shown
 
 
-def stepper(op: Op, dims: Sequence[int], dtype: torch.dtype, version: str, device: torch.device) -> Callable[[], object]:
+def stepper(case: Case, dims: Sequence[int], dtype: torch.dtype, version: str, device: torch.device) -> Callable[[], object]:
     """One step: forward and backward of a version or peer on random inputs."""
-    own = candidates(op, device)[0]
-    function = own[version] if version in own else peers(op, device, [version])[0][version]
-    inputs = op.make(dims, dtype, device)
-    douts = draw_douts(op, inputs)
-    return lambda: results(op, function, inputs, douts)
+    own = candidates(case, device)[0]
+    function = own[version] if version in own else peers(case, device, [version])[0][version]
+    inputs = case.make(dims, dtype, device)
+    douts = draw_douts(case, inputs)
+    return lambda: results(case, function, inputs, douts)
 
 
 def unused(file: Path) -> Path:

@@ -61,7 +61,7 @@ def sass(
 def _kernels(op: str, kernel: str | None, capability: int) -> dict[str, Kernel]:
     if own_file.is_source(op):
         return own_file.kernels_of(op, [kernel] if kernel else [])
-    known = common.find_op(op).kernels(capability)
+    known = common.find_case(op).op.kernels(capability)
     found = {name: one for name, one in known.items() if kernel is None or kernel in name}
     if not found:
         raise ValueError(f"{op} has no kernel with {kernel!r} in its name; it has {', '.join(known) or 'none'}")

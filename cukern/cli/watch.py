@@ -19,7 +19,7 @@ from cukern.cli.common import errors, listed, say
 from cukern.cli.compile import capability_of, compile_kernels
 from cukern.runtime.compile.compiler import CompileError, arch_of
 from cukern.runtime.launch.backend import backend
-from cukern.runtime.registry import OPS, Op
+from cukern.runtime.registry import CASES, Case
 
 _POLL_S = 0.05
 
@@ -39,7 +39,7 @@ def watch(
     A change that does not compile is shown with file, line and a hint, and the kernel before it stays. Without a GPU the simulator checks
     the kernels, and nothing is timed.
     """
-    name = f"{op}.py" if op not in OPS and Path(f"{op}.py").is_file() else op
+    name = f"{op}.py" if op not in CASES and Path(f"{op}.py").is_file() else op
     letter = "f" if dtype is None else dtype
     once = _own if own_file.is_file(name) else _shipped
     if once is _own and not Path(name.partition(":")[0]).is_file():
@@ -80,57 +80,57 @@ def _wait(files: set[Path], before: Stamps) -> Stamps:
 
 def _own(name: str, dims: Sequence[int] | None, letter: str, seconds: float, last: Times) -> tuple[set[Path], Times]:
     """Define the op again, check it and time it. Returns the files that it was made of, and its times: none if it is broken."""
-    start, before, path = time.perf_counter(), dict(OPS), Path(name.partition(":")[0]).resolve()
+    start, before, path = time.perf_counter(), dict(CASES), Path(name.partition(":")[0]).resolve()
     files = {path, *path.parent.glob(f"{path.stem}.cu")}
     try:
         own_file.forget()
-        op = common.find_op(name)
-        kind = common.find_dtype(op, letter)
-        files |= _files(op, kind)
-        times = _check_and_time(op, kind, dims, seconds, last)
+        case = common.find_case(name)
+        kind = common.find_dtype(case, letter)
+        files |= _files(case, kind)
+        times = _check_and_time(case, kind, dims, seconds, last)
     except Exception as error:  # whatever the code of a file raises, it is watched on
-        OPS.clear()
-        OPS.update(before)
+        CASES.clear()
+        CASES.update(before)
         say(f"{own_file.place(error)}{type(error).__name__}: {error}", "red", errors)
         known = ", ".join(f"{version} {pass_} {us:.2f} us" if us else version for (version, pass_), us in last.items())
         stays = f"The kernels before it stay: {known}" if known else "There is no kernel before it."
         say(f"{path.name} is broken. {stays}", "red")
         return files, {}
-    say(f"{time.strftime('%H:%M:%S')} {op.name}: {time.perf_counter() - start:.1f} s from the save to this line")
+    say(f"{time.strftime('%H:%M:%S')} {case.name}: {time.perf_counter() - start:.1f} s from the save to this line")
     return files, times
 
 
-def _files(op: Op, kind: torch.dtype) -> set[Path]:
-    return {path for kernel in op.kernels(dtypes=[kind]).values() for path in (kernel.source.path, *kernel.source.program.files)}
+def _files(case: Case, kind: torch.dtype) -> set[Path]:
+    return {path for kernel in case.op.kernels(dtypes=[kind]).values() for path in (kernel.source.path, *kernel.source.program.files)}
 
 
-def _check_and_time(op: Op, kind: torch.dtype, dims: Sequence[int] | None, seconds: float, last: Times) -> Times:
+def _check_and_time(case: Case, kind: torch.dtype, dims: Sequence[int] | None, seconds: float, last: Times) -> Times:
     """Print a line per version: right or wrong, and on a GPU its times. Raises CompileError and the errors of a launch."""
     place = environment.device()
     on_gpu = place.type == "cuda"
     arch = arch_of(torch.cuda.get_device_capability(place)) if on_gpu else "compute_90a"
-    for outcome in compile_kernels(op.kernels(capability_of(arch), [kind]).values(), arch).values():  # several at a time
+    for outcome in compile_kernels(case.op.kernels(capability_of(arch), [kind]).values(), arch).values():  # several at a time
         if isinstance(outcome, CompileError):
             raise outcome
     with backend("gpu" if on_gpu else "sim"):
-        functions, refused = candidates(op, place, None)
-        shapes = common.find_dims(op, dims, op.check_dims if on_gpu else op.sim_dims)
-        verdicts = [verify(op, shape, kind, functions, place) for shape in shapes]
+        functions, refused = candidates(case, place, None)
+        shapes = common.find_dims(case, dims, case.check_dims if on_gpu else case.sim_dims)
+        verdicts = [verify(case, shape, kind, functions, place) for shape in shapes]
     wrong = {r.version: f"WRONG |{r.what}| {r.error:.1e} > {r.allowed:.1e}" for v in verdicts for r in v.results if not r.ok}
-    shown = common.table(f"{op.name} {name_of(kind)}", "version", "check")
+    shown = common.table(f"{case.name} {name_of(kind)}", "version", "check")
     for version in functions:
         shown.add_row(version, f"[red]{wrong[version]}[/red]" if version in wrong else "[green]right[/green]")
     common.console.print(shown)
     listed("not run:", refused)
-    return _time(op, kind, dims, seconds, last) if on_gpu else {(version, ""): 0.0 for version in functions}
+    return _time(case, kind, dims, seconds, last) if on_gpu else {(version, ""): 0.0 for version in functions}
 
 
-def _time(op: Op, kind: torch.dtype, dims: Sequence[int] | None, seconds: float, last: Times) -> Times:
+def _time(case: Case, kind: torch.dtype, dims: Sequence[int] | None, seconds: float, last: Times) -> Times:
     times: Times = {}
-    place, (shape,) = environment.device(), common.find_dims(op, dims, op.bench_dims[-1:])
-    shown = common.table(f"{op.name} {' x '.join(map(str, shape))}", "version", "pass", "us", "before", "of limit")
-    for pass_ in passes(op, shape, kind, None):
-        for row in measure(op, shape, kind, pass_, place, ("cukern",), seconds).rows:
+    place, (shape,) = environment.device(), common.find_dims(case, dims, case.bench_dims[-1:])
+    shown = common.table(f"{case.name} {' x '.join(map(str, shape))}", "version", "pass", "us", "before", "of limit")
+    for pass_ in passes(case, shape, kind, None):
+        for row in measure(case, shape, kind, pass_, place, ("cukern",), seconds).rows:
             key = (row.version or row.provider, pass_)
             times[key], was = row.median_us, last.get(key)
             limit = "" if row.of_limit is None else f"{row.of_limit:.3f}"
@@ -143,8 +143,8 @@ def _time(op: Op, kind: torch.dtype, dims: Sequence[int] | None, seconds: float,
 
 
 def _shipped(name: str, dims: Sequence[int] | None, letter: str, seconds: float, last: Times) -> tuple[set[Path], Times]:
-    op = common.find_op(name)
-    kind = common.find_dtype(op, letter)
+    case = common.find_case(name)
+    kind = common.find_dtype(case, letter)
     options = [name, *map(str, dims or ()), "--dtype", letter]
     commands = [["check", *options]]
     if environment.device().type == "cuda":
@@ -152,4 +152,4 @@ def _shipped(name: str, dims: Sequence[int] | None, letter: str, seconds: float,
     for command in commands:
         if subprocess.run([sys.executable, "-m", "cukern", *command], env=environment.with_cukern()).returncode:
             break
-    return _files(op, kind), {}
+    return _files(case, kind), {}

@@ -23,7 +23,7 @@ from cukern.runtime.dispatch.versions import choose
 from cukern.runtime.launch import backend, interop
 from cukern.runtime.launch.kernel import Kernel, Template
 from cukern.runtime.planning import planned
-from cukern.runtime.registry import Cost, Op, Version, register
+from cukern.runtime.registry import Case, Cost, Op, Version, register
 from cukern.runtime.tensors import wide
 
 NO_WINDOW = 1 << 62
@@ -383,9 +383,9 @@ def _magnitude(inputs: tuple[Tensor, ...], douts: tuple[Tensor, ...]) -> tuple[T
 
 
 register(
-    Op(
-        name="causal_softmax", stem="causal_softmax", variants=_lengths, function=causal_softmax, reference=_masked_softmax,
-        versions=VERSIONS, dims="MATRICES T", make=_make, inputs=("x",), cost=_cost, magnitude=_magnitude,
+    Case(
+        name="causal_softmax", op=Op("causal_softmax", "causal_softmax", VERSIONS), variants=_lengths, call=causal_softmax,
+        reference=_masked_softmax, dims="MATRICES T", make=_make, inputs=("x",), cost=_cost, magnitude=_magnitude,
         check_dims=((1, 1), (3, 65), (2, 1000), (1, 4099), (5, 1024)),
         sim_dims=((1, 1), (2, 19), (1, 70)),
         bench_dims=((48, 1024), (48, 4096)),

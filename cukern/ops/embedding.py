@@ -18,7 +18,7 @@ from cukern.runtime.dispatch.versions import choose, in_force
 from cukern.runtime.launch import backend, interop
 from cukern.runtime.launch.kernel import Kernel, Template
 from cukern.runtime.planning import planned
-from cukern.runtime.registry import Cost, Op, Version, register
+from cukern.runtime.registry import Case, Cost, Op, Version, register
 from cukern.runtime.tensors import VECTOR_BYTES, pointers, vector_width, wide
 
 THREADS, FEW_THREADS, ROWS, CHUNK, FEW = 128, 256, 2, 64, 2048  # as in embedding.cu; FEW: the most tokens that are not sorted
@@ -247,11 +247,15 @@ def _cost(positions: bool, dims: Sequence[int], itemsize: int) -> dict[str, Cost
     return {name: Cost(8 * rows + n * features * itemsize, rows * features) for name, n in moved.items()}
 
 
+def _tokens_last(weight: Tensor, *rest: Tensor, version: str | None = None) -> Tensor:
+    return embedding(rest[-1], weight, *rest[:-1], version=version)
+
+
+_OP = Op("embedding", "embedding", VERSIONS)
 for _name, _inputs in (("embedding", ("weight", "positions", "tokens")), ("embedding_tokens", ("weight", "tokens"))):
-    register(Op(
-        name=_name, stem="embedding", function=embedding, reference=reference, versions=VERSIONS, dims="BATCH TIME VOCABULARY FEATURES",
+    register(Case(
+        name=_name, op=_OP, call=_tokens_last, reference=reference, dims="BATCH TIME VOCABULARY FEATURES",
         make=partial(_make, len(_inputs) == 3), inputs=_inputs, cost=partial(_cost, len(_inputs) == 3),
-        spread=lambda weight, *rest, version=None: embedding(rest[-1], weight, *rest[:-1], version=version),
         check_dims=((1, 1, 1, 1), (2, 5, 7, 3), (3, 67, 11, 24), (4, 1024, 1000, 768)),
         sim_dims=((1, 1, 1, 1), (2, 5, 7, 3), (3, 67, 11, 24)),
         bench_dims=((32, 1024, 50304, 768), (8, 1024, 32000, 4096)),

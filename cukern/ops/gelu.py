@@ -18,7 +18,7 @@ from cukern.runtime.dispatch.versions import choose, in_force
 from cukern.runtime.launch import backend, interop
 from cukern.runtime.launch.kernel import Kernel, Template
 from cukern.runtime.planning import planned
-from cukern.runtime.registry import Cost, Op, Version, normal, register
+from cukern.runtime.registry import Case, Cost, Op, Version, normal, register
 from cukern.runtime.tensors import (
     VECTOR_BYTES,
     aligned,
@@ -282,6 +282,7 @@ def _cost(inputs: int, bias: bool, dims: Sequence[int], itemsize: int) -> dict[s
     return {"fwd": Cost(((inputs + 1) * n + extra) * itemsize, 20 * n), "bwd": Cost(((2 * inputs + 1) * n + 2 * extra) * itemsize, 30 * n)}
 
 
+_OP = Op("gelu", "gelu", VERSIONS)
 for _name, _public, _function, _inputs, _make in (
     ("gelu", gelu, "none", ("x",), normal()),
     ("gelu_tanh", partial(gelu, approximate="tanh"), "tanh", ("x",), normal()),
@@ -290,8 +291,8 @@ for _name, _public, _function, _inputs, _make in (
     ("geglu", geglu, "none", ("gate", "up"), normal(2)),
 ):
     _gated, _bias = "up" in _inputs, "bias" in _inputs
-    register(Op(
-        name=_name, stem="gelu", function=_public, reference=partial(_reference, _function, _gated), versions=VERSIONS,
+    register(Case(
+        name=_name, op=_OP, call=_public, reference=partial(_reference, _function, _gated),
         dims="ROWS COLUMNS", inputs=_inputs, make=_make, cost=partial(_cost, 1 + _gated, _bias),
         check_dims=((1, 1), (33, 1023), (129, 64), (1000, 256)), sim_dims=((1, 1), (5, 67), (35, 24)),
         bench_dims=((32768, 768), (8192, 4096), (32768, 3072), (8192, 14336)),

@@ -15,7 +15,7 @@ from cukern.runtime.dispatch.versions import choose, in_force
 from cukern.runtime.launch import backend, driver, interop
 from cukern.runtime.launch.kernel import Kernel, Template
 from cukern.runtime.planning import planned
-from cukern.runtime.registry import Cost, Op, Version, register
+from cukern.runtime.registry import Case, Cost, Op, Version, register
 
 THREADS = 256
 VECTOR_BYTES = 16
@@ -224,12 +224,11 @@ def _cost(dims: Sequence[int], itemsize: int) -> dict[str, Cost]:
 
 
 register(
-    Op(
+    Case(
         name="square",
-        stem="square",
-        function=square,
+        op=Op("square", "square", VERSIONS),
+        call=square,
         reference=reference,
-        versions=VERSIONS,
         dims="SHAPE...",
         check_dims=((1,), (1023,), (64, 1000), (3, 5, 7)),
         sim_dims=((1,), (1023,), (64, 1000), (3, 5, 7)),

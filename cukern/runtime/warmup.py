@@ -14,7 +14,7 @@ from cukern.runtime import checks
 from cukern.runtime.device import Device, assumed, device_of
 from cukern.runtime.launch import backend, driver
 from cukern.runtime.launch.kernel import Kernel, collecting, recording
-from cukern.runtime.registry import OPS, Op
+from cukern.runtime.registry import CASES, Case
 
 Shapes = Iterable[Sequence[int]]
 Record = Callable[..., object]  # of a pass and a launch: see kernel.recording
@@ -39,7 +39,7 @@ def warmup(
     Example:
         >>> cukern.warmup("kron_linear", shapes=[(1024, 32, 32, 32)], dtypes=(torch.bfloat16,))  # doctest: +SKIP
     """
-    chosen, shapes = [OPS[checks.choice("op", name, OPS)] for name in ops or OPS], _shapes(ops, shapes)
+    chosen, shapes = [CASES[checks.choice("op", name, CASES)] for name in ops or CASES], _shapes(ops, shapes)
     _check_dtypes(chosen, dtypes)
     index = _index(device)
     driver.require_gpu()
@@ -48,8 +48,8 @@ def warmup(
     if index >= torch.cuda.device_count():
         raise ValueError(f"device must be one of the {torch.cuda.device_count()} GPUs, got {device!r}")
     facts, kernels = device_of(index), dict[str, Kernel]()
-    for op in chosen:
-        kernels |= kernels_for(op, shapes, dtypes, facts) if shapes else op.kernels(facts.capability, dtypes)
+    for case in chosen:
+        kernels |= kernels_for(case, shapes, dtypes, facts) if shapes else case.op.kernels(facts.capability, dtypes)
     with torch.cuda.device(index), ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # NVRTC releases the GIL
         list(pool.map(lambda kernel: kernel.on(index), kernels.values()))
     with torch.inference_mode(False), torch.enable_grad():
@@ -57,24 +57,26 @@ def warmup(
         (one @ one).backward()  # some plans use cuBLAS, which cannot start inside a capture: start it in this thread and in autograd's
 
 
-def kernels_for(op: Op, shapes: Shapes, dtypes: Collection[torch.dtype] | None, device: Device) -> dict[str, Kernel]:
-    """The kernels that forward and backward of an op launch on a GPU for inputs of these shapes with any number of rows."""
-    return planned(op, [variant for dims in shapes for variant in op.variants(tuple(dims))], dtypes, device)
+def kernels_for(case: Case, shapes: Shapes, dtypes: Collection[torch.dtype] | None, device: Device) -> dict[str, Kernel]:
+    """The kernels that forward and backward of a case launch on a GPU for inputs of these shapes with any number of rows."""
+    return planned(case, [variant for dims in shapes for variant in case.variants(tuple(dims))], dtypes, device)
 
 
 def _ignored(*_: Any) -> None:
     pass
 
 
-def planned(op: Op, shapes: Shapes, dtypes: Collection[torch.dtype] | None, device: Device, record: Record = _ignored) -> dict[str, Kernel]:
+def planned(
+    case: Case, shapes: Shapes, dtypes: Collection[torch.dtype] | None, device: Device, record: Record = _ignored
+) -> dict[str, Kernel]:
     """The kernels that forward and backward launch on a GPU for inputs of exactly these shapes. Needs no GPU and touches no memory.
 
     `record` is called for each launch, with its pass first: "fwd grad" (inputs that require grad), "bwd", "fwd".
     """
     with assumed(device), backend.backend("sim"), collecting() as kernels, _Unwritten():
         for dims in shapes:
-            for dtype in op.dtypes if dtypes is None else [d for d in op.dtypes if d in dtypes]:
-                _call(op, dims, dtype, record)
+            for dtype in case.op.dtypes if dtypes is None else [d for d in case.op.dtypes if d in dtypes]:
+                _call(case, dims, dtype, record)
         return dict(kernels)
 
 
@@ -85,15 +87,15 @@ class _Unwritten(TorchFunctionMode):
         return (torch.empty if function in (torch.randn, torch.rand) else function)(*args, **(kwargs or {}))
 
 
-def _call(op: Op, dims: Sequence[int], dtype: torch.dtype, record: Record) -> None:
+def _call(case: Case, dims: Sequence[int], dtype: torch.dtype, record: Record) -> None:
     """Plan the launches of forward and backward, without and with gradients."""
-    inputs = op.make(dims, dtype, "cpu")
-    names = op.names(inputs)
-    for grad in (True, False) if op.differentiable else (False,):
-        leaves = [x.detach().requires_grad_(grad and op.has_gradient(n, x)) for n, x in zip(names, inputs, strict=True)]
+    inputs = case.make(dims, dtype, "cpu")
+    names = case.names(inputs)
+    for grad in (True, False) if case.differentiable else (False,):
+        leaves = [x.detach().requires_grad_(grad and case.has_gradient(n, x)) for n, x in zip(names, inputs, strict=True)]
         with torch.set_grad_enabled(grad), recording(partial(record, "fwd grad" if grad else "fwd")):
-            arguments = [x.clone() if n in op.in_place and x.requires_grad else x for n, x in zip(names, leaves, strict=True)]
-            result = op.call(*arguments)
+            arguments = [x.clone() if n in case.in_place and x.requires_grad else x for n, x in zip(names, leaves, strict=True)]
+            result = case.call(*arguments)
         outputs = (result,) if isinstance(result, torch.Tensor) else result
         if grad:
             wanted, grads = [x for x in leaves if x.requires_grad], [torch.empty_like(y) for y in outputs]
@@ -111,18 +113,18 @@ def _shapes(ops: Sequence[str], shapes: Shapes | None) -> list[tuple[int, ...]]:
         raise TypeError(f"shapes must be a collection of tuples of ints, such as [(1024, 768)], got {checks.brief(shapes)}")
     sizes = [tuple(checks.integer("a size in shapes", n, 0) for n in shape) for shape in found]
     for dims in sizes:
-        OPS[ops[0]].check_count(dims)
+        CASES[ops[0]].check_count(dims)
     return sizes
 
 
-def _check_dtypes(ops: Sequence[Op], dtypes: Collection[torch.dtype] | None) -> None:
+def _check_dtypes(cases: Sequence[Case], dtypes: Collection[torch.dtype] | None) -> None:
     if dtypes is None:
         return
     if not isinstance(dtypes, Collection) or not all(isinstance(d, torch.dtype) for d in dtypes):
         raise TypeError(f"dtypes must be a collection of torch dtypes or None, got {checks.brief(dtypes)}")
     for dtype in dtypes:
-        if not any(dtype in op.dtypes for op in ops):
-            raise ValueError(f"dtypes has {dtype}, but {', '.join(op.name for op in ops)} has no kernels of it")
+        if not any(dtype in case.op.dtypes for case in cases):
+            raise ValueError(f"dtypes has {dtype}, but {', '.join(case.name for case in cases)} has no kernels of it")
 
 
 def _index(device: torch.device | str | int | None) -> int | None:

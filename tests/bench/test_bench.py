@@ -15,10 +15,10 @@ from cukern.bench import calls, environment, llama_block, own_kernel, peers, rec
 from cukern.bench.measure import Row, copies, measure, measure_host, passes, providers
 from cukern.cli import profile
 from cukern.runtime.compile import cache
-from cukern.runtime.registry import OPS
+from cukern.runtime.registry import CASES
 
 CPU = torch.device("cpu")
-SQUARE, LINEAR = OPS["square"], OPS["linear"]
+SQUARE, LINEAR = CASES["square"], CASES["linear"]
 
 
 # ---- timing
@@ -94,7 +94,7 @@ def test_a_peer_without_backward_is_missing_and_ours_is_an_error(monkeypatch):
     monkeypatch.setitem(peers._EAGER, "square", {"torch": torch.square, "a*a": lambda x: x.detach() * 2})
     table = measure(SQUARE, (10,), torch.float32, "bwd", CPU, ["torch", "a*a"], budget_s=0.01)
     assert [r.provider for r in table.rows] == ["torch"] and "no backward" in table.missing["a*a"]
-    broken = dataclasses.replace(SQUARE, function=lambda x: 1 / 0)
+    broken = dataclasses.replace(SQUARE, call=lambda x: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         measure(broken, (10,), torch.float32, "fwd", CPU, ["cukern"], budget_s=0.01)
 
@@ -115,7 +115,7 @@ def test_measure_host_has_a_table_for_each_pass():
     assert [t.rows[0].pass_ for t in tables] == ["host fwd", "host fwd grad", "host bwd"]
     assert all([r.provider for r in t.rows] == ["cukern", "torch"] for t in tables)
     assert all(0 < r.median_us < 1000 and not r.bytes and r.tbps is None for t in tables for r in t.rows)
-    (one,) = measure_host(OPS["adamw"], (2, 8), torch.float32, CPU, ["torch"])
+    (one,) = measure_host(CASES["adamw"], (2, 8), torch.float32, CPU, ["torch"])
     assert one.rows[0].pass_ == "host fwd", "it has no gradient"
 
 
@@ -124,17 +124,17 @@ def test_measure_two_outputs_written_in_place():
         table = measure(TURN, (100,), torch.float32, name, CPU, ["cukern", "torch"], budget_s=0.02)
         assert [r.provider for r in table.rows] == ["cukern", "torch"] and not table.missing
         assert all(0 < r.median_us < 1e5 and 0 <= r.error < 1e-6 for r in table.rows)
-    half = dataclasses.replace(TURN, function=lambda q, k, cos, sin, at: TURN.function(q, k, cos, sin * 0.5, at))
+    half = dataclasses.replace(TURN, call=lambda q, k, cos, sin, at: TURN.call(q, k, cos, sin * 0.5, at))
     table = measure(half, (100,), torch.float32, "bwd", CPU, ["cukern"], budget_s=0.02)
     assert table.rows[0].error > 0.1
 
 
 def test_forward_in_place_is_timed_on_the_inputs_themselves(monkeypatch):
     seen = set()
-    op = dataclasses.replace(TURN, function=lambda *x: seen.add(x[0].data_ptr()) or TURN.function(*x))
-    drawn = op.make((100,), torch.float32, CPU)
-    op = dataclasses.replace(op, make=lambda *_: drawn)
-    measure(op, (100,), torch.float32, "fwd", CPU, ["cukern"], budget_s=0.02)
+    case = dataclasses.replace(TURN, call=lambda *x: seen.add(x[0].data_ptr()) or TURN.call(*x))
+    drawn = case.make((100,), torch.float32, CPU)
+    case = dataclasses.replace(case, make=lambda *_: drawn)
+    measure(case, (100,), torch.float32, "fwd", CPU, ["cukern"], budget_s=0.02)
     assert drawn[0].data_ptr() in seen and len(seen) == 2, "and once, for the error, on a copy"
 
 
@@ -157,11 +157,11 @@ def test_unknown_providers_are_refused():
     assert {"v1", "v2", "triton", "load_inline"} <= set(missing)
 
 
-@pytest.mark.parametrize("op", OPS.values(), ids=OPS)
-def test_peers_compute_the_op(op):
-    inputs = op.make(op.check_dims[-1], torch.float64, CPU)
-    for name, function in peers.peers(op, CPU)[0].items():
-        torch.testing.assert_close(function(*calls.arguments(op, inputs)), op.reference(*inputs), msg=name)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_peers_compute_the_op(case):
+    inputs = case.make(case.check_dims[-1], torch.float64, CPU)
+    for name, function in peers.peers(case, CPU)[0].items():
+        torch.testing.assert_close(function(*calls.arguments(case, inputs)), case.reference(*inputs), msg=name)
 
 
 def test_rates():
@@ -198,7 +198,7 @@ CUDA = torch.device("cuda", 0)
 @pytest.mark.parametrize("name", ["fwd", "bwd"])
 def test_measure_a_memory_bound_op(name, dims):
     table = measure(SQUARE, dims, torch.float32, name, CUDA, ["cukern", "torch", "copy"], budget_s=0.2)
-    assert [r.version or r.provider for r in table.rows] == [*SQUARE.versions, "torch", "copy"]
+    assert [r.version or r.provider for r in table.rows] == [*SQUARE.op.versions, "torch", "copy"]
     assert all(r.of_limit is not None and 0 < r.of_limit < 5 for r in table.rows)
     assert all(r.tbps < 30 for r in table.rows)
     assert not [note for key, note in table.notes.items() if key != "all"], "every provider can be captured in a graph"
@@ -208,7 +208,7 @@ def test_measure_a_memory_bound_op(name, dims):
 @pytest.mark.parametrize("name", ["fwd", "bwd", "bwd:x", "bwd:weight"])
 def test_measure_a_compute_bound_op(name):
     table = measure(LINEAR, (256, 128, 64), torch.float32, name, CUDA, ["cukern", "torch"], budget_s=0.2)
-    assert [r.version or r.provider for r in table.rows] == [*LINEAR.versions, "torch"]
+    assert [r.version or r.provider for r in table.rows] == [*LINEAR.op.versions, "torch"]
     assert all(0 < r.of_limit < 1 for r in table.rows) and not [k for k in table.notes if k != "all"]
 
 
@@ -275,7 +275,7 @@ def test_generated_tables_are_current(tables):
 
 
 def test_a_corrupt_cache_is_seen(empty_cache):
-    kernel = next(iter(SQUARE.kernels(90, (torch.float32,)).values()))
+    kernel = next(iter(SQUARE.op.kernels(90, (torch.float32,)).values()))
     kernel.compile("sm_90a")
     assert startup.verify_cache(empty_cache) == 1
     cubin = next(empty_cache.glob(f"*{cache.SUFFIX}"))
@@ -298,7 +298,7 @@ def test_startup_rows(monkeypatch):
     first, *others, last = startup.measure_startup()
     assert [r.pass_ for r in first.rows] == ["import"] and [len(t.rows) for t in others] == [3] * len(startup._ops())
     assert all(r.op == "startup" and 0 < r.median_us < 1e8 for t in (first, *others, last) for r in t.rows)
-    templates = {name.split("<")[0] for name in OPS["square"].kernels(90, (torch.bfloat16,))}
+    templates = {name.split("<")[0] for name in CASES["square"].op.kernels(90, (torch.bfloat16,))}
     assert {r.pass_.split()[1] for r in last.rows} == templates == {*last.notes}
     assert others[0].rows[1].median_us < others[0].rows[0].median_us, "a full cache is faster than an empty one"
     assert [r.pass_ for t in startup.measure_startup(["compile"]) for r in t.rows] == [r.pass_ for r in last.rows]
@@ -318,10 +318,10 @@ def test_llama_block_compiles_to_the_same_results():
     assert all(r.op == "llama_block" and r.median_us > 0 for r in table.rows)
 
 
-@pytest.mark.parametrize("op", ["softmax", "rmsnorm", "layernorm", "swiglu", "cross_entropy", "rope_te"])
-def test_a_package_that_is_missing_says_how_to_install_it(op, monkeypatch):
+@pytest.mark.parametrize("name", ["softmax", "rmsnorm", "layernorm", "swiglu", "cross_entropy", "rope_te"])
+def test_a_package_that_is_missing_says_how_to_install_it(name, monkeypatch):
     monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
-    found, missing = peers.peers(OPS[op], torch.device("cuda"))
+    found, missing = peers.peers(CASES[name], torch.device("cuda"))
     assert "torch" in found and len(missing) > 1
     packages = {"liger": "liger-kernel", "quack": "quack-kernels", "transformer_engine": "transformer-engine"}
     for name in missing.keys() & packages.keys():

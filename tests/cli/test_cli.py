@@ -19,9 +19,9 @@ from cukern.cli import app, doctor, nsight
 from cukern.runtime.compile import cache, compiler
 from cukern.runtime.compile.compiler import SetupError
 from cukern.runtime.device import KNOWN
-from cukern.runtime.registry import OPS, Version
+from cukern.runtime.registry import CASES, Op, Version
 
-SQUARE = OPS["square"]
+SQUARE = CASES["square"]
 
 
 def call(*args, status=0):
@@ -39,8 +39,8 @@ def refused(*args):
 
 @pytest.fixture
 def change(monkeypatch):
-    """change(name, **fields) registers an op that is square but for these fields."""
-    return lambda name, **fields: monkeypatch.setitem(OPS, name, dataclasses.replace(SQUARE, name=name, **fields))
+    """change(name, **fields) registers a case that is square but for these fields."""
+    return lambda name, **fields: monkeypatch.setitem(CASES, name, dataclasses.replace(SQUARE, name=name, **fields))
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def broken(change):
     """An op "broken" whose one kernel does not compile."""
     kernel = cukern.compile("__global__ void broken(float* x) { x[0] = nonsense; }")
     versions = {"v1": Version("", lambda dtype: [kernel])}
-    change("broken", versions=versions, function=lambda x, version=None: kernel(x, grid=1, block=1))
+    change("broken", op=Op("broken", "broken", versions), call=lambda x, version=None: kernel(x, grid=1, block=1))
 
 
 def fails(error):
@@ -69,13 +69,13 @@ def test_as_a_module():
     done = run([sys.executable, "-m", "cukern", "check", "square", "10", "--dtype", "f"])
     assert "square 10 float32" in done.stdout and "nothing wrong" in done.stdout
     done = run([sys.executable, "-m", "cukern", "bench", "nothing"], ok=False)
-    known = f"{', '.join(OPS)}, and those of files: my_op.py"
+    known = f"{', '.join(CASES)}, and those of files: my_op.py"
     assert done.returncode == 2 and done.stderr == f"error: there is no op 'nothing'; the ops are {known}\n"
 
 
 def test_version_and_help():
     assert call("--version").stdout.startswith("cukern ")
-    assert all(word in call("--help").stdout for word in ("check", "bench", "profile", "compile", "sim", "tune", "doctor", *OPS))
+    assert all(word in call("--help").stdout for word in ("check", "bench", "profile", "compile", "sim", "tune", "doctor", *CASES))
     for command in ("check", "bench", "profile", "compile", "sim", "tune", "doctor"):
         assert call(command, "--help")
 
@@ -176,7 +176,7 @@ def test_check_names_the_bug_that_the_simulator_meets(change):
         kernel(out, x, x.numel(), grid=1, block=64)
         return out
 
-    change("stray", function=function)
+    change("stray", call=function)
     result = call("check", "stray", 40, "--dtype", "f", "--sim", status=1)
     assert "stray" in result.stderr and ":2" in result.stderr and "thread" in result.stderr and "Traceback" not in result.output
 
@@ -185,13 +185,13 @@ def test_check_names_the_bug_that_the_simulator_meets(change):
 def test_check_without_a_compiler_says_how_to_get_one(monkeypatch, empty_cache, change):
     monkeypatch.setattr(compiler, "nvrtc", fails(NO_NVRTC))
     kernel = cukern.compile("__global__ void k() {}")
-    change("new", function=lambda x, version=None: kernel(grid=1, block=1))
+    change("new", call=lambda x, version=None: kernel(grid=1, block=1))
     assert str(NO_NVRTC) in refused("check", "new", 33)
 
 
 @pytest.mark.parametrize("fault", [lambda x: x * x * 1.001, lambda x: x * x + torch.where(x == x[0], torch.nan, 0.0)], ids=["1e-3", "NaN"])
 def test_check_exits_with_1_if_wrong(change, fault):
-    change("wrong", function=lambda x, version=None: fault(x))
+    change("wrong", call=lambda x, version=None: fault(x))
     out = call("check", "wrong", 50, "--dtype", "f", "--sim", status=1).stdout
     assert "nothing wrong" not in out and any("|out|" in line and "WRONG" in line for line in out.splitlines()), "the wrong column is named"
 
@@ -202,7 +202,7 @@ def test_check_of_a_kernel_that_does_not_compile(broken):
 
 def test_check_of_a_version_that_the_gpu_cannot_run(monkeypatch, change):
     """With a stand-in for the GPU: the answer must come before anything is launched."""
-    change("square", versions={"v2": dataclasses.replace(SQUARE.versions["v2"], requires=120)})
+    change("square", op=dataclasses.replace(SQUARE.op, versions={"v2": dataclasses.replace(SQUARE.op.versions["v2"], requires=120)}))
     monkeypatch.setattr(environment, "device", lambda: torch.device("cuda", 0))
     monkeypatch.setattr(verify, "device_of", lambda index: KNOWN["h200"])
     assert "square v2 needs compute capability 12.0, this GPU has 9.0" in refused("check", "square", "--version", "v2")
@@ -213,10 +213,10 @@ def test_check_of_a_version_that_the_gpu_cannot_run(monkeypatch, change):
 
 def test_compile_prints_resources_and_fills_the_cache(empty_cache):
     out = call("compile", "square", "--arch", "sm_80,sm_90a").stdout
-    assert f"{len(SQUARE.kernels())} kernels for sm_80" in out and "kernels for sm_90a" in out and "square_v2<__half, 8>" in out
-    assert len(list(empty_cache.iterdir())) == 2 * len(SQUARE.kernels()) and f"cache: {empty_cache}\n" in out
+    assert f"{len(SQUARE.op.kernels())} kernels for sm_80" in out and "kernels for sm_90a" in out and "square_v2<__half, 8>" in out
+    assert len(list(empty_cache.iterdir())) == 2 * len(SQUARE.op.kernels()) and f"cache: {empty_cache}\n" in out
     line = next(line for line in out.splitlines() if "square_v1<float>" in line).split()
-    report = SQUARE.kernels()["square_v1<float>"].compile("sm_80").report
+    report = SQUARE.op.kernels()["square_v1<float>"].compile("sm_80").report
     assert line[1:] == [str(v) for v in (report.registers, report.spill_stores, report.spill_loads, report.stack, report.shared)]
 
 
@@ -226,7 +226,8 @@ def test_compile_exits_with_1_in_the_compilers_words(broken):
 
 
 def test_compile_lists_what_an_architecture_is_too_old_for(change):
-    change("square", versions=SQUARE.versions | {"v2": dataclasses.replace(SQUARE.versions["v2"], requires=90)})
+    new = dataclasses.replace(SQUARE.op.versions["v2"], requires=90)
+    change("square", op=dataclasses.replace(SQUARE.op, versions=SQUARE.op.versions | {"v2": new}))
     out = call("compile", "square", "--arch", "sm_80").stdout
     assert "square_v2" not in out and "not for sm_80: square v2: needs compute capability 9.0" in out
     assert "square_v2" in call("compile", "square", "--arch", "sm_90").stdout
@@ -246,9 +247,9 @@ def test_bench_records_and_draws(tmp_path):
 
 def test_bench_in_tf32(tmp_path, monkeypatch):
     """The switch is on while float32 is measured, and the record says so."""
-    seen, op = set(), OPS["kron_linear"]
-    spy = dataclasses.replace(op, spread=lambda *x, **k: (seen.add(torch.get_float32_matmul_precision()), op.call(*x, **k))[1])
-    monkeypatch.setitem(OPS, "kron_linear", spy)
+    seen, case = set(), CASES["kron_linear"]
+    spy = dataclasses.replace(case, call=lambda *x, **k: (seen.add(torch.get_float32_matmul_precision()), case.call(*x, **k))[1])
+    monkeypatch.setitem(CASES, "kron_linear", spy)
     call("bench", "kron_linear", 4, 3, 2, "--tf32", "--pass", "fwd", "--only", "cukern", "--record-to", tmp_path / "rows.jsonl")
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert seen == {"high"} and {row["dtype"] for row in rows} == {"tf32"}

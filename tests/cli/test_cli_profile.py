@@ -11,7 +11,7 @@ from test_cli import call, refused
 
 from cukern.bench import environment
 from cukern.cli import nsight
-from cukern.runtime.registry import OPS
+from cukern.runtime.registry import CASES
 
 QUICK = ("--wait", 0, "--warmup", 1, "--active", 2)
 SHORT = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
@@ -58,7 +58,7 @@ def test_the_summary_of_nsight_compute(tmp_path, monkeypatch, capsys):
     ncu.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert nsight.run("square", OPS["square"], "torch", (64,), torch.float32) == 0
+    assert nsight.run("square", CASES["square"], "torch", (64,), torch.float32) == 0
     out = capsys.readouterr().out
     assert "502.50" in out and "4.27" in out and "square_v2<float, 4>: memory bandwidth limits it" in out
     assert "square_v2_bwd: latency limits it; the occupancy is low" in out

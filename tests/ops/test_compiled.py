@@ -10,10 +10,10 @@ import torch
 from cukern.ops.matmul.versions import COPY_MODES
 from cukern.runtime.compile import compiler
 from cukern.runtime.device import KNOWN
-from cukern.runtime.registry import OPS
+from cukern.runtime.registry import CASES, ops
 from cukern.runtime.warmup import planned
 
-STEMS = sorted({op.stem for op in OPS.values() if op.kernels()})
+STEMS = sorted({op.stem for op in ops().values() if op.kernels()})
 ARCHS = ("sm_75", "sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120a")  # sm_86 has no instruction and no limit that differs from sm_89's
 
 # What is compiled for an architecture; elsewhere float32 shows that a kernel compiles. float16 and bfloat16 are alike but for how they are
@@ -91,12 +91,12 @@ def test_every_kernel_compiles_without_spills(stem, arch):
     if number not in compiler.nvrtc().getSupportedArchs():
         pytest.skip(f"NVRTC {compiler.nvrtc_version()} does not know {arch}")
     kernels = {}
-    for op in OPS.values():
+    for op in ops().values():
         if op.stem == stem:
             kernels |= op.kernels(number, COMPILED.get(arch, (torch.float32,))) or op.kernels(number, (torch.bfloat16,))
     kernels = selected(kernels, arch)
     if not kernels:
-        assert not any(op.kernels(number) for op in OPS.values() if op.stem == stem)
+        assert not any(op.kernels(number) for op in ops().values() if op.stem == stem)
         pytest.skip(f"{stem} has no kernels of its own on {arch}")
     halves = [dict(list(kernels.items())[i::2]) for i in range(min(2, len(kernels)))]
     with ThreadPoolExecutor(2) as pool:
@@ -113,11 +113,11 @@ def test_every_kernel_compiles_without_spills(stem, arch):
 MAY_SPILL_WHEN_PLANNED = {"kron_linear_v4_tile": 32}  # bytes a thread: 1024 x 32^3 float, whose 512 threads have 128 registers each
 
 
-@pytest.mark.parametrize("name", [n for n in OPS if n != "linear_cross_entropy"])  # the kernels of cross_entropy, and torch's products
+@pytest.mark.parametrize("name", [n for n in CASES if n != "linear_cross_entropy"])  # the kernels of cross_entropy, and torch's products
 def test_kernels_planned_for_benchmarked_shapes_do_not_spill(name):
     """On an H200, float32 and bfloat16, forward and backward. Only kernels that the test above does not compile."""
-    op, shipped = OPS[name], OPS[name].kernels(90)
-    found = planned(op, op.bench_dims, {torch.float32, torch.bfloat16}, KNOWN["h200"])
+    case, shipped = CASES[name], CASES[name].op.kernels(90)
+    found = planned(case, case.bench_dims, {torch.float32, torch.bfloat16}, KNOWN["h200"])
     kernels = {kernel_name: kernel for kernel_name, kernel in found.items() if kernel_name not in shipped}
     assert found
     with ThreadPoolExecutor(2) as pool:

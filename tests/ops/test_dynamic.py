@@ -17,7 +17,7 @@ from torch.export import Dim, export
 import cukern
 from cukern.gpt2.checkpoint import Config
 from cukern.gpt2.model import GPT2
-from cukern.runtime.registry import OPS
+from cukern.runtime import registry
 
 pytestmark = pytest.mark.filterwarnings("default")  # torch's compiler warns of its own affairs
 
@@ -57,15 +57,15 @@ class Case(NamedTuple):
 
 
 def of_registry(name, dtype):
-    """The Case of an op. Inputs that it writes are copied first."""
-    op = OPS[name]
+    """The Case of a registered one. Inputs that it writes are copied first."""
+    one = registry.CASES[name]
 
     def call(*inputs):
-        return op.call(*(x.clone() if n in op.in_place else x for n, x in zip(op.names(inputs), inputs, strict=True)))
+        return one.call(*(x.clone() if n in one.in_place else x for n, x in zip(one.names(inputs), inputs, strict=True)))
 
-    inputs = op.make(SIZES[op.dims][0], dtype, "cpu")
-    gradients = sum(op.has_gradient(n, x) for n, x in zip(op.names(inputs), inputs, strict=True))
-    return Case(call, lambda *dims: op.make(dims, dtype, "cpu"), SIZES[op.dims], gradients)
+    inputs = one.make(SIZES[one.dims][0], dtype, "cpu")
+    gradients = sum(one.has_gradient(n, x) for n, x in zip(one.names(inputs), inputs, strict=True))
+    return Case(call, lambda *dims: one.make(dims, dtype, "cpu"), SIZES[one.dims], gradients)
 
 
 def normal(*shapes, dtype=torch.float32):
@@ -220,9 +220,9 @@ def path(request):
         yield request.param
 
 
-# One row of the registry for each public function. That of adamw has views of one tensor, and torch's functionalization of writes to such
+# One case of the registry for each function. That of adamw has views of one tensor, and torch's functionalization of writes to such
 # views takes their sizes as constants; CASES has separate tensors.
-ROWS = {getattr(op.function, "func", op.function): name for name, op in reversed(OPS.items()) if name != "adamw"}
+ROWS = {getattr(one.call, "func", one.call): name for name, one in reversed(registry.CASES.items()) if name != "adamw"}
 MORE = [f"{name}, more" for name in CASES]
 TORCH = [*ROWS.values(), "grouped, more", "key_lengths, more", "embedding, more", "adamw, more"]  # elsewhere they are as the ops' rows
 every_case = pytest.mark.parametrize(
@@ -241,7 +241,7 @@ def case_of(named):
 
 
 def test_cases_cover_the_registry():
-    assert {getattr(op.function, "func", op.function) for op in OPS.values()} == {*ROWS, cukern.adamw}
+    assert {getattr(one.call, "func", one.call) for one in registry.CASES.values()} == {*ROWS, registry.CASES["adamw"].call}
 
 
 @every_case

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cukern.bench.calls import arguments, leaves_of, outputs, wanted_inputs
-from cukern.runtime.registry import OPS
+from cukern.runtime.registry import CASES
 
 HALVES = torch.float16, torch.bfloat16
 ROTATED = {"rope": {}, "rope_interleaved": {"interleaved": True}}
@@ -133,7 +133,7 @@ RULES = {  # name: the formula, torch's own op
     "adamw": (partial(moments, truth.adamw), partial(moments, torch_adamw)),
 }  # fmt: skip
 SAME = {"kron_linear_rectangular": "kron_linear", "rope_in_place": "rope_qk", "rope_strided": "rope_qk"}
-EVERY = pytest.mark.parametrize("name", OPS)
+EVERY = pytest.mark.parametrize("name", CASES)
 DIMS = {  # of the gradients whose common factor is measured. 1 / 510, of the targets that count, is 1.0039 / 510 in bfloat16
     "attention": (1, 40, 16), "attention_grouped": (1, 40, 16), "attention_packed": (1, 40, 16), "attention_varlen": (40, 3, 1, 16),
     "cross_entropy": (510, 9), "cross_entropy_padded": (680, 9), "linear_cross_entropy": (680, 40, 24), "causal_softmax": (70, 40),
@@ -146,10 +146,10 @@ ROWS = 70, 33  # of the other ops
 NUMBERS = 500
 
 
-def run(function, op, inputs, douts):
+def run(function, case, inputs, douts):
     """The outputs, and the gradients of all inputs that have one."""
-    leaves = leaves_of(inputs, wanted_inputs(op, "bwd", inputs))
-    outs = outputs(function(*arguments(op, leaves)))
+    leaves = leaves_of(inputs, wanted_inputs(case, "bwd", inputs))
+    outs = outputs(function(*arguments(case, leaves)))
     wanted = [x for x in leaves if x.requires_grad]
     if not wanted:
         return list(outs), []
@@ -158,16 +158,16 @@ def run(function, op, inputs, douts):
 
 def cases(name, dims, dtype, change, device="cpu"):
     """The op, its inputs, gradients of its outputs, and the results of the formula and of torch's op."""
-    op, (rule, torchs) = OPS[name], RULES[SAME.get(name, name)]
-    inputs = [x.cpu() for x in op.make(dims, dtype, "cpu")]
+    case, (rule, torchs) = CASES[name], RULES[SAME.get(name, name)]
+    inputs = [x.cpu() for x in case.make(dims, dtype, "cpu")]
     inputs = [
-        change(i, x).to(x.dtype) if op.has_gradient(n, x) or n == "grad" else x
-        for i, (n, x) in enumerate(zip(op.names(inputs), inputs, strict=False))
+        change(i, x).to(x.dtype) if case.has_gradient(n, x) or n == "grad" else x
+        for i, (n, x) in enumerate(zip(case.names(inputs), inputs, strict=False))
     ]
     exact = [x.double() if x.is_floating_point() else x for x in inputs]
     douts = [(torch.randn if o.ndim else torch.ones)(o.shape, dtype=torch.float64).to(dtype) for o in outputs(rule(*exact))]
-    right = reduce(operator.iadd, run(rule, op, exact, [d.double() for d in douts]), [])
-    return op, [x.to(device) for x in inputs], douts, right, reduce(operator.iadd, run(torchs, op, inputs, douts), [])
+    right = reduce(operator.iadd, run(rule, case, exact, [d.double() for d in douts]), [])
+    return case, [x.to(device) for x in inputs], douts, right, reduce(operator.iadd, run(torchs, case, inputs, douts), [])
 
 
 def mixed(i, x):
@@ -182,9 +182,9 @@ def large(name, i, x):
 @pytest.mark.parametrize("dtype", HALVES)
 def test_16_bit_types_on_the_cpu_are_as_accurate_as_torch(name, dtype):
     for change in (partial(large, name), mixed):
-        for dims in OPS[name].sim_dims:
-            op, inputs, douts, right, torchs = cases(name, dims, dtype, change)
-            ours = reduce(operator.iadd, run(op.call, op, inputs, douts), [])
+        for dims in CASES[name].sim_dims:
+            case, inputs, douts, right, torchs = cases(name, dims, dtype, change)
+            ours = reduce(operator.iadd, run(case.call, case, inputs, douts), [])
             for i, (y, p, t) in enumerate(zip(ours, torchs, right, strict=True)):
                 if y.numel():
                     error, allowed = ((z.double() - t).abs().max() for z in (y, p))
@@ -199,9 +199,9 @@ def test_16_bit_types_on_the_cpu_are_rounded_once(name, dtype):
     have few bits: their sums, such as x + residual, are exact."""
     if name == "linear_cross_entropy":
         pytest.skip("rounds the logits")
-    dims = DIMS.get(name, ROWS) if OPS[name].differentiable else OPS[name].sim_dims[-1]
-    op, inputs, douts, right, _ = cases(name, dims, dtype, lambda _, x: (4 * x).round() / 4)
-    for i, (y, t) in enumerate(zip(reduce(operator.iadd, run(op.call, op, inputs, douts), []), right, strict=True)):
+    dims = DIMS.get(name, ROWS) if CASES[name].differentiable else CASES[name].sim_dims[-1]
+    case, inputs, douts, right, _ = cases(name, dims, dtype, lambda _, x: (4 * x).round() / 4)
+    for i, (y, t) in enumerate(zip(reduce(operator.iadd, run(case.call, case, inputs, douts), []), right, strict=True)):
         if y.dtype == dtype:
             assert (y != t.to(dtype)).double().mean() < 0.02, f"result {i}: {(y != t.to(dtype)).double().mean():.1%} are not the nearest"
 
@@ -219,11 +219,11 @@ class MixedProducts(TorchDispatchMode):
 @EVERY
 @pytest.mark.parametrize("device, version", [pytest.param("cpu", None, id="cpu"), pytest.param(DEVICE, -1, marks=kernels, id=PLACE)])
 def test_no_16_bit_tensor_is_multiplied_by_a_float32_number(name, device, version):
-    op = OPS[name]
-    inputs = [x.to(device) for x in op.make(op.sim_dims[-1], torch.bfloat16, "cpu")]
+    case = CASES[name]
+    inputs = [x.to(device) for x in case.make(case.sim_dims[-1], torch.bfloat16, "cpu")]
     with MixedProducts():
-        call = op.call if version is None else partial(op.call, version=list(op.versions)[version])
-        run(call, op, inputs, [torch.randn_like(o) for o in outputs(op.reference(*inputs))])
+        call = case.call if version is None else partial(case.call, version=list(case.op.versions)[version])
+        run(call, case, inputs, [torch.randn_like(o) for o in outputs(case.reference(*inputs))])
 
 
 @EVERY
@@ -232,13 +232,13 @@ def test_no_16_bit_tensor_is_multiplied_by_a_float32_number(name, device, versio
 def test_gradients_have_no_common_factor(name, dtype, device, version):
     """<gradient, truth> / <truth, truth> deviates from 1 by at most the deviation of torch's own op, plus 2e-4. Roundings alone move it by
     0.25 epsilons / sqrt(numbers), so draws are repeated until NUMBERS matter; in the simulator, gradients with fewer are left out."""
-    if not OPS[name].differentiable:
+    if not CASES[name].differentiable:
         pytest.skip("has no gradients")
     sums, simulated = 0, version is not None and PLACE == "sim"
     for _ in range(1 if simulated else 200):
-        op, inputs, douts, right, torchs = cases(name, DIMS.get(name, ROWS), dtype, lambda _, x: x, device)
-        call = op.call if version is None else partial(op.call, version=list(op.versions)[version])
-        ours = run(call, op, inputs, [d.to(inputs[0].device) for d in douts])[1]
+        case, inputs, douts, right, torchs = cases(name, DIMS.get(name, ROWS), dtype, lambda _, x: x, device)
+        call = case.call if version is None else partial(case.call, version=list(case.op.versions)[version])
+        ours = run(call, case, inputs, [d.to(inputs[0].device) for d in douts])[1]
         three = zip(ours, torchs[len(douts) :], right[len(douts) :], strict=True)
         sums = sums + torch.tensor(
             [[(y.cpu().double() * t).sum(), (p.double() * t).sum(), t.square().sum(), t.pow(4).sum()] for y, p, t in three]

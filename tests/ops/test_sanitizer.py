@@ -6,7 +6,7 @@ import sys
 import pytest
 from helpers import TREE, gpu, run
 
-from cukern.runtime.registry import OPS
+from cukern.runtime.registry import CASES
 
 TOOL = shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
 pytestmark = [gpu, pytest.mark.skipif(TOOL is None, reason="compute-sanitizer, of the CUDA toolkit, is not on the PATH")]
@@ -15,19 +15,19 @@ EVERY_VERSION = """
 import sys, torch, cukern
 from cukern.bench.calls import arguments, outputs, results
 from cukern.runtime.device import restricted
-from cukern.runtime.registry import OPS
-op = OPS[sys.argv[1]]
+from cukern.runtime.registry import CASES
+case = CASES[sys.argv[1]]
 SLOW = {("softmax", "v1"), ("softmax", "v2"), ("softmax", "v3"), ("softmax", "v4"), ("matmul", "v3")}  # a minute or more under racecheck
-without = [name for name in op.candidates if name == "cublas"]  # racecheck stops some of cuBLAS's 16-bit kernels
+without = [name for name in case.candidates if name == "cublas"]  # racecheck stops some of cuBLAS's 16-bit kernels
 major, minor = torch.cuda.get_device_capability()
-for version, row in op.versions.items():
-    slow = (op.name, version) in SLOW
-    dtypes = [dtype for dtype in op.dtypes if row.requires <= 10 * major + minor and row.instances(dtype)]
+for version, row in case.op.versions.items():
+    slow = (case.name, version) in SLOW
+    dtypes = [dtype for dtype in case.op.dtypes if row.requires <= 10 * major + minor and row.instances(dtype)]
     for dtype in dtypes:
-        inputs = op.make(op.check_dims[1 if slow else -1], dtype, "cuda")
+        inputs = case.make(case.check_dims[1 if slow else -1], dtype, "cuda")
         with restricted("", without):
-            call = lambda *x: op.call(*x, version=version)
-            results(op, call, inputs, tuple(torch.randn_like(y) for y in outputs(call(*arguments(op, inputs)))))
+            call = lambda *x: case.call(*x, version=version)
+            results(case, call, inputs, tuple(torch.randn_like(y) for y in outputs(call(*arguments(case, inputs)))))
 # autograd's thread may still hold Python functions of the last backward, and std::terminate ends a thread that needs the GIL at exit
 last = torch.ones(1, device="cuda", requires_grad=True)
 last.sum().backward()  # by the same thread, which has then released them
@@ -52,9 +52,9 @@ def sanitize(tool: str, stem: str, code: str, argument: str, ok: bool = True):
 
 
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
-@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize("name", CASES)
 def test_every_version_is_clean(name, tool):
-    assert "done" in sanitize(tool, OPS[name].stem, EVERY_VERSION, name).stdout
+    assert "done" in sanitize(tool, CASES[name].op.stem, EVERY_VERSION, name).stdout
 
 
 def test_memcheck_would_have_seen_a_stray_write():

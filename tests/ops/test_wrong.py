@@ -17,9 +17,9 @@ from helpers import TREE, Guarded, assert_accurate, gpu, own_names, simulated
 
 import cukern
 from cukern import sim
+from cukern.runtime import registry
 from cukern.runtime.compile.sources import kernels_dir
 from cukern.runtime.launch.kernel import Kernel
-from cukern.runtime.registry import OPS
 
 WRONG = TREE / "tests/wrong"
 THREADS = 256  # a block of square; as the op launches
@@ -752,7 +752,7 @@ def check(launch: Callable[..., None], problem: Problem, device: str) -> None:
 
 def assert_sums(actual: torch.Tensor, peer: torch.Tensor, exact: torch.Tensor, scale: torch.Tensor, what: str) -> None:
     """Relative to the sum of its terms' absolute values, each element errs by at most twice torch's largest error, plus a few roundings."""
-    allowed = 2 * ((peer - exact).abs() / scale).nan_to_num().max() + OPS["matmul"].roundings * torch.finfo(actual.dtype).eps
+    allowed = 2 * ((peer - exact).abs() / scale).nan_to_num().max() + registry.CASES["matmul"].roundings * torch.finfo(actual.dtype).eps
     wrong = ~((actual - exact).abs() <= allowed * scale)  # "not within", so that a NaN is wrong
     assert not wrong.any(), f"{what}: {int(wrong.sum())} of {wrong.numel()} elements are wrong, the first at {wrong.nonzero()[0].tolist()}"
 
@@ -785,7 +785,7 @@ def test_every_wrong_kernel_has_its_case():
     assert set(case.bug for case in CASES) >= KINDS
 
 
-@pytest.mark.parametrize("op", [name for name in own_names() if any(not v.in_torch for v in OPS[name].versions.values())])
+@pytest.mark.parametrize("op", [name for name in own_names() if any(not v.in_torch for v in registry.CASES[name].op.versions.values())])
 def test_every_op_has_three(op):
     folders = {"log_softmax": "softmax/log_softmax_", "linear": "matmul/linear_", "rmsnorm": "layernorm/"}
     folders |= {"linear_cross_entropy": "cross_entropy/"}

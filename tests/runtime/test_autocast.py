@@ -10,23 +10,25 @@ from helpers import DEVICE, PLACE, kernels, same_bits
 
 import cukern
 from cukern.bench.calls import arguments, leaves_of, outputs, wanted_inputs
-from cukern.runtime.registry import OPS
+from cukern.runtime import registry
 
 PLACES = [pytest.param("cpu", id="cpu"), pytest.param(DEVICE, marks=kernels, id="kernels")]
 PRODUCTS = ("matmul", "kron_linear", "lokr_linear", "attention", "linear_cross_entropy")  # their inputs are cast to autocast's dtype
 WIDE = ("layernorm", "softmax", "causal_softmax")  # their 16-bit inputs are cast to float32, on a GPU only
-CASES = [(n, dtype) for n, op in OPS.items() for dtype in (torch.float32, torch.float16, torch.float64) if dtype in op.dtypes]
+CASES = [
+    (n, dtype) for n, case in registry.CASES.items() for dtype in (torch.float32, torch.float16, torch.float64) if dtype in case.op.dtypes
+]
 DIMS = {"matmul": (3, 5, 40), "linear": (3, 5, 40), "linear_gelu": (3, 5, 40), "kron_linear": (3, 4, 5)}
 
 
 def kind_of(name):
     """The stem of an op. linear_cross_entropy, a product, has that of cross_entropy."""
-    return name if name == "linear_cross_entropy" else OPS[name].stem
+    return name if name == "linear_cross_entropy" else registry.CASES[name].op.stem
 
 
-def call_of(op):
+def call_of(case):
     """The op as a function of its inputs. The tools round the loss of linear_cross_entropy to x's dtype."""
-    return cukern.linear_cross_entropy if op.name == "linear_cross_entropy" else op.call
+    return cukern.linear_cross_entropy if case.name == "linear_cross_entropy" else case.call
 
 
 def rule(kind, dtype, device, autocast):
@@ -82,9 +84,9 @@ def assert_same(a, b, what):
 @pytest.mark.parametrize("device", PLACES)
 @pytest.mark.parametrize("name, dtype", CASES)
 def test_every_op(name, dtype, device):
-    op = OPS[name]
-    inputs = op.make(DIMS.get(name) or op.sim_dims[-1], dtype, device)
-    check(lambda *xs: call_of(op)(*arguments(op, xs)), inputs, wanted_inputs(op, "bwd", inputs), kind_of(name))
+    case = registry.CASES[name]
+    inputs = case.make(DIMS.get(name) or case.sim_dims[-1], dtype, device)
+    check(lambda *xs: call_of(case)(*arguments(case, xs)), inputs, wanted_inputs(case, "bwd", inputs), kind_of(name))
 
 
 @pytest.mark.parametrize("device", PLACES)
@@ -229,25 +231,25 @@ NEXT = {"layernorm": "unit_column_stride", "softmax": "checked_scale", "causal_s
 @pytest.mark.filterwarnings("default")  # torch's compiler warns of its own affairs
 @pytest.mark.parametrize("device", PLACES)
 @pytest.mark.parametrize(
-    "name", [n if n == "rmsnorm" else pytest.param(n, marks=pytest.mark.slow) for n, op in OPS.items() if op.differentiable]
+    "name", [n if n == "rmsnorm" else pytest.param(n, marks=pytest.mark.slow) for n, case in registry.CASES.items() if case.differentiable]
 )
 def test_in_a_compiled_graph(name, device):
-    op = OPS[name]
-    inputs = op.make(DIMS.get(name) or op.sim_dims[-1], torch.float32, device)
-    wanted = wanted_inputs(op, "bwd", inputs)
+    case = registry.CASES[name]
+    inputs = case.make(DIMS.get(name) or case.sim_dims[-1], torch.float32, device)
+    wanted = wanted_inputs(case, "bwd", inputs)
     torch._dynamo.reset()
     for inside in (False, True):
 
         def call(*xs, inside=inside):
             if not inside:
-                return call_of(op)(*arguments(op, xs))
+                return call_of(case)(*arguments(case, xs))
             with torch.autocast(xs[0].device.type, torch.bfloat16):
-                return call_of(op)(*arguments(op, xs))
+                return call_of(case)(*arguments(case, xs))
 
         compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
         for on in (False, True):
             changed = cast if inside or on else lambda xs, _: xs
-            exact_call = lambda *xs, changed=changed: call_of(op)(*arguments(op, changed(xs, kind_of(name))))  # noqa: E731
+            exact_call = lambda *xs, changed=changed: call_of(case)(*arguments(case, changed(xs, kind_of(name))))  # noqa: E731
             with torch.no_grad():
                 douts = [torch.randn_like(y) for y in outputs(exact_call(*inputs))]
             leaves, exact = leaves_of(inputs, wanted), leaves_of(inputs, wanted)
@@ -262,15 +264,15 @@ def test_in_a_compiled_graph(name, device):
 
 @pytest.mark.parametrize("name", ("kron_linear",))
 def test_transforms_of_the_reference(name):
-    op = OPS[name]
-    inputs = op.make(DIMS[name], torch.float32, "cpu")
+    case = registry.CASES[name]
+    inputs = case.make(DIMS[name], torch.float32, "cpu")
     tangents, many = [torch.randn_like(x) for x in inputs], [torch.randn(3, *x.shape) for x in inputs]
 
     def every(call):
         jacobians = torch.func.jacrev(call, tuple(range(len(inputs))))(*inputs)
         return *torch.func.jvp(call, tuple(inputs), tuple(tangents)), *jacobians, torch.func.vmap(call)(*many)
 
-    exact = every(lambda *xs: op.call(*cast(xs, kind_of(name))))
+    exact = every(lambda *xs: case.call(*cast(xs, kind_of(name))))
     with torch.autocast("cpu", torch.bfloat16):
-        for a, b in zip(every(op.call), exact, strict=True):
+        for a, b in zip(every(case.call), exact, strict=True):
             assert_same(a, b, name)

@@ -17,7 +17,7 @@ from cukern.runtime import recording
 from cukern.runtime.compile.sources import Source
 from cukern.runtime.launch import backend, extended_launch
 from cukern.runtime.launch.kernel import Kernel
-from cukern.runtime.registry import OPS
+from cukern.runtime.registry import CASES
 
 NOTHING = 'extern "C" __global__ void nothing() {}'
 TILE = """
@@ -466,15 +466,15 @@ def test_blocks_of_asyncio_tasks():
     assert asyncio.run(all_three()) == ([True, False, True], False)
 
 
-@pytest.mark.parametrize("name", [name for name in own_names() if OPS[name].differentiable])
+@pytest.mark.parametrize("name", [name for name in own_names() if CASES[name].differentiable])
 def test_backward_of_a_simulated_forward_is_simulated(name):
     """Inside the block, after it, and in another thread."""
-    op, found = OPS[name], []
-    inputs = op.make(op.sim_dims[0], torch.float32, "cpu")
-    wanted, douts = wanted_inputs(op, "bwd", inputs), draw_douts(op, inputs)
+    case, found = CASES[name], []
+    inputs = case.make(case.sim_dims[0], torch.float32, "cpu")
+    wanted, douts = wanted_inputs(case, "bwd", inputs), draw_douts(case, inputs)
     with cukern.backend("sim"):
         leaves = leaves_of(inputs, wanted)
-        again = backward(op.call(*arguments(op, leaves)), [leaves[i] for i in wanted], douts)
+        again = backward(case.call(*arguments(case, leaves)), [leaves[i] for i in wanted], douts)
         found.append(again())
     found.append(again())
     found.append(in_thread(again))

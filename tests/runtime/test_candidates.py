@@ -8,7 +8,7 @@ import torch
 import cukern
 from cukern.bench import environment
 from cukern.runtime.device import KNOWN, restricted
-from cukern.runtime.registry import OPS
+from cukern.runtime.registry import CASES
 from cukern.runtime.warmup import planned
 
 F, B, T = torch.float32, torch.bfloat16, "tf32"
@@ -42,44 +42,44 @@ CHOSEN = {  # candidate: a shape and a dtype for which the default plan chooses 
 }
 
 
-def chosen(op, dims, dtype, kernel="", without=()):
+def chosen(case, dims, dtype, kernel="", without=()):
     """The kernels of forward and backward."""
     version = {V6: V6, V7: V7, THREE: V6, THREE7: V7}.get(dtype)
     with contextlib.ExitStack() as stack:
         stack.enter_context(environment.float32_products(dtype is T))
         stack.enter_context(restricted(kernel, without))
         if version:
-            stack.enter_context(cukern.use(op.name, version))
-        return set(planned(op, [dims], ({V6: B, V7: B, T: F, THREE: F, THREE7: F}.get(dtype, dtype),), KNOWN["h200"]))
+            stack.enter_context(cukern.use(case.name, version))
+        return set(planned(case, [dims], ({V6: B, V7: B, T: F, THREE: F, THREE7: F}.get(dtype, dtype),), KNOWN["h200"]))
 
 
 @pytest.mark.parametrize("name", CHOSEN)
 def test_a_candidate_is_excluded_and_forced(name):
-    op, candidate = OPS[name.split()[0]], name.split()[1]
-    usual = chosen(op, *CHOSEN[name])
-    others = chosen(op, *CHOSEN[name], without=[candidate])
+    case, candidate = CASES[name.split()[0]], name.split()[1]
+    usual = chosen(case, *CHOSEN[name])
+    others = chosen(case, *CHOSEN[name], without=[candidate])
     assert others - usual, "other kernels take its place"
-    assert chosen(op, *CHOSEN[name], kernel=candidate) != others
-    assert chosen(op, *CHOSEN[name]) == usual, "the restriction ends with its block"
+    assert chosen(case, *CHOSEN[name], kernel=candidate) != others
+    assert chosen(case, *CHOSEN[name]) == usual, "the restriction ends with its block"
 
 
 @pytest.mark.parametrize("candidate", ("Mma64x64", "Wgmma128x256", "Wgmma128x128"))
 def test_a_forced_tile_of_v7_is_used(candidate):
     """Even if the cost models of v6 and v7 prefer another tile."""
     for dims in ((4096, 4096, 4096), (256, 512, 512)):
-        tiles = {name.split(", ")[-1] for name in chosen(OPS["matmul"], dims, V7, kernel=candidate) if "reduce" not in name}
+        tiles = {name.split(", ")[-1] for name in chosen(CASES["matmul"], dims, V7, kernel=candidate) if "reduce" not in name}
         assert tiles == {f"{candidate}>"}
 
 
 def test_every_candidate_is_tested():
-    assert {f"{op.name} {c}" for op in OPS.values() for c in op.candidates if op.name == op.stem} == set(CHOSEN)
+    assert {f"{case.name} {c}" for case in CASES.values() for c in case.candidates if case.name == case.op.stem} == set(CHOSEN)
 
 
-@pytest.mark.parametrize("name", [name for name, op in OPS.items() if op.candidates])
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.candidates])
 def test_every_shape_has_a_plan_without_any_candidate(name):
     """If the only candidate that fits is excluded, the kernels for any shape are used, or cuBLAS for kron_linear."""
     dtype = B if name == "attention_decode" else F  # few float32 queries of many keys take torch's operations
-    for candidate in OPS[name].candidates:
-        for dims in OPS[name].check_dims[:3]:
-            for kernels in (chosen(OPS[name], dims, dtype, without=[candidate]), chosen(OPS[name], dims, dtype, kernel=candidate)):
+    for candidate in CASES[name].candidates:
+        for dims in CASES[name].check_dims[:3]:
+            for kernels in (chosen(CASES[name], dims, dtype, without=[candidate]), chosen(CASES[name], dims, dtype, kernel=candidate)):
                 assert kernels or name.startswith("kron_linear")

@@ -3,6 +3,7 @@
 import importlib.util
 import sys
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -109,8 +110,8 @@ def quick_of(text: str, seen: list, device: int = -1, most_shared: int = 48 << 1
             raise RuntimeError("CUDA_ERROR_INVALID_VALUE")
         seen.append(((gx, gy, gz), (bx, by, bz), shared, *packer.unpack(local.parts[0])))
 
-    prepared = launches.Prepared(7, packer.pack_into, local, launch, [most_shared])
-    return kernel, arguments.quick(prepared, params, device)
+    loaded = SimpleNamespace(function=7, pack=packer.pack_into, arguments=local, launch=launch, most_shared=[most_shared])
+    return kernel, arguments.quick(loaded, params, device)
 
 
 @pytest.fixture
@@ -164,7 +165,7 @@ def test_a_grid_that_no_driver_takes_names_its_limit(monkeypatch, no_stream):
     kernel, x = cukern.compile("#include <cuda_fp16.h>\n__global__ void k(float* x, __half h) {}"), torch.ones(4)
     monkeypatch.setattr(driver, "ctxGetCurrent", lambda: 0)
     monkeypatch.setattr(driver, "funcGetAttribute", lambda attribute, _: 1 if attribute else 1024)
-    launch = launches._Loaded(0, "k", kernel.compile("sm_90a"), kernel.params_on(-1), -1, 0)
+    launch = launches.Loaded(0, "k", kernel.compile("sm_90a"), kernel.params_on(-1), -1, 0)
     bound = launch.bound((2**32, 1, 1), (32, 1, 1), 0)
     for call in (lambda: launch((2**32, 1, 1), (32, 1, 1), 0, x.data_ptr(), 1.0), lambda: bound(x.data_ptr(), 1.0)):
         with pytest.raises(cukern.LaunchError, match=r"k <<<grid \(4294967296, 1, 1\).* grid x = 4294967296 is not in 1..2147483647"):

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import cukern
 from cukern.bench.verify import verify
-from cukern.runtime.registry import OPS
+from cukern.runtime.registry import CASES
 
 FOLDER = Path(__file__).parent
 pytestmark = pytest.mark.usefixtures("registry")
@@ -45,11 +45,11 @@ def test_twenty_lines_of_python():
 
 @kernels
 def test_a_correct_op_is_never_called_wrong(layernorm, module):
-    op = OPS["own_layernorm"]
+    case = CASES["own_layernorm"]
     for _ in range(3):
-        for dtype in op.dtypes:
+        for dtype in case.op.dtypes:
             for dims in ((1, 2), (3, 300), (40, 7), (300, 5)):
-                verdict = verify(op, dims, dtype, {"v1": layernorm}, torch.device(DEVICE))
+                verdict = verify(case, dims, dtype, {"v1": layernorm}, torch.device(DEVICE))
                 assert not verdict.wrong, verdict
                 # of two numbers the gradient cancels, in torch too
                 assert dims == (1, 2) or all(r.allowed < 30 * torch.finfo(dtype).eps for r in verdict.results)
@@ -70,7 +70,7 @@ def test_a_wrong_op_is_called_wrong(module):
 
     options = {"make": module.make, "cases": [(3, 300)], "dtypes": torch.float32}
     f = cukern.op("wrong", module.SOURCE, module.reference, {"v1": (forward, backward)}, **options)
-    verdict = verify(OPS["wrong"], (3, 300), torch.float32, {"v1": f}, torch.device(DEVICE))
+    verdict = verify(CASES["wrong"], (3, 300), torch.float32, {"v1": f}, torch.device(DEVICE))
     assert [r.what for r in verdict.results if not r.ok] == ["out", "dx"]
 
 
@@ -145,11 +145,11 @@ def test_an_empty_input_launches_nothing(layernorm, module):
 
 
 def test_the_registry_lists_its_kernels_and_cost(layernorm):
-    op = OPS["own_layernorm"]
-    assert set(op.kernels(90, [torch.float32])) == {"ln<float>", "ln_dx<float>", "ln_dw<float>"}
-    cost = op.cost((10, 100), 4)
+    case = CASES["own_layernorm"]
+    assert set(case.op.kernels(90, [torch.float32])) == {"ln<float>", "ln_dx<float>", "ln_dw<float>"}
+    cost = case.cost((10, 100), 4)
     assert cost["fwd"].bytes == 4 * 2200 and cost["bwd"].bytes == 4 * (2200 + 1200)
-    assert op.dims == "ROWS COLS" and op.versions["v1"].idea == "one thread block per row"
+    assert case.dims == "ROWS COLS" and case.op.versions["v1"].idea == "one thread block per row"
 
 
 @kernels
@@ -186,7 +186,7 @@ def test_versions(module):
     assert called == ["v2"]
     again = cukern.op("two", module.SOURCE, module.reference, module.VERSIONS, make=module.make, cases=[(3, 40)])
     again(*inputs)
-    assert called == ["v2"] and list(OPS["two"].versions) == ["v1"], "the second definition replaces the first"
+    assert called == ["v2"] and list(CASES["two"].op.versions) == ["v1"], "the second definition replaces the first"
     with pytest.raises(ValueError, match="two has no version 'v2'; it has v1"):
         again(*inputs, version="v2")
 
@@ -217,10 +217,10 @@ def test_versions(module):
 )
 def test_wrong_definitions(module, change, error, says):
     given = {"name": "other", "source": module.SOURCE, "reference": module.reference, "versions": module.VERSIONS}
-    before = set(OPS)
+    before = set(CASES)
     with pytest.raises(error, match=says):
         cukern.op(**{**given, "make": module.make, "cases": [(3, 4)], **change})
-    assert set(OPS) == before
+    assert set(CASES) == before
 
 
 @kernels

@@ -7,7 +7,7 @@ from helpers import DEVICE, kernels
 import cukern
 from cukern.runtime import planning, recording
 from cukern.runtime.device import forget_plans
-from cukern.runtime.registry import OPS
+from cukern.runtime.registry import CASES
 
 # adamw has tables of its own. attention_varlen reads cu_seqlens on a CPU. In place, rope compares addresses.
 NEVER_REPLAYED = {"adamw", "attention_varlen", "rope_in_place"}
@@ -21,13 +21,13 @@ def no_plans():
     forget_plans()
 
 
-def run(op, inputs, grad):
+def run(case, inputs, grad):
     """The results of a call, and its gradients for fixed upstream gradients."""
-    names = op.names(inputs)
-    leaves = [x.detach().clone().requires_grad_(grad and op.has_gradient(n, x)) for n, x in zip(names, inputs, strict=True)]
-    arguments = [x.clone() if n in op.in_place else x for n, x in zip(names, leaves, strict=True)]
+    names = case.names(inputs)
+    leaves = [x.detach().clone().requires_grad_(grad and case.has_gradient(n, x)) for n, x in zip(names, inputs, strict=True)]
+    arguments = [x.clone() if n in case.in_place else x for n, x in zip(names, leaves, strict=True)]
     with torch.set_grad_enabled(grad):
-        result = op.call(*arguments)
+        result = case.call(*arguments)
     outs = (result,) if isinstance(result, torch.Tensor) else tuple(result)
     if not grad:
         return outs
@@ -44,21 +44,21 @@ def replayed():
 
 @kernels
 @pytest.mark.parametrize("grad", (False, True), ids=("forward", "backward"))
-@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize("name", CASES)
 def test_a_replay_gives_the_bits_of_a_call_that_plans(name, grad):
-    op = OPS[name]
-    if grad and not op.differentiable:
+    case = CASES[name]
+    if grad and not case.differentiable:
         pytest.skip("the op has no gradient")
-    dtype = torch.bfloat16 if torch.bfloat16 in op.dtypes else op.dtypes[0]
+    dtype = torch.bfloat16 if torch.bfloat16 in case.op.dtypes else case.op.dtypes[0]
     with cukern.backend(PLACE):
-        first = op.make(op.sim_dims[-1], dtype, DEVICE)
+        first = case.make(case.sim_dims[-1], dtype, DEVICE)
         for _ in range(6):  # addresses of CPU tensors are aligned to 64 bytes
-            run(op, first, grad)
+            run(case, first, grad)
         assert name in NEVER_REPLAYED or replayed()
-        other = op.make(op.sim_dims[-1], dtype, DEVICE)
-        found = run(op, other, grad)
+        other = case.make(case.sim_dims[-1], dtype, DEVICE)
+        found = run(case, other, grad)
         forget_plans()
-        for a, b in zip(found, run(op, other, grad), strict=True):
+        for a, b in zip(found, run(case, other, grad), strict=True):
             assert (a is None) == (b is None)
             assert a is None or (a.stride() == b.stride() and torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)))
 

@@ -17,59 +17,60 @@ from cukern.runtime.dispatch import versions
 from cukern.runtime.dispatch.autograd import apply_of
 from cukern.runtime.dispatch.own_launch import is_own
 from cukern.runtime.dispatch.versions import choose
-from cukern.runtime.registry import OPS, Version
+from cukern.runtime.registry import CASES, Version, ops
 
 
-@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize("name", CASES)
 def test_registry_entry_is_complete(name):
-    op = OPS[name]
-    assert op.name == name and op.bound in ("memory", "compute") and op.dims and op.bench_dims
-    few, many = op.check_dims[:2], op.check_dims[2:]
-    for dims, dtype in [*itertools.product(few, op.dtypes), *zip(many, itertools.cycle(op.dtypes), strict=False)]:
-        inputs = op.make(dims, dtype, "cpu")
-        assert len(inputs) == len(op.names(inputs)) and inputs[0].dtype == dtype and all(x.device.type == "cpu" for x in inputs)
-        assert not torch.equal(inputs[0], op.make(dims, dtype, "cpu")[0]), "drawn afresh"
-        douts = calls.draw_douts(op, inputs)
-        found = calls.results(op, op.call, inputs, douts)
+    case = CASES[name]
+    assert case.name == name and case.bound in ("memory", "compute") and case.dims and case.bench_dims
+    few, many = case.check_dims[:2], case.check_dims[2:]
+    for dims, dtype in [*itertools.product(few, case.op.dtypes), *zip(many, itertools.cycle(case.op.dtypes), strict=False)]:
+        inputs = case.make(dims, dtype, "cpu")
+        assert len(inputs) == len(case.names(inputs)) and inputs[0].dtype == dtype and all(x.device.type == "cpu" for x in inputs)
+        assert not torch.equal(inputs[0], case.make(dims, dtype, "cpu")[0]), "drawn afresh"
+        douts = calls.draw_douts(case, inputs)
+        found = calls.results(case, case.call, inputs, douts)
         wide = name in ("cross_entropy", "cross_entropy_padded") and dtype != torch.float64  # their loss is float32
         assert found[0].dtype == (torch.float32 if wide else dtype)
-        wanted = [inputs[i] for i in calls.wanted_inputs(op, "bwd", inputs)]
-        assert bool(wanted) == op.differentiable and [(g.shape, g.dtype) for g in found[len(douts) :]] == [
+        wanted = [inputs[i] for i in calls.wanted_inputs(case, "bwd", inputs)]
+        assert bool(wanted) == case.differentiable and [(g.shape, g.dtype) for g in found[len(douts) :]] == [
             (x.shape, x.dtype) for x in wanted
         ]
-    assert set(op.constants) <= set(op.inputs) and set(op.in_place) <= set(op.inputs) - set(op.constants)
+    assert set(case.constants) <= set(case.inputs) and set(case.in_place) <= set(case.inputs) - set(case.constants)
 
 
-@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize("name", CASES)
 def test_cost_is_at_least_reading_the_inputs_and_writing_the_outputs(name):
-    op = OPS[name]
-    for dims, dtype in itertools.product(op.check_dims, op.dtypes):
-        inputs = op.make(dims, dtype, "cpu")
-        size = sum(x.nbytes for x in (*inputs, *calls.outputs(op.reference(*inputs))))
-        cost = op.cost(dims, dtype.itemsize)
-        assert set(cost) == {"fwd"} if not op.differentiable else {"fwd", "bwd"} <= set(cost)
+    case = CASES[name]
+    for dims, dtype in itertools.product(case.check_dims, case.op.dtypes):
+        inputs = case.make(dims, dtype, "cpu")
+        size = sum(x.nbytes for x in (*inputs, *calls.outputs(case.reference(*inputs))))
+        cost = case.cost(dims, dtype.itemsize)
+        assert set(cost) == {"fwd"} if not case.differentiable else {"fwd", "bwd"} <= set(cost)
         backward = cost.get("bwd", cost["fwd"])
         assert 0 < cost["fwd"].bytes <= size and cost["fwd"].bytes <= backward.bytes
         least = 0 if is_own(name) else 1  # cukern.op may leave the flops out
         assert least <= cost["fwd"].flops <= backward.flops
 
 
-@pytest.mark.parametrize("name", OPS)
-def test_rows_of_versions(name):
-    versions = dict(OPS[name].versions)
+@pytest.mark.parametrize("op", ops().values(), ids=ops())
+def test_rows_of_versions(op):
+    versions = dict(op.versions)
+    assert CASES[op.name].op is op, "a case has the name of its op"
     cublas = versions.pop("cublas", None)
     first = int(next(iter(versions))[1:])  # not 1 for log_softmax, which lacks the first versions of softmax
     assert list(versions) == [f"v{i}" for i in range(first, first + len(versions))], "numbered from the simplest on"
     assert versions[f"v{first}"].requires <= 75 or (cublas and first > 1), "a simple version runs on every GPU"
     for version in versions.values():
         assert version.idea
-        kernels = [[k.name for k in version.instances(dtype)] for dtype in OPS[name].dtypes]  # some versions lack a dtype
+        kernels = [[k.name for k in version.instances(dtype)] for dtype in op.dtypes]  # some versions lack a dtype
         assert any(kernels) or version.instances is Version.instances, "none at all: torch's own operations"
         assert all(len(set(names)) == len(names) for names in kernels), "a kernel of all dtypes may be in several lists, but once in each"
 
 
 def test_kernels_are_those_of_the_capability_and_dtypes(monkeypatch):
-    op = OPS["square"]
+    op = CASES["square"].op
     new = dataclasses.replace(op.versions["v2"], requires=200)
     op = dataclasses.replace(op, versions={**op.versions, "v2": new})
     assert not any("v2" in name for name in op.kernels(90)) and any("v2" in name for name in op.kernels(200))
@@ -78,9 +79,9 @@ def test_kernels_are_those_of_the_capability_and_dtypes(monkeypatch):
 
 
 def test_choice_of_a_version(monkeypatch):
-    square = OPS["square"]
-    rows = {**square.versions, "v3": dataclasses.replace(square.versions["v2"], requires=200)}
-    monkeypatch.setitem(registry.OPS, "square", dataclasses.replace(square, versions=rows))
+    square = CASES["square"]
+    rows = {**square.op.versions, "v3": dataclasses.replace(square.op.versions["v2"], requires=200)}
+    monkeypatch.setitem(registry.CASES, "square", dataclasses.replace(square, op=dataclasses.replace(square.op, versions=rows)))
     capability = {0: 90, 1: 200, 2: 75}
     monkeypatch.setattr(versions, "device_of", lambda index: KNOWN["h200"]._replace(capability=capability[index]))
     choose.cache_clear()

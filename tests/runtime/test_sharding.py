@@ -9,21 +9,21 @@ import pytest
 import torch
 from helpers import OLD_TORCH, ROOT, kernels
 
-from cukern.runtime.registry import OPS
+from cukern.runtime.registry import CASES
 
 pytestmark = [kernels, pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")]
 
 SIZES = {"attention": (2, 4, 8)}
 WRITTEN = {"rope_in_place"}  # writes its inputs: they must keep their placement
 SLOW = ("attention_", "rope_interleaved", "rope_quarter", "rope_strided", "rope_packed", "gelu_tanh", "kron_linear_rectangular")  # variants
-NAMES = [name for name, op in OPS.items() if op.differentiable and not name.startswith(SLOW)]
+NAMES = [name for name, case in CASES.items() if case.differentiable and not name.startswith(SLOW)]
 
 
-def results(op, inputs, douts=None):
+def results(case, inputs, douts=None):
     """Outputs and gradients; whole tensors."""
-    leaves = [x.detach().clone().requires_grad_(op.has_gradient(n, x)) for n, x in zip(op.names(inputs), inputs, strict=True)]
-    given = [x * 1 if n in op.in_place else x for n, x in zip(op.names(inputs), leaves, strict=True)]
-    outs = op.call(*given)
+    leaves = [x.detach().clone().requires_grad_(case.has_gradient(n, x)) for n, x in zip(case.names(inputs), inputs, strict=True)]
+    given = [x * 1 if n in case.in_place else x for n, x in zip(case.names(inputs), leaves, strict=True)]
+    outs = case.call(*given)
     outs = (outs,) if isinstance(outs, torch.Tensor) else tuple(outs)
     wanted = [x for x in leaves if x.requires_grad]
     found = torch.autograd.grad(sum((o.float() ** 2).sum() for o in outs), wanted)
@@ -39,20 +39,20 @@ def main(rank, store):
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     mesh, failed = init_device_mesh("cpu", (2,)), []
     for name in NAMES:
-        op = OPS[name]
+        case = CASES[name]
         torch.manual_seed(0)
-        dims = SIZES.get(name, (2, *op.sim_dims[-1][1:]))
-        inputs = op.make(dims, torch.float16 if op.stem == "attention" else torch.float32, "cpu")
+        dims = SIZES.get(name, (2, *case.sim_dims[-1][1:]))
+        inputs = case.make(dims, torch.float16 if case.op.stem == "attention" else torch.float32, "cpu")
         batch = [Shard(0) if x.ndim and x.shape[0] == inputs[0].shape[0] else Replicate() for x in inputs]
         last = [Shard(inputs[0].ndim - 1), *[Replicate()] * (len(inputs) - 1)]
         with cukern.backend("sim"):
-            expected = results(op, inputs)
+            expected = results(case, inputs)
             for kind, placements in {"batch": batch, "replicated": [Replicate()] * len(inputs), "last": last}.items():
                 if kind == "last" and name in WRITTEN:
                     continue
                 try:
                     sharded = [distribute_tensor(x, mesh, [p]) for x, p in zip(inputs, placements, strict=True)]
-                    for ours, theirs in zip(results(op, sharded), expected, strict=True):
+                    for ours, theirs in zip(results(case, sharded), expected, strict=True):
                         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
                 except Exception as error:
                     where = [f"{f.filename.split('/')[-1]}:{f.lineno}" for f in traceback.extract_tb(error.__traceback__)][:9]

@@ -8,7 +8,7 @@ from torch.autograd import forward_ad
 
 import cukern
 from cukern.ops import causal_softmax
-from cukern.runtime.registry import OPS
+from cukern.runtime.registry import CASES
 
 PLACES = [pytest.param("cpu", id="cpu"), pytest.param(DEVICE, marks=kernels, id="kernels")]
 SMALL = {"matmul": (3, 2, 4), "linear": (3, 2, 4), "square": (3, 5), "softmax": (3, 5), "log_softmax": (3, 5), "causal_softmax": (2, 3)}
@@ -38,11 +38,14 @@ OPTIONS = {  # calls with options that the registry does not have, and the same 
         for dim, scale in ((0, 1.0), (1, -0.5), (2, 0.0))
     },
 }
-OPERATIONS = [*(name for name, op in OPS.items() if op.differentiable and not op.in_place and torch.float64 in op.dtypes), *OPTIONS]
+OPERATIONS = [
+    *(name for name, case in CASES.items() if case.differentiable and not case.in_place and torch.float64 in case.op.dtypes),
+    *OPTIONS,
+]
 
 
-def dims_of(op):
-    return SMALL.get(op.name) or min(op.sim_dims, key=lambda dims: torch.Size(dims).numel())
+def dims_of(case):
+    return SMALL.get(case.name) or min(case.sim_dims, key=lambda dims: torch.Size(dims).numel())
 
 
 def problem(name, device):
@@ -50,9 +53,9 @@ def problem(name, device):
     if name in OPTIONS:
         ours, theirs, shapes = OPTIONS[name]
         return ours, theirs, tuple(torch.randn(shape, dtype=torch.float64, device=device) for shape in shapes)
-    op = OPS[name]
-    inputs = op.make(dims_of(op), torch.float64, device)
-    where = [i for i, (n, x) in enumerate(zip(op.names(inputs), inputs, strict=True)) if op.has_gradient(n, x)]
+    case = CASES[name]
+    inputs = case.make(dims_of(case), torch.float64, device)
+    where = [i for i, (n, x) in enumerate(zip(case.names(inputs), inputs, strict=True)) if case.has_gradient(n, x)]
 
     def of(function):
         def call(*some):
@@ -64,7 +67,7 @@ def problem(name, device):
 
         return call
 
-    return of(op.call), of(op.reference), tuple(inputs[i] for i in where)
+    return of(case.call), of(case.reference), tuple(inputs[i] for i in where)
 
 
 def close(ours, theirs, what=""):
@@ -234,7 +237,7 @@ def test_transforms_inside_of_torch_compile(name):
 def test_dual_numbers_go_through_a_compiled_function():
     x, t = torch.randn(5, dtype=torch.float64, device=DEVICE), torch.randn(5, dtype=torch.float64, device=DEVICE)
     torch._dynamo.reset()
-    compiled = torch.compile(lambda y: 3 * OPS["square"].function(y), backend="aot_eager")
+    compiled = torch.compile(lambda y: 3 * CASES["square"].call(y), backend="aot_eager")
     close(compiled(x), 3 * x * x, "without a tangent")
     with forward_ad.dual_level():
         close(tuple(forward_ad.unpack_dual(compiled(forward_ad.make_dual(x, t)))), (3 * x * x, 6 * x * t), "dual")

@@ -1,4 +1,4 @@
-"""adamw: one step of AdamW on lists of tensors, in place; its reference in torch, its raw op, and its row in the registry."""
+"""adamw: one step of AdamW on lists of tensors, in place; its reference in torch, its raw op, and its case in the registry."""
 
 from collections.abc import Iterable, Sequence
 from math import prod, sqrt
@@ -13,7 +13,7 @@ from cukern.runtime.dispatch import autocast
 from cukern.runtime.dispatch.raw_ops import raw_op
 from cukern.runtime.dispatch.versions import in_force
 from cukern.runtime.launch import backend, interop
-from cukern.runtime.registry import Cost, Op, register
+from cukern.runtime.registry import Case, Cost, Op, register
 from cukern.runtime.tensors import wide
 
 Numbers = tuple[Any, float, float, float, float]  # lr, beta1, beta2, eps, weight_decay; lr may be a tensor
@@ -164,11 +164,11 @@ def _magnitude(inputs: tuple[Tensor, ...], _: Any) -> tuple[Tensor, ...]:
 
 
 register(
-    Op(
-        name="adamw", stem="adamw", function=adamw, reference=reference, versions=VERSIONS, dtypes=checks.FLOATS,  # type: ignore[arg-type]
+    Case(
+        name="adamw", op=Op("adamw", "adamw", VERSIONS), call=_spread, reference=reference,
         dims="TENSORS NUMEL", make=_make, inputs=("param", "grad", "exp_avg", "exp_avg_sq"), bound="memory",
         cost=lambda dims, itemsize: {"fwd": Cost(prod(dims) * (3 * itemsize + 4 * max(itemsize, 4)), 16 * prod(dims))},
-        magnitude=_magnitude, in_place=("param", "exp_avg", "exp_avg_sq"), spread=_spread, differentiable=False,
+        magnitude=_magnitude, in_place=("param", "exp_avg", "exp_avg_sq"), differentiable=False,
         check_dims=((1, 1), (3, 4097), (2, 8192), (5, 20000)), sim_dims=((1, 1), (3, 67), (2, 8201)),
         bench_dims=((148, 840832), (1, 32768 * 768), (1, 8192 * 4096)),
     )

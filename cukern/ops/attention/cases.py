@@ -1,4 +1,4 @@
-"""The registry's ops: attention of matrices, attention_grouped with every option, attention_packed, attention_varlen, attention_decode."""
+"""The cases of attention: of matrices, grouped (with every option), packed, varlen and decode."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -12,8 +12,7 @@ from cukern.ops.attention import plan
 from cukern.ops.attention.fused import parts
 from cukern.ops.attention.op import VERSIONS, attention, attention_packed, attention_varlen
 from cukern.ops.attention.reference import Lengths, Options, hidden_keys, reference, repeated
-from cukern.runtime import checks
-from cukern.runtime.registry import Cost, Op, Tensors, register
+from cukern.runtime.registry import Case, Cost, Op, Tensors, register
 
 _SOFTCAP, _GROUP = 3.0, 2
 
@@ -56,7 +55,7 @@ def _sizes(softcap: float, q: Tensor, k: Tensor, v: Tensor, g: Tensor, lengths: 
 def _rules(
     into: Callable[..., Tensor], back: Callable[..., Tensor], softcap: float = 0.0, results: int = 4
 ) -> dict[str, Callable[..., Any]]:
-    """The reference and the magnitude of an op. `into` gives its tensors the shape (batch, heads, rows, D), and `back` reverses that.
+    """The reference and the magnitude of a case. `into` gives its tensors the shape (batch, heads, rows, D), and `back` reverses that.
     `results`: the number of outputs and gradients."""
 
     def lengths(cu_seqlens: Tensor | None = None) -> Lengths:
@@ -101,9 +100,12 @@ def _varlen_cost(dims: Sequence[int], itemsize: int) -> dict[str, Cost]:
     return {"fwd": Cost(4 * size, flops), "bwd": backward, **{f"bwd:{name}": backward for name in "qkv"}}
 
 
-def _register(name: str, function: Callable[..., Any], names: tuple[str, ...], group: int, **others: Any) -> None:
+_OP = Op("attention", "attention", VERSIONS)
+
+
+def _register(name: str, call: Callable[..., Any], names: tuple[str, ...], group: int, **others: Any) -> None:
     common: dict[str, Any] = {"dims": "MATRICES T D", "cost": partial(_cost, "qkv" if len(names) > 1 else "", group), "bound": "compute"}
-    register(Op(name=name, stem="attention", function=function, versions=VERSIONS, dtypes=checks.FLOATS, inputs=names, **common | others))
+    register(Case(name=name, op=_OP, call=call, inputs=names, **common | others))
 
 
 _register(

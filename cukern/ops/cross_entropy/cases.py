@@ -1,4 +1,4 @@
-"""The registry's entries: cross_entropy, cross_entropy_padded (all options, and a padded vocabulary) and linear_cross_entropy."""
+"""The cases of two ops: cross_entropy, cross_entropy_padded (all options, and a padded vocabulary) and linear_cross_entropy."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cukern.ops.cross_entropy import linear
 from cukern.ops.cross_entropy.op import VERSIONS, Options, cross_entropy, reference
-from cukern.runtime.registry import Cost, Op, register, row_counts
+from cukern.runtime.registry import Case, Cost, Op, register, row_counts
 
 _PADDED: dict[str, Any] = {"ignore_index": -1, "reduction": "none", "label_smoothing": 0.1, "z_loss": 1e-2, "softcap": 5.0}
 
@@ -47,9 +47,10 @@ def _magnitude(padded: bool, inputs: tuple[Tensor, ...], douts: tuple[Tensor, ..
     return loss[:, 0] if reduction == "none" else loss.sum(), torch.nn.functional.pad(dx, (0, logits.shape[1] - vocab))
 
 
+_OP = Op("cross_entropy", "cross_entropy", VERSIONS)
 for _name, _function, _padded in (("cross_entropy", cross_entropy, False), ("cross_entropy_padded", _padded_call, True)):
-    register(Op(
-        name=_name, stem="cross_entropy", function=_function, variants=row_counts, versions=VERSIONS,
+    register(Case(
+        name=_name, op=_OP, call=_function, variants=row_counts,
         reference=lambda logits, targets, padded=_padded: reference(logits, targets, _options(padded, logits.shape[-1])),
         make=partial(_make, _padded), magnitude=partial(_magnitude, _padded), roundings=4,
         dims="ROWS COLUMNS", inputs=("logits", "targets"), cost=_cost,
@@ -88,11 +89,11 @@ def _linear_cost(dims: Sequence[int], itemsize: int) -> dict[str, Cost]:
     return {"fwd": one, "bwd": Cost(2 * one.bytes, 2 * one.flops), "bwd:x": one, "bwd:weight": one}
 
 
-register(Op(
-    name="linear_cross_entropy", stem="cross_entropy", function=linear.linear_cross_entropy,
+register(Case(
+    name="linear_cross_entropy", op=Op("linear_cross_entropy", "cross_entropy", linear.VERSIONS),
     reference=lambda x, weight, targets: linear.reference(x, weight, targets, Options(len(weight))).to(x.dtype),
-    spread=lambda *inputs, version=None: linear.linear_cross_entropy(*inputs, version=version).to(inputs[0].dtype),
-    versions=linear.VERSIONS, make=_make_linear, magnitude=_linear_magnitude, dims="ROWS CLASSES COLUMNS",
+    call=lambda *inputs, version=None: linear.linear_cross_entropy(*inputs, version=version).to(inputs[0].dtype),
+    make=_make_linear, magnitude=_linear_magnitude, dims="ROWS CLASSES COLUMNS",
     inputs=("x", "weight", "targets"), cost=_linear_cost, bound="compute", roundings=4,
     check_dims=((1, 1, 1), (70, 50_304, 96), (700, 1001, 64), (129, 65, 33)),
     sim_dims=((1, 1, 1), (5, 67, 8), (9, 300, 16)),

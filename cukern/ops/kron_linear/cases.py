@@ -17,8 +17,7 @@ from torch import Tensor
 from cukern.ops.kron_linear.op import VERSIONS, kron_linear
 from cukern.ops.kron_linear.plan import Sizes, steps
 from cukern.ops.kron_linear.reference import movedim_product
-from cukern.runtime import checks
-from cukern.runtime.registry import Cost, Op, register
+from cukern.runtime.registry import Case, Cost, Op, register
 
 Where = torch.device | str
 
@@ -99,18 +98,17 @@ def _buckets(dims: tuple[int, ...]) -> list[tuple[int, ...]]:
     return [(rows, *dims[1:]) for rows in (16, 31, 32, 33, 64, 96, 65, 1024, 1025)]
 
 
-def _case(sizes_of: Callable[[Sequence[int]], Sizes], **rest: Any) -> Op:
-    return Op(
-        stem="kron_linear",
-        function=kron_linear,
-        spread=_layers,
+_OP = Op("kron_linear", "kron_linear", VERSIONS)
+
+
+def _case(sizes_of: Callable[[Sequence[int]], Sizes], **rest: Any) -> Case:
+    return Case(
+        op=_OP,
+        call=_layers,
         reference=partial(_layers, layer=movedim_product),
-        versions=VERSIONS,
-        dtypes=checks.FLOATS,
         make=lambda dims, dtype, device: _make(dims, sizes_of(dims), dtype, device),
         inputs=("x", "factor..."),
         cost=lambda dims, itemsize: _cost(dims, sizes_of(dims), itemsize),
-        bound="memory",
         roundings=6,  # a chain of additions for each factor
         variants=_buckets,
         candidates=(*CANDIDATES, "cublas"),
@@ -135,7 +133,7 @@ _ONE = _case(
     note=_note,
 )
 _TWO = partial(_layers, count=2)
-_CHECKED = replace(_ONE, spread=_TWO, reference=partial(_TWO, layer=movedim_product), make=_make_two)
+_CHECKED = replace(_ONE, call=_TWO, reference=partial(_TWO, layer=movedim_product), make=_make_two)
 register(replace(_ONE, as_checked=_CHECKED))
 register(
     _case(

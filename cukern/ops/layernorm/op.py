@@ -17,7 +17,7 @@ from cukern.runtime.dispatch.raw_ops import raw_op
 from cukern.runtime.dispatch.versions import choose, in_force
 from cukern.runtime.launch import backend, interop
 from cukern.runtime.planning import planned
-from cukern.runtime.registry import Cost, Op, normal, register, row_counts
+from cukern.runtime.registry import Case, Cost, Op, normal, register, row_counts
 from cukern.runtime.tensors import as_matrix, empty_like, mergeable, pointers, readable, row_strides, unit_column_stride, wide
 
 
@@ -226,14 +226,15 @@ def _magnitude(arguments: Callable[..., Any], inputs: tuple[Tensor, ...], douts:
     return *((y, dx) if residual is None else (y, s.abs(), dx, dx)), dweight, *(() if bias is None else (g.sum(0),))
 
 
+_OP = Op("layernorm", "layernorm", VERSIONS)
 for _name, _function, _inputs, _arguments in (
     ("layernorm", layernorm, ("x", "weight", "bias"), lambda x, weight, bias: (x, None, weight, bias, 1e-5, False)),
     ("rmsnorm", rmsnorm, ("x", "weight"), lambda x, weight: (x, None, weight, None, 1e-6, True)),
     ("layernorm_residual", _with_residual, ("x", "residual", "weight", "bias"), lambda *inputs: (*inputs, 1e-5, False)),
 ):
     _matrices = 1 + ("residual" in _inputs)
-    register(Op(
-        name=_name, stem="layernorm", variants=row_counts, function=_function, versions=VERSIONS, dims="ROWS COLUMNS", inputs=_inputs,
+    register(Case(
+        name=_name, op=_OP, variants=row_counts, call=_function, dims="ROWS COLUMNS", inputs=_inputs,
         reference=lambda *inputs, arguments=_arguments: reference(*arguments(*inputs)), magnitude=partial(_magnitude, _arguments),
         make=normal(_matrices, len(_inputs) - _matrices), cost=partial(_cost, 2 * _matrices),
         check_dims=((1, 1), (129, 65), (64, 1000), (1000, 768), (33, 4096), (33, 8200), (5, 40_000)),

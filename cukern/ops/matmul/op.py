@@ -1,4 +1,4 @@
-"""matmul and linear: the public functions, and their entries in the registry."""
+"""matmul and linear: the public functions, and their cases in the registry."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ from cukern.runtime.dispatch.products import torch_matmul
 from cukern.runtime.dispatch.versions import in_force
 from cukern.runtime.launch import backend, interop
 from cukern.runtime.planning import planned
-from cukern.runtime.registry import Cost, Op, register, row_counts
+from cukern.runtime.registry import Case, Cost, Op, register, row_counts
 from cukern.runtime.tensors import as_matrix
 
 PRECISIONS = "ieee", "tf32", "3xtf32"
@@ -221,16 +221,16 @@ def _torch_gelu(*tensors: Tensor) -> Tensor:
 
 
 _LINEAR = "x", "weight", "bias"
-_FUSED = {name: row for name, row in VERSIONS.items() if name in ("v5", "v6", "v7", "cublas")}  # no kernel that only teaches
-for _name, _function, _reference, _versions, _names, _bench_dims in (
-    ("matmul", matmul, torch.matmul, VERSIONS, ("a", "b"), ((4096, 4096, 4096), (8192, 8192, 8192))),
-    ("linear", linear, torch.nn.functional.linear, VERSIONS, _LINEAR, ((4096, 3072, 768),)),
-    ("linear_gelu", partial(linear, activation="gelu"), _torch_gelu, _FUSED, _LINEAR, ((32768, 3072, 768), (8192, 16384, 4096))),
+_OP = Op("matmul", "matmul", VERSIONS)
+for _name, _function, _reference, _names, _bench_dims in (
+    ("matmul", matmul, torch.matmul, ("a", "b"), ((4096, 4096, 4096), (8192, 8192, 8192))),
+    ("linear", linear, torch.nn.functional.linear, _LINEAR, ((4096, 3072, 768),)),
+    ("linear_gelu", partial(linear, activation="gelu"), _torch_gelu, _LINEAR, ((32768, 3072, 768), (8192, 16384, 4096))),
 ):
     register(
-        Op(
-            name=_name, stem="matmul", function=_function, reference=_reference, versions=_versions, dtypes=checks.FLOATS,
-            dims="M N K", variants=row_counts, candidates=(*(t.name for t in FMA_TILES[4]), *(t.name for t in TILES)), bound="compute",
+        Case(
+            name=_name, op=_OP, call=_function, reference=_reference, dims="M N K",
+            variants=row_counts, candidates=(*(t.name for t in FMA_TILES[4]), *(t.name for t in TILES)), bound="compute",
             check_dims=((1, 1, 1), (64, 64, 64), (129, 67, 255), (5, 300, 1000)), bench_dims=_bench_dims,
             sim_dims=((1, 1, 1), (3, 33, 800), (64, 64, 64), (70, 90, 50)),
             make=partial(_make, _names is _LINEAR), inputs=_names, cost=partial(_cost, _names),

@@ -1,4 +1,4 @@
-"""rope's entries in the registry: the ways of calling it that the tools check and time. Each is an op to them.
+"""The cases of rope: the ways of calling it that the tools check and time.
 
 Tables are float32 with one column per pair, made by `rope_tables`. Costs count the bytes of x and k, read and written, and of the tables,
 read once.
@@ -15,8 +15,7 @@ from cukern.ops.rope import transformer_engine
 from cukern.ops.rope.op import reference, rope, rope_
 from cukern.ops.rope.tables import rope_tables
 from cukern.ops.rope.versions import VERSIONS
-from cukern.runtime import checks
-from cukern.runtime.registry import Cost, Op, register
+from cukern.runtime.registry import Case, Cost, Op, register
 
 Tensors = tuple[Tensor, ...]
 Count = Callable[[Sequence[int]], int]  # of elements, from the dims
@@ -101,7 +100,7 @@ def _te_magnitude(inputs: Tensors, douts: Tensors) -> Tensors:
     return _magnitude(partial(reference, layout="sbhd"), 1, (inputs[0], a.cos(), a.sin()), douts)
 
 
-# ---- the registry entries
+# ---- the cases
 
 
 def _cost(elements: Count, table: Count, dims: Sequence[int], itemsize: int) -> dict[str, Cost]:
@@ -110,11 +109,13 @@ def _cost(elements: Count, table: Count, dims: Sequence[int], itemsize: int) -> 
     return dict.fromkeys(("fwd", "bwd"), Cost(2 * n * itemsize + 4 * table(dims), 3 * n))
 
 
-def _register(name: str, function: Callable[..., Any], plain: Callable[..., Any], make: Callable[..., Tensors], **fields: Any) -> None:
+_OP = Op("rope", "rope", VERSIONS)
+
+
+def _register(name: str, call: Callable[..., Any], plain: Callable[..., Any], make: Callable[..., Tensors], **fields: Any) -> None:
     tensors = 1 if fields["inputs"][0] != "q" else 2
-    shared = {"stem": "rope", "versions": VERSIONS, "dtypes": checks.FLOATS, "bound": "memory"}
     defaults = {"magnitude": partial(_magnitude, plain, tensors), "check_dims": fields["sim_dims"], "constants": ("cos", "sin")}
-    register(Op(name=name, function=function, reference=plain, make=make, **{**shared, **defaults, **fields}))
+    register(Case(name=name, op=_OP, call=call, reference=plain, make=make, **{**defaults, **fields}))
 
 
 def _register_call(name: str, call: Callable[..., Any], function: Callable[..., Any], make: Callable[..., Tensors], **fields: Any) -> None:

@@ -22,7 +22,7 @@ from cukern.runtime.dispatch.raw_ops import raw_op
 from cukern.runtime.dispatch.versions import choose, in_force
 from cukern.runtime.launch import backend, interop
 from cukern.runtime.planning import planned
-from cukern.runtime.registry import Cost, Op, register, row_counts
+from cukern.runtime.registry import Case, Cost, Op, register, row_counts
 from cukern.runtime.tensors import as_matrix, empty_like, unit_column_stride, wide
 
 Versions = str | tuple[str | None, str | None] | None
@@ -326,9 +326,9 @@ def _magnitude(op: str, inputs: tuple[Tensor, ...], douts: tuple[Tensor, ...]) -
 
 for _name, _function in (("softmax", softmax), ("log_softmax", log_softmax)):
     register(
-        Op(
-            name=_name, stem="softmax", variants=row_counts, function=_function, reference=partial(_reference, _name),
-            versions=_TABLES[_name], dims="ROWS COLUMNS", inputs=("x",), cost=_cost, magnitude=partial(_magnitude, _name),
+        Case(
+            name=_name, op=Op(_name, "softmax", _TABLES[_name]), variants=row_counts, call=_function,
+            reference=partial(_reference, _name), dims="ROWS COLUMNS", inputs=("x",), cost=_cost, magnitude=partial(_magnitude, _name),
             check_dims=((1, 1), (129, 65), (64, 1000), (33, 4097), (3, 40_000), (5, 50_257)),
             sim_dims=((1, 1), (5, 67), (2, 300)),
             bench_dims=((8192, 1024), (8192, 4096), (8192, 16384), (4096, 50304), (1024, 131072)),

@@ -13,7 +13,7 @@ from cukern.runtime import checks
 from cukern.runtime.dispatch.error_scale import measured
 from cukern.runtime.dispatch.own_launch import Own, Pair, as_tuple, is_own
 from cukern.runtime.launch.kernel import Kernel
-from cukern.runtime.registry import OPS, Cost, Op, Tensors, Version, register
+from cukern.runtime.registry import CASES, Case, Cost, Op, Tensors, Version, register
 
 
 def op(
@@ -117,14 +117,13 @@ def op(
             costs["bwd"] = Cost(moved + sum(tensors[i].nbytes for i in wanted), 2 * work)
         return costs
 
+    table = {v: Version(_idea(pair.forward), instances(v), pair.requires) for v, pair in pairs.items()}
     register(
-        Op(
+        Case(
             name=name,
-            stem=name,
-            function=function,
+            op=Op(name, name, table, dtypes),
+            call=function,
             reference=reference,
-            versions={v: Version(_idea(pair.forward), instances(v), pair.requires) for v, pair in pairs.items()},
-            dtypes=dtypes,
             dims=_dims(make),
             check_dims=check_dims,
             sim_dims=check_dims,
@@ -147,7 +146,7 @@ def _check_name(name: str) -> None:
         raise TypeError(f"name must be a str, got {checks.brief(name)}")
     if not name.isidentifier() or keyword.iskeyword(name):
         raise ValueError(f"name must be an identifier of Python, got {name!r}")
-    if name in OPS and not is_own(name):
+    if name in CASES and not is_own(name):
         raise ValueError(f"name must not be that of an op of cukern, got {name!r}")
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from cukern.runtime import checks
 from cukern.runtime.device import cached, device_of
 from cukern.runtime.device import versions_in_force as _in_force
-from cukern.runtime.registry import OPS
+from cukern.runtime.registry import CASES
 
 DEFAULT = "default"
 Versions = dict[str, tuple[str, str]]  # by op: the versions of forward and backward
@@ -34,7 +34,7 @@ def use(op: str, version: str, *, backward: str | None = None) -> contextlib.Abs
     """Choose the version of an op's kernels inside a block, for calls that name no version.
 
     Args:
-        op: a name such as "softmax". Ops that share a table of versions change together, as do matmul, linear and its partial linear_gelu.
+        op: a name such as "softmax". The cases of an op change together, such as matmul, linear and linear_gelu.
         version: of the forward, and of the backward unless that is given: `use("softmax", "v5", backward="v3")`. "default" is the fastest.
 
     The setting is a context variable. It holds for the thread or asyncio task that opened the block and for tasks started inside it. A
@@ -49,17 +49,11 @@ def use(op: str, version: str, *, backward: str | None = None) -> contextlib.Abs
         >>> with cukern.use("softmax", "v5"):
         ...     y = cukern.softmax(torch.randn(2, 8))
     """
-    checks.choice("op", op, OPS)
+    checks.choice("op", op, CASES)
     names = version, version if backward is None else backward
     for name in names:
-        checks.choice(f"version of cukern.{op}", name, (*OPS[op].versions, DEFAULT))
-    return _using(dict.fromkeys(_together(op), names))
-
-
-def _together(op: str) -> list[str]:
-    """The ops that change their version together with this one."""
-    tables = [OPS[op].versions, *(o.versions for o in OPS.values() if o.function is getattr(OPS[op].function, "func", None))]
-    return [o.name for o in OPS.values() if any(o.versions is table for table in tables)]
+        checks.choice(f"version of cukern.{op}", name, (*CASES[op].op.versions, DEFAULT))
+    return _using({CASES[op].op.name: names})
 
 
 @contextlib.contextmanager
@@ -80,11 +74,11 @@ def _enter(blocks: tuple[Versions, ...]) -> None:
 def _variables() -> Versions:
     """What the environment variables CUKERN_<OP> name, read once."""
     found: Versions = {}
-    for op, entry in OPS.items():
-        if named := os.environ.get(variable := f"CUKERN_{op.upper()}"):
-            if named not in entry.versions:
-                raise ValueError(f"{variable}: cukern.{op} has no version {named!r}; it has {', '.join(entry.versions)}")
-            found |= dict.fromkeys(_together(op), (named, named))
+    for name, case in CASES.items():
+        if named := os.environ.get(variable := f"CUKERN_{name.upper()}"):
+            if named not in case.op.versions:
+                raise ValueError(f"{variable}: cukern.{name} has no version {named!r}; it has {', '.join(case.op.versions)}")
+            found[case.op.name] = named, named
     return found
 
 
@@ -108,7 +102,7 @@ def choose(op: str, version: str, device: int) -> Chosen:
 
     Raises ValueError for a version that is unknown or that the GPU cannot run.
     """
-    versions, capability = OPS[op].versions, device_of(device).capability
+    versions, capability = CASES[op].op.versions, device_of(device).capability
     default = ([name for name, v in versions.items() if v.requires <= capability] or list(versions))[-1]
     chosen = [default if name in ("", DEFAULT) else name for name in names_of(op, version)]
     for name in chosen:

@@ -26,7 +26,7 @@ def quick(args, grid, block, shared):
             gy = gz = by = bz = 1
         else:
             (gx, gy, gz), (bx, by, bz) = dims(grid, block)
-        buffer, each, extra = local.parts
+        buffer, each, extra = arguments.parts
         pack(buffer, 0, {values})
         launch(function, gx, gy, gz, bx, by, bz, shared, stream(device), each, extra)
     except Exception:
@@ -41,14 +41,14 @@ def never(args: tuple[Any, ...], grid: Any, block: Any, shared: Any) -> bool:
     return False
 
 
-def quick(prepared: driver.Prepared, params: Sequence[signature.Param], device: int) -> Quick:
+def quick(loaded: driver.Loaded, params: Sequence[signature.Param], device: int) -> Quick:
     """A function that launches if all arguments are plain tensors and numbers that are right, and else returns False. Then the checks that
     explain errors must look. Its code is written for the parameters: a loop over them takes three times as long."""
     if not any(p.pointer for p in params):  # the current GPU is that of the launch
         return never
     names, checks, values = [f"a{i}" for i in range(len(params))], "", []
-    space: dict[str, Any] = {**prepared._asdict(), "plain": _PLAIN, "dims": dims, "stream": driver.current_stream, "device": device}
-    space["increment_version"] = increment_version
+    space: dict[str, Any] = {name: getattr(loaded, name) for name in ("function", "pack", "arguments", "launch", "most_shared")}
+    space |= {"plain": _PLAIN, "dims": dims, "stream": driver.current_stream, "device": device, "increment_version": increment_version}
     for a, p in zip(names, params, strict=True):
         if not p.pointer and (p.size or p.ctype in ("bool", "__nv_bfloat16")):
             return never

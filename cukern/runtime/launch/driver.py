@@ -12,7 +12,7 @@ import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -75,20 +75,10 @@ def load(name: str, cubin: Cubin, params: tuple[Param, ...], device: int, attrib
                 f"{name} cannot be written to a temporary file ({error}): set TMPDIR to a folder that can be written"
             ) from error
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(raw))  # never unloaded: a captured CUDA graph may use the function
-        launch: Launch = _Loaded(raw.kernel.ptr, name, cubin, params, device, attribute)
+        launch: Launch = Loaded(raw.kernel.ptr, name, cubin, params, device, attribute)
     if SYNC or NVTX:
         launch = _debugged(launch, name)
     return launch if torch.cuda.device_count() == 1 else _on_device(launch, device), raw
-
-
-class Prepared(NamedTuple):
-    """What a launch needs besides its arguments. `most_shared`: a list of the bytes of dynamic shared memory that are allowed so far."""
-
-    function: int
-    pack: Callable[..., None]
-    local: "_Arguments"
-    launch: Callable[..., None]
-    most_shared: list[int]
 
 
 def _on_device(launch: Launch, device: int) -> Launch:
@@ -99,8 +89,7 @@ def _on_device(launch: Launch, device: int) -> Launch:
             with torch.cuda.device(device):
                 launch(*args)
 
-    if prepared := getattr(launch, "prepared", None):
-        run.prepared = prepared  # type: ignore[attr-defined]
+    run.loaded = launch  # type: ignore[attr-defined]
     return run
 
 
@@ -152,8 +141,10 @@ def _allow_cluster(function: int, device: int, attribute: Attribute) -> Dim:
     return x, y, z
 
 
-class _Loaded:
-    """A kernel on one GPU. A call launches it on torch's current stream. `bound` gives a launch whose last arguments are packed once."""
+class Loaded:
+    """A kernel on one GPU. A call launches it on torch's current stream. `bound` gives a launch whose last arguments are packed once.
+
+    `most_shared`: a list of the bytes of dynamic shared memory that are allowed so far."""
 
     def __init__(self, function: int, name: str, cubin: Cubin, params: tuple[Param, ...], device: int, attribute: Attribute):
         from cupy_backends.cuda.api import driver
@@ -166,7 +157,6 @@ class _Loaded:
         capability = device_of(device).capability
         self.launch = (attribute and extended_launch.launcher(capability, attribute)) or driver.launchKernel
         self.most_shared, self.growing = [_FREE_SHARED - cubin.report.shared], threading.Lock()
-        self.prepared = Prepared(function, self.pack, self.arguments, self.launch, self.most_shared)
 
     def __call__(self, grid: Dim, block: Dim, shared: int, *args: Any) -> None:
         try:

@@ -217,8 +217,9 @@ class Kernel:
             except (TypeError, ValueError) as error:
                 raise self._with_signature(error, params) from None
         increment_version(arguments.written(params, tensors))
-        if not simulated and device not in self._quicks and hasattr(launch, "prepared"):
-            self.quick = self._quicks[device] = arguments.quick(launch.prepared, params, device)
+        loaded = getattr(launch, "loaded", launch)
+        if isinstance(loaded, driver.Loaded) and device not in self._quicks:
+            self.quick = self._quicks[device] = arguments.quick(loaded, params, device)
 
     def __getitem__(self, launch: Any) -> Callable[..., None]:
         """`kernel[grid, block]`, `kernel[grid, block, shared]` or `kernel[grid, block, shared, stream]`, as in <<<...>>> of CUDA C++."""

@@ -9,10 +9,10 @@ from helpers import DEVICE, PLACE, kernels, same_bits
 import cukern
 from cukern.ops.attention import fused, launch, plan, wgmma
 from cukern.ops.attention.reference import Options, hidden_keys, reference, repeated
+from cukern.runtime import registry
 from cukern.runtime.compile.compiler import compiled
 from cukern.runtime.device import KNOWN, assumed
 from cukern.runtime.launch.kernel import collecting
-from cukern.runtime.registry import OPS
 
 pytestmark = kernels
 HALF, BF16 = torch.float16, torch.bfloat16
@@ -401,4 +401,4 @@ def test_lengths_compile_nothing():
     """The kernels of a call depend on the dtype, torch's TF32 switch, the head_dim, the softcap and packed sequences only."""
     for find, count in ((launch.instances, 33), (launch.wgmma_instances, 97)):
         assert len(find(BF16)) == count and len(find(torch.float32)) == 40 and find(torch.float64) == []
-        assert {k.name for dtype in (BF16, torch.float32) for k in find(dtype)} <= set(OPS["attention"].kernels())
+        assert {k.name for dtype in (BF16, torch.float32) for k in find(dtype)} <= set(registry.CASES["attention"].op.kernels())

@@ -14,7 +14,7 @@ import cukern
 from cukern.ops.cross_entropy.op import VERSIONS
 from cukern.runtime.device import assumed, device_of
 from cukern.runtime.launch import backend
-from cukern.runtime.registry import OPS
+from cukern.runtime.registry import CASES
 
 EVERY = pytest.mark.parametrize("device, version", places("cross_entropy"))
 EVERY_VERSION = pytest.mark.parametrize("version", VERSIONS)
@@ -324,4 +324,4 @@ def test_on_the_cpu_it_is_torchs():
         cukern.cross_entropy(x, targets, version="v1")
     with pytest.raises(ValueError, match=r"the number of classes, logits.shape\[-1\], must be in 1..1073741824, got 0"):
         cukern.cross_entropy(x[:, :0], targets)
-    assert OPS["cross_entropy"].function is cukern.cross_entropy
+    assert CASES["cross_entropy"].call is cukern.cross_entropy

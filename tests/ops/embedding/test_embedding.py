@@ -9,10 +9,10 @@ from helpers import DEVICE, FLOATS, kernels, places, same_bits
 
 import cukern
 from cukern.ops import embedding as module
-from cukern.runtime.registry import OPS
+from cukern.runtime.registry import CASES
 
 PLACES = pytest.mark.parametrize("device, version", places("embedding"))
-VERSIONS = pytest.mark.parametrize("version", OPS["embedding"].versions)
+VERSIONS = pytest.mark.parametrize("version", CASES["embedding"].op.versions)
 SORTED = pytest.mark.parametrize("few", (module.FEW, 0), ids=("few", "sorted"))  # as with few tokens, and as with more
 SHAPES = [(), (0,), (1,), (3, 0), (0, 3), (5,), (2, 3, 4), (300,)]
 

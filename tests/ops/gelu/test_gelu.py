@@ -12,10 +12,10 @@ from torch.nn import functional
 
 import cukern
 from cukern.ops.gelu import _FORWARD
-from cukern.runtime.registry import OPS
+from cukern.runtime.registry import CASES
 
 PLACES = pytest.mark.parametrize("device, version", places("gelu"))
-VERSIONS = pytest.mark.parametrize("version", OPS["gelu"].versions)
+VERSIONS = pytest.mark.parametrize("version", CASES["gelu"].op.versions)
 DTYPES = pytest.mark.parametrize("dtype", FLOATS, ids=str)
 FUNCTIONS = {  # of x: ours, torch's
     "gelu": (lambda x, version: cukern.gelu(x, version=version), functional.gelu),

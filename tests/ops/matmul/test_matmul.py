@@ -15,7 +15,7 @@ from cukern.ops.matmul.plan import BK, CHAIN, FMA_TILES, MAX_CHAIN, MIN_FMA_K_TI
 from cukern.runtime.device import KNOWN, SIMULATED, assumed
 from cukern.runtime.launch import backend
 from cukern.runtime.launch.kernel import collecting
-from cukern.runtime.registry import OPS
+from cukern.runtime.registry import CASES
 
 SIZES = (1, 3, 8, 33, 130)
 PLACES = pytest.mark.parametrize("device, version", places("matmul"))
@@ -44,7 +44,7 @@ def check(a: torch.Tensor, b: torch.Tensor, version: str | None, what: str) -> N
         return float(relative.nan_to_num(nan=math.inf).max())
 
     # A product of 3xTF32 has an error of up to 2^-21, that is 4 epsilons, and a rounding.
-    roundings = 5 if a.dtype == torch.float32 and version in ("v6", "v7") else OPS["matmul"].roundings
+    roundings = 5 if a.dtype == torch.float32 and version in ("v6", "v7") else CASES["matmul"].roundings
     ours = cukern.matmul(a, b, version=version)
     assert ours.shape == exact.shape and ours.dtype == a.dtype and ours.is_contiguous()
     assert error(ours) <= 2 * error(a @ b) + roundings * torch.finfo(a.dtype).eps, what
@@ -103,12 +103,12 @@ def test_shapes_that_split_the_last_wave_of_tiles(device):
 @pytest.mark.parametrize("m, n, k", [(4096, 4096, 4096), (4096, 3072, 768), (8192, 8192, 8192), (1000, 999, 10007)])
 def test_largest_error_is_at_most_twice_that_of_cublas(m, n, k):
     """Also where cuBLAS splits K into several sums, as for the gradients of a linear layer."""
-    for op, name in itertools.product((OPS["matmul"], OPS["linear"]), ("fwd", "bwd")):
-        inputs = op.make((m, n, k), torch.float32, "cuda")
+    for case, name in itertools.product((CASES["matmul"], CASES["linear"]), ("fwd", "bwd")):
+        inputs = case.make((m, n, k), torch.float32, "cuda")
         with environment.float32_products():
-            for one in [name] if name == "fwd" else [f"bwd:{x}" for x in op.inputs[:2]]:
-                error = verify.errors(op, inputs, {"ours": op.function, "cuBLAS": op.reference}, one)
-                assert error["ours"] <= 2 * error["cuBLAS"], f"{op.name} {one}: {error}"
+            for one in [name] if name == "fwd" else [f"bwd:{x}" for x in case.inputs[:2]]:
+                error = verify.errors(case, inputs, {"ours": case.call, "cuBLAS": case.reference}, one)
+                assert error["ours"] <= 2 * error["cuBLAS"], f"{case.name} {one}: {error}"
 
 
 @PLACES
@@ -206,7 +206,7 @@ def test_transposes_are_not_copied():
 def test_nan_and_infinity_stay_in_their_rows():
     a, b = torch.randn(200, 60, device="cuda"), torch.randn(60, 300, device="cuda")
     a[7, 3], a[150, 59] = float("nan"), float("inf")
-    for version in (*OPS["matmul"].versions, None):
+    for version in (*CASES["matmul"].op.versions, None):
         out = cukern.matmul(a, b, version=version)
         assert bool(out[7].isnan().all()) and not bool(out[150].isfinite().any())
         rest = torch.ones(200, dtype=torch.bool, device="cuda")

@@ -15,10 +15,10 @@ from helpers import DEVICE, FLOATS, gpu, kernels, places, same_bits
 import cukern
 from cukern.ops.rope.cases import angles
 from cukern.ops.rope.plan import compute_dtype
-from cukern.runtime.registry import OPS
+from cukern.runtime.registry import CASES
 
 PLACES = pytest.mark.parametrize("device, version", places("rope"))
-VERSIONS = pytest.mark.parametrize("version", OPS["rope"].versions)
+VERSIONS = pytest.mark.parametrize("version", CASES["rope"].op.versions)
 AXES = {"bshd": (0, 1, 2, 3), "bhsd": (0, 2, 1, 3), "sbhd": (1, 0, 2, 3)}
 B, S, H, K = 2, 5, 3, 2
 PLAIN = [list(range(S))] * B  # positions

@@ -9,7 +9,7 @@ from helpers import FLOATS, assert_accurate, gpu, places, same_bits
 
 import cukern
 from cukern.ops.square import _launch_square
-from cukern.runtime.registry import OPS
+from cukern.runtime.registry import CASES
 
 SHAPES = [(), (0,), (3, 0, 5), (1,), (1, 1), (2,), (3,), (7,), (255,), (256,), (257,), (1023,), (2049,), (31, 33), (2, 3, 5, 7), (64, 1000)]
 PLACES = pytest.mark.parametrize("device, version", places("square"))
@@ -123,12 +123,12 @@ def test_versions_agree_bit_for_bit():
     """Both versions use the same arithmetic. Only the memory accesses differ."""
     for dtype in FLOATS:
         x = torch.randn(12_345, dtype=dtype, device="cuda")
-        outs = [cukern.square(x, version=v) for v in OPS["square"].versions]
+        outs = [cukern.square(x, version=v) for v in CASES["square"].op.versions]
         assert all(same_bits(outs[0], other) for other in outs)
 
 
 @gpu
-@pytest.mark.parametrize("version", OPS["square"].versions)
+@pytest.mark.parametrize("version", CASES["square"].op.versions)
 def test_more_than_2_to_31_elements(version, most_memory):
     n = 2**31 + 5
     free, _ = torch.cuda.mem_get_info()

@@ -7,10 +7,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import cukern
-from cukern.runtime.registry import OPS
+from cukern.runtime.registry import CASES
 
 PLACES = pytest.mark.parametrize("device, version", places("square"))
-VERSIONS = list(OPS["square"].versions)
+VERSIONS = list(CASES["square"].op.versions)
 
 
 @PLACES
