@@ -1,4 +1,4 @@
-// Wrong on purpose: the keys behind a sequence's end are not hidden, only those behind the tensor's.
+// Attention of packed sequences: the keys behind a sequence's end are hidden.
 #include "attention/tile.cuh"
 #include "common/ptx/math.cuh"
 #include "common/reduce.cuh"
@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(128) packed_rows(T* out, const T* q, const T* 
             float top = most[i];
             for (int n = 0; n < 16; n++) {
                 float& x = s[0][n / 2][2 * i + n % 2];
-                if (first + n / 2 * 8 + lane % 4 * 2 + n % 2 >= rows) x = -1e30f;
+                if (first + n / 2 * 8 + lane % 4 * 2 + n % 2 >= of.keys) x = -1e30f;
                 top = fmaxf(top, x);
             }
             top = warp_reduce<Max>(top, 4);

@@ -1,4 +1,4 @@
-// Wrong on purpose: the product of the middle pieces of two floats is missing, so that products have 16 bits instead of 24.
+// Products of floats as sums of three bfloat16 numbers.
 #include "attention/tile.cuh"
 
 // out = a b^T for floats, each the sum of three bfloat16 numbers. A block of 4 warps owns 64 rows of a; b has 64 rows. Both have 64 columns.
@@ -21,7 +21,7 @@ __global__ void __launch_bounds__(128) float_products(float* out, const float* a
             for (int p = 0; p < 3; p++) load_tiles<false>(y[p], columns_at<64>(right, k) + p * TILE + n * 16 * ROW_BYTES);
             for (int sum = 2; sum >= 0; sum--)
                 for (int i = 0; i <= sum; i++)
-                    if (i != 1 || sum != 2) multiply_blocks<T>(sums, x[i], y[sum - i], n);
+                    multiply_blocks<T>(sums, x[i], y[sum - i], n);
         }
     }
     float one[1][2] = {{1, 1}};

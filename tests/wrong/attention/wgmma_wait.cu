@@ -1,4 +1,4 @@
-// Wrong on purpose: sums are read while the last product is still in flight.
+// Causal attention with wgmma.
 #include "attention/wgmma_tile.cuh"
 
 // out = softmax2(q k^T) v in powers of 2, rows of 64, causal. A warpgroup owns 64 queries.
@@ -27,7 +27,7 @@ __global__ void __launch_bounds__(128) attention_rows(T* out, const T* q, const 
         wgmma_fence(sums[0], p);
         start_product<T, 64>(sums[0], p, tile + 16384);
         wgmma_commit();
-        wgmma_wait<1>(sums[0]);
+        wgmma_wait<0>(sums[0]);
         __syncthreads();
     }
     for (int i = 0; i < 2; i++) total[0][i] = 1 / warp_reduce<Sum>(total[0][i], 4);

@@ -1,4 +1,4 @@
-// Wrong on purpose: what is behind the rotated slice is not copied. In place, where it need not be, nobody would see it.
+// The rotation of a slice; the elements behind it are copied.
 __global__ void rope_pairs(float* out, const float* x, const float* cos, const float* sin, int heads, int head_dim, int half) {
     long long head = (long long)blockIdx.x * head_dim;
     int token = blockIdx.x / heads;
@@ -7,5 +7,5 @@ __global__ void rope_pairs(float* out, const float* x, const float* cos, const f
         out[head + i] = a * c - b * s;
         out[head + half + i] = b * c + a * s;
     }
-    // no copy
+    for (int i = 2 * half + threadIdx.x; i < head_dim; i += blockDim.x) out[head + i] = x[head + i];
 }
