@@ -315,7 +315,7 @@ def test_a_notebook_begins_with_the_current_defaults(path):
 
 
 FILE_NAME = re.compile(r"(?<![\w.{*<@-])(?:[\w.-]+/)*[A-Za-z_][\w]*\.(?:py|cuh|cu)\b(?!\()")
-EXAMPLES = re.compile(r"my_|NAME|^(?:file|scale|test_gpt2|test_gpt2_fp32)\.cu$")  # files of users and of llm.c
+EXAMPLES = re.compile(r"my_|NAME|^(?:file|scale|row_max|test_gpt2|test_gpt2_fp32)\.(?:cu|py)$")  # files of users and of llm.c
 
 
 def comments(path: Path) -> str:
@@ -331,9 +331,8 @@ def comments(path: Path) -> str:
     return "\n".join((*docstrings, *(t.string for t in tokenize.generate_tokens(io.StringIO(text).readline) if t.type == tokenize.COMMENT)))
 
 
-def stale_names(text: str, paths: set[str]) -> set[str]:
-    """The names of sources in a text that are no file of the tree."""
-    ends = {"/".join(path.split("/")[i:]) for path in paths for i in range(path.count("/") + 1)}
+def stale_names(text: str, ends: set[str]) -> set[str]:
+    """The names of sources in a text with which the path of no file ends."""
     return {name for name in FILE_NAME.findall(text) if name.replace("../", "") not in ends and not EXAMPLES.search(name)}
 
 
@@ -341,10 +340,11 @@ def test_names_of_files_are_current():
     """In comments, docstrings and docs."""
     folders = [TREE / name for name in ("cukern", "kernels_cu", "benchmarks", "docs/notes", "docs/ops", "tests/ops")]
     sources = [path for folder in folders for path in folder.rglob("*") if path.suffix in (".py", ".cu", ".cuh", ".md")]
-    paths = {str(path.relative_to(TREE)) for suffix in ("py", "cu", "cuh") for path in TREE.rglob(f"*.{suffix}")}
-    stale = {str(path.relative_to(TREE)): stale_names(comments(path), paths) for path in sources if path.name not in OLD_NOTES}
-    assert {path: names for path, names in stale.items() if names} == {}
-    assert stale_names("see a.cuh, x/b.py and ../../x/b.py", {"x/b.py"}) == {"a.cuh"}
+    parts = [path.relative_to(TREE).parts for suffix in ("py", "cu", "cuh") for path in TREE.rglob(f"*.{suffix}")]
+    ends = {"/".join(names[i:]) for names in parts for i in range(len(names))}
+    suspects = [path for path in sources if path.name not in OLD_NOTES and stale_names(path.read_text(), ends)]
+    assert {str(path.relative_to(TREE)): names for path in suspects if (names := stale_names(comments(path), ends))} == {}
+    assert stale_names("see a.cuh, x/b.py, b.py and ../../x/b.py", {"x/b.py", "b.py"}) == {"a.cuh"}
 
 
 def test_complexity():

@@ -1,6 +1,6 @@
 """What the tools know of kron_linear: its inputs by DIMS, its cost, and the two stacked layers that `cukern check` compares.
 
-DIMS are the rows of x, then the sizes of square factors, the one that acts on the fastest index first: see kron_linear.py. Those of
+DIMS are the rows of x, then the sizes of square factors, the one that acts on the fastest index first: see op.py. Those of
 kron_linear_rectangular have two numbers for each factor, its rows and its columns.
 """
 

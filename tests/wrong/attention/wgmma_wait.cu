@@ -6,7 +6,8 @@ template <typename T>
 __global__ void __launch_bounds__(128) attention_rows(T* out, const T* q, const T* k, const T* v, int rows) {
     extern __shared__ __align__(1024) unsigned char shared[];  // Q, K and V, 64 rows each
     unsigned tile = shared_address(shared), p[4][4];
-    int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * 16, query = blockIdx.x * 64 + warp_row + lane / 4;
+    int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * 16,
+        query = blockIdx.x * 64 + warp_row + lane / 4;
     float s[1][8][4], sums[1][8][4] = {}, total[1][2] = {}, most[1][2] = {{-1e30f, -1e30f}}, shrink[1][2];
     copy_tile<64, 64, 128>(tile, q, 64, blockIdx.x * 64, rows, 64);
     for (int first = 0; first <= blockIdx.x * 64; first += 64) {

@@ -1,4 +1,5 @@
-// The backward of a factor whose array stays in shared memory: first the gradient of w, then dx in the place of x.
+// The backward of a factor whose array stays in shared memory: first the gradient of w,
+// then dx in the place of x.
 __global__ void kron_back(float* out, const float* x, const float* g, const float* w, int A, int p, int q) {
     __shared__ float xs[2048], gs[2048];
     for (int i = threadIdx.x; i < A * p; i += blockDim.x) xs[i] = x[i];

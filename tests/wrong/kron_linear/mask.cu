@@ -1,6 +1,6 @@
 // One factor, a thread a fiber and 32 columns a block through shared memory.
-__global__ void kron_fibers(float* out, const float* x, const float* w, long long A, int p, int q, long long C,
-                            long long w_p, long long w_q) {
+__global__ void kron_fibers(float* out, const float* x, const float* w, long long A, int p, int q,
+                            long long C, long long w_p, long long w_q) {
     __shared__ float ws[8][32];
     long long f = blockIdx.x * (long long)blockDim.x + threadIdx.x, a = f / C, c = f % C;
     bool inside = f < A * C;

@@ -1,6 +1,6 @@
 // A factor of a tile that stays in shared memory, in place.
-__global__ void kron_in_place(float* out, const float* x, const float* w, long long A, int p, int q, long long C,
-                              long long w_p, long long w_q) {
+__global__ void kron_in_place(float* out, const float* x, const float* w, long long A, int p, int q,
+                              long long C, long long w_p, long long w_q) {
     __shared__ float tile[4096];
     int size = int(C) * (p > q ? p : q);
     const float* from = x + blockIdx.x * p * C;

@@ -2,7 +2,8 @@
 
 // Grid ceil(N / 32) * ceil(M / rows_per_chunk), block (32, 8).
 template <typename T>
-__global__ void column_sums(T* out, const T* x, int M, int N, int rows_per_chunk, long long x_m, long long x_n) {
+__global__ void column_sums(T* out, const T* x, int M, int N, int rows_per_chunk, long long x_m,
+                            long long x_n) {
     __shared__ T sums[8][32];
     int tiles_n = (N + 31) / 32;
     int chunk = blockIdx.x / tiles_n, n = blockIdx.x % tiles_n * 32 + threadIdx.x;

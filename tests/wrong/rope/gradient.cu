@@ -1,5 +1,6 @@
 // The gradient, where each element of a pair has its own angle: each sine is the partner's.
-__global__ void rope_bwd(float* dx, const float* dout, const float* cos, const float* sin, int heads, int half) {
+__global__ void rope_bwd(float* dx, const float* dout, const float* cos, const float* sin, int heads,
+                         int half) {
     long long head = (long long)blockIdx.x * 2 * half;
     int row = blockIdx.x / heads * 2 * half;
     for (int i = threadIdx.x; i < half; i += blockDim.x) {

@@ -1,6 +1,6 @@
 // Positions come from the user. One beyond the table gives NaN.
-__global__ void rope_at(float* out, const float* x, const float* cos, const float* sin, const int* positions, int heads, int rows,
-                        int half) {
+__global__ void rope_at(float* out, const float* x, const float* cos, const float* sin, const int* positions,
+                        int heads, int rows, int half) {
     long long head = (long long)blockIdx.x * 2 * half;
     int position = positions[blockIdx.x / heads];
     bool inside = position < rows;

@@ -1,5 +1,6 @@
 // The rotation of a slice; the elements behind it are copied.
-__global__ void rope_pairs(float* out, const float* x, const float* cos, const float* sin, int heads, int head_dim, int half) {
+__global__ void rope_pairs(float* out, const float* x, const float* cos, const float* sin, int heads,
+                           int head_dim, int half) {
     long long head = (long long)blockIdx.x * head_dim;
     int token = blockIdx.x / heads;
     for (int i = threadIdx.x; i < half; i += blockDim.x) {
