@@ -47,7 +47,7 @@ def mma(opcode: str) -> Callable[[Registers, Registers, Registers], list[Array]]
     if base != "mma" or parts[:2] != ["sync", "aligned"] or parts[3:5] != ["row", "col"] or len(parts) != 9:
         raise NotSimulated(opcode)
     shape = parts[2]
-    (d, a, b, c) = parts[5:]
+    d, a, b, c = parts[5:]
     if a != b or a not in _SHAPES.get(shape, ()) or {d, c} - ({"f32", "f16"} if a == "f16" else {"f32"}):
         raise NotSimulated(opcode)
     return functools.partial(_mma, FORMATS[a], FORMATS[c], FORMATS[d], int(shape[6:]))
@@ -161,7 +161,7 @@ def wgmma(opcode: str) -> tuple[int, Callable[[Registers, Array, Registers, Arra
         raise NotSimulated(opcode)
     # a tile has 8 columns
     tiles = int(match[1]) // 8
-    (k, sums, factors, saturate) = match.groups("")[1:]
+    k, sums, factors, saturate = match.groups("")[1:]
     if k != {"tf32.tf32": "k8", "bf16.bf16": "k16", "f16.f16": "k16"}.get(factors, "k32"):
         raise NotSimulated(opcode)
     try:
