@@ -107,8 +107,8 @@ class WgmmaTile(NamedTuple):
 
     def forward_grid(self, blocks: int, packed: bool, causal: bool, keys: int, sms: int) -> int:
         """The number of thread blocks for `blocks` blocks of queries. Persistent thread blocks load the next queries early. With
-        `causal`: for tiles that say so, from two waves on. Without, blocks of queries take equal times: from more than one wave on, with one
-        thread block per SM, or if the waves are 85 % full."""
+        `causal`: for tiles that say so, from two waves on. Without, blocks of queries take equal times: from more than one wave on, with
+        one thread block per SM, or if the waves are 85 % full."""
         slots = sms * self.per_sm
         even = self.per_sm == 1 or (keys <= FEW_KEYS and blocks >= 0.85 * slots * -(-blocks // slots))
         persistent = self.persistent and blocks >= 2 * slots if causal else even and blocks > slots

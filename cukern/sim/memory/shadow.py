@@ -10,7 +10,7 @@ from cukern.sim.memory.history import Conflict, History
 from cukern.sim.memory.order import IN_FLIGHT, STRONG, TIME_BITS, Order
 from cukern.sim.numerics.integers import Array, count_nonzero
 
-_COUNT = np.arange(16)  # an access has at most 16 bytes
+_OFFSETS = np.arange(16)  # of the bytes of an access, which has at most 16
 SHIFTS = tuple(map(np.array, range(5)))
 BY_GENERIC_PROXY = 1  # cp.async
 BY_ASYNC_PROXY = 2  # bulk copies and st.async
@@ -115,15 +115,15 @@ class Shadow:
         missing = None
         if self.before is not None and not self.complete:
             if self.writes is None:
-                missing = ~self.before[positions[:, None] + _COUNT[:size]]
+                missing = ~self.before[positions[:, None] + _OFFSETS[:size]]
             else:
                 granules = self._granules(positions, size)
                 missing = self.writes.last[granules] == 0
                 if missing.any():
                     missing = np.repeat(missing.reshape(len(positions), -1), 1 << self.bits, axis=1)
-                    missing = missing & ~self.before[positions[:, None] + _COUNT[:size]]
+                    missing = missing & ~self.before[positions[:, None] + _OFFSETS[:size]]
         if self.poisoned is not None:
-            poisoned = self.poisoned[positions[:, None] + _COUNT[:size]] != 0
+            poisoned = self.poisoned[positions[:, None] + _OFFSETS[:size]] != 0
             missing = poisoned if missing is None or not missing.any() else missing | poisoned
         return missing if missing is not None and missing.any() else None
 
@@ -133,22 +133,22 @@ class Shadow:
         if self.poisoned is None:
             self.poisoned = np.zeros(self.size, np.int64)
         origins = np.maximum(codes >> 16, 1) if self.reach != "grid" else np.ones(1, np.int64)
-        self.poisoned[positions[:, None] + _COUNT[:size]] = (codes[:, None] >> _COUNT[:size] & 1) * origins[
-            :, None
-        ]
+        self.poisoned[positions[:, None] + _OFFSETS[:size]] = (
+            codes[:, None] >> _OFFSETS[:size] & 1
+        ) * origins[:, None]
 
     def poisoned_bytes(self, positions: Array, size: int) -> Array:
         """Which bytes of each row hold uninitialized values."""
         if self.poisoned is None:
             return np.zeros((len(positions), size), bool)
-        return self.poisoned[positions[:, None] + _COUNT[:size]] != 0
+        return self.poisoned[positions[:, None] + _OFFSETS[:size]] != 0
 
     def poison_origins(self, positions: Array, size: int) -> Array:
         """For each row: 0 if no byte holds an uninitialized value, 1 if one does, or 2 + the origin of
         one."""
         if self.poisoned is None:
             return np.zeros(len(positions), np.int64)
-        return self.poisoned[positions[:, None] + _COUNT[:size]].max(axis=1)
+        return self.poisoned[positions[:, None] + _OFFSETS[:size]].max(axis=1)
 
     def write(
         self, order: Order, positions: Array, size: int, lanes: Array, flags: int = 0, narrow: bool = False
@@ -268,7 +268,7 @@ class Shadow:
             self._refine(size)
         first = positions >> SHIFTS[self.bits]
         count = size >> self.bits
-        return first if count == 1 else first[:, None] + _COUNT[:count]
+        return first if count == 1 else first[:, None] + _OFFSETS[:count]
 
     def _refine(self, size: int) -> None:
         """Make granules at most `size` bytes long."""
