@@ -1,7 +1,7 @@
 """Result tables, generated from benchmarks/results/*.jsonl. A table shows the newest row of each measurement.
 
-python benchmarks/tables.py            writes benchmarks/tables/<gpu>/<op>.md, and the summary in README.md; removes older rows and
-                                       those of deleted versions
+python benchmarks/tables.py            writes benchmarks/tables/<gpu>/<op>.md, and the summary in README.md; removes the rows of results
+                                       that are older, or of deleted code
 python benchmarks/tables.py --check    writes nothing; exits with status 1 if a table, the summary or a file of results is not current
 python benchmarks/tables.py --picture  also draws benchmarks/tables/<gpu>/summary.svg (needs matplotlib)
 """
@@ -13,10 +13,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import cukern  # noqa: F401 -- registers the cases
+from cukern.runtime.registry import CASES
+
 HERE = Path(__file__).resolve().parent
 README = HERE.parent / "README.md"
-DELETED = {"softmax": ("v11",)}  # versions whose code is gone: their rows go, too
 KEY = ("op", "version", "pass", "shape", "dtype", "provider", "gpu")
+COPY_KEY = ("provider", "gpu", "bytes")
 MARKED = re.compile(r"(<!-- summary:(\S+) -->\n).*?(<!-- /summary -->)", re.DOTALL)
 
 # The README's summary: one row per op, of a shape that models use.
@@ -35,16 +38,29 @@ Tables = dict[str, list[Row]]
 
 
 def kept(text: str) -> str:
-    """The lines of a file of results that stay: the newest of each key, of those that were measured at a commit, without DELETED versions.
-    git has the others."""
+    """The lines of a file of results that stay: the newest row of each key, measured at a commit, of code that still exists.
+
+    git has the others. A copy of the same number of bytes on the same GPU is one measurement, whichever op it is compared with: each row
+    of an op has its own `of_limit`.
+    """
     found: dict[str, str] = {}
     for line in filter(str.strip, text.splitlines()):
         row = json.loads(line)
-        if not row["dirty"] and row["version"] not in DELETED.get(row["op"], ()):
-            key = json.dumps([row[k] for k in KEY])
-            found.pop(key, None)
-            found[key] = line
+        if row["dirty"] or not exists(row):
+            continue
+        key = json.dumps([row[k] for k in (COPY_KEY if row["provider"] == "copy" else KEY)])
+        found.pop(key, None)
+        found[key] = line
     return "".join(f"{line}\n" for line in found.values())
+
+
+def exists(row: Row) -> bool:
+    """False for a version, or a candidate that was forced or excluded, that the registry no longer has."""
+    case = CASES.get(row["op"])
+    version, *names = re.split(r" --(?:kernel|without) |,", row["version"])
+    if row["provider"] != "cukern" or not version or not case:
+        return True
+    return version in case.op.versions and set(names) <= set(case.candidates)
 
 
 def read(folder: Path = HERE / "results") -> dict[str, Tables]:

@@ -1,8 +1,11 @@
 """The layout rules of DESIGN: no import cycles, ops import each other only through their packages, a common header serves two ops."""
 
 import ast
+import inspect
+import io
 import re
 import sys
+import tokenize
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -286,6 +289,72 @@ print(took_s / torch_s, took_s, torch_s, torch.cuda.is_initialized(), *heavy.int
     assert min(float(run[0]) for run in runs) <= 0.07, runs
 
 
+NARROW = ("cukern/sim/memory", "cukern/sim/numerics", "cukern/sim/ptx", "tests/wrong")  # folders
+
+
+@pytest.mark.parametrize("folder", NARROW)
+def test_lines_have_at_most_110_columns(folder):
+    files = [path for path in (TREE / folder).rglob("*") if path.suffix in (".py", ".cu", ".cuh")]
+    assert files
+    lines = [(path, i, len(line)) for path in files for i, line in enumerate(path.read_text().splitlines(), 1)]
+    assert [f"{path.relative_to(TREE)}:{i}: {length}" for path, i, length in lines if length > 110] == []
+
+
+MOST_WORDS = dict.fromkeys(("attention",), 350)  # of a public docstring, without its example; others have at most 250
+LONG_DOCSTRINGS = {"kron_linear", "matmul", "op", "softmax"}  # to be shortened; no others
+
+
+@pytest.mark.parametrize("name", [name for name in cukern.__all__ if callable(getattr(cukern, name))])
+def test_docstrings_are_short(name):
+    """A docstring says what a function does. How it does that belongs into docs/ops and the comments."""
+    text = re.sub(r"\n\n((?:    [^\n]*\n|\n)+)", "\n\n", f"\n\n{inspect.getdoc(getattr(cukern, name)) or ''}\n")
+    words = len(text.split())
+    assert words <= MOST_WORDS.get(name, 250) or name in LONG_DOCSTRINGS, f"{words} words"
+
+
+NOTES = sorted((TREE / "docs/notes").glob("*.md"))
+OLD_NOTES = {"kron_linear.md", "matmul.md", "softmax.md"}  # whose tables and names are to be corrected; no others
+
+
+@pytest.mark.parametrize("path", NOTES, ids=[path.name for path in NOTES])
+def test_a_notebook_begins_with_the_current_defaults(path):
+    before = path.read_text().split("\n## ")[0]
+    assert "| current default | why | measured |\n|---|---|---|\n| " in before or path.name in OLD_NOTES
+
+
+FILE_NAME = re.compile(r"(?<![\w.{*<@-])(?:[\w.-]+/)*[A-Za-z_][\w]*\.(?:py|cuh|cu)\b(?!\()")
+EXAMPLES = re.compile(r"my_|NAME|^(?:file|scale|row_max|test_gpt2|test_gpt2_fp32)\.(?:cu|py)$")  # files of users and of llm.c
+
+
+def comments(path: Path) -> str:
+    """The comments of a source, with docstrings, or the text of a page."""
+    text = path.read_text()
+    if path.suffix == ".md":
+        return text
+    if path.suffix != ".py":
+        return "\n".join(re.findall(r"//.*", text))
+    docstrings = [
+        ast.get_docstring(n) or "" for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Module | ast.ClassDef | ast.FunctionDef)
+    ]
+    return "\n".join((*docstrings, *(t.string for t in tokenize.generate_tokens(io.StringIO(text).readline) if t.type == tokenize.COMMENT)))
+
+
+def stale_names(text: str, ends: set[str]) -> set[str]:
+    """The names of sources in a text with which the path of no file ends."""
+    return {name for name in FILE_NAME.findall(text) if name.replace("../", "") not in ends and not EXAMPLES.search(name)}
+
+
+def test_names_of_files_are_current():
+    """In comments, docstrings and docs."""
+    folders = [TREE / name for name in ("cukern", "kernels_cu", "benchmarks", "docs/notes", "docs/ops", "tests/ops")]
+    sources = [path for folder in folders for path in folder.rglob("*") if path.suffix in (".py", ".cu", ".cuh", ".md")]
+    parts = [path.relative_to(TREE).parts for suffix in ("py", "cu", "cuh") for path in TREE.rglob(f"*.{suffix}")]
+    ends = {"/".join(names[i:]) for names in parts for i in range(len(names))}
+    suspects = [path for path in sources if path.name not in OLD_NOTES and stale_names(path.read_text(), ends)]
+    assert {str(path.relative_to(TREE)): names for path in suspects if (names := stale_names(comments(path), ends))} == {}
+    assert stale_names("see a.cuh, x/b.py, b.py and ../../x/b.py", {"x/b.py", "b.py"}) == {"a.cuh"}
+
+
 def test_complexity():
     """radon's cyclomatic complexity of a function is at most 15."""
     radon = pytest.importorskip("radon.complexity", reason="radon, of the extra dev, is not installed")
@@ -317,6 +386,11 @@ def test_cached_properties_have_no_lock():
     for path in (TREE / "cukern").rglob("*.py"):
         text = path.read_text()
         assert not re.search(r"@functools\.cached_property|from functools import.*cached_property", text), path
+
+
+def test_results_are_small():
+    """At most 1.6 MB. `python benchmarks/tables.py` keeps one row of each measurement; git has the older ones."""
+    assert sum(path.stat().st_size for path in (TREE / "benchmarks/results").glob("*.jsonl")) <= 1_600_000
 
 
 def test_tables_and_results_are_current():

@@ -66,7 +66,7 @@ def test_sdist_holds_every_file_that_is_not_ignored(tmp_path):
     (built,) = tmp_path.glob("*.tar.gz")
     with tarfile.open(built) as archive:
         found = {member.name.partition("/")[2] for member in archive if member.isfile()}
-    assert {"tests/conftest.py", "tests/wrong/square/tail.cu"} <= found
+    assert {"tests/conftest.py", "tests/wrong/square/stride.cu"} <= found
     assert {name for name in found if not name.startswith("cukern.egg-info/")} - {"PKG-INFO", "setup.cfg"} == names
 
 

@@ -47,7 +47,7 @@ def new(
         say(f"next: pytest; cukern check {name}.py; cukern bench {name}.py")
     else:
         say(f"registered in {', '.join(edits)}")
-        say(f"next: pytest tests/ops/{name}; cukern check {name}; planted bugs in tests/wrong/{name}/")
+        say(f"next: pytest tests/ops/{name}; cukern check {name}; planted bugs in tests/ops/test_wrong.py")
 
 
 def _check_name(name: str, tree: Path | None) -> None:

@@ -39,24 +39,20 @@ def causal_softmax(x: Any, *, scale: float = 1.0, window: int | None = None, sin
         y.square().sum().backward()
 
     Args:
-        x: (..., queries, keys), float16, bfloat16, float32 or float64: a tensor, or an array that supports DLPack. The last query belongs
-            to the last key: query i sees key j if j <= i + keys - queries. x is not copied if the keys have stride 1 and the leading
-            dimensions flatten to one; else it is copied once. 16-bit types are computed in float32 and rounded once.
-        scale: a finite number, at least 0, such as 1 / sqrt(head_dim). The products scale * x neither overflow nor underflow, as in
-            `softmax`. With scale 0, all finite keys count equally, and infinite ones become NaN.
+        x: (..., queries, keys), float16, bfloat16, float32 or float64: a tensor, or an array that supports DLPack. Query i sees key j if
+            j <= i + keys - queries: the last query sees all keys.
+        scale: a finite number, at least 0, such as 1 / sqrt(head_dim). With scale 0, all finite keys count equally.
         window: the most keys that a query sees, the last of which is its own; None: no limit.
-        sink: a logit that is added to each row's sum and takes its share. It is not scaled. A number, or a floating-point tensor on x's
-            device that broadcasts to x's leading dimensions, such as (heads,) for x (batch, heads, queries, keys). It has a gradient.
-            -inf means no sink; NaN and +inf make the keys that a row sees NaN.
+        sink: an unscaled logit that takes a share of each row's sum. A number, or a tensor on x's device that broadcasts to x's leading
+            dimensions, such as (heads,). It has a gradient. -inf means no sink; NaN and +inf make the keys that a row sees NaN.
         version: "v1" or "v2", or a pair of versions for forward and backward; default: the fastest.
 
     Returns a new contiguous tensor of x's shape and dtype. A row that sees no key, or only -inf, is 0. NaN or +inf among the keys that a
-    row sees make all of these NaN, as in torch. Autocast: as in `softmax`.
+    row sees make all of these NaN. Autocast: as in `softmax`.
 
-    Raises TypeError for another dtype or an option of another type; ValueError if x has fewer than two dimensions, if scale is negative,
-    not finite or too large, if window is less than 1, if sink does not fit, or if the version is unknown.
-
-    The masking is that of llm.c's softmax_forward_kernel5. Attention sinks: Xiao et al., https://arxiv.org/abs/2309.17453.
+    Raises TypeError for another dtype or an option of another type; ValueError for fewer than two dimensions or an option
+    outside its range.
+    Sinks: Xiao et al., arXiv 2309.17453.
     """
     x = interop.to_torch("x", x)
     checks.dtype("x", x, checks.FLOATS)

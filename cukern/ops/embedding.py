@@ -40,8 +40,7 @@ def embedding(tokens: Any, weight: Any, positions: Any = None, *, version: str |
         version: "v1" or "v2"; default: the fastest.
 
     Arrays, CPU tensors, autocast: see `help(cukern)`. What is not contiguous is copied first. Gradients are dense: rows of tokens that do
-    not occur, and unused rows of positions, are 0. All sums have a fixed order: two runs give the same bits. The gradient of weight calls
-    torch.sort for more than 2048 tokens, and needs memory for tokens / 32 rows of float32 (float64 for float64).
+    not occur, and unused rows of positions, are 0. Two runs give the same bits.
 
     A token outside of the vocabulary raises ValueError on the CPU. On a GPU, where finding it would need a synchronization, its row of the
     output is NaN and its row of the gradient is dropped; so it is in the simulator. Graphs of torch.compile on the CPU leave it to torch.

@@ -1,7 +1,8 @@
-"""What a plan may ask about a GPU: the counts, sizes and rates of each known GPU are in this file only.
+"""What a plan may ask about a GPU. The counts, sizes and rates of each known GPU are in this file only.
 
 Counts and sizes come from the driver. The two rates are those that `cukern tune` measured, else those of the table of known GPUs, else
 derived from the driver's attributes. Only cost models use the rates: they decide which plan is chosen, never what it computes.
+Tile sizes, thresholds and fitted constants of a cost model are next to the plan, with the name of the GPU on which they were fitted.
 """
 
 import contextlib

@@ -265,6 +265,23 @@ def test_tables_show_the_newest_row(tmp_path, tables):
     assert "| 22 |" in text and "| 33 |" in text and "| 11 |" not in text
 
 
+def test_results_keep_one_row_of_each_measurement_of_code_that_exists(tables):
+    def line(median_us, op="kron_linear", version="v4", provider="cukern", dirty=False, n=64):
+        key = {"op": op, "version": version, "pass": "fwd", "shape": [1, n], "dtype": "float32", "provider": provider, "gpu": "H"}
+        return json.dumps(key | {"dirty": dirty, "bytes": n, "median_us": median_us}) + "\n"
+
+    lines = [
+        line(1),
+        line(2, dirty=True),
+        line(3, version="v99"),
+        line(4, version="v4 --without gone"),
+        line(5, version="v4 --kernel tile"),
+    ]
+    lines += [line(5, version="v4 --kernel tile"), line(6, version="v4 --without tile,cublas"), line(7, version="v4 --without gone,tile")]
+    lines += [line(8), line(9, provider="copy", version=""), line(10, "rope", "", "copy"), line(11, provider="copy", version="", n=65)]
+    assert [json.loads(kept)["median_us"] for kept in tables.kept("".join(lines)).splitlines()] == [5, 6, 8, 10, 11]
+
+
 def test_generated_tables_are_current(tables):
     """The tables, and the README's summary. After new results: python benchmarks/tables.py."""
     stale = [file.name for file, text in tables.files(tables.read()).items() if not file.exists() or file.read_text() != text]

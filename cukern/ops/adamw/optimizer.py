@@ -29,32 +29,20 @@ class AdamW(torch.optim.Optimizer):
         print(optimizer.grad_norm)  # a tensor on the device
 
     Args:
-        params: tensors, or groups with their own lr, betas, eps and weight_decay. float16, bfloat16, float32 or float64, on one device,
-            with dense strides. Parameters without a gradient are skipped.
-        lr: a number, or a float32 or float64 tensor of one element on the device of the parameters, which is read there at each step.
-        betas, eps, weight_decay: as in torch.optim.AdamW (decoupled weight decay, bias correction).
-        amsgrad, maximize: as in torch.optim.AdamW.
-        foreach, capturable, differentiable, fused: accepted, because recipes for torch.optim.AdamW name them. They change nothing.
-            `differentiable` must be False.
-        max_norm: None, or the largest 2-norm of all gradients together. If their norm is larger, they are scaled by max_norm / norm, as
-            llm.c does; `grad_norm` is the norm before that. The gradients are not written. If the norm is inf, finite gradients become 0
-            and infinite ones NaN. If it is NaN, nothing is scaled: the NaN reaches its parameters.
-        master_weights: keep a float32 copy of each 16-bit parameter in the state ("master"), and round it to the parameter. Where an
-            element of the parameter is not its rounded master, something else wrote it, such as `load_state_dict` of the model: the
-            master becomes that value before the step. With stochastic_rounding either neighbour of the master counts as rounded.
-        stochastic_rounding: round bfloat16 parameters to one of the two neighbours, so that the expectation is exact. The random numbers
-            are Philox4x32-10 of (seed, step, number of the parameter, number of the element), whatever the launch. Not on CPUs.
-        seed: from 0 to 2^64 - 1.
+        params: tensors, or groups. float16, bfloat16, float32 or float64, on one device, with dense strides. DTensors may be sharded.
+        lr: a number, or a float32 or float64 tensor of one element on the device, read at each step.
+        betas, eps, weight_decay, amsgrad, maximize: as in torch.optim.AdamW.
+        foreach, capturable, differentiable, fused: accepted, without effect. `differentiable` must be False.
+        max_norm: None, or the largest 2-norm of all gradients together: larger ones count times max_norm / norm. `grad_norm` is the norm
+            before that.
+        master_weights: keep a float32 copy of each 16-bit parameter. A parameter that something else wrote is read back first.
+        stochastic_rounding: round bfloat16 parameters to a neighbour at random, so that the expectation is exact. Not on CPUs.
+        seed: of the random numbers, from 0 to 2^64 - 1.
         version: "v1" or "v2"; default: the fastest.
 
-    Parameters may be DTensors, such as FSDP2's, that are divided along dimensions: a process updates its part, the state has DTensors, and
-    the norm is that of all parts. If a parameter gets another dtype, device or memory format, as by `model.to(...)`, its state
-    follows.
-    A step increases the versions of what it writes, as torch's does, so autograd raises an error where it needs an old parameter.
-    Moments are float32 for 16-bit parameters. On a GPU a step does not synchronize. Steps, learning rates and the norm are in device
-    memory. A step captured in a CUDA graph, after one outside of it, follows a learning rate in a tensor; if a number in a group changed,
-    call `update_groups()` before the replay. torch.amp.GradScaler works as with torch's fused optimizers: if it found inf, nothing changes.
-    CPU tensors use torch's fused AdamW, or the simulator. `state_dict` and `load_state_dict` exchange with torch.optim.AdamW.
+    Moments are float32 for 16-bit parameters. A step does not synchronize, and can be captured in a CUDA graph after one outside of it;
+    call `update_groups()` before a replay if a number in a group changed. GradScaler works as with torch's fused optimizers. `state_dict`
+    and `load_state_dict` exchange with torch.optim.AdamW. CPU tensors use torch's fused AdamW, or the simulator.
 
     Raises TypeError and ValueError for parameters, gradients or numbers that do not fit, before anything is written; RuntimeError for a
     capture without a step before it. Source: Loshchilov and Hutter, arXiv 1711.05101.

@@ -32,51 +32,27 @@ def attention(
     Args:
         q: (..., heads, queries, head_dim), float16, bfloat16, float32 or float64: a tensor, or an array that supports DLPack. The heads
             may be missing.
-        k: (..., kv_heads, keys, head_dim) with q's leading dimensions; each head of k serves heads / kv_heads neighbouring heads of q.
-            v: (..., kv_heads, keys, value_dim). All have one dtype and device.
-        causal: query i sees the keys up to i + keys - queries, so the last query sees all keys. A query that sees no key gives 0, and its
-            gradient is 0. False: each query sees every key.
+        k: (..., kv_heads, keys, head_dim); each of its heads serves heads / kv_heads neighbouring heads of q.
+        v: (..., kv_heads, keys, value_dim). All have one dtype and device.
+        causal: query i sees the keys up to i + keys - queries, so the last query sees all keys. False: each query sees every key.
         scale: a finite number, at least 0; None: 1 / sqrt(head_dim).
-        softcap: a positive number; the scaled scores become softcap * tanh(scores / softcap). None: they stay as they are.
-        window: the most keys that a query sees, the last of which is the last that `causal` allows; None: no limit.
-        sink: the logit of one more key without a value, which takes its share of each query's weights. It is not scaled. A number, or a
-            floating-point tensor that broadcasts to q's dimensions before the queries, such as (heads,). It has a gradient. -inf means no
-            sink; NaN and +inf make the result NaN. torch computes it, from out and lse.
+        softcap: a positive number; scaled scores become softcap * tanh(scores / softcap).
+        window: the most keys that a query sees, the last that `causal` allows; None: no limit.
+        sink: the unscaled logit of one more key without a value: a number, or a tensor that broadcasts to q's dimensions before the
+            queries, such as (heads,). It has a gradient. -inf means no sink; NaN and +inf make the result NaN.
         return_lse: also return the logarithm of each query's sum of exponentials. It has a gradient.
-        key_lengths: int32, q's dimensions before the heads: how many keys each sequence has; None: all. It counts in place of `keys` in
-            `causal`, and what lies behind it in k and v does not matter. Up to 16 queries in float16 or bfloat16 without gradients take a
-            kernel that reads only these keys; other calls use torch's operations, with the scores in memory. Not for "v1", "v2", "sdpa".
-        version: default: the last that the GPU runs, or that of `cukern.use`.
-            "v1": scores are scaled and masked by torch, then cukern.softmax, whose version `cukern.use("softmax", ...)` chooses.
-            "v2": cukern.causal_softmax. Options other than scale, and grouped heads, take v1.
-            "v3": one fused kernel without the matrix of scores, for float16, bfloat16 and float32, compute capability 8.0 and newer, and
-                a head_dim that is a multiple of 8, at most 256 (float32: 128), and equals value_dim. float64 takes v2. So do other head
-                dimensions by default. Up to 16 queries of many keys, as in decoding with a cache, take a kernel that splits the keys over
-                thread blocks, for head_dim up to 128; in float32 torch's operations.
-            "v4": v3 by Hopper's wgmma and TMA (compute capability 9.0), also with a window. Calls that v4 has no kernels for take v3's.
-            "sdpa": torch's scaled_dot_product_attention. It has no second derivative, no softcap and no lse, and on a GPU its gradients
-                may differ from run to run.
-
-    v3 computes float32 on tensor cores, each number as a sum of bfloat16 numbers: three, with the accuracy of float32, or two, with 16
-    bits, where torch's switches allow TF32 (`torch.set_float32_matmul_precision`). Forward and backward look at the switches. Each
-    copies its inputs as such sums, 6 or 4 bytes per element, which it frees when it ends.
-    v3 and v4 save q, k, v, out and lse for the backward, and two runs give the same bits. They copy only inputs whose last dimension is
-    strided or whose rows do not begin at multiples of 16 bytes; parts of a packed tensor are not copied. Gradients have the layout of
-    their inputs' dimensions, and out that of q's. Lengths and batch sizes compile nothing, but v4 has other tiles for
-    head_dim 64 from 8192 keys on, below from 256. Higher derivatives, forward mode and a window without v4 keep scores in memory (torch).
-    v1 and v2 keep the scores, (..., queries, keys) of q's dtype, for the backward, and need memory for up to three more such tensors.
-    From 1024 queries on, v2's kernels process blocks of 512 to 768 queries and skip the scores behind a block's last query. CPU tensors,
-    torch.compile and torch.func transforms use one block. Inputs whose leading dimensions do not flatten to one are copied. torch
-    computes the products, with TF32 where its setting allows it.
-    Autocast casts q, k and v. CPU tensors use torch's operations, or the simulator.
-    Every size may be dynamic in torch.compile and torch.export. A graph with kernels of v3 or v4 holds for the head_dims that they take.
-    On a GPU, a graph without them holds either for grouped heads or for as many heads of k as of q.
+        key_lengths: int32, q's dimensions before the heads: how many keys each sequence has; None: all. It replaces `keys` in `causal`.
+            Not for "v1", "v2", "sdpa".
+        version: default: the last that the GPU runs, or that of `cukern.use`. "v1" and "v2": the scores in memory. "v3" (compute
+            capability 8.0) and "v4" (9.0): one fused kernel. "sdpa": torch's. docs/ops/attention.md: which calls each takes.
 
     Returns a new tensor (..., heads, queries, value_dim) of q's dtype; with `return_lse` also lse, (..., heads, queries), float32, or
-    float64 for float64; it is -infinity for a query that sees no key. Raises TypeError for other dtypes and options of another type;
-    ValueError for shapes or devices that do not fit, a head_dim that "v3" does not support if it is requested by `version`, a
-    scale that is negative or not finite, a softcap that is not positive, or an unknown version.
-    Source: Vaswani et al., https://arxiv.org/abs/1706.03762; v3: Dao, https://arxiv.org/abs/2307.08691; v4: Shah et al., https://arxiv.org/abs/2407.08608.
+    float64 for float64. A query that sees no key gives 0, gradient 0, and lse -infinity. Autocast casts q, k and v. CPU tensors use
+    torch's operations, or the simulator.
+
+    Raises TypeError for other dtypes and options of another type; ValueError for shapes or devices that do not fit, a head_dim that the
+    requested "v3" does not support, or an option outside its range.
+    Sources: Vaswani et al., arXiv 1706.03762; v3: Dao, arXiv 2307.08691; v4: Shah et al., arXiv 2407.08608.
     """
     checks.version("attention", version, (*VERSIONS, "sdpa"))
     q, k, v = _checked(q, k, v)
@@ -136,16 +112,14 @@ def attention_varlen(
             tokens. int32 saves a conversion.
         cu_seqlens_k: the same for the keys; None: cu_seqlens. A sequence may have other numbers of queries and of keys, and none.
         causal, scale, softcap, window, sink, return_lse: see `attention`, for each sequence. In each, the last query sees all keys.
-        version: as in `attention`, without "sdpa". "v1" and "v2", CPU tensors, and calls that v3 and v4 have no kernels for compute one
-            matrix of scores of all tokens. So do higher and forward-mode derivatives.
+        version: as in `attention`, without "sdpa".
 
-    The lengths stay on the GPU, so nothing waits for it, and a CUDA graph can be replayed with other lengths. No longest length is needed.
+    The lengths stay on the GPU: a call does not synchronize, and a CUDA graph can be replayed with other lengths.
 
     Returns (tokens, heads, value_dim); with `return_lse` also lse, (heads, tokens). Errors as in `attention`. Raises TypeError if
-    cu_seqlens is not int32 or int64; ValueError for its shape or device, for different numbers of sequences, and for CPU tensors if it does
-    not begin at 0, decreases, or does not end at the number of tokens. On a GPU these three are not checked, because reading them would
-    synchronise. There the first counts as 0, tokens behind the last sequence give 0, and bounds that decrease or are too large give wrong
-    results, but nothing is read or written out of bounds.
+    cu_seqlens is not int32 or int64; ValueError for its shape or device, and for different numbers of sequences. CPU tensors also raise
+    ValueError if it does not begin at 0, decreases, or does not end at the number of tokens. On a GPU this is not checked: the first
+    counts as 0, tokens behind the last sequence give 0, and other bounds give wrong results, but no access out of bounds.
     """
     checks.version("attention", version, (*VERSIONS, "sdpa"))
     tensors = [interop.floats(name, x) for name, x in (("q", q), ("k", k), ("v", v))]

@@ -1,4 +1,9 @@
-"""Tiles, grids and shared memory of the fused kernels."""
+"""Tiles, grids and shared memory of the fused kernels.
+
+`pieces`: how many bfloat16 numbers an element is the sum of; 1 for 16-bit types, 2 (TF32) or 3 for float32. The tiles of a thread block
+are those of FlashAttention-2: the rows that it owns stay, and tiles of the other operands pass by. All tiles were the fastest of those
+that were tried on an H200 (v3) and an H100 (v4), see docs/notes/attention.md.
+"""
 
 from typing import NamedTuple
 
@@ -8,14 +13,14 @@ from cukern.runtime.device import KNOWN, cached, device_of, eligible
 
 DTYPES = torch.bfloat16, torch.float16, torch.float32
 MOST_HEAD_DIM = 256  # of 16-bit types
-MOST_ROWS = (1 << 31) - 512  # of queries and keys together, which the kernels add in 32 bits; v4's window where there is none
-_L2_BYTES = 32 << 20  # K and V of the heads of a section; the L2 cache of an A100 has 40 MB, that of an H100 50 MB
+MOST_ROWS = (1 << 31) - 512  # queries + keys, a 32-bit number in the kernels; without a window, v4's window has this size
+_SECTION_BYTES = 32 << 20  # most bytes of K and V that a section of heads reads, to stay in L2 (A100: 40 MB, H100: 50 MB)
 
 
 class Tile(NamedTuple):
-    """A warp owns 16 * row_blocks rows, and a thread block loops over tiles of `columns` rows of the other operands. `per_sm`: at least
-    this many thread blocks fit into the registers of an SM. `stages`: 2 if the next tile is copied while one is multiplied; with 1 the
-    two operands of a tile are copied in turn. `parts`: so many warps own the same rows, and each a part of the columns of the sums."""
+    """A warp owns 16 * row_blocks rows, and a thread block loops over tiles of `columns` rows of the other operands. `per_sm`: the
+    second argument of __launch_bounds__, thread blocks per SM. `stages`: 2 if the next tile is copied while one is multiplied; with 1 the
+    two operands of a tile are copied in turn. `parts`: this many warps own the same rows, and each a part of the columns of the sums."""
 
     row_blocks: int
     columns: int
@@ -101,10 +106,11 @@ class WgmmaTile(NamedTuple):
         return rows * -(-head_dim // 64) * 128 + 16 * (q_stages + 2 * self.stages) + 44 * q_stages
 
     def forward_grid(self, blocks: int, packed: bool, causal: bool, keys: int, sms: int) -> int:
-        """The number of thread blocks for `blocks` blocks of queries, which take the same time without `causal`. Persistent thread blocks
-        load ahead. But an SM may get several of those that have one block of queries more than others."""
+        """The number of thread blocks for `blocks` blocks of queries. Persistent thread blocks load the next queries early. With
+        `causal`: for tiles that say so, from two waves on. Without, blocks of queries take equal times: from more than one wave on, with
+        one thread block per SM, or if the waves are 85 % full."""
         slots = sms * self.per_sm
-        even = self.per_sm == 1 or (keys <= SHORT and blocks >= 0.85 * slots * -(-blocks // slots))
+        even = self.per_sm == 1 or (keys <= FEW_KEYS and blocks >= 0.85 * slots * -(-blocks // slots))
         persistent = self.persistent and blocks >= 2 * slots if causal else even and blocks > slots
         return slots if persistent and not packed and blocks < (1 << 31) - slots else blocks  # a grid of 2^31 blocks raises an error
 
@@ -114,8 +120,10 @@ class WgmmaTile(NamedTuple):
         return tiles + self.stages * 2 * self.columns * 4 + 8 * (1 + 2 * self.stages)
 
 
-# By head_dim: the tile for few keys, and for many: from LONG on, or from FEW on if rows have less than 128 bytes, which TMA loads slowly.
-LONG, SHORT, FEW = 8192, 1024, 256  # keys
+# By head_dim: the tile for few keys, and for many. TMA loads rows of less than 128 bytes (head_dim < 64) slowly.
+MANY_KEYS = 8192
+MANY_KEYS_NARROW = 256  # the same for head_dim < 64
+FEW_KEYS = 1024  # without a mask, K and V of one head take little of L2
 WGMMA_FORWARD = {
     48: (WgmmaTile(96, 1, 2, 3), WgmmaTile(128, 3, 2, 1, persistent=True)),
     64: (WgmmaTile(96, 1, 2, 3), WgmmaTile(128, 3, 2, 1)),
@@ -135,7 +143,7 @@ WGMMA_BACKWARD = {
 
 def wgmma_forward(head_dim: int, keys: int, softcap: bool) -> WgmmaTile:
     """The tile of the forward. A softcap needs more registers than three consumers have."""
-    return WGMMA_FORWARD[wgmma_head_dim(head_dim)][keys >= (LONG if head_dim >= 64 else FEW) and not softcap]
+    return WGMMA_FORWARD[wgmma_head_dim(head_dim)][keys >= (MANY_KEYS if head_dim >= 64 else MANY_KEYS_NARROW) and not softcap]
 
 
 def wgmma_head_dim(head_dim: int) -> int:
@@ -157,9 +165,10 @@ def tiles(rows: int, size: int, sequences: int) -> int:
 
 
 def section(keys: int, head_dim: int, group: int, heads: int, causal: bool) -> int:
-    """The number of query heads that are computed together: a multiple of `group`, or all heads. As many as have K and V in the L2 cache,
-    so that their longest blocks come first. Without a mask and with few keys, one KV head at a time, which keeps device memory busy."""
-    return min(heads, group * max(1, _L2_BYTES // max(1, 4 * keys * head_dim))) if causal or keys > SHORT else group
+    """The number of query heads in a section, a multiple of `group`, or all heads. The thread blocks of a section start one after the
+    other, those with most keys first, and its K and V stay in L2. Without a mask and with few keys: one KV head at a time, which keeps
+    device memory busy."""
+    return min(heads, group * max(1, _SECTION_BYTES // max(1, 4 * keys * head_dim))) if causal or keys > FEW_KEYS else group
 
 
 # ---- decoding: few queries, see kernels_cu/attention/decode.cuh
@@ -169,10 +178,11 @@ MOST_QUERIES = 16
 HEAD_DIMS = 64, 128
 _ROWS = 16  # of a tile of queries
 _LEAST_TILES = 4  # with fewer tiles of keys, warps of the decoding kernel have no work
-_OVERHEAD = 12  # fixed cost of a wave of thread blocks, and of the launch that adds the splits, in tiles: a tile takes 0.24 us on an H200
+_LAUNCH_TILES = 12  # fixed time of a wave of thread blocks, and of the launch that adds the splits, in tiles (0.24 us on an H200)
 # Fraction of idle SMs that costs nothing, because fewer SMs still saturate memory. Lower with split-K: the next call starts on them,
 # unevenly.
-_IDLE, _IDLE_WITH_SPLITS = 0.64, 0.16
+_FREE_IDLE = 0.64
+_FREE_IDLE_SPLIT = 0.16
 
 
 class DecodeTile(NamedTuple):
@@ -203,8 +213,8 @@ def decode(heads: int, rows: int, tiles: int, device: int) -> tuple[int, int]:
 
     def cost(splits: int) -> float:
         full, waves = blocks * splits / slots, -(-blocks * splits // slots)
-        busy = full if waves - full < (_IDLE if splits == 1 else _IDLE_WITH_SPLITS) else waves
-        return busy * -(-tiles // splits) + waves * _OVERHEAD + (splits > 1) * (_OVERHEAD + 0.05 * splits)
+        busy = full if waves - full < (_FREE_IDLE if splits == 1 else _FREE_IDLE_SPLIT) else waves
+        return busy * -(-tiles // splits) + waves * _LAUNCH_TILES + (splits > 1) * (_LAUNCH_TILES + 0.05 * splits)
 
     return row_tiles, min(sorted(choices), key=cost)
 

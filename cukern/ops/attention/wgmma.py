@@ -61,7 +61,7 @@ def strides(*tensors: Tensor) -> list[bytes]:
 def instances(dtype: torch.dtype) -> list[Kernel]:
     kernels: list[Kernel] = []
     for d, softcap, packed in itertools.product(plan.WGMMA_FORWARD, (False, True), (False, True)):
-        tiles = (plan.wgmma_forward(d, keys, softcap) for keys in (0, plan.LONG))
+        tiles = (plan.wgmma_forward(d, keys, softcap) for keys in (0, plan.MANY_KEYS))
         kernels += dict.fromkeys(_forward_kernel(dtype, d, softcap, packed, tile) for tile in tiles)
         kernels += [_backward_kernel(keys, dtype, d, softcap, packed) for keys in (True, False)]
     return kernels

@@ -49,15 +49,13 @@ def linear_cross_entropy(
         targets: (...), int64 or int32, as in cross_entropy, and so are ignore_index, label_smoothing, z_loss, softcap and vocab_size.
         reduction: "mean" or "sum", as in cross_entropy. "none" is refused: the gradients are computed before those of the losses are known.
         chunk_rows: rows whose logits are in memory at a time. None: about an eighth of the rows, and C.
-        version: "v1": the two kernels of cross_entropy. "v2", the default on GPUs of compute capability 8.0 or newer: one kernel that reads
-            the logits once, for 16-bit types, where an SM's shared memory holds two rows of logits; else as v1.
+        version: "v1", or "v2" for GPUs of compute capability 8.0 or newer, the default there.
 
     Returns the loss, a number in float32, or float64 for float64. The logits are rounded to x's dtype. torch computes the products, with
-    TF32 where its setting allows it. Gradients of 16-bit weights are added in float32 and rounded once. Two calls give the same bits.
-    Autocast casts x and weight.
-    The forward keeps the gradients for the backward: memory for one x, and one weight in float32. Memory beyond
-    them is that of chunk_rows rows of logits. Higher derivatives, torch.func transforms, and torch.compile on a CPU use torch's
-    operations and hold all logits. Targets outside the vocabulary: as in cross_entropy.
+    TF32 where its setting allows it. Two calls give the same bits. Autocast casts x and weight.
+
+    The forward keeps the gradients for the backward: memory for one x and one weight in float32, and chunk_rows rows of logits meanwhile.
+    Higher derivatives, torch.func transforms, and torch.compile on a CPU use torch's operations and hold all logits.
 
     Raises TypeError and ValueError as cross_entropy, and for a weight or chunk_rows that does not fit.
     """

@@ -52,29 +52,22 @@ def cross_entropy(
 
     Args:
         logits: (..., V), V <= 2^30, float16, bfloat16, float32 or float64. Strides, arrays, CPU tensors, autocast: see `help(cukern)`.
-        targets: (...), int64 or int32: for each row the index of its class, in 0..vocab_size-1, or ignore_index.
+        targets: (...), int64 or int32, in 0..vocab_size-1, or ignore_index. Others: ValueError on the CPU; a row of NaN on a GPU.
         ignore_index: rows with this target have loss 0 and gradient 0.
-        reduction: "mean" divides the sum of the losses by the number of targets that are not ignored. Without such a target it is NaN,
-            as in torch, and the gradient is 0. "sum" or "none" do not divide.
-        label_smoothing: from 0 to 1. The target's share is 1 - label_smoothing, and each of the vocab_size classes gets an equal part
-            of the rest.
+        reduction: "mean" over the targets that are not ignored, NaN without one; "sum" or "none".
+        label_smoothing: from 0 to 1, shared equally by the vocab_size classes.
         z_loss: adds z_loss * logsumexp(logits)^2 to the loss of each row that is not ignored.
-        softcap: a positive number; the logits become softcap * tanh(logits / softcap) first. None: they stay as they are.
-        vocab_size: the columns from this one on are padding: they are not used, and their gradient is 0. None: V.
-        inplace_backward: the backward writes the gradient over the logits, which saves their memory. The logits cannot be a leaf. If an
-            operation needs their old values after that, such as a second backward, autograd raises RuntimeError. The gradient cannot be
-            differentiated. On the CPU and inside torch.compile this option has no effect.
+        softcap: a positive number; the logits become softcap * tanh(logits / softcap) first. None: they do not.
+        vocab_size: the columns from this one on are padding: not used, with gradient 0. None: V.
+        inplace_backward: the backward writes the gradient over the logits, which saves their memory. The logits cannot be a leaf.
+             No effect on the CPU and inside torch.compile.
         version: "v1" or "v2"; default: the fastest.
 
-    Returns the loss: a number, or with "none" a tensor of targets' shape. It is float32, or float64 for float64 logits. torch rounds it to
-    the dtype of 16-bit logits, which leaves 2 or 3 digits, and lets a scaled float16 loss overflow. Two calls give the same bits.
+    Returns the loss: a number, or with "none" a tensor of targets' shape, in float32, or float64 for float64 logits.
 
-    A target outside 0..vocab_size-1 that is not ignore_index raises ValueError on the CPU. On a GPU, where that would need a
-    synchronization, the loss and the gradient of its row are NaN. So they are in the simulator.
-
-    Raises TypeError for another dtype or an option of another type; ValueError for shapes or devices that do not fit, for logits that may
-    also be meant as torch's (N, C, ...), because the sizes of all their dimensions but the first are equal, and for an option outside its
-    range. The z-loss is that of PaLM (Chowdhery et al., arXiv 2204.02311), the softcap that of Gemma 2 (arXiv 2408.00118).
+    Raises TypeError for another dtype or an option of another type; ValueError for shapes or devices that do not fit, for logits whose
+    sizes would also fit torch's (N, C, ...), and for an option outside its range. z-loss: PaLM, arXiv 2204.02311; softcap: Gemma 2, arXiv
+    2408.00118.
     """
     logits = interop.floats("logits", logits)
     targets = interop.indices("targets", targets, "logits", logits)

@@ -33,15 +33,13 @@ def layernorm(x: Any, weight: Any, bias: Any = None, *, eps: float = 1e-5, resid
     Args:
         x: (..., columns), float16, bfloat16, float32 or float64. Strides, arrays, CPU tensors, autocast: see `help(cukern)`.
         weight: (columns,), of any of these dtypes; None: 1, and then bias must be None too. bias: (columns,), of any of them; None: 0.
-            They are converted, and their gradients back, unless both have x's dtype, or both float32 for 16-bit x.
         eps: a finite number, at least 0, added to the variance. The variance divides by the number of columns.
-        residual: of x's shape and dtype. The op then normalises s = x + residual, rounded to x's dtype.
-            Under autocast x and residual may differ in dtype.
+        residual: of x's shape and dtype (under autocast, of any). The op then normalises s = x + residual, rounded to x's dtype.
         version: "v1" or "v2"; default: the fastest.
 
-    Returns y, a new contiguous tensor of x's shape and dtype; with `residual` the tuple (y, s). Gradients flow through both. Gradients of
-    weight and bias are added in a fixed order: runs on one GPU give equal bits. The backward needs s and two float32 numbers per row.
-    Kernels add squares in float32, unless x is float64: as in torch's, rows whose sum of squares exceeds 3.4e38 become 0, or NaN.
+    Returns y, a new contiguous tensor of x's shape and dtype; with `residual` the tuple (y, s). Gradients flow through both. Runs on one
+    GPU give equal bits. The backward needs s and two float32 numbers per row. Squares are added in float32, unless x is float64: as in
+    torch's, rows whose sum of squares exceeds 3.4e38 become 0, or NaN.
 
     Raises TypeError for another dtype or type of an argument; ValueError for a shape, device, eps or version that does not fit.
     Source: Ba, Kiros and Hinton, arXiv 1607.06450.

@@ -38,38 +38,25 @@ def rope(
         q, k = cukern.rope(q, cos, sin, k=k)
 
     Args:
-        x: float16, bfloat16, float32 or float64, with the dimensions of `layout` and any strides: slices of a packed qkv and transposed
-            views are not copied. 16-bit types are computed in float32 and rounded once. float32 is computed in float64 if the tables or
-            angles are float64 (slow on GPUs with few float64 units); with float32 tables an element errs by at most two roundings. Every
-            tensor may also be an array that supports DLPack. CPU tensors use torch's operations, or the simulator.
-        cos, sin: tables (positions, rotary_dim / 2) with one angle per pair, as from `rope_tables`; or (positions, rotary_dim) with one
-            angle per element, as Hugging Face's `cat((freqs, freqs))`; or (batch or 1, sequence, either width) with a row for each token,
-            without positions. float32, float64 or x's dtype. If sin is None, cos holds the angles in radians, of any size. Their cosine
-            and sine are computed in float64, or in float32 for float32 angles and a 16-bit x. The tables have no gradient, and must not
-            require one. A table whose last columns have cos 1 and sin 0 leaves their pairs unchanged ("proportional" partial rotary).
-        k: keys, rotated in the same launch. Like x except for the number of heads.
-        interleaved: False: element i of the rotated slice is paired with i + rotary_dim / 2 (GPT-NeoX). True: 2 i with 2 i + 1 (GPT-J).
-        rotary_dim, rotary_offset: the slice of head_dim that is rotated, of even length; default: all. The rest is copied, or in place not
-            touched.
-        position_ids: int32 or int64 (sequence,) or (batch, sequence): each token's row of the tables; default: its index in the sequence.
-            With `mrope_section` (sections, batch, sequence).
-        mrope_section: 2 or 3 numbers of pairs with the sum rotary_dim / 2. The first pairs use the first section's position, and so on.
-        cu_seqlens: int32 or int64 (sequences + 1,), layout "thd": the first token of each packed sequence, and the end of the last.
-            Positions restart in each sequence. Tokens outside all sequences are copied.
-        start_positions: int32 or int64 (batch,) or (sequences,): added to the positions of each sequence. A position below 0 is outside the
-            table, like one behind its end.
+        x: float16, bfloat16, float32 or float64, with the dimensions of `layout`.
+        cos, sin: (positions, rotary_dim / 2), an angle per pair, or (positions, rotary_dim), one per element; or
+            (batch or 1, sequence, either). If sin is None, cos holds angles in radians. No gradient.
+        k: keys, rotated in the same launch.
+        interleaved: element 2 i is paired with 2 i + 1 (GPT-J), instead of i with i + rotary_dim / 2 (GPT-NeoX).
+        rotary_dim, rotary_offset: the slice of head_dim that is rotated; default: all.
+        position_ids: int32 or int64 (sequence,) or (batch, sequence): rows of the tables. With `mrope_section` (sections, batch, sequence).
+        mrope_section: 2 or 3 numbers of pairs with the sum rotary_dim / 2: of each section.
+        cu_seqlens: int32 or int64 (sequences + 1,), layout "thd": where each packed sequence begins, and the end of the last.
+        start_positions: int32 or int64 (batch,) or (sequences,): added to the positions.
         layout: "bshd" (batch, sequence, heads, head_dim), "bhsd", "sbhd", or "thd" (tokens, heads, head_dim).
-        inverse: rotate by minus the angles. If the two elements of a pair have different angles: multiply by the transpose.
-        scale: a factor for the rotated slice (YaRN's mscale): a number, not a tensor; for x other than float64 within float32's range.
+        inverse: rotate by minus the angles.
+        scale: a factor for the rotated slice (YaRN).
         version: "v1", "v2" or "v3"; default: the fastest.
 
-    Returns a new tensor of x's shape and dtype, or the tuple (x, k). Dense strides are kept. Autocast does not change the dtype or the
-    computation.
+    Returns a new tensor like x, or the tuple (x, k).
 
-    Raises TypeError for the type of an argument or a dtype, ValueError for shapes, devices or options that do not fit; for CPU tensors also
-    for a position outside the table and for decreasing cu_seqlens. On a GPU these are not checked, because reading them would synchronise:
-    a token whose position is outside the table becomes NaN, and decreasing cu_seqlens give some position or NaN. Nothing is read out of
-    bounds.
+    Raises TypeError for types, ValueError for shapes, devices or options. Positions outside the table raise
+    ValueError on CPUs and give NaN on GPUs. Source: Su et al., arXiv 2104.09864.
     """
     inputs, options = _checked(
         x, cos, sin, k, interleaved, rotary_dim, rotary_offset, position_ids, mrope_section, cu_seqlens, start_positions, layout, inverse,

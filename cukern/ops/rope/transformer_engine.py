@@ -31,12 +31,12 @@ def apply_rotary_pos_emb(
     Args:
         t: float16, bfloat16, float32 or float64, with the dimensions of `tensor_format` and any strides. Every tensor may also be an array
             that supports DLPack.
-        freqs: (positions, 1, 1, rotary_dim): the angle of each element in radians, converted to float32 (for a float64 t to float64). The
-            two elements of a pair may have different angles. It has no gradient.
+        freqs: (positions, 1, 1, rotary_dim): the angle of each element in radians. The two elements of a pair may have different angles.
+            It has no gradient.
         tensor_format: "sbhd" (sequence, batch, heads, head_dim), "bshd" or "thd" (tokens, heads, head_dim).
         start_positions: int32 or int64 (batch,) or (sequences,), added to the positions of each sequence.
         interleaved: pairs of neighbours, instead of i and i + rotary_dim / 2.
-        fused: accepted for compatibility; both values give the fused form's numbers.
+        fused: accepted for compatibility, without effect.
         cu_seqlens: int32 or int64 (sequences + 1,), for "thd": where each packed sequence begins, counted over all GPUs, and the end of the
             last. Tokens outside all sequences are copied.
         cp_size, cp_rank: context parallelism: t has chunks cp_rank and 2 cp_size - 1 - cp_rank of the 2 cp_size chunks of each sequence.

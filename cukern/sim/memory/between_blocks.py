@@ -1,10 +1,11 @@
 """What the blocks of a launch have told each other: the happens-before relation across blocks.
 
-Release: access, fence, strong store. Acquire: strong load of the same address, fence. Everything before the release happens before
-everything after the acquire. Other lanes may change the address by atomics in between. An atomic is both a strong load and a strong store
-and needs no fence after it. st.release and ld.acquire include the fence. Fences are cumulative over barriers. A load sees all earlier
-releases at its address, because the simulator executes one instruction after the other. Missed races: a warp acquires as a whole, and a
-warp that releases at more than 64 addresses in one instruction releases to all blocks."""
+Release: access, fence, strong store. Acquire: strong load of the same address, fence. Everything before the
+release happens before everything after the acquire. Other lanes may change the address by atomics in between.
+An atomic is both a strong load and a strong store and needs no fence after it. st.release and ld.acquire
+include the fence. Fences are cumulative over barriers. A load sees all earlier releases at its address,
+because the simulator executes one instruction after the other. Missed races: a warp acquires as a whole, and
+a warp that releases at more than 64 addresses in one instruction releases to all blocks."""
 
 import bisect
 
@@ -26,8 +27,8 @@ class Releases:
         self.knew: dict[int, int] = {}  # address -> what those who released there knew
         self.known: list[Knowledge] = [{}]
         self.numbers: dict[frozenset, int] = {frozenset(): 0}
-        # Cluster of blocks -> address -> the numbers of its releases there, and after each, for plain and strong accesses of all its lanes:
-        # released until this time
+        # Cluster of blocks -> address -> the numbers of its releases there, and after each, for plain and
+        # strong accesses of all its lanes: released until this time
         self.of: dict[int, dict[int, tuple[list[int], list[Array]]]] = {}
 
     @property
@@ -35,7 +36,8 @@ class Releases:
         return bool(self.counts)
 
     def add(self, cluster: int, addresses: set[int], until: Array, knowledge: int) -> None:
-        """Lanes of a cluster release at these addresses: `until` has two times for each lane of the cluster."""
+        """Lanes of a cluster release at these addresses: `until` has two times for each lane of the
+        cluster."""
         for address in addresses if len(addresses) <= _MOST_ADDRESSES else {_ANYWHERE}:
             number = self.counts[address] = self.counts.get(address, 0) + 1
             numbers, times = self.of.setdefault(cluster, {}).setdefault(address, ([], []))
@@ -71,8 +73,10 @@ class Releases:
         return number
 
     def until(self, cluster: int, knowledge: int) -> Array | None:
-        """Two times for each lane of a cluster: this knowledge covers its plain, and its strong, accesses before them. None: none."""
-        result, there = None, self.of.get(cluster, {})
+        """Two times for each lane of a cluster: this knowledge covers its plain, and its strong, accesses
+        before them. None: none."""
+        result = None
+        there = self.of.get(cluster, {})
         for address, count in self.known[knowledge].items():
             numbers, times = there.get(address, ([], []))
             last = bisect.bisect_right(numbers, count) - 1

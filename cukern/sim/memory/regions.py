@@ -1,6 +1,8 @@
-"""The memory that a launch may access: the tensors of the open scopes, and which of their bytes are initialized.
+"""The memory that a launch may access: the tensors of the open scopes, and which of their bytes are
+initialized.
 
-A raw op runs inside `scope(tensors)`, which records these tensors and every tensor that a torch op creates meanwhile."""
+A raw op runs inside `scope(tensors)`, which records these tensors and every tensor that a torch op creates
+meanwhile."""
 
 import contextlib
 import threading
@@ -25,7 +27,8 @@ CARRIERS: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint6
 
 
 def all_memory() -> dict[int, Array]:
-    """This process's address space as arrays of elements of 1, 2, 4, 8 and 16 bytes; element i of the last is at address 4096 + 16 i."""
+    """This process's address space as arrays of elements of 1, 2, 4, 8 and 16 bytes; element i of the last is
+    at address 4096 + 16 i."""
     shape = ((1 << _ADDRESS_BITS) - FIRST_ADDRESS,)
     interface = {"data": (FIRST_ADDRESS, False), "shape": shape, "typestr": "|u1", "version": 3}
     whole: Array = np.asarray(SimpleNamespace(__array_interface__=interface))
@@ -34,8 +37,9 @@ def all_memory() -> dict[int, Array]:
 
 @dataclass
 class Region:
-    """Addresses from `start` up to `end`. `written`: True for each byte from `origin` on that is initialized; None: all are. `inside`: True
-    for each byte from `start` on that belongs to a tensor, and not between the rows of a view; None: all do."""
+    """Addresses from `start` up to `end`. `written`: True for each byte from `origin` on that is initialized;
+    None: all are. `inside`: True for each byte from `start` on that belongs to a tensor, and not between the
+    rows of a view; None: all do."""
 
     start: int
     end: int
@@ -80,7 +84,9 @@ class _Storage:
         flags = np.zeros(end - start, bool)  # no torch op: an open scope would add its result
         for t in here:
             strides = (*(step * t.itemsize for step in t.stride()), 1)
-            np.lib.stride_tricks.as_strided(flags[t.data_ptr() - start :], (*t.shape, t.itemsize), strides)[...] = True
+            np.lib.stride_tricks.as_strided(flags[t.data_ptr() - start :], (*t.shape, t.itemsize), strides)[
+                ...
+            ] = True
         return None if flags.all() else flags
 
 
@@ -152,7 +158,8 @@ class Scope(TorchDispatchMode):
                 for tensor in _tensors(args[i] if i < len(args) else kwargs.get(argument.name)):
                     self.mark_written(tensor)
         empty = "empty" in schema.name.removeprefix("aten::").split("_")
-        # A result that may be a view of an argument (contiguous() in inference mode) is added only if it is none.
+        # A result that may be a view of an argument (contiguous() in inference mode) is added only if it is
+        # none.
         fresh = all(r.alias_info is None for r in schema.returns)
         given = () if fresh else {t.untyped_storage().data_ptr() for t in _tensors((args, kwargs))}
         for tensor in _tensors(result):
@@ -163,9 +170,11 @@ class Scope(TorchDispatchMode):
 
 @contextlib.contextmanager
 def scope(tensors: Iterable[torch.Tensor] = ()) -> Iterator[Scope]:
-    """While it is open, launches of this thread may access `tensors`, first to last element of each, and what torch ops create.
+    """While it is open, launches of this thread may access `tensors`, first to last element of each, and what
+    torch ops create.
 
-    A tensor made by `torch.empty` or the like is uninitialized until a kernel or an in-place op writes it. Scopes nest."""
+    A tensor made by `torch.empty` or the like is uninitialized until a kernel or an in-place op writes it.
+    Scopes nest."""
     one = Scope()
     for tensor in tensors:
         one.add(tensor)

@@ -1,7 +1,8 @@
 """Shadow memory: for each granule of a memory region its writers, its readers, and whether it is initialized.
 
-A granule has the size of the shortest access so far, so a tile of vectors costs one entry per vector. Reads are only logged; the log is
-processed at the next write, and dropped at a barrier of the whole batch. So a tensor that is only read costs almost nothing."""
+A granule has the size of the shortest access so far, so a tile of vectors costs one entry per vector. Reads
+are only logged; the log is processed at the next write, and dropped at a barrier of the whole batch. So a
+tensor that is only read costs almost nothing."""
 
 import numpy as np
 
@@ -9,19 +10,24 @@ from cukern.sim.memory.history import Conflict, History
 from cukern.sim.memory.order import IN_FLIGHT, STRONG, TIME_BITS, Order
 from cukern.sim.numerics.integers import Array, count_nonzero
 
-_COUNT = np.arange(16)  # an access has at most 16 bytes
+_OFFSETS = np.arange(16)  # of the bytes of an access, which has at most 16
 SHIFTS = tuple(map(np.array, range(5)))
-BY_GENERIC_PROXY, BY_ASYNC_PROXY = 1, 2  # cp.async; bulk copies and st.async
+BY_GENERIC_PROXY = 1  # cp.async
+BY_ASYNC_PROXY = 2  # bulk copies and st.async
 _LONGEST_LOG = 1 << 21  # reads that are logged before the log is processed
 
 
 class Shadow:
-    """`positions` are byte offsets from the start, `lanes` are lanes of the batch; both have one row per lane."""
+    """`positions` are byte offsets from the start, `lanes` are lanes of the batch; both have one row per
+    lane."""
 
     def __init__(self, size: int, written: Array | None = None, reach: str = "grid"):
-        """written: True for each byte that was initialized before the launch; None: all were. reach: the lanes that can access the same
-        position: those of the "grid", of one "cluster" (shared memory), or a single "lane" (local memory)."""
-        self.size, self.before, self.reach = size + -size % 16, written, reach
+        """written: True for each byte that was initialized before the launch; None: all were. reach: the
+        lanes that can access the same position: those of the "grid", of one "cluster" (shared memory), or a
+        single "lane" (local memory)."""
+        self.size = size + -size % 16
+        self.before = written
+        self.reach = reach
         if written is not None:
             self.before = np.pad(written, (0, -size % 16))
         self.complete = False  # True if all bytes are known to be initialized
@@ -30,19 +36,32 @@ class Shadow:
         self.reads: History | None = None
         self.heard: Array | None = None  # in shared memory: time of the last strong read
         self.narrow: Array | None = None  # bytes changed by an atomic that is atomic only for its own block
-        self.copied: Array | None = None  # granules last written by an asynchronous copy of an mbarrier: of which proxy
-        # For each byte: 0, or for a value computed from uninitialized ones 2 + their origin in poison.py (1: unknown origin)
+        # granules last written by an asynchronous copy of an mbarrier: of which proxy
+        self.copied: Array | None = None
+        # For each byte: 0, or for a value computed from uninitialized ones 2 + their origin in poison.py (1:
+        # unknown origin)
         self.poisoned: Array | None = None
-        self.log: list[tuple[Array, int, int, Array, int]] = []  # places, their unit, size; stamps: the part of the lanes, the rest
-        self.logged, self.shortest = 0, 16  # lanes and bytes of the log's reads
+        # places, their unit, size; stamps: the part of the lanes, the rest
+        self.log: list[tuple[Array, int, int, Array, int]] = []
+        self.logged = 0  # reads in the log, counted by lane
+        self.shortest = 16  # bytes of the shortest read in the log
 
     @property
     def writers(self) -> Array | None:
         """The stamp of the last write of each granule; 0 if there was none."""
         return None if self.writes is None else self.writes.last
 
-    def read(self, order: Order, positions: Array, size: int, lanes: Array, strong: bool = False, flags: int | None = 0) -> Conflict | None:
-        """Record a read, whose stamp has these flags; None: it is recorded later. Returns the writes that race with it, if any."""
+    def read(
+        self,
+        order: Order,
+        positions: Array,
+        size: int,
+        lanes: Array,
+        strong: bool = False,
+        flags: int | None = 0,
+    ) -> Conflict | None:
+        """Record a read, whose stamp has these flags; None: it is recorded later. Returns the writes that
+        race with it, if any."""
         if self.reach == "grid" or (not strong and self.reach != "lane" and flags is not None):
             self.log_read(order, positions, 1, size, lanes, (flags or 0) | STRONG * strong)
         if self.writes is None:
@@ -66,13 +85,17 @@ class Shadow:
         """The first row that was written after this time, and the stamp of the write."""
         if self.writes is None:
             return None
-        stamps = self.writes.last[self._granules(positions, size)].reshape(len(positions), -1).max(axis=1) & ~IN_FLIGHT
+        stamps = (
+            self.writes.last[self._granules(positions, size)].reshape(len(positions), -1).max(axis=1)
+            & ~IN_FLIGHT
+        )
         late = stamps >> TIME_BITS > time
         row = int(late.argmax())
         return (row, int(stamps[row])) if late[row] else None
 
     def unfenced(self, order: Order, positions: Array, size: int, lanes: Array) -> tuple[int, int] | None:
-        """The first row with a plain write, or a cp.async, after which neither its writer nor the reader had a fence.proxy.async."""
+        """The first row with a plain write, or a cp.async, after which neither its writer nor the reader had
+        a fence.proxy.async."""
         if self.writes is None:
             return None
         granules = self._granules(positions, size).reshape(len(positions), -1)
@@ -81,7 +104,9 @@ class Shadow:
             stamps = np.where(self.copied[granules] == BY_ASYNC_PROXY, 0, stamps)
         stamps = stamps.max(axis=1)
         writers = np.clip(order.by_lane(stamps) - order.base, 0, order.lanes - 1)
-        late = (stamps != 0) & (stamps >> TIME_BITS >= np.maximum(order.proxy_fenced[writers], order.proxy_fenced[lanes]))
+        late = (stamps != 0) & (
+            stamps >> TIME_BITS >= np.maximum(order.proxy_fenced[writers], order.proxy_fenced[lanes])
+        )
         row = int(late.argmax())
         return (row, int(stamps[row])) if late[row] else None
 
@@ -90,43 +115,48 @@ class Shadow:
         missing = None
         if self.before is not None and not self.complete:
             if self.writes is None:
-                missing = ~self.before[positions[:, None] + _COUNT[:size]]
+                missing = ~self.before[positions[:, None] + _OFFSETS[:size]]
             else:
                 granules = self._granules(positions, size)
                 missing = self.writes.last[granules] == 0
                 if missing.any():
                     missing = np.repeat(missing.reshape(len(positions), -1), 1 << self.bits, axis=1)
-                    missing = missing & ~self.before[positions[:, None] + _COUNT[:size]]
+                    missing = missing & ~self.before[positions[:, None] + _OFFSETS[:size]]
         if self.poisoned is not None:
-            poisoned = self.poisoned[positions[:, None] + _COUNT[:size]] != 0
+            poisoned = self.poisoned[positions[:, None] + _OFFSETS[:size]] != 0
             missing = poisoned if missing is None or not missing.any() else missing | poisoned
         return missing if missing is not None and missing.any() else None
 
     def poison(self, positions: Array, size: int, codes: Array) -> None:
-        """Byte i of what was written to a row is uninitialized if bit i of its code is set. The code >> 16 is 2 + the origin, or 0."""
+        """Byte i of what was written to a row is uninitialized if bit i of its code is set. The code >> 16 is
+        2 + the origin, or 0."""
         if self.poisoned is None:
             self.poisoned = np.zeros(self.size, np.int64)
         origins = np.maximum(codes >> 16, 1) if self.reach != "grid" else np.ones(1, np.int64)
-        self.poisoned[positions[:, None] + _COUNT[:size]] = (codes[:, None] >> _COUNT[:size] & 1) * origins[:, None]
+        self.poisoned[positions[:, None] + _OFFSETS[:size]] = (
+            codes[:, None] >> _OFFSETS[:size] & 1
+        ) * origins[:, None]
 
     def poisoned_bytes(self, positions: Array, size: int) -> Array:
         """Which bytes of each row hold uninitialized values."""
         if self.poisoned is None:
             return np.zeros((len(positions), size), bool)
-        return self.poisoned[positions[:, None] + _COUNT[:size]] != 0
+        return self.poisoned[positions[:, None] + _OFFSETS[:size]] != 0
 
     def poison_origins(self, positions: Array, size: int) -> Array:
-        """For each row: 0 if no byte holds an uninitialized value, 1 if one does, or 2 + the origin of one."""
+        """For each row: 0 if no byte holds an uninitialized value, 1 if one does, or 2 + the origin of
+        one."""
         if self.poisoned is None:
             return np.zeros(len(positions), np.int64)
-        return self.poisoned[positions[:, None] + _COUNT[:size]].max(axis=1)
+        return self.poisoned[positions[:, None] + _OFFSETS[:size]].max(axis=1)
 
     def write(
         self, order: Order, positions: Array, size: int, lanes: Array, flags: int = 0, narrow: bool = False
     ) -> tuple[Conflict | None, Conflict | None, Array | None]:
-        """Record a write. Returns the earlier writes and the earlier reads that race with it, and the rows whose bytes another row of this
-        write overwrites; None for each of the three if there are none. `narrow`: the write is an atomic of .cta scope (atomicAdd_block),
-        which is not atomic for other blocks."""
+        """Record a write. Returns the earlier writes and the earlier reads that race with it, and the rows
+        whose bytes another row of this write overwrites; None for each of the three if there are none.
+        `narrow`: the write is an atomic of .cta scope (atomicAdd_block), which is not atomic for other
+        blocks."""
         if self.log:
             self.process_log(order)
         granules = self._granules(positions, size)
@@ -140,18 +170,32 @@ class Shadow:
             over_writes = over_writes or self._too_narrow(order, positions, granules, lanes, narrow)
         stamps = order.stamps(lanes, flags)
         stamps = stamps if granules.ndim == 1 else np.broadcast_to(stamps[:, None], granules.shape)
-        newest = self.writes.record(order, granules, stamps, order.clock.now << TIME_BITS | flags, keep=strong and self.reach != "lane")
+        newest = self.writes.record(
+            order,
+            granules,
+            stamps,
+            order.clock.now << TIME_BITS | flags,
+            keep=strong and self.reach != "lane",
+        )
         if narrow:
-            apart = np.flatnonzero(order.by_block(newest.reshape(len(lanes), -1)[:, 0]) != order.block_of[lanes] + order.first_block)
-            over_writes = over_writes or (Conflict(apart, newest.reshape(len(lanes), -1)[apart, 0]) if len(apart) else None)
+            newest_of_row = newest.reshape(len(lanes), -1)[:, 0]
+            other_block = np.flatnonzero(
+                order.by_block(newest_of_row) != order.block_of[lanes] + order.first_block
+            )
+            if over_writes is None and len(other_block):
+                over_writes = Conflict(other_block, newest_of_row[other_block])
         lost = newest != stamps
         if not count_nonzero(lost):
             return over_writes, over_reads, None
         return over_writes, over_reads, np.flatnonzero(lost if lost.ndim == 1 else lost.any(axis=1))
 
-    def _before_write(self, writes: History, order: Order, granules: Array, lanes: Array, strong: bool) -> list[Conflict | None]:
+    def _before_write(
+        self, writes: History, order: Order, granules: Array, lanes: Array, strong: bool
+    ) -> list[Conflict | None]:
         """The earlier writes and reads that race with a write, which replaces them."""
-        over_writes, over_reads, now = self._unordered(writes, order, granules, lanes, strong), None, order.clock.now << TIME_BITS
+        over_writes = self._unordered(writes, order, granules, lanes, strong)
+        over_reads = None
+        now = order.clock.now << TIME_BITS
         if self.reads is not None:
             over_reads = self._unordered(self.reads, order, granules, lanes, strong)
             self.reads.clear(granules, now)
@@ -159,20 +203,27 @@ class Shadow:
             writes.clear(granules, now)
         return [over_writes, over_reads]
 
-    def _too_narrow(self, order: Order, positions: Array, granules: Array, lanes: Array, narrow: bool) -> Conflict | None:
+    def _too_narrow(
+        self, order: Order, positions: Array, granules: Array, lanes: Array, narrow: bool
+    ) -> Conflict | None:
         """Atomics of several blocks on one location. One of them is atomic only within its own block."""
         assert self.writes is not None
         if self.narrow is None:
             self.narrow = np.zeros(self.size, bool)
         before = self.writes.last[granules].reshape(len(positions), -1)[:, 0]
-        other = (before != 0) & (order.by_block(before) != order.block_of[lanes] + order.first_block) & (narrow | self.narrow[positions])
+        other = (
+            (before != 0)
+            & (order.by_block(before) != order.block_of[lanes] + order.first_block)
+            & (narrow | self.narrow[positions])
+        )
         rows = np.flatnonzero(other)
         rows = rows[~order.ordered(before[rows], lanes[rows])]
         self.narrow[positions] |= narrow
         return Conflict(rows, before[rows]) if len(rows) else None
 
     def arrived(self, order: Order, positions: Array, size: int, lanes: Array, copied: int = 0) -> None:
-        """Asynchronous copies have completed: record them as writes of their lanes now. `copied`: of which proxy, if an mbarrier tells."""
+        """Asynchronous copies have completed: record them as writes of their lanes now. `copied`: of which
+        proxy, if an mbarrier tells."""
         assert self.writes is not None
         granules = self._granules(positions, size)
         stamps = order.stamps(lanes)
@@ -180,7 +231,8 @@ class Shadow:
         self._mark_copied(granules, copied)
 
     def accesses(self, order: Order, start: int, end: int) -> list[tuple[str, Array, Array]]:
-        """The reads and writes of these bytes, each with its verb: granules and stamps; not strong writes that a strong read has seen."""
+        """The reads and writes of these bytes, each with its verb: granules and stamps; not strong writes
+        that a strong read has seen."""
         self.process_log(order)
         found = []
         for did, history in (("reads", self.reads), ("writes", self.writes)):
@@ -214,8 +266,9 @@ class Shadow:
         """The granules of each row: of shape (rows,), or (rows, granules) if an access spans several."""
         if size < 1 << self.bits:
             self._refine(size)
-        first, count = positions >> SHIFTS[self.bits], size >> self.bits
-        return first if count == 1 else first[:, None] + _COUNT[:count]
+        first = positions >> SHIFTS[self.bits]
+        count = size >> self.bits
+        return first if count == 1 else first[:, None] + _OFFSETS[:count]
 
     def _refine(self, size: int) -> None:
         """Make granules at most `size` bytes long."""
@@ -228,8 +281,12 @@ class Shadow:
                 if history is not None:
                     history.refine(finer)
 
-    def _unordered(self, history: History, order: Order, granules: Array, lanes: Array, strong: bool) -> Conflict | None:
-        return None if self.reach == "lane" else history.conflicts(order, granules, lanes, self.reach == "cluster", strong)
+    def _unordered(
+        self, history: History, order: Order, granules: Array, lanes: Array, strong: bool
+    ) -> Conflict | None:
+        if self.reach == "lane":
+            return None
+        return history.conflicts(order, granules, lanes, self.reach == "cluster", strong)
 
     # ---- reads
 
@@ -252,7 +309,8 @@ class Shadow:
 
     def _drop_log(self) -> None:
         self.log.clear()
-        self.logged, self.shortest = 0, 16
+        self.logged = 0
+        self.shortest = 16
 
     def process_log(self, order: Order) -> None:
         if not self.log:
@@ -261,7 +319,8 @@ class Shadow:
         if self.reads is None:
             self.reads = History(self.size >> self.bits)
         for places, unit, size, own, rest in self.log:
-            granules, stamps = places, own + np.array(rest)
+            granules = places
+            stamps = own + np.array(rest)
             if unit != size or size != 1 << self.bits:
                 granules = self._granules(places * unit, size)
             stamps = stamps if granules.ndim == 1 else np.broadcast_to(stamps[:, None], granules.shape)

@@ -1,7 +1,8 @@
 """The state spaces: the position of an address, the check of an access, and the access itself.
 
-Global memory is this process's memory: a pointer argument is the address of a tensor. Shared and local memory are arrays in which each
-block or each lane has one part. The top byte of a generic address names its space."""
+Global memory is this process's memory: a pointer argument is the address of a tensor. Shared and local memory
+are arrays in which each block or each lane has one part. The top byte of a generic address names its
+space."""
 
 import bisect
 import functools
@@ -25,7 +26,8 @@ WINDOWS = {"global": 0, "const": 0, "param": 0, "shared": 1, "local": 2}
 
 
 class Accessor(Protocol):
-    """The batch of blocks whose lanes access a space: how their accesses are ordered, and how to report a fault."""
+    """The batch of blocks whose lanes access a space: how their accesses are ordered, and how to report a
+    fault."""
 
     order: Order
     first_block: int
@@ -45,7 +47,9 @@ class Accessor(Protocol):
 
     def who(self, stamp: int) -> tuple[Dim, Dim, str]: ...
 
-    def fault(self, kind: type[Fault], lane: int, what: str, pc: int | None = None, lanes: Array | None = None) -> Fault: ...
+    def fault(
+        self, kind: type[Fault], lane: int, what: str, pc: int | None = None, lanes: Array | None = None
+    ) -> Fault: ...
 
 
 class Part(NamedTuple):
@@ -77,8 +81,11 @@ class Space:
     def __init__(self, arrays: dict[int, Array]):
         self.arrays = arrays
 
-    def place(self, m: Accessor, lanes: Array, addresses: Array, size: int, verb: str) -> tuple[Array, list[Part]]:
-        """The positions of an access in the arrays, and its parts. Raises a Fault if the access is misaligned or out of bounds."""
+    def place(
+        self, m: Accessor, lanes: Array, addresses: Array, size: int, verb: str
+    ) -> tuple[Array, list[Part]]:
+        """The positions of an access in the arrays, and its parts. Raises a Fault if the access is misaligned
+        or out of bounds."""
         raise NotImplementedError
 
     def describe(self, region: Region, position: int) -> str:
@@ -100,9 +107,17 @@ class Space:
     # ---- accesses
 
     def load(
-        self, m: Accessor, lanes: Array, addresses: Array, size: int, strong: bool = False, poison: bool = False, flags: int | None = 0
+        self,
+        m: Accessor,
+        lanes: Array,
+        addresses: Array,
+        size: int,
+        strong: bool = False,
+        poison: bool = False,
+        flags: int | None = 0,
     ) -> Array:
-        """`poison`: uninitialized bytes are no fault, but the batch is told of them. `flags`: of the stamp; None: it is recorded later."""
+        """`poison`: uninitialized bytes are no fault, but the batch is told of them. `flags`: of the stamp;
+        None: it is recorded later."""
         parts = self.place(m, lanes, addresses, size, "reads")[1]
         for part in parts:
             if part.shadow is not None:
@@ -136,12 +151,22 @@ class Space:
             if found is not None and not m.mutes(Race):
                 row, stamp = found
                 block, thread, line = m.who(stamp)
-                where = f"{self.describe(part.region, int(part.at[row]))}, through the read-only cache (__ldg, or const and __restrict__)"
-                what = f"reads {size} bytes, {where}, though block {block}, thread {thread} wrote it in this launch, at {line}"
+                where = self.describe(part.region, int(part.at[row]))
+                what = (
+                    f"reads {size} bytes, {where}, through the read-only cache (__ldg, or const and "
+                    f"__restrict__), though block {block}, thread {thread} wrote it in this launch, at {line}"
+                )
                 raise m.fault(Race, part.lanes[row], f"{what}: load it without __ldg or __restrict__")
 
     def store(
-        self, m: Accessor, lanes: Array, addresses: Array, size: int, values: Array, flags: int = 0, poison: Array | None = None
+        self,
+        m: Accessor,
+        lanes: Array,
+        addresses: Array,
+        size: int,
+        values: Array,
+        flags: int = 0,
+        poison: Array | None = None,
     ) -> Array:
         """Returns the positions. `poison`: bit i of a row is set if byte i of its value is uninitialized."""
         at, parts = self.place(m, lanes, addresses, size, "writes")
@@ -150,16 +175,23 @@ class Space:
         for part in parts:
             array, index = self.elements(part, size)
             array[index] = values[part.rows]
-            if part.shadow is not None and (part.shadow.poisoned is not None or (poison is not None and count_nonzero(poison))):
-                codes = np.zeros(1, np.int64) if poison is None else each(poison, lanes)[part.rows] if len(poison) > 1 else poison
+            if part.shadow is not None and (
+                part.shadow.poisoned is not None or (poison is not None and count_nonzero(poison))
+            ):
+                codes = np.zeros(1, np.int64) if poison is None else poison
+                if len(codes) > 1:
+                    codes = each(codes, lanes)[part.rows]
                 part.shadow.poison(part.at, size, codes)
         for part, lost in zip(parts, overwritten, strict=True):
             if lost is not None:
                 self.check_agreement(m, part, size, values[part.rows], lost)
         return at
 
-    def note_write(self, m: Accessor, part: Part, size: int, values: Array | None, flags: int, narrow: bool = False) -> Array | None:
-        """Check a write for races and record it. Two writes of equal values are allowed. Returns the rows that other rows overwrite."""
+    def note_write(
+        self, m: Accessor, part: Part, size: int, values: Array | None, flags: int, narrow: bool = False
+    ) -> Array | None:
+        """Check a write for races and record it. Two writes of equal values are allowed. Returns the rows
+        that other rows overwrite."""
         if part.shadow is None:
             return None
         over_writes, over_reads, lost = part.shadow.write(m.order, part.at, size, part.lanes, flags, narrow)
@@ -185,7 +217,10 @@ class Space:
         """True for each of these rows where the memory does not have the bits of `values`."""
         array, index = self.elements(part, size)
         dtype = np.uint64 if size == 16 else array.dtype  # so that == compares bits
-        here, there = (np.ascontiguousarray(x).view(dtype).reshape(len(rows), -1) for x in (array[index[rows]], values[rows]))
+        here, there = (
+            np.ascontiguousarray(x).view(dtype).reshape(len(rows), -1)
+            for x in (array[index[rows]], values[rows])
+        )
         return (here != there).any(axis=1)
 
     def check_agreement(self, m: Accessor, part: Part, size: int, values: Array, lost: Array) -> None:
@@ -198,10 +233,21 @@ class Space:
             what = f"writes {size} bytes, {where}, where block {block}, thread {thread} writes another value"
             raise m.fault(Race, part.lanes[row], what)
 
-    def _report(self, m: Accessor, part: Part, size: int, verb: str, conflict: Conflict, did: str, strong: bool = False) -> None:
-        """Raise the Race for a conflict. `verb`: what the lane does now; `did`: what the other lane did; `strong`: it changes by an atomic.
+    def _report(
+        self,
+        m: Accessor,
+        part: Part,
+        size: int,
+        verb: str,
+        conflict: Conflict,
+        did: str,
+        strong: bool = False,
+    ) -> None:
+        """Raise the Race for a conflict. `verb`: what the lane does now; `did`: what the other lane did;
+        `strong`: it changes by an atomic.
 
-        A plain read beside atomics is forgiven if its lane then executes a compare-and-swap there, as the first read of a loop does."""
+        A plain read beside atomics is forgiven if its lane then executes a compare-and-swap there, as the
+        first read of a loop does."""
         if m.mutes(Race):
             return
         forgivable = ((conflict.stamps & STRONG) != 0).all() if verb == "reads" else strong and did == "read"
@@ -210,37 +256,84 @@ class Space:
         for i, row in enumerate(conflict.rows.tolist()):
             one = Conflict(conflict.rows[i : i + 1], conflict.stamps[i : i + 1])
             fault = functools.partial(self._race, m, part, size, verb, one, did, m.pc)
-            reader = int(part.lanes[row]) + m.order.base if verb == "reads" else int(m.order.by_lane(conflict.stamps[i]))
-            m.suspect(reader, int(part.at[row]) + part.region.origin, None if verb == "reads" else int(conflict.stamps[i]), fault)
+            reader = (
+                int(part.lanes[row]) + m.order.base
+                if verb == "reads"
+                else int(m.order.by_lane(conflict.stamps[i]))
+            )
+            m.suspect(
+                reader,
+                int(part.at[row]) + part.region.origin,
+                None if verb == "reads" else int(conflict.stamps[i]),
+                fault,
+            )
 
-    def _race(self, m: Accessor, part: Part, size: int, verb: str, conflict: Conflict, did: str, pc: int | None = None) -> Fault:
+    def _race(
+        self,
+        m: Accessor,
+        part: Part,
+        size: int,
+        verb: str,
+        conflict: Conflict,
+        did: str,
+        pc: int | None = None,
+    ) -> Fault:
         mine = (part.lanes[conflict.rows] + m.order.base) // 32
-        i = np.argmax(m.order.by_lane(conflict.stamps) // 32 != mine)  # prefer a race between two warps: __syncwarp() repairs the others
-        row, stamp = conflict.rows[i], int(conflict.stamps[i])
-        lane, where = part.lanes[row], self.describe(part.region, int(part.at[row]))
+        # prefer a race between two warps: __syncwarp() repairs the others
+        i = np.argmax(m.order.by_lane(conflict.stamps) // 32 != mine)
+        row = conflict.rows[i]
+        stamp = int(conflict.stamps[i])
+        lane = part.lanes[row]
+        where = self.describe(part.region, int(part.at[row]))
         block, thread, line = m.who(stamp)
         here = m.fault(Race, lane, "", pc).where.location
         in_place = "; if several threads change it at this line, it must be an atomic" if line == here else ""
         if stamp & IN_FLIGHT:
             verb += f" {size} bytes, {where}, into which an asynchronous copy still writes:"
-            return m.fault(Race, lane, f"{verb} a cp.async.wait, or one at the mbarrier, is missing after the copy at {line}", pc)
+            return m.fault(
+                Race,
+                lane,
+                f"{verb} a cp.async.wait, or one at the mbarrier, is missing after the copy at {line}",
+                pc,
+            )
         if block != m.block_and_thread(lane)[0]:
-            other, remedy = f"block {block}, thread {thread}", "nothing orders two blocks of one launch" + in_place
-            if stamp & STRONG and did == "wrote" and part.shadow is not None and part.shadow.narrow is not None:
+            other = f"block {block}, thread {thread}"
+            remedy = "nothing orders two blocks of one launch" + in_place
+            if (
+                stamp & STRONG
+                and did == "wrote"
+                and part.shadow is not None
+                and part.shadow.narrow is not None
+            ):
                 remedy = "an atomic of .cta scope (atomicAdd_block) does not order blocks"
-            if m.order.cluster_of[lane] == (m.order.by_block(stamp) - m.first_block) // m.order.blocks_a_cluster:
+            if (
+                m.order.cluster_of[lane]
+                == (m.order.by_block(stamp) - m.first_block) // m.order.blocks_a_cluster
+            ):
                 remedy = "no cluster barrier is between the two, or its arrive is .relaxed"
         elif did == "wrote" and part.shadow is not None and part.shadow.was_copied(int(part.at[row])):
-            other, remedy = f"the asynchronous copy of thread {thread}", "a wait at its mbarrier is missing"
+            other = f"the asynchronous copy of thread {thread}"
+            remedy = "a wait at its mbarrier is missing"
         else:
             other = f"thread {thread}"
             apart = m.divergence(lane)
             if apart is not None:
-                return m.fault(BarrierFault, lane, f"{verb} {size} bytes, {where}, that {other} {did} at {line}: {apart}", pc)
+                return m.fault(
+                    BarrierFault,
+                    lane,
+                    f"{verb} {size} bytes, {where}, that {other} {did} at {line}: {apart}",
+                    pc,
+                )
             same_warp = m.order.unpack(stamp)[0] // 32 == mine[i]
-            remedy = "a __syncwarp(), or a barrier, is missing between the two" if same_warp else "no barrier is between the two"
+            remedy = (
+                "a __syncwarp(), or a barrier, is missing between the two"
+                if same_warp
+                else "no barrier is between the two"
+            )
             remedy += in_place
-        return m.fault(Race, lane, f"{verb} {size} bytes, {where}, that {other} {did} at {line}: {remedy}", pc)
+        return m.fault(
+            Race, lane, f"{verb} {size} bytes, {where}, that {other} {did} at {line}: {remedy}", pc
+        )
 
     def check_aligned(self, m: Accessor, lanes: Array, addresses: Array, size: int, verb: str) -> None:
         low = addresses & addresses.dtype.type(size - 1)
@@ -256,24 +349,38 @@ class Private(Space):
     """Shared or local memory: each lane accesses one part of an array."""
 
     def __init__(self, name: str, pieces: int, size: int, piece_of: Array, names: list[tuple[int, str]]):
-        self.name, self.size, self.names = name, size, names
+        self.name = name
+        self.size = size
+        self.names = names
         self.stride = size + -size % 16
         whole = np.zeros(pieces * self.stride // 16, np.complex128)
         super().__init__({n: whole.view(carrier) for n, carrier in CARRIERS.items()})
         self.bases = piece_of * self.stride
         self.region = Region(0, pieces * self.stride)
-        self.shadow = Shadow(pieces * self.stride, np.zeros(pieces * self.stride, bool), reach="cluster" if name == "shared" else "lane")
+        self.shadow = Shadow(
+            pieces * self.stride,
+            np.zeros(pieces * self.stride, bool),
+            reach="cluster" if name == "shared" else "lane",
+        )
 
     def check_proxy(self, m: Accessor, lanes: Array, at: Array, size: int) -> None:
-        """These lanes read shared memory asynchronously. After a plain write or cp.async, a fence.proxy.async is needed."""
+        """These lanes read shared memory asynchronously. After a plain write or cp.async, a fence.proxy.async
+        is needed."""
         found = self.shadow.unfenced(m.order, at, size, lanes)
         if found is not None and not m.mutes(Race):
             row, stamp = found
             _, thread, line = m.who(stamp)
-            what = f"reads {size} bytes asynchronously, {self.describe(self.region, int(at[row]))}, that thread {thread} wrote at {line}"
-            raise m.fault(Race, lanes[row], f"{what}: a fence.proxy.async is missing between the two, after the write has ended")
+            where = self.describe(self.region, int(at[row]))
+            what = f"reads {size} bytes asynchronously, {where}, that thread {thread} wrote at {line}"
+            raise m.fault(
+                Race,
+                lanes[row],
+                f"{what}: a fence.proxy.async is missing between the two, after the write has ended",
+            )
 
-    def place(self, m: Accessor, lanes: Array, addresses: Array, size: int, verb: str) -> tuple[Array, list[Part]]:
+    def place(
+        self, m: Accessor, lanes: Array, addresses: Array, size: int, verb: str
+    ) -> tuple[Array, list[Part]]:
         if addresses.dtype == np.int64:
             addresses = addresses.view(np.uint64)
         if count_nonzero(addresses & addresses.dtype.type(size - 1)):
@@ -292,7 +399,8 @@ class Private(Space):
         row = first_row(outside)
         offset = int(each(addresses.view(SIGNED[8 * addresses.itemsize]), lanes)[row])
         owner = "the block" if self.name == "shared" else "the thread"
-        what = f"{verb} {size} bytes at offset {offset} of {self.name} memory, but {owner} has {self.size} bytes of it"
+        what = f"{verb} {size} bytes at offset {offset} of {self.name} memory,"
+        what += f" but {owner} has {self.size} bytes of it"
         if self.name == "shared" and offset >> RANK > 0:
             what += ": that is an address of shared::cluster, which is another space"
         raise m.fault(OutOfBounds, lanes[row], what, None, lanes[outside])
@@ -310,7 +418,8 @@ class _Near(NamedTuple):
     room: Array  # the last offset from there at which an access lies inside
 
 
-LOW = {size: np.array(size - 1, np.uint64) for size in CARRIERS}  # the bits of an address that are 0 if it is aligned
+# the bits of an address that are 0 if it is aligned
+LOW = {size: np.array(size - 1, np.uint64) for size in CARRIERS}
 _NOWHERE = _Near(None, None, LOW[1], LOW[1])
 
 
@@ -326,21 +435,31 @@ class Global(Space):
         self.starts = [r.start for r in regions]
         self.shadows = [Shadow(r.end - r.origin, r.written) if r.writable else None for r in regions]
         self.bounds = np.array(self.starts, np.uint64), np.array([r.end for r in regions], np.uint64)
-        self.near: dict[tuple[int, int], _Near] = {}  # instruction and size -> the region that it accessed last
+        # instruction and size -> the region that it accessed last
+        self.near: dict[tuple[int, int], _Near] = {}
         self.spots: dict[tuple[int, int], Any] = {}  # register and size -> see instructions/quick.py
 
-    def place(self, m: Accessor, lanes: Array, addresses: Array, size: int, verb: str) -> tuple[Array, list[Part]]:
+    def place(
+        self, m: Accessor, lanes: Array, addresses: Array, size: int, verb: str
+    ) -> tuple[Array, list[Part]]:
         if count_nonzero(addresses & LOW[size]):
             self.check_aligned(m, lanes, addresses, size, verb)
         at = addresses.view(np.int64)
         near, inside = self.nearest(m.pc, size, addresses)
         if inside is not None and near.region is not None:
-            positions = inside.view(np.int64) + near.region.offset if near.region.offset else inside.view(np.int64)
+            positions = (
+                inside.view(np.int64) + near.region.offset if near.region.offset else inside.view(np.int64)
+            )
             parts = [Part(near.region, near.shadow, each(positions, lanes), lanes)]
         else:
-            at, parts = each(at, lanes), []
+            at = each(at, lanes)
+            parts = []
             for i, some in self._rows(m, lanes, each(addresses, lanes), size, verb).items():
-                parts.append(Part(self.regions[i], self.shadows[i], at[some] - self.regions[i].origin, lanes[some], some))
+                parts.append(
+                    Part(
+                        self.regions[i], self.shadows[i], at[some] - self.regions[i].origin, lanes[some], some
+                    )
+                )
         for part in parts:
             if part.region.inside is not None:
                 self._check_inside(m, part, size, verb)
@@ -350,27 +469,43 @@ class Global(Space):
         return at, parts
 
     def nearest(self, pc: int, size: int, addresses: Array) -> "tuple[_Near, Array | None]":
-        """The region in which all accesses of an instruction lie, which it remembers, and their offsets; None if they lie in none."""
+        """The region in which all accesses of an instruction lie, which it remembers, and their offsets; None
+        if they lie in none."""
         near = self.near.get((pc, size), _NOWHERE)
         inside = addresses - near.start
-        if near is _NOWHERE or count_nonzero(inside > near.room):  # perhaps all lanes are in another region now
+        # perhaps all lanes are in another region now
+        if near is _NOWHERE or count_nonzero(inside > near.room):
             i = bisect.bisect_right(self.starts, int(addresses[0])) - 1
             room = self.regions[i].end - self.starts[i] - size if i >= 0 else -1
             if room < 0:
                 return _NOWHERE, None
-            near = _Near(self.regions[i], self.shadows[i], np.array(self.starts[i], np.uint64), np.array(room, np.uint64))
-            self.near[pc, size], inside = near, addresses - near.start
+            near = _Near(
+                self.regions[i],
+                self.shadows[i],
+                np.array(self.starts[i], np.uint64),
+                np.array(room, np.uint64),
+            )
+            self.near[pc, size] = near
+            inside = addresses - near.start
             if count_nonzero(inside > near.room):
                 return _NOWHERE, None
         return near, inside
 
     def load(
-        self, m: Accessor, lanes: Array, addresses: Array, size: int, strong: bool = False, poison: bool = False, flags: int | None = 0
+        self,
+        m: Accessor,
+        lanes: Array,
+        addresses: Array,
+        size: int,
+        strong: bool = False,
+        poison: bool = False,
+        flags: int | None = 0,
     ) -> Array:
         if len(addresses) == 1 and len(lanes) > 1:
             i = bisect.bisect_right(self.starts, int(addresses[0])) - 1
             shadow = self.shadows[i] if i >= 0 else None
-            if shadow is None or (shadow.writers is None and shadow.before is None):  # only read so far: a lane stands for its warp
+            # only read so far: a lane stands for its warp
+            if shadow is None or (shadow.writers is None and shadow.before is None):
                 some = np.append(lanes[::32], lanes[-1]) if lanes is m.order.every else lanes
                 return super().load(m, some, addresses, size, strong)[:1]
         return super().load(m, lanes, addresses, size, strong, poison, flags)
@@ -378,11 +513,14 @@ class Global(Space):
     def _check_inside(self, m: Accessor, part: Part, size: int, verb: str) -> None:
         """An access to a view must not reach the memory between its rows."""
         assert part.region.inside is not None
-        outside = ~np.asarray(part.region.inside[(part.at - part.region.offset)[:, None] + np.arange(size)].all(axis=1))
+        outside = ~np.asarray(
+            part.region.inside[(part.at - part.region.offset)[:, None] + np.arange(size)].all(axis=1)
+        )
         if outside.any():
             row = first_row(outside)
             where = self.describe(part.region, int(part.at[row]))
-            what = f"{verb} {size} bytes of global memory, {where}, which is between the rows or columns of a view"
+            what = f"{verb} {size} bytes of global memory, {where},"
+            what += " which is between the rows or columns of a view"
             raise m.fault(OutOfBounds, part.lanes[row], what, None, part.lanes[outside])
 
     def text(self, address: int) -> str:
@@ -390,15 +528,22 @@ class Global(Space):
         end = next((r.end for r in self.regions if r.start <= address < r.end), None)
         if end is None:
             return "?"
-        return bytes(self.arrays[1][address - self.first : end - self.first]).split(b"\0")[0].decode(errors="replace")
+        return (
+            bytes(self.arrays[1][address - self.first : end - self.first])
+            .split(b"\0")[0]
+            .decode(errors="replace")
+        )
 
     def _rows(self, m: Accessor, lanes: Array, addresses: Array, size: int, verb: str) -> dict[int, Array]:
-        """The rows of an access to several regions, by region. Raises OutOfBounds for the first lane outside all regions."""
+        """The rows of an access to several regions, by region. Raises OutOfBounds for the first lane outside
+        all regions."""
         starts, ends = self.bounds
         which = np.searchsorted(starts, addresses, side="right") - 1
         inside = which >= 0
         if len(ends):
-            inside &= (addresses <= ends[which] - np.uint64(size)) & (ends[which] - starts[which] >= np.uint64(size))
+            inside &= (addresses <= ends[which] - np.uint64(size)) & (
+                ends[which] - starts[which] >= np.uint64(size)
+            )
         if not inside.all():
             row = first_row(~inside)
             what = f"{verb} {size} bytes of global memory {self._distance(int(addresses[row]), size)}"
@@ -417,7 +562,9 @@ class Global(Space):
             return f"at {address:#x}, which belongs to no argument"
         length = region.end - region.start
         if address < region.start:
-            return f"{region.start - address} bytes before the start of {region.name}, which has {length} bytes"
+            return (
+                f"{region.start - address} bytes before the start of {region.name}, which has {length} bytes"
+            )
         if address >= region.end:
             return f"{address - region.end} bytes after the end of {region.name}, which has {length} bytes"
         return f"across the end of {region.name}, which has {length} bytes"

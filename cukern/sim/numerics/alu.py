@@ -1,11 +1,12 @@
 """From the name of an ALU instruction to the numpy function that computes it.
 
-`find("fma.rn.f32")` returns a function of the source operands in PTX's order: arrays of raw bits (unsigned, one element per lane, or a
-single one for a constant), and bool arrays for predicates. It returns the raw bits of the destination, or bools, and does not change its
-operands. ptxas may fuse a mul and an add that name no rounding mode; here each of them is rounded, as with .rn.
+`find("fma.rn.f32")` returns a function of the source operands in PTX's order: arrays of raw bits (unsigned,
+one element per lane, or a single one for a constant), and bool arrays for predicates. It returns the raw bits
+of the destination, or bools, and does not change its operands. ptxas may fuse a mul and an add that name no
+rounding mode; here each of them is rounded, as with .rn.
 
-The tables map each base to a maker, which builds the function from types and modifiers, and to the modifiers that it supports. Anything
-else raises NotSimulated: no instruction is simulated incompletely."""
+The tables map each base to a maker, which builds the function from types and modifiers, and to the modifiers
+that it supports. Anything else raises NotSimulated: no instruction is simulated incompletely."""
 
 import functools
 from collections.abc import Callable
@@ -23,9 +24,11 @@ _Row = tuple[Callable[[Opcode], Function], str]
 
 @functools.cache
 def find(opcode: str, second: bool = False) -> Function:
-    """The function of an instruction; with `second`, of its second result: setp's q, or the carry flag of an instruction with .cc.
+    """The function of an instruction; with `second`, of its second result: setp's q, or the carry flag of an
+    instruction with .cc.
 
-    An instruction that reads the carry flag (addc, subc, madc) takes it as its last operand. Raises NotSimulated."""
+    An instruction that reads the carry flag (addc, subc, madc) takes it as its last operand. Raises
+    NotSimulated."""
     op = parse(opcode)
     try:
         table = _SECOND if second else {**_ANY, **(_FLOAT if op.is_float else _INTEGER)}
@@ -35,7 +38,8 @@ def find(opcode: str, second: bool = False) -> Function:
         if not set(op.modifiers) <= set(modifiers.split()):
             raise NotSimulated(opcode)
         return maker(op)
-    except (LookupError, ValueError, StopIteration):  # no types, or a base, types or a combination of modifiers that a table lacks
+    # no types, or a base, types or a combination of modifiers that a table lacks
+    except (LookupError, ValueError, StopIteration):
         raise NotSimulated(opcode) from None
 
 
@@ -43,8 +47,13 @@ def find(opcode: str, second: bool = False) -> Function:
 
 
 def _rounded(op: Opcode) -> Function:
-    kind, mode = "fma" if op.base == "mad" else op.base, op.one_of(*_ROUND.split()) or "rn"
-    return op.each(lambda type_: floats.arithmetic(kind, FORMATS[type_], mode, op.has("ftz"), op.has("sat"), op.has("relu")))
+    kind = "fma" if op.base == "mad" else op.base
+    mode = op.one_of(*_ROUND.split()) or "rn"
+    return op.each(
+        lambda type_: floats.arithmetic(
+            kind, FORMATS[type_], mode, op.has("ftz"), op.has("sat"), op.has("relu")
+        )
+    )
 
 
 def _root(op: Opcode) -> Function:
@@ -91,7 +100,11 @@ def _sum(op: Opcode) -> Function:
 
 def _product(op: Opcode) -> Function:
     """The lower half of a product (.lo), the upper half (.hi), or all of it (.wide)."""
-    makers: dict[str, Callable[[str], Function]] = {"lo": lambda type_: np.multiply, "hi": integers.high, "wide": integers.wide}
+    makers: dict[str, Callable[[str], Function]] = {
+        "lo": lambda type_: np.multiply,
+        "hi": integers.high,
+        "wide": integers.wide,
+    }
     return makers[op.one_of(*makers) or ""](op.type)
 
 
@@ -108,11 +121,14 @@ def _carrying(op: Opcode, flag: bool = False) -> Function:
     if flag and not op.has("cc"):
         raise KeyError(op.name)
     part = _product(op) if op.base.startswith("mad") else None
-    return functools.partial(integers.carrying, part, op.base.startswith("sub"), op.base in ("addc", "subc", "madc"), flag)
+    return functools.partial(
+        integers.carrying, part, op.base.startswith("sub"), op.base in ("addc", "subc", "madc"), flag
+    )
 
 
 def _sad(op: Opcode) -> Function:
-    largest, least = integers.typed(np.maximum, op.type), integers.typed(np.minimum, op.type)
+    largest = integers.typed(np.maximum, op.type)
+    least = integers.typed(np.minimum, op.type)
     return lambda a, b, c: c + (largest(a, b) - least(a, b))
 
 
@@ -190,7 +206,9 @@ _INTEGER: dict[str, _Row] = {
 _ANY: dict[str, _Row] = {
     "dp4a": (_dot, ""),
     "dp2a": (_dot, "lo hi"),
-    **{f"v{name}{n}": (_video, "sat add") for name in ("add", "sub", "absdiff", "min", "max") for n in (2, 4)},
+    **{
+        f"v{name}{n}": (_video, "sat add") for name in ("add", "sub", "absdiff", "min", "max") for n in (2, 4)
+    },
     "fns": _same(integers.nth_bit, "b32"),
     "setp": (compare.setp, compare.MODIFIERS),
     "set": (compare.set_, compare.MODIFIERS),
@@ -212,10 +230,16 @@ _ANY: dict[str, _Row] = {
     "popc": _same(integers.popc),
     "clz": _same(integers.clz),
     "brev": _same(integers.brev),
-    "prmt": (lambda op: functools.partial(integers.permute, "".join(op.modifiers[:1])), "f4e b4e rc8 ecl ecr rc16"),
+    "prmt": (
+        lambda op: functools.partial(integers.permute, "".join(op.modifiers[:1])),
+        "f4e b4e rc8 ecl ecr rc16",
+    ),
     "cvt": (_convert, " ".join(convert.MODIFIERS)),
 }
 _SECOND: dict[str, _Row] = {
     "setp": (functools.partial(compare.setp, second=True), compare.MODIFIERS),
-    **{base: (functools.partial(_carrying, flag=True), "lo hi cc") for base in ("add", "addc", "sub", "subc", "mad", "madc")},
+    **{
+        base: (functools.partial(_carrying, flag=True), "lo hi cc")
+        for base in ("add", "addc", "sub", "subc", "mad", "madc")
+    },
 }

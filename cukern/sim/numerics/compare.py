@@ -28,16 +28,19 @@ def _comparison(op: Opcode, type_: str) -> Function:
     """A function of the bits of two values. A comparison with NaN is false, or true if its name ends in u."""
     name = op.modifiers[0]
     if type_ not in FORMATS:
-        read, compare = integers.as_type(type_), _ORDERED[_INTEGER.get(name, name)]
+        read = integers.as_type(type_)
+        compare = _ORDERED[_INTEGER.get(name, name)]
         return lambda a, b: compare(read(a), read(b))
-    values, ordered = FORMATS[type_].values, _ORDERED[_OPPOSITE.get(name, name)]
+    values = FORMATS[type_].values
+    ordered = _ORDERED[_OPPOSITE.get(name, name)]
     if name in _OPPOSITE:
         return op.flushed(FORMATS[type_], lambda a, b: ~ordered(values(a), values(b)))
     return op.flushed(FORMATS[type_], lambda a, b: ordered(values(a), values(b)))
 
 
 def setp(op: Opcode, second: bool = False) -> Function:
-    """p, or with `second` q: the opposite of p; for packed types, p compares the lower halves and q the upper halves."""
+    """p, or with `second` q: the opposite of p; for packed types, p compares the lower halves and q the upper
+    halves."""
     compare = _comparison(op, PACKED.get(op.type, op.type))
     half = int(second) if op.type in PACKED else None
     combine = _BOOL[op.modifiers[1]] if op.one_of(*_BOOL) else None
@@ -81,14 +84,17 @@ _CLASSES: dict[str, Function] = {
     "infinite": lambda fmt, x: x & ~fmt.sign == fmt.exponent,
     "number": lambda fmt, x: x & ~fmt.sign <= fmt.exponent,
     "notanumber": lambda fmt, x: x & ~fmt.sign > fmt.exponent,
-    "normal": lambda fmt, x: ((x & fmt.exponent != 0) & (x & fmt.exponent != fmt.exponent)) | (x & ~fmt.sign == 0),
+    "normal": lambda fmt, x: (
+        ((x & fmt.exponent != 0) & (x & fmt.exponent != fmt.exponent)) | (x & ~fmt.sign == 0)
+    ),
     "subnormal": lambda fmt, x: (x & fmt.exponent == 0) & (x & ~fmt.sign != 0),
 }
 CLASSES = " ".join(_CLASSES)
 
 
 def testp(op: Opcode) -> Function:
-    test, fmt = _CLASSES[op.modifiers[0]], FORMATS[op.type]
+    test = _CLASSES[op.modifiers[0]]
+    fmt = FORMATS[op.type]
     return lambda x: test(fmt, x)
 
 
@@ -100,16 +106,20 @@ def extreme(op: Opcode) -> Function:
 def _extreme(fmt: Format, op: Opcode) -> Function:
     """If one operand is NaN, the result is the other one; with .NaN, it is NaN. -0 is less than +0."""
     before, zero_before = (operator.lt, operator.gt) if op.base == "min" else (operator.gt, operator.lt)
-    keeps_nan, xorsign = op.has("NaN"), op.has("xorsign")
+    keeps_nan = op.has("NaN")
+    xorsign = op.has("xorsign")
     if xorsign != op.has("abs"):
         raise KeyError(op.name)
 
     def run(a: Array, b: Array) -> Array:
         sign = (a ^ b) & fmt.sign
         if xorsign:
-            a, b = a & ~fmt.sign, b & ~fmt.sign
-        x, y = fmt.values(a), fmt.values(b)
-        zeros = (x == y) & zero_before(a, b)  # equal values with different bits are zeros; -0 has the larger bits
+            a = a & ~fmt.sign
+            b = b & ~fmt.sign
+        x = fmt.values(a)
+        y = fmt.values(b)
+        # equal values with different bits are zeros; -0 has the larger bits
+        zeros = (x == y) & zero_before(a, b)
         bits = np.where(before(x, y) | zeros | (y != y), a, b)
         bits = bits | sign if xorsign else bits
         if keeps_nan:

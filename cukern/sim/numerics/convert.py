@@ -1,6 +1,7 @@
 """cvt: every conversion between integers, floating-point types and packed pairs, with one rounding.
 
-The source register may be wider than the source type, so the source is truncated first. An 8-bit result is extended to 16 bits."""
+The source register may be wider than the source type, so the source is truncated first. An 8-bit result is
+extended to 16 bits."""
 
 from fractions import Fraction
 
@@ -15,10 +16,12 @@ MODIFIERS = frozenset({"rn", "rz", "rm", "rp", "rna", "ftz", "sat", "relu", "sat
 
 
 def convert(target: str, source: str, modifiers: frozenset[str]) -> Function:
-    """The function of cvt.<modifiers>.<target>.<source>. Raises KeyError for an unsupported type or modifier."""
+    """The function of cvt.<modifiers>.<target>.<source>. Raises KeyError for an unsupported type or
+    modifier."""
     if target.endswith("x2"):
         one = _to_float(FORMATS[target[:-2]], FORMATS[source], modifiers)
-        return lambda high, low: (one(high).astype(np.uint32) << 16) | one(low)  # the first operand goes to the upper half
+        # the first operand goes to the upper half
+        return lambda high, low: (one(high).astype(np.uint32) << 16) | one(low)
     if {"relu", "satfinite"} & modifiers and not (target in FORMATS and source in FORMATS):
         raise KeyError("relu")
     if target in FORMATS:
@@ -47,7 +50,8 @@ def _to_float(target: Format, source: Format, modifiers: frozenset[str]) -> Func
     if target is F32 and source is BF16 and not modifiers:
         return lambda x: x.astype(np.uint32) << 16  # NaNs keep their bits
     integral = next((_INTEGRAL[m] for m in modifiers if m in _INTEGRAL), None)
-    ftz, mode = "ftz" in modifiers, _mode(modifiers)
+    ftz = "ftz" in modifiers
+    mode = _mode(modifiers)
 
     def run(x: Array) -> Array:
         x = unsigned(x).astype(source.bits)
@@ -83,7 +87,8 @@ def _rna_tf32(x: Array) -> Array:
 
 
 def _int_to_float(target: Format, source: str, modifiers: frozenset[str]) -> Function:
-    mode, kind = _mode(modifiers), dtype_of(source)
+    mode = _mode(modifiers)
+    kind = dtype_of(source)
 
     def run(x: Array) -> Array:
         integers = x.astype(kind)
@@ -96,7 +101,8 @@ def _int_to_float(target: Format, source: str, modifiers: frozenset[str]) -> Fun
 
 
 def _odd_float64(x: Array) -> Array:
-    """An integer as a float64 that rounds to any narrower format as the integer would: 53 bits, the last a sticky bit."""
+    """An integer as a float64 that rounds to any narrower format as the integer would: 53 bits, the last a
+    sticky bit."""
     if x.itemsize < 8:
         return x.astype(np.float64)
     large = (x >> 53 != 0) & (x >> 53 != -1) if x.dtype == np.int64 else x >> 53 != 0
@@ -108,31 +114,42 @@ def _int_to_f64(x: Array, mode: str) -> Array:
     nearest = x.astype(np.float64)
     if mode == "rn" or x.itemsize < 8:
         return nearest
-    error = np.array([(i > r) - (i < r) for i, r in zip(x.tolist(), map(Fraction, nearest.tolist()), strict=True)])
+    error = np.array(
+        [(i > r) - (i < r) for i, r in zip(x.tolist(), map(Fraction, nearest.tolist()), strict=True)]
+    )
     return floats.step64(nearest, error, mode)
 
 
 def _float_to_int(target: str, source: Format, modifiers: frozenset[str]) -> Function:
-    """Clamps to the target's range. NaN becomes 0, or only the top bit set if the source or the target has 64 bits."""
+    """Clamps to the target's range. NaN becomes 0, or only the top bit set if the source or the target has 64
+    bits."""
     integral = next(_INTEGRAL[m] for m in ("rni", "rzi", "rmi", "rpi") if m in modifiers)
-    width, kind = int(target[1:]), dtype_of(target)
-    least, most = int(np.iinfo(kind).min), int(np.iinfo(kind).max)
-    of_nan = np.uint64(1 << (width - 1) if source is F64 or width == 64 else 0).astype(UNSIGNED[width]).view(kind)
+    width = int(target[1:])
+    kind = dtype_of(target)
+    least = int(np.iinfo(kind).min)
+    most = int(np.iinfo(kind).max)
+    of_nan = (
+        np.uint64(1 << (width - 1) if source is F64 or width == 64 else 0).astype(UNSIGNED[width]).view(kind)
+    )
 
     def run(x: Array) -> Array:
         x = floats.flush(source, x) if "ftz" in modifiers else x
         values = integral(source.values(x).astype(np.float64))
         inside = (values >= least) & (values < float(most + 1))
         result = np.where(inside, values, 0.0).astype(kind)
-        result = np.where(inside, result, np.where(values < 0, kind(least), np.where(values > 0, kind(most), of_nan)))
+        result = np.where(
+            inside, result, np.where(values < 0, kind(least), np.where(values > 0, kind(most), of_nan))
+        )
         return _register(result)
 
     return run
 
 
 def _int_to_int(target: str, source: str, saturate: bool) -> Function:
-    kind, goal = dtype_of(source), dtype_of(target)
-    least, most = max(np.iinfo(kind).min, np.iinfo(goal).min), min(np.iinfo(kind).max, np.iinfo(goal).max)
+    kind = dtype_of(source)
+    goal = dtype_of(target)
+    least = max(np.iinfo(kind).min, np.iinfo(goal).min)
+    most = min(np.iinfo(kind).max, np.iinfo(goal).max)
 
     def run(x: Array) -> Array:
         integers = x.astype(kind)

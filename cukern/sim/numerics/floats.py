@@ -1,12 +1,15 @@
-"""Floating-point arithmetic with a GPU's results: one rounding, in the given mode; a NaN result is the canonical NaN.
+"""Floating-point arithmetic with a GPU's results: one rounding, in the given mode; a NaN result is the
+canonical NaN.
 
-Registers hold raw bits; a `Format` converts them to numpy values and back. Values of at most 32 bits and their products are exact in
-float64. A sum may need more than the 53 bits of float64: `sum_to_odd` returns a float64 that rounds to any narrower format as the exact
-sum would. For float64, fma uses error-free sums and products, and the directed roundings use exact fractions.
+Registers hold raw bits; a `Format` converts them to numpy values and back. Values of at most 32 bits and
+their products are exact in float64. A sum may need more than the 53 bits of float64: `sum_to_odd` returns a
+float64 that rounds to any narrower format as the exact sum would. For float64, fma uses error-free sums and
+products, and the directed roundings use exact fractions.
 
-Sources: Boldo and Melquiond, "Emulation of FMA and correctly rounded sums: proved algorithms using rounding to odd" (2008); Figueroa,
-"When is double rounding innocuous?" (1995); NVIDIA's PTX ISA; where the ISA leaves the result open, measurements on an H200. The
-canonical NaN is 0x7fffffff in float32, 0x7fffe000 in tf32, 0x7fff in 16 bits, and 0x7ff8000000000000 in float64 (not specified by the ISA).
+Sources: Boldo and Melquiond, "Emulation of FMA and correctly rounded sums: proved algorithms using rounding
+to odd" (2008); Figueroa, "When is double rounding innocuous?" (1995); NVIDIA's PTX ISA; where the ISA leaves
+the result open, measurements on an H200. The canonical NaN is 0x7fffffff in float32, 0x7fffe000 in tf32,
+0x7fff in 16 bits, and 0x7ff8000000000000 in float64 (not specified by the ISA).
 """
 
 import functools
@@ -24,25 +27,41 @@ Function = Callable[..., Array]
 
 
 class Format:
-    """A floating-point type: masks of its bits, `values` (bits to numpy floats, exact) and `nearest` (float64 to bits, ties to even).
+    """A floating-point type: masks of its bits, `values` (bits to numpy floats, exact) and `nearest` (float64
+    to bits, ties to even).
 
-    `native`: numpy has the type, and rounds sums, products, quotients and square roots correctly. `unused`: number of low bits that are 0.
+    `native`: numpy has the type, and rounds sums, products, quotients and square roots correctly. `unused`:
+    number of low bits that are 0.
     """
 
-    def __init__(self, name: str, masks: tuple[int, ...], values: Function, nearest: Function, native: bool = True, unused: int = 0):
-        self.name, self.values, self.nearest, self.native, self.unused = name, values, nearest, native, unused
+    def __init__(
+        self,
+        name: str,
+        masks: tuple[int, ...],
+        values: Function,
+        nearest: Function,
+        native: bool = True,
+        unused: int = 0,
+    ):
+        self.name = name
+        self.values = values
+        self.nearest = nearest
+        self.native = native
+        self.unused = unused
         self.bits: type[Any] = {16: np.uint16, 32: np.uint32, 64: np.uint64}[masks[0].bit_length()]
         self.sign, self.exponent, self.nan, self.one = map(self.bits, masks)
 
 
 def to_odd32(x: Array) -> Array:
-    """float64 to the bits of a float32, rounded to odd: an inexact result is the neighbour whose last bit is 1."""
+    """float64 to the bits of a float32, rounded to odd: an inexact result is the neighbour whose last bit is
+    1."""
     bits = x.astype(np.float32).view(np.uint32)
     return _toward_zero(F32, bits, x) | (bits.view(np.float32) != x)
 
 
 def bf16_of_f32(bits: Array) -> Array:
-    """The bits of a float32 to those of the nearest bfloat16, ties to even. Wrong for NaN: the caller handles it."""
+    """The bits of a float32 to those of the nearest bfloat16, ties to even. Wrong for NaN: the caller handles
+    it."""
     return ((bits + np.uint32(0x7FFF) + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 
 
@@ -66,7 +85,9 @@ BF16 = Format(
     lambda x: bf16_of_f32(to_odd32(x)),
     native=False,
 )
-TF32 = Format("tf32", (1 << 31, 0xFF << 23, 0x7FFFE000, 127 << 23), F32.values, _tf32_of_f64, native=False, unused=13)
+TF32 = Format(
+    "tf32", (1 << 31, 0xFF << 23, 0x7FFFE000, 127 << 23), F32.values, _tf32_of_f64, native=False, unused=13
+)
 FORMATS = {f.name: f for f in (F16, BF16, F32, TF32, F64)}
 
 
@@ -128,7 +149,8 @@ def relu(fmt: Format, bits: Array) -> Array:
 def sum_to_odd(a: Array, b: Array, mode: str = "rn") -> Array:
     """a + b in float64, rounded to odd: an inexact result is the neighbour whose last bit is 1.
 
-    Rounding it again to at most 51 bits, in any mode, gives what rounding the exact sum would. `mode` only affects the sign of x - x."""
+    Rounding it again to at most 51 bits, in any mode, gives what rounding the exact sum would. `mode` only
+    affects the sign of x - x."""
     total, error = _two_sum(a, b)
     bits = total.view(np.int64)
     step = np.where((error > 0) == (total > 0), 1, -1)
@@ -141,7 +163,9 @@ def sum_to_odd(a: Array, b: Array, mode: str = "rn") -> Array:
 
 
 @functools.cache
-def arithmetic(kind: str, fmt: Format, mode: str = "rn", ftz: bool = False, sat: bool = False, relu_: bool = False) -> Function:
+def arithmetic(
+    kind: str, fmt: Format, mode: str = "rn", ftz: bool = False, sat: bool = False, relu_: bool = False
+) -> Function:
     """The function of raw bits for `kind`: add, sub, mul, fma, div, rcp or sqrt."""
     exact = functools.partial(_in_float64, fmt, kind, mode)
     if kind == "fma" and (fmt, mode) in ((F32, "rn"), (F32, "rm"), (F64, "rn")):
@@ -149,7 +173,11 @@ def arithmetic(kind: str, fmt: Format, mode: str = "rn", ftz: bool = False, sat:
     elif kind != "fma" and mode == "rn" and fmt.native:
         core = functools.partial(native, fmt, _UFUNCS[kind])
     else:
-        core = functools.partial(_directed64, kind, mode) if fmt is F64 else lambda *args: round_to(fmt, exact(*args), mode)
+        core = (
+            functools.partial(_directed64, kind, mode)
+            if fmt is F64
+            else lambda *args: round_to(fmt, exact(*args), mode)
+        )
     if ftz:
         core = functools.partial(_flushed, fmt, core, exact, mode)
     for wanted, finish in ((sat, saturate), (relu_, relu)):
@@ -159,7 +187,8 @@ def arithmetic(kind: str, fmt: Format, mode: str = "rn", ftz: bool = False, sat:
 
 
 def _flushed(fmt: Format, core: Function, exact: Function, mode: str, *args: Array) -> Array:
-    """Flush operands and result. A result is also flushed if it would be subnormal when rounded with an unlimited exponent range."""
+    """Flush operands and result. A result is also flushed if it would be subnormal when rounded with an
+    unlimited exponent range."""
     least = fmt.sign - fmt.exponent
     args = tuple(flush(fmt, x) for x in args)
     bits = flush(fmt, core(*args))
@@ -173,7 +202,13 @@ def _finished(fmt: Format, core: Function, finish: Function, *args: Array) -> Ar
     return finish(fmt, core(*args))
 
 
-_UFUNCS: dict[str, Function] = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide, "rcp": np.reciprocal}
+_UFUNCS: dict[str, Function] = {
+    "add": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "div": np.divide,
+    "rcp": np.reciprocal,
+}
 _UFUNCS["sqrt"] = np.sqrt
 
 
@@ -184,8 +219,8 @@ def native(fmt: Format, ufunc: Function, *args: Array) -> Array:
 
 
 def _in_float64(fmt: Format, kind: str, mode: str, *args: Array) -> Array:
-    """A float64 that rounds to `fmt` as the exact result would. For quotients and square roots, the float64 result does: double rounding
-    is innocuous, because float64 has more than twice the digits (Figueroa)."""
+    """A float64 that rounds to `fmt` as the exact result would. For quotients and square roots, the float64
+    result does: double rounding is innocuous, because float64 has more than twice the digits (Figueroa)."""
     a, *rest = (fmt.values(x).astype(np.float64) for x in args)
     if kind in ("add", "sub"):
         return sum_to_odd(a, rest[0] if kind == "add" else -rest[0], mode)
@@ -193,23 +228,36 @@ def _in_float64(fmt: Format, kind: str, mode: str, *args: Array) -> Array:
 
 
 def _fma32(function: Function, a: Array, b: Array, c: Array) -> Array:
-    return function(np.multiply(a.view(np.float32), b.view(np.float32), dtype=np.float64), c.view(np.float32)).view(np.uint32)
+    return function(
+        np.multiply(a.view(np.float32), b.view(np.float32), dtype=np.float64), c.view(np.float32)
+    ).view(np.uint32)
 
 
 def _fma64(a: Array, b: Array, c: Array) -> Array:
     a, b, c = (x.view(np.float64) for x in (a, b, c))
     product = a * b
     error = _product_error(a, b, product)
-    # a*b + c = product + error + c. The small parts are rounded to odd, so the last sum rounds as the exact one would.
+    # a*b + c = product + error + c. The small parts are rounded to odd, so the last sum rounds as the exact
+    # one would.
     high, low = _two_sum(c, error)
     high, low2 = _two_sum(product, high)
     result = high + sum_to_odd(low, low2)
     size = np.abs(product)
-    usual = (size > 2.0**-900) & (size < 2.0**1000) & (np.abs(a) < 2.0**990) & (np.abs(b) < 2.0**990) & (np.abs(c) < 2.0**1000)
+    usual = (
+        (size > 2.0**-900)
+        & (size < 2.0**1000)
+        & (np.abs(a) < 2.0**990)
+        & (np.abs(b) < 2.0**990)
+        & (np.abs(c) < 2.0**1000)
+    )
     if count_nonzero(usual) < usual.size:
         result = np.where(usual, result, product + c)  # correct where a or b is 0, infinite or NaN
         rare = ~usual & np.isfinite(a) & np.isfinite(b) & (a != 0) & (b != 0)
-        for i, *values in zip(np.flatnonzero(rare), *(np.broadcast_to(x, rare.shape)[rare].tolist() for x in (a, b, c)), strict=True):
+        for i, *values in zip(
+            np.flatnonzero(rare),
+            *(np.broadcast_to(x, rare.shape)[rare].tolist() for x in (a, b, c)),
+            strict=True,
+        ):
             result[i] = _fma_of_fractions(*values)
     return canonical(F64, result.view(np.uint64), result)
 
@@ -247,10 +295,15 @@ def _fma_of_fractions(a: float, b: float, c: float) -> float:
     return size if exact > 0 else -size
 
 
-# ---- float32 arithmetic on values. A NaN in a result may have any bits. The product of an fma is a float64 array.
+# ---- float32 arithmetic on values. A NaN in a result may have any bits. The product of an fma is a float64
+# array.
 
-_ZERO, _LOW28, _EXPONENT32 = np.array(0, np.uint64), np.array(0x0FFFFFFF, np.uint64), np.array(F32.exponent)
-_NAN32, _DOWNWARD, _ZERO32 = np.array(F32.nan).view(np.float32), np.array(-np.inf, np.float32), np.array(0, np.float32)
+_ZERO = np.array(0, np.uint64)
+_LOW28 = np.array(0x0FFFFFFF, np.uint64)
+_EXPONENT32 = np.array(F32.exponent)
+_NAN32 = np.array(F32.nan).view(np.float32)
+_DOWNWARD = np.array(-np.inf, np.float32)
+_ZERO32 = np.array(0, np.float32)
 
 
 def exact32(x: Array) -> Array:
@@ -260,7 +313,8 @@ def exact32(x: Array) -> Array:
 
 
 def fma32(product: Array, c: Array) -> Array:
-    """Rounding the float64 sum again is correct, unless that sum is a tie between two float32. A NaN is canonical."""
+    """Rounding the float64 sum again is correct, unless that sum is a tie between two float32. A NaN is
+    canonical."""
     total = product + c
     result = total.astype(np.float32)
     low = total.view(np.uint64) & _LOW28  # 0 in ties, in infinities and in NaNs
@@ -270,7 +324,8 @@ def fma32(product: Array, c: Array) -> Array:
 
 
 def fma32_down(product: Array, c: Array) -> Array:
-    """fma.rm. Where the float64 sum is exact, it is rounded from there. The sign of a zero sum depends on the mode."""
+    """fma.rm. Where the float64 sum is exact, it is rounded from there. The sign of a zero sum depends on the
+    mode."""
     total = product + c
     if count_nonzero(total) < total.size or count_nonzero((total - product != c) | (total - c != product)):
         return round_to(F32, sum_to_odd(product, c.astype(np.float64), "rm"), "rm").view(np.float32)
@@ -286,7 +341,11 @@ def largest32(x: Array, y: Array) -> Array:
     result = np.fmax(x, y)
     nan = result != result  # of two NaNs; or of a signaling NaN and a number
     result = np.where(nan, np.where(y != y, x, y), result) if count_nonzero(nan) else result
-    both = (x.view(np.uint32) & y.view(np.uint32)).view(np.float32) if count_nonzero(result) < result.size else None
+    both = (
+        (x.view(np.uint32) & y.view(np.uint32)).view(np.float32)
+        if count_nonzero(result) < result.size
+        else None
+    )
     return result if both is None else np.where(x == y, both, result)
 
 
@@ -311,7 +370,9 @@ def step64(nearest: Array, error: Array, mode: str) -> Array:
     """From the nearest float64 and the sign of (exact - nearest) to the result in another mode."""
     up = (error > 0) & ((nearest < 0) if mode == "rz" else mode == "rp")
     down = (error < 0) & ((nearest > 0) if mode == "rz" else mode == "rm")
-    return np.where(up, np.nextafter(nearest, np.inf), np.where(down, np.nextafter(nearest, -np.inf), nearest))
+    return np.where(
+        up, np.nextafter(nearest, np.inf), np.where(down, np.nextafter(nearest, -np.inf), nearest)
+    )
 
 
 def _directed64(kind: str, mode: str, *args: Array) -> Array:

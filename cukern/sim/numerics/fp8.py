@@ -1,4 +1,5 @@
-"""Conversions between the 8-bit floats e4m3 and e5m2 and wider ones: PTX ISA, cvt with .e4m3x2 and .e5m2x2."""
+"""Conversions between the 8-bit floats e4m3 and e5m2 and wider ones: PTX ISA, cvt with .e4m3x2 and
+.e5m2x2."""
 
 from collections.abc import Callable
 
@@ -11,9 +12,11 @@ from cukern.sim.numerics.floats import F16, F32, Array
 
 def _values(exponent_bits: int, last: int) -> Array:
     """The values of the codes 0 up to `last`, the largest finite one."""
-    bits, bias = 7 - exponent_bits, (1 << exponent_bits - 1) - 1
+    bits = 7 - exponent_bits
+    bias = (1 << exponent_bits - 1) - 1
     codes = np.arange(last + 1)
-    exponents, fractions = codes >> bits, codes & (1 << bits) - 1
+    exponents = codes >> bits
+    fractions = codes & (1 << bits) - 1
     normal = (1 + fractions / (1 << bits)) * 2.0 ** (exponents - bias)
     return np.where(exponents == 0, fractions / (1 << bits) * 2.0 ** (1 - bias), normal)
 
@@ -32,7 +35,8 @@ def decode(name: str, codes: Array) -> Array:
 
 
 def encode(name: str, values: Array, relu: bool = False) -> Array:
-    """float64 values to the nearest codes, ties to even, saturating at the largest finite value (.satfinite)."""
+    """float64 values to the nearest codes, ties to even, saturating at the largest finite value
+    (.satfinite)."""
     finite = FINITE[name]
     middles = (finite[1:] + finite[:-1]) / 2
     size = np.abs(values)
@@ -41,7 +45,8 @@ def encode(name: str, values: Array, relu: bool = False) -> Array:
     code = np.where(tie & (code % 2 == 1), code + 1, code)
     negative = np.signbit(values)
     if relu:
-        code, negative = np.where(negative, 0, code), np.zeros_like(negative)
+        code = np.where(negative, 0, code)
+        negative = np.zeros_like(negative)
     code = code | negative.astype(np.int64) << 7
     return np.where(values != values, 0x7F, code).astype(np.uint8)
 
@@ -51,11 +56,19 @@ def convert(opcode: str) -> Callable[..., Array]:
     parts = opcode.split(".")[1:]
     *modifiers, target, source = parts
     relu = "relu" in modifiers
-    if target in ("e4m3x2", "e5m2x2") and source in ("f32", "f16x2") and set(modifiers) - {"relu"} == {"rn", "satfinite"}:
+    if (
+        target in ("e4m3x2", "e5m2x2")
+        and source in ("f32", "f16x2")
+        and set(modifiers) - {"relu"} == {"rn", "satfinite"}
+    ):
         name = target[:-2]
 
         def narrow(*args: Array) -> Array:
-            high, low = (F32.values(x) for x in args) if source == "f32" else (F16.values(x) for x in _halves(args[0])[::-1])
+            high, low = (
+                (F32.values(x) for x in args)
+                if source == "f32"
+                else (F16.values(x) for x in _halves(args[0])[::-1])
+            )
             codes = [encode(name, x.astype(np.float64), relu).astype(np.uint16) for x in (high, low)]
             return codes[0] << np.uint16(8) | codes[1]
 
@@ -64,7 +77,10 @@ def convert(opcode: str) -> Callable[..., Array]:
         name = source[:-2]
 
         def widen(x: Array) -> Array:
-            halves = [floats.round_to(F16, decode(name, codes), "rn") for codes in (x & np.uint16(0xFF), x >> np.uint16(8))]
+            halves = [
+                floats.round_to(F16, decode(name, codes), "rn")
+                for codes in (x & np.uint16(0xFF), x >> np.uint16(8))
+            ]
             halves = [floats.relu(F16, h) if relu else h for h in halves]
             return halves[0].astype(np.uint32) | halves[1].astype(np.uint32) << np.uint32(16)
 

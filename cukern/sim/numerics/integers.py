@@ -1,6 +1,8 @@
-"""Integer arithmetic and bit operations of the ALU, on raw bits: unsigned numpy arrays, which wrap around as registers do.
+"""Integer arithmetic and bit operations of the ALU, on raw bits: unsigned numpy arrays, which wrap around as
+registers do.
 
-`signed(x)` reads the same bits as two's complement. Operands have the width of their type: the caller has truncated wider ones."""
+`signed(x)` reads the same bits as two's complement. Operands have the width of their type: the caller has
+truncated wider ones."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -53,7 +55,8 @@ def typed(ufunc: Function, type_: str) -> Function:
 
 def wide(type_: str) -> Function:
     """mul.wide: the whole product, twice as wide."""
-    read, double = as_type(type_), dtype_of(f"{type_[0]}{2 * int(type_[1:])}")
+    read = as_type(type_)
+    double = dtype_of(f"{type_[0]}{2 * int(type_[1:])}")
     return lambda a, b: unsigned(np.multiply(read(a), read(b), dtype=double))
 
 
@@ -68,7 +71,10 @@ def high(type_: str) -> Function:
 
 def _high64(a: Array, b: Array) -> Array:
     low = np.uint64(0xFFFFFFFF)
-    a_low, a_high, b_low, b_high = a & low, a >> 32, b & low, b >> 32
+    a_low = a & low
+    a_high = a >> 32
+    b_low = b & low
+    b_high = b >> 32
     middle = a_high * b_low + ((a_low * b_low) >> 32)
     return a_high * b_high + (middle >> 32) + ((a_low * b_high + (middle & low)) >> 32)
 
@@ -80,7 +86,9 @@ def _high64_signed(a: Array, b: Array) -> Array:
 
 def saturating(ufunc: Function) -> Function:
     """add.sat.s32 and sub.sat.s32."""
-    return lambda a, b: unsigned(np.clip(ufunc(signed(a), signed(b), dtype=np.int64), -(1 << 31), (1 << 31) - 1).astype(np.int32))
+    return lambda a, b: unsigned(
+        np.clip(ufunc(signed(a), signed(b), dtype=np.int64), -(1 << 31), (1 << 31) - 1).astype(np.int32)
+    )
 
 
 # ---- sums with a carry: the flag is one more operand at the end, and one more result
@@ -101,11 +109,13 @@ def carrying(part: Function | None, subtract: bool, reads: bool, carry_out: bool
 
 
 def divided(ufunc: Function, type_: str, a: Array, b: Array) -> Array:
-    """div (np.floor_divide) and rem (np.remainder), toward zero. PTX leaves division by zero undefined: GPUs return all ones."""
+    """div (np.floor_divide) and rem (np.remainder), toward zero. PTX leaves division by zero undefined: GPUs
+    return all ones."""
     ones = ~a.dtype.type(0)
     if type_[0] != "s":
         return np.where(b == 0, ones, ufunc(a, b))
-    negative_a, negative_b = signed(a) < 0, signed(b) < 0
+    negative_a = signed(a) < 0
+    negative_b = signed(b) < 0
     size = ufunc(np.where(negative_a, -a, a), np.where(negative_b, -b, b))
     flip = negative_a ^ negative_b if ufunc is np.floor_divide else negative_a
     return np.where(b == 0, ones, np.where(flip, -size, size))
@@ -115,11 +125,15 @@ def divided(ufunc: Function, type_: str, a: Array, b: Array) -> Array:
 
 
 def shift(ufunc: Function, type_: str) -> Function:
-    """shl and shr by a 32-bit count; a count >= the width shifts all bits out. numpy does so, too, if the types are equal."""
-    width, read = int(type_[1:]), as_type(type_)
+    """shl and shr by a 32-bit count; a count >= the width shifts all bits out. numpy does so, too, if the
+    types are equal."""
+    width = int(type_[1:])
+    read = as_type(type_)
     if width == 32:
         return lambda a, count: unsigned(ufunc(read(a), read(count)))
-    return lambda a, count: unsigned(ufunc(read(a), np.minimum(count, count.dtype.type(width)).astype(read(a).dtype)))
+    return lambda a, count: unsigned(
+        ufunc(read(a), np.minimum(count, count.dtype.type(width)).astype(read(a).dtype))
+    )
 
 
 def funnel(left: bool, wrap: bool, a: Array, b: Array, count: Array) -> Array:
@@ -129,7 +143,8 @@ def funnel(left: bool, wrap: bool, a: Array, b: Array, count: Array) -> Array:
     return ((both << by) >> 32 if left else both >> by).astype(np.uint32)
 
 
-# bfe and bfi: `length` bits from `position` on. Types of 32 bits read the low 8 bits of both operands, types of 64 bits read all.
+# bfe and bfi: `length` bits from `position` on. Types of 32 bits read the low 8 bits of both operands, types
+# of 64 bits read all.
 
 
 def _clamped(x: Array, width: int) -> Array:
@@ -141,12 +156,15 @@ def _mask(length: Array, kind: Any) -> Array:
 
 
 def extract(type_: str) -> Function:
-    """bfe: the field of a, extended to the width. A signed type extends it with the field's top bit, or with that of a."""
-    width, kind = int(type_[1:]), UNSIGNED[int(type_[1:])]
+    """bfe: the field of a, extended to the width. A signed type extends it with the field's top bit, or with
+    that of a."""
+    width = int(type_[1:])
+    kind = UNSIGNED[int(type_[1:])]
     right = shift(np.right_shift, f"u{width}")
 
     def run(a: Array, position: Array, length: Array) -> Array:
-        position, length = _clamped(position, width), _clamped(length, width)
+        position = _clamped(position, width)
+        length = _clamped(length, width)
         field = right(a, position) & _mask(length, kind)
         if type_[0] == "u":
             return field
@@ -159,7 +177,8 @@ def extract(type_: str) -> Function:
 
 def insert(type_: str) -> Function:
     """bfi: the low bits of a replace the field of b."""
-    width, kind = int(type_[1:]), UNSIGNED[int(type_[1:])]
+    width = int(type_[1:])
+    kind = UNSIGNED[int(type_[1:])]
     left = shift(np.left_shift, f"u{width}")
 
     def run(a: Array, b: Array, position: Array, length: Array) -> Array:
@@ -175,7 +194,9 @@ def insert(type_: str) -> Function:
 
 def _bits(x: Array) -> Array:
     """One row per value, lowest bit first."""
-    return np.unpackbits(np.ascontiguousarray(x).view(np.uint8).reshape(x.size, x.itemsize), axis=1, bitorder="little")
+    return np.unpackbits(
+        np.ascontiguousarray(x).view(np.uint8).reshape(x.size, x.itemsize), axis=1, bitorder="little"
+    )
 
 
 def popc(x: Array) -> Array:
@@ -192,10 +213,13 @@ def clz(x: Array) -> Array:
 
 
 def bfind(type_: str, from_top: bool, x: Array) -> Array:
-    """The position of the highest bit that is not a sign bit; with .shiftamt, its distance from the top. All ones if there is none."""
+    """The position of the highest bit that is not a sign bit; with .shiftamt, its distance from the top. All
+    ones if there is none."""
     x = np.where(signed(x) < 0, ~x, x) if type_[0] == "s" else x
     zeros = clz(x)
-    return np.where(x == 0, np.uint32(0xFFFFFFFF), zeros if from_top else np.uint32(x.itemsize * 8 - 1) - zeros)
+    return np.where(
+        x == 0, np.uint32(0xFFFFFFFF), zeros if from_top else np.uint32(x.itemsize * 8 - 1) - zeros
+    )
 
 
 # ---- bytes and tables
@@ -211,12 +235,18 @@ _SELECTORS = {
 
 
 def permute(mode: str, a: Array, b: Array, c: Array) -> Array:
-    """prmt: four of the eight bytes b:a. In the default mode, bit 3 of a selector replicates the byte's sign."""
+    """prmt: four of the eight bytes b:a. In the default mode, bit 3 of a selector replicates the byte's
+    sign."""
     table = np.array(_SELECTORS[mode]) if mode else None
     both = ((b.astype(np.uint64) << 32) | a).view(np.uint8).reshape(-1, 8)
-    select = (c[:, None] >> np.array([0, 4, 8, 12], np.uint32)).astype(np.intp) & 15 if table is None else table[c & 3]
+    select = (
+        (c[:, None] >> np.array([0, 4, 8, 12], np.uint32)).astype(np.intp) & 15
+        if table is None
+        else table[c & 3]
+    )
     rows = max(len(both), len(select))
-    both, select = np.broadcast_to(both, (rows, 8)), np.broadcast_to(select, (rows, 4))
+    both = np.broadcast_to(both, (rows, 8))
+    select = np.broadcast_to(select, (rows, 4))
     picked = np.take_along_axis(both, select & 7, axis=1)
     picked = np.where(select & 8, (picked.view(np.int8) >> 7).view(np.uint8), picked)
     return picked.view(np.uint32).reshape(-1)
@@ -238,15 +268,22 @@ def packed(function: Function, *args: Array) -> Array:
 
 
 def by_parts(name: str, types: Sequence[str], saturates: bool, sums: bool) -> Function:
-    """vadd4 and its kind: an operation on each of the 2 halves or 4 bytes of a and b; with `sums`, c plus the sum of its results."""
-    operation, width = name[1:-1], {"2": "16", "4": "8"}[name[-1]]
+    """vadd4 and its kind: an operation on each of the 2 halves or 4 bytes of a and b; with `sums`, c plus the
+    sum of its results."""
+    operation = name[1:-1]
+    width = {"2": "16", "4": "8"}[name[-1]]
     kind_d, kind_a, kind_b = (dtype_of(t[0] + width) for t in types)
-    ufunc = {"add": np.add, "sub": np.subtract, "absdiff": np.subtract, "min": np.minimum, "max": np.maximum}[operation]
+    ufunc = {"add": np.add, "sub": np.subtract, "absdiff": np.subtract, "min": np.minimum, "max": np.maximum}[
+        operation
+    ]
     limits = np.iinfo(kind_d)
 
     def run(a: Array, b: Array, c: Array) -> Array:
         a, b = np.broadcast_arrays(a, b)
-        parts = [np.ascontiguousarray(x).view(kind).reshape(len(a), -1).astype(np.int64) for x, kind in ((a, kind_a), (b, kind_b))]
+        parts = [
+            np.ascontiguousarray(x).view(kind).reshape(len(a), -1).astype(np.int64)
+            for x, kind in ((a, kind_a), (b, kind_b))
+        ]
         result = ufunc(*parts)
         result = np.abs(result) if operation == "absdiff" else result
         result = np.clip(result, limits.min, limits.max) if saturates else result
@@ -258,18 +295,27 @@ def by_parts(name: str, types: Sequence[str], saturates: bool, sums: bool) -> Fu
 
 
 def nth_bit(mask: Array, base: Array, offset: Array) -> Array:
-    """fns: the position of the bit of the mask that is the |offset|-th from `base` on, upwards or downwards; all ones if there is none."""
+    """fns: the position of the bit of the mask that is the |offset|-th from `base` on, upwards or downwards;
+    all ones if there is none."""
     found = []
     for word, start, n in np.broadcast(mask, base, offset.view(np.int32)):
-        order = range(int(start), 32) if n > 0 else range(int(start), -1, -1) if n else range(int(start), int(start) + 1)
+        order = (
+            range(int(start), 32)
+            if n > 0
+            else range(int(start), -1, -1)
+            if n
+            else range(int(start), int(start) + 1)
+        )
         ones = [i for i in order if int(word) >> i & 1]
         found.append(ones[max(abs(int(n)), 1) - 1] if len(ones) >= max(abs(int(n)), 1) else 0xFFFFFFFF)
     return np.array(found, np.uint32)
 
 
 def dot(types: Sequence[str], high_half: bool | None) -> Function:
-    """c plus a dot product. dp4a: of the four bytes of a and of b. dp2a: of the two halves of a and of two bytes of b."""
-    kind_a, kind_b = dtype_of(types[0][0] + ("8" if high_half is None else "16")), dtype_of(types[1][0] + "8")
+    """c plus a dot product. dp4a: of the four bytes of a and of b. dp2a: of the two halves of a and of two
+    bytes of b."""
+    kind_a = dtype_of(types[0][0] + ("8" if high_half is None else "16"))
+    kind_b = dtype_of(types[1][0] + "8")
     columns = slice(2, 4) if high_half else slice(0, 4 if high_half is None else 2)
 
     def run(a: Array, b: Array, c: Array) -> Array:

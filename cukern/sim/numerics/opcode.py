@@ -42,13 +42,21 @@ class Opcode:
 
     def each(self, make: Callable[[str], Function]) -> Function:
         """make(type); for a packed type, make(type of a half), applied to both halves."""
-        return functools.partial(integers.packed, make(PACKED[self.type])) if self.type in PACKED else make(self.type)
+        return (
+            functools.partial(integers.packed, make(PACKED[self.type]))
+            if self.type in PACKED
+            else make(self.type)
+        )
 
     def flushed(self, fmt: Format, function: Function) -> Function:
         """`function`, on operands flushed to zero if the instruction says .ftz."""
-        return (lambda *args: function(*(floats.flush(fmt, x) for x in args))) if self.has("ftz") else function
+        return (
+            (lambda *args: function(*(floats.flush(fmt, x) for x in args))) if self.has("ftz") else function
+        )
 
 
 def parse(name: str) -> Opcode:
     base, *rest = name.split(".")
-    return Opcode(name, base, tuple(p for p in rest if p in _TYPES), tuple(p for p in rest if p not in _TYPES))
+    return Opcode(
+        name, base, tuple(p for p in rest if p in _TYPES), tuple(p for p in rest if p not in _TYPES)
+    )

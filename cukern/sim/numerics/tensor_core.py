@@ -1,12 +1,13 @@
 """mma.sync, wgmma and ldmatrix: which lane of a warp holds which element of a tile, and the product of tiles.
 
-The layouts are those of the PTX ISA. Let group = lane // 4 and quad = lane % 4. A register holds two 16-bit elements that are neighbours
-along k (columns 2*quad and 2*quad + 1 of an eight-wide part of the tile) or one tf32 (column quad of a four-wide part). The registers of A
-go down the rows first (group, group + 8), then along k; those of B go along k, in column `group` of C.
+The layouts are those of the PTX ISA. Let group = lane // 4 and quad = lane % 4. A register holds two 16-bit
+elements that are neighbours along k (columns 2*quad and 2*quad + 1 of an eight-wide part of the tile) or one
+tf32 (column quad of a four-wide part). The registers of A go down the rows first (group, group + 8), then
+along k; those of B go along k, in column `group` of C.
 
-The products are exact; they and c are added in float64, and the total is rounded once, to nearest. A GPU aligns all terms to the largest
-and truncates. So its float32 results differ from these by at most (k + 2) * 2^-23 times the largest term (of the k products and c), and
-its float16 results by one more rounding."""
+The products are exact; they and c are added in float64, and the total is rounded once, to nearest. A GPU
+aligns all terms to the largest and truncates. So its float32 results differ from these by at most (k + 2) *
+2^-23 times the largest term (of the k products and c), and its float16 results by one more rounding."""
 
 import functools
 import re
@@ -22,15 +23,21 @@ Registers = Sequence[Array]
 Place = tuple[slice, Array, Array]
 _EVERY_WARP = slice(None)
 _LANE = np.arange(32)
-_GROUP, _QUAD = _LANE // 4, _LANE % 4
-_PLACES_C = _EVERY_WARP, np.stack([_GROUP, _GROUP, _GROUP + 8, _GROUP + 8]), np.stack([2 * _QUAD, 2 * _QUAD + 1] * 2)
+_GROUP = _LANE // 4
+_QUAD = _LANE % 4
+_PLACES_C = (
+    _EVERY_WARP,
+    np.stack([_GROUP, _GROUP, _GROUP + 8, _GROUP + 8]),
+    np.stack([2 * _QUAD, 2 * _QUAD + 1] * 2),
+)
 _SHAPES = {"m16n8k16": ("f16", "bf16"), "m16n8k8": ("f16", "bf16", "tf32"), "m16n8k4": ("tf32",)}
 _SHAPES_64 = ("m8n8k4", "m16n8k4", "m16n8k8", "m16n8k16")
 
 
 @functools.cache
 def mma(opcode: str) -> Callable[[Registers, Registers, Registers], list[Array]]:
-    """The function of an mma.sync: registers of A, B and C, each (warps, 32) uint32, to those of D. Raises NotSimulated.
+    """The function of an mma.sync: registers of A, B and C, each (warps, 32) uint32, to those of D. Raises
+    NotSimulated.
 
     For example "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"."""
     base, *parts = opcode.split(".")
@@ -39,15 +46,20 @@ def mma(opcode: str) -> Callable[[Registers, Registers, Registers], list[Array]]
         return other
     if base != "mma" or parts[:2] != ["sync", "aligned"] or parts[3:5] != ["row", "col"] or len(parts) != 9:
         raise NotSimulated(opcode)
-    shape, (d, a, b, c) = parts[2], parts[5:]
+    shape = parts[2]
+    d, a, b, c = parts[5:]
     if a != b or a not in _SHAPES.get(shape, ()) or {d, c} - ({"f32", "f16"} if a == "f16" else {"f32"}):
         raise NotSimulated(opcode)
     return functools.partial(_mma, FORMATS[a], FORMATS[c], FORMATS[d], int(shape[6:]))
 
 
-def _mma(factors: Format, sums: Format, results: Format, k: int, a: Registers, b: Registers, c: Registers) -> list[Array]:
+def _mma(
+    factors: Format, sums: Format, results: Format, k: int, a: Registers, b: Registers, c: Registers
+) -> list[Array]:
     warps = len(a[0])
-    tile_a, tile_b, tile_c = np.zeros((warps, 16, k)), np.zeros((warps, k, 8)), np.zeros((warps, 16, 8))
+    tile_a = np.zeros((warps, 16, k))
+    tile_b = np.zeros((warps, k, 8))
+    tile_c = np.zeros((warps, 16, 8))
     tile_a[_places_a(factors, k)] = _elements(factors, a)
     tile_b[_places_b(factors, k)] = _elements(factors, b)
     tile_c[_PLACES_C] = _elements(sums, c)
@@ -58,12 +70,17 @@ def _mma(factors: Format, sums: Format, results: Format, k: int, a: Registers, b
 def _rounded(fmt: Format, total: Array) -> list[Array]:
     """The registers of a result; two f16 share one."""
     d = floats.round_to(fmt, total)
-    return _apart(d if d.dtype == np.uint32 else d[:, ::2].astype(np.uint32) | d[:, 1::2].astype(np.uint32) << 16)
+    return _apart(
+        d if d.dtype == np.uint32 else d[:, ::2].astype(np.uint32) | d[:, 1::2].astype(np.uint32) << 16
+    )
 
 
 def _other_mma(opcode: str) -> Callable[[Registers, Registers, Registers], list[Array]] | None:
     """The function of an mma.sync of 8-bit integers, 8-bit floats or f64; None for another."""
-    match = re.fullmatch(r"mma\.sync\.aligned\.(m\d+n8k\d+)\.row\.col(\.satfinite)?\.(s32|f32|f16|f64)\.(\w+)\.(\w+)\.(\w+)", opcode)
+    match = re.fullmatch(
+        r"mma\.sync\.aligned\.(m\d+n8k\d+)\.row\.col(\.satfinite)?\.(s32|f32|f16|f64)\.(\w+)\.(\w+)\.(\w+)",
+        opcode,
+    )
     if match is None:
         return None
     shape, saturate, d, a, b, c = match.groups()
@@ -74,16 +91,21 @@ def _other_mma(opcode: str) -> Callable[[Registers, Registers, Registers], list[
         return functools.partial(_mma64, int(shape[1 : shape.index("n")]), int(shape.partition("k")[2]))
 
     def function(a_: Registers, b_: Registers, c_: Registers) -> list[Array]:
-        warps, k = len(a_[0]), int(shape[6:])
-        tile_a, tile_b = np.zeros((warps, 16, k)), np.zeros((warps, k, 8))
+        warps = len(a_[0])
+        k = int(shape[6:])
+        tile_a = np.zeros((warps, 16, k))
+        tile_b = np.zeros((warps, k, 8))
         columns = [4 * _QUAD + one + part for part in range(0, k, 16) for one in range(4)]
-        rows = [(_GROUP + row, x) for i in range(0, len(columns), 4) for row in (0, 8) for x in columns[i : i + 4]]
+        rows = [
+            (_GROUP + row, x) for i in range(0, len(columns), 4) for row in (0, 8) for x in columns[i : i + 4]
+        ]
         tile_a[_EVERY_WARP, np.stack([r for r, _ in rows]), np.stack([x for _, x in rows])] = _bytes(a, a_)
         tile_b[_EVERY_WARP, np.stack(columns), np.broadcast_to(_GROUP, (len(columns), 32))] = _bytes(b, b_)
         product = (tile_a @ tile_b)[_PLACES_C]
         if d != "s32":
             return _rounded(FORMATS[d], product + _elements(FORMATS[d], c_))
-        total = product.astype(np.int64) + np.stack(c_, axis=1).view(np.int32)  # the sum of k products is exact in float64
+        # the sum of k products is exact in float64
+        total = product.astype(np.int64) + np.stack(c_, axis=1).view(np.int32)
         total = np.clip(total, -(1 << 31), (1 << 31) - 1) if saturate else total
         return _apart(total.astype(np.int32).view(np.uint32))
 
@@ -93,18 +115,32 @@ def _other_mma(opcode: str) -> Callable[[Registers, Registers, Registers], list[
 def _bytes(name: str, registers: Registers) -> Array:
     """Registers of four 8-bit elements each, as float64 (warps, elements of a lane, 32)."""
     raw = np.stack(registers, axis=1)
-    parts = np.stack([raw >> np.uint32(8 * i) & np.uint32(0xFF) for i in range(4)], axis=2).reshape(len(raw), -1, 32)
+    parts = np.stack([raw >> np.uint32(8 * i) & np.uint32(0xFF) for i in range(4)], axis=2).reshape(
+        len(raw), -1, 32
+    )
     if name in fp8.FINITE:
         return fp8.decode(name, parts)
     return parts.astype(np.uint8).view(np.int8 if name == "s8" else np.uint8).astype(np.float64)
 
 
 def _mma64(rows: int, k: int, a: Registers, b: Registers, c: Registers) -> list[Array]:
-    """f64: one element in each register, rows first. A GPU chains fused multiply-adds along k for m8n8k4; so do all shapes here."""
-    warps, halves = len(a[0]), range(rows // 8)
-    tile_a = np.stack(a, axis=1).view(np.float64).reshape(warps, k // 4, rows // 8, 8, 4).transpose(0, 2, 3, 1, 4).reshape(warps, rows, k)
-    tile_b = np.stack(b, axis=1).view(np.float64).reshape(warps, k // 4, 8, 4).swapaxes(2, 3).reshape(warps, k, 8)
-    total = np.concatenate([np.stack(c[2 * i : 2 * i + 2], axis=2).view(np.float64).reshape(warps, 8, 8) for i in halves], axis=1)
+    """f64: one element in each register, rows first. A GPU chains fused multiply-adds along k for m8n8k4; so
+    do all shapes here."""
+    warps = len(a[0])
+    halves = range(rows // 8)
+    tile_a = (
+        np.stack(a, axis=1)
+        .view(np.float64)
+        .reshape(warps, k // 4, rows // 8, 8, 4)
+        .transpose(0, 2, 3, 1, 4)
+        .reshape(warps, rows, k)
+    )
+    tile_b = (
+        np.stack(b, axis=1).view(np.float64).reshape(warps, k // 4, 8, 4).swapaxes(2, 3).reshape(warps, k, 8)
+    )
+    total = np.concatenate(
+        [np.stack(c[2 * i : 2 * i + 2], axis=2).view(np.float64).reshape(warps, 8, 8) for i in halves], axis=1
+    )
     fma = floats.arithmetic("fma", FORMATS["f64"])
     for i in range(k):
         factors = np.broadcast_arrays(tile_a[:, :, i, None], tile_b[:, None, i], total)
@@ -114,13 +150,18 @@ def _mma64(rows: int, k: int, a: Registers, b: Registers, c: Registers) -> list[
 
 
 def wgmma(opcode: str) -> tuple[int, Callable[[Registers, Array, Registers, Array], list[Array]]]:
-    """A wgmma: the number of columns, and a function. Its arguments are the registers of a, b as (warps, columns, 32 bytes along k), the
-    registers of c, and a flag per warp: c is added. It returns the registers of d. Each warp computes the mma.sync of its 16 rows.
-    Example: "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16"."""
-    match = re.fullmatch(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)(k(?:8|16|32))\.(\w+)\.(\w+\.\w+)(\.satfinite)?", opcode)
+    """A wgmma: the number of columns, and a function. Its arguments are the registers of a, b as (warps,
+    columns, 32 bytes along k), the registers of c, and a flag per warp: c is added. It returns the registers
+    of d. Each warp computes the mma.sync of its 16 rows. Example:
+    "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16"."""
+    match = re.fullmatch(
+        r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)(k(?:8|16|32))\.(\w+)\.(\w+\.\w+)(\.satfinite)?", opcode
+    )
     if match is None or int(match[1]) % 8:
         raise NotSimulated(opcode)
-    tiles, (k, sums, factors, saturate) = int(match[1]) // 8, match.groups("")[1:]  # a tile has 8 columns
+    # a tile has 8 columns
+    tiles = int(match[1]) // 8
+    k, sums, factors, saturate = match.groups("")[1:]
     if k != {"tf32.tf32": "k8", "bf16.bf16": "k16", "f16.f16": "k16"}.get(factors, "k32"):
         raise NotSimulated(opcode)
     try:
@@ -129,7 +170,8 @@ def wgmma(opcode: str) -> tuple[int, Callable[[Registers, Array, Registers, Arra
         raise NotSimulated(opcode) from None
 
     def function(a: Registers, b: Array, c: Registers, kept: Array) -> list[Array]:
-        words = np.ascontiguousarray(b).view(np.uint32).reshape(-1, 8, 8)  # [tile of a warp][column][word along k]
+        # [tile of a warp][column][word along k]
+        words = np.ascontiguousarray(b).view(np.uint32).reshape(-1, 8, 8)
         before = np.where(kept[:, None], np.stack(c, axis=1), np.uint32(0)).reshape(len(words), -1, 32)
         held = [np.repeat(r, tiles, axis=0) for r in a]
         tile = [words[:, _GROUP, _QUAD + 4 * i] for i in (0, 1)]
@@ -146,29 +188,45 @@ def rows_of_a(rows: Array) -> list[Array]:
 
 
 def described(words: Array, number: Array, down: bool) -> Array:
-    """The address of 16 bytes of a wgmma operand, from its matrix descriptor. K-major: half `number` % 2 along k of row (of b: column)
-    `number` // 2. MN-major (`down`): eight rows from `number` // 16 * 8 on, at index `number` % 16 along k. Raises NotSimulated for a base
-    offset, or several swizzles at once."""
-    kinds, offsets = set((words >> np.uint64(62)).tolist()), words >> np.uint64(49) & np.uint64(7)
+    """The address of 16 bytes of a wgmma operand, from its matrix descriptor. K-major: half `number` % 2
+    along k of row (of b: column) `number` // 2. MN-major (`down`): eight rows from `number` // 16 * 8 on, at
+    index `number` % 16 along k. Raises NotSimulated for a base offset, or several swizzles at once."""
+    kinds = set((words >> np.uint64(62)).tolist())
+    offsets = words >> np.uint64(49) & np.uint64(7)
     if len(kinds) > 1 or offsets.any():
-        raise NotSimulated("wgmma with a base offset in its matrix descriptor" if offsets.any() else "wgmma with several swizzles")
-    start, first, second = ((words >> np.uint64(bit) & np.uint64(0x3FFF)) << np.uint64(4) for bit in (0, 16, 32))
-    number, units, unit = number.astype(np.uint64), np.uint64((1, 8, 4, 2)[kinds.pop()]), np.uint64(16)
-    eight, in_eight, half = (number // 16, number % 8, number // 8 % 2) if down else (number // 16, number // 2 % 8, number % 2)
+        raise NotSimulated(
+            "wgmma with a base offset in its matrix descriptor"
+            if offsets.any()
+            else "wgmma with several swizzles"
+        )
+    start, first, second = (
+        (words >> np.uint64(bit) & np.uint64(0x3FFF)) << np.uint64(4) for bit in (0, 16, 32)
+    )
+    number = number.astype(np.uint64)
+    units = np.uint64((1, 8, 4, 2)[kinds.pop()])
+    unit = np.uint64(16)
+    eight, in_eight, half = (
+        (number // 16, number % 8, number // 8 % 2) if down else (number // 16, number // 2 % 8, number % 2)
+    )
     if units == 1:
         return start + eight * second + in_eight * unit + half * first
     if down:
-        place = start + eight // units * first + eight % units * unit + half * second + in_eight * units * unit
+        place = (
+            start + eight // units * first + eight % units * unit + half * second + in_eight * units * unit
+        )
     else:
         place = start + eight * second + in_eight * units * unit + half * unit
     return place ^ (place >> np.uint64(7) & units - np.uint64(1)) << np.uint64(4)
 
 
 def by_rows(parts: Array, down: bool) -> Array:
-    """16-byte parts (warps, count, 8 elements) in the order of `described`, as (warps, rows, 32 bytes along k)."""
+    """16-byte parts (warps, count, 8 elements) in the order of `described`, as (warps, rows, 32 bytes along
+    k)."""
     if not down:
         return parts.reshape(len(parts), -1, 16)
-    return np.ascontiguousarray(parts.reshape(len(parts), -1, 16, 8).swapaxes(2, 3)).reshape(len(parts), -1, 16)
+    return np.ascontiguousarray(parts.reshape(len(parts), -1, 16, 8).swapaxes(2, 3)).reshape(
+        len(parts), -1, 16
+    )
 
 
 def _elements(fmt: Format, registers: Registers) -> Array:
@@ -198,7 +256,12 @@ def _places_a(fmt: Format, k: int) -> Place:
     """Rows and columns of A's elements, of shape (elements of a lane, 32), behind a slice over the warps."""
     columns = _along_k(fmt, k)
     step = 1 if fmt is TF32 else 2  # elements of a register
-    order = [(_GROUP + row, x) for i in range(0, len(columns), step) for row in (0, 8) for x in columns[i : i + step]]
+    order = [
+        (_GROUP + row, x)
+        for i in range(0, len(columns), step)
+        for row in (0, 8)
+        for x in columns[i : i + step]
+    ]
     return _EVERY_WARP, np.stack([row for row, _ in order]), np.stack([column for _, column in order])
 
 
@@ -217,7 +280,8 @@ def stmatrix(registers: Registers, transposed: bool = False) -> Array:
 
 
 def ldmatrix(rows: Array, transposed: bool = False) -> list[Array]:
-    """ldmatrix .x1, .x2 or .x4: rows (warps, 8 * tiles, 16 bytes) of tiles of 8 x 8 16-bit elements, to one (warps, 32) register per tile.
+    """ldmatrix .x1, .x2 or .x4: rows (warps, 8 * tiles, 16 bytes) of tiles of 8 x 8 16-bit elements, to one
+    (warps, 32) register per tile.
 
     A lane gets elements 2*quad and 2*quad + 1 of row `group`; of column `group`, if `transposed` (.trans)."""
     tiles = np.ascontiguousarray(rows).view(np.uint16).reshape(len(rows), -1, 8, 8)

@@ -3,12 +3,23 @@
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from cukern.sim.ptx.module import Address, Instruction, Kernel, Module, Operand, Register, Symbol, Variable, Vector
+from cukern.sim.ptx.module import (
+    Address,
+    Instruction,
+    Kernel,
+    Module,
+    Operand,
+    Register,
+    Symbol,
+    Variable,
+    Vector,
+)
 
 
 @dataclass
 class Function:
-    """The instructions of a function, its registers, and the bytes of its parameters. The kernel's name is ""."""
+    """The instructions of a function, its registers, and the bytes of its parameters. The kernel's name is
+    ""."""
 
     start: int
     end: int
@@ -17,8 +28,8 @@ class Function:
 
 
 class Linked(NamedTuple):
-    """`slots`: where a variable of a call lives, by its name: an area ("": the arguments of a call, "return": its result, else the
-    parameters of that function), and an offset."""
+    """`slots`: where a variable of a call lives, by its name: an area ("": the arguments of a call, "return":
+    its result, else the parameters of that function), and an offset."""
 
     kernel: Kernel
     functions: dict[str, Function]
@@ -32,8 +43,11 @@ def link(module: Module, kernel: Kernel) -> Linked:
     calls = [i for i in kernel.code if i.opcode.startswith("call")]
     if not calls:
         return Linked(kernel, {}, {}, set(), 0, 0)
-    merged = replace(kernel, code=[*kernel.code, _RETURN], widths=list(kernel.widths), labels=dict(kernel.labels))
-    merged.variables, merged.tables = list(kernel.variables), dict(kernel.tables)
+    merged = replace(
+        kernel, code=[*kernel.code, _RETURN], widths=list(kernel.widths), labels=dict(kernel.labels)
+    )
+    merged.variables = list(kernel.variables)
+    merged.tables = dict(kernel.tables)
     functions = {"": Function(0, len(merged.code), range(len(kernel.widths)))}
     slots: dict[str, tuple[str, int]] = {}
     arguments = results = 16
@@ -52,7 +66,8 @@ def link(module: Module, kernel: Kernel) -> Linked:
 
 def _append(merged: Kernel, name: str, function: Kernel) -> Function:
     """Append the code of a function to that of the kernel."""
-    start, first = len(merged.code), len(merged.widths)
+    start = len(merged.code)
+    first = len(merged.widths)
     names = {label: f"{name}:{label}" for label in (*function.labels, *function.tables)}
     for one in function.code:
         operands = tuple(_moved(x, first, names) for x in one.operands)
@@ -61,7 +76,9 @@ def _append(merged: Kernel, name: str, function: Kernel) -> Function:
     merged.code.append(_RETURN)
     merged.widths += function.widths
     merged.labels |= {names[label]: pc + start for label, pc in function.labels.items()}
-    merged.tables |= {names[table]: tuple(names[x] for x in labels) for table, labels in function.tables.items()}
+    merged.tables |= {
+        names[table]: tuple(names[x] for x in labels) for table, labels in function.tables.items()
+    }
     merged.variables += function.variables
     return Function(start, len(merged.code), range(first, len(merged.widths)))
 
@@ -73,7 +90,8 @@ def called(one: Instruction) -> tuple[Register | Symbol, tuple[Symbol, ...], tup
     """What a call calls, its arguments, and its results."""
     operands = list(one.operands)
     taken = operands.pop(0) if isinstance(operands[0], Vector) else Vector(())
-    target, given = operands[0], operands[1] if len(operands) > 1 else Vector(())
+    target = operands[0]
+    given = operands[1] if len(operands) > 1 else Vector(())
     given = given if isinstance(given, Vector) else Vector(())
     assert isinstance(target, Register | Symbol) and isinstance(taken, Vector)
     return target, given.items, taken.items
@@ -106,8 +124,17 @@ def _moved(operand: Operand, by: int, names: dict[str, str]) -> Operand:
 def _recursive(module: Module, merged: Kernel, functions: dict[str, Function]) -> set[str]:
     """The functions that may call themselves, directly or through others."""
     pointed_to = {s.name for v in module.variables for _, s in v.pointers}
-    pointed_to |= {x.name for one in merged.code if not one.opcode.startswith("call") for x in one.operands if isinstance(x, Symbol)}
-    reaches = {name: _called_by(merged, function, pointed_to) & functions.keys() for name, function in functions.items()}
+    pointed_to |= {
+        x.name
+        for one in merged.code
+        if not one.opcode.startswith("call")
+        for x in one.operands
+        if isinstance(x, Symbol)
+    }
+    reaches = {
+        name: _called_by(merged, function, pointed_to) & functions.keys()
+        for name, function in functions.items()
+    }
     for _ in functions:
         reaches = {name: there.union(*(reaches[x] for x in there)) for name, there in reaches.items()}
     return {name for name, there in reaches.items() if name in there}

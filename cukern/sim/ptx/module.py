@@ -1,11 +1,14 @@
-"""PTX as data: the variables of a module, and a kernel's parameters, registers, labels and instructions. parser.py creates it."""
+"""PTX as data: the variables of a module, and a kernel's parameters, registers, labels and instructions.
+parser.py creates it."""
 
 import struct
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 WIDTHS = {"pred": 1, "b8": 8, "u8": 8, "s8": 8, "b16": 16, "u16": 16, "s16": 16, "f16": 16, "bf16": 16}
-WIDTHS |= {t: 32 for t in ("b32", "u32", "s32", "f32", "f16x2", "bf16x2", "tf32")} | {t: 64 for t in ("b64", "u64", "s64", "f64")}
+WIDTHS |= {t: 32 for t in ("b32", "u32", "s32", "f32", "f16x2", "bf16x2", "tf32")} | {
+    t: 64 for t in ("b64", "u64", "s64", "f64")
+}
 WIDTHS |= {"b128": 128}
 
 
@@ -68,7 +71,8 @@ class Variable:
     size: int  # in bytes; 0 for dynamic shared memory
     align: int
     data: bytes = b""
-    pointers: list[tuple[int, Symbol]] = field(default_factory=list)  # offsets in `data` that hold the address of a variable
+    # offsets in `data` that hold the address of a variable
+    pointers: list[tuple[int, Symbol]] = field(default_factory=list)
 
 
 @dataclass
@@ -99,7 +103,8 @@ class Module:
     files: dict[int, str] = field(default_factory=dict)
 
     def location(self, line: Line | None) -> str:
-        """file:line, then the line of a header of CUDA or common/ptx/ that it called, and the lines of its calls if it was inlined."""
+        """file:line, then the line of a header of CUDA or common/ptx/ that it called, and the lines of its
+        calls if it was inlined."""
         if line is None:
             return "a line that is not known"
         places = [self.place(line)]
@@ -107,7 +112,8 @@ class Module:
             places.append(self.place(line))
         own = next((i for i, place in enumerate(places) if not _in_library(place)), 0)
         notes = [f"in {place.rpartition('/')[2]}" for place in places[:own][:1]]
-        last, callers = places[own].rpartition(":")[0], []
+        last = places[own].rpartition(":")[0]
+        callers = []
         for place in places[own + 1 :]:
             callers.append(place.rpartition(":")[2] if place.rpartition(":")[0] == last else place)
             last = place.rpartition(":")[0]
@@ -117,7 +123,8 @@ class Module:
     def place(self, line: Line) -> str:
         """file:line, without the calls."""
         path = self.files.get(line.file, "?")
-        made_up = path.rfind("<")  # a source given as text has a name in <>; NVRTC prepends the current folder
+        # a source given as text has a name in <>; NVRTC prepends the current folder
+        made_up = path.rfind("<")
         return f"{path[made_up:] if made_up >= 0 and path.endswith('>') else path}:{line.line}"
 
 
@@ -145,7 +152,8 @@ def immediate_value(immediate: Immediate) -> int | float:
 
 def immediate_bits(immediate: Immediate, type_: str) -> int:
     """A literal as the bits of a register or variable of that type."""
-    value, width = immediate_value(immediate), WIDTHS[type_]
+    value = immediate_value(immediate)
+    width = WIDTHS[type_]
     prefix = immediate.text.lstrip("-")[:2].lower()
     if prefix == "0f" and type_ == "f64":
         value = struct.unpack("<f", struct.pack("<I", value))[0]

@@ -70,11 +70,14 @@ class _Parser:
         self.at -= back
         places = [match.start(1) for match in _TOKEN.finditer(self.text)]
         place = places[self.at] if self.at < len(places) else len(self.text)
-        return ptx.PtxError(f"PTX line {self.text.count(chr(10), 0, place) + 1}: {what}, found {self.tokens[self.at]!r}")
+        return ptx.PtxError(
+            f"PTX line {self.text.count(chr(10), 0, place) + 1}: {what}, found {self.tokens[self.at]!r}"
+        )
 
     def skip(self) -> None:
         """Skip the rest of a statement, or a function with its body."""
-        depth, token = 0, ""
+        depth = 0
+        token = ""
         while depth or token not in (";", "}"):
             token = self.next()
             depth += (token == "{") - (token == "}")
@@ -96,7 +99,9 @@ class _Parser:
                 self.skip()
             elif token in (".global", ".const", ".shared", ".local"):
                 module.variables += self.variables(token[1:])
-            elif not token.startswith((".visible", ".weak", ".extern", ".common", ";", ".version", ".target", ".address")):
+            elif not token.startswith(
+                (".visible", ".weak", ".extern", ".common", ";", ".version", ".target", ".address")
+            ):
                 raise self.error("a directive expected", back=1)
         return module
 
@@ -109,7 +114,9 @@ class _Parser:
 
     def variable_type(self) -> tuple[str, int, int]:
         """The type of an element, the bytes of an element or vector, and the alignment."""
-        align, element, lanes = 0, "", 1
+        align = 0
+        element = ""
+        lanes = 1
         while self.tokens[self.at].startswith("."):
             word = self.next()[1:]
             if word == "align":
@@ -135,7 +142,9 @@ class _Parser:
         return variable
 
     def initial_value(self, variable: ptx.Variable, element: str) -> None:
-        data, size, depth = bytearray(), ptx.WIDTHS[element] // 8, 0
+        data = bytearray()
+        size = ptx.WIDTHS[element] // 8
+        depth = 0
         while True:
             token = self.tokens[self.at]
             depth += (token == "{") - (token == "}")
@@ -162,7 +171,9 @@ class _Parser:
 
     def read_kernel(self) -> None:
         self.kernel = kernel = ptx.Kernel(self.next())
-        self.registers, self.line, self.callers = {}, None, {}
+        self.registers = {}
+        self.line = None
+        self.callers = {}
         kernel.params = self.parameters()
         while (token := self.next()) != "{":
             if token == ".maxntid":
@@ -188,7 +199,9 @@ class _Parser:
 
     def read_function(self, module: ptx.Module) -> None:
         """.func: a function with its body, or its declaration."""
-        self.registers, self.line, self.callers = {}, None, {}
+        self.registers = {}
+        self.line = None
+        self.callers = {}
         results = self.parameters()
         self.kernel = function = ptx.Kernel(self.next(), results=results)
         function.params = self.parameters()
@@ -201,7 +214,9 @@ class _Parser:
 
     def block(self) -> None:
         """The statements between inner braces: a scope of register names and labels."""
-        outer, first, labels = self.registers, len(self.kernel.code), set(self.kernel.labels)
+        outer = self.registers
+        first = len(self.kernel.code)
+        labels = set(self.kernel.labels)
         self.registers = dict(outer)
         self.statements()
         self.registers = outer
@@ -232,7 +247,8 @@ class _Parser:
 
     def hide_labels(self, first: int, labels: set[str]) -> None:
         """Rename the labels of a block, which are local: inline assembly may use one name many times."""
-        code, names = self.kernel.code, {name: f"{name}@{first}" for name in labels if "@" not in name}
+        code = self.kernel.code
+        names = {name: f"{name}@{first}" for name in labels if "@" not in name}
         for name, hidden in names.items():
             self.kernel.labels[hidden] = self.kernel.labels.pop(name)
         for i in range(first, len(code)):
@@ -260,7 +276,9 @@ class _Parser:
             raise self.error("a type of registers expected", back=1)
         for names in self.list_of(self.register_names):
             for name in names:
-                self.registers[name] = ptx.Register(len(self.kernel.widths), max(width, 16) if width > 1 else 1)
+                self.registers[name] = ptx.Register(
+                    len(self.kernel.widths), max(width, 16) if width > 1 else 1
+                )
                 self.kernel.widths.append(self.registers[name].width)
         self.expect(";")
 
@@ -356,7 +374,8 @@ class _Parser:
         return ptx.Vector(tuple(items))
 
     def address(self) -> ptx.Operand:
-        token, base = self.tokens[self.at], None
+        token = self.tokens[self.at]
+        base = None
         if token[:1].isdigit() or token == "-":
             offset = int(ptx.immediate_value(self.immediate()))
         else:

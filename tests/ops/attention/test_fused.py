@@ -118,7 +118,7 @@ def test_window(case, version):
 
 @pytest.mark.parametrize("d", [40, 64])
 def test_the_tile_for_many_keys(d, monkeypatch):
-    monkeypatch.setattr(plan, "LONG", 1)
+    monkeypatch.setattr(plan, "MANY_KEYS", 1)
     inputs = [x.detach() for x in draw(1, 2, 1, 250, 300, d, BF16)]  # three warpgroups, two thread blocks
     exact, peer = (eager(*(x.to(dtype) for x in inputs), True, d**-0.5, None)[:1] for dtype in (torch.float64, BF16))
     assert_close([cukern.attention(*inputs, version="v4")], exact, peer)

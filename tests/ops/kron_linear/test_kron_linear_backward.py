@@ -217,7 +217,7 @@ def test_torch_computes_gradients_where_it_is_faster(itemsize, tensor):
 @kernels
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 def test_large_factors_of_unlike_sizes(device, dtype):
-    """Those that kron_split.py leaves to kron_backward.py: 96 columns, and few numbers in one of two factors."""
+    """Those that wgmma.py leaves to tile_backward.py: 96 columns, and few numbers in one of two factors."""
     for sizes in (((64, 64), (32, 32)), ((128, 96), (64, 32))):
         check_layer(*draw(2, sizes, device, dtype))
 

@@ -1,4 +1,4 @@
-// Wrong on purpose: the second moments in chunks of vectors, without the elements after the last vector.
+// The second moments in chunks of vectors.
 #include "common/vec.cuh"
 
 constexpr int CHUNK = 512;
@@ -10,5 +10,6 @@ __global__ void adamw_moments(float* out, const float* grad, const float* exp_av
         for (int j = 0; j < 4; j++) v.v[j] = 0.999f * v.v[j] + 0.001f * g.v[j] * g.v[j];
         store_vec(out + i, v);
     }
-    for (int i = end + threadIdx.x; i < end; i += blockDim.x) out[i] = 0.999f * exp_avg_sq[i] + 0.001f * grad[i] * grad[i];
+    for (int i = tail + threadIdx.x; i < end; i += blockDim.x)
+        out[i] = 0.999f * exp_avg_sq[i] + 0.001f * grad[i] * grad[i];
 }

@@ -1,16 +1,19 @@
-// Wrong on purpose: the keys behind a sequence's end are not hidden, only those behind the tensor's.
+// Attention of packed sequences: the keys behind a sequence's end are hidden.
 #include "attention/tile.cuh"
 #include "common/ptx/math.cuh"
 #include "common/reduce.cuh"
 
-// out = softmax2(q k^T) v in powers of 2, rows of 64, in packed sequences. A block of 4 warps owns 64 queries of a sequence, a warp 16.
+// out = softmax2(q k^T) v in powers of 2, rows of 64, in packed sequences. A block of 4 warps owns 64 queries
+// of a sequence, a warp 16.
 template <typename T>
-__global__ void __launch_bounds__(128) packed_rows(T* out, const T* q, const T* k, const T* v, const int* bounds, int rows, int sequences) {
+__global__ void __launch_bounds__(128)
+    packed_rows(T* out, const T* q, const T* k, const T* v, const int* bounds, int rows, int sequences) {
     extern __shared__ __align__(128) unsigned char shared[];  // Q, K and V, 64 rows each
     unsigned tile = shared_address(shared);
     Work work = {int(blockIdx.x), 0, 0};
     Sequence of = sequence_of<true, false, 64>(work, bounds, bounds, sequences, rows, rows);
-    int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * 16, begin = of.first_query * 64, mine = work.block * 64;
+    int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * 16, begin = of.first_query * 64,
+        mine = work.block * 64;
     if (mine >= of.queries) return;
     float sums[1][8][4] = {}, total[1][2] = {}, most[2] = {-1e30f, -1e30f};
     copy_tile<64, 64, 128>(tile, q + begin, 64, mine, of.queries, 64);
@@ -21,12 +24,13 @@ __global__ void __launch_bounds__(128) packed_rows(T* out, const T* q, const T* 
         cp_async_wait<0>();
         __syncthreads();
         float s[1][8][4];
-        multiply_transposed<T, 64, 64>(s, tile + warp_row * ROW_BYTES + down_rows(lane), tile + 8192 + along_columns(lane));
+        multiply_transposed<T, 64, 64>(s, tile + warp_row * ROW_BYTES + down_rows(lane),
+                                       tile + 8192 + along_columns(lane));
         for (int i = 0; i < 2; i++) {
             float top = most[i];
             for (int n = 0; n < 16; n++) {
                 float& x = s[0][n / 2][2 * i + n % 2];
-                if (first + n / 2 * 8 + lane % 4 * 2 + n % 2 >= rows) x = -1e30f;
+                if (first + n / 2 * 8 + lane % 4 * 2 + n % 2 >= of.keys) x = -1e30f;
                 top = fmaxf(top, x);
             }
             top = warp_reduce<Max>(top, 4);
@@ -43,5 +47,6 @@ __global__ void __launch_bounds__(128) packed_rows(T* out, const T* q, const T* 
     }
     for (int i = 0; i < 2; i++) total[0][i] = 1 / warp_reduce<Sum>(total[0][i], 4);
     mine += warp_row;
-    store_rows<T, 64, 64>(out + begin + mine * 64, 64, of.queries - mine, 64, sums, total, shared + warp_row * ROW_BYTES);
+    store_rows<T, 64, 64>(out + begin + mine * 64, 64, of.queries - mine, 64, sums, total,
+                          shared + warp_row * ROW_BYTES);
 }

@@ -1,7 +1,8 @@
-// Wrong on purpose: the product of the middle pieces of two floats is missing, so that products have 16 bits instead of 24.
+// Products of floats as sums of three bfloat16 numbers.
 #include "attention/tile.cuh"
 
-// out = a b^T for floats, each the sum of three bfloat16 numbers. A block of 4 warps owns 64 rows of a; b has 64 rows. Both have 64 columns.
+// out = a b^T for floats, each the sum of three bfloat16 numbers. A block of 4 warps owns 64 rows of a; b has
+// 64 rows. Both have 64 columns.
 template <typename T>
 __global__ void __launch_bounds__(128) float_products(float* out, const float* a, const float* b, int rows) {
     extern __shared__ __align__(128) unsigned char shared[];  // the pieces of a, then those of b
@@ -18,13 +19,14 @@ __global__ void __launch_bounds__(128) float_products(float* out, const float* a
         unsigned x[3][1][4], y[3][4];
         for (int p = 0; p < 3; p++) load_tiles<false>(x[p][0], columns_at<64>(left, k) + p * TILE);
         for (int n = 0; n < 4; n++) {
-            for (int p = 0; p < 3; p++) load_tiles<false>(y[p], columns_at<64>(right, k) + p * TILE + n * 16 * ROW_BYTES);
+            for (int p = 0; p < 3; p++)
+                load_tiles<false>(y[p], columns_at<64>(right, k) + p * TILE + n * 16 * ROW_BYTES);
             for (int sum = 2; sum >= 0; sum--)
-                for (int i = 0; i <= sum; i++)
-                    if (i != 1 || sum != 2) multiply_blocks<T>(sums, x[i], y[sum - i], n);
+                for (int i = 0; i <= sum; i++) multiply_blocks<T>(sums, x[i], y[sum - i], n);
         }
     }
     float one[1][2] = {{1, 1}};
     __syncthreads();
-    store_rows<float, 64, 64>(out + (first + warp_row) * 64, 64, rows - first - warp_row, 64, sums, one, shared + warp_row * ROW_BYTES);
+    store_rows<float, 64, 64>(out + (first + warp_row) * 64, 64, rows - first - warp_row, 64, sums, one,
+                              shared + warp_row * ROW_BYTES);
 }

@@ -1,4 +1,4 @@
-// Wrong on purpose: sums are read while the last product is still in flight.
+// Causal attention with wgmma.
 #include "attention/wgmma_tile.cuh"
 
 // out = softmax2(q k^T) v in powers of 2, rows of 64, causal. A warpgroup owns 64 queries.
@@ -6,7 +6,8 @@ template <typename T>
 __global__ void __launch_bounds__(128) attention_rows(T* out, const T* q, const T* k, const T* v, int rows) {
     extern __shared__ __align__(1024) unsigned char shared[];  // Q, K and V, 64 rows each
     unsigned tile = shared_address(shared), p[4][4];
-    int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * 16, query = blockIdx.x * 64 + warp_row + lane / 4;
+    int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * 16,
+        query = blockIdx.x * 64 + warp_row + lane / 4;
     float s[1][8][4], sums[1][8][4] = {}, total[1][2] = {}, most[1][2] = {{-1e30f, -1e30f}}, shrink[1][2];
     copy_tile<64, 64, 128>(tile, q, 64, blockIdx.x * 64, rows, 64);
     for (int first = 0; first <= blockIdx.x * 64; first += 64) {
@@ -27,7 +28,7 @@ __global__ void __launch_bounds__(128) attention_rows(T* out, const T* q, const 
         wgmma_fence(sums[0], p);
         start_product<T, 64>(sums[0], p, tile + 16384);
         wgmma_commit();
-        wgmma_wait<1>(sums[0]);
+        wgmma_wait<0>(sums[0]);
         __syncthreads();
     }
     for (int i = 0; i < 2; i++) total[0][i] = 1 / warp_reduce<Sum>(total[0][i], 4);

@@ -1,4 +1,4 @@
-// Wrong on purpose: the gradient is written over the logits while thread 0 still reads the target's logit for the loss in column `vocab`.
+// The gradient is written over the logits, the loss into column `vocab`.
 #include "common/reduce.cuh"
 
 __global__ void row_gradient(float* x, const long long* targets, int columns, int vocab) {
@@ -9,6 +9,6 @@ __global__ void row_gradient(float* x, const long long* targets, int columns, in
     for (int i = threadIdx.x; i < vocab; i += blockDim.x) sum += exp(x[i]);
     sum = block_reduce<Sum>(sum, sums);
     if (threadIdx.x == 0) x[vocab] = log(sum) - x[target];
-    // no __syncthreads()
+    __syncthreads();
     for (int i = threadIdx.x; i < vocab; i += blockDim.x) x[i] = exp(x[i]) / sum - (i == target);
 }

@@ -1,6 +1,6 @@
-// One factor, a thread a fiber and 32 columns a block through shared memory. Bug: k past p is copied.
-__global__ void kron_fibers(float* out, const float* x, const float* w, long long A, int p, int q, long long C,
-                            long long w_p, long long w_q) {
+// One factor, a thread a fiber and 32 columns a block through shared memory.
+__global__ void kron_fibers(float* out, const float* x, const float* w, long long A, int p, int q,
+                            long long C, long long w_p, long long w_q) {
     __shared__ float ws[8][32];
     long long f = blockIdx.x * (long long)blockDim.x + threadIdx.x, a = f / C, c = f % C;
     bool inside = f < A * C;
@@ -13,7 +13,7 @@ __global__ void kron_fibers(float* out, const float* x, const float* w, long lon
             }
             __syncthreads();
             for (int k = 0; k < 8; ++k) {
-                float value = inside ? x[(a * p + k0 + k) * C + c] : 0.0f;
+                float value = inside && k0 + k < p ? x[(a * p + k0 + k) * C + c] : 0.0f;
                 for (int j = 0; j < 32; ++j) sums[j] += value * ws[k][j];
             }
             __syncthreads();

@@ -1,4 +1,4 @@
-// Wrong on purpose: column sums whose lanes exchange their parts through shared memory without __syncwarp(). Lanes need not run in step.
+// Sums of columns whose lanes exchange their parts through shared memory.
 
 // A warp a column: grid N, block 32.
 __global__ void column_sums_by_lanes(float* out, const float* x, int M, int N) {
@@ -8,7 +8,7 @@ __global__ void column_sums_by_lanes(float* out, const float* x, int M, int N) {
     for (int m = lane; m < M; m += 32) sum += x[m * (long long)N + blockIdx.x];
     for (int distance = 16; distance > 0; distance /= 2) {
         sums[lane] = sum;
-        // no __syncwarp()
+        __syncwarp();
         sum += sums[lane ^ distance];
         __syncwarp();
     }

@@ -1,4 +1,4 @@
-// Wrong on purpose: column sums to which eight warps add at one time. Each reads, adds and writes; what another wrote meanwhile is lost.
+// Sums of columns to which eight warps add at one time.
 
 // Grid ceil(N / 32), block (32, 8).
 __global__ void column_sums_by_warps(float* out, const float* x, int M, int N) {
@@ -9,7 +9,7 @@ __global__ void column_sums_by_warps(float* out, const float* x, int M, int N) {
     float sum = 0;
     if (n < N)
         for (int m = threadIdx.y; m < M; m += 8) sum += x[m * (long long)N + n];
-    sums[threadIdx.x] += sum;
+    atomicAdd(&sums[threadIdx.x], sum);
     __syncthreads();
     if (threadIdx.y == 0 && n < N) out[n] = sums[threadIdx.x];
 }

@@ -1,5 +1,6 @@
-// Wrong on purpose: what is behind the rotated slice is not copied. In place, where it need not be, nobody would see it.
-__global__ void rope_pairs(float* out, const float* x, const float* cos, const float* sin, int heads, int head_dim, int half) {
+// The rotation of a slice; the elements behind it are copied.
+__global__ void rope_pairs(float* out, const float* x, const float* cos, const float* sin, int heads,
+                           int head_dim, int half) {
     long long head = (long long)blockIdx.x * head_dim;
     int token = blockIdx.x / heads;
     for (int i = threadIdx.x; i < half; i += blockDim.x) {
@@ -7,5 +8,5 @@ __global__ void rope_pairs(float* out, const float* x, const float* cos, const f
         out[head + i] = a * c - b * s;
         out[head + half + i] = b * c + a * s;
     }
-    // no copy
+    for (int i = 2 * half + threadIdx.x; i < head_dim; i += blockDim.x) out[head + i] = x[head + i];
 }

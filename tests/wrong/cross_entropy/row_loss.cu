@@ -1,4 +1,4 @@
-// Wrong on purpose: online softmax that keeps the sum when a larger logit is found.
+// Online softmax: the loss of a row of logits. `columns` - `vocab` columns are padding.
 #include "common/reduce.cuh"
 
 __global__ void row_loss(float* loss, const float* x, const long long* targets, int columns, int vocab) {
@@ -8,7 +8,7 @@ __global__ void row_loss(float* loss, const float* x, const long long* targets, 
     for (int i = threadIdx.x; i < vocab; i += blockDim.x) {
         float before = largest;
         largest = max(largest, x[i]);
-        sum = sum + exp(x[i] - largest);
+        sum = sum * exp(before - largest) + exp(x[i] - largest);
     }
     float top = block_reduce<Max>(largest, maxima);
     sum = block_reduce<Sum>(sum * exp(largest - top), sums);

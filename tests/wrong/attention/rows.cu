@@ -1,4 +1,4 @@
-// Wrong on purpose: without the second barrier. A fast warp copies the next keys while a slow one still reads.
+// Causal attention with mma.sync and cp.async.
 #include "attention/tile.cuh"
 #include "common/ptx/math.cuh"
 #include "common/reduce.cuh"
@@ -8,7 +8,8 @@ template <typename T>
 __global__ void __launch_bounds__(128) attention_rows(T* out, const T* q, const T* k, const T* v, int rows) {
     extern __shared__ __align__(128) unsigned char shared[];  // Q, K and V, 64 rows each
     unsigned tile = shared_address(shared);
-    int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * 16, query = blockIdx.x * 64 + warp_row + lane / 4;
+    int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * 16,
+        query = blockIdx.x * 64 + warp_row + lane / 4;
     float sums[1][8][4] = {}, total[1][2] = {}, most[2] = {-1e30f, -1e30f};
     copy_tile<64, 64, 128>(tile, q, 64, blockIdx.x * 64, rows, 64);
     for (int first = 0; first <= blockIdx.x * 64; first += 64) {
@@ -18,7 +19,8 @@ __global__ void __launch_bounds__(128) attention_rows(T* out, const T* q, const 
         cp_async_wait<0>();
         __syncthreads();
         float s[1][8][4];
-        multiply_transposed<T, 64, 64>(s, tile + warp_row * ROW_BYTES + down_rows(lane), tile + 8192 + along_columns(lane));
+        multiply_transposed<T, 64, 64>(s, tile + warp_row * ROW_BYTES + down_rows(lane),
+                                       tile + 8192 + along_columns(lane));
         for (int i = 0; i < 2; i++) {
             float top = most[i];
             for (int n = 0; n < 16; n++) {
@@ -36,7 +38,7 @@ __global__ void __launch_bounds__(128) attention_rows(T* out, const T* q, const 
             }
         }
         multiply<T, 64>(sums, s, tile + 16384 + down_rows(lane));
-        // no __syncthreads()
+        __syncthreads();
     }
     for (int i = 0; i < 2; i++) total[0][i] = 1 / warp_reduce<Sum>(total[0][i], 4);
     int first = blockIdx.x * 64 + warp_row;
