@@ -1,0 +1,69 @@
+"""`cukern.tune`: measures the configurations of a user's own op, and records the fastest one that is right."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from cukern.bench import environment
+from cukern.bench.measure import measure
+from cukern.bench.verify import candidates, verify
+from cukern.runtime import checks
+from cukern.runtime.compile.compiler import CompileError
+from cukern.runtime.dispatch.own_kernels import Config
+from cukern.runtime.launch.backend import simulating
+from cukern.runtime.launch.driver import current_device, require_gpu
+from cukern.runtime.launch.limits import LaunchError
+from cukern.runtime.registry import OPS
+from cukern.sim.faults import Fault
+
+
+@dataclass(frozen=True)
+class Tried:
+    """One configuration: the time of forward plus backward over all sizes, None in the simulator, or why it cannot be used."""
+
+    config: Config
+    us: float | None = None
+    problem: str = ""
+
+
+def tune(function: Callable[..., Any], sizes: tuple[int, ...], dtype: torch.dtype | None, seconds: float) -> list[Tried]:
+    own = getattr(function, "own", None)
+    if own is None or OPS[own.name].function is not function:
+        raise TypeError(f"cukern.tune takes a function that cukern.op returned, and its last definition, got {checks.brief(function)}")
+    op, configs = OPS[own.name], own.kernels
+    if len(configs.all) < 2:
+        raise ValueError(f"{op.name} has nothing to tune: cukern.op got no configs=[...]")
+    if sizes:
+        op.check_count(sizes)
+    kind = dtype or op.dtypes[0]
+    checks.one_of("dtype", kind, op.dtypes)
+    place = torch.device("cpu") if simulating() else environment.device()
+    if not simulating():
+        require_gpu()
+    *_, version = candidates(op, place)[0]
+    shapes = [sizes] if sizes else op.bench_dims
+    tried = []
+    for index, kernels in enumerate(configs.all):
+        with configs.forced(index):
+            try:
+                verdicts = [verify(op, dims, kind, {version: lambda *x: function(*x, version=version)}, place) for dims in op.check_dims]
+                wrong = [f"{r.what} is wrong at {' x '.join(map(str, v.dims))}" for v in verdicts for r in v.results if not r.ok]
+                us = None if wrong or simulating() else sum(_us(op, dims, kind, version, place, seconds) for dims in shapes)
+                tried.append(Tried(kernels.config, us, ", ".join(wrong[:1])))
+            except (CompileError, LaunchError, Fault) as error:
+                tried.append(Tried(kernels.config, None, f"{type(error).__name__}: {error}"))
+    right = [i for i, one in enumerate(tried) if not one.problem]
+    if not right:
+        raise ValueError(f"no configuration of {op.name} is right: {'; '.join(f'{dict(one.config)} {one.problem}' for one in tried)}")
+    if not simulating():
+        configs.record(current_device(), min(right, key=lambda i: tried[i].us or 0.0))
+    return tried
+
+
+def _us(op: Any, dims: tuple[int, ...], kind: torch.dtype, version: str, place: torch.device, seconds: float) -> float:
+    """The time of the forward and, if there is one, of the backward."""
+    passes = ["fwd", "bwd"] if op.differentiable else ["fwd"]
+    tables = [measure(op, dims, kind, one, place, [version], seconds) for one in passes]
+    return sum(row.median_us for table in tables for row in table.rows if row.provider == "cukern")
