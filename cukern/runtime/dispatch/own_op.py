@@ -71,8 +71,8 @@ def op(
     nothing is launched at all, so forward and backward are shape functions too.
 
     Returns a function `f(*inputs, *scalars, version=None)`, under autograd, torch.compile(fullgraph=True), CUDA graphs and in the
-    simulator. Its raw ops are torch.ops.cukern_own.NAME and NAME_backward. There is no double backward. check, bench, profile, compile, sass and sim
-    take the Python file instead of a name: `cukern check scale.py`.
+    simulator. Its raw ops are torch.ops.cukern_own.NAME and NAME_backward. There is no double backward. check, bench, profile,
+    compile, sass and sim take the Python file instead of a name: `cukern check scale.py`.
 
     Raises TypeError and ValueError for a wrong argument, FileNotFoundError for a missing .cu. The function raises TypeError for a wrong
     number or dtype of inputs and ValueError for an unknown version or several devices; a launch raises the errors of `cukern.load`.
