@@ -24,7 +24,9 @@ def check(
     dtype: Dtype = None,
     version: Annotated[str | None, typer.Option("--version", "--implementation", help="Only this version.")] = None,
     sim: Annotated[bool, typer.Option("--sim", help="Run the kernels in the simulator, even if there is a GPU.")] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Print every comparison, not only the worst ones and what is wrong.")] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Print every comparison, not only the worst ones and what is wrong.")
+    ] = False,
 ) -> None:
     """Run forward and backward of every version on the same random inputs. Compare the results with float64 and with each other.
 
