@@ -23,9 +23,10 @@ def on_page_markdown(markdown: str, **_) -> str:
 def commands() -> str:
     """The help of each command, as the terminal prints it."""
     os.environ["COLUMNS"] = os.environ["TERMINAL_WIDTH"] = "100"
-    from cukern.cli import app
     from typer.main import get_command
     from typer.testing import CliRunner
+
+    from cukern.cli import app
 
     parts = []
     for name, command in get_command(app).commands.items():

@@ -1,7 +1,8 @@
 """`cukern.tune`: measures the configurations of a user's own op, and records the fastest one that is right."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,13 +11,10 @@ from cukern.bench import environment
 from cukern.bench.measure import measure
 from cukern.bench.verify import candidates, verify
 from cukern.runtime import checks
-from cukern.runtime.compile.compiler import CompileError
 from cukern.runtime.dispatch.own_kernels import Config
 from cukern.runtime.launch.backend import simulating
 from cukern.runtime.launch.driver import current_device, require_gpu
-from cukern.runtime.launch.limits import LaunchError
-from cukern.runtime.registry import OPS
-from cukern.sim.faults import Fault
+from cukern.runtime.registry import OPS, Op
 
 
 @dataclass(frozen=True)
@@ -29,12 +27,8 @@ class Tried:
 
 
 def tune(function: Callable[..., Any], sizes: tuple[int, ...], dtype: torch.dtype | None, seconds: float) -> list[Tried]:
-    own = getattr(function, "own", None)
-    if own is None or OPS[own.name].function is not function:
-        raise TypeError(f"cukern.tune takes a function that cukern.op returned, and its last definition, got {checks.brief(function)}")
-    op, configs = OPS[own.name], own.kernels
-    if len(configs.all) < 2:
-        raise ValueError(f"{op.name} has nothing to tune: cukern.op got no configs=[...]")
+    op = _op_of(function)
+    configs = function.own.kernels  # type: ignore[attr-defined]
     if sizes:
         op.check_count(sizes)
     kind = dtype or op.dtypes[0]
@@ -45,15 +39,9 @@ def tune(function: Callable[..., Any], sizes: tuple[int, ...], dtype: torch.dtyp
     *_, version = candidates(op, place)[0]
     shapes = [sizes] if sizes else op.bench_dims
     tried = []
-    for index, kernels in enumerate(configs.all):
+    for index in range(len(configs.all)):
         with configs.forced(index):
-            try:
-                verdicts = [verify(op, dims, kind, {version: lambda *x: function(*x, version=version)}, place) for dims in op.check_dims]
-                wrong = [f"{r.what} is wrong at {' x '.join(map(str, v.dims))}" for v in verdicts for r in v.results if not r.ok]
-                us = None if wrong or simulating() else sum(_us(op, dims, kind, version, place, seconds) for dims in shapes)
-                tried.append(Tried(kernels.config, us, ", ".join(wrong[:1])))
-            except (CompileError, LaunchError, Fault) as error:
-                tried.append(Tried(kernels.config, None, f"{type(error).__name__}: {error}"))
+            tried.append(_tried(op, configs.all[index].config, version, shapes, kind, place, seconds))
     right = [i for i, one in enumerate(tried) if not one.problem]
     if not right:
         raise ValueError(f"no configuration of {op.name} is right: {'; '.join(f'{dict(one.config)} {one.problem}' for one in tried)}")
@@ -62,7 +50,32 @@ def tune(function: Callable[..., Any], sizes: tuple[int, ...], dtype: torch.dtyp
     return tried
 
 
-def _us(op: Any, dims: tuple[int, ...], kind: torch.dtype, version: str, place: torch.device, seconds: float) -> float:
+def _op_of(function: Callable[..., Any]) -> Op:
+    """Raises TypeError and ValueError for a function without configurations."""
+    own = getattr(function, "own", None)
+    if own is None or OPS[own.name].function is not function:
+        raise TypeError(f"cukern.tune takes a function that cukern.op returned, and its last definition, got {checks.brief(function)}")
+    if len(own.kernels.all) < 2:
+        raise ValueError(f"{own.name} has nothing to tune: cukern.op got no configs=[...]")
+    return OPS[own.name]
+
+
+def _tried(
+    op: Op, config: Config, version: str, shapes: Sequence[tuple[int, ...]], kind: torch.dtype, place: torch.device, seconds: float
+) -> Tried:
+    """Check the configuration in force, and time it if it is right."""
+    try:
+        verdicts = [verify(op, dims, kind, {version: partial(op.call, version=version)}, place) for dims in op.check_dims]
+        wrong = [f"{r.what} is wrong at {' x '.join(map(str, v.dims))}" for v in verdicts for r in v.results if not r.ok]
+        us = None if wrong or simulating() else sum(_us(op, dims, kind, version, place, seconds) for dims in shapes)
+        return Tried(config, us, ", ".join(wrong[:1]))
+    except RuntimeError as error:
+        if not type(error).__module__.startswith("cukern."):  # CompileError, LaunchError, or a fault that the simulator found
+            raise
+        return Tried(config, None, f"{type(error).__name__}: {error}")
+
+
+def _us(op: Op, dims: tuple[int, ...], kind: torch.dtype, version: str, place: torch.device, seconds: float) -> float:
     """The time of the forward and, if there is one, of the backward."""
     passes = ["fwd", "bwd"] if op.differentiable else ["fwd"]
     tables = [measure(op, dims, kind, one, place, [version], seconds) for one in passes]

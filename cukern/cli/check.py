@@ -46,12 +46,7 @@ def check(
         if not functions:
             raise ValueError(f"there is nothing to check: {'; '.join(f'{op} {name} {why}' for name, why in skipped.items())}")
         verdicts = _verify(found, list(itertools.product(dtypes, shapes)), functions, place)
-    summarized = len(verdicts) > 1 and not verbose
-    for verdict in verdicts:
-        if verdict.wrong or not summarized:
-            _print(found, verdict)
-    if summarized:
-        _print_worst(found, verdicts, functions)
+    _print_all(found, verdicts, functions, verbose or len(verdicts) == 1)
     listed("version", {name: found.versions[name].idea for name in functions})
     listed("not run:", skipped)
     _sum_up(found.name, verdicts, "the simulator" if simulated else environment.gpu_name())
@@ -92,6 +87,14 @@ def _print(op: Op, verdict: Verdict) -> None:
         shown.add_row(f"{p.first} and {p.second}", p.what, *_marked(p, "agree", "DIFFER"))
     if verdict.pairs:
         console.print(shown)
+
+
+def _print_all(op: Op, verdicts: list[Verdict], versions: Iterable[str], verbose: bool) -> None:
+    for verdict in verdicts:
+        if verbose or verdict.wrong:
+            _print(op, verdict)
+    if not verbose:
+        _print_worst(op, verdicts, versions)
 
 
 def _print_worst(op: Op, verdicts: list[Verdict], versions: Iterable[str]) -> None:
