@@ -9,10 +9,13 @@ device. A tensor (..., C) is not copied if its last dimension has stride 1 and t
 once. 16-bit types are computed in float32 and rounded once. CPU tensors use torch's operations, or the simulator. Autocast follows
 torch's rules; docs/guide/autocast.md has them by op.
 
-Your own kernels: `load`, `compile` and `tensor_map`; `op` makes a differentiable op of them.
+Your own kernels: `load`, `compile` and `tensor_map`; `op` makes a differentiable op of them, `tune` chooses its block sizes.
 `warmup` compiles and loads kernels ahead of time, for example before a CUDA-graph capture.
 `use` chooses one version of an op's kernels for a block. `backend("sim")` runs kernels in the simulator, without a GPU.
 """
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from cukern.ops.adamw import AdamW, adamw
 from cukern.ops.attention import attention, attention_packed, attention_varlen
@@ -34,6 +37,11 @@ from cukern.runtime.launch.limits import LaunchError
 from cukern.runtime.launch.load import compile, load
 from cukern.runtime.launch.tensor_map import tensor_map
 from cukern.runtime.warmup import warmup
+
+if TYPE_CHECKING:
+    import torch
+
+    from cukern.bench.own_tune import Tried
 
 __version__ = "0.1.0"
 __all__ = [
@@ -71,6 +79,30 @@ __all__ = [
     "square",
     "swiglu",
     "tensor_map",
+    "tune",
     "use",
     "warmup",
 ]
+
+
+def tune(function: Callable[..., Any], *sizes: int, dtype: "torch.dtype | None" = None, seconds: float = 1.0) -> "list[Tried]":
+    """Measure the `configs` of an op that `cukern.op` made, and record the fastest for this model of GPU.
+
+    Args:
+        function: what `cukern.op(..., configs=[...])` returned.
+        sizes: those of `make`, for the measurement. None: the op's `bench` sizes. All configurations are checked on its `cases`.
+        dtype: of the inputs; None: the first of the op's dtypes.
+        seconds: of measuring per configuration, size and pass.
+
+    Returns a list of cukern.bench.own_tune.Tried, one per configuration, in their order: `config`, `us`, the time of forward plus backward,
+    and `problem`, why it is not used: it does not compile, its launch exceeds a limit, or its results are wrong. This process and later
+    ones use the fastest of the others. Nothing else measures: a call in training takes the recorded choice, or the first configuration.
+    An edit of the source or the configurations needs a new measurement.
+    In the simulator (`cukern.backend("sim")`) configurations are only checked, and nothing is recorded.
+    Raises TypeError for another function, ValueError if it has no configs or none is right, and SetupError without a GPU.
+
+        fastest = min((t for t in cukern.tune(my_op, 4096, 1024) if not t.problem), key=lambda t: t.us)
+    """
+    from cukern.bench.own_tune import tune
+
+    return tune(function, sizes, dtype, seconds)

@@ -2,8 +2,10 @@
 
 {{ head OP }} is the comment at the head of the op's kernel file, with its versions, after that of its ladder.
 {{ tables OP ... }} are benchmarks/tables.
+{{ commands }} is the help of each command. Links of lab notebooks to files outside of docs/ become names of files.
 """
 
+import os
 import re
 from itertools import takewhile
 from pathlib import Path
@@ -13,7 +15,27 @@ TREE = Path(__file__).resolve().parents[1]
 
 def on_page_markdown(markdown: str, **_) -> str:
     markdown = re.sub(r"\{\{ head (\w+) \}\}", lambda m: head(m[1]), markdown)
+    markdown = re.sub(r"\[([^]]+)\]\((?:\.\./){2}[\w/.-]+\)", r"\1", markdown)
+    if "{{ commands }}" in markdown:
+        markdown = markdown.replace("{{ commands }}", commands())
     return re.sub(r"\{\{ tables ([\w ]+) \}\}", lambda m: tables(m[1].split()), markdown)
+
+
+def commands() -> str:
+    """The help of each command, as the terminal prints it."""
+    os.environ["COLUMNS"] = os.environ["TERMINAL_WIDTH"] = "100"
+    from typer.main import get_command
+    from typer.testing import CliRunner
+
+    from cukern.cli import app
+
+    parts = []
+    for name, command in get_command(app).commands.items():
+        names = [name, *(f"{name} {sub}" for sub in getattr(command, "commands", ()))]
+        for line in names:
+            text = CliRunner().invoke(app, [*line.split(), "--help"], env={"NO_COLOR": "1"}).stdout
+            parts += [f"## cukern {line}", "", "```text", text.strip(), "```", ""]
+    return "\n".join(parts)
 
 
 def head(op: str) -> str:

@@ -22,13 +22,19 @@ def wanted_inputs(case: Case, pass_: str, inputs: Sequence[torch.Tensor]) -> lis
 
 
 def draw_douts(case: Case, inputs: Sequence[torch.Tensor]) -> Tensors:
-    """Random gradients, one per output. The reference gives their shapes; if it needs too much memory, the call does."""
+    """Random gradients, one per output, and zeros for outputs of integers and bools, which have none. The reference gives their shapes; if
+    it needs too much memory, the op does."""
     with torch.no_grad():
         try:
             found = case.reference(*inputs)
         except torch.OutOfMemoryError:
             found = case.call(*arguments(case, inputs))
-        return tuple(torch.randn_like(y) for y in outputs(found))
+        return tuple(torch.randn_like(y) if y.is_floating_point() else torch.zeros_like(y) for y in outputs(found))
+
+
+def precision(douts: Tensors, inputs: Sequence[torch.Tensor]) -> torch.dtype:
+    """The dtype of the first output of floating point, else of the first such input."""
+    return next((x.dtype for x in (*douts, *inputs) if x.is_floating_point()), torch.float32)
 
 
 def leaves_of(inputs: Sequence[torch.Tensor], wanted: Sequence[int]) -> list[torch.Tensor]:

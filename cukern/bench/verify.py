@@ -1,8 +1,10 @@
 """Compares outputs and gradients of all versions of an op with float64, on the same inputs.
 
-The error of a result is the largest |y - truth| / scale over its elements. Truth is the reference in float64. Scale is the
-case's `magnitude`. Its default is the reference and its gradients, in float64, of the absolute values of the inputs, such as |a| @ |b|.
-The allowed error is twice that of torch's own op in the same dtype, plus the case's `roundings` times the dtype's epsilon.
+The error of a result is the largest |y - truth| / scale over its elements. Truth is the reference in float64. Scale is the case's
+`magnitude`. Its default is the reference and its gradients, in float64, of the absolute values of the inputs: |a| @ |b| for a product.
+The allowed error is twice that of torch's own op in the same dtype, plus the op's `roundings` times the dtype's epsilon. Outputs of
+integers and bools are exact: each element equals the reference in float64 or in the op's own dtype, and for a user's own op also one of
+those with random float32 roundings, which decide ties of a quantization.
 """
 
 import contextlib
@@ -16,10 +18,11 @@ from typing import Any
 import torch
 
 from cukern.bench import environment
-from cukern.bench.calls import Function, draw_douts, results, wanted_inputs
+from cukern.bench.calls import Function, draw_douts, precision, results, wanted_inputs
 from cukern.runtime import checks
 from cukern.runtime.device import device_of
-from cukern.runtime.dispatch.error_scale import cast
+from cukern.runtime.dispatch.error_scale import cast, exact, rounded
+from cukern.runtime.dispatch.own_launch import is_own
 from cukern.runtime.launch import backend
 from cukern.runtime.registry import Case, Tensors
 
@@ -100,12 +103,20 @@ def verify(case: Case, dims: Sequence[int], dtype: torch.dtype, functions: dict[
     outs = ["out"] if len(douts) == 1 else [f"out{i}" for i in range(len(douts))]
     names = [*outs, *(f"d{case.names(inputs)[i]}" for i in wanted_inputs(case, "bwd", inputs))]
     truth, scale = _truth(case, inputs, douts)
-    allowed = _allowed(case, inputs, douts, truth, scale)
+    with environment.float32_products():
+        torchs = results(case, case.reference, inputs, douts)
+    allowed = _allowed(case, inputs, douts, torchs, truth, scale)
+    ties = [torchs[: len(douts)]]
+    if is_own(case.name) and not all(y.is_floating_point() for y in douts):
+        ties += rounded(exact(case.reference, douts), cast(inputs, torch.float64))
     ours = {}
     for version, function in functions.items():
         with poisoned():
-            ours[version] = results(case, function, inputs, douts)
-    found = [
+            found = results(case, function, inputs, douts)
+        ours[version] = tuple(
+            _settled(y, t, [one[i] for one in ties if i < len(one)]) for i, (y, t) in enumerate(zip(found, truth, strict=True))
+        )
+    compared = [
         Result(what, _error(y, t, s), a, version, float(y.double().norm()))
         for version, tensors in ours.items()
         for what, y, t, s, a in zip(names, tensors, truth, scale, allowed, strict=True)
@@ -115,7 +126,7 @@ def verify(case: Case, dims: Sequence[int], dtype: torch.dtype, functions: dict[
         for first, second in itertools.combinations(ours, 2)
         for what, x, y, s, a in zip(names, ours[first], ours[second], scale, allowed, strict=True)
     ]
-    return Verdict(tuple(dims), dtype, tuple(found), tuple(pairs))
+    return Verdict(tuple(dims), dtype, tuple(compared), tuple(pairs))
 
 
 def errors(case: Case, inputs: Tensors, functions: dict[Any, Function], pass_: str) -> dict[Any, float]:
@@ -125,18 +136,19 @@ def errors(case: Case, inputs: Tensors, functions: dict[Any, Function], pass_: s
     """
     wanted = [] if pass_ == "fwd" else wanted_inputs(case, pass_, inputs)
     douts = draw_douts(case, inputs)
-    if douts[0].dtype == torch.float64:
+    if precision(douts, inputs) == torch.float64:
         return {}
 
     def run(function: Function, inputs: Tensors, douts: Tensors) -> Tensors:
         return results(case, function, inputs, douts, wanted)[len(douts) if wanted else 0 :]
 
-    truth = run(case.reference, cast(inputs, torch.float64), cast(douts, torch.float64))
+    doubles = cast(douts, torch.float64)
+    truth = run(exact(case.reference, doubles) if is_own(case.name) else case.reference, cast(inputs, torch.float64), doubles)
     found = {}
     for name, function in functions.items():
         with contextlib.suppress(Exception):  # the measurement reports it
             pairs = zip(run(function, inputs, douts), truth, strict=True)
-            found[name] = max(_error(y, t, t.abs().max()) if t.numel() else 0.0 for y, t in pairs)
+            found[name] = max(_error(y, t, t.double().abs().max()) if t.numel() else 0.0 for y, t in pairs)
     return found
 
 
@@ -159,26 +171,38 @@ def poisoned() -> Iterator[None]:
 def _truth(case: Case, inputs: Tensors, douts: Tensors) -> tuple[Tensors, Tensors]:
     """The results in float64, and their scale. A scale that is not 0 is at least the smallest normal number of the dtype, because torch's
     own error is not a useful limit for subnormal numbers."""
-    exact, exact_douts = cast(inputs, torch.float64), cast(douts, torch.float64)
+    doubles, exact_douts = cast(inputs, torch.float64), cast(douts, torch.float64)
+    reference = exact(case.reference, exact_douts) if is_own(case.name) else case.reference
     if case.magnitude:
-        scale = case.magnitude(exact, exact_douts)
+        scale = case.magnitude(doubles, exact_douts)
     else:
-        scale = results(case, case.reference, [x.abs() for x in exact], tuple(d.abs() for d in exact_douts))
-    least = torch.finfo(douts[0].dtype).smallest_normal
-    truth = results(case, case.reference, exact, exact_douts)
+        scale = results(case, reference, [x.abs() for x in doubles], tuple(d.abs() for d in exact_douts))
+    least = torch.finfo(precision(douts, inputs)).smallest_normal
+    truth = results(case, reference, doubles, exact_douts)
+    scale = tuple(s if t.is_floating_point() else torch.ones_like(t, dtype=torch.float64) for s, t in zip(scale, truth, strict=True))
     return truth, tuple(torch.where(s == 0, 0.0, s.abs().clamp(min=least)) for s in scale)
 
 
-def _allowed(case: Case, inputs: Tensors, douts: Tensors, truth: Tensors, scale: Tensors) -> list[float]:
-    """Twice the error of torch's own op, plus the case's roundings. For float64, torch's error is estimated from that in float32."""
-    eps = torch.finfo(douts[0].dtype).eps
-    if douts[0].dtype == torch.float64:
+def _settled(y: torch.Tensor, truth: torch.Tensor, others: Sequence[torch.Tensor]) -> torch.Tensor:
+    """A result; one of integers with the elements of `truth` where it equals one of the other references."""
+    for other in () if y.is_floating_point() else others:
+        y = torch.where(y == other, truth, y)
+    return y
+
+
+def _allowed(case: Case, inputs: Tensors, douts: Tensors, torchs: Tensors, truth: Tensors, scale: Tensors) -> list[float]:
+    """Twice the error of torch's own op, plus the op's roundings. For float64, torch's error is estimated from that in float32. 0 for
+    outputs of integers and bools."""
+    kind = precision(douts, inputs)
+    eps = torch.finfo(kind).eps
+    if kind == torch.float64:
         inputs, douts = cast(inputs, torch.float32), cast(douts, torch.float32)
         truth, scale = _truth(case, inputs, douts)
-    with environment.float32_products():
-        torchs = results(case, case.reference, inputs, douts)
-    finer = eps / torch.finfo(douts[0].dtype).eps
-    return [2 * _error(y, t, s) * finer + case.roundings * eps for y, t, s in zip(torchs, truth, scale, strict=True)]
+        with environment.float32_products():
+            torchs = results(case, case.reference, inputs, douts)
+    finer = eps / torch.finfo(precision(douts, inputs)).eps
+    errors = [2 * _error(y, t, s) * finer + case.roundings * eps for y, t, s in zip(torchs, truth, scale, strict=True)]
+    return [error if t.is_floating_point() else 0.0 for error, t in zip(errors, truth, strict=True)]
 
 
 def _error(y: torch.Tensor, truth: torch.Tensor, scale: torch.Tensor) -> float:

@@ -16,6 +16,7 @@ from cukern.cli.common import console, errors, listed, say
 from cukern.runtime.device import restricted
 from cukern.runtime.registry import Case
 
+CPU_BYTES, CPU_FLOPS = 1 << 26, 10**9  # of a call that is timed without a GPU
 STARTUP, OWN_KERNEL, LLAMA_BLOCK = OTHERS = "startup", "own_kernel", "llama_block"  # benchmarks in place of an op
 
 
@@ -135,7 +136,9 @@ def _measure(
         (shape,) = common.find_dims(case, dims, case.check_dims[:1])
         yield from measure_host(case, shape, kind, place, only)
         return
-    shapes = _over(case, common.find_dims(case, dims, case.bench_dims if place.type == "cuda" else case.check_dims), over)
+    if place.type != "cuda":
+        say("There is no GPU: these are times of torch on the CPU. Kernels are timed on GPUs only.", "yellow")
+    shapes = _over(case, common.find_dims(case, dims, case.bench_dims if place.type == "cuda" else _cpu_dims(case, kind.itemsize)), over)
     jobs = [(shape, p) for shape in shapes for p in passes(case, shape, kind, wanted)]
     for i, (shape, p) in enumerate(jobs):
         if case.note and shape not in [s for s, _ in jobs[:i]]:
@@ -144,6 +147,19 @@ def _measure(
             bar.add_task(f"{name} {p} {' x '.join(map(str, shape))}", total=len(jobs), completed=i)
             one = measure(case, shape, kind, p, place, only, seconds, tf32)
         yield one
+
+
+def _cpu_dims(case: Case, itemsize: int) -> list[tuple[int, ...]]:
+    """A size that a CPU computes in milliseconds: the first for GPUs with fewer rows, or else the last for checks."""
+    first, *rest = case.bench_dims[0]
+    while first > 1 and not _is_small(case, (first, *rest), itemsize):
+        first //= 2
+    return [(first, *rest) if _is_small(case, (first, *rest), itemsize) else case.check_dims[-1]]
+
+
+def _is_small(case: Case, dims: tuple[int, ...], itemsize: int) -> bool:
+    cost = case.cost(dims, itemsize)["fwd"]
+    return cost.bytes <= CPU_BYTES and cost.flops <= CPU_FLOPS
 
 
 def _over(case: Case, shapes: list[tuple[int, ...]], text: str | None) -> list[tuple[int, ...]]:

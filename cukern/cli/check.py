@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+from collections.abc import Iterable
 from typing import Annotated
 
 import torch
@@ -23,9 +24,13 @@ def check(
     dtype: Dtype = None,
     version: Annotated[str | None, typer.Option("--version", "--implementation", help="Only this version.")] = None,
     sim: Annotated[bool, typer.Option("--sim", help="Run the kernels in the simulator, even if there is a GPU.")] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Print every comparison, not only the worst ones and what is wrong.")
+    ] = False,
 ) -> None:
     """Run forward and backward of every version on the same random inputs. Compare the results with float64 and with each other.
 
+    Prints the worst error of each version; with one size and dtype, or -v, every comparison.
     Without a GPU the kernels run in the simulator, on smaller shapes. Exits with 1 if anything is wrong.
     """
     found = find_case(op).as_checked or find_case(op)
@@ -41,8 +46,7 @@ def check(
         if not functions:
             raise ValueError(f"there is nothing to check: {'; '.join(f'{op} {name} {why}' for name, why in skipped.items())}")
         verdicts = _verify(found, list(itertools.product(dtypes, shapes)), functions, place)
-    for verdict in verdicts:
-        _print(found, verdict)
+    _print_all(found, verdicts, functions, verbose or len(verdicts) == 1)
     listed("version", {name: found.op.versions[name].idea for name in functions})
     listed("not run:", skipped)
     _sum_up(found.name, verdicts, "the simulator" if simulated else environment.gpu_name())
@@ -85,6 +89,30 @@ def _print(case: Case, verdict: Verdict) -> None:
         shown.add_row(f"{p.first} and {p.second}", p.what, *_marked(p, "agree", "DIFFER"))
     if verdict.pairs:
         console.print(shown)
+
+
+def _print_all(case: Case, verdicts: list[Verdict], versions: Iterable[str], verbose: bool) -> None:
+    for verdict in verdicts:
+        if verbose or verdict.wrong:
+            _print(case, verdict)
+    if not verbose:
+        _print_worst(case, verdicts, versions)
+
+
+def _print_worst(case: Case, verdicts: list[Verdict], versions: Iterable[str]) -> None:
+    """A table with the worst comparison of each version, and of the pairs of versions."""
+    sizes, dtypes = {v.dims for v in verdicts}, dict.fromkeys(name_of(v.dtype) for v in verdicts)
+    shown = table(f"{case.name}, {len(sizes)} sizes, {', '.join(dtypes)}", "version", "compared", "worst", "at", "error", "allowed", "")
+    results: dict[str, list[tuple[Verdict, Result | Pair]]] = {}
+    for version in versions:
+        results[version] = [(v, r) for v in verdicts for r in v.results if r.version == version]
+    results["pairs of versions"] = [(v, p) for v in verdicts for p in v.pairs]
+    for name, compared in results.items():
+        if compared:
+            verdict, worst = max(compared, key=lambda one: (not one[1].ok, one[1].error / (one[1].allowed or 1)))
+            place = f"{'x'.join(map(str, verdict.dims))} {name_of(verdict.dtype)}"
+            shown.add_row(name, str(len(compared)), worst.what, place, *_marked(worst, "right", "WRONG"))
+    console.print(shown)
 
 
 def _marked(compared: Result | Pair, good: str, bad: str) -> tuple[str, str, str]:

@@ -1,10 +1,14 @@
-"""`cukern tune`: measures two rates of this GPU for the cost models, copy bandwidth and SM clock, and stores them."""
+"""`cukern tune`: measures two rates of this GPU for the cost models, or the configurations of a user's own op, and stores the result."""
+
+from typing import Annotated
 
 import torch
+import typer
 
+import cukern
 from cukern.bench import environment
 from cukern.bench.timing import device_times, side_stream
-from cukern.cli.common import say
+from cukern.cli.common import Dims, Dtype, find_case, find_dims, find_dtype, say
 from cukern.runtime import device as devices
 from cukern.runtime.launch.driver import require_gpu
 from cukern.runtime.launch.load import compile as compile_text
@@ -25,8 +29,21 @@ extern "C" __global__ void clock_rate(double* rates, float* sink, int n) {
 }"""
 
 
-def tune() -> None:
-    """Measure this GPU's copy bandwidth and its SM clock under load, and store them. Plans of later processes use them."""
+def tune(
+    op: Annotated[str | None, typer.Argument(metavar="[OP]", help="A file of your own op, whose configs= are measured: my_op.py.")] = None,
+    dims: Dims = None,
+    dtype: Dtype = None,
+) -> None:
+    """Measure this GPU's copy bandwidth and its SM clock under load, and store them. Plans of later processes use them.
+
+    With OP, check and measure the configurations of your own op, and store the fastest one for this GPU: see help(cukern.tune).
+    """
+    if op is not None:
+        found = find_case(op)
+        shape, kind = find_dims(found, dims, ()), find_dtype(found, dtype) if dtype else None
+        for one in cukern.tune(found.call, *(shape[0] if shape else ()), dtype=kind):
+            say(f"{one.problem or ('right' if one.us is None else f'{one.us:.2f} us')}: {dict(one.config)}")
+        return
     require_gpu()
     facts = devices.device_of(torch.cuda.current_device())
     bandwidth, clock = _bandwidth() / facts.sms, _clock(facts.sms)

@@ -146,7 +146,10 @@ def test_errors_of_the_user(args, says):
 
 
 def test_check_every_shape_and_dtype():
-    out = call("check", "square").stdout
+    short = call("check", "square").stdout
+    assert len(short.splitlines()) <= 24, "one screen"
+    assert all(f"\n{version} " in short for version in SQUARE.versions) and "nothing wrong" in short
+    out = call("check", "square", "-v").stdout
     for dims in dims_of(SQUARE):
         for dtype in ("float16", "bfloat16", "float32", "float64"):
             assert f"square {' x '.join(map(str, dims))} {dtype}\n" in "\n".join(line.rstrip() for line in out.splitlines()) + "\n"

@@ -618,7 +618,8 @@ CASES = [
          Reported(sim.Race, "&as[stage]", f"writes {RACE} read at {{there}}", there="sum += as[stage]")),  # in A's rows of one warp
 
     Case("matmul/linear_bias", MATMUL, "matmul_v2<float>", LINEAR, "a wrong index", f"(bias ? bias[n]{END_V2}", f"(bias ? bias[m]{END_V2}"),
-    Case("matmul/linear_null", MATMUL, "matmul_v2<float>", LINEAR, "a missing mask", f"(bias ? bias[n]{END_V2}", "bias[n];\n}\n\n// ---- v3",
+    Case("matmul/linear_null", MATMUL, "matmul_v2<float>", LINEAR, "a missing mask",
+         f"(bias ? bias[n]{END_V2}", "bias[n];\n}\n\n// ---- v3",
          Reported(sim.OutOfBounds, "+ bias[n]", "reads 4 bytes of global memory through a null pointer")),
     Case("matmul/linear_barrier", COLUMN_SUMS, "column_sums<float>", CHUNKS, "a dropped barrier", "__syncthreads();", "",
          Reported(sim.Race, "sum += sums[i]", f"reads {RACE} wrote at {{there}}: {BARRIER}", there="[threadIdx.x] = sum")),

@@ -8,6 +8,7 @@ import torch
 
 import cukern
 from cukern import sim
+from cukern.runtime.compile.compiler import header_wheel
 
 HOST = """
 #include <cstdio>
@@ -145,10 +146,37 @@ def test_bfloat16_that_does_not_fit(value, error):
                 kernel(out, value, grid=1, block=1)
 
 
-@pytest.mark.parametrize("header, wheel", [("cooperative_groups.h", "nvidia-cuda-cccl"), ("mma.h", "nvidia-cuda-nvcc")])
-def test_header_of_a_wheel_that_is_not_installed(header, wheel):
-    kernel = cukern.compile(f"#include <{header}>\n__global__ void k() {{}}")
+HEADERS = {  # a header, and a kernel that uses it
+    "cooperative_groups/reduce.h": "namespace cg = cooperative_groups; __global__ void k(int* o) "
+    "{ *o = cg::reduce(cg::tiled_partition<32>(cg::this_thread_block()), 1, cg::plus<int>()); }",
+    "cub/cub.cuh": "using R = cub::BlockReduce<int, 64>; __global__ void k(int* o) { __shared__ R::TempStorage t; *o = R(t).Sum(1); }",
+    "cuda/std/array": "__global__ void k(int* o) { cuda::std::array<int, 2> a{1, 2}; *o = a[1]; }",
+    "cuda/atomic": "__global__ void k(int* o) { cuda::atomic_ref<int, cuda::thread_scope_device>(*o).fetch_add(1); }",
+    "cuda.h": "__global__ void k(int* o) { *o = CUDA_VERSION; }",
+    "mma.h": "__global__ void k(float* o) { nvcuda::wmma::fragment<nvcuda::wmma::accumulator, 16, 16, 16, float> c; *o = c.x[0]; }",
+    "curand_kernel.h": "__global__ void k(float* o) { curandStatePhilox4_32_10_t s; curand_init(1, 0, 0, &s); *o = curand_uniform(&s); }",
+}
+
+
+@pytest.mark.parametrize("header", HEADERS)
+def test_headers_of_nvidia(header):
+    """CuPy's wheel has those of CCCL. mma.h and curand_kernel.h need a wheel, which the error names."""
+    kernel = cukern.compile(f"#include <{header}>\n{HEADERS[header]}")
+    wheel = {"mma.h": "nvidia-cuda-nvcc-cu12", "curand_kernel.h": "nvidia-curand-cu12"}.get(header)
     try:
         kernel.compile("sm_80")
     except cukern.CompileError as error:
-        assert f"pip install {wheel}" in str(error)
+        assert wheel and f"pip install {wheel}" in str(error)
+
+
+@pytest.mark.parametrize(
+    "header, cuda12, cuda13",
+    [
+        ("cub/cub.cuh", "nvidia-cuda-cccl-cu12", "nvidia-cuda-cccl"),
+        ("crt/mma.h", "nvidia-cuda-nvcc-cu12", "nvidia-cuda-crt"),
+        ("curand_kernel.h", "nvidia-curand-cu12", "nvidia-curand"),
+        ("mine.h", "", ""),
+    ],
+)
+def test_the_wheel_of_a_header(header, cuda12, cuda13):
+    assert (header_wheel(header, 12), header_wheel(header, 13)) == (cuda12, cuda13)

@@ -284,3 +284,34 @@ def test_the_usual_traps_have_a_hint(text):
 
 def test_no_hint_where_none_fits():
     assert hint('k.cu(1): error: identifier "y" is undefined') == ""
+
+
+@kernels
+def test_options_and_folders_of_headers(tmp_path):
+    """An option changes the code: fast math flushes a subnormal result to zero. An edit of a header in a folder is seen."""
+    (tmp_path / "mine").mkdir()
+    header, file = tmp_path / "mine/factor.cuh", tmp_path / "k.cu"
+    file.write_text('#include "factor.cuh"\n__global__ void k(float* out, const float* x) { *out = FACTOR * *x; }')
+    x, out = torch.full((1,), 1e-38, device=DEVICE), torch.empty(1, device=DEVICE)
+
+    def result(factor, *options):
+        header.write_text(f"#define FACTOR {factor}")
+        cukern.load(file, options=options, include_dirs=[tmp_path / "mine"])(out, x, grid=1, block=1)
+        return out.item()
+
+    assert [result("1.0f"), result("0.5f"), result("0.5f", "--use_fast_math")] == [x.item(), (x / 2).item(), 0]
+
+
+@pytest.mark.parametrize(
+    "given, error, says",
+    [
+        ({"options": "--use_fast_math"}, TypeError, "options must be a list of str"),
+        ({"options": ["-arch=sm_90"]}, ValueError, "options must not have '-arch=sm_90'"),
+        ({"options": ["-I/usr/include"]}, ValueError, "include_dirs= adds folders"),
+        ({"include_dirs": "."}, TypeError, "include_dirs must be a list of folders"),
+        ({"include_dirs": ["absent"]}, ValueError, "there is no folder 'absent'"),
+    ],
+)
+def test_wrong_options(given, error, says):
+    with pytest.raises(error, match=says):
+        cukern.compile("__global__ void k() {}", **given)

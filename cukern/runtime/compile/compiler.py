@@ -156,9 +156,13 @@ def cuda_include() -> Path:
 
 @functools.cache
 def _more_includes() -> list[Path]:
-    """The folders of other headers of NVIDIA: CCCL for cuda::barrier, CUB and cooperative groups, NVCC for nvcuda::wmma."""
+    """The folders of other headers of NVIDIA: CCCL for cuda::std, cuda::atomic and CUB, from its wheel or from CuPy, which ships a copy;
+    NVCC for mma.h; curand_kernel.h."""
     folders = [cuda_include() / "cccl"]  # CUDA 13
-    folders += [root / part / "include" for root in _wheel_folders() for part in ("cuda_cccl", "cuda_nvcc")]
+    folders += [root / part / "include" for root in _wheel_folders() for part in ("cuda_cccl", "cuda_nvcc", "curand")]
+    spec = importlib.util.find_spec("cupy")  # not imported: cupy takes 0.3 s
+    for root in map(Path, (spec and spec.submodule_search_locations) or ()):
+        folders += [root / "_core/include/cupy/_cccl" / part for part in ("libcudacxx", "cub", "thrust")]
     return [folder for folder in folders if folder.is_dir()]
 
 
@@ -202,7 +206,7 @@ def _try(source: Source, text: str, headers: Mapping[str, str], names: Sequence[
     """NVRTC's program, or None if it does not compile, and the log."""
     binding = nvrtc()
     includes_ = [cuda_include(), *_more_includes()]
-    options: tuple[str, ...] = (*OPTIONS, f"--gpu-architecture={arch}", *(f"-I{folder}" for folder in includes_))
+    options: tuple[str, ...] = (*OPTIONS, f"--gpu-architecture={arch}", *(f"-I{folder}" for folder in includes_), *source.options)
     if source.foreign:
         options += ("--device-as-default-execution-space",)
     if binding.getVersion() >= (12, 9):
@@ -234,11 +238,16 @@ def _explained(log: str, source: Source) -> str:
     missing = re.search(r'cannot open source file "([^"]+)"', log)
     if missing and (source.folder / missing[1]).is_file():
         log += f"\ncukern found no #include or #define with the literal name {missing[1]!r}: write one, so that it can follow edits"
-    wheels = {"nv/": "nvidia-cuda-cccl", "cuda/": "nvidia-cuda-cccl", "cub/": "nvidia-cuda-cccl", "crt/": "nvidia-cuda-nvcc"}
-    wheel = next((wheel for folder, wheel in wheels.items() if missing and missing[1].startswith(folder)), None)
-    if wheel is not None:
-        log += f"\nThe header is in one of NVIDIA's wheels. Run: pip install {wheel}-cu{nvrtc().getVersion()[0]}"
-    return log
+    wheel = header_wheel(missing[1], nvrtc().getVersion()[0]) if missing else ""
+    return log + (f"\nThe header is in one of NVIDIA's wheels. Run: pip install {wheel}" if wheel else "")
+
+
+def header_wheel(header: str, major: int) -> str:
+    """The wheel of NVIDIA that has a header, for a major version of CUDA, or ""."""
+    parts = {"nv/": "cuda-cccl", "cuda/": "cuda-cccl", "cub/": "cuda-cccl", "thrust/": "cuda-cccl", "curand": "curand"}
+    parts |= {"crt/": "cuda-nvcc" if major == 12 else "cuda-crt"}
+    part = next((part for start, part in parts.items() if header.startswith(start)), "")
+    return part and f"nvidia-{part}{'-cu12' if major == 12 else ''}"
 
 
 def parse_report(log: str, symbol: str) -> Report:

@@ -11,7 +11,7 @@ _HINTS = {
         "NVRTC has no std:: functions: call CUDA's own, such as fmaxf, max, expf, without std::"
     ),
     r'namespace "std" has no member|name followed by "::" must be a class or namespace': (
-        "NVRTC has no C++ standard library: use arrays, pointers and the functions of CUDA; cuda::std is in the wheel nvidia-cuda-cccl"
+        "NVRTC has no C++ standard library: use arrays, pointers and the functions of CUDA; cuda::std has more, such as <cuda/std/array>"
     ),
     r'identifier "(?:__)?half2?" is undefined': "add #include <cuda_fp16.h>",
     r'identifier "__nv_bfloat162?" is undefined': "add #include <cuda_bf16.h>",
@@ -35,7 +35,9 @@ _HINTS = {
         "extern __shared__ arrays of one file have one type: declare `extern __shared__ char bytes[];` and cast the pointer"
     ),
     r"uses too much shared data": "static shared memory ends at 48 KiB: use extern __shared__, with shared= bytes at the launch",
-    r'cannot open source file "(?!nv/|cuda/|cub/|crt/)': "headers are searched in the folder of the .cu file and in cukern's kernels_cu",
+    r'cannot open source file "(?!nv/|cuda/|cub/|thrust/|crt/|curand)': (
+        "headers are searched in the folder of the .cu file, in include_dirs= of cukern.load and in cukern's kernels_cu"
+    ),
     r'expected a ";"': "if that line is right, the line before it lacks a semicolon",
     r"cannot determine which instance of function template": "the kernel is a template: name an instance of it, such as scale<float>",
     r"Error in parsing name expression": "the kernel's name or a template argument is unknown in the file",

@@ -10,6 +10,7 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from cukern.runtime.compile.forks import cached_property
 
@@ -32,6 +33,7 @@ _STANDARD |= {
     f"{name[name.startswith('c') :]}.h": file for name, file in _STANDARD.items() if name[0] == "c" or "s/" in name or name == "unistd"
 }
 _STANDARD |= dict.fromkeys(("cuda_runtime.h", "cuda_runtime_api.h", "cuda_profiler_api.h", "device_launch_parameters.h"), "math.h")
+_STANDARD["cub/cub.cuh"] = "cub.h"
 _LIBRARY = re.compile(
     r"(?:torch|ATen|c10|pybind11)/.*|sys/\w+\.h|(?:helper_\w+|cublas\w*|curand|cudnn\w*|cusparse|cusolver\w*|cufft|nccl|mpi|nvToolsExt|nvtx3/.*)(?:\.h)?"
 )
@@ -74,26 +76,28 @@ def kernels_dir() -> Path:
 @dataclass(frozen=True)
 class Source:
     """One program for NVRTC. Compiler messages name `path`, which is made up for a source given as text. `defines`: lines of #define
-    before the text."""
+    before the text. `options`: those of the compiler. `include_dirs`: folders to search after that of the source."""
 
     path: Path
     text: str
     defines: str = ""
+    options: tuple[str, ...] = ()
+    include_dirs: tuple[Path, ...] = ()
 
     @staticmethod
-    def read(path: str | Path, defines: str = "") -> "Source":
+    def read(path: str | Path, *more: Any) -> "Source":
         path = Path(path).resolve()
-        return Source(path, _read(path), defines)
+        return Source(path, _read(path), *more)
 
     @staticmethod
-    def from_text(text: str, defines: str = "") -> "Source":
+    def from_text(text: str, *more: Any) -> "Source":
         digest = hashlib.sha256(text.encode()).hexdigest()[:12]
-        return Source(Path(f"<cukern.compile {digest}>"), text.removeprefix("\ufeff"), defines)
+        return Source(Path(f"<cukern.compile {digest}>"), text.removeprefix("\ufeff"), *more)
 
     def digest(self) -> str:
         """SHA-256 of the text and of the names and contents of all files that it can include; of their folder only if it is in the code."""
         files = sorted((self.name_of(path), text) for path, text in self.program.files.items())
-        parts = [self.defines + self.text, files]
+        parts = [self.defines + self.text, files, *[list(self.options)] * bool(self.options)]
         if self.foreign:
             parts.append(_standard_headers())
             if any(map(_PATH_IN_CODE.search, (self.text, *self.program.files.values()))):
@@ -214,7 +218,7 @@ class Program:
 
     def _find(self, name: str, includer: Path, quoted: bool, after: bool) -> Path | None:
         """The file that an #include refers to. `after`: skip the including file, for include_next."""
-        folders = [includer.parent] * quoted + [self._source.folder, kernels_dir()]
+        folders = [includer.parent] * quoted + [self._source.folder, *self._source.include_dirs, kernels_dir()]
         found = (Path(os.path.realpath(folder / name)) for folder in folders if os.path.isfile(folder / name))
         standard = _STANDARD.get(name) or ("host.h" if _LIBRARY.fullmatch(name) else None) if self._source.foreign else None
         if standard and not quoted:

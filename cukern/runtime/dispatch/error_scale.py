@@ -36,10 +36,11 @@ def measured(reference: Callable[..., torch.Tensor | Tensors], wanted: Sequence[
     def results(inputs: Tensors, douts: Tensors) -> list[torch.Tensor]:
         leaves = [x.detach().requires_grad_(i in wanted) for i, x in enumerate(inputs)]
         with torch.enable_grad():
-            y = reference(*leaves)
-        outs = y if isinstance(y, tuple) else (y,)
-        grads = torch.autograd.grad(outs, [leaves[i] for i in wanted], douts) if wanted else ()
-        return [t.detach() for t in (*outs, *grads)]
+            outs = exact(reference, douts)(*leaves)
+        pairs = [(out, dout) for out, dout in zip(outs, douts, strict=True) if out.requires_grad]
+        outs_of, given = zip(*pairs, strict=True) if pairs else ((), ())
+        grads = torch.autograd.grad(outs_of, [leaves[i] for i in wanted], given) if wanted else ()
+        return [t.detach() if t.is_floating_point() else t.double() for t in (*outs, *grads)]
 
     def magnitude(inputs: Tensors, douts: Tensors) -> Tensors:
         truth = results(inputs, douts)
@@ -60,9 +61,36 @@ def measured(reference: Callable[..., torch.Tensor | Tensors], wanted: Sequence[
     return magnitude
 
 
+def exact(reference: Callable[..., torch.Tensor | Tensors], douts: Tensors) -> Callable[..., Tensors]:
+    """`reference` for float64 inputs: what it casts to another floating-point dtype stays float64. Outputs have the dtypes of `douts`."""
+
+    def run(*inputs: torch.Tensor) -> Tensors:
+        with _Float64():
+            y = reference(*inputs)
+        return tuple(x.to(d.dtype) for x, d in zip(y if isinstance(y, tuple | list) else (y,), douts, strict=True))
+
+    return run
+
+
+def rounded(reference: Callable[..., Tensors], inputs: Tensors) -> list[Tensors]:
+    """Outputs of an `exact` reference with random roundings: the values that a quantized output may have next to a tie."""
+    with torch.no_grad(), _RandomRounding():
+        return [reference(*inputs) for _ in range(_ROUNDED)]
+
+
 def cast(tensors: Tensors, dtype: torch.dtype) -> Tensors:
     """The tensors with those of floating point in another dtype."""
     return tuple(x.to(dtype) if x.is_floating_point() else x for x in tensors)
+
+
+class _Float64(TorchDispatchMode):
+    """Casts to float64 where the reference casts to another dtype of floating point."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if getattr(kwargs.get("dtype"), "is_floating_point", False):
+            kwargs["dtype"] = torch.float64
+        return func(*args, **kwargs)
 
 
 class _RandomRounding(TorchDispatchMode):

@@ -1,6 +1,5 @@
 """The raw ops, the autograd Function and the public function of a user's own op; see own_op.py."""
 
-import functools
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,16 +13,19 @@ from cukern.runtime import checks
 from cukern.runtime.dispatch import autocast
 from cukern.runtime.dispatch.autograd import Differentiable, apply_of, each, save, transformed, watched
 from cukern.runtime.dispatch.higher import differentiable
+from cukern.runtime.dispatch.own_kernels import Config, Configs
 from cukern.runtime.dispatch.raw_ops import raw_op
 from cukern.runtime.dispatch.versions import choose, in_force
 from cukern.runtime.launch import backend, interop
-from cukern.runtime.launch.kernel import Kernel, collecting, cpp, planning
-from cukern.runtime.launch.load import load
+from cukern.runtime.launch.kernel import Kernel, collecting
 from cukern.runtime.registry import Tensors
 
 NAMESPACE = "cukern_own"  # in torch.ops
 _library = torch.library.Library(NAMESPACE, "DEF")
 _defined: dict[str, int] = {}  # by name, how often the op was defined: torch keeps each raw op for the life of the process
+
+
+Scalar = int | float | bool | None
 
 
 class Pair(NamedTuple):
@@ -39,33 +41,6 @@ def is_own(name: str) -> bool:
     return name in _defined
 
 
-def _kernels(source: Path) -> Callable[..., Callable[..., None]]:
-    """The kernels of a .cu file by name and template arguments, as forward and backward of a version get them."""
-
-    @functools.lru_cache(None, typed=True)
-    def launcher(name: str, *arguments: Any) -> Callable[..., None]:
-        return _launcher(load(source, f"{name}<{', '.join(map(cpp, arguments))}>" if arguments else name))
-
-    return launcher
-
-
-def _launcher(kernel: Kernel) -> Callable[..., None]:
-    def launch(*args: Any, grid: Any, block: Any, shared: int = 0) -> None:
-        if kernel.quick(args, grid, block, shared):
-            return
-        if planning():
-            kernel.on(backend.SIMULATED)  # only lists the kernel
-        elif grid != 0 and not (isinstance(grid, tuple | list) and 0 in grid):
-            kernel(*args, grid=grid, block=block, shared=shared)
-
-    return launch
-
-
-def _no_kernels(*_: Any) -> Callable[..., None]:
-    """In place of the kernels, for fake tensors: launches nothing."""
-    return lambda *args, **options: None
-
-
 @dataclass
 class Own:
     """The raw ops, the autograd Function and the public function of one own op."""
@@ -78,10 +53,18 @@ class Own:
     dtypes: tuple[torch.dtype, ...]
     reference: Callable[..., Tensor | Tensors]
     versions: dict[str, Pair]
+    scalars: dict[str, Scalar]
+    configs: Sequence[Config]
 
     def __post_init__(self) -> None:
-        self.kernels = _kernels(self.source)
-        self.signature = inspect.Signature([inspect.Parameter(x, inspect.Parameter.POSITIONAL_OR_KEYWORD) for x in self.inputs])
+        self.kernels = Configs(self.name, self.source, self.configs)
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        parameters = [inspect.Parameter(x, kind) for x in self.inputs]
+        parameters += [inspect.Parameter(x, kind, default=value) for x, value in self.scalars.items()]
+        self.signature = inspect.Signature(parameters)
+        self._taken = {function: _parameters(function) for pair in self.versions.values() for function in pair[:2] if function}
+        for version, pair in self.versions.items():
+            self._check_scalars(version, pair)
         self.newest: Any = list(self.versions.values())[-1]
         self.differentiable = self.newest.backward is not None
         self.kept, self.results = (True,) * len(self.inputs) + (False,) * self.outputs, self.outputs
@@ -90,7 +73,7 @@ class Own:
 
     def _signature_of_backward(self) -> tuple[tuple[bool, ...], int]:
         """Which inputs and results some version's backward uses, and the number of results."""
-        names = {v: list(inspect.signature(b).parameters)[1:] for v, (_, b, _) in self.versions.items() if b}
+        names = {v: [x for x in _parameters(b)[1:] if x not in self.scalars] for v, (_, b, _) in self.versions.items() if b}
         counts = {v: len(one) - len(self.inputs) - self.outputs for v, one in names.items()}
         for version, count in counts.items():
             if count < self.outputs or count != next(iter(counts.values())):
@@ -103,13 +86,37 @@ class Own:
         places = range(len(self.inputs) + results)
         return tuple(any(not one[i].startswith("_") for one in names.values()) for i in places), results
 
-    def forward(self, kernels: Any, function: Callable[..., Any], inputs: Sequence[Tensor]) -> list[Tensor]:
-        tensors = [x.resolve_neg().contiguous() for x in inputs]
-        return self._checked("forward", function(kernels, *tensors), self.results, tensors)
+    def _check_scalars(self, version: str, pair: Pair) -> None:
+        """Raise ValueError unless forward takes all scalars of the reference, and neither function has other parameters with a default."""
+        for pass_, function in (("forward", pair.forward), ("backward", pair.backward)):
+            known = inspect.signature(function).parameters.values() if function and self.scalars else ()
+            absent = [x for x in self.scalars if pass_ == "forward" and x not in [p.name for p in known]]
+            other = [p.name for p in known if p.default is not p.empty and p.name not in self.scalars]
+            if absent or other:
+                raise ValueError(
+                    f"{pass_} of version {version!r} of {self.name} must take the scalars of reference by their names, "
+                    f"{', '.join(self.scalars)}: {', '.join(absent)} is missing"
+                    * bool(absent)
+                    or f"{pass_} of version {version!r} of {self.name} has a default for {', '.join(other)}, which reference does not have"
+                )
 
-    def backward(self, kernels: Any, function: Callable[..., Any], saved: Sequence[Tensor | None], douts: Sequence[Tensor]) -> list[Tensor]:
+    def forward(self, kernels: Any, function: Callable[..., Any], inputs: Sequence[Tensor], scalars: Sequence[Scalar]) -> list[Tensor]:
+        tensors = [x.resolve_neg().contiguous() for x in inputs]
+        return self._checked("forward", function(kernels, *tensors, **self._named(function, scalars)), self.results, tensors)
+
+    def backward(
+        self, kernels: Any, function: Callable[..., Any], saved: Sequence[Tensor | None], douts: Sequence[Tensor], scalars: Sequence[Scalar]
+    ) -> list[Tensor]:
         tensors = [None if x is None else x.resolve_neg().contiguous() for x in (*saved, *douts)]
-        return self._checked("backward", function(kernels, *tensors), len(self.inputs) - len(self.constants), tensors)
+        found = function(kernels, *tensors, **self._named(function, scalars))
+        return self._checked("backward", found, len(self.inputs) - len(self.constants), tensors)
+
+    def _named(self, function: Callable[..., Any], scalars: Sequence[Scalar]) -> dict[str, Scalar]:
+        """The scalars that a function of a version takes, by name. They are the last arguments of the raw ops."""
+        if not self.scalars:
+            return {}
+        taken = self._taken[function]
+        return {x: value for x, value in zip(self.scalars, scalars, strict=True) if x in taken}
 
     def _no_backward(self, *_: Any) -> list[Tensor]:
         raise NotImplementedError(
@@ -131,11 +138,14 @@ class Own:
     def instances(self, version: str, cases: Sequence[Tensors]) -> list[Kernel]:
         """The kernels that a version launches for these inputs, which may be on the meta device."""
         forward, backward, _ = self.versions[version]
+        scalars, device = tuple(self.scalars.values()), torch.cuda.current_device() if torch.cuda.is_available() else backend.SIMULATED
         with collecting() as found, torch.no_grad():
             for inputs in cases:
-                results = self.forward(self.kernels, forward, inputs)
+                kernels = self.kernels.on(device)
+                results = self.forward(kernels, forward, inputs, scalars)
                 if backward:
-                    self.backward(self.kernels, backward, (*inputs, *results), [torch.empty_like(y) for y in results[: self.outputs]])
+                    douts = [torch.empty_like(y) for y in results[: self.outputs]]
+                    self.backward(kernels, backward, (*inputs, *results), douts, scalars)
         return list(found.values())
 
     def _raw(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
@@ -147,20 +157,26 @@ class Own:
 
         again = _defined[self.name] = _defined.get(self.name, 0) + 1
         mark = f"_{again}" if again > 1 else ""
-        schema = f"{self.name}{mark}({', '.join(f'Tensor {x}' for x in self.inputs)}, str version) -> Tensor[]"
+        count, last = len(self.inputs), "".join(f", Scalar? {x}" for x in self.scalars)
+        on, shapes_only = self.kernels.on, self.kernels.none
         forward = raw_op(
-            schema, len(self.inputs),
-            lambda *args: self.forward(self.kernels, forward_of(args[-1], args[0]), args[:-1]),
-            lambda *args: self.forward(_no_kernels, self.newest.forward, args[:-1]), _library,
+            f"{self.name}{mark}({', '.join(f'Tensor {x}' for x in self.inputs)}, str version{last}) -> Tensor[]", count,
+            lambda *args: self.forward(
+                on(args[0].get_device()), forward_of(args[count], args[0]), args[:count], args[count + 1 :]
+            ),
+            lambda *args: self.forward(shapes_only, self.newest.forward, args[:count], args[count + 1 :]), _library,
         )  # fmt: skip
+        schema = f"{self.name}_backward{mark}(Tensor[] douts, Tensor?[] saved, str version{last}) -> Tensor[]"
         backward = raw_op(
-            f"{self.name}_backward{mark}(Tensor[] douts, Tensor?[] saved, str version) -> Tensor[]", 2,
-            lambda douts, saved, version: self.backward(self.kernels, backward_of(version, douts[0]), saved, douts),
-            lambda douts, saved, version: self.backward(_no_kernels, self.newest.backward, saved, douts), _library,
+            schema, 2,
+            lambda douts, saved, version, *scalars: self.backward(
+                on(douts[0].get_device()), backward_of(version, douts[0]), saved, douts, scalars
+            ),
+            lambda douts, saved, version, *scalars: self.backward(shapes_only, self.newest.backward, saved, douts, scalars), _library,
         ) if self.differentiable else raw_op(
-            f"{self.name}_backward{mark}(Tensor[] douts, Tensor?[] saved, str version) -> Tensor[]", 2,
-            lambda douts, saved, version: self._no_backward(),
-            lambda douts, saved, version: [torch.empty_like(saved[i]) for i, x in enumerate(self.inputs) if x not in self.constants],
+            schema, 2,
+            lambda douts, saved, version, *_: self._no_backward(),
+            lambda douts, saved, version, *_: [torch.empty_like(saved[i]) for i, x in enumerate(self.inputs) if x not in self.constants],
             _library,
         )  # fmt: skip
         return forward, backward
@@ -173,56 +189,58 @@ class Own:
         backward, variables = self.differentiable, [i for i, x in enumerate(self.inputs) if x not in self.constants]
 
         def call(*inputs: Any, version: str | None = None, **named: Any) -> Any:
-            tensors = self.tensors(inputs, named)
+            tensors, scalars = self.arguments(inputs, named)
             checks.version(name, version, versions)
             recorded = watched(*(tensors if backward else [tensors[i] for i in variables]))
             if backend.uses_torch(name, version, tensors[0]):
                 with autocast.off(tensors[0]):
                     if backward or not recorded or transformed():
-                        return reference(*tensors)
-                    results = apply(None, *tensors)
+                        return reference(*tensors, *scalars)
+                    results = apply(None, *tensors, *scalars)
                     return results[0] if outputs == 1 else results
             if recorded:
-                results = apply(version or in_force.now, *tensors)
+                results = apply(version or in_force.now, *tensors, *scalars)
             else:  # a constant that requires a gradient has none
-                results = raw(*[x.detach() if x.requires_grad else x for x in tensors], version or in_force.now)
+                results = raw(*[x.detach() if x.requires_grad else x for x in tensors], version or in_force.now, *scalars)
             return results[0] if outputs == 1 else tuple(results[:outputs])
 
         call.__name__ = call.__qualname__ = name
         call.__doc__ = reference.__doc__
+        call.own = self  # type: ignore[attr-defined]
         return call
 
     def _autograd(self, raw: Callable[..., Any], raw_backward: Callable[..., Any]) -> Callable[..., Any]:
         op, outputs, kept, count, reference = self.name, self.outputs, self.kept, len(self.inputs), self.reference
         gradients = [i for i, name in enumerate(self.inputs, 1) if name not in self.constants]
+        tensors = outputs + len(kept)  # the arguments of the backward before the version and the scalars
 
         def plain_backward(*args):
-            return tuple(raw_backward(list(args[:outputs]), list(args[outputs:-1]), args[-1]))
+            return tuple(raw_backward(list(args[:outputs]), list(args[outputs:tensors]), *args[tensors:]))
 
         def no_math(*_):
             raise NotImplementedError(f"{op} has no second derivatives: its backward is a kernel without a backward")
 
         # Only so that torch.func transforms may contain the backward pass.
-        apply_backward = differentiable(f"{op}_backward", plain_backward, no_math, outputs + len(kept), len(gradients))
+        apply_backward = differentiable(f"{op}_backward", plain_backward, no_math, tensors, len(gradients))
 
         class Forward(Differentiable):
             @staticmethod
-            def forward(version, *inputs):
-                return as_tuple(reference(*inputs)) if version is None else tuple(raw(*inputs, version))
+            def forward(version, *args):
+                return as_tuple(reference(*args)) if version is None else tuple(raw(*args[:count], version, *args[count:]))
 
             @staticmethod
             def setup_context(ctx, inputs, output):
-                ctx.version = inputs[0] or ""
+                ctx.last = inputs[0] or "", *inputs[count + 1 :]
                 ctx.mark_non_differentiable(*output[outputs:])
-                save(ctx, *[x if keep else None for x, keep in zip((*inputs[1:], *output), kept, strict=True)])
+                save(ctx, *[x if keep else None for x, keep in zip((*inputs[1 : count + 1], *output), kept, strict=True)])
 
             @staticmethod
             def backward(ctx, *douts):
                 # torch.compile does not trace a Function inside the backward of another
-                tensors = (*douts[:outputs], *ctx.saved_tensors)
-                backward = plain_backward if torch.compiler.is_dynamo_compiling() or not watched(*tensors) else apply_backward
-                grads, needed = [None] * (count + 1), ctx.needs_input_grad
-                for i, grad in zip(gradients, backward(*tensors, ctx.version), strict=True):
+                given = (*douts[:outputs], *ctx.saved_tensors)
+                backward = plain_backward if torch.compiler.is_dynamo_compiling() or not watched(*given) else apply_backward
+                grads, needed = [None] * (count + len(ctx.last)), ctx.needs_input_grad
+                for i, grad in zip(gradients, backward(*given, *ctx.last), strict=True):
                     grads[i] = grad if needed[i] else None
                 return tuple(grads)
 
@@ -233,13 +251,20 @@ class Own:
         apply = apply_of(Forward)
         return apply
 
-    def tensors(self, inputs: Sequence[Any], named: dict[str, Any]) -> list[Tensor]:
-        """The inputs of a call in their order, checked. Raises TypeError and ValueError."""
-        if named or len(inputs) != len(self.inputs):
+    def arguments(self, inputs: Sequence[Any], named: dict[str, Any]) -> tuple[list[Tensor], tuple[Scalar, ...]]:
+        """The inputs and the scalars of a call in their order, checked. Raises TypeError and ValueError."""
+        count, scalars = len(self.inputs), tuple(self.scalars.values())
+        if named or len(inputs) != count:
             try:
-                inputs = self.signature.bind(*inputs, **named).args
+                bound = self.signature.bind(*inputs, **named)
             except TypeError as error:
-                raise TypeError(f"{self.name}({', '.join(self.inputs)}, *, version=None): {error}") from None
+                defaults = "".join(f", {x}={value}" for x, value in self.scalars.items())
+                raise TypeError(f"{self.name}({', '.join(self.inputs)}{defaults}, *, version=None): {error}") from None
+            bound.apply_defaults()
+            inputs, scalars = bound.args[:count], bound.args[count:]
+            for name, value in zip(self.scalars, scalars, strict=True):
+                if not isinstance(value, int | float | None | torch.SymInt | torch.SymFloat | torch.SymBool):
+                    raise TypeError(f"{self.name}: {name} must be an int, a float, a bool or None, got {checks.brief(value)}")
         tensors = [x if isinstance(x, Tensor) else interop.to_torch(n, x) for n, x in zip(self.inputs, inputs, strict=True)]
         for name, x in zip(self.inputs, tensors, strict=True):
             if x.is_floating_point():
@@ -248,7 +273,11 @@ class Own:
                 raise TypeError(f"{self.name}: {name} is {x.dtype}, which has no gradient: name it in constants=")
         if len(tensors) > 1:
             checks.one_device(**dict(zip(self.inputs, tensors, strict=True)))
-        return tensors
+        return tensors, scalars
+
+
+def _parameters(function: Callable[..., Any]) -> list[str]:
+    return list(inspect.signature(function).parameters)
 
 
 def as_tuple(found: Any) -> tuple[Any, ...]:

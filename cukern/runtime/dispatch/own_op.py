@@ -11,7 +11,8 @@ from torch import Tensor
 
 from cukern.runtime import checks
 from cukern.runtime.dispatch.error_scale import measured
-from cukern.runtime.dispatch.own_launch import Own, Pair, as_tuple, is_own
+from cukern.runtime.dispatch.own_kernels import Config, checked_configs
+from cukern.runtime.dispatch.own_launch import Own, Pair, Scalar, as_tuple, is_own
 from cukern.runtime.launch.kernel import Kernel
 from cukern.runtime.registry import CASES, Case, Cost, Op, Tensors, Version, register
 
@@ -31,6 +32,7 @@ def op(
     flops: Callable[..., int] | None = None,
     roundings: int = 1,
     magnitude: Callable[[Tensors, Tensors], Tensors] | None = None,
+    configs: Sequence[Config] | None = None,
 ) -> Callable[..., Any]:
     """Make a differentiable op from the kernels of a .cu file.
 
@@ -38,7 +40,7 @@ def op(
         name: an identifier. `cukern check NAME` and `cukern.use(NAME, version)` know the op by it. A second definition replaces the first.
         source: the .cu file. Give its path from the Python file's: `Path(__file__).with_name("scale.cu")`.
         reference: the math in plain torch, of the same inputs. It runs for CPU tensors. Parameters without a default are the op's inputs,
-            all tensors. It returns a tensor or a tuple of them.
+            all tensors. Those with a default are scalars: an int, a float, a bool or None. It returns a tensor or a tuple of them.
         versions: by name, such as "v1", the pair (forward, backward), or only forward for an op without gradients, or the triple with the
             least compute capability, such as 90. The last that a GPU supports is the default. Without a backward, `backward()` through
             an input that requires grad and is not among the constants raises NotImplementedError, on CPU tensors too.
@@ -54,19 +56,23 @@ def op(
         roundings: how many roundings to the dtype a result may have.
         magnitude: `magnitude(inputs, douts)`, the scale of the errors of outputs and gradients. None: measured, as |y| plus the sum over
             the inputs of |dy/dx * x|, or as the reference's own roundings if these are larger.
+        configs: dicts of macros with the same names, such as [{"BLOCK": 128}, {"BLOCK": 256}]. The kernels see them as #define lines,
+            forward and backward as `kernels.config["BLOCK"]`. The first is used until `cukern.tune` has measured them.
 
     `forward(kernels, *inputs)` allocates the results with torch.empty or empty_like, launches, and returns a tensor or a tuple: first the
     outputs, then what backward needs besides. All versions return tensors of the same shapes. `backward(kernels, *inputs, *results,
     *douts)` returns a gradient for each input that is not among the constants, in their order, with the shape and dtype of the input. A
-    parameter of backward whose name starts with "_" gets None, and its tensor is not kept. Inputs and douts are contiguous.
+    parameter of backward whose name starts with "_" gets None, and its tensor is not kept. Inputs and douts are contiguous. forward takes
+    the scalars of `reference` by the same names, and backward those that it needs: `def forward(kernels, x, p)`. torch.compile compiles
+    anew for other values of scalars. Outputs of integers and bools have no gradient; `cukern check` compares them exactly.
 
     `kernels(NAME, *arguments)` is a kernel, or an instance of a template: `kernels("scale", x.dtype, 4)` is `scale<float, 4>`. It is called
     like the result of `cukern.load`, with `grid=`, `block=` and `shared=`. Nothing is launched for a grid with a 0. On fake tensors
     nothing is launched at all, so forward and backward are shape functions too.
 
-    Returns a function `f(*inputs, version=None)`, under autograd, torch.compile(fullgraph=True), CUDA graphs and in the simulator. Its raw
-    ops are torch.ops.cukern_own.NAME and NAME_backward. There is no double backward. check, bench, profile, compile, sass and sim
-    take the Python file instead of a name: `cukern check scale.py`.
+    Returns a function `f(*inputs, *scalars, version=None)`, under autograd, torch.compile(fullgraph=True), CUDA graphs and in the
+    simulator. Its raw ops are torch.ops.cukern_own.NAME and NAME_backward. There is no double backward. check, bench, profile,
+    compile, sass and sim take the Python file instead of a name: `cukern check scale.py`.
 
     Raises TypeError and ValueError for a wrong argument, FileNotFoundError for a missing .cu. The function raises TypeError for a wrong
     number or dtype of inputs and ValueError for an unknown version or several devices; a launch raises the errors of `cukern.load`.
@@ -86,7 +92,7 @@ def op(
         square = cukern.op("my_square", "square.cu", lambda x: x * x, {"v1": (forward, backward)})
     """
     _check_name(name)
-    inputs = _inputs(reference)
+    inputs, scalars = _inputs(reference)
     pairs = _pairs(versions)
     outputs, roundings = checks.integer("outputs", outputs, 1), checks.integer("roundings", roundings, 0)
     constants, dtypes = _constants(constants, inputs), _dtypes(dtypes)
@@ -101,7 +107,7 @@ def op(
         raise TypeError(f"source must be a path, got {checks.brief(source)}")
     if not Path(source).is_file():
         raise FileNotFoundError(f"source: there is no file {str(source)!r}")
-    own = Own(name, inputs, constants, outputs, Path(source), dtypes, reference, pairs)
+    own = Own(name, inputs, constants, outputs, Path(source), dtypes, reference, pairs, scalars, checked_configs(configs))
     wanted = [i for i, one in enumerate(inputs) if own.differentiable and one not in constants]
     function = own.function()
 
@@ -150,14 +156,21 @@ def _check_name(name: str) -> None:
         raise ValueError(f"name must not be that of an op of cukern, got {name!r}")
 
 
-def _inputs(reference: Callable[..., Any]) -> tuple[str, ...]:
-    """The parameters of the reference without a default."""
+def _inputs(reference: Callable[..., Any]) -> tuple[tuple[str, ...], dict[str, Scalar]]:
+    """The parameters of the reference without a default, and the scalars: those with a default, which it is returned with."""
     if not callable(reference):
         raise TypeError(f"reference must be a function, got {checks.brief(reference)}")
-    parameters = [p for p in inspect.signature(reference).parameters.values() if p.default is p.empty]
-    if not parameters or any(p.kind not in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters):
+    parameters = inspect.signature(reference).parameters.values()
+    inputs = tuple(p.name for p in parameters if p.default is p.empty)
+    if not inputs or any(p.kind not in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters):
         raise ValueError(f"reference must name each input as a parameter, got {inspect.signature(reference)}")
-    return tuple(p.name for p in parameters)
+    scalars = {p.name: p.default for p in parameters if p.default is not p.empty}
+    for name, value in scalars.items():
+        if not isinstance(value, int | float | None):
+            raise TypeError(f"{name} of reference: a default must be an int, a float, a bool or None, got {checks.brief(value)}")
+        if name == "version":
+            raise ValueError("reference must not have a scalar called version, which names a version of the kernels")
+    return inputs, scalars
 
 
 def _pairs(versions: Mapping[str, Any]) -> dict[str, Pair]:

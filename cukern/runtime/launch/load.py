@@ -13,7 +13,10 @@ from cukern.runtime.compile.sources import Source
 from cukern.runtime.launch.kernel import Kernel, cpp
 
 
-def load(path: str | Path, name: str | None = None, defines: Mapping[str, Any] | None = None) -> Kernel:
+def load(
+    path: str | Path, name: str | None = None, defines: Mapping[str, Any] | None = None, *,
+    options: Sequence[str] = (), include_dirs: Sequence[str | Path] = (),
+) -> Kernel:  # fmt: skip
     """The kernel `name` of a .cu file, as a callable.
 
     Args:
@@ -21,6 +24,8 @@ def load(path: str | Path, name: str | None = None, defines: Mapping[str, Any] |
         name: the `__global__` function; a template instance is written as in C++, `scale<float, 4>`. Optional if the file has one kernel.
         defines: macros before the text, such as `{"TILE": 32, "T": torch.float16, "FAST": None}`: a number, text, a dtype, a bool (true,
             false), or None for a macro without a value.
+        options: for NVRTC, such as ["--use_fast_math", "--maxrregcount=64"]; the architecture and folders have no place here.
+        include_dirs: folders that `#include` searches after that of the file. Edits of the headers in them are seen.
 
     Returns a Kernel: `kernel(out, x, n, grid=..., block=...)` or `kernel[grid, block](out, x, n)`. `help(kernel)` explains the arguments,
     dynamic shared memory, clusters and streams. An edit of the file takes effect at the next `load`.
@@ -33,14 +38,37 @@ def load(path: str | Path, name: str | None = None, defines: Mapping[str, Any] |
     with errors, such as a launch with `<<<...>>>`, lose their bodies, so the source of a torch extension or a program loads unchanged;
     `kernel.removed` lists them. Device code, templates, types and constants are never removed.
     """
-    return _kernel(Source.read(path, _lines(defines)), name)
+    return _kernel(Source.read(path, _lines(defines), _options(options), _folders(include_dirs)), name)
 
 
-def compile(source: str, name: str | None = None, defines: Mapping[str, Any] | None = None) -> Kernel:
+def compile(
+    source: str, name: str | None = None, defines: Mapping[str, Any] | None = None, *,
+    options: Sequence[str] = (), include_dirs: Sequence[str | Path] = (),
+) -> Kernel:  # fmt: skip
     """The kernel `name` of CUDA C++ source text, such as the `cuda_sources` of `torch.utils.cpp_extension.load_inline`; see `load`."""
     if not isinstance(source, str):
         raise TypeError(f"source must be a str of CUDA C++, got {type(source).__name__}")
-    return _kernel(Source.from_text(source, _lines(defines)), name)
+    return _kernel(Source.from_text(source, _lines(defines), _options(options), _folders(include_dirs)), name)
+
+
+def _options(options: Sequence[str]) -> tuple[str, ...]:
+    """Raises TypeError and ValueError."""
+    if isinstance(options, str) or not all(isinstance(one, str) for one in options):
+        raise TypeError(f"options must be a list of str, such as ['--use_fast_math'], got {checks.brief(options)}")
+    for one in options:
+        if re.match(r"-I|--?(?:include-path|pre-include|include|gpu-architecture|arch)\b", one):
+            raise ValueError(f"options must not have {one!r}: cukern chooses the architecture, and include_dirs= adds folders")
+    return tuple(options)
+
+
+def _folders(include_dirs: Sequence[str | Path]) -> tuple[Path, ...]:
+    """Raises TypeError and ValueError."""
+    if isinstance(include_dirs, str) or not all(isinstance(one, str | Path) for one in include_dirs):
+        raise TypeError(f"include_dirs must be a list of folders, got {checks.brief(include_dirs)}")
+    for one in include_dirs:
+        if not Path(one).is_dir():
+            raise ValueError(f"include_dirs: there is no folder {str(one)!r}")
+    return tuple(Path(one).resolve() for one in include_dirs)
 
 
 def _lines(defines: Mapping[str, Any] | None) -> str:
