@@ -10,7 +10,7 @@ from cukern.bench.verify import verify
 from cukern.runtime.device import device_of
 from cukern.runtime.dispatch import own_kernels
 from cukern.runtime.launch import backend
-from cukern.runtime.registry import OPS
+from cukern.runtime.registry import CASES
 
 pytestmark = pytest.mark.usefixtures("registry")
 
@@ -113,7 +113,7 @@ def test_integer_and_bool_outputs_are_compared_exactly(tmp_path, wrong):
         return torch.round(x.float() * 20).to(torch.int8), x.abs() > 1
 
     f = cukern.op("quantized", tmp_path / "quantize.cu", reference, {"v1": forward}, outputs=2, dtypes=torch.float32, cases=[(60,)])
-    verdict = verify(OPS["quantized"], (60,), torch.float32, {"v1": f}, torch.device(DEVICE))
+    verdict = verify(CASES["quantized"], (60,), torch.float32, {"v1": f}, torch.device(DEVICE))
     assert [(r.what, r.ok, r.error) for r in verdict.results] == [("out0", not wrong, wrong), ("out1", True, 0)]
     assert all(r.allowed == 0 for r in verdict.results)
 
