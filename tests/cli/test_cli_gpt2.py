@@ -12,7 +12,7 @@ import torch
 from helpers import no_gpu, run
 from test_cli import call, refused
 
-from cukern.cli import gpt2, gpt2_train
+from cukern.cli import gpt2_check, gpt2_data, gpt2_train
 from cukern.gpt2 import checkpoint, data
 from cukern.gpt2.checkpoint import Config, DebugState, write_debug_state, write_model
 from cukern.gpt2.data import byte_tokenizer, read_shard, read_tokenizer, tokenize, write_shard, write_tokenizer
@@ -234,7 +234,7 @@ def server(folder, monkeypatch):
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as serving:
         threading.Thread(target=serving.serve_forever, daemon=True).start()
-        monkeypatch.setattr(gpt2, "STARTER_PACK", f"http://127.0.0.1:{serving.server_port}/")
+        monkeypatch.setattr(gpt2_data, "STARTER_PACK", f"http://127.0.0.1:{serving.server_port}/")
         yield asked
         serving.shutdown()
 
@@ -243,43 +243,43 @@ def test_starter_pack(folder, server, monkeypatch):
     write_tokenizer("tokens.bin", byte_tokenizer())
     size = (folder / "val.bin").stat().st_size
     pack = {"val.bin": ("sub", size), "tokens.bin": (".", read_tokenizer)}
-    monkeypatch.setattr(gpt2, "PACK", pack)
+    monkeypatch.setattr(gpt2_data, "PACK", pack)
     call("gpt2", "data", "--starter-pack", "-o", "new")
     assert (folder / "new/sub/val.bin").read_bytes() == (folder / "val.bin").read_bytes() and (folder / "new/tokens.bin").exists()
     asked = list(server)
     assert "is there" in call("gpt2", "data", "--starter-pack", "-o", "new").stdout and server == asked
-    monkeypatch.setattr(gpt2, "PACK", {"val.bin": (".", size + 1)})
+    monkeypatch.setattr(gpt2_data, "PACK", {"val.bin": (".", size + 1)})
     assert f"expected {size + 1} bytes; found {size} bytes" in refused("gpt2", "data", "--starter-pack", "-o", "other")
-    monkeypatch.setattr(gpt2, "PACK", {"val.bin": (".", read_tokenizer)})
+    monkeypatch.setattr(gpt2_data, "PACK", {"val.bin": (".", read_tokenizer)})
     assert "expected magic number 20240328" in refused("gpt2", "data", "--starter-pack", "-o", "other")
-    monkeypatch.setattr(gpt2, "PACK", {"nothing.bin": (".", 1)})
+    monkeypatch.setattr(gpt2_data, "PACK", {"nothing.bin": (".", 1)})
     assert "nothing.bin cannot be downloaded: HTTP Error 404" in refused("gpt2", "data", "--starter-pack", "-o", "other")
     assert list((folder / "other").iterdir()) == []
 
 
 def test_no_network(folder, monkeypatch):
-    monkeypatch.setattr(gpt2, "STARTER_PACK", "http://127.0.0.1:9/")
+    monkeypatch.setattr(gpt2_data, "STARTER_PACK", "http://127.0.0.1:9/")
     assert "http://127.0.0.1:9/gpt2_124M.bin cannot be downloaded: " in refused("gpt2", "data", "--starter-pack")
     assert not (folder / "gpt2_124M.bin").exists()
 
 
 def test_sections_of_tiny_shakespeare():
-    assert gpt2._sections("a\nb\n\nc\n\n\nd") == ["a\nb\n\n", "c\n\n", "\nd"]
-    assert "".join(gpt2._sections("a\n\nb\n")) == "a\n\nb\n"
+    assert gpt2_data._sections("a\nb\n\nc\n\n\nd") == ["a\nb\n\n", "c\n\n", "\nd"]
+    assert "".join(gpt2_data._sections("a\n\nb\n")) == "a\n\nb\n"
 
 
 def test_auto_takes_tiktoken_only_if_its_vocabulary_is_at_hand(monkeypatch, tmp_path):
-    monkeypatch.setattr(gpt2.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(gpt2_data.importlib.util, "find_spec", lambda name: object())
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
-    assert not gpt2._tiktoken_at_hand()
+    assert not gpt2_data._tiktoken_at_hand()
     # sha1 of the two addresses, from sha1sum; tiktoken names the files of its cache so
     names = ("6d1cbeee0f20b3d9449abfede4726ed8212e3aee", "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6")
     (tmp_path / names[0]).touch()
-    assert not gpt2._tiktoken_at_hand()
+    assert not gpt2_data._tiktoken_at_hand()
     (tmp_path / names[1]).touch()
-    assert gpt2._tiktoken_at_hand()
-    monkeypatch.setattr(gpt2.importlib.util, "find_spec", lambda name: None)
-    assert not gpt2._tiktoken_at_hand()
+    assert gpt2_data._tiktoken_at_hand()
+    monkeypatch.setattr(gpt2_data.importlib.util, "find_spec", lambda name: None)
+    assert not gpt2_data._tiktoken_at_hand()
 
 
 @pytest.mark.parametrize("at_hand", [False, True])
@@ -287,8 +287,8 @@ def test_the_encoding_without_one(folder, monkeypatch, at_hand):
     """Without --encoding, "gpt2" if its vocabulary is at hand, else "bytes"."""
     (folder / "a.txt").write_text("some words")
     seen, encode = [], data.tokenize
-    monkeypatch.setattr(gpt2, "_tiktoken_at_hand", lambda: at_hand)
-    monkeypatch.setattr(gpt2.data, "tokenize", lambda texts, encoding: seen.append(encoding) or encode(texts, "bytes"))
+    monkeypatch.setattr(gpt2_data, "_tiktoken_at_hand", lambda: at_hand)
+    monkeypatch.setattr(gpt2_data.data, "tokenize", lambda texts, encoding: seen.append(encoding) or encode(texts, "bytes"))
     call("gpt2", "data", "a.txt")
     call("gpt2", "data", "a.txt", "--encoding", "bytes")
     assert seen == ["gpt2" if at_hand else "bytes", "bytes"]

@@ -20,11 +20,9 @@ from cukern.gpt2.checkpoint import (
     State,
     latest_step,
     read_debug_state,
-    read_hugging_face,
     read_model,
     read_state,
     write_debug_state,
-    write_hugging_face,
     write_model,
     write_state,
 )
