@@ -41,7 +41,10 @@ def write_hugging_face(folder: PathLike, config: Config, parameters: Parameters)
 def read_hugging_face(folder: PathLike) -> tuple[Config, dict[str, Tensor]]:
     """Read a GPT-2 of any size in its own dtype, e.g. a clone of huggingface.co/openai-community/gpt2. wte is padded with zeros."""
     library = optional("safetensors", "safetensors.torch", "Hugging Face's weights need")
-    entries = json.loads((path := Path(folder, "config.json")).read_text())
+    try:
+        entries = json.loads((path := Path(folder, "config.json")).read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}: expected JSON; {error}") from None
     expect(entries.get("model_type", "gpt2") == "gpt2", "model_type 'gpt2'", repr(entries.get("model_type")), path)
     for key, value in HF_FIXED.items():
         expect(entries.get(key, value) == value, f"{key} = {value!r}", repr(entries.get(key)), path)
@@ -49,7 +52,13 @@ def read_hugging_face(folder: PathLike) -> tuple[Config, dict[str, Tensor]]:
     config = Config(**{ours: entries[theirs] for theirs, ours in HF_SIZES.items()})
     path = Path(folder, "model.safetensors")
     masks = ".attn.bias", ".attn.masked_bias"  # the causal masks
-    tensors = {name.removeprefix("transformer."): x for name, x in library.load_file(path).items() if not name.endswith(masks)}
+    if not path.exists():
+        raise FileNotFoundError(f"{path}: no such file")
+    try:
+        loaded = library.load_file(path)
+    except optional("safetensors", "safetensors", "Hugging Face's weights need").SafetensorError as error:
+        raise ValueError(f"{path}: expected safetensors; {error}") from None
+    tensors = {name.removeprefix("transformer."): x for name, x in loaded.items() if not name.endswith(masks)}
     head = tensors.pop("lm_head.weight", None)
     dtype = tensors["wte.weight"].dtype if "wte.weight" in tensors else torch.float32
     parameters = {name: torch.zeros(shape, dtype=dtype, device="cpu") for name, shape in config.shapes.items()}
