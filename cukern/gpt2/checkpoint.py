@@ -214,12 +214,13 @@ def _processes_of(path: PathLike, config: Config) -> tuple[int, int]:
     with read(path, STATE, (1,), "an optimizer state") as (file, header):
         processes, _, has_master, shuffles = header[2:6]
         expect(processes > 0, "at least 1 process", processes)
+        size = file.seek(0, 2)
         for parts in (processes, 1):
             end = HEADER_BYTES + 4 * (3 if has_master else 2) * _elements(config, parts)
             for _ in range(2 if shuffles else 0):  # the orders of shards and samples
-                file.seek(end)
+                file.seek(min(end, size))
                 end += 8 + 4 * int.from_bytes(file.read(8), "little")
-            if file.seek(0, 2) == end + (Mt19937.STRUCT.itemsize if shuffles else 0):
+            if size == end + (Mt19937.STRUCT.itemsize if shuffles else 0):
                 return processes, parts
         return processes, 1  # read_state says what is wrong
 

@@ -248,7 +248,7 @@ def test_processes_that_find_each_other_by_a_file(data, tmp_path):
 
 
 def test_a_process_that_fails_names_itself_and_ends_the_other(data, tmp_path):
-    runs = [start_without_torchrun(tmp_path, data, rank, *more) for rank, more in ((0, ()), (1, ("-y", 1, "-o", "/proc/none")))]
+    runs = [start_without_torchrun(tmp_path, data, rank, *more) for rank, more in ((0, ()), (1, ("-e", "none.bin")))]
     failed = runs[1].communicate(timeout=200)[1]
     start = time.perf_counter()
     runs[0].communicate(timeout=200)
