@@ -1,6 +1,5 @@
 """`cukern gpt2 study`: a training step with each version of softmax forward, softmax backward and matmul, one changed at a time."""
 
-import contextlib
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,31 +63,38 @@ def study(
     check_plot(plot)
     expect(place == "cuda" or not record_it, "a GPU for --record: the simulator has no times", place)
     file = record_file(record_it)
-    simulated = place == "cpu"
+    simulated, name = place == "cpu", model or ("d12" if place == "cuda" else "tiny model")
     B, T = batch or (1 if simulated else 4), seq_len or (8 if simulated else 1024)
     if simulated:
         say("no GPU: the simulator runs the kernels, so times and shares mean nothing; the losses do")
-    backend = cukern.backend("sim") if simulated else contextlib.nullcontext()
-    with backend, environment.float32_products(False):
-        made = GPT2(SIMULATED) if simulated and model is None else make_model(model or "d12", T, place)
-        if model is None and simulated:
-            made.initialize()
-        batches = torch.randint(made.config.vocab_size, (2, B, T), generator=torch.Generator().manual_seed(0)).to(place)
-        wanted = [("", 0), *((kind, number) for kind in KINDS for number in range(1, 6))]
-        with common.progress() as bar:
-            rows = [_measure(made, batches, *one, 1 if simulated else steps) for one in bar.track(wanted, description="measuring")]
-    name = model or ("tiny model" if simulated else "d12")
+    with cukern.backend("sim" if simulated else "gpu"), environment.float32_products(False):
+        rows = _rows(_made(model, T, place), B, T, 1 if simulated else steps)
     title = f"gpt2 {name}, B={B} T={T} float32 on {environment.gpu_name() or place}"
     wrong = _show(rows, title)
     if plot is not None:
         _plot(rows, title, plot)
         say(f"drawn to {plot}")
     if file:
-        of_step = [Row("gpt2", r.name, f"study {name}", (B, T), "float32", "cukern", *_median(r)) for r in rows]
-        record.append(of_step, file)
+        record.append([Row("gpt2", r.name, f"study {name}", (B, T), "float32", "cukern", *_median(r)) for r in rows], file)
         say(f"appended to {file}", to=common.errors)
     if wrong:
         raise typer.Exit(1)
+
+
+def _made(model: str | None, T: int, place: str) -> GPT2:
+    if model or place == "cuda":
+        return make_model(model or "d12", T, place)
+    made = GPT2(SIMULATED)
+    made.initialize()
+    return made
+
+
+def _rows(model: GPT2, B: int, T: int, steps: int) -> list[Choice]:
+    generator = torch.Generator().manual_seed(0)
+    batches = torch.randint(model.config.vocab_size, (2, B, T), dtype=torch.int64, device="cpu", generator=generator).to(model.wte.device)
+    wanted = [("", 0), *((kind, number) for kind in KINDS for number in range(1, 6))]
+    with common.progress() as bar:
+        return [_measure(model, batches, *one, steps) for one in bar.track(wanted, description="measuring")]
 
 
 def _median(row: Choice) -> tuple[float, float]:
