@@ -115,7 +115,8 @@ def bench(
     B, T, place = 4 if batch is None else batch, 1024 if seq_len is None else seq_len, pick_device(device)
     peaks, updates = dict[Key, float](), dict[Key, Callable[[], object]]()
     chosen = softmax_forward_kernel, softmax_backward_kernel, matmul_forward_kernel
-    loaded = kernels(place, *chosen, attention[0] if attention else None, parallel.started()[0] == 0)
+    versions: list[str | None] = [*(attention or (None,))]
+    loaded = kernels(place, *chosen, versions[0], parallel.started()[0] == 0)
     ranks, exact = parallel.processes(place), environment.float32_products(bool(tf32))
     with (
         ranks as (rank, count),
@@ -125,12 +126,10 @@ def bench(
     ):
         peers = [("torch", "")] * eager + [("torch.compile", compile)] * (compile != "no")
         expect(count == 1 or not peers, "--compile no and --no-eager under torchrun", [name for name, _ in peers])
-        for version in attention or (None,):
+        for version in versions:
             ours = partial(make_model, model, T, place, dtype, attention=version, fused_loss=fused_loss, recompute=recompute)
             trainer, peak = _warm(partial(_trainer, ours, B, T, steps, folder, rank, count), Trainer.update)
-            names = zip(("softmax forward", "softmax backward", "matmul"), chosen, strict=True)
-            kernel_names = [f"{name} v{number}".replace("vcublas", "cublas") for name, number in names if number]
-            key = "cukern", ", ".join([*filter(None, [_label(version, fused_loss, recompute, count)]), *kernel_names])
+            key = "cukern", _label(version, fused_loss, recompute, count, chosen)
             updates[key], peaks[key] = trainer.update, peak
         made = trainer.model
         data = torch.randint(made.config.vocab_size, (2, B, T), dtype=torch.int64, device=place)
@@ -176,10 +175,14 @@ def _times(updates: dict[Key, Callable[[], object]], steps: int) -> dict[Key, li
     return times
 
 
-def _label(attention: str | None, fused_loss: bool | None, recompute: int, processes: int) -> str:
+def _label(
+    attention: str | None, fused_loss: bool | None, recompute: int, processes: int, numbers: tuple[str | None, str | None, str | None]
+) -> str:
     """The options of a model that differ from the default, as the version of a record."""
     options = {attention or "": attention, "fused loss": fused_loss, "all logits": fused_loss is False, f"recompute {recompute}": recompute}
     options |= {f"{processes} processes": processes > 1}
+    names = zip(("softmax forward", "softmax backward", "matmul"), numbers, strict=True)
+    options |= {f"{name} {'' if number == 'cublas' else 'v'}{number}": number for name, number in names}
     return ", ".join(name for name, chosen in options.items() if chosen)
 
 

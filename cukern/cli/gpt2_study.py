@@ -74,11 +74,15 @@ def study(
     if plot is not None:
         _plot(rows, title, plot)
         say(f"drawn to {plot}")
-    if file:
-        record.append([Row("gpt2", r.name, f"study {name}", (B, T), "float32", "cukern", *_median(r)) for r in rows], file)
-        say(f"appended to {file}", to=common.errors)
+    _record(rows, name, (B, T), file)
     if wrong:
         raise typer.Exit(1)
+
+
+def _record(rows: list[Choice], name: str, shape: tuple[int, int], file: Path | None) -> None:
+    if file:
+        record.append([Row("gpt2", r.name, f"study {name}", shape, "float32", "cukern", *_median(r)) for r in rows], file)
+        say(f"appended to {file}", to=common.errors)
 
 
 def _made(model: str | None, T: int, place: str) -> GPT2:

@@ -180,16 +180,15 @@ def train(
     check_plot(plot)
     start = _start(pi, pn, pr, pg, ps, pf)
     speaks = parallel.started(start)[0] == 0
-    for line in _without_effect(zero, gelu_fusion, log_gpu_every) if speaks else ():
-        say(line)
+    if speaks:
+        _say_idle({"-pn": pn, "-pr": pr, "-pg": pg, "-ps": ps, "-pf": pf}, pi)
+        _say_without_effect(zero, gelu_fusion, log_gpu_every)
     chosen = kernels(place, softmax_forward_kernel, softmax_backward_kernel, matmul_forward_kernel, attention, speaks)
     ranks = parallel.processes(place, start)
     with chosen, float32_products(bool(tf32)), ranks as (given["rank"], given["num_processes"]), _data(given) as settings:
         options = {"attention": attention, "fused_loss": fused_loss, "recompute": recompute, "dropout": dropout}
-        name, why = (model, "") if model else _default_model(settings, "train_data" in given)
-        if speaks and why:
-            say(f"model: {name}, {why}")
-        made = make_model(name, settings.seq_len, place, dtype, seed, **options)
+        model = model or _default_model(settings, "train_data" in given, speaks)
+        made = make_model(model, settings.seq_len, place, dtype, seed, **options)
         settings = replace(settings, peak_flops=environment.peak_flops(made.wte.device, made.wte.dtype, bool(tf32)))
         trainer = Trainer(made, settings, tokenizer_for(made.config.vocab_size, tokenizer), say if speaks else lambda line: None)
         if speaks:
@@ -205,32 +204,33 @@ def train(
 def _start(
     method: str, count: int | None, rank: int | None, per_node: int | None, ip: str | None, folder: Path | None
 ) -> parallel.Start | None:
-    """What -pi tcp and fs say; None for mpi, whose place torchrun takes. Prints the flags without effect."""
+    """What -pi tcp and fs say; None for mpi, whose place torchrun takes."""
     expect(method in ("mpi", "tcp", "fs"), "-pi mpi, tcp or fs", repr(method))
     expect(method != "tcp" or ip, "-ps, the address of process 0, for -pi tcp", ip)
-    idle: dict[str, object] = {"-ps": ip} if method != "tcp" else {}
-    idle |= {"-pf": folder} if method != "fs" else {}
-    if method != "mpi":
-        where = f"tcp://{ip}:12345" if method == "tcp" else f"file://{os.path.abspath(folder or '/tmp')}/cukern_gpt2_processes"
-        start = parallel.Start(where, rank or 0, 1 if count is None else count, (rank or 0) % (per_node or 8))
-    else:
-        own_rank, own_count = parallel.started()
-        idle |= {"-pn": count if count != own_count else None, "-pr": rank if rank != own_rank else None, "-pg": per_node}
-        start = None
-    for flag, value in idle.items():
-        if value is not None and parallel.started(start)[0] == 0:
+    if method == "mpi":
+        return None
+    where = f"tcp://{ip}:12345" if method == "tcp" else f"file://{os.path.abspath(folder or '/tmp')}/cukern_gpt2_processes"
+    return parallel.Start(where, rank or 0, 1 if count is None else count, (rank or 0) % (per_node or 8))
+
+
+def _say_idle(flags: dict[str, object], method: str) -> None:
+    """A line for each flag about processes that was given and has no effect with this -pi."""
+    used = {"tcp": ("-pn", "-pr", "-pg", "-ps"), "fs": ("-pn", "-pr", "-pg", "-pf"), "mpi": ()}[method]
+    rank, count = parallel.started()
+    known = {"-pn": count, "-pr": rank} if method == "mpi" else {}  # torchrun says the same
+    for flag, value in flags.items():
+        if value is not None and flag not in used and value != known.get(flag):
             say(f"{flag} {value} has no effect with -pi {method}{': torchrun starts the processes' if method == 'mpi' else ''}")
-    return start
 
 
-def _without_effect(zero: int, gelu_fusion: int, log_gpu_every: int) -> Iterator[str]:
-    """A line for each flag that is accepted and has no effect."""
+def _say_without_effect(zero: int, gelu_fusion: int, log_gpu_every: int) -> None:
+    """A line for each other flag that is accepted and has no effect."""
     if zero > 1:
-        yield "| Disabling Zero Optimization, Zero Stage2 and Stage3 are not yet supported  |"
+        say("| Disabling Zero Optimization, Zero Stage2 and Stage3 are not yet supported  |")
     if gelu_fusion > 0:
-        yield f"-ge {gelu_fusion} has no effect: gelu is not fused into the product"
+        say(f"-ge {gelu_fusion} has no effect: gelu is not fused into the product")
     if log_gpu_every > 0:
-        yield f"-lg {log_gpu_every} has no effect: nvidia-smi dmon shows the state of a GPU"
+        say(f"-lg {log_gpu_every} has no effect: nvidia-smi dmon shows the state of a GPU")
 
 
 def kernels(
@@ -248,8 +248,15 @@ def kernels(
     return use_kernels(forward, backward, matmul)
 
 
-def _default_model(settings: Settings, has_data: bool) -> tuple[str, str]:
-    """The model without -e, and why."""
+def _default_model(settings: Settings, has_data: bool, speaks: bool) -> str:
+    """The model without -e, after a line that says which and why."""
+    name, why = _found_model(settings, has_data)
+    if speaks and why:
+        say(f"model: {name}, {why}")
+    return name
+
+
+def _found_model(settings: Settings, has_data: bool) -> tuple[str, str]:
     newest = checkpoint.latest_step(settings.out) if settings.resume and settings.out else None
     if newest is not None and settings.out:
         return str(checkpoint.paths(settings.out, newest)[0]), "the newest checkpoint"

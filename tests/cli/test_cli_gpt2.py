@@ -167,7 +167,7 @@ def test_the_default_model(folder, monkeypatch):
     assert "model: gpt2_124M_bf16.bin, which is in this folder" in call(*arguments, status=2).output
     assert seen == ["d12", "gpt2_124M_bf16.bin"]
     help_text = re.sub(r"[│\s]", "", call("gpt2", "train", "--help").stdout)
-    assert "gpt2_124M_bf16.bin" in help_text and "elsed12;smallrun:small" in help_text
+    assert "elsed12;smallrun:small" in help_text
 
 
 def test_seed_betas_and_dropout(folder, monkeypatch):
