@@ -1,11 +1,6 @@
 """`cukern gpt2`: trains, evaluates, samples, checks, times and profiles GPT-2 with llm.c's files, and makes these files."""
 
-import hashlib
-import importlib.util
-import os
-import tempfile
-import urllib.error
-import urllib.request
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,6 +15,8 @@ from cukern.cli.bench import check_plot
 from cukern.cli.common import console, say
 from cukern.cli.gpt2_bench import bench
 from cukern.cli.gpt2_check import check
+from cukern.cli.gpt2_data import convert, make_data
+from cukern.cli.gpt2_study import study
 from cukern.cli.gpt2_train import (
     HELLASWAG,
     MODEL,
@@ -34,21 +31,23 @@ from cukern.cli.gpt2_train import (
     SoftmaxForward,
     Temperature,
     TokenizerFile,
+    kernels,
     make_model,
     pick_device,
     tokenizer_for,
     train,
 )
 from cukern.gpt2 import data, evaluate
-from cukern.gpt2.data import read_tokenizer, write_tokenizer
-from cukern.gpt2.evaluate import sample_text
-from cukern.gpt2.files import expect, replace
-from cukern.gpt2.model import use_kernels
+from cukern.gpt2.evaluate import Xorshift, sample_text
+from cukern.gpt2.files import expect
 
 app = typer.Typer(no_args_is_help=True, help="GPT-2 with llm.c's file formats, on cukern's kernels.")
 app.command()(train)
 app.command()(bench)
 app.command()(check)
+app.command()(study)
+app.command()(convert)
+app.command(name="data")(make_data)
 
 Tf32 = Annotated[int, typer.Option("-f", "--tf32", min=0, max=1, help="0: strict float32 matrix products.")]
 
@@ -72,11 +71,14 @@ def evaluate_model(
     place = pick_device(device)
     B, T = 4 if batch is None else batch, 1024 if seq_len is None else seq_len
     made = make_model(model, T, place)
-    with use_kernels(softmax_forward_kernel, None, matmul_forward_kernel), float32_products(bool(tf32)):
+    with kernels(place, softmax_forward_kernel, None, matmul_forward_kernel), float32_products(bool(tf32)):
         if val_data:
             loader = data.DataLoader(val_data, B, T, vocab_size=made.config.vocab_size)
             count = val_batches if val_batches > 0 else loader.num_tokens // (B * T)
-            say(f"val loss {evaluate.validation_loss(made, loader, count):f}")
+            loss = evaluate.validation_loss(made, loader, count)
+            say(f"val loss {loss:f}")
+            if not math.isfinite(loss):
+                raise FloatingPointError(f"the validation loss of {model} is not finite")
         if hellaswag:
             right, examples = evaluate.hellaswag_accuracy(made, evaluate.read_hellaswag(hellaswag, made.config.vocab_size), max(4, B))
             say(f"HellaSwag: {right}/{examples} = {right / examples:f}")
@@ -85,18 +87,29 @@ def evaluate_model(
 @app.command(name="sample")
 def sample_model(
     model: ModelFile = MODEL,
-    tokens: Annotated[int, typer.Option("-g", "--sample-tokens", min=1, help="Tokens to generate.")] = 64,
+    prompt: Annotated[str, typer.Option(help="The text that the samples continue; by default EOT.")] = "",
+    tokens: Annotated[int, typer.Option("-g", "--sample-tokens", min=1, help="Tokens to generate, after the prompt or EOT.")] = 64,
+    samples: Annotated[int, typer.Option(min=1, help="Texts.")] = 1,
     temperature: Temperature = None,
+    top_k: Annotated[int, typer.Option(min=0, help="Draw among the K likeliest tokens; 0: among all.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Draw among the fewest tokens whose probabilities add up to P.")] = 1.0,
+    seed: Annotated[int, typer.Option(min=1, help="Of the random numbers; llm.c's is 1337.")] = 1337,
     tokenizer: TokenizerFile = None,
     dtype: Dtype = None,
     device: Device = None,
 ) -> None:
-    """Text from a model, by llm.c's sampler."""
+    """Text from a model, by llm.c's sampler. After as many tokens as the model has positions it goes on from their last half."""
     made = make_model(model, 1024, pick_device(device), dtype)
     found = tokenizer_for(made.config.vocab_size, tokenizer)
     if found is None:
         raise ValueError(f"--tokenizer must name a tokenizer file: there is no {TOKENIZER_FILE} in this folder")
-    say(sample_text(made, found, tokens, 1.0 if temperature is None else temperature))
+    start, rng = found.encode(prompt), Xorshift(seed)
+    count = tokens + len(start) if start else tokens
+    options: dict[str, Any] = {"temperature": 1.0 if temperature is None else temperature, "top_k": top_k, "top_p": top_p}
+    for i in range(samples):
+        if i:
+            say("---")
+        say(sample_text(made, found, count, rng, prompt=start, **options))
 
 
 @app.command()
@@ -127,7 +140,7 @@ def profile(
         made(x, y).backward()
         optimizer.step()
 
-    with use_kernels(softmax_forward_kernel, softmax_backward_kernel, matmul_forward_kernel), float32_products(bool(tf32)):
+    with kernels(place, softmax_forward_kernel, softmax_backward_kernel, matmul_forward_kernel), float32_products(bool(tf32)):
         shares = _shares(step, steps, place)
     title = f"GPT-2, B={B} T={T}, {'device' if place == 'cuda' else 'CPU'} time of an update"
     table = common.table(title, "op", "us", "% of all", "calls")
@@ -168,97 +181,3 @@ def _plot(title: str, percent: dict[str, float], file: Path) -> None:
     panel.set(xlabel="% of the time", title=title)
     figure.savefig(file)
     pyplot.close(figure)
-
-
-# ---- data
-
-STARTER_PACK = "https://huggingface.co/datasets/karpathy/llmc-starter-pack/resolve/main/"
-PACK: dict[str, tuple[str, int | Callable[[str], object]]] = {  # file -> folder, and its size or a function that reads and checks it
-    "gpt2_124M.bin": (".", 497_904_640),
-    "gpt2_124M_bf16.bin": (".", 248_952_832),
-    "gpt2_124M_debug_state.bin": (".", 549_369_860),
-    "gpt2_tokenizer.bin": (".", read_tokenizer),
-    "tiny_shakespeare_train.bin": ("dev/data/tinyshakespeare", 611_544),
-    "tiny_shakespeare_val.bin": ("dev/data/tinyshakespeare", 66_560),
-    "hellaswag_val.bin": ("dev/data/hellaswag", evaluate.read_hellaswag),
-}
-
-
-@app.command(name="data")
-def make_data(
-    texts: Annotated[list[Path] | None, typer.Argument(metavar="TEXT...", help="Text files, UTF-8.")] = None,
-    out: Annotated[Path, typer.Option("-o", "--out", help="The folder to write to.")] = Path("."),
-    name: Annotated[str, typer.Option(help="The shards are NAME_val_000000.bin, NAME_train_000001.bin, ...")] = "text",
-    encoding: Annotated[
-        str, typer.Option(metavar="auto|gpt2|bytes", help="auto: gpt2 if tiktoken has its vocabulary, else bytes.")
-    ] = "auto",
-    split: Annotated[bool, typer.Option("--sections", help="A new document after each blank line, as in llm.c's tinyshakespeare.")] = False,
-    val_tokens: Annotated[int | None, typer.Option(help="Validate on the first tokens; by default on the last 10 %.")] = None,
-    shard_tokens: Annotated[int, typer.Option(help="Tokens of a training shard.")] = 10**8,
-    starter_pack: Annotated[bool, typer.Option("--starter-pack", help="Download llm.c's published files: 1.3 GB.")] = False,
-) -> None:
-    """Write token shards and a tokenizer from text files, or download llm.c's published files."""
-    expect(bool(texts) != starter_pack, "text files or --starter-pack", "both" if texts else "neither")
-    if starter_pack:
-        for file, (folder, size) in PACK.items():
-            _download(file, out / folder / file, size)
-        return
-    expect(encoding in ("auto", "gpt2", "bytes"), "the encoding 'auto', 'gpt2' or 'bytes'", repr(encoding))
-    encoding = encoding if encoding != "auto" else "gpt2" if _tiktoken_at_hand() else "bytes"
-    documents = [_read(path) for path in texts or ()]
-    try:
-        tokens, tokenizer = data.tokenize([part for text in documents for part in (_sections(text) if split else [text])], encoding)
-    except ImportError as error:
-        raise ValueError(str(error)) from None
-    for path in data.write_shards(out, name, tokens, val_first=val_tokens, shard_tokens=shard_tokens):
-        say(f"{path}: {data.shard_length(path)} tokens")
-    write_tokenizer(out / f"{name}_tokenizer.bin", tokenizer)
-    say(f"{out / name}_tokenizer.bin: {len(tokenizer.tokens)} tokens")
-
-
-def _sections(text: str) -> list[str]:
-    """The parts of a text between blank lines, as llm.c cuts tiny_shakespeare: all but the last keep the blank line."""
-    *parts, last = text.split("\n\n")
-    return [part + "\n\n" for part in parts] + [last]
-
-
-def _tiktoken_at_hand() -> bool:
-    """True if tiktoken is installed and has GPT-2's vocabulary in its cache, so that it downloads nothing."""
-    if importlib.util.find_spec("tiktoken") is None:
-        return False
-    default = os.environ.get("DATA_GYM_CACHE_DIR", os.path.join(tempfile.gettempdir(), "data-gym-cache"))
-    folder = os.environ.get("TIKTOKEN_CACHE_DIR", default)
-    url = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
-    names = (hashlib.sha1((url + name).encode()).hexdigest() for name in ("vocab.bpe", "encoder.json"))
-    return all(os.path.isfile(os.path.join(folder, name)) for name in names)
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: expected UTF-8; found the byte {error.object[error.start]:#x} at {error.start}") from None
-
-
-def _download(name: str, path: Path, size: int | Callable[[str], object]) -> None:
-    """Download a file of the starter pack, unless it is there. Raises OSError without a network, ValueError for another size or content."""
-    if path.exists():
-        say(f"{path}: is there")
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with urllib.request.urlopen(STARTER_PACK + name, timeout=30) as source, replace(path) as file, common.progress() as bar:
-            task = bar.add_task(name, total=int(source.headers.get("Content-Length") or 0) or None)
-            while block := source.read(1 << 20):
-                file.write(block)
-                bar.advance(task, len(block))
-            file.flush()
-            if callable(size):
-                size(file.name)
-            else:
-                expect(file.tell() == size, f"{size} bytes", f"{file.tell()} bytes", STARTER_PACK + name)
-    except OSError as error:
-        if isinstance(error, urllib.error.HTTPError):
-            error.close()
-        raise OSError(f"{STARTER_PACK}{name} cannot be downloaded: {error}") from None
-    say(f"{path}: {path.stat().st_size} bytes")

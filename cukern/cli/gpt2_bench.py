@@ -18,7 +18,20 @@ from cukern.bench.timing import summary
 from cukern.cli import common
 from cukern.cli.bench import record_file
 from cukern.cli.common import say
-from cukern.cli.gpt2_train import Device, Dtype, FusedLoss, Length, Recompute, Rows, make_model, pick_device
+from cukern.cli.gpt2_train import (
+    Device,
+    Dtype,
+    FusedLoss,
+    Length,
+    MatmulForward,
+    Recompute,
+    Rows,
+    SoftmaxBackward,
+    SoftmaxForward,
+    kernels,
+    make_model,
+    pick_device,
+)
 from cukern.gpt2 import parallel
 from cukern.gpt2.checkpoint import Config
 from cukern.gpt2.data import write_shards
@@ -89,6 +102,9 @@ def bench(
     compile: Annotated[str, typer.Option(metavar="default|reduce-overhead|no", help="torch.compile's mode.")] = "default",
     eager: Annotated[bool, typer.Option(help="Also time torch without torch.compile.")] = True,
     device: Device = None,
+    softmax_forward_kernel: SoftmaxForward = None,
+    softmax_backward_kernel: SoftmaxBackward = None,
+    matmul_forward_kernel: MatmulForward = None,
     record_it: Annotated[bool, typer.Option("--record", help="Append to benchmarks/results/<gpu>.jsonl.")] = False,
 ) -> None:
     """Time a training step of cukern, torch and torch.compile in turn, with random tokens and all that an update does. With --dtype b
@@ -98,14 +114,22 @@ def bench(
     expect(compile in MODES, f"--compile {', '.join(MODES)}", repr(compile))
     B, T, place = 4 if batch is None else batch, 1024 if seq_len is None else seq_len, pick_device(device)
     peaks, updates = dict[Key, float](), dict[Key, Callable[[], object]]()
+    chosen = softmax_forward_kernel, softmax_backward_kernel, matmul_forward_kernel
+    versions: list[str | None] = [*(attention or (None,))]
+    loaded = kernels(place, *chosen, versions[0], parallel.started()[0] == 0)
     ranks, exact = parallel.processes(place), environment.float32_products(bool(tf32))
-    with ranks as (rank, count), exact, tempfile.TemporaryDirectory() as folder:
+    with (
+        ranks as (rank, count),
+        loaded,
+        exact,
+        tempfile.TemporaryDirectory() as folder,
+    ):
         peers = [("torch", "")] * eager + [("torch.compile", compile)] * (compile != "no")
         expect(count == 1 or not peers, "--compile no and --no-eager under torchrun", [name for name, _ in peers])
-        for version in attention or (None,):
+        for version in versions:
             ours = partial(make_model, model, T, place, dtype, attention=version, fused_loss=fused_loss, recompute=recompute)
             trainer, peak = _warm(partial(_trainer, ours, B, T, steps, folder, rank, count), Trainer.update)
-            key = "cukern", _label(version, fused_loss, recompute, count)
+            key = "cukern", _label(version, fused_loss, recompute, count, chosen)
             updates[key], peaks[key] = trainer.update, peak
         made = trainer.model
         data = torch.randint(made.config.vocab_size, (2, B, T), dtype=torch.int64, device=place)
@@ -151,10 +175,14 @@ def _times(updates: dict[Key, Callable[[], object]], steps: int) -> dict[Key, li
     return times
 
 
-def _label(attention: str | None, fused_loss: bool | None, recompute: int, processes: int) -> str:
+def _label(
+    attention: str | None, fused_loss: bool | None, recompute: int, processes: int, numbers: tuple[str | None, str | None, str | None]
+) -> str:
     """The options of a model that differ from the default, as the version of a record."""
     options = {attention or "": attention, "fused loss": fused_loss, "all logits": fused_loss is False, f"recompute {recompute}": recompute}
     options |= {f"{processes} processes": processes > 1}
+    names = zip(("softmax forward", "softmax backward", "matmul"), numbers, strict=True)
+    options |= {f"{name} {'' if number == 'cublas' else 'v'}{number}": number for name, number in names}
     return ", ".join(name for name, chosen in options.items() if chosen)
 
 

@@ -23,18 +23,19 @@ from cukern.gpt2.files import PathLike, expect
 from cukern.gpt2.model import GPT2, config_of, use_kernels
 from cukern.gpt2.settings import SCHEDULES, Settings, Step
 from cukern.gpt2.train import Trainer
+from cukern.runtime.launch.backend import simulating
 
 TOKENIZER_FILE = "gpt2_tokenizer.bin"  # the name of the published one
 HELLASWAG = Path("dev/data/hellaswag/hellaswag_val.bin")  # llm.c's
-MODEL, SMALL = "gpt2_124M.bin", "small"
-# Without -i: a model for byte tokens that learns in 40 s on two CPU cores; what else was tried is in docs/notes/gpt2.md.
+MODEL, MODEL_BF16, SMALL = "gpt2_124M.bin", "gpt2_124M_bf16.bin", "small"
+# Without -i: a model for byte tokens that learns in a minute on two CPU cores; what else was tried is in docs/notes/gpt2.md.
 SMALL_RUN: dict[str, Any] = dict(batch=12, seq_len=64, steps=1250, lr=4e-3, warmup=100, final_fraction=0.05, weight_decay=0.1)
-SMALL_RUN |= dict(val_every=250, val_batches=-1, sample_every=10**9, sample_tokens=512, temperature=0.3, prompt=tuple(b"The "))
+SMALL_RUN |= dict(val_every=250, val_batches=-1, sample_every=10**9, sample_tokens=400, temperature=0.3, prompt=tuple(b"The "))
 
 
-def make_model(name: str, seq_len: int, device: str, dtype: str | None = "f", **options: Any) -> GPT2:
+def make_model(name: str, seq_len: int, device: str, dtype: str | None = "f", seed: int = 42, **options: Any) -> GPT2:
     """What -e names: a model file NAME.bin, or sizes for llm.c's random weights. "small": byte tokens, seq_len positions. Without a dtype
-    that of the file. `options`: of GPT2."""
+    that of the file. `seed`: of random weights. `options`: of GPT2."""
     expect(dtype in (None, "f", "b"), "--dtype f or b", repr(dtype))
     small = Config(max_seq_len=seq_len, vocab_size=256, num_layers=2, num_heads=4, channels=96)
     parameters = None
@@ -45,7 +46,7 @@ def make_model(name: str, seq_len: int, device: str, dtype: str | None = "f", **
     own = torch.float32 if parameters is None else parameters["wte"].dtype
     model = GPT2(config, device=device, dtype=DTYPES[dtype] if dtype else own, **options)
     if parameters is None:
-        model.initialize()
+        model.initialize(seed)
     else:
         model.load_parameters(parameters)
     return model
@@ -78,7 +79,8 @@ def _published(name: str) -> str:
     return name
 
 
-_MODEL_HELP = "A model file, or sizes for random weights: d12, gpt3:c768, small."
+_SIZES = "d6, d12, d24, d36, d48, d60, d72, d84, gpt3:c384 to gpt3:c12288 (2048 positions), small (byte tokens)"
+_MODEL_HELP = f"A model file, or sizes for random weights: {_SIZES}."
 ModelFile = Annotated[str, typer.Option("-e", "--model", help=_MODEL_HELP, callback=_published)]
 Device = Annotated[str | None, typer.Option(metavar="cpu|cuda", help="Where to run; the GPU by default, if there is one.")]
 Rows = Annotated[int | None, typer.Option("-b", "--batch", help="B: rows of a forward pass (4; small run: 12).")]
@@ -106,11 +108,15 @@ Flag = typer.Option
 def train(
     train_data: Annotated[str | None, Flag("-i", "--train-data", help="Training shards, a glob pattern. Without it: a small run.")] = None,
     val_data: Annotated[str | None, Flag("-j", "--val-data", help="Validation shards.")] = None,
-    model: Annotated[str | None, Flag("-e", "--model", help="A model file, or sizes for random weights: d12, gpt3:c768, small.")] = None,
+    model: Annotated[
+        str | None, Flag("-e", "--model", help=f"{_MODEL_HELP} ({MODEL_BF16} if it is in this folder, else d12; small run: small)")
+    ] = None,
     out: Annotated[Path | None, Flag("-o", "--out", help="Folder of main.log and the checkpoints.")] = None,
     batch: Rows = None,
     seq_len: Length = None,
-    total_batch: Annotated[int | None, Flag("-d", "--total-batch", help="Tokens of an update, accumulated over passes (B * T).")] = None,
+    total_batch: Annotated[
+        int | None, Flag("-d", "--total-batch", help="Tokens of an update, over several passes; -1: B * T * processes (-1).")
+    ] = None,
     steps: Annotated[int | None, Flag("-x", "--steps", help="Updates; -1: one epoch (-1).")] = None,
     schedule: Annotated[str | None, Flag("-k", "--schedule", help=f"Of the learning rate: {', '.join(SCHEDULES)} (cosine).")] = None,
     lr: Annotated[float | None, Flag("-l", "--lr", help="Learning rate (3e-4).")] = None,
@@ -118,7 +124,7 @@ def train(
     final_fraction: Annotated[float | None, Flag("-q", "--final-fraction", help="Last learning rate / -l (1).")] = None,
     weight_decay: Annotated[float | None, Flag("-c", "--weight-decay", help="Of matrices and embeddings (0).")] = None,
     val_every: Annotated[int | None, Flag("-v", "--val-every", help="Updates between validations; 0: never (20).")] = None,
-    val_batches: Annotated[int | None, Flag("-m", "--val-batches", help="Batches of a validation; -1: all (20).")] = None,
+    val_batches: Annotated[int | None, Flag("-m", "--val-batches", help="Batches of a validation; -1: all; 0: none (20).")] = None,
     sample_every: Annotated[int | None, Flag("-s", "--sample-every", help="Updates between samples; 0: never (20).")] = None,
     sample_tokens: Annotated[int | None, Flag("-g", "--sample-tokens", help="Tokens of a sample (64).")] = None,
     temperature: Temperature = None,
@@ -137,8 +143,20 @@ def train(
     attention: Attention = None,
     fused_loss: FusedLoss = None,
     recompute: Recompute = 0,
-    zero: Annotated[int, Flag("-z", "--zero", min=0, max=1, help="1: divide weights and optimizer state among the processes.")] = 0,
-    gelu_fusion: Annotated[int, Flag("-ge", "--gelu-fusion", min=0, max=2, help="No effect: gelu is not fused into the product.")] = 0,
+    zero: Annotated[int, Flag("-z", "--zero", min=0, max=3, help="1: divide weights and optimizer state; 2, 3: as 0.")] = 0,
+    gelu_fusion: Annotated[int, Flag("-ge", "--gelu-fusion", min=-1, max=2, help="No effect: gelu is not fused into the product.")] = -1,
+    log_gpu_every: Annotated[int, Flag("-lg", "--log-gpu-every", help="No effect: nvidia-smi dmon shows a GPU's state.")] = -1,
+    pn: Annotated[int | None, Flag("-pn", "--num-processes", help="Processes in all, with -pi tcp or fs (1).")] = None,
+    pr: Annotated[int | None, Flag("-pr", "--process-rank", help="The number of this one, from 0 (0).")] = None,
+    pg: Annotated[int | None, Flag("-pg", "--gpus-per-node", help="GPUs of a node (8).")] = None,
+    pi: Annotated[str, Flag("-pi", "--init-method", metavar="mpi|tcp|fs", help="tcp, fs: without torchrun (mpi).")] = "mpi",
+    ps: Annotated[str | None, Flag("-ps", "--server-ip", help="The address of process 0, for -pi tcp.")] = None,
+    pf: Annotated[Path | None, Flag("-pf", "--fs-path", help="A folder that all processes see, for -pi fs (/tmp).")] = None,
+    seed: Annotated[int, Flag("--seed", min=0, help="Of random weights and dropout.")] = 42,
+    beta1: Annotated[float, Flag("--beta1", help="AdamW's.")] = 0.9,
+    beta2: Annotated[float, Flag("--beta2", help="AdamW's.")] = 0.95,
+    grad_clip: Annotated[float, Flag("--grad-clip", help="Largest norm of the gradient; 0: any.")] = 1.0,
+    dropout: Annotated[float, Flag("--dropout", help="Of the embedding and of each branch, from 0 to 1.")] = 0.0,
     graph: Annotated[bool, Flag(help="On one GPU, replay an update as a CUDA graph.")] = True,
     tokenizer: TokenizerFile = None,
     device: Device = None,
@@ -147,20 +165,31 @@ def train(
     softmax_backward_kernel: SoftmaxBackward = None,
     matmul_forward_kernel: MatmulForward = None,
 ) -> None:
-    """Train GPT-2. Without arguments: a small model on Python's own help texts, for less than a minute. In parentheses: defaults.
+    """Train GPT-2. Without arguments: a small model on Python's own help texts, for about a minute. In parentheses: defaults.
+    With -o, main.log has llm.c's lines and main.jsonl the same numbers as JSON.
     Several GPUs: torchrun --nproc-per-node N -m cukern gpt2 train ..."""
     given = {name: value for name, value in locals().items() if value is not None and name in Settings.__dataclass_fields__}
     given |= {name: bool(given[name]) for name in ("overfit", "master", "resume")}
     place = pick_device(device)
-    given["hellaswag"] = hellaswag if run_hellaswag else None
+    given |= {
+        "hellaswag": hellaswag if run_hellaswag else None,
+        "betas": (beta1, beta2),
+        "max_norm": grad_clip,
+        "zero": zero if zero == 1 else 0,
+    }
     check_plot(plot)
-    kernels = use_kernels(softmax_forward_kernel, softmax_backward_kernel, matmul_forward_kernel)
-    ranks = parallel.processes(place)
-    with kernels, float32_products(bool(tf32)), ranks as (given["rank"], given["num_processes"]), _data(given) as settings:
-        options = {"attention": attention, "fused_loss": fused_loss, "recompute": recompute}
-        made = make_model(model or _default_model(settings, "train_data" in given), settings.seq_len, place, dtype, **options)
+    start = _start(pi, pn, pr, pg, ps, pf)
+    speaks = parallel.started(start)[0] == 0
+    if speaks:
+        _say_idle({"-pn": pn, "-pr": pr, "-pg": pg, "-ps": ps, "-pf": pf}, pi)
+        _say_without_effect(zero, gelu_fusion, log_gpu_every)
+    chosen = kernels(place, softmax_forward_kernel, softmax_backward_kernel, matmul_forward_kernel, attention, speaks)
+    ranks = parallel.processes(place, start)
+    with chosen, float32_products(bool(tf32)), ranks as (given["rank"], given["num_processes"]), _data(given) as settings:
+        options = {"attention": attention, "fused_loss": fused_loss, "recompute": recompute, "dropout": dropout}
+        model = model or _default_model(settings, "train_data" in given, speaks)
+        made = make_model(model, settings.seq_len, place, dtype, seed, **options)
         settings = replace(settings, peak_flops=environment.peak_flops(made.wte.device, made.wte.dtype, bool(tf32)))
-        speaks = settings.rank == 0
         trainer = Trainer(made, settings, tokenizer_for(made.config.vocab_size, tokenizer), say if speaks else lambda line: None)
         if speaks:
             _describe(trainer, bool(tf32))
@@ -172,12 +201,70 @@ def train(
         say(f"drawn to {plot}")
 
 
-def _default_model(settings: Settings, has_data: bool) -> str:
-    """The newest checkpoint to resume, if there is one; "small" for the built-in text, else d12."""
+def _start(
+    method: str, count: int | None, rank: int | None, per_node: int | None, ip: str | None, folder: Path | None
+) -> parallel.Start | None:
+    """What -pi tcp and fs say; None for mpi, whose place torchrun takes."""
+    expect(method in ("mpi", "tcp", "fs"), "-pi mpi, tcp or fs", repr(method))
+    expect(method != "tcp" or ip, "-ps, the address of process 0, for -pi tcp", ip)
+    if method == "mpi":
+        return None
+    where = f"tcp://{ip}:12345" if method == "tcp" else f"file://{os.path.abspath(folder or '/tmp')}/cukern_gpt2_processes"
+    return parallel.Start(where, rank or 0, 1 if count is None else count, (rank or 0) % (per_node or 8))
+
+
+def _say_idle(flags: dict[str, object], method: str) -> None:
+    """A line for each flag about processes that was given and has no effect with this -pi."""
+    used = {"tcp": ("-pn", "-pr", "-pg", "-ps"), "fs": ("-pn", "-pr", "-pg", "-pf"), "mpi": ()}[method]
+    rank, count = parallel.started()
+    known = {"-pn": count, "-pr": rank} if method == "mpi" else {}  # torchrun says the same
+    for flag, value in flags.items():
+        if value is not None and flag not in used and value != known.get(flag):
+            say(f"{flag} {value} has no effect with -pi {method}{': torchrun starts the processes' if method == 'mpi' else ''}")
+
+
+def _say_without_effect(zero: int, gelu_fusion: int, log_gpu_every: int) -> None:
+    """A line for each other flag that is accepted and has no effect."""
+    if zero > 1:
+        say("| Disabling Zero Optimization, Zero Stage2 and Stage3 are not yet supported  |")
+    if gelu_fusion > 0:
+        say(f"-ge {gelu_fusion} has no effect: gelu is not fused into the product")
+    if log_gpu_every > 0:
+        say(f"-lg {log_gpu_every} has no effect: nvidia-smi dmon shows the state of a GPU")
+
+
+def kernels(
+    place: str, forward: str | None, backward: str | None, matmul: str | None, attention: str | None = None, speaks: bool = True
+) -> contextlib.AbstractContextManager:
+    """`use_kernels`, after a line about those flags and variables that have no effect."""
+    given = {"softmax forward": forward, "softmax backward": backward, "matmul forward": matmul}
+    idle = [name for name, value in given.items() if value or os.environ.get(f"{name.replace(' ', '_').upper()}_KERNEL")]
+    why = "torch computes on a CPU without the simulator (CUKERN_BACKEND=sim)"
+    if place != "cpu" or simulating():
+        idle = [name for name in idle if name != "matmul forward" and attention not in (None, "v1")]
+        why = f"--attention {attention} comes first"
+    if idle and speaks:
+        say(f"no effect of the choice of {', '.join(idle)}: {why}")
+    return use_kernels(forward, backward, matmul)
+
+
+def _default_model(settings: Settings, has_data: bool, speaks: bool) -> str:
+    """The model without -e, after a line that says which and why."""
+    name, why = _found_model(settings, has_data)
+    if speaks and why:
+        say(f"model: {name}, {why}")
+    return name
+
+
+def _found_model(settings: Settings, has_data: bool) -> tuple[str, str]:
     newest = checkpoint.latest_step(settings.out) if settings.resume and settings.out else None
     if newest is not None and settings.out:
-        return str(checkpoint.paths(settings.out, newest)[0])
-    return "d12" if has_data else SMALL
+        return str(checkpoint.paths(settings.out, newest)[0]), "the newest checkpoint"
+    if not has_data:
+        return SMALL, ""
+    if os.path.exists(MODEL_BF16):
+        return MODEL_BF16, "which is in this folder"
+    return "d12", f"random weights, because {MODEL_BF16} is not in this folder"
 
 
 @contextlib.contextmanager
@@ -203,7 +290,7 @@ def _describe(trainer: Trainer, tf32: bool) -> None:
     """What llm.c prints before the first step."""
     s, c, loader = trainer.settings, trainer.model.config, trainer.train_data
     place = torch.cuda.get_device_name() if trainer.model.wte.is_cuda else f"CPU, {torch.get_num_threads()} threads"
-    kind = "bfloat16" if trainer.model.wte.dtype == torch.bfloat16 else "TF32" if tf32 else "float32"
+    kind = "bfloat16" if trainer.model.wte.dtype == torch.bfloat16 else "TF32" if tf32 and trainer.model.wte.is_cuda else "float32"
     rate = "unknown: MFU is not shown" if s.peak_flops is None else f"{s.peak_flops / 1e12:.1f}"
     say(f"train data: {loader.num_tokens} tokens in {len(loader.paths)} shards, {trainer.total} steps")
     say(f"val data: {trainer.val_data.num_tokens} tokens, {trainer.val_batches} batches")

@@ -1,11 +1,11 @@
-"""GPT-2's weights, optimizer state and debug state in llm.c's files, byte for byte, and Hugging Face's weights through safetensors.
+"""GPT-2's weights, optimizer state and debug state in llm.c's files, byte for byte.
 
 Parameters, gradients and moments are dicts from llm.c's names to tensors stacked over the layers, in the order of PARAMETERS. Matrices are
 (out, in), as in torch.nn.Linear; qkvw and qkvb hold all rows of q, then k, then v; the head is wte. Readers check a file before they use
 it and raise ValueError with the expected and the found value. Writers replace a file in one step.
 """
 
-import json
+import dataclasses
 import math
 import re
 import struct
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from cukern.gpt2.data import LoaderState, Mt19937
-from cukern.gpt2.files import HEADER_BYTES, PathLike, check_size, expect, optional, read, read_tensor, replace, write_header, write_tensors
+from cukern.gpt2.files import HEADER_BYTES, PathLike, check_size, expect, read, read_tensor, replace, write_header, write_tensors
 from cukern.gpt2.parallel import barrier
 
 MODEL, DEBUG, STATE = 20240326, 20240327, 20240527  # magic numbers
@@ -67,13 +67,12 @@ class Config:
 
     def shapes_of(self, processes: int = 1) -> dict[str, tuple[int, ...]]:
         """Name and shape of each parameter, in the order of the files. With several processes, of one's part: llm.c's -z 1 divides each
-        layer's tensors along their first dimension."""
+        layer's tensors along their first dimension. Where that leaves a rest, which llm.c refuses, the last parts are padded with zeros."""
         C, shapes = self.channels, {}
         sizes = {"V": self.padded_vocab_size, "T": self.max_seq_len, "L": self.num_layers, "C": C, "3C": 3 * C, "4C": 4 * C}
         for name, (text, _) in PARAMETERS.items():
             shape, i = [sizes[size] for size in text.split()], int(text.startswith("L"))
-            expect(shape[i] % processes == 0, f"a {name} that {processes} processes can divide", tuple(shape))
-            shape[i] //= processes
+            shape[i] = -(-shape[i] // processes)
             shapes[name] = tuple(shape)
         return shapes
 
@@ -87,7 +86,7 @@ class Config:
             expect(found.get(name) == expected.get(name), f"{what}{name} of shape {expected.get(name)}", found.get(name))
 
 
-def _check(config: Config, tensors: Parameters, what: str, dtypes: tuple[torch.dtype, ...], parts: int = 1) -> list[Tensor]:
+def checked(config: Config, tensors: Parameters, what: str, dtypes: tuple[torch.dtype, ...], parts: int = 1) -> list[Tensor]:
     """The tensors in the order of the files. They must have one of the dtypes, and the names and shapes of `config`, or of one of `parts`;
     a whole wte must be 0 in the padding. Raises TypeError and ValueError."""
     config.check(tensors, f"{what} ", parts)
@@ -105,8 +104,8 @@ def _read_parameters(file: BinaryIO, config: Config, dtype: torch.dtype, parts: 
 
 def write_model(path: PathLike, config: Config, parameters: Parameters) -> None:
     """Write weights: all float32 (version 3) or all bfloat16 (version 5). The rows of wte beyond the vocabulary must be 0."""
-    tensors = _check(config, parameters, "parameter", tuple(DTYPES.values()))
-    with replace(path) as file:
+    tensors = checked(config, parameters, "parameter", tuple(DTYPES.values()))
+    with replace(path, HEADER_BYTES + sum(x.nbytes for x in tensors)) as file:
         write_header(file, MODEL, next(version for version in DTYPES if DTYPES[version] == tensors[0].dtype), *config.sizes)
         write_tensors(file, *tensors)
 
@@ -133,7 +132,7 @@ class DebugState:
 
 
 def write_debug_state(path: PathLike, config: Config, state: DebugState) -> None:
-    gradients = _check(config, state.gradients, "gradient", (torch.float32,))
+    gradients = checked(config, state.gradients, "gradient", (torch.float32,))
     y, logits = tuple(state.x.shape), (*state.x.shape, config.vocab_size)
     expect(state.logits.dtype == torch.float32, "logits of torch.float32", state.logits.dtype, error=TypeError)
     shapes = tuple(state.y.shape), tuple(state.logits.shape)
@@ -180,17 +179,16 @@ _STATE_HEADER = struct.Struct("<6i16xi36x2Q24x2Q")
 
 def write_state(path: PathLike, config: Config, state: State) -> None:
     arrays, loader = {"m": state.m, "v": state.v} | ({"master": state.master} if state.master else {}), state.loader
-    tensors = [tensor for name, array in arrays.items() for tensor in _check(config, array, name, (torch.float32,), state.parts)]
+    tensors = [tensor for name, array in arrays.items() for tensor in checked(config, array, name, (torch.float32,), state.parts)]
     integers = (STATE, 1, state.num_processes, state.rank, len(arrays) == 3, loader.shuffle is not None, state.step)
     header = _STATE_HEADER.pack(*integers, state.rng_state, state.rng_state_last_update, loader.shard, loader.sample)
-    with replace(path) as file:
+    *orders, rng = loader.shuffle or (b"",)
+    with replace(path, HEADER_BYTES + sum(x.nbytes for x in tensors) + sum(8 + 4 * len(x) for x in orders) + len(rng)) as file:
         file.write(header.ljust(HEADER_BYTES, b"\0"))
         write_tensors(file, *tensors)
-        if loader.shuffle:
-            *orders, rng = loader.shuffle
-            for order in orders:
-                file.write(struct.pack("<Q", len(order)) + order.astype("<i4").tobytes())
-            file.write(rng)
+        for order in orders:
+            file.write(struct.pack("<Q", len(order)) + order.astype("<i4").tobytes())
+        file.write(rng)
 
 
 def read_state(path: PathLike, config: Config, *, rank: int = 0, num_processes: int = 1, parts: int = 1) -> State:
@@ -201,10 +199,54 @@ def read_state(path: PathLike, config: Config, *, rank: int = 0, num_processes: 
         expect((found, processes) == (rank, num_processes), f"rank {rank} of {num_processes} processes", f"rank {found} of {processes}")
         count = 3 if has_master else 2
         if not shuffles:
-            check_size(file, HEADER_BYTES + 4 * count * (config.num_parameters // parts), f"{count} arrays of {config}")
+            check_size(file, HEADER_BYTES + 4 * count * _elements(config, parts), f"{count} arrays of {config}")
         m, v, *master = (_read_parameters(file, config, torch.float32, parts) for _ in range(count))
         loader = LoaderState(shard, sample, _read_shuffle(file) if shuffles else None)
         return State(step, m, v, loader, master[0] if master else None, rng, last_rng, rank, num_processes, parts)
+
+
+def _elements(config: Config, parts: int) -> int:
+    return sum(map(math.prod, config.shapes_of(parts).values()))
+
+
+def _processes_of(path: PathLike, config: Config) -> tuple[int, int]:
+    """The number of processes that wrote a state, and of the parts into which they divided it: 1, or as many. The file's size tells."""
+    with read(path, STATE, (1,), "an optimizer state") as (file, header):
+        processes, _, has_master, shuffles = header[2:6]
+        expect(processes > 0, "at least 1 process", processes)
+        size = file.seek(0, 2)
+        for parts in (processes, 1):
+            end = HEADER_BYTES + 4 * (3 if has_master else 2) * _elements(config, parts)
+            for _ in range(2 if shuffles else 0):  # the orders of shards and samples
+                file.seek(min(end, size))
+                end += 8 + 4 * int.from_bytes(file.read(8), "little")
+            if size == end + (Mt19937.STRUCT.itemsize if shuffles else 0):
+                return processes, parts
+        return processes, 1  # read_state says what is wrong
+
+
+def read_any_state(folder: PathLike, step: int, config: Config, rank: int, num_processes: int, parts: int) -> State:
+    """The state of a rank, written by any number of processes. If they or their parts were others, m, v and master are whole (parts = 1).
+    If the number of processes was another, `num_processes` is theirs, and the loader's state is that of their first one."""
+    written, theirs = _processes_of(paths(folder, step)[1], config)
+    own = rank if written == num_processes else 0
+
+    def state_of(one: int) -> State:
+        return read_state(paths(folder, step, one)[1], config, rank=one, num_processes=written, parts=theirs)
+
+    if theirs == 1 or (written, theirs) == (num_processes, parts):
+        return state_of(own)
+    states = [state_of(one) for one in range(written)]
+    expect(len({state.step for state in states}) == 1, "states of one step", [state.step for state in states], folder)
+
+    def joined(arrays: list[Parameters]) -> dict[str, Tensor]:
+        dims = {name: int(PARAMETERS[name][0].startswith("L")) for name in PARAMETERS}
+        whole = {name: torch.cat([part[name] for part in arrays], dim) for name, dim in dims.items()}
+        return {name: x.narrow(dims[name], 0, config.shapes[name][dims[name]]) for name, x in whole.items()}
+
+    master = joined([state.master for state in states if state.master]) if states[0].master else None
+    m, v = joined([state.m for state in states]), joined([state.v for state in states])
+    return dataclasses.replace(states[own], m=m, v=v, master=master, parts=1)
 
 
 def _read_shuffle(file: BinaryIO) -> tuple[np.ndarray, np.ndarray, bytes]:
@@ -247,62 +289,17 @@ def latest_step(folder: PathLike) -> int | None:
     return max((int(match[1]) for match in found if match), default=None)
 
 
+def prune(folder: PathLike, newest: int, major_every: int = 0) -> None:
+    """Delete the checkpoints up to step `newest`, complete or not, except those at multiples of `major_every` that are complete. What a
+    kill has left of a deletion goes too."""
+    found = (re.fullmatch(r"(?:model|state|DONE)_(\d{8,})(?:_\d{5}\.bin|\.bin)?", path.name) for path in Path(folder).iterdir())
+    for step in sorted({int(match[1]) for match in found if match and 0 < int(match[1]) <= newest}):
+        if not (major_every and step % major_every == 0 and paths(folder, step)[2].exists()):
+            delete(folder, step)
+
+
 def delete(folder: PathLike, step: int) -> None:
     """Delete a checkpoint of any number of processes, the mark of completeness first."""
     model, _, done = paths(folder, step)
     for path in (done, *Path(folder).glob(f"state_{step:08}_*.bin"), model):
         path.unlink(missing_ok=True)
-
-
-# ---- Hugging Face: a folder with model.safetensors and config.json
-
-HF_SIZES = {"n_positions": "max_seq_len", "vocab_size": "vocab_size", "n_layer": "num_layers", "n_head": "num_heads", "n_embd": "channels"}
-HF_FIXED = {"activation_function": "gelu_new", "layer_norm_epsilon": 1e-5}  # what else changes the result
-HF_FIXED |= {"scale_attn_by_inverse_layer_idx": False, "scale_attn_weights": True, "tie_word_embeddings": True}
-
-
-def _hf_views(config: Config, parameters: Parameters) -> dict[str, Tensor]:
-    """Views of parameters with Hugging Face's names and shapes: one per layer, without padding; weights of Conv1D are (in, out)."""
-    views: dict[str, Tensor] = {}
-    for name, (_, hf_name) in PARAMETERS.items():
-        tensor = parameters[name][: config.vocab_size] if name == "wte" else parameters[name]
-        tensor = tensor.mT if tensor.ndim == 3 else tensor
-        views |= {hf_name.format(i): layer for i, layer in enumerate(tensor if "{}" in hf_name else [tensor])}
-    return views
-
-
-def write_hugging_face(folder: PathLike, config: Config, parameters: Parameters) -> None:
-    """Write model.safetensors and config.json, which transformers.GPT2LMHeadModel.from_pretrained reads."""
-    library = optional("safetensors", "safetensors.torch", "Hugging Face's weights need")
-    dtype = _check(config, parameters, "parameter", tuple(DTYPES.values()))[0].dtype
-    tensors = {f"transformer.{name}": view.detach().cpu().contiguous() for name, view in _hf_views(config, parameters).items()}
-    entries = HF_FIXED | {theirs: getattr(config, ours) for theirs, ours in HF_SIZES.items()}
-    names = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "torch_dtype": str(dtype).removeprefix("torch.")}
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    with replace(Path(folder, "model.safetensors")) as file:
-        file.write(library.save(tensors, metadata={"format": "pt"}))
-    with replace(Path(folder, "config.json")) as file:
-        file.write(json.dumps(names | entries, indent=2).encode())
-
-
-def read_hugging_face(folder: PathLike) -> tuple[Config, dict[str, Tensor]]:
-    """Read a GPT-2 of any size in its own dtype, e.g. a clone of huggingface.co/openai-community/gpt2. wte is padded with zeros."""
-    library = optional("safetensors", "safetensors.torch", "Hugging Face's weights need")
-    entries = json.loads((path := Path(folder, "config.json")).read_text())
-    for key, value in HF_FIXED.items():
-        expect(entries.get(key, value) == value, f"{key} = {value!r}", repr(entries.get(key)), path)
-    expect(entries.keys() >= HF_SIZES.keys(), f"entries {', '.join(HF_SIZES)}", ", ".join(entries), path)
-    config = Config(**{ours: entries[theirs] for theirs, ours in HF_SIZES.items()})
-    path = Path(folder, "model.safetensors")
-    masks = ".attn.bias", ".attn.masked_bias"  # the causal masks
-    tensors = {name.removeprefix("transformer."): x for name, x in library.load_file(path).items() if not name.endswith(masks)}
-    head = tensors.pop("lm_head.weight", None)
-    dtype = tensors["wte.weight"].dtype if "wte.weight" in tensors else torch.float32
-    parameters = {name: torch.zeros(shape, dtype=dtype, device="cpu") for name, shape in config.shapes.items()}
-    views = _hf_views(config, parameters)
-    for name in {**views, **tensors}:
-        expected, found = ((tuple(x[name].shape), x[name].dtype) if name in x else None for x in (views, tensors))
-        expect(expected == found, f"{name}: {expected}", found, path)
-        views[name].copy_(tensors[name])
-    expect(head is None or torch.equal(head, views["wte.weight"]), "lm_head.weight equal to wte.weight", "other values", path)
-    return config, parameters

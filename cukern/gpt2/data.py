@@ -1,8 +1,13 @@
 """From text to tokens to batches: llm.c's tokenizer file and token shards, and its data loader, with the same batches in the same order."""
 
+import functools
 import glob
+import itertools
 import os
-from collections.abc import Iterable
+import re
+import sys
+import unicodedata
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,6 +40,33 @@ class Tokenizer:
         for token in tokens:
             expect(0 <= token < len(self.tokens), f"a token from 0 to {len(self.tokens) - 1}", token)
         return b"".join(self.tokens[token] for token in tokens).decode(errors="replace")
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a text, by GPT-2's byte pair encoding (Sennrich et al., arXiv 1508.07909): of the neighbours in a word that join
+        to a token, those with the first token are joined first. The file has no merges: its tokens are in their order. EOT is not made.
+        Raises ValueError for a byte without a token."""
+        ranks = {token: i for i, token in enumerate(self.tokens) if i != self.eot}
+        return [token for word in _words().findall(text) for token in _pairs(word.encode(), ranks)]
+
+
+@functools.cache
+def _words() -> re.Pattern[str]:
+    """GPT-2's words: an English ending, letters, digits or signs after at most one blank, blanks. re has no classes of letters (L) and
+    numbers (N): \\w without \\d has letters and those numbers that are not decimal (Nl, No)."""
+    others = "".join(chr(i) for i in range(sys.maxunicode + 1) if unicodedata.category(chr(i)) in ("Nl", "No"))
+    return re.compile(rf"'(?:[sdmt]|ll|ve|re)| ?[^\W\d_{others}]+| ?[\d{others}]+| ?(?:[^\s\w]|_)+|\s+(?!\S)|\s+")
+
+
+def _pairs(word: bytes, ranks: Mapping[bytes, int]) -> list[int]:
+    parts = [word[i : i + 1] for i in range(len(word))]
+    while len(parts) > 1:
+        rank, i = min((ranks.get(a + b, len(ranks) + 1), i) for i, (a, b) in enumerate(itertools.pairwise(parts)))
+        if rank > len(ranks):
+            break
+        parts[i : i + 2] = [parts[i] + parts[i + 1]]
+    for part in parts:
+        expect(part in ranks, "a token for each byte", f"none for {part!r}")
+    return [ranks[part] for part in parts]
 
 
 def byte_tokenizer() -> Tokenizer:
@@ -109,12 +141,13 @@ def tokenize(texts: Iterable[str], encoding: str) -> tuple[np.ndarray, Tokenizer
 def write_shards(folder: PathLike, name: str, tokens: np.ndarray, *, val_first: int | None = None, shard_tokens: int = 10**8) -> list[Path]:
     """Write NAME_val_000000.bin and NAME_train_000001.bin, NAME_train_000002.bin, ... and return their paths, validation first.
     The last 10 % of the tokens are for validation; with `val_first` the first `val_first` tokens, as in llm.c's tiny_shakespeare (32768).
-    A training shard has `shard_tokens` tokens, the last one the remainder."""
+    A training shard has `shard_tokens` tokens; the remainder joins the last one, unless that could exceed MAX_TOKENS."""
     expect(val_first is None or 0 < val_first < len(tokens), f"val_first from 1 to {len(tokens) - 1}", val_first)
     expect(len(tokens) >= 10 or val_first, "at least 10 tokens", len(tokens))
     expect(shard_tokens > 0, "at least 1 token in a shard", f"{shard_tokens=}")
     train, val = np.split(tokens, [len(tokens) - len(tokens) // 10]) if val_first is None else (tokens[val_first:], tokens[:val_first])
-    parts = [val, *np.split(train, range(shard_tokens, len(train), shard_tokens))]
+    least = shard_tokens if 2 * shard_tokens <= MAX_TOKENS else 1  # of the last shard
+    parts = [val, *np.split(train, range(shard_tokens, len(train) - least + 1, shard_tokens))]
     paths = [Path(folder, f"{name}_{'train' if i else 'val'}_{i:06}.bin") for i in range(len(parts))]
     others = set(Path(folder).glob(f"{glob.escape(name)}_train_*.bin")) - set(paths)
     expect(not others, f"no shards in the folder that would stay, beside the {len(parts)} new ones", ", ".join(map(str, sorted(others))))
@@ -223,11 +256,7 @@ class DataLoader:
 
     def next_batch(self) -> tuple[Tensor, Tensor]:
         """x and y, int64 CPU tensors of shape (B, T). A new shard or epoch begins with the call after the last sample."""
-        if self._sample >= self.num_samples:
-            if self._shard == len(self.paths) - 1:
-                self.reset()
-            else:
-                self._start_shard(self._shard + 1)
+        self._start_next_shard()
         count = self.B * self.T
         start = (int(self._sample_order[self._sample]) * self.num_processes + self.rank) * count
         path = self.paths[self._shard_order[self._shard]]
@@ -237,6 +266,22 @@ class DataLoader:
         expect(top < self.vocab_size, f"tokens below the vocabulary size {self.vocab_size}", f"{top} at token {where}", path)
         self._sample += 1
         return tokens[:-1].view(self.B, self.T), tokens[1:].view(self.B, self.T)
+
+    def _start_next_shard(self) -> None:
+        """After the last sample of a shard, go to the next one; after the last shard start an epoch."""
+        if self._sample >= self.num_samples:
+            if self._shard == len(self.paths) - 1:
+                self.reset()
+            else:
+                self._start_shard(self._shard + 1)
+
+    def skip(self, batches: int) -> None:
+        """Go to where `batches` calls of next_batch lead, without reading."""
+        while batches:
+            self._start_next_shard()
+            some = min(batches, self.num_samples - self._sample)
+            self._sample += some
+            batches -= some
 
     def state(self) -> LoaderState:
         shuffle = (self._shard_order.copy(), self._sample_order.copy(), self._rng.to_bytes()) if self.shuffle else None

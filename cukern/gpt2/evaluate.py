@@ -1,7 +1,9 @@
 """What a model has learned: its validation loss, its accuracy on llm.c's HellaSwag file, and its text."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,10 +23,13 @@ START, CHOICES = 65535, 4  # the first word of an example, and its number of com
 @torch.no_grad()
 def validation_loss(model: GPT2, loader: DataLoader, num_batches: int | None = None) -> float:
     """The mean loss of the first batches of the loader. None: num_tokens // (num_processes * B * T) batches, as in llm.c.
-    After its last batch the loader starts again, as in llm.c: 20 batches of a file with 7 count its batches two or three times."""
-    expect(num_batches is None or num_batches > 0, "at least 1 batch", num_batches)
+    After its last batch the loader starts again, as in llm.c: 20 batches of a file with 7 count its batches two or three times. Of 0
+    batches it is NaN."""
+    expect(num_batches is None or num_batches >= 0, "at least 0 batches", num_batches)
     loader.reset()
-    count = num_batches or loader.num_tokens // (loader.num_processes * loader.B * loader.T)
+    count = loader.num_tokens // (loader.num_processes * loader.B * loader.T) if num_batches is None else num_batches
+    if count == 0:
+        return math.nan
     losses = [model(*(part.to(model.wte.device) for part in loader.next_batch())) for _ in range(count)]
     return torch.stack(losses).double().mean().item()
 
@@ -105,12 +110,13 @@ class Xorshift:
         return ((self.state * 0x2545F4914F6CDD1D) % 2**64 >> 40) / 2**24
 
 
-def draw(logits: Tensor, coin: float, *, temperature: float = 1.0) -> int:
+def draw(logits: Tensor, coin: float, *, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> int:
     """The token of softmax(logits) at which the running sum of the probabilities exceeds `coin`, as llm.c computes it.
 
     Args:
         logits: (vocabulary,), without the padding. coin: a random number, at least 0 and less than 1.
         temperature: divides the logits; 0 takes the largest. llm.c has none.
+        top_k: draw among the k largest; 0: among all. top_p: draw among the fewest whose probabilities add up to at least top_p.
 
     The exponentials, without subtraction of the maximum, and their running sum are float32, and their sum is float64. Logits above 88
     overflow, and the last token is drawn. Raises ValueError for NaN logits, another shape, and numbers outside their range.
@@ -118,43 +124,59 @@ def draw(logits: Tensor, coin: float, *, temperature: float = 1.0) -> int:
     expect(logits.ndim == 1 and len(logits) > 0, "logits of shape (vocabulary,)", tuple(logits.shape))
     expect(0 <= coin < 1, "a coin in [0, 1)", coin)
     expect(0 <= temperature < float("inf"), "a finite temperature of at least 0", temperature)
+    expect(top_k >= 0, "top_k of at least 0", top_k)
+    expect(0 < top_p <= 1, "top_p above 0 and at most 1", top_p)
     logits = logits.float().cpu()
     expect(not logits.isnan().any(), "logits that are not NaN", "NaN")
     if temperature == 0:
         return int(logits.argmax())
+    keep: Tensor | None = None  # of the logits in descending order
+    if 0 < top_k < len(logits) or top_p < 1:
+        largest, order = logits.sort(descending=True, stable=True)
+        before = (largest / temperature).softmax(0).cumsum(0).roll(1)  # the sum of the probabilities of those before
+        before[0] = 0
+        keep = (before < top_p) & (torch.arange(len(logits), dtype=torch.int64, device="cpu") < (top_k or len(logits)))
+        logits = logits.masked_fill(torch.ones_like(keep).scatter(0, order[keep], False), -math.inf)
     with np.errstate(over="ignore", invalid="ignore"):
         exponentials = np.exp((logits / temperature).numpy().astype(np.float64)).astype(np.float32)  # as expf of the C library
         cdf = np.cumsum(exponentials)  # one after the other, as a loop adds
         above = np.float32(coin * np.cumsum(exponentials, dtype=np.float64)[-1]) < cdf
-    return int(above.argmax()) if above.any() else len(cdf) - 1
+    if above.any():
+        return int(above.argmax())
+    return len(cdf) - 1 if keep is None else int(order[keep][-1])
 
 
 @torch.no_grad()
 def generate(
-    model: GPT2, tokenizer: Tokenizer, length: int, rng: Xorshift | None = None, *, prompt: Sequence[int] = (), temperature: float = 1.0
+    model: GPT2, tokenizer: Tokenizer, length: int, rng: Xorshift | None = None, *, prompt: Sequence[int] = (), **options: Any
 ) -> Iterator[int]:
     """Yield the tokens that follow a prompt, each as soon as it is drawn: `for token in generate(model, tokenizer, 64): ...`
 
     Args:
-        length: the tokens of prompt and text together, as llm.c's -g: at most max_seq_len.
+        length: the tokens of prompt and text together, as llm.c's -g. After max_seq_len tokens the text goes on from its last half of
+            max_seq_len; llm.c has no such texts.
         rng: None: from 1337 on, as llm.c's bfloat16 program at each call; its float32 program goes on with one Xorshift.
-        prompt: tokens; without any, the tokenizer's EOT. temperature: as in `draw`.
+        prompt: at most max_seq_len tokens; without any, the tokenizer's EOT. options: of `draw`.
 
     Only new tokens are computed, one row of them; so logits differ from llm.c's by rounding. Raises ValueError for a bad length or prompt.
     """
     rng, new, cache = rng or Xorshift(), list(prompt) or [tokenizer.eot], model.make_cache(1)
-    least, most = len(new), model.config.max_seq_len
-    expect(least <= length <= most, f"a length from the prompt's {least} tokens to max_seq_len = {most}", length)
-    for _ in range(length - least):
+    tokens, most = list(new), model.config.max_seq_len
+    expect(len(new) <= most, f"a prompt of at most max_seq_len = {most} tokens", len(new))
+    expect(len(new) <= length, f"a length of at least the prompt's {len(new)} tokens", length)
+    for _ in range(length - len(new)):
+        if cache.length == most:
+            new, cache = tokens[-max(1, most // 2) :], model.make_cache(1)
         logits = model(torch.tensor([new], dtype=torch.int64, device=model.wte.device), cache=cache)[0, -1, : model.config.vocab_size]
-        new = [draw(logits, rng.uniform(), temperature=temperature)]
+        new = [draw(logits, rng.uniform(), **options)]
+        tokens += new
         yield new[0]
 
 
-def sample_text(model: GPT2, tokenizer: Tokenizer, count: int, temperature: float = 1.0, prompt: Sequence[int] = ()) -> str:
-    """Text from llm.c's sampler with its first seed. `count` includes the prompt, or the EOT that replaces it. A count above max_seq_len
-    gives several texts."""
-    rng, most = Xorshift(), model.config.max_seq_len
-    lengths = [max(len(prompt), min(most, count - start)) for start in range(0, count, most)]
-    texts = ([*prompt, *generate(model, tokenizer, n, rng, prompt=prompt, temperature=temperature)] for n in lengths)
-    return "\n".join(map(tokenizer.decode, texts))
+def sample_text(
+    model: GPT2, tokenizer: Tokenizer, count: int, rng: Xorshift | None = None, *, prompt: Sequence[int] = (), **options: Any
+) -> str:
+    """The text of `generate`, with its prompt. If it is longer than max_seq_len, it ends with its last whole word."""
+    length = max(len(prompt), count)
+    text = tokenizer.decode([*prompt, *generate(model, tokenizer, length, rng, prompt=prompt, **options)])
+    return text.rpartition(" ")[0] or text if length > model.config.max_seq_len else text

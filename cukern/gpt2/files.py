@@ -1,9 +1,11 @@
 """What llm.c's binary files have in common: a header of 256 int32, an exact size, little-endian arrays. A file is replaced in one step."""
 
 import contextlib
+import errno
 import importlib
 import math
 import os
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -31,9 +33,10 @@ def expect(true: object, expected: object, found: object, path: object = None, e
 
 
 @contextlib.contextmanager
-def replace(path: PathLike) -> Iterator[BinaryIO]:
+def replace(path: PathLike, nbytes: int | None = None) -> Iterator[BinaryIO]:
     """Open PATH.tmp for writing. At the end of the block it is flushed to disk and renamed to `path` in one step.
-    On an error, a full disk or a kill, `path` keeps its old content. A kill leaves PATH.tmp; the next write to `path` overwrites it."""
+    On an error, a full disk or a kill, `path` keeps its old content. A kill leaves PATH.tmp; the next write to `path` overwrites it.
+    `nbytes`: the size of the file, for the message about a full disk."""
     temporary = f"{os.fspath(path)}.tmp"
     try:
         with open(temporary, "wb") as file:
@@ -47,10 +50,21 @@ def replace(path: PathLike) -> Iterator[BinaryIO]:
                 os.fsync(folder)  # before another file can depend on the new name
             finally:
                 os.close(folder)
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(OSError):
             os.remove(temporary)
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            raise full_disk(path, nbytes) from None
         raise
+
+
+def full_disk(path: PathLike, nbytes: int | None = None) -> OSError:
+    """The error of a full disk: the file, the bytes that it needs, if they are known, and those that are free."""
+    free = shutil.disk_usage(os.path.dirname(os.path.abspath(path))).free
+    needs = "" if nbytes is None else f"needs {nbytes} bytes, "
+    error = OSError(f"{os.fspath(path)}: No space left on device: {needs}{free} bytes are free")
+    error.errno = errno.ENOSPC
+    return error
 
 
 def write_header(file: BinaryIO, *slots: int) -> None:

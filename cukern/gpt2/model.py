@@ -59,6 +59,8 @@ class GPT2(torch.nn.Module):
             bfloat16, for at least 8192 tokens: a fifth to a quarter less memory, 2 % less to 2 % more time (docs/notes/gpt2.md).
         recompute: llm.c's -r. 1: the backward computes the results of gelu again instead of keeping them, 4 of the 16 tensors (B, T, C)
             that a layer keeps; 2: those of layernorm too, 2 more. The bits are the same. No effect inside torch.compile, which decides.
+        dropout: the probability with which an element of the embedding and of each branch becomes 0, where autograd records; the others
+            are divided by 1 - dropout. The probabilities of the attention are kept: the fused kernels have no dropout.
         device, dtype: of the parameters; float32, bfloat16 or float16.
     The versions of the other ops are those of `cukern.use`. Raises ValueError for an unknown choice.
     """
@@ -69,7 +71,7 @@ class GPT2(torch.nn.Module):
 
     def __init__(
         self, config: Config, *, attention: str | None = None, matmul: str | None = None, fused_loss: bool | None = None,
-        recompute: int = 0, device: Any = None, dtype: Any = None,
+        recompute: int = 0, dropout: float = 0.0, device: Any = None, dtype: Any = None,
     ) -> None:  # fmt: skip
         super().__init__()
         expect(isinstance(config, Config), "a Config", type(config).__name__, error=TypeError)
@@ -77,7 +79,9 @@ class GPT2(torch.nn.Module):
         expect(matmul is None or matmul in MATMULS, f"matmul {', '.join(MATMULS)} or None", repr(matmul))
         expect(fused_loss in (None, False, True), "fused_loss True, False or None", repr(fused_loss))
         expect(recompute in (0, 1, 2), "recompute 0, 1 or 2", recompute)
+        expect(0 <= dropout <= 1, "dropout from 0 to 1", dropout)
         self.config, self.attention, self.matmul, self.fused_loss, self.recompute = config, attention, matmul, fused_loss, recompute
+        self.dropout = dropout
         for name, shape in config.shapes.items():
             stacked = PARAMETERS[name][0].startswith("L")
             parts = [Parameter(torch.zeros(shape[stacked:], device=device, dtype=dtype)) for _ in range(shape[0] if stacked else 1)]
@@ -102,7 +106,7 @@ class GPT2(torch.nn.Module):
         elif tokens.numel() and not torch.compiler.is_compiling():
             low, high = tokens.min().item(), tokens.max().item()
             expect(low >= 0 and high < c.vocab_size, f"tokens from 0 to {c.vocab_size - 1}", low if low < 0 else high)
-        x = cukern.embedding(tokens, self.wte, self.wpe[start:] if start else self.wpe)
+        x = self._dropped(cukern.embedding(tokens, self.wte, self.wpe[start:] if start else self.wpe))
         norms = [*zip(self.ln1w, self.ln1b, strict=True), (self.lnfw, self.lnfb)]  # of each layer's attention, and of the head
         y = cukern.layernorm(x, *norms[0])
         for i in range(c.num_layers):
@@ -110,16 +114,19 @@ class GPT2(torch.nn.Module):
                 qkv = self._linear(y, self.qkvw[i], self.qkvb[i])
             attended = self._attend(i, qkv, cache)
             norm = self.ln2w[i], self.ln2b[i]
-            y, x = cukern.layernorm(self._linear(attended, self.attprojw[i], self.attprojb[i]), *norm, residual=x)
+            y, x = cukern.layernorm(self._dropped(self._linear(attended, self.attprojw[i], self.attprojb[i])), *norm, residual=x)
             with self._kept(y, 2, cukern.layernorm, x, *norm):
                 hidden = self._linear(y, self.fcw[i])
             y = cukern.gelu(hidden, self.fcb[i], approximate="tanh")
             with self._kept(y, 1, cukern.gelu, hidden, self.fcb[i], approximate="tanh"):
                 y = self._linear(y, self.fcprojw[i], self.fcprojb[i])
-            y, x = cukern.layernorm(y, *norms[i + 1], residual=x)
+            y, x = cukern.layernorm(self._dropped(y), *norms[i + 1], residual=x)
         if cache:
             cache.length = end
         return self._linear(y, self.wte) if targets is None else self._loss(y, targets)
+
+    def _dropped(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.dropout(x, self.dropout) if self.dropout and torch.is_grad_enabled() else x
 
     def _loss(self, y: Tensor, targets: Tensor) -> Tensor:
         tokens, vocab = targets.numel(), self.config.vocab_size

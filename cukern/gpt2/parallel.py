@@ -4,7 +4,9 @@ gives each process a part of each parameter and of the optimizer's state. If a p
 import contextlib
 import datetime
 import os
+import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,19 +15,42 @@ from torch import Tensor, distributed
 from cukern.gpt2.files import expect
 
 
+@dataclass(frozen=True)
+class Start:
+    """What torchrun says in variables. `method`: an init_method of torch.distributed, such as tcp://10.0.0.1:12345."""
+
+    method: str
+    rank: int
+    count: int
+    local_rank: int
+
+    def __post_init__(self) -> None:
+        expect(0 <= self.rank < self.count, "0 <= rank < processes", f"{self.rank} and {self.count}")
+
+
+def started(start: Start | None = None) -> tuple[int, int]:
+    """This process's rank and the number of processes that torchrun has started; 0 and 1 without torchrun."""
+    return (start.rank, start.count) if start else (int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)))
+
+
 @contextlib.contextmanager
-def processes(device: str) -> Iterator[tuple[int, int]]:
-    """Inside the block, this process's rank and the number of processes that torchrun has started; 0 and 1 without torchrun."""
-    count = int(os.environ.get("WORLD_SIZE", 1))
+def processes(device: str, start: Start | None = None) -> Iterator[tuple[int, int]]:
+    """Inside the block, the processes are connected: `started`. A process that fails there says its rank on stderr."""
+    rank, count = started(start)
     if count == 1:
         yield 0, 1
         return
     if device == "cuda":
-        local, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+        local, gpus = start.local_rank if start else int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
         expect(local < gpus, f"at most one process for each of the {gpus} GPUs", f"local rank {local}")
         torch.cuda.set_device(local)
-    distributed.init_process_group("nccl" if device == "cuda" else "gloo", timeout=datetime.timedelta(minutes=5))
-    yield distributed.get_rank(), count
+    where: dict[str, Any] = {"init_method": start.method, "rank": rank, "world_size": count} if start else {}
+    distributed.init_process_group("nccl" if device == "cuda" else "gloo", timeout=datetime.timedelta(minutes=5), **where)
+    try:
+        yield rank, count
+    except Exception as error:
+        print(f"rank {rank} of {count} ends: {error}", file=sys.stderr, flush=True)
+        raise
     distributed.destroy_process_group()  # not after an error: it could wait for processes that have ended
 
 
@@ -43,9 +68,8 @@ def wrap(model: Any, zero: int) -> Any:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    count = distributed.get_world_size()
-    model.config.shapes_of(count)  # refuses sizes that the processes cannot divide
-    return fully_shard(model, mesh=init_device_mesh(model.wte.device.type, (count,)), reshard_after_forward=False)
+    mesh = init_device_mesh(model.wte.device.type, (distributed.get_world_size(),))
+    return fully_shard(model, mesh=mesh, reshard_after_forward=False)
 
 
 def averaged(network: Any, now: bool) -> contextlib.AbstractContextManager:
@@ -69,8 +93,12 @@ def barrier() -> None:
 
 
 def local(x: Any) -> Tensor:
-    """This process's part of a DTensor; another tensor as it is."""
-    return x.to_local() if hasattr(x, "to_local") else x
+    """This process's part of a DTensor, padded with zeros to the size of the first process's part; another tensor as it is."""
+    if not hasattr(x, "to_local"):
+        return x
+    part = x.to_local()
+    missing = -(-x.shape[0] // x.device_mesh.size()) - len(part)
+    return torch.cat([part, part.new_zeros(missing, *x.shape[1:])]) if missing else part
 
 
 def full(x: Any) -> Tensor:
@@ -78,11 +106,13 @@ def full(x: Any) -> Tensor:
     return x.full_tensor() if hasattr(x, "full_tensor") else x
 
 
-def like(p: Any, part: Tensor) -> Tensor:
-    """`part` in the shape of p. If p is a DTensor, so is the result, and `part` is its shard of this process."""
-    part = part.view(local(p).shape)
+def like(p: Any, x: Tensor, whole: bool = True) -> Tensor:
+    """The numbers x in the shape of p. If p is a DTensor, so is the result; without `whole`, x is what `local` gave for it."""
     if not hasattr(p, "to_local"):
-        return part
+        return x.view(p.shape)
     from torch.distributed.tensor import DTensor
 
-    return DTensor.from_local(part.to(p.device), p.device_mesh, p.placements)
+    rows, count = -(-p.shape[0] // p.device_mesh.size()), len(p.to_local())
+    start = distributed.get_rank() * rows if whole else 0
+    part = x.view(-1, *p.shape[1:])[start : start + count].to(p.device)
+    return DTensor.from_local(part, p.device_mesh, p.placements, shape=p.shape, stride=p.stride())

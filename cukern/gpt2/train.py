@@ -1,14 +1,14 @@
 """Training as llm.c's train_gpt2cu: the same batches, schedules, printed lines, main.log and checkpoints, in float32, TF32 or bfloat16."""
 
+import errno
+import json
 import math
 import re
 import time
-from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils import get_total_norm
@@ -17,21 +17,12 @@ from cukern import AdamW
 from cukern.gpt2 import checkpoint, parallel
 from cukern.gpt2.data import DataLoader, Tokenizer
 from cukern.gpt2.evaluate import hellaswag_accuracy, read_hellaswag, sample_text, validation_loss
-from cukern.gpt2.files import expect, replace
+from cukern.gpt2.files import expect, full_disk, replace
 from cukern.gpt2.model import GPT2
-from cukern.gpt2.settings import Settings, Step, learning_rate
+from cukern.gpt2.settings import Outliers, Settings, Step, learning_rate
 
-WINDOW = 128  # steps over which z-scores are computed
+UNCLIPPED = 3e38  # a norm that no finite float32 gradient of use exceeds
 RNG = 13371337  # llm.c's first state of stochastic rounding, which cukern draws from the step
-
-
-def z_score(value: float, window: deque[float]) -> float:
-    """Add a value to a window of a fixed length; its z-score among them, NaN until the window is full, 0 if all are equal."""
-    window.append(value)
-    if len(window) != window.maxlen:
-        return math.nan
-    deviation = float(np.std(window))
-    return (value - float(np.mean(window))) / deviation if deviation else 0.0
 
 
 class Trainer:
@@ -61,36 +52,48 @@ class Trainer:
         options: dict[str, Any] = {"rank": s.rank, "num_processes": s.num_processes, "vocab_size": vocabulary}
         self.train_data = DataLoader(pattern, s.batch, s.seq_len, shuffle=not s.overfit, **options)
         self.val_data = DataLoader(s.val_data, s.batch, s.seq_len, **options)
-        self.total = s.steps if s.steps > 0 else self.train_data.num_tokens // (s.tokens * s.micro_steps)
-        expect(self.total > 0, f"at least one update's {s.tokens * s.micro_steps} tokens", self.train_data.num_tokens, pattern)
-        self.val_batches = s.val_batches if s.val_batches > 0 else self.val_data.num_tokens // s.tokens
+        self.total = s.steps if s.steps >= 0 else self.train_data.num_tokens // (s.tokens * s.micro_steps)
+        expect(
+            self.total > 0 or s.steps == 0, f"at least one update's {s.tokens * s.micro_steps} tokens", self.train_data.num_tokens, pattern
+        )
+        self.val_batches = s.val_batches if s.val_batches >= 0 else self.val_data.num_tokens // s.tokens
         self.examples = read_hellaswag(s.hellaswag, vocabulary) if s.hellaswag else []
         self.graph: tuple[torch.cuda.CUDAGraph, Tensor, Tensor] | None = None  # of an update; its batches; loss and norm
         self.eager_updates = 0
         self.skips = s.skip_loss > 0 or s.skip_norm > 0
         self.parts = s.num_processes if s.zero else 1  # of the optimizer's state
         state = self._start()
+        self.resumed = state is not None
         self.network = parallel.wrap(model, s.zero)  # may replace the parameters
         of_bfloat16: dict[str, Any] = {"master_weights": s.master, "stochastic_rounding": not s.master and model.wte.is_cuda}
-        self.optimizer = AdamW(model.decay_groups(s.weight_decay), lr=s.lr, betas=s.betas, max_norm=s.max_norm, **of_bfloat16)
+        self.optimizer = AdamW(model.decay_groups(s.weight_decay), lr=s.lr, betas=s.betas, max_norm=s.max_norm or UNCLIPPED, **of_bfloat16)
         if state is not None:
             self._restore(state)
         self.position = self.train_data.state()  # of the loader before the next batches
         self.ahead: Tensor | None = None  # the next batches
-        self.windows = deque[float](maxlen=WINDOW), deque[float](maxlen=WINDOW)  # of losses and norms
+        self.outliers = Outliers(), Outliers()  # of losses and norms
 
     def save(self) -> None:
-        """Write a checkpoint, then delete the one that is too old. Each process calls this."""
-        s, model, slots = self.settings, self.model, self.optimizer.state
+        """Write a checkpoint, then delete those that are too old. Each process calls this."""
+        s, model = self.settings, self.model
         assert s.out is not None
-        m = model.by_name(lambda p: parallel.local(slots[p]["exp_avg"]).cpu())
-        v = model.by_name(lambda p: parallel.local(slots[p]["exp_avg_sq"]).cpu())
-        master = model.by_name(lambda p: parallel.local(slots[p].get("master", p.detach())).cpu()) if s.master else None
+
+        def part_of(key: str) -> dict[str, Tensor]:
+            def tensor_of(p: Tensor) -> Tensor:  # before the first update there is no state: moments are 0
+                default = p.detach().float() if key == "master" else torch.zeros_like(p, dtype=torch.float32)
+                return parallel.local(self.optimizer.state.get(p, {}).get(key, default)).cpu()
+
+            return model.by_name(tensor_of)
+
+        m, v, master = part_of("exp_avg"), part_of("exp_avg_sq"), part_of("master") if s.master else None
         state = checkpoint.State(self.step, m, v, self.position, master, RNG, RNG, s.rank, s.num_processes, self.parts)
         checkpoint.save(s.out, model.config, model.parameters_by_name(), state)
-        old = self.step - s.keep * s.checkpoint_every
-        if s.rank == 0 and s.keep and old > 0 and not (s.major_every and old % s.major_every == 0):
-            checkpoint.delete(s.out, old)
+        self._prune()
+
+    def _prune(self) -> None:
+        s = self.settings
+        if s.out is not None and s.rank == 0 and s.keep and s.checkpoint_every:
+            checkpoint.prune(s.out, self.step - s.keep * s.checkpoint_every, s.major_every)
 
     def _start(self) -> checkpoint.State | None:
         """Go to the newest checkpoint, if there is one: model and loader get their state. Lines of main.log from its step on are removed,
@@ -98,26 +101,38 @@ class Trainer:
         s, model = self.settings, self.model
         if s.out is None:
             return None
-        log, newest = Path(s.out, "main.log"), checkpoint.latest_step(s.out)
+        newest = checkpoint.latest_step(s.out)
         expect(s.resume or newest is None, "a folder without checkpoints, or resume", f"a checkpoint of step {newest}", s.out)
         state = None
         if newest is not None:
-            weights, path, _ = checkpoint.paths(s.out, newest, s.rank)
+            weights, path, _ = checkpoint.paths(s.out, newest)
             config, parameters = checkpoint.read_model(weights, model.config)
             expect(parameters["wte"].dtype == model.wte.dtype, f"weights of {model.wte.dtype}", parameters["wte"].dtype, weights)
-            state = checkpoint.read_state(path, config, rank=s.rank, num_processes=s.num_processes, parts=self.parts)
+            state = checkpoint.read_any_state(s.out, newest, config, s.rank, s.num_processes, self.parts)
             expect(state.step == newest, f"the state of step {newest}", state.step, path)
-            self.train_data.resume(state.loader)
+            if state.num_processes == s.num_processes:
+                self.train_data.resume(state.loader)
+            else:
+                self.train_data.skip(newest * s.micro_steps)
+                now = f"{s.num_processes} process{'es' * (s.num_processes > 1)}"
+                place = f"the position in the data is that of a run with {now} after {newest} updates"
+                self.say(f"the checkpoint is of {state.num_processes} processes; optimizer state divided anew; {place}")
             model.load_parameters(parameters)
             self.step = newest
-        text = log.read_text() if log.exists() else ""
-        kept = [match[0] for match in re.finditer(r"^s:(\d+) .*\n", text, re.MULTILINE) if int(match[1]) < self.step]
         parallel.barrier()  # the others have looked for a checkpoint
         if s.rank == 0:
             Path(s.out).mkdir(parents=True, exist_ok=True)
-            with replace(log) as file:
-                file.write("".join(kept).encode())
+            self._cut_log(Path(s.out, "main.log"), r"^s:(\d+) .*\n")
+            self._cut_log(Path(s.out, "main.jsonl"), r'^\{"step": (\d+), .*\}\n')
+            if state is not None:
+                self._prune()
         return state
+
+    def _cut_log(self, log: Path, line: str) -> None:
+        """Keep only the lines of steps before this one. The others run again."""
+        text = log.read_text() if log.exists() else ""
+        with replace(log) as file:
+            file.writelines(m[0].encode() for m in re.finditer(line, text, re.MULTILINE) if int(m[1]) < self.step)
 
     def _restore(self, state: checkpoint.State) -> None:
         """Give the optimizer its moments, and its float32 weights if the file has them."""
@@ -126,23 +141,50 @@ class Trainer:
             named["master"] = state.master
         for name, parts in self.model.parts().items():
             for i, p in enumerate(parts):
-                slot = {key: parallel.like(p, tensors[name].view(len(parts), -1)[i]) for key, tensors in named.items()}
+                whole = state.parts == 1
+                slot = {key: parallel.like(p, tensors[name].view(len(parts), -1)[i], whole) for key, tensors in named.items()}
                 self.optimizer.state[p] = {"step": torch.tensor(float(state.step), dtype=torch.float32, device="cpu"), **slot}
         self.optimizer.load_state_dict(self.optimizer.state_dict())  # copies them to the device
 
     def _log(self, text: str) -> None:
-        if self.settings.out is not None and self.settings.rank == 0:
-            with open(Path(self.settings.out, "main.log"), "a") as file:
-                file.write(f"s:{self.step} {text}\n")
+        self._append("main.log", f"s:{self.step} {text}\n")
+
+    def _log_json(self, step: int, **numbers: float | None) -> None:
+        """A line of main.jsonl, for trackers of experiments. `step`: the number of updates before it. Not finite: null."""
+        known = {name: x if x is not None and math.isfinite(x) else None for name, x in numbers.items()}
+        self._append("main.jsonl", json.dumps({"step": step, **known}) + "\n")
+
+    def _append(self, name: str, line: str) -> None:
+        if self.settings.out is None or self.settings.rank:
+            return
+        path = Path(self.settings.out, name)
+        try:
+            with open(path, "a") as file:
+                file.write(line)
+        except OSError as error:
+            raise full_disk(path, len(line)) if error.errno == errno.ENOSPC else error from None
 
     def run(self, report: Callable[[Step], object] = print) -> None:
         """Train to the end. `report` is called after each update; str(step) is llm.c's line. Raises FloatingPointError if the loss or the
         norm of the gradient is not finite, and OSError if a file cannot be written; the last complete checkpoint remains."""
+        try:
+            self._run(report)
+        except OSError as error:
+            if error.errno != errno.ENOSPC or self.settings.out is None:
+                raise
+            newest = checkpoint.latest_step(self.settings.out)
+            left = "there is no checkpoint yet" if newest is None else f"the last checkpoint, of step {newest}, is whole"
+            raise OSError(f"{error}; {left}") from None
+
+    def _run(self, report: Callable[[Step], object]) -> None:
         s, start, speed, ms_sum = self.settings, self.step, 0.0, 0.0
+        if self.resumed and start >= self.total:
+            self.say(f"no updates: the checkpoint has {start}, and the run ends after {self.total}")
         while True:
             last = self.step >= self.total
             self._evaluate(last)
-            if s.checkpoint_every and self.step > start and (last or self.step % s.checkpoint_every == 0):
+            due = last or (self.step > 0 and s.checkpoint_every > 0 and self.step % s.checkpoint_every == 0)
+            if s.checkpoint_every and due and (self.step > start or not self.resumed):
                 self.save()
             if last:
                 break
@@ -156,6 +198,8 @@ class Trainer:
                 speed = 0.95 * speed + 0.05 * tokens_per_s
                 tokens_per_s = speed / (1 - 0.95**done)
             self.losses.append((self.step, loss[0]))
+            numbers = {"ms": 1e3 * seconds, "tokens_per_s": tokens_per_s, "mfu": mfu}
+            self._log_json(self.step - 1, loss=loss[0], norm=norm[0], lr=lr, **numbers)
             report(Step(self.step, self.total, *loss, *norm, lr, 1e3 * seconds, mfu, tokens_per_s))
         if self.step - start > 1:
             self.say(f"total average iteration time: {ms_sum / (self.step - start - 1):f} ms")
@@ -173,13 +217,16 @@ class Trainer:
             loss = parallel.mean(torch.tensor(loss, dtype=torch.float32, device=self.device)).item()
             self.say(f"val loss {loss:f}")
             self._log(f"tel:{loss:.4f}")
+            self._log_json(self.step, val_loss=loss)
             self.validations.append((self.step, loss))
             if self.examples and (last or self.step):
                 right, count = hellaswag_accuracy(self.model, self.examples, max(4, s.batch))
                 self.say(f"HellaSwag: {right}/{count} = {right / count:f}")
                 self._log(f"eval:{right / count:.4f}")
+                self._log_json(self.step, hellaswag=right / count)
         if s.sample_every and self.tokenizer and (last or (self.step and self.step % s.sample_every == 0)):
-            self.say(f"generating:\n---\n{sample_text(self.model, self.tokenizer, s.sample_tokens, s.temperature, s.prompt)}\n---")
+            text = sample_text(self.model, self.tokenizer, s.sample_tokens, prompt=s.prompt, temperature=s.temperature)
+            self.say(f"generating:\n---\n{text}\n---")
         if hasattr(self.network, "reshard"):  # FSDP2, after a forward without a backward: keep only this process's part of the parameters
             self.network.reshard()
 
@@ -190,6 +237,8 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         batches = self._read() if self.ahead is None else self.ahead
+        if self.model.dropout:  # a function of the step, so that a resumed run draws the same
+            torch.manual_seed(((s.seed << 32) + self.step * s.num_processes + s.rank) % 2**63)
         replays = self.device.type == "cuda" and s.graph and s.num_processes == 1
         on_device = self._replay(batches) if replays else self._launch(batches)
         self.ahead = self._read()  # while the device works
@@ -197,7 +246,7 @@ class Trainer:
         if not all(map(math.isfinite, numbers)):
             values = f"step {self.step + 1}: loss {numbers[0]}, norm of the gradient {numbers[1]}"
             raise FloatingPointError(f"{values}; the first tensor that is not finite: {self._not_finite(numbers[0])}")
-        z = [z_score(value, window) for value, window in zip(numbers, self.windows, strict=True)]
+        z = [detector.z_score(value) for value, detector in zip(numbers, self.outliers, strict=True)]
         if self.skips:
             self._apply_or_skip(*z)
         self._log(f"trl:{numbers[0]:.4f} lr:{lr:.6f} norm:{numbers[1]:.2f}")

@@ -1,10 +1,13 @@
 """`cukern gpt2`: every flag, the newcomer's run, evaluation, samples, checks, shares, data, downloads, and errors without a traceback."""
 
 import http.server
+import math
 import re
 import resource
 import sys
 import threading
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +15,9 @@ import torch
 from helpers import no_gpu, run
 from test_cli import call, refused
 
-from cukern.cli import gpt2, gpt2_train
+import cukern
+from cukern.cli import gpt2_data, gpt2_study, gpt2_train
+from cukern.cli.gpt2_check import is_published
 from cukern.gpt2 import checkpoint, data
 from cukern.gpt2.checkpoint import Config, DebugState, write_debug_state, write_model
 from cukern.gpt2.data import byte_tokenizer, read_shard, read_tokenizer, tokenize, write_shard, write_tokenizer
@@ -76,6 +81,132 @@ def test_llmc_defaults(folder, monkeypatch):
     assert seen == [Settings("train.bin", "val.bin")]
 
 
+LLMC = {  # llm.c's flags: a value, and what it must lead to: a setting, an option of the model, or a printed line
+    "-i": ("train.bin", {"train_data": "train.bin"}),
+    "-j": ("val.bin", {"val_data": "val.bin"}),
+    "-e": ("tiny.bin", {}),
+    "-o": ("run", {"out": Path("run")}),
+    "-lg": ("5", "-lg 5 has no effect: nvidia-smi dmon shows the state of a GPU"),
+    "-n": ("3", {"checkpoint_every": 3}),
+    "-nk": ("2", {"keep": 2}),
+    "-nm": ("4", {"major_every": 4}),
+    "-y": ("1", {"resume": True}),
+    "-b": ("2", {"batch": 2}),
+    "-t": ("16", {"seq_len": 16}),
+    "-d": ("-1", {"total_batch": -1}),
+    "-x": ("0", {"steps": 0}),
+    "-k": ("wsd", {"schedule": "wsd"}),
+    "-l": ("0.001", {"lr": 0.001}),
+    "-u": ("5", {"warmup": 5}),
+    "-q": ("0.5", {"final_fraction": 0.5}),
+    "-c": ("0.25", {"weight_decay": 0.25}),
+    "-sl": ("3", {"skip_loss": 3.0}),
+    "-sg": ("3", {"skip_norm": 3.0}),
+    "-v": ("7", {"val_every": 7}),
+    "-m": ("0", {"val_batches": 0}),
+    "-s": ("8", {"sample_every": 8}),
+    "-g": ("9", {"sample_tokens": 9}),
+    "-h": ("1", {"hellaswag": gpt2_train.HELLASWAG}),
+    "-a": ("1", {"overfit": True}),
+    "-f": ("0", {}),  # of GPUs
+    "-w": ("0", {"master": False}),
+    "-ge": ("2", "-ge 2 has no effect: gelu is not fused into the product"),
+    "-z": ("2", "| Disabling Zero Optimization, Zero Stage2 and Stage3 are not yet supported  |"),
+    "-r": ("2", {"recompute": 2}),
+    "-pn": ("2", "-pn 2 has no effect with -pi mpi: torchrun starts the processes"),
+    "-pr": ("1", "-pr 1 has no effect with -pi mpi: torchrun starts the processes"),
+    "-pg": ("4", "-pg 4 has no effect with -pi mpi: torchrun starts the processes"),
+    "-pi": ("mpi", {}),  # tcp and fs: tests/gpt2/test_parallel.py
+    "-ps": ("10.0.0.1", "-ps 10.0.0.1 has no effect with -pi mpi: torchrun starts the processes"),
+    "-pf": ("/tmp", "-pf /tmp has no effect with -pi mpi: torchrun starts the processes"),
+}
+
+
+def test_every_flag_of_llmc(folder, monkeypatch):
+    """Each has an effect, or a line that says that it has none, and is in the help."""
+    seen = []
+
+    def stop(model, settings, tokenizer, say):
+        seen.append({**vars(settings), "recompute": model.recompute})
+        raise ValueError("enough")
+
+    monkeypatch.setattr(gpt2_train, "Trainer", stop)
+    needed = {flag: LLMC[flag][0] for flag in ("-i", "-j", "-e", "-o")}
+    for flag, (value, effect) in LLMC.items():
+        arguments = [part for pair in (needed | {flag: value}).items() for part in pair]
+        out = call("gpt2", "train", *arguments, "--device", "cpu", status=2).output
+        assert out.endswith("error: enough\n"), (flag, out)
+        if isinstance(effect, str):
+            assert effect in out.splitlines(), (flag, out)
+        else:
+            assert effect.items() <= seen[-1].items() and len(out.splitlines()) == 1, (flag, out)
+    for flag in ("-ge", "-lg"):
+        assert call("gpt2", "train", *DATA, flag, -1, status=2).output == "error: enough\n"
+    help_text = call("gpt2", "train", "--help").stdout
+    assert all(re.search(rf"(?<!\S){flag}\b", help_text) for flag in LLMC)
+
+
+def test_processes_that_find_each_other_need_a_place(folder):
+    assert "-ps, the address of process 0, for -pi tcp; found None" in refused("gpt2", "train", *DATA, "-pi", "tcp", "-pn", 2)
+    assert "-pi mpi, tcp or fs; found 'nccl'" in refused("gpt2", "train", *DATA, "-pi", "nccl")
+    assert "0 <= rank < processes; found 2 and 2" in refused("gpt2", "train", *DATA, "-pi", "fs", "-pn", 2, "-pr", 2)
+
+
+def test_the_default_model(folder, monkeypatch):
+    """Without -e: llm.c's file if it is in this folder, else random weights; a line says which."""
+    seen = []
+
+    def made(name, *arguments, **options):
+        seen.append(name)
+        raise ValueError("enough")
+
+    monkeypatch.setattr(gpt2_train, "make_model", made)
+    arguments = ("gpt2", "train", "-i", "train.bin", "-j", "val.bin", "--device", "cpu")
+    assert "model: d12, random weights, because gpt2_124M_bf16.bin is not in this folder" in call(*arguments, status=2).output
+    (folder / "tiny.bin").rename("gpt2_124M_bf16.bin")
+    assert "model: gpt2_124M_bf16.bin, which is in this folder" in call(*arguments, status=2).output
+    assert seen == ["d12", "gpt2_124M_bf16.bin"]
+    help_text = re.sub(r"[│\s]", "", call("gpt2", "train", "--help").stdout)
+    assert "elsed12;smallrun:small" in help_text
+
+
+def test_seed_betas_and_dropout(folder, monkeypatch):
+    seen = []
+
+    def stop(model, settings, *_):
+        seen.append((model.wte[0, 0].item(), model.dropout, settings.seed, settings.betas, settings.max_norm))
+        raise ValueError("enough")
+
+    monkeypatch.setattr(gpt2_train, "Trainer", stop)
+    of_random = (*DATA[:4], "-e", "small", *DATA[6:])
+    refused("gpt2", "train", *of_random)
+    refused("gpt2", "train", *of_random, *["--seed", "7", "--beta1", "0.8", "--beta2", "0.99", "--grad-clip", "0", "--dropout", "0.25"])
+    assert seen[0][1:] == (0.0, 42, (0.9, 0.95), 1.0) and seen[1][1:] == (0.25, 7, (0.8, 0.99), 0.0) and seen[0][0] != seen[1][0]
+    assert "dropout from 0 to 1; found 1.5" in refused("gpt2", "train", *DATA, "--dropout", 1.5)
+
+
+def test_kernels_without_effect(folder, monkeypatch):
+    """On a CPU without the simulator one line says that the choice of kernels does nothing."""
+    line = "no effect of the choice of softmax forward, matmul forward: torch computes on a CPU without the simulator (CUKERN_BACKEND=sim)"
+    flags = ("--softmax-forward-kernel", 2, "--matmul-forward-kernel", 3)
+    small = ("-e", "tiny.bin", "-b", 1, "-t", 8, "--device", "cpu")
+    assert line in call("gpt2", "eval", "-j", "val.bin", *small, *flags, "-m", 1).stdout.splitlines()
+    out = call("gpt2", "bench", *small, *flags, "-x", 1, "--compile", "no", "--no-eager").stdout
+    assert line in out.splitlines() and "cukern softmax forward v2, matmul" in out
+    monkeypatch.setenv("SOFTMAX_BACKWARD_KERNEL", "4")
+    with cukern.backend("sim"):
+        assert not lines_of_kernels(monkeypatch, "cpu", None)
+        assert "no effect of the choice of softmax backward: --attention v3 comes first" in lines_of_kernels(monkeypatch, "cpu", "v3")
+
+
+def lines_of_kernels(monkeypatch, place, attention):
+    lines = []
+    with monkeypatch.context() as patch:
+        patch.setattr(gpt2_train, "say", lines.append)
+        gpt2_train.kernels(place, None, None, "3", attention)
+    return "\n".join(lines)
+
+
 def test_options_of_the_model_arrive(folder, monkeypatch):
     seen = []
 
@@ -95,6 +226,7 @@ def test_a_bfloat16_checkpoint_resumes_in_bfloat16(folder):
     call("gpt2", "train", *DATA, "--dtype", "b", "-o", "run", "-x", 2, "-n", 2, "-v", 0, "-s", 0)
     assert checkpoint.read_model(checkpoint.paths("run", 2)[0])[1]["wte"].dtype == torch.bfloat16
     resumed = (*DATA[:4], *DATA[6:], "-o", "run", "-x", 4, "-n", 2, "-v", 0, "-s", 0, "-y", 1)
+    assert "device: CPU, 1 threads, float32 |" in re.sub(r"\d+ threads", "1 threads", call("gpt2", "train", *DATA, "-x", 0).stdout)
     assert "device: CPU, 1 threads, bfloat16" in re.sub(r"\d+ threads", "1 threads", call("gpt2", "train", *resumed).stdout)
     assert checkpoint.latest_step("run") == 4
 
@@ -174,11 +306,76 @@ def test_a_checkpoint_of_another_shape(folder):
 def test_eval_and_sample(folder):
     out = call("gpt2", "eval", "-e", "tiny.bin", "-j", "val.bin", "-b", 2, "-t", 16, "-m", -1, "--device", "cpu").stdout
     assert re.fullmatch(r"val loss 5\.\d{6}\n", out)
-    assert call("gpt2", "sample", "-e", "tiny.bin", "-g", 12, "--device", "cpu").stdout
+    model = GPT2(TINY)
+    model.load_parameters({name: math.nan * w for name, w in checkpoint.read_model("tiny.bin")[1].items()})
+    write_model("nan.bin", TINY, model.parameters_by_name())
+    assert "the validation loss of nan.bin is not finite" in refused("gpt2", "eval", "-e", "nan.bin", "-j", "val.bin", "-b", 2, "-t", 16)
+
+
+def test_sample(folder):
+    arguments = ("gpt2", "sample", "-e", "tiny.bin", "-g", 12, "--device", "cpu")
+    plain = call(*arguments).stdout
+    assert plain and plain == call(*arguments, "--seed", 1337).stdout != call(*arguments, "--seed", 7).stdout
+    out = call(*arguments, "--prompt", "ab c", "--samples", 3, "--top-k", 3, "--top-p", 0.9, "--temperature", 0.7).stdout
+    texts = out.removesuffix("\n").split("\n---\n")
+    assert len(texts) == 3 and all(text.startswith("ab c") for text in texts) and len(set(texts)) == 3
+    greedy = [call(*arguments, "--prompt", "ab c", "--seed", seed, "--top-k", 1).stdout for seed in (1, 2)]
+    assert greedy[0] == greedy[1] == call(*arguments, "--prompt", "ab c", "--temperature", 0).stdout
+    assert "a prompt of at most max_seq_len = 16 tokens; found 17" in refused(*arguments, "--prompt", 17 * "a")
+    assert "top_p above 0 and at most 1; found 2.0" in refused(*arguments, "--top-p", 2)
+
+
+def test_convert(folder):
+    """To Hugging Face and back: the same bytes; the logits are those of transformers."""
+    pytest.importorskip("safetensors", reason="safetensors, of the extra test, is not installed")
+    call("gpt2", "convert", "tiny.bin", "hf")
+    call("gpt2", "convert", "hf", "back.bin")
+    assert (folder / "back.bin").read_bytes() == (folder / "tiny.bin").read_bytes()
+    assert "torch.bfloat16" in call("gpt2", "convert", "hf", "half.bin", "--dtype", "b").stdout
+    assert checkpoint.read_model("half.bin")[1]["wte"].dtype == torch.bfloat16
+    assert "one model file NAME.bin and one folder; found hf and other" in refused("gpt2", "convert", "hf", "other")
+    (folder / "llama").mkdir()
+    (folder / "llama/config.json").write_text('{"model_type": "llama"}')
+    assert "config.json: expected model_type 'gpt2'; found 'llama'" in refused("gpt2", "convert", "llama", "new.bin")
+    (folder / "llama/config.json").write_text("{")
+    assert "llama/config.json" in refused("gpt2", "convert", "llama", "new.bin")
+    (folder / "hf/model.safetensors").write_bytes(b"no")
+    assert "hf/model.safetensors" in refused("gpt2", "convert", "hf", "new.bin") and not (folder / "new.bin").exists()
+
+
+def test_converted_logits(folder):
+    transformers = pytest.importorskip("transformers", reason="transformers, of the extra integrations, is not installed")
+    call("gpt2", "convert", "tiny.bin", "hf")
+    theirs, ours = transformers.GPT2LMHeadModel.from_pretrained("hf").eval(), GPT2(TINY)
+    ours.load_parameters(checkpoint.read_model("tiny.bin")[1])
+    tokens = torch.randint(256, (2, 16), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        torch.testing.assert_close(ours(tokens)[..., :256], theirs(tokens).logits, rtol=1e-5, atol=1e-6)
+    theirs.save_pretrained("theirs")
+    call("gpt2", "convert", "theirs", "theirs.bin")
+    assert (folder / "theirs.bin").read_bytes() == (folder / "tiny.bin").read_bytes()
+
+
+def test_study(folder, monkeypatch):
+    """Each choice, simulated on a tiny model: its loss is that of the default. A wrong kernel is seen."""
+    out = call("gpt2", "study", "--device", "cpu", "--plot", "study.png").stdout
+    assert "times and shares mean nothing" in out and "each loss is the default's" in out
+    assert (folder / "study.png").read_bytes().startswith(b"\x89PNG")
+    rows = [line for line in out.splitlines() if re.match(r"(default|softmax (for|back)ward v\d|matmul v\d) ", line)]
+    assert len(rows) == 16 and len({line.split()[-1] for line in rows}) == 1, out
+    assert all(len(re.findall(r"[\d.]+(?:e\+\d+)?(?= |$)", line)) >= 6 for line in rows[1:]), "time, ratio, share, kernel, speed, loss"
+
+
+def test_study_sees_another_loss(capsys):
+    rows = [gpt2_study.Choice("", 0, (5.0, 4.0), [1.0], 0.0, 0.0), gpt2_study.Choice("matmul", 1, (5.0, 4.1), [2.0], 1.0, 0.5)]
+    assert gpt2_study._show(rows, "title") == 1
+    assert "WRONG" in (text := capsys.readouterr().out) and "1 choices have another loss" in text
+    assert gpt2_study._show(rows[:1], "title") == 0
+    assert "a GPU for --record" in refused("gpt2", "study", "--device", "cpu", "--record")
 
 
 def test_check(folder):
-    """A debug state of the model itself passes except for llm.c's losses, which are those of its own weights; a wrong one does not."""
+    """A debug state of the model itself passes, with its own loss; a wrong one does not. llm.c's losses are for the published state."""
     model = GPT2(TINY)
     model.load_parameters(checkpoint.read_model("tiny.bin")[1])
     x, y = torch.randint(256, (2, 1, 8), generator=torch.Generator().manual_seed(0))
@@ -186,9 +383,12 @@ def test_check(folder):
     loss = model(x, y)
     loss.backward()
     write_debug_state("state.bin", TINY, DebugState(x, y, logits, loss.item(), model.gradients_by_name()))
-    out = call("gpt2", "check", "-e", "tiny.bin", "--debug-state", "state.bin", "--device", "cpu", status=1).stdout
-    wrong = [line for line in out.splitlines() if "WRONG" in line]
-    assert "test A" in out and "test B" in out and all(line.startswith("WRONG loss of step") for line in wrong), out
+    out = call("gpt2", "check", "-e", "tiny.bin", "--debug-state", "state.bin", "--device", "cpu").stdout
+    assert "test A" in out and "test B" in out and "nothing wrong" in out and "loss of step" not in out, out
+    assert "the debug state is not the published one: losses are compared with the one in the state" in out
+    published = SimpleNamespace(x=torch.zeros(4, 64), loss=5.270007133483887)
+    assert is_published(Config(), published) and not is_published(TINY, published)
+    assert not is_published(Config(), SimpleNamespace(x=torch.zeros(4, 64), loss=2.86)), "a state from other data"
     assert "loss of the debug state" in out and out.count("relative L2 error") == 32
     bad = {name: g + 1 if name == "fcw" else g for name, g in model.gradients_by_name().items()}
     write_debug_state("state.bin", TINY, DebugState(x, y, logits, loss.item(), bad))
@@ -213,9 +413,10 @@ def test_bench(folder):
 def test_data(folder):
     (folder / "a.txt").write_text("one\n\ntwo\n\n" * 10)
     out = call("gpt2", "data", "a.txt", "-o", "new", "--name", "mine", "--encoding", "bytes", "--sections", "--shard-tokens", 60).stdout
+    assert "mine_train_000001.bin: 109 tokens" in out, "the remainder of 49 joins the shard before"
     assert "mine_val_000000.bin: 12 tokens" in out and "mine_tokenizer.bin: 256 tokens" in out
     tokens = np.concatenate([read_shard(path) for path in sorted((folder / "new").glob("mine_train_*.bin"))])
-    assert bytes(tokens[:12].astype(np.uint8)) == b"\0one\n\n\0two\n\n" and len(list((folder / "new").iterdir())) == 4
+    assert bytes(tokens[:12].astype(np.uint8)) == b"\0one\n\n\0two\n\n" and len(list((folder / "new").iterdir())) == 3
     assert read_tokenizer("new/mine_tokenizer.bin") == byte_tokenizer()
     call("gpt2", "train", "-i", "new/mine_train*", "-j", "new/mine_val*", "-e", "small", "-b", 1, "-t", 8, "-x", 2, "--device", "cpu")
 
@@ -234,7 +435,7 @@ def server(folder, monkeypatch):
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as serving:
         threading.Thread(target=serving.serve_forever, daemon=True).start()
-        monkeypatch.setattr(gpt2, "STARTER_PACK", f"http://127.0.0.1:{serving.server_port}/")
+        monkeypatch.setattr(gpt2_data, "STARTER_PACK", f"http://127.0.0.1:{serving.server_port}/")
         yield asked
         serving.shutdown()
 
@@ -243,43 +444,43 @@ def test_starter_pack(folder, server, monkeypatch):
     write_tokenizer("tokens.bin", byte_tokenizer())
     size = (folder / "val.bin").stat().st_size
     pack = {"val.bin": ("sub", size), "tokens.bin": (".", read_tokenizer)}
-    monkeypatch.setattr(gpt2, "PACK", pack)
+    monkeypatch.setattr(gpt2_data, "PACK", pack)
     call("gpt2", "data", "--starter-pack", "-o", "new")
     assert (folder / "new/sub/val.bin").read_bytes() == (folder / "val.bin").read_bytes() and (folder / "new/tokens.bin").exists()
     asked = list(server)
     assert "is there" in call("gpt2", "data", "--starter-pack", "-o", "new").stdout and server == asked
-    monkeypatch.setattr(gpt2, "PACK", {"val.bin": (".", size + 1)})
+    monkeypatch.setattr(gpt2_data, "PACK", {"val.bin": (".", size + 1)})
     assert f"expected {size + 1} bytes; found {size} bytes" in refused("gpt2", "data", "--starter-pack", "-o", "other")
-    monkeypatch.setattr(gpt2, "PACK", {"val.bin": (".", read_tokenizer)})
+    monkeypatch.setattr(gpt2_data, "PACK", {"val.bin": (".", read_tokenizer)})
     assert "expected magic number 20240328" in refused("gpt2", "data", "--starter-pack", "-o", "other")
-    monkeypatch.setattr(gpt2, "PACK", {"nothing.bin": (".", 1)})
+    monkeypatch.setattr(gpt2_data, "PACK", {"nothing.bin": (".", 1)})
     assert "nothing.bin cannot be downloaded: HTTP Error 404" in refused("gpt2", "data", "--starter-pack", "-o", "other")
     assert list((folder / "other").iterdir()) == []
 
 
 def test_no_network(folder, monkeypatch):
-    monkeypatch.setattr(gpt2, "STARTER_PACK", "http://127.0.0.1:9/")
+    monkeypatch.setattr(gpt2_data, "STARTER_PACK", "http://127.0.0.1:9/")
     assert "http://127.0.0.1:9/gpt2_124M.bin cannot be downloaded: " in refused("gpt2", "data", "--starter-pack")
     assert not (folder / "gpt2_124M.bin").exists()
 
 
 def test_sections_of_tiny_shakespeare():
-    assert gpt2._sections("a\nb\n\nc\n\n\nd") == ["a\nb\n\n", "c\n\n", "\nd"]
-    assert "".join(gpt2._sections("a\n\nb\n")) == "a\n\nb\n"
+    assert gpt2_data._sections("a\nb\n\nc\n\n\nd") == ["a\nb\n\n", "c\n\n", "\nd"]
+    assert "".join(gpt2_data._sections("a\n\nb\n")) == "a\n\nb\n"
 
 
 def test_auto_takes_tiktoken_only_if_its_vocabulary_is_at_hand(monkeypatch, tmp_path):
-    monkeypatch.setattr(gpt2.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(gpt2_data.importlib.util, "find_spec", lambda name: object())
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
-    assert not gpt2._tiktoken_at_hand()
+    assert not gpt2_data._tiktoken_at_hand()
     # sha1 of the two addresses, from sha1sum; tiktoken names the files of its cache so
     names = ("6d1cbeee0f20b3d9449abfede4726ed8212e3aee", "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6")
     (tmp_path / names[0]).touch()
-    assert not gpt2._tiktoken_at_hand()
+    assert not gpt2_data._tiktoken_at_hand()
     (tmp_path / names[1]).touch()
-    assert gpt2._tiktoken_at_hand()
-    monkeypatch.setattr(gpt2.importlib.util, "find_spec", lambda name: None)
-    assert not gpt2._tiktoken_at_hand()
+    assert gpt2_data._tiktoken_at_hand()
+    monkeypatch.setattr(gpt2_data.importlib.util, "find_spec", lambda name: None)
+    assert not gpt2_data._tiktoken_at_hand()
 
 
 @pytest.mark.parametrize("at_hand", [False, True])
@@ -287,8 +488,8 @@ def test_the_encoding_without_one(folder, monkeypatch, at_hand):
     """Without --encoding, "gpt2" if its vocabulary is at hand, else "bytes"."""
     (folder / "a.txt").write_text("some words")
     seen, encode = [], data.tokenize
-    monkeypatch.setattr(gpt2, "_tiktoken_at_hand", lambda: at_hand)
-    monkeypatch.setattr(gpt2.data, "tokenize", lambda texts, encoding: seen.append(encoding) or encode(texts, "bytes"))
+    monkeypatch.setattr(gpt2_data, "_tiktoken_at_hand", lambda: at_hand)
+    monkeypatch.setattr(gpt2_data.data, "tokenize", lambda texts, encoding: seen.append(encoding) or encode(texts, "bytes"))
     call("gpt2", "data", "a.txt")
     call("gpt2", "data", "a.txt", "--encoding", "bytes")
     assert seen == ["gpt2" if at_hand else "bytes", "bytes"]

@@ -1,6 +1,7 @@
 """The tokenizer file against bytes from the specification; decoding; every refusal."""
 
 import struct
+from pydoc_data.topics import topics
 
 import pytest
 from gpt2_files import header
@@ -33,6 +34,27 @@ def test_decode():
     for token in (-1, 9):
         with pytest.raises(ValueError, match=f"expected a token from 0 to 8; found {token}"):
             tokenizer.decode([token])
+
+
+def test_encode():
+    """Against the byte pair encoding of the package tokenizers, whose vocabulary is learned from this text and more."""
+    library = pytest.importorskip("tokenizers", reason="tokenizers, of the extra integrations, is not installed")
+    text = "It's they'll  we'd\n\n\tGröße 2½ Ⅷ x_1 日本語 don't! <|endoftext|> 'tis 1234 a\u0301  \n end " + topics["assignment"]
+    peer = library.Tokenizer(library.models.BPE())
+    peer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = library.pre_tokenizers.ByteLevel.alphabet()
+    trainer = library.trainers.BpeTrainer(vocab_size=600, initial_alphabet=alphabet, show_progress=False)
+    peer.train_from_iterator([text], trainer)
+    to_byte = {char: byte for byte in range(256) for char in ([chr(byte)] if chr(byte) in alphabet else [])}
+    rest = [byte for byte in range(256) if byte not in to_byte.values()]
+    to_byte |= {chr(256 + i): byte for i, byte in enumerate(rest)}
+    names = sorted(peer.get_vocab().items(), key=lambda item: item[1])
+    tokenizer = Tokenizer((*(bytes(to_byte[char] for char in name) for name, _ in names), b"<|endoftext|>"), len(names))
+    found = tokenizer.encode(text)
+    assert found == peer.encode(text).ids and len(found) < len(text) / 2 and tokenizer.decode(found) == text
+    assert byte_tokenizer().encode("Größe") == list("Größe".encode()) and tokenizer.encode("") == []
+    with pytest.raises(ValueError, match="a token for each byte; found none for b'b'"):
+        Tokenizer((b"a", b"<|endoftext|>"), 1).encode("ab")
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """The training loop: schedules, printed lines, main.log, checkpoints, resume bit for bit, kills, full disks, NaN, refusals."""
 
+import json
 import math
 import os
 import re
@@ -7,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections import deque
 
 import numpy as np
 import pytest
@@ -18,10 +18,10 @@ from helpers import ROOT, gpu
 from cukern.gpt2 import checkpoint
 from cukern.gpt2.checkpoint import Config, latest_step, read_model
 from cukern.gpt2.data import DataLoader, byte_tokenizer, write_shard
-from cukern.gpt2.evaluate import Xorshift, generate, sample_text
+from cukern.gpt2.evaluate import generate, sample_text
 from cukern.gpt2.model import GPT2
-from cukern.gpt2.settings import SCHEDULES, Settings, Step, learning_rate
-from cukern.gpt2.train import WINDOW, Trainer, z_score
+from cukern.gpt2.settings import SCHEDULES, Outliers, Settings, Step, learning_rate
+from cukern.gpt2.train import Trainer
 
 TINY = Config(max_seq_len=8, vocab_size=256, num_layers=2, num_heads=2, channels=8)
 STEP = re.compile(
@@ -45,8 +45,8 @@ def settings(data, **changes):
     return Settings(data / "train_*.bin", data / "val_*.bin", **(defaults | changes))
 
 
-def make(data, say=print, config=TINY, device="cpu", **changes):
-    model = GPT2(config, device=device)
+def make(data, say=print, config=TINY, device="cpu", dropout=0.0, **changes):
+    model = GPT2(config, device=device, dropout=dropout)
     model.initialize()
     return Trainer(model, settings(data, **changes), byte_tokenizer(), say)
 
@@ -92,7 +92,8 @@ def reference_rate(step, total, lr, schedule, warmup, fraction):
 def test_schedules(schedule, warmup, fraction):
     for step in range(50):
         found = learning_rate(step, 50, 3e-4, schedule, warmup, fraction)
-        assert found == pytest.approx(reference_rate(step, 50, 3e-4, schedule, warmup, fraction), rel=1e-12, abs=1e-18)
+        assert found == pytest.approx(reference_rate(step, 50, 3e-4, schedule, warmup, fraction), rel=4e-7, abs=1e-10)
+        assert found == np.float32(found)
 
 
 def test_known_rates():
@@ -101,13 +102,30 @@ def test_known_rates():
     assert learning_rate(95, 100, 1.0, "wsd", 10, 0.0) == pytest.approx(1 - math.sqrt(0.75))
 
 
+@pytest.mark.parametrize(
+    ("schedule", "lr", "warmup", "total", "fraction", "step", "printed"),
+    [
+        ("cosine", 3e-4, 0, 619, 0.0, 617, "7.72e-09"),
+        ("cosine", 3e-4, 7, 100, 0.1, 38, "2.33e-04"),
+        ("cosine", 3e-4, 60, 1250, 0.0, 1249, "5.19e-10"),
+        ("cosine", 1e-3, 60, 619, 0.1, 283, "6.91e-04"),
+        ("linear", 3e-4, 7, 619, 0.1, 24, "2.93e-04"),
+        ("linear", 1e-3, 7, 1250, 0.0, 1249, "8.04e-07"),
+    ],
+)
+def test_rates_print_as_in_c(schedule, lr, warmup, total, fraction, step, printed):
+    """Lines of a C program with llm.c's float32 expressions, compiled by gcc, where float64 prints another digit."""
+    assert f"{learning_rate(step, total, lr, schedule, warmup, fraction):.2e}" == printed
+
+
 def test_z_scores():
-    window, values = deque(maxlen=WINDOW), np.random.default_rng(1).normal(size=300).tolist()
+    """The first 128 values have none: llm.c fills its window before it looks for outliers."""
+    detector, values = Outliers(), np.random.default_rng(1).normal(size=300).tolist()
     for i, value in enumerate(values):
-        found, last = z_score(value, window), values[max(0, i - WINDOW + 1) : i + 1]
-        assert math.isnan(found) if i < WINDOW - 1 else found == pytest.approx((value - np.mean(last)) / np.std(last))
-    equal = deque(maxlen=4)
-    assert [z_score(2.0, equal) for _ in range(4)][-1] == 0
+        found, last = detector.z_score(value), values[max(0, i - 127) : i + 1]
+        assert math.isnan(found) if i < 128 else found == pytest.approx((value - np.mean(last)) / np.std(last))
+    equal = Outliers(4)
+    assert [equal.z_score(2.0) for _ in range(5)][-1] == 0
 
 
 # ---- one run
@@ -177,18 +195,20 @@ def test_an_epoch_by_default(data):
 def test_long_samples_are_several_texts(data):
     trainer, _ = trained(data, steps=3)
     text = sample_text(trainer.model, trainer.tokenizer, 20)
-    rng = Xorshift()
-    parts = [list(generate(trainer.model, trainer.tokenizer, length, rng)) for length in (8, 8, 4)]
-    assert text == "\n".join(map(trainer.tokenizer.decode, parts)) == sample_text(trainer.model, trainer.tokenizer, 20)
-    assert sample_text(trainer.model, trainer.tokenizer, 8) == trainer.tokenizer.decode(parts[0])
-    assert [t[:3] for t in sample_text(trainer.model, trainer.tokenizer, 20, prompt=tuple(b"abc")).split("\n")] == ["abc"] * 3
-    assert sample_text(trainer.model, trainer.tokenizer, 8, 0.1) != trainer.tokenizer.decode(parts[0])
+    whole = trainer.tokenizer.decode(generate(trainer.model, trainer.tokenizer, 20))
+    assert text and whole.startswith(text) and text == sample_text(trainer.model, trainer.tokenizer, 20)
+    eight = trainer.tokenizer.decode(generate(trainer.model, trainer.tokenizer, 8))
+    assert sample_text(trainer.model, trainer.tokenizer, 8) == eight
+    assert sample_text(trainer.model, trainer.tokenizer, 20, prompt=tuple(b"abc")).startswith("abc")
+    assert sample_text(trainer.model, trainer.tokenizer, 8, temperature=0.1) != eight
 
 
 # ---- two runs, resume, checkpoints
 
 
-@pytest.mark.parametrize("changes", [{}, {"total_batch": 32}, {"overfit": True}], ids=["plain", "accumulated", "overfit"])
+@pytest.mark.parametrize(
+    "changes", [{}, {"total_batch": 32}, {"overfit": True}, {"dropout": 0.5}], ids=["plain", "accumulated", "overfit", "dropout"]
+)
 def test_two_runs_and_a_resumed_run_have_equal_bits(data, changes):
     full, lines = trained(data, out=data / "full", checkpoint_every=4, **changes)
     again, other = trained(data, out=data / "again", checkpoint_every=4, **changes)
@@ -204,6 +224,70 @@ def test_two_runs_and_a_resumed_run_have_equal_bits(data, changes):
     for a, b in zip(checkpoint.paths(data / "full", 12), checkpoint.paths(data / "again", 12), strict=True):
         assert a.read_bytes() == b.read_bytes()
     assert (data / "full/main.log").read_bytes() == (data / "again/main.log").read_bytes()
+    kept = [[{**line, "ms": 0, "tokens_per_s": 0} for line in json_lines(data / name)] for name in ("full", "again")]
+    assert kept[0] == kept[1] and kept[0][1]["loss"] == full.losses[0][1]
+
+
+def json_lines(folder):
+    return [json.loads(line) for line in (folder / "main.jsonl").read_text().splitlines()]
+
+
+def test_metrics_as_json(data):
+    trainer, _ = trained(data, out=data / "run", val_batches=0)
+    lines = json_lines(data / "run")
+    updates = [line for line in lines if "loss" in line]
+    assert [line["step"] for line in updates] == list(range(12)) and updates[0].keys() == {
+        *("step", "loss", "norm", "lr", "ms", "tokens_per_s", "mfu")
+    }
+    assert [line["loss"] for line in updates] == [loss for _, loss in trainer.losses] and updates[3]["mfu"] is None
+    assert [line for line in lines if "val_loss" in line] == [{"step": step, "val_loss": None} for step in (0, 5, 10, 12)], "NaN is no JSON"
+
+
+def test_no_updates_and_no_validation(data):
+    """-x 0 evaluates and saves the first weights; -m 0 divides by 0 batches."""
+    trainer, lines = trained(data, steps=0, out=data / "run", checkpoint_every=1)
+    assert trainer.losses == [] and [line.split()[0] for line in lines] == ["val", "generating:"] and latest_step(data / "run") == 0
+    resumed, _ = trained(data, out=data / "run", checkpoint_every=12, resume=True)
+    assert same(resumed, trained(data)[0])
+    assert "val loss nan" in trained(data, steps=0, val_batches=0)[1]
+
+
+def test_a_checkpoint_beyond_the_end_says_so(data):
+    trained(data, out=data / "run", checkpoint_every=12)
+    for steps in (12, 3):
+        _, lines = trained(data, out=data / "run", checkpoint_every=12, steps=steps, resume=True)
+        assert f"no updates: the checkpoint has 12, and the run ends after {steps}" in lines
+
+
+def test_what_a_kill_left_of_a_deletion_is_removed(data):
+    """A kill after DONE, before or in the deletion of the old checkpoint: the next resume deletes the rest. Major ones stay."""
+    changes = dict(out=data / "run", checkpoint_every=2, major_every=8)
+    trained(data, **changes)
+    checkpoint.paths(data / "run", 4)[2].unlink()  # a deletion had begun
+    make(data, **changes, keep=2, resume=True)
+    assert sorted({int(path.stem.split("_")[1]) for path in (data / "run").glob("*_*")}) == [8, 10, 12]
+    trained(data, **changes, steps=16, resume=True)
+    trained(data, **changes, keep=1, steps=18, resume=True)
+    assert sorted({int(path.stem.split("_")[1]) for path in (data / "run").glob("*_*")}) == [8, 16, 18]
+
+
+def test_dropout_changes_updates_but_no_evaluation(data):
+    plain, dropped = make(data), make(data, dropout=0.5)
+    x, y = plain.val_data.next_batch()
+    with torch.no_grad():
+        assert torch.equal(plain.model(x, y), dropped.model(x, y))
+    assert plain.update()[0][0] != dropped.update()[0][0]
+    nothing = GPT2(TINY, dropout=1.0)
+    nothing.initialize()
+    assert nothing(x)[..., :256].abs().max() < 1e-6, "the normalized residual stream is 0"
+    with pytest.raises(ValueError, match=r"dropout from 0 to 1; found 1\.5"):
+        GPT2(TINY, dropout=1.5)
+
+
+def test_an_unclipped_gradient(data):
+    """max_norm 0 is a limit that no gradient reaches."""
+    a, b, c = (trained(data, max_norm=norm, val_every=0, sample_every=0)[0] for norm in (0.0, 1e6, 1e-3))
+    assert same(a, b) and not same(a, c)
 
 
 @gpu
@@ -311,8 +395,13 @@ def test_full_disk(data, monkeypatch, room):
     with monkeypatch.context() as patch:
         trainer = make(data, out=data / "run", checkpoint_every=4, resume=True)
         full_disk(patch, room)
-        with pytest.raises(OSError, match="No space left on device"):
+        with pytest.raises(OSError) as error:
             trainer.run()
+    path = re.escape(str(data / "run")) + r"/(main|model|state)\w*\.\w+"
+    assert re.fullmatch(
+        rf"{path}: No space left on device: (needs \d+ bytes, )?\d+ bytes are free; the last checkpoint, of step 4, is whole",
+        str(error.value),
+    )
     assert latest_step(data / "run") == 4 and read_model(checkpoint.paths(data / "run", 4)[0])[0] == TINY
     resumed, _ = trained(data, out=data / "run", checkpoint_every=4, resume=True)
     assert same(full, resumed)
@@ -323,8 +412,8 @@ def test_full_disk(data, monkeypatch, room):
 
 def test_skipped_updates(data, monkeypatch):
     """A loss far above the window's is not learned from; the bias correction counts its step, as in llm.c."""
-    monkeypatch.setattr("cukern.gpt2.train.WINDOW", 5)
     trainer = make(data, (lines := []).append, skip_loss=1.95, steps=20, val_every=0, sample_every=0, lr=1e-4)
+    trainer.outliers = Outliers(5), Outliers(5)
     true, calls = trainer._backward, []
 
     def backward(batches):
@@ -340,7 +429,7 @@ def test_skipped_updates(data, monkeypatch):
 
 
 def test_skipped_by_the_norm(data, monkeypatch):
-    monkeypatch.setattr("cukern.gpt2.train.WINDOW", 4)
+    monkeypatch.setattr("cukern.gpt2.train.Outliers", lambda: Outliers(4))
     lines = trained(data, skip_norm=1e-9, steps=9, val_every=0, sample_every=0)[1]
     assert any(line.startswith("skipping update due to grad z-score of ") for line in lines)
 
@@ -372,7 +461,8 @@ def test_not_finite(data, break_it, says, skip):
         ({"batch": 0}, "expected batch more than 0; found 0"),
         ({"lr": math.nan}, "expected lr at least 0; found nan"),
         ({"warmup": -1}, "expected warmup at least 0; found -1"),
-        ({"steps": 0}, "expected steps of at least 1, or -1; found 0"),
+        ({"steps": -2}, "expected steps at least 0, or -1; found -2"),
+        ({"total_batch": -2}, "expected total_batch at least 0, or -1; found -2"),
         ({"schedule": "step"}, "expected a schedule of cosine, linear, constant, wsd; found 'step'"),
         ({"total_batch": 17}, "expected total_batch a multiple of batch . seq_len = 16; found 17"),
         ({"resume": True}, "expected out, a folder, for resume; found None"),
