@@ -430,10 +430,9 @@ cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [r], [r],
 cp.reduce.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes.add.u32 [r], [r], 64, [r]
 mbarrier.pending_count.b64 r, x
 fence.proxy.alias
-fence.proxy.tensormap::generic.release.gpu
 cp.async.bulk.tensor.3d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes [r], [x, {r, r, r}], [r], {h}
 cp.async.bulk.tensor.2d.shared::cta.global.tile::gather4.mbarrier::complete_tx::bytes [r], [x, {r, r, r, r, r}], [r]
-tensormap.replace.tile.global_address.shared::cta.b1024.b64 [r], x
+tensormap.replace.tile.swizzle_atomicity.shared::cta.b1024.b32 [r], 0
 mma.sync.aligned.m8n8k4.row.col.f32.f16.f16.f32 {f, f, f, f, f, f, f, f}, {r, r}, {r, r}, {f, f, f, f, f, f, f, f}
 mma.sync.aligned.m8n8k16.row.col.s32.s8.s8.s32 {r, r}, {r}, {r}, {r, r}
 mma.sync.aligned.m16n8k64.row.col.s32.s4.s4.s32 {r, r, r, r}, {r, r, r, r}, {r, r}, {r, r, r, r}
