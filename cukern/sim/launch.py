@@ -30,9 +30,10 @@ __tracebackhide__ = operator.methodcaller("errisinstance", tracebacks.Report)  #
 MOST_THREADS = 1 << 22  # of a launch; more would take minutes
 
 
-def load(name: str, ptx: Ptx, params: tuple[Param, ...], cluster: Dim | None = None) -> Launch:
+def load(name: str, ptx: Ptx, params: tuple[Param, ...], cluster: Dim | None = None, replicated: bool = False) -> Launch:
     """Prepare a kernel for simulation. Returns `launch(grid, block, shared_bytes, *args)`; pointers are addresses of CPU memory. `cluster`:
-    the shape of a cluster that the launch asks for.
+    the shape of a cluster that the launch asks for. `replicated`: several threads of a block may hold copies of one value, and the race of
+    a copy's read with a write of its block is no fault: so Triton compiles an in-place kernel with more threads than elements.
 
     A launch raises Fault for a bug of the kernel, except in `collect` or `checks`; NotSimulated for an instruction that is not simulated;
     LaunchError for a geometry that a GPU would refuse, ValueError for one that is too large to simulate, and TypeError or ValueError for
@@ -56,9 +57,9 @@ def load(name: str, ptx: Ptx, params: tuple[Param, ...], cluster: Dim | None = N
         of_grid = np.zeros(2, np.uint64)  # what grid.sync() counts in: every launch counts as a cooperative one
         counter = Region(of_grid.ctypes.data, of_grid.ctypes.data + of_grid.nbytes, "the barrier of the grid")
         more = [values, counter] if "%envreg2" in program.specials else [values]
-        memory_ = Global(sorted([*_regions(program, params, args), *more], key=lambda r: r.start))
+        memory_ = Global(sorted([*_regions(program, params, args), *more], key=lambda r: r.start), replicated)
         try:
-            run(Launched(name, program, grid, block, static + shared, own, memory_, current(), counter.start), code)
+            run(Launched(name, program, grid, block, static + shared, own, memory_, current(), counter.start, replicated), code)
         except (Fault, NotSimulated) as error:
             if tracebacks.whole():
                 raise

@@ -227,7 +227,7 @@ def _driver(triton: Any, arch: str, every_config: bool, created: _Created) -> An
 
 @functools.lru_cache(256)
 def _loaded(name: str, ptx: str, symbol: str, params: tuple[Param, ...]) -> Launch:
-    return load(name, Ptx(ptx, symbol), params)
+    return load(name, Ptx(ptx, symbol), params, replicated=True)
 
 
 class _Launcher:

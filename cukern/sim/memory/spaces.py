@@ -35,6 +35,9 @@ class Accessor(Protocol):
     @property
     def compares(self) -> bool: ...  # True if the kernel has a compare-and-swap
 
+    @property
+    def replicated(self) -> bool: ...  # True if several lanes of a block may hold copies of one value, as Triton's do
+
     def divergence(self, lane: int) -> str | None: ...
 
     def mutes(self, kind: type[Fault]) -> bool: ...
@@ -191,6 +194,10 @@ class Space:
     def check_agreement(self, m: Accessor, part: Part, size: int, values: Array, lost: Array) -> None:
         """Lanes of one store that write to the same address must write the same value."""
         differs = self._differs(part, lost, size, values)
+        if m.replicated:  # Triton lets all copies in a warp store a sum, whose last bits depend on the order of the terms
+            winners = {at: lane for at, lane in zip(part.at.tolist(), part.lanes.tolist(), strict=True)}
+            apart = [winners[at] // 32 != lane // 32 for at, lane in zip(part.at[lost].tolist(), part.lanes[lost].tolist(), strict=True)]
+            differs &= np.array(apart) | (self.name != "shared")
         if differs.any() and not m.mutes(Race):
             row = lost[differs][0]
             block, thread = m.block_and_thread(part.lanes[np.flatnonzero(part.at == part.at[row])[-1]])
@@ -320,11 +327,14 @@ class Global(Space):
     name = "global"
     first = FIRST_ADDRESS
 
-    def __init__(self, regions: list[Region]):
+    def __init__(self, regions: list[Region], replicated: bool = False):
         super().__init__(all_memory())
         self.regions = regions
         self.starts = [r.start for r in regions]
         self.shadows = [Shadow(r.end - r.origin, r.written) if r.writable else None for r in regions]
+        for shadow in self.shadows:
+            if shadow is not None:
+                shadow.replicated = replicated
         self.bounds = np.array(self.starts, np.uint64), np.array([r.end for r in regions], np.uint64)
         self.near: dict[tuple[int, int], _Near] = {}  # instruction and size -> the region that it accessed last
         self.spots: dict[tuple[int, int], Any] = {}  # register and size -> see instructions/quick.py
