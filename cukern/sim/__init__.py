@@ -26,8 +26,9 @@ def triton(arch: str = "sm_90", *, configs: str = "first", debug: bool = False) 
 
     Inside the block, each `@triton.jit` kernel is compiled by Triton for the target, and its PTX is executed and checked. Specialization,
     `tl.constexpr`, heuristics, `num_warps` and callable grids are Triton's own. Arguments are CPU tensors, NumPy arrays and numbers. A
-    kernel may access only the tensors that it is given, and those created in the block whose addresses are in an int64 tensor. A read of a tensor that
-    `torch.empty` made in the block, and that nothing wrote, is a fault. The block holds for the whole process, not for one thread.
+    kernel may access only the tensors that it is given, and those created in the block whose addresses are in an int64 tensor. A read of
+    a tensor that `torch.empty` made in the block, and that nothing wrote, is a fault. The block holds for the whole process, not for one
+    thread.
 
     Args:
         arch: "sm_80", "sm_86", "sm_89", "sm_90", "sm_100" or "sm_120". No GPU is needed.

@@ -1,7 +1,7 @@
 """Triton kernels in the simulator: a driver that Triton takes for a GPU's, and that launches the PTX of a kernel on CPU tensors.
 
-Triton asks the active driver for its target, loads what it compiled and launches it. `block` makes this driver the active one. Triton's last
-stage, ptxas, is left out: what would be the cubin is the PTX."""
+Triton asks the active driver for its target, and gives it what it compiled to load and to launch. `block` makes this driver the active one.
+Triton's last stage, ptxas, is left out: what would be the cubin is the PTX."""
 
 import contextlib
 import functools
@@ -104,7 +104,7 @@ def _launched(kernel: Any, grid: Any) -> Callable[..., Any]:
         for tuner in tuners:
             tuner.cache = {}
         try:
-            return kernel.run(*map(_tensor, args), grid=grid, warmup=False, **{name: _tensor(x) for name, x in kwargs.items()})
+            return kernel.run(*map(_own, args), grid=grid, warmup=False, **{name: _own(x) for name, x in kwargs.items()})
         except (Fault, NotSimulated) as error:
             if tracebacks.whole():
                 raise
@@ -116,8 +116,9 @@ def _launched(kernel: Any, grid: Any) -> Callable[..., Any]:
     return launch
 
 
-def _tensor(x: Any) -> Any:
-    return torch.from_numpy(x) if isinstance(x, np.ndarray) else x
+def _own(x: Any) -> Any:
+    """An argument as Triton takes it."""
+    return torch.from_numpy(x) if isinstance(x, np.ndarray) else x.item() if isinstance(x, np.generic) else x
 
 
 class _Created(regions.Scope):
@@ -187,6 +188,7 @@ def _driver(triton: Any, arch: str, every_config: bool, created: _Created) -> An
 
         def __init__(self) -> None:
             super().__init__()
+            self.state, self.created = state, created
 
         @classmethod
         def is_active(cls) -> bool:
@@ -196,7 +198,7 @@ def _driver(triton: Any, arch: str, every_config: bool, created: _Created) -> An
             return "CUdeviceptr" if ty[0] == "*" else _CTYPES[ty]
 
         def launcher_cls(self, src: Any, metadata: Any) -> "_Launcher":
-            return _Launcher(src, metadata, state, created)
+            return _Launcher(src, metadata, triton.runtime.driver)
 
         def get_current_target(self) -> Any:
             return GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)
@@ -231,15 +233,17 @@ def _loaded(name: str, ptx: str, symbol: str, params: tuple[Param, ...]) -> Laun
 
 
 class _Launcher:
-    """Launches one compiled kernel, as Triton calls it."""
+    """Launches one compiled kernel, as Triton calls it. Triton keeps it for later blocks, which have other drivers."""
 
-    def __init__(self, src: Any, metadata: Any, state: Any, created: _Created):
-        self.signature, self.metadata, self.state, self.created = src.signature, metadata, state, created
+    def __init__(self, src: Any, metadata: Any, driver: Any):
+        self.signature, self.metadata, self.driver = src.signature, metadata, driver
         self.name = src.fn.__name__
         self.maps = list(getattr(metadata, "tensordesc_meta", None) or ())
 
-    def __call__(self, x: int, y: int, z: int, stream: Any, ptx: str, packed: Any, launch_metadata: Any, enter: Any, leave: Any, *args: Any):
-        if x * y * z <= 0 or self.state.dry:
+    def __call__(
+        self, x: int, y: int, z: int, stream: Any, ptx: str, packed: Any, launch_metadata: Any, enter: Any, leave: Any, *args: Any
+    ):
+        if x * y * z <= 0 or self.driver.active.state.dry:
             return
         params: list[Param] = []
         values: list[Any] = []
@@ -258,11 +262,12 @@ class _Launcher:
         if enter is not None:
             enter(launch_metadata)
         launch = _loaded(self.name, ptx, self.metadata.name, tuple(params))
+        created = self.driver.active.created
         with regions.scope(tensors) as scope:
             for start, storage in scope.storages.items():
-                known = self.created.find(start)
+                known = created.find(start)
                 storage.written = None if known is None else known.written
-            for start, storage in self.created.named_in(tensors).items():
+            for start, storage in created.named_in(tensors).items():
                 scope.storages.setdefault(start, storage)
             launch((x * ctas, y, z), (32 * self.metadata.num_warps, 1, 1), self.metadata.shared, *values)
         if leave is not None:

@@ -51,11 +51,28 @@ def _configs():
 
 
 @triton.autotune(configs=_configs(), key=["m", "n", "k"])
-@triton.heuristics({"EVEN": lambda args: args["k"] % 32 == 0})
+@triton.heuristics({"EVEN": lambda args: args["k"] % args["BK"] == 0})
 @triton.jit
 def matmul(
-    a, b, c, m, n, k, sam, sak, sbk, sbn, scm, scn, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr
-):  # fmt: skip
+    a,
+    b,
+    c,
+    m,
+    n,
+    k,
+    sam,
+    sak,
+    sbk,
+    sbn,
+    scm,
+    scn,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    GROUP: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    tl.static_assert(not EVEN)
     tile_m, tile_n = tile_of(tl.program_id(0), tl.cdiv(m, BM), tl.cdiv(n, BN), GROUP)
     total = product(a, b, m, n, k, tile_m, tile_n, sam, sak, sbk, sbn, BM, BN, BK)
     i, j = tile_m * BM + tl.arange(0, BM), tile_n * BN + tl.arange(0, BN)
@@ -82,8 +99,8 @@ def grouped_matmul(a, b, c, sizes, groups, BM: tl.constexpr, BN: tl.constexpr, B
         count = tl.cdiv(m, BM) * tiles_n
         while tile >= first and tile < first + count:
             own = tile - first
-            pa, pb = (tl.load(x + g).to(tl.pointer_type(tl.float16)) for x in (a, b)) if False else (
-                tl.load(a + g).to(tl.pointer_type(tl.float16)), tl.load(b + g).to(tl.pointer_type(tl.float16)))
+            pa = tl.load(a + g).to(tl.pointer_type(tl.float16))
+            pb = tl.load(b + g).to(tl.pointer_type(tl.float16))
             total = product(pa, pb, m, n, k, own // tiles_n, own % tiles_n, k, 1, n, 1, BM, BN, BK)
             i, j = own // tiles_n * BM + tl.arange(0, BM), own % tiles_n * BN + tl.arange(0, BN)
             pc = tl.load(c + g).to(tl.pointer_type(tl.float16))
@@ -204,9 +221,9 @@ def cumsum(x, out, n, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def sort(x, out, BLOCK: tl.constexpr):
-    i = tl.arange(0, BLOCK)
-    tl.store(out + i, tl.sort(tl.load(x + i)))
+def total(x, out, n, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.atomic_add(out, tl.sum(tl.load(x + i, mask=i < n, other=0.0), axis=0))
 
 
 @triton.jit

@@ -245,7 +245,11 @@ class Space:
             if apart is not None:
                 return m.fault(BarrierFault, lane, f"{verb} {size} bytes, {where}, that {other} {did} at {line}: {apart}", pc)
             same_warp = m.order.unpack(stamp)[0] // 32 == mine[i]
-            remedy = "a __syncwarp() is missing between the two (__syncthreads() orders them, too)" if same_warp else "no barrier is between the two"
+            remedy = (
+                "a __syncwarp() is missing between the two (__syncthreads() orders them, too)"
+                if same_warp
+                else "no barrier is between the two"
+            )
             remedy += in_place
         return m.fault(Race, lane, f"{verb} {size} bytes, {where}, that {other} {did} at {line}: {remedy}", pc)
 
