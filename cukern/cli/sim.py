@@ -33,7 +33,7 @@ def simulate(
     triton: Annotated[str | None, typer.Option(metavar="KERNEL", help="A Triton kernel of a .py file.")] = None,
     arch: Annotated[str, typer.Option(help="What a Triton kernel is compiled for.")] = "sm_90",
 ) -> None:
-    """Run a kernel of any .cu file, a kernel in PTX or a Triton kernel in the simulator, and print its faults. Exits with 1 if there are any.
+    """Run a kernel of a .cu or .ptx file, or a Triton kernel, in the simulator, and print its faults. Exits with 1 if there are any.
 
     A tensor is TYPE:SHAPE, with the types f16 bf16 f32 f64 e4m3 e5m2 i8 to i64 u8 to u64 bool. A tensor that the kernel takes as a pointer
     to const is filled at random: floats are N(0, 1), integers 0 to 9. Another is an output: NaN (integers: the largest), and a read before
@@ -41,8 +41,8 @@ def simulate(
 
         cukern sim row_max.cu --args "f32:3 f32:3x200 200" --grid 3 --block 256 --coverage
 
-    Tensors of a Triton kernel or of PTX are filled at random, but for those with `=empty`. NAME=VALUE is a tl.constexpr or an option such as
-    num_warps=8 of a Triton kernel, and its number of programs is --grid; the kernel of a .ptx file is its entry:
+    Tensors of a Triton kernel or of PTX are filled at random, unless FILL says otherwise. NAME=VALUE is a tl.constexpr or an option of a
+    Triton kernel, such as num_warps=8. KERNEL of a .ptx file is its entry:
 
         cukern sim my.py --triton add --args "f32:1000 f32:1000 f32:1000=empty 1000 BLOCK=256" --grid 4
 

@@ -62,8 +62,7 @@ def run_ptx(file: Path, name: str | None, shared: int, words: Sequence[str], dim
         raise FileNotFoundError(f"there is no file {str(file)!r}")
     text = file.read_text()
     entries = dict(re.findall(r"\.entry\s+([\w$]+)\s*(?:\(([^)]*)\))?", text))
-    if name is None and len(entries) == 1:
-        (name,) = entries
+    name = name or next(iter(entries), "")
     if name not in entries:
         raise ValueError(f"{file} has no entry {name!r}; its entries: {', '.join(entries) or 'none'}")
     types = re.findall(r"\.param\s+(?:\.align\s+\d+\s+)?\.([a-z]+)(\d+)[^,]*", entries[name])
@@ -79,7 +78,7 @@ def run_ptx(file: Path, name: str | None, shared: int, words: Sequence[str], dim
 
     def run(values: list[Any]) -> None:
         plain = [v.data_ptr() if isinstance(v, torch.Tensor) else 0 if v is None else v for v in values]
-        launch(grid, block, checks.integer("--shared", shared, 0), *plain)  # type: ignore[arg-type]
+        launch(grid, block, checks.integer("--shared", shared, 0), *plain)
 
     _run(name, params, words, run, dims, seed, [file] if covered else [])
 

@@ -311,6 +311,6 @@ class _Launcher:
             parts = [("CUtensorMap", data)]
         parts += [*(("int", n) for n in shape), *(("long long", n) for n in strides)]
         for i, (ctype, part) in enumerate(parts):
-            of_map = {"size": tensor_map.BYTES, "align": 64} if ctype == "CUtensorMap" else {}
-            params.append(Param(name if i == 0 else f"{name}.{i}", ctype, pointer=ctype == "void", **of_map))
+            size, align = (tensor_map.BYTES, 64) if ctype == "CUtensorMap" else (0, 0)
+            params.append(Param(name if i == 0 else f"{name}.{i}", ctype, ctype == "void", size, align))
             values.append(part)

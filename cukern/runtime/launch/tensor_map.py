@@ -30,10 +30,11 @@ _MAGIC = b"cukernTM"
 _LAYOUT = struct.Struct("<8sQ6B2x5I4x4Q5H")
 MAGIC_NUMBER = int.from_bytes(_MAGIC, "little")
 # The fields of this format by their names in PTX's tensormap.replace: offset, and dtype of one of its elements
-FIELDS = {"magic": (0, np.dtype(np.uint64)), "global_address": (8, np.dtype(np.uint64))}
-FIELDS |= {"rank": (16, np.dtype(np.uint8)), "itemsize": (17, np.dtype(np.uint8)), "elemtype": (18, np.dtype(np.uint8))}
-FIELDS |= {"swizzle_mode": (19, np.dtype(np.uint8)), "fill_mode": (21, np.dtype(np.uint8)), "global_dim": (24, np.dtype(np.uint32))}
-FIELDS |= {"global_stride": (48, np.dtype(np.uint64)), "box_dim": (80, np.dtype(np.uint16))}
+FIELDS: dict[str, tuple[int, np.dtype]] = {
+    **{name: (at, np.dtype(np.uint64)) for name, at in (("magic", 0), ("global_address", 8), ("global_stride", 48))},
+    **{name: (at, np.dtype(np.uint8)) for name, at in (("rank", 16), ("itemsize", 17), ("elemtype", 18), ("swizzle_mode", 19))},
+    **{"fill_mode": (21, np.dtype(np.uint8)), "global_dim": (24, np.dtype(np.uint32)), "box_dim": (80, np.dtype(np.uint16))},
+}
 
 
 class Box(NamedTuple):

@@ -20,8 +20,10 @@ def replace(c: Context) -> Step:
     c.refuse(mode != "tile" or space not in spaces or types[:1] != ["b1024"])
     (base, offset), index = c.address(c.operands[0]), 0
     if len(c.operands) == 3:
-        c.refuse(not isinstance(c.operands[1], Immediate))
-        index = int(immediate_value(c.operands[1]))
+        number = c.operands[1]
+        if not isinstance(number, Immediate):
+            raise c.unknown()
+        index = int(immediate_value(number))
     value, pc = c.source(c.operands[-1], types[1]), c.pc
     c.refuse(field not in tensor_map.FIELDS and field not in ("element_stride", "interleave_layout"))
 
