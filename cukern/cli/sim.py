@@ -51,22 +51,25 @@ def simulate(
     A Python file that makes an op is checked as `cukern check FILE --sim` does.
     """
     words = [word for text in args or () for word in text.split()]
-    if triton is not None or file.suffix == ".ptx":
-        dims = _dims("--grid", grid), _dims("--block", block)
-        options = words, dims, checks.integer("--seed", seed, 0, (1 << 63) - 1), covered
-        if triton is not None:
-            return sim_foreign.run_triton(file, triton, arch, *options)
-        return sim_foreign.run_ptx(file, kernel, shared, *options)
-    if own_file.is_file(str(file)):
+    if triton is None and own_file.is_file(str(file)):
         return _check(str(file), kernel, args)
-    dims = _dims("--grid", grid), _dims("--block", block)
+    dims, start = (_dims("--grid", grid), _dims("--block", block)), checks.integer("--seed", seed, 0, (1 << 63) - 1)
+    if triton is not None:
+        return sim_foreign.run_triton(file, triton, arch, words, dims, start, covered)
     checks.integer("--shared", shared, 0)
+    if file.suffix == ".ptx":
+        return sim_foreign.run_ptx(file, kernel, shared, words, dims, start, covered)
+    return _run(file, kernel, words, dims, shared, start, covered)
+
+
+def _run(file: Path, kernel: str | None, words: list[str], dims: sim_foreign.Dims, shared: int, seed: int, covered: bool) -> None:
+    """Run a kernel of a .cu file. Raises ValueError for wrong arguments."""
     made = load(file, kernel)
     with backend("sim"):
         params = made.params
     if len(words) != len(params):
         raise ValueError(f"{made.name} takes {len(params)} arguments ({', '.join(map(str, params))}), got {len(words)} in --args")
-    random = torch.Generator().manual_seed(checks.integer("--seed", seed, 0, (1 << 63) - 1))
+    random = torch.Generator().manual_seed(seed)
     values = [argument(p, word, random) for p, word in zip(params, words, strict=True)]
     unwritten = [v for p, word, v in zip(params, words, values, strict=True) if isinstance(v, torch.Tensor) and fill_of(p, word) == "empty"]
     with memory.scope() as scope:
@@ -77,9 +80,8 @@ def simulate(
     for param, tensor in zip(params, values, strict=True):
         if isinstance(tensor, torch.Tensor) and not param.const:
             print_output(param.name, tensor, scope.unwritten(tensor))
-    sources = {path.name: path for path in (made.source.path, *made.source.program.files)}
     if covered:
-        print_coverage(sources, record)
+        print_coverage({path.name: path for path in (made.source.path, *made.source.program.files)}, record)
     print_faults(made.name, dims, faults)
 
 
