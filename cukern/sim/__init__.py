@@ -6,93 +6,39 @@ the bits of a GPU's, except for the approximate functions (ex2.approx and the li
 
 Each package imports only those before it: ptx, numerics, memory, machine, instructions."""
 
-import math
+import contextlib
 import operator
-import struct
-from collections.abc import Callable
+from typing import Any
 
-import numpy as np
-
-from cukern.runtime import recording
-from cukern.runtime.compile.compiler import Ptx
-from cukern.runtime.compile.signature import Param, explain_misfit, packer
-from cukern.runtime.device import SIMULATED, device_of
-from cukern.runtime.launch.limits import Dim, exceeded, launch_error
 from cukern.sim import memory, tracebacks
 from cukern.sim.faults import BarrierFault, Fault, Misaligned, NotSimulated, OutOfBounds, Race, StepLimit, Uninitialized
-from cukern.sim.instructions.decode import stretches
-from cukern.sim.instructions.tables import INSTRUCTIONS
-from cukern.sim.machine.batch import Launched
-from cukern.sim.machine.machine import run
-from cukern.sim.machine.options import checks, collect, coverage, current
-from cukern.sim.machine.program import Program
-from cukern.sim.memory.regions import Region, regions
-from cukern.sim.memory.spaces import Global
-from cukern.sim.ptx.parser import parse
+from cukern.sim.launch import Launch, load
+from cukern.sim.machine.options import checks, collect, coverage
 
 __all__ = ["BarrierFault", "Fault", "Launch", "Misaligned", "NotSimulated", "OutOfBounds", "Race", "StepLimit", "Uninitialized"]
-__all__ += ["checks", "collect", "coverage", "load", "memory"]
+__all__ += ["checks", "collect", "coverage", "load", "memory", "triton"]
 
-Launch = Callable[..., None]
 __tracebackhide__ = operator.methodcaller("errisinstance", tracebacks.Report)  # pytest shows the report alone
 
-MOST_THREADS = 1 << 22  # of a launch; more would take minutes
 
+def triton(arch: str = "sm_90", *, configs: str = "first", debug: bool = False) -> contextlib.AbstractContextManager[Any]:
+    """Run Triton kernels on CPU tensors in the simulator: `with cukern.sim.triton(): kernel[grid](x, out, n, BLOCK=128)`.
 
-def load(name: str, ptx: Ptx, params: tuple[Param, ...], cluster: Dim | None = None) -> Launch:
-    """Prepare a kernel for simulation. Returns `launch(grid, block, shared_bytes, *args)`; pointers are addresses of CPU memory. `cluster`:
-    the shape of a cluster that the launch asks for.
+    Inside the block, each `@triton.jit` kernel is compiled by Triton for the target, and its PTX is executed and checked. Specialization,
+    `tl.constexpr`, heuristics, `num_warps` and callable grids are Triton's own. Arguments are CPU tensors, NumPy arrays and numbers. A
+    kernel may access only the tensors that it is given, and those created in the block whose addresses are in an int64 tensor. A read of
+    a tensor that `torch.empty` made in the block, and that nothing wrote, is a fault. The block holds for the whole process, not for one
+    thread.
 
-    A launch raises Fault for a bug of the kernel, except in `collect` or `checks`; NotSimulated for an instruction that is not simulated;
-    LaunchError for a geometry that a GPU would refuse, ValueError for one that is too large to simulate, and TypeError or ValueError for
-    an argument that does not fit."""
-    program = Program(parse(ptx.text), ptx.symbol)
-    if cluster:
-        program.kernel.cluster, program.kernel.explicit_cluster = cluster, True
-    code = stretches(program, INSTRUCTIONS)
-    layout = packer(params)
+    Args:
+        arch: "sm_80", "sm_86", "sm_89", "sm_90", "sm_100" or "sm_120". No GPU is needed.
+        configs: of autotuned kernels. "first": the first that compiles and fits the GPU's shared memory. "all": run each of them once, as
+            the autotuner does, and then the first; a kernel that accumulates needs `reset_to_zero` or `restore_value`, as on a GPU.
+        debug: compile with `tl.device_assert` and Triton's checks for integer overflow.
 
-    def launch(grid: Dim, block: Dim, shared: int, *args: int | float) -> None:
-        try:
-            packed = layout.pack(*args)
-        except struct.error:
-            raise explain_misfit(name, params, args) from None
-        static = program.dynamic_start if shared else program.shared_size
-        _check_launch(name, grid, block, shared, static, program)
-        own = np.frombuffer(packed + bytes(16), np.uint8)  # an aligned load may reach beyond the last parameter
-        start = own.ctypes.data
-        values = Region(start, start + len(own), "the kernel's parameters", writable=False)
-        of_grid = np.zeros(2, np.uint64)  # what grid.sync() counts in: every launch counts as a cooperative one
-        counter = Region(of_grid.ctypes.data, of_grid.ctypes.data + of_grid.nbytes, "the barrier of the grid")
-        more = [values, counter] if "%envreg2" in program.specials else [values]
-        memory_ = Global(sorted([*_regions(program, params, args), *more], key=lambda r: r.start))
-        try:
-            run(Launched(name, program, grid, block, static + shared, own, memory_, current(), counter.start), code)
-        except (Fault, NotSimulated) as error:
-            if tracebacks.whole():
-                raise
-            tracebacks.install()
-            raise error.with_traceback(None) from None
-        memory_.finish()
+    Raises ImportError without Triton, and ValueError for an unknown `arch` or `configs`. A launch raises Fault for a bug, which names the
+    Python line; NotSimulated for an instruction that is not simulated; TypeError for a CUDA tensor.
+    """
+    from cukern.sim import triton_driver
 
-    return recording.noted(launch, params)
-
-
-def _regions(program: Program, params: tuple[Param, ...], args: tuple) -> list[Region]:
-    """What the launch may access, sorted by address. Each region is named after the argument that points into it."""
-    found = regions()
-    for region in found:
-        names = [p.name for p, a in zip(params, args, strict=True) if p.pointer and region.start <= a < region.end]
-        region.name = f"the tensor of argument '{names[0]}'" if names else "a tensor"
-    return sorted([*found, *program.regions], key=lambda r: r.start)
-
-
-def _check_launch(name: str, grid: Dim, block: Dim, shared: int, static: int, program: Program) -> None:
-    most_shared = device_of(SIMULATED).shared_bytes
-    broken = exceeded(grid, block, shared, program.kernel.max_threads, most_shared, program.kernel.cluster, static)
-    if broken:
-        raise launch_error(name, grid, block, shared, broken)
-    if math.prod(grid) * math.prod(block) > MOST_THREADS:
-        threads = math.prod(grid) * math.prod(block)
-        what = f"{name} <<<grid {grid}, block {block}>>> has {threads} threads, and the simulator takes at most {MOST_THREADS}"
-        raise ValueError(f"{what}: simulate a smaller problem")
+    return triton_driver.block(arch, configs, debug)

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 
 _OWN = str(Path(__file__).parents[1])
-_LIBRARIES = (f"{os.sep}torch{os.sep}", "contextlib.py", "functools.py")
+_LIBRARIES = (f"{os.sep}torch{os.sep}", f"{os.sep}triton{os.sep}runtime", "contextlib.py", "functools.py")
 
 
 def whole() -> bool:

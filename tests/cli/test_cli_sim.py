@@ -107,3 +107,68 @@ def test_what_it_refuses(file, kernel, args, options, words):
 
 def test_files_that_are_not_there(tmp_path):
     assert "No such file" in refused("sim", tmp_path / "none.cu", "--args", "1")
+
+
+PTX = """
+.version 8.0
+.target sm_80
+.address_size 64
+.visible .entry twice(.param .u64 x, .param .u64 .ptr .global .align 1 y, .param .u32 n, .param .f32 a)
+{
+    .reg .pred %p<2>;
+    .reg .b32 %r<3>;
+    .reg .b64 %rd<6>;
+    .reg .f32 %f<4>;
+    ld.param.u64 %rd1, [x];
+    ld.param.u64 %rd2, [y];
+    ld.param.u32 %r1, [n];
+    ld.param.f32 %f1, [a];
+    mov.u32 %r2, %tid.x;
+    setp.ge.s32 %p1, %r2, %r1;
+    @%p1 bra DONE;
+    mul.wide.s32 %rd3, %r2, 4;
+    add.s64 %rd4, %rd1, %rd3;
+    add.s64 %rd5, %rd2, %rd3;
+    ld.global.f32 %f2, [%rd4];
+    mul.f32 %f3, %f2, %f1;
+    st.global.f32 [%rd5], %f3;
+DONE:
+    ret;
+}
+"""
+
+
+def test_ptx(tmp_path):
+    path = tmp_path / "twice.ptx"
+    path.write_text(PTX)
+    out = call("sim", path, "--args", "f32:40=iota f32:40=empty 40 0.5", "--block", 64).stdout
+    assert "twice_param_1  float32 40: 0 to 19.5, 0 NaN" in out and "<<<grid 1, block 64>>>: no faults" in out
+    out = call("sim", path, "twice", "--args", "f32:40 f32:40=empty 41 1", "--block", 64, status=1).stdout
+    assert "OutOfBounds: twice, block (0, 0, 0), thread (40, 0, 0)" in out and "argument 'twice_param_0'" in out
+    assert "has no entry 'thrice'; its entries: twice" in call("sim", path, "thrice", status=2).stderr
+    assert "twice takes 4 arguments, got 1 in --args" in call("sim", path, "twice", "--args", "f32:4", status=2).stderr
+
+
+TRITON = """
+import triton
+import triton.language as tl
+
+@triton.jit
+def add(x, y, out, n, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + i, tl.load(x + i, mask=i < n) + tl.load(y + i), mask=i < n)
+"""
+
+
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+def test_triton(tmp_path):
+    pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
+    path = tmp_path / "own.py"
+    path.write_text(TRITON)
+    words = "f32:1000=iota f32:1024=1 f32:1000=empty 1000 BLOCK=256 num_warps=2"
+    out = call("sim", path, "--triton", "add", "--args", words, "--grid", 4, "--arch", "sm_80", "--coverage").stdout
+    assert "out  float32 1000: 1 to 1000, 0 NaN" in out and "add <<<grid 4>>>: no faults" in out and "3 of 3 lines executed" in out
+    out = call("sim", path, "--triton", "add", "--args", words.replace("1024", "1000"), "--grid", 4, status=1).stdout
+    assert "OutOfBounds: add, block (3, 0, 0)" in out and f"{path}:8: reads" in out and "argument 'y'" in out
+    assert "has no Triton kernel 'sub'; its @triton.jit functions: add" in call("sim", path, "--triton", "sub", status=2).stderr
+    assert "arch must be one of sm_80" in call("sim", path, "--triton", "add", "--arch", "sm_70", status=2).stderr

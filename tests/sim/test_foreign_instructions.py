@@ -52,6 +52,27 @@ def test_stmatrix_and_movmatrix(transposed):
     assert (out[128:].numpy().view(np.int16).reshape(8, 8) == tiles[0].T).all()
 
 
+ROWS_OF_TILES = """
+__global__ void k(unsigned* out, const unsigned* x) {
+    __shared__ alignas(16) unsigned tile[32][4];
+    unsigned r[4], t = threadIdx.x;
+    for (int i = 0; i < 4; ++i) tile[t][i] = x[4 * t + i];
+    __syncwarp();
+    asm volatile("ldmatrix.sync.aligned.FORM.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"((unsigned)__cvta_generic_to_shared(&tile[t][0])));
+    for (int i = 0; i < 4; ++i) out[32 * i + t] = r[i];
+}
+"""
+
+
+@pytest.mark.parametrize("form", ["m8n8.x4", "x4.m8n8", "m8n8.x4.trans", "x4.trans.m8n8"])
+def test_ldmatrix_with_its_count_before_or_after_its_shape(form):
+    x, out = torch.randint(0, 1 << 30, (128,), dtype=torch.int32), ints(128)
+    simulate(ROWS_OF_TILES.replace("FORM", form), out, x)
+    tiles = x.numpy().view(np.int16).reshape(4, 8, 8)
+    assert (out.numpy().view(np.int16).reshape(4, 8, 8) == (tiles.swapaxes(1, 2) if "trans" in form else tiles)).all()
+
+
 @pytest.mark.parametrize("name, dtype", [("e4m3", torch.float8_e4m3fn), ("e5m2", torch.float8_e5m2)])
 def test_8_bit_floats(name, dtype):
     text = f"""
@@ -409,10 +430,9 @@ cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [r], [r],
 cp.reduce.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes.add.u32 [r], [r], 64, [r]
 mbarrier.pending_count.b64 r, x
 fence.proxy.alias
-fence.proxy.tensormap::generic.release.gpu
 cp.async.bulk.tensor.3d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes [r], [x, {r, r, r}], [r], {h}
 cp.async.bulk.tensor.2d.shared::cta.global.tile::gather4.mbarrier::complete_tx::bytes [r], [x, {r, r, r, r, r}], [r]
-tensormap.replace.tile.global_address.shared::cta.b1024.b64 [r], x
+tensormap.replace.tile.swizzle_atomicity.shared::cta.b1024.b32 [r], 0
 mma.sync.aligned.m8n8k4.row.col.f32.f16.f16.f32 {f, f, f, f, f, f, f, f}, {r, r}, {r, r}, {f, f, f, f, f, f, f, f}
 mma.sync.aligned.m8n8k16.row.col.s32.s8.s8.s32 {r, r}, {r}, {r}, {r, r}
 mma.sync.aligned.m16n8k64.row.col.s32.s4.s4.s32 {r, r, r, r}, {r, r, r, r}, {r, r}, {r, r, r, r}

@@ -599,7 +599,9 @@ def test_what_is_not_simulated_of_bulk_copies_by_name(opcode):
 LOOK = {
     "volatile": "while (*(volatile unsigned*)flag == 0) {} __threadfence();",
     "acquire": 'do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(flag) : "memory"); while (seen == 0);',
-    "atomic": "while (atomicAdd(flag, 0) == 0) {}",
+    "atomic": "while (atomicAdd(flag, 0) == 0) {} __threadfence();",
+    "atomic without a fence": "while (atomicAdd(flag, 0) == 0) {}",
+    "compare-and-swap": "while (atomicCAS(flag, 1u, 2u) != 1) {}",
     "volatile without a fence": "while (*(volatile unsigned*)flag == 0) {}",
     "no look": "",
 }
@@ -649,7 +651,7 @@ __global__ void k(int* out, int* sums, unsigned* flags, int n) {{
 
 
 @pytest.mark.parametrize("signal", ["exchange", "release", "volatile"])
-@pytest.mark.parametrize("look", ["volatile", "acquire", "atomic"])
+@pytest.mark.parametrize("look", ["volatile", "acquire", "atomic", "compare-and-swap"])
 def test_blocks_that_wait_for_the_flag_of_the_one_before(look, signal):
     out, expected = chain(look, signal)
     assert out == expected
@@ -665,7 +667,10 @@ def test_blocks_that_spin_let_the_others_go_on(blocks, monkeypatch):
 
 @pytest.mark.parametrize(
     "look, signal",
-    [("volatile without a fence", "exchange"), ("no look", "exchange"), ("acquire", "exchange without a fence"), ("acquire", "relaxed")],
+    [
+        *(("volatile without a fence", "exchange"), ("atomic without a fence", "exchange"), ("no look", "exchange")),
+        *(("acquire", "exchange without a fence"), ("acquire", "relaxed")),
+    ],
 )
 def test_a_flag_without_its_fences_orders_nothing(look, signal):
     with pytest.raises(sim.Race, match=r"of the tensor of argument 'sums', .* nothing orders two blocks of one launch"):

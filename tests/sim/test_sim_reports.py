@@ -142,27 +142,27 @@ __global__ void k(int* out, int* part) {
         atomicAdd(&ready, 1);
     } else {
         for (int i = 0; i < 3000; ++i) __nanosleep(1);
-        [[=> while (atomicAdd(&ready, 0) == 0) {}]]
+        [[=> while (atomicAdd(&ready, 0) == 0) {} __threadfence();]]
         *out = *part;  // here
     }
 }
 """, arguments=lambda: [ints(1), ints(1)], grid=2, block_index=1),
     Case("no __syncwarp", sim.Race, lambda x: x ^ 5,
-         r"that thread \(5, 0, 0\) wrote at {there}: a __syncwarp\(\), or a barrier, is missing", """
+         r"that thread \(5, 0, 0\) wrote at {there}: a __syncwarp\(\) is missing between the two \(__syncthreads", """
     __shared__ int tile[64];
     tile[threadIdx.x] = x[threadIdx.x];  // there
     [[=> __syncwarp();]]
     out[threadIdx.x] = tile[threadIdx.x ^ 5];  // here
 """),
     Case("a __syncwarp of other lanes", sim.Race, lambda x: x ^ 16,
-         r"that thread \(16, 0, 0\) wrote at {there}: a __syncwarp\(\), or a barrier, is missing", """
+         r"that thread \(16, 0, 0\) wrote at {there}: a __syncwarp\(\) is missing between the two \(__syncthreads", """
     __shared__ int tile[32];
     tile[threadIdx.x] = x[threadIdx.x];  // there
     __syncwarp([[threadIdx.x < 16 ? 0xffff : 0xffff0000 => ~0u]]);
     out[threadIdx.x] = tile[threadIdx.x ^ 16];  // here
 """, block=32),
     Case("a shuffle is no __syncwarp", sim.Race, lambda x: 2 * (x ^ 1),
-         r"that thread \(1, 0, 0\) wrote at {there}: a __syncwarp\(\), or a barrier, is missing", """
+         r"that thread \(1, 0, 0\) wrote at {there}: a __syncwarp\(\) is missing between the two \(__syncthreads", """
     __shared__ int tile[32];
     tile[threadIdx.x] = x[threadIdx.x];  // there
     int other = __shfl_xor_sync(~0u, x[threadIdx.x], 1);
@@ -170,7 +170,7 @@ __global__ void k(int* out, int* part) {
     out[threadIdx.x] = tile[threadIdx.x ^ 1] + other;  // here
 """, block=32),
     Case("volatile is no __syncwarp", sim.Race, lambda x: x.sum(dtype=torch.int32)[None],
-         r"thread \(\d+, 0, 0\) (wrote|read) at .*: a __syncwarp\(\), or a barrier, is missing", """
+         r"thread \(\d+, 0, 0\) (wrote|read) at .*: a __syncwarp\(\) is missing between the two \(__syncthreads", """
 __global__ void k(int* out, const int* x) {
     __shared__ volatile int tile[32];
     int v = x[threadIdx.x];

@@ -11,6 +11,7 @@ import struct
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from cukern.runtime import checks, recording
@@ -27,6 +28,13 @@ _FLOATS = (6, 7, 8, 9, TF32)  # the codes that may be filled with NaN
 _MAGIC = b"cukernTM"
 # Magic, address; rank, bytes of an element, code of the dtype, swizzle, l2, fill; sizes minus 1, strides in bytes, box; innermost first
 _LAYOUT = struct.Struct("<8sQ6B2x5I4x4Q5H")
+MAGIC_NUMBER = int.from_bytes(_MAGIC, "little")
+# The fields of this format by their names in PTX's tensormap.replace: offset, and dtype of one of its elements
+FIELDS: dict[str, tuple[int, np.dtype]] = {
+    **{name: (at, np.dtype(np.uint64)) for name, at in (("magic", 0), ("global_address", 8), ("global_stride", 48))},
+    **{name: (at, np.dtype(np.uint8)) for name, at in (("rank", 16), ("itemsize", 17), ("elemtype", 18), ("swizzle_mode", 19))},
+    **{"fill_mode": (21, np.dtype(np.uint8)), "global_dim": (24, np.dtype(np.uint32)), "box_dim": (80, np.dtype(np.uint16))},
+}
 
 
 class Box(NamedTuple):

@@ -254,7 +254,8 @@ def _store_param(c: Context, address: Operand, value: Operand, type_: str) -> St
 def fence(c: Context) -> Step:
     proxies = c.opcode in ("fence.proxy.async.shared::cta", "fence.proxy.async.global", "fence.proxy.async")
     known = {"cta", "cluster", "gl", "gpu", "sys", "sc", "acq_rel", "acquire", "release", "mbarrier_init"}
-    c.refuse(not proxies and not set(c.parts[1:]) <= known)
+    maps = {"proxy", "tensormap::generic"} if c.opcode.startswith("fence.proxy.tensormap::generic.") else set()
+    c.refuse(not proxies and not set(c.parts[1:]) <= known | maps)
     local = proxies or "cta" in c.parts
 
     def run(m: Machine, group: Group) -> None:

@@ -4,6 +4,7 @@ import numpy as np
 
 from cukern.sim.instructions.decode import UNSIGNED, Array, Context, Step, compute
 from cukern.sim.machine.clusters import split_address
+from cukern.sim.machine.program import PARAMETER
 from cukern.sim.memory.spaces import RANK, WINDOW, WINDOWS
 
 _NO_RANK = 254  # stands for every rank that no cluster has
@@ -14,6 +15,9 @@ def convert_address(c: Context) -> Step:
     space = next(p for p in c.parts[1:] if p not in ("to", *c.types)).split("::")[0]
     c.refuse(space not in WINDOWS)
     register = c.target(c.operands[0])
+    if space == "param":  # whose address may have been moved to 32 bits
+        start, low = c.program.special(f"{PARAMETER}0"), np.uint64(0xFFFFFFFF)
+        return compute(lambda x, of: of + (x - of & low), register, [c.source(c.operands[1], "b64"), start])
     window = np.array([WINDOWS[space] << WINDOW if register.width == 64 else 0], UNSIGNED[register.width])
     function = (lambda x: x - window) if "to" in c.parts else (lambda x: x + window)
     return compute(function, register, [c.source(c.operands[1], c.types[0])])

@@ -44,9 +44,10 @@ def atomic(c: Context) -> Step:
         def access(space: Space, lanes: Array, at: Array, *values: Array) -> Array:
             if compares and space.name == "global":
                 m.compare(lanes, at.view(np.int64))
-            old = _serially(m, space, lanes, at, width // 8, changes.get(space.name, changes["shared"]), values, narrow)
+            change = changes.get(space.name, changes["shared"])
+            old, changed = _serially(m, space, lanes, at, width // 8, change, values, narrow)
             if space.name == "global":
-                m.order.exchange(lanes, at, releases and not narrow)
+                m.order.exchange(lanes, at, releases and not narrow, changed | acquires)
             elif space.name == "shared" and (releases or acquires):
                 positions = space.place(m, lanes, at, width // 8, "changes")[0]
                 if releases:
@@ -86,19 +87,23 @@ def _change(c: Context, operation: str, space: str, type_: str = "") -> Change:
     return others[operation]
 
 
-def _serially(m: Machine, space: Space, lanes: Array, addresses: Array, size: int, change: Change, values: tuple, narrow: bool) -> Array:
-    """Returns the old values. Lanes with the same address execute in the order of their numbers. `narrow`: for the own block only."""
+def _serially(
+    m: Machine, space: Space, lanes: Array, addresses: Array, size: int, change: Change, values: tuple, narrow: bool
+) -> tuple[Array, Array]:
+    """Returns the old values, and True for each lane that changed its own. Lanes with the same address execute in the order of their
+    numbers. `narrow`: for the own block only."""
     at, parts = space.place(m, lanes, addresses, size, "changes")
     for part in parts:
         space.check_written(m, part, size)
         space.note_write(m, part, size, None, STRONG, narrow and space.name == "global")
     array, index = space.array(at, size)
-    old = np.empty(len(lanes), array.dtype)
+    old, changed = np.empty(len(lanes), array.dtype), np.empty(len(lanes), bool)
     order = np.argsort(index, kind="stable")
     first = np.flatnonzero(np.diff(index[order], prepend=-1))
     turn = np.arange(len(order)) - np.repeat(first, np.diff(first, append=len(order)))
     m.polled(len(lanes), int(turn.max()))
     for rows in np.split(order[np.argsort(turn, kind="stable")], np.cumsum(np.bincount(turn))[:-1]):
         old[rows] = array[index[rows]]
-        array[index[rows]] = change(old[rows], *(v[rows] for v in values))
-    return old
+        new = change(old[rows], *(v[rows] for v in values))
+        array[index[rows]], changed[rows] = new, new != old[rows]
+    return old, changed

@@ -78,7 +78,7 @@ def poison_of_product(m: Machine, group: Group, sources: list[list[int]], result
 
 def load_matrix(c: Context) -> Step:
     """ldmatrix: lane 8 i + j has the address of row j of tile i."""
-    count = {"x1": 1, "x2": 2, "x4": 4}.get(c.parts[4] if len(c.parts) > 4 else "", 0)
+    count = next((n for n in (1, 2, 4) if f"x{n}" in c.parts), 0)  # before the shape or after it: NVRTC accepts both
     known = {"ldmatrix", "sync", "aligned", "m8n8", "x1", "x2", "x4", "trans", "shared", "shared::cta", "b16"}
     c.refuse(not count or set(c.parts) - known)
     targets = [c.target(x) for x in c.items(c.operands[0])]

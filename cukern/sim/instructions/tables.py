@@ -1,6 +1,6 @@
 """The maker that decodes each instruction."""
 
-from cukern.sim.instructions import access, addresses, arithmetic, atomics, barriers, bulk, calls, copies, matrix, warp, wmma
+from cukern.sim.instructions import access, addresses, arithmetic, atomics, barriers, bulk, calls, copies, matrix, tensormaps, warp, wmma
 from cukern.sim.instructions.decode import Maker, Table
 
 _STEPS: dict[str, Maker] = {
@@ -18,6 +18,8 @@ _STEPS: dict[str, Maker] = {
     "cp": copies.copy,
     "fence": access.fence,
     "membar": access.fence,
+    "tensormap.replace": tensormaps.replace,
+    "tensormap.cp_fenceproxy": tensormaps.copy_and_fence,
     "activemask": warp.active_mask,
     **dict.fromkeys(("prefetch", "prefetchu", "nanosleep", "griddepcontrol", "pmevent", "setmaxnreg", "applypriority"), access.nothing),
 }

@@ -64,10 +64,12 @@ class Launched:
         memory: Global,
         options: Options,
         workspace: int,
+        replicated: bool = False,
     ):
         self.name, self.program, self.grid, self.block = name, program, grid, block
         self.shared, self.params, self.memory = shared, params, memory
         self.workspace = workspace  # the address of the memory of grid.sync()
+        self.replicated = replicated  # several lanes of a block may hold copies of one value, as Triton's do
         self.reserved_start = shared + -shared % 16  # of the shared memory that CUDA reserves, if the kernel uses it
         self.all_shared = self.reserved_start + RESERVED_BYTES if RESERVED_SHARED in program.specials else shared
         self.threads = math.prod(block)
@@ -199,6 +201,10 @@ class Batch:
     @property
     def compares(self) -> bool:
         return self.launched.compares
+
+    @property
+    def replicated(self) -> bool:
+        return self.launched.replicated
 
     def suspect(self, reader: int, position: int, stamp: int | None, fault: Callable[[], Fault]) -> None:
         """A lane of the launch reads beside atomics, now or at `stamp`: a race, unless it executes a compare-and-swap since or later."""

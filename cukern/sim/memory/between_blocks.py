@@ -2,10 +2,11 @@
 
 Release: access, fence, strong store. Acquire: strong load of the same address, fence. Everything before the
 release happens before everything after the acquire. Other lanes may change the address by atomics in between.
-An atomic is both a strong load and a strong store and needs no fence after it. st.release and ld.acquire
-include the fence. Fences are cumulative over barriers. A load sees all earlier releases at its address,
-because the simulator executes one instruction after the other. Missed races: a warp acquires as a whole, and
-a warp that releases at more than 64 addresses in one instruction releases to all blocks."""
+An atomic is both a strong load and a strong store. One that changes its location needs no fence after it, as
+code that counts blocks expects; one that does not is a load, as in a loop around atomicAdd(p, 0). st.release
+and ld.acquire include the fence. Fences are cumulative over barriers. A load sees all earlier releases at its
+address, because the simulator executes one instruction after the other. Missed races: a warp acquires as a
+whole, and a warp that releases at more than 64 addresses in one instruction releases to all blocks."""
 
 import bisect
 

@@ -279,9 +279,9 @@ class Order:
         strong[lanes[self.fenced[lanes] > 0] - first] = self.clock.now + 1
         return np.stack((until, strong))
 
-    def exchange(self, lanes: Array, addresses: Array, releases: bool) -> None:
+    def exchange(self, lanes: Array, addresses: Array, releases: bool, acquires: Array) -> None:
         """These lanes execute an atomic in global memory, one warp after the other: each sees what those
-        before it have released."""
+        before it have released, after a fence or if one of its lanes `acquires`."""
         if releases:
             self.fence(lanes)
         if self.fence_knew is None and not self.clock.releases.any:
@@ -290,7 +290,7 @@ class Order:
         for warp in np.unique(self.warp_of[lanes]).tolist():
             rows = self.warp_of[lanes] == warp
             self.publish(lanes[rows], addresses[rows])
-            self.observe(lanes[rows], addresses[rows], acquires=True)
+            self.observe(lanes[rows], addresses[rows], bool(acquires[rows].any()))
 
     def observe(self, lanes: Array, addresses: Array, acquires: bool) -> None:
         """These lanes execute a strong load from global memory."""

@@ -79,7 +79,9 @@ class _Storage:
     def _inside(self, start: int, end: int) -> Array | None:
         """Which bytes of a region belong to a tensor; None: all do."""
         here = [t for t in self.keep if start <= t.data_ptr() < end]
-        if any(_extent(t) == (start, end) and t.numel() * t.itemsize == end - start for t in here):
+        if not here or any(
+            _extent(t) == (start, end) and t.numel() * t.itemsize == end - start for t in here
+        ):
             return None
         flags = np.zeros(end - start, bool)  # no torch op: an open scope would add its result
         for t in here:

@@ -45,6 +45,8 @@ class Shadow:
         self.log: list[tuple[Array, int, int, Array, int]] = []
         self.logged = 0  # reads in the log, counted by lane
         self.shortest = 16  # bytes of the shortest read in the log
+        # True: lanes of a block that read one place in one instruction are copies of the first of them
+        self.replicated = False
 
     @property
     def writers(self) -> Array | None:
@@ -71,7 +73,11 @@ class Shadow:
             if self.heard is None:
                 self.heard = np.zeros(self.size >> self.bits, np.int64)
             self.heard[granules] = order.clock.now << TIME_BITS
-        return self._unordered(self.writes, order, granules, lanes, strong)
+        conflict = self._unordered(self.writes, order, granules, lanes, strong)
+        if conflict is None or not self.replicated:
+            return conflict
+        first = _firsts(order, positions, lanes)[conflict.rows]
+        return Conflict(conflict.rows[first], conflict.stamps[first]) if first.any() else None
 
     def written_before(self, positions: Array, size: int) -> tuple[int, int] | None:
         """The first row whose memory this launch has written, and the stamp of the write."""
@@ -319,6 +325,10 @@ class Shadow:
         if self.reads is None:
             self.reads = History(self.size >> self.bits)
         for places, unit, size, own, rest in self.log:
+            if self.replicated and len(places) > 1:
+                first = _firsts(order, places, order.by_lane(own) - order.base)
+                places = places[first]
+                own = own[first]
             granules = places
             stamps = own + np.array(rest)
             if unit != size or size != 1 << self.bits:
@@ -326,3 +336,11 @@ class Shadow:
             stamps = stamps if granules.ndim == 1 else np.broadcast_to(stamps[:, None], granules.shape)
             self.reads.record(order, granules, stamps, rest)
         self._drop_log()
+
+
+def _firsts(order: Order, places: Array, lanes: Array) -> Array:
+    """True for each row that is the first of its block at its place."""
+    by = np.lexsort((lanes, places, order.block_of[lanes]))
+    first = np.ones(len(by), bool)
+    first[by[1:]] = (np.diff(places[by]) != 0) | (np.diff(order.block_of[lanes[by]]) != 0)
+    return first

@@ -117,17 +117,21 @@ class _Parser:
         align = 0
         element = ""
         lanes = 1
+        pointer = False
         while self.tokens[self.at].startswith("."):
             word = self.next()[1:]
             if word == "align":
-                align = int(self.next())
+                align = align if pointer else int(self.tokens[self.at])  # after .ptr: of what it points to
+                self.at += 1
             elif word in ("v2", "v4"):
                 lanes = int(word[1])
             elif word in ptx.WIDTHS:
                 element = word
             elif word == "attribute":  # (.managed)
                 self.at += 3
-            elif word not in ("ptr", "global", "const", "shared", "local"):
+            elif word == "ptr":
+                pointer = True
+            elif word not in ("global", "const", "shared", "local"):
                 raise self.error("a type of a variable expected", back=1)
         size = ptx.WIDTHS[element] // 8 * lanes
         return element, size, align or size

@@ -1,0 +1,106 @@
+"""`cukern sim` of Triton kernels, and of kernels in PTX."""
+
+import contextlib
+import importlib.util
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cukern.cli.sim_arguments import argument
+from cukern.cli.sim_report import print_coverage, print_faults, print_output
+from cukern.runtime import checks
+from cukern.runtime.compile.compiler import Ptx
+from cukern.runtime.compile.signature import Param
+from cukern.sim import collect, coverage, load, memory, triton
+
+Dims = tuple[tuple[int, ...], ...]  # of the grid, and of a block
+_CTYPES = {"8": "unsigned char", "16": "unsigned short", "32": "int", "64": "long long"}
+
+
+def run_triton(file: Path, name: str, arch: str, words: Sequence[str], dims: Dims, seed: int, covered: bool) -> None:
+    """Run a Triton kernel of a Python file. Raises ValueError and FileNotFoundError."""
+    with triton(arch):
+        kernel = _kernel(file, name)
+        options = [word for word in words if re.match(r"[A-Za-z_]\w*=", word)]
+        named = {option: _value(value) for option, _, value in (word.partition("=") for word in options)}
+        taken = [p for p in kernel.arg_names if p not in named]
+        plain = [word for word in words if word not in options]
+        if len(plain) > len(taken):
+            raise ValueError(f"{name} takes {len(taken)} more arguments ({', '.join(taken)}), got {len(plain)} in --args")
+        params = [Param(p, "void", pointer=":" in word, const=True) for p, word in zip(taken, plain, strict=False)]
+        _run(name, params, plain, lambda values: kernel[dims[0]](*values, **named), dims[:1], seed, [file] if covered else [])
+
+
+def _kernel(file: Path, name: str) -> Any:
+    if not file.is_file():
+        raise FileNotFoundError(f"there is no file {str(file)!r}")
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"{file} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    kernel = getattr(module, name, None)
+    if not hasattr(kernel, "arg_names"):
+        known = ", ".join(n for n, x in vars(module).items() if hasattr(x, "arg_names")) or "none"
+        raise ValueError(f"{file} has no Triton kernel {name!r}; its @triton.jit functions: {known}")
+    return kernel
+
+
+def _value(text: str) -> Any:
+    """The value of NAME=VALUE: a number, true, false, null or a string."""
+    with contextlib.suppress(ValueError):
+        return argument(Param("", "int", pointer=False), text, torch.Generator())
+    return text
+
+
+def run_ptx(file: Path, name: str | None, shared: int, words: Sequence[str], dims: Dims, seed: int, covered: bool) -> None:
+    """Run a kernel of a .ptx file. Raises ValueError and FileNotFoundError."""
+    if not file.is_file():
+        raise FileNotFoundError(f"there is no file {str(file)!r}")
+    text = file.read_text()
+    entries = dict(re.findall(r"\.entry\s+([\w$]+)\s*(?:\(([^)]*)\))?", text))
+    name = name or next(iter(entries), "")
+    if name not in entries:
+        raise ValueError(f"{file} has no entry {name!r}; its entries: {', '.join(entries) or 'none'}")
+    types = re.findall(r"\.param\s+(?:\.align\s+\d+\s+)?\.([a-z]+)(\d+)[^,]*", entries[name])
+    if len(types) != len(words):
+        raise ValueError(f"{name} takes {len(types)} arguments, got {len(words)} in --args")
+    params = []
+    for i, ((kind, bits), word) in enumerate(zip(types, words, strict=True)):
+        pointer = ":" in word or word == "null"
+        ctype = "void" if pointer else {"f32": "float", "f64": "double"}.get(kind + bits, _CTYPES[bits])
+        params.append(Param(f"{name}_param_{i}", ctype, pointer, const=True))
+    launch = load(name, Ptx(text, name), tuple(params))
+    grid, block = ((*d, 1, 1)[:3] for d in dims)
+
+    def run(values: list[Any]) -> None:
+        plain = [v.data_ptr() if isinstance(v, torch.Tensor) else 0 if v is None else v for v in values]
+        launch(grid, block, checks.integer("--shared", shared, 0), *plain)
+
+    _run(name, params, words, run, dims, seed, [file] if covered else [])
+
+
+def _run(
+    name: str, params: Sequence[Param], words: Sequence[str], run: Callable[[list[Any]], None], dims: Dims, seed: int, own: Sequence[Path]
+) -> None:
+    """Make the arguments, run the kernel and print its tensors and faults, and the lines of `own` that were not executed."""
+    random = torch.Generator().manual_seed(seed)
+    values = [argument(p, word, random) for p, word in zip(params, words, strict=True)]
+    tensors = [v for v in values if isinstance(v, torch.Tensor)]
+    with memory.scope() as scope:
+        for value, word in zip(values, words, strict=True):
+            if isinstance(value, torch.Tensor):
+                scope.add(value, written=not word.endswith("=empty"))
+        before = [t.clone() for t in tensors]
+        with collect() as faults, coverage() as record:
+            run(values)
+    changed = {t.data_ptr() for t, old in zip(tensors, before, strict=True) if not torch.equal(t, old)}
+    for param, value in zip(params, values, strict=True):
+        if isinstance(value, torch.Tensor) and value.data_ptr() in changed:
+            print_output(param.name, value, scope.unwritten(value))
+    if own:
+        print_coverage({path.name: path for path in own}, record)
+    print_faults(name, dims, faults)
