@@ -10,10 +10,12 @@ once. 16-bit types are computed in float32 and rounded once. CPU tensors use tor
 torch's rules; docs/guide/autocast.md has them by op.
 
 Your own kernels: `load`, `compile` and `tensor_map`; `op` makes a differentiable op of them.
+`patch` puts the ops into a model of Hugging Face's transformers, in one line.
 `warmup` compiles and loads kernels ahead of time, for example before a CUDA-graph capture.
 `use` chooses one version of an op's kernels for a block. `backend("sim")` runs kernels in the simulator, without a GPU.
 """
 
+from cukern.integrations.transformers import patch
 from cukern.ops.adamw import AdamW, adamw
 from cukern.ops.attention import attention, attention_packed, attention_varlen
 from cukern.ops.causal_softmax import causal_softmax
@@ -63,6 +65,7 @@ __all__ = [
     "lokr_linear",
     "matmul",
     "op",
+    "patch",
     "rmsnorm",
     "rope",
     "rope_",
