@@ -1,8 +1,9 @@
 """CUDA kernels for PyTorch with nothing to build.
 
 Ops: square, matmul, linear, softmax, log_softmax, causal_softmax, rope, rope_, rope_tables, apply_rotary_pos_emb, kron_linear,
-lokr_linear, embedding, layernorm, rmsnorm, gelu, swiglu, geglu, cross_entropy, linear_cross_entropy, attention, attention_packed,
-attention_varlen, adamw, the optimizer AdamW, and the module KronLinear. `help(cukern.softmax)` gives shapes, dtypes, errors and an example.
+lokr_linear, embedding, layernorm, rmsnorm, gelu, swiglu, geglu, cross_entropy, linear_cross_entropy, linear_logprobs, attention,
+attention_packed, attention_varlen, adamw, the optimizer AdamW, and the module KronLinear. `help(cukern.softmax)` gives shapes, dtypes,
+errors and an example.
 
 Arguments of embedding, layernorm, rmsnorm, gelu, swiglu, geglu and cross_entropy are tensors or arrays that support DLPack, all on one
 device. A tensor (..., C) is not copied if its last dimension has stride 1 and the others flatten to one of any stride; else it is copied
@@ -19,7 +20,7 @@ from cukern.integrations.transformers import patch
 from cukern.ops.adamw import AdamW, adamw
 from cukern.ops.attention import attention, attention_packed, attention_varlen
 from cukern.ops.causal_softmax import causal_softmax
-from cukern.ops.cross_entropy import cross_entropy, linear_cross_entropy
+from cukern.ops.cross_entropy import cross_entropy, linear_cross_entropy, linear_logprobs
 from cukern.ops.embedding import embedding
 from cukern.ops.gelu import geglu, gelu, swiglu
 from cukern.ops.kron_linear import KronLinear, kron_linear, lokr_linear
@@ -60,6 +61,7 @@ __all__ = [
     "layernorm",
     "linear",
     "linear_cross_entropy",
+    "linear_logprobs",
     "load",
     "log_softmax",
     "lokr_linear",

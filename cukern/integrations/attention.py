@@ -2,12 +2,13 @@
 
 transformers builds one mask per forward and passes it to each layer. `attention_mask` returns a tensor of one of these forms:
 
-    no elements, 4-D        causal, without padding; the last size is the number of keys to use, 0 for all
-    1-D, int32              cu_seqlens of the flattened tokens: padded or packed sequences
-    2-D, (batch, 1), int32  the number of keys of each sequence, in a cache of fixed length
-    4-D, bool               any other pattern: the model's own attention computes it
-    None                    no mask (cross-attention without padding)
+    (0, 0, 0, keys)           causal, without padding; the number of keys to use, 0 for all
+    (1, 1, 1, n + 1), int32   cu_seqlens of the flattened tokens: n padded or packed sequences
+    (batch, 1, 1, 1), int32   the number of keys of each sequence, in a cache of fixed length
+    (batch, 1, queries, keys) any other pattern: the model's own attention computes it
+    None                      no mask (cross-attention without padding)
 
+All have four dimensions, because transformers passes such masks on, and takes masks of two dimensions for padding.
 Causal order, window, softcap and sinks are arguments of the layer.
 """
 
@@ -49,9 +50,10 @@ def attention_mask(
     """The mask in one of the module's forms. Arguments: see transformers.masking_utils.sdpa_mask."""
     padding = attention_mask
     if not (allow_is_bidirectional_skip or use_vmap):
-        if padding is not None and not _traced(padding) and padding.shape[1] == kv_length and padding.all():
+        static = isinstance(q_offset, Tensor)
+        if padding is not None and not _traced(padding) and (static or padding.shape[1] == kv_length) and padding.all():
             padding = None
-        if isinstance(q_offset, Tensor):
+        if static:
             found = _of_static_cache(batch_size, q_length, kv_length, q_offset, padding, local_size)
         elif q_offset + q_length != kv_offset + kv_length:
             found = None
@@ -82,7 +84,7 @@ def _of_static_cache(batch: int, queries: int, keys: int, offset: Tensor, paddin
         return None
     if queries > 1 and not _traced(offset) and int(offset) == 0:
         return plain(offset.device, queries)
-    return (offset + queries).to(torch.int32).reshape(1, 1).expand(batch, 1).contiguous()
+    return (offset + queries).to(torch.int32).reshape(1, 1, 1, 1).expand(batch, 1, 1, 1).contiguous()
 
 
 def _of_packed(batch: int, length: int, offset: int, mask_function: Callable[..., Tensor], device: Any) -> Tensor | None:
@@ -112,7 +114,7 @@ def _of_padding(padding: Tensor) -> Tensor | None:
 
 
 def _bounds(begins: Tensor, tokens: int) -> Tensor:
-    return torch.nn.functional.pad(begins, (0, 1), value=tokens).to(torch.int32)
+    return torch.nn.functional.pad(begins, (0, 1), value=tokens).to(torch.int32)[None, None, None]
 
 
 # ---- the attention of a layer
@@ -129,23 +131,30 @@ def attention_forward(
     """
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     mask, cu_seqlens = attention_mask, kwargs.get("cu_seq_lens_q")
+    bounds, lengths = _parts(mask)
     reason = _unsupported(module, query, mask, dropout, kwargs)
     if reason:
         _warn(f"{type(module).__name__}: {reason}; the model's own attention computes it")
         options = {"scaling": scaling, "dropout": dropout, "softcap": softcap, "s_aux": s_aux, **kwargs}
         return _own(module, query, key, value, _dense(mask, query, key, causal, sliding_window), options)
     options = {"causal": causal, "scale": scaling, "softcap": softcap, "window": sliding_window, "sink": s_aux}
-    if mask is not None and mask.ndim == 1 and cu_seqlens is None:
-        cu_seqlens = mask
+    cu_seqlens = bounds if cu_seqlens is None else cu_seqlens
     if cu_seqlens is not None and query.shape[2] > 1:
-        flat = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]
-        out = attention_varlen(*flat, cu_seqlens, kwargs.get("cu_seq_lens_k"), **options)
+        q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+        out = attention_varlen(q, k, v, cu_seqlens, kwargs.get("cu_seq_lens_k"), **options)
         return out.view(query.shape[0], query.shape[2], *out.shape[1:]), None
-    if mask is not None and mask.ndim == 2:
-        options["key_lengths"] = mask[:, 0]
+    if lengths is not None:
+        options["key_lengths"] = lengths
     elif mask is not None and mask.shape[-1]:
         key, value = key[:, :, : mask.shape[-1]], value[:, :, : mask.shape[-1]]
     return attention(query, key, value, **options).transpose(1, 2).contiguous(), None
+
+
+def _parts(mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """cu_seqlens and key_lengths."""
+    if mask is None or mask.dtype != torch.int32:
+        return None, None
+    return (None, mask.flatten()) if mask.shape[-1] == 1 else (mask.flatten(), None)
 
 
 def _unsupported(module: torch.nn.Module, query: Tensor, mask: Tensor | None, dropout: float, kwargs: dict[str, Any]) -> str:
@@ -155,7 +164,7 @@ def _unsupported(module: torch.nn.Module, query: Tensor, mask: Tensor | None, dr
         return f"attention dropout {dropout} is not supported"
     if kwargs.get("position_bias") is not None:
         return "a position bias is not supported"
-    if mask is not None and mask.ndim == 4 and mask.shape[0]:
+    if mask is not None and mask.shape[0] and mask.dtype != torch.int32:
         return "a mask (batch, 1, queries, keys) that is not causal, padded on the sides, or packed is not supported"
     return ""
 
@@ -168,22 +177,22 @@ def _warn(text: str) -> None:
 
 def _dense(mask: Tensor | None, query: Tensor, key: Tensor, causal: bool, window: int | None) -> Tensor | None:
     """The mask as (batch or 1, 1, queries, keys), bool: True where a query sees a key. None: everywhere."""
-    if mask is not None and mask.ndim == 4 and mask.shape[0]:
-        return mask
+    bounds, found = _parts(mask)
     if mask is None and not causal:
         return None
+    if mask is not None and mask.shape[0] and mask.dtype != torch.int32:
+        return mask
     (batch, _, queries, _), keys, device = query.shape, key.shape[2], query.device
     columns = torch.arange(keys, device=device)
-    lengths = mask if mask is not None and mask.ndim == 2 else torch.full((1, 1), keys, device=device)
-    if mask is not None and mask.ndim == 4 and mask.shape[-1]:
-        lengths = torch.full((1, 1), mask.shape[-1], device=device)
+    whole = mask.shape[-1] if mask is not None and not mask.shape[0] and mask.shape[-1] else keys
+    lengths = torch.full((1, 1), whole, device=device) if found is None else found[:, None]
     last = (torch.arange(queries, device=device) + lengths - queries)[:, :, None]  # (batch or 1, queries, 1)
     keep = columns <= last
     if window is not None:
         keep = keep & (columns > last - window)
-    if mask is not None and mask.ndim == 1:
+    if bounds is not None:
         tokens = torch.arange(batch * queries, dtype=torch.int32, device=device)
-        sequence = torch.searchsorted(mask, tokens, right=True).view(batch, queries)
+        sequence = torch.searchsorted(bounds, tokens, right=True).view(batch, queries)
         keep = keep & (sequence[:, :, None] == sequence[:, None, :])
     return keep[:, None]
 

@@ -15,7 +15,11 @@ from cukern.runtime import checks
 
 OLDEST = (5, 24)  # mask functions take q_length and q_offset, and models take `cache`
 _SILU, _TANH, _ERF = ("silu", "swish"), ("gelu_pytorch_tanh", "gelu_new"), ("gelu", "gelu_python")
-_GATED = {**dict.fromkeys(_SILU, modules.swiglu_mlp), **dict.fromkeys(_TANH, modules.geglu_tanh_mlp), **dict.fromkeys(_ERF, modules.geglu_mlp)}
+_GATED = {
+    **dict.fromkeys(_SILU, modules.swiglu_mlp),
+    **dict.fromkeys(_TANH, modules.geglu_tanh_mlp),
+    **dict.fromkeys(_ERF, modules.geglu_mlp),
+}
 _PACKED = dict.fromkeys(_SILU, modules.packed_swiglu_mlp)
 
 
@@ -354,11 +358,9 @@ def _loss(
         shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     softcap = getattr(model.config, "final_logit_softcapping", None)
     loss = linear_cross_entropy(
-        hidden, head.weight, shift_labels.to(hidden.device).view(hidden.shape[:-1]), ignore_index=ignore_index,
+        hidden, head.weight, shift_labels.to(hidden.device).view(hidden.shape[:-1]), bias=head.bias, ignore_index=ignore_index,
         reduction="mean" if num_items_in_batch is None else "sum", softcap=softcap,
     )  # fmt: skip
     if isinstance(num_items_in_batch, Tensor):
         num_items_in_batch = num_items_in_batch.to(loss.device)
     return loss if num_items_in_batch is None else loss / num_items_in_batch
-
-
