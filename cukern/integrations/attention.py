@@ -51,12 +51,13 @@ def attention_mask(
     padding = attention_mask
     if not (allow_is_bidirectional_skip or use_vmap):
         static = isinstance(q_offset, Tensor)
-        if padding is not None and not _traced(padding) and (static or padding.shape[1] == kv_length) and padding.all():
+        if padding is not None and not _traced(padding) and padding.all():
             padding = None
         if static:
             found = _of_static_cache(batch_size, q_length, kv_length, q_offset, padding, local_size)
-        elif q_offset + q_length != kv_offset + kv_length:
-            found = None
+        elif q_offset + q_length != kv_offset + kv_length:  # a cache of fixed length, at its first tokens
+            fits = padding is None and allow_is_causal_skip and kv_offset == 0
+            found = plain(device, q_offset + q_length) if fits else None
         elif padding is None:
             whole = allow_is_causal_skip or q_length == 1
             found = plain(device) if whole else _of_packed(batch_size, q_length, q_offset, mask_function, device)

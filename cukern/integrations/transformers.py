@@ -184,6 +184,7 @@ def _patch_model(model: Any, family: Family, flags: dict[str, bool]) -> Patch:
         "rope": lambda: _patch_rope(record, model, family),
         "loss": lambda: _patch_loss(record, model, family),
     }
+    record.set(model, "_cukern_patched", True)
     try:
         for part, wanted in flags.items():
             if wanted:
@@ -204,12 +205,12 @@ def _found(model: nn.Module, family: Family) -> tuple[dict[str, nn.Module], dict
 
 
 def _refuse_patched(model: Any, norms: dict[str, nn.Module], mlps: dict[str, nn.Module], family: Family) -> None:
+    if "_cukern_patched" in vars(model):
+        raise ValueError(f"{type(model).__name__} is patched already: call undo() of its record first")
     for name, module in {"the model": model, "the base model": model.base_model, **norms, **mlps}.items():
         forward = vars(module).get("forward") or type(module).forward
         source = inspect.getmodule(inspect.unwrap(getattr(forward, "__func__", forward)))
         library = source.__name__.partition(".")[0] if source else "unknown code"
-        if getattr(forward, "__func__", forward).__module__ == __name__ or (library == "cukern" and "forward" in vars(module)):
-            raise ValueError(f"{type(model).__name__} is patched already: call undo() of its record first")
         if library not in ("transformers", "torch") or "forward" in vars(module):
             raise ValueError(f"the forward of {name} was replaced by {library}: patch the model before other libraries do, or only by one")
     function = getattr(_file_of(model, family), "apply_rotary_pos_emb", None)
