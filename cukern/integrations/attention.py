@@ -48,21 +48,17 @@ def attention_mask(
     allow_is_bidirectional_skip: bool = False, use_vmap: bool = False, device: Any = "cpu", **kwargs: Any,
 ) -> Tensor | None:  # fmt: skip
     """The mask in one of the module's forms. Arguments: see transformers.masking_utils.sdpa_mask."""
-    padding = attention_mask
     if not (allow_is_bidirectional_skip or use_vmap):
-        static = isinstance(q_offset, Tensor)
+        padding = attention_mask
         if padding is not None and not _traced(padding) and padding.all():
             padding = None
-        if static:
+        if isinstance(q_offset, Tensor):
             found = _of_static_cache(batch_size, q_length, kv_length, q_offset, padding, local_size)
-        elif q_offset + q_length != kv_offset + kv_length:  # a cache of fixed length, at its first tokens
-            fits = padding is None and allow_is_causal_skip and kv_offset == 0
-            found = plain(device, q_offset + q_length) if fits else None
-        elif padding is None:
-            whole = allow_is_causal_skip or q_length == 1
-            found = plain(device) if whole else _of_packed(batch_size, q_length, q_offset, mask_function, device)
+        elif padding is not None:
+            whole = allow_is_causal_skip and padding.shape[1] == q_length == kv_length
+            found = _of_padding(padding) if whole else None
         else:
-            found = _of_padding(padding) if allow_is_causal_skip and padding.shape[1] == q_length == kv_length else None
+            found = _of_whole(batch_size, q_length, q_offset, kv_offset + kv_length, kv_offset, mask_function, allow_is_causal_skip, device)
         if found is not None:
             return found
     from transformers.masking_utils import sdpa_mask
@@ -77,6 +73,15 @@ def attention_mask(
 def _traced(x: Tensor) -> bool:
     """True if the values of x cannot be read."""
     return torch.compiler.is_compiling() or x.is_meta or (x.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def _of_whole(
+    batch: int, queries: int, offset: int, end: int, first: int, mask_function: Callable[..., Tensor], is_causal: bool, device: Any
+) -> Tensor | None:
+    """Without padding. The keys are `first` to `end`."""
+    if offset + queries != end:  # a cache of fixed length, at its first tokens
+        return plain(device, offset + queries) if is_causal and first == 0 else None
+    return plain(device) if is_causal or queries == 1 else _of_packed(batch, queries, offset, mask_function, device)
 
 
 def _of_static_cache(batch: int, queries: int, keys: int, offset: Tensor, padding: Tensor | None, window: int | None) -> Tensor | None:
