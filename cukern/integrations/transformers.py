@@ -90,8 +90,12 @@ def patch(
 ) -> Patch:
     """Let a causal language model of transformers use cukern's ops, in place. Parameters and state dict do not change.
 
-        model = transformers.AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B", dtype=torch.bfloat16)
-        print(cukern.patch(model))
+        from transformers import LlamaConfig, LlamaForCausalLM
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=500, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+                                             num_attention_heads=4))
+        record = cukern.patch(model)
+        print(record)
+        record.undo()
 
     Args:
         model_or_type: a model for causal language modelling of a known family (config.model_type llama, qwen2, qwen3, mistral, gemma2,

@@ -346,8 +346,8 @@ def test_what_is_replaced():
 
 
 def test_rope_stays_until_the_last_undo(tokens):
-    file = importlib.import_module("transformers.models.llama.modeling_llama")
-    before, records = file.apply_rotary_pos_emb, [cukern.patch(made("llama")) for _ in range(2)]
+    file = importlib.import_module("transformers.models.olmo2.modeling_olmo2")
+    before, records = file.apply_rotary_pos_emb, [cukern.patch(made("olmo2")) for _ in range(2)]
     assert file.apply_rotary_pos_emb is not before
     records[0].undo()
     assert file.apply_rotary_pos_emb is not before
