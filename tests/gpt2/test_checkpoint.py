@@ -29,7 +29,6 @@ from cukern.gpt2.checkpoint import (
     write_state,
 )
 from cukern.gpt2.data import DataLoader, LoaderState, Mt19937, write_shard
-from cukern.gpt2.hugging_face import read_hugging_face, write_hugging_face
 
 
 def same(a, b):
@@ -559,7 +558,6 @@ def test_write_hugging_face(tmp_path, dtype):
         ({}, {"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon = 1e-05; found 1e-06"),
         ({}, {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = False; found True"),
         ({}, {"tie_word_embeddings": False}, "tie_word_embeddings = True; found False"),
-        ({}, {"model_type": "llama"}, "model_type 'gpt2'; found 'llama'"),
         ({}, {"n_embd": None}, "entries n_positions, vocab_size, n_layer, n_head, n_embd; found "),
     ],
 )

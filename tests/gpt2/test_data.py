@@ -353,7 +353,7 @@ def test_refused_encodings(monkeypatch):
 def test_write_shards(tmp_path):
     tokens = np.arange(1009, dtype=np.uint16)
     paths = write_shards(tmp_path / "new", "text", tokens, shard_tokens=400)
-    assert [p.name for p in paths] == ["text_val_000000.bin"] + [f"text_train_{i:06}.bin" for i in (1, 2)]
+    assert [p.name for p in paths] == ["text_val_000000.bin"] + [f"text_train_{i:06}.bin" for i in (1, 2, 3)]
     parts = [read_shard(path).tolist() for path in paths]
     assert parts == [list(range(909, 1009)), list(range(400)), list(range(400, 800)), list(range(800, 909))]
     val, train = (read_shard(path).tolist() for path in write_shards(tmp_path, "text", tokens, val_first=32))

@@ -8,7 +8,7 @@ import torch
 
 from cukern.gpt2.checkpoint import Config
 from cukern.gpt2.data import byte_tokenizer
-from cukern.gpt2.evaluate import Xorshift, draw, generate, sample_text
+from cukern.gpt2.evaluate import Xorshift, draw, generate
 from cukern.gpt2.model import GPT2
 
 CONFIG = Config(max_seq_len=32, vocab_size=256, num_layers=2, num_heads=2, channels=16)
@@ -93,8 +93,6 @@ def test_temperature():
         (torch.zeros(3), math.nan, {}, "a coin"),
         (torch.zeros(3), 0.5, {"temperature": -1.0}, "temperature of at least 0; found -1.0"),
         (torch.zeros(3), 0.5, {"temperature": math.inf}, "temperature"),
-        (torch.zeros(3), 0.5, {"top_k": -1}, "top_k of at least 0; found -1"),
-        (torch.zeros(3), 0.5, {"top_p": 0.0}, "top_p above 0 and at most 1; found 0.0"),
     ],
 )
 def test_bad_arguments_are_refused(logits, coin, options, message):
@@ -119,49 +117,7 @@ def test_text_is_that_of_full_forwards():
     assert greedy[0] == made(torch.tensor([[0]]))[0, 0, :256].argmax()
 
 
-@pytest.mark.parametrize(
-    "length, prompt, message",
-    [
-        (0, [], "a length of at least the prompt's 1 tokens; found 0"),
-        (2, [1, 2, 3], "a length of at least the prompt's 3 tokens; found 2"),
-        (40, [1] * 33, "a prompt of at most max_seq_len = 32 tokens; found 33"),
-    ],
-)
-def test_bad_lengths_are_refused(length, prompt, message):
-    with pytest.raises(ValueError, match=message):
+@pytest.mark.parametrize("length, prompt", [(0, []), (33, []), (2, [1, 2, 3])])
+def test_bad_lengths_are_refused(length, prompt):
+    with pytest.raises(ValueError, match=f"a length from the prompt's . tokens to max_seq_len = 32; found {length}"):
         next(generate(model(), byte_tokenizer(), length, prompt=prompt))
-
-
-def test_a_text_longer_than_the_context_goes_on_from_its_last_half():
-    made, tokenizer, coins = model(), byte_tokenizer(), slow_coins(1337, 60)
-    tokens, kept = [0], [0]  # all, and those that the model sees
-    for coin in coins:
-        kept = tokens[-16:] if len(kept) == 33 else kept
-        kept = [*kept, slow_draw(made(torch.tensor([kept]))[0, -1, :256].tolist(), coin)]
-        tokens = [*tokens, kept[-1]]
-    assert list(generate(made, tokenizer, 61)) == tokens[1:]
-    text = sample_text(made, tokenizer, 61, prompt=list(b"a b"))
-    whole = bytes([*b"a b", *generate(made, tokenizer, 61, prompt=list(b"a b"))]).decode(errors="replace")
-    assert text and whole.startswith(text) and whole[len(text)] == " " and " " not in whole[len(text) + 1 :]
-    assert len(sample_text(made, tokenizer, 32).encode()) >= 32, "a text that fits is not cut"
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.5])
-def test_top_k_and_top_p(temperature):
-    """Against a filter that is written as the definition, one token after the other."""
-    generator = torch.Generator().manual_seed(0)
-    for top_k, top_p in ((1, 1.0), (5, 1.0), (0, 0.5), (0, 1e-9), (7, 0.8), (300, 0.9), (0, 0.999)):
-        logits = torch.randn(50, generator=generator) * 2
-        probabilities = (logits.double() / temperature).softmax(0).tolist()
-        allowed, total = [], 0.0
-        for token in sorted(range(50), key=lambda i: -probabilities[i]):
-            if total >= top_p or (top_k and len(allowed) == top_k):
-                break
-            allowed.append(token)
-            total += probabilities[token]
-        left = torch.full((50,), -math.inf)
-        left[allowed] = logits[allowed]
-        coins = [*slow_coins(5, 100), 0.0, 1 - 2**-24]
-        found = [draw(logits, c, temperature=temperature, top_k=top_k, top_p=top_p) for c in coins]
-        assert found == [draw(left, c, temperature=temperature) for c in coins] and set(found) <= set(allowed)
-    assert draw(torch.tensor([1.0, 500.0, 400.0]), 0.5, top_k=2) in (1, 2), "the exponentials overflow"
