@@ -1,8 +1,9 @@
 """CUDA kernels for PyTorch with nothing to build.
 
 Ops: square, matmul, linear, softmax, log_softmax, causal_softmax, rope, rope_, rope_tables, apply_rotary_pos_emb, kron_linear,
-lokr_linear, embedding, layernorm, rmsnorm, gelu, swiglu, geglu, cross_entropy, linear_cross_entropy, attention, attention_packed,
-attention_varlen, adamw, the optimizer AdamW, and the module KronLinear. `help(cukern.softmax)` gives shapes, dtypes, errors and an example.
+lokr_linear, embedding, layernorm, rmsnorm, gelu, swiglu, geglu, cross_entropy, linear_cross_entropy, linear_logprobs, attention,
+attention_packed, attention_varlen, adamw, the optimizer AdamW, and the module KronLinear. `help(cukern.softmax)` gives shapes, dtypes,
+errors and an example.
 
 Arguments of embedding, layernorm, rmsnorm, gelu, swiglu, geglu and cross_entropy are tensors or arrays that support DLPack, all on one
 device. A tensor (..., C) is not copied if its last dimension has stride 1 and the others flatten to one of any stride; else it is copied
@@ -10,6 +11,7 @@ once. 16-bit types are computed in float32 and rounded once. CPU tensors use tor
 torch's rules; docs/guide/autocast.md has them by op.
 
 Your own kernels: `load`, `compile` and `tensor_map`; `op` makes a differentiable op of them, `tune` chooses its block sizes.
+`patch` puts the ops into a model of Hugging Face's transformers, in one line.
 `warmup` compiles and loads kernels ahead of time, for example before a CUDA-graph capture.
 `use` chooses one version of an op's kernels for a block. `backend("sim")` runs kernels in the simulator, without a GPU.
 """
@@ -17,10 +19,11 @@ Your own kernels: `load`, `compile` and `tensor_map`; `op` makes a differentiabl
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from cukern.integrations.transformers import patch
 from cukern.ops.adamw import AdamW, adamw
 from cukern.ops.attention import attention, attention_packed, attention_varlen
 from cukern.ops.causal_softmax import causal_softmax
-from cukern.ops.cross_entropy import cross_entropy, linear_cross_entropy
+from cukern.ops.cross_entropy import cross_entropy, linear_cross_entropy, linear_logprobs
 from cukern.ops.embedding import embedding
 from cukern.ops.gelu import geglu, gelu, swiglu
 from cukern.ops.kron_linear import KronLinear, kron_linear, lokr_linear
@@ -66,11 +69,13 @@ __all__ = [
     "layernorm",
     "linear",
     "linear_cross_entropy",
+    "linear_logprobs",
     "load",
     "log_softmax",
     "lokr_linear",
     "matmul",
     "op",
+    "patch",
     "rmsnorm",
     "rope",
     "rope_",

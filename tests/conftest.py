@@ -67,6 +67,7 @@ SLOW = re.compile(
             r"test_kron_linear_\w+\.|test_kron_linear.*(only_wanted|torchs_own|third|lokr|scale_bias|every_layout)",
             r"test_scales|test_small_results|test_neighbouring_heads|test_every_length",
             r"softmax.*(rows_of_|rows_that|any_alignment|long_rows|every_row_storage|every_size)|test_gradients_in_torch|embedding.*gradcheck",
+            r"integrations.*(compiled_whole|in_the_simulator)|test_losses_with_weights_as_torch.*sim",
             # of the trainer
             r"test_killed_at_any|test_newcomer|test_study$|test_ten_steps|test_recomputation|test_half_precision|test_each_kernel_of_the_fork",
             r"gpt2/test_parallel|test_every_op_in_two_processes|test_logits_loss_and_gradients.*kernels|test_two_runs|test_the_fused_loss",

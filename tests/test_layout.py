@@ -22,6 +22,7 @@ MAY_IMPORT = {
     "runtime": {"runtime"},
     "ops": {"ops", "runtime"},
     "bench": {"bench", "ops", "runtime"},
+    "integrations": {"integrations", "ops", "runtime"},
     "sim": {"sim", "runtime"},
     "gpt2": {"gpt2", "ops"},
     "cli": {"cli", "bench", "gpt2", "ops", "runtime", "sim"},

@@ -13,6 +13,7 @@ from torch import Tensor
 from cukern.ops.cross_entropy.op import VERSIONS as loss_versions
 from cukern.ops.cross_entropy.op import Options, checked_targets, launch_forward, options_of, write_gradient
 from cukern.ops.cross_entropy.op import reference as loss_of_logits
+from cukern.ops.cross_entropy.per_token import checked_bias, token_factors, weighted_loss
 from cukern.runtime import checks
 from cukern.runtime.device import device_of
 from cukern.runtime.dispatch import autocast
@@ -30,11 +31,11 @@ from cukern.runtime.tensors import as_matrix, pointers, unit_column_stride, wide
 _batched = torch._C._functorch.is_legacy_batchedtensor  # of torch.autograd.grad(is_grads_batched=True)
 
 
-@planned("x", "weight", "targets")
+@planned("x", "weight", "targets", "bias", "class_weights", "token_weights")
 def linear_cross_entropy(
-    x: Any, weight: Any, targets: Any, *, ignore_index: int = -100, reduction: str = "mean", label_smoothing: float = 0.0,
-    z_loss: float = 0.0, softcap: float | None = None, vocab_size: int | None = None, chunk_rows: int | None = None,
-    version: str | None = None,
+    x: Any, weight: Any, targets: Any, *, bias: Any = None, class_weights: Any = None, token_weights: Any = None, ignore_index: int = -100,
+    reduction: str = "mean", label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float | None = None,
+    vocab_size: int | None = None, chunk_rows: int | None = None, version: str | None = None,
 ) -> Tensor:  # fmt: skip
     """cukern.cross_entropy(x @ weight.T, targets, ...) that never holds all logits, with the gradients of x and weight.
 
@@ -47,27 +48,34 @@ def linear_cross_entropy(
         x: (..., C), float16, bfloat16, float32 or float64: a tensor, or an array that supports DLPack. Copied as in cross_entropy.
         weight: (V, C), of x's dtype and device.
         targets: (...), int64 or int32, as in cross_entropy, and so are ignore_index, label_smoothing, z_loss, softcap and vocab_size.
-        reduction: "mean" or "sum", as in cross_entropy. "none" is refused: the gradients are computed before those of the losses are known.
+        bias: (V,), of x's dtype: added to the logits.
+        class_weights: (V,), floating-point: the loss of a row is multiplied by the weight of its target; not with label_smoothing.
+        token_weights: floating-point, of targets' shape: factors for the losses. With weights of either kind, "mean" divides by the sum of
+            the weights of the targets that are not ignored, as torch does with class weights. Both kinds may require a gradient.
+        reduction: "mean", "sum" or "none", as in cross_entropy. "none", a bias and weights compute the logits again in the backward, which
+            takes 8/6 of the floating-point operations, and keep no gradients.
         chunk_rows: rows whose logits are in memory at a time. None: about an eighth of the rows, and C.
         version: "v1", or "v2" for GPUs of compute capability 8.0 or newer, the default there.
 
-    Returns the loss, a number in float32, or float64 for float64. The logits are rounded to x's dtype. torch computes the products, with
-    TF32 where its setting allows it. Two calls give the same bits. Autocast casts x and weight.
+    Returns the loss in float32, or float64 for float64: a number, or with "none" a tensor of targets' shape. The logits are rounded to x's
+    dtype. torch computes the products, with TF32 where its setting allows it. Two calls give the same bits. Autocast casts x, weight and
+    bias.
 
-    The forward keeps the gradients for the backward: memory for one x and one weight in float32, and chunk_rows rows of logits meanwhile.
-    Higher derivatives, torch.func transforms, and torch.compile on a CPU use torch's operations and hold all logits.
+    Without these options the forward keeps the gradients for the backward: memory for one x, and one weight in float32. Memory beyond
+    them is that of chunk_rows rows of logits. Higher derivatives, torch.func transforms, and torch.compile on a CPU use torch's
+    operations and hold all logits.
 
     Raises TypeError and ValueError as cross_entropy, and for a weight or chunk_rows that does not fit.
     """
-    x, weight, targets = _checked(x, weight, targets, version)
-    checks.choice("reduction", reduction, ("mean", "sum"))
+    x, weight, targets = checked_inputs("linear_cross_entropy", x, weight, targets, version)
     options = options_of(weight.shape[0], ignore_index, reduction, label_smoothing, z_loss, softcap, vocab_size, version or in_force.now)
-    kernels = x.is_cuda or backend.simulates(x)
-    most = (1 << 63) - 1
-    chunk = _rows_of_chunk(targets.numel(), weight.shape[1]) if chunk_rows is None else checks.integer("chunk_rows", chunk_rows, 1, most)
+    kernels, chunk = x.is_cuda or backend.simulates(x), rows_of_chunk(targets, weight, chunk_rows)
+    if version is not None and not kernels:
+        checks.needs_gpu("linear_cross_entropy", version, x.device)
+    if reduction == "none" or not (bias is class_weights is token_weights is None):
+        weights = token_factors(x, weight, targets, class_weights, token_weights, options)
+        return weighted_loss(x, weight, targets, checked_bias(bias, x, weight), weights, chunk, options)
     if not kernels:
-        if version is not None:
-            checks.needs_gpu("linear_cross_entropy", version, x.device)
         checked_targets(targets, options)
         if torch.compiler.is_compiling() or transformed():
             return reference(x, weight, targets, options)
@@ -77,16 +85,22 @@ def linear_cross_entropy(
     return _apply(*arguments)[0] if any_gradient else (_raw if kernels else _compute)(*arguments)[0]
 
 
+def rows_of_chunk(targets: Tensor, weight: Tensor, chunk_rows: Any) -> int:
+    if chunk_rows is not None:
+        return checks.integer("chunk_rows", chunk_rows, 1, (1 << 63) - 1)
+    return _rows_of_chunk(targets.numel(), weight.shape[1])
+
+
 def _rows_of_chunk(rows: int, columns: int) -> int:
     """The logits of a chunk take the memory of an eighth of all logits, and of a gradient of weight, which exists only in the backward."""
     chunks = -(-rows // max(rows // 8 + columns, 1))
     return -(-rows // (8 * max(chunks, 1))) * 8 or 8  # equal chunks
 
 
-def _checked(x: Any, weight: Any, targets: Any, version: str | None) -> tuple[Tensor, Tensor, Tensor]:
+def checked_inputs(op: str, x: Any, weight: Any, targets: Any, version: str | None) -> tuple[Tensor, Tensor, Tensor]:
     x, weight = autocast.of_product(interop.floats("x", x), interop.floats("weight", weight))
     checks.same(x=x, weight=weight)
-    checks.version("linear_cross_entropy", version, VERSIONS)
+    checks.version(op, version, VERSIONS)
     if weight.ndim != 2 or not x.ndim or x.shape[-1] != weight.shape[1]:
         raise ValueError(f"x must be (..., C) and weight (V, C), got {tuple(x.shape)} and {tuple(weight.shape)}")
     targets = interop.indices("targets", targets, "x", x)

@@ -1,0 +1,57 @@
+"""Forwards for modules of transformers' models. Each replaces a module's forward; the parameters and submodules stay."""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from cukern.ops.gelu import geglu, gelu, swiglu
+from cukern.ops.layernorm import layernorm, rmsnorm
+from cukern.ops.rope import rope
+
+
+def rms_norm(self: Any, hidden_states: Tensor) -> Tensor:
+    return rmsnorm(hidden_states, self.weight, eps=self.variance_epsilon)
+
+
+def gemma_norm(self: Any, x: Tensor) -> Tensor:
+    """With 1 + weight, added in float32 for 16-bit types."""
+    weight = self.weight.float() if self.weight.dtype.itemsize == 2 else self.weight
+    return rmsnorm(x, 1.0 + weight, eps=self.eps)
+
+
+def layer_norm(self: nn.LayerNorm, x: Tensor) -> Tensor:
+    return layernorm(x, self.weight, self.bias, eps=self.eps)
+
+
+def swiglu_mlp(self: Any, x: Tensor) -> Tensor:
+    return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
+
+
+def geglu_mlp(self: Any, x: Tensor) -> Tensor:
+    return self.down_proj(geglu(self.gate_proj(x), self.up_proj(x)))
+
+
+def geglu_tanh_mlp(self: Any, x: Tensor) -> Tensor:
+    return self.down_proj(geglu(self.gate_proj(x), self.up_proj(x), approximate="tanh"))
+
+
+def packed_swiglu_mlp(self: Any, hidden_states: Tensor) -> Tensor:
+    return self.down_proj(swiglu(*self.gate_up_proj(hidden_states).chunk(2, -1)))
+
+
+def gelu_tanh_mlp(self: Any, hidden_states: Tensor) -> Tensor:
+    """GPT-2's."""
+    return self.dropout(self.c_proj(gelu(self.c_fc(hidden_states), approximate="tanh")))
+
+
+def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Any:
+    """apply_rotary_pos_emb with one column of the tables per rotated element. Columns behind the table's width are copied."""
+    return rope(q, cos, sin, k=k, rotary_dim=cos.shape[-1], layout=_LAYOUT[unsqueeze_dim])
+
+
+def rotary_of_pairs(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Any:
+    """The same with one column per pair."""
+    return rope(q, cos, sin, k=k, layout=_LAYOUT[unsqueeze_dim])
+
+
+_LAYOUT = {1: "bhsd", 2: "bshd"}
