@@ -2,7 +2,7 @@
 check` compares.
 
 DIMS are the rows of x, then the sizes of square factors, the one that acts on the fastest index first: see
-kron_linear.py. Those of kron_linear_rectangular have two numbers for each factor, its rows and its columns.
+op.py. Those of kron_linear_rectangular have two numbers for each factor, its rows and its columns.
 """
 
 from collections.abc import Callable, Sequence
