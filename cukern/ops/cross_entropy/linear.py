@@ -49,21 +49,16 @@ def linear_cross_entropy(
         weight: (V, C), of x's dtype and device.
         targets: (...), int64 or int32, as in cross_entropy, and so are ignore_index, label_smoothing, z_loss, softcap and vocab_size.
         bias: (V,), of x's dtype: added to the logits.
-        class_weights: (V,), floating-point: the loss of a row is multiplied by the weight of its target; not with label_smoothing.
+        class_weights: (V,), floating-point: weights of the targets; not with label_smoothing.
         token_weights: floating-point, of targets' shape: factors for the losses. With weights of either kind, "mean" divides by the sum of
             the weights of the targets that are not ignored, as torch does with class weights. Both kinds may require a gradient.
-        reduction: "mean", "sum" or "none", as in cross_entropy. "none", a bias and weights compute the logits again in the backward, which
-            takes 8/6 of the floating-point operations, and keep no gradients.
+        reduction: "mean", "sum" or "none", as in cross_entropy.
         chunk_rows: rows whose logits are in memory at a time. None: about an eighth of the rows, and C.
         version: "v1", or "v2" for GPUs of compute capability 8.0 or newer, the default there.
 
     Returns the loss in float32, or float64 for float64: a number, or with "none" a tensor of targets' shape. The logits are rounded to x's
     dtype. torch computes the products, with TF32 where its setting allows it. Two calls give the same bits. Autocast casts x, weight and
-    bias.
-
-    Without these options the forward keeps the gradients for the backward: memory for one x, and one weight in float32. Memory beyond
-    them is that of chunk_rows rows of logits. Higher derivatives, torch.func transforms, and torch.compile on a CPU use torch's
-    operations and hold all logits.
+    bias. Memory beyond inputs and gradients is that of chunk_rows rows of logits.
 
     Raises TypeError and ValueError as cross_entropy, and for a weight or chunk_rows that does not fit.
     """

@@ -101,45 +101,21 @@ def kron_linear(
     """scale * x @ torch.kron(torch.kron(W1, W2), ..) + bias + residual, differentiable any number of times,
     backward and forward.
 
-    Higher derivatives and forward-mode tangents use torch's operations.
-
     Args:
         x: (..., p_1 * .. * p_n), float16, bfloat16, float32 or float64: a tensor, or an array that supports
             DLPack. Copied first if it is not contiguous.
         factors: the matrices W_i, each (p_i, q_i), of any strides, square or not; or (S, p_i, q_i), where S
             is x's first dimension: then each x[s] has a factor of its own.
         bias: (q_1 * .. * q_n,) or None; residual: of the output's shape, or None. All of x's dtype and
-        device.
+            device.
         scale: a Python number; no gradient. At most float32's maximum unless x is float64.
         version: "v1" and "v2" are torch's own operations, from "v3" on kernels; by default the fastest that
             the GPU has. Tensors that are not on a GPU, complex ones, and those under torch.func's transforms
             go to v1.
 
     Returns (..., q_1 * .. * q_n), contiguous (v2: a transposed view, if x has two dimensions). Results have
-    the same bits in every run.
-
-    Precision of v4:
-        float32: on the FMA units, by torch's matmul, or on tensor cores as split numbers, whichever is
-            faster. A split number is the sum of two in TF32, and a product is three products; for large
-            factors it is the sum of three in bfloat16, and a product is six. A product errs by at most 2^-22
-            of it, and a sum by up to 1.6 times as much as torch's. Infinities and NaNs stay what they are; in
-            gradients an infinite factor may make NaN of an infinity. Of a number below 2^-112, what is below
-            2^-136 is lost.
-        TF32: float32, if torch's switch for matrix products allows it
-            (torch.backends.cuda.matmul.fp32_precision, or torch.set_float32_matmul_precision). For large
-            factors a number is the sum of two in bfloat16, which is more accurate.
-        16 bits: sums are float32. They are rounded after each launch, in the backward after each factor.
-            Between the factors of a launch they are float32, TF32 or numbers of 16 digits. In bfloat16 an
-            infinite factor may make NaN of an infinity.
-
-    A factor that torch's matmul multiplies faster goes to torch's matmul, under torch's other precision
-    switches (in strict float32 only one with more than 128 rows or columns). So may gradients of factors that
-    no fused launch takes. Autocast casts all inputs, as for torch's products.
-
-    Memory: x and the factors are kept for the backward. If it has two launches, the array between them, of
-    the size of x, is kept too, where that is faster and memory allows it. Besides the gradients, the backward
-    allocates one array like x (none if one was kept, two if factors are not square, or torch's matmul takes a
-    whole layer), and partial sums, which for few rows take more memory than x.
+    the same bits in every run. Sums of 16-bit types are float32. float32 errs up to 1.6 times as much as torch's
+    product, and is TF32 where torch's switch for products allows it. Autocast casts all inputs.
 
     Raises TypeError for another dtype, or two, and for arguments of another type; ValueError for no factors,
     shapes that do not fit, two devices, a scale that is not finite, or an unknown version.

@@ -39,15 +39,10 @@ def matmul(a: Any, b: Any, *, precision: str | None = None, version: str | None 
         b: (..., K, N), of a's dtype and device. Leading dimensions broadcast. Transposed views of a and b are not copied. A view without a
             stride of 1 is copied first, and so is one whose leading dimensions cannot be flattened to one.
         precision: of float32. "ieee": float32 throughout. "tf32": one product of TF32, with a relative error of 1e-3. "3xtf32": three such
-            products, with float32's error, except of numbers below 1e-34, whose small parts are subnormal. None: "tf32" if torch's
-            switches allow it (torch.backends.cuda.matmul.fp32_precision), else "ieee". 16-bit products are exact and added in float32.
-        version: "v1" to "v7", or "cublas" for torch's product, which follows torch's switches only. Default: v5 for float32 as "ieee"; v7
-            for "3xtf32", for 16-bit types with an activation, and for 16-bit matrices whose rows are not whole 16 bytes, where cuBLAS
-            takes up to 5 times as long; cuBLAS otherwise. GPUs without wgmma have v6 instead of v7, or cuBLAS with an activation; those
-            older than compute capability 8.0 have v4 for float32, and cuBLAS for the rest.
-            v6 and v7 compute float32 as 3xTF32 unless TF32 is allowed; v1 to v5 always as "ieee". v6 and v7 copy an operand whose rows or
-            columns are not whole 16 bytes, unless rows are few, and v7 both operands twice for 3xTF32. CPU tensors use torch.matmul, or
-            the simulator.
+            products, with float32's error. None: "tf32" if torch's switches allow it (torch.backends.cuda.matmul.fp32_precision), else
+            "ieee".
+        version: "v1" to "v7", or "cublas" for torch's product, which follows torch's switches only. By default the fastest. v6 and v7
+            compute float32 as 3xTF32 unless TF32 is allowed; v1 to v5 always as "ieee". CPU tensors use torch.matmul, or the simulator.
 
     Returns (..., M, N), contiguous. Two calls return the same bits. With torch.use_deterministic_algorithms(True), a row of the result of
     v6 and v7 does not depend on the number of rows. Autocast casts the inputs, as it does for torch.matmul.

@@ -42,15 +42,14 @@ def softmax(x: Any, dim: int = -1, *, scale: float = 1.0, version: Versions = No
         y[:, 0].sum().backward()
 
     Args:
-        x: float16, bfloat16, float32 or float64, of any shape: a tensor, or an array that supports DLPack. It is not copied if it is
-            contiguous, or if `dim` has stride 1 and the other dimensions flatten to one of any stride; else it is copied once. 16-bit types
+        x: float16, bfloat16, float32 or float64, of any shape: a tensor, or an array that supports DLPack. It is copied once
+            unless it is contiguous, or `dim` has stride 1 and the other dimensions flatten to one. 16-bit types
             are computed in float32 and rounded once. CPU tensors use torch's operations, or the simulator.
         dim: the dimension along which the results add up to 1.
         scale: a finite number, such as 1 / sqrt(head_dim) or an inverse temperature. Unless x is float64, at most 3.4e38 in magnitude,
             float32's largest. The products scale * x neither overflow nor underflow. With scale 0, all finite elements count equally and
-            infinite ones become NaN. A scale of 0, or with a magnitude below 2^-100 or above 2^100, uses a slower path in float64.
-        version: "v1" to "v10", or a pair of versions for forward and backward; default: the fastest. If the elements along `dim` do not
-            have stride 1, all versions use the same kernel. The backward of v1 to v4 takes time quadratic in the row length.
+            infinite ones become NaN.
+        version: "v1" to "v10", or a pair of versions for forward and backward; default: the fastest.
 
     Returns a new tensor of x's shape and dtype. It is contiguous if x is contiguous or was copied; else `dim` has stride 1.
     Rows with NaN, with +inf, or with nothing but -inf give NaN, as in torch. Under autocast on a GPU, 16-bit x is

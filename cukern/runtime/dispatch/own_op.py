@@ -34,48 +34,29 @@ def op(
     magnitude: Callable[[Tensors, Tensors], Tensors] | None = None,
     configs: Sequence[Config] | None = None,
 ) -> Callable[..., Any]:
-    """Make a differentiable op from the kernels of a .cu file.
+    """Make a differentiable op from the kernels of a .cu file. See docs/guide/own_op.md.
 
     Args:
         name: an identifier. `cukern check NAME` and `cukern.use(NAME, version)` know the op by it. A second definition replaces the first.
         source: the .cu file. Give its path from the Python file's: `Path(__file__).with_name("scale.cu")`.
-        reference: the math in plain torch, of the same inputs. It runs for CPU tensors. Parameters without a default are the op's inputs,
-            all tensors. Those with a default are scalars: an int, a float, a bool or None. It returns a tensor or a tuple of them.
-        versions: by name, such as "v1", the pair (forward, backward), or only forward for an op without gradients, or the triple with the
-            least compute capability, such as 90. The last that a GPU supports is the default. Without a backward, `backward()` through
-            an input that requires grad and is not among the constants raises NotImplementedError, on CPU tensors too.
-        make: `make(*sizes, dtype=, device=)` draws the inputs at random. Its parameters name the sizes of DIMS on the command line.
-            None: each input is torch.randn(*sizes).
-        cases: the sizes for `cukern check`. Small ones, since the simulator runs them too. They may be left out if make is.
-        bench: the sizes for `cukern bench` on a GPU. None: the last of `cases`.
-        dtypes: those of floating-point inputs.
-        outputs: the number of results of `reference`.
-        constants: the names of inputs that have no gradient. Integer inputs belong here.
-        flops: `flops(*sizes)`, the floating-point operations of the forward. With it, the limit of `cukern bench` is the peak rate instead
-            of a copy; the backward counts as twice as many.
-        roundings: how many roundings to the dtype a result may have.
-        magnitude: `magnitude(inputs, douts)`, the scale of the errors of outputs and gradients. None: measured, as |y| plus the sum over
-            the inputs of |dy/dx * x|, or as the reference's own roundings if these are larger.
-        configs: dicts of macros with the same names, such as [{"BLOCK": 128}, {"BLOCK": 256}]. The kernels see them as #define lines,
-            forward and backward as `kernels.config["BLOCK"]`. The first is used until `cukern.tune` has measured them.
-
-    `forward(kernels, *inputs)` allocates the results with torch.empty or empty_like, launches, and returns a tensor or a tuple: first the
-    outputs, then what backward needs besides. All versions return tensors of the same shapes. `backward(kernels, *inputs, *results,
-    *douts)` returns a gradient for each input that is not among the constants, in their order, with the shape and dtype of the input. A
-    parameter of backward whose name starts with "_" gets None, and its tensor is not kept. Inputs and douts are contiguous. forward takes
-    the scalars of `reference` by the same names, and backward those that it needs: `def forward(kernels, x, p)`. torch.compile compiles
-    anew for other values of scalars. Outputs of integers and bools have no gradient; `cukern check` compares them exactly.
-
-    `kernels(NAME, *arguments)` is a kernel, or an instance of a template: `kernels("scale", x.dtype, 4)` is `scale<float, 4>`. It is called
-    like the result of `cukern.load`, with `grid=`, `block=` and `shared=`. Nothing is launched for a grid with a 0. On fake tensors
-    nothing is launched at all, so forward and backward are shape functions too.
+        reference: the math in plain torch, for CPU tensors and checks. Parameters without a default are inputs, all tensors; those with
+            one are scalars. It returns a tensor or a tuple.
+        versions: by name, such as "v1", the pair (forward, backward), or forward alone. The last is the default.
+        make: `make(*sizes, dtype=, device=)` draws the inputs. None: torch.randn(*sizes).
+        cases, bench: the sizes for `cukern check`, which the simulator runs too, and for `cukern bench`.
+        dtypes: of floating-point inputs.
+        outputs: the number of results.
+        constants: the names of inputs without a gradient, such as integers.
+        flops: `flops(*sizes)`, the floating-point operations of the forward.
+        roundings: of a result to its dtype.
+        magnitude: `magnitude(inputs, douts)`, the scale of errors. None: measured.
+        configs: dicts of macros, such as [{"BLOCK": 128}, {"BLOCK": 256}], of which `cukern.tune` chooses one.
 
     Returns a function `f(*inputs, *scalars, version=None)`, under autograd, torch.compile(fullgraph=True), CUDA graphs and in the
-    simulator. Its raw ops are torch.ops.cukern_own.NAME and NAME_backward. There is no double backward. check, bench, profile,
-    compile, sass and sim take the Python file instead of a name: `cukern check scale.py`.
+    simulator. There is no double backward.
 
     Raises TypeError and ValueError for a wrong argument, FileNotFoundError for a missing .cu. The function raises TypeError for a wrong
-    number or dtype of inputs and ValueError for an unknown version or several devices; a launch raises the errors of `cukern.load`.
+    number or dtype of inputs and ValueError for an unknown version or several devices.
 
     Example, for `template <typename T> __global__ void square(T* out, const T* x, long long n)` and square_bwd in square.cu:
 

@@ -33,10 +33,9 @@ def load(
     launch may raise CompileError, and TypeError for a parameter type that cannot be passed: a pointer to a type that no tensor has. `void*`
     accepts any tensor.
 
-    Headers are found through #include lines and literals in #define lines. The headers of the C++ library and of torch are replaced by
-    short ones that NVRTC compiles. Functions without `__device__` are compiled as device code. If the file does not compile, host functions
-    with errors, such as a launch with `<<<...>>>`, lose their bodies, so the source of a torch extension or a program loads unchanged;
-    `kernel.removed` lists them. Device code, templates, types and constants are never removed.
+    Headers are found through #include lines and literals in #define lines. Functions without `__device__` are compiled as device code. If
+    the file does not compile, host functions with errors, such as a launch with `<<<...>>>`, lose their bodies, so the source of a torch
+    extension or a program loads unchanged; `kernel.removed` lists them. Device code, templates, types and constants are never removed.
     """
     return _kernel(Source.read(path, _lines(defines), _options(options), _folders(include_dirs)), name)
 
