@@ -43,7 +43,7 @@ def op(
             one are scalars. It returns a tensor or a tuple.
         versions: by name, such as "v1", the pair (forward, backward), or forward alone. The last is the default.
         make: `make(*sizes, dtype=, device=)` draws the inputs. None: torch.randn(*sizes).
-        cases, bench: the sizes for `cukern check`, which the simulator runs too, and for `cukern bench`.
+        cases, bench: the sizes for `cukern check` and `cukern bench`.
         dtypes: of floating-point inputs.
         outputs: the number of results.
         constants: the names of inputs without a gradient, such as integers.
