@@ -16,6 +16,7 @@ Your own kernels: `load`, `compile` and `tensor_map`; `op` makes a differentiabl
 `use` chooses one version of an op's kernels for a block. `backend("sim")` runs kernels in the simulator, without a GPU.
 """
 
+import importlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -88,6 +89,13 @@ __all__ = [
     "use",
     "warmup",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """`cukern.sim` is imported when it is first used."""
+    if name == "sim":
+        return importlib.import_module("cukern.sim")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def tune(function: Callable[..., Any], *sizes: int, dtype: "torch.dtype | None" = None, seconds: float = 1.0) -> "list[Tried]":

@@ -114,8 +114,8 @@ def kron_linear(
             go to v1.
 
     Returns (..., q_1 * .. * q_n), contiguous (v2: a transposed view, if x has two dimensions). Results have
-    the same bits in every run. Sums of 16-bit types are float32. float32 errs up to 1.6 times as much as torch's
-    product, and is TF32 where torch's switch for products allows it. Autocast casts all inputs.
+    the same bits in every run. Sums of 16-bit types are float32. float32 errs up to 1.6 times as much as
+    torch's product, and is TF32 where torch's switch for products allows it. Autocast casts all inputs.
 
     Raises TypeError for another dtype, or two, and for arguments of another type; ValueError for no factors,
     shapes that do not fit, two devices, a scale that is not finite, or an unknown version.
