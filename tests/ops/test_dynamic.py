@@ -307,6 +307,8 @@ def test_model_compiled_with_a_dynamic_batch_and_time(path):
 @both_paths
 @pytest.mark.parametrize("name", MODELS)
 def test_model_exported_with_a_dynamic_batch_and_time(name, path):
+    if OLD_TORCH and path == "torch":
+        pytest.skip("torch 2.11 adds guards to a graph when it compares strides")
     model = MODELS[name]()
     exported = export(model, text(2, 7), dynamic_shapes=({0: BATCH, 1: TIME},) * 2).module()
     for size in ((2, 7), (3, 12), (4, 5)):
