@@ -13,7 +13,8 @@ from cukern.integrations import attention, modules
 from cukern.ops.cross_entropy import linear_cross_entropy
 from cukern.runtime import checks
 
-OLDEST = (5, 24)  # mask functions take q_length and q_offset, and models take `cache`
+OLDEST = (5, 17)  # the oldest tested version
+CACHE = ("cache", "past_key_values")  # the models' argument: 5.17 knows the second name only, 5.24 both
 _SILU, _TANH, _ERF = ("silu", "swish"), ("gelu_pytorch_tanh", "gelu_new"), ("gelu", "gelu_python")
 _GATED = {
     **dict.fromkeys(_SILU, modules.swiglu_mlp),
@@ -98,25 +99,23 @@ def patch(
         record.undo()
 
     Args:
-        model_or_type: a model for causal language modelling of a known family (config.model_type llama, qwen2, qwen3, mistral, gemma2,
-            gemma3_text, phi3, gpt_oss, gpt2 or olmo2), or a module that contains one, such as a PEFT model; or the type of such a
-            model, such as transformers.LlamaForCausalLM, whose later instances are patched when they are built.
-        attention: `attn_implementation="cukern"`: causal, window, softcap and sinks, padded and packed batches, caches. For attention
-            dropout, output_attentions, and other masks, the model's own attention runs, and one warning gives the reason.
+        model_or_type: a model for causal language modelling with config.model_type llama, qwen2, qwen3, mistral, gemma2, gemma3_text,
+            phi3, gpt_oss, gpt2 or olmo2; a module that contains one, such as a PEFT model; or its type, such as
+            transformers.LlamaForCausalLM, whose later instances are patched when they are built.
+        attention: `attn_implementation="cukern"`. What it does not support takes the model's own attention, with one warning.
         norms: RMSNorm and LayerNorm. mlp: the activation and its product between the linear layers.
-        rope: the model file's function apply_rotary_pos_emb, until the last patched model of the family is restored. Other models of
-            the family in this process use it too.
+        rope: apply_rotary_pos_emb of the model's file, for all models of the family, until the last one is restored.
         loss: in training, with labels and without `return_logits=True`, the loss comes from `linear_cross_entropy`, and
-            `outputs.logits` is None. Else the model's own code computes both.
+            `outputs.logits` is None.
 
     Patch a model before torch.compile, DDP, FSDP or accelerate wrap it. Whole models cannot be pickled while they are patched; their
-    state dict can.
+    state dict can. docs/guide/transformers.md has the details.
 
-    Returns a `Patch`: str() lists what was replaced, and what not and why; `undo()` restores the model. For a type, `undo()` ends the
-    patching of new instances.
+    Returns a `Patch`: str() lists what was replaced, and what not and why; `undo()` restores the model, or ends the patching of new
+    instances.
 
-    Raises TypeError for anything but a model or a type of one, and for a flag that is not a bool; ValueError for another family, for a
-    model that is patched already, here or by another library, for one on several devices, and for an unsupported transformers.
+    Raises TypeError for anything but a model or a type of one, and for a flag that is not a bool; ValueError for another family, a model
+    that is patched already, here or by another library, one on several devices, and an unsupported transformers.
     """
     flags = {"attention": attention, "norms": norms, "mlp": mlp, "rope": rope, "loss": loss}
     for name, value in flags.items():
@@ -286,8 +285,9 @@ def _base_forward(cls: Any) -> Callable[..., Any]:
     @functools.wraps(cls.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         given = {**dict(zip(names, args, strict=False)), **kwargs}
-        simple = given.get("position_ids") is None or given.get("cu_seq_lens_q") is not None
-        if simple and given.get("attention_mask") is None and given.get("cache") is None and self.config._attn_implementation == "cukern":
+        unpacked = given.get("position_ids") is None or given.get("cu_seq_lens_q") is not None
+        fresh = all(given.get(name) is None for name in ("attention_mask", *CACHE))
+        if unpacked and fresh and self.config._attn_implementation == attention.NAME:
             tokens = given.get("input_ids")
             tokens = given["inputs_embeds"] if tokens is None else tokens
             given["attention_mask"] = attention.plain(tokens.device)

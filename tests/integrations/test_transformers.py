@@ -4,6 +4,7 @@ without the patch."""
 import contextlib
 import copy
 import importlib.util
+import inspect
 import types
 import warnings
 
@@ -15,7 +16,7 @@ import cukern
 from cukern.integrations import attention
 
 transformers = pytest.importorskip("transformers", reason="needs transformers, of the extra integrations")
-from cukern.integrations.transformers import FAMILIES  # noqa: E402
+from cukern.integrations.transformers import CACHE, FAMILIES  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("default")
 
@@ -25,12 +26,13 @@ SIZES = {
 }  # fmt: skip
 WINDOW = {"head_dim": 16, "sliding_window": 5}
 GEMMA = {**WINDOW, "query_pre_attn_scalar": 16, "layer_types": ["sliding_attention", "full_attention"]}
+SOFTCAP = {"attn_logit_softcapping": 0.2, "final_logit_softcapping": 0.5, "attn_implementation": "eager"}  # sdpa of 5.17 ignores it
 MODELS = {
     "llama": ("LlamaConfig", "LlamaForCausalLM", {}),
     "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {"head_dim": 16}),
     "mistral": ("MistralConfig", "MistralForCausalLM", {"sliding_window": 5}),
-    "gemma2": ("Gemma2Config", "Gemma2ForCausalLM", {**GEMMA, "attn_logit_softcapping": 0.2, "final_logit_softcapping": 0.5}),
+    "gemma2": ("Gemma2Config", "Gemma2ForCausalLM", {**GEMMA, **SOFTCAP}),
     "gemma3_text": ("Gemma3TextConfig", "Gemma3ForCausalLM", GEMMA),
     "phi3": ("Phi3Config", "Phi3ForCausalLM", {"sliding_window": 5}),
     "gpt_oss": ("GptOssConfig", "GptOssForCausalLM", {**WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2}),
@@ -149,6 +151,24 @@ def test_greedy_tokens_with_a_static_cache(tokens):
     expected = model.generate(tokens, **options)
     with patched(model), without_fallback():
         assert torch.equal(model.generate(tokens, **options), expected)
+
+
+@pytest.mark.parametrize("name", ("llama", "gpt2"))
+def test_a_cache_without_a_mask(name, tokens):
+    """Three calls of the base model with one cache of fixed length, under each name of the argument."""
+    model = made(name).eval()
+    base = model.base_model
+    names = {"past_key_values", *CACHE} & {"past_key_values", *inspect.signature(base.forward).parameters}
+
+    @torch.no_grad()
+    def outputs(argument):
+        cache = transformers.StaticCache(config=base.config, max_cache_len=16)
+        return [base(part, **{argument: cache}).last_hidden_state for part in tokens.split((5, 6, 1), 1)]
+
+    for argument in names:
+        expected = outputs(argument)
+        with patched(model):
+            assert_same(outputs(argument), expected)
 
 
 @pytest.mark.parametrize("name", ("llama", "mistral", "gemma2", "gpt_oss", "gpt2"))
