@@ -137,7 +137,7 @@ def _measure(
         yield from measure_host(case, shape, kind, place, only)
         return
     if place.type != "cuda":
-        say("There is no GPU: these are times of torch on the CPU. Kernels are timed on GPUs only.", "yellow")
+        say("No GPU: these are times of torch on the CPU. Kernels are timed on GPUs.", "yellow")
     shapes = _over(case, common.find_dims(case, dims, case.bench_dims if place.type == "cuda" else _cpu_dims(case, kind.itemsize)), over)
     jobs = [(shape, p) for shape in shapes for p in passes(case, shape, kind, wanted)]
     for i, (shape, p) in enumerate(jobs):

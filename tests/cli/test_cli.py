@@ -148,7 +148,7 @@ def test_errors_of_the_user(args, says):
 def test_check_every_shape_and_dtype():
     short = call("check", "square").stdout
     assert len(short.splitlines()) <= 24, "one screen"
-    assert all(f"\n{version} " in short for version in SQUARE.versions) and "nothing wrong" in short
+    assert all(f"\n{version} " in short for version in SQUARE.op.versions) and "nothing wrong" in short
     out = call("check", "square", "-v").stdout
     for dims in dims_of(SQUARE):
         for dtype in ("float16", "bfloat16", "float32", "float64"):
@@ -164,8 +164,8 @@ def test_check_without_a_gpu_says_that_it_simulates():
 
 
 def test_check_simulates_where_it_is_asked_to(monkeypatch):
-    ran, launched = [], sim.Launched
-    monkeypatch.setattr(sim, "Launched", lambda name, *args: ran.append(name) or launched(name, *args))
+    ran, launched = [], sim.launch.Launched
+    monkeypatch.setattr(sim.launch, "Launched", lambda name, *args: ran.append(name) or launched(name, *args))
     out = call("check", "square", 40, "--dtype", "b", "--version", "v2", "--sim").stdout
     assert out.startswith("The simulator runs the kernels") and "2 comparisons on the simulator, nothing wrong" in out
     assert ran == ["square_v2<__nv_bfloat16, 8>", "square_v2_bwd<__nv_bfloat16, 8>"]

@@ -125,5 +125,6 @@ def test_validation_loss_wraps_around(tmp_path):
     assert validation_loss(model(), loader) == pytest.approx(sum(losses) / 3, abs=1e-6)
     assert validation_loss(model(), loader, 1) == pytest.approx(losses[0], abs=1e-6)
     assert validation_loss(model(), loader, 5) == pytest.approx((2 * losses[0] + 2 * losses[1] + losses[2]) / 5, abs=1e-6)
-    with pytest.raises(ValueError, match="at least 1 batch; found 0"):
-        validation_loss(model(), loader, 0)
+    with pytest.raises(ValueError, match="at least 0 batches; found -1"):
+        validation_loss(model(), loader, -1)
+    assert np.isnan(validation_loss(model(), loader, 0))
