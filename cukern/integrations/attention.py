@@ -95,7 +95,7 @@ def _of_static_cache(batch: int, queries: int, keys: int, offset: Tensor, paddin
 
 def _of_packed(batch: int, length: int, offset: int, mask_function: Callable[..., Tensor], device: Any) -> Tensor | None:
     """cu_seqlens, if each token sees its predecessor or begins a sequence, and no token sees its successor."""
-    rows, i = torch.arange(batch, device=device)[:, None], torch.arange(length, device=device)[None]
+    rows, i = torch.arange(batch, dtype=torch.int64, device=device)[:, None], torch.arange(length, dtype=torch.int64, device=device)[None]
     if offset or _traced(i):
         return None
     zero = torch.zeros_like(rows)
@@ -114,7 +114,7 @@ def _of_padding(padding: Tensor) -> Tensor | None:
     if (rising > 1).any():
         return None
     batch, length = padding.shape
-    begin = torch.arange(batch, device=padding.device) * length
+    begin = torch.arange(batch, dtype=torch.int64, device=padding.device) * length
     first = begin + padding.int().argmax(1)
     return _bounds(torch.stack((begin, first, first + padding.sum(1)), 1).flatten(), batch * length)
 
@@ -189,10 +189,10 @@ def _dense(mask: Tensor | None, query: Tensor, key: Tensor, causal: bool, window
     if mask is not None and mask.shape[0] and mask.dtype != torch.int32:
         return mask
     (batch, _, queries, _), keys, device = query.shape, key.shape[2], query.device
-    columns = torch.arange(keys, device=device)
+    columns = torch.arange(keys, dtype=torch.int64, device=device)
     whole = mask.shape[-1] if mask is not None and not mask.shape[0] and mask.shape[-1] else keys
-    lengths = torch.full((1, 1), whole, device=device) if found is None else found[:, None]
-    last = (torch.arange(queries, device=device) + lengths - queries)[:, :, None]  # (batch or 1, queries, 1)
+    lengths = torch.full((1, 1), whole, dtype=torch.int64, device=device) if found is None else found[:, None]
+    last = (torch.arange(queries, dtype=torch.int64, device=device) + lengths - queries)[:, :, None]  # (batch or 1, queries, 1)
     keep = columns <= last
     if window is not None:
         keep = keep & (columns > last - window)

@@ -161,8 +161,8 @@ def test_intermediate_between_two_launches_is_saved(device, dtype):
 def test_forward_uses_two_launches_if_the_backward_does():
     """Where it would be one: else the backward would make the first of them again."""
     sizes, target = ((8, 8),) * 5, problem(2, tensor=True, wgmma=True)
-    assert len(planner.forward(sizes, 4096, target)) == 1
-    plan = planner.backward(sizes, 4096, target)
+    assert len(planner.forward(sizes, 1024, target)) == 1
+    plan = planner.backward(sizes, 1024, target)
     assert [launch.steps for launch in planner.keeping(sizes, 1024, target)] == [launch.steps for launch in plan]
     assert len(plan) == 2 and len(plan[0].steps) == 3
 
