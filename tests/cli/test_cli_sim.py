@@ -161,8 +161,9 @@ def add(x, y, out, n, BLOCK: tl.constexpr):
 
 
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
-def test_triton(tmp_path):
-    pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
+def test_triton(tmp_path, monkeypatch):
+    triton = pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path / "cache"))  # else a fault may name the file of an earlier run
     path = tmp_path / "own.py"
     path.write_text(TRITON)
     words = "f32:1000=iota f32:1024=1 f32:1000=empty 1000 BLOCK=256 num_warps=2"

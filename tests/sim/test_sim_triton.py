@@ -423,12 +423,11 @@ def test_cukern():
         "pytest_cukern",
         "-p",
         "no:cacheprovider",
-        "-p",
-        "no:xdist",
         "--cukern-sim",
         str(tmp_path),
     ]
-    ran = run([*command, f"--rootdir={tmp_path}", "--cukern-arch", "sm_80"], ok=False, cwd=TREE)
+    env = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # where cukern is installed, -p would load the plugin twice
+    ran = run([*command, f"--rootdir={tmp_path}", "--cukern-arch", "sm_80"], ok=False, cwd=TREE, env=env)
     assert ran.returncode == 1 and "1 failed, 1 passed" in ran.stdout, ran.stdout
     assert re.search(r"OutOfBounds: add, block \(3, 0, 0\), thread .*kernels.py:\d+: reads .* argument 'x'", ran.stdout), ran.stdout
     assert "runtime/jit.py" not in ran.stdout  # no frames of Triton

@@ -77,6 +77,7 @@ def test_derivatives():
     assert torch.autograd.gradgradcheck(function, (x, weight))
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by torch.compile
 @pytest.mark.parametrize("backend", ("gpu", pytest.param("sim", marks=kernels)))
 def test_compiled(backend):
     device = "cpu" if backend == "sim" else DEVICE
