@@ -20,7 +20,6 @@ import importlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from cukern.integrations.transformers import patch
 from cukern.ops.adamw import AdamW, adamw
 from cukern.ops.attention import attention, attention_packed, attention_varlen
 from cukern.ops.causal_softmax import causal_softmax
@@ -46,6 +45,7 @@ if TYPE_CHECKING:
     import torch
 
     from cukern.bench.own_tune import Tried
+    from cukern.integrations.transformers import patch
 
 __version__ = "0.1.0"
 __all__ = [
@@ -92,7 +92,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """`cukern.sim` is imported when it is first used."""
+    """`cukern.sim` and `cukern.patch` are imported when they are first used."""
+    if name == "patch":
+        return importlib.import_module("cukern.integrations.transformers").patch
     if name == "sim":
         return importlib.import_module("cukern.sim")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
