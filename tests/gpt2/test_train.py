@@ -107,10 +107,10 @@ def test_known_rates():
     [
         ("cosine", 3e-4, 0, 619, 0.0, 617, "7.72e-09"),
         ("cosine", 3e-4, 7, 100, 0.1, 38, "2.33e-04"),
-        ("cosine", 3e-4, 60, 1100, 0.0, 1249, "5.19e-10"),
+        ("cosine", 3e-4, 60, 1250, 0.0, 1249, "5.19e-10"),
         ("cosine", 1e-3, 60, 619, 0.1, 283, "6.91e-04"),
         ("linear", 3e-4, 7, 619, 0.1, 24, "2.93e-04"),
-        ("linear", 1e-3, 7, 1100, 0.0, 1249, "8.04e-07"),
+        ("linear", 1e-3, 7, 1250, 0.0, 1249, "8.04e-07"),
     ],
 )
 def test_rates_print_as_in_c(schedule, lr, warmup, total, fraction, step, printed):
