@@ -143,7 +143,7 @@ def errors(case: Case, inputs: Tensors, functions: dict[Any, Function], pass_: s
         return results(case, function, inputs, douts, wanted)[len(douts) if wanted else 0 :]
 
     doubles = cast(douts, torch.float64)
-    truth = run(exact(case.reference, doubles) if is_own(case.name) else case.reference, cast(inputs, torch.float64), doubles)
+    truth = run(_exact(case, doubles), cast(inputs, torch.float64), doubles)
     found = {}
     for name, function in functions.items():
         with contextlib.suppress(Exception):  # the measurement reports it
@@ -172,7 +172,7 @@ def _truth(case: Case, inputs: Tensors, douts: Tensors) -> tuple[Tensors, Tensor
     """The results in float64, and their scale. A scale that is not 0 is at least the smallest normal number of the dtype, because torch's
     own error is not a useful limit for subnormal numbers."""
     doubles, exact_douts = cast(inputs, torch.float64), cast(douts, torch.float64)
-    reference = exact(case.reference, exact_douts) if is_own(case.name) else case.reference
+    reference = _exact(case, exact_douts)
     if case.magnitude:
         scale = case.magnitude(doubles, exact_douts)
     else:
@@ -181,6 +181,11 @@ def _truth(case: Case, inputs: Tensors, douts: Tensors) -> tuple[Tensors, Tensor
     truth = results(case, reference, doubles, exact_douts)
     scale = tuple(s if t.is_floating_point() else torch.ones_like(t, dtype=torch.float64) for s, t in zip(scale, truth, strict=True))
     return truth, tuple(torch.where(s == 0, 0.0, s.abs().clamp(min=least)) for s in scale)
+
+
+def _exact(case: Case, douts: Tensors) -> Function:
+    """The reference for float64. Those of users' own ops may cast to float32."""
+    return exact(case.reference, douts) if is_own(case.name) else case.reference
 
 
 def _settled(y: torch.Tensor, truth: torch.Tensor, others: Sequence[torch.Tensor]) -> torch.Tensor:

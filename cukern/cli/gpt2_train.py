@@ -29,8 +29,8 @@ TOKENIZER_FILE = "gpt2_tokenizer.bin"  # the name of the published one
 HELLASWAG = Path("dev/data/hellaswag/hellaswag_val.bin")  # llm.c's
 MODEL, MODEL_BF16, SMALL = "gpt2_124M.bin", "gpt2_124M_bf16.bin", "small"
 # Without -i: a model for byte tokens that learns in a minute on two CPU cores; what else was tried is in docs/notes/gpt2.md.
-SMALL_RUN: dict[str, Any] = dict(batch=12, seq_len=64, steps=1100, lr=4e-3, warmup=100, final_fraction=0.05, weight_decay=0.1)
-SMALL_RUN |= dict(val_every=250, val_batches=-1, sample_every=10**9, sample_tokens=400, temperature=0.3, prompt=tuple(b"The "))
+SMALL_RUN: dict[str, Any] = dict(batch=12, seq_len=64, steps=1200, lr=4e-3, warmup=100, final_fraction=0.05, weight_decay=0.1)
+SMALL_RUN |= dict(val_every=600, val_batches=-1, sample_every=10**9, sample_tokens=512, temperature=0.3, prompt=tuple(b"The "))
 
 
 def make_model(name: str, seq_len: int, device: str, dtype: str | None = "f", seed: int = 42, **options: Any) -> GPT2:

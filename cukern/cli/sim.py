@@ -2,19 +2,17 @@
 
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-import torch
 import typer
 
 from cukern.cli import own_file, sim_foreign
 from cukern.cli.check import check
-from cukern.cli.sim_arguments import GRAMMAR, argument, fill_of
-from cukern.cli.sim_report import print_coverage, print_faults, print_output
+from cukern.cli.sim_arguments import GRAMMAR
+from cukern.cli.sim_report import Dims, run_kernel
 from cukern.runtime import checks
 from cukern.runtime.launch.backend import backend
 from cukern.runtime.launch.load import load
-from cukern.sim import collect, coverage, memory
 
 
 def simulate(
@@ -62,27 +60,20 @@ def simulate(
     return _run(file, kernel, words, dims, shared, start, covered)
 
 
-def _run(file: Path, kernel: str | None, words: list[str], dims: sim_foreign.Dims, shared: int, seed: int, covered: bool) -> None:
+def _run(file: Path, kernel: str | None, words: list[str], dims: Dims, shared: int, seed: int, covered: bool) -> None:
     """Run a kernel of a .cu file. Raises ValueError for wrong arguments."""
     made = load(file, kernel)
     with backend("sim"):
         params = made.params
     if len(words) != len(params):
         raise ValueError(f"{made.name} takes {len(params)} arguments ({', '.join(map(str, params))}), got {len(words)} in --args")
-    random = torch.Generator().manual_seed(seed)
-    values = [argument(p, word, random) for p, word in zip(params, words, strict=True)]
-    unwritten = [v for p, word, v in zip(params, words, values, strict=True) if isinstance(v, torch.Tensor) and fill_of(p, word) == "empty"]
-    with memory.scope() as scope:
-        for tensor in unwritten:
-            scope.add(tensor, written=False)
-        with backend("sim"), collect() as faults, coverage() as record:
+
+    def launch(values: list[Any]) -> None:
+        with backend("sim"):
             made(*values, grid=dims[0], block=dims[1], shared=shared)
-    for param, tensor in zip(params, values, strict=True):
-        if isinstance(tensor, torch.Tensor) and not param.const:
-            print_output(param.name, tensor, scope.unwritten(tensor))
-    if covered:
-        print_coverage({path.name: path for path in (made.source.path, *made.source.program.files)}, record)
-    print_faults(made.name, dims, faults)
+
+    own = [made.source.path, *made.source.program.files] if covered else []
+    run_kernel(made.name, params, words, launch, dims, seed, own)
 
 
 def _check(file: str, *others: object) -> None:

@@ -3,20 +3,19 @@
 import contextlib
 import importlib.util
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from cukern.cli.sim_arguments import argument
-from cukern.cli.sim_report import print_coverage, print_faults, print_output
+from cukern.cli.sim_report import Dims, run_kernel
 from cukern.runtime import checks
 from cukern.runtime.compile.compiler import Ptx
 from cukern.runtime.compile.signature import Param
-from cukern.sim import collect, coverage, load, memory, triton
+from cukern.sim import load, triton
 
-Dims = tuple[tuple[int, ...], ...]  # of the grid, and of a block
 _CTYPES = {"8": "unsigned char", "16": "unsigned short", "32": "int", "64": "long long"}
 
 
@@ -31,7 +30,7 @@ def run_triton(file: Path, name: str, arch: str, words: Sequence[str], dims: Dim
         if len(plain) > len(taken):
             raise ValueError(f"{name} takes {len(taken)} more arguments ({', '.join(taken)}), got {len(plain)} in --args")
         params = [Param(p, "void", pointer=":" in word, const=True) for p, word in zip(taken, plain, strict=False)]
-        _run(name, params, plain, lambda values: kernel[dims[0]](*values, **named), dims[:1], seed, [file] if covered else [])
+        run_kernel(name, params, plain, lambda values: kernel[dims[0]](*values, **named), dims[:1], seed, [file] if covered else [])
 
 
 def _kernel(file: Path, name: str) -> Any:
@@ -80,27 +79,4 @@ def run_ptx(file: Path, name: str | None, shared: int, words: Sequence[str], dim
         plain = [v.data_ptr() if isinstance(v, torch.Tensor) else 0 if v is None else v for v in values]
         launch(grid, block, checks.integer("--shared", shared, 0), *plain)
 
-    _run(name, params, words, run, dims, seed, [file] if covered else [])
-
-
-def _run(
-    name: str, params: Sequence[Param], words: Sequence[str], run: Callable[[list[Any]], None], dims: Dims, seed: int, own: Sequence[Path]
-) -> None:
-    """Make the arguments, run the kernel and print its tensors and faults, and the lines of `own` that were not executed."""
-    random = torch.Generator().manual_seed(seed)
-    values = [argument(p, word, random) for p, word in zip(params, words, strict=True)]
-    tensors = [v for v in values if isinstance(v, torch.Tensor)]
-    with memory.scope() as scope:
-        for value, word in zip(values, words, strict=True):
-            if isinstance(value, torch.Tensor):
-                scope.add(value, written=not word.endswith("=empty"))
-        before = [t.clone() for t in tensors]
-        with collect() as faults, coverage() as record:
-            run(values)
-    changed = {t.data_ptr() for t, old in zip(tensors, before, strict=True) if not torch.equal(t, old)}
-    for param, value in zip(params, values, strict=True):
-        if isinstance(value, torch.Tensor) and value.data_ptr() in changed:
-            print_output(param.name, value, scope.unwritten(value))
-    if own:
-        print_coverage({path.name: path for path in own}, record)
-    print_faults(name, dims, faults)
+    run_kernel(name, params, words, run, dims, seed, [file] if covered else [])

@@ -1,14 +1,48 @@
-"""What `cukern sim` prints of a launch."""
+"""Runs a kernel for `cukern sim`, and prints what its launch did."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import typer
 
 from cukern.cli.common import say
+from cukern.cli.sim_arguments import argument, fill_of
+from cukern.runtime.compile.signature import Param
+from cukern.sim import collect, coverage, memory
 from cukern.sim.faults import Fault
 from cukern.sim.machine.options import Coverage
+
+Dims = tuple[tuple[int, ...], ...]  # of the grid, and of a block
+
+
+def run_kernel(
+    name: str,
+    params: Sequence[Param],
+    words: Sequence[str],
+    launch: Callable[[list[Any]], None],
+    dims: Dims,
+    seed: int,
+    own: Sequence[Path],
+) -> None:
+    """Make the arguments and launch the kernel. Print its outputs, the lines of the files `own` that were not executed, and its faults. An
+    output is a tensor whose pointer is not to const, or that the launch has changed."""
+    random = torch.Generator().manual_seed(seed)
+    values = [argument(p, word, random) for p, word in zip(params, words, strict=True)]
+    tensors = [(p, word, v) for p, word, v in zip(params, words, values, strict=True) if isinstance(v, torch.Tensor)]
+    with memory.scope() as scope:
+        for param, word, tensor in tensors:
+            scope.add(tensor, written=fill_of(param, word) != "empty")
+        before = [tensor.clone() for _, _, tensor in tensors]
+        with collect() as faults, coverage() as record:
+            launch(values)
+    for (param, _, tensor), old in zip(tensors, before, strict=True):
+        if not param.const or not torch.equal(tensor, old):
+            print_output(param.name, tensor, scope.unwritten(tensor))
+    if own:
+        print_coverage({path.name: path for path in own}, record)
+    print_faults(name, dims, faults)
 
 
 def print_output(name: str, tensor: torch.Tensor, unwritten: int) -> None:

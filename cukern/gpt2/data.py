@@ -1,13 +1,8 @@
 """From text to tokens to batches: llm.c's tokenizer file and token shards, and its data loader, with the same batches in the same order."""
 
-import functools
 import glob
-import itertools
 import os
-import re
-import sys
-import unicodedata
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +15,7 @@ from cukern.gpt2.files import HEADER_BYTES, PathLike, check_size, expect, option
 SHARD, TOKENIZER = 20240520, 20240328  # magic numbers
 MAX_TOKENS = (2**31 - HEADER_BYTES - 1) // 2  # of a shard: llm.c's loader holds offsets in bytes as int32
 GPT2_EOT = 50256
+WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"  # GPT-2's, within which bytes are joined
 
 
 @dataclass(frozen=True)
@@ -42,31 +38,16 @@ class Tokenizer:
         return b"".join(self.tokens[token] for token in tokens).decode(errors="replace")
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a text, by GPT-2's byte pair encoding (Sennrich et al., arXiv 1508.07909): of the neighbours in a word that join
-        to a token, those with the first token are joined first. The file has no merges: its tokens are in their order. EOT is not made.
-        Raises ValueError for a byte without a token."""
+        """The tokens of a text, by the package tiktoken's byte pair encoding unless each token is one byte. The file has no merges: its
+        tokens are in their order. EOT is not made. Raises ValueError for a byte without a token, ImportError without tiktoken."""
         ranks = {token: i for i, token in enumerate(self.tokens) if i != self.eot}
-        return [token for word in _words().findall(text) for token in _pairs(word.encode(), ranks)]
-
-
-@functools.cache
-def _words() -> re.Pattern[str]:
-    """GPT-2's words: an English ending, letters, digits or signs after at most one blank, blanks. re has no classes of letters (L) and
-    numbers (N): \\w without \\d has letters and those numbers that are not decimal (Nl, No)."""
-    others = "".join(chr(i) for i in range(sys.maxunicode + 1) if unicodedata.category(chr(i)) in ("Nl", "No"))
-    return re.compile(rf"'(?:[sdmt]|ll|ve|re)| ?[^\W\d_{others}]+| ?[\d{others}]+| ?(?:[^\s\w]|_)+|\s+(?!\S)|\s+")
-
-
-def _pairs(word: bytes, ranks: Mapping[bytes, int]) -> list[int]:
-    parts = [word[i : i + 1] for i in range(len(word))]
-    while len(parts) > 1:
-        rank, i = min((ranks.get(a + b, len(ranks) + 1), i) for i, (a, b) in enumerate(itertools.pairwise(parts)))
-        if rank > len(ranks):
-            break
-        parts[i : i + 2] = [parts[i] + parts[i + 1]]
-    for part in parts:
-        expect(part in ranks, "a token for each byte", f"none for {part!r}")
-    return [ranks[part] for part in parts]
+        parts = [bytes([byte]) for byte in text.encode()]
+        for part in parts:
+            expect(part in ranks, "a token for each byte", f"none for {part!r}")
+        if max(map(len, ranks)) == 1:
+            return [ranks[part] for part in parts]
+        library = optional("tiktoken", "tiktoken", "the tokens of a text need")
+        return library.Encoding("own", pat_str=WORDS, mergeable_ranks=ranks, special_tokens={}).encode_ordinary(text)
 
 
 def byte_tokenizer() -> Tokenizer:

@@ -30,7 +30,7 @@ constexpr double LOWEST = -1.7976931348623157e308;
 // in [-1/2, 1/2], and 2^fraction is computed in float. double's exp() takes several times as long.
 template <typename T>
 __device__ __forceinline__ double exponential(double t) {
-    if (t < -700) return 0;  // also -inf, of which the fraction would be NaN
+    if (t < -700) return 0;  // also for -inf, whose fraction would be NaN
     double power = t * 1.4426950408889634, integer = rint(power);
     double scale = __hiloint2double((int(integer) + 1023) << 20, 0);  // 2^integer
     return exp2_near_0(power - integer) * scale;

@@ -213,30 +213,13 @@ def test_three_processes_divide_what_three_does_not(data):
     close(after.losses, losses[4:])
 
 
+TRAIN = ["-m", "cukern", "gpt2", "train", "--device", "cpu", "-e", "small", "-b", "2", "-t", "8", "-v", "0", "-s", "0"]
+
+
 def start_without_torchrun(folder, data, rank, *more):
     """One of two processes that find each other by a file: llm.c's -pi fs."""
-    command = [
-        sys.executable,
-        "-m",
-        "cukern",
-        "gpt2",
-        "train",
-        "--device",
-        "cpu",
-        "-e",
-        "small",
-        "-b",
-        2,
-        "-t",
-        8,
-        "-x",
-        3,
-        "-v",
-        0,
-        "-s",
-        0,
-    ]
-    command += ["-i", data / "train_*.bin", "-j", data / "val_*.bin", "-pi", "fs", "-pf", folder, "-pn", 2, "-pr", rank, *more]
+    command = [sys.executable, *TRAIN, "-x", 3, "-i", data / "train_*.bin", "-j", data / "val_*.bin"]
+    command += ["-pi", "fs", "-pf", folder, "-pn", 2, "-pr", rank, *more]
     return subprocess.Popen(map(str, command), env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -256,26 +239,7 @@ def test_a_process_that_fails_names_itself_and_ends_the_other(data, tmp_path):
 
 
 def test_a_process_that_dies_ends_the_others(data):
-    command = [
-        *TORCHRUN,
-        "-m",
-        "cukern",
-        "gpt2",
-        "train",
-        "--device",
-        "cpu",
-        "-e",
-        "small",
-        "-b",
-        "2",
-        "-t",
-        "8",
-        "-x",
-        "100000",
-        "-v",
-        "0",
-    ]
-    command += ["-s", "0", "-i", str(data / "train_*.bin"), "-j", str(data / "val_*.bin")]
+    command = [*TORCHRUN, *TRAIN, "-x", "100000", "-i", str(data / "train_*.bin"), "-j", str(data / "val_*.bin")]
     with subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as run:
         try:
             while not (line := run.stdout.readline()).startswith("step "):

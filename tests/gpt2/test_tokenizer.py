@@ -38,6 +38,7 @@ def test_decode():
 
 def test_encode():
     """Against the byte pair encoding of the package tokenizers, whose vocabulary is learned from this text and more."""
+    pytest.importorskip("tiktoken", reason="tiktoken, of the extra gpt2, is not installed")
     library = pytest.importorskip("tokenizers", reason="tokenizers, of the extra integrations, is not installed")
     text = "It's they'll  we'd\n\n\tGröße 2½ Ⅷ x_1 日本語 don't! <|endoftext|> 'tis 1234 a\u0301  \n end " + topics["assignment"]
     peer = library.Tokenizer(library.models.BPE())

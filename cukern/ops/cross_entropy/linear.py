@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cukern.ops.cross_entropy.op import SCALARS, Options, checked_targets, launch_forward, options_of, write_gradient
 from cukern.ops.cross_entropy.op import VERSIONS as loss_versions
-from cukern.ops.cross_entropy.op import Options, checked_targets, launch_forward, options_of, write_gradient
 from cukern.ops.cross_entropy.op import reference as loss_of_logits
-from cukern.ops.cross_entropy.per_token import checked_bias, token_factors, weighted_loss
+from cukern.ops.cross_entropy.per_token import add_product, checked_bias, token_factors, weighted_loss
 from cukern.runtime import checks
 from cukern.runtime.device import device_of
 from cukern.runtime.dispatch import autocast
@@ -127,9 +127,9 @@ def _compute(x: Tensor, weight: Tensor, targets: Tensor, wants_dx: bool, wants_d
             part = torch.mm(x_part, weight.t(), out=logits[: len(x_part)])
             losses.append(gradient_of(part, targets[a : a + chunk], one, by_row))
             if wants_dx:
-                _add_product(dx[a : a + chunk], part, weight, first=True)
+                add_product(dx[a : a + chunk], part, weight, first=True)
             if wants_dweight:
-                _add_product(dweight, part.t(), x_part, first=a == 0)
+                add_product(dweight, part.t(), x_part, first=a == 0)
         if options.reduction == "mean":
             count.copy_((targets != options.ignored).sum())
         torch.div(torch.cat(losses).sum(dtype=torch.float64), count, out=loss)
@@ -143,16 +143,6 @@ def _fake(x: Tensor, weight: Tensor, targets: Tensor, wants_dx: bool, wants_dwei
     dx = x.new_empty(tuple(x.shape) if wants_dx else (0,), dtype=dtype)
     dweight = x.new_empty(tuple(weight.shape) if wants_dweight else (0,), dtype=dtype)
     return x.new_empty((), dtype=dtype), dx, dweight, x.new_ones((), dtype=dtype)
-
-
-def _add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
-    """total += a @ b, or = for the first. 16-bit factors are added in float32."""
-    if a.dtype == total.dtype or not a.is_cuda:
-        torch.addmm(total, a.to(total.dtype), b.to(total.dtype), beta=0.0 if first else 1.0, out=total)
-    elif first:
-        torch.mm(a, b, out_dtype=total.dtype, out=total)
-    else:
-        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
 
 
 def _scaled(total: Tensor, scale: Tensor, like: Tensor) -> Tensor:
@@ -196,9 +186,8 @@ def _by_torch(logits: Tensor, targets: Tensor, one: Tensor | None, options: Opti
     return losses.detach()
 
 
-_SCALARS = "SymInt vocab, int ignored, str reduction, float smoothing, float z_loss, float softcap, str version"
 _raw = raw_op(
-    f"_linear_cross_entropy(Tensor x, Tensor weight, Tensor targets, bool dx, bool dweight, SymInt chunk, {_SCALARS})"
+    f"_linear_cross_entropy(Tensor x, Tensor weight, Tensor targets, bool dx, bool dweight, SymInt chunk, {SCALARS})"
     " -> (Tensor, Tensor, Tensor, Tensor)", 3, _compute, _fake,
     sharding=lambda *args: "" if "mean" in args else "r., .., r -> , r., .., =",
 )  # fmt: skip

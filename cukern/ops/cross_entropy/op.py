@@ -195,10 +195,10 @@ def _sharding(rest: str) -> Callable[..., str]:
     return lambda *args: f"r., r{rest}" if "none" in args else ""
 
 
-_SCALARS = "SymInt vocab, int ignored, str reduction, float smoothing, float z_loss, float softcap, str version"
-_REST = f"Tensor targets, Tensor stats, Tensor dloss, {_SCALARS}"
+SCALARS = "SymInt vocab, int ignored, str reduction, float smoothing, float z_loss, float softcap, str version"
+_REST = f"Tensor targets, Tensor stats, Tensor dloss, {SCALARS}"
 _cross_entropy = raw_op(
-    f"_cross_entropy(Tensor x, Tensor targets, {_SCALARS}) -> (Tensor, Tensor)", 2, launch_forward, _fake, sharding=_sharding(" -> r, r")
+    f"_cross_entropy(Tensor x, Tensor targets, {SCALARS}) -> (Tensor, Tensor)", 2, launch_forward, _fake, sharding=_sharding(" -> r, r")
 )
 _backward = raw_op(
     f"_cross_entropy_backward(Tensor x, {_REST}) -> Tensor",

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cukern.ops.cross_entropy.op import Options, checked_targets, launch_forward, write_gradient
+from cukern.ops.cross_entropy.op import SCALARS, Options, checked_targets, launch_forward, write_gradient
 from cukern.ops.cross_entropy.op import reference as loss_of_logits
 from cukern.runtime import checks
 from cukern.runtime.dispatch import autocast
@@ -158,7 +158,7 @@ def _backward(
             if dx:
                 torch.mm(logits, weight, out=outs[0][rows])
             if dweight:
-                _add_product(total, logits.t(), x[rows])
+                add_product(total, logits.t(), x[rows])
             if dbias:
                 of_bias += logits.sum(0, dtype=of_bias.dtype)
     return outs[0], total.to(weight.dtype), of_bias.to(outs[2].dtype)
@@ -189,18 +189,17 @@ def _write_gradient(logits: Tensor, targets: Tensor, stats: Tensor, dloss: Any, 
     return None
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b, with float32 sums for 16-bit factors."""
+def add_product(total: Tensor, a: Tensor, b: Tensor, first: bool = False) -> None:
+    """total += a @ b, or = for the first. 16-bit factors are added in float32."""
     if a.dtype == total.dtype or not a.is_cuda:
-        total.addmm_(a.to(total.dtype), b.to(total.dtype))
+        torch.addmm(total, a.to(total.dtype), b.to(total.dtype), beta=0.0 if first else 1.0, out=total)
+    elif first:
+        torch.mm(a, b, out_dtype=total.dtype, out=total)
     else:
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
 
 
-_SCALARS = (
-    "SymInt chunk, float temperature, bool entropy, "
-    "SymInt vocab, int ignored, str reduction, float smoothing, float z_loss, float softcap, str version"
-)
+_SCALARS = f"SymInt chunk, float temperature, bool entropy, {SCALARS}"
 _INPUTS = "Tensor x, Tensor weight, Tensor? bias, Tensor targets"
 _raw = raw_op(f"_linear_losses({_INPUTS}, {_SCALARS}) -> (Tensor, Tensor, Tensor)", 4, _forward, _fake)
 _raw_backward = raw_op(

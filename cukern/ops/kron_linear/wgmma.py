@@ -114,7 +114,8 @@ FEW_BLOCKS = 4  # of a row
 FEW_MOST = 64  # rows, at most; for more, the launches of tile_backward.py fill the GPU, too
 FEW_SHARED = {4: 9 * 64 * 64 * 6, 2: 11 * 64 * 64 * 2}  # bytes of X, W2, W1 (later other arrays), G and H
 FEW_SUMS = 1.5  # partial sums per row / elements of a factor
-# Up to 8 rows of float are one launch. Of more, two overlap: the second adds to the first one's partial sums.
+# Up to 8 rows of float take one launch. More rows take two launches, which overlap. The second launch adds to
+# the partial sums of the first.
 FEW_ALONE = 8
 FEW_START_US = 6.0  # the launches, and the partial sums
 FEW_ROW_US = {4: 8.0, 2: 4.0}  # per row of a block, by the bytes of an element

@@ -11,7 +11,7 @@ from torch import Tensor
 from cukern.ops.layernorm.versions import ADD, VERSIONS, plan_of
 from cukern.runtime import checks
 from cukern.runtime.dispatch import autocast
-from cukern.runtime.dispatch.autograd import watched
+from cukern.runtime.dispatch.autograd import transformed, watched
 from cukern.runtime.dispatch.higher import differentiable
 from cukern.runtime.dispatch.raw_ops import raw_op
 from cukern.runtime.dispatch.versions import choose, in_force
@@ -70,15 +70,26 @@ def reference(x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: T
 
 
 def _on_cpu(x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, rms: bool) -> Any:
-    """`reference` in float64: in float32, squares and derivatives of large and small numbers leave its range."""
+    """In float64: in float32, squares and derivatives of large and small numbers leave its range. Those of float64 may leave it, too: then
+    `reference` scales them."""
+    arguments = x, residual, weight, bias, eps, rms
     with autocast.off(x):
-        s = x.double()
-        if residual is not None:  # rounded to x's dtype; gradients are not
-            exact = s + residual.double()
-            s = exact + ((x + residual).double() - exact).detach()
-        w, b = (None if t is None else t.double() for t in (weight, bias))
-        y = reference(s, None, w, b, eps, rms).to(x.dtype)
-    return y if residual is None else (y, s.to(x.dtype))
+        if x.dtype == torch.float64 or torch.compiler.is_compiling() or transformed():
+            run: Callable[..., Any] = _in_float64
+        else:
+            run = _apply_on_cpu if watched(*arguments[:4]) else _compute
+        outs = run(*arguments)
+    return outs[0] if residual is None else outs[:2]
+
+
+def _in_float64(x: Tensor, residual: Tensor | None, weight: Any, bias: Any, *rest: Any) -> tuple[Tensor, Tensor]:
+    """y and s by `reference` in float64."""
+    s = x.double()
+    if residual is not None:  # rounded to x's dtype; gradients are not
+        exact = s + residual.double()
+        s = exact + ((x + residual).double() - exact).detach()
+    w, b = (None if t is None else t.double() for t in (weight, bias))
+    return reference(s, None, w, b, *rest).to(x.dtype), s.to(x.dtype)
 
 
 def _normalized(s: Tensor, eps: float, rms: bool) -> tuple[Any, Any]:
@@ -179,25 +190,65 @@ _layernorm_backward = raw_op(
     5, _launch_backward, _fake_backward, sharding="*., *., *., *., . -> *., ., .",
 )  # fmt: skip
 
+# ---- the same in torch's operations, for CPU tensors. stats are two tensors, the mean, without elements for rmsnorm, and r
+
+
+def _compute(x: Tensor, residual: Any, weight: Any, bias: Any, eps: float, rms: bool) -> tuple[Tensor, ...]:
+    s = x if residual is None else x + residual
+    d, (w, b) = s.double(), (None if t is None else t.double() for t in (weight, bias))
+    if rms:
+        r = (d.square().mean(-1, keepdim=True) + eps).rsqrt()
+        y, mean = d * r if w is None else d * r * w, r[:0]
+    else:
+        y, mean, r = torch.native_layer_norm(d, d.shape[-1:], w, b, eps)
+    return y.to(x.dtype), *(() if residual is None else (s,)), mean, r
+
+
+def _compute_backward(s: Tensor, dy: Tensor, ds: Any, mean: Tensor, r: Tensor, weight: Any, rms: bool, affine: int) -> tuple[Any, ...]:
+    d, g, w = s.double(), dy.double(), None if weight is None else weight.double()
+    if rms:
+        n, h = d * r, g if w is None else g * w
+        dx = (h - n * (h * n).mean(-1, keepdim=True)) * r
+        sums = [(g * n)[None].flatten(0, -2).sum(0) if affine else None, None]
+    else:
+        wanted = [True, affine > 0, affine > 1]
+        dx, *sums = torch.ops.aten.native_layer_norm_backward(g, d, d.shape[-1:], mean, r, w, w, wanted)
+    dweight, dbias = (None if t is None else t.to(weight.dtype) for t in sums)
+    return (dx if ds is None else dx + ds.double()).to(s.dtype), dweight, dbias
+
+
 # ---- autograd
 
 
-def _gradient(needed: Sequence[bool], inputs: Sequence[Any], stats: Sequence[Tensor], dy: Any, ds: Any = None) -> tuple[Tensor | None, ...]:
-    s, residual, weight, bias, _, rms, version = inputs
-    affine = 2 if bias is not None and needed[3] else int(needed[2])
-    dx, dweight, dbias = _layernorm_backward(s, torch.zeros_like(s) if dy is None else dy, ds, *stats, weight, rms, affine, version)
-    return dx, None if residual is None else dx, dweight if affine else None, dbias if affine > 1 else None
+def _gradient_by(backward: Callable[..., Any]) -> Callable[..., tuple[Tensor | None, ...]]:
+    def gradient(needed: Any, inputs: Sequence[Any], stats: Sequence[Tensor], dy: Any, ds: Any = None) -> tuple[Tensor | None, ...]:
+        s, residual, weight, bias, _, rms, *version = inputs
+        affine = 2 if bias is not None and needed[3] else int(needed[2])
+        dx, dweight, dbias = backward(s, torch.zeros_like(s) if dy is None else dy, ds, *stats, weight, rms, affine, *version)
+        return dx, None if residual is None else dx, dweight if affine else None, dbias if affine > 1 else None
+
+    return gradient
 
 
-def _in_torch(s: Tensor, residual: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
-    """y and s. With a residual, `kept` gives s for x, and for the residual s without its history, whose change is added to s."""
-    s = s if residual is None else s + (residual - residual.detach())
-    return reference(s, None, *rest), s
+def _of_kept(math: Callable[..., Any]) -> Callable[..., tuple[Tensor, Tensor]]:
+    """`math` of what `kept` gives with a residual: s for x, and for the residual s without its history, whose change is added to s."""
+
+    def of_kept(s: Tensor, residual: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
+        s = s if residual is None else s + (residual - residual.detach())
+        return math(s, None, *rest), s
+
+    return of_kept
 
 
-_apply = differentiable(
-    "_LayerNorm", lambda *args: tuple(_layernorm(*args)), _in_torch, 4, -1, rows=2, gradient=_gradient,
-    kept=lambda inputs, outs: inputs if inputs[1] is None else (outs[1], outs[1].detach(), *inputs[2:]),
+_apply, _apply_on_cpu = (
+    differentiable(
+        "_LayerNorm", forward, _of_kept(math), 4, -stats, rows=2, gradient=_gradient_by(backward),
+        kept=lambda inputs, outs: inputs if inputs[1] is None else (outs[1], outs[1].detach(), *inputs[2:]),
+    )
+    for forward, math, backward, stats in (
+        (lambda *args: tuple(_layernorm(*args)), reference, _layernorm_backward, 1),
+        (_compute, lambda *args: _in_float64(*args)[0], _compute_backward, 2),
+    )
 )  # fmt: skip
 
 # ---- for the tools: `arguments` gives the arguments of `reference` for an op's inputs. x with a residual is an op of its own

@@ -69,7 +69,7 @@ def differentiable(
         name: of the node in autograd's graph.
         math: the same function in torch's operations. Its derivatives are used where there is no kernel.
         tensors: the number of arguments that are tensors or None. They come first.
-        outputs: the number of outputs with a gradient, -1: all but the last. They come first; `others` are the outputs behind them.
+        outputs: the number of outputs with a gradient, -n: all but the last n. They come first; `others` are the outputs behind them.
         rows: the vmap rule is `rows_of_each` for as many matrices, or with 0 `each`.
         gradient: `gradient(needed, inputs, others, *douts)` computes the gradients of the tensors by kernels. `inputs`: the arguments of
             `raw`; `needed`: which of them need a gradient; `douts`: None for outputs that have none. It is not called in torch.func

@@ -92,13 +92,12 @@ class Own:
             known = inspect.signature(function).parameters.values() if function and self.scalars else ()
             absent = [x for x in self.scalars if pass_ == "forward" and x not in [p.name for p in known]]
             other = [p.name for p in known if p.default is not p.empty and p.name not in self.scalars]
-            if absent or other:
-                raise ValueError(
-                    f"{pass_} of version {version!r} of {self.name} must take the scalars of reference by their names, "
-                    f"{', '.join(self.scalars)}: {', '.join(absent)} is missing"
-                    * bool(absent)
-                    or f"{pass_} of version {version!r} of {self.name} has a default for {', '.join(other)}, which reference does not have"
-                )
+            where = f"{pass_} of version {version!r} of {self.name}"
+            if absent:
+                names = ", ".join(self.scalars)
+                raise ValueError(f"{where} must take the scalars of reference by their names, {names}: {', '.join(absent)} is missing")
+            if other:
+                raise ValueError(f"{where} has a default for {', '.join(other)}, which reference does not have")
 
     def forward(self, kernels: Any, function: Callable[..., Any], inputs: Sequence[Tensor], scalars: Sequence[Scalar]) -> list[Tensor]:
         tensors = [x.resolve_neg().contiguous() for x in inputs]

@@ -1,7 +1,6 @@
 // Attention of packed sequences: the keys behind a sequence's end are hidden.
+#include "attention/softmax.cuh"
 #include "attention/tile.cuh"
-#include "common/ptx/math.cuh"
-#include "common/reduce.cuh"
 
 // out = softmax2(q k^T) v in powers of 2, rows of 64, in packed sequences. A block of 4 warps owns 64 queries
 // of a sequence, a warp 16.
@@ -15,7 +14,7 @@ __global__ void __launch_bounds__(128)
     int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * 16, begin = of.first_query * 64,
         mine = work.block * 64;
     if (mine >= of.queries) return;
-    float sums[1][8][4] = {}, total[1][2] = {}, most[2] = {-1e30f, -1e30f};
+    float s[1][8][4], sums[1][8][4] = {}, total[1][2] = {}, most[1][2] = {{-1e30f, -1e30f}}, shrink[1][2];
     copy_tile<64, 64, 128>(tile, q + begin, 64, mine, of.queries, 64);
     for (int first = 0; first < of.keys; first += 64) {
         copy_tile<64, 64, 128>(tile + 8192, k + begin, 64, first, of.keys, 64);
@@ -23,25 +22,11 @@ __global__ void __launch_bounds__(128)
         cp_async_commit();
         cp_async_wait<0>();
         __syncthreads();
-        float s[1][8][4];
         multiply_transposed<T, 64, 64>(s, tile + warp_row * ROW_BYTES + down_rows(lane),
                                        tile + 8192 + along_columns(lane));
-        for (int i = 0; i < 2; i++) {
-            float top = most[i];
-            for (int n = 0; n < 16; n++) {
-                float& x = s[0][n / 2][2 * i + n % 2];
-                if (first + n / 2 * 8 + lane % 4 * 2 + n % 2 >= of.keys) x = -1e30f;
-                top = fmaxf(top, x);
-            }
-            top = warp_reduce<Max>(top, 4);
-            float shrink = exp2_approx(most[i] - top);
-            most[i] = top, total[0][i] *= shrink;
-            for (int n = 0; n < 16; n++) {
-                float& x = s[0][n / 2][2 * i + n % 2];
-                x = exp2_approx(x - top), total[0][i] += x;
-                sums[0][n / 2][2 * i + n % 2] *= shrink;
-            }
-        }
+        auto hidden = [&](int row, int n) { return first + lane % 4 * 2 + n >= of.keys; };
+        softmax_weights<1, 8, false>(s, most, total, shrink, [&] { hide(s, hidden); }, 1, 1);
+        multiply_rows(sums, shrink);
         multiply<T, 64>(sums, s, tile + 16384 + down_rows(lane));
         __syncthreads();
     }
