@@ -103,6 +103,7 @@ def _launched(kernel: Any, grid: Any) -> Callable[..., Any]:
         before = [tuner.cache for tuner in tuners]
         for tuner in tuners:
             tuner.cache = {}
+            tuner.do_bench = _triton().runtime.driver.active.get_benchmarker()  # Triton would keep the first driver's
         try:
             return kernel.run(*map(_own, args), grid=grid, warmup=False, **{name: _own(x) for name, x in kwargs.items()})
         except (Fault, NotSimulated) as error:
@@ -112,6 +113,7 @@ def _launched(kernel: Any, grid: Any) -> Callable[..., Any]:
         finally:
             for tuner, cache in zip(tuners, before, strict=True):
                 tuner.cache = cache
+                del tuner.do_bench
 
     return launch
 
