@@ -22,11 +22,13 @@ class Version:
     """One version of an op's kernels. How they are launched is the op's matter; it has a function for each version's name.
 
     `instances` returns the kernels of a dtype for `cukern compile` and `warmup`. `requires` is the minimum compute capability, 80 for 8.0.
+    `sequential`: one thread adds a row's numbers one after the other. In float64, n of them err by about sqrt(n) epsilons.
     """
 
     idea: str
     instances: Callable[[torch.dtype], Iterable[Kernel]] = _no_kernels
     requires: int = 75
+    sequential: bool = False
 
     @property
     def in_torch(self) -> bool:

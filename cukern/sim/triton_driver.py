@@ -5,6 +5,7 @@ Triton's last stage, ptxas, is left out: what would be the cubin is the PTX."""
 
 import contextlib
 import functools
+import importlib.metadata
 import operator
 import re
 import warnings
@@ -78,10 +79,14 @@ def _triton() -> Any:
         import triton.runtime.jit
     except ImportError as error:
         raise ImportError(f"cukern.sim.triton needs Triton, which runs without a GPU: pip install triton ({error})") from None
-    if ".".join(triton.__version__.split(".")[:2]) not in TESTED:
+    if not tested():
         message = f"cukern.sim.triton is tested with Triton {', '.join(TESTED)}; this is {triton.__version__}"
         warnings.warn(message, RuntimeWarning, stacklevel=4)
     return triton
+
+
+def tested() -> bool:
+    return importlib.metadata.version("triton").startswith(tuple(f"{version}." for version in TESTED))
 
 
 def _without_ptxas(*of_a_backend: Any) -> Any:

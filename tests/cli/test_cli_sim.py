@@ -160,7 +160,7 @@ def add(x, y, out, n, BLOCK: tl.constexpr):
 """
 
 
-@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION", "ignore:cukern.sim.triton is tested with")
 def test_triton(tmp_path, monkeypatch):
     triton = pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
     monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path / "cache"))  # else a fault may name the file of an earlier run

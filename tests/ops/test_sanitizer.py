@@ -4,8 +4,9 @@ import shutil
 import sys
 
 import pytest
-from helpers import TREE, gpu, run
+from helpers import gpu, run
 
+from cukern.runtime.compile.sources import kernels_dir
 from cukern.runtime.registry import CASES
 
 TOOL = shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
@@ -57,6 +58,9 @@ def test_every_version_is_clean(name, tool):
     assert "done" in sanitize(tool, CASES[name].op.stem, EVERY_VERSION, name).stdout
 
 
-def test_memcheck_would_have_seen_a_stray_write():
-    result = sanitize("memcheck", "square", STRAY, str(TREE / "tests/wrong/square/bound.cu"), ok=False)
+def test_memcheck_would_have_seen_a_stray_write(tmp_path):
+    text, file = (kernels_dir() / "square.cu").read_text(), tmp_path / "square.cu"
+    assert text.count("if (i < n)") == 2, "one in square_v1 and one in square_v1_bwd"
+    file.write_text(text.replace("if (i < n)", "if (i <= n)"))
+    result = sanitize("memcheck", "square", STRAY, str(file), ok=False)
     assert result.returncode == 9 and "square_v1" in result.stdout + result.stderr

@@ -8,7 +8,7 @@ import torch
 
 import cukern
 from cukern import sim
-from cukern.runtime.compile.compiler import header_wheel
+from cukern.runtime.compile.compiler import header_wheel, nvrtc
 
 HOST = """
 #include <cstdio>
@@ -162,7 +162,8 @@ HEADERS = {  # a header, and a kernel that uses it
 def test_headers_of_nvidia(header):
     """CuPy's wheel has those of CCCL. mma.h and curand_kernel.h need a wheel, which the error names."""
     kernel = cukern.compile(f"#include <{header}>\n{HEADERS[header]}")
-    wheel = {"mma.h": "nvidia-cuda-nvcc-cu12", "curand_kernel.h": "nvidia-curand-cu12"}.get(header)
+    inner = {"mma.h": "crt/mma.h", "curand_kernel.h": "curand_kernel.h"}.get(header, "")
+    wheel = header_wheel(inner, nvrtc().getVersion()[0])
     try:
         kernel.compile("sm_80")
     except cukern.CompileError as error:

@@ -1,6 +1,9 @@
 """Every op under torch's transforms, against the same maths in plain torch: forward mode, vmap, both Jacobians, Hessians, checkpoints,
 functional_call and export. From the registry; float64, so that nothing but the derivative is in question."""
 
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
+
 import pytest
 import torch
 from helpers import DEVICE, kernels, random_like
@@ -103,6 +106,11 @@ def test_batched_gradients(name, device):
     gs = torch.randn(2, *y.shape, dtype=y.dtype, device=y.device)
     expected = [torch.stack(parts) for parts in zip(*(torch.autograd.grad(exact, leaves, g, retain_graph=True) for g in gs), strict=True)]
     close(torch.autograd.grad(y, leaves, gs, is_grads_batched=True), expected)
+    y = ours(*leaves)
+    # the backward of CUDA tensors runs in a thread of its own
+    with ThreadPoolExecutor(1) as pool:
+        one = torch._vmap_internals._vmap(lambda g: pool.submit(copy_context().run, torch.autograd.grad, y, leaves, g).result())
+        close(one(gs), expected)
 
 
 @pytest.mark.parametrize("device", PLACES)

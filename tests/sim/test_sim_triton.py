@@ -12,13 +12,17 @@ import torch
 from helpers import TREE, run, run_python
 
 from cukern import sim
+from cukern.sim import triton_driver
 
 triton = pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
 import triton_cases as cases  # noqa: E402
 import triton_kernels as kernels  # noqa: E402
 
 KERNELS = Path(kernels.__file__)
-pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION"),
+    pytest.mark.skipif(not triton_driver.tested(), reason=f"Triton {triton.__version__} is not a tested version"),
+]
 
 HALF, FLOAT = 2e-3, 2e-5  # relative tolerances; of float32 products, TF32's is that of float16
 RIGHT = [

@@ -165,17 +165,20 @@ class AdamW(torch.optim.Optimizer):
         rows, state = [], self._state(found)
         key = self._key(found, layout, state)
         table = self._tables.get(key)
+        capturing = grads[0].is_cuda and torch.cuda.is_current_stream_capturing()
         if table is None:
+            if capturing:
+                raise RuntimeError("before the capture of step() in a CUDA graph, call it once with gradients of the same parameters")
             rows = [self._row(*one) for one in found]
             state = self._state(found)  # the rows may have created it
             key = self._key(found, layout, state)
         if grads[0].is_cuda:
-            self._launch(key, table, rows, grads, squares, scaling)
+            self._launch(key, table, rows, grads, squares, scaling, capturing)
         else:
             tables, states = [table.memory for table in self._tables.values()], list(map(dict, self.state.values()))
             used = [found, grads, scaling, squares, numbers, self._groups, self.grad_norm, tables, states]
             with backend.simulated_memory([local(t) for t in tree_leaves(used)]):
-                self._launch(key, table, rows, grads, squares, scaling)
+                self._launch(key, table, rows, grads, squares, scaling, capturing)
         written = [p for _, p, _ in found] + [t for column in state for t in column if isinstance(t, Tensor)]
         torch.autograd.graph.increment_version(written)  # torch's operations do so themselves
 
@@ -225,19 +228,18 @@ class AdamW(torch.optim.Optimizer):
         return places, tuple([bool(group.get("amsgrad")) for group in self.param_groups]), layout, *map(layouts, state)
 
     def _launch(
-        self, key: Any, table: Table | None, rows: list[Row], grads: Sequence[Tensor], squares: Tensor | None, scaling: Scaling
-    ) -> None:
+        self, key: Any, table: Table | None, rows: list[Row], grads: Sequence[Tensor], squares: Tensor | None, scaling: Scaling,
+        capturing: bool,
+    ) -> None:  # fmt: skip
         first = grads[0]
-        capturing = first.is_cuda and torch.cuda.is_current_stream_capturing()
         if table is None:
-            if capturing:
-                raise RuntimeError("before the capture of step() in a CUDA graph, call it once with gradients of the same parameters")
             if len(self._tables) > _MOST_TABLES:  # other parameters have gradients each time
                 self._forget()
             table = self._tables[key] = Table(rows)
         if self._groups is None or self._groups.device != first.device:
             self._groups, self._written = first.new_empty(GROUP_WORDS * len(self.param_groups), dtype=torch.int64), b""
-            self.grad_norm = first.new_zeros((), dtype=torch.float32) if scaling[0] is not None else self.grad_norm
+        if scaling[0] is not None and (self.grad_norm is None or self.grad_norm.device != first.device):  # a step on the CPU has its own
+            self.grad_norm = first.new_zeros((), dtype=torch.float32)
         self.update_groups()
         if capturing:
             self._captured += ((table, self._groups, self.grad_norm),)

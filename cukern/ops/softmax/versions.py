@@ -123,10 +123,10 @@ def _problem(x: Tensor, row_stride: int, scale: float, log: bool, backward: bool
 # ---- the tables
 
 VERSIONS = {
-    "v1": Version("one thread per row; backward one thread per column", _instances(_V1)),
-    "v2": Version("one block per row; backward groups of rows in parallel", _instances(_V2)),
-    "v3": Version("tree reductions in shared memory; backward all rows in parallel", _instances(_V3)),
-    "v4": Version("warp shuffles; backward rows in shared memory", _instances(_V4)),
+    "v1": Version("one thread per row; backward one thread per column", _instances(_V1), sequential=True),
+    "v2": Version("one block per row; backward groups of rows in parallel", _instances(_V2), sequential=True),
+    "v3": Version("tree reductions in shared memory; backward all rows in parallel", _instances(_V3), sequential=True),
+    "v4": Version("warp shuffles; backward rows in shared memory", _instances(_V4), sequential=True),
     "v5": Version("16-byte vectors, online softmax; backward by a dot product", _fifth),
     "v6": Version("short rows in the registers of a few lanes", _instances(_TWO_PASS, 1)),
     "v7": Version("longer rows in the registers of a block", _instances(_TWO_PASS, 2)),

@@ -15,6 +15,7 @@ from cukern.runtime.launch.driver import refuse_fork
 
 _library = torch.library.Library("cukern", "DEF")
 _PLAIN = checks.PLAIN | {type(None)}
+_MOST_LEVELS = 64  # of torch's older vmap
 _tracing = torch.compiler.is_dynamo_compiling
 _modes = torch._C._len_torch_dispatch_stack
 _transforms = torch._C._are_functorch_transforms_active
@@ -123,11 +124,12 @@ def _counted(impl: Callable[..., Any], writes: Sequence[int]) -> Callable[..., A
 
 def _batched_call(call: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """The rule of `torch.autograd.grad(is_grads_batched=True)`, whose vmap is torch's older one: one call per element of the batch."""
-    torch._C._vmapmode_increment_nesting()
-    level = torch._C._vmapmode_decrement_nesting()
     flat, tree = tree_flatten(args)
-    whole = [torch._remove_batch_dim(x, level, 1, 0) if isinstance(x, torch.Tensor) and _batched(x) else None for x in flat]
-    if any(x is not None and _batched(x) for x in whole):
+    for level in range(1, _MOST_LEVELS + 1):  # a thread of the backward does not know how many vmaps are open
+        whole = [torch._remove_batch_dim(x, level, 1, 0) if isinstance(x, torch.Tensor) and _batched(x) else None for x in flat]
+        if not any(x is not None and _batched(x) for x in whole):
+            break
+    else:
         raise NotImplementedError("is_grads_batched inside of is_grads_batched has no rule for this op")
     size = next(x.shape[0] for x in whole if x is not None)
     element = [[x if t is None else t[i] for x, t in zip(flat, whole, strict=True)] for i in range(size)]

@@ -78,19 +78,7 @@ def load(name: str, cubin: Cubin, params: tuple[Param, ...], device: int, attrib
         launch: Launch = Loaded(raw.kernel.ptr, name, cubin, params, device, attribute)
     if SYNC or NVTX:
         launch = _debugged(launch, name)
-    return launch if torch.cuda.device_count() == 1 else _on_device(launch, device), raw
-
-
-def _on_device(launch: Launch, device: int) -> Launch:
-    def run(*args: Any) -> None:
-        if current_device() == device:
-            launch(*args)
-        else:
-            with torch.cuda.device(device):
-                launch(*args)
-
-    run.loaded = launch  # type: ignore[attr-defined]
-    return run
+    return launch, raw
 
 
 def _debugged(launch: Launch, name: str) -> Launch:
@@ -174,9 +162,14 @@ class Loaded:
             raise error from None
         except self.driver.CUDADriverError as error:
             refuse_fork(self.name, error)
-            if not self.driver.ctxGetCurrent():  # a new thread without a context, such as autograd's at the first backward
+            before = self.driver.ctxGetCurrent()
+            if before != self.context:  # another GPU is the current one; or a new thread, such as autograd's, has no context
                 self.driver.ctxSetCurrent(self.context)
-                return self(grid, block, shared, *args)
+                try:
+                    return self(grid, block, shared, *args)
+                finally:
+                    if before:
+                        self.driver.ctxSetCurrent(before)
             beyond = self._beyond_limits(grid, block, shared) or [str(error)]
             raise launch_error(self.name, grid, block, shared, beyond) from None
 

@@ -176,14 +176,14 @@ def test_every_kernel_on_rows_of_any_alignment(device):
             check(name, x[:, shift : columns + shift])
 
 
-@kernels
-def test_v5_loads_vectors_of_aligned_rows_only(device):
+def test_v5_loads_vectors_of_aligned_rows_only():
     for shift, row, elements in ((0, 104, 4), (1, 104, 1), (0, 103, 1)):
-        x = torch.randn(3, row, device=device)[:, shift : shift + 100]
-        with collecting() as found:
-            cukern.softmax(x, version="v5")
+        x = torch.randn(3, row)[:, shift : shift + 100]
+        with cukern.backend("sim"):
+            with collecting() as found:
+                cukern.softmax(x, version="v5")
+            check("softmax", x, "v5")
         assert set(found) == {f"softmax_v5<float, {elements}>"}
-        check("softmax", x, "v5")
 
 
 @kernels
