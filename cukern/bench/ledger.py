@@ -7,6 +7,7 @@ import ctypes
 import hashlib
 import os
 from collections.abc import Collection, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 from cukern.bench.measure import name_of
@@ -79,10 +80,13 @@ def _word(word: int) -> str:
 
 
 def _is_address(word: int) -> bool:
-    """True if the page of this address is mapped. Two 32-bit sizes in one word look like an address, but nothing is mapped there."""
+    """True if the page of this address is mapped. Two 32-bit sizes in one word look like an address, but nothing is mapped there.
+    The heap of some builds of Python lies at low addresses, where sizes are too: of those its own range counts."""
     if not 1 << 36 < word < 1 << 56:
-        return False
+        return _HEAP <= word < _libc.sbrk(0)
     return _libc.mincore(ctypes.c_void_p(word // _PAGE * _PAGE), ctypes.c_size_t(1), ctypes.byref(ctypes.c_ubyte())) == 0
 
 
 _libc = ctypes.CDLL(None)
+_libc.sbrk.restype = ctypes.c_size_t
+_HEAP = next((int(line.partition("-")[0], 16) for line in Path("/proc/self/maps").read_text().splitlines() if "[heap]" in line), 1 << 64)

@@ -319,5 +319,5 @@ def test_v5_ends_where_tiles_have_numbers_up_to_2_31():
     kernel = versions._V5[torch.float32, "ALONG_K", "ALONG_K", "Tile64x64"].on(SIMULATED)
     sizes = tensor_cores.SIZES.pack(1, 1, 1, batch, 1, 0, 1, 1, 0, 0)
     with backend.simulated_memory([a, b, out]):
-        kernel((3, 1, 1), (128, 1, 1), 0, out.data_ptr() - 4 * first, 0, a.data_ptr(), b.data_ptr(), 0, sizes, 0, first, 1)
+        kernel((3, 1, 1), (128, 1, 1), 0, (out.data_ptr() - 4 * first) % 2**64, 0, a.data_ptr(), b.data_ptr(), 0, sizes, 0, first, 1)
     assert out.tolist() == [3.0] * 5 + [0.0] * 3
