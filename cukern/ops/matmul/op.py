@@ -217,7 +217,7 @@ def _torch_gelu(*tensors: Tensor) -> Tensor:
 
 def _gelu_magnitude(inputs: tuple[Tensor, ...], douts: Any) -> tuple[Tensor, ...]:
     """The sum of the magnitudes of the product's terms, and of those that the gradients have with an error of the product."""
-    x, weight, bias = inputs
+    x, weight, _ = inputs
     product, size = (torch.nn.functional.linear(*tensors) for tensors in (inputs, [t.abs() for t in inputs]))
     density = torch.exp(-product.square() / 2) / (2 * math.pi) ** 0.5
     first, second = (1 + torch.erf(product / 2**0.5)) / 2 + product * density, (2 - product.square()) * density
