@@ -5,7 +5,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import torch
 import typer
@@ -98,6 +98,7 @@ def bench(
     attention: Annotated[list[str] | None, typer.Option("--attention", help="As in train. Repeatable: each is timed in turn.")] = None,
     fused_loss: FusedLoss = None,
     recompute: Recompute = 0,
+    zero: Annotated[int, typer.Option("-z", "--zero", min=0, max=1, help="1: divide weights and state over the processes.")] = 0,
     steps: Annotated[int, typer.Option("-x", "--steps", min=1, help="Measured steps.")] = 20,
     compile: Annotated[str, typer.Option(metavar="default|reduce-overhead|no", help="torch.compile's mode.")] = "default",
     eager: Annotated[bool, typer.Option(help="Also time torch without torch.compile.")] = True,
@@ -128,8 +129,8 @@ def bench(
         expect(count == 1 or not peers, "--compile no and --no-eager under torchrun", [name for name, _ in peers])
         for version in versions:
             ours = partial(make_model, model, T, place, dtype, attention=version, fused_loss=fused_loss, recompute=recompute)
-            trainer, peak = _warm(partial(_trainer, ours, B, T, steps, folder, rank, count), Trainer.update)
-            key = "cukern", _label(version, fused_loss, recompute, count, chosen)
+            trainer, peak = _warm(partial(_trainer, ours, B, T, steps, folder, rank, count, zero), Trainer.update)
+            key = "cukern", _label(version, fused_loss, recompute, count, zero, chosen)
             updates[key], peaks[key] = trainer.update, peak
         made = trainer.model
         data = torch.randint(made.config.vocab_size, (2, B, T), dtype=torch.int64, device=place)
@@ -155,12 +156,13 @@ def _rows(times: dict[Key, list[float]], peaks: dict[Key, float], what: tuple[st
     return rows
 
 
-def _trainer(make: Callable[[], GPT2], B: int, T: int, steps: int, folder: str, rank: int, count: int) -> Trainer:
+def _trainer(make: Callable[[], GPT2], B: int, T: int, steps: int, folder: str, rank: int, count: int, zero: int) -> Trainer:
     """A Trainer that reads random tokens from files in `folder`."""
     model = make()
     tokens = torch.randint(model.config.vocab_size, (4 * count * B * T + 1,), dtype=torch.int64, device="cpu").numpy()
     val, train = write_shards(folder, "random", tokens, val_first=count * B * T + 1)
-    settings = Settings(train, val, batch=B, seq_len=T, steps=WARMUP + steps, val_every=0, sample_every=0, rank=rank, num_processes=count)
+    updates: dict[str, Any] = {"steps": WARMUP + steps, "val_every": 0, "sample_every": 0}
+    settings = Settings(train, val, batch=B, seq_len=T, **updates, rank=rank, num_processes=count, zero=zero)
     return Trainer(model, settings, say=lambda line: None)
 
 
@@ -176,11 +178,12 @@ def _times(updates: dict[Key, Callable[[], object]], steps: int) -> dict[Key, li
 
 
 def _label(
-    attention: str | None, fused_loss: bool | None, recompute: int, processes: int, numbers: tuple[str | None, str | None, str | None]
-) -> str:
+    attention: str | None, fused_loss: bool | None, recompute: int, processes: int, zero: int,
+    numbers: tuple[str | None, str | None, str | None],
+) -> str:  # fmt: skip
     """The options of a model that differ from the default, as the version of a record."""
     options = {attention or "": attention, "fused loss": fused_loss, "all logits": fused_loss is False, f"recompute {recompute}": recompute}
-    options |= {f"{processes} processes": processes > 1}
+    options |= {f"{processes} processes": processes > 1, "-z 1": processes > 1 and zero}
     names = zip(("softmax forward", "softmax backward", "matmul"), numbers, strict=True)
     options |= {f"{name} {'' if number == 'cublas' else 'v'}{number}": number for name, number in names}
     return ", ".join(name for name, chosen in options.items() if chosen)

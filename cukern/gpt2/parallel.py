@@ -1,11 +1,12 @@
-"""More than one process. torchrun starts them; torch's DistributedDataParallel averages their gradients, or with llm.c's -z 1 FSDP2, which
-gives each process a part of each parameter and of the optimizer's state. If a process dies, torchrun ends the others and names it."""
+"""More than one process. torchrun starts them. After a backward, one all-reduce averages their gradients, which a CUDA graph may contain.
+With llm.c's -z 1 it is FSDP2, which gives each process a part of each parameter and of the optimizer's state. If a process dies, torchrun
+ends the others and names it."""
 
 import contextlib
 import datetime
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,12 +60,14 @@ def _is_one_of_many() -> bool:
 
 
 def wrap(model: Any, zero: int) -> Any:
-    """A module that computes as `model`, and whose backward averages the gradients over the processes. With `zero`, the parameters of the
-    model are DTensors from then on, sharded along their first dimension, except during a forward and its backward."""
+    """A module that computes as `model`, with the parameters of the first process. With `zero`, the parameters of the model are DTensors
+    from then on, sharded along their first dimension, except during a forward and its backward, which averages the gradients."""
     if not _is_one_of_many():
         return model
+    for p in model.parameters():
+        distributed.broadcast(p.detach(), 0)
     if not zero:
-        return torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+        return model
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -72,11 +75,21 @@ def wrap(model: Any, zero: int) -> Any:
     return fully_shard(model, mesh=mesh, reshard_after_forward=False)
 
 
-def averaged(network: Any, now: bool) -> contextlib.AbstractContextManager:
-    """Inside the block, a backward averages the gradients if `now`; otherwise it adds to those of this process."""
-    if hasattr(network, "set_requires_gradient_sync"):  # FSDP2
+def backward_averages(network: Any, now: bool) -> None:
+    """With FSDP2, the next backward averages the gradients if `now`; otherwise it adds to those of this process."""
+    if hasattr(network, "set_requires_gradient_sync"):
         network.set_requires_gradient_sync(now)
-    return network.no_sync() if hasattr(network, "no_sync") and not now else contextlib.nullcontext()
+
+
+def average_gradients(parameters: Iterable[Tensor]) -> None:
+    """Over the processes, unless FSDP2 has done so. The gradients are then parts of one array."""
+    found = [p for p in parameters if p.grad is not None and not hasattr(p, "to_local")]
+    if not found or not _is_one_of_many():
+        return
+    flat = torch.cat([p.grad.reshape(-1) for p in found]).div_(distributed.get_world_size())  # type: ignore[union-attr]
+    distributed.all_reduce(flat)
+    for p, part in zip(found, flat.split([p.numel() for p in found]), strict=True):
+        p.grad = part.view(p.shape)
 
 
 def mean(x: Tensor) -> Tensor:

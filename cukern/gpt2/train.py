@@ -239,7 +239,7 @@ class Trainer:
         batches = self._read() if self.ahead is None else self.ahead
         if self.model.dropout:  # a function of the step, so that a resumed run draws the same
             torch.manual_seed(((s.seed << 32) + self.step * s.num_processes + s.rank) % 2**63)
-        replays = self.device.type == "cuda" and s.graph and s.num_processes == 1
+        replays = self.device.type == "cuda" and s.graph and not (s.zero and s.num_processes > 1)
         on_device = self._replay(batches) if replays else self._launch(batches)
         self.ahead = self._read()  # while the device works
         numbers = on_device.tolist()
@@ -287,10 +287,11 @@ class Trainer:
         """Compute the gradients of batches, and their mean loss. The processes average the gradients after the last one."""
         losses = []
         for i, batch in enumerate(batches):
-            with parallel.averaged(self.network, i == len(batches) - 1):
-                loss = self.network(*batch) / len(batches)
-                loss.backward()
+            parallel.backward_averages(self.network, i == len(batches) - 1)
+            loss = self.network(*batch) / len(batches)
+            loss.backward()
             losses.append(loss.detach())
+        parallel.average_gradients(self.model.parameters())
         return torch.stack(losses).sum()
 
     def _replay(self, batches: Tensor) -> Tensor:
@@ -304,7 +305,8 @@ class Trainer:
             graph, inputs = torch.cuda.CUDAGraph(), torch.zeros_like(batches)
             free_workspaces = getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)
             free_workspaces()  # so that the graph has one of its own: others, such as torch.compile, free that of eager calls
-            with torch.cuda.graph(graph):
+            # NCCL's own thread asks for its events meanwhile
+            with torch.cuda.graph(graph, capture_error_mode="thread_local" if self.settings.num_processes > 1 else "global"):
                 numbers = self._launch(inputs)
             free_workspaces()
             self.graph = graph, inputs, numbers
