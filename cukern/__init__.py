@@ -2,8 +2,8 @@
 
 Ops: square, matmul, linear, softmax, log_softmax, causal_softmax, rope, rope_, rope_tables, apply_rotary_pos_emb, kron_linear,
 lokr_linear, embedding, layernorm, rmsnorm, gelu, swiglu, geglu, cross_entropy, linear_cross_entropy, linear_logprobs, attention,
-attention_packed, attention_varlen, adamw, the optimizer AdamW, and the module KronLinear. `help(cukern.softmax)` gives shapes, dtypes,
-errors and an example.
+attention_packed, attention_varlen, adamw, the optimizers AdamW and Muon, and the module KronLinear. `help(cukern.softmax)` gives shapes,
+dtypes, errors and an example.
 
 Arguments of embedding, layernorm, rmsnorm, gelu, swiglu, geglu and cross_entropy are tensors or arrays that support DLPack, all on one
 device. A tensor (..., C) is not copied if its last dimension has stride 1 and the others flatten to one of any stride; else it is copied
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     import torch
 
     from cukern.bench.own_tune import Tried
+    from cukern.integrations.muon import Muon
     from cukern.integrations.transformers import patch
 
 __version__ = "0.1.0"
@@ -53,6 +54,7 @@ __all__ = [
     "CompileError",
     "KronLinear",
     "LaunchError",
+    "Muon",
     "SetupError",
     "adamw",
     "apply_rotary_pos_emb",
@@ -92,7 +94,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """`cukern.sim` and `cukern.patch` are imported when they are first used."""
+    """`cukern.sim`, `cukern.patch` and `cukern.Muon` are imported when they are first used."""
+    if name == "Muon":
+        return importlib.import_module("cukern.integrations.muon").Muon
     if name == "patch":
         return importlib.import_module("cukern.integrations.transformers").patch
     if name == "sim":

@@ -17,7 +17,7 @@ from cukern.runtime.device import restricted
 from cukern.runtime.registry import Case
 
 CPU_BYTES, CPU_FLOPS = 1 << 26, 10**9  # of a call that is timed without a GPU
-STARTUP, OWN_KERNEL, LLAMA_BLOCK = OTHERS = "startup", "own_kernel", "llama_block"  # benchmarks in place of an op
+STARTUP, OWN_KERNEL, LLAMA_BLOCK, MUON = OTHERS = "startup", "own_kernel", "llama_block", "muon"  # benchmarks in place of an op
 
 
 def bench(
@@ -47,7 +47,7 @@ def bench(
 
     OP `startup` times the import and first calls in fresh processes, and the compilation of attention's kernels. OP `own_kernel` times the
     compilation and the launch of a user's own kernel, next to torch's load_inline and _compile_kernel. OP `llama_block` times a block with
-    rope, rmsnorm, attention and swiglu, eager and under torch.compile.
+    rope, rmsnorm, attention and swiglu, eager and under torch.compile. OP `muon` times a step of the optimizer, next to torch's.
     """
     if op in OTHERS and dims:
         raise ValueError(f"{op} takes no sizes, got {' '.join(map(str, dims))}")
@@ -176,10 +176,10 @@ def _over(case: Case, shapes: list[tuple[int, ...]], text: str | None) -> list[t
 
 
 def _without_op(op: str, only: list[str] | None, seconds: float) -> Iterator[Table]:
-    from cukern.bench import llama_block, own_kernel, startup
+    from cukern.bench import llama_block, muon, own_kernel, startup
 
-    if op == LLAMA_BLOCK:
-        yield from llama_block.measure_llama_block(seconds)
+    if op in (LLAMA_BLOCK, MUON):
+        yield from llama_block.measure_llama_block(seconds) if op == LLAMA_BLOCK else muon.measure_muon(seconds)
         return
     with errors.status("starting fresh processes"):
         yield from own_kernel.measure_own_kernel(only) if op == OWN_KERNEL else startup.measure_startup(only)

@@ -11,7 +11,7 @@ import torch
 from helpers import TREE, gpu
 from turn import TURN
 
-from cukern.bench import calls, environment, llama_block, own_kernel, peers, record, startup, timing
+from cukern.bench import calls, environment, llama_block, muon, own_kernel, peers, record, startup, timing
 from cukern.bench.measure import Row, copies, measure, measure_host, passes, providers
 from cukern.cli import profile
 from cukern.runtime.compile import cache
@@ -335,6 +335,12 @@ def test_llama_block_compiles_to_the_same_results():
     (table,) = llama_block.measure_llama_block(0.01, ((1, 8),), *sizes)
     assert [(r.name, r.shape) for r in table.rows] == [("cukern eager", (1, 8)), ("cukern compiled", (1, 8))]
     assert all(r.op == "llama_block" and r.median_us > 0 for r in table.rows)
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch.optim.Muon needs torch 2.9")
+def test_muon_next_to_torchs():
+    (table,) = muon.measure_muon(0.01, ((1, 8),))
+    assert [row.provider for row in table.rows] == ["cukern", "torch"] and all(row.median_us > 0 for row in table.rows)
 
 
 @pytest.mark.parametrize("name", ["softmax", "rmsnorm", "layernorm", "swiglu", "cross_entropy", "rope_te"])

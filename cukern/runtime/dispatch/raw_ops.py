@@ -125,18 +125,22 @@ def _counted(impl: Callable[..., Any], writes: Sequence[int]) -> Callable[..., A
 def _batched_call(call: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """The rule of `torch.autograd.grad(is_grads_batched=True)`, whose vmap is torch's older one: one call per element of the batch."""
     flat, tree = tree_flatten(args)
-    for level in range(1, _MOST_LEVELS + 1):  # a thread of the backward does not know how many vmaps are open
-        whole = [torch._remove_batch_dim(x, level, 1, 0) if isinstance(x, torch.Tensor) and _batched(x) else None for x in flat]
-        if not any(x is not None and _batched(x) for x in whole):
-            break
-    else:
-        raise NotImplementedError("is_grads_batched inside of is_grads_batched has no rule for this op")
+    level, whole = _unbatched(flat)
     size = next(x.shape[0] for x in whole if x is not None)
     element = [[x if t is None else t[i] for x, t in zip(flat, whole, strict=True)] for i in range(size)]
     outs = [call(*tree_unflatten(one, tree)) for one in element]
     if isinstance(outs[0], torch.Tensor):
         return torch._add_batch_dim(torch.stack(outs), 0, level)
     return [torch._add_batch_dim(torch.stack(parts), 0, level) for parts in zip(*outs, strict=True)]
+
+
+def _unbatched(flat: Sequence[Any]) -> tuple[int, list[Any]]:
+    """The level of the batch, which the threads of the backward do not know, and the batched tensors as plain ones; None for the others."""
+    for level in range(1, _MOST_LEVELS + 1):
+        whole = [torch._remove_batch_dim(x, level, 1, 0) if isinstance(x, torch.Tensor) and _batched(x) else None for x in flat]
+        if not any(x is not None and _batched(x) for x in whole):
+            return level, whole
+    raise NotImplementedError("is_grads_batched inside of is_grads_batched has no rule for this op")
 
 
 def _tensor_names(schema: str, count: int) -> list[str]:

@@ -1,0 +1,108 @@
+"""Muon: torch.optim.Muon, with one product for all matrices of a shape instead of one for each."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+try:
+    from torch.optim import Muon as _Muon
+except ImportError:
+    raise ImportError(f"cukern.Muon needs torch 2.9 or later, this is {torch.__version__}") from None
+
+
+class Muon(_Muon):
+    """torch.optim.Muon with its arguments, state and results, in fewer launches.
+
+        matrices = [p for p in model.parameters() if p.ndim == 2]
+        optimizer = cukern.Muon(matrices, lr=0.02, weight_decay=0.01)
+        model(x).sum().backward()
+        optimizer.step()
+
+    The momentum B becomes 0.95 B + 0.05 g. The update, here g + 0.95 (B - g), is orthogonalized in bfloat16: X, divided by its 2-norm,
+    becomes a X + (b X X^T + c (X X^T)^2) X, ns_steps times. Matrices of one shape, or of its transpose, are multiplied together, so the
+    rounding differs from torch's by that of bfloat16. All operations are torch's. A step can be captured in a CUDA graph.
+
+    Args: those of torch.optim.Muon: params (matrices; embeddings and vectors belong to AdamW), lr, weight_decay, momentum, nesterov,
+        ns_coefficients, eps, ns_steps, adjust_lr_fn. DTensors may be divided: each process then orthogonalizes whole matrices.
+
+    Raises ValueError as torch.optim.Muon does, and ImportError for torch below 2.9.
+    Source: Jordan et al., https://kellerjordan.github.io/posts/muon/
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the parameters that have a gradient. Returns what `closure`, which computes the loss and the gradients, returns."""
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
+        for group in self.param_groups:
+            params: list[Tensor] = []
+            grads: list[Tensor] = []
+            buffers: list[Tensor] = []
+            self._init_group(group, params, grads, buffers)
+            if params:
+                _update(group, params, grads, buffers)
+        return loss
+
+
+def _update(group: dict[str, Any], params: Sequence[Tensor], grads: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
+    lr, momentum = float(group["lr"]), group["momentum"]
+    locals_, grads, buffers = ([_local(t) for t in tensors] for tensors in (params, grads, buffers))
+    torch._foreach_lerp_(buffers, grads, 1 - momentum)
+    updates = torch._foreach_lerp(grads, buffers, momentum) if group["nesterov"] else buffers
+    torch._foreach_mul_(locals_, 1 - lr * group["weight_decay"])
+    shapes: dict[Any, list[int]] = {}
+    for i, p in enumerate(params):
+        shapes.setdefault((min(p.shape), max(p.shape), p.dtype, p.device), []).append(i)
+    for places in shapes.values():
+        wide = [_wide(_whole(updates[i], params[i])) for i in places]
+        for i, update in zip(places, _orthogonal(torch.stack(wide), group).to(params[places[0]].dtype), strict=True):
+            p = params[i]
+            part = _part(update if p.shape[0] <= p.shape[1] else update.t(), p)
+            locals_[i].add_(part, alpha=-lr * _ratio(group["adjust_lr_fn"], *p.shape))
+
+
+def _orthogonal(matrices: Tensor, group: dict[str, Any]) -> Tensor:
+    """Newton-Schulz iterations on matrices (count, rows, columns) with at most as many rows as columns. bfloat16."""
+    a, b, c = group["ns_coefficients"]
+    norms = torch.linalg.vector_norm(matrices, dim=(1, 2), keepdim=True, dtype=torch.promote_types(matrices.dtype, torch.float32))
+    x = (matrices / norms.clamp(min=group["eps"])).bfloat16()
+    for _ in range(group["ns_steps"]):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x
+
+
+def _ratio(adjust: str | None, rows: int, columns: int) -> float:
+    """What the learning rate of a matrix is multiplied by."""
+    return 0.2 * max(rows, columns) ** 0.5 if adjust == "match_rms_adamw" else max(1, rows / columns) ** 0.5
+
+
+def _wide(matrix: Tensor) -> Tensor:
+    return matrix if matrix.shape[0] <= matrix.shape[1] else matrix.t()
+
+
+# ---- DTensors
+
+
+def _local(x: Any) -> Tensor:
+    return x.to_local() if hasattr(x, "to_local") else x
+
+
+def _whole(update: Tensor, p: Any) -> Tensor:
+    """The update of a whole parameter, from this process's part."""
+    if not hasattr(p, "to_local"):
+        return update
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(update, p.device_mesh, p.placements, shape=p.shape, stride=p.stride()).full_tensor()
+
+
+def _part(update: Tensor, p: Any) -> Tensor:
+    """This process's part of the update of a whole parameter."""
+    if not hasattr(p, "to_local"):
+        return update
+    from torch.distributed.tensor import DTensor, Replicate
+
+    return DTensor.from_local(update, p.device_mesh, [Replicate()] * p.device_mesh.ndim).redistribute(placements=p.placements).to_local()
