@@ -10,7 +10,9 @@ layouts: an address that is compared, a value that is read from a tensor, or an 
 
 import contextlib
 import functools
+import re
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -178,13 +180,16 @@ class Recorder(TorchFunctionMode):
 
     def __init__(self, inputs: Sequence[Tensor | None]):
         super().__init__()
-        self.tensors: list[Tensor | None] = list(inputs)  # kept, so that no id is used twice
-        self.numbers = {id(t): i for i, t in enumerate(inputs) if t is not None}
-        self.roots = [(i, 0) for i in range(len(inputs))]
+        self.numbers: dict[int, int] = {}  # by the ids of the tensors that exist; memory is freed when the call frees it
+        self.alive: dict[int, weakref.ref[Tensor]] = {}  # by number
+        self.roots: list[tuple[int, int]] = []
+        self.geometries: list[Any] = []
         self.steps: list[Any] = []
         self.guards: list[Guard] = []
         self.failed = ""
         self.grad = torch.is_grad_enabled()
+        for t in inputs:
+            self._add(t, None)
 
     def __enter__(self) -> "Recorder":
         self.outer, _local.recorder = active(), self
@@ -195,8 +200,8 @@ class Recorder(TorchFunctionMode):
         super().__exit__(*error)
 
     def release(self) -> None:
-        """Lets go of the tensors. The recorder itself is in reference cycles."""
-        self.tensors.clear()
+        """Lets go of the references to tensors. The recorder itself is in reference cycles."""
+        self.alive.clear()
         self.numbers.clear()
 
     def fail(self, why: str) -> None:
@@ -267,8 +272,7 @@ class Recorder(TorchFunctionMode):
 
     def program(self, result: Any) -> Program:
         """What was recorded of a call with this result."""
-        geometries = tuple(None if t is None else (tuple(t.shape), t.stride(), t.dtype) for t in self.tensors)
-        return Program(tuple(self.steps), tuple(self.guards), self._refs(result), tuple(self.roots), geometries)
+        return Program(tuple(self.steps), tuple(self.guards), self._refs(result), tuple(self.roots), tuple(self.geometries))
 
     def _check_grad_mode(self) -> None:
         """A replay would make the operation in the grad mode of the call: it would be part of the graph, or of none."""
@@ -298,15 +302,18 @@ class Recorder(TorchFunctionMode):
             return  # such as contiguous() of a contiguous tensor
         self.steps.append(Call(function, given_args, given_kwargs, self._refs(result), view))
 
-    def _add(self, tensor: Tensor, base: Tensor | None) -> int:
-        number = len(self.tensors)
+    def _add(self, tensor: Tensor | None, base: Tensor | None) -> int:
+        number = len(self.roots)
         root, offset = number, 0
-        if base is not None and id(base) in self.numbers:
+        if tensor is not None and base is not None and id(base) in self.numbers:
             root, offset = self.roots[self.numbers[id(base)]]
             offset += tensor.data_ptr() - base.data_ptr()
-        self.tensors.append(tensor)
-        self.numbers[id(tensor)] = number
         self.roots.append((root, offset))
+        self.geometries.append(None if tensor is None else (tuple(tensor.shape), tensor.stride(), tensor.dtype))
+        if tensor is not None:
+            key = id(tensor)
+            self.numbers[key] = number
+            self.alive[number] = weakref.ref(tensor, lambda _: self.numbers.pop(key, None))  # the id may be used again
         return number
 
     def _refs(self, tree: Any) -> Any:
@@ -331,7 +338,8 @@ class Recorder(TorchFunctionMode):
             return any(start <= word <= end for start, end in self._extents() for word in words)
 
     def _extents(self) -> list[tuple[int, int]]:
-        memory = [t.untyped_storage() for t in self.tensors if t is not None and _has_memory(t)]
+        tensors = [alive() for alive in self.alive.values()]
+        memory = [t.untyped_storage() for t in tensors if t is not None and _has_memory(t)]
         return [(m.data_ptr(), m.data_ptr() + m.nbytes()) for m in memory if m.nbytes()]
 
 
@@ -403,6 +411,7 @@ class _Writer:
         self.space: dict[str, Any] = {}
         self.lines: list[str] = []
         self.with_address: set[int] = set()
+        self.growth = 0  # the last line that may allocate
         self.objects = self._objects()
 
     def _objects(self) -> set[int]:
@@ -459,8 +468,19 @@ class _Writer:
                 self._call(step)
         result = self.tree(_map_refs(self.program.result, lambda n: final.get(n, (n,))[0]))
         names = "".join(f"t{i}, " for i in range(self.inputs))
-        body = "\n        ".join((*self.lines, f"return {result}"))
+        self.lines.append(f"return {result}")
+        body = "\n        ".join(self._freeing())
         return f"def make({', '.join(self.space)}):\n    def replay({names}):\n        {body}\n    return replay\n"
+
+    def _freeing(self) -> Iterator[str]:
+        """The lines. Before memory is allocated, that of tensors without another use is freed, as in the recorded call."""
+        used = [{int(n) for n in re.findall(r"\b[tp](\d+)\b", line)} for line in self.lines]
+        last = {n: i for i, numbers in enumerate(used) for n in numbers}
+        for i, line in enumerate(self.lines):
+            yield line
+            unused = [f"t{n}" for n in sorted(used[i]) if n >= self.inputs and last[n] == i]
+            if unused and i < self.growth:
+                yield f"del {', '.join(unused)}"
 
     def _final_geometries(self) -> dict[int, tuple[int, Any]]:
         """Results that are views of a whole allocation are allocated as such: by their number, the allocation and the geometry."""
@@ -487,14 +507,16 @@ class _Writer:
         if n in self.objects or referred or of_result:
             size, stride, dtype = of_result or (step.size, step.stride, step.dtype)
             make, *rest = map(self.constant, (_empty_on(step.device), size, stride, dtype))
+            self.growth = len(self.lines)
             self.lines.append(f"t{n} = {make}({', '.join(rest)})")
 
     def _call(self, step: Call) -> None:
         names = [*map(self.tree, step.args), *(f"{name}={self.tree(value)}" for name, value in step.kwargs.items())]
         call = f"{self.constant(step.function)}({', '.join(names)})"
         refs = _numbers(step.results)
-        to = self.tree(step.results) if refs and all(n >= self.inputs for n in refs) and len(set(refs)) == len(refs) else "_"
-        self.lines.append(f"{to} = {call}")
+        new = refs and all(n >= self.inputs for n in refs) and len(set(refs)) == len(refs)
+        self.growth = len(self.lines)
+        self.lines.append(f"{self.tree(step.results)} = {call}" if new else call)
 
 
 def _bound(launch: Launcher, grid: Any, block: Any, shared: int, *last: Any) -> Launcher:

@@ -1,8 +1,12 @@
 """Replayed calls: they give the bits of calls that plan anew, for other tensors, addresses and settings."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from helpers import DEVICE, kernels
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import cukern
 from cukern.runtime import planning, recording
@@ -176,9 +180,6 @@ def test_a_change_of_the_grad_mode_is_not_replayed():
 
 @kernels
 def test_recorded_calls_keep_no_graph_alive():
-    import gc
-    import weakref
-
     x = torch.randn(4, 8, device=DEVICE, requires_grad=True)
     gc.collect()
     gc.disable()
@@ -192,6 +193,42 @@ def test_recorded_calls_keep_no_graph_alive():
                 assert alive() is None
     finally:
         gc.enable()
+
+
+class Alive(TorchDispatchMode):
+    """Counts the tensors that exist at a time, of those that operations return inside of the block."""
+
+    def __init__(self):
+        super().__init__()
+        self.made, self.most = [], 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        self.made.append(weakref.ref(result))
+        self.most = max(self.most, sum(alive() is not None for alive in self.made))
+        return result
+
+
+def test_recorded_and_replayed_calls_free_tensors_where_the_call_does():
+    def call(x):
+        z = x
+        for _ in range(4):
+            y = torch.empty_like(z)
+            torch.mul(z, 2, out=y)
+            z = y.t() @ y
+            x.copy_(x)
+        return z
+
+    x = torch.randn(4, 4)
+    with Alive() as plain:
+        call(x)
+    with Alive() as recorded:
+        recorder, program = record(call, x)
+    assert not recorder.failed
+    replay = recording.compiled(program, 1)
+    with Alive() as replayed:
+        replay(x)
+    assert replayed.most <= plain.most == recorded.most
 
 
 def test_a_hundred_thousand_layouts_of_plans_do_not_grow():

@@ -325,7 +325,7 @@ def test_memory_beside_the_gradients(sizes, rows, dtype):
     """Forward and backward have no more at any time than x and y are, besides the results. Of fewer rows partial sums may be more."""
     x, ws = draw(rows, sizes, "cuda", dtype)
     leaves, g = [t.requires_grad_() for t in (x, *ws)], torch.randn(rows, prod(q for _, q in sizes), device="cuda").to(dtype)
-    for _ in range(2):  # the first one loads the kernels
+    for turn in range(5):  # loads the kernels; is recorded twice; is replayed
         gc.collect()  # tensors of other tests must not be freed meanwhile
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -334,4 +334,4 @@ def test_memory_beside_the_gradients(sizes, rows, dtype):
         memory = torch.cuda.memory_stats()  # requested bytes: blocks of the allocator may be 1 MiB larger
         extra = memory["requested_bytes.all.peak"] - memory["requested_bytes.all.current"]
         del y, found
-    assert extra <= x.nbytes + g.nbytes, (extra, x.nbytes, g.nbytes)
+        assert not turn or extra <= x.nbytes + g.nbytes, (turn, extra, x.nbytes, g.nbytes)
