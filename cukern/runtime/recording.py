@@ -10,6 +10,7 @@ layouts: an address that is compared, a value that is read from a tensor, or an 
 
 import contextlib
 import functools
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -30,14 +31,21 @@ _VIEWS = {
     "view_as",
 }  # fmt: skip  # without effect if the result shares the argument's memory and is not used
 
+_FIELDS = "to_save", "non_differentiable", "materialize_grads"  # of the context of an autograd Function
+
 STALE = object()
 Launcher = Callable[..., None]
-_local = threading.local()
+
+
+class _Local(threading.local):
+    recorder: "Recorder | None" = None
+
+
+local = _Local()  # `local.recorder` is that of this thread
 
 
 def active() -> "Recorder | None":
-    """The recorder of this thread."""
-    return getattr(_local, "recorder", None)
+    return local.recorder
 
 
 class Address(int):
@@ -133,6 +141,16 @@ class Allocation(NamedTuple):
     device: torch.device
 
 
+class Forward(NamedTuple):
+    """What the forward of an autograd Function did. `result` of the program: the outputs and the context's `_FIELDS`.
+    `make(forward(ctx, *args), attributes, saved, outputs)` gives `apply` of a Function that does the same. Its context has the attributes.
+    `saved`, `outputs`: the numbers of saved tensors and of outputs."""
+
+    make: Callable[..., Any]
+    program: "Program"
+    attributes: dict[str, Any]
+
+
 class Call(NamedTuple):
     """A torch operation, or an autograd Function. `results`: a Ref, or a nested tuple of them. `view`: it has no effect but its results,
     which share the memory of an argument."""
@@ -142,6 +160,7 @@ class Call(NamedTuple):
     kwargs: Any
     results: Any
     view: bool
+    forward: Forward | None = None
 
 
 class Launch(NamedTuple):
@@ -173,6 +192,13 @@ class Program(NamedTuple):
     geometries: tuple[Any, ...]  # of each tensor: size, stride, dtype
 
 
+class _Context(torch.autograd.function.FunctionCtx):
+    """Keeps what a forward gives to its context."""
+
+    def __init__(self, needs_input_grad: Sequence[bool]):
+        self.needs_input_grad = needs_input_grad
+
+
 class Recorder(TorchFunctionMode):
     """Notes what a call does, while it is open."""
 
@@ -184,14 +210,13 @@ class Recorder(TorchFunctionMode):
         self.steps: list[Any] = []
         self.guards: list[Guard] = []
         self.failed = ""
-        self.grad = torch.is_grad_enabled()
 
     def __enter__(self) -> "Recorder":
-        self.outer, _local.recorder = active(), self
+        self.outer, local.recorder, self.grad = active(), self, torch.is_grad_enabled()
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        _local.recorder = self.outer
+        local.recorder = self.outer
         super().__exit__(*error)
 
     def release(self) -> None:
@@ -236,11 +261,11 @@ class Recorder(TorchFunctionMode):
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
         """Inside the block, nothing is noted."""
-        _local.recorder = None
+        local.recorder = None
         try:
             yield
         finally:
-            _local.recorder = self
+            local.recorder = self
 
     def call(self, function: Callable[..., Any], args: Sequence[Any]) -> Any:
         """Calls a function and notes it as one operation, not what it does."""
@@ -248,6 +273,33 @@ class Recorder(TorchFunctionMode):
             result = function(*args)
             with torch._C.DisableTorchFunction():
                 self._call(function, "", tuple(args), {}, result)
+        return result
+
+    def differentiable(self, apply: Callable[..., Any], make: Callable[..., Any], forward: Callable[..., Any], args: Sequence[Any]) -> Any:
+        """Calls an autograd Function, and notes what its forward does. `apply` is noted if that cannot be replayed. `make`: see Forward."""
+        inner, noted = Recorder([a for a in args if isinstance(a, Tensor)]), list[Forward]()
+
+        def run(ctx: Any, *args: Any) -> Any:
+            context = _Context(ctx.needs_input_grad)
+            with inner:
+                outputs = forward(context, *args)
+            given = {name: value for name, value in vars(context).items() if name != "needs_input_grad"}
+            for name, value in given.items():
+                setattr(ctx, name, value)
+            fields = tuple(given.pop(name, None) for name in _FIELDS)
+            if "dirty_tensors" in given or _tensors(given):
+                inner.fail("the context has tensors besides the saved ones")
+            noted.append(Forward(make, inner.program((outputs, fields)), given))
+            return outputs
+
+        with self.suspended():
+            result = make(run)(*args)
+            with torch._C.DisableTorchFunction():
+                self._call(apply, "", tuple(args), {}, result)
+        inner.release()
+        if not inner.failed:
+            self.guards += inner.guards
+            self.steps[-1] = self.steps[-1]._replace(forward=noted[0]._replace(program=noted[0].program._replace(guards=())))
         return result
 
     def launch(self, launch: Launcher, params: Sequence[Any], grid: Any, block: Any, shared: int, args: Sequence[Any]) -> None:
@@ -351,11 +403,11 @@ class _Off(Recorder):
 @contextlib.contextmanager
 def off() -> Iterator[None]:
     """Inside the block, every call of this thread plans anew."""
-    before, _local.recorder = active(), _Off(())
+    before, local.recorder = active(), _Off(())
     try:
         yield
     finally:
-        _local.recorder = before
+        local.recorder = before
 
 
 def noted(launch: Launcher, params: Sequence[Any]) -> Launcher:
@@ -398,8 +450,11 @@ def _empty_on(device: torch.device) -> Callable[..., Tensor]:
 class _Writer:
     """The source of a function that replays a program."""
 
-    def __init__(self, program: Program, inputs: int):
-        self.program, self.inputs = program, inputs
+    def __init__(self, program: Program, inputs: int | Sequence[bool]):
+        self.program, self.of_function = program, not isinstance(inputs, int)
+        tensors = inputs if isinstance(inputs, Sequence) else (True,) * inputs
+        self.inputs, count = sum(tensors), itertools.count()
+        self.names = ["ctx"] * self.of_function + [f"t{next(count)}" if t else f"_{i}" for i, t in enumerate(tensors)]
         self.space: dict[str, Any] = {}
         self.lines: list[str] = []
         self.with_address: set[int] = set()
@@ -457,10 +512,12 @@ class _Writer:
                 self.lines.append(f"{launch}({', '.join(first)})")
             elif not step.view or self.objects.intersection(_numbers(step.results)):
                 self._call(step)
-        result = self.tree(_map_refs(self.program.result, lambda n: final.get(n, (n,))[0]))
-        names = "".join(f"t{i}, " for i in range(self.inputs))
-        body = "\n        ".join((*self.lines, f"return {result}"))
-        return f"def make({', '.join(self.space)}):\n    def replay({names}):\n        {body}\n    return replay\n"
+        result = _map_refs(self.program.result, lambda n: final.get(n, (n,))[0])
+        if self.of_function:
+            result, fields = result
+            self.lines += [f"ctx.{n} = {self.tree(v)}" for n, v in zip(_FIELDS, fields, strict=True) if v is not None]
+        body = "\n        ".join((*self.lines, f"return {self.tree(result)}"))
+        return f"def make({', '.join(self.space)}):\n    def replay({', '.join(self.names)}):\n        {body}\n    return replay\n"
 
     def _final_geometries(self) -> dict[int, tuple[int, Any]]:
         """Results that are views of a whole allocation are allocated as such: by their number, the allocation and the geometry."""
@@ -491,7 +548,13 @@ class _Writer:
 
     def _call(self, step: Call) -> None:
         names = [*map(self.tree, step.args), *(f"{name}={self.tree(value)}" for name, value in step.kwargs.items())]
-        call = f"{self.constant(step.function)}({', '.join(names)})"
+        function = step.function
+        if step.forward is not None:
+            make, program, attributes = step.forward
+            outputs, (saved, *_) = program.result
+            counts = len(saved or ()), 1 if isinstance(outputs, Ref) else len(outputs)
+            function = make(compiled(program, [isinstance(a, Ref) for a in step.args]), attributes, *counts)
+        call = f"{self.constant(function)}({', '.join(names)})"
         refs = _numbers(step.results)
         to = self.tree(step.results) if refs and all(n >= self.inputs for n in refs) and len(set(refs)) == len(refs) else "_"
         self.lines.append(f"{to} = {call}")
@@ -503,8 +566,9 @@ def _bound(launch: Launcher, grid: Any, block: Any, shared: int, *last: Any) -> 
     return bound(grid, block, shared, *last) if bound else lambda *first: launch(grid, block, shared, *first, *last)
 
 
-def compiled(program: Program, inputs: int) -> Callable[..., Any]:
-    """A function of the inputs that does what was recorded. It returns STALE, and does nothing, if a setting has changed."""
+def compiled(program: Program, inputs: int | Sequence[bool]) -> Callable[..., Any]:
+    """A function of the inputs that does what was recorded. It returns STALE, and does nothing, if a setting has changed. `inputs`: their
+    number; for the forward of an autograd Function, which of its arguments they are."""
     writer = _Writer(program, inputs)
     return _factory(writer.write())(*writer.space.values())
 

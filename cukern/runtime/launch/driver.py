@@ -81,7 +81,7 @@ def load(name: str, cubin: Cubin, params: tuple[Param, ...], device: int, attrib
     return launch if torch.cuda.device_count() == 1 else _on_device(launch, device), raw
 
 
-def _on_device(launch: Launch, device: int) -> Launch:
+def _on_device(launch: Any, device: int) -> Launch:
     def run(*args: Any) -> None:
         if current_device() == device:
             launch(*args)
@@ -89,7 +89,9 @@ def _on_device(launch: Launch, device: int) -> Launch:
             with torch.cuda.device(device):
                 launch(*args)
 
-    run.loaded = launch  # type: ignore[attr-defined]
+    if isinstance(launch, Loaded):
+        run.loaded = launch  # type: ignore[attr-defined]
+        run.bound = lambda *args: _on_device(launch.bound(*args), device)  # type: ignore[attr-defined]
     return run
 
 
@@ -185,11 +187,11 @@ class Loaded:
         nothing = [bytes(p.size) if p.size else 0 for p in first]
         pack, filled = packer(first).pack_into, _Arguments(self.layout.pack(*nothing, *last), self.params, self.attribute)
         (gx, gy, gz), (bx, by, bz) = grid, block
-        function, device, launch, stream, most_shared = self.function, self.device, self.launch, current_stream, self.most_shared
+        function, device, launch, stream = self.function, self.device, self.launch, current_stream
+        if shared > self.most_shared[0]:
+            self._allow_shared(shared)
 
         def run_bound(*args: Any) -> None:
-            if shared > most_shared[0] or recording.active() is not None:
-                return self(grid, block, shared, *args, *last)
             buffer, each, extra = filled.parts
             try:
                 pack(buffer, 0, *args)
