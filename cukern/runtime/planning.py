@@ -30,7 +30,8 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _LAYOUT = f"{{t}}.shape, {{t}}.stride(), {{t}}.dtype, {{t}}.device, {{t}}.data_ptr() % {ALIGNMENT}, {{t}}.is_neg()"
 _SETTINGS = "versions(), deterministic(), autocast() and autocast_dtype()"
-_PLAIN_CALL = 0, False, -1
+_DEVICE = "current() if {t}.get_device() >= 0 else "
+_EAGER = "modes() or transforms() or forward_ad._current_level >= 0 or "
 
 
 def _on_cpu() -> bool:
@@ -46,6 +47,7 @@ _NAMES: dict[str, Any] = {
     "autocast": torch.is_autocast_enabled,
     "autocast_dtype": lambda: torch.get_autocast_dtype("cuda"),
     "cpu_autocast": lambda: torch.is_autocast_enabled("cpu"),
+    "current": driver.current_device,
     "deterministic": torch.are_deterministic_algorithms_enabled,
     "forward_ad": forward_ad,
     "grad_enabled": torch.is_grad_enabled,
@@ -80,8 +82,8 @@ _all: list["Plans"] = []
 class Plans:
     """The plans of one function: by key None after one call, a Program after two, then the function that replays it, or False."""
 
-    def __init__(self, function: Callable[..., Any], public: bool):
-        self.function, self.public = function, public
+    def __init__(self, function: Callable[..., Any]):
+        self.function = function
         self.found: dict[Any, Any] = {}
         self.why: dict[Any, str] = {}  # a call is not replayed
         self.lock = threading.Lock()
@@ -91,7 +93,7 @@ class Plans:
     def learn(self, key: Any, inputs: Sequence[Any], *arguments: Any, **options: Any) -> Any:
         """Makes the call, and records it if it is not the first of this layout."""
         state = self.found.get(key, self)
-        if not self._recordable(key, inputs) or state is False:
+        if state is False or not _recordable(inputs):
             return self.function(*arguments, **options)
         if state is self:
             self._remember(key, None)
@@ -111,17 +113,18 @@ class Plans:
             self._remember(key, program if state is None else compiled(program, len(inputs)))
         return result
 
-    def _recordable(self, key: Any, inputs: Sequence[Any]) -> bool:
-        """True for plain tensors on the current GPU, or in the simulator."""
-        devices = {t.get_device() for t in inputs if t is not None}
-        plain = all(t is None or type(t) in checks.PLAIN for t in inputs) and (not self.public or key[:3] == _PLAIN_CALL)
-        return plain and len(devices) == 1 and (devices == {-1} or devices == {driver.current_device()})
-
     def _remember(self, key: Any, state: Any) -> None:
         with no_fork(), self.lock:
             if key not in self.found and len(self.found) >= MOST:
                 del self.found[next(iter(self.found))]
             self.found[key] = state
+
+
+def _recordable(inputs: Sequence[Any]) -> bool:
+    """True for plain tensors on the current GPU, or in the simulator."""
+    devices = {t.get_device() for t in inputs if t is not None}
+    plain = all(t is None or type(t) in checks.PLAIN for t in inputs)
+    return plain and len(devices) == 1 and (devices == {-1} or devices == {driver.current_device()})
 
 
 def _distinct(inputs: Sequence[Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, Any, Any]:
@@ -158,11 +161,11 @@ def planned(*tensors: str) -> Callable[[_Function], _Function]:
             call.append(f"{name}={name}" if p.kind is p.KEYWORD_ONLY else name)
             options += [f"type({name}), {name}, "] * (name not in names)
         source = _SOURCE.format(
-            signature=", ".join(signature), call=", ".join(call), tensors=_flat(tensors), first="", aside="tracing() or ",
-            key=f"modes(), transforms(), forward_ad._current_level, grad_enabled(), {tensors[0]}.get_device() < 0 and on_cpu()",
+            signature=", ".join(signature), call=", ".join(call), tensors=_flat(tensors), first="", aside="tracing() or " + _EAGER,
+            key=f"{_DEVICE.format(t=tensors[0])}on_cpu(), grad_enabled()",
             layouts=_layouts(tensors, "type({t}), {t}.requires_grad, "), options="".join(options),
         )  # fmt: skip
-        return functools.wraps(function)(_made(source, Plans(function, True), space))  # type: ignore[return-value]
+        return functools.wraps(function)(_made(source, Plans(function), space))  # type: ignore[return-value]
 
     return decorate
 
@@ -171,7 +174,7 @@ def planned_launch(function: Callable[..., Any], tensors: Sequence[str]) -> Call
     """Plans the implementation of a raw op. `tensors`: the names of its arguments that are tensors, as in `planned`. They come first."""
     if not _ENABLED:
         return function
-    return _made(_raw_code(tuple(t.endswith("[]") for t in tensors)), Plans(function, False), {})
+    return _made(_raw_code(tuple(t.endswith("[]") for t in tensors)), Plans(function), {})
 
 
 @functools.cache
@@ -180,7 +183,7 @@ def _raw_code(lists: tuple[bool, ...]) -> CodeType:
     call = "".join(f"t{i}, " for i in range(len(lists))) + "*rest"
     source = _SOURCE.format(
         signature=call, call=call, tensors=_flat(tensors), first="", aside="",
-        key=f"t0{'[0]' if lists[0] else ''}.get_device() < 0 and cpu_autocast()", layouts=_layouts(tensors), options="rest",
+        key=_DEVICE.format(t="t0[0]" if lists[0] else "t0") + "cpu_autocast()", layouts=_layouts(tensors), options="rest",
     )  # fmt: skip
     return compile(source, "<cukern plans>", "exec")
 
@@ -189,14 +192,14 @@ def planned_backward(function: Callable[..., Any]) -> Callable[[int, int], Calla
     """Plans the backward of an autograd Function, `function(ctx, saved tensors, upstream gradients)`, for each class of the context.
 
     The result gives `apply(ctx, *upstream gradients)` for a number of saved tensors and of upstream gradients."""
-    plans = Plans(function, False)
+    plans = Plans(function)
 
     @functools.cache
     def apply(saved: int, douts: int) -> Callable[..., Any]:
         head, tail = ("".join(f"{letter}{i}, " for i in range(n)) for letter, n in (("s", saved), ("d", douts)))
         source = _SOURCE.format(
             signature=f"ctx, {tail}", call=f"ctx, saved, ({tail})", tensors=head + tail, first=f"saved = ({head}) = ctx.saved_tensors",
-            aside="grad_enabled() or modes() or transforms() or forward_ad._current_level >= 0 or ", key="type(ctx), cpu_autocast()",
+            aside="grad_enabled() or " + _EAGER, key=f"type(ctx), {_DEVICE.format(t='s0' if saved else 'd0')}cpu_autocast()",
             layouts=_layouts((head + tail).split(", ")[:-1], "type({t}), "), options="",
         )  # fmt: skip
         return _made(source, plans, {})

@@ -38,14 +38,10 @@ Launcher = Callable[..., None]
 
 
 class _Local(threading.local):
-    recorder: "Recorder | None" = None
+    recorder: "Recorder | None" = None  # of this thread
 
 
-local = _Local()  # `local.recorder` is that of this thread
-
-
-def active() -> "Recorder | None":
-    return local.recorder
+local = _Local()
 
 
 class Address(int):
@@ -117,6 +113,18 @@ class Ref(NamedTuple):
     """A recorded tensor, by its number."""
 
     number: int
+
+
+class Constant:
+    """A tensor that is the same in all calls."""
+
+    def __init__(self, tensor: Tensor):
+        self.tensor = tensor
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Constant) and other.tensor is self.tensor
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 class Pointer(NamedTuple):
@@ -209,10 +217,11 @@ class Recorder(TorchFunctionMode):
         self.roots = [(i, 0) for i in range(len(inputs))]
         self.steps: list[Any] = []
         self.guards: list[Guard] = []
+        self.constants: dict[int, Constant] = {}
         self.failed = ""
 
     def __enter__(self) -> "Recorder":
-        self.outer, local.recorder, self.grad = active(), self, torch.is_grad_enabled()
+        self.outer, local.recorder, self.grad = local.recorder, self, torch.is_grad_enabled()
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
@@ -237,9 +246,13 @@ class Recorder(TorchFunctionMode):
         """Notes that the call depends on a setting."""
         self.guards.append(Guard(ask, value))
 
+    def constant(self, tensor: Tensor) -> None:
+        """Notes that the call uses a tensor that is the same in all calls."""
+        self.constants[id(tensor)] = Constant(tensor)
+
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if active() is not self:
+        if local.recorder is not self:
             return function(*args, **kwargs)
         with self.suspended() if isinstance(function, torch._ops.OpOverload) else contextlib.nullcontext():
             result = function(*args, **kwargs)
@@ -365,6 +378,8 @@ class Recorder(TorchFunctionMode):
         """The tree with a Ref for each tensor."""
         if isinstance(tree, Tensor):
             number = self.numbers.get(id(tree))
+            if (constant := self.constants.get(id(tree))) is not None:
+                return constant
             if number is None:
                 self.fail("a tensor comes from outside of the call")
             return Ref(-1 if number is None else number)
@@ -403,7 +418,7 @@ class _Off(Recorder):
 @contextlib.contextmanager
 def off() -> Iterator[None]:
     """Inside the block, every call of this thread plans anew."""
-    before, local.recorder = active(), _Off(())
+    before, local.recorder = local.recorder, _Off(())
     try:
         yield
     finally:
@@ -414,7 +429,7 @@ def noted(launch: Launcher, params: Sequence[Any]) -> Launcher:
     """The launch, which an active recorder notes. What it does besides is not noted."""
 
     def run(grid: Any, block: Any, shared: int, *args: Any) -> None:
-        recorder = active()
+        recorder = local.recorder
         if recorder is None:
             return launch(grid, block, shared, *args)
         with recorder.suspended():
@@ -480,6 +495,8 @@ class _Writer:
         """An expression for arguments or results."""
         if isinstance(value, Ref):
             return f"t{value.number}"
+        if isinstance(value, Constant):
+            return self.constant(value.tensor)
         if isinstance(value, dict):
             return "{" + ", ".join(f"{name!r}: {self.tree(v)}" for name, v in value.items()) + "}"
         if type(value) is tuple:

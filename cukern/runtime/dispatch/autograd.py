@@ -63,18 +63,18 @@ def apply_of(function: type[Differentiable]) -> Callable[..., Any]:
         if attributes is not None:
             for name, value in {**attributes, "apply": planned_backward(*counts)}.items():
                 setattr(made._backward_cls, name, value)
-        return super(base, made).apply  # type: ignore[misc]
+        return super(base, made).apply
 
     rules = {"jvp": getattr(function, "tangent", None), "vmap": getattr(function, "batch", None)}
     full = type(function.__name__, (function,), {name: staticmethod(rule) for name, rule in rules.items() if rule})
-    fast, dual = variant(forward), super(base, full).apply  # type: ignore[misc]
+    fast, dual = variant(forward), super(base, full).apply
 
     def apply(*args: Any) -> Any:
         if forward_ad._current_level >= 0 or _transforms():
             return eager(*args)
         if _tracing():
             return function.apply(*args)
-        recorder = recording.active()
+        recorder = recording.local.recorder
         if recorder is None:
             return fast(*args)
         if alone and not torch.is_grad_enabled():

@@ -168,7 +168,7 @@ class Loaded:
             buffer, each, extra = self.arguments.parts
             self.pack(buffer, 0, *args)
             self.launch(self.function, gx, gy, gz, bx, by, bz, shared, current_stream(self.device), each, extra)
-            if (recorder := recording.active()) is not None:
+            if (recorder := recording.local.recorder) is not None:
                 recorder.launch(self, self.params, grid, block, shared, args)
         except (struct.error, OverflowError):
             beyond = self._beyond_limits(grid, block, shared)
