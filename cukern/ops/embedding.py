@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cukern.runtime import checks
+from cukern.runtime import checks, recording
 from cukern.runtime.dispatch import autocast
 from cukern.runtime.dispatch.autograd import dispatched, watched
 from cukern.runtime.dispatch.higher import differentiable
@@ -163,7 +163,10 @@ def _shape_of(table: Tensor | None) -> Tensor | None:
         return None
     if type(table) not in checks.PLAIN or dispatched():
         return table.new_empty(()).expand(table.shape)
-    return _placeholder(table.shape, table.dtype, table.device)
+    placeholder = _placeholder(table.shape, table.dtype, table.device)
+    if (recorder := recording.local.recorder) is not None:
+        recorder.constant(placeholder)
+    return placeholder
 
 
 _apply = differentiable(

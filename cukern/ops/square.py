@@ -128,12 +128,6 @@ class _Square(Differentiable):
     def batch(info, in_dims, x, version):
         return _apply(x, version), in_dims[0]
 
-    @staticmethod
-    def recorded(ctx, x, version):
-        ctx.save_for_backward(x)
-        ctx.version = version
-        return _square(x, version)
-
 
 class _SquareBackward(Differentiable):
     """2 x dout is bilinear, so its derivatives, and all higher ones, use the same kernel."""

@@ -22,7 +22,7 @@ from cukern.runtime import checks
 from cukern.runtime.compile.forks import no_fork
 from cukern.runtime.device import versions_in_force, when_plans_change
 from cukern.runtime.launch import backend, driver
-from cukern.runtime.recording import ALIGNMENT, STALE, Recorder, active, compiled
+from cukern.runtime.recording import ALIGNMENT, STALE, Recorder, compiled, local
 
 MOST = 4096  # plans of a function; the oldest are forgotten
 _ENABLED = os.environ.get("CUKERN_REPLAY", "1") != "0" and not (driver.SYNC or driver.NVTX)
@@ -30,60 +30,51 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _LAYOUT = f"{{t}}.shape, {{t}}.stride(), {{t}}.dtype, {{t}}.device, {{t}}.data_ptr() % {ALIGNMENT}, {{t}}.is_neg()"
 _SETTINGS = "versions(), deterministic(), autocast() and autocast_dtype()"
-_EAGER = "modes(), transforms(), forward_ad._current_level, grad_enabled()"
-_PLAIN_CALL = 0, False, -1
+_DEVICE = "current() if {t}.get_device() >= 0 else "
+_EAGER = "modes() or transforms() or forward_ad._current_level >= 0 or "
+
+
+def _on_cpu() -> bool:
+    """True for a call whose CPU tensors are simulated. Raises LookupError if a call for CPU tensors is not replayed."""
+    if not backend.simulating() or torch.is_autocast_enabled("cpu"):
+        raise LookupError
+    return True
+
+
 _NAMES: dict[str, Any] = {
     "Function": FunctionType,
     "STALE": STALE,
-    "active": active,
     "autocast": torch.is_autocast_enabled,
     "autocast_dtype": lambda: torch.get_autocast_dtype("cuda"),
     "cpu_autocast": lambda: torch.is_autocast_enabled("cpu"),
+    "current": driver.current_device,
     "deterministic": torch.are_deterministic_algorithms_enabled,
     "forward_ad": forward_ad,
     "grad_enabled": torch.is_grad_enabled,
     "listed": lambda given: given if type(given) in (list, tuple) else None,  # an iterator is not used up for a key
+    "local": local,
     "modes": torch._C._len_torch_dispatch_stack,
-    "simulating": backend.simulating,
+    "on_cpu": _on_cpu,
     "tracing": torch.compiler.is_dynamo_compiling,
     "transforms": torch._C._are_functorch_transforms_active,
     "versions": versions_in_force.get,
 }
-_PUBLIC = """
-def planned({signature}):
-    if tracing():
-        return function({call})
+_SOURCE = f"""
+def planned({{signature}}):
+    {{first}}
+    if {{aside}}local.recorder is not None:
+        return function({{call}})
     key = plan = None
     try:
-        device = {first}.get_device()
-        if active() is None and (device >= 0 or (simulating() and not cpu_autocast())):
-            key = ({eager}, {settings}, {layouts}{options})
-            plan = get(key)
-    except Exception:  # such as an argument of another type: the function raises what is to be said
-        key = None
-    if key is None:
-        return function({call})
-    if type(plan) is Function:
-        result = plan({tensors})
-        return result if result is not STALE else function({call})
-    return learn(key, ({tensors}), {call})
-"""
-_RAW = """
-def planned({signature}*rest):
-    if active() is not None:
-        return function({signature}*rest)
-    key = plan = None
-    try:
-        key = ({settings}, {layouts}rest, {first}.get_device() < 0 and cpu_autocast())
+        key = ({{key}}, {_SETTINGS}, {{layouts}}{{options}})
         plan = get(key)
-    except Exception:  # such as a tensor without memory
-        return function({signature}*rest)
+    except Exception:  # such as an argument of another type: the function raises what is to be said
+        return function({{call}})
     if type(plan) is Function:
-        result = plan({tensors})
-        return result if result is not STALE else function({signature}*rest)
-    return learn(key, ({tensors}), {signature}*rest)
+        result = plan({{tensors}})
+        return result if result is not STALE else function({{call}})
+    return learn(key, ({{tensors}}), {{call}})
 """
-
 
 _all: list["Plans"] = []
 
@@ -91,8 +82,8 @@ _all: list["Plans"] = []
 class Plans:
     """The plans of one function: by key None after one call, a Program after two, then the function that replays it, or False."""
 
-    def __init__(self, function: Callable[..., Any], public: bool):
-        self.function, self.public = function, public
+    def __init__(self, function: Callable[..., Any]):
+        self.function = function
         self.found: dict[Any, Any] = {}
         self.why: dict[Any, str] = {}  # a call is not replayed
         self.lock = threading.Lock()
@@ -102,7 +93,7 @@ class Plans:
     def learn(self, key: Any, inputs: Sequence[Any], *arguments: Any, **options: Any) -> Any:
         """Makes the call, and records it if it is not the first of this layout."""
         state = self.found.get(key, self)
-        if not self._recordable(key, inputs) or state is False:
+        if state is False or not _recordable(inputs):
             return self.function(*arguments, **options)
         if state is self:
             self._remember(key, None)
@@ -122,17 +113,18 @@ class Plans:
             self._remember(key, program if state is None else compiled(program, len(inputs)))
         return result
 
-    def _recordable(self, key: Any, inputs: Sequence[Any]) -> bool:
-        """True for plain tensors on the current GPU, or in the simulator."""
-        devices = {t.get_device() for t in inputs if t is not None}
-        plain = all(t is None or type(t) in checks.PLAIN for t in inputs) and (not self.public or key[:3] == _PLAIN_CALL)
-        return plain and len(devices) == 1 and (devices == {-1} or devices == {driver.current_device()})
-
     def _remember(self, key: Any, state: Any) -> None:
         with no_fork(), self.lock:
             if key not in self.found and len(self.found) >= MOST:
                 del self.found[next(iter(self.found))]
             self.found[key] = state
+
+
+def _recordable(inputs: Sequence[Any]) -> bool:
+    """True for plain tensors on the current GPU, or in the simulator."""
+    devices = {t.get_device() for t in inputs if t is not None}
+    plain = all(t is None or type(t) in checks.PLAIN for t in inputs)
+    return plain and len(devices) == 1 and (devices == {-1} or devices == {driver.current_device()})
 
 
 def _distinct(inputs: Sequence[Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, Any, Any]:
@@ -168,11 +160,12 @@ def planned(*tensors: str) -> Callable[[_Function], _Function]:
             signature.append(name if p.default is p.empty else f"{name}=default_{name}")
             call.append(f"{name}={name}" if p.kind is p.KEYWORD_ONLY else name)
             options += [f"type({name}), {name}, "] * (name not in names)
-        source = _PUBLIC.format(
-            signature=", ".join(signature), call=", ".join(call), first=tensors[0], eager=_EAGER, settings=_SETTINGS,
-            layouts=_layouts(tensors, "type({t}), {t}.requires_grad, "), options="".join(options), tensors=_flat(tensors),
+        source = _SOURCE.format(
+            signature=", ".join(signature), call=", ".join(call), tensors=_flat(tensors), first="", aside="tracing() or " + _EAGER,
+            key=f"{_DEVICE.format(t=tensors[0])}on_cpu(), grad_enabled()",
+            layouts=_layouts(tensors, "type({t}), {t}.requires_grad, "), options="".join(options),
         )  # fmt: skip
-        return functools.wraps(function)(_made(source, function, True, space))  # type: ignore[return-value]
+        return functools.wraps(function)(_made(source, Plans(function), space))  # type: ignore[return-value]
 
     return decorate
 
@@ -181,21 +174,41 @@ def planned_launch(function: Callable[..., Any], tensors: Sequence[str]) -> Call
     """Plans the implementation of a raw op. `tensors`: the names of its arguments that are tensors, as in `planned`. They come first."""
     if not _ENABLED:
         return function
-    return _made(_raw_code(tuple(t.endswith("[]") for t in tensors)), function, False, {})
+    return _made(_raw_code(tuple(t.endswith("[]") for t in tensors)), Plans(function), {})
 
 
 @functools.cache
 def _raw_code(lists: tuple[bool, ...]) -> CodeType:
     tensors = [f"t{i}[]" if is_list else f"t{i}" for i, is_list in enumerate(lists)]
-    first = "t0[0]" if lists[0] else "t0"
-    signature = "".join(f"t{i}, " for i in range(len(lists)))
-    source = _RAW.format(signature=signature, first=first, settings=_SETTINGS, layouts=_layouts(tensors), tensors=_flat(tensors))
+    call = "".join(f"t{i}, " for i in range(len(lists))) + "*rest"
+    source = _SOURCE.format(
+        signature=call, call=call, tensors=_flat(tensors), first="", aside="",
+        key=_DEVICE.format(t="t0[0]" if lists[0] else "t0") + "cpu_autocast()", layouts=_layouts(tensors), options="rest",
+    )  # fmt: skip
     return compile(source, "<cukern plans>", "exec")
 
 
-def _made(source: str | CodeType, function: Callable[..., Any], public: bool, space: dict[str, Any]) -> Callable[..., Any]:
-    plans = Plans(function, public)
-    space |= {**_NAMES, "function": function, "get": plans.found.get, "learn": plans.learn}
+def planned_backward(function: Callable[..., Any]) -> Callable[[int, int], Callable[..., Any]]:
+    """Plans the backward of an autograd Function, `function(ctx, saved tensors, upstream gradients)`, for each class of the context.
+
+    The result gives `apply(ctx, *upstream gradients)` for a number of saved tensors and of upstream gradients."""
+    plans = Plans(function)
+
+    @functools.cache
+    def apply(saved: int, douts: int) -> Callable[..., Any]:
+        head, tail = ("".join(f"{letter}{i}, " for i in range(n)) for letter, n in (("s", saved), ("d", douts)))
+        source = _SOURCE.format(
+            signature=f"ctx, {tail}", call=f"ctx, saved, ({tail})", tensors=head + tail, first=f"saved = ({head}) = ctx.saved_tensors",
+            aside="grad_enabled() or " + _EAGER, key=f"type(ctx), {_DEVICE.format(t='s0' if saved else 'd0')}cpu_autocast()",
+            layouts=_layouts((head + tail).split(", ")[:-1], "type({t}), "), options="",
+        )  # fmt: skip
+        return _made(source, plans, {})
+
+    return apply
+
+
+def _made(source: str | CodeType, plans: Plans, space: dict[str, Any]) -> Callable[..., Any]:
+    space |= {**_NAMES, "function": plans.function, "get": plans.found.get, "learn": plans.learn}
     exec(source, space)
     space["planned"].plans = plans
     return space["planned"]

@@ -10,6 +10,7 @@ layouts: an address that is compared, a value that is read from a tensor, or an 
 
 import contextlib
 import functools
+import itertools
 import re
 import threading
 import weakref
@@ -32,14 +33,17 @@ _VIEWS = {
     "view_as",
 }  # fmt: skip  # without effect if the result shares the argument's memory and is not used
 
+_FIELDS = "to_save", "non_differentiable", "materialize_grads"  # of the context of an autograd Function
+
 STALE = object()
 Launcher = Callable[..., None]
-_local = threading.local()
 
 
-def active() -> "Recorder | None":
-    """The recorder of this thread."""
-    return getattr(_local, "recorder", None)
+class _Local(threading.local):
+    recorder: "Recorder | None" = None  # of this thread
+
+
+local = _Local()
 
 
 class Address(int):
@@ -113,6 +117,18 @@ class Ref(NamedTuple):
     number: int
 
 
+class Constant:
+    """A tensor that is the same in all calls."""
+
+    def __init__(self, tensor: Tensor):
+        self.tensor = tensor
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Constant) and other.tensor is self.tensor
+
+    __hash__ = None  # type: ignore[assignment]
+
+
 class Pointer(NamedTuple):
     """An address as an argument of a launch."""
 
@@ -135,6 +151,16 @@ class Allocation(NamedTuple):
     device: torch.device
 
 
+class Forward(NamedTuple):
+    """What the forward of an autograd Function did. `result` of the program: the outputs and the context's `_FIELDS`.
+    `make(forward(ctx, *args), attributes, saved, outputs)` gives `apply` of a Function that does the same. Its context has the attributes.
+    `saved`, `outputs`: the numbers of saved tensors and of outputs."""
+
+    make: Callable[..., Any]
+    program: "Program"
+    attributes: dict[str, Any]
+
+
 class Call(NamedTuple):
     """A torch operation, or an autograd Function. `results`: a Ref, or a nested tuple of them. `view`: it has no effect but its results,
     which share the memory of an argument."""
@@ -144,6 +170,7 @@ class Call(NamedTuple):
     kwargs: Any
     results: Any
     view: bool
+    forward: Forward | None = None
 
 
 class Launch(NamedTuple):
@@ -175,6 +202,13 @@ class Program(NamedTuple):
     geometries: tuple[Any, ...]  # of each tensor: size, stride, dtype
 
 
+class _Context(torch.autograd.function.FunctionCtx):
+    """Keeps what a forward gives to its context."""
+
+    def __init__(self, needs_input_grad: Sequence[bool]):
+        self.needs_input_grad = needs_input_grad
+
+
 class Recorder(TorchFunctionMode):
     """Notes what a call does, while it is open."""
 
@@ -186,17 +220,17 @@ class Recorder(TorchFunctionMode):
         self.geometries: list[Any] = []
         self.steps: list[Any] = []
         self.guards: list[Guard] = []
+        self.constants: dict[int, Constant] = {}
         self.failed = ""
-        self.grad = torch.is_grad_enabled()
         for t in inputs:
             self._add(t, None)
 
     def __enter__(self) -> "Recorder":
-        self.outer, _local.recorder = active(), self
+        self.outer, local.recorder, self.grad = local.recorder, self, torch.is_grad_enabled()
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        _local.recorder = self.outer
+        local.recorder = self.outer
         super().__exit__(*error)
 
     def release(self) -> None:
@@ -217,9 +251,13 @@ class Recorder(TorchFunctionMode):
         """Notes that the call depends on a setting."""
         self.guards.append(Guard(ask, value))
 
+    def constant(self, tensor: Tensor) -> None:
+        """Notes that the call uses a tensor that is the same in all calls."""
+        self.constants[id(tensor)] = Constant(tensor)
+
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if active() is not self:
+        if local.recorder is not self:
             return function(*args, **kwargs)
         with self.suspended() if isinstance(function, torch._ops.OpOverload) else contextlib.nullcontext():
             result = function(*args, **kwargs)
@@ -241,11 +279,11 @@ class Recorder(TorchFunctionMode):
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
         """Inside the block, nothing is noted."""
-        _local.recorder = None
+        local.recorder = None
         try:
             yield
         finally:
-            _local.recorder = self
+            local.recorder = self
 
     def call(self, function: Callable[..., Any], args: Sequence[Any]) -> Any:
         """Calls a function and notes it as one operation, not what it does."""
@@ -253,6 +291,33 @@ class Recorder(TorchFunctionMode):
             result = function(*args)
             with torch._C.DisableTorchFunction():
                 self._call(function, "", tuple(args), {}, result)
+        return result
+
+    def differentiable(self, apply: Callable[..., Any], make: Callable[..., Any], forward: Callable[..., Any], args: Sequence[Any]) -> Any:
+        """Calls an autograd Function, and notes what its forward does. `apply` is noted if that cannot be replayed. `make`: see Forward."""
+        inner, noted = Recorder([a for a in args if isinstance(a, Tensor)]), list[Forward]()
+
+        def run(ctx: Any, *args: Any) -> Any:
+            context = _Context(ctx.needs_input_grad)
+            with inner:
+                outputs = forward(context, *args)
+            given = {name: value for name, value in vars(context).items() if name != "needs_input_grad"}
+            for name, value in given.items():
+                setattr(ctx, name, value)
+            fields = tuple(given.pop(name, None) for name in _FIELDS)
+            if "dirty_tensors" in given or _tensors(given):
+                inner.fail("the context has tensors besides the saved ones")
+            noted.append(Forward(make, inner.program((outputs, fields)), given))
+            return outputs
+
+        with self.suspended():
+            result = make(run)(*args)
+            with torch._C.DisableTorchFunction():
+                self._call(apply, "", tuple(args), {}, result)
+        inner.release()
+        if not inner.failed:
+            self.guards += inner.guards
+            self.steps[-1] = self.steps[-1]._replace(forward=noted[0]._replace(program=noted[0].program._replace(guards=())))
         return result
 
     def launch(self, launch: Launcher, params: Sequence[Any], grid: Any, block: Any, shared: int, args: Sequence[Any]) -> None:
@@ -320,6 +385,8 @@ class Recorder(TorchFunctionMode):
         """The tree with a Ref for each tensor."""
         if isinstance(tree, Tensor):
             number = self.numbers.get(id(tree))
+            if (constant := self.constants.get(id(tree))) is not None:
+                return constant
             if number is None:
                 self.fail("a tensor comes from outside of the call")
             return Ref(-1 if number is None else number)
@@ -359,18 +426,18 @@ class _Off(Recorder):
 @contextlib.contextmanager
 def off() -> Iterator[None]:
     """Inside the block, every call of this thread plans anew."""
-    before, _local.recorder = active(), _Off(())
+    before, local.recorder = local.recorder, _Off(())
     try:
         yield
     finally:
-        _local.recorder = before
+        local.recorder = before
 
 
 def noted(launch: Launcher, params: Sequence[Any]) -> Launcher:
     """The launch, which an active recorder notes. What it does besides is not noted."""
 
     def run(grid: Any, block: Any, shared: int, *args: Any) -> None:
-        recorder = active()
+        recorder = local.recorder
         if recorder is None:
             return launch(grid, block, shared, *args)
         with recorder.suspended():
@@ -406,8 +473,11 @@ def _empty_on(device: torch.device) -> Callable[..., Tensor]:
 class _Writer:
     """The source of a function that replays a program."""
 
-    def __init__(self, program: Program, inputs: int):
-        self.program, self.inputs = program, inputs
+    def __init__(self, program: Program, inputs: int | Sequence[bool]):
+        self.program, self.of_function = program, not isinstance(inputs, int)
+        tensors = inputs if isinstance(inputs, Sequence) else (True,) * inputs
+        self.inputs, count = sum(tensors), itertools.count()
+        self.names = ["ctx"] * self.of_function + [f"t{next(count)}" if t else f"_{i}" for i, t in enumerate(tensors)]
         self.space: dict[str, Any] = {}
         self.lines: list[str] = []
         self.with_address: set[int] = set()
@@ -434,6 +504,8 @@ class _Writer:
         """An expression for arguments or results."""
         if isinstance(value, Ref):
             return f"t{value.number}"
+        if isinstance(value, Constant):
+            return self.constant(value.tensor)
         if isinstance(value, dict):
             return "{" + ", ".join(f"{name!r}: {self.tree(v)}" for name, v in value.items()) + "}"
         if type(value) is tuple:
@@ -466,11 +538,13 @@ class _Writer:
                 self.lines.append(f"{launch}({', '.join(first)})")
             elif not step.view or self.objects.intersection(_numbers(step.results)):
                 self._call(step)
-        result = self.tree(_map_refs(self.program.result, lambda n: final.get(n, (n,))[0]))
-        names = "".join(f"t{i}, " for i in range(self.inputs))
-        self.lines.append(f"return {result}")
+        result = _map_refs(self.program.result, lambda n: final.get(n, (n,))[0])
+        if self.of_function:
+            result, fields = result
+            self.lines += [f"ctx.{n} = {self.tree(v)}" for n, v in zip(_FIELDS, fields, strict=True) if v is not None]
+        self.lines.append(f"return {self.tree(result)}")
         body = "\n        ".join(self._freeing())
-        return f"def make({', '.join(self.space)}):\n    def replay({names}):\n        {body}\n    return replay\n"
+        return f"def make({', '.join(self.space)}):\n    def replay({', '.join(self.names)}):\n        {body}\n    return replay\n"
 
     def _freeing(self) -> Iterator[str]:
         """The lines. Before memory is allocated, that of tensors without another use is freed, as in the recorded call."""
@@ -512,7 +586,13 @@ class _Writer:
 
     def _call(self, step: Call) -> None:
         names = [*map(self.tree, step.args), *(f"{name}={self.tree(value)}" for name, value in step.kwargs.items())]
-        call = f"{self.constant(step.function)}({', '.join(names)})"
+        function = step.function
+        if step.forward is not None:
+            make, program, attributes = step.forward
+            outputs, (saved, *_) = program.result
+            counts = len(saved or ()), 1 if isinstance(outputs, Ref) else len(outputs)
+            function = make(compiled(program, [isinstance(a, Ref) for a in step.args]), attributes, *counts)
+        call = f"{self.constant(function)}({', '.join(names)})"
         refs = _numbers(step.results)
         new = refs and all(n >= self.inputs for n in refs) and len(set(refs)) == len(refs)
         self.growth = len(self.lines)
@@ -525,8 +605,9 @@ def _bound(launch: Launcher, grid: Any, block: Any, shared: int, *last: Any) -> 
     return bound(grid, block, shared, *last) if bound else lambda *first: launch(grid, block, shared, *first, *last)
 
 
-def compiled(program: Program, inputs: int) -> Callable[..., Any]:
-    """A function of the inputs that does what was recorded. It returns STALE, and does nothing, if a setting has changed."""
+def compiled(program: Program, inputs: int | Sequence[bool]) -> Callable[..., Any]:
+    """A function of the inputs that does what was recorded. It returns STALE, and does nothing, if a setting has changed. `inputs`: their
+    number; for the forward of an autograd Function, which of its arguments they are."""
     writer = _Writer(program, inputs)
     return _factory(writer.write())(*writer.space.values())
 

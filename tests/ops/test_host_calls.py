@@ -53,7 +53,7 @@ def on_a_gpu(monkeypatch):
         params = self.params_on(device)
 
         def run(grid, block, shared, *args):
-            if (recorder := recording.active()) is not None:
+            if (recorder := recording.local.recorder) is not None:
                 recorder.launch(run, params, grid, block, shared, args)
 
         run.bound = lambda grid, block, shared, *last: lambda *first: None

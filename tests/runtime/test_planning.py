@@ -5,12 +5,14 @@ import weakref
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from helpers import DEVICE, kernels
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import cukern
 from cukern.runtime import planning, recording
 from cukern.runtime.device import forget_plans
+from cukern.runtime.dispatch.autograd import Differentiable, apply_of
 from cukern.runtime.registry import CASES
 
 # adamw has tables of its own. attention_varlen reads cu_seqlens on a CPU. In place, rope compares addresses.
@@ -231,8 +233,116 @@ def test_recorded_and_replayed_calls_free_tensors_where_the_call_does():
     assert replayed.most <= plain.most == recorded.most
 
 
+def normed(x, w, dout, **options):
+    """rmsnorm and its gradients."""
+    y = cukern.rmsnorm(x, w)
+    return y.detach(), *torch.autograd.grad(y, (x, w), dout, **options)
+
+
+def moved(t):
+    """The same numbers in other memory, with other strides and another alignment."""
+    return torch.empty(t.numel() * 2 + 1, dtype=t.dtype, device=t.device)[1::2].view_as(t).copy_(t)
+
+
+def second_order(x, w, dout):
+    y = cukern.rmsnorm(x, w)
+    (dx,) = torch.autograd.grad(y, x, dout, create_graph=True)
+    return torch.autograd.grad(dx.square().sum(), (x, w))
+
+
+def with_hooks(x, w, dout):
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().clone(), moved):
+        return normed(x, w, dout)
+
+
+def with_other_data(x, w, dout):
+    y, before = cukern.rmsnorm(x, w), w.data
+    w.data = moved(before)
+    found = torch.autograd.grad(y, (x, w), dout)
+    w.data = before
+    return found
+
+
+BACKWARDS = {
+    "the same": normed,
+    "another layout": lambda x, w, dout: normed(x, w, moved(dout)),
+    "an expanded gradient": lambda x, w, dout: normed(x, w, dout[:1, :1].expand_as(dout)),
+    "one input": lambda x, w, dout: torch.autograd.grad(cukern.rmsnorm(x, w), w, dout),
+    "no gradient of x": lambda x, w, dout: torch.autograd.grad(cukern.rmsnorm(x.detach(), w), w, dout),
+    "twice": lambda x, w, dout: normed(x, w, dout, retain_graph=True),
+    "create_graph": lambda x, w, dout: [t.detach() for t in normed(x, w, dout, create_graph=True)],
+    "a second derivative": second_order,
+    "hooks of saved tensors": with_hooks,
+    "other data": with_other_data,
+    "a batch of gradients": lambda x, w, dout: torch.autograd.grad(
+        cukern.rmsnorm(x, w), (x, w), torch.stack((dout, 2 * dout)), is_grads_batched=True
+    ),
+    "a transform": lambda x, w, dout: torch.func.vjp(cukern.rmsnorm, x.detach(), w.detach())[1](dout),
+    "a checkpoint": lambda x, w, dout: torch.autograd.grad(
+        torch.utils.checkpoint.checkpoint(cukern.rmsnorm, x, w, use_reentrant=False), (x, w), dout
+    ),
+}
+
+
+@kernels
+@pytest.mark.parametrize("name", BACKWARDS)
+def test_a_replayed_backward_is_that_of_a_call_that_plans(name):
+    with cukern.backend(PLACE):
+        x, w, dout = (torch.randn(*shape, device=DEVICE) for shape in ((4, 8), (8,), (4, 8)))
+        x.requires_grad_()
+        w.requires_grad_()
+        for _ in range(8):  # CPU tensors have several alignments
+            normed(x, w, dout)
+            found = [BACKWARDS[name](x, w, dout) for _ in range(2)]
+        with recording.off():
+            expected = BACKWARDS[name](x, w, dout)
+    for one in found:
+        for a, b in zip(one, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+
+
+@kernels
+def test_the_graph_of_a_replayed_call_is_as_strict_as_that_of_another():
+    with cukern.backend(PLACE):
+        x = torch.randn(4, 8, device=DEVICE).requires_grad_()
+        for _ in range(8):
+            inner = x * 1.0
+            y = cukern.square(inner)
+            y.sum().backward()
+        assert y.grad_fn.name() == "_SquareBackward"
+        assert "_SquareBackward" in repr(y.grad_fn)
+        with pytest.raises(RuntimeError, match="a second time"):
+            y.sum().backward()
+        y = cukern.square(inner)
+        inner.add_(1.0)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+
+
+def test_a_forward_whose_context_has_tensors_is_not_inlined():
+    """The tensors of attributes are those of one call."""
+
+    class Scaled(Differentiable):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.factor = x.detach() * 2
+            return x * ctx.factor
+
+        @staticmethod
+        def backward(ctx, g):
+            return g * ctx.factor
+
+    apply = apply_of(Scaled)
+    for x in (torch.randn(3).requires_grad_() for _ in range(2)):
+        recorder, program = record(apply, x)
+        assert not recorder.failed and [step.forward for step in program.steps] == [None]
+    other = torch.randn(3).requires_grad_()
+    (g,) = torch.autograd.grad(recording.compiled(program, 1)(other).sum(), other)
+    assert torch.equal(g, 2 * other.detach())
+
+
 def test_a_hundred_thousand_layouts_of_plans_do_not_grow():
-    plans = planning.Plans(lambda x: x, False)
+    plans = planning.Plans(lambda x: x)
     for n in range(100_000):
         plans._remember(n, None)
     planning.every().remove(plans)

@@ -10,7 +10,7 @@ from torch.optim import adamw as torch_adamw
 from torch.utils._pytree import tree_leaves
 
 from cukern.ops.adamw.op import VERSIONS, Numbers, check_numbers, check_param
-from cukern.ops.adamw.state import Found, Layouts, gradients, layouts, like_parameter, local, sum_of_squares
+from cukern.ops.adamw.state import Found, Known, Layouts, Tensors, gradients, layouts, like_parameter, local, sum_of_squares
 from cukern.ops.adamw.table import GROUP_WORDS, Row, Scaling, Table, group_bytes, write
 from cukern.runtime import checks
 from cukern.runtime.launch import backend
@@ -128,6 +128,7 @@ class AdamW(torch.optim.Optimizer):
     def _forget(self) -> None:
         """Forget the tables in device memory, whose tensors have changed. The groups keep their memory, which CUDA graphs may read."""
         self._tables: dict[tuple[Any, ...], Table] = {}
+        self._known: Known | None = None  # the tensors and the table of the last step
         self._written = b""  # what is in _groups
         if self._groups is not None and self._groups.numel() != GROUP_WORDS * len(self.param_groups):
             self._groups = None
@@ -143,35 +144,40 @@ class AdamW(torch.optim.Optimizer):
         """Update the parameters that have a gradient. Returns what `closure`, which computes the loss and the gradients, returns."""
         with torch.enable_grad():
             loss = None if closure is None else closure()
-        every = ((p, g) for g, group in enumerate(self.param_groups) for p in group["params"])
+        every = [(p, g) for g, group in enumerate(self.param_groups) for p in group["params"]]
         found = [(i, p, g) for i, (p, g) in enumerate(every) if p.grad is not None]
         if not found:
             return loss
-        layout = layouts([p for _, p, _ in found])
-        numbers, grads = [self._numbers(group) for group in self.param_groups], gradients(found, layout)
+        numbers = [self._numbers(group) for group in self.param_groups]
         max_norm, grad_scale, found_inf = self._options.max_norm, getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         scaling = max_norm, grad_scale, found_inf
         if found[0][1].is_cuda or backend.simulating():
-            self._step_by_kernels(found, layout, grads, numbers, scaling)
+            self._step_by_kernels(found, numbers, scaling)
         else:
-            self._step_on_cpu(found, grads, numbers, scaling)
+            self._step_on_cpu(found, gradients(found, layouts([p for _, p, _ in found])), numbers, scaling)
         return loss
 
-    def _step_by_kernels(
-        self, found: list[Found], layout: Layouts | None, grads: list[Tensor], numbers: list[Numbers], scaling: Scaling
-    ) -> None:
-        divided = scaling[0] is not None and any(hasattr(p, "to_local") for _, p, _ in found)
-        squares = sum_of_squares(found, grads) if divided else None
-        rows, state = [], self._state(found)
-        key = self._key(found, layout, state)
-        table = self._tables.get(key)
-        capturing = grads[0].is_cuda and torch.cuda.is_current_stream_capturing()
+    def _step_by_kernels(self, found: list[Found], numbers: list[Numbers], scaling: Scaling) -> None:
+        groups = [(len(group["params"]), bool(group.get("amsgrad"))) for group in self.param_groups]
+        now, key, rows, squares = Tensors(found, [self.state.get(p, {}) for _, p, _ in found], groups), None, [], None
+        grads, written, known = now.grads, now.written, self._known
+        table = known.table if known is not None and now.are(known) else None
+        capturing = now.grads[0].is_cuda and torch.cuda.is_current_stream_capturing()
         if table is None:
-            if capturing:
-                raise RuntimeError("before the capture of step() in a CUDA graph, call it once with gradients of the same parameters")
-            rows = [self._row(*one) for one in found]
-            state = self._state(found)  # the rows may have created it
+            layout = layouts(now.params)
+            grads, state = gradients(found, layout), self._state(found)
+            if scaling[0] is not None and any(hasattr(p, "to_local") for p in now.params):
+                squares = sum_of_squares(found, grads)
             key = self._key(found, layout, state)
+            table = self._tables.get(key)
+            if table is None:
+                if capturing:
+                    raise RuntimeError("before the capture of step() in a CUDA graph, call it once with gradients of the same parameters")
+                rows = [self._row(*one) for one in found]
+                state = self._state(found)  # the rows may have created it
+                key = self._key(found, layout, state)
+            written = now.params + [t for column in state for t in column if isinstance(t, Tensor)]
+            self._known = None if table is None else now.known(table, grads, written)
         if grads[0].is_cuda:
             self._launch(key, table, rows, grads, squares, scaling, capturing)
         else:
@@ -179,7 +185,6 @@ class AdamW(torch.optim.Optimizer):
             used = [found, grads, scaling, squares, numbers, self._groups, self.grad_norm, tables, states]
             with backend.simulated_memory([local(t) for t in tree_leaves(used)]):
                 self._launch(key, table, rows, grads, squares, scaling, capturing)
-        written = [p for _, p, _ in found] + [t for column in state for t in column if isinstance(t, Tensor)]
         torch.autograd.graph.increment_version(written)  # torch's operations do so themselves
 
     def update_groups(self) -> None:

@@ -1,5 +1,7 @@
 """The tensors of AdamW: parts of DTensors, gradients and state in the layout of their parameter, and the norm of the gradients."""
 
+import itertools
+import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -86,3 +88,47 @@ def _gradient(index: int, p: Tensor) -> Tensor:
     if grad.device != p.device:
         raise ValueError(f"{name} is on {grad.device}, the parameter is on {p.device}: they must be on one device")
     return grad if grad.stride() == p.stride() else torch.empty_like(p).copy_(grad)
+
+
+_Guards = getattr(torch._C._dynamo.guards, "TensorGuards", None)  # of torch.compile
+
+
+class Known(NamedTuple):
+    """A table, and the tensors that it serves."""
+
+    table: Any
+    others: Any
+    addresses: list[int]
+    guards: Any
+
+
+class Tensors:
+    """The tensors of a step. Usually they are those of the last step, and gradients of the same layouts.
+
+    TensorGuards compares types, dtypes, devices, shapes, strides and flags, such as the negative bit, of all tensors in one call. In Python
+    this takes longer than the rest of a step.
+    """
+
+    def __init__(self, found: Sequence[Found], states: Sequence[dict[str, Any]], groups: Any):
+        self.params = [p for _, p, _ in found]
+        self.grads: list[Any] = [p.grad for p in self.params]
+        self.written = [*self.params, *itertools.chain.from_iterable(map(dict.values, states))]
+        self.others = [i for i, _, _ in found], list(map(tuple, states)), groups
+
+    def are(self, known: Known) -> bool:
+        """True if a table serves this step, too."""
+        try:
+            same = self.others == known.others and known.guards.check(*self.written, *self.grads)
+            return same and list(map(Tensor.data_ptr, self.written)) == known.addresses
+        except TypeError:  # another number of tensors
+            return False
+
+    def known(self, table: Any, grads: Sequence[Tensor], written: Sequence[Tensor]) -> Known | None:
+        """What `are` needs. None if it must not decide: for gradients in other layouts than those of the parameters, which are copied; for
+        states with more than the kernels write; for anything but plain tensors."""
+        tensors = [*self.written, *self.grads]
+        usual = all(map(operator.is_, grads, self.grads)) and set(map(id, written)) == set(map(id, self.written))
+        if _Guards is None or not usual or not checks.PLAIN.issuperset(map(type, tensors)):
+            return None
+        guards = _Guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+        return Known(table, self.others, list(map(Tensor.data_ptr, self.written)), guards)

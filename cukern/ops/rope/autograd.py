@@ -143,13 +143,6 @@ class _Rope(Differentiable):
         )
         return (outs[0], dims[0]) if k is None else (outs, dims)
 
-    @staticmethod
-    def recorded(ctx, x, k, cos, sin, positions, *options):
-        ctx.save_for_backward(cos, sin, positions)
-        ctx.options = options
-        ctx.set_materialize_grads(False)
-        return _Rope.forward(x, k, cos, sin, positions, *options)
-
 
 class _RopeInPlace(Differentiable):
     """Only used where no torch.func transform or forward-mode derivative is active: see `rotate_`."""

@@ -257,13 +257,6 @@ class _Softmax(Differentiable):
     def batch(info, in_dims, x, dim, *rest):
         return _apply(batched(x, in_dims[0], info.batch_size), dim + 1, *rest), 0
 
-    @staticmethod
-    def recorded(ctx, x, dim, scale, log, forward, backward):
-        y = _softmax(x, dim, scale, log, forward)
-        ctx.save_for_backward(y)
-        ctx.options = dim, scale, log, backward
-        return y
-
 
 class _SoftmaxBackward(Differentiable):
     @staticmethod

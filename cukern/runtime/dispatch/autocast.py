@@ -36,7 +36,7 @@ def widest(x: torch.Tensor, *others: Any, float32: bool = False) -> tuple[Any, .
 
 def off(x: torch.Tensor) -> contextlib.AbstractContextManager:
     """Inside the block, autocast is off for the device of x."""
-    if (recorder := recording.active()) is not None and enabled(x):
+    if (recorder := recording.local.recorder) is not None and enabled(x):
         recorder.fail("autocast is switched off for torch operations")
     if enabled(x) or (_tracing() and x.device.type != "meta"):  # the graph, or its backward, may run while autocast is on
         return torch.autocast(x.device.type, enabled=False)

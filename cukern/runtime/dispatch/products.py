@@ -14,12 +14,16 @@ from cukern.runtime.tensors import as_matrix
 _fp32_precision = getattr(torch._C, "_get_fp32_precision_getter", lambda *_: None)  # of torch 2.9 or newer
 
 
+def _tf32_allowed() -> bool:
+    precision = _fp32_precision("cuda", "matmul")  # 1.5 us less than torch.backends.cuda.matmul.fp32_precision
+    return precision == "tf32" if precision else torch.backends.cuda.matmul.allow_tf32
+
+
 def tf32_allowed() -> bool:
     """True if torch's switches allow TF32 in matrix products."""
-    precision = _fp32_precision("cuda", "matmul")  # 1.5 us less than torch.backends.cuda.matmul.fp32_precision
-    allowed = precision == "tf32" if precision else torch.backends.cuda.matmul.allow_tf32
-    if (recorder := recording.active()) is not None:
-        recorder.asked(tf32_allowed, allowed)
+    allowed = _tf32_allowed()
+    if (recorder := recording.local.recorder) is not None:
+        recorder.asked(_tf32_allowed, allowed)
     return allowed
 
 

@@ -114,7 +114,7 @@ def _counted(impl: Callable[..., Any], writes: Sequence[int]) -> Callable[..., A
     """`impl`, which then increments the versions of the arguments that it writes."""
 
     def run(*args: Any) -> Any:
-        result, recorder = impl(*args), recording.active()
+        result, recorder = impl(*args), recording.local.recorder
         written = [x for x in _flat([args[i] for i in writes]) if x is not None]
         increment_version(written) if recorder is None else recorder.call(increment_version, (written,))
         return result

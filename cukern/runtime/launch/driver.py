@@ -154,7 +154,7 @@ class Loaded:
             buffer, each, extra = self.arguments.parts
             self.pack(buffer, 0, *args)
             self.launch(self.function, gx, gy, gz, bx, by, bz, shared, current_stream(self.device), each, extra)
-            if (recorder := recording.active()) is not None:
+            if (recorder := recording.local.recorder) is not None:
                 recorder.launch(self, self.params, grid, block, shared, args)
         except (struct.error, OverflowError):
             beyond = self._beyond_limits(grid, block, shared)
@@ -178,11 +178,11 @@ class Loaded:
         nothing = [bytes(p.size) if p.size else 0 for p in first]
         pack, filled = packer(first).pack_into, _Arguments(self.layout.pack(*nothing, *last), self.params, self.attribute)
         (gx, gy, gz), (bx, by, bz) = grid, block
-        function, device, launch, stream, most_shared = self.function, self.device, self.launch, current_stream, self.most_shared
+        function, device, launch, stream = self.function, self.device, self.launch, current_stream
+        if shared > self.most_shared[0]:
+            self._allow_shared(shared)
 
         def run_bound(*args: Any) -> None:
-            if shared > most_shared[0] or recording.active() is not None:
-                return self(grid, block, shared, *args, *last)
             buffer, each, extra = filled.parts
             try:
                 pack(buffer, 0, *args)
