@@ -169,6 +169,7 @@ class Trainer:
         norm of the gradient is not finite, and OSError if a file cannot be written; the last complete checkpoint remains."""
         try:
             self._run(report)
+            self.close()
         except OSError as error:
             if error.errno != errno.ENOSPC or self.settings.out is None:
                 raise
@@ -239,8 +240,7 @@ class Trainer:
         batches = self._read() if self.ahead is None else self.ahead
         if self.model.dropout:  # a function of the step, so that a resumed run draws the same
             torch.manual_seed(((s.seed << 32) + self.step * s.num_processes + s.rank) % 2**63)
-        replays = self.device.type == "cuda" and s.graph and not (s.zero and s.num_processes > 1)
-        on_device = self._replay(batches) if replays else self._launch(batches)
+        on_device = self._replay(batches) if self._replays() else self._launch(batches)
         self.ahead = self._read()  # while the device works
         numbers = on_device.tolist()
         if not all(map(math.isfinite, numbers)):
@@ -252,6 +252,15 @@ class Trainer:
         self._log(f"trl:{numbers[0]:.4f} lr:{lr:.6f} norm:{numbers[1]:.2f}")
         self.step += 1
         return (numbers[0], z[0]), (numbers[1], z[1]), lr
+
+    def _replays(self) -> bool:
+        """True if updates are replays of a CUDA graph."""
+        s = self.settings
+        return self.device.type == "cuda" and s.graph and not (s.zero and s.num_processes > 1)
+
+    def close(self) -> None:
+        """Free the CUDA graph. NCCL's communicators wait for those that use them before they end."""
+        self.graph = None
 
     def _apply_or_skip(self, loss_z: float, norm_z: float) -> None:
         s = self.settings

@@ -21,8 +21,8 @@ class Muon(_Muon):
         optimizer.step()
 
     The momentum B becomes 0.95 B + 0.05 g. The update, here g + 0.95 (B - g), is orthogonalized in bfloat16: X, divided by its 2-norm,
-    becomes a X + (b X X^T + c (X X^T)^2) X, ns_steps times. Matrices of one shape, or of its transpose, are multiplied together, so the
-    rounding differs from torch's by that of bfloat16. All operations are torch's. A step can be captured in a CUDA graph.
+    becomes a X + (b X X^T + c (X X^T)^2) X, ns_steps times. Matrices of one shape are multiplied together, so the rounding differs from
+    torch's by that of bfloat16. All operations are torch's. A step can be captured in a CUDA graph.
 
     Args: those of torch.optim.Muon: params (matrices; embeddings and vectors belong to AdamW), lr, weight_decay, momentum, nesterov,
         ns_coefficients, eps, ns_steps, adjust_lr_fn. DTensors may be divided: each process then orthogonalizes whole matrices.
@@ -52,35 +52,32 @@ def _update(group: dict[str, Any], params: Sequence[Tensor], grads: Sequence[Ten
     torch._foreach_lerp_(buffers, grads, 1 - momentum)
     updates = torch._foreach_lerp(grads, buffers, momentum) if group["nesterov"] else buffers
     torch._foreach_mul_(locals_, 1 - lr * group["weight_decay"])
-    shapes: dict[Any, list[int]] = {}
+    places: dict[Any, list[int]] = {}
     for i, p in enumerate(params):
-        shapes.setdefault((min(p.shape), max(p.shape), p.dtype, p.device), []).append(i)
-    for places in shapes.values():
-        wide = [_wide(_whole(updates[i], params[i])) for i in places]
-        for i, update in zip(places, _orthogonal(torch.stack(wide), group).to(params[places[0]].dtype), strict=True):
-            p = params[i]
-            part = _part(update if p.shape[0] <= p.shape[1] else update.t(), p)
-            locals_[i].add_(part, alpha=-lr * _ratio(group["adjust_lr_fn"], *p.shape))
+        places.setdefault((p.shape, p.device), []).append(i)
+    for (shape, _), some in places.items():
+        found = _orthogonal([_whole(updates[i], params[i]) for i in some], group)
+        for i, update in zip(some, found, strict=True):
+            locals_[i].add_(_part(update, params[i]), alpha=-lr * _ratio(group["adjust_lr_fn"], *shape))
 
 
-def _orthogonal(matrices: Tensor, group: dict[str, Any]) -> Tensor:
-    """Newton-Schulz iterations on matrices (count, rows, columns) with at most as many rows as columns. bfloat16."""
+def _orthogonal(updates: Sequence[Tensor], group: dict[str, Any]) -> Tensor:
+    """Newton-Schulz iterations on matrices of one shape, (count, rows, columns), in bfloat16."""
     a, b, c = group["ns_coefficients"]
-    norms = torch.linalg.vector_norm(matrices, dim=(1, 2), keepdim=True, dtype=torch.promote_types(matrices.dtype, torch.float32))
-    x = (matrices / norms.clamp(min=group["eps"])).bfloat16()
+    x = updates[0].new_empty((len(updates), *updates[0].shape), dtype=torch.bfloat16)
+    torch._foreach_copy_(list(x), list(updates))
+    x /= torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True, dtype=torch.float32).clamp(min=group["eps"])
+    tall = x.shape[1] > x.shape[2]  # then X^T X is the smaller square
     for _ in range(group["ns_steps"]):
-        gram = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+        gram = x.mT @ x if tall else x @ x.mT
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, x, polynomial, beta=a) if tall else torch.baddbmm(x, polynomial, x, beta=a)
     return x
 
 
 def _ratio(adjust: str | None, rows: int, columns: int) -> float:
     """What the learning rate of a matrix is multiplied by."""
     return 0.2 * max(rows, columns) ** 0.5 if adjust == "match_rms_adamw" else max(1, rows / columns) ** 0.5
-
-
-def _wide(matrix: Tensor) -> Tensor:
-    return matrix if matrix.shape[0] <= matrix.shape[1] else matrix.t()
 
 
 # ---- DTensors

@@ -11,7 +11,7 @@ import cukern
 if not hasattr(torch.optim, "Muon"):
     pytest.skip("torch.optim.Muon needs torch 2.9", allow_module_level=True)
 
-SIZES = (24, 16), (16, 24), (16, 16), (24, 16), (8, 40), (16, 24)  # tall ones share a batch with wide ones
+SIZES = (24, 16), (16, 24), (16, 16), (24, 16), (8, 40), (16, 24)
 OPTIONS = {"lr": 0.3, "weight_decay": 0.2, "momentum": 0.8}
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=gpu)])
 
