@@ -1,7 +1,6 @@
 """cukern.use and CUKERN_<OP>: one version for a block or a process."""
 
 import asyncio
-import contextlib
 import threading
 
 import pytest
@@ -196,9 +195,8 @@ def test_kron_linear_in_torch_has_gradients(version, device):
 
 
 @kernels
-@pytest.mark.parametrize("by", ["use", "variable"])
 @pytest.mark.parametrize("name, version", [(n, v) for n, op in ops().items() for v in op.versions])
-def test_every_version_forward_and_backward(name, version, by, device, monkeypatch):
+def test_every_version_forward_and_backward(name, version, device, monkeypatch):
     case = CASES[name]
     if device != "cpu" and torch.cuda.get_device_capability() < divmod(case.op.versions[version].requires, 10):
         pytest.skip("this GPU does not have the version")
@@ -216,11 +214,12 @@ def test_every_version_forward_and_backward(name, version, by, device, monkeypat
         return [*outs, *torch.autograd.grad(sum(o.double().square().sum() for o in outs), wanted)] if wanted else outs
 
     expected = [t.detach().clone() for t in gradients(lambda: case.call(*inputs, version=version))]
-    if by == "variable":
-        monkeypatch.setenv(f"CUKERN_{name.upper()}", version)
-        forget_plans()
-    with cukern.use(name, version) if by == "use" else contextlib.nullcontext():
-        found = gradients(lambda: case.call(*inputs))
+    with cukern.use(name, version):
+        by_use = [t.detach().clone() for t in gradients(lambda: case.call(*inputs))]
+    monkeypatch.setenv(f"CUKERN_{name.upper()}", version)
+    forget_plans()
+    by_variable = gradients(lambda: case.call(*inputs))
     monkeypatch.undo()
     forget_plans()
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    for found in (by_use, by_variable):
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
