@@ -49,7 +49,7 @@ SLOW = re.compile(
     "|".join(
         (
             # of the machine code, and of the tools
-            r"test_compiled|test_sanitizer|test_torture|test_eight_processes|warmup\[.*(a100|rtx4090|h200)",
+            r"test_compiled|test_sanitizer|test_torture|test_four_processes|warmup\[.*(a100|rtx4090|h200)",
             r"test_sim_speed|test_every_instruction_of_the_shipped|test_blocks_that_spin|test_pytest_shows|test_own_kernel|test_startup_rows",
             r"test_installed|test_new_version|test_cli_new_in_tree|test_two_commands|test_a_benchmark_runs|test_cli_watch|test_tables_fit",
             r"test_headers_of_nvidia.*(cub|groups|atomic)|test_llama_block|test_report_in_a_browser|test_costs_little|test_as_a_module|test_an_environment_variable|test_import_touches_no_device",
