@@ -37,14 +37,14 @@ def _cpu_seconds():
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_commands_from_an_empty_folder_to_a_passing_test(kind, folder):
     env, before = environment.with_cukern(), _cpu_seconds()
-    run([sys.executable, "-m", "cukern", "new", "my_silu", "--kind", kind], cwd=folder, env=env)
+    call("new", "my_silu", "--kind", kind)
     assert sorted(p.name for p in folder.iterdir()) == ["README.md", "bench_my_silu.py", "my_silu.cu", "my_silu.py", "test_my_silu.py"]
     assert not any("my_op" in p.read_text() for p in folder.iterdir())
     assert "5 passed" in run([sys.executable, "-m", "pytest", "-q"], cwd=folder, env=env).stdout
     assert _cpu_seconds() - before <= 60, "of a processor; the wall clock depends on what else runs"
     source = folder / "my_silu.cu"
     source.write_text(source.read_text().replace("out[", "if (threadIdx.x) out[", 1))
-    assert "failed" in run([sys.executable, "-m", "pytest", "-q"], cwd=folder, env=env, ok=False).stdout
+    assert "failed" in run([sys.executable, "-m", "pytest", "-qx"], cwd=folder, env=env, ok=False).stdout
 
 
 @pytest.mark.parametrize("verb", QUICK)

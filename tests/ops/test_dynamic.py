@@ -279,7 +279,7 @@ def text(batch, time):
     return torch.randint(33, (batch, time)), torch.randint(33, (batch, time))
 
 
-@both_paths
+@pytest.mark.parametrize("path", ["sim"], indirect=True)
 def test_model_compiled_with_a_dynamic_batch_and_time(path):
     model = Llama()
     compiled = torch.compile(model, backend="eager", fullgraph=True)

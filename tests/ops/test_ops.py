@@ -48,8 +48,9 @@ def call(case: Case, version: str | None):
 @pytest.mark.parametrize("name, device, version", PLACES)
 def test_output_and_gradients_against_float64(name, device, version):
     case = CASES[name]
-    for dtype in case.op.dtypes:
-        for dims in dims_of(case):
+    whole = PLACE == "cuda" or name == case.op.name  # of the others, the simulator runs two dtypes and the largest sizes
+    for dtype in case.op.dtypes if whole else (torch.bfloat16, torch.float32):
+        for dims in dims_of(case) if whole else dims_of(case)[-2:]:
             verdict = verify(case, dims, dtype, {"ours": call(case, version)}, torch.device(device))
             assert [r for r in verdict.results if not r.ok] == [], f"{dims} {dtype}"
 

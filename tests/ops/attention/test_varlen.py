@@ -87,7 +87,7 @@ def test_against_float64(case, version, request):
         assert x.isfinite().all() and x.shape == truth.shape, name
         allowed = 2 * (theirs.double() - truth).abs().max() + 2 * torch.finfo(x.dtype).eps * truth.abs().max()
         assert (x.double() - truth).abs().max() <= allowed, name
-    if version:
+    if PLACE == "cuda":  # in the simulator: test_ops.py
         assert all(map(same_bits, found, results(ours, inputs, dout, dlse))), "two runs give the same bits"
 
 

@@ -71,7 +71,8 @@ def test_every_tile_and_layout(device, version, tile):
     need(version)
     M, N = tile.rows * tile.share + 8, tile.columns + 8
     split = tile.split
-    for (ta, tb), dtype in zip(LAYOUTS, (F, F, F, F) if split else (B, H, B, H), strict=True):
+    cases = list(zip(LAYOUTS, (F, F, F, F) if split else (B, H, B, H), strict=True))
+    for (ta, tb), dtype in cases if PLACE == "cuda" else cases[TILES.index((version, tile)) % 2 :: 2]:
         a, b = matrix(M, 72, ta, dtype, device), matrix(72, N, tb, dtype, device)
         assert_right(multiply(a, b, version, tile.name), a, b, (tile.name, ta, tb, dtype))
     if not split:
@@ -90,7 +91,7 @@ def test_more_k_tiles_than_stages(device, version, tile):
 
 
 @kernels
-@pytest.mark.parametrize("dtype", (B, H, F), ids=str)
+@pytest.mark.parametrize("dtype", (B, H, F) if PLACE == "cuda" else (B, F), ids=str)
 @pytest.mark.parametrize("pad", (0, 1, 2, 4))
 @pytest.mark.parametrize("version", ("v6", "v7"))
 def test_every_alignment(device, dtype, pad, version):
@@ -106,7 +107,7 @@ def test_every_alignment(device, dtype, pad, version):
 
 
 @kernels
-@pytest.mark.parametrize("dtype", (B, H))
+@pytest.mark.parametrize("dtype", (B, H) if PLACE == "cuda" else (H,))
 def test_the_large_tile_of_v6(device, dtype):
     """Long sums in all layouts, with edges, an odd K, and a bias and a residual."""
     need("v6")
@@ -171,8 +172,9 @@ def test_split_k(device, version, tile, monkeypatch):
     K = 13 * 128 // dtype.itemsize + 8
     for N, ta in ((40, False), (41, True)):
         a, b = matrix(24, K, ta, dtype, device), matrix(K, N, True, dtype, device)
-        assert_right(multiply(a, b, version, tile.name), a, b, N)
-        assert same_bits(multiply(a, b, version, tile.name), multiply(a, b, version, tile.name))
+        once = multiply(a, b, version, tile.name)
+        assert_right(once, a, b, N)
+        assert PLACE == "sim" or same_bits(multiply(a, b, version, tile.name), once)
         bias, residual = matrix(1, N, False, dtype, device)[0], matrix(24, N, False, dtype, device)
         into = residual.to(F, copy=True)
         with restricted(tile.name):
