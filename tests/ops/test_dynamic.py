@@ -224,9 +224,14 @@ def path(request):
 # views takes their sizes as constants; CASES has separate tensors.
 ROWS = [name for name in functions().values() if name != "adamw"]
 MORE = [f"{name}, more" for name in CASES]
-TORCH = [*ROWS, "grouped, more", "key_lengths, more", "embedding, more", "adamw, more"]  # elsewhere they are as the ops' rows
+TORCH = [*(name for name in ROWS if not name.startswith("rope_")), "key_lengths, more", "adamw, more"]  # elsewhere as the ops' rows
 every_case = pytest.mark.parametrize(
-    "named, path", [*((name, "sim") for name in (*ROWS, *MORE)), *((name, "torch") for name in TORCH)], indirect=["path"]
+    "named, path",
+    [
+        *((name, "sim") for name in (*ROWS, *(f"{name}, more" for name, case in CASES.items() if case.gradients))),
+        *((name, "torch") for name in TORCH),
+    ],
+    indirect=["path"],
 )
 both_paths = pytest.mark.parametrize("path", ["sim", "torch"], indirect=True)
 

@@ -50,7 +50,10 @@ def test_output_and_gradients_against_float64(name, device, version):
     case = CASES[name]
     whole = PLACE == "cuda" or name == case.op.name  # of the others, the simulator runs two dtypes and the largest sizes
     for dtype in case.op.dtypes if whole else (torch.bfloat16, torch.float32):
-        for dims in dims_of(case) if whole else dims_of(case)[-2:]:
+        every = dims_of(case) if whole else dims_of(case)[-2:]
+        if PLACE == "sim" and whole and len(every) > 1 and dtype.itemsize == 2:  # the two 16-bit types take turns
+            every = every[dtype == torch.bfloat16 :: 2]
+        for dims in every:
             verdict = verify(case, dims, dtype, {"ours": call(case, version)}, torch.device(device))
             assert [r for r in verdict.results if not r.ok] == [], f"{dims} {dtype}"
 

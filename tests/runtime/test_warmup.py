@@ -24,7 +24,7 @@ BUCKETED = [
 def test_every_number_of_rows_needs_only_the_kernels_of_warmup(name, dims, gpu_name):
     """For softmax at most five kernels of a pass: rows of several thread blocks take more blocks the fewer there are."""
     case, device = CASES[name], KNOWN[gpu_name]
-    shapes = [(rows, *dims[1:]) for rows in ROWS if rows * prod(dims[1:]) <= MOST_NUMBERS]
+    shapes = [(rows, *dims[1:]) for rows in (ROWS if gpu_name == "h200" else ROWS[::2]) if rows * prod(dims[1:]) <= MOST_NUMBERS]
     for dtype in {torch.float32, torch.bfloat16} & set(case.op.dtypes):
         prepared = set(kernels_for(case, [dims], (dtype,), device))
         assert set(planned(case, shapes, (dtype,), device)) <= prepared

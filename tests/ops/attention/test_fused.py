@@ -10,7 +10,6 @@ import cukern
 from cukern.ops.attention import fused, launch, plan, wgmma
 from cukern.ops.attention.reference import Options, hidden_keys, reference, repeated
 from cukern.runtime import registry
-from cukern.runtime.compile.compiler import compiled
 from cukern.runtime.device import KNOWN, assumed
 from cukern.runtime.launch.kernel import collecting
 
@@ -382,13 +381,6 @@ def test_without_wgmma_and_strides_that_tma_does_not_read():
     for name, expected in (("a100", "attention_v3"), ("b200", "attention_v3"), ("h100", "attention_v4")):
         with assumed(KNOWN[name]):
             assert launched(x, x, x) == {expected}, name
-
-
-def test_products_are_asynchronous():
-    """The compiler waits after each wgmma, and says so, if it finds no registers for several or a use of them in between."""
-    for kernel in (k for k in wgmma.instances(BF16) if k.name.endswith("false>")):
-        with compiled(kernel.source, [kernel.name], "sm_90a") as (_, _, log):
-            assert "serialized" not in log and "0 bytes spill stores" in log, kernel.name
 
 
 @pytest.mark.parametrize("d", [4, 60, 264])
