@@ -18,8 +18,9 @@ VERSIONS = [pytest.param(name, v, id=f"{name}-{v}") for name, case in CASES.item
 NO_COMPILER = pytest.mark.skipif(shutil.which("cc") is None and shutil.which("gcc") is None, reason="inductor needs a C compiler")
 # The tracing is what may break. It is the same for all versions, and for all cases of a function but these: they write, or take offsets.
 TRACED = [*own_names(), "rope_in_place", "attention_varlen"]
+ALIKE = {"log_softmax", "geglu", "rmsnorm", "matmul"} if PLACE == "sim" else set()  # have raw ops of others in TRACED
 COMPILED = [
-    *(pytest.param(name, DEVICE, marks=(kernels, NO_COMPILER), id=f"{name}-kernels") for name in TRACED),
+    *(pytest.param(name, DEVICE, marks=(kernels, NO_COMPILER), id=f"{name}-kernels") for name in TRACED if name not in ALIKE),
     *(pytest.param(name, "cpu", marks=NO_COMPILER, id=f"{name}-cpu") for name in ("square",)),
 ]
 
@@ -140,7 +141,7 @@ def test_torch_compile_without_a_graph_break(name, device):
         first = dims_of(case)[-1] if device == DEVICE else case.check_dims[-1]
         for dims in (first, tuple(d + 2 for d in first)) if dynamic else (first,):
             inputs, douts = draw(case, dims, dtype, device)
-            for wanted in ((), None):  # without gradients, and with all
+            for wanted in ((), None) if device == "cuda" else (None,):  # without gradients, and with all
                 ours, theirs = (results(case, f, inputs, douts, wanted) for f in (compiled, function))
                 rounding = 4 * torch.finfo(dtype).eps  # a compiler may fuse the reference's operations
                 torch.testing.assert_close(ours, theirs, rtol=rounding, atol=rounding)

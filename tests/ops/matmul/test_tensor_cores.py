@@ -97,6 +97,8 @@ def test_more_k_tiles_than_stages(device, version, tile):
 def test_every_alignment(device, dtype, pad, version):
     """Operands that are copied first. The sizes are not multiples of a copy. Copies start as NaN."""
     need(version)
+    if PLACE == "sim" and dtype == F and pad == 4:
+        pytest.skip("four floats are 16 bytes, as none are")
     for (ta, tb), (M, N, K) in zip(LAYOUTS, ((7, 33, 65), (66, 9, 34), (17, 70, 68), (1, 3, 131)), strict=True):
         a, b = matrix(M, K, ta, dtype, device, pad), matrix(K, N, tb, dtype, device, 4 - pad)
         for x, y in ((a, b), (a[1:], b), (a, b[:, 1:])):
