@@ -46,7 +46,7 @@ def test_two_commands_from_an_empty_folder_to_a_passing_test(folder, monkeypatch
         assert sorted(p.name for p in Path().iterdir()) == ["README.md", f"bench_{name}.py", f"{name}.cu", f"{name}.py", f"test_{name}.py"]
         assert not any("my_op" in p.read_text() for p in Path().iterdir())
     assert "15 passed" in run([sys.executable, "-m", "pytest", "-q", "-n", "0"], cwd=folder, env=env).stdout
-    assert _cpu_seconds() - before <= 60, "of a processor; the wall clock depends on what else runs"
+    assert _cpu_seconds() - before <= 90, "of a processor, for all three; the wall clock depends on what else runs"
     for kind in KINDS:
         source = folder / kind / f"my_{kind}.cu"
         source.write_text(source.read_text().replace("out[", "if (threadIdx.x) out[", 1))
