@@ -51,7 +51,7 @@ SLOW = re.compile(
             # of the machine code, and of the tools
             r"test_compiled|test_sanitizer|test_torture|test_four_processes|warmup\[.*(a100|rtx4090|h200)",
             r"test_pytest_benchmarks|test_launches_|test_a_ledger_lists|test_measure_host_in|test_missing_packages|test_blocks_of_the_readme",
-            r"test_an_example_runs|test_every_block_runs.*(transformers|roofline|layernorm1|softmax1)|test_sim_tracebacks|test_one_wheel",
+            r"test_an_example_runs|test_every_block_runs.*(transformers|roofline|layernorm1|softmax1)|test_sim_tracebacks|test_one_wheel|test_the_site_builds",
             r"test_a_closed_pipe|test_a_full_disk|test_a_wrong_|test_doctor_of|test_stderr_has|test_compile_(prints|lists)|test_importing_it",
             r"test_bench_(records|in_tf32|prints)|test_forward_and_backward_together|test_the_record_names|test_a_second_process|test_forks_while",
             r"test_cupy_is|test_a_cache_that_root|test_converted_logits|test_a_process_that_is_killed|test_output_on_a_terminal.*(compile|check)",
