@@ -64,7 +64,7 @@ SLOW = re.compile(
             r"test_a_replay_gives_the_bits.*(attention|kron|linear|matmul|rope|cross_entropy|softmax|embedding|geglu|gelu_)",
             r"test_every_version_forward_and_backward|test_fuzz|test_transforms|test_autocast|test_derivatives_of_every_order|gradgradcheck",
             r"compiled_with_all|first_called_inside_of",
-            r"test_torch_compile_(?!without_a_graph_break\[square-cpu)|test_equal_inputs.*\[(attention|matmul|linear|kron|softmax-sim-v[12])",
+            r"test_torch_compile_(?!without_a_graph_break\[square-cpu)|test_(equal_inputs|an_expanded).*\[(attention|matmul|linear|kron|softmax-sim-v[12])",
             r"against_float64\[.*((matmul|linear|attention|norm).*-sim|softmax-sim-v[1-6])|process_defaults.*attention|test_a_compiled_function",
             r"test_registry.*\[(causal|linear_cross)|test_nonsense.*attention-(version-77|sink-45|k-6)-k|test_compiled_functions|simulated.attention",
             r"test_dynamic.*(model_|rope.*torch|(marked|every).*(attention|kron|rope_|linear|matmul|softmax|grouped|full|window|lengths|decode|packed|adamw))",
