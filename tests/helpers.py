@@ -97,6 +97,11 @@ def own_names() -> list[str]:
     return [name for name, case in CASES.items() if name in cukern.__all__ and not name.startswith(f"{case.op.name}_")]
 
 
+def functions() -> dict[Callable[..., Any], str]:
+    """Each public function that the registry calls, and one case of it: the first."""
+    return {getattr(case.call, "func", case.call): name for name, case in reversed(CASES.items())}
+
+
 def assert_accurate(actual: torch.Tensor, peer: torch.Tensor, exact: torch.Tensor, what: str = "") -> None:
     """Each element errs by at most twice the error of torch's own op of the same dtype, plus one rounding.
 

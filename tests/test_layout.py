@@ -268,7 +268,7 @@ def test_readme_fits_on_a_page():
 
 
 def test_import_touches_no_device_and_costs_little():
-    """At most 7 % of the CPU time of torch's own import, with the bytecode that pip leaves. The best of five runs.
+    """At most 7 % of the CPU time of torch's own import, with the bytecode that pip leaves. One of five runs does.
 
     A ratio of two times of one process, since the times themselves double on a machine with other work. gc.collect() first: else a full
     collection of torch's objects, 0.09 s, falls into the import or not, by the number of objects before it.
@@ -285,9 +285,11 @@ took_s = time.process_time() - start
 heavy = {"cupy", "cupy_backends", "triton", "typer", "rich", "matplotlib", "torch._dynamo", "torch._inductor"}
 print(took_s / torch_s, took_s, torch_s, torch.cuda.is_initialized(), *heavy.intersection(sys.modules))
 """
-    runs = [run_python(code, PYTHONDONTWRITEBYTECODE="").stdout.split() for _ in range(5)]
-    assert all(run[3:] == ["False"] for run in runs), runs
-    assert min(float(run[0]) for run in runs) <= 0.07, runs
+    runs: list[list[str]] = []
+    while len(runs) < 5 and not (runs and float(runs[-1][0]) <= 0.07):
+        runs.append(run_python(code, PYTHONDONTWRITEBYTECODE="").stdout.split())
+        assert runs[-1][3:] == ["False"], runs
+    assert float(runs[-1][0]) <= 0.07, runs
 
 
 NARROW = ("cukern/sim/memory", "cukern/sim/numerics", "cukern/sim/ptx", "tests/wrong")  # folders

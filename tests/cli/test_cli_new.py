@@ -3,6 +3,7 @@
 import re
 import resource
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -34,17 +35,23 @@ def _cpu_seconds():
     return used.ru_utime + used.ru_stime
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_two_commands_from_an_empty_folder_to_a_passing_test(kind, folder):
+def test_two_commands_from_an_empty_folder_to_a_passing_test(folder, monkeypatch):
+    """`cukern new` and `pytest`, for each kind: here one pytest for all."""
     env, before = environment.with_cukern(), _cpu_seconds()
-    run([sys.executable, "-m", "cukern", "new", "my_silu", "--kind", kind], cwd=folder, env=env)
-    assert sorted(p.name for p in folder.iterdir()) == ["README.md", "bench_my_silu.py", "my_silu.cu", "my_silu.py", "test_my_silu.py"]
-    assert not any("my_op" in p.read_text() for p in folder.iterdir())
-    assert "5 passed" in run([sys.executable, "-m", "pytest", "-q"], cwd=folder, env=env).stdout
-    assert _cpu_seconds() - before <= 60, "of a processor; the wall clock depends on what else runs"
-    source = folder / "my_silu.cu"
-    source.write_text(source.read_text().replace("out[", "if (threadIdx.x) out[", 1))
-    assert "failed" in run([sys.executable, "-m", "pytest", "-q"], cwd=folder, env=env, ok=False).stdout
+    for kind in KINDS:
+        (folder / kind).mkdir()
+        monkeypatch.chdir(folder / kind)
+        name = f"my_{kind}"
+        call("new", name, "--kind", kind)
+        assert sorted(p.name for p in Path().iterdir()) == ["README.md", f"bench_{name}.py", f"{name}.cu", f"{name}.py", f"test_{name}.py"]
+        assert not any("my_op" in p.read_text() for p in Path().iterdir())
+    assert "15 passed" in run([sys.executable, "-m", "pytest", "-q", "-n", "0"], cwd=folder, env=env).stdout
+    assert _cpu_seconds() - before <= 90, "of a processor, for all three; the wall clock depends on what else runs"
+    for kind in KINDS:
+        source = folder / kind / f"my_{kind}.cu"
+        source.write_text(source.read_text().replace("out[", "if (threadIdx.x) out[", 1))
+    failed = run([sys.executable, "-m", "pytest", "-q", "-n", "0", "--tb=no"], cwd=folder, env=env, ok=False).stdout
+    assert all(re.search(f"FAILED .*test_my_{kind}.py", failed) for kind in KINDS), failed
 
 
 @pytest.mark.parametrize("verb", QUICK)

@@ -185,4 +185,4 @@ def text(device: str, host: str) -> str:
 
 
 HOSTS = [*HOST, *(f"torch {name}" for name in TORCH)]
-PAIRS = [(d, h) for i, d in enumerate(DEVICE) for j, h in enumerate(HOSTS) if (i + j) % 3 == 0]
+PAIRS = [(d, h) for i, d in enumerate(DEVICE) for j, h in enumerate(HOSTS) if (i + j) % 6 == 0]

@@ -6,17 +6,20 @@ Outputs, gradients and second derivatives are those of the op on inputs that wer
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import DEVICE, PLACE, kernels, same_bits
+from helpers import DEVICE, PLACE, functions, kernels, own_names, same_bits
 
 import cukern
 from cukern.bench.calls import arguments, leaves_of, outputs, wanted_inputs
 from cukern.runtime import registry
 
 PLACES = [pytest.param("cpu", id="cpu"), pytest.param(DEVICE, marks=kernels, id="kernels")]
+B, S, D = torch.bfloat16, torch.float32, torch.float64
 PRODUCTS = ("matmul", "kron_linear", "lokr_linear", "attention", "linear_cross_entropy")  # their inputs are cast to autocast's dtype
 WIDE = ("layernorm", "softmax", "causal_softmax")  # their 16-bit inputs are cast to float32, on a GPU only
-CASES = [
-    (n, dtype) for n, case in registry.CASES.items() for dtype in (torch.float32, torch.float16, torch.float64) if dtype in case.op.dtypes
+CASES = [  # the casts are the same in all cases of a function
+    pytest.param(name, dtype, *place.values, marks=place.marks, id=f"{name}-{dtype}-{place.id}")
+    for name in functions().values()
+    for dtype, place in ((S, PLACES[0]), (S, PLACES[1]), (torch.float16, PLACES[1]), (D, PLACES[1]))
 ]
 DIMS = {"matmul": (3, 5, 40), "linear": (3, 5, 40), "linear_gelu": (3, 5, 40), "kron_linear": (3, 4, 5)}
 
@@ -84,8 +87,7 @@ def assert_same(a, b, what, torchs=False):
         torch.testing.assert_close(a, b, msg=lambda text: f"{what}: {text}")
 
 
-@pytest.mark.parametrize("device", PLACES)
-@pytest.mark.parametrize("name, dtype", CASES)
+@pytest.mark.parametrize("name, dtype, device", CASES)
 def test_every_op(name, dtype, device):
     case = registry.CASES[name]
     inputs = case.make(DIMS.get(name) or case.sim_dims[-1], dtype, device)
@@ -105,7 +107,6 @@ def test_lokr_linear(dtype, device):
     check(call, inputs, range(6), "lokr_linear")
 
 
-B, S, D = torch.bfloat16, torch.float32, torch.float64
 TARGETS, TOKENS = torch.tensor([3, 0, 1, 2]), torch.tensor([[1, 0, 3]])
 MIXED = {  # the call; the same in torch; shapes and dtypes
     "rmsnorm, residual": (
@@ -149,10 +150,9 @@ MIXED = {  # the call; the same in torch; shapes and dtypes
 
 
 @pytest.mark.filterwarnings("default")  # torch's compiler warns of its own affairs
-@pytest.mark.parametrize("device", PLACES)
-@pytest.mark.parametrize("compiled", (False, pytest.param(True, marks=pytest.mark.slow)))
+@pytest.mark.parametrize("device, compiled", [("cpu", False), pytest.param(DEVICE, True, marks=kernels)], ids=("cpu", "compiled"))
 @pytest.mark.parametrize("name", MIXED)
-def test_mixed_dtypes(name, compiled, device):
+def test_mixed_dtypes(name, device, compiled):
     """Of the usual recipe: float32 parameters, 16-bit activations. Dtypes are torch's, and gradients have those of the inputs."""
     call, torchs, *inputs = MIXED[name]
     torch.manual_seed(0)
@@ -232,10 +232,8 @@ NEXT = {"layernorm": "unit_column_stride", "softmax": "checked_scale", "causal_s
 
 
 @pytest.mark.filterwarnings("default")  # torch's compiler warns of its own affairs
-@pytest.mark.parametrize("device", PLACES)
-@pytest.mark.parametrize(
-    "name", [n if n == "rmsnorm" else pytest.param(n, marks=pytest.mark.slow) for n, case in registry.CASES.items() if case.differentiable]
-)
+@kernels
+@pytest.mark.parametrize("name", [name for name in own_names() if registry.CASES[name].differentiable])
 def test_in_a_compiled_graph(name, device):
     case = registry.CASES[name]
     inputs = case.make(DIMS.get(name) or case.sim_dims[-1], torch.float32, device)
@@ -265,8 +263,8 @@ def test_in_a_compiled_graph(name, device):
             torch.testing.assert_close((*ys, *grads), expected, rtol=bound, atol=bound)
 
 
-@pytest.mark.parametrize("name", ("kron_linear",))
-def test_transforms_of_the_reference(name):
+def test_transforms_of_the_reference():
+    name = "kron_linear"
     case = registry.CASES[name]
     inputs = case.make(DIMS[name], torch.float32, "cpu")
     tangents, many = [torch.randn_like(x) for x in inputs], [torch.randn(3, *x.shape) for x in inputs]

@@ -254,25 +254,25 @@ def test_threads_compile_a_kernel_once(empty_cache, monkeypatch):
     assert len(calls) == 1 and all(c == cubins[0] for c in cubins)
 
 
-def test_eight_processes_at_once_on_an_empty_cache(tmp_path):
+def test_four_processes_at_once_on_an_empty_cache(tmp_path):
     folder = tmp_path / "cache"
     code = f"""
 import os, cupy, cukern
 until_closed, start = os.pipe()
 children = []
-while len(children) < 8 and (not children or children[-1]):
+while len(children) < 4 and (not children or children[-1]):
     children.append(os.fork())
 os.close(start)
 if children[-1]:
     print([os.waitpid(child, 0)[1] for child in children])
 else:
     os.read(until_closed, 1)
-    for name in ("a", "b", "c", "d"):
+    for name in ("a", "b"):
         cukern.compile({SCALE!r}.replace("scale", name)).compile({ARCH!r})
 """
     result = run_python(code, CUKERN_CACHE_DIR=str(folder), PYTHONWARNINGS="error::UserWarning")
-    assert result.stdout == f"{[0] * 8}\n", result.stderr
-    assert sorted(json.loads(p.read_bytes().split(b"\n")[1])["symbol"] for p in folder.iterdir()) == ["a", "b", "c", "d"]
+    assert result.stdout == f"{[0] * 4}\n", result.stderr
+    assert sorted(json.loads(p.read_bytes().split(b"\n")[1])["symbol"] for p in folder.iterdir()) == ["a", "b"]
 
 
 def test_forks_while_threads_compile(tmp_path):
@@ -317,5 +317,5 @@ thread.join()
 
 
 def test_torture():
-    done = run([sys.executable, str(TREE / "tests" / "torture_cache.py"), "--kills", "20", "--corruptions", "100", "--forks", "50"])
+    done = run([sys.executable, str(TREE / "tests" / "torture_cache.py"), "--kills", "10", "--corruptions", "40", "--forks", "12"])
     assert "no wrong kernel, no hang, no leftover" in done.stdout

@@ -59,38 +59,28 @@ def tree(tmp_path):
     return tree
 
 
-def test_softmax_gets_a_version(tree):
-    """A kernel in softmax.cu and two rows in versions.py: check, compile, a choice by name and the tests of versions find it."""
-    cuda, python = tree / "kernels_cu/softmax/softmax.cu", tree / "cukern/ops/softmax/versions.py"
-    cuda.write_text(cuda.read_text() + SOFTMAX_KERNEL)
+def test_a_new_version_is_a_kernel_and_two_rows(tree):
+    """softmax_v11 with the backward of v4, and square_v3 with that of v2: check, a choice by name and the tests of versions find them."""
+    softmax, square = tree / "kernels_cu/softmax/softmax.cu", tree / "kernels_cu/square.cu"
+    softmax.write_text(softmax.read_text() + SOFTMAX_KERNEL)
+    square.write_text(square.read_text() + KERNEL)
+    python = tree / "cukern/ops/softmax/versions.py"
     text = python.read_text().replace("}\nLAUNCHES", SOFTMAX_ROW, 1).replace("}\n_FIFTH", SOFTMAX_LAUNCHES, 1)
     python.write_text(text.replace("GROUP =", '_V11 = Template("softmax/softmax.cu", "softmax_v11")\nGROUP =', 1))
-    env = {"PYTHONPATH": str(tree)}
-
-    def cukern(*args, ok=True):
-        return run([sys.executable, "-m", "cukern", *args], cwd=tree, env=env, ok=ok)
-
-    checked = cukern("check", "softmax", "5", "67", "--sim", "--dtype", "f").stdout
-    assert "v11" in checked and "nothing wrong" in checked
-    assert "softmax_v11<float>" in cukern("compile", "softmax", "--shape", "5,67", "--arch", "sm_80").stdout
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-k", "v11 and not log", "tests/ops/softmax/test_softmax.py"]
-    passed = run(command, cwd=tree, env=env).stdout
-    assert " passed" in passed and "failed" not in passed
-    cuda.write_text(cuda.read_text().replace("i < columns; i += 32) sum +=", "i < columns - 1; i += 32) sum +=", 1))
-    assert run(command, cwd=tree, env=env, ok=False).returncode == 1
-
-
-def test_a_new_version_is_a_kernel_and_two_rows(tree):
-    """square_v3, with the backward of v2. The tests of square and of the table of ops pass, and `cukern check` finds the version."""
-    cuda, python = tree / "kernels_cu/square.cu", tree / "cukern/ops/square.py"
-    cuda.write_text(cuda.read_text() + KERNEL)
+    python = tree / "cukern/ops/square.py"
     text = python.read_text().replace("}\n_PLANS", ROW, 1).replace("}\n\n# ---- for the tools", PLANS, 1)
     python.write_text(text.replace("_BLOCK =", '_V3 = Template("square.cu", "square_v3")\n_BLOCK =', 1))
-    env = {"PYTHONPATH": str(tree)}
-    tests = [str(tree / "tests" / name) for name in ("ops/square", "runtime/test_registry.py")]
-    passed = run([sys.executable, "-m", "pytest", "-q", "-n", "0", *tests], cwd=tree, env=env, timeout=600).stdout
-    assert " passed" in passed
-    checked = run([sys.executable, "-m", "cukern", "check", "square", "1023", "--sim"], cwd=tree, env=env).stdout
-    assert "v3" in checked, checked
+
+    def python_m(*args, ok=True):
+        return run([sys.executable, "-m", *args], cwd=tree, env={"PYTHONPATH": str(tree)}, ok=ok, timeout=600)
+
+    for op, dims, version in (("softmax", ("5", "67"), "v11"), ("square", ("1023",), "v3")):
+        checked = python_m("cukern", "check", op, *dims, "--sim", "--dtype", "f").stdout
+        assert version in checked and "nothing wrong" in checked
+    tests = [f"tests/{name}" for name in ("ops/softmax/test_softmax.py", "ops/square/test_square.py", "runtime/test_registry.py")]
+    passed = python_m("pytest", "-q", "-n", "0", "-k", "(v11 and not log) or square", *tests).stdout
+    assert " passed" in passed and "failed" not in passed
+    softmax.write_text(softmax.read_text().replace("i < columns; i += 32) sum +=", "i < columns - 1; i += 32) sum +=", 1))
     python.write_text(python.read_text().replace("_vectors(_V3), _vectors(_V2_BWD)", "_vectors(_V2_BWD), _vectors(_V2_BWD)"))
-    assert run([sys.executable, "-m", "cukern", "check", "square", "1023", "--sim"], cwd=tree, env=env, ok=False).returncode
+    assert python_m("cukern", "check", "softmax", "5", "67", "--sim", "--dtype", "f", ok=False).returncode == 1
+    assert python_m("cukern", "check", "square", "1023", "--sim", ok=False).returncode

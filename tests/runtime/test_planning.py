@@ -2,11 +2,12 @@
 
 import gc
 import weakref
+from math import prod
 
 import pytest
 import torch
 import torch.utils.checkpoint
-from helpers import DEVICE, kernels
+from helpers import DEVICE, functions, kernels
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import cukern
@@ -50,18 +51,19 @@ def replayed():
 
 @kernels
 @pytest.mark.parametrize("grad", (False, True), ids=("forward", "backward"))
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*functions().values(), "rope_in_place", "gelu_bias", "attention_decode"])
 def test_a_replay_gives_the_bits_of_a_call_that_plans(name, grad):
     case = CASES[name]
     if grad and not case.differentiable:
         pytest.skip("the op has no gradient")
     dtype = torch.bfloat16 if torch.bfloat16 in case.op.dtypes else case.op.dtypes[0]
     with cukern.backend(PLACE):
-        first = case.make(case.sim_dims[-1], dtype, DEVICE)
+        dims = sorted(case.sim_dims, key=prod)[:2][-1]
+        first = case.make(dims, dtype, DEVICE)
         for _ in range(6):  # addresses of CPU tensors are aligned to 64 bytes
             run(case, first, grad)
         assert name in NEVER_REPLAYED or replayed()
-        other = case.make(case.sim_dims[-1], dtype, DEVICE)
+        other = case.make(dims, dtype, DEVICE)
         found = run(case, other, grad)
         forget_plans()
         for a, b in zip(found, run(case, other, grad), strict=True):

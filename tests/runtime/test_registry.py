@@ -24,8 +24,7 @@ from cukern.runtime.registry import CASES, Version, ops
 def test_registry_entry_is_complete(name):
     case = CASES[name]
     assert case.name == name and case.bound in ("memory", "compute") and case.dims and case.bench_dims
-    few, many = case.check_dims[:2], case.check_dims[2:]
-    for dims, dtype in [*itertools.product(few, case.op.dtypes), *zip(many, itertools.cycle(case.op.dtypes), strict=False)]:
+    for dims, dtype in itertools.product(case.check_dims[:2], case.op.dtypes):
         inputs = case.make(dims, dtype, "cpu")
         assert len(inputs) == len(case.names(inputs)) and inputs[0].dtype == dtype and all(x.device.type == "cpu" for x in inputs)
         assert not torch.equal(inputs[0], case.make(dims, dtype, "cpu")[0]), "drawn afresh"
@@ -43,7 +42,7 @@ def test_registry_entry_is_complete(name):
 @pytest.mark.parametrize("name", CASES)
 def test_cost_is_at_least_reading_the_inputs_and_writing_the_outputs(name):
     case = CASES[name]
-    for dims, dtype in itertools.product(case.check_dims, case.op.dtypes):
+    for dims, dtype in [*itertools.product(case.check_dims[:2], case.op.dtypes), (case.check_dims[-1], case.op.dtypes[0])]:
         inputs = case.make(dims, dtype, "cpu")
         size = sum(x.nbytes for x in (*inputs, *calls.outputs(case.reference(*inputs))))
         cost = case.cost(dims, dtype.itemsize)

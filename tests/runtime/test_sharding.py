@@ -7,16 +7,15 @@ import traceback
 
 import pytest
 import torch
-from helpers import OLD_TORCH, ROOT, kernels
+from helpers import OLD_TORCH, ROOT, kernels, own_names
 
 from cukern.runtime.registry import CASES
 
 pytestmark = [kernels, pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")]
 
-SIZES = {"attention": (2, 4, 8)}
+SIZES = {"attention": (2, 4, 8), "matmul": (2, 6, 8), "linear": (2, 6, 8), "linear_cross_entropy": (2, 6, 8), "kron_linear": (2, 4, 6)}
 WRITTEN = {"rope_in_place"}  # writes its inputs: they must keep their placement
-SLOW = ("attention_", "rope_interleaved", "rope_quarter", "rope_strided", "rope_packed", "gelu_tanh", "kron_linear_rectangular")  # variants
-NAMES = [name for name, case in CASES.items() if case.differentiable and not name.startswith(SLOW)]
+NAMES = [*(name for name in own_names() if CASES[name].differentiable), "rope_qk", "rope_in_place", "layernorm_residual", "gelu_bias"]
 
 
 def results(case, inputs, douts=None):

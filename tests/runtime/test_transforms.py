@@ -1,12 +1,12 @@
-"""Every op under torch's transforms, against the same maths in plain torch: forward mode, vmap, both Jacobians, Hessians, checkpoints,
-functional_call and export. From the registry; float64, so that nothing but the derivative is in question."""
+"""Every op under torch's transforms, against the same maths in plain torch: forward mode, vmap, both Jacobians, Hessians, checkpoints
+and functional_call. From the registry; float64, so that nothing but the derivative is in question."""
 
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 
 import pytest
 import torch
-from helpers import DEVICE, kernels, random_like
+from helpers import DEVICE, kernels, own_names, random_like
 from torch.autograd import forward_ad
 
 import cukern
@@ -41,8 +41,10 @@ OPTIONS = {  # calls with options that the registry does not have, and the same 
         for dim, scale in ((0, 1.0), (1, -0.5), (2, 0.0))
     },
 }
+# One case of a function: the others are the same derivatives at other shapes and strides.
+SAME = {"attention_grouped", "cross_entropy_padded", "embedding_tokens", "kron_linear_rectangular", "rope", "rope_quarter", "rope_strided"}
 OPERATIONS = [
-    *(name for name, case in CASES.items() if case.differentiable and not case.in_place and torch.float64 in case.op.dtypes),
+    *(n for n, case in CASES.items() if case.differentiable and not case.in_place and n not in SAME and torch.float64 in case.op.dtypes),
     *OPTIONS,
 ]
 
@@ -200,7 +202,7 @@ class Layer(torch.nn.Module):
 
 @pytest.mark.parametrize("device", PLACES)
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_checkpoint_functional_call_and_export(name, device):
+def test_checkpoint_and_functional_call(name, device):
     ours, theirs, inputs = problem(name, device)
     layer, exact = Layer(ours, inputs), Layer(theirs, inputs)
     g = torch.randn_like(theirs(*inputs))
@@ -217,11 +219,10 @@ def test_checkpoint_functional_call_and_export(name, device):
         close(gradients(lambda m, x, r=reentrant: torch.utils.checkpoint.checkpoint(m, x, use_reentrant=r), layer), expected, "checkpoint")
     weights = {k: 2 * v.detach() for k, v in layer.named_parameters()}
     close(torch.func.functional_call(layer, weights, inputs[0]), torch.func.functional_call(exact, weights, inputs[0]), "functional_call")
-    close(torch.export.export(layer, inputs[:1]).module()(inputs[0]), exact(inputs[0]), "export")
 
 
 @kernels
-@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("name", [name for name in own_names() if name in OPERATIONS])
 def test_transforms_inside_of_torch_compile(name):
     """A compiled graph would silently lose the derivative. So there is a graph break, and an error with fullgraph."""
     ours, theirs, inputs = problem(name, DEVICE)

@@ -19,12 +19,12 @@ BUCKETED = [
 ]
 
 
-@pytest.mark.parametrize("gpu_name", ("h200", "a100", "rtx4090"))
+@pytest.mark.parametrize("gpu_name", ("h200", "rtx4090"))
 @pytest.mark.parametrize(("name", "dims"), BUCKETED, ids=str)
 def test_every_number_of_rows_needs_only_the_kernels_of_warmup(name, dims, gpu_name):
     """For softmax at most five kernels of a pass: rows of several thread blocks take more blocks the fewer there are."""
     case, device = CASES[name], KNOWN[gpu_name]
-    shapes = [(rows, *dims[1:]) for rows in ROWS if rows * prod(dims[1:]) <= MOST_NUMBERS]
+    shapes = [(rows, *dims[1:]) for rows in (ROWS if gpu_name == "h200" else ROWS[::2]) if rows * prod(dims[1:]) <= MOST_NUMBERS]
     for dtype in {torch.float32, torch.bfloat16} & set(case.op.dtypes):
         prepared = set(kernels_for(case, [dims], (dtype,), device))
         assert set(planned(case, shapes, (dtype,), device)) <= prepared
@@ -36,7 +36,7 @@ def test_every_number_of_rows_needs_only_the_kernels_of_warmup(name, dims, gpu_n
 def test_causal_softmax_needs_nothing_new_for_shorter_sequences(length):
     case, device = CASES["causal_softmax"], KNOWN["h200"]
     for dtype in (torch.float32, torch.bfloat16):
-        shorter = planned(case, [(2, t) for t in range(1, length + 1, 7)], (dtype,), device)
+        shorter = planned(case, [(2, t) for t in range(1, length + 1, max(7, length // 60))], (dtype,), device)
         assert set(shorter) <= set(kernels_for(case, [(48, length)], (dtype,), device))
 
 

@@ -77,8 +77,7 @@ def test_every_option_against_float64(case):
 
 
 @pytest.mark.skipif(PLACE != "sim", reason="the simulator stands for another GPU")
-@pytest.mark.parametrize("case", [CASES[4], CASES[6]], ids=str)
-@pytest.mark.parametrize("gpu", ["a100", "rtx4090"])
+@pytest.mark.parametrize("gpu, case", [("a100", CASES[4]), ("rtx4090", CASES[6])], ids=str)
 def test_gpus_with_less_shared_memory(gpu, case):
     with assumed(KNOWN[gpu]):
         test_every_option_against_float64(case)

@@ -1,4 +1,4 @@
-"""attention_varlen: sequences of different lengths against float64, one sequence at a time; wrong bounds; derivatives, torch.compile."""
+"""attention_varlen: sequences of different lengths against float64, one sequence at a time; wrong bounds; derivatives."""
 
 import itertools
 
@@ -87,7 +87,7 @@ def test_against_float64(case, version, request):
         assert x.isfinite().all() and x.shape == truth.shape, name
         allowed = 2 * (theirs.double() - truth).abs().max() + 2 * torch.finfo(x.dtype).eps * truth.abs().max()
         assert (x.double() - truth).abs().max() <= allowed, name
-    if version:
+    if PLACE == "cuda":  # in the simulator: test_ops.py
         assert all(map(same_bits, found, results(ours, inputs, dout, dlse))), "two runs give the same bits"
 
 
@@ -192,11 +192,3 @@ def test_derivatives_and_the_raw_ops():
     torch.library.opcheck(torch.ops.cukern._attention_varlen.default, (*inputs, True, 0.3, 0.0, True))
     out, lse = torch.ops.cukern._attention_varlen(*inputs, True, 0.3, 0.0, True)
     torch.library.opcheck(torch.ops.cukern._attention_varlen_backward.default, (*inputs, out, out, lse, None, True, 0.3, 0.0, True))
-
-
-@pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=gpu)])
-def test_compiles_without_a_graph_break(where):
-    q, k, v = (torch.randn(7, 2, 8, device=where, dtype=BF16) for _ in range(3))
-    cu_seqlens = torch.tensor([0, 4, 4, 7], dtype=torch.int32, device=where)
-    compiled = torch.compile(cukern.attention_varlen, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(q, k, v, cu_seqlens), cukern.attention_varlen(q, k, v, cu_seqlens))

@@ -188,16 +188,6 @@ def test_derivatives_of_every_order(device):
     assert bool(alone.any()), "the sink's gradient where x has none"
 
 
-@kernels
-@pytest.mark.filterwarnings("default")  # torch's compiler warns of its own affairs
-def test_torch_compile_with_a_sink(device):
-    x, sink = torch.randn(2, 3, 8, 8, device=device, requires_grad=True), torch.randn(3, device=device, requires_grad=True)
-    compiled = torch.compile(lambda t, s: cukern.causal_softmax(t, sink=s, window=5) * 2, fullgraph=True, backend="aot_eager")
-    y, expected, g = compiled(x, sink), cukern.causal_softmax(x, sink=sink, window=5) * 2, torch.randn_like(x)
-    assert torch.equal(y, expected)
-    assert all(map(torch.equal, torch.autograd.grad(y, (x, sink), g), torch.autograd.grad(expected, (x, sink), g)))
-
-
 @gpu
 @pytest.mark.parametrize("version", VERSIONS)
 def test_opcheck(version, device="cuda"):

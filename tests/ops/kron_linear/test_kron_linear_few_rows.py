@@ -21,7 +21,7 @@ def test_when_the_backward_kernel_is_chosen():
 
 
 @kernels
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float16))
 def test_gradients_of_few_rows(device, dtype):
     rows = 9 if dtype == torch.float32 else 5  # two launches, or one; a last sum that some threads have no part in
     x, g = (torch.randn(rows, 1 << 14, device=device).to(dtype) for _ in range(2))

@@ -22,6 +22,7 @@ from cukern.runtime.launch.kernel import collecting
 F, H, B = torch.float32, torch.float16, torch.bfloat16
 TILES = [("v7" if t.wgmma else "v6", t) for t in tensor_plan.TILES if t.stages]
 LAYOUTS = list(itertools.product((False, True), repeat=2))
+PADS = [*((B, pad) for pad in (0, 1, 2, 4)), *((F, pad) for pad in (0, 1, 2))]  # in the simulator; 4 floats are 16 bytes, as 0 are
 # The relative error of an operand. "": of 3xTF32, whose products have an error of 2^-21 and a rounding: 5 * 2^-23 with three roundings.
 EPS = {"tf32": 2.0**-11, "": 2.0**-23}
 ACTIVATE = {
@@ -71,7 +72,8 @@ def test_every_tile_and_layout(device, version, tile):
     need(version)
     M, N = tile.rows * tile.share + 8, tile.columns + 8
     split = tile.split
-    for (ta, tb), dtype in zip(LAYOUTS, (F, F, F, F) if split else (B, H, B, H), strict=True):
+    cases = list(zip(LAYOUTS, (F, F, F, F) if split else (B, H, B, H), strict=True))
+    for (ta, tb), dtype in cases if PLACE == "cuda" else cases[TILES.index((version, tile)) % 2 :: 2]:
         a, b = matrix(M, 72, ta, dtype, device), matrix(72, N, tb, dtype, device)
         assert_right(multiply(a, b, version, tile.name), a, b, (tile.name, ta, tb, dtype))
     if not split:
@@ -90,8 +92,7 @@ def test_more_k_tiles_than_stages(device, version, tile):
 
 
 @kernels
-@pytest.mark.parametrize("dtype", (B, H, F), ids=str)
-@pytest.mark.parametrize("pad", (0, 1, 2, 4))
+@pytest.mark.parametrize("dtype, pad", itertools.product((B, H, F), (0, 1, 2, 4)) if PLACE == "cuda" else PADS)
 @pytest.mark.parametrize("version", ("v6", "v7"))
 def test_every_alignment(device, dtype, pad, version):
     """Operands that are copied first. The sizes are not multiples of a copy. Copies start as NaN."""
@@ -106,7 +107,7 @@ def test_every_alignment(device, dtype, pad, version):
 
 
 @kernels
-@pytest.mark.parametrize("dtype", (B, H))
+@pytest.mark.parametrize("dtype", (B, H) if PLACE == "cuda" else (H,))
 def test_the_large_tile_of_v6(device, dtype):
     """Long sums in all layouts, with edges, an odd K, and a bias and a residual."""
     need("v6")
@@ -171,8 +172,9 @@ def test_split_k(device, version, tile, monkeypatch):
     K = 13 * 128 // dtype.itemsize + 8
     for N, ta in ((40, False), (41, True)):
         a, b = matrix(24, K, ta, dtype, device), matrix(K, N, True, dtype, device)
-        assert_right(multiply(a, b, version, tile.name), a, b, N)
-        assert same_bits(multiply(a, b, version, tile.name), multiply(a, b, version, tile.name))
+        once = multiply(a, b, version, tile.name)
+        assert_right(once, a, b, N)
+        assert PLACE == "sim" or same_bits(multiply(a, b, version, tile.name), once)
         bias, residual = matrix(1, N, False, dtype, device)[0], matrix(24, N, False, dtype, device)
         into = residual.to(F, copy=True)
         with restricted(tile.name):

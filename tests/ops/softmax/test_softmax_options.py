@@ -30,9 +30,9 @@ def small(dtype: torch.dtype) -> torch.Tensor:
 def of_every_size(name: str, device: str, version: str | None, dim: int = -1) -> None:
     for dtype, scale in itertools.product(FLOATS, SCALES):
         both = abs(scale) <= 1 or (name == "softmax" and dtype != torch.float64)  # else the float64 truth overflows
-        for x in (small(dtype), large(dtype)) if both else (small(dtype),):
-            x = (x if dim else x.t().contiguous()).to(device)
-            check(name, x, version, dim, scale, g=torch.rand_like(x) - 0.5)
+        x = torch.cat((small(dtype), large(dtype))) if both else small(dtype)
+        x = (x if dim else x.t().contiguous()).to(device)
+        check(name, x, version, dim, scale, g=torch.rand_like(x) - 0.5)
 
 
 @kernels
@@ -57,10 +57,10 @@ def test_scales_of_every_size_elsewhere(request, device, dim, name):
 @CAUSAL_VERSIONS
 def test_scales_and_sinks_of_every_size(device, version):
     logits = torch.tensor([[-2.0, 2.0, 3.0, 1.0], [3e38, -3e38, 3.4e38, 1e38]])
-    for dtype, scale in itertools.product(FLOATS, (0.0, 1e-40, 1e-37, 2.0**-100, 0.3, 5.0, 1e31)):
+    for dtype, scale in itertools.product(FLOATS, (0.0, 1e-40, 2.0**-100, 0.3, 1e31)):
         info = torch.finfo(dtype)
         x = logits.double().clamp(info.min, info.max).to(device, dtype)
-        for sink in (None, -1e30, 0.0, 57.0, 90.0, 1e10, 1e39, 1e300):
+        for sink in (None, -1e30, 0.0, 90.0, 1e39, 1e300):
             z = (scale * x[-1].cpu().double()).tolist()
             top = max(*z, -inf if sink is None else sink)
             exact = torch.tensor([math.exp(v - top) for v in z], dtype=torch.float64)
