@@ -81,7 +81,7 @@ def load(name: str, cubin: Cubin, params: tuple[Param, ...], device: int, attrib
     return launch if torch.cuda.device_count() == 1 else _on_device(launch, device), raw
 
 
-def _on_device(launch: Any, device: int) -> Launch:
+def _on_device(launch: Launch, device: int) -> Launch:
     def run(*args: Any) -> None:
         if current_device() == device:
             launch(*args)
@@ -89,9 +89,7 @@ def _on_device(launch: Any, device: int) -> Launch:
             with torch.cuda.device(device):
                 launch(*args)
 
-    if isinstance(launch, Loaded):
-        run.loaded = launch  # type: ignore[attr-defined]
-        run.bound = lambda *args: _on_device(launch.bound(*args), device)  # type: ignore[attr-defined]
+    run.loaded = launch  # type: ignore[attr-defined]
     return run
 
 
