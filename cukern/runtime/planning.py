@@ -3,7 +3,9 @@
 A call is a plan's worth of Python: checks, choice of kernels, sizes. The first call of a layout runs it. The second and the third
 record it (recording.py). If both did the same, later calls replay the record: a lookup, allocations, launches.
 
-`planned` does this for a public function, `planned_launch` for the implementation of a raw op. A call takes the function itself in
+`planned` does this for a public function, `planned_launch` for the implementation of a raw op, `planned_backward` for the backward of an
+autograd Function, whose forward is part of the record of the public function. Plans belong to one current device, on which a replay
+allocates. A call takes the function itself in
 torch.compile, under dispatch modes, in torch.func transforms, for tensor subclasses, and for CPU tensors outside of the simulator.
 """
 
@@ -189,9 +191,8 @@ def _raw_code(lists: tuple[bool, ...]) -> CodeType:
 
 
 def planned_backward(function: Callable[..., Any]) -> Callable[[int, int], Callable[..., Any]]:
-    """Plans the backward of an autograd Function, `function(ctx, saved tensors, upstream gradients)`, for each class of the context.
-
-    The result gives `apply(ctx, *upstream gradients)` for a number of saved tensors and of upstream gradients."""
+    """Plans the backward of an autograd Function, `function(ctx, saved tensors, upstream gradients)`. The class of the context stands for
+    what the forward decided. The result gives `apply(ctx, *upstream gradients)` for a number of saved tensors and of upstream gradients."""
     plans = Plans(function)
 
     @functools.cache

@@ -20,26 +20,27 @@ X, BIAS = torch.randn(64, 64), torch.randn(64)
 HALF = X.bfloat16(), X.bfloat16(), BIAS.bfloat16()
 Q = torch.randn(1, 4, 64, 64).bfloat16()
 TABLE, TOKENS = torch.randn(64, 32), torch.randint(64, (2, 4))
-CALLS = {  # the call of a tensor; the tensor; the most functions of cukern of a forward, and of a backward; torch's operations
-    "linear, 16 bits": (lambda x: cukern.linear(x, *HALF[1:]), HALF[0], 6, None, ["linear"]),
-    "matmul, 16 bits": (lambda x: cukern.matmul(x, HALF[1]), HALF[0], 6, None, ["matmul"]),
-    "linear, v7": (lambda x: cukern.linear(x, *HALF[1:], version="v7"), HALF[0], 8, 35, []),
-    "linear": (lambda x: cukern.linear(x, X, BIAS), X, 8, 35, []),
-    "matmul": (lambda x: cukern.matmul(x, X), X, 8, 35, []),
-    "matmul, v1": (lambda x: cukern.matmul(x, X, version="v1"), X, 8, 35, []),
-    "softmax": (cukern.softmax, X, 8, 35, []),
-    "log_softmax": (cukern.log_softmax, X, 8, 35, []),
-    "causal_softmax": (cukern.causal_softmax, X[None], 8, 35, []),
-    "square": (cukern.square, X, 8, 35, []),
-    "gelu": (cukern.gelu, X, 8, 35, []),
-    "swiglu": (lambda x: cukern.swiglu(x, X), X, 8, 35, []),
-    "layernorm": (lambda x: cukern.layernorm(x, BIAS, BIAS), X, 8, 35, []),
-    "rmsnorm": (lambda x: cukern.rmsnorm(x, BIAS), X, 8, 35, []),
-    "cross_entropy": (lambda x: cukern.cross_entropy(x, torch.zeros(64, dtype=torch.int64)), X, 8, 35, []),
-    "embedding": (lambda w: cukern.embedding(TOKENS, w), X, 8, 35, []),
-    "rope": (lambda x: cukern.rope(x, TABLE, TABLE, layout="bhsd"), Q, 8, 35, []),
-    "attention": (lambda x: cukern.attention(x, Q, Q), Q, 8, 35, []),
-    "kron_linear": (lambda x: cukern.kron_linear(x, (X[:8, :8], X[:8, :8])), X, 8, 60, []),
+ASKED = {"_on_cpu", "simulating", "_tf32_allowed"}  # the simulator, which a GPU does not ask for, and switches of torch
+CALLS = {  # the call of a tensor; the tensor; torch's operations of a forward
+    "linear, 16 bits": (lambda x: cukern.linear(x, *HALF[1:]), HALF[0], ["linear"]),
+    "matmul, 16 bits": (lambda x: cukern.matmul(x, HALF[1]), HALF[0], ["matmul"]),
+    "linear, v7": (lambda x: cukern.linear(x, *HALF[1:], version="v7"), HALF[0], []),
+    "linear": (lambda x: cukern.linear(x, X, BIAS), X, []),
+    "matmul": (lambda x: cukern.matmul(x, X), X, []),
+    "matmul, v1": (lambda x: cukern.matmul(x, X, version="v1"), X, []),
+    "softmax": (cukern.softmax, X, []),
+    "log_softmax": (cukern.log_softmax, X, []),
+    "causal_softmax": (cukern.causal_softmax, X[None], []),
+    "square": (cukern.square, X, []),
+    "gelu": (cukern.gelu, X, []),
+    "swiglu": (lambda x: cukern.swiglu(x, X), X, []),
+    "layernorm": (lambda x: cukern.layernorm(x, BIAS, BIAS), X, []),
+    "rmsnorm": (lambda x: cukern.rmsnorm(x, BIAS), X, []),
+    "cross_entropy": (lambda x: cukern.cross_entropy(x, torch.zeros(64, dtype=torch.int64)), X, []),
+    "embedding": (lambda w: cukern.embedding(TOKENS, w), X, []),
+    "rope": (lambda x: cukern.rope(x, TABLE, TABLE, layout="bhsd"), Q, []),
+    "attention": (lambda x: cukern.attention(x, Q, Q), Q, []),
+    "kron_linear": (lambda x: cukern.kron_linear(x, (X[:8, :8], X[:8, :8])), X, []),
 }
 
 
@@ -90,24 +91,27 @@ def steps(call):
     return functions, operations
 
 
+def fewest(call):
+    """The functions and operations of a call that runs the fewest; CPU tensors have several alignments."""
+    functions, operations = min((steps(call) for _ in range(6)), key=lambda found: len(found[0]))
+    return [name for name, _ in functions if name not in ASKED], operations
+
+
 @pytest.mark.parametrize("name", CALLS)
 def test_a_warm_call_takes_few_steps_on_the_host(name, on_a_gpu):
-    call, x, most, most_backward, expected = CALLS[name]
-    for _ in range(6):  # the first calls plan; CPU tensors have several alignments
+    """A lookup, and a function that allocates and launches. An autograd Function calls another one of these."""
+    call, x, expected = CALLS[name]
+    for _ in range(6):  # the first calls plan
         call(x)
-    functions, operations = min((steps(lambda: call(x)) for _ in range(6)), key=lambda found: len(found[0]))
-    assert len(functions) <= most and len({file for _, file in functions}) <= 5, functions
-    assert operations == expected
-    if most_backward is None:
-        return
-    leaf = x.clone().requires_grad_()
-    dout = torch.ones_like(call(x))
+    assert fewest(lambda: call(x)) == (["planned", "replay"], expected)
+    leaf, dout = x.clone().requires_grad_(), torch.ones_like(call(x))
 
     def backward():
         torch.autograd.grad(out, leaf, dout, retain_graph=True)
 
-    for _ in range(6):
+    for _ in range(10):
         out = call(leaf)
         backward()
-    functions, _ = min((steps(backward) for _ in range(6)), key=lambda found: len(found[0]))
-    assert len(functions) <= most_backward, functions
+    of_torch = out.grad_fn.name().removesuffix("0") in ("AddmmBackward", "MmBackward")
+    assert fewest(lambda: call(leaf))[0] == ["planned", "replay"] + ["replay"] * (not of_torch)
+    assert fewest(backward)[0] == ([] if of_torch else ["planned", "replay"])

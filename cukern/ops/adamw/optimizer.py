@@ -158,16 +158,14 @@ class AdamW(torch.optim.Optimizer):
         return loss
 
     def _step_by_kernels(self, found: list[Found], numbers: list[Numbers], scaling: Scaling) -> None:
-        groups = [(len(group["params"]), bool(group.get("amsgrad"))) for group in self.param_groups]
-        now, key, rows, squares = Tensors(found, [self.state.get(p, {}) for _, p, _ in found], groups), None, [], None
+        now, key, rows, squares = self._tensors(found), None, [], None
         grads, written, known = now.grads, now.written, self._known
         table = known.table if known is not None and now.are(known) else None
         capturing = now.grads[0].is_cuda and torch.cuda.is_current_stream_capturing()
         if table is None:
             layout = layouts(now.params)
             grads, state = gradients(found, layout), self._state(found)
-            if scaling[0] is not None and any(hasattr(p, "to_local") for p in now.params):
-                squares = sum_of_squares(found, grads)
+            squares = None if scaling[0] is None else _squares_of_all(found, grads)
             key = self._key(found, layout, state)
             table = self._tables.get(key)
             if table is None:
@@ -186,6 +184,10 @@ class AdamW(torch.optim.Optimizer):
             with backend.simulated_memory([local(t) for t in tree_leaves(used)]):
                 self._launch(key, table, rows, grads, squares, scaling, capturing)
         torch.autograd.graph.increment_version(written)  # torch's operations do so themselves
+
+    def _tensors(self, found: list[Found]) -> Tensors:
+        groups = [(len(group["params"]), bool(group.get("amsgrad"))) for group in self.param_groups]
+        return Tensors(found, [self.state.get(p, {}) for _, p, _ in found], groups)
 
     def update_groups(self) -> None:
         """Copy changed numbers of the groups to the device, as step() does outside of a capture, for the next replay of a CUDA graph."""
@@ -281,6 +283,11 @@ class AdamW(torch.optim.Optimizer):
                 weight_decay=weight_decay, found_inf=found_inf,
             )  # fmt: skip
         torch._foreach_copy_([row.param for row in rows], targets)
+
+
+def _squares_of_all(found: list[Found], grads: list[Tensor]) -> Tensor | None:
+    """The sum of squares over the processes, which share DTensors; None without DTensors."""
+    return sum_of_squares(found, grads) if any(hasattr(p, "to_local") for _, p, _ in found) else None
 
 
 def _target(row: Row) -> Tensor:

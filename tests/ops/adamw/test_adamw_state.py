@@ -72,6 +72,56 @@ def test_groups_dtypes_formats_and_state_change_between_steps(device):
             assert one.state[p]["exp_avg"].dtype == (torch.float64 if p.dtype == torch.float64 else torch.float32)
 
 
+def test_a_step_after_equal_steps_follows_every_change():
+    """The second of two equal steps keeps what the third one compares with."""
+    (p, other), exact, one, torch_one = pair("cpu", [(4, 4), (3,)])
+    state, exact_state = one.state[p], torch_one.state[exact[0]]
+
+    def transposed():  # the same address
+        for t in (p, exact[0]):
+            t.data, t.grad = t.data.t(), None
+        for name in ("exp_avg", "exp_avg_sq"):
+            state[name] = state[name].t()
+            exact_state[name] = exact_state[name].t()
+
+    def other_memory():
+        state["exp_avg"].data = state["exp_avg"] * 2
+        exact_state["exp_avg"] *= 2
+
+    def replaced():
+        for each in (state, exact_state):
+            each["step"] = each["step"] + 5
+
+    def moved():  # to another group, in the same order
+        for o in (one, torch_one):
+            o.param_groups[1]["params"].append(o.param_groups[0]["params"].pop())
+
+    def equal_steps(grad=lambda g: g, count=1):
+        for _ in range(count):
+            for t, e in zip((p, other), exact, strict=True):
+                e.grad = torch.randn_like(e).bfloat16().double()
+                t.grad = grad(e.grad.to(t.dtype))
+            one.step()
+            torch_one.step()
+            assert torch.allclose(p.double(), exact[0], rtol=1e-5, atol=1e-5)
+            assert torch.allclose(other.double(), exact[1], rtol=1e-5, atol=1e-5)
+
+    with cukern.backend("sim"):
+        for change in (transposed, other_memory, replaced, moved):
+            equal_steps(count=3)
+            assert one._known is not None
+            change()
+            equal_steps()
+        equal_steps(lambda g: torch.stack((g, g), -1)[..., 0], count=2)  # other strides than those of the parameter
+        equal_steps(count=3)
+        with pytest.raises(ValueError, match="negative bit"):
+            equal_steps(lambda g: torch.complex(g, -g).conj().imag)
+        one.param_groups[0]["amsgrad"] = True
+        p.grad, other.grad = torch.ones_like(p), None
+        one.step()
+        assert "max_exp_avg_sq" in state
+
+
 @PLACES
 @pytest.mark.parametrize("dtype", (torch.float64, torch.bfloat16), ids=str)
 def test_the_default_dtype_does_not_matter(device, dtype):
