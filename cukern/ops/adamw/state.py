@@ -130,5 +130,8 @@ class Tensors:
         usual = all(map(operator.is_, grads, self.grads)) and set(map(id, written)) == set(map(id, self.written))
         if _Guards is None or not usual or not checks.PLAIN.issuperset(map(type, tensors)):
             return None
-        guards = _Guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+        try:
+            guards = _Guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+        except TypeError:  # in a version of torch with other arguments
+            return None
         return Known(table, self.others, list(map(Tensor.data_ptr, self.written)), guards)
