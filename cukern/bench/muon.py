@@ -18,7 +18,7 @@ def optimizers(layers: int, channels: int) -> dict[str, torch.optim.Optimizer]:
     sizes = [(3 * channels, channels), (channels, channels), (4 * channels, channels), (channels, 4 * channels)] * layers
     made: dict[str, torch.optim.Optimizer] = {}
     for name, kind in (("cukern", cukern.Muon), ("torch", torch.optim.Muon)):
-        params = [torch.nn.Parameter(torch.randn(size, device=device) * 0.02) for size in sizes]
+        params = [torch.nn.Parameter(torch.randn(size, dtype=torch.float32, device=device) * 0.02) for size in sizes]
         for p in params:
             p.grad = torch.randn_like(p)
         made[name] = kind(params, lr=0.02)

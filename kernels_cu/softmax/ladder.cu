@@ -8,16 +8,17 @@
 // Numbers    Differences and sums are double: exp() enlarges the rounding error of a float difference.
 // Launch     1-D grids, blocks of 256 threads.
 //
-// us for 1024x1024 float on an H200, where a copy of the bytes takes 3.4 (backward 4.5). Measured on earlier
-// code with the same ideas; this code is not timed yet.
+// us for 1024x1024 float on an H200, where a copy of the bytes takes 3.4 (backward 4.5):
 //
 // version  forward                            us      backward                                        us
-// v1       one thread per row, three passes   587     one thread per column, for all rows             63,584
-// v2       one block per row                  14.5    v1 for groups of rows in parallel               2,012
-// v3       tree reduction in shared memory    9.4     every row in parallel                           785
-// v4       warp shuffles                      8.1     the row is copied to shared memory              579
-// v5       16-byte vectors, online softmax    6.7     one sum per row instead of one per element      5.2
+// v1       one thread per row, three passes   582     one thread per column, for all rows             57,650
+// v2       one block per row                  14.0    v1 for groups of rows in parallel               1,551
+// v3       tree reduction in shared memory    8.8     every row in parallel                           570
+// v4       warp shuffles                      7.6     the row is copied to shared memory              389
+// v5       16-byte vectors, online softmax    8.4     one sum per row instead of one per element      5.3
 //
+// At this size v5's forward is slower than v4's: a thread has one vector, and the online sum has more
+// arithmetic per element. It reads a row twice instead of three times, which pays where rows come from memory.
 // The next rungs are in softmax.cu. They read a row once: v7 takes 3.1 (backward 4.7).
 #include "common/math.cuh"
 #include "common/vec.cuh"
