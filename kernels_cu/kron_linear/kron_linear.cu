@@ -29,10 +29,12 @@
 //
 // This file has the kernels for any factors; tile.cuh describes v4's. Other kernels of v4 are for particular
 // factors (sm_90a):
+//     chain_wgmma.cuh    two factors of 16-bit types by warpgroups, forward
 //     split_wgmma.cuh    one or two large float factors by warpgroups, forward and backward
 //     few_rows.cuh       two 128 x 128 factors with few rows, backward
 // Experiments and dead ends: docs/notes/kron_linear.md.
 
+#include "chain_wgmma.cuh"
 #include "few_rows.cuh"
 #include "split_wgmma.cuh"
 #include "tile_backward.cuh"
