@@ -92,6 +92,17 @@ def test_factors_of_any_size(device, sizes, dtype):
         assert torch.equal(y[2:4].double(), exact[2:4]) and y[4].isnan().all()
 
 
+@kernels
+def test_an_infinite_factor_stays_infinite_next_to_the_padding(device):
+    """Columns of z beyond the last one are infinity times zero."""
+    sizes = ((20, 64), (36, 33))
+    x, ws = draw(3, sizes, device, F16)
+    x, ws = x.abs(), [w.abs() for w in ws]
+    ws[0][3, 7] = float("inf")
+    y = launch(plans(sizes, 3, F16, device)[0], x, ws).view(3, 64, 33)
+    assert y[:, 7].isinf().all() and y[:, :7].isfinite().all() and y[:, 8:].isfinite().all()
+
+
 ADDED = (((64, 64), (32, 32)), BF16), (((32, 48), (32, 16)), F16)
 
 
