@@ -23,16 +23,16 @@
 //
 // One H200, us, forward (forward + backward)        float: v2    v4          bfloat16: v2  v4
 //     1024 x 32^3                                    387 (1864)   145 (554)   133 (598)     59 (208)
-//     1024 x (128, 128)                              237 (804)    96 (277)    43 (238)      36 (194)
-// bfloat16 of (128, 128) was recorded with `--without wide` at bb9e3c2, when a since deleted kernel was the
-// default.
+//     1024 x (128, 128)                              237 (804)    96 (277)    43 (238)      22 (181)
 //
 // This file has the kernels for any factors; tile.cuh describes v4's. Other kernels of v4 are for particular
 // factors (sm_90a):
+//     chain_wgmma.cuh    two factors of 16-bit types by warpgroups, forward
 //     split_wgmma.cuh    one or two large float factors by warpgroups, forward and backward
 //     few_rows.cuh       two 128 x 128 factors with few rows, backward
 // Experiments and dead ends: docs/notes/kron_linear.md.
 
+#include "chain_wgmma.cuh"
 #include "few_rows.cuh"
 #include "split_wgmma.cuh"
 #include "tile_backward.cuh"

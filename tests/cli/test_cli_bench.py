@@ -12,7 +12,7 @@ def rows_of(file, provider):
 
 @pytest.mark.parametrize("option", ["--kernel", "--without"])
 def test_an_unknown_candidate_is_refused(option):
-    assert "kron_linear has no candidate 'fast'; it has tile, split_wgmma," in refused("bench", "kron_linear", option, "fast")
+    assert "kron_linear has no candidate 'fast'; it has tile, chain_wgmma," in refused("bench", "kron_linear", option, "fast")
     assert "softmax has no candidate 'v3'; it has only its versions: use --only" in refused("bench", "softmax", option, "v3")
 
 

@@ -15,6 +15,7 @@ F, B, T = torch.float32, torch.bfloat16, "tf32"
 V6, V7, THREE, THREE7 = "v6", "v7", "3xtf32", "3xtf32 by v7"  # bfloat16 by a version; float32 by v6 and v7 as 3xTF32
 CHOSEN = {  # candidate: a shape and a dtype for which the default plan chooses it
     "kron_linear tile": ((1024, 32, 32, 32), B),
+    "kron_linear chain_wgmma": ((1024, 64, 64), B),
     "kron_linear split_wgmma": ((1024, 64, 64), F),
     "kron_linear split_wgmma_one": ((16, 64, 64, 64), F),
     "kron_linear few_rows": ((32, 128, 128), F),

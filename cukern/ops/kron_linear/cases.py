@@ -90,7 +90,7 @@ def _note(dims: Sequence[int], itemsize: int) -> str:
     return f"{state}; arithmetic intensity {intensity:.1f} flop/byte forward"
 
 
-CANDIDATES = ("tile", "split_wgmma", "split_wgmma_one", "few_rows")
+CANDIDATES = ("tile", "chain_wgmma", "split_wgmma", "split_wgmma_one", "few_rows")
 
 
 def _buckets(dims: tuple[int, ...]) -> list[tuple[int, ...]]:

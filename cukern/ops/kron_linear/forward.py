@@ -21,7 +21,7 @@ from cukern.runtime.tensors import pointers
 KERNELS = {
     name: Template("kron_linear/kron_linear.cu", f"kron_linear_v4_{name}", pdl=True)
     for name in (
-        *("tile", "split_wgmma", "tile_bwd", "split_wgmma_bwd", "split_wgmma_one_bwd"),
+        *("tile", "chain_wgmma", "split_wgmma", "tile_bwd", "split_wgmma_bwd", "split_wgmma_one_bwd"),
         *("few_rows_bwd", "few_rows_sum", "gradient", "sum"),
     )
 }
@@ -64,7 +64,8 @@ def plan_of_layer(
 
 
 def target_of(dtype: torch.dtype, device: int, tensor: bool, aligned: int, rows: int = 0) -> Problem:
-    return Problem(device_of(device), dtype.itemsize, tensor, aligned, rows % 32 == 0)
+    bfloat = dtype is torch.bfloat16
+    return Problem(device_of(device), dtype.itemsize, tensor, aligned, rows % 32 == 0, bfloat)
 
 
 def prepare(group: Launch, rows: int, dtype: torch.dtype, device: int, added: bool = False) -> Prepared:

@@ -24,6 +24,7 @@ class Problem(NamedTuple):
     tensor: bool = False  # tensor cores may multiply in TF32, which represents 16-bit numbers exactly
     aligned: int = 16  # addresses are multiples of this
     whole: bool = True  # the number of rows is a multiple of 32
+    bfloat: bool = False  # bfloat16
 
     @property
     def shared(self) -> int:
@@ -123,11 +124,11 @@ def cost_order(sizes: Sequence[tuple[int, int]]) -> list[int]:
 
 
 @functools.lru_cache(1024)
-def steps(sizes: Sizes) -> tuple[Step, ...]:
-    """The mode products of a layer, in the order in which they are done."""
+def steps(sizes: Sizes, order: tuple[int, ...] = ()) -> tuple[Step, ...]:
+    """The mode products of a layer, in the order in which they are done: `order`, or cost_order."""
     now = [p for p, _ in sizes]
     found = []
-    for i in cost_order(sizes):
+    for i in order or cost_order(sizes):
         p, q = sizes[i]
         found.append(Step(i, prod(now[:i]), p, q, prod(now[i + 1 :])))
         now[i] = q

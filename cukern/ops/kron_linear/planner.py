@@ -7,7 +7,7 @@ with predicted times. The fastest cut of the layer into runs is chosen.
 
 from collections.abc import Callable, Iterator, Sequence
 
-from cukern.ops.kron_linear import cublas, tile, tile_backward, wgmma
+from cukern.ops.kron_linear import chain_wgmma, cublas, tile, tile_backward, wgmma
 from cukern.ops.kron_linear.plan import MOST, Launch, Problem, Sizes, Step, least_us, planned_rows, steps
 from cukern.runtime.device import cached, eligible
 
@@ -20,7 +20,13 @@ BETWEEN = 128 << 20  # bytes, at most, of an array between two launches; more ro
 BETWEEN_US = 8.0
 BETWEEN_PART = 0.32
 
-FORWARD: tuple[Candidate, ...] = (tile.forward, wgmma.forward, cublas.small_right, cublas.forward)
+FORWARD: tuple[Candidate, ...] = (
+    tile.forward,
+    chain_wgmma.forward,
+    wgmma.forward,
+    cublas.small_right,
+    cublas.forward,
+)
 BACKWARD: tuple[Candidate, ...] = (tile_backward.backward, wgmma.backward, wgmma.few_rows)
 
 
@@ -32,10 +38,19 @@ def forward(sizes: Sizes, rows: int, target: Problem, count: int | None = None) 
     def launch(first: int, end: int) -> Launch | None:
         return fastest(order[first:end], rows, target if first == 0 else target._replace(aligned=16))
 
-    us, plan = _best_cut(order, launch, lambda _, us, rest: us + (gap_us(us) if rest else 0.0))
+    options = [_best_cut(order, launch, lambda _, us, rest: us + (gap_us(us) if rest else 0.0))]
+    if count is None:  # chain_wgmma multiplies by the left factor first, whichever the steps have first
+        right_first = steps(sizes, tuple(range(len(sizes)))[::-1])
+        options += [(g.us, (g,)) for g in chain_wgmma.forward(right_first, rows, target)]
+    us, plan = _best(options)
     if count is None and cublas.takes_forward(order, target) and [g.kernel for g in plan] == ["cublas"] * 2:
         return (Launch("cublas", order, us),)
     return plan
+
+
+def _best(options: Sequence[tuple[float, Plan]]) -> tuple[float, Plan]:
+    """The fastest of the eligible plans. The first one is for any factors."""
+    return min(eligible(options, lambda o: o[1][0].kernel) or options[:1], key=lambda o: o[0])
 
 
 def _best_cut(
@@ -112,8 +127,7 @@ def backward(sizes: Sizes, rows: int, target: Problem) -> Plan:
     if cublas.takes_layer(order, target):  # its forward may take longer than the other one
         more = cublas.us_of_layer(order, rows, target) - sum(g.us for g in forward(sizes, rows, target))
         options.append((more, (Launch("cublas", order, more),)))
-    options = eligible(options, lambda o: o[1][0].kernel) or options[:1]
-    plan = min(options, key=lambda o: o[0])[1]
+    plan = _best(options)[1]
     return tuple(g._replace(plan=(g.template(),)) for g in plan)  # calls do not make the text again
 
 
