@@ -94,8 +94,8 @@ __global__ void __launch_bounds__(THREADS)
         long long f = m0 + tm + TM * i;
         if (f >= fibers) continue;
         long long first = sample * fibers * q + fiber_offset(f, q, C);
-        const T* b = bias ? bias + first % features
-                          : nullptr;  // bias has `features` elements, one for each output of a row
+        // bias has `features` elements, one for each output of a row
+        const T* b = bias ? bias + first % features : nullptr;
         const T* r = residual ? residual + first : nullptr;
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
@@ -108,8 +108,7 @@ __global__ void __launch_bounds__(THREADS)
     }
 }
 
-// --------------------------------------------------------------------------------------------------- v4,
-// forward
+// ------------------------------------------------------------------------------------------ v4, forward
 
 // Grid SLICES * min(tiles, resident blocks), block THREADS. Dynamic shared memory: the matrices, the stage,
 // the tile.
@@ -211,8 +210,7 @@ __global__ void __launch_bounds__(64)
         if (int f = e / Q * 64 + thread; f < count) out[e % Q * fibers + first + f] = T(sums[e / Q][e % Q]);
 }
 
-// -------------------------------------------------------------------------------------------------- v4,
-// backward
+// ------------------------------------------------------------------------------------------ v4, backward
 
 // The gradient of a factor: see tile_backward.cuh. Grid pieces * ceil(P / K) * ceil(Q / J), block THREADS;
 // dynamic shared memory: two chunks of z and of h, later the sums.

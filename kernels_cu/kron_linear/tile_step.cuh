@@ -73,11 +73,10 @@ struct Plan4 {
     static constexpr int P = (Steps::P * ...), Q = (Steps::Q * ...), COUNT = sizeof...(Steps);
     using List = Steps4<Steps...>;
     using Rightmost = typename First<Steps...>::type;
-    static constexpr int NUMBERS = L * P * R,
-                         COLUMNS =
-                             Rightmost::Q / SLICES;  // of a tile; columns per slice in the rightmost step
-    static constexpr bool LOCAL =
-        SLICES == 1 && Rightmost::local(NUMBERS, R);  // the first step: each warp copies what it reads
+    // Elements of a tile; columns per slice in the rightmost step.
+    static constexpr int NUMBERS = L * P * R, COLUMNS = Rightmost::Q / SLICES;
+    // In the first step, each warp copies what it reads.
+    static constexpr bool LOCAL = SLICES == 1 && Rightmost::local(NUMBERS, R);
     static constexpr bool REST = AHEAD < NUMBERS;
 };
 
@@ -94,9 +93,8 @@ struct Global4 {
     // own.
     compute_t<T> scale, one;
 
-    __device__ __forceinline__ long long in_row(long long at) const {
-        return bias ? at % features : 0;
-    }  // the element of the bias
+    // The element of the bias.
+    __device__ __forceinline__ long long in_row(long long at) const { return bias ? at % features : 0; }
 };
 
 // Load N neighbours and convert them to the compute type. `to` is a part of an array.
@@ -253,8 +251,7 @@ __device__ __forceinline__ void multiply4(const In* in, const In* rest, F* tile,
                 for (int j = 0; j < S::COLUMNS; j += JV)
                     load_to<JV>(c + j, w + (k + kk) * S::PADDED + j * LC);
 #pragma unroll
-                for (int n = 0; n < S::FIBERS * S::COLUMNS;
-                     ++n) {  // back and forth, so that one operand is reused
+                for (int n = 0; n < S::FIBERS * S::COLUMNS; ++n) {  // back and forth: reuses one operand
                     int j = n / S::FIBERS, i = j % 2 ? S::FIBERS - 1 - n % S::FIBERS : n % S::FIBERS;
                     sums[i][j] += x[i][kk] * c[j];
                 }
@@ -271,8 +268,7 @@ __device__ __forceinline__ void multiply4(const In* in, const In* rest, F* tile,
         [&](int n, int m, int e) { return RIGHT == 1 ? sums[n * FV][m * EACH + e] : sums[n * FV + e][m]; });
 }
 
-// ------------------------------------------------------------------------------------------------- on tensor
-// cores
+// ------------------------------------------------------------------------------------------ on tensor cores
 //
 // Floats are multiplied in TF32, or with float precision as split numbers: x = big + small, both in TF32, and
 // three products (3xTF32).

@@ -143,9 +143,8 @@ def contraction(z: Tensor, h: Tensor, scale: float) -> Tensor:
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
     """a b. For 16-bit types the result is float32, because cuBLAS may add partial sums in the type of the
-    result. Where plans exclude
-    cuBLAS, the product is float32 too: compute-sanitizer's racecheck stops some of cuBLAS's 16-bit
-    kernels."""
+    result. Where plans exclude cuBLAS, the product is float32 too: compute-sanitizer's racecheck stops some
+    of cuBLAS's 16-bit kernels."""
     if a.itemsize > 2 or not a.is_cuda or not allowed("cublas"):
         a, b = (t.float() if t.itemsize == 2 else t for t in (a, b))
         return torch.bmm(a, b, out=a.new_empty(*a.shape[:2], b.shape[2]))
@@ -171,9 +170,8 @@ LARGE = 128  # rows and columns of a factor, at most, for which v4 has kernels o
 
 def takes_layer(steps: Sequence[Step], target: Problem) -> bool:
     """True if these functions take all steps of a layer: in float32, from the last factor to the first. Next
-    to a small factor, kernels of
-    our own are faster: forward and backward of 2048 x (16, 160) in TF32 132 us instead of 238, of 2048 x (64,
-    200) 505 instead of 694."""
+    to a small factor, kernels of our own are faster: forward and backward of 2048 x (16, 160) in TF32 132 us
+    instead of 238, of 2048 x (64, 200) 505 instead of 694."""
     sizes = [n for s in steps for n in (s.p, s.q)]
     large = min(sizes) > LARGE // 2 and max(sizes) > LARGE
     return target.itemsize == 4 and len(steps) <= 2 and large and steps[-1].factor == 0

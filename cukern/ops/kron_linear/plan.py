@@ -57,9 +57,8 @@ class Launch(NamedTuple):
     kernel: str  # the candidate's name
     steps: tuple[Step, ...]
     us: float  # predicted
-    plan: tuple[
-        object, ...
-    ] = ()  # the kernel's template argument, or the name of a C++ template and its arguments
+    # the kernel's template argument, or the name of a C++ template and its arguments
+    plan: tuple[object, ...] = ()
     threads: int = 0
     shared: int = 0  # bytes
     L: int = 1  # fibers of a tile
@@ -71,11 +70,8 @@ class Launch(NamedTuple):
 
     def template(self, added: bool = False) -> str:
         """The kernel's template argument; `added`: with a bias or a residual."""
-        return (
-            instance(*[added if a is ADDED else a for a in self.plan])
-            if len(self.plan) > 1
-            else str(*self.plan)
-        )
+        known = [added if a is ADDED else a for a in self.plan]
+        return instance(*known) if len(known) > 1 else str(*known)
 
     @property
     def parts(self) -> tuple[Any, ...]:

@@ -57,9 +57,7 @@ def _best_cut(
     order: Run, launch: Callable[[int, int], Launch | None], total: Callable[[int, float, Plan], float]
 ) -> tuple[float, Plan]:
     """The time of the fastest launches for all steps, and these. launch(first, end) is the launch of some
-    steps;
-    total(first, us, rest) is the time from step `first` on, if that launch and the `rest` after it take
-    `us`."""
+    steps; total(first, us, rest) the time from step `first` on, if it and the `rest` after it take `us`."""
     best: list[tuple[float, Plan]] = [(0.0, ())]  # for the last n steps
     for first in reversed(range(len(order))):
         options = []

@@ -157,7 +157,7 @@ def _tilings(pieces: Pieces, rows: int, target: Problem) -> Iterator[Launch]:
         resident = ceil(blocks / sms)
         merged = [instance("Merged", *piece) for piece in pieces]
         plan = "Backward4", threads, resident, split, bytes_, stages, L, R, C, *merged
-        each = _us_of_tile(shape, C, L, R, stages, resident, shared, bytes_, target)
+        each = _us_of_tile(shape, C, (L, R, stages), resident, shared, bytes_, target)
         loaded = (shape.matrices * size + shape.sums * 8) * resident / target.device.sm_bytes_us
         us = 2 * LAUNCH_US + ceil(tiles / blocks) * resident * each + loaded
         yield Launch("tile", run, us, plan, threads, shared, L, R, resident)
@@ -166,15 +166,14 @@ def _tilings(pieces: Pieces, rows: int, target: Problem) -> Iterator[Launch]:
 def _us_of_tile(
     shape: _Shape,
     C: int,
-    L: int,
-    R: int,
-    stages: int,
+    tile: tuple[int, int, int],
     resident: int,
     shared: int,
     bytes_: int,
     target: Problem,
 ) -> float:
-    """A model of the time of a tile on an SM with `resident` blocks."""
+    """A model of the time of a tile (L, R, stages) on an SM with `resident` blocks."""
+    L, R, stages = tile
     split = target.strict
     size = target.itemsize
     coarse = 1 if R == 1 or R >= C else max(1, 64 / (R * size))

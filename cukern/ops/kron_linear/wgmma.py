@@ -20,17 +20,17 @@ def forward(run: Sequence[Step], rows: int, target: Problem) -> Iterator[Launch]
     """The launch of a run, if there is one."""
     if not _fits(run, target):
         return
-    (p1, q1), (p2, q2), right, left = _sizes(run)
-    # of a team
+    left, right = _parts(run)
+    (p1, q1), (p2, q2) = ((s.p, s.q) if s else (TILE, TILE) for s in (left, right))
     A = rows * run[-1].left
-    threads = 2 * q1 if left else 128
-    tiles = A * (1 if right else run[0].right // TILE) if left else ceil(A / TILE)
+    threads = 2 * q1 if left else 128  # of a team
     teams = 2 if threads == 128 else 1
+    L, R = (1, 1 if right else TILE) if left else (TILE, 1)
+    tiles = ceil(A / L) * run[0].right // R
     # A left factor is in registers.
     shared = BYTES[target.tensor] * ((p2 * q2 if right else 0) + (4 * p1 * p2 if left else 0))
     work = (p1 * q1 * p2 if left else 0) + (q1 * p2 * q2 if right else 0)
     us = START_US + _us(tiles, work, p1 * p2 + q1 * q2, target)
-    L, R = (1, 1 if right else TILE) if left else (TILE, 1)
     if shared <= target.shared:
         products = 2 if target.tensor else 3
         plan = _plan(run, teams, target)
@@ -43,14 +43,13 @@ def backward(run: Sequence[Step], rows: int, target: Problem) -> Iterator[Launch
         return
     s = run[0]
     split = BYTES[target.tensor]
-    (p1, q1), (p2, q2) = _sizes(run)[:2]
     if len(run) == 2:
         name = "split_wgmma"
         teams = 2
         tile = (1, 1)
-        elements = p1 * q1 + p2 * q2 + (teams + 1) * p1 * p2 + teams * (q1 * q2 + p1 * q2)
-        shared = split * elements + 128  # mbarriers
-        us = _us(rows * run[-1].left, 2 * p1 * q1 * q2 + 3 * p1 * p2 * q2, 2 * p1 * p2 + q1 * q2, target)
+        # the factors, X of all warpgroups, G and H of each team; mbarriers
+        shared = split * (3 + 3 * teams) * TILE**2 + 128
+        us = _us(rows * run[-1].left, 5 * TILE**3, 3 * TILE**2, target)
         plan = _plan(run, teams, target)
         threads = (teams + 1) * 128
     else:
@@ -73,25 +72,16 @@ def backward(run: Sequence[Step], rows: int, target: Problem) -> Iterator[Launch
 
 
 def _fits(run: Sequence[Step], target: Problem) -> bool:
-    if not _can(target):
+    if not (target.device.wgmma and target.itemsize == 4 and target.aligned >= 16):
         return False
     if len(run) > 1:
         return len(run) == 2 and run[0].right == 1 and all(s.p == s.q == TILE for s in run)
     return run[0].p in SIZES and run[0].q in SIZES and (run[0].right == 1 or run[0].right % TILE == 0)
 
 
-def _can(target: Problem) -> bool:
-    return target.device.wgmma and target.itemsize == 4 and target.aligned >= 16
-
-
-def _sizes(run: Sequence[Step]) -> tuple[tuple[int, int], tuple[int, int], bool, bool]:
-    """A tile's sizes before and after the left factor, and the right one, and whether there is a right
-    factor, and a left one. One alone is the right one if nothing is to its right."""
-    right = run[0].right == 1
-    left = run[0].right > 1 or len(run) == 2
-    of_left = (run[-1].p, run[-1].q) if left else (TILE, TILE)
-    of_right = (run[0].p, run[0].q) if right else (TILE, TILE)
-    return of_left, of_right, right, left
+def _parts(run: Sequence[Step]) -> tuple[Step | None, Step | None]:
+    """The left factor and the right one. One alone is the right one if nothing is to its right."""
+    return run[-1] if run[-1].right > 1 else None, run[0] if run[0].right == 1 else None
 
 
 def _us(tiles: int, work: int, numbers: int, target: Problem) -> float:
@@ -102,8 +92,7 @@ def _us(tiles: int, work: int, numbers: int, target: Problem) -> float:
 
 
 def _plan(run: Sequence[Step], teams: int, target: Problem) -> tuple[object, ...]:
-    _, _, right, left = _sizes(run)
-    merged = [instance("Merged", *one) for one in ([run[-1]] if left else [], [run[0]] if right else [])]
+    merged = [instance("Merged", *([] if s is None else [s])) for s in _parts(run)]
     return "Split4", teams, KINDS[target.tensor], run[0].right, *merged
 
 
