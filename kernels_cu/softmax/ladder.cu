@@ -17,8 +17,8 @@
 // v4       warp shuffles                      7.6     the row is copied to shared memory              389
 // v5       16-byte vectors, online softmax    8.4     one sum per row instead of one per element      5.3
 //
-// At this size v5's forward is slower than v4's: a thread has one vector, and the online sum has more
-// arithmetic per element. It reads a row twice instead of three times, which pays where rows come from memory.
+// v5's forward reads a row twice instead of three times, but the conversions to double and back take longer
+// than the reads. softmax.cu computes exponentials in float.
 // The next rungs are in softmax.cu. They read a row once: v7 takes 3.1 (backward 4.7).
 #include "common/math.cuh"
 #include "common/vec.cuh"
