@@ -91,7 +91,10 @@ def device_times(
 
 
 def host_times(calls: Mapping[Name, Call], device: torch.device, rounds: int = 60, count: int = 200) -> dict[Name, Timing]:
-    """Host time of one call: `count` calls, fewer than the length of the launch queue, without waiting for the GPU."""
+    """Host time of one call, in rounds of `count` calls, fewer than the length of the launch queue, without waiting for the GPU. Of long
+    calls a round has fewer, at least 4, in about 20 ms."""
+    slowest = max((_seconds(call) for call in calls.values()), default=0.0)
+    count = min(count, max(4, int(0.02 / slowest))) if slowest else count
 
     def repeated(call: Call) -> Call:
         def run() -> None:
@@ -110,6 +113,15 @@ def host_times(calls: Mapping[Name, Call], device: torch.device, rounds: int = 6
         if collecting:
             gc.enable()
         wait()
+
+
+def _seconds(call: Call) -> float:
+    """Host time of the fifth call: the first three are planned and recorded."""
+    for _ in range(4):
+        call()
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
 
 
 def _times(batches: dict[Name, _Batch], clock: Callable[[list[_Batch]], list[float]], warmup: int, rounds: int) -> dict[Name, Timing]:
