@@ -1,5 +1,6 @@
 """`cukern gpt2 bench`: the time of a training step, next to the same step in torch and with torch.compile."""
 
+import contextlib
 import gc
 import tempfile
 import time
@@ -114,7 +115,7 @@ def bench(
     file = record_file(record_it)
     expect(compile in MODES, f"--compile {', '.join(MODES)}", repr(compile))
     B, T, place = 4 if batch is None else batch, 1024 if seq_len is None else seq_len, pick_device(device)
-    peaks, updates, trainers = dict[Key, float](), dict[Key, Callable[[], object]](), list[Trainer]()
+    peaks, updates = dict[Key, float](), dict[Key, Callable[[], object]]()
     chosen = softmax_forward_kernel, softmax_backward_kernel, matmul_forward_kernel
     versions: list[str | None] = [*(attention or (None,))]
     loaded = kernels(place, *chosen, versions[0], parallel.started()[0] == 0)
@@ -124,6 +125,7 @@ def bench(
         loaded,
         exact,
         tempfile.TemporaryDirectory() as folder,
+        contextlib.ExitStack() as at_end,
     ):
         peers = [("torch", "")] * eager + [("torch.compile", compile)] * (compile != "no")
         expect(count == 1 or not peers, "--compile no and --no-eager under torchrun", [name for name, _ in peers])
@@ -132,14 +134,12 @@ def bench(
             trainer, peak = _warm(partial(_trainer, ours, B, T, steps, folder, rank, count, zero), Trainer.update)
             key = "cukern", _label(version, fused_loss, recompute, count, zero, chosen)
             updates[key], peaks[key] = trainer.update, peak
-            trainers.append(trainer)
+            at_end.callback(trainer.close)
         made = trainer.model
         data = torch.randint(made.config.vocab_size, (2, B, T), dtype=torch.int64, device=place)
         for key in peers:
             updates[key], peaks[key] = _warm(partial(_peer, made, data, key[1]), lambda update: update())
         times = _times(updates, steps)
-        for trainer in trainers:
-            trainer.close()
     kind = "bfloat16" if made.wte.dtype == torch.bfloat16 else "tf32" if tf32 and place == "cuda" else "float32"
     what = f"step {model}", (count * B, T), kind
     rows = _rows(times, peaks, what, trainer.flops_per_token() * count * B * T)

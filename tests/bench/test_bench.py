@@ -40,7 +40,7 @@ def test_each_call_goes_to_the_next_set():
 def test_providers_take_turns():
     order = []
     timing.host_times({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, CPU, rounds=20, count=5)
-    rounds = "".join(order)[10:]  # the first ten warm up
+    rounds = "".join(order)[20:]  # before: five calls of each for their length, and a round to warm up
     assert rounds.count("a") == rounds.count("b") == 100
     assert {rounds[i : i + 10] for i in range(0, 200, 10)} == {"aaaaabbbbb", "bbbbbaaaaa"}, "each round has both, in random order"
 

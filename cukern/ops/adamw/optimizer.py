@@ -161,7 +161,7 @@ class AdamW(torch.optim.Optimizer):
         now, key, rows, squares = self._tensors(found), None, [], None
         grads, written, known = now.grads, now.written, self._known
         table = known.table if known is not None and now.are(known) else None
-        capturing = now.grads[0].is_cuda and torch.cuda.is_current_stream_capturing()
+        capturing = _capturing(now.grads[0])
         if table is None:
             layout = layouts(now.params)
             grads, state = gradients(found, layout), self._state(found)
@@ -169,9 +169,7 @@ class AdamW(torch.optim.Optimizer):
             key = self._key(found, layout, state)
             table = self._tables.get(key)
             if table is None:
-                if capturing:
-                    raise RuntimeError("before the capture of step() in a CUDA graph, call it once with gradients of the same parameters")
-                rows = [self._row(*one) for one in found]
+                rows = self._rows(found)
                 state = self._state(found)  # the rows may have created it
                 key = self._key(found, layout, state)
             written = now.params + [t for column in state for t in column if isinstance(t, Tensor)]
@@ -185,6 +183,11 @@ class AdamW(torch.optim.Optimizer):
                 self._launch(key, table, rows, grads, squares, scaling, capturing)
         torch.autograd.graph.increment_version(written)  # torch's operations do so themselves
 
+    def _rows(self, found: list[Found]) -> list[Row]:
+        if _capturing(found[0][1]):
+            raise RuntimeError("before the capture of step() in a CUDA graph, call it once with gradients of the same parameters")
+        return [self._row(*one) for one in found]
+
     def _tensors(self, found: list[Found]) -> Tensors:
         groups = [(len(group["params"]), bool(group.get("amsgrad"))) for group in self.param_groups]
         return Tensors(found, [self.state.get(p, {}) for _, p, _ in found], groups)
@@ -194,7 +197,7 @@ class AdamW(torch.optim.Optimizer):
         data = b"".join(group_bytes(*self._numbers(g), maximize=bool(g.get("maximize"))) for g in self.param_groups)
         if data == self._written or self._groups is None:
             return
-        if self._groups.is_cuda and torch.cuda.is_current_stream_capturing():
+        if _capturing(self._groups):
             raise RuntimeError("a number in a group changed before the capture of a CUDA graph: call update_groups() before the capture")
         write(self._groups, data)
         self._written = data
@@ -288,6 +291,10 @@ class AdamW(torch.optim.Optimizer):
 def _squares_of_all(found: list[Found], grads: list[Tensor]) -> Tensor | None:
     """The sum of squares over the processes, which share DTensors; None without DTensors."""
     return sum_of_squares(found, grads) if any(hasattr(p, "to_local") for _, p, _ in found) else None
+
+
+def _capturing(t: Tensor) -> bool:
+    return t.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _target(row: Row) -> Tensor:
