@@ -4,6 +4,7 @@ Two trees whose ledgers are equal launch the same kernels with the same geometry
 """
 
 import ctypes
+import functools
 import hashlib
 import os
 from collections.abc import Collection, Iterable, Iterator
@@ -83,10 +84,17 @@ def _is_address(word: int) -> bool:
     """True if the page of this address is mapped. Two 32-bit sizes in one word look like an address, but nothing is mapped there.
     The heap of some builds of Python lies at low addresses, where sizes are too: of those its own range counts."""
     if not 1 << 36 < word < 1 << 56:
-        return _HEAP <= word < _libc.sbrk(0)
+        return _heap() <= word < _libc.sbrk(0)
     return _libc.mincore(ctypes.c_void_p(word // _PAGE * _PAGE), ctypes.c_size_t(1), ctypes.byref(ctypes.c_ubyte())) == 0
 
 
 _libc = ctypes.CDLL(None)
 _libc.sbrk.restype = ctypes.c_size_t
-_HEAP = next((int(line.partition("-")[0], 16) for line in Path("/proc/self/maps").read_text().splitlines() if "[heap]" in line), 1 << 64)
+
+
+@functools.cache
+def _heap() -> int:
+    """The first address of the heap; beyond all addresses where Linux does not say it."""
+    maps = Path("/proc/self/maps")
+    lines = maps.read_text().splitlines() if maps.exists() else []
+    return next((int(line.partition("-")[0], 16) for line in lines if "[heap]" in line), 1 << 64)

@@ -26,7 +26,7 @@ Name = TypeVar("Name", bound=Hashable)  # of a provider
 GRAPH_BELOW_US, HOST_SHARE = 200.0, 0.5
 BATCH_US = 1000.0  # target time between two events
 MAX_BATCH = 1000  # calls; about the length of the driver's launch queue
-CPU_BATCH_US = 2000.0
+CPU_BATCH_US, HOST_BATCH_US = 2000.0, 20_000.0
 WARMUP_US = 200_000.0  # of rounds that are not recorded
 _SLEEP_CYCLES = 1_000_000  # the GPU waits about 0.5 ms, in which the host enqueues the first batches
 
@@ -91,19 +91,8 @@ def device_times(
 
 
 def host_times(calls: Mapping[Name, Call], device: torch.device, rounds: int = 60, count: int = 200) -> dict[Name, Timing]:
-    """Host time of one call, in rounds of `count` calls, fewer than the length of the launch queue, without waiting for the GPU. Of long
-    calls a round has fewer, at least 4, in about 20 ms."""
-    slowest = max((_seconds(call) for call in calls.values()), default=0.0)
-    count = min(count, max(4, int(0.02 / slowest))) if slowest else count
-
-    def repeated(call: Call) -> Call:
-        def run() -> None:
-            for _ in range(count):
-                call()
-
-        return run
-
-    batches = {name: _Batch(repeated(call), count) for name, call in calls.items()}
+    """Host time of one call. A round has up to `count` calls, fewer than the length of the launch queue. It does not wait for the GPU."""
+    batches = {name: _prepare_host(call, count) for name, call in calls.items()}
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     collecting = gc.isenabled()
     gc.disable()
@@ -115,13 +104,12 @@ def host_times(calls: Mapping[Name, Call], device: torch.device, rounds: int = 6
         wait()
 
 
-def _seconds(call: Call) -> float:
-    """Host time of the fifth call: the first three are planned and recorded."""
-    for _ in range(4):
-        call()
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
+def _prepare_host(call: Call, most: int) -> _Batch:
+    run = _in_turns([call])
+    run(4)  # the first three are planned and recorded
+    (call_us,) = _host_round([_Batch(call, 1)])
+    count = min(most, _calls_in_batch(call_us, 1, HOST_BATCH_US))
+    return _Batch(lambda: run(count), count, call_us)
 
 
 def _times(batches: dict[Name, _Batch], clock: Callable[[list[_Batch]], list[float]], warmup: int, rounds: int) -> dict[Name, Timing]:

@@ -178,8 +178,9 @@ def _over(case: Case, shapes: list[tuple[int, ...]], text: str | None) -> list[t
 def _without_op(op: str, only: list[str] | None, seconds: float) -> Iterator[Table]:
     from cukern.bench import llama_block, muon, own_kernel, startup
 
-    if op in (LLAMA_BLOCK, MUON):
-        yield from llama_block.measure_llama_block(seconds) if op == LLAMA_BLOCK else muon.measure_muon(seconds)
+    timed = {LLAMA_BLOCK: llama_block.measure_llama_block, MUON: muon.measure_muon}
+    if op in timed:
+        yield from timed[op](seconds)
         return
     with errors.status("starting fresh processes"):
         yield from own_kernel.measure_own_kernel(only) if op == OWN_KERNEL else startup.measure_startup(only)

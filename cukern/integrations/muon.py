@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cukern.ops.adamw.state import local
+
 try:
     from torch.optim import Muon as _Muon
 except ImportError:
@@ -48,7 +50,7 @@ class Muon(_Muon):
 
 def _update(group: dict[str, Any], params: Sequence[Tensor], grads: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
     lr, momentum = float(group["lr"]), group["momentum"]
-    locals_, grads, buffers = ([_local(t) for t in tensors] for tensors in (params, grads, buffers))
+    locals_, grads, buffers = ([local(t) for t in tensors] for tensors in (params, grads, buffers))
     torch._foreach_lerp_(buffers, grads, 1 - momentum)
     updates = torch._foreach_lerp(grads, buffers, momentum) if group["nesterov"] else buffers
     torch._foreach_mul_(locals_, 1 - lr * group["weight_decay"])
@@ -81,10 +83,6 @@ def _ratio(adjust: str | None, rows: int, columns: int) -> float:
 
 
 # ---- DTensors
-
-
-def _local(x: Any) -> Tensor:
-    return x.to_local() if hasattr(x, "to_local") else x
 
 
 def _whole(update: Tensor, p: Any) -> Tensor:

@@ -24,7 +24,8 @@ from cukern.runtime import checks
 from cukern.runtime.compile.forks import no_fork
 from cukern.runtime.device import versions_in_force, when_plans_change
 from cukern.runtime.launch import backend, driver
-from cukern.runtime.recording import ALIGNMENT, STALE, Recorder, compiled, local
+from cukern.runtime.recording import ALIGNMENT, Recorder, local
+from cukern.runtime.replay import STALE, compiled
 
 MOST = 4096  # plans of a function; the oldest are forgotten
 _ENABLED = os.environ.get("CUKERN_REPLAY", "1") != "0" and not (driver.SYNC or driver.NVTX)

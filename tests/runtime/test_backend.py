@@ -13,7 +13,7 @@ from helpers import OLD_TORCH, gpu, in_thread, kernels, no_gpu, own_names, run_p
 
 import cukern
 from cukern.bench.calls import arguments, backward, draw_douts, leaves_of, wanted_inputs
-from cukern.runtime import recording
+from cukern.runtime import replay
 from cukern.runtime.compile.sources import Source
 from cukern.runtime.launch import backend, extended_launch
 from cukern.runtime.launch.kernel import Kernel
@@ -385,7 +385,7 @@ def test_a_bound_launch_packs_the_rest_once(device):
     }""")
     x, outs = torch.randn(32, device=device), torch.full((2, 32), torch.nan, dtype=torch.float64, device=device)
     launch, shared = kernel.on(x.get_device()), 60 << 10
-    one, other = (recording._bound(launch, (1, 1, 1), (32, 1, 1), shared, f, 1 << 20, shared // 4) for f in (0.5, -2.0))
+    one, other = (replay._bound(launch, (1, 1, 1), (32, 1, 1), shared, f, 1 << 20, shared // 4) for f in (0.5, -2.0))
 
     def call(bound, out):
         with simulated(x, out):
@@ -399,7 +399,7 @@ def test_a_bound_launch_packs_the_rest_once(device):
 
 @gpu
 def test_a_bound_launch_that_is_refused_says_why():
-    launch = recording._bound(cukern.compile("__global__ void one(float* out, int n) { out[n] = 1; }").on(0), (1, 1, 1), (2000, 1, 1), 0, 3)
+    launch = replay._bound(cukern.compile("__global__ void one(float* out, int n) { out[n] = 1; }").on(0), (1, 1, 1), (2000, 1, 1), 0, 3)
     with pytest.raises(cukern.LaunchError, match=r"one .*block x = 2000"):
         launch(0)
 

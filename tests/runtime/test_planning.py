@@ -15,6 +15,7 @@ from cukern.runtime import planning, recording
 from cukern.runtime.device import forget_plans
 from cukern.runtime.dispatch.autograd import Differentiable, apply_of
 from cukern.runtime.registry import CASES
+from cukern.runtime.replay import compiled
 
 # adamw has tables of its own. attention_varlen reads cu_seqlens on a CPU. In place, rope compares addresses.
 NEVER_REPLAYED = {"adamw", "attention_varlen", "rope_in_place"}
@@ -161,7 +162,7 @@ def test_torch_operations_are_replayed():
     inputs = torch.randn(4, 4), torch.randn(4, 4)
     recorder, program = record(call, *inputs)
     assert not recorder.failed
-    replay, others = recording.compiled(program, 2), (torch.randn(4, 4), torch.randn(4, 4))
+    replay, others = compiled(program, 2), (torch.randn(4, 4), torch.randn(4, 4))
     (a, (b, none)), (c, (d, _)) = replay(*others), call(*others)
     assert torch.equal(a, c) and torch.equal(b, d) and none is None
 
@@ -229,7 +230,7 @@ def test_recorded_and_replayed_calls_free_tensors_where_the_call_does():
     with Alive() as recorded:
         recorder, program = record(call, x)
     assert not recorder.failed
-    replay = recording.compiled(program, 1)
+    replay = compiled(program, 1)
     with Alive() as replayed:
         replay(x)
     assert replayed.most <= plain.most == recorded.most
@@ -386,7 +387,7 @@ def test_a_forward_whose_context_has_tensors_is_not_inlined():
         recorder, program = record(apply, x)
         assert not recorder.failed and [step.forward for step in program.steps] == [None]
     other = torch.randn(3).requires_grad_()
-    (g,) = torch.autograd.grad(recording.compiled(program, 1)(other).sum(), other)
+    (g,) = torch.autograd.grad(compiled(program, 1)(other).sum(), other)
     assert torch.equal(g, 2 * other.detach())
 
 
