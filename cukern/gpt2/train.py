@@ -59,7 +59,7 @@ class Trainer:
         self.val_batches = s.val_batches if s.val_batches >= 0 else self.val_data.num_tokens // s.tokens
         self.examples = read_hellaswag(s.hellaswag, vocabulary) if s.hellaswag else []
         self.graph: tuple[torch.cuda.CUDAGraph, Tensor, Tensor] | None = None  # of an update; its batches; loss and norm
-        self.eager_updates = 0
+        self.eager_updates = 0  # before the capture of a graph
         self.skips = s.skip_loss > 0 or s.skip_norm > 0
         self.parts = s.num_processes if s.zero else 1  # of the optimizer's state
         state = self._start()

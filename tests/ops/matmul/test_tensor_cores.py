@@ -92,7 +92,7 @@ def test_more_k_tiles_than_stages(device, version, tile):
 
 
 @kernels
-@pytest.mark.parametrize("dtype, pad", itertools.product((B, H, F), (0, 1, 2, 4)) if PLACE == "cuda" else PADS)
+@pytest.mark.parametrize("dtype, pad", list(itertools.product((B, H, F), (0, 1, 2, 4))) if PLACE == "cuda" else PADS)
 @pytest.mark.parametrize("version", ("v6", "v7"))
 def test_every_alignment(device, dtype, pad, version):
     """Operands that are copied first. The sizes are not multiples of a copy. Copies start as NaN."""
