@@ -104,6 +104,12 @@ def host_times(calls: Mapping[Name, Call], device: torch.device, rounds: int = 6
         wait()
 
 
+def successive_times(call: Call, count: int, device: torch.device) -> Timing:
+    """The time of one of `count` calls in a row, as a program makes them: with the host's time where the GPU waits for it."""
+    clock = _gpu_round if device.type == "cuda" else _host_round
+    return summary(clock([_Batch(call, 1)] * count))
+
+
 def _prepare_host(call: Call, most: int) -> _Batch:
     run = _in_turns([call])
     run(4)  # the first three are planned and recorded

@@ -17,7 +17,9 @@ from cukern.runtime.device import restricted
 from cukern.runtime.registry import Case
 
 CPU_BYTES, CPU_FLOPS = 1 << 26, 10**9  # of a call that is timed without a GPU
-STARTUP, OWN_KERNEL, LLAMA_BLOCK, MUON = OTHERS = "startup", "own_kernel", "llama_block", "muon"  # benchmarks in place of an op
+STARTUP, OWN_KERNEL, LLAMA_BLOCK, MUON = "startup", "own_kernel", "llama_block", "muon"
+MODELS = "llama", "qwen3", "gemma2"
+OTHERS = STARTUP, OWN_KERNEL, LLAMA_BLOCK, MUON, *MODELS  # benchmarks in place of an op
 
 
 def bench(
@@ -48,6 +50,7 @@ def bench(
     OP `startup` times the import and first calls in fresh processes, and the compilation of attention's kernels. OP `own_kernel` times the
     compilation and the launch of a user's own kernel, next to torch's load_inline and _compile_kernel. OP `llama_block` times a block with
     rope, rmsnorm, attention and swiglu, eager and under torch.compile. OP `muon` times a step of the optimizer, next to torch's.
+    OP `llama`, `qwen3` and `gemma2` time updates of transformers' models with random weights, next to torch.compile and Liger.
     """
     if op in OTHERS and dims:
         raise ValueError(f"{op} takes no sizes, got {' '.join(map(str, dims))}")
@@ -176,8 +179,11 @@ def _over(case: Case, shapes: list[tuple[int, ...]], text: str | None) -> list[t
 
 
 def _without_op(op: str, only: list[str] | None, seconds: float) -> Iterator[Table]:
-    from cukern.bench import llama_block, muon, own_kernel, startup
+    from cukern.bench import llama_block, models, muon, own_kernel, startup
 
+    if op in MODELS:
+        yield from models.measure_model(op, only)
+        return
     timed = {LLAMA_BLOCK: llama_block.measure_llama_block, MUON: muon.measure_muon}
     if op in timed:
         yield from timed[op](seconds)
@@ -202,6 +208,8 @@ def _columns(rows: Sequence[Row]) -> dict[str, Callable[[Row], str]]:
         "TFLOP/s": lambda r: _number(r.tflops),
         "of limit": lambda r: _number(r.of_limit),
         "x torch": lambda r: _number(torch_us / r.median_us if torch_us else None),
+        "tokens/s": lambda r: f"{r.shape[-2] * r.shape[-1] / r.median_us * 1e6:.0f}" if r.op in MODELS else "",
+        "peak MiB": lambda r: f"{r.peak_mib:.0f}" if r.peak_mib else "",
         "error": lambda r: "" if r.error is None else f"{r.error:.1e}",
     }
     return {name: cell for name, cell in columns.items() if any(cell(r) for r in rows)}

@@ -11,7 +11,7 @@ import torch
 from helpers import TREE, gpu
 from turn import TURN
 
-from cukern.bench import calls, environment, llama_block, muon, own_kernel, peers, record, startup, timing
+from cukern.bench import calls, environment, llama_block, models, muon, own_kernel, peers, record, startup, timing
 from cukern.bench.measure import Row, copies, measure, measure_host, passes, providers
 from cukern.cli import profile
 from cukern.runtime.compile import cache
@@ -122,7 +122,7 @@ def test_measure_host_has_a_table_for_each_pass():
 def test_measure_two_outputs_written_in_place():
     for name in ("fwd", "bwd", "bwd:q"):
         table = measure(TURN, (100,), torch.float32, name, CPU, ["cukern", "torch"], budget_s=0.02)
-        assert [r.provider for r in table.rows] == ["cukern", "torch"] and not table.missing
+        assert [r.provider for r in table.rows] == ["torch", "cukern"] and not table.missing
         assert all(0 < r.median_us < 1e5 and 0 <= r.error < 1e-6 for r in table.rows)
     half = dataclasses.replace(TURN, call=lambda q, k, cos, sin, at: TURN.call(q, k, cos, sin * 0.5, at))
     table = measure(half, (100,), torch.float32, "bwd", CPU, ["cukern"], budget_s=0.02)
@@ -375,3 +375,19 @@ def test_startup_reports_a_process_that_fails():
         startup.fresh_seconds("raise SystemExit(1)")
     with pytest.raises(RuntimeError, match="warned"):
         startup.fresh_seconds("import sys; sys.stderr.write('cukern could not'); print(1)")
+
+
+@pytest.mark.parametrize("op", ("llama", "qwen3", "gemma2"))
+def test_models_next_to_torch(op):
+    """An update of a tiny model, as it is and patched, eager and compiled."""
+    pytest.importorskip("transformers")
+    sizes = dict(num_hidden_layers=1, hidden_size=32, vocab_size=64, intermediate_size=32, num_attention_heads=2)
+    sizes |= dict(num_key_value_heads=1, head_dim=16)
+    (table,) = models.measure_model(op, ["cukern", "torch"], 2, sizes, (1, 8))
+    assert [row.provider for row in table.rows] == ["torch", "cukern"] and not table.missing
+    assert all(row.shape == (1, 32, 64, 1, 8) and row.median_us > 0 for row in table.rows)
+
+
+def test_a_model_refuses_unknown_providers():
+    with pytest.raises(ValueError, match=r"--only must name some of torch compiled, .*, got quack"):
+        next(models.measure_model("llama", ["quack"]))

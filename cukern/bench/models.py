@@ -1,0 +1,119 @@
+"""Times training steps of transformers' models with random weights: as they are, with cukern.patch, and with
+Liger's patch; eager, and under torch.compile."""
+
+import importlib.util
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+import cukern
+from cukern.bench import environment, timing
+from cukern.bench.measure import Row, Table, name_of
+
+# By the name of the benchmark: the model's type, sizes of its config, and sequences and tokens of a batch.
+MODELS: dict[str, tuple[str, dict[str, int], tuple[int, int]]] = {
+    "llama": (
+        "Llama",
+        dict(num_hidden_layers=16, hidden_size=2048, vocab_size=128256, intermediate_size=8192)
+        | dict(num_attention_heads=32, num_key_value_heads=8, head_dim=64),
+        (4, 2048),
+    ),
+    "qwen3": (
+        "Qwen3",
+        dict(num_hidden_layers=28, hidden_size=1024, vocab_size=151936, intermediate_size=3072)
+        | dict(num_attention_heads=16, num_key_value_heads=8, head_dim=128),
+        (8, 2048),
+    ),
+    "gemma2": (
+        "Gemma2",
+        dict(num_hidden_layers=26, hidden_size=2304, vocab_size=256000, intermediate_size=9216)
+        | dict(num_attention_heads=8, num_key_value_heads=4, head_dim=256),
+        (2, 4096),
+    ),
+}
+PROVIDERS = "torch compiled", "torch", "cukern", "cukern compiled", "liger"  # Liger's patch stays: it is last
+WARMUP = 3
+
+
+def _build(kind: str, sizes: dict[str, int]) -> Any:
+    import transformers
+
+    config = getattr(transformers, f"{kind}Config")(
+        **sizes, tie_word_embeddings=True, use_cache=False, bos_token_id=1, eos_token_id=2, pad_token_id=0
+    )
+    torch.manual_seed(0)
+    device = environment.device()
+    with torch.device(device):
+        model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    return model.to(torch.bfloat16 if device.type == "cuda" else torch.float32).train()
+
+
+def _patch(model: Any, provider: str) -> Callable[[], None]:
+    """Patch the model for the provider. Returns what takes the patch back."""
+    if provider.startswith("cukern"):
+        return cukern.patch(model).undo
+    if provider == "liger":
+        from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instance
+
+        _apply_liger_kernel_to_instance(model)
+    return lambda: None
+
+
+def _row(op: str, provider: str, steps: int, sizes: dict[str, int], batch: tuple[int, int]) -> Row:
+    """Time `steps` updates, and the peak memory of the tensors."""
+    device, cuda = environment.device(), environment.device().type == "cuda"
+    model = _build(MODELS[op][0], sizes)
+    undo = _patch(model, provider)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    tokens = torch.randint(sizes["vocab_size"], batch, device=device)
+    compiled = provider.endswith("compiled")
+    network = torch.compile(model, backend="inductor" if cuda else "aot_eager") if compiled else model
+
+    def step() -> None:
+        network(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    try:
+        for _ in range(WARMUP):
+            step()
+        if cuda:
+            torch.cuda.reset_peak_memory_stats()
+        times = timing.successive_times(step, steps, device)
+        peak = torch.cuda.max_memory_allocated() / 2**20 if cuda else None
+    finally:
+        undo()
+        torch.compiler.reset()
+    dtype = name_of(next(model.parameters()).dtype)
+    shape = (sizes["num_hidden_layers"], sizes["hidden_size"], sizes["vocab_size"], *batch)
+    return Row(op, "", "update", shape, dtype, provider, times.median_us, times.iqr_us, peak_mib=peak)
+
+
+def measure_model(
+    op: str,
+    only: Sequence[str] | None,
+    steps: int = 10,
+    sizes: dict[str, int] | None = None,
+    batch: tuple[int, int] | None = None,
+) -> Iterator[Table]:
+    """Yield the time of an update, with torch's fused AdamW, for one provider after the other: forward, loss,
+    backward and update, from Python. `sizes` and `batch` replace those of the model in MODELS."""
+    if importlib.util.find_spec("transformers") is None:
+        raise ValueError(f"{op} is a model of transformers: pip install transformers")
+    if unknown := set(only or ()) - set(PROVIDERS):
+        raise ValueError(f"--only must name some of {', '.join(PROVIDERS)}, got {', '.join(sorted(unknown))}")
+    rows, missing = [], {}
+    for provider in PROVIDERS:
+        if only is not None and provider not in only:
+            continue
+        if provider == "liger" and importlib.util.find_spec("liger_kernel") is None:
+            missing[provider] = "liger_kernel is not installed"
+            continue
+        try:
+            rows.append(_row(op, provider, steps, MODELS[op][1] | (sizes or {}), batch or MODELS[op][2]))
+        except (torch.OutOfMemoryError, torch._dynamo.exc.TorchDynamoException) as error:
+            missing[provider] = str(error).partition("\n")[0]
+        if environment.device().type == "cuda":
+            torch.cuda.empty_cache()
+    yield Table(rows, missing)
