@@ -1,6 +1,6 @@
 """More than one process. torchrun starts them. After a backward, one all-reduce averages their gradients, which a CUDA graph may contain.
-With llm.c's -z 1 it is FSDP2, which gives each process a part of each parameter and of the optimizer's state. If a process dies, torchrun
-ends the others and names it."""
+With llm.c's -z 1 it is FSDP2, which gives each process a part of each parameter and of the optimizer's state. If a process dies, torchrun,
+or without it watch.py, ends the others and names it."""
 
 import contextlib
 import datetime
@@ -9,11 +9,13 @@ import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 from torch import Tensor, distributed
 
 from cukern.gpt2.files import expect
+from cukern.gpt2.watch import Watch
 
 
 @dataclass(frozen=True)
@@ -45,13 +47,20 @@ def processes(device: str, start: Start | None = None) -> Iterator[tuple[int, in
         local, gpus = start.local_rank if start else int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
         expect(local < gpus, f"at most one process for each of the {gpus} GPUs", f"local rank {local}")
         torch.cuda.set_device(local)
-    where: dict[str, Any] = {"init_method": start.method, "rank": rank, "world_size": count} if start else {}
+    where: dict[str, Any] = {}
+    watch = None
+    if start:
+        store, *_ = next(distributed.rendezvous(start.method, rank, count))
+        watch = Watch(store, urlsplit(start.method).hostname or "localhost", rank, count)
+        where = {"store": store, "rank": rank, "world_size": count}
     distributed.init_process_group("nccl" if device == "cuda" else "gloo", timeout=datetime.timedelta(minutes=5), **where)
     try:
         yield rank, count
     except Exception as error:
         print(f"rank {rank} of {count} ends: {error}", file=sys.stderr, flush=True)
         raise
+    if watch:
+        watch.done()
     distributed.destroy_process_group()  # not after an error: it could wait for processes that have ended
 
 

@@ -233,7 +233,7 @@ def test_processes_that_find_each_other_by_a_file(data, tmp_path):
 def test_a_process_that_fails_names_itself_and_ends_the_other(data, tmp_path):
     runs = [start_without_torchrun(tmp_path, data, rank, *more) for rank, more in ((0, ()), (1, ("-e", "none.bin")))]
     failed = runs[1].communicate(timeout=200)[1]
-    runs[0].communicate(timeout=200)  # no torchrun ends it: it ends when gloo finds the connection closed
+    runs[0].communicate(timeout=200)  # no torchrun ends it: watch.py does
     assert runs[0].returncode and runs[1].returncode
     assert "rank 1 of 2 ends: " in failed
 
@@ -254,6 +254,35 @@ def test_a_process_that_dies_ends_the_others(data):
             run.kill()
     assert run.returncode != 0 and seconds < 10
     assert re.search(r"rank +: 1 \(local_rank: 1\)\s+exitcode +: -9", rest), rest[-3000:]
+
+
+SLEEPER = """
+import sys, time
+from cukern.gpt2.parallel import Start, processes
+with processes("cpu", Start("file://" + sys.argv[1], int(sys.argv[2]), 3, 0)):
+    print("connected", flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("dead", (0, 1))
+def test_a_process_that_dies_without_torchrun_ends_the_others(tmp_path, dead):
+    commands = [[sys.executable, "-c", SLEEPER, str(tmp_path / "store"), str(rank)] for rank in range(3)]
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
+    runs = [subprocess.Popen(command, **pipes) for command in commands]
+    try:
+        assert [run.stdout.readline() for run in runs] == ["connected\n"] * 3
+        start = time.perf_counter()
+        runs[dead].kill()
+        texts = [run.communicate(timeout=30)[1] for run in runs]
+        seconds = time.perf_counter() - start
+    finally:
+        for run in runs:
+            run.kill()
+    assert seconds < 10
+    for rank, (run, text) in enumerate(zip(runs, texts, strict=True)):
+        if rank != dead:
+            assert run.returncode == 1 and f"rank {dead} of 3 has ended, and so does rank {rank}" in text
 
 
 if __name__ == "__main__":
