@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from cukern.runtime.compile import cache
+from cukern.runtime.compile import bindings, cache
 
 SIMULATED = -1  # the number of the simulated GPU, which is torch's get_device() of a CPU tensor
 _CLOCKS_AND_BUS = (13, 36, 37)  # CU_DEVICE_ATTRIBUTE_CLOCK_RATE, _MEMORY_CLOCK_RATE, _GLOBAL_MEMORY_BUS_WIDTH
@@ -104,8 +104,7 @@ def _of_gpu(index: int) -> Device:
     known = next((d for d in KNOWN.values() if d.name == facts.name), None)
     rates = tuned().get(facts.name) or (known and (known.sm_bytes_us, known.cycles_us))
     if not rates:
-        from cupy.cuda import runtime
-
+        runtime = bindings.runtime()
         clock_khz, memory_khz, bus_bits = (runtime.deviceGetAttribute(attribute, index) for attribute in _CLOCKS_AND_BUS)
         sm_bytes_us = _BANDWIDTH * 2 * memory_khz * bus_bits / 8 / 1e3 / facts.multi_processor_count
         rates = sm_bytes_us, _CLOCK * clock_khz / 1e3

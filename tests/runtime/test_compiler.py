@@ -108,10 +108,10 @@ def test_ptx_of_a_wrong_source_raises_the_compilers_message(empty_cache):
 @pytest.mark.parametrize(
     "breakage, words",
     [
-        ("sys.modules.update(dict.fromkeys(('cupy', 'cupy.cuda', 'cupy_backends')))", "pip install cupy-cuda1"),
+        ("sys.modules.update(dict.fromkeys(('cupy.cuda', 'cupy._core')))", "pip install cupy-cuda1"),
         ("from cupy.cuda import nvrtc; nvrtc.getVersion = lambda: 1 / 0", "pip install nvidia-cuda-nvrtc"),
     ],
-    ids=["no CuPy", "no NVRTC"],
+    ids=["a broken CuPy", "no NVRTC"],
 )
 def test_missing_packages_are_named_with_the_install_command(tmp_path, breakage, words):
     code = f"""

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cukern.runtime.compile import cache
+from cukern.runtime.compile import bindings, cache
 from cukern.runtime.compile.cache import Cubin as Cubin
 from cukern.runtime.compile.cache import Report as Report
 from cukern.runtime.compile.forks import no_fork
@@ -105,33 +105,37 @@ def nvrtc_version() -> str:
     return "+".join(found) or ".".join(map(str, nvrtc().getVersion()))
 
 
-def cupy() -> Any:
-    """The package cupy. Raises SetupError with the command that installs it."""
-    try:
-        with no_fork():
-            cache.give_cupy_a_cache()
-            import cupy
-    except Exception as error:
-        raise SetupError(f"CuPy cannot be imported ({error}). Run: pip install cupy-cuda12x") from error
-    return cupy
-
-
 @functools.cache
 def nvrtc() -> Any:
-    """CuPy's binding of NVRTC. Raises SetupError with the command that installs NVRTC."""
-    binding = cupy().cuda.nvrtc
+    """CuPy's binding of NVRTC, or without CuPy one of the same functions. Raises SetupError with the command that
+    installs what is missing."""
+    try:
+        binding = bindings.nvrtc(_libraries() if not bindings.has_cupy() else ())
+    except Exception as error:
+        if bindings.has_cupy():
+            raise SetupError(f"CuPy cannot be imported ({error}). Run: pip install cupy-cuda12x") from error
+        raise _no_nvrtc(error) from error
     try:
         binding.getVersion()
     except Exception:
         try:
-            for folder in _wheel_folders():  # CuPy before 14 does not search them, but finds a library that is already loaded
-                for library in folder.glob("*/lib/libnvrtc.so.[0-9]*"):
-                    ctypes.CDLL(str(library))
+            for library in _libraries():  # CuPy before 14 does not search them, but finds a library that is already loaded
+                ctypes.CDLL(library)
             binding.getVersion()
         except Exception as error:
-            wheels = "nvidia-cuda-nvrtc-cu12 nvidia-cuda-runtime-cu12"
-            raise SetupError(f"NVRTC cannot be loaded ({error}). Run: pip install {wheels}") from error
+            raise _no_nvrtc(error) from error
     return binding
+
+
+def _no_nvrtc(error: Exception) -> SetupError:
+    wheels = "nvidia-cuda-nvrtc-cu12 nvidia-cuda-runtime-cu12"
+    return SetupError(f"NVRTC cannot be loaded ({error}). Run: pip install {wheels}")
+
+
+def _libraries() -> list[str]:
+    """The files of NVRTC in pip's wheels, then the names under which a toolkit installs it."""
+    files = (str(file) for folder in _wheel_folders() for file in folder.glob("*/lib/libnvrtc.so.[0-9]*"))
+    return [*files, "libnvrtc.so.13", "libnvrtc.so.12"]
 
 
 def _wheel_folders() -> list[Path]:

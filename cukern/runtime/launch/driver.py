@@ -1,6 +1,6 @@
 """Loads kernels on a GPU and launches them there.
 
-CuPy's RawModule loads the machine code. `cupy_backends.cuda.api.driver` launches it with arguments that are packed here. A launch takes
+CuPy's RawModule loads the machine code. CuPy's binding of the driver launches it with arguments that are packed here. A launch takes
 3 us of host time, nearly all of it in the driver; a call of a CuPy RawKernel takes twice as long.
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from cukern.runtime import recording
-from cukern.runtime.compile import compiler
+from cukern.runtime.compile import bindings
 from cukern.runtime.compile.compiler import Cubin, SetupError
 from cukern.runtime.compile.signature import Param, explain_misfit, offsets, packer
 from cukern.runtime.device import SIMULATED, cached, device_of
@@ -59,26 +59,33 @@ def require_gpu() -> None:
 
 def load(name: str, cubin: Cubin, params: tuple[Param, ...], device: int, attribute: Attribute = 0) -> tuple[Launch, Any]:
     """Load a cubin on a GPU. Returns `launch(grid, block, shared_bytes, *args)`, which launches on torch's current stream, and the
-    cupy.RawKernel. `attribute`: EARLY, TOGETHER or the shape of a cluster, see extended_launch.py, or 0."""
-    cupy = compiler.cupy()
+    cupy.RawKernel, or None without CuPy. `attribute`: EARLY, TOGETHER or the shape of a cluster, see extended_launch.py, or 0."""
     with torch.cuda.device(device):
         torch.cuda.current_stream(device)  # creates torch's context, which the module must belong to
         try:
-            with tempfile.TemporaryDirectory(prefix="cukern-") as folder:  # CuPy caches modules by path, so each load uses a new one
-                file = Path(folder, "kernel.cubin")
-                file.write_bytes(cubin.code)
-                raw = cupy.RawModule(path=str(file)).get_function(cubin.symbol)
-        except cupy.cuda.driver.CUDADriverError as error:
+            raw = _raw_kernel(cubin) if bindings.has_cupy() else None
+            function = raw.kernel.ptr if raw else bindings.function_of(cubin.code, cubin.symbol)
+        except bindings.driver().CUDADriverError as error:
             raise LaunchError(f"{name} compiled for {cubin.arch} does not load on {torch.cuda.get_device_name(device)}: {error}") from None
         except OSError as error:
             raise SetupError(
                 f"{name} cannot be written to a temporary file ({error}): set TMPDIR to a folder that can be written"
             ) from error
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(raw))  # never unloaded: a captured CUDA graph may use the function
-        launch: Launch = Loaded(raw.kernel.ptr, name, cubin, params, device, attribute)
+        launch: Launch = Loaded(function, name, cubin, params, device, attribute)
     if SYNC or NVTX:
         launch = _debugged(launch, name)
     return launch, raw
+
+
+def _raw_kernel(cubin: Cubin) -> Any:
+    """The cupy.RawKernel of a cubin. It is never unloaded: a captured CUDA graph may use the function."""
+    cupy = bindings.cupy()
+    with tempfile.TemporaryDirectory(prefix="cukern-") as folder:  # CuPy caches modules by path, so each load uses a new one
+        file = Path(folder, "kernel.cubin")
+        file.write_bytes(cubin.code)
+        raw = cupy.RawModule(path=str(file)).get_function(cubin.symbol)
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(raw))
+    return raw
 
 
 def _debugged(launch: Launch, name: str) -> Launch:
@@ -115,8 +122,7 @@ class _Arguments(threading.local):
 def _allow_cluster(function: int, device: int, attribute: Attribute) -> Dim:
     """The cluster shape of a kernel, in thread blocks: that of the launch, else that of the source. Permits clusters larger than the
     portable size."""
-    from cupy_backends.cuda.api import driver
-
+    driver = bindings.driver()
     if device_of(device).capability < 90:
         if isinstance(attribute, tuple):
             raise LaunchError(f"cluster={attribute} needs compute capability 9.0, this GPU has {device_of(device).capability / 10}")
@@ -135,15 +141,14 @@ class Loaded:
     `most_shared`: a list of the bytes of dynamic shared memory that are allowed so far."""
 
     def __init__(self, function: int, name: str, cubin: Cubin, params: tuple[Param, ...], device: int, attribute: Attribute):
-        from cupy_backends.cuda.api import driver
-
-        self.driver, self.context = driver, driver.ctxGetCurrent()
+        self.driver = bindings.driver()
+        self.context = self.driver.ctxGetCurrent()
         self.function, self.name, self.cubin, self.params = function, name, cubin, params
         self.device, self.attribute = device, attribute
         self.layout, self.cluster = packer(params), _allow_cluster(function, device, attribute)
         self.pack, self.arguments = self.layout.pack_into, _Arguments(bytes(self.layout.size), params, attribute)
         capability = device_of(device).capability
-        self.launch = (attribute and extended_launch.launcher(capability, attribute)) or driver.launchKernel
+        self.launch = (attribute and extended_launch.launcher(capability, attribute)) or self.driver.launchKernel
         self.most_shared, self.growing = [_FREE_SHARED - cubin.report.shared], threading.Lock()
 
     def __call__(self, grid: Dim, block: Dim, shared: int, *args: Any) -> None:

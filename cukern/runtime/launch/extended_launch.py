@@ -12,6 +12,8 @@ import struct
 import threading
 from collections.abc import Callable
 
+from cukern.runtime.compile import bindings
+
 CAPABILITY, DRIVER = 90, 12030  # the minimum for EARLY; older drivers cannot capture it in a CUDA graph
 TOGETHER, EARLY = 2, 6  # CU_LAUNCH_ATTRIBUTE_COOPERATIVE, _PROGRAMMATIC_STREAM_SERIALIZATION
 _CLUSTER = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
@@ -35,9 +37,8 @@ class _Config(threading.local):
 @functools.cache
 def launcher(capability: int, attribute: Attribute) -> Callable[..., None] | None:
     """A function with the arguments and errors of CuPy's driver.launchKernel, or None if the GPU or driver does not support EARLY."""
-    from cupy_backends.cuda.api import driver, runtime
-
-    if attribute == EARLY and (capability < CAPABILITY or runtime.driverGetVersion() < DRIVER):
+    driver = bindings.driver()
+    if attribute == EARLY and (capability < CAPABILITY or bindings.runtime().driverGetVersion() < DRIVER):
         return None
     launch = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1").cuLaunchKernelEx
     launch.argtypes = [ctypes.c_void_p] * 4

@@ -139,6 +139,8 @@ class Kernel:
             raise SetupError(f"{self.name} has no cupy.RawKernel: there is no GPU, and the simulator runs PTX without CuPy")
         device = driver.current_device()
         self.on(device)
+        if self._raw[device] is None:
+            raise SetupError(f"{self.name} has no cupy.RawKernel: CuPy is not installed. Run: pip install cupy-cuda12x")
         return self._raw[device]
 
     @_outside_graphs

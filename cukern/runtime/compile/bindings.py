@@ -1,0 +1,195 @@
+"""NVRTC, CUDA's driver and its runtime as CuPy binds them. Where CuPy is not installed, as in a package of the
+Hugging Face Hub, the same functions call the libraries through ctypes; a launch then takes longer on the host.
+"""
+
+import ctypes
+import functools
+import importlib.util
+import os
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from cukern.runtime.compile import cache
+from cukern.runtime.compile.forks import no_fork
+
+_DRIVER = "nvcuda.dll" if os.name == "nt" else "libcuda.so.1"
+
+
+class NVRTCError(RuntimeError):
+    """As CuPy's nvrtc.NVRTCError."""
+
+
+class CUDADriverError(RuntimeError):
+    """As CuPy's driver.CUDADriverError."""
+
+
+@functools.cache
+def has_cupy() -> bool:
+    return importlib.util.find_spec("cupy") is not None
+
+
+def cupy() -> Any:
+    """The package cupy. Raises what its import raises."""
+    with no_fork():
+        cache.give_cupy_a_cache()
+        import cupy
+    return cupy
+
+
+def nvrtc(libraries: Sequence[str]) -> Any:
+    """CuPy's binding, or that of the first of the libraries that can be loaded. Raises if there is none."""
+    return cupy().cuda.nvrtc if has_cupy() else _Nvrtc(libraries)
+
+
+@functools.cache
+def driver() -> Any:
+    """Its launchKernel, funcGetAttribute, funcSetAttribute, ctxGetCurrent, ctxSetCurrent and CUDADriverError."""
+    if has_cupy():
+        from cupy_backends.cuda.api import driver
+
+        return driver
+    call = _checked(ctypes.CDLL(_DRIVER))
+    launch = call("cuLaunchKernel", "P" + 7 * "I" + "PPP")
+
+    def launch_kernel(function: int, *sizes: int) -> None:
+        x, y, z, *others = sizes
+        if (x | y | z | others[0] | others[1] | others[2] | others[3]) >> 31:  # ctypes would drop these bits
+            raise OverflowError(f"grid, block and shared memory must be in 0..2^31-1, got {sizes[:7]}")
+        launch(function, *sizes)
+
+    return SimpleNamespace(
+        CUDADriverError=CUDADriverError,
+        launchKernel=launch_kernel,
+        funcGetAttribute=lambda attribute, function: _int(call("cuFuncGetAttribute", "PIP"), attribute, function),
+        funcSetAttribute=call("cuFuncSetAttribute", "PII"),
+        ctxGetCurrent=lambda: _pointer(call("cuCtxGetCurrent", "P")),
+        ctxSetCurrent=call("cuCtxSetCurrent", "P"),
+    )
+
+
+@functools.cache
+def runtime() -> Any:
+    """Its driverGetVersion and deviceGetAttribute."""
+    if has_cupy():
+        from cupy_backends.cuda.api import runtime
+
+        return runtime
+    call = _checked(ctypes.CDLL(_DRIVER))
+
+    def attribute_of(attribute: int, index: int) -> int:
+        device = _int(call("cuDeviceGet", "PI"), index)
+        return _int(call("cuDeviceGetAttribute", "PII"), attribute, device)
+
+    return SimpleNamespace(driverGetVersion=lambda: _int(call("cuDriverGetVersion", "P")), deviceGetAttribute=attribute_of)
+
+
+def function_of(cubin: bytes, symbol: str) -> int:
+    """The CUfunction of a kernel, loaded without CuPy in the current context. It is never unloaded."""
+    call = _checked(ctypes.CDLL(_DRIVER))
+    module = ctypes.c_void_p()
+    call("cuModuleLoadData", "PP")(ctypes.addressof(module), cubin)
+    return _pointer(call("cuModuleGetFunction", "PPP"), module.value, symbol.encode())
+
+
+def _checked(library: ctypes.CDLL) -> Any:
+    """A function that gives a function of the driver by its name and the types of its arguments: P, a pointer or
+    bytes, or I, an int. It raises CUDADriverError."""
+
+    @functools.cache
+    def find(name: str, types: str) -> Any:
+        function = library[name]
+        function.argtypes = [ctypes.c_void_p if letter == "P" else ctypes.c_int for letter in types]
+
+        def call(*args: Any) -> None:
+            if status := function(*args):
+                text = ctypes.c_char_p()
+                library.cuGetErrorName(status, ctypes.byref(text))
+                raise CUDADriverError((text.value or str(status).encode()).decode())
+
+        return call
+
+    return find
+
+
+def _int(call: Any, *args: Any) -> int:
+    """The int that a function writes to its first argument."""
+    value = ctypes.c_int()
+    call(ctypes.addressof(value), *args)
+    return value.value
+
+
+def _pointer(call: Any, *args: Any) -> int:
+    value = ctypes.c_void_p()
+    call(ctypes.addressof(value), *args)
+    return value.value or 0
+
+
+class _Nvrtc:
+    """NVRTC's functions with the arguments of CuPy's module nvrtc."""
+
+    NVRTCError = NVRTCError
+
+    def __init__(self, libraries: Sequence[str]) -> None:
+        errors = []
+        for name in libraries:
+            try:
+                self.library = ctypes.CDLL(name)
+                return
+            except OSError as error:
+                errors.append(str(error))
+        raise OSError(errors[-1] if errors else "no library libnvrtc.so was found")
+
+    def _call(self, name: str, *args: Any) -> None:
+        if status := self.library[name](*args):
+            self.library.nvrtcGetErrorString.restype = ctypes.c_char_p
+            raise NVRTCError(self.library.nvrtcGetErrorString(status).decode())
+
+    def getVersion(self) -> tuple[int, int]:
+        major, minor = ctypes.c_int(), ctypes.c_int()
+        self._call("nvrtcVersion", ctypes.byref(major), ctypes.byref(minor))
+        return major.value, minor.value
+
+    def getSupportedArchs(self) -> list[int]:
+        count = ctypes.c_int()
+        self._call("nvrtcGetNumSupportedArchs", ctypes.byref(count))
+        archs = (ctypes.c_int * count.value)()
+        self._call("nvrtcGetSupportedArchs", archs)
+        return list(archs)
+
+    def createProgram(self, text: str, name: str, headers: Sequence[bytes], includes: Sequence[bytes]) -> int:
+        program, count = ctypes.c_void_p(), len(headers)
+        arrays = ((ctypes.c_char_p * count)(*values) for values in (headers, includes))
+        self._call("nvrtcCreateProgram", ctypes.byref(program), text.encode(), name.encode(), count, *arrays)
+        return program.value or 0
+
+    def addNameExpression(self, program: int, name: str) -> None:
+        self._call("nvrtcAddNameExpression", ctypes.c_void_p(program), name.encode())
+
+    def compileProgram(self, program: int, options: Sequence[str]) -> None:
+        values = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+        self._call("nvrtcCompileProgram", ctypes.c_void_p(program), len(options), values)
+
+    def getLoweredName(self, program: int, name: str) -> bytes:
+        found = ctypes.c_char_p()
+        self._call("nvrtcGetLoweredName", ctypes.c_void_p(program), name.encode(), ctypes.byref(found))
+        return found.value or b""
+
+    def destroyProgram(self, program: int) -> None:
+        self._call("nvrtcDestroyProgram", ctypes.byref(ctypes.c_void_p(program)))
+
+    def getProgramLog(self, program: int) -> str:
+        return self._bytes("ProgramLog", program).rstrip(b"\0").decode()
+
+    def getPTX(self, program: int) -> bytes:
+        return self._bytes("PTX", program).rstrip(b"\0")
+
+    def getCUBIN(self, program: int) -> bytes:
+        return self._bytes("CUBIN", program)[:-1]  # CuPy drops the last byte, a zero
+
+    def _bytes(self, what: str, program: int) -> bytes:
+        size = ctypes.c_size_t()
+        self._call(f"nvrtcGet{what}Size", ctypes.c_void_p(program), ctypes.byref(size))
+        text = ctypes.create_string_buffer(size.value)
+        self._call(f"nvrtcGet{what}", ctypes.c_void_p(program), text)
+        return text.raw
