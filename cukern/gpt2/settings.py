@@ -44,7 +44,7 @@ class Settings:
     skip_norm: float = 0.0  # -sg: the same for the norm of the gradient
     betas: tuple[float, float] = (0.9, 0.95)
     max_norm: float = 1.0  # the norm to which the gradient is clipped; 0: it is not
-    graph: bool = True  # on a GPU, unless the state is divided: replay an update as a CUDA graph
+    graph: bool = True  # on a GPU: replay an update as a CUDA graph
     rank: int = 0  # of this process
     num_processes: int = 1
     zero: int = 0  # -z: 1 divides parameters and the optimizer's state among the processes, as FSDP2

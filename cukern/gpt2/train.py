@@ -255,8 +255,7 @@ class Trainer:
 
     def _replays(self) -> bool:
         """True if updates are replays of a CUDA graph."""
-        s = self.settings
-        return self.device.type == "cuda" and s.graph and not (s.zero and s.num_processes > 1)
+        return self.device.type == "cuda" and self.settings.graph
 
     def close(self) -> None:
         """Free the CUDA graph. NCCL's communicators wait for those that use them before they end."""
