@@ -1,5 +1,6 @@
 """Two to four CPU processes (gloo) against one: losses, shards, resume bit for bit and on another number, a process that dies."""
 
+import itertools
 import json
 import os
 import re
@@ -12,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import ROOT, TREE
+from helpers import ROOT, TREE, gpu
 
 from cukern.gpt2 import checkpoint
 from cukern.gpt2.checkpoint import Config
@@ -31,9 +32,9 @@ ENVIRONMENT["GLOO_SOCKET_IFNAME"] = "lo"
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
 
 
-def make(folder, kind, out=None, **changes):
+def make(folder, kind, out=None, device="cpu", **changes):
     zero, dtype = ALL[kind]
-    model = GPT2(TINY, dtype=dtype)
+    model = GPT2(TINY, dtype=dtype, device=device)
     model.initialize()
     defaults = dict(batch=2, seq_len=8, total_batch=64, steps=8, lr=1e-2, weight_decay=0.1, max_norm=0.5, zero=zero, resume=bool(out))
     defaults |= dict(val_every=4, val_batches=3, sample_every=0, checkpoint_every=4 if out else 0)
@@ -51,6 +52,15 @@ def main(folder):
     from cukern.gpt2.parallel import barrier, processes
 
     found = {}
+    if sys.argv[2:] == ["cuda"]:
+        with processes("cuda") as (rank, count):
+            for kind, graph in itertools.product(KINDS, (True, False)):
+                trainer = make(folder, kind, device="cuda", rank=rank, num_processes=count, graph=graph)
+                trainer.run(lambda step: None)
+                found[f"{kind} {graph}"] = trainer.losses, trainer.eager_updates
+            if rank == 0:
+                (folder / "losses_cuda.json").write_text(json.dumps(found))
+        return
     with processes("cpu") as (rank, count):
         if count == 3:
             trainer = make(folder, "fsdp_one_batch", folder / "of_3", rank=rank, num_processes=3, total_batch=48)
@@ -97,11 +107,21 @@ def losses(data):
     return launched(data, 2)
 
 
-def launched(data, count):
-    command = [*TORCHRUN[:-1], str(count), __file__, str(data)]
+def launched(data, count, *more):
+    command = [*TORCHRUN[:-1], str(count), __file__, str(data), *more]
     done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads((data / f"losses_{count}.json").read_text())
+    return json.loads((data / f"losses_{'_'.join(more) or count}.json").read_text())
+
+
+@gpu
+def test_a_graph_on_two_gpus_gives_the_bits_of_separate_launches(data):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    found = launched(data, 2, "cuda")
+    for kind in KINDS:
+        (graphed, first), (eager, none) = found[f"{kind} True"], found[f"{kind} False"]
+        assert (first, none) == (2, 0) and graphed == eager and len(eager) == 8
 
 
 class OfTwo:
