@@ -31,7 +31,8 @@ FULL = {"batch": 64, "seq_len": 1024, "total_batch": 2**19, "val_every": 125, "v
 SMALL_RUN = {"batch": 12, "seq_len": 64, "steps": 300, "val_every": 100, "val_batches": -1}
 BENCH = {"batch": 16, "seq_len": 1024, "steps": 20, "val_every": 0}
 Flag = typer.Option
-Text, Count = str | None, int | None
+Text = str | None
+Count = int | None
 
 
 def speedrun(
@@ -120,7 +121,8 @@ def _bench(make: Any, name: str, given: dict[str, Any], tokens: float, file: Pat
         say(f"{row.name}: first update ends {seconds:.1f} s after the start of a process that runs only this")
         say(f"{row.name}: {TARGET} after {hours:.2f} h, computed from an assumed {tokens:.3g} tokens, not run")
     if file:
-        firsts = [Row("gpt2", k[1], f"{name} first step", *what[1:], k[0], 1e6 * t, 0.0) for k, t in first.items()]
+        name = f"{name} first step"
+        firsts = [Row("gpt2", k[1], name, *what[1:], k[0], 1e6 * t, 0.0) for k, t in first.items()]
         record.append([*rows, *firsts], file)
         say(f"appended to {file}", to=common.errors)
 

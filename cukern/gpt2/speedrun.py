@@ -28,7 +28,7 @@ HEAD_DIM = 128
 
 @dataclass(frozen=True)
 class Recipe:
-    """What the sizes do not say. Settings.lr and the schedule multiply the learning rates. ValueError: bad numbers."""
+    """What the sizes do not say. Settings.lr and the schedule multiply the learning rates. Raises ValueError."""
 
     tied: bool = False  # the head is the embedding
     softcap: float = 30.0  # of the logits
@@ -66,7 +66,7 @@ class Cukern:
 
     @staticmethod
     def relu_squared(x: Tensor) -> Tensor:
-        with torch.no_grad():  # in place, without a derivative: that of the square, 2 relu(x), is 0 where relu's is
+        with torch.no_grad():  # without a derivative: that of the square, 2 relu(x), is 0 where relu's is
             x.relu_()
         return cukern.square(x)
 
@@ -113,9 +113,7 @@ class Torch:
             return F.scaled_dot_product_attention(q, k, v, is_causal=True)
         if isinstance(mask, Tensor):
             return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-        from torch.nn.attention.flex_attention import flex_attention
-
-        return flex_attention(q, k, v, block_mask=mask)
+        return torch.nn.attention.flex_attention.flex_attention(q, k, v, block_mask=mask)
 
     @staticmethod
     def loss(x: Tensor, head: Tensor, targets: Tensor, vocab_size: int, softcap: float) -> Tensor:
@@ -130,12 +128,12 @@ def band(window: int, length: int, device: torch.device) -> Any:
     if device.type == "cpu":
         every = torch.ones(length, length, dtype=torch.bool, device=device)
         return every.tril() & every.triu(1 - window)
-    from torch.nn.attention.flex_attention import create_block_mask
+    import torch.nn.attention.flex_attention as flex  # slow
 
     def sees(batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
         return (column <= row) & (column > row - window)
 
-    return create_block_mask(sees, None, None, length, length, device=device)  # type: ignore[arg-type]
+    return flex.create_block_mask(sees, None, None, length, length, device=device)  # type: ignore[arg-type]
 
 
 class SpeedrunModel(torch.nn.Module):
@@ -156,13 +154,8 @@ class SpeedrunModel(torch.nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         expect(dtype in (torch.float32, torch.bfloat16), "float32 or bfloat16", dtype, error=TypeError)
-        C, self.config, self.recipe, self.plain, self.dtype = (
-            config.channels,
-            config,
-            recipe or Recipe(),
-            plain,
-            dtype,
-        )
+        C, self.config, self.recipe = config.channels, config, recipe or Recipe()
+        self.plain, self.dtype = plain, dtype
         self.ops: Any = Torch if plain else Cukern
         self.heads = C // HEAD_DIM if C % HEAD_DIM == 0 else config.num_heads
         expect(C // self.heads % 2 == 0, "heads of an even number of elements", C // self.heads)

@@ -1,4 +1,4 @@
-"""The speedrun: cukern's ops against plain torch over 20 updates, windows and rates over a run, the command, refusals."""
+"""The speedrun: cukern's ops against plain torch, windows and rates over a run, the command, refusals."""
 
 import json
 
