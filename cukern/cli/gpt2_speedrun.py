@@ -69,20 +69,22 @@ def speedrun(
     make = partial(_made, tied=tied, place=pick_device(device), compile=compile)
     if bench:
         _bench(make, model or "d12", BENCH | given, tokens, record_file(record_it))
-        return
-    ranks = parallel.processes(pick_device(device))
+    else:
+        _train(make, model or ("d12" if train_data else SMALL), given, plain, tokens)
+
+
+def _train(make: Any, model: str, given: dict[str, Any], plain: bool, tokens: float) -> None:
+    ranks, every = parallel.processes(make.keywords["place"]), 1 if "train_data" in given else 50
     with ranks as (rank, count), tempfile.TemporaryDirectory() as folder:
-        if train_data is None:
-            val, train = write_shards(folder, "topics", tokenize([builtin_text()], "bytes")[0])
-            given = {"train_data": train, "val_data": val} | SMALL_RUN | given
-        else:
+        if "train_data" in given:
             given = FULL | given
             given.setdefault("steps", max(1, round(tokens / max(1, given["total_batch"]))))
+        else:
+            val, train = write_shards(folder, "topics", tokenize([builtin_text()], "bytes")[0])
+            given = {"train_data": train, "val_data": val} | SMALL_RUN | given
         settings = Settings(**given, sample_every=0, rank=rank, num_processes=count)
-        made = make(model or ("d12" if train_data else SMALL), settings.seq_len, plain=plain)
-        speak = say if rank == 0 else lambda line: None
-        trainer, every = Speedrun(made, settings, speak), 1 if train_data else 50
-        by = "torch" if plain else "cukern"
+        made, speak = make(model, settings.seq_len, plain=plain), say if rank == 0 else lambda line: None
+        trainer, by = Speedrun(made, settings, speak), "torch" if plain else "cukern"
         speak(f"{sum(p.numel() for p in made.parameters())} parameters, {trainer.total} updates, by {by}")
         trainer.run(lambda step: speak(str(step)) if step.number % every == 0 else None)
 

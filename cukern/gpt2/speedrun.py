@@ -133,7 +133,7 @@ def band(window: int, length: int, device: torch.device) -> Any:
     def sees(batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
         return (column <= row) & (column > row - window)
 
-    return flex.create_block_mask(sees, None, None, length, length, device=device)  # type: ignore[arg-type]
+    return flex.create_block_mask(sees, None, None, length, length, device=device)
 
 
 class SpeedrunModel(torch.nn.Module):
