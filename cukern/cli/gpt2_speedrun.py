@@ -1,4 +1,4 @@
-"""`cukern gpt2 speedrun`: trains with the recipe of the public speedruns; with --bench times it next to torch."""
+"""`cukern gpt2 speedrun`: the recipe of the public speedruns; --bench times it next to torch."""
 
 import os
 import tempfile
@@ -36,7 +36,7 @@ Count = int | None
 
 
 def speedrun(
-    train_data: Annotated[Text, Flag("-i", "--train-data", help="Training shards; else built-in text.")] = None,
+    train_data: Annotated[Text, Flag("-i", "--train-data", help="Training shards; else own text.")] = None,
     val_data: Annotated[Text, Flag("-j", "--val-data", help="Validation shards.")] = None,
     model: Annotated[Text, Flag("-e", "--model", help="Sizes, as in train (d12; text: small).")] = None,
     out: Annotated[Path | None, Flag("-o", "--out", help="Folder of main.log and main.jsonl.")] = None,
@@ -55,16 +55,16 @@ def speedrun(
     tokens: Annotated[float, Flag("--tokens", help=f"What {TARGET} is assumed to need.")] = TOKENS,
     record_it: Annotated[bool, Flag("--record", help="Record --bench in benchmarks/results.")] = False,
 ) -> None:
-    """Train towards a validation loss of 3.28 on FineWeb's shards in llm.c's format: rotary embedding, QK norm,
-    ReLU^2, softcapped loss, growing sliding windows, Muon and AdamW, learning rates that end at 0. bfloat16 on
-    a GPU, float32 on a CPU. Without -i: a small model on Python's help texts, in a minute. The default of
+    """Train towards a validation loss of 3.28 on FineWeb in llm.c's format: rotary embedding, QK norm,
+    ReLU^2, softcapped loss, growing windows, Muon and AdamW, learning rates that end at 0. bfloat16 on
+    a GPU, float32 on a CPU. Without -i: a small model on Python's help texts. The default of
     --tokens lies between llm.c's 10e9 and the 0.4e9 to 0.73e9 of the public records. In parentheses: defaults.
     Several GPUs: torchrun --nproc-per-node N -m cukern gpt2 speedrun ..."""
     expect(compile in MODES, f"--compile {', '.join(MODES)}", repr(compile))
     expect(0 < tokens < 1e15, "--tokens above 0, below 1e15", tokens)
     expect(bench or not record_it, "--bench with --record", "none")
     expect((train_data is None) == (val_data is None), "both of -i and -j, or neither", "one of them")
-    expect(not bench or not (train_data or out or plain), "--bench without -i, -j, -o, --plain", "one of them")
+    expect(not (bench and (train_data or out or plain)), "--bench without -i, -j, -o, --plain", "one")
     given = {n: v for n, v in locals().items() if v is not None and n in Settings.__dataclass_fields__}
     make = partial(_made, tied=tied, place=pick_device(device), compile=compile)
     if bench:

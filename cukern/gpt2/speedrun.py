@@ -28,7 +28,7 @@ HEAD_DIM = 128
 
 @dataclass(frozen=True)
 class Recipe:
-    """What the sizes do not say. Settings.lr and the schedule multiply the learning rates. Raises ValueError."""
+    """What the sizes do not say. Settings.lr and the schedule multiply the rates. Raises ValueError."""
 
     tied: bool = False  # the head is the embedding
     softcap: float = 30.0  # of the logits
@@ -137,7 +137,7 @@ def band(window: int, length: int, device: torch.device) -> Any:
 
 
 class SpeedrunModel(torch.nn.Module):
-    """RMSNorm without weights, also of queries and keys, rotary embedding, ReLU^2, softcap. Raises ValueError.
+    """RMSNorm without weights, also of queries and keys, rotary embedding, ReLU^2, softcap.
 
     Args:
         config: the sizes. Heads have 128 elements if those divide the channels; else config.num_heads.
@@ -178,7 +178,7 @@ class SpeedrunModel(torch.nn.Module):
         self.set_windows(config.max_seq_len, 1.0)
 
     def set_windows(self, length: int, part: float) -> None:
-        """Odd layers see the last length * part tokens, even layers half as many. `length`: of the sequences."""
+        """Odd layers see the last length * part tokens, even layers half of that. `length`: of sequences."""
         long = max(2, round(length * part))
         windows = [long if i % 2 else long // 2 for i in range(self.config.num_layers)]
         if (windows, length) == (self.windows, self.length):
@@ -210,7 +210,8 @@ class SpeedrunModel(torch.nn.Module):
         q, k = qk.view(B, T, 2, self.heads, -1).unbind(2)
         v = self._linear(y, layer["v"]).view(B, T, self.heads, -1)
         heads_first = (t.transpose(1, 2) for t in (q, k, v))
-        return self.ops.attention(*heads_first, self.windows[i], self.masks[i]).transpose(1, 2).reshape(B, T, C)
+        attended = self.ops.attention(*heads_first, self.windows[i], self.masks[i])
+        return attended.transpose(1, 2).reshape(B, T, C)
 
     def parameters_by_name(self) -> dict[str, Tensor]:
         return {name: p.detach() for name, p in self.named_parameters()}
@@ -233,13 +234,13 @@ class Optimizers:
 
     def __init__(self, model: SpeedrunModel, weight_decay: float) -> None:
         recipe, self.params = model.recipe, list(model.parameters())
-        muon, adamw = (torch.optim.Muon, torch.optim.AdamW) if model.plain else (cukern.Muon, cukern.AdamW)
+        kinds: Any = torch.optim if model.plain else cukern
         others: list[dict[str, Any]] = [{"params": [model.head], "lr": recipe.head_lr}]
         if not recipe.tied:
             others.append({"params": [model.wte], "lr": recipe.embedding_lr})
         self.both: list[torch.optim.Optimizer] = [
-            muon(list(model.layers.parameters()), lr=recipe.matrix_lr, weight_decay=weight_decay),
-            adamw(others, betas=(0.9, 0.95), eps=1e-10, weight_decay=0.0, fused=True),
+            kinds.Muon(list(model.layers.parameters()), lr=recipe.matrix_lr, weight_decay=weight_decay),
+            kinds.AdamW(others, betas=(0.9, 0.95), eps=1e-10, weight_decay=0.0, fused=True),
         ]
         self.groups = [group for optimizer in self.both for group in optimizer.param_groups]
         self.rates = [group["lr"] for group in self.groups]
@@ -270,12 +271,12 @@ class Optimizers:
 
 
 class Speedrun(Trainer):
-    """A Trainer of a SpeedrunModel. Settings.lr multiplies the recipe's learning rates; schedule and warmup have
-    no effect, and there are no checkpoints. A change of the windows captures a new CUDA graph; `plain` has none."""
+    """A Trainer of a SpeedrunModel. Settings.lr multiplies the recipe's rates; schedule and warmup have no
+    effect, and there are no checkpoints. Other windows capture a new CUDA graph; `plain` has none."""
 
     model: Any
 
-    def __init__(self, model: SpeedrunModel, settings: Settings, say: Callable[[str], object] = print) -> None:
+    def __init__(self, model: SpeedrunModel, settings: Settings, say: Callable[..., Any] = print) -> None:
         saves = settings.checkpoint_every or settings.resume or settings.zero
         expect(not saves, "no checkpoints, resume or zero", settings)
         super().__init__(model, settings, say=say)  # type: ignore[arg-type]
@@ -286,7 +287,8 @@ class Speedrun(Trainer):
         return Optimizers(self.model, self.settings.weight_decay)
 
     def _rate(self) -> float:
-        return self.settings.lr * min(1.0, (self.total - self.step) / (self.model.recipe.warmdown * self.total))
+        left = (self.total - self.step) / (self.model.recipe.warmdown * self.total)
+        return self.settings.lr * min(1.0, left)
 
     def _replays(self) -> bool:
         return super()._replays() and not self.model.plain
