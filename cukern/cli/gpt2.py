@@ -16,6 +16,7 @@ from cukern.cli.common import console, say
 from cukern.cli.gpt2_bench import bench
 from cukern.cli.gpt2_check import check
 from cukern.cli.gpt2_data import convert, make_data
+from cukern.cli.gpt2_speedrun import speedrun
 from cukern.cli.gpt2_study import study
 from cukern.cli.gpt2_train import (
     HELLASWAG,
@@ -46,6 +47,7 @@ app.command()(train)
 app.command()(bench)
 app.command()(check)
 app.command()(study)
+app.command()(speedrun)
 app.command()(convert)
 app.command(name="data")(make_data)
 

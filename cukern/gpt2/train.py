@@ -65,13 +65,23 @@ class Trainer:
         state = self._start()
         self.resumed = state is not None
         self.network = parallel.wrap(model, s.zero)  # may replace the parameters
-        of_bfloat16: dict[str, Any] = {"master_weights": s.master, "stochastic_rounding": not s.master and model.wte.is_cuda}
-        self.optimizer = AdamW(model.decay_groups(s.weight_decay), lr=s.lr, betas=s.betas, max_norm=s.max_norm or UNCLIPPED, **of_bfloat16)
+        self.optimizer = self._optimizer()
         if state is not None:
             self._restore(state)
         self.position = self.train_data.state()  # of the loader before the next batches
         self.ahead: Tensor | None = None  # the next batches
         self.outliers = Outliers(), Outliers()  # of losses and norms
+
+    def _optimizer(self) -> Any:
+        s, model = self.settings, self.model
+        of_bfloat16: dict[str, Any] = {"master_weights": s.master, "stochastic_rounding": not s.master and model.wte.is_cuda}
+        max_norm = s.max_norm or UNCLIPPED
+        return AdamW(model.decay_groups(s.weight_decay), lr=s.lr, betas=s.betas, max_norm=max_norm, **of_bfloat16)
+
+    def _rate(self) -> float:
+        """The learning rate of the next update."""
+        s = self.settings
+        return learning_rate(self.step, self.total, s.lr, s.schedule, s.warmup, s.final_fraction)
 
     def save(self) -> None:
         """Write a checkpoint, then delete those that are too old. Each process calls this."""
@@ -233,8 +243,7 @@ class Trainer:
 
     def update(self) -> tuple[tuple[float, float], tuple[float, float], float]:
         """One update: (loss, its z-score), (norm of the gradient, its z-score), learning rate. Reads from the device once."""
-        s = self.settings
-        lr = learning_rate(self.step, self.total, s.lr, s.schedule, s.warmup, s.final_fraction)
+        s, lr = self.settings, self._rate()
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         batches = self._read() if self.ahead is None else self.ahead
@@ -283,7 +292,7 @@ class Trainer:
         """Update the weights, or with skip_loss and skip_norm only compute the gradients. The mean loss and the norm, on the device."""
         self.optimizer.zero_grad()
         mean = parallel.mean(self._backward(batches))
-        self.optimizer.found_inf = (~mean.isfinite()).float()  # type: ignore[attr-defined]  # the parameters stay as they are
+        self.optimizer.found_inf = (~mean.isfinite()).float()  # the parameters stay as they are
         if self.skips:
             norm: Any = parallel.full(get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None]))
         else:

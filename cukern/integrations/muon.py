@@ -24,7 +24,8 @@ class Muon(_Muon):
 
     The momentum B becomes 0.95 B + 0.05 g. The update, here g + 0.95 (B - g), is orthogonalized in bfloat16: X, divided by its 2-norm,
     becomes a X + (b X X^T + c (X X^T)^2) X, ns_steps times. Matrices of one shape are multiplied together, so the rounding differs from
-    torch's by that of bfloat16. All operations are torch's. A step can be captured in a CUDA graph.
+    torch's by that of bfloat16. All operations are torch's. A step can be captured in a CUDA graph, which reads an lr that is a
+    tensor of one element on the parameters' device at each replay.
 
     Args: those of torch.optim.Muon: params (matrices; embeddings and vectors belong to AdamW), lr, weight_decay, momentum, nesterov,
         ns_coefficients, eps, ns_steps, adjust_lr_fn. DTensors may be divided: each process then orthogonalizes whole matrices.
@@ -49,18 +50,26 @@ class Muon(_Muon):
 
 
 def _update(group: dict[str, Any], params: Sequence[Tensor], grads: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
-    lr, momentum = float(group["lr"]), group["momentum"]
+    lr, momentum = group["lr"], group["momentum"]
+    on_device = isinstance(lr, Tensor) and all(p.device == lr.device for p in params)  # the host does not read it
+    lr = lr.reshape(()) if on_device else float(lr)
     locals_, grads, buffers = ([local(t) for t in tensors] for tensors in (params, grads, buffers))
     torch._foreach_lerp_(buffers, grads, 1 - momentum)
     updates = torch._foreach_lerp(grads, buffers, momentum) if group["nesterov"] else buffers
-    torch._foreach_mul_(locals_, 1 - lr * group["weight_decay"])
+    if group["weight_decay"]:
+        torch._foreach_mul_(locals_, 1 - lr * group["weight_decay"])
     places: dict[Any, list[int]] = {}
     for i, p in enumerate(params):
         places.setdefault((p.shape, p.device), []).append(i)
     for (shape, _), some in places.items():
         found = _orthogonal([_whole(updates[i], params[i]) for i in some], group)
+        factor: Any = -lr * _ratio(group["adjust_lr_fn"], *shape)
         for i, update in zip(some, found, strict=True):
-            locals_[i].add_(_part(update, params[i]), alpha=-lr * _ratio(group["adjust_lr_fn"], *shape))
+            part = _part(update, params[i])
+            if on_device:
+                locals_[i].addcmul_(part, factor)
+            else:
+                locals_[i].add_(part, alpha=factor)
 
 
 def _orthogonal(updates: Sequence[Tensor], group: dict[str, Any]) -> Tensor:
