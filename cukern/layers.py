@@ -6,8 +6,8 @@
     x = torch.randn(2, 16, 64)
     y = x + mlp(norm(x))
 
-Dtypes are float16, bfloat16, float32 and float64. Devices, strides, autocast and errors are those of the op that
-a module names: TypeError for a dtype, ValueError for a shape, both with the value and the rule.
+Dtypes are float16, bfloat16, float32 and float64. Devices, strides, autocast and errors are those of the op
+that a module names: TypeError for a dtype, ValueError for a shape, both with the value and the rule.
 `kernel_mapping` gives the same forwards to Hugging Face's `kernels`.
 """
 
@@ -215,7 +215,7 @@ class RotaryEmbedding(nn.Module):
 
 
 class CausalLoss(nn.Linear):
-    """The head of a language model with its loss: `cukern.linear_cross_entropy`, which never holds all logits.
+    """The head of a language model and its loss: `cukern.linear_cross_entropy`. It never holds all logits.
 
         head = cukern.layers.CausalLoss(64, 500, bias=False)
         tokens = torch.randint(500, (2, 16))
@@ -228,8 +228,8 @@ class CausalLoss(nn.Linear):
         reduction: "mean" or "sum".
         z_loss, softcap: as in `cukern.cross_entropy`.
 
-    `forward(x, labels=None)`: x is (..., sequence, in_features), labels (..., sequence), int64 or int32. Returns
-    the loss in float32, or float64 for float64; without labels the logits, (..., sequence, out_features).
+    `forward(x, labels=None)`: x is (..., sequence, in_features), labels (..., sequence), int64 or int32.
+    Returns the loss in float32, or float64 for float64; without labels the logits, (..., out_features).
     Raises TypeError and ValueError as `cukern.linear_cross_entropy`, and ValueError for another reduction.
     """
 
@@ -338,9 +338,10 @@ def kernel_mapping() -> dict[str, dict[str, Any]]:
     """The mapping for `kernelize` of Hugging Face's `kernels`, by transformers' names of layers.
 
     `with kernels.use_kernel_mapping(cukern.layers.kernel_mapping()):` around
-    `kernels.kernelize(model, mode=Mode.TRAINING | Mode.TORCH_COMPILE, device="cuda")` replaces the forwards of
-    RMSNorm, Linear, SwiGLUMLP, GeGLUMLP (gelu by tanh), rotary_pos_emb (pairs are half a head apart) and
-    ForCausalLMLoss in a model that names its layers so. The parameters stay. `cukern.patch` also replaces attention.
+    `kernels.kernelize(model, mode=Mode.TRAINING | Mode.TORCH_COMPILE, device="cuda")` replaces the forwards
+    of RMSNorm, Linear, SwiGLUMLP, GeGLUMLP (gelu by tanh), rotary_pos_emb (pairs are half a head apart) and
+    ForCausalLMLoss in a model that names its layers so. The parameters stay. `cukern.patch` also replaces
+    attention.
 
     Returns a new dict: name -> {"cuda": an object whose load() returns a class without state}.
     """

@@ -57,7 +57,7 @@ def run(module, x, grad):
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
 @pytest.mark.parametrize("name", PAIRS)
 def test_like_torchs(name, dtype, device):
-    """State dicts go both ways. The largest error is at most twice that of torch's module, plus one rounding."""
+    """State dicts go both ways. The largest error is at most twice torch's plus one rounding."""
     torch.manual_seed(3)
     ours, theirs = (make().to(device, dtype) for make in PAIRS[name])
     with torch.no_grad():
