@@ -96,11 +96,11 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """`cukern.layers`, `cukern.sim`, `cukern.patch` and `cukern.Muon` are imported when they are first used."""
     if name == "Muon":
-        return importlib.import_module("cukern.integrations.muon").Muon
+        return importlib.import_module(f"{__name__}.integrations.muon").Muon
     if name == "patch":
-        return importlib.import_module("cukern.integrations.transformers").patch
+        return importlib.import_module(f"{__name__}.integrations.transformers").patch
     if name in ("layers", "sim"):
-        return importlib.import_module(f"cukern.{name}")
+        return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

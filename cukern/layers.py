@@ -307,7 +307,7 @@ def _causal_lm_loss(
     return loss if num_items_in_batch is None else loss / num_items_in_batch
 
 
-_FORWARDS = {
+FORWARDS = {
     "RMSNorm": _rms_norm,
     "Linear": Linear.forward,
     "SwiGLUMLP": modules.swiglu_mlp,
@@ -326,12 +326,12 @@ class _Repository(NamedTuple):
         return self.layer
 
 
-def _stateless(name: str, forward: Any) -> type[nn.Module]:
+def stateless(name: str, forward: Any) -> type[nn.Module]:
     members = {"forward": forward, "can_torch_compile": True, "has_backward": True, "__module__": __name__}
     return type(name, (nn.Module,), members)
 
 
-_MAPPING = {name: {"cuda": _Repository(_stateless(name, forward))} for name, forward in _FORWARDS.items()}
+_MAPPING = {name: {"cuda": _Repository(stateless(name, forward))} for name, forward in FORWARDS.items()}
 
 
 def kernel_mapping() -> dict[str, dict[str, Any]]:
