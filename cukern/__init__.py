@@ -11,7 +11,7 @@ once. 16-bit types are computed in float32 and rounded once. CPU tensors use tor
 torch's rules; docs/guide/autocast.md has them by op.
 
 Your own kernels: `load`, `compile` and `tensor_map`; `op` makes a differentiable op of them, `tune` chooses its block sizes.
-`patch` puts the ops into a model of Hugging Face's transformers, in one line.
+`patch` puts the ops into a model of Hugging Face's transformers, in one line. `layers` has the ops as modules.
 `warmup` compiles and loads kernels ahead of time, for example before a CUDA-graph capture.
 `use` chooses one version of an op's kernels for a block. `backend("sim")` runs kernels in the simulator, without a GPU.
 """
@@ -94,13 +94,13 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """`cukern.sim`, `cukern.patch` and `cukern.Muon` are imported when they are first used."""
+    """`cukern.layers`, `cukern.sim`, `cukern.patch` and `cukern.Muon` are imported when they are first used."""
     if name == "Muon":
-        return importlib.import_module("cukern.integrations.muon").Muon
+        return importlib.import_module(f"{__name__}.integrations.muon").Muon
     if name == "patch":
-        return importlib.import_module("cukern.integrations.transformers").patch
-    if name == "sim":
-        return importlib.import_module("cukern.sim")
+        return importlib.import_module(f"{__name__}.integrations.transformers").patch
+    if name in ("layers", "sim"):
+        return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -100,6 +100,7 @@ def test_commands_and_options_exist(page):
 PUBLIC = {name: getattr(cukern, name) for name in cukern.__all__ if callable(getattr(cukern, name))}
 PUBLIC |= {f"Kernel.{name}": getattr(Kernel, name) for name in ("__call__", "compile", "raw")}
 PUBLIC |= {f"sim.{name}": getattr(cukern.sim, name) for name in ("collect", "checks", "coverage")}
+PUBLIC |= {f"layers.{name}": getattr(cukern.layers, name) for name in cukern.layers.__all__}
 CODE = re.compile(r"\n\n((?:(?:    [^\n]*)?\n)+)")  # indented after a blank line; what follows "Args:" is not
 SQUARE = """#include "common/math.cuh"
 template <typename T> __global__ void square(T* out, const T* x, long long n) { if (threadIdx.x < n) out[threadIdx.x] = x[threadIdx.x]; }

@@ -20,7 +20,7 @@ from cukern.runtime.launch import backend, interop
 from cukern.runtime.launch.kernel import Kernel, collecting
 from cukern.runtime.registry import Tensors
 
-NAMESPACE = "cukern_own"  # in torch.ops
+NAMESPACE = f"{__name__.partition('.')[0]}_own"  # in torch.ops
 _library = torch.library.Library(NAMESPACE, "DEF")
 _defined: dict[str, int] = {}  # by name, how often the op was defined: torch keeps each raw op for the life of the process
 

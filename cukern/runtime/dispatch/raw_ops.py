@@ -13,7 +13,7 @@ from cukern.runtime.dispatch import sharding as split
 from cukern.runtime.launch import backend
 from cukern.runtime.launch.driver import refuse_fork
 
-_library = torch.library.Library("cukern", "DEF")
+_library = torch.library.Library(__name__.partition(".")[0], "DEF")  # "cukern", but for a build of the Hub
 _PLAIN = checks.PLAIN | {type(None)}
 _MOST_LEVELS = 64  # of torch's older vmap
 _tracing = torch.compiler.is_dynamo_compiling
