@@ -10,7 +10,7 @@ from torch.optim import adamw as torch_adamw
 from torch.utils._pytree import tree_leaves
 
 from cukern.ops.adamw.op import VERSIONS, Numbers, check_numbers, check_param
-from cukern.ops.adamw.rounding import round_moments
+from cukern.ops.adamw.rounding import round_moments, wide_moments
 from cukern.ops.adamw.state import Found, Known, Layouts, Tensors, gradients, layouts, like_parameter, local, sum_of_squares
 from cukern.ops.adamw.table import GROUP_WORDS, Row, Scaling, Table, group_bytes, write
 from cukern.runtime import checks
@@ -36,19 +36,18 @@ class AdamW(torch.optim.Optimizer):
         foreach, capturable, differentiable, fused: accepted, without effect. `differentiable` must be False.
         max_norm: None, or the largest 2-norm of all gradients together: larger ones count times max_norm / norm. `grad_norm` is the norm
             before that.
-        master_weights: keep a float32 copy of each 16-bit parameter. A parameter that something else wrote is read back first.
+        master_weights: keep a float32 copy of each 16-bit parameter. One that something else wrote is read first.
         stochastic_rounding: round bfloat16 parameters to a neighbour at random, so that the expectation is exact. Not on CPUs.
-        state_dtype: of exp_avg and exp_avg_sq: torch.float32, or torch.bfloat16, which saves 4 bytes per
-            element. A step computes in float32 and rounds them stochastically. Not with amsgrad.
+        state_dtype: of the moments: torch.float32, or torch.bfloat16, rounded stochastically: 4 bytes less per
+            element. Not with amsgrad.
         seed: of the random numbers, from 0 to 2^64 - 1.
         version: "v1" or "v2"; default: the fastest.
 
-    Moments of float64 parameters are float64.
     A step does not synchronize, and can be captured in a CUDA graph after one outside of it;
     call `update_groups()` before a replay if a number in a group changed. GradScaler works as with torch's fused optimizers. `state_dict`
     and `load_state_dict` exchange with torch.optim.AdamW. CPU tensors use torch's fused AdamW, or the simulator.
 
-    Raises TypeError and ValueError for parameters, gradients or numbers that do not fit, before anything is written; RuntimeError for a
+    Raises TypeError and ValueError for what does not fit, before anything is written; RuntimeError for a
     capture without a step before it. Source: Loshchilov and Hutter, arXiv 1711.05101.
     """
 
@@ -289,23 +288,19 @@ class AdamW(torch.optim.Optimizer):
         if self._options.stochastic_rounding:
             raise ValueError(f"stochastic_rounding needs a GPU, the parameters are on the CPU: {checks.SIMULATOR}")
         rows, found_inf = [self._row(*one) for one in found], scaling[2]
-        scaled = zip(self._scaled(found, grads, scaling), rows, strict=True)
-        grads = [g.to(wide(row.param.dtype)) for g, row in scaled]
+        grads = [g.to(wide(p.dtype)) for g, (_, p, _) in zip(self._scaled(found, grads, scaling), found, strict=True)]
         targets = [_target(row) for row in rows]
         for i, (lr, beta1, beta2, eps, weight_decay) in enumerate(numbers):
             group, tensors = self.param_groups[i], [one for one in zip(targets, grads, rows, strict=True) if one[2].group == i]
             mine, amsgrad = [row for _, _, row in tensors], bool(group.get("amsgrad"))
-            exp_avgs = [row.exp_avg.to(wide(row.param.dtype)) for row in mine]
-            exp_avg_sqs = [row.exp_avg_sq.to(wide(row.param.dtype)) for row in mine]
+            exp_avgs, exp_avg_sqs = wide_moments(mine)
             maxima, steps = ([getattr(row, name) for row in mine] for name in ("max_exp_avg_sq", "step"))
             torch_adamw.adamw(
                 [t for t, _, _ in tensors], [g for _, g, _ in tensors], exp_avgs, exp_avg_sqs, maxima if amsgrad else [], steps, fused=True,
                 amsgrad=amsgrad, maximize=bool(group.get("maximize")), lr=float(lr), beta1=beta1, beta2=beta2, eps=eps,
                 weight_decay=weight_decay, found_inf=found_inf,
             )  # fmt: skip
-            for row, exp_avg, exp_avg_sq in zip(mine, exp_avgs, exp_avg_sqs, strict=True):
-                if exp_avg is not row.exp_avg:
-                    round_moments(row, exp_avg, exp_avg_sq, self._options.seed)
+            round_moments(mine, exp_avgs, exp_avg_sqs, self._options.seed)
         torch._foreach_copy_([row.param for row in rows], targets)
 
 
