@@ -9,6 +9,7 @@
 // Types      m and v are float, or double for double parameters. 16-bit parameters may have float masters, which are then updated, and
 //            rounded to the parameter. bfloat16 parameters may be rounded stochastically. A parameter that is not its rounded master was
 //            written by something else: the master takes its value first. EXTRAS: instances for masters and amsgrad.
+//            M: the type of m and v in memory. bfloat16 is rounded stochastically, not with amsgrad.
 // Launch     adamw_norm (only with max_norm) and adamw_v2 have one launch per dtype, and one block per chunk of CHUNK elements or per PART of
 //            a chunk. Between them adamw_prepare (one block) adds the partial sums of the norm in a fixed order, increments the steps, and
 //            computes the numbers of each tensor in double. It is not needed if the host knows them. If *found_inf is not 0, all tensors
@@ -144,6 +145,12 @@ __device__ __forceinline__ float round_randomly(float x, unsigned random) {
     return __uint_as_float((__float_as_uint(x) + (random & 0xffff)) & 0xffff0000);
 }
 
+// The random words of elements i / 4 * 4 to i / 4 * 4 + 3 of tensor `index`. `high`: counter bits.
+__device__ __forceinline__ void random_words(unsigned (&to)[4], Word seed, unsigned index, unsigned t, long long i, unsigned high) {
+    uint4 random = philox(make_uint4(i / 4, i / 4 >> 32 | high, index, t), make_uint2(seed, seed >> 32));
+    to[0] = random.x, to[1] = random.y, to[2] = random.z, to[3] = random.w;
+}
+
 // True if `x` is what a step made of this master. Else it was written since, and the master follows it.
 template <typename T>
 __device__ __forceinline__ bool is_rounded(float x, float master, bool randomly) {
@@ -152,11 +159,12 @@ __device__ __forceinline__ bool is_rounded(float x, float master, bool randomly)
 }
 
 // K vectors of N elements of a tensor, THREADS apart, from element i on, those before the end: `left` elements further.
-template <typename T, int N, int K, bool EXTRAS>
+template <typename T, int N, int K, bool EXTRAS, typename M>
 __device__ __forceinline__ void update(const Step& step, int t, long long i, int left) {
     using C = compute_t<T>;
     Row row = step.rows[t];
-    C k[NUMBERS], p[K][N], g[K][N], *m_at = static_cast<C*>(row.exp_avg) + i, *v_at = static_cast<C*>(row.exp_avg_sq) + i;
+    C k[NUMBERS], p[K][N], g[K][N];
+    M *m_at = static_cast<M*>(row.exp_avg) + i, *v_at = static_cast<M*>(row.exp_avg_sq) + i;
     for (int j = 0; j < NUMBERS; j++) k[j] = C(step.numbers ? step.numbers[t * NUMBERS + j] : step.given[j]);
     const T* grad = reinterpret_cast<const T*>(step.grads[t]) + i;
     T* to = static_cast<T*>(row.param) + i;
@@ -166,8 +174,8 @@ __device__ __forceinline__ void update(const Step& step, int t, long long i, int
     Vec<T, N> written[K];
 #pragma unroll
     for (int e = 0, at = 0; e < K && at < left; e++, at += THREADS) {  // all loads before the first store
-        m[e] = load_vec<C, N>(m_at + at);
-        v[e] = load_vec<C, N>(v_at + at);
+        unpack(m[e].v, load_vec<M, N>(m_at + at));
+        unpack(v[e].v, load_vec<M, N>(v_at + at));
         unpack(g[e], load_vec<T, N>(grad + at));
         written[e] = load_vec<T, N>(to + at);
         if (EXTRAS && max_at) most[e] = load_vec<C, N>(max_at + at);
@@ -192,13 +200,23 @@ __device__ __forceinline__ void update(const Step& step, int t, long long i, int
             if (EXTRAS && max_at) square = most[e].v[j] = most[e].v[j] < square || square != square ? square : most[e].v[j];
             p[e][j] = p[e][j] * k[DECAY] - k[STEP_SIZE] * (m[e].v[j] / (sqrt(square) * k[RSQRT_CORRECTION] + k[EPS]));
         }
-        store_vec(m_at + at, m[e]);
-        store_vec(v_at + at, v[e]);
+        if constexpr (sizeof(M) == 2) {  // counters of their own; m and v have different halves of a word
+            unsigned words[4];
+            random_words(words, step.seed, row.index, k[STEP], i + at, 1u << 31);
+            for (int j = 0; j < 4; j++) {
+                if (N == 4 || j == i % 4) {
+                    m[e].v[j % N] = round_randomly(m[e].v[j % N], words[j]);
+                    v[e].v[j % N] = round_randomly(v[e].v[j % N], words[j] >> 16);
+                }
+            }
+        }
+        store_vec(m_at + at, pack<M, N>(m[e].v));
+        store_vec(v_at + at, pack<M, N>(v[e].v));
         if (EXTRAS && max_at) store_vec(max_at + at, most[e]);
         if (master) store_vec(row.master + i + at, pack<float, N>(p[e]));
         if (IS_BF16<T> && step.randomly) {  // element i has word i % 4 of counter i / 4, whatever N is
-            uint4 random = philox(make_uint4((i + at) / 4, (i + at) / 4 >> 32, row.index, k[STEP]), make_uint2(step.seed, step.seed >> 32));
-            unsigned words[4] = {random.x, random.y, random.z, random.w};
+            unsigned words[4];
+            random_words(words, step.seed, row.index, k[STEP], i + at, 0);
             for (int j = 0; j < 4; j++)
                 if (N == 4 || j == i % 4) p[e][j % N] = round_randomly(p[e][j % N], words[j]);
         }
@@ -206,22 +224,22 @@ __device__ __forceinline__ void update(const Step& step, int t, long long i, int
     }
 }
 
-template <typename T, bool EXTRAS>
+template <typename T, bool EXTRAS, typename M = compute_t<T>>
 __global__ void adamw_v1(Step step, int t) {
     long long i = blockIdx.x * (long long)THREADS + threadIdx.x;
-    update<T, 1, 1, EXTRAS>(step, t, i, i < step.rows[t].numel);
+    update<T, 1, 1, EXTRAS, M>(step, t, i, i < step.rows[t].numel);
 }
 
-// 48 registers for 5 blocks. With masters and amsgrad, 16-bit types have more loads in flight and would spill.
-template <typename T, bool EXTRAS>
-constexpr int BLOCKS_PER_SM = sizeof(T) == 8             ? 1
-                              : EXTRAS && sizeof(T) == 2 ? 4
-                                                         : 5;
+// 48 registers for 5 blocks. 16-bit types with masters and amsgrad, and moments in bfloat16, need more.
+template <typename T, bool EXTRAS, typename M>
+constexpr int BLOCKS_PER_SM = sizeof(T) == 8                                 ? 1
+                              : sizeof(M) == 2 || (EXTRAS && sizeof(T) == 2) ? 4
+                                                                             : 5;
 
 // Short blocks, so that the last ones end at about the same time. The chunks of the grid begin at `first_chunk`, the first of this dtype.
 // A block has PART elements from the first aligned place on. The first block of a tensor also has the `lead` elements before it.
-template <typename T, bool EXTRAS>
-__global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM<T, EXTRAS>) adamw_v2(Step step, long long first_chunk, int tensors) {
+template <typename T, bool EXTRAS, typename M = compute_t<T>>
+__global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM<T, EXTRAS, M>) adamw_v2(Step step, long long first_chunk, int tensors) {
     using C = compute_t<T>;
     constexpr int N = sizeof(T) == 8 ? 2 : 4, PART = THREADS * N, PARTS = CHUNK / PART;
     take_over(PART * sizeof(T), THREADS * 5, [&] {  // waits for the previous kernel
@@ -231,15 +249,16 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM<T, EXTRAS>) adamw_v2(St
     int t = tensor_of(step.rows, tensors, chunk);
     Row row = step.rows[t];
     // The tensors of a row have vectors at the same places if their addresses, counted in elements, are equal modulo N.
-    Word place = Word(row.param) / sizeof(T), others = Word(row.exp_avg) / sizeof(C) ^ place | Word(row.exp_avg_sq) / sizeof(C) ^ place;
+    Word place = Word(row.param) / sizeof(T), others = Word(row.exp_avg) / sizeof(M) ^ place;
+    others |= Word(row.exp_avg_sq) / sizeof(M) ^ place;
     others |= step.grads[t] / sizeof(T) ^ place;
     if (EXTRAS && row.master) others |= Word(row.master) / sizeof(C) ^ place;
     if (EXTRAS && row.max_exp_avg_sq) others |= Word(row.max_exp_avg_sq) / sizeof(C) ^ place;
-    bool vectors = others % N == 0 && !(place % N && step.randomly);
+    bool vectors = others % N == 0 && !(place % N && (step.randomly || sizeof(M) == 2));
     int lead = vectors ? -place % 64 : 0;  // to a whole cache line
     long long part = (chunk - row.first_chunk) * CHUNK + blockIdx.x % PARTS * PART, begin = part ? part + lead : 0;
     int count = min(part + PART + lead, row.numel) - begin, head = part ? 0 : min(lead, count), body = vectors ? (count - head) / N * N : 0;
     int i = threadIdx.x * N, j = THREADS - 1 - threadIdx.x;  // j: of those before and after the body
-    if (i < body) update<T, N, 1, EXTRAS>(step, t, begin + head + i, 1);
-    if (j < count - body) update<T, 1, N, EXTRAS>(step, t, begin + (j < head ? j : body + j), j < head ? 1 : count - body - j);
+    if (i < body) update<T, N, 1, EXTRAS, M>(step, t, begin + head + i, 1);
+    if (j < count - body) update<T, 1, N, EXTRAS, M>(step, t, begin + (j < head ? j : body + j), j < head ? 1 : count - body - j);
 }

@@ -10,13 +10,14 @@ from torch.optim import adamw as torch_adamw
 from torch.utils._pytree import tree_leaves
 
 from cukern.ops.adamw.op import VERSIONS, Numbers, check_numbers, check_param
+from cukern.ops.adamw.rounding import round_moments, wide_moments
 from cukern.ops.adamw.state import Found, Known, Layouts, Tensors, gradients, layouts, like_parameter, local, sum_of_squares
 from cukern.ops.adamw.table import GROUP_WORDS, Row, Scaling, Table, group_bytes, write
 from cukern.runtime import checks
 from cukern.runtime.launch import backend
 from cukern.runtime.tensors import wide
 
-_LIKE_PARAMETERS = "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master"  # of a parameter's shape, in wide(dtype)
+_LIKE_PARAMETERS = "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master"  # of a parameter's shape
 _MOST_TABLES = 64  # each has 8 bytes for 8192 elements of the parameters
 
 
@@ -35,16 +36,18 @@ class AdamW(torch.optim.Optimizer):
         foreach, capturable, differentiable, fused: accepted, without effect. `differentiable` must be False.
         max_norm: None, or the largest 2-norm of all gradients together: larger ones count times max_norm / norm. `grad_norm` is the norm
             before that.
-        master_weights: keep a float32 copy of each 16-bit parameter. A parameter that something else wrote is read back first.
+        master_weights: keep a float32 copy of each 16-bit parameter. One that something else wrote is read first.
         stochastic_rounding: round bfloat16 parameters to a neighbour at random, so that the expectation is exact. Not on CPUs.
+        state_dtype: of the moments: torch.float32, or torch.bfloat16, rounded stochastically: 4 bytes less per
+            element. Not with amsgrad.
         seed: of the random numbers, from 0 to 2^64 - 1.
         version: "v1" or "v2"; default: the fastest.
 
-    Moments are float32 for 16-bit parameters. A step does not synchronize, and can be captured in a CUDA graph after one outside of it;
+    A step does not synchronize, and can be captured in a CUDA graph after one outside of it;
     call `update_groups()` before a replay if a number in a group changed. GradScaler works as with torch's fused optimizers. `state_dict`
     and `load_state_dict` exchange with torch.optim.AdamW. CPU tensors use torch's fused AdamW, or the simulator.
 
-    Raises TypeError and ValueError for parameters, gradients or numbers that do not fit, before anything is written; RuntimeError for a
+    Raises TypeError and ValueError for what does not fit, before anything is written; RuntimeError for a
     capture without a step before it. Source: Loshchilov and Hutter, arXiv 1711.05101.
     """
 
@@ -58,11 +61,14 @@ class AdamW(torch.optim.Optimizer):
         weight_decay: float = 1e-2, amsgrad: bool = False, *, maximize: bool = False, foreach: bool | None = None,
         capturable: bool = False, differentiable: bool = False, fused: bool | None = None, max_norm: float | None = None,
         master_weights: bool = False, stochastic_rounding: bool = False, seed: int = 0, version: str | None = None,
+        state_dtype: torch.dtype = torch.float32,
     ) -> None:  # fmt: skip
         if max_norm is not None and checks.number("max_norm", max_norm) <= 0:
             raise ValueError(f"max_norm must be positive, got {max_norm!r}")
         checks.version("adamw", version, VERSIONS)
+        checks.one_of("state_dtype", state_dtype, (torch.float32, torch.bfloat16))
         self._options = SimpleNamespace(
+            state_dtype=state_dtype,
             master_weights=checks.flag("master_weights", master_weights), max_norm=max_norm, version=version or "",
             stochastic_rounding=checks.flag("stochastic_rounding", stochastic_rounding), seed=checks.integer("seed", seed, 0, 2**64 - 1),
         )  # fmt: skip
@@ -123,7 +129,13 @@ class AdamW(torch.optim.Optimizer):
                 if name == "step":
                     self.state[p][name] = torch.tensor(float(value), dtype=torch.float32, device=p.device)
                 elif name in _LIKE_PARAMETERS:
-                    self.state[p][name] = like_parameter(f"{name} of parameter {i}", value, p, wide(p.dtype))
+                    what, dtype = f"{name} of parameter {i}", self._dtype(name, p)
+                    self.state[p][name] = like_parameter(what, value, p, dtype)
+
+    def _dtype(self, name: str, p: Tensor) -> torch.dtype:
+        """Of a tensor in the state of a parameter."""
+        narrow = name in ("exp_avg", "exp_avg_sq") and p.dtype != torch.float64
+        return self._options.state_dtype if narrow else wide(p.dtype)
 
     def _forget(self) -> None:
         """Forget the tables in device memory, whose tensors have changed. The groups keep their memory, which CUDA graphs may read."""
@@ -137,6 +149,9 @@ class AdamW(torch.optim.Optimizer):
         lr, *rest = check_numbers(group["lr"], group["betas"], group["eps"], group["weight_decay"])
         if isinstance(lr, Tensor):
             checks.one_device(**{"the first parameter": self.param_groups[0]["params"][0], "lr": lr})
+        state_dtype = self._options.state_dtype
+        if group.get("amsgrad") and state_dtype != torch.float32:
+            raise ValueError(f"state_dtype must be torch.float32 with amsgrad, got {state_dtype}")
         return lr, *rest
 
     @torch.no_grad()
@@ -212,15 +227,16 @@ class AdamW(torch.optim.Optimizer):
             needed.append("max_exp_avg_sq")
         for key in needed:
             if key not in state:
-                state[key] = torch.zeros_like(p, dtype=wide(p.dtype))
+                state[key] = torch.zeros_like(p, dtype=self._dtype(key, p))
         if p.dtype.itemsize != 2 or not self._options.master_weights:
             state.pop("master", None)
         elif "master" not in state:
             state["master"] = p.detach().float()
         for key in _LIKE_PARAMETERS:
-            t = state.get(key)
-            if t is not None and (t.shape, t.stride(), t.dtype, t.device) != (p.shape, p.stride(), wide(p.dtype), p.device):
-                state[key] = like_parameter(f"{key} of {name}", t, p, wide(p.dtype))
+            t, dtype = state.get(key), self._dtype(key, p)
+            layout = p.shape, p.stride(), dtype, p.device
+            if t is not None and (t.shape, t.stride(), t.dtype, t.device) != layout:
+                state[key] = like_parameter(f"{key} of {name}", t, p, dtype)
         step = state.get("step", 0.0)
         if not isinstance(step, Tensor) or (step.shape, step.dtype, step.device) != (torch.Size(), torch.float32, p.device):
             state["step"] = torch.tensor(float(step), dtype=torch.float32, device=p.device)
@@ -272,19 +288,19 @@ class AdamW(torch.optim.Optimizer):
         if self._options.stochastic_rounding:
             raise ValueError(f"stochastic_rounding needs a GPU, the parameters are on the CPU: {checks.SIMULATOR}")
         rows, found_inf = [self._row(*one) for one in found], scaling[2]
-        grads = [g.to(row.exp_avg.dtype) for g, row in zip(self._scaled(found, grads, scaling), rows, strict=True)]
+        grads = [g.to(wide(p.dtype)) for g, (_, p, _) in zip(self._scaled(found, grads, scaling), found, strict=True)]
         targets = [_target(row) for row in rows]
         for i, (lr, beta1, beta2, eps, weight_decay) in enumerate(numbers):
             group, tensors = self.param_groups[i], [one for one in zip(targets, grads, rows, strict=True) if one[2].group == i]
             mine, amsgrad = [row for _, _, row in tensors], bool(group.get("amsgrad"))
-            exp_avgs, exp_avg_sqs, maxima, steps = (
-                [getattr(row, name) for row in mine] for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step")
-            )
+            exp_avgs, exp_avg_sqs = wide_moments(mine)
+            maxima, steps = ([getattr(row, name) for row in mine] for name in ("max_exp_avg_sq", "step"))
             torch_adamw.adamw(
                 [t for t, _, _ in tensors], [g for _, g, _ in tensors], exp_avgs, exp_avg_sqs, maxima if amsgrad else [], steps, fused=True,
                 amsgrad=amsgrad, maximize=bool(group.get("maximize")), lr=float(lr), beta1=beta1, beta2=beta2, eps=eps,
                 weight_decay=weight_decay, found_inf=found_inf,
             )  # fmt: skip
+            round_moments(mine, exp_avgs, exp_avg_sqs, self._options.seed)
         torch._foreach_copy_([row.param for row in rows], targets)
 
 
@@ -299,7 +315,7 @@ def _capturing(t: Tensor) -> bool:
 
 def _target(row: Row) -> Tensor:
     """What a step on the CPU updates: the master, which follows what something else wrote into the parameter, or the parameter."""
-    param = row.param.to(row.exp_avg.dtype)
+    param = row.param.to(wide(row.param.dtype))
     if row.master is None:
         return param
     return row.master.copy_(torch.where(row.master.to(row.param.dtype) == row.param, row.master, param))

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from cukern.runtime import checks
 from cukern.runtime.dispatch.versions import choose, in_force
-from cukern.runtime.launch.kernel import Template
+from cukern.runtime.launch.kernel import Kernel, Template
 from cukern.runtime.registry import Version
-from cukern.runtime.tensors import pointers
+from cukern.runtime.tensors import pointers, wide
 
 CHUNK, THREADS, PREPARING = 8192, 256, 1024  # as in adamw.cu; PREPARING: threads of adamw_prepare
 WORDS = 480  # that adamw_write writes: a kernel has at most 4096 bytes of arguments
@@ -47,6 +47,7 @@ class Table:
         self.device = rows[0].param.get_device()
         # dtypes that need the kernels for masters and amsgrad
         self.extras = {row.param.dtype for row in rows if row.master is not None or row.max_exp_avg_sq is not None}
+        self.moments = {row.param.dtype: row.exp_avg.dtype for row in rows}
         self.runs: dict[torch.dtype, list[int]] = {}  # the first chunk of a dtype, and the number of its chunks
         self.chunks, data = 0, b""
         for i, (dtype, n) in zip(self.order, self.tensors, strict=True):
@@ -95,6 +96,12 @@ class Table:
             self.places = places
         return addresses.data_ptr()
 
+    def instance(self, template: Template, dtype: torch.dtype) -> Any:
+        """The kernel for the parameters of a dtype."""
+        key = dtype, dtype in self.extras
+        moments = self.moments[dtype]
+        return template[key if moments == wide(dtype) else (*key, moments)].on(self.device)
+
     def update(self, version: str, at: int, numbers: int, given: Sequence[float], seed: int = 0, randomly: bool = False) -> None:
         """The last launches of a step. `numbers`: the address of those of each tensor, or 0 for the same `given` ones."""
         step = struct.pack("3Q9dQ?7x", self.rows.data_ptr(), at, numbers, *given, seed, randomly)
@@ -122,19 +129,27 @@ def group_bytes(lr: float | Tensor, *numbers: float, maximize: bool) -> bytes:
 def _update_v1(table: Table, step: bytes) -> None:
     for t, (dtype, n) in enumerate(table.tensors):
         if n:
-            _V1[dtype, dtype in table.extras].on(table.device)((-(-n // THREADS), 1, 1), (THREADS, 1, 1), 0, step, t)
+            table.instance(_V1, dtype)((-(-n // THREADS), 1, 1), (THREADS, 1, 1), 0, step, t)
 
 
 def _update_v2(table: Table, step: bytes) -> None:
     for dtype, (first, count) in table.runs.items():
         if count:
             parts = CHUNK // THREADS // (2 if dtype == torch.float64 else 4)  # a thread has one vector
-            _V2[dtype, dtype in table.extras].on(table.device)((count * parts, 1, 1), (THREADS, 1, 1), 0, step, first, len(table.tensors))
+            grid = count * parts, 1, 1
+            table.instance(_V2, dtype)(grid, (THREADS, 1, 1), 0, step, first, len(table.tensors))
 
 
 def _instances(template: Template) -> Any:
-    """The plain kernel, that for masters and amsgrad, and those of each step."""
-    return lambda dtype: (template[dtype, False], template[dtype, True], NORM[dtype], WRITE[WORDS], PREPARE[PREPARING])
+    """The plain kernel, that for masters and amsgrad, those of bfloat16 moments, and those of each step."""
+
+    def instances(dtype: torch.dtype) -> tuple[Kernel, ...]:
+        keys: list[tuple[Any, ...]] = [(dtype, False), (dtype, True)]
+        of_bf16 = {2: (False, True), 4: (False,), 8: ()}[dtype.itemsize]
+        keys += [(dtype, extras, torch.bfloat16) for extras in of_bf16]
+        return *(template[key] for key in keys), NORM[dtype], WRITE[WORDS], PREPARE[PREPARING]
+
+    return instances
 
 
 VERSIONS = {
