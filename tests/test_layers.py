@@ -115,6 +115,7 @@ def test_rotary_embedding(layout):
     assert torch.equal(meta.to_empty(device="cpu").cos, before)
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by torch.compile
 def test_compiled_as_one_graph():
     torch.manual_seed(0)
     model = nn.Sequential(layers.RMSNorm(16), layers.SwiGLUMLP(16, 24), layers.Linear(16, 16))
