@@ -1,5 +1,5 @@
-"""kron_linear under pytest-benchmark: `pytest benchmarks/bench_kron_linear.py`. Besides the op's own shapes: a LoKr layer and a FlatQuant
-rotation in bfloat16 beside the product matrix formed by torch.kron."""
+"""kron_linear under pytest-benchmark: `pytest benchmarks/bench_kron_linear.py`. Besides the op's own shapes:
+a LoKr layer and a FlatQuant rotation in bfloat16 beside the product matrix formed by torch.kron."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,5 @@
-"""layernorm, with and without a residual, and rmsnorm under pytest-benchmark: `pytest benchmarks/bench_layernorm.py`."""
+"""layernorm, with and without a residual, and rmsnorm under pytest-benchmark: `pytest
+benchmarks/bench_layernorm.py`."""
 
 import pytest
 from conftest import family

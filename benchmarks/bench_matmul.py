@@ -1,5 +1,6 @@
-"""matmul and linear under pytest-benchmark: `pytest benchmarks/bench_matmul.py`. Besides the ops' own shapes: products of transformers in
-bfloat16 by v7 and by cuBLAS, in the layouts of the forward (NT) and of the gradients of the input (NN) and of the weight (TN)."""
+"""matmul and linear under pytest-benchmark: `pytest benchmarks/bench_matmul.py`. Besides the ops' own shapes:
+products of transformers in bfloat16 by v7 and by cuBLAS, in the layouts of the forward (NT) and of the
+gradients of the input (NN) and of the weight (TN)."""
 
 import itertools
 
@@ -12,11 +13,13 @@ import cukern
 pytestmark = pytest.mark.filterwarnings("default")  # peers may warn
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
-# M is a number of tokens; (N, K): query, key and value, up and down of GPT-2, and a projection, up and down of a model of width 4096.
+# M is a number of tokens; (N, K): query, key and value, up and down of GPT-2, and a projection, up and down
+# of a model of width 4096.
 ROWS = 512, 2048, 8192, 32768
 WEIGHTS = (2304, 768), (3072, 768), (768, 3072), (4096, 4096), (16384, 4096), (4096, 16384)
 SHAPES = [(M, N, K) for M, (N, K) in itertools.product(ROWS, WEIGHTS)] if GPU else [(16, 64, 32)]
-LAYOUTS = {"NT": (True, True), "NN": (True, False), "TN": (False, False)}  # whether A and B are contiguous along K
+# whether A and B are contiguous along K
+LAYOUTS = {"NT": (True, True), "NN": (True, False), "TN": (False, False)}
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])

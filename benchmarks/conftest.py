@@ -1,7 +1,9 @@
-"""What the pytest-benchmark files share: every provider of an op, forward and backward, at sizes that the machine can bear.
+"""What the pytest-benchmark files share: every provider of an op, forward and backward, at sizes that the
+machine can bear.
 
-Run `pytest benchmarks/bench_square.py`. pytest-benchmark's own times are of one call that is waited for, as by a user who needs the result.
-`extra_info` has what `cukern bench` measures: device time by CUDA events, bytes, TB/s, TFLOP/s, of limit. All runs in one process.
+Run `pytest benchmarks/bench_square.py`. pytest-benchmark's own times are of one call that is waited for, as
+by a user who needs the result. `extra_info` has what `cukern bench` measures: device time by CUDA events,
+bytes, TB/s, TFLOP/s, of limit. All runs in one process.
 """
 
 import pytest
@@ -15,13 +17,20 @@ from cukern.runtime.registry import CASES
 DEVICE = environment.device()
 GPU = DEVICE.type == "cuda"
 SECONDS = 0.3 if GPU else 0.02  # for the times of extra_info, per benchmark
-TIMES = f"CUDA events on {environment.gpu_name()}" if GPU else "the simulator, on the CPU" if simulating() else "torch on the CPU"
+TIMES = (
+    f"CUDA events on {environment.gpu_name()}"
+    if GPU
+    else "the simulator, on the CPU"
+    if simulating()
+    else "torch on the CPU"
+)
 _ONE = pytest.StashKey[str]()  # the workers that were asked for
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config):
-    """One process, whatever -n says: pytest-benchmark measures nothing under pytest-xdist, and parallel runs would share the GPU."""
+    """One process, whatever -n says: pytest-benchmark measures nothing under pytest-xdist, and parallel runs
+    would share the GPU."""
     asked = getattr(config.option, "numprocesses", None) or getattr(config.option, "tx", None)
     if asked:
         config.stash[_ONE] = f"{asked} of -n or --tx is ignored"
@@ -37,27 +46,44 @@ def pytest_report_header(config):
 
 def _off(config) -> bool:
     """True if the user asked to measure nothing."""
-    return any(config.getoption(name, False) for name in ("collectonly", "benchmark_disable", "benchmark_skip"))
+    return any(
+        config.getoption(name, False) for name in ("collectonly", "benchmark_disable", "benchmark_skip")
+    )
 
 
 def pytest_sessionfinish(session, exitstatus):
     """A run that measured nothing is not green."""
     wanted = any("benchmark" in getattr(item, "fixturenames", ()) for item in getattr(session, "items", ()))
-    if exitstatus == 0 and wanted and not _off(session.config) and not session.config._benchmarksession.benchmarks:
+    if (
+        exitstatus == 0
+        and wanted
+        and not _off(session.config)
+        and not session.config._benchmarksession.benchmarks
+    ):
         session.exitstatus = pytest.ExitCode.NO_TESTS_COLLECTED
 
 
 def pytest_terminal_summary(terminalreporter, config):
     """The numbers of extra_info, below pytest-benchmark's table."""
-    found = [b for b in getattr(getattr(config, "_benchmarksession", None), "benchmarks", ()) if "times_of" in b.extra_info]
+    found = [
+        b
+        for b in getattr(getattr(config, "_benchmarksession", None), "benchmarks", ())
+        if "times_of" in b.extra_info
+    ]
     if not found and not _off(config):
         terminalreporter.write_line("no benchmark ran: nothing was measured", red=True)
     if found:
         terminalreporter.section(f"cukern.bench: times of {TIMES}")
         width = max(len(b.name) for b in found)
         titles = "device_us", "bytes", "tbps", "tflops", "of_limit"
-        for name, *cells in (("", *titles), *((b.name, *(b.extra_info.get(t) for t in titles)) for b in found)):
-            shown = ("" if c is None else c if isinstance(c, str) else f"{c}" if isinstance(c, int) else f"{c:.4g}" for c in cells)
+        for name, *cells in (
+            ("", *titles),
+            *((b.name, *(b.extra_info.get(t) for t in titles)) for b in found),
+        ):
+            shown = (
+                "" if c is None else c if isinstance(c, str) else f"{c}" if isinstance(c, int) else f"{c:.4g}"
+                for c in cells
+            )
             terminalreporter.write_line(f"{name:{width}} " + " ".join(f"{c:>12}" for c in shown))
 
 
@@ -66,8 +92,15 @@ def cases(name: str) -> list:
     case = CASES[name]
     functions, missing = providers(case, DEVICE, None)
     shapes = case.bench_dims if GPU else case.check_dims[-1:]
-    found = [pytest.param(dims, key, id=f"{_by(dims)}-{'-'.join(filter(None, key))}") for dims in shapes for key in functions]
-    return found + [pytest.param((), (peer, ""), marks=pytest.mark.skip(reason=f"{peer}: {why}"), id=peer) for peer, why in missing.items()]
+    found = [
+        pytest.param(dims, key, id=f"{_by(dims)}-{'-'.join(filter(None, key))}")
+        for dims in shapes
+        for key in functions
+    ]
+    return found + [
+        pytest.param((), (peer, ""), marks=pytest.mark.skip(reason=f"{peer}: {why}"), id=peer)
+        for peer, why in missing.items()
+    ]
 
 
 def family(stem: str) -> list:
@@ -82,9 +115,13 @@ def _by(dims: tuple[int, ...]) -> str:
 
 @pytest.fixture(autouse=True)
 def measures(request):
-    """A benchmark of a run in which pytest-benchmark is switched off fails, unless the user switched it off."""
+    """A benchmark of a run in which pytest-benchmark is switched off fails, unless the user switched it
+    off."""
     if request.config._benchmarksession.disabled and not _off(request.config):
-        pytest.fail("pytest-benchmark measures nothing under pytest-xdist: run `pytest benchmarks/`, or with -n 0", pytrace=False)
+        pytest.fail(
+            "pytest-benchmark measures nothing under pytest-xdist: run `pytest benchmarks/`, or with -n 0",
+            pytrace=False,
+        )
 
 
 @pytest.fixture
@@ -105,7 +142,9 @@ def run(benchmark):
             wanted = calls.wanted_inputs(case, "bwd", inputs)
             leaves = calls.leaves_of(inputs, wanted)
             out = function(*calls.arguments(case, leaves))
-            benchmark(_waited_for, calls.backward(out, [leaves[i] for i in wanted], calls.draw_douts(case, inputs)))
+            benchmark(
+                _waited_for, calls.backward(out, [leaves[i] for i in wanted], calls.draw_douts(case, inputs))
+            )
         else:
             benchmark(_waited_for, lambda: function(*inputs))
 
@@ -114,7 +153,8 @@ def run(benchmark):
 
 @pytest.fixture
 def run_call(benchmark):
-    """Time one call that is not a case of the registry. `total`: the bytes that it must move; `flops`: if it is bound by them."""
+    """Time one call that is not a case of the registry. `total`: the bytes that it must move; `flops`: if it
+    is bound by them."""
 
     def timed(call, total: int, flops: int = 0, dtype: torch.dtype = torch.bfloat16) -> None:
         _waited_for(call)  # compiles
@@ -125,7 +165,13 @@ def run_call(benchmark):
             for error in failed.values():
                 raise error
             us, peak = times["call"].median_us, environment.peak_flops(DEVICE, dtype)
-            limit = flops / peak * 1e6 / us if flops and peak else times["copy"].median_us / us if "copy" in times else None
+            limit = (
+                flops / peak * 1e6 / us
+                if flops and peak
+                else times["copy"].median_us / us
+                if "copy" in times
+                else None
+            )
             row = Row("", "", "", (), str(dtype), "", us, times["call"].iqr_us, total, flops, limit)
             benchmark.extra_info.update(_extra(row))
         benchmark(_waited_for, call)

@@ -38,10 +38,11 @@ Tables = dict[str, list[Row]]
 
 
 def kept(text: str) -> str:
-    """The lines of a file of results that stay: the newest row of each key, measured at a commit, of code that still exists.
+    """The lines of a file of results that stay: the newest row of each key, measured at a commit, of code
+    that still exists.
 
-    git has the others. A copy of the same number of bytes on the same GPU is one measurement, whichever op it is compared with: each row
-    of an op has its own `of_limit`.
+    git has the others. A copy of the same number of bytes on the same GPU is one measurement, whichever op it
+    is compared with: each row of an op has its own `of_limit`.
     """
     found: dict[str, str] = {}
     for line in filter(str.strip, text.splitlines()):
@@ -98,8 +99,11 @@ def markdown(rows: list[Row]) -> str:
 def speeds(tables: Tables, op: str, pass_: str) -> dict[str, Row]:
     """The rows of an op in the summary, by provider. cukern's is its newest version."""
     shape, dtype = SUMMARY[op]
-    rows = [r for r in tables.get(op, ()) if (tuple(r["shape"]), r["dtype"], r["pass"]) == (shape, dtype, pass_)]
-    rows.sort(key=lambda r: int(r["version"][1:]) if r["version"][1:].isdigit() else 0)  # "cublas" is no newer than v1
+    rows = [
+        r for r in tables.get(op, ()) if (tuple(r["shape"]), r["dtype"], r["pass"]) == (shape, dtype, pass_)
+    ]
+    # "cublas" is no newer than v1
+    rows.sort(key=lambda r: int(r["version"][1:]) if r["version"][1:].isdigit() else 0)
     found = {r["provider"]: r for r in rows}
     if op == "kron_linear":  # its v2 is torch's matmul, one per factor
         found["torch"] = next((r for r in rows if r["version"] == "v2"), found["cukern"])
@@ -107,7 +111,8 @@ def speeds(tables: Tables, op: str, pass_: str) -> dict[str, Row]:
 
 
 def summary(tables: Tables) -> str:
-    """The README's table: time of cukern, its fraction of the hardware limit, and how many times as long the peers take."""
+    """The README's table: time of cukern, its fraction of the hardware limit, and how many times as long the
+    peers take."""
     lines = []
     for op, (shape, dtype) in SUMMARY.items():
         line = [f"`{op}`", f"{_shape(shape)} {dtype}"]
@@ -115,10 +120,18 @@ def summary(tables: Tables) -> str:
             found = speeds(tables, op, pass_)
             ours = found.get("cukern")
             line += [f"{ours['median_us']:.4g}", _number(ours["of_limit"])] if ours else ["", ""]
-            line += [f"{found[p]['median_us'] / ours['median_us']:.2f}x" if ours and p in found else "" for p in ("torch", "torch.compile")]
+            line += [
+                f"{found[p]['median_us'] / ours['median_us']:.2f}x" if ours and p in found else ""
+                for p in ("torch", "torch.compile")
+            ]
         lines.append(line)
     return _table(
-        ["op", "shape", *("forward us", "of limit", "torch", "torch.compile"), *("backward us", "of limit", "torch", "torch.compile")],
+        [
+            "op",
+            "shape",
+            *("forward us", "of limit", "torch", "torch.compile"),
+            *("backward us", "of limit", "torch", "torch.compile"),
+        ],
         lines,
     )
 
@@ -126,7 +139,9 @@ def summary(tables: Tables) -> str:
 def files(gpus: dict[str, Tables]) -> dict[Path, str]:
     """The content of every generated file."""
     found = {
-        HERE / "tables" / gpu / f"{op}.md": f"# {op} on {gpu}\n\n{markdown(rows)}" for gpu, t in gpus.items() for op, rows in t.items()
+        HERE / "tables" / gpu / f"{op}.md": f"# {op} on {gpu}\n\n{markdown(rows)}"
+        for gpu, t in gpus.items()
+        for op, rows in t.items()
     }
     readme = MARKED.sub(lambda match: match[1] + summary(gpus[match[2]]) + match[3], README.read_text())
     return {**found, README: readme}
@@ -144,8 +159,13 @@ def picture(tables: Tables, file: Path) -> None:
     for panel, pass_, title in zip(panels, ("fwd", "bwd"), ("forward", "backward"), strict=True):
         for i, (peer, color) in enumerate((("torch", "tab:orange"), ("torch.compile", "tab:blue"))):
             found = [speeds(tables, op, pass_) for op in SUMMARY]
-            times = [f[peer]["median_us"] / f["cukern"]["median_us"] if peer in f and "cukern" in f else 0 for f in found]
-            bars = panel.barh([n + 0.4 * i for n in range(len(times))], times, height=0.38, color=color, label=peer)
+            times = [
+                f[peer]["median_us"] / f["cukern"]["median_us"] if peer in f and "cukern" in f else 0
+                for f in found
+            ]
+            bars = panel.barh(
+                [n + 0.4 * i for n in range(len(times))], times, height=0.38, color=color, label=peer
+            )
             panel.bar_label(bars, [f"{t:.2f}" if t else "" for t in times], padding=2, fontsize=7)
         panel.axvline(1, color="tab:green", label="cukern")
         panel.set_yticks([n + 0.2 for n in range(len(SUMMARY))], [*SUMMARY])
@@ -159,7 +179,13 @@ def picture(tables: Tables, file: Path) -> None:
 
 def _table(titles: list[str], lines: Iterable[Iterable[str]]) -> str:
     return (
-        "\n".join(["| " + " | ".join(titles) + " |", "|" + "---|" * len(titles), *("| " + " | ".join(line) + " |" for line in lines)])
+        "\n".join(
+            [
+                "| " + " | ".join(titles) + " |",
+                "|" + "---|" * len(titles),
+                *("| " + " | ".join(line) + " |" for line in lines),
+            ]
+        )
         + "\n"
     )
 
@@ -183,22 +209,36 @@ def _measured_on(rows: list[Row]) -> str:
         return ", ".join(sorted({str(r[name]) for r in rows if r[name] is not None})) or "unknown"
 
     days = sorted({r["date"][:10] for r in rows})
-    commits = ", ".join(sorted({r["commit"][:8] + ("+" if r["dirty"] else "") for r in rows if r["commit"]})) or "unknown"
+    commits = (
+        ", ".join(sorted({r["commit"][:8] + ("+" if r["dirty"] else "") for r in rows if r["commit"]}))
+        or "unknown"
+    )
     when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
     gpu = f"{both('gpu')}, driver {both('driver')}" if any(r["gpu"] for r in rows) else "CPU"
-    return f"\n{gpu}; torch {both('torch')}, CuPy {both('cupy')}, NVRTC {both('nvrtc')}; commit {commits}; {when}.\n"
+    return (
+        f"\n{gpu}; torch {both('torch')}, CuPy {both('cupy')}, NVRTC {both('nvrtc')}; commit {commits}; "
+        f"{when}.\n"
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--picture", action="store_true")
     options = parser.parse_args()
     results = {file: kept(file.read_text()) for file in sorted((HERE / "results").glob("*.jsonl"))}
     gpus = read()
-    stale = {file: text for file, text in (results | files(gpus)).items() if not file.exists() or file.read_text() != text}
+    stale = {
+        file: text
+        for file, text in (results | files(gpus)).items()
+        if not file.exists() or file.read_text() != text
+    }
     if options.check:
-        raise SystemExit("\n".join(f"{file} is not current: run python benchmarks/tables.py" for file in stale) or 0)
+        raise SystemExit(
+            "\n".join(f"{file} is not current: run python benchmarks/tables.py" for file in stale) or 0
+        )
     for file, text in stale.items():
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)

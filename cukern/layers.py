@@ -25,15 +25,9 @@ from cukern.ops.rope import rope, rope_tables
 from cukern.runtime import checks
 
 __all__ = [
-    "CausalLoss",
-    "GeGLUMLP",
-    "LayerNorm",
-    "Linear",
-    "RMSNorm",
-    "RotaryEmbedding",
-    "SwiGLUMLP",
+    "CausalLoss", "GeGLUMLP", "LayerNorm", "Linear", "RMSNorm", "RotaryEmbedding", "SwiGLUMLP",
     "kernel_mapping",
-]
+]  # fmt: skip
 
 
 def _columns(x: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -138,15 +132,9 @@ class GeGLUMLP(_GatedMLP):
     """
 
     def __init__(
-        self,
-        hidden_size: int,
-        intermediate_size: int,
-        bias: bool = False,
-        device: Any = None,
-        dtype: Any = None,
-        *,
-        approximate: str = "tanh",
-    ) -> None:
+        self, hidden_size: int, intermediate_size: int, bias: bool = False, device: Any = None,
+        dtype: Any = None, *, approximate: str = "tanh",
+    ) -> None:  # fmt: skip
         super().__init__(hidden_size, intermediate_size, bias, device, dtype)
         self.approximate = checks.choice("approximate", approximate, ("none", "tanh"))
 
@@ -178,15 +166,9 @@ class RotaryEmbedding(nn.Module):
     sin: Tensor
 
     def __init__(
-        self,
-        dim: int,
-        max_positions: int,
-        base: float = 10000.0,
-        *,
-        interleaved: bool = False,
-        layout: str = "bshd",
-        device: Any = None,
-    ) -> None:
+        self, dim: int, max_positions: int, base: float = 10000.0, *, interleaved: bool = False,
+        layout: str = "bshd", device: Any = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.dim, self.max_positions, self.base = dim, max_positions, base
         self.interleaved = checks.flag("interleaved", interleaved)
@@ -234,20 +216,10 @@ class CausalLoss(nn.Linear):
     """
 
     def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        device: Any = None,
-        dtype: Any = None,
-        *,
-        shift: bool = True,
-        ignore_index: int = -100,
-        reduction: str = "mean",
-        label_smoothing: float = 0.0,
-        z_loss: float = 0.0,
-        softcap: float | None = None,
-    ) -> None:
+        self, in_features: int, out_features: int, bias: bool = True, device: Any = None, dtype: Any = None,
+        *, shift: bool = True, ignore_index: int = -100, reduction: str = "mean",
+        label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(in_features, out_features, bias, device, dtype)
         self.shift = checks.flag("shift", shift)
         self.options: dict[str, Any] = {
@@ -285,15 +257,9 @@ def _rotary(self: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze
 
 
 def _causal_lm_loss(
-    self: Any,
-    logits: Tensor,
-    labels: Tensor,
-    vocab_size: int,
-    num_items_in_batch: Any = None,
-    ignore_index: int = -100,
-    shift_labels: Tensor | None = None,
-    **kwargs: Any,
-) -> Tensor:
+    self: Any, logits: Tensor, labels: Tensor, vocab_size: int, num_items_in_batch: Any = None,
+    ignore_index: int = -100, shift_labels: Tensor | None = None, **kwargs: Any,
+) -> Tensor:  # fmt: skip
     targets = _next(labels, ignore_index) if shift_labels is None else shift_labels
     reduction = "mean" if num_items_in_batch is None else "sum"
     loss = cross_entropy(

@@ -2,7 +2,8 @@
 
 {{ head OP }} is the comment at the head of the op's kernel file, with its versions, after that of its ladder.
 {{ tables OP ... }} are benchmarks/tables.
-{{ commands }} is the help of each command. Links of lab notebooks to files outside of docs/ become names of files.
+{{ commands }} is the help of each command. Links of lab notebooks to files outside of docs/ become names of
+files.
 """
 
 import os
@@ -49,12 +50,18 @@ def head(op: str) -> str:
 
 def comment(file: Path) -> list[str]:
     """The comment at the head of a file."""
-    return [line[2:].removeprefix(" ") for line in takewhile(lambda line: line.startswith("//"), file.read_text().splitlines())]
+    return [
+        line[2:].removeprefix(" ")
+        for line in takewhile(lambda line: line.startswith("//"), file.read_text().splitlines())
+    ]
 
 
 def tables(ops: list[str]) -> str:
     found = [
-        (folder.name, op) for folder in sorted((TREE / "benchmarks/tables").iterdir()) for op in ops if (folder / f"{op}.md").is_file()
+        (folder.name, op)
+        for folder in sorted((TREE / "benchmarks/tables").iterdir())
+        for op in ops
+        if (folder / f"{op}.md").is_file()
     ]
     parts = []
     for gpu, op in found:

@@ -1,4 +1,5 @@
-"""LoKr fine-tuning: a frozen network learns a changed task through adapters W + scale * (W1 kron W2), without forming the product."""
+"""LoKr fine-tuning: a frozen network learns a changed task through adapters W + scale * (W1 kron W2), without
+forming the product."""
 
 import copy
 
@@ -9,7 +10,8 @@ import cukern
 
 
 class LoKrLinear(nn.Module):
-    """A frozen linear layer with an adapter. It starts as the layer itself, because W2's second factor is 0."""
+    """A frozen linear layer with an adapter. It starts as the layer itself, because W2's second factor is
+    0."""
 
     def __init__(self, base: nn.Linear, outer: int = 8, rank: int = 4, scale: float = 1.0):
         super().__init__()

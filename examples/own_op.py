@@ -1,4 +1,5 @@
-"""A differentiable op of your own: squared ReLU. Then `cukern check examples/own_op.py` and `cukern bench examples/own_op.py`."""
+"""A differentiable op of your own: squared ReLU. Then `cukern check examples/own_op.py` and `cukern bench
+examples/own_op.py`."""
 
 from pathlib import Path
 
@@ -20,7 +21,9 @@ def backward(kernels, x, _out, dout):
     return dx
 
 
-relu2 = cukern.op("relu2", Path(__file__).with_name("own_op.cu"), lambda x: x.relu().square(), {"v1": (forward, backward)})
+relu2 = cukern.op(
+    "relu2", Path(__file__).with_name("own_op.cu"), lambda x: x.relu().square(), {"v1": (forward, backward)}
+)
 
 
 def main() -> None:

@@ -18,7 +18,14 @@ from pathlib import Path
 TREE = Path(__file__).resolve().parents[1]
 LEFT_OUT = "cli", "gpt2", "__main__.py"
 # Benchmarks of cukern.tune stay; those that import the package by its name go.
-LEFT_OUT_OF_BENCH = "llama_block.py", "models.py", "muon.py", "own_kernel.py", "startup.py", "triton_square.py"
+LEFT_OUT_OF_BENCH = (
+    "llama_block.py",
+    "models.py",
+    "muon.py",
+    "own_kernel.py",
+    "startup.py",
+    "triton_square.py",
+)
 LAYERS = '''"""The layers for kernelize: classes without state."""
 
 from .modules import FORWARDS, stateless
@@ -47,7 +54,8 @@ class RMSNorm(Benchmark):
 
 
 def relative(text: str, depth: int) -> str:
-    """The text of a module with its imports from cukern made relative. depth: folders between it and the package."""
+    """The text of a module with its imports from cukern made relative. depth: folders between it and the
+    package."""
     lines = text.split("\n")
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "cukern":
@@ -74,7 +82,9 @@ def build(folder: Path, variant: str = "torch-cuda") -> Path:
         target.write_text(text)
         digest.update(text.encode())
     (out / "layers.py").write_text(LAYERS)
-    shutil.copytree(TREE / "kernels_cu", out / "kernels_cu", ignore=shutil.ignore_patterns("__pycache__", ".*"))
+    shutil.copytree(
+        TREE / "kernels_cu", out / "kernels_cu", ignore=shutil.ignore_patterns("__pycache__", ".*")
+    )
     for path in sorted((out / "kernels_cu").rglob("*.*")):
         digest.update(path.read_bytes())
     identifier = f"_cukern_{variant.removeprefix('torch-')}_{digest.hexdigest()[:12]}"

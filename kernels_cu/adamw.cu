@@ -1,26 +1,30 @@
-// adamw: one step of AdamW for a list of tensors, in place: param, exp_avg (m) and exp_avg_sq (v) are updated from the gradient g.
+// adamw: one step of AdamW for a list of tensors, in place: param, exp_avg (m) and exp_avg_sq (v) are updated
+// from the gradient g.
 //     g *= factor;  m += (1 - beta1) (g - m);  v = beta2 v + (1 - beta2) g^2
 //     param = (1 - lr weight_decay) param - lr / (1 - beta1^t) m / (sqrt(v / (1 - beta2^t)) + eps)
-// factor is 1 / grad_scale, times max_norm / norm if the norm of all gradients is larger, times -1 with maximize. With amsgrad the root is
-// that of the largest v so far. (Loshchilov and Hutter, arXiv 1711.05101)
+// factor is 1 / grad_scale, times max_norm / norm if the norm of all gradients is larger, times -1 with
+// maximize. With amsgrad the root is that of the largest v so far. (Loshchilov and Hutter, arXiv 1711.05101)
 //
-// Layout     Each tensor is dense: its elements fill numel consecutive addresses. rows[t] describes tensor t, grads[t] is the address of its
-//            gradient. Both tables are in device memory. adamw_write updates them, so that a CUDA graph can contain the update.
-// Types      m and v are float, or double for double parameters. 16-bit parameters may have float masters, which are then updated, and
-//            rounded to the parameter. bfloat16 parameters may be rounded stochastically. A parameter that is not its rounded master was
-//            written by something else: the master takes its value first. EXTRAS: instances for masters and amsgrad.
-//            M: the type of m and v in memory. bfloat16 is rounded stochastically, not with amsgrad.
-// Launch     adamw_norm (only with max_norm) and adamw_v2 have one launch per dtype, and one block per chunk of CHUNK elements or per PART of
-//            a chunk. Between them adamw_prepare (one block) adds the partial sums of the norm in a fixed order, increments the steps, and
-//            computes the numbers of each tensor in double. It is not needed if the host knows them. If *found_inf is not 0, all tensors
-//            are skipped. adamw_v2 starts while adamw_prepare runs (PDL).
+// Layout     Each tensor is dense: its elements fill numel consecutive addresses. rows[t] describes tensor t,
+//            grads[t] is the address of its gradient. Both tables are in device memory. adamw_write updates
+//            them, so that a CUDA graph can contain the update.
+// Types      m and v are float, or double for double parameters. 16-bit parameters may have float masters,
+//            which are then updated, and rounded to the parameter. bfloat16 parameters may be rounded
+//            stochastically. A parameter that is not its rounded master was written by something else: the
+//            master takes its value first. EXTRAS: instances for masters and amsgrad. M: the type of m and v
+//            in memory. bfloat16 is rounded stochastically, not with amsgrad.
+// Launch     adamw_norm (only with max_norm) and adamw_v2 have one launch per dtype, and one block per chunk
+//            of CHUNK elements or per PART of a chunk. Between them adamw_prepare (one block) adds the
+//            partial sums of the norm in a fixed order, increments the steps, and computes the numbers of
+//            each tensor in double. It is not needed if the host knows them. If *found_inf is not 0, all
+//            tensors are skipped. adamw_v2 starts while adamw_prepare runs (PDL).
 //
 // version  idea                                                                                     of a copy
 // v1       one thread per element, one launch per tensor                                            0.66 to 0.91 (H200, float32)
 // v2       one launch per dtype, vectors of 4 elements, one block per PART of a chunk               0.98 to 0.99 (H100)
 //
-// v2: a thread has a vector of grad, exp_avg, exp_avg_sq, and param or master: four independent loads of 16 bytes, or 8 for 16-bit types.
-// Experiments: docs/notes/adamw.md.
+// v2: a thread has a vector of grad, exp_avg, exp_avg_sq, and param or master: four independent loads of 16
+// bytes, or 8 for 16-bit types. Experiments: docs/notes/adamw.md.
 #include "common/pack.cuh"
 #include "common/pdl.cuh"
 #include "common/reduce.cuh"
@@ -42,7 +46,8 @@ struct Group {
 };
 enum { MAXIMIZE = 1, LR_IS_DOUBLE = 2 };  // flags
 
-// The numbers of a tensor, which adamw_prepare computes. WEIGHT1 and WEIGHT2 are 1 - beta; STEP is -1 if the tensor is skipped.
+// The numbers of a tensor, which adamw_prepare computes. WEIGHT1 and WEIGHT2 are 1 - beta; STEP is -1 if the
+// tensor is skipped.
 enum { STEP_SIZE, RSQRT_CORRECTION, EPS, DECAY, WEIGHT1, BETA2, WEIGHT2, FACTOR, STEP, NUMBERS };
 
 using Word = unsigned long long;
@@ -67,7 +72,8 @@ __global__ void adamw_write(Word* to, int count, Words<N> from) {
     if (threadIdx.x < count) to[threadIdx.x] = from.words[threadIdx.x];
 }
 
-// The tensor of a chunk: the last one with first_chunk <= chunk, which skips empty tensors. A warp reads up to 32 rows at a time.
+// The tensor of a chunk: the last one with first_chunk <= chunk, which skips empty tensors. A warp reads up
+// to 32 rows at a time.
 __device__ __forceinline__ int tensor_of(const Row* rows, int tensors, long long chunk) {
     int low = 0;
     for (int count = tensors; count > 1;) {
@@ -81,7 +87,8 @@ __device__ __forceinline__ int tensor_of(const Row* rows, int tensors, long long
 
 // The sum of squares of a chunk. The grid begins at `first_chunk`, as that of adamw_v2.
 template <typename T>
-__global__ void adamw_norm(double* partials, const void* table, const Word* grads, long long first_chunk, int tensors) {
+__global__ void adamw_norm(double* partials, const void* table, const Word* grads, long long first_chunk,
+                           int tensors) {
     __shared__ double sums[32];
     const Row* rows = static_cast<const Row*>(table);
     long long chunk = first_chunk + blockIdx.x;
@@ -99,8 +106,9 @@ __global__ void adamw_norm(double* partials, const void* table, const Word* grad
 
 // `partials` may be null: no clipping. grad_scale and found_inf may be null.
 template <int BLOCK>
-__global__ void adamw_prepare(double* numbers, float* norm_to, const void* table, const void* group_table, const double* partials,
-                              const float* grad_scale, const float* found_inf, long long chunks, int tensors, double max_norm) {
+__global__ void adamw_prepare(double* numbers, float* norm_to, const void* table, const void* group_table,
+                              const double* partials, const float* grad_scale, const float* found_inf,
+                              long long chunks, int tensors, double max_norm) {
     __shared__ double sums[32];
     wait_for_previous();
     let_next_come();
@@ -117,17 +125,24 @@ __global__ void adamw_prepare(double* numbers, float* norm_to, const void* table
         Group group = static_cast<const Group*>(group_table)[rows[t].group];
         double lr = group.lr;
         if (group.lr_tensor)
-            lr = group.flags & LR_IS_DOUBLE ? *static_cast<const double*>(group.lr_tensor) : *static_cast<const float*>(group.lr_tensor);
+            lr = group.flags & LR_IS_DOUBLE ? *static_cast<const double*>(group.lr_tensor)
+                                            : *static_cast<const float*>(group.lr_tensor);
         double signed_factor = group.flags & MAXIMIZE ? -factor : factor;
         float step = *rows[t].step + 1;
-        double decay = 1 - lr * group.weight_decay, beta1 = group.beta1, beta2 = group.beta2, size = lr / (1 - pow(beta1, double(step)));
-        double k[] = {size, 1 / sqrt(1 - pow(beta2, double(step))), group.eps, decay, 1 - beta1, beta2, 1 - beta2, signed_factor, -1};
+        double decay = 1 - lr * group.weight_decay, beta1 = group.beta1, beta2 = group.beta2,
+               size = lr / (1 - pow(beta1, double(step)));
+        double k[] = {size,      1 / sqrt(1 - pow(beta2, double(step))),
+                      group.eps, decay,
+                      1 - beta1, beta2,
+                      1 - beta2, signed_factor,
+                      -1};
         if (!skip) *rows[t].step = k[STEP] = step;
         for (int j = 0; j < NUMBERS; j++) numbers[t * NUMBERS + j] = k[j];
     }
 }
 
-// Philox4x32-10 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", 2011): four random words for a counter and a key.
+// Philox4x32-10 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", 2011): four random words for a
+// counter and a key.
 __device__ __forceinline__ uint4 philox(uint4 c, uint2 key) {
 #pragma unroll
     for (int round = 0; round < 10; round++) {
@@ -146,7 +161,8 @@ __device__ __forceinline__ float round_randomly(float x, unsigned random) {
 }
 
 // The random words of elements i / 4 * 4 to i / 4 * 4 + 3 of tensor `index`. `high`: counter bits.
-__device__ __forceinline__ void random_words(unsigned (&to)[4], Word seed, unsigned index, unsigned t, long long i, unsigned high) {
+__device__ __forceinline__ void random_words(unsigned (&to)[4], Word seed, unsigned index, unsigned t,
+                                             long long i, unsigned high) {
     uint4 random = philox(make_uint4(i / 4, i / 4 >> 32 | high, index, t), make_uint2(seed, seed >> 32));
     to[0] = random.x, to[1] = random.y, to[2] = random.z, to[3] = random.w;
 }
@@ -155,10 +171,12 @@ __device__ __forceinline__ void random_words(unsigned (&to)[4], Word seed, unsig
 template <typename T>
 __device__ __forceinline__ bool is_rounded(float x, float master, bool randomly) {
     if (x == load_as(T(master))) return true;
-    return IS_BF16<T> && randomly && (__float_as_uint(x) - (__float_as_uint(master) & 0xffff0000)) >> 16 <= 1;  // a neighbour
+    // a neighbour
+    return IS_BF16<T> && randomly && (__float_as_uint(x) - (__float_as_uint(master) & 0xffff0000)) >> 16 <= 1;
 }
 
-// K vectors of N elements of a tensor, THREADS apart, from element i on, those before the end: `left` elements further.
+// K vectors of N elements of a tensor, THREADS apart, from element i on, those before the end: `left`
+// elements further.
 template <typename T, int N, int K, bool EXTRAS, typename M>
 __device__ __forceinline__ void update(const Step& step, int t, long long i, int left) {
     using C = compute_t<T>;
@@ -193,12 +211,16 @@ __device__ __forceinline__ void update(const Step& step, int t, long long i, int
         }
         for (int j = 0; j < N; j++) {
             C scaled = g[e][j] * k[FACTOR];
-            C change = scaled - m[e].v[j];  // added to the nearer of the two, so that beta1 = 0 gives the gradient
-            m[e].v[j] = k[WEIGHT1] < C(0.5) ? m[e].v[j] + k[WEIGHT1] * change : scaled - (1 - k[WEIGHT1]) * change;
+            // added to the nearer of the two, so that beta1 = 0 gives the gradient
+            C change = scaled - m[e].v[j];
+            m[e].v[j] =
+                k[WEIGHT1] < C(0.5) ? m[e].v[j] + k[WEIGHT1] * change : scaled - (1 - k[WEIGHT1]) * change;
             v[e].v[j] = k[BETA2] * v[e].v[j] + k[WEIGHT2] * scaled * scaled;
             C square = v[e].v[j];
-            if (EXTRAS && max_at) square = most[e].v[j] = most[e].v[j] < square || square != square ? square : most[e].v[j];
-            p[e][j] = p[e][j] * k[DECAY] - k[STEP_SIZE] * (m[e].v[j] / (sqrt(square) * k[RSQRT_CORRECTION] + k[EPS]));
+            if (EXTRAS && max_at)
+                square = most[e].v[j] = most[e].v[j] < square || square != square ? square : most[e].v[j];
+            p[e][j] = p[e][j] * k[DECAY] -
+                      k[STEP_SIZE] * (m[e].v[j] / (sqrt(square) * k[RSQRT_CORRECTION] + k[EPS]));
         }
         if constexpr (sizeof(M) == 2) {  // counters of their own; m and v have different halves of a word
             unsigned words[4];
@@ -236,10 +258,12 @@ constexpr int BLOCKS_PER_SM = sizeof(T) == 8                                 ? 1
                               : sizeof(M) == 2 || (EXTRAS && sizeof(T) == 2) ? 4
                                                                              : 5;
 
-// Short blocks, so that the last ones end at about the same time. The chunks of the grid begin at `first_chunk`, the first of this dtype.
-// A block has PART elements from the first aligned place on. The first block of a tensor also has the `lead` elements before it.
+// Short blocks, so that the last ones end at about the same time. The chunks of the grid begin at
+// `first_chunk`, the first of this dtype. A block has PART elements from the first aligned place on. The
+// first block of a tensor also has the `lead` elements before it.
 template <typename T, bool EXTRAS, typename M = compute_t<T>>
-__global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM<T, EXTRAS, M>) adamw_v2(Step step, long long first_chunk, int tensors) {
+__global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM<T, EXTRAS, M>)
+    adamw_v2(Step step, long long first_chunk, int tensors) {
     using C = compute_t<T>;
     constexpr int N = sizeof(T) == 8 ? 2 : 4, PART = THREADS * N, PARTS = CHUNK / PART;
     take_over(PART * sizeof(T), THREADS * 5, [&] {  // waits for the previous kernel
@@ -248,7 +272,8 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM<T, EXTRAS, M>) adamw_v2
     long long chunk = first_chunk + blockIdx.x / PARTS;
     int t = tensor_of(step.rows, tensors, chunk);
     Row row = step.rows[t];
-    // The tensors of a row have vectors at the same places if their addresses, counted in elements, are equal modulo N.
+    // The tensors of a row have vectors at the same places if their addresses, counted in elements, are equal
+    // modulo N.
     Word place = Word(row.param) / sizeof(T), others = Word(row.exp_avg) / sizeof(M) ^ place;
     others |= Word(row.exp_avg_sq) / sizeof(M) ^ place;
     others |= step.grads[t] / sizeof(T) ^ place;
@@ -256,9 +281,13 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM<T, EXTRAS, M>) adamw_v2
     if (EXTRAS && row.max_exp_avg_sq) others |= Word(row.max_exp_avg_sq) / sizeof(C) ^ place;
     bool vectors = others % N == 0 && !(place % N && (step.randomly || sizeof(M) == 2));
     int lead = vectors ? -place % 64 : 0;  // to a whole cache line
-    long long part = (chunk - row.first_chunk) * CHUNK + blockIdx.x % PARTS * PART, begin = part ? part + lead : 0;
-    int count = min(part + PART + lead, row.numel) - begin, head = part ? 0 : min(lead, count), body = vectors ? (count - head) / N * N : 0;
+    long long part = (chunk - row.first_chunk) * CHUNK + blockIdx.x % PARTS * PART,
+              begin = part ? part + lead : 0;
+    int count = min(part + PART + lead, row.numel) - begin, head = part ? 0 : min(lead, count),
+        body = vectors ? (count - head) / N * N : 0;
     int i = threadIdx.x * N, j = THREADS - 1 - threadIdx.x;  // j: of those before and after the body
     if (i < body) update<T, N, 1, EXTRAS, M>(step, t, begin + head + i, 1);
-    if (j < count - body) update<T, 1, N, EXTRAS, M>(step, t, begin + (j < head ? j : body + j), j < head ? 1 : count - body - j);
+    if (j < count - body)
+        update<T, 1, N, EXTRAS, M>(step, t, begin + (j < head ? j : body + j),
+                                   j < head ? 1 : count - body - j);
 }

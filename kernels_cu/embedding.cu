@@ -1,21 +1,27 @@
-// embedding: out[row] = weight[tokens[row]] + positions[row % time]; rows are all tokens, the last dimension of `tokens` is the time.
-// Gradient: dweight[v] = sum of dout[row] over the rows with token v. That of positions is torch's sum of dout over the batch.
+// embedding: out[row] = weight[tokens[row]] + positions[row % time]; rows are all tokens, the last dimension
+// of `tokens` is the time. Gradient: dweight[v] = sum of dout[row] over the rows with token v. That of
+// positions is torch's sum of dout over the batch.
 //
-// Types      tokens are int, or long long if `wide`; positions may be null. 16-bit types are added in float and rounded once.
-// Layout     out and dout are (rows, features), weight is (vocabulary, features), positions is (table, features); all contiguous.
-// Bad tokens A token outside of the vocabulary gives a row of NaN, and its row of dout is dropped. The vocabulary is not empty.
+// Types      tokens are int, or long long if `wide`; positions may be null. 16-bit types are added in float
+//            and rounded once.
+// Layout     out and dout are (rows, features), weight is (vocabulary, features), positions is (table,
+//            features); all contiguous.
+// Bad tokens A token outside of the vocabulary gives a row of NaN, and its row of dout is dropped. The
+// vocabulary is not empty.
 // Order      Every sum has a fixed order, and there are no atomics: two runs give the same bits.
 //
 // version  idea
 // v1       one thread per element; backward as v2
-// v2       16-byte vectors, ROWS rows per thread. 32 x 1024 tokens of 768 features, of a copy of the same bytes: forward 0.88 (float32) and
-//          0.90 (bfloat16) on an H200, backward 0.34 (bfloat16) on an H100
+// v2       16-byte vectors, ROWS rows per thread. 32 x 1024 tokens of 768 features, of a copy of the same
+//          bytes: forward 0.88 (float32) and 0.90 (bfloat16) on an H200, backward 0.34 (bfloat16) on an H100
 //
-// dweight    The launcher zeroes it. embedding_v2_bwd_few adds the rows of few tokens. More are sorted (stable); order[i] is the row of
-//            sorted[i]. A block of embedding_v2_bwd adds the rows of CHUNK sorted tokens, so the load is balanced however often one occurs.
-//            The sums of a chunk's first and last token are partial, in its slots 0 and 1: embedding_v2_bwd_few adds these.
-// Launch     v1: 1-D, one thread per element. v2: blockDim.x threads share a row, or a slice of it; grid.x = groups of blockDim.y times, for
-//            each group of ROWS sequences, or chunks, or rows; grid.y = slices.
+// dweight    The launcher zeroes it. embedding_v2_bwd_few adds the rows of few tokens. More are sorted
+//            (stable); order[i] is the row of sorted[i]. A block of embedding_v2_bwd adds the rows of CHUNK
+//            sorted tokens, so the load is balanced however often one occurs. The sums of a chunk's first and
+//            last token are partial, in its slots 0 and 1: embedding_v2_bwd_few adds these.
+// Launch     v1: 1-D, one thread per element. v2: blockDim.x threads share a row, or a slice of it; grid.x =
+//            groups of blockDim.y times, for each group of ROWS sequences, or chunks, or rows; grid.y =
+//            slices.
 // Predictions and experiments: docs/notes/embedding.md.
 #include "common/pack.cuh"
 #include "common/ptx/launch.cuh"
@@ -23,30 +29,34 @@
 constexpr int ROWS = 2;                          // of a thread of embedding_v2, which have the same time
 constexpr int CHUNK = 64;                        // sorted tokens per block
 constexpr int THREADS = 128, FEW_THREADS = 256;  // per block, at most; in embedding_v2_bwd_few
-constexpr int UNROLL = 8;                        // rows that a thread loads at a time, so that enough bytes are in flight
+// rows that a thread loads at a time, so that enough bytes are in flight
+constexpr int UNROLL = 8;
 
-__device__ __forceinline__ bool is_inside(long long token, long long vocabulary) { return token >= 0 && token < vocabulary; }
+__device__ __forceinline__ bool is_inside(long long token, long long vocabulary) {
+    return token >= 0 && token < vocabulary;
+}
 
 // ---- v1
 
 template <typename T>
-__global__ void embedding_v1(T* out, const void* tokens, const T* weight, const T* positions, long long rows, long long time,
-                             long long vocabulary, long long features, bool wide) {
+__global__ void embedding_v1(T* out, const void* tokens, const T* weight, const T* positions, long long rows,
+                             long long time, long long vocabulary, long long features, bool wide) {
     long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x;
     if (i >= rows * features) return;
     long long row = i / features, column = i % features, token = index_at(tokens, wide, row);
-    compute_t<T> y = is_inside(token, vocabulary) ? load_as(weight[token * features + column]) : not_a_number();
+    compute_t<T> y =
+        is_inside(token, vocabulary) ? load_as(weight[token * features + column]) : not_a_number();
     if (positions) y += load_as(positions[row % time * features + column]);
     out[i] = T(y);
 }
 
 // ---- v2: vectors of N elements
 
-// A block has blockDim.y times of ROWS sequences. A thread has one time, so it loads its position once; its rows are `time` apart. Without
-// positions the launcher passes any time.
+// A block has blockDim.y times of ROWS sequences. A thread has one time, so it loads its position once; its
+// rows are `time` apart. Without positions the launcher passes any time.
 template <typename T, int N>
-__global__ void embedding_v2(T* out, const void* tokens, const T* weight, const T* positions, long long rows, long long time,
-                             long long vocabulary, long long features, bool wide) {
+__global__ void embedding_v2(T* out, const void* tokens, const T* weight, const T* positions, long long rows,
+                             long long time, long long vocabulary, long long features, bool wide) {
     wait_for_previous();
     unsigned times = (time + blockDim.y - 1) / blockDim.y, group = blockIdx.x / times;
     long long column = (blockIdx.y * (long long)blockDim.x + threadIdx.x) * N,
@@ -56,10 +66,12 @@ __global__ void embedding_v2(T* out, const void* tokens, const T* weight, const 
     long long token[ROWS];
     Vec<T, N> w[ROWS], p;
 #pragma unroll
-    for (int k = 0; k < ROWS; k++) token[k] = index_at(tokens, wide, first + k * time < rows ? first + k * time : first);
+    for (int k = 0; k < ROWS; k++)
+        token[k] = index_at(tokens, wide, first + k * time < rows ? first + k * time : first);
     if (positions) p = load_vec<T, N>(positions + at * features + column);
 #pragma unroll
-    for (int k = 0; k < ROWS; k++) w[k] = load_vec<T, N>(weight + (is_inside(token[k], vocabulary) ? token[k] : 0) * features + column);
+    for (int k = 0; k < ROWS; k++)
+        w[k] = load_vec<T, N>(weight + (is_inside(token[k], vocabulary) ? token[k] : 0) * features + column);
 #pragma unroll
     for (int k = 0; k < ROWS; k++) {
         if (first + k * time >= rows) return;
@@ -75,8 +87,9 @@ __global__ void embedding_v2(T* out, const void* tokens, const T* weight, const 
 
 template <typename T, int N>
 __global__ void __launch_bounds__(THREADS, 6)
-    embedding_v2_bwd(T* dweight, compute_t<T>* partials, long long* tokens, const T* dout, const void* sorted, const long long* order,
-                     long long rows, long long vocabulary, long long features, bool wide) {
+    embedding_v2_bwd(T* dweight, compute_t<T>* partials, long long* tokens, const T* dout, const void* sorted,
+                     const long long* order, long long rows, long long vocabulary, long long features,
+                     bool wide) {
     wait_for_previous();
     long long column = (blockIdx.y * (long long)blockDim.x + threadIdx.x) * N;
     long long chunk = blockIdx.x, first = chunk * CHUNK, end = min(first + CHUNK, rows);
@@ -119,17 +132,21 @@ __global__ void __launch_bounds__(THREADS, 6)
     }
 }
 
-// Adds few rows, or the partial sums. A block adds the rows of one token: that of row blockIdx.x, unless an earlier row has it too. Threads
-// of a warp look at 32 tokens at a time. Partial sums of a token are neighbors, with at most one slot in between.
+// Adds few rows, or the partial sums. A block adds the rows of one token: that of row blockIdx.x, unless an
+// earlier row has it too. Threads of a warp look at 32 tokens at a time. Partial sums of a token are
+// neighbors, with at most one slot in between.
 template <typename T, typename S, int N>
-__global__ void __launch_bounds__(FEW_THREADS, 4) embedding_v2_bwd_few(T* dweight, const S* dout, const void* tokens, long long rows,
-                                                                       long long vocabulary, long long features, bool wide, bool sorted) {
+__global__ void __launch_bounds__(FEW_THREADS, 4)
+    embedding_v2_bwd_few(T* dweight, const S* dout, const void* tokens, long long rows, long long vocabulary,
+                         long long features, bool wide, bool sorted) {
     __shared__ Vec<compute_t<T>, N> sums[FEW_THREADS];
     wait_for_previous();
-    long long row = blockIdx.x, column = (blockIdx.y * (long long)blockDim.x + threadIdx.x) * N, token = index_at(tokens, wide, row);
+    long long row = blockIdx.x, column = (blockIdx.y * (long long)blockDim.x + threadIdx.x) * N,
+              token = index_at(tokens, wide, row);
     int thread = threadIdx.y * blockDim.x + threadIdx.x;
     bool is_done = !is_inside(token, vocabulary);
-    for (long long i = thread + (sorted ? max(row - 2, 0LL) : 0); i < row; i += FEW_THREADS) is_done |= index_at(tokens, wide, i) == token;
+    for (long long i = thread + (sorted ? max(row - 2, 0LL) : 0); i < row; i += FEW_THREADS)
+        is_done |= index_at(tokens, wide, i) == token;
     if (__syncthreads_or(is_done)) return;
     dout += min(column, features - N);
     compute_t<T> sum[N] = {};

@@ -1,23 +1,30 @@
-// gelu: out = f(x + bias) * up, where f(v) = v * gate(v), and its gradients. bias (one per column) and up may be null.
+// gelu: out = f(x + bias) * up, where f(v) = v * gate(v), and its gradients. bias (one per column) and up may
+// be null.
 //     dx = dout * up * f'(x + bias)      dup = dout * f(x + bias)      dbias = column sums of dx      f'(v) = gate(v) + v * gate'(v)
 // FUNCTION   GELU: gate(v) = Phi(v) = (1 + erf(v / sqrt(2))) / 2.  SILU: gate(v) = sigmoid(v).
-//            GELU_TANH: gate(v) = sigmoid(2 u) = (1 + tanh(u)) / 2, where u = sqrt(2 / pi) * (v + 0.044715 v^3).
-// Math       With e = exp(-|v|), which does not overflow, sigmoid is p = 1 / (1 + e) or q = e * p = 1 - p; its slope is p * q.
-//            float and double use erf, exp and division of CUDA's library. 16-bit types are computed in float with approximate
-//            instructions and Phi(-|v|) = exp(-v^2 / 2) * polynomial(1 / (1 + c |v|)) (Abramowitz and Stegun, 26.2.17; error below 3e-7).
-// Layout     out, dx and dup are (rows, cols), contiguous. x, up and dout have column stride 1 and any row stride: the two halves of a
-//            tensor are read in place. The launcher passes contiguous tensors without a bias as one row.
-// Launch     gelu and gelu_bwd: one thread per N elements of out: one (v1, or if rows are shorter than a vector) or 16 bytes (v2). ALIGNED:
-//            all pointers, row strides and rows are multiples of 16 bytes. gelu_bias_bwd: grid (tiles of columns, chunks of rows).
+//            GELU_TANH: gate(v) = sigmoid(2 u) = (1 + tanh(u)) / 2, where u = sqrt(2 / pi) * (v + 0.044715
+//            v^3).
+// Math       With e = exp(-|v|), which does not overflow, sigmoid is p = 1 / (1 + e) or q = e * p = 1 - p;
+//            its slope is p * q. float and double use erf, exp and division of CUDA's library. 16-bit types
+//            are computed in float with approximate instructions and Phi(-|v|) = exp(-v^2 / 2) * polynomial(1
+//            / (1 + c |v|)) (Abramowitz and Stegun, 26.2.17; error below 3e-7).
+// Layout     out, dx and dup are (rows, cols), contiguous. x, up and dout have column stride 1 and any row
+//            stride: the two halves of a tensor are read in place. The launcher passes contiguous tensors
+//            without a bias as one row.
+// Launch     gelu and gelu_bwd: one thread per N elements of out: one (v1, or if rows are shorter than a
+//            vector) or 16 bytes (v2). ALIGNED: all pointers, row strides and rows are multiples of 16 bytes.
+//            gelu_bias_bwd: grid (tiles of columns, chunks of rows).
 //
 // version  idea                                                                                  (experiments: docs/notes/gelu.md)
 // v1       one thread per element; dbias is torch's sum of dx
-// v2       one thread per 16-byte vector; dbias from partial sums. H200, gelu of 32768 x 3072, of a copy: 0.92 (bfloat16), 0.97 (float32)
+// v2       one thread per 16-byte vector; dbias from partial sums. H200, gelu of 32768 x 3072, of a copy:
+//          0.92 (bfloat16), 0.97 (float32)
 #include "common/pack.cuh"
 #include "common/ptx/launch.cuh"
 #include "common/ptx/math.cuh"
 
-constexpr int GELU = 0, GELU_TANH = 1, SILU = 2, SUM = 3, THREADS = 256;  // THREADS: of a block of gelu_bias_bwd
+// THREADS: of a block of gelu_bias_bwd
+constexpr int GELU = 0, GELU_TANH = 1, SILU = 2, SUM = 3, THREADS = 256;
 
 template <typename C>
 struct Value {
@@ -35,8 +42,9 @@ __device__ __forceinline__ Value<compute_t<T>> sigmoid(compute_t<T> x) {
 template <typename T>
 __device__ __forceinline__ Value<compute_t<T>> normal(compute_t<T> x) {
     using C = compute_t<T>;
-    C e = sizeof(T) == 2 ? exp2_approx(x * x * (-0.5f * LOG2E)) : exp(x * x * C(-0.5));  // before erf: then fewer registers are needed
-    C density = e * C(0.3989422804014327);                                               // 1 / sqrt(2 pi)
+    // before erf: then fewer registers are needed
+    C e = sizeof(T) == 2 ? exp2_approx(x * x * (-0.5f * LOG2E)) : exp(x * x * C(-0.5));
+    C density = e * C(0.3989422804014327);  // 1 / sqrt(2 pi)
     if constexpr (sizeof(T) > 2) return {C(0.5) + C(0.5) * erf(x * C(0.7071067811865476)), density};
     C t = reciprocal_approx(fmaf(fabs(x), 0.23164190f, 1.0f));
     C below = fmaf(t, fmaf(t, fmaf(t, 0.5307027145f, -0.7265760135f), 0.7107068705f), -0.142248368f);
@@ -49,20 +57,24 @@ template <typename T, int FUNCTION>
 __device__ __forceinline__ Value<compute_t<T>> f(compute_t<T> v) {
     using C = compute_t<T>;
     constexpr C A = C(1.5957691216057308), B = C(0.07135481627260025);  // 2 sqrt(2 / pi), and times 0.044715
-    C square = min(v * v, C(1600));                                     // beyond, the gate is 0 or 1; its slope must not be 0 * infinity
+    // beyond, the gate is 0 or 1; its slope must not be 0 * infinity
+    C square = min(v * v, C(1600));
     Value<C> gate = FUNCTION == GELU ? normal<T>(v) : sigmoid<T>(FUNCTION == SILU ? v : v * (A + B * square));
     if (FUNCTION == GELU_TANH) gate.slope *= A + 3 * B * square;
     return {v * gate.value, gate.value + v * gate.slope};
 }
 
-// Offsets of this thread's N elements in each tensor, the column of the first one, and the elements from it to the end of out.
+// Offsets of this thread's N elements in each tensor, the column of the first one, and the elements from it
+// to the end of out.
 struct Place {
     long long out, x, up, dout, col, left;
 };
 
-// The place is past the last element if nothing is left. No division for one row; a 32-bit one if i and cols fit.
+// The place is past the last element if nothing is left. No division for one row; a 32-bit one if i and cols
+// fit.
 template <int N>
-__device__ __forceinline__ Place locate(long long rows, long long cols, long long x_row, long long up_row, long long dout_row = 0) {
+__device__ __forceinline__ Place locate(long long rows, long long cols, long long x_row, long long up_row,
+                                        long long dout_row = 0) {
     wait_for_previous();
     long long i = (blockIdx.x * (long long)blockDim.x + threadIdx.x) * N, left = rows * cols - i;
     if (rows == 1) return {i, i, i, i, i, left};
@@ -72,7 +84,8 @@ __device__ __forceinline__ Place locate(long long rows, long long cols, long lon
 
 // The N elements from `from` on. If they are not ALIGNED, they may continue in the next row, or end before N.
 template <int N, bool ALIGNED, typename T>
-__device__ __forceinline__ Vec<T, N> load(const T* from, long long row_stride, const Place& at, long long cols) {
+__device__ __forceinline__ Vec<T, N> load(const T* from, long long row_stride, const Place& at,
+                                          long long cols) {
     long long to_end = cols - at.col, gap = row_stride - cols;
     bool is_vector = at.left >= N && (gap == 0 || to_end >= N) && (size_t)from % sizeof(Vec<T, N>) == 0;
     if (ALIGNED || is_vector) return load_vec<T, N>(from);
@@ -92,7 +105,8 @@ __device__ __forceinline__ void store(T* to, const compute_t<T> (&v)[N], const P
 }
 
 template <typename T, typename B, int FUNCTION, int N, bool ALIGNED = true>
-__global__ void gelu(T* out, const T* x, const T* up, const B* bias, long long rows, long long cols, long long x_row, long long up_row) {
+__global__ void gelu(T* out, const T* x, const T* up, const B* bias, long long rows, long long cols,
+                     long long x_row, long long up_row) {
     Place at = locate<N>(rows, cols, x_row, up_row);
     if (at.left <= 0) return;
     compute_t<T> v[N], u[N];
@@ -105,8 +119,8 @@ __global__ void gelu(T* out, const T* x, const T* up, const B* bias, long long r
 }
 
 template <typename T, typename B, int FUNCTION, int N, bool ALIGNED = true>
-__global__ void gelu_bwd(T* dx, T* dup, const T* x, const T* up, const B* bias, const T* dout, long long rows, long long cols,
-                         long long x_row, long long up_row, long long dout_row) {
+__global__ void gelu_bwd(T* dx, T* dup, const T* x, const T* up, const B* bias, const T* dout, long long rows,
+                         long long cols, long long x_row, long long up_row, long long dout_row) {
     Place at = locate<N>(rows, cols, x_row, up_row, dout_row);
     if (at.left <= 0) return;
     compute_t<T> v[N], u[N], d[N];
@@ -129,16 +143,20 @@ __global__ void gelu_bwd(T* dx, T* dup, const T* x, const T* up, const B* bias, 
     store<ALIGNED>(dx + at.out, d, at);
 }
 
-// dx, and the sums of its columns. With FUNCTION SUM only the sums, those of dout; the pointers to other inputs are null.
+// dx, and the sums of its columns. With FUNCTION SUM only the sums, those of dout; the pointers to other
+// inputs are null.
 template <typename T, typename B, int FUNCTION, bool ALIGNED = true>
 __global__ void __launch_bounds__(THREADS)
-    gelu_bias_bwd(T* dx, compute_t<T>* partials, B* dbias, const T* x, const B* bias, const T* dout, long long rows, long long cols,
-                  long long x_row, long long dout_row, long long rows_per_block) {
-    constexpr int N = ALIGNED ? 16 / sizeof(T) : 1, LANES = ALIGNED ? 8 : 32, HEIGHT = THREADS / LANES, TILE = LANES * N;
+    gelu_bias_bwd(T* dx, compute_t<T>* partials, B* dbias, const T* x, const B* bias, const T* dout,
+                  long long rows, long long cols, long long x_row, long long dout_row,
+                  long long rows_per_block) {
+    constexpr int N = ALIGNED ? 16 / sizeof(T) : 1, LANES = ALIGNED ? 8 : 32, HEIGHT = THREADS / LANES,
+                  TILE = LANES * N;
     constexpr int ROWS = FUNCTION == SUM ? 8 : ALIGNED ? 1 : 16 / sizeof(T);  // that a thread loads at a time
     __shared__ compute_t<T> sums[HEIGHT][TILE];
     long long tile = (long long)blockIdx.x * TILE, col = tile + threadIdx.x * N;
-    long long row = blockIdx.y * rows_per_block + threadIdx.y, end = col < cols ? min((blockIdx.y + 1) * rows_per_block, rows) : 0;
+    long long row = blockIdx.y * rows_per_block + threadIdx.y,
+              end = col < cols ? min((blockIdx.y + 1) * rows_per_block, rows) : 0;
     compute_t<T> v[N], d[N], sum[N] = {};
     wait_for_previous();
     let_next_start();
@@ -162,7 +180,8 @@ __global__ void __launch_bounds__(THREADS)
                 if (FUNCTION != SUM) d[j] *= f<T, FUNCTION>(v[j]).slope;
                 sum[j] += inside ? d[j] : 0;
             }
-            if (FUNCTION != SUM && inside) store_vec_past_l1(dx + (row + k * HEIGHT) * cols + col, pack<T, N>(d));
+            if (FUNCTION != SUM && inside)
+                store_vec_past_l1(dx + (row + k * HEIGHT) * cols + col, pack<T, N>(d));
         }
     }
     for (int j = 0; j < N; j++) sums[threadIdx.y][threadIdx.x * N + j] = sum[j];

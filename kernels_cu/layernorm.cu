@@ -1,27 +1,33 @@
-// layernorm and rmsnorm along the rows of a matrix, with an optional residual add before them, and their gradients.
+// layernorm and rmsnorm along the rows of a matrix, with an optional residual add before them, and their
+// gradients.
 //
 //     s = x + residual, rounded to T               n = (s - mean) * rstd            rstd = 1 / sqrt(variance + eps)
 //     y = n * weight + bias                        h = dy * weight
 //     dx = ds + rstd * (h - mean(h) - n * mean(h n))   dweight = sum(dy n), dbias = sum(dy), over the rows
 //
-// rmsnorm (RMS) is the same with mean = 0, mean(h) = 0, and the mean of squares as the variance. The gradient of x and that of the residual
-// are both dx, where ds is the gradient of the output s (null: 0).
+// rmsnorm (RMS) is the same with mean = 0, mean(h) = 0, and the mean of squares as the variance. The gradient
+// of x and that of the residual are both dx, where ds is the gradient of the output s (null: 0).
 //
-// Types      T: x, y, s and their gradients. W: weight and bias, T or float. C: float, or double for double. Null pointers: no residual,
-//            no weight (1), no bias (0), no partial sums wanted.
-// Layout     x, residual, s, dy and ds are (rows, columns) with a column stride of 1 and any row stride (x_row, ...). y, the output s and dx
-//            are contiguous. stats is (rows, 2): the mean and rstd of each row. partials is (2, blocks, columns), of C: the sums of a
-//            block's rows for dweight, then for dbias. Offsets are 64-bit.
-// Algorithm  The variance is the mean of (s - mean)^2, from a second pass over registers or memory. All sums are added in a fixed order. The
-//            blocks of the backward, if there are several, write partial sums over their rows, and layernorm_add adds these. Their number
-//            depends on the number of SMs, so the bits of dweight and dbias may differ between GPUs, never between runs.
-// Launch     block (threads per row, rows per block). A row has 8, 16 or 32 threads, or several warps. v1: see there.
+// Types      T: x, y, s and their gradients. W: weight and bias, T or float. C: float, or double for double.
+//            Null pointers: no residual, no weight (1), no bias (0), no partial sums wanted.
+// Layout     x, residual, s, dy and ds are (rows, columns) with a column stride of 1 and any row stride
+//            (x_row, ...). y, the output s and dx are contiguous. stats is (rows, 2): the mean and rstd of
+//            each row. partials is (2, blocks, columns), of C: the sums of a block's rows for dweight, then
+//            for dbias. Offsets are 64-bit.
+// Algorithm  The variance is the mean of (s - mean)^2, from a second pass over registers or memory. All sums
+//            are added in a fixed order. The blocks of the backward, if there are several, write partial sums
+//            over their rows, and layernorm_add adds these. Their number depends on the number of SMs, so the
+//            bits of dweight and dbias may differ between GPUs, never between runs.
+// Launch     block (threads per row, rows per block). A row has 8, 16 or 32 threads, or several warps. v1:
+//            see there.
 //
 // version  idea
-// v1       one block per row, read three times; backward: as v2 for rows that do not fit, with single elements
-// v2       row in registers, read once in 16-byte vectors; backward: a block loops over rows and keeps its sums in registers.
-//          H100, 32768 x 768: forward 0.99 (bfloat16) and 1.00 (float32) of a copy of the same bytes, backward 0.88 and 0.92.
-//          Rows that do not fit are read in parts: twice in the forward, and by two kernels in the backward
+// v1       one block per row, read three times; backward: as v2 for rows that do not fit, with single
+//          elements
+// v2       row in registers, read once in 16-byte vectors; backward: a block loops over rows and keeps its
+//          sums in registers. H100, 32768 x 768: forward 0.99 (bfloat16) and 1.00 (float32) of a copy of the
+//          same bytes, backward 0.88 and 0.92. Rows that do not fit are read in parts: twice in the forward,
+//          and by two kernels in the backward
 // Experiments: docs/notes/layernorm.md
 #include "common/pack.cuh"
 #include "common/pdl.cuh"
@@ -44,8 +50,9 @@ __device__ __forceinline__ void load_affine(C (&to)[N], const W* from, I column,
 // ---- v1. Block (threads, 1), whole warps; the grid has any number of blocks, unless another one is named.
 
 template <typename T, typename W, bool RMS>
-__global__ void layernorm_v1(T* y, T* s, compute_t<T>* stats, const T* x, const T* residual, const W* weight, const W* bias, long long rows,
-                             long long columns, long long x_row, long long residual_row, double eps) {
+__global__ void layernorm_v1(T* y, T* s, compute_t<T>* stats, const T* x, const T* residual, const W* weight,
+                             const W* bias, long long rows, long long columns, long long x_row,
+                             long long residual_row, double eps) {
     wait_for_previous();
     using C = compute_t<T>;
     __shared__ C sums[2][32];
@@ -59,7 +66,8 @@ __global__ void layernorm_v1(T* y, T* s, compute_t<T>* stats, const T* x, const 
         C sum = 0, squares = 0;
         for (long long i = threadIdx.x; !RMS && i < columns; i += blockDim.x) sum += load_as(from[i]);
         C mean = RMS ? C(0) : block_reduce<Sum>(sum, sums[0]) / columns;
-        for (long long i = threadIdx.x; i < columns; i += blockDim.x) squares += (load_as(from[i]) - mean) * (load_as(from[i]) - mean);
+        for (long long i = threadIdx.x; i < columns; i += blockDim.x)
+            squares += (load_as(from[i]) - mean) * (load_as(from[i]) - mean);
         C rstd = 1 / sqrt(block_reduce<Sum>(squares, sums[1]) / columns + C(eps));
         for (long long i = threadIdx.x; i < columns; i += blockDim.x) {
             C w = weight ? C(load_as(weight[i])) : C(1), b = bias ? C(load_as(bias[i])) : C(0);
@@ -70,7 +78,8 @@ __global__ void layernorm_v1(T* y, T* s, compute_t<T>* stats, const T* x, const 
     }
 }
 
-// dweight (blockIdx.y 0) or dbias (1): the sums of partials over the blocks. Grid (ceil(columns / 16), 1 or 2), block (16, 32).
+// dweight (blockIdx.y 0) or dbias (1): the sums of partials over the blocks. Grid (ceil(columns / 16), 1 or
+// 2), block (16, 32).
 template <typename C, typename W>
 __global__ void layernorm_add(W* dweight, W* dbias, const C* partials, long long blocks, long long columns) {
     wait_for_previous();
@@ -95,8 +104,9 @@ __global__ void layernorm_add(W* dweight, W* dbias, const C* partials, long long
     if (threadIdx.y == 0 && column < columns) (blockIdx.y ? dbias : dweight)[column] = W(sum);
 }
 
-// ---- v2. A thread has VECTORS vectors of N elements of a row, blockDim.x vectors apart. N = 1 for rows that are not aligned to 16 bytes.
-// Threads of rows beyond the last one load the last row and write nothing: all threads of a block take part in its reductions.
+// ---- v2. A thread has VECTORS vectors of N elements of a row, blockDim.x vectors apart. N = 1 for rows that
+// are not aligned to 16 bytes. Threads of rows beyond the last one load the last row and write nothing: all
+// threads of a block take part in its reductions.
 
 // The sum over the threads of a row. `shared` has room for 32 values.
 template <typename C>
@@ -105,8 +115,8 @@ __device__ __forceinline__ C row_sum(C value, C* shared) {
     return block_reduce<Sum>(value, shared + threadIdx.y * (blockDim.x / 32));
 }
 
-// The sums of two values over the threads of a row, with one barrier of the row's warps (at most 16). After the first step, the lower half of
-// a warp adds a and the upper half adds b. `shared` has room for 64 values.
+// The sums of two values over the threads of a row, with one barrier of the row's warps (at most 16). After
+// the first step, the lower half of a warp adds a and the upper half adds b. `shared` has room for 64 values.
 template <typename C>
 __device__ __forceinline__ void row_sum(C& a, C& b, C* shared) {
     if (blockDim.x < 32) {
@@ -132,7 +142,8 @@ struct Row {
 
     static __device__ __forceinline__ int column(int k) { return (k * blockDim.x + threadIdx.x) * N; }
 
-    // Out-of-range columns load column 0. An unconditional load lets the compiler keep a pair of 16 bits in one register.
+    // Out-of-range columns load column 0. An unconditional load lets the compiler keep a pair of 16 bits in
+    // one register.
     __device__ __forceinline__ void load(const T* from, int end) {
 #pragma unroll
         for (int k = 0; k < VECTORS; ++k) v[k] = load_vec<T, N>(from + (column(k) < end ? column(k) : 0));
@@ -154,12 +165,15 @@ struct Row {
     }
 };
 
-// Grid ceil(rows / blockDim.y). With THREADS = 1024 a row may be longer than the block's registers. The first pass then reads it in parts and
-// combines their means and squares (Chan, Golub and LeVeque). The second pass has the last part in registers and reads the others again.
+// Grid ceil(rows / blockDim.y). With THREADS = 1024 a row may be longer than the block's registers. The first
+// pass then reads it in parts and combines their means and squares (Chan, Golub and LeVeque). The second pass
+// has the last part in registers and reads the others again.
 template <typename T, typename W, int N, int VECTORS, int THREADS, bool RMS>
-__global__ void __launch_bounds__(THREADS, N == 1 && THREADS == 512)  // 0: not specified; 1 would give whole vectors too many registers
-    layernorm_v2(T* __restrict__ y, T* s, compute_t<T>* stats, const T* x, const T* residual, const W* __restrict__ weight,
-                 const W* __restrict__ bias, long long rows, int columns, long long x_row, long long residual_row, double eps) {
+// 0: not specified; 1 would give whole vectors too many registers
+__global__ void __launch_bounds__(THREADS, N == 1 && THREADS == 512)
+    layernorm_v2(T* __restrict__ y, T* s, compute_t<T>* stats, const T* x, const T* residual,
+                 const W* __restrict__ weight, const W* __restrict__ bias, long long rows, int columns,
+                 long long x_row, long long residual_row, double eps) {
     using C = compute_t<T>;
     constexpr bool LONG = THREADS == 1024;
     __shared__ C sums[2][32];
@@ -182,33 +196,40 @@ __global__ void __launch_bounds__(THREADS, N == 1 && THREADS == 512)  // 0: not 
                 unpack(sum, values.v[k]);
                 add_to(sum, added.v[k]);
                 values.v[k] = pack<T, N>(sum);
-                if (values.column(k) < end) store_vec(s + row * columns + start + values.column(k), values.v[k]);
+                if (values.column(k) < end)
+                    store_vec(s + row * columns + start + values.column(k), values.v[k]);
             }
         }
         if (!LONG) break;
         C n = values.sum(left, [](C) { return C(1); }), share = n / (count + n);
         C m = RMS ? C(0) : values.sum(left, [](C a) { return a; }) / max(n, C(1));
-        squares += values.sum(left, [m](C a) { return (a - m) * (a - m); }) + (m - own) * (m - own) * count * share;
+        squares +=
+            values.sum(left, [m](C a) { return (a - m) * (a - m); }) + (m - own) * (m - own) * count * share;
         own += (m - own) * share;
         count += n;
     }
-    C mean = RMS ? C(0) : row_sum(LONG ? own * count : values.sum(columns, [](C a) { return a; }), sums[0]) / columns;
+    C mean =
+        RMS ? C(0)
+            : row_sum(LONG ? own * count : values.sum(columns, [](C a) { return a; }), sums[0]) / columns;
     if (LONG) squares += (own - mean) * (own - mean) * count;
     else squares = values.sum(columns, [mean](C a) { return (a - mean) * (a - mean); });
     C rstd = 1 / sqrt(row_sum(squares, sums[1]) / columns + C(eps));
     for (int start = last; start >= 0; start -= part) {
         int end = row < rows ? columns - start : 0;
-        if (LONG && start < last) values.load((residual && row < rows ? s + row * columns : x + from * x_row) + start, end);
+        if (LONG && start < last)
+            values.load((residual && row < rows ? s + row * columns : x + from * x_row) + start, end);
 #pragma unroll
         for (int k = 0; k < VECTORS; ++k) {
-            int column = values.column(k), at = start + (LONG && column >= end ? 0 : column);  // so the loads need no branch
+            // so the loads need no branch
+            int column = values.column(k), at = start + (LONG && column >= end ? 0 : column);
             if (!LONG && column >= end) break;
             C a[N], w[N], b[N];
             load_affine(w, weight, at, C(1));
             load_affine(b, bias, at, C(0));
             unpack(a, values.v[k]);
 #pragma unroll
-            for (int j = 0; j < N; ++j) a[j] = (sizeof(T) == 2 ? a[j] * rstd - mean * rstd : (a[j] - mean) * rstd) * w[j] + b[j];
+            for (int j = 0; j < N; ++j)
+                a[j] = (sizeof(T) == 2 ? a[j] * rstd - mean * rstd : (a[j] - mean) * rstd) * w[j] + b[j];
             if (!LONG || column < end) store_vec(y + row * columns + start + column, pack<T, N>(a));
         }
         if (!LONG) break;
@@ -223,9 +244,11 @@ __device__ __forceinline__ void store_sums(W* result, C* partials, long long col
     else if (result) store_vec(result + column, pack<W, N>(sums));
 }
 
-// Adds the sums of a block's rows. `shared` has room for one sum per column and row, if the block has several rows.
+// Adds the sums of a block's rows. `shared` has room for one sum per column and row, if the block has several
+// rows.
 template <typename T, typename W, typename C, int N, int VECTORS>
-__device__ __forceinline__ void add_rows(W* result, C* partials, long long first, const C (&sums)[VECTORS][N], C* shared, int columns) {
+__device__ __forceinline__ void add_rows(W* result, C* partials, long long first, const C (&sums)[VECTORS][N],
+                                         C* shared, int columns) {
 #pragma unroll
     for (int k = 0; k < VECTORS; ++k) {
         int column = Row<T, N, VECTORS>::column(k);
@@ -245,23 +268,27 @@ __device__ __forceinline__ void add_rows(W* result, C* partials, long long first
     __syncthreads();
 }
 
-// PASS 0: rows that fit into a block's registers; grid (1, any number of blocks). Longer rows, and v1, have two launches with the same grid,
-// where block blockIdx.x has a part of each row. Pass 1 writes the sums of h and of h n over its part to row_sums, (rows, gridDim.x, 2). Pass 2
-// adds those of a row. Pass 1 ends with the first rows, which pass 2 finds in the L2 cache. Dynamic shared memory: a row of C per row of the
-// block, if blockDim.y > 1 and sums over rows are wanted. Blocks have at most THREADS threads. Resident blocks per SM: 3 of 128 threads, 2 of
-// 384 (pass 2 of double: 1), or 1 of 512.
+// PASS 0: rows that fit into a block's registers; grid (1, any number of blocks). Longer rows, and v1, have
+// two launches with the same grid, where block blockIdx.x has a part of each row. Pass 1 writes the sums of h
+// and of h n over its part to row_sums, (rows, gridDim.x, 2). Pass 2 adds those of a row. Pass 1 ends with
+// the first rows, which pass 2 finds in the L2 cache. Dynamic shared memory: a row of C per row of the block,
+// if blockDim.y > 1 and sums over rows are wanted. Blocks have at most THREADS threads. Resident blocks per
+// SM: 3 of 128 threads, 2 of 384 (pass 2 of double: 1), or 1 of 512.
 template <typename T, typename W, int N, int VECTORS, int THREADS, int PASS, bool RMS>
 __global__ void __launch_bounds__(THREADS, THREADS == 128 ? 3 : 1 + (THREADS < 512 && PASS * sizeof(T) < 16))
-    layernorm_v2_bwd(T* dx, W* dweight, W* dbias, compute_t<T>* partials, compute_t<T>* row_sums, const T* s, const T* dy, const T* ds,
-                     const compute_t<T>* stats, const W* weight, long long rows, long long columns, long long s_row, long long dy_row,
-                     long long ds_row) {
+    layernorm_v2_bwd(T* dx, W* dweight, W* dbias, compute_t<T>* partials, compute_t<T>* row_sums, const T* s,
+                     const T* dy, const T* ds, const compute_t<T>* stats, const W* weight, long long rows,
+                     long long columns, long long s_row, long long dy_row, long long ds_row) {
     wait_for_previous();
     using C = compute_t<T>;
-    constexpr bool AHEAD = sizeof(T) < 8 && VECTORS * N * sizeof(T) <= 48;  // registers suffice to load the next row early
+    // registers suffice to load the next row early
+    constexpr bool AHEAD = sizeof(T) < 8 && VECTORS * N * sizeof(T) <= 48;
     __shared__ C sums[2][64];
     C dweights[VECTORS][N] = {}, dbiases[VECTORS][N] = {};
-    long long step = gridDim.y * (long long)blockDim.y, row = blockIdx.y * (long long)blockDim.y + threadIdx.y;
-    conditional_t<PASS == 0, int, long long> part = VECTORS * N * blockDim.x, first = PASS ? blockIdx.x * part : 0;
+    long long step = gridDim.y * (long long)blockDim.y,
+              row = blockIdx.y * (long long)blockDim.y + threadIdx.y;
+    conditional_t<PASS == 0, int, long long> part = VECTORS * N * blockDim.x,
+                                             first = PASS ? blockIdx.x * part : 0;
     int width = PASS ? min(columns - first, (long long)part) : columns;
     Row<T, N, VECTORS> row_s, row_dy;
     Vec<C, 2> mean_rstd, of_row;
@@ -278,10 +305,13 @@ __global__ void __launch_bounds__(THREADS, THREADS == 128 ? 3 : 1 + (THREADS < 5
         }
     };
     if (AHEAD) load(row);
-    for (int half = 0; row - threadIdx.y < rows; row += step, half ^= 1) {  // the same number of iterations in all threads
+    // the same number of iterations in all threads
+    for (int half = 0; row - threadIdx.y < rows; row += step, half ^= 1) {
         int end = row < rows ? width : 0;
         if (!AHEAD) load(row);
-        __syncwarp();  // the compiler must not move the loads into the branches below, where each would wait for the one before
+        // the compiler must not move the loads into the branches below, where each would wait for the one
+        // before
+        __syncwarp();
         C mean = mean_rstd.v[0], rstd = mean_rstd.v[1], sum_h = 0, sum_hn = 0, n[VECTORS][N], h[VECTORS][N];
 #pragma unroll
         for (int k = 0; k < VECTORS; ++k) {
@@ -301,10 +331,13 @@ __global__ void __launch_bounds__(THREADS, THREADS == 128 ? 3 : 1 + (THREADS < 5
             }
         }
         if (PASS == 2) sum_h = warp_reduce<Sum>(of_row.v[0]), sum_hn = warp_reduce<Sum>(of_row.v[1]);
-        if (AHEAD && row + step < rows) load(row + step);   // the data arrives while this row is reduced and written
+        // the data arrives while this row is reduced and written
+        if (AHEAD && row + step < rows) load(row + step);
         if (PASS != 2) row_sum(sum_h, sum_hn, sums[half]);  // a barrier separates two uses of the same half
         if (PASS == 1) {
-            if (threadIdx.x == 0) store_vec(row_sums + 2 * ((rows - 1 - row) * gridDim.x + blockIdx.x), Vec<C, 2>{{sum_h, sum_hn}});
+            if (threadIdx.x == 0)
+                store_vec(row_sums + 2 * ((rows - 1 - row) * gridDim.x + blockIdx.x),
+                          Vec<C, 2>{{sum_h, sum_hn}});
             continue;
         }
         C a = RMS ? C(0) : rstd * sum_h * inverse, b = rstd * sum_hn * inverse;
@@ -325,7 +358,8 @@ __global__ void __launch_bounds__(THREADS, THREADS == 128 ? 3 : 1 + (THREADS < 5
     if (PASS == 1 || (!partials && !dweight)) return;
     extern __shared__ double dynamic_shared[];
     C* shared = reinterpret_cast<C*>(dynamic_shared);
-    C *to = partials ? partials + blockIdx.y * columns : nullptr, *to_bias = partials ? to + gridDim.y * columns : nullptr;
+    C *to = partials ? partials + blockIdx.y * columns : nullptr,
+      *to_bias = partials ? to + gridDim.y * columns : nullptr;
     add_rows<T>(dweight, to, first, dweights, shared, width);
     if (!RMS) add_rows<T>(dbias, to_bias, first, dbiases, shared, width);
 }

@@ -1,15 +1,16 @@
 // square: out = x * x, and its gradient dx = 2 * x * dout, elementwise over n contiguous elements.
 //
 // Types      16-bit types are computed in float and rounded once.
-// Launch     1-D grid and block, one thread per element (v1) or per vector of N elements (v2). The launcher chooses N: 16 bytes, or less
-//            if an address has a smaller alignment.
+// Launch     1-D grid and block, one thread per element (v1) or per vector of N elements (v2). The launcher
+//            chooses N: 16 bytes, or less if an address has a smaller alignment.
 //
 // version  idea                            1 GiB, H200, of the speed of a copy
 // v1       one thread per element          0.64 (float), 0.37 (bfloat16)
 // v2       one thread per 16-byte vector   1.01, backward 1.02
 //
-// v2: a warp accesses four full 128-byte lines, and a quarter (float) or an eighth (bfloat16) of the instructions remain. The 2048 threads
-// of an SM have 32 KiB in flight, which covers the latency of memory. Slower: 2, 4 or 8 vectors per thread (0.998, 0.93, 0.98).
+// v2: a warp accesses four full 128-byte lines, and a quarter (float) or an eighth (bfloat16) of the
+// instructions remain. The 2048 threads of an SM have 32 KiB in flight, which covers the latency of memory.
+// Slower: 2, 4 or 8 vectors per thread (0.998, 0.93, 0.98).
 #include "common/math.cuh"
 #include "common/vec.cuh"
 

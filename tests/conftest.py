@@ -1,5 +1,5 @@
-"""Set-up of all tests: kernels run on the GPU, or without one in the simulator; tests marked gpu are skipped without a GPU; outputs start
-as NaN; the run compiles into a cache of its own."""
+"""Set-up of all tests: kernels run on the GPU, or without one in the simulator; tests marked gpu are skipped
+without a GPU; outputs start as NaN; the run compiles into a cache of its own."""
 
 import fcntl
 import gc
@@ -10,9 +10,11 @@ import re
 import sys
 import time
 
-# torch reads this when it is imported. With a thread per core in each worker, the workers would mostly wait for each other.
+# torch reads this when it is imported. With a thread per core in each worker, the workers would mostly wait
+# for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# cuBLAS reads this when CUDA starts. Without it, matrix products fail in deterministic mode, which fills new memory with NaN.
+# cuBLAS reads this when CUDA starts. Without it, matrix products fail in deterministic mode, which fills new
+# memory with NaN.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 # Several workers share several GPUs: each begins with another one. torch reads this when CUDA starts.
@@ -20,7 +22,8 @@ if "PYTEST_XDIST_WORKER" in os.environ and (gpus := len(glob.glob("/dev/nvidia[0
     first = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw")) % gpus
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", ",".join(str((first + i) % gpus) for i in range(gpus)))
 
-# JAX reads this when it is imported. Otherwise it takes three quarters of the GPU's memory, and none is left for other workers.
+# JAX reads this when it is imported. Otherwise it takes three quarters of the GPU's memory, and none is left
+# for other workers.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 # rich reads this when cukern.cli is imported. Without it, and without a terminal, tables are 80 columns wide.
@@ -40,49 +43,77 @@ NO_GPU = "needs a GPU, and torch.cuda sees none"
 
 def pytest_report_header(config):
     if not torch.cuda.is_available():
-        return f"cukern: torch {torch.__version__} sees no GPU: kernels run in the simulator, and the tests marked gpu are skipped"
+        return (
+            f"cukern: torch {torch.__version__} sees no GPU: kernels run in the simulator, and the tests "
+            f"marked gpu are skipped"
+        )
     return f"cukern: torch {torch.__version__} on {torch.cuda.get_device_name()}"
 
 
-# Tests that take more than two seconds on two cores, as patterns of their names. `pytest` leaves them out, `pytest -m ""` runs them too.
+# Tests that take more than two seconds on two cores, as patterns of their names. `pytest` leaves them out,
+# `pytest -m ""` runs them too.
 SLOW = re.compile(
     "|".join(
         (
             # of the machine code, and of the tools
             r"test_compiled|test_sanitizer|test_torture|test_four_processes|warmup\[.*(a100|rtx4090|h200)",
-            r"test_pytest_benchmarks|test_launches_|test_a_ledger_lists|test_measure_host_in|test_missing_packages|test_blocks_of_the_readme",
-            r"test_an_example_runs|test_every_block_runs.*(transformers|roofline|layernorm1|softmax1)|test_sim_tracebacks|test_one_wheel|test_the_site_builds",
-            r"test_a_closed_pipe|test_a_full_disk|test_a_wrong_|test_doctor_of|test_stderr_has|test_compile_(prints|lists)|test_importing_it",
-            r"test_bench_(records|in_tf32|prints)|test_forward_and_backward_together|test_the_record_names|test_a_second_process|test_forks_while",
-            r"test_cupy_is|test_a_cache_that_root|test_converted_logits|test_a_process_that_is_killed|test_output_on_a_terminal.*(compile|check)",
-            r"test_cooperative_groups_of|test_jax_arrays|test_a_forward_only_op|test_a_correct_op|test_record_appends|test_non_integers",
-            r"test_sim_speed|test_every_instruction_of_the_shipped|test_blocks_that_spin|test_own_kernel|test_startup_rows",
-            r"test_installed|test_new_version|test_cli_new_in_tree|test_two_commands|test_a_benchmark_runs|test_cli_watch|test_tables_fit",
-            r"test_headers_of_nvidia.*(cub|groups|atomic)|test_llama_block|test_report_in_a_browser|test_as_a_module",
+            r"test_pytest_benchmarks|test_launches_|test_a_ledger_lists|test_measure_host_in|"
+            r"test_missing_packages|test_blocks_of_the_readme",
+            r"test_an_example_runs|test_every_block_runs.*(transformers|roofline|layernorm1|softmax1)|"
+            r"test_sim_tracebacks|test_one_wheel|test_the_site_builds",
+            r"test_a_closed_pipe|test_a_full_disk|test_a_wrong_|test_doctor_of|test_stderr_has|"
+            r"test_compile_(prints|lists)|test_importing_it",
+            r"test_bench_(records|in_tf32|prints)|test_forward_and_backward_together|test_the_record_names|"
+            r"test_a_second_process|test_forks_while",
+            r"test_cupy_is|test_a_cache_that_root|test_converted_logits|test_a_process_that_is_killed|"
+            r"test_output_on_a_terminal.*(compile|check)",
+            r"test_cooperative_groups_of|test_jax_arrays|test_a_forward_only_op|test_a_correct_op|"
+            r"test_record_appends|test_non_integers",
+            r"test_sim_speed|test_every_instruction_of_the_shipped|test_blocks_that_spin|test_own_kernel|"
+            r"test_startup_rows",
+            r"test_installed|test_new_version|test_cli_new_in_tree|test_two_commands|test_a_benchmark_runs|"
+            r"test_cli_watch|test_tables_fit",
+            r"test_headers_of_nvidia.*(cub|groups|atomic)|test_llama_block|test_report_in_a_browser|"
+            r"test_as_a_module",
             r"test_an_environment_variable|test_import_touches_no_device",
             # of all ops
-            r"test_a_replay_gives_the_bits.*(attention|kron|linear|matmul|rope|cross_entropy|softmax|embedding|geglu|gelu_)",
-            r"test_every_version_forward_and_backward|test_fuzz|test_transforms|test_autocast|test_derivatives_of_every_order|gradgradcheck",
+            r"test_a_replay_gives_the_bits.*(attention|kron|linear|matmul|rope|cross_entropy|softmax|"
+            r"embedding|geglu|gelu_)",
+            r"test_every_version_forward_and_backward|test_fuzz|test_transforms|test_autocast|"
+            r"test_derivatives_of_every_order|gradgradcheck",
             r"compiled_with_all|first_called_inside_of",
-            r"test_torch_compile_(?!without_a_graph_break\[square-cpu)|test_(equal_inputs|an_expanded).*\[(attention|matmul|linear|kron|softmax-sim-v[12])",
-            r"against_float64\[.*((matmul|linear|attention|norm).*-sim|softmax-sim-v[1-6])|process_defaults.*attention|test_a_compiled_function",
-            r"test_registry.*\[(causal|linear_cross)|test_nonsense.*attention-(version-77|sink-45|k-6)-k|test_compiled_functions|simulated.attention",
-            r"test_dynamic.*(model_|rope.*torch|(marked|every).*(attention|kron|rope_|linear|matmul|softmax|grouped|full|window|lengths|decode|packed|adamw))",
+            r"test_torch_compile_(?!without_a_graph_break\[square-cpu)|test_(equal_inputs|"
+            r"an_expanded).*\[(attention|matmul|linear|kron|softmax-sim-v[12])",
+            r"against_float64\[.*((matmul|linear|attention|norm).*-sim|softmax-sim-v[1-6])|"
+            r"process_defaults.*attention|test_a_compiled_function",
+            r"test_registry.*\[(causal|linear_cross)|test_nonsense.*attention-(version-77|sink-45|k-6)-k|"
+            r"test_compiled_functions|simulated.attention",
+            r"test_dynamic.*(model_|rope.*torch|(marked|every).*(attention|kron|rope_|linear|matmul|softmax|"
+            r"grouped|full|window|lengths|decode|packed|adamw))",
             # of one op
-            r"attention/test_(accuracy|float32)|test_varlen.*(float32|128|256|float16|do_not_touch|derivatives)|shorter_sequences",
-            r"attention/test_fused.*(128|256|136|96|opcheck|test_window|test_packed|110, 40|every_option.*-v3|infinite_sinks|persistent)",
-            r"test_every_small_size|no_16_bit_tensor.*sim-(attention|kron)|no_common_factor.*sim.*(matmul|kron)",
+            r"attention/test_(accuracy|float32)|test_varlen.*(float32|128|256|float16|do_not_touch|"
+            r"derivatives)|shorter_sequences",
+            r"attention/test_fused.*(128|256|136|96|opcheck|test_window|test_packed|110, "
+            r"40|every_option.*-v3|infinite_sinks|persistent)",
+            r"test_every_small_size|no_16_bit_tensor.*sim-(attention|kron)|no_common_factor.*sim.*(matmul|"
+            r"kron)",
             r"test_higher_derivatives|test_a_variable_chooses|test_linear_cross_entropy.*every_option",
-            r"test_tensor_cores|test_matmul_v5|test_every_pair_of_layouts|test_gradients_of_every_input_alone|test_shapes_that_split",
-            r"test_kron_linear_\w+\.|test_kron_linear.*(only_wanted|torchs_own|third|lokr|scale_bias|every_layout)",
-            r"test_halves_are_read|test_the_kernel_that_reads|test_te_formats|test_16_bit_parameters|test_lengths_with_leading|test_scales",
+            r"test_tensor_cores|test_matmul_v5|test_every_pair_of_layouts|"
+            r"test_gradients_of_every_input_alone|test_shapes_that_split",
+            r"test_kron_linear_\w+\.|test_kron_linear.*(only_wanted|torchs_own|third|lokr|scale_bias|"
+            r"every_layout)",
+            r"test_halves_are_read|test_the_kernel_that_reads|test_te_formats|test_16_bit_parameters|"
+            r"test_lengths_with_leading|test_scales",
             r"test_small_results|test_neighbouring_heads|test_every_length",
-            r"softmax.*(rows_of_|rows_that|any_alignment|long_rows|every_row_storage|every_size)|test_gradients_in_torch|embedding.*gradcheck",
+            r"softmax.*(rows_of_|rows_that|any_alignment|long_rows|every_row_storage|every_size)|"
+            r"test_gradients_in_torch|embedding.*gradcheck",
             r"integrations.*(compiled_whole|in_the_simulator)|test_losses_with_weights_as_torch.*sim",
             # of the trainer
-            r"test_killed_at_any|test_newcomer|test_study$|test_ten_steps|test_recomputation|test_half_precision",
+            r"test_killed_at_any|test_newcomer|test_study$|test_ten_steps|test_recomputation|"
+            r"test_half_precision",
             r"test_a_cache_changes_no_logits.*None|test_each_kernel_of_the_fork",
-            r"gpt2/test_parallel|test_every_op_in_two_processes|test_logits_loss_and_gradients.*kernels|test_two_runs|test_the_fused_loss",
+            r"gpt2/test_parallel|test_every_op_in_two_processes|test_logits_loss_and_gradients.*kernels|"
+            r"test_two_runs|test_the_fused_loss",
         )
     )
 )
@@ -98,7 +129,8 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """Freeze the imported objects, so that the garbage collector does not search them again during each simulated kernel."""
+    """Freeze the imported objects, so that the garbage collector does not search them again during each
+    simulated kernel."""
     if PLACE == "sim":
         gc.collect()
         gc.freeze()
@@ -108,24 +140,40 @@ def pytest_collection_finish():
 def pytest_terminal_summary(terminalreporter):
     skipped = sum(NO_GPU in str(report.longrepr) for report in terminalreporter.stats.get("skipped", []))
     if skipped:
-        terminalreporter.write_line(f"{skipped} tests were skipped for want of a GPU; the kernels ran in the simulator", yellow=True)
+        terminalreporter.write_line(
+            f"{skipped} tests were skipped for want of a GPU; the kernels ran in the simulator", yellow=True
+        )
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session):
-    """With CUKERN_RECORD_TESTS=FILE the run's counts go to FILE, as a line of JSON with the commit and the GPU."""
-    reporter, file = session.config.pluginmanager.get_plugin("terminalreporter"), os.environ.get("CUKERN_RECORD_TESTS")
+    """With CUKERN_RECORD_TESTS=FILE the run's counts go to FILE, as a line of JSON with the commit and the
+    GPU."""
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    file = os.environ.get("CUKERN_RECORD_TESTS")
     if file and reporter and "PYTEST_XDIST_WORKER" not in os.environ:
-        counts = {what: len(reporter.stats.get(what, [])) for what in ("passed", "failed", "error", "skipped")}
+        counts = {
+            what: len(reporter.stats.get(what, [])) for what in ("passed", "failed", "error", "skipped")
+        }
         seconds = round(time.time() - START)
         with open(file, "a") as out:
-            out.write(json.dumps({**counts, "seconds": seconds, "arguments": session.config.invocation_params.args, **facts()}) + "\n")
+            out.write(
+                json.dumps(
+                    {
+                        **counts,
+                        "seconds": seconds,
+                        "arguments": session.config.invocation_params.args,
+                        **facts(),
+                    }
+                )
+                + "\n"
+            )
 
 
 @pytest.fixture(scope="session", autouse=True)
 def session_cache(tmp_path_factory):
-    """One folder of cubins for the whole run, empty at its start, so that nothing compiled earlier can hide a fault; the workers of
-    pytest-xdist, whose own folders lie in the run's, share it, as processes may."""
+    """One folder of cubins for the whole run, empty at its start, so that nothing compiled earlier can hide a
+    fault; the workers of pytest-xdist, whose own folders lie in the run's, share it, as processes may."""
     folder = tmp_path_factory.getbasetemp()
     folder = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "cubins"
     with pytest.MonkeyPatch.context() as patch:
@@ -172,7 +220,8 @@ def simulator(request):
 
 @pytest.fixture(autouse=True)
 def poison(request):
-    """Tests of kernels: torch.empty gives NaN (integers: the largest), so that an element which a kernel does not write is seen."""
+    """Tests of kernels: torch.empty gives NaN (integers: the largest), so that an element which a kernel does
+    not write is seen."""
     if not (request.node.get_closest_marker("gpu") or request.node.get_closest_marker("kernels")):
         yield
         return
@@ -197,7 +246,9 @@ def gpu_memory():
 def most_memory(tmp_path_factory):
     """Tests of 10 to 20 GB run one after the other, whatever the number of workers."""
     folder = tmp_path_factory.getbasetemp()
-    with open((folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "most_memory", "w") as lock:
+    with open(
+        (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "most_memory", "w"
+    ) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
         if torch.cuda.is_available():

@@ -1,11 +1,13 @@
-"""A fuzzer of every public op: valid calls, nonsense and torch's transforms. What is right is plain torch in float64, or in long doubles.
+"""A fuzzer of every public op: valid calls, nonsense and torch's transforms. What is right is plain torch in
+float64, or in long doubles.
 
     python tests/fuzz.py --cases 20000                        # of all ops, kinds and places together
     python tests/fuzz.py softmax rope --kind valid --place sim --seed 7
     python tests/fuzz.py --case "Case('square', 'sim', 'valid', {'x': T((3, 0), 'float16')}, (0, 1))"
 
-Hypothesis draws the cases and shrinks those that fail. A printed case is Python, which --case runs again; random values come from seeds in
-it. The exit status is 1 after a failure. A hang of 5 minutes ends it. --verbose prints each case before it runs.
+Hypothesis draws the cases and shrinks those that fail. A printed case is Python, which --case runs again;
+random values come from seeds in it. The exit status is 1 after a failure. A hang of 5 minutes ends it.
+--verbose prints each case before it runs.
 """
 
 import argparse
@@ -48,7 +50,10 @@ def rope_in_place(x, cos, sin, *, k=None, **rest):
 
 
 def adamw_of_copies(params, grads, exp_avgs, exp_avg_sqs, **rest):
-    lists = [[copied(t) for t in ts] if isinstance(ts, list | tuple) else ts for ts in (params, grads, exp_avgs, exp_avg_sqs)]
+    lists = [
+        [copied(t) for t in ts] if isinstance(ts, list | tuple) else ts
+        for ts in (params, grads, exp_avgs, exp_avg_sqs)
+    ]
     cukern.adamw(*lists, **rest)
     return tuple(map(torch.as_tensor, itertools.chain(*lists[:1], *lists[2:])))
 
@@ -56,14 +61,22 @@ def adamw_of_copies(params, grads, exp_avgs, exp_avg_sqs, **rest):
 def copied(t):
     if isinstance(t, np.ndarray):
         return t.copy()
-    if not isinstance(t, torch.Tensor) or t.layout is not torch.strided or t.is_nested or t.is_quantized or t.is_neg() or t.is_meta:
+    if (
+        not isinstance(t, torch.Tensor)
+        or t.layout is not torch.strided
+        or t.is_nested
+        or t.is_quantized
+        or t.is_neg()
+        or t.is_meta
+    ):
         return t
     if torch._C._functorch.is_functorch_wrapped_tensor(t):  # which no plain memory can take
         return t.clone()
     return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device).copy_(t)
 
 
-FUZZED = {  # name: what draws its arguments, what is right, and how many roundings an element may err more than torch
+# name: what draws its arguments, what is right, and how many roundings an element may err more than torch
+FUZZED = {
     "square": (draws.draw_square, lambda x: x * x, 2),
     "softmax": (draws.draw_softmax, truth.softmax, 4),
     "log_softmax": (draws.draw_softmax, truth.log_softmax, 4),
@@ -96,7 +109,8 @@ PEERS = {  # torch's own ops, which may add in other orders than the rules
     "linear": lambda x, weight, bias=None: torch.nn.functional.linear(x[None], weight, bias)[0],
     "adamw": lambda *lists, **numbers: truth.adamw(*lists, **numbers, lerp=torch.lerp),
     **{
-        name: functools.partial(rule, limit=False) for name, rule in (("gelu", truth.gelu), ("geglu", truth.geglu), ("swiglu", truth.gated))
+        name: functools.partial(rule, limit=False)
+        for name, rule in (("gelu", truth.gelu), ("geglu", truth.geglu), ("swiglu", truth.gated))
     },
 }
 
@@ -107,7 +121,9 @@ def function_of(op: str) -> Any:
 
     def rounded(**args: Any) -> Any:
         found, first = outputs(function(**args)), pytree.tree_leaves(args)[0]
-        dtype = torch.as_tensor(first).dtype if isinstance(first, torch.Tensor | np.ndarray) else found[0].dtype
+        dtype = (
+            torch.as_tensor(first).dtype if isinstance(first, torch.Tensor | np.ndarray) else found[0].dtype
+        )
         return tuple(o.to(dtype) for o in found)
 
     return rounded if op == "adamw" or "attention" in op or "cross_entropy" in op else function
@@ -124,21 +140,31 @@ def cast(dtypes: dict, tensors: list) -> list:
     return [x.cpu().to(dtypes.get(x.dtype, x.dtype)) for x in tensors]
 
 
-NARROW = {torch.float16: torch.float64, torch.bfloat16: torch.float64}  # a peer in float32 would excuse what leaves its range
+# a peer in float32 would excuse what leaves its range
+NARROW = {torch.float16: torch.float64, torch.bfloat16: torch.float64}
 DOUBLE = dict.fromkeys((*NARROW, torch.float32), torch.float64) | {torch.complex64: torch.complex128}
 
 
-PRODUCTS = "matmul", "linear", "kron_linear", "lokr_linear", "linear_cross_entropy", "attention", "attention_packed", "attention_varlen"
+PRODUCTS = (
+    "matmul", "linear", "kron_linear", "lokr_linear", "linear_cross_entropy", "attention", "attention_packed",
+    "attention_varlen",
+)  # fmt: skip
 
 
 def run_valid(case: Case) -> None:
     (_, rule, roundings), args, (seed, step, *size) = FUZZED[case.op], case.args, case.how
-    device, plain = "cuda" if case.place == "gpu" else "cpu", {k: v for k, v in args.items() if k != "version"}
+    device, plain = (
+        "cuda" if case.place == "gpu" else "cpu",
+        {k: v for k, v in args.items() if k != "version"},
+    )
     tensors, before = ([t.build(device) for t in specs(args)] for _ in range(2))
 
     def douts(outs: list) -> list:
         names = [str(o.dtype)[6:] for o in outs]
-        layouts = [{"order": tuple(range(o.ndim))[:: -1 if step == 2 else 1], "steps": (step,) * o.ndim} for o in outs]
+        layouts = [
+            {"order": tuple(range(o.ndim))[:: -1 if step == 2 else 1], "steps": (step,) * o.ndim}
+            for o in outs
+        ]
         return [
             T(tuple(o.shape), n, seed=seed, size=(*size, 1.0)[0], **lay).build(device)
             for o, n, lay in zip(outs, names, layouts, strict=True)
@@ -148,14 +174,20 @@ def run_valid(case: Case) -> None:
         ours, again = (results(function_of(case.op), args, tensors, douts) for _ in range(2))
     assert all(map(same_bits, tensors, before)), "an input was changed"
     assert all(map(same_bits, ours, again)), "two runs differ"
-    given = [tensors[0].new_empty(o.shape) for o in ours if o is not None]  # each result's dtype is x's, or that of its input
+    # each result's dtype is x's, or that of its input
+    given = [tensors[0].new_empty(o.shape) for o in ours if o is not None]
     count = len(ours) - sum(t.grad for t in specs(args))
     grads = douts(given[:count])
     longer = long_double.exact if any(t.dtype == "float64" for t in specs(args)) else lambda x: x
     xs, douts64 = (list(map(longer, cast(DOUBLE, some))) for some in (tensors, grads))
     exact = results(rule, plain, xs, lambda _: douts64)
     own = PEERS.get(case.op, rule)
-    peer = results(own, plain, cast(NARROW, tensors), lambda outs: [g.to(o.dtype) for g, o in zip(cast(NARROW, grads), outs, strict=True)])
+    peer = results(
+        own,
+        plain,
+        cast(NARROW, tensors),
+        lambda outs: [g.to(o.dtype) for g, o in zip(cast(NARROW, grads), outs, strict=True)],
+    )
     scales = magnitudes(case, rule, plain, cast(DOUBLE, tensors), cast(DOUBLE, grads))
     wanted = [t for t in specs(args) if t.grad]
     least = smallest_error(case, [*tensors, *grads])
@@ -165,8 +197,13 @@ def run_valid(case: Case) -> None:
         dtype = tensors[0].dtype if i < count else getattr(torch, wanted[i - count].dtype)
         assert o.dtype == dtype and o.device == tensors[0].device, f"{what} is {o.dtype} on {o.device}"
         eps = max(torch.finfo(t).eps for t in (dtype, tensors[0].dtype))
-        if case.place == "reference" and case.op in PRODUCTS:  # a processor's library may flush subnormal numbers to 0
-            o = torch.where((o == 0) & (s < torch.finfo(dtype).tiny).to(o.device), long_double.rounded(e, dtype).to(o.device), o)
+        # a processor's library may flush subnormal numbers to 0
+        if case.place == "reference" and case.op in PRODUCTS:
+            o = torch.where(
+                (o == 0) & (s < torch.finfo(dtype).tiny).to(o.device),
+                long_double.rounded(e, dtype).to(o.device),
+                o,
+            )
         s = s.nan_to_num(nan=math.inf, posinf=math.inf) if finite else s  # the scale's terms overflow
         s = s.masked_fill(64 * s >= torch.finfo(dtype).max, math.inf)  # a result in between may overflow
         if case.op in PRODUCTS and overflows(case, [*tensors, *grads]):
@@ -175,42 +212,60 @@ def run_valid(case: Case) -> None:
 
 
 def computed(case: Case, x: torch.Tensor) -> torch.finfo:
-    """The dtype of results in between: of versions in torch, and of lokr_linear's small product, that of x."""
+    """The dtype of results in between: of versions in torch, and of lokr_linear's small product, that of
+    x."""
     in_torch = case.op == "lokr_linear" or case.args["version"] in ("v1", "v2")
     return torch.finfo(x.dtype if in_torch or x.dtype in (torch.float64, torch.complex128) else torch.float32)
 
 
 def sizes(tensors: list) -> list:
     """The largest finite numbers."""
-    return [t.detach().cpu().abs().double().nan_to_num(0.0, 0.0, 0.0).max().item() for t in tensors if t.numel()]
+    return [
+        t.detach().cpu().abs().double().nan_to_num(0.0, 0.0, 0.0).max().item() for t in tensors if t.numel()
+    ]
 
 
 def smallest_error(case: Case, tensors: list) -> float:
-    """The allowed error of subnormal intermediate results: one rounding, times the largest factor, times a margin for sums.
+    """The allowed error of subnormal intermediate results: one rounding, times the largest factor, times a
+    margin for sums.
 
     3xTF32 keeps a small part of each float32 number in TF32. Its subnormal numbers have 10 bits.
     """
     info, version = computed(case, tensors[0]), case.args["version"]
-    splits = version in ("v6", "v7") if case.op in ("matmul", "linear") else case.op.startswith("attention") and version not in ("v1", "v2")
+    splits = (
+        version in ("v6", "v7")
+        if case.op in ("matmul", "linear")
+        else case.op.startswith("attention") and version not in ("v1", "v2")
+    )
     splits &= case.place != "reference" and tensors[0].dtype == torch.float32
     return 64 * info.tiny * (2.0**-10 if splits else info.eps) * max(1.0, *sizes(tensors), 1.0)
 
 
 def overflows(case: Case, tensors: list) -> bool:
-    """Whether a product of some of the tensors may overflow, in an order of the factors that differs from the rule's."""
+    """Whether a product of some of the tensors may overflow, in an order of the factors that differs from the
+    rule's."""
     if case.op == "attention_packed":
         tensors = [*tensors[0].unbind(2), *tensors[1:]]
-    return sum(max(0.0, math.log2(n)) for n in sizes(tensors) if n) + 6 >= math.log2(computed(case, tensors[0]).max)
+    return sum(max(0.0, math.log2(n)) for n in sizes(tensors) if n) + 6 >= math.log2(
+        computed(case, tensors[0]).max
+    )
 
 
 def compare(
-    what: str, ours: torch.Tensor, peer: torch.Tensor, exact: torch.Tensor, scale: torch.Tensor, rounding: float, least: float = 0.0
-) -> None:
-    """Each element errs by at most twice torch's error, and `rounding` times the scale; what is not finite is right, or as torch has it."""
+    what: str, ours: torch.Tensor, peer: torch.Tensor, exact: torch.Tensor, scale: torch.Tensor,
+    rounding: float, least: float = 0.0,
+) -> None:  # fmt: skip
+    """Each element errs by at most twice torch's error, and `rounding` times the scale; what is not finite is
+    right, or as torch has it."""
     assert ours.shape == exact.shape, f"{what} has shape {tuple(ours.shape)}, it must be {tuple(exact.shape)}"
     info, rounded = torch.finfo(ours.dtype), long_double.rounded(exact, ours.dtype)
     error = (ours.to(exact.dtype) - exact).abs()
-    fine = error <= 2 * (peer.to(exact.dtype) - exact).abs().nan_to_num(nan=0.0, posinf=0.0) + rounding * scale + 4 * info.tiny * info.eps
+    fine = (
+        error
+        <= 2 * (peer.to(exact.dtype) - exact).abs().nan_to_num(nan=0.0, posinf=0.0)
+        + rounding * scale
+        + 4 * info.tiny * info.eps
+    )
     fine |= error <= least
     for other in (peer, rounded):
         fine |= (ours == other) | (ours.isnan() & other.isnan())
@@ -218,30 +273,43 @@ def compare(
     fine |= possible & (scale * (1 + 2 * rounding) >= info.max)  # a term overflows
     if not fine.all():
         i = tuple((~fine).nonzero()[0].tolist())
-        numbers = f"{ours[i].item()!r}, torch has {peer[i].item()!r}, exact is {rounded[i].item()!r}, scale {scale[i].item():.3g}"
-        raise AssertionError(f"{what}: {int((~fine).sum())} of {fine.numel()} elements are wrong, the first at {i}: {numbers}")
+        numbers = (
+            f"{ours[i].item()!r}, torch has {peer[i].item()!r}, exact is {rounded[i].item()!r}, scale "
+            f"{scale[i].item():.3g}"
+        )
+        raise AssertionError(
+            f"{what}: {int((~fine).sum())} of {fine.numel()} elements are wrong, the first at {i}: {numbers}"
+        )
 
 
 # ---- nonsense: an argument v of a valid call becomes an expression
 
 
 ANYTHING = (  # each is refused, but for what may_succeed says
-    "None", "'abc'", "''", "b'v1'", "True", "2", "1.5", "-7", "nan", "inf", "10**400", "-(10**30)", "1j", "object()", "[]", "()", "{}",
-    "set()", "[None]", "(2,)", "[[[1.0], []]]", "int", "torch.float32", "...", "len", "('v1', 'v1', 'v1')", "({}, [])", "torch.tensor(2.0)",
-    "torch.tensor(2.0, requires_grad=True)", "torch.arange(3)", "np.array(['a'])", "np.array([None])", "np.array(['2020'], 'M8[D]')",
-    "np.ones(3, '>f4')", "np.ones(3, 'f4')[::-1]", "np.ones(3, 'g')", "odd(__dlpack__=fails, __dlpack_device__=cpu)", "odd(__dlpack__=cpu)",
-    "odd(__dlpack__=cpu, __dlpack_device__=cpu)", "odd(__dlpack__=cpu, __dlpack_device__=fails)", "odd(__repr__=fails)",
+    "None", "'abc'", "''", "b'v1'", "True", "2", "1.5", "-7", "nan", "inf", "10**400", "-(10**30)", "1j",
+    "object()", "[]", "()", "{}",
+    "set()", "[None]", "(2,)", "[[[1.0], []]]", "int", "torch.float32", "...", "len", "('v1', 'v1', 'v1')",
+    "({}, [])", "torch.tensor(2.0)",
+    "torch.tensor(2.0, requires_grad=True)", "torch.arange(3)", "np.array(['a'])", "np.array([None])",
+    "np.array(['2020'], 'M8[D]')",
+    "np.ones(3, '>f4')", "np.ones(3, 'f4')[::-1]", "np.ones(3, 'g')",
+    "odd(__dlpack__=fails, __dlpack_device__=cpu)", "odd(__dlpack__=cpu)",
+    "odd(__dlpack__=cpu, __dlpack_device__=cpu)", "odd(__dlpack__=cpu, __dlpack_device__=fails)",
+    "odd(__repr__=fails)",
 )  # fmt: skip
 
 
 TENSORS = (
-    "v.to('meta')", "v.to_sparse()", "v.flatten()[None].to_sparse_csr()", "v.float().to_mkldnn()", "torch.nested.nested_tensor([v])",
-    "torch.quantize_per_tensor(v.float(), 1.0, 0, torch.qint8)", "v.short()", "v.bool()", "v.to(torch.uint64)", "v.to(torch.float8_e5m2)",
+    "v.to('meta')", "v.to_sparse()", "v.flatten()[None].to_sparse_csr()", "v.float().to_mkldnn()",
+    "torch.nested.nested_tensor([v])",
+    "torch.quantize_per_tensor(v.float(), 1.0, 0, torch.qint8)", "v.short()", "v.bool()",
+    "v.to(torch.uint64)", "v.to(torch.float8_e5m2)",
     "v.to(torch.complex128)", "v.tolist()", "torch.complex(v.double(), v.double()).conj().imag",
 )  # fmt: skip
 
 
-SHAPES = "v[None]", "v.flatten()", "v[..., :0]", "torch.cat((v, v), -1)", "v.sum()", "v[0]"  # these may be right
+# these may be right
+SHAPES = "v[None]", "v.flatten()", "v[..., :0]", "torch.cat((v, v), -1)", "v.sum()", "v[0]"
 
 
 TWINS = {  # the same in another type
@@ -254,12 +322,15 @@ TWINS = {  # the same in another type
 }
 
 
-OPTIONAL = ("version", "window", "sink", "k", "sin", "positions", "position_ids", "mrope_section", "cu_seqlens", "start_positions",
-            "bias", "residual", "softcap", "vocab_size", "key_lengths", "cu_seqlens_k", "chunk_rows")  # fmt: skip
+OPTIONAL = ("version", "window", "sink", "k", "sin", "positions", "position_ids", "mrope_section",
+            "cu_seqlens", "start_positions",
+            "bias", "residual", "softcap", "vocab_size", "key_lengths", "cu_seqlens_k",
+            "chunk_rows")  # fmt: skip
 
 
 NUMBERS = {"sink", "scale", "eps", "dim", "window", "rotary_dim", "rotary_offset", "cp_size", "cp_rank",
-           "ignore_index", "z_loss", "softcap", "vocab_size", "chunk_rows", "lr", "weight_decay", "step"}  # fmt: skip
+           "ignore_index", "z_loss", "softcap", "vocab_size", "chunk_rows", "lr", "weight_decay",
+           "step"}  # fmt: skip
 
 
 def fails(*_: Any, **__: Any) -> None:
@@ -289,7 +360,10 @@ def may_succeed(case: Case, name: str, what: str) -> bool:
     if what == "v.tolist()":
         return name in NUMBERS and case.args[name].shape == ()  # a number
     if what in SHAPES or what.startswith("torch.tensor"):
-        names = "x", "logits", "q", "k", "qkv", "sink", "a", "b", "weight", "bias", "residual", "factors", "t", "w1", "w2", "gate", "up"
+        names = (
+            "x", "logits", "q", "k", "qkv", "sink", "a", "b", "weight", "bias", "residual", "factors", "t",
+            "w1", "w2", "gate", "up",
+        )  # fmt: skip
         return name in names or "v" in what or case.op == "adamw"  # a parameter without dimensions
     whole = what in ("2", "-7", "10**400", "-(10**30)") and name in NUMBERS
     factor = what in ("1.5", "nan", "inf") and name in ("scale", "sink", "z_loss", "softcap")
@@ -311,7 +385,9 @@ def run_nonsense(case: Case) -> None:
 
         if what in itertools.chain(*TWINS.values()):
             same = with_argument(float(spoiled)) if what == "np.float32(v)" else args  # it may be rounded
-            assert all(map(same_bits, outputs(function(**same)), outputs(function(**with_argument(spoiled))))), "the result differs"
+            assert all(
+                map(same_bits, outputs(function(**same)), outputs(function(**with_argument(spoiled))))
+            ), "the result differs"
             return
         spoiled = with_argument(spoiled)
         try:
@@ -326,7 +402,9 @@ def run_nonsense(case: Case) -> None:
         return  # nothing reads the bounds there
     assert may_succeed(case, name, what), f"{name} = {what} was accepted"
     exact = {k: v for k, v in spoiled.items() if k != "version"}
-    exact = pytree.tree_map(lambda v: cast(DOUBLE, [v.detach()])[0] if isinstance(v, torch.Tensor) else v, exact)
+    exact = pytree.tree_map(
+        lambda v: cast(DOUBLE, [v.detach()])[0] if isinstance(v, torch.Tensor) else v, exact
+    )
     try:
         right = outputs(FUZZED[case.op][1](**exact))
     except IndexError:
@@ -339,7 +417,9 @@ def run_nonsense(case: Case) -> None:
 # ---- transforms: f maps tensors to one
 
 
-TRANSFORMS = ("jvp", "dual", "vjp", "vmap", "vmap of grad", "jacrev", "jacfwd", "hessian", "twice", "checkpoint")
+TRANSFORMS = (
+    "jvp", "dual", "vjp", "vmap", "vmap of grad", "jacrev", "jacfwd", "hessian", "twice", "checkpoint",
+)  # fmt: skip
 REFUSED: list[str] = []
 
 
@@ -348,11 +428,17 @@ def transformed(name: str, f: Any, xs: list) -> Any:
     every, leaves = tuple(range(len(xs))), [x.detach().requires_grad_() for x in xs]
     dims = [int(torch.randint(x.ndim + 1, ())) if torch.rand(()) < 0.6 else None for x in xs]
     dims = tuple(dims if any(d is not None for d in dims) else [0, *dims[1:]])
-    many = [x if d is None else torch.stack([random(x) for _ in range(3)], d) for x, d in zip(xs, dims, strict=True)]
+    many = [
+        x if d is None else torch.stack([random(x) for _ in range(3)], d)
+        for x, d in zip(xs, dims, strict=True)
+    ]
     tangents, g = [random(x) for x in xs], random(f(*xs))
     if name == "dual":
         with forward_ad.dual_level():
-            duals = [x if d is None else forward_ad.make_dual(x, t) for x, d, t in zip(xs, dims, tangents, strict=True)]
+            duals = [
+                x if d is None else forward_ad.make_dual(x, t)
+                for x, d, t in zip(xs, dims, tangents, strict=True)
+            ]
             out = forward_ad.unpack_dual(f(*duals))
             return out.primal, torch.zeros_like(out.primal) if out.tangent is None else out.tangent
     if name == "vjp":
@@ -368,7 +454,8 @@ def transformed(name: str, f: Any, xs: list) -> Any:
         return *first, *torch.autograd.grad(total, [*leaves, g], materialize_grads=True)
     if name == "checkpoint":
         torch.utils.checkpoint.checkpoint(f, *leaves, use_reentrant=dims[0] is None).backward(g)
-        return [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves]  # None: a sum over no terms
+        # None: a sum over no terms
+        return [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves]
     if name == "jvp":
         return torch.func.jvp(f, tuple(xs), tuple(tangents))
     return torch.func.vmap(f, dims)(*many) if name == "vmap" else getattr(torch.func, name)(f, every)(*xs)
@@ -389,20 +476,27 @@ def run_transforms(case: Case) -> None:
             for i, x in zip(where, some, strict=True):
                 every[i] = x
             found = [o.flatten() for o in outputs(function(**fill(args, every)))]
-            return found[0] if len(found) == 1 else torch.cat(found)  # torch's cat fails in jacfwd of an empty tensor
+            # torch's cat fails in jacfwd of an empty tensor
+            return found[0] if len(found) == 1 else torch.cat(found)
 
         torch.manual_seed(seed)
-        return [t.detach().cpu() for t in pytree.tree_leaves(transformed(name, f, [tensors[i] for i in where]))]
+        return [
+            t.detach().cpu() for t in pytree.tree_leaves(transformed(name, f, [tensors[i] for i in where]))
+        ]
 
     try:
-        exact = run(FUZZED[case.op][1], {k: v for k, v in args.items() if k != "version"}, cast(DOUBLE, tensors))
+        exact = run(
+            FUZZED[case.op][1], {k: v for k, v in args.items() if k != "version"}, cast(DOUBLE, tensors)
+        )
     except (RuntimeError, IndexError):
         return  # torch cannot, as of some empty tensors
     with at(case.place):
         try:
             ours = run(function_of(case.op), args, tensors)
         except (NotImplementedError, RuntimeError, ValueError, TypeError) as error:
-            assert any(word in str(error) for word in (case.op, "vmap", "jvp", "forward", "transform", "derivative")), f"unclear: {error!r}"
+            assert any(
+                word in str(error) for word in (case.op, "vmap", "jvp", "forward", "transform", "derivative")
+            ), f"unclear: {error!r}"
             return REFUSED.append(f"{case.op} refused {name}: {str(error)[:100]}")
     for a, b in zip(ours, exact, strict=True):
         limit = 1e-9 if a.dtype == torch.float64 else 1e-3
@@ -417,15 +511,19 @@ RUN = {"valid": run_valid, "nonsense": run_nonsense, "transforms": run_transform
 
 @st.composite
 def cases(draw: Any, op: str, places: tuple[str, ...], kinds: tuple[str, ...]) -> Case:
-    kinds = tuple(kind for kind in kinds if kind != "transforms" or op != "adamw") or ("valid",)  # which is not differentiable
+    # which is not differentiable
+    kinds = tuple(kind for kind in kinds if kind != "transforms" or op != "adamw") or ("valid",)
     d = Draw(draw, op, draw(st.sampled_from(places)), draw(st.sampled_from(kinds)))
     args, index = FUZZED[op][0](d), None
     if d.kind == "valid":
         size = d.size_of(specs(args)[0].dtype) if d.pick(False, False, True) else 1.0
         return Case(op, d.place, d.kind, args, (d.integer(0, 99), d.pick(1, 2, 0), *[size][: size != 1]))
     if d.kind == "transforms":
-        first = next(k for k in ("x", "a", "t", "gate", "weight", "logits", "q", "qkv") if k in args)  # has a gradient, if nothing else has
-        args |= {} if any(t.grad for t in specs(args)) else {first: dataclasses.replace(args[first], grad=True)}
+        # has a gradient, if nothing else has
+        first = next(k for k in ("x", "a", "t", "gate", "weight", "logits", "q", "qkv") if k in args)
+        args |= (
+            {} if any(t.grad for t in specs(args)) else {first: dataclasses.replace(args[first], grad=True)}
+        )
         return Case(op, d.place, d.kind, args, (d.pick(*TRANSFORMS), d.integer(0, 99)))
     args = pytree.tree_map(lambda v: dataclasses.replace(v, grad=False) if isinstance(v, T) else v, args)
     name = d.pick(*args)
@@ -434,11 +532,22 @@ def cases(draw: Any, op: str, places: tuple[str, ...], kinds: tuple[str, ...]) -
         index = d.integer(0, len(value) - 1)
         value = value[index]
     twins = TWINS.get(type(value), ()) if name != "version" else ()
-    return Case(op, d.place, d.kind, args, (name, index, d.pick(*ANYTHING, *twins, *twins, *(TENSORS + SHAPES) * isinstance(value, T))))
+    return Case(
+        op,
+        d.place,
+        d.kind,
+        args,
+        (name, index, d.pick(*ANYTHING, *twins, *twins, *(TENSORS + SHAPES) * isinstance(value, T))),
+    )
 
 
 def fuzz(
-    op: str, count: int, seed: int, places: tuple[str, ...] = PLACES, kinds: tuple[str, ...] = tuple(RUN), verbose: bool = False
+    op: str,
+    count: int,
+    seed: int,
+    places: tuple[str, ...] = PLACES,
+    kinds: tuple[str, ...] = tuple(RUN),
+    verbose: bool = False,
 ) -> list:
     """The failures of so many cases, each shrunk."""
     failures: list[str] = []
@@ -456,18 +565,24 @@ def fuzz(
 
     for start in range(0, count, 100):  # hypothesis ends at a failure, once it has shrunk it
         settings = hypothesis.settings(
-            max_examples=min(100, count - start), deadline=None, database=None, print_blob=False, derandomize=False,
-            suppress_health_check=list(hypothesis.HealthCheck), phases=(hypothesis.Phase.generate, hypothesis.Phase.shrink),
+            max_examples=min(100, count - start), deadline=None, database=None, print_blob=False,
+            derandomize=False,
+            suppress_health_check=list(hypothesis.HealthCheck),
+            phases=(hypothesis.Phase.generate, hypothesis.Phase.shrink),
         )  # fmt: skip
         try:
-            hypothesis.seed(seed * 1_000_003 + start)(settings(hypothesis.given(cases(op, places, kinds))(one)))()
+            hypothesis.seed(seed * 1_000_003 + start)(
+                settings(hypothesis.given(cases(op, places, kinds))(one))
+            )()
         except Exception as error:
             failures += [str(e) for e in getattr(error, "exceptions", [error])]
     return failures
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("ops", nargs="*", metavar="OP", help=", ".join(FUZZED))
     parser.add_argument("--cases", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
@@ -481,11 +596,17 @@ def main() -> int:
         case = eval(options.case)
         return RUN[case.kind](case) or 0
     ops, total = options.ops or list(FUZZED), 0
-    places, kinds = (options.place,) if options.place else PLACES, (options.kind,) if options.kind else tuple(RUN)
+    places = (options.place,) if options.place else PLACES
+    kinds = (options.kind,) if options.kind else tuple(RUN)
     for i, op in enumerate(ops):
         begin, count = time.time(), options.cases * (i + 1) // len(ops) - options.cases * i // len(ops)
         failures = fuzz(op, count, options.seed, places, kinds, options.verbose)
-        print(f"{op}: {count} cases, {len(failures)} failures, {time.time() - begin:.0f} s", *failures, sep="\n  ", flush=True)
+        print(
+            f"{op}: {count} cases, {len(failures)} failures, {time.time() - begin:.0f} s",
+            *failures,
+            sep="\n  ",
+            flush=True,
+        )
         total += len(failures)
     print(*(f"{line} ({count} times)" for line, count in collections.Counter(REFUSED).items()), sep="\n")
     print(f"{options.cases} cases, {total} failures")

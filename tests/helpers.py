@@ -1,4 +1,5 @@
-"""Shared by several tests: comparisons, memory that shows stray writes, fresh processes and threads, a count of compilations."""
+"""Shared by several tests: comparisons, memory that shows stray writes, fresh processes and threads, a count
+of compilations."""
 
 import contextlib
 import os
@@ -22,13 +23,15 @@ from cukern.runtime.registry import CASES, Case
 gpu = pytest.mark.gpu
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="tests a machine without a GPU")
 kernels = pytest.mark.kernels  # runs kernels: on the GPU where there is one, else in the simulator
-PLACE, DEVICE = ("cuda", "cuda") if torch.cuda.is_available() else ("sim", "cpu")  # where, and on which tensors
+# where, and on which tensors
+PLACE, DEVICE = ("cuda", "cuda") if torch.cuda.is_available() else ("sim", "cpu")
 ROOT = Path(cukern.__file__).resolve().parents[1]  # of the source tree, or site-packages
 TREE = Path(__file__).resolve().parents[1]
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 SCALE = 'extern "C" __global__ void scale(float* x, float s) { x[threadIdx.x] *= s; }\n'
-# The kernel of PyTorch's load_inline tutorial, https://docs.pytorch.org/docs/stable/cpp_extension.html, wrapped as users paste it.
+# The kernel of PyTorch's load_inline tutorial, https://docs.pytorch.org/docs/stable/cpp_extension.html,
+# wrapped as users paste it.
 SQUARE_MATRIX = r"""
 __global__ void square_matrix_kernel(const float* matrix, float* result, int width, int height) {
     int row = blockIdx.y * blockDim.y + threadIdx.y;
@@ -59,9 +62,15 @@ torch::Tensor square_matrix(torch::Tensor matrix) {
 
 
 def problem(
-    itemsize: int, sms: int = 132, shared: int = 226 << 10, tensor: bool = False, aligned: int = 16, wgmma: bool = False
+    itemsize: int,
+    sms: int = 132,
+    shared: int = 226 << 10,
+    tensor: bool = False,
+    aligned: int = 16,
+    wgmma: bool = False,
 ) -> Problem:
-    """What kron_linear plans for on an H200 with `sms` SMs and `shared` bytes of shared memory per block; without wgmma, on sm_80."""
+    """What kron_linear plans for on an H200 with `sms` SMs and `shared` bytes of shared memory per block;
+    without wgmma, on sm_80."""
     device = KNOWN["h200"]._replace(sms=sms, shared_bytes=shared + 1024, capability=90 if wgmma else 80)
     return Problem(device, itemsize, tensor, aligned)
 
@@ -72,7 +81,8 @@ def with_sms(sms: int) -> Callable[[int], Device]:
 
 
 def places(name: str) -> list:
-    """(device, version) pairs of an op: the reference on the CPU, and each version on the GPU or in the simulator."""
+    """(device, version) pairs of an op: the reference on the CPU, and each version on the GPU or in the
+    simulator."""
     versions = [pytest.param(DEVICE, v, marks=kernels, id=f"{PLACE}-{v}") for v in CASES[name].op.versions]
     return [pytest.param("cpu", None, id="cpu"), *versions]
 
@@ -82,8 +92,13 @@ def dims_of(case: Case) -> tuple[tuple[int, ...], ...]:
 
 
 def simulated(*tensors: torch.Tensor | None) -> contextlib.AbstractContextManager:
-    """In the simulator, kernels inside the block may access these tensors and no other memory. With tensors on a GPU, nothing changes."""
-    return contextlib.nullcontext() if any(t is not None and t.is_cuda for t in tensors) else backend.simulated_memory(tensors)
+    """In the simulator, kernels inside the block may access these tensors and no other memory. With tensors
+    on a GPU, nothing changes."""
+    return (
+        contextlib.nullcontext()
+        if any(t is not None and t.is_cuda for t in tensors)
+        else backend.simulated_memory(tensors)
+    )
 
 
 def in_thread(function: Callable[..., Any], *args: Any) -> Any:
@@ -93,8 +108,13 @@ def in_thread(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def own_names() -> list[str]:
-    """The cases that have the name of a public function; "rope_packed" and "linear_gelu" are ways to call rope and linear."""
-    return [name for name, case in CASES.items() if name in cukern.__all__ and not name.startswith(f"{case.op.name}_")]
+    """The cases that have the name of a public function; "rope_packed" and "linear_gelu" are ways to call
+    rope and linear."""
+    return [
+        name
+        for name, case in CASES.items()
+        if name in cukern.__all__ and not name.startswith(f"{case.op.name}_")
+    ]
 
 
 def functions() -> dict[Callable[..., Any], str]:
@@ -106,9 +126,12 @@ def assert_accurate(actual: torch.Tensor, peer: torch.Tensor, exact: torch.Tenso
     """Each element errs by at most twice the error of torch's own op of the same dtype, plus one rounding.
 
     For an op without sums: verify() of cukern.bench judges the others. `exact` is in float64.
-    Where torch's result is NaN or infinite, ours is the same, or right: torch may have rounded or overflowed on the way.
+    Where torch's result is NaN or infinite, ours is the same, or right: torch may have rounded or overflowed
+    on the way.
     """
-    assert actual.shape == peer.shape == exact.shape, f"{what}: shape {tuple(actual.shape)}, torch's is {tuple(peer.shape)}"
+    assert actual.shape == peer.shape == exact.shape, (
+        f"{what}: shape {tuple(actual.shape)}, torch's is {tuple(peer.shape)}"
+    )
     assert actual.dtype == peer.dtype, f"{what}: dtype {actual.dtype}, torch's is {peer.dtype}"
     info = torch.finfo(peer.dtype)
     ours, theirs = actual.detach().double(), peer.detach().double()
@@ -135,7 +158,9 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 class Guarded:
     """A contiguous tensor of NaN between two margins of a known value, which a kernel must leave alone."""
 
-    MARGIN = 64  # elements: a multiple of every vector, so that `tensor` is aligned as torch's own allocations are to 128 bytes
+    # elements: a multiple of every vector, so that `tensor` is aligned as torch's own allocations are to 128
+    # bytes
+    MARGIN = 64
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, device: str):
         n = torch.Size(shape).numel()
@@ -183,8 +208,11 @@ def count_compilations(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     return calls
 
 
-def run_python(code: str, *args: str, timeout: float = 180, ok: bool = True, **env: str) -> subprocess.CompletedProcess[str]:
-    """Run code in a fresh Python that finds cukern, with a limit on its time; with `ok`, it must end with status 0."""
+def run_python(
+    code: str, *args: str, timeout: float = 180, ok: bool = True, **env: str
+) -> subprocess.CompletedProcess[str]:
+    """Run code in a fresh Python that finds cukern, with a limit on its time; with `ok`, it must end with
+    status 0."""
     return run([sys.executable, "-c", code, *args], timeout=timeout, ok=ok, env=env)
 
 
@@ -192,19 +220,31 @@ OLD_TORCH = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12)
 
 
 def run(
-    command: Sequence[str], *, timeout: float = 180, ok: bool = True, cwd: Path | None = None, env: dict[str, str] | None = None
+    command: Sequence[str],
+    *,
+    timeout: float = 180,
+    ok: bool = True,
+    cwd: Path | None = None,
+    env: dict[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
     result = subprocess.run(
-        command, capture_output=True, text=True, timeout=timeout, cwd=cwd, env={**inherited, "PYTHONPATH": path, **(env or {})}
+        command,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        cwd=cwd,
+        env={**inherited, "PYTHONPATH": path, **(env or {})},
     )
     if ok:
         assert result.returncode == 0, f"status {result.returncode}\n{result.stdout}\n{result.stderr}"
     return result
 
 
-def exact_gradients(function: Callable[..., torch.Tensor], inputs: Sequence[torch.Tensor], grad: torch.Tensor) -> list[torch.Tensor]:
+def exact_gradients(
+    function: Callable[..., torch.Tensor], inputs: Sequence[torch.Tensor], grad: torch.Tensor
+) -> list[torch.Tensor]:
     """function's result and its gradients for `grad`, all in the inputs' own dtype, each a fresh tensor."""
     leaves = [x.detach().clone().requires_grad_() for x in inputs]
     out = function(*leaves)

@@ -1,7 +1,8 @@
 """Tensors of NumPy's long doubles, of 64 bits of precision on x86: what is right where float64 is tested.
 
-A `LongDouble` says that it is float64 on the CPU, and autograd differentiates it. The operations that torch performs on it, forward and
-backward, run here in NumPy; one that is missing raises NotImplementedError. Others are torch's decompositions of them.
+A `LongDouble` says that it is float64 on the CPU, and autograd differentiates it. The operations that torch
+performs on it, forward and backward, run here in NumPy; one that is missing raises NotImplementedError.
+Others are torch's decompositions of them.
 """
 
 import math
@@ -37,7 +38,8 @@ def _index_put(x, indices, values, accumulate=False, *_):
 
 
 def _erfc(x):
-    return x if math.isnan(x) else np.longdouble(mpmath.nstr(mpmath.erfc(mpmath.mpmathify(min(x, 100))), 25))  # no underflow
+    # no underflow
+    return x if math.isnan(x) else np.longdouble(mpmath.nstr(mpmath.erfc(mpmath.mpmathify(min(x, 100))), 25))
 
 
 def _sum(x, dim=None, keepdim=False, dtype=None):
@@ -45,28 +47,39 @@ def _sum(x, dim=None, keepdim=False, dtype=None):
 
 
 NUMPY = {  # the operations by their names in aten
-    "add": lambda a, b, alpha=1: a + alpha * b, "sub": lambda a, b, alpha=1: a - alpha * b, "rsub": lambda a, b, alpha=1: b - alpha * a,
+    "add": lambda a, b, alpha=1: a + alpha * b, "sub": lambda a, b, alpha=1: a - alpha * b,
+    "rsub": lambda a, b, alpha=1: b - alpha * a,
     "mul": np.multiply, "div": np.true_divide, "neg": np.negative, "abs": np.abs, "pow": np.power,
-    "exp": np.exp, "log": np.log, "tanh": np.tanh, "sqrt": np.sqrt, "sin": np.sin, "cos": np.cos, "atan": np.arctan,
-    "rsqrt": lambda x: 1 / np.sqrt(x), "sigmoid": lambda x: 1 / (1 + np.exp(-x)), "eq": np.equal, "le": np.less_equal,
+    "exp": np.exp, "log": np.log, "tanh": np.tanh, "sqrt": np.sqrt, "sin": np.sin, "cos": np.cos,
+    "atan": np.arctan,
+    "rsqrt": lambda x: 1 / np.sqrt(x), "sigmoid": lambda x: 1 / (1 + np.exp(-x)), "eq": np.equal,
+    "le": np.less_equal,
     "ge": np.greater_equal, "where": np.where,
     "erfc": lambda x: np.vectorize(_erfc, [np.longdouble])(x) if x.size else x,
-    "clamp": lambda x, least=None, most=None: np.clip(x, least, most), "masked_fill": lambda x, mask, value: np.where(mask, value, x),
+    "clamp": lambda x, least=None, most=None: np.clip(x, least, most),
+    "masked_fill": lambda x, mask, value: np.where(mask, value, x),
     "nan_to_num": lambda x, nan, posinf: np.nan_to_num(x, nan=nan, posinf=posinf),
     "sum": _sum, "amax": lambda x, dim=(), keepdim=False: x.max(_axes(x, dim), keepdims=keepdim),
     "mean": lambda x, dim, keepdim=False, dtype=None: _sum(x, dim, keepdim) / math.prod(x.shape[i] for i in dim),
     "mm": np.matmul, "bmm": np.matmul,
-    "view": np.reshape, "_unsafe_view": np.reshape, "unsqueeze": np.expand_dims, "permute": np.transpose, "transpose": np.swapaxes,
-    "t": np.transpose, "expand": lambda x, shape, implicit=False: np.broadcast_to(x, [n if n >= 0 else x.shape[i + x.ndim - len(shape)]
+    "view": np.reshape, "_unsafe_view": np.reshape, "unsqueeze": np.expand_dims, "permute": np.transpose,
+    "transpose": np.swapaxes,
+    "t": np.transpose,
+    "expand": lambda x, shape, implicit=False: np.broadcast_to(x, [n if n >= 0 else x.shape[i + x.ndim - len(shape)]
                                                                                       for i, n in enumerate(shape)]),
     "squeeze": lambda x, dim: np.squeeze(x, tuple(i for i in _axes(x, dim) or () if x.shape[i] == 1)),
     "select": lambda x, dim, i: np.take(x, i, dim), "slice": _slice,
-    "split_with_sizes": lambda x, sizes, dim=0: np.split(x, np.cumsum(sizes)[:-1], dim), "cat": lambda xs, dim=0: np.concatenate(xs, dim),
-    "stack": lambda xs, dim=0: np.stack(xs, dim), "unbind": lambda x, dim=0: [np.take(x, i, dim) for i in range(x.shape[dim])],
+    "split_with_sizes": lambda x, sizes, dim=0: np.split(x, np.cumsum(sizes)[:-1], dim),
+    "cat": lambda xs, dim=0: np.concatenate(xs, dim),
+    "stack": lambda xs, dim=0: np.stack(xs, dim),
+    "unbind": lambda x, dim=0: [np.take(x, i, dim) for i in range(x.shape[dim])],
     "index": lambda x, indices: x[_index(indices)], "index_put": _index_put,
-    "detach": np.copy, "clone": lambda x, **_: x.copy(), "alias": np.copy, "_to_copy": lambda x, **_: x.copy(),
-    "full_like": lambda x, v, **_: np.full_like(x, v), "new_zeros": lambda x, n, **_: np.zeros(n, np.longdouble),
-    "new_ones": lambda x, n, **_: np.ones(n, np.longdouble), "new_full": lambda x, n, v, **_: np.full(n, v, np.longdouble),
+    "detach": np.copy, "clone": lambda x, **_: x.copy(), "alias": np.copy,
+    "_to_copy": lambda x, **_: x.copy(),
+    "full_like": lambda x, v, **_: np.full_like(x, v),
+    "new_zeros": lambda x, n, **_: np.zeros(n, np.longdouble),
+    "new_ones": lambda x, n, **_: np.ones(n, np.longdouble),
+    "new_full": lambda x, n, v, **_: np.full(n, v, np.longdouble),
 }  # fmt: skip
 
 
@@ -84,10 +97,18 @@ class LongDouble(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = {k: v for k, v in (kwargs or {}).items() if k not in ("memory_format", "layout", "device", "pin_memory")}
+        kwargs = {
+            k: v
+            for k, v in (kwargs or {}).items()
+            if k not in ("memory_format", "layout", "device", "pin_memory")
+        }
         name = func.overloadpacket.__name__
         if name not in NUMPY:
-            done = decomposition_table[func](*args, **kwargs) if func in decomposition_table else func.decompose(*args, **kwargs)
+            done = (
+                decomposition_table[func](*args, **kwargs)
+                if func in decomposition_table
+                else func.decompose(*args, **kwargs)
+            )
             assert done is not NotImplemented, f"LongDouble has no {func}; add it to NUMPY"
             return done
         assert kwargs.pop("dtype", torch.float64) in (None, torch.float64), f"{func} changes the dtype"

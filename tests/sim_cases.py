@@ -13,14 +13,16 @@ from cukern import sim
 
 @dataclass
 class Case:
-    """A kernel with a bug: `[[wrong => right]]` in its text. The line where it shows ends in `// here`, the other side's in `// there`."""
+    """A kernel with a bug: `[[wrong => right]]` in its text. The line where it shows ends in `// here`, the
+    other side's in `// there`."""
 
     id: str
     fault: type[sim.Fault]
     expected: Callable[..., torch.Tensor]  # the first argument, after the mended kernel
     says: str  # a pattern of the message; {there} is that line
     text: str  # of the file, or of the body of `void k(int* out, const int* x)`
-    arguments: Callable[[], list] | None = None  # if not given, `out` and `x` have an element for each thread of a block
+    # if not given, `out` and `x` have an element for each thread of a block
+    arguments: Callable[[], list] | None = None
     grid: int = 1
     block: int = 64
     shared: tuple[int, int] = (0, 0)  # wrong and right
@@ -28,12 +30,18 @@ class Case:
     thread: int | None = 0
 
     def source(self, wrong: bool) -> str:
-        text = self.text if "__global__" in self.text else f"\n__global__ void k(int* out, const int* x) {{{self.text}}}\n"
+        text = (
+            self.text
+            if "__global__" in self.text
+            else f"\n__global__ void k(int* out, const int* x) {{{self.text}}}\n"
+        )
         return re.sub(r"\[\[(.*?) ?=> ?(.*?)\]\]", r"\1" if wrong else r"\2", text)
 
     def run(self, wrong: bool) -> list:
         arguments = self.arguments() if self.arguments else [ints(self.block), iota(self.block)]
-        simulate(self.source(wrong), *arguments, grid=self.grid, block=self.block, shared=self.shared[not wrong])
+        simulate(
+            self.source(wrong), *arguments, grid=self.grid, block=self.block, shared=self.shared[not wrong]
+        )
         return arguments
 
     def check_report(self) -> None:
@@ -47,7 +55,9 @@ class Case:
         assert re.search(self.says.replace("{there}", there), str(fault)), fault
         if "// here" in text:
             assert re.fullmatch(_place(text, "here"), fault.where.location), fault
-        assert str(fault).startswith(f"k, block {fault.where.block}, thread {fault.where.thread}, {fault.where.location}: ")
+        assert str(fault).startswith(
+            f"k, block {fault.where.block}, thread {fault.where.thread}, {fault.where.location}: "
+        )
         assert fault.where.kernel == "k"
         assert self.block_index is None or fault.where.block == (self.block_index, 0, 0), fault
         assert self.thread is None or fault.where.thread == (self.thread, 0, 0), fault

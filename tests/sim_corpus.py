@@ -1,4 +1,5 @@
-"""Correct kernels of the simulator's corpus, each with small edits that plant a bug. The kernels are in tests/sim/corpus/."""
+"""Correct kernels of the simulator's corpus, each with small edits that plant a bug. The kernels are in
+tests/sim/corpus/."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,18 +10,21 @@ import torch
 import cukern
 from cukern import sim
 
-Bug = tuple[str, str, type[sim.Fault]] | tuple[str, str, type[sim.Fault], str]  # what is replaced, by what, the fault, its message
+# what is replaced, by what, the fault, its message
+Bug = tuple[str, str, type[sim.Fault]] | tuple[str, str, type[sim.Fault], str]
 
 
 @dataclass
 class Kernel:
-    """A kernel `k`. If `text` is only a body, it is that of `void k(int* out, const int* x, int n)`, with t and i as thread and element."""
+    """A kernel `k`. If `text` is only a body, it is that of `void k(int* out, const int* x, int n)`, with t
+    and i as thread and element."""
 
     id: str
     text: str
     expected: Callable[..., torch.Tensor]  # the first argument after the launch, from the others before
     bugs: Sequence[Bug] = ()
-    arguments: Callable[[], list[Any]] | None = None  # if not given: out and x have an element for each thread, n is their number
+    # if not given: out and x have an element for each thread, n is their number
+    arguments: Callable[[], list[Any]] | None = None
     grid: Any = 1
     block: Any = 64
     shared: int = 0

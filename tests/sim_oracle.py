@@ -1,4 +1,5 @@
-"""A second opinion on the simulator's arithmetic: floating point in Python's integers and fractions, operands worth trying, and a judge."""
+"""A second opinion on the simulator's arithmetic: floating point in Python's integers and fractions, operands
+worth trying, and a judge."""
 
 import math
 from fractions import Fraction
@@ -8,7 +9,13 @@ import numpy as np
 from cukern.sim.numerics import alu
 
 # digits, largest exponent, bits of the type
-SHAPES = {"f16": (11, 15, 16), "bf16": (8, 127, 16), "tf32": (11, 127, 32), "f32": (24, 127, 32), "f64": (53, 1023, 64)}
+SHAPES = {
+    "f16": (11, 15, 16),
+    "bf16": (8, 127, 16),
+    "tf32": (11, 127, 32),
+    "f32": (24, 127, 32),
+    "f64": (53, 1023, 64),
+}
 NAN = {"f16": 0x7FFF, "bf16": 0x7FFF, "tf32": 0x7FFFE000, "f32": 0x7FFFFFFF, "f64": 0x7FF8 << 48}
 KINDS = {8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
 Number = Fraction | float  # a float only for infinities, NaN and zeros with their signs
@@ -61,7 +68,11 @@ def encode(type_: str, x: Number, mode: str = "rn") -> int:
     value = (whole + away) * unit
     if value >= Fraction(2) ** (most + 1):
         largest = infinity - (1 << (_stored(type_) - digits + 1))
-        return top | (infinity if mode in ("rn", "rna") or (mode == "rm" and negative) or (mode == "rp" and not negative) else largest)
+        return top | (
+            infinity
+            if mode in ("rn", "rna") or (mode == "rm" and negative) or (mode == "rp" and not negative)
+            else largest
+        )
     if value == 0:
         return top
     exponent = max(_log2(value), 1 - most)
@@ -107,25 +118,51 @@ def _special(x: Number) -> float:
 
 
 def edges(type_: str) -> np.ndarray:
-    """Zeros, the smallest and largest subnormals and normals, neighbours of 1 and of 2, the largest, infinity, NaNs, of both signs."""
+    """Zeros, the smallest and largest subnormals and normals, neighbours of 1 and of 2, the largest,
+    infinity, NaNs, of both signs."""
     stored, most, size = _stored(type_), SHAPES[type_][1], width(type_)
     infinity = (2 * most + 1) << stored
     one = most << stored
-    positive = [0, 1, 2, 3, (1 << stored) - 1, 1 << stored, (1 << stored) + 1, one - 1, one, one + 1, one + (1 << stored), infinity - 1]
-    positive += [infinity, infinity + 1, infinity | 1 << (stored - 1), one + (1 << (stored - 1)), 7 << stored, one // 2, one + one // 2]
+    positive = [
+        0,
+        1,
+        2,
+        3,
+        (1 << stored) - 1,
+        1 << stored,
+        (1 << stored) + 1,
+        one - 1,
+        one,
+        one + 1,
+        one + (1 << stored),
+        infinity - 1,
+    ]
+    positive += [
+        infinity,
+        infinity + 1,
+        infinity | 1 << (stored - 1),
+        one + (1 << (stored - 1)),
+        7 << stored,
+        one // 2,
+        one + one // 2,
+    ]
     kind = KINDS[size]
     both = np.array(positive, kind)
     return np.concatenate((both, both | kind(1 << (size - 1))))
 
 
 def operands(type_: str, count: int, random: int, seed: int = 0) -> list[np.ndarray]:
-    """`count` operands of a type: every pair of edges (triples are drawn), then `random` bits, half of them with exponents near 1."""
+    """`count` operands of a type: every pair of edges (triples are drawn), then `random` bits, half of them
+    with exponents near 1."""
     rng, size = np.random.default_rng(seed), width(type_)
     kind = KINDS[size]
     if type_ in SHAPES:
         edge = edges(type_)
     else:
-        edge = np.array([0, 1, 2, 3, 7, (1 << size - 1) - 1, 1 << size - 1, (1 << size) - 1, (1 << size) - 2, 31, 32, 33], kind)
+        edge = np.array(
+            [0, 1, 2, 3, 7, (1 << size - 1) - 1, 1 << size - 1, (1 << size) - 1, (1 << size) - 2, 31, 32, 33],
+            kind,
+        )
     grid = np.stack(np.meshgrid(edge, edge, indexing="ij")).reshape(2, -1) if count > 1 else edge[None]
     third = [rng.choice(edge, grid.shape[1]) for _ in range(count - len(grid))]
     drawn = rng.integers(0, (1 << size) - 1, (count, random), dtype=kind, endpoint=True)
@@ -159,7 +196,9 @@ def run(opcode: str, *args: np.ndarray, **options: bool) -> np.ndarray:
             return found(*args)
 
     result = function(*args)
-    assert all(np.array_equal(a, b) for a, b in zip(args, before, strict=True)), f"{opcode} changed an operand"
+    assert all(np.array_equal(a, b) for a, b in zip(args, before, strict=True)), (
+        f"{opcode} changed an operand"
+    )
     assert not any(np.shares_memory(result, a) for a in args), f"{opcode} returned an operand's memory"
     for i, arg in enumerate(args):
         if opcode.startswith("lop3") and i == 3:
@@ -167,7 +206,9 @@ def run(opcode: str, *args: np.ndarray, **options: bool) -> np.ndarray:
         constant = [arg[:1] if i == j else a for j, a in enumerate(args)]
         spread = [np.broadcast_to(arg[:1], arg.shape).copy() if i == j else a for j, a in enumerate(args)]
         if len(args) > 1:
-            assert np.array_equal(np.broadcast_to(function(*constant), result.shape), function(*spread)), f"{opcode}, operand {i} constant"
+            assert np.array_equal(np.broadcast_to(function(*constant), result.shape), function(*spread)), (
+                f"{opcode}, operand {i} constant"
+            )
     return result
 
 
@@ -175,5 +216,9 @@ def check(opcode: str, result: np.ndarray, expected: list, *args: np.ndarray) ->
     wanted = np.array(expected, result.dtype)
     wrong = np.flatnonzero(result != wanted)
     if len(wrong):
-        shown = [f"({', '.join(hex(int(a[i % len(a)])) for a in args)}) -> {int(result[i]):#x}, not {int(wanted[i]):#x}" for i in wrong[:5]]
+        shown = [
+            f"({', '.join(hex(int(a[i % len(a)])) for a in args)}) -> {int(result[i]):#x}, not "
+            f"{int(wanted[i]):#x}"
+            for i in wrong[:5]
+        ]
         raise AssertionError(f"{opcode}: {len(wrong)} of {len(wanted)} are wrong: {'; '.join(shown)}")

@@ -1,4 +1,5 @@
-"""Every code block of docs/, the README and public docstrings runs, each command that a page names exists, and the site builds.
+"""Every code block of docs/, the README and public docstrings runs, each command that a page names exists,
+and the site builds.
 
 CUDA blocks with a title become files, Python blocks run in order, console lines call the commands.
 """
@@ -24,7 +25,10 @@ from cukern.runtime.launch.kernel import Kernel
 from cukern.runtime.registry import ops
 
 PAGES = sorted(p for p in (TREE / "docs").rglob("*.md") if "notes" not in p.parts)
-TEXTS = [*PAGES, *(TREE / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "examples/README.md"))]
+TEXTS = [
+    *PAGES,
+    *(TREE / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "examples/README.md")),
+]
 BLOCK = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
 KINDS = {"python", "cuda", "console", "text"}  # "text" is for commands that install, or need a GPU
 COMMAND = re.compile(r"(?:`|^|\$ |&& )cukern ([^`\n#&]*)", re.MULTILINE)
@@ -34,7 +38,9 @@ COMMAND = re.compile(r"(?:`|^|\$ |&& )cukern ([^`\n#&]*)", re.MULTILINE)
 def test_every_block_runs(page, tmp_path, monkeypatch, registry):
     monkeypatch.chdir(tmp_path)
     names, text = {"__name__": page.stem}, page.read_text()
-    assert len(re.findall(r"^```", text, re.MULTILINE)) == 2 * len(BLOCK.findall(text)), "a block has an unknown head"
+    assert len(re.findall(r"^```", text, re.MULTILINE)) == 2 * len(BLOCK.findall(text)), (
+        "a block has an unknown head"
+    )
     for kind, title, code in BLOCK.findall(text):
         assert kind in KINDS and (kind != "cuda" or title), f"{kind} {title}"
         if title and kind != "console":
@@ -43,15 +49,20 @@ def test_every_block_runs(page, tmp_path, monkeypatch, registry):
             exec(compile(code, f"{page.name}: {code[:30]!r}", "exec"), names)
         for line in re.findall(r"^\$ cukern (.*)", code, re.MULTILINE) if kind == "console" else ():
             done = CliRunner().invoke(app, shlex.split(line))
-            assert done.exit_code == (title == "exits with status 1"), f"{line}\n{done.output}\n{done.exception!r}"
+            assert done.exit_code == (title == "exits with status 1"), (
+                f"{line}\n{done.output}\n{done.exception!r}"
+            )
 
 
 def test_blocks_of_the_readme(tmp_path, monkeypatch):
-    """On the CPU and in the simulator without a GPU. The reports of the simulator are those that the README prints."""
+    """On the CPU and in the simulator without a GPU. The reports of the simulator are those that the README
+    prints."""
     monkeypatch.chdir(tmp_path)
     text = (TREE / "README.md").read_text()
     ops, warmup, own, debugged = (
-        code.replace('device="cuda"', f'device="{DEVICE}"') for kind, _, code in BLOCK.findall(text) if kind == "python"
+        code.replace('device="cuda"', f'device="{DEVICE}"')
+        for kind, _, code in BLOCK.findall(text)
+        if kind == "python"
     )
     ((_, _, row_max),) = [block for block in BLOCK.findall(text) if block[0] == "cuda"]
     (tmp_path / "my.cu").write_text(
@@ -67,9 +78,14 @@ def test_blocks_of_the_readme(tmp_path, monkeypatch):
         x = torch.randn(200, device=DEVICE)
         exec(own, {"cukern": cukern, "x": x, "out": (out := torch.empty_like(x))})
     assert torch.equal(out, 0.5 * x)
-    printed = [" ".join(report.split()) for report in re.findall(r"^```\ncukern\.sim\.faults\.(.*?)^```$", text, re.MULTILINE | re.DOTALL)]
+    printed = [
+        " ".join(report.split())
+        for report in re.findall(r"^```\ncukern\.sim\.faults\.(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    ]
     found = [_fault(debugged)]
-    (tmp_path / "row_max.cu").write_text(row_max.replace("        if (t < half)", "        __syncthreads(); if (t < half)"))
+    (tmp_path / "row_max.cu").write_text(
+        row_max.replace("        if (t < half)", "        __syncthreads(); if (t < half)")
+    )
     found.append(_fault(debugged))
     assert [report.replace(f"{tmp_path}/", "") for report in found] == printed
 
@@ -90,9 +106,9 @@ def test_commands_and_options_exist(page):
             command = command.get_command(context, name)
             assert command, f"{page.name}: cukern {line}: there is no command {name!r}"
         known = {option for parameter in command.params for option in parameter.opts}
-        assert {word.partition("=")[0] for word in words if re.match(r"--?[a-z]", word)} - {"--help"} <= known, (
-            f"{page.name}: cukern {line}"
-        )
+        assert {word.partition("=")[0] for word in words if re.match(r"--?[a-z]", word)} - {
+            "--help"
+        } <= known, f"{page.name}: cukern {line}"
 
 
 # ---- docstrings
@@ -106,14 +122,18 @@ SQUARE = """#include "common/math.cuh"
 template <typename T> __global__ void square(T* out, const T* x, long long n) { if (threadIdx.x < n) out[threadIdx.x] = x[threadIdx.x]; }
 template <typename T> __global__ void square_bwd(T* dx, const T* x, const T* dout, long long n) {}
 """
-COPY = "__global__ void copy(float* out, const float* x, int n) { int i = blockIdx.x * 256 + threadIdx.x; if (i < n) out[i] = x[i]; }"
+COPY = (
+    "__global__ void copy(float* out, const float* x, int n) { int i = blockIdx.x * 256 + threadIdx.x; if "
+    "(i < n) out[i] = x[i]; }"
+)
 NOT_RUN = {"tensor_map": "is one line of a larger program", "Kernel.raw": "is one line of a larger program"}
 NOT_RUN |= {"tune": "is one line of a larger program"}
 NOT_RUN |= {"warmup": "needs a GPU"} if DEVICE == "cpu" else {}
 
 
 def examples(text):
-    """The code of a docstring: indented blocks and doctest lines. Sizes from 512 on are divided by 16 on the CPU."""
+    """The code of a docstring: indented blocks and doctest lines. Sizes from 512 on are divided by 16 on the
+    CPU."""
     found = [code for code in CODE.findall(f"\n\n{inspect.cleandoc(text)}\n") if code.strip()]
     code = "\n".join(textwrap.dedent(block) for block in found if ">>>" not in block)
     code += "".join(example.source for example in doctest.DocTestParser().get_examples(text))
@@ -129,7 +149,15 @@ def test_examples_in_docstrings(name, tmp_path, monkeypatch, registry):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "square.cu").write_text(SQUARE)
     x, model = torch.randn(1024, device=DEVICE), torch.nn.Linear(1024, 4, device=DEVICE)
-    known = {"torch": torch, "cukern": cukern, "sim": cukern.sim, "model": model, "x": x, "out": torch.empty_like(x), "n": 1024}
+    known = {
+        "torch": torch,
+        "cukern": cukern,
+        "sim": cukern.sim,
+        "model": model,
+        "x": x,
+        "out": torch.empty_like(x),
+        "n": 1024,
+    }
     known["kernel"] = cukern.compile(COPY)
     exec(examples(PUBLIC[name].__doc__), known)
 
@@ -149,9 +177,15 @@ def test_links_lead_to_files():
     links = {
         (page, link)
         for page in (*TEXTS, *(TREE / "docs/notes").glob("*.md"))
-        for link in re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", re.sub(r"```.*?```|`[^`]*`", "", page.read_text(), flags=re.DOTALL))
+        for link in re.findall(
+            r"\]\(([^)#:\s]+)(?:#[^)]*)?\)",
+            re.sub(r"```.*?```|`[^`]*`", "", page.read_text(), flags=re.DOTALL),
+        )
     }
-    assert len(links) > 20 and [(page.name, link) for page, link in links if not (page.parent / link).exists()] == []
+    assert (
+        len(links) > 20
+        and [(page.name, link) for page, link in links if not (page.parent / link).exists()] == []
+    )
 
 
 def test_every_page_is_in_the_menu():

@@ -68,6 +68,8 @@ def test_what_is_written(tmp_path):
     data = json.loads((out / "metadata.json").read_text())
     assert data["backend"] == {"type": "cuda"} and data["python-depends"] == []
     texts = [path.read_text() for path in out.rglob("*.py")]
-    assert len(texts) > 100 and not any("\nfrom cukern" in text or "\nimport cukern" in text for text in texts)
+    assert len(texts) > 100 and not any(
+        "\nfrom cukern" in text or "\nimport cukern" in text for text in texts
+    )
     with pytest.raises(FileExistsError):
         build(tmp_path)

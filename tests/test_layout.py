@@ -1,4 +1,5 @@
-"""The layout rules of DESIGN: no import cycles, ops import each other only through their packages, a common header serves two ops."""
+"""The layout rules of DESIGN: no import cycles, ops import each other only through their packages, a common
+header serves two ops."""
 
 import ast
 import inspect
@@ -28,7 +29,8 @@ MAY_IMPORT = {
     "cli": {"cli", "bench", "gpt2", "ops", "runtime", "sim"},
 }
 ROOMS = ("compile", "launch", "dispatch")  # of runtime/: each imports the ones before it
-OF_SIM = ("compile.", "launch.limits", "launch.tensor_map", "device", "recording")  # what sim/ uses of runtime/
+# what sim/ uses of runtime/
+OF_SIM = ("compile.", "launch.limits", "launch.tensor_map", "device", "recording")
 LAYERS_OF_SIM = ("ptx", "numerics", "memory", "machine", "instructions")
 OP_MAY_IMPORT = {  # the declared dependencies between ops
     "attention": {"causal_softmax", "softmax"},
@@ -37,7 +39,8 @@ OP_MAY_IMPORT = {  # the declared dependencies between ops
 
 
 def names_of_imports(path: Path) -> set[str]:
-    """What a file imports, at its top, under TYPE_CHECKING or inside functions: "module", or "module.name" of a from-import."""
+    """What a file imports, at its top, under TYPE_CHECKING or inside functions: "module", or "module.name" of
+    a from-import."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -51,10 +54,12 @@ def names_of_imports(path: Path) -> set[str]:
 def import_graph(root: Path) -> dict[str, set[str]]:
     """Module -> the modules of cukern that its file imports.
 
-    `from package import module` is an import of the module, `from package import name` one of the package's __init__.py.
+    `from package import module` is an import of the module, `from package import name` one of the package's
+    __init__.py.
     """
     paths = {
-        path: ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__") for path in (root / "cukern").rglob("*.py")
+        path: ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
+        for path in (root / "cukern").rglob("*.py")
     }
     modules, graph = set(paths.values()), {}
     for path, module in paths.items():
@@ -76,7 +81,10 @@ def reachable(start: Any, neighbours: Callable[[Any], set]) -> set:
 def cycles(graph: dict[str, set[str]]) -> list[set[str]]:
     """The strongly connected components with at least one import inside."""
     reached = {start: reachable(start, graph.__getitem__) for start in graph}
-    return [set(c) for c in {frozenset(b for b in reached[a] if a in reached[b]) for a in graph if a in reached[a]}]
+    return [
+        set(c)
+        for c in {frozenset(b for b in reached[a] if a in reached[b]) for a in graph if a in reached[a]}
+    ]
 
 
 @pytest.mark.parametrize(
@@ -104,7 +112,8 @@ def test_no_import_cycles():
 def test_layers_import_only_lower_ones(layer):
     for path in (TREE / "cukern" / layer).rglob("*.py"):
         names = [name for name in names_of_imports(path) if name.split(".")[0] == "cukern"]
-        layers = {name.split(".")[1] if "." in name else "ops" for name in names}  # the package itself imports the ops
+        # the package itself imports the ops
+        layers = {name.split(".")[1] if "." in name else "ops" for name in names}
         wrong = (layers & set(MAY_IMPORT)) - MAY_IMPORT[layer]
         if path.name == "backend.py":
             wrong -= {"sim"}  # the only module that may load the simulator
@@ -118,14 +127,24 @@ def test_rooms_of_runtime_import_only_earlier_ones():
         modules = [module for module in graph if module.startswith(f"cukern.runtime.{room}.")]
         assert modules
         for module in modules:
-            rooms = [name for name in graph[module] if name.startswith(tuple(f"cukern.runtime.{r}" for r in ROOMS))]
+            rooms = [
+                name for name in graph[module] if name.startswith(tuple(f"cukern.runtime.{r}" for r in ROOMS))
+            ]
             assert [name for name in rooms if not name.startswith(allowed)] == [], module
-    of_compile = {name for module in graph if module.startswith("cukern.runtime.compile.") for name in graph[module]}
-    assert all(name.startswith("cukern.runtime.compile") for name in of_compile), of_compile  # not even checks of tensors
+    of_compile = {
+        name for module in graph if module.startswith("cukern.runtime.compile.") for name in graph[module]
+    }
+    # not even checks of tensors
+    assert all(name.startswith("cukern.runtime.compile") for name in of_compile), of_compile
 
 
 def test_sim_uses_little_of_runtime():
-    of_sim = {name for module, names in import_graph(TREE).items() if module.startswith("cukern.sim") for name in names}
+    of_sim = {
+        name
+        for module, names in import_graph(TREE).items()
+        if module.startswith("cukern.sim")
+        for name in names
+    }
     used = {name.removeprefix("cukern.runtime.") for name in of_sim if name.startswith("cukern.runtime.")}
     assert {name for name in used if not name.startswith(OF_SIM)} == set()
 
@@ -157,7 +176,8 @@ def test_gpt2_uses_only_public_names():
 )
 def test_each_use_of_a_private_name_is_seen(tmp_path, text):
     (tmp_path / "file.py").write_text(
-        f"import cukern\nfrom cukern import softmax\nfrom cukern.gpt2.data import DataLoader\ncukern.rope\n{text}\n"
+        f"import cukern\nfrom cukern import softmax\nfrom cukern.gpt2.data import "
+        f"DataLoader\ncukern.rope\n{text}\n"
     )
     assert len(private_names(tmp_path / "file.py")) == 1
 
@@ -169,17 +189,27 @@ def test_sim_packages_import_only_lower_ones():
         modules = [module for module in graph if module.startswith(f"cukern.sim.{layer}.")]
         assert modules
         for module in modules:
-            assert [name for name in graph[module] if name.startswith("cukern.sim") and not name.startswith(allowed)] == [], module
+            assert [
+                name
+                for name in graph[module]
+                if name.startswith("cukern.sim") and not name.startswith(allowed)
+            ] == [], module
 
 
 def test_an_op_imports_another_only_through_its_package():
     for path in (TREE / "cukern/ops").rglob("*.py"):
         op = path.relative_to(TREE / "cukern/ops").parts[0].removesuffix(".py")
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom) and node.module.startswith("cukern.ops.") and op != "__init__":
+            if (
+                isinstance(node, ast.ImportFrom)
+                and node.module.startswith("cukern.ops.")
+                and op != "__init__"
+            ):
                 other, _, module = node.module.removeprefix("cukern.ops.").partition(".")
                 if other != op:
-                    assert other in OP_MAY_IMPORT.get(op, ()), f"{path.name}: {op} does not declare that it uses {other}"
+                    assert other in OP_MAY_IMPORT.get(op, ()), (
+                        f"{path.name}: {op} does not declare that it uses {other}"
+                    )
                     assert not module, f"{path.name} imports {node.module}, not cukern.ops.{other}"
 
 
@@ -200,7 +230,9 @@ def test_an_op_has_its_files(stem):
 
 def test_every_op_with_kernels_has_one_source():
     """And perhaps a ladder."""
-    own_kernels = {op.stem for op in ops().values() if not all(version.in_torch for version in op.versions.values())}
+    own_kernels = {
+        op.stem for op in ops().values() if not all(version.in_torch for version in op.versions.values())
+    }
     assert sorted(p.stem for p in KERNELS.rglob("*.cu") if p.stem != "ladder") == sorted(own_kernels)
 
 
@@ -210,7 +242,9 @@ def test_every_op_with_kernels_has_one_source():
 def included(path: Path) -> set[Path]:
     """The files that a kernel file includes, directly."""
     names = re.findall(r'^\s*#\s*include\s*"([^"]+)"', path.read_text(), re.MULTILINE)
-    return {next(f for f in ((path.parent / n).resolve(), (KERNELS / n).resolve()) if f.is_file()) for n in names}
+    return {
+        next(f for f in ((path.parent / n).resolve(), (KERNELS / n).resolve()) if f.is_file()) for n in names
+    }
 
 
 def test_headers_in_common_serve_two_ops():
@@ -219,8 +253,11 @@ def test_headers_in_common_serve_two_ops():
         for header in reachable(source, included):
             uses.setdefault(header, set()).add(source.stem)
     for header in KERNELS.rglob("*.cuh"):
-        least = 2 if header.parent == KERNELS / "common" else 0 if header.name == "tma.cuh" else 1  # tma.cuh: for kernels of users
-        assert len(uses.get(header, ())) >= least, f"{header.relative_to(KERNELS)} is used by {uses.get(header, 'nothing')}"
+        # tma.cuh: for kernels of users
+        least = 2 if header.parent == KERNELS / "common" else 0 if header.name == "tma.cuh" else 1
+        assert len(uses.get(header, ())) >= least, (
+            f"{header.relative_to(KERNELS)} is used by {uses.get(header, 'nothing')}"
+        )
 
 
 def test_kernels_include_common_and_their_own_folder():
@@ -268,10 +305,12 @@ def test_readme_fits_on_a_page():
 
 
 def test_import_touches_no_device_and_costs_little():
-    """At most 7 % of the CPU time of torch's own import, with the bytecode that pip leaves. One of five runs does.
+    """At most 7 % of the CPU time of torch's own import, with the bytecode that pip leaves. One of five runs
+    does.
 
-    A ratio of two times of one process, since the times themselves double on a machine with other work. gc.collect() first: else a full
-    collection of torch's objects, 0.09 s, falls into the import or not, by the number of objects before it.
+    A ratio of two times of one process, since the times themselves double on a machine with other work.
+    gc.collect() first: else a full collection of torch's objects, 0.09 s, falls into the import or not, by
+    the number of objects before it.
     """
     code = """
 import sys, time
@@ -299,17 +338,22 @@ NARROW = ("cukern/sim/memory", "cukern/sim/numerics", "cukern/sim/ptx", "tests/w
 def test_lines_have_at_most_110_columns(folder):
     files = [path for path in (TREE / folder).rglob("*") if path.suffix in (".py", ".cu", ".cuh")]
     assert files
-    lines = [(path, i, len(line)) for path in files for i, line in enumerate(path.read_text().splitlines(), 1)]
+    lines = [
+        (path, i, len(line)) for path in files for i, line in enumerate(path.read_text().splitlines(), 1)
+    ]
     assert [f"{path.relative_to(TREE)}:{i}: {length}" for path, i, length in lines if length > 110] == []
 
 
-MOST_WORDS = dict.fromkeys(("attention",), 350)  # of a public docstring, without its example; others have at most 250
+# of a public docstring, without its example; others have at most 250
+MOST_WORDS = dict.fromkeys(("attention",), 350)
 
 
 @pytest.mark.parametrize("name", [name for name in cukern.__all__ if callable(getattr(cukern, name))])
 def test_docstrings_are_short(name):
     """A docstring says what a function does. How it does that belongs into docs/ops and the comments."""
-    text = re.sub(r"\n\n((?:    [^\n]*\n|\n)+)", "\n\n", f"\n\n{inspect.getdoc(getattr(cukern, name)) or ''}\n")
+    text = re.sub(
+        r"\n\n((?:    [^\n]*\n|\n)+)", "\n\n", f"\n\n{inspect.getdoc(getattr(cukern, name)) or ''}\n"
+    )
     words = len(text.split())
     assert words <= MOST_WORDS.get(name, 250), f"{words} words"
 
@@ -324,7 +368,8 @@ def test_a_notebook_begins_with_the_current_defaults(path):
 
 
 FILE_NAME = re.compile(r"(?<![\w.{*<@-])(?:[\w.-]+/)*[A-Za-z_][\w]*\.(?:py|cuh|cu)\b(?!\()")
-EXAMPLES = re.compile(r"my_|NAME|^(?:file|scale|row_max|test_gpt2|test_gpt2_fp32)\.(?:cu|py)$")  # files of users and of llm.c
+# files of users and of llm.c
+EXAMPLES = re.compile(r"my_|NAME|^(?:file|scale|row_max|test_gpt2|test_gpt2_fp32)\.(?:cu|py)$")
 
 
 def comments(path: Path) -> str:
@@ -335,24 +380,52 @@ def comments(path: Path) -> str:
     if path.suffix != ".py":
         return "\n".join(re.findall(r"//.*", text))
     docstrings = [
-        ast.get_docstring(n) or "" for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Module | ast.ClassDef | ast.FunctionDef)
+        ast.get_docstring(n) or ""
+        for n in ast.walk(ast.parse(text))
+        if isinstance(n, ast.Module | ast.ClassDef | ast.FunctionDef)
     ]
-    return "\n".join((*docstrings, *(t.string for t in tokenize.generate_tokens(io.StringIO(text).readline) if t.type == tokenize.COMMENT)))
+    return "\n".join(
+        (
+            *docstrings,
+            *(
+                t.string
+                for t in tokenize.generate_tokens(io.StringIO(text).readline)
+                if t.type == tokenize.COMMENT
+            ),
+        )
+    )
 
 
 def stale_names(text: str, ends: set[str]) -> set[str]:
     """The names of sources in a text with which the path of no file ends."""
-    return {name for name in FILE_NAME.findall(text) if name.replace("../", "") not in ends and not EXAMPLES.search(name)}
+    return {
+        name
+        for name in FILE_NAME.findall(text)
+        if name.replace("../", "") not in ends and not EXAMPLES.search(name)
+    }
 
 
 def test_names_of_files_are_current():
     """In comments, docstrings and docs."""
-    folders = [TREE / name for name in ("cukern", "kernels_cu", "benchmarks", "docs/notes", "docs/ops", "tests/ops")]
-    sources = [path for folder in folders for path in folder.rglob("*") if path.suffix in (".py", ".cu", ".cuh", ".md")]
-    parts = [path.relative_to(TREE).parts for suffix in ("py", "cu", "cuh") for path in TREE.rglob(f"*.{suffix}")]
+    folders = [
+        TREE / name for name in ("cukern", "kernels_cu", "benchmarks", "docs/notes", "docs/ops", "tests/ops")
+    ]
+    sources = [
+        path
+        for folder in folders
+        for path in folder.rglob("*")
+        if path.suffix in (".py", ".cu", ".cuh", ".md")
+    ]
+    parts = [
+        path.relative_to(TREE).parts for suffix in ("py", "cu", "cuh") for path in TREE.rglob(f"*.{suffix}")
+    ]
     ends = {"/".join(names[i:]) for names in parts for i in range(len(names))}
     suspects = [path for path in sources if stale_names(path.read_text(), ends)]
-    assert {str(path.relative_to(TREE)): names for path in suspects if (names := stale_names(comments(path), ends))} == {}
+    assert {
+        str(path.relative_to(TREE)): names
+        for path in suspects
+        if (names := stale_names(comments(path), ends))
+    } == {}
     assert stale_names("see a.cuh, x/b.py, b.py and ../../x/b.py", {"x/b.py", "b.py"}) == {"a.cuh"}
 
 
@@ -365,11 +438,15 @@ def test_complexity():
 
 
 def test_no_file_contains_local_paths():
-    words = re.compile("|".join(("/" + "work/", "/" + "home/", "/" + "root/", "/tmp/" + "venv", "site-" + "packages/torch")))
+    words = re.compile(
+        "|".join(("/" + "work/", "/" + "home/", "/" + "root/", "/tmp/" + "venv", "site-" + "packages/torch"))
+    )
     suffixes = (".py", ".cu", ".cuh", ".md", ".toml", ".yaml", ".yml", ".jsonl", ".svg")
     for path in TREE.rglob("*"):
         parts = path.relative_to(TREE).parts
-        if path.suffix in suffixes and not any(part.startswith(".") or part in ("build", "shared") for part in parts[:-1]):
+        if path.suffix in suffixes and not any(
+            part.startswith(".") or part in ("build", "shared") for part in parts[:-1]
+        ):
             found = words.search(path.read_text())
             assert not found, f"{path.relative_to(TREE)}: {found[0] if found else ''}"
 
@@ -378,19 +455,25 @@ def test_caches_of_plans_are_bounded():
     """A model with changing shapes does not fill the memory."""
     for folder in ("ops", "runtime/dispatch"):
         for path in (TREE / "cukern" / folder).rglob("*.py"):
-            unbounded = re.findall(r"^@(?:functools\.)?(?:cache|lru_cache\(None\))$", path.read_text(), re.MULTILINE)
+            unbounded = re.findall(
+                r"^@(?:functools\.)?(?:cache|lru_cache\(None\))$", path.read_text(), re.MULTILINE
+            )
             assert not unbounded, path
 
 
 def test_cached_properties_have_no_lock():
-    """A child process would inherit it locked: until Python 3.12 functools.cached_property has one for all instances."""
+    """A child process would inherit it locked: until Python 3.12 functools.cached_property has one for all
+    instances."""
     for path in (TREE / "cukern").rglob("*.py"):
         text = path.read_text()
-        assert not re.search(r"@functools\.cached_property|from functools import.*cached_property", text), path
+        assert not re.search(r"@functools\.cached_property|from functools import.*cached_property", text), (
+            path
+        )
 
 
 def test_results_are_small():
-    """At most 1.6 MB. `python benchmarks/tables.py` keeps one row of each measurement; git has the older ones."""
+    """At most 1.6 MB. `python benchmarks/tables.py` keeps one row of each measurement; git has the older
+    ones."""
     assert sum(path.stat().st_size for path in (TREE / "benchmarks/results").glob("*.jsonl")) <= 1_600_000
 
 

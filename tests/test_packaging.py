@@ -1,4 +1,5 @@
-"""The wheel holds the kernels, fits every machine, and works from anywhere; the sdist holds all that its tests need."""
+"""The wheel holds the kernels, fits every machine, and works from anywhere; the sdist holds all that its
+tests need."""
 
 import shutil
 import sys
@@ -27,11 +28,30 @@ pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON or "can build")
 def wheel(tmp_path_factory):
     """Built from a copy, because setuptools writes beside the sources."""
     folder = tmp_path_factory.mktemp("wheel")
-    shutil.copytree(TREE, folder / "tree", ignore=shutil.ignore_patterns(".*", "tests", "build", "*.egg-info", "__pycache__", "shared"))
+    shutil.copytree(
+        TREE,
+        folder / "tree",
+        ignore=shutil.ignore_patterns(".*", "tests", "build", "*.egg-info", "__pycache__", "shared"),
+    )
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-cache-dir"]
-    run([*pip, "wheel", str(folder / "tree"), "--no-deps", "--no-build-isolation", "--no-index", "-w", str(folder)], timeout=300)
+    run(
+        [
+            *pip,
+            "wheel",
+            str(folder / "tree"),
+            "--no-deps",
+            "--no-build-isolation",
+            "--no-index",
+            "-w",
+            str(folder),
+        ],
+        timeout=300,
+    )
     (built,) = folder.glob("*.whl")
-    run([*pip, "install", "--no-deps", "--no-index", "--target", str(folder / "site"), str(built)], timeout=300)
+    run(
+        [*pip, "install", "--no-deps", "--no-index", "--target", str(folder / "site"), str(built)],
+        timeout=300,
+    )
     return built
 
 
@@ -41,9 +61,15 @@ def test_one_wheel_for_every_python_and_machine(wheel):
 
 def test_wheel_holds_every_source_and_nothing_else(wheel):
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    listed = [n for n in run(["git", "ls-files", "cukern", "kernels_cu"], cwd=TREE).stdout.splitlines() if not n.endswith(".clang-format")]
+    listed = [
+        n
+        for n in run(["git", "ls-files", "cukern", "kernels_cu"], cwd=TREE).stdout.splitlines()
+        if not n.endswith(".clang-format")
+    ]
     assert "kernels_cu/square.cu" in listed and "kernels_cu/common/vec.cuh" in listed
-    assert names == {name.replace("kernels_cu/", "cukern/kernels_cu/") for name in listed} | {"pytest_cukern.py"}
+    assert names == {name.replace("kernels_cu/", "cukern/kernels_cu/") for name in listed} | {
+        "pytest_cukern.py"
+    }
 
 
 def test_wheel_holds_the_licence_and_no_compiled_code(wheel):
@@ -53,11 +79,20 @@ def test_wheel_holds_the_licence_and_no_compiled_code(wheel):
     assert "License-Expression: MIT" in metadata and "Requires-Python: >=3.10" in metadata
 
 
-@pytest.mark.skipif(not (TREE / ".git").exists() or not shutil.which("git"), reason="git says what the sdist should hold")
+@pytest.mark.skipif(
+    not (TREE / ".git").exists() or not shutil.which("git"), reason="git says what the sdist should hold"
+)
 def test_sdist_holds_every_file_that_is_not_ignored(tmp_path):
-    """The settings of git and of CI aside: all tests with their helpers and kernels, and the benchmarks that they read."""
-    listed = run(["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=TREE).stdout.splitlines()
-    names = {name for name in listed if (TREE / name).is_file() and (not name.startswith(".") or name == ".clang-format")}
+    """The settings of git and of CI aside: all tests with their helpers and kernels, and the benchmarks that
+    they read."""
+    listed = run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=TREE
+    ).stdout.splitlines()
+    names = {
+        name
+        for name in listed
+        if (TREE / name).is_file() and (not name.startswith(".") or name == ".clang-format")
+    }
     for name in names:
         (tmp_path / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(TREE / name, tmp_path / "tree" / name)
@@ -67,7 +102,10 @@ def test_sdist_holds_every_file_that_is_not_ignored(tmp_path):
     with tarfile.open(built) as archive:
         found = {member.name.partition("/")[2] for member in archive if member.isfile()}
     assert {"tests/conftest.py", "tests/wrong/square/stride.cu"} <= found
-    assert {name for name in found if not name.startswith("cukern.egg-info/")} - {"PKG-INFO", "setup.cfg"} == names
+    assert {name for name in found if not name.startswith("cukern.egg-info/")} - {
+        "PKG-INFO",
+        "setup.cfg",
+    } == names
 
 
 def test_installed_package_works_from_another_folder(wheel, tmp_path):
@@ -90,7 +128,10 @@ print(cukern.square(x).tolist())
 def test_installed_command_line_answers_from_another_folder(wheel, tmp_path):
     site = wheel.parent / "site"
     for command in ([sys.executable, "-m", "cukern"], [str(site / "bin" / "cukern")]):
-        assert wheel.name.split("-")[1] in run([*command, "--version"], cwd=tmp_path, env={"PYTHONPATH": str(site)}).stdout
+        assert (
+            wheel.name.split("-")[1]
+            in run([*command, "--version"], cwd=tmp_path, env={"PYTHONPATH": str(site)}).stdout
+        )
 
 
 def test_twine_accepts_the_wheel(wheel):

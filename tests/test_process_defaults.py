@@ -1,4 +1,5 @@
-"""No result depends on the defaults of the process: torch's default dtype and device, the number of threads, deterministic mode."""
+"""No result depends on the defaults of the process: torch's default dtype and device, the number of threads,
+deterministic mode."""
 
 import ast
 import contextlib
@@ -15,7 +16,19 @@ from cukern.runtime.registry import CASES
 
 PACKAGE = Path(cukern.__file__).parent
 FACTORIES = {
-    *("empty", "empty_strided", "zeros", "ones", "full", "tensor", "scalar_tensor", "arange", "linspace", "logspace", "eye"),
+    *(
+        "empty",
+        "empty_strided",
+        "zeros",
+        "ones",
+        "full",
+        "tensor",
+        "scalar_tensor",
+        "arange",
+        "linspace",
+        "logspace",
+        "eye",
+    ),
     *("rand", "randn", "randint", "randperm", "normal"),
 }
 PLACES = [pytest.param("cpu", id="cpu"), pytest.param(DEVICE, marks=kernels, id="kernels")]
@@ -25,7 +38,11 @@ def unnamed(source: str) -> list[tuple[int, str]]:
     """Line and text of each call of one of torch's factories that does not name both dtype and device."""
     found = []
     for node in ast.walk(ast.parse(source)):
-        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute) or node.func.attr not in FACTORIES:
+        if (
+            not isinstance(node, ast.Call)
+            or not isinstance(node.func, ast.Attribute)
+            or node.func.attr not in FACTORIES
+        ):
             continue
         if isinstance(node.func.value, ast.Name) and node.func.value.id == "torch":
             named = {keyword.arg for keyword in node.keywords}
@@ -36,12 +53,16 @@ def unnamed(source: str) -> list[tuple[int, str]]:
 
 def test_the_static_check_sees_what_it_should():
     assert len(unnamed("torch.zeros(3)\ntorch.ones(2, dtype=d)\ntorch.arange(5, device=d)")) == 3
-    assert not unnamed("torch.zeros(3, dtype=d, device=e)\nx.new_zeros(2)\ntorch.empty_like(x)\nnumpy.zeros(3)")
+    assert not unnamed(
+        "torch.zeros(3, dtype=d, device=e)\nx.new_zeros(2)\ntorch.empty_like(x)\nnumpy.zeros(3)"
+    )
 
 
 def test_every_allocation_names_its_dtype_and_device():
     wrong = [
-        f"{file.relative_to(PACKAGE)}:{line}: {text}" for file in sorted(PACKAGE.rglob("*.py")) for line, text in unnamed(file.read_text())
+        f"{file.relative_to(PACKAGE)}:{line}: {text}"
+        for file in sorted(PACKAGE.rglob("*.py"))
+        for line, text in unnamed(file.read_text())
     ]
     assert not wrong, "\n".join(wrong)
 
@@ -84,7 +105,9 @@ def test_results_do_not_depend_on_defaults(name, device):
         torch.manual_seed(zlib.crc32(name.encode()))
         inputs = case.make(case.sim_dims[0], dtype, device)
         return (
-            results(case, case.call, inputs, draw_douts(case, inputs)) if case.differentiable else case.call(*[x.clone() for x in inputs])
+            results(case, case.call, inputs, draw_douts(case, inputs))
+            if case.differentiable
+            else case.call(*[x.clone() for x in inputs])
         )
 
     exact = run()

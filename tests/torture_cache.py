@@ -1,7 +1,9 @@
-"""Torture of the cache: `python tests/torture_cache.py --kills 1000 --corruptions 2000 --forks 100 --seed 0`. Needs no GPU.
+"""Torture of the cache: `python tests/torture_cache.py --kills 1000 --corruptions 2000 --forks 100 --seed 0`.
+Needs no GPU.
 
-Kills processes that write, damages entries, plants those of another user (as root), forks while threads compile. Each kernel that the
-cache gives is compared with a clean compilation. Ends with status 1 at the first wrong one, at a hang, or at a file that is left behind.
+Kills processes that write, damages entries, plants those of another user (as root), forks while threads
+compile. Each kernel that the cache gives is compared with a clean compilation. Ends with status 1 at the
+first wrong one, at a hang, or at a file that is left behind.
 """
 
 import argparse
@@ -68,7 +70,9 @@ class Torture:
     def read(self, folder: Path) -> None:
         for entry in folder.glob(f"*{cache.SUFFIX}"):
             with contextlib.suppress(FileNotFoundError):
-                assert cache._decode(entry.stem, entry.read_bytes()) == self.truth[entry.stem], f"{entry} is wrong"
+                assert cache._decode(entry.stem, entry.read_bytes()) == self.truth[entry.stem], (
+                    f"{entry} is wrong"
+                )
 
     def write_forever(self, seed: float, user: int | None) -> None:
         """The work of a process that is killed."""
@@ -102,7 +106,8 @@ class Torture:
         self.read(self.private / "cukern")
 
     def sweep(self) -> int:
-        """A process's first write removes what the kills left, once it is a day old. Returns the number of files."""
+        """A process's first write removes what the kills left, once it is a day old. Returns the number of
+        files."""
         left = [p for p in self.cache.iterdir() if p.suffix != cache.SUFFIX]
         assert all(p.name.startswith(cache.TEMPORARY) for p in left), left
         for path in left[::2]:
@@ -113,10 +118,12 @@ class Torture:
         return len(left)
 
     def corrupt(self) -> None:
-        """Damage one or two entries: the kernels are right all the same, and afterwards the entries are too."""
+        """Damage one or two entries: the kernels are right all the same, and afterwards the entries are
+        too."""
         one, two = self.random.sample(self.keys, 2)
         self.random.choice(DAMAGE)(self, self.entry(one), self.entry(two))
-        for action in ("ignore", "error"):  # of the warning that an entry is damaged: the second time there is none
+        # of the warning that an entry is damaged: the second time there is none
+        for action in ("ignore", "error"):
             with warnings.catch_warnings():
                 warnings.simplefilter(action)
                 self.compile(one)
@@ -135,7 +142,9 @@ class Torture:
             try:
                 for _ in range(count):
                     time.sleep(self.random.random() * 0.05)
-                    child = FORK.Process(target=self.compile, args=(self.random.choice(self.keys), True), daemon=True)
+                    child = FORK.Process(
+                        target=self.compile, args=(self.random.choice(self.keys), True), daemon=True
+                    )
                     child.start()
                     child.join(HANG_S)
                     assert child.exitcode == 0, "a child hangs, or has a wrong kernel"
@@ -209,7 +218,11 @@ def main() -> None:
         left = torture.sweep()
         signal.alarm(HANG_S + 10 * wanted.forks)
         torture.forks(wanted.forks)
-    print(f"{wanted.kills} kills left {left} temporary files, which went after a day; {wanted.corruptions} corruptions;", end=" ")
+    print(
+        f"{wanted.kills} kills left {left} temporary files, which went after a day; {wanted.corruptions} "
+        f"corruptions;",
+        end=" ",
+    )
     print(f"{wanted.forks} forks; {1 + ROOT} users: no wrong kernel, no hang, no leftover")
 
 

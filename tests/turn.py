@@ -1,4 +1,5 @@
-"""A toy op with every feature of the registry: two outputs, in place, constants, integer inputs, and magnitudes of its own."""
+"""A toy op with every feature of the registry: two outputs, in place, constants, integer inputs, and
+magnitudes of its own."""
 
 import torch
 
@@ -42,7 +43,12 @@ def make(dims, dtype, device):
     (n,) = dims
     angles = torch.rand(2 * n, device=device) * 6
     at = torch.randint(2 * n, (n,), device=device)
-    return (*torch.randn(2, n, 2, dtype=dtype, device=device), angles.cos().to(dtype), angles.sin().to(dtype), at)
+    return (
+        *torch.randn(2, n, 2, dtype=dtype, device=device),
+        angles.cos().to(dtype),
+        angles.sin().to(dtype),
+        at,
+    )
 
 
 TURN = Case(
@@ -56,7 +62,9 @@ TURN = Case(
     bench_dims=((1000,),),
     make=make,
     inputs=("q", "k", "cos", "sin", "at"),
-    cost=lambda dims, itemsize: dict.fromkeys(("fwd", "bwd", "bwd:q"), Cost(8 * dims[0] * itemsize, 12 * dims[0])),
+    cost=lambda dims, itemsize: dict.fromkeys(
+        ("fwd", "bwd", "bwd:q"), Cost(8 * dims[0] * itemsize, 12 * dims[0])
+    ),
     magnitude=magnitude,
     constants=("cos", "sin"),
     in_place=("q", "k"),

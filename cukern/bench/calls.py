@@ -1,4 +1,5 @@
-"""Calls a case with any number of outputs, gradients and in-place inputs; shared by checks and measurements."""
+"""Calls a case with any number of outputs, gradients and in-place inputs; shared by checks and
+measurements."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,18 +19,24 @@ def outputs(y: torch.Tensor | Tensors) -> Tensors:
 def wanted_inputs(case: Case, pass_: str, inputs: Sequence[torch.Tensor]) -> list[int]:
     """The inputs that a backward pass differentiates: "bwd" all with a gradient, "bwd:x" only x."""
     one = pass_.partition(":")[2]
-    return [i for i, name in enumerate(case.names(inputs)) if case.has_gradient(name, inputs[i]) and one in ("", name)]
+    return [
+        i
+        for i, name in enumerate(case.names(inputs))
+        if case.has_gradient(name, inputs[i]) and one in ("", name)
+    ]
 
 
 def draw_douts(case: Case, inputs: Sequence[torch.Tensor]) -> Tensors:
-    """Random gradients, one per output, and zeros for outputs of integers and bools, which have none. The reference gives their shapes; if
-    it needs too much memory, the op does."""
+    """Random gradients, one per output, and zeros for outputs of integers and bools, which have none. The
+    reference gives their shapes; if it needs too much memory, the op does."""
     with torch.no_grad():
         try:
             found = case.reference(*inputs)
         except torch.OutOfMemoryError:
             found = case.call(*arguments(case, inputs))
-        return tuple(torch.randn_like(y) if y.is_floating_point() else torch.zeros_like(y) for y in outputs(found))
+        return tuple(
+            torch.randn_like(y) if y.is_floating_point() else torch.zeros_like(y) for y in outputs(found)
+        )
 
 
 def precision(douts: Tensors, inputs: Sequence[torch.Tensor]) -> torch.dtype:
@@ -43,13 +50,18 @@ def leaves_of(inputs: Sequence[torch.Tensor], wanted: Sequence[int]) -> list[tor
 
 
 def arguments(case: Case, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The arguments of a call: the leaves, with copies of in-place inputs, because autograd forbids writing to a leaf."""
-    return [x.clone() if name in case.in_place else x for name, x in zip(case.names(leaves), leaves, strict=True)]
+    """The arguments of a call: the leaves, with copies of in-place inputs, because autograd forbids writing
+    to a leaf."""
+    return [
+        x.clone() if name in case.in_place else x for name, x in zip(case.names(leaves), leaves, strict=True)
+    ]
 
 
-def backward(y: torch.Tensor | Tensors, leaves: Sequence[torch.Tensor], douts: Tensors, again: bool = True) -> Callable[[], Tensors]:
-    """The backward pass from the outputs `y`, as a function that can run many times if `again`. Raises TypeError if no output requires
-    grad; outputs that do not are left out."""
+def backward(
+    y: torch.Tensor | Tensors, leaves: Sequence[torch.Tensor], douts: Tensors, again: bool = True
+) -> Callable[[], Tensors]:
+    """The backward pass from the outputs `y`, as a function that can run many times if `again`. Raises
+    TypeError if no output requires grad; outputs that do not are left out."""
     pairs = [(out, dout) for out, dout in zip(outputs(y), douts, strict=True) if out.requires_grad]
     if not pairs:
         raise TypeError("has no backward")
@@ -57,8 +69,15 @@ def backward(y: torch.Tensor | Tensors, leaves: Sequence[torch.Tensor], douts: T
     return lambda: torch.autograd.grad(outs, leaves, grads, retain_graph=again)
 
 
-def results(case: Case, function: Function, inputs: Sequence[torch.Tensor], douts: Tensors, wanted: Sequence[int] | None = None) -> Tensors:
-    """The outputs of a call and the gradients of the inputs `wanted` (None: all with a gradient). The inputs are not modified.
+def results(
+    case: Case,
+    function: Function,
+    inputs: Sequence[torch.Tensor],
+    douts: Tensors,
+    wanted: Sequence[int] | None = None,
+) -> Tensors:
+    """The outputs of a call and the gradients of the inputs `wanted` (None: all with a gradient). The inputs
+    are not modified.
 
     Raises ValueError if the outputs differ from `douts` in number, shape or dtype.
     """

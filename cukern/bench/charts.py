@@ -1,4 +1,5 @@
-"""Draws recorded results: the history of an op over commits, the roofline of a GPU, the ladder of an op's versions."""
+"""Draws recorded results: the history of an op over commits, the roofline of a GPU, the ladder of an op's
+versions."""
 
 import itertools
 from collections.abc import Sequence
@@ -6,15 +7,28 @@ from dataclasses import replace
 from typing import Any
 
 from cukern.bench.measure import Row
-from cukern.bench.plot import MOST_LINES, Figure, Rows, age, bars, beside, draw_bars, grouped, newest_version, panels_of
+from cukern.bench.plot import (
+    MOST_LINES,
+    Figure,
+    Rows,
+    age,
+    bars,
+    beside,
+    draw_bars,
+    grouped,
+    newest_version,
+    panels_of,
+)
 from cukern.bench.record import Recorded
 
 
 def history(found: Sequence[Recorded], device: str) -> Figure:
-    """The time of cukern over the commits of one op, a line per shape, pass and dtype; the newest version of each commit. The lines with
-    most commits are drawn, forward and backward first."""
+    """The time of cukern over the commits of one op, a line per shape, pass and dtype; the newest version of
+    each commit. The lines with most commits are drawn, forward and backward first."""
     found = sorted(found, key=lambda one: one.date)
-    lines = _lines([one for one in found if one.row.provider == "cukern" and " " not in one.row.version and one.commit])
+    lines = _lines(
+        [one for one in found if one.row.provider == "cukern" and " " not in one.row.version and one.commit]
+    )
     drawn = {commit for _, times in lines for commit in times}
     order = list(dict.fromkeys(one.commit[:8] for one in found if one.commit[:8] in drawn))
     figure, (panel,) = panels_of([4])
@@ -33,14 +47,21 @@ def history(found: Sequence[Recorded], device: str) -> Figure:
 def _lines(found: Sequence[Recorded]) -> list[tuple[str, dict[str, float]]]:
     """The label of each line, and its microseconds by commit."""
     lines = []
-    for (pass_, shape, dtype), group in grouped(found, lambda one: (one.row.pass_, one.row.shape, one.row.dtype)):
-        times = {one.commit[:8]: one.row.median_us for one in sorted(group, key=lambda one: age(one.row.version))}
-        lines.append((pass_ not in ("fwd", "bwd"), -len(times), f"{pass_} {'x'.join(map(str, shape))} {dtype}", times))
+    for (pass_, shape, dtype), group in grouped(
+        found, lambda one: (one.row.pass_, one.row.shape, one.row.dtype)
+    ):
+        times = {
+            one.commit[:8]: one.row.median_us for one in sorted(group, key=lambda one: age(one.row.version))
+        }
+        lines.append(
+            (pass_ not in ("fwd", "bwd"), -len(times), f"{pass_} {'x'.join(map(str, shape))} {dtype}", times)
+        )
     return [line[2:] for line in sorted(lines, key=lambda line: line[:2])[:MOST_LINES]]
 
 
 def _plain_log_axis(panel: Any, values: Sequence[float]) -> None:
-    """A logarithmic y axis with plain numbers. It spans at least a factor of two, so that noise does not look like a change."""
+    """A logarithmic y axis with plain numbers. It spans at least a factor of two, so that noise does not look
+    like a change."""
     from matplotlib.ticker import LogFormatter
 
     panel.set_yscale("log")
@@ -53,8 +74,8 @@ def _plain_log_axis(panel: Any, values: Sequence[float]) -> None:
 
 
 def roofline(rows: Rows, device: str) -> Figure:
-    """FLOP/s over arithmetic intensity: the newest version of each op at its largest shape, below the bandwidth of the fastest copy and
-    the highest measured rate."""
+    """FLOP/s over arithmetic intensity: the newest version of each op at its largest shape, below the
+    bandwidth of the fastest copy and the highest measured rate."""
     figure, (panel,) = panels_of([5])
     marks, points = itertools.cycle("osD^v<>PX*hdp"), []  # 13 marks and 10 colors: no pair repeats
     for row in _largest(rows):
@@ -65,7 +86,13 @@ def roofline(rows: Rows, device: str) -> Figure:
         peak = max(y for _, y in points)
         left, knee, right = min(x for x, _ in points) / 2, peak / copy, max(x for x, _ in points) * 2
         xs = sorted({left, knee, max(right, knee)})
-        panel.plot(xs, [min(x * copy, peak) for x in xs], "--", color="tab:gray", label=f"copy {copy:.2f} TB/s, and best rate")
+        panel.plot(
+            xs,
+            [min(x * copy, peak) for x in xs],
+            "--",
+            color="tab:gray",
+            label=f"copy {copy:.2f} TB/s, and best rate",
+        )
     title = f"roofline, forward, on {device}"
     panel.set(xscale="log", yscale="log", xlabel="flop per byte", ylabel="TFLOP/s", title=title)
     panel.grid(alpha=0.3, which="both")
@@ -77,16 +104,28 @@ def roofline(rows: Rows, device: str) -> Figure:
 def _largest(rows: Rows) -> list[Row]:
     """The forward of each op's newest version, at the shape with the most bytes."""
     known = [r for r in rows if r.bytes and r.flops and r.provider == "cukern" and r.pass_ == "fwd"]
-    groups = [[r for r in group if r.version == newest_version(group)] for _, group in grouped(known, lambda r: r.op)]
+    groups = [
+        [r for r in group if r.version == newest_version(group)]
+        for _, group in grouped(known, lambda r: r.op)
+    ]
     return [max(group, key=lambda r: r.bytes) for group in groups if group]
 
 
 def ladder(rows: Rows, device: str) -> Figure:
-    """Bars of every version and peer of an op: forward and backward at the shape and dtype that most versions were measured at."""
-    own = [replace(r, version=r.version.partition(" ")[0]) for r in rows if " " not in r.version and r.pass_ in ("fwd", "bwd")]
-    counts = {key: len({r.version for r in group}) for key, group in grouped(own, lambda r: (r.shape, r.dtype))}
+    """Bars of every version and peer of an op: forward and backward at the shape and dtype that most versions
+    were measured at."""
+    own = [
+        replace(r, version=r.version.partition(" ")[0])
+        for r in rows
+        if " " not in r.version and r.pass_ in ("fwd", "bwd")
+    ]
+    counts = {
+        key: len({r.version for r in group}) for key, group in grouped(own, lambda r: (r.shape, r.dtype))
+    }
     key = max(counts, key=lambda k: counts[k])
-    return bars(sorted((r for r in own if (r.shape, r.dtype) == key), key=lambda r: r.pass_, reverse=True), device)
+    return bars(
+        sorted((r for r in own if (r.shape, r.dtype) == key), key=lambda r: r.pass_, reverse=True), device
+    )
 
 
 def ratios(values: dict[str, float], title: str) -> Figure:

@@ -21,7 +21,11 @@ _TREE = Path(__file__).resolve().parents[2]  # the source tree, or site-packages
 
 def device() -> torch.device:
     """The current GPU, else the CPU."""
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    return (
+        torch.device("cuda", torch.cuda.current_device())
+        if torch.cuda.is_available()
+        else torch.device("cpu")
+    )
 
 
 def gpu_name() -> str | None:
@@ -49,7 +53,10 @@ def float32_products(tf32: bool = False) -> Iterator[None]:
 
 def with_cukern() -> dict[str, str]:
     """The environment variables of a child process that imports this cukern."""
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(_TREE), os.environ.get("PYTHONPATH"))))}
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(_TREE), os.environ.get("PYTHONPATH")))),
+    }
 
 
 def memory() -> int:
@@ -60,8 +67,9 @@ def memory() -> int:
 
 
 def peak_flops(place: torch.device, dtype: torch.dtype, tf32: bool = False) -> float | None:
-    """Peak floating-point operations per second; an FMA counts as two. float32 and float64: without tensor cores, at the highest clock.
-    16-bit types and TF32: with tensor cores and without sparsity, from data sheets. None for the CPU, an unknown clock or GPU."""
+    """Peak floating-point operations per second; an FMA counts as two. float32 and float64: without tensor
+    cores, at the highest clock. 16-bit types and TF32: with tensor cores and without sparsity, from data
+    sheets. None for the CPU, an unknown clock or GPU."""
     if place.type != "cuda":
         return None
     properties = torch.cuda.get_device_properties(place)
@@ -100,7 +108,8 @@ def cupy_wheels() -> dict[str, str]:
 
 
 def facts() -> dict[str, str | bool | None]:
-    """The last columns of a record. `dirty`: True if files other than results differ from the commit. The date is UTC."""
+    """The last columns of a record. `dirty`: True if files other than results differ from the commit. The
+    date is UTC."""
     commit = status = None
     if (_TREE / ".git").exists():  # not installed; a repository further up belongs to another project
         commit = output("git", "rev-parse", "HEAD", cwd=_TREE)

@@ -1,4 +1,5 @@
-"""The launch ledger: every launch of every case, version, size, dtype and pass, planned for a GPU that need not be there.
+"""The launch ledger: every launch of every case, version, size, dtype and pass, planned for a GPU that need
+not be there.
 
 Two trees whose ledgers are equal launch the same kernels with the same geometry and the same scalars.
 """
@@ -22,8 +23,9 @@ _PAGE = os.sysconf("SC_PAGESIZE")
 
 
 def ledger(gpus: Iterable[str] = GPUS, ops: Collection[str] | None = None) -> Iterator[str]:
-    """Lines of text. A call has one line, `GPU CASE VERSION DIMS DTYPE`, and below it one indented line per launch: pass, kernel, grid,
-    block, shared bytes, arguments. Addresses are written "ptr"; structs by value are written as words of 8 bytes, in hexadecimal.
+    """Lines of text. A call has one line, `GPU CASE VERSION DIMS DTYPE`, and below it one indented line per
+    launch: pass, kernel, grid, block, shared bytes, arguments. Addresses are written "ptr"; structs by value
+    are written as words of 8 bytes, in hexadecimal.
 
     Args:
         gpus: names in `cukern.runtime.device.KNOWN`.
@@ -43,7 +45,13 @@ def _calls(gpu: str, case: Case, version: str) -> Iterator[str]:
             lines: list[str] = []
             try:
                 with use(case.name, version):
-                    planned(case, [dims], [dtype], KNOWN[gpu], lambda *launch, lines=lines: lines.append(_line(*launch)))
+                    planned(
+                        case,
+                        [dims],
+                        [dtype],
+                        KNOWN[gpu],
+                        lambda *launch, lines=lines: lines.append(_line(*launch)),
+                    )
             except (ValueError, TypeError, NotImplementedError, RuntimeError) as error:
                 lines.append(f"  raises {type(error).__name__}")
             yield from lines
@@ -81,11 +89,17 @@ def _word(word: int) -> str:
 
 
 def _is_address(word: int) -> bool:
-    """True if the page of this address is mapped. Two 32-bit sizes in one word look like an address, but nothing is mapped there.
-    The heap of some builds of Python lies at low addresses, where sizes are too: of those its own range counts."""
+    """True if the page of this address is mapped. Two 32-bit sizes in one word look like an address, but
+    nothing is mapped there. The heap of some builds of Python lies at low addresses, where sizes are too: of
+    those its own range counts."""
     if not 1 << 36 < word < 1 << 56:
         return _heap() <= word < _libc.sbrk(0)
-    return _libc.mincore(ctypes.c_void_p(word // _PAGE * _PAGE), ctypes.c_size_t(1), ctypes.byref(ctypes.c_ubyte())) == 0
+    return (
+        _libc.mincore(
+            ctypes.c_void_p(word // _PAGE * _PAGE), ctypes.c_size_t(1), ctypes.byref(ctypes.c_ubyte())
+        )
+        == 0
+    )
 
 
 _libc = ctypes.CDLL(None)

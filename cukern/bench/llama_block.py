@@ -1,4 +1,5 @@
-"""Times a Llama block of cukern's ops, forward and backward: eager calls, and the same calls under torch.compile(fullgraph=True)."""
+"""Times a Llama block of cukern's ops, forward and backward: eager calls, and the same calls under
+torch.compile(fullgraph=True)."""
 
 from collections.abc import Iterator, Sequence
 
@@ -16,7 +17,8 @@ HEADS, KV_HEADS, HEAD_DIM, HIDDEN = 32, 8, 128, 14336
 
 
 def block(x: Tensor, cos: Tensor, sin: Tensor, *weights: Tensor) -> Tensor:
-    """Pre-norm attention with rotary embeddings and grouped queries, and a gated MLP. x: (batch, time, width)."""
+    """Pre-norm attention with rotary embeddings and grouped queries, and a gated MLP. x: (batch, time,
+    width)."""
     norm1, query, key_value, out, norm2, gate_up, down = weights
     size = 2 * cos.shape[-1]
     h = cukern.rmsnorm(x, norm1, eps=1e-6)
@@ -29,12 +31,22 @@ def block(x: Tensor, cos: Tensor, sin: Tensor, *weights: Tensor) -> Tensor:
     return x + F.linear(cukern.swiglu(gate, up), down)
 
 
-def steps(batch: int, tokens: int, heads: int = HEADS, kv_heads: int = KV_HEADS, size: int = HEAD_DIM, hidden: int = HIDDEN) -> dict:
-    """Under "eager" and under "compiled": a function that returns the output and the gradients of x and of the weights."""
+def steps(
+    batch: int,
+    tokens: int,
+    heads: int = HEADS,
+    kv_heads: int = KV_HEADS,
+    size: int = HEAD_DIM,
+    hidden: int = HIDDEN,
+) -> dict:
+    """Under "eager" and under "compiled": a function that returns the output and the gradients of x and of
+    the weights."""
     device, width = environment.device(), heads * size
     dtype, compiler = (torch.bfloat16, "inductor") if device.type == "cuda" else (torch.float32, "aot_eager")
     columns = (width, 2 * kv_heads * size, width, 2 * hidden, width), (width, width, width, width, hidden)
-    query, key_value, out, gate_up, down = (torch.randn(n, m, device=device, dtype=dtype) * m**-0.5 for n, m in zip(*columns, strict=True))
+    query, key_value, out, gate_up, down = (
+        torch.randn(n, m, device=device, dtype=dtype) * m**-0.5 for n, m in zip(*columns, strict=True)
+    )
     x, dy = torch.randn(2, batch, tokens, width, device=device, dtype=dtype)
     one = torch.ones(width, device=device, dtype=dtype)
     leaves = [t.clone().requires_grad_() for t in (x, one, query, key_value, out, one, gate_up, down)]
@@ -48,8 +60,11 @@ def steps(batch: int, tokens: int, heads: int = HEADS, kv_heads: int = KV_HEADS,
     return {"eager": lambda: step(block), "compiled": lambda: step(compiled)}
 
 
-def measure_llama_block(seconds: float, shapes: Sequence[tuple[int, int]] = SHAPES, *sizes: int) -> Iterator[Table]:
-    """Yield the times of both ways, in alternation, for about `seconds` per shape. `sizes`: those of `steps`, in its order."""
+def measure_llama_block(
+    seconds: float, shapes: Sequence[tuple[int, int]] = SHAPES, *sizes: int
+) -> Iterator[Table]:
+    """Yield the times of both ways, in alternation, for about `seconds` per shape. `sizes`: those of `steps`,
+    in its order."""
     device = environment.device()
     for batch, tokens in shapes:
         with timing.side_stream(device):
@@ -59,4 +74,10 @@ def measure_llama_block(seconds: float, shapes: Sequence[tuple[int, int]] = SHAP
             del calls
         for error in failed.values():
             raise error
-        yield Table([Row(NAME, way, "fwd+bwd", (batch, tokens), dtype, "cukern", t.median_us, t.iqr_us) for way, t in times.items()], {})
+        yield Table(
+            [
+                Row(NAME, way, "fwd+bwd", (batch, tokens), dtype, "cukern", t.median_us, t.iqr_us)
+                for way, t in times.items()
+            ],
+            {},
+        )

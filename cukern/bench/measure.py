@@ -19,18 +19,21 @@ from cukern.runtime.registry import Case, Cost, Tensors
 
 MOST_SETS = 256  # of inputs and outputs; tiny shapes would need thousands to exceed the L2 cache
 BOTH = "fwd+bwd"  # a forward that records, and the gradients of all inputs
-HOST_PASSES = "host fwd", "host fwd grad", "host bwd"  # "grad": with inputs that require grad; "bwd": torch.autograd.grad alone
+# "grad": with inputs that require grad; "bwd": torch.autograd.grad alone
+HOST_PASSES = "host fwd", "host fwd grad", "host bwd"
 
 Key = tuple[str, str]  # provider, version
 Dims = Sequence[int]
-Only = Collection[str] | None  # the versions and peers to measure, "cukern" for all versions, "copy"; None: all
+# the versions and peers to measure, "cukern" for all versions, "copy"; None: all
+Only = Collection[str] | None
 _COPY: Key = ("copy", "")
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of a table and of the record. Bytes and flops are per call, 0 for host times. `of_limit`: for a memory-bound op the time of
-    a copy divided by the time, else TFLOP/s divided by the peak. `error`: see verify.errors. `peak_mib`: the most memory of tensors."""
+    """One line of a table and of the record. Bytes and flops are per call, 0 for host times. `of_limit`: for
+    a memory-bound op the time of a copy divided by the time, else TFLOP/s divided by the peak. `error`: see
+    verify.errors. `peak_mib`: the most memory of tensors."""
 
     op: str
     version: str
@@ -66,7 +69,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Table:
-    """The rows of one pass, shape and dtype. `missing`: by provider, the reason why it was not measured. `notes`: remarks by provider."""
+    """The rows of one pass, shape and dtype. `missing`: by provider, the reason why it was not measured.
+    `notes`: remarks by provider."""
 
     rows: list[Row]
     missing: dict[str, str]
@@ -74,7 +78,8 @@ class Table:
 
 
 def passes(case: Case, dims: Dims, dtype: torch.dtype, wanted: Collection[str] | None) -> list[str]:
-    """The passes of `case` to time: those wanted, by default all but BOTH. Raises ValueError for an unknown pass."""
+    """The passes of `case` to time: those wanted, by default all but BOTH. Raises ValueError for an unknown
+    pass."""
     default = list(case.cost(dims, dtype.itemsize))
     known = [*default, BOTH]
     for name in wanted or ():
@@ -97,16 +102,11 @@ def providers(case: Case, device: torch.device, only: Only) -> tuple[dict[Key, F
 
 
 def measure(
-    case: Case,
-    dims: Dims,
-    dtype: torch.dtype,
-    pass_: str,
-    device: torch.device,
-    only: Only = None,
-    budget_s: float = 3.0,
-    tf32: bool = False,
-) -> Table:
-    """Time one pass of every provider, in alternation, for about `budget_s` seconds. `tf32`: float32 products use TF32."""
+    case: Case, dims: Dims, dtype: torch.dtype, pass_: str, device: torch.device, only: Only = None,
+    budget_s: float = 3.0, tf32: bool = False,
+) -> Table:  # fmt: skip
+    """Time one pass of every provider, in alternation, for about `budget_s` seconds. `tf32`: float32 products
+    use TF32."""
     functions, missing = providers(case, device, only)
     cost = _cost(case, dims, dtype, pass_)
     l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 0
@@ -126,16 +126,31 @@ def measure(
     rows = []
     for (provider, version), t in times.items():
         flops = 0 if provider == "copy" else cost.flops
-        row = Row(case.name, version, pass_, tuple(dims), kind, provider, t.median_us, t.iqr_us, cost.bytes, flops)
-        rows.append(dataclasses.replace(row, of_limit=_of_limit(row, case, copy_us, peak), error=(wrong or {}).get((provider, version))))
-    notes = {} if wrong is not None else {"errors": "the float64 reference does not fit in memory at these sizes"}
+        row = Row(
+            case.name, version, pass_, tuple(dims), kind, provider, t.median_us, t.iqr_us, cost.bytes, flops
+        )
+        rows.append(
+            dataclasses.replace(
+                row,
+                of_limit=_of_limit(row, case, copy_us, peak),
+                error=(wrong or {}).get((provider, version)),
+            )
+        )
+    notes = (
+        {} if wrong is not None else {"errors": "the float64 reference does not fit in memory at these sizes"}
+    )
     if sets == MOST_SETS:
         notes["all"] = f"{sets} input sets fit in the L2 cache: a call may find its data there"
     return Table(rows, missing, notes | {" ".join(key).strip(): t.note for key, t in times.items() if t.note})
 
 
 def _errors(
-    case: Case, dims: Dims, dtype: torch.dtype, pass_: str, device: torch.device, functions: dict[Key, Function]
+    case: Case,
+    dims: Dims,
+    dtype: torch.dtype,
+    pass_: str,
+    device: torch.device,
+    functions: dict[Key, Function],
 ) -> dict[Key, float] | None:
     """verify.errors, or None if memory does not suffice for the reference."""
     try:
@@ -167,7 +182,9 @@ def _note_failure(provider: str, error: Exception, missing: dict[str, str]) -> N
     missing[provider] = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
-def measure_host(case: Case, dims: Dims, dtype: torch.dtype, device: torch.device, only: Only = None) -> list[Table]:
+def measure_host(
+    case: Case, dims: Dims, dtype: torch.dtype, device: torch.device, only: Only = None
+) -> list[Table]:
     """Host times of a call, without and with inputs that require grad, and of its backward."""
     tables = []
     drawn = case.make(dims, dtype, device)
@@ -177,16 +194,28 @@ def measure_host(case: Case, dims: Dims, dtype: torch.dtype, device: torch.devic
         default = next((key for key in reversed(functions) if key[0] == "cukern"), None)
         if default:
             functions[default] = case.call  # as users call it; the keyword `version` costs host time
-        calls = _host_calls(functions, arguments(case, leaves_of(drawn, () if pass_ == "host fwd" else wanted)), missing)
+        calls = _host_calls(
+            functions, arguments(case, leaves_of(drawn, () if pass_ == "host fwd" else wanted)), missing
+        )
         if pass_ == "host bwd":
-            calls = {key: call for key, (call,) in _calls(case, "bwd", {key: functions[key] for key in calls}, [drawn], missing).items()}
+            calls = {
+                key: call
+                for key, (call,) in _calls(
+                    case, "bwd", {key: functions[key] for key in calls}, [drawn], missing
+                ).items()
+            }
         times = timing.host_times(calls, device)
-        rows = [Row(case.name, v, pass_, tuple(dims), name_of(dtype), p, t.median_us, t.iqr_us) for (p, v), t in times.items()]
+        rows = [
+            Row(case.name, v, pass_, tuple(dims), name_of(dtype), p, t.median_us, t.iqr_us)
+            for (p, v), t in times.items()
+        ]
         tables.append(Table(rows, missing))
     return tables
 
 
-def _host_calls(functions: dict[Key, Function], inputs: Sequence[torch.Tensor], missing: dict[str, str]) -> dict[Key, timing.Call]:
+def _host_calls(
+    functions: dict[Key, Function], inputs: Sequence[torch.Tensor], missing: dict[str, str]
+) -> dict[Key, timing.Call]:
     """The calls of the providers that can compute this op."""
     calls: dict[Key, timing.Call] = {}
     for (provider, version), function in functions.items():
@@ -216,13 +245,17 @@ def _calls(
 
     def prepared(function: Function, one: list[torch.Tensor], dout: Tensors) -> timing.Call:
         def forward() -> timing.Call:
-            return backward(function(*arguments(case, one)), [one[i] for i in wanted], dout, again=pass_ != BOTH)
+            return backward(
+                function(*arguments(case, one)), [one[i] for i in wanted], dout, again=pass_ != BOTH
+            )
 
         return (lambda: forward()()) if pass_ == BOTH else forward()
 
     for (provider, version), function in functions.items():
         try:
-            calls[provider, version] = _holding([prepared(function, one, dout) for one, dout in zip(leaves, douts, strict=True)])
+            calls[provider, version] = _holding(
+                [prepared(function, one, dout) for one, dout in zip(leaves, douts, strict=True)]
+            )
         except Exception as error:  # see timing.device_times
             _note_failure(provider, error, missing)
     return calls
@@ -235,9 +268,11 @@ def _holding(calls: Sequence[timing.Call]) -> list[timing.Call]:
 
 
 def copies(total: int, sets: int, device: torch.device) -> list[Callable[[], object]]:
-    """Copies that read and write `total` bytes together, which is the minimum for the op. The size is rounded down to 10 significant bits,
-    because in a CUDA graph a large copy whose size is not a multiple of 8 KiB takes 1.5 times as long."""
-    unit = 1 << max((total // 8).bit_length() - 10, 5)  # at least whole cache lines, so that both halves are aligned
+    """Copies that read and write `total` bytes together, which is the minimum for the op. The size is rounded
+    down to 10 significant bits, because in a CUDA graph a large copy whose size is not a multiple of 8 KiB
+    takes 1.5 times as long."""
+    # at least whole cache lines, so that both halves are aligned
+    unit = 1 << max((total // 8).bit_length() - 10, 5)
     floats = max(total // 8 // unit * unit, unit)
     pairs = [torch.randn(2, floats, dtype=torch.float32, device=device) for _ in range(sets)]
     return [lambda dst=pair[0], src=pair[1]: dst.copy_(src) for pair in pairs]  # type: ignore[misc]

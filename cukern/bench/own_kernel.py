@@ -1,4 +1,5 @@
-"""Times a user's own kernel, next to torch's ways: from its text to a result in a fresh process, and the host time of a launch."""
+"""Times a user's own kernel, next to torch's ways: from its text to a result in a fresh process, and the host
+time of a launch."""
 
 import tempfile
 from collections.abc import Callable, Collection, Iterator
@@ -36,7 +37,10 @@ assert torch.equal(out, x * x), "a wrong result"  # waits for the kernel
 print(time.perf_counter() - start)
 """
 _CODE = {  # by provider: what is not timed, and what is
-    "cukern": ("", f'import cukern\nsquare = cukern.compile("""{_SQUARE}""")\nsquare[4, 256](out, x, {_ELEMENTS})'),
+    "cukern": (
+        "",
+        f'import cukern\nsquare = cukern.compile("""{_SQUARE}""")\nsquare[4, 256](out, x, {_ELEMENTS})',
+    ),
     "_compile_kernel": (
         "",
         f'square = torch.cuda._compile_kernel("""{_SQUARE}""", "square")\n'
@@ -48,19 +52,30 @@ PROVIDERS = (*_CODE, "torch")
 
 
 def measure_own_kernel(only: Collection[str] | None = None) -> Iterator[Table]:
-    """Yield the host time of a launch, the seconds of a first run with empty caches, and those of a second run.
+    """Yield the host time of a launch, the seconds of a first run with empty caches, and those of a second
+    run.
 
-    Without a GPU the simulator runs the kernel, and only cukern is measured. load_inline runs only if it is in `only`.
-    Raises ValueError for an unknown name in `only`, and RuntimeError if a process fails.
+    Without a GPU the simulator runs the kernel, and only cukern is measured. load_inline runs only if it is
+    in `only`. Raises ValueError for an unknown name in `only`, and RuntimeError if a process fails.
     """
     missing = _missing(only)
     wanted = [name for name in only or PROVIDERS if name not in missing]
     if torch.cuda.is_available():
         times = timing.host_times(_launches(wanted), environment.device())
         yield Table([_row("launch", *key, t) for key, t in times.items()], missing)
-    samples = {name: [_two_runs(name) for _ in range(REPEATS if name == "cukern" else 1)] for name in _CODE if name in wanted}
+    samples = {
+        name: [_two_runs(name) for _ in range(REPEATS if name == "cukern" else 1)]
+        for name in _CODE
+        if name in wanted
+    }
     for i, run in enumerate(("first run", "second run")):
-        yield Table([_row(run, name, "", timing.summary([both[i] * 1e6 for both in runs])) for name, runs in samples.items()], missing)
+        yield Table(
+            [
+                _row(run, name, "", timing.summary([both[i] * 1e6 for both in runs]))
+                for name, runs in samples.items()
+            ],
+            missing,
+        )
 
 
 def _missing(only: Collection[str] | None) -> dict[str, str]:
@@ -70,8 +85,11 @@ def _missing(only: Collection[str] | None) -> dict[str, str]:
             raise ValueError(f"there is no {name!r} to measure for {NAME}; there are {', '.join(PROVIDERS)}")
     no_gpu = None if torch.cuda.is_available() else "there is no GPU"
     reasons = {
-        "_compile_kernel": no_gpu or (None if import_module("torch.utils.cpp_extension").CUDA_HOME else "needs a CUDA toolkit"),
-        "load_inline": peers.no_load_inline() if only else "takes a minute to build, so it runs only with --only load_inline",
+        "_compile_kernel": no_gpu
+        or (None if import_module("torch.utils.cpp_extension").CUDA_HOME else "needs a CUDA toolkit"),
+        "load_inline": peers.no_load_inline()
+        if only
+        else "takes a minute to build, so it runs only with --only load_inline",
         "torch": no_gpu,
     }
     return {name: why for name, why in reasons.items() if why and (only is None or name in only)}

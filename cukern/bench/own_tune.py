@@ -1,4 +1,5 @@
-"""`cukern.tune`: measures the configurations of a user's own op, and records the fastest one that is right."""
+"""`cukern.tune`: measures the configurations of a user's own op, and records the fastest one that is
+right."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,14 +20,17 @@ from cukern.runtime.registry import CASES, Case
 
 @dataclass(frozen=True)
 class Tried:
-    """One configuration: the time of forward plus backward over all sizes, None in the simulator, or why it cannot be used."""
+    """One configuration: the time of forward plus backward over all sizes, None in the simulator, or why it
+    cannot be used."""
 
     config: Config
     us: float | None = None
     problem: str = ""
 
 
-def tune(function: Callable[..., Any], sizes: tuple[int, ...], dtype: torch.dtype | None, seconds: float) -> list[Tried]:
+def tune(
+    function: Callable[..., Any], sizes: tuple[int, ...], dtype: torch.dtype | None, seconds: float
+) -> list[Tried]:
     case = _case_of(function)
     configs = function.own.kernels  # type: ignore[attr-defined]
     if sizes:
@@ -44,7 +48,10 @@ def tune(function: Callable[..., Any], sizes: tuple[int, ...], dtype: torch.dtyp
             tried.append(_tried(case, configs.all[index].config, version, shapes, kind, place, seconds))
     right = [i for i, one in enumerate(tried) if not one.problem]
     if not right:
-        raise ValueError(f"no configuration of {case.name} is right: {'; '.join(f'{dict(one.config)} {one.problem}' for one in tried)}")
+        raise ValueError(
+            f"no configuration of {case.name} is right: "
+            f"{'; '.join(f'{dict(one.config)} {one.problem}' for one in tried)}"
+        )
     if not simulating():
         configs.record(current_device(), min(right, key=lambda i: tried[i].us or 0.0))
     return tried
@@ -54,28 +61,47 @@ def _case_of(function: Callable[..., Any]) -> Case:
     """Raises TypeError and ValueError for a function without configurations."""
     own = getattr(function, "own", None)
     if own is None or CASES[own.name].call is not function:
-        raise TypeError(f"cukern.tune takes a function that cukern.op returned, and its last definition, got {checks.brief(function)}")
+        raise TypeError(
+            f"cukern.tune takes a function that cukern.op returned, and its last definition, got "
+            f"{checks.brief(function)}"
+        )
     if len(own.kernels.all) < 2:
         raise ValueError(f"{own.name} has nothing to tune: cukern.op got no configs=[...]")
     return CASES[own.name]
 
 
 def _tried(
-    case: Case, config: Config, version: str, shapes: Sequence[tuple[int, ...]], kind: torch.dtype, place: torch.device, seconds: float
-) -> Tried:
+    case: Case, config: Config, version: str, shapes: Sequence[tuple[int, ...]], kind: torch.dtype,
+    place: torch.device, seconds: float,
+) -> Tried:  # fmt: skip
     """Check the configuration in force, and time it if it is right."""
     try:
-        verdicts = [verify(case, dims, kind, {version: partial(case.call, version=version)}, place) for dims in case.check_dims]
-        wrong = [f"{r.what} is wrong at {' x '.join(map(str, v.dims))}" for v in verdicts for r in v.results if not r.ok]
-        us = None if wrong or simulating() else sum(_us(case, dims, kind, version, place, seconds) for dims in shapes)
+        verdicts = [
+            verify(case, dims, kind, {version: partial(case.call, version=version)}, place)
+            for dims in case.check_dims
+        ]
+        wrong = [
+            f"{r.what} is wrong at {' x '.join(map(str, v.dims))}"
+            for v in verdicts
+            for r in v.results
+            if not r.ok
+        ]
+        us = (
+            None
+            if wrong or simulating()
+            else sum(_us(case, dims, kind, version, place, seconds) for dims in shapes)
+        )
         return Tried(config, us, ", ".join(wrong[:1]))
     except RuntimeError as error:
-        if not type(error).__module__.startswith("cukern."):  # CompileError, LaunchError, or a fault that the simulator found
+        # CompileError, LaunchError, or a fault that the simulator found
+        if not type(error).__module__.startswith("cukern."):
             raise
         return Tried(config, None, f"{type(error).__name__}: {error}")
 
 
-def _us(case: Case, dims: tuple[int, ...], kind: torch.dtype, version: str, place: torch.device, seconds: float) -> float:
+def _us(
+    case: Case, dims: tuple[int, ...], kind: torch.dtype, version: str, place: torch.device, seconds: float
+) -> float:
     """The time of the forward and, if there is one, of the backward."""
     passes = ["fwd", "bwd"] if case.differentiable else ["fwd"]
     tables = [measure(case, dims, kind, one, place, [version], seconds) for one in passes]

@@ -1,4 +1,5 @@
-"""Other implementations of an op: torch, torch.compile, Triton, load_inline. No other file of the tools knows ops by name."""
+"""Other implementations of an op: torch, torch.compile, Triton, load_inline. No other file of the tools knows
+ops by name."""
 
 import contextlib
 import functools
@@ -26,8 +27,11 @@ Missing = str  # the reason why a peer cannot run here
 Maker = Callable[[Case, torch.device], "Function | Missing"]
 
 
-def peers(case: Case, device: torch.device, only: Collection[str] | None = None) -> tuple[dict[str, Function], dict[str, Missing]]:
-    """The peers of `case` that run on this device, as functions of its inputs by name, and the reason for each of the others.
+def peers(
+    case: Case, device: torch.device, only: Collection[str] | None = None
+) -> tuple[dict[str, Function], dict[str, Missing]]:
+    """The peers of `case` that run on this device, as functions of its inputs by name, and the reason for
+    each of the others.
 
     Args:
         only: these peers; None: all except those that take a minute to build.
@@ -37,7 +41,11 @@ def peers(case: Case, device: torch.device, only: Collection[str] | None = None)
     slow = ("load_inline", "torch.compile") if device.type != "cuda" else ("load_inline",)
     for name, make in _makers(case).items():
         if only is None or name in only:
-            made = f"takes a minute to build, so it runs only with --only {name}" if only is None and name in slow else make(case, device)
+            made = (
+                f"takes a minute to build, so it runs only with --only {name}"
+                if only is None and name in slow
+                else make(case, device)
+            )
             if isinstance(made, str):
                 missing[name] = made
             else:
@@ -57,7 +65,8 @@ def _torch_compile(case: Case, device: torch.device) -> Function | Missing:
         return "Triton is not installed"
     import torch._functorch.config
 
-    torch._functorch.config.donated_buffer = False  # the bench runs the backward of a retained graph many times
+    # the bench runs the backward of a retained graph many times
+    torch._functorch.config.donated_buffer = False
     torch._dynamo.reset()  # after eight shapes dynamo stops compiling
     return torch.compile(case.reference, dynamic=False)
 
@@ -89,7 +98,8 @@ def no_load_inline() -> Missing | None:
 def load_inline_square() -> Function:
     from torch.utils import cpp_extension
 
-    source, declaration = Path(__file__).with_name("load_inline.cu").read_text(), "torch::Tensor square(torch::Tensor x);"
+    source = Path(__file__).with_name("load_inline.cu").read_text()
+    declaration = "torch::Tensor square(torch::Tensor x);"
     return cpp_extension.load_inline("cukern_peer_square", declaration, source, functions=["square"]).square
 
 
@@ -103,7 +113,9 @@ def _load_inline_square(case: Case, device: torch.device) -> Function | Missing:
 def _materialised(x: torch.Tensor, *factors: torch.Tensor) -> torch.Tensor:
     """A Kronecker-factored layer that builds the full matrix in each call, as LoKr implementations do."""
     if x.shape[-1] > _MOST_MATERIALISED:
-        raise ValueError(f"the full matrix would have {x.shape[-1]} rows; more than {_MOST_MATERIALISED} are not measured")
+        raise ValueError(
+            f"the full matrix would have {x.shape[-1]} rows; more than {_MOST_MATERIALISED} are not measured"
+        )
     return x @ functools.reduce(torch.kron, factors)
 
 
@@ -112,13 +124,15 @@ def _materialised(x: torch.Tensor, *factors: torch.Tensor) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=1024)
 def _table(table: torch.Tensor, dtype: torch.dtype, copies: int, interleaved: bool) -> torch.Tensor:
-    """cos or sin as a peer expects it: in x's dtype, each column `copies` times. Cached per tensor, so it is not timed."""
+    """cos or sin as a peer expects it: in x's dtype, each column `copies` times. Cached per tensor, so it is
+    not timed."""
     wide = table.repeat_interleave(copies, -1) if interleaved else table.repeat(1, copies)
     return wide.to(dtype)
 
 
 def _rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = False) -> torch.Tensor:
-    """x cos + rotate_half(x) sin in x's dtype, as in Hugging Face's models. x is (batch, sequence, heads, head_dim)."""
+    """x cos + rotate_half(x) sin in x's dtype, as in Hugging Face's models. x is (batch, sequence, heads,
+    head_dim)."""
     c, s = (_table(t, x.dtype, 2, interleaved)[:, None] for t in (cos, sin))
     if interleaved:
         return x * c + torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2) * s
@@ -131,30 +145,39 @@ def _of_both(one: Callable[..., Any]) -> Function:
     return lambda q, k, cos, sin: (one(q, cos, sin), one(k, cos, sin))
 
 
-def _layernorm_residual(x: torch.Tensor, residual: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _layernorm_residual(
+    x: torch.Tensor, residual: torch.Tensor, w: torch.Tensor, b: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     s = x + residual
     return torch.nn.functional.layer_norm(s, w.shape, w, b), s
 
 
-def _fused_adamw(param: torch.Tensor, grad: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """torch's optimizer in place, on the rows of the tensors. It has no float32 moments of 16-bit parameters."""
+def _fused_adamw(
+    param: torch.Tensor, grad: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """torch's optimizer in place, on the rows of the tensors. It has no float32 moments of 16-bit
+    parameters."""
     params, grads, exp_avgs, exp_avg_sqs = (list(x.unbind()) for x in (param, grad, exp_avg, exp_avg_sq))
     steps = list(torch.ones(len(param), dtype=torch.float32, device=param.device).unbind())
     torch._fused_adamw_(
-        params, grads, exp_avgs, exp_avg_sqs, [], steps, lr=1e-3, beta1=0.9, beta2=0.999, weight_decay=1e-2, eps=1e-8, amsgrad=False,
+        params, grads, exp_avgs, exp_avg_sqs, [], steps, lr=1e-3, beta1=0.9, beta2=0.999, weight_decay=1e-2,
+        eps=1e-8, amsgrad=False,
         maximize=False,
     )  # fmt: skip
     return param, exp_avg, exp_avg_sq
 
 
 def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cudnn: bool = False) -> torch.Tensor:
-    """torch's attention of (MATRICES, T, D): cuDNN's kernels, or FlashAttention-2 for 16-bit types and else torch's choice."""
+    """torch's attention of (MATRICES, T, D): cuDNN's kernels, or FlashAttention-2 for 16-bit types and else
+    torch's choice."""
     backend = SDPBackend.CUDNN_ATTENTION if cudnn else SDPBackend.FLASH_ATTENTION
     with sdpa_kernel(backend) if cudnn or q.element_size() == 2 else contextlib.nullcontext():
         return torch.nn.functional.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True)[0]
 
 
-def _sdpa_of_each(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+def _sdpa_of_each(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor
+) -> torch.Tensor:
     """One call per sequence of attention_varlen, whose lengths follow from the shapes."""
     bounds = varlen_bounds(len(q), len(cu_seqlens) - 1)
     spans = (slice(a, b) for a, b in itertools.pairwise(bounds) if a < b)
@@ -175,12 +198,15 @@ def _flash_attention(case: Case) -> Function:
 
 
 def _liger_rope(case: Case) -> Function:
-    """Works in place. Its backward overwrites the incoming gradients, so it must be the last peer of its op."""
+    """Works in place. Its backward overwrites the incoming gradients, so it must be the last peer of its
+    op."""
     from liger_kernel.ops.rope import LigerRopeFunction
 
     def both(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[Any, ...]:
         c, s = _table(cos, q.dtype, 2, False)[None], _table(sin, q.dtype, 2, False)[None]
-        return tuple(y.transpose(1, 2) for y in LigerRopeFunction.apply(q.transpose(1, 2), k.transpose(1, 2), c, s))
+        return tuple(
+            y.transpose(1, 2) for y in LigerRopeFunction.apply(q.transpose(1, 2), k.transpose(1, 2), c, s)
+        )
 
     return both
 
@@ -202,7 +228,11 @@ def _liger(module: str, function: str, *last: Any) -> Maker:
 
 
 def _quack(module: str, **options: Any) -> Maker:
-    return _package("quack", lambda case: partial(getattr(import_module(f"quack.{module}"), module), **options), "quack-kernels")
+    return _package(
+        "quack",
+        lambda case: partial(getattr(import_module(f"quack.{module}"), module), **options),
+        "quack-kernels",
+    )
 
 
 # ---- the peers of each op
@@ -235,11 +265,19 @@ _MAKERS: dict[str, dict[str, Maker]] = {
     "rope_in_place": {**_FLASH, "liger": _package("liger_kernel", _liger_rope)},
     "rope_te": {"transformer_engine": _package("transformer_engine", _transformer_engine)},
     "softmax": {"liger": _liger("softmax", "LigerSoftmaxFunction"), "quack": _quack("softmax")},
-    "rmsnorm": {"liger": _liger("rms_norm", "LigerRMSNormFunction", 1e-6, 0.0, "llama", False), "quack": _quack("rmsnorm", eps=1e-6)},
+    "rmsnorm": {
+        "liger": _liger("rms_norm", "LigerRMSNormFunction", 1e-6, 0.0, "llama", False),
+        "quack": _quack("rmsnorm", eps=1e-6),
+    },
     "layernorm": {"liger": _liger("layer_norm", "LigerLayerNormFunction", 1e-5)},
     "swiglu": {"liger": _liger("swiglu", "LigerSiLUMulFunction")},
-    "cross_entropy": {"quack": _quack("cross_entropy")},  # Liger writes its gradient over the logits, which other peers need
-    "attention": {"cudnn": lambda case, device: partial(_sdpa, cudnn=True) if device.type == "cuda" else "there is no GPU"},
+    # Liger writes its gradient over the logits, which other peers need
+    "cross_entropy": {"quack": _quack("cross_entropy")},
+    "attention": {
+        "cudnn": lambda case, device: (
+            partial(_sdpa, cudnn=True) if device.type == "cuda" else "there is no GPU"
+        )
+    },
     "kron_linear": {"materialised": lambda case, device: _materialised},
 }
 

@@ -1,4 +1,5 @@
-"""Draws measurements: bars for a few shapes, lines over size for many. The device is in each title. See charts.py for recorded results."""
+"""Draws measurements: bars for a few shapes, lines over size for many. The device is in each title. See
+charts.py for recorded results."""
 
 import itertools
 import math
@@ -32,7 +33,10 @@ def drawable(file: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     if file.suffix[1:].lower() not in FigureCanvasAgg.filetypes:
-        raise ValueError(f"--plot must name a file that ends with .{', .'.join(sorted(FigureCanvasAgg.filetypes))}, got {str(file)!r}")
+        raise ValueError(
+            f"--plot must name a file that ends with .{', .'.join(sorted(FigureCanvasAgg.filetypes))}, got "
+            f"{str(file)!r}"
+        )
 
 
 def save(figure: Figure, file: Path) -> None:
@@ -54,7 +58,9 @@ def panels_of(heights: Sequence[float]) -> tuple[Figure, Any]:
     from matplotlib import pyplot
 
     size = (8, sum(heights))
-    figure, axes = pyplot.subplots(len(heights), 1, figsize=size, squeeze=False, height_ratios=heights, layout="constrained")
+    figure, axes = pyplot.subplots(
+        len(heights), 1, figsize=size, squeeze=False, height_ratios=heights, layout="constrained"
+    )
     return figure, axes[:, 0]
 
 
@@ -87,7 +93,10 @@ def bars(rows: Rows, device: str) -> Figure:
         colors = [_COLORS.get(r.provider, "tab:purple") for r in table]
         draw_bars(panel, {r.name: value(r) for r in table}, colors, "%.3g")
         first = table[0]
-        panel.set(xlabel=unit, title=f"{first.op} {first.pass_} {'x'.join(map(str, first.shape))} {first.dtype} on {device}")
+        panel.set(
+            xlabel=unit,
+            title=f"{first.op} {first.pass_} {'x'.join(map(str, first.shape))} {first.dtype} on {device}",
+        )
     return figure
 
 
@@ -99,8 +108,8 @@ def draw_bars(panel: Any, values: dict[str, float], color: Any, text: str) -> No
 
 
 def _unit(rows: Rows) -> tuple[str, Callable[[Row], float]]:
-    """What a picture shows: TFLOP/s for compute-bound ops, TB/s for others if known, else microseconds. An op that is measured next to a
-    copy is memory-bound."""
+    """What a picture shows: TFLOP/s for compute-bound ops, TB/s for others if known, else microseconds. An op
+    that is measured next to a copy is memory-bound."""
     if all(r.tflops and r.provider != "copy" for r in rows) and rows[0].flops > 8 * rows[0].bytes:
         return "TFLOP/s", lambda r: r.tflops or math.nan
     if all(r.tbps for r in rows):
@@ -112,9 +121,12 @@ def _unit(rows: Rows) -> tuple[str, Callable[[Row], float]]:
 
 
 def lines(rows: Rows, device: str) -> Figure:
-    """Throughput over size, one panel per pass and dtype: cukern, its peers and the limit. If several sizes differ, only the shapes are
-    drawn that differ in one."""
-    groups = grouped([r for _, same in grouped(rows, lambda r: r.op) for r in _family(same)], lambda r: (r.op, r.pass_, r.dtype))
+    """Throughput over size, one panel per pass and dtype: cukern, its peers and the limit. If several sizes
+    differ, only the shapes are drawn that differ in one."""
+    groups = grouped(
+        [r for _, same in grouped(rows, lambda r: r.op) for r in _family(same)],
+        lambda r: (r.op, r.pass_, r.dtype),
+    )
     figure, panels = panels_of([3.6] * len(groups))
     for ((op, pass_, dtype), group), panel in zip(groups, panels, strict=True):
         x_name, x_of, fixed = _axis(op, group)
@@ -124,19 +136,28 @@ def lines(rows: Rows, device: str) -> Figure:
 
 
 def _curves(panel: Any, rows: Rows, x_of: Callable[[Row], float]) -> None:
-    """Draw a line per version and peer, and the limit. Between shapes that differ in several sizes there is no line."""
+    """Draw a line per version and peer, and the limit. Between shapes that differ in several sizes there is
+    no line."""
     (unit, value), connected = _unit(rows), len(_varying(rows)) == 1
     curves = grouped(ordered(_readable(rows)), lambda r: (r.provider, r.version))
     colors = _line_colors([key for key, _ in curves])
     for (provider, version), line in curves:
         points = sorted(line, key=x_of)
-        style = {"ls": "--", "marker": ""} if provider == "copy" else {"ls": "-" if connected else "", "marker": "o"}
+        style = (
+            {"ls": "--", "marker": ""}
+            if provider == "copy"
+            else {"ls": "-" if connected else "", "marker": "o"}
+        )
         label = "limit: a copy of the same bytes" if provider == "copy" else line[0].name
         xs = [x_of(r) for r in points]
-        panel.plot(xs, [value(r) for r in points], label=label, ms=4, color=colors[provider, version], **style)
+        panel.plot(
+            xs, [value(r) for r in points], label=label, ms=4, color=colors[provider, version], **style
+        )
     if unit == "TFLOP/s":
         for r in [r for r in rows if r.of_limit][:1]:  # refers to the peak rate
-            panel.axhline((r.tflops or 0) / (r.of_limit or 1), ls="--", color="tab:gray", label="limit: peak rate")
+            panel.axhline(
+                (r.tflops or 0) / (r.of_limit or 1), ls="--", color="tab:gray", label="limit: peak rate"
+            )
     panel.set(xscale="log", ylabel=unit, ylim=(0, None))
     _set_ticks(panel, {x_of(r) for r in rows})
     panel.grid(alpha=0.3)
@@ -145,7 +166,11 @@ def _curves(panel: Any, rows: Rows, x_of: Callable[[Row], float]) -> None:
 
 def _set_ticks(panel: Any, sizes: Iterable[float]) -> None:
     ticks = _ticks(sizes)
-    panel.set_xticks(ticks, [f"{x:.5g}" if x == int(x) < 1e5 else f"{x:.3g}" for x in ticks], rotation=45 if len(ticks) > 8 else 0)
+    panel.set_xticks(
+        ticks,
+        [f"{x:.5g}" if x == int(x) < 1e5 else f"{x:.3g}" for x in ticks],
+        rotation=45 if len(ticks) > 8 else 0,
+    )
     panel.minorticks_off()
 
 
@@ -160,7 +185,11 @@ def _line_colors(keys: Sequence[tuple[str, str]]) -> dict[tuple[str, str], Any]:
 
     own, others = [key for key in keys if key[0] == "cukern"], [key for key in keys if key[0] not in _COLORS]
     shades = {key: colormaps["Greens"](0.4 + 0.5 * (i + 1) / len(own)) for i, key in enumerate(own)}
-    return {key: _COLORS.get(key[0]) for key in keys} | dict(zip(others, itertools.cycle(_OTHERS), strict=False)) | shades
+    return (
+        {key: _COLORS.get(key[0]) for key in keys}
+        | dict(zip(others, itertools.cycle(_OTHERS), strict=False))
+        | shades
+    )
 
 
 def _readable(rows: Rows) -> Rows:
@@ -178,15 +207,18 @@ def newest_version(rows: Rows) -> str:
 
 
 def _family(rows: Rows) -> Rows:
-    """The rows of the most shapes that differ in one size only, if these are LEAST_SIZES or more; of several such families, the one with
-    the largest shape. Else all rows."""
+    """The rows of the most shapes that differ in one size only, if these are LEAST_SIZES or more; of several
+    such families, the one with the largest shape. Else all rows."""
     if len(_varying(rows)) < 2:
         return rows
     families: dict[tuple[int, tuple[int, ...]], list[Row]] = {}
     for row in rows:
         for i in range(len(row.shape)):
             families.setdefault((i, row.shape[:i] + row.shape[i + 1 :]), []).append(row)
-    best = max(families.values(), key=lambda family: (len({r.shape for r in family}), max(math.prod(r.shape) for r in family)))
+    best = max(
+        families.values(),
+        key=lambda family: (len({r.shape for r in family}), max(math.prod(r.shape) for r in family)),
+    )
     return best if len({r.shape for r in best}) >= LEAST_SIZES else rows
 
 
@@ -209,12 +241,17 @@ def _varying(rows: Rows) -> list[int]:
 
 
 def _axis(op: str, rows: Rows) -> tuple[str, Callable[[Row], float], str]:
-    """The label of the x axis, x of a row, and the other sizes as text. x is the one size that differs, else the bytes of a call."""
+    """The label of the x axis, x of a row, and the other sizes as text. x is the one size that differs, else
+    the bytes of a call."""
     varying, count = _varying(rows), len(rows[0].shape)
     if len(varying) == 1:
         known = CASES[op].dims.replace("...", "").split() if op in CASES else []
         names = known if len(known) == count else [f"size {i + 1}" for i in range(count)]
-        fixed = [f"{name} {n}, " for i, (name, n) in enumerate(zip(names, rows[0].shape, strict=True)) if i != varying[0]]
+        fixed = [
+            f"{name} {n}, "
+            for i, (name, n) in enumerate(zip(names, rows[0].shape, strict=True))
+            if i != varying[0]
+        ]
         return names[varying[0]], lambda r: r.shape[varying[0]], "".join(fixed)
     if all(r.bytes for r in rows):
         return "MiB that a call reads and writes", lambda r: r.bytes / 2**20, ""

@@ -1,4 +1,5 @@
-"""Appends measurements to a .jsonl file, one JSON object per row with the facts about the environment, and reads them."""
+"""Appends measurements to a .jsonl file, one JSON object per row with the facts about the environment, and
+reads them."""
 
 import json
 from collections.abc import Iterable
@@ -14,7 +15,8 @@ _DERIVED = ("bytes", "flops", "tbps", "tflops", "of_limit", "error", "peak_mib")
 
 
 def default_file() -> Path:
-    """benchmarks/results/<gpu>.jsonl of the source tree that contains the current folder, else ./<gpu>.jsonl."""
+    """benchmarks/results/<gpu>.jsonl of the source tree that contains the current folder, else
+    ./<gpu>.jsonl."""
     here, name = Path.cwd(), f"{environment.short_name()}.jsonl"
     trees = [folder for folder in (here, *here.parents) if (folder / "benchmarks" / "tables.py").is_file()]
     return trees[0] / "benchmarks" / "results" / name if trees else here / name
@@ -23,7 +25,11 @@ def default_file() -> Path:
 def append(rows: Iterable[Row], file: Path) -> None:
     facts = environment.facts()
     lines = [
-        json.dumps({name.rstrip("_"): _rounded(getattr(row, name)) for name in (*_MEASURED, *_DERIVED)} | facts) + "\n" for row in rows
+        json.dumps(
+            {name.rstrip("_"): _rounded(getattr(row, name)) for name in (*_MEASURED, *_DERIVED)} | facts
+        )
+        + "\n"
+        for row in rows
     ]
     file.parent.mkdir(parents=True, exist_ok=True)
     with open(file, "a", encoding="utf-8") as out:
@@ -46,17 +52,26 @@ class Recorded:
 
 
 def read(file: Path) -> list[Recorded]:
-    """The rows of a file that `append` wrote. Raises FileNotFoundError; ValueError names a line that is not a record."""
+    """The rows of a file that `append` wrote. Raises FileNotFoundError; ValueError names a line that is not a
+    record."""
     found = []
     for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
         if line.strip():
             try:
                 made = json.loads(line)
-                values: dict[str, Any] = {name: made[name.rstrip("_")] for name in (*_MEASURED, "bytes", "flops", "of_limit")}
-                row = Row(**{**values, "shape": tuple(values["shape"])}, error=made.get("error"), peak_mib=made.get("peak_mib"))
+                values: dict[str, Any] = {
+                    name: made[name.rstrip("_")] for name in (*_MEASURED, "bytes", "flops", "of_limit")
+                }
+                row = Row(
+                    **{**values, "shape": tuple(values["shape"])},
+                    error=made.get("error"),
+                    peak_mib=made.get("peak_mib"),
+                )
                 found.append(Recorded(row, made["gpu"] or "CPU", made["commit"] or "", made["date"]))
             except (ValueError, KeyError, TypeError) as error:
-                raise ValueError(f"{file}:{number} is not a record of cukern bench: {type(error).__name__}: {error}") from None
+                raise ValueError(
+                    f"{file}:{number} is not a record of cukern bench: {type(error).__name__}: {error}"
+                ) from None
     return found
 
 
@@ -66,5 +81,6 @@ def newest(found: Iterable[Recorded]) -> list[Recorded]:
 
 
 def files() -> list[Path]:
-    """The recorded files of the source tree that contains the current folder, else those in the current folder."""
+    """The recorded files of the source tree that contains the current folder, else those in the current
+    folder."""
     return sorted(default_file().parent.glob("*.jsonl"))

@@ -1,5 +1,5 @@
-"""Start-up times of fresh processes: the import, the first call with an empty and a full cache, and eight processes at once. And the
-CPU time to compile kernels."""
+"""Start-up times of fresh processes: the import, the first call with an empty and a full cache, and eight
+processes at once. And the CPU time to compile kernels."""
 
 import itertools
 import subprocess
@@ -60,11 +60,11 @@ print(time.perf_counter() - start)
 
 
 def measure_startup(only: Collection[str] | None = None) -> Iterator[Table]:
-    """Yield medians over fresh processes, as rows of the op "startup". Without a GPU, compiling one op's kernels replaces its first call.
-    `only`: "import", the op of a first call, or "compile".
+    """Yield medians over fresh processes, as rows of the op "startup". Without a GPU, compiling one op's
+    kernels replaces its first call. `only`: "import", the op of a first call, or "compile".
 
-    Raises ValueError for an unknown name in `only`, and RuntimeError if a process fails, `import cukern` imports CuPy, or concurrent
-    processes corrupt the cache.
+    Raises ValueError for an unknown name in `only`, and RuntimeError if a process fails, `import cukern`
+    imports CuPy, or concurrent processes corrupt the cache.
     """
     gpu = torch.cuda.is_available()
     missing = {} if gpu else {"first call": "there is no GPU; the time to compile is shown instead"}
@@ -86,15 +86,23 @@ def _first_calls(op: str, gpu: bool) -> Table:
         full = [s for _ in range(REPEATS) for s in fresh_seconds(code, folder / "0")]
         together = fresh_seconds(code, folder / "together", AT_ONCE)
         verify_cache(folder / "together")
-    samples = {"empty cache": empty, "full cache": full, f"empty cache, {AT_ONCE} processes at once": together}
+    samples = {
+        "empty cache": empty,
+        "full cache": full,
+        f"empty cache, {AT_ONCE} processes at once": together,
+    }
     notes = {f"{AT_ONCE} processes at once": "all ended with status 0, and no entry of the cache is corrupt"}
     return Table([_row(f"{what}, {state}", seconds) for state, seconds in samples.items()], {}, notes)
 
 
 def compile_times(op: str) -> Table:
-    """The CPU time to compile, without a cache, the slowest kernel of each template of an op: in bfloat16, for this GPU or for sm_90a."""
+    """The CPU time to compile, without a cache, the slowest kernel of each template of an op: in bfloat16,
+    for this GPU or for sm_90a."""
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)
-    arch, kernels = compiler.arch_of(capability), CASES[op].op.kernels(capability[0] * 10 + capability[1], (torch.bfloat16,))
+    arch, kernels = (
+        compiler.arch_of(capability),
+        CASES[op].op.kernels(capability[0] * 10 + capability[1], (torch.bfloat16,)),
+    )
     compiler.nvrtc()  # loading it is not timed
 
     def seconds(kernel: Kernel) -> float:
@@ -103,10 +111,14 @@ def compile_times(op: str) -> Table:
             return time.thread_time() - start
 
     rows, notes = list[Row](), dict[str, str]()
-    for template, group in itertools.groupby([kernels[name] for name in sorted(kernels)], lambda kernel: kernel.name.split("<")[0]):
+    for template, group in itertools.groupby(
+        [kernels[name] for name in sorted(kernels)], lambda kernel: kernel.name.split("<")[0]
+    ):
         some = list(group)
         slowest = max(some, key=seconds)
-        rows.append(_row(f"compile {template} for {arch}, CPU time", [seconds(slowest) for _ in range(REPEATS)]))
+        rows.append(
+            _row(f"compile {template} for {arch}, CPU time", [seconds(slowest) for _ in range(REPEATS)])
+        )
         notes[template] = f"the slowest of {len(some)} kernels: {slowest.name}"
     return Table(rows, {}, notes)
 
@@ -123,7 +135,9 @@ def verify_cache(folder: Path) -> int:
             raise RuntimeError(f"corrupt cache entry {entry}")
     left = [p.name for p in folder.iterdir() if p not in entries]
     if not entries or left:
-        raise RuntimeError(f"the cache {folder} has {len(entries)} entries and {len(left)} left-over files {left}")
+        raise RuntimeError(
+            f"the cache {folder} has {len(entries)} entries and {len(left)} left-over files {left}"
+        )
     return len(entries)
 
 
@@ -132,10 +146,16 @@ def _row(pass_: str, seconds: list[float]) -> Row:
     return Row("startup", "", pass_, (), "", "cukern", timing.median_us, timing.iqr_us)
 
 
-def fresh_seconds(code: str, folder: Path | None = None, processes: int = 1, variables: dict[str, str] | None = None) -> list[float]:
-    """The seconds that `code` prints, in fresh processes started at the same time. `folder`: their kernel cache. `variables`: of their
-    environment."""
-    env = {**environment.with_cukern(), **({"CUKERN_CACHE_DIR": str(folder)} if folder else {}), **(variables or {})}
+def fresh_seconds(
+    code: str, folder: Path | None = None, processes: int = 1, variables: dict[str, str] | None = None
+) -> list[float]:
+    """The seconds that `code` prints, in fresh processes started at the same time. `folder`: their kernel
+    cache. `variables`: of their environment."""
+    env = {
+        **environment.with_cukern(),
+        **({"CUKERN_CACHE_DIR": str(folder)} if folder else {}),
+        **(variables or {}),
+    }
     options: dict[str, Any] = {"env": env, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     seconds = []
     for process in [subprocess.Popen([sys.executable, "-c", code], **options) for _ in range(processes)]:

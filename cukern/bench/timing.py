@@ -1,7 +1,8 @@
 """Times calls: device time with CUDA events around CUDA graphs, host time with the clock.
 
-Each provider has one call per input set. All sets together exceed the L2 cache, so that no call finds its data there. In each round the
-providers run in random order, so that clock and temperature drift affects all of them equally.
+Each provider has one call per input set. All sets together exceed the L2 cache, so that no call finds its
+data there. In each round the providers run in random order, so that clock and temperature drift affects all
+of them equally.
 """
 
 import contextlib
@@ -21,8 +22,9 @@ import torch
 Call = Callable[[], object]
 Name = TypeVar("Name", bound=Hashable)  # of a provider
 
-# Calls are replayed from a CUDA graph if they are shorter than GRAPH_BELOW_US, or if more than HOST_SHARE of their time is host time, as in
-# backward passes with many launches. Longer calls are not, because the driver's copies may be slower in a graph (see measure.copies).
+# Calls are replayed from a CUDA graph if they are shorter than GRAPH_BELOW_US, or if more than HOST_SHARE of
+# their time is host time, as in backward passes with many launches. Longer calls are not, because the
+# driver's copies may be slower in a graph (see measure.copies).
 GRAPH_BELOW_US, HOST_SHARE = 200.0, 0.5
 BATCH_US = 1000.0  # target time between two events
 MAX_BATCH = 1000  # calls; about the length of the driver's launch queue
@@ -33,7 +35,8 @@ _SLEEP_CYCLES = 1_000_000  # the GPU waits about 0.5 ms, in which the host enque
 
 @dataclass(frozen=True)
 class Timing:
-    """Microseconds per call: the median over rounds and the interquartile range. `note`: a remark on how it was measured."""
+    """Microseconds per call: the median over rounds and the interquartile range. `note`: a remark on how it
+    was measured."""
 
     median_us: float
     iqr_us: float
@@ -52,7 +55,8 @@ class _Batch:
 
 @contextlib.contextmanager
 def side_stream(device: torch.device) -> Iterator[None]:
-    """A side stream on a GPU, which graph capture needs. Create inputs and run forward passes inside it too."""
+    """A side stream on a GPU, which graph capture needs. Create inputs and run forward passes inside it
+    too."""
     if device.type != "cuda":
         yield
         return
@@ -90,8 +94,11 @@ def device_times(
     return _times(batches, clock, warmup, rounds), failed
 
 
-def host_times(calls: Mapping[Name, Call], device: torch.device, rounds: int = 60, count: int = 200) -> dict[Name, Timing]:
-    """Host time of one call. A round has up to `count` calls, fewer than the length of the launch queue. It does not wait for the GPU."""
+def host_times(
+    calls: Mapping[Name, Call], device: torch.device, rounds: int = 60, count: int = 200
+) -> dict[Name, Timing]:
+    """Host time of one call. A round has up to `count` calls, fewer than the length of the launch queue. It
+    does not wait for the GPU."""
     batches = {name: _prepare_host(call, count) for name, call in calls.items()}
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     collecting = gc.isenabled()
@@ -105,7 +112,8 @@ def host_times(calls: Mapping[Name, Call], device: torch.device, rounds: int = 6
 
 
 def successive_times(call: Call, count: int, device: torch.device) -> Timing:
-    """The time of one of `count` calls in a row, as a program makes them: with the host's time where the GPU waits for it."""
+    """The time of one of `count` calls in a row, as a program makes them: with the host's time where the GPU
+    waits for it."""
     clock = _gpu_round if device.type == "cuda" else _host_round
     return summary(clock([_Batch(call, 1)] * count))
 
@@ -118,7 +126,9 @@ def _prepare_host(call: Call, most: int) -> _Batch:
     return _Batch(lambda: run(count), count, call_us)
 
 
-def _times(batches: dict[Name, _Batch], clock: Callable[[list[_Batch]], list[float]], warmup: int, rounds: int) -> dict[Name, Timing]:
+def _times(
+    batches: dict[Name, _Batch], clock: Callable[[list[_Batch]], list[float]], warmup: int, rounds: int
+) -> dict[Name, Timing]:
     """Run all batches in random order in each round. The samples of the `warmup` rounds are discarded."""
     samples: dict[Name, list[float]] = {name: [] for name in batches}
     order, shuffle = list(batches), random.Random(0).shuffle
@@ -163,7 +173,8 @@ def _calls_in_batch(call_us: float, sets: int, aim_us: float) -> int:
 
 
 def _gpu_round(batches: list[_Batch]) -> list[float]:
-    """Microseconds per call of each batch. All batches are enqueued before the GPU starts, with events between them."""
+    """Microseconds per call of each batch. All batches are enqueued before the GPU starts, with events
+    between them."""
     events = [torch.cuda.Event(enable_timing=True) for _ in range(len(batches) + 1)]
     torch.cuda._sleep(_SLEEP_CYCLES)
     events[0].record()
@@ -171,7 +182,10 @@ def _gpu_round(batches: list[_Batch]) -> list[float]:
         batch.run()
         event.record()
     events[-1].synchronize()
-    return [a.elapsed_time(b) * 1e3 / batch.calls for batch, a, b in zip(batches, events, events[1:], strict=False)]
+    return [
+        a.elapsed_time(b) * 1e3 / batch.calls
+        for batch, a, b in zip(batches, events, events[1:], strict=False)
+    ]
 
 
 def _prepare_gpu(calls: Sequence[Call]) -> _Batch:
@@ -181,10 +195,14 @@ def _prepare_gpu(calls: Sequence[Call]) -> _Batch:
     (call_us,) = _gpu_round([_Batch(lambda: run(1), 1)])
     if call_us < BATCH_US:
         (call_us,) = _gpu_round([_Batch(lambda: run(10), 10)])
-    if call_us >= GRAPH_BELOW_US and _host_round([_Batch(lambda: run(3), 3)], torch.cuda.synchronize)[0] < HOST_SHARE * call_us:
+    if (
+        call_us >= GRAPH_BELOW_US
+        and _host_round([_Batch(lambda: run(3), 3)], torch.cuda.synchronize)[0] < HOST_SHARE * call_us
+    ):
         few = math.ceil(BATCH_US / call_us)
         return _Batch(lambda: run(few), few, call_us)
-    count = _calls_in_batch(call_us, len(calls), BATCH_US)  # every replay starts at the first set, so all input sets must be in the graph
+    # every replay starts at the first set, so all input sets must be in the graph
+    count = _calls_in_batch(call_us, len(calls), BATCH_US)
     try:
         graph = torch.cuda.CUDAGraph()
         # thread_local: the backward pass launches its kernels from an autograd thread
@@ -195,7 +213,12 @@ def _prepare_gpu(calls: Sequence[Call]) -> _Batch:
     except RuntimeError as error:
         torch.cuda.synchronize()
         reason = str(error).strip().partition("\n")[0]
-        return _Batch(lambda: run(count), count, call_us, f"not captured in a CUDA graph, so the time may include host time ({reason})")
+        return _Batch(
+            lambda: run(count),
+            count,
+            call_us,
+            f"not captured in a CUDA graph, so the time may include host time ({reason})",
+        )
     return _Batch(graph.replay, count, call_us)
 
 

@@ -1,4 +1,5 @@
-"""square as a Triton tutorial would write it: one program per row. Imported only where Triton is installed."""
+"""square as a Triton tutorial would write it: one program per row. Imported only where Triton is
+installed."""
 
 import torch
 import triton
@@ -25,7 +26,16 @@ def _launch(x: torch.Tensor, dout: torch.Tensor | None = None) -> torch.Tensor:
     columns = x.shape[-1] if x.ndim and x.shape[-1] <= _LONGEST_ROW else 4096
     block = triton.next_power_of_2(columns)
     grid, warps = (triton.cdiv(n, columns),), min(max(block // 512, 1), 8)
-    _kernel[grid](out, x, x if dout is None else dout, columns, n, BACKWARD=dout is not None, BLOCK=block, num_warps=warps)
+    _kernel[grid](
+        out,
+        x,
+        x if dout is None else dout,
+        columns,
+        n,
+        BACKWARD=dout is not None,
+        BLOCK=block,
+        num_warps=warps,
+    )
     return out
 
 

@@ -12,7 +12,23 @@ import typer
 from typer.core import TyperGroup
 
 import cukern
-from cukern.cli import bench, check, compile, doctor, gpt2, ledger, new, own_file, plot, profile, report, sass, sim, tune, watch
+from cukern.cli import (
+    bench,
+    check,
+    compile,
+    doctor,
+    gpt2,
+    ledger,
+    new,
+    own_file,
+    plot,
+    profile,
+    report,
+    sass,
+    sim,
+    tune,
+    watch,
+)
 from cukern.cli.common import Dtype, errors, say
 from cukern.runtime.compile.compiler import CompileError, SetupError
 from cukern.runtime.launch.backend import simulating
@@ -21,12 +37,20 @@ from cukern.runtime.registry import CASES
 from cukern.sim.faults import Fault, NotSimulated
 
 _OURS = (CompileError, SetupError, LaunchError, Fault, NotSimulated)
-_USERS_ERRORS = (*_OURS, ValueError, TypeError, OSError, MemoryError, torch.OutOfMemoryError, FloatingPointError)
+_USERS_ERRORS = (
+    *_OURS,
+    ValueError,
+    TypeError,
+    OSError,
+    MemoryError,
+    torch.OutOfMemoryError,
+    FloatingPointError,
+)
 
 
 class _Group(TyperGroup):
-    """Exits with status 2 for errors that a user can fix, and prints only their message, with the line of an own op's file. Exits with 130
-    for Ctrl-C."""
+    """Exits with status 2 for errors that a user can fix, and prints only their message, with the line of an
+    own op's file. Exits with 130 for Ctrl-C."""
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -38,7 +62,8 @@ class _Group(TyperGroup):
             raise SystemExit(1) from None
         except Exception as error:
             place = own_file.place(error)
-            if not place and not isinstance(error, _USERS_ERRORS) and "DefaultCPUAllocator" not in str(error):  # torch's MemoryError
+            # torch's MemoryError
+            if not place and not isinstance(error, _USERS_ERRORS) and "DefaultCPUAllocator" not in str(error):
                 raise
             text = str(error) or "out of memory"
             if isinstance(error, OSError) and error.filename:
@@ -56,7 +81,8 @@ class _Group(TyperGroup):
 
 
 def _flush() -> None:
-    """Flush stdout. If that fails, redirect it to the null device, or Python would report the error again at exit."""
+    """Flush stdout. If that fails, redirect it to the null device, or Python would report the error again at
+    exit."""
     try:
         if sys.stdout is not None:
             sys.stdout.flush()
@@ -74,19 +100,27 @@ def _version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback(help=f"CUDA kernels for PyTorch with nothing to build. OP is one of {', '.join(CASES)}, or a file that makes one: my_op.py.")
+@app.callback(
+    help=f"CUDA kernels for PyTorch with nothing to build. OP is one of {', '.join(CASES)}, or a file that "
+    f"makes one: my_op.py."
+)
 def _root(
     context: typer.Context,
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
     dtype: Dtype = None,
 ) -> None:
     simulating()  # every command reports a wrong CUKERN_BACKEND
     if dtype is not None:
-        context.default_map = {command: {"dtype": dtype} for command in ("check", "bench", "profile", "watch")}
+        context.default_map = {
+            command: {"dtype": dtype} for command in ("check", "bench", "profile", "watch")
+        }
 
 
 def _help(command: Callable[..., None]) -> str:
-    """The docstring with one line per paragraph, since typer keeps the ends of lines. Indented examples stay."""
+    """The docstring with one line per paragraph, since typer keeps the ends of lines. Indented examples
+    stay."""
     paragraphs = (inspect.getdoc(command) or "").split("\n\n")
     return "\n\n".join(p if p.startswith(" ") else p.replace("\n", " ") for p in paragraphs)
 

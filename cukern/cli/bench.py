@@ -27,30 +27,51 @@ def bench(
     dims: common.Dims = None,
     dtype: common.Dtype = "f",
     pass_: Annotated[
-        str | None, typer.Option("--pass", metavar="fwd|bwd|bwd:x,...", help="Only these passes; fwd+bwd times both together.")
+        str | None,
+        typer.Option(
+            "--pass", metavar="fwd|bwd|bwd:x,...", help="Only these passes; fwd+bwd times both together."
+        ),
     ] = None,
     tf32: Annotated[bool, typer.Option("--tf32", help="float32 matrix products in TF32.")] = False,
-    host: Annotated[bool, typer.Option("--host", help="Host time of a small call, instead of device time.")] = False,
-    only: Annotated[str | None, typer.Option(metavar="NAME,...", help="Only these versions and peers.")] = None,
+    host: Annotated[
+        bool, typer.Option("--host", help="Host time of a small call, instead of device time.")
+    ] = False,
+    only: Annotated[
+        str | None, typer.Option(metavar="NAME,...", help="Only these versions and peers.")
+    ] = None,
     seconds: Annotated[float, typer.Option(min=0.01, help="Measuring time of a table.")] = 3.0,
-    kernel: Annotated[str | None, typer.Option(metavar="NAME", help="Force this candidate of the plans where it fits.")] = None,
-    without: Annotated[str | None, typer.Option(metavar="NAME,...", help="Exclude these candidates of the plans.")] = None,
-    record: Annotated[bool, typer.Option("--record", help="Append to benchmarks/results/<gpu>.jsonl.")] = False,
+    kernel: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Force this candidate of the plans where it fits.")
+    ] = None,
+    without: Annotated[
+        str | None, typer.Option(metavar="NAME,...", help="Exclude these candidates of the plans.")
+    ] = None,
+    record: Annotated[
+        bool, typer.Option("--record", help="Append to benchmarks/results/<gpu>.jsonl.")
+    ] = False,
     record_to: Annotated[Path | None, typer.Option(metavar="FILE", help="Append to this file.")] = None,
     over: Annotated[
-        str | None, typer.Option(metavar="NAME=N,...", help="Measure over these values of a size, such as S=512,1024,2048.")
+        str | None,
+        typer.Option(
+            metavar="NAME=N,...", help="Measure over these values of a size, such as S=512,1024,2048."
+        ),
     ] = None,
     plot: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Draw the result: lines over three sizes or more. A folder gets OP_fw.png, OP_bw.png."),
+        typer.Option(
+            metavar="FILE",
+            help="Draw the result: lines over three sizes or more. A folder gets OP_fw.png, OP_bw.png.",
+        ),
     ] = None,
 ) -> None:
     """Time every version and peer of OP.
 
-    OP `startup` times the import and first calls in fresh processes, and the compilation of attention's kernels. OP `own_kernel` times the
-    compilation and the launch of a user's own kernel, next to torch's load_inline and _compile_kernel. OP `llama_block` times a block with
-    rope, rmsnorm, attention and swiglu, eager and under torch.compile. OP `muon` times a step of the optimizer, next to torch's.
-    OP `llama`, `qwen3` and `gemma2` time updates of transformers' models with random weights, next to torch.compile and Liger.
+    OP `startup` times the import and first calls in fresh processes, and the compilation of attention's
+    kernels. OP `own_kernel` times the compilation and the launch of a user's own kernel, next to torch's
+    load_inline and _compile_kernel. OP `llama_block` times a block with rope, rmsnorm, attention and swiglu,
+    eager and under torch.compile. OP `muon` times a step of the optimizer, next to torch's. OP `llama`,
+    `qwen3` and `gemma2` time updates of transformers' models with random weights, next to torch.compile and
+    Liger.
     """
     if op in OTHERS and dims:
         raise ValueError(f"{op} takes no sizes, got {' '.join(map(str, dims))}")
@@ -60,8 +81,12 @@ def bench(
     if op in OTHERS:
         found = _without_op(op, _split(only), seconds)
     else:
-        found = _measure(op, dims, "f" if dtype is None else dtype, _split(pass_), tf32, host, _split(only), seconds, over)
-    mark = "".join(f" {option} {name}" for option, name in (("--kernel", kernel), ("--without", without)) if name)
+        found = _measure(
+            op, dims, "f" if dtype is None else dtype, _split(pass_), tf32, host, _split(only), seconds, over
+        )
+    mark = "".join(
+        f" {option} {name}" for option, name in (("--kernel", kernel), ("--without", without)) if name
+    )
     with restricted(*_candidates(op, kernel, _split(without))):
         for one in found:
             # The options that changed the plans become part of the version in tables and records.
@@ -84,15 +109,22 @@ def _candidates(op: str, kernel: str | None, without: list[str] | None) -> tuple
     known = () if op in OTHERS else common.find_case(op).candidates
     for name in filter(None, (kernel, *(without or ()))):
         if name not in known:
-            raise ValueError(f"{op} has no candidate {name!r}; it has {', '.join(known) or 'only its versions: use --only'}")
+            raise ValueError(
+                f"{op} has no candidate {name!r}; it has "
+                f"{', '.join(known) or 'only its versions: use --only'}"
+            )
     return kernel or "", without or []
 
 
 def record_file(record: bool, record_to: Path | None = None) -> Path | None:
-    """The file to append to, if any. Raises ValueError for a file that cannot be written, and for --record with uncommitted changes."""
+    """The file to append to, if any. Raises ValueError for a file that cannot be written, and for --record
+    with uncommitted changes."""
     if record:
         if environment.facts()["dirty"]:
-            raise ValueError("--record needs a clean tree: commit your changes first, so that the record names the code that it measured")
+            raise ValueError(
+                "--record needs a clean tree: commit your changes first, so that the record names the code "
+                "that it measured"
+            )
         record_to = default_file()
     if record_to:
         common.check_target("--record-to", record_to)
@@ -100,7 +132,8 @@ def record_file(record: bool, record_to: Path | None = None) -> Path | None:
 
 
 def check_plot(plot: Path | None, folder: bool = False) -> None:
-    """Check that a picture can be drawn to this file, if there is one. Raises ValueError, and SetupError without matplotlib."""
+    """Check that a picture can be drawn to this file, if there is one. Raises ValueError, and SetupError
+    without matplotlib."""
     if plot is not None and not (folder and plot.is_dir() and plot != Path()):
         pictures.drawable(plot)
         common.check_target("--plot", plot)
@@ -118,21 +151,16 @@ def _draw(rows: Sequence[Row], target: Path) -> None:
 
 
 def _measure(
-    name: str,
-    dims: Sequence[int] | None,
-    letter: str,
-    wanted: list[str] | None,
-    tf32: bool,
-    host: bool,
-    only: list[str] | None,
-    seconds: float,
-    over: str | None = None,
-) -> Iterator[Table]:
+    name: str, dims: Sequence[int] | None, letter: str, wanted: list[str] | None, tf32: bool, host: bool,
+    only: list[str] | None, seconds: float, over: str | None = None,
+) -> Iterator[Table]:  # fmt: skip
     """Yield each table as soon as it is measured."""
     case, place = common.find_case(name), environment.device()
     kind = common.find_dtype(case, letter)
     if tf32 and (host or letter != "f"):
-        raise ValueError(f"--tf32 is for device times of --dtype f, got {'--host' if host else f'--dtype {letter}'}")
+        raise ValueError(
+            f"--tf32 is for device times of --dtype f, got {'--host' if host else f'--dtype {letter}'}"
+        )
     if host:
         if over is not None:
             raise ValueError("--over is for device times, leave out --host")
@@ -141,7 +169,13 @@ def _measure(
         return
     if place.type != "cuda":
         say("No GPU: these are times of torch on the CPU. Kernels are timed on GPUs.", "yellow")
-    shapes = _over(case, common.find_dims(case, dims, case.bench_dims if place.type == "cuda" else _cpu_dims(case, kind.itemsize)), over)
+    shapes = _over(
+        case,
+        common.find_dims(
+            case, dims, case.bench_dims if place.type == "cuda" else _cpu_dims(case, kind.itemsize)
+        ),
+        over,
+    )
     jobs = [(shape, p) for shape in shapes for p in passes(case, shape, kind, wanted)]
     for i, (shape, p) in enumerate(jobs):
         if case.note and shape not in [s for s, _ in jobs[:i]]:
@@ -153,7 +187,8 @@ def _measure(
 
 
 def _cpu_dims(case: Case, itemsize: int) -> list[tuple[int, ...]]:
-    """A size that a CPU computes in milliseconds: the first for GPUs with fewer rows, or else the last for checks."""
+    """A size that a CPU computes in milliseconds: the first for GPUs with fewer rows, or else the last for
+    checks."""
     first, *rest = case.bench_dims[0]
     while first > 1 and not _is_small(case, (first, *rest), itemsize):
         first //= 2
@@ -173,7 +208,10 @@ def _over(case: Case, shapes: list[tuple[int, ...]], text: str | None) -> list[t
     names = [word.removesuffix("...") for word in case.dims.split()]
     sizes = values.replace(" ", "").split(",")
     if name not in names or not all(size.isdecimal() for size in sizes):
-        raise ValueError(f"--over must be one of {', '.join(names)} with its values, such as {names[0]}=512,1024,2048, got {text!r}")
+        raise ValueError(
+            f"--over must be one of {', '.join(names)} with its values, such as {names[0]}=512,1024,2048, "
+            f"got {text!r}"
+        )
     before, after = shapes[0][: names.index(name)], shapes[0][names.index(name) + 1 :]
     return [shape for size in sizes for shape in common.find_dims(case, [*before, int(size), *after], ())]
 
@@ -199,7 +237,10 @@ def _split(text: str | None) -> list[str] | None:
 def _columns(rows: Sequence[Row]) -> dict[str, Callable[[Row], str]]:
     """Only the columns that apply: no limit on a CPU, no bytes for host time."""
     if rows[0].op == STARTUP or rows[0].pass_.endswith(" run"):
-        return {"median ms": lambda r: f"{r.median_us * 1e-3:.1f}", "+- ms": lambda r: f"{r.iqr_us * 1e-3:.1f}"}
+        return {
+            "median ms": lambda r: f"{r.median_us * 1e-3:.1f}",
+            "+- ms": lambda r: f"{r.iqr_us * 1e-3:.1f}",
+        }
     torch_us = next((r.median_us for r in rows if r.provider == "torch"), None)
     columns: dict[str, Callable[[Row], str]] = {
         "us": lambda r: f"{r.median_us:.2f}",
@@ -208,7 +249,9 @@ def _columns(rows: Sequence[Row]) -> dict[str, Callable[[Row], str]]:
         "TFLOP/s": lambda r: _number(r.tflops),
         "of limit": lambda r: _number(r.of_limit),
         "x torch": lambda r: _number(torch_us / r.median_us if torch_us else None),
-        "tokens/s": lambda r: f"{r.shape[-2] * r.shape[-1] / r.median_us * 1e6:.0f}" if r.op in MODELS else "",
+        "tokens/s": lambda r: (
+            f"{r.shape[-2] * r.shape[-1] / r.median_us * 1e6:.0f}" if r.op in MODELS else ""
+        ),
         "peak MiB": lambda r: f"{r.peak_mib:.0f}" if r.peak_mib else "",
         "error": lambda r: "" if r.error is None else f"{r.error:.1e}",
     }
@@ -218,11 +261,17 @@ def _columns(rows: Sequence[Row]) -> dict[str, Callable[[Row], str]]:
 def _table(rows: Sequence[Row]) -> object:
     first, startup, used = rows[0], rows[0].op == STARTUP, _columns(rows)
     sizes, where = " x ".join(map(str, first.shape)), environment.gpu_name() or "cpu"
-    title = " ".join(filter(None, (first.op, "" if startup else first.pass_, sizes, first.dtype, f"on {where}")))
+    title = " ".join(
+        filter(None, (first.op, "" if startup else first.pass_, sizes, first.dtype, f"on {where}"))
+    )
     intensity = next((f", {r.flops / r.bytes:.3g} flop/byte" for r in rows if r.bytes and r.flops), "")
     shown = common.table(title + intensity, "what" if startup else "provider", *used)
     for r in rows:
-        shown.add_row(r.pass_ if startup else r.name, *[cell(r) for cell in used.values()], style="bold" if r.version else None)
+        shown.add_row(
+            r.pass_ if startup else r.name,
+            *[cell(r) for cell in used.values()],
+            style="bold" if r.version else None,
+        )
     return shown
 
 

@@ -12,7 +12,20 @@ from cukern.bench import environment
 from cukern.bench.calls import Function
 from cukern.bench.measure import name_of
 from cukern.bench.verify import Pair, Result, Verdict, candidates, verify
-from cukern.cli.common import Dims, Dtype, OpName, console, errors, find_case, find_dims, find_dtype, listed, progress, say, table
+from cukern.cli.common import (
+    Dims,
+    Dtype,
+    OpName,
+    console,
+    errors,
+    find_case,
+    find_dims,
+    find_dtype,
+    listed,
+    progress,
+    say,
+    table,
+)
 from cukern.runtime.launch.backend import backend
 from cukern.runtime.registry import Case
 from cukern.sim.faults import Fault
@@ -22,13 +35,21 @@ def check(
     op: OpName,
     dims: Dims = None,
     dtype: Dtype = None,
-    version: Annotated[str | None, typer.Option("--version", "--implementation", help="Only this version.")] = None,
-    sim: Annotated[bool, typer.Option("--sim", help="Run the kernels in the simulator, even if there is a GPU.")] = False,
+    version: Annotated[
+        str | None, typer.Option("--version", "--implementation", help="Only this version.")
+    ] = None,
+    sim: Annotated[
+        bool, typer.Option("--sim", help="Run the kernels in the simulator, even if there is a GPU.")
+    ] = False,
     verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="Print every comparison, not only the worst ones and what is wrong.")
+        bool,
+        typer.Option(
+            "--verbose", "-v", help="Print every comparison, not only the worst ones and what is wrong."
+        ),
     ] = False,
 ) -> None:
-    """Run forward and backward of every version on the same random inputs. Compare the results with float64 and with each other.
+    """Run forward and backward of every version on the same random inputs. Compare the results with float64
+    and with each other.
 
     Prints the worst error of each version; with one size and dtype, or -v, every comparison.
     Without a GPU the kernels run in the simulator, on smaller shapes. Exits with 1 if anything is wrong.
@@ -44,7 +65,9 @@ def check(
     with backend("sim") if simulated else contextlib.nullcontext():
         functions, skipped = candidates(found, place, version)
         if not functions:
-            raise ValueError(f"there is nothing to check: {'; '.join(f'{op} {name} {why}' for name, why in skipped.items())}")
+            raise ValueError(
+                f"there is nothing to check: {'; '.join(f'{op} {name} {why}' for name, why in skipped.items())}"
+            )
         verdicts = _verify(found, list(itertools.product(dtypes, shapes)), functions, place)
     _print_all(found, verdicts, functions, verbose or len(verdicts) == 1)
     listed("version", {name: found.op.versions[name].idea for name in functions})
@@ -62,7 +85,10 @@ def _sum_up(op: str, verdicts: list[Verdict], where: str | None) -> None:
 
 
 def _verify(
-    case: Case, jobs: list[tuple[torch.dtype, tuple[int, ...]]], functions: dict[str, Function], place: torch.device
+    case: Case,
+    jobs: list[tuple[torch.dtype, tuple[int, ...]]],
+    functions: dict[str, Function],
+    place: torch.device,
 ) -> list[Verdict]:
     verdicts = []
     with progress() as bar:
@@ -102,14 +128,25 @@ def _print_all(case: Case, verdicts: list[Verdict], versions: Iterable[str], ver
 def _print_worst(case: Case, verdicts: list[Verdict], versions: Iterable[str]) -> None:
     """A table with the worst comparison of each version, and of the pairs of versions."""
     sizes, dtypes = {v.dims for v in verdicts}, dict.fromkeys(name_of(v.dtype) for v in verdicts)
-    shown = table(f"{case.name}, {len(sizes)} sizes, {', '.join(dtypes)}", "version", "compared", "worst", "at", "error", "allowed", "")
+    shown = table(
+        f"{case.name}, {len(sizes)} sizes, {', '.join(dtypes)}",
+        "version",
+        "compared",
+        "worst",
+        "at",
+        "error",
+        "allowed",
+        "",
+    )
     results: dict[str, list[tuple[Verdict, Result | Pair]]] = {}
     for version in versions:
         results[version] = [(v, r) for v in verdicts for r in v.results if r.version == version]
     results["pairs of versions"] = [(v, p) for v in verdicts for p in v.pairs]
     for name, compared in results.items():
         if compared:
-            verdict, worst = max(compared, key=lambda one: (not one[1].ok, one[1].error / (one[1].allowed or 1)))
+            verdict, worst = max(
+                compared, key=lambda one: (not one[1].ok, one[1].error / (one[1].allowed or 1))
+            )
             place = f"{'x'.join(map(str, verdict.dims))} {name_of(verdict.dtype)}"
             shown.add_row(name, str(len(compared)), worst.what, place, *_marked(worst, "right", "WRONG"))
     console.print(shown)
@@ -118,4 +155,8 @@ def _print_worst(case: Case, verdicts: list[Verdict], versions: Iterable[str]) -
 def _marked(compared: Result | Pair, good: str, bad: str) -> tuple[str, str, str]:
     """The cells of the error, the allowed error and the verdict."""
     error, allowed = f"{compared.error:.2e}", f"{compared.allowed:.2e}"
-    return (error, allowed, f"[green]{good}[/green]") if compared.ok else (f"[red]{error}[/red]", allowed, f"[red]{bad}[/red]")
+    return (
+        (error, allowed, f"[green]{good}[/green]")
+        if compared.ok
+        else (f"[red]{error}[/red]", allowed, f"[red]{bad}[/red]")
+    )

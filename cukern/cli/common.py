@@ -31,9 +31,16 @@ console, errors = _console(stderr=False), _console(stderr=True)
 
 DTYPES = {"d": torch.float64, "f": torch.float32, "h": torch.float16, "b": torch.bfloat16}
 
-OpName = Annotated[str, typer.Argument(metavar="OP", help="An op, such as square, or a file that makes one: my_op.py.")]
-Dims = Annotated[list[int] | None, typer.Argument(metavar="DIMS", help="Sizes, such as ROWS COLUMNS of softmax; by default the op's list.")]
-Dtype = Annotated[str | None, typer.Option("--dtype", metavar="d|f|h|b", help="float64, float32, float16 or bfloat16.")]
+OpName = Annotated[
+    str, typer.Argument(metavar="OP", help="An op, such as square, or a file that makes one: my_op.py.")
+]
+Dims = Annotated[
+    list[int] | None,
+    typer.Argument(metavar="DIMS", help="Sizes, such as ROWS COLUMNS of softmax; by default the op's list."),
+]
+Dtype = Annotated[
+    str | None, typer.Option("--dtype", metavar="d|f|h|b", help="float64, float32, float16 or bfloat16.")
+]
 
 
 def find_case(name: str) -> Case:
@@ -41,18 +48,26 @@ def find_case(name: str) -> Case:
     if own_file.is_file(name):
         return own_file.find(name)
     if own_file.is_source(name):
-        raise ValueError(f"{name} has kernels, but no reference: name a Python file that makes an op of them, as cukern new writes it")
+        raise ValueError(
+            f"{name} has kernels, but no reference: name a Python file that makes an op of them, as cukern "
+            f"new writes it"
+        )
     if name not in CASES:
         close = [f"{name}.py"] if Path(f"{name}.py").is_file() else difflib.get_close_matches(name, CASES, 1)
         hint = f": did you mean {close[0]}? The" if close else "; the"
-        raise ValueError(f"there is no op {name!r}{hint} ops are {', '.join(CASES)}, and those of files: my_op.py")
+        raise ValueError(
+            f"there is no op {name!r}{hint} ops are {', '.join(CASES)}, and those of files: my_op.py"
+        )
     return CASES[name]
 
 
 def letter_name(letter: str) -> str:
     """The name of the dtype for a letter, such as "float32". Raises ValueError."""
     if letter not in DTYPES:
-        raise ValueError(f"--dtype must be one of {', '.join(f'{k} ({name_of(v)})' for k, v in DTYPES.items())}, got {letter!r}")
+        raise ValueError(
+            f"--dtype must be one of {', '.join(f'{k} ({name_of(v)})' for k, v in DTYPES.items())}, got "
+            f"{letter!r}"
+        )
     return name_of(DTYPES[letter])
 
 
@@ -60,12 +75,17 @@ def find_dtype(case: Case, letter: str) -> torch.dtype:
     """The dtype for a letter. Raises ValueError if the op does not have it."""
     letter_name(letter)
     if DTYPES[letter] not in case.op.dtypes:
-        raise ValueError(f"{case.name} has no {name_of(DTYPES[letter])}; it has {', '.join(map(name_of, case.op.dtypes))}")
+        raise ValueError(
+            f"{case.name} has no {name_of(DTYPES[letter])}; it has {', '.join(map(name_of, case.op.dtypes))}"
+        )
     return DTYPES[letter]
 
 
-def find_dims(case: Case, dims: Sequence[int] | None, default: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """A list with the given DIMS, or the default. Raises ValueError for sizes that the op cannot have or that do not fit in memory."""
+def find_dims(
+    case: Case, dims: Sequence[int] | None, default: Sequence[tuple[int, ...]]
+) -> list[tuple[int, ...]]:
+    """A list with the given DIMS, or the default. Raises ValueError for sizes that the op cannot have or that
+    do not fit in memory."""
     if not dims:
         return list(default)
     case.check_count(dims)
@@ -81,12 +101,15 @@ def find_dims(case: Case, dims: Sequence[int] | None, default: Sequence[tuple[in
         raise ValueError(f"{named}: no memory holds so many elements") from None
     need, memory = sum(x.nbytes for x in inputs), environment.memory()
     if need > memory:
-        raise ValueError(f"{named}: the inputs take at least {need / 2**30:.1f} GiB, there are {memory / 2**30:.1f}")
+        raise ValueError(
+            f"{named}: the inputs take at least {need / 2**30:.1f} GiB, there are {memory / 2**30:.1f}"
+        )
     return [tuple(dims)]
 
 
 def check_target(option: str, file: Path) -> None:
-    """Check that a file can be written before the work starts. Raises ValueError for a folder, and OSError."""
+    """Check that a file can be written before the work starts. Raises ValueError for a folder, and
+    OSError."""
     if file.is_dir():  # so is Path("")
         raise ValueError(f"{option} must name a file, got the folder {str(file)!r}")
     if file.exists():
@@ -100,7 +123,13 @@ def check_target(option: str, file: Path) -> None:
 
 def table(title: str, *columns: str) -> Table:
     """A table with a left-aligned first column and right-aligned numbers."""
-    style = {"title_style": "bold", "header_style": "", "box": box.SIMPLE_HEAD, "show_edge": False, "padding": (0, 1, 0, 0)}
+    style = {
+        "title_style": "bold",
+        "header_style": "",
+        "box": box.SIMPLE_HEAD,
+        "show_edge": False,
+        "padding": (0, 1, 0, 0),
+    }
     made = Table(title=title, title_justify="left", min_width=min(len(title), console.width), **style)  # type: ignore[arg-type]
     for i, column in enumerate(columns):
         made.add_column(column, justify="right" if i else "left", no_wrap=True)
@@ -114,7 +143,8 @@ def progress() -> Progress:
 
 
 def say(text: str, style: str | None = None, to: Console = console) -> None:
-    """Print a line; no part of it is read as markup. On a terminal it is wrapped at words, in a file or a pipe it is not."""
+    """Print a line; no part of it is read as markup. On a terminal it is wrapped at words, in a file or a
+    pipe it is not."""
     to.print(text, style=style, markup=False, highlight=False, soft_wrap=not to.is_terminal)
 
 

@@ -21,7 +21,12 @@ from cukern.cli.common import console, say
 from cukern.runtime.compile import cache, compiler
 from cukern.runtime.compile.sources import Source, kernels_dir
 
-_MARKS = {"ok": "[green]ok[/green]", "absent": "[dim]--[/dim]", "warning": "[yellow]!![/yellow]", "missing": "[red]NO[/red]"}
+_MARKS = {
+    "ok": "[green]ok[/green]",
+    "absent": "[dim]--[/dim]",
+    "warning": "[yellow]!![/yellow]",
+    "missing": "[red]NO[/red]",
+}
 
 _WHEELS = "pip install --force-reinstall nvidia-cuda-nvrtc-cu12 nvidia-cuda-runtime-cu12"
 _OWN_CACHE = "set CUKERN_CACHE_DIR to a folder that you can write, and nobody else but root (chmod go-w)"
@@ -29,7 +34,8 @@ _OWN_CACHE = "set CUKERN_CACHE_DIR to a folder that you can write, and nobody el
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report. `mend`: how to fix it. State "absent" is for optional things, "missing" for required ones."""
+    """One line of the report. `mend`: how to fix it. State "absent" is for optional things, "missing" for
+    required ones."""
 
     state: Literal["ok", "absent", "warning", "missing"]
     what: str
@@ -38,7 +44,8 @@ class Finding:
 
 
 def doctor() -> None:
-    """Report what is installed and missing, and how to fix it. Exits with 1 if something required is missing."""
+    """Report what is installed and missing, and how to fix it. Exits with 1 if something required is
+    missing."""
     findings = list(examine())
     for one in findings:
         console.print(f"{_MARKS[one.state]} [bold]{one.what:<18}[/bold]", end=" ")
@@ -59,27 +66,42 @@ def _beside(text: str) -> str:
 def examine() -> Iterator[Finding]:
     """Everything that cukern needs or can use. What is needed by later entries comes first."""
     yield Finding("ok", "Python", f"{platform.python_version()} ({sys.executable})")
-    yield Finding("ok", "torch", f"{torch.__version__} ({f'CUDA {torch.version.cuda}' if torch.version.cuda else 'built without CUDA'})")
+    yield Finding(
+        "ok",
+        "torch",
+        f"{torch.__version__} ({f'CUDA {torch.version.cuda}' if torch.version.cuda else 'built without CUDA'})",
+    )
     needed = [
         *_tried("CuPy", _cupy, "pip install --force-reinstall cupy-cuda12x"),
         *_tried("NVRTC", _nvrtc, _WHEELS),
         *_tried("CUDA headers", lambda: str(compiler.cuda_include()), _WHEELS),
-        *_tried("kernel sources", _sources, "make the files readable (chmod -R a+rX), or install cukern again"),
+        *_tried(
+            "kernel sources", _sources, "make the files readable (chmod -R a+rX), or install cukern again"
+        ),
     ]
     yield from needed
     if not any(one.state == "missing" for one in needed):
         yield from _tried("compiler", _compiles, _WHEELS)
-    yield from _tried("GPU", _gpus, "see https://pytorch.org and https://www.nvidia.com/drivers", required=False)
+    yield from _tried(
+        "GPU", _gpus, "see https://pytorch.org and https://www.nvidia.com/drivers", required=False
+    )
     yield from _tried("cache", _caches, _OWN_CACHE, required=False)
-    yield from _package("Triton", "triton", "a peer in cukern bench, and torch.compile on a GPU: pip install triton")
+    yield from _package(
+        "Triton", "triton", "a peer in cukern bench, and torch.compile on a GPU: pip install triton"
+    )
     yield from _package("matplotlib", "matplotlib", "cukern bench --plot: pip install matplotlib")
     yield _program("nvcc", "only the peer load_inline of cukern bench needs it: install the CUDA toolkit")
-    yield _program("ncu", "cukern profile --ncu: install Nsight Compute, https://developer.nvidia.com/nsight-compute")
+    yield _program(
+        "ncu", "cukern profile --ncu: install Nsight Compute, https://developer.nvidia.com/nsight-compute"
+    )
     yield _program("compute-sanitizer", "to look for memory errors and races: install the CUDA toolkit")
 
 
-def _tried(what: str, find: Callable[[], str | Iterable[Finding]], mend: str, required: bool = True) -> list[Finding]:
-    """The result of `find`, or its error as a finding. In a broken installation any call may raise any exception."""
+def _tried(
+    what: str, find: Callable[[], str | Iterable[Finding]], mend: str, required: bool = True
+) -> list[Finding]:
+    """The result of `find`, or its error as a finding. In a broken installation any call may raise any
+    exception."""
     try:
         found = find()
         return [Finding("ok", what, found)] if isinstance(found, str) else list(found)
@@ -93,7 +115,9 @@ def _cupy() -> str | list[Finding]:
     wheels = environment.cupy_wheels()
     found = ", ".join(f"{name} {version}" for name, version in wheels.items()) or "not installed"
     if len(wheels) > 1:
-        mend = f"they overwrite each other's files: pip uninstall {' '.join(wheels)}, then install one of them"
+        mend = (
+            f"they overwrite each other's files: pip uninstall {' '.join(wheels)}, then install one of them"
+        )
         return [Finding("warning", "CuPy", found, mend)]
     if importlib.util.find_spec("cupy") is None:
         return [Finding("missing", "CuPy", found, "pip install cupy-cuda12x")]
@@ -103,7 +127,9 @@ def _cupy() -> str | list[Finding]:
 
 
 def _nvrtc() -> str:
-    return f"{'.'.join(map(str, compiler.nvrtc().getVersion()))} (wheel or library {compiler.nvrtc_version()})"
+    return (
+        f"{'.'.join(map(str, compiler.nvrtc().getVersion()))} (wheel or library {compiler.nvrtc_version()})"
+    )
 
 
 def _sources() -> str:
@@ -111,7 +137,9 @@ def _sources() -> str:
     files = [*kernels_dir().rglob("*.cu"), *kernels_dir().rglob("*.cuh")]
     if not files:
         raise FileNotFoundError(f"none in {kernels_dir()}")
-    return f"{len(files)} files, {sum(len(file.read_bytes()) for file in files) >> 10} KiB, in {kernels_dir()}"
+    return (
+        f"{len(files)} files, {sum(len(file.read_bytes()) for file in files) >> 10} KiB, in {kernels_dir()}"
+    )
 
 
 def _compiles() -> str:
@@ -124,8 +152,16 @@ def _compiles() -> str:
 def _gpus() -> Iterator[Finding]:
     driver = environment.smi("driver_version")
     if not torch.cuda.is_available():
-        yield Finding("absent", "driver", driver or "nvidia-smi not found", "" if driver else "for a GPU: https://www.nvidia.com/drivers")
-        found = "torch.cuda sees none: ops run as plain torch; the simulator runs the kernels with CUKERN_BACKEND=sim"
+        yield Finding(
+            "absent",
+            "driver",
+            driver or "nvidia-smi not found",
+            "" if driver else "for a GPU: https://www.nvidia.com/drivers",
+        )
+        found = (
+            "torch.cuda sees none: ops run as plain torch; the simulator runs the kernels with "
+            "CUKERN_BACKEND=sim"
+        )
         yield Finding("absent", "GPU", found, _why_no_gpu())
         return
     yield Finding("ok", "driver", driver or "installed, of an unknown version (no nvidia-smi)")
@@ -133,7 +169,12 @@ def _gpus() -> Iterator[Finding]:
         gpu = torch.cuda.get_device_properties(i)
         old = gpu.major * 10 + gpu.minor < 75
         found = f"{gpu.name}, compute capability {gpu.major}.{gpu.minor}, {gpu.total_memory / 2**30:.0f} GiB"
-        yield Finding("warning" if old else "ok", f"GPU {i}", found, "cukern needs compute capability 7.5 or more" if old else "")
+        yield Finding(
+            "warning" if old else "ok",
+            f"GPU {i}",
+            found,
+            "cukern needs compute capability 7.5 or more" if old else "",
+        )
 
 
 def _why_no_gpu() -> str:
@@ -164,7 +205,9 @@ def _caches() -> Iterator[Finding]:
         except OSError as error:
             yield Finding("warning", "cache", f"{folder} cannot be used: {error.strerror}", _OWN_CACHE)
         return
-    yield Finding("warning", "cache", "no folder can be written: every process compiles its kernels anew", _OWN_CACHE)
+    yield Finding(
+        "warning", "cache", "no folder can be written: every process compiles its kernels anew", _OWN_CACHE
+    )
 
 
 def _package(what: str, module: str, mend: str) -> list[Finding]:

@@ -1,4 +1,5 @@
-"""`cukern gpt2`: trains, evaluates, samples, checks, times and profiles GPT-2 with llm.c's files, and makes these files."""
+"""`cukern gpt2`: trains, evaluates, samples, checks, times and profiles GPT-2 with llm.c's files, and makes
+these files."""
 
 import math
 from collections.abc import Callable
@@ -56,12 +57,18 @@ Tf32 = Annotated[int, typer.Option("-f", "--tf32", min=0, max=1, help="0: strict
 
 @app.command(name="eval")
 def evaluate_model(
-    val_data: Annotated[str | None, typer.Option("-j", "--val-data", help="Validation shards, a glob pattern.")] = None,
-    hellaswag: Annotated[Path | None, typer.Option("--hellaswag", help=f"HellaSwag's file, such as {HELLASWAG}.")] = None,
+    val_data: Annotated[
+        str | None, typer.Option("-j", "--val-data", help="Validation shards, a glob pattern.")
+    ] = None,
+    hellaswag: Annotated[
+        Path | None, typer.Option("--hellaswag", help=f"HellaSwag's file, such as {HELLASWAG}.")
+    ] = None,
     model: ModelFile = MODEL,
     batch: Rows = None,
     seq_len: Length = None,
-    val_batches: Annotated[int, typer.Option("-m", "--val-batches", help="Batches of the validation; -1: all.")] = 20,
+    val_batches: Annotated[
+        int, typer.Option("-m", "--val-batches", help="Batches of the validation; -1: all.")
+    ] = 20,
     tf32: Tf32 = 1,
     device: Device = None,
     softmax_forward_kernel: SoftmaxForward = None,
@@ -82,7 +89,9 @@ def evaluate_model(
             if not math.isfinite(loss):
                 raise FloatingPointError(f"the validation loss of {model} is not finite")
         if hellaswag:
-            right, examples = evaluate.hellaswag_accuracy(made, evaluate.read_hellaswag(hellaswag, made.config.vocab_size), max(4, B))
+            right, examples = evaluate.hellaswag_accuracy(
+                made, evaluate.read_hellaswag(hellaswag, made.config.vocab_size), max(4, B)
+            )
             say(f"HellaSwag: {right}/{examples} = {right / examples:f}")
 
 
@@ -90,24 +99,35 @@ def evaluate_model(
 def sample_model(
     model: ModelFile = MODEL,
     prompt: Annotated[str, typer.Option(help="The text that the samples continue; by default EOT.")] = "",
-    tokens: Annotated[int, typer.Option("-g", "--sample-tokens", min=1, help="Tokens to generate, after the prompt or EOT.")] = 64,
+    tokens: Annotated[
+        int, typer.Option("-g", "--sample-tokens", min=1, help="Tokens to generate, after the prompt or EOT.")
+    ] = 64,
     samples: Annotated[int, typer.Option(min=1, help="Texts.")] = 1,
     temperature: Temperature = None,
     top_k: Annotated[int, typer.Option(min=0, help="Draw among the K likeliest tokens; 0: among all.")] = 0,
-    top_p: Annotated[float, typer.Option(help="Draw among the fewest tokens whose probabilities add up to P.")] = 1.0,
+    top_p: Annotated[
+        float, typer.Option(help="Draw among the fewest tokens whose probabilities add up to P.")
+    ] = 1.0,
     seed: Annotated[int, typer.Option(min=1, help="Of the random numbers; llm.c's is 1337.")] = 1337,
     tokenizer: TokenizerFile = None,
     dtype: Dtype = None,
     device: Device = None,
 ) -> None:
-    """Text from a model, by llm.c's sampler. After as many tokens as the model has positions it goes on from their last half."""
+    """Text from a model, by llm.c's sampler. After as many tokens as the model has positions it goes on from
+    their last half."""
     made = make_model(model, 1024, pick_device(device), dtype)
     found = tokenizer_for(made.config.vocab_size, tokenizer)
     if found is None:
-        raise ValueError(f"--tokenizer must name a tokenizer file: there is no {TOKENIZER_FILE} in this folder")
+        raise ValueError(
+            f"--tokenizer must name a tokenizer file: there is no {TOKENIZER_FILE} in this folder"
+        )
     start, rng = found.encode(prompt), Xorshift(seed)
     count = tokens + len(start) if start else tokens
-    options: dict[str, Any] = {"temperature": 1.0 if temperature is None else temperature, "top_k": top_k, "top_p": top_p}
+    options: dict[str, Any] = {
+        "temperature": 1.0 if temperature is None else temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+    }
     for i in range(samples):
         if i:
             say("---")
@@ -116,24 +136,29 @@ def sample_model(
 
 @app.command()
 def profile(
-    model: ModelFile = "d12",
-    batch: Rows = None,
-    seq_len: Length = None,
-    steps: Annotated[int, typer.Option("-x", "--steps", min=1, help="Updates to trace.")] = 5,
-    tf32: Tf32 = 1,
+    model: ModelFile = "d12", batch: Rows = None, seq_len: Length = None,
+    steps: Annotated[int, typer.Option("-x", "--steps", min=1, help="Updates to trace.")] = 5, tf32: Tf32 = 1,
     device: Device = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the shares.")] = None,
-    softmax_forward_kernel: SoftmaxForward = None,
-    softmax_backward_kernel: SoftmaxBackward = None,
+    softmax_forward_kernel: SoftmaxForward = None, softmax_backward_kernel: SoftmaxBackward = None,
     matmul_forward_kernel: MatmulForward = None,
-) -> None:
+) -> None:  # fmt: skip
     """The share of each op in an update, on random tokens: device time on the GPU, else CPU time."""
     check_plot(plot)
     place, B, T = pick_device(device), 4 if batch is None else batch, 1024 if seq_len is None else seq_len
     made = make_model(model, T, place)
-    expect(B > 0 and 0 < T <= made.config.max_seq_len, f"-b of at least 1 and -t from 1 to {made.config.max_seq_len}", f"{B} and {T}")
+    expect(
+        B > 0 and 0 < T <= made.config.max_seq_len,
+        f"-b of at least 1 and -t from 1 to {made.config.max_seq_len}",
+        f"{B} and {T}",
+    )
     if place == "cpu" and model != "small":
-        say(f"There is no GPU in use: an update of {model} takes minutes on a CPU. -e small -t 64 takes seconds.", "yellow", common.errors)
+        say(
+            f"There is no GPU in use: an update of {model} takes minutes on a CPU. -e small -t 64 takes "
+            f"seconds.",
+            "yellow",
+            common.errors,
+        )
     optimizer = cukern.AdamW(made.decay_groups(0.1), lr=1e-4, max_norm=1.0)
     x, y = torch.randint(made.config.vocab_size, (2, B, T), dtype=torch.int64, device=place)
 
@@ -142,13 +167,18 @@ def profile(
         made(x, y).backward()
         optimizer.step()
 
-    with kernels(place, softmax_forward_kernel, softmax_backward_kernel, matmul_forward_kernel), float32_products(bool(tf32)):
+    with (
+        kernels(place, softmax_forward_kernel, softmax_backward_kernel, matmul_forward_kernel),
+        float32_products(bool(tf32)),
+    ):
         shares = _shares(step, steps, place)
     title = f"GPT-2, B={B} T={T}, {'device' if place == 'cuda' else 'CPU'} time of an update"
     table = common.table(title, "op", "us", "% of all", "calls")
     total, most = sum(us for us, _ in shares.values()), dict(list(shares.items())[:20])
     for name, (us, calls) in most.items():
-        table.add_row(common.shorten(name, console.width - 30), f"{us:.1f}", f"{100 * us / total:.1f}", f"{calls:g}")
+        table.add_row(
+            common.shorten(name, console.width - 30), f"{us:.1f}", f"{100 * us / total:.1f}", f"{calls:g}"
+        )
     console.print(table)
     if plot is not None:
         _plot(title, {name: 100 * us / total for name, (us, _) in most.items()}, plot)
@@ -156,8 +186,11 @@ def profile(
 
 
 def _shares(step: Callable[[], None], steps: int, place: str) -> dict[str, tuple[float, float]]:
-    """The self time of each op, or on a GPU of each kernel, the longest first: microseconds and calls per step."""
-    activities = [torch.profiler.ProfilerActivity.CPU] + ([torch.profiler.ProfilerActivity.CUDA] if place == "cuda" else [])
+    """The self time of each op, or on a GPU of each kernel, the longest first: microseconds and calls per
+    step."""
+    activities = [torch.profiler.ProfilerActivity.CPU] + (
+        [torch.profiler.ProfilerActivity.CUDA] if place == "cuda" else []
+    )
     step()  # compiles
     with common.progress() as bar, torch.profiler.profile(activities=activities, acc_events=True) as profiler:
         for _ in bar.track(range(steps), description="profiling"):
@@ -168,16 +201,22 @@ def _shares(step: Callable[[], None], steps: int, place: str) -> dict[str, tuple
     def time_of(event: Any) -> float:
         return event.self_device_time_total if place == "cuda" else event.self_cpu_time_total
 
-    kind = torch.autograd.DeviceType.CUDA if place == "cuda" else torch.autograd.DeviceType.CPU  # an op's device time is its kernels'
+    # an op's device time is its kernels'
+    kind = torch.autograd.DeviceType.CUDA if place == "cuda" else torch.autograd.DeviceType.CPU
     events = [event for event in profiler.key_averages() if event.device_type == kind and time_of(event) > 0]
-    return {event.key: (time_of(event) / steps, event.count / steps) for event in sorted(events, key=time_of, reverse=True)}
+    return {
+        event.key: (time_of(event) / steps, event.count / steps)
+        for event in sorted(events, key=time_of, reverse=True)
+    }
 
 
 def _plot(title: str, percent: dict[str, float], file: Path) -> None:
     from matplotlib import pyplot
 
     figure, panel = pyplot.subplots(figsize=(8, 0.8 + 0.3 * len(percent)), layout="constrained")
-    bars = panel.barh([common.shorten(name, 40) for name in percent], list(percent.values()), color="tab:green")
+    bars = panel.barh(
+        [common.shorten(name, 40) for name in percent], list(percent.values()), color="tab:green"
+    )
     panel.bar_label(bars, fmt="%.1f", padding=3)
     panel.invert_yaxis()
     panel.set(xlabel="% of the time", title=title)

@@ -1,4 +1,5 @@
-"""`cukern gpt2 data` and `convert`: token shards from text, llm.c's published files, and models to and from Hugging Face."""
+"""`cukern gpt2 data` and `convert`: token shards from text, llm.c's published files, and models to and from
+Hugging Face."""
 
 import hashlib
 import importlib.util
@@ -23,7 +24,8 @@ from cukern.gpt2.files import expect, replace
 from cukern.gpt2.hugging_face import read_hugging_face, write_hugging_face
 
 STARTER_PACK = "https://huggingface.co/datasets/karpathy/llmc-starter-pack/resolve/main/"
-PACK: dict[str, tuple[str, int | Callable[[str], object]]] = {  # file -> folder, and its size or a function that reads and checks it
+# file -> folder, and its size or a function that reads and checks it
+PACK: dict[str, tuple[str, int | Callable[[str], object]]] = {
     "gpt2_124M.bin": (".", 497_904_640),
     "gpt2_124M_bf16.bin": (".", 248_952_832),
     "gpt2_124M_debug_state.bin": (".", 549_369_860),
@@ -37,14 +39,28 @@ PACK: dict[str, tuple[str, int | Callable[[str], object]]] = {  # file -> folder
 def make_data(
     texts: Annotated[list[Path] | None, typer.Argument(metavar="TEXT...", help="Text files, UTF-8.")] = None,
     out: Annotated[Path, typer.Option("-o", "--out", help="The folder to write to.")] = Path("."),
-    name: Annotated[str, typer.Option(help="The shards are NAME_val_000000.bin, NAME_train_000001.bin, ...")] = "text",
+    name: Annotated[
+        str, typer.Option(help="The shards are NAME_val_000000.bin, NAME_train_000001.bin, ...")
+    ] = "text",
     encoding: Annotated[
-        str, typer.Option(metavar="auto|gpt2|bytes", help="auto: gpt2 if tiktoken has its vocabulary, else bytes.")
+        str,
+        typer.Option(
+            metavar="auto|gpt2|bytes", help="auto: gpt2 if tiktoken has its vocabulary, else bytes."
+        ),
     ] = "auto",
-    split: Annotated[bool, typer.Option("--sections", help="A new document after each blank line, as in llm.c's tinyshakespeare.")] = False,
-    val_tokens: Annotated[int | None, typer.Option(help="Validate on the first tokens; by default on the last 10 %.")] = None,
+    split: Annotated[
+        bool,
+        typer.Option(
+            "--sections", help="A new document after each blank line, as in llm.c's tinyshakespeare."
+        ),
+    ] = False,
+    val_tokens: Annotated[
+        int | None, typer.Option(help="Validate on the first tokens; by default on the last 10 %.")
+    ] = None,
     shard_tokens: Annotated[int, typer.Option(help="Tokens of a training shard.")] = 10**8,
-    starter_pack: Annotated[bool, typer.Option("--starter-pack", help="Download llm.c's published files: 1.3 GB.")] = False,
+    starter_pack: Annotated[
+        bool, typer.Option("--starter-pack", help="Download llm.c's published files: 1.3 GB.")
+    ] = False,
 ) -> None:
     """Write token shards and a tokenizer from text files, or download llm.c's published files."""
     expect(bool(texts) != starter_pack, "text files or --starter-pack", "both" if texts else "neither")
@@ -56,7 +72,9 @@ def make_data(
     encoding = encoding if encoding != "auto" else "gpt2" if _tiktoken_at_hand() else "bytes"
     documents = [_read(path) for path in texts or ()]
     try:
-        tokens, tokenizer = data.tokenize([part for text in documents for part in (_sections(text) if split else [text])], encoding)
+        tokens, tokenizer = data.tokenize(
+            [part for text in documents for part in (_sections(text) if split else [text])], encoding
+        )
     except ImportError as error:
         raise ValueError(str(error)) from None
     for path in data.write_shards(out, name, tokens, val_first=val_tokens, shard_tokens=shard_tokens):
@@ -66,7 +84,8 @@ def make_data(
 
 
 def _sections(text: str) -> list[str]:
-    """The parts of a text between blank lines, as llm.c cuts tiny_shakespeare: all but the last keep the blank line."""
+    """The parts of a text between blank lines, as llm.c cuts tiny_shakespeare: all but the last keep the
+    blank line."""
     *parts, last = text.split("\n\n")
     return [part + "\n\n" for part in parts] + [last]
 
@@ -86,17 +105,24 @@ def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: expected UTF-8; found the byte {error.object[error.start]:#x} at {error.start}") from None
+        raise ValueError(
+            f"{path}: expected UTF-8; found the byte {error.object[error.start]:#x} at {error.start}"
+        ) from None
 
 
 def _download(name: str, path: Path, size: int | Callable[[str], object]) -> None:
-    """Download a file of the starter pack, unless it is there. Raises OSError without a network, ValueError for another size or content."""
+    """Download a file of the starter pack, unless it is there. Raises OSError without a network, ValueError
+    for another size or content."""
     if path.exists():
         say(f"{path}: is there")
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        with urllib.request.urlopen(STARTER_PACK + name, timeout=30) as source, replace(path) as file, common.progress() as bar:
+        with (
+            urllib.request.urlopen(STARTER_PACK + name, timeout=30) as source,
+            replace(path) as file,
+            common.progress() as bar,
+        ):
             task = bar.add_task(name, total=int(source.headers.get("Content-Length") or 0) or None)
             while block := source.read(1 << 20):
                 file.write(block)
@@ -114,14 +140,24 @@ def _download(name: str, path: Path, size: int | Callable[[str], object]) -> Non
 
 
 def convert(
-    source: Annotated[Path, typer.Argument(metavar="SOURCE", help="A model file NAME.bin, or a folder of Hugging Face.")],
+    source: Annotated[
+        Path, typer.Argument(metavar="SOURCE", help="A model file NAME.bin, or a folder of Hugging Face.")
+    ],
     target: Annotated[Path, typer.Argument(metavar="TARGET", help="The other one of the two.")],
-    dtype: Annotated[str | None, typer.Option("--dtype", metavar="f|b", help="float32 or bfloat16; by default the source's.")] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option("--dtype", metavar="f|b", help="float32 or bfloat16; by default the source's."),
+    ] = None,
 ) -> None:
-    """Convert a GPT-2 from llm.c's file to a folder of Hugging Face (config.json, model.safetensors) or back. float16 becomes float32."""
+    """Convert a GPT-2 from llm.c's file to a folder of Hugging Face (config.json, model.safetensors) or back.
+    float16 becomes float32."""
     expect(dtype in (None, "f", "b"), "--dtype f or b", repr(dtype))
     names = f"{source} and {target}"
-    expect((source.suffix == ".bin") != (target.suffix == ".bin"), "one model file NAME.bin and one folder", names)
+    expect(
+        (source.suffix == ".bin") != (target.suffix == ".bin"),
+        "one model file NAME.bin and one folder",
+        names,
+    )
     try:
         config, parameters = read_model(source) if source.suffix == ".bin" else read_hugging_face(source)
         own = parameters["wte"].dtype

@@ -54,12 +54,12 @@ def speedrun(
     bench: Annotated[bool, Flag("--bench", help="Time both on random tokens instead.")] = False,
     tokens: Annotated[float, Flag("--tokens", help=f"What {TARGET} is assumed to need.")] = TOKENS,
     record_it: Annotated[bool, Flag("--record", help="Record --bench in benchmarks/results.")] = False,
-) -> None:
+) -> None:  # fmt: skip
     """Train towards a validation loss of 3.28 on FineWeb in llm.c's format: rotary embedding, QK norm,
     ReLU^2, softcapped loss, growing windows, Muon and AdamW, learning rates that end at 0. bfloat16 on
     a GPU, float32 on a CPU. Without -i: a small model on Python's help texts. The default of
-    --tokens lies between llm.c's 10e9 and the 0.4e9 to 0.73e9 of the public records. In parentheses: defaults.
-    Several GPUs: torchrun --nproc-per-node N -m cukern gpt2 speedrun ..."""
+    --tokens lies between llm.c's 10e9 and the 0.4e9 to 0.73e9 of the public records. In parentheses:
+    defaults. Several GPUs: torchrun --nproc-per-node N -m cukern gpt2 speedrun ..."""
     expect(compile in MODES, f"--compile {', '.join(MODES)}", repr(compile))
     expect(0 < tokens < 1e15, "--tokens above 0, below 1e15", tokens)
     expect(bench or not record_it, "--bench with --record", "none")
@@ -93,7 +93,9 @@ def _made(
     name: str, seq_len: int, tied: bool, place: str, compile: str, plain: bool, **changes: Any
 ) -> SpeedrunModel:  # fmt: skip
     """The model, in bfloat16 on a GPU. The plain one is compiled, unless `compile` is "no"."""
-    config = Config(seq_len, 256, num_layers=4, num_heads=2, channels=64) if name == SMALL else config_of(name)
+    config = (
+        Config(seq_len, 256, num_layers=4, num_heads=2, channels=64) if name == SMALL else config_of(name)
+    )
     dtype = torch.bfloat16 if place == "cuda" else torch.float32
     made = SpeedrunModel(config, Recipe(tied=tied, **changes), plain=plain, device=place, dtype=dtype)
     if plain and compile != "no":
@@ -121,7 +123,9 @@ def _bench(make: Any, name: str, given: dict[str, Any], tokens: float, file: Pat
     for row, seconds in zip(rows, first.values(), strict=True):
         hours = tokens / each * row.median_us / 3.6e9
         say(f"{row.name}: first update ends {seconds:.1f} s after the start of a process that runs only this")
-        say(f"{row.name}: {TARGET} after {hours:.2f} h, computed from an assumed {tokens:.3g} tokens, not run")
+        say(
+            f"{row.name}: {TARGET} after {hours:.2f} h, computed from an assumed {tokens:.3g} tokens, not run"
+        )
     if file:
         name = f"{name} first step"
         firsts = [Row("gpt2", k[1], name, *what[1:], k[0], 1e6 * t, 0.0) for k, t in first.items()]

@@ -1,4 +1,5 @@
-"""`cukern gpt2 study`: a training step with each version of softmax forward, softmax backward and matmul, one changed at a time."""
+"""`cukern gpt2 study`: a training step with each version of softmax forward, softmax backward and matmul, one
+changed at a time."""
 
 import time
 from dataclasses import dataclass
@@ -33,7 +34,8 @@ SIMULATED = Config(max_seq_len=8, vocab_size=61, num_layers=1, num_heads=2, chan
 
 @dataclass(frozen=True)
 class Choice:
-    """One row. Times in microseconds: of `steps` updates, and of the kernel in an update. `share`: the kernel's part of the device time."""
+    """One row. Times in microseconds: of `steps` updates, and of the kernel in an update. `share`: the
+    kernel's part of the device time."""
 
     kind: str  # "" for the default kernels
     number: int
@@ -48,17 +50,26 @@ class Choice:
 
 
 def study(
-    model: Annotated[str | None, typer.Option("-e", "--model", help="As in train (d12; in the simulator a tiny model).")] = None,
+    model: Annotated[
+        str | None, typer.Option("-e", "--model", help="As in train (d12; in the simulator a tiny model).")
+    ] = None,
     batch: Rows = None,
     seq_len: Length = None,
-    steps: Annotated[int, typer.Option("-x", "--steps", min=1, help="Measured updates of each choice, for at most 4 s.")] = 10,
+    steps: Annotated[
+        int, typer.Option("-x", "--steps", min=1, help="Measured updates of each choice, for at most 4 s.")
+    ] = 10,
     device: Device = None,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the times of an update and of the kernels.")] = None,
-    record_it: Annotated[bool, typer.Option("--record", help="Append to benchmarks/results/<gpu>.jsonl; on a GPU only.")] = False,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw the times of an update and of the kernels.")
+    ] = None,
+    record_it: Annotated[
+        bool, typer.Option("--record", help="Append to benchmarks/results/<gpu>.jsonl; on a GPU only.")
+    ] = False,
 ) -> None:
-    """Train with every choice of softmax forward 1 to 5, softmax backward 1 to 5 and matmul 1 to 5, against the default, in float32.
-    The table has the time of an update, the share of the kernel, its speed next to version 1, and the loss after an update. Exits with 1
-    if a loss differs. On a CPU the simulator runs a tiny model, to compare the losses."""
+    """Train with every choice of softmax forward 1 to 5, softmax backward 1 to 5 and matmul 1 to 5, against
+    the default, in float32. The table has the time of an update, the share of the kernel, its speed next to
+    version 1, and the loss after an update. Exits with 1 if a loss differs. On a CPU the simulator runs a
+    tiny model, to compare the losses."""
     place = pick_device(device)
     check_plot(plot)
     expect(place == "cuda" or not record_it, "a GPU for --record: the simulator has no times", place)
@@ -81,7 +92,10 @@ def study(
 
 def _record(rows: list[Choice], name: str, shape: tuple[int, int], file: Path | None) -> None:
     if file:
-        record.append([Row("gpt2", r.name, f"study {name}", shape, "float32", "cukern", *_median(r)) for r in rows], file)
+        record.append(
+            [Row("gpt2", r.name, f"study {name}", shape, "float32", "cukern", *_median(r)) for r in rows],
+            file,
+        )
         say(f"appended to {file}", to=common.errors)
 
 
@@ -95,7 +109,9 @@ def _made(model: str | None, T: int, place: str) -> GPT2:
 
 def _rows(model: GPT2, B: int, T: int, steps: int) -> list[Choice]:
     generator = torch.Generator().manual_seed(0)
-    batches = torch.randint(model.config.vocab_size, (2, B, T), dtype=torch.int64, device="cpu", generator=generator).to(model.wte.device)
+    batches = torch.randint(
+        model.config.vocab_size, (2, B, T), dtype=torch.int64, device="cpu", generator=generator
+    ).to(model.wte.device)
     wanted = [("", 0), *((kind, number) for kind in KINDS for number in range(1, 6))]
     with common.progress() as bar:
         return [_measure(model, batches, *one, steps) for one in bar.track(wanted, description="measuring")]
@@ -144,7 +160,8 @@ def _timed(update: Any) -> float:
 
 
 def _profiled(update: Any, op: str, on_gpu: bool) -> tuple[float, float]:
-    """Microseconds of an op and of all in one update: device time, or in the simulator CPU time. On a GPU an update before compiles."""
+    """Microseconds of an op and of all in one update: device time, or in the simulator CPU time. On a GPU an
+    update before compiles."""
     activities = [torch.profiler.ProfilerActivity.CPU] + [torch.profiler.ProfilerActivity.CUDA] * on_gpu
     start = time.perf_counter()
     with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
@@ -156,7 +173,9 @@ def _profiled(update: Any, op: str, on_gpu: bool) -> tuple[float, float]:
     if not on_gpu:
         return sum(e.cpu_time_total for e in events if e.key == op), took_us
     kernels = [e for e in events if e.device_type == torch.autograd.DeviceType.CUDA]
-    return sum(e.device_time_total for e in events if e.key == op), sum(e.self_device_time_total for e in kernels)
+    return sum(e.device_time_total for e in events if e.key == op), sum(
+        e.self_device_time_total for e in kernels
+    )
 
 
 def _show(rows: list[Choice], title: str) -> int:
@@ -171,9 +190,14 @@ def _show(rows: list[Choice], title: str) -> int:
         part = (f"{100 * r.share:.1f}", f"{r.kernel_us * 1e-3:.4g}", speed) if r.kind else ("", "", "")
         ok = all(abs(x - y) <= TOLERANCE * abs(y) for x, y in zip(r.losses, first.losses, strict=True))
         wrong += not ok
-        table.add_row(r.name, f"{us * 1e-3:.4g}", f"{us / base:.2f}", *part, f"{r.losses[1]:.6f}", "" if ok else "WRONG")
+        table.add_row(
+            r.name, f"{us * 1e-3:.4g}", f"{us / base:.2f}", *part, f"{r.losses[1]:.6f}", "" if ok else "WRONG"
+        )
     common.console.print(table)
-    say("each loss is the default's" if not wrong else f"{wrong} choices have another loss than the default", "red" if wrong else None)
+    say(
+        "each loss is the default's" if not wrong else f"{wrong} choices have another loss than the default",
+        "red" if wrong else None,
+    )
     return wrong
 
 
@@ -184,7 +208,12 @@ def _plot(rows: list[Choice], title: str, file: Path) -> None:
     figure, panel = pyplot.subplots(figsize=(8, 0.8 + 0.3 * len(rows)), layout="constrained")
     updates = [_median(r)[0] * 1e-3 for r in rows]
     bars = panel.barh([r.name for r in rows], updates, color="tab:blue", label="update")
-    panel.barh([r.name for r in rows], [t * r.share for t, r in zip(updates, rows, strict=True)], color="tab:orange", label="its kernel")
+    panel.barh(
+        [r.name for r in rows],
+        [t * r.share for t, r in zip(updates, rows, strict=True)],
+        color="tab:orange",
+        label="its kernel",
+    )
     panel.bar_label(bars, fmt="%.4g", padding=3)
     panel.axvline(updates[0], color="gray", linewidth=1)
     panel.invert_yaxis()

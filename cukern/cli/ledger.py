@@ -15,12 +15,19 @@ from cukern.runtime.device import KNOWN
 
 def ledger(
     ops: Annotated[list[str] | None, typer.Argument(metavar="[OP]...", help="All ops if left out.")] = None,
-    gpu: Annotated[list[str] | None, typer.Option(metavar="NAME", help=f"Repeatable; by default {', '.join(GPUS)}.")] = None,
+    gpu: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help=f"Repeatable; by default {', '.join(GPUS)}.")
+    ] = None,
     to: Annotated[Path | None, typer.Option("-o", metavar="FILE", help="Write to FILE.")] = None,
-    diff: Annotated[Path | None, typer.Option(metavar="FILE", help="Print the lines that differ from a ledger in FILE.")] = None,
-    digest: Annotated[bool, typer.Option("--digest", help="One line per GPU, op and version: calls, launches, digest.")] = False,
+    diff: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Print the lines that differ from a ledger in FILE.")
+    ] = None,
+    digest: Annotated[
+        bool, typer.Option("--digest", help="One line per GPU, op and version: calls, launches, digest.")
+    ] = False,
 ) -> None:
-    """List kernel, grid, block, shared memory and arguments of every launch that ops make at the shapes of `cukern check`.
+    """List kernel, grid, block, shared memory and arguments of every launch that ops make at the shapes of
+    `cukern check`.
 
     Needs no GPU. Addresses are written "ptr". With --diff, exits with status 1 if a line differs:
 
@@ -35,7 +42,9 @@ def ledger(
     if to is not None:
         to.write_text("\n".join(lines) + "\n")
     if diff is not None:
-        changed = list(difflib.unified_diff(diff.read_text().splitlines(), lines, str(diff), "now", lineterm="", n=1))
+        changed = list(
+            difflib.unified_diff(diff.read_text().splitlines(), lines, str(diff), "now", lineterm="", n=1)
+        )
         print("\n".join(changed) if changed else f"no line differs from {diff}")
         raise typer.Exit(bool(changed))
     if to is None:

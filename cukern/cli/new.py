@@ -25,16 +25,20 @@ class Kind(str, Enum):
 
 def new(
     name: Annotated[str, typer.Argument(metavar="NAME", help="The op: an identifier.")],
-    kind: Annotated[Kind, typer.Option(help="One thread per element, a reduction of rows, or tiles in shared memory.")] = Kind.elementwise,
+    kind: Annotated[
+        Kind, typer.Option(help="One thread per element, a reduction of rows, or tiles in shared memory.")
+    ] = Kind.elementwise,
 ) -> None:
-    """Write a differentiable op into the current folder: NAME.cu, NAME.py, test_NAME.py, bench_NAME.py and README.md.
+    """Write a differentiable op into the current folder: NAME.cu, NAME.py, test_NAME.py, bench_NAME.py and
+    README.md.
 
-    Existing files are not replaced. `pytest` passes at once, on a GPU or in the simulator. Inside cukern's own source tree, the files of
-    a new op are written to their places, and its public name is registered.
+    Existing files are not replaced. `pytest` passes at once, on a GPU or in the simulator. Inside cukern's
+    own source tree, the files of a new op are written to their places, and its public name is registered.
     """
     tree = _tree()
     _check_name(name, tree)
-    root, texts = tree or Path(), _project(name, kind.value) if tree is None else _in_tree(tree, name, kind.value)
+    root = tree or Path()
+    texts = _project(name, kind.value) if tree is None else _in_tree(tree, name, kind.value)
     for target in (*texts, name if tree is None else f"cukern/ops/{name}"):
         if (root / target).exists():
             raise ValueError(f"{target!r} exists: choose another NAME or an empty folder")
@@ -54,7 +58,9 @@ def _check_name(name: str, tree: Path | None) -> None:
     if not name.isidentifier() or not name.isascii() or keyword.iskeyword(name):
         raise ValueError(f"NAME must be an identifier, of letters, digits and _, got {name!r}")
     if name in (*CASES, *_USED):
-        raise ValueError(f"NAME must not be {name!r}, which {'is an op of cukern' if name in CASES else 'the files use'}")
+        raise ValueError(
+            f"NAME must not be {name!r}, which {'is an op of cukern' if name in CASES else 'the files use'}"
+        )
     if tree is None and importlib.util.find_spec(name) is not None:
         raise ValueError(f"NAME must not be that of an installed module, got {name!r}")
     if tree is not None and hasattr(cukern, name):
@@ -82,22 +88,37 @@ def _project(name: str, kind: str) -> dict[str, str]:
 def _tree() -> Path | None:
     """The root of the source tree that contains the current folder, if any."""
     here = Path.cwd()
-    return next((f for f in (here, *here.parents) if (f / "cukern/ops/square.py").is_file() and (f / "kernels_cu").is_dir()), None)
+    return next(
+        (
+            f
+            for f in (here, *here.parents)
+            if (f / "cukern/ops/square.py").is_file() and (f / "kernels_cu").is_dir()
+        ),
+        None,
+    )
 
 
 def _in_tree(tree: Path, name: str, kind: str) -> dict[str, str]:
-    """The files of a new op, by path. The op is made by cukern.op; its registry row is the arguments of that call."""
+    """The files of a new op, by path. The op is made by cukern.op; its registry row is the arguments of that
+    call."""
     op = _text(f"{kind}.py.txt", name).replace("from pathlib import Path\n\n", "")
-    imports = "from cukern.runtime.compile.sources import kernels_dir\nfrom cukern.runtime.dispatch.own_op import op"
+    imports = (
+        "from cukern.runtime.compile.sources import kernels_dir\nfrom cukern.runtime.dispatch.own_op import "
+        "op"
+    )
     op = op.replace("import cukern\n", f"{imports}\n", 1).replace(
         f"in {name}.cu; help(cukern.op)", f"in kernels_cu/{name}.cu; help(cukern.op)"
     )
-    op = op.replace("cukern.op(", "op(").replace(f'Path(__file__).with_name("{name}.cu")', f'kernels_dir() / "{name}.cu"')
+    op = op.replace("cukern.op(", "op(").replace(
+        f'Path(__file__).with_name("{name}.cu")', f'kernels_dir() / "{name}.cu"'
+    )
     return {
         f"kernels_cu/{name}.cu": _text(f"{kind}.cu", name),
         f"cukern/ops/{name}.py": op,
         f"tests/ops/{name}/test_{name}.py": _text("tree_test.py.txt", name),
-        f"benchmarks/bench_{name}.py": re.sub(r"(?<![a-z])square\b", name, (tree / "benchmarks/bench_square.py").read_text()),
+        f"benchmarks/bench_{name}.py": re.sub(
+            r"(?<![a-z])square\b", name, (tree / "benchmarks/bench_square.py").read_text()
+        ),
         f"docs/ops/{name}.md": _text("tree_page.md", name),
         f"docs/notes/{name}.md": _text("tree_notes.md", name),
     }

@@ -1,4 +1,5 @@
-"""Nsight Compute for `cukern profile --ncu`: runs it on a version's kernels, and says per kernel what limits it."""
+"""Nsight Compute for `cukern profile --ncu`: runs it on a version's kernels, and says per kernel what limits
+it."""
 
 import csv
 import re
@@ -43,10 +44,21 @@ torch.cuda.cudart().cudaProfilerStop()
 """
 
 _TIME, _BANDWIDTH = "gpu__time_duration.sum", "dram__bytes.sum.per_second"
-_MEMORY, _COMPUTE = "dram__throughput.avg.pct_of_peak_sustained_elapsed", "sm__throughput.avg.pct_of_peak_sustained_elapsed"
+_MEMORY, _COMPUTE = (
+    "dram__throughput.avg.pct_of_peak_sustained_elapsed",
+    "sm__throughput.avg.pct_of_peak_sustained_elapsed",
+)
 _OCCUPANCY, _REGISTERS = "sm__warps_active.avg.pct_of_peak_sustained_active", "launch__registers_per_thread"
 _STALL = re.compile(r"smsp__average_warps_issue_stalled_(\w+)_per_issue_active\.ratio")
-_METRICS = (_TIME, _BANDWIDTH, _MEMORY, _COMPUTE, _OCCUPANCY, _REGISTERS, "regex:smsp__average_warps_issue_stalled_.*_per_issue_active")
+_METRICS = (
+    _TIME,
+    _BANDWIDTH,
+    _MEMORY,
+    _COMPUTE,
+    _OCCUPANCY,
+    _REGISTERS,
+    "regex:smsp__average_warps_issue_stalled_.*_per_issue_active",
+)
 _STALLS = {  # what the warps wait for, and what helps
     "long_scoreboard": "global memory: more bytes in flight, vector loads, prefetch",
     "short_scoreboard": "shared memory or MUFU: bank conflicts, fewer special functions",
@@ -65,11 +77,14 @@ def kernel_names(case: Case, version: str, dtype: torch.dtype) -> list[str]:
     """The names, without template arguments, of the kernels of a version; none for a peer."""
     if version not in case.op.versions:
         return []
-    return sorted({k.name.partition("<")[0].rpartition("::")[2] for k in case.op.versions[version].instances(dtype)})
+    return sorted(
+        {k.name.partition("<")[0].rpartition("::")[2] for k in case.op.versions[version].instances(dtype)}
+    )
 
 
 def run(spelled: str, case: Case, version: str, dims: Sequence[int], dtype: torch.dtype) -> int:
-    """Profile a step and print the summary. Returns the exit status. Raises SetupError without ncu or without a GPU."""
+    """Profile a step and print the summary. Returns the exit status. Raises SetupError without ncu or without
+    a GPU."""
     program = shutil.which("ncu")
     if program is None:
         raise SetupError(_NOT_INSTALLED)
@@ -77,11 +92,35 @@ def run(spelled: str, case: Case, version: str, dims: Sequence[int], dtype: torc
         raise SetupError("--ncu needs a GPU, and torch.cuda sees none")
     names = kernel_names(case, version, dtype)
     only = ["--kernel-name", f"regex:^({'|'.join(names)})$"] if names else []
-    options = ["--clock-control", "none", *only, "--launch-count", str(_LAUNCHES), "--profile-from-start", "off"]
+    options = [
+        "--clock-control",
+        "none",
+        *only,
+        "--launch-count",
+        str(_LAUNCHES),
+        "--profile-from-start",
+        "off",
+    ]
     options += ["--page", "raw", "--csv", "--print-units", "base", "--metrics", ",".join(_METRICS)]
-    command = [program, *options, sys.executable, "-c", _CHILD, spelled, version, name_of(dtype), *map(str, dims)]
+    command = [
+        program,
+        *options,
+        sys.executable,
+        "-c",
+        _CHILD,
+        spelled,
+        version,
+        name_of(dtype),
+        *map(str, dims),
+    ]
     with errors.status("running Nsight Compute"):
-        done = subprocess.run(command, env=environment.with_cukern(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        done = subprocess.run(
+            command,
+            env=environment.with_cukern(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
     if found := parsed(done.stdout):
         show(found)
     else:
@@ -100,10 +139,16 @@ def parsed(text: str) -> list[dict[str, str]]:
 
 def show(found: Sequence[dict[str, str]]) -> None:
     """Print a table of the launches, and per launch what limits it and what its warps wait for."""
-    shown = common.table("Nsight Compute", "kernel", "us", "TB/s", "memory %", "SM %", "occupancy %", "registers")
+    shown = common.table(
+        "Nsight Compute", "kernel", "us", "TB/s", "memory %", "SM %", "occupancy %", "registers"
+    )
     for row in found:
         us, tbps = _number(row, _TIME) * 1e-3, _number(row, _BANDWIDTH) * 1e-12
-        cells = [f"{us:.2f}", f"{tbps:.2f}", *(f"{_number(row, name):.0f}" for name in (_MEMORY, _COMPUTE, _OCCUPANCY, _REGISTERS))]
+        cells = [
+            f"{us:.2f}",
+            f"{tbps:.2f}",
+            *(f"{_number(row, name):.0f}" for name in (_MEMORY, _COMPUTE, _OCCUPANCY, _REGISTERS)),
+        ]
         shown.add_row(common.shorten(_name(row), console.width - 58), *cells)
     console.print(shown)
     for row in found:
@@ -123,9 +168,17 @@ def limit(row: dict[str, str]) -> str:
 
 def stalls(row: dict[str, str]) -> list[tuple[str, float]]:
     """The reasons for which warps do not issue, and their shares in percent, the largest first."""
-    values = {match[1]: _number(row, name) for name in row if name and (match := _STALL.fullmatch(name)) and match[1] != "selected"}
+    values = {
+        match[1]: _number(row, name)
+        for name in row
+        if name and (match := _STALL.fullmatch(name)) and match[1] != "selected"
+    }
     total = sum(values.values())
-    return sorted(((reason, 100 * v / total) for reason, v in values.items() if v), key=lambda pair: -pair[1]) if total else []
+    return (
+        sorted(((reason, 100 * v / total) for reason, v in values.items() if v), key=lambda pair: -pair[1])
+        if total
+        else []
+    )
 
 
 def _name(row: dict[str, str]) -> str:

@@ -1,5 +1,5 @@
-"""OP as a file: `cukern check my_op.py`, or my_op.py:NAME, runs the file and uses an op that it makes with cukern.op. compile and sass also
-take a .cu file."""
+"""OP as a file: `cukern check my_op.py`, or my_op.py:NAME, runs the file and uses an op that it makes with
+cukern.op. compile and sass also take a .cu file."""
 
 import functools
 import importlib.util
@@ -26,19 +26,28 @@ def is_source(name: str) -> bool:
 
 
 def kernels_of(file: str, names: Sequence[str]) -> dict[str, Kernel]:
-    """The kernels of a .cu file: those named, such as "scale<float>", else all that are no templates. Raises ValueError if all are
-    templates or there is none, and FileNotFoundError."""
+    """The kernels of a .cu file: those named, such as "scale<float>", else all that are no templates. Raises
+    ValueError if all are templates or there is none, and FileNotFoundError."""
     source = Source.read(file)
-    templates = [k for k in source.kernels if re.search(rf"\btemplate\b[^;{{}}]*\b{k.rpartition('::')[2]}\s*\(", blanked(source.text))]
+    templates = [
+        k
+        for k in source.kernels
+        if re.search(rf"\btemplate\b[^;{{}}]*\b{k.rpartition('::')[2]}\s*\(", blanked(source.text))
+    ]
     wanted = names or [k for k in source.kernels if k not in templates]
     if not wanted:
-        known = f"only templates: name an instance with --kernel '{templates[0]}<float>'" if templates else "no __global__ function"
+        known = (
+            f"only templates: name an instance with --kernel '{templates[0]}<float>'"
+            if templates
+            else "no __global__ function"
+        )
         raise ValueError(f"{file} has {known}")
     return {kernel.name: kernel for kernel in (load(file, name) for name in wanted)}
 
 
 def find(name: str) -> Case:
-    """The op that a file defines. Raises ValueError for a file that fails or has no such op, or several; FileNotFoundError."""
+    """The op that a file defines. Raises ValueError for a file that fails or has no such op, or several;
+    FileNotFoundError."""
     path, _, wanted = name.partition(":")
     if not Path(path).is_file():
         raise FileNotFoundError(f"there is no file {path!r}")

@@ -15,20 +15,33 @@ from cukern.bench.record import Recorded
 from cukern.cli import bench, common
 from cukern.cli.common import console, say
 
-From = Annotated[list[Path] | None, typer.Option("--from", metavar="FILE", help="Recorded results; by default benchmarks/results/*.jsonl.")]
+From = Annotated[
+    list[Path] | None,
+    typer.Option("--from", metavar="FILE", help="Recorded results; by default benchmarks/results/*.jsonl."),
+]
 
 
 def plot(
     op: Annotated[str, typer.Argument(metavar="OP", help="An op of the recorded results, such as softmax.")],
-    dims: Annotated[list[str] | None, typer.Argument(metavar="DIMS", help="Only these sizes; * is any: 8192 *.")] = None,
+    dims: Annotated[
+        list[str] | None, typer.Argument(metavar="DIMS", help="Only these sizes; * is any: 8192 *.")
+    ] = None,
     source: From = None,
     dtype: Annotated[str | None, typer.Option(metavar="d|f|h|b", help="Only this dtype.")] = None,
-    pass_: Annotated[str | None, typer.Option("--pass", metavar="fwd|bwd,...", help="Only these passes; by default fwd and bwd.")] = None,
-    gpu: Annotated[str | None, typer.Option(metavar="NAME", help="Only GPUs with this in their name.")] = None,
-    history: Annotated[bool, typer.Option("--history", help="Time over commits, instead of throughput over size.")] = False,
+    pass_: Annotated[
+        str | None,
+        typer.Option("--pass", metavar="fwd|bwd,...", help="Only these passes; by default fwd and bwd."),
+    ] = None,
+    gpu: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Only GPUs with this in their name.")
+    ] = None,
+    history: Annotated[
+        bool, typer.Option("--history", help="Time over commits, instead of throughput over size.")
+    ] = False,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="The picture; by default OP.png.")] = None,
 ) -> None:
-    """Draw recorded results of OP: throughput over size with its peers and the limit, or with --history the time over commits."""
+    """Draw recorded results of OP: throughput over size with its peers and the limit, or with --history the
+    time over commits."""
     file = out or Path(f"{op}.png")
     bench.check_plot(file)
     found = [one for one in load(source) if one.row.op == op]
@@ -50,13 +63,20 @@ def load(files: Sequence[Path] | None) -> list[Recorded]:
     """The rows of the files. Raises ValueError if there are none."""
     found = [one for file in (files or record.files()) for one in record.read(file)]
     if not found:
-        raise ValueError("there are no recorded results: name files with --from, or write one with cukern bench OP --record-to FILE")
+        raise ValueError(
+            "there are no recorded results: name files with --from, or write one with cukern bench OP "
+            "--record-to FILE"
+        )
     return found
 
 
-def _wanted(one: Recorded, dims: Sequence[str] | None, letter: str | None, passes: Sequence[str], gpu: str | None) -> bool:
+def _wanted(
+    one: Recorded, dims: Sequence[str] | None, letter: str | None, passes: Sequence[str], gpu: str | None
+) -> bool:
     row = one.row
-    sizes = not dims or (len(dims) == len(row.shape) and all(d in ("*", str(n)) for d, n in zip(dims, row.shape, strict=True)))
+    sizes = not dims or (
+        len(dims) == len(row.shape) and all(d in ("*", str(n)) for d, n in zip(dims, row.shape, strict=True))
+    )
     kind = letter is None or row.dtype == common.letter_name(letter)
     return sizes and kind and row.pass_ in passes and (gpu is None or gpu.lower() in one.gpu.lower())
 
@@ -72,22 +92,33 @@ def compare(
     most: Annotated[int, typer.Option(min=1, help="Rows of the table: those that differ most.")] = 30,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the ratios.")] = None,
 ) -> None:
-    """Compare two GPUs or two commits: the time of each measurement that both have, and the ratio. Above 1, B is slower."""
+    """Compare two GPUs or two commits: the time of each measurement that both have, and the ratio. Above 1, B
+    is slower."""
     bench.check_plot(plot)
     (name_a, rows_a), (name_b, rows_b) = _side(a, op, peers), _side(b, op, peers)
     ratios = {row: rows_b[key].median_us / row.median_us for key, row in rows_a.items() if key in rows_b}
     if not ratios:
         raise ValueError(f"{a} and {b} have no measurement in common{f' of {op!r}' if op else ''}")
     say(f"A: {name_a}\nB: {name_b}")
-    shown = common.table(f"{len(ratios)} in common, the {min(most, len(ratios))} that differ most", "what", "A us", "B us", "B/A")
+    shown = common.table(
+        f"{len(ratios)} in common, the {min(most, len(ratios))} that differ most",
+        "what",
+        "A us",
+        "B us",
+        "B/A",
+    )
     for row, ratio in sorted(ratios.items(), key=lambda pair: -abs(math.log(pair[1])))[:most]:
         style = "red" if ratio > 1.03 else "green" if ratio < 1 / 1.03 else None
-        what = f"{row.op} {row.pass_} {'x'.join(map(str, row.shape))} {row.dtype} {row.version or row.provider}"
+        what = (
+            f"{row.op} {row.pass_} {'x'.join(map(str, row.shape))} {row.dtype} {row.version or row.provider}"
+        )
         times = _us(row.median_us), _us(rows_b[row.key].median_us)
         shown.add_row(common.shorten(what, console.width - 28), *times, f"{ratio:.3f}", style=style)
     console.print(shown)
     summary, means = common.table("geometric mean of B/A", "op", "measurements", "B/A"), dict[str, float]()
-    for name, rows in pictures.grouped([row for row in ratios if row.provider == "cukern"], lambda row: row.op):
+    for name, rows in pictures.grouped(
+        [row for row in ratios if row.provider == "cukern"], lambda row: row.op
+    ):
         means[name] = statistics.geometric_mean(ratios[row] for row in rows)
         summary.add_row(name, str(len(rows)), f"{means[name]:.3f}")
     console.print(summary)
@@ -101,11 +132,14 @@ def _us(value: float) -> str:
 
 
 def _side(text: str, op: str | None, peers: bool) -> tuple[str, dict[Any, Row]]:
-    """The GPUs and commits of A or B as text, and the newest row of each measurement there, of the op or of all ops."""
+    """The GPUs and commits of A or B as text, and the newest row of each measurement there, of the op or of
+    all ops."""
     name, _, commit = text.partition("@")
     found = [one for one in record.read(Path(name)) if one.commit.startswith(commit)]
     if not found:
-        raise ValueError(f"{name} has no results of commit {commit!r}" if commit else f"{name} has no results")
+        raise ValueError(
+            f"{name} has no results of commit {commit!r}" if commit else f"{name} has no results"
+        )
     gpus, commits = _listed(one.gpu for one in found), _listed(one.commit[:8] for one in found)
     rows = [one.row for one in found if op in (None, one.row.op) and (peers or one.row.provider == "cukern")]
     return f"{gpus}, {commits}", {row.key: row for row in rows}

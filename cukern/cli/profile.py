@@ -25,20 +25,36 @@ def profile(
     dims: common.Dims = None,
     dtype: common.Dtype = "f",
     version: Annotated[
-        str | None, typer.Option("--version", "--implementation", help="A version, or a peer such as torch; by default the fastest.")
+        str | None,
+        typer.Option(
+            "--version",
+            "--implementation",
+            help="A version, or a peer such as torch; by default the fastest.",
+        ),
     ] = None,
     wait: Annotated[int, typer.Option(min=0, max=10**6, help="Steps before tracing starts.")] = 1,
     warmup: Annotated[int, typer.Option(min=0, max=10**6, help="Steps to trace and discard.")] = 3,
     active: Annotated[int, typer.Option(min=1, max=10**6, help="Steps to trace.")] = 10,
-    repeat: Annotated[int, typer.Option(min=1, max=1000, help="Repeat these steps; each time writes a trace.")] = 1,
-    tensorboard: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Write the traces for TensorBoard's profiler plugin.")] = None,
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="The trace; an existing file is kept and a numbered name used.")] = None,
+    repeat: Annotated[
+        int, typer.Option(min=1, max=1000, help="Repeat these steps; each time writes a trace.")
+    ] = 1,
+    tensorboard: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Write the traces for TensorBoard's profiler plugin."),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="The trace; an existing file is kept and a numbered name used."),
+    ] = None,
     ncu: Annotated[bool, typer.Option("--ncu", help="Run Nsight Compute on this version's kernels.")] = False,
 ) -> None:
-    """Run forward and backward, print the profiler's table by device time, and write a Chrome trace (chrome://tracing, ui.perfetto.dev)."""
+    """Run forward and backward, print the profiler's table by device time, and write a Chrome trace
+    (chrome://tracing, ui.perfetto.dev)."""
     found, place = common.find_case(op), environment.device()
     kind = common.find_dtype(found, "f" if dtype is None else dtype)
-    (shape,) = common.find_dims(found, dims, (found.bench_dims if place.type == "cuda" else found.check_dims)[-1:])
+    (shape,) = common.find_dims(
+        found, dims, (found.bench_dims if place.type == "cuda" else found.check_dims)[-1:]
+    )
     name = chosen(found, place, version)
     if ncu:
         raise typer.Exit(nsight.run(op, found, name, shape, kind))
@@ -60,7 +76,8 @@ def profile(
 
 
 def chosen(case: Case, place: torch.device, version: str | None) -> str:
-    """The name of the version or peer to profile. Raises ValueError for one that there is not, or that does not run here."""
+    """The name of the version or peer to profile. Raises ValueError for one that there is not, or that does
+    not run here."""
     if version is not None and version not in case.op.versions and version in peer_names(case):
         if version not in (found := peers(case, place, [version]))[0]:
             raise ValueError(f"{case.name} {version}: {found[1][version]}")
@@ -71,7 +88,9 @@ def chosen(case: Case, place: torch.device, version: str | None) -> str:
     return list(functions)[-1]
 
 
-def _writer(tensorboard: Path | None, out: Path, written: list[Path]) -> Callable[[torch.profiler.profile], None]:
+def _writer(
+    tensorboard: Path | None, out: Path, written: list[Path]
+) -> Callable[[torch.profiler.profile], None]:
     """What torch calls with the profiler at the end of each repetition."""
     if tensorboard is not None:
         return torch.profiler.tensorboard_trace_handler(str(tensorboard))
@@ -103,7 +122,9 @@ def _averages(profiler: torch.profiler.profile, place: str, steps: int) -> objec
     return shown
 
 
-def stepper(case: Case, dims: Sequence[int], dtype: torch.dtype, version: str, device: torch.device) -> Callable[[], object]:
+def stepper(
+    case: Case, dims: Sequence[int], dtype: torch.dtype, version: str, device: torch.device
+) -> Callable[[], object]:
     """One step: forward and backward of a version or peer on random inputs."""
     own = candidates(case, device)[0]
     function = own[version] if version in own else peers(case, device, [version])[0][version]
@@ -120,18 +141,27 @@ def unused(file: Path) -> Path:
 
 
 def _trace(
-    step: Callable[[], object], counts: tuple[int, int, int, int], place: torch.device, write: Callable[[torch.profiler.profile], None]
+    step: Callable[[], object],
+    counts: tuple[int, int, int, int],
+    place: torch.device,
+    write: Callable[[torch.profiler.profile], None],
 ) -> torch.profiler.profile:
     """Profile steps: (wait, warmup, active, repeat)."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     if place.type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # torch 2.13 logs the start and the end of each profile at level 5
+    # torch 2.13 logs the start and the end of each profile at level 5
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     step()  # compiles, which must not be in the trace
     wait, warmup, active, repeat = counts
     total = (wait + warmup + active) * repeat
     schedule = torch.profiler.schedule(wait=wait, warmup=warmup, active=active, repeat=repeat)
-    options: dict[str, Any] = {"activities": activities, "schedule": schedule, "on_trace_ready": write, "acc_events": True}
+    options: dict[str, Any] = {
+        "activities": activities,
+        "schedule": schedule,
+        "on_trace_ready": write,
+        "acc_events": True,
+    }
     with common.progress() as bar, torch.profiler.profile(**options) as profiler:
         task = bar.add_task("profiling", total=total)
         for _ in range(total):

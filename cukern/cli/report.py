@@ -25,7 +25,8 @@ def report(
     op: Annotated[str | None, typer.Option(metavar="OP,...", help="Only these ops.")] = None,
     out: Annotated[Path, typer.Option(metavar="FILE", help="The page.")] = Path("report.html"),
 ) -> None:
-    """Write one HTML page of recorded results: per GPU a roofline, and per op its ladder, its times and its history over commits.
+    """Write one HTML page of recorded results: per GPU a roofline, and per op its ladder, its times and its
+    history over commits.
 
     The page has no script and loads nothing: it can be mailed and opened without a network.
     """
@@ -45,7 +46,9 @@ def page(found: Sequence[Recorded]) -> str:
 
     environment = jinja2.Environment(autoescape=True, trim_blocks=True)
     environment.filters["number"] = _text
-    template = environment.from_string(Path(__file__).with_name("templates").joinpath("report.html").read_text(encoding="utf-8"))
+    template = environment.from_string(
+        Path(__file__).with_name("templates").joinpath("report.html").read_text(encoding="utf-8")
+    )
     gpus = pictures.grouped(sorted(found, key=lambda one: one.gpu), lambda one: one.gpu)
     return template.render(columns=_COLUMNS, gpus=[_of_gpu(*gpu) for gpu in gpus])
 
@@ -59,7 +62,11 @@ def _of_gpu(gpu: str, found: Sequence[Recorded]) -> dict[str, Any]:
 
 def _of_op(gpu: str, op: str, found: Sequence[Recorded]) -> dict[str, Any]:
     rows, commits = [one.row for one in record.newest(found)], {one.commit[:8] for one in found if one.commit}
-    figures = [charts.ladder(rows, gpu)] if any(r.pass_ in ("fwd", "bwd") and " " not in r.version for r in rows) else []
+    figures = (
+        [charts.ladder(rows, gpu)]
+        if any(r.pass_ in ("fwd", "bwd") and " " not in r.version for r in rows)
+        else []
+    )
     if len(commits) > 1 and any(r.provider == "cukern" for r in rows):
         figures.append(charts.history(found, gpu))
     return {
@@ -77,7 +84,8 @@ def _text(value: float | None) -> str:
 
 
 def _svg(figure: pictures.Figure) -> str:
-    """The picture as an element of the page. Its ids get a prefix of their own, since several pictures share the page."""
+    """The picture as an element of the page. Its ids get a prefix of their own, since several pictures share
+    the page."""
     text = io.StringIO()
     from matplotlib import pyplot
 

@@ -1,4 +1,5 @@
-"""`cukern sass`: the machine code of an op's kernels, by kind of instruction and by source line, without a GPU."""
+"""`cukern sass`: the machine code of an op's kernels, by kind of instruction and by source line, without a
+GPU."""
 
 import os
 import re
@@ -34,8 +35,10 @@ KINDS = {
     "float64": r"D(?:ADD|MUL|FMA|SETP)",
     "16-bit floats": r"H(?:ADD|MUL|FMA|SET|MNMX)",
     "conversions": r"F2|I2|FRND",
-    "integers and addresses": r"U?(?:IMAD|IADD|LEA|ISETP|IMNMX|VIADD|VIMNMX|SHF|LOP|PRMT|IABS|POPC|FLO|SEL|PLOP|BMSK|SGXT|ISCADD)",
-    "barriers and shuffles": r"BAR|SHFL|VOTE|WARPSYNC|SYNCS|MEMBAR|FENCE|DEPBAR|LDGDEPBAR|REDUX|MATCH|UCGABAR",
+    "integers and addresses": r"U?(?:IMAD|IADD|LEA|ISETP|IMNMX|VIADD|VIMNMX|SHF|LOP|PRMT|IABS|POPC|FLO|SEL|"
+    r"PLOP|BMSK|SGXT|ISCADD)",
+    "barriers and shuffles": r"BAR|SHFL|VOTE|WARPSYNC|SYNCS|MEMBAR|FENCE|DEPBAR|LDGDEPBAR|REDUX|MATCH|"
+    r"UCGABAR",
     "branches": r"BRA|EXIT|BSSY|BSYNC|CALL|RET|BRX|BREAK|NANOSLEEP|YIELD|BPT",
     "moves and constants": r"U?MOV|CS2|S2|LDC|ULDC|R2|P2R|UR2",
 }
@@ -45,14 +48,24 @@ _LINE = re.compile(r'//## File "([^"]+)", line (\d+)')
 
 def sass(
     op: Annotated[str, typer.Argument(metavar="OP", help="An op, or a file: my_op.py, my.cu.")],
-    arch: Annotated[str | None, typer.Option(metavar="sm_90a", help="The architecture; by default this GPU's, else sm_90a.")] = None,
+    arch: Annotated[
+        str | None,
+        typer.Option(metavar="sm_90a", help="The architecture; by default this GPU's, else sm_90a."),
+    ] = None,
     kernel: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="Only kernels with this in their name, such as v2_bwd; of a .cu file 'scale<float>'.")
+        str | None,
+        typer.Option(
+            metavar="TEXT",
+            help="Only kernels with this in their name, such as v2_bwd; of a .cu file 'scale<float>'.",
+        ),
     ] = None,
     lines: Annotated[int, typer.Option(min=0, help="The source lines with the most instructions.")] = 8,
-    text: Annotated[bool, typer.Option("--text", help="Print the machine code itself, between its source lines.")] = False,
+    text: Annotated[
+        bool, typer.Option("--text", help="Print the machine code itself, between its source lines.")
+    ] = False,
 ) -> None:
-    """Count the machine instructions of OP's kernels by kind and by source line. Needs nvdisasm, and no GPU."""
+    """Count the machine instructions of OP's kernels by kind and by source line. Needs nvdisasm, and no
+    GPU."""
     program, (target, _) = disassembler(), targets(arch, None)[-1]
     for name, one in _kernels(op, kernel, capability_of(target)).items():
         _show(name, one, one.compile(target), program, lines, text)
@@ -64,7 +77,9 @@ def _kernels(op: str, kernel: str | None, capability: int) -> dict[str, Kernel]:
     known = common.find_case(op).op.kernels(capability)
     found = {name: one for name, one in known.items() if kernel is None or kernel in name}
     if not found:
-        raise ValueError(f"{op} has no kernel with {kernel!r} in its name; it has {', '.join(known) or 'none'}")
+        raise ValueError(
+            f"{op} has no kernel with {kernel!r} in its name; it has {', '.join(known) or 'none'}"
+        )
     return found
 
 
@@ -74,14 +89,17 @@ def disassembler() -> str:
     triton = find_spec("triton")
     if triton is not None and triton.origin:
         folders.append(Path(triton.origin).parent / "backends/nvidia/bin")
-    program = shutil.which("nvdisasm") or next((str(f / "nvdisasm") for f in folders if (f / "nvdisasm").is_file()), None)
+    program = shutil.which("nvdisasm") or next(
+        (str(f / "nvdisasm") for f in folders if (f / "nvdisasm").is_file()), None
+    )
     if program is None:
         raise SetupError(_NOT_INSTALLED)
     return program
 
 
 def disassembled(program: str, code: bytes) -> str:
-    """The machine code of a cubin as text, with its source lines. Raises SetupError for an nvdisasm that is too old."""
+    """The machine code of a cubin as text, with its source lines. Raises SetupError for an nvdisasm that is
+    too old."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(code)
         file.flush()
@@ -99,7 +117,9 @@ def counted(listing: str) -> tuple[Counter[str], Counter[tuple[str, int]]]:
         if place:
             here = (Path(place[1]).name, int(place[2]))
         elif instruction and instruction[1] != "NOP":
-            kinds[next((kind for kind, names in KINDS.items() if re.match(names, instruction[1])), "other")] += 1
+            kinds[
+                next((kind for kind, names in KINDS.items() if re.match(names, instruction[1])), "other")
+            ] += 1
             places[here] += 1
     return kinds, places
 
@@ -111,14 +131,22 @@ def _show(name: str, kernel: Kernel, cubin: Cubin, program: str, most: int, text
     kinds, places = counted(listing)
     total, r = sum(kinds.values()), cubin.report
     say(f"{name} for {cubin.arch}", "bold")
-    spills = f"spills {r.spill_stores} + {r.spill_loads} bytes" if r.spill_stores or r.spill_loads else "no spills"
-    say(f"  {total} instructions, {r.registers} registers, {spills}, {r.shared} bytes of static shared memory")
+    spills = (
+        f"spills {r.spill_stores} + {r.spill_loads} bytes" if r.spill_stores or r.spill_loads else "no spills"
+    )
+    say(
+        f"  {total} instructions, {r.registers} registers, {spills}, {r.shared} bytes of static shared memory"
+    )
     shown = common.table("", "kind", "instructions", "%")
     for kind, count in kinds.most_common():
         shown.add_row(kind, str(count), f"{100 * count / total:.0f}")
     console.print(shown)
     sources = {**kernel.source.program.files, kernel.source.path: kernel.source.text}
-    rows = {(path.name, i): row.strip() for path, text in sources.items() for i, row in enumerate(text.splitlines(), 1)}
+    rows = {
+        (path.name, i): row.strip()
+        for path, text in sources.items()
+        for i, row in enumerate(text.splitlines(), 1)
+    }
     shown = common.table("", "source line", "instructions", "text")
     shown.columns[2].justify, shown.columns[2].no_wrap = "left", False  # it gets the rest of the width
     for (file, line), count in [pair for pair in places.most_common() if rows.get(pair[0])][:most]:

@@ -12,11 +12,22 @@ from cukern.bench import environment
 from cukern.runtime import checks
 from cukern.runtime.compile.signature import Param
 
-TYPES = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32, "f64": torch.float64, "bool": torch.bool}
-TYPES |= {f"i{n}": getattr(torch, f"int{n}") for n in (8, 16, 32, 64)} | {f"u{n}": getattr(torch, f"uint{n}") for n in (8, 16, 32, 64)}
+TYPES = {
+    "f16": torch.float16,
+    "bf16": torch.bfloat16,
+    "f32": torch.float32,
+    "f64": torch.float64,
+    "bool": torch.bool,
+}
+TYPES |= {f"i{n}": getattr(torch, f"int{n}") for n in (8, 16, 32, 64)} | {
+    f"u{n}": getattr(torch, f"uint{n}") for n in (8, 16, 32, 64)
+}
 TYPES |= {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 FILLS = ("rand", "iota", "empty")
-GRAMMAR = "TYPE:SHAPE such as f32:64x64, TYPE:SHAPE=FILL, a number, true, false, null, or numbers separated by commas for a vector"
+GRAMMAR = (
+    "TYPE:SHAPE such as f32:64x64, TYPE:SHAPE=FILL, a number, true, false, null, or numbers separated by "
+    "commas for a vector"
+)
 
 
 def fill_of(param: Param, word: str) -> str:
@@ -46,7 +57,9 @@ def parsed(text: str) -> int | float | None:
 def tensor(param: Param, word: str, random: torch.Generator) -> torch.Tensor:
     match = re.fullmatch(r"(\w+):([0-9]+(?:x[0-9]+)*)(?:=(.+))?", word)
     if match is None:
-        raise ValueError(f"--args: {word!r} for {param} must be a tensor, TYPE:SHAPE such as f32:64x64, or null")
+        raise ValueError(
+            f"--args: {word!r} for {param} must be a tensor, TYPE:SHAPE such as f32:64x64, or null"
+        )
     checks.choice(f"--args: the type of {word!r}", match[1], TYPES)
     dtype, shape, fill = TYPES[match[1]], [int(n) for n in match[2].split("x")], fill_of(param, word)
     need, has = math.prod(shape) * dtype.itemsize, environment.memory()
@@ -68,16 +81,24 @@ def _filled(shape: Sequence[int], dtype: torch.dtype, fill: str, random: torch.G
     if fill == "iota":
         return torch.arange(math.prod(shape), dtype=torch.int64, device="cpu").reshape(shape).to(dtype)
     if fill == "empty":
-        number: int | float | None = torch.nan if floating else 1 if dtype == torch.bool else torch.iinfo(dtype).max
+        number: int | float | None = (
+            torch.nan if floating else 1 if dtype == torch.bool else torch.iinfo(dtype).max
+        )
     else:
         number = parsed(fill)
     if number is None:
         raise ValueError(f"it must end in a number or one of {', '.join(FILLS)}, got {fill!r}")
     if not floating and (isinstance(number, float) or not _fits(number, dtype)):
         raise ValueError(f"{number} does not fit its elements")
-    whole = torch.full(shape, number, dtype=torch.float32 if floating and dtype.itemsize == 1 else dtype, device="cpu")
+    whole = torch.full(
+        shape, number, dtype=torch.float32 if floating and dtype.itemsize == 1 else dtype, device="cpu"
+    )
     return whole.to(dtype)  # torch fills no 8-bit floats
 
 
 def _fits(number: int, dtype: torch.dtype) -> bool:
-    return number in (0, 1) if dtype == torch.bool else torch.iinfo(dtype).min <= number <= torch.iinfo(dtype).max
+    return (
+        number in (0, 1)
+        if dtype == torch.bool
+        else torch.iinfo(dtype).min <= number <= torch.iinfo(dtype).max
+    )

@@ -19,7 +19,9 @@ from cukern.sim import load, triton
 _CTYPES = {"8": "unsigned char", "16": "unsigned short", "32": "int", "64": "long long"}
 
 
-def run_triton(file: Path, name: str, arch: str, words: Sequence[str], dims: Dims, seed: int, covered: bool) -> None:
+def run_triton(
+    file: Path, name: str, arch: str, words: Sequence[str], dims: Dims, seed: int, covered: bool
+) -> None:
     """Run a Triton kernel of a Python file. Raises ValueError and FileNotFoundError."""
     with triton(arch):
         kernel = _kernel(file, name)
@@ -28,9 +30,21 @@ def run_triton(file: Path, name: str, arch: str, words: Sequence[str], dims: Dim
         taken = [p for p in kernel.arg_names if p not in named]
         plain = [word for word in words if word not in options]
         if len(plain) > len(taken):
-            raise ValueError(f"{name} takes {len(taken)} more arguments ({', '.join(taken)}), got {len(plain)} in --args")
-        params = [Param(p, "void", pointer=":" in word, const=True) for p, word in zip(taken, plain, strict=False)]
-        run_kernel(name, params, plain, lambda values: kernel[dims[0]](*values, **named), dims[:1], seed, [file] if covered else [])
+            raise ValueError(
+                f"{name} takes {len(taken)} more arguments ({', '.join(taken)}), got {len(plain)} in --args"
+            )
+        params = [
+            Param(p, "void", pointer=":" in word, const=True) for p, word in zip(taken, plain, strict=False)
+        ]
+        run_kernel(
+            name,
+            params,
+            plain,
+            lambda values: kernel[dims[0]](*values, **named),
+            dims[:1],
+            seed,
+            [file] if covered else [],
+        )
 
 
 def _kernel(file: Path, name: str) -> Any:
@@ -55,7 +69,9 @@ def _value(text: str) -> Any:
     return text
 
 
-def run_ptx(file: Path, name: str | None, shared: int, words: Sequence[str], dims: Dims, seed: int, covered: bool) -> None:
+def run_ptx(
+    file: Path, name: str | None, shared: int, words: Sequence[str], dims: Dims, seed: int, covered: bool
+) -> None:
     """Run a kernel of a .ptx file. Raises ValueError and FileNotFoundError."""
     if not file.is_file():
         raise FileNotFoundError(f"there is no file {str(file)!r}")

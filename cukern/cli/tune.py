@@ -1,4 +1,5 @@
-"""`cukern tune`: measures two rates of this GPU for the cost models, or the configurations of a user's own op, and stores the result."""
+"""`cukern tune`: measures two rates of this GPU for the cost models, or the configurations of a user's own
+op, and stores the result."""
 
 from typing import Annotated
 
@@ -30,13 +31,18 @@ extern "C" __global__ void clock_rate(double* rates, float* sink, int n) {
 
 
 def tune(
-    op: Annotated[str | None, typer.Argument(metavar="[OP]", help="A file of your own op, whose configs= are measured: my_op.py.")] = None,
+    op: Annotated[
+        str | None,
+        typer.Argument(metavar="[OP]", help="A file of your own op, whose configs= are measured: my_op.py."),
+    ] = None,
     dims: Dims = None,
     dtype: Dtype = None,
 ) -> None:
-    """Measure this GPU's copy bandwidth and its SM clock under load, and store them. Plans of later processes use them.
+    """Measure this GPU's copy bandwidth and its SM clock under load, and store them. Plans of later processes
+    use them.
 
-    With OP, check and measure the configurations of your own op, and store the fastest one for this GPU: see help(cukern.tune).
+    With OP, check and measure the configurations of your own op, and store the fastest one for this GPU: see
+    help(cukern.tune).
     """
     if op is not None:
         found = find_case(op)
@@ -65,9 +71,11 @@ def _bandwidth() -> float:
 
 
 def _clock(sms: int) -> float:
-    """SM cycles per microsecond while all SMs execute FMAs: the median over the thread blocks of the second launch."""
+    """SM cycles per microsecond while all SMs execute FMAs: the median over the thread blocks of the second
+    launch."""
     blocks, threads = 2 * sms, 512
-    rates, sink = torch.empty(blocks, dtype=torch.float64, device="cuda"), torch.empty(blocks * threads, dtype=torch.float32, device="cuda")
+    rates = torch.empty(blocks, dtype=torch.float64, device="cuda")
+    sink = torch.empty(blocks * threads, dtype=torch.float32, device="cuda")
     for _ in range(2):
         compile_text(CLOCKS)(rates, sink, FMAS, grid=blocks, block=threads)
     return float(rates.median())

@@ -1,4 +1,5 @@
-"""From text to tokens to batches: llm.c's tokenizer file and token shards, and its data loader, with the same batches in the same order."""
+"""From text to tokens to batches: llm.c's tokenizer file and token shards, and its data loader, with the same
+batches in the same order."""
 
 import glob
 import os
@@ -10,12 +11,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cukern.gpt2.files import HEADER_BYTES, PathLike, check_size, expect, optional, read, replace, write_header
+from cukern.gpt2.files import (
+    HEADER_BYTES,
+    PathLike,
+    check_size,
+    expect,
+    optional,
+    read,
+    replace,
+    write_header,
+)
 
 SHARD, TOKENIZER = 20240520, 20240328  # magic numbers
 MAX_TOKENS = (2**31 - HEADER_BYTES - 1) // 2  # of a shard: llm.c's loader holds offsets in bytes as int32
 GPT2_EOT = 50256
-WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"  # GPT-2's, within which bytes are joined
+# GPT-2's, within which bytes are joined
+WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 
 @dataclass(frozen=True)
@@ -38,8 +49,9 @@ class Tokenizer:
         return b"".join(self.tokens[token] for token in tokens).decode(errors="replace")
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a text, by the package tiktoken's byte pair encoding unless each token is one byte. The file has no merges: its
-        tokens are in their order. EOT is not made. Raises ValueError for a byte without a token, ImportError without tiktoken."""
+        """The tokens of a text, by the package tiktoken's byte pair encoding unless each token is one byte.
+        The file has no merges: its tokens are in their order. EOT is not made. Raises ValueError for a byte
+        without a token, ImportError without tiktoken."""
         ranks = {token: i for i, token in enumerate(self.tokens) if i != self.eot}
         parts = [bytes([byte]) for byte in text.encode()]
         for part in parts:
@@ -47,7 +59,9 @@ class Tokenizer:
         if max(map(len, ranks)) == 1:
             return [ranks[part] for part in parts]
         library = optional("tiktoken", "tiktoken", "the tokens of a text need")
-        return library.Encoding("own", pat_str=WORDS, mergeable_ranks=ranks, special_tokens={}).encode_ordinary(text)
+        return library.Encoding(
+            "own", pat_str=WORDS, mergeable_ranks=ranks, special_tokens={}
+        ).encode_ordinary(text)
 
 
 def byte_tokenizer() -> Tokenizer:
@@ -67,7 +81,11 @@ def read_tokenizer(path: PathLike) -> Tokenizer:
             length = file.read(1)
             expect(length, f"{count} tokens", f"the end of the file after {i} tokens")
             tokens.append(file.read(length[0]))
-            expect(0 < length[0] == len(tokens[i]), f"1 to 255 bytes for token {i}", f"{len(tokens[i])} bytes of {length[0]}")
+            expect(
+                0 < length[0] == len(tokens[i]),
+                f"1 to 255 bytes for token {i}",
+                f"{len(tokens[i])} bytes of {length[0]}",
+            )
         check_size(file, file.tell(), f"{count} tokens")
         return Tokenizer(tuple(tokens), eot)
 
@@ -86,8 +104,18 @@ def write_shard(path: PathLike, tokens: np.ndarray) -> None:
     """Write tokens, integers from 0 to 65535, as one shard: header, then uint16."""
     tokens = np.asarray(tokens)
     expect(tokens.dtype.kind in "iu", "tokens of an integer dtype", tokens.dtype, path, TypeError)
-    expect(0 < tokens.size <= MAX_TOKENS, f"1 to {MAX_TOKENS} tokens (llm.c reads shards below 2 GiB)", tokens.size, path)
-    expect(tokens.min() >= 0 and tokens.max() < 65536, "tokens from 0 to 65535", f"{tokens.min()} to {tokens.max()}", path)
+    expect(
+        0 < tokens.size <= MAX_TOKENS,
+        f"1 to {MAX_TOKENS} tokens (llm.c reads shards below 2 GiB)",
+        tokens.size,
+        path,
+    )
+    expect(
+        tokens.min() >= 0 and tokens.max() < 65536,
+        "tokens from 0 to 65535",
+        f"{tokens.min()} to {tokens.max()}",
+        path,
+    )
     with replace(path) as file:
         write_header(file, SHARD, 1, tokens.size)
         file.write(tokens.astype("<u2").tobytes())
@@ -108,30 +136,50 @@ def read_shard(path: PathLike) -> np.ndarray:
 
 def tokenize(texts: Iterable[str], encoding: str) -> tuple[np.ndarray, Tokenizer]:
     """The tokens of documents as uint16, EOT before each document, and the tokenizer that decodes them.
-    `encoding` is "gpt2" (by the package tiktoken, which downloads its vocabulary once) or "bytes" (the bytes of UTF-8; EOT is 0).
-    "<|endoftext|>" in a text is ordinary text."""
+    `encoding` is "gpt2" (by the package tiktoken, which downloads its vocabulary once) or "bytes" (the bytes
+    of UTF-8; EOT is 0). "<|endoftext|>" in a text is ordinary text."""
     expect(encoding in ("gpt2", "bytes"), "the encoding 'gpt2' or 'bytes'", repr(encoding))
     if encoding == "bytes":
-        return np.frombuffer(b"".join(b"\0" + text.encode() for text in texts), np.uint8).astype(np.uint16), byte_tokenizer()
+        return np.frombuffer(b"".join(b"\0" + text.encode() for text in texts), np.uint8).astype(
+            np.uint16
+        ), byte_tokenizer()
     gpt2 = optional("tiktoken", "tiktoken", "the encoding 'gpt2' needs").get_encoding("gpt2")
     parts = [np.array([GPT2_EOT, *gpt2.encode_ordinary(text)], np.uint16) for text in texts]
     tokenizer = Tokenizer(tuple(gpt2.decode_single_token_bytes(i) for i in range(gpt2.n_vocab)), GPT2_EOT)
     return np.concatenate([np.empty(0, np.uint16), *parts]), tokenizer
 
 
-def write_shards(folder: PathLike, name: str, tokens: np.ndarray, *, val_first: int | None = None, shard_tokens: int = 10**8) -> list[Path]:
-    """Write NAME_val_000000.bin and NAME_train_000001.bin, NAME_train_000002.bin, ... and return their paths, validation first.
-    The last 10 % of the tokens are for validation; with `val_first` the first `val_first` tokens, as in llm.c's tiny_shakespeare (32768).
-    A training shard has `shard_tokens` tokens; the remainder joins the last one, unless that could exceed MAX_TOKENS."""
-    expect(val_first is None or 0 < val_first < len(tokens), f"val_first from 1 to {len(tokens) - 1}", val_first)
+def write_shards(
+    folder: PathLike,
+    name: str,
+    tokens: np.ndarray,
+    *,
+    val_first: int | None = None,
+    shard_tokens: int = 10**8,
+) -> list[Path]:
+    """Write NAME_val_000000.bin and NAME_train_000001.bin, NAME_train_000002.bin, ... and return their paths,
+    validation first. The last 10 % of the tokens are for validation; with `val_first` the first `val_first`
+    tokens, as in llm.c's tiny_shakespeare (32768). A training shard has `shard_tokens` tokens; the remainder
+    joins the last one, unless that could exceed MAX_TOKENS."""
+    expect(
+        val_first is None or 0 < val_first < len(tokens), f"val_first from 1 to {len(tokens) - 1}", val_first
+    )
     expect(len(tokens) >= 10 or val_first, "at least 10 tokens", len(tokens))
     expect(shard_tokens > 0, "at least 1 token in a shard", f"{shard_tokens=}")
-    train, val = np.split(tokens, [len(tokens) - len(tokens) // 10]) if val_first is None else (tokens[val_first:], tokens[:val_first])
+    train, val = (
+        np.split(tokens, [len(tokens) - len(tokens) // 10])
+        if val_first is None
+        else (tokens[val_first:], tokens[:val_first])
+    )
     least = shard_tokens if 2 * shard_tokens <= MAX_TOKENS else 1  # of the last shard
     parts = [val, *np.split(train, range(shard_tokens, len(train) - least + 1, shard_tokens))]
     paths = [Path(folder, f"{name}_{'train' if i else 'val'}_{i:06}.bin") for i in range(len(parts))]
     others = set(Path(folder).glob(f"{glob.escape(name)}_train_*.bin")) - set(paths)
-    expect(not others, f"no shards in the folder that would stay, beside the {len(parts)} new ones", ", ".join(map(str, sorted(others))))
+    expect(
+        not others,
+        f"no shards in the folder that would stay, beside the {len(parts)} new ones",
+        ", ".join(map(str, sorted(others))),
+    )
     Path(folder).mkdir(parents=True, exist_ok=True)
     for path, part in zip(paths, parts, strict=True):
         write_shard(path, part)
@@ -139,10 +187,13 @@ def write_shards(folder: PathLike, name: str, tokens: np.ndarray, *, val_first: 
 
 
 class Mt19937:
-    """llm.c's random numbers: the standard MT19937, as numpy's RandomState(seed) and torch's CPU generator draw them."""
+    """llm.c's random numbers: the standard MT19937, as numpy's RandomState(seed) and torch's CPU generator
+    draw them."""
 
     # left = 1 means that the state is renewed before the next draw; after the first draw left + next = 625
-    STRUCT = np.dtype([("seed", "<u8"), ("left", "<i4"), ("next", "<u4"), ("state", "<u4", 624), ("matrix", "<u4", 2)])
+    STRUCT = np.dtype(
+        [("seed", "<u8"), ("left", "<i4"), ("next", "<u4"), ("state", "<u4", 624), ("matrix", "<u4", 2)]
+    )
     MATRIX = (0, 0x9908B0DF)
 
     def __init__(self, seed: int) -> None:
@@ -166,7 +217,11 @@ class Mt19937:
         _, left, position, key, matrix = np.frombuffer(data, cls.STRUCT, 1)[0].tolist()
         unused = (left, position) == (1, 0)
         expect(tuple(matrix) == cls.MATRIX, f"the constants {cls.MATRIX} of MT19937", tuple(matrix))
-        expect(unused or 0 < position == 625 - left < 625, "left + next = 625 in the state of MT19937", f"{left} + {position}")
+        expect(
+            unused or 0 < position == 625 - left < 625,
+            "left + next = 625 in the state of MT19937",
+            f"{left} + {position}",
+        )
         rng = cls(0)
         rng._unused = unused
         rng._rng.set_state(("MT19937", np.array(key, np.uint32), 624 if unused else position, 0, 0.0))
@@ -175,7 +230,8 @@ class Mt19937:
 
 @dataclass(frozen=True)
 class LoaderState:
-    """Where a loader is, and with shuffling the order of the shards, that of the samples (both int32), and Mt19937.to_bytes()."""
+    """Where a loader is, and with shuffling the order of the shards, that of the samples (both int32), and
+    Mt19937.to_bytes()."""
 
     shard: int  # index into the order of the shards
     sample: int  # the next one, an index into the order of the samples
@@ -191,18 +247,21 @@ class DataLoader:
     Args:
         pattern: the shards, a glob pattern; they are sorted by name.
         B, T: rows per batch, tokens per row.
-        rank, num_processes: which process of how many reads. Sample i of rank r starts at token (i * num_processes + r) * B * T.
-        shuffle: permute the shards and the samples of each shard with MT19937, seeded by 42 + rank: each rank has its own order. llm.c
-            shuffles for training only.
+        rank, num_processes: which process of how many reads. Sample i of rank r starts at token (i *
+            num_processes + r) * B * T.
+        shuffle: permute the shards and the samples of each shard with MT19937, seeded by 42 + rank: each rank
+            has its own order. llm.c shuffles for training only.
         vocab_size: `next_batch` refuses tokens that are not below it.
 
-    After the last shard the loader starts again, also for validation: with 7 samples in the file, the eighth batch is the first one.
-    Raises FileNotFoundError if nothing matches the pattern; ValueError for a bad shard, or one shorter than num_processes * B * T + 1.
+    After the last shard the loader starts again, also for validation: with 7 samples in the file, the eighth
+    batch is the first one. Raises FileNotFoundError if nothing matches the pattern; ValueError for a bad
+    shard, or one shorter than num_processes * B * T + 1.
     """
 
     def __init__(
-        self, pattern: PathLike, B: int, T: int, *, rank: int = 0, num_processes: int = 1, shuffle: bool = False, vocab_size: int = 65536
-    ) -> None:
+        self, pattern: PathLike, B: int, T: int, *, rank: int = 0, num_processes: int = 1,
+        shuffle: bool = False, vocab_size: int = 65536,
+    ) -> None:  # fmt: skip
         expect(B > 0 and T > 0, "B and T of at least 1", f"{B=}, {T=}")
         expect(0 <= rank < num_processes, "0 <= rank < num_processes", f"{rank=}, {num_processes=}")
         self.paths = sorted(glob.glob(os.fspath(pattern)))
@@ -220,7 +279,8 @@ class DataLoader:
         self.reset()
 
     def reset(self) -> None:
-        """Start an epoch. The shards are permuted from their order in the last epoch, not from the sorted order."""
+        """Start an epoch. The shards are permuted from their order in the last epoch, not from the sorted
+        order."""
         if self.shuffle:
             self._rng.permute(self._shard_order)
         self._start_shard(0)
@@ -236,15 +296,28 @@ class DataLoader:
         return self._num_samples[self._shard_order[self._shard]]
 
     def next_batch(self) -> tuple[Tensor, Tensor]:
-        """x and y, int64 CPU tensors of shape (B, T). A new shard or epoch begins with the call after the last sample."""
+        """x and y, int64 CPU tensors of shape (B, T). A new shard or epoch begins with the call after the
+        last sample."""
         self._start_next_shard()
         count = self.B * self.T
         start = (int(self._sample_order[self._sample]) * self.num_processes + self.rank) * count
         path = self.paths[self._shard_order[self._shard]]
-        tokens = torch.from_numpy(np.fromfile(path, "<u2", count + 1, offset=HEADER_BYTES + 2 * start).astype(np.int64))
-        expect(len(tokens) == count + 1, f"{count + 1} tokens from token {start} on", f"{len(tokens)}: the file was cut", path)
+        tokens = torch.from_numpy(
+            np.fromfile(path, "<u2", count + 1, offset=HEADER_BYTES + 2 * start).astype(np.int64)
+        )
+        expect(
+            len(tokens) == count + 1,
+            f"{count + 1} tokens from token {start} on",
+            f"{len(tokens)}: the file was cut",
+            path,
+        )
         top, where = int(tokens.max()), start + int(tokens.argmax())
-        expect(top < self.vocab_size, f"tokens below the vocabulary size {self.vocab_size}", f"{top} at token {where}", path)
+        expect(
+            top < self.vocab_size,
+            f"tokens below the vocabulary size {self.vocab_size}",
+            f"{top} at token {where}",
+            path,
+        )
         self._sample += 1
         return tokens[:-1].view(self.B, self.T), tokens[1:].view(self.B, self.T)
 
@@ -265,12 +338,20 @@ class DataLoader:
             batches -= some
 
     def state(self) -> LoaderState:
-        shuffle = (self._shard_order.copy(), self._sample_order.copy(), self._rng.to_bytes()) if self.shuffle else None
+        shuffle = (
+            (self._shard_order.copy(), self._sample_order.copy(), self._rng.to_bytes())
+            if self.shuffle
+            else None
+        )
         return LoaderState(self._shard, self._sample, shuffle)
 
     def resume(self, state: LoaderState) -> None:
         """Go to a saved state, of a loader with the same shards, sizes and choice of shuffling."""
-        expect((state.shuffle is not None) == self.shuffle, f"a loader state with shuffle={self.shuffle}", f"shuffle={not self.shuffle}")
+        expect(
+            (state.shuffle is not None) == self.shuffle,
+            f"a loader state with shuffle={self.shuffle}",
+            f"shuffle={not self.shuffle}",
+        )
         order, sample_order, rng = state.shuffle or (self._shard_order, None, b"")
         expect(len(order) == len(self.paths), f"a loader state of {len(self.paths)} shards", len(order))
         expect(0 <= state.shard < len(order), f"a shard from 0 to {len(order) - 1}", state.shard)
@@ -280,4 +361,9 @@ class DataLoader:
         expect(0 <= state.sample <= samples, f"a sample from 0 to {samples}", state.sample)
         if self.shuffle:
             self._rng = Mt19937.from_bytes(rng)
-        self._shard, self._sample, self._shard_order, self._sample_order = state.shard, state.sample, order.copy(), sample_order.copy()
+        self._shard, self._sample, self._shard_order, self._sample_order = (
+            state.shard,
+            state.sample,
+            order.copy(),
+            sample_order.copy(),
+        )

@@ -22,12 +22,16 @@ START, CHOICES = 65535, 4  # the first word of an example, and its number of com
 
 @torch.no_grad()
 def validation_loss(model: GPT2, loader: DataLoader, num_batches: int | None = None) -> float:
-    """The mean loss of the first batches of the loader. None: num_tokens // (num_processes * B * T) batches, as in llm.c.
-    After its last batch the loader starts again, as in llm.c: 20 batches of a file with 7 count its batches two or three times. Of 0
-    batches it is NaN."""
+    """The mean loss of the first batches of the loader. None: num_tokens // (num_processes * B * T) batches,
+    as in llm.c. After its last batch the loader starts again, as in llm.c: 20 batches of a file with 7 count
+    its batches two or three times. Of 0 batches it is NaN."""
     expect(num_batches is None or num_batches >= 0, "at least 0 batches", num_batches)
     loader.reset()
-    count = loader.num_tokens // (loader.num_processes * loader.B * loader.T) if num_batches is None else num_batches
+    count = (
+        loader.num_tokens // (loader.num_processes * loader.B * loader.T)
+        if num_batches is None
+        else num_batches
+    )
     if count == 0:
         return math.nan
     losses = [model(*(part.to(model.wte.device) for part in loader.next_batch())) for _ in range(count)]
@@ -44,7 +48,8 @@ class Example:
 
 
 def read_hellaswag(path: PathLike, vocab_size: int = START) -> list[Example]:
-    """The examples of llm.c's hellaswag_val.bin. Raises ValueError for a malformed file and for tokens that are not below vocab_size."""
+    """The examples of llm.c's hellaswag_val.bin. Raises ValueError for a malformed file and for tokens that
+    are not below vocab_size."""
     examples = []
     with read(path, MAGIC, (VERSION,), "HellaSwag") as (file, header):
         count, longest = header[2:4]
@@ -65,10 +70,25 @@ def read_hellaswag(path: PathLike, vocab_size: int = START) -> list[Example]:
             for _ in range(1 + CHOICES):  # the context and the completions: a length and as many tokens
                 length = int(example[0]) if len(example) else 0
                 part, example = example[1 : 1 + length], example[1 + length :]
-                expect(0 < length == len(part), "a part of at least 1 token", f"{len(part)} tokens of {length}", where)
-                expect(part.max() < vocab_size, f"tokens below the vocabulary size {vocab_size}", part.max(), where)
+                expect(
+                    0 < length == len(part),
+                    "a part of at least 1 token",
+                    f"{len(part)} tokens of {length}",
+                    where,
+                )
+                expect(
+                    part.max() < vocab_size,
+                    f"tokens below the vocabulary size {vocab_size}",
+                    part.max(),
+                    where,
+                )
                 parts.append(part.astype(np.int64))
-            expect(not len(example), "the end of the example after its parts", f"{2 * len(example)} more bytes", where)
+            expect(
+                not len(example),
+                "the end of the example after its parts",
+                f"{2 * len(example)} more bytes",
+                where,
+            )
             examples.append(Example(label, parts[0], tuple(parts[1:])))
         check_size(file, file.tell() - 2 * len(words), f"{count} examples")
         return examples
@@ -77,13 +97,19 @@ def read_hellaswag(path: PathLike, vocab_size: int = START) -> list[Example]:
 @torch.no_grad()
 def hellaswag_accuracy(model: GPT2, examples: Sequence[Example], batch: int = 4) -> tuple[int, int]:
     """How many examples are right, of how many: the right completion has the least mean loss of its tokens.
-    `batch` is the number of rows, at least 4; each example has 4. Raises ValueError for an example longer than max_seq_len."""
+    `batch` is the number of rows, at least 4; each example has 4. Raises ValueError for an example longer
+    than max_seq_len."""
     expect(batch >= CHOICES, f"a batch of at least {CHOICES} rows", batch)
     right, step, device = 0, batch // CHOICES, model.wte.device
     for some in (examples[i : i + step] for i in range(0, len(examples), step)):
-        rows = [(torch.from_numpy(example.context), torch.from_numpy(part)) for example in some for part in example.completions]
+        rows = [
+            (torch.from_numpy(example.context), torch.from_numpy(part))
+            for example in some
+            for part in example.completions
+        ]
         tokens = pad_sequence([torch.cat(row) for row in rows], batch_first=True)
-        goals = [pad(completion, (len(context) - 1, 1), value=-100) for context, completion in rows]  # -100: ignored
+        # -100: ignored
+        goals = [pad(completion, (len(context) - 1, 1), value=-100) for context, completion in rows]
         targets = pad_sequence(goals, batch_first=True, padding_value=-100).to(device)
         logits = model(tokens.to(device))
         losses = cukern.cross_entropy(logits, targets, reduction="none", vocab_size=model.config.vocab_size)
@@ -96,7 +122,8 @@ def hellaswag_accuracy(model: GPT2, examples: Sequence[Example], batch: int = 4)
 
 
 class Xorshift:
-    """llm.c's random numbers, xorshift64* (Vigna, arXiv 1402.6246). `state` is its 64 bits, not all 0; llm.c samples from 1337 on."""
+    """llm.c's random numbers, xorshift64* (Vigna, arXiv 1402.6246). `state` is its 64 bits, not all 0; llm.c
+    samples from 1337 on."""
 
     def __init__(self, state: int = 1337) -> None:
         expect(isinstance(state, int) and 0 < state < 2**64, "a state from 1 to 2^64 - 1", state)
@@ -111,15 +138,18 @@ class Xorshift:
 
 
 def draw(logits: Tensor, coin: float, *, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> int:
-    """The token of softmax(logits) at which the running sum of the probabilities exceeds `coin`, as llm.c computes it.
+    """The token of softmax(logits) at which the running sum of the probabilities exceeds `coin`, as llm.c
+    computes it.
 
     Args:
         logits: (vocabulary,), without the padding. coin: a random number, at least 0 and less than 1.
         temperature: divides the logits; 0 takes the largest. llm.c has none.
-        top_k: draw among the k largest; 0: among all. top_p: draw among the fewest whose probabilities add up to at least top_p.
+        top_k: draw among the k largest; 0: among all. top_p: draw among the fewest whose probabilities add up
+            to at least top_p.
 
-    The exponentials, without subtraction of the maximum, and their running sum are float32, and their sum is float64. Logits above 88
-    overflow, and the last token is drawn. Raises ValueError for NaN logits, another shape, and numbers outside their range.
+    The exponentials, without subtraction of the maximum, and their running sum are float32, and their sum is
+    float64. Logits above 88 overflow, and the last token is drawn. Raises ValueError for NaN logits, another
+    shape, and numbers outside their range.
     """
     expect(logits.ndim == 1 and len(logits) > 0, "logits of shape (vocabulary,)", tuple(logits.shape))
     expect(0 <= coin < 1, "a coin in [0, 1)", coin)
@@ -133,12 +163,16 @@ def draw(logits: Tensor, coin: float, *, temperature: float = 1.0, top_k: int = 
     keep: Tensor | None = None  # of the logits in descending order
     if 0 < top_k < len(logits) or top_p < 1:
         largest, order = logits.sort(descending=True, stable=True)
-        before = (largest / temperature).softmax(0).cumsum(0).roll(1)  # the sum of the probabilities of those before
+        # the sum of the probabilities of those before
+        before = (largest / temperature).softmax(0).cumsum(0).roll(1)
         before[0] = 0
-        keep = (before < top_p) & (torch.arange(len(logits), dtype=torch.int64, device="cpu") < (top_k or len(logits)))
+        keep = (before < top_p) & (
+            torch.arange(len(logits), dtype=torch.int64, device="cpu") < (top_k or len(logits))
+        )
         logits = logits.masked_fill(torch.ones_like(keep).scatter(0, order[keep], False), -math.inf)
     with np.errstate(over="ignore", invalid="ignore"):
-        exponentials = np.exp((logits / temperature).numpy().astype(np.float64)).astype(np.float32)  # as expf of the C library
+        # as expf of the C library
+        exponentials = np.exp((logits / temperature).numpy().astype(np.float64)).astype(np.float32)
         cdf = np.cumsum(exponentials)  # one after the other, as a loop adds
         above = np.float32(coin * np.cumsum(exponentials, dtype=np.float64)[-1]) < cdf
     if above.any():
@@ -148,17 +182,26 @@ def draw(logits: Tensor, coin: float, *, temperature: float = 1.0, top_k: int = 
 
 @torch.no_grad()
 def generate(
-    model: GPT2, tokenizer: Tokenizer, length: int, rng: Xorshift | None = None, *, prompt: Sequence[int] = (), **options: Any
+    model: GPT2,
+    tokenizer: Tokenizer,
+    length: int,
+    rng: Xorshift | None = None,
+    *,
+    prompt: Sequence[int] = (),
+    **options: Any,
 ) -> Iterator[int]:
-    """Yield the tokens that follow a prompt, each as soon as it is drawn: `for token in generate(model, tokenizer, 64): ...`
+    """Yield the tokens that follow a prompt, each as soon as it is drawn: `for token in generate(model,
+    tokenizer, 64): ...`
 
     Args:
-        length: the tokens of prompt and text together, as llm.c's -g. After max_seq_len tokens the text goes on from its last half of
-            max_seq_len; llm.c has no such texts.
-        rng: None: from 1337 on, as llm.c's bfloat16 program at each call; its float32 program goes on with one Xorshift.
+        length: the tokens of prompt and text together, as llm.c's -g. After max_seq_len tokens the text goes
+            on from its last half of max_seq_len; llm.c has no such texts.
+        rng: None: from 1337 on, as llm.c's bfloat16 program at each call; its float32 program goes on with
+            one Xorshift.
         prompt: at most max_seq_len tokens; without any, the tokenizer's EOT. options: of `draw`.
 
-    Only new tokens are computed, one row of them; so logits differ from llm.c's by rounding. Raises ValueError for a bad length or prompt.
+    Only new tokens are computed, one row of them; so logits differ from llm.c's by rounding. Raises
+    ValueError for a bad length or prompt.
     """
     rng, new, cache = rng or Xorshift(), list(prompt) or [tokenizer.eot], model.make_cache(1)
     tokens, most = list(new), model.config.max_seq_len
@@ -167,16 +210,25 @@ def generate(
     for _ in range(length - len(new)):
         if cache.length == most:
             new, cache = tokens[-max(1, most // 2) :], model.make_cache(1)
-        logits = model(torch.tensor([new], dtype=torch.int64, device=model.wte.device), cache=cache)[0, -1, : model.config.vocab_size]
+        logits = model(torch.tensor([new], dtype=torch.int64, device=model.wte.device), cache=cache)[
+            0, -1, : model.config.vocab_size
+        ]
         new = [draw(logits, rng.uniform(), **options)]
         tokens += new
         yield new[0]
 
 
 def sample_text(
-    model: GPT2, tokenizer: Tokenizer, count: int, rng: Xorshift | None = None, *, prompt: Sequence[int] = (), **options: Any
+    model: GPT2,
+    tokenizer: Tokenizer,
+    count: int,
+    rng: Xorshift | None = None,
+    *,
+    prompt: Sequence[int] = (),
+    **options: Any,
 ) -> str:
-    """The text of `generate`, with its prompt. If it is longer than max_seq_len, it ends with its last whole word."""
+    """The text of `generate`, with its prompt. If it is longer than max_seq_len, it ends with its last whole
+    word."""
     length = max(len(prompt), count)
     text = tokenizer.decode([*prompt, *generate(model, tokenizer, length, rng, prompt=prompt, **options)])
     return text.rpartition(" ")[0] or text if length > model.config.max_seq_len else text

@@ -1,4 +1,5 @@
-"""What llm.c's binary files have in common: a header of 256 int32, an exact size, little-endian arrays. A file is replaced in one step."""
+"""What llm.c's binary files have in common: a header of 256 int32, an exact size, little-endian arrays. A
+file is replaced in one step."""
 
 import contextlib
 import errno
@@ -19,14 +20,17 @@ PathLike = str | os.PathLike
 
 
 def optional(package: str, module: str, needed_by: str) -> Any:
-    """Import a module of a package that is not installed with cukern. Raises ImportError with the command that installs it."""
+    """Import a module of a package that is not installed with cukern. Raises ImportError with the command
+    that installs it."""
     try:
         return importlib.import_module(module)
     except ImportError:
         raise ImportError(f"{needed_by} the package {package}: pip install {package}") from None
 
 
-def expect(true: object, expected: object, found: object, path: object = None, error: type[Exception] = ValueError) -> None:
+def expect(
+    true: object, expected: object, found: object, path: object = None, error: type[Exception] = ValueError
+) -> None:
     """Raise an error that says what was expected and what was found, and in which file, unless `true`."""
     if not true:
         raise error(f"{'' if path is None else f'{path}: '}expected {expected}; found {found}")
@@ -34,9 +38,9 @@ def expect(true: object, expected: object, found: object, path: object = None, e
 
 @contextlib.contextmanager
 def replace(path: PathLike, nbytes: int | None = None) -> Iterator[BinaryIO]:
-    """Open PATH.tmp for writing. At the end of the block it is flushed to disk and renamed to `path` in one step.
-    On an error, a full disk or a kill, `path` keeps its old content. A kill leaves PATH.tmp; the next write to `path` overwrites it.
-    `nbytes`: the size of the file, for the message about a full disk."""
+    """Open PATH.tmp for writing. At the end of the block it is flushed to disk and renamed to `path` in one
+    step. On an error, a full disk or a kill, `path` keeps its old content. A kill leaves PATH.tmp; the next
+    write to `path` overwrites it. `nbytes`: the size of the file, for the message about a full disk."""
     temporary = f"{os.fspath(path)}.tmp"
     try:
         with open(temporary, "wb") as file:
@@ -59,7 +63,8 @@ def replace(path: PathLike, nbytes: int | None = None) -> Iterator[BinaryIO]:
 
 
 def full_disk(path: PathLike, nbytes: int | None = None) -> OSError:
-    """The error of a full disk: the file, the bytes that it needs, if they are known, and those that are free."""
+    """The error of a full disk: the file, the bytes that it needs, if they are known, and those that are
+    free."""
     free = shutil.disk_usage(os.path.dirname(os.path.abspath(path))).free
     needs = "" if nbytes is None else f"needs {nbytes} bytes, "
     error = OSError(f"{os.fspath(path)}: No space left on device: {needs}{free} bytes are free")
@@ -68,19 +73,29 @@ def full_disk(path: PathLike, nbytes: int | None = None) -> OSError:
 
 
 def write_header(file: BinaryIO, *slots: int) -> None:
-    file.write(np.array(slots, "<i4").tobytes().ljust(HEADER_BYTES, b"\0"))  # OverflowError if one does not fit into int32
+    # OverflowError if one does not fit into int32
+    file.write(np.array(slots, "<i4").tobytes().ljust(HEADER_BYTES, b"\0"))
 
 
 @contextlib.contextmanager
-def read(path: PathLike, magic: int, versions: Sequence[int], what: str) -> Iterator[tuple[BinaryIO, list[int]]]:
-    """Open a file: yields it and the 256 int32 of its header, which is checked. A ValueError inside the block gets the path before it."""
+def read(
+    path: PathLike, magic: int, versions: Sequence[int], what: str
+) -> Iterator[tuple[BinaryIO, list[int]]]:
+    """Open a file: yields it and the 256 int32 of its header, which is checked. A ValueError inside the block
+    gets the path before it."""
     with Path(path).open("rb") as file:
         try:
             data = file.read(HEADER_BYTES)
-            expect(len(data) == HEADER_BYTES, f"a header of {HEADER_BYTES} bytes", f"a file of {len(data)} bytes")
+            expect(
+                len(data) == HEADER_BYTES, f"a header of {HEADER_BYTES} bytes", f"a file of {len(data)} bytes"
+            )
             header = np.frombuffer(data, "<i4").tolist()
             expect(header[0] == magic, f"magic number {magic}, of {what}", header[0])
-            expect(header[1] in versions, f"version {' or '.join(map(str, versions))} of {what}", f"version {header[1]}")
+            expect(
+                header[1] in versions,
+                f"version {' or '.join(map(str, versions))} of {what}",
+                f"version {header[1]}",
+            )
             yield file, header
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
@@ -95,7 +110,11 @@ def read_tensor(file: BinaryIO, shape: Sequence[int], dtype: torch.dtype) -> Ten
     """The next tensor. The size of the file is checked before memory is allocated."""
     offset, nbytes = file.tell(), math.prod(shape) * dtype.itemsize
     left = os.fstat(file.fileno()).st_size - offset
-    expect(nbytes <= left, f"{nbytes} more bytes at byte {offset}, for a tensor of shape {tuple(shape)}", f"{left} bytes")
+    expect(
+        nbytes <= left,
+        f"{nbytes} more bytes at byte {offset}, for a tensor of shape {tuple(shape)}",
+        f"{left} bytes",
+    )
     return torch.from_numpy(np.fromfile(file, np.uint8, nbytes)).view(dtype).view(tuple(shape))
 
 

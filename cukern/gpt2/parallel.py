@@ -1,6 +1,7 @@
-"""More than one process. torchrun starts them. After a backward, one all-reduce averages their gradients, which a CUDA graph may contain.
-With llm.c's -z 1 it is FSDP2, which gives each process a part of each parameter and of the optimizer's state. If a process dies, torchrun,
-or without it watch.py, ends the others and names it."""
+"""More than one process. torchrun starts them. After a backward, one all-reduce averages their gradients,
+which a CUDA graph may contain. With llm.c's -z 1 it is FSDP2, which gives each process a part of each
+parameter and of the optimizer's state. If a process dies, torchrun, or without it watch.py, ends the others
+and names it."""
 
 import contextlib
 import datetime
@@ -20,7 +21,8 @@ from cukern.gpt2.watch import Watch
 
 @dataclass(frozen=True)
 class Start:
-    """What torchrun says in variables. `method`: an init_method of torch.distributed, such as tcp://10.0.0.1:12345."""
+    """What torchrun says in variables. `method`: an init_method of torch.distributed, such as
+    tcp://10.0.0.1:12345."""
 
     method: str
     rank: int
@@ -33,12 +35,17 @@ class Start:
 
 def started(start: Start | None = None) -> tuple[int, int]:
     """This process's rank and the number of processes that torchrun has started; 0 and 1 without torchrun."""
-    return (start.rank, start.count) if start else (int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)))
+    return (
+        (start.rank, start.count)
+        if start
+        else (int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)))
+    )
 
 
 @contextlib.contextmanager
 def processes(device: str, start: Start | None = None) -> Iterator[tuple[int, int]]:
-    """Inside the block, the processes are connected: `started`. A process that fails there says its rank on stderr."""
+    """Inside the block, the processes are connected: `started`. A process that fails there says its rank on
+    stderr."""
     rank, count = started(start)
     if count == 1:
         yield 0, 1
@@ -53,7 +60,9 @@ def processes(device: str, start: Start | None = None) -> Iterator[tuple[int, in
         store, *_ = next(distributed.rendezvous(start.method, rank, count))
         watch = Watch(store, urlsplit(start.method).hostname or "localhost", rank, count)
         where = {"store": store, "rank": rank, "world_size": count}
-    distributed.init_process_group("nccl" if device == "cuda" else "gloo", timeout=datetime.timedelta(minutes=5), **where)
+    distributed.init_process_group(
+        "nccl" if device == "cuda" else "gloo", timeout=datetime.timedelta(minutes=5), **where
+    )
     try:
         yield rank, count
     except Exception as error:
@@ -69,8 +78,9 @@ def _is_one_of_many() -> bool:
 
 
 def wrap(model: Any, zero: int) -> Any:
-    """A module that computes as `model`, with the parameters of the first process. With `zero`, the parameters of the model are DTensors
-    from then on, sharded along their first dimension, except during a forward and its backward, which averages the gradients."""
+    """A module that computes as `model`, with the parameters of the first process. With `zero`, the
+    parameters of the model are DTensors from then on, sharded along their first dimension, except during a
+    forward and its backward, which averages the gradients."""
     if not _is_one_of_many():
         return model
     for p in model.parameters():
@@ -85,7 +95,8 @@ def wrap(model: Any, zero: int) -> Any:
 
 
 def backward_averages(network: Any, now: bool) -> None:
-    """With FSDP2, the next backward averages the gradients if `now`; otherwise it adds to those of this process."""
+    """With FSDP2, the next backward averages the gradients if `now`; otherwise it adds to those of this
+    process."""
     if hasattr(network, "set_requires_gradient_sync"):
         network.set_requires_gradient_sync(now)
 
@@ -115,7 +126,8 @@ def barrier() -> None:
 
 
 def local(x: Any) -> Tensor:
-    """This process's part of a DTensor, padded with zeros to the size of the first process's part; another tensor as it is."""
+    """This process's part of a DTensor, padded with zeros to the size of the first process's part; another
+    tensor as it is."""
     if not hasattr(x, "to_local"):
         return x
     part = x.to_local()
@@ -129,7 +141,8 @@ def full(x: Any) -> Tensor:
 
 
 def like(p: Any, x: Tensor, whole: bool = True) -> Tensor:
-    """The numbers x in the shape of p. If p is a DTensor, so is the result; without `whole`, x is what `local` gave for it."""
+    """The numbers x in the shape of p. If p is a DTensor, so is the result; without `whole`, x is what
+    `local` gave for it."""
     if not hasattr(p, "to_local"):
         return x.view(p.shape)
     from torch.distributed.tensor import DTensor

@@ -1,4 +1,5 @@
-"""The settings of a training run, what an update reports, the schedules of the learning rate, and z-scores."""
+"""The settings of a training run, what an update reports, the schedules of the learning rate, and
+z-scores."""
 
 import math
 from collections import deque
@@ -35,7 +36,9 @@ class Settings:
     prompt: tuple[int, ...] = ()  # tokens with which samples begin; llm.c has none
     hellaswag: PathLike | None = None  # -h: the file
     overfit: bool = False  # -a: train on the first batch of the validation data
-    master: bool = True  # -w: with bfloat16, keep float32 weights too; write the float32 weights into the optimizer state, as llm.c expects
+    # -w: with bfloat16, keep float32 weights too; write the float32 weights into the optimizer state, as
+    # llm.c expects
+    master: bool = True
     checkpoint_every: int = 0  # -n; 0 means never
     keep: int = 0  # -nk: the number of checkpoints to keep; 0 means all
     major_every: int = 0  # -nm: checkpoints at multiples of this are never deleted
@@ -60,7 +63,11 @@ class Settings:
             elif isinstance(value, int | float) and name not in ("rank", "num_processes", "zero"):
                 expect(0 <= value < math.inf, f"{name} at least 0", value)
         expect(self.schedule in SCHEDULES, f"a schedule of {', '.join(SCHEDULES)}", repr(self.schedule))
-        expect(0 <= self.rank < self.num_processes, "0 <= rank < num_processes", f"{self.rank} and {self.num_processes}")
+        expect(
+            0 <= self.rank < self.num_processes,
+            "0 <= rank < num_processes",
+            f"{self.rank} and {self.num_processes}",
+        )
         expect(self.zero in (0, 1), "zero 0 or 1", self.zero)
         product = "batch * seq_len" + " * num_processes" * (self.num_processes > 1)
         whole = self.total_batch < 0 or self.total_batch % self.tokens == 0
@@ -68,13 +75,16 @@ class Settings:
         needs_out = "resume" if self.resume else "checkpoint_every" if self.checkpoint_every else ""
         expect(self.out is not None or not needs_out, f"out, a folder, for {needs_out}", None)
 
-    tokens = property(lambda self: self.batch * self.seq_len * self.num_processes)  # of a forward pass in all processes
-    micro_steps = property(lambda self: max(1, self.total_batch // self.tokens))  # forward and backward passes of an update
+    # of a forward pass in all processes
+    tokens = property(lambda self: self.batch * self.seq_len * self.num_processes)
+    # forward and backward passes of an update
+    micro_steps = property(lambda self: max(1, self.total_batch // self.tokens))
 
 
 @dataclass(frozen=True)
 class Step:
-    """What an update reports. `number` counts from 1; z-scores are NaN for the first 128 updates; `mfu`: None for unknown peaks."""
+    """What an update reports. `number` counts from 1; z-scores are NaN for the first 128 updates; `mfu`: None
+    for unknown peaks."""
 
     number: int
     total: int
@@ -90,15 +100,19 @@ class Step:
     def __str__(self) -> str:
         mfu = "n/a" if self.mfu is None else f"{100 * self.mfu:.1f}%"
         return (
-            f"step {self.number:4d}/{self.total} | loss {self.loss:7.6f} ({self.loss_z:+.2f}z)| norm {self.norm:6.4f} ({self.norm_z:+.2f}z)"
+            f"step {self.number:4d}/{self.total} | loss {self.loss:7.6f} ({self.loss_z:+.2f}z)| norm "
+            f"{self.norm:6.4f} ({self.norm_z:+.2f}z)"
             f"| lr {self.lr:.2e} | {self.ms:.2f} ms | {mfu} bf16 MFU | {self.tokens_per_s:.0f} tok/s"
         )
 
 
-def learning_rate(step: int, total: int, lr: float, schedule: str = "cosine", warmup: int = 0, final_fraction: float = 1.0) -> float:
+def learning_rate(
+    step: int, total: int, lr: float, schedule: str = "cosine", warmup: int = 0, final_fraction: float = 1.0
+) -> float:
     """The learning rate of update `step`, counted from 0, of `total`, as in llm.c.
-    During warmup it grows linearly to `lr`; "constant" ignores warmup. Then it falls to lr * final_fraction: with half a cosine, linearly,
-    or for "wsd" from 80 % of the updates on with 1 - sqrt. Each operation is rounded to float32, in llm.c's order."""
+    During warmup it grows linearly to `lr`; "constant" ignores warmup. Then it falls to lr * final_fraction:
+    with half a cosine, linearly, or for "wsd" from 80 % of the updates on with 1 - sqrt. Each operation is
+    rounded to float32, in llm.c's order."""
     number = np.float32
     top, one = number(lr), number(1)
     start = int(number(0.8) * number(total)) if schedule == "wsd" else warmup
@@ -117,8 +131,9 @@ def learning_rate(step: int, total: int, lr: float, schedule: str = "cosine", wa
 
 
 class Outliers:
-    """llm.c's outlier detector: the z-score of a value among the last `window` values, itself included. NaN for the first `window` values;
-    0 if all are equal. Sums are updated instead of computed anew, so that the digits are llm.c's."""
+    """llm.c's outlier detector: the z-score of a value among the last `window` values, itself included. NaN
+    for the first `window` values; 0 if all are equal. Sums are updated instead of computed anew, so that the
+    digits are llm.c's."""
 
     def __init__(self, window: int = 128) -> None:
         self.window, self.values, self.sum, self.squares = window, deque[float](), 0.0, 0.0

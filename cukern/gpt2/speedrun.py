@@ -45,7 +45,9 @@ class Recipe:
     def __post_init__(self) -> None:
         expect(self.softcap > 0, "a softcap above 0", self.softcap)
         expect(0 < self.warmdown <= 1, "a warmdown above 0, at most 1", self.warmdown)
-        expect(self.windows and all(0 < w <= 1 for w in self.windows), "windows above 0, at most 1", self.windows)
+        expect(
+            self.windows and all(0 < w <= 1 for w in self.windows), "windows above 0, at most 1", self.windows
+        )
 
 
 class Cukern:
@@ -227,8 +229,8 @@ class SpeedrunModel(torch.nn.Module):
 
 
 class Optimizers:
-    """Muon for the layers, AdamW for embedding and head. `param_groups[0]["lr"]` multiplies all learning rates.
-    On a GPU those of cukern's are tensors, which the CUDA graph of an update reads."""
+    """Muon for the layers, AdamW for embedding and head. `param_groups[0]["lr"]` multiplies all learning
+    rates. On a GPU those of cukern's are tensors, which the CUDA graph of an update reads."""
 
     grad_norm: Tensor
 

@@ -1,6 +1,6 @@
-"""Processes that nobody started together, as torchrun does: if one dies, the others end too, and name it. NCCL
-would wait for it. Process 0 holds a connection to each of the others, which the operating system closes when
-either process ends."""
+"""Processes that nobody started together, as torchrun does: if one dies, the others end too, and name it.
+NCCL would wait for it. Process 0 holds a connection to each of the others, which the operating system closes
+when either process ends."""
 
 import contextlib
 import os
@@ -14,8 +14,8 @@ _DONE = b"d"  # a process that needs the others no more says so
 
 
 class Watch:
-    """Of this process: process 0 watches all others, the others watch process 0. `store`: torch.distributed's.
-    `host`: the address of process 0."""
+    """Of this process: process 0 watches all others, the others watch process 0. `store`:
+    torch.distributed's. `host`: the address of process 0."""
 
     def __init__(self, store: Any, host: str, rank: int, count: int) -> None:
         self.rank, self.count = rank, count

@@ -1,1 +1,2 @@
-"""Other libraries' models with cukern's ops. transformers: `cukern.patch`, and attention for `attn_implementation="cukern"`."""
+"""Other libraries' models with cukern's ops. transformers: `cukern.patch`, and attention for
+`attn_implementation="cukern"`."""

@@ -1,6 +1,7 @@
 """Attention and its mask for transformers' `attn_implementation="cukern"`.
 
-transformers builds one mask per forward and passes it to each layer. `attention_mask` returns a tensor of one of these forms:
+transformers builds one mask per forward and passes it to each layer. `attention_mask` returns a tensor of one
+of these forms:
 
     (0, 0, 0, keys)           causal, without padding; the number of keys to use, 0 for all
     (1, 1, 1, n + 1), int32   cu_seqlens of the flattened tokens: n padded or packed sequences
@@ -8,8 +9,8 @@ transformers builds one mask per forward and passes it to each layer. `attention
     (batch, 1, queries, keys) any other pattern: the model's own attention computes it
     None                      no mask (cross-attention without padding)
 
-All have four dimensions, because transformers passes such masks on, and takes masks of two dimensions for padding.
-Causal order, window, softcap and sinks are arguments of the layer.
+All have four dimensions, because transformers passes such masks on, and takes masks of two dimensions for
+padding. Causal order, window, softcap and sinks are arguments of the layer.
 """
 
 import sys
@@ -43,7 +44,8 @@ def plain(device: Any, keys: int = 0) -> Tensor:
 
 
 def attention_mask(
-    batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: int = 0, mask_function: Any = None,
+    batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: int = 0,
+    mask_function: Any = None,
     attention_mask: Tensor | None = None, local_size: int | None = None, allow_is_causal_skip: bool = True,
     allow_is_bidirectional_skip: bool = False, use_vmap: bool = False, device: Any = "cpu", **kwargs: Any,
 ) -> Tensor | None:  # fmt: skip
@@ -58,13 +60,23 @@ def attention_mask(
             whole = allow_is_causal_skip and padding.shape[1] == q_length == kv_length
             found = _of_padding(padding) if whole else None
         else:
-            found = _of_whole(batch_size, q_length, q_offset, kv_offset + kv_length, kv_offset, mask_function, allow_is_causal_skip, device)
+            found = _of_whole(
+                batch_size,
+                q_length,
+                q_offset,
+                kv_offset + kv_length,
+                kv_offset,
+                mask_function,
+                allow_is_causal_skip,
+                device,
+            )
         if found is not None:
             return found
     from transformers.masking_utils import sdpa_mask
 
     return sdpa_mask(
-        batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset, mask_function=mask_function,
+        batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
+        mask_function=mask_function,
         attention_mask=attention_mask, local_size=local_size, allow_is_causal_skip=False,
         allow_is_bidirectional_skip=allow_is_bidirectional_skip, use_vmap=use_vmap, device=device, **kwargs,
     )  # fmt: skip
@@ -72,19 +84,28 @@ def attention_mask(
 
 def _traced(x: Tensor) -> bool:
     """True if the values of x cannot be read."""
-    return torch.compiler.is_compiling() or x.is_meta or (x.is_cuda and torch.cuda.is_current_stream_capturing())
+    return (
+        torch.compiler.is_compiling() or x.is_meta or (x.is_cuda and torch.cuda.is_current_stream_capturing())
+    )
 
 
 def _of_whole(
-    batch: int, queries: int, offset: int, end: int, first: int, mask_function: Callable[..., Tensor], is_causal: bool, device: Any
-) -> Tensor | None:
+    batch: int, queries: int, offset: int, end: int, first: int, mask_function: Callable[..., Tensor],
+    is_causal: bool, device: Any,
+) -> Tensor | None:  # fmt: skip
     """Without padding. The keys are `first` to `end`."""
     if offset + queries != end:  # a cache of fixed length, at its first tokens
         return plain(device, offset + queries) if is_causal and first == 0 else None
-    return plain(device) if is_causal or queries == 1 else _of_packed(batch, queries, offset, mask_function, device)
+    return (
+        plain(device)
+        if is_causal or queries == 1
+        else _of_packed(batch, queries, offset, mask_function, device)
+    )
 
 
-def _of_static_cache(batch: int, queries: int, keys: int, offset: Tensor, padding: Tensor | None, window: int | None) -> Tensor | None:
+def _of_static_cache(
+    batch: int, queries: int, keys: int, offset: Tensor, padding: Tensor | None, window: int | None
+) -> Tensor | None:
     """A cache of fixed length: its keys behind offset + queries are not valid yet."""
     if padding is not None or window is not None:
         return None
@@ -93,9 +114,13 @@ def _of_static_cache(batch: int, queries: int, keys: int, offset: Tensor, paddin
     return (offset + queries).to(torch.int32).reshape(1, 1, 1, 1).expand(batch, 1, 1, 1).contiguous()
 
 
-def _of_packed(batch: int, length: int, offset: int, mask_function: Callable[..., Tensor], device: Any) -> Tensor | None:
-    """cu_seqlens, if each token sees its predecessor or begins a sequence, and no token sees its successor."""
-    rows, i = torch.arange(batch, dtype=torch.int64, device=device)[:, None], torch.arange(length, dtype=torch.int64, device=device)[None]
+def _of_packed(
+    batch: int, length: int, offset: int, mask_function: Callable[..., Tensor], device: Any
+) -> Tensor | None:
+    """cu_seqlens, if each token sees its predecessor or begins a sequence, and no token sees its
+    successor."""
+    rows = torch.arange(batch, dtype=torch.int64, device=device)[:, None]
+    i = torch.arange(length, dtype=torch.int64, device=device)[None]
     if offset or _traced(i):
         return None
     zero = torch.zeros_like(rows)
@@ -107,7 +132,8 @@ def _of_packed(batch: int, length: int, offset: int, mask_function: Callable[...
 
 
 def _of_padding(padding: Tensor) -> Tensor | None:
-    """cu_seqlens, if the tokens of each row are contiguous: the padding before them, the tokens, and the padding behind them."""
+    """cu_seqlens, if the tokens of each row are contiguous: the padding before them, the tokens, and the
+    padding behind them."""
     if _traced(padding):
         return None
     rising = padding[:, 0].long() + (padding[:, 1:] & ~padding[:, :-1]).sum(1)
@@ -127,11 +153,14 @@ def _bounds(begins: Tensor, tokens: int) -> Tensor:
 
 
 def attention_forward(
-    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, dropout: float = 0.0,
-    scaling: float | None = None, is_causal: bool | None = None, sliding_window: int | None = None, softcap: float | None = None,
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None, is_causal: bool | None = None, sliding_window: int | None = None,
+    softcap: float | None = None,
     s_aux: Tensor | None = None, **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """transformers' attention function: query (batch, heads, queries, head_dim), key and value (batch, kv_heads, keys, head_dim).
+    """transformers' attention function: query (batch, heads, queries, head_dim), key and value (batch,
+    kv_heads, keys, head_dim).
 
     Returns (batch, queries, heads, head_dim) and, from the model's own eager attention only, the weights.
     """
@@ -143,7 +172,13 @@ def attention_forward(
         _warn(f"{type(module).__name__}: {reason}; the model's own attention computes it")
         options = {"scaling": scaling, "dropout": dropout, "softcap": softcap, "s_aux": s_aux, **kwargs}
         return _own(module, query, key, value, _dense(mask, query, key, causal, sliding_window), options)
-    options = {"causal": causal, "scale": scaling, "softcap": softcap, "window": sliding_window, "sink": s_aux}
+    options = {
+        "causal": causal,
+        "scale": scaling,
+        "softcap": softcap,
+        "window": sliding_window,
+        "sink": s_aux,
+    }
     cu_seqlens = bounds if cu_seqlens is None else cu_seqlens
     if cu_seqlens is not None and query.shape[2] > 1:
         q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
@@ -163,7 +198,9 @@ def _parts(mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
     return (None, mask.flatten()) if mask.shape[-1] == 1 else (mask.flatten(), None)
 
 
-def _unsupported(module: torch.nn.Module, query: Tensor, mask: Tensor | None, dropout: float, kwargs: dict[str, Any]) -> str:
+def _unsupported(
+    module: torch.nn.Module, query: Tensor, mask: Tensor | None, dropout: float, kwargs: dict[str, Any]
+) -> str:
     if kwargs.get("output_attentions"):
         return "output_attentions=True needs the matrix of weights"
     if dropout and module.training:
@@ -171,7 +208,10 @@ def _unsupported(module: torch.nn.Module, query: Tensor, mask: Tensor | None, dr
     if kwargs.get("position_bias") is not None:
         return "a position bias is not supported"
     if mask is not None and mask.shape[0] and mask.dtype != torch.int32:
-        return "a mask (batch, 1, queries, keys) that is not causal, padded on the sides, or packed is not supported"
+        return (
+            "a mask (batch, 1, queries, keys) that is not causal, padded on the sides, or packed is not "
+            "supported"
+        )
     return ""
 
 
@@ -181,7 +221,9 @@ def _warn(text: str) -> None:
         warnings.warn(f"cukern: {text}. This warning appears once.", stacklevel=3)
 
 
-def _dense(mask: Tensor | None, query: Tensor, key: Tensor, causal: bool, window: int | None) -> Tensor | None:
+def _dense(
+    mask: Tensor | None, query: Tensor, key: Tensor, causal: bool, window: int | None
+) -> Tensor | None:
     """The mask as (batch or 1, 1, queries, keys), bool: True where a query sees a key. None: everywhere."""
     bounds, found = _parts(mask)
     if mask is None and not causal:
@@ -192,7 +234,8 @@ def _dense(mask: Tensor | None, query: Tensor, key: Tensor, causal: bool, window
     columns = torch.arange(keys, dtype=torch.int64, device=device)
     whole = mask.shape[-1] if mask is not None and not mask.shape[0] and mask.shape[-1] else keys
     lengths = torch.full((1, 1), whole, dtype=torch.int64, device=device) if found is None else found[:, None]
-    last = (torch.arange(queries, dtype=torch.int64, device=device) + lengths - queries)[:, :, None]  # (batch or 1, queries, 1)
+    # (batch or 1, queries, 1)
+    last = (torch.arange(queries, dtype=torch.int64, device=device) + lengths - queries)[:, :, None]
     keep = columns <= last
     if window is not None:
         keep = keep & (columns > last - window)
@@ -204,14 +247,24 @@ def _dense(mask: Tensor | None, query: Tensor, key: Tensor, causal: bool, window
 
 
 def _own(
-    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: dict[str, Any]
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    options: dict[str, Any],
 ) -> tuple[Tensor, Tensor | None]:
-    """The eager attention of the model's file; torch's scaled_dot_product_attention if the weights are not needed."""
+    """The eager attention of the model's file; torch's scaled_dot_product_attention if the weights are not
+    needed."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    special = options["softcap"] is not None or options["s_aux"] is not None or options.get("output_attentions")
+    special = (
+        options["softcap"] is not None or options["s_aux"] is not None or options.get("output_attentions")
+    )
     if not special:
         return sdpa_attention_forward(module, query, key, value, mask, is_causal=False, **options)
     if mask is not None and mask.dtype == torch.bool:
         mask = torch.where(mask, 0.0, torch.finfo(query.dtype).min).to(query.dtype)
-    return sys.modules[type(module).__module__].eager_attention_forward(module, query, key, value, mask, **options)
+    return sys.modules[type(module).__module__].eager_attention_forward(
+        module, query, key, value, mask, **options
+    )

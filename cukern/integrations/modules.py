@@ -1,4 +1,5 @@
-"""Forwards for modules of transformers' models. Each replaces a module's forward; the parameters and submodules stay."""
+"""Forwards for modules of transformers' models. Each replaces a module's forward; the parameters and
+submodules stay."""
 
 from typing import Any
 
@@ -45,7 +46,8 @@ def gelu_tanh_mlp(self: Any, hidden_states: Tensor) -> Tensor:
 
 
 def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Any:
-    """apply_rotary_pos_emb with one column of the tables per rotated element. Columns behind the table's width are copied."""
+    """apply_rotary_pos_emb with one column of the tables per rotated element. Columns behind the table's
+    width are copied."""
     return rope(q, cos, sin, k=k, rotary_dim=cos.shape[-1], layout=_LAYOUT[unsqueeze_dim])
 
 

@@ -22,13 +22,15 @@ class Muon(_Muon):
         model(x).sum().backward()
         optimizer.step()
 
-    The momentum B becomes 0.95 B + 0.05 g. The update, here g + 0.95 (B - g), is orthogonalized in bfloat16: X, divided by its 2-norm,
-    becomes a X + (b X X^T + c (X X^T)^2) X, ns_steps times. Matrices of one shape are multiplied together, so the rounding differs from
-    torch's by that of bfloat16. All operations are torch's. A step can be captured in a CUDA graph, which reads an lr that is a
-    tensor of one element on the parameters' device at each replay.
+    The momentum B becomes 0.95 B + 0.05 g. The update, here g + 0.95 (B - g), is orthogonalized in bfloat16:
+    X, divided by its 2-norm, becomes a X + (b X X^T + c (X X^T)^2) X, ns_steps times. Matrices of one shape
+    are multiplied together, so the rounding differs from torch's by that of bfloat16. All operations are
+    torch's. A step can be captured in a CUDA graph, which reads an lr that is a tensor of one element on the
+    parameters' device at each replay.
 
-    Args: those of torch.optim.Muon: params (matrices; embeddings and vectors belong to AdamW), lr, weight_decay, momentum, nesterov,
-        ns_coefficients, eps, ns_steps, adjust_lr_fn. DTensors may be divided: each process then orthogonalizes whole matrices.
+    Args: those of torch.optim.Muon: params (matrices; embeddings and vectors belong to AdamW), lr,
+        weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn. DTensors may be
+        divided: each process then orthogonalizes whole matrices.
 
     Raises ValueError as torch.optim.Muon does, and ImportError for torch below 2.9.
     Source: Jordan et al., https://kellerjordan.github.io/posts/muon/
@@ -36,7 +38,8 @@ class Muon(_Muon):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the parameters that have a gradient. Returns what `closure`, which computes the loss and the gradients, returns."""
+        """Update the parameters that have a gradient. Returns what `closure`, which computes the loss and the
+        gradients, returns."""
         with torch.enable_grad():
             loss = None if closure is None else closure()
         for group in self.param_groups:
@@ -49,9 +52,12 @@ class Muon(_Muon):
         return loss
 
 
-def _update(group: dict[str, Any], params: Sequence[Tensor], grads: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
+def _update(
+    group: dict[str, Any], params: Sequence[Tensor], grads: Sequence[Tensor], buffers: Sequence[Tensor]
+) -> None:
     lr, momentum = group["lr"], group["momentum"]
-    on_device = isinstance(lr, Tensor) and all(p.device == lr.device for p in params)  # the host does not read it
+    # the host does not read it
+    on_device = isinstance(lr, Tensor) and all(p.device == lr.device for p in params)
     lr = lr.reshape(()) if on_device else float(lr)
     locals_, grads, buffers = ([local(t) for t in tensors] for tensors in (params, grads, buffers))
     torch._foreach_lerp_(buffers, grads, 1 - momentum)
@@ -100,7 +106,9 @@ def _whole(update: Tensor, p: Any) -> Tensor:
         return update
     from torch.distributed.tensor import DTensor
 
-    return DTensor.from_local(update, p.device_mesh, p.placements, shape=p.shape, stride=p.stride()).full_tensor()
+    return DTensor.from_local(
+        update, p.device_mesh, p.placements, shape=p.shape, stride=p.stride()
+    ).full_tensor()
 
 
 def _part(update: Tensor, p: Any) -> Tensor:
@@ -109,4 +117,8 @@ def _part(update: Tensor, p: Any) -> Tensor:
         return update
     from torch.distributed.tensor import DTensor, Replicate
 
-    return DTensor.from_local(update, p.device_mesh, [Replicate()] * p.device_mesh.ndim).redistribute(placements=p.placements).to_local()
+    return (
+        DTensor.from_local(update, p.device_mesh, [Replicate()] * p.device_mesh.ndim)
+        .redistribute(placements=p.placements)
+        .to_local()
+    )

@@ -25,7 +25,8 @@ _PACKED = dict.fromkeys(_SILU, modules.packed_swiglu_mlp)
 
 
 class Family(NamedTuple):
-    """What `patch` replaces in the models of one config.model_type. A str gives the reason why a part is not replaced."""
+    """What `patch` replaces in the models of one config.model_type. A str gives the reason why a part is not
+    replaced."""
 
     prefix: str  # of the class names
     norm: Callable[..., Tensor] = modules.rms_norm
@@ -46,9 +47,11 @@ FAMILIES = {
     "gemma2": Family("Gemma2", modules.gemma_norm, activation="hidden_activation"),
     "gemma3_text": Family("Gemma3", modules.gemma_norm, activation="hidden_activation", file="gemma3"),
     "phi3": Family("Phi3", mlp=_PACKED),
-    "gpt_oss": Family("GptOss", mlp=_EXPERTS, rope=modules.rotary_of_pairs, output="MoeCausalLMOutputWithPast"),
+    "gpt_oss": Family("GptOss", mlp=_EXPERTS, rope=modules.rotary_of_pairs,
+                      output="MoeCausalLMOutputWithPast"),
     "gpt2": Family(
-        "GPT2", modules.layer_norm, dict.fromkeys(_TANH, modules.gelu_tanh_mlp), "activation_function", "GPT-2 has learned positions",
+        "GPT2", modules.layer_norm, dict.fromkeys(_TANH, modules.gelu_tanh_mlp), "activation_function",
+        "GPT-2 has learned positions",
         norm_class="LayerNorm", output="CausalLMOutputWithCrossAttentions",
     ),
     "olmo2": Family("Olmo2"),
@@ -58,7 +61,8 @@ _rope_users: dict[str, int] = {}  # the number of patched models by the file of 
 
 
 class Patch:
-    """What `patch` did. str() lists the replaced parts, and the others with the reason. `undo()` restores every attribute."""
+    """What `patch` did. str() lists the replaced parts, and the others with the reason. `undo()` restores
+    every attribute."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -82,14 +86,25 @@ class Patch:
         """Set an attribute of the object's own, until `undo`."""
         before = vars(owner).get(name, _MISSING)
         setattr(owner, name, value)
-        restore = functools.partial(delattr, owner, name) if before is _MISSING else functools.partial(setattr, owner, name, before)
+        restore = (
+            functools.partial(delattr, owner, name)
+            if before is _MISSING
+            else functools.partial(setattr, owner, name, before)
+        )
         self._undo.append(restore)
 
 
 def patch(
-    model_or_type: Any, *, attention: bool = True, norms: bool = True, mlp: bool = True, rope: bool = True, loss: bool = True
+    model_or_type: Any,
+    *,
+    attention: bool = True,
+    norms: bool = True,
+    mlp: bool = True,
+    rope: bool = True,
+    loss: bool = True,
 ) -> Patch:
-    """Let a causal language model of transformers use cukern's ops, in place. Parameters and state dict do not change.
+    """Let a causal language model of transformers use cukern's ops, in place. Parameters and state dict do
+    not change.
 
         from transformers import LlamaConfig, LlamaForCausalLM
         model = LlamaForCausalLM(LlamaConfig(vocab_size=500, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
@@ -99,23 +114,27 @@ def patch(
         record.undo()
 
     Args:
-        model_or_type: a model for causal language modelling with config.model_type llama, qwen2, qwen3, mistral, gemma2, gemma3_text,
-            phi3, gpt_oss, gpt2 or olmo2; a module that contains one, such as a PEFT model; or its type, such as
-            transformers.LlamaForCausalLM, whose later instances are patched when they are built.
-        attention: `attn_implementation="cukern"`. What it does not support takes the model's own attention, with one warning.
+        model_or_type: a model for causal language modelling with config.model_type llama, qwen2, qwen3,
+            mistral, gemma2, gemma3_text, phi3, gpt_oss, gpt2 or olmo2; a module that contains one, such as a
+            PEFT model; or its type, such as transformers.LlamaForCausalLM, whose later instances are patched
+            when they are built.
+        attention: `attn_implementation="cukern"`. What it does not support takes the model's own attention,
+            with one warning.
         norms: RMSNorm and LayerNorm. mlp: the activation and its product between the linear layers.
-        rope: apply_rotary_pos_emb of the model's file, for all models of the family, until the last one is restored.
-        loss: in training, with labels and without `return_logits=True`, the loss comes from `linear_cross_entropy`, and
-            `outputs.logits` is None.
+        rope: apply_rotary_pos_emb of the model's file, for all models of the family, until the last one is
+            restored.
+        loss: in training, with labels and without `return_logits=True`, the loss comes from
+            `linear_cross_entropy`, and `outputs.logits` is None.
 
-    Patch a model before torch.compile, DDP, FSDP or accelerate wrap it. Whole models cannot be pickled while they are patched; their
-    state dict can. docs/guide/transformers.md has the details.
+    Patch a model before torch.compile, DDP, FSDP or accelerate wrap it. Whole models cannot be pickled while
+    they are patched; their state dict can. docs/guide/transformers.md has the details.
 
-    Returns a `Patch`: str() lists what was replaced, and what not and why; `undo()` restores the model, or ends the patching of new
-    instances.
+    Returns a `Patch`: str() lists what was replaced, and what not and why; `undo()` restores the model, or
+    ends the patching of new instances.
 
-    Raises TypeError for anything but a model or a type of one, and for a flag that is not a bool; ValueError for another family, a model
-    that is patched already, here or by another library, one on several devices, and an unsupported transformers.
+    Raises TypeError for anything but a model or a type of one, and for a flag that is not a bool; ValueError
+    for another family, a model that is patched already, here or by another library, one on several devices,
+    and an unsupported transformers.
     """
     flags = {"attention": attention, "norms": norms, "mlp": mlp, "rope": rope, "loss": loss}
     for name, value in flags.items():
@@ -125,10 +144,15 @@ def patch(
     _check_version()
     if isinstance(model_or_type, type):
         if not issubclass(model_or_type, PreTrainedModel):
-            raise TypeError(f"model_or_type must be a model of transformers or a type of one, got {model_or_type!r}")
+            raise TypeError(
+                f"model_or_type must be a model of transformers or a type of one, got {model_or_type!r}"
+            )
         return _patch_type(model_or_type, flags)
     if not isinstance(model_or_type, nn.Module):
-        raise TypeError(f"model_or_type must be a model of transformers or a type of one, got {checks.brief(model_or_type)}")
+        raise TypeError(
+            f"model_or_type must be a model of transformers or a type of one, got "
+            f"{checks.brief(model_or_type)}"
+        )
     model = _causal_model(model_or_type)
     return _patch_model(model, FAMILIES[model.config.model_type], flags)
 
@@ -139,7 +163,9 @@ def _check_version() -> None:
     version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
     if not OLDEST <= version < (6, 0):
         oldest = ".".join(map(str, OLDEST))
-        raise ValueError(f"cukern.patch supports transformers {oldest} up to 5.x, got {transformers.__version__}")
+        raise ValueError(
+            f"cukern.patch supports transformers {oldest} up to 5.x, got {transformers.__version__}"
+        )
 
 
 def _causal_model(model: nn.Module) -> Any:
@@ -147,10 +173,21 @@ def _causal_model(model: nn.Module) -> Any:
     from transformers import PreTrainedModel
 
     found = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
-    kind = type(model).__name__ if found is None else f"{type(found).__name__} of model_type {found.config.model_type!r}"
+    kind = (
+        type(model).__name__
+        if found is None
+        else f"{type(found).__name__} of model_type {found.config.model_type!r}"
+    )
     names = [f"{f.prefix}ForCausalLM" for f in FAMILIES.values()] + ["GPT2LMHeadModel"]
-    if found is None or found.config.model_type not in FAMILIES or not any(t.__name__ in names for t in type(found).__mro__):
-        raise ValueError(f"cukern.patch knows the models for causal language modelling of {', '.join(FAMILIES)}, got {kind}")
+    if (
+        found is None
+        or found.config.model_type not in FAMILIES
+        or not any(t.__name__ in names for t in type(found).__mro__)
+    ):
+        raise ValueError(
+            f"cukern.patch knows the models for causal language modelling of {', '.join(FAMILIES)}, got "
+            f"{kind}"
+        )
     if len(devices := {p.device for p in found.parameters()}) > 1:
         raise ValueError(f"the parameters must be on one device, got {', '.join(sorted(map(str, devices)))}")
     return found
@@ -162,7 +199,10 @@ def _patch_type(cls: Any, flags: dict[str, bool]) -> Patch:
         raise ValueError(f"{cls.__name__} is patched already: call undo() of its record first")
     kind = cls.config_class.model_type if cls.config_class else ""
     if kind not in FAMILIES:
-        raise ValueError(f"cukern.patch knows the models for causal language modelling of {', '.join(FAMILIES)}, got {cls.__name__}")
+        raise ValueError(
+            f"cukern.patch knows the models for causal language modelling of {', '.join(FAMILIES)}, got "
+            f"{cls.__name__}"
+        )
 
     @functools.wraps(before)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -201,13 +241,20 @@ def _patch_model(model: Any, family: Family, flags: dict[str, bool]) -> Patch:
 def _found(model: nn.Module, family: Family) -> tuple[dict[str, nn.Module], dict[str, nn.Module]]:
     """The norms and MLPs by name. PEFT's adapters of linear layers stay inside of them."""
     named, norm = dict(model.named_modules()), family.norm_class or f"{family.prefix}RMSNorm"
-    norms, mlps = ({n: m for n, m in named.items() if type(m).__name__ == name} for name in (norm, f"{family.prefix}MLP"))
+    norms, mlps = (
+        {n: m for n, m in named.items() if type(m).__name__ == name} for name in (norm, f"{family.prefix}MLP")
+    )
     if not norms or not mlps:
-        raise ValueError(f"the model has no {norm} or no {family.prefix}MLP: another library has replaced the class, or it was quantized")
+        raise ValueError(
+            f"the model has no {norm} or no {family.prefix}MLP: another library has replaced the class, or "
+            f"it was quantized"
+        )
     return norms, mlps
 
 
-def _refuse_patched(model: Any, norms: dict[str, nn.Module], mlps: dict[str, nn.Module], family: Family) -> None:
+def _refuse_patched(
+    model: Any, norms: dict[str, nn.Module], mlps: dict[str, nn.Module], family: Family
+) -> None:
     if "_cukern_patched" in vars(model):
         raise ValueError(f"{type(model).__name__} is patched already: call undo() of its record first")
     for name, module in {"the model": model, "the base model": model.base_model, **norms, **mlps}.items():
@@ -215,10 +262,15 @@ def _refuse_patched(model: Any, norms: dict[str, nn.Module], mlps: dict[str, nn.
         source = inspect.getmodule(inspect.unwrap(getattr(forward, "__func__", forward)))
         library = source.__name__.partition(".")[0] if source else "unknown code"
         if library not in ("transformers", "torch") or "forward" in vars(module):
-            raise ValueError(f"the forward of {name} was replaced by {library}: patch the model before other libraries do, or only by one")
+            raise ValueError(
+                f"the forward of {name} was replaced by {library}: patch the model before other libraries "
+                f"do, or only by one"
+            )
     function = getattr(_file_of(model, family), "apply_rotary_pos_emb", None)
     if function is not None and not function.__module__.startswith(("transformers.", "cukern.")):
-        raise ValueError(f"apply_rotary_pos_emb of the model was replaced by {function.__module__.partition('.')[0]}")
+        raise ValueError(
+            f"apply_rotary_pos_emb of the model was replaced by {function.__module__.partition('.')[0]}"
+        )
 
 
 def _file_of(model: Any, family: Family) -> Any:
@@ -226,7 +278,9 @@ def _file_of(model: Any, family: Family) -> Any:
     return importlib.import_module(f"transformers.models.{name}.modeling_{name}")
 
 
-def _patch_forwards(record: Patch, part: str, found: dict[str, nn.Module], forward: Callable[..., Tensor]) -> None:
+def _patch_forwards(
+    record: Patch, part: str, found: dict[str, nn.Module], forward: Callable[..., Tensor]
+) -> None:
     for module in found.values():
         record.set(module, "forward", MethodType(forward, module))
     record.replaced[part] = f"{len(found)} of {type(next(iter(found.values()))).__name__}: {forward.__name__}"
@@ -278,8 +332,8 @@ def _patch_attention(record: Patch, model: Any) -> None:
 
 
 def _base_forward(cls: Any) -> Callable[..., Any]:
-    """The base model's forward. Without mask, positions and cache, it is told that nothing is padded or packed, so that it need not read
-    positions on the GPU, nor expect packed sequences under torch.compile."""
+    """The base model's forward. Without mask, positions and cache, it is told that nothing is padded or
+    packed, so that it need not read positions on the GPU, nor expect packed sequences under torch.compile."""
     names = _parameters(cls.forward)
 
     @functools.wraps(cls.forward)
@@ -308,21 +362,29 @@ def _patch_loss(record: Patch, model: Any, family: Family) -> None:
         record.kept["loss"] = reason
         return
     record.set(model, "forward", MethodType(_causal_forward(type(model), family.output), model))
-    record.replaced["loss"] = "in training, with labels: linear_cross_entropy; outputs.logits is None unless return_logits=True"
+    record.replaced["loss"] = (
+        "in training, with labels: linear_cross_entropy; outputs.logits is None unless return_logits=True"
+    )
 
 
 def _no_fused_loss(model: Any) -> str | None:
     from transformers.loss.loss_utils import ForCausalLMLoss
 
     if model.loss_function is not ForCausalLMLoss:
-        return f"the model has a loss function of its own, {getattr(model.loss_function, '__name__', model.loss_function)}"
+        return (
+            f"the model has a loss function of its own, "
+            f"{getattr(model.loss_function, '__name__', model.loss_function)}"
+        )
     if type(model.get_output_embeddings()) is not nn.Linear:
         return f"the head is a {type(model.get_output_embeddings()).__name__}, not a torch.nn.Linear"
     return None
 
 
 def _causal_forward(cls: Any, output: str) -> Callable[..., Any]:
-    names, result = _parameters(cls.forward), getattr(importlib.import_module("transformers.modeling_outputs"), output)
+    names, result = (
+        _parameters(cls.forward),
+        getattr(importlib.import_module("transformers.modeling_outputs"), output),
+    )
 
     @functools.wraps(cls.forward)
     def forward(self: Any, *args: Any, return_logits: bool = False, **kwargs: Any) -> Any:
@@ -330,7 +392,11 @@ def _causal_forward(cls: Any, output: str) -> Callable[..., Any]:
         if return_logits or not self.training or given.get("labels") is None or _wants_logits(self, given):
             return cls.forward(self, **given)
         labels = given.pop("labels")
-        given.pop("logits_to_keep", None), given.pop("output_router_logits", None), given.pop("return_dict", None)
+        (
+            given.pop("logits_to_keep", None),
+            given.pop("output_router_logits", None),
+            given.pop("return_dict", None),
+        )
         outputs = self.base_model(**given)
         fields = {name: value for name, value in outputs.items() if name != "last_hidden_state"}
         loss = _loss(self, outputs.last_hidden_state, labels, **given)
@@ -363,7 +429,8 @@ def _loss(
         shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     softcap = getattr(model.config, "final_logit_softcapping", None)
     loss = linear_cross_entropy(
-        hidden, head.weight, shift_labels.to(hidden.device).view(hidden.shape[:-1]), bias=head.bias, ignore_index=ignore_index,
+        hidden, head.weight, shift_labels.to(hidden.device).view(hidden.shape[:-1]), bias=head.bias,
+        ignore_index=ignore_index,
         reduction="mean" if num_items_in_batch is None else "sum", softcap=softcap,
     )  # fmt: skip
     if isinstance(num_items_in_batch, Tensor):

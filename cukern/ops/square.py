@@ -29,12 +29,13 @@ def square(x: Any, *, version: str | None = None) -> Tensor:
         cukern.square(x).sum().backward()  # x.grad is 2 * x
 
     Args:
-        x: float16, bfloat16, float32 or float64, of any shape and strides: a tensor, or an array that supports DLPack. 16-bit types are
-            computed in float32 and rounded once. CPU tensors use torch's operations, or the simulator.
+        x: float16, bfloat16, float32 or float64, of any shape and strides: a tensor, or an array that
+            supports DLPack. 16-bit types are computed in float32 and rounded once. CPU tensors use torch's
+            operations, or the simulator.
         version: "v1" or "v2"; default: the fastest.
 
-    Returns a new tensor of x's shape and dtype. Dense strides are kept. A view with gaps or overlaps is first copied to contiguous memory.
-    Autocast does not change the dtype or the computation.
+    Returns a new tensor of x's shape and dtype. Dense strides are kept. A view with gaps or overlaps is first
+    copied to contiguous memory. Autocast does not change the dtype or the computation.
 
     Raises TypeError for another dtype; ValueError for an unknown version, or a tensor with the negative bit.
     """
@@ -100,7 +101,11 @@ def _fake(x: Tensor, *_: Any) -> Tensor:
 
 _square = raw_op("_square(Tensor x, str version) -> Tensor", 1, _launch_square, _fake, sharding="* -> *")
 _square_backward = raw_op(
-    "_square_backward(Tensor x, Tensor dout, str version) -> Tensor", 2, _launch_square_backward, _fake, sharding="*, * -> *"
+    "_square_backward(Tensor x, Tensor dout, str version) -> Tensor",
+    2,
+    _launch_square_backward,
+    _fake,
+    sharding="*, * -> *",
 )
 
 
@@ -169,8 +174,11 @@ _BLOCK = (THREADS, 1, 1)
 
 
 @cached(4096)
-def _plan(pass_: str, version: str, dtype: torch.dtype, device: int, misalignment: int) -> tuple[driver.Launch, int]:
-    """The launch of a pass and the elements per block. `misalignment`: the addresses modulo VECTOR_BYTES, ORed.
+def _plan(
+    pass_: str, version: str, dtype: torch.dtype, device: int, misalignment: int
+) -> tuple[driver.Launch, int]:
+    """The launch of a pass and the elements per block. `misalignment`: the addresses modulo VECTOR_BYTES,
+    ORed.
 
     Cached, so that a call costs one lookup. The dtype is checked here, once.
     """

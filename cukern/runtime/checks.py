@@ -15,8 +15,8 @@ PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})  # types without a __torch
 
 
 def number(name: str, value: Any, most: float = math.inf, least: float = -math.inf) -> float:
-    """`value` as a float: a finite int, float or NumPy scalar, at least `least`, and of at most `most` in magnitude. Raises TypeError and
-    ValueError."""
+    """`value` as a float: a finite int, float or NumPy scalar, at least `least`, and of at most `most` in
+    magnitude. Raises TypeError and ValueError."""
     if type(value) is not float:
         if not isinstance(value, numbers.Real | torch.SymFloat | torch.SymInt) or isinstance(value, bool):
             raise TypeError(f"{name} must be a number, got {brief(value)}")
@@ -43,13 +43,20 @@ def integer(name: str, value: Any, least: int | None = None, most: int | None = 
         except TypeError:
             raise TypeError(f"{name} must be an int, got {brief(value)}") from None
     if (least is not None and value < least) or (most is not None and value > most):
-        rule = f"at least {least}" if most is None else f"at most {most}" if least is None else f"in {least}..{most}"
+        rule = (
+            f"at least {least}"
+            if most is None
+            else f"at most {most}"
+            if least is None
+            else f"in {least}..{most}"
+        )
         raise ValueError(f"{name} must be {rule}, got {value}")
     return value
 
 
 def known(condition: Any) -> bool:
-    """`condition` on sizes; in a trace, True only if it holds for all sizes, so that the graph does not depend on it."""
+    """`condition` on sizes; in a trace, True only if it holds for all sizes, so that the graph does not
+    depend on it."""
     if not torch.compiler.is_compiling():
         return bool(condition)
     from torch.fx.experimental.symbolic_shapes import statically_known_true
@@ -101,7 +108,8 @@ def dtype(name: str, tensor: torch.Tensor, allowed: Collection[torch.dtype]) -> 
     if tensor.dtype not in allowed or tensor.layout is not torch.strided or tensor.is_nested:
         one_of(name, tensor.dtype, allowed)
         strided(name, tensor)
-    if not torch.compiler.is_compiling() and tensor.is_neg():  # a compiled graph resolves the bit before the call
+    # a compiled graph resolves the bit before the call
+    if not torch.compiler.is_compiling() and tensor.is_neg():
         negative_bit(name)
 
 
@@ -122,7 +130,9 @@ def strided(name: str, tensor: torch.Tensor) -> None:
 
 
 def negative_bit(name: str) -> NoReturn:
-    raise ValueError(f"{name} has the negative bit set (a lazy view such as x.conj().imag): pass {name}.resolve_neg()")
+    raise ValueError(
+        f"{name} has the negative bit set (a lazy view such as x.conj().imag): pass {name}.resolve_neg()"
+    )
 
 
 def one_device(**tensors: Any) -> None:
@@ -130,7 +140,9 @@ def one_device(**tensors: Any) -> None:
     (first, one), *others = tensors.items()
     for name, t in others:
         if t.device != one.device:
-            raise ValueError(f"{name} is on {t.device}, {first} is on {one.device}: they must be on one device")
+            raise ValueError(
+                f"{name} is on {t.device}, {first} is on {one.device}: they must be on one device"
+            )
 
 
 def same(**tensors: torch.Tensor | None) -> None:
@@ -156,13 +168,21 @@ def alike(dtypes: Collection[torch.dtype], **tensors: torch.Tensor | None) -> No
 
 
 def plain(dtypes: Collection[torch.dtype], tensors: Sequence[Any]) -> bool:
-    """True for tensors of a plain type that pass `alike`, in a fraction of its time. False in torch.compile."""
+    """True for tensors of a plain type that pass `alike`, in a fraction of its time. False in
+    torch.compile."""
     first, strided = tensors[0], torch.strided
     if torch.compiler.is_compiling() or type(first) not in PLAIN:
         return False
     dtype, device = first.dtype, first.device
     for t in tensors:
-        if type(t) not in PLAIN or t.dtype is not dtype or t.layout is not strided or t.is_nested or t.is_neg() or t.device != device:
+        if (
+            type(t) not in PLAIN
+            or t.dtype is not dtype
+            or t.layout is not strided
+            or t.is_nested
+            or t.is_neg()
+            or t.device != device
+        ):
             return False
     return dtype in dtypes
 
@@ -178,13 +198,16 @@ def unknown_version(op: str, version: Any, known: Iterable[str]) -> NoReturn:
 
 def needs_gpu(op: str, version: str, device: torch.device) -> NoReturn:
     raise ValueError(
-        f"version {version!r} of cukern.{op} is a CUDA kernel, the tensor is on {device}: leave version out for the reference, "
+        f"version {version!r} of cukern.{op} is a CUDA kernel, the tensor is on {device}: leave version out "
+        f"for the reference, "
         f"or {SIMULATOR}"
     )
 
 
 def unsupported_version(op: str, version: str, needs: int, has: int) -> NoReturn:
-    raise ValueError(f"version {version!r} of cukern.{op} needs compute capability {needs / 10}, this GPU has {has / 10}")
+    raise ValueError(
+        f"version {version!r} of cukern.{op} needs compute capability {needs / 10}, this GPU has {has / 10}"
+    )
 
 
 def _or(items: Collection[Any]) -> str:

@@ -1,8 +1,9 @@
 """What a plan may ask about a GPU. The counts, sizes and rates of each known GPU are in this file only.
 
-Counts and sizes come from the driver. The two rates are those that `cukern tune` measured, else those of the table of known GPUs, else
-derived from the driver's attributes. Only cost models use the rates: they decide which plan is chosen, never what it computes.
-Tile sizes, thresholds and fitted constants of a cost model are next to the plan, with the name of the GPU on which they were fitted.
+Counts and sizes come from the driver. The two rates are those that `cukern tune` measured, else those of the
+table of known GPUs, else derived from the driver's attributes. Only cost models use the rates: they decide
+which plan is chosen, never what it computes. Tile sizes, thresholds and fitted constants of a cost model are
+next to the plan, with the name of the GPU on which they were fitted.
 """
 
 import contextlib
@@ -20,7 +21,8 @@ from cukern.runtime.compile import bindings, cache
 
 SIMULATED = -1  # the number of the simulated GPU, which is torch's get_device() of a CPU tensor
 _CLOCKS_AND_BUS = (13, 36, 37)  # CU_DEVICE_ATTRIBUTE_CLOCK_RATE, _MEMORY_CLOCK_RATE, _GLOBAL_MEMORY_BUS_WIDTH
-_BANDWIDTH, _CLOCK = 0.85, 0.88  # of the nominal bandwidth and of the boost clock, the fractions that a copy and a long kernel reach
+# of the nominal bandwidth and of the boost clock, the fractions that a copy and a long kernel reach
+_BANDWIDTH, _CLOCK = 0.85, 0.88
 
 
 class Device(NamedTuple):
@@ -35,7 +37,8 @@ class Device(NamedTuple):
 
     @property
     def wgmma(self) -> bool:
-        """True if wgmma and setmaxnreg exist: only for sm_90a. An sm_100a GPU has tcgen05 instead; there cukern uses mma.sync."""
+        """True if wgmma and setmaxnreg exist: only for sm_90a. An sm_100a GPU has tcgen05 instead; there
+        cukern uses mma.sync."""
         return self.capability == 90
 
     @property
@@ -45,8 +48,9 @@ class Device(NamedTuple):
 
     @property
     def mma_fmas_cycle(self) -> int:
-        """FMAs per cycle and SM that mma.sync reaches with 16-bit operands and float32 sums; TF32 reaches half. From data sheets, but for
-        sm_90, where mma.sync reaches 62 % of wgmma's rate (measured by others on an H800, arXiv 2402.13499)."""
+        """FMAs per cycle and SM that mma.sync reaches with 16-bit operands and float32 sums; TF32 reaches
+        half. From data sheets, but for sm_90, where mma.sync reaches 62 % of wgmma's rate (measured by others
+        on an H800, arXiv 2402.13499)."""
         return {80: 1024, 90: 1280, 100: 1024}.get(self.capability, 512)
 
     @property
@@ -72,25 +76,35 @@ KNOWN = {
     "t4": _nominal("Tesla T4", 75, 40, 64, 320, 1590),
 }
 
-# Peak TFLOP/s of TF32 without sparsity, from data sheets. The first row whose words are part of the GPU's name counts.
+# Peak TFLOP/s of TF32 without sparsity, from data sheets. The first row whose words are part of the GPU's
+# name counts.
 _TF32_TFLOPS = {
-    "GB200": 1250, "B200": 1100, "H200": 494.4, "H100 PCIe": 378, "H100": 494.4, "A100": 156, "L40S": 183, "L4": 60, "A10G": 35,
+    "GB200": 1250, "B200": 1100, "H200": 494.4, "H100 PCIe": 378, "H100": 494.4, "A100": 156, "L40S": 183,
+    "L4": 60, "A10G": 35,
     "RTX 3090": 35.6, "RTX 4090": 82.6, "RTX 5090": 104.8,
 }  # fmt: skip
 
 
 def tf32_flops(name: str) -> float | None:
     """The peak FLOP/s of TF32 matrix products on the GPU of this name, or None if it is unknown."""
-    return next((1e12 * peak for words, peak in _TF32_TFLOPS.items() if re.search(rf"\b{words}\b", name)), None)
+    return next(
+        (1e12 * peak for words, peak in _TF32_TFLOPS.items() if re.search(rf"\b{words}\b", name)), None
+    )
 
 
 def fmas_cycle(capability: int, dtype: torch.dtype) -> int:
-    """FMAs per cycle and SM without tensor cores, in float32 or float64. From the CUDA C++ Programming Guide."""
-    return {80: 32, 90: 64, 100: 64}.get(capability, 2) if dtype == torch.float64 else {75: 64, 80: 64}.get(capability, 128)
+    """FMAs per cycle and SM without tensor cores, in float32 or float64. From the CUDA C++ Programming
+    Guide."""
+    return (
+        {80: 32, 90: 64, 100: 64}.get(capability, 2)
+        if dtype == torch.float64
+        else {75: 64, 80: 64}.get(capability, 128)
+    )
 
 
 def representative(capability: int) -> Device:
-    """The GPU that plans assume where only an architecture is named: the first known one of the newest capability up to this one."""
+    """The GPU that plans assume where only an architecture is named: the first known one of the newest
+    capability up to this one."""
     return max((d for d in KNOWN.values() if d.capability <= capability), key=lambda d: d.capability)
 
 
@@ -105,7 +119,9 @@ def _of_gpu(index: int) -> Device:
     rates = tuned().get(facts.name) or (known and (known.sm_bytes_us, known.cycles_us))
     if not rates:
         runtime = bindings.runtime()
-        clock_khz, memory_khz, bus_bits = (runtime.deviceGetAttribute(attribute, index) for attribute in _CLOCKS_AND_BUS)
+        clock_khz, memory_khz, bus_bits = (
+            runtime.deviceGetAttribute(attribute, index) for attribute in _CLOCKS_AND_BUS
+        )
         sm_bytes_us = _BANDWIDTH * 2 * memory_khz * bus_bits / 8 / 1e3 / facts.multi_processor_count
         rates = sm_bytes_us, _CLOCK * clock_khz / 1e3
     shared = facts.shared_memory_per_block_optin  # type: ignore[attr-defined]
@@ -124,12 +140,17 @@ def tuned_file() -> Path | None:
 
 
 def tuned() -> dict[str, tuple[float, float]]:
-    """The stored rates (sm_bytes_us, cycles_us) by the full name of a GPU. An unreadable file counts as empty."""
+    """The stored rates (sm_bytes_us, cycles_us) by the full name of a GPU. An unreadable file counts as
+    empty."""
     file = tuned_file()
     with contextlib.suppress(OSError, ValueError, AttributeError, TypeError):
         if file is not None:
             found = json.loads(file.read_text())
-            return {str(name): (float(a), float(b)) for name, (a, b) in found.items() if float(a) > 0 and float(b) > 0}
+            return {
+                str(name): (float(a), float(b))
+                for name, (a, b) in found.items()
+                if float(a) > 0 and float(b) > 0
+            }
     return {}
 
 
@@ -138,7 +159,9 @@ def store(name: str, sm_bytes_us: float, cycles_us: float) -> Path:
     file = tuned_file()
     if file is None:
         raise OSError("no cache folder can be written; set CUKERN_CACHE_DIR")
-    file.write_text(json.dumps({**tuned(), name: (round(sm_bytes_us, 1), round(cycles_us, 1))}, indent=1) + "\n")
+    file.write_text(
+        json.dumps({**tuned(), name: (round(sm_bytes_us, 1), round(cycles_us, 1))}, indent=1) + "\n"
+    )
     _of_gpu.cache_clear()
     for forget in _forgetters:
         forget()
@@ -199,7 +222,8 @@ def forget_plans() -> None:
 
 
 def assumed(device: Device) -> contextlib.AbstractContextManager[None]:
-    """Inside the block, plans of CPU tensors are made for this GPU. Used to find the kernels that calls need, not to run them."""
+    """Inside the block, plans of CPU tensors are made for this GPU. Used to find the kernels that calls need,
+    not to run them."""
     return setting(simulated=device)
 
 

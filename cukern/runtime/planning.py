@@ -1,12 +1,15 @@
-"""The cache of plans: what a call launches, by the layouts of its tensors, its options, and the settings in force.
+"""The cache of plans: what a call launches, by the layouts of its tensors, its options, and the settings in
+force.
 
-A call is a plan's worth of Python: checks, choice of kernels, sizes. The first call of a layout runs it. The second and the third
-record it (recording.py). If both did the same, later calls replay the record: a lookup, allocations, launches.
+A call is a plan's worth of Python: checks, choice of kernels, sizes. The first call of a layout runs it. The
+second and the third record it (recording.py). If both did the same, later calls replay the record: a lookup,
+allocations, launches.
 
-`planned` does this for a public function, `planned_launch` for the implementation of a raw op, `planned_backward` for the backward of an
-autograd Function, whose forward is part of the record of the public function. Plans belong to one current device, on which a replay
-allocates. A call takes the function itself in
-torch.compile, under dispatch modes, in torch.func transforms, for tensor subclasses, and for CPU tensors outside of the simulator.
+`planned` does this for a public function, `planned_launch` for the implementation of a raw op,
+`planned_backward` for the backward of an autograd Function, whose forward is part of the record of the public
+function. Plans belong to one current device, on which a replay allocates. A call takes the function itself in
+torch.compile, under dispatch modes, in torch.func transforms, for tensor subclasses, and for CPU tensors
+outside of the simulator.
 """
 
 import functools
@@ -31,14 +34,17 @@ MOST = 4096  # plans of a function; the oldest are forgotten
 _ENABLED = os.environ.get("CUKERN_REPLAY", "1") != "0" and not (driver.SYNC or driver.NVTX)
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-_LAYOUT = f"{{t}}.shape, {{t}}.stride(), {{t}}.dtype, {{t}}.device, {{t}}.data_ptr() % {ALIGNMENT}, {{t}}.is_neg()"
+_LAYOUT = (
+    f"{{t}}.shape, {{t}}.stride(), {{t}}.dtype, {{t}}.device, {{t}}.data_ptr() % {ALIGNMENT}, {{t}}.is_neg()"
+)
 _SETTINGS = "versions(), deterministic(), autocast() and autocast_dtype()"
 _DEVICE = "current() if {t}.get_device() >= 0 else "
 _EAGER = "modes() or transforms() or forward_ad._current_level >= 0 or "
 
 
 def _on_cpu() -> bool:
-    """True for a call whose CPU tensors are simulated. Raises LookupError if a call for CPU tensors is not replayed."""
+    """True for a call whose CPU tensors are simulated. Raises LookupError if a call for CPU tensors is not
+    replayed."""
     if not backend.simulating() or torch.is_autocast_enabled("cpu"):
         raise LookupError
     return True
@@ -54,7 +60,8 @@ _NAMES: dict[str, Any] = {
     "deterministic": torch.are_deterministic_algorithms_enabled,
     "forward_ad": forward_ad,
     "grad_enabled": torch.is_grad_enabled,
-    "listed": lambda given: given if type(given) in (list, tuple) else None,  # an iterator is not used up for a key
+    # an iterator is not used up for a key
+    "listed": lambda given: given if type(given) in (list, tuple) else None,
     "local": local,
     "modes": torch._C._len_torch_dispatch_stack,
     "on_cpu": _on_cpu,
@@ -83,7 +90,8 @@ _all: list["Plans"] = []
 
 
 class Plans:
-    """The plans of one function: by key None after one call, a Program after two, then the function that replays it, or False."""
+    """The plans of one function: by key None after one call, a Program after two, then the function that
+    replays it, or False."""
 
     def __init__(self, function: Callable[..., Any]):
         self.function = function
@@ -130,14 +138,20 @@ def _recordable(inputs: Sequence[Any]) -> bool:
     return plain and len(devices) == 1 and (devices == {-1} or devices == {driver.current_device()})
 
 
-def _distinct(inputs: Sequence[Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, Any, Any]:
+def _distinct(
+    inputs: Sequence[Any], arguments: tuple[Any, ...], options: dict[str, Any]
+) -> tuple[Any, Any, Any]:
     """The same with another object for each further use of a tensor, so that the uses can be told apart."""
     replaced: list[Any] = []
     for t in inputs:
         replaced.append(t if t is None or not any(t is r for r in replaced) else t.view_as(t))
     fresh = iter([t for t in replaced if t is not None])
     wanted = {id(t) for t in inputs if t is not None}
-    return replaced, _changed(arguments, wanted, fresh), {n: _changed(value, wanted, fresh) for n, value in options.items()}
+    return (
+        replaced,
+        _changed(arguments, wanted, fresh),
+        {n: _changed(value, wanted, fresh) for n, value in options.items()},
+    )
 
 
 def _changed(value: Any, wanted: set[int], fresh: Iterator[Any]) -> Any:
@@ -147,8 +161,8 @@ def _changed(value: Any, wanted: set[int], fresh: Iterator[Any]) -> Any:
 
 
 def planned(*tensors: str) -> Callable[[_Function], _Function]:
-    """Plans a public function. `tensors`: the names of its tensors in the order of the signature, "name[]" for a list. They may be None,
-    but for the first. All other arguments are options."""
+    """Plans a public function. `tensors`: the names of its tensors in the order of the signature, "name[]"
+    for a list. They may be None, but for the first. All other arguments are options."""
 
     def decorate(function: _Function) -> _Function:
         if not _ENABLED:
@@ -164,7 +178,8 @@ def planned(*tensors: str) -> Callable[[_Function], _Function]:
             call.append(f"{name}={name}" if p.kind is p.KEYWORD_ONLY else name)
             options += [f"type({name}), {name}, "] * (name not in names)
         source = _SOURCE.format(
-            signature=", ".join(signature), call=", ".join(call), tensors=_flat(tensors), first="", aside="tracing() or " + _EAGER,
+            signature=", ".join(signature), call=", ".join(call), tensors=_flat(tensors), first="",
+            aside="tracing() or " + _EAGER,
             key=f"{_DEVICE.format(t=tensors[0])}on_cpu(), grad_enabled()",
             layouts=_layouts(tensors, "type({t}), {t}.requires_grad, "), options="".join(options),
         )  # fmt: skip
@@ -174,7 +189,8 @@ def planned(*tensors: str) -> Callable[[_Function], _Function]:
 
 
 def planned_launch(function: Callable[..., Any], tensors: Sequence[str]) -> Callable[..., Any]:
-    """Plans the implementation of a raw op. `tensors`: the names of its arguments that are tensors, as in `planned`. They come first."""
+    """Plans the implementation of a raw op. `tensors`: the names of its arguments that are tensors, as in
+    `planned`. They come first."""
     if not _ENABLED:
         return function
     return _made(_raw_code(tuple(t.endswith("[]") for t in tensors)), Plans(function), {})
@@ -186,22 +202,28 @@ def _raw_code(lists: tuple[bool, ...]) -> CodeType:
     call = "".join(f"t{i}, " for i in range(len(lists))) + "*rest"
     source = _SOURCE.format(
         signature=call, call=call, tensors=_flat(tensors), first="", aside="",
-        key=_DEVICE.format(t="t0[0]" if lists[0] else "t0") + "cpu_autocast()", layouts=_layouts(tensors), options="rest",
+        key=_DEVICE.format(t="t0[0]" if lists[0] else "t0") + "cpu_autocast()", layouts=_layouts(tensors),
+        options="rest",
     )  # fmt: skip
     return compile(source, "<cukern plans>", "exec")
 
 
 def planned_backward(function: Callable[..., Any]) -> Callable[[int, int], Callable[..., Any]]:
-    """Plans the backward of an autograd Function, `function(ctx, saved tensors, upstream gradients)`. The class of the context stands for
-    what the forward decided. The result gives `apply(ctx, *upstream gradients)` for a number of saved tensors and of upstream gradients."""
+    """Plans the backward of an autograd Function, `function(ctx, saved tensors, upstream gradients)`. The
+    class of the context stands for what the forward decided. The result gives `apply(ctx, *upstream
+    gradients)` for a number of saved tensors and of upstream gradients."""
     plans = Plans(function)
 
     @functools.cache
     def apply(saved: int, douts: int) -> Callable[..., Any]:
-        head, tail = ("".join(f"{letter}{i}, " for i in range(n)) for letter, n in (("s", saved), ("d", douts)))
+        head, tail = (
+            "".join(f"{letter}{i}, " for i in range(n)) for letter, n in (("s", saved), ("d", douts))
+        )
         source = _SOURCE.format(
-            signature=f"ctx, {tail}", call=f"ctx, saved, ({tail})", tensors=head + tail, first=f"saved = ({head}) = ctx.saved_tensors",
-            aside="grad_enabled() or " + _EAGER, key=f"type(ctx), {_DEVICE.format(t='s0' if saved else 'd0')}cpu_autocast()",
+            signature=f"ctx, {tail}", call=f"ctx, saved, ({tail})", tensors=head + tail,
+            first=f"saved = ({head}) = ctx.saved_tensors",
+            aside="grad_enabled() or " + _EAGER,
+            key=f"type(ctx), {_DEVICE.format(t='s0' if saved else 'd0')}cpu_autocast()",
             layouts=_layouts((head + tail).split(", ")[:-1], "type({t}), "), options="",
         )  # fmt: skip
         return _made(source, plans, {})

@@ -1,11 +1,13 @@
 """Records the work of a call, which replay.py does again for other tensors of the same layout.
 
-An op's Python code checks its arguments, chooses kernels, allocates, and launches. All of it depends only on the layouts of the tensors
-and on the options, not on values or addresses. So it runs once. A `Recorder` notes which torch operations and launches it makes, and
-`replay.compiled` turns the notes into a function that makes the same ones with other tensors.
+An op's Python code checks its arguments, chooses kernels, allocates, and launches. All of it depends only on
+the layouts of the tensors and on the options, not on values or addresses. So it runs once. A `Recorder` notes
+which torch operations and launches it makes, and `replay.compiled` turns the notes into a function that makes
+the same ones with other tensors.
 
-A recorded address is an `Address`: an int that knows its tensor. A call is not replayed if anything in it depends on more than the
-layouts: an address that is compared, a value that is read from a tensor, or an argument of a launch whose origin is not known.
+A recorded address is an `Address`: an int that knows its tensor. A call is not replayed if anything in it
+depends on more than the layouts: an address that is compared, a value that is read from a tensor, or an
+argument of a launch whose origin is not known.
 """
 
 import contextlib
@@ -21,12 +23,15 @@ from torch.overrides import TorchFunctionMode
 ALIGNMENT = 64  # bytes: the part of an address that a layout holds
 _ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 _QUERIES = {
-    "__len__", "data_ptr", "dim", "dim_order", "element_size", "get_device", "is_complex", "is_conj", "is_contiguous",
+    "__len__", "data_ptr", "dim", "dim_order", "element_size", "get_device", "is_complex", "is_conj",
+    "is_contiguous",
     "is_floating_point", "is_neg", "ndimension", "nelement", "numel", "size", "storage_offset", "stride",
 }  # fmt: skip  # methods whose results depend on the layout only
 _VIEWS = {
-    "__get__", "__getitem__", "as_strided", "contiguous", "detach", "expand", "expand_as", "flatten", "movedim", "narrow", "permute",
-    "reshape", "resolve_conj", "resolve_neg", "select", "squeeze", "t", "transpose", "unbind", "unflatten", "unsqueeze", "view",
+    "__get__", "__getitem__", "as_strided", "contiguous", "detach", "expand", "expand_as", "flatten",
+    "movedim", "narrow", "permute",
+    "reshape", "resolve_conj", "resolve_neg", "select", "squeeze", "t", "transpose", "unbind", "unflatten",
+    "unsqueeze", "view",
     "view_as",
 }  # fmt: skip  # without effect if the result shares the argument's memory and is not used
 
@@ -98,8 +103,8 @@ class Packed(bytes):
 
 
 def packed(make: Callable[..., bytes], *arguments: Any) -> bytes:
-    """make(*arguments), the bytes of a struct. A replay makes it again from its own addresses, so `make` must be the same function in each
-    call."""
+    """make(*arguments), the bytes of a struct. A replay makes it again from its own addresses, so `make` must
+    be the same function in each call."""
     if not any(type(a) is Address for a in arguments):
         return make(*arguments)
     made = Packed(make(*(int(a) if type(a) is Address else a for a in arguments)))
@@ -148,9 +153,10 @@ class Allocation(NamedTuple):
 
 
 class Forward(NamedTuple):
-    """What the forward of an autograd Function did. `result` of the program: the outputs and the context's `FIELDS`.
-    `make(forward(ctx, *args), attributes, saved, outputs)` gives `apply` of a Function that does the same. Its context has the attributes.
-    `saved`, `outputs`: the numbers of saved tensors and of outputs."""
+    """What the forward of an autograd Function did. `result` of the program: the outputs and the context's
+    `FIELDS`. `make(forward(ctx, *args), attributes, saved, outputs)` gives `apply` of a Function that does
+    the same. Its context has the attributes. `saved`, `outputs`: the numbers of saved tensors and of
+    outputs."""
 
     make: Callable[..., Any]
     program: "Program"
@@ -158,8 +164,8 @@ class Forward(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A torch operation, or an autograd Function. `results`: a Ref, or a nested tuple of them. `view`: it has no effect but its results,
-    which share the memory of an argument."""
+    """A torch operation, or an autograd Function. `results`: a Ref, or a nested tuple of them. `view`: it has
+    no effect but its results, which share the memory of an argument."""
 
     function: Callable[..., Any]
     args: Any
@@ -178,7 +184,12 @@ class Launch(NamedTuple):
 
     @property
     def pointers(self) -> list[Pointer]:
-        return [p for a in self.args for p in (a.arguments if isinstance(a, Struct) else (a,)) if isinstance(p, Pointer)]
+        return [
+            p
+            for a in self.args
+            for p in (a.arguments if isinstance(a, Struct) else (a,))
+            if isinstance(p, Pointer)
+        ]
 
 
 class Guard(NamedTuple):
@@ -189,7 +200,8 @@ class Guard(NamedTuple):
 
 
 class Program(NamedTuple):
-    """A recorded call. `roots`: for each tensor the one whose memory it shares, and the offset of its first element in bytes."""
+    """A recorded call. `roots`: for each tensor the one whose memory it shares, and the offset of its first
+    element in bytes."""
 
     steps: tuple[Any, ...]
     guards: tuple[Guard, ...]
@@ -210,7 +222,8 @@ class Recorder(TorchFunctionMode):
 
     def __init__(self, inputs: Sequence[Tensor | None]):
         super().__init__()
-        self.numbers: dict[int, int] = {}  # by the ids of the tensors that exist; memory is freed when the call frees it
+        # by the ids of the tensors that exist; memory is freed when the call frees it
+        self.numbers: dict[int, int] = {}
         self.alive: dict[int, weakref.ref[Tensor]] = {}  # by number
         self.roots: list[tuple[int, int]] = []
         self.geometries: list[Any] = []
@@ -264,7 +277,9 @@ class Recorder(TorchFunctionMode):
         self._check_grad_mode()
         if name in _ALLOCATIONS and len(tensors) == 1 and result.layout is torch.strided:
             number = self._add(result, None)
-            self.steps.append(Allocation(number, tuple(result.shape), result.stride(), result.dtype, result.device))
+            self.steps.append(
+                Allocation(number, tuple(result.shape), result.stride(), result.dtype, result.device)
+            )
         else:
             try:
                 self._call(function, name, args, kwargs, result)
@@ -289,8 +304,15 @@ class Recorder(TorchFunctionMode):
                 self._call(function, "", tuple(args), {}, result)
         return result
 
-    def differentiable(self, apply: Callable[..., Any], make: Callable[..., Any], forward: Callable[..., Any], args: Sequence[Any]) -> Any:
-        """Calls an autograd Function, and notes what its forward does. `apply` is noted if that cannot be replayed. `make`: see Forward."""
+    def differentiable(
+        self,
+        apply: Callable[..., Any],
+        make: Callable[..., Any],
+        forward: Callable[..., Any],
+        args: Sequence[Any],
+    ) -> Any:
+        """Calls an autograd Function, and notes what its forward does. `apply` is noted if that cannot be
+        replayed. `make`: see Forward."""
         inner, noted = Recorder([a for a in args if isinstance(a, Tensor)]), list[Forward]()
 
         def run(ctx: Any, *args: Any) -> Any:
@@ -313,10 +335,14 @@ class Recorder(TorchFunctionMode):
         inner.release()
         if not inner.failed:
             self.guards += inner.guards
-            self.steps[-1] = self.steps[-1]._replace(forward=noted[0]._replace(program=noted[0].program._replace(guards=())))
+            self.steps[-1] = self.steps[-1]._replace(
+                forward=noted[0]._replace(program=noted[0].program._replace(guards=()))
+            )
         return result
 
-    def launch(self, launch: Launcher, params: Sequence[Any], grid: Any, block: Any, shared: int, args: Sequence[Any]) -> None:
+    def launch(
+        self, launch: Launcher, params: Sequence[Any], grid: Any, block: Any, shared: int, args: Sequence[Any]
+    ) -> None:
         """Notes `launch(grid, block, shared, *args)`."""
         self._check_grad_mode()
         found: list[Any] = []
@@ -324,7 +350,12 @@ class Recorder(TorchFunctionMode):
             if isinstance(a, Address):
                 found.append(Pointer(a.root, a.offset))
             elif isinstance(a, Packed):
-                found.append(Struct(a.make, tuple(Pointer(v.root, v.offset) if type(v) is Address else v for v in a.arguments)))
+                found.append(
+                    Struct(
+                        a.make,
+                        tuple(Pointer(v.root, v.offset) if type(v) is Address else v for v in a.arguments),
+                    )
+                )
             elif (param.pointer and a) or (isinstance(a, bytes) and self._has_address(a)):
                 self.fail(f"the origin of the address for {param} is not known")
             else:
@@ -333,10 +364,17 @@ class Recorder(TorchFunctionMode):
 
     def program(self, result: Any) -> Program:
         """What was recorded of a call with this result."""
-        return Program(tuple(self.steps), tuple(self.guards), self._refs(result), tuple(self.roots), tuple(self.geometries))
+        return Program(
+            tuple(self.steps),
+            tuple(self.guards),
+            self._refs(result),
+            tuple(self.roots),
+            tuple(self.geometries),
+        )
 
     def _check_grad_mode(self) -> None:
-        """A replay would make the operation in the grad mode of the call: it would be part of the graph, or of none."""
+        """A replay would make the operation in the grad mode of the call: it would be part of the graph, or
+        of none."""
         if torch.is_grad_enabled() != self.grad:
             self.fail("the grad mode changes inside of the call")
 
@@ -370,11 +408,14 @@ class Recorder(TorchFunctionMode):
             root, offset = self.roots[self.numbers[id(base)]]
             offset += tensor.data_ptr() - base.data_ptr()
         self.roots.append((root, offset))
-        self.geometries.append(None if tensor is None else (tuple(tensor.shape), tensor.stride(), tensor.dtype))
+        self.geometries.append(
+            None if tensor is None else (tuple(tensor.shape), tensor.stride(), tensor.dtype)
+        )
         if tensor is not None:
             key = id(tensor)
             self.numbers[key] = number
-            self.alive[number] = weakref.ref(tensor, lambda _: self.numbers.pop(key, None))  # the id may be used again
+            # the id may be used again
+            self.alive[number] = weakref.ref(tensor, lambda _: self.numbers.pop(key, None))
         return number
 
     def _refs(self, tree: Any) -> Any:
@@ -390,7 +431,8 @@ class Recorder(TorchFunctionMode):
             self.fail("a torch operation takes an address")
         if isinstance(tree, dict):
             return {name: self._refs(value) for name, value in tree.items()}
-        if isinstance(tree, list) or (isinstance(tree, tuple) and _tensors(tree)):  # a named tuple of results becomes a plain one
+        # a named tuple of results becomes a plain one
+        if isinstance(tree, list) or (isinstance(tree, tuple) and _tensors(tree)):
             return (list if isinstance(tree, list) else tuple)(self._refs(value) for value in tree)
         return tree
 

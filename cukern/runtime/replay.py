@@ -9,15 +9,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cukern.runtime.recording import FIELDS, Allocation, Call, Constant, Launch, Launcher, Pointer, Program, Ref, Struct
+from cukern.runtime.recording import (
+    FIELDS,
+    Allocation,
+    Call,
+    Constant,
+    Launch,
+    Launcher,
+    Pointer,
+    Program,
+    Ref,
+    Struct,
+)
 
 STALE = object()  # what a replay returns if a setting has changed
 
 
 def _empty_on(device: torch.device) -> Callable[..., Tensor]:
     """A function of size, stride and dtype that allocates, in the least host time."""
-    fast = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)  # as torch.compile's code does; 2 us less than torch.empty
-    if fast is not None and device.type == "cuda" and not torch.are_deterministic_algorithms_enabled():  # which fills new memory
+    # as torch.compile's code does; 2 us less than torch.empty
+    fast = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
+    # which fills new memory
+    if fast is not None and device.type == "cuda" and not torch.are_deterministic_algorithms_enabled():
         return fast
     return lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype, device=device)
 
@@ -29,7 +42,9 @@ class _Writer:
         self.program, self.of_function = program, not isinstance(inputs, int)
         tensors = inputs if isinstance(inputs, Sequence) else (True,) * inputs
         self.inputs, count = sum(tensors), itertools.count()
-        self.names = ["ctx"] * self.of_function + [f"t{next(count)}" if t else f"_{i}" for i, t in enumerate(tensors)]
+        self.names = ["ctx"] * self.of_function + [
+            f"t{next(count)}" if t else f"_{i}" for i, t in enumerate(tensors)
+        ]
         self.space: dict[str, Any] = {}
         self.lines: list[str] = []
         self.with_address: set[int] = set()
@@ -78,28 +93,42 @@ class _Writer:
 
     def write(self) -> str:
         for guard in self.program.guards:
-            self.lines.append(f"if {self.constant(guard.ask)}() != {self.constant(guard.value)}: return {self.constant(STALE)}")
+            self.lines.append(
+                f"if {self.constant(guard.ask)}() != {self.constant(guard.value)}: return "
+                f"{self.constant(STALE)}"
+            )
         final = self._final_geometries()
         for step in self.program.steps:
             if isinstance(step, Allocation):
                 self._allocate(step, final)
             elif isinstance(step, Launch):
-                last = max((i for i, a in enumerate(step.args) if isinstance(a, Pointer | Struct)), default=-1) + 1
+                last = (
+                    max((i for i, a in enumerate(step.args) if isinstance(a, Pointer | Struct)), default=-1)
+                    + 1
+                )
                 first = [self.argument(a) for a in step.args[:last]]
-                launch = self.constant(_bound(step.launch, step.grid, step.block, step.shared, *step.args[last:]))
+                launch = self.constant(
+                    _bound(step.launch, step.grid, step.block, step.shared, *step.args[last:])
+                )
                 self.lines.append(f"{launch}({', '.join(first)})")
             elif not step.view or self.objects.intersection(_numbers(step.results)):
                 self._call(step)
         result = _map_refs(self.program.result, lambda n: final.get(n, (n,))[0])
         if self.of_function:
             result, fields = result
-            self.lines += [f"ctx.{n} = {self.tree(v)}" for n, v in zip(FIELDS, fields, strict=True) if v is not None]
+            self.lines += [
+                f"ctx.{n} = {self.tree(v)}" for n, v in zip(FIELDS, fields, strict=True) if v is not None
+            ]
         self.lines.append(f"return {self.tree(result)}")
         body = "\n        ".join(self._freeing())
-        return f"def make({', '.join(self.space)}):\n    def replay({', '.join(self.names)}):\n        {body}\n    return replay\n"
+        return (
+            f"def make({', '.join(self.space)}):\n    def replay({', '.join(self.names)}):\n        "
+            f"{body}\n    return replay\n"
+        )
 
     def _freeing(self) -> Iterator[str]:
-        """The lines. Before memory is allocated, that of tensors without another use is freed, as in the recorded call."""
+        """The lines. Before memory is allocated, that of tensors without another use is freed, as in the
+        recorded call."""
         used = [{int(n) for n in re.findall(r"\b[tp](\d+)\b", line)} for line in self.lines]
         last = {n: i for i, numbers in enumerate(used) for n in numbers}
         for i, line in enumerate(self.lines):
@@ -109,7 +138,8 @@ class _Writer:
                 yield f"del {', '.join(unused)}"
 
     def _final_geometries(self) -> dict[int, tuple[int, Any]]:
-        """Results that are views of a whole allocation are allocated as such: by their number, the allocation and the geometry."""
+        """Results that are views of a whole allocation are allocated as such: by their number, the allocation
+        and the geometry."""
         roots, geometries = self.program.roots, self.program.geometries
         allocated, uses = {s.number for s in self.program.steps if isinstance(s, Allocation)}, self._uses()
         found: dict[int, tuple[int, Any]] = {}
@@ -124,7 +154,10 @@ class _Writer:
     def _uses(self) -> list[int]:
         """The roots of the results and of the arguments of operations, each as often as it is used."""
         calls = [s for s in self.program.steps if isinstance(s, Call) and not s.view]
-        return [self.program.roots[n][0] for n in _numbers([self.program.result, *((s.args, s.kwargs) for s in calls)])]
+        return [
+            self.program.roots[n][0]
+            for n in _numbers([self.program.result, *((s.args, s.kwargs) for s in calls)])
+        ]
 
     def _allocate(self, step: Allocation, final: dict[int, tuple[int, Any]]) -> None:
         n = step.number
@@ -137,7 +170,10 @@ class _Writer:
             self.lines.append(f"t{n} = {make}({', '.join(rest)})")
 
     def _call(self, step: Call) -> None:
-        names = [*map(self.tree, step.args), *(f"{name}={self.tree(value)}" for name, value in step.kwargs.items())]
+        names = [
+            *map(self.tree, step.args),
+            *(f"{name}={self.tree(value)}" for name, value in step.kwargs.items()),
+        ]
         function = step.function
         if step.forward is not None:
             make, program, attributes = step.forward
@@ -152,14 +188,20 @@ class _Writer:
 
 
 def _bound(launch: Launcher, grid: Any, block: Any, shared: int, *last: Any) -> Launcher:
-    """The launch as a function of its first arguments. The last ones are packed once, if the launch can do so."""
+    """The launch as a function of its first arguments. The last ones are packed once, if the launch can do
+    so."""
     bound = getattr(launch, "bound", None)
-    return bound(grid, block, shared, *last) if bound else lambda *first: launch(grid, block, shared, *first, *last)
+    return (
+        bound(grid, block, shared, *last)
+        if bound
+        else lambda *first: launch(grid, block, shared, *first, *last)
+    )
 
 
 def compiled(program: Program, inputs: int | Sequence[bool]) -> Callable[..., Any]:
-    """A function of the inputs that does what was recorded. It returns STALE, and does nothing, if a setting has changed. `inputs`: their
-    number; for the forward of an autograd Function, which of its arguments they are."""
+    """A function of the inputs that does what was recorded. It returns STALE, and does nothing, if a setting
+    has changed. `inputs`: their number; for the forward of an autograd Function, which of its arguments they
+    are."""
     writer = _Writer(program, inputs)
     return _factory(writer.write())(*writer.space.values())
 
@@ -189,4 +231,8 @@ def _map_refs(tree: Any, change: Callable[[int], int]) -> Any:
 def _nbytes(geometry: Any) -> int:
     """From the first to behind the last element."""
     size, stride, dtype = geometry
-    return 0 if 0 in size else (sum((n - 1) * step for n, step in zip(size, stride, strict=True)) + 1) * dtype.itemsize
+    return (
+        0
+        if 0 in size
+        else (sum((n - 1) * step for n, step in zip(size, stride, strict=True)) + 1) * dtype.itemsize
+    )

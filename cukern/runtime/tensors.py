@@ -10,7 +10,8 @@ VECTOR_BYTES = 16  # the longest load and store of a thread
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which kernels compute and add: compute_t of common/math.cuh. float32, or float64 for float64."""
+    """The dtype in which kernels compute and add: compute_t of common/math.cuh. float32, or float64 for
+    float64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -34,7 +35,8 @@ def unit_column_stride(x: Tensor) -> Tensor:
 
 
 def readable(x: Tensor | None) -> Tensor | None:
-    """x as kernels on rows read it, copied if necessary: the last dimension has stride 1, and there is no negative bit."""
+    """x as kernels on rows read it, copied if necessary: the last dimension has stride 1, and there is no
+    negative bit."""
     return None if x is None else unit_column_stride(x.resolve_neg())
 
 

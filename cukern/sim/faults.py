@@ -24,7 +24,8 @@ class Fault(Report, RuntimeError):
     def __init__(self, what: str, where: Where, lanes: Any = ()):
         super().__init__(f"{where}: {what}")
         self.where = where
-        self.lanes = lanes  # of the simulator's batch: all that run into it at this instruction, if that is known
+        # of the simulator's batch: all that run into it at this instruction, if that is known
+        self.lanes = lanes
 
 
 class OutOfBounds(Fault):

@@ -30,14 +30,17 @@ __tracebackhide__ = operator.methodcaller("errisinstance", tracebacks.Report)  #
 MOST_THREADS = 1 << 22  # of a launch; more would take minutes
 
 
-def load(name: str, ptx: Ptx, params: tuple[Param, ...], cluster: Dim | None = None, replicated: bool = False) -> Launch:
-    """Prepare a kernel for simulation. Returns `launch(grid, block, shared_bytes, *args)`; pointers are addresses of CPU memory. `cluster`:
-    the shape of a cluster that the launch asks for. `replicated`: several threads of a block may hold copies of one value, and the race of
-    a copy's read with a write of its block is no fault: so Triton compiles an in-place kernel with more threads than elements.
+def load(
+    name: str, ptx: Ptx, params: tuple[Param, ...], cluster: Dim | None = None, replicated: bool = False
+) -> Launch:
+    """Prepare a kernel for simulation. Returns `launch(grid, block, shared_bytes, *args)`; pointers are
+    addresses of CPU memory. `cluster`: the shape of a cluster that the launch asks for. `replicated`: several
+    threads of a block may hold copies of one value, and the race of a copy's read with a write of its block
+    is no fault: so Triton compiles an in-place kernel with more threads than elements.
 
-    A launch raises Fault for a bug of the kernel, except in `collect` or `checks`; NotSimulated for an instruction that is not simulated;
-    LaunchError for a geometry that a GPU would refuse, ValueError for one that is too large to simulate, and TypeError or ValueError for
-    an argument that does not fit."""
+    A launch raises Fault for a bug of the kernel, except in `collect` or `checks`; NotSimulated for an
+    instruction that is not simulated; LaunchError for a geometry that a GPU would refuse, ValueError for one
+    that is too large to simulate, and TypeError or ValueError for an argument that does not fit."""
     program = Program(parse(ptx.text), ptx.symbol)
     if cluster:
         program.kernel.cluster, program.kernel.explicit_cluster = cluster, True
@@ -51,15 +54,31 @@ def load(name: str, ptx: Ptx, params: tuple[Param, ...], cluster: Dim | None = N
             raise explain_misfit(name, params, args) from None
         static = program.dynamic_start if shared else program.shared_size
         _check_launch(name, grid, block, shared, static, program)
-        own = np.frombuffer(packed + bytes(16), np.uint8)  # an aligned load may reach beyond the last parameter
+        # an aligned load may reach beyond the last parameter
+        own = np.frombuffer(packed + bytes(16), np.uint8)
         start = own.ctypes.data
         values = Region(start, start + len(own), "the kernel's parameters", writable=False)
-        of_grid = np.zeros(2, np.uint64)  # what grid.sync() counts in: every launch counts as a cooperative one
+        # what grid.sync() counts in: every launch counts as a cooperative one
+        of_grid = np.zeros(2, np.uint64)
         counter = Region(of_grid.ctypes.data, of_grid.ctypes.data + of_grid.nbytes, "the barrier of the grid")
         more = [values, counter] if "%envreg2" in program.specials else [values]
         memory_ = Global(sorted([*_regions(program, params, args), *more], key=lambda r: r.start), replicated)
         try:
-            run(Launched(name, program, grid, block, static + shared, own, memory_, current(), counter.start, replicated), code)
+            run(
+                Launched(
+                    name,
+                    program,
+                    grid,
+                    block,
+                    static + shared,
+                    own,
+                    memory_,
+                    current(),
+                    counter.start,
+                    replicated,
+                ),
+                code,
+            )
         except (Fault, NotSimulated) as error:
             if tracebacks.whole():
                 raise
@@ -71,20 +90,28 @@ def load(name: str, ptx: Ptx, params: tuple[Param, ...], cluster: Dim | None = N
 
 
 def _regions(program: Program, params: tuple[Param, ...], args: tuple) -> list[Region]:
-    """What the launch may access, sorted by address. Each region is named after the argument that points into it."""
+    """What the launch may access, sorted by address. Each region is named after the argument that points into
+    it."""
     found = regions()
     for region in found:
-        names = [p.name for p, a in zip(params, args, strict=True) if p.pointer and region.start <= a < region.end]
+        names = [
+            p.name for p, a in zip(params, args, strict=True) if p.pointer and region.start <= a < region.end
+        ]
         region.name = f"the tensor of argument '{names[0]}'" if names else "a tensor"
     return sorted([*found, *program.regions], key=lambda r: r.start)
 
 
 def _check_launch(name: str, grid: Dim, block: Dim, shared: int, static: int, program: Program) -> None:
     most_shared = device_of(SIMULATED).shared_bytes
-    broken = exceeded(grid, block, shared, program.kernel.max_threads, most_shared, program.kernel.cluster, static)
+    broken = exceeded(
+        grid, block, shared, program.kernel.max_threads, most_shared, program.kernel.cluster, static
+    )
     if broken:
         raise launch_error(name, grid, block, shared, broken)
     if math.prod(grid) * math.prod(block) > MOST_THREADS:
         threads = math.prod(grid) * math.prod(block)
-        what = f"{name} <<<grid {grid}, block {block}>>> has {threads} threads, and the simulator takes at most {MOST_THREADS}"
+        what = (
+            f"{name} <<<grid {grid}, block {block}>>> has {threads} threads, and the simulator takes at "
+            f"most {MOST_THREADS}"
+        )
         raise ValueError(f"{what}: simulate a smaller problem")

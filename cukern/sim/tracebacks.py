@@ -1,7 +1,7 @@
 """Tracebacks of faults: the lines of the user's program and the report, without the frames of the simulator.
 
-CUKERN_TRACEBACK=1 shows all frames. Python's hook is replaced when a launch first meets a fault, IPython asks the exception, and pytest
-asks the modules that a launch goes through (`__tracebackhide__`)."""
+CUKERN_TRACEBACK=1 shows all frames. Python's hook is replaced when a launch first meets a fault, IPython asks
+the exception, and pytest asks the modules that a launch goes through (`__tracebackhide__`)."""
 
 import os
 import sys
@@ -35,7 +35,11 @@ def install() -> None:
     def hook(kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> None:
         if not isinstance(error, Report) or whole():
             return before(kind, error, tb)
-        frames = [f for f in traceback.extract_tb(tb) if not f.filename.startswith(_OWN) and not any(x in f.filename for x in _LIBRARIES)]
+        frames = [
+            f
+            for f in traceback.extract_tb(tb)
+            if not f.filename.startswith(_OWN) and not any(x in f.filename for x in _LIBRARIES)
+        ]
         lines = ["Traceback (most recent call last):\n", *traceback.format_list(frames)] if frames else []
         print(*lines, f"{kind.__module__}.{kind.__qualname__}: {error}", sep="", file=sys.stderr)
 

@@ -1,7 +1,9 @@
-"""Triton kernels in the simulator: a driver that Triton takes for a GPU's, and that launches the PTX of a kernel on CPU tensors.
+"""Triton kernels in the simulator: a driver that Triton takes for a GPU's, and that launches the PTX of a
+kernel on CPU tensors.
 
-Triton asks the active driver for its target, and gives it what it compiled to load and to launch. `block` makes this driver the active one.
-Triton's last stage, ptxas, is left out: what would be the cubin is the PTX."""
+Triton asks the active driver for its target, and gives it what it compiled to load and to launch. `block`
+makes this driver the active one. Triton's last stage, ptxas, is left out: what would be the cubin is the
+PTX."""
 
 import contextlib
 import functools
@@ -26,17 +28,51 @@ from cukern.sim.launch import Launch, load
 from cukern.sim.memory import regions
 
 TESTED = ("3.9",)  # versions of Triton
-ARCHES = {"sm_80": 166912, "sm_86": 101376, "sm_89": 101376, "sm_90": 232448, "sm_100": 232448, "sm_120": 101376}  # bytes of shared memory
+# bytes of shared memory
+ARCHES = {
+    "sm_80": 166912,
+    "sm_86": 101376,
+    "sm_89": 101376,
+    "sm_90": 232448,
+    "sm_100": 232448,
+    "sm_120": 101376,
+}
 CONFIGS = ("first", "all")
 _MOST_ADDRESSES = 4096  # of a tensor of pointers
-_CTYPES = {"i1": "bool", "i8": "signed char", "i16": "short", "i32": "int", "i64": "long long", "fp16": "__half", "bf16": "__nv_bfloat16"}
-_CTYPES |= {"u1": "bool", "u8": "unsigned char", "u16": "unsigned short", "u32": "unsigned int", "u64": "unsigned long long"}
+_CTYPES = {
+    "i1": "bool",
+    "i8": "signed char",
+    "i16": "short",
+    "i32": "int",
+    "i64": "long long",
+    "fp16": "__half",
+    "bf16": "__nv_bfloat16",
+}
+_CTYPES |= {
+    "u1": "bool",
+    "u8": "unsigned char",
+    "u16": "unsigned short",
+    "u32": "unsigned int",
+    "u64": "unsigned long long",
+}
 _CTYPES |= {"fp32": "float", "f32": "float", "fp64": "double"}
-_DTYPES = {"fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2, "i1": torch.bool, "i8": torch.int8, "u8": torch.uint8}
+_DTYPES = {
+    "fp8e4nv": torch.float8_e4m3fn,
+    "fp8e5": torch.float8_e5m2,
+    "i1": torch.bool,
+    "i8": torch.int8,
+    "u8": torch.uint8,
+}
 _DTYPES |= {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
-_DTYPES |= {f"{sign}{n}": getattr(torch, f"{'u' * (sign == 'u')}int{n}") for sign in "iu" for n in (16, 32, 64)}
-# Triton writes loads and stores as inline assembly. LLVM counts on from the right line, which is given before it.
-_INLINE_ASM, _LOC = re.compile(r"// begin inline asm.*?// end inline asm", re.DOTALL), re.compile(r"^\s*\.loc\s.*$", re.MULTILINE)
+_DTYPES |= {
+    f"{sign}{n}": getattr(torch, f"{'u' * (sign == 'u')}int{n}") for sign in "iu" for n in (16, 32, 64)
+}
+# Triton writes loads and stores as inline assembly. LLVM counts on from the right line, which is given before
+# it.
+_INLINE_ASM, _LOC = (
+    re.compile(r"// begin inline asm.*?// end inline asm", re.DOTALL),
+    re.compile(r"^\s*\.loc\s.*$", re.MULTILINE),
+)
 
 __tracebackhide__ = operator.methodcaller("errisinstance", tracebacks.Report)
 
@@ -78,7 +114,9 @@ def _triton() -> Any:
         import triton.knobs
         import triton.runtime.jit
     except ImportError as error:
-        raise ImportError(f"cukern.sim.triton needs Triton, which runs without a GPU: pip install triton ({error})") from None
+        raise ImportError(
+            f"cukern.sim.triton needs Triton, which runs without a GPU: pip install triton ({error})"
+        ) from None
     if not tested():
         message = f"cukern.sim.triton is tested with Triton {', '.join(TESTED)}; this is {triton.__version__}"
         warnings.warn(message, RuntimeWarning, stacklevel=4)
@@ -90,7 +128,8 @@ def tested() -> bool:
 
 
 def _without_ptxas(*of_a_backend: Any) -> Any:
-    """Triton's hook that may change the stages of a compilation. Without arguments it gives a part of the key of Triton's cache."""
+    """Triton's hook that may change the stages of a compilation. Without arguments it gives a part of the key
+    of Triton's cache."""
     if not of_a_backend:
         return "cukern", "'cukern'"
     of_a_backend[1]["cubin"] = lambda ptx, metadata: ptx.encode()
@@ -98,7 +137,8 @@ def _without_ptxas(*of_a_backend: Any) -> Any:
 
 
 def _launched(kernel: Any, grid: Any) -> Callable[..., Any]:
-    """kernel[grid]: as Triton's own, for NumPy arrays too. What an autotuner chooses here is not chosen on a GPU."""
+    """kernel[grid]: as Triton's own, for NumPy arrays too. What an autotuner chooses here is not chosen on a
+    GPU."""
 
     def launch(*args: Any, **kwargs: Any) -> Any:
         tuners, inner = [], kernel
@@ -108,9 +148,12 @@ def _launched(kernel: Any, grid: Any) -> Callable[..., Any]:
         before = [tuner.cache for tuner in tuners]
         for tuner in tuners:
             tuner.cache = {}
-            tuner.do_bench = _triton().runtime.driver.active.get_benchmarker()  # Triton would keep the first driver's
+            # Triton would keep the first driver's
+            tuner.do_bench = _triton().runtime.driver.active.get_benchmarker()
         try:
-            return kernel.run(*map(_own, args), grid=grid, warmup=False, **{name: _own(x) for name, x in kwargs.items()})
+            return kernel.run(
+                *map(_own, args), grid=grid, warmup=False, **{name: _own(x) for name, x in kwargs.items()}
+            )
         except (Fault, NotSimulated) as error:
             if tracebacks.whole():
                 raise
@@ -129,7 +172,8 @@ def _own(x: Any) -> Any:
 
 
 class _Created(regions.Scope):
-    """Knows the tensors that torch creates in the block, as long as they live, and which of their bytes are initialized."""
+    """Knows the tensors that torch creates in the block, as long as they live, and which of their bytes are
+    initialized."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -159,26 +203,36 @@ class _Created(regions.Scope):
         return self.storages.get(start)
 
     def named_in(self, tensors: list[torch.Tensor]) -> dict[int, Any]:
-        """The allocations whose addresses are in a tensor of int64, as those of the matrices of a grouped product."""
+        """The allocations whose addresses are in a tensor of int64, as those of the matrices of a grouped
+        product."""
         found: dict[int, Any] = {}
         for tensor in tensors:
             if tensor.dtype in (torch.int64, torch.uint64) and tensor.numel() <= _MOST_ADDRESSES:
                 self._forget_dead()
                 addresses = {int(n) for n in tensor.detach().numpy().reshape(-1)}
-                found |= {s: x for s, x in self.storages.items() if any(s <= n < x.extents[0][1] for n in addresses)}
+                found |= {
+                    s: x for s, x in self.storages.items() if any(s <= n < x.extents[0][1] for n in addresses)
+                }
         return found
 
 
 def _driver(triton: Any, arch: str, every_config: bool, created: _Created) -> Any:
-    """A driver for Triton. It names its device after the target, so that Triton keeps the kernels of each target apart."""
+    """A driver for Triton. It names its device after the target, so that Triton keeps the kernels of each
+    target apart."""
     from triton.backends.compiler import GPUTarget
     from triton.backends.driver import DriverBase
 
-    properties = {"max_shared_mem": ARCHES[arch], "multiprocessor_count": 132, "warpSize": 32, "max_num_regs": 65536}
+    properties = {
+        "max_shared_mem": ARCHES[arch],
+        "multiprocessor_count": 132,
+        "warpSize": 32,
+        "max_num_regs": 65536,
+    }
     state = SimpleNamespace(dry=False)  # dry: compile and check, and do not run
 
     def load_binary(name: str, ptx: bytes, shared: int, device: Any) -> tuple[Any, ...]:
-        return None, _INLINE_ASM.sub(lambda asm: _LOC.sub("", asm[0]), ptx.decode()), 0, 0, 1024  # no module, which would be unloaded
+        # no module, which would be unloaded
+        return None, _INLINE_ASM.sub(lambda asm: _LOC.sub("", asm[0]), ptx.decode()), 0, 0, 1024
 
     def benchmark(kernel_call: Callable[[], None], **options: Any) -> list[float]:
         """The time of a configuration for the autotuner: its number, which makes it take the first."""
@@ -191,7 +245,11 @@ def _driver(triton: Any, arch: str, every_config: bool, created: _Created) -> An
         return [float(state.tried)] * 3
 
     class Driver(DriverBase):
-        utils = SimpleNamespace(load_binary=load_binary, unload_module=lambda module: None, get_device_properties=lambda device: properties)
+        utils = SimpleNamespace(
+            load_binary=load_binary,
+            unload_module=lambda module: None,
+            get_device_properties=lambda device: properties,
+        )
 
         def __init__(self) -> None:
             super().__init__()
@@ -240,7 +298,8 @@ def _loaded(name: str, ptx: str, symbol: str, params: tuple[Param, ...]) -> Laun
 
 
 class _Launcher:
-    """Launches one compiled kernel, as Triton calls it. Triton keeps it for later blocks, which have other drivers."""
+    """Launches one compiled kernel, as Triton calls it. Triton keeps it for later blocks, which have other
+    drivers."""
 
     def __init__(self, src: Any, metadata: Any, driver: Any):
         self.signature, self.metadata, self.driver = src.signature, metadata, driver
@@ -248,8 +307,9 @@ class _Launcher:
         self.maps = list(getattr(metadata, "tensordesc_meta", None) or ())
 
     def __call__(
-        self, x: int, y: int, z: int, stream: Any, ptx: str, packed: Any, launch_metadata: Any, enter: Any, leave: Any, *args: Any
-    ):
+        self, x: int, y: int, z: int, stream: Any, ptx: str, packed: Any, launch_metadata: Any, enter: Any,
+        leave: Any, *args: Any,
+    ):  # fmt: skip
         if x * y * z <= 0 or self.driver.active.state.dry:
             return
         params: list[Param] = []
@@ -280,7 +340,10 @@ class _Launcher:
         if leave is not None:
             leave(launch_metadata)
 
-    def _argument(self, name: str, type_: Any, value: Any, params: list, values: list, tensors: list, maps: Iterator[Any]) -> None:
+    def _argument(
+        self, name: str, type_: Any, value: Any, params: list, values: list, tensors: list,
+        maps: Iterator[Any],
+    ) -> None:  # fmt: skip
         """Append what an argument becomes in the kernel's parameters."""
         if isinstance(type_, tuple):
             for i, (inner, one) in enumerate(zip(type_, value, strict=True)):
@@ -298,22 +361,40 @@ class _Launcher:
         tensor = value if isinstance(value, torch.Tensor) else getattr(value, "base", None)
         if isinstance(tensor, torch.Tensor):
             if tensor.device.type != "cpu":
-                raise TypeError(f"{self.name}: argument '{name}' is on {tensor.device}; cukern.sim.triton takes CPU tensors")
+                raise TypeError(
+                    f"{self.name}: argument '{name}' is on {tensor.device}; cukern.sim.triton takes CPU "
+                    f"tensors"
+                )
             tensors.append(tensor)
         return value if isinstance(value, int) else value.data_ptr()
 
-    def _descriptor(self, name: str, type_: str, value: Any, params: list, values: list, tensors: list, maps: Iterator[Any]) -> None:
-        """A tensor descriptor made on the host: a tensor map where the GPU has TMA; else its base, shape and strides."""
+    def _descriptor(
+        self, name: str, type_: str, value: Any, params: list, values: list, tensors: list,
+        maps: Iterator[Any],
+    ) -> None:  # fmt: skip
+        """A tensor descriptor made on the host: a tensor map where the GPU has TMA; else its base, shape and
+        strides."""
         shape, strides, nan = list(value.shape), list(value.strides), value.padding == "nan"
         meta = next(maps, None)
         if meta is None:
             flags = [("bool", nan), ("bool", getattr(value, "round_f32_to_tf32", False))]
-            parts = [("void", self._pointer(name, value.base, tensors)), *(("long long", n) for n in shape + strides), *flags]
+            parts = [
+                ("void", self._pointer(name, value.base, tensors)),
+                *(("long long", n) for n in shape + strides),
+                *flags,
+            ]
         else:
             address = self._pointer(name, value.base, tensors)
             dtype, swizzle = value.base.dtype, tensor_map.SWIZZLES[meta["swizzle"]]
             data = tensor_map.encode(
-                -1, address, dtype, tuple(shape), tuple(strides), tuple(meta["block_size"]), swizzle, fill="nan" if nan else "zeros"
+                -1,
+                address,
+                dtype,
+                tuple(shape),
+                tuple(strides),
+                tuple(meta["block_size"]),
+                swizzle,
+                fill="nan" if nan else "zeros",
             )
             parts = [("CUtensorMap", data)]
         parts += [*(("int", n) for n in shape), *(("long long", n) for n in strides)]

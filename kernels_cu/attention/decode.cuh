@@ -1,18 +1,25 @@
-// attention of few queries: decoding, where each sequence asks 1 to 16 queries of a long cache of keys. Forward only; float16 and bfloat16,
-// sm_80 and newer. The math and the layouts of q, k, v and out are those of attention.cu.
+// attention of few queries: decoding, where each sequence asks 1 to 16 queries of a long cache of keys.
+// Forward only; float16 and bfloat16, sm_80 and newer. The math and the layouts of q, k, v and out are those
+// of attention.cu.
 //
 // Limit      device memory: K and V are read once, and the time should be that of a copy of the same bytes.
-// Rows       the queries of all heads that share a KV head are the rows of one tile: row r is query r % queries of head r / queries of the
-//            group. A tile has 16 rows, which mma.sync needs; rows that do not exist are 0. More rows are several tiles, whose thread
-//            blocks are neighbours and find K and V in the L2 cache.
+// Rows       the queries of all heads that share a KV head are the rows of one tile: row r is query r %
+//            queries of head r / queries of the group. A tile has 16 rows, which mma.sync needs; rows that do
+//            not exist are 0. More rows are several tiles, whose thread blocks are neighbours and find K and
+//            V in the L2 cache.
 // Lengths    each sequence may have its own number of keys; what lies behind it in k and v is not read.
-// Split      the keys of a KV head are split over `splits` thread blocks, in tiles of KEYS keys, and inside of a block over its warps.
-// Pipeline   a warp copies its own tiles by cp.async, STAGES - 1 tiles of 8 KB ahead, so the loop has no barrier. Q is in registers.
-// Overlap    a block prefetches into L2 what its warps copy first, before it waits for the previous kernel (pdl.cuh). attention_decode_sum
-//            signals before it waits, so the blocks of a next call start as soon as blocks of this one exit.
-// Sum        the sums of the warps are added in shared memory, in the order of the warps. With one split that is the result. Otherwise each
-//            block writes its sums as float32, and attention_decode_sum adds them in the order of the splits. Two runs give the same bits.
-// Launch     1-D grid: row tiles (fastest), splits, KV heads, batch; block = 32 * WARPS; dynamic shared memory = WARPS * STAGES * 8 KB.
+// Split      the keys of a KV head are split over `splits` thread blocks, in tiles of KEYS keys, and inside
+//            of a block over its warps.
+// Pipeline   a warp copies its own tiles by cp.async, STAGES - 1 tiles of 8 KB ahead, so the loop has no
+//            barrier. Q is in registers.
+// Overlap    a block prefetches into L2 what its warps copy first, before it waits for the previous kernel
+//            (pdl.cuh). attention_decode_sum signals before it waits, so the blocks of a next call start as
+//            soon as blocks of this one exit.
+// Sum        the sums of the warps are added in shared memory, in the order of the warps. With one split that
+//            is the result. Otherwise each block writes its sums as float32, and attention_decode_sum adds
+//            them in the order of the splits. Two runs give the same bits.
+// Launch     1-D grid: row tiles (fastest), splits, KV heads, batch; block = 32 * WARPS; dynamic shared
+//            memory = WARPS * STAGES * 8 KB.
 //
 // Experiments and predictions: docs/notes/attention.md.
 #pragma once
@@ -28,17 +35,24 @@ struct Stats {
 };
 
 // The factor of a partial sum with `base`, relative to 2^top.
-__device__ __forceinline__ float factor_of(float base, float top) { return top == minus_infinity<float>() ? 0 : exp2_approx(base - top); }
+__device__ __forceinline__ float factor_of(float base, float top) {
+    return top == minus_infinity<float>() ? 0 : exp2_approx(base - top);
+}
 
-__device__ __forceinline__ float lse_of(Stats x) { return x.sum == 0 ? minus_infinity<float>() : (x.base + log2_approx(x.sum)) * LN_2; }
+__device__ __forceinline__ float lse_of(Stats x) {
+    return x.sum == 0 ? minus_infinity<float>() : (x.base + log2_approx(x.sum)) * LN_2;
+}
 
-// The operand A of mma.sync, 16 x D, from rows of q in global memory. `rows`: this lane's two rows, null if they do not exist.
+// The operand A of mma.sync, 16 x D, from rows of q in global memory. `rows`: this lane's two rows, null if
+// they do not exist.
 template <typename T, int D>
-__device__ __forceinline__ void load_queries(unsigned (&a)[D / 16][1][4], const T* const (&rows)[2], int columns) {
+__device__ __forceinline__ void load_queries(unsigned (&a)[D / 16][1][4], const T* const (&rows)[2],
+                                             int columns) {
 #pragma unroll
     for (int i = 0; i < D / 4; i++) {
         int column = i / 4 * 16 + i / 2 % 2 * 8 + threadIdx.x % 4 * 2;
-        a[i / 4][0][i % 4] = rows[i % 2] && column < columns ? *reinterpret_cast<const unsigned*>(rows[i % 2] + column) : 0;
+        a[i / 4][0][i % 4] =
+            rows[i % 2] && column < columns ? *reinterpret_cast<const unsigned*>(rows[i % 2] + column) : 0;
     }
 }
 
@@ -49,21 +63,27 @@ __device__ __forceinline__ Stats add_stats(const Stats* of_warps, int stride) {
 #pragma unroll
     for (int w = 0; w < WARPS; w++) all.base = fmaxf(all.base, of_warps[w * stride].base);
 #pragma unroll
-    for (int w = 0; w < WARPS; w++) all.sum += of_warps[w * stride].sum * factor_of(of_warps[w * stride].base, all.base);
+    for (int w = 0; w < WARPS; w++)
+        all.sum += of_warps[w * stride].sum * factor_of(of_warps[w * stride].base, all.base);
     return all;
 }
 
-// partial is (splits, batch, heads, queries, D), stats (splits, batch, heads, queries); used if splits > 1, out and lse if splits = 1.
+// partial is (splits, batch, heads, queries, D), stats (splits, batch, heads, queries); used if splits > 1,
+// out and lse if splits = 1.
 template <typename T, int D, int WARPS, int STAGES, int BLOCKS_PER_SM, bool SOFTCAP>
 __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM)
-    attention_decode(T* out, float* lse, float* partial, void* stats, const T* q, const T* k, const T* v, const int* key_lengths,
-                     Strides of_out, Strides of_q, Strides of_k, Strides of_v, int row_tiles, int splits, int kv_heads, int batches,
-                     int group, int queries, int keys, int head_dim, bool causal, float tanh_factor, float c) {
-    constexpr int KEYS = TILE_BYTES / (D * sizeof(T)), PITCH = D + 8;  // pitch of a row of float32 sums: no bank conflicts
-    static_assert(WARPS * MMA_ROWS * PITCH * sizeof(float) <= WARPS * STAGES * 2 * TILE_BYTES, "the sums fit where the tiles were");
+    attention_decode(T* out, float* lse, float* partial, void* stats, const T* q, const T* k, const T* v,
+                     const int* key_lengths, Strides of_out, Strides of_q, Strides of_k, Strides of_v,
+                     int row_tiles, int splits, int kv_heads, int batches, int group, int queries, int keys,
+                     int head_dim, bool causal, float tanh_factor, float c) {
+    // pitch of a row of float32 sums: no bank conflicts
+    constexpr int KEYS = TILE_BYTES / (D * sizeof(T)), PITCH = D + 8;
+    static_assert(WARPS * MMA_ROWS * PITCH * sizeof(float) <= WARPS * STAGES * 2 * TILE_BYTES,
+                  "the sums fit where the tiles were");
     extern __shared__ __align__(128) unsigned char shared[];
     __shared__ Stats of_warps[WARPS][MMA_ROWS];
-    int row_tile = blockIdx.x % row_tiles, split = blockIdx.x / row_tiles % splits, pair = blockIdx.x / row_tiles / splits;
+    int row_tile = blockIdx.x % row_tiles, split = blockIdx.x / row_tiles % splits,
+        pair = blockIdx.x / row_tiles / splits;
     int batch = pair / kv_heads, kv_head = pair % kv_heads, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     int first = row_tile * MMA_ROWS, rows = group * queries - first;
     k += batch * of_k.batch + kv_head * of_k.head;
@@ -71,19 +91,24 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM)
     q += batch * of_q.batch + kv_head * group * of_q.head;
     out += batch * of_out.batch + kv_head * group * of_out.head;
 
-    auto begin_of = [&](int split) { return int((keys + KEYS - 1) / KEYS * (long long)split / splits); };  // its first tile
-    if (!key_lengths) {  // what the warp copies first, see pdl.cuh; a tile of K or V is a line of 128 bytes for each lane
+    // its first tile
+    auto begin_of = [&](int split) { return int((keys + KEYS - 1) / KEYS * (long long)split / splits); };
+    // what the warp copies first, see pdl.cuh; a tile of K or V is a line of 128 bytes for each lane
+    if (!key_lengths) {
         int row = (begin_of(split) + warp) * KEYS + lane / (D / 64), column = lane % (D / 64) * 64;
-        if (row < keys && column < head_dim) prefetch(k + row * of_k.row + column), prefetch(v + row * of_v.row + column);
+        if (row < keys && column < head_dim)
+            prefetch(k + row * of_k.row + column), prefetch(v + row * of_v.row + column);
     }
     wait_for_previous();
     if (key_lengths) keys = max(0, min(keys, key_lengths[batch]));
     int tile = begin_of(split) + warp, end = begin_of(split + 1);
     unsigned ring = shared_address(shared) + warp * STAGES * 2 * TILE_BYTES;
-    auto copy = [&](int tile, int stage) {  // an empty group after the last tile, so that groups are counted alike
+    // an empty group after the last tile, so that groups are counted alike
+    auto copy = [&](int tile, int stage) {
         if (tile < end) {
             copy_tile<KEYS, D, 32>(ring + stage * 2 * TILE_BYTES, k, of_k.row, tile * KEYS, keys, head_dim);
-            copy_tile<KEYS, D, 32>(ring + (stage * 2 + 1) * TILE_BYTES, v, of_v.row, tile * KEYS, keys, head_dim);
+            copy_tile<KEYS, D, 32>(ring + (stage * 2 + 1) * TILE_BYTES, v, of_v.row, tile * KEYS, keys,
+                                   head_dim);
         }
         cp_async_commit();
     };
@@ -101,7 +126,8 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM)
     unsigned a[D / 16][1][4];
     load_queries<T, D>(a, from, head_dim);
     int always_seen = causal ? keys - queries : keys - 1;
-    float sums[1][D / 8][4] = {}, row_max[1][2] = {minus_infinity<float>(), minus_infinity<float>()}, row_sum[1][2] = {};
+    float sums[1][D / 8][4] = {}, row_max[1][2] = {minus_infinity<float>(), minus_infinity<float>()},
+                      row_sum[1][2] = {};
 
     for (int stage = 0; tile < end; tile += WARPS, stage = stage == STAGES - 1 ? 0 : stage + 1) {
         cp_async_wait<STAGES - 2>();
@@ -126,7 +152,8 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM)
         multiply<T, D>(sums, s, v_tile + down_rows(lane));
     }
 
-    // Not earlier: the next call's prefetches would delay this call's last loads. Not with one split: slower if the grid leaves SMs idle.
+    // Not earlier: the next call's prefetches would delay this call's last loads. Not with one split: slower
+    // if the grid leaves SMs idle.
     if (splits > 1) let_next_come();
     float base[2];
 #pragma unroll
@@ -145,10 +172,12 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM)
         float* to = tile_sums + (warp * MMA_ROWS + lane / 4 + 8 * i) * PITCH + lane % 4 * 2;
 #pragma unroll
         for (int n = 0; n < D / 8; n++)
-            *reinterpret_cast<float2*>(to + 8 * n) = make_float2(sums[0][n][2 * i] * factor, sums[0][n][2 * i + 1] * factor);
+            *reinterpret_cast<float2*>(to + 8 * n) =
+                make_float2(sums[0][n][2 * i] * factor, sums[0][n][2 * i + 1] * factor);
     }
     __syncthreads();
-    long long at = ((long long)batch * kv_heads + kv_head) * group * queries + first;  // the first row among all
+    // the first row among all
+    long long at = ((long long)batch * kv_heads + kv_head) * group * queries + first;
     if (splits > 1) at += (long long)split * batches * kv_heads * group * queries;
     if (threadIdx.x < MMA_ROWS && int(threadIdx.x) < rows) {
         Stats all = all_warps(threadIdx.x);
@@ -162,7 +191,8 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM)
 #pragma unroll
         for (int w = 0; w < WARPS; w++)
 #pragma unroll
-            for (int j = 0; j < 8; j++) x[j / 4].v[j % 4] += tile_sums[(w * MMA_ROWS + row) * PITCH + chunk * 8 + j];
+            for (int j = 0; j < 8; j++)
+                x[j / 4].v[j % 4] += tile_sums[(w * MMA_ROWS + row) * PITCH + chunk * 8 + j];
         if (splits > 1) {
             store_vec(partial + (at + row) * D + chunk * 8, x[0]);
             store_vec(partial + (at + row) * D + chunk * 8 + 4, x[1]);
@@ -176,10 +206,12 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM)
     }
 }
 
-// out and lse from the partial sums of all splits. A thread block has one row, each of its warps every WARPS-th split.
+// out and lse from the partial sums of all splits. A thread block has one row, each of its warps every
+// WARPS-th split.
 template <typename T, int D, int WARPS>
-__global__ void __launch_bounds__(32 * WARPS) attention_decode_sum(T* out, float* lse, const float* partial, const void* stats_of_splits,
-                                                                   Strides of_out, int splits, int heads, int queries, int head_dim) {
+__global__ void __launch_bounds__(32 * WARPS)
+    attention_decode_sum(T* out, float* lse, const float* partial, const void* stats_of_splits,
+                         Strides of_out, int splits, int heads, int queries, int head_dim) {
     __shared__ float sums[WARPS][D];
     __shared__ Stats of_warps[WARPS];
     let_next_come();  // before this kernel waits, so that the next one prefetches while this one runs
@@ -193,7 +225,8 @@ __global__ void __launch_bounds__(32 * WARPS) attention_decode_sum(T* out, float
     for (int i = warp; i < splits; i += WARPS) {  // no load waits for another
         Stats one = stats[i * rows + row];
         auto y = load_vec<float, D / 32>(partial + (i * rows + row) * D + lane * (D / 32));
-        float base = fmaxf(all.base, one.base), before = factor_of(all.base, base), now = factor_of(one.base, base);
+        float base = fmaxf(all.base, one.base), before = factor_of(all.base, base),
+              now = factor_of(one.base, base);
         all = {base, all.sum * before + one.sum * now};
 #pragma unroll
         for (int j = 0; j < D / 32; j++) x.v[j] = x.v[j] * before + y.v[j] * now;
@@ -208,5 +241,6 @@ __global__ void __launch_bounds__(32 * WARPS) attention_decode_sum(T* out, float
 #pragma unroll
     for (int w = 0; w < WARPS; w++) sum += sums[w][column] * factor_of(of_warps[w].base, all.base);
     int query = row % queries, head = row / queries % heads, batch = row / queries / heads;
-    out[batch * of_out.batch + head * of_out.head + query * of_out.row + column] = T(all.sum == 0 ? 0.0f : sum / all.sum);
+    out[batch * of_out.batch + head * of_out.head + query * of_out.row + column] =
+        T(all.sum == 0 ? 0.0f : sum / all.sum);
 }

@@ -1,36 +1,45 @@
-// attention v4, backward: the two kinds of thread blocks of v3 (attention.cu) by wgmma and TMA, warp-specialised (sm_90a). Deterministic.
+// attention v4, backward: the two kinds of thread blocks of v3 (attention.cu) by wgmma and TMA,
+// warp-specialised (sm_90a). Deterministic.
 //
-// Operands   X, Y are fixed: K, V of 64 * WARPGROUPS keys, or Q, dO of as many queries. X', Y' move: tiles of N rows of the other two.
-//            s = X X'^T, dp = Y Y'^T, p = exp2(c s - lse), ds = p (dp - delta), dx += ds X', and with KEYS dy += p Y'. X is K: dx, dy are
-//            dk, dv. X is Q: dx is dq.
-// Blocks     each consumer warpgroup owns 64 rows of X and Y; with KEYS and D > 128 two share them (PARTS in tile.cuh). One more warpgroup
-//            starts the copies (the producer). X', Y', and with KEYS lse and delta of their queries, have a ring buffer of STAGES stages.
-// Overlap    s of the next tile is started before, and dp after, the sums of this one. So the tensor cores have work while the weights of
-//            the next tile are computed.
-// Launch     1-D grid, see work_of; block = 128 * (WARPGROUPS + 1); dynamic shared memory = BackwardShape::BYTES.
+// Operands   X, Y are fixed: K, V of 64 * WARPGROUPS keys, or Q, dO of as many queries. X', Y' move: tiles of
+//            N rows of the other two. s = X X'^T, dp = Y Y'^T, p = exp2(c s - lse), ds = p (dp - delta),
+//            dx += ds X', and with KEYS dy += p Y'. X is K: dx, dy are dk, dv. X is Q: dx is dq.
+// Blocks     each consumer warpgroup owns 64 rows of X and Y; with KEYS and D > 128 two share them (PARTS in
+//            tile.cuh). One more warpgroup starts the copies (the producer). X', Y', and with KEYS lse and
+//            delta of their queries, have a ring buffer of STAGES stages.
+// Overlap    s of the next tile is started before, and dp after, the sums of this one. So the tensor cores
+//            have work while the weights of the next tile are computed.
+// Launch     1-D grid, see work_of; block = 128 * (WARPGROUPS + 1); dynamic shared memory =
+//            BackwardShape::BYTES.
 #pragma once
 #include "wgmma_tile.cuh"
 
 template <bool KEYS, int D, int N, int WARPGROUPS, int STAGES>
 struct BackwardShape {
-    static constexpr int ROWS = 64 * WARPGROUPS / PARTS<KEYS, D>, FIXED = PAGES<D> * ROWS * ROW_BYTES, TILE = PAGES<D> * N * ROW_BYTES;
+    static constexpr int ROWS = 64 * WARPGROUPS / PARTS<KEYS, D>, FIXED = PAGES<D> * ROWS * ROW_BYTES,
+                         TILE = PAGES<D> * N * ROW_BYTES;
     static constexpr int STATS = 2 * FIXED + 2 * STAGES * TILE, BARRIERS = STATS + STAGES * 2 * N * 4,
                          BYTES = BARRIERS + 8 * (1 + 2 * STAGES);
 };
 
-template <bool KEYS, typename T, int D, int N, int WARPGROUPS, int STAGES, int PER_SM, bool SOFTCAP, bool PACKED>
+template <bool KEYS, typename T, int D, int N, int WARPGROUPS, int STAGES, int PER_SM, bool SOFTCAP,
+          bool PACKED>
 __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), PER_SM)
-    attention_v4_bwd(T* grad_x, T* grad_y, const __grid_constant__ CUtensorMap map_x, const __grid_constant__ CUtensorMap map_y,
-                     const __grid_constant__ CUtensorMap map_moving_x, const __grid_constant__ CUtensorMap map_moving_y, const float* lse,
-                     const float* delta, const int* query_bounds, const int* key_bounds, Strides of_x, Strides of_y, int blocks, int heads,
-                     int batches, int group, int section, int queries, int keys, int padded, int stats_tile, int sequences, int window,
-                     int head_dim, bool causal, float tanh_factor, float c, float scale) {
+    attention_v4_bwd(T* grad_x, T* grad_y, const __grid_constant__ CUtensorMap map_x,
+                     const __grid_constant__ CUtensorMap map_y,
+                     const __grid_constant__ CUtensorMap map_moving_x,
+                     const __grid_constant__ CUtensorMap map_moving_y, const float* lse, const float* delta,
+                     const int* query_bounds, const int* key_bounds, Strides of_x, Strides of_y, int blocks,
+                     int heads, int batches, int group, int section, int queries, int keys, int padded,
+                     int stats_tile, int sequences, int window, int head_dim, bool causal, float tanh_factor,
+                     float c, float scale) {
 #if __CUDA_ARCH__ == 900  // newer GPUs have no wgmma, and the kernel is not launched there
     using Shape = BackwardShape<KEYS, D, N, WARPGROUPS, STAGES>;
     using Regs = Registers<WARPGROUPS, PER_SM>;
     constexpr int ROWS = Shape::ROWS, FIXED = Shape::FIXED, TILE = Shape::TILE, COLUMNS = D / PARTS<KEYS, D>,
                   PART = COLUMNS / 64 * ROW_BYTES;
-    extern __shared__ __align__(1024) unsigned char shared[];  // X, Y, the ring of X', Y', the ring of lse, delta, mbarriers
+    // X, Y, the ring of X', Y', the ring of lse, delta, mbarriers
+    extern __shared__ __align__(1024) unsigned char shared[];
     unsigned fixed = shared_address(shared), ring = fixed + 2 * FIXED, stats = fixed + Shape::STATS;
     unsigned full_fixed = fixed + Shape::BARRIERS, full = full_fixed + 8, empty = full + 8 * STAGES;
     if (threadIdx.x == 0) {
@@ -44,12 +53,14 @@ __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), PER_SM)
     wait_for_previous();
     __syncthreads();
     int owners = KEYS ? heads / group : heads;
-    Work work = work_of(blockIdx.x, blocks, owners, batches, KEYS ? max(1, section / group) : section, !KEYS && causal);
+    Work work = work_of(blockIdx.x, blocks, owners, batches, KEYS ? max(1, section / group) : section,
+                        !KEYS && causal);
     Sequence of = sequence_of<PACKED, KEYS, ROWS>(work, query_bounds, key_bounds, sequences, queries, keys);
     queries = of.queries, keys = of.keys;
     if (PACKED && work.block * ROWS >= (KEYS ? keys : queries)) return;
     int first = work.block * ROWS, warpgroup = threadIdx.x / 128;
-    // The moving tiles that a row of the block needs. Query i sees the keys from i + offset - window + 1 to i + offset.
+    // The moving tiles that a row of the block needs. Query i sees the keys from i + offset - window + 1 to
+    // i + offset.
     int offset = causal ? keys - queries : keys;
     int begin = max(0, KEYS ? first - offset : first + offset - window + 1) / N;
     int end = KEYS ? (min(queries, first + ROWS - 1 - offset + window) + N - 1) / N
@@ -62,27 +73,34 @@ __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), PER_SM)
         if (threadIdx.x == 128 * WARPGROUPS && tiles > 0) {
             mbarrier_arrive(full_fixed, 2 * FIXED);
             int owned_begin = KEYS ? of.first_key : of.first_query, owned_count = KEYS ? keys : queries;
-            load_tile<D, ROWS, PACKED>(fixed, &map_x, full_fixed, first, work.head, work.batch, owned_begin, owned_count);
-            load_tile<D, ROWS, PACKED>(fixed + FIXED, &map_y, full_fixed, first, work.head, work.batch, owned_begin, owned_count);
+            load_tile<D, ROWS, PACKED>(fixed, &map_x, full_fixed, first, work.head, work.batch, owned_begin,
+                                       owned_count);
+            load_tile<D, ROWS, PACKED>(fixed + FIXED, &map_y, full_fixed, first, work.head, work.batch,
+                                       owned_begin, owned_count);
             int moving_head = KEYS ? head : head / group, begin_moving = KEYS ? of.first_query : of.first_key,
                 count = KEYS ? queries : keys;
             for (Position<STAGES> at; tiles > 0; tiles--, at.advance()) {
-                unsigned barrier = full + 8 * at.stage, to = ring + at.stage * 2 * TILE, to_stats = stats + at.stage * 2 * N * 4;
+                unsigned barrier = full + 8 * at.stage, to = ring + at.stage * 2 * TILE,
+                         to_stats = stats + at.stage * 2 * N * 4;
                 mbarrier_wait_in_block(empty + 8 * at.stage, at.phase ^ 1);
                 mbarrier_arrive(barrier, 2 * TILE + (KEYS ? 2 * N * 4 : 0));
-                load_tile<D, N, PACKED>(to, &map_moving_x, barrier, tile * N, moving_head, work.batch, begin_moving, count);
-                load_tile<D, N, PACKED>(to + TILE, &map_moving_y, barrier, tile * N, moving_head, work.batch, begin_moving, count);
+                load_tile<D, N, PACKED>(to, &map_moving_x, barrier, tile * N, moving_head, work.batch,
+                                        begin_moving, count);
+                load_tile<D, N, PACKED>(to + TILE, &map_moving_y, barrier, tile * N, moving_head, work.batch,
+                                        begin_moving, count);
                 if constexpr (KEYS) {
                     bulk_load(to_stats, lse + of_stats + tile * N, N * 4, barrier);
                     bulk_load(to_stats + N * 4, delta + of_stats + tile * N, N * 4, barrier);
                 }
-                if (++tile == end) tile = begin, moving_head++, of_stats += padded;  // the next head of the group
+                // the next head of the group
+                if (++tile == end) tile = begin, moving_head++, of_stats += padded;
             }
         }
     } else {
         more_registers<Regs::CONSUMER>();
         int part = warpgroup % PARTS<KEYS, D>, owner = warpgroup / PARTS<KEYS, D>, lane = threadIdx.x % 32;
-        int warp_row = 64 * owner + threadIdx.x % 128 / 32 * 16, row = first + 64 * owner;  // the warpgroup's first
+        // the warpgroup's first
+        int warp_row = 64 * owner + threadIdx.x % 128 / 32 * 16, row = first + 64 * owner;
         int mine = first + warp_row + lane / 4;
         float s[N / 8][4], dp[N / 8][4], dx[1][COLUMNS / 8][4] = {}, dy[1][COLUMNS / 8][4] = {}, of_row[2][2];
         unsigned p[N / 16][4], ds[N / 16][4], x = fixed + 64 * owner * ROW_BYTES;
@@ -117,10 +135,14 @@ __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), PER_SM)
                 int now = tile * N, stage = at.stage;
                 if (++tile == end) tile = begin;
                 // The least and the greatest difference query - key of this warpgroup and tile.
-                int least = KEYS ? now - row - 63 : row - now - N + 1, most = KEYS ? now + N - 1 - row : row + 63 - now;
+                int least = KEYS ? now - row - 63 : row - now - N + 1,
+                    most = KEYS ? now + N - 1 - row : row + 63 - now;
                 bool masked = least + offset < 0 || most + offset >= window || (!KEYS && now + N > keys);
-                const float* of_column = reinterpret_cast<const float*>(shared + Shape::STATS) + stage * 2 * N + lane % 4 * 2;
-                auto delta_of = [&](int i) { return KEYS ? of_column[N + i / 4 * 8 + i % 2] : of_row[1][i % 4 / 2]; };
+                const float* of_column =
+                    reinterpret_cast<const float*>(shared + Shape::STATS) + stage * 2 * N + lane % 4 * 2;
+                auto delta_of = [&](int i) {
+                    return KEYS ? of_column[N + i / 4 * 8 + i % 2] : of_row[1][i % 4 / 2];
+                };
                 wgmma_wait<SOFTCAP ? 0 : 1>(s);
                 if constexpr (SOFTCAP) written(dp);
 #pragma unroll
@@ -130,14 +152,17 @@ __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), PER_SM)
                         w = tanh_of<false>(w * tanh_factor);
                         dp[i / 4][i % 4] = (dp[i / 4][i % 4] - delta_of(i)) * (1 - w * w);
                     }
-                    w = exp2_approx(fmaf(w, c, -(KEYS ? of_column[i / 4 * 8 + i % 2] : of_row[0][i % 4 / 2])));
+                    w = exp2_approx(
+                        fmaf(w, c, -(KEYS ? of_column[i / 4 * 8 + i % 2] : of_row[0][i % 4 / 2])));
                 }
                 if (masked) {
                     int other = now + lane % 4 * 2, distance = (KEYS ? other - mine : mine - other) + offset;
 #pragma unroll
                     for (int i = 0; i < N / 2; i++) {
-                        int down = i % 4 / 2 * 8, along = i / 4 * 8 + i % 2, away = distance + (KEYS ? along - down : down - along);
-                        if (unsigned(away) >= unsigned(window) || (!KEYS && along >= keys - other)) s[i / 4][i % 4] = 0;
+                        int down = i % 4 / 2 * 8, along = i / 4 * 8 + i % 2,
+                            away = distance + (KEYS ? along - down : down - along);
+                        if (unsigned(away) >= unsigned(window) || (!KEYS && along >= keys - other))
+                            s[i / 4][i % 4] = 0;
                     }
                 }
                 if constexpr (!SOFTCAP) wgmma_wait<0>(dp);
@@ -155,7 +180,8 @@ __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), PER_SM)
                 start_sums(stage);
                 start_s(at.stage);
                 wgmma_wait<1>();
-                if (KEYS || lane == 0) mbarrier_arrive(empty + 8 * stage);  // KEYS: each lane has read lse and delta
+                // KEYS: each lane has read lse and delta
+                if (KEYS || lane == 0) mbarrier_arrive(empty + 8 * stage);
                 start_dp(at.stage);
             }
             wgmma_fence(p, ds);
@@ -166,13 +192,16 @@ __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), PER_SM)
         barrier_of(1 + owner, 128 * PARTS<KEYS, D>);  // all warps are done with X and Y
         // No stmatrix for D = 96: it makes the main loop 2 % slower.
         float factor[1][2] = {scale, scale}, one[1][2] = {1, 1};
-        int left = (KEYS ? keys : queries) - first - warp_row, from = first + warp_row + (KEYS ? of.first_key : of.first_query);
+        int left = (KEYS ? keys : queries) - first - warp_row,
+            from = first + warp_row + (KEYS ? of.first_key : of.first_query);
         T* to = grad_x + work.batch * of_x.batch + work.head * of_x.head + from * of_x.row + part * COLUMNS;
         unsigned char* rows = shared + warp_row * ROW_BYTES + part * ROWS * PART;
-        store_rows<T, COLUMNS, ROWS, D != 96>(to, of_x.row, left, head_dim - part * COLUMNS, dx, factor, rows);
+        store_rows<T, COLUMNS, ROWS, D != 96>(to, of_x.row, left, head_dim - part * COLUMNS, dx, factor,
+                                              rows);
         if constexpr (KEYS) {
             to = grad_y + work.batch * of_y.batch + work.head * of_y.head + from * of_y.row + part * COLUMNS;
-            store_rows<T, COLUMNS, ROWS, D != 96>(to, of_y.row, left, head_dim - part * COLUMNS, dy, one, rows + FIXED);
+            store_rows<T, COLUMNS, ROWS, D != 96>(to, of_y.row, left, head_dim - part * COLUMNS, dy, one,
+                                                  rows + FIXED);
         }
     }
 #endif

@@ -1,18 +1,23 @@
-// attention v4, forward: the algorithm of v3 (attention.cu) by wgmma and TMA, warp-specialised (sm_90a). float16 and bfloat16.
+// attention v4, forward: the algorithm of v3 (attention.cu) by wgmma and TMA, warp-specialised (sm_90a).
+// float16 and bfloat16.
 //
-// Blocks     a thread block computes blocks of M = 64 * WARPGROUPS queries of one head. Each consumer warpgroup owns 64 of them; one more
-//            warpgroup starts the copies (the producer), also those of the next block. Q has a ring buffer of Q_STAGES tiles, K and V of
-//            STAGES tiles of N keys each, with mbarriers full and empty. O is stored through the shared memory of Q.
-// Overlap    a consumer multiplies Q by tile j - 1 of K, and its weights by tile j of V, while it computes the weights of tile j - 1. The
-//            consumers take turns at starting products (ping-pong), so the softmax of one runs under the products of the others.
-// Layout     a tile has D / 64 pages of 64 columns, with the 128-byte swizzle, as in tile.cuh. V is contiguous across k.
-// Launch     1-D grid: a thread block for each block of queries (work_of), or as many as run at a time (persistent), under `causal` with
-//            pairs of blocks of equal time. block = 128 * (WARPGROUPS + 1); dynamic shared memory = ForwardShape::BYTES.
+// Blocks     a thread block computes blocks of M = 64 * WARPGROUPS queries of one head. Each consumer
+//            warpgroup owns 64 of them; one more warpgroup starts the copies (the producer), also those of
+//            the next block. Q has a ring buffer of Q_STAGES tiles, K and V of STAGES tiles of N keys each,
+//            with mbarriers full and empty. O is stored through the shared memory of Q.
+// Overlap    a consumer multiplies Q by tile j - 1 of K, and its weights by tile j of V, while it computes
+//            the weights of tile j - 1. The consumers take turns at starting products (ping-pong), so the
+//            softmax of one runs under the products of the others.
+// Layout     a tile has D / 64 pages of 64 columns, with the 128-byte swizzle, as in tile.cuh. V is
+//            contiguous across k.
+// Launch     1-D grid: a thread block for each block of queries (work_of), or as many as run at a time
+//            (persistent), under `causal` with pairs of blocks of equal time. block = 128 * (WARPGROUPS + 1);
+//            dynamic shared memory = ForwardShape::BYTES.
 #pragma once
 #include "wgmma_tile.cuh"
 
-// A block of queries, from `first` on, and its tiles of keys from `begin` to `tile`, the last first. Query i sees the keys from
-// i + offset - window + 1 to i + offset. If it sees none, tile < begin.
+// A block of queries, from `first` on, and its tiles of keys from `begin` to `tile`, the last first. Query i
+// sees the keys from i + offset - window + 1 to i + offset. If it sees none, tile < begin.
 struct Block {
     Sequence of;
     int head, batch, first, offset, begin, tile;
@@ -22,29 +27,33 @@ template <int D, int N, int WARPGROUPS, int STAGES>
 struct ForwardShape {
     static constexpr int M = 64 * WARPGROUPS, Q_STAGES = D > 128 ? 1 : 2;
     static constexpr int Q_BYTES = PAGES<D> * M * ROW_BYTES, TILE = PAGES<D> * N * ROW_BYTES;
-    static constexpr int BARRIERS = Q_STAGES * Q_BYTES + 2 * STAGES * TILE, LIST = BARRIERS + 16 * (Q_STAGES + 2 * STAGES);
+    static constexpr int BARRIERS = Q_STAGES * Q_BYTES + 2 * STAGES * TILE,
+                         LIST = BARRIERS + 16 * (Q_STAGES + 2 * STAGES);
     static constexpr int BYTES = LIST + Q_STAGES * sizeof(Block);
 };
 
 template <typename T, int D, int N, int WARPGROUPS, int STAGES, int PER_SM, bool SOFTCAP, bool PACKED>
 __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), PER_SM)
-    attention_v4(T* out, float* lse, const __grid_constant__ CUtensorMap map_q, const __grid_constant__ CUtensorMap map_k,
-                 const __grid_constant__ CUtensorMap map_v, const int* query_bounds, const int* key_bounds, Strides of_out, int blocks,
-                 int heads, int batches, int group, int section, int queries, int keys, int sequences, int window, int head_dim,
-                 bool causal, float tanh_factor, float c) {
+    attention_v4(T* out, float* lse, const __grid_constant__ CUtensorMap map_q,
+                 const __grid_constant__ CUtensorMap map_k, const __grid_constant__ CUtensorMap map_v,
+                 const int* query_bounds, const int* key_bounds, Strides of_out, int blocks, int heads,
+                 int batches, int group, int section, int queries, int keys, int sequences, int window,
+                 int head_dim, bool causal, float tanh_factor, float c) {
 #if __CUDA_ARCH__ == 900  // newer GPUs have no wgmma, and the kernel is not launched there
     using Shape = ForwardShape<D, N, WARPGROUPS, STAGES>;
     using Regs = Registers<WARPGROUPS, PER_SM>;
     constexpr int M = Shape::M, Q_STAGES = Shape::Q_STAGES, Q_BYTES = Shape::Q_BYTES, TILE = Shape::TILE;
     extern __shared__ __align__(1024) unsigned char shared[];  // the rings of Q, K and V, mbarriers, list
-    unsigned q_ring = shared_address(shared), k_ring = q_ring + Q_STAGES * Q_BYTES, v_ring = k_ring + STAGES * TILE;
+    unsigned q_ring = shared_address(shared), k_ring = q_ring + Q_STAGES * Q_BYTES,
+             v_ring = k_ring + STAGES * TILE;
     unsigned full_q = q_ring + Shape::BARRIERS, full_k = full_q + 8 * Q_STAGES, full_v = full_k + 8 * STAGES;
     unsigned empty_q = full_v + 8 * STAGES, empty_k = empty_q + 8 * Q_STAGES, empty_v = empty_k + 8 * STAGES;
     Block* list = reinterpret_cast<Block*>(shared + Shape::LIST);  // from the producer to the consumers
     if (threadIdx.x == 0) {
         prefetch_tensor_map(&map_q), prefetch_tensor_map(&map_k), prefetch_tensor_map(&map_v);
         for (int i = 0; i < Q_STAGES + 2 * STAGES; i++)
-            mbarrier_init(full_q + 8 * i, 1), mbarrier_init(empty_q + 8 * i, i < Q_STAGES ? 128 * WARPGROUPS : 4 * WARPGROUPS);
+            mbarrier_init(full_q + 8 * i, 1),
+                mbarrier_init(empty_q + 8 * i, i < Q_STAGES ? 128 * WARPGROUPS : 4 * WARPGROUPS);
         mbarriers_made();
     }
     wait_for_previous();
@@ -55,34 +64,38 @@ __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), PER_SM)
         if (threadIdx.x != 128 * WARPGROUPS) return;
         Position<Q_STAGES> of_q;
         Position<STAGES> at;
-        bool paired = causal && gridDim.x < blocks * heads * batches;  // the last and the first block, the last but one and the second, ...
+        // the last and the first block, the last but one and the second, ...
+        bool paired = causal && gridDim.x < blocks * heads * batches;
         int units = paired ? (blocks + 1) / 2 : blocks;
         for (int i = blockIdx.x; i < units * heads * batches; i += gridDim.x)
             for (int half = 0; half <= paired; half++) {
                 Work work = work_of(i, units, heads, batches, section, causal);
                 if (half < paired) work.block = blocks - 1 - work.block;
-                Sequence of = sequence_of<PACKED, false, M>(work, query_bounds, key_bounds, sequences, queries, keys);
+                Sequence of =
+                    sequence_of<PACKED, false, M>(work, query_bounds, key_bounds, sequences, queries, keys);
                 if (half && 2 * work.block + 1 == blocks || PACKED && work.block * M >= of.queries) continue;
-                int first = work.block * M, offset = causal ? of.keys - of.queries : of.keys, head = work.head / group;
-                int last = min(min(first + M, of.queries) - 1 + offset, of.keys - 1), begin = max(0, first + offset - window + 1) / N;
+                int first = work.block * M, offset = causal ? of.keys - of.queries : of.keys,
+                    head = work.head / group;
+                int last = min(min(first + M, of.queries) - 1 + offset, of.keys - 1),
+                    begin = max(0, first + offset - window + 1) / N;
                 int tile = last < 0 ? begin - 1 : last / N;
                 unsigned full = full_q + 8 * of_q.stage;
                 mbarrier_wait_in_block(empty_q + 8 * of_q.stage, of_q.phase ^ 1);
                 list[of_q.stage] = {of, work.head, work.batch, first, offset, begin, tile};
                 mbarrier_arrive(full, Q_BYTES);
-                load_tile<D, M, PACKED>(q_ring + of_q.stage * Q_BYTES, &map_q, full, first, work.head, work.batch, of.first_query,
-                                        of.queries);
+                load_tile<D, M, PACKED>(q_ring + of_q.stage * Q_BYTES, &map_q, full, first, work.head,
+                                        work.batch, of.first_query, of.queries);
                 of_q.advance();
                 for (; tile >= begin; tile--, at.advance()) {
                     unsigned i = 8 * at.stage;
                     mbarrier_wait_in_block(empty_k + i, at.phase ^ 1);
                     mbarrier_arrive(full_k + i, TILE);
-                    load_tile<D, N, PACKED>(k_ring + at.stage * TILE, &map_k, full_k + i, tile * N, head, work.batch, of.first_key,
-                                            of.keys);
+                    load_tile<D, N, PACKED>(k_ring + at.stage * TILE, &map_k, full_k + i, tile * N, head,
+                                            work.batch, of.first_key, of.keys);
                     mbarrier_wait_in_block(empty_v + i, at.phase ^ 1);
                     mbarrier_arrive(full_v + i, TILE);
-                    load_tile<D, N, PACKED>(v_ring + at.stage * TILE, &map_v, full_v + i, tile * N, head, work.batch, of.first_key,
-                                            of.keys);
+                    load_tile<D, N, PACKED>(v_ring + at.stage * TILE, &map_v, full_v + i, tile * N, head,
+                                            work.batch, of.first_key, of.keys);
                 }
             }
         mbarrier_wait_in_block(empty_q + 8 * of_q.stage, of_q.phase ^ 1);
@@ -112,10 +125,13 @@ __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), PER_SM)
                 wgmma_wait<0>(o[0]);
                 if (started) release(empty_v, of_v);
             };
-            auto to_weights = [&](bool started) {  // of the scores of `tile`, while the previous tile's product by V runs, if started
+            // of the scores of `tile`, while the previous tile's product by V runs, if started
+            auto to_weights = [&](bool started) {
                 int column = tile * N + lane % 4 * 2, limit = row + offset - column;
                 auto mask = [&] {  // each query of the warpgroup sees the keys from `low` to `high`
-                    auto hidden = [=](int row, int n) { return n > min(limit + row, of.keys - 1 - column) || n <= limit + row - window; };
+                    auto hidden = [=](int row, int n) {
+                        return n > min(limit + row, of.keys - 1 - column) || n <= limit + row - window;
+                    };
                     if (tile * N + N - 1 > high || tile * N < low) hide(s, hidden);
                 };
                 softmax_weights<1, N / 8, SOFTCAP>(s, row_max, row_sum, shrink, mask, tanh_factor, c);
@@ -134,7 +150,8 @@ __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), PER_SM)
                 wgmma_commit();
                 start_product<T, D>(o[0], p, v_ring + of_v.stage * TILE);
                 wgmma_commit();
-                if (WARPGROUPS > 1 && (tile > begin || warpgroup < WARPGROUPS - 1)) arrive_at(1 + (warpgroup + 1) % WARPGROUPS, 256);
+                if (WARPGROUPS > 1 && (tile > begin || warpgroup < WARPGROUPS - 1))
+                    arrive_at(1 + (warpgroup + 1) % WARPGROUPS, 256);
                 wgmma_wait<1>(s[0]);
                 release(empty_k, of_k);
             };
@@ -145,7 +162,8 @@ __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), PER_SM)
                 wgmma_commit();
                 wgmma_wait<0>(s[0]);
                 release(empty_k, of_k);
-                if (WARPGROUPS > 1 && warpgroup == WARPGROUPS - 1 && tile > begin) arrive_at(1, 256);  // warpgroup 0 starts
+                // warpgroup 0 starts
+                if (WARPGROUPS > 1 && warpgroup == WARPGROUPS - 1 && tile > begin) arrive_at(1, 256);
                 if constexpr (WARPGROUPS == 1) {  // Two copies of the softmax make the kernel faster.
                     to_weights(false);
                     for (tile--; tile >= begin; tile--) {
@@ -174,13 +192,17 @@ __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), PER_SM)
                 float sum = warp_reduce<Sum>(row_sum[0][i], 4);
                 factor[0][i] = sum == 0 ? 0 : 1 / sum;
                 if (lane % 4 == 0 && row + 8 * i < of.queries)
-                    lse[stats + row + 8 * i] = sum == 0 ? minus_infinity<float>() : (__fmul_rn(row_max[0][i], c) + log2_approx(sum)) * LN_2;
+                    lse[stats + row + 8 * i] = sum == 0
+                                                   ? minus_infinity<float>()
+                                                   : (__fmul_rn(row_max[0][i], c) + log2_approx(sum)) * LN_2;
             }
             barrier_of(8 + warpgroup, 128);  // all warps are done with Q
-            T* to = out + block.batch * of_out.batch + block.head * of_out.head + (of.first_query + first + warp_row) * of_out.row;
+            T* to = out + block.batch * of_out.batch + block.head * of_out.head +
+                    (of.first_query + first + warp_row) * of_out.row;
             store_rows<T, D, M, true>(to, of_out.row, of.queries - first - warp_row, head_dim, o, factor,
                                       shared + of_q.stage * Q_BYTES + warp_row * ROW_BYTES);
-            fence_async();  // The next tile of Q comes here. Every lane arrives, as each has read O and the list.
+            // The next tile of Q comes here. Every lane arrives, as each has read O and the list.
+            fence_async();
             mbarrier_arrive(empty_q + 8 * of_q.stage);
         }
     }

@@ -1,4 +1,5 @@
-// The types of computations and sums, NaN, indices of 32 or 64 bits, and 2^x near 0. 16-bit types are computed in float, as in torch.
+// The types of computations and sums, NaN, indices of 32 or 64 bits, and 2^x near 0. 16-bit types are
+// computed in float, as in torch.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -17,7 +18,8 @@ using conditional_t = typename Conditional<FIRST, A, B>::type;
 template <typename T>
 using compute_t = conditional_t<sizeof(T) == 2, float, T>;
 
-// The type of a sum over a row. float is summed in double, because rounding errors of the sum would dominate the error of the result.
+// The type of a sum over a row. float is summed in double, because rounding errors of the sum would dominate
+// the error of the result.
 template <typename T>
 using sum_t = conditional_t<sizeof(T) == 2, float, double>;
 
@@ -38,8 +40,9 @@ __device__ __forceinline__ long long index_at(const void* indices, bool wide, lo
     return wide ? static_cast<const long long*>(indices)[i] : static_cast<const int*>(indices)[i];
 }
 
-// 2^x for x in [-1/2, 1/2], with a relative error of at most 1.12 * 2^-24. Among the polynomials of degree 7 that are 1 at 0, this one has
-// the smallest relative error, 2^-34.3 before its coefficients are rounded (found by reweighted least squares). It is evaluated in float.
+// 2^x for x in [-1/2, 1/2], with a relative error of at most 1.12 * 2^-24. Among the polynomials of degree 7
+// that are 1 at 0, this one has the smallest relative error, 2^-34.3 before its coefficients are rounded
+// (found by reweighted least squares). It is evaluated in float.
 __device__ __forceinline__ float exp2_near_0(float x) {
     float y = 1.5196111235127319e-05f;
     y = fmaf(y, x, 0.0001546680723549798f);

@@ -1,11 +1,15 @@
-// Convert vectors of stored elements to and from the type of the computation. 16-bit types are converted in pairs: one by one, a pair costs
-// two more instructions in each direction, to move its halves to and from the low bits of a register.
+// Convert vectors of stored elements to and from the type of the computation. 16-bit types are converted in
+// pairs: one by one, a pair costs two more instructions in each direction, to move its halves to and from the
+// low bits of a register.
 #pragma once
 #include "math.cuh"
 #include "vec.cuh"
 
-// A pair is read as 32 bits. As two numbers of 16 bits the compiler would keep it in two registers wherever control flow joins.
-__device__ __forceinline__ float2 widen(__half2, unsigned bits) { return __half22float2(reinterpret_cast<const __half2&>(bits)); }
+// A pair is read as 32 bits. As two numbers of 16 bits the compiler would keep it in two registers wherever
+// control flow joins.
+__device__ __forceinline__ float2 widen(__half2, unsigned bits) {
+    return __half22float2(reinterpret_cast<const __half2&>(bits));
+}
 __device__ __forceinline__ float2 widen(__nv_bfloat162, unsigned bits) {
     return make_float2(__uint_as_float(bits << 16), __uint_as_float(bits & 0xffff0000));
 }

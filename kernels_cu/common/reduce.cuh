@@ -1,4 +1,5 @@
-// Sums and maxima over the lanes of a warp and over the threads of a block. Every thread gets the same result, bit for bit.
+// Sums and maxima over the lanes of a warp and over the threads of a block. Every thread gets the same
+// result, bit for bit.
 #pragma once
 
 template <typename C>
@@ -32,12 +33,14 @@ struct Max {
 // Reduce over groups of `width` neighbouring lanes, a power of 2. All 32 lanes must call it.
 template <class Op, typename C>
 __device__ __forceinline__ C warp_reduce(C value, int width = 32) {
-    for (int apart = width / 2; apart > 0; apart /= 2) value = Op::of(value, __shfl_xor_sync(~0u, value, apart));
+    for (int apart = width / 2; apart > 0; apart /= 2)
+        value = Op::of(value, __shfl_xor_sync(~0u, value, apart));
     return value;
 }
 
-// The maximum of floats over a whole warp. They are mapped to integers of the same order, which one instruction reduces. From sm_80 on, a
-// NaN counts as larger than infinity, or as smaller than -infinity if its sign bit is set.
+// The maximum of floats over a whole warp. They are mapped to integers of the same order, which one
+// instruction reduces. From sm_80 on, a NaN counts as larger than infinity, or as smaller than -infinity if
+// its sign bit is set.
 __device__ __forceinline__ float warp_max(float value) {
 #if __CUDA_ARCH__ >= 800
     int bits = __float_as_int(value), sorted = __reduce_max_sync(~0u, bits ^ (bits >> 31 & 0x7fffffff));
@@ -48,7 +51,8 @@ __device__ __forceinline__ float warp_max(float value) {
 }
 __device__ __forceinline__ double warp_max(double value) { return warp_reduce<Max>(value); }
 
-// Reduce over a block of whole warps. `shared` has room for 32 values. A __syncthreads() must come before `shared` is used again.
+// Reduce over a block of whole warps. `shared` has room for 32 values. A __syncthreads() must come before
+// `shared` is used again.
 template <class Op, typename C>
 __device__ __forceinline__ C block_reduce(C value, C* shared) {
     int lane = threadIdx.x % 32;

@@ -17,7 +17,8 @@ __device__ __forceinline__ void store_vec(T* p, const Vec<T, N>& x) {
     *reinterpret_cast<Vec<T, N>*>(p) = x;
 }
 
-// The same with a cache hint, for vectors of 8 or 16 bytes (see ptx/memory.cuh). Other sizes are loaded and stored without it.
+// The same with a cache hint, for vectors of 8 or 16 bytes (see ptx/memory.cuh). Other sizes are loaded and
+// stored without it.
 template <typename T, int N>
 __device__ __forceinline__ Vec<T, N> load_vec_kept(const T* p) {
     Vec<T, N> v;
@@ -34,7 +35,8 @@ __device__ __forceinline__ void store_vec_past_l1(T* p, const Vec<T, N>& x) {
     else store_vec(p, x);
 }
 
-// __shfl_xor_sync for vectors: the vector of lane ^ apart. Its size is a multiple of 4 bytes. All 32 lanes must call it.
+// __shfl_xor_sync for vectors: the vector of lane ^ apart. Its size is a multiple of 4 bytes. All 32 lanes
+// must call it.
 template <typename T, int N>
 __device__ __forceinline__ Vec<T, N> shuffled_xor(const Vec<T, N>& x, int apart) {
     Vec<T, N> other;

@@ -1,15 +1,18 @@
-// The epilogue of matmul v6 and newer: out = activation(product + bias) + residual, and the reduction of split-K.
+// The epilogue of matmul v6 and newer: out = activation(product + bias) + residual, and the reduction of
+// split-K.
 //
-// The accumulators of a warp are mma fragments. They pass through shared memory, 16 rows at a time, so that the warp reads and writes whole
-// rows of global memory in vectors of 16 bytes. Rows that are not aligned to 16 bytes are accessed by elements.
+// The accumulators of a warp are mma fragments. They pass through shared memory, 16 rows at a time, so that
+// the warp reads and writes whole rows of global memory in vectors of 16 bytes. Rows that are not aligned to
+// 16 bytes are accessed by elements.
 #pragma once
 #include "common/pack.cuh"
 #include "common/ptx/launch.cuh"
 
 enum Activation { NONE, GELU, GELU_TANH, RELU, SILU };  // as ACTIVATIONS in cukern/ops/matmul/tensor_cores.py
 
-// The sizes of a product, passed by value. For each of `batch` products, a and b advance by a_batch and b_batch elements; C is (batch, M, N)
-// and contiguous. lda and ldb are the strides that are not 1. `splits` thread blocks share the sum over K of a tile.
+// The sizes of a product, passed by value. For each of `batch` products, a and b advance by a_batch and
+// b_batch elements; C is (batch, M, N) and contiguous. lda and ldb are the strides that are not 1. `splits`
+// thread blocks share the sum over K of a tile.
 struct Sizes {
     int M, N, K, batch, splits, activation;
     long long lda, ldb, a_batch, b_batch;
@@ -17,8 +20,8 @@ struct Sizes {
 
 constexpr int BAND = 8;
 
-// The origin of tile t of C. Tiles are numbered down a band of BAND tile rows, column by column. The tiles of a wave then form a compact
-// rectangle of C, and their rows of A and columns of B stay in L2.
+// The origin of tile t of C. Tiles are numbered down a band of BAND tile rows, column by column. The tiles of
+// a wave then form a compact rectangle of C, and their rows of A and columns of B stay in L2.
 template <typename S>
 __device__ __forceinline__ void tile_origin(int t, int M, int N, int& m0, int& n0) {
     int tiles_m = (M + S::BM - 1) / S::BM, tiles_n = (N + S::BN - 1) / S::BN;
@@ -54,7 +57,9 @@ __device__ __forceinline__ void activate(C (&v)[W], int activation) {
 template <typename C>
 __device__ __forceinline__ C slope(C v, int activation) {
     if (activation == RELU) return v > 0 ? C(1) : C(0);
-    if (activation == GELU) return C(0.5) * (1 + erf(v * C(0.7071067811865476))) + v * C(0.3989422804014327) * exponential(C(-0.5) * v * v);
+    if (activation == GELU)
+        return C(0.5) * (1 + erf(v * C(0.7071067811865476))) +
+               v * C(0.3989422804014327) * exponential(C(-0.5) * v * v);
     C a = 1, b = 1;  // v sigmoid(a v), and b is the derivative of a v
     if (activation == GELU_TANH) {
         C square = v * v < 1600 ? v * v : C(1600);  // beyond, the sigmoid is 0 or 1
@@ -65,8 +70,8 @@ __device__ __forceinline__ C slope(C v, int activation) {
     return gate + v * b * gate * (1 - gate);
 }
 
-// Where results go. Null pointers: no pre-activation is stored, and there is no bias or residual. `residual` may be `out`, which is then
-// added to.
+// Where results go. Null pointers: no pre-activation is stored, and there is no bias or residual. `residual`
+// may be `out`, which is then added to.
 template <typename T, typename O>
 struct Output {
     O* out;
@@ -78,9 +83,11 @@ struct Output {
 
     // True if rows of N elements consist of aligned vectors of 16 bytes.
     __device__ __forceinline__ bool vectors(int N) const {
-        unsigned long long of_out = reinterpret_cast<unsigned long long>(out) | reinterpret_cast<unsigned long long>(pre) |
+        unsigned long long of_out = reinterpret_cast<unsigned long long>(out) |
+                                    reinterpret_cast<unsigned long long>(pre) |
                                     reinterpret_cast<unsigned long long>(residual);
-        return N % WIDTH == 0 && of_out % 16 == 0 && reinterpret_cast<unsigned long long>(bias) % (WIDTH * sizeof(T)) == 0;
+        return N % WIDTH == 0 && of_out % 16 == 0 &&
+               reinterpret_cast<unsigned long long>(bias) % (WIDTH * sizeof(T)) == 0;
     }
 
     // Finish W neighbouring results of row-major offset `at` and column n, and store them.
@@ -100,8 +107,8 @@ struct WarpTile {
     static constexpr int LD = COLUMNS + 8;  // floats; the stores of a half warp have no bank conflicts
     static constexpr int BYTES = ROWS * LD * 4;
 
-    // 16 rows from `row` on, as mma fragments d: lane (g, t) = (l / 4, l % 4) has row g, columns 8 j + 2 t + {0, 1} in d[j][0..1], and row
-    // g + 8 in d[j][2..3].
+    // 16 rows from `row` on, as mma fragments d: lane (g, t) = (l / 4, l % 4) has row g, columns 8 j + 2 t +
+    // {0, 1} in d[j][0..1], and row g + 8 in d[j][2..3].
     template <int NJ>
     __device__ __forceinline__ static void put(float* stage, const float (&d)[NJ][4], int row) {
         int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -109,19 +116,22 @@ struct WarpTile {
         for (int j = 0; j < NJ; ++j)
 #pragma unroll
             for (int i = 0; i < 2; ++i)
-                *reinterpret_cast<float2*>(stage + (row + g + 8 * i) * LD + 8 * j + 2 * t) = make_float2(d[j][2 * i], d[j][2 * i + 1]);
+                *reinterpret_cast<float2*>(stage + (row + g + 8 * i) * LD + 8 * j + 2 * t) =
+                    make_float2(d[j][2 * i], d[j][2 * i + 1]);
     }
 
     // Finish all and store them to C at (m0, n0).
     template <class Out>
-    __device__ __forceinline__ static void store(const Out& to, const float* stage, int m0, int n0, int M, int N) {
+    __device__ __forceinline__ static void store(const Out& to, const float* stage, int m0, int n0, int M,
+                                                 int N) {
         __syncwarp();
         if (to.vectors(N)) rows<Out::WIDTH>(to, stage, m0, n0, M, N);
         else rows<1>(to, stage, m0, n0, M, N);
     }
 
     template <int W, class Out>
-    __device__ __forceinline__ static void rows(const Out& to, const float* stage, int m0, int n0, int M, int N) {
+    __device__ __forceinline__ static void rows(const Out& to, const float* stage, int m0, int n0, int M,
+                                                int N) {
         constexpr int ACROSS = COLUMNS / W, V = W < 4 ? W : 4;
 #pragma unroll(8 / V)
         for (int i = threadIdx.x % 32; i < ROWS * ACROSS; i += 32) {
@@ -129,15 +139,16 @@ struct WarpTile {
             if (m >= M || n >= N) continue;
             float v[W];
 #pragma unroll
-            for (int k = 0; k < W; k += V) store_vec(v + k, load_vec<float, V>(stage + row * LD + column + k));
+            for (int k = 0; k < W; k += V)
+                store_vec(v + k, load_vec<float, V>(stage + row * LD + column + k));
             to.template finish<W>(v, m * (long long)N + n, n);
         }
     }
 };
 
-// Split-K: out = epilogue(sum of the partial sums), added in the order of k. `partials` is (splits, batch, M, N). Grid: ceil(batch * M * N /
-// (256 W)), block 256; W is 1, or 16 / sizeof(O) if rows are vectors. Four blocks per SM are fewer than ptxas aims at: registers for four
-// partial sums in flight.
+// Split-K: out = epilogue(sum of the partial sums), added in the order of k. `partials` is (splits, batch, M,
+// N). Grid: ceil(batch * M * N / (256 W)), block 256; W is 1, or 16 / sizeof(O) if rows are vectors. Four
+// blocks per SM are fewer than ptxas aims at: registers for four partial sums in flight.
 template <typename T, typename O, int W>
 __global__ void __launch_bounds__(256, 4)
     matmul_v6_reduce(O* out, O* pre, const float* partials, const T* bias, const O* residual, Sizes s) {
@@ -150,15 +161,17 @@ __global__ void __launch_bounds__(256, 4)
     Output<T, O>{out, pre, bias, residual, s.activation}.template finish<W>(sum, at, int(at % s.N));
 }
 
-// The gradient of the epilogue: dpre = dout * slope(pre), and sums[chunk][n] = the sum of dpre[m][n] over `rows_per_chunk` rows, which
-// torch adds up. All are contiguous. Grid ceil(N / (32 W)) * ceil(M / rows_per_chunk), block (32, 8): a thread has W columns.
-// W is 1, or 16 / sizeof(T) if rows are vectors.
+// The gradient of the epilogue: dpre = dout * slope(pre), and sums[chunk][n] = the sum of dpre[m][n] over
+// `rows_per_chunk` rows, which torch adds up. All are contiguous. Grid ceil(N / (32 W)) * ceil(M /
+// rows_per_chunk), block (32, 8): a thread has W columns. W is 1, or 16 / sizeof(T) if rows are vectors.
 template <typename T, int W>
 __global__ void __launch_bounds__(256)
-    matmul_activation_bwd(T* dpre, compute_t<T>* sums, const T* dout, const T* pre, int M, int N, int rows_per_chunk, int activation) {
+    matmul_activation_bwd(T* dpre, compute_t<T>* sums, const T* dout, const T* pre, int M, int N,
+                          int rows_per_chunk, int activation) {
     using C = compute_t<T>;
     __shared__ C shared[8][32 * W];
-    int tiles_n = (N + 32 * W - 1) / (32 * W), chunk = blockIdx.x / tiles_n, n0 = blockIdx.x % tiles_n * 32 * W, n = n0 + threadIdx.x * W;
+    int tiles_n = (N + 32 * W - 1) / (32 * W), chunk = blockIdx.x / tiles_n,
+        n0 = blockIdx.x % tiles_n * 32 * W, n = n0 + threadIdx.x * W;
     long long first = (long long)chunk * rows_per_chunk;
     int end = int(min(first + rows_per_chunk, (long long)M));
     C sum[W] = {};

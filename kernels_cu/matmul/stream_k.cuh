@@ -1,14 +1,17 @@
-// matmul v5: register tiles of 8x16, filled by an asynchronous ring buffer, and stream-K. The last rung of ladder.cu, and the default for
-// float without TF32.
+// matmul v5: register tiles of 8x16, filled by an asynchronous ring buffer, and stream-K. The last rung of
+// ladder.cu, and the default for float without TF32.
 //
-// Registers  8x16 accumulators per thread: 128 FMAs for 24 elements loaded from shared memory. The order in which they are stored keeps an
-//            accumulator and its operand in different register banks (get_vector).
+// Registers  8x16 accumulators per thread: 128 FMAs for 24 elements loaded from shared memory. The order in
+//            which they are stored keeps an accumulator and its operand in different register banks
+//            (get_vector).
 // Copies     cp.async fills a ring buffer of four stages while the FMA units work (TileCopy, multiply).
-// Stream-K   The last, partly filled wave of tiles is divided evenly between all blocks. matmul_v5_fixup adds the partial sums.
+// Stream-K   The last, partly filled wave of tiles is divided evenly between all blocks. matmul_v5_fixup adds
+//            the partial sums.
 // Rounding   Long sums are divided into short chains of additions (multiply).
 //
-// The best block tile depends on the shape; cukern/ops/matmul/plan.py chooses it. A thread block of WARPS_M x WARPS_N warps computes a
-// block tile of BM x BN. A warp is 8 x 4 threads. A thread has TM x TN accumulators. Tile128x128 is too large for double.
+// The best block tile depends on the shape; cukern/ops/matmul/plan.py chooses it. A thread block of WARPS_M x
+// WARPS_N warps computes a block tile of BM x BN. A warp is 8 x 4 threads. A thread has TM x TN accumulators.
+// Tile128x128 is too large for double.
 #pragma once
 #include "common/ptx/async_copy.cuh"
 #include "common/vec.cuh"
@@ -46,21 +49,25 @@ using Tile64x64 = Tile<4, 8, 2, 2, 4>;
 using Tile128x32 = Tile<4, 8, 4, 1, 4>;
 using Tile32x128 = Tile<4, 8, 1, 4, 4>;
 constexpr int THREADS = 128;
-constexpr int BK = 8;  // length of a k tile. With 16, the unrolled loop does not fit into the instruction cache
+// length of a k tile. With 16, the unrolled loop does not fit into the instruction cache
+constexpr int BK = 8;
 
 // How an operand is copied to shared memory. "mn" is m for A and n for B.
 enum CopyMode {
-    ALONG_K,       // the operand is contiguous along k: copied by elements and transposed
-    ALONG_MN,      // contiguous along mn: copied by elements
-    ALONG_MN_16B,  // contiguous along mn: copied by 16 bytes. The address, the strides and the extent along mn must be multiples of 16 bytes
+    ALONG_K,   // the operand is contiguous along k: copied by elements and transposed
+    ALONG_MN,  // contiguous along mn: copied by elements
+    // contiguous along mn: copied by 16 bytes. The address, the strides and the extent along mn must be
+    // multiples of 16 bytes
+    ALONG_MN_16B,
 };
 
 // A thread's part of copying the tiles of one operand to shared memory as [k][mn], tile after tile along k.
 template <typename T, CopyMode COPY, int EXTENT>
 struct TileCopy {
     static constexpr int WIDTH = COPY == ALONG_MN_16B ? WIDE<T> : 1;
-    // ALONG_K: 8 neighbouring threads copy 8 neighbouring k (for float a sector of 32 bytes), and a warp copies 4 rows. In shared memory
-    // rows are padded by 4 elements, so that bank(k, mn) = 4 k + mn and the 32 stores of a warp have no bank conflicts.
+    // ALONG_K: 8 neighbouring threads copy 8 neighbouring k (for float a sector of 32 bytes), and a warp
+    // copies 4 rows. In shared memory rows are padded by 4 elements, so that bank(k, mn) = 4 k + mn and the
+    // 32 stores of a warp have no bank conflicts.
     static constexpr int LD = EXTENT + (COPY == ALONG_K ? 4 : 0);
     static constexpr int LANES = COPY == ALONG_K ? 8 : EXTENT / WIDTH;
     static constexpr int STEP = THREADS / LANES;  // distance between a thread's copies in the other dimension
@@ -74,7 +81,8 @@ struct TileCopy {
     int k;                   // k of its first element in the tile
     long long advance;       // bytes from one tile to the next
 
-    __device__ __forceinline__ TileCopy(const T* x, long long ld, int mn0, int extent, int k0, unsigned ring) {
+    __device__ __forceinline__ TileCopy(const T* x, long long ld, int mn0, int extent, int k0,
+                                        unsigned ring) {
         int fast = threadIdx.x % LANES, slow = threadIdx.x / LANES;
         int last = extent - mn0 - WIDTH;  // the last mn in the tile that is inside the matrix
         unsigned pitch = ld * sizeof(T);
@@ -82,20 +90,25 @@ struct TileCopy {
         int mn = COPY == ALONG_K ? slow : fast * WIDTH;
         target = ring + (k * LD + mn) * sizeof(T);
         int inside = min(mn, last);
-        const T* first = COPY == ALONG_K ? x + (mn0 + inside) * ld + k0 + k : x + (k0 + k) * ld + mn0 + inside;
+        const T* first =
+            COPY == ALONG_K ? x + (mn0 + inside) * ld + k0 + k : x + (k0 + k) * ld + mn0 + inside;
         source = reinterpret_cast<const char*>(first);
         advance = BK * sizeof(T) * (COPY == ALONG_K ? 1 : ld);
-        // Beyond the edge of the matrix, copy its last row again. This needs no test in the loop, and the results are not stored.
+        // Beyond the edge of the matrix, copy its last row again. This needs no test in the loop, and the
+        // results are not stored.
 #pragma unroll
-        for (int i = 0; i < COUNT; ++i) offset[i] = (COPY == ALONG_K ? min(mn + i * STEP, last) - inside : i * STEP) * pitch;
-        // A thread whose first element is outside fills with zeros, because lanes that copy from the same address are slow: they are
-        // serialized.
+        for (int i = 0; i < COUNT; ++i)
+            offset[i] = (COPY == ALONG_K ? min(mn + i * STEP, last) - inside : i * STEP) * pitch;
+        // A thread whose first element is outside fills with zeros, because lanes that copy from the same
+        // address are slow: they are serialized.
         if (mn > last) k = OUTSIDE;
     }
 
-    // Start to copy the next tile to byte `stage` of the ring buffer. The first k_left k are copied; the rest is filled with zeros.
+    // Start to copy the next tile to byte `stage` of the ring buffer. The first k_left k are copied; the rest
+    // is filled with zeros.
     __device__ __forceinline__ void start(unsigned stage, int k_left) {
-        if (COPY != ALONG_K && LANES * BK < THREADS && threadIdx.x >= LANES * BK) return;  // narrow tile: more threads than copies
+        // narrow tile: more threads than copies
+        if (COPY != ALONG_K && LANES * BK < THREADS && threadIdx.x >= LANES * BK) return;
 #pragma unroll
         for (int i = 0; i < COUNT; ++i) {
             unsigned step = COPY == ALONG_K ? i * STEP : i * STEP * LD;
@@ -106,10 +119,11 @@ struct TileCopy {
     }
 };
 
-// A thread's outputs in the block tile: rows m + row(i), columns n + column(j). They form vectors of 16 bytes. Along m, the vectors of 8
-// threads are interleaved, and along n those of 4, so that the loads of a warp from shared memory are contiguous. A 16-byte load serves half
-// a warp at a time if lanes i and i ^ 1, or i and i ^ 2, have the same address. Therefore bit 0 of the lane belongs to m and bit 1 to n: a
-// load takes two steps instead of four.
+// A thread's outputs in the block tile: rows m + row(i), columns n + column(j). They form vectors of 16
+// bytes. Along m, the vectors of 8 threads are interleaved, and along n those of 4, so that the loads of a
+// warp from shared memory are contiguous. A 16-byte load serves half a warp at a time if lanes i and i ^ 1,
+// or i and i ^ 2, have the same address. Therefore bit 0 of the lane belongs to m and bit 1 to n: a load
+// takes two steps instead of four.
 template <typename T, typename S>
 struct Place {
     static constexpr int V = WIDE<T>;
@@ -124,8 +138,8 @@ struct Place {
     __device__ __forceinline__ static int column(int j) { return j / V * 4 * V + j % V; }
 };
 
-// acc += outer product of column and row, down one column of acc and up the next. Each FMA shares an operand with the FMA before it, which
-// the operand reuse cache delivers. See get_vector about register banks.
+// acc += outer product of column and row, down one column of acc and up the next. Each FMA shares an operand
+// with the FMA before it, which the operand reuse cache delivers. See get_vector about register banks.
 template <typename T, int TM, int TN>
 __device__ __forceinline__ void outer_product(T (&acc)[TM][TN], const T* column, const T* row) {
 #pragma unroll
@@ -137,10 +151,11 @@ __device__ __forceinline__ void outer_product(T (&acc)[TM][TN], const T* column,
         }
 }
 
-// Vector q of a thread's accumulators: 4 rows of one column, in the order 1 0 3 2. The order avoids register bank conflicts in the main
-// loop. The register file has two banks, of odd and of even registers. Each delivers one operand per cycle, and an FMA with two operands in
-// one bank stalls. The compiler allocates consecutive registers for what is stored as one vector, and for column[0..3]. With this order,
-// acc[i][j] and column[i] are in different banks. It is 8 % faster than 0 1 2 3.
+// Vector q of a thread's accumulators: 4 rows of one column, in the order 1 0 3 2. The order avoids register
+// bank conflicts in the main loop. The register file has two banks, of odd and of even registers. Each
+// delivers one operand per cycle, and an FMA with two operands in one bank stalls. The compiler allocates
+// consecutive registers for what is stored as one vector, and for column[0..3]. With this order, acc[i][j]
+// and column[i] are in different banks. It is 8 % faster than 0 1 2 3.
 template <typename T, int TM, int TN>
 __device__ __forceinline__ Vec16<T> get_vector(const T (&acc)[TM][TN], int q) {
     constexpr int V = WIDE<T>;
@@ -164,8 +179,9 @@ __device__ __forceinline__ Vec16<T> sum_of(Vec16<T> a, Vec16<T> b) {
     return a;
 }
 
-// sums += acc, or sums = acc if `first`. `sums` is the thread's part of the workspace. The accumulators go through `scratch` in shared
-// memory: with additions to `acc` itself the compiler does not allocate registers as described above get_vector, which is 4 % slower.
+// sums += acc, or sums = acc if `first`. `sums` is the thread's part of the workspace. The accumulators go
+// through `scratch` in shared memory: with additions to `acc` itself the compiler does not allocate registers
+// as described above get_vector, which is 4 % slower.
 template <typename T, int TM, int TN>
 __device__ __forceinline__ void add_to(T* sums, T* scratch, const T (&acc)[TM][TN], bool first) {
     constexpr int NEXT = WIDE<T> * THREADS, COUNT = TM * TN / WIDE<T>;
@@ -181,20 +197,24 @@ __device__ __forceinline__ void add_to(T* sums, T* scratch, const T (&acc)[TM][T
         for (int i = 0; i < AHEAD; i += 2) {
             store_vec(scratch, get_vector(acc, q + i));
             store_vec(scratch + NEXT, get_vector(acc, q + i + 1));
-            asm volatile("" ::: "memory");  // otherwise the compiler takes the values from acc instead of from scratch
+            // otherwise the compiler takes the values from acc instead of from scratch
+            asm volatile("" ::: "memory");
             store_vec(sums + (q + i) * NEXT, sum_of<T>(earlier[i], load_vec<T, WIDE<T>>(scratch)));
-            store_vec(sums + (q + i + 1) * NEXT, sum_of<T>(earlier[i + 1], load_vec<T, WIDE<T>>(scratch + NEXT)));
+            store_vec(sums + (q + i + 1) * NEXT,
+                      sum_of<T>(earlier[i + 1], load_vec<T, WIDE<T>>(scratch + NEXT)));
         }
     }
 }
 
-// Main loop: acc = the product over `tiles` k tiles. Only the first k_left values of k exist. `as` and `bs` are the thread's first elements
-// in stage 0 of the ring buffer. While one stage is used, the next STAGES - 1 tiles are in flight. While the FMAs of one k run, the fragments
-// of the next k are loaded from shared memory. After every `chain` tiles the accumulators are added to `sums`, the thread's part of the
-// workspace, and set to zero: the error of one chain of additions grows with its length, that of several short chains with its square root.
+// Main loop: acc = the product over `tiles` k tiles. Only the first k_left values of k exist. `as` and `bs`
+// are the thread's first elements in stage 0 of the ring buffer. While one stage is used, the next STAGES - 1
+// tiles are in flight. While the FMAs of one k run, the fragments of the next k are loaded from shared
+// memory. After every `chain` tiles the accumulators are added to `sums`, the thread's part of the workspace,
+// and set to zero: the error of one chain of additions grows with its length, that of several short chains
+// with its square root.
 template <int STAGES, typename T, int TM, int TN, typename CopyA, typename CopyB>
-__device__ __forceinline__ void multiply(T (&acc)[TM][TN], T* sums, CopyA& copy_a, CopyB& copy_b, const T* as, const T* bs, T* ring,
-                                         int tiles, int k_left, int chain) {
+__device__ __forceinline__ void multiply(T (&acc)[TM][TN], T* sums, CopyA& copy_a, CopyB& copy_b, const T* as,
+                                         const T* bs, T* ring, int tiles, int k_left, int chain) {
     constexpr int V = WIDE<T>, STAGE_BYTES = CopyA::BYTES + CopyB::BYTES, STAGE = STAGE_BYTES / sizeof(T);
     T column[2][TM], row[2][TN];
 #pragma unroll
@@ -223,10 +243,13 @@ __device__ __forceinline__ void multiply(T (&acc)[TM][TN], T* sums, CopyA& copy_
                     __syncthreads();
                     use = use + 1 == STAGES ? 0 : use + 1;
                 }
-                load_fragment<T, TM / V>(column[(k + 1) % 2], as + use * STAGE + (k + 1) % BK * CopyA::LD, 8 * V);
-                load_fragment<T, TN / V>(row[(k + 1) % 2], bs + use * STAGE + (k + 1) % BK * CopyB::LD, 4 * V);
-                // The stage that all threads left at the last barrier is free. Beyond the last tile it is filled with zeros that are not
-                // used. The copies of A and B are issued at different k, so that they do not queue up.
+                load_fragment<T, TM / V>(column[(k + 1) % 2], as + use * STAGE + (k + 1) % BK * CopyA::LD,
+                                         8 * V);
+                load_fragment<T, TN / V>(row[(k + 1) % 2], bs + use * STAGE + (k + 1) % BK * CopyB::LD,
+                                         4 * V);
+                // The stage that all threads left at the last barrier is free. Beyond the last tile it is
+                // filled with zeros that are not used. The copies of A and B are issued at different k, so
+                // that they do not queue up.
                 if (k == 1) copy_a.start(fill * STAGE_BYTES, k_left);
                 if (k == 4) {
                     copy_b.start(fill * STAGE_BYTES, k_left);
@@ -253,7 +276,8 @@ __device__ __forceinline__ void multiply(T (&acc)[TM][TN], T* sums, CopyA& copy_
 // True if the rows of C, and bias, consist of aligned vectors of 16 bytes.
 template <typename T>
 __device__ __forceinline__ bool rows_are_vectors(const T* out, const T* bias, int N) {
-    unsigned long long addresses = reinterpret_cast<unsigned long long>(out) | reinterpret_cast<unsigned long long>(bias);
+    unsigned long long addresses =
+        reinterpret_cast<unsigned long long>(out) | reinterpret_cast<unsigned long long>(bias);
     return N % WIDE<T> == 0 && addresses % 16 == 0;
 }
 
@@ -262,7 +286,8 @@ template <typename T, typename S>
 struct Store {
     using P = Place<T, S>;
     static constexpr int V = P::V, ROWS = S::BM / S::TM * V;
-    static constexpr int LD = S::BN + 32 / sizeof(T);  // padded: the 16-byte stores of 8 lanes have no bank conflicts
+    // padded: the 16-byte stores of 8 lanes have no bank conflicts
+    static constexpr int LD = S::BN + 32 / sizeof(T);
     static constexpr int BYTES = ROWS * LD * sizeof(T);
 
     __device__ __forceinline__ static Vec16<T> vector(const T (&acc)[S::TM][S::TN], int i, int j) {
@@ -273,8 +298,8 @@ struct Store {
     }
 
     // From registers, if rows_are_vectors.
-    __device__ __forceinline__ static void directly(T* out, const T* bias, const T (&acc)[S::TM][S::TN], const P& place, int m0, int n0,
-                                                    int M, int N) {
+    __device__ __forceinline__ static void directly(T* out, const T* bias, const T (&acc)[S::TM][S::TN],
+                                                    const P& place, int m0, int n0, int M, int N) {
 #pragma unroll
         for (int j = 0; j < S::TN; j += V) {
             int n = n0 + place.n + P::column(j);
@@ -292,9 +317,10 @@ struct Store {
         }
     }
 
-    // Through shared memory, V rows per thread at a time. A warp then stores 32 neighbouring elements of a row, whatever the alignment.
-    __device__ __forceinline__ static void staged(T* out, const T* bias, const T (&acc)[S::TM][S::TN], T* stage, const P& place, int m0,
-                                                  int n0, int M, int N) {
+    // Through shared memory, V rows per thread at a time. A warp then stores 32 neighbouring elements of a
+    // row, whatever the alignment.
+    __device__ __forceinline__ static void staged(T* out, const T* bias, const T (&acc)[S::TM][S::TN],
+                                                  T* stage, const P& place, int m0, int n0, int M, int N) {
         int row = place.m / (8 * S::TM) * 8 * V + place.m % (8 * S::TM) / V, n = threadIdx.x % S::BN;
         T b = n0 + n < N ? bias_or_zero(bias, n0 + n) : T(0);
 #pragma unroll
@@ -302,7 +328,8 @@ struct Store {
 #pragma unroll
             for (int v = 0; v < V; ++v)
 #pragma unroll
-                for (int j = 0; j < S::TN; j += V) store_vec(stage + (row + v * 8) * LD + place.n + P::column(j), vector(acc, g + v, j));
+                for (int j = 0; j < S::TN; j += V)
+                    store_vec(stage + (row + v * 8) * LD + place.n + P::column(j), vector(acc, g + v, j));
             __syncthreads();
 #pragma unroll 4
             for (int r = threadIdx.x / S::BN; r < ROWS; r += THREADS / S::BN) {
@@ -314,8 +341,8 @@ struct Store {
     }
 };
 
-// The offset of the thread's vector q of tile p of the workspace. Vectors of neighbouring threads are adjacent: a warp accesses 512
-// contiguous bytes.
+// The offset of the thread's vector q of tile p of the workspace. Vectors of neighbouring threads are
+// adjacent: a warp accesses 512 contiguous bytes.
 template <typename T, typename S>
 __device__ __forceinline__ long long partial_offset(long long p, int q) {
     return ((p * (S::TM * S::TN / WIDE<T>)+q) * THREADS + threadIdx.x) * WIDE<T>;
@@ -324,18 +351,22 @@ __device__ __forceinline__ long long partial_offset(long long p, int q) {
 template <typename T, typename S>
 __device__ __forceinline__ void store_partial(T* partials, long long p, const T (&acc)[S::TM][S::TN]) {
 #pragma unroll
-    for (int q = 0; q < S::TM * S::TN / WIDE<T>; ++q) store_vec(partials + partial_offset<T, S>(p, q), get_vector(acc, q));
+    for (int q = 0; q < S::TM * S::TN / WIDE<T>; ++q)
+        store_vec(partials + partial_offset<T, S>(p, q), get_vector(acc, q));
 }
 
-// v5: a persistent kernel with stream-K. Tiles are numbered through all matrices C of a batch. Blocks [0, shared_blocks) share the k tiles
-// of the first `shared_tiles` tiles equally: block b takes items [b * total / shared_blocks, (b + 1) * total / shared_blocks) of the list
-// (tile 0, k tile 0), (tile 0, k tile 1), ... It stores the partial sums of an incomplete tile of C to the workspace, as tile 2 b, or 2 b + 1
-// if they begin at k = 0, and matmul_v5_fixup adds them. The other tiles of C are not split; all blocks take them in turn. Grid: at most the
-// number of blocks that run at the same time; block 128. The workspace has room for 2 * shared_blocks tiles, and for one more per block if
-// K is longer than `chain` k tiles. The BM (BN) rows of a tile must span less than 2^32 bytes of A (B).
+// v5: a persistent kernel with stream-K. Tiles are numbered through all matrices C of a batch. Blocks [0,
+// shared_blocks) share the k tiles of the first `shared_tiles` tiles equally: block b takes items [b * total
+// / shared_blocks, (b + 1) * total / shared_blocks) of the list (tile 0, k tile 0), (tile 0, k tile 1), ...
+// It stores the partial sums of an incomplete tile of C to the workspace, as tile 2 b, or 2 b + 1 if they
+// begin at k = 0, and matmul_v5_fixup adds them. The other tiles of C are not split; all blocks take them in
+// turn. Grid: at most the number of blocks that run at the same time; block 128. The workspace has room for
+// 2 * shared_blocks tiles, and for one more per block if K is longer than `chain` k tiles. The BM (BN) rows
+// of a tile must span less than 2^32 bytes of A (B).
 template <typename T, CopyMode A_COPY, CopyMode B_COPY, typename S>
 __global__ void __launch_bounds__(THREADS, S::BLOCKS * 4 / sizeof(T))
-    matmul_v5(T* out, T* workspace, const T* a, const T* b, const T* bias, Sizes s, int shared_blocks, int shared_tiles, int chain) {
+    matmul_v5(T* out, T* workspace, const T* a, const T* b, const T* bias, Sizes s, int shared_blocks,
+              int shared_tiles, int chain) {
     using CopyA = TileCopy<T, A_COPY, S::BM>;
     using CopyB = TileCopy<T, B_COPY, S::BN>;
     constexpr int STAGES = 4, RING = STAGES * (CopyA::BYTES + CopyB::BYTES), STAGED = Store<T, S>::BYTES;
@@ -347,7 +378,8 @@ __global__ void __launch_bounds__(THREADS, S::BLOCKS * 4 / sizeof(T))
     int block = blockIdx.x, M = s.M, N = s.N, K = s.K, k_tiles = max(1, (K + BK - 1) / BK);
     int tiles = ((M + S::BM - 1) / S::BM) * ((N + S::BN - 1) / S::BN);  // of one matrix
     unsigned next = shared_tiles + block;                               // may exceed 2^31 by the grid
-    int tile = 0, first = 0, left = 0;  // the next k tile of `tile`, and how many k tiles are left of the block's part
+    // the next k tile of `tile`, and how many k tiles are left of the block's part
+    int tile = 0, first = 0, left = 0;
     if (block < shared_blocks) {
         long long total = (long long)shared_tiles * k_tiles, begin = block * total / shared_blocks;
         left = int((block + 1) * total / shared_blocks - begin);
@@ -370,9 +402,10 @@ __global__ void __launch_bounds__(THREADS, S::BLOCKS * 4 / sizeof(T))
         CopyA copy_a(a + tile / tiles * s.a_batch, s.lda, m0, M, k0, shared_address(ring));
         CopyB copy_b(b + tile / tiles * s.b_batch, s.ldb, n0, N, k0, shared_address(ring) + CopyA::BYTES);
         T acc[S::TM][S::TN];
-        multiply<STAGES>(acc, workspace + partial_offset<T, S>(p, 0), copy_a, copy_b, as, bs, reinterpret_cast<T*>(ring), count,
-                         min(K - k0, count * BK), chain);
-        asm volatile("" : "+r"(tile), "+r"(first));  // the compiler computes m0 and n0 again instead of keeping them in registers
+        multiply<STAGES>(acc, workspace + partial_offset<T, S>(p, 0), copy_a, copy_b, as, bs,
+                         reinterpret_cast<T*>(ring), count, min(K - k0, count * BK), chain);
+        // the compiler computes m0 and n0 again instead of keeping them in registers
+        asm volatile("" : "+r"(tile), "+r"(first));
         tile_origin<S>(tile % tiles, M, N, m0, n0);
         T* to = out + (long long)M * N * (tile / tiles);
         if (!whole) store_partial<T, S>(workspace, 2 * block + (first == 0), acc);
@@ -384,18 +417,21 @@ __global__ void __launch_bounds__(THREADS, S::BLOCKS * 4 / sizeof(T))
     }
 }
 
-// Add the partial sums of the tiles of C that several blocks of matmul_v5 shared. Deterministic: they are added in the order of k. A thread
-// computes V x V of its outputs in matmul_v5, where V is the number of elements in 16 bytes. Six blocks per SM are fewer than ptxas aims at:
-// then there are registers for four partial sums in flight. Grid shared_tiles * (TM / V) * (TN / V), block 128.
+// Add the partial sums of the tiles of C that several blocks of matmul_v5 shared. Deterministic: they are
+// added in the order of k. A thread computes V x V of its outputs in matmul_v5, where V is the number of
+// elements in 16 bytes. Six blocks per SM are fewer than ptxas aims at: then there are registers for four
+// partial sums in flight. Grid shared_tiles * (TM / V) * (TN / V), block 128.
 template <typename T, typename S>
 __global__ void __launch_bounds__(THREADS, 6)
     matmul_v5_fixup(T* out, const T* partials, const T* bias, Sizes s, int shared_blocks, int shared_tiles) {
     using P = Place<T, S>;
     constexpr int V = P::V, ACROSS = S::TN / V, PARTS = S::TM / V * ACROSS;
     int tile = blockIdx.x / PARTS, i = blockIdx.x % PARTS / ACROSS * V, j = blockIdx.x % ACROSS * V;
-    int M = s.M, N = s.N, k_tiles = max(1, (s.K + BK - 1) / BK), tiles = ((M + S::BM - 1) / S::BM) * ((N + S::BN - 1) / S::BN);
+    int M = s.M, N = s.N, k_tiles = max(1, (s.K + BK - 1) / BK),
+        tiles = ((M + S::BM - 1) / S::BM) * ((N + S::BN - 1) / S::BN);
     long long total = (long long)shared_tiles * k_tiles, begin = (long long)tile * k_tiles;
-    // Block b begins at item b * total / shared_blocks. Solved for the blocks that have the first and the last item of this tile.
+    // Block b begins at item b * total / shared_blocks. Solved for the blocks that have the first and the
+    // last item of this tile.
     int first = int(((begin + 1) * shared_blocks - 1) / total);
     int last = int(((begin + k_tiles) * shared_blocks - 1) / total);
     if (first == last) return;  // one block computed the whole tile and stored it

@@ -1,21 +1,27 @@
-// matmul v7: C = A . B on tensor cores by wgmma, with operands copied by TMA, persistent and warp-specialised (sm_90a).
+// matmul v7: C = A . B on tensor cores by wgmma, with operands copied by TMA, persistent and warp-specialised
+// (sm_90a).
 //
-// Operands   T is __half, __nv_bfloat16 or float (TF32). A_K and B_K as in mma.cuh; float requires both, because wgmma reads TF32 operands
-//            only along k. Addresses and strides are multiples of 16 bytes. TMA fills what is outside of a matrix with zeros.
-//            TERMS = 3: float operands that matmul_split has split into two TF32 numbers. Three products of them are added, and sums of
-//            32 elements of K are added to float registers, because tensor cores truncate their sums. The error is then that of float32.
-// Blocks     One warpgroup starts the copies (the producer); two compute, each 64 rows of the tile (the consumers). The producer runs ahead
-//            of the consumers, also to the next tile. mbarriers full[stage] and empty[stage] pass the stages of the ring buffer back and
-//            forth.
-// Clusters   CM blocks have neighbouring tiles along m: each copies its part of the tile of B to all. Or CK blocks share the sum over K of
-//            a tile (split-K), and add their partial sums through distributed shared memory; each block then has one tile.
-// Split-K    Or s.splits blocks compute the parts of a tile's sum, as tiles of a float32 output (splits, batch, M, N) without an epilogue,
-//            which matmul_v6_reduce adds.
-// Layout     A stage has 128 + BN rows of 128 bytes, with the 128-byte swizzle. Along k: a row is a row of the operand. Along m or n: a row
-//            has 64 elements of one k, and each 64 rows are a box of 64 k.
-// Results    A warp writes boxes of 16 rows x 128 bytes to shared memory, from where TMA stores them. 16-bit results are rounded, kept in
-//            registers, and stored while the next tile is multiplied, so the tensor cores do not wait for the stores.
-// Launch     grid: a multiple of the cluster, at most the number of SMs, or CK * tiles; block 384, dynamic shared memory Tile::BYTES.
+// Operands   T is __half, __nv_bfloat16 or float (TF32). A_K and B_K as in mma.cuh; float requires both,
+//            because wgmma reads TF32 operands only along k. Addresses and strides are multiples of 16 bytes.
+//            TMA fills what is outside of a matrix with zeros. TERMS = 3: float operands that matmul_split
+//            has split into two TF32 numbers. Three products of them are added, and sums of 32 elements of K
+//            are added to float registers, because tensor cores truncate their sums. The error is then that
+//            of float32.
+// Blocks     One warpgroup starts the copies (the producer); two compute, each 64 rows of the tile (the
+//            consumers). The producer runs ahead of the consumers, also to the next tile. mbarriers
+//            full[stage] and empty[stage] pass the stages of the ring buffer back and forth.
+// Clusters   CM blocks have neighbouring tiles along m: each copies its part of the tile of B to all. Or CK
+//            blocks share the sum over K of a tile (split-K), and add their partial sums through distributed
+//            shared memory; each block then has one tile.
+// Split-K    Or s.splits blocks compute the parts of a tile's sum, as tiles of a float32 output (splits,
+//            batch, M, N) without an epilogue, which matmul_v6_reduce adds.
+// Layout     A stage has 128 + BN rows of 128 bytes, with the 128-byte swizzle. Along k: a row is a row of
+//            the operand. Along m or n: a row has 64 elements of one k, and each 64 rows are a box of 64 k.
+// Results    A warp writes boxes of 16 rows x 128 bytes to shared memory, from where TMA stores them. 16-bit
+//            results are rounded, kept in registers, and stored while the next tile is multiplied, so the
+//            tensor cores do not wait for the stores.
+// Launch     grid: a multiple of the cluster, at most the number of SMs, or CK * tiles; block 384, dynamic
+//            shared memory Tile::BYTES.
 #pragma once
 #include "common/ptx/barrier.cuh"
 #include "common/ptx/cluster.cuh"
@@ -28,13 +34,18 @@
 
 template <int BN_, int STAGES_, int CM_, int CK_ = 1, int TERMS_ = 1>
 struct WgmmaTile {
-    static constexpr int BM = 128, BN = BN_, STAGES = STAGES_, CM = CM_, CK = CK_, CLUSTER = CM * CK, TERMS = TERMS_;
-    static constexpr int NJ = BN / 8;                                          // fragments of a warp across a tile
-    static constexpr int PARTS = TERMS == 3 ? 2 : 1;                           // of an operand: big and small numbers
+    static constexpr int BM = 128, BN = BN_, STAGES = STAGES_, CM = CM_, CK = CK_, CLUSTER = CM * CK,
+                         TERMS = TERMS_;
+    // fragments of a warp across a tile
+    static constexpr int NJ = BN / 8;
+    // of an operand: big and small numbers
+    static constexpr int PARTS = TERMS == 3 ? 2 : 1;
     static constexpr int A = BM * 128, B = BN * 128, STAGE = (A + B) * PARTS;  // bytes
-    static constexpr int BOX = 16 * 128, BOXES = STAGES * STAGE;               // each warp has two boxes of results, at BOXES
+    // each warp has two boxes of results, at BOXES
+    static constexpr int BOX = 16 * 128, BOXES = STAGES * STAGE;
     static constexpr int BARRIERS = BOXES + 16 * BOX, BYTES = BARRIERS + STAGES * 16;
-    static constexpr int LD = BN + 8;  // floats of a row of partial sums; the stores of fragments have no bank conflicts
+    // floats of a row of partial sums; the stores of fragments have no bank conflicts
+    static constexpr int LD = BN + 8;
     static_assert(BOXES >= BM * LD * 4 && (CK == 1 || CM == 1));
 };
 // The tiles of a cluster, as a tile for tile_origin.
@@ -80,8 +91,8 @@ __device__ __forceinline__ TwoOf<T> load_two(const T* bias, int n, int N) {
     return two;
 }
 
-// A warp's part of the results: it finishes boxes of 16 rows x COLUMNS columns, each 128 bytes wide, in shared memory. The 16-byte unit u of
-// row r is at unit u ^ (r & 7), the 128-byte swizzle of TMA.
+// A warp's part of the results: it finishes boxes of 16 rows x COLUMNS columns, each 128 bytes wide, in
+// shared memory. The 16-byte unit u of row r is at unit u ^ (r & 7), the 128-byte swizzle of TMA.
 template <typename T, typename O>
 struct Results {
     O *out, *pre;
@@ -97,7 +108,8 @@ struct Results {
         __syncwarp();
     }
 
-    // Write a box. get(i) is the pair of row lane / 4 + i % 2 * 8 and columns i / 2 * 8 + lane % 4 * 2 + {0, 1}.
+    // Write a box. get(i) is the pair of row lane / 4 + i % 2 * 8 and columns i / 2 * 8 + lane % 4 * 2 + {0,
+    // 1}.
     template <class Get>
     __device__ __forceinline__ static void put(char* box, Get get) {
         int lane = threadIdx.x % 32;
@@ -105,12 +117,14 @@ struct Results {
         for (int i = 0; i < COLUMNS / 4; i += 4) {
             if constexpr (sizeof(O) == 2) {
                 unsigned bits[4] = {get(i), get(i + 1), get(i + 2), get(i + 3)};
-                stmatrix_x4(shared_address(box) + lane % 16 * 128 + ((i / 2 + lane / 16) ^ (lane & 7)) * 16, bits);
+                stmatrix_x4(shared_address(box) + lane % 16 * 128 + ((i / 2 + lane / 16) ^ (lane & 7)) * 16,
+                            bits);
             } else {
 #pragma unroll
                 for (int j = i; j < i + 4; ++j) {
                     int row = lane / 4 + j % 2 * 8, unit = j / 2 * 2 + lane % 4 / 2;
-                    *reinterpret_cast<float2*>(box + row * 128 + (unit ^ (row & 7)) * 16 + lane % 2 * 8) = get(j);
+                    *reinterpret_cast<float2*>(box + row * 128 + (unit ^ (row & 7)) * 16 + lane % 2 * 8) =
+                        get(j);
                 }
             }
         }
@@ -124,7 +138,8 @@ struct Results {
     }
 
     // Start to store a box: add it to what is there, or overwrite that.
-    __device__ __forceinline__ void send(O* to, const CUtensorMap* map, char* box, int m, int n, int z, bool add) const {
+    __device__ __forceinline__ void send(O* to, const CUtensorMap* map, char* box, int m, int n, int z,
+                                         bool add) const {
         int lane = threadIdx.x % 32;
         if (storing == BY_THREADS) {
             __syncwarp();
@@ -133,7 +148,8 @@ struct Results {
             for (int row = 0; row < 16; ++row, at += N)
 #pragma unroll
                 for (int c = 0; c < COLUMNS; c += 32) {
-                    const O* unit = reinterpret_cast<const O*>(box + row * 128 + (((c + lane) / W) ^ (row & 7)) * 16);
+                    const O* unit =
+                        reinterpret_cast<const O*>(box + row * 128 + (((c + lane) / W) ^ (row & 7)) * 16);
                     if (m + row < M && n + c + lane < N) at[c] = unit[lane % W];
                 }
             __syncwarp();
@@ -170,11 +186,12 @@ struct Results {
     }
 };
 
-// For TERMS = 3: split x, (batch, rows, K), into (2, batch, rows, ld_to): its big parts, then its small ones. ALONG_K: x is contiguous along
-// k, else along the rows; ld is the other stride, x_batch that of the batch. Grid batch * ceil(rows / 32) * ceil(K / 32), block (32, 8).
+// For TERMS = 3: split x, (batch, rows, K), into (2, batch, rows, ld_to): its big parts, then its small ones.
+// ALONG_K: x is contiguous along k, else along the rows; ld is the other stride, x_batch that of the batch.
+// Grid batch * ceil(rows / 32) * ceil(K / 32), block (32, 8).
 template <bool ALONG_K>
-__global__ void __launch_bounds__(256)
-    matmul_split(float* to, const float* x, int batch, int rows, int K, long long ld_to, long long ld, long long x_batch) {
+__global__ void __launch_bounds__(256) matmul_split(float* to, const float* x, int batch, int rows, int K,
+                                                    long long ld_to, long long ld, long long x_batch) {
     __shared__ float tile[32][33];
     wait_for_previous();
     int across = (K + 31) / 32, down = (rows + 31) / 32, z = blockIdx.x / (across * down);
@@ -182,7 +199,8 @@ __global__ void __launch_bounds__(256)
     if constexpr (!ALONG_K) {
 #pragma unroll
         for (int i = threadIdx.y; i < 32; i += 8)
-            if (row0 + lane < rows && k0 + i < K) tile[lane][i] = x[z * x_batch + (k0 + i) * ld + row0 + lane];
+            if (row0 + lane < rows && k0 + i < K)
+                tile[lane][i] = x[z * x_batch + (k0 + i) * ld + row0 + lane];
         __syncthreads();
     }
 #pragma unroll
@@ -218,8 +236,8 @@ struct Ring {
     }
 };
 
-// A barrier of the cluster, or of the block if CLUSTER is 1. In a cluster it is relaxed: only what mbarriers_made released is visible after
-// it.
+// A barrier of the cluster, or of the block if CLUSTER is 1. In a cluster it is relaxed: only what
+// mbarriers_made released is visible after it.
 template <int CLUSTER>
 __device__ __forceinline__ void meet() {
     if constexpr (CLUSTER > 1) {
@@ -231,7 +249,8 @@ __device__ __forceinline__ void meet() {
     }
 }
 
-// The work of a block: a tile of result z, which is part z / batch of the sum over K of matrix z % batch: k tiles [first, first + count).
+// The work of a block: a tile of result z, which is part z / batch of the sum over K of matrix z % batch: k
+// tiles [first, first + count).
 template <typename T, class S>
 struct Work {
     int m0, n0, z, matrix, first, count;
@@ -246,23 +265,26 @@ struct Work {
     }
 };
 
-// Start the copies of COUNT rows (m or n) from `row` on, by 128 bytes of k from k0 on, of matrix z. SHARERS blocks of the cluster copy a
-// part each, to all of them.
+// Start the copies of COUNT rows (m or n) from `row` on, by 128 bytes of k from k0 on, of matrix z. SHARERS
+// blocks of the cluster copy a part each, to all of them.
 template <typename T, bool ALONG_K, int COUNT, int SHARERS>
-__device__ __forceinline__ void copy_operand(unsigned to, const CUtensorMap* map, unsigned full, int row, int k0, int z) {
+__device__ __forceinline__ void copy_operand(unsigned to, const CUtensorMap* map, unsigned full, int row,
+                                             int k0, int z) {
     constexpr int BOX = ALONG_K ? COUNT / SHARERS : 64;  // rows
     static_assert(BOX % 8 == 0 && COUNT % BOX == 0);
 #pragma unroll
     for (int i = SHARERS > 1 ? cluster_rank() : 0; i < COUNT / BOX; i += SHARERS) {
         int x = ALONG_K ? k0 : row + BOX * i, y = ALONG_K ? row + BOX * i : k0;
-        if constexpr (SHARERS > 1) tma_multicast(to + i * BOX * 128, map, full, {x, y, z}, (1 << SHARERS) - 1);
+        if constexpr (SHARERS > 1)
+            tma_multicast(to + i * BOX * 128, map, full, {x, y, z}, (1 << SHARERS) - 1);
         else tma_load(to + i * BOX * 128, map, full, {x, y, z});
     }
 }
 
 // The producer, one thread.
 template <typename T, bool A_K, bool B_K, class S>
-__device__ __forceinline__ void copy_tiles(Ring<S> ring, const CUtensorMap* map_a, const CUtensorMap* map_b, const Sizes& s, int tiles) {
+__device__ __forceinline__ void copy_tiles(Ring<S> ring, const CUtensorMap* map_a, const CUtensorMap* map_b,
+                                           const Sizes& s, int tiles) {
     constexpr int BK = 128 / sizeof(T);
     for (int i = blockIdx.x / S::CLUSTER; i < tiles * s.batch * s.splits; i += gridDim.x / S::CLUSTER) {
         Work<T, S> w(i, tiles, s);
@@ -272,24 +294,28 @@ __device__ __forceinline__ void copy_tiles(Ring<S> ring, const CUtensorMap* map_
             mbarrier_arrive(full, S::STAGE);
 #pragma unroll
             for (int p = 0; p < S::PARTS; ++p) {
-                copy_operand<T, A_K, S::BM, 1>(ring.a(p), map_a, full, w.m0, k * BK, s.a_batch ? w.matrix + p * s.batch : p);
-                copy_operand<T, B_K, S::BN, S::CM>(ring.b(p), map_b, full, w.n0, k * BK, s.b_batch ? w.matrix + p * s.batch : p);
+                copy_operand<T, A_K, S::BM, 1>(ring.a(p), map_a, full, w.m0, k * BK,
+                                               s.a_batch ? w.matrix + p * s.batch : p);
+                copy_operand<T, B_K, S::BN, S::CM>(ring.b(p), map_b, full, w.n0, k * BK,
+                                                   s.b_batch ? w.matrix + p * s.batch : p);
             }
         }
     }
 }
 
-// The descriptor of the rows from `row` (a multiple of 64, or 0) on of an operand in shared memory, for 32 bytes of k.
+// The descriptor of the rows from `row` (a multiple of 64, or 0) on of an operand in shared memory, for 32
+// bytes of k.
 template <bool ALONG_K>
 __device__ __forceinline__ unsigned long long operand_at(unsigned tile, int row, int step) {
     if constexpr (ALONG_K) return describe(tile + row * 128 + step * 32, 0, 1024) | SWIZZLED;
     else return describe(tile + row * 128 + step * 2048, 8192, 1024) | SWIZZLED;
 }
 
-// acc = the product of `count` k tiles, for a consumer's 64 rows from `row` on. between(last) is called while a k tile is multiplied. The
-// last products are not complete yet; their stage is returned.
+// acc = the product of `count` k tiles, for a consumer's 64 rows from `row` on. between(last) is called while
+// a k tile is multiplied. The last products are not complete yet; their stage is returned.
 template <typename T, bool A_K, bool B_K, class S, class Between>
-__device__ __forceinline__ int multiply(float (&acc)[S::NJ][4], Ring<S>& ring, int row, int count, Between between) {
+__device__ __forceinline__ int multiply(float (&acc)[S::NJ][4], Ring<S>& ring, int row, int count,
+                                        Between between) {
     int previous = 0;
 #pragma unroll 1
     for (int k = 0; k < count; ++k, ring.advance()) {
@@ -297,7 +323,8 @@ __device__ __forceinline__ int multiply(float (&acc)[S::NJ][4], Ring<S>& ring, i
         wgmma_fence();
 #pragma unroll
         for (int step = 0; step < 4; ++step)
-            wgmma<!A_K, !B_K, T>(acc, operand_at<A_K>(ring.a(), row, step), operand_at<B_K>(ring.b(), 0, step), k + step > 0);
+            wgmma<!A_K, !B_K, T>(acc, operand_at<A_K>(ring.a(), row, step),
+                                 operand_at<B_K>(ring.b(), 0, step), k + step > 0);
         wgmma_commit();
         between(k + 1 == count);
         if (k > 0) {
@@ -321,8 +348,8 @@ __device__ __forceinline__ void multiply_split(float (&acc)[S::NJ][4], Ring<S>& 
         wgmma_fence();
 #pragma unroll
         for (int i = 0; i < 12; ++i)  // the small products first
-            wgmma<false, false, float>(sum, operand_at<true>(ring.a(i < 4), row, i % 4), operand_at<true>(ring.b(i / 4 == 1), 0, i % 4),
-                                       i > 0);
+            wgmma<false, false, float>(sum, operand_at<true>(ring.a(i < 4), row, i % 4),
+                                       operand_at<true>(ring.b(i / 4 == 1), 0, i % 4), i > 0);
         wgmma_commit();
         wgmma_wait<0>(sum);
         ring.release(ring.stage);
@@ -331,16 +358,18 @@ __device__ __forceinline__ void multiply_split(float (&acc)[S::NJ][4], Ring<S>& 
     }
 }
 
-// Split-K in a cluster: store a consumer's accumulators, wait for those of the other blocks, add a part of the rows of the tile, in the order
-// of k, and finish it.
+// Split-K in a cluster: store a consumer's accumulators, wait for those of the other blocks, add a part of
+// the rows of the tile, in the order of k, and finish it.
 template <typename T, typename O, class S>
-__device__ __forceinline__ void add_partials(const float (&acc)[S::NJ][4], float* sums, const Output<T, O>& to, int m0, int n0, int M,
-                                             int N) {
+__device__ __forceinline__ void add_partials(const float (&acc)[S::NJ][4], float* sums,
+                                             const Output<T, O>& to, int m0, int n0, int M, int N) {
     int lane = threadIdx.x % 32, rank = cluster_rank();
-    barrier_of(1, 256);  // all copies have arrived, and both consumers have read them: the ring buffer is free
+    // all copies have arrived, and both consumers have read them: the ring buffer is free
+    barrier_of(1, 256);
 #pragma unroll
     for (int i = 0; i < 2 * S::NJ; ++i)
-        *reinterpret_cast<float2*>(sums + (threadIdx.x / 32 * 16 + lane / 4 + i % 2 * 8) * S::LD + i / 2 * 8 + lane % 4 * 2) =
+        *reinterpret_cast<float2*>(sums + (threadIdx.x / 32 * 16 + lane / 4 + i % 2 * 8) * S::LD + i / 2 * 8 +
+                                   lane % 4 * 2) =
             make_float2(acc[i / 2][i % 2 * 2], acc[i / 2][i % 2 * 2 + 1]);
     cluster_sync();
     constexpr int W = Output<T, O>::WIDTH;
@@ -353,7 +382,8 @@ __device__ __forceinline__ void add_partials(const float (&acc)[S::NJ][4], float
         for (int c = 0; c < S::CK; ++c)
 #pragma unroll
             for (int k = 0; k < W; k += 4) {
-                float4 x = ld_cluster<float4>(shared_of_rank(shared_address(sums + row * S::LD + column + k), c));
+                float4 x =
+                    ld_cluster<float4>(shared_of_rank(shared_address(sums + row * S::LD + column + k), c));
                 v[k] += x.x, v[k + 1] += x.y, v[k + 2] += x.z, v[k + 3] += x.w;
             }
         if (m0 + row >= M || n0 + column >= N) continue;
@@ -362,21 +392,27 @@ __device__ __forceinline__ void add_partials(const float (&acc)[S::NJ][4], float
         } else {
 #pragma unroll
             for (int k = 0; k < W; ++k)
-                if (n0 + column + k < N) to.template finish<1>(reinterpret_cast<float (&)[1]>(v[k]), at + k, n0 + column + k);
+                if (n0 + column + k < N)
+                    to.template finish<1>(reinterpret_cast<float (&)[1]>(v[k]), at + k, n0 + column + k);
         }
     }
 }
 
-// The results of a consumer's warp, from the accumulators to global memory. Two boxes of 16-bit results wait in shared memory and the others
-// in registers, until they are stored while the next tile is multiplied. float results are stored at once.
+// The results of a consumer's warp, from the accumulators to global memory. Two boxes of 16-bit results wait
+// in shared memory and the others in registers, until they are stored while the next tile is multiplied.
+// float results are stored at once.
 template <typename T, typename O, int ACTIVATION, class S>
 struct Tail {
-    static constexpr int COLUMNS = Results<T, O>::COLUMNS, BOXES = S::BN / COLUMNS, NB = COLUMNS / 8;  // NB: fragments across a box
-    static constexpr int QUEUED = sizeof(O) == 2 && BOXES > 2 ? BOXES - 2 : 0;                         // boxes in registers
+    // NB: fragments across a box
+    static constexpr int COLUMNS = Results<T, O>::COLUMNS, BOXES = S::BN / COLUMNS, NB = COLUMNS / 8;
+    // boxes in registers
+    static constexpr int QUEUED = sizeof(O) == 2 && BOXES > 2 ? BOXES - 2 : 0;
     Results<T, O> results;
     char* shared;
-    int m = 0, n = 0, z = 0, next = BOXES;      // where the warp's part of the tile begins, and the next box to finish
-    bool ended = false;                         // after the last tile, boxes also use the ring buffer, which is free then
+    // where the warp's part of the tile begins, and the next box to finish
+    int m = 0, n = 0, z = 0, next = BOXES;
+    // after the last tile, boxes also use the ring buffer, which is free then
+    bool ended = false;
     unsigned queued[QUEUED * NB * 2 + 1] = {};  // the boxes from the third on
 
     // Called while a k tile is multiplied: finishes one box, or with the last k tile all boxes.
@@ -397,7 +433,8 @@ struct Tail {
 #pragma unroll(sizeof(O) == 2 ? BOXES : 1)
             for (int b = 0; b < BOXES && n + b * COLUMNS < results.N; ++b) {
                 put(acc, b);
-                if (m < results.M) results.send(results.pre, results.map_pre, box_at(b), m, n + b * COLUMNS, z, false);
+                if (m < results.M)
+                    results.send(results.pre, results.map_pre, box_at(b), m, n + b * COLUMNS, z, false);
             }
         }
         activate(reinterpret_cast<float (&)[S::NJ * 4]>(acc), ACTIVATION);
@@ -428,7 +465,8 @@ struct Tail {
         int warp = threadIdx.x / 32;
         return shared + (ended && b >= 2 ? warp * BOXES + b : S::BOXES / S::BOX + 2 * warp + b % 2) * S::BOX;
     }
-    __device__ __forceinline__ void free_ring() {  // all copies have arrived, and both consumers have read them
+    // all copies have arrived, and both consumers have read them
+    __device__ __forceinline__ void free_ring() {
         barrier_of(1, 256);
         ended = true;
     }
@@ -472,8 +510,8 @@ struct Tail {
     }
 };
 
-// acc += the bias of columns n + 8 j + 2 t + {0, 1}, where t = lane % 4. ready() waits for acc. Half of the biases are loaded before it; the
-// other half is then in L1.
+// acc += the bias of columns n + 8 j + 2 t + {0, 1}, where t = lane % 4. ready() waits for acc. Half of the
+// biases are loaded before it; the other half is then in L1.
 template <typename T, int NJ, class Ready>
 __device__ __forceinline__ void add_bias(float (&acc)[NJ][4], const T* bias, int n, int N, Ready ready) {
     auto bias_at = [&](int j) { return load_two(bias, n + 8 * j + threadIdx.x % 4 * 2, N); };
@@ -493,9 +531,10 @@ __device__ __forceinline__ void add_bias(float (&acc)[NJ][4], const T* bias, int
 
 template <typename T, typename O, bool A_K, bool B_K, int ACTIVATION, class S>
 __global__ void __launch_bounds__(384, 1) __cluster_dims__(S::CLUSTER, 1, 1)
-    matmul_v7(O* out, O* pre, const __grid_constant__ CUtensorMap map_a, const __grid_constant__ CUtensorMap map_b,
-              const __grid_constant__ CUtensorMap map_out, const __grid_constant__ CUtensorMap map_pre, const T* bias, const O* residual,
-              Sizes s, int storing) {
+    matmul_v7(O* out, O* pre, const __grid_constant__ CUtensorMap map_a,
+              const __grid_constant__ CUtensorMap map_b, const __grid_constant__ CUtensorMap map_out,
+              const __grid_constant__ CUtensorMap map_pre, const T* bias, const O* residual, Sizes s,
+              int storing) {
 #if __CUDA_ARCH__ == 900  // newer GPUs have no wgmma, and the kernel is not launched there
     extern __shared__ __align__(1024) char shared[];
     Ring<S> ring{shared_address(shared)};
@@ -511,7 +550,8 @@ __global__ void __launch_bounds__(384, 1) __cluster_dims__(S::CLUSTER, 1, 1)
     meet<S::CLUSTER>();
     wait_for_previous();
     let_next_start();
-    int tiles = ((s.M + S::BM * S::CM - 1) / (S::BM * S::CM)) * ((s.N + S::BN - 1) / S::BN), works = tiles * s.batch * s.splits;
+    int tiles = ((s.M + S::BM * S::CM - 1) / (S::BM * S::CM)) * ((s.N + S::BN - 1) / S::BN),
+        works = tiles * s.batch * s.splits;
     int warpgroup = threadIdx.x / 128;
     if (warpgroup == 2) {
         fewer_registers<40>();
@@ -527,14 +567,17 @@ __global__ void __launch_bounds__(384, 1) __cluster_dims__(S::CLUSTER, 1, 1)
             Work<T, S> w(i, tiles, s);
             int stage = 0;
             if constexpr (S::TERMS == 3) multiply_split(acc, ring, row, w.count);
-            else stage = multiply<T, A_K, B_K>(acc, ring, row, w.count, [&](bool last) { tail.between(last); });
+            else
+                stage =
+                    multiply<T, A_K, B_K>(acc, ring, row, w.count, [&](bool last) { tail.between(last); });
             if constexpr (S::CK > 1) {
                 if constexpr (S::TERMS == 1) wgmma_wait<0>(acc);
                 if (w.count == 0)  // more blocks than k tiles
 #pragma unroll
                     for (int j = 0; j < S::NJ * 4; ++j) acc[j / 4][j % 4] = 0;
                 long long C = (long long)s.M * s.N * w.z;
-                Output<T, O> to{out + C, pre ? pre + C : pre, bias, residual ? residual + C : residual, s.activation};
+                Output<T, O> to{out + C, pre ? pre + C : pre, bias, residual ? residual + C : residual,
+                                s.activation};
                 add_partials<T, O, S>(acc, reinterpret_cast<float*>(shared), to, w.m0, w.n0, s.M, s.N);
             } else {
                 tail.m = w.m0 + row + threadIdx.x / 32 % 4 * 16, tail.n = w.n0, tail.z = w.z;
@@ -549,7 +592,8 @@ __global__ void __launch_bounds__(384, 1) __cluster_dims__(S::CLUSTER, 1, 1)
         }
         if constexpr (S::CK == 1) tail.end();
     }
-    if constexpr (S::CLUSTER > 1) meet<S::CLUSTER>();  // no block may end while others access its shared memory
+    // no block may end while others access its shared memory
+    if constexpr (S::CLUSTER > 1) meet<S::CLUSTER>();
 #endif
 }
 #endif

@@ -1,10 +1,12 @@
 // softmax.cu and causal_softmax.cu: a team of threads keeps a row on chip, so that it is read once.
 //
-// A row shows all of its columns or a window of them. Those that fill whole 16-byte vectors are kept as vectors: thread t of a team of
-// `width` owns the vectors t, t + width, ... ; if several blocks share the row, they alternate. The first VECTORS of a thread are in
-// registers, the others in shared memory (USE_SHARED). The columns before the first whole vector and after the last one are the edges: a
-// few threads hold one element each. Vectors are aligned in the output. An input with another alignment is loaded to registers by 4-byte
-// words (load_unaligned). It is copied to shared memory by words, or for 16-bit types by vectors that are shifted there (RowPart::realign).
+// A row shows all of its columns or a window of them. Those that fill whole 16-byte vectors are kept as
+// vectors: thread t of a team of `width` owns the vectors t, t + width, ... ; if several blocks share the
+// row, they alternate. The first VECTORS of a thread are in registers, the others in shared memory
+// (USE_SHARED). The columns before the first whole vector and after the last one are the edges: a few threads
+// hold one element each. Vectors are aligned in the output. An input with another alignment is loaded to
+// registers by 4-byte words (load_unaligned). It is copied to shared memory by words, or for 16-bit types by
+// vectors that are shifted there (RowPart::realign).
 #pragma once
 #include "common/pdl.cuh"
 #include "common/ptx/math.cuh"
@@ -13,7 +15,8 @@
 #include "row_reduction.cuh"
 #include "row_storage.cuh"
 
-// __launch_bounds__ limits the registers for BLOCKS blocks per SM only on H100 and H200, where that was measured.
+// __launch_bounds__ limits the registers for BLOCKS blocks per SM only on H100 and H200, where that was
+// measured.
 #define ON_SM_90(BLOCKS) (__CUDA_ARCH__ == 900 ? BLOCKS : 1)
 
 // Prefetch a block's part of the columns from `begin` on. The last line of an unaligned row may be left out.
@@ -24,20 +27,22 @@ __device__ __forceinline__ void prefetch_row(const Team& team, const T* row, int
     for (; at < columns; at += team.width * team.num_blocks() * LINE) prefetch(row + at);
 }
 
-// Prefetch into L2 what a block reads FETCHED_AHEAD bytes later, in the order of the blocks. The first wave, `blocks` per SM, is left out:
-// its blocks start at once. Here each row belongs to one block.
+// Prefetch into L2 what a block reads FETCHED_AHEAD bytes later, in the order of the blocks. The first wave,
+// `blocks` per SM, is left out: its blocks start at once. Here each row belongs to one block.
 template <class Team, typename T>
-__device__ __forceinline__ void prefetch_later_row(unsigned blocks, const Team& team, long long row, long long rows, int columns,
-                                                   const T* x, long long x_row) {
+__device__ __forceinline__ void prefetch_later_row(unsigned blocks, const Team& team, long long row,
+                                                   long long rows, int columns, const T* x, long long x_row) {
     asm volatile("" : "+l"(x), "+r"(columns));  // else the compiler keeps registers alive for the loads
     long long later = row + unsigned(FETCHED_AHEAD / (columns * sizeof(T)));
     if (later >= blocks * MULTIPROCESSORS && later < rows) prefetch_row(team, x + later * x_row, 0, columns);
 }
 // The same where several blocks share a row and alternate.
 template <class Team, typename T>
-__device__ __forceinline__ void prefetch_later_chunk(unsigned blocks, const Team& team, int columns, const T* x, long long x_row) {
+__device__ __forceinline__ void prefetch_later_chunk(unsigned blocks, const Team& team, int columns,
+                                                     const T* x, long long x_row) {
     asm volatile("" : "+l"(x), "+r"(columns));
-    unsigned size = team.num_blocks(), later = blockIdx.x + unsigned(FETCHED_AHEAD * size / (columns * sizeof(T)));
+    unsigned size = team.num_blocks(),
+             later = blockIdx.x + unsigned(FETCHED_AHEAD * size / (columns * sizeof(T)));
     if (later < blocks * MULTIPROCESSORS || later >= gridDim.x) return;
     int chunk = team.width * ELEMENTS<T>, first = (team.thread() * size + later % size) * chunk;
     if (first < columns) prefetch(x + later / size * x_row + first, min(columns - first, chunk) * sizeof(T));
@@ -45,17 +50,22 @@ __device__ __forceinline__ void prefetch_later_chunk(unsigned blocks, const Team
 
 // take_over() for a block with its part of a row of one or two tensors.
 template <class Team, typename... T>
-__device__ __forceinline__ void prefetch_and_wait(unsigned threads, const Team& team, int columns, const T*... rows) {
-    take_over(columns * unsigned((sizeof(T) + ...)) / team.num_blocks(), threads, [&] { (prefetch_row(team, rows, 0, columns), ...); });
+__device__ __forceinline__ void prefetch_and_wait(unsigned threads, const Team& team, int columns,
+                                                  const T*... rows) {
+    take_over(columns * unsigned((sizeof(T) + ...)) / team.num_blocks(), threads,
+              [&] { (prefetch_row(team, rows, 0, columns), ...); });
 }
 
-// Write 0 to the columns that the row does not show. With EXACT, vectors that are partly shown are left to the edges.
+// Write 0 to the columns that the row does not show. With EXACT, vectors that are partly shown are left to
+// the edges.
 template <typename T, bool EXACT, class Team>
-__device__ __forceinline__ void write_masked(T* out, const VectorRange<T, EXACT, 16>& range, int columns, const Team& team) {
+__device__ __forceinline__ void write_masked(T* out, const VectorRange<T, EXACT, 16>& range, int columns,
+                                             const Team& team) {
     if constexpr (EXACT) {
         int before = range.begin / ELEMENTS<T>, after = (range.end + ELEMENTS<T> - 1) / ELEMENTS<T> - before;
         Vector<T>* vectors = reinterpret_cast<Vector<T>*>(out);
-        for (int i = team.thread(); i < columns / ELEMENTS<T> - after; i += team.width) vectors[i < before ? i : i + after] = Vector<T>{};
+        for (int i = team.thread(); i < columns / ELEMENTS<T> - after; i += team.width)
+            vectors[i < before ? i : i + after] = Vector<T>{};
     } else {
         for (int i = team.thread(); i < columns - (range.end - range.begin); i += team.width)
             out[i < range.begin ? i : i + range.end - range.begin] = T(0.0f);
@@ -76,15 +86,19 @@ __device__ __forceinline__ C pairwise_sum(const C (&r)[N]) {
     else return pairwise_sum(half);
 }
 
-// Softmax of a row's columns [begin, end). With MASKED the other columns are set to 0. EXACT (row_storage.cuh) includes `out`. 16-bit
-// values in registers are kept as float exponentials, computed once, except where registers are scarce. scale is not negative.
-// after_loads() is called once all loads are issued.
-template <int VECTORS, bool USE_SHARED, bool MASKED, bool EXACT, bool LOG, class Team, typename T, class F = NoOp>
-__device__ __forceinline__ void team_softmax(T* out, const T* row, int begin, int end, int columns, Team& team, double scale,
-                                             const Sink& sink, void* shared = nullptr, F after_loads = {}) {
+// Softmax of a row's columns [begin, end). With MASKED the other columns are set to 0. EXACT
+// (row_storage.cuh) includes `out`. 16-bit values in registers are kept as float exponentials, computed once,
+// except where registers are scarce. scale is not negative. after_loads() is called once all loads are
+// issued.
+template <int VECTORS, bool USE_SHARED, bool MASKED, bool EXACT, bool LOG, class Team, typename T,
+          class F = NoOp>
+__device__ __forceinline__ void team_softmax(T* out, const T* row, int begin, int end, int columns,
+                                             Team& team, double scale, const Sink& sink,
+                                             void* shared = nullptr, F after_loads = {}) {
     using C = compute_t<T>;
     using E = Exponential<T>;
-    constexpr bool FEW_REGISTERS = USE_SHARED && VECTORS == 2 && !EXACT;  // three blocks of 512 threads per SM: 40 registers
+    // three blocks of 512 threads per SM: 40 registers
+    constexpr bool FEW_REGISTERS = USE_SHARED && VECTORS == 2 && !EXACT;
     constexpr bool EDGES = MASKED || !EXACT, STORED = E::STORES_EXPONENTIALS && !LOG,
                    AS_FLOATS = sizeof(T) == 2 && !MASKED && !LOG && !FEW_REGISTERS;
     VectorRange<T, EXACT, USE_SHARED && !EXACT ? 128 : 16> range(out, begin, end);
@@ -94,17 +108,23 @@ __device__ __forceinline__ void team_softmax(T* out, const T* row, int begin, in
     bool has_edge = EDGES && range.contains(column);
     RowPart<T, VECTORS, USE_SHARED> part;
     part.shared = static_cast<Vector<T>*>(shared) + team.thread();
-    part.trailing = static_cast<Vector<T>*>(shared) + owned.in_shared(VECTORS) * owned.width + team.thread() / 32;
-    auto make_exponential = [&] { return E(scale, LOG, 1, !sink.logit); };  // a sink's logit may be far above the columns
+    part.trailing =
+        static_cast<Vector<T>*>(shared) + owned.in_shared(VECTORS) * owned.width + team.thread() / 32;
+    // a sink's logit may be far above the columns
+    auto make_exponential = [&] { return E(scale, LOG, 1, !sink.logit); };
     auto read = [&](bool unaligned) {
         part.load(row + at, unaligned, owned, minus_infinity<C>());
         if constexpr (USE_SHARED) {
-            copy_groups(VECTORS, owned.rounds, [&](int first) { part.copy_async(first, row + at, unaligned, owned, minus_infinity<C>()); });
+            copy_groups(VECTORS, owned.rounds, [&](int first) {
+                part.copy_async(first, row + at, unaligned, owned, minus_infinity<C>());
+            });
             if (unaligned) part.realign(row + at, owned);
         }
         part.edge = has_edge ? load_as(row[column]) : minus_infinity<C>();
         if constexpr (USE_SHARED || MASKED) return 0;  // later, to save registers
-        else return make_exponential();                // in each branch: where branches join, the compiler may wait for the loads
+        else
+            // in each branch: where branches join, the compiler may wait for the loads
+            return make_exponential();
     };
     auto early = !EXACT && bytes_past_16(row + at) ? read(true) : read(false);
     after_loads();
@@ -119,7 +139,8 @@ __device__ __forceinline__ void team_softmax(T* out, const T* row, int begin, in
     part.keep_packed(owned.count);
     C first_max = local_max;
     auto base = exponential.base(local_max);
-    // Rows in registers have few columns per thread: float is enough for the sum of a thread and a warp, and double has a longer latency.
+    // Rows in registers have few columns per thread: float is enough for the sum of a thread and a warp, and
+    // double has a longer latency.
     conditional_t<USE_SHARED, sum_t<T>, C> thread_sum = 0;
     if (EDGES) {
         C e = exponential(part.edge, base);
@@ -146,7 +167,8 @@ __device__ __forceinline__ void team_softmax(T* out, const T* row, int begin, in
     if constexpr (USE_SHARED) {
         process_groups(VECTORS, owned.rounds, [&](int first, int end) {
             C group_max = local_max;
-            part.for_shared(owned, first, end, [&](const Vector<T>& v, int) { group_max = max(group_max, max_element(v)); });
+            part.for_shared(owned, first, end,
+                            [&](const Vector<T>& v, int) { group_max = max(group_max, max_element(v)); });
             group_max = team.lanes_max(group_max);
             if (group_max > exponential.rescale_limit(local_max)) {
                 base = exponential.base(group_max);
@@ -166,7 +188,8 @@ __device__ __forceinline__ void team_softmax(T* out, const T* row, int begin, in
     sum = sink.add_to<MASKED>(sum, largest, exponential, team.is_leader());
     if constexpr (STORED && sizeof(T) == 4) {  // keeps the factor of Normalizer above 2^-126
         if (largest > exponential.rescale_limit(local_max)) {
-            part.multiply(owned, USE_SHARED ? owned.rounds : VECTORS, exponential.rescale(local_max, exponential.base(largest)));
+            part.multiply(owned, USE_SHARED ? owned.rounds : VECTORS,
+                          exponential.rescale(local_max, exponential.base(largest)));
             local_max = largest;
         }
     }
@@ -197,8 +220,9 @@ __device__ __forceinline__ void team_softmax(T* out, const T* row, int begin, in
 
 // The gradient of a row. `shared` holds the vectors of y, then those of g, then the trailing vectors of both.
 template <int VECTORS, bool USE_SHARED, bool MASKED, bool EXACT, bool LOG, class Team, typename T>
-__device__ __forceinline__ void team_gradient(T* dx, const T* y, const T* g, int begin, int end, int columns, Team& team, double scale,
-                                              const SinkGradient& sink, void* shared = nullptr) {
+__device__ __forceinline__ void team_gradient(T* dx, const T* y, const T* g, int begin, int end, int columns,
+                                              Team& team, double scale, const SinkGradient& sink,
+                                              void* shared = nullptr) {
     using C = compute_t<T>;
     constexpr bool EDGES = MASKED || !EXACT, LOAD_G_LAST = USE_SHARED && LOG;  // to save registers
     VectorRange<T, EXACT, USE_SHARED && !EXACT ? 128 : 16> range(dx, begin, end);
@@ -209,7 +233,8 @@ __device__ __forceinline__ void team_gradient(T* dx, const T* y, const T* g, int
     RowPart<T, VECTORS, USE_SHARED> ys, gs;
     ys.shared = static_cast<Vector<T>*>(shared) + team.thread();
     gs.shared = ys.shared + owned.in_shared(VECTORS) * owned.width;
-    ys.trailing = static_cast<Vector<T>*>(shared) + 2 * owned.in_shared(VECTORS) * owned.width + team.thread() / 32;
+    ys.trailing =
+        static_cast<Vector<T>*>(shared) + 2 * owned.in_shared(VECTORS) * owned.width + team.thread() / 32;
     gs.trailing = ys.trailing + owned.in_shared(VECTORS) * (owned.width / 32);
     auto read = [&](bool unaligned) {
         ys.load(y + at, unaligned, owned, C(0));
@@ -254,8 +279,8 @@ __device__ __forceinline__ void team_gradient(T* dx, const T* y, const T* g, int
         if (!MASKED || owned.contains(k)) add(ys.registers[k], gs.registers[k]);
     if constexpr (USE_SHARED) {
         process_groups(VECTORS, owned.rounds, [&](int first, int end) {
-            ys.template for_shared<(VECTORS > 4 ? 1 : 2)>(owned, first, end,
-                                                          [&](const Vector<T>& v, int k) { add(v, gs.shared_vector(k, owned)); });
+            ys.template for_shared<(VECTORS > 4 ? 1 : 2)>(
+                owned, first, end, [&](const Vector<T>& v, int k) { add(v, gs.shared_vector(k, owned)); });
         });
     }
     total = sink.add_to(team.reduce_sum(total), team.is_leader());
@@ -266,7 +291,8 @@ __device__ __forceinline__ void team_gradient(T* dx, const T* y, const T* g, int
     });
     if constexpr (USE_SHARED) {
         ys.for_shared(owned, VECTORS, owned.rounds, [&](const Vector<T>& v, int k) {
-            if (owned.contains(k)) write(v, gs.shared_vector(k, owned), dx + at + k * owned.step * ELEMENTS<T>);
+            if (owned.contains(k))
+                write(v, gs.shared_vector(k, owned), dx + at + k * owned.step * ELEMENTS<T>);
         });
     }
     if (has_edge || (MASKED && EXACT && column != range.NO_COLUMN))

@@ -1,15 +1,18 @@
-// How a team of threads keeps a row on chip: which vectors each thread owns, in registers and in shared memory.
+// How a team of threads keeps a row on chip: which vectors each thread owns, in registers and in shared
+// memory.
 #pragma once
 #include "common/ptx/async_copy.cuh"
 #include "row_vectors.cuh"
 
-// Columns [begin, end) of a row, divided into whole vectors that begin and end at multiples of BYTES, and edges. With BYTES = 128 each warp
-// touches cache lines of its own. EXACT: all rows begin at multiples of 16 bytes and are a whole number of vectors.
+// Columns [begin, end) of a row, divided into whole vectors that begin and end at multiples of BYTES, and
+// edges. With BYTES = 128 each warp touches cache lines of its own. EXACT: all rows begin at multiples of 16
+// bytes and are a whole number of vectors.
 template <typename T, bool EXACT, int BYTES>
 struct VectorRange {
     static constexpr int UNIT = BYTES / sizeof(T), NO_COLUMN = -UNIT;
     int begin, end, first, count;  // of the whole vectors: the first column and the number of vectors
-    int head, tail;                // the first columns of the units that `begin` and `end` lie inside, or NO_COLUMN
+    // the first columns of the units that `begin` and `end` lie inside, or NO_COLUMN
+    int head, tail;
     __device__ __forceinline__ VectorRange(const T* row, int begin, int end) : begin(begin), end(end) {
         int shift = EXACT && BYTES == 16 ? 0 : reinterpret_cast<unsigned long long>(row) / sizeof(T) % UNIT;
         int before = (begin + shift) & (UNIT - 1), after = (end + shift) & (UNIT - 1);
@@ -18,7 +21,8 @@ struct VectorRange {
         first = before ? begin - before + UNIT : begin;
         count = max(end - after - first, 0) / ELEMENTS<T>;
     }
-    // The column of a thread's edge element, or NO_COLUMN. 2 UNIT threads have one; it may lie outside of [begin, end).
+    // The column of a thread's edge element, or NO_COLUMN. 2 UNIT threads have one; it may lie outside of
+    // [begin, end).
     __device__ __forceinline__ int edge_column(int thread) const {
         int from = thread < UNIT ? head : thread < 2 * UNIT ? tail : NO_COLUMN;
         return from == NO_COLUMN ? NO_COLUMN : from + (thread & (UNIT - 1));
@@ -26,14 +30,17 @@ struct VectorRange {
     __device__ __forceinline__ bool contains(int column) const { return column >= begin && column < end; }
 };
 
-// The vectors that a thread of a team owns: the k-th is vector `first + k * step` of the row, for k < count. Blocks of a row alternate,
-// `width` vectors each, so that together they read the row from start to end, which is faster. rounds: the most vectors of any thread of
-// the block.
+// The vectors that a thread of a team owns: the k-th is vector `first + k * step` of the row, for k < count.
+// Blocks of a row alternate, `width` vectors each, so that together they read the row from start to end,
+// which is faster. rounds: the most vectors of any thread of the block.
 struct OwnedVectors {
     int first, width, step, count, rounds, total;
     template <class Team>
     __device__ __forceinline__ OwnedVectors(const Team& team, int total)
-        : first(team.block_rank() * team.width + team.thread()), width(team.width), step(team.width * team.num_blocks()), total(total) {
+        : first(team.block_rank() * team.width + team.thread()),
+          width(team.width),
+          step(team.width * team.num_blocks()),
+          total(total) {
         count = team.rounds(total - first + step - 1);
         rounds = team.rounds(total - team.block_rank() * width + step - 1);
     }
@@ -75,39 +82,47 @@ __device__ __forceinline__ Vector<T> shifted(const Vector<T>& current, const Vec
 template <typename T, int VECTORS, bool USE_SHARED>
 struct RowPart {
     static constexpr bool IS_16_BIT = sizeof(T) == 2;
-    Vector<T> registers[VECTORS], *shared, *trailing;  // shared: the thread's own vectors, so no barrier is needed
+    // shared: the thread's own vectors, so no barrier is needed
+    Vector<T> registers[VECTORS], *shared, *trailing;
     compute_t<T> edge;
     __device__ __forceinline__ Vector<T>& shared_vector(int k, const OwnedVectors& owned) const {
         return shared[(k - VECTORS) * owned.width];
     }
-    // `from`: the thread's first vector, a multiple of 16 bytes if not `unaligned`. All loads are issued before the first result is used,
-    // so that their latencies overlap.
-    __device__ __forceinline__ void load(const T* from, bool unaligned, const OwnedVectors& owned, compute_t<T> fill) {
+    // `from`: the thread's first vector, a multiple of 16 bytes if not `unaligned`. All loads are issued
+    // before the first result is used, so that their latencies overlap.
+    __device__ __forceinline__ void load(const T* from, bool unaligned, const OwnedVectors& owned,
+                                         compute_t<T> fill) {
         if (unaligned) {
             for_registers([&](Vector<T>& v, int) { v = filled<T>(fill); });
-            load_unaligned(registers, from, owned.step * ELEMENTS<T>, [&](int k) { return owned.contains(k); });
+            load_unaligned(registers, from, owned.step * ELEMENTS<T>,
+                           [&](int k) { return owned.contains(k); });
         } else {
 #pragma unroll
             for (int k = 0; k < VECTORS; ++k)
-                registers[k] =
-                    owned.contains(k) ? *reinterpret_cast<const Vector<T>*>(from + k * owned.step * ELEMENTS<T>) : filled<T>(fill);
+                registers[k] = owned.contains(k)
+                                   ? *reinterpret_cast<const Vector<T>*>(from + k * owned.step * ELEMENTS<T>)
+                                   : filled<T>(fill);
         }
     }
-    // Starts the copies of the group whose first round is `first`. Unaligned rows are copied by words. 16-bit elements may begin inside a
-    // word: then the aligned 16-byte vectors that contain them are copied, and realign() shifts them.
-    __device__ __forceinline__ void copy_async(int first, const T* from, bool unaligned, const OwnedVectors& owned, compute_t<T> fill) {
+    // Starts the copies of the group whose first round is `first`. Unaligned rows are copied by words. 16-bit
+    // elements may begin inside a word: then the aligned 16-byte vectors that contain them are copied, and
+    // realign() shifts them.
+    __device__ __forceinline__ void copy_async(int first, const T* from, bool unaligned,
+                                               const OwnedVectors& owned, compute_t<T> fill) {
         const char* at = reinterpret_cast<const char*>(from);
         int past = IS_16_BIT && unaligned ? bytes_past_16(from) : 0;
 #pragma unroll
         for (int k = first; k < first + ROUNDS_PER_GROUP; ++k) {
-            if (owned.contains(k)) copy(shared_vector(k, owned), at - past + k * owned.step * 16LL, unaligned && !IS_16_BIT);
+            if (owned.contains(k))
+                copy(shared_vector(k, owned), at - past + k * owned.step * 16LL, unaligned && !IS_16_BIT);
             else if (k < owned.rounds) shared_vector(k, owned) = filled<T>(fill);
         }
         if (!IS_16_BIT || !unaligned) return;
 #pragma unroll 1
         for (int k = first; k < first + ROUNDS_PER_GROUP; ++k)
             if (owned.is_last_of_warp(k))
-                cp_async_16(shared_address(&trailing_vector(k, owned)), at - past + k * owned.step * 16LL + 16, past);
+                cp_async_16(shared_address(&trailing_vector(k, owned)),
+                            at - past + k * owned.step * 16LL + 16, past);
     }
     static __device__ __forceinline__ void copy(Vector<T>& to, const char* from, bool by_words) {
         unsigned address = shared_address(&to);
@@ -138,7 +153,8 @@ struct RowPart {
 #pragma unroll
         for (int k = 0; k < VECTORS; ++k) f(registers[k], k);
     }
-    // f(vector, k) for each in shared memory, from round `first` to before `end`. The compiler keeps UNROLL of them in registers.
+    // f(vector, k) for each in shared memory, from round `first` to before `end`. The compiler keeps UNROLL
+    // of them in registers.
     template <int UNROLL = 4, typename F>
     __device__ __forceinline__ void for_shared(const OwnedVectors& owned, int first, int end, F f) {
 #pragma unroll UNROLL
@@ -157,8 +173,9 @@ struct RowPart {
         for_registers(product);
         for_shared(owned, VECTORS, end, product);
     }
-    // Between two passes over 16-bit values: makes the compiler discard the unpacked floats, which need twice the registers. `count` is
-    // never negative, so the values do not change, but the compiler cannot know that.
+    // Between two passes over 16-bit values: makes the compiler discard the unpacked floats, which need twice
+    // the registers. `count` is never negative, so the values do not change, but the compiler cannot know
+    // that.
     __device__ __forceinline__ void keep_packed(int count) {
         if constexpr (sizeof(T) == 2) {
 #pragma unroll

@@ -1,15 +1,16 @@
 // Rows of any length and alignment as 16-byte vectors.
 //
-// Vectors are aligned to 16 bytes: vector i holds the columns from i * ELEMENTS - shift on. shift is how many elements the row begins after
-// a multiple of 16 bytes. The first and the last vector may contain columns that are not the row's; these are not touched.
+// Vectors are aligned to 16 bytes: vector i holds the columns from i * ELEMENTS - shift on. shift is how many
+// elements the row begins after a multiple of 16 bytes. The first and the last vector may contain columns
+// that are not the row's; these are not touched.
 #pragma once
 #include "common/math.cuh"
 
 template <typename T>
 constexpr int ELEMENTS = 16 / sizeof(T);
 
-// A vector as four 32-bit words. With 16-bit elements, as in Vec, the compiler gives many elements a register each: up to 25 registers
-// more in total.
+// A vector as four 32-bit words. With 16-bit elements, as in Vec, the compiler gives many elements a register
+// each: up to 25 registers more in total.
 template <typename T>
 struct alignas(16) Vector {
     unsigned w[4];
@@ -94,7 +95,9 @@ __device__ __forceinline__ void pack(Vector<__half>& v, const float (&r)[8]) {
 }
 
 // How far p is after a multiple of 16 bytes, in bytes and in elements.
-__device__ __forceinline__ int bytes_past_16(const void* p) { return reinterpret_cast<unsigned long long>(p) % 16; }
+__device__ __forceinline__ int bytes_past_16(const void* p) {
+    return reinterpret_cast<unsigned long long>(p) % 16;
+}
 template <typename T>
 __device__ __forceinline__ int shift_of(const T* p) {
     return bytes_past_16(p) / int(sizeof(T));
@@ -117,11 +120,13 @@ __device__ __forceinline__ Vector<T> filled(compute_t<T> value) {
     return v;
 }
 
-// Loads N vectors, `step` elements apart, from an address that need not be a multiple of 16 bytes: by 4-byte words. If 16-bit elements
-// begin inside a word, the first and the last element are loaded alone, and the vectors are assembled once all loads are issued. Only
-// vectors with is_valid(k) are loaded; the others keep their value if all their elements are equal.
+// Loads N vectors, `step` elements apart, from an address that need not be a multiple of 16 bytes: by 4-byte
+// words. If 16-bit elements begin inside a word, the first and the last element are loaded alone, and the
+// vectors are assembled once all loads are issued. Only vectors with is_valid(k) are loaded; the others keep
+// their value if all their elements are equal.
 template <int N, typename T, typename IsValid>
-__device__ __forceinline__ void load_unaligned(Vector<T> (&to)[N], const T* from, int step, IsValid is_valid) {
+__device__ __forceinline__ void load_unaligned(Vector<T> (&to)[N], const T* from, int step,
+                                               IsValid is_valid) {
     bool odd = sizeof(T) == 2 && reinterpret_cast<unsigned long long>(from) % 4;
     unsigned last[N];
 #pragma unroll
@@ -143,14 +148,17 @@ __device__ __forceinline__ void load_unaligned(Vector<T> (&to)[N], const T* from
     for (int k = 0; k < N; ++k) {
         to[k].w[0] <<= 16;
 #pragma unroll
-        for (int i = 0; i < 4; ++i) to[k].w[i] = __funnelshift_r(to[k].w[i], i < 3 ? to[k].w[i + 1] : last[k], 16);
+        for (int i = 0; i < 4; ++i)
+            to[k].w[i] = __funnelshift_r(to[k].w[i], i < 3 ? to[k].w[i + 1] : last[k], 16);
     }
 }
 
-// The vector of columns that begins at `first`; columns outside of [begin, end) get `missing`. If all are inside and `aligned` (column
-// `first` is at a multiple of 16 bytes), it is one 16-byte load. Index is int or long long.
+// The vector of columns that begins at `first`; columns outside of [begin, end) get `missing`. If all are
+// inside and `aligned` (column `first` is at a multiple of 16 bytes), it is one 16-byte load. Index is int or
+// long long.
 template <typename T, typename Index>
-__device__ __forceinline__ Vector<T> load_columns(const T* row, Index first, Index begin, Index end, bool aligned, compute_t<T> missing) {
+__device__ __forceinline__ Vector<T> load_columns(const T* row, Index first, Index begin, Index end,
+                                                  bool aligned, compute_t<T> missing) {
     if (first >= begin && first + ELEMENTS<T> <= end) {
         if (aligned) return *reinterpret_cast<const Vector<T>*>(row + first);
         Vector<T> v[1];
@@ -159,7 +167,8 @@ __device__ __forceinline__ Vector<T> load_columns(const T* row, Index first, Ind
     }
     compute_t<T> r[ELEMENTS<T>];
 #pragma unroll
-    for (int j = 0; j < ELEMENTS<T>; ++j) r[j] = first + j >= begin && first + j < end ? load_as(row[first + j]) : missing;
+    for (int j = 0; j < ELEMENTS<T>; ++j)
+        r[j] = first + j >= begin && first + j < end ? load_as(row[first + j]) : missing;
     Vector<T> v;
     pack(v, r);
     return v;
@@ -167,7 +176,8 @@ __device__ __forceinline__ Vector<T> load_columns(const T* row, Index first, Ind
 
 // Stores the columns in [begin, end). Column `first` is at a multiple of 16 bytes.
 template <typename T, typename Index>
-__device__ __forceinline__ void store_columns(T* row, Index first, Index begin, Index end, const compute_t<T> (&r)[ELEMENTS<T>]) {
+__device__ __forceinline__ void store_columns(T* row, Index first, Index begin, Index end,
+                                              const compute_t<T> (&r)[ELEMENTS<T>]) {
     if (first >= begin && first + ELEMENTS<T> <= end) {
         Vector<T> v;
         pack(v, r);

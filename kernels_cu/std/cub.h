@@ -1,4 +1,5 @@
-// <cub/cub.cuh> for NVRTC, which compiles CUB's algorithms of thread blocks and warps, but not those that launch kernels.
+// <cub/cub.cuh> for NVRTC, which compiles CUB's algorithms of thread blocks and warps, but not those that
+// launch kernels.
 #pragma once
 #include <cub/block/block_adjacent_difference.cuh>
 #include <cub/block/block_discontinuity.cuh>

@@ -1,4 +1,5 @@
-// <limits>, <type_traits>, <utility>, <algorithm>, <array> and <functional> for NVRTC: what device code uses of them.
+// <limits>, <type_traits>, <utility>, <algorithm>, <array> and <functional> for NVRTC: what device code uses
+// of them.
 #pragma once
 #include "floats.h"
 #include "integers.h"
@@ -286,7 +287,8 @@ CUKERN_OPERATION(greater, >)
 enum float_round_style { round_toward_zero = 0, round_to_nearest = 1 };
 template <typename T_>
 struct numeric_limits {
-    static constexpr bool is_specialized = false, is_signed = false, is_integer = false, is_exact = false, has_infinity = false;
+    static constexpr bool is_specialized = false, is_signed = false, is_integer = false, is_exact = false,
+                          has_infinity = false;
     static constexpr bool has_quiet_NaN = false;
     static constexpr int digits = 0, digits10 = 0;
     static constexpr T_ min() noexcept { return T_(); }

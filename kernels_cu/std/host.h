@@ -1,5 +1,6 @@
-// Declarations of what host functions in a .cu file name: containers, streams, PyTorch, libraries. None has a definition that runs, so that a
-// kernel that uses one does not link; containers have the size that they have under libstdc++.
+// Declarations of what host functions in a .cu file name: containers, streams, PyTorch, libraries. None has a
+// definition that runs, so that a kernel that uses one does not link; containers have the size that they have
+// under libstdc++.
 #pragma once
 #include "helpers.h"
 namespace std {
@@ -142,4 +143,5 @@ extern "C" __device__ void cukern_host_code_was_removed();
 #define PYBIND11_MODULE(name, variable) static void cukern_pybind11(pybind11::module_& variable)
 #define TORCH_LIBRARY(space, variable) static void cukern_library_##space(torch::Library& variable)
 #define TORCH_LIBRARY_FRAGMENT(space, variable) static void cukern_fragment_##space(torch::Library& variable)
-#define TORCH_LIBRARY_IMPL(space, key, variable) static void cukern_library_##space##_##key(torch::Library& variable)
+#define TORCH_LIBRARY_IMPL(space, key, variable) \
+    static void cukern_library_##space##_##key(torch::Library& variable)

@@ -1,4 +1,5 @@
-// <cstdint> and <cstddef> for NVRTC, with the types of nvcc on 64-bit Linux. CCCL's own headers have long long: cukern then defines CUKERN_INT64.
+// <cstdint> and <cstddef> for NVRTC, with the types of nvcc on 64-bit Linux. CCCL's own headers have long
+// long: cukern then defines CUKERN_INT64.
 #pragma once
 #ifndef CUKERN_INT64
 #define CUKERN_INT64 long

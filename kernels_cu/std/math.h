@@ -1,4 +1,5 @@
-// <cmath> for NVRTC, which declares CUDA's functions in the global namespace only. nvcc includes <cmath> in every source.
+// <cmath> for NVRTC, which declares CUDA's functions in the global namespace only. nvcc includes <cmath> in
+// every source.
 #pragma once
 #define M_E 2.7182818284590452354
 #define M_LOG2E 1.4426950408889634074

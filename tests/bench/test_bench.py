@@ -11,7 +11,18 @@ import torch
 from helpers import TREE, gpu
 from turn import TURN
 
-from cukern.bench import calls, environment, llama_block, models, muon, own_kernel, peers, record, startup, timing
+from cukern.bench import (
+    calls,
+    environment,
+    llama_block,
+    models,
+    muon,
+    own_kernel,
+    peers,
+    record,
+    startup,
+    timing,
+)
 from cukern.bench.measure import Row, copies, measure, measure_host, passes, providers
 from cukern.cli import profile
 from cukern.runtime.compile import cache
@@ -25,9 +36,15 @@ SQUARE, LINEAR = CASES["square"], CASES["linear"]
 
 
 def test_device_times_on_the_cpu():
-    calls = {"one": [lambda: time.sleep(0.001)] * 2, "four": [lambda: time.sleep(0.004)], "bad": [lambda: 1 / 0]}
+    calls = {
+        "one": [lambda: time.sleep(0.001)] * 2,
+        "four": [lambda: time.sleep(0.004)],
+        "bad": [lambda: 1 / 0],
+    }
     times, failed = timing.device_times(calls, CPU, budget_s=0.2)
-    assert 1000 <= times["one"].median_us < times["four"].median_us and 4000 <= times["four"].median_us < 40_000
+    assert (
+        1000 <= times["one"].median_us < times["four"].median_us and 4000 <= times["four"].median_us < 40_000
+    )
     assert isinstance(failed.pop("bad"), ZeroDivisionError) and not failed
 
 
@@ -39,10 +56,14 @@ def test_each_call_goes_to_the_next_set():
 
 def test_providers_take_turns():
     order = []
-    timing.host_times({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, CPU, rounds=20, count=5)
+    timing.host_times(
+        {"a": lambda: order.append("a"), "b": lambda: order.append("b")}, CPU, rounds=20, count=5
+    )
     rounds = "".join(order)[20:]  # before: five calls of each for their length, and a round to warm up
     assert rounds.count("a") == rounds.count("b") == 100
-    assert {rounds[i : i + 10] for i in range(0, 200, 10)} == {"aaaaabbbbb", "bbbbbaaaaa"}, "each round has both, in random order"
+    assert {rounds[i : i + 10] for i in range(0, 200, 10)} == {"aaaaabbbbb", "bbbbbaaaaa"}, (
+        "each round has both, in random order"
+    )
 
 
 def test_host_time_is_of_one_call():
@@ -71,7 +92,11 @@ def test_measure_all_passes_on_the_cpu():
     assert passes(LINEAR, (8, 8, 8), torch.float32, None) == ["fwd", "bwd", "bwd:x", "bwd:weight"]
     for name in ("fwd", "bwd", "bwd:x", "bwd:weight"):
         table = measure(LINEAR, (8, 16, 4), torch.float32, name, CPU, ["cukern", "torch"], budget_s=0.02)
-        assert [(r.provider, r.version) for r in table.rows] == [("cukern", "cublas"), ("cukern", "reference"), ("torch", "")]
+        assert [(r.provider, r.version) for r in table.rows] == [
+            ("cukern", "cublas"),
+            ("cukern", "reference"),
+            ("torch", ""),
+        ]
         assert {r.pass_ for r in table.rows} == {name}
         assert all(0 < r.median_us < 1e5 and r.of_limit is None and 0 <= r.error < 1e-6 for r in table.rows)
     with pytest.raises(ValueError, match="no pass 'bwd:y'"):
@@ -82,7 +107,11 @@ def test_measure_differentiates_only_what_is_wanted(monkeypatch):
     wanted = []
     grad = torch.autograd.grad
     monkeypatch.setattr(
-        torch.autograd, "grad", lambda y, leaves, *a, **k: wanted.append([tuple(x.shape) for x in leaves]) or grad(y, leaves, *a, **k)
+        torch.autograd,
+        "grad",
+        lambda y, leaves, *a, **k: (
+            wanted.append([tuple(x.shape) for x in leaves]) or grad(y, leaves, *a, **k)
+        ),
     )
     for name, shapes in {"bwd:weight": [(16, 4)], "bwd": [(8, 4), (16, 4), (16,)]}.items():
         wanted.clear()
@@ -140,7 +169,10 @@ def test_forward_in_place_is_timed_on_the_inputs_themselves(monkeypatch):
 
 def test_measure_host_in_place():
     without, with_grad, alone = measure_host(TURN, (8,), torch.float32, CPU, ["cukern", "torch"])
-    assert all([r.provider for r in t.rows] == ["cukern", "torch"] and not t.missing for t in (without, with_grad, alone))
+    assert all(
+        [r.provider for r in t.rows] == ["cukern", "torch"] and not t.missing
+        for t in (without, with_grad, alone)
+    )
     assert with_grad.rows[0].median_us > 0
 
 
@@ -161,11 +193,24 @@ def test_unknown_providers_are_refused():
 def test_peers_compute_the_op(case):
     inputs = case.make(case.check_dims[-1], torch.float64, CPU)
     for name, function in peers.peers(case, CPU)[0].items():
-        torch.testing.assert_close(function(*calls.arguments(case, inputs)), case.reference(*inputs), msg=name)
+        torch.testing.assert_close(
+            function(*calls.arguments(case, inputs)), case.reference(*inputs), msg=name
+        )
 
 
 def test_rates():
-    row = Row("op", "v1", "fwd", (1,), "float32", "cukern", median_us=100.0, iqr_us=1.0, bytes=4 * 10**8, flops=10**9)
+    row = Row(
+        "op",
+        "v1",
+        "fwd",
+        (1,),
+        "float32",
+        "cukern",
+        median_us=100.0,
+        iqr_us=1.0,
+        bytes=4 * 10**8,
+        flops=10**9,
+    )
     assert row.tbps == pytest.approx(4.0) and row.tflops == pytest.approx(10.0)
 
 
@@ -177,12 +222,18 @@ def test_peak_of_an_h200(monkeypatch):
     assert environment.peak_flops(cuda, torch.float64) == pytest.approx(33.45e12, rel=1e-3)
     assert environment.peak_flops(CPU, torch.float32) is None
     monkeypatch.setattr(environment, "gpu_name", lambda: "NVIDIA H200")
-    assert environment.peak_flops(cuda, torch.bfloat16) == 2 * environment.peak_flops(cuda, torch.float32, tf32=True) == 988.8e12
+    assert (
+        environment.peak_flops(cuda, torch.bfloat16)
+        == 2 * environment.peak_flops(cuda, torch.float32, tf32=True)
+        == 988.8e12
+    )
     monkeypatch.setattr(environment, "gpu_name", lambda: "unknown")
     assert environment.peak_flops(cuda, torch.float16) is None
 
 
-@pytest.mark.parametrize(("full", "short"), [("NVIDIA H200", "h200"), ("NVIDIA A100-SXM4-80GB", "a100-sxm4-80gb"), (None, "cpu")])
+@pytest.mark.parametrize(
+    ("full", "short"), [("NVIDIA H200", "h200"), ("NVIDIA A100-SXM4-80GB", "a100-sxm4-80gb"), (None, "cpu")]
+)
 def test_short_name(monkeypatch, full, short):
     monkeypatch.setattr(environment, "gpu_name", lambda: full)
     assert environment.short_name() == short
@@ -201,7 +252,9 @@ def test_measure_a_memory_bound_op(name, dims):
     assert [r.version or r.provider for r in table.rows] == [*SQUARE.op.versions, "torch", "copy"]
     assert all(r.of_limit is not None and 0 < r.of_limit < 5 for r in table.rows)
     assert all(r.tbps < 30 for r in table.rows)
-    assert not [note for key, note in table.notes.items() if key != "all"], "every provider can be captured in a graph"
+    assert not [note for key, note in table.notes.items() if key != "all"], (
+        "every provider can be captured in a graph"
+    )
 
 
 @gpu
@@ -221,7 +274,9 @@ COLUMNS = (
 
 
 def row(**changes):
-    return dataclasses.replace(Row("square", "v1", "fwd", (4, 5), "float32", "cukern", 10.0, 0.5, 160, 20, 0.9), **changes)
+    return dataclasses.replace(
+        Row("square", "v1", "fwd", (4, 5), "float32", "cukern", 10.0, 0.5, 160, 20, 0.9), **changes
+    )
 
 
 def test_record_appends_and_never_overwrites(tmp_path):
@@ -233,7 +288,11 @@ def test_record_appends_and_never_overwrites(tmp_path):
     assert lines[0] == {"kept": 1} and len(lines) == 4
     assert all(" ".join(line) == COLUMNS for line in lines[1:])
     assert [line["median_us"] for line in lines[1:]] == [10, 10, 20]
-    assert lines[1]["shape"] == [4, 5] and lines[1]["tbps"] == pytest.approx(1.6e-5) and lines[1]["torch"] == torch.__version__
+    assert (
+        lines[1]["shape"] == [4, 5]
+        and lines[1]["tbps"] == pytest.approx(1.6e-5)
+        and lines[1]["torch"] == torch.__version__
+    )
 
 
 def test_record_goes_to_the_source_tree(tmp_path, monkeypatch):
@@ -260,7 +319,10 @@ def tables():
 def test_tables_show_the_newest_row(tmp_path, tables, monkeypatch):
     clean = {**environment.facts(), "dirty": False}
     monkeypatch.setattr(environment, "facts", lambda: clean)
-    record.append([row(median_us=11.0), row(median_us=22.0), row(provider="torch", version="", median_us=33.0)], tmp_path / "h200.jsonl")
+    record.append(
+        [row(median_us=11.0), row(median_us=22.0), row(provider="torch", version="", median_us=33.0)],
+        tmp_path / "h200.jsonl",
+    )
     found = tables.read(tmp_path)
     assert list(found) == ["h200"] and list(found["h200"]) == ["square"]
     text = tables.markdown(found["h200"]["square"])
@@ -269,7 +331,15 @@ def test_tables_show_the_newest_row(tmp_path, tables, monkeypatch):
 
 def test_results_keep_one_row_of_each_measurement_of_code_that_exists(tables):
     def line(median_us, op="kron_linear", version="v4", provider="cukern", dirty=False, n=64):
-        key = {"op": op, "version": version, "pass": "fwd", "shape": [1, n], "dtype": "float32", "provider": provider, "gpu": "H"}
+        key = {
+            "op": op,
+            "version": version,
+            "pass": "fwd",
+            "shape": [1, n],
+            "dtype": "float32",
+            "provider": provider,
+            "gpu": "H",
+        }
         return json.dumps(key | {"dirty": dirty, "bytes": n, "median_us": median_us}) + "\n"
 
     lines = [
@@ -279,14 +349,33 @@ def test_results_keep_one_row_of_each_measurement_of_code_that_exists(tables):
         line(4, version="v4 --without gone"),
         line(5, version="v4 --kernel tile"),
     ]
-    lines += [line(5, version="v4 --kernel tile"), line(6, version="v4 --without tile,cublas"), line(7, version="v4 --without gone,tile")]
-    lines += [line(8), line(9, provider="copy", version=""), line(10, "rope", "", "copy"), line(11, provider="copy", version="", n=65)]
-    assert [json.loads(kept)["median_us"] for kept in tables.kept("".join(lines)).splitlines()] == [5, 6, 8, 10, 11]
+    lines += [
+        line(5, version="v4 --kernel tile"),
+        line(6, version="v4 --without tile,cublas"),
+        line(7, version="v4 --without gone,tile"),
+    ]
+    lines += [
+        line(8),
+        line(9, provider="copy", version=""),
+        line(10, "rope", "", "copy"),
+        line(11, provider="copy", version="", n=65),
+    ]
+    assert [json.loads(kept)["median_us"] for kept in tables.kept("".join(lines)).splitlines()] == [
+        5,
+        6,
+        8,
+        10,
+        11,
+    ]
 
 
 def test_generated_tables_are_current(tables):
     """The tables, and the README's summary. After new results: python benchmarks/tables.py."""
-    stale = [file.name for file, text in tables.files(tables.read()).items() if not file.exists() or file.read_text() != text]
+    stale = [
+        file.name
+        for file, text in tables.files(tables.read()).items()
+        if not file.exists() or file.read_text() != text
+    ]
     assert stale == []
 
 
@@ -315,12 +404,18 @@ def test_startup_rows(monkeypatch):
     for code in ("_FIRST_CALL", "_COMPILE"):  # CPU time, which other processes lengthen little
         monkeypatch.setattr(startup, code, getattr(startup, code).replace("perf_counter", "process_time"))
     first, *others, last = startup.measure_startup()
-    assert [r.pass_ for r in first.rows] == ["import"] and [len(t.rows) for t in others] == [3] * len(startup._ops())
+    assert [r.pass_ for r in first.rows] == ["import"] and [len(t.rows) for t in others] == [3] * len(
+        startup._ops()
+    )
     assert all(r.op == "startup" and 0 < r.median_us < 1e8 for t in (first, *others, last) for r in t.rows)
     templates = {name.split("<")[0] for name in CASES["square"].op.kernels(90, (torch.bfloat16,))}
     assert {r.pass_.split()[1] for r in last.rows} == templates == {*last.notes}
-    assert others[0].rows[1].median_us < others[0].rows[0].median_us, "a full cache is faster than an empty one"
-    assert [r.pass_ for t in startup.measure_startup(["compile"]) for r in t.rows] == [r.pass_ for r in last.rows]
+    assert others[0].rows[1].median_us < others[0].rows[0].median_us, (
+        "a full cache is faster than an empty one"
+    )
+    assert [r.pass_ for t in startup.measure_startup(["compile"]) for r in t.rows] == [
+        r.pass_ for r in last.rows
+    ]
     with pytest.raises(ValueError, match="'nothing'"):
         next(startup.measure_startup(["nothing"]))
 
@@ -340,7 +435,9 @@ def test_llama_block_compiles_to_the_same_results():
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch.optim.Muon needs torch 2.9")
 def test_muon_next_to_torchs():
     (table,) = muon.measure_muon(0.01, ((1, 8),))
-    assert [row.provider for row in table.rows] == ["cukern", "torch"] and all(row.median_us > 0 for row in table.rows)
+    assert [row.provider for row in table.rows] == ["cukern", "torch"] and all(
+        row.median_us > 0 for row in table.rows
+    )
 
 
 @pytest.mark.parametrize("name", ["softmax", "rmsnorm", "layernorm", "swiglu", "cross_entropy", "rope_te"])
@@ -356,9 +453,13 @@ def test_a_package_that_is_missing_says_how_to_install_it(name, monkeypatch):
 def test_own_kernel(monkeypatch):
     monkeypatch.setattr(own_kernel, "REPEATS", 1)
     there = torch.cuda.is_available()
-    *launches, first, second = own_kernel.measure_own_kernel(["cukern", "_compile_kernel" if there else "load_inline"])
+    *launches, first, second = own_kernel.measure_own_kernel(
+        ["cukern", "_compile_kernel" if there else "load_inline"]
+    )
     assert [(r.pass_, r.provider) for t in (first, second) for r in t.rows][:1] == [("first run", "cukern")]
-    assert {r.pass_ for r in second.rows} == {"second run"} and all(r.median_us > 0 for r in (*first.rows, *second.rows))
+    assert {r.pass_ for r in second.rows} == {"second run"} and all(
+        r.median_us > 0 for r in (*first.rows, *second.rows)
+    )
     if not there:
         assert not launches and first.missing == {"load_inline": "there is no GPU"}
     else:
@@ -381,7 +482,9 @@ def test_startup_reports_a_process_that_fails():
 def test_models_next_to_torch(op):
     """An update of a tiny model, as it is and patched, eager and compiled."""
     pytest.importorskip("transformers")
-    sizes = dict(num_hidden_layers=1, hidden_size=32, vocab_size=64, intermediate_size=32, num_attention_heads=2)
+    sizes = dict(
+        num_hidden_layers=1, hidden_size=32, vocab_size=64, intermediate_size=32, num_attention_heads=2
+    )
     sizes |= dict(num_key_value_heads=1, head_dim=16)
     (table,) = models.measure_model(op, ["cukern", "torch"], 2, sizes, (1, 8))
     assert [row.provider for row in table.rows] == ["torch", "cukern"] and not table.missing

@@ -1,4 +1,5 @@
-"""`pytest benchmarks/...` must measure: in one process, with device times, and never green without a number."""
+"""`pytest benchmarks/...` must measure: in one process, with device times, and never green without a
+number."""
 
 import json
 import re
@@ -14,7 +15,13 @@ ONE = "square and torch-forward and not compile"
 
 
 def bench(*args, cwd=TREE, ok=True, **env):
-    return run([sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *QUICK, *args], cwd=cwd, ok=ok, timeout=180, env=env)
+    return run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *QUICK, *args],
+        cwd=cwd,
+        ok=ok,
+        timeout=180,
+        env=env,
+    )
 
 
 def _saved(folder):
@@ -22,14 +29,33 @@ def _saved(folder):
 
 
 def test_a_benchmark_file_measures(tmp_path):
-    """From another folder, with `addopts` as they are, -n 2 and PYTEST_ADDOPTS: one process, a table, JSON and a saved run."""
+    """From another folder, with `addopts` as they are, -n 2 and PYTEST_ADDOPTS: one process, a table, JSON
+    and a saved run."""
     file = tmp_path / "out.json"
-    shown = bench(SQUARE, "-k", ONE, "-n", "2", f"--benchmark-json={file}", *_saved(tmp_path), cwd=tmp_path, PYTEST_ADDOPTS="-n 3").stdout
-    assert " passed" in shown and "Name (time in " in shown and "one process (2 of -n or --tx is ignored)" in shown
+    shown = bench(
+        SQUARE,
+        "-k",
+        ONE,
+        "-n",
+        "2",
+        f"--benchmark-json={file}",
+        *_saved(tmp_path),
+        cwd=tmp_path,
+        PYTEST_ADDOPTS="-n 3",
+    ).stdout
+    assert (
+        " passed" in shown
+        and "Name (time in " in shown
+        and "one process (2 of -n or --tx is ignored)" in shown
+    )
     for row in json.loads(file.read_text())["benchmarks"]:
         info = row["extra_info"]
         assert row["stats"]["rounds"] >= 2 and row["stats"]["median"] > 0 and info["device_us"] > 0
-        assert info["bytes"] > 0 and info["tbps"] == pytest.approx(info["bytes"] / info["device_us"] * 1e-6) and "of_limit" in info
+        assert (
+            info["bytes"] > 0
+            and info["tbps"] == pytest.approx(info["bytes"] / info["device_us"] * 1e-6)
+            and "of_limit" in info
+        )
         assert info["times_of"] in shown and (info["of_limit"] is not None or DEVICE == "cpu")
     assert list(tmp_path.glob("*/0001_*.json"))
 
@@ -46,7 +72,9 @@ def test_runs_are_compared_and_drawn(tmp_path):
 @pytest.mark.slow
 def test_the_folder_collects_every_file():
     found = bench("benchmarks/", "--collect-only", "-q").stdout
-    assert {m[1] for m in re.finditer(r"benchmarks/(bench_\w+\.py)", found)} == {f.name for f in TREE.glob("benchmarks/bench_*.py")}
+    assert {m[1] for m in re.finditer(r"benchmarks/(bench_\w+\.py)", found)} == {
+        f.name for f in TREE.glob("benchmarks/bench_*.py")
+    }
 
 
 @pytest.mark.parametrize(
@@ -54,7 +82,12 @@ def test_the_folder_collects_every_file():
     [
         ((SQUARE, "-k", "load_inline"), 5, "no benchmark ran"),
         pytest.param((SQUARE, "-k", ONE, "--benchmark-disable"), 0, " passed", marks=pytest.mark.slow),
-        pytest.param((SQUARE, "-k", ONE, "-p", "no:xdist", "-o", "addopts="), 0, "Name (time in ", marks=pytest.mark.slow),
+        pytest.param(
+            (SQUARE, "-k", ONE, "-p", "no:xdist", "-o", "addopts="),
+            0,
+            "Name (time in ",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             (".", "--ignore=tests", "-n", "2", "-k", f"bench_square and {ONE}"),
             1,
@@ -71,4 +104,6 @@ def test_a_run_without_a_number_is_not_green(args, status, says):
 def test_only_the_conftest_calls_pytest_benchmark():
     """It waits for the GPU in each call and adds the device times."""
     for file in TREE.glob("benchmarks/bench_*.py"):
-        assert not re.search(r"\bbenchmark\(|\.pedantic\(", file.read_text()), f"{file.name}: use the fixture `run` or `run_call`"
+        assert not re.search(r"\bbenchmark\(|\.pedantic\(", file.read_text()), (
+            f"{file.name}: use the fixture `run` or `run_call`"
+        )

@@ -71,14 +71,17 @@ def test_verify_catches_a_gradient_alone():
 
 
 def test_verify_norm_and_error_are_those_of_the_result(monkeypatch):
-    case = dataclasses.replace(SQUARE, make=lambda dims, dtype, device: (torch.tensor([3.0, 4.0], dtype=dtype),))
+    case = dataclasses.replace(
+        SQUARE, make=lambda dims, dtype, device: (torch.tensor([3.0, 4.0], dtype=dtype),)
+    )
     verdict = check({"off": lambda x: x * x * torch.tensor([1.0, 1.125])}, case=case)
     assert verdict.results[0].norm == pytest.approx(math.hypot(9, 18), rel=1e-6)
     assert verdict.results[0].error == pytest.approx(0.125, rel=1e-6)
 
 
 def test_verify_is_not_blinded_by_underflow():
-    """In float16 the square of 1e-4 is 0: a relative error of 1 of torch's own, which must not excuse others."""
+    """In float16 the square of 1e-4 is 0: a relative error of 1 of torch's own, which must not excuse
+    others."""
     x = torch.randn(1000).half()
     x[0] = 1e-4
     case = dataclasses.replace(SQUARE, make=lambda dims, dtype, device: (x.clone(),))
@@ -95,7 +98,9 @@ def test_verify_wants_exact_zeros():
 
 def test_verify_measures_a_product_against_its_terms():
     assert check({"right": torch.nn.functional.linear}, (33, 17, 65), case=LINEAR).wrong == 0
-    wrong = check({"no bias": lambda x, w, b: torch.nn.functional.linear(x, w) + 0 * b}, (33, 17, 65), case=LINEAR)
+    wrong = check(
+        {"no bias": lambda x, w, b: torch.nn.functional.linear(x, w) + 0 * b}, (33, 17, 65), case=LINEAR
+    )
     assert [r.what for r in wrong.results if not r.ok] == ["out", "dbias"]
 
 
@@ -139,7 +144,11 @@ def test_verify_of_two_outputs_written_in_place(dtype):
 
 @pytest.mark.parametrize(
     ("wrong", "what"),
-    [(WrongTurn.apply, ["dk"]), (turn_wrong_k, ["out1"]), (lambda *x: Turn.apply(*Turn.apply(*x), *x[2:]), ["out0", "out1", "dq", "dk"])],
+    [
+        (WrongTurn.apply, ["dk"]),
+        (turn_wrong_k, ["out1"]),
+        (lambda *x: Turn.apply(*Turn.apply(*x), *x[2:]), ["out0", "out1", "dq", "dk"]),
+    ],
     ids=["gradient of k", "output of k", "turned twice"],
 )
 def test_verify_catches_what_is_wrong_in_one_of_several(wrong, what):
@@ -157,26 +166,41 @@ def test_verify_gives_each_function_inputs_that_nobody_has_written():
 
     case = dataclasses.replace(TURN, make=lambda *_: drawn)
     assert check({"first": function, "second": function}, case=case).wrong == 0
-    assert len(verify.errors(case, drawn, {"first": function, "second": function}, "fwd")) == 2 and len(seen) == 4
+    assert (
+        len(verify.errors(case, drawn, {"first": function, "second": function}, "fwd")) == 2
+        and len(seen) == 4
+    )
     assert all(torch.equal(x, y) for one in (drawn, *seen) for x, y in zip(one, before, strict=True))
 
 
 def test_verify_refuses_an_output_too_few():
-    with pytest.raises(ValueError, match=r"the output is \(100, 2\) of torch\.float32, torch's is \(100, 2\) of torch\.float32 and"):
+    with pytest.raises(
+        ValueError,
+        match=r"the output is \(100, 2\) of torch\.float32, torch's is \(100, 2\) of torch\.float32 and",
+    ):
         check({"bad": lambda *x: TURN.reference(*x)[0]}, case=TURN)
 
 
 def test_constants_and_integers_have_no_gradient():
     inputs = TURN.make((100,), torch.float32, CPU)
-    assert calls.wanted_inputs(TURN, "bwd", inputs) == [0, 1] and calls.wanted_inputs(TURN, "bwd:k", inputs) == [1]
+    assert calls.wanted_inputs(TURN, "bwd", inputs) == [0, 1] and calls.wanted_inputs(
+        TURN, "bwd:k", inputs
+    ) == [1]
     seen = []
-    calls.results(TURN, lambda *x: seen.extend(y.requires_grad for y in x) or TURN.call(*x), inputs, calls.draw_douts(TURN, inputs))
+    calls.results(
+        TURN,
+        lambda *x: seen.extend(y.requires_grad for y in x) or TURN.call(*x),
+        inputs,
+        calls.draw_douts(TURN, inputs),
+    )
     assert seen == [True, True, False, False, False]
 
 
 def test_verify_takes_the_scales_of_the_op():
     off = {"off": lambda x: x * x * 1.5}
-    double = dataclasses.replace(SQUARE, magnitude=lambda inputs, douts: (2 * inputs[0] ** 2, 8 * (inputs[0] * douts[0]).abs()))
+    double = dataclasses.replace(
+        SQUARE, magnitude=lambda inputs, douts: (2 * inputs[0] ** 2, 8 * (inputs[0] * douts[0]).abs())
+    )
     assert [r.error for r in check(off).results] == pytest.approx([0.5, 0.5])
     assert [r.error for r in check(off, case=double).results] == pytest.approx([0.25, 0.125])
     with pytest.raises(ValueError, match="zip"):
@@ -184,7 +208,8 @@ def test_verify_takes_the_scales_of_the_op():
 
 
 def test_scales_of_the_op_excuse_a_cancellation():
-    """|a| cos - |b| sin may be next to nothing beside |a cos| + |b sin|, which is what rounding is relative to."""
+    """|a| cos - |b| sin may be next to nothing beside |a cos| + |b sin|, which is what rounding is relative
+    to."""
     x = torch.tensor([[1.0, -1.0]]).repeat(100, 1)
     angle = torch.pi / 4 + torch.linspace(0, 1e-6, 200)
     inputs = (x, x.clone(), angle.cos(), angle.sin(), torch.arange(100))
@@ -197,7 +222,12 @@ def test_scales_of_the_op_excuse_a_cancellation():
 
 def test_errors_of_two_outputs_written_in_place():
     inputs = TURN.make((100,), torch.float32, CPU)
-    functions = {"right": TURN.call, "reference": TURN.reference, "wrong k": turn_wrong_k, "wrong dk": WrongTurn.apply}
+    functions = {
+        "right": TURN.call,
+        "reference": TURN.reference,
+        "wrong k": turn_wrong_k,
+        "wrong dk": WrongTurn.apply,
+    }
     found = {p: verify.errors(TURN, inputs, functions, p) for p in ("fwd", "bwd", "bwd:q")}
     assert [name for name, e in found["fwd"].items() if e > 1e-6] == ["wrong k"]
     assert [name for name, e in found["bwd"].items() if e > 1e-6] == ["wrong dk"]

@@ -40,7 +40,9 @@ def refused(*args):
 @pytest.fixture
 def change(monkeypatch):
     """change(name, **fields) registers a case that is square but for these fields."""
-    return lambda name, **fields: monkeypatch.setitem(CASES, name, dataclasses.replace(SQUARE, name=name, **fields))
+    return lambda name, **fields: monkeypatch.setitem(
+        CASES, name, dataclasses.replace(SQUARE, name=name, **fields)
+    )
 
 
 @pytest.fixture
@@ -48,7 +50,9 @@ def broken(change):
     """An op "broken" whose one kernel does not compile."""
     kernel = cukern.compile("__global__ void broken(float* x) { x[0] = nonsense; }")
     versions = {"v1": Version("", lambda dtype: [kernel])}
-    change("broken", op=Op("broken", "broken", versions), call=lambda x, version=None: kernel(x, grid=1, block=1))
+    change(
+        "broken", op=Op("broken", "broken", versions), call=lambda x, version=None: kernel(x, grid=1, block=1)
+    )
 
 
 def fails(error):
@@ -73,7 +77,10 @@ def test_as_a_module():
 
 def test_version_and_help():
     assert call("--version").stdout.startswith("cukern ")
-    assert all(word in call("--help").stdout for word in ("check", "bench", "profile", "compile", "sim", "tune", "doctor", *CASES))
+    assert all(
+        word in call("--help").stdout
+        for word in ("check", "bench", "profile", "compile", "sim", "tune", "doctor", *CASES)
+    )
     for command in ("check", "bench", "profile", "compile", "sim", "tune", "doctor"):
         assert call(command, "--help")
 
@@ -88,14 +95,19 @@ def test_the_factored_linear_programs_own_forms():
 def test_versions_in_torch_run_on_the_cpu(tmp_path):
     out = call("bench", "kron_linear", 4, 3, 2, "--pass", "fwd", "--only", "cukern").stdout
     assert all(f"cukern {name} " in out for name in ("v1", "v2", "reference")) and "missing: v3" in out
-    out = call("profile", "kron_linear", 4, 3, 2, "--version", "v1", "--active", 1, "--out", tmp_path / "x.json").stdout
+    out = call(
+        "profile", "kron_linear", 4, 3, 2, "--version", "v1", "--active", 1, "--out", tmp_path / "x.json"
+    ).stdout
     assert "no GPU" not in out and "aten::movedim" in (tmp_path / "x.json").read_text()
 
 
 def test_tables_fit_80_columns(empty_cache):
     out = call("compile", "kron_linear", "--gpu", "h200", "--shape", "4,3,2").stdout
     assert "plans for NVIDIA H200: 132 SMs" in out and "…" in out
-    out += call("bench", "linear", 8, 8, 8, "--only", "cukern,torch").stdout + call("check", "square", 40, "--sim").stdout
+    out += (
+        call("bench", "linear", 8, 8, 8, "--only", "cukern,torch").stdout
+        + call("check", "square", 40, "--sim").stdout
+    )
     assert all(len(line) <= 80 for line in out.splitlines() if not line.startswith("cache:")), out
     numbers = [line.split()[-5:] for line in out.splitlines() if line.startswith("kron_linear_v4")]
     assert numbers and all(n.isdigit() for line in numbers for n in line)
@@ -123,12 +135,18 @@ def test_importing_it_is_light():
         (("check", "square", "--version", "v99"), "no version 'v99'"),
         (("bench", "square", 8, "--pass", "bwd:q"), "no pass 'bwd:q'"),
         (("bench", "square", 8, "--only", "q"), "no 'q' to measure"),
-        (("bench", "kron_linear", 8, 2, "--tf32", "--dtype", "b"), "--tf32 is for device times of --dtype f, got --dtype b"),
+        (
+            ("bench", "kron_linear", 8, 2, "--tf32", "--dtype", "b"),
+            "--tf32 is for device times of --dtype f, got --dtype b",
+        ),
         (("bench", "kron_linear", 8, 2, "--tf32", "--host"), "got --host"),
         (("profile", "square", 8, "--version", "v99"), "no version 'v99'"),
         (("compile", "square", "--arch", "hopper"), "got 'hopper'"),
         (("compile", "--shape", "4,3"), "--shape needs an OP"),
-        (("compile", "square", "--shape", "4,x"), "--shape must be sizes separated by commas, such as 1024,32,32, got '4,x'"),
+        (
+            ("compile", "square", "--shape", "4,x"),
+            "--shape must be sizes separated by commas, such as 1024,32,32, got '4,x'",
+        ),
         (("compile", "matmul", "--shape", "4,3"), "matmul takes 3 sizes"),
         (("compile", "square", "--gpu", "h300"), "--gpu must be one of h200"),
         (("compile", "square", "--gpu", "h200", "--arch", "sm_80"), "leave out --arch"),
@@ -150,7 +168,10 @@ def test_check_every_shape_and_dtype():
     out = call("check", "square", "-v").stdout
     for dims in dims_of(SQUARE):
         for dtype in ("float16", "bfloat16", "float32", "float64"):
-            assert f"square {' x '.join(map(str, dims))} {dtype}\n" in "\n".join(line.rstrip() for line in out.splitlines()) + "\n"
+            assert (
+                f"square {' x '.join(map(str, dims))} {dtype}\n"
+                in "\n".join(line.rstrip() for line in out.splitlines()) + "\n"
+            )
     assert "wrong" in out and "WRONG" not in out
 
 
@@ -165,12 +186,18 @@ def test_check_simulates_where_it_is_asked_to(monkeypatch):
     ran, launched = [], sim.launch.Launched
     monkeypatch.setattr(sim.launch, "Launched", lambda name, *args: ran.append(name) or launched(name, *args))
     out = call("check", "square", 40, "--dtype", "b", "--version", "v2", "--sim").stdout
-    assert out.startswith("The simulator runs the kernels") and "2 comparisons on the simulator, nothing wrong" in out
+    assert (
+        out.startswith("The simulator runs the kernels")
+        and "2 comparisons on the simulator, nothing wrong" in out
+    )
     assert ran == ["square_v2<__nv_bfloat16, 8>", "square_v2_bwd<__nv_bfloat16, 8>"]
 
 
 def test_check_names_the_bug_that_the_simulator_meets(change):
-    kernel = cukern.compile("__global__ void stray(float* out, const float* x, int n) {\n    out[threadIdx.x] = x[threadIdx.x];\n}")
+    kernel = cukern.compile(
+        "__global__ void stray(float* out, const float* x, int n) {\n    out[threadIdx.x] = "
+        "x[threadIdx.x];\n}"
+    )
 
     def function(x, version=None):
         out = torch.empty_like(x)
@@ -179,7 +206,12 @@ def test_check_names_the_bug_that_the_simulator_meets(change):
 
     change("stray", call=function)
     result = call("check", "stray", 40, "--dtype", "f", "--sim", status=1)
-    assert "stray" in result.stderr and ":2" in result.stderr and "thread" in result.stderr and "Traceback" not in result.output
+    assert (
+        "stray" in result.stderr
+        and ":2" in result.stderr
+        and "thread" in result.stderr
+        and "Traceback" not in result.output
+    )
 
 
 @no_gpu
@@ -190,11 +222,17 @@ def test_check_without_a_compiler_says_how_to_get_one(monkeypatch, empty_cache, 
     assert str(NO_NVRTC) in refused("check", "new", 33)
 
 
-@pytest.mark.parametrize("fault", [lambda x: x * x * 1.001, lambda x: x * x + torch.where(x == x[0], torch.nan, 0.0)], ids=["1e-3", "NaN"])
+@pytest.mark.parametrize(
+    "fault",
+    [lambda x: x * x * 1.001, lambda x: x * x + torch.where(x == x[0], torch.nan, 0.0)],
+    ids=["1e-3", "NaN"],
+)
 def test_check_exits_with_1_if_wrong(change, fault):
     change("wrong", call=lambda x, version=None: fault(x))
     out = call("check", "wrong", 50, "--dtype", "f", "--sim", status=1).stdout
-    assert "nothing wrong" not in out and any("|out|" in line and "WRONG" in line for line in out.splitlines()), "the wrong column is named"
+    assert "nothing wrong" not in out and any(
+        "|out|" in line and "WRONG" in line for line in out.splitlines()
+    ), "the wrong column is named"
 
 
 def test_check_of_a_kernel_that_does_not_compile(broken):
@@ -203,10 +241,17 @@ def test_check_of_a_kernel_that_does_not_compile(broken):
 
 def test_check_of_a_version_that_the_gpu_cannot_run(monkeypatch, change):
     """With a stand-in for the GPU: the answer must come before anything is launched."""
-    change("square", op=dataclasses.replace(SQUARE.op, versions={"v2": dataclasses.replace(SQUARE.op.versions["v2"], requires=120)}))
+    change(
+        "square",
+        op=dataclasses.replace(
+            SQUARE.op, versions={"v2": dataclasses.replace(SQUARE.op.versions["v2"], requires=120)}
+        ),
+    )
     monkeypatch.setattr(environment, "device", lambda: torch.device("cuda", 0))
     monkeypatch.setattr(verify, "device_of", lambda index: KNOWN["h200"])
-    assert "square v2 needs compute capability 12.0, this GPU has 9.0" in refused("check", "square", "--version", "v2")
+    assert "square v2 needs compute capability 12.0, this GPU has 9.0" in refused(
+        "check", "square", "--version", "v2"
+    )
 
 
 # ---- compile
@@ -214,11 +259,20 @@ def test_check_of_a_version_that_the_gpu_cannot_run(monkeypatch, change):
 
 def test_compile_prints_resources_and_fills_the_cache(empty_cache):
     out = call("compile", "square", "--arch", "sm_80,sm_90a").stdout
-    assert f"{len(SQUARE.op.kernels())} kernels for sm_80" in out and "kernels for sm_90a" in out and "square_v2<__half, 8>" in out
-    assert len(list(empty_cache.iterdir())) == 2 * len(SQUARE.op.kernels()) and f"cache: {empty_cache}\n" in out
+    assert (
+        f"{len(SQUARE.op.kernels())} kernels for sm_80" in out
+        and "kernels for sm_90a" in out
+        and "square_v2<__half, 8>" in out
+    )
+    assert (
+        len(list(empty_cache.iterdir())) == 2 * len(SQUARE.op.kernels()) and f"cache: {empty_cache}\n" in out
+    )
     line = next(line for line in out.splitlines() if "square_v1<float>" in line).split()
     report = SQUARE.op.kernels()["square_v1<float>"].compile("sm_80").report
-    assert line[1:] == [str(v) for v in (report.registers, report.spill_stores, report.spill_loads, report.stack, report.shared)]
+    assert line[1:] == [
+        str(v)
+        for v in (report.registers, report.spill_stores, report.spill_loads, report.stack, report.shared)
+    ]
 
 
 def test_compile_exits_with_1_in_the_compilers_words(broken):
@@ -240,7 +294,19 @@ def test_compile_lists_what_an_architecture_is_too_old_for(change):
 def test_bench_records_and_draws(tmp_path):
     file, picture = tmp_path / "it.jsonl", tmp_path / "it.png"
     for _ in range(2):
-        call("bench", "square", 64, "--pass", "fwd", "--only", "cukern,torch", "--record-to", file, "--plot", picture)
+        call(
+            "bench",
+            "square",
+            64,
+            "--pass",
+            "fwd",
+            "--only",
+            "cukern,torch",
+            "--record-to",
+            file,
+            "--plot",
+            picture,
+        )
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     assert [r["provider"] for r in rows].count("torch") == 2 and rows[0]["shape"] == [64]
     assert picture.read_bytes().startswith(b"\x89PNG")
@@ -249,9 +315,24 @@ def test_bench_records_and_draws(tmp_path):
 def test_bench_in_tf32(tmp_path, monkeypatch):
     """The switch is on while float32 is measured, and the record says so."""
     seen, case = set(), CASES["kron_linear"]
-    spy = dataclasses.replace(case, call=lambda *x, **k: (seen.add(torch.get_float32_matmul_precision()), case.call(*x, **k))[1])
+    spy = dataclasses.replace(
+        case, call=lambda *x, **k: (seen.add(torch.get_float32_matmul_precision()), case.call(*x, **k))[1]
+    )
     monkeypatch.setitem(CASES, "kron_linear", spy)
-    call("bench", "kron_linear", 4, 3, 2, "--tf32", "--pass", "fwd", "--only", "cukern", "--record-to", tmp_path / "rows.jsonl")
+    call(
+        "bench",
+        "kron_linear",
+        4,
+        3,
+        2,
+        "--tf32",
+        "--pass",
+        "fwd",
+        "--only",
+        "cukern",
+        "--record-to",
+        tmp_path / "rows.jsonl",
+    )
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert seen == {"high"} and {row["dtype"] for row in rows} == {"tf32"}
     assert torch.get_float32_matmul_precision() == "highest"
@@ -266,12 +347,16 @@ def test_bench_prints_the_table(tmp_path, monkeypatch):
 
 def test_bench_host():
     out = call("bench", "square", 16, "--host", "--only", "cukern,torch").stdout
-    assert "square host fwd 16 float32" in out and "square host fwd grad 16 float32" in out and "TB/s" not in out
+    assert (
+        "square host fwd 16 float32" in out and "square host fwd grad 16 float32" in out and "TB/s" not in out
+    )
 
 
 def test_plot_without_matplotlib_says_what_to_install(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert "pip install matplotlib" in refused("bench", "square", 8, "--pass", "fwd", "--only", "torch", "--plot", tmp_path / "x.png")
+    assert "pip install matplotlib" in refused(
+        "bench", "square", 8, "--pass", "fwd", "--only", "torch", "--plot", tmp_path / "x.png"
+    )
 
 
 # ---- profile
@@ -314,30 +399,98 @@ def test_ncu_missing_says_how_to_install(monkeypatch):
 
 def test_doctor_reports_every_component():
     out = call("doctor").stdout
-    for word in ("Python", "torch", "CuPy", "NVRTC", "CUDA headers", "GPU", "cache", "Triton", "nvcc", "ncu", "compute-sanitizer"):
+    for word in (
+        "Python",
+        "torch",
+        "CuPy",
+        "NVRTC",
+        "CUDA headers",
+        "GPU",
+        "cache",
+        "Triton",
+        "nvcc",
+        "ncu",
+        "compute-sanitizer",
+    ):
         assert word in out
 
 
 def test_doctor_warns_of_two_cupy_wheels(monkeypatch):
-    monkeypatch.setattr(environment, "cupy_wheels", lambda: {"cupy-cuda12x": "14.2.0", "cupy-cuda13x": "14.2.0"})
+    monkeypatch.setattr(
+        environment, "cupy_wheels", lambda: {"cupy-cuda12x": "14.2.0", "cupy-cuda13x": "14.2.0"}
+    )
     assert "pip uninstall cupy-cuda12x cupy-cuda13x" in call("doctor").stdout
 
 
 @pytest.mark.parametrize(
     ("broken", "name", "value", "says", "status"),
     [
-        (compiler, "nvrtc", fails(NO_NVRTC), ("NVRTC cannot be loaded", "pip install nvidia-cuda-nvrtc-cu12"), 1),
-        (compiler, "nvrtc", fails(OSError("no such library")), ("NVRTC", "OSError: no such library", "--force-reinstall"), 1),
-        (compiler, "cuda_include", fails(NO_HEADERS), ("no cuda_fp16.h in /here", "pip install nvidia-cuda-runtime-cu12"), 1),
-        (compiler, "compiled", fails(RuntimeError("no builtins")), ("compiler", "no builtins", "pip install --force-reinstall"), 1),
+        (
+            compiler,
+            "nvrtc",
+            fails(NO_NVRTC),
+            ("NVRTC cannot be loaded", "pip install nvidia-cuda-nvrtc-cu12"),
+            1,
+        ),
+        (
+            compiler,
+            "nvrtc",
+            fails(OSError("no such library")),
+            ("NVRTC", "OSError: no such library", "--force-reinstall"),
+            1,
+        ),
+        (
+            compiler,
+            "cuda_include",
+            fails(NO_HEADERS),
+            ("no cuda_fp16.h in /here", "pip install nvidia-cuda-runtime-cu12"),
+            1,
+        ),
+        (
+            compiler,
+            "compiled",
+            fails(RuntimeError("no builtins")),
+            ("compiler", "no builtins", "pip install --force-reinstall"),
+            1,
+        ),
         (environment, "cupy_wheels", fails(TypeError("no name")), ("CuPy", "TypeError: no name"), 1),
-        (doctor, "kernels_dir", lambda: Path("/proc/none"), ("kernel sources", "none in /proc/none", "install cukern again"), 1),
-        (Path, "read_bytes", fails(PermissionError(13, "Permission denied")), ("Permission denied", "chmod -R a+rX"), 1),
+        (
+            doctor,
+            "kernels_dir",
+            lambda: Path("/proc/none"),
+            ("kernel sources", "none in /proc/none", "install cukern again"),
+            1,
+        ),
+        (
+            Path,
+            "read_bytes",
+            fails(PermissionError(13, "Permission denied")),
+            ("Permission denied", "chmod -R a+rX"),
+            1,
+        ),
         (environment, "smi", fails(IndexError("nothing")), ("GPU", "IndexError: nothing"), 0),
         (torch.cuda, "is_available", fails(RuntimeError("bad driver")), ("GPU", "bad driver"), 0),
-        (importlib.util, "find_spec", fails(ValueError("matplotlib.__spec__ is None")), ("matplotlib", "--force-reinstall"), 1),
-        (cache, "refusal", lambda folder: "it belongs to user 7", ("belongs to user 7", "no folder can be written", "CUKERN_CACHE_DIR"), 0),
-        (os, "access", lambda path, mode: False, ("read-only", "no folder can be written", "CUKERN_CACHE_DIR"), 0),
+        (
+            importlib.util,
+            "find_spec",
+            fails(ValueError("matplotlib.__spec__ is None")),
+            ("matplotlib", "--force-reinstall"),
+            1,
+        ),
+        (
+            cache,
+            "refusal",
+            lambda folder: "it belongs to user 7",
+            ("belongs to user 7", "no folder can be written", "CUKERN_CACHE_DIR"),
+            0,
+        ),
+        (
+            os,
+            "access",
+            lambda path, mode: False,
+            ("read-only", "no folder can be written", "CUKERN_CACHE_DIR"),
+            0,
+        ),
     ],
     ids=lambda v: v if isinstance(v, str) else "",
 )
@@ -350,9 +503,14 @@ def test_doctor_ends_in_a_broken_installation(monkeypatch, empty_cache, broken, 
 
 def test_doctor_of_a_cupy_that_cannot_be_imported(tmp_path):
     (tmp_path / "cupy.py").write_text("raise OSError('libcuda is away')")
-    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); sys.argv[1:] = ['doctor']; from cukern.cli import main; main()"
+    code = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r}); sys.argv[1:] = ['doctor']; from cukern.cli "
+        f"import main; main()"
+    )
     done = run_python(code, ok=False)
-    assert done.returncode == 1 and "OSError: libcuda is away" in done.stdout and "Traceback" not in done.stderr
+    assert (
+        done.returncode == 1 and "OSError: libcuda is away" in done.stdout and "Traceback" not in done.stderr
+    )
     assert "pip install --force-reinstall cupy" in done.stdout and "compute-sanitizer" in done.stdout
 
 

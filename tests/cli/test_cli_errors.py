@@ -1,4 +1,5 @@
-"""Errors of the command line are one clear line, without a traceback: impossible sizes, files that cannot be written, Ctrl-C."""
+"""Errors of the command line are one clear line, without a traceback: impossible sizes, files that cannot be
+written, Ctrl-C."""
 
 import os
 import shlex
@@ -22,8 +23,15 @@ HUGE = 99_999_999_999
 @pytest.mark.parametrize(
     ("dims", "says"),
     [
-        (("kron_linear", 5, 0, 3), "cannot have the sizes ROWS F1 F2... = 5 0 3: a size that it divides by is 0"),
-        (("square", HUGE), "cannot have the sizes SHAPE... = 99999999999: the inputs take at least 186.3 GiB, there are 64.0"),
+        (
+            ("kron_linear", 5, 0, 3),
+            "cannot have the sizes ROWS F1 F2... = 5 0 3: a size that it divides by is 0",
+        ),
+        (
+            ("square", HUGE),
+            "cannot have the sizes SHAPE... = 99999999999: the inputs take at least 186.3 GiB, there are "
+            "64.0",
+        ),
         (("matmul", HUGE, HUGE, HUGE), "no memory holds so many elements"),
         (("square", 1 << 64), "no memory holds so many elements"),
     ],
@@ -59,10 +67,13 @@ def unmeasured(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.mark.parametrize("path", ["", "folder", "file/x{}", "n" * 300 + "{}"], ids=["empty", "folder", "under a file", "long"])
+@pytest.mark.parametrize(
+    "path", ["", "folder", "file/x{}", "n" * 300 + "{}"], ids=["empty", "folder", "under a file", "long"]
+)
 @pytest.mark.parametrize("option", ["--record-to", "--plot", "--out"])
 def test_a_target_is_tried_before_anything_is_measured(option, path, unmeasured):
-    verb = {"--out": "profile", "--plot": "plot" if path == "folder" else "bench"}.get(option, "bench")  # bench --plot takes a folder
+    # bench --plot takes a folder
+    verb = {"--out": "profile", "--plot": "plot" if path == "folder" else "bench"}.get(option, "bench")
     refused(verb, "square", 3, "--out" if verb == "plot" else option, path.format(".png"))
     assert sorted(p.name for p in unmeasured.iterdir()) == ["file", "folder"]
 
@@ -74,7 +85,11 @@ def test_targets_that_may_not_be_written(unmeasured, monkeypatch):
     assert "that can be written, got 'file'" in refused("bench", "square", 3, "--record-to", "file")
     monkeypatch.chdir("/proc")
     monkeypatch.setattr(environment, "facts", lambda: {"dirty": False})
-    for args in (("bench", "square", 3, "--record"), ("bench", "square", 3, "--plot", "x.png"), ("profile", "square", 3)):
+    for args in (
+        ("bench", "square", 3, "--record"),
+        ("bench", "square", 3, "--plot", "x.png"),
+        ("profile", "square", 3),
+    ):
         assert "No such file" in refused(*args)
 
 
@@ -92,7 +107,9 @@ def test_ctrl_c_ends_with_130(monkeypatch):
 
 def test_a_full_disk_on_stdout():
     with open("/dev/full", "w") as full:
-        done = subprocess.run([*COMMAND, "doctor"], stdout=full, stderr=subprocess.PIPE, text=True, timeout=180)
+        done = subprocess.run(
+            [*COMMAND, "doctor"], stdout=full, stderr=subprocess.PIPE, text=True, timeout=180
+        )
     assert done.returncode == 2 and done.stderr == "error: [Errno 28] No space left on device\n"
 
 
@@ -103,4 +120,7 @@ def test_a_closed_pipe_is_quiet():
 
 def test_a_wrong_backend_in_the_environment():
     done = run([*COMMAND, "doctor"], env={"CUKERN_BACKEND": "zzz"}, ok=False)
-    assert done.returncode == 2 and done.stderr == "error: CUKERN_BACKEND: there is no backend 'zzz'; there are gpu, sim\n"
+    assert (
+        done.returncode == 2
+        and done.stderr == "error: CUKERN_BACKEND: there is no backend 'zzz'; there are gpu, sim\n"
+    )

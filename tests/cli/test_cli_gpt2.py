@@ -1,4 +1,5 @@
-"""`cukern gpt2`: every flag, the newcomer's run, evaluation, samples, checks, shares, data, downloads, and errors without a traceback."""
+"""`cukern gpt2`: every flag, the newcomer's run, evaluation, samples, checks, shares, data, downloads, and
+errors without a traceback."""
 
 import http.server
 import math
@@ -20,7 +21,14 @@ from cukern.cli import gpt2_data, gpt2_study, gpt2_train
 from cukern.cli.gpt2_check import is_published
 from cukern.gpt2 import checkpoint, data
 from cukern.gpt2.checkpoint import Config, DebugState, write_debug_state, write_model
-from cukern.gpt2.data import byte_tokenizer, read_shard, read_tokenizer, tokenize, write_shard, write_tokenizer
+from cukern.gpt2.data import (
+    byte_tokenizer,
+    read_shard,
+    read_tokenizer,
+    tokenize,
+    write_shard,
+    write_tokenizer,
+)
 from cukern.gpt2.model import GPT2
 from cukern.gpt2.train import Settings
 
@@ -60,8 +68,10 @@ def test_every_flag_arrives(folder, monkeypatch, flags):
     assert refused("gpt2", "train", *DATA, *flags.split()) == "error: enough\n"
     (found,) = seen
     expected = Settings(
-        "train.bin", "val.bin", out=found.out, batch=2, seq_len=16, total_batch=64, steps=4, schedule="wsd", lr=0.001,
-        warmup=1, final_fraction=0.1, weight_decay=0.1, val_every=2, val_batches=1, sample_every=2, sample_tokens=8, checkpoint_every=2,
+        "train.bin", "val.bin", out=found.out, batch=2, seq_len=16, total_batch=64, steps=4, schedule="wsd",
+        lr=0.001,
+        warmup=1, final_fraction=0.1, weight_decay=0.1, val_every=2, val_batches=1, sample_every=2,
+        sample_tokens=8, checkpoint_every=2,
         keep=1, major_every=4, resume=True, skip_loss=3.0, skip_norm=3.0, temperature=0.5,
     )  # fmt: skip
     assert found == expected and str(found.out) == "run"
@@ -81,7 +91,8 @@ def test_llmc_defaults(folder, monkeypatch):
     assert seen == [Settings("train.bin", "val.bin")]
 
 
-LLMC = {  # llm.c's flags: a value, and what it must lead to: a setting, an option of the model, or a printed line
+# llm.c's flags: a value, and what it must lead to: a setting, an option of the model, or a printed line
+LLMC = {
     "-i": ("train.bin", {"train_data": "train.bin"}),
     "-j": ("val.bin", {"val_data": "val.bin"}),
     "-e": ("tiny.bin", {}),
@@ -147,9 +158,13 @@ def test_every_flag_of_llmc(folder, monkeypatch):
 
 
 def test_processes_that_find_each_other_need_a_place(folder):
-    assert "-ps, the address of process 0, for -pi tcp; found None" in refused("gpt2", "train", *DATA, "-pi", "tcp", "-pn", 2)
+    assert "-ps, the address of process 0, for -pi tcp; found None" in refused(
+        "gpt2", "train", *DATA, "-pi", "tcp", "-pn", 2
+    )
     assert "-pi mpi, tcp or fs; found 'nccl'" in refused("gpt2", "train", *DATA, "-pi", "nccl")
-    assert "0 <= rank < processes; found 2 and 2" in refused("gpt2", "train", *DATA, "-pi", "fs", "-pn", 2, "-pr", 2)
+    assert "0 <= rank < processes; found 2 and 2" in refused(
+        "gpt2", "train", *DATA, "-pi", "fs", "-pn", 2, "-pr", 2
+    )
 
 
 def test_the_default_model(folder, monkeypatch):
@@ -162,7 +177,10 @@ def test_the_default_model(folder, monkeypatch):
 
     monkeypatch.setattr(gpt2_train, "make_model", made)
     arguments = ("gpt2", "train", "-i", "train.bin", "-j", "val.bin", "--device", "cpu")
-    assert "model: d12, random weights, because gpt2_124M_bf16.bin is not in this folder" in call(*arguments, status=2).output
+    assert (
+        "model: d12, random weights, because gpt2_124M_bf16.bin is not in this folder"
+        in call(*arguments, status=2).output
+    )
     (folder / "tiny.bin").rename("gpt2_124M_bf16.bin")
     assert "model: gpt2_124M_bf16.bin, which is in this folder" in call(*arguments, status=2).output
     assert seen == ["d12", "gpt2_124M_bf16.bin"]
@@ -180,14 +198,26 @@ def test_seed_betas_and_dropout(folder, monkeypatch):
     monkeypatch.setattr(gpt2_train, "Trainer", stop)
     of_random = (*DATA[:4], "-e", "small", *DATA[6:])
     refused("gpt2", "train", *of_random)
-    refused("gpt2", "train", *of_random, *["--seed", "7", "--beta1", "0.8", "--beta2", "0.99", "--grad-clip", "0", "--dropout", "0.25"])
-    assert seen[0][1:] == (0.0, 42, (0.9, 0.95), 1.0) and seen[1][1:] == (0.25, 7, (0.8, 0.99), 0.0) and seen[0][0] != seen[1][0]
+    refused(
+        "gpt2",
+        "train",
+        *of_random,
+        *["--seed", "7", "--beta1", "0.8", "--beta2", "0.99", "--grad-clip", "0", "--dropout", "0.25"],
+    )
+    assert (
+        seen[0][1:] == (0.0, 42, (0.9, 0.95), 1.0)
+        and seen[1][1:] == (0.25, 7, (0.8, 0.99), 0.0)
+        and seen[0][0] != seen[1][0]
+    )
     assert "dropout from 0 to 1; found 1.5" in refused("gpt2", "train", *DATA, "--dropout", 1.5)
 
 
 def test_kernels_without_effect(folder, monkeypatch):
     """On a CPU without the simulator one line says that the choice of kernels does nothing."""
-    line = "no effect of the choice of softmax forward, matmul forward: torch computes on a CPU without the simulator (CUKERN_BACKEND=sim)"
+    line = (
+        "no effect of the choice of softmax forward, matmul forward: torch computes on a CPU without the "
+        "simulator (CUKERN_BACKEND=sim)"
+    )
     flags = ("--softmax-forward-kernel", 2, "--matmul-forward-kernel", 3)
     small = ("-e", "tiny.bin", "-b", 1, "-t", 8, "--device", "cpu")
     assert line in call("gpt2", "eval", "-j", "val.bin", *small, *flags, "-m", 1).stdout.splitlines()
@@ -196,7 +226,9 @@ def test_kernels_without_effect(folder, monkeypatch):
     monkeypatch.setenv("SOFTMAX_BACKWARD_KERNEL", "4")
     with cukern.backend("sim"):
         assert not lines_of_kernels(monkeypatch, "cpu", None)
-        assert "no effect of the choice of softmax backward: --attention v3 comes first" in lines_of_kernels(monkeypatch, "cpu", "v3")
+        assert "no effect of the choice of softmax backward: --attention v3 comes first" in lines_of_kernels(
+            monkeypatch, "cpu", "v3"
+        )
 
 
 def lines_of_kernels(monkeypatch, place, attention):
@@ -218,7 +250,11 @@ def test_options_of_the_model_arrive(folder, monkeypatch):
     refused("gpt2", "train", *DATA)
     refused("gpt2", "train", *DATA, "--dtype", "b", "--attention", "sdpa", "--fused-loss", "-r", 2)
     refused("gpt2", "train", *DATA, "--dtype", "b", "--no-fused-loss")
-    expected = [(torch.float32, None, None, 0), (torch.bfloat16, "sdpa", True, 2), (torch.bfloat16, None, False, 0)]
+    expected = [
+        (torch.float32, None, None, 0),
+        (torch.bfloat16, "sdpa", True, 2),
+        (torch.bfloat16, None, False, 0),
+    ]
     assert seen == expected
 
 
@@ -226,14 +262,23 @@ def test_a_bfloat16_checkpoint_resumes_in_bfloat16(folder):
     call("gpt2", "train", *DATA, "--dtype", "b", "-o", "run", "-x", 2, "-n", 2, "-v", 0, "-s", 0)
     assert checkpoint.read_model(checkpoint.paths("run", 2)[0])[1]["wte"].dtype == torch.bfloat16
     resumed = (*DATA[:4], *DATA[6:], "-o", "run", "-x", 4, "-n", 2, "-v", 0, "-s", 0, "-y", 1)
-    assert "device: CPU, 1 threads, float32 |" in re.sub(r"\d+ threads", "1 threads", call("gpt2", "train", *DATA, "-x", 0).stdout)
-    assert "device: CPU, 1 threads, bfloat16" in re.sub(r"\d+ threads", "1 threads", call("gpt2", "train", *resumed).stdout)
+    assert "device: CPU, 1 threads, float32 |" in re.sub(
+        r"\d+ threads", "1 threads", call("gpt2", "train", *DATA, "-x", 0).stdout
+    )
+    assert "device: CPU, 1 threads, bfloat16" in re.sub(
+        r"\d+ threads", "1 threads", call("gpt2", "train", *resumed).stdout
+    )
     assert checkpoint.latest_step("run") == 4
 
 
 def test_train_resume_and_plot(folder):
     out = call("gpt2", "train", *DATA, *FLAGS.split(), "--plot", "loss.svg").stdout
-    assert "=> setting grad_accum_steps=2" in out and "step    4/4 | loss " in out and "val loss " in out and "generating:\n---" in out
+    assert (
+        "=> setting grad_accum_steps=2" in out
+        and "step    4/4 | loss " in out
+        and "val loss " in out
+        and "generating:\n---" in out
+    )
     assert (folder / "loss.svg").read_bytes().startswith(b"<?xml") and checkpoint.latest_step("run") == 4
     assert "step    4/4" not in call("gpt2", "train", *DATA, *FLAGS.split()).stdout
 
@@ -260,26 +305,48 @@ def test_kernels_of_the_fork(folder, monkeypatch, given):
         (("train", *DATA, "-l", "1e30", "-x", 9, "-v", 0), "step 2: loss nan"),
         (("train", *DATA, "--dtype", "h"), "expected --dtype f or b; found 'h'"),
         (("train", *DATA, "--attention", "v9"), "found 'v9'"),
-        (("bench", "-e", "tiny.bin", "--compile", "fast"), "--compile default, reduce-overhead, max-autotune, no; found 'fast'"),
+        (
+            ("bench", "-e", "tiny.bin", "--compile", "fast"),
+            "--compile default, reduce-overhead, max-autotune, no; found 'fast'",
+        ),
         (("train", *DATA, "--device", "tpu"), "--device must be cpu"),
         (("train", *DATA, "--plot", "a.doc"), "--plot must name a file that ends with"),
         (("train", *DATA, "-y", 1), "expected out, a folder, for resume; found None"),
         (("train", *DATA, "-h", 1), "No such file or directory: 'dev/data/hellaswag/hellaswag_val.bin'"),
         (("train", *DATA, "-o", "tiny.bin"), "File exists: 'tiny.bin'"),
         (("eval", "-e", "tiny.bin"), "expected -j or --hellaswag; found neither"),
-        (("eval", "-e", "val.bin", "-j", "val.bin"), "expected magic number 20240326, of a model; found 20240520"),
+        (
+            ("eval", "-e", "val.bin", "-j", "val.bin"),
+            "expected magic number 20240326, of a model; found 20240520",
+        ),
         (("eval", "-e", "tiny.bin", "-j", "val.bin", "-m", 0), "expected -m of at least 1, or -1; found 0"),
         (("eval", "-e", "d5", "-j", "val.bin"), "found 'd5'"),
-        (("sample",), "expected gpt2_124M.bin in the current folder (`cukern gpt2 data --starter-pack` downloads it); found no such file"),
+        (
+            ("sample",),
+            "expected gpt2_124M.bin in the current folder (`cukern gpt2 data --starter-pack` downloads it); "
+            "found no such file",
+        ),
         (("sample", "-e", "none.bin"), "No such file or directory: 'none.bin'"),
-        (("sample", "-e", "tiny.bin", "--tokenizer", "small.bin"), "expected the model's 256 tokens; found 2"),
-        (("check", "-e", "tiny.bin", "--debug-state", "tiny.bin"), "expected magic number 20240327, of a debug state; found 20240326"),
-        (("profile", "-e", "tiny.bin", "-t", 17), "expected -b of at least 1 and -t from 1 to 16; found 4 and 17"),
+        (
+            ("sample", "-e", "tiny.bin", "--tokenizer", "small.bin"),
+            "expected the model's 256 tokens; found 2",
+        ),
+        (
+            ("check", "-e", "tiny.bin", "--debug-state", "tiny.bin"),
+            "expected magic number 20240327, of a debug state; found 20240326",
+        ),
+        (
+            ("profile", "-e", "tiny.bin", "-t", 17),
+            "expected -b of at least 1 and -t from 1 to 16; found 4 and 17",
+        ),
         (("data",), "expected text files or --starter-pack; found neither"),
         (("data", "tiny.bin", "--starter-pack"), "expected text files or --starter-pack; found both"),
         (("data", "none.txt"), "No such file or directory: 'none.txt'"),
         (("data", "latin.txt"), "latin.txt: expected UTF-8; found the byte 0xe9 at 1"),
-        (("data", "good.txt", "--encoding", "words"), "expected the encoding 'auto', 'gpt2' or 'bytes'; found 'words'"),
+        (
+            ("data", "good.txt", "--encoding", "words"),
+            "expected the encoding 'auto', 'gpt2' or 'bytes'; found 'words'",
+        ),
     ],
 )
 @no_gpu
@@ -300,28 +367,38 @@ def test_wrong_flags_are_usage_errors(folder):
 
 def test_a_checkpoint_of_another_shape(folder):
     call("gpt2", "train", *DATA, "-o", "run", "-x", 2, "-n", 2, "-v", 0, "-s", 0)
-    assert "num_layers=12" in refused("gpt2", "train", *DATA[:4], "-e", "d12", *DATA[6:], "-o", "run", "-y", 1, "-n", 2)
+    assert "num_layers=12" in refused(
+        "gpt2", "train", *DATA[:4], "-e", "d12", *DATA[6:], "-o", "run", "-y", 1, "-n", 2
+    )
 
 
 def test_eval_and_sample(folder):
-    out = call("gpt2", "eval", "-e", "tiny.bin", "-j", "val.bin", "-b", 2, "-t", 16, "-m", -1, "--device", "cpu").stdout
+    out = call(
+        "gpt2", "eval", "-e", "tiny.bin", "-j", "val.bin", "-b", 2, "-t", 16, "-m", -1, "--device", "cpu"
+    ).stdout
     assert re.fullmatch(r"val loss 5\.\d{6}\n", out)
     model = GPT2(TINY)
     model.load_parameters({name: math.nan * w for name, w in checkpoint.read_model("tiny.bin")[1].items()})
     write_model("nan.bin", TINY, model.parameters_by_name())
-    assert "the validation loss of nan.bin is not finite" in refused("gpt2", "eval", "-e", "nan.bin", "-j", "val.bin", "-b", 2, "-t", 16)
+    assert "the validation loss of nan.bin is not finite" in refused(
+        "gpt2", "eval", "-e", "nan.bin", "-j", "val.bin", "-b", 2, "-t", 16
+    )
 
 
 def test_sample(folder):
     arguments = ("gpt2", "sample", "-e", "tiny.bin", "-g", 12, "--device", "cpu")
     plain = call(*arguments).stdout
     assert plain and plain == call(*arguments, "--seed", 1337).stdout != call(*arguments, "--seed", 7).stdout
-    out = call(*arguments, "--prompt", "ab c", "--samples", 3, "--top-k", 3, "--top-p", 0.9, "--temperature", 0.7).stdout
+    out = call(
+        *arguments, "--prompt", "ab c", "--samples", 3, "--top-k", 3, "--top-p", 0.9, "--temperature", 0.7
+    ).stdout
     texts = out.removesuffix("\n").split("\n---\n")
     assert len(texts) == 3 and all(text.startswith("ab c") for text in texts) and len(set(texts)) == 3
     greedy = [call(*arguments, "--prompt", "ab c", "--seed", seed, "--top-k", 1).stdout for seed in (1, 2)]
     assert greedy[0] == greedy[1] == call(*arguments, "--prompt", "ab c", "--temperature", 0).stdout
-    assert "a prompt of at most max_seq_len = 16 tokens; found 17" in refused(*arguments, "--prompt", 17 * "a")
+    assert "a prompt of at most max_seq_len = 16 tokens; found 17" in refused(
+        *arguments, "--prompt", 17 * "a"
+    )
     assert "top_p above 0 and at most 1; found 2.0" in refused(*arguments, "--top-p", 2)
 
 
@@ -333,18 +410,27 @@ def test_convert(folder):
     assert (folder / "back.bin").read_bytes() == (folder / "tiny.bin").read_bytes()
     assert "torch.bfloat16" in call("gpt2", "convert", "hf", "half.bin", "--dtype", "b").stdout
     assert checkpoint.read_model("half.bin")[1]["wte"].dtype == torch.bfloat16
-    assert "one model file NAME.bin and one folder; found hf and other" in refused("gpt2", "convert", "hf", "other")
+    assert "one model file NAME.bin and one folder; found hf and other" in refused(
+        "gpt2", "convert", "hf", "other"
+    )
     (folder / "llama").mkdir()
     (folder / "llama/config.json").write_text('{"model_type": "llama"}')
-    assert "config.json: expected model_type 'gpt2'; found 'llama'" in refused("gpt2", "convert", "llama", "new.bin")
+    assert "config.json: expected model_type 'gpt2'; found 'llama'" in refused(
+        "gpt2", "convert", "llama", "new.bin"
+    )
     (folder / "llama/config.json").write_text("{")
     assert "llama/config.json" in refused("gpt2", "convert", "llama", "new.bin")
     (folder / "hf/model.safetensors").write_bytes(b"no")
-    assert "hf/model.safetensors" in refused("gpt2", "convert", "hf", "new.bin") and not (folder / "new.bin").exists()
+    assert (
+        "hf/model.safetensors" in refused("gpt2", "convert", "hf", "new.bin")
+        and not (folder / "new.bin").exists()
+    )
 
 
 def test_converted_logits(folder):
-    transformers = pytest.importorskip("transformers", reason="transformers, of the extra integrations, is not installed")
+    transformers = pytest.importorskip(
+        "transformers", reason="transformers, of the extra integrations, is not installed"
+    )
     call("gpt2", "convert", "tiny.bin", "hf")
     theirs, ours = transformers.GPT2LMHeadModel.from_pretrained("hf").eval(), GPT2(TINY)
     ours.load_parameters(checkpoint.read_model("tiny.bin")[1])
@@ -361,13 +447,22 @@ def test_study(folder, monkeypatch):
     out = call("gpt2", "study", "--device", "cpu", "--plot", "study.png").stdout
     assert "times and shares mean nothing" in out and "each loss is the default's" in out
     assert (folder / "study.png").read_bytes().startswith(b"\x89PNG")
-    rows = [line for line in out.splitlines() if re.match(r"(default|softmax (for|back)ward v\d|matmul v\d) ", line)]
+    rows = [
+        line
+        for line in out.splitlines()
+        if re.match(r"(default|softmax (for|back)ward v\d|matmul v\d) ", line)
+    ]
     assert len(rows) == 16 and len({line.split()[-1] for line in rows}) == 1, out
-    assert all(len(re.findall(r"[\d.]+(?:e\+\d+)?(?= |$)", line)) >= 6 for line in rows[1:]), "time, ratio, share, kernel, speed, loss"
+    assert all(len(re.findall(r"[\d.]+(?:e\+\d+)?(?= |$)", line)) >= 6 for line in rows[1:]), (
+        "time, ratio, share, kernel, speed, loss"
+    )
 
 
 def test_study_sees_another_loss(capsys):
-    rows = [gpt2_study.Choice("", 0, (5.0, 4.0), [1.0], 0.0, 0.0), gpt2_study.Choice("matmul", 1, (5.0, 4.1), [2.0], 1.0, 0.5)]
+    rows = [
+        gpt2_study.Choice("", 0, (5.0, 4.0), [1.0], 0.0, 0.0),
+        gpt2_study.Choice("matmul", 1, (5.0, 4.1), [2.0], 1.0, 0.5),
+    ]
     assert gpt2_study._show(rows, "title") == 1
     assert "WRONG" in (text := capsys.readouterr().out) and "1 choices have another loss" in text
     assert gpt2_study._show(rows[:1], "title") == 0
@@ -375,7 +470,8 @@ def test_study_sees_another_loss(capsys):
 
 
 def test_check(folder):
-    """A debug state of the model itself passes, with its own loss; a wrong one does not. llm.c's losses are for the published state."""
+    """A debug state of the model itself passes, with its own loss; a wrong one does not. llm.c's losses are
+    for the published state."""
     model = GPT2(TINY)
     model.load_parameters(checkpoint.read_model("tiny.bin")[1])
     x, y = torch.randint(256, (2, 1, 8), generator=torch.Generator().manual_seed(0))
@@ -388,37 +484,95 @@ def test_check(folder):
     assert "the debug state is not the published one: losses are compared with the one in the state" in out
     published = SimpleNamespace(x=torch.zeros(4, 64), loss=5.270007133483887)
     assert is_published(Config(), published) and not is_published(TINY, published)
-    assert not is_published(Config(), SimpleNamespace(x=torch.zeros(4, 64), loss=2.86)), "a state from other data"
+    assert not is_published(Config(), SimpleNamespace(x=torch.zeros(4, 64), loss=2.86)), (
+        "a state from other data"
+    )
     assert "loss of the debug state" in out and out.count("relative L2 error") == 32
     bad = {name: g + 1 if name == "fcw" else g for name, g in model.gradients_by_name().items()}
     write_debug_state("state.bin", TINY, DebugState(x, y, logits, loss.item(), bad))
-    out = call("gpt2", "check", "-e", "tiny.bin", "--debug-state", "state.bin", "--device", "cpu", status=1).stdout
+    out = call(
+        "gpt2", "check", "-e", "tiny.bin", "--debug-state", "state.bin", "--device", "cpu", status=1
+    ).stdout
     assert any("fcw, relative L2" in line and "WRONG" in line for line in out.splitlines()), out
 
 
 def test_profile(folder):
-    out = call("gpt2", "profile", "-e", "tiny.bin", "-b", 2, "-t", 16, "-x", 2, "--device", "cpu", "--plot", "shares.png").stdout
+    out = call(
+        "gpt2",
+        "profile",
+        "-e",
+        "tiny.bin",
+        "-b",
+        2,
+        "-t",
+        16,
+        "-x",
+        2,
+        "--device",
+        "cpu",
+        "--plot",
+        "shares.png",
+    ).stdout
     assert "time of an update" in out and "% of all" in out and "aten::" in out
     assert (folder / "shares.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_bench(folder):
-    arguments = ("gpt2", "bench", "-e", "tiny.bin", "-b", 1, "-t", 16, "-x", 2, "--compile", "no", "--device", "cpu")
+    arguments = (
+        "gpt2", "bench", "-e", "tiny.bin", "-b", 1, "-t", 16, "-x", 2, "--compile", "no", "--device", "cpu",
+    )  # fmt: skip
     out = call(*arguments).stdout
-    assert "B=1 T=16 float32 on cpu" in out and re.search(r"cukern +[\d.]+ +[\d.]+ +\d+", out) and "torch " in out
+    assert (
+        "B=1 T=16 float32 on cpu" in out
+        and re.search(r"cukern +[\d.]+ +[\d.]+ +\d+", out)
+        and "torch " in out
+    )
     out = call(*arguments, "--attention", "sdpa", "--attention", "v1", "--fused-loss", "--no-eager").stdout
     assert "cukern sdpa, fused loss" in out and "cukern v1, fused loss" in out and "torch " not in out
 
 
 def test_data(folder):
     (folder / "a.txt").write_text("one\n\ntwo\n\n" * 10)
-    out = call("gpt2", "data", "a.txt", "-o", "new", "--name", "mine", "--encoding", "bytes", "--sections", "--shard-tokens", 60).stdout
+    out = call(
+        "gpt2",
+        "data",
+        "a.txt",
+        "-o",
+        "new",
+        "--name",
+        "mine",
+        "--encoding",
+        "bytes",
+        "--sections",
+        "--shard-tokens",
+        60,
+    ).stdout
     assert "mine_train_000001.bin: 109 tokens" in out, "the remainder of 49 joins the shard before"
     assert "mine_val_000000.bin: 12 tokens" in out and "mine_tokenizer.bin: 256 tokens" in out
     tokens = np.concatenate([read_shard(path) for path in sorted((folder / "new").glob("mine_train_*.bin"))])
-    assert bytes(tokens[:12].astype(np.uint8)) == b"\0one\n\n\0two\n\n" and len(list((folder / "new").iterdir())) == 3
+    assert (
+        bytes(tokens[:12].astype(np.uint8)) == b"\0one\n\n\0two\n\n"
+        and len(list((folder / "new").iterdir())) == 3
+    )
     assert read_tokenizer("new/mine_tokenizer.bin") == byte_tokenizer()
-    call("gpt2", "train", "-i", "new/mine_train*", "-j", "new/mine_val*", "-e", "small", "-b", 1, "-t", 8, "-x", 2, "--device", "cpu")
+    call(
+        "gpt2",
+        "train",
+        "-i",
+        "new/mine_train*",
+        "-j",
+        "new/mine_val*",
+        "-e",
+        "small",
+        "-b",
+        1,
+        "-t",
+        8,
+        "-x",
+        2,
+        "--device",
+        "cpu",
+    )
 
 
 # ---- the starter pack, from a server on this machine
@@ -446,21 +600,29 @@ def test_starter_pack(folder, server, monkeypatch):
     pack = {"val.bin": ("sub", size), "tokens.bin": (".", read_tokenizer)}
     monkeypatch.setattr(gpt2_data, "PACK", pack)
     call("gpt2", "data", "--starter-pack", "-o", "new")
-    assert (folder / "new/sub/val.bin").read_bytes() == (folder / "val.bin").read_bytes() and (folder / "new/tokens.bin").exists()
+    assert (folder / "new/sub/val.bin").read_bytes() == (folder / "val.bin").read_bytes() and (
+        folder / "new/tokens.bin"
+    ).exists()
     asked = list(server)
     assert "is there" in call("gpt2", "data", "--starter-pack", "-o", "new").stdout and server == asked
     monkeypatch.setattr(gpt2_data, "PACK", {"val.bin": (".", size + 1)})
-    assert f"expected {size + 1} bytes; found {size} bytes" in refused("gpt2", "data", "--starter-pack", "-o", "other")
+    assert f"expected {size + 1} bytes; found {size} bytes" in refused(
+        "gpt2", "data", "--starter-pack", "-o", "other"
+    )
     monkeypatch.setattr(gpt2_data, "PACK", {"val.bin": (".", read_tokenizer)})
     assert "expected magic number 20240328" in refused("gpt2", "data", "--starter-pack", "-o", "other")
     monkeypatch.setattr(gpt2_data, "PACK", {"nothing.bin": (".", 1)})
-    assert "nothing.bin cannot be downloaded: HTTP Error 404" in refused("gpt2", "data", "--starter-pack", "-o", "other")
+    assert "nothing.bin cannot be downloaded: HTTP Error 404" in refused(
+        "gpt2", "data", "--starter-pack", "-o", "other"
+    )
     assert list((folder / "other").iterdir()) == []
 
 
 def test_no_network(folder, monkeypatch):
     monkeypatch.setattr(gpt2_data, "STARTER_PACK", "http://127.0.0.1:9/")
-    assert "http://127.0.0.1:9/gpt2_124M.bin cannot be downloaded: " in refused("gpt2", "data", "--starter-pack")
+    assert "http://127.0.0.1:9/gpt2_124M.bin cannot be downloaded: " in refused(
+        "gpt2", "data", "--starter-pack"
+    )
     assert not (folder / "gpt2_124M.bin").exists()
 
 
@@ -489,7 +651,9 @@ def test_the_encoding_without_one(folder, monkeypatch, at_hand):
     (folder / "a.txt").write_text("some words")
     seen, encode = [], data.tokenize
     monkeypatch.setattr(gpt2_data, "_tiktoken_at_hand", lambda: at_hand)
-    monkeypatch.setattr(gpt2_data.data, "tokenize", lambda texts, encoding: seen.append(encoding) or encode(texts, "bytes"))
+    monkeypatch.setattr(
+        gpt2_data.data, "tokenize", lambda texts, encoding: seen.append(encoding) or encode(texts, "bytes")
+    )
     call("gpt2", "data", "a.txt")
     call("gpt2", "data", "a.txt", "--encoding", "bytes")
     assert seen == ["gpt2" if at_hand else "bytes", "bytes"]
@@ -506,9 +670,15 @@ def test_builtin_text():
 
 
 def test_newcomer(tmp_path):
-    """In a fresh process, as a user runs it. 60 s on two cores are 120 s of CPU time. The tests share the cores: one thread runs."""
+    """In a fresh process, as a user runs it. 60 s on two cores are 120 s of CPU time. The tests share the
+    cores: one thread runs."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
-    done = run([sys.executable, "-m", "cukern", "gpt2", "train"], timeout=900, cwd=tmp_path, env={"OMP_NUM_THREADS": "1"})
+    done = run(
+        [sys.executable, "-m", "cukern", "gpt2", "train"],
+        timeout=900,
+        cwd=tmp_path,
+        env={"OMP_NUM_THREADS": "1"},
+    )
     seconds = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before
     losses = [float(found) for found in re.findall(r"^val loss ([\d.]+)$", done.stdout, re.MULTILINE)]
     assert losses[0] > 5 and losses[-1] < 1.8, losses

@@ -19,7 +19,12 @@ QUICK = {
     "check": (),
     "compile": ("--arch", "sm_90a"),
 }
-SAYS = {"bench": "my_silu bwd 1000", "profile": "trace: my_silu_", "check": "nothing wrong", "compile": "my_silu_bwd<float>"}
+SAYS = {
+    "bench": "my_silu bwd 1000",
+    "profile": "trace: my_silu_",
+    "check": "nothing wrong",
+    "compile": "my_silu_bwd<float>",
+}
 pytestmark = pytest.mark.usefixtures("registry")
 
 
@@ -43,14 +48,24 @@ def test_two_commands_from_an_empty_folder_to_a_passing_test(folder, monkeypatch
         monkeypatch.chdir(folder / kind)
         name = f"my_{kind}"
         call("new", name, "--kind", kind)
-        assert sorted(p.name for p in Path().iterdir()) == ["README.md", f"bench_{name}.py", f"{name}.cu", f"{name}.py", f"test_{name}.py"]
+        assert sorted(p.name for p in Path().iterdir()) == [
+            "README.md",
+            f"bench_{name}.py",
+            f"{name}.cu",
+            f"{name}.py",
+            f"test_{name}.py",
+        ]
         assert not any("my_op" in p.read_text() for p in Path().iterdir())
     assert "15 passed" in run([sys.executable, "-m", "pytest", "-q", "-n", "0"], cwd=folder, env=env).stdout
-    assert _cpu_seconds() - before <= 90, "of a processor, for all three; the wall clock depends on what else runs"
+    assert _cpu_seconds() - before <= 90, (
+        "of a processor, for all three; the wall clock depends on what else runs"
+    )
     for kind in KINDS:
         source = folder / kind / f"my_{kind}.cu"
         source.write_text(source.read_text().replace("out[", "if (threadIdx.x) out[", 1))
-    failed = run([sys.executable, "-m", "pytest", "-q", "-n", "0", "--tb=no"], cwd=folder, env=env, ok=False).stdout
+    failed = run(
+        [sys.executable, "-m", "pytest", "-q", "-n", "0", "--tb=no"], cwd=folder, env=env, ok=False
+    ).stdout
     assert all(re.search(f"FAILED .*test_my_{kind}.py", failed) for kind in KINDS), failed
 
 
@@ -62,13 +77,17 @@ def test_commands_take_a_file(verb, folder):
     assert call(verb, "my_silu.py:my_silu", *sizes, *QUICK[verb])
 
 
-ROW_MAX = "__global__ void row_max(float* out, const float* x, int n) { out[blockIdx.x] = x[blockIdx.x * n]; }\n"
+ROW_MAX = (
+    "__global__ void row_max(float* out, const float* x, int n) { out[blockIdx.x] = x[blockIdx.x * n]; }\n"
+)
 
 
 def test_sim_takes_the_file_of_an_op(folder):
     call("new", "my_silu")
     text = (folder / "my_silu.py").read_text()
-    (folder / "my_silu.py").write_text(text.replace("cases=[(1,), (1023,), (64, 100)]", "dtypes=torch.float32, cases=[(5,)]"))
+    (folder / "my_silu.py").write_text(
+        text.replace("cases=[(1,), (1023,), (64, 100)]", "dtypes=torch.float32, cases=[(5,)]")
+    )
     out = call("sim", "my_silu.py").stdout
     assert "my_silu 5 float32" in out and "comparisons on the simulator, nothing wrong" in out
     assert "leave out KERNEL and --args" in refused("sim", "my_silu.py", "my_silu_fwd<float>")
@@ -78,17 +97,39 @@ def test_a_cu_file_is_compiled(folder):
     """What needs no Python: resources and machine code of kernels and of named instances."""
     (folder / "row_max.cu").write_text(ROW_MAX)
     call("new", "my_rms", "--kind", "row")
-    assert re.search(r"1 kernel for sm_80;.*\nkernel.*\n.*\nrow_max +\d+", call("compile", "row_max.cu", "--arch", "sm_80").stdout)
-    out = call("compile", "my_rms.cu", "--arch", "sm_90a", "--kernel", "my_rms_fwd<float>", "--kernel", "my_rms_bwd<double>").stdout
-    assert "2 kernels for sm_90a" in out and "my_rms_bwd<double>" in out and max(map(len, out.splitlines())) <= 80
-    assert "only templates: name an instance with --kernel 'my_rms_fwd<float>'" in refused("compile", "my_rms.cu")
-    assert "has no __global__ function 'foo'; it has row_max" in refused("compile", "row_max.cu", "--kernel", "foo")
+    assert re.search(
+        r"1 kernel for sm_80;.*\nkernel.*\n.*\nrow_max +\d+",
+        call("compile", "row_max.cu", "--arch", "sm_80").stdout,
+    )
+    out = call(
+        "compile",
+        "my_rms.cu",
+        "--arch",
+        "sm_90a",
+        "--kernel",
+        "my_rms_fwd<float>",
+        "--kernel",
+        "my_rms_bwd<double>",
+    ).stdout
+    assert (
+        "2 kernels for sm_90a" in out
+        and "my_rms_bwd<double>" in out
+        and max(map(len, out.splitlines())) <= 80
+    )
+    assert "only templates: name an instance with --kernel 'my_rms_fwd<float>'" in refused(
+        "compile", "my_rms.cu"
+    )
+    assert "has no __global__ function 'foo'; it has row_max" in refused(
+        "compile", "row_max.cu", "--kernel", "foo"
+    )
     assert "--kernel names a kernel of a .cu file" in refused("compile", "square", "--kernel", "foo")
     assert "--shape and --gpu are of ops" in refused("compile", "row_max.cu", "--shape", "3")
     assert "row_max.cu has kernels, but no reference" in refused("check", "row_max.cu")
     (folder / "row_max.cu").write_text(ROW_MAX.replace("x[block", "y[block"))
     out = call("compile", "row_max.cu", "--arch", "sm_90a", status=1).output
-    assert re.search(r'row_max\.cu\(1\): error: identifier "y" is undefined\n.*y\[blockIdx', out), "the source line is shown"
+    assert re.search(r'row_max\.cu\(1\): error: identifier "y" is undefined\n.*y\[blockIdx', out), (
+        "the source line is shown"
+    )
 
 
 def test_an_edited_file_is_read_again(folder):
@@ -103,7 +144,9 @@ def test_an_edited_file_is_read_again(folder):
 def test_a_benchmark_runs(folder):
     call("new", "my_silu", "--kind", "row")
     done = run(
-        [sys.executable, "bench_my_silu.py", "8", "64", "--seconds", "0.05", "--pass", "fwd"], cwd=folder, env=environment.with_cukern()
+        [sys.executable, "bench_my_silu.py", "8", "64", "--seconds", "0.05", "--pass", "fwd"],
+        cwd=folder,
+        env=environment.with_cukern(),
     )
     assert "my_silu fwd 8 x 64 float32" in done.stdout
 
@@ -154,7 +197,11 @@ def test_files_without_an_op(text, folder):
 @pytest.mark.parametrize(
     ("was", "becomes", "says"),
     [
-        ("x.numel()", "x.count_all()", "error: my_silu.py:19: AttributeError: 'Tensor' object has no attribute 'count_all'"),
+        (
+            "x.numel()",
+            "x.count_all()",
+            "error: my_silu.py:19: AttributeError: 'Tensor' object has no attribute 'count_all'",
+        ),
         (
             "(out, x, n,",
             "(out, x,",
@@ -167,7 +214,10 @@ def test_an_error_of_a_launch_names_its_line(was, becomes, says, folder):
     file = folder / "my_silu.py"
     file.write_text(file.read_text().replace(was, becomes, 1))
     assert says in refused("check", "my_silu.py", 8, "--dtype", "f")
-    assert "No such file or directory: " in (missing := refused("compile", "absent.cu")) and "Errno" not in missing
+    assert (
+        "No such file or directory: " in (missing := refused("compile", "absent.cu"))
+        and "Errno" not in missing
+    )
 
 
 def test_names_of_files_and_ops(folder):
@@ -180,7 +230,9 @@ def test_names_of_files_and_ops(folder):
     text = (folder / "my_silu.py").read_text()
     other = text.replace('"my_silu"', '"one"')
     (folder / "two.py").write_text(text + other[other.index("my_silu = ") :])
-    assert "two.py must have one op, or name one: two.py:NAME; its ops: my_silu, one" in refused("check", "two.py")
+    assert "two.py must have one op, or name one: two.py:NAME; its ops: my_silu, one" in refused(
+        "check", "two.py"
+    )
     call("compile", "two.py:my_silu", "--arch", "sm_90a")
 
 
@@ -189,5 +241,7 @@ def test_a_missing_kernel_is_named(folder):
     call("new", "my_silu")
     text = (folder / "my_silu.py").read_text()
     (folder / "my_silu.py").write_text(text.replace('"my_silu_fwd"', '"my_silu_forward"'))
-    assert "has no __global__ function 'my_silu_forward'; it has my_silu_fwd, my_silu_bwd" in refused("check", "my_silu.py", 100)
+    assert "has no __global__ function 'my_silu_forward'; it has my_silu_fwd, my_silu_bwd" in refused(
+        "check", "my_silu.py", 100
+    )
     assert not torch.cuda.is_available()

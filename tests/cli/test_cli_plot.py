@@ -16,11 +16,37 @@ from cukern.bench import plot as pictures
 FACTS = {"dirty": False, "driver": "1", "torch": "2.11", "cupy": "14", "nvrtc": "13"}
 
 
-def line(op="softmax", version="v1", pass_="fwd", shape=(8, 64), provider="cukern", us=2.0, commit="aaaa1111", gpu="NVIDIA A", day=1):
+def line(
+    op="softmax", version="v1", pass_="fwd", shape=(8, 64), provider="cukern", us=2.0, commit="aaaa1111",
+    gpu="NVIDIA A", day=1,
+):  # fmt: skip
     bytes_ = 8 * shape[0] * shape[1]
-    measured = {"op": op, "version": version, "pass": pass_, "shape": shape, "dtype": "float32", "provider": provider, "median_us": us}
-    derived = {"iqr_us": 0.1, "bytes": bytes_, "flops": 10, "tbps": bytes_ / us * 1e-6, "tflops": 1e-5 / us, "of_limit": 0.5, "error": None}
-    return {**measured, **derived, "commit": commit, "gpu": gpu, "date": f"2026-01-{day:02}T00:00:00+00:00", **FACTS}
+    measured = {
+        "op": op,
+        "version": version,
+        "pass": pass_,
+        "shape": shape,
+        "dtype": "float32",
+        "provider": provider,
+        "median_us": us,
+    }
+    derived = {
+        "iqr_us": 0.1,
+        "bytes": bytes_,
+        "flops": 10,
+        "tbps": bytes_ / us * 1e-6,
+        "tflops": 1e-5 / us,
+        "of_limit": 0.5,
+        "error": None,
+    }
+    return {
+        **measured,
+        **derived,
+        "commit": commit,
+        "gpu": gpu,
+        "date": f"2026-01-{day:02}T00:00:00+00:00",
+        **FACTS,
+    }
 
 
 @pytest.fixture
@@ -32,25 +58,43 @@ def folder(tmp_path, monkeypatch):
         for pass_ in ("fwd", "bwd"):
             for columns in (64, 128, 256):
                 options = {"pass_": pass_, "shape": (8, columns), "commit": commit, "day": day}
-                rows += [line(version="v1", us=4 * factor, **options), line(version="v2", us=2 * factor, **options)]
+                rows += [
+                    line(version="v1", us=4 * factor, **options),
+                    line(version="v2", us=2 * factor, **options),
+                ]
                 rows += [line(version="", provider=p, us=3.0, **options) for p in ("torch", "copy")]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
-    (tmp_path / "b.jsonl").write_text("".join(json.dumps({**r, "gpu": "NVIDIA B", "median_us": 3 * r["median_us"]}) + "\n" for r in rows))
+    (tmp_path / "b.jsonl").write_text(
+        "".join(json.dumps({**r, "gpu": "NVIDIA B", "median_us": 3 * r["median_us"]}) + "\n" for r in rows)
+    )
     return tmp_path
 
 
 def texts(figure):
-    return [t.get_text() for axes in figure.axes for t in (axes.title, axes._left_title, axes.xaxis.label, axes.yaxis.label)]
+    return [
+        t.get_text()
+        for axes in figure.axes
+        for t in (axes.title, axes._left_title, axes.xaxis.label, axes.yaxis.label)
+    ]
 
 
 def test_lines_over_the_size_that_differs(folder):
     rows = [one.row for one in record.newest(record.read(folder / "a.jsonl"))]
     figure = pictures.drawn(rows, "NVIDIA A")
-    assert "softmax fwd float32, ROWS 8, NVIDIA A" in texts(figure) and "COLUMNS" in texts(figure) and "TB/s" in texts(figure)
-    curves = {curve.get_label(): (list(curve.get_xdata()), list(curve.get_ydata())) for curve in figure.axes[0].get_lines()}
+    assert (
+        "softmax fwd float32, ROWS 8, NVIDIA A" in texts(figure)
+        and "COLUMNS" in texts(figure)
+        and "TB/s" in texts(figure)
+    )
+    curves = {
+        curve.get_label(): (list(curve.get_xdata()), list(curve.get_ydata()))
+        for curve in figure.axes[0].get_lines()
+    }
     assert set(curves) == {"cukern v1", "cukern v2", "torch", "limit: a copy of the same bytes"}
     xs, ys = curves["cukern v2"]
-    assert xs == [64, 128, 256] and ys == pytest.approx([8 * 8 * n / 1e6 for n in (64, 128, 256)]), "the newest commit: 1 us"
+    assert xs == [64, 128, 256] and ys == pytest.approx([8 * 8 * n / 1e6 for n in (64, 128, 256)]), (
+        "the newest commit: 1 us"
+    )
     few = pictures.drawn([r for r in rows if r.shape == (8, 64)], "NVIDIA A")
     assert "softmax fwd 8x64 float32 on NVIDIA A" in texts(few) and len(few.axes[0].patches) == 4
     pictures.save(figure, folder / "x.svg")
@@ -58,25 +102,38 @@ def test_lines_over_the_size_that_differs(folder):
 
 
 def test_lines_of_shapes_that_differ_in_one_size(folder):
-    """Of shapes that differ in several sizes, those are drawn that have only one size on the axis. Legends begin with cukern."""
+    """Of shapes that differ in several sizes, those are drawn that have only one size on the axis. Legends
+    begin with cukern."""
     shapes = [(8, 64), (8, 128), (8, 256), (16, 64), (16, 128), (32, 32)]
     rows = [
-        line(provider=p, version=v, shape=s) for s in shapes for p, v in (("copy", ""), ("torch", ""), ("cukern", "v10"), ("cukern", "v2"))
+        line(provider=p, version=v, shape=s)
+        for s in shapes
+        for p, v in (("copy", ""), ("torch", ""), ("cukern", "v10"), ("cukern", "v2"))
     ]
     (folder / "c.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     figure = pictures.drawn([one.row for one in record.read(folder / "c.jsonl")], "X")
     assert "softmax fwd float32, ROWS 8, X" in texts(figure)
     curves = figure.axes[0].get_lines()
-    assert [c.get_label() for c in curves] == ["cukern v2", "cukern v10", "torch", "limit: a copy of the same bytes"]
+    assert [c.get_label() for c in curves] == [
+        "cukern v2",
+        "cukern v10",
+        "torch",
+        "limit: a copy of the same bytes",
+    ]
     assert all(list(c.get_xdata()) == [64, 128, 256] for c in curves)
     pictures.save(figure, folder / "x.svg")
     assert pictures._ticks([1, 2, 2.01, 1024]) == [1, 2, 1024]
 
 
 def test_points_of_shapes_that_differ_in_several_sizes(folder):
-    """They are not connected. An op that is measured next to a copy is drawn in TB/s, however many operations it does."""
+    """They are not connected. An op that is measured next to a copy is drawn in TB/s, however many operations
+    it does."""
     shapes, providers = ((1, 8), (2, 64), (3, 512)), (("copy", ""), ("cukern", "v2"))
-    rows = [{**line(provider=p, version=v, shape=s), "flops": 10**6, "tflops": 1.0} for s in shapes for p, v in providers]
+    rows = [
+        {**line(provider=p, version=v, shape=s), "flops": 10**6, "tflops": 1.0}
+        for s in shapes
+        for p, v in providers
+    ]
     (folder / "c.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     figure = pictures.drawn([one.row for one in record.read(folder / "c.jsonl")], "X")
     own, copy = figure.axes[0].get_lines()
@@ -94,7 +151,11 @@ def test_each_op_of_a_roofline_has_its_own_mark(folder):
 
 
 def test_only_the_newest_of_many_versions_is_a_line(folder):
-    text = "".join(json.dumps(line(version=f"v{v}", shape=(8, n), us=1.0)) + "\n" for v in range(1, 12) for n in (1, 2, 3))
+    text = "".join(
+        json.dumps(line(version=f"v{v}", shape=(8, n), us=1.0)) + "\n"
+        for v in range(1, 12)
+        for n in (1, 2, 3)
+    )
     (folder / "c.jsonl").write_text(text)
     figure = pictures.drawn([one.row for one in record.read(folder / "c.jsonl")], "X")
     assert [curve.get_label() for curve in figure.axes[0].get_lines()] == ["cukern v11"]
@@ -109,14 +170,34 @@ def test_plot_of_recorded_results(folder):
 
 
 def test_bench_draws_lines_into_a_folder(tmp_path):
-    out = call("bench", "rope", 1, 8, 2, 8, "--over", "S=4,8,16", "--only", "torch", "--seconds", "0.03", "--plot", tmp_path).stdout
+    out = call(
+        "bench",
+        "rope",
+        1,
+        8,
+        2,
+        8,
+        "--over",
+        "S=4,8,16",
+        "--only",
+        "torch",
+        "--seconds",
+        "0.03",
+        "--plot",
+        tmp_path,
+    ).stdout
     assert sorted(p.name for p in tmp_path.iterdir()) == ["rope_bw.png", "rope_fw.png"]
     assert out.count("rope fwd") == 3 and all(f"1 x {s} x 2 x 8" in out for s in (4, 8, 16))
 
 
 def test_compare_two_gpus_and_two_commits(folder):
     out = call("compare", "a.jsonl", "b.jsonl").stdout
-    assert "A: NVIDIA A" in out and "B: NVIDIA B" in out and "12 in common" in out and re.search(r"softmax +12 +3\.000", out)
+    assert (
+        "A: NVIDIA A" in out
+        and "B: NVIDIA B" in out
+        and "12 in common" in out
+        and re.search(r"softmax +12 +3\.000", out)
+    )
     out = call("compare", "a.jsonl@aaaa", "a.jsonl@bbbb", "--most", 1, "--peers", "--plot", "x.png").stdout
     assert "24 in common" in out and re.search(r"softmax +12 +0\.500", out) and (folder / "x.png").is_file()
     assert all(len(row) <= 80 for row in out.splitlines() if "x.png" not in row)
@@ -134,7 +215,8 @@ REFUSED = {
     "compare a.jsonl@cccc b.jsonl": "a.jsonl has no results of commit 'cccc'",
     "compare a.jsonl b.jsonl --op rope": "have no measurement in common of 'rope'",
     "report --op rope": "no recorded result of 'rope'",
-    "bench rope 1 8 2 8 --over Q=1,2": "--over must be one of B, S, H, D with its values, such as B=512,1024,2048, got 'Q=1,2'",
+    "bench rope 1 8 2 8 --over Q=1,2": "--over must be one of B, S, H, D with its values, such as "
+    "B=512,1024,2048, got 'Q=1,2'",
     "bench rope 1 8 2 8 --over S=1,x": "got 'S=1,x'",
     "bench rope 1 8 2 8 --over S=1 --host": "--over is for device times",
 }
@@ -159,7 +241,12 @@ def test_report_is_one_page_that_loads_nothing(folder):
     assert len(ids) == len(set(ids)) and {m for m in re.findall(r'href="#([^"]+)"', page)} <= set(ids)
 
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome", "headless_shell"))), None)
+CHROMIUM = next(
+    filter(
+        None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome", "headless_shell"))
+    ),
+    None,
+)
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs chromium or google-chrome on the PATH")
@@ -168,11 +255,24 @@ def test_report_in_a_browser(folder):
     from matplotlib import image
 
     call("report", "--out", "page.html")
-    options = ["--headless", "--no-sandbox", "--disable-gpu", "--window-size=1000,1400", f"--user-data-dir={folder / 'profile'}"]
+    options = [
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--window-size=1000,1400",
+        f"--user-data-dir={folder / 'profile'}",
+    ]
     page = (folder / "page.html").as_uri()
-    dom = subprocess.run([CHROMIUM, *options, "--dump-dom", page], capture_output=True, text=True, timeout=60).stdout
+    dom = subprocess.run(
+        [CHROMIUM, *options, "--dump-dom", page], capture_output=True, text=True, timeout=60
+    ).stdout
     assert dom.count("<svg") == 6 and dom.count("<h3") == 2 and "NVIDIA B" in dom
-    subprocess.run([CHROMIUM, *options, f"--screenshot={folder / 'page.png'}", page], capture_output=True, timeout=60, check=True)
+    subprocess.run(
+        [CHROMIUM, *options, f"--screenshot={folder / 'page.png'}", page],
+        capture_output=True,
+        timeout=60,
+        check=True,
+    )
     assert image.imread(folder / "page.png").std() > 0.05
 
 

@@ -15,14 +15,36 @@ from cukern.runtime.registry import CASES
 
 QUICK = ("--wait", 0, "--warmup", 1, "--active", 2)
 SHORT = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
-COLUMNS = ["ID", "Kernel Name", *nsight._METRICS[:6], *map(SHORT.format, ("long_scoreboard", "barrier", "selected"))]
+COLUMNS = [
+    "ID",
+    "Kernel Name",
+    *nsight._METRICS[:6],
+    *map(SHORT.format, ("long_scoreboard", "barrier", "selected")),
+]
 UNITS = ["", "", "ns", "byte/s", "%", "%", "%", "register/thread", "inst", "inst", "inst"]
-FAST = ["0", "void square_v2<float, 4>(float*, const float*, long long)", "502,500", "4.27e+12", "91.5", "20", "85", "22", "30", "10", "1"]
+FAST = [
+    "0",
+    "void square_v2<float, 4>(float*, const float*, long long)",
+    "502,500",
+    "4.27e+12",
+    "91.5",
+    "20",
+    "85",
+    "22",
+    "30",
+    "10",
+    "1",
+]
 SLOW = ["1", "square_v2_bwd", "1000", "1e11", "12", "9", "11", "40", "1", "3", "1"]
 
 
 @pytest.mark.parametrize(
-    ("peer", "shown"), [("torch", "aten::square" if DEVICE == "cpu" else "aten::pow"), ("a*a", "aten::mul"), ("a**2", "aten::pow")]
+    ("peer", "shown"),
+    [
+        ("torch", "aten::square" if DEVICE == "cpu" else "aten::pow"),
+        ("a*a", "aten::mul"),
+        ("a**2", "aten::pow"),
+    ],
 )
 def test_a_peer_is_profiled(peer, shown, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -32,7 +54,9 @@ def test_a_peer_is_profiled(peer, shown, tmp_path, monkeypatch):
 
 
 def test_stderr_has_no_log_of_torch(tmp_path):
-    command = [sys.executable, "-m", "cukern", "profile", "square", "8", "--version", "torch", *map(str, QUICK)]
+    command = [
+        sys.executable, "-m", "cukern", "profile", "square", "8", "--version", "torch", *map(str, QUICK),
+    ]  # fmt: skip
     assert "Profiler" not in run(command, cwd=tmp_path, env=environment.with_cukern()).stderr
 
 
@@ -43,7 +67,10 @@ def test_a_peer_that_does_not_run_here():
 
 def test_each_repetition_is_a_trace(tmp_path):
     out = call("profile", "square", 8, *QUICK, "--repeat", 3, "--out", tmp_path / "x.json").stdout
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["x-2.json", "x-3.json", "x.json"] and "time in 6 steps" in out
+    assert (
+        sorted(p.name for p in tmp_path.iterdir()) == ["x-2.json", "x-3.json", "x.json"]
+        and "time in 6 steps" in out
+    )
     call("profile", "square", 8, *QUICK, "--repeat", 2, "--tensorboard", tmp_path / "board")
     board = [p.name for p in (tmp_path / "board").iterdir()]
     assert len(board) == 2 and all(name.endswith(".pt.trace.json") for name in board)

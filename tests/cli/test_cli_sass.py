@@ -39,11 +39,17 @@ def test_instructions_by_kind_and_line():
 def test_source_lines_fit_the_terminal(monkeypatch, tmp_path):
     """The column of the text is cut, not those before it."""
     file = tmp_path / "a.cu"
-    file.write_text(f"__global__ void k(float* x) {{\n    x[0] = 1;\n    x[1] = {' + '.join('1' * 40)};\n}}\n")
+    file.write_text(
+        f"__global__ void k(float* x) {{\n    x[0] = 1;\n    x[1] = {' + '.join('1' * 40)};\n}}\n"
+    )
     monkeypatch.setattr(sass, "disassembler", lambda: "")
     monkeypatch.setattr(sass, "disassembled", lambda program, code: LISTING)
     out = call("sass", file).stdout
-    assert "source line  instructions  text" in out and "a.cu:3 " in out and max(map(len, out.splitlines())) <= 80
+    assert (
+        "source line  instructions  text" in out
+        and "a.cu:3 " in out
+        and max(map(len, out.splitlines())) <= 80
+    )
 
 
 def test_without_nvdisasm_the_cure_is_named(monkeypatch):
@@ -63,7 +69,11 @@ def nvdisasm():
 
 def test_kernels_of_a_cu_file(nvdisasm, tmp_path):
     file = tmp_path / "twice.cu"
-    file.write_text("template <typename T>\n__global__ void twice(T* x) {\n    x[threadIdx.x] *= 2;  // " + "a long comment " * 9 + "\n}\n")
+    file.write_text(
+        "template <typename T>\n__global__ void twice(T* x) {\n    x[threadIdx.x] *= 2;  // "
+        + "a long comment " * 9
+        + "\n}\n"
+    )
     out = call("sass", file, "--kernel", "twice<float>", "--arch", "sm_90a").stdout
     assert "twice<float> for sm_90a" in out and "twice.cu:3" in out and "x[threadIdx.x] *= 2;" in out
     assert all(len(row) <= 80 for row in out.splitlines())

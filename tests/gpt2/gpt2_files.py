@@ -1,4 +1,5 @@
-"""llm.c's files written with struct from the specification, not by cukern.gpt2; small tensors to fill them; full disks and kills."""
+"""llm.c's files written with struct from the specification, not by cukern.gpt2; small tensors to fill them;
+full disks and kills."""
 
 import builtins
 import os
@@ -55,7 +56,8 @@ def raws(parameters):
 
 
 def full_disk(monkeypatch, room):
-    """Every file opened for writing fails with ENOSPC after `room` bytes, as on a full disk: what fits has been written."""
+    """Every file opened for writing fails with ENOSPC after `room` bytes, as on a full disk: what fits has
+    been written."""
 
     class File:
         def __init__(self, file):

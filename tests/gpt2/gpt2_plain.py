@@ -1,4 +1,5 @@
-"""GPT-2 in plain torch, written from the specification and not by cukern.gpt2, and the debug states that it makes."""
+"""GPT-2 in plain torch, written from the specification and not by cukern.gpt2, and the debug states that it
+makes."""
 
 import math
 
@@ -36,11 +37,16 @@ def forward(w, tokens, heads, V):
     x = embedding(tokens, w["wte"]) + w["wpe"][:T]
     for i in range(w["ln1w"].shape[0]):
         y = layer_norm(x, (C,), w["ln1w"][i], w["ln1b"][i], 1e-5)
-        q, k, v = (z.view(B, T, heads, C // heads).transpose(1, 2) for z in linear(y, w["qkvw"][i], w["qkvb"][i]).split(C, -1))
+        q, k, v = (
+            z.view(B, T, heads, C // heads).transpose(1, 2)
+            for z in linear(y, w["qkvw"][i], w["qkvb"][i]).split(C, -1)
+        )
         weights = torch.softmax((q @ k.mT / math.sqrt(C // heads)).masked_fill(hidden, -math.inf), -1)
         x = x + linear((weights @ v).transpose(1, 2).reshape(B, T, C), w["attprojw"][i], w["attprojb"][i])
         y = layer_norm(x, (C,), w["ln2w"][i], w["ln2b"][i], 1e-5)
-        x = x + linear(gelu(linear(y, w["fcw"][i], w["fcb"][i]), approximate="tanh"), w["fcprojw"][i], w["fcprojb"][i])
+        x = x + linear(
+            gelu(linear(y, w["fcw"][i], w["fcb"][i]), approximate="tanh"), w["fcprojw"][i], w["fcprojb"][i]
+        )
     return linear(layer_norm(x, (C,), w["lnfw"], w["lnfb"], 1e-5), w["wte"])[..., :V]
 
 
@@ -52,8 +58,11 @@ def step(w, x, y, c):
     return logits.detach(), loss.item()
 
 
-def reference(c: Config, B: int, T: int, device="cpu", steps=10) -> tuple[dict, DebugState, list[float], list[float]]:
-    """Seed-42 weights, the debug state of a random batch, and the losses of tests A and B of llm.c, as section 6 describes them."""
+def reference(
+    c: Config, B: int, T: int, device="cpu", steps=10
+) -> tuple[dict, DebugState, list[float], list[float]]:
+    """Seed-42 weights, the debug state of a random batch, and the losses of tests A and B of llm.c, as
+    section 6 describes them."""
     weights = random_weights(c)
     x, y = torch.randint(c.vocab_size, (2, B, T), generator=torch.Generator().manual_seed(1)).to(device)
     state, tables = None, []
@@ -64,7 +73,9 @@ def reference(c: Config, B: int, T: int, device="cpu", steps=10) -> tuple[dict, 
         for _ in range(steps):
             adamw.zero_grad()
             logits, loss = step(w, x, y, c)
-            state = state or DebugState(x.cpu(), y.cpu(), logits.cpu(), loss, {name: w[name].grad.cpu().clone() for name in NAMES})
+            state = state or DebugState(
+                x.cpu(), y.cpu(), logits.cpu(), loss, {name: w[name].grad.cpu().clone() for name in NAMES}
+            )
             losses.append(loss)
             if clip:
                 norm = torch.stack([p.grad.norm() for p in w.values()]).norm()

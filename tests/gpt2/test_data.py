@@ -1,4 +1,5 @@
-"""Token shards against bytes from the specification; the loader against a model of llm.c's in plain Python; tokenisation; refusals."""
+"""Token shards against bytes from the specification; the loader against a model of llm.c's in plain Python;
+tokenisation; refusals."""
 
 import itertools
 import struct
@@ -9,7 +10,16 @@ import pytest
 import torch
 from gpt2_files import Killed, full_disk, header, kill_before_rename
 
-from cukern.gpt2.data import DataLoader, LoaderState, Mt19937, read_shard, shard_length, tokenize, write_shard, write_shards
+from cukern.gpt2.data import (
+    DataLoader,
+    LoaderState,
+    Mt19937,
+    read_shard,
+    shard_length,
+    tokenize,
+    write_shard,
+    write_shards,
+)
 
 # ---- shards
 
@@ -56,7 +66,11 @@ def test_refused_shards(tmp_path, content, message, read):
         (np.array([-1, 5]), ValueError, "expected tokens from 0 to 65535; found -1 to 5"),
         (np.array([0.5]), TypeError, "expected tokens of an integer dtype; found float64"),
         (np.array([], np.uint16), ValueError, "expected 1 to 1073741311 tokens .*; found 0"),
-        (np.broadcast_to(np.uint16(1), 1073741312), ValueError, "expected 1 to 1073741311 tokens .*; found 1073741312"),
+        (
+            np.broadcast_to(np.uint16(1), 1073741312),
+            ValueError,
+            "expected 1 to 1073741311 tokens .*; found 1073741312",
+        ),
     ],
 )
 def test_refused_tokens(tmp_path, tokens, error, message):
@@ -127,7 +141,9 @@ def test_plain_mt_is_the_published_one():
     assert [rng.draw() for _ in range(3)] == [4053805790, 2173880614, 380293709]
 
 
-@pytest.mark.parametrize("counts", [(), (1,), (2,), (75, 2, 1, 300), (624,), (625,), (626,), (1249,), (3000, 7)])
+@pytest.mark.parametrize(
+    "counts", [(), (1,), (2,), (75, 2, 1, 300), (624,), (625,), (626,), (1249,), (3000, 7)]
+)
 def test_permutations_and_struct_of_mt19937(counts):
     ours, plain = Mt19937(42), PlainMt(42)
     for count in counts:
@@ -264,7 +280,11 @@ def test_refused_states(tmp_path):
         (loader, plain.state(), "shuffle=True; found shuffle=False"),
         (loader, LoaderState(0, 0, (np.arange(3), samples, rng)), "a loader state of 2 shards; found 3"),
         (loader, LoaderState(2, 0, good.shuffle), "a shard from 0 to 1; found 2"),
-        (loader, LoaderState(0, 0, (order, np.arange(9), rng)), f"a loader state of {len(samples)} samples; found 9"),
+        (
+            loader,
+            LoaderState(0, 0, (order, np.arange(9), rng)),
+            f"a loader state of {len(samples)} samples; found 9",
+        ),
         (loader, LoaderState(0, 9, good.shuffle), f"a sample from 0 to {len(samples)}; found 9"),
         (plain, LoaderState(0, 4), "a sample from 0 to 3; found 4"),
         (loader, LoaderState(0, 0, (order, samples, bytes(2520))), "constants"),
@@ -278,7 +298,10 @@ def test_refused_states(tmp_path):
 
 def test_refused_loaders(tmp_path):
     _, pattern = write_files(tmp_path, [24, 25])
-    with pytest.raises(ValueError, match=r"text_000000.bin: expected at least num_processes \* B \* T \+ 1 = 25 tokens; found 24"):
+    with pytest.raises(
+        ValueError,
+        match=r"text_000000.bin: expected at least num_processes \* B \* T \+ 1 = 25 tokens; found 24",
+    ):
         DataLoader(pattern, 3, 4, num_processes=2)
     assert DataLoader(tmp_path / "text_000001.bin", 3, 4, num_processes=2).num_samples == 1
     with pytest.raises(FileNotFoundError, match=r"expected files that match '.*nothing.*'; found none"):
@@ -296,7 +319,9 @@ def test_refused_tokens_of_a_batch(tmp_path):
     loader = DataLoader(tmp_path / "a", 1, 5, vocab_size=300)
     loader.next_batch()
     loader.next_batch()
-    with pytest.raises(ValueError, match="a: expected tokens below the vocabulary size 300; found 300 at token 11"):
+    with pytest.raises(
+        ValueError, match="a: expected tokens below the vocabulary size 300; found 300 at token 11"
+    ):
         loader.next_batch()
     assert DataLoader(tmp_path / "a", 4, 5, vocab_size=301).next_batch()[0].max() == 300
 
@@ -339,7 +364,11 @@ def test_gpt2_tokens(monkeypatch):
     monkeypatch.setitem(sys.modules, "tiktoken", FakeTiktoken())
     tokens, tokenizer = tokenize(["ab", "c"], "gpt2")
     assert tokens.dtype == np.uint16 and tokens.tolist() == [50256, 97, 98, 50256, 99]
-    assert len(tokenizer.tokens) == 50257 and tokenizer.eot == 50256 and tokenizer.decode([5, 50256]) == "5 50256 "
+    assert (
+        len(tokenizer.tokens) == 50257
+        and tokenizer.eot == 50256
+        and tokenizer.decode([5, 50256]) == "5 50256 "
+    )
 
 
 def test_refused_encodings(monkeypatch):

@@ -1,4 +1,5 @@
-"""HellaSwag's file against bytes from the specification, accuracy against a loop, and the mean loss of batches that start again."""
+"""HellaSwag's file against bytes from the specification, accuracy against a loop, and the mean loss of
+batches that start again."""
 
 import struct
 
@@ -51,7 +52,8 @@ def test_hellaswag_is_read(tmp_path):
 
 
 def changed(position, value, example=0):
-    """The file with another word, counted from the start of an example; its parts have 1, 2, 1, 1, 1 tokens."""
+    """The file with another word, counted from the start of an example; its parts have 1, 2, 1, 1, 1
+    tokens."""
     data = bytearray(file_of([(2, [7], [[8, 9], [1], [2], [3]])] * 2))
     struct.pack_into("<H", data, 1024 + 32 * example + 2 * position, value)
     return bytes(data)
@@ -64,12 +66,22 @@ GOOD = file_of([(2, [7], [[8, 9], [1], [2], [3]])] * 2)
     "data, message",
     [
         (GOOD[:-1], r"a file of 16-bit words; found 1087 bytes"),
-        (GOOD[:-2], r"example 1, byte 1056: expected a size from 12 to 200, that of the longest, in the file; found 32"),
+        (
+            GOOD[:-2],
+            r"example 1, byte 1056: expected a size from 12 to 200, that of the longest, in the file; found "
+            r"32",
+        ),
         (GOOD[:1056], r"example 1, byte 1056: expected 2 examples; found the end of the file"),
         (GOOD + b"\0\0", "1088 bytes, for 2 examples; found 1090"),
         (file_of(drawn(2), longest=20), "a size from 12 to 20, that of the longest, in the file; found"),
-        (changed(0, 1), r"byte 1024: expected 65535, a size, 0, a label below 4, 4; found \[1, 32, 0, 2, 4\]"),
-        (changed(2, 0, 1), r"byte 1056: expected 65535, a size, 1, a label below 4, 4; found \[65535, 32, 0, 2, 4\]"),
+        (
+            changed(0, 1),
+            r"byte 1024: expected 65535, a size, 0, a label below 4, 4; found \[1, 32, 0, 2, 4\]",
+        ),
+        (
+            changed(2, 0, 1),
+            r"byte 1056: expected 65535, a size, 1, a label below 4, 4; found \[65535, 32, 0, 2, 4\]",
+        ),
         (changed(3, 4), r"found \[65535, 32, 0, 4, 4\]"),
         (changed(4, 3), r"found \[65535, 32, 0, 2, 3\]"),
         (changed(1, 0), "a size from 12 to 200, that of the longest, in the file; found 0"),
@@ -99,7 +111,9 @@ def test_accuracy_is_that_of_a_loop(batch, tmp_path):
         for completion in completions:
             logits = forward(w, torch.tensor([context + completion]), 2, 100)[0]
             n = len(context)
-            losses.append(cross_entropy(logits[n - 1 : n - 1 + len(completion)], torch.tensor(completion)).item())
+            losses.append(
+                cross_entropy(logits[n - 1 : n - 1 + len(completion)], torch.tensor(completion)).item()
+            )
         right += losses.index(min(losses)) == label
     assert hellaswag_accuracy(model(), read_hellaswag(path), batch) == (right, 25) and 0 < right < 25
 
@@ -124,7 +138,9 @@ def test_validation_loss_wraps_around(tmp_path):
     loader.next_batch()  # it starts from the beginning all the same
     assert validation_loss(model(), loader) == pytest.approx(sum(losses) / 3, abs=1e-6)
     assert validation_loss(model(), loader, 1) == pytest.approx(losses[0], abs=1e-6)
-    assert validation_loss(model(), loader, 5) == pytest.approx((2 * losses[0] + 2 * losses[1] + losses[2]) / 5, abs=1e-6)
+    assert validation_loss(model(), loader, 5) == pytest.approx(
+        (2 * losses[0] + 2 * losses[1] + losses[2]) / 5, abs=1e-6
+    )
     with pytest.raises(ValueError, match="at least 0 batches; found -1"):
         validation_loss(model(), loader, -1)
     assert np.isnan(validation_loss(model(), loader, 0))

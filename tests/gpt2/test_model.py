@@ -1,4 +1,5 @@
-"""The model against a plain torch GPT-2: logits, loss, every gradient, each kernel of the fork of llm.c, tests A and B, and refusals."""
+"""The model against a plain torch GPT-2: logits, loss, every gradient, each kernel of the fork of llm.c,
+tests A and B, and refusals."""
 
 import gc
 import itertools
@@ -44,7 +45,10 @@ def gradient_errors(model, state):
     """The relative L2 error of each gradient."""
     found = model.gradients_by_name()
     assert list(found) == NAMES
-    return {name: ((g.cpu() - state.gradients[name]).norm() / state.gradients[name].norm()).item() for name, g in found.items()}
+    return {
+        name: ((g.cpu() - state.gradients[name]).norm() / state.gradients[name].norm()).item()
+        for name, g in found.items()
+    }
 
 
 # ---- weights
@@ -62,7 +66,9 @@ def test_weights_are_those_of_seed_42():
 
 
 def test_matrices_that_end_a_branch_are_smaller():
-    w = made(Config(max_seq_len=8, vocab_size=100, num_layers=8, num_heads=2, channels=64)).parameters_by_name()
+    w = made(
+        Config(max_seq_len=8, vocab_size=100, num_layers=8, num_heads=2, channels=64)
+    ).parameters_by_name()
     stds = {name: w[name].std().item() for name in ("qkvw", "fcw", "attprojw", "fcprojw")}
     assert stds == pytest.approx({"qkvw": 0.02, "fcw": 0.02, "attprojw": 0.005, "fcprojw": 0.005}, rel=0.02)
 
@@ -76,10 +82,15 @@ def test_parameters_by_name_are_loaded_back():
         assert same_bits(one.parameters_by_name()[name], parameters[name])
         assert same_bits(two.parameters_by_name()[name], parameters[name].bfloat16())
     assert sum(p.numel() for p in one.parameters()) == SMALL.num_parameters
-    assert all(g.shape == parameters[name].shape and not g.any() for name, g in one.gradients_by_name().items())
+    assert all(
+        g.shape == parameters[name].shape and not g.any() for name, g in one.gradients_by_name().items()
+    )
 
 
-@pytest.mark.parametrize("spoil", [lambda w: w.pop("fcb"), lambda w: w.update(more=w["fcb"]), lambda w: w.update(wpe=w["wpe"][:-1])])
+@pytest.mark.parametrize(
+    "spoil",
+    [lambda w: w.pop("fcb"), lambda w: w.update(more=w["fcb"]), lambda w: w.update(wpe=w["wpe"][:-1])],
+)
 def test_other_parameters_are_refused_before_any_is_written(spoil):
     model, parameters = made(), {name: torch.ones(shape) for name, shape in TINY.shapes.items()}
     before = model.parameters_by_name()
@@ -98,7 +109,10 @@ def test_only_matrices_decay():
 
 
 def test_sizes_of_descriptors():
-    assert config_of("d12") == config_of("gpt2:d12") == Config() and config_of("d12").num_parameters == 124_475_904
+    assert (
+        config_of("d12") == config_of("gpt2:d12") == Config()
+        and config_of("d12").num_parameters == 124_475_904
+    )
     assert config_of("d48").sizes == (1024, 50257, 48, 25, 1600, 50304)
     assert config_of("gpt3:c768").sizes == (2048, 50257, 12, 12, 768, 50304)
     assert config_of("gpt3:c2560").sizes == (2048, 50257, 32, 32, 2560, 50304)
@@ -111,7 +125,11 @@ def test_sizes_of_descriptors():
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("options", [{}, {"attention": "v1"}, {"attention": "sdpa"}, {"attention": "v2", "matmul": "cublas"}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"attention": "v1"}, {"attention": "sdpa"}, {"attention": "v2", "matmul": "cublas"}],
+    ids=str,
+)
 def test_logits_loss_and_gradients_are_those_of_plain_torch(device, options):
     weights = random_weights(SMALL)
     x, y = batch(SMALL, 2, 9)
@@ -143,7 +161,9 @@ def test_two_runs_give_the_same_bits_and_gradients_add_up():
         torch.testing.assert_close(g, 2 * found[0][name], rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("device, dtype", [("cpu", torch.float16), pytest.param(DEVICE, torch.bfloat16, marks=kernels)])
+@pytest.mark.parametrize(
+    "device, dtype", [("cpu", torch.float16), pytest.param(DEVICE, torch.bfloat16, marks=kernels)]
+)
 def test_half_precision(device, dtype):
     x, y = batch(TINY, device=device)
     exact, model = made(device=device), made(device=device, dtype=dtype)
@@ -153,7 +173,9 @@ def test_half_precision(device, dtype):
     assert found.dtype == torch.float32 and found.item() == pytest.approx(expected.item(), rel=1e-2)
     for name, g in model.gradients_by_name().items():
         truth = exact.gradients_by_name()[name].flatten()
-        assert g.dtype == dtype and torch.nn.functional.cosine_similarity(g.float().flatten(), truth, 0) >= 0.99, name
+        assert (
+            g.dtype == dtype and torch.nn.functional.cosine_similarity(g.float().flatten(), truth, 0) >= 0.99
+        ), name
         assert g.float().norm().item() == pytest.approx(truth.norm().item(), rel=0.05), name
 
 
@@ -172,7 +194,11 @@ def test_a_cache_changes_no_logits(device, parts, attention):
 @kernels
 def test_a_token_after_many_is_decoded():
     """By the kernel for few queries, in a 16-bit type."""
-    model = made(Config(max_seq_len=160, vocab_size=60, num_layers=1, num_heads=2, channels=32), DEVICE, dtype=torch.bfloat16)
+    model = made(
+        Config(max_seq_len=160, vocab_size=60, num_layers=1, num_heads=2, channels=32),
+        DEVICE,
+        dtype=torch.bfloat16,
+    )
     x = batch(model.config, 1, 141, DEVICE)[0]
     with torch.no_grad():
         cache = model.make_cache(1)
@@ -249,7 +275,9 @@ def test_torch_compile_without_a_graph_break(device, fused_loss):
         torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-6, msg=name)
 
 
-@pytest.mark.parametrize("device, dtype", [("cpu", torch.float32), pytest.param(DEVICE, torch.bfloat16, marks=kernels)])
+@pytest.mark.parametrize(
+    "device, dtype", [("cpu", torch.float32), pytest.param(DEVICE, torch.bfloat16, marks=kernels)]
+)
 def test_recomputation_gives_the_same_bits(device, dtype):
     gradients = []
     for recompute in (0, 1, 2):
@@ -265,13 +293,20 @@ def test_recomputation_keeps_less_memory():
     for recompute in (0, 1, 2):
         model, (x, y) = made(TINY, device=DEVICE, recompute=recompute), batch(TINY, device=DEVICE)
         seen = []
-        for _ in range(3):  # cuBLAS allocates its workspace in the first; another test's may be freed at any time
+        # cuBLAS allocates its workspace in the first; another test's may be freed at any time
+        for _ in range(3):
             model.zero_grad()
             gc.collect()
-            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+            with torch.profiler.profile(
+                activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
+            ) as profiler:
                 loss = model(x, y)
             events = profiler.key_averages()
-            seen.append(sum(e.self_cpu_memory_usage if DEVICE == "cpu" else e.self_device_memory_usage for e in events))
+            seen.append(
+                sum(
+                    e.self_cpu_memory_usage if DEVICE == "cpu" else e.self_device_memory_usage for e in events
+                )
+            )
             loss.backward()
         kept.append(sorted(seen)[1])
     unit = TINY.num_layers * x.numel() * TINY.channels * 4
@@ -280,23 +315,31 @@ def test_recomputation_keeps_less_memory():
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_fused_loss_is_that_of_all_logits(device):
-    (x, y), models = batch(SMALL, device=device), [made(SMALL, device=device, fused_loss=fused) for fused in (False, True)]
+    (x, y), models = (
+        batch(SMALL, device=device),
+        [made(SMALL, device=device, fused_loss=fused) for fused in (False, True)],
+    )
     losses = [model(x, y) for model in models]
     for loss in losses:
         loss.backward()
     assert losses[1].item() == pytest.approx(losses[0].item(), rel=1e-6)
     for name, gradient in models[1].gradients_by_name().items():
-        torch.testing.assert_close(gradient, models[0].gradients_by_name()[name], rtol=1e-4, atol=1e-6, msg=name)
+        torch.testing.assert_close(
+            gradient, models[0].gradients_by_name()[name], rtol=1e-4, atol=1e-6, msg=name
+        )
 
 
 @pytest.mark.parametrize(
     ("rows", "dtype", "fused_loss", "chunk"),
-    [(128, torch.bfloat16, None, 1640), (127, torch.bfloat16, None, 0), (128, torch.float32, None, 0), (128, torch.bfloat16, False, 0),
+    [(128, torch.bfloat16, None, 1640), (127, torch.bfloat16, None, 0), (128, torch.float32, None, 0),
+     (128, torch.bfloat16, False, 0),
      (1, torch.float32, True, 1368)],
 )  # fmt: skip
 def test_many_tokens_in_bfloat16_have_the_fused_loss(monkeypatch, rows, dtype, fused_loss, chunk):
     chunks, config = [], replace(TINY, max_seq_len=64)
-    monkeypatch.setattr(cukern, "linear_cross_entropy", lambda y, *_, chunk_rows, **__: chunks.append(chunk_rows))
+    monkeypatch.setattr(
+        cukern, "linear_cross_entropy", lambda y, *_, chunk_rows, **__: chunks.append(chunk_rows)
+    )
     model = GPT2(config, dtype=dtype, fused_loss=fused_loss)
     model(*torch.zeros(2, rows, 64, dtype=torch.int64))
     assert chunks == [chunk] * bool(chunk)
@@ -352,7 +395,10 @@ def test_variables_choose_and_arguments_go_first(monkeypatch):
 @pytest.mark.parametrize("number", [0, 6, "v1", "cuBLAS", True, 1.0])
 @pytest.mark.parametrize("name", ["softmax_forward", "softmax_backward", "matmul_forward"])
 def test_unknown_numbers_are_refused(name, number, monkeypatch):
-    message = rf"expected {name}, or the variable {name.upper()}_KERNEL, to be one of 1, 2, 3, 4, 5(, cublas)?; found '{number}'"
+    message = (
+        rf"expected {name}, or the variable {name.upper()}_KERNEL, to be one of 1, 2, 3, 4, 5(, cublas)?; "
+        rf"found '{number}'"
+    )
     with pytest.raises(ValueError, match=message), use_kernels(**{name: number}):
         pass
     monkeypatch.setenv(f"{name.upper()}_KERNEL", str(number))
@@ -412,7 +458,10 @@ def assert_parity(config, reference, device, numbers=()):
         with use_kernels(*numbers):
             rows = compare(test._replace(losses=table), model, state)
         assert [row for row in rows if not row.ok] == []
-        assert len(rows) == 2 + 2 * 16 + 10 and [row.expected for row in rows if row.what.startswith("loss of step")] == table
+        assert (
+            len(rows) == 2 + 2 * 16 + 10
+            and [row.expected for row in rows if row.what.startswith("loss of step")] == table
+        )
 
 
 @kernels
@@ -437,7 +486,11 @@ def test_parity_finds_what_is_wrong(tiny):
     for test, losses in zip(TESTS.values(), (a, b), strict=True):
         model = GPT2(TINY)
         model.load_parameters({**weights, "fcb": weights["fcb"] + 0.05})
-        wrong = {row.what.partition(" of ")[0] for row in compare(test._replace(losses=losses[:2]), model, state) if not row.ok}
+        wrong = {
+            row.what.partition(" of ")[0]
+            for row in compare(test._replace(losses=losses[:2]), model, state)
+            if not row.ok
+        }
         assert "gradient" in wrong
         model.load_parameters(weights)
         other = test._replace(losses=[losses[0], losses[1] + 0.1])
@@ -456,7 +509,12 @@ def test_parity_trains_as_llmc(tiny):
         model = GPT2(TINY)
         model.load_parameters(weights)
         one = test._replace(losses=[1.0])
-        compare(one, model, state, lambda parameters, **options: seen.append(options) or torch.optim.AdamW(parameters, **options))
+        compare(
+            one,
+            model,
+            state,
+            lambda parameters, **options: seen.append(options) or torch.optim.AdamW(parameters, **options),
+        )
     assert seen == [
         {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01},
         {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0},

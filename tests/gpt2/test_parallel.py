@@ -1,4 +1,5 @@
-"""Two to four CPU processes (gloo) against one: losses, shards, resume bit for bit and on another number, a process that dies."""
+"""Two to four CPU processes (gloo) against one: losses, shards, resume bit for bit and on another number, a
+process that dies."""
 
 import itertools
 import json
@@ -22,21 +23,42 @@ from cukern.gpt2.model import GPT2
 from cukern.gpt2.train import Settings, Trainer
 
 TINY = Config(max_seq_len=8, vocab_size=256, num_layers=2, num_heads=2, channels=8)
-KINDS = {"ddp": (0, torch.float32), "fsdp": (1, torch.float32), "fsdp_bf16": (1, torch.bfloat16)}  # -z and the dtype
-# The batches of an update of one validation batch are the same for 1, 2 and 4 processes, so that the losses are too.
+# -z and the dtype
+KINDS = {"ddp": (0, torch.float32), "fsdp": (1, torch.float32), "fsdp_bf16": (1, torch.bfloat16)}
+# The batches of an update of one validation batch are the same for 1, 2 and 4 processes, so that the losses
+# are too.
 ONE_BATCH = {f"{kind}_one_batch": KINDS[kind] for kind in ("ddp", "fsdp")}
 ALL = KINDS | ONE_BATCH
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2"]
-ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(TREE / "tests")]), "OMP_NUM_THREADS": "1"}
+TORCHRUN = [
+    sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1",
+    "--nproc-per-node", "2",
+]  # fmt: skip
+ENVIRONMENT = {
+    **os.environ,
+    "PYTHONPATH": os.pathsep.join([str(ROOT), str(TREE / "tests")]),
+    "OMP_NUM_THREADS": "1",
+}
 ENVIRONMENT["GLOO_SOCKET_IFNAME"] = "lo"
-pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
+pytestmark = pytest.mark.skipif(
+    not torch.distributed.is_available(), reason="this torch has no torch.distributed"
+)
 
 
 def make(folder, kind, out=None, device="cpu", **changes):
     zero, dtype = ALL[kind]
     model = GPT2(TINY, dtype=dtype, device=device)
     model.initialize()
-    defaults = dict(batch=2, seq_len=8, total_batch=64, steps=8, lr=1e-2, weight_decay=0.1, max_norm=0.5, zero=zero, resume=bool(out))
+    defaults = dict(
+        batch=2,
+        seq_len=8,
+        total_batch=64,
+        steps=8,
+        lr=1e-2,
+        weight_decay=0.1,
+        max_norm=0.5,
+        zero=zero,
+        resume=bool(out),
+    )
     defaults |= dict(val_every=4, val_batches=3, sample_every=0, checkpoint_every=4 if out else 0)
     defaults |= dict(overfit="one_batch" in kind)
     files = Settings(folder / "train_*.bin", folder / "val_*.bin", out, **(defaults | changes))
@@ -47,8 +69,8 @@ said = []
 
 
 def main(folder):
-    """Each process of torchrun. Train each kind; train it again from its checkpoint of step 4. Rank 0 writes the losses.
-    Three processes train one kind. Four go on from the checkpoints of two."""
+    """Each process of torchrun. Train each kind; train it again from its checkpoint of step 4. Rank 0 writes
+    the losses. Three processes train one kind. Four go on from the checkpoints of two."""
     from cukern.gpt2.parallel import barrier, processes
 
     found = {}
@@ -63,7 +85,9 @@ def main(folder):
         return
     with processes("cpu") as (rank, count):
         if count == 3:
-            trainer = make(folder, "fsdp_one_batch", folder / "of_3", rank=rank, num_processes=3, total_batch=48)
+            trainer = make(
+                folder, "fsdp_one_batch", folder / "of_3", rank=rank, num_processes=3, total_batch=48
+            )
             trainer.run(lambda step: None)
             found["of_3"] = trainer.losses, trainer.validations
         for kind in ONE_BATCH if count == 4 else ():
@@ -128,7 +152,9 @@ class OfTwo:
     """The batches of two processes' loaders in turn, for one process."""
 
     def __init__(self, pattern):
-        self.loaders = [DataLoader(pattern, 2, 8, shuffle=True, rank=rank, num_processes=2) for rank in (0, 1)]
+        self.loaders = [
+            DataLoader(pattern, 2, 8, shuffle=True, rank=rank, num_processes=2) for rank in (0, 1)
+        ]
         self.count, self.num_tokens = 0, 0
 
     def state(self):
@@ -156,20 +182,31 @@ def test_losses_are_those_of_one_process(data, losses, kind):
 def test_resume_gives_the_same_bits(data, losses, kind):
     assert losses[f"{kind}_again"][0] == losses[f"{kind}_full"][0][4:]
     for rank in (0, 1):
-        for a, b in zip(*(checkpoint.paths(data / f"{kind}_{run}", 8, rank) for run in ("moved", "again")), strict=True):
+        for a, b in zip(
+            *(checkpoint.paths(data / f"{kind}_{run}", 8, rank) for run in ("moved", "again")), strict=True
+        ):
             assert a.read_bytes() == b.read_bytes()
 
 
 def test_shards_are_those_of_llmc(data, losses):
-    """-z 1: rank r holds the r-th part of each layer of a tensor. Together they are what each rank holds without."""
+    """-z 1: rank r holds the r-th part of each layer of a tensor. Together they are what each rank holds
+    without."""
     ranks = [checkpoint.paths(data / "fsdp_moved", 8, rank)[1] for rank in (0, 1)]
-    states = [checkpoint.read_state(path, TINY, rank=r, num_processes=2, parts=2) for r, path in enumerate(ranks)]
-    whole = checkpoint.read_state(checkpoint.paths(data / "ddp_moved", 8, 1)[1], TINY, rank=1, num_processes=2)
+    states = [
+        checkpoint.read_state(path, TINY, rank=r, num_processes=2, parts=2) for r, path in enumerate(ranks)
+    ]
+    whole = checkpoint.read_state(
+        checkpoint.paths(data / "ddp_moved", 8, 1)[1], TINY, rank=1, num_processes=2
+    )
     for name in ("m", "v", "master"):
         for key, tensor in getattr(whole, name).items():
-            layers = tensor.flatten(1) if checkpoint.PARAMETERS[key][0].startswith("L") else tensor.view(1, -1)
+            layers = (
+                tensor.flatten(1) if checkpoint.PARAMETERS[key][0].startswith("L") else tensor.view(1, -1)
+            )
             parts = [getattr(state, name)[key].reshape(len(layers), -1) for state in states]
-            torch.testing.assert_close(torch.cat(parts, 1), layers, rtol=1e-3, atol=1e-5, msg=f"{name} of {key}")
+            torch.testing.assert_close(
+                torch.cat(parts, 1), layers, rtol=1e-3, atol=1e-5, msg=f"{name} of {key}"
+            )
     assert ranks[0].stat().st_size == 1024 + 3 * 4 * TINY.num_parameters // 2 + len(_shuffle(ranks[0]))
 
 
@@ -196,12 +233,17 @@ def test_one_process_goes_on_from_two(data, losses, kind):
     trainer = make(data, kind, data / f"{kind}_on_1")
     trainer.run(lambda step: None)
     close(trainer.losses, losses[f"{kind}_full"][0][4:])
-    states = [checkpoint.read_any_state(data / f"{kind}_moved", 8, TINY, 0, count, parts) for count, parts in ((1, 1), (2, 1))]
+    states = [
+        checkpoint.read_any_state(data / f"{kind}_moved", 8, TINY, 0, count, parts)
+        for count, parts in ((1, 1), (2, 1))
+    ]
     own = checkpoint.read_state(checkpoint.paths(data / f"{kind}_on_1", 8)[1], TINY)
     for state in states:
         for name in ("m", "v", "master"):
             for key, tensor in getattr(own, name).items():
-                torch.testing.assert_close(getattr(state, name)[key], tensor, rtol=1e-3, atol=1e-5, msg=f"{name} of {key}")
+                torch.testing.assert_close(
+                    getattr(state, name)[key], tensor, rtol=1e-3, atol=1e-5, msg=f"{name} of {key}"
+                )
 
 
 def test_the_position_in_the_data_is_converted_and_said(data, losses):
@@ -220,7 +262,8 @@ def test_the_position_in_the_data_is_converted_and_said(data, losses):
 
 
 def test_three_processes_divide_what_three_does_not(data):
-    """-z 1: 8 positions, 256 rows, 8 and 32 channels. The losses are those of one process, which also goes on from the checkpoint."""
+    """-z 1: 8 positions, 256 rows, 8 and 32 channels. The losses are those of one process, which also goes on
+    from the checkpoint."""
     losses = launched(data, 3)["of_3"][0]
     one = make(data, "ddp_one_batch", total_batch=48)
     one.run(lambda step: None)
@@ -233,14 +276,19 @@ def test_three_processes_divide_what_three_does_not(data):
     close(after.losses, losses[4:])
 
 
-TRAIN = ["-m", "cukern", "gpt2", "train", "--device", "cpu", "-e", "small", "-b", "2", "-t", "8", "-v", "0", "-s", "0"]
+TRAIN = [
+    "-m", "cukern", "gpt2", "train", "--device", "cpu", "-e", "small", "-b", "2", "-t", "8", "-v", "0", "-s",
+    "0",
+]  # fmt: skip
 
 
 def start_without_torchrun(folder, data, rank, *more):
     """One of two processes that find each other by a file: llm.c's -pi fs."""
     command = [sys.executable, *TRAIN, "-x", 3, "-i", data / "train_*.bin", "-j", data / "val_*.bin"]
     command += ["-pi", "fs", "-pf", folder, "-pn", 2, "-pr", rank, *more]
-    return subprocess.Popen(map(str, command), env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        map(str, command), env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
 
 
 def test_processes_that_find_each_other_by_a_file(data, tmp_path):
@@ -251,7 +299,10 @@ def test_processes_that_find_each_other_by_a_file(data, tmp_path):
 
 
 def test_a_process_that_fails_names_itself_and_ends_the_other(data, tmp_path):
-    runs = [start_without_torchrun(tmp_path, data, rank, *more) for rank, more in ((0, ()), (1, ("-e", "none.bin")))]
+    runs = [
+        start_without_torchrun(tmp_path, data, rank, *more)
+        for rank, more in ((0, ()), (1, ("-e", "none.bin")))
+    ]
     failed = runs[1].communicate(timeout=200)[1]
     runs[0].communicate(timeout=200)  # no torchrun ends it: watch.py does
     assert runs[0].returncode and runs[1].returncode
@@ -259,13 +310,26 @@ def test_a_process_that_fails_names_itself_and_ends_the_other(data, tmp_path):
 
 
 def test_a_process_that_dies_ends_the_others(data):
-    command = [*TORCHRUN, *TRAIN, "-x", "100000", "-i", str(data / "train_*.bin"), "-j", str(data / "val_*.bin")]
-    with subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as run:
+    command = [
+        *TORCHRUN,
+        *TRAIN,
+        "-x",
+        "100000",
+        "-i",
+        str(data / "train_*.bin"),
+        "-j",
+        str(data / "val_*.bin"),
+    ]
+    with subprocess.Popen(
+        command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as run:
         try:
             while not (line := run.stdout.readline()).startswith("step "):
                 assert line, "ended before the first step"
             children = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
-            (victim,) = [pid for pid in children if b"\0RANK=1\0" in b"\0" + Path(f"/proc/{pid}/environ").read_bytes()]
+            (victim,) = [
+                pid for pid in children if b"\0RANK=1\0" in b"\0" + Path(f"/proc/{pid}/environ").read_bytes()
+            ]
             start = time.perf_counter()
             os.kill(int(victim), signal.SIGKILL)
             rest, _ = run.communicate(timeout=60)
@@ -312,8 +376,13 @@ if __name__ == "__main__":
 def test_a_step_of_two_processes_is_timed():
     sizes = ["-e", "small", "-b", "2", "-t", "16", "-x", "2"]
     command = [*TORCHRUN, "-m", "cukern", "gpt2", "bench", *sizes, "--compile", "no", "--device", "cpu"]
-    done = subprocess.run([*command, "--no-eager"], env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [*command, "--no-eager"], env=ENVIRONMENT, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     assert "B=4 T=16" in done.stdout and done.stdout.count("cukern 2 processes") == 1
     refused = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
-    assert refused.returncode and "expected --compile no and --no-eager under torchrun; found ['torch']" in refused.stderr
+    assert (
+        refused.returncode
+        and "expected --compile no and --no-eager under torchrun; found ['torch']" in refused.stderr
+    )

@@ -45,7 +45,8 @@ def slow_draw(logits, coin):
 def model():
     made = GPT2(CONFIG)
     made.initialize()
-    made.load_parameters({name: 5 * w for name, w in made.parameters_by_name().items()})  # so that logits differ
+    # so that logits differ
+    made.load_parameters({name: 5 * w for name, w in made.parameters_by_name().items()})
     return made
 
 

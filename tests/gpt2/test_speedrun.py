@@ -36,7 +36,8 @@ def make(folder, plain=False, tied=False, **changes):
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_losses_are_those_of_plain_torch(tmp_path, one_thread, tied):
-    """Within 1e-5. More at ten times the rates: the optimizers orthogonalize in bfloat16, in another order."""
+    """Within 1e-5. More at ten times the rates: the optimizers orthogonalize in bfloat16, in another
+    order."""
     ours, plain = (make(tmp_path, p, tied) for p in (False, True))
     for trainer in (ours, plain):
         trainer.run(lambda step: None)
@@ -53,7 +54,9 @@ def test_windows_grow_and_rates_fall(tmp_path):
     assert [lr for _, lr in seen] == pytest.approx([0.3] * 5 + [0.3 / 1.8])
     lines = (tmp_path / "out/main.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == list(range(6))
-    assert [group["lr"] for group in trainer.optimizer.groups] == pytest.approx([0.02 / 6, 0.002 / 6, 0.3 / 6])
+    assert [group["lr"] for group in trainer.optimizer.groups] == pytest.approx(
+        [0.02 / 6, 0.002 / 6, 0.3 / 6]
+    )
 
 
 @pytest.mark.parametrize("plain", [False, True])
@@ -91,7 +94,11 @@ def test_the_target_is_reported_once(tmp_path, monkeypatch):
     trainer = make(tmp_path, steps=2, val_every=1)
     trainer.say = lines.append
     trainer.run(lambda step: None)
-    assert sum("at most 100.0 after 0 updates" in line for line in lines) == 1 == sum("at most" in x for x in lines)
+    assert (
+        sum("at most 100.0 after 0 updates" in line for line in lines)
+        == 1
+        == sum("at most" in x for x in lines)
+    )
 
 
 def call(*arguments):

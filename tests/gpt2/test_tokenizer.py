@@ -37,10 +37,16 @@ def test_decode():
 
 
 def test_encode():
-    """Against the byte pair encoding of the package tokenizers, whose vocabulary is learned from this text and more."""
+    """Against the byte pair encoding of the package tokenizers, whose vocabulary is learned from this text
+    and more."""
     pytest.importorskip("tiktoken", reason="tiktoken, of the extra gpt2, is not installed")
-    library = pytest.importorskip("tokenizers", reason="tokenizers, of the extra integrations, is not installed")
-    text = "It's they'll  we'd\n\n\tGröße 2½ Ⅷ x_1 日本語 don't! <|endoftext|> 'tis 1234 a\u0301  \n end " + topics["assignment"]
+    library = pytest.importorskip(
+        "tokenizers", reason="tokenizers, of the extra integrations, is not installed"
+    )
+    text = (
+        "It's they'll  we'd\n\n\tGröße 2½ Ⅷ x_1 日本語 don't! <|endoftext|> 'tis 1234 a\u0301  \n end "
+        + topics["assignment"]
+    )
     peer = library.Tokenizer(library.models.BPE())
     peer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = library.pre_tokenizers.ByteLevel.alphabet()
@@ -50,7 +56,9 @@ def test_encode():
     rest = [byte for byte in range(256) if byte not in to_byte.values()]
     to_byte |= {chr(256 + i): byte for i, byte in enumerate(rest)}
     names = sorted(peer.get_vocab().items(), key=lambda item: item[1])
-    tokenizer = Tokenizer((*(bytes(to_byte[char] for char in name) for name, _ in names), b"<|endoftext|>"), len(names))
+    tokenizer = Tokenizer(
+        (*(bytes(to_byte[char] for char in name) for name, _ in names), b"<|endoftext|>"), len(names)
+    )
     found = tokenizer.encode(text)
     assert found == peer.encode(text).ids and len(found) < len(text) / 2 and tokenizer.decode(found) == text
     assert byte_tokenizer().encode("Größe") == list("Größe".encode()) and tokenizer.encode("") == []

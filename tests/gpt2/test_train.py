@@ -1,4 +1,5 @@
-"""The training loop: schedules, printed lines, main.log, checkpoints, resume bit for bit, kills, full disks, NaN, refusals."""
+"""The training loop: schedules, printed lines, main.log, checkpoints, resume bit for bit, kills, full disks,
+NaN, refusals."""
 
 import json
 import math
@@ -92,7 +93,9 @@ def reference_rate(step, total, lr, schedule, warmup, fraction):
 def test_schedules(schedule, warmup, fraction):
     for step in range(50):
         found = learning_rate(step, 50, 3e-4, schedule, warmup, fraction)
-        assert found == pytest.approx(reference_rate(step, 50, 3e-4, schedule, warmup, fraction), rel=4e-7, abs=1e-10)
+        assert found == pytest.approx(
+            reference_rate(step, 50, 3e-4, schedule, warmup, fraction), rel=4e-7, abs=1e-10
+        )
         assert found == np.float32(found)
 
 
@@ -114,7 +117,8 @@ def test_known_rates():
     ],
 )
 def test_rates_print_as_in_c(schedule, lr, warmup, total, fraction, step, printed):
-    """Lines of a C program with llm.c's float32 expressions, compiled by gcc, where float64 prints another digit."""
+    """Lines of a C program with llm.c's float32 expressions, compiled by gcc, where float64 prints another
+    digit."""
     assert f"{learning_rate(step, total, lr, schedule, warmup, fraction):.2e}" == printed
 
 
@@ -123,7 +127,9 @@ def test_z_scores():
     detector, values = Outliers(), np.random.default_rng(1).normal(size=300).tolist()
     for i, value in enumerate(values):
         found, last = detector.z_score(value), values[max(0, i - 127) : i + 1]
-        assert math.isnan(found) if i < 128 else found == pytest.approx((value - np.mean(last)) / np.std(last))
+        assert (
+            math.isnan(found) if i < 128 else found == pytest.approx((value - np.mean(last)) / np.std(last))
+        )
     equal = Outliers(4)
     assert [equal.z_score(2.0) for _ in range(5)][-1] == 0
 
@@ -135,7 +141,11 @@ def test_printed_lines_and_log(data):
     trainer, lines = trained(data, out=data / "run")
     steps = [line for line in lines if line.startswith("step")]
     assert len(steps) == 12 and all(STEP.fullmatch(line) for line in steps)
-    assert steps[0].startswith("step    1/12 | loss 5.") and "(+nanz)" in steps[0] and "| lr 5.00e-03 |" in steps[0]
+    assert (
+        steps[0].startswith("step    1/12 | loss 5.")
+        and "(+nanz)" in steps[0]
+        and "| lr 5.00e-03 |" in steps[0]
+    )
     losses = [re.fullmatch(r"val loss (\d\.\d{6})", line) for line in lines if line.startswith("val")]
     assert len(losses) == 4  # before updates 1, 6, 11, and at the end
     generated = [line for line in lines if line.startswith("generating:\n---\n")]
@@ -143,17 +153,24 @@ def test_printed_lines_and_log(data):
     assert re.fullmatch(r"total average iteration time: \d+\.\d{6} ms", lines[-1])
     log = (data / "run/main.log").read_text().splitlines()
     assert [line.split()[0] for line in log if "tel" in line] == ["s:0", "s:5", "s:10", "s:12"]
-    trl = [re.fullmatch(r"s:(\d+) trl:(\d\.\d{4}) lr:(\d\.\d{6}) norm:(\d+\.\d\d)", line) for line in log if "trl" in line]
+    trl = [
+        re.fullmatch(r"s:(\d+) trl:(\d\.\d{4}) lr:(\d\.\d{6}) norm:(\d+\.\d\d)", line)
+        for line in log
+        if "trl" in line
+    ]
     assert [int(match[1]) for match in trl] == list(range(12))
     assert [float(match[2]) for match in trl] == pytest.approx([loss for _, loss in trainer.losses], abs=5e-5)
-    assert [float(match[3]) for match in trl] == pytest.approx([learning_rate(i, 12, 1e-2, "cosine", 2, 0.1) for i in range(12)], abs=5e-7)
+    assert [float(match[3]) for match in trl] == pytest.approx(
+        [learning_rate(i, 12, 1e-2, "cosine", 2, 0.1) for i in range(12)], abs=5e-7
+    )
     assert [step for step, _ in trainer.validations] == [0, 5, 10, 12]
 
 
 def test_mfu():
     step = Step(3, 10, 1.0, math.nan, 2.0, -1.5, 3e-4, 12.345, 0.471, 12345.6)
     assert str(step) == (
-        "step    3/10 | loss 1.000000 (+nanz)| norm 2.0000 (-1.50z)| lr 3.00e-04 | 12.35 ms | 47.1% bf16 MFU | 12346 tok/s"
+        "step    3/10 | loss 1.000000 (+nanz)| norm 2.0000 (-1.50z)| lr 3.00e-04 | 12.35 ms | 47.1% bf16 MFU "
+        "| 12346 tok/s"
     ).replace("12.35", f"{12.345:.2f}")
     assert Trainer.flops_per_token(Stub(Config(), 1024)) == 803_478_528  # of the specification
 
@@ -164,7 +181,8 @@ class Stub:
 
 
 def test_against_plain_torch(data):
-    """The losses of a loop in plain torch on the same model: batches, accumulation, clipping, schedule and decay groups."""
+    """The losses of a loop in plain torch on the same model: batches, accumulation, clipping, schedule and
+    decay groups."""
     trainer, _ = trained(data, total_batch=48, max_norm=0.5, steps=6)
     other = make(data, total_batch=48, steps=6)
     loader = DataLoader(data / "train_*.bin", 2, 8, shuffle=True)
@@ -184,7 +202,9 @@ def test_overfit_one_batch(data):
     trainer, _ = trained(data, overfit=True, steps=60, val_every=0, sample_every=0, warmup=0, lr=3e-2)
     assert trainer.losses[-1][1] < 0.7 * trainer.losses[20][1]
     trainer.train_data.reset()
-    assert torch.equal(trainer.train_data.next_batch()[0], DataLoader(data / "val_0.bin", 2, 8).next_batch()[0])
+    assert torch.equal(
+        trainer.train_data.next_batch()[0], DataLoader(data / "val_0.bin", 2, 8).next_batch()[0]
+    )
 
 
 def test_an_epoch_by_default(data):
@@ -207,14 +227,18 @@ def test_long_samples_are_several_texts(data):
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"total_batch": 32}, {"overfit": True}, {"dropout": 0.5}], ids=["plain", "accumulated", "overfit", "dropout"]
+    "changes",
+    [{}, {"total_batch": 32}, {"overfit": True}, {"dropout": 0.5}],
+    ids=["plain", "accumulated", "overfit", "dropout"],
 )
 def test_two_runs_and_a_resumed_run_have_equal_bits(data, changes):
     full, lines = trained(data, out=data / "full", checkpoint_every=4, **changes)
     again, other = trained(data, out=data / "again", checkpoint_every=4, **changes)
     assert same(full, again) and untimed(lines) == untimed(other)
     for step in (4, 8, 12):
-        for a, b in zip(checkpoint.paths(data / "full", step), checkpoint.paths(data / "again", step), strict=True):
+        for a, b in zip(
+            checkpoint.paths(data / "full", step), checkpoint.paths(data / "again", step), strict=True
+        ):
             assert a.read_bytes() == b.read_bytes()
     checkpoint.delete(data / "again", 12)
     checkpoint.delete(data / "again", 8)
@@ -224,7 +248,10 @@ def test_two_runs_and_a_resumed_run_have_equal_bits(data, changes):
     for a, b in zip(checkpoint.paths(data / "full", 12), checkpoint.paths(data / "again", 12), strict=True):
         assert a.read_bytes() == b.read_bytes()
     assert (data / "full/main.log").read_bytes() == (data / "again/main.log").read_bytes()
-    kept = [[{**line, "ms": 0, "tokens_per_s": 0} for line in json_lines(data / name)] for name in ("full", "again")]
+    kept = [
+        [{**line, "ms": 0, "tokens_per_s": 0} for line in json_lines(data / name)]
+        for name in ("full", "again")
+    ]
     assert kept[0] == kept[1] and kept[0][1]["loss"] == full.losses[0][1]
 
 
@@ -239,14 +266,22 @@ def test_metrics_as_json(data):
     assert [line["step"] for line in updates] == list(range(12)) and updates[0].keys() == {
         *("step", "loss", "norm", "lr", "ms", "tokens_per_s", "mfu")
     }
-    assert [line["loss"] for line in updates] == [loss for _, loss in trainer.losses] and updates[3]["mfu"] is None
-    assert [line for line in lines if "val_loss" in line] == [{"step": step, "val_loss": None} for step in (0, 5, 10, 12)], "NaN is no JSON"
+    assert [line["loss"] for line in updates] == [loss for _, loss in trainer.losses] and updates[3][
+        "mfu"
+    ] is None
+    assert [line for line in lines if "val_loss" in line] == [
+        {"step": step, "val_loss": None} for step in (0, 5, 10, 12)
+    ], "NaN is no JSON"
 
 
 def test_no_updates_and_no_validation(data):
     """-x 0 evaluates and saves the first weights; -m 0 divides by 0 batches."""
     trainer, lines = trained(data, steps=0, out=data / "run", checkpoint_every=1)
-    assert trainer.losses == [] and [line.split()[0] for line in lines] == ["val", "generating:"] and latest_step(data / "run") == 0
+    assert (
+        trainer.losses == []
+        and [line.split()[0] for line in lines] == ["val", "generating:"]
+        and latest_step(data / "run") == 0
+    )
     resumed, _ = trained(data, out=data / "run", checkpoint_every=12, resume=True)
     assert same(resumed, trained(data)[0])
     assert "val loss nan" in trained(data, steps=0, val_batches=0)[1]
@@ -260,7 +295,8 @@ def test_a_checkpoint_beyond_the_end_says_so(data):
 
 
 def test_what_a_kill_left_of_a_deletion_is_removed(data):
-    """A kill after DONE, before or in the deletion of the old checkpoint: the next resume deletes the rest. Major ones stay."""
+    """A kill after DONE, before or in the deletion of the old checkpoint: the next resume deletes the rest.
+    Major ones stay."""
     changes = dict(out=data / "run", checkpoint_every=2, major_every=8)
     trained(data, **changes)
     checkpoint.paths(data / "run", 4)[2].unlink()  # a deletion had begun
@@ -291,14 +327,23 @@ def test_an_unclipped_gradient(data):
 
 
 @gpu
-@pytest.mark.parametrize("changes", [{}, {"total_batch": 48}, {"skip_norm": 100.0}, {"overfit": True}], ids=lambda x: "".join(x) or "plain")
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"total_batch": 48}, {"skip_norm": 100.0}, {"overfit": True}],
+    ids=lambda x: "".join(x) or "plain",
+)
 def test_a_graph_gives_the_bits_of_separate_launches(data, changes):
     changes = changes | {"out": data / "run", "checkpoint_every": 4, "device": "cuda"}
     graphed, lines = trained(data, **changes)
     assert graphed.eager_updates == 2  # the others were replays
     (data / "run").rename(data / "full")
     eager, others = trained(data, graph=False, **changes)
-    assert eager.eager_updates == 0 and untimed(lines) == untimed(others) and graphed.losses == eager.losses and same(graphed, eager)
+    assert (
+        eager.eager_updates == 0
+        and untimed(lines) == untimed(others)
+        and graphed.losses == eager.losses
+        and same(graphed, eager)
+    )
     for step in (8, 12):
         checkpoint.delete(data / "run", step)
     resumed, _ = trained(data, resume=True, **changes)
@@ -369,7 +414,9 @@ def test_killed_at_any_moment(data):
     rng = np.random.default_rng(os.getpid())
     command = [sys.executable, "-c", CHILD, str(data)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    subprocess.run([*command, str(data / "full")], check=True, env=environment, stdout=subprocess.DEVNULL, timeout=120)
+    subprocess.run(
+        [*command, str(data / "full")], check=True, env=environment, stdout=subprocess.DEVNULL, timeout=120
+    )
     kills = 0
     for _ in range(2):
         child = subprocess.Popen([*command, str(data / "killed")], env=environment, stdout=subprocess.PIPE)
@@ -379,7 +426,9 @@ def test_killed_at_any_moment(data):
         kills += child.wait() == -signal.SIGKILL
         child.stdout.close()
     assert kills
-    subprocess.run([*command, str(data / "killed")], check=True, env=environment, stdout=subprocess.DEVNULL, timeout=120)
+    subprocess.run(
+        [*command, str(data / "killed")], check=True, env=environment, stdout=subprocess.DEVNULL, timeout=120
+    )
     for a, b in zip(checkpoint.paths(data / "full", 60), checkpoint.paths(data / "killed", 60), strict=True):
         assert a.read_bytes() == b.read_bytes()
     assert (data / "full/main.log").read_bytes() == (data / "killed/main.log").read_bytes()
@@ -399,7 +448,8 @@ def test_full_disk(data, monkeypatch, room):
             trainer.run()
     path = re.escape(str(data / "run")) + r"/(main|model|state)\w*\.\w+"
     assert re.fullmatch(
-        rf"{path}: No space left on device: (needs \d+ bytes, )?\d+ bytes are free; the last checkpoint, of step 4, is whole",
+        rf"{path}: No space left on device: (needs \d+ bytes, )?\d+ bytes are free; the last checkpoint, of "
+        rf"step 4, is whole",
         str(error.value),
     )
     assert latest_step(data / "run") == 4 and read_model(checkpoint.paths(data / "run", 4)[0])[0] == TINY
@@ -422,7 +472,9 @@ def test_skipped_updates(data, monkeypatch):
 
     monkeypatch.setattr(trainer, "_backward", backward)
     trainer.run()
-    assert [line for line in lines if line.startswith("skipping")] == ["skipping update due to loss z-score of 2.000000"]
+    assert [line for line in lines if line.startswith("skipping")] == [
+        "skipping update due to loss z-score of 2.000000"
+    ]
     assert all(torch.equal(a, b) for a, b in zip(calls[8], calls[9], strict=True))
     assert not all(torch.equal(a, b) for a, b in zip(calls[7], calls[8], strict=True))
     assert {float(slot["step"]) for slot in trainer.optimizer.state.values()} == {20}
@@ -440,7 +492,10 @@ def test_skipped_by_the_norm(data, monkeypatch):
     [
         (lambda model: model.ln2w[1].fill_(math.nan), r"step 1: loss nan, .* not finite: parameter ln2w"),
         (lambda model: model.wpe[0].fill_(math.inf), r"step 1: loss nan, .* not finite: parameter wpe"),
-        (lambda model: model.wpe.requires_grad_().register_hook(lambda g: g * math.inf), r"loss 5\.\d+, .*: gradient of wpe"),
+        (
+            lambda model: model.wpe.requires_grad_().register_hook(lambda g: g * math.inf),
+            r"loss 5\.\d+, .*: gradient of wpe",
+        ),
     ],
     ids=["nan", "inf", "gradient"],
 )
@@ -491,4 +546,8 @@ def test_a_checkpoint_of_another_shape(data):
 
 def test_tokens_outside_the_vocabulary(data):
     with pytest.raises(ValueError, match="expected tokens below the vocabulary size 100; found 10"):
-        trained(data, config=Config(max_seq_len=8, vocab_size=100, num_layers=1, num_heads=2, channels=8), sample_every=0)
+        trained(
+            data,
+            config=Config(max_seq_len=8, vocab_size=100, num_layers=1, num_heads=2, channels=8),
+            sample_every=0,
+        )

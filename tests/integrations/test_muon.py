@@ -24,12 +24,17 @@ def steps(optimizer, params, count=3, seed=1):
     generator = torch.Generator().manual_seed(seed)
     for _ in range(count):
         for i, p in enumerate(params):
-            p.grad = None if i == 2 and count > 2 else torch.randn(p.shape, generator=generator).to(p.device, p.dtype) * 10.0 ** (i - 3)
+            p.grad = (
+                None
+                if i == 2 and count > 2
+                else torch.randn(p.shape, generator=generator).to(p.device, p.dtype) * 10.0 ** (i - 3)
+            )
         optimizer.step()
 
 
 def exact(update, count, coefficients=(3.4445, -4.775, 2.0315)):
-    """The orthogonalized update in float64, by its singular values: the iteration is a polynomial of each. Its scale does not count."""
+    """The orthogonalized update in float64, by its singular values: the iteration is a polynomial of each.
+    Its scale does not count."""
     u, s, v = torch.linalg.svd(update.double(), full_matrices=False)
     a, b, c = coefficients
     s = s / s.square().sum().sqrt()
@@ -49,7 +54,8 @@ def test_results_are_those_of_torch(device, adjust, nesterov):
     steps(ours, params)
     steps(torchs, theirs)
     for p, q in zip(params, theirs, strict=True):
-        torch.testing.assert_close(p, q, rtol=0, atol=0.06 if adjust != "match_rms_adamw" else 0.08)  # bfloat16 in five iterations, lr 0.3
+        # bfloat16 in five iterations, lr 0.3
+        torch.testing.assert_close(p, q, rtol=0, atol=0.06 if adjust != "match_rms_adamw" else 0.08)
     for p, q in zip(params[:2], theirs[:2], strict=True):
         torch.testing.assert_close(ours.state[p]["momentum_buffer"], torchs.state[q]["momentum_buffer"])
 
@@ -92,7 +98,10 @@ def test_dtensors_are_those_of_whole_matrices(tmp_path):
     try:
         mesh = init_device_mesh("cpu", (1,))
         params = draw()
-        divided = [torch.nn.Parameter(distribute_tensor(p.detach().clone(), mesh, [Shard(i % 2)])) for i, p in enumerate(params)]
+        divided = [
+            torch.nn.Parameter(distribute_tensor(p.detach().clone(), mesh, [Shard(i % 2)]))
+            for i, p in enumerate(params)
+        ]
         ours, whole = cukern.Muon(divided, **OPTIONS), cukern.Muon(params, **OPTIONS)
         steps(whole, params, 1)
         for d, p in zip(divided, params, strict=True):

@@ -1,5 +1,5 @@
-"""cukern.patch on tiny models of each family: losses, gradients, generation, masks, fallbacks, undo, refusals. Against the same model
-without the patch."""
+"""cukern.patch on tiny models of each family: losses, gradients, generation, masks, fallbacks, undo,
+refusals. Against the same model without the patch."""
 
 import contextlib
 import copy
@@ -21,12 +21,15 @@ from cukern.integrations.transformers import CACHE, FAMILIES  # noqa: E402
 pytestmark = pytest.mark.filterwarnings("default")
 
 SIZES = {
-    "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 64, "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0,
+    "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "bos_token_id": None, "eos_token_id": None,
+    "pad_token_id": 0,
 }  # fmt: skip
 WINDOW = {"head_dim": 16, "sliding_window": 5}
 GEMMA = {**WINDOW, "query_pre_attn_scalar": 16, "layer_types": ["sliding_attention", "full_attention"]}
-SOFTCAP = {"attn_logit_softcapping": 0.2, "final_logit_softcapping": 0.5, "attn_implementation": "eager"}  # sdpa of 5.17 ignores it
+# sdpa of 5.17 ignores it
+SOFTCAP = {"attn_logit_softcapping": 0.2, "final_logit_softcapping": 0.5, "attn_implementation": "eager"}
 MODELS = {
     "llama": ("LlamaConfig", "LlamaForCausalLM", {}),
     "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", {"tie_word_embeddings": True}),
@@ -35,7 +38,11 @@ MODELS = {
     "gemma2": ("Gemma2Config", "Gemma2ForCausalLM", {**GEMMA, **SOFTCAP}),
     "gemma3_text": ("Gemma3TextConfig", "Gemma3ForCausalLM", GEMMA),
     "phi3": ("Phi3Config", "Phi3ForCausalLM", {"sliding_window": 5}),
-    "gpt_oss": ("GptOssConfig", "GptOssForCausalLM", {**WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "gpt_oss": (
+        "GptOssConfig",
+        "GptOssForCausalLM",
+        {**WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
     "gpt2": ("GPT2Config", "GPT2LMHeadModel", {}),
     "olmo2": ("Olmo2Config", "Olmo2ForCausalLM", {}),
 }
@@ -47,7 +54,15 @@ def made(name, dtype=torch.float32, **changed):
     config, model, options = MODELS[name]
     sizes = SIZES
     if name == "gpt2":
-        sizes = {"vocab_size": 97, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64, "bos_token_id": None, "eos_token_id": None}
+        sizes = {
+            "vocab_size": 97,
+            "n_embd": 64,
+            "n_layer": 2,
+            "n_head": 4,
+            "n_positions": 64,
+            "bos_token_id": None,
+            "eos_token_id": None,
+        }
         sizes.update(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
     torch.manual_seed(0)
     made = getattr(transformers, model)(getattr(transformers, config)(**{**sizes, **options, **changed}))
@@ -73,7 +88,10 @@ def step(model, *args, **options):
 
 def assert_same(found, expected, tolerance=1e-5):
     for a, b in zip(found, expected, strict=True):
-        assert (a - b).abs().max() <= tolerance * b.abs().max().clamp(min=1e-3), ((a - b).abs().max(), b.abs().max())
+        assert (a - b).abs().max() <= tolerance * b.abs().max().clamp(min=1e-3), (
+            (a - b).abs().max(),
+            b.abs().max(),
+        )
 
 
 @contextlib.contextmanager
@@ -111,7 +129,8 @@ def test_losses_and_gradients(name, tokens):
 
 @EVERY
 def test_bfloat16(name, tokens):
-    """Errors against float64 of at most twice those of the model without the patch. Dividing by the norm of all gradients."""
+    """Errors against float64 of at most twice those of the model without the patch. Dividing by the norm of
+    all gradients."""
     truth = made(name, torch.float64)
     logits = truth(tokens).logits
     loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
@@ -120,7 +139,9 @@ def test_bfloat16(name, tokens):
     theirs = step(model, tokens, labels=tokens)
     with patched(model):
         ours = step(model, tokens, labels=tokens)
-    errors = [(torch.cat([g.flatten() for g in found[1:]]).double() - right).norm() for found in (ours, theirs)]
+    errors = [
+        (torch.cat([g.flatten() for g in found[1:]]).double() - right).norm() for found in (ours, theirs)
+    ]
     assert errors[0] <= 2 * errors[1] and errors[1] < 0.2 * right.norm()
     assert abs(ours[0] - loss) <= 2 * abs(theirs[0] - loss) + 2**-7 * loss
 
@@ -142,12 +163,19 @@ def test_greedy_tokens_with_padding_on_the_left(name, tokens):
     expected = model.generate(tokens, attention_mask=mask, max_new_tokens=6, do_sample=False)
     attention._warned.clear()
     with patched(model), pytest.warns(UserWarning, match="mask"):
-        assert torch.equal(model.generate(tokens, attention_mask=mask, max_new_tokens=6, do_sample=False), expected)
+        assert torch.equal(
+            model.generate(tokens, attention_mask=mask, max_new_tokens=6, do_sample=False), expected
+        )
 
 
 def test_greedy_tokens_with_a_static_cache(tokens):
     model = made("llama").eval()
-    options = {"max_new_tokens": 6, "do_sample": False, "cache_implementation": "static", "disable_compile": True}
+    options = {
+        "max_new_tokens": 6,
+        "do_sample": False,
+        "cache_implementation": "static",
+        "disable_compile": True,
+    }
     expected = model.generate(tokens, **options)
     with patched(model), without_fallback():
         assert torch.equal(model.generate(tokens, **options), expected)
@@ -213,7 +241,8 @@ def test_masks_with_holes_take_the_models_attention(name, tokens):
             warnings.simplefilter("always")
             assert_same(step(model, tokens, **of), expected)
             step(model, tokens, **of)
-        assert len([w for w in caught if "own attention" in str(w.message)]) == (given is mask)  # once per reason
+        # once per reason
+        assert len([w for w in caught if "own attention" in str(w.message)]) == (given is mask)
 
 
 @pytest.mark.parametrize("name", ("llama", "gpt_oss"))
@@ -263,7 +292,9 @@ def test_frozen_weights(tokens):
 def test_lora(tokens):
     import peft
 
-    model = peft.get_peft_model(made("llama"), peft.LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False))
+    model = peft.get_peft_model(
+        made("llama"), peft.LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    )
     expected = step(model, input_ids=tokens, labels=tokens)
     with patched(model), without_fallback():
         assert_same(step(model, input_ids=tokens, labels=tokens), expected)
@@ -274,7 +305,11 @@ def test_logits_on_request(tokens):
     expected = model(tokens, labels=tokens)
     with patched(model):
         assert model(tokens, labels=tokens).logits is None
-        for outputs in (model(tokens, labels=tokens, return_logits=True), model(tokens, labels=tokens, logits_to_keep=12), model(tokens)):
+        for outputs in (
+            model(tokens, labels=tokens, return_logits=True),
+            model(tokens, labels=tokens, logits_to_keep=12),
+            model(tokens),
+        ):
             assert_same([outputs.logits], [expected.logits])
         assert isinstance(model(tokens, labels=tokens, return_dict=False), tuple)
         assert model.eval()(tokens, labels=tokens).logits is not None
@@ -285,7 +320,11 @@ def test_loss_options_of_trainers(tokens):
     """The number of items in the batch, as a number and a tensor, and labels that are shifted already."""
     model = made("llama")
     shifted = torch.nn.functional.pad(tokens[:, 1:], (0, 1), value=-100)
-    for options in ({"num_items_in_batch": 30}, {"num_items_in_batch": torch.tensor(30)}, {"shift_labels": shifted}):
+    for options in (
+        {"num_items_in_batch": 30},
+        {"num_items_in_batch": torch.tensor(30)},
+        {"shift_labels": shifted},
+    ):
         expected = step(model, tokens, labels=tokens, **options)
         with patched(model):
             assert_same(step(model, tokens, labels=tokens, **options), expected)
@@ -301,11 +340,17 @@ def test_autocast(tokens):
 
 @pytest.mark.parametrize("name", ("llama", "gemma2"))
 def test_compiled_whole(name, tokens):
-    model = made(name, num_hidden_layers=1, layer_types=["full_attention"]) if name == "gemma2" else made(name, num_hidden_layers=1)
+    model = (
+        made(name, num_hidden_layers=1, layer_types=["full_attention"])
+        if name == "gemma2"
+        else made(name, num_hidden_layers=1)
+    )
     expected = step(model, tokens, labels=tokens)
     torch.compiler.reset()
     with patched(model):
-        assert_same(step(torch.compile(model, fullgraph=True, backend="aot_eager"), tokens, labels=tokens), expected)
+        assert_same(
+            step(torch.compile(model, fullgraph=True, backend="aot_eager"), tokens, labels=tokens), expected
+        )
 
 
 @kernels
@@ -322,7 +367,10 @@ def test_in_the_simulator(tokens):
 def tree(model, file):
     """All attributes of all modules, of the config, and of the functions that may be replaced."""
     return (
-        {name: {k: v for k, v in vars(m).items() if not k.startswith("__")} for name, m in model.named_modules()},
+        {
+            name: {k: v for k, v in vars(m).items() if not k.startswith("__")}
+            for name, m in model.named_modules()
+        },
         dict(vars(model.config)),
         vars(file).get("apply_rotary_pos_emb"),
         [k for k in vars(file) if "cukern" in k],
@@ -355,7 +403,11 @@ def test_what_is_replaced():
     record = cukern.patch(model := made("gpt_oss"), norms=False)
     text = str(record)
     record.undo()
-    assert "GptOssForCausalLM" in text and "norms      not replaced: not asked for" in text and "clamped SwiGLU" in text
+    assert (
+        "GptOssForCausalLM" in text
+        and "norms      not replaced: not asked for" in text
+        and "clamped SwiGLU" in text
+    )
     assert 'attn_implementation="cukern", was "eager"' in text
     model = made("llama", hidden_act="relu")
     with patched(model) as record:
@@ -405,8 +457,15 @@ def test_a_type(tokens, tmp_path):
 
 
 def test_refused(monkeypatch):
-    bert = transformers.BertModel(transformers.BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16))
-    for model, text in ((bert, "llama, qwen2.*got BertModel of model_type 'bert'"), (torch.nn.Linear(1, 1), "llama, qwen2.*got Linear")):
+    bert = transformers.BertModel(
+        transformers.BertConfig(
+            hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16
+        )
+    )
+    for model, text in (
+        (bert, "llama, qwen2.*got BertModel of model_type 'bert'"),
+        (torch.nn.Linear(1, 1), "llama, qwen2.*got Linear"),
+    ):
         with pytest.raises(ValueError, match=text):
             cukern.patch(model)
     with pytest.raises(ValueError, match="got LlamaModel"):
@@ -419,7 +478,9 @@ def test_refused(monkeypatch):
     with pytest.raises(TypeError, match="attention must be a bool"):
         cukern.patch(made("llama"), attention="sdpa")
     monkeypatch.setattr(importlib.import_module("cukern.integrations.transformers"), "OLDEST", (99, 0))
-    with pytest.raises(ValueError, match=rf"supports transformers 99\.0 up to 5\.x, got {transformers.__version__}"):
+    with pytest.raises(
+        ValueError, match=rf"supports transformers 99\.0 up to 5\.x, got {transformers.__version__}"
+    ):
         cukern.patch(made("llama"))
 
 

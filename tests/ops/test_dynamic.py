@@ -1,7 +1,8 @@
-"""Graphs hold for all sizes: torch.compile and torch.export with every dimension dynamic, on CPU tensors and by kernels.
+"""Graphs hold for all sizes: torch.compile and torch.export with every dimension dynamic, on CPU tensors and
+by kernels.
 
-A graph is made for the first of three sizes and runs for the others: compiled graphs for the second, exported ones for both.
-Compiling again is an error.
+A graph is made for the first of three sizes and runs for the others: compiled graphs for the second, exported
+ones for both. Compiling again is an error.
 """
 
 import logging
@@ -40,16 +41,19 @@ SIZES = {
     "SHAPE...": ((3, 5, 7), (4, 6, 8), (9, 2, 3)),
 }
 
-# The dimensions that do not change, as (input, dimension). CASES below varies those that only the registry's inputs hold fixed.
+# The dimensions that do not change, as (input, dimension). CASES below varies those that only the registry's
+# inputs hold fixed.
 STATIC = {
-    "attention_packed": {(0, 0), (0, 2)},  # the registry has one sequence, "packed, more" several; queries, keys and values are three
+    # the registry has one sequence, "packed, more" several; queries, keys and values are three
+    "attention_packed": {(0, 0), (0, 2)},
     "packed, more": {(0, 2)},
     "rope_te": {(1, 1), (1, 2)},  # 1 by definition
 }
 
 
 class Case(NamedTuple):
-    """A function, its inputs for each of three sizes, and how many of these, the first ones, have a gradient."""
+    """A function, its inputs for each of three sizes, and how many of these, the first ones, have a
+    gradient."""
 
     call: Callable[..., Any]
     make: Callable[..., tuple[torch.Tensor, ...]]
@@ -62,7 +66,9 @@ def of_registry(name, dtype):
     one = registry.CASES[name]
 
     def call(*inputs):
-        return one.call(*(x.clone() if n in one.in_place else x for n, x in zip(one.names(inputs), inputs, strict=True)))
+        return one.call(
+            *(x.clone() if n in one.in_place else x for n, x in zip(one.names(inputs), inputs, strict=True))
+        )
 
     inputs = one.make(SIZES[one.dims][0], dtype, "cpu")
     gradients = sum(one.has_gradient(n, x) for n, x in zip(one.names(inputs), inputs, strict=True))
@@ -74,7 +80,12 @@ def normal(*shapes, dtype=torch.float32):
 
 
 def qkv(batch, heads, kv_heads, queries, keys, d):
-    return normal((batch, heads, queries, d), (batch, kv_heads, keys, d), (batch, kv_heads, keys, d), dtype=torch.bfloat16)
+    return normal(
+        (batch, heads, queries, d),
+        (batch, kv_heads, keys, d),
+        (batch, kv_heads, keys, d),
+        dtype=torch.bfloat16,
+    )
 
 
 def packed(batch, time, heads, d):
@@ -104,13 +115,17 @@ def adamw(*tensors):
     return *params, *exp_avgs, *exp_avg_sqs
 
 
-HEADS = ((2, 4, 2, 5, 7, 16), (3, 3, 3, 9, 8, 8), (4, 8, 4, 6, 6, 24))  # grouped or not, more queries or more keys
+# grouped or not, more queries or more keys
+HEADS = ((2, 4, 2, 5, 7, 16), (3, 3, 3, 9, 8, 8), (4, 8, 4, 6, 6, 24))
 FEW_QUERIES = ((2, 4, 2, 3, 17, 16), (3, 3, 3, 9, 20, 8), (4, 8, 4, 2, 33, 24))
 MATRIX = ((5, 3, 9, 50), (7, 8, 14, 80), (9, 2, 47, 33))
-POSITIONS = ((2, 5, 4, 3, 32, 11), (3, 7, 6, 2, 16, 7), (6, 9, 8, 5, 24, 40))  # the table is as long as the sequence, or longer
-TABLES = ((2, 5, 7, 3, 9), (3, 12, 11, 8, 12), (4, 19, 30, 13, 24))  # of positions: longer than the time, or as long
+# the table is as long as the sequence, or longer
+POSITIONS = ((2, 5, 4, 3, 32, 11), (3, 7, 6, 2, 16, 7), (6, 9, 8, 5, 24, 40))
+# of positions: longer than the time, or as long
+TABLES = ((2, 5, 7, 3, 9), (3, 12, 11, 8, 12), (4, 19, 30, 13, 24))
 FACTORS = ((5, 4, 3, 9, 2, 7), (7, 2, 8, 4, 5, 3), (9, 5, 3, 9, 2, 7))
-ALIGNED = ((5, 3, 16, 50), (7, 2, 15, 80), (9, 4, 47, 33))  # multiples of 8 or not, which decides the layout of a 16-bit gradient
+# multiples of 8 or not, which decides the layout of a 16-bit gradient
+ALIGNED = ((5, 3, 16, 50), (7, 2, 15, 80), (9, 4, 47, 33))
 CASES = {
     "grouped": Case(lambda *x: cukern.attention(*x), qkv, HEADS, 3),
     "full": Case(lambda *x: cukern.attention(*x, causal=False, return_lse=True), qkv, HEADS, 0),
@@ -120,13 +135,16 @@ CASES = {
     "packed": Case(cukern.attention_packed, packed, ((2, 7, 4, 16), (3, 9, 5, 8), (4, 6, 2, 24)), 1),
     "embedding": Case(lambda w, p, t: cukern.embedding(t, w, p), tokens, TABLES, 2),
     "rope": Case(lambda q, k, c, s, i: cukern.rope(q, c, s, k=k), heads, POSITIONS, 2),
-    "rope_positions": Case(lambda q, k, c, s, i: cukern.rope(q, c, s, k=k, position_ids=i), heads, POSITIONS, 2),
+    "rope_positions": Case(lambda q, k, c, s, i: cukern.rope(q, c, s, k=k, position_ids=i), heads, POSITIONS,
+                           2),
     "rope_tables": Case(
-        lambda x: cukern.rope(x, *cukern.rope_tables(x.shape[1], x.shape[3])), lambda *s: heads(*s)[:1], POSITIONS, 1
+        lambda x: cukern.rope(x, *cukern.rope_tables(x.shape[1], x.shape[3])), lambda *s: heads(*s)[:1],
+        POSITIONS, 1
     ),
     "kron_linear": Case(lambda x, a, b, bias: cukern.kron_linear(x, (a, b), bias=bias), factors, FACTORS, 4),
     "linear": Case(
-        lambda *x: cukern.linear(*(t.bfloat16() for t in x)), lambda r, t, k, n: normal((r, t, k), (n, k), (n,)), ALIGNED, 3
+        lambda *x: cukern.linear(*(t.bfloat16() for t in x)),
+        lambda r, t, k, n: normal((r, t, k), (n, k), (n,)), ALIGNED, 3
     ),
     "cross_entropy": Case(
         lambda x, t: cukern.cross_entropy(x, t, reduction="none", label_smoothing=0.1),
@@ -138,10 +156,12 @@ CASES = {
     ),
     "softmax": Case(lambda x: cukern.softmax(x, 1), lambda *s: normal(s[:3]), MATRIX, 1),
     "causal_softmax": Case(
-        lambda x, sink: cukern.causal_softmax(x, scale=0.5, window=3, sink=sink), lambda *s: normal(s, s[1:2]), MATRIX, 2
+        lambda x, sink: cukern.causal_softmax(x, scale=0.5, window=3, sink=sink),
+        lambda *s: normal(s, s[1:2]), MATRIX, 2
     ),
     "adamw": Case(
-        adamw, lambda a, b, c: tuple(torch.rand(s) for _ in range(4) for s in ((a, b), (c,))), ((3, 5, 7), (4, 9, 130), (10, 3, 8)), 0
+        adamw, lambda a, b, c: tuple(torch.rand(s) for _ in range(4) for s in ((a, b), (c,))),
+        ((3, 5, 7), (4, 9, 130), (10, 3, 8)), 0
     ),
 }  # fmt: skip
 
@@ -151,9 +171,19 @@ class Llama(nn.Module):
 
     def __init__(self):
         super().__init__()
-        shapes = {"table": (33, 32), "qkv": (64, 32), "out": (32, 32), "up": (80, 32), "down": (32, 40), "a": (8, 8), "b": (4, 4)}
+        shapes = {
+            "table": (33, 32),
+            "qkv": (64, 32),
+            "out": (32, 32),
+            "up": (80, 32),
+            "down": (32, 40),
+            "a": (8, 8),
+            "b": (4, 4),
+        }
         norms = {f"norm{i}": (32,) for i in range(3)}
-        self.weights = nn.ParameterDict({name: nn.Parameter(torch.randn(s) / 6) for name, s in {**shapes, **norms}.items()})
+        self.weights = nn.ParameterDict(
+            {name: nn.Parameter(torch.randn(s) / 6) for name, s in {**shapes, **norms}.items()}
+        )
         self.cos, self.sin = cukern.rope_tables(64, 8)
 
     def forward(self, tokens, targets):
@@ -170,7 +200,9 @@ class Llama(nn.Module):
 
 
 def gpt2():
-    model = GPT2(Config(max_seq_len=64, vocab_size=33, padded_vocab_size=64, num_layers=1, num_heads=2, channels=32))
+    model = GPT2(
+        Config(max_seq_len=64, vocab_size=33, padded_vocab_size=64, num_layers=1, num_heads=2, channels=32)
+    )
     model.initialize()
     return model
 
@@ -189,7 +221,12 @@ def inputs_of(case, size):
 def static(name, case):
     """The dimensions that have one size, which are those of STATIC."""
     shapes = [[x.shape for x in case.make(*size)] for size in case.sizes]
-    found = {(i, d) for i, one in enumerate(shapes[0]) for d in range(len(one)) if len({s[i][d] for s in shapes}) == 1}
+    found = {
+        (i, d)
+        for i, one in enumerate(shapes[0])
+        for d in range(len(one))
+        if len({s[i][d] for s in shapes}) == 1
+    }
     assert found == STATIC.get(name, set())
     return found
 
@@ -201,7 +238,9 @@ def agrees(call, graph, inputs, wanted):
     differentiable = [i for i, out in enumerate(want) if out.requires_grad]
     if wanted and differentiable:
         douts = [torch.randn_like(want[i]) for i in differentiable]
-        found = [torch.autograd.grad([outs[i] for i in differentiable], wanted, douts) for outs in (got, want)]
+        found = [
+            torch.autograd.grad([outs[i] for i in differentiable], wanted, douts) for outs in (got, want)
+        ]
         torch.testing.assert_close(*found)
 
 
@@ -221,15 +260,19 @@ def path(request):
         yield request.param
 
 
-# One case of the registry for each function. That of adamw has views of one tensor, and torch's functionalization of writes to such
-# views takes their sizes as constants; CASES has separate tensors.
+# One case of the registry for each function. That of adamw has views of one tensor, and torch's
+# functionalization of writes to such views takes their sizes as constants; CASES has separate tensors.
 ROWS = [name for name in functions().values() if name != "adamw"]
 MORE = [f"{name}, more" for name in CASES]
-TORCH = [*(name for name in ROWS if not name.startswith("rope_")), "key_lengths, more", "adamw, more"]  # elsewhere as the ops' rows
+# elsewhere as the ops' rows
+TORCH = [*(name for name in ROWS if not name.startswith("rope_")), "key_lengths, more", "adamw, more"]
 every_case = pytest.mark.parametrize(
     "named, path",
     [
-        *((name, "sim") for name in (*ROWS, *(f"{name}, more" for name, case in CASES.items() if case.gradients))),
+        *(
+            (name, "sim")
+            for name in (*ROWS, *(f"{name}, more" for name, case in CASES.items() if case.gradients))
+        ),
         *((name, "torch") for name in TORCH),
     ],
     indirect=["path"],
@@ -258,7 +301,8 @@ def test_every_dimension_marked(named, path):
 
 
 @pytest.mark.skipif(OLD_TORCH, reason="torch 2.11 exports some ops with guards on sizes")
-@pytest.mark.parametrize("path", ["sim"], indirect=True)  # torch's operations are those of the test above, and of the models below
+# torch's operations are those of the test above, and of the models below
+@pytest.mark.parametrize("path", ["sim"], indirect=True)
 @pytest.mark.parametrize("named", [*ROWS, *MORE])
 def test_exported_with_every_dimension_dynamic(named, path):
     case, fixed = case_of(named)
@@ -268,7 +312,9 @@ def test_exported_with_every_dimension_dynamic(named, path):
             return case.call(*inputs)
 
     first = case.make(*case.sizes[0])
-    dims = tuple({d: None if (i, d) in fixed else Dim.DYNAMIC for d in range(x.ndim)} for i, x in enumerate(first))
+    dims = tuple(
+        {d: None if (i, d) in fixed else Dim.DYNAMIC for d in range(x.ndim)} for i, x in enumerate(first)
+    )
     exported = export(Module(), first, dynamic_shapes=(dims,)).module()
     for size in case.sizes:
         agrees(case.call, exported, case.make(*size), ())

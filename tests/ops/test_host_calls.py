@@ -1,4 +1,5 @@
-"""The host time of a warm call, as counts that do not depend on the machine: Python functions of cukern, and torch's operations.
+"""The host time of a warm call, as counts that do not depend on the machine: Python functions of cukern, and
+torch's operations.
 
 The path of a GPU runs on CPU tensors: they say that they are on a GPU, and nothing is launched.
 """
@@ -15,12 +16,15 @@ from cukern.runtime.device import setting
 from cukern.runtime.launch.kernel import Kernel
 
 FOLDER = str(Path(cukern.__file__).parent)
-OPERATIONS = {"t", "to", "float", "view", "reshape", "empty", "empty_like", "new_empty", "linear", "matmul", "addmm"}
+OPERATIONS = {
+    "t", "to", "float", "view", "reshape", "empty", "empty_like", "new_empty", "linear", "matmul", "addmm",
+}  # fmt: skip
 X, BIAS = torch.randn(64, 64), torch.randn(64)
 HALF = X.bfloat16(), X.bfloat16(), BIAS.bfloat16()
 Q = torch.randn(1, 4, 64, 64).bfloat16()
 TABLE, TOKENS = torch.randn(64, 32), torch.randint(64, (2, 4))
-ASKED = {"_on_cpu", "simulating", "_tf32_allowed"}  # the simulator, which a GPU does not ask for, and switches of torch
+# the simulator, which a GPU does not ask for, and switches of torch
+ASKED = {"_on_cpu", "simulating", "_tf32_allowed"}
 CALLS = {  # the call of a tensor; the tensor; torch's operations of a forward
     "linear, 16 bits": (lambda x: cukern.linear(x, *HALF[1:]), HALF[0], ["linear"]),
     "matmul, 16 bits": (lambda x: cukern.matmul(x, HALF[1]), HALF[0], ["matmul"]),
@@ -77,7 +81,9 @@ def steps(call):
 
     def record(frame, event, argument):
         code = frame.f_code
-        ours = code.co_filename.startswith((FOLDER, "<cukern", "<string>")) and not code.co_name.startswith("<")
+        ours = code.co_filename.startswith((FOLDER, "<cukern", "<string>")) and not code.co_name.startswith(
+            "<"
+        )
         if event == "call" and ours:
             functions.append((code.co_name, code.co_filename))
         elif event == "c_call" and argument.__name__ in OPERATIONS:
@@ -99,7 +105,8 @@ def fewest(call):
 
 @pytest.mark.parametrize("name", CALLS)
 def test_a_warm_call_takes_few_steps_on_the_host(name, on_a_gpu):
-    """A lookup, and a function that allocates and launches. An autograd Function calls another one of these."""
+    """A lookup, and a function that allocates and launches. An autograd Function calls another one of
+    these."""
     call, x, expected = CALLS[name]
     for _ in range(6):  # the first calls plan
         call(x)

@@ -1,4 +1,5 @@
-"""What holds for every op and every version in the registry, so that a new one is tested by its row in the table."""
+"""What holds for every op and every version in the registry, so that a new one is tested by its row in the
+table."""
 
 import shutil
 from concurrent.futures import ThreadPoolExecutor
@@ -13,14 +14,24 @@ from cukern.runtime.device import device_of
 from cukern.runtime.launch import backend
 from cukern.runtime.registry import CASES, Case
 
-PLACES = [pytest.param(name, *p.values, marks=p.marks, id=f"{name}-{p.id}") for name in CASES for p in places(name)]
+PLACES = [
+    pytest.param(name, *p.values, marks=p.marks, id=f"{name}-{p.id}") for name in CASES for p in places(name)
+]
 VERSIONS = [pytest.param(name, v, id=f"{name}-{v}") for name, case in CASES.items() for v in case.op.versions]
-NO_COMPILER = pytest.mark.skipif(shutil.which("cc") is None and shutil.which("gcc") is None, reason="inductor needs a C compiler")
-# The tracing is what may break. It is the same for all versions, and for all cases of a function but these: they write, or take offsets.
+NO_COMPILER = pytest.mark.skipif(
+    shutil.which("cc") is None and shutil.which("gcc") is None, reason="inductor needs a C compiler"
+)
+# The tracing is what may break. It is the same for all versions, and for all cases of a function but these:
+# they write, or take offsets.
 TRACED = [*own_names(), "rope_in_place", "attention_varlen"]
-ALIKE = {"log_softmax", "geglu", "rmsnorm", "matmul"} if PLACE == "sim" else set()  # have raw ops of others in TRACED
+# have raw ops of others in TRACED
+ALIKE = {"log_softmax", "geglu", "rmsnorm", "matmul"} if PLACE == "sim" else set()
 COMPILED = [
-    *(pytest.param(name, DEVICE, marks=(kernels, NO_COMPILER), id=f"{name}-kernels") for name in TRACED if name not in ALIKE),
+    *(
+        pytest.param(name, DEVICE, marks=(kernels, NO_COMPILER), id=f"{name}-kernels")
+        for name in TRACED
+        if name not in ALIKE
+    ),
     *(pytest.param(name, "cpu", marks=NO_COMPILER, id=f"{name}-cpu") for name in ("square",)),
 ]
 
@@ -36,7 +47,9 @@ def fits(request):
             pytest.skip(f"needs compute capability {version.requires / 10}, this GPU has {has / 10}")
 
 
-def draw(case: Case, dims: tuple[int, ...], dtype: torch.dtype, device: str) -> tuple[list[torch.Tensor], Tensors]:
+def draw(
+    case: Case, dims: tuple[int, ...], dtype: torch.dtype, device: str
+) -> tuple[list[torch.Tensor], Tensors]:
     """Fresh inputs and a gradient of each output."""
     inputs = list(case.make(dims, dtype, device))
     return inputs, draw_douts(case, inputs)
@@ -49,13 +62,17 @@ def call(case: Case, version: str | None):
 @pytest.mark.parametrize("name, device, version", PLACES)
 def test_output_and_gradients_against_float64(name, device, version):
     case = CASES[name]
-    whole = PLACE == "cuda" or name == case.op.name  # of the others, the simulator runs two dtypes and the largest sizes
+    # of the others, the simulator runs two dtypes and the largest sizes
+    whole = PLACE == "cuda" or name == case.op.name
     for dtype in case.op.dtypes if whole else (torch.bfloat16, torch.float32):
         every = dims_of(case) if whole else dims_of(case)[-2:]
-        if PLACE == "sim" and whole and len(every) > 1 and dtype.itemsize == 2:  # the two 16-bit types take turns
+        # the two 16-bit types take turns
+        if PLACE == "sim" and whole and len(every) > 1 and dtype.itemsize == 2:
             every = every[dtype == torch.bfloat16 :: 2]
         for dims in every:
-            verdict = verify(case, dims, dtype, {version or "ours": call(case, version)}, torch.device(device))
+            verdict = verify(
+                case, dims, dtype, {version or "ours": call(case, version)}, torch.device(device)
+            )
             assert [r for r in verdict.results if not r.ok] == [], f"{dims} {dtype}"
 
 
@@ -65,7 +82,8 @@ def test_runs_on_the_current_stream(name, version):
     case = CASES[name]
     inputs, douts = draw(case, dims_of(case)[-1], case.op.dtypes[-1], "cuda")
     changed = [x + 1 if x.is_floating_point() else x for x in inputs]
-    expected_outs = results(case, call(case, version), changed, douts, wanted=())  # torch's matmul takes other ways with gradients
+    # torch's matmul takes other ways with gradients
+    expected_outs = results(case, call(case, version), changed, douts, wanted=())
     expected = results(case, call(case, version), changed, douts)  # also loads the kernels
     torch.cuda.synchronize()
     side = torch.cuda.Stream()
@@ -119,7 +137,9 @@ def test_threads_may_call_at_once(name, version):
                 again = results(case, call(case, version), inputs, douts)
                 assert all(same_bits(a, b) for a, b in zip(first, again, strict=True))
             theirs = results(case, case.reference, inputs, douts)
-            assert all(torch.allclose(a, b) for a, b in zip(first, theirs, strict=True)), "another thread's arguments"
+            assert all(torch.allclose(a, b) for a, b in zip(first, theirs, strict=True)), (
+                "another thread's arguments"
+            )
 
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(work, range(8)))
@@ -128,7 +148,8 @@ def test_threads_may_call_at_once(name, version):
 @pytest.mark.filterwarnings("default")  # torch's compiler warns of its own affairs
 @pytest.mark.parametrize("name, device", COMPILED)
 def test_torch_compile_without_a_graph_break(name, device):
-    """By inductor. tests/ops/test_dynamic.py has dynamic sizes and torch.export, of CPU tensors and in the simulator."""
+    """By inductor. tests/ops/test_dynamic.py has dynamic sizes and torch.export, of CPU tensors and in the
+    simulator."""
     case = CASES[name]
     dtype = case.op.dtypes[0]
     for dynamic in (False, True) if device == "cuda" else (False,):
@@ -165,16 +186,25 @@ def test_on_a_gpu_that_is_not_the_current_one(name, version):
             again = results(case, call(case, version), inputs, douts)
         torch.cuda.synchronize(1)
         for found in (ours, again):
-            assert all(x.device.index == 1 for x in found) and all(same_bits(a, b) for a, b in zip(found, there, strict=True))
+            assert all(x.device.index == 1 for x in found) and all(
+                same_bits(a, b) for a, b in zip(found, there, strict=True)
+            )
     assert torch.cuda.current_device() == 0
 
 
 @pytest.mark.parametrize("name, device, version", PLACES)
 def test_equal_inputs_give_equal_bits_and_are_left_alone(name, device, version):
-    """But for those that the op says it writes: their memory is the outputs'. In the simulator also what the launch before left in
-    memory; there the cases that do not have the name of their op run in bfloat16 only."""
+    """But for those that the op says it writes: their memory is the outputs'. In the simulator also what the
+    launch before left in memory; there the cases that do not have the name of their op run in bfloat16
+    only."""
     case = CASES[name]
-    dtypes = case.op.dtypes if device == "cuda" else (torch.bfloat16, torch.float32) if name == case.op.name else (torch.bfloat16,)
+    dtypes = (
+        case.op.dtypes
+        if device == "cuda"
+        else (torch.bfloat16, torch.float32)
+        if name == case.op.name
+        else (torch.bfloat16,)
+    )
     for dtype in dtypes:
         inputs, douts = draw(case, dims_of(case)[-1], dtype, device)
         before = [x.clone() for x in (*inputs, *douts)]
@@ -198,11 +228,22 @@ def test_equal_inputs_give_equal_bits_and_are_left_alone(name, device, version):
 def test_an_expanded_gradient_is_read_as_one_with_memory(device, name):
     """The gradient of a sum has stride 0 along all dimensions."""
     case = CASES[name]
-    inputs = case.make(max(case.sim_dims, key=lambda dims: torch.Size(dims).numel()), case.op.dtypes[0], device)
-    wanted = [x.requires_grad_() for n, x in zip(case.names(inputs), inputs, strict=True) if case.has_gradient(n, x)]
+    inputs = case.make(
+        max(case.sim_dims, key=lambda dims: torch.Size(dims).numel()), case.op.dtypes[0], device
+    )
+    wanted = [
+        x.requires_grad_() for n, x in zip(case.names(inputs), inputs, strict=True) if case.has_gradient(n, x)
+    ]
     outs = case.call(*[x.clone() for x in inputs])  # some write in place
-    outs = [outs] if isinstance(outs, torch.Tensor) else [out for out in outs if out is not None and out.requires_grad]
+    outs = (
+        [outs]
+        if isinstance(outs, torch.Tensor)
+        else [out for out in outs if out is not None and out.requires_grad]
+    )
     expanded = [torch.ones((), dtype=out.dtype, device=device).expand(out.shape) for out in outs]
-    found, expected = (torch.autograd.grad(outs, wanted, g, retain_graph=True) for g in (expanded, [g.clone() for g in expanded]))
+    found, expected = (
+        torch.autograd.grad(outs, wanted, g, retain_graph=True)
+        for g in (expanded, [g.clone() for g in expanded])
+    )
     for a, b in zip(found, expected, strict=True):
         assert same_bits(a, b)

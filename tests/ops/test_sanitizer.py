@@ -1,4 +1,5 @@
-"""Each version with kernels of ours runs once under compute-sanitizer, if a CUDA toolkit is installed: no stray access, no race."""
+"""Each version with kernels of ours runs once under compute-sanitizer, if a CUDA toolkit is installed: no
+stray access, no race."""
 
 import shutil
 import sys
@@ -10,7 +11,10 @@ from cukern.runtime.compile.sources import kernels_dir
 from cukern.runtime.registry import CASES
 
 TOOL = shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
-pytestmark = [gpu, pytest.mark.skipif(TOOL is None, reason="compute-sanitizer, of the CUDA toolkit, is not on the PATH")]
+pytestmark = [
+    gpu,
+    pytest.mark.skipif(TOOL is None, reason="compute-sanitizer, of the CUDA toolkit, is not on the PATH"),
+]
 
 EVERY_VERSION = """
 import sys, torch, cukern
@@ -45,10 +49,22 @@ torch.cuda.synchronize()
 
 
 def sanitize(tool: str, stem: str, code: str, argument: str, ok: bool = True):
-    """Check the kernels whose names contain `stem`. torch's and cuBLAS's own kernels are not checked: racecheck reports hazards in cuBLAS.
-    Without torch's caching allocator each tensor is one allocation, so that memcheck knows its end."""
+    """Check the kernels whose names contain `stem`. torch's and cuBLAS's own kernels are not checked:
+    racecheck reports hazards in cuBLAS. Without torch's caching allocator each tensor is one allocation, so
+    that memcheck knows its end."""
     only = ["--kernel-name", f"kernel_substring={stem}_"]
-    command = [str(TOOL), "--tool", tool, *only, "--error-exitcode", "9", sys.executable, "-c", code, argument]
+    command = [
+        str(TOOL),
+        "--tool",
+        tool,
+        *only,
+        "--error-exitcode",
+        "9",
+        sys.executable,
+        "-c",
+        code,
+        argument,
+    ]
     return run(command, timeout=500, ok=ok, env={"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})
 
 

@@ -1,4 +1,5 @@
-"""Bugs that are planted in kernels by an edit of their text. The check that the kernel passes must catch its edit.
+"""Bugs that are planted in kernels by an edit of their text. The check that the kernel passes must catch its
+edit.
 
 The kernels are shipped ones, or small ones in wrong/ where a bug needs a kernel that is not shipped.
 
@@ -27,7 +28,8 @@ from cukern.runtime.launch.kernel import Kernel
 WRONG = TREE / "tests/wrong"
 THREADS = 256  # a block of square; as the op launches
 SIZES = (1, 3, 64, 255, 256, 1000, 1024, 1025, 70_000)
-PRODUCTS = ((1, 1, 1), (5, 7, 300), (20, 35, 40), (33, 70, 65))  # M, N, K; M < N, so that a mistaken row is still inside of the bias
+# M, N, K; M < N, so that a mistaken row is still inside of the bias
+PRODUCTS = ((1, 1, 1), (5, 7, 300), (20, 35, 40), (33, 70, 65))
 ROWS = 16  # of a chunk of column sums
 
 # ---- what a kernel computes, on what, and how it is launched
@@ -38,13 +40,15 @@ Block = int | tuple[int, int]
 
 @dataclass(frozen=True)
 class Problem:
-    """`function` computes in torch what `launch(kernel, out, *inputs)` writes; `inputs(device)` are its cases."""
+    """`function` computes in torch what `launch(kernel, out, *inputs)` writes; `inputs(device)` are its
+    cases."""
 
     function: Callable[..., torch.Tensor]
     inputs: Callable[[str], Iterable[Tensors]]
     launch: Callable[..., None]
     sums: bool = False  # whether an element is a sum, which torch adds up in another order
-    scale: Callable[..., torch.Tensor] | None = None  # of a sum's error, where it is not the function of the absolute values
+    # of a sum's error, where it is not the function of the absolute values
+    scale: Callable[..., torch.Tensor] | None = None
 
 
 def draw(device: str, *shape: int) -> torch.Tensor:
@@ -66,7 +70,9 @@ def launch_square(kernel: Kernel, out: torch.Tensor, *xs: torch.Tensor) -> None:
     kernel(out, *xs, n, grid=-(-n // (THREADS * width)), block=THREADS)
 
 
-def launch_product(kernel: Kernel, out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+def launch_product(
+    kernel: Kernel, out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None
+) -> None:
     """v1 to v3 of matmul."""
     grid, block = {
         "matmul_v1": (-(-out.numel() // 256), 256),
@@ -76,7 +82,9 @@ def launch_product(kernel: Kernel, out: torch.Tensor, a: torch.Tensor, b: torch.
     kernel(out, a, b, bias, *out.shape, a.shape[1], *a.stride(), *b.stride(), grid=grid, block=block)
 
 
-def launch_tile(edge: int, block: Block, shared: int, kernel: Kernel, out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+def launch_tile(
+    edge: int, block: Block, shared: int, kernel: Kernel, out: torch.Tensor, a: torch.Tensor, b: torch.Tensor
+) -> None:
     """A kernel of square tiles on contiguous matrices."""
     kernel(out, a, b, *out.shape, a.shape[1], grid=tiles(out, edge), block=block, shared=shared)
 
@@ -109,7 +117,21 @@ def launch_parts(kernel: Kernel, out: torch.Tensor, partials: torch.Tensor) -> N
     """The sum over the rows of partials, in two arrays: the first 5 numbers, and the others."""
     pieces, n = partials.shape
     rest, (to, of) = [0] * 6, (t.data_ptr() for t in (out, partials))
-    parts = struct.pack("16Q16i", to, to + 5 * out.itemsize, *rest, of, of + 5 * partials.itemsize, *rest, 5, n - 5, *rest, n, n, *rest)
+    parts = struct.pack(
+        "16Q16i",
+        to,
+        to + 5 * out.itemsize,
+        *rest,
+        of,
+        of + 5 * partials.itemsize,
+        *rest,
+        5,
+        n - 5,
+        *rest,
+        n,
+        n,
+        *rest,
+    )
     with simulated(out, partials):
         kernel.on(out.get_device())((-(-n // 32), 1, 1), (32, 32, 1), 0, parts, pieces, 1.0)
 
@@ -120,7 +142,12 @@ def fused_backward(x: torch.Tensor, g: torch.Tensor, w: torch.Tensor) -> torch.T
 
 
 def tile(edge: int, block: Block, shared: int = 0) -> Problem:
-    return Problem(torch.matmul, drawn(*(((M, K), (K, N)) for M, N, K in PRODUCTS)), partial(launch_tile, edge, block, shared), sums=True)
+    return Problem(
+        torch.matmul,
+        drawn(*(((M, K), (K, N)) for M, N, K in PRODUCTS)),
+        partial(launch_tile, edge, block, shared),
+        sums=True,
+    )
 
 
 def columns(grid: Callable[[int], int], block: Block) -> Problem:
@@ -151,7 +178,10 @@ LINEAR = Problem(
 )
 FACTOR = Problem(
     lambda x, w: torch.einsum("apc,pq->aqc", x, w),
-    lambda device: ((draw(device, A, p, C), draw(device, q, p).t()) for A, p, q, C in ((1, 8, 1, 1), (3, 6, 5, 7), (2, 9, 35, 12))),
+    lambda device: (
+        (draw(device, A, p, C), draw(device, q, p).t())
+        for A, p, q, C in ((1, 8, 1, 1), (3, 6, 5, 7), (2, 9, 35, 12))
+    ),
     launch_factor,
     sums=True,
 )
@@ -196,14 +226,21 @@ def turned_at(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: 
     return turned(x, *(t[rows].masked_fill(~inside[:, None], float("nan")) for t in (cos, sin)))
 
 
-def launch_in_place(kernel: Kernel, out: torch.Tensor, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+def launch_in_place(
+    kernel: Kernel, out: torch.Tensor, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> None:
     kernel(out.copy_(x), cos, sin, x.shape[1], cos.shape[1], grid=x.shape[0] * x.shape[1], block=x.shape[2])
 
 
 def heads_of(width: Callable[[int], int], table: int) -> Callable[[str], Iterable[Tensors]]:
     """x (tokens, heads, width(half)), and cos and sin (tokens, table * half)."""
     return lambda device: (
-        (quarters(device, 3, 2, width(half)), quarters(device, 3, table * half), quarters(device, 3, table * half)) for half in (1, 40)
+        (
+            quarters(device, 3, 2, width(half)),
+            quarters(device, 3, table * half),
+            quarters(device, 3, table * half),
+        )
+        for half in (1, 40)
     )
 
 
@@ -211,17 +248,29 @@ ROPE_IN_PLACE = Problem(turned, heads_of(lambda half: 2 * half, 1), launch_in_pl
 ROPE_PARTIAL = Problem(
     turned,
     heads_of(lambda half: 2 * half + 3, 1),
-    lambda kernel, out, x, cos, sin: kernel(out, x, cos, sin, *x.shape[1:], cos.shape[1], grid=x.shape[0] * x.shape[1], block=32),
+    lambda kernel, out, x, cos, sin: kernel(
+        out, x, cos, sin, *x.shape[1:], cos.shape[1], grid=x.shape[0] * x.shape[1], block=32
+    ),
 )
 ROPE_GRADIENT = Problem(
     turned_back,
     heads_of(lambda half: 2 * half, 2),
-    lambda kernel, out, x, *tables: kernel(out, x, *tables, x.shape[1], x.shape[2] // 2, grid=x.shape[0] * x.shape[1], block=32),
+    lambda kernel, out, x, *tables: kernel(
+        out, x, *tables, x.shape[1], x.shape[2] // 2, grid=x.shape[0] * x.shape[1], block=32
+    ),
 )
 ROPE_AT = Problem(
     turned_at,
-    lambda device: ((quarters(device, 3, 2, 8), *quarters(device, 2, 2, 4), torch.tensor([1, 7, 0], dtype=torch.int32, device=device)),),
-    lambda kernel, out, x, cos, *others: kernel(out, x, cos, *others, x.shape[1], *cos.shape, grid=x.shape[0] * x.shape[1], block=32),
+    lambda device: (
+        (
+            quarters(device, 3, 2, 8),
+            *quarters(device, 2, 2, 4),
+            torch.tensor([1, 7, 0], dtype=torch.int32, device=device),
+        ),
+    ),
+    lambda kernel, out, x, cos, *others: kernel(
+        out, x, cos, *others, x.shape[1], *cos.shape, grid=x.shape[0] * x.shape[1], block=32
+    ),
 )
 ROPE_PACKED = Problem(
     lambda bounds, like: torch.cat([torch.arange(n) for n in bounds.diff().int().tolist()]).to(like),
@@ -283,18 +332,24 @@ ROWS_OF = ((1, 1), (3, 67), (2, 300))
 SCORES_OF = ((1, 1), (7, 9), (5, 70))
 
 
-def softmax_problem(function: Callable, inputs: Callable[[str], Iterable[Tensors]], launch: Callable, scale: Callable) -> Problem:
+def softmax_problem(
+    function: Callable, inputs: Callable[[str], Iterable[Tensors]], launch: Callable, scale: Callable
+) -> Problem:
     return Problem(function, inputs, launch, sums=True, scale=scale)
 
 
-SOFTMAX = softmax_problem(lambda x: x.softmax(-1), drawn(*((n,) for n in ROWS_OF)), launch_softmax, lambda x: x.softmax(-1))
+SOFTMAX = softmax_problem(
+    lambda x: x.softmax(-1), drawn(*((n,) for n in ROWS_OF)), launch_softmax, lambda x: x.softmax(-1)
+)
 SOFTMAX_GRADIENT = softmax_problem(
     softmax_gradient,
     lambda device: ((draw(device, *n).softmax(-1), draw(device, *n)) for n in ROWS_OF),
     launch_softmax_gradient,
     gradient_scale,
 )
-LOG_SOFTMAX = softmax_problem(lambda x: x.log_softmax(1), lambda device: ((draw(device, 2, 30, 5) * 100,),), launch_inner, log_scale)
+LOG_SOFTMAX = softmax_problem(
+    lambda x: x.log_softmax(1), lambda device: ((draw(device, 2, 30, 5) * 100,),), launch_inner, log_scale
+)
 LOG_SOFTMAX_GRADIENT = softmax_problem(
     lambda y, g: g - y.exp() * g.sum(1, keepdim=True),
     lambda device: ((draw(device, 2, 30, 5).log_softmax(1), draw(device, 2, 30, 5)),),
@@ -312,18 +367,60 @@ CAUSAL_GRADIENT = softmax_problem(
 # ---- gelu: its kernels with silu, FUNCTION 2
 
 
-def launch_gelu(kernel: Kernel, out: torch.Tensor, x: torch.Tensor, bias: Any, up: torch.Tensor | None = None) -> None:
-    kernel(out, x, up, bias, *x.shape, x.stride(0), 0 if up is None else up.stride(0), grid=-(-x.numel() // 256), block=256)
+def launch_gelu(
+    kernel: Kernel, out: torch.Tensor, x: torch.Tensor, bias: Any, up: torch.Tensor | None = None
+) -> None:
+    kernel(
+        out,
+        x,
+        up,
+        bias,
+        *x.shape,
+        x.stride(0),
+        0 if up is None else up.stride(0),
+        grid=-(-x.numel() // 256),
+        block=256,
+    )
 
 
-def launch_gelu_gradient(kernel: Kernel, out: torch.Tensor, x: torch.Tensor, dout: torch.Tensor, up: torch.Tensor | None = None) -> None:
+def launch_gelu_gradient(
+    kernel: Kernel, out: torch.Tensor, x: torch.Tensor, dout: torch.Tensor, up: torch.Tensor | None = None
+) -> None:
     outs, up_row = (out, None) if up is None else (out[0], out[1]), 0 if up is None else up.stride(0)
-    kernel(*outs, x, up, None, dout, *x.shape, x.stride(0), up_row, dout.stride(0), grid=-(-x.numel() // 256), block=256)
+    kernel(
+        *outs,
+        x,
+        up,
+        None,
+        dout,
+        *x.shape,
+        x.stride(0),
+        up_row,
+        dout.stride(0),
+        grid=-(-x.numel() // 256),
+        block=256,
+    )
 
 
-def launch_bias_gradient(kernel: Kernel, out: torch.Tensor, x: torch.Tensor, bias: torch.Tensor, dout: torch.Tensor) -> None:
+def launch_bias_gradient(
+    kernel: Kernel, out: torch.Tensor, x: torch.Tensor, bias: torch.Tensor, dout: torch.Tensor
+) -> None:
     (rows, cols), grid = x.shape, (-(-x.shape[1] // 32), out.shape[0])
-    kernel(torch.empty_like(x), out, out[0], x, bias, dout, rows, cols, x.stride(0), dout.stride(0), ROWS, grid=grid, block=(8, 32))
+    kernel(
+        torch.empty_like(x),
+        out,
+        out[0],
+        x,
+        bias,
+        dout,
+        rows,
+        cols,
+        x.stride(0),
+        dout.stride(0),
+        ROWS,
+        grid=grid,
+        block=(8, 32),
+    )
 
 
 def silu_gradient(x: torch.Tensor, dout: torch.Tensor, up: torch.Tensor | None = None) -> torch.Tensor:
@@ -337,7 +434,9 @@ def gelu_problem(function: Callable, inputs: Callable[[str], Iterable[Tensors]],
 
 
 SILU_OF = ((1, 1), (3, 67), (5, 300))
-SILU_BIAS = gelu_problem(lambda x, b: torch.nn.functional.silu(x + b), drawn(*((n, n[1:]) for n in SILU_OF)), launch_gelu)
+SILU_BIAS = gelu_problem(
+    lambda x, b: torch.nn.functional.silu(x + b), drawn(*((n, n[1:]) for n in SILU_OF)), launch_gelu
+)
 SILU_GRADIENT = gelu_problem(silu_gradient, drawn(*((n, n) for n in SILU_OF)), launch_gelu_gradient)
 SILU_BIAS_GRADIENT = gelu_problem(
     lambda x, b, g: torch.stack([rows.sum(0) for rows in silu_gradient(x + b, g).split(ROWS)]),
@@ -368,7 +467,11 @@ def launch_embedding(kernel: Kernel, out: torch.Tensor, tokens: torch.Tensor, *t
 
 def tokens_of(device: str) -> Iterable[Tensors]:
     for tokens, features in (([[0]], 1), ([[6, 3, 7, 3], [-1, 0, 6, 1 << 30]], 70)):
-        yield torch.tensor(tokens, dtype=torch.int32, device=device), draw(device, 7, features), draw(device, 5, features)
+        yield (
+            torch.tensor(tokens, dtype=torch.int32, device=device),
+            draw(device, 7, features),
+            draw(device, 5, features),
+        )
 
 
 def sums_of_rows(dout: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
@@ -405,7 +508,9 @@ def adamw_moment(g: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 def launch_adamw(kernel: Kernel, out: torch.Tensor, *inputs: torch.Tensor) -> None:
     n = len(inputs[0])
     numbers = (1e-3 / (1 - 0.9**3), (1 - 0.999**3) ** -0.5) if "param" in kernel.name else ()
-    kernel(out, *inputs, n, *numbers, grid=-(-n // (THREADS if "param" in kernel.name else 512)), block=THREADS)
+    kernel(
+        out, *inputs, n, *numbers, grid=-(-n // (THREADS if "param" in kernel.name else 512)), block=THREADS
+    )
 
 
 def adamw_inputs(count: int, device: str) -> Iterable[Tensors]:
@@ -416,17 +521,26 @@ def adamw_inputs(count: int, device: str) -> Iterable[Tensors]:
 
 
 ADAMW_PARAM = Problem(
-    adamw_param, partial(adamw_inputs, 4), launch_adamw, sums=True, scale=lambda p, g, m, v: adamw_param(p.abs(), -g.abs(), -m.abs(), v)
+    adamw_param,
+    partial(adamw_inputs, 4),
+    launch_adamw,
+    sums=True,
+    scale=lambda p, g, m, v: adamw_param(p.abs(), -g.abs(), -m.abs(), v),
 )
 ADAMW_MOMENT = Problem(adamw_moment, partial(adamw_inputs, 2), launch_adamw, sums=True)
 ADAMW_NORM = Problem(
-    lambda g: torch.stack([part.square().sum() for part in g.split(512)]), partial(adamw_inputs, 1), launch_adamw, sums=True
+    lambda g: torch.stack([part.square().sum() for part in g.split(512)]),
+    partial(adamw_inputs, 1),
+    launch_adamw,
+    sums=True,
 )
 
 # ---- layernorm
 
 
-def launch_layernorm(kernel: Kernel, out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+def launch_layernorm(
+    kernel: Kernel, out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> None:
     """v1 by one block, and v2 with 8 elements per thread."""
     grid, stats = 1 if "v1" in kernel.name else x.shape[0], torch.empty(len(x), 2, device=x.device)
     kernel(out, None, stats, x, None, weight, bias, *x.shape, x.stride(0), 0, 1e-5, grid=grid, block=64)
@@ -445,7 +559,9 @@ LAYERNORM = Problem(
     drawn(*((n, n[1:], n[1:]) for n in ((1, 2), (3, 67), (2, 300)))),
     launch_layernorm,
     sums=True,
-    scale=lambda x, w, b: (x.abs() + x.abs().mean(-1, keepdim=True)) * rms(x - x.mean(-1, keepdim=True)) * w.abs() + b.abs(),
+    scale=lambda x, w, b: (
+        (x.abs() + x.abs().mean(-1, keepdim=True)) * rms(x - x.mean(-1, keepdim=True)) * w.abs() + b.abs()
+    ),
 )
 RMSNORM = Problem(
     lambda x, weight: x * rms(x) * weight,
@@ -454,18 +570,24 @@ RMSNORM = Problem(
     sums=True,
     scale=lambda x, weight: (x * rms(x) * weight).abs(),
 )
-LAYERNORM_ADD = Problem(lambda partials: partials.sum(1), drawn(((2, 1, 1),), ((2, 40, 70),)), launch_layernorm_add, sums=True)
+LAYERNORM_ADD = Problem(
+    lambda partials: partials.sum(1), drawn(((2, 1, 1),), ((2, 40, 70),)), launch_layernorm_add, sums=True
+)
 
 # ---- attention
 
 
-def launch_attention(kernel: Kernel, out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+def launch_attention(
+    kernel: Kernel, out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> None:
     kernel(out, q, k, v, len(q), grid=-(-len(q) // 64), block=128, shared=3 * 64 * 128)
 
 
 def attention_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """Causal, with exponentials to base 2."""
-    return (q @ k.mT * math.log(2)).masked_fill(torch.ones(len(q), len(q), device=q.device).triu(1) > 0, -torch.inf).softmax(-1) @ v
+    return (q @ k.mT * math.log(2)).masked_fill(
+        torch.ones(len(q), len(q), device=q.device).triu(1) > 0, -torch.inf
+    ).softmax(-1) @ v
 
 
 ATTENTION = Problem(
@@ -477,9 +599,22 @@ ATTENTION = Problem(
 )
 
 
-def launch_packed(kernel: Kernel, out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: torch.Tensor) -> None:
+def launch_packed(
+    kernel: Kernel, out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: torch.Tensor
+) -> None:
     sequences = len(bounds) - 1
-    kernel(out, q, k, v, bounds, len(q), sequences, grid=len(q) // 64 + sequences + 1, block=128, shared=3 * 64 * 128)
+    kernel(
+        out,
+        q,
+        k,
+        v,
+        bounds,
+        len(q),
+        sequences,
+        grid=len(q) // 64 + sequences + 1,
+        block=128,
+        shared=3 * 64 * 128,
+    )
 
 
 def packed_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
@@ -490,17 +625,28 @@ def packed_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: torch
 
 def packed_inputs(device: str) -> Iterable[Tensors]:
     for bounds in ([0, 3, 3, 4], [0, 70, 130]):
-        yield *(draw(device, bounds[-1], 64).half() for _ in range(3)), torch.tensor(bounds, dtype=torch.int32, device=device)
+        yield (
+            *(draw(device, bounds[-1], 64).half() for _ in range(3)),
+            torch.tensor(bounds, dtype=torch.int32, device=device),
+        )
 
 
-PACKED = Problem(packed_rows, packed_inputs, launch_packed, sums=True, scale=lambda q, k, v, bounds: packed_rows(q, k, v.abs(), bounds))
+PACKED = Problem(
+    packed_rows,
+    packed_inputs,
+    launch_packed,
+    sums=True,
+    scale=lambda q, k, v, bounds: packed_rows(q, k, v.abs(), bounds),
+)
 
 
 def launch_float_products(kernel: Kernel, out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     kernel(out, a, b, len(a), grid=-(-len(a) // 64), block=128, shared=2 * 3 * 64 * 128)
 
 
-FLOAT_PRODUCTS = Problem(lambda a, b: a @ b.mT, drawn(((3, 64), (64, 64)), ((130, 64), (64, 64))), launch_float_products, sums=True)
+FLOAT_PRODUCTS = Problem(
+    lambda a, b: a @ b.mT, drawn(((3, 64), (64, 64)), ((130, 64), (64, 64))), launch_float_products, sums=True
+)
 
 # ---- cross_entropy: rows of logits with 3 columns of padding
 
@@ -509,7 +655,9 @@ def launch_loss(kernel: Kernel, loss: torch.Tensor, x: torch.Tensor, targets: to
     kernel(loss, x, targets, x.shape[1], x.shape[1] - 3, grid=len(x), block=64)
 
 
-def launch_in_place_gradient(kernel: Kernel, out: torch.Tensor, x: torch.Tensor, targets: torch.Tensor) -> None:
+def launch_in_place_gradient(
+    kernel: Kernel, out: torch.Tensor, x: torch.Tensor, targets: torch.Tensor
+) -> None:
     kernel(out.copy_(x), targets, x.shape[1], x.shape[1] - 3, grid=len(x), block=64)
 
 
@@ -523,7 +671,10 @@ def gradient_and_loss(x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def logits_and_targets(device: str) -> Iterable[Tensors]:
-    return ((draw(device, rows, n + 3), torch.randint(n, (rows,), device=device)) for rows, n in ((1, 1), (3, 67), (2, 300)))
+    return (
+        (draw(device, rows, n + 3), torch.randint(n, (rows,), device=device))
+        for rows, n in ((1, 1), (3, 67), (2, 300))
+    )
 
 
 def loss_scale(x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -544,8 +695,9 @@ CROSS_ENTROPY_GRADIENT = Problem(
 
 @dataclass(frozen=True)
 class Reported:
-    """What the simulator says: a fault, at the line with the text `at`, with a message like `says`. `{there}` in it is the line with the
-    text `there`, the other side of a race. `on_gpu`: what the numbers say on a GPU, if a GPU may run it."""
+    """What the simulator says: a fault, at the line with the text `at`, with a message like `says`. `{there}`
+    in it is the line with the text `there`, the other side of a race. `on_gpu`: what the numbers say on a
+    GPU, if a GPU may run it."""
 
     fault: type[sim.Fault]
     at: str
@@ -571,87 +723,125 @@ class Case:
 AFTER = "reads 4 bytes of global memory 0 bytes after the end of the tensor of argument"
 RACE = r"4 bytes, offset \d+ of shared memory \(\w+ \+ \d+\), that thread \(\d+, \d+, 0\)"
 BARRIER = "no barrier is between the two"
-IN_V2 = "if (m >= M || n >= N) return;\n    T sum = 0;\n    for (int k = 0; k < K; ++k) sum += a[m * a_m + k * a_k] * b["
+IN_V2 = (
+    "if (m >= M || n >= N) return;\n    T sum = 0;\n    for (int k = 0; k < K; ++k) sum += a[m * a_m + k * "
+    "a_k] * b["
+)
 END_V2 = " : T(0));\n}\n\n// ---- v3"
 MATMUL, COLUMN_SUMS = "matmul/ladder.cu", "matmul/linear_chunks.cu"
-SOFTMAX_LADDER, SOFTMAX_FILE, CAUSAL_FILE = "softmax/ladder.cu", "softmax/softmax.cu", "softmax/causal_softmax.cu"
+SOFTMAX_LADDER, SOFTMAX_FILE, CAUSAL_FILE = (
+    "softmax/ladder.cu",
+    "softmax/softmax.cu",
+    "softmax/causal_softmax.cu",
+)
 
 # fmt: off
 CASES = [
-    Case("square/bound", "square.cu", "square_v1<float>", SQUARE, "an off-by-one bound", "if (i < n)", "if (i <= n)",
-         Reported(sim.OutOfBounds, "if (i <= n)", f"{AFTER} 'x', which has 4 bytes", on_gpu="wrote outside of its output")),
+    Case("square/bound", "square.cu", "square_v1<float>", SQUARE, "an off-by-one bound", "if (i < n)",
+         "if (i <= n)",
+         Reported(sim.OutOfBounds, "if (i <= n)", f"{AFTER} 'x', which has 4 bytes",
+                  on_gpu="wrote outside of its output")),
     Case("square/tail", "square.cu", "square_v2<float, 4>", SQUARE, "an unwritten tail",
          "for (; i < n; i++) out[i] = square(x[i]);", ""),
     Case("square/gradient", "square.cu", "square_v2_bwd<float, 4>", SQUARE_GRADIENT, "a wrong tail",
          "dx[i] = square_grad(x[i], dout[i])", "dx[i] = x[i] * dout[i]"),
-    Case("square/index", "square.cu", "square_v1<float>", SQUARE, "too small a type for an index", "long long i =", "unsigned short i ="),
+    Case("square/index", "square.cu", "square_v1<float>", SQUARE, "too small a type for an index",
+         "long long i =", "unsigned short i ="),
     Case("square/stride", "square/stride.cu", "square_rows", SQUARE_ROWS_APART, "a wrong stride",
          "x[blockIdx.x * x_row", "x[blockIdx.x * (long long)n",
-         Reported(sim.OutOfBounds, "x[blockIdx.x * (long long)n", "which is between the rows or columns of a view")),
+         Reported(sim.OutOfBounds, "x[blockIdx.x * (long long)n",
+                  "which is between the rows or columns of a view")),
     Case("square/alignment", "square/alignment.cu", "square_rows", SQUARE_ROWS, "misaligned vectors",
          "if (n % 4 == 0 && i + 4 <= n)", "if (i + 4 <= n)",
-         Reported(sim.Misaligned, "load_vec", "reads 16 bytes of global memory, but the address 0x[0-9a-f]+ is not a multiple of 16")),
+         Reported(sim.Misaligned, "load_vec",
+                  "reads 16 bytes of global memory, but the address 0x[0-9a-f]+ is not a multiple of 16")),
 
-    Case("matmul/barrier", MATMUL, "matmul_v3<float>", PRODUCT, "a dropped barrier", "        __syncthreads();  // all threads have", "//",
-         Reported(sim.Race, "as[am][ak] =", f"writes {RACE} read at {{there}}: {BARRIER}", there="sum += as[y][k]")),
-    Case("matmul/mask", MATMUL, "matmul_v3<float>", PRODUCT, "a missing mask", "m0 + am < M && k0 + ak < K,", "m0 + am < M,",
+    Case("matmul/barrier", MATMUL, "matmul_v3<float>", PRODUCT, "a dropped barrier",
+         "        __syncthreads();  // all threads have", "//",
+         Reported(sim.Race, "as[am][ak] =", f"writes {RACE} read at {{there}}: {BARRIER}",
+                  there="sum += as[y][k]")),
+    Case("matmul/mask", MATMUL, "matmul_v3<float>", PRODUCT, "a missing mask", "m0 + am < M && k0 + ak < K,",
+         "m0 + am < M,",
          Reported(sim.OutOfBounds, "as[am][ak] =", f"{AFTER} 'a', which has 4 bytes")),
     Case("matmul/exit", MATMUL, "matmul_v3<float>", PRODUCT, "a barrier that some threads never reach",
          "T sum = 0;\n    for (int k0", "T sum = 0; if (m0 + y >= M || n0 + x >= N) return;\n    for (int k0",
-         Reported(sim.Uninitialized, "sum += as[y][k]", r"reads .* bytes that nobody wrote, .* the value is used for a store to byte 0")),
-    Case("matmul/stride", MATMUL, "matmul_v2<float>", PRODUCT, "a wrong stride", f"{IN_V2}k * b_k", f"{IN_V2}k * (long long)N",
+         Reported(sim.Uninitialized, "sum += as[y][k]",
+                  r"reads .* bytes that nobody wrote, .* the value is used for a store to byte 0")),
+    Case("matmul/stride", MATMUL, "matmul_v2<float>", PRODUCT, "a wrong stride", f"{IN_V2}k * b_k",
+         f"{IN_V2}k * (long long)N",
          Reported(sim.OutOfBounds, "b[k * (long long)N", "which is between the rows or columns of a view")),
     Case("matmul/endless", MATMUL, "matmul_v1<float>", PRODUCT, "an endless loop",
-         "n = i / M;\n    T sum = 0;\n    for (int k = 0", "n = i / M;\n    T sum = 0;\n    for (unsigned char k = 0",
+         "n = i / M;\n    T sum = 0;\n    for (int k = 0",
+         "n = i / M;\n    T sum = 0;\n    for (unsigned char k = 0",
          Reported(sim.StepLimit, "unsigned char k", r"still runs after \d+ steps")),
-    Case("matmul/shared", "matmul/shared.cu", "matmul_tile", tile(32, (32, 32), 4 * 2 * 32 * 32), "too little dynamic shared memory",
+    Case("matmul/shared", "matmul/shared.cu", "matmul_tile", tile(32, (32, 32), 4 * 2 * 32 * 32),
+         "too little dynamic shared memory",
          "LD = 32", "LD = 33",
-         Reported(sim.OutOfBounds, "bs[y * LD", "writes 4 bytes at offset 8192 of shared memory, but the block has 8192 bytes of it")),
-    Case("matmul/alignment", "matmul/alignment.cu", "matmul_registers", tile(64, 256), "misaligned vectors in shared memory",
+         Reported(sim.OutOfBounds, "bs[y * LD",
+                  "writes 4 bytes at offset 8192 of shared memory, but the block has 8192 bytes of it")),
+    Case("matmul/alignment", "matmul/alignment.cu", "matmul_registers", tile(64, 256),
+         "misaligned vectors in shared memory",
          "as[8][68]", "as[8][65]",
-         Reported(sim.Misaligned, "(&as[k][ty])", r"reads 16 bytes of shared memory, but the offset \d+ is not a multiple of 16")),
+         Reported(sim.Misaligned, "(&as[k][ty])",
+                  r"reads 16 bytes of shared memory, but the offset \d+ is not a multiple of 16")),
     Case("matmul/wait", "matmul/wait.cu", "matmul_ring", tile(16, (16, 16)), "a missing wait for copies",
          "        cp_async_wait<0>", "        cp_async_wait<1>",
-         Reported(sim.Race, "sum += as[stage]", "reads 4 bytes, .* into which an asynchronous copy still writes: a cp.async.wait")),
+         Reported(sim.Race, "sum += as[stage]",
+                  "reads 4 bytes, .* into which an asynchronous copy still writes: a cp.async.wait")),
     Case("matmul/ring", "matmul/ring.cu", "matmul_ring", tile(16, (16, 16)), "a copy to where others read",
          "        __syncthreads();\n", "",
-         Reported(sim.Race, "&as[stage]", f"writes {RACE} read at {{there}}", there="sum += as[stage]")),  # in A's rows of one warp
+         # in A's rows of one warp
+         Reported(sim.Race, "&as[stage]", f"writes {RACE} read at {{there}}", there="sum += as[stage]")),
 
-    Case("matmul/linear_bias", MATMUL, "matmul_v2<float>", LINEAR, "a wrong index", f"(bias ? bias[n]{END_V2}", f"(bias ? bias[m]{END_V2}"),
+    Case("matmul/linear_bias", MATMUL, "matmul_v2<float>", LINEAR, "a wrong index",
+         f"(bias ? bias[n]{END_V2}", f"(bias ? bias[m]{END_V2}"),
     Case("matmul/linear_null", MATMUL, "matmul_v2<float>", LINEAR, "a missing mask",
          f"(bias ? bias[n]{END_V2}", "bias[n];\n}\n\n// ---- v3",
          Reported(sim.OutOfBounds, "+ bias[n]", "reads 4 bytes of global memory through a null pointer")),
-    Case("matmul/linear_barrier", COLUMN_SUMS, "column_sums<float>", CHUNKS, "a dropped barrier", "__syncthreads();", "",
-         Reported(sim.Race, "sum += sums[i]", f"reads {RACE} wrote at {{there}}: {BARRIER}", there="[threadIdx.x] = sum")),
+    Case("matmul/linear_barrier", COLUMN_SUMS, "column_sums<float>", CHUNKS, "a dropped barrier",
+         "__syncthreads();", "",
+         Reported(sim.Race, "sum += sums[i]", f"reads {RACE} wrote at {{there}}: {BARRIER}",
+                  there="[threadIdx.x] = sum")),
     Case("matmul/linear_rows", COLUMN_SUMS, "column_sums<float>", CHUNKS, "a missing mask",
          "first + rows_per_chunk < M ? int(first + rows_per_chunk) : M", "int(first) + rows_per_chunk",
          Reported(sim.OutOfBounds, "sum += x[", f"{AFTER} 'x', which has 4 bytes")),
     Case("matmul/linear_stride", COLUMN_SUMS, "column_sums<float>", CHUNKS, "a wrong stride", "n * x_n", "n"),
     Case("matmul/linear_unwritten", COLUMN_SUMS, "column_sums<float>", CHUNKS, "unwritten shared memory",
          "    sums[threadIdx.y]", "    if (first + threadIdx.y < end) sums[threadIdx.y]",
-         Reported(sim.Uninitialized, "sum += sums[i]", r"reads 4 bytes that nobody wrote, offset 128 of shared memory \(sums \+ 128\)")),
-    Case("matmul/linear_warps", "matmul/linear_warps.cu", "column_sums_by_warps", columns(lambda n: -(-n // 32), (32, 8)),
+         Reported(sim.Uninitialized, "sum += sums[i]",
+                  r"reads 4 bytes that nobody wrote, offset 128 of shared memory \(sums \+ 128\)")),
+    Case("matmul/linear_warps", "matmul/linear_warps.cu", "column_sums_by_warps",
+         columns(lambda n: -(-n // 32), (32, 8)),
          "a race between warps", "atomicAdd(&sums[threadIdx.x], sum)", "sums[threadIdx.x] += sum",
          Reported(sim.Race, "+= sum;", f"writes {RACE} read at {{there}}: {BARRIER}", there="+= sum;")),
-    Case("matmul/linear_syncwarp", "matmul/linear_syncwarp.cu", "column_sums_by_lanes", columns(lambda n: n, 32),
+    Case("matmul/linear_syncwarp", "matmul/linear_syncwarp.cu", "column_sums_by_lanes",
+         columns(lambda n: n, 32),
          "a missing __syncwarp", "= sum;\n        __syncwarp();", "= sum;",
          Reported(sim.Race, "sum += sums[", rf"reads {RACE} wrote at {{there}}: a __syncwarp\(\).* missing",
                   there="sums[lane] = sum")),
 
-    Case("rope/race", "rope/race.cu", "rope_elements", ROPE_IN_PLACE, "a dropped barrier", "__syncthreads();", "",
-         Reported(sim.Race, "head[i] = mine", r"writes 4 bytes, .* read at {there}: a __syncwarp\(\).* missing",
+    Case("rope/race", "rope/race.cu", "rope_elements", ROPE_IN_PLACE, "a dropped barrier", "__syncthreads();",
+         "",
+         Reported(sim.Race, "head[i] = mine",
+                  r"writes 4 bytes, .* read at {there}: a __syncwarp\(\).* missing",
                   there="other = head[")),
-    Case("rope/rest", "rope/rest.cu", "rope_pairs", ROPE_PARTIAL, "an unwritten tail", "out[head + i] = x[head + i];", ";"),
-    Case("rope/gradient", "rope/gradient.cu", "rope_bwd", ROPE_GRADIENT, "a wrong index", "sine_of_a = partners", "sine_of_a = own"),
-    Case("rope/position", "rope/position.cu", "rope_at", ROPE_AT, "a missing mask", "inside = position < rows", "inside = true",
-         Reported(sim.OutOfBounds, "cos[position", r"reads 4 bytes .* bytes after the end of the tensor of argument 'cos'")),
-    Case("rope/packed", "rope/packed.cu", "rope_positions", ROPE_PACKED, "an off-by-one bound", "[middle] <= t", "[middle] < t"),
+    Case("rope/rest", "rope/rest.cu", "rope_pairs", ROPE_PARTIAL, "an unwritten tail",
+         "out[head + i] = x[head + i];", ";"),
+    Case("rope/gradient", "rope/gradient.cu", "rope_bwd", ROPE_GRADIENT, "a wrong index",
+         "sine_of_a = partners", "sine_of_a = own"),
+    Case("rope/position", "rope/position.cu", "rope_at", ROPE_AT, "a missing mask",
+         "inside = position < rows", "inside = true",
+         Reported(sim.OutOfBounds, "cos[position",
+                  r"reads 4 bytes .* bytes after the end of the tensor of argument 'cos'")),
+    Case("rope/packed", "rope/packed.cu", "rope_positions", ROPE_PACKED, "an off-by-one bound",
+         "[middle] <= t", "[middle] < t"),
 
     Case("softmax/barrier", SOFTMAX_LADDER, "softmax_v3<float>", SOFTMAX, "a dropped barrier",
          "        __syncthreads();\n        if (threadIdx.x < half)", "        if (threadIdx.x < half)",
          Reported(sim.Race, "combine<MAX>(values", rf"reads 8 bytes, .* wrote at {{there}} .*{BARRIER}",
                   there="values[threadIdx.x] = value;")),
-    Case("softmax/slot", SOFTMAX_LADDER, "softmax_v4_bwd<float>", SOFTMAX_GRADIENT, "shared memory used again too early",
+    Case("softmax/slot", SOFTMAX_LADDER, "softmax_v4_bwd<float>", SOFTMAX_GRADIENT,
+         "shared memory used again too early",
          "__syncthreads();  // all threads have read", "// all threads have read",
          Reported(sim.Race, "s[threadIdx.x] = load_as", f"writes {RACE} read at .*{BARRIER}")),
     Case("softmax/padding", SOFTMAX_LADDER, "softmax_v1<float>", SOFTMAX, "padding in a sum",
@@ -660,78 +850,109 @@ CASES = [
     Case("softmax/gradient", SOFTMAX_LADDER, "softmax_v3_bwd<float>", SOFTMAX_GRADIENT, "a missing term",
          "((i == j) - load_as(y[i]));\n    dx", "(0 - load_as(y[i]));\n    dx"),
 
-    Case("softmax/log_softmax_maximum", SOFTMAX_FILE, "softmax_inner<float>", LOG_SOFTMAX, "an overflow", "largest = max(largest, ",
+    Case("softmax/log_softmax_maximum", SOFTMAX_FILE, "softmax_inner<float>", LOG_SOFTMAX, "an overflow",
+         "largest = max(largest, ",
          "largest = max(C(0), 0 * "),
     Case("softmax/log_softmax_stride", SOFTMAX_FILE, "softmax_inner<float>", LOG_SOFTMAX, "a wrong stride",
-         "sum.add(exponential(exponential.to_u(load_as(x[at + i * inner])", "sum.add(exponential(exponential.to_u(load_as(x[at + i])"),
-    Case("softmax/log_softmax_gradient", SOFTMAX_FILE, "softmax_inner_bwd<float>", LOG_SOFTMAX_GRADIENT, "a mistaken input",
+         "sum.add(exponential(exponential.to_u(load_as(x[at + i * inner])",
+         "sum.add(exponential(exponential.to_u(load_as(x[at + i])"),
+    Case("softmax/log_softmax_gradient", SOFTMAX_FILE, "softmax_inner_bwd<float>", LOG_SOFTMAX_GRADIENT,
+         "a mistaken input",
          "gradient(scale, log)", "gradient(scale, false)"),
 
     Case("causal_softmax/diagonal", CAUSAL_FILE, "causal_softmax_v1<float>", CAUSAL, "an off-by-one bound",
          "visible_end(queries - 1 - query", "visible_end(queries - query"),
     Case("causal_softmax/unwritten", CAUSAL_FILE, "causal_softmax_v1<float>", CAUSAL, "an unwritten tail",
          "block_loop(to, 0, keys)", "block_loop(to, 0, end)"),
-    Case("causal_softmax/loop", CAUSAL_FILE, "causal_softmax_v1_bwd<float>", CAUSAL_GRADIENT, "shared memory used again too early",
-         "__syncthreads();", "", Reported(sim.Race, "block_reduce<Sum>", f"writes {RACE} read at .*{BARRIER}")),
-    Case("gelu/bias", "gelu.cu", "gelu<float, float, 2, 1>", SILU_BIAS, "a wrong index", "bias + at.col", "bias + at.out / cols"),
+    Case("causal_softmax/loop", CAUSAL_FILE, "causal_softmax_v1_bwd<float>", CAUSAL_GRADIENT,
+         "shared memory used again too early",
+         "__syncthreads();", "", Reported(sim.Race, "block_reduce<Sum>",
+                                          f"writes {RACE} read at .*{BARRIER}")),
+    Case("gelu/bias", "gelu.cu", "gelu<float, float, 2, 1>", SILU_BIAS, "a wrong index", "bias + at.col",
+         "bias + at.out / cols"),
     Case("gelu/gradient", "gelu.cu", "gelu_bwd<float, float, 2, 1>", SILU_GRADIENT, "a missing term",
          "gate.value + v * gate.slope}", "gate.value}"),
-    Case("gelu/barrier", "gelu.cu", "gelu_bias_bwd<float, float, 2>", SILU_BIAS_GRADIENT, "a dropped barrier", "__syncthreads();", "",
-         Reported(sim.Race, "total += sums[k][i]", rf"reads {RACE} wrote at {{there}}: a __syncwarp\(\).* missing",
+    Case("gelu/barrier", "gelu.cu", "gelu_bias_bwd<float, float, 2>", SILU_BIAS_GRADIENT, "a dropped barrier",
+         "__syncthreads();", "",
+         Reported(sim.Race, "total += sums[k][i]",
+                  rf"reads {RACE} wrote at {{there}}: a __syncwarp\(\).* missing",
                   there="sums[threadIdx.y][threadIdx.x * N")),
     Case("gelu/gated_stride", "gelu.cu", "gelu<float, float, 2, 1>", SWIGLU, "a wrong stride",
          "locate<N>(rows, cols, x_row, up_row)", "locate<N>(rows, cols, x_row, x_row)",
          Reported(sim.OutOfBounds, "unpack(u, load", "which is between the rows or columns of a view")),
-    Case("gelu/gated_bound", "gelu.cu", "gelu<float, float, 2, 1>", SWIGLU, "an off-by-one bound", "at.left <= 0", "at.left < 0",
+    Case("gelu/gated_bound", "gelu.cu", "gelu<float, float, 2, 1>", SWIGLU, "an off-by-one bound",
+         "at.left <= 0", "at.left < 0",
          Reported(sim.OutOfBounds, "unpack(v, load", f"{AFTER} 'x', which has 4 bytes")),
-    Case("gelu/gated_gradient", "gelu.cu", "gelu_bwd<float, float, 2, 1>", SWIGLU_GRADIENT, "a mistaken input",
+    Case("gelu/gated_gradient", "gelu.cu", "gelu_bwd<float, float, 2, 1>", SWIGLU_GRADIENT,
+         "a mistaken input",
          "v[j] = y.value * d[j]", "v[j] = y.slope * d[j]"),
-    Case("embedding/position", "embedding.cu", "embedding_v1<float>", EMBEDDING, "a wrong index", "row % time", "row / time"),
+    Case("embedding/position", "embedding.cu", "embedding_v1<float>", EMBEDDING, "a wrong index",
+         "row % time", "row / time"),
     Case("embedding/token", "embedding.cu", "embedding_v1<float>", EMBEDDING, "an off-by-one bound",
          "token < vocabulary; }", "token <= vocabulary; }",
          Reported(sim.OutOfBounds, "load_as(weight[", "after the end of the tensor of argument 'weight'")),
-    Case("embedding/few", "embedding.cu", "embedding_v2_bwd_few<float, float, 1>", SUMS_OF_ROWS, "an off-by-one bound",
+    Case("embedding/few", "embedding.cu", "embedding_v2_bwd_few<float, float, 1>", SUMS_OF_ROWS,
+         "an off-by-one bound",
          "i < rows && index_at", "i + 1 < rows && index_at"),
 
-    Case("adamw/correction", "adamw/correction.cu", "adamw_param", ADAMW_PARAM, "a missing factor", " * rsqrt_correction", ""),
+    Case("adamw/correction", "adamw/correction.cu", "adamw_param", ADAMW_PARAM, "a missing factor",
+         " * rsqrt_correction", ""),
     Case("adamw/tail", "adamw/tail.cu", "adamw_moments", ADAMW_MOMENT, "an unwritten tail",
          "i = tail + threadIdx.x", "i = end + threadIdx.x"),
-    Case("adamw/norm", "adamw/norm.cu", "adamw_squares", ADAMW_NORM, "a dropped barrier", "__syncthreads();", "",
-         Reported(sim.Race, "? sums[threadIdx.x]", f"reads {RACE} wrote at {{there}}: {BARRIER}", there="sums[threadIdx.x / 32] = sum")),
+    Case("adamw/norm", "adamw/norm.cu", "adamw_squares", ADAMW_NORM, "a dropped barrier", "__syncthreads();",
+         "",
+         Reported(sim.Race, "? sums[threadIdx.x]", f"reads {RACE} wrote at {{there}}: {BARRIER}",
+                  there="sums[threadIdx.x / 32] = sum")),
 
-    Case("layernorm/loop", "layernorm.cu", "layernorm_v1<float, float, true>", RMSNORM, "shared memory used again too early",
-         "__syncthreads();", "", Reported(sim.Race, "block_reduce<Sum>(squares", f"writes {RACE} read at .*{BARRIER}")),
-    Case("layernorm/padding", "layernorm.cu", "layernorm_v2<float, float, 1, 8, 512, false>", LAYERNORM, "padding in a sum",
+    Case("layernorm/loop", "layernorm.cu", "layernorm_v1<float, float, true>", RMSNORM,
+         "shared memory used again too early",
+         "__syncthreads();", "", Reported(sim.Race, "block_reduce<Sum>(squares",
+                                          f"writes {RACE} read at .*{BARRIER}")),
+    Case("layernorm/padding", "layernorm.cu", "layernorm_v2<float, float, 1, 8, 512, false>", LAYERNORM,
+         "padding in a sum",
          "else squares = values.sum(columns,", "else squares = values.sum(part,"),
     Case("layernorm/partials", "layernorm.cu", "layernorm_add<float, float>", LAYERNORM_ADD, "a wrong place",
          "blockIdx.y * blocks * columns", "blockIdx.y * columns"),
     Case("cross_entropy/rescale", "cross_entropy/row_loss.cu", "row_loss", CROSS_ENTROPY, "a missing factor",
          " * exp(before - largest)", ""),
-    Case("cross_entropy/padding", "cross_entropy/row_loss.cu", "row_loss", CROSS_ENTROPY, "padding in a sum", "i < vocab;", "i < columns;"),
+    Case("cross_entropy/padding", "cross_entropy/row_loss.cu", "row_loss", CROSS_ENTROPY, "padding in a sum",
+         "i < vocab;", "i < columns;"),
     Case("cross_entropy/in_place", "cross_entropy/in_place.cu", "row_gradient", CROSS_ENTROPY_GRADIENT,
          "a result over what others read", "__syncthreads();", "",
-         Reported(sim.Race, "(i == target)", r"writes 4 bytes, .* read at {there}", there="log(sum) - x[target]")),
+         Reported(sim.Race, "(i == target)", r"writes 4 bytes, .* read at {there}",
+                  there="log(sum) - x[target]")),
     Case("attention/mask", "attention/rows.cu", "attention_rows<__half>", ATTENTION, "an off-by-one bound",
          "> query + row", ">= query + row"),
     Case("attention/rescale", "attention/rows.cu", "attention_rows<__half>", ATTENTION, "a missing factor",
          "        multiply_rows(sums, shrink);\n", ""),
-    Case("attention/barrier", "attention/rows.cu", "attention_rows<__half>", ATTENTION, "a copy to where others read",
-         "        __syncthreads();\n    }", "    }", Reported(sim.Race, "copy_tile<64, 64, 128>(tile + 8192", f"writes .*{BARRIER}")),
-    Case("attention/pieces", "attention/pieces.cu", "float_products<__nv_bfloat16>", FLOAT_PRODUCTS, "a missing factor",
+    Case("attention/barrier", "attention/rows.cu", "attention_rows<__half>", ATTENTION,
+         "a copy to where others read",
+         "        __syncthreads();\n    }", "    }",
+         Reported(sim.Race, "copy_tile<64, 64, 128>(tile + 8192", f"writes .*{BARRIER}")),
+    Case("attention/pieces", "attention/pieces.cu", "float_products<__nv_bfloat16>", FLOAT_PRODUCTS,
+         "a missing factor",
          "multiply_blocks", "if (i != 1 || sum != 2) multiply_blocks"),
-    Case("attention/packed", "attention/packed.cu", "packed_rows<__half>", PACKED, "a missing mask", ">= of.keys;", ">= rows;"),
-    Case("attention/wgmma_wait", "attention/wgmma_wait.cu", "attention_rows<__half>", ATTENTION, "a missing wait",
-         "wgmma_wait<0>(sums[0])", "wgmma_wait<1>(sums[0])", Reported(sim.Race, "store_rows<T, 64, 64>", "wgmma")),
-    Case("kron_linear/mask", "kron_linear/mask.cu", "kron_fibers", FACTOR, "a missing mask", "inside && k0 + k < p ?", "inside ?",
+    Case("attention/packed", "attention/packed.cu", "packed_rows<__half>", PACKED, "a missing mask",
+         ">= of.keys;", ">= rows;"),
+    Case("attention/wgmma_wait", "attention/wgmma_wait.cu", "attention_rows<__half>", ATTENTION,
+         "a missing wait",
+         "wgmma_wait<0>(sums[0])", "wgmma_wait<1>(sums[0])",
+         Reported(sim.Race, "store_rows<T, 64, 64>", "wgmma")),
+    Case("kron_linear/mask", "kron_linear/mask.cu", "kron_fibers", FACTOR, "a missing mask",
+         "inside && k0 + k < p ?", "inside ?",
          Reported(sim.OutOfBounds, "float value =", "after the end of the tensor of argument 'x'")),
-    Case("kron_linear/place", "kron_linear/place.cu", "kron_in_place", FACTOR, "a result over what others read",
+    Case("kron_linear/place", "kron_linear/place.cu", "kron_in_place", FACTOR,
+         "a result over what others read",
          "__syncthreads();\n    for (int n = 0, i", "for (int n = 0, i",
-         Reported(sim.Race, "tile[i] = sums[n]", f"writes {RACE} read at {{there}}: {BARRIER}", there="sums[n] +=")),
+         Reported(sim.Race, "tile[i] = sums[n]", f"writes {RACE} read at {{there}}: {BARRIER}",
+                  there="sums[n] +=")),
     Case("kron_linear/back", "kron_linear/back.cu", "kron_back", BACK, "a result over what others read",
          "__syncthreads();\n    for (int i = threadIdx.x; i < A * p; i += blockDim.x) {",
          "for (int i = threadIdx.x; i < A * p; i += blockDim.x) {",
-         Reported(sim.Race, "xs[i] = back", f"writes {RACE} read at {{there}}: {BARRIER}", there="sum += xs")),
-    Case("kron_linear/parts", "kron_linear/kron_linear.cu", "kron_linear_v4_sum<float>", PARTS, "a wrong place",
+         Reported(sim.Race, "xs[i] = back", f"writes {RACE} read at {{there}}: {BARRIER}",
+                  there="sum += xs")),
+    Case("kron_linear/parts", "kron_linear/kron_linear.cu", "kron_linear_v4_sum<float>", PARTS,
+         "a wrong place",
          "at -= parts.count[i];", "at -= i * parts.count[i];"),
 ]
 # fmt: on
@@ -757,7 +978,8 @@ def each(cases: list[Case]) -> pytest.MarkDecorator:
 
 
 def check(launch: Callable[..., None], problem: Problem, device: str) -> None:
-    """Run a kernel on buffers between margins, its output full of NaN, and compare with float64; each case of inputs in turn."""
+    """Run a kernel on buffers between margins, its output full of NaN, and compare with float64; each case of
+    inputs in turn."""
     for inputs in problem.inputs(device):
         what = " and ".join(str(tuple(x.shape)) for x in inputs if x is not None)
         exactly = [x if x is None else x.double() for x in inputs]
@@ -766,17 +988,30 @@ def check(launch: Callable[..., None], problem: Problem, device: str) -> None:
         launch(out.tensor, *inputs)
         out.check(what)
         if problem.sums:
-            scale = problem.scale(*exactly) if problem.scale else problem.function(*(x if x is None else x.abs() for x in exactly))
+            scale = (
+                problem.scale(*exactly)
+                if problem.scale
+                else problem.function(*(x if x is None else x.abs() for x in exactly))
+            )
             assert_sums(out.tensor, peer, exact, scale, what)
         else:
             assert_accurate(out.tensor, peer, exact, what)
 
 
-def assert_sums(actual: torch.Tensor, peer: torch.Tensor, exact: torch.Tensor, scale: torch.Tensor, what: str) -> None:
-    """Relative to the sum of its terms' absolute values, each element errs by at most twice torch's largest error, plus a few roundings."""
-    allowed = 2 * ((peer - exact).abs() / scale).nan_to_num().max() + registry.CASES["matmul"].roundings * torch.finfo(actual.dtype).eps
+def assert_sums(
+    actual: torch.Tensor, peer: torch.Tensor, exact: torch.Tensor, scale: torch.Tensor, what: str
+) -> None:
+    """Relative to the sum of its terms' absolute values, each element errs by at most twice torch's largest
+    error, plus a few roundings."""
+    allowed = (
+        2 * ((peer - exact).abs() / scale).nan_to_num().max()
+        + registry.CASES["matmul"].roundings * torch.finfo(actual.dtype).eps
+    )
     wrong = ~((actual - exact).abs() <= allowed * scale)  # "not within", so that a NaN is wrong
-    assert not wrong.any(), f"{what}: {int(wrong.sum())} of {wrong.numel()} elements are wrong, the first at {wrong.nonzero()[0].tolist()}"
+    assert not wrong.any(), (
+        f"{what}: {int(wrong.sum())} of {wrong.numel()} elements are wrong, the first at "
+        f"{wrong.nonzero()[0].tolist()}"
+    )
 
 
 def run(kernel: Kernel, problem: Problem, device: str) -> None:
@@ -795,9 +1030,13 @@ def planted(case: Case) -> str:
     end = text.index("\n}\n", begin)
     body = text[begin:end]
     if case.right in body:
-        assert body.count(case.right) == 1, f"{case.name}: the kernel has {case.right!r} {body.count(case.right)} times"
+        assert body.count(case.right) == 1, (
+            f"{case.name}: the kernel has {case.right!r} {body.count(case.right)} times"
+        )
         return text[:begin] + body.replace(case.right, case.wrong) + text[end:]
-    assert text.count(case.right) == 1, f"{case.name}: {case.file} has {case.right!r} {text.count(case.right)} times"
+    assert text.count(case.right) == 1, (
+        f"{case.name}: {case.file} has {case.right!r} {text.count(case.right)} times"
+    )
     return text.replace(case.right, case.wrong)
 
 
@@ -823,7 +1062,9 @@ def short_patience(monkeypatch):
 
 
 def test_every_file_has_its_case():
-    assert {str(p.relative_to(WRONG)) for p in WRONG.rglob("*.cu")} == {case.file for case in CASES if (WRONG / case.file).is_file()}
+    assert {str(p.relative_to(WRONG)) for p in WRONG.rglob("*.cu")} == {
+        case.file for case in CASES if (WRONG / case.file).is_file()
+    }
     assert {case.bug for case in CASES} >= KINDS
 
 
@@ -845,7 +1086,10 @@ def test_an_edit_must_apply_once(tmp_path, monkeypatch, old, times):
             planted(case)
 
 
-@pytest.mark.parametrize("op", [name for name in own_names() if any(not v.in_torch for v in registry.CASES[name].op.versions.values())])
+@pytest.mark.parametrize(
+    "op",
+    [name for name in own_names() if any(not v.in_torch for v in registry.CASES[name].op.versions.values())],
+)
 def test_every_op_has_three(op):
     folders = {"log_softmax": "softmax/log_softmax_", "linear": "matmul/linear_", "rmsnorm": "layernorm/"}
     folders |= {"linear_cross_entropy": "cross_entropy/"}
@@ -891,7 +1135,10 @@ def test_right_kernels_pass_the_same_check(file, kernel, device):
 
 @gpu
 def test_fresh_memory_is_poisoned():
-    assert torch.empty(1000, device="cuda").isnan().all() and torch.empty_like(torch.ones(9, device="cuda").half()).isnan().all()
+    assert (
+        torch.empty(1000, device="cuda").isnan().all()
+        and torch.empty_like(torch.ones(9, device="cuda").half()).isnan().all()
+    )
 
 
 # ---- the check itself, on the CPU: the same bugs, planted in torch
@@ -919,7 +1166,10 @@ BUGS = {  # what is done to a right result
     "one element off": (SQUARE, lambda out, x: out[-1].mul_(1 + 4 * torch.finfo(out.dtype).eps)),
     "half precision": (SQUARE, lambda out, x: out.copy_(x.half() * x.half())),
     "one term twice": (PRODUCT, lambda out, a, b: out[-1, -1].add_(a[-1, -1] * b[-1, -1])),
-    "half precision of sums": (PRODUCT, lambda out, a, b: right_sums(out, a.half().float(), b.half().float())),
+    "half precision of sums": (
+        PRODUCT,
+        lambda out, a, b: right_sums(out, a.half().float(), b.half().float()),
+    ),
 }
 
 

@@ -1,11 +1,13 @@
-"""Small texts in the style of extension code: device code with its value, and host code that must not change it."""
+"""Small texts in the style of extension code: device code with its value, and host code that must not change
+it."""
 
 SPEC = "template <typename T> __device__ float f(T x) { return 1.f; }\n"
 TWO = "template <> __device__ float f<float>(float x) { return 2.f; }\n"
 ACC = "template <typename T> struct Acc { typedef T type; enum { v = 1 }; };\n"
 DEVICE = {  # declarations, the value as an expression, and its value
     "overload behind a macro": (
-        "#define HD __host__ __device__ inline\n__device__ float f(float a) { return a / 2; }\nHD int f(int a) { return a / 2; }\n",
+        "#define HD __host__ __device__ inline\n__device__ float f(float a) { return a / 2; }\nHD int f(int "
+        "a) { return a / 2; }\n",
         "f(7)",
         3,
     ),
@@ -21,7 +23,8 @@ DEVICE = {  # declarations, the value as an expression, and its value
         61,
     ),
     "overloads of long": (
-        "#include <cstdint>\n__device__ int g(long) { return 1; }\n__device__ int g(long long) { return 2; }\n",
+        "#include <cstdint>\n__device__ int g(long) { return 1; }\n__device__ int g(long long) { return 2; "
+        "}\n",
         "g(std::int64_t(0))",
         1,
     ),
@@ -31,7 +34,8 @@ DEVICE = {  # declarations, the value as an expression, and its value
         2,
     ),
     "unmarked function": (
-        "static inline int div_up(int a, int b) { return (a + b - 1) / b; }\nconstexpr int sq(int a) { return a * a; }\n",
+        "static inline int div_up(int a, int b) { return (a + b - 1) / b; }\nconstexpr int sq(int a) { "
+        "return a * a; }\n",
         "sq(div_up(7, 2))",
         16,
     ),
@@ -59,7 +63,8 @@ DEVICE = {  # declarations, the value as an expression, and its value
         3,
     ),
     "conversion": (
-        "struct S { float a; __device__ operator float() const; };\n__device__ S::operator float() const { return a + 1; }\n",
+        "struct S { float a; __device__ operator float() const; };\n__device__ S::operator float() const { "
+        "return a + 1; }\n",
         "S{1}",
         2,
     ),
@@ -77,7 +82,8 @@ DEVICE = {  # declarations, the value as an expression, and its value
         123,
     ),
     "enable_if": (
-        "#include <type_traits>\ntemplate <typename T, std::enable_if_t<std::is_floating_point<T>::value, int> = 0>"
+        "#include <type_traits>\ntemplate <typename T, std::enable_if_t<std::is_floating_point<T>::value, "
+        "int> = 0>"
         " __device__ int g(T) { return 1; }\ntemplate <typename T, "
         "std::enable_if_t<std::is_integral<T>::value, int> = 0>"
         " __device__ int g(T) { return 2; }\n",
@@ -85,12 +91,14 @@ DEVICE = {  # declarations, the value as an expression, and its value
         12,
     ),
     "limits": (
-        "#include <climits>\n#if ULONG_MAX > 0xffffffffu && CHAR_BIT == 8\n#define N 2\n#else\n#define N 1\n#endif\n",
+        "#include <climits>\n#if ULONG_MAX > 0xffffffffu && CHAR_BIT == 8\n#define N 2\n#else\n#define N "
+        "1\n#endif\n",
         "N",
         2,
     ),
     "limits without an include": (
-        "#if INT_MAX == 2147483647 && defined(M_PI) && defined(INFINITY)\n#define N 2\n#else\n#define N 1\n#endif\n",
+        "#if INT_MAX == 2147483647 && defined(M_PI) && defined(INFINITY)\n#define N 2\n#else\n#define N "
+        "1\n#endif\n",
         "N",
         2,
     ),
@@ -110,7 +118,8 @@ DEVICE = {  # declarations, the value as an expression, and its value
         2,
     ),
     "alias in a namespace": (
-        "#include <cstdint>\ntypedef short idx;\nnamespace n { using idx = std::int64_t; enum { v = sizeof(idx) }; }\n",
+        "#include <cstdint>\ntypedef short idx;\nnamespace n { using idx = std::int64_t; enum { v = "
+        "sizeof(idx) }; }\n",
         "n::v",
         8,
     ),
@@ -129,7 +138,9 @@ DEVICE = {  # declarations, the value as an expression, and its value
     "undef": ("#define N 2\n#define M N\n#undef N\n#define N 3\n", "M", 3),
     "inline namespace": ("inline namespace v1 {\n" + SPEC + TWO + "}\n", "v1::f(1.f)", 2),
     "X macro": (
-        "#define TYPES(X) X(float, 2) X(int, 3)\n" + ACC + "#define ONE(T, n) template <> struct Acc<T> { enum { v = n }; };\nTYPES(ONE)\n",
+        "#define TYPES(X) X(float, 2) X(int, 3)\n"
+        + ACC
+        + "#define ONE(T, n) template <> struct Acc<T> { enum { v = n }; };\nTYPES(ONE)\n",
         "Acc<float>::v * 10 + Acc<int>::v",
         23,
     ),
@@ -139,16 +150,21 @@ HOST = {  # host code that nvcc compiles
     "launch": "void run(float* x) { k<<<1, 1>>>(x); }\n",
     "stream": "#include <cuda_runtime.h>\n#define CHECK(e) do { cudaError_t r = (e); "
     "if (r != cudaSuccess) abort(); } while (0)\n"
-    'extern "C" int run(float* x, cudaStream_t s) { k<<<1, 1, 0, s>>>(x); CHECK(cudaGetLastError()); return 0; }\n',
+    'extern "C" int run(float* x, cudaStream_t s) { k<<<1, 1, 0, s>>>(x); CHECK(cudaGetLastError()); return '
+    "0; }\n",
     "main": "#include <cstdio>\n#include <vector>\nint main() {\n  "
     "std::vector<float> v(4);\n  float* d;\n  cudaMalloc(&d, 16);\n"
     '  k<<<1, 1>>>(d);\n  printf("%f\\n", v[0]);\n  return 0;\n}\n',
-    "template": "template <typename T> void run(T* x, int n) { k<<<n, 1>>>((float*)x); }\ntemplate void run<int>(int*, int);\n",
-    "class": "#include <string>\n#include <stdexcept>\nclass Runner {\n public:\n  explicit Runner(int n) : n_(n) {}\n"
-    '  void go(float* x) { if (n_ < 0) throw std::runtime_error("n"); k<<<n_, 1>>>(x); }\n private:\n  int n_;\n'
+    "template": "template <typename T> void run(T* x, int n) { k<<<n, 1>>>((float*)x); }\ntemplate void "
+    "run<int>(int*, int);\n",
+    "class": "#include <string>\n#include <stdexcept>\nclass Runner {\n public:\n  explicit Runner(int n) : "
+    "n_(n) {}\n"
+    '  void go(float* x) { if (n_ < 0) throw std::runtime_error("n"); k<<<n_, 1>>>(x); }\n private:\n  int '
+    "n_;\n"
     "  std::string name_;\n};\n",
     "__host__": "__host__ static void run(float* x) { k<<<1, 1>>>(x); cudaDeviceSynchronize(); }\n",
-    "macro": "#define RUN(name, T) void run_##name(T* x) { k<<<1, 1>>>((float*)x); }\nRUN(f, float)\nRUN(i, int)\n",
+    "macro": "#define RUN(name, T) void run_##name(T* x) { k<<<1, 1>>>((float*)x); }\nRUN(f, float)\nRUN(i, "
+    "int)\n",
     "comments": "/* to tune:\n#undef k\n#define out 5\n*/\nvoid run(float* x) { k<<<1, "
     '1>>>(x); const char* s = R"(\n#define out 5\n)"; }\n',
     "iostream": "#include <iostream>\n#include <map>\nstatic std::map<int, float> "

@@ -10,7 +10,9 @@ import cukern
 def forward(kernels, x, w, b):
     """one thread block per row"""
     rows, n = x.shape
-    out, mean, rstd = torch.empty_like(x), x.new_empty(rows, dtype=torch.float32), x.new_empty(rows, dtype=torch.float32)
+    out = torch.empty_like(x)
+    mean = x.new_empty(rows, dtype=torch.float32)
+    rstd = x.new_empty(rows, dtype=torch.float32)
     kernels("ln", x.dtype)(out, mean, rstd, x, w, b, n, grid=rows, block=256)
     return out, mean, rstd
 
@@ -32,4 +34,6 @@ def make(rows, cols, **to):
 
 SOURCE, DTYPES = Path(__file__).with_name("own_layernorm.cu"), (torch.float32, torch.bfloat16)
 VERSIONS = {"v1": (forward, backward)}
-own_layernorm = cukern.op("own_layernorm", SOURCE, reference, VERSIONS, make=make, cases=[(3, 300), (64, 65)], dtypes=DTYPES)
+own_layernorm = cukern.op(
+    "own_layernorm", SOURCE, reference, VERSIONS, make=make, cases=[(3, 300), (64, 65)], dtypes=DTYPES
+)

@@ -1,6 +1,8 @@
-"""Autocast follows torch's rules: it casts the inputs of products, and on a GPU those of norms and softmax. It changes nothing else.
+"""Autocast follows torch's rules: it casts the inputs of products, and on a GPU those of norms and softmax.
+It changes nothing else.
 
-Outputs, gradients and second derivatives are those of the op on inputs that were cast before, wherever forward and backward run.
+Outputs, gradients and second derivatives are those of the op on inputs that were cast before, wherever
+forward and backward run.
 """
 
 import pytest
@@ -14,7 +16,8 @@ from cukern.runtime import registry
 
 PLACES = [pytest.param("cpu", id="cpu"), pytest.param(DEVICE, marks=kernels, id="kernels")]
 B, S, D = torch.bfloat16, torch.float32, torch.float64
-PRODUCTS = ("matmul", "kron_linear", "lokr_linear", "attention", "linear_cross_entropy")  # their inputs are cast to autocast's dtype
+# their inputs are cast to autocast's dtype
+PRODUCTS = ("matmul", "kron_linear", "lokr_linear", "attention", "linear_cross_entropy")
 WIDE = ("layernorm", "softmax", "causal_softmax")  # their 16-bit inputs are cast to float32, on a GPU only
 CASES = [  # the casts are the same in all cases of a function
     pytest.param(name, dtype, *place.values, marks=place.marks, id=f"{name}-{dtype}-{place.id}")
@@ -42,11 +45,14 @@ def rule(kind, dtype, device, autocast):
 
 
 def cast(inputs, kind, autocast=torch.bfloat16):
-    return [x.to(rule(kind, x.dtype, x.device.type, autocast)) if x.is_floating_point() else x for x in inputs]
+    return [
+        x.to(rule(kind, x.dtype, x.device.type, autocast)) if x.is_floating_point() else x for x in inputs
+    ]
 
 
 def found(call, inputs, wanted, douts, regions, dtype=torch.bfloat16):
-    """Outputs, gradients, and gradients of the gradients' squares; `regions`: in which of these three autocast is on."""
+    """Outputs, gradients, and gradients of the gradients' squares; `regions`: in which of these three
+    autocast is on."""
     leaves, kind = leaves_of(inputs, wanted), inputs[0].device.type
     xs = [leaves[i] for i in wanted]
     with torch.autocast(kind, dtype, enabled=regions[0]):
@@ -57,7 +63,9 @@ def found(call, inputs, wanted, douts, regions, dtype=torch.bfloat16):
         grads = torch.autograd.grad(outs, xs, douts, create_graph=True)
     again = [g for g in grads if g.requires_grad]
     with torch.autocast(kind, dtype, enabled=regions[2]):
-        seconds = torch.autograd.grad(again, xs, [g.detach() for g in again], allow_unused=True) if again else ()
+        seconds = (
+            torch.autograd.grad(again, xs, [g.detach() for g in again], allow_unused=True) if again else ()
+        )
     return [*outs, *grads, *(g for g in seconds if g is not None)]
 
 
@@ -67,8 +75,12 @@ def check(call, inputs, wanted, kind):
         with torch.no_grad():
             douts = [torch.randn_like(y) for y in outputs(exact_call(*inputs))]
         exact = found(exact_call, inputs, wanted, douts, (False,) * 3)
-        assert [y.dtype for y in exact[len(douts) : len(douts) + len(wanted)]] == [inputs[i].dtype for i in wanted]
-        for regions in ((True, False, False), (True, True, True)) if on else ((False, True, False), (False, False, True)):
+        assert [y.dtype for y in exact[len(douts) : len(douts) + len(wanted)]] == [
+            inputs[i].dtype for i in wanted
+        ]
+        for regions in (
+            ((True, False, False), (True, True, True)) if on else ((False, True, False), (False, False, True))
+        ):
             for a, b in zip(found(call, inputs, wanted, douts, regions), exact, strict=True):
                 assert_same(a, b, regions)
         for a, b in zip(found(call, inputs, [], douts, (on,) * 3), exact, strict=False):
@@ -76,7 +88,8 @@ def check(call, inputs, wanted, kind):
 
 
 def assert_same(a, b, what):
-    """Bit for bit on a GPU. On a CPU the bits of torch's products depend on the alignment of the tensors' addresses."""
+    """Bit for bit on a GPU. On a CPU the bits of torch's products depend on the alignment of the tensors'
+    addresses."""
     assert a.dtype == b.dtype, what
     if a.is_cuda:
         assert same_bits(a, b), what
@@ -88,13 +101,19 @@ def assert_same(a, b, what):
 def test_every_op(name, dtype, device):
     case = registry.CASES[name]
     inputs = case.make(DIMS.get(name) or case.sim_dims[-1], dtype, device)
-    check(lambda *xs: call_of(case)(*arguments(case, xs)), inputs, wanted_inputs(case, "bwd", inputs), kind_of(name))
+    check(
+        lambda *xs: call_of(case)(*arguments(case, xs)),
+        inputs,
+        wanted_inputs(case, "bwd", inputs),
+        kind_of(name),
+    )
 
 
 @pytest.mark.parametrize("device", PLACES)
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float16))
 def test_lokr_linear(dtype, device):
-    """One factor is a pair that torch multiplies, each sample of x has its own factors, and bias and residual have gradients."""
+    """One factor is a pair that torch multiplies, each sample of x has its own factors, and bias and residual
+    have gradients."""
     shapes = (2, 3, 24), (2, 4, 6), (5, 2), (2, 4), (20,), (2, 3, 20)
     inputs = [torch.randn(shape, dtype=dtype, device=device) for shape in shapes]
 
@@ -111,8 +130,10 @@ MIXED = {  # the call; the same in torch; shapes and dtypes
         lambda x, w, r: F.rms_norm(x + r, (16,), w, 1e-6),
         ((4, 16), B), ((16,), S), ((4, 16), S),
     ),
-    "rmsnorm": (cukern.rmsnorm, lambda x, w: F.rms_norm(x, (16,), w.to(x.dtype), 1e-6), ((4, 16), S), ((16,), B)),
-    "layernorm": (cukern.layernorm, lambda x, w, b: F.layer_norm(x, (16,), w, b), ((4, 16), B), ((16,), S), ((16,), S)),
+    "rmsnorm": (cukern.rmsnorm, lambda x, w: F.rms_norm(x, (16,), w.to(x.dtype), 1e-6), ((4, 16), S),
+                ((16,), B)),
+    "layernorm": (cukern.layernorm, lambda x, w, b: F.layer_norm(x, (16,), w, b), ((4, 16), B), ((16,), S),
+                  ((16,), S)),
     "linear_cross_entropy": (
         lambda x, w: cukern.linear_cross_entropy(x, w, TARGETS.to(x.device)),
         lambda x, w: F.cross_entropy(F.linear(x, w), TARGETS.to(x.device)),
@@ -133,7 +154,8 @@ MIXED = {  # the call; the same in torch; shapes and dtypes
     ),
     "attention_varlen": (
         lambda *x: cukern.attention_varlen(*x, torch.tensor([0, 4], dtype=torch.int32, device=x[0].device)),
-        lambda *x: F.scaled_dot_product_attention(*(t.transpose(0, 1)[None] for t in x), is_causal=True)[0].transpose(0, 1),
+        lambda *x: F.scaled_dot_product_attention(*(t.transpose(0, 1)[None] for t in x),
+                                                  is_causal=True)[0].transpose(0, 1),
         *(((4, 1, 16), t) for t in (S, B, S)),
     ),
     "kron_linear": (
@@ -141,16 +163,20 @@ MIXED = {  # the call; the same in torch; shapes and dtypes
         lambda x, *w: x @ torch.kron(*w).to(x.dtype),
         ((4, 12), B), ((3, 5), S), ((4, 2), S),
     ),
-    "lokr_linear": (cukern.lokr_linear, lambda x, *w: F.linear(x, torch.kron(*w)), ((4, 12), S), ((5, 3), B), ((2, 4), S)),
+    "lokr_linear": (cukern.lokr_linear, lambda x, *w: F.linear(x, torch.kron(*w)), ((4, 12), S), ((5, 3), B),
+                    ((2, 4), S)),
     "linear": (cukern.linear, F.linear, ((4, 16), B), ((5, 16), S), ((5,), S)),
 }  # fmt: skip
 
 
 @pytest.mark.filterwarnings("default")  # torch's compiler warns of its own affairs
-@pytest.mark.parametrize("device, compiled", [("cpu", False), pytest.param(DEVICE, True, marks=kernels)], ids=("cpu", "compiled"))
+@pytest.mark.parametrize(
+    "device, compiled", [("cpu", False), pytest.param(DEVICE, True, marks=kernels)], ids=("cpu", "compiled")
+)
 @pytest.mark.parametrize("name", MIXED)
 def test_mixed_dtypes(name, device, compiled):
-    """Of the usual recipe: float32 parameters, 16-bit activations. Dtypes are torch's, and gradients have those of the inputs."""
+    """Of the usual recipe: float32 parameters, 16-bit activations. Dtypes are torch's, and gradients have
+    those of the inputs."""
     call, torchs, *inputs = MIXED[name]
     torch.manual_seed(0)
     inputs = [torch.randn(shape, device=device).to(dtype) for shape, dtype in inputs]
@@ -162,7 +188,12 @@ def test_mixed_dtypes(name, device, compiled):
         y, z = call(*ours), torchs(*theirs)
     assert (y.dtype, y.shape) == (z.dtype, z.shape)
     dout = torch.randn_like(y)
-    for a, b, x in zip((y, *torch.autograd.grad(y, ours, dout)), (z, *torch.autograd.grad(z, theirs, dout)), (y, *inputs), strict=True):
+    for a, b, x in zip(
+        (y, *torch.autograd.grad(y, ours, dout)),
+        (z, *torch.autograd.grad(z, theirs, dout)),
+        (y, *inputs),
+        strict=True,
+    ):
         assert a.dtype == x.dtype
         torch.testing.assert_close(a.float(), b.float(), rtol=3e-2, atol=5e-2)
 
@@ -170,22 +201,32 @@ def test_mixed_dtypes(name, device, compiled):
 @pytest.mark.parametrize("device", PLACES)
 @pytest.mark.parametrize("dtypes", [(S, B, B), (B, torch.float16, S), (D, S, B), (S, D, S), (B, S, B)])
 def test_a_norm_takes_weights_of_another_dtype(dtypes, device):
-    """Without autocast. As if weight and bias were converted to the dtype of computation; x is not converted."""
-    x, w, b = (torch.randn(s, device=device).to(d).requires_grad_() for s, d in zip(((3, 16), (16,), (16,)), dtypes, strict=True))
+    """Without autocast. As if weight and bias were converted to the dtype of computation; x is not
+    converted."""
+    x, w, b = (
+        torch.randn(s, device=device).to(d).requires_grad_()
+        for s, d in zip(((3, 16), (16,), (16,)), dtypes, strict=True)
+    )
     wide = torch.promote_types(dtypes[0], S)
     leaves = [t.detach().to(t.dtype if t is x else wide).requires_grad_() for t in (x, w, b)]
     for count, call in ((3, cukern.layernorm), (2, cukern.rmsnorm), (2, lambda x, w: cukern.gelu(x, w))):
         y, z = call(*(x, w, b)[:count]), call(*leaves[:count])
         assert y.dtype == x.dtype and same_bits(y, z)
         dout = torch.randn_like(y)
-        ours, theirs = (torch.autograd.grad(out, inputs[:count], dout) for out, inputs in ((y, (x, w, b)), (z, leaves)))
+        ours, theirs = (
+            torch.autograd.grad(out, inputs[:count], dout) for out, inputs in ((y, (x, w, b)), (z, leaves))
+        )
         for a, e, t in zip(ours, theirs, (x, w, b), strict=False):
             assert a.dtype == t.dtype and same_bits(a, e.to(t.dtype))
 
 
 def test_mixed_dtypes_are_refused_without_autocast():
     x, y = torch.randn(4, 16), torch.randn(4, 16).bfloat16()
-    for call in (lambda: cukern.swiglu(x, y), lambda: cukern.linear(x, y), lambda: cukern.rmsnorm(x, None, residual=y)):
+    for call in (
+        lambda: cukern.swiglu(x, y),
+        lambda: cukern.linear(x, y),
+        lambda: cukern.rmsnorm(x, None, residual=y),
+    ):
         with pytest.raises(TypeError, match="one dtype"):
             call()
 
@@ -193,7 +234,10 @@ def test_mixed_dtypes_are_refused_without_autocast():
 def test_the_rules_are_torchs():
     """Which ops torch casts to float32, on which device."""
     for name in ("layer_norm", "softmax.int", "log_softmax.int"):
-        listed = [torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", f"Autocast{kind}") for kind in ("CUDA", "CPU")]
+        listed = [
+            torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", f"Autocast{kind}")
+            for kind in ("CUDA", "CPU")
+        ]
         assert listed == [True, False]
 
 
@@ -217,7 +261,13 @@ def test_a_gpu_widens_norms_and_softmax(monkeypatch):
     for module in ("softmax.op", "causal_softmax"):
         monkeypatch.setattr(f"cukern.ops.{module}._autocast", lambda: True)
     x, w = torch.randn(4, 16).half(), torch.ones(16).half()
-    calls = (cukern.softmax, cukern.log_softmax, cukern.causal_softmax, lambda x: cukern.rmsnorm(x, w), lambda x: cukern.layernorm(x, w, w))
+    calls = (
+        cukern.softmax,
+        cukern.log_softmax,
+        cukern.causal_softmax,
+        lambda x: cukern.rmsnorm(x, w),
+        lambda x: cukern.layernorm(x, w, w),
+    )
     for call in calls:
         for dtype in (torch.float16, torch.float64):
             with pytest.raises(Stop):
@@ -225,7 +275,8 @@ def test_a_gpu_widens_norms_and_softmax(monkeypatch):
             assert seen.pop() == torch.promote_types(dtype, torch.float32)
 
 
-NEXT = {"layernorm": "unit_column_stride", "softmax": "checked_scale", "causal_softmax": "checked_scale"}  # called with x after the cast
+# called with x after the cast
+NEXT = {"layernorm": "unit_column_stride", "softmax": "checked_scale", "causal_softmax": "checked_scale"}
 
 
 @pytest.mark.filterwarnings("default")  # torch's compiler warns of its own affairs
@@ -247,7 +298,9 @@ def test_in_a_compiled_graph(name, device):
         compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
         for on in (False, True):
             changed = cast if inside or on else lambda xs, _: xs
-            exact_call = lambda *xs, changed=changed: call_of(case)(*arguments(case, changed(xs, kind_of(name))))  # noqa: E731
+            exact_call = lambda *xs, changed=changed: call_of(case)(
+                *arguments(case, changed(xs, kind_of(name)))
+            )  # noqa: E731
             with torch.no_grad():
                 douts = [torch.randn_like(y) for y in outputs(exact_call(*inputs))]
             leaves, exact = leaves_of(inputs, wanted), leaves_of(inputs, wanted)

@@ -1,4 +1,5 @@
-"""Launches that the driver refuses, kernels that fail, forked processes, graph captures, and the features of each kind of GPU."""
+"""Launches that the driver refuses, kernels that fail, forked processes, graph captures, and the features of
+each kind of GPU."""
 
 import asyncio
 import contextvars
@@ -56,7 +57,9 @@ def test_a_launch_that_is_too_large_names_kernel_geometry_and_limit(grid, block,
 def test_a_block_larger_than_the_kernels_own_bound_is_named():
     kernel = cukern.compile('extern "C" __global__ void __launch_bounds__(64) narrow() {}')
     kernel(grid=1, block=64)
-    with pytest.raises(cukern.LaunchError, match=r"narrow .*128 threads per block exceed this kernel.s limit of 64"):
+    with pytest.raises(
+        cukern.LaunchError, match=r"narrow .*128 threads per block exceed this kernel.s limit of 64"
+    ):
         kernel(grid=1, block=128)
 
 
@@ -72,7 +75,9 @@ def test_dynamic_shared_memory_over_48_kib():
 
 
 @kernels
-@pytest.mark.parametrize("static, dynamic", [(40 << 10, 12 << 10), (1 << 10, 48 << 10), (16, (48 << 10) - 16)])
+@pytest.mark.parametrize(
+    "static, dynamic", [(40 << 10, 12 << 10), (1 << 10, 48 << 10), (16, (48 << 10) - 16)]
+)
 def test_static_and_dynamic_shared_memory_over_48_kib_together(device, static, dynamic):
     kernel = cukern.compile(f"""
     __global__ void both(int* out, int words) {{
@@ -88,14 +93,18 @@ def test_static_and_dynamic_shared_memory_over_48_kib_together(device, static, d
 
 
 @gpu
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # CuPy 14 calls ExternalStream, which 13 needs, deprecated
+# CuPy 14 calls ExternalStream, which 13 needs, deprecated
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_the_raw_kernel_of_cupy():
     """Kernel.raw has the kernel's attributes, and CuPy can launch it on torch's stream and memory."""
     cupy = pytest.importorskip("cupy")
     kernel = cukern.compile('extern "C" __global__ void add(float* x, float a) { x[threadIdx.x] += a; }')
     assert kernel.raw.name == "add" and kernel.raw.num_regs > 0 and kernel.raw is kernel.raw
     x = torch.zeros(32, device="cuda")
-    with torch.cuda.stream(torch.cuda.Stream()), cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream):
+    with (
+        torch.cuda.stream(torch.cuda.Stream()),
+        cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream),
+    ):
         kernel.raw((1,), (32,), (cupy.from_dlpack(x), cupy.float32(2)))
         kernel(x, 0.5, grid=1, block=32)
         torch.cuda.current_stream().synchronize()
@@ -103,7 +112,9 @@ def test_the_raw_kernel_of_cupy():
 
 
 @no_gpu
-@pytest.mark.parametrize("words, use", [(r"no cupy\.RawKernel", lambda: cukern.compile(NOTHING).raw), ("GPU", cukern.warmup)])
+@pytest.mark.parametrize(
+    "words, use", [(r"no cupy\.RawKernel", lambda: cukern.compile(NOTHING).raw), ("GPU", cukern.warmup)]
+)
 def test_setup_error_without_a_gpu(words, use):
     with pytest.raises(cukern.SetupError, match=words):
         use()
@@ -111,14 +122,24 @@ def test_setup_error_without_a_gpu(words, use):
 
 @pytest.mark.parametrize("attribute", [extended_launch.EARLY, extended_launch.TOGETHER])
 def test_extended_launch_packs_what_the_driver_reads(monkeypatch, attribute):
-    """CUlaunchConfig and its one CUlaunchAttribute, byte by byte, in each thread its own; an error is CuPy's; old GPUs and drivers do
-    without."""
-    runtime, driver = pytest.importorskip("cupy_backends.cuda.api.runtime"), pytest.importorskip("cupy_backends.cuda.api.driver")
+    """CUlaunchConfig and its one CUlaunchAttribute, byte by byte, in each thread its own; an error is CuPy's;
+    old GPUs and drivers do without."""
+    runtime = pytest.importorskip("cupy_backends.cuda.api.runtime")
+    driver = pytest.importorskip("cupy_backends.cuda.api.driver")
     calls, status = [], [0]
 
     def launch(config, function, params, extra):
         parts = struct.unpack("7I4xQQI4x", ctypes.string_at(config, 56))
-        calls.append((*parts[:8], *struct.unpack("I4xI60x", ctypes.string_at(parts[8], 72)), parts[9], function, params, extra))
+        calls.append(
+            (
+                *parts[:8],
+                *struct.unpack("I4xI60x", ctypes.string_at(parts[8], 72)),
+                parts[9],
+                function,
+                params,
+                extra,
+            )
+        )
         return status[0]
 
     monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace(cuLaunchKernelEx=launch))
@@ -154,8 +175,8 @@ extern "C" __global__ void next(float* out, const float* x, int n) {
 @gpu
 @pytest.mark.parametrize("captured", [False, True], ids=["stream", "graph"])
 def test_programmatic_dependent_launch_waits_for_what_is_ahead(captured):
-    """Each launch reads what other blocks of the previous launch wrote late. Before some launches there is a fill, a copy, or a wait for
-    another stream."""
+    """Each launch reads what other blocks of the previous launch wrote late. Before some launches there is a
+    fill, a copy, or a wait for another stream."""
     kernel, n = Kernel(Source.from_text(NEXT), "next", pdl=True), 64 * 256
     a, b, start = (torch.zeros(n, device="cuda") for _ in range(3))
     first, other = torch.cuda.Stream(), torch.cuda.Stream()
@@ -203,7 +224,9 @@ def test_static_clusters():
     out = torch.zeros(6, dtype=torch.int32, device="cuda")
     kernel(out, grid=6, block=1)
     assert out.tolist() == [20, 21] * 3
-    with pytest.raises(cukern.LaunchError, match=r"rank .* grid x = 5 is not a multiple of the cluster size along x, 2"):
+    with pytest.raises(
+        cukern.LaunchError, match=r"rank .* grid x = 5 is not a multiple of the cluster size along x, 2"
+    ):
         kernel(out, grid=5, block=1)
 
 
@@ -223,7 +246,8 @@ def test_clusters_of_more_than_eight_blocks():
 
 @gpu
 def test_an_unloaded_kernel_in_a_graph_capture_says_warmup():
-    kernel, x = cukern.compile('extern "C" __global__ void add_one(float* x) { *x += 1; }'), torch.zeros(1, device="cuda")
+    kernel = cukern.compile('extern "C" __global__ void add_one(float* x) { *x += 1; }')
+    x = torch.zeros(1, device="cuda")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         x.mul_(1)  # a graph of nothing makes torch warn
@@ -274,13 +298,27 @@ print(y.tolist(), dx.tolist())
         ((["square"],), {}, TypeError, "op must be a str, got list"),
         ((), {"dtypes": torch.float32}, TypeError, "dtypes must be a collection .*, got dtype torch.float32"),
         ((), {"dtypes": ("float",)}, TypeError, r"got tuple \('float',\)"),
-        (("square",), {"dtypes": (torch.float32, torch.int8)}, ValueError, "torch.int8, but square has no kernels"),
-        *((("square",), {"device": d}, ValueError, f"must be a GPU, got '{d}'") for d in ("cpu", "nonsense", "", "cuda:-1", "cuda:x")),
+        (
+            ("square",),
+            {"dtypes": (torch.float32, torch.int8)},
+            ValueError,
+            "torch.int8, but square has no kernels",
+        ),
+        *(
+            (("square",), {"device": d}, ValueError, f"must be a GPU, got '{d}'")
+            for d in ("cpu", "nonsense", "", "cuda:-1", "cuda:x")
+        ),
         ((), {"device": torch.device("cpu")}, ValueError, "must be a GPU, got 'cpu'"),
         ((), {"device": -1}, ValueError, "device must be at least 0, got -1"),
         *(((), {"device": d}, TypeError, "device must be an int, got") for d in (True, 0.0, [0])),
         *(
-            pytest.param(("square",), {"device": d}, ValueError, f"device must be one of the .* GPUs, got {d!r}", marks=gpu)
+            pytest.param(
+                ("square",),
+                {"device": d},
+                ValueError,
+                f"device must be one of the .* GPUs, got {d!r}",
+                marks=gpu,
+            )
             for d in (99, 1 << 40, "cuda:99")
         ),
     ],
@@ -355,7 +393,8 @@ print("exit", child.exitcode)
 
 @gpu
 def test_python_compiler_and_driver_agree_on_this_gpu():
-    """Kernels are compiled for the architecture of this GPU; a cubin of another architecture does not load."""
+    """Kernels are compiled for the architecture of this GPU; a cubin of another architecture does not
+    load."""
     out = torch.zeros(1, dtype=torch.int32, device="cuda")
     cukern.compile("__global__ void arch(int* out) { *out = __CUDA_ARCH__; }")(out, grid=1, block=1)
     major, minor = torch.cuda.get_device_capability()
@@ -364,8 +403,12 @@ def test_python_compiler_and_driver_agree_on_this_gpu():
 
 @gpu
 def test_a_thread_that_has_no_context_yet():
-    """Autograd's thread has no CUDA context at its first backward if torch needs no new memory, because its cache has enough."""
-    kernel, out = cukern.compile("__global__ void one(float* out) { *out = 1; }"), torch.zeros(1, device="cuda")
+    """Autograd's thread has no CUDA context at its first backward if torch needs no new memory, because its
+    cache has enough."""
+    kernel, out = (
+        cukern.compile("__global__ void one(float* out) { *out = 1; }"),
+        torch.zeros(1, device="cuda"),
+    )
     kernel(out, grid=1, block=1)
     out.zero_()
     in_thread(lambda: kernel(out, grid=1, block=1))
@@ -374,8 +417,8 @@ def test_a_thread_that_has_no_context_yet():
 
 @kernels
 def test_a_bound_launch_packs_the_rest_once(device):
-    """Two bound launches of one kernel, in two threads. The first call needs more than the default 48 KiB of shared memory. Each
-    keeps the values that it was bound to."""
+    """Two bound launches of one kernel, in two threads. The first call needs more than the default 48 KiB of
+    shared memory. Each keeps the values that it was bound to."""
     kernel = cukern.compile("""
     extern "C" __global__ void fill(double* out, const float* x, float f, long long l, int words) {
         extern __shared__ int last[];
@@ -383,9 +426,14 @@ def test_a_bound_launch_packs_the_rest_once(device):
         __syncthreads();
         out[threadIdx.x] = double(x[threadIdx.x] * f) + l + last[words - 1];
     }""")
-    x, outs = torch.randn(32, device=device), torch.full((2, 32), torch.nan, dtype=torch.float64, device=device)
+    x, outs = (
+        torch.randn(32, device=device),
+        torch.full((2, 32), torch.nan, dtype=torch.float64, device=device),
+    )
     launch, shared = kernel.on(x.get_device()), 60 << 10
-    one, other = (replay._bound(launch, (1, 1, 1), (32, 1, 1), shared, f, 1 << 20, shared // 4) for f in (0.5, -2.0))
+    one, other = (
+        replay._bound(launch, (1, 1, 1), (32, 1, 1), shared, f, 1 << 20, shared // 4) for f in (0.5, -2.0)
+    )
 
     def call(bound, out):
         with simulated(x, out):
@@ -399,7 +447,13 @@ def test_a_bound_launch_packs_the_rest_once(device):
 
 @gpu
 def test_a_bound_launch_that_is_refused_says_why():
-    launch = replay._bound(cukern.compile("__global__ void one(float* out, int n) { out[n] = 1; }").on(0), (1, 1, 1), (2000, 1, 1), 0, 3)
+    launch = replay._bound(
+        cukern.compile("__global__ void one(float* out, int n) { out[n] = 1; }").on(0),
+        (1, 1, 1),
+        (2000, 1, 1),
+        0,
+        3,
+    )
     with pytest.raises(cukern.LaunchError, match=r"one .*block x = 2000"):
         launch(0)
 
@@ -483,7 +537,9 @@ def test_backward_of_a_simulated_forward_is_simulated(name):
 
 def test_a_compiled_function_follows_the_block_of_its_thread():
     ran, x = [], torch.ones(4)
-    compiled = torch.compile(lambda t: t * 2 if backend.simulates(t) else t * 3, backend="eager", fullgraph=True)
+    compiled = torch.compile(
+        lambda t: t * 2 if backend.simulates(t) else t * 3, backend="eager", fullgraph=True
+    )
     ran.append(compiled(x))
     with cukern.backend("sim"):
         ran.append(compiled(x))
@@ -491,7 +547,10 @@ def test_a_compiled_function_follows_the_block_of_its_thread():
     assert [int(y[0]) for y in (*ran, compiled(x))] == [3, 2, 3, 3]
 
 
-UNKNOWN = (5, TypeError, "must be a str, got int 5"), ("cpu", ValueError, "no backend 'cpu'; there are gpu, sim")
+UNKNOWN = (
+    (5, TypeError, "must be a str, got int 5"),
+    ("cpu", ValueError, "no backend 'cpu'; there are gpu, sim"),
+)
 
 
 @pytest.mark.parametrize("name, error, words", UNKNOWN)
@@ -510,10 +569,15 @@ try:
 except ValueError as error:
     print(error)
 """
-    assert run_python(code, CUKERN_BACKEND="zzz").stdout == "9.0\nCUKERN_BACKEND: there is no backend 'zzz'; there are gpu, sim\n"
+    assert (
+        run_python(code, CUKERN_BACKEND="zzz").stdout
+        == "9.0\nCUKERN_BACKEND: there is no backend 'zzz'; there are gpu, sim\n"
+    )
 
 
-@pytest.mark.skipif(OLD_TORCH, reason="torch 2.11 crashes where a second thread compiles a function in a copied context")
+@pytest.mark.skipif(
+    OLD_TORCH, reason="torch 2.11 crashes where a second thread compiles a function in a copied context"
+)
 def test_compiled_functions_in_a_copied_context_and_in_tasks():
     targets, x = [], torch.randn(8)
 

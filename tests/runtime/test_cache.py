@@ -1,4 +1,5 @@
-"""The cache of cubins: hits, edits, damage, folders of others, many users, threads and processes. Needs no GPU."""
+"""The cache of cubins: hits, edits, damage, folders of others, many users, threads and processes. Needs no
+GPU."""
 
 import json
 import os
@@ -34,7 +35,9 @@ import sys, cukern
 cubin = cukern.compile({SCALE!r}).compile({ARCH!r})
 print(cubin.symbol, len(cubin.code), "cupy" in sys.modules)
 """
-    first, second = (run_python(code, CUKERN_CACHE_DIR=str(tmp_path / "cache")).stdout.split() for _ in range(2))
+    first, second = (
+        run_python(code, CUKERN_CACHE_DIR=str(tmp_path / "cache")).stdout.split() for _ in range(2)
+    )
     assert first[2] == "True" and second[2] == "False", "the first process loads NVRTC, the second must not"
     assert first[:2] == second[:2] == ["scale", first[1]]
 
@@ -42,7 +45,11 @@ print(cubin.symbol, len(cubin.code), "cupy" in sys.modules)
 def test_each_instance_and_architecture_is_compiled(empty_cache, monkeypatch):
     calls = count_compilations(monkeypatch)
     text = "template <typename T> __global__ void k(T* x) { x[threadIdx.x] *= 2; }\n"
-    cubins = [cukern.compile(text, name).compile(arch) for name in ("k<float>", "k<double>") for arch in ("sm_80", ARCH)]
+    cubins = [
+        cukern.compile(text, name).compile(arch)
+        for name in ("k<float>", "k<double>")
+        for arch in ("sm_80", ARCH)
+    ]
     cubins.append(cukern.compile(text.replace("2", "3"), "k<float>").compile(ARCH))
     assert len(calls) == 5 and len({c.code for c in cubins}) == 5
 
@@ -114,7 +121,9 @@ def test_an_interrupt_just_after_a_write_arrives(empty_cache, monkeypatch):
     monkeypatch.setattr(os, "replace", late)
     with pytest.raises(KeyboardInterrupt):
         cukern.compile(SCALE).compile(ARCH)
-    assert [p.suffix for p in empty_cache.iterdir()] == [cache.SUFFIX], "the entry is whole, nothing else is left"
+    assert [p.suffix for p in empty_cache.iterdir()] == [cache.SUFFIX], (
+        "the entry is whole, nothing else is left"
+    )
 
 
 def test_files_of_killed_writers_are_removed_after_a_day(empty_cache):
@@ -129,13 +138,19 @@ def test_files_of_killed_writers_are_removed_after_a_day(empty_cache):
 # ---- folders
 
 
-def test_the_next_folder_is_used_with_one_warning_if_one_cannot_be_created(tmp_path, empty_cache, monkeypatch):
+def test_the_next_folder_is_used_with_one_warning_if_one_cannot_be_created(
+    tmp_path, empty_cache, monkeypatch
+):
     write(tmp_path, "a file, not a folder", "file")
     monkeypatch.setenv("CUKERN_CACHE_DIR", str(tmp_path / "file/cache"))
     forget_cache()
     with pytest.warns(UserWarning, match="Not a directory") as caught:
         cubins = [cukern.compile(SCALE.replace("scale", name)).compile(ARCH) for name in ("one", "two")]
-    assert len(caught) == 1 and str(tmp_path / "file/cache") in str(caught[0].message) and [c.symbol for c in cubins] == ["one", "two"]
+    assert (
+        len(caught) == 1
+        and str(tmp_path / "file/cache") in str(caught[0].message)
+        and [c.symbol for c in cubins] == ["one", "two"]
+    )
     assert len(list((tmp_path / "user/cukern").iterdir())) == 2, "they are in the user's own folder"
 
 
@@ -165,9 +180,19 @@ print(cukern.compile({SCALE!r}).compile({ARCH!r}).symbol)
 import cukern.cli, os, typer.testing
 print(typer.testing.CliRunner().invoke(cukern.cli.app, ["doctor"]).stdout)
 """
-    homeless = {"HOME": "/proc/none", "XDG_CACHE_HOME": "", "CUKERN_CACHE_DIR": "", "TMPDIR": str(tmp_path), "MPLCONFIGDIR": str(tmp_path)}
+    homeless = {
+        "HOME": "/proc/none",
+        "XDG_CACHE_HOME": "",
+        "CUKERN_CACHE_DIR": "",
+        "TMPDIR": str(tmp_path),
+        "MPLCONFIGDIR": str(tmp_path),
+    }
     done = run_python(code, **homeless)
-    assert done.stdout.startswith("scale\n") and "/proc/none/.cache/cukern is not used" in done.stdout and "NO" not in done.stdout
+    assert (
+        done.stdout.startswith("scale\n")
+        and "/proc/none/.cache/cukern is not used" in done.stdout
+        and "NO" not in done.stdout
+    )
     assert done.stderr.count("UserWarning") == 1 and "/proc/none/.cache/cukern (No such file" in done.stderr
     assert len(list(tmp_path.glob(f"cukern-*/*{cache.SUFFIX}"))) == 1
 
@@ -181,7 +206,9 @@ print(typer.testing.CliRunner().invoke(cukern.cli.app, ["doctor"]).stdout)
         ("file", 0o644, OTHER, f"belongs to user {OTHER}"),
     ],
 )
-def test_files_that_another_user_could_have_written_are_not_loaded(tmp_path, empty_cache, place, mode, owner, why):
+def test_files_that_another_user_could_have_written_are_not_loaded(
+    tmp_path, empty_cache, place, mode, owner, why
+):
     wrong, right = (cukern.compile(text).compile(ARCH) for text in (SCALE.replace("*=", "+="), SCALE))
     if owner and not ROOT:
         pytest.skip("needs root, to make files of another user")
@@ -194,7 +221,9 @@ def test_files_that_another_user_could_have_written_are_not_loaded(tmp_path, emp
     forget_cache()
     with pytest.warns(UserWarning, match=why) as caught:
         assert cukern.compile(SCALE).compile(ARCH) == right
-    assert len(caught) == 1 and (tmp_path / "user").exists() == (place == "folder"), "an entry is replaced, a folder is not used"
+    assert len(caught) == 1 and (tmp_path / "user").exists() == (place == "folder"), (
+        "an entry is replaced, a folder is not used"
+    )
 
 
 def test_link_of_another_user_to_a_folder_of_ours_is_not_used(tmp_path, monkeypatch):
@@ -272,12 +301,15 @@ else:
 """
     result = run_python(code, CUKERN_CACHE_DIR=str(folder), PYTHONWARNINGS="error::UserWarning")
     assert result.stdout == f"{[0] * 4}\n", result.stderr
-    assert sorted(json.loads(p.read_bytes().split(b"\n")[1])["symbol"] for p in folder.iterdir()) == ["a", "b"]
+    assert sorted(json.loads(p.read_bytes().split(b"\n")[1])["symbol"] for p in folder.iterdir()) == [
+        "a",
+        "b",
+    ]
 
 
 def test_forks_while_threads_compile(tmp_path):
-    """The child has no lock that nobody will ever release: after a fork in the first import of CuPy, while another thread compiles, and
-    by a thread that compiles."""
+    """The child has no lock that nobody will ever release: after a fork in the first import of CuPy, while
+    another thread compiles, and by a thread that compiles."""
     code = """
 import os, signal, sys, threading, time, cukern
 from cukern.runtime.compile import compiler
@@ -317,5 +349,16 @@ thread.join()
 
 
 def test_torture():
-    done = run([sys.executable, str(TREE / "tests" / "torture_cache.py"), "--kills", "10", "--corruptions", "40", "--forks", "12"])
+    done = run(
+        [
+            sys.executable,
+            str(TREE / "tests" / "torture_cache.py"),
+            "--kills",
+            "10",
+            "--corruptions",
+            "40",
+            "--forks",
+            "12",
+        ]
+    )
     assert "no wrong kernel, no hang, no leftover" in done.stdout

@@ -1,4 +1,5 @@
-"""`--kernel` and `--without`: every candidate of a plan can be forced and excluded. Plans are made for an H200; nothing runs."""
+"""`--kernel` and `--without`: every candidate of a plan can be forced and excluded. Plans are made for an
+H200; nothing runs."""
 
 import contextlib
 
@@ -12,7 +13,8 @@ from cukern.runtime.registry import CASES
 from cukern.runtime.warmup import planned
 
 F, B, T = torch.float32, torch.bfloat16, "tf32"
-V6, V7, THREE, THREE7 = "v6", "v7", "3xtf32", "3xtf32 by v7"  # bfloat16 by a version; float32 by v6 and v7 as 3xTF32
+# bfloat16 by a version; float32 by v6 and v7 as 3xTF32
+V6, V7, THREE, THREE7 = "v6", "v7", "3xtf32", "3xtf32 by v7"
 CHOSEN = {  # candidate: a shape and a dtype for which the default plan chooses it
     "kron_linear tile": ((1024, 32, 32, 32), B),
     "kron_linear chain_wgmma": ((1024, 64, 64), B),
@@ -51,7 +53,11 @@ def chosen(case, dims, dtype, kernel="", without=()):
         stack.enter_context(restricted(kernel, without))
         if version:
             stack.enter_context(cukern.use(case.name, version))
-        return set(planned(case, [dims], ({V6: B, V7: B, T: F, THREE: F, THREE7: F}.get(dtype, dtype),), KNOWN["h200"]))
+        return set(
+            planned(
+                case, [dims], ({V6: B, V7: B, T: F, THREE: F, THREE7: F}.get(dtype, dtype),), KNOWN["h200"]
+            )
+        )
 
 
 @pytest.mark.parametrize("name", CHOSEN)
@@ -68,19 +74,29 @@ def test_a_candidate_is_excluded_and_forced(name):
 def test_a_forced_tile_of_v7_is_used(candidate):
     """Even if the cost models of v6 and v7 prefer another tile."""
     for dims in ((4096, 4096, 4096), (256, 512, 512)):
-        tiles = {name.split(", ")[-1] for name in chosen(CASES["matmul"], dims, V7, kernel=candidate) if "reduce" not in name}
+        tiles = {
+            name.split(", ")[-1]
+            for name in chosen(CASES["matmul"], dims, V7, kernel=candidate)
+            if "reduce" not in name
+        }
         assert tiles == {f"{candidate}>"}
 
 
 def test_every_candidate_is_tested():
-    assert {f"{case.name} {c}" for case in CASES.values() for c in case.candidates if case.name == case.op.stem} == set(CHOSEN)
+    assert {
+        f"{case.name} {c}" for case in CASES.values() for c in case.candidates if case.name == case.op.stem
+    } == set(CHOSEN)
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.candidates])
 def test_every_shape_has_a_plan_without_any_candidate(name):
-    """If the only candidate that fits is excluded, the kernels for any shape are used, or cuBLAS for kron_linear."""
+    """If the only candidate that fits is excluded, the kernels for any shape are used, or cuBLAS for
+    kron_linear."""
     dtype = B if name == "attention_decode" else F  # few float32 queries of many keys take torch's operations
     for candidate in CASES[name].candidates:
         for dims in CASES[name].check_dims[:3]:
-            for kernels in (chosen(CASES[name], dims, dtype, without=[candidate]), chosen(CASES[name], dims, dtype, kernel=candidate)):
+            for kernels in (
+                chosen(CASES[name], dims, dtype, without=[candidate]),
+                chosen(CASES[name], dims, dtype, kernel=candidate),
+            ):
                 assert kernels or name.startswith("kron_linear")

@@ -1,4 +1,5 @@
-"""NVRTC's error messages and reports, and the errors where it is missing. Needs no GPU. The cache is tested in test_cache.py."""
+"""NVRTC's error messages and reports, and the errors where it is missing. Needs no GPU. The cache is tested
+in test_cache.py."""
 
 import types
 from pathlib import Path
@@ -15,7 +16,8 @@ ARCH = "sm_90a"
 
 
 @pytest.mark.parametrize(
-    "capability, arch", [((7, 5), "sm_75"), ((8, 9), "sm_89"), ((9, 0), "sm_90a"), ((10, 0), "sm_100a"), ((12, 0), "sm_120a")]
+    "capability, arch",
+    [((7, 5), "sm_75"), ((8, 9), "sm_89"), ((9, 0), "sm_90a"), ((10, 0), "sm_100a"), ((12, 0), "sm_120a")],
 )
 def test_arch_of(capability, arch):
     assert arch_of(capability) == arch
@@ -47,7 +49,9 @@ def test_missing_header_is_named(tmp_path, empty_cache):
 
 
 def test_instance_that_does_not_compile_names_the_instance(tmp_path, empty_cache):
-    path = write(tmp_path, 'template <int N> __global__ void k(int* x) { static_assert(N < 4, "N is too large"); }\n')
+    path = write(
+        tmp_path, 'template <int N> __global__ void k(int* x) { static_assert(N < 4, "N is too large"); }\n'
+    )
     cukern.load(path, "k<3>").compile(ARCH)
     with pytest.raises(CompileError, match=r"(?s)k<4>.*N is too large"):
         cukern.load(path, "k<4>").compile(ARCH)
@@ -56,7 +60,10 @@ def test_instance_that_does_not_compile_names_the_instance(tmp_path, empty_cache
 ODD_LINE = "#include <torch/extension.h>\n__global__ void k(int* x) {\n  x[0] = ;\n}\n"
 
 
-@pytest.mark.parametrize("text, arch, words", [(SCALE, "sm_10", "sm_10"), (ODD_LINE, ARCH, r"compile \w+>\(3\): error: expected a")])
+@pytest.mark.parametrize(
+    "text, arch, words",
+    [(SCALE, "sm_10", "sm_10"), (ODD_LINE, ARCH, r"compile \w+>\(3\): error: expected a")],
+)
 def test_error_of_a_text_names_its_line_or_the_architecture(empty_cache, text, arch, words):
     with pytest.raises(CompileError, match=words):
         cukern.compile(text).compile(arch)
@@ -78,10 +85,14 @@ def test_report_is_of_the_kernel_that_was_asked_for(empty_cache):
         for (int i = 0; i < N; i++) x[(N - 1 - i) * 1024 + threadIdx.x] = r[i] * r[(i * 7 + 3) % N];
     }
     """
-    small, tiled, spilling = (cukern.compile(text, name).compile(ARCH).report for name in ("small", "tiled", "spilling<120>"))
+    small, tiled, spilling = (
+        cukern.compile(text, name).compile(ARCH).report for name in ("small", "tiled", "spilling<120>")
+    )
     assert (small.shared, small.spill_stores, small.spill_loads) == (0, 0, 0) and 0 < small.registers <= 32
     assert (tiled.shared, tiled.spill_stores) == (1024, 0)
-    assert spilling.spill_stores > 0 and spilling.spill_loads > 0 and spilling.registers == 64, "65536 registers / 1024 threads"
+    assert spilling.spill_stores > 0 and spilling.spill_loads > 0 and spilling.registers == 64, (
+        "65536 registers / 1024 threads"
+    )
 
 
 # ---- PTX
@@ -145,7 +156,8 @@ def wheels(tmp_path, monkeypatch):
 
 
 def test_headers_of_the_wheels_of_cuda_13_are_found(wheels):
-    """They lie in one folder, and CCCL, which cooperative groups and curand need, in a folder inside of it."""
+    """They lie in one folder, and CCCL, which cooperative groups and curand need, in a folder inside of
+    it."""
     cccl = wheels / "cu13/include/cccl"
     cccl.mkdir(parents=True)
     (cccl.parent / "cuda_fp16.h").write_text("")

@@ -1,4 +1,5 @@
-"""Files of other projects load unchanged: parameter types, namespaces, host code next to the kernels, headers that NVRTC lacks."""
+"""Files of other projects load unchanged: parameter types, namespaces, host code next to the kernels, headers
+that NVRTC lacks."""
 
 import ctypes
 
@@ -91,7 +92,23 @@ def test_every_type_of_parameter():
     mixed = np.zeros((), np.dtype([("d", "f8"), ("c", "i1")], align=True))
     mixed["d"], mixed["c"] = 2.5, 7
     with cukern.backend("sim"), sim.memory.scope([table]):
-        kernel(out, 3, -4, 1 << 20, 0.5, 1.5, (1.25, -2.0), (1, 2, 3, 4), mixed, True, rows, 0, 9, grid=1, block=1)
+        kernel(
+            out,
+            3,
+            -4,
+            1 << 20,
+            0.5,
+            1.5,
+            (1.25, -2.0),
+            (1, 2, 3, 4),
+            mixed,
+            True,
+            rows,
+            0,
+            9,
+            grid=1,
+            block=1,
+        )
     assert out.tolist() == [3, -4, 1 << 20, 0.5, 1.5, 1.25, -2, 4, 2.5, 7, 1, 7, 9]
 
 
@@ -125,7 +142,11 @@ def test_struct_that_does_not_fit(value, error, words):
 
 @pytest.mark.parametrize(
     "value, error, words",
-    [((1.0,), ValueError, "float2 v has 2 elements, got 1"), (1.0, TypeError, "float2 v"), (("a", 1), TypeError, "float2 v")],
+    [
+        ((1.0,), ValueError, "float2 v has 2 elements, got 1"),
+        (1.0, TypeError, "float2 v"),
+        (("a", 1), TypeError, "float2 v"),
+    ],
 )
 def test_vector_that_does_not_fit(value, error, words):
     kernel = cukern.compile("__global__ void k(float* out, float2 v) { out[0] = v.x; }")
@@ -133,7 +154,10 @@ def test_vector_that_does_not_fit(value, error, words):
         kernel(torch.zeros(1), value, grid=1, block=1)
 
 
-@pytest.mark.parametrize("value, error", [("a", TypeError), (None, TypeError), (1e39, ValueError), (True, None), (float("nan"), None)])
+@pytest.mark.parametrize(
+    "value, error",
+    [("a", TypeError), (None, TypeError), (1e39, ValueError), (True, None), (float("nan"), None)],
+)
 def test_bfloat16_that_does_not_fit(value, error):
     text = "#include <cuda_bf16.h>\n__global__ void k(float* out, __nv_bfloat16 v) { out[0] = (float)v; }"
     kernel, out = cukern.compile(text), torch.zeros(1)
@@ -149,12 +173,16 @@ def test_bfloat16_that_does_not_fit(value, error):
 HEADERS = {  # a header, and a kernel that uses it
     "cooperative_groups/reduce.h": "namespace cg = cooperative_groups; __global__ void k(int* o) "
     "{ *o = cg::reduce(cg::tiled_partition<32>(cg::this_thread_block()), 1, cg::plus<int>()); }",
-    "cub/cub.cuh": "using R = cub::BlockReduce<int, 64>; __global__ void k(int* o) { __shared__ R::TempStorage t; *o = R(t).Sum(1); }",
+    "cub/cub.cuh": "using R = cub::BlockReduce<int, 64>; __global__ void k(int* o) { __shared__ "
+    "R::TempStorage t; *o = R(t).Sum(1); }",
     "cuda/std/array": "__global__ void k(int* o) { cuda::std::array<int, 2> a{1, 2}; *o = a[1]; }",
-    "cuda/atomic": "__global__ void k(int* o) { cuda::atomic_ref<int, cuda::thread_scope_device>(*o).fetch_add(1); }",
+    "cuda/atomic": "__global__ void k(int* o) { cuda::atomic_ref<int, "
+    "cuda::thread_scope_device>(*o).fetch_add(1); }",
     "cuda.h": "__global__ void k(int* o) { *o = CUDA_VERSION; }",
-    "mma.h": "__global__ void k(float* o) { nvcuda::wmma::fragment<nvcuda::wmma::accumulator, 16, 16, 16, float> c; *o = c.x[0]; }",
-    "curand_kernel.h": "__global__ void k(float* o) { curandStatePhilox4_32_10_t s; curand_init(1, 0, 0, &s); *o = curand_uniform(&s); }",
+    "mma.h": "__global__ void k(float* o) { nvcuda::wmma::fragment<nvcuda::wmma::accumulator, 16, 16, 16, "
+    "float> c; *o = c.x[0]; }",
+    "curand_kernel.h": "__global__ void k(float* o) { curandStatePhilox4_32_10_t s; curand_init(1, 0, 0, "
+    "&s); *o = curand_uniform(&s); }",
 }
 
 

@@ -66,7 +66,9 @@ def test_what_was_taken_out_is_listed(tmp_path, empty_cache):
 
 
 REFUSED = {
-    "an overload that the kernel calls": FLOAT + "ncclComm_t f(int a, ncclComm_t c = 0) { return c; }\n" + KERNEL,
+    "an overload that the kernel calls": FLOAT
+    + "ncclComm_t f(int a, ncclComm_t c = 0) { return c; }\n"
+    + KERNEL,
     "a name that remains": "ncclComm_t g(int a) { return 0; }\n" + FLOAT.replace("a / 2", "g(1)") + KERNEL,
     "a device function behind macros": "#define D __device__\n#define HD D inline\n"
     + FLOAT
@@ -110,8 +112,13 @@ def test_a_fault_names_the_file_that_was_compiled_now(tmp_path, empty_cache):
     for folder in ("one", "two"):
         (tmp_path / folder).mkdir()
         write(tmp_path, "__device__ void put(float* x) {\n x[9] = 1; }\n", f"{folder}/h.cuh")
-        path = write(tmp_path, '#include "h.cuh"\n__global__ void k(float* x) { put(x); }\n', f"{folder}/k.cu")
-        with cukern.backend("sim"), pytest.raises(sim.OutOfBounds, match=f"{folder}/h.cuh:2.*{folder}/k.cu:2"):
+        path = write(
+            tmp_path, '#include "h.cuh"\n__global__ void k(float* x) { put(x); }\n', f"{folder}/k.cu"
+        )
+        with (
+            cukern.backend("sim"),
+            pytest.raises(sim.OutOfBounds, match=f"{folder}/h.cuh:2.*{folder}/k.cu:2"),
+        ):
             cukern.load(path)(torch.zeros(2), grid=1, block=1)
     assert len(list(empty_cache.glob("*.kernel2"))) == 1
 

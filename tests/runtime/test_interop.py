@@ -45,16 +45,27 @@ USED = numpy.ones(3).__dlpack__()
 torch.from_dlpack(USED)
 MISBEHAVING = [
     *({"error": error} for error in (KeyError("no"), AssertionError())),
-    *({"capsule": capsule} for capsule in (5, None, USED, datetime.datetime_CAPI)),  # USED: somebody took it already
+    # USED: somebody took it already
+    *({"capsule": capsule} for capsule in (5, None, USED, datetime.datetime_CAPI)),
     *({"device": device} for device in (None, ())),
 ]
 
 
-NO_TENSORS = [  # objects that are not arrays, arrays that DLPack cannot carry, and producers that break its rules
-    *((v, TypeError, f"^x must be a torch.Tensor or an array with __dlpack__, got {type(v).__name__}$") for v in (None, 1.0, [1.0], "x")),
+# objects that are not arrays, arrays that DLPack cannot carry, and producers that break its rules
+NO_TENSORS = [
+    *(
+        (v, TypeError, f"^x must be a torch.Tensor or an array with __dlpack__, got {type(v).__name__}$")
+        for v in (None, 1.0, [1.0], "x")
+    ),
     (object(), TypeError, "^x must be a torch.Tensor or an array with __dlpack__, got object$"),
-    *((a, (TypeError, ValueError), "x ") for a in (numpy.array(["a"]), numpy.arange(3, dtype=">f4"), numpy.ones(3, numpy.longdouble))),
-    *((Producer(numpy.ones(3, "f4"), **changes), TypeError, r"^x \(Producer\) cannot become a tensor") for changes in MISBEHAVING),
+    *(
+        (a, (TypeError, ValueError), "x ")
+        for a in (numpy.array(["a"]), numpy.arange(3, dtype=">f4"), numpy.ones(3, numpy.longdouble))
+    ),
+    *(
+        (Producer(numpy.ones(3, "f4"), **changes), TypeError, r"^x \(Producer\) cannot become a tensor")
+        for changes in MISBEHAVING
+    ),
 ]
 
 
@@ -90,17 +101,23 @@ def test_read_only_arrays_are_read_and_not_written(tmp_path):
         assert to_torch("x", x).data_ptr() == x.ctypes.data, "no copy"
         assert torch.equal(cukern.square(x), torch.ones(1, 2, 1, 4))
         for name, options in {"x": {"x": x}, "k": {"x": torch.ones(1, 2, 1, 4), "k": x}}.items():
-            with pytest.raises(ValueError, match=rf"{name} \({type(x).__name__}\) is read-only, and is written in place"):
+            with pytest.raises(
+                ValueError, match=rf"{name} \({type(x).__name__}\) is read-only, and is written in place"
+            ):
                 cukern.rope_(**options, cos=cos, sin=sin)
         assert (x == 1).all() and not x.flags.writeable
-    with pytest.raises((TypeError, ValueError), match=r"x \(Producer\) .*read-?only"):  # TypeError: torch before DLPack 1.0
+    # TypeError: torch before DLPack 1.0
+    with pytest.raises((TypeError, ValueError), match=r"x \(Producer\) .*read-?only"):
         cukern.rope_(Producer(array), cos, sin)
 
 
 @gpu
 def test_cupy_shares_its_memory_both_ways():
     cupy = pytest.importorskip("cupy")
-    arrays = [cupy.asarray(numpy.random.default_rng(0).standard_normal((4, 6)).astype(f"float{bits}")) for bits in (32, 16, 64)]
+    arrays = [
+        cupy.asarray(numpy.random.default_rng(0).standard_normal((4, 6)).astype(f"float{bits}"))
+        for bits in (32, 16, 64)
+    ]
     for view in (*arrays, arrays[0].T, arrays[0][1:, ::2], arrays[0][:0]):
         tensor = to_torch("x", view)
         assert tensor.is_cuda and tuple(tensor.shape) == view.shape
@@ -109,7 +126,11 @@ def test_cupy_shares_its_memory_both_ways():
         y = cukern.square(view)
         assert torch.equal(y, torch.square(tensor))
         back = cupy.from_dlpack(y)
-        assert back.shape == view.shape and back.dtype == view.dtype and (y.numel() == 0 or back.data.ptr == y.data_ptr())
+        assert (
+            back.shape == view.shape
+            and back.dtype == view.dtype
+            and (y.numel() == 0 or back.data.ptr == y.data_ptr())
+        )
 
 
 @gpu

@@ -1,4 +1,5 @@
-"""cukern.load and cukern.compile: a kernel as a callable on tensors, its arguments checked against its own parameter list."""
+"""cukern.load and cukern.compile: a kernel as a callable on tensors, its arguments checked against its own
+parameter list."""
 
 import ctypes
 import re
@@ -63,7 +64,10 @@ def test_a_file_without_a_kernel_or_no_file_at_all(tmp_path):
         cukern.load(tmp_path / "missing.cu")
 
 
-NO_STRINGS = ((FILL.encode(),), "source must be a str .*, got bytes"), ((FILL, 3), "name must be a str or None, got int 3")
+NO_STRINGS = (
+    ((FILL.encode(),), "source must be a str .*, got bytes"),
+    ((FILL, 3), "name must be a str or None, got int 3"),
+)
 
 
 @pytest.mark.parametrize("args, words", NO_STRINGS)
@@ -81,7 +85,10 @@ def test_an_edit_takes_effect_at_the_next_load(tmp_path):
 
 
 def test_shipped_headers_are_found_from_anywhere(tmp_path):
-    text = '#include "common/vec.cuh"\n__global__ void k(float4* x) { store_vec(&x[0].x, load_vec<float, 4>(&x[1].x)); }'
+    text = (
+        '#include "common/vec.cuh"\n__global__ void k(float4* x) { store_vec(&x[0].x, load_vec<float, '
+        "4>(&x[1].x)); }"
+    )
     assert cukern.load(write(tmp_path, text)).compile(ARCH).code
 
 
@@ -97,20 +104,25 @@ LOOKS = {
     "anonymous namespace": "namespace {\n@ }",
     "void first": "void __global__ k(float* x, int n) { x[0] = n; }",
     "inline": "__global__ inline void k(float* x, int n) { x[0] = n; }",
-    "static inline first": "static inline __global__ void __launch_bounds__(32 * (1 + 1)) k(float* x, int n) { x[0] = n; }",
+    "static inline first": "static inline __global__ void __launch_bounds__(32 * (1 + 1)) k(float* x, int "
+    "n) { x[0] = n; }",
     "default argument": "__global__ void k(float* x, int n = 3) { x[0] = n; }",
     "unnamed argument": "__global__ void k(float* x, int n, float*, int) { x[0] = n; }",
     "declared before": "__global__ void k(float*, int);\n__global__ void k(float* x, int n);\n@",
     "long int": "__global__ void k(float* x, long int n) { x[0] = n; }",
-    "int64_t of cstdint": "#include <cstdint>\n__global__ void k(float* x, std::int64_t n) { x[0] = (uint8_t)n; }",
-    "int64_t of stdint.h": "#include <stdint.h>\n#include <cstdint>\n__global__ void k(float* x, int64_t n) { x[0] = n; }",
-    "int64_t of torch": "#include <torch/extension.h>\n#include <cuda_runtime.h>\n__global__ void k(float* x, int64_t n) { x[0] = n; }",
+    "int64_t of cstdint": "#include <cstdint>\n__global__ void k(float* x, std::int64_t n) { x[0] = "
+    "(uint8_t)n; }",
+    "int64_t of stdint.h": "#include <stdint.h>\n#include <cstdint>\n__global__ void k(float* x, int64_t n) "
+    "{ x[0] = n; }",
+    "int64_t of torch": "#include <torch/extension.h>\n#include <cuda_runtime.h>\n__global__ void k(float* "
+    "x, int64_t n) { x[0] = n; }",
     "BOM": "\ufeff@",
     "Latin-1": "// \u00fcber \u00b5m\n@",
     "windows": "#define LONG \\\r\n  1\r\n@",
     "host words in a string": '__device__ const char* s = "at::Tensor <<<1, 1>>> }{";\n@',
     "a macro": "#define KERNEL(name) __global__ void name(float* x, int n) { x[0] = n; }\nKERNEL(k)",
-    "template heads": "template <class T> __device__ T id(T t) { return t; }\n@\ntemplate <> __device__ int id(int t) { return t; }",
+    "template heads": "template <class T> __device__ T id(T t) { return t; }\n@\ntemplate <> __device__ int "
+    "id(int t) { return t; }",
 }
 
 
@@ -127,7 +139,10 @@ def test_kernels_of_every_style_are_found_and_run(look, tmp_path):
 
 
 def test_a_kernel_of_two_namespaces_needs_its_namespace():
-    text = "namespace a { __global__ void k(float* x) { *x = 1; } }\nnamespace b { __global__ void k(float* x) { *x = 2; } }\n"
+    text = (
+        "namespace a { __global__ void k(float* x) { *x = 1; } }\nnamespace b { __global__ void k(float* x) "
+        "{ *x = 2; } }\n"
+    )
     with pytest.raises(ValueError, match=r"several kernels 'k' \(a::k, b::k\): write the namespace"):
         cukern.compile(text, "k")
     x = torch.zeros(1)
@@ -138,7 +153,9 @@ def test_a_kernel_of_two_namespaces_needs_its_namespace():
 
 def test_integer_types_without_their_header(empty_cache):
     cukern.compile("__global__ void k(int64_t* x, uint n, uchar* c) {}").compile(ARCH)
-    cukern.compile("typedef unsigned long long ulong;\n__global__ void k(ulong* x) { static_assert(sizeof(*x) == 8); }").compile(ARCH)
+    cukern.compile(
+        "typedef unsigned long long ulong;\n__global__ void k(ulong* x) { static_assert(sizeof(*x) == 8); }"
+    ).compile(ARCH)
 
 
 def test_a_kernel_first_called_inside_of_torch_compile():
@@ -169,7 +186,11 @@ with cukern.backend("sim"):
 """
     ran = run_python(code)
     results, counts, refused, other = ran.stdout.splitlines()
-    assert results == str([[2.0 + 2 * i] * 4 for i in range(3)]) and counts.startswith("1 ") and refused == "True"
+    assert (
+        results == str([[2.0 + 2 * i] * 4 for i in range(3)])
+        and counts.startswith("1 ")
+        and refused == "True"
+    )
     assert other == str([2.0] * 4)
     assert len(ran.stderr.splitlines()) <= 3, ran.stderr
 
@@ -192,7 +213,10 @@ NO_ARRAY = "out must be a torch.Tensor or an array with __dlpack__, got "
     "args, kind, words",
     [
         ((torch.zeros(3),), TypeError, r"fill takes 3 arguments \(float\* out, int n, float value\), got 1"),
-        *(((value, 3, 1.0), ValueError, ON_CPU) for value in (torch.zeros(3), numpy.zeros(3, dtype=numpy.float32))),
+        *(
+            ((value, 3, 1.0), ValueError, ON_CPU)
+            for value in (torch.zeros(3), numpy.zeros(3, dtype=numpy.float32))
+        ),
         *(((value, 3, 1.0), TypeError, NO_ARRAY + type(value).__name__) for value in (3, 1.5, "x", [1.0])),
     ],
 )
@@ -205,7 +229,10 @@ def test_gpu_and_simulator_do_not_mix():
     kernel, one = cukern.compile("__global__ void k(float* x, float* y) {}"), torch.zeros(3)
     with cukern.backend("sim"):
         kernel(one, one, grid=1, block=1)
-        with cukern.backend("gpu"), pytest.raises(ValueError, match=r'must be on a GPU.*cukern.backend\("sim"\)'):
+        with (
+            cukern.backend("gpu"),
+            pytest.raises(ValueError, match=r'must be on a GPU.*cukern.backend\("sim"\)'),
+        ):
             kernel(one, one, grid=1, block=1)
     with pytest.raises(ValueError, match="must be on a GPU"):
         kernel(one, one, grid=1, block=1)
@@ -229,7 +256,9 @@ def test_a_launch_without_a_gpu_says_so():
 @kernels
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64, torch.int32], ids=str)
 def test_another_dtype_is_refused(device, dtype):
-    with pytest.raises(TypeError, match=rf"fill: the argument for float\* out must be torch\.float32, it is {dtype}"):
+    with pytest.raises(
+        TypeError, match=rf"fill: the argument for float\* out must be torch\.float32, it is {dtype}"
+    ):
         cukern.compile(FILL)(torch.zeros(3, device=device).to(dtype), 3, 1.0, grid=1, block=32)
 
 
@@ -267,7 +296,10 @@ def test_tensors_without_memory_are_refused():
     kernel, real = cukern.compile(FILL), torch.zeros(4)
     with FakeTensorMode() as mode, cukern.backend("sim"):
         fake = mode.from_tensor(real)
-        with pytest.raises(TypeError, match=r"fill: the argument for float\* out must have memory of its own, a FakeTensor has none"):
+        with pytest.raises(
+            TypeError,
+            match=r"fill: the argument for float\* out must have memory of its own, a FakeTensor has none",
+        ):
             kernel(fake, 4, 1.0, grid=1, block=32)
     with cukern.backend("sim"):
         with pytest.raises(TypeError, match="transform has none"):
@@ -288,8 +320,13 @@ def test_numpy_arrays_are_arguments_in_the_simulator():
 
 
 def test_pointers_to_vectors_and_aliases_take_their_dtypes_alone():
-    kernel = cukern.compile("typedef double real;\n__global__ void k(float2* a, uchar4* b, real* c, void* d) {}")
-    one = {d: torch.zeros(4, dtype=d) for d in (torch.float32, torch.complex64, torch.uint8, torch.float64, torch.int32)}
+    kernel = cukern.compile(
+        "typedef double real;\n__global__ void k(float2* a, uchar4* b, real* c, void* d) {}"
+    )
+    one = {
+        d: torch.zeros(4, dtype=d)
+        for d in (torch.float32, torch.complex64, torch.uint8, torch.float64, torch.int32)
+    }
     with cukern.backend("sim"):
         for a, d in ((torch.float32, torch.int32), (torch.complex64, torch.uint8)):
             kernel(one[a], one[torch.uint8], one[torch.float64], one[d], grid=1, block=1)
@@ -300,7 +337,9 @@ def test_pointers_to_vectors_and_aliases_take_their_dtypes_alone():
 
 
 def test_half_by_value_and_floats_that_do_not_fit():
-    kernel = cukern.compile("#include <cuda_fp16.h>\n__global__ void k(float* x, half h, float f) { x[0] = (float)h + f; }")
+    kernel = cukern.compile(
+        "#include <cuda_fp16.h>\n__global__ void k(float* x, half h, float f) { x[0] = (float)h + f; }"
+    )
     out = torch.zeros(1)
     with cukern.backend("sim"):
         kernel(out, 0.5, 0.25, grid=1, block=1)
@@ -314,9 +353,21 @@ def test_half_by_value_and_floats_that_do_not_fit():
 @pytest.mark.parametrize(
     "changed, kind, words",
     [
-        *(({what: value}, TypeError, f"{what} must be an int") for what in ("grid", "block") for value in (1.5, (1.0,), "32")),
-        *(({what: value}, ValueError, f"{what} must be at least 1, got") for what in ("grid", "block") for value in (0, -1, (1, 0))),
-        *(({what: value}, ValueError, f"{what} must be one to three") for what in ("grid", "block") for value in ((), (1, 1, 1, 1))),
+        *(
+            ({what: value}, TypeError, f"{what} must be an int")
+            for what in ("grid", "block")
+            for value in (1.5, (1.0,), "32")
+        ),
+        *(
+            ({what: value}, ValueError, f"{what} must be at least 1, got")
+            for what in ("grid", "block")
+            for value in (0, -1, (1, 0))
+        ),
+        *(
+            ({what: value}, ValueError, f"{what} must be one to three")
+            for what in ("grid", "block")
+            for value in ((), (1, 1, 1, 1))
+        ),
         ({"shared": "16"}, TypeError, "shared must be an int, got str '16'"),
         ({"shared": -1}, ValueError, "shared must be at least 0, got -1"),
     ],
@@ -349,7 +400,9 @@ def test_load_inline_tutorial_against_torch(device):
     kernel = cukern.compile(SQUARE_MATRIX)
     x = torch.randn(129, 67, device=device)
     result = torch.empty_like(x)
-    kernel(x, result, x.shape[1], x.shape[0], grid=(-(-x.shape[1] // 16), -(-x.shape[0] // 16)), block=(16, 16))
+    kernel(
+        x, result, x.shape[1], x.shape[0], grid=(-(-x.shape[1] // 16), -(-x.shape[0] // 16)), block=(16, 16)
+    )
     assert torch.equal(result, x * x)
 
 
@@ -367,7 +420,9 @@ def test_every_argument_arrives(device):
     """)
     out = torch.empty(12, dtype=torch.float64, device=device)
     h = torch.tensor([7, -42], dtype=torch.int32, device=device)[1:]
-    kernel(out, -5, 1e300, -300, -(2**40), True, 0.5, 200, h, 2**32 - 1, 2**50, -(2**31), None, grid=1, block=1)
+    kernel(
+        out, -5, 1e300, -300, -(2**40), True, 0.5, 200, h, 2**32 - 1, 2**50, -(2**31), None, grid=1, block=1
+    )
     assert out.tolist() == [-5, 1e300, -300, -(2**40), 1, 0.5, 200, -42, 2**32 - 1, 2**50, -(2**31), 1]
 
 
@@ -383,7 +438,11 @@ def test_numbers_of_numpy_are_numbers_and_those_of_ctypes_are_not(device):
 @kernels
 def test_template_instances_and_dtypes(device, tmp_path):
     path = write(tmp_path, TWO)
-    instances = (torch.float64, "scale<double, 3>", 3), (torch.float32, "scale<float>", 2), (torch.int64, "scale<long long, 5>", 5)
+    instances = (
+        (torch.float64, "scale<double, 3>", 3),
+        (torch.float32, "scale<float>", 2),
+        (torch.int64, "scale<long long, 5>", 5),
+    )
     for dtype, name, factor in instances:
         x = torch.arange(1000, device=device).to(dtype)
         out = torch.empty_like(x)
@@ -406,7 +465,9 @@ def test_dlpack_arrays_and_parameters_are_arguments():
 
 @gpu
 def test_launches_on_the_current_stream():
-    kernel, x, y = cukern.compile(TWO, "scale<float>"), torch.ones(1 << 20, device="cuda"), torch.zeros(1 << 20, device="cuda")
+    kernel = cukern.compile(TWO, "scale<float>")
+    x = torch.ones(1 << 20, device="cuda")
+    y = torch.zeros(1 << 20, device="cuda")
     kernel(y, x, 1, grid=1, block=128)  # loads it
     side = torch.cuda.Stream()
     torch.cuda.synchronize()
@@ -424,12 +485,14 @@ extern "C" __global__ void maps(float* out, const __grid_constant__ CUtensorMap 
 
 
 def test_aligned_structs_are_passed_by_pointers():
-    """ptxas aligns their addresses in the constant bank, where parameters start at 0x210: their offsets are not those of a C struct."""
+    """ptxas aligns their addresses in the constant bank, where parameters start at 0x210: their offsets are
+    not those of a C struct."""
     kernel = cukern.compile(MAPS)
     params = kernel.params_on(backend.SIMULATED)
     assert signature.offsets(params) == [0, 64, 192]
     code, found = kernel.compile("sm_90a").code, {}
-    for info in re.finditer(rb"\x04\x17\x0c\x00", code):  # EIATTR_KPARAM_INFO: index, ordinal, offset, flags and size
+    # EIATTR_KPARAM_INFO: index, ordinal, offset, flags and size
+    for info in re.finditer(rb"\x04\x17\x0c\x00", code):
         _, ordinal, offset, _ = struct.unpack_from("<IHHI", code, info.end())
         found[ordinal] = offset
     assert found == {0: 0, 1: 48, 2: 176}
@@ -440,7 +503,10 @@ def test_aligned_structs_are_passed_by_pointers():
     assert description and not pointers
 
 
-COPY = "__global__ void copy(float* out, const float* x, int n) { if (threadIdx.x < n) out[threadIdx.x] = x[threadIdx.x]; }"
+COPY = (
+    "__global__ void copy(float* out, const float* x, int n) { if (threadIdx.x < n) out[threadIdx.x] = "
+    "x[threadIdx.x]; }"
+)
 
 
 @kernels

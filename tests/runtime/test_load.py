@@ -1,4 +1,5 @@
-"""cukern.load and cukern.compile: macros, launches as in CUDA C++, clusters, streams, arrays of other libraries, hints for errors."""
+"""cukern.load and cukern.compile: macros, launches as in CUDA C++, clusters, streams, arrays of other
+libraries, hints for errors."""
 
 import importlib.util
 import sys
@@ -49,7 +50,9 @@ def test_macros_and_launches_in_brackets(dtype, tmp_path):
         assert torch.equal(out, x)
         twice[(2, 1, 1), 32, 32 * dtype.itemsize](out, x, 50)
         assert torch.equal(out, 2 * x)
-    with pytest.raises(TypeError, match=r"copy\[grid, block\] or copy\[grid, block, shared, stream\], got copy\[2\]"):
+    with pytest.raises(
+        TypeError, match=r"copy\[grid, block\] or copy\[grid, block, shared, stream\], got copy\[2\]"
+    ):
         once[2]
 
 
@@ -76,7 +79,9 @@ def test_a_cluster_is_that_of_the_launch():
     for cluster, expected in ((2, [20, 21, 20, 21]), ((4, 1), [40, 41, 42, 43]), (None, [10, 10, 10, 10])):
         rank(out, grid=4, block=32, cluster=cluster)
         assert out.tolist() == expected
-    with pytest.raises(cukern.LaunchError, match="grid x = 3 is not a multiple of the cluster size along x, 2"):
+    with pytest.raises(
+        cukern.LaunchError, match="grid x = 3 is not a multiple of the cluster size along x, 2"
+    ):
         rank(out, grid=3, block=32, cluster=2)
     with pytest.raises(TypeError, match=r"stream must be a torch\.cuda\.Stream"):
         rank(out, grid=3, block=32, stream=5)
@@ -91,14 +96,17 @@ def test_a_wrong_argument_shows_the_signature():
     with pytest.raises(TypeError, match=r"scale\(float\* x, float s\)") as caught:
         scale(x, 2.0)
     assert "a launch needs grid= and block=" in str(caught.value)
-    with pytest.raises(ValueError, match=r"grid must be at least 1, got 0; the kernel is scale\(float\* x, float s\)"):
+    with pytest.raises(
+        ValueError, match=r"grid must be at least 1, got 0; the kernel is scale\(float\* x, float s\)"
+    ):
         scale[0, 4](x, 2.0)
     with pytest.raises(ValueError, match="has no __global__ function 'other'; it has scale"):
         cukern.compile(SCALE, "other")
 
 
 def quick_of(text: str, seen: list, device: int = -1, most_shared: int = 48 << 10):
-    """The kernel of a text and its quick launch, with a recorder in the place of the driver, on the device -1 of CPU tensors."""
+    """The kernel of a text and its quick launch, with a recorder in the place of the driver, on the device -1
+    of CPU tensors."""
     kernel = cukern.compile(text)
     with cukern.backend("sim"):
         params = kernel.params
@@ -110,14 +118,17 @@ def quick_of(text: str, seen: list, device: int = -1, most_shared: int = 48 << 1
             raise RuntimeError("CUDA_ERROR_INVALID_VALUE")
         seen.append(((gx, gy, gz), (bx, by, bz), shared, *packer.unpack(local.parts[0])))
 
-    loaded = SimpleNamespace(function=7, pack=packer.pack_into, arguments=local, launch=launch, most_shared=[most_shared])
+    loaded = SimpleNamespace(
+        function=7, pack=packer.pack_into, arguments=local, launch=launch, most_shared=[most_shared]
+    )
     return kernel, arguments.quick(loaded, params, device)
 
 
 @pytest.fixture
 def no_stream(monkeypatch):
     monkeypatch.setattr(launches, "current_stream", lambda device: 0)
-    monkeypatch.setattr(launches, "current_device", lambda: -1)  # with several GPUs, a quick launch needs the current one
+    # with several GPUs, a quick launch needs the current one
+    monkeypatch.setattr(launches, "current_device", lambda: -1)
 
 
 def test_the_quick_launch_takes_only_right_arguments(no_stream):
@@ -126,17 +137,51 @@ def test_the_quick_launch_takes_only_right_arguments(no_stream):
     assert quick((x, x.int(), 3), 1, (32, 2), 16) and quick((torch.nn.Parameter(x), x, 4), 2, 8, 0)
     assert seen[0][:3] == ((1, 1, 1), (32, 2, 1), 16) and seen[0][3] == x.data_ptr() and seen[0][5] == 3
     assert seen[1][:3] == ((2, 1, 1), (8, 1, 1), 0) and seen[1][3:] == (x.data_ptr(), x.data_ptr(), 4)
-    wrong = [(x.double(), x, 1), (x, None, 1), (x, x), (x, x, 1, 2), (x, x, x), (x, x, "1"), (1, x, 1), (x.numpy(), x, 1), ()]
-    wrong += [(x.to_sparse(), x, 1), (torch._neg_view(x), x, 1), (x, torch.ones(4).cfloat().conj(), 1), (x, x, 2**31), (x, x, 0.5)]
+    wrong = [
+        (x.double(), x, 1),
+        (x, None, 1),
+        (x, x),
+        (x, x, 1, 2),
+        (x, x, x),
+        (x, x, "1"),
+        (1, x, 1),
+        (x.numpy(), x, 1),
+        (),
+    ]
+    wrong += [
+        (x.to_sparse(), x, 1),
+        (torch._neg_view(x), x, 1),
+        (x, torch.ones(4).cfloat().conj(), 1),
+        (x, x, 2**31),
+        (x, x, 0.5),
+    ]
     assert not any(quick(args, 1, 32, 0) for args in wrong)
-    geometry = [(0, 32, 0), (1, 0, 0), (1, "x", 0), (1, True, 0), (True, 1, 0), (1.0, 32, 0), (1, 32, -1), (1, 32, 0.5), (1, 32, True)]
-    geometry += [(1, 32, (48 << 10) + 1), (-1, 32, 0), ((1, 0), 32, 0), ((1, 1, 1, 1), 32, 0), (2**31, 32, 0), ([1], 32, 0)]
+    geometry = [
+        (0, 32, 0),
+        (1, 0, 0),
+        (1, "x", 0),
+        (1, True, 0),
+        (True, 1, 0),
+        (1.0, 32, 0),
+        (1, 32, -1),
+        (1, 32, 0.5),
+        (1, 32, True),
+    ]
+    geometry += [
+        (1, 32, (48 << 10) + 1),
+        (-1, 32, 0),
+        ((1, 0), 32, 0),
+        ((1, 1, 1, 1), 32, 0),
+        (2**31, 32, 0),
+        ([1], 32, 0),
+    ]
     assert not any(quick((x, x, 1), *dims) for dims in geometry)
     assert len(seen) == 2
 
 
 def test_what_has_no_quick_launch():
-    """A conjugate of a complex tensor; parameters that need a conversion; a launch whose GPU only the context tells."""
+    """A conjugate of a complex tensor; parameters that need a conversion; a launch whose GPU only the context
+    tells."""
     seen, z = [], torch.ones(4, dtype=torch.cfloat)
     _, quick = quick_of("__global__ void k(float2* x) {}", seen)
     assert not quick((z.conj(),), 1, 32, 0) and not seen
@@ -160,15 +205,25 @@ def test_a_quick_launch_on_several_gpus(monkeypatch, no_stream):
 
 
 def test_a_grid_that_no_driver_takes_names_its_limit(monkeypatch, no_stream):
-    """2**32 does not fit the driver's unsigned int, so that CuPy refuses it; launches with an attribute pack it."""
+    """2**32 does not fit the driver's unsigned int, so that CuPy refuses it; launches with an attribute pack
+    it."""
     driver = pytest.importorskip("cupy_backends.cuda.api.driver")
-    kernel, x = cukern.compile("#include <cuda_fp16.h>\n__global__ void k(float* x, __half h) {}"), torch.ones(4)
+    kernel, x = (
+        cukern.compile("#include <cuda_fp16.h>\n__global__ void k(float* x, __half h) {}"),
+        torch.ones(4),
+    )
     monkeypatch.setattr(driver, "ctxGetCurrent", lambda: 0)
     monkeypatch.setattr(driver, "funcGetAttribute", lambda attribute, _: 1 if attribute else 1024)
     launch = launches.Loaded(0, "k", kernel.compile("sm_90a"), kernel.params_on(-1), -1, 0)
     bound = launch.bound((2**32, 1, 1), (32, 1, 1), 0)
-    for call in (lambda: launch((2**32, 1, 1), (32, 1, 1), 0, x.data_ptr(), 1.0), lambda: bound(x.data_ptr(), 1.0)):
-        with pytest.raises(cukern.LaunchError, match=r"k <<<grid \(4294967296, 1, 1\).* grid x = 4294967296 is not in 1..2147483647"):
+    for call in (
+        lambda: launch((2**32, 1, 1), (32, 1, 1), 0, x.data_ptr(), 1.0),
+        lambda: bound(x.data_ptr(), 1.0),
+    ):
+        with pytest.raises(
+            cukern.LaunchError,
+            match=r"k <<<grid \(4294967296, 1, 1\).* grid x = 4294967296 is not in 1..2147483647",
+        ):
             call()
     with pytest.raises(ValueError, match=r"1000000\.0 does not fit the parameter __half h"):
         launch((1, 1, 1), (32, 1, 1), 0, x.data_ptr(), 1e6)
@@ -186,7 +241,9 @@ def test_a_quick_launch_makes_few_calls(no_stream):
     seen, calls, x = [], [], torch.ones(4)
     kernel, kernel.quick = quick_of("__global__ void k(float* x, float* y, int n) {}", seen)
     for launch in (lambda: kernel(x, x, 3, grid=1, block=32), lambda: kernel[1, 32](x, x, 3)):
-        sys.setprofile(lambda frame, event, _: calls.append(frame.f_code.co_name) if event == "call" else None)
+        sys.setprofile(
+            lambda frame, event, _: calls.append(frame.f_code.co_name) if event == "call" else None
+        )
         launch()
         sys.setprofile(None)
     ours = [name for name in calls if name not in ("<lambda>", "launch", "increment_version")]
@@ -242,7 +299,8 @@ def test_arrays_of(library):
 
 
 def test_jax_arrays_in_the_simulator():
-    """JAX arrays are inputs on the CPU too. An output that is a JAX array is refused, because it cannot be written."""
+    """JAX arrays are inputs on the CPU too. An output that is a JAX array is refused, because it cannot be
+    written."""
     jax = pytest.importorskip("jax", reason="jax is not installed")
     jnp, cpu = jax.numpy, jax.devices("cpu")[0]
     copy, out = cukern.compile(COPY, defines={"TILE": 32, "T": "float"}), torch.empty(4)
@@ -264,13 +322,18 @@ def test_an_array_on_a_gpu_that_is_not_there():
 
 TRAPS = {
     "__global__ void k(__half* x) {}": "add #include <cuda_fp16.h>",
-    "#include <cuda_fp16.h>\n__global__ void k(__half* x) { x[0] = x[0] + 1.0; }": "convert first, as in float(x)",
-    "__global__ void k(float* x, int n) { __shared__ float s[n]; x[0] = s[0]; }": "the size of a shared array is a constant",
+    "#include <cuda_fp16.h>\n__global__ void k(__half* x) { x[0] = x[0] + 1.0; }": "convert first, as in "
+    "float(x)",
+    "__global__ void k(float* x, int n) { __shared__ float s[n]; x[0] = s[0]; }": "the size of a shared "
+    "array is a constant",
     "__global__ void k(float* x) { x[0] = __shfl_xor(x[0], 1); }": "__shfl_xor_sync(0xffffffff, v, 1)",
-    "__global__ void k(float* x) { __shared__ float s[99999]; s[threadIdx.x] = 1; __syncthreads(); x[0] = s[1]; }": "ends at 48 KiB",
+    "__global__ void k(float* x) { __shared__ float s[99999]; s[threadIdx.x] = 1; "
+    "__syncthreads(); x[0] = s[1]; }": "ends at 48 KiB",
     "__global__ void k(float* x) { x[0] = 1 \n}": "the line before it lacks a semicolon",
-    "template <class T> __global__ void k(T* x) {}": "the kernel is a template: name an instance of it, such as scale<float>",
-    '#include "nowhere.cuh"\n__global__ void k(float* x) {}': "headers are searched in the folder of the .cu file",
+    "template <class T> __global__ void k(T* x) {}": "the kernel is a template: name an instance of it, "
+    "such as scale<float>",
+    '#include "nowhere.cuh"\n__global__ void k(float* x) {}': "headers are searched in the folder of the "
+    ".cu file",
 }
 
 
@@ -288,10 +351,13 @@ def test_no_hint_where_none_fits():
 
 @kernels
 def test_options_and_folders_of_headers(tmp_path):
-    """An option changes the code: fast math flushes a subnormal result to zero. An edit of a header in a folder is seen."""
+    """An option changes the code: fast math flushes a subnormal result to zero. An edit of a header in a
+    folder is seen."""
     (tmp_path / "mine").mkdir()
     header, file = tmp_path / "mine/factor.cuh", tmp_path / "k.cu"
-    file.write_text('#include "factor.cuh"\n__global__ void k(float* out, const float* x) { *out = FACTOR * *x; }')
+    file.write_text(
+        '#include "factor.cuh"\n__global__ void k(float* out, const float* x) { *out = FACTOR * *x; }'
+    )
     x, out = torch.full((1,), 1e-38, device=DEVICE), torch.empty(1, device=DEVICE)
 
     def result(factor, *options):
@@ -299,7 +365,11 @@ def test_options_and_folders_of_headers(tmp_path):
         cukern.load(file, options=options, include_dirs=[tmp_path / "mine"])(out, x, grid=1, block=1)
         return out.item()
 
-    assert [result("1.0f"), result("0.5f"), result("0.5f", "--use_fast_math")] == [x.item(), (x / 2).item(), 0]
+    assert [result("1.0f"), result("0.5f"), result("0.5f", "--use_fast_math")] == [
+        x.item(),
+        (x / 2).item(),
+        0,
+    ]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""CONTRIBUTING.md's promise: a new version of a kernel is the kernel and a row in each of the op's two tables."""
+"""CONTRIBUTING.md's promise: a new version of a kernel is the kernel and a row in each of the op's two
+tables."""
 
 import shutil
 import sys
@@ -60,13 +61,16 @@ def tree(tmp_path):
 
 
 def test_a_new_version_is_a_kernel_and_two_rows(tree):
-    """softmax_v11 with the backward of v4, and square_v3 with that of v2: check, a choice by name and the tests of versions find them."""
+    """softmax_v11 with the backward of v4, and square_v3 with that of v2: check, a choice by name and the
+    tests of versions find them."""
     softmax, square = tree / "kernels_cu/softmax/softmax.cu", tree / "kernels_cu/square.cu"
     softmax.write_text(softmax.read_text() + SOFTMAX_KERNEL)
     square.write_text(square.read_text() + KERNEL)
     python = tree / "cukern/ops/softmax/versions.py"
     text = python.read_text().replace("}\nLAUNCHES", SOFTMAX_ROW, 1).replace("}\n_FIFTH", SOFTMAX_LAUNCHES, 1)
-    python.write_text(text.replace("GROUP =", '_V11 = Template("softmax/softmax.cu", "softmax_v11")\nGROUP =', 1))
+    python.write_text(
+        text.replace("GROUP =", '_V11 = Template("softmax/softmax.cu", "softmax_v11")\nGROUP =', 1)
+    )
     python = tree / "cukern/ops/square.py"
     text = python.read_text().replace("}\n_PLANS", ROW, 1).replace("}\n\n# ---- for the tools", PLANS, 1)
     python.write_text(text.replace("_BLOCK =", '_V3 = Template("square.cu", "square_v3")\n_BLOCK =', 1))
@@ -77,10 +81,19 @@ def test_a_new_version_is_a_kernel_and_two_rows(tree):
     for op, dims, version in (("softmax", ("5", "67"), "v11"), ("square", ("1023",), "v3")):
         checked = python_m("cukern", "check", op, *dims, "--sim", "--dtype", "f").stdout
         assert version in checked and "nothing wrong" in checked
-    tests = [f"tests/{name}" for name in ("ops/softmax/test_softmax.py", "ops/square/test_square.py", "runtime/test_registry.py")]
+    tests = [
+        f"tests/{name}"
+        for name in ("ops/softmax/test_softmax.py", "ops/square/test_square.py", "runtime/test_registry.py")
+    ]
     passed = python_m("pytest", "-q", "-n", "0", "-k", "(v11 and not log) or square", *tests).stdout
     assert " passed" in passed and "failed" not in passed
-    softmax.write_text(softmax.read_text().replace("i < columns; i += 32) sum +=", "i < columns - 1; i += 32) sum +=", 1))
-    python.write_text(python.read_text().replace("_vectors(_V3), _vectors(_V2_BWD)", "_vectors(_V2_BWD), _vectors(_V2_BWD)"))
-    assert python_m("cukern", "check", "softmax", "5", "67", "--sim", "--dtype", "f", ok=False).returncode == 1
+    softmax.write_text(
+        softmax.read_text().replace("i < columns; i += 32) sum +=", "i < columns - 1; i += 32) sum +=", 1)
+    )
+    python.write_text(
+        python.read_text().replace("_vectors(_V3), _vectors(_V2_BWD)", "_vectors(_V2_BWD), _vectors(_V2_BWD)")
+    )
+    assert (
+        python_m("cukern", "check", "softmax", "5", "67", "--sim", "--dtype", "f", ok=False).returncode == 1
+    )
     assert python_m("cukern", "check", "square", "1023", "--sim", ok=False).returncode

@@ -37,9 +37,17 @@ def test_twenty_lines_of_python():
     text = (FOLDER / "own_layernorm.py").read_text()
     code = [node for node in ast.parse(text).body[1:] if not isinstance(node, ast.Import | ast.ImportFrom)]
     lines = {line for node in code for line in range(node.lineno, node.end_lineno + 1)}
-    blank = [line for line in lines if not text.splitlines()[line - 1].strip() or '"""' in text.splitlines()[line - 1]]
+    blank = [
+        line
+        for line in lines
+        if not text.splitlines()[line - 1].strip() or '"""' in text.splitlines()[line - 1]
+    ]
     assert len(lines) - len(blank) <= 20
-    used = {n.attr for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Attribute) and getattr(n.value, "id", "") == "cukern"}
+    used = {
+        n.attr
+        for n in ast.walk(ast.parse(text))
+        if isinstance(n, ast.Attribute) and getattr(n.value, "id", "") == "cukern"
+    }
     assert used == {"op"} and used <= set(cukern.__all__)
 
 
@@ -57,7 +65,8 @@ def test_a_correct_op_is_never_called_wrong(layernorm, module):
 
 @kernels
 def test_a_wrong_op_is_called_wrong(module):
-    """Two bugs: the gradient of a row's mean is missing; one element in a thousand is wrong by a thousandth."""
+    """Two bugs: the gradient of a row's mean is missing; one element in a thousand is wrong by a
+    thousandth."""
 
     def backward(kernels, x, w, _b, _out, mean, rstd, dout):
         _, dw, db = module.backward(kernels, x, w, _b, _out, mean, rstd, dout)
@@ -78,7 +87,8 @@ def test_a_wrong_op_is_called_wrong(module):
 def test_gradients_whatever_the_strides(layernorm, module):
     x, w, b = drawn(module, 5, 60)
     expected = torch.autograd.grad(module.reference(x, w, b).sum(), (x, w, b))
-    found = torch.autograd.grad(layernorm(x, w, b).sum(), (x, w, b))  # the gradient of sum() is expanded, with strides 0
+    # the gradient of sum() is expanded, with strides 0
+    found = torch.autograd.grad(layernorm(x, w, b).sum(), (x, w, b))
     torch.testing.assert_close(found, expected)
     turned = x.detach().t().contiguous().t().requires_grad_()
     torch.testing.assert_close(layernorm(turned, w=w, b=b), module.reference(x, w, b))
@@ -91,7 +101,9 @@ def test_gradients_whatever_the_strides(layernorm, module):
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled_without_a_graph_break(layernorm, module, dynamic):
     torch._dynamo.reset()
-    compiled = torch.compile(lambda *args: layernorm(*args).sin(), fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    compiled = torch.compile(
+        lambda *args: layernorm(*args).sin(), fullgraph=True, backend="aot_eager", dynamic=dynamic
+    )
     for rows in (3, 6):
         inputs = drawn(module, rows, 40)
         eager = torch.autograd.grad(layernorm(*inputs).sin().sum(), inputs)
@@ -104,15 +116,22 @@ def test_opcheck(module):
     inputs, raw = drawn(module, 4, 40, grad=False), torch.ops.cukern_own
     torch.library.opcheck(raw.checked.default, (*inputs, ""))
     out, mean, rstd = raw.checked(*inputs, "")
-    torch.library.opcheck(raw.checked_backward.default, ([torch.randn_like(out)], [*inputs[:2], None, None, mean, rstd], ""))
+    torch.library.opcheck(
+        raw.checked_backward.default, ([torch.randn_like(out)], [*inputs[:2], None, None, mean, rstd], "")
+    )
 
 
 @kernels
 def test_transforms(layernorm, module):
     x, w, b = drawn(module, 4, 40, grad=False)
     (expected,) = torch.autograd.grad(module.reference(x.requires_grad_(), w, b).sin().sum(), x)
-    torch.testing.assert_close(torch.func.grad(lambda x: layernorm(x, w, b).sin().sum())(x.detach()), expected)
-    torch.testing.assert_close(torch.func.vmap(lambda x: layernorm(x, w, b))(x.detach()[None]), module.reference(x.detach()[None], w, b))
+    torch.testing.assert_close(
+        torch.func.grad(lambda x: layernorm(x, w, b).sin().sum())(x.detach()), expected
+    )
+    torch.testing.assert_close(
+        torch.func.vmap(lambda x: layernorm(x, w, b))(x.detach()[None]),
+        module.reference(x.detach()[None], w, b),
+    )
     dx = torch.autograd.grad(layernorm(x, w, b).sin().sum(), x, create_graph=True)[0]
     with pytest.raises(NotImplementedError, match="own_layernorm has no second derivatives"):
         dx.sum().backward()
@@ -155,7 +174,9 @@ def test_the_registry_lists_its_kernels_and_cost(layernorm):
 @kernels
 def test_template_arguments_that_are_equal_in_python(tmp_path):
     """True == 1 == 1.0, but each is another instance."""
-    (tmp_path / "k.cu").write_text("template <auto value> __global__ void k(int* out) { *out = sizeof(value); }")
+    (tmp_path / "k.cu").write_text(
+        "template <auto value> __global__ void k(int* out) { *out = sizeof(value); }"
+    )
 
     def forward(kernels, x):
         outs = [torch.empty_like(x, dtype=torch.int32) for _ in range(2)]
@@ -184,9 +205,13 @@ def test_versions(module):
     with cukern.use("two", "v1"):
         f(*inputs)
     assert called == ["v2"]
-    again = cukern.op("two", module.SOURCE, module.reference, module.VERSIONS, make=module.make, cases=[(3, 40)])
+    again = cukern.op(
+        "two", module.SOURCE, module.reference, module.VERSIONS, make=module.make, cases=[(3, 40)]
+    )
     again(*inputs)
-    assert called == ["v2"] and list(CASES["two"].op.versions) == ["v1"], "the second definition replaces the first"
+    assert called == ["v2"] and list(CASES["two"].op.versions) == ["v1"], (
+        "the second definition replaces the first"
+    )
     with pytest.raises(ValueError, match="two has no version 'v2'; it has v1"):
         again(*inputs, version="v2")
 
@@ -204,9 +229,21 @@ def test_versions(module):
         ({"reference": lambda *x: x}, ValueError, r"must name each input as a parameter, got \(\*x\)"),
         ({"versions": {}}, TypeError, "versions must be a dict such as"),
         ({"versions": {"v1": 5}}, TypeError, "got 'v1': int 5"),
-        ({"versions": {"v1": (max, max, 9)}}, ValueError, "compute capability of version 'v1' must be at least 75, got 9"),
-        ({"versions": {"v1": (len, lambda k, x: x)}}, ValueError, r"backward of version 'v1' of other takes 1 tensors \(x\); it must"),
-        ({"versions": {"v1": len, "v2": (len, len)}}, ValueError, "must all have a backward or none, got v2 with one"),
+        (
+            {"versions": {"v1": (max, max, 9)}},
+            ValueError,
+            "compute capability of version 'v1' must be at least 75, got 9",
+        ),
+        (
+            {"versions": {"v1": (len, lambda k, x: x)}},
+            ValueError,
+            r"backward of version 'v1' of other takes 1 tensors \(x\); it must",
+        ),
+        (
+            {"versions": {"v1": len, "v2": (len, len)}},
+            ValueError,
+            "must all have a backward or none, got v2 with one",
+        ),
         ({"cases": None}, ValueError, r"cases must be sizes for make, such as .* got None"),
         ({"cases": [(3, -1)]}, ValueError, "a size in cases must be at least 0, got -1"),
         ({"make": 3}, TypeError, "make must be a function, got int 3"),
@@ -216,7 +253,12 @@ def test_versions(module):
     ],
 )
 def test_wrong_definitions(module, change, error, says):
-    given = {"name": "other", "source": module.SOURCE, "reference": module.reference, "versions": module.VERSIONS}
+    given = {
+        "name": "other",
+        "source": module.SOURCE,
+        "reference": module.reference,
+        "versions": module.VERSIONS,
+    }
     before = set(CASES)
     with pytest.raises(error, match=says):
         cukern.op(**{**given, "make": module.make, "cases": [(3, 4)], **change})
@@ -226,9 +268,13 @@ def test_wrong_definitions(module, change, error, says):
 @kernels
 def test_wrong_calls(layernorm, module):
     x, w, b = drawn(module, 3, 40)
-    with pytest.raises(TypeError, match=r"own_layernorm\(x, w, b, \*, version=None\): missing a required argument: 'b'"):
+    with pytest.raises(
+        TypeError, match=r"own_layernorm\(x, w, b, \*, version=None\): missing a required argument: 'b'"
+    ):
         layernorm(x, w)
-    with pytest.raises(TypeError, match=r"own_layernorm: x is torch.int64, which has no gradient: name it in constants="):
+    with pytest.raises(
+        TypeError, match=r"own_layernorm: x is torch.int64, which has no gradient: name it in constants="
+    ):
         layernorm(torch.zeros(3, 40, dtype=torch.int64, device=DEVICE), w, b)
     with pytest.raises(TypeError, match=r"w must be torch.float32 or torch.bfloat16, got torch.float64"):
         layernorm(x, w.double(), b)
@@ -251,7 +297,10 @@ def test_wrong_results(module, found, error, says):
         bad(torch.ones(3, device=DEVICE))
 
 
-COPY = "__global__ void copy(float* out, const float* x, int n) { if (threadIdx.x < n) out[threadIdx.x] = x[threadIdx.x]; }"
+COPY = (
+    "__global__ void copy(float* out, const float* x, int n) { if (threadIdx.x < n) out[threadIdx.x] = "
+    "x[threadIdx.x]; }"
+)
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by torch.compile
@@ -264,7 +313,14 @@ def test_a_forward_only_op_raises_in_backward(place, tmp_path):
         kernels("copy")(out, x, x.numel(), grid=1, block=32)
         return out
 
-    f = cukern.op("only_forward", tmp_path / "copy.cu", lambda x, w: x.clone(), {"v1": forward}, cases=[(8,)], constants="w")
+    f = cukern.op(
+        "only_forward",
+        tmp_path / "copy.cu",
+        lambda x, w: x.clone(),
+        {"v1": forward},
+        cases=[(8,)],
+        constants="w",
+    )
     device = DEVICE if place == "kernels" else "cpu"
     x, w = (torch.randn(8, device=device, requires_grad=True) for _ in range(2))
     with cukern.backend("sim" if place == "kernels" else "gpu"):

@@ -23,7 +23,12 @@ __global__ void scale(float* out, const float* x, float p, int n) {
     if (i < n && threadIdx.x < SKIP) out[i] = p * x[i];
 }
 """
-CONFIGS = [{"BLOCK": 32, "SKIP": 1024}, {"BLOCK": 64, "SKIP": 63}, {"BLOCK": 128, "SKIP": 1024}, {"BLOCK": 2048, "SKIP": 4096}]
+CONFIGS = [
+    {"BLOCK": 32, "SKIP": 1024},
+    {"BLOCK": 64, "SKIP": 63},
+    {"BLOCK": 128, "SKIP": 1024},
+    {"BLOCK": 2048, "SKIP": 4096},
+]
 
 
 def scale(kernels, like, x, p):
@@ -54,7 +59,12 @@ def scaled(tmp_path):
 @pytest.mark.parametrize("place", ["cpu", pytest.param("kernels", marks=kernels)])
 def test_scalars_reach_reference_forward_and_backward(scaled, place):
     x = torch.randn(40, device=DEVICE if place == "kernels" else "cpu", requires_grad=True)
-    calls = [lambda: scaled(x), lambda: scaled(x, p=3), lambda: scaled(x, 0.25, True), lambda: scaled(x, twice=True)]
+    calls = [
+        lambda: scaled(x),
+        lambda: scaled(x, p=3),
+        lambda: scaled(x, 0.25, True),
+        lambda: scaled(x, twice=True),
+    ]
     with cukern.backend("sim" if place == "kernels" else "gpu"):
         for call, factor in zip(calls, (0.5, 3, 0.5, 1), strict=True):
             out = call()
@@ -78,14 +88,32 @@ def test_wrong_scalars(scaled, tmp_path):
     x = torch.randn(4)
     with pytest.raises(TypeError, match="scaled: p must be an int, a float, a bool or None, got str 'a'"):
         scaled(x, "a")
-    with pytest.raises(TypeError, match=r"scaled\(x, p=0.5, twice=False, \*, version=None\): got an unexpected keyword argument 'q'"):
+    with pytest.raises(
+        TypeError,
+        match=r"scaled\(x, p=0.5, twice=False, \*, version=None\): got an unexpected keyword argument 'q'",
+    ):
         scaled(x, q=1)
     given = ("other", tmp_path / "scale.cu")
     for wrong, pair, error, says in (
-        (lambda x, p="a": x, forward, TypeError, "p of reference: a default must be an int, a float, a bool or None, got str 'a'"),
+        (
+            lambda x, p="a": x,
+            forward,
+            TypeError,
+            "p of reference: a default must be an int, a float, a bool or None, got str 'a'",
+        ),
         (lambda x, version=1: x, forward, ValueError, "a scalar called version"),
-        (lambda x, q=1: x, forward, ValueError, "must take the scalars of reference by their names, q: q is missing"),
-        (lambda x, p=1: x, lambda k, x, p, r=2: x, ValueError, "has a default for r, which reference does not have"),
+        (
+            lambda x, q=1: x,
+            forward,
+            ValueError,
+            "must take the scalars of reference by their names, q: q is missing",
+        ),
+        (
+            lambda x, p=1: x,
+            lambda k, x, p, r=2: x,
+            ValueError,
+            "has a default for r, which reference does not have",
+        ),
     ):
         with pytest.raises(error, match=says):
             cukern.op(*given, wrong, {"v1": pair})
@@ -112,18 +140,34 @@ def test_integer_and_bool_outputs_are_compared_exactly(tmp_path, wrong):
     def reference(x):
         return torch.round(x.float() * 20).to(torch.int8), x.abs() > 1
 
-    f = cukern.op("quantized", tmp_path / "quantize.cu", reference, {"v1": forward}, outputs=2, dtypes=torch.float32, cases=[(60,)])
+    f = cukern.op(
+        "quantized",
+        tmp_path / "quantize.cu",
+        reference,
+        {"v1": forward},
+        outputs=2,
+        dtypes=torch.float32,
+        cases=[(60,)],
+    )
     verdict = verify(CASES["quantized"], (60,), torch.float32, {"v1": f}, torch.device(DEVICE))
-    assert [(r.what, r.ok, r.error) for r in verdict.results] == [("out0", not wrong, wrong), ("out1", True, 0)]
+    assert [(r.what, r.ok, r.error) for r in verdict.results] == [
+        ("out0", not wrong, wrong),
+        ("out1", True, 0),
+    ]
     assert all(r.allowed == 0 for r in verdict.results)
 
 
 @kernels
 def test_tune_checks_every_configuration(scaled, monkeypatch, tmp_path):
-    """A time is taken only of what is right, and the fastest is recorded by the model of GPU. An edit of the source forgets it."""
+    """A time is taken only of what is right, and the fastest is recorded by the model of GPU. An edit of the
+    source forgets it."""
     monkeypatch.setattr(own_kernels, "_file", lambda: tmp_path / "own_ops.json")
     problems = [one.problem for one in _tried(scaled, monkeypatch)]
-    assert problems[0] == problems[2] == "" and problems[1] == "out is wrong at 300" and problems[3].startswith("LaunchError")
+    assert (
+        problems[0] == problems[2] == ""
+        and problems[1] == "out is wrong at 300"
+        and problems[3].startswith("LaunchError")
+    )
     configs = scaled.own.kernels
     assert configs.on(0).config == CONFIGS[2]
     configs._by_device.clear()
@@ -135,7 +179,8 @@ def test_tune_checks_every_configuration(scaled, monkeypatch, tmp_path):
 
 
 def _tried(function, monkeypatch):
-    """What tune finds if a larger block is faster. Without a GPU the simulator checks, and GPU 0 is a fake."""
+    """What tune finds if a larger block is faster. Without a GPU the simulator checks, and GPU 0 is a
+    fake."""
     monkeypatch.setattr(own_tune, "_us", lambda op, *_: 1e3 / function.own.kernels.on(0).config["BLOCK"])
     if DEVICE == "cpu":
         assert all(one.us is None for one in cukern.tune(function, 300))

@@ -32,7 +32,10 @@ def no_plans():
 def run(case, inputs, grad):
     """The results of a call, and its gradients for fixed upstream gradients."""
     names = case.names(inputs)
-    leaves = [x.detach().clone().requires_grad_(grad and case.has_gradient(n, x)) for n, x in zip(names, inputs, strict=True)]
+    leaves = [
+        x.detach().clone().requires_grad_(grad and case.has_gradient(n, x))
+        for n, x in zip(names, inputs, strict=True)
+    ]
     arguments = [x.clone() if n in case.in_place else x for n, x in zip(names, leaves, strict=True)]
     with torch.set_grad_enabled(grad):
         result = case.call(*arguments)
@@ -47,7 +50,9 @@ def run(case, inputs, grad):
 
 def replayed():
     """The functions whose calls are replayed now."""
-    return {p.function.__name__ for p in planning.every() if any(callable(state) for state in p.found.values())}
+    return {
+        p.function.__name__ for p in planning.every() if any(callable(state) for state in p.found.values())
+    }
 
 
 @kernels
@@ -69,7 +74,9 @@ def test_a_replay_gives_the_bits_of_a_call_that_plans(name, grad):
         forget_plans()
         for a, b in zip(found, run(case, other, grad), strict=True):
             assert (a is None) == (b is None)
-            assert a is None or (a.stride() == b.stride() and torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)))
+            assert a is None or (
+                a.stride() == b.stride() and torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0))
+            )
 
 
 @kernels
@@ -168,7 +175,8 @@ def test_torch_operations_are_replayed():
 
 
 def test_a_change_of_the_grad_mode_is_not_replayed():
-    """An autograd Function computes without recording. A replay in the mode of its call would record its operations."""
+    """An autograd Function computes without recording. A replay in the mode of its call would record its
+    operations."""
 
     class Double(torch.autograd.Function):
         @staticmethod
@@ -323,7 +331,8 @@ def test_the_graph_of_a_replayed_call_is_as_strict_as_that_of_another():
 
 
 class Counted(Differentiable):
-    """The sum of x and c, whose backward tells what it depends on. Python code of a backward runs only where it is not replayed."""
+    """The sum of x and c, whose backward tells what it depends on. Python code of a backward runs only where
+    it is not replayed."""
 
     runs = 0
 
@@ -339,7 +348,13 @@ class Counted(Differentiable):
     def backward(ctx, g):
         Counted.runs += 1
         _, c = ctx.saved_tensors
-        factor = 1 + (not g.is_contiguous()) + 2 * (not c.is_contiguous()) + 4 * (g.data_ptr() % 64 != 0) + 8 * torch.is_grad_enabled()
+        factor = (
+            1
+            + (not g.is_contiguous())
+            + 2 * (not c.is_contiguous())
+            + 4 * (g.data_ptr() % 64 != 0)
+            + 8 * torch.is_grad_enabled()
+        )
         factor += 16 * torch.is_autocast_enabled("cpu") + 32 * ctx.needs_input_grad[1]
         return g * factor, None
 

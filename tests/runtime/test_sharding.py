@@ -11,16 +11,34 @@ from helpers import OLD_TORCH, ROOT, kernels, own_names
 
 from cukern.runtime.registry import CASES
 
-pytestmark = [kernels, pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")]
+pytestmark = [
+    kernels,
+    pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed"),
+]
 
-SIZES = {"attention": (2, 4, 8), "matmul": (2, 6, 8), "linear": (2, 6, 8), "linear_cross_entropy": (2, 6, 8), "kron_linear": (2, 4, 6)}
+SIZES = {
+    "attention": (2, 4, 8),
+    "matmul": (2, 6, 8),
+    "linear": (2, 6, 8),
+    "linear_cross_entropy": (2, 6, 8),
+    "kron_linear": (2, 4, 6),
+}
 WRITTEN = {"rope_in_place"}  # writes its inputs: they must keep their placement
-NAMES = [*(name for name in own_names() if CASES[name].differentiable), "rope_qk", "rope_in_place", "layernorm_residual", "gelu_bias"]
+NAMES = [
+    *(name for name in own_names() if CASES[name].differentiable),
+    "rope_qk",
+    "rope_in_place",
+    "layernorm_residual",
+    "gelu_bias",
+]
 
 
 def results(case, inputs, douts=None):
     """Outputs and gradients; whole tensors."""
-    leaves = [x.detach().clone().requires_grad_(case.has_gradient(n, x)) for n, x in zip(case.names(inputs), inputs, strict=True)]
+    leaves = [
+        x.detach().clone().requires_grad_(case.has_gradient(n, x))
+        for n, x in zip(case.names(inputs), inputs, strict=True)
+    ]
     given = [x * 1 if n in case.in_place else x for n, x in zip(case.names(inputs), leaves, strict=True)]
     outs = case.call(*given)
     outs = (outs,) if isinstance(outs, torch.Tensor) else tuple(outs)
@@ -46,15 +64,24 @@ def main(rank, store):
         last = [Shard(inputs[0].ndim - 1), *[Replicate()] * (len(inputs) - 1)]
         with cukern.backend("sim"):
             expected = results(case, inputs)
-            for kind, placements in {"batch": batch, "replicated": [Replicate()] * len(inputs), "last": last}.items():
+            for kind, placements in {
+                "batch": batch,
+                "replicated": [Replicate()] * len(inputs),
+                "last": last,
+            }.items():
                 if kind == "last" and name in WRITTEN:
                     continue
                 try:
-                    sharded = [distribute_tensor(x, mesh, [p]) for x, p in zip(inputs, placements, strict=True)]
+                    sharded = [
+                        distribute_tensor(x, mesh, [p]) for x, p in zip(inputs, placements, strict=True)
+                    ]
                     for ours, theirs in zip(results(case, sharded), expected, strict=True):
                         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
                 except Exception as error:
-                    where = [f"{f.filename.split('/')[-1]}:{f.lineno}" for f in traceback.extract_tb(error.__traceback__)][:9]
+                    where = [
+                        f"{f.filename.split('/')[-1]}:{f.lineno}"
+                        for f in traceback.extract_tb(error.__traceback__)
+                    ][:9]
                     failed.append(f"{name} {kind}: {type(error).__name__} {str(error)[:300]} {where}")
     dist.destroy_process_group()
     assert not failed, "\n".join(failed)
@@ -67,7 +94,10 @@ def test_every_op_in_two_processes(tmp_path):
     path = os.pathsep.join([str(ROOT), folder, os.path.dirname(folder)])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     commands = [[sys.executable, "-c", code, str(rank), str(tmp_path / "store")] for rank in range(2)]
-    pair = [subprocess.Popen(c, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for c in commands]
+    pair = [
+        subprocess.Popen(c, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for c in commands
+    ]
     try:
         texts = [process.communicate(timeout=400)[0] for process in pair]
     finally:

@@ -17,9 +17,25 @@ hypothesis = pytest.importorskip("hypothesis")
 st = hypothesis.strategies
 settings = hypothesis.settings(deadline=None)  # a busy machine must not fail the tests
 
-SIGNED = {"char": ctypes.c_int8, "short": ctypes.c_int16, "int": ctypes.c_int32, "long": ctypes.c_int64, "long long": ctypes.c_int64}
-UNSIGNED = {"char": ctypes.c_uint8, "short": ctypes.c_uint16, "int": ctypes.c_uint32, "long": ctypes.c_uint64, "long long": ctypes.c_uint64}
-INTEGERS = {"signed char": ctypes.c_int8, **SIGNED, **{f"unsigned {name}": type_ for name, type_ in UNSIGNED.items()}}
+SIGNED = {
+    "char": ctypes.c_int8,
+    "short": ctypes.c_int16,
+    "int": ctypes.c_int32,
+    "long": ctypes.c_int64,
+    "long long": ctypes.c_int64,
+}
+UNSIGNED = {
+    "char": ctypes.c_uint8,
+    "short": ctypes.c_uint16,
+    "int": ctypes.c_uint32,
+    "long": ctypes.c_uint64,
+    "long long": ctypes.c_uint64,
+}
+INTEGERS = {
+    "signed char": ctypes.c_int8,
+    **SIGNED,
+    **{f"unsigned {name}": type_ for name, type_ in UNSIGNED.items()},
+}
 CTYPES = {**INTEGERS, "float": ctypes.c_float, "double": ctypes.c_double, "bool": ctypes.c_bool}
 
 
@@ -44,15 +60,30 @@ LISTS = [
     ("volatile int* flags", [("flags", "int", True)]),
     ("const volatile int* const flags", [("flags", "int", True)]),
     ("const half* x, __nv_bfloat162* y", [("x", "__half", True), ("y", "__nv_bfloat162", True)]),
-    ("const float4* x, uchar4* y, longlong2* z", [("x", "float4", True), ("y", "uchar4", True), ("z", "longlong2", True)]),
+    (
+        "const float4* x, uchar4* y, longlong2* z",
+        [("x", "float4", True), ("y", "uchar4", True), ("z", "longlong2", True)],
+    ),
     ("int const n, long int m", [("n", "int", False), ("m", "long", False)]),
     ("unsigned n, unsigned int m", [("n", "unsigned int", False), ("m", "unsigned int", False)]),
     ("long long n, unsigned   long\nlong m", [("n", "long long", False), ("m", "unsigned long long", False)]),
-    ("float* x, /* how many, at least 1 */ int n, // last\n float s", [("x", "float", True), ("n", "int", False), ("s", "float", False)]),
-    ("bool causal, double p, size_t bytes", [("causal", "bool", False), ("p", "double", False), ("bytes", "unsigned long", False)]),
+    (
+        "float* x, /* how many, at least 1 */ int n, // last\n float s",
+        [("x", "float", True), ("n", "int", False), ("s", "float", False)],
+    ),
+    (
+        "bool causal, double p, size_t bytes",
+        [("causal", "bool", False), ("p", "double", False), ("bytes", "unsigned long", False)],
+    ),
     ("half h, void* any", [("h", "__half", False), ("any", "void", True)]),
-    ("float*, unsigned int, int n = 3", [("arg0", "float", True), ("arg1", "unsigned int", False), ("n", "int", False)]),
-    ("real* x, const Alias y, int64_t n", [("x", "float", True), ("y", "unsigned char", False), ("n", "long", False)]),
+    (
+        "float*, unsigned int, int n = 3",
+        [("arg0", "float", True), ("arg1", "unsigned int", False), ("n", "int", False)],
+    ),
+    (
+        "real* x, const Alias y, int64_t n",
+        [("x", "float", True), ("y", "unsigned char", False), ("n", "long", False)],
+    ),
     ("#if 0\n double* x\n#else\n float* x\n#endif\n, int n", [("x", "float", True), ("n", "int", False)]),
     ("#if 0\n double* x,\n#endif\n int n", [("arg0", "int", False)]),
     ("const unit* x, unit n", [("x", "int", True), ("n", "int", False)]),
@@ -75,7 +106,9 @@ namespace inner { template <class T> using Same = T; }
 @pytest.fixture(scope="module")
 def lists():
     """The parameters of each kernel of LISTS."""
-    source = Source.from_text(HEAD + "".join(f"__global__ void k{i}(\n{text}\n) {{}}\n" for i, (text, _) in enumerate(LISTS)))
+    source = Source.from_text(
+        HEAD + "".join(f"__global__ void k{i}(\n{text}\n) {{}}\n" for i, (text, _) in enumerate(LISTS))
+    )
     names = list(source.kernels)
     with compiled(source, [probe(name) for name in names], "compute_80") as (_, mangled, _):
         return [signature.params(n, m, source.kernels[n]) for n, m in zip(names, mangled, strict=True)]
@@ -88,7 +121,10 @@ def test_parameters_are_those_that_the_compiler_sees(i, lists):
 
 def test_macros_and_aliases_in_parameters():
     """The text says unsigned, the compiler sees float; and the dtypes of an alias are those of its type."""
-    assert params("#define unsigned float\n__global__ void k(unsigned n, int m) {}") == [("n", "float", False), ("m", "int", False)]
+    assert params("#define unsigned float\n__global__ void k(unsigned n, int m) {}") == [
+        ("n", "float", False),
+        ("m", "int", False),
+    ]
     (x,) = cukern.compile("typedef double real;\n__global__ void k(real* x) {}").params
     assert x.dtypes == (torch.float64,)
 
@@ -99,7 +135,18 @@ def test_macros_and_aliases_in_parameters():
         ("PFvvE", []),
         (
             "PFvPfPKfixmbcasdE",
-            ["float*", "const float*", "int", "long long", "unsigned long", "bool", "char", "signed char", "short", "double"],
+            [
+                "float*",
+                "const float*",
+                "int",
+                "long long",
+                "unsigned long",
+                "bool",
+                "char",
+                "signed char",
+                "short",
+                "double",
+            ],
         ),
         ("PFvP6__halfPKS0_S0_E", ["__half*", "const __half*", "__half"]),
         ("PFvPPfPKPKiPVxE", ["float**", "const int* const*", "volatile long long*"]),
@@ -109,14 +156,20 @@ def test_macros_and_aliases_in_parameters():
             ["ns::S", "const ns::S*", "ns::E", "ns::F", "ns::P<int>", "ns::P<float4>*"],
         ),
         ("PFv1XILi4ELN1n1EE0ELb1EES2_E", ["X<(int)4, (n::E)0, (bool)1>", "n::E"]),
-        ("PFvPN2ns36_GLOBAL__N__00000000_4_k_cu_3bf7cd7a1HEPSt4pairIifEE", ["ns::(anonymous namespace)::H*", "std::pair<int, float>*"]),
+        (
+            "PFvPN2ns36_GLOBAL__N__00000000_4_k_cu_3bf7cd7a1HEPSt4pairIifEE",
+            ["ns::(anonymous namespace)::H*", "std::pair<int, float>*"],
+        ),
     ],
 )
 def test_mangled_names(mangled, types):
     assert demangled(f"_Z16cukern_signatureI{mangled}EvT_") == types
 
 
-@pytest.mark.parametrize("mangled", ["", "_Z1kv", "_Z16cukern_signatureIPFv", "_Z16cukern_signatureIPFvP", "_Z16cukern_signatureIPFvS9_E"])
+@pytest.mark.parametrize(
+    "mangled",
+    ["", "_Z1kv", "_Z16cukern_signatureIPFv", "_Z16cukern_signatureIPFvP", "_Z16cukern_signatureIPFvS9_E"],
+)
 def test_mangled_names_that_are_cut_or_foreign_are_refused(mangled):
     with pytest.raises(TypeError, match="cannot read"):
         demangled(mangled)
@@ -143,7 +196,8 @@ def test_every_mangled_name_is_read_or_refused():
 )
 def test_unsupported_parameter_types_are_refused_by_name(text, words):
     head = (
-        "#include <cuda_bf16.h>\nstruct Config { int a; }; enum Colour { RED }; namespace ns { template <class T> struct Box { T t; }; }\n"
+        "#include <cuda_bf16.h>\nstruct Config { int a; }; enum Colour { RED }; namespace ns { template "
+        "<class T> struct Box { T t; }; }\n"
     )
     kernel = cukern.compile(f"{head}__global__ void k({text}) {{}}")
     with pytest.raises(TypeError, match=f"k: .*{words}"):
@@ -156,7 +210,12 @@ struct Config { int a; }; enum Colour { RED }; namespace ns { template <class T>
 __global__ void k(Config c, Colour colour, float** x, ns::Box<double> b) {}
 """
     found = [(p.name, p.ctype, p.size, p.align) for p in cukern.compile(text).params]
-    assert found == [("c", "Config", 4, 4), ("colour", "int", 0, 0), ("x", "float*", 0, 0), ("b", "ns::Box<double>", 24, 8)]
+    assert found == [
+        ("c", "Config", 4, 4),
+        ("colour", "int", 0, 0),
+        ("x", "float*", 0, 0),
+        ("b", "ns::Box<double>", 24, 8),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -169,8 +228,14 @@ __global__ void k(Config c, Colour colour, float** x, ns::Box<double> b) {}
     ],
 )
 def test_template_arguments_are_put_in(name, types):
-    text = "template <class T> struct Id { using type = T; };\ntemplate <typename T, int N = 4, bool FAST = true>\n"
-    assert [ctype for _, ctype, _ in params(f"{text}__global__ void k(T* out, const T* __restrict__ x, T s) {{}}", name)] == types
+    text = (
+        "template <class T> struct Id { using type = T; };\ntemplate <typename T, int N = 4, bool FAST = "
+        "true>\n"
+    )
+    assert [
+        ctype
+        for _, ctype, _ in params(f"{text}__global__ void k(T* out, const T* __restrict__ x, T s) {{}}", name)
+    ] == types
 
 
 @pytest.mark.parametrize("name", ["k", "k<float, 4, true, 5>"])
@@ -232,7 +297,9 @@ def test_arguments_lie_where_the_kernel_reads_them(call):
     types, values = call
     fields = [(f"p{i}", ctypes.c_uint64 if t == "pointer" else CTYPES[t]) for i, t in enumerate(types)]
     layout = type("Layout", (ctypes.Structure,), {"_fields_": fields})
-    params = tuple(Param(f"p{i}", "float" if t == "pointer" else t, t == "pointer") for i, t in enumerate(types))
+    params = tuple(
+        Param(f"p{i}", "float" if t == "pointer" else t, t == "pointer") for i, t in enumerate(types)
+    )
     packed = packer(params).pack(*values)
     assert offsets(params) == [getattr(layout, field).offset for field, _ in fields]
     read = layout.from_buffer_copy(packed.ljust(ctypes.sizeof(layout), b"\0"))
@@ -260,14 +327,18 @@ def test_integers_out_of_range_are_refused(ctype, data):
 
 
 @settings
-@hypothesis.given(st.sampled_from(list(INTEGERS)), st.one_of(st.floats(), st.text(), st.none(), st.complex_numbers()))
+@hypothesis.given(
+    st.sampled_from(list(INTEGERS)), st.one_of(st.floats(), st.text(), st.none(), st.complex_numbers())
+)
 def test_non_integers_are_refused(ctype, value):
     error = misfit(ctype, value)
     assert isinstance(error, TypeError)
     assert all(word in str(error) for word in (repr(value), type(value).__name__, f"{ctype} count"))
 
 
-NOT_FLOATS = [(ctype, value, TypeError) for ctype in ("float", "double") for value in ("1.0", None, 1j, [1.0])]
+NOT_FLOATS = [
+    (ctype, value, TypeError) for ctype in ("float", "double") for value in ("1.0", None, 1j, [1.0])
+]
 
 
 @pytest.mark.parametrize("ctype, value, error", [*NOT_FLOATS, ("double", 10**400, ValueError)])

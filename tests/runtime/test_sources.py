@@ -18,10 +18,13 @@ def test_the_shipped_sources_are_found():
 
 @pytest.fixture
 def tree(tmp_path):
-    """a.cu includes sub/b.cuh, which includes c.cuh from its own folder and d.cuh from a.cu's folder. No file includes e.cuh."""
+    """a.cu includes sub/b.cuh, which includes c.cuh from its own folder and d.cuh from a.cu's folder. No file
+    includes e.cuh."""
     (tmp_path / "sub").mkdir()
     (tmp_path / "a.cu").write_text('#include "sub/b.cuh"\n__global__ void k() {}\n')
-    (tmp_path / "sub/b.cuh").write_text('#pragma once\n  #  include "c.cuh"\n#include "d.cuh"\n#include "../a.cu"\n')
+    (tmp_path / "sub/b.cuh").write_text(
+        '#pragma once\n  #  include "c.cuh"\n#include "d.cuh"\n#include "../a.cu"\n'
+    )
     for name in ("sub/c.cuh", "d.cuh", "e.cuh"):
         (tmp_path / name).write_text("// nothing\n")
     return tmp_path
@@ -74,7 +77,9 @@ def test_text_given_as_a_string_reaches_the_shipped_headers():
     ],
 )
 def test_comments_and_raw_strings_are_blanked(text, expected):
-    assert " ".join(blanked(text).split()) == expected and len(blanked(text)) == len(blanked(text, literals=True)) == len(text)
+    assert " ".join(blanked(text).split()) == expected and len(blanked(text)) == len(
+        blanked(text, literals=True)
+    ) == len(text)
 
 
 # ---- which files a program includes; it is compiled from their texts as they were read
@@ -96,14 +101,16 @@ FORMS = {
     "spliced macro": '#define H \\\n "h.cuh"\n#include H\n',
     "macro of a macro": '#define G "h.cuh"\n#define H G\n#include H\n',
     "include_next": '#include_next "h.cuh"\n',
-    "__has_include": '#if __has_include("h.cuh")\n#define H "h.cuh"\n#else\n#define V 0\n#endif\n#include H\n',
+    "__has_include": '#if __has_include("h.cuh")\n#define H "h.cuh"\n#else\n#define V 0\n#endif\n#include '
+    "H\n",
     "absolute": "#include <{folder}/h.cuh>\n",
     "dots": '#include "./sub/../h.cuh"\n',
     "of a header": '#include "sub/outer.cuh"\n',
     "include_next of a header": '#include "sub/next/h.cuh"\n',
     "twice": '#include "h.cuh"\n#include "sub/../h.cuh"\n#include <h.cuh>\n',
     "after an apostrophe": '#if 0\ndon\'t /* \\\n*/\n#endif\n#include "h.cuh"\n',
-    "after a raw string": '__device__ const char* s = R"(\n#include "nowhere.cuh"\n/* )";\n#include "h.cuh"\n',
+    "after a raw string": '__device__ const char* s = R"(\n#include "nowhere.cuh"\n/* )";\n#include '
+    '"h.cuh"\n',
     "windows": '#include "h.cuh"\r\n',
 }
 
@@ -120,7 +127,8 @@ def forms(tmp_path):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_what_is_compiled_is_what_was_hashed(form, forms, empty_cache):
-    """An edit of the header changes the digest and the code; one between the digest and the compiler does not reach the code."""
+    """An edit of the header changes the digest and the code; one between the digest and the compiler does not
+    reach the code."""
     header, path = forms / "h.cuh", forms / "a.cu"
     path.write_bytes((FORMS[form].replace("{folder}", str(forms)) + USE).encode())
     digests, codes = [], []
@@ -136,7 +144,9 @@ def test_what_is_compiled_is_what_was_hashed(form, forms, empty_cache):
 def test_a_header_that_no_literal_names_is_an_error_and_not_a_stale_kernel(forms, empty_cache):
     write(forms, "#define V 1\n", "h.cuh")
     path = write(forms, f"#define TEXT(x) #x\n#define FILE(x) TEXT(x)\n#include FILE(h.cuh)\n{USE}")
-    says = r"(?s)k\.cu\(3\).*open source file \"h\.cuh\"\n.*no #include or #define with the literal name 'h.cuh'"
+    says = (
+        r"(?s)k\.cu\(3\).*open source file \"h\.cuh\"\n.*no #include or #define with the literal name 'h.cuh'"
+    )
     with pytest.raises(CompileError, match=says):
         cukern.load(path).compile("sm_90a")
 
@@ -146,18 +156,23 @@ def test_a_name_of_two_files_is_each_where_it_is_literal_and_refused_in_a_macro(
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "h.cuh").write_text(f"enum {{ {folder.upper()} = {value}1 }};\n")
         (tmp_path / folder / "outer.cuh").write_text('#include "h.cuh"\n')
-    (tmp_path / "a.cu").write_text('#include "x/outer.cuh"\n#include "y/outer.cuh"\n__global__ void k(int* a) { a[X] = Y; }\n')
+    (tmp_path / "a.cu").write_text(
+        '#include "x/outer.cuh"\n#include "y/outer.cuh"\n__global__ void k(int* a) { a[X] = Y; }\n'
+    )
     code = compile_ptx(Source.read(tmp_path / "a.cu"), "k", "compute_80").text
     assert "+44]" in code and "21;" in code
     for folder in "xy":
         (tmp_path / folder / "outer.cuh").write_text('#define H "h.cuh"\n#include H\n#undef H\n')
-    with pytest.raises(CompileError, match=r"may be any of .*x/h\.cuh, .*y/h\.cuh: include it by a literal name"):
+    with pytest.raises(
+        CompileError, match=r"may be any of .*x/h\.cuh, .*y/h\.cuh: include it by a literal name"
+    ):
         compile_ptx(Source.read(tmp_path / "a.cu"), "k", "compute_80")
 
 
 def test_a_header_beside_the_source_and_a_shipped_one_of_the_same_name_both_count(tmp_path):
     (tmp_path / "common").mkdir()
-    path, digests = write(tmp_path, f'#include "common/vec.cuh"\n#include "{kernels_dir()}/common/vec.cuh"\n'), set()
+    path = write(tmp_path, f'#include "common/vec.cuh"\n#include "{kernels_dir()}/common/vec.cuh"\n')
+    digests = set()
     for text in ("// 1", "// 2"):
         write(tmp_path, text, "common/vec.cuh")
         digests.add(Source.read(path).digest())
@@ -165,7 +180,8 @@ def test_a_header_beside_the_source_and_a_shipped_one_of_the_same_name_both_coun
 
 
 def test_a_cached_kernel_is_of_the_headers_that_were_hashed(tmp_path, empty_cache, monkeypatch):
-    """An edit while NVRTC compiles: the next load compiles the new text, and the old text has its own entry."""
+    """An edit while NVRTC compiles: the next load compiles the new text, and the old text has its own
+    entry."""
     write(tmp_path, "#define V 11\n", "h.cuh")
     path = write(tmp_path, f'#include "h.cuh"\n{USE}')
     with monkeypatch.context() as patch:

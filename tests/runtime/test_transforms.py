@@ -1,5 +1,6 @@
-"""Every op under torch's transforms, against the same maths in plain torch: forward mode, vmap, both Jacobians, Hessians, checkpoints
-and functional_call. From the registry; float64, so that nothing but the derivative is in question."""
+"""Every op under torch's transforms, against the same maths in plain torch: forward mode, vmap, both
+Jacobians, Hessians, checkpoints and functional_call. From the registry; float64, so that nothing but the
+derivative is in question."""
 
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
@@ -14,15 +15,25 @@ from cukern.ops import causal_softmax
 from cukern.runtime.registry import CASES
 
 PLACES = [pytest.param("cpu", id="cpu"), pytest.param(DEVICE, marks=kernels, id="kernels")]
-SMALL = {"matmul": (3, 2, 4), "linear": (3, 2, 4), "square": (3, 5), "softmax": (3, 5), "log_softmax": (3, 5), "causal_softmax": (2, 3)}
+SMALL = {
+    "matmul": (3, 2, 4),
+    "linear": (3, 2, 4),
+    "square": (3, 5),
+    "softmax": (3, 5),
+    "log_softmax": (3, 5),
+    "causal_softmax": (2, 3),
+}
 SMALL |= dict.fromkeys(("embedding", "embedding_tokens"), (2, 3, 4, 2))  # batch, time, vocabulary, features
 SMALL |= {"attention": (2, 3, 2), "linear_cross_entropy": (3, 5, 2)}
 SMALL |= dict.fromkeys(("cross_entropy", "cross_entropy_padded"), (3, 5))
 
 
-OPTIONS = {  # calls with options that the registry does not have, and the same in plain torch: of inputs with these shapes
+# calls with options that the registry does not have, and the same in plain torch: of inputs with these shapes
+OPTIONS = {
     "lokr_linear": (
-        lambda x, w1, a, b, bias, residual: cukern.lokr_linear(x, w1, (a, b), scale=0.5, bias=bias, residual=residual),
+        lambda x, w1, a, b, bias, residual: cukern.lokr_linear(
+            x, w1, (a, b), scale=0.5, bias=bias, residual=residual
+        ),
         lambda x, w1, a, b, bias, residual: residual + 0.5 * x @ torch.kron(w1, a @ b).t() + bias,
         ((3, 10), (2, 2), (3, 2), (2, 5), (6,), (3, 6)),
     ),
@@ -42,9 +53,21 @@ OPTIONS = {  # calls with options that the registry does not have, and the same 
     },
 }
 # One case of a function: the others are the same derivatives at other shapes and strides.
-SAME = {"attention_grouped", "cross_entropy_padded", "embedding_tokens", "kron_linear_rectangular", "rope", "rope_quarter", "rope_strided"}
+SAME = {
+    "attention_grouped",
+    "cross_entropy_padded",
+    "embedding_tokens",
+    "kron_linear_rectangular",
+    "rope",
+    "rope_quarter",
+    "rope_strided",
+}
 OPERATIONS = [
-    *(n for n, case in CASES.items() if case.differentiable and not case.in_place and n not in SAME and torch.float64 in case.op.dtypes),
+    *(
+        n
+        for n, case in CASES.items()
+        if case.differentiable and not case.in_place and n not in SAME and torch.float64 in case.op.dtypes
+    ),
     *OPTIONS,
 ]
 
@@ -54,13 +77,16 @@ def dims_of(case):
 
 
 def problem(name, device):
-    """The op and the reference as functions of the inputs that have a gradient, and these inputs. The outputs are joined to one tensor."""
+    """The op and the reference as functions of the inputs that have a gradient, and these inputs. The outputs
+    are joined to one tensor."""
     if name in OPTIONS:
         ours, theirs, shapes = OPTIONS[name]
         return ours, theirs, tuple(torch.randn(shape, dtype=torch.float64, device=device) for shape in shapes)
     case = CASES[name]
     inputs = case.make(dims_of(case), torch.float64, device)
-    where = [i for i, (n, x) in enumerate(zip(case.names(inputs), inputs, strict=True)) if case.has_gradient(n, x)]
+    where = [
+        i for i, (n, x) in enumerate(zip(case.names(inputs), inputs, strict=True)) if case.has_gradient(n, x)
+    ]
 
     def of(function):
         def call(*some):
@@ -78,7 +104,9 @@ def problem(name, device):
 def close(ours, theirs, what=""):
     """Nested tensors of the same shapes and dtypes are close."""
     leaves = torch.utils._pytree.tree_leaves
-    torch.testing.assert_close(leaves(ours), leaves(theirs), rtol=1e-9, atol=1e-9, msg=lambda text: f"{what}: {text}")
+    torch.testing.assert_close(
+        leaves(ours), leaves(theirs), rtol=1e-9, atol=1e-9, msg=lambda text: f"{what}: {text}"
+    )
 
 
 @pytest.mark.parametrize("device", PLACES)
@@ -86,7 +114,13 @@ def close(ours, theirs, what=""):
 def test_forward_mode(name, device):
     ours, theirs, inputs = problem(name, device)
     tangents = random_like(inputs)
-    for some in [tangents, *[tuple(t if i == j else torch.zeros_like(t) for j, t in enumerate(tangents)) for i in range(len(tangents))]]:
+    for some in [
+        tangents,
+        *[
+            tuple(t if i == j else torch.zeros_like(t) for j, t in enumerate(tangents))
+            for i in range(len(tangents))
+        ],
+    ]:
         out = torch.func.jvp(ours, inputs, some)
         assert out[1].any() or name.endswith("0.0")
         close(out, torch.func.jvp(theirs, inputs, some), "jvp")
@@ -94,7 +128,9 @@ def test_forward_mode(name, device):
         with forward_ad.dual_level():
             duals = [forward_ad.make_dual(x, t) for x, t in zip(inputs[:count], tangents, strict=False)]
             out = tuple(forward_ad.unpack_dual(ours(*duals, *inputs[count:])))
-        exact = torch.func.jvp(lambda *xs, n=count: theirs(*xs, *inputs[n:]), inputs[:count], tangents[:count])
+        exact = torch.func.jvp(
+            lambda *xs, n=count: theirs(*xs, *inputs[n:]), inputs[:count], tangents[:count]
+        )
         close(out, exact, f"{count} dual inputs")
 
 
@@ -106,12 +142,17 @@ def test_batched_gradients(name, device):
     leaves = [x.clone().requires_grad_() for x in inputs]
     y, exact = ours(*leaves), theirs(*leaves)
     gs = torch.randn(2, *y.shape, dtype=y.dtype, device=y.device)
-    expected = [torch.stack(parts) for parts in zip(*(torch.autograd.grad(exact, leaves, g, retain_graph=True) for g in gs), strict=True)]
+    expected = [
+        torch.stack(parts)
+        for parts in zip(*(torch.autograd.grad(exact, leaves, g, retain_graph=True) for g in gs), strict=True)
+    ]
     close(torch.autograd.grad(y, leaves, gs, is_grads_batched=True), expected)
     y = ours(*leaves)
     # the backward of CUDA tensors runs in a thread of its own
     with ThreadPoolExecutor(1) as pool:
-        one = torch._vmap_internals._vmap(lambda g: pool.submit(copy_context().run, torch.autograd.grad, y, leaves, g).result())
+        one = torch._vmap_internals._vmap(
+            lambda g: pool.submit(copy_context().run, torch.autograd.grad, y, leaves, g).result()
+        )
         close(one(gs), expected)
 
 
@@ -128,7 +169,9 @@ def test_reverse_mode_and_jacobians(name, device):
     for function, gradients in ((ours, found := []), (theirs, expected := [])):
         leaves = [x.clone().requires_grad_() for x in inputs]
         y = function(*leaves)
-        gradients += torch.func.vmap(lambda g, y=y, xs=leaves: torch.autograd.grad(y, xs, g, retain_graph=True))(gs)
+        gradients += torch.func.vmap(
+            lambda g, y=y, xs=leaves: torch.autograd.grad(y, xs, g, retain_graph=True)
+        )(gs)
     close(found, expected, "gradients of many")
     jacobian = torch.func.jacrev(theirs, every)(*inputs)
     close(torch.func.jacrev(ours, every)(*inputs), jacobian, "jacrev")
@@ -147,17 +190,27 @@ def test_reverse_mode_and_jacobians(name, device):
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_vmap(name, device):
     ours, theirs, inputs = problem(name, device)
-    many = tuple(torch.stack(random_like([x] * 3), -1) for x in inputs)  # the batch is the last dimension, so elements are strided
+    # the batch is the last dimension, so elements are strided
+    many = tuple(torch.stack(random_like([x] * 3), -1) for x in inputs)
     for i, x in enumerate(inputs):
         for at in range(x.ndim + 1):
-            args = tuple(torch.stack(random_like([x] * 3), at) if i == j else other for j, other in enumerate(inputs))
-            dims, out = tuple(at if i == j else None for j in range(len(inputs))), min(at, theirs(*inputs).ndim)
-            close(torch.func.vmap(ours, dims, out)(*args), torch.func.vmap(theirs, dims, out)(*args), f"vmap over input {i} at {at}")
+            args = tuple(
+                torch.stack(random_like([x] * 3), at) if i == j else other for j, other in enumerate(inputs)
+            )
+            dims = tuple(at if i == j else None for j in range(len(inputs)))
+            out = min(at, theirs(*inputs).ndim)
+            close(
+                torch.func.vmap(ours, dims, out)(*args),
+                torch.func.vmap(theirs, dims, out)(*args),
+                f"vmap over input {i} at {at}",
+            )
     close(torch.func.vmap(ours, -1)(*many), torch.func.vmap(theirs, -1)(*many), "vmap over all")
     weight = torch.randn_like(ours(*inputs))
 
     def gradients(f):
-        return torch.func.vmap(torch.func.grad(lambda *xs: (f(*xs) * weight).sum(), tuple(range(len(inputs)))), -1)
+        return torch.func.vmap(
+            torch.func.grad(lambda *xs: (f(*xs) * weight).sum(), tuple(range(len(inputs)))), -1
+        )
 
     close(gradients(ours)(*many), gradients(theirs)(*many), "gradients of each sample")
     nested = torch.func.vmap(torch.func.vmap(ours, -1), 0)
@@ -168,10 +221,15 @@ def test_vmap(name, device):
 @kernels
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_vmap_over_an_empty_batch(name):
-    """The shapes are those of a batch of one. Some of torch's operations, such as its cross_entropy, fail without elements."""
+    """The shapes are those of a batch of one. Some of torch's operations, such as its cross_entropy, fail
+    without elements."""
     ours, theirs, inputs = problem(name, DEVICE)
     one = tuple(torch.stack(random_like([x]), -1) for x in inputs)
-    transforms = (lambda f: f, lambda f: lambda *xs: torch.func.jvp(f, xs, xs)[1], lambda f: torch.func.grad(lambda *xs: f(*xs).sum()))
+    transforms = (
+        lambda f: f,
+        lambda f: lambda *xs: torch.func.jvp(f, xs, xs)[1],
+        lambda f: torch.func.grad(lambda *xs: f(*xs).sum()),
+    )
     for transform in transforms[: 1 if "cross_entropy" in name else 3]:
         expected = torch.func.vmap(transform(theirs), -1)(*one)[:0]
         close(torch.func.vmap(transform(ours), -1)(*(x[..., :0] for x in one)), expected)
@@ -194,7 +252,10 @@ def test_second_derivatives_inside_of_saved_tensor_hooks(name):
 class Layer(torch.nn.Module):
     def __init__(self, function, inputs):
         super().__init__()
-        self.function, self.weights = function, torch.nn.ParameterList([torch.nn.Parameter(x.clone()) for x in inputs[1:]])
+        self.function, self.weights = (
+            function,
+            torch.nn.ParameterList([torch.nn.Parameter(x.clone()) for x in inputs[1:]]),
+        )
 
     def forward(self, x):
         return self.function(x, *self.weights)
@@ -216,15 +277,26 @@ def test_checkpoint_and_functional_call(name, device):
 
     expected = gradients(lambda m, x: m(x), exact)
     for reentrant in (False, True):
-        close(gradients(lambda m, x, r=reentrant: torch.utils.checkpoint.checkpoint(m, x, use_reentrant=r), layer), expected, "checkpoint")
+        close(
+            gradients(
+                lambda m, x, r=reentrant: torch.utils.checkpoint.checkpoint(m, x, use_reentrant=r), layer
+            ),
+            expected,
+            "checkpoint",
+        )
     weights = {k: 2 * v.detach() for k, v in layer.named_parameters()}
-    close(torch.func.functional_call(layer, weights, inputs[0]), torch.func.functional_call(exact, weights, inputs[0]), "functional_call")
+    close(
+        torch.func.functional_call(layer, weights, inputs[0]),
+        torch.func.functional_call(exact, weights, inputs[0]),
+        "functional_call",
+    )
 
 
 @kernels
 @pytest.mark.parametrize("name", [name for name in own_names() if name in OPERATIONS])
 def test_transforms_inside_of_torch_compile(name):
-    """A compiled graph would silently lose the derivative. So there is a graph break, and an error with fullgraph."""
+    """A compiled graph would silently lose the derivative. So there is a graph break, and an error with
+    fullgraph."""
     ours, theirs, inputs = problem(name, DEVICE)
     tangents = random_like(inputs)
 
@@ -235,8 +307,14 @@ def test_transforms_inside_of_torch_compile(name):
         return torch.func.grad(lambda *ys: ours(*ys).square().sum())(*xs)
 
     torch._dynamo.reset()
-    close(torch.compile(jvp, backend="aot_eager")(*inputs), torch.func.jvp(theirs, inputs, tangents)[1], "jvp")
-    close(torch.compile(grad, backend="aot_eager")(*inputs), torch.func.grad(lambda *ys: theirs(*ys).square().sum())(*inputs), "grad")
+    close(
+        torch.compile(jvp, backend="aot_eager")(*inputs), torch.func.jvp(theirs, inputs, tangents)[1], "jvp"
+    )
+    close(
+        torch.compile(grad, backend="aot_eager")(*inputs),
+        torch.func.grad(lambda *ys: theirs(*ys).square().sum())(*inputs),
+        "grad",
+    )
     torch._dynamo.reset()
     with pytest.raises(torch._dynamo.exc.Unsupported, match=r"_\w+\.transform"):
         torch.compile(jvp, backend="aot_eager", fullgraph=True)(*inputs)
@@ -244,9 +322,14 @@ def test_transforms_inside_of_torch_compile(name):
 
 @kernels
 def test_dual_numbers_go_through_a_compiled_function():
-    x, t = torch.randn(5, dtype=torch.float64, device=DEVICE), torch.randn(5, dtype=torch.float64, device=DEVICE)
+    x = torch.randn(5, dtype=torch.float64, device=DEVICE)
+    t = torch.randn(5, dtype=torch.float64, device=DEVICE)
     torch._dynamo.reset()
     compiled = torch.compile(lambda y: 3 * CASES["square"].call(y), backend="aot_eager")
     close(compiled(x), 3 * x * x, "without a tangent")
     with forward_ad.dual_level():
-        close(tuple(forward_ad.unpack_dual(compiled(forward_ad.make_dual(x, t)))), (3 * x * x, 6 * x * t), "dual")
+        close(
+            tuple(forward_ad.unpack_dual(compiled(forward_ad.make_dual(x, t)))),
+            (3 * x * x, 6 * x * t),
+            "dual",
+        )

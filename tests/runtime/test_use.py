@@ -46,7 +46,9 @@ def test_cases_of_one_op_change_together():
         assert launched("linear", (8, 8, 8)) == launched("matmul", (8, 8, 8)) == {"matmul_v2"}
         assert "softmax_v3" not in launched()
     with cukern.use("linear_gelu", "v6"):
-        assert all(any("matmul_v6" in one for one in launched(case, (8, 8, 8))) for case in ("linear_gelu", "matmul"))
+        assert all(
+            any("matmul_v6" in one for one in launched(case, (8, 8, 8))) for case in ("linear_gelu", "matmul")
+        )
 
 
 def test_an_explicit_version_wins_and_cpu_tensors_keep_the_reference():
@@ -71,7 +73,9 @@ def test_unknown_names_are_refused_at_once(arguments, error, words):
     with pytest.raises(error, match=words):
         cukern.use(*arguments)
     with pytest.raises(error, match=words):
-        cukern.use("softmax", "v1", backward=arguments[1]) if arguments[0] == "softmax" else cukern.use(*arguments)
+        cukern.use("softmax", "v1", backward=arguments[1]) if arguments[0] == "softmax" else cukern.use(
+            *arguments
+        )
 
 
 def test_an_environment_variable_chooses_for_a_process(monkeypatch):
@@ -86,13 +90,17 @@ print(*found)
     assert run_python(code, CUKERN_SOFTMAX="v3").stdout == "softmax_v3<float>\n"
     monkeypatch.setenv("CUKERN_SOFTMAX", "nine")
     forget_plans()
-    with pytest.raises(ValueError, match=r"CUKERN_SOFTMAX: cukern\.softmax has no version 'nine'; it has v1"), cukern.backend("sim"):
+    with (
+        pytest.raises(ValueError, match=r"CUKERN_SOFTMAX: cukern\.softmax has no version 'nine'; it has v1"),
+        cukern.backend("sim"),
+    ):
         cukern.softmax(torch.randn(4, 64))
     forget_plans()
 
 
 def forward_kernel():
-    with assumed(KNOWN["h200"]), backend.backend("sim"), collecting() as found:  # assumed: plans made here do not stay
+    # assumed: plans made here do not stay
+    with assumed(KNOWN["h200"]), backend.backend("sim"), collecting() as found:
         cukern.softmax(torch.ones(2, 64))
     return next(iter(found)).partition("<")[0]
 
@@ -199,20 +207,30 @@ def test_kron_linear_in_torch_has_gradients(version, device):
 @pytest.mark.parametrize("name, version", [(n, v) for n, op in ops().items() for v in op.versions])
 def test_every_version_forward_and_backward(name, version, device, monkeypatch):
     case = CASES[name]
-    if device != "cpu" and torch.cuda.get_device_capability() < divmod(case.op.versions[version].requires, 10):
+    if device != "cpu" and torch.cuda.get_device_capability() < divmod(
+        case.op.versions[version].requires, 10
+    ):
         pytest.skip("this GPU does not have the version")
     dims = min(case.sim_dims, key=lambda dims: torch.Size(dims).numel())
     torch.manual_seed(0)
     inputs = case.make(dims, case.op.dtypes[0], device)
     first = [x.clone() for x in inputs]
-    wanted = [x.requires_grad_() for n, x in zip(case.names(inputs), inputs, strict=True) if case.has_gradient(n, x) and not case.in_place]
+    wanted = [
+        x.requires_grad_()
+        for n, x in zip(case.names(inputs), inputs, strict=True)
+        if case.has_gradient(n, x) and not case.in_place
+    ]
 
     def gradients(call):
         with torch.no_grad():
             [x.copy_(start) for x, start in zip(inputs, first, strict=True)]
         outs = call()
         outs = [o for o in ((outs,) if isinstance(outs, torch.Tensor) else outs or ()) if o is not None]
-        return [*outs, *torch.autograd.grad(sum(o.double().square().sum() for o in outs), wanted)] if wanted else outs
+        return (
+            [*outs, *torch.autograd.grad(sum(o.double().square().sum() for o in outs), wanted)]
+            if wanted
+            else outs
+        )
 
     expected = [t.detach().clone() for t in gradients(lambda: case.call(*inputs, version=version))]
     with cukern.use(name, version):

@@ -1,4 +1,5 @@
-"""warmup(shapes=...) and `cukern compile --shape` find exactly the kernels that calls need, with any number of rows."""
+"""warmup(shapes=...) and `cukern compile --shape` find exactly the kernels that calls need, with any number
+of rows."""
 
 from math import prod
 
@@ -11,37 +12,53 @@ from cukern.runtime.device import KNOWN, representative
 from cukern.runtime.registry import CASES
 from cukern.runtime.warmup import kernels_for, planned
 
-ROWS = (1, 2, 3, 7, 16, 31, 32, 33, 48, 64, 65, 96, 100, 127, 129, 200, 255, 256, 257, 384, 500, 511, 512, 513, 777, 1000, 1023, 1024, 1025)
+ROWS = (
+    1, 2, 3, 7, 16, 31, 32, 33, 48, 64, 65, 96, 100, 127, 129, 200, 255, 256, 257, 384, 500, 511, 512, 513,
+    777, 1000, 1023, 1024, 1025,
+)  # fmt: skip
 ROWS += 1500, 2047, 2048, 3000, 4096, 4097, 6000, 8191, 8192, 10_000, 20_001, 32_768, 65_536
 MOST_NUMBERS = 1 << 30  # elements of x, whose memory is never touched
 BUCKETED = [
-    (name, dims) for name in ("softmax", "matmul", "linear", "kron_linear", "kron_linear_rectangular") for dims in CASES[name].bench_dims
+    (name, dims)
+    for name in ("softmax", "matmul", "linear", "kron_linear", "kron_linear_rectangular")
+    for dims in CASES[name].bench_dims
 ]
 
 
 @pytest.mark.parametrize("gpu_name", ("h200", "rtx4090"))
 @pytest.mark.parametrize(("name", "dims"), BUCKETED, ids=str)
 def test_every_number_of_rows_needs_only_the_kernels_of_warmup(name, dims, gpu_name):
-    """For softmax at most five kernels of a pass: rows of several thread blocks take more blocks the fewer there are."""
+    """For softmax at most five kernels of a pass: rows of several thread blocks take more blocks the fewer
+    there are."""
     case, device = CASES[name], KNOWN[gpu_name]
-    shapes = [(rows, *dims[1:]) for rows in (ROWS if gpu_name == "h200" else ROWS[::2]) if rows * prod(dims[1:]) <= MOST_NUMBERS]
+    shapes = [
+        (rows, *dims[1:])
+        for rows in (ROWS if gpu_name == "h200" else ROWS[::2])
+        if rows * prod(dims[1:]) <= MOST_NUMBERS
+    ]
     for dtype in {torch.float32, torch.bfloat16} & set(case.op.dtypes):
         prepared = set(kernels_for(case, [dims], (dtype,), device))
         assert set(planned(case, shapes, (dtype,), device)) <= prepared
         if name == "softmax":
-            assert all(len({k for k in prepared if ("_bwd" in k) == backward}) <= 5 for backward in (False, True))
+            assert all(
+                len({k for k in prepared if ("_bwd" in k) == backward}) <= 5 for backward in (False, True)
+            )
 
 
 @pytest.mark.parametrize("length", (64, 1000, 4200))
 def test_causal_softmax_needs_nothing_new_for_shorter_sequences(length):
     case, device = CASES["causal_softmax"], KNOWN["h200"]
     for dtype in (torch.float32, torch.bfloat16):
-        shorter = planned(case, [(2, t) for t in range(1, length + 1, max(7, length // 60))], (dtype,), device)
+        shorter = planned(
+            case, [(2, t) for t in range(1, length + 1, max(7, length // 60))], (dtype,), device
+        )
         assert set(shorter) <= set(kernels_for(case, [(48, length)], (dtype,), device))
 
 
 def test_an_architecture_alone_stands_for_a_known_gpu():
-    assert [representative(n) for n in (75, 80, 86, 90, 103)] == [KNOWN[name] for name in ("t4", "a100", "a100", "h200", "b200")]
+    assert [representative(n) for n in (75, 80, 86, 90, 103)] == [
+        KNOWN[name] for name in ("t4", "a100", "a100", "h200", "b200")
+    ]
 
 
 def test_a_wrong_number_of_sizes():
@@ -67,7 +84,9 @@ def test_shapes_are_checked(shapes, error, words):
 
 @gpu
 @pytest.mark.parametrize(
-    "sizes, dtype", (((32, 32, 32), torch.float32), ((32, 32, 32), torch.bfloat16), ((64, 64), torch.float32)), ids=str
+    "sizes, dtype",
+    (((32, 32, 32), torch.float32), ((32, 32, 32), torch.bfloat16), ((64, 64), torch.float32)),
+    ids=str,
 )
 def test_thirty_batch_sizes_compile_nothing(sizes, dtype, monkeypatch, empty_cache):
     """Forward and backward of a layer, in eager mode and inside a CUDA graph capture."""

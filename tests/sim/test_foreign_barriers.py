@@ -1,4 +1,5 @@
-"""Early returns (since Volta, __syncthreads() waits for the threads that have not exited), grid barriers and tiles of several warps."""
+"""Early returns (since Volta, __syncthreads() waits for the threads that have not exited), grid barriers and
+tiles of several warps."""
 
 import pytest
 import torch
@@ -59,14 +60,18 @@ def test_barriers_of_the_grid(grid, block):
     """40 blocks of 1024 threads are more than one batch of the simulator."""
     x = iota(grid * block)
     out, middle = ints(len(x)), ints(len(x))
-    simulate(GRID.replace("ADD", "release").replace("LOAD", "acquire"), out, middle, x, grid=grid, block=block)
+    simulate(
+        GRID.replace("ADD", "release").replace("LOAD", "acquire"), out, middle, x, grid=grid, block=block
+    )
     assert torch.equal(out, x.flip(0) + 1)
 
 
 @pytest.mark.parametrize("add, load", [("relaxed", "acquire"), ("acquire", "acquire")])
 def test_barriers_of_the_grid_that_order_nothing(add, load):
     with pytest.raises(sim.Race, match="nothing orders two blocks of one launch"):
-        simulate(GRID.replace("ADD", add).replace("LOAD", load), ints(320), ints(320), iota(320), grid=5, block=64)
+        simulate(
+            GRID.replace("ADD", add).replace("LOAD", load), ints(320), ints(320), iota(320), grid=5, block=64
+        )
 
 
 def test_each_launch_has_its_own_grid_barrier():
@@ -103,7 +108,9 @@ def test_release_and_acquire_in_shared_memory():
     assert torch.equal(out, iota(32).flip(0))
 
 
-@pytest.mark.parametrize("store, load", [("relaxed", "acquire"), ("release", "relaxed"), ("release", "release")])
+@pytest.mark.parametrize(
+    "store, load", [("relaxed", "acquire"), ("release", "relaxed"), ("release", "release")]
+)
 def test_flags_in_shared_memory_that_order_nothing(store, load):
     with pytest.raises(sim.Race, match="no barrier is between the two"):
         simulate(HANDOVER.replace("STORE", store).replace("LOAD", load), ints(32), iota(32), block=64)
@@ -127,7 +134,9 @@ __global__ void k(int* out, int* middle, const int* x) {
 
 
 def test_cooperative_groups_of_the_grid_and_of_several_warps():
-    if not any((folder / "nv/target").is_file() for folder in (compiler.cuda_include(), *compiler._more_includes())):
+    if not any(
+        (folder / "nv/target").is_file() for folder in (compiler.cuda_include(), *compiler._more_includes())
+    ):
         pytest.skip("nv/target is not installed: pip install nvidia-cuda-cccl-cu12")
     x = iota(384) % 23
     out, middle = ints(384), ints(384)

@@ -1,4 +1,5 @@
-"""Instructions that other people's kernels use: vector atomics, stmatrix, movmatrix, 8-bit floats, mbarriers in all forms, bulk copies."""
+"""Instructions that other people's kernels use: vector atomics, stmatrix, movmatrix, 8-bit floats, mbarriers
+in all forms, bulk copies."""
 
 import numpy as np
 import pytest
@@ -46,7 +47,8 @@ __global__ void k(unsigned* out, const unsigned* x) {
 def test_stmatrix_and_movmatrix(transposed):
     x, out = torch.randint(0, 1 << 30, (128,), dtype=torch.int32), ints(160)
     simulate(MATRICES.replace("TRANS", ".trans" if transposed else ""), out, x)
-    tiles = x.numpy().view(np.int16).reshape(4, 8, 8)  # lane l holds row l / 4, columns 2 (l % 4) and the next
+    # lane l holds row l / 4, columns 2 (l % 4) and the next
+    tiles = x.numpy().view(np.int16).reshape(4, 8, 8)
     stored = out[:128].numpy().view(np.int16).reshape(4, 8, 8)
     assert (stored == (tiles.swapaxes(1, 2) if transposed else tiles)).all()
     assert (out[128:].numpy().view(np.int16).reshape(8, 8) == tiles[0].T).all()
@@ -70,7 +72,9 @@ def test_ldmatrix_with_its_count_before_or_after_its_shape(form):
     x, out = torch.randint(0, 1 << 30, (128,), dtype=torch.int32), ints(128)
     simulate(ROWS_OF_TILES.replace("FORM", form), out, x)
     tiles = x.numpy().view(np.int16).reshape(4, 8, 8)
-    assert (out.numpy().view(np.int16).reshape(4, 8, 8) == (tiles.swapaxes(1, 2) if "trans" in form else tiles)).all()
+    assert (
+        out.numpy().view(np.int16).reshape(4, 8, 8) == (tiles.swapaxes(1, 2) if "trans" in form else tiles)
+    ).all()
 
 
 @pytest.mark.parametrize("name, dtype", [("e4m3", torch.float8_e4m3fn), ("e5m2", torch.float8_e5m2)])
@@ -87,7 +91,13 @@ __global__ void k(__nv_fp8_{name}* out, float* back, const float* x) {{
     finite = codes[codes.isfinite()]
     middles = (finite.sort()[0][1:] + finite.sort()[0][:-1]) / 2
     x = torch.cat(
-        (finite, middles, middles.nextafter(torch.tensor(9.0)), torch.randn(200), torch.tensor([1e9, -1e9, torch.inf, torch.nan]))
+        (
+            finite,
+            middles,
+            middles.nextafter(torch.tensor(9.0)),
+            torch.randn(200),
+            torch.tensor([1e9, -1e9, torch.inf, torch.nan]),
+        )
     )
     x = x[torch.arange(1024) % len(x)]
     out, back = torch.zeros(1024, dtype=dtype), torch.zeros(1024)
@@ -212,8 +222,16 @@ def test_arrive_drop():
 
 
 def test_arrive_that_must_not_complete_a_phase():
-    with pytest.raises(sim.BarrierFault, match=r"thread \(31, 0, 0\).* arrives with .noComplete at an mbarrier, and completes its phase"):
-        simulate(DROP.replace("DROP", "arrive_drop").replace("ARRIVE", "arrive.noComplete"), ints(32), block=64, name="k")
+    with pytest.raises(
+        sim.BarrierFault,
+        match=r"thread \(31, 0, 0\).* arrives with .noComplete at an mbarrier, and completes its phase",
+    ):
+        simulate(
+            DROP.replace("DROP", "arrive_drop").replace("ARRIVE", "arrive.noComplete"),
+            ints(32),
+            block=64,
+            name="k",
+        )
 
 
 def test_cache_hints():
@@ -272,7 +290,9 @@ def test_bulk_copies():
 
 def test_bulk_copy_that_nobody_waits_for():
     with pytest.raises(
-        sim.Race, match=r"reads 4 bytes, offset 128 of shared memory .*, that the asynchronous copy of thread \(0, 0, 0\) wrote"
+        sim.Race,
+        match=r"reads 4 bytes, offset 128 of shared memory .*, that the asynchronous copy of thread \(0, 0, "
+        r"0\) wrote",
     ):
         simulate(BULK.replace("WAIT", "bytes < 0"), ints(256), iota(256), 800, block=64, name="k")
 
@@ -280,14 +300,20 @@ def test_bulk_copy_that_nobody_waits_for():
 @pytest.mark.parametrize(
     "change, bytes_, words",
     [
-        (("[%0], [%1], %2, [%3]", "[%0], [%1], %2, [%3]"), 808, "the size of a cp.async.bulk is 808, which is not a multiple of 16"),
+        (
+            ("[%0], [%1], %2, [%3]", "[%0], [%1], %2, [%3]"),
+            808,
+            "the size of a cp.async.bulk is 808, which is not a multiple of 16",
+        ),
         (('"l"(x)', '"l"(x + 1)'), 800, "the source of a cp.async.bulk is .*, which is not a multiple of 16"),
         (('"l"(x)', '"l"(x + 200)'), 800, "0 bytes after the end of the tensor of argument 'x'"),
     ],
 )
 def test_wrong_bulk_copies(change, bytes_, words):
     with pytest.raises(sim.Fault, match=words):
-        simulate(BULK.replace("WAIT", "!done").replace(*change), ints(256), iota(256), bytes_, block=64, name="k")
+        simulate(
+            BULK.replace("WAIT", "!done").replace(*change), ints(256), iota(256), bytes_, block=64, name="k"
+        )
 
 
 MMA = """
@@ -304,9 +330,15 @@ __global__ void k(int* d, const int* a, const int* b, const int* c) {
 """
 
 
-@pytest.mark.parametrize("types, dtypes", [("s32.s8.s8.s32", (torch.int8, torch.int8)), ("s32.u8.s8.s32", (torch.uint8, torch.int8))])
+@pytest.mark.parametrize(
+    "types, dtypes",
+    [("s32.s8.s8.s32", (torch.int8, torch.int8)), ("s32.u8.s8.s32", (torch.uint8, torch.int8))],
+)
 def test_mma_of_8_bit_integers(types, dtypes):
-    a, b = (torch.randint(0, 256, shape).to(torch.uint8).view(dtype) for shape, dtype in (((16, 32), dtypes[0]), ((8, 32), dtypes[1])))
+    a, b = (
+        torch.randint(0, 256, shape).to(torch.uint8).view(dtype)
+        for shape, dtype in (((16, 32), dtypes[0]), ((8, 32), dtypes[1]))
+    )
     c, d = torch.randint(-1000, 1000, (16, 8), dtype=torch.int32), ints(128)
     simulate(MMA.replace("TYPES", types), d, a, b, c)
     assert torch.equal(d.view(16, 8), a.int() @ b.int().T + c)
@@ -367,10 +399,22 @@ __global__ void __launch_bounds__(128) k(unsigned* d, const uint4* a, const uint
 )
 def test_wgmma_of_8_bit_elements_and_24_columns(types, a_type, b_type, out):
     count = 12 if out.itemsize == 4 else 6
-    a, b = (torch.randint(-8 if t.is_signed else 0, 9, (rows, 32)).float().to(t) for rows, t in ((64, a_type), (24, b_type)))
+    a, b = (
+        torch.randint(-8 if t.is_signed else 0, 9, (rows, 32)).float().to(t)
+        for rows, t in ((64, a_type), (24, b_type))
+    )
     d = torch.zeros(count * 128, dtype=torch.int32)
-    text = WGMMA.replace("TYPES", types).replace("RESULTS", "{" + ", ".join(f"%{i}" for i in range(count)) + "}")
-    simulate(text.replace("SIGNS", "" if "s32" in types else ", 1, 1").replace("COUNT", str(count)), d, a, b, block=128, name="k")
+    text = WGMMA.replace("TYPES", types).replace(
+        "RESULTS", "{" + ", ".join(f"%{i}" for i in range(count)) + "}"
+    )
+    simulate(
+        text.replace("SIGNS", "" if "s32" in types else ", 1, 1").replace("COUNT", str(count)),
+        d,
+        a,
+        b,
+        block=128,
+        name="k",
+    )
     # [8 columns][half of 16 rows][warp][row][quad][2 columns]; two f16 share a register
     found = d.view(3, 2, 2, 4, 8, 4).movedim(2, 5) if count == 12 else d.view(3, 2, 4, 8, 4, 1)
     found = found.contiguous().view(out).view(3, 2, 4, 8, 4, 2).permute(2, 1, 3, 0, 4, 5).reshape(64, 24)
@@ -394,7 +438,9 @@ __global__ void k(unsigned* out, const unsigned* x) {
     simulate(text, out, x)
     bytes_, halves = (x.numpy().view(t).reshape(2, -1).astype(int) for t in (np.uint8, np.int16))
     far = abs(bytes_[0] - bytes_[1])
-    assert (out[:32].numpy().view(np.uint8) == far).all() and (out[32:64].numpy() == far.reshape(32, 4).sum(axis=1)).all()
+    assert (out[:32].numpy().view(np.uint8) == far).all() and (
+        out[32:64].numpy() == far.reshape(32, 4).sum(axis=1)
+    ).all()
     assert (out[64:96].numpy().view(np.int16) == np.clip(halves.sum(axis=0), -32768, 32767)).all()
     assert (out[96:128].numpy().view(np.uint8) == bytes_.max(axis=0)).all()
     for t, (mask, found) in enumerate(zip(x[:32].tolist(), out[128:].tolist(), strict=True)):
@@ -415,7 +461,8 @@ __global__ void k(unsigned* out, const unsigned* x) {
 def test_what_is_not_simulated_is_named_with_its_line(body, words):
     with pytest.raises(sim.NotSimulated, match=f"^{words}, in k, .*:3"):
         simulate(
-            "__global__ void k(unsigned long long* p) {\n    if (*p == 99) return;\n    " + body + "\n}", torch.ones(4, dtype=torch.int64)
+            "__global__ void k(unsigned long long* p) {\n    if (*p == 99) return;\n    " + body + "\n}",
+            torch.ones(4, dtype=torch.int64),
         )
 
 
@@ -464,7 +511,8 @@ vote.ballot.b32 r, 1
 def test_the_table_of_what_is_not_simulated_is_true(line):
     opcode, _, operands = line.partition(" ")
     asm = (
-        ".reg .b128 v; .reg .b64 x; .reg .b32 r; .reg .b16 h; .reg .f32 f; mov.b64 x, 0; mov.b32 r, 0; mov.b16 h, 0; mov.f32 f, 0f00000000;"
+        ".reg .b128 v; .reg .b64 x; .reg .b32 r; .reg .b16 h; .reg .f32 f; mov.b64 x, 0; mov.b32 r, 0; "
+        "mov.b16 h, 0; mov.f32 f, 0f00000000;"
     )
     with pytest.raises(sim.NotSimulated, match=f"^{opcode}, in k, .*:2$"):
         simulate(f'__global__ void k() {{\n    asm volatile("{{ {asm} {opcode} {operands}; }}");\n}}')

@@ -1,4 +1,5 @@
-"""Kernels as others write them: races that only a full history of each location shows, and correct code that must not be accused."""
+"""Kernels as others write them: races that only a full history of each location shows, and correct code that
+must not be accused."""
 
 import pytest
 import torch
@@ -28,8 +29,10 @@ __global__ void k(int* out, int* part, const int* x) {
 """
 # fmt: off
 RACES = [
-    Case("a vector written over another warp's scalar read", sim.Race, lambda x: torch.cat((iota(64), iota(4) + 1)),
-         r"writes 16 bytes, byte 1024 of the tensor of argument 'x', that thread \(\d+, 0, 0\) read at {there}: no barrier", """
+    Case("a vector written over another warp's scalar read", sim.Race,
+         lambda x: torch.cat((iota(64), iota(4) + 1)),
+         r"writes 16 bytes, byte 1024 of the tensor of argument 'x', that thread \(\d+, 0, 0\) read at "
+         r"{there}: no barrier", """
 __global__ void k(int* s, int* x) {
     int t = threadIdx.x;
     s[t] = x[256 + t];  // there
@@ -40,7 +43,8 @@ __global__ void k(int* s, int* x) {
 }
 """, arguments=lambda: [ints(68), iota(512) - 256], thread=32),
     Case("a __syncwarp instead of a barrier", sim.Race, lambda x: torch.cat((x[:128], x[128:] + 127)),
-         r"writes 4 bytes, offset 0 of shared memory \(carry \+ 0\), that thread \(\d+, 0, 0\) read at {there}: no barrier", """
+         r"writes 4 bytes, offset 0 of shared memory \(carry \+ 0\), that thread \(\d+, 0, 0\) read at "
+         r"{there}: no barrier", """
 __global__ void k(int* out, const int* x) {
     __shared__ int carry;
     int t = threadIdx.x;
@@ -63,16 +67,23 @@ __global__ void k(int* o, int* acc, int* ticket) {
     if (atomicAdd(ticket, 1) == gridDim.x - 1) *o = *acc;  // here
 }
 """, arguments=lambda: [ints(1), ints(1) + 1, ints(1) + 1], grid=8, block=1, block_index=7),
-    Case("a fence of one thread for the writes of others", sim.Race, lambda part, x: 2 * x.view(4, 64).sum(0, dtype=torch.int32),
-         r"byte \d+ of the tensor of argument 'part', that block \(0, 0, 0\), thread \(\d+, 0, 0\) wrote at {there}: nothing orders",
-         LAST_BLOCK.replace("BEFORE", "[[=> __syncthreads();]]"), arguments=lambda: [ints(64), ints(256), iota(256)], grid=4,
+    Case("a fence of one thread for the writes of others", sim.Race,
+         lambda part, x: 2 * x.view(4, 64).sum(0, dtype=torch.int32),
+         r"byte \d+ of the tensor of argument 'part', that block \(0, 0, 0\), thread \(\d+, 0, 0\) wrote at "
+         r"{there}: nothing orders",
+         LAST_BLOCK.replace("BEFORE", "[[=> __syncthreads();]]"),
+         arguments=lambda: [ints(64), ints(256), iota(256)], grid=4,
          block_index=3, thread=None),
-    Case("a fence of one thread for another lane of its warp", sim.Race, lambda part, x: 2 * x.view(4, 32).sum(0, dtype=torch.int32),
-         r"byte \d+ of the tensor of argument 'part', that block \(0, 0, 0\), thread \(\d+, 0, 0\) wrote at {there}: nothing orders",
-         LAST_BLOCK.replace("BEFORE", "[[=> __syncwarp();]]"), arguments=lambda: [ints(32), ints(128), iota(128)], grid=4, block=32,
+    Case("a fence of one thread for another lane of its warp", sim.Race,
+         lambda part, x: 2 * x.view(4, 32).sum(0, dtype=torch.int32),
+         r"byte \d+ of the tensor of argument 'part', that block \(0, 0, 0\), thread \(\d+, 0, 0\) wrote at "
+         r"{there}: nothing orders",
+         LAST_BLOCK.replace("BEFORE", "[[=> __syncwarp();]]"),
+         arguments=lambda: [ints(32), ints(128), iota(128)], grid=4, block=32,
          block_index=3, thread=None),
     Case("a flag that another flag's reader trusts", sim.Race, lambda a, b: torch.tensor([5]),
-         r"reads 4 bytes, byte 0 of the tensor of argument 'data', that block \(0, 0, 0\), thread \(0, 0, 0\) wrote at {there}", """
+         r"reads 4 bytes, byte 0 of the tensor of argument 'data', that block \(0, 0, 0\), thread \(0, "
+         r"0, 0\) wrote at {there}", """
 __global__ void k(int* out, int* data, volatile int* flags) {
     if (blockIdx.x == 0) {
         data[0] = 5;  // there
@@ -88,11 +99,13 @@ __global__ void k(int* out, int* data, volatile int* flags) {
 }
 """.replace("*(volatile int*)data", "data[0]"), arguments=lambda: [ints(1), ints(1), ints(2) + 1], grid=3, block=1, block_index=2),
     Case("an atomic for its own block only", sim.Race, lambda: torch.tensor([128]),
-         r"writes 4 bytes, byte 0 of .* 'sum', that block \(\d, 0, 0\), thread \(\d+, 0, 0\) wrote at .*: an atomic of .cta scope", """
+         r"writes 4 bytes, byte 0 of .* 'sum', that block \(\d, 0, 0\), thread \(\d+, 0, 0\) wrote at "
+         r".*: an atomic of .cta scope", """
 __global__ void k(int* sum) { atomicAdd[[_block =>]](sum, 1); }  // here
 """, arguments=lambda: [ints(1) + 1], grid=2, block_index=None, thread=None),
     Case("a read-only load of what the launch wrote", sim.Race, lambda x: 3 * x,
-         r"reads 4 bytes, byte 0 of the tensor of argument 'out', through the read-only cache \(__ldg, or const and __restrict__\)", """
+         r"reads 4 bytes, byte 0 of the tensor of argument 'out', through the read-only cache \(__ldg, "
+         r"or const and __restrict__\)", """
     out[threadIdx.x] = 3 * x[threadIdx.x];  // there
     __syncthreads();
     int v = [[__ldg(out + threadIdx.x) => out[threadIdx.x] ]];  // here
@@ -157,14 +170,28 @@ __device__ double add(double* address, double value) {
 
 def test_plain_first_read_of_a_compare_and_swap_loop():
     out = torch.zeros(1, dtype=torch.float64)
-    simulate(DOUBLE_ADD + "__global__ void k(double* out) { add(out, threadIdx.x); }", out, grid=3, block=64, name="k")
+    simulate(
+        DOUBLE_ADD + "__global__ void k(double* out) { add(out, threadIdx.x); }",
+        out,
+        grid=3,
+        block=64,
+        name="k",
+    )
     assert out.item() == 3 * 63 * 32
 
 
 def test_plain_read_that_no_compare_and_swap_follows():
-    text = DOUBLE_ADD + "__global__ void k(double* out, double* last) { add(out, threadIdx.x); if (threadIdx.x == 40) *last = *out; }"
-    with pytest.raises(sim.Race, match=r"thread \(40, 0, 0\).*reads 8 bytes, byte 0 of the tensor of argument 'out'"):
-        simulate(text, torch.zeros(1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64), block=64, name="k")
+    text = (
+        DOUBLE_ADD
+        + "__global__ void k(double* out, double* last) { add(out, threadIdx.x); if (threadIdx.x == 40) "
+        "*last = *out; }"
+    )
+    with pytest.raises(
+        sim.Race, match=r"thread \(40, 0, 0\).*reads 8 bytes, byte 0 of the tensor of argument 'out'"
+    ):
+        simulate(
+            text, torch.zeros(1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64), block=64, name="k"
+        )
 
 
 GRID_BARRIER = """

@@ -1,4 +1,5 @@
-"""Uninitialized values are judged where they matter: at a store to a tensor, an address or a branch, and not where they are copied."""
+"""Uninitialized values are judged where they matter: at a store to a tensor, an address or a branch, and not
+where they are copied."""
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ from cukern import sim
 # fmt: off
 CASES = [
     Case("an accumulator without an initial value", sim.Uninitialized, lambda x, n: torch.tensor([496]),
-         r"uses a variable that no statement has set; the value is used for a store to byte 0 of the tensor of argument 'out' at .*:6", """
+         r"uses a variable that no statement has set; the value is used for a store to byte 0 of the "
+         r"tensor of argument 'out' at .*:6", """
 __global__ void k(int* out, const int* x, int n) {
     int a [[=> = 0]];
     for (int i = 0; i < n; ++i)
@@ -18,8 +20,10 @@ __global__ void k(int* out, const int* x, int n) {
     *out = a;
 }
 """, arguments=lambda: [ints(1), iota(32), 32], block=1),
-    Case("an accumulator that travels through shared memory", sim.Uninitialized, lambda x, n: x.sum(dtype=torch.int32)[None],
-         r"uses a variable that no statement has set; the value is used for a store to byte 0 of the tensor of argument 'out' at .*:12", """
+    Case("an accumulator that travels through shared memory", sim.Uninitialized,
+         lambda x, n: x.sum(dtype=torch.int32)[None],
+         r"uses a variable that no statement has set; the value is used for a store to byte 0 of the "
+         r"tensor of argument 'out' at .*:12", """
 __global__ void k(int* out, const int* x, int n) {
     __shared__ int part[64];
     int mine [[=> = 0]];
@@ -34,7 +38,8 @@ __global__ void k(int* out, const int* x, int n) {
 }
 """, arguments=lambda: [ints(1), iota(200), 200], thread=None),
     Case("uninitialized bytes in a tensor of an earlier store", sim.Uninitialized, lambda x: x,
-         r"reads 4 bytes that hold an uninitialized value, byte \d+ of the tensor of argument 'out'; the value is used for an address", """
+         r"reads 4 bytes that hold an uninitialized value, byte \d+ of the tensor of argument 'out'; "
+         r"the value is used for an address", """
     int index [[=> = 0]];
 #pragma unroll 1
     for (int i = 0; i < x[threadIdx.x]; ++i) index += x[1];
@@ -44,7 +49,8 @@ __global__ void k(int* out, const int* x, int n) {
     out[threadIdx.x] = x[at & 63];
 """, thread=None),
     Case("the lanes of a shuffle beyond its mask", sim.Uninitialized, lambda x: torch.tensor([120]),
-         r"reads a register of lane 16 of its warp, which is not in the mask 0x0000ffff; the value is used for a store to byte", """
+         r"reads a register of lane 16 of its warp, which is not in the mask 0x0000ffff; the value is "
+         r"used for a store to byte", """
 __global__ void k(int* out, const int* x) {
     int v = x[threadIdx.x];
     if (threadIdx.x < 16)
@@ -53,7 +59,8 @@ __global__ void k(int* out, const int* x) {
 }
 """, arguments=lambda: [ints(1), iota(32)], block=32, thread=None),
     Case("the fourth element of a vector", sim.Uninitialized, lambda x: 3 * x,
-         r"reads 16 bytes that nobody wrote, offset 0 of shared memory .*; the value is used for a store to byte 0 of", """
+         r"reads 16 bytes that nobody wrote, offset 0 of shared memory .*; the value is used for a "
+         r"store to byte 0 of", """
     __shared__ int4 tile[64];
     int* mine = (int*)(tile + threadIdx.x);
     mine[0] = mine[1] = mine[2] = x[threadIdx.x];
@@ -72,26 +79,31 @@ __global__ void k(int* out, const int* x) {
 }
 """.replace("struct Pair {", "struct alignas(8) Pair {"), thread=5),
     Case("a branch on what nobody wrote", sim.Uninitialized, lambda x: x + 1,
-         r"reads 4 bytes that nobody wrote, offset 0 of shared memory .*; the value is used for a (branch|predicate)", """
+         r"reads 4 bytes that nobody wrote, offset 0 of shared memory .*; the value is used for a "
+         r"(branch|predicate)", """
     __shared__ int flag;
     if (threadIdx.x == [[x[63] + 1 => 0]]) flag = x[1];
     __syncthreads();
     if (flag) out[threadIdx.x] = x[threadIdx.x] + 1;
 """),
     Case("an index that nobody wrote", sim.Uninitialized, lambda x: x,
-         r"reads 4 bytes that nobody wrote, offset 0 of shared memory .*; the value is used for an address", """
+         r"reads 4 bytes that nobody wrote, offset 0 of shared memory .*; the value is used for an "
+         r"address", """
     __shared__ int index[64];
     [[=> index[threadIdx.x] = threadIdx.x;]]
     out[threadIdx.x] = x[index[threadIdx.x] ];
 """),
     Case("a vote on what nobody wrote", sim.Uninitialized, lambda x: 0 * x + 1,
-         r"reads 4 bytes that nobody wrote, offset \d+ of shared memory .*; the value is used for the predicate of a vote", """
+         r"reads 4 bytes that nobody wrote, offset \d+ of shared memory .*; the value is used for the "
+         r"predicate of a vote", """
     __shared__ int flags[64];
     [[if (threadIdx.x < 63) =>]] flags[threadIdx.x] = 1;
     out[threadIdx.x] = __all_sync(~0u, flags[threadIdx.x]);
 """, thread=63),
-    Case("rows of a tile that nobody wrote", sim.Uninitialized, lambda x: x.view(16, 16)[:8].sum(1, dtype=torch.int32),
-         r"reads 16 bytes that nobody wrote, offset \d+ of shared memory .*; the value is used for a store", """
+    Case("rows of a tile that nobody wrote", sim.Uninitialized,
+         lambda x: x.view(16, 16)[:8].sum(1, dtype=torch.int32),
+         r"reads 16 bytes that nobody wrote, offset \d+ of shared memory .*; the value is used for a "
+         r"store", """
 #include <cuda_bf16.h>
 __global__ void k(int* out, const int* x) {
     __shared__ alignas(16) __nv_bfloat16 a[16][16];
@@ -109,7 +121,8 @@ __global__ void k(int* out, const int* x) {
 }
 """, arguments=lambda: [ints(8), iota(256) % 7], block=32, thread=None),
     Case("a sum of a narrow half", sim.Uninitialized, lambda x: x & 0xFF,
-         r"reads 4 bytes that nobody wrote, offset \d+ of local memory .*; the value is used for a store|that nobody wrote, offset", """
+         r"reads 4 bytes that nobody wrote, offset \d+ of local memory .*; the value is used for a "
+         r"store|that nobody wrote, offset", """
     __shared__ unsigned char bytes[256];
     bytes[4 * threadIdx.x] = x[threadIdx.x];
     unsigned word = *(unsigned*)(bytes + 4 * threadIdx.x);
@@ -147,5 +160,8 @@ __global__ void k(int* out, const int* x, const int* empty) {
         out = ints(64)
         simulate(text.replace("LAST", "32"), out, iota(32), empty, block=64)
         assert out[:32].tolist() == iota(32).tolist()
-        with pytest.raises(sim.Uninitialized, match=r"thread \(32, 0, 0\).*nobody wrote, byte 0 of .*'empty'.*store to byte 128"):
+        with pytest.raises(
+            sim.Uninitialized,
+            match=r"thread \(32, 0, 0\).*nobody wrote, byte 0 of .*'empty'.*store to byte 128",
+        ):
             simulate(text.replace("LAST", "33"), out, iota(32), empty, block=64)

@@ -28,7 +28,9 @@ def float_compare(name: str, x, y) -> bool:
 
 
 @pytest.mark.parametrize("type_", ["f16", "bf16", "f32", "f64"])
-@pytest.mark.parametrize("name", ["eq", "ne", "lt", "le", "gt", "ge", "equ", "neu", "ltu", "leu", "gtu", "geu", "num", "nan"])
+@pytest.mark.parametrize(
+    "name", ["eq", "ne", "lt", "le", "gt", "ge", "equ", "neu", "ltu", "leu", "gtu", "geu", "num", "nan"]
+)
 def test_float_comparisons(name, type_):
     a, b = operands(type_, 2, 100)
     values = [(decode(type_, x), decode(type_, y)) for x, y in zip(a.tolist(), b.tolist(), strict=True)]
@@ -49,7 +51,9 @@ def test_integer_comparisons(name, type_):
     a, b = operands(type_, 2, 100)
     same = {"lo": "lt", "ls": "le", "hi": "gt", "hs": "ge"}.get(name, name)
     compare = operator.ne if same == "ne" else ORDERED[same]
-    expected = [compare(number(type_, x), number(type_, y)) for x, y in zip(a.tolist(), b.tolist(), strict=True)]
+    expected = [
+        compare(number(type_, x), number(type_, y)) for x, y in zip(a.tolist(), b.tolist(), strict=True)
+    ]
     check(name, run(f"setp.{name}.{type_}", a, b), expected, a, b)
 
 
@@ -71,9 +75,17 @@ def test_setp_with_a_predicate_and_halves():
 def test_choices():
     a, b = operands("u32", 2, 100)
     p = np.random.default_rng(0).integers(0, 2, len(a)).astype(bool)
-    check("selp", run("selp.b32", a, b, p), [x if q else y for x, y, q in zip(a.tolist(), b.tolist(), p, strict=True)], a, b)
+    check(
+        "selp",
+        run("selp.b32", a, b, p),
+        [x if q else y for x, y, q in zip(a.tolist(), b.tolist(), p, strict=True)],
+        a,
+        b,
+    )
     c = np.resize(edges("f32"), len(a))
-    by_float = [x if decode("f32", z) >= 0 else y for x, y, z in zip(a.tolist(), b.tolist(), c.tolist(), strict=True)]
+    by_float = [
+        x if decode("f32", z) >= 0 else y for x, y, z in zip(a.tolist(), b.tolist(), c.tolist(), strict=True)
+    ]
     check("slct", run("slct.u32.f32", a, b, c), by_float, a, b, c)
     check(
         "slct",
@@ -89,23 +101,17 @@ def test_choices():
         tiny = np.finfo(values.dtype).smallest_normal
         size = np.abs(values)
         normal, subnormal = ((size >= tiny) & np.isfinite(values)) | (size == 0), (size < tiny) & (size > 0)
-        for name, expected in (("finite", np.isfinite(values)), ("infinite", np.isinf(values)), ("number", ~np.isnan(values)),
-                               ("notanumber", np.isnan(values)), ("normal", normal), ("subnormal", subnormal)):  # fmt: skip
+        for name, expected in (("finite", np.isfinite(values)), ("infinite", np.isinf(values)),
+                               ("number", ~np.isnan(values)),
+                               ("notanumber", np.isnan(values)), ("normal", normal),
+                               ("subnormal", subnormal)):  # fmt: skip
             check(name, run(f"testp.{name}.{type_}", x), expected.tolist(), x)
 
 
 MINMAX = [
-    "min.f32",
-    "max.f32",
-    "min.NaN.f32",
-    "max.NaN.f16",
-    "max.f16",
-    "min.bf16",
-    "max.f64",
-    "min.f64",
-    "max.xorsign.abs.f32",
-    "min.ftz.f32",
-]
+    "min.f32", "max.f32", "min.NaN.f32", "max.NaN.f16", "max.f16", "min.bf16", "max.f64", "min.f64",
+    "max.xorsign.abs.f32", "min.ftz.f32",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("opcode", MINMAX)
@@ -137,7 +143,9 @@ def test_packed_is_the_scalar_twice(opcode):
     scalar = opcode.replace("16x2", "16")
     count = 1 if opcode.startswith(("neg", "abs", "ex2", "tanh")) else 3 if opcode.startswith("fma") else 2
     args = [np.random.default_rng(count + i).integers(0, 2**32, 500, dtype=np.uint32) for i in range(count)]
-    halves = [run(scalar, *((x >> shift).astype(np.uint16) for x in args)).astype(np.uint32) for shift in (0, 16)]
+    halves = [
+        run(scalar, *((x >> shift).astype(np.uint16) for x in args)).astype(np.uint32) for shift in (0, 16)
+    ]
     if opcode.startswith(("neg", "abs")):  # the scalars leave a NaN's bits alone
         exponent = 0x7F80 if "bf16" in opcode else 0x7C00
         halves = [np.where(x & 0x7FFF > exponent, 0x7FFF, x).astype(np.uint32) for x in halves]

@@ -27,7 +27,12 @@ __device__ __noinline__ void reversed(int* x, int n, int* scratch) {
 
 
 def run(body: str, *args, **options) -> None:
-    simulate(f"{TEXT}__global__ void k(int* out, const int* x, int n) {{ int t = threadIdx.x;\n{body}\n}}", *args, name="k", **options)
+    simulate(
+        f"{TEXT}__global__ void k(int* out, const int* x, int n) {{ int t = threadIdx.x;\n{body}\n}}",
+        *args,
+        name="k",
+        **options,
+    )
 
 
 def test_recursion_of_diverging_lanes():
@@ -45,14 +50,21 @@ def test_function_pointers():
 
 def test_virtual_functions():
     out = ints(64)
-    run("Base b; Child c(n); Base* p = x[t] % 3 ? &b : (Base*)&c; out[t] = p->f(t);", out, iota(64), 100, block=64)
+    run(
+        "Base b; Child c(n); Base* p = x[t] % 3 ? &b : (Base*)&c; out[t] = p->f(t);",
+        out,
+        iota(64),
+        100,
+        block=64,
+    )
     assert out.tolist() == [t + 100 * (t % 3 == 0) for t in range(64)]
 
 
 def test_structs_as_arguments_and_results():
     out = ints(64)
     run(
-        "Big g = {{1, 2, 3, 4, 5}, 1.5f}; g = big(g, x[t] % 5); out[t] = g.v[t % 5] * 10 + g.v[(t + 1) % 5] + (int)g.f;",
+        "Big g = {{1, 2, 3, 4, 5}, 1.5f}; g = big(g, x[t] % 5); out[t] = g.v[t % 5] * 10 + g.v[(t + 1) % 5] "
+        "+ (int)g.f;",
         out,
         iota(64),
         0,
@@ -74,7 +86,10 @@ __device__ __noinline__ int at(const int* x, int i) {
 }
 __global__ void k(int* out, const int* x) { out[threadIdx.x] = at(x, threadIdx.x + 1); }
 """
-    with pytest.raises(sim.OutOfBounds, match=rf"thread \(63, 0, 0\), <cukern.compile \w+>:{line_of(text, 'here')}: reads 4 bytes"):
+    with pytest.raises(
+        sim.OutOfBounds,
+        match=rf"thread \(63, 0, 0\), <cukern.compile \w+>:{line_of(text, 'here')}: reads 4 bytes",
+    ):
         simulate(text, ints(64), iota(64), block=64, name="k")
 
 
@@ -86,7 +101,11 @@ def test_call_of_what_is_no_function():
 def test_unbounded_recursion():
     text = TEXT.replace("n < 2 ? n : fib(n - 1) + fib(n - 2)", "n < -9999 ? n : fib(n - 1) * fib(n - 2) + n")
     with pytest.raises(sim.NotSimulated, match="calls nested more than 200 deep"):
-        simulate(f"{text}__global__ void k(int* out) {{ out[threadIdx.x] = fib(threadIdx.x); }}", ints(32), name="k")
+        simulate(
+            f"{text}__global__ void k(int* out) {{ out[threadIdx.x] = fib(threadIdx.x); }}",
+            ints(32),
+            name="k",
+        )
 
 
 def test_call_that_is_not_simulated():
@@ -101,7 +120,8 @@ def test_printf(capsys):
         ints(64), iota(64), 0, block=32, grid=2,
     )  # fmt: skip
     lines = [
-        f"k, block ({b}, 0, 0), thread ({t}, 0, 0): t {t} x {t / 2:5.2f}|ab  |z % 4000000000 10000000000 {t:05}"
+        f"k, block ({b}, 0, 0), thread ({t}, 0, 0): t {t} x {t / 2:5.2f}|ab  |z % 4000000000 10000000000 "
+        f"{t:05}"
         for b in (0, 1)
         for t in (3, 23)
     ]

@@ -1,5 +1,5 @@
-"""Thread-block clusters in the simulator: what right kernels compute, and what it says of wrong ones; and blocks that wait for each other
-without a cluster, over flags in global memory."""
+"""Thread-block clusters in the simulator: what right kernels compute, and what it says of wrong ones; and
+blocks that wait for each other without a cluster, over flags in global memory."""
 
 import pytest
 import torch
@@ -9,7 +9,10 @@ from sim_kernels import simulate
 from cukern import sim
 from cukern.sim.machine import machine
 
-PTX = "".join(f'#include "common/ptx/{topic}.cuh"\n' for topic in ("async_copy", "barrier", "cluster", "mbarrier", "memory"))
+PTX = "".join(
+    f'#include "common/ptx/{topic}.cuh"\n'
+    for topic in ("async_copy", "barrier", "cluster", "mbarrier", "memory")
+)
 RELAXED = "cluster_arrive_relaxed(); cluster_wait();"
 
 
@@ -69,9 +72,15 @@ def test_clusters_beyond_one_batch(monkeypatch):
 
 
 def test_indices_of_clusters_in_three_dimensions():
-    names = [f"%%{name}.{axis}" for name in ("cluster_ctaid", "cluster_nctaid", "clusterid", "nclusterid") for axis in "xyz"]
+    names = [
+        f"%%{name}.{axis}"
+        for name in ("cluster_ctaid", "cluster_nctaid", "clusterid", "nclusterid")
+        for axis in "xyz"
+    ]
     names += ["%%cluster_ctarank", "%%cluster_nctarank"]
-    reads = "\n".join(f'    asm volatile("mov.u32 %0, {name};" : "=r"(o[{i}]));' for i, name in enumerate(names))
+    reads = "\n".join(
+        f'    asm volatile("mov.u32 %0, {name};" : "=r"(o[{i}]));' for i, name in enumerate(names)
+    )
     text = f"""
 __global__ void __cluster_dims__(2, 1, 3) k(int* out) {{
     int* o = out + 15 * (blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z));
@@ -92,7 +101,8 @@ __global__ void __cluster_dims__(2, 1, 3) k(int* out) {{
 
 
 def test_a_ring_of_blocks_over_several_rounds():
-    """A value goes round: each block writes into its neighbour's other buffer, with one barrier a round, in two halves."""
+    """A value goes round: each block writes into its neighbour's other buffer, with one barrier a round, in
+    two halves."""
     text = (
         PTX
         + """__global__ void __cluster_dims__(4, 1, 1) k(int* out, int rounds) {
@@ -148,10 +158,20 @@ __global__ void __cluster_dims__(2, 2, 1) k(int* out) {
     for rank in range(4):
         for i in range(32):
             r, shared = i % 4, i % 8 < 4
-            assert out[rank, i].tolist() == [0 if shared else 7, 100 * r if shared else 7, 100 * r + 5, 10 * r + rank, r == rank, shared]
+            assert out[rank, i].tolist() == [
+                0 if shared else 7,
+                100 * r if shared else 7,
+                100 * r + 5,
+                10 * r + rank,
+                r == rank,
+                shared,
+            ]
 
 
-@pytest.mark.parametrize("ctype, lanes, suffix", [("char", 1, "u8"), ("short", 1, "u16"), ("int", 4, "v4.u32"), ("double", 2, "v2.f64")])
+@pytest.mark.parametrize(
+    "ctype, lanes, suffix",
+    [("char", 1, "u8"), ("short", 1, "u16"), ("int", 4, "v4.u32"), ("double", 2, "v2.f64")],
+)
 def test_loads_and_stores_of_every_width(ctype, lanes, suffix):
     register = {"char": "h", "short": "h", "int": "r", "double": "d"}[ctype]
     names = [f"v[{i}]" for i in range(lanes)]
@@ -214,7 +234,8 @@ def test_atomics_on_another_blocks_memory():
 
 
 def test_a_barrier_of_the_block_tells_what_one_warp_has_learned():
-    """Warp 1 has not waited yet when it reads what another block wrote, but warp 0 has, and they have met since."""
+    """Warp 1 has not waited yet when it reads what another block wrote, but warp 0 has, and they have met
+    since."""
     text = (
         PTX
         + """__global__ void __cluster_dims__(2, 1, 1) k(int* out) {
@@ -276,8 +297,15 @@ RIGHT_WORDS = WORDS.replace("FENCE", "cluster_fence();").replace("HEARD", "4")
 # Two clusters, each with words of its own: they tell nothing of global memory to one another.
 APART = (
     RIGHT_WORDS.replace("float* out", "float* out, float* data")
-    .replace("    unsigned to =", "    if (blockIdx.x == 0 && threadIdx.x == 0) data[0] = 42;\n    cluster_fence();\n    unsigned to =")
-    .replace("    out[", "    cluster_fence();\n    if (blockIdx.x == 4 && threadIdx.x == 0) word += unsigned(data[0]);\n    out[")
+    .replace(
+        "    unsigned to =",
+        "    if (blockIdx.x == 0 && threadIdx.x == 0) data[0] = 42;\n    cluster_fence();\n    unsigned to =",
+    )
+    .replace(
+        "    out[",
+        "    cluster_fence();\n    if (blockIdx.x == 4 && threadIdx.x == 0) word += unsigned(data[0]);\n    "
+        "out[",
+    )
 )
 
 
@@ -290,12 +318,25 @@ def test_words_for_which_the_blocks_of_a_cluster_wait():
 @pytest.mark.parametrize(
     "text, grid, says",
     [
-        (WORDS.replace("FENCE", "").replace("HEARD", "4"), 8, "writes 8 bytes, .* no cluster barrier is between the two"),
-        (WORDS.replace("FENCE", "cluster_fence();").replace("HEARD", "3"), 8, "which has exited, or may have, by then"),
+        (
+            WORDS.replace("FENCE", "").replace("HEARD", "4"),
+            8,
+            "writes 8 bytes, .* no cluster barrier is between the two",
+        ),
+        (
+            WORDS.replace("FENCE", "cluster_fence();").replace("HEARD", "3"),
+            8,
+            "which has exited, or may have, by then",
+        ),
         (APART, 8, None),
         (TOLD, 2, None),
     ],
-    ids=["cleared without a fence", "not heard by an exiting block", "of another cluster", "read back by its writer alone"],
+    ids=[
+        "cleared without a fence",
+        "not heard by an exiting block",
+        "of another cluster",
+        "read back by its writer alone",
+    ],
 )
 def test_words_that_nothing_orders(text, grid, says):
     with pytest.raises(sim.Race, match=says):
@@ -331,17 +372,20 @@ KEEP = "    if (t < 2) out[rank * 2 + t] = sum;"
 
 
 def pair(id: str, fault: type, expected: list[int], says: str, body: str, **options) -> Case:
-    """Two blocks, each of which writes two numbers to `out`: of its `sum`, if the body does not write. `there` is the address of the
-    other block's `tile`."""
+    """Two blocks, each of which writes two numbers to `out`: of its `sum`, if the body does not write.
+    `there` is the address of the other block's `tile`."""
     body += "" if KEEP in body or "int sum" not in body else f"cluster_sync();\n{KEEP}"
     text = f"{PTX}{HEAD}{body}\n}}\n"
-    return Case(id, fault, lambda x: torch.tensor(expected), says, text, lambda: [ints(4), ints(64) + 1], 2, **options)
+    return Case(
+        id, fault, lambda x: torch.tensor(expected), says, text, lambda: [ints(4), ints(64) + 1], 2, **options
+    )
 
 
 # fmt: off
 RACES = [
     pair("no cluster barrier between write and read", sim.Race, [163, 162, 63, 62],
-        r"reads 4 bytes, offset \d+ of shared memory \(tile \+ 252\) of block \(1, 0, 0\), that block \(1, 0, 0\), thread \(63, 0, 0\) "
+        r"reads 4 bytes, offset \d+ of shared memory \(tile \+ 252\) of block \(1, 0, 0\), that block \(1, "
+        r"0, 0\), thread \(63, 0, 0\) "
         r"wrote at {there}: no cluster barrier is between", """
     cluster_sync();
     tile[t] = t + 100 * rank;  // there
@@ -349,7 +393,8 @@ RACES = [
     int sum = ld_cluster<float>(there + 4 * (63 - t));  // here
     """),
     pair("no cluster barrier between read and write", sim.Race, [327, 325, 127, 125],
-        r"writes 4 bytes, offset \d+ of shared memory \(tile \+ 0\), that block \(1, 0, 0\), thread \(63, 0, 0\) read at {there}: no", """
+        r"writes 4 bytes, offset \d+ of shared memory \(tile \+ 0\), that block \(1, 0, 0\), thread "
+        r"\(63, 0, 0\) read at {there}: no", """
     int sum = 0;
 #pragma unroll 1
     for (int i = 0; i < 2; ++i) {
@@ -360,7 +405,8 @@ RACES = [
     }
     if (t < 2) out[rank * 2 + t] = sum;
     """),
-    pair("the block reads itself between the neighbour's read and its own write", sim.Race, [163, 162, 63, 62],
+    pair("the block reads itself between the neighbour's read and its own write", sim.Race,
+         [163, 162, 63, 62],
         r"writes 4 bytes, .* that block \(1, 0, 0\), thread \(\d+, 0, 0\) read at {there}: no cluster", """
     tile[t] = t + 100 * rank;
     cluster_sync();
@@ -371,14 +417,16 @@ RACES = [
     tile[t] = sum;  // here
     """),
     pair("a store into the neighbour that it reads at once", sim.Race, [100, 101, 0, 1],
-        r"reads 4 bytes, offset \d+ of shared memory \(tile \+ 0\), that block \(1, 0, 0\), thread \(0, 0, 0\) wrote at {there}: no", """
+        r"reads 4 bytes, offset \d+ of shared memory \(tile \+ 0\), that block \(1, 0, 0\), thread \(0, "
+        r"0, 0\) wrote at {there}: no", """
     cluster_sync();
     st_cluster(there + 4 * t, float(t + 100 * rank));  // there
     [[__syncthreads(); => cluster_sync();]]
     int sum = tile[t];  // here
     """),
     pair("two blocks store two values", sim.Race, [7, 7, 7, 7],
-        r"writes 4 bytes, offset \d+ of shared memory \(tile \+ 0\) of block \(1, 0, 0\), that block \(1, 0, 0\), thread \(0, 0, 0\) "
+        r"writes 4 bytes, offset \d+ of shared memory \(tile \+ 0\) of block \(1, 0, 0\), that block \(1, 0, "
+        r"0\), thread \(0, 0, 0\) "
         r"wrote at {there}: no cluster", """
     cluster_sync();
     tile[t] = t;  // there
@@ -388,14 +436,16 @@ RACES = [
     int sum = tile[t];
     """),
     pair("a relaxed arrive", sim.Race, [163, 162, 63, 62],
-        r"that block \(1, 0, 0\), thread \(63, 0, 0\) wrote at {there}: no cluster barrier is between the two, or its arrive is .relaxed",
+        r"that block \(1, 0, 0\), thread \(63, 0, 0\) wrote at {there}: no cluster barrier is between the "
+        r"two, or its arrive is .relaxed",
         f"""
     tile[t] = t + 100 * rank;  // there
     [[{RELAXED} => cluster_sync();]]
     int sum = ld_cluster<float>(there + 4 * (63 - t));  // here
     """),
     pair("a relaxed arrive without a fence", sim.Race, [163, 162, 63, 62],
-        r"that block \(1, 0, 0\), thread \(63, 0, 0\) wrote at {there}: no cluster barrier is between the two, or its arrive is .relaxed",
+        r"that block \(1, 0, 0\), thread \(63, 0, 0\) wrote at {there}: no cluster barrier is between the "
+        r"two, or its arrive is .relaxed",
         f"""
     tile[t] = t + 100 * rank;  // there
     [[=> asm volatile("fence.acq_rel.cluster;" ::: "memory");]]
@@ -403,7 +453,8 @@ RACES = [
     int sum = ld_cluster<float>(there + 4 * (63 - t));  // here
     """),
     pair("a relaxed arrive of the writers", sim.Race, [131, 130, 31, 30],
-        r"thread \(31, 0, 0\) wrote at {there}: no cluster barrier is between the two, or its arrive is .relaxed", """
+        r"thread \(31, 0, 0\) wrote at {there}: no cluster barrier is between the two, or its arrive is "
+        r".relaxed", """
     if (t < 32) tile[t] = t + 100 * rank;  // there
     [[=> __syncthreads();  // the other warp knows then, and releases it]]
     if (t < 32) cluster_arrive_relaxed();
@@ -427,21 +478,24 @@ RACES = [
     int sum = ld_cluster<float>(there + 4 * (63 - t));  // here
     """),
     pair("global memory", sim.Race, [10, 11, 0, 1],
-        r"reads 4 bytes, byte 8 of the tensor of argument 'out', that block \(1, 0, 0\), thread \(0, 0, 0\) wrote at {there}: no cluster",
+        r"reads 4 bytes, byte 8 of the tensor of argument 'out', that block \(1, 0, 0\), thread \(0, 0, 0\) "
+        r"wrote at {there}: no cluster",
         """
     if (t < 2) out[rank * 2 + t] = t + 10 * rank;  // there
     [[=> cluster_sync();]]
     int sum = t < 2 ? out[(rank ^ 1) * 2 + t] : 0;  // here
     """),
     pair("a neighbour that has not started", sim.Race, [0, 1, 0, 1],
-        r"writes 4 bytes of the shared memory of block \(1, 0, 0\), which may not have started yet: no cluster barrier is before", """
+        r"writes 4 bytes of the shared memory of block \(1, 0, 0\), which may not have started yet: no "
+        r"cluster barrier is before", """
     [[=> cluster_sync();]]
     st_cluster(there + 4 * t, float(t));  // here
     cluster_sync();
     int sum = tile[t];
     """),
     pair("a neighbour that may have exited", sim.Race, [100, 101, 0, 1],
-        r"reads offset \d+ of shared memory \(tile \+ 0\) of block \(0, 0, 0\), which has exited, or may have, by then: no cluster", """
+        r"reads offset \d+ of shared memory \(tile \+ 0\) of block \(0, 0, 0\), which has exited, or "
+        r"may have, by then: no cluster", """
     tile[t] = t + 100 * rank;
     cluster_sync();
     int sum = ld_cluster<float>(there + 4 * t);  // here
@@ -449,7 +503,8 @@ RACES = [
     [[=> cluster_sync();]]
     """, block_index=1, thread=0),
     pair("a neighbour that has exited", sim.Race, [100, 101, 0, 1],
-        r"reads 4 bytes of the shared memory of block \(1, 0, 0\), which has exited: no cluster barrier after the access", """
+        r"reads 4 bytes of the shared memory of block \(1, 0, 0\), which has exited: no cluster barrier "
+        r"after the access", """
     tile[t] = t + 100 * rank;
     cluster_sync();
     [[if (rank) return; =>]]
@@ -460,7 +515,8 @@ RACES = [
     [[=> cluster_sync();]]
     """),
     pair("a store into a neighbour that does not wait for it", sim.Race, [100, 101, 0, 1],
-        r"writes offset \d+ of shared memory \(tile \+ 0\) of block \(0, 0, 0\), which has exited, or may have, by then: no cluster", """
+        r"writes offset \d+ of shared memory \(tile \+ 0\) of block \(0, 0, 0\), which has exited, or "
+        r"may have, by then: no cluster", """
     cluster_sync();
     st_cluster(there + 4 * t, float(t + 100 * rank));  // here
     [[=> cluster_sync();]]
@@ -494,7 +550,8 @@ BOUNDS = [
     int sum = ld_cluster<float>(shared_of_rank(shared_address(tile + t), [[rank - 1 => (rank - 1) % 2]]));  // here
     """),
     pair("a neighbour's address in an ordinary load", sim.OutOfBounds, [100, 101, 0, 1],
-        r"reads 4 bytes at offset \d+ of shared memory, but the block has 256 bytes of it: that is an address of shared::cluster", """
+        r"reads 4 bytes at offset \d+ of shared memory, but the block has 256 bytes of it: that is an "
+        r"address of shared::cluster", """
     tile[t] = t + 100 * rank;
     cluster_sync();
     float v;
@@ -508,7 +565,8 @@ BOUNDS = [
     int sum = ld_cluster<float2>(there + [[4 => 8]] * (t % 2)).x;  // here
     """, thread=1),
     pair("what the neighbour did not write", sim.Uninitialized, [163, 162, 63, 62],
-        r"reads 4 bytes that nobody wrote, offset \d+ of shared memory \(tile \+ 252\) of block \(1, 0, 0\)", """
+        r"reads 4 bytes that nobody wrote, offset \d+ of shared memory \(tile \+ 252\) of block \(1, 0, "
+        r"0\)", """
     if (t [[< => <=]] 63) tile[t] = t + 100 * rank;
     cluster_sync();
     int sum = ld_cluster<float>(there + 4 * (63 - t));  // here
@@ -516,7 +574,8 @@ BOUNDS = [
 ]
 BARRIERS = [
     pair("a thread of the neighbour ends while others wait", sim.BarrierFault, [0, 1, 0, 1],
-        r"waits at the cluster barrier for all threads of the cluster, but block \(1, 0, 0\), thread \(40, 0, 0\) has ended at {there}",
+        r"waits at the cluster barrier for all threads of the cluster, but block \(1, 0, 0\), thread \(40, "
+        r"0, 0\) has ended at {there}",
         """
     [[if (rank && t >= 40) return; =>]]
     tile[t] = t;
@@ -526,13 +585,15 @@ BARRIERS = [
 __device__ void nothing() {
     """),
     pair("half of the cluster comes", sim.BarrierFault, [0, 1, 0, 1],
-        r"waits at the cluster barrier for all threads of the cluster, but block \(1, 0, 0\), thread \(0, 0, 0\) has ended at", """
+        r"waits at the cluster barrier for all threads of the cluster, but block \(1, 0, 0\), thread "
+        r"\(0, 0, 0\) has ended at", """
     tile[t] = t;
     __syncthreads();
     [[if (rank == 0) =>]] cluster_sync();  // here
     if (t < 2) out[rank * 2 + t] = tile[t];
     """),
-    pair("a warp that waits for its block while the block waits for the cluster", sim.BarrierFault, [0, 1, 0, 1],
+    pair("a warp that waits for its block while the block waits for the cluster", sim.BarrierFault,
+         [0, 1, 0, 1],
         r"waits at barrier 0 for all threads of the block, but thread \(0, 0, 0\) waits at", """
     tile[t] = t;
     if (t < 32) {
@@ -598,7 +659,8 @@ def test_what_is_not_simulated_of_bulk_copies_by_name(opcode):
 
 LOOK = {
     "volatile": "while (*(volatile unsigned*)flag == 0) {} __threadfence();",
-    "acquire": 'do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(flag) : "memory"); while (seen == 0);',
+    "acquire": 'do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(flag) : "memory"); '
+    "while (seen == 0);",
     "atomic": "while (atomicAdd(flag, 0) == 0) {} __threadfence();",
     "atomic without a fence": "while (atomicAdd(flag, 0) == 0) {}",
     "compare-and-swap": "while (atomicCAS(flag, 1u, 2u) != 1) {}",
@@ -607,15 +669,18 @@ LOOK = {
 }
 SIGNAL = {
     "exchange": "__threadfence(); atomicExch(flags + ticket, 1u);",
-    "release": 'asm volatile("st.release.gpu.global.u32 [%0], %1;" :: "l"(flags + ticket), "r"(1) : "memory");',
+    "release": 'asm volatile("st.release.gpu.global.u32 [%0], %1;" :: "l"(flags + ticket), "r"(1) : '
+    '"memory");',
     "volatile": "__threadfence(); *(volatile unsigned*)(flags + ticket) = 1;",
     "exchange without a fence": "atomicExch(flags + ticket, 1u);",
-    "relaxed": 'asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" :: "l"(flags + ticket), "r"(1) : "memory");',
+    "relaxed": 'asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" :: "l"(flags + ticket), "r"(1) : '
+    '"memory");',
 }
 
 
 def chain(look: str, signal: str, blocks: int = 12, n: int = 320) -> tuple[list[int], list[int]]:
-    """Each block adds to the sum of the one before, for which it waits; with what is expected. `n`: how long each takes."""
+    """Each block adds to the sum of the one before, for which it waits; with what is expected. `n`: how long
+    each takes."""
     text = f"""
 __device__ unsigned tickets;
 __global__ void k(int* out, int* sums, unsigned* flags, int n) {{
@@ -668,10 +733,16 @@ def test_blocks_that_spin_let_the_others_go_on(blocks, monkeypatch):
 @pytest.mark.parametrize(
     "look, signal",
     [
-        *(("volatile without a fence", "exchange"), ("atomic without a fence", "exchange"), ("no look", "exchange")),
+        *(
+            ("volatile without a fence", "exchange"),
+            ("atomic without a fence", "exchange"),
+            ("no look", "exchange"),
+        ),
         *(("acquire", "exchange without a fence"), ("acquire", "relaxed")),
     ],
 )
 def test_a_flag_without_its_fences_orders_nothing(look, signal):
-    with pytest.raises(sim.Race, match=r"of the tensor of argument 'sums', .* nothing orders two blocks of one launch"):
+    with pytest.raises(
+        sim.Race, match=r"of the tensor of argument 'sums', .* nothing orders two blocks of one launch"
+    ):
         chain(look, signal)

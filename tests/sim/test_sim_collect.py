@@ -20,7 +20,12 @@ __global__ void k(int* out, const int* x, int n) {
     if (i < 4) out[i] = *(const int*)((const char*)x + i);  // misaligned
 }
 """
-KINDS = {"bounds": sim.OutOfBounds, "race": sim.Race, "misaligned": sim.Misaligned, "unwritten": sim.Uninitialized}
+KINDS = {
+    "bounds": sim.OutOfBounds,
+    "race": sim.Race,
+    "misaligned": sim.Misaligned,
+    "unwritten": sim.Uninitialized,
+}
 
 
 def test_collect_lists_each_fault_once():
@@ -35,20 +40,36 @@ def test_collect_lists_each_fault_once():
 def test_collect_of_a_launch_without_faults():
     x, out = iota(64), ints(64)
     with sim.collect() as faults:
-        simulate("__global__ void k(int* out, const int* x) { out[threadIdx.x] = x[threadIdx.x] + 1; }", out, x, block=64)
+        simulate(
+            "__global__ void k(int* out, const int* x) { out[threadIdx.x] = x[threadIdx.x] + 1; }",
+            out,
+            x,
+            block=64,
+        )
     assert faults == [] and torch.equal(out, x + 1)
 
 
 def test_what_is_left_out_is_the_access_alone():
     x, out = iota(40), ints(64)
     with sim.collect() as faults:
-        simulate("__global__ void k(int* out, const int* x) { out[threadIdx.x] = x[threadIdx.x] + 1; }", out, x, block=64)
+        simulate(
+            "__global__ void k(int* out, const int* x) { out[threadIdx.x] = x[threadIdx.x] + 1; }",
+            out,
+            x,
+            block=64,
+        )
     assert len(faults) == 1 and out.tolist() == [*range(1, 41), *[1] * 24]
 
 
-@pytest.mark.parametrize("mark, switch", [("bounds", "bounds"), ("race", "races"), ("unwritten", "uninitialized")])
+@pytest.mark.parametrize(
+    "mark, switch", [("bounds", "bounds"), ("race", "races"), ("unwritten", "uninitialized")]
+)
 def test_checks_are_switched_off_one_by_one(mark, switch):
-    left = [kind for kind in KINDS.values() if kind is not KINDS[mark] and not (mark == "bounds" and kind is sim.Misaligned)]
+    left = [
+        kind
+        for kind in KINDS.values()
+        if kind is not KINDS[mark] and not (mark == "bounds" and kind is sim.Misaligned)
+    ]
     with sim.checks(**{switch: False}), sim.collect() as faults:
         simulate(MANY, ints(64), iota(50), 0, block=64)
     assert [type(fault) for fault in faults] == left

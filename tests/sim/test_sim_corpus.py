@@ -1,4 +1,5 @@
-"""The corpus: correct kernels that the simulator must not accuse, and planted bugs that it must find, each with its kind."""
+"""The corpus: correct kernels that the simulator must not accuse, and planted bugs that it must find, each
+with its kind."""
 
 import importlib
 import re
@@ -9,19 +10,27 @@ import torch
 from cukern import sim
 
 FAMILIES = ("reductions", "scans", "tiles", "elements", "flags", "warps", "copies")
-KERNELS = {f"{name}-{kernel.id}": kernel for name in FAMILIES for kernel in importlib.import_module(f"corpus.{name}").KERNELS}
+KERNELS = {
+    f"{name}-{kernel.id}": kernel
+    for name in FAMILIES
+    for kernel in importlib.import_module(f"corpus.{name}").KERNELS
+}
 BUGS = [(id_, i) for id_, kernel in KERNELS.items() for i in range(len(kernel.bugs))]
 
 
 LINE = re.compile(r"<cukern.compile \w+>:(\d+)")
 SAYS = {  # what a report says of the remedy, or of the value and the rule that it breaks
-    sim.Race: "no barrier is between|a __syncwarp|(?:nothing orders two|does not order) blocks|cp.async|a wait |cluster barrier|fence.proxy"
+    sim.Race: "no barrier is between|a __syncwarp|(?:nothing orders two|does not order) blocks|cp.async|a "
+    "wait |cluster barrier|fence.proxy"
     "|another value|without __ldg",
-    sim.OutOfBounds: "(after|across) the end of|before the start of|(block|thread) has \\d+ bytes|which has|null pointer|view"
+    sim.OutOfBounds: "(after|across) the end of|before the start of|(block|thread) has \\d+ bytes|which "
+    "has|null pointer|view"
     "|of the shared memory of",
     sim.Misaligned: "is .*not a multiple of \\d+",
-    sim.Uninitialized: "that nobody wrote|no statement has set|which is not (there|in the mask)|hold an uninitialized value",
-    sim.BarrierFault: "waits (at|for) .*(but|for \\d+ arrivals)|names the lanes|meets .* but others|are missing|wants all|barrier",
+    sim.Uninitialized: "that nobody wrote|no statement has set|which is not (there|in the mask)|hold an "
+    "uninitialized value",
+    sim.BarrierFault: "waits (at|for) .*(but|for \\d+ arrivals)|names the lanes|meets .* but others|are "
+    "missing|wants all|barrier",
     sim.StepLimit: "does its loop end",
 }
 
@@ -56,4 +65,5 @@ def test_planted_bug_is_found(id_, number):
     fault = caught.value
     assert type(fault) is bug[2], fault
     lines = [text.split("\n")[int(n) - 1].strip() for n in LINE.findall(str(fault))]
-    assert lines and all(len(line) > 1 for line in lines if "has ended" not in str(fault)), fault  # statements of this kernel, no brackets
+    # statements of this kernel, no brackets
+    assert lines and all(len(line) > 1 for line in lines if "has ended" not in str(fault)), fault

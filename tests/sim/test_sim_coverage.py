@@ -30,7 +30,9 @@ def test_lines_that_no_thread_executed():
     lines = {mark: line_of(TAIL, mark) for mark in ("whole", "vector", "tail", "function")}
     with sim.coverage() as covered:
         simulate(TAIL, ints(128), iota(128), 128)
-    assert {lines["tail"], lines["function"]} <= set(numbers(covered.missed)) and lines["vector"] not in numbers(covered.missed)
+    assert {lines["tail"], lines["function"]} <= set(numbers(covered.missed)) and lines[
+        "vector"
+    ] not in numbers(covered.missed)
     assert lines["whole"] in numbers(covered.one_way) and set(covered.missed) < set(covered.lines)
     with sim.coverage() as covered:
         simulate(TAIL, ints(2), iota(2), 2)
@@ -48,7 +50,9 @@ def test_launches_of_one_block_add_up():
 
 
 def test_a_branch_around_one_line():
-    text = "\n__global__ void k(int* out, int n) {\n    if (threadIdx.x < n)\n        out[threadIdx.x] = 1;\n}\n"
+    text = (
+        "\n__global__ void k(int* out, int n) {\n    if (threadIdx.x < n)\n        out[threadIdx.x] = 1;\n}\n"
+    )
     for n, missed in ((0, [4]), (5, [])):
         with sim.coverage() as covered:
             simulate(text, ints(32), n)

@@ -11,10 +11,19 @@ from cukern.sim.numerics import alu
 from cukern.sim.numerics.integers import UNSIGNED
 from cukern.sim.ptx.module import Register
 
-SPECIAL = [0, 1, 0x80000000, 0x80000001, 0x7FFFFF, 0x800000, 0x80800000, 0x3F800000, 0xBF800000, 0x3F800001, 0x33800000, 0x4B400001]
-SPECIAL += [0x7F7FFFFF, 0xFF7FFFFF, 0x7F800000, 0xFF800000, 0x7FC00000, 0xFFC00000, 0x7F800001, 0xFFABCDEF, 0x3F000000, 0xC2AEAC50]
+SPECIAL = [
+    0, 1, 0x80000000, 0x80000001, 0x7FFFFF, 0x800000, 0x80800000, 0x3F800000, 0xBF800000, 0x3F800001,
+    0x33800000, 0x4B400001,
+]  # fmt: skip
+SPECIAL += [
+    0x7F7FFFFF, 0xFF7FFFFF, 0x7F800000, 0xFF800000, 0x7FC00000, 0xFFC00000, 0x7F800001, 0xFFABCDEF,
+    0x3F000000, 0xC2AEAC50,
+]  # fmt: skip
 BINARY = ["add.f32", "sub.rn.f32", "mul.f32", "div.rn.f32", "max.f32", "min.f32"]
-INTEGER = ["add.s32", "sub.u32", "mul.lo.s32", "and.b32", "or.b32", "xor.b32", "min.s32", "max.u32", "shl.b32", "shr.s32", "prmt.b32"]
+INTEGER = [
+    "add.s32", "sub.u32", "mul.lo.s32", "and.b32", "or.b32", "xor.b32", "min.s32", "max.u32", "shl.b32",
+    "shr.s32", "prmt.b32",
+]  # fmt: skip
 OPERANDS = {"fma": 3, "selp": 3, "prmt": 3, "mad": 3}
 
 
@@ -25,17 +34,30 @@ def patterns(rng: np.random.Generator, count: int) -> np.ndarray:
     return np.where(rng.random(count) < 0.5, rng.choice(np.array(SPECIAL, np.uint32), count), bits)
 
 
-def compare(program: list[tuple[str, int, list[int]]], registers: dict[int, np.ndarray], constants: dict[int, np.ndarray]) -> None:
+def compare(
+    program: list[tuple[str, int, list[int]]],
+    registers: dict[int, np.ndarray],
+    constants: dict[int, np.ndarray],
+) -> None:
     """Run (opcode, target, sources) one by one and as one function."""
     steps = [
-        (opcode, fused.Compute([(alu.find(opcode), Register(target, 1 if opcode.startswith("setp") else 32))], sources))
+        (
+            opcode,
+            fused.Compute(
+                [(alu.find(opcode), Register(target, 1 if opcode.startswith("setp") else 32))], sources
+            ),
+        )
         for opcode, target, sources in program
     ]
     results = []
     for runs in (0, fused._RUNS):
         regs = dict(registers)
         lanes = np.arange(len(next(iter(registers.values()))))
-        m: Any = SimpleNamespace(regs=regs, get=lambda group, r, regs=regs: regs[r], put=lambda group, r, v, regs=regs: regs.update({r: v}))
+        m: Any = SimpleNamespace(
+            regs=regs,
+            get=lambda group, r, regs=regs: regs[r],
+            put=lambda group, r, v, regs=regs: regs.update({r: v}),
+        )
         one = fused.Fused(steps, [target for _, target, _ in program], constants)
         one.runs = runs
         with np.errstate(all="ignore"):
@@ -51,7 +73,9 @@ def compare(program: list[tuple[str, int, list[int]]], registers: dict[int, np.n
 def test_instruction(opcode):
     """Operands are arrays, one constant, or one value for all lanes."""
     count, rng = (
-        OPERANDS.get(opcode.split(".")[0], 1 if opcode.split(".")[0] in ("neg", "abs", "sqrt", "ex2", "cvt") else 2),
+        OPERANDS.get(
+            opcode.split(".")[0], 1 if opcode.split(".")[0] in ("neg", "abs", "sqrt", "ex2", "cvt") else 2
+        ),
         np.random.default_rng(1),
     )
     for fixed in range(-1, count):
@@ -66,20 +90,13 @@ def test_instruction(opcode):
 
 @pytest.mark.parametrize("seed", range(40))
 def test_stretch(seed):
-    """A NaN that is not yet canonical must be so where a sign or bits of it are read; a register may be written again."""
+    """A NaN that is not yet canonical must be so where a sign or bits of it are read; a register may be
+    written again."""
     rng, program = np.random.default_rng(seed), []
     names = [
-        *BINARY,
-        *INTEGER,
-        "fma.rn.f32",
-        "fma.rm.f32",
-        "ex2.approx.ftz.f32",
-        "cvt.sat.f32.f32",
-        "neg.f32",
-        "abs.f32",
-        "mov.b32",
-        "sqrt.rn.f32",
-    ]
+        *BINARY, *INTEGER, "fma.rn.f32", "fma.rm.f32", "ex2.approx.ftz.f32", "cvt.sat.f32.f32", "neg.f32",
+        "abs.f32", "mov.b32", "sqrt.rn.f32",
+    ]  # fmt: skip
     for _ in range(24):
         opcode = str(rng.choice(names))
         base = opcode.split(".")[0]

@@ -1,7 +1,9 @@
-"""The simulator against a GPU: the same kernels, the same inputs, the same bits; for approximate functions and mma, a stated distance.
+"""The simulator against a GPU: the same kernels, the same inputs, the same bits; for approximate functions
+and mma, a stated distance.
 
-One test for each group of instructions; a failure lists every instruction that differs, with operands and both results. Where there is
-no GPU, the same kernels run in the simulator alone, which shows that it knows them all.
+One test for each group of instructions; a failure lists every instruction that differs, with operands and
+both results. Where there is no GPU, the same kernels run in the simulator alone, which shows that it knows
+them all.
 """
 
 from collections.abc import Callable
@@ -21,7 +23,9 @@ FOLDER = Path(__file__).parent
 N = sim_probes.N
 Run = Callable[..., None]
 
-needs_simulator = pytest.mark.skipif(not callable(getattr(cukern, "backend", None)), reason="this cukern has no simulator to switch to")
+needs_simulator = pytest.mark.skipif(
+    not callable(getattr(cukern, "backend", None)), reason="this cukern has no simulator to switch to"
+)
 pytestmark = needs_simulator
 
 
@@ -64,7 +68,9 @@ def test_instructions(group):
     theirs = on_gpu(kernel, out, inputs, n, **GEOMETRY)[0]
     ours = in_simulator(kernel, out, inputs, n, **GEOMETRY)[0]
     lines = sim_probes.differences(sim_probes.GROUPS[group], inputs.numpy(), ours.numpy(), theirs.numpy())
-    assert not lines, f"{group}: {len(lines)} of {len(sim_probes.GROUPS[group])} instructions differ\n" + "\n".join(lines)
+    assert not lines, (
+        f"{group}: {len(lines)} of {len(sim_probes.GROUPS[group])} instructions differ\n" + "\n".join(lines)
+    )
 
 
 # ---- warps, atomics, tiles, clusters: whole results, bit for bit
@@ -80,7 +86,10 @@ def warp_case(name: str) -> tuple[tuple[Any, ...], dict[str, int]]:
         totals = torch.zeros(16 + 2 * 8, dtype=torch.int32)
         totals[[2, 4, 6]] = torch.tensor([0x7FFFFFFF, -1, -1], dtype=torch.int32)
         wide = torch.tensor([0, -(1 << 62), -1])
-        return (totals, wide, torch.zeros(1), torch.zeros(1, dtype=torch.float64), bits(1, n)), {"grid": 2, "block": 128}
+        return (totals, wide, torch.zeros(1), torch.zeros(1, dtype=torch.float64), bits(1, n)), {
+            "grid": 2,
+            "block": 128,
+        }
     if name == "exchanges":
         return (torch.zeros(9, n, dtype=torch.int32), bits(2, n), bits(3, n), n), {"grid": 2, "block": 128}
     return (torch.zeros(16, n, dtype=torch.int32), bits(4, n), n), {"grid": 2, "block": 128}
@@ -119,7 +128,9 @@ def test_the_simulator_knows_what_threads_do_together(name):
 def test_threads_together(name):
     kernel, args, geometry = case(name)
     lines = []
-    for k, (theirs, ours) in enumerate(zip(on_gpu(kernel, *args, **geometry), in_simulator(kernel, *args, **geometry), strict=True)):
+    for k, (theirs, ours) in enumerate(
+        zip(on_gpu(kernel, *args, **geometry), in_simulator(kernel, *args, **geometry), strict=True)
+    ):
         places = [tuple(at) for at in (theirs != ours).nonzero()[:20].tolist()]
         lines += [f"tensor {k}{at}: GPU {theirs[at].item()}, simulator {ours[at].item()}" for at in places]
     assert not lines, f"{name}:\n" + "\n".join(lines)
@@ -140,7 +151,8 @@ MMA = {  # shape, factors and sums: registers of A, B and C (and D)
 
 
 def mma_source(case: tuple[str, str, str]) -> str:
-    """A kernel of one warp a block: the registers of A, B and C lie in `in` as [block][register][lane], those of D in `out`."""
+    """A kernel of one warp a block: the registers of A, B and C lie in `in` as [block][register][lane], those
+    of D in `out`."""
     shape, factor, total = case
     na, nb, nc = MMA[case]
     places = iter(range(2 * nc + na + nb))
@@ -173,7 +185,11 @@ def mma_case(case: tuple[str, str, str], exact: bool) -> tuple[Any, torch.Tensor
     parts = []
     for n, t in ((na, factor), (nb, factor), (nc, total)):
         size = (tiles, n, 32, 2 if t in ("f16", "bf16") else 1)
-        values = torch.randint(-8, 9, size).double() if exact else torch.randn(size) * torch.exp2(torch.randint(-4, 5, size).double())
+        values = (
+            torch.randint(-8, 9, size).double()
+            if exact
+            else torch.randn(size) * torch.exp2(torch.randint(-4, 5, size).double())
+        )
         parts.append(registers(values, t))
     kernel = cukern.compile(mma_source(case), "tile")
     return kernel, torch.zeros(tiles, nc, 32, dtype=torch.int32), torch.cat(parts, 1)
@@ -191,7 +207,9 @@ def test_mma(mma, exact):
     kernel, out, inputs = mma_case(mma, exact)
     theirs, ours = (run(kernel, out, inputs, grid=64, block=32)[0] for run in (on_gpu, in_simulator))
     if exact:
-        assert torch.equal(theirs, ours), f"{mma}: {int((theirs != ours).sum())} of {ours.numel()} registers differ: the layout"
+        assert torch.equal(theirs, ours), (
+            f"{mma}: {int((theirs != ours).sum())} of {ours.numel()} registers differ: the layout"
+        )
         return
     shape, factor, total = mma
     na, nb, nc = MMA[mma]
@@ -199,9 +217,13 @@ def test_mma(mma, exact):
     sizes = [part.contiguous().view(_DTYPES[t]).double().abs().flatten(1).amax(1) for part, t in parts]
     largest = torch.maximum(sizes[0] * sizes[1], sizes[2])
     x, y = (r.view(_DTYPES[total]).double() for r in (theirs, ours))
-    allowed = ((int(shape.split("k")[1]) + 2) * 2.0**-23 * largest)[:, None, None] + (2.0**-10 * y.abs() if total == "f16" else 0)
+    allowed = ((int(shape.split("k")[1]) + 2) * 2.0**-23 * largest)[:, None, None] + (
+        2.0**-10 * y.abs() if total == "f16" else 0
+    )
     excess = (x - y).abs() / allowed
-    assert bool((excess <= 1).all()), f"{mma}: a difference is {float(excess.max()):.2f} times what is allowed"
+    assert bool((excess <= 1).all()), (
+        f"{mma}: a difference is {float(excess.max()):.2f} times what is allowed"
+    )
 
 
 # ---- CUDA's functions
@@ -217,9 +239,14 @@ FUNCTIONS = {
 def function_case(name: str) -> tuple[Any, tuple[Any, ...], dict[str, int]]:
     dtype, rows, _ = FUNCTIONS[name]
     n = 512
-    special = torch.from_numpy(edges("f64" if dtype == torch.float64 else "f32").view(np.float64 if dtype == torch.float64 else np.float32))
+    special = torch.from_numpy(
+        edges("f64" if dtype == torch.float64 else "f32").view(
+            np.float64 if dtype == torch.float64 else np.float32
+        )
+    )
     drawn = torch.randn(2, n - 2 * len(special), dtype=torch.float64) * torch.tensor([4.0, 1.0])[:, None]
-    large = torch.exp2(torch.linspace(6, 30, len(special), dtype=torch.float64)).expand(2, -1)  # the long way of sinf and cosf
+    # the long way of sinf and cosf
+    large = torch.exp2(torch.linspace(6, 30, len(special), dtype=torch.float64)).expand(2, -1)
     x = torch.cat((drawn, large, special.double().expand(2, -1)), 1).to(dtype)
     kernel = cukern.load(FOLDER / "functions.cu", name)
     return kernel, (torch.zeros(rows, n, dtype=dtype), x, n), {"grid": 2, "block": n // 2}
@@ -237,17 +264,23 @@ def test_the_simulator_knows_functions(name):
 @gpu
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_functions(name):
-    """Within some ulps: the approximate instructions inside differ by one or two, and what follows may enlarge that."""
+    """Within some ulps: the approximate instructions inside differ by one or two, and what follows may
+    enlarge that."""
     kernel, args, geometry = function_case(name)
     dtype, _, ulps = FUNCTIONS[name]
     theirs, ours = (run(kernel, *args, **geometry)[0] for run in (on_gpu, in_simulator))
     info = torch.finfo(dtype)
     x, y = theirs.double(), ours.double()
-    near = (x == y) | (x.isnan() & y.isnan()) | ((x - y).abs() <= ulps * info.eps * x.abs() + ulps * info.smallest_normal * info.eps)
+    near = (
+        (x == y)
+        | (x.isnan() & y.isnan())
+        | ((x - y).abs() <= ulps * info.eps * x.abs() + ulps * info.smallest_normal * info.eps)
+    )
     lines = []
     for row in (~near).any(1).nonzero().flatten().tolist():
         shown = [
-            f"({args[1][0, i].item()!r}, {args[1][1, i].item()!r}): GPU {theirs[row, i].item()!r}, simulator {ours[row, i].item()!r}"
+            f"({args[1][0, i].item()!r}, {args[1][1, i].item()!r}): GPU {theirs[row, i].item()!r}, simulator "
+            f"{ours[row, i].item()!r}"
             for i in (~near[row]).nonzero().flatten().tolist()[:4]
         ]
         lines.append(f"row {row}: {int((~near[row]).sum())} differ\n      " + "\n      ".join(shown))

@@ -30,7 +30,9 @@ TWO = {
 
 
 @pytest.mark.parametrize("type_", ["s16", "u16", "s32", "u32", "s64", "u64"])
-@pytest.mark.parametrize("name", [*TWO, "mul.hi", "mul.wide", "mad.lo", "mad.hi", "mad.wide", "sad", "neg", "abs"])
+@pytest.mark.parametrize(
+    "name", [*TWO, "mul.hi", "mul.wide", "mad.lo", "mad.hi", "mad.wide", "sad", "neg", "abs"]
+)
 def test_integer_arithmetic(name, type_):
     size = int(type_[1:])
     if (name.endswith("wide") and size == 64) or (name in ("neg", "abs") and type_[0] == "u"):
@@ -62,8 +64,16 @@ def test_integer_arithmetic(name, type_):
 def test_saturating_sums():
     a, b = operands("s32", 2, 300)
     for name, function in (("add", operator.add), ("sub", operator.sub)):
-        sums = [function(number("s32", x), number("s32", y)) for x, y in zip(a.tolist(), b.tolist(), strict=True)]
-        check(name, run(f"{name}.sat.s32", a, b), [max(-(1 << 31), min((1 << 31) - 1, s)) & 0xFFFFFFFF for s in sums], a, b)
+        sums = [
+            function(number("s32", x), number("s32", y)) for x, y in zip(a.tolist(), b.tolist(), strict=True)
+        ]
+        check(
+            name,
+            run(f"{name}.sat.s32", a, b),
+            [max(-(1 << 31), min((1 << 31) - 1, s)) & 0xFFFFFFFF for s in sums],
+            a,
+            b,
+        )
 
 
 @pytest.mark.parametrize("size", [32, 64])
@@ -91,15 +101,27 @@ def test_carries(size):
 @pytest.mark.parametrize("size", [16, 32, 64])
 def test_shifts_and_logic(size):
     a, b = operands(f"u{size}", 2, 300)
-    count = np.resize(np.array([0, 1, 5, 15, 16, 17, 31, 32, 33, 63, 64, 65, 255, 1 << 31, 0xFFFFFFFF], np.uint32), len(a))
+    count = np.resize(
+        np.array([0, 1, 5, 15, 16, 17, 31, 32, 33, 63, 64, 65, 255, 1 << 31, 0xFFFFFFFF], np.uint32), len(a)
+    )
     rows = list(zip(a.tolist(), b.tolist(), count.tolist(), strict=True))
     ones = (1 << size) - 1
     check("shl", run(f"shl.b{size}", a, count), [x << min(n, 64) & ones for x, _, n in rows], a, count)
     check("shr.u", run(f"shr.u{size}", a, count), [x >> n for x, _, n in rows], a, count)
-    check("shr.s", run(f"shr.s{size}", a, count), [number(f"s{size}", x) >> n & ones for x, _, n in rows], a, count)
+    check(
+        "shr.s",
+        run(f"shr.s{size}", a, count),
+        [number(f"s{size}", x) >> n & ones for x, _, n in rows],
+        a,
+        count,
+    )
     for name in ("and", "or", "xor"):
         check(
-            name, run(f"{name}.b{size}", a, b), [getattr(operator, f"{name}_" if name != "xor" else name)(x, y) for x, y, _ in rows], a, b
+            name,
+            run(f"{name}.b{size}", a, b),
+            [getattr(operator, f"{name}_" if name != "xor" else name)(x, y) for x, y, _ in rows],
+            a,
+            b,
         )
     check("not", run(f"not.b{size}", a), [~x & ones for x, *_ in rows], a)
     check("cnot", run(f"cnot.b{size}", a), [int(x == 0) for x, *_ in rows], a)
@@ -132,11 +154,15 @@ def test_bit_fields(type_):
     size = int(type_[1:])
     a, b = operands(type_, 2, 1500)
     rng = np.random.default_rng(0)
-    position = rng.choice(np.array([0, 1, 4, 8, 30, 31, 32, 33, 62, 63, 64, 200, 256, 300], np.uint32), len(a))
+    position = rng.choice(
+        np.array([0, 1, 4, 8, 30, 31, 32, 33, 62, 63, 64, 200, 256, 300], np.uint32), len(a)
+    )
     length = rng.choice(np.array([0, 1, 2, 8, 16, 31, 32, 33, 62, 63, 64, 255, 256, 257], np.uint32), len(a))
     fields, inserted = [], []
     read = np.uint32(255 if size == 32 else 0xFFFFFFFF)
-    for x, y, start, count in zip(a.tolist(), b.tolist(), (position & read).tolist(), (length & read).tolist(), strict=True):
+    for x, y, start, count in zip(
+        a.tolist(), b.tolist(), (position & read).tolist(), (length & read).tolist(), strict=True
+    ):
         bit = 0 if type_[0] == "u" or count == 0 else x >> min(start + count - 1, size - 1) & 1
         bits = [x >> start + i & 1 if i < count and start + i < size else bit for i in range(size)]
         fields.append(sum(v << i for i, v in enumerate(bits)))
@@ -208,8 +234,15 @@ def test_dot_products():
         for type_b in ("s32", "u32"):
             part = lambda t, x, i, n: number(f"{t[0]}{n}", x >> n * i)  # noqa: E731
             rows = list(zip(a.tolist(), b.tolist(), c.tolist(), strict=True))
-            four = [z + sum(part(type_a, x, i, 8) * part(type_b, y, i, 8) for i in range(4)) & 0xFFFFFFFF for x, y, z in rows]
+            four = [
+                z + sum(part(type_a, x, i, 8) * part(type_b, y, i, 8) for i in range(4)) & 0xFFFFFFFF
+                for x, y, z in rows
+            ]
             check("dp4a", run(f"dp4a.{type_a}.{type_b}", a, b, c), four, a, b, c)
             for first, name in ((0, "lo"), (2, "hi")):
-                two = [z + sum(part(type_a, x, i, 16) * part(type_b, y, i + first, 8) for i in range(2)) & 0xFFFFFFFF for x, y, z in rows]
+                two = [
+                    z + sum(part(type_a, x, i, 16) * part(type_b, y, i + first, 8) for i in range(2))
+                    & 0xFFFFFFFF
+                    for x, y, z in rows
+                ]
                 check("dp2a", run(f"dp2a.{name}.{type_a}.{type_b}", a, b, c), two, a, b, c)

@@ -37,9 +37,17 @@ CASES = {  # name: Liger's, torch's, the shapes of the inputs
         lambda x: F.cross_entropy(x, TARGETS, label_smoothing=0.1),
         [(6, 96)],
     ),
-    "fused_linear_cross_entropy": (lambda f, x, w: f(x, w, TARGETS), lambda x, w: F.cross_entropy(x @ w.T, TARGETS), [(6, 32), (96, 32)]),
+    "fused_linear_cross_entropy": (
+        lambda f, x, w: f(x, w, TARGETS),
+        lambda x, w: F.cross_entropy(x @ w.T, TARGETS),
+        [(6, 32), (96, 32)],
+    ),
     "rms_norm": (lambda f, x, w: f(x, w, 1e-6), rmsnorm, [(9, 80), (80,)]),
-    "layer_norm": (lambda f, x, w, b: f(x, w, b, 1e-5), lambda x, w, b: F.layer_norm(x, (80,), w, b), [(9, 80), (80,), (80,)]),
+    "layer_norm": (
+        lambda f, x, w, b: f(x, w, b, 1e-5),
+        lambda x, w, b: F.layer_norm(x, (80,), w, b),
+        [(9, 80), (80,), (80,)],
+    ),
     "rope": (
         lambda f, q, k: torch.cat(f(q, k, ANGLES.cos(), ANGLES.sin()), 1),
         lambda q, k: rope(q, k, ANGLES.cos(), ANGLES.sin()),
@@ -47,7 +55,11 @@ CASES = {  # name: Liger's, torch's, the shapes of the inputs
     ),
     "swiglu": (lambda f, a, b: f(a, b), lambda a, b: F.silu(a) * b, [(9, 80), (9, 80)]),
     "softmax": (lambda f, x: f(x), lambda x: x.softmax(-1), [(9, 80)]),
-    "jsd": (lambda f, x, y: f(x.log_softmax(-1), y.log_softmax(-1).detach()), lambda x, y: jsd(x, y.detach()), [(9, 80), (9, 80)]),
+    "jsd": (
+        lambda f, x, y: f(x.log_softmax(-1), y.log_softmax(-1).detach()),
+        lambda x, y: jsd(x, y.detach()),
+        [(9, 80), (9, 80)],
+    ),
 }
 
 

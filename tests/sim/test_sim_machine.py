@@ -1,4 +1,5 @@
-"""How the simulator runs kernels: divergence, memory spaces, atomics, barriers and what warps do together, against plain Python."""
+"""How the simulator runs kernels: divergence, memory spaces, atomics, barriers and what warps do together,
+against plain Python."""
 
 import struct
 
@@ -301,7 +302,9 @@ __global__ void k(int* out, const signed char* a, const unsigned char* b, const 
     a, b = torch.randint(-128, 128, (32,), dtype=torch.int8), torch.randint(0, 256, (32,), dtype=torch.uint8)
     c, out, wide = random(32).short(), ints(32), torch.zeros(32, dtype=torch.int64)
     simulate(text, out, a, b, c, wide)
-    assert torch.equal(out, a.int() + 1000 * b.int() + 1000000 * (c < 0).int()) and torch.equal(wide, a.long() * c.long())
+    assert torch.equal(out, a.int() + 1000 * b.int() + 1000000 * (c < 0).int()) and torch.equal(
+        wide, a.long() * c.long()
+    )
 
 
 def test_static_and_dynamic_shared_memory_and_generic_pointers():
@@ -329,7 +332,8 @@ __global__ void k(float* out, const float* x, int n) {
 
 
 def test_uniform_values_and_lanes_that_left():
-    """Registers with one element for all lanes, written by some lanes only, and read after others are gone."""
+    """Registers with one element for all lanes, written by some lanes only, and read after others are
+    gone."""
     text = """
 __global__ void k(int* out, const int* x, int n) {
     int i = threadIdx.x, v = n * 3;
@@ -401,7 +405,9 @@ __global__ void k(unsigned* out, unsigned* cells, unsigned long long* wide) {
     atomicCAS((unsigned short*)cells + 6 + (i & 1), (unsigned short)0, (unsigned short)(i + 1));
 }
 """
-    out, cells, wide = ints(96), torch.tensor([0, 2, 0, 0], dtype=torch.int32), torch.zeros(2, dtype=torch.int64)
+    out = ints(96)
+    cells = torch.tensor([0, 2, 0, 0], dtype=torch.int32)
+    wide = torch.zeros(2, dtype=torch.int64)
     simulate(text, out, cells, wide)
     assert out[:32].tolist() == oracle(lambda i: i % 6, 32)
     assert out[32:64].tolist() == [2, 1, 0, *[(3 - i) % 4 for i in range(29)]]
@@ -411,7 +417,13 @@ __global__ void k(unsigned* out, unsigned* cells, unsigned long long* wide) {
 
 
 @pytest.mark.parametrize(
-    "ctype, dtype", [("float", torch.float32), ("double", torch.float64), ("__half2", torch.float16), ("__half", torch.float16)]
+    "ctype, dtype",
+    [
+        ("float", torch.float32),
+        ("double", torch.float64),
+        ("__half2", torch.float16),
+        ("__half", torch.float16),
+    ],
 )
 def test_float_atomics_add_in_the_order_of_lanes(ctype, dtype):
     text = f"""
@@ -430,7 +442,9 @@ __global__ void k({ctype}* sum, const {ctype}* x) {{ atomicAdd(sum, x[threadIdx.
 # ---- barriers
 
 
-@pytest.mark.parametrize("operation, expected", [("or", lambda h: int(any(h))), ("and", lambda h: int(all(h))), ("count", sum)])
+@pytest.mark.parametrize(
+    "operation, expected", [("or", lambda h: int(any(h))), ("and", lambda h: int(all(h))), ("count", sum)]
+)
 @pytest.mark.parametrize("limit", [0, 37, 64])
 def test_barriers_that_reduce(operation, expected, limit):
     text = f"""
@@ -483,7 +497,10 @@ __global__ void k(int* out, const int* x, int rounds) {
     }
 }
 """
-FREE = '{ if (i % 2) asm volatile("bar.arrive 4, 64;" ::: "memory"); else asm volatile("bar.arrive 3, 64;" ::: "memory"); }'
+FREE = (
+    '{ if (i % 2) asm volatile("bar.arrive 4, 64;" ::: "memory"); else asm volatile("bar.arrive 3, 64;" ::: '
+    '"memory"); }'
+)
 
 
 def test_producer_and_consumer_over_named_barriers():
@@ -495,9 +512,15 @@ def test_producer_and_consumer_over_named_barriers():
 
 def test_producer_that_does_not_wait_for_its_consumer_races():
     early = PIPELINE.replace("FREE", ";").replace(
-        'if (i % 2) asm volatile("bar.sync 4, 64;" ::: "memory"); else asm volatile("bar.sync 3, 64;" ::: "memory");', ""
+        'if (i % 2) asm volatile("bar.sync 4, 64;" ::: "memory"); else asm volatile("bar.sync 3, 64;" ::: '
+        '"memory");',
+        "",
     )
-    early = early.replace('asm volatile("bar.arrive 3, 64;" ::: "memory");\n        asm volatile("bar.arrive 4, 64;" ::: "memory");', "")
+    early = early.replace(
+        'asm volatile("bar.arrive 3, 64;" ::: "memory");\n        asm volatile("bar.arrive 4, 64;" ::: '
+        '"memory");',
+        "",
+    )
     with pytest.raises((sim.Race, sim.BarrierFault)):
         simulate(early, ints(32), random(160), 5, block=64)
 
@@ -568,7 +591,12 @@ def shuffled(mode: str, values: list[int], distance: int, width: int) -> list[in
     result = []
     for lane in range(32):
         base = lane // width * width
-        source = {"idx": base + distance % width, "up": lane - distance, "down": lane + distance, "xor": lane ^ distance}[mode]
+        source = {
+            "idx": base + distance % width,
+            "up": lane - distance,
+            "down": lane + distance,
+            "xor": lane ^ distance,
+        }[mode]
         outside = source < base if mode == "up" else source >= base + width
         result.append(values[lane if outside else source])
     return result
@@ -578,7 +606,10 @@ def shuffled(mode: str, values: list[int], distance: int, width: int) -> list[in
 @pytest.mark.parametrize("mode", ["idx", "up", "down", "xor"])
 def test_shuffles(mode, width):
     name = "__shfl_sync" if mode == "idx" else f"__shfl_{mode}_sync"
-    text = f"__global__ void k(int* out, const int* x, int d) {{ out[threadIdx.x] = {name}(~0u, x[threadIdx.x], d, {width}); }}"
+    text = (
+        f"__global__ void k(int* out, const int* x, int d) {{ out[threadIdx.x] = {name}(~0u, "
+        f"x[threadIdx.x], d, {width}); }}"
+    )
     x, out = random(32), ints(32)
     for distance in (0, 1, 3, 7, 15, 16, 31):
         simulate(text, out, x, distance)
@@ -598,7 +629,9 @@ __global__ void k(int* out, const int* x, const int* from) {
     simulate(text, out, x, source)
     valid = [i + s < 32 for i, s in enumerate(source.tolist())]
     assert out[32:].tolist() == [int(v) for v in valid]
-    assert out[:32].tolist() == [int(x[i + s if ok else i]) for i, (s, ok) in enumerate(zip(source.tolist(), valid, strict=True))]
+    assert out[:32].tolist() == [
+        int(x[i + s if ok else i]) for i, (s, ok) in enumerate(zip(source.tolist(), valid, strict=True))
+    ]
 
 
 def test_votes_and_matches_of_two_halves_of_a_warp():
@@ -646,9 +679,14 @@ __global__ void k(int* out, const int* x) {{
     assert out.tolist() == [parts[0]] * 20 + [parts[1]] * 12 + [parts[2]] * 20 + [parts[3]] * 12
 
 
-@pytest.mark.parametrize("name, function", [("and", np.bitwise_and), ("or", np.bitwise_or), ("xor", np.bitwise_xor)])
+@pytest.mark.parametrize(
+    "name, function", [("and", np.bitwise_and), ("or", np.bitwise_or), ("xor", np.bitwise_xor)]
+)
 def test_bitwise_reductions_of_a_warp(name, function):
-    text = f"__global__ void k(unsigned* out, const unsigned* x) {{ out[threadIdx.x] = __reduce_{name}_sync(~0u, x[threadIdx.x]); }}"
+    text = (
+        f"__global__ void k(unsigned* out, const unsigned* x) {{ out[threadIdx.x] = "
+        f"__reduce_{name}_sync(~0u, x[threadIdx.x]); }}"
+    )
     x = torch.randint(0, 1 << 32, (32,)).to(torch.uint32)
     out = torch.zeros(32, dtype=torch.uint32)
     simulate(text, out, x)
@@ -713,11 +751,16 @@ __global__ void k(int* out, const int* x, int n) {{
 # ---- the shipped kernels (all of them run through the ops' own tests)
 
 
-@pytest.mark.parametrize("tile, shared_blocks, shared_tiles", [("Tile128x128", 0, 0), ("Tile64x64", 3, 4), ("Tile32x128", 2, 1)])
+@pytest.mark.parametrize(
+    "tile, shared_blocks, shared_tiles", [("Tile128x128", 0, 0), ("Tile64x64", 3, 4), ("Tile32x128", 2, 1)]
+)
 def test_matmul_v5(tile, shared_blocks, shared_tiles):
     """With sums that start again after two k tiles of eight."""
     M, N, K = 70, 90, 50
-    source, sizes = Source.read(kernels_dir() / "matmul/ladder.cu"), struct.pack("@6i4q", M, N, K, 1, 1, 0, K, N, 0, 0)
+    source, sizes = (
+        Source.read(kernels_dir() / "matmul/ladder.cu"),
+        struct.pack("@6i4q", M, N, K, 1, 1, 0, K, N, 0, 0),
+    )
     shape = next(t for t in plan.FMA_TILES[4] if t.name == tile)
     grid = shared_blocks or -(-M // shape.rows) * -(-N // shape.columns)
 
@@ -726,13 +769,27 @@ def test_matmul_v5(tile, shared_blocks, shared_tiles):
         return sim.load(name, ptx, signature.params(name, ptx.signature, ptx=lambda: (ptx.text, ptx.symbol)))
 
     a, b, bias = torch.randn(M, K), torch.randn(K, N), torch.randn(N)
-    product, fixup = kernel(f"matmul_v5<float, ALONG_K, ALONG_MN, {tile}>"), kernel(f"matmul_v5_fixup<float, {tile}>")
+    product = kernel(f"matmul_v5<float, ALONG_K, ALONG_MN, {tile}>")
+    fixup = kernel(f"matmul_v5_fixup<float, {tile}>")
     with sim.memory.scope([a, b, bias]):
-        out, partials = torch.empty(M, N), torch.empty((2 * shared_blocks + grid) * shape.rows * shape.columns)
-        launch(product, out, partials, a, b, bias, sizes, shared_blocks, shared_tiles, 2, grid=grid, block=128)
+        out = torch.empty(M, N)
+        partials = torch.empty((2 * shared_blocks + grid) * shape.rows * shape.columns)
+        launch(
+            product, out, partials, a, b, bias, sizes, shared_blocks, shared_tiles, 2, grid=grid, block=128
+        )
         if shared_blocks:
             pieces = shape.rows * shape.columns // 128 // 16
-            launch(fixup, out, partials, bias, sizes, shared_blocks, shared_tiles, grid=shared_tiles * pieces, block=128)
+            launch(
+                fixup,
+                out,
+                partials,
+                bias,
+                sizes,
+                shared_blocks,
+                shared_tiles,
+                grid=shared_tiles * pieces,
+                block=128,
+            )
     torch.testing.assert_close(out, a @ b + bias, rtol=1e-5, atol=2e-5)
 
 

@@ -38,7 +38,12 @@ __global__ void __cluster_dims__(2, 1, 1) k(float4* out, const float4* x, int ro
     cluster_wait();
 }
 """
-RIGHT = {"MADE": "mbarriers_made();", "FREE": "mbarrier_wait(free, i + 1 & 1);", "FULL": "mbarrier_wait(full, i & 1);", "EXPECTED": "512"}
+RIGHT = {
+    "MADE": "mbarriers_made();",
+    "FREE": "mbarrier_wait(free, i + 1 & 1);",
+    "FULL": "mbarrier_wait(full, i & 1);",
+    "EXPECTED": "512",
+}
 
 
 def exchange(rounds=3, device="cpu", **changed):
@@ -70,7 +75,10 @@ def test_blocks_that_send_each_other_numbers(device):
         ({"MADE": ""}, "reads 8 bytes.*barriers.* wrote at"),
         ({"EXPECTED": "528"}, "waits at an mbarrier for 0 arrivals and 32 bytes"),
         ({"FREE": "mbarrier_wait(free, i & 1);"}, "waits at an mbarrier for 2 arrivals and 0 bytes"),
-        ({"FREE": "FREE if (i == 0) mbarrier_arrive(free);".replace("FREE", RIGHT["FREE"])}, "at which only 2 arrivals are missing"),
+        (
+            {"FREE": "FREE if (i == 0) mbarrier_arrive(free);".replace("FREE", RIGHT["FREE"])},
+            "at which only 2 arrivals are missing",
+        ),
         ({"FULL": RIGHT["FULL"] + " mbarrier_wait(shared_address(numbers), 1);"}, "which is no mbarrier"),
     ],
 )

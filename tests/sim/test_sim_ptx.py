@@ -12,7 +12,16 @@ from cukern.runtime.compile.sources import Source
 from cukern.sim.instructions.decode import instruction
 from cukern.sim.instructions.tables import INSTRUCTIONS
 from cukern.sim.machine.program import Program
-from cukern.sim.ptx.module import Address, Immediate, PtxError, Register, Symbol, Vector, immediate_bits, immediate_value
+from cukern.sim.ptx.module import (
+    Address,
+    Immediate,
+    PtxError,
+    Register,
+    Symbol,
+    Vector,
+    immediate_bits,
+    immediate_value,
+)
 from cukern.sim.ptx.parser import parse
 
 HEAD = ".version 8.8\n.target sm_90\n.address_size 64\n"
@@ -20,7 +29,10 @@ HEAD = ".version 8.8\n.target sm_90\n.address_size 64\n"
 
 def body(code: str, head: str = ""):
     """The kernel `k` with this code."""
-    return parse(f"{HEAD}{head}\n.visible .entry k(.param .u64 k_param_0, .param .u32 k_param_1)\n{{\n{code}\nret;\n}}\n").kernels["k"]
+    return parse(
+        f"{HEAD}{head}\n.visible .entry k(.param .u64 k_param_0, .param .u32 "
+        f"k_param_1)\n{{\n{code}\nret;\n}}\n"
+    ).kernels["k"]
 
 
 def bits_of(value: float, form: str) -> int:
@@ -54,7 +66,9 @@ def test_literals(text, type_, bits):
 
 def test_values_of_literals():
     assert (
-        immediate_value(Immediate("-12")) == -12 and immediate_value(Immediate("0x1F")) == 31 and immediate_value(Immediate("2.5")) == 2.5
+        immediate_value(Immediate("-12")) == -12
+        and immediate_value(Immediate("0x1F")) == 31
+        and immediate_value(Immediate("2.5")) == 2.5
     )
 
 
@@ -77,9 +91,18 @@ def test_operands_of_every_form():
 $L_1:
 """)
     load, store, setp, pack, special, symbol, byte, atom, copy, bra = kernel.code[:-1]
-    p, rs, r, rd = (lambda i, base=base, width=width: Register(base + i, width) for base, width in ((0, 1), (3, 16), (8, 32), (17, 64)))
-    assert load.operands == (Vector((r(1), Symbol("_"))), Address(rd(1), -8)) and load.guard == p(1) and load.opcode == "ld.global.v2.u32"
-    assert store.operands == (Address(Symbol("table"), 12), r(2)) and store.guard == p(2)._replace(negated=True)
+    p, rs, r, rd = (
+        lambda i, base=base, width=width: Register(base + i, width)
+        for base, width in ((0, 1), (3, 16), (8, 32), (17, 64))
+    )
+    assert (
+        load.operands == (Vector((r(1), Symbol("_"))), Address(rd(1), -8))
+        and load.guard == p(1)
+        and load.opcode == "ld.global.v2.u32"
+    )
+    assert store.operands == (Address(Symbol("table"), 12), r(2)) and store.guard == p(2)._replace(
+        negated=True
+    )
     assert setp.operands == (Vector((p(1), p(2))), r(1), Immediate("-5"), p(0)._replace(negated=True))
     assert pack.operands == (r(3), Vector((rs(1), rs(2))))
     assert special.operands == (r(4), Symbol("%tid.x")) and symbol.operands == (rd(2), Symbol("table", 4))
@@ -98,7 +121,12 @@ def test_inner_scopes_have_registers_of_their_own():
 """)
     first, second, third, last = kernel.code[:-1]
     outer, inner, deepest = last.operands[0], first.operands[0], second.operands[0]
-    assert outer != third.operands[0] and inner == third.operands[1] and deepest not in (inner, outer) and deepest.width == 16
+    assert (
+        outer != third.operands[0]
+        and inner == third.operands[1]
+        and deepest not in (inner, outer)
+        and deepest.width == 16
+    )
 
 
 def test_variables_and_their_values():
@@ -127,20 +155,31 @@ def test_variables_and_their_values():
 
 
 def test_parameters_lie_as_c_lays_them_out():
-    text = ".visible .entry k(.param .u8 a, .param .f64 b, .param .u16 c, .param .u32 d, .param .align 8 .b8 e[12], .param .u64 f) { ret; }"
+    text = (
+        ".visible .entry k(.param .u8 a, .param .f64 b, .param .u16 c, .param .u32 d, .param .align 8 .b8 "
+        "e[12], .param .u64 f) { ret; }"
+    )
     assert list(Program(parse(HEAD + text), "k").params.values()) == [0, 8, 16, 20, 24, 40]
 
 
 def test_variables_lie_at_multiples_of_their_alignment():
     declared = ".shared .align 1 .b8 a[3]; .shared .align 8 .b8 b[8]; .shared .align 2 .u16 c;"
     declared += ".local .align 4 .b8 d[5]; .local .align 16 .b8 e[4];"
-    program = Program(parse(HEAD + ".extern .shared .align 16 .b8 f[];\n.entry k() {" + declared + "ret; }"), "k")
+    program = Program(
+        parse(HEAD + ".extern .shared .align 16 .b8 f[];\n.entry k() {" + declared + "ret; }"), "k"
+    )
     at = {name: address for name, (_, address) in program.addresses.items()}
-    assert at == {"a": 0, "b": 8, "c": 16, "d": 0, "e": 16, "f": 32} and program.shared_size == 18 and program.local_size == 20
+    assert (
+        at == {"a": 0, "b": 8, "c": 16, "d": 0, "e": 16, "f": 32}
+        and program.shared_size == 18
+        and program.local_size == 20
+    )
 
 
 def test_launch_bounds():
-    assert parse(HEAD + ".entry k() .maxntid 16, 8, 2 .minnctapersm 3 { ret; }").kernels["k"].max_threads == 256
+    assert (
+        parse(HEAD + ".entry k() .maxntid 16, 8, 2 .minnctapersm 3 { ret; }").kernels["k"].max_threads == 256
+    )
 
 
 def test_lines_name_each_place_that_was_inlined():
@@ -192,22 +231,38 @@ def test_a_text_that_is_no_ptx(code, line, what):
         body(code)
 
 
-@pytest.mark.parametrize("text", [".entry k() {", ".entry k(", "nonsense", ".section .x {", ".global .u32 x", '.entry k() { mov.u32 %r, "'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        ".entry k() {",
+        ".entry k(",
+        "nonsense",
+        ".section .x {",
+        ".global .u32 x",
+        '.entry k() { mov.u32 %r, "',
+    ],
+)
 def test_a_text_that_ends_too_early(text):
     with pytest.raises(PtxError, match="PTX line"):
         parse(HEAD + text)
 
 
 @pytest.mark.parametrize(
-    "versions, dtype", [(SQUARE, torch.float16), (SQUARE, torch.bfloat16), (MATMUL, torch.float32), (MATMUL, torch.float64)]
+    "versions, dtype",
+    [(SQUARE, torch.float16), (SQUARE, torch.bfloat16), (MATMUL, torch.float32), (MATMUL, torch.float64)],
 )
 def test_every_instruction_of_the_shipped_kernels_is_known(versions, dtype):
     for version in versions.values():
         for kernel in list(version.instances(dtype))[:4]:
             ptx = compile_ptx(kernel.source, kernel.name)
             program = Program(parse(ptx.text), ptx.symbol)
-            steps = [(i.opcode, instruction(program, pc, INSTRUCTIONS)[0]) for pc, i in enumerate(program.kernel.code)]
-            assert not {opcode for opcode, step in steps if "not_simulated" in getattr(step, "__qualname__", "")}, kernel.name
+            steps = [
+                (i.opcode, instruction(program, pc, INSTRUCTIONS)[0])
+                for pc, i in enumerate(program.kernel.code)
+            ]
+            assert not {
+                opcode for opcode, step in steps if "not_simulated" in getattr(step, "__qualname__", "")
+            }, kernel.name
 
 
 def test_source_text_is_named_as_python_names_it():

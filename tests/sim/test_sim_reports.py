@@ -1,4 +1,5 @@
-"""What the simulator says of wrong kernels: the kind of bug, the thread and the line; and that it says nothing of the mended ones."""
+"""What the simulator says of wrong kernels: the kind of bug, the thread and the line; and that it says
+nothing of the mended ones."""
 
 import re
 
@@ -12,7 +13,8 @@ from cukern import LaunchError, sim
 # fmt: off
 BOUNDS = [
     Case("read after the end", sim.OutOfBounds, lambda x, n: torch.cat((x + 1, torch.tensor([-1]))),
-         r"reads 4 bytes of global memory 0 bytes after the end of the tensor of argument 'x', which has 400 bytes", """
+         r"reads 4 bytes of global memory 0 bytes after the end of the tensor of argument 'x', which "
+         r"has 400 bytes", """
 __global__ void k(int* out, const int* x, int n) {
     int i = blockIdx.x * blockDim.x + threadIdx.x;
     if ([[i > n => i >= n]]) return;
@@ -20,13 +22,16 @@ __global__ void k(int* out, const int* x, int n) {
 }
 """, arguments=lambda: [ints(101), iota(101)[:100], 100], grid=2, block_index=1, thread=36),
     Case("write before the start", sim.OutOfBounds, lambda x: x,
-         r"writes 4 bytes of global memory 8 bytes before the start of the tensor of argument 'out', which has 256 bytes", """
+         r"writes 4 bytes of global memory 8 bytes before the start of the tensor of argument 'out', "
+         r"which has 256 bytes", """
 __global__ void k(int* out, const int* x) {
     int i = threadIdx.x;
     out[i [[- 2 =>]]] = x[i];  // here
 }
 """, arguments=lambda: [ints(66)[2:], iota(64)]),
-    Case("a null pointer", sim.OutOfBounds, lambda bias: torch.full((64,), 7), r"reads 4 bytes of global memory through a null pointer", """
+    Case("a null pointer", sim.OutOfBounds, lambda bias: torch.full((64,), 7), r"reads 4 bytes of global "
+                                                                               r"memory through a null "
+                                                                               r"pointer", """
 __global__ void k(int* out, const int* bias) {
     out[threadIdx.x] = [[=> !bias ? 7 :]] bias[threadIdx.x];  // here
 }
@@ -39,7 +44,8 @@ __global__ void k(int* out, const int* x) {
 }
 """, arguments=lambda: [ints(64), iota(128)], thread=1),
     Case("a vector across the end", sim.OutOfBounds, lambda x: torch.cat((x[:-1:2] + x[1::2], x[-1:])),
-         r"reads 8 bytes of global memory across the end of the tensor of argument 'x', which has 508 bytes", """
+         r"reads 8 bytes of global memory across the end of the tensor of argument 'x', which has 508 "
+         r"bytes", """
 __global__ void k(int* out, const int* x) {
     int i = threadIdx.x;
     int2 v = [[=> i == 63 ? make_int2(x[126], 0) :]] *(const int2*)(x + 2 * i);  // here
@@ -65,7 +71,8 @@ __global__ void k(int* out, const int* x) {
 }
 """, shared=(254, 256), thread=63),
     Case("constant memory has an end", sim.OutOfBounds, lambda: torch.full((64,), 0),
-         r"reads 4 bytes of global memory 0 bytes after the end of the variable table, which has 256 bytes", """
+         r"reads 4 bytes of global memory 0 bytes after the end of the variable table, which has 256 "
+         r"bytes", """
 __constant__ int table[64];
 __global__ void k(int* out) {
     out[threadIdx.x] = table[threadIdx.x [[+ 1 =>]]];  // here
@@ -98,7 +105,8 @@ UNWRITTEN = [
 ]
 RACES = [
     Case("no __syncthreads between write and read", sim.Race, lambda x: x.flip(0),
-         r"reads 4 bytes, offset \d+ of shared memory \(tile \+ 252\), that thread \(63, 0, 0\) wrote at {there}: no barrier is between",
+         r"reads 4 bytes, offset \d+ of shared memory \(tile \+ 252\), that thread \(63, 0, 0\) wrote at "
+         r"{there}: no barrier is between",
          """
     __shared__ int tile[64];
     tile[threadIdx.x] = x[threadIdx.x];  // there
@@ -106,7 +114,8 @@ RACES = [
     out[threadIdx.x] = tile[63 - threadIdx.x];  // here
 """),
     Case("no __syncthreads between read and write", sim.Race, lambda x: 3 * x.flip(0) + 3,
-         r"writes 4 bytes, offset \d+ of shared memory \(tile \+ 0\), that thread \(63, 0, 0\) read at {there}: no barrier is between", """
+         r"writes 4 bytes, offset \d+ of shared memory \(tile \+ 0\), that thread \(63, 0, 0\) read at "
+         r"{there}: no barrier is between", """
     __shared__ int tile[64];
     int sum = 0;
 #pragma unroll 1
@@ -119,7 +128,8 @@ RACES = [
     out[threadIdx.x] = sum;
 """),
     Case("a write after the writer's own read, and before it another's", sim.Race, lambda x: x.flip(0) * 2,
-         r"writes 4 bytes, offset \d+ of shared memory \(tile \+ \d+\), that thread \(\d+, 0, 0\) read at {there}: no barrier is between",
+         r"writes 4 bytes, offset \d+ of shared memory \(tile \+ \d+\), that thread \(\d+, 0, 0\) read at "
+         r"{there}: no barrier is between",
          """
     __shared__ int tile[64];
     tile[threadIdx.x] = x[threadIdx.x];
@@ -132,7 +142,8 @@ RACES = [
     out[threadIdx.x] = tile[threadIdx.x] - own + v;
 """),
     Case("a reader that does not look at the counter", sim.Race, lambda part: torch.tensor([5]),
-         r"byte 0 of the tensor of argument 'part', that block \(0, 0, 0\), thread \(0, 0, 0\) wrote at {there}: nothing orders", """
+         r"byte 0 of the tensor of argument 'part', that block \(0, 0, 0\), thread \(0, 0, 0\) wrote at "
+         r"{there}: nothing orders", """
 __device__ unsigned ready;
 __global__ void k(int* out, int* part) {
     if (threadIdx.x) return;
@@ -148,21 +159,24 @@ __global__ void k(int* out, int* part) {
 }
 """, arguments=lambda: [ints(1), ints(1)], grid=2, block_index=1),
     Case("no __syncwarp", sim.Race, lambda x: x ^ 5,
-         r"that thread \(5, 0, 0\) wrote at {there}: a __syncwarp\(\) is missing between the two \(__syncthreads", """
+         r"that thread \(5, 0, 0\) wrote at {there}: a __syncwarp\(\) is missing between the two "
+         r"\(__syncthreads", """
     __shared__ int tile[64];
     tile[threadIdx.x] = x[threadIdx.x];  // there
     [[=> __syncwarp();]]
     out[threadIdx.x] = tile[threadIdx.x ^ 5];  // here
 """),
     Case("a __syncwarp of other lanes", sim.Race, lambda x: x ^ 16,
-         r"that thread \(16, 0, 0\) wrote at {there}: a __syncwarp\(\) is missing between the two \(__syncthreads", """
+         r"that thread \(16, 0, 0\) wrote at {there}: a __syncwarp\(\) is missing between the two "
+         r"\(__syncthreads", """
     __shared__ int tile[32];
     tile[threadIdx.x] = x[threadIdx.x];  // there
     __syncwarp([[threadIdx.x < 16 ? 0xffff : 0xffff0000 => ~0u]]);
     out[threadIdx.x] = tile[threadIdx.x ^ 16];  // here
 """, block=32),
     Case("a shuffle is no __syncwarp", sim.Race, lambda x: 2 * (x ^ 1),
-         r"that thread \(1, 0, 0\) wrote at {there}: a __syncwarp\(\) is missing between the two \(__syncthreads", """
+         r"that thread \(1, 0, 0\) wrote at {there}: a __syncwarp\(\) is missing between the two "
+         r"\(__syncthreads", """
     __shared__ int tile[32];
     tile[threadIdx.x] = x[threadIdx.x];  // there
     int other = __shfl_xor_sync(~0u, x[threadIdx.x], 1);
@@ -170,7 +184,8 @@ __global__ void k(int* out, int* part) {
     out[threadIdx.x] = tile[threadIdx.x ^ 1] + other;  // here
 """, block=32),
     Case("volatile is no __syncwarp", sim.Race, lambda x: x.sum(dtype=torch.int32)[None],
-         r"thread \(\d+, 0, 0\) (wrote|read) at .*: a __syncwarp\(\) is missing between the two \(__syncthreads", """
+         r"thread \(\d+, 0, 0\) (wrote|read) at .*: a __syncwarp\(\) is missing between the two "
+         r"\(__syncthreads", """
 __global__ void k(int* out, const int* x) {
     __shared__ volatile int tile[32];
     int v = x[threadIdx.x];
@@ -186,13 +201,15 @@ __global__ void k(int* out, const int* x) {
 }
 """, arguments=lambda: [ints(1), iota(32)], block=32),
     Case("two threads write two values", sim.Race, lambda x: x[:1] + 5,
-         r"writes 4 bytes, byte 0 of the tensor of argument 'out', where block \(0, 0, 0\), thread \(63, 0, 0\) writes another value", """
+         r"writes 4 bytes, byte 0 of the tensor of argument 'out', where block \(0, 0, 0\), thread "
+         r"\(63, 0, 0\) writes another value", """
 __global__ void k(int* out, const int* x) {
     *out = x[ [[threadIdx.x => 0]] ] + 5;  // here
 }
 """, arguments=lambda: [ints(1), iota(64)]),
     Case("global memory within a block", sim.Race, lambda x: x.flip(0),
-         r"reads 4 bytes, byte 252 of the tensor of argument 'out', that thread \(63, 0, 0\) wrote at {there}: no barrier", """
+         r"reads 4 bytes, byte 252 of the tensor of argument 'out', that thread \(63, 0, 0\) wrote at "
+         r"{there}: no barrier", """
     out[threadIdx.x] = x[threadIdx.x];  // there
     [[=> __syncthreads();]]
     int v = out[63 - threadIdx.x];  // here
@@ -200,7 +217,8 @@ __global__ void k(int* out, const int* x) {
     out[threadIdx.x] = v;
 """),
     Case("two blocks", sim.Race, lambda x: x.view(2, 64).flip(1).reshape(-1) + 1,
-         r"reads 4 bytes, byte 256 of .* 'out', that block \(1, 0, 0\), thread \(0, 0, 0\) wrote at {there}: nothing orders two blocks",
+         r"reads 4 bytes, byte 256 of .* 'out', that block \(1, 0, 0\), thread \(0, 0, 0\) wrote at "
+         r"{there}: nothing orders two blocks",
          """
 __global__ void k(int* out, const int* x) {
     int i = blockIdx.x * blockDim.x + threadIdx.x;
@@ -219,7 +237,8 @@ __global__ void k(int* out, const int* x) {
 }
 """, arguments=lambda: [torch.zeros(1, dtype=torch.int32), iota(8)], grid=8),
     Case("no fence before the counter", sim.Race, lambda part, x: 10 * x.sum(dtype=torch.int32)[None],
-         r"byte 0 of the tensor of argument 'part', that block \(0, 0, 0\), thread \(0, 0, 0\) wrote at {there}: nothing orders", """
+         r"byte 0 of the tensor of argument 'part', that block \(0, 0, 0\), thread \(0, 0, 0\) wrote at "
+         r"{there}: nothing orders", """
 __device__ unsigned arrived;
 __global__ void k(int* out, int* part, const int* x) {
     __shared__ bool last;
@@ -238,7 +257,8 @@ __global__ void k(int* out, int* part, const int* x) {
 }
 """, arguments=lambda: [ints(1), ints(8), iota(8)], grid=8, block_index=7),
     Case("no cp.async.wait", sim.Race, lambda x: x,
-         r"reads 4 bytes, offset 0 of shared memory .*, into which an asynchronous copy still writes: a cp.async.wait", """
+         r"reads 4 bytes, offset 0 of shared memory .*, into which an asynchronous copy still writes: a "
+         r"cp.async.wait", """
     __shared__ int tile[64];
     unsigned to = (unsigned)__cvta_generic_to_shared(tile + threadIdx.x);
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" :: "r"(to), "l"(x + threadIdx.x) : "memory");
@@ -248,7 +268,8 @@ __global__ void k(int* out, int* part, const int* x) {
     out[threadIdx.x] = tile[threadIdx.x];  // here
 """),
     Case("cp.async.wait for too few groups", sim.Race, lambda x: x,
-         r"reads 4 bytes, offset 4 of shared memory .*, into which an asynchronous copy still writes: a cp.async.wait", """
+         r"reads 4 bytes, offset 4 of shared memory .*, into which an asynchronous copy still writes: a "
+         r"cp.async.wait", """
 __device__ void copy(int* to, const int* from) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" :: "r"((unsigned)__cvta_generic_to_shared(to)), "l"(from) : "memory");
     asm volatile("cp.async.commit_group;" ::: "memory");
@@ -263,7 +284,8 @@ __global__ void k(int* out, const int* x) {
 }
 """, arguments=lambda: [ints(2), iota(2)], block=1),
     Case("cp.async.wait without a barrier", sim.Race, lambda x: x.flip(0),
-         r"reads 4 bytes, offset \d+ of shared memory \(tile \+ 252\), that thread \(63, 0, 0\) wrote at {there}: no barrier", """
+         r"reads 4 bytes, offset \d+ of shared memory \(tile \+ 252\), that thread \(63, 0, 0\) wrote "
+         r"at {there}: no barrier", """
     __shared__ int tile[64];
     unsigned to = (unsigned)__cvta_generic_to_shared(tile + threadIdx.x);
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" :: "r"(to), "l"(x + threadIdx.x) : "memory");  // there
@@ -285,7 +307,8 @@ __global__ void k(int* out, const int* x, int n) {
 }  // there
 """, arguments=lambda: [ints(20), iota(20), 20]),
     Case("a barrier in one branch", sim.BarrierFault, lambda x: x.flip(0),
-         r"offset \d+ of shared .* wrote at {there}: thread \(32, 0, 0\) waits at the __syncthreads\(\) at .*, which this thread has", """
+         r"offset \d+ of shared .* wrote at {there}: thread \(32, 0, 0\) waits at the __syncthreads\(\) "
+         r"at .*, which this thread has", """
     __shared__ int tile[64];
     tile[threadIdx.x] = x[threadIdx.x];  // there
     [[if (threadIdx.x >= 32) =>]]
@@ -295,7 +318,8 @@ __global__ void k(int* out, const int* x, int n) {
     out[threadIdx.x] = v;
 """),
     Case("two barriers that threads take for one", sim.BarrierFault, lambda x: x.flip(0),
-         r"that thread \(\d+, 0, 0\) wrote at {there}: the threads of the block have met at different __syncthreads\(\), some at", """
+         r"that thread \(\d+, 0, 0\) wrote at {there}: the threads of the block have met at different "
+         r"__syncthreads\(\), some at", """
     __shared__ int tile[64];
     tile[threadIdx.x] = x[threadIdx.x];
     if (threadIdx.x >= 32) {
@@ -328,7 +352,8 @@ __global__ void k(int* out, int* x) {
     out[threadIdx.x] = tile[63 - threadIdx.x];
 """),
     Case("two counts at one named barrier", sim.BarrierFault, lambda x: x.view(2, 32).flip(1).reshape(-1),
-         r"meets (32|64) threads at barrier 1, but others who are there meet (32|64) threads: all must name the same number", """
+         r"meets (32|64) threads at barrier 1, but others who are there meet (32|64) threads: all must "
+         r"name the same number", """
     __shared__ int tile[64];
     tile[threadIdx.x] = x[threadIdx.x];
     int threads = threadIdx.x < 32 ? 32 : 64;
@@ -342,7 +367,8 @@ __global__ void k(int* out, int* x) {
     asm volatile("bar.sync 1, [[40 => 64]];" ::: "memory");  // here
     out[threadIdx.x] = tile[63 - threadIdx.x];
 """),
-    Case("a 17th barrier", sim.BarrierFault, lambda x: x.flip(0), r"is at barrier 16, but the numbers are 0 to 15", """
+    Case("a 17th barrier", sim.BarrierFault, lambda x: x.flip(0), r"is at barrier 16, but the numbers are 0 "
+                                                                  r"to 15", """
     __shared__ int tile[64];
     tile[threadIdx.x] = x[threadIdx.x];
     int last = x[63] - [[47 => 48]];
@@ -410,7 +436,9 @@ __global__ void k(int* out, int go) {
     out = ints(1)
     simulate(text, out, 0, block=1)
     assert out.item() == 1
-    with pytest.raises(sim.NotSimulated, match=rf"discard\.global\.L2, in k, <cukern.compile \w+>:{line_of(text, 'here')}"):
+    with pytest.raises(
+        sim.NotSimulated, match=rf"discard\.global\.L2, in k, <cukern.compile \w+>:{line_of(text, 'here')}"
+    ):
         simulate(text, out, 1, block=1)
 
 
@@ -424,15 +452,23 @@ __global__ void k(int* out, const int* x) {
 }
 """
     copy = rf"<cukern.compile \w+>:{line_of(text, 'copy')} \(in cuda_pipeline_helpers.h:\d+\)"
-    with pytest.raises(sim.Race, match=rf":{line_of(text, 'here')}: reads 4 bytes.* is missing after the copy at {copy}"):
+    with pytest.raises(
+        sim.Race, match=rf":{line_of(text, 'here')}: reads 4 bytes.* is missing after the copy at {copy}"
+    ):
         simulate(text, ints(32), iota(32))
-    with pytest.raises(sim.OutOfBounds, match=rf"thread \(31, 0, 0\), {copy}: reads 4 bytes of global memory 0 bytes after the end"):
+    with pytest.raises(
+        sim.OutOfBounds,
+        match=rf"thread \(31, 0, 0\), {copy}: reads 4 bytes of global memory 0 bytes after the end",
+    ):
         simulate(text, ints(32), iota(31))
 
 
 # ---- what only shows from one launch to the next, or beside a kernel
 
-ADD = "__global__ void add(int* out, const int* x, int n) { int i = threadIdx.x; if (i < n) out[i] = x[i] + 1; }\n"
+ADD = (
+    "__global__ void add(int* out, const int* x, int n) { int i = threadIdx.x; if (i < n) out[i] = x[i] + "
+    "1; }\n"
+)
 
 
 def test_workspace_is_known_by_what_an_earlier_kernel_wrote():
@@ -461,12 +497,20 @@ __global__ void k(int* out, int* work, int from) {
         launch(add, work, x, 20)
         launch(kernel, out, work, 10, block=14)
         assert out[:14].tolist() == [*range(11, 21), 7, 7, 7, 7]
-        with pytest.raises(sim.Uninitialized, match=r"thread \(14, 0, 0\).* byte 96 of the tensor of argument 'work'"):
+        with pytest.raises(
+            sim.Uninitialized, match=r"thread \(14, 0, 0\).* byte 96 of the tensor of argument 'work'"
+        ):
             launch(kernel, out, work, 10, block=15)
 
 
 @pytest.mark.parametrize(
-    "fill", [lambda x: x.fill_(3), lambda x: x.copy_(iota(32)), lambda x: x[:].zero_(), lambda x: torch.add(x, 0, out=x)]
+    "fill",
+    [
+        lambda x: x.fill_(3),
+        lambda x: x.copy_(iota(32)),
+        lambda x: x[:].zero_(),
+        lambda x: torch.add(x, 0, out=x),
+    ],
 )
 def test_in_place_ops_write(fill):
     kernel = load(ADD)
@@ -480,7 +524,12 @@ def test_in_place_ops_write(fill):
 
 
 @pytest.mark.parametrize(
-    "make", [lambda x: torch.empty_like(x), lambda x: x.new_empty(32), lambda x: torch.empty_strided((32,), (1,), dtype=torch.int32)]
+    "make",
+    [
+        lambda x: torch.empty_like(x),
+        lambda x: x.new_empty(32),
+        lambda x: torch.empty_strided((32,), (1,), dtype=torch.int32),
+    ],
 )
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_empty_tensors_are_unwritten_even_where_torch_fills_them(make, deterministic):
@@ -500,9 +549,13 @@ def test_neighbours_of_a_view_are_out_of_bounds():
     x, out = iota(96), ints(32)
     simulate(ADD, out, x[32:64], 32)
     assert torch.equal(out, x[32:64] + 1)
-    with pytest.raises(sim.OutOfBounds, match="0 bytes after the end of the tensor of argument 'x', which has 124 bytes"):
+    with pytest.raises(
+        sim.OutOfBounds, match="0 bytes after the end of the tensor of argument 'x', which has 124 bytes"
+    ):
         simulate(ADD, out, x[32:63], 32)
-    with pytest.raises(sim.OutOfBounds, match=r"at 0x[0-9a-f]+, which belongs to no argument|of argument 'out'"):
+    with pytest.raises(
+        sim.OutOfBounds, match=r"at 0x[0-9a-f]+, which belongs to no argument|of argument 'out'"
+    ):
         kernel = load(ADD)
         with sim.memory.scope([out]):
             launch(kernel, out, x, 32)
@@ -524,7 +577,10 @@ def test_memory_between_the_rows_of_a_view_is_out_of_bounds(view, index, ok):
         simulate(text, out, x[view], index, block=1)
         assert out.item() == x[view].as_strided((1,), (1,), x[view].storage_offset() + index).item()
     else:
-        with pytest.raises(sim.OutOfBounds, match="of the tensor of argument 'x', which is between the rows or columns of a view"):
+        with pytest.raises(
+            sim.OutOfBounds,
+            match="of the tensor of argument 'x', which is between the rows or columns of a view",
+        ):
             simulate(text, out, x[view], index, block=1)
     with sim.memory.scope([x]):
         simulate(text, out, x[view], index, block=1)
@@ -538,11 +594,17 @@ TENSORS = {  # which tensor an instruction accesses changes with time, or from l
 
 @pytest.mark.parametrize("name", TENSORS)
 def test_one_instruction_that_accesses_several_tensors(name):
-    text = f"__global__ void k(int* out, const int* x, const int* y) {{ int v = 0; {TENSORS[name]} out[threadIdx.x] = v; }}"
+    text = (
+        f"__global__ void k(int* out, const int* x, const int* y) {{ int v = 0; {TENSORS[name]} "
+        f"out[threadIdx.x] = v; }}"
+    )
     x, y, out = iota(64), iota(64) * 5, ints(64)
     simulate(text, out, x, y, block=64)
     assert torch.equal(out, 3 * (x + y) if name == "in turn" else torch.where(iota(64) % 2 == 1, x, y))
-    with pytest.raises(sim.OutOfBounds, match=r"thread .63, .* 0 bytes after the end of the tensor of argument 'x', which has 252 bytes"):
+    with pytest.raises(
+        sim.OutOfBounds,
+        match=r"thread .63, .* 0 bytes after the end of the tensor of argument 'x', which has 252 bytes",
+    ):
         simulate(text, out, x[:63], y, block=64)
 
 
@@ -556,7 +618,10 @@ __global__ void k(int* out) {{
     out[threadIdx.x] = s[{index}];
 }}
 """
-    with pytest.raises(sim.OutOfBounds, match=f"reads 4 bytes at offset {offset} of shared memory, but the block has 256 bytes of it$"):
+    with pytest.raises(
+        sim.OutOfBounds,
+        match=f"reads 4 bytes at offset {offset} of shared memory, but the block has 256 bytes of it$",
+    ):
         simulate(text, ints(64), block=64)
 
 
@@ -611,10 +676,22 @@ def test_a_launch_orders_all_before_it():
         ("", {"block": (32, 33)}, "1056 threads per block exceed this kernel's limit of 1024"),
         ("", {"grid": (1, 65536)}, "grid y = 65536 is not in 1..65535"),
         ("", {"grid": 0}, "grid x = 0"),
-        ("", {"shared": (227 << 10) + 1}, "232449 bytes of shared memory per block, 232449 of them dynamic, exceed the limit of 232448"),
+        (
+            "",
+            {"shared": (227 << 10) + 1},
+            "232449 bytes of shared memory per block, 232449 of them dynamic, exceed the limit of 232448",
+        ),
         ("__launch_bounds__(64)", {"block": 96}, "96 threads per block exceed this kernel's limit of 64"),
-        ("__cluster_dims__(2, 1, 1)", {"grid": 5}, "grid x = 5 is not a multiple of the cluster size along x, 2"),
-        ("__cluster_dims__(1, 4, 1)", {"grid": (4, 6)}, "grid y = 6 is not a multiple of the cluster size along y, 4"),
+        (
+            "__cluster_dims__(2, 1, 1)",
+            {"grid": 5},
+            "grid x = 5 is not a multiple of the cluster size along x, 2",
+        ),
+        (
+            "__cluster_dims__(1, 4, 1)",
+            {"grid": (4, 6)},
+            "grid y = 6 is not a multiple of the cluster size along y, 4",
+        ),
         ("__cluster_dims__(32, 1, 1)", {"grid": 32}, "32 blocks per cluster exceed the limit of 16"),
         ("", {"grid": 8192, "block": 1024}, "has 8388608 threads, and the simulator takes at most 4194304"),
     ],
@@ -625,7 +702,9 @@ def test_launches_that_are_refused(attribute, geometry, words):
 
 
 def test_a_block_as_large_as_its_bound():
-    simulate("__global__ void __launch_bounds__(64) k(int* out) { out[threadIdx.x] = 1; }", ints(64), block=64)
+    simulate(
+        "__global__ void __launch_bounds__(64) k(int* out) { out[threadIdx.x] = 1; }", ints(64), block=64
+    )
 
 
 def test_argument_that_does_not_fit():

@@ -1,6 +1,8 @@
-"""The simulator is quick enough to be used while one writes a kernel: the time of textbook kernels, compilation aside.
+"""The simulator is quick enough to be used while one writes a kernel: the time of textbook kernels,
+compilation aside.
 
-Three of them are measured in units of a loop of numpy operations on 64 numbers, whatever machine the tests run on.
+Three of them are measured in units of a loop of numpy operations on 64 numbers, whatever machine the tests
+run on.
 """
 
 import time
@@ -109,16 +111,20 @@ __global__ void layernorm(float* out, const float* x, const float* weight, const
 }
 """
 KERNELS = {  # arguments after the output; launch; what it computes; the most units it may take
-    "a thread a row": (ROWS, (torch.randn(64, 1024), 64, 1024), {"grid": 2, "block": 32}, lambda x, *_: x.softmax(1), 45),
-    "tiles of a product": (PRODUCT, (torch.randn(128, 128), torch.randn(128, 128), 128), {"grid": (4, 4), "block": (32, 32)},
+    "a thread a row": (ROWS, (torch.randn(64, 1024), 64, 1024), {"grid": 2, "block": 32},
+                       lambda x, *_: x.softmax(1), 45),
+    "tiles of a product": (PRODUCT, (torch.randn(128, 128), torch.randn(128, 128), 128),
+                           {"grid": (4, 4), "block": (32, 32)},
                            lambda a, b, _: a @ b, 9),
-    "a warp a row": (LAYERNORM, (torch.randn(64, 768), torch.randn(768), torch.randn(768), 64, 768), {"grid": 16, "block": 128},
+    "a warp a row": (LAYERNORM, (torch.randn(64, 768), torch.randn(768), torch.randn(768), 64, 768),
+                     {"grid": 16, "block": 128},
                      lambda x, w, b, *_: torch.nn.functional.layer_norm(x, (768,), w, b), 2.2),
 }  # fmt: skip
 
 
 def unit() -> float:
-    """CPU seconds of 3000 rounds of five operations on 64 numbers: 6 ms on the machine of the measurements."""
+    """CPU seconds of 3000 rounds of five operations on 64 numbers: 6 ms on the machine of the
+    measurements."""
     a, table, index = np.arange(64.0), np.zeros(5000), np.arange(64) * 7
     start = time.process_time()
     for _ in range(3000):
@@ -159,7 +165,10 @@ ENDLESS = {  # threads that poll at one address, and a spin lock that a warp tak
 def test_endless_loops_end_soon(name):
     """A 35th of the usual limit, which should take at most 10 s: 48 units of 6 ms, and half as much again."""
     body, launch = ENDLESS[name]
-    kernel, lock = cukern.compile(f"__global__ void spin(int* lock) {{ {body} }}"), torch.zeros(8, dtype=torch.int32)
+    kernel, lock = (
+        cukern.compile(f"__global__ void spin(int* lock) {{ {body} }}"),
+        torch.zeros(8, dtype=torch.int32),
+    )
 
     def run():
         lock.zero_()

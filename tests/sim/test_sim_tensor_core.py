@@ -1,4 +1,5 @@
-"""The simulator's tensor cores: lane layouts written out element by element as in the PTX ISA, and products against exact sums."""
+"""The simulator's tensor cores: lane layouts written out element by element as in the PTX ISA, and products
+against exact sums."""
 
 from fractions import Fraction
 
@@ -52,7 +53,9 @@ def pack(tile: np.ndarray, place, elements: int, narrow: bool) -> list[np.ndarra
 
 def exact_bits(type_: str, shape: tuple[int, int], rng: np.random.Generator) -> np.ndarray:
     """Small integers over 8: their products and sums are exact in float32, and nearly so in float16."""
-    return np.vectorize(lambda n: encode(type_, Fraction(int(n), 8)) if n else 0)(rng.integers(-16, 17, shape))
+    return np.vectorize(lambda n: encode(type_, Fraction(int(n), 8)) if n else 0)(
+        rng.integers(-16, 17, shape)
+    )
 
 
 @pytest.mark.parametrize(("shape", "factor", "total"), CASES)
@@ -93,7 +96,10 @@ def test_tf32_drops_the_bits_that_tensor_cores_do_not_see():
     full, cut = np.full((1, 32), 0x3F801FFF, np.uint32), np.full((1, 32), 0x3F800000, np.uint32)
     zero = [np.zeros((1, 32), np.uint32)] * 4
     function = mma(opcode("m16n8k4", "tf32", "f32"))
-    assert all(np.array_equal(x, y) for x, y in zip(function([full] * 2, [cut], zero), function([cut] * 2, [cut], zero), strict=True))
+    assert all(
+        np.array_equal(x, y)
+        for x, y in zip(function([full] * 2, [cut], zero), function([cut] * 2, [cut], zero), strict=True)
+    )
 
 
 def test_nan_and_infinity():
@@ -122,7 +128,10 @@ def test_mma_of_f64(rows, k):
     registers_a = [a[group + row, quad + part][None] for part in range(0, k, 4) for row in range(0, rows, 8)]
     registers_b = [b[quad + part, group][None] for part in range(0, k, 4)]
     places_c = [(group + row, 2 * quad + i) for row in range(0, rows, 8) for i in (0, 1)]
-    bits = [[x.copy().view(np.uint64) for x in xs] for xs in (registers_a, registers_b, [c[place][None] for place in places_c])]
+    bits = [
+        [x.copy().view(np.uint64) for x in xs]
+        for xs in (registers_a, registers_b, [c[place][None] for place in places_c])
+    ]
     d = mma(f"mma.sync.aligned.m{rows}n8k{k}.row.col.f64.f64.f64.f64")(*bits)
     assert len(d) == len(places_c)
     for register, place in zip(d, places_c, strict=True):
@@ -177,25 +186,40 @@ def test_wgmma_is_mma_of_each_warps_rows(dtype, k, kept):
     width, function = wgmma(f"wgmma.mma_async.sync.aligned.m64n32k{k}.f32.{dtype}.{dtype}")
     assert width == columns
     place = {"a": lambda i, lane: row_col_a(i, lane, dtype), "b": lambda i, lane: row_col_b(i, lane, dtype)}
-    registers_a = [np.stack(r) for r in zip(*(pack(a[w, 0], place["a"], k // 2, pairs) for w in range(warps)), strict=True)]
+    registers_a = [
+        np.stack(r)
+        for r in zip(*(pack(a[w, 0], place["a"], k // 2, pairs) for w in range(warps)), strict=True)
+    ]
     rows_b = b.transpose(0, 1, 3, 2).reshape(warps, columns, k).astype(np.uint16 if pairs else np.uint32)
     wanted, registers_c = [], []
     for n in range(4):
-        tile = [np.stack(r) for r in zip(*(pack(b[w, n], place["b"], k // 4, pairs) for w in range(warps)), strict=True)]
-        own = [np.stack(r) for r in zip(*(pack(c[w, n], row_col_c, 4, False) for w in range(warps)), strict=True)]
+        tile = [
+            np.stack(r)
+            for r in zip(*(pack(b[w, n], place["b"], k // 4, pairs) for w in range(warps)), strict=True)
+        ]
+        own = [
+            np.stack(r) for r in zip(*(pack(c[w, n], row_col_c, 4, False) for w in range(warps)), strict=True)
+        ]
         registers_c += own
-        wanted += mma(opcode(f"m16n8k{k}", dtype, "f32"))(registers_a, tile, own if kept else [np.zeros_like(r) for r in own])
+        wanted += mma(opcode(f"m16n8k{k}", dtype, "f32"))(
+            registers_a, tile, own if kept else [np.zeros_like(r) for r in own]
+        )
     got = function(registers_a, rows_b, registers_c, np.full((warps, 1), kept))
     assert len(got) == len(wanted) and all(np.array_equal(x, y) for x, y in zip(got, wanted, strict=True))
 
 
 def test_wgmmas_descriptor():
-    """Eights of numbers along k and of columns in pieces of 128 bytes, the next along k 256 bytes away, the next columns 1024."""
+    """Eights of numbers along k and of columns in pieces of 128 bytes, the next along k 256 bytes away, the
+    next columns 1024."""
     word = np.uint64(4096 >> 4 | 256 >> 4 << 16 | 1024 >> 4 << 32)
     found = described(np.full(64, word), np.arange(64), False)
-    assert found.tolist() == [4096 + n // 8 * 1024 + n % 8 * 16 + half * 256 for n in range(32) for half in (0, 1)]
+    assert found.tolist() == [
+        4096 + n // 8 * 1024 + n % 8 * 16 + half * 256 for n in range(32) for half in (0, 1)
+    ]
     found = described(np.full(64, word), np.arange(64), True)
-    assert found.tolist() == [4096 + n * 1024 + k // 8 * 256 + k % 8 * 16 for n in range(4) for k in range(16)]
+    assert found.tolist() == [
+        4096 + n * 1024 + k // 8 * 256 + k % 8 * 16 for n in range(4) for k in range(16)
+    ]
     with pytest.raises(NotSimulated, match="several swizzles"):
         described(np.array([word, word | np.uint64(1) << np.uint64(62)]), np.arange(2), False)
     with pytest.raises(NotSimulated, match="base offset"):
@@ -205,13 +229,15 @@ def test_wgmmas_descriptor():
 
 
 def test_a_swizzled_descriptor_and_the_columns_that_it_gives():
-    """Of a matrix [k = 16][128], rows of 64 columns are 128 bytes, whose units are swizzled, and the other 64 columns 4096 bytes away; the
-    columns from 32 on."""
+    """Of a matrix [k = 16][128], rows of 64 columns are 128 bytes, whose units are swizzled, and the other 64
+    columns 4096 bytes away; the columns from 32 on."""
     word = np.uint64(8192 + 64 >> 4 | 4096 >> 4 << 16 | 1024 >> 4 << 32 | 1 << 62)
     found = described(np.full(64, word), np.arange(64), True)
     assert found.tolist() == [8192 + k * 128 + (4 + n ^ k % 8) * 16 for n in range(4) for k in range(16)]
     whole = described(np.full(256, word - np.uint64(64 >> 4)), np.arange(256), True)
-    assert whole.tolist() == [8192 + n // 8 * 4096 + k * 128 + (n % 8 ^ k % 8) * 16 for n in range(16) for k in range(16)]
+    assert whole.tolist() == [
+        8192 + n // 8 * 4096 + k * 128 + (n % 8 ^ k % 8) * 16 for n in range(16) for k in range(16)
+    ]
     matrix = np.arange(16 * 32, dtype=np.uint16).reshape(16, 32)
     parts = np.stack([matrix[k, n * 8 : n * 8 + 8] for n in range(4) for k in range(16)])[None]
     assert np.array_equal(by_rows(parts, True)[0], matrix.T)

@@ -1,4 +1,5 @@
-"""Tensor maps and bulk tensor copies, simulated and on a GPU: boxes of 1 to 5 dimensions, swizzles, edges of a tensor, multicast; bugs."""
+"""Tensor maps and bulk tensor copies, simulated and on a GPU: boxes of 1 to 5 dimensions, swizzles, edges of
+a tensor, multicast; bugs."""
 
 import ctypes
 
@@ -16,8 +17,8 @@ HEAD = """#include "common/ptx/tma.cuh"
 #include "common/ptx/mbarrier.cuh"
 """
 
-# Blocks load a box each, copy it to `seen` as it lies in shared memory, and store it at the same place of another tensor. A box with a
-# negative coordinate is not stored: a GPU refuses that.
+# Blocks load a box each, copy it to `seen` as it lies in shared memory, and store it at the same place of
+# another tensor. A box with a negative coordinate is not stored: a GPU refuses that.
 COPY = (
     HEAD
     + """
@@ -49,12 +50,18 @@ __global__ void copy(const __grid_constant__ CUtensorMap from, const __grid_cons
 }
 """
 )
-CTYPES = {torch.float32: "float", torch.bfloat16: "unsigned short", torch.uint8: "unsigned char", torch.float64: "double"}
+CTYPES = {
+    torch.float32: "float",
+    torch.bfloat16: "unsigned short",
+    torch.uint8: "unsigned char",
+    torch.float64: "double",
+}
 CTYPES |= {torch.float16: "unsigned short", torch.int32: "int", torch.int64: "long long"}
 
 
 def copied(x, box, places, swizzle=0, text=COPY, **options):
-    """The boxes of `x` at these places, as they are in shared memory, and the tensor to which they were stored."""
+    """The boxes of `x` at these places, as they are in shared memory, and the tensor to which they were
+    stored."""
     size, rank = int(np.prod(box)), x.ndim
     place = ", ".join(f"at[{rank - 1 - i}]" for i in range(rank))
     for word, value in {"TYPE": CTYPES[x.dtype], "SIZE": size, "RANK": rank, "PLACE": place}.items():
@@ -65,15 +72,22 @@ def copied(x, box, places, swizzle=0, text=COPY, **options):
     view = seen.view(plain)
     text = text.replace("unsigned short", "short") if plain == torch.int16 else text
     with on(x.device.type):
-        cukern.compile(text)(*maps, view, torch.tensor(places, dtype=torch.int32, device=x.device), grid=len(places), block=32)
+        cukern.compile(text)(
+            *maps, view, torch.tensor(places, dtype=torch.int32, device=x.device), grid=len(places), block=32
+        )
     return seen, out
 
 
 def expected(x, box, place, fill=0):
-    """The box at a place, with `fill` outside of the tensor; and which elements of the tensor a store of it changes."""
+    """The box at a place, with `fill` outside of the tensor; and which elements of the tensor a store of it
+    changes."""
     wanted, covered = x.new_full(box, fill), torch.zeros(x.shape, dtype=torch.bool, device=x.device)
-    there = tuple(slice(max(p, 0), max(0, min(p + b, n))) for p, b, n in zip(place, box, x.shape, strict=True))
-    here = tuple(slice(s.start - p, s.start - p + max(0, s.stop - s.start)) for s, p in zip(there, place, strict=True))
+    there = tuple(
+        slice(max(p, 0), max(0, min(p + b, n))) for p, b, n in zip(place, box, x.shape, strict=True)
+    )
+    here = tuple(
+        slice(s.start - p, s.start - p + max(0, s.stop - s.start)) for s, p in zip(there, place, strict=True)
+    )
     wanted[here] = x[there]
     covered[there] = min(place) >= 0
     return wanted, covered
@@ -166,7 +180,9 @@ __global__ void add(const __grid_constant__ CUtensorMap out, const float* x) {
 def test_blocks_add_to_one_box(device):
     out, wanted = torch.ones(8, 32, device=device), torch.ones(8, 32, device=device)
     with on(device):
-        cukern.compile(ADD)(cukern.tensor_map(out, (4, 32)), torch.tensor([1.0, 2, 4], device=device), grid=3, block=32)
+        cukern.compile(ADD)(
+            cukern.tensor_map(out, (4, 32)), torch.tensor([1.0, 2, 4], device=device), grid=3, block=32
+        )
     wanted[6:, 16:] += 7 * torch.arange(1, 17, device=device)
     assert torch.equal(out, wanted)
 
@@ -216,7 +232,12 @@ def test_a_multicast_before_the_others_have_started():
 
 MISSING = "still reads 16 bytes, offset 0 of shared memory .tile . 0., when its thread ends: "
 WRONG = [
-    ("bulk_wait<0>();", "", sim.Race, MISSING + r"a wait for the copy \(cp.async.bulk.wait_group\) is missing before the end"),
+    (
+        "bulk_wait<0>();",
+        "",
+        sim.Race,
+        MISSING + r"a wait for the copy \(cp.async.bulk.wait_group\) is missing before the end",
+    ),
     ("bulk_wait<0>();", "bulk_wait<1>();", sim.Race, MISSING + "a wait"),
     ("bulk_commit();", "", sim.Race, MISSING + "a cp.async.bulk.commit_group and a wait"),
     (
@@ -225,8 +246,18 @@ WRONG = [
         sim.Race,
         "that the asynchronous copy of thread .* wrote at .*: a wait at its mbarrier is missing",
     ),
-    ("SIZE * sizeof(TYPE)", "SIZE", sim.BarrierFault, "for 0 arrivals, and 384 bytes more have come than its arrivals announced"),
-    ("SIZE * sizeof(TYPE)", "2 * SIZE * sizeof(TYPE)", sim.BarrierFault, "waits at an mbarrier for 0 arrivals and 512 bytes"),
+    (
+        "SIZE * sizeof(TYPE)",
+        "SIZE",
+        sim.BarrierFault,
+        "for 0 arrivals, and 384 bytes more have come than its arrivals announced",
+    ),
+    (
+        "SIZE * sizeof(TYPE)",
+        "2 * SIZE * sizeof(TYPE)",
+        sim.BarrierFault,
+        "waits at an mbarrier for 0 arrivals and 512 bytes",
+    ),
     (
         "box = shared_address(tile)",
         "box = shared_address(tile) + 16",
@@ -234,10 +265,30 @@ WRONG = [
         "offset 16 of shared memory, which is not a multiple of 128",
     ),
     ("const __grid_constant__ CUtensorMap from", "const CUtensorMap from", sim.Fault, "__grid_constant__"),
-    ("{PLACE}", "{at[0]}", sim.Fault, "a box of 1 dimensions, but what is at its address is one of a tensor with 2 dimensions"),
-    ("&from, barrier", "(const CUtensorMap*)seen, barrier", sim.Fault, "what is at its address is no tensor map"),
-    ("bulk_wait<0>();", "tile[5] = 1; bulk_wait<0>();", sim.Race, "still reads .* when block .* thread .* writes there .*wait_group"),
-    ("bulk_wait<0>();", "tile[5] = 1;", sim.Race, "still reads .* when block .* thread .* writes there .*wait_group"),
+    (
+        "{PLACE}",
+        "{at[0]}",
+        sim.Fault,
+        "a box of 1 dimensions, but what is at its address is one of a tensor with 2 dimensions",
+    ),
+    (
+        "&from, barrier",
+        "(const CUtensorMap*)seen, barrier",
+        sim.Fault,
+        "what is at its address is no tensor map",
+    ),
+    (
+        "bulk_wait<0>();",
+        "tile[5] = 1; bulk_wait<0>();",
+        sim.Race,
+        "still reads .* when block .* thread .* writes there .*wait_group",
+    ),
+    (
+        "bulk_wait<0>();",
+        "tile[5] = 1;",
+        sim.Race,
+        "still reads .* when block .* thread .* writes there .*wait_group",
+    ),
 ]
 
 
@@ -248,7 +299,9 @@ def test_wrong_copies(change, to, fault, words):
         copied(torch.randn(20, 48), (8, 16), [[8, 16]], text=COPY.replace(change, to))
 
 
-@pytest.mark.parametrize("end", ["bulk_wait_read<0>();", "bulk_commit(); bulk_wait<1>(); bulk_wait_read<0>();"])
+@pytest.mark.parametrize(
+    "end", ["bulk_wait_read<0>();", "bulk_commit(); bulk_wait<1>(); bulk_wait_read<0>();"]
+)
 def test_waits_for_a_store_before_the_end(end):
     copied(torch.randn(20, 48), (8, 16), [[8, 16], [0, 0]], text=COPY.replace("bulk_wait<0>();", end))
 
@@ -261,12 +314,60 @@ INNER = "innermost coordinate is"
 @pytest.mark.parametrize(
     "text, dtype, place, mended, fault, mark, words",
     [
-        (COPY, torch.bfloat16, (0, 4), (0, 8), sim.Misaligned, "load", rf"{INNER} 4, but it must be .* 8 elements \(16 bytes\)"),
-        (COPY, torch.float32, (0, -3), (0, -4), sim.Misaligned, "load", rf"{INNER} -3, but it must be .* 4 elements \(16 bytes\)"),
-        (ELSEWHERE, torch.uint8, (3, 17), (3, 16), sim.Misaligned, "store", f"{INNER} 17, but it must be a multiple of 16 elements"),
-        (STORES, torch.float32, (0, -4), (0, 0), sim.OutOfBounds, "store", f"{INNER} -4, but it must not be negative in a store"),
-        (STORES, torch.float32, (-1, 0), (19, 0), sim.OutOfBounds, "store", r"coordinate 1 \(.* is 0\) is -1, but it must not be negative"),
-        (STORES, torch.float32, (-9, 0), (99, 0), sim.OutOfBounds, "store", r"coordinate 1 \(the innermost is 0\) is -9, but"),
+        (
+            COPY,
+            torch.bfloat16,
+            (0, 4),
+            (0, 8),
+            sim.Misaligned,
+            "load",
+            rf"{INNER} 4, but it must be .* 8 elements \(16 bytes\)",
+        ),
+        (
+            COPY,
+            torch.float32,
+            (0, -3),
+            (0, -4),
+            sim.Misaligned,
+            "load",
+            rf"{INNER} -3, but it must be .* 4 elements \(16 bytes\)",
+        ),
+        (
+            ELSEWHERE,
+            torch.uint8,
+            (3, 17),
+            (3, 16),
+            sim.Misaligned,
+            "store",
+            f"{INNER} 17, but it must be a multiple of 16 elements",
+        ),
+        (
+            STORES,
+            torch.float32,
+            (0, -4),
+            (0, 0),
+            sim.OutOfBounds,
+            "store",
+            f"{INNER} -4, but it must not be negative in a store",
+        ),
+        (
+            STORES,
+            torch.float32,
+            (-1, 0),
+            (19, 0),
+            sim.OutOfBounds,
+            "store",
+            r"coordinate 1 \(.* is 0\) is -1, but it must not be negative",
+        ),
+        (
+            STORES,
+            torch.float32,
+            (-9, 0),
+            (99, 0),
+            sim.OutOfBounds,
+            "store",
+            r"coordinate 1 \(the innermost is 0\) is -9, but",
+        ),
     ],
     ids=["load", "negative load", "store", "negative store", "store above", "store outside"],
 )
@@ -282,24 +383,54 @@ def test_coordinates_that_a_gpu_refuses(text, dtype, place, mended, fault, mark,
 REFUSED = [
     ((torch.randn(4, 4, 4, 4, 4, 4), (1,) * 6), {}, ValueError, "1 to 5 dimensions"),
     ((torch.tensor(1.0), ()), {}, ValueError, "1 to 5 dimensions"),
-    ((torch.randn(8, 32), (8, 32, 1)), {}, ValueError, r"box must have one size for each of the 2 dimensions, got \(8, 32, 1\)"),
+    (
+        (torch.randn(8, 32), (8, 32, 1)),
+        {},
+        ValueError,
+        r"box must have one size for each of the 2 dimensions, got \(8, 32, 1\)",
+    ),
     ((torch.randn(8, 32), (8, 257)), {}, ValueError, r"box\[1\] must be in 1..256, got 257"),
     ((torch.randn(8, 32), (0, 32)), {}, ValueError, r"box\[0\] must be in 1..256, got 0"),
     ((torch.randn(8, 32), (8.0, 32)), {}, TypeError, r"box\[0\] must be an int, got float 8.0"),
     ((torch.randn(8, 30), (8, 16)), {}, ValueError, "must be multiples of 16 bytes, got 120"),
-    ((torch.randn(8, 32), (8, 15)), {}, ValueError, "the last size of box must be a multiple of 16 bytes, got 60"),
+    (
+        (torch.randn(8, 32), (8, 15)),
+        {},
+        ValueError,
+        "the last size of box must be a multiple of 16 bytes, got 60",
+    ),
     ((torch.randn(8, 33)[:, 1:], (8, 16)), {}, ValueError, "address .* must be a multiple of 16"),
-    ((torch.randn(8, 32).t(), (16, 8)), {}, ValueError, r"last stride of a tensor with a tensor map must be 1, got \(1, 32\)"),
+    (
+        (torch.randn(8, 32).t(), (16, 8)),
+        {},
+        ValueError,
+        r"last stride of a tensor with a tensor map must be 1, got \(1, 32\)",
+    ),
     ((torch.randn(8, 1).expand(8, 4), (8, 4)), {}, ValueError, "last stride"),
     ((torch.randn(1, 32).expand(8, 32), (8, 4)), {}, ValueError, r"in 1..2\^40-1 bytes, got 0"),
     ((torch.randn(0, 32), (8, 32)), {}, ValueError, r"must be in 1..2\^32, got \(0, 32\)"),
-    ((torch.randn(8, 32), (8, 32)), {"swizzle": 64}, ValueError, "must be at most the swizzle, 64 bytes, got 128"),
+    (
+        (torch.randn(8, 32), (8, 32)),
+        {"swizzle": 64},
+        ValueError,
+        "must be at most the swizzle, 64 bytes, got 128",
+    ),
     ((torch.randn(8, 32), (8, 32)), {"swizzle": 48}, ValueError, "swizzle must be one of .*, got 48"),
     ((torch.randn(8, 32), (8, 32)), {"swizzle": "128B"}, TypeError, "swizzle must be an int, got str '128B'"),
     ((torch.randn(8, 32), (8, 32)), {"l2": 32}, ValueError, "l2 must be one of .*, got 32"),
     ((torch.randn(8, 32), (8, 32)), {"fill": "one"}, ValueError, "fill"),
-    ((torch.ones(8, 32, dtype=torch.int32), (8, 32)), {"fill": "nan"}, ValueError, "needs a floating-point tensor"),
-    ((torch.ones(8, 32, dtype=torch.complex64), (8, 2)), {}, TypeError, "a tensor map takes .*, got torch.complex64"),
+    (
+        (torch.ones(8, 32, dtype=torch.int32), (8, 32)),
+        {"fill": "nan"},
+        ValueError,
+        "needs a floating-point tensor",
+    ),
+    (
+        (torch.ones(8, 32, dtype=torch.complex64), (8, 2)),
+        {},
+        TypeError,
+        "a tensor map takes .*, got torch.complex64",
+    ),
     (([1.0], (1,)), {}, TypeError, "tensor must be a torch.Tensor"),
     ((torch.randn(8, 32), 8), {}, TypeError, "box must be a sequence of ints, got int 8"),
 ]
@@ -317,10 +448,16 @@ def test_equal_calls_share_one_encoding_and_the_simulator_reads_it():
     assert first is tensor_map.encode(-1, x.data_ptr(), x.dtype, tuple(x.shape), x.stride(), (1, 8, 16), 128)
     assert bytes(cukern.tensor_map(x, (1, 8, 16), 128)) == first and len(first) == 128
     box = tensor_map.decode(first)
-    assert box.sizes == (32, 8, 3) and box.strides == (256, 2048) and box.box == (16, 8, 1) and box.address == x.data_ptr()
+    assert (
+        box.sizes == (32, 8, 3)
+        and box.strides == (256, 2048)
+        and box.box == (16, 8, 1)
+        and box.address == x.data_ptr()
+    )
     assert (box.itemsize, box.code, box.swizzle, box.l2, box.fill) == (8, 8, 128, 128, "zeros")
     assert tensor_map.decode(bytes(128)) is None
-    assert tensor_map.decode(bytes(cukern.tensor_map(x[:, :1], (1, 1, 2)))).sizes == (32, 1, 3)  # whatever the stride of the middle
+    # whatever the stride of the middle
+    assert tensor_map.decode(bytes(cukern.tensor_map(x[:, :1], (1, 1, 2)))).sizes == (32, 1, 3)
 
 
 def test_a_driver_that_has_tensor_maps(monkeypatch):

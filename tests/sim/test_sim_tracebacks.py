@@ -1,4 +1,5 @@
-"""An uncaught fault prints the user's lines and the report, and no frame of the simulator; CUKERN_TRACEBACK=1 brings them back."""
+"""An uncaught fault prints the user's lines and the report, and no frame of the simulator; CUKERN_TRACEBACK=1
+brings them back."""
 
 import os
 import subprocess
@@ -25,7 +26,9 @@ def run(folder, *command, **environment):
     file = folder / "test_mine.py"
     file.write_text(SCRIPT)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "", **environment}
-    done = subprocess.run([sys.executable, *command, str(file)], capture_output=True, text=True, env=environment, cwd=folder)
+    done = subprocess.run(
+        [sys.executable, *command, str(file)], capture_output=True, text=True, env=environment, cwd=folder
+    )
     assert done.returncode == 1
     return done.stdout + done.stderr
 
@@ -50,7 +53,9 @@ def test_pytest_shows_the_report_alone(tmp_path):
 
 def test_ipython_shows_the_report_alone(monkeypatch):
     for kind in (sim.Race, sim.NotSimulated):
-        fault = kind("what", Where("k", (0, 0, 0), (1, 0, 0), "file.cu:3")) if kind is sim.Race else kind("what")
+        fault = (
+            kind("what", Where("k", (0, 0, 0), (1, 0, 0), "file.cu:3")) if kind is sim.Race else kind("what")
+        )
         assert fault._render_traceback_() == [f"{kind.__name__}: {fault}"]
         monkeypatch.setenv("CUKERN_TRACEBACK", "1")
         assert fault._render_traceback_() is None

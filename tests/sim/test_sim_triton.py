@@ -21,7 +21,9 @@ import triton_kernels as kernels  # noqa: E402
 KERNELS = Path(kernels.__file__)
 pytestmark = [
     pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION"),
-    pytest.mark.skipif(not triton_driver.tested(), reason=f"Triton {triton.__version__} is not a tested version"),
+    pytest.mark.skipif(
+        not triton_driver.tested(), reason=f"Triton {triton.__version__} is not a tested version"
+    ),
 ]
 
 HALF, FLOAT = 2e-3, 2e-5  # relative tolerances; of float32 products, TF32's is that of float16
@@ -56,7 +58,8 @@ RIGHT = [
 
 @pytest.fixture(scope="module", autouse=True)
 def own_cache(tmp_path_factory):
-    """Triton's cache does not distinguish equal kernels of different files, so it would name the file of an earlier run."""
+    """Triton's cache does not distinguish equal kernels of different files, so it would name the file of an
+    earlier run."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
         yield
@@ -67,7 +70,9 @@ def close(got, want, tolerance):
     assert (got.double() - want.double()).abs().max() <= scale
 
 
-@pytest.mark.parametrize("arch, what, case, tolerance", RIGHT, ids=[f"{arch}-{what}" for arch, what, _, _ in RIGHT])
+@pytest.mark.parametrize(
+    "arch, what, case, tolerance", RIGHT, ids=[f"{arch}-{what}" for arch, what, _, _ in RIGHT]
+)
 def test_a_right_kernel(arch, what, case, tolerance):
     """No fault, the right result, and the same bits again."""
     with sim.triton(arch):
@@ -79,7 +84,8 @@ def test_a_right_kernel(arch, what, case, tolerance):
     assert torch.equal(got.view(torch.uint8), again.view(torch.uint8))
 
 
-# ---- bugs: the case, the fault, the text that becomes the other, the part of the resulting line that is named, what the message says
+# ---- bugs: the case, the fault, the text that becomes the other, the part of the resulting line that is
+# named, what the message says
 
 LOCKED = "    while tl.atomic_cas(lock, 0, 1) == 1:\n        pass\n"
 BUGS = {
@@ -139,7 +145,14 @@ BUGS = {
         "mask=i < BLOCK",
         "argument 'x'",
     ),
-    "no mask along k": (cases.matmul, sim.OutOfBounds, " & (p[None, :] < k - start)", "", "x = tl.load(at", "argument 'a'"),
+    "no mask along k": (
+        cases.matmul,
+        sim.OutOfBounds,
+        " & (p[None, :] < k - start)",
+        "",
+        "x = tl.load(at",
+        "argument 'a'",
+    ),
     "no mask on a tile's store": (
         cases.matmul,
         sim.Fault,
@@ -148,7 +161,14 @@ BUGS = {
         "element_ty))\n",
         "argument 'c'",
     ),
-    "the step of another dimension": (cases.matmul, sim.OutOfBounds, "at += BK * sak", "at += BK * sam", "x = tl.load(at", "argument 'a'"),
+    "the step of another dimension": (
+        cases.matmul,
+        sim.OutOfBounds,
+        "at += BK * sak",
+        "at += BK * sam",
+        "x = tl.load(at",
+        "argument 'a'",
+    ),
     "a size of the next group": (
         cases.grouped,
         sim.OutOfBounds,
@@ -338,7 +358,12 @@ def test_autotuned_kernels(monkeypatch):
 
 def test_nothing_is_left_behind():
     jit, driver = triton.runtime.jit, triton.runtime.driver
-    before = driver._active, jit.KernelInterface.__getitem__, triton.knobs.runtime.add_stages_inspection_hook, triton.knobs.runtime.debug
+    before = (
+        driver._active,
+        jit.KernelInterface.__getitem__,
+        triton.knobs.runtime.add_stages_inspection_hook,
+        triton.knobs.runtime.debug,
+    )
     with pytest.raises(KeyError), sim.triton(debug=True):
         raise KeyError
     assert before == (
@@ -359,14 +384,22 @@ class Elsewhere(torch.Tensor):
     "error, says, act",
     [
         (ValueError, "arch must be one of sm_80, .* got 'sm_70'", lambda: sim.triton("sm_70").__enter__()),
-        (ValueError, "configs must be one of first, all, got 'fast'", lambda: sim.triton(configs="fast").__enter__()),
+        (
+            ValueError,
+            "configs must be one of first, all, got 'fast'",
+            lambda: sim.triton(configs="fast").__enter__(),
+        ),
         (TypeError, "debug must be a bool, got 1", lambda: sim.triton(debug=1).__enter__()),
         (
             TypeError,
             "add: argument 'x' is on cuda:1; cukern.sim.triton takes CPU tensors",
             lambda: add_of(torch.ones(4).as_subclass(Elsewhere)),
         ),
-        (ValueError, "has 8388608 threads, and the simulator takes at most 4194304", lambda: add_of(torch.ones(4), grid=65536)),
+        (
+            ValueError,
+            "has 8388608 threads, and the simulator takes at most 4194304",
+            lambda: add_of(torch.ones(4), grid=65536),
+        ),
         (TypeError, "not subscriptable", lambda: add_of.__call__[(1,)]),
     ],
 )
@@ -408,7 +441,9 @@ except ImportError as error:
 
 def test_the_pytest_plugin(tmp_path):
     """A repository's own tests, on CPU tensors; the first has a bug."""
-    (tmp_path / "kernels.py").write_text(KERNELS.read_text().replace("tl.load(y + i, mask=inside)", "tl.load(y + i)"))
+    (tmp_path / "kernels.py").write_text(
+        KERNELS.read_text().replace("tl.load(y + i, mask=inside)", "tl.load(y + i)")
+    )
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     (tmp_path / "test_own.py").write_text("""
 import torch, kernels, cukern
@@ -435,5 +470,7 @@ def test_cukern():
     env = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # where cukern is installed, -p would load the plugin twice
     ran = run([*command, f"--rootdir={tmp_path}", "--cukern-arch", "sm_80"], ok=False, cwd=TREE, env=env)
     assert ran.returncode == 1 and "1 failed, 1 passed" in ran.stdout, ran.stdout
-    assert re.search(r"OutOfBounds: add, block \(3, 0, 0\), thread .*kernels.py:\d+: reads .* argument 'x'", ran.stdout), ran.stdout
+    assert re.search(
+        r"OutOfBounds: add, block \(3, 0, 0\), thread .*kernels.py:\d+: reads .* argument 'x'", ran.stdout
+    ), ran.stdout
     assert "runtime/jit.py" not in ran.stdout  # no frames of Triton

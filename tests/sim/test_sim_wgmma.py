@@ -1,4 +1,5 @@
-"""wgmma, simulated and on a GPU: swizzles and layouts of operands as TMA writes them, every shape, and results read too early."""
+"""wgmma, simulated and on a GPU: swizzles and layouts of operands as TMA writes them, every shape, and
+results read too early."""
 
 import pytest
 import torch
@@ -7,7 +8,8 @@ from sim_kernels import PLACES, on
 import cukern
 from cukern import sim
 
-# One warpgroup multiplies a (64 x K) by b (K x N). ACROSS: an operand is stored [K][M] or [K][N] instead of [M][K] or [N][K].
+# One warpgroup multiplies a (64 x K) by b (K x N). ACROSS: an operand is stored [K][M] or [K][N] instead of
+# [M][K] or [N][K].
 PRODUCT = """#include "common/math.cuh"
 #include "common/ptx/mbarrier.cuh"
 #include "common/ptx/tma.cuh"
@@ -64,7 +66,12 @@ def product(dtype, swizzle, columns=64, across=(False, False), k=64, text=PRODUC
     for x, turned in ((a, across[0]), (b, across[1])):
         stored = x.t().contiguous() if turned else x
         maps.append(cukern.tensor_map(stored, (stored.shape[0], span), swizzle))
-    words = {"TYPE": NAMES[dtype], "ROW_BYTES": row_bytes, "ACROSS_A": str(across[0]).lower(), "ACROSS_B": str(across[1]).lower()}
+    words = {
+        "TYPE": NAMES[dtype],
+        "ROW_BYTES": row_bytes,
+        "ACROSS_A": str(across[0]).lower(),
+        "ACROSS_B": str(across[1]).lower(),
+    }
     head = "".join(f"#define {name} {value}\n" for name, value in {**words, "K": k, "N": columns}.items())
     out = torch.full((64, columns), torch.nan, device=device)
     with on(device):
@@ -74,7 +81,9 @@ def product(dtype, swizzle, columns=64, across=(False, False), k=64, text=PRODUC
 
 @pytest.mark.parametrize("device", PLACES)
 @pytest.mark.parametrize("swizzle", [0, 32, 64, 128])
-@pytest.mark.parametrize("across", [(False, False), (False, True), (True, False), (True, True)], ids=["nt", "nn", "tt", "tn"])
+@pytest.mark.parametrize(
+    "across", [(False, False), (False, True), (True, False), (True, True)], ids=["nt", "nn", "tt", "tn"]
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_layouts_of_16_bit_operands(dtype, across, swizzle, device):
     found, wanted = product(dtype, swizzle, across=across, device=device)
@@ -100,8 +109,18 @@ def test_numbers_of_columns(columns, dtype, device):
 
 WRONG = [
     ("wgmma_wait<0>(d);", "", sim.Race, "uses a result of the wgmma at .*: a wgmma.wait_group .* is missing"),
-    ("wgmma_wait<0>(d);", "wgmma_wait<1>(d);", sim.Race, "uses a result of the wgmma at .*: a wgmma.wait_group .* is missing"),
-    ("wgmma_commit();", "", sim.Race, r"uses a result of the wgmma at .*\(after a wgmma.commit_group\) is missing"),
+    (
+        "wgmma_wait<0>(d);",
+        "wgmma_wait<1>(d);",
+        sim.Race,
+        "uses a result of the wgmma at .*: a wgmma.wait_group .* is missing",
+    ),
+    (
+        "wgmma_commit();",
+        "",
+        sim.Race,
+        r"uses a result of the wgmma at .*\(after a wgmma.commit_group\) is missing",
+    ),
     (
         "wgmma_wait<0>(d);",
         "tile_b[5] = 1; wgmma_wait<0>(d);",
@@ -114,7 +133,12 @@ WRONG = [
         sim.Race,
         "still reads 16 bytes, .*tile_a.*writes there at .*: a wgmma.wait_group is",
     ),
-    ("wgmma_commit();", "wgmma_commit(); for (int i = 0; i < N / 8; ++i) d[i][0] *= 2;", sim.Race, "uses a result of the wgmma"),
+    (
+        "wgmma_commit();",
+        "wgmma_commit(); for (int i = 0; i < N / 8; ++i) d[i][0] *= 2;",
+        sim.Race,
+        "uses a result of the wgmma",
+    ),
     (
         "    wgmma_fence();",
         "    tile_a[threadIdx.x] = out ? tile_a[threadIdx.x] : T(0); __syncthreads(); wgmma_fence();",
@@ -144,6 +168,9 @@ def test_wrong_products(change, to, fault, words):
 
 
 def test_plain_writes_before_a_fence():
-    change = "    tile_a[threadIdx.x] = out ? tile_a[threadIdx.x] : T(0); fence_async(); __syncthreads(); wgmma_fence();"
+    change = (
+        "    tile_a[threadIdx.x] = out ? tile_a[threadIdx.x] : T(0); fence_async(); __syncthreads(); "
+        "wgmma_fence();"
+    )
     found, wanted = product(torch.bfloat16, 128, text=PRODUCT.replace("    wgmma_fence();", change))
     assert torch.equal(found, wanted)

@@ -1,4 +1,5 @@
-"""wmma.load, wmma.mma and wmma.store, through PTX and, where NVIDIA's headers are installed, through nvcuda::wmma."""
+"""wmma.load, wmma.mma and wmma.store, through PTX and, where NVIDIA's headers are installed, through
+nvcuda::wmma."""
 
 import itertools
 
@@ -25,7 +26,14 @@ WIDE, TALL, WIDE_S8, TALL_BF16, WIDE_SUM = (
     ("m32n8k16", "bf16", "f32", 8, 2, 8),
     ("m8n32k16", "f16", "f16", 8, 8, 4),
 )
-DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16, "tf32": torch.float32, "f32": torch.float32, "s8": torch.int8, "s32": torch.int32}
+DTYPES = {
+    "f16": torch.float16,
+    "bf16": torch.bfloat16,
+    "tf32": torch.float32,
+    "f32": torch.float32,
+    "s8": torch.int8,
+    "s32": torch.int32,
+}
 DTYPES["f64"] = torch.float64
 LETTERS = {"f32": ("f", "float"), "f64": ("d", "double")}
 
@@ -34,7 +42,9 @@ def asm(name: str, outputs: list[str], inputs: list[str], operands: str, c_type:
     """An asm statement; an operand is "register array:type"."""
 
     def bound(expanded: list[str], sign: str) -> str:
-        return ", ".join(f'"{sign}{LETTERS.get(x.split(":")[1], ("r", ""))[0]}"({x.split(":")[0]})' for x in expanded)
+        return ", ".join(
+            f'"{sign}{LETTERS.get(x.split(":")[1], ("r", ""))[0]}"({x.split(":")[0]})' for x in expanded
+        )
 
     return f'asm volatile("{name} {operands};" : {bound(outputs, "=")} : {bound(inputs, "")});'
 
@@ -43,7 +53,9 @@ def kernel(combination, a_layout="row", b_layout="col", d_layout="row", space="g
     """d = a b + c of one tile per warp. `n` is the leading dimension of all."""
     shape, ab, cd, na, nb, nc = combination
     declared = {x: LETTERS.get(t, ("r", "unsigned"))[1] for x, t in (("a", ab), ("b", ab), ("c", cd))}
-    lists = {x: [f"f{x}[{i}]:{t}" for i in range(n)] for x, t, n in (("a", ab, na), ("b", ab, nb), ("c", cd, nc))}
+    lists = {
+        x: [f"f{x}[{i}]:{t}" for i in range(n)] for x, t, n in (("a", ab, na), ("b", ab, nb), ("c", cd, nc))
+    }
 
     def braces(first: int, n: int) -> str:
         return "{" + ", ".join(f"%{first + i}" for i in range(n)) + "}"
@@ -52,18 +64,40 @@ def kernel(combination, a_layout="row", b_layout="col", d_layout="row", space="g
     for x, layout, t in (("a", a_layout, ab), ("b", b_layout, ab), ("c", d_layout, cd)):
         name, n = f"wmma.load.{x}.sync.aligned.{layout}.{shape}.{space}.{t}", len(lists[x])
         name = name.replace(".generic", "")
-        body.append(asm(name, lists[x], [f"p{x}:addr", "n:int"], f"{braces(0, n)}, [%{n}], %{n + 1}", cd, ab).replace('"r"(p', '"l"(p'))
+        body.append(
+            asm(name, lists[x], [f"p{x}:addr", "n:int"], f"{braces(0, n)}, [%{n}], %{n + 1}", cd, ab).replace(
+                '"r"(p', '"l"(p'
+            )
+        )
     types = f"{cd}.{cd}" if ab == "f16" else f"{cd}.{ab}.{ab}.{cd}"
     start = list(itertools.accumulate((nc, na, nb), initial=nc))
-    braced = ", ".join((braces(0, nc), braces(start[0], na), braces(start[0] + na, nb), braces(start[0] + na + nb, nc)))
+    braced = ", ".join(
+        (braces(0, nc), braces(start[0], na), braces(start[0] + na, nb), braces(start[0] + na + nb, nc))
+    )
     inputs = lists["a"] + lists["b"] + lists["c"]
     rn = ".rn" if ab == "f64" else ""
-    body.append(asm(f"wmma.mma.sync.aligned.{a_layout}.{b_layout}.{shape}{rn}.{types}", lists["c"], inputs, braced, cd, ab))
+    body.append(
+        asm(
+            f"wmma.mma.sync.aligned.{a_layout}.{b_layout}.{shape}{rn}.{types}",
+            lists["c"],
+            inputs,
+            braced,
+            cd,
+            ab,
+        )
+    )
     body.append(edit)
     name = f"wmma.store.d.sync.aligned.{d_layout}.{shape}.{space}.{cd}".replace(".generic", "")
-    body.append(asm(name, [], ["pd:addr", *lists["c"], "n:int"], f"[%0], {braces(1, nc)}, %{nc + 1}", cd, ab).replace('"r"(p', '"l"(p'))
+    body.append(
+        asm(name, [], ["pd:addr", *lists["c"], "n:int"], f"[%0], {braces(1, nc)}, %{nc + 1}", cd, ab).replace(
+            '"r"(p', '"l"(p'
+        )
+    )
     lines = "\n    ".join(body)
-    return f"\n__global__ void k(void* pd, const void* pa, const void* pb, const void* pc, int n) {{\n    {lines}\n}}\n"
+    return (
+        f"\n__global__ void k(void* pd, const void* pa, const void* pb, const void* pc, int n) {{\n    "
+        f"{lines}\n}}\n"
+    )
 
 
 def matrices(combination, ld=32):
@@ -90,11 +124,16 @@ def aligned(x):
 @pytest.mark.parametrize("space", ["global", "generic"])
 @pytest.mark.parametrize("layouts", [("row", "col", "row"), ("col", "row", "col"), ("row", "row", "col")])
 @pytest.mark.parametrize(
-    "combination", [F16, F16_SUM, BF16, TF32, S8, F64, WIDE, TALL, WIDE_S8, TALL_BF16, WIDE_SUM], ids=lambda x: "-".join(map(str, x[:3]))
+    "combination",
+    [F16, F16_SUM, BF16, TF32, S8, F64, WIDE, TALL, WIDE_S8, TALL_BF16, WIDE_SUM],
+    ids=lambda x: "-".join(map(str, x[:3])),
 )
 def test_a_product_of_tiles(combination, layouts, space):
     a, b, c, ab, cd = matrices(combination)
-    memory = [aligned(stored(x, layout, dtype, 32)) for x, layout, dtype in zip((a, b, c), layouts, (ab, ab, cd), strict=True)]
+    memory = [
+        aligned(stored(x, layout, dtype, 32))
+        for x, layout, dtype in zip((a, b, c), layouts, (ab, ab, cd), strict=True)
+    ]
     d = aligned(torch.zeros_like(memory[2]))
     simulate(kernel(combination, *layouts, space=space), d, *memory, 32)
     assert torch.equal(d, stored(a @ b + c, layouts[2], cd, 32))
@@ -104,7 +143,9 @@ def test_elements_of_an_accumulator_are_where_they_were():
     a, b, c, ab, cd = matrices(F16)
     memory = [aligned(stored(x, "row", dtype, 16)) for x, dtype in ((a, ab), (b, ab), (c, cd))]
     d = aligned(torch.zeros(256))
-    simulate(kernel(F16, "row", "row", edit="for (int i = 0; i < 8; ++i) fc[i] = 2 * fc[i] + 1;"), d, *memory, 16)
+    simulate(
+        kernel(F16, "row", "row", edit="for (int i = 0; i < 8; ++i) fc[i] = 2 * fc[i] + 1;"), d, *memory, 16
+    )
     assert torch.equal(d.view(16, 16), (2 * (a @ b + c) + 1).float())
 
 
@@ -120,7 +161,11 @@ def run(text, ld=16, shift=0, short=0, names="abcd"):
     [
         ({"shift": 8}, sim.Misaligned, "matrix whose address is not a multiple of 32 bytes"),
         ({"ld": 20}, sim.Misaligned, "matrix whose stride is not one of 16 bytes"),
-        ({"short": 1}, sim.OutOfBounds, "thread \\(31, 0, 0\\).*reads 16 bytes .* across the end of the tensor of argument 'pa'"),
+        (
+            {"short": 1},
+            sim.OutOfBounds,
+            "thread \\(31, 0, 0\\).*reads 16 bytes .* across the end of the tensor of argument 'pa'",
+        ),
     ],
 )
 def test_wrong_operands(change, fault, words):
@@ -164,7 +209,10 @@ def test_shared_memory_and_uninitialized_elements():
     assert torch.equal(out.view(16, 16), torch.arange(256.0).view(16, 16).T)
     out.fill_(-1)
     simulate(SHARED.replace("SYNC", "__syncwarp();"), out, 160)
-    assert torch.equal(out.view(16, 16)[:, :10], torch.arange(160.0).view(10, 16).T) and (out.view(16, 16)[:, 10:] == -1).all()
+    assert (
+        torch.equal(out.view(16, 16)[:, :10], torch.arange(160.0).view(10, 16).T)
+        and (out.view(16, 16)[:, 10:] == -1).all()
+    )
     with pytest.raises(sim.Uninitialized, match="bytes that nobody wrote"):
         simulate(SHARED.replace("SYNC", "__syncwarp();").replace("filled / 16)", "16)"), out, 160)
     with pytest.raises(sim.Race, match="__syncwarp"):
@@ -177,7 +225,8 @@ def test_an_uninitialized_operand_of_a_product():
     for lane, fault in ((2, None), (1, sim.Uninitialized)):
         a, b, c, ab, cd = matrices(F16)
         d, *memory = [
-            aligned(stored(x, layout, t, 16)) for x, layout, t in ((c, "row", cd), (a, "row", ab), (b, "col", ab), (c, "row", cd))
+            aligned(stored(x, layout, t, 16))
+            for x, layout, t in ((c, "row", cd), (a, "row", ab), (b, "col", ab), (c, "row", cd))
         ]
         with sim.memory.scope() as scope:
             scope.add(memory[1], written=False)
@@ -188,12 +237,18 @@ def test_an_uninitialized_operand_of_a_product():
                 simulate(text, d, *memory, 16)
                 assert (d.view(16, 16)[:, 12] == 0).all()
             else:
-                with pytest.raises(fault, match=r"thread \(25, 0, 0\).*reads 16 bytes that nobody wrote, byte 400 .* for a wmma.store"):
+                with pytest.raises(
+                    fault,
+                    match=r"thread \(25, 0, 0\).*reads 16 bytes that nobody wrote, byte 400 .* for a "
+                    r"wmma.store",
+                ):
                     simulate(text, d, *memory, 16)
 
 
 def test_what_is_not_there_is_named():
-    with pytest.raises(sim.NotSimulated, match=r"wmma.load.a.sync.aligned.row.m8n8k32.global.s4, in k, .*:\d+"):
+    with pytest.raises(
+        sim.NotSimulated, match=r"wmma.load.a.sync.aligned.row.m8n8k32.global.s4, in k, .*:\d+"
+    ):
         run(kernel(("m8n8k32", "s4", "s32", 1, 1, 2), "row", "col"))
 
 
@@ -218,7 +273,9 @@ __global__ void k(float* c, const half* a, const half* b, int n) {
 
 
 def test_a_gemm_of_nvcuda():
-    if not any((folder / "crt/mma.h").is_file() for folder in (compiler.cuda_include(), *compiler._more_includes())):
+    if not any(
+        (folder / "crt/mma.h").is_file() for folder in (compiler.cuda_include(), *compiler._more_includes())
+    ):
         pytest.skip("crt/mma.h is not installed: pip install nvidia-cuda-nvcc-cu12")
     a, b = torch.randint(-4, 5, (48, 64)).half(), torch.randint(-4, 5, (32, 64)).half()
     c = torch.full((48, 32), torch.nan)

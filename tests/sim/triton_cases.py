@@ -1,4 +1,5 @@
-"""The kernels of triton_kernels.py on small inputs: each case takes the module, and returns what it computes and what it should."""
+"""The kernels of triton_kernels.py on small inputs: each case takes the module, and returns what it computes
+and what it should."""
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +20,9 @@ def softmax(k):
 
 
 def matmul(k, dtype=torch.float16):
-    a, b, c = torch.randn(70, 100).to(dtype), torch.randn(50, 100).to(dtype).T, torch.empty(70, 50, dtype=dtype)
+    a = torch.randn(70, 100).to(dtype)
+    b = torch.randn(50, 100).to(dtype).T
+    c = torch.empty(70, 50, dtype=dtype)
 
     def grid(meta):
         return (triton.cdiv(70, meta["BM"]) * triton.cdiv(50, meta["BN"]),)
@@ -39,7 +42,9 @@ def grouped(k):
     a, b, c = ([torch.randn(s[i], s[j]).half() for s in sizes] for i, j in ((0, 2), (2, 1), (0, 1)))
     addresses = (torch.tensor([t.data_ptr() for t in some]) for some in (a, b, c))
     k.grouped_matmul[(2,)](*addresses, torch.tensor(sizes, dtype=torch.int32), 2, BM=32, BN=32, BK=32)
-    return torch.cat([x.flatten() for x in c]), torch.cat([(x.double() @ y.double()).flatten() for x, y in zip(a, b, strict=True)])
+    return torch.cat([x.flatten() for x in c]), torch.cat(
+        [(x.double() @ y.double()).flatten() for x, y in zip(a, b, strict=True)]
+    )
 
 
 def dropout(k):
@@ -59,13 +64,17 @@ def layernorm(k):
 
 
 def layernorm_bwd(k, lock=None):
-    x, w, b = (torch.randn(shape, dtype=torch.float64).requires_grad_() for shape in ((10, 200), (200,), (200,)))
+    x, w, b = (
+        torch.randn(shape, dtype=torch.float64).requires_grad_() for shape in ((10, 200), (200,), (200,))
+    )
     dy = torch.randn(10, 200)
     F.layer_norm(x, (200,), w, b).backward(dy.double())
     mean, rstd = x.detach().mean(1).float(), (x.detach().var(1, correction=0) + 1e-5).rsqrt().float()
     dx, dw, db, sums = torch.empty(10, 200), torch.empty(4, 200), torch.empty(4, 200), torch.empty(2, 200)
     lock = torch.zeros(8, dtype=torch.int32) if lock is None else lock
-    k.layernorm_bwd[(10,)](dx, dy, dw, db, x.detach().float(), w.detach().float(), mean, rstd, lock, 200, GROUPS=4, BLOCK=256)
+    k.layernorm_bwd[(10,)](
+        dx, dy, dw, db, x.detach().float(), w.detach().float(), mean, rstd, lock, 200, GROUPS=4, BLOCK=256
+    )
     k.sum_rows[(2,)](dw, sums[0], 4, 200, BM=4, BLOCK=128)
     k.sum_rows[(2,)](db, sums[1], 4, 200, BM=4, BLOCK=128)
     return torch.cat([dx, sums]), torch.cat([x.grad, w.grad[None], b.grad[None]])
@@ -85,8 +94,12 @@ def device_descriptor(k):
 
 
 def host_descriptor(k):
-    a, b, c = torch.randn(128, 64).half(), torch.randn(64, 128).half(), torch.empty(128, 128, dtype=torch.half)
-    maps = (TensorDescriptor.from_tensor(t, shape) for t, shape in ((a, [64, 32]), (b, [32, 64]), (c, [64, 64])))
+    a = torch.randn(128, 64).half()
+    b = torch.randn(64, 128).half()
+    c = torch.empty(128, 128, dtype=torch.half)
+    maps = (
+        TensorDescriptor.from_tensor(t, shape) for t, shape in ((a, [64, 32]), (b, [32, 64]), (c, [64, 64]))
+    )
     k.host_descriptor_matmul[(2, 2)](*maps, 64, BM=64, BN=64, BK=32)
     return c, a.double() @ b.double()
 

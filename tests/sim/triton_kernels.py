@@ -1,4 +1,5 @@
-"""Triton kernels, as its tutorials teach them, for the tests of cukern.sim.triton. A comment at the end of a line names it for a test."""
+"""Triton kernels, as its tutorials teach them, for the tests of cukern.sim.triton. A comment at the end of a
+line names it for a test."""
 
 import triton
 import triton.language as tl
@@ -31,7 +32,9 @@ def tile_of(pid, tiles_m, tiles_n, GROUP: tl.constexpr):
 
 
 @triton.jit
-def product(a, b, m, n, k, tile_m, tile_n, sam, sak, sbk, sbn, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+def product(
+    a, b, m, n, k, tile_m, tile_n, sam, sak, sbk, sbn, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr
+):
     """A tile of a @ b, in float32."""
     i, j, p = tile_m * BM + tl.arange(0, BM), tile_n * BN + tl.arange(0, BN), tl.arange(0, BK)
     at, bt = a + i[:, None] * sam + p[None, :] * sak, b + p[:, None] * sbk + j[None, :] * sbn
@@ -47,31 +50,19 @@ def product(a, b, m, n, k, tile_m, tile_n, sam, sak, sbk, sbn, BM: tl.constexpr,
 
 def _configs():
     shapes = [(32, 32, 32, 2), (64, 32, 32, 3)]
-    return [triton.Config({"BM": m, "BN": n, "BK": k, "GROUP": 2}, num_warps=4, num_stages=s) for m, n, k, s in shapes]
+    return [
+        triton.Config({"BM": m, "BN": n, "BK": k, "GROUP": 2}, num_warps=4, num_stages=s)
+        for m, n, k, s in shapes
+    ]
 
 
 @triton.autotune(configs=_configs(), key=["m", "n", "k"])
 @triton.heuristics({"EVEN": lambda args: args["k"] % args["BK"] == 0})
 @triton.jit
 def matmul(
-    a,
-    b,
-    c,
-    m,
-    n,
-    k,
-    sam,
-    sak,
-    sbk,
-    sbn,
-    scm,
-    scn,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    GROUP: tl.constexpr,
-    EVEN: tl.constexpr,
-):
+    a, b, c, m, n, k, sam, sak, sbk, sbn, scm, scn, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    GROUP: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
     tl.static_assert(not EVEN)
     tile_m, tile_n = tile_of(tl.program_id(0), tl.cdiv(m, BM), tl.cdiv(n, BN), GROUP)
     total = product(a, b, m, n, k, tile_m, tile_n, sam, sak, sbk, sbn, BM, BN, BK)
@@ -86,7 +77,11 @@ def persistent_matmul(a, b, c, m, n, k, BM: tl.constexpr, BN: tl.constexpr, BK: 
     for tile in tl.range(tl.program_id(0), tl.cdiv(m, BM) * tiles_n, tl.num_programs(0)):
         total = product(a, b, m, n, k, tile // tiles_n, tile % tiles_n, k, 1, n, 1, BM, BN, BK)
         i, j = tile // tiles_n * BM + tl.arange(0, BM), tile % tiles_n * BN + tl.arange(0, BN)
-        tl.store(c + i[:, None] * n + j[None, :], total.to(c.dtype.element_ty), mask=(i[:, None] < m) & (j[None, :] < n))
+        tl.store(
+            c + i[:, None] * n + j[None, :],
+            total.to(c.dtype.element_ty),
+            mask=(i[:, None] < m) & (j[None, :] < n),
+        )
 
 
 @triton.jit
@@ -104,7 +99,11 @@ def grouped_matmul(a, b, c, sizes, groups, BM: tl.constexpr, BN: tl.constexpr, B
             total = product(pa, pb, m, n, k, own // tiles_n, own % tiles_n, k, 1, n, 1, BM, BN, BK)
             i, j = own // tiles_n * BM + tl.arange(0, BM), own % tiles_n * BN + tl.arange(0, BN)
             pc = tl.load(c + g).to(tl.pointer_type(tl.float16))
-            tl.store(pc + i[:, None] * n + j[None, :], total.to(tl.float16), mask=(i[:, None] < m) & (j[None, :] < n))
+            tl.store(
+                pc + i[:, None] * n + j[None, :],
+                total.to(tl.float16),
+                mask=(i[:, None] < m) & (j[None, :] < n),
+            )
             tile += tl.num_programs(0)
         first += count
 
@@ -138,7 +137,11 @@ def layernorm_bwd(dx, dy, dw, db, x, w, mean, rstd, lock, n, GROUPS: tl.constexp
     r = tl.load(rstd + row)
     hat = tl.where(inside, (v - tl.load(mean + row)) * r, 0.0)
     wg = g * tl.load(w + i, mask=inside, other=0.0)
-    tl.store(dx + row * n + i, (wg - (hat * (tl.sum(hat * wg, axis=0) / n) + tl.sum(wg, axis=0) / n)) * r, mask=inside)
+    tl.store(
+        dx + row * n + i,
+        (wg - (hat * (tl.sum(hat * wg, axis=0) / n) + tl.sum(wg, axis=0) / n)) * r,
+        mask=inside,
+    )
     group = row % GROUPS
     lock += group
     filled = lock + GROUPS
@@ -162,12 +165,16 @@ def sum_rows(part, total, rows, n, BM: tl.constexpr, BLOCK: tl.constexpr):
     sums = tl.zeros((BM, BLOCK), dtype=tl.float32)
     for start in range(0, rows, BM):
         r = start + tl.arange(0, BM)
-        sums += tl.load(part + r[:, None] * n + i[None, :], mask=(r[:, None] < rows) & (i[None, :] < n), other=0.0)
+        sums += tl.load(
+            part + r[:, None] * n + i[None, :], mask=(r[:, None] < rows) & (i[None, :] < n), other=0.0
+        )
     tl.store(total + i, tl.sum(sums, axis=0), mask=i < n)
 
 
 @triton.jit
-def attention(q, k, v, out, scale, T, CAUSAL: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+def attention(
+    q, k, v, out, scale, T, CAUSAL: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
+):
     """Fused attention of one head by online softmax; q, k, v, out: (heads, T, D)."""
     head = tl.program_id(1) * T * D
     i, d = tl.program_id(0) * BM + tl.arange(0, BM), tl.arange(0, D)
@@ -179,14 +186,20 @@ def attention(q, k, v, out, scale, T, CAUSAL: tl.constexpr, D: tl.constexpr, BM:
         j = start + tl.arange(0, BN)
         ks = tl.load(k + head + j[None, :] * D + d[:, None], mask=j[None, :] < T, other=0.0)
         s = tl.dot(qs, ks) * scale
-        seen = (j[None, :] < T) & (i[:, None] >= j[None, :]) if CAUSAL else (j[None, :] < T) & (i[:, None] >= 0)
+        seen = (
+            (j[None, :] < T) & (i[:, None] >= j[None, :]) if CAUSAL else (j[None, :] < T) & (i[:, None] >= 0)
+        )
         s = tl.where(seen, s, -1e30)
         new = tl.maximum(top, tl.max(s, axis=1))
         p, shrink = tl.exp(s - new[:, None]), tl.exp(top - new)
         vs = tl.load(v + head + j[:, None] * D + d[None, :], mask=j[:, None] < T, other=0.0)
         acc = tl.dot(p.to(vs.dtype), vs, acc * shrink[:, None])
         total, top = total * shrink + tl.sum(p, axis=1), new
-    tl.store(out + head + i[:, None] * D + d[None, :], (acc / total[:, None]).to(out.dtype.element_ty), mask=i[:, None] < T)
+    tl.store(
+        out + head + i[:, None] * D + d[None, :],
+        (acc / total[:, None]).to(out.dtype.element_ty),
+        mask=i[:, None] < T,
+    )
 
 
 @triton.jit
@@ -230,7 +243,9 @@ def total(x, out, n, BLOCK: tl.constexpr):
 def dot(a, b, c, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr):
     i, j, p = tl.arange(0, M), tl.arange(0, N), tl.arange(0, K)
     x, y = tl.load(a + i[:, None] * K + p[None, :]), tl.load(b + p[:, None] * N + j[None, :])
-    tl.store(c + i[:, None] * N + j[None, :], tl.dot(x, y, input_precision=PRECISION, out_dtype=c.dtype.element_ty))
+    tl.store(
+        c + i[:, None] * N + j[None, :], tl.dot(x, y, input_precision=PRECISION, out_dtype=c.dtype.element_ty)
+    )
 
 
 @triton.jit
@@ -238,7 +253,16 @@ def math(x, out, n, BLOCK: tl.constexpr):
     """Functions of libdevice, and approximate ones."""
     i = tl.arange(0, BLOCK)
     v = tl.load(x + i, mask=i < n, other=1.0)
-    y = tl.erf(v) + tl.sin(v) + tl.cos(v) + tl.log(tl.abs(v) + 1) + tl.exp2(v) + tl.rsqrt(v * v + 1) + tl.sigmoid(v) + tl.floor(v)
+    y = (
+        tl.erf(v)
+        + tl.sin(v)
+        + tl.cos(v)
+        + tl.log(tl.abs(v) + 1)
+        + tl.exp2(v)
+        + tl.rsqrt(v * v + 1)
+        + tl.sigmoid(v)
+        + tl.floor(v)
+    )
     tl.store(out + i, y, mask=i < n)
 
 

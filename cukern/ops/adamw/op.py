@@ -1,4 +1,5 @@
-"""adamw: one step of AdamW on lists of tensors, in place; its reference in torch, its raw op, and its case in the registry."""
+"""adamw: one step of AdamW on lists of tensors, in place; its reference in torch, its raw op, and its case in
+the registry."""
 
 from collections.abc import Iterable, Sequence
 from math import prod, sqrt
@@ -20,8 +21,10 @@ Numbers = tuple[Any, float, float, float, float]  # lr, beta1, beta2, eps, weigh
 
 
 def adamw(
-    params: Iterable[Tensor], grads: Iterable[Tensor], exp_avgs: Iterable[Tensor], exp_avg_sqs: Iterable[Tensor], step: int = 1, *,
-    lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 1e-2, version: str | None = None,
+    params: Iterable[Tensor], grads: Iterable[Tensor], exp_avgs: Iterable[Tensor],
+    exp_avg_sqs: Iterable[Tensor], step: int = 1, *,
+    lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
+    weight_decay: float = 1e-2, version: str | None = None,
 ) -> None:  # fmt: skip
     """One step of AdamW, in place: the math of `cukern.AdamW`, which most users want, without its state.
 
@@ -30,15 +33,16 @@ def adamw(
         cukern.adamw([p], [torch.randn_like(p)], [m], [v], step=1, lr=6e-4)
 
     Args:
-        params: float16, bfloat16, float32 or float64, of any shapes and dense strides, all on one device. Written.
+        params: float16, bfloat16, float32 or float64, of any shapes and dense strides, all on one device.
+            Written.
         grads: of their shapes and dtypes.
         exp_avgs, exp_avg_sqs: the moments; float32 for 16-bit parameters, else of their dtypes. Written.
         step: the number of this step, from 1 to 2^24.
         lr, betas, eps, weight_decay: numbers as in torch.optim.AdamW.
         version: "v1" or "v2"; default: the fastest.
 
-    Parameters of 16 bits are computed in float32 and rounded once. CPU tensors use torch's operations, or the simulator. So does
-    torch.compile, which fuses them, whatever the version. Not differentiable.
+    Parameters of 16 bits are computed in float32 and rounded once. CPU tensors use torch's operations, or the
+    simulator. So does torch.compile, which fuses them, whatever the version. Not differentiable.
 
     Raises TypeError and ValueError for tensors or numbers that do not fit, before anything is written.
     Source: Loshchilov and Hutter, arXiv 1711.05101.
@@ -49,7 +53,8 @@ def adamw(
     checks.version("adamw", version, VERSIONS)
     if not lists[0]:
         return
-    # Inside of torch.compile: with the raw op, inductor on a GPU gave other values (torch 2.11); the cause is not known.
+    # Inside of torch.compile: with the raw op, inductor on a GPU gave other values (torch 2.11); the cause is
+    # not known.
     if not backend.uses_torch("adamw", version, lists[0][0]) and not torch.compiler.is_dynamo_compiling():
         _adamw(*lists, step, list(numbers), version or in_force.now)
         return
@@ -64,8 +69,14 @@ def check_numbers(lr: Any, betas: Any, eps: Any, weight_decay: Any) -> Numbers:
     if not isinstance(lr, Tensor):
         lr = checks.number("lr", lr, least=0)
     elif lr.numel() != 1 or lr.dtype not in (torch.float32, torch.float64):
-        raise TypeError(f"lr must be a number, or a float32 or float64 tensor of one element, got {lr.dtype} of shape {tuple(lr.shape)}")
-    eps, weight_decay = checks.number("eps", eps, least=0), checks.number("weight_decay", weight_decay, least=0)
+        raise TypeError(
+            f"lr must be a number, or a float32 or float64 tensor of one element, got {lr.dtype} of shape "
+            f"{tuple(lr.shape)}"
+        )
+    eps, weight_decay = (
+        checks.number("eps", eps, least=0),
+        checks.number("weight_decay", weight_decay, least=0),
+    )
     if not isinstance(betas, tuple | list) or len(betas) != 2:
         raise TypeError(f"betas must be a pair of numbers, got {checks.brief(betas)}")
     betas = tuple(float(b) if isinstance(b, Tensor) and b.numel() == 1 else b for b in betas)
@@ -78,7 +89,10 @@ def check_numbers(lr: Any, betas: Any, eps: Any, weight_decay: Any) -> Numbers:
 def check_param(name: str, tensor: Tensor) -> None:
     checks.dtype(name, tensor, checks.FLOATS)
     if torch.empty_like(tensor, device="meta").stride() != tensor.stride():
-        raise ValueError(f"{name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}: its elements must lie side by side")
+        raise ValueError(
+            f"{name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}: its elements must lie "
+            f"side by side"
+        )
 
 
 def _check(**given: Any) -> list[list[Tensor]]:
@@ -87,7 +101,9 @@ def _check(**given: Any) -> list[list[Tensor]]:
     for name, values in given.items():
         if not isinstance(values, Iterable) or isinstance(values, str | bytes | dict | Tensor):
             raise TypeError(f"{name} must be a list of tensors, got {checks.brief(values)}")
-        lists[name] = tensors = [interop.to_torch(f"{name}[{i}]", t, written=name != "grads") for i, t in enumerate(values)]
+        lists[name] = tensors = [
+            interop.to_torch(f"{name}[{i}]", t, written=name != "grads") for i, t in enumerate(values)
+        ]
         params = lists["params"]
         if len(tensors) != len(params):
             raise ValueError(f"{name} has {len(tensors)} tensors, params has {len(params)}")
@@ -97,13 +113,22 @@ def _check(**given: Any) -> list[list[Tensor]]:
             checks.one_of(place, t.dtype, (p.dtype if name in ("params", "grads") else wide(p.dtype),))
             checks.shape(place, t, tuple(p.shape), f"the shape of params[{i}]")
             checks.one_device(**{"params": params[0], place: t})
-            if t.stride() != p.stride() and t.numel() and any(n > 1 and t.stride(d) != p.stride(d) for d, n in enumerate(t.shape)):
-                raise ValueError(f"{place} has strides {t.stride()}, params[{i}] has {p.stride()}: they must be equal")
+            if (
+                t.stride() != p.stride()
+                and t.numel()
+                and any(n > 1 and t.stride(d) != p.stride(d) for d, n in enumerate(t.shape))
+            ):
+                raise ValueError(
+                    f"{place} has strides {t.stride()}, params[{i}] has {p.stride()}: they must be equal"
+                )
     return list(lists.values())
 
 
-def reference(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: int = 1, *numbers: float) -> tuple[Tensor, ...]:
-    """The new param, exp_avg and exp_avg_sq, computed in the dtype of the moments. `numbers`: lr, beta1, beta2, eps, weight_decay."""
+def reference(
+    param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: int = 1, *numbers: float
+) -> tuple[Tensor, ...]:
+    """The new param, exp_avg and exp_avg_sq, computed in the dtype of the moments. `numbers`: lr, beta1,
+    beta2, eps, weight_decay."""
     lr, beta1, beta2, eps, weight_decay = numbers or (1e-3, 0.9, 0.999, 1e-8, 1e-2)
     p, g = param.to(exp_avg.dtype), grad.to(exp_avg.dtype)
     m, v = exp_avg.lerp(g, 1 - beta1), (exp_avg_sq * beta2).addcmul(g, g, value=1 - beta2)
@@ -119,11 +144,16 @@ _captured: list[Table] = []  # those that CUDA graphs use
 
 
 def _launch(
-    params: list[Tensor], grads: list[Tensor], exp_avgs: list[Tensor], exp_avg_sqs: list[Tensor], step: int, numbers: list[float],
+    params: list[Tensor], grads: list[Tensor], exp_avgs: list[Tensor], exp_avg_sqs: list[Tensor], step: int,
+    numbers: list[float],
     version: str,
 ) -> None:  # fmt: skip
     stream = torch.cuda.current_stream(params[0].device).cuda_stream if params[0].is_cuda else 0
-    key = stream, params[0].get_device(), *((t.data_ptr(), t.numel(), t.dtype) for t in (*params, *grads, *exp_avgs, *exp_avg_sqs))
+    key = (
+        stream,
+        params[0].get_device(),
+        *((t.data_ptr(), t.numel(), t.dtype) for t in (*params, *grads, *exp_avgs, *exp_avg_sqs)),
+    )
     table = _tables.get(key)
     if table is None:
         tensors = enumerate(zip(params, exp_avgs, exp_avg_sqs, strict=True))
@@ -136,11 +166,14 @@ def _launch(
         _tables[key] = table
     lr, beta1, beta2, eps, weight_decay = numbers  # what adamw_prepare computes of them, computed here
     sizes = lr / (1 - beta1**step), 1 / sqrt(1 - beta2**step), eps, 1 - lr * weight_decay
-    table.update(version, table.write_places(grads), 0, (*sizes, 1 - beta1, beta2, 1 - beta2, 1.0, float(step)))
+    table.update(
+        version, table.write_places(grads), 0, (*sizes, 1 - beta1, beta2, 1 - beta2, 1.0, float(step))
+    )
 
 
 _adamw = raw_op(
-    "_adamw(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, int step, float[] numbers, str version)"
+    "_adamw(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, int step, "
+    "float[] numbers, str version)"
     " -> ()", 4, _launch, lambda *_: None,
 )  # fmt: skip
 
@@ -167,7 +200,8 @@ register(
     Case(
         name="adamw", op=Op("adamw", "adamw", VERSIONS), call=_spread, reference=reference,
         dims="TENSORS NUMEL", make=_make, inputs=("param", "grad", "exp_avg", "exp_avg_sq"), bound="memory",
-        cost=lambda dims, itemsize: {"fwd": Cost(prod(dims) * (3 * itemsize + 4 * max(itemsize, 4)), 16 * prod(dims))},
+        cost=lambda dims, itemsize: {"fwd": Cost(prod(dims) * (3 * itemsize + 4 * max(itemsize, 4)),
+                                                 16 * prod(dims))},
         magnitude=_magnitude, in_place=("param", "exp_avg", "exp_avg_sq"), differentiable=False,
         check_dims=((1, 1), (3, 4097), (2, 8192), (5, 20000)), sim_dims=((1, 1), (3, 67), (2, 8201)),
         bench_dims=((148, 840832), (1, 32768 * 768), (1, 8192 * 4096)),

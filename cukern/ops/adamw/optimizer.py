@@ -1,4 +1,5 @@
-"""AdamW as a torch.optim.Optimizer: state, parameter groups, clipping and loss scaling around the launches of a step."""
+"""AdamW as a torch.optim.Optimizer: state, parameter groups, clipping and loss scaling around the launches of
+a step."""
 
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
@@ -11,7 +12,17 @@ from torch.utils._pytree import tree_leaves
 
 from cukern.ops.adamw.op import VERSIONS, Numbers, check_numbers, check_param
 from cukern.ops.adamw.rounding import round_moments, wide_moments
-from cukern.ops.adamw.state import Found, Known, Layouts, Tensors, gradients, layouts, like_parameter, local, sum_of_squares
+from cukern.ops.adamw.state import (
+    Found,
+    Known,
+    Layouts,
+    Tensors,
+    gradients,
+    layouts,
+    like_parameter,
+    local,
+    sum_of_squares,
+)
 from cukern.ops.adamw.table import GROUP_WORDS, Row, Scaling, Table, group_bytes, write
 from cukern.runtime import checks
 from cukern.runtime.launch import backend
@@ -22,7 +33,8 @@ _MOST_TABLES = 64  # each has 8 bytes for 8192 elements of the parameters
 
 
 class AdamW(torch.optim.Optimizer):
-    """torch.optim.AdamW in one launch per dtype, with clipping of the gradients, float32 masters and stochastic rounding.
+    """torch.optim.AdamW in one launch per dtype, with clipping of the gradients, float32 masters and
+    stochastic rounding.
 
         optimizer = cukern.AdamW(model.parameters(), lr=6e-4, betas=(0.9, 0.95), weight_decay=0.1, max_norm=1.0)
         model(x).sum().backward()
@@ -30,22 +42,26 @@ class AdamW(torch.optim.Optimizer):
         print(optimizer.grad_norm)  # a tensor on the device
 
     Args:
-        params: tensors, or groups. float16, bfloat16, float32 or float64, on one device, with dense strides. DTensors may be sharded.
+        params: tensors, or groups. float16, bfloat16, float32 or float64, on one device, with dense strides.
+            DTensors may be sharded.
         lr: a number, or a float32 or float64 tensor of one element on the device, read at each step.
         betas, eps, weight_decay, amsgrad, maximize: as in torch.optim.AdamW.
         foreach, capturable, differentiable, fused: accepted, without effect. `differentiable` must be False.
-        max_norm: None, or the largest 2-norm of all gradients together: larger ones count times max_norm / norm. `grad_norm` is the norm
-            before that.
-        master_weights: keep a float32 copy of each 16-bit parameter. One that something else wrote is read first.
-        stochastic_rounding: round bfloat16 parameters to a neighbour at random, so that the expectation is exact. Not on CPUs.
-        state_dtype: of the moments: torch.float32, or torch.bfloat16, rounded stochastically: 4 bytes less per
-            element. Not with amsgrad.
+        max_norm: None, or the largest 2-norm of all gradients together: larger ones count times max_norm /
+            norm. `grad_norm` is the norm before that.
+        master_weights: keep a float32 copy of each 16-bit parameter. One that something else wrote is read
+            first.
+        stochastic_rounding: round bfloat16 parameters to a neighbour at random, so that the expectation is
+            exact. Not on CPUs.
+        state_dtype: of the moments: torch.float32, or torch.bfloat16, rounded stochastically: 4 bytes less
+            per element. Not with amsgrad.
         seed: of the random numbers, from 0 to 2^64 - 1.
         version: "v1" or "v2"; default: the fastest.
 
     A step does not synchronize, and can be captured in a CUDA graph after one outside of it;
-    call `update_groups()` before a replay if a number in a group changed. GradScaler works as with torch's fused optimizers. `state_dict`
-    and `load_state_dict` exchange with torch.optim.AdamW. CPU tensors use torch's fused AdamW, or the simulator.
+    call `update_groups()` before a replay if a number in a group changed. GradScaler works as with torch's
+    fused optimizers. `state_dict` and `load_state_dict` exchange with torch.optim.AdamW. CPU tensors use
+    torch's fused AdamW, or the simulator.
 
     Raises TypeError and ValueError for what does not fit, before anything is written; RuntimeError for a
     capture without a step before it. Source: Loshchilov and Hutter, arXiv 1711.05101.
@@ -57,10 +73,14 @@ class AdamW(torch.optim.Optimizer):
     _groups: Tensor | None = None  # numbers of the parameter groups, in device memory
 
     def __init__(
-        self, params: Any, lr: float | Tensor = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
-        weight_decay: float = 1e-2, amsgrad: bool = False, *, maximize: bool = False, foreach: bool | None = None,
-        capturable: bool = False, differentiable: bool = False, fused: bool | None = None, max_norm: float | None = None,
-        master_weights: bool = False, stochastic_rounding: bool = False, seed: int = 0, version: str | None = None,
+        self, params: Any, lr: float | Tensor = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2, amsgrad: bool = False, *, maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False, differentiable: bool = False, fused: bool | None = None,
+        max_norm: float | None = None,
+        master_weights: bool = False, stochastic_rounding: bool = False, seed: int = 0,
+        version: str | None = None,
         state_dtype: torch.dtype = torch.float32,
     ) -> None:  # fmt: skip
         if max_norm is not None and checks.number("max_norm", max_norm) <= 0:
@@ -69,21 +89,40 @@ class AdamW(torch.optim.Optimizer):
         checks.one_of("state_dtype", state_dtype, (torch.float32, torch.bfloat16))
         self._options = SimpleNamespace(
             state_dtype=state_dtype,
-            master_weights=checks.flag("master_weights", master_weights), max_norm=max_norm, version=version or "",
-            stochastic_rounding=checks.flag("stochastic_rounding", stochastic_rounding), seed=checks.integer("seed", seed, 0, 2**64 - 1),
+            master_weights=checks.flag("master_weights", master_weights), max_norm=max_norm,
+            version=version or "",
+            stochastic_rounding=checks.flag("stochastic_rounding", stochastic_rounding),
+            seed=checks.integer("seed", seed, 0, 2**64 - 1),
         )  # fmt: skip
         check_numbers(lr, betas, eps, weight_decay)
         if checks.flag("differentiable", differentiable):
             raise ValueError("differentiable must be False: the kernels of AdamW have no derivatives")
-        flags = {"amsgrad": amsgrad, "maximize": maximize, "foreach": foreach, "capturable": capturable, "fused": fused}
+        flags = {
+            "amsgrad": amsgrad,
+            "maximize": maximize,
+            "foreach": foreach,
+            "capturable": capturable,
+            "fused": fused,
+        }
         for name, value in flags.items():
             if value is not None or name not in ("foreach", "fused"):
                 checks.flag(name, value)
         self._forget()
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, **flags, "differentiable": False})
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "betas": betas,
+                "eps": eps,
+                "weight_decay": weight_decay,
+                **flags,
+                "differentiable": False,
+            },
+        )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's. Raises TypeError and ValueError, and adds nothing, for tensors or numbers that do not fit."""
+        """As torch's. Raises TypeError and ValueError, and adds nothing, for tensors or numbers that do not
+        fit."""
         super().add_param_group(param_group)
         try:
             self._numbers(self.param_groups[-1])
@@ -94,7 +133,10 @@ class AdamW(torch.optim.Optimizer):
                 divided = places is not None and all(place.is_shard() for place in places)
                 if type(p).__torch_dispatch__ is not Tensor.__torch_dispatch__ and not divided:
                     kind = type(p).__name__ + (f" with placements {places}" if places else "")
-                    raise TypeError(f"{name} must be a plain tensor, or a DTensor that is divided along dimensions, got {kind}")
+                    raise TypeError(
+                        f"{name} must be a plain tensor, or a DTensor that is divided along dimensions, got "
+                        f"{kind}"
+                    )
                 checks.one_device(**{"the first parameter": self.param_groups[0]["params"][0], name: p})
         except (TypeError, ValueError):
             self.param_groups.pop()
@@ -110,7 +152,8 @@ class AdamW(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, also of a torch.optim.AdamW. The tensors are copied."""
-        given: list[dict[str, Any]] = []  # what the hooks make of it: ours is the last before the load, and the first after it
+        # what the hooks make of it: ours is the last before the load, and the first after it
+        given: list[dict[str, Any]] = []
         hooks = (
             self.register_load_state_dict_pre_hook(lambda _, changed: given.append(changed)),
             self.register_load_state_dict_post_hook(lambda _: self._restore_state(given[0]), prepend=True),
@@ -138,7 +181,8 @@ class AdamW(torch.optim.Optimizer):
         return self._options.state_dtype if narrow else wide(p.dtype)
 
     def _forget(self) -> None:
-        """Forget the tables in device memory, whose tensors have changed. The groups keep their memory, which CUDA graphs may read."""
+        """Forget the tables in device memory, whose tensors have changed. The groups keep their memory, which
+        CUDA graphs may read."""
         self._tables: dict[tuple[Any, ...], Table] = {}
         self._known: Known | None = None  # the tensors and the table of the last step
         self._written = b""  # what is in _groups
@@ -156,7 +200,8 @@ class AdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the parameters that have a gradient. Returns what `closure`, which computes the loss and the gradients, returns."""
+        """Update the parameters that have a gradient. Returns what `closure`, which computes the loss and the
+        gradients, returns."""
         with torch.enable_grad():
             loss = None if closure is None else closure()
         every = [(p, g) for g, group in enumerate(self.param_groups) for p in group["params"]]
@@ -164,7 +209,9 @@ class AdamW(torch.optim.Optimizer):
         if not found:
             return loss
         numbers = [self._numbers(group) for group in self.param_groups]
-        max_norm, grad_scale, found_inf = self._options.max_norm, getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        max_norm = self._options.max_norm
+        grad_scale = getattr(self, "grad_scale", None)
+        found_inf = getattr(self, "found_inf", None)
         scaling = max_norm, grad_scale, found_inf
         if found[0][1].is_cuda or backend.simulating():
             self._step_by_kernels(found, numbers, scaling)
@@ -192,7 +239,8 @@ class AdamW(torch.optim.Optimizer):
         if grads[0].is_cuda:
             self._launch(key, table, rows, grads, squares, scaling, capturing)
         else:
-            tables, states = [table.memory for table in self._tables.values()], list(map(dict, self.state.values()))
+            tables = [table.memory for table in self._tables.values()]
+            states = list(map(dict, self.state.values()))
             used = [found, grads, scaling, squares, numbers, self._groups, self.grad_norm, tables, states]
             with backend.simulated_memory([local(t) for t in tree_leaves(used)]):
                 self._launch(key, table, rows, grads, squares, scaling, capturing)
@@ -200,7 +248,10 @@ class AdamW(torch.optim.Optimizer):
 
     def _rows(self, found: list[Found]) -> list[Row]:
         if _capturing(found[0][1]):
-            raise RuntimeError("before the capture of step() in a CUDA graph, call it once with gradients of the same parameters")
+            raise RuntimeError(
+                "before the capture of step() in a CUDA graph, call it once with gradients of the same "
+                "parameters"
+            )
         return [self._row(*one) for one in found]
 
     def _tensors(self, found: list[Found]) -> Tensors:
@@ -208,17 +259,24 @@ class AdamW(torch.optim.Optimizer):
         return Tensors(found, [self.state.get(p, {}) for _, p, _ in found], groups)
 
     def update_groups(self) -> None:
-        """Copy changed numbers of the groups to the device, as step() does outside of a capture, for the next replay of a CUDA graph."""
-        data = b"".join(group_bytes(*self._numbers(g), maximize=bool(g.get("maximize"))) for g in self.param_groups)
+        """Copy changed numbers of the groups to the device, as step() does outside of a capture, for the next
+        replay of a CUDA graph."""
+        data = b"".join(
+            group_bytes(*self._numbers(g), maximize=bool(g.get("maximize"))) for g in self.param_groups
+        )
         if data == self._written or self._groups is None:
             return
         if _capturing(self._groups):
-            raise RuntimeError("a number in a group changed before the capture of a CUDA graph: call update_groups() before the capture")
+            raise RuntimeError(
+                "a number in a group changed before the capture of a CUDA graph: call update_groups() before "
+                "the capture"
+            )
         write(self._groups, data)
         self._written = data
 
     def _row(self, index: int, p: Tensor, group: int) -> Row:
-        """The tensors of a parameter. Creates its state, or lets it follow the parameter's dtype, device and memory format."""
+        """The tensors of a parameter. Creates its state, or lets it follow the parameter's dtype, device and
+        memory format."""
         name, state = f"parameter {index}", self.state[p]
         check_param(name, local(p))
         checks.one_device(**{"the first parameter": self.param_groups[0]["params"][0], name: p})
@@ -238,9 +296,16 @@ class AdamW(torch.optim.Optimizer):
             if t is not None and (t.shape, t.stride(), t.dtype, t.device) != layout:
                 state[key] = like_parameter(f"{key} of {name}", t, p, dtype)
         step = state.get("step", 0.0)
-        if not isinstance(step, Tensor) or (step.shape, step.dtype, step.device) != (torch.Size(), torch.float32, p.device):
+        if not isinstance(step, Tensor) or (step.shape, step.dtype, step.device) != (
+            torch.Size(),
+            torch.float32,
+            p.device,
+        ):
             state["step"] = torch.tensor(float(step), dtype=torch.float32, device=p.device)
-        m, v, largest = (local(state[key]) if key in needed else None for key in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"))
+        m, v, largest = (
+            local(state[key]) if key in needed else None
+            for key in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+        )
         return Row(local(p), m, v, largest, local(state.get("master")), state["step"], group, index)  # type: ignore[arg-type]
 
     def _state(self, found: Sequence[Found]) -> list[list[Any]]:
@@ -248,13 +313,21 @@ class AdamW(torch.optim.Optimizer):
         states = [self.state[p] for _, p, _ in found]
         return [[state.get(name) for state in states] for name in (*_LIKE_PARAMETERS, "step")]
 
-    def _key(self, found: Sequence[Found], layout: Layouts | None, state: Sequence[Sequence[Any]]) -> tuple[Any, ...]:
+    def _key(
+        self, found: Sequence[Found], layout: Layouts | None, state: Sequence[Sequence[Any]]
+    ) -> tuple[Any, ...]:
         """All that a table holds, and what its rows were made of."""
         places = tuple([(i, group) for i, _, group in found])
-        return places, tuple([bool(group.get("amsgrad")) for group in self.param_groups]), layout, *map(layouts, state)
+        return (
+            places,
+            tuple([bool(group.get("amsgrad")) for group in self.param_groups]),
+            layout,
+            *map(layouts, state),
+        )
 
     def _launch(
-        self, key: Any, table: Table | None, rows: list[Row], grads: Sequence[Tensor], squares: Tensor | None, scaling: Scaling,
+        self, key: Any, table: Table | None, rows: list[Row], grads: Sequence[Tensor], squares: Tensor | None,
+        scaling: Scaling,
         capturing: bool,
     ) -> None:  # fmt: skip
         first = grads[0]
@@ -263,8 +336,12 @@ class AdamW(torch.optim.Optimizer):
                 self._forget()
             table = self._tables[key] = Table(rows)
         if self._groups is None or self._groups.device != first.device:
-            self._groups, self._written = first.new_empty(GROUP_WORDS * len(self.param_groups), dtype=torch.int64), b""
-        if scaling[0] is not None and (self.grad_norm is None or self.grad_norm.device != first.device):  # a step on the CPU has its own
+            self._groups, self._written = (
+                first.new_empty(GROUP_WORDS * len(self.param_groups), dtype=torch.int64),
+                b"",
+            )
+        # a step on the CPU has its own
+        if scaling[0] is not None and (self.grad_norm is None or self.grad_norm.device != first.device):
             self.grad_norm = first.new_zeros((), dtype=torch.float32)
         self.update_groups()
         if capturing:
@@ -283,21 +360,31 @@ class AdamW(torch.optim.Optimizer):
             factor = torch.where(norm > max_norm, factor * (max_norm / norm), factor)
         return [g.double() * factor for g in grads]
 
-    def _step_on_cpu(self, found: list[Found], grads: list[Tensor], numbers: list[Numbers], scaling: Scaling) -> None:
+    def _step_on_cpu(
+        self, found: list[Found], grads: list[Tensor], numbers: list[Numbers], scaling: Scaling
+    ) -> None:
         """torch's fused AdamW on the masters, or on float32 copies of 16-bit parameters."""
         if self._options.stochastic_rounding:
-            raise ValueError(f"stochastic_rounding needs a GPU, the parameters are on the CPU: {checks.SIMULATOR}")
+            raise ValueError(
+                f"stochastic_rounding needs a GPU, the parameters are on the CPU: {checks.SIMULATOR}"
+            )
         rows, found_inf = [self._row(*one) for one in found], scaling[2]
-        grads = [g.to(wide(p.dtype)) for g, (_, p, _) in zip(self._scaled(found, grads, scaling), found, strict=True)]
+        grads = [
+            g.to(wide(p.dtype))
+            for g, (_, p, _) in zip(self._scaled(found, grads, scaling), found, strict=True)
+        ]
         targets = [_target(row) for row in rows]
         for i, (lr, beta1, beta2, eps, weight_decay) in enumerate(numbers):
-            group, tensors = self.param_groups[i], [one for one in zip(targets, grads, rows, strict=True) if one[2].group == i]
+            group = self.param_groups[i]
+            tensors = [one for one in zip(targets, grads, rows, strict=True) if one[2].group == i]
             mine, amsgrad = [row for _, _, row in tensors], bool(group.get("amsgrad"))
             exp_avgs, exp_avg_sqs = wide_moments(mine)
             maxima, steps = ([getattr(row, name) for row in mine] for name in ("max_exp_avg_sq", "step"))
             torch_adamw.adamw(
-                [t for t, _, _ in tensors], [g for _, g, _ in tensors], exp_avgs, exp_avg_sqs, maxima if amsgrad else [], steps, fused=True,
-                amsgrad=amsgrad, maximize=bool(group.get("maximize")), lr=float(lr), beta1=beta1, beta2=beta2, eps=eps,
+                [t for t, _, _ in tensors], [g for _, g, _ in tensors], exp_avgs, exp_avg_sqs,
+                maxima if amsgrad else [], steps, fused=True,
+                amsgrad=amsgrad, maximize=bool(group.get("maximize")), lr=float(lr), beta1=beta1, beta2=beta2,
+                eps=eps,
                 weight_decay=weight_decay, found_inf=found_inf,
             )  # fmt: skip
             round_moments(mine, exp_avgs, exp_avg_sqs, self._options.seed)
@@ -314,7 +401,8 @@ def _capturing(t: Tensor) -> bool:
 
 
 def _target(row: Row) -> Tensor:
-    """What a step on the CPU updates: the master, which follows what something else wrote into the parameter, or the parameter."""
+    """What a step on the CPU updates: the master, which follows what something else wrote into the parameter,
+    or the parameter."""
     param = row.param.to(wide(row.param.dtype))
     if row.master is None:
         return param

@@ -15,11 +15,15 @@ _MOMENTS = 1 << 31  # in the second word of the counter, which keeps the random 
 def wide_moments(rows: Sequence[Row]) -> tuple[list[Tensor], list[Tensor]]:
     """exp_avg and exp_avg_sq in the dtype of the computation; those of the row if they have it."""
     dtypes = [wide(row.param.dtype) for row in rows]
-    both = [(row.exp_avg.to(dtype), row.exp_avg_sq.to(dtype)) for row, dtype in zip(rows, dtypes, strict=True)]
+    both = [
+        (row.exp_avg.to(dtype), row.exp_avg_sq.to(dtype)) for row, dtype in zip(rows, dtypes, strict=True)
+    ]
     return [m for m, _ in both], [v for _, v in both]
 
 
-def round_moments(rows: Sequence[Row], exp_avgs: Sequence[Tensor], exp_avg_sqs: Sequence[Tensor], seed: int) -> None:
+def round_moments(
+    rows: Sequence[Row], exp_avgs: Sequence[Tensor], exp_avg_sqs: Sequence[Tensor], seed: int
+) -> None:
     """Write what `wide_moments` returned, updated, into the rows."""
     for row, exp_avg, exp_avg_sq in zip(rows, exp_avgs, exp_avg_sqs, strict=True):
         if exp_avg is not row.exp_avg:
@@ -43,7 +47,8 @@ def _round(row: Row, exp_avg: Tensor, exp_avg_sq: Tensor, seed: int) -> None:
 
 
 def _philox(count: int, second: int, third: int, fourth: int, seed: int) -> Tensor:
-    """Philox4x32-10 (Salmon et al., 2011): the words of each counter (i, second, third, fourth), i < count."""
+    """Philox4x32-10 (Salmon et al., 2011): the words of each counter (i, second, third, fourth), i <
+    count."""
     i = torch.arange(count, dtype=torch.int64, device="cpu")
     a, b, c, d = i & _WORD, i >> 32 | second, torch.full_like(i, third), torch.full_like(i, fourth)
     for j in range(10):

@@ -1,4 +1,5 @@
-"""The tensors of AdamW: parts of DTensors, gradients and state in the layout of their parameter, and the norm of the gradients."""
+"""The tensors of AdamW: parts of DTensors, gradients and state in the layout of their parameter, and the norm
+of the gradients."""
 
 import itertools
 import operator
@@ -24,7 +25,8 @@ def sum_of_squares(found: Sequence[Found], grads: Sequence[Tensor]) -> Tensor:
         if mesh is not None:
             from torch.distributed.tensor import DTensor, Partial
 
-            square = DTensor.from_local(square, mesh, [Partial()] * mesh.ndim).full_tensor()  # the sum over the processes
+            # the sum over the processes
+            square = DTensor.from_local(square, mesh, [Partial()] * mesh.ndim).full_tensor()
         total += square
     return total
 
@@ -33,7 +35,9 @@ def like_parameter(name: str, value: Any, p: Tensor, dtype: torch.dtype) -> Tens
     """A copy of a tensor of the state with the parameter's strides, which the kernels expect."""
     value = torch.as_tensor(value)
     if value.shape != p.shape:
-        raise ValueError(f"{name} has shape {tuple(value.shape)}, it must be that of the parameter, {tuple(p.shape)}")
+        raise ValueError(
+            f"{name} has shape {tuple(value.shape)}, it must be that of the parameter, {tuple(p.shape)}"
+        )
     return torch.empty_like(p, dtype=dtype).copy_(value)
 
 
@@ -43,7 +47,8 @@ def local(x: Any) -> Tensor:
 
 
 class Layouts(NamedTuple):
-    """Of tensors, for a key; of DTensors those of their parts. The device is left out: an address belongs to one device."""
+    """Of tensors, for a key; of DTensors those of their parts. The device is left out: an address belongs to
+    one device."""
 
     addresses: tuple[int, ...]
     dtypes: tuple[torch.dtype, ...]
@@ -62,7 +67,9 @@ def layouts(found: Sequence[Any]) -> Layouts | None:
         others = tuple([isinstance(t, Tensor) or t for t in found])
         found = [local(t) for t in found if isinstance(t, Tensor)]
     dtypes, shapes = tuple([t.dtype for t in found]), tuple([t.shape for t in found])
-    return Layouts(tuple(map(Tensor.data_ptr, found)), dtypes, shapes, tuple(map(Tensor.stride, found)), others)
+    return Layouts(
+        tuple(map(Tensor.data_ptr, found)), dtypes, shapes, tuple(map(Tensor.stride, found)), others
+    )
 
 
 def gradients(found: Sequence[Found], layout: Layouts | None) -> list[Tensor]:
@@ -86,7 +93,9 @@ def _gradient(index: int, p: Tensor) -> Tensor:
     name = f"the gradient of parameter {index}"
     checks.dtype(name, grad, (p.dtype,))
     if grad.device != p.device:
-        raise ValueError(f"{name} is on {grad.device}, the parameter is on {p.device}: they must be on one device")
+        raise ValueError(
+            f"{name} is on {grad.device}, the parameter is on {p.device}: they must be on one device"
+        )
     return grad if grad.stride() == p.stride() else torch.empty_like(p).copy_(grad)
 
 
@@ -105,8 +114,8 @@ class Known(NamedTuple):
 class Tensors:
     """The tensors of a step. Usually they are those of the last step, and gradients of the same layouts.
 
-    TensorGuards compares types, dtypes, devices, shapes, strides and flags, such as the negative bit, of all tensors in one call. In Python
-    this takes longer than the rest of a step.
+    TensorGuards compares types, dtypes, devices, shapes, strides and flags, such as the negative bit, of all
+    tensors in one call. In Python this takes longer than the rest of a step.
     """
 
     def __init__(self, found: Sequence[Found], states: Sequence[dict[str, Any]], groups: Any):
@@ -124,10 +133,13 @@ class Tensors:
             return False
 
     def known(self, table: Any, grads: Sequence[Tensor], written: Sequence[Tensor]) -> Known | None:
-        """What `are` needs. None if it must not decide: for gradients in other layouts than those of the parameters, which are copied; for
-        states with more than the kernels write; for anything but plain tensors."""
+        """What `are` needs. None if it must not decide: for gradients in other layouts than those of the
+        parameters, which are copied; for states with more than the kernels write; for anything but plain
+        tensors."""
         tensors = [*self.written, *self.grads]
-        usual = all(map(operator.is_, grads, self.grads)) and set(map(id, written)) == set(map(id, self.written))
+        usual = all(map(operator.is_, grads, self.grads)) and set(map(id, written)) == set(
+            map(id, self.written)
+        )
         if _Guards is None or not usual or not checks.PLAIN.issuperset(map(type, tensors)):
             return None
         try:

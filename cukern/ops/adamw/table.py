@@ -1,6 +1,7 @@
 """The tables of a step of adamw in device memory, and its launches.
 
-A kernel writes the tables, not a copy from the host: that needs no synchronization and may be captured in a CUDA graph."""
+A kernel writes the tables, not a copy from the host: that needs no synchronization and may be captured in a
+CUDA graph."""
 
 import struct
 from collections.abc import Sequence
@@ -39,25 +40,31 @@ class Row(NamedTuple):
 
 
 class Table:
-    """Rows in device memory, sorted by dtype, with scratch memory for a step. order[i]: the index in `rows` of entry i."""
+    """Rows in device memory, sorted by dtype, with scratch memory for a step. order[i]: the index in `rows`
+    of entry i."""
 
     def __init__(self, rows: Sequence[Row]):
         self.order = sorted(range(len(rows)), key=lambda i: checks.FLOATS.index(rows[i].param.dtype))
         self.tensors = [(rows[i].param.dtype, rows[i].param.numel()) for i in self.order]
         self.device = rows[0].param.get_device()
         # dtypes that need the kernels for masters and amsgrad
-        self.extras = {row.param.dtype for row in rows if row.master is not None or row.max_exp_avg_sq is not None}
+        self.extras = {
+            row.param.dtype for row in rows if row.master is not None or row.max_exp_avg_sq is not None
+        }
         self.moments = {row.param.dtype: row.exp_avg.dtype for row in rows}
-        self.runs: dict[torch.dtype, list[int]] = {}  # the first chunk of a dtype, and the number of its chunks
+        # the first chunk of a dtype, and the number of its chunks
+        self.runs: dict[torch.dtype, list[int]] = {}
         self.chunks, data = 0, b""
         for i, (dtype, n) in zip(self.order, self.tensors, strict=True):
             row, count = rows[i], -(-n // CHUNK)
             data += struct.pack("8QII", *pointers(*row[:6]), n, self.chunks, row.number, row.group)
             self.runs.setdefault(dtype, [self.chunks, 0])[1] += count
             self.chunks += count
-        scratch = (9 * len(rows), self.chunks) if rows[0].step is not None else (0, 0)  # given numbers need none, and have no norm
+        # given numbers need none, and have no norm
+        scratch = (9 * len(rows), self.chunks) if rows[0].step is not None else (0, 0)
         self.rows, self.grads, numbers, partials = (
-            rows[0].exp_avg.new_empty(size, dtype=torch.int64) for size in (ROW_WORDS * len(rows), len(rows), *scratch)
+            rows[0].exp_avg.new_empty(size, dtype=torch.int64)
+            for size in (ROW_WORDS * len(rows), len(rows), *scratch)
         )
         self.places: list[int] = []  # the addresses that are in self.grads
         self.memory = self.rows, self.grads, numbers, partials
@@ -65,11 +72,12 @@ class Table:
         write(self.rows, data)
 
     def launch(
-        self, grads: Sequence[Tensor], groups: Tensor, norm: Tensor | None, squares: Tensor | None, options: Any, scaling: Scaling,
+        self, grads: Sequence[Tensor], groups: Tensor, norm: Tensor | None, squares: Tensor | None,
+        options: Any, scaling: Scaling,
         capturing: bool,
     ) -> None:  # fmt: skip
-        """A step of an optimizer with these options. With a max_norm, `norm` gets the norm of the gradients. `squares`: the sum of the
-        squares of those of all processes, which is computed here if it is None."""
+        """A step of an optimizer with these options. With a max_norm, `norm` gets the norm of the gradients.
+        `squares`: the sum of the squares of those of all processes, which is computed here if it is None."""
         max_norm, grad_scale, found_inf = scaling
         rows, at, count = self.rows.data_ptr(), self.write_places(grads, capturing), len(self.tensors)
         partials, sums = (0 if max_norm is None else self.partials), self.chunks
@@ -78,16 +86,27 @@ class Table:
         else:
             for dtype, (first, chunks) in self.runs.items():
                 if partials and chunks:
-                    NORM[dtype].on(self.device)((chunks, 1, 1), (THREADS, 1, 1), 0, partials, rows, at, first, count)
+                    NORM[dtype].on(self.device)(
+                        (chunks, 1, 1), (THREADS, 1, 1), 0, partials, rows, at, first, count
+                    )
         norm_at, scale_at, inf_at = pointers(norm, grad_scale, found_inf)
         PREPARE[PREPARING].on(self.device)(
-            (1, 1, 1), (PREPARING, 1, 1), 0, self.numbers, norm_at, rows, groups.data_ptr(), partials, scale_at, inf_at, sums, count,
+            (1, 1, 1), (PREPARING, 1, 1), 0, self.numbers, norm_at, rows, groups.data_ptr(), partials,
+            scale_at, inf_at, sums, count,
             max_norm or 0.0,
         )  # fmt: skip
-        self.update(options.version or in_force.now, at, self.numbers, (0.0,) * 9, options.seed, options.stochastic_rounding)
+        self.update(
+            options.version or in_force.now,
+            at,
+            self.numbers,
+            (0.0,) * 9,
+            options.seed,
+            options.stochastic_rounding,
+        )
 
     def write_places(self, grads: Sequence[Tensor], capturing: bool = False) -> int:
-        """The address of a list of the gradients' addresses. A captured step has its own: a replay must not change those of other steps."""
+        """The address of a list of the gradients' addresses. A captured step has its own: a replay must not
+        change those of other steps."""
         places = [grads[i].data_ptr() for i in self.order]
         addresses = torch.empty_like(self.grads) if capturing else self.grads
         if capturing or places != self.places:
@@ -102,8 +121,12 @@ class Table:
         moments = self.moments[dtype]
         return template[key if moments == wide(dtype) else (*key, moments)].on(self.device)
 
-    def update(self, version: str, at: int, numbers: int, given: Sequence[float], seed: int = 0, randomly: bool = False) -> None:
-        """The last launches of a step. `numbers`: the address of those of each tensor, or 0 for the same `given` ones."""
+    def update(
+        self, version: str, at: int, numbers: int, given: Sequence[float], seed: int = 0,
+        randomly: bool = False,
+    ) -> None:  # fmt: skip
+        """The last launches of a step. `numbers`: the address of those of each tensor, or 0 for the same
+        `given` ones."""
         step = struct.pack("3Q9dQ?7x", self.rows.data_ptr(), at, numbers, *given, seed, randomly)
         UPDATES[choose("adamw", version, self.device).forward](self, step)
 
@@ -117,7 +140,8 @@ def write(to: Tensor, data: bytes) -> None:
 
 
 def group_bytes(lr: float | Tensor, *numbers: float, maximize: bool) -> bytes:
-    """The struct Group of adamw.cu. A learning rate in device memory is passed by its address. `numbers`: those of Numbers after lr."""
+    """The struct Group of adamw.cu. A learning rate in device memory is passed by its address. `numbers`:
+    those of Numbers after lr."""
     address, value = (lr.data_ptr(), 0.0) if isinstance(lr, Tensor) else (0, lr)
     flags = MAXIMIZE * maximize + LR_IS_DOUBLE * (isinstance(lr, Tensor) and lr.dtype == torch.float64)
     return struct.pack("Q5dQ", address, value, *numbers, flags)

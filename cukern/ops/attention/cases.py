@@ -21,7 +21,9 @@ def _options(head_dim: int, softcap: float = 0.0) -> Options:
     return Options(True, head_dim**-0.5, softcap)
 
 
-def _drawn(shapes: Callable[..., Any], dims: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> tuple[Tensor, ...]:
+def _drawn(
+    shapes: Callable[..., Any], dims: Sequence[int], dtype: torch.dtype, device: torch.device | str
+) -> tuple[Tensor, ...]:
     """Random tensors of the shapes that belong to DIMS."""
     return tuple(torch.randn(*shape, dtype=dtype, device=device) for shape in shapes(*dims))
 
@@ -36,15 +38,19 @@ def _make_varlen(dims: Sequence[int], dtype: torch.dtype, device: torch.device |
     return *_drawn(lambda tokens, _, heads, D: [(tokens, heads, D)] * 3, dims, dtype, device), bounds
 
 
-def _sizes(softcap: float, q: Tensor, k: Tensor, v: Tensor, g: Tensor, lengths: Lengths = None) -> tuple[Tensor, ...]:
-    """For tensors (batch, heads, rows, D): the sums of the absolute values of all terms of out, dq, dk and dv. A score's error changes the
-    weights of its whole row. The softcap's slope, which is at most 1, is left out."""
+def _sizes(
+    softcap: float, q: Tensor, k: Tensor, v: Tensor, g: Tensor, lengths: Lengths = None
+) -> tuple[Tensor, ...]:
+    """For tensors (batch, heads, rows, D): the sums of the absolute values of all terms of out, dq, dk and
+    dv. A score's error changes the weights of its whole row. The softcap's slope, which is at most 1, is left
+    out."""
     heads, kv_heads, scale = q.shape[1], k.shape[1], q.shape[-1] ** -0.5
     k, v = repeated(k, heads), repeated(v, heads)
     scores, hidden = q @ k.mT * scale, hidden_keys(q, k, lengths)
     scores = softcap * torch.tanh(scores / softcap) if softcap else scores
     q, k, v, g = (x.abs() for x in (q, k, v, g))
-    weights = torch.softmax(scores.masked_fill(hidden, -torch.inf), -1).nan_to_num()  # a row without a visible key is 0
+    # a row without a visible key is 0
+    weights = torch.softmax(scores.masked_fill(hidden, -torch.inf), -1).nan_to_num()
     p = weights * (1 + scale * (q @ k.mT).sum(-1, keepdim=True))
     dp = g @ v.mT
     ds = scale * p * (dp + (p * dp).sum(-1, keepdim=True))
@@ -55,8 +61,8 @@ def _sizes(softcap: float, q: Tensor, k: Tensor, v: Tensor, g: Tensor, lengths: 
 def _rules(
     into: Callable[..., Tensor], back: Callable[..., Tensor], softcap: float = 0.0, results: int = 4
 ) -> dict[str, Callable[..., Any]]:
-    """The reference and the magnitude of a case. `into` gives its tensors the shape (batch, heads, rows, D), and `back` reverses that.
-    `results`: the number of outputs and gradients."""
+    """The reference and the magnitude of a case. `into` gives its tensors the shape (batch, heads, rows, D),
+    and `back` reverses that. `results`: the number of outputs and gradients."""
 
     def lengths(cu_seqlens: Tensor | None = None) -> Lengths:
         return None if cu_seqlens is None else (cu_seqlens, cu_seqlens)
@@ -79,7 +85,9 @@ def _packed_magnitude(inputs: Tensors, douts: Tensors) -> Tensors:
 
 def _decode_cost(dims: Sequence[int], itemsize: int) -> dict[str, Cost]:
     batch, kv_heads, group, T, D = dims
-    return {"fwd": Cost(2 * batch * kv_heads * (T + group) * D * itemsize, 4 * batch * kv_heads * group * T * D)}
+    return {
+        "fwd": Cost(2 * batch * kv_heads * (T + group) * D * itemsize, 4 * batch * kv_heads * group * T * D)
+    }
 
 
 def _cost(names: str, group: int, dims: Sequence[int], itemsize: int) -> dict[str, Cost]:
@@ -104,7 +112,11 @@ _OP = Op("attention", "attention", VERSIONS)
 
 
 def _register(name: str, call: Callable[..., Any], names: tuple[str, ...], group: int, **others: Any) -> None:
-    common: dict[str, Any] = {"dims": "MATRICES T D", "cost": partial(_cost, "qkv" if len(names) > 1 else "", group), "bound": "compute"}
+    common: dict[str, Any] = {
+        "dims": "MATRICES T D",
+        "cost": partial(_cost, "qkv" if len(names) > 1 else "", group),
+        "bound": "compute",
+    }
     register(Case(name=name, op=_OP, call=call, inputs=names, **common | others))
 
 
@@ -117,7 +129,8 @@ _register(
 _register(
     "attention_grouped", partial(attention, softcap=_SOFTCAP), ("q", "k", "v"), _GROUP,
     **_rules(lambda x: x[None], lambda x: x[0], _SOFTCAP),
-    make=partial(_drawn, lambda n, T, D: [(_GROUP * n, T + 2, D), (n, T, D), (n, T, D)]),  # the first two queries see no key
+    # the first two queries see no key
+    make=partial(_drawn, lambda n, T, D: [(_GROUP * n, T + 2, D), (n, T, D), (n, T, D)]),
     check_dims=((1, 1, 8), (2, 200, 64), (1, 130, 128)), sim_dims=((1, 40, 16), (1, 9, 8)),
     bench_dims=((24, 1024, 64), (8, 2048, 128)),
 )  # fmt: skip
@@ -125,18 +138,23 @@ _register(
     "attention_packed", attention_packed, ("qkv",), 1, magnitude=_packed_magnitude,
     reference=lambda qkv: reference(*parts(qkv), _options(qkv.shape[-1]))[0].transpose(1, 2),
     make=partial(_drawn, lambda heads, T, D: [(1, T, 3, heads, D)]),
-    check_dims=((1, 1, 8), (3, 200, 64), (2, 130, 128)), sim_dims=((1, 1, 8), (2, 20, 8)), bench_dims=((48, 1024, 64), (16, 1024, 128)),
+    check_dims=((1, 1, 8), (3, 200, 64), (2, 130, 128)), sim_dims=((1, 1, 8), (2, 20, 8)),
+    bench_dims=((48, 1024, 64), (16, 1024, 128)),
 )  # fmt: skip
 _register(
     "attention_varlen", attention_varlen, ("q", "k", "v", "cu_seqlens"), 1, make=_make_varlen,
-    **_rules(lambda x: x.transpose(0, 1)[None], lambda x: x[0].transpose(0, 1)), dims="TOKENS SEQUENCES HEADS D", cost=_varlen_cost,
-    check_dims=((9, 4, 2, 8), (1000, 7, 3, 64), (700, 3, 2, 128), (300, 40, 2, 72)), sim_dims=((9, 4, 2, 8), (150, 3, 1, 16)),
+    **_rules(lambda x: x.transpose(0, 1)[None], lambda x: x[0].transpose(0, 1)),
+    dims="TOKENS SEQUENCES HEADS D", cost=_varlen_cost,
+    check_dims=((9, 4, 2, 8), (1000, 7, 3, 64), (700, 3, 2, 128), (300, 40, 2, 72)),
+    sim_dims=((9, 4, 2, 8), (150, 3, 1, 16)),
     bench_dims=((8192, 8, 12, 64), (8192, 4, 16, 128)),  # v1 and the check hold tokens x tokens scores
 )  # fmt: skip
 _register(
     "attention_decode", attention, ("q", "k", "v"), 1, **_rules(lambda x: x, lambda x: x, results=1),
-    make=partial(_drawn, lambda batch, kv, group, T, D: [(batch, kv * group, 1, D), (batch, kv, T, D), (batch, kv, T, D)]),
-    dims="BATCH KV_HEADS GROUP T D", cost=_decode_cost, bound="memory", differentiable=False, candidates=plan.CANDIDATES,
+    make=partial(_drawn, lambda batch, kv, group, T, D: [(batch, kv * group, 1, D), (batch, kv, T, D),
+                                                         (batch, kv, T, D)]),
+    dims="BATCH KV_HEADS GROUP T D", cost=_decode_cost, bound="memory", differentiable=False,
+    candidates=plan.CANDIDATES,
     check_dims=((1, 1, 1, 1, 8), (2, 3, 4, 1000, 128), (1, 2, 8, 333, 64), (3, 1, 20, 130, 72)),
     sim_dims=((1, 1, 3, 150, 16), (1, 2, 4, 70, 72)),
     bench_dims=((1, 8, 4, 16384, 128), (4, 8, 4, 16384, 128), (16, 8, 4, 4096, 128), (64, 8, 4, 4096, 128)),

@@ -28,8 +28,8 @@ def parts(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class Parts(torch.autograd.Function):
-    """`parts`. The gradient is one copy: that of select is three copies and two sums, and that of unbind fails in a 16-bit type under an
-    autocast to the other one."""
+    """`parts`. The gradient is one copy: that of select is three copies and two sums, and that of unbind
+    fails in a 16-bit type under an autocast to the other one."""
 
     @staticmethod
     def forward(ctx: Any, qkv: Tensor) -> tuple[Tensor, ...]:
@@ -60,11 +60,18 @@ def _launch_packed_backward(qkv: Tensor, *rest: Any) -> Tensor:
 
 
 _HEADS = "bh.., bh.., bh.."  # q, k and v: batch and heads are split
-_INPUTS, _SCALARS = "Tensor q, Tensor k, Tensor v", "bool causal, float? scale, float softcap, bool wgmma=False, int window=0"
+_INPUTS, _SCALARS = (
+    "Tensor q, Tensor k, Tensor v",
+    "bool causal, float? scale, float softcap, bool wgmma=False, int window=0",
+)
 _GRADS = f"Tensor out, Tensor dout, Tensor lse, Tensor? dlse, {_SCALARS}"
 _VARLEN = f"{_INPUTS}, Tensor cu_seqlens, Tensor cu_seqlens_k"
 _forward = raw_op(
-    f"_attention({_INPUTS}, {_SCALARS}) -> (Tensor, Tensor)", 3, launch.forward, launch.outputs, sharding=f"{_HEADS} -> bh.., bh."
+    f"_attention({_INPUTS}, {_SCALARS}) -> (Tensor, Tensor)",
+    3,
+    launch.forward,
+    launch.outputs,
+    sharding=f"{_HEADS} -> bh.., bh.",
 )
 _with_lengths = raw_op(
     f"_attention_with_lengths({_INPUTS}, Tensor key_lengths, {_SCALARS}) -> (Tensor, Tensor)", 4,
@@ -83,11 +90,13 @@ _backward = raw_op(
 )  # fmt: skip
 _varlen_backward = raw_op(
     f"_attention_varlen_backward({_VARLEN}, {_GRADS}) -> (Tensor, Tensor, Tensor)", 9,
-    lambda q, k, v, one, two, *rest: launch.backward(_fake_backward(q, k, v), q, k, v, *rest, bounds=Bounds(one, two)), _fake_backward,
+    lambda q, k, v, one, two, *rest: launch.backward(_fake_backward(q, k, v), q, k, v, *rest,
+                                                     bounds=Bounds(one, two)), _fake_backward,
     sharding=".h.., .h.., .h.., ., ., .h.., .h.., .h., .h. -> .h.., .h.., .h..",
 )  # fmt: skip
 _packed_backward = raw_op(
-    f"_attention_packed_backward(Tensor qkv, {_GRADS}) -> Tensor", 5, _launch_packed_backward, _fake_packed_backward,
+    f"_attention_packed_backward(Tensor qkv, {_GRADS}) -> Tensor", 5, _launch_packed_backward,
+    _fake_packed_backward,
     sharding="b..h., bh.., bh.., bh., bh. -> b..h.",
 )  # fmt: skip
 
@@ -97,8 +106,8 @@ _OPTIONS = len(Options._fields)
 
 
 class _Attention(Differentiable):
-    """(q, k, v, *Options), (q, k, v, cu_seqlens, cu_seqlens_k, *Options) or (qkv, *Options) -> out, lse. The gradient of qkv is one tensor,
-    without copies of its parts."""
+    """(q, k, v, *Options), (q, k, v, cu_seqlens, cu_seqlens_k, *Options) or (qkv, *Options) -> out, lse. The
+    gradient of qkv is one tensor, without copies of its parts."""
 
     @staticmethod
     def forward(*args):
@@ -150,6 +159,13 @@ def fused(inputs: Sequence[Tensor], options: Options) -> tuple[Tensor, Tensor]:
     return _apply(*inputs, *options) if watched(*inputs) else _raw(inputs, options)
 
 
-def with_lengths(q: Tensor, k: Tensor, v: Tensor, options: Options, key_lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """The same where each sequence has its own number of keys. Derivatives are those of torch's operations."""
-    return reference(q, k, v, options, key_lengths) if watched(q, k, v) else _with_lengths(q, k, v, key_lengths, *options)
+def with_lengths(
+    q: Tensor, k: Tensor, v: Tensor, options: Options, key_lengths: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The same where each sequence has its own number of keys. Derivatives are those of torch's
+    operations."""
+    return (
+        reference(q, k, v, options, key_lengths)
+        if watched(q, k, v)
+        else _with_lengths(q, k, v, key_lengths, *options)
+    )

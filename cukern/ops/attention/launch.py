@@ -1,7 +1,9 @@
-"""Launches of the fused kernels of attention, but those for Hopper (wgmma.py). Math: kernels_cu/attention/attention.cu.
+"""Launches of the fused kernels of attention, but those for Hopper (wgmma.py). Math:
+kernels_cu/attention/attention.cu.
 
-q is (batch, heads, queries, D), k and v (batch, kv heads, keys, D). Packed sequences have batch 1, and Bounds. In the kernels a float32 is
-a sum of bfloat16 numbers, its pieces. Few queries without gradients take the decoding kernels.
+q is (batch, heads, queries, D), k and v (batch, kv heads, keys, D). Packed sequences have batch 1, and
+Bounds. In the kernels a float32 is a sum of bfloat16 numbers, its pieces. Few queries without gradients take
+the decoding kernels.
 """
 
 import itertools
@@ -20,9 +22,12 @@ from cukern.runtime.launch.kernel import Kernel, Template
 from cukern.runtime.tensors import pointers
 
 _FORWARD, _BACKWARD, _PREPROCESS, _SPLIT = (
-    Template("attention/attention.cu", f"attention_v3{name}") for name in ("", "_bwd", "_preprocess", "_split")
+    Template("attention/attention.cu", f"attention_v3{name}")
+    for name in ("", "_bwd", "_preprocess", "_split")
 )
-_DECODE, _SUM = (Template("attention/attention.cu", f"attention_decode{name}", pdl=True) for name in ("", "_sum"))
+_DECODE, _SUM = (
+    Template("attention/attention.cu", f"attention_decode{name}", pdl=True) for name in ("", "_sum")
+)
 _WHOLE = Bounds()
 
 
@@ -36,7 +41,11 @@ def instances(dtype: torch.dtype) -> list[Kernel]:
     if dtype == torch.float32:
         return kernels + [_SPLIT[_operand(dtype), n, d] for n in pieces for d in dims]
     few = plan.HEAD_DIMS if dims else ()
-    return kernels + [_decode_kernel(dtype, d, softcap) for d in few for softcap in flags] + [_SUM[dtype, d, 4] for d in few]
+    return (
+        kernels
+        + [_decode_kernel(dtype, d, softcap) for d in few for softcap in flags]
+        + [_SUM[dtype, d, 4] for d in few]
+    )
 
 
 def wgmma_instances(dtype: torch.dtype) -> list[Kernel]:
@@ -46,12 +55,37 @@ def wgmma_instances(dtype: torch.dtype) -> list[Kernel]:
 
 def _forward_kernel(dtype: torch.dtype, pieces: int, d: int, softcap: bool, packed: bool) -> Kernel:
     tile = plan.forward_tile(pieces, d, softcap, packed)
-    return _FORWARD[dtype, _operand(dtype), pieces, d, tile.rows, tile.columns, tile.warps, tile.stages, tile.per_sm, softcap, packed]
+    return _FORWARD[
+        dtype,
+        _operand(dtype),
+        pieces,
+        d,
+        tile.rows,
+        tile.columns,
+        tile.warps,
+        tile.stages,
+        tile.per_sm,
+        softcap,
+        packed,
+    ]
 
 
-def _backward_kernel(dtype: torch.dtype, pieces: int, d: int, softcap: bool, packed: bool, tiles: plan.Tiles | None = None) -> Kernel:
+def _backward_kernel(
+    dtype: torch.dtype, pieces: int, d: int, softcap: bool, packed: bool, tiles: plan.Tiles | None = None
+) -> Kernel:
     keys, queries = tiles or plan.backward_tile(pieces, d, softcap, packed)
-    key = dtype, _operand(dtype), pieces, d, *keys[:2], *queries[:3], queries.stages, queries.per_sm, softcap, packed
+    key = (
+        dtype,
+        _operand(dtype),
+        pieces,
+        d,
+        *keys[:2],
+        *queries[:3],
+        queries.stages,
+        queries.per_sm,
+        softcap,
+        packed,
+    )
     return _BACKWARD[key]
 
 
@@ -66,25 +100,39 @@ def outputs(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 
 
 def like(x: Tensor) -> Tensor:
-    """An empty dense tensor of x's shape, in memory (batch, rows, heads, D) if x is, else (batch, heads, rows, D)."""
-    return x.new_empty(x.transpose(1, 2).shape).transpose(1, 2) if x.stride(1) < x.stride(2) else x.new_empty(x.shape)
+    """An empty dense tensor of x's shape, in memory (batch, rows, heads, D) if x is, else (batch, heads,
+    rows, D)."""
+    return (
+        x.new_empty(x.transpose(1, 2).shape).transpose(1, 2)
+        if x.stride(1) < x.stride(2)
+        else x.new_empty(x.shape)
+    )
 
 
 def _aligned(x: Tensor, options: Options) -> Tensor:
-    """A tensor that the kernels can read: rows are contiguous and begin at multiples of 16 bytes. Copied if necessary. With a window only
-    v4 has kernels, and TMA reads no expanded tensor."""
+    """A tensor that the kernels can read: rows are contiguous and begin at multiples of 16 bytes. Copied if
+    necessary. With a window only v4 has kernels, and TMA reads no expanded tensor."""
     x = x.resolve_neg()
     b, h, t, d = x.stride()
     aligned = d == 1 and (b | h | t) * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0
-    return x if aligned and (not options.window or wgmma.supported(x)) else x.clone(memory_format=torch.contiguous_format)
+    return (
+        x
+        if aligned and (not options.window or wgmma.supported(x))
+        else x.clone(memory_format=torch.contiguous_format)
+    )
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any, bounds: Bounds = _WHOLE, lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, *rest: Any, bounds: Bounds = _WHOLE, lengths: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """out and lse. `rest`: Options. `lengths`: the number of keys of each sequence."""
     options, (out, lse), sequences = Options(*rest).of(q), outputs(q), bounds.sequences
     (batch, heads, queries, d), keys, group = q.shape, k.shape[2], q.shape[1] // max(1, k.shape[1])
     if queries + keys >= plan.MOST_ROWS:
-        raise ValueError(f"the kernels take fewer than {plan.MOST_ROWS} queries and keys together, got {queries} and {keys}")
+        raise ValueError(
+            f"the kernels take fewer than {plan.MOST_ROWS} queries and keys together, got {queries} and "
+            f"{keys}"
+        )
     if not lse.numel():
         return out, lse
     pieces, packed = pieces_of(q.dtype), sequences >= 0
@@ -104,15 +152,26 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any, bounds: Bounds = _WHOLE
         _forward_kernel(q.dtype, pieces, padded, softcap, packed).on(q.get_device())(
             (blocks * batch * heads, 1, 1), (32 * tile.warps, 1, 1), tile.forward_bytes(padded, pieces),
             *pointers(out, lse, q, k, v, *bounds), *wgmma.strides(out, q, k, v), blocks, heads, batch, group,
-            plan.section(keys, d, group, batch * heads, options.causal), queries, keys, sequences, d, options.causal, *options.factors,
+            plan.section(keys, d, group, batch * heads, options.causal), queries, keys, sequences, d,
+            options.causal, *options.factors,
         )  # fmt: skip
     return out, lse
 
 
-def _decode(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, options: Options) -> None:
+def _decode(
+    out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, options: Options
+) -> None:
     """Write out and lse by the kernels for few queries. Math: kernels_cu/attention/decode.cuh."""
-    (batch, heads, queries, d), (kv_heads, keys), padded = q.shape, k.shape[1:3], plan.padded_head_dim(q.shape[3])
-    device, group, lengths = q.get_device(), heads // kv_heads, None if lengths is None else lengths.contiguous()
+    (batch, heads, queries, d), (kv_heads, keys), padded = (
+        q.shape,
+        k.shape[1:3],
+        plan.padded_head_dim(q.shape[3]),
+    )
+    device, group, lengths = (
+        q.get_device(),
+        heads // kv_heads,
+        None if lengths is None else lengths.contiguous(),
+    )
     row_tiles, splits = plan.decode(batch * kv_heads, group * queries, plan.key_tiles(keys, d), device)
     partial, stats = (lse.new_empty((splits, *q.shape[:3], n)) if splits > 1 else None for n in (padded, 2))
     strides = wgmma.strides(out, q, k, v)
@@ -127,7 +186,8 @@ def _decode(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, lengths: 
 
 
 def backward(
-    grads: tuple[Tensor, ...], q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None, *rest: Any,
+    grads: tuple[Tensor, ...], q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, lse: Tensor,
+    dlse: Tensor | None, *rest: Any,
     bounds: Bounds = _WHOLE,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Write `grads`, dq, dk and dv, and return them. `rest`: Options."""
@@ -136,8 +196,14 @@ def backward(
     if not (lse.numel() and k.numel()):
         return tuple(x.zero_() for x in grads)
     q, k, v, out, dout = (_aligned(x, options) for x in (q, k, v, out, dout))
-    padded, dtype, pieces, softcap, packed = plan.padded_head_dim(d), q.dtype, pieces_of(q.dtype), options.softcap != 0, sequences >= 0
-    of_keys, of_queries = tiles = plan.backward_tile(pieces, padded, softcap, packed, device_of(q.get_device()).shared_bytes)
+    padded = plan.padded_head_dim(d)
+    dtype = q.dtype
+    pieces = pieces_of(q.dtype)
+    softcap = options.softcap != 0
+    packed = sequences >= 0
+    of_keys, of_queries = tiles = plan.backward_tile(
+        pieces, padded, softcap, packed, device_of(q.get_device()).shared_bytes
+    )
     by_wgmma = options.wgmma and wgmma.supported(q, k, v, dout)
     columns = plan.WGMMA_BACKWARD[plan.wgmma_head_dim(d)][0].columns if by_wgmma else of_keys.columns
     stats, dout = _stats(out, dout, lse, dlse, columns, pieces, bounds)
@@ -145,27 +211,38 @@ def backward(
         wgmma.backward(grads, q, k, v, dout, stats, options, bounds)
         return grads
     k, v, q = _split(pieces, k, v, q)
-    key_blocks, query_blocks = plan.tiles(keys, of_keys.rows, sequences), plan.tiles(queries, of_queries.rows, sequences)
+    key_blocks = plan.tiles(keys, of_keys.rows, sequences)
+    query_blocks = plan.tiles(queries, of_queries.rows, sequences)
     grid, (tanh_factor, c) = batch * (key_blocks * (heads // group) + query_blocks * heads), options.factors
     _backward_kernel(dtype, pieces, padded, softcap, packed, tiles).on(q.get_device())(
         (grid, 1, 1), (32 * of_keys.warps, 1, 1), max(x.backward_bytes(padded, pieces) for x in tiles),
         *pointers(*grads, q, k, v, dout, stats[0], stats[1], *bounds), *wgmma.strides(*grads, q, k, v, dout),
-        key_blocks, query_blocks, heads, batch, group, plan.section(keys, d, group, batch * heads, options.causal), queries, keys,
-        stats.shape[2], columns, sequences, d, options.causal, tanh_factor, c * math.log(2) if pieces > 1 else c, options.scale,
+        key_blocks, query_blocks, heads, batch, group,
+        plan.section(keys, d, group, batch * heads, options.causal), queries, keys,
+        stats.shape[2], columns, sequences, d, options.causal, tanh_factor,
+        c * math.log(2) if pieces > 1 else c, options.scale,
     )  # fmt: skip
     return grads
 
 
-def _stats(out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None, columns: int, pieces: int, bounds: Bounds) -> tuple[Tensor, Tensor]:
-    """The backward's numbers per query: lse and delta, (2, batch * heads, queries padded to tiles of `columns`); and dout or its pieces."""
-    (batch, heads, queries, d), lse, dlse = out.shape, lse.contiguous(), None if dlse is None else dlse.resolve_neg().contiguous()
+def _stats(
+    out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None, columns: int, pieces: int, bounds: Bounds
+) -> tuple[Tensor, Tensor]:
+    """The backward's numbers per query: lse and delta, (2, batch * heads, queries padded to tiles of
+    `columns`); and dout or its pieces."""
+    (batch, heads, queries, d), lse, dlse = (
+        out.shape,
+        lse.contiguous(),
+        None if dlse is None else dlse.resolve_neg().contiguous(),
+    )
     padded, padded_d = plan.tiles(queries, columns, bounds.sequences) * columns, plan.padded_head_dim(d)
     stats = torch.empty((2, batch * heads, padded), dtype=torch.float32, device=out.device)
     per_block = 256 // (padded_d // 8)  # rows
     dout_pieces = _empty_pieces(dout, pieces) if pieces > 1 else None
     _PREPROCESS[out.dtype, _operand(out.dtype), pieces, padded_d].on(out.get_device())(
         (batch * heads * -(-padded // per_block), 1, 1), (256, 1, 1), 0,
-        *pointers(stats[0], stats[1], dout_pieces, out, dout, lse, dlse, bounds.queries), *wgmma.strides(out, dout),
+        *pointers(stats[0], stats[1], dout_pieces, out, dout, lse, dlse, bounds.queries),
+        *wgmma.strides(out, dout),
         heads, queries, padded, columns, bounds.sequences, d,
     )  # fmt: skip
     return stats, dout if dout_pieces is None else dout_pieces[:, :, :, 0]
@@ -180,7 +257,8 @@ def _operand(dtype: torch.dtype) -> torch.dtype:
 
 
 def pieces_of(dtype: torch.dtype) -> int:
-    """The number of 16-bit numbers whose sum an element is: of a float32 two if torch's switches allow TF32, else three."""
+    """The number of 16-bit numbers whose sum an element is: of a float32 two if torch's switches allow TF32,
+    else three."""
     return 1 if dtype != torch.float32 else 2 if tf32_allowed() else 3
 
 
@@ -198,7 +276,8 @@ def _split(pieces: int, k: Tensor, v: Tensor, q: Tensor | None = None) -> list[T
     padded, found = plan.padded_head_dim(d), [_empty_pieces(x, pieces) for x in tensors]
     grid = -(-batch * max(heads * queries, kv_heads * keys) * padded // 2048), len(tensors), 1
     _SPLIT[_operand(k.dtype), pieces, padded].on(k.get_device())(
-        grid, (256, 1, 1), 0, *pointers(*[*found, None][:3], *[*tensors, None][:3]), *wgmma.strides(*tensors, k)[:3],
+        grid, (256, 1, 1), 0, *pointers(*[*found, None][:3], *[*tensors, None][:3]),
+        *wgmma.strides(*tensors, k)[:3],
         batch, kv_heads, heads, keys, queries, d,
     )  # fmt: skip
     return [x[:, :, :, 0] for x in found]

@@ -1,6 +1,8 @@
-"""v1 and v2: scores in memory, products by torch, and a softmax that can be chosen. sdpa: torch's own attention.
+"""v1 and v2: scores in memory, products by torch, and a softmax that can be chosen. sdpa: torch's own
+attention.
 
-Each takes q (batch, heads, queries, D), k and v (batch, kv heads, keys, D or E), Options and whether lse is wanted. It returns out and lse.
+Each takes q (batch, heads, queries, D), k and v (batch, kv heads, keys, D or E), Options and whether lse is
+wanted. It returns out and lse.
 """
 
 import itertools
@@ -27,7 +29,10 @@ by_softmax = partial(by_scores, softmax)
 
 def by_causal_softmax(q: Tensor, k: Tensor, v: Tensor, options: Options, return_lse: bool) -> Outputs:
     plain = options.causal and not (options.softcap or options.window or return_lse)
-    if not plain or not all(checks.known(n) for n in (q.shape[0] == k.shape[0], q.shape[1] == k.shape[1], q.shape[2] <= k.shape[2])):
+    if not plain or not all(
+        checks.known(n)
+        for n in (q.shape[0] == k.shape[0], q.shape[1] == k.shape[1], q.shape[2] <= k.shape[2])
+    ):
         return by_softmax(q, k, v, options, return_lse)
     leading = q.shape[:2]
     q, k, v = (x.flatten(0, 1) for x in (q, k, v))
@@ -38,8 +43,8 @@ def by_causal_softmax(q: Tensor, k: Tensor, v: Tensor, options: Options, return_
 
 
 class _InBlocks(torch.autograd.Function):
-    """`_at_once` for blocks of queries, the last first. A block computes no scores for keys behind its last query. Two blocks take 3/4 of
-    the memory and FLOP of one; many approach 1/2."""
+    """`_at_once` for blocks of queries, the last first. A block computes no scores for keys behind its last
+    query. Two blocks take 3/4 of the memory and FLOP of one; many approach 1/2."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: Options) -> Tensor:
@@ -63,11 +68,14 @@ class _InBlocks(torch.autograd.Function):
         dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
         with autocast.off(q):
             for beta, (a, b, keys), p in zip((0, *[1] * len(weights)), _blocks(q, k), weights, strict=False):
-                dy, dk_seen, dv_seen = dout[:, a:b], dk[:, :keys], dv[:, :keys]  # the first block sees all keys
+                # the first block sees all keys
+                dy, dk_seen, dv_seen = dout[:, a:b], dk[:, :keys], dv[:, :keys]
                 dscores = raw_backward(p, torch.bmm(dy, v[:, :keys].mT), None, None, 1.0, NO_WINDOW, "")[0]
                 torch.baddbmm(dv_seen, p.mT, dy, beta=beta, out=dv_seen)
                 torch.baddbmm(dk_seen, dscores.mT, q[:, a:b], beta=beta, alpha=ctx.options.scale, out=dk_seen)
-                torch.baddbmm(dq[:, a:b], dscores, k[:, :keys], beta=0, alpha=ctx.options.scale, out=dq[:, a:b])
+                torch.baddbmm(
+                    dq[:, a:b], dscores, k[:, :keys], beta=0, alpha=ctx.options.scale, out=dq[:, a:b]
+                )
         return dq, dk, dv, None
 
 
@@ -88,10 +96,16 @@ def _at_once(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Tensor:
 
 def by_sdpa(q: Tensor, k: Tensor, v: Tensor, options: Options, return_lse: bool) -> Outputs:
     if options.softcap or return_lse:
-        raise ValueError(f"version 'sdpa' has no softcap and no return_lse, got softcap={options.softcap!r} and return_lse={return_lse}")
+        raise ValueError(
+            f"version 'sdpa' has no softcap and no return_lse, got softcap={options.softcap!r} and "
+            f"return_lse={return_lse}"
+        )
     same_heads, square = checks.known(q.shape[1] == k.shape[1]), checks.known(q.shape[2] == k.shape[2])
     masked = options.causal and (not square or options.window > 0)
-    seen, is_causal = ~hidden_keys(q, k, window=options.window) if masked else None, options.causal and not masked
+    seen = ~hidden_keys(q, k, window=options.window) if masked else None
+    is_causal = options.causal and not masked
     with autocast.off(q):
-        attend = partial(torch.nn.functional.scaled_dot_product_attention, scale=options.scale, enable_gqa=not same_heads)
+        attend = partial(
+            torch.nn.functional.scaled_dot_product_attention, scale=options.scale, enable_gqa=not same_heads
+        )
         return attend(q, k, v, seen, is_causal=is_causal), None

@@ -21,7 +21,8 @@ from cukern.runtime.registry import Version
 
 @planned("q", "k", "v", "sink", "key_lengths")
 def attention(
-    q: Any, k: Any, v: Any, *, causal: bool = True, scale: float | None = None, softcap: float | None = None, window: int | None = None,
+    q: Any, k: Any, v: Any, *, causal: bool = True, scale: float | None = None, softcap: float | None = None,
+    window: int | None = None,
     sink: Any = None, return_lse: bool = False, key_lengths: Any = None, version: str | None = None,
 ) -> Any:  # fmt: skip
     """softmax(scale q k^T) v, with a causal mask unless `causal` is False. Differentiable.
@@ -30,28 +31,31 @@ def attention(
         cukern.attention(q, k, v).square().sum().backward()  # (batch, heads, time, head_dim)
 
     Args:
-        q: (..., heads, queries, head_dim), float16, bfloat16, float32 or float64: a tensor, or an array that supports DLPack. The heads
-            may be missing.
+        q: (..., heads, queries, head_dim), float16, bfloat16, float32 or float64: a tensor, or an array that
+            supports DLPack. The heads may be missing.
         k: (..., kv_heads, keys, head_dim); each of its heads serves heads / kv_heads neighbouring heads of q.
         v: (..., kv_heads, keys, value_dim). All have one dtype and device.
-        causal: query i sees the keys up to i + keys - queries, so the last query sees all keys. False: each query sees every key.
+        causal: query i sees the keys up to i + keys - queries, so the last query sees all keys. False: each
+            query sees every key.
         scale: a finite number, at least 0; None: 1 / sqrt(head_dim).
         softcap: a positive number; scaled scores become softcap * tanh(scores / softcap).
         window: the most keys that a query sees, the last that `causal` allows; None: no limit.
-        sink: the unscaled logit of one more key without a value: a number, or a tensor that broadcasts to q's dimensions before the
-            queries, such as (heads,). It has a gradient. -inf means no sink; NaN and +inf make the result NaN.
+        sink: the unscaled logit of one more key without a value: a number, or a tensor that broadcasts to q's
+            dimensions before the queries, such as (heads,). It has a gradient. -inf means no sink; NaN and
+            +inf make the result NaN.
         return_lse: also return the logarithm of each query's sum of exponentials. It has a gradient.
-        key_lengths: int32, q's dimensions before the heads: how many keys each sequence has; None: all. It replaces `keys` in `causal`.
-            Not for "v1", "v2", "sdpa".
-        version: default: the last that the GPU runs, or that of `cukern.use`. "v1" and "v2": the scores in memory. "v3" (compute
-            capability 8.0) and "v4" (9.0): one fused kernel. "sdpa": torch's. docs/ops/attention.md: which calls each takes.
+        key_lengths: int32, q's dimensions before the heads: how many keys each sequence has; None: all. It
+            replaces `keys` in `causal`. Not for "v1", "v2", "sdpa".
+        version: default: the last that the GPU runs, or that of `cukern.use`. "v1" and "v2": the scores in
+            memory. "v3" (compute capability 8.0) and "v4" (9.0): one fused kernel. "sdpa": torch's.
+            docs/ops/attention.md: which calls each takes.
 
-    Returns a new tensor (..., heads, queries, value_dim) of q's dtype; with `return_lse` also lse, (..., heads, queries), float32, or
-    float64 for float64. A query that sees no key gives 0, gradient 0, and lse -infinity. Autocast casts q, k and v. CPU tensors use
-    torch's operations, or the simulator.
+    Returns a new tensor (..., heads, queries, value_dim) of q's dtype; with `return_lse` also lse, (...,
+    heads, queries), float32, or float64 for float64. A query that sees no key gives 0, gradient 0, and lse
+    -infinity. Autocast casts q, k and v. CPU tensors use torch's operations, or the simulator.
 
-    Raises TypeError for other dtypes and options of another type; ValueError for shapes or devices that do not fit, a head_dim that the
-    requested "v3" does not support, or an option outside its range.
+    Raises TypeError for other dtypes and options of another type; ValueError for shapes or devices that do
+    not fit, a head_dim that the requested "v3" does not support, or an option outside its range.
     Sources: Vaswani et al., arXiv 1706.03762; v3: Dao, arXiv 2307.08691; v4: Shah et al., arXiv 2407.08608.
     """
     checks.version("attention", version, (*VERSIONS, "sdpa"))
@@ -71,19 +75,23 @@ def attention(
 
 @planned("qkv", "sink")
 def attention_packed(
-    qkv: Any, *, causal: bool = True, scale: float | None = None, softcap: float | None = None, window: int | None = None,
+    qkv: Any, *, causal: bool = True, scale: float | None = None, softcap: float | None = None,
+    window: int | None = None,
     sink: Any = None, return_lse: bool = False, version: str | None = None,
 ) -> Any:  # fmt: skip
-    """`attention` of packed queries, keys and values, without a copy of them; their gradient is one tensor too. Differentiable.
+    """`attention` of packed queries, keys and values, without a copy of them; their gradient is one tensor
+    too. Differentiable.
 
         qkv = torch.randn(4, 1024, 3, 12, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         cukern.attention_packed(qkv).flatten(2).sum().backward()  # (4, 1024, 768)
 
     Args:
-        qkv: (batch, time, 3, heads, head_dim), such as a linear layer's output, viewed. dtypes as in `attention`.
+        qkv: (batch, time, 3, heads, head_dim), such as a linear layer's output, viewed. dtypes as in
+            `attention`.
         causal, scale, softcap, window, sink, return_lse, version: see `attention`.
 
-    Returns (batch, time, heads, head_dim), contiguous with v3; with `return_lse` also lse, (batch, heads, time). Errors as in `attention`.
+    Returns (batch, time, heads, head_dim), contiguous with v3; with `return_lse` also lse, (batch, heads,
+    time). Errors as in `attention`.
     """
     checks.version("attention", version, (*VERSIONS, "sdpa"))
     (qkv,) = autocast.of_product(interop.floats("qkv", qkv))
@@ -97,35 +105,46 @@ def attention_packed(
 
 @planned("q", "k", "v", "cu_seqlens", "cu_seqlens_k", "sink")
 def attention_varlen(
-    q: Any, k: Any, v: Any, cu_seqlens: Any, cu_seqlens_k: Any = None, *, causal: bool = True, scale: float | None = None,
-    softcap: float | None = None, window: int | None = None, sink: Any = None, return_lse: bool = False, version: str | None = None,
+    q: Any, k: Any, v: Any, cu_seqlens: Any, cu_seqlens_k: Any = None, *, causal: bool = True,
+    scale: float | None = None,
+    softcap: float | None = None, window: int | None = None, sink: Any = None, return_lse: bool = False,
+    version: str | None = None,
 ) -> Any:  # fmt: skip
-    """`attention` of sequences of different lengths, packed without padding: each query sees keys of its own sequence only. Differentiable.
+    """`attention` of sequences of different lengths, packed without padding: each query sees keys of its own
+    sequence only. Differentiable.
 
         cu_seqlens = torch.tensor([0, 40, 41, 60], device="cuda", dtype=torch.int32)  # three sequences, of 40, 1 and 19 tokens
         q, k, v = (torch.randn(60, 12, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
         cukern.attention_varlen(q, k, v, cu_seqlens).square().sum().backward()
 
     Args:
-        q: (tokens, heads, head_dim). k: (key tokens, kv_heads, head_dim), v: (key tokens, kv_heads, value_dim). dtypes as in `attention`.
-        cu_seqlens: int32 or int64 (sequences + 1,), on q's device: 0, then the end of each sequence's queries; the last is q's number of
-            tokens. int32 saves a conversion.
-        cu_seqlens_k: the same for the keys; None: cu_seqlens. A sequence may have other numbers of queries and of keys, and none.
-        causal, scale, softcap, window, sink, return_lse: see `attention`, for each sequence. In each, the last query sees all keys.
+        q: (tokens, heads, head_dim). k: (key tokens, kv_heads, head_dim), v: (key tokens, kv_heads,
+            value_dim). dtypes as in `attention`.
+        cu_seqlens: int32 or int64 (sequences + 1,), on q's device: 0, then the end of each sequence's
+            queries; the last is q's number of tokens. int32 saves a conversion.
+        cu_seqlens_k: the same for the keys; None: cu_seqlens. A sequence may have other numbers of queries
+            and of keys, and none.
+        causal, scale, softcap, window, sink, return_lse: see `attention`, for each sequence. In each, the
+            last query sees all keys.
         version: as in `attention`, without "sdpa".
 
-    The lengths stay on the GPU: a call does not synchronize, and a CUDA graph can be replayed with other lengths.
+    The lengths stay on the GPU: a call does not synchronize, and a CUDA graph can be replayed with other
+    lengths.
 
-    Returns (tokens, heads, value_dim); with `return_lse` also lse, (heads, tokens). Errors as in `attention`. Raises TypeError if
-    cu_seqlens is not int32 or int64; ValueError for its shape or device, and for different numbers of sequences. CPU tensors also raise
-    ValueError if it does not begin at 0, decreases, or does not end at the number of tokens. On a GPU this is not checked: the first
-    counts as 0, tokens behind the last sequence give 0, and other bounds give wrong results, but no access out of bounds.
+    Returns (tokens, heads, value_dim); with `return_lse` also lse, (heads, tokens). Errors as in `attention`.
+    Raises TypeError if cu_seqlens is not int32 or int64; ValueError for its shape or device, and for
+    different numbers of sequences. CPU tensors also raise ValueError if it does not begin at 0, decreases, or
+    does not end at the number of tokens. On a GPU this is not checked: the first counts as 0, tokens behind
+    the last sequence give 0, and other bounds give wrong results, but no access out of bounds.
     """
     checks.version("attention", version, (*VERSIONS, "sdpa"))
     tensors = [interop.floats(name, x) for name, x in (("q", q), ("k", k), ("v", v))]
     if [x.ndim for x in tensors] != [3, 3, 3]:
         shapes = [tuple(x.shape) for x in tensors]
-        raise ValueError(f"q, k and v must be (tokens, heads, D), (key tokens, kv_heads, D) and (key tokens, kv_heads, E), got {shapes}")
+        raise ValueError(
+            f"q, k and v must be (tokens, heads, D), (key tokens, kv_heads, D) and (key tokens, kv_heads, "
+            f"E), got {shapes}"
+        )
     q, k, v = _checked(*(x.transpose(0, 1) for x in tensors))
     bounds = _checked_bounds(cu_seqlens, cu_seqlens_k, version, q, k)
     options, return_lse, sink = _options(version, q, k, v, causal, scale, softcap, window, return_lse, sink)
@@ -134,7 +153,9 @@ def attention_varlen(
     return _outputs(out[0], lse[0], sink, return_lse, transposed=True)
 
 
-def _checked_bounds(cu_seqlens: Any, cu_seqlens_k: Any, version: str | None, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+def _checked_bounds(
+    cu_seqlens: Any, cu_seqlens_k: Any, version: str | None, q: Tensor, k: Tensor
+) -> tuple[Tensor, Tensor]:
     """cu_seqlens and cu_seqlens_k, checked, as int32. q and k: (heads, tokens, D)."""
     given = {"cu_seqlens": cu_seqlens, "cu_seqlens_k": cu_seqlens if cu_seqlens_k is None else cu_seqlens_k}
     bounds = {name: interop.to_torch(name, x) for name, x in given.items()}
@@ -144,16 +165,23 @@ def _checked_bounds(cu_seqlens: Any, cu_seqlens_k: Any, version: str | None, q: 
             raise ValueError(f"{name} has shape {tuple(x.shape)}, it must be (sequences + 1,)")
         checks.one_device(q=q, **{name: x})
         if _readable(x) and (x[0] != 0 or x[-1] != tokens or (x.diff() < 0).any()):
-            raise ValueError(f"{name} must begin at 0, not decrease, and end at the number of tokens, {tokens}, got {x.tolist()}")
+            raise ValueError(
+                f"{name} must begin at 0, not decrease, and end at the number of tokens, {tokens}, got "
+                f"{x.tolist()}"
+            )
     one, two = bounds.values()
     if one.shape != two.shape:
-        raise ValueError(f"cu_seqlens and cu_seqlens_k must have the same shape, got {tuple(one.shape)} and {tuple(two.shape)}")
+        raise ValueError(
+            f"cu_seqlens and cu_seqlens_k must have the same shape, got {tuple(one.shape)} and "
+            f"{tuple(two.shape)}"
+        )
     if version == "sdpa":
         raise ValueError("version 'sdpa' has no cu_seqlens; the others have")
     one = one.int().contiguous()
     if cu_seqlens_k is not None:
         return one, two.int().contiguous()
-    return one, one.clone() if torch.compiler.is_compiling() else one  # torch.compile takes no tensor twice as inputs of a Function
+    # torch.compile takes no tensor twice as inputs of a Function
+    return one, one.clone() if torch.compiler.is_compiling() else one
 
 
 def _readable(x: Tensor) -> bool:
@@ -167,12 +195,18 @@ def _in_window(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tenso
     queries, window = q.shape[2], options.window
     if not window or not checks.known(queries + window <= k.shape[2]):
         return q, k, v, options
-    return q, k[:, :, 1 - queries - window :], v[:, :, 1 - queries - window :], options._replace(window=window if queries > 1 else 0)
+    return (
+        q,
+        k[:, :, 1 - queries - window :],
+        v[:, :, 1 - queries - window :],
+        options._replace(window=window if queries > 1 else 0),
+    )
 
 
 def _of_lengths(
-    version: str | None, q: Tensor, k: Tensor, v: Tensor, options: Options, key_lengths: Any, shape: tuple[int, ...]
-) -> tuple[Tensor, Tensor]:
+    version: str | None, q: Tensor, k: Tensor, v: Tensor, options: Options, key_lengths: Any,
+    shape: tuple[int, ...],
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """out and lse with a checked key_lengths, which must have this shape."""
     lengths = interop.to_torch("key_lengths", key_lengths)
     checks.dtype("key_lengths", lengths, (torch.int32,))
@@ -186,33 +220,41 @@ def _of_lengths(
     return attend(q, k, v, options, lengths.flatten())
 
 
-def _outputs(out: Tensor, lse: Tensor | None, sink: Tensor | None, return_lse: bool, transposed: bool = False) -> Any:
-    """The result of a call: out, or out and lse, with the sink applied, which multiplies out by exp(lse) / (exp(lse) + exp(sink)).
-    `transposed`: return out as (..., rows, heads, D)."""
+def _outputs(
+    out: Tensor, lse: Tensor | None, sink: Tensor | None, return_lse: bool, transposed: bool = False
+) -> Any:
+    """The result of a call: out, or out and lse, with the sink applied, which multiplies out by exp(lse) /
+    (exp(lse) + exp(sink)). `transposed`: return out as (..., rows, heads, D)."""
     if sink is not None and lse is not None:
         least = torch.finfo(lse.dtype).min  # for -inf: lse - logit is not NaN where no key is visible
         logit = torch.where(sink < math.inf, sink, math.nan).to(lse.dtype).clamp(min=least)[..., None]
         factor = torch.nn.functional.logsigmoid(lse - logit).exp()  # sigmoid is 0 below -88, where exp is not
         out = (out * factor[..., None]).to(out.dtype)
         if return_lse:
-            lse = torch.stack(torch.broadcast_tensors(lse, logit)).logsumexp(0)  # logaddexp's second derivative may be NaN
+            # logaddexp's second derivative may be NaN
+            lse = torch.stack(torch.broadcast_tensors(lse, logit)).logsumexp(0)
             lse = lse.masked_fill(lse == least, -math.inf)
     out = out.transpose(-3, -2) if transposed else out
     return (out, lse) if return_lse else out
 
 
 def _options(
-    version: str | None, q: Tensor, k: Tensor, v: Tensor, causal: Any, scale: Any, softcap: Any, window: Any, return_lse: Any, sink: Any
-) -> tuple[Options, bool, Tensor | None]:
+    version: str | None, q: Tensor, k: Tensor, v: Tensor, causal: Any, scale: Any, softcap: Any, window: Any,
+    return_lse: Any, sink: Any,
+) -> tuple[Options, bool, Tensor | None]:  # fmt: skip
     """Checked arguments: Options, return_lse, sink."""
     if version in _FUSED and q.dtype in plan.DTYPES and not fused.supported(q, k, v):
         raise ValueError(
-            f"version {version!r} supports a head_dim that is a multiple of 8, from 8 to {plan.most_head_dim(q.dtype)} for {q.dtype},"
+            f"version {version!r} supports a head_dim that is a multiple of 8, from 8 to "
+            f"{plan.most_head_dim(q.dtype)} for {q.dtype},"
             f" and the same for q, k and v, got {q.shape[-1]} and {v.shape[-1]} for v; version None takes any"
         )
     if softcap is not None and not checks.number("softcap", softcap, 1e30) >= 1e-30:
         raise ValueError(f"softcap must be positive, at least 1e-30, got {softcap!r}")
-    causal, window = checks.flag("causal", causal), 0 if window is None else checks.integer("window", window, 1)
+    causal, window = (
+        checks.flag("causal", causal),
+        0 if window is None else checks.integer("window", window, 1),
+    )
     if window and not causal:
         raise ValueError(f"window needs causal=True, got window={window}")
     window = 0 if checks.known(window >= k.shape[-2]) else window
@@ -233,13 +275,22 @@ def _scale(q: Tensor, scale: Any) -> float | None:
 def _checked(q: Any, k: Any, v: Any) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v = autocast.of_product(*(interop.floats(name, x) for name, x in (("q", q), ("k", k), ("v", v))))
     checks.same(q=q, k=k, v=v)
-    if q.ndim < 2 or q.shape[:-3] != k.shape[:-3] or q.ndim != k.ndim or q.shape[-1:] != k.shape[-1:] or k.shape[:-1] != v.shape[:-1]:
+    if (
+        q.ndim < 2
+        or q.shape[:-3] != k.shape[:-3]
+        or q.ndim != k.ndim
+        or q.shape[-1:] != k.shape[-1:]
+        or k.shape[:-1] != v.shape[:-1]
+    ):
         shapes = [tuple(x.shape) for x in (q, k, v)]
         raise ValueError(
-            f"q, k and v must be (..., heads, queries, D), (..., kv_heads, keys, D) and (..., kv_heads, keys, E), got {shapes}"
+            f"q, k and v must be (..., heads, queries, D), (..., kv_heads, keys, D) and (..., kv_heads, "
+            f"keys, E), got {shapes}"
         )
     if q.ndim > 2 and (q.shape[-3] % k.shape[-3] if k.shape[-3] else q.shape[-3]):
-        raise ValueError(f"q has {q.shape[-3]} heads, which must be a multiple of the {k.shape[-3]} heads of k and v")
+        raise ValueError(
+            f"q has {q.shape[-3]} heads, which must be a multiple of the {k.shape[-3]} heads of k and v"
+        )
     return q, k, v
 
 
@@ -255,13 +306,19 @@ VERSIONS = {
 
 
 def _attend(
-    version: str | None, q: Tensor, k: Tensor, v: Tensor, options: Options, return_lse: bool, qkv: Tensor | None = None,
+    version: str | None, q: Tensor, k: Tensor, v: Tensor, options: Options, return_lse: bool,
+    qkv: Tensor | None = None,
     bounds: tuple[Tensor, ...] = (),
 ) -> materialised.Outputs:  # fmt: skip
-    """out and lse. `qkv`: the tensor of which q, k and v are parts. `bounds`: cu_seqlens of the queries and of the keys."""
+    """out and lse. `qkv`: the tensor of which q, k and v are parts. `bounds`: cu_seqlens of the queries and
+    of the keys."""
     version = _chosen(version, q)
     options = options._replace(wgmma=version == "v4")
-    if version in _FUSED and fused.supported(q, k, v) and (not options.window or (options.wgmma and wgmma.available(q))):
+    if (
+        version in _FUSED
+        and fused.supported(q, k, v)
+        and (not options.window or (options.wgmma and wgmma.available(q)))
+    ):
         return fused.fused((q, k, v, *bounds) if qkv is None else (qkv,), options)
     if qkv is not None and not (torch.compiler.is_compiling() or transformed()):
         q, k, v = fused.Parts.apply(qkv)
@@ -269,8 +326,9 @@ def _attend(
 
 
 def _with_scores(
-    version: str, q: Tensor, k: Tensor, v: Tensor, options: Options, return_lse: bool, bounds: tuple[Tensor, ...]
-) -> materialised.Outputs:
+    version: str, q: Tensor, k: Tensor, v: Tensor, options: Options, return_lse: bool,
+    bounds: tuple[Tensor, ...],
+) -> materialised.Outputs:  # fmt: skip
     """`_attend` without a fused kernel."""
     lengths = (bounds[0], bounds[1]) if bounds else None
     if version == "sdpa":
@@ -295,4 +353,5 @@ def _default(version: str, device: int) -> str:
     return choose("attention", version, device).forward
 
 
-_default._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as torch.compiler.assume_constant_result, which imports dynamo
+# as torch.compiler.assume_constant_result, which imports dynamo
+_default._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -1,8 +1,9 @@
 """Tiles, grids and shared memory of the fused kernels.
 
-`pieces`: how many bfloat16 numbers an element is the sum of; 1 for 16-bit types, 2 (TF32) or 3 for float32. The tiles of a thread block
-are those of FlashAttention-2: the rows that it owns stay, and tiles of the other operands pass by. All tiles were the fastest of those
-that were tried on an H200 (v3) and an H100 (v4), see docs/notes/attention.md.
+`pieces`: how many bfloat16 numbers an element is the sum of; 1 for 16-bit types, 2 (TF32) or 3 for float32.
+The tiles of a thread block are those of FlashAttention-2: the rows that it owns stay, and tiles of the other
+operands pass by. All tiles were the fastest of those that were tried on an H200 (v3) and an H100 (v4), see
+docs/notes/attention.md.
 """
 
 from typing import NamedTuple
@@ -13,14 +14,17 @@ from cukern.runtime.device import KNOWN, cached, device_of, eligible
 
 DTYPES = torch.bfloat16, torch.float16, torch.float32
 MOST_HEAD_DIM = 256  # of 16-bit types
-MOST_ROWS = (1 << 31) - 512  # queries + keys, a 32-bit number in the kernels; without a window, v4's window has this size
-_SECTION_BYTES = 32 << 20  # most bytes of K and V that a section of heads reads, to stay in L2 (A100: 40 MB, H100: 50 MB)
+# queries + keys, a 32-bit number in the kernels; without a window, v4's window has this size
+MOST_ROWS = (1 << 31) - 512
+# most bytes of K and V that a section of heads reads, to stay in L2 (A100: 40 MB, H100: 50 MB)
+_SECTION_BYTES = 32 << 20
 
 
 class Tile(NamedTuple):
-    """A warp owns 16 * row_blocks rows, and a thread block loops over tiles of `columns` rows of the other operands. `per_sm`: the
-    second argument of __launch_bounds__, thread blocks per SM. `stages`: 2 if the next tile is copied while one is multiplied; with 1 the
-    two operands of a tile are copied in turn. `parts`: this many warps own the same rows, and each a part of the columns of the sums."""
+    """A warp owns 16 * row_blocks rows, and a thread block loops over tiles of `columns` rows of the other
+    operands. `per_sm`: the second argument of __launch_bounds__, thread blocks per SM. `stages`: 2 if the
+    next tile is copied while one is multiplied; with 1 the two operands of a tile are copied in turn.
+    `parts`: this many warps own the same rows, and each a part of the columns of the sums."""
 
     row_blocks: int
     columns: int
@@ -39,10 +43,14 @@ class Tile(NamedTuple):
 
     def backward_bytes(self, head_dim: int, pieces: int = 1) -> int:
         """Shared memory in bytes: two fixed tiles, stages of two moving ones, and lse and delta."""
-        return 4 * (self.rows + self.stages * self.columns) * head_dim * pieces + max(2 * self.rows, 4 * self.columns) * 4
+        return (
+            4 * (self.rows + self.stages * self.columns) * head_dim * pieces
+            + max(2 * self.rows, 4 * self.columns) * 4
+        )
 
 
-Tiles = tuple[Tile, Tile]  # of the backward: of the thread blocks that own keys, and of those that own queries
+# of the backward: of the thread blocks that own keys, and of those that own queries
+Tiles = tuple[Tile, Tile]
 
 
 # By (pieces, head_dim): the tile, and the tile with a softcap or packed sequences, which need more registers.
@@ -68,11 +76,18 @@ BACKWARD = {
 
 def forward_tile(pieces: int, head_dim: int, softcap: bool, packed: bool) -> Tile:
     """The tile of v3's forward. For strict float32 and packed sequences 32 rows per warp would spill."""
-    return Tile(1, 64, 4, 2, 1) if packed and (pieces, head_dim) == (3, 64) else FORWARD[pieces, head_dim][softcap or packed]
+    return (
+        Tile(1, 64, 4, 2, 1)
+        if packed and (pieces, head_dim) == (3, 64)
+        else FORWARD[pieces, head_dim][softcap or packed]
+    )
 
 
-def backward_tile(pieces: int, head_dim: int, softcap: bool, packed: bool, shared_bytes: int = KNOWN["h200"].shared_bytes) -> Tiles:
-    """The tiles of v3's backward for a GPU with this much shared memory per thread block. With less memory, blocks have fewer warps."""
+def backward_tile(
+    pieces: int, head_dim: int, softcap: bool, packed: bool, shared_bytes: int = KNOWN["h200"].shared_bytes
+) -> Tiles:
+    """The tiles of v3's backward for a GPU with this much shared memory per thread block. With less memory,
+    blocks have fewer warps."""
     keys, queries = BACKWARD[pieces, head_dim][softcap or packed]
     while max(x.backward_bytes(head_dim, pieces) for x in (keys, queries)) > shared_bytes:
         keys, queries = (x._replace(warps=x.warps // 2) for x in (keys, queries))
@@ -80,9 +95,10 @@ def backward_tile(pieces: int, head_dim: int, softcap: bool, packed: bool, share
 
 
 class WgmmaTile(NamedTuple):
-    """A tile of v4. Each of `warpgroups` consumer warpgroups owns 64 rows and loops over tiles of `columns` rows. The ring buffer has
-    `stages` stages. The registers allow `per_sm` thread blocks per SM. `parts`: so many warpgroups own the same rows.
-    `persistent`: the forward has as many thread blocks as run at a time, instead of one for each block of queries."""
+    """A tile of v4. Each of `warpgroups` consumer warpgroups owns 64 rows and loops over tiles of `columns`
+    rows. The ring buffer has `stages` stages. The registers allow `per_sm` thread blocks per SM. `parts`: so
+    many warpgroups own the same rows. `persistent`: the forward has as many thread blocks as run at a time,
+    instead of one for each block of queries."""
 
     columns: int
     warpgroups: int
@@ -106,21 +122,25 @@ class WgmmaTile(NamedTuple):
         return rows * -(-head_dim // 64) * 128 + 16 * (q_stages + 2 * self.stages) + 44 * q_stages
 
     def forward_grid(self, blocks: int, packed: bool, causal: bool, keys: int, sms: int) -> int:
-        """The number of thread blocks for `blocks` blocks of queries. Persistent thread blocks load the next queries early. With
-        `causal`: for tiles that say so, from two waves on. Without, blocks of queries take equal times: from more than one wave on, with
-        one thread block per SM, or if the waves are 85 % full."""
+        """The number of thread blocks for `blocks` blocks of queries. Persistent thread blocks load the next
+        queries early. With `causal`: for tiles that say so, from two waves on. Without, blocks of queries
+        take equal times: from more than one wave on, with one thread block per SM, or if the waves are 85 %
+        full."""
         slots = sms * self.per_sm
         even = self.per_sm == 1 or (keys <= FEW_KEYS and blocks >= 0.85 * slots * -(-blocks // slots))
         persistent = self.persistent and blocks >= 2 * slots if causal else even and blocks > slots
-        return slots if persistent and not packed and blocks < (1 << 31) - slots else blocks  # a grid of 2^31 blocks raises an error
+        # a grid of 2^31 blocks raises an error
+        return slots if persistent and not packed and blocks < (1 << 31) - slots else blocks
 
     def backward_bytes(self, head_dim: int) -> int:
-        """Shared memory in bytes: two fixed tiles, the ring of two moving ones, lse and delta, and mbarriers."""
+        """Shared memory in bytes: two fixed tiles, the ring of two moving ones, lse and delta, and
+        mbarriers."""
         tiles = 2 * (self.rows + self.stages * self.columns) * -(-head_dim // 64) * 128
         return tiles + self.stages * 2 * self.columns * 4 + 8 * (1 + 2 * self.stages)
 
 
-# By head_dim: the tile for few keys, and for many. TMA loads rows of less than 128 bytes (head_dim < 64) slowly.
+# By head_dim: the tile for few keys, and for many. TMA loads rows of less than 128 bytes (head_dim < 64)
+# slowly.
 MANY_KEYS = 8192
 MANY_KEYS_NARROW = 256  # the same for head_dim < 64
 FEW_KEYS = 1024  # without a mask, K and V of one head take little of L2
@@ -143,7 +163,9 @@ WGMMA_BACKWARD = {
 
 def wgmma_forward(head_dim: int, keys: int, softcap: bool) -> WgmmaTile:
     """The tile of the forward. A softcap needs more registers than three consumers have."""
-    return WGMMA_FORWARD[wgmma_head_dim(head_dim)][keys >= (MANY_KEYS if head_dim >= 64 else MANY_KEYS_NARROW) and not softcap]
+    return WGMMA_FORWARD[wgmma_head_dim(head_dim)][
+        keys >= (MANY_KEYS if head_dim >= 64 else MANY_KEYS_NARROW) and not softcap
+    ]
 
 
 def wgmma_head_dim(head_dim: int) -> int:
@@ -160,15 +182,20 @@ def padded_head_dim(head_dim: int) -> int:
 
 
 def tiles(rows: int, size: int, sequences: int) -> int:
-    """The number of tiles of `size` rows; for packed sequences an upper bound, see kernels_cu/attention/tile.cuh."""
+    """The number of tiles of `size` rows; for packed sequences an upper bound, see
+    kernels_cu/attention/tile.cuh."""
     return -(-rows // size) if sequences < 0 else rows // size + sequences + 1
 
 
 def section(keys: int, head_dim: int, group: int, heads: int, causal: bool) -> int:
-    """The number of query heads in a section, a multiple of `group`, or all heads. The thread blocks of a section start one after the
-    other, those with most keys first, and its K and V stay in L2. Without a mask and with few keys: one KV head at a time, which keeps
-    device memory busy."""
-    return min(heads, group * max(1, _SECTION_BYTES // max(1, 4 * keys * head_dim))) if causal or keys > FEW_KEYS else group
+    """The number of query heads in a section, a multiple of `group`, or all heads. The thread blocks of a
+    section start one after the other, those with most keys first, and its K and V stay in L2. Without a mask
+    and with few keys: one KV head at a time, which keeps device memory busy."""
+    return (
+        min(heads, group * max(1, _SECTION_BYTES // max(1, 4 * keys * head_dim)))
+        if causal or keys > FEW_KEYS
+        else group
+    )
 
 
 # ---- decoding: few queries, see kernels_cu/attention/decode.cuh
@@ -178,15 +205,17 @@ MOST_QUERIES = 16
 HEAD_DIMS = 64, 128
 _ROWS = 16  # of a tile of queries
 _LEAST_TILES = 4  # with fewer tiles of keys, warps of the decoding kernel have no work
-_LAUNCH_TILES = 12  # fixed time of a wave of thread blocks, and of the launch that adds the splits, in tiles (0.24 us on an H200)
-# Fraction of idle SMs that costs nothing, because fewer SMs still saturate memory. Lower with split-K: the next call starts on them,
-# unevenly.
+# fixed time of a wave of thread blocks, and of the launch that adds the splits, in tiles (0.24 us on an H200)
+_LAUNCH_TILES = 12
+# Fraction of idle SMs that costs nothing, because fewer SMs still saturate memory. Lower with split-K: the
+# next call starts on them, unevenly.
 _FREE_IDLE = 0.64
 _FREE_IDLE_SPLIT = 0.16
 
 
 class DecodeTile(NamedTuple):
-    """A warp keeps `stages` tiles of 8 KB in shared memory. At least `per_sm` thread blocks fit into the registers of an SM."""
+    """A warp keeps `stages` tiles of 8 KB in shared memory. At least `per_sm` thread blocks fit into the
+    registers of an SM."""
 
     warps: int = 8
     stages: int = 3
@@ -203,18 +232,24 @@ DECODE = DecodeTile()
 
 @cached(4096)
 def decode(heads: int, rows: int, tiles: int, device: int) -> tuple[int, int]:
-    """The numbers of row tiles and splits for `heads` KV heads of all sequences, `rows` queries per KV head and `tiles` tiles of keys.
-    Time is counted in tiles of a thread block in a full wave. A split costs its partial sums."""
+    """The numbers of row tiles and splits for `heads` KV heads of all sequences, `rows` queries per KV head
+    and `tiles` tiles of keys. Time is counted in tiles of a thread block in a full wave. A split costs its
+    partial sums."""
     row_tiles = -(-rows // _ROWS)
     blocks, most = heads * row_tiles, max(1, tiles // DECODE.warps)
     gpu = device_of(device)
-    slots = gpu.sms * max(1, min(DECODE.per_sm, gpu.sm_shared_bytes // (DECODE.bytes + 2048)))  # thread blocks that run at a time
+    # thread blocks that run at a time
+    slots = gpu.sms * max(1, min(DECODE.per_sm, gpu.sm_shared_bytes // (DECODE.bytes + 2048)))
     choices = {1, *(max(1, min(most, waves * slots // blocks)) for waves in range(1, 5))}
 
     def cost(splits: int) -> float:
         full, waves = blocks * splits / slots, -(-blocks * splits // slots)
         busy = full if waves - full < (_FREE_IDLE if splits == 1 else _FREE_IDLE_SPLIT) else waves
-        return busy * -(-tiles // splits) + waves * _LAUNCH_TILES + (splits > 1) * (_LAUNCH_TILES + 0.05 * splits)
+        return (
+            busy * -(-tiles // splits)
+            + waves * _LAUNCH_TILES
+            + (splits > 1) * (_LAUNCH_TILES + 0.05 * splits)
+        )
 
     return row_tiles, min(sorted(choices), key=cost)
 

@@ -1,4 +1,5 @@
-"""attention with scores in memory: for CPU tensors, for versions without a fused kernel, and for derivatives that no kernel computes."""
+"""attention with scores in memory: for CPU tensors, for versions without a fused kernel, and for derivatives
+that no kernel computes."""
 
 import math
 from collections.abc import Callable
@@ -13,12 +14,14 @@ from cukern.runtime.dispatch.autocast import off
 from cukern.runtime.dispatch.products import torch_matmul
 from cukern.runtime.tensors import wide
 
-_LEAST_SCALE = 1e-30  # a smaller factor of scores counts as this one: 0 times -infinity, a hidden key, would be NaN
+# a smaller factor of scores counts as this one: 0 times -infinity, a hidden key, would be NaN
+_LEAST_SCALE = 1e-30
 
 
 class Options(NamedTuple):
-    """What a call computes. `softcap` is 0 without a softcap, `window` without a window. `wgmma`: by the kernels of v4, if they can.
-    `scale` is None in a trace, where the default depends on a head_dim that may be dynamic."""
+    """What a call computes. `softcap` is 0 without a softcap, `window` without a window. `wgmma`: by the
+    kernels of v4, if they can. `scale` is None in a trace, where the default depends on a head_dim that may
+    be dynamic."""
 
     causal: bool = True
     scale: float | None = 1.0
@@ -44,26 +47,37 @@ class Options(NamedTuple):
 Lengths = Tensor | tuple[Tensor, Tensor] | None  # key_lengths, or cu_seqlens of the queries and of the keys
 
 
-def hidden_keys(q: Tensor, k: Tensor, key_lengths: Lengths = None, causal: bool = True, window: int = 0) -> Tensor:
-    """True where a query (row) does not see a key (column): under `causal` the last query sees all keys, with `window` the last of them.
-    With key_lengths (batch,) there is a matrix per query head of each sequence, (batch * heads, queries or 1, keys)."""
+def hidden_keys(
+    q: Tensor, k: Tensor, key_lengths: Lengths = None, causal: bool = True, window: int = 0
+) -> Tensor:
+    """True where a query (row) does not see a key (column): under `causal` the last query sees all keys, with
+    `window` the last of them. With key_lengths (batch,) there is a matrix per query head of each sequence,
+    (batch * heads, queries or 1, keys)."""
     queries, keys = q.shape[-2], k.shape[-2]
     if isinstance(key_lengths, tuple):
         return _hidden_in_sequences(queries, keys, *key_lengths, causal, window)
     if key_lengths is not None:
-        column, query = (torch.arange(n, dtype=torch.int64, device=q.device) for n in (keys, queries if causal else 1))
-        ends = key_lengths.clamp(0, keys).repeat_interleave(q.shape[1])[:, None] + (query + 1 - query.shape[0])
+        column, query = (
+            torch.arange(n, dtype=torch.int64, device=q.device) for n in (keys, queries if causal else 1)
+        )
+        ends = key_lengths.clamp(0, keys).repeat_interleave(q.shape[1])[:, None] + (
+            query + 1 - query.shape[0]
+        )
         return column >= ends[..., None]
     every = torch.ones(queries, keys, dtype=torch.bool, device=q.device)
     hidden = every.triu(keys - queries + 1)
     return hidden | every.tril(keys - queries - window) if window else hidden
 
 
-def _hidden_in_sequences(queries: int, keys: int, cu_seqlens: Tensor, cu_seqlens_k: Tensor, causal: bool, window: int) -> Tensor:
-    """hidden_keys of packed sequences, (queries, keys): a query sees keys of its own sequence only. Queries behind the last see none."""
+def _hidden_in_sequences(
+    queries: int, keys: int, cu_seqlens: Tensor, cu_seqlens_k: Tensor, causal: bool, window: int
+) -> Tensor:
+    """hidden_keys of packed sequences, (queries, keys): a query sees keys of its own sequence only. Queries
+    behind the last see none."""
     query, key = (torch.arange(n, dtype=cu_seqlens.dtype, device=cu_seqlens.device) for n in (queries, keys))
     sequence = (torch.searchsorted(cu_seqlens, query, right=True) - 1).clamp(min=0)
-    ends, key_ends = torch.cat((cu_seqlens, query.new_full((1,), queries))), torch.cat((cu_seqlens_k, cu_seqlens_k[-1:]))
+    ends = torch.cat((cu_seqlens, query.new_full((1,), queries)))
+    key_ends = torch.cat((cu_seqlens_k, cu_seqlens_k[-1:]))
     first, last = key_ends[sequence], key_ends[sequence + 1] - 1
     if causal:
         last = last + 1 + query - ends[sequence + 1]
@@ -76,40 +90,56 @@ def repeated(k: Tensor, heads: int) -> Tensor:
     """k or v, (batch, kv heads, keys, D), with each head repeated, so that there are `heads`."""
     if checks.known(k.shape[1] == heads):
         return k
-    if torch.compiler.is_compiling() and k.device.type == "cpu":  # a graph for any number of repeats, also one
-        return k.index_select(1, torch.arange(heads, dtype=torch.int64, device=k.device) // (heads // k.shape[1]))
+    # a graph for any number of repeats, also one
+    if torch.compiler.is_compiling() and k.device.type == "cpu":
+        return k.index_select(
+            1, torch.arange(heads, dtype=torch.int64, device=k.device) // (heads // k.shape[1])
+        )
     return k.repeat_interleave(heads // k.shape[1], 1)
 
 
 def by_scores(
-    softmax: Callable[[Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor, options: Options, return_lse: bool = True, lengths: Lengths = None
-) -> tuple[Tensor, Tensor | None]:
-    """out (batch, heads, queries, E), and lse (batch, heads, queries) or None, computed in q's dtype. `softmax` is that of rows."""
+    softmax: Callable[[Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor, options: Options,
+    return_lse: bool = True, lengths: Lengths = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """out (batch, heads, queries, E), and lse (batch, heads, queries) or None, computed in q's dtype.
+    `softmax` is that of rows."""
     causal, _, softcap, _, window = options
     leading, keys = q.shape[:2], repeated(k, q.shape[1]).flatten(0, 1)
-    s = torch_matmul((q * options.scale_of(q)).flatten(0, 1), keys.mT)  # scores of float16 may overflow before they are scaled
+    # scores of float16 may overflow before they are scaled
+    s = torch_matmul((q * options.scale_of(q)).flatten(0, 1), keys.mT)
     if softcap:
         s = softcap * torch.tanh(s / softcap)
     empty = None
     if causal or lengths is not None or not k.shape[-2]:
         hidden = hidden_keys(q, k, lengths, causal, window)
         if lengths is not None or not checks.known(q.shape[-2] <= k.shape[-2]):
-            empty = hidden.all(-1, keepdim=True)  # rows without a visible key: their weights are replaced below
+            # rows without a visible key: their weights are replaced below
+            empty = hidden.all(-1, keepdim=True)
             hidden = hidden & ~empty
         s = s.masked_fill(hidden, -math.inf)
     weights, lse = softmax(s), s.to(wide(s.dtype)).logsumexp(-1) if return_lse else None
     if empty is not None:
-        weights, lse = weights.masked_fill(empty, 0), lse if lse is None else lse.masked_fill(empty[..., 0], -math.inf)
+        weights, lse = (
+            weights.masked_fill(empty, 0),
+            lse if lse is None else lse.masked_fill(empty[..., 0], -math.inf),
+        )
     out = torch_matmul(weights, repeated(v, q.shape[1]).flatten(0, 1))
     return out.unflatten(0, leading), lse if lse is None else lse.unflatten(0, leading)
 
 
-def reference(q: Tensor, k: Tensor, v: Tensor, options: Options, key_lengths: Lengths = None) -> tuple[Tensor, Tensor]:
-    """out and lse in torch's operations. 16-bit types are computed in float32. What lies behind key_lengths does not matter."""
+def reference(
+    q: Tensor, k: Tensor, v: Tensor, options: Options, key_lengths: Lengths = None
+) -> tuple[Tensor, Tensor]:
+    """out and lse in torch's operations. 16-bit types are computed in float32. What lies behind key_lengths
+    does not matter."""
     with off(q):
         x, y, z = (t.to(wide(q.dtype)) for t in (q, k, v))
         if isinstance(key_lengths, Tensor):
-            behind = torch.arange(k.shape[2], dtype=torch.int64, device=k.device)[:, None] >= key_lengths[:, None, None, None]
+            behind = (
+                torch.arange(k.shape[2], dtype=torch.int64, device=k.device)[:, None]
+                >= key_lengths[:, None, None, None]
+            )
             y, z = (t.masked_fill(behind, 0) for t in (y, z))
         out, lse = by_scores(partial(torch.softmax, dim=-1), x, y, z, options, lengths=key_lengths)
         assert lse is not None

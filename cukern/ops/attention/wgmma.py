@@ -1,4 +1,5 @@
-"""The kernels of attention for Hopper's tensor cores: launches. Math: kernels_cu/attention/wgmma_forward.cuh."""
+"""The kernels of attention for Hopper's tensor cores: launches. Math:
+kernels_cu/attention/wgmma_forward.cuh."""
 
 import itertools
 import struct
@@ -15,7 +16,9 @@ from cukern.runtime.launch.kernel import Kernel, Template
 from cukern.runtime.launch.tensor_map import encoder
 from cukern.runtime.tensors import pointers
 
-_FORWARD, _BACKWARD = (Template("attention/attention.cu", f"attention_v4{name}", pdl=True) for name in ("", "_bwd"))
+_FORWARD, _BACKWARD = (
+    Template("attention/attention.cu", f"attention_v4{name}", pdl=True) for name in ("", "_bwd")
+)
 _MOST_STRIDE = 1 << 38  # elements; strides in a tensor map must be below 2^40 bytes
 
 
@@ -37,19 +40,27 @@ def available(q: Tensor) -> bool:
 
 
 def supported(*tensors: Tensor) -> bool:
-    """True if there are v4 kernels, and TMA can read the tensors. They must be readable by v3's kernels (_aligned in launch.py)."""
-    fits = all(0 < step < _MOST_STRIDE for x in tensors for n, step in zip(x.shape, x.stride(), strict=True) if n > 1)
+    """True if there are v4 kernels, and TMA can read the tensors. They must be readable by v3's kernels
+    (_aligned in launch.py)."""
+    fits = all(
+        0 < step < _MOST_STRIDE for x in tensors for n, step in zip(x.shape, x.stride(), strict=True) if n > 1
+    )
     return fits and available(tensors[0])
 
 
 def _map(x: Tensor, rows: int, packed: bool) -> bytes:
-    """The tensor map of x (batch, heads, T, D) for boxes of `rows` rows of 64 columns. For packed sequences, (1, heads, T, D), it has the
-    dimensions (T + 1, heads, rows, D): element (y, h, x, d) is that of token x + y - rows. A box from x = rows - n on ends after n rows."""
+    """The tensor map of x (batch, heads, T, D) for boxes of `rows` rows of 64 columns. For packed sequences,
+    (1, heads, T, D), it has the dimensions (T + 1, heads, rows, D): element (y, h, x, d) is that of token x +
+    y - rows. A box from x = rows - n on ends after n rows."""
     if not packed:
-        return encoder(x.get_device(), x.dtype, tuple(x.shape), x.stride(), (1, 1, rows, 64), 128)(x.data_ptr())
+        return encoder(x.get_device(), x.dtype, tuple(x.shape), x.stride(), (1, 1, rows, 64), 128)(
+            x.data_ptr()
+        )
     _, heads, tokens, d = x.shape
     step = x.stride(2) if tokens > 1 else d
-    address, sizes, steps = x.data_ptr() - rows * step * x.element_size(), (tokens + 1, heads, rows, d), (step, x.stride(1), step, 1)
+    address = x.data_ptr() - rows * step * x.element_size()
+    sizes = (tokens + 1, heads, rows, d)
+    steps = (step, x.stride(1), step, 1)
     return encoder(x.get_device(), x.dtype, sizes, steps, (1, 1, rows, 64), 128)(address)
 
 
@@ -77,31 +88,64 @@ def _backward_kernel(keys: bool, dtype: torch.dtype, d: int, softcap: bool, pack
     return _BACKWARD[key]
 
 
-def forward(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, options: Options, bounds: Bounds) -> None:
+def forward(
+    out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, options: Options, bounds: Bounds
+) -> None:
     """Write out and lse."""
-    (batch, heads, queries, d), (kv_heads, keys), padded = q.shape, k.shape[1:3], plan.wgmma_head_dim(q.shape[3])
+    (batch, heads, queries, d), (kv_heads, keys), padded = (
+        q.shape,
+        k.shape[1:3],
+        plan.wgmma_head_dim(q.shape[3]),
+    )
     sequences, packed, group = bounds.sequences, bounds.sequences >= 0, heads // kv_heads
     tile = plan.wgmma_forward(d, keys // max(1, sequences), options.softcap != 0)
     blocks = plan.tiles(queries, tile.rows, sequences)
     maps = _map(q, tile.rows, packed), _map(k, tile.columns, packed), _map(v, tile.columns, packed)
-    grid = tile.forward_grid(blocks * batch * heads, packed, options.causal, keys, device_of(q.get_device()).sms)
+    grid = tile.forward_grid(
+        blocks * batch * heads, packed, options.causal, keys, device_of(q.get_device()).sms
+    )
     _forward_kernel(q.dtype, padded, options.softcap != 0, packed, tile).on(q.get_device())(
         (grid, 1, 1), (tile.threads, 1, 1), tile.forward_bytes(padded),
         *pointers(out, lse), *maps, *pointers(*bounds), *strides(out),
         blocks, heads, batch, group, plan.section(keys, d, group, batch * heads, options.causal),
-        queries, keys, sequences, options.window or plan.MOST_ROWS - options.causal * queries, d, options.causal, *options.factors,
+        queries, keys, sequences, options.window or plan.MOST_ROWS - options.causal * queries, d,
+        options.causal, *options.factors,
     )  # fmt: skip
 
 
 def backward(
-    grads: Sequence[Tensor], q: Tensor, k: Tensor, v: Tensor, dout: Tensor, stats: Tensor, options: Options, bounds: Bounds
-) -> None:
+    grads: Sequence[Tensor], q: Tensor, k: Tensor, v: Tensor, dout: Tensor, stats: Tensor, options: Options,
+    bounds: Bounds,
+) -> None:  # fmt: skip
     """Write dq, dk and dv. `stats`: lse and delta, (2, batch * heads, padded queries)."""
-    (batch, heads, queries, d), (kv_heads, keys), padded = q.shape, k.shape[1:3], plan.wgmma_head_dim(q.shape[3])
-    group, (dq, dk, dv), section = heads // kv_heads, grads, plan.section(keys, d, heads // kv_heads, batch * heads, options.causal)
+    (batch, heads, queries, d), (kv_heads, keys), padded = (
+        q.shape,
+        k.shape[1:3],
+        plan.wgmma_head_dim(q.shape[3]),
+    )
+    group, (dq, dk, dv), section = (
+        heads // kv_heads,
+        grads,
+        plan.section(keys, d, heads // kv_heads, batch * heads, options.causal),
+    )
     window = options.window or plan.MOST_ROWS - options.causal * queries
-    sequences, packed, columns = bounds.sequences, bounds.sequences >= 0, plan.WGMMA_BACKWARD[padded][0].columns
-    numbers = heads, batch, group, section, queries, keys, stats.shape[2], columns, sequences, window, d, options.causal
+    sequences = bounds.sequences
+    packed = bounds.sequences >= 0
+    columns = plan.WGMMA_BACKWARD[padded][0].columns
+    numbers = (
+        heads,
+        batch,
+        group,
+        section,
+        queries,
+        keys,
+        stats.shape[2],
+        columns,
+        sequences,
+        window,
+        d,
+        options.causal,
+    )
     for of_keys, tile in zip((True, False), plan.WGMMA_BACKWARD[padded], strict=True):
         fixed, moving, (dx, dy) = ((k, v), (q, dout), (dk, dv)) if of_keys else ((q, dout), (k, v), (dq, dq))
         blocks = plan.tiles(fixed[0].shape[2], tile.rows, sequences)

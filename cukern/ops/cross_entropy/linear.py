@@ -1,7 +1,9 @@
-"""linear_cross_entropy: the cross-entropy loss of x @ weight.T, in chunks of rows, so that all logits are never in memory.
+"""linear_cross_entropy: the cross-entropy loss of x @ weight.T, in chunks of rows, so that all logits are
+never in memory.
 
-For each chunk: the logits, their loss and, written over them, their gradient, and two products for the gradients of x and weight. So the
-forward computes the gradients, for a gradient of the loss of 1; the backward only scales them.
+For each chunk: the logits, their loss and, written over them, their gradient, and two products for the
+gradients of x and weight. So the forward computes the gradients, for a gradient of the loss of 1; the
+backward only scales them.
 """
 
 from functools import partial
@@ -10,7 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cukern.ops.cross_entropy.op import SCALARS, Options, checked_targets, launch_forward, options_of, write_gradient
+from cukern.ops.cross_entropy.op import (
+    SCALARS,
+    Options,
+    checked_targets,
+    launch_forward,
+    options_of,
+    write_gradient,
+)
 from cukern.ops.cross_entropy.op import VERSIONS as loss_versions
 from cukern.ops.cross_entropy.op import reference as loss_of_logits
 from cukern.ops.cross_entropy.per_token import add_product, checked_bias, token_factors, weighted_loss
@@ -33,11 +42,13 @@ _batched = torch._C._functorch.is_legacy_batchedtensor  # of torch.autograd.grad
 
 @planned("x", "weight", "targets", "bias", "class_weights", "token_weights")
 def linear_cross_entropy(
-    x: Any, weight: Any, targets: Any, *, bias: Any = None, class_weights: Any = None, token_weights: Any = None, ignore_index: int = -100,
+    x: Any, weight: Any, targets: Any, *, bias: Any = None, class_weights: Any = None,
+    token_weights: Any = None, ignore_index: int = -100,
     reduction: str = "mean", label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float | None = None,
     vocab_size: int | None = None, chunk_rows: int | None = None, version: str | None = None,
 ) -> Tensor:  # fmt: skip
-    """cukern.cross_entropy(x @ weight.T, targets, ...) that never holds all logits, with the gradients of x and weight.
+    """cukern.cross_entropy(x @ weight.T, targets, ...) that never holds all logits, with the gradients of x
+    and weight.
 
         x = torch.randn(8, 1024, 768, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         head = torch.randn(50304, 768, device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -45,25 +56,38 @@ def linear_cross_entropy(
         cukern.linear_cross_entropy(x, head, targets, vocab_size=50257).backward()
 
     Args:
-        x: (..., C), float16, bfloat16, float32 or float64: a tensor, or an array that supports DLPack. Copied as in cross_entropy.
+        x: (..., C), float16, bfloat16, float32 or float64: a tensor, or an array that supports DLPack. Copied
+            as in cross_entropy.
         weight: (V, C), of x's dtype and device.
-        targets: (...), int64 or int32, as in cross_entropy, and so are ignore_index, label_smoothing, z_loss, softcap and vocab_size.
+        targets: (...), int64 or int32, as in cross_entropy, and so are ignore_index, label_smoothing, z_loss,
+            softcap and vocab_size.
         bias: (V,), of x's dtype: added to the logits.
         class_weights: (V,), floating-point: weights of the targets; not with label_smoothing.
-        token_weights: floating-point, of targets' shape: factors for the losses. With weights of either kind, "mean" divides by the sum of
-            the weights of the targets that are not ignored, as torch does with class weights. Both kinds may require a gradient.
+        token_weights: floating-point, of targets' shape: factors for the losses. With weights of either kind,
+            "mean" divides by the sum of the weights of the targets that are not ignored, as torch does with
+            class weights. Both kinds may require a gradient.
         reduction: "mean", "sum" or "none", as in cross_entropy.
         chunk_rows: rows whose logits are in memory at a time. None: about an eighth of the rows, and C.
         version: "v1", or "v2" for GPUs of compute capability 8.0 or newer, the default there.
 
-    Returns the loss in float32, or float64 for float64: a number, or with "none" a tensor of targets' shape. The logits are rounded to x's
-    dtype. torch computes the products, with TF32 where its setting allows it. Two calls give the same bits. Autocast casts x, weight and
-    bias. Memory beyond inputs and gradients is that of chunk_rows rows of logits.
+    Returns the loss in float32, or float64 for float64: a number, or with "none" a tensor of targets' shape.
+    The logits are rounded to x's dtype. torch computes the products, with TF32 where its setting allows it.
+    Two calls give the same bits. Autocast casts x, weight and bias. Memory beyond inputs and gradients is
+    that of chunk_rows rows of logits.
 
     Raises TypeError and ValueError as cross_entropy, and for a weight or chunk_rows that does not fit.
     """
     x, weight, targets = checked_inputs("linear_cross_entropy", x, weight, targets, version)
-    options = options_of(weight.shape[0], ignore_index, reduction, label_smoothing, z_loss, softcap, vocab_size, version or in_force.now)
+    options = options_of(
+        weight.shape[0],
+        ignore_index,
+        reduction,
+        label_smoothing,
+        z_loss,
+        softcap,
+        vocab_size,
+        version or in_force.now,
+    )
     kernels, chunk = x.is_cuda or backend.simulates(x), rows_of_chunk(targets, weight, chunk_rows)
     if version is not None and not kernels:
         checks.needs_gpu("linear_cross_entropy", version, x.device)
@@ -87,17 +111,22 @@ def rows_of_chunk(targets: Tensor, weight: Tensor, chunk_rows: Any) -> int:
 
 
 def _rows_of_chunk(rows: int, columns: int) -> int:
-    """The logits of a chunk take the memory of an eighth of all logits, and of a gradient of weight, which exists only in the backward."""
+    """The logits of a chunk take the memory of an eighth of all logits, and of a gradient of weight, which
+    exists only in the backward."""
     chunks = -(-rows // max(rows // 8 + columns, 1))
     return -(-rows // (8 * max(chunks, 1))) * 8 or 8  # equal chunks
 
 
-def checked_inputs(op: str, x: Any, weight: Any, targets: Any, version: str | None) -> tuple[Tensor, Tensor, Tensor]:
+def checked_inputs(
+    op: str, x: Any, weight: Any, targets: Any, version: str | None
+) -> tuple[Tensor, Tensor, Tensor]:
     x, weight = autocast.of_product(interop.floats("x", x), interop.floats("weight", weight))
     checks.same(x=x, weight=weight)
     checks.version(op, version, VERSIONS)
     if weight.ndim != 2 or not x.ndim or x.shape[-1] != weight.shape[1]:
-        raise ValueError(f"x must be (..., C) and weight (V, C), got {tuple(x.shape)} and {tuple(weight.shape)}")
+        raise ValueError(
+            f"x must be (..., C) and weight (V, C), got {tuple(x.shape)} and {tuple(weight.shape)}"
+        )
     targets = interop.indices("targets", targets, "x", x)
     checks.shape("targets", targets, tuple(x.shape[:-1]), "that of x without the last dimension")
     return x, weight, targets
@@ -108,19 +137,27 @@ def reference(x: Tensor, weight: Tensor, targets: Tensor, options: Options, *_: 
     return loss_of_logits(torch_matmul(x, weight.mT), targets, options)
 
 
-# ---- x is (rows, C), targets (rows). Returns the loss, the gradients of x and weight for a gradient of the summed losses of 1 (in the
-# dtype of computation; without elements if they are not wanted), and the number by which the losses were divided. If the gradient of x was
-# rounded before it is scaled, its roundings would not cancel: for 510 targets all elements of bfloat16 would be rounded up.
+# ---- x is (rows, C), targets (rows). Returns the loss, the gradients of x and weight for a gradient of the
+# summed losses of 1 (in the dtype of computation; without elements if they are not wanted), and the number by
+# which the losses were divided. If the gradient of x was rounded before it is scaled, its roundings would not
+# cancel: for 510 targets all elements of bfloat16 would be rounded up.
 
 
-def _compute(x: Tensor, weight: Tensor, targets: Tensor, wants_dx: bool, wants_dweight: bool, chunk: int, *rest: Any) -> tuple[Tensor, ...]:
+def _compute(
+    x: Tensor, weight: Tensor, targets: Tensor, wants_dx: bool, wants_dweight: bool, chunk: int, *rest: Any
+) -> tuple[Tensor, ...]:
     options, rows, classes = Options(*rest), x.shape[0], weight.shape[0]
     loss, dx, dweight, count = _fake(x, weight, targets, wants_dx, wants_dweight)
     x, weight, targets = unit_column_stride(x), weight.resolve_neg(), targets.contiguous()
     logits, losses = x.new_empty(min(chunk, rows), classes), [loss.new_empty(0)]
     kernels = x.is_cuda or backend.simulates(x)
-    gradient_of = LOSSES[choose("linear_cross_entropy", options.version, x.get_device()).forward] if kernels else _by_torch
-    by_row, one = options._replace(reduction="none", version=in_force.now), count if wants_dx or wants_dweight else None
+    gradient_of = (
+        LOSSES[choose("linear_cross_entropy", options.version, x.get_device()).forward]
+        if kernels
+        else _by_torch
+    )
+    by_row = options._replace(reduction="none", version=in_force.now)
+    one = count if wants_dx or wants_dweight else None
     with torch.no_grad(), autocast.off(x):
         for a in range(0, rows, chunk):
             x_part = x[a : a + chunk]
@@ -138,7 +175,9 @@ def _compute(x: Tensor, weight: Tensor, targets: Tensor, wants_dx: bool, wants_d
     return loss, dx, dweight, count
 
 
-def _fake(x: Tensor, weight: Tensor, targets: Tensor, wants_dx: bool, wants_dweight: bool, *_: Any) -> tuple[Tensor, ...]:
+def _fake(
+    x: Tensor, weight: Tensor, targets: Tensor, wants_dx: bool, wants_dweight: bool, *_: Any
+) -> tuple[Tensor, ...]:
     dtype = wide(x.dtype)
     dx = x.new_empty(tuple(x.shape) if wants_dx else (0,), dtype=dtype)
     dweight = x.new_empty(tuple(weight.shape) if wants_dweight else (0,), dtype=dtype)
@@ -146,18 +185,23 @@ def _fake(x: Tensor, weight: Tensor, targets: Tensor, wants_dx: bool, wants_dwei
 
 
 def _scaled(total: Tensor, scale: Tensor, like: Tensor) -> Tensor:
-    """total * scale, computed in the dtype of `scale` and rounded once to that of `like`, without a copy in between.
+    """total * scale, computed in the dtype of `scale` and rounded once to that of `like`, without a copy in
+    between.
 
-    torch would round a factor without dimensions to the dtype of a 16-bit `total` first. is_grads_batched has no rule for out=."""
+    torch would round a factor without dimensions to the dtype of a 16-bit `total` first. is_grads_batched has
+    no rule for out=."""
     if like.dtype == scale.dtype:
         return total * scale
     if not torch.compiler.is_compiling() and _batched(scale):
         return (total.to(scale.dtype) * scale).to(like.dtype)
-    return torch.mul(total, scale.reshape(1), out=torch.empty_like(like, memory_format=torch.contiguous_format))
+    return torch.mul(
+        total, scale.reshape(1), out=torch.empty_like(like, memory_format=torch.contiguous_format)
+    )
 
 
 def _by_kernels(logits: Tensor, targets: Tensor, one: Tensor | None, options: Options) -> Tensor:
-    """The losses. Writes the gradient of their sum over the logits, if `one`, the gradient of the sum, is given."""
+    """The losses. Writes the gradient of their sum over the logits, if `one`, the gradient of the sum, is
+    given."""
     losses, stats = launch_forward(logits, targets, *options)
     if one is not None:
         write_gradient(logits, logits, targets, stats, one.expand(len(losses)), *options)
@@ -165,12 +209,19 @@ def _by_kernels(logits: Tensor, targets: Tensor, one: Tensor | None, options: Op
 
 
 def _by_one_kernel(logits: Tensor, targets: Tensor, one: Tensor | None, options: Options) -> Tensor:
-    """The same, where v2's kernel can: an SM has two thread blocks, each with a row and 2 KiB of shared memory."""
+    """The same, where v2's kernel can: an SM has two thread blocks, each with a row and 2 KiB of shared
+    memory."""
     rows, columns = logits.shape
     device = device_of(logits.get_device())
-    if one is None or not rows or logits.dtype.itemsize != 2 or 2 * (2 * columns + 2048) > device.sm_shared_bytes:
+    if (
+        one is None
+        or not rows
+        or logits.dtype.itemsize != 2
+        or 2 * (2 * columns + 2048) > device.sm_shared_bytes
+    ):
         return _by_kernels(logits, targets, one, options)
-    losses, threads = one.new_empty(rows), 32 * min(16, -(-columns // 1024))  # at most four vectors per thread, or 512 threads
+    # at most four vectors per thread, or 512 threads
+    losses, threads = one.new_empty(rows), 32 * min(16, -(-columns // 1024))
     launch = _fused(logits.dtype, options.softcap != 0, options.smoothing != 0).on(logits.get_device())
     sizes = targets.dtype == torch.int64, columns, logits.stride(0), options.packed()
     launch((rows, 1, 1), (threads, 1, 1), 2 * columns + 16, *pointers(logits, losses, targets), *sizes)
@@ -187,7 +238,8 @@ def _by_torch(logits: Tensor, targets: Tensor, one: Tensor | None, options: Opti
 
 
 _raw = raw_op(
-    f"_linear_cross_entropy(Tensor x, Tensor weight, Tensor targets, bool dx, bool dweight, SymInt chunk, {SCALARS})"
+    f"_linear_cross_entropy(Tensor x, Tensor weight, Tensor targets, bool dx, bool dweight, SymInt chunk, "
+    f"{SCALARS})"
     " -> (Tensor, Tensor, Tensor, Tensor)", 3, _compute, _fake,
     sharding=lambda *args: "" if "mean" in args else "r., .., r -> , r., .., =",
 )  # fmt: skip
@@ -244,11 +296,16 @@ def _fused(dtype: torch.dtype, softcap: bool, smoothing: bool) -> Kernel:
 
 def _instances(version: int, dtype: torch.dtype) -> list[Kernel]:
     fused = [(False, False), (False, True), (True, True)] if version == 2 and dtype.itemsize == 2 else []
-    return [*loss_versions[[*loss_versions][-1]].instances(dtype), *(_fused(dtype, *options) for options in fused)]
+    return [
+        *loss_versions[[*loss_versions][-1]].instances(dtype),
+        *(_fused(dtype, *options) for options in fused),
+    ]
 
 
 VERSIONS = {
     "v1": Version("chunks of rows", partial(_instances, 1)),
-    "v2": Version("loss and gradient by one kernel, a row in shared memory", partial(_instances, 2), requires=80),
+    "v2": Version(
+        "loss and gradient by one kernel, a row in shared memory", partial(_instances, 2), requires=80
+    ),
 }
 LOSSES = {"v1": _by_kernels, "v2": _by_one_kernel}

@@ -14,10 +14,12 @@ from cukern.runtime.tensors import as_matrix
 
 @planned("x", "weight", "targets", "bias")
 def linear_logprobs(
-    x: Any, weight: Any, targets: Any, temperature: float = 1.0, entropy: bool = False, *, bias: Any = None, ignore_index: int = -100,
+    x: Any, weight: Any, targets: Any, temperature: float = 1.0, entropy: bool = False, *, bias: Any = None,
+    ignore_index: int = -100,
     vocab_size: int | None = None, chunk_rows: int | None = None,
 ) -> Any:  # fmt: skip
-    """log_softmax((x @ weight.T + bias) / temperature) of the targets, without all logits in memory. Differentiable.
+    """log_softmax((x @ weight.T + bias) / temperature) of the targets, without all logits in memory.
+    Differentiable.
 
         x = torch.randn(8, 1024, 768, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         head = torch.randn(50304, 768, device="cuda", dtype=torch.bfloat16)
@@ -26,16 +28,17 @@ def linear_logprobs(
         (logprobs * torch.randn(8, 1024, device="cuda") + 0.01 * entropies).sum().backward()  # a policy gradient
 
     Args:
-        x, weight, targets, bias, ignore_index, vocab_size, chunk_rows: as in linear_cross_entropy. With a target of ignore_index, the
-            log-probability, the entropy and their gradients are 0.
+        x, weight, targets, bias, ignore_index, vocab_size, chunk_rows: as in linear_cross_entropy. With a
+            target of ignore_index, the log-probability, the entropy and their gradients are 0.
         temperature: a positive number that divides the logits.
-        entropy: also return the entropy of each token's distribution, in nats. torch's operations compute it in float32, one chunk at a
-            time.
+        entropy: also return the entropy of each token's distribution, in nats. torch's operations compute it
+            in float32, one chunk at a time.
 
-    Returns the log-probabilities, of targets' shape, in float32, or float64 for float64; with `entropy` the tuple (log-probabilities,
-    entropies). The logits are rounded to x's dtype. The backward computes the logits again, so a call keeps only its inputs and 16 bytes
-    per row. Autocast, higher derivatives, torch.func transforms and errors: as in linear_cross_entropy. Also raises ValueError for a
-    temperature that is not positive.
+    Returns the log-probabilities, of targets' shape, in float32, or float64 for float64; with `entropy` the
+    tuple (log-probabilities, entropies). The logits are rounded to x's dtype. The backward computes the
+    logits again, so a call keeps only its inputs and 16 bytes per row. Autocast, higher derivatives,
+    torch.func transforms and errors: as in linear_cross_entropy. Also raises ValueError for a temperature
+    that is not positive.
     """
     x, weight, targets = checked_inputs("linear_logprobs", x, weight, targets, None)
     if checks.number("temperature", temperature, checks.FLOAT32_MAX) < 1e-30:

@@ -42,15 +42,9 @@ class Prepared(NamedTuple):
 
 @cached(2048)
 def plan_of_layer(
-    sizes: Sizes,
-    rows: int,
-    dtype: torch.dtype,
-    device: int,
-    tensor: bool,
-    aligned: int,
-    added: bool,
+    sizes: Sizes, rows: int, dtype: torch.dtype, device: int, tensor: bool, aligned: int, added: bool,
     count: int | None = None,
-) -> tuple[int, tuple[Prepared, ...]]:
+) -> tuple[int, tuple[Prepared, ...]]:  # fmt: skip
     """How many rows go through all launches at once, and the launches, of all factors or of the first `count`
     steps. If `count` is 0, those that keep an array for the backward, if it is worth it."""
     target = target_of(dtype, device, tensor, aligned, rows)

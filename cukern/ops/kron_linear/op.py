@@ -156,15 +156,9 @@ def _without_kernels(x: Tensor, version: str | None) -> bool:
 
 @planned("x", "w1", "w2", "residual", "bias")
 def lokr_linear(
-    x: Any,
-    w1: Any,
-    w2: Any,
-    *,
-    scale: float = 1.0,
-    residual: Any = None,
-    bias: Any = None,
+    x: Any, w1: Any, w2: Any, *, scale: float = 1.0, residual: Any = None, bias: Any = None,
     version: str | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """residual + scale * x @ torch.kron(W1, W2).T + bias: a LoKr adapter on top of a base layer's output, in
     one call.
 
@@ -197,15 +191,10 @@ class KronLinear(torch.nn.Module):
     """
 
     def __init__(
-        self,
-        in_factors: Sequence[int],
-        out_factors: Sequence[int],
-        bias: bool = True,
-        *,
-        version: str | None = None,
-        device: torch.device | str | None = None,
+        self, in_factors: Sequence[int], out_factors: Sequence[int], bias: bool = True, *,
+        version: str | None = None, device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-    ):
+    ):  # fmt: skip
         super().__init__()
         self.in_factors = kron_checks.sizes("in_factors", in_factors)
         self.out_factors = kron_checks.sizes("out_factors", out_factors)

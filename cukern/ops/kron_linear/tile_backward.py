@@ -164,14 +164,9 @@ def _tilings(pieces: Pieces, rows: int, target: Problem) -> Iterator[Launch]:
 
 
 def _us_of_tile(
-    shape: _Shape,
-    C: int,
-    tile: tuple[int, int, int],
-    resident: int,
-    shared: int,
-    bytes_: int,
+    shape: _Shape, C: int, tile: tuple[int, int, int], resident: int, shared: int, bytes_: int,
     target: Problem,
-) -> float:
+) -> float:  # fmt: skip
     """A model of the time of a tile (L, R, stages) on an SM with `resident` blocks."""
     L, R, stages = tile
     split = target.strict

@@ -28,7 +28,8 @@ _autocast = torch.is_autocast_enabled  # of a GPU
 
 @planned("a", "b")
 def matmul(a: Any, b: Any, *, precision: str | None = None, version: str | None = None) -> Tensor:
-    """a @ b in 16-bit types with float32 sums, in float32, TF32, 3xTF32 or float64. Differentiable any number of times.
+    """a @ b in 16-bit types with float32 sums, in float32, TF32, 3xTF32 or float64. Differentiable any number
+    of times.
 
         a = torch.randn(8, 512, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         y = cukern.matmul(a, torch.randn(256, 1024, device="cuda", dtype=torch.bfloat16))  # (8, 512, 1024)
@@ -36,18 +37,22 @@ def matmul(a: Any, b: Any, *, precision: str | None = None, version: str | None 
 
     Args:
         a: (..., M, K), float16, bfloat16, float32 or float64: a tensor, or an array that supports DLPack.
-        b: (..., K, N), of a's dtype and device. Leading dimensions broadcast. Transposed views of a and b are not copied. A view without a
-            stride of 1 is copied first, and so is one whose leading dimensions cannot be flattened to one.
-        precision: of float32. "ieee": float32 throughout. "tf32": one product of TF32, with a relative error of 1e-3. "3xtf32": three such
-            products, with float32's error. None: "tf32" if torch's switches allow it (torch.backends.cuda.matmul.fp32_precision), else
-            "ieee".
-        version: "v1" to "v7", or "cublas" for torch's product, which follows torch's switches only. By default the fastest. v6 and v7
-            compute float32 as 3xTF32 unless TF32 is allowed; v1 to v5 always as "ieee". CPU tensors use torch.matmul, or the simulator.
+        b: (..., K, N), of a's dtype and device. Leading dimensions broadcast. Transposed views of a and b are
+            not copied. A view without a stride of 1 is copied first, and so is one whose leading dimensions
+            cannot be flattened to one.
+        precision: of float32. "ieee": float32 throughout. "tf32": one product of TF32, with a relative error
+            of 1e-3. "3xtf32": three such products, with float32's error. None: "tf32" if torch's switches
+            allow it (torch.backends.cuda.matmul.fp32_precision), else "ieee".
+        version: "v1" to "v7", or "cublas" for torch's product, which follows torch's switches only. By
+            default the fastest. v6 and v7 compute float32 as 3xTF32 unless TF32 is allowed; v1 to v5 always
+            as "ieee". CPU tensors use torch.matmul, or the simulator.
 
-    Returns (..., M, N), contiguous. Two calls return the same bits. With torch.use_deterministic_algorithms(True), a row of the result of
-    v6 and v7 does not depend on the number of rows. Autocast casts the inputs, as it does for torch.matmul.
+    Returns (..., M, N), contiguous. Two calls return the same bits. With
+    torch.use_deterministic_algorithms(True), a row of the result of v6 and v7 does not depend on the number
+    of rows. Autocast casts the inputs, as it does for torch.matmul.
 
-    Raises TypeError for another dtype or two different dtypes; ValueError for shapes that do not fit, two devices, or an unknown option.
+    Raises TypeError for another dtype or two different dtypes; ValueError for shapes that do not fit, two
+    devices, or an unknown option.
     """
     if precision is None and _takes_torch(a, version):
         out = _by_torch(torch.matmul, a, b)
@@ -55,24 +60,30 @@ def matmul(a: Any, b: Any, *, precision: str | None = None, version: str | None 
             return out
     a, b = _checked("matmul", precision, version, ("a", "b"), a, b)
     if a.ndim < 2 or b.ndim < 2 or a.shape[-1] != b.shape[-2]:
-        raise ValueError(f"a must be (..., M, K) and b (..., K, N), got {tuple(a.shape)} and {tuple(b.shape)}")
+        raise ValueError(
+            f"a must be (..., M, K) and b (..., K, N), got {tuple(a.shape)} and {tuple(b.shape)}"
+        )
     if b.ndim == 2:
         out = _computed("matmul", as_matrix(a), b, *PLAIN, precision, version)[0]
         return out if a.ndim == 2 else out.view(*a.shape[:-1], b.shape[1])
     try:
         lead = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     except RuntimeError:
-        raise ValueError(f"the leading dimensions of a and b must broadcast, got {tuple(a.shape)} and {tuple(b.shape)}") from None
+        raise ValueError(
+            f"the leading dimensions of a and b must broadcast, got {tuple(a.shape)} and {tuple(b.shape)}"
+        ) from None
     matrices = (t.expand(*lead, *t.shape[-2:]).reshape(math.prod(lead), *t.shape[-2:]) for t in (a, b))
     return _computed("matmul", *matrices, *PLAIN, precision, version)[0].view(*lead, a.shape[-2], b.shape[-1])
 
 
 @planned("x", "weight", "bias", "residual", "accumulate_into")
 def linear(
-    x: Any, weight: Any, bias: Any = None, *, activation: str | None = None, return_pre_activation: bool = False, residual: Any = None,
+    x: Any, weight: Any, bias: Any = None, *, activation: str | None = None,
+    return_pre_activation: bool = False, residual: Any = None,
     accumulate_into: Tensor | None = None, precision: str | None = None, version: str | None = None,
 ) -> Any:  # fmt: skip
-    """activation(x @ weight.T + bias) + residual (in one kernel by v6 and v7), like torch.nn.functional.linear with an epilogue.
+    """activation(x @ weight.T + bias) + residual (in one kernel by v6 and v7), like
+    torch.nn.functional.linear with an epilogue.
 
         x, weight, bias = (torch.randn(s, device="cuda", requires_grad=True) for s in ((32, 768), (3072, 768), (3072,)))
         cukern.linear(x, weight, bias, activation="gelu_tanh").square().sum().backward()
@@ -80,13 +91,15 @@ def linear(
     Args:
         x: (..., K), float16, bfloat16, float32 or float64: a tensor, or an array that supports DLPack.
         weight: (N, K); bias: (N,) or None. Of x's dtype and device.
-        activation: None, "gelu" (exact), "gelu_tanh", "relu" or "silu", applied before the sums are rounded to x's dtype, by "cublas"
-            afterwards, as torch does.
+        activation: None, "gelu" (exact), "gelu_tanh", "relu" or "silu", applied before the sums are rounded
+            to x's dtype, by "cublas" afterwards, as torch does.
         return_pre_activation: return (result, x @ weight.T + bias) instead of the result.
-        residual: (..., N) of x's dtype and device, or None: added to the result. A version may round the result first, as torch does.
-        accumulate_into: (N, K), contiguous, float32 or of x's dtype: backward adds the gradient of weight to it and rounds the float32 sum
-            once. weight gets no gradient of its own. It may be weight.grad of an earlier backward. No higher derivatives. By default v7 or
-            v6 computes the product if accumulate_into is float32 and x is not.
+        residual: (..., N) of x's dtype and device, or None: added to the result. A version may round the
+            result first, as torch does.
+        accumulate_into: (N, K), contiguous, float32 or of x's dtype: backward adds the gradient of weight to
+            it and rounds the float32 sum once. weight gets no gradient of its own. It may be weight.grad of
+            an earlier backward. No higher derivatives. By default v7 or v6 computes the product if
+            accumulate_into is float32 and x is not.
         precision, version: see `matmul`.
 
     Returns (..., N), contiguous. Copies, autocast and errors as in `matmul`.
@@ -98,10 +111,17 @@ def linear(
             return out
     names = "x", "weight", "bias", "residual"
     x, weight, bias, residual = _checked("linear", precision, version, names, x, weight, bias, residual)
-    shape, keep = _check_linear(x, weight, bias, residual, accumulate_into), checks.flag("return_pre_activation", return_pre_activation)
-    which = 0 if activation is None else ACTIVATIONS.index(checks.choice("activation", activation, ACTIVATIONS[1:]))
+    shape = _check_linear(x, weight, bias, residual, accumulate_into)
+    keep = checks.flag("return_pre_activation", return_pre_activation)
+    which = (
+        0
+        if activation is None
+        else ACTIVATIONS.index(checks.choice("activation", activation, ACTIVATIONS[1:]))
+    )
     rows, residual = as_matrix(x), None if residual is None else as_matrix(residual)
-    outs = _computed("linear", rows, weight.t(), bias, residual, accumulate_into, which, keep, precision, version)
+    outs = _computed(
+        "linear", rows, weight.t(), bias, residual, accumulate_into, which, keep, precision, version
+    )
     outs = outs if x.ndim == 2 else [out.view(shape) for out in outs]
     return tuple(outs[:2]) if keep else outs[0]
 
@@ -129,8 +149,9 @@ def _check_linear(x: Tensor, weight: Tensor, bias: Any, residual: Any, into: Any
 
 
 def _takes_torch(x: Any, version: Any) -> bool:
-    """True if torch computes a product of x without options, because "cublas" is named or is the default: `_by_torch`. Not under autocast,
-    because torch's backward would be cast again if it runs under another autocast."""
+    """True if torch computes a product of x without options, because "cublas" is named or is the default:
+    `_by_torch`. Not under autocast, because torch's backward would be cast again if it runs under another
+    autocast."""
     if _tracing() or type(x) not in checks.PLAIN or not x.is_cuda:
         return False
     if version is None:
@@ -141,8 +162,9 @@ def _takes_torch(x: Any, version: Any) -> bool:
 
 
 def _by_torch(function: Callable[..., Tensor], x: Tensor, y: Any, bias: Any = None) -> Tensor | None:
-    """function(x, y, bias) of torch, in half of the host time of one of our ops. None for arguments that may be wrong, and for an error of
-    torch: the full checks name what is wrong. Lazy negations, which torch reads correctly, are accepted."""
+    """function(x, y, bias) of torch, in half of the host time of one of our ops. None for arguments that may
+    be wrong, and for an error of torch: the full checks name what is wrong. Lazy negations, which torch reads
+    correctly, are accepted."""
     dtype, strided = x.dtype, torch.strided
     for t in (y,) if bias is None else (y, bias):
         if type(t) not in checks.PLAIN or t.dtype is not dtype or t.layout is not strided or not t.is_cuda:
@@ -167,21 +189,31 @@ def _is_odd(x: Tensor, y: Tensor) -> bool:
     return x.itemsize == 2 and is_odd(x.numel() // k, y.numel() // k, k, *y.shape, x.stride(-2))
 
 
-def _checked(op: str, precision: Any, version: Any, names: tuple[str, ...], x: Any, y: Any, *optional: Any) -> Sequence[Any]:
+def _checked(
+    op: str, precision: Any, version: Any, names: tuple[str, ...], x: Any, y: Any, *optional: Any
+) -> Sequence[Any]:
     """The tensors, cast as autocast wants them."""
     checks.version(op, version, VERSIONS)
     if precision is not None:
         checks.choice("precision", precision, PRECISIONS)
     values = x, y, *optional
-    if checks.plain(checks.FLOATS, (x, y, *[t for t in optional if t is not None])) and x.is_cuda and not _autocast():
+    if (
+        checks.plain(checks.FLOATS, (x, y, *[t for t in optional if t is not None]))
+        and x.is_cuda
+        and not _autocast()
+    ):
         return values  # as in most calls: what follows would take most of the host time
-    tensors: list[Any] = [v if v is None and i > 1 else interop.to_torch(names[i], v) for i, v in enumerate(values)]
+    tensors: list[Any] = [
+        v if v is None and i > 1 else interop.to_torch(names[i], v) for i, v in enumerate(values)
+    ]
     tensors = [*of_product(*tensors)]
     checks.alike(checks.FLOATS, **dict(zip(names, tensors, strict=True)))
     return tensors
 
 
-def _computed(op: str, a: Tensor, b: Tensor, bias: Any, residual: Any, into: Any, *options: Any) -> Sequence[Tensor]:
+def _computed(
+    op: str, a: Tensor, b: Tensor, bias: Any, residual: Any, into: Any, *options: Any
+) -> Sequence[Tensor]:
     """`product`, by kernels or in torch's operations."""
     if a.is_cuda or backend.simulates(a):
         return product(a, b, bias, residual, into, *options[:-1], options[-1] or in_force.now)
@@ -199,16 +231,25 @@ def _computed(op: str, a: Tensor, b: Tensor, bias: Any, residual: Any, into: Any
 # ---- for the tools
 
 
-def _make(linear: bool, dims: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> tuple[Tensor, ...]:
+def _make(
+    linear: bool, dims: Sequence[int], dtype: torch.dtype, device: torch.device | str
+) -> tuple[Tensor, ...]:
     M, N, K = dims
-    x, y, *bias = (torch.randn(s, dtype=dtype, device=device) for s in (((M, K), (N, K), (N,)) if linear else ((M, K), (K, N))))
+    x, y, *bias = (
+        torch.randn(s, dtype=dtype, device=device)
+        for s in (((M, K), (N, K), (N,)) if linear else ((M, K), (K, N)))
+    )
     return (x, y * K**-0.5, *bias) if linear else (x, y)
 
 
 def _cost(inputs: tuple[str, ...], dims: Sequence[int], itemsize: int) -> dict[str, Cost]:
     M, N, K = dims
     one = Cost((M * K + K * N + M * N) * itemsize, 2 * M * N * K)
-    return {"fwd": one, "bwd": Cost(2 * one.bytes, 2 * one.flops), **{f"bwd:{name}": one for name in inputs[:2]}}
+    return {
+        "fwd": one,
+        "bwd": Cost(2 * one.bytes, 2 * one.flops),
+        **{f"bwd:{name}": one for name in inputs[:2]},
+    }
 
 
 def _torch_gelu(*tensors: Tensor) -> Tensor:
@@ -216,11 +257,13 @@ def _torch_gelu(*tensors: Tensor) -> Tensor:
 
 
 def _gelu_magnitude(inputs: tuple[Tensor, ...], douts: Any) -> tuple[Tensor, ...]:
-    """The sum of the magnitudes of the product's terms, and of those that the gradients have with an error of the product."""
+    """The sum of the magnitudes of the product's terms, and of those that the gradients have with an error of
+    the product."""
     x, weight, _ = inputs
     product, size = (torch.nn.functional.linear(*tensors) for tensors in (inputs, [t.abs() for t in inputs]))
     density = torch.exp(-product.square() / 2) / (2 * math.pi) ** 0.5
-    first, second = (1 + torch.erf(product / 2**0.5)) / 2 + product * density, (2 - product.square()) * density
+    first = (1 + torch.erf(product / 2**0.5)) / 2 + product * density
+    second = (2 - product.square()) * density
     g = douts[0].abs() * (first.abs() + second.abs() * size)
     return size, g @ weight.abs(), g.t() @ x.abs(), g.sum(0)
 
@@ -230,17 +273,25 @@ _OP = Op("matmul", "matmul", VERSIONS)
 for _name, _function, _reference, _names, _bench_dims in (
     ("matmul", matmul, torch.matmul, ("a", "b"), ((4096, 4096, 4096), (8192, 8192, 8192))),
     ("linear", linear, torch.nn.functional.linear, _LINEAR, ((4096, 3072, 768),)),
-    ("linear_gelu", partial(linear, activation="gelu"), _torch_gelu, _LINEAR, ((32768, 3072, 768), (8192, 16384, 4096))),
+    (
+        "linear_gelu",
+        partial(linear, activation="gelu"),
+        _torch_gelu,
+        _LINEAR,
+        ((32768, 3072, 768), (8192, 16384, 4096)),
+    ),
 ):
     register(
         Case(
             name=_name, op=_OP, call=_function, reference=_reference, dims="M N K",
-            variants=row_counts, candidates=(*(t.name for t in FMA_TILES[4]), *(t.name for t in TILES)), bound="compute",
+            variants=row_counts, candidates=(*(t.name for t in FMA_TILES[4]), *(t.name for t in TILES)),
+            bound="compute",
             check_dims=((1, 1, 1), (64, 64, 64), (129, 67, 255), (5, 300, 1000)), bench_dims=_bench_dims,
             sim_dims=((1, 1, 1), (3, 33, 800), (64, 64, 64), (70, 90, 50)),
             make=partial(_make, _names is _LINEAR), inputs=_names, cost=partial(_cost, _names),
-            # One chain of additions, as in v1 to v4, has an error of up to 2.6 epsilons times the sum of |a b| on random data, whatever its
-            # length. So does cuBLAS on an H200, except where it splits the chain. v5 splits it too, and stays within twice cuBLAS's error.
+            # One chain of additions, as in v1 to v4, has an error of up to 2.6 epsilons times the sum of |a
+            # b| on random data, whatever its length. So does cuBLAS on an H200, except where it splits the
+            # chain. v5 splits it too, and stays within twice cuBLAS's error.
             roundings=3, magnitude=_gelu_magnitude if _name == "linear_gelu" else None,
         )
     )  # fmt: skip

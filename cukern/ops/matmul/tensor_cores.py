@@ -1,4 +1,5 @@
-"""The launches of v6 (mma.sync) and v7 (wgmma and TMA), for 16-bit types, TF32 and 3xTF32, in all layouts and with any epilogue.
+"""The launches of v6 (mma.sync) and v7 (wgmma and TMA), for 16-bit types, TF32 and 3xTF32, in all layouts and
+with any epilogue.
 
 Everything that does not depend on addresses is prepared once for the shapes, strides and dtypes of a call.
 """
@@ -21,7 +22,8 @@ from cukern.runtime.launch.tensor_map import encoder
 from cukern.runtime.tensors import pointers
 
 V6, V7, REDUCE, SPLIT, PAD, DIRECT = (
-    Template("matmul/matmul.cu", f"matmul_{n}", pdl=True) for n in ("v6", "v7", "v6_reduce", "split", "pad", "direct")
+    Template("matmul/matmul.cu", f"matmul_{n}", pdl=True)
+    for n in ("v6", "v7", "v6_reduce", "split", "pad", "direct")
 )
 BY_TMA, ADDED, BY_THREADS = range(3)  # enum Storing in wgmma.cuh
 SIZES = struct.Struct("@6i4q")  # struct Sizes in epilogue.cuh
@@ -34,8 +36,8 @@ Lines = tuple[int, ...]  # struct Lines in mma.cuh: how an operand is copied
 
 
 class Epilogue(NamedTuple):
-    """out = activation(product + bias) + residual. `activation` is an index of ACTIVATIONS. `pre` is where product + bias is stored.
-    `residual` may be the output, which is added to."""
+    """out = activation(product + bias) + residual. `activation` is an index of ACTIVATIONS. `pre` is where
+    product + bias is stored. `residual` may be the output, which is added to."""
 
     bias: Tensor | None = None
     activation: int = 0
@@ -44,7 +46,8 @@ class Epilogue(NamedTuple):
 
 
 class _Operand(NamedTuple):
-    """`matrices` matrices (rows x K), `batch` elements apart: 0 and one matrix if it is that of all. `ld`: the stride that is not 1."""
+    """`matrices` matrices (rows x K), `batch` elements apart: 0 and one matrix if it is that of all. `ld`:
+    the stride that is not 1."""
 
     along_k: bool
     rows: int
@@ -54,29 +57,43 @@ class _Operand(NamedTuple):
     batch: int
 
     def copy(self, at: int, itemsize: int, split: bool = False) -> "tuple[Lines, _Operand]":
-        """How the operand at this address is copied, and the copy. No vectors and itself if it is aligned, and TMA accepts its strides.
-        `split`: copied as the two parts of 3xTF32, contiguous along K."""
+        """How the operand at this address is copied, and the copy. No vectors and itself if it is aligned,
+        and TMA accepts its strides. `split`: copied as the two parts of 3xTF32, contiguous along K."""
         if split:
             self = self._replace(along_k=True)
         (lines, length), width = (self.rows, self.K) if self.along_k else (self.K, self.rows), 16 // itemsize
-        if not (split or at % 16 or math.gcd(length, self.ld, self.batch) % width or self.ld == 0 < lines - 1):
+        if not (
+            split or at % 16 or math.gcd(length, self.ld, self.batch) % width or self.ld == 0 < lines - 1
+        ):
             return (0, 1, 1, 0, 0, 0), self
-        across = -(-length // width) if length < 512 else -(-length // (8 * width)) * 8  # of long lines, whole cache lines
+        # of long lines, whole cache lines
+        across = -(-length // width) if length < 512 else -(-length // (8 * width)) * 8
         ld, vectors = across * width, self.matrices * lines * across
-        new = self._replace(ld=ld, batch=lines * ld if self.batch else 0, matrices=self.matrices * (2 if split else 1))
+        new = self._replace(
+            ld=ld, batch=lines * ld if self.batch else 0, matrices=self.matrices * (2 if split else 1)
+        )
         return (vectors, across, lines, length, self.ld, self.batch), new
 
     def map(self, index: int, box: int, dtype: torch.dtype, tf32: bool = False) -> Encoder:
         """Boxes of `box` rows of 128 bytes along K, or of 64 k by 128 bytes along the rows."""
         outer, inner, box = (self.rows, self.K, box) if self.along_k else (self.K, self.rows, 64)
         strides = self.batch or outer * self.ld, self.ld, 1
-        arguments = (self.matrices, outer, inner), strides, (1, box, 128 // dtype.itemsize), 128, 128, "zeros", tf32
+        arguments = (
+            (self.matrices, outer, inner),
+            strides,
+            (1, box, 128 // dtype.itemsize),
+            128,
+            128,
+            "zeros",
+            tf32,
+        )
         return encoder(index, dtype, *arguments)
 
 
 class _Launch(NamedTuple):
-    """`copies`: struct Lines of a and b if operands are copied first; `split`: for 3xTF32 by v7, whether a and b are contiguous along K;
-    `maps`: for v7, the encoders of a, b and, where TMA can store them, of the results; `lanes`: for matmul_direct."""
+    """`copies`: struct Lines of a and b if operands are copied first; `split`: for 3xTF32 by v7, whether a
+    and b are contiguous along K; `maps`: for v7, the encoders of a, b and, where TMA can store them, of the
+    results; `lanes`: for matmul_direct."""
 
     kernel: Kernel
     grid: Dim
@@ -91,7 +108,8 @@ class _Launch(NamedTuple):
 
 
 def launch(out: Tensor, a: Tensor, b: Tensor, e: Epilogue, terms: int, wgmma: bool) -> None:
-    """out = epilogue(a . b) for matrices, or batches: out (S, M, N), a (S, M, K), b (S, K, N). `terms`: 3 for 3xTF32. `wgmma`: allow v7."""
+    """out = epilogue(a . b) for matrices, or batches: out (S, M, N), a (S, M, K), b (S, K, N). `terms`: 3 for
+    3xTF32. `wgmma`: allow v7."""
     index, at_a, at_b, bias = a.get_device(), a.data_ptr(), b.data_ptr(), e.bias
     types = out.dtype, a.dtype, terms, wgmma, at_a & 15, at_b & 15, e.activation
     found = _prepared(a.shape, a.stride(), b.shape, b.stride(), *types, index, not _deterministic())
@@ -101,16 +119,31 @@ def launch(out: Tensor, a: Tensor, b: Tensor, e: Epilogue, terms: int, wgmma: bo
         _memory, at_a, at_b = _copied(a, b, found)  # it lives until all kernels are launched
     if found.maps and bias is not None and bias.data_ptr() % (2 * bias.itemsize):
         bias = bias.clone()  # the kernel loads pairs
-    partials = torch.empty(found.splits * out.numel(), dtype=torch.float32, device=out.device) if found.splits > 1 else None
+    partials = (
+        torch.empty(found.splits * out.numel(), dtype=torch.float32, device=out.device)
+        if found.splits > 1
+        else None
+    )
     if partials is None:
-        _start(found, index, e.residual is out and out.dtype == torch.float32, at_a, at_b, *pointers(out, e.pre, bias, e.residual))
+        _start(
+            found,
+            index,
+            e.residual is out and out.dtype == torch.float32,
+            at_a,
+            at_b,
+            *pointers(out, e.pre, bias, e.residual),
+        )
     else:
         _start(found, index, False, at_a, at_b, *pointers(partials, None, None, None))
         _reduce(out, partials, a.dtype, e, found.sizes)
 
 
-def _start(found: _Launch, index: int, adds: bool, at_a: int, at_b: int, at_out: int, at_pre: int, at_bias: int, at_residual: int) -> None:
-    """Launch the kernel of the product. `at_out`: the results, or the partial sums. `adds`: it may add to float32 results by TMA."""
+def _start(
+    found: _Launch, index: int, adds: bool, at_a: int, at_b: int, at_out: int, at_pre: int, at_bias: int,
+    at_residual: int,
+) -> None:  # fmt: skip
+    """Launch the kernel of the product. `at_out`: the results, or the partial sums. `adds`: it may add to
+    float32 results by TMA."""
     operands: tuple[int | bytes, ...] = (at_a, at_b)
     last: tuple[int, ...] = found.lanes
     if found.maps:
@@ -124,24 +157,40 @@ def _start(found: _Launch, index: int, adds: bool, at_a: int, at_b: int, at_out:
         operands = first, of_b(at_b), *results
     elif not last:
         operands = at_out, at_a, at_b  # v6 stores either results or partial sums
-    found.kernel.on(index)(found.grid, found.block, found.shared, at_out, at_pre, *operands, at_bias, at_residual, found.sizes, *last)
+    found.kernel.on(index)(
+        found.grid,
+        found.block,
+        found.shared,
+        at_out,
+        at_pre,
+        *operands,
+        at_bias,
+        at_residual,
+        found.sizes,
+        *last,
+    )
 
 
 def _copied(a: Tensor, b: Tensor, found: _Launch) -> tuple[list[Tensor], int, int]:
     """Copy what is not aligned, or split both operands. The memory, and the addresses of both operands."""
     if found.split:  # each as two TF32 numbers: (2, batch, rows, K), with rows of whole 16 bytes
         memory = []
-        for x, (vectors, across, rows, K, ld, of_batch), along_k in zip((a, b), found.copies, found.split, strict=True):
+        for x, (vectors, across, rows, K, ld, of_batch), along_k in zip(
+            (a, b), found.copies, found.split, strict=True
+        ):
             memory.append(torch.empty(8 * vectors, dtype=x.dtype, device=x.device))
             batch, kernel = vectors // (rows * across), SPLIT[along_k,].on(x.get_device())
-            grid, numbers = (batch * -(-rows // 32) * -(-K // 32), 1, 1), (batch, rows, K, 4 * across, ld, of_batch)
+            grid = (batch * -(-rows // 32) * -(-K // 32), 1, 1)
+            numbers = (batch, rows, K, 4 * across, ld, of_batch)
             kernel(grid, (32, 8, 1), 0, *pointers(memory[-1], x), *numbers)
         return memory, memory[0].data_ptr(), memory[1].data_ptr()
     of_a, of_b = found.copies
     vectors = of_a[0] + of_b[0]
     padded = torch.empty(vectors * 16 // a.itemsize, dtype=a.dtype, device=a.device)
     to, at_a, at_b = pointers(padded, a, b)
-    PAD[a.dtype].on(a.get_device())((-(-vectors // 256), 1, 1), (256, 1, 1), 0, to, at_a, at_b, _TWO_LINES.pack(*of_a, *of_b))
+    PAD[a.dtype].on(a.get_device())(
+        (-(-vectors // 256), 1, 1), (256, 1, 1), 0, to, at_a, at_b, _TWO_LINES.pack(*of_a, *of_b)
+    )
     return [padded], to if of_a[0] else at_a, to + 16 * of_a[0] if of_b[0] else at_b
 
 
@@ -156,7 +205,8 @@ def _reduce(out: Tensor, partials: Tensor, dtype: torch.dtype, e: Epilogue, size
 
 @cached(4096)
 def _prepared(
-    a_shape: Sizes, a_strides: Sizes, b_shape: Sizes, b_strides: Sizes, out_dtype: torch.dtype, dtype: torch.dtype, terms: int,
+    a_shape: Sizes, a_strides: Sizes, b_shape: Sizes, b_strides: Sizes, out_dtype: torch.dtype,
+    dtype: torch.dtype, terms: int,
     wgmma: bool, at_a: int, at_b: int, activation: int, index: int, splitting: bool,
 ) -> _Launch | None:  # fmt: skip
     *lead, M, K = a_shape
@@ -184,9 +234,19 @@ def _prepared(
             if tile.cluster_k == 1 and N * stored.itemsize % 16 == 0:
                 maps.append(_Operand(True, M, N, N, batch * splits, M * N).map(index, 16, stored))
             rest["maps"] = maps
-            kernel = V7[dtype, stored, a.along_k, b.along_k, 0 if tile.cluster_k > 1 or splits > 1 else activation, tile.name]
+            kernel = V7[
+                dtype,
+                stored,
+                a.along_k,
+                b.along_k,
+                0 if tile.cluster_k > 1 or splits > 1 else activation,
+                tile.name,
+            ]
         else:
-            kernel, shared = V6[dtype, out_dtype, terms, a.along_k, b.along_k, tile.name], spread(shared, blocks, index)
+            kernel, shared = (
+                V6[dtype, out_dtype, terms, a.along_k, b.along_k, tile.name],
+                spread(shared, blocks, index),
+            )
     sizes = SIZES.pack(M, N, K, batch, splits, activation, a.ld, b.ld, a.batch, b.batch)
     return _Launch(kernel, (blocks, 1, 1), (32 * tile.warps, 1, 1), shared, sizes, splits, **rest)
 
@@ -197,18 +257,26 @@ def _operand(shape: Sizes, strides: Sizes, batch: int, of_batch: int) -> _Operan
     count, of_batch = (batch, of_batch) if batch > 1 and of_batch else (1, 0)
     if of_k == 1 or (k <= 1 and of_rows != 1):
         return _Operand(True, rows, k, of_rows if rows > 1 else 0, count, of_batch)
-    return _Operand(False, rows, k, of_k if k > 1 else 0, count, of_batch) if of_rows == 1 or rows <= 1 else None
+    return (
+        _Operand(False, rows, k, of_k if k > 1 else 0, count, of_batch) if of_rows == 1 or rows <= 1 else None
+    )
 
 
 def instances(dtype: torch.dtype, wgmma: bool) -> Iterable[Kernel]:
-    """The kernels whose operands and output have this dtype. Those that add to a float32 output are compiled when they are needed."""
+    """The kernels whose operands and output have this dtype. Those that add to a float32 output are compiled
+    when they are needed."""
     if dtype == torch.float64:
         return
     yield PAD[dtype]
     yield from (REDUCE[dtype, dtype, width] for width in (1, 16 // dtype.itemsize))
     yield from (DIRECT[dtype, dtype, tile.name] for tile in TILES if not tile.stages)
     for tile, a_k, b_k in itertools.product(TILES, (True, False), (True, False)):
-        if tile.stages and tile.wgmma <= wgmma and tile.split <= (dtype == torch.float32) and not (tile.least_k and dtype.itemsize == 4):
+        if (
+            tile.stages
+            and tile.wgmma <= wgmma
+            and tile.split <= (dtype == torch.float32)
+            and not (tile.least_k and dtype.itemsize == 4)
+        ):
             yield from _of_tile(tile, dtype, a_k, b_k)
 
 
@@ -216,4 +284,7 @@ def _of_tile(tile: Tile, dtype: torch.dtype, a_k: bool, b_k: bool) -> Iterable[K
     if not tile.wgmma:
         yield V6[dtype, dtype, 3 if tile.split else 1, a_k, b_k, tile.name]
     elif dtype.itemsize == 2 or (a_k and b_k):
-        yield from (V7[dtype, out, a_k, b_k, 0, tile.name] for out in {dtype, torch.float32 if tile.split_k else dtype})
+        yield from (
+            V7[dtype, out, a_k, b_k, 0, tile.name]
+            for out in {dtype, torch.float32 if tile.split_k else dtype}
+        )

@@ -1,7 +1,9 @@
-"""The versions of matmul: how each launches its kernel, and the table that the tools and the public functions use.
+"""The versions of matmul: how each launches its kernel, and the table that the tools and the public functions
+use.
 
-PRODUCTS[version](out, a, b, e, precision) launches it: out (M x N) is contiguous, a (M x K) and b (K x N) have any strides, or all are
-batches of such matrices; e is the Epilogue, whose tensors are contiguous. `precision` is that of float32: "ieee", "tf32" or "3xtf32".
+PRODUCTS[version](out, a, b, e, precision) launches it: out (M x N) is contiguous, a (M x K) and b (K x N)
+have any strides, or all are batches of such matrices; e is the Epilogue, whose tensors are contiguous.
+`precision` is that of float32: "ieee", "tf32" or "3xtf32".
 """
 
 import itertools
@@ -23,9 +25,12 @@ from cukern.runtime.tensors import pointers, wide
 
 Product = Callable[[Tensor, Tensor, Tensor, Epilogue, str], None]
 Multiply = Callable[[Tensor, Tensor, Tensor, Tensor | None], object]  # product = a . b + bias
-_V1, _V2, _V3, _V4, _V5, _V5_FIXUP = (Template("matmul/ladder.cu", f"matmul_{n}") for n in ("v1", "v2", "v3", "v4", "v5", "v5_fixup"))
+_V1, _V2, _V3, _V4, _V5, _V5_FIXUP = (
+    Template("matmul/ladder.cu", f"matmul_{n}") for n in ("v1", "v2", "v3", "v4", "v5", "v5_fixup")
+)
 ACTIVATION_BWD = Template("matmul/matmul.cu", "matmul_activation_bwd")
-ACTIVATION_WIDTH = {2: 8, 4: 4, 8: 1}  # its vectors, by the size of an element; two doubles are too many registers
+# its vectors, by the size of an element; two doubles are too many registers
+ACTIVATION_WIDTH = {2: 8, 4: 4, 8: 1}
 COPY_MODES = "ALONG_K", "ALONG_MN", "ALONG_MN_16B"  # CopyMode in stream_k.cuh
 
 
@@ -39,16 +44,21 @@ def activate(x: Tensor, activation: int, out: Tensor | None = None) -> Tensor:
         return op(x, **options) if out is None else op.out(x, **options, out=out)
 
 
-def in_torch(a: Tensor, b: Tensor, bias: Tensor | None, residual: Tensor | None, activation: int) -> tuple[Tensor, Tensor]:
+def in_torch(
+    a: Tensor, b: Tensor, bias: Tensor | None, residual: Tensor | None, activation: int
+) -> tuple[Tensor, Tensor]:
     """activation(a @ b + bias) + residual, and a @ b + bias, in torch's operations."""
     pre = torch_matmul(a, b, bias)
     out = activate(pre, activation)
     return out if residual is None else out + residual, pre
 
 
-def _unfused(multiply: Multiply, out: Tensor, a: Tensor, b: Tensor, e: Epilogue, _precision: str, dtype: torch.dtype | None = None) -> None:
-    """`multiply` computes the product with its bias in this dtype, by default the one in which FMA units add, in the pre-activation or the
-    output if they may hold it. torch computes the rest of the epilogue."""
+def _unfused(
+    multiply: Multiply, out: Tensor, a: Tensor, b: Tensor, e: Epilogue, _precision: str,
+    dtype: torch.dtype | None = None,
+) -> None:  # fmt: skip
+    """`multiply` computes the product with its bias in this dtype, by default the one in which FMA units add,
+    in the pre-activation or the output if they may hold it. torch computes the rest of the epilogue."""
     product, bias, dtype = out if e.pre is None else e.pre, e.bias, dtype or wide(a.dtype)
     if a.dtype != dtype:
         a, b, bias = a.to(dtype), b.to(dtype), None if bias is None else bias.to(dtype)
@@ -109,26 +119,64 @@ def _tiled(newest: bool) -> Product:
     """v4 and v5."""
 
     def launch(out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None) -> None:
-        (*lead, M, N), K, device, itemsize, dtype = out.shape, a.shape[-1], a.get_device(), a.itemsize, a.dtype
+        (*lead, M, N), K, device, itemsize, dtype = (
+            out.shape,
+            a.shape[-1],
+            a.get_device(),
+            a.itemsize,
+            a.dtype,
+        )
         a, mode_a, lda, of_a = _readable(a, -2, -1)
         b, mode_b, ldb, of_b = _readable(b, -1, -2)
-        if not newest or 128 * itemsize * max(lda, ldb) >= 1 << 32:  # in v5, offsets inside a tile have 32 bits
+        # in v5, offsets inside a tile have 32 bits
+        if not newest or 128 * itemsize * max(lda, ldb) >= 1 << 32:
             kernel = _V4[dtype, mode_a == "ALONG_K", mode_b != "ALONG_K"].on(device)
             for c, x, y in _matrices(out, a, b):
-                kernel((-(-M // 128) * -(-N // 128), 1, 1), (256, 1, 1), 0, *pointers(c, x, y, bias), M, N, K, lda, ldb)
+                kernel(
+                    (-(-M // 128) * -(-N // 128), 1, 1),
+                    (256, 1, 1),
+                    0,
+                    *pointers(c, x, y, bias),
+                    M,
+                    N,
+                    K,
+                    lda,
+                    ldb,
+                )
             return
         batch, along_k = math.prod(lead), (mode_a == "ALONG_K", mode_b == "ALONG_K")
-        tile, blocks, shared_blocks, shared_tiles, chain, room = plan.fma_plan(M, N, K, batch, itemsize, *along_k, device)
+        tile, blocks, shared_blocks, shared_tiles, chain, room = plan.fma_plan(
+            M, N, K, batch, itemsize, *along_k, device
+        )
         sizes = tensor_cores.SIZES.pack(M, N, K, batch, 1, 0, lda, ldb, of_a, of_b)
         if not tile.us:
             kernel = tensor_cores.DIRECT[dtype, dtype, tile.name].on(device)
-            kernel((blocks, 1, 1), (32 * tile.warps, 1, 1), 0, *pointers(out, None, a, b, bias, None), sizes, chain)
+            kernel(
+                (blocks, 1, 1),
+                (32 * tile.warps, 1, 1),
+                0,
+                *pointers(out, None, a, b, bias, None),
+                sizes,
+                chain,
+            )
             return
-        workspace = torch.empty(room * tile.rows * tile.columns, dtype=dtype, device=out.device) if room else None
+        workspace = (
+            torch.empty(room * tile.rows * tile.columns, dtype=dtype, device=out.device) if room else None
+        )
         kernel = _V5[dtype, mode_a, mode_b, tile.name].on(device)
-        kernel((blocks, 1, 1), (128, 1, 1), 0, *pointers(out, workspace, a, b, bias), sizes, shared_blocks, shared_tiles, chain)
+        kernel(
+            (blocks, 1, 1),
+            (128, 1, 1),
+            0,
+            *pointers(out, workspace, a, b, bias),
+            sizes,
+            shared_blocks,
+            shared_tiles,
+            chain,
+        )
         if shared_blocks:
-            squares = tile.rows * tile.columns // 128 // (16 // itemsize) ** 2  # squares of a tile per thread, of 128 threads
+            # squares of a tile per thread, of 128 threads
+            squares = tile.rows * tile.columns // 128 // (16 // itemsize) ** 2
             grid, kernel = (shared_tiles * squares, 1, 1), _V5_FIXUP[dtype, tile.name].on(device)
             kernel(grid, (128, 1, 1), 0, *pointers(out, workspace, bias), sizes, shared_blocks, shared_tiles)
 
@@ -136,8 +184,9 @@ def _tiled(newest: bool) -> Product:
 
 
 def _readable(x: Tensor, row: int, k: int) -> tuple[Tensor, str, int, int]:
-    """x, copied if no stride is 1; how v5 copies its tiles, an enumerator of CopyMode in stream_k.cuh, which says what each requires; and
-    the stride that is not 1, and that of a batch. `row`, `k`: the dimensions along the rows of the operand and along K."""
+    """x, copied if no stride is 1; how v5 copies its tiles, an enumerator of CopyMode in stream_k.cuh, which
+    says what each requires; and the stride that is not 1, and that of a batch. `row`, `k`: the dimensions
+    along the rows of the operand and along K."""
     shape, strides = x.shape, x.stride()
     of_batch = strides[0] if x.ndim == 3 else 0
     if strides[k] == 1 or (shape[k] <= 1 and strides[row] != 1):
@@ -154,7 +203,11 @@ def _v4_instances(dtype: torch.dtype) -> Iterable[Kernel]:
 
 
 def _v5_instances(dtype: torch.dtype) -> Iterable[Kernel]:
-    yield from (tensor_cores.DIRECT[dtype, dtype, t.name] for t in plan.TILES if not t.stages and dtype == torch.float32)
+    yield from (
+        tensor_cores.DIRECT[dtype, dtype, t.name]
+        for t in plan.TILES
+        if not t.stages and dtype == torch.float32
+    )
     for tile in plan.FMA_TILES[wide(dtype).itemsize]:
         yield _V5_FIXUP[wide(dtype), tile.name]
         yield from (_V5[wide(dtype), a, b, tile.name] for a, b in itertools.product(COPY_MODES, COPY_MODES))
@@ -182,5 +235,7 @@ VERSIONS = {
     "v4": Version("register tiles", _v4_instances),
     "v5": Version("asynchronous copies, even split of the last wave", _v5_instances, 80),
     "v6": Version("tensor cores by mma.sync", partial(tensor_cores.instances, wgmma=False), 80),
-    "v7": Version("tensor cores by wgmma, TMA, persistent, clusters", partial(tensor_cores.instances, wgmma=True), 90),
+    "v7": Version(
+        "tensor cores by wgmma, TMA, persistent, clusters", partial(tensor_cores.instances, wgmma=True), 90
+    ),
 }

@@ -1,7 +1,7 @@
 """The cases of rope: the ways of calling it that the tools check and time.
 
-Tables are float32 with one column per pair, made by `rope_tables`. Costs count the bytes of x and k, read and written, and of the tables,
-read once.
+Tables are float32 with one column per pair, made by `rope_tables`. Costs count the bytes of x and k, read and
+written, and of the tables, read once.
 """
 
 from collections.abc import Callable, Sequence
@@ -55,14 +55,22 @@ def _slices(dims: Sequence[int], dtype: torch.dtype, device: Any) -> Tensors:
 def _packed(dims: Sequence[int], dtype: torch.dtype, device: Any) -> Tensors:
     """Sequences of random lengths, some of them empty."""
     tokens, sequences, H, D = dims
-    bounds = torch.randint(tokens + 1, (max(0, sequences - 1),), dtype=torch.int64, device="cpu").sort().values
+    bounds = (
+        torch.randint(tokens + 1, (max(0, sequences - 1),), dtype=torch.int64, device="cpu").sort().values
+    )
     cu_seqlens = torch.cat((bounds.new_zeros(1), bounds, bounds.new_full((1,), tokens))).int().to(device)
-    return torch.randn(tokens, H, D, dtype=dtype, device=device), *rope_tables(tokens, D, device=device), cu_seqlens
+    return (
+        torch.randn(tokens, H, D, dtype=dtype, device=device),
+        *rope_tables(tokens, D, device=device),
+        cu_seqlens,
+    )
 
 
 def _te(dims: Sequence[int], dtype: torch.dtype, device: Any) -> Tensors:
     S, _, _, D = dims
-    return torch.randn(*dims, dtype=dtype, device=device), angles(S, D // 2, device).repeat(1, 2)[:, None, None]
+    return torch.randn(*dims, dtype=dtype, device=device), angles(S, D // 2, device).repeat(1, 2)[
+        :, None, None
+    ]
 
 
 # ---- the calls: `function` is rope, rope_ or the reference
@@ -76,7 +84,9 @@ def _rotate_quarter(function: Callable[..., Any], x: Tensor, cos: Tensor, sin: T
     return function(x, cos, sin, rotary_dim=2 * cos.shape[1], **options)
 
 
-def _thd(function: Callable[..., Any], x: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor, **options: Any) -> Any:
+def _thd(
+    function: Callable[..., Any], x: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor, **options: Any
+) -> Any:
     return function(x, cos, sin, cu_seqlens=cu_seqlens, layout="thd", **options)
 
 
@@ -112,17 +122,37 @@ def _cost(elements: Count, table: Count, dims: Sequence[int], itemsize: int) -> 
 _OP = Op("rope", "rope", VERSIONS)
 
 
-def _register(name: str, call: Callable[..., Any], plain: Callable[..., Any], make: Callable[..., Tensors], **fields: Any) -> None:
+def _register(
+    name: str,
+    call: Callable[..., Any],
+    plain: Callable[..., Any],
+    make: Callable[..., Tensors],
+    **fields: Any,
+) -> None:
     tensors = 1 if fields["inputs"][0] != "q" else 2
-    defaults = {"magnitude": partial(_magnitude, plain, tensors), "check_dims": fields["sim_dims"], "constants": ("cos", "sin")}
+    defaults = {
+        "magnitude": partial(_magnitude, plain, tensors),
+        "check_dims": fields["sim_dims"],
+        "constants": ("cos", "sin"),
+    }
     register(Case(name=name, op=_OP, call=call, reference=plain, make=make, **{**defaults, **fields}))
 
 
-def _register_call(name: str, call: Callable[..., Any], function: Callable[..., Any], make: Callable[..., Tensors], **fields: Any) -> None:
+def _register_call(
+    name: str,
+    call: Callable[..., Any],
+    function: Callable[..., Any],
+    make: Callable[..., Tensors],
+    **fields: Any,
+) -> None:
     _register(name, partial(call, function), partial(call, reference), make, **fields)
 
 
-_ONE: dict[str, Any] = {"dims": "B S H D", "inputs": ("x", "cos", "sin"), "bench_dims": ((4, 4096, 32, 128), (8, 4096, 32, 64))}
+_ONE: dict[str, Any] = {
+    "dims": "B S H D",
+    "inputs": ("x", "cos", "sin"),
+    "bench_dims": ((4, 4096, 32, 128), (8, 4096, 32, 64)),
+}
 _TWO: dict[str, Any] = {
     "dims": "B S H K D",
     "inputs": ("q", "k", "cos", "sin"),
@@ -135,7 +165,16 @@ _X = partial(_cost, lambda d: d[0] * d[1] * d[2] * d[3], lambda d: d[1] * d[3])
 _ALL = partial(_one, lambda dims: dims[3])
 _QUARTER = partial(_one, _quarter)
 
-_register("rope", rope, reference, _ALL, **_ONE, cost=_X, sim_dims=((1, 1, 1, 2), (2, 5, 3, 32)), check_dims=((1, 1, 1, 2), (2, 33, 5, 96)))
+_register(
+    "rope",
+    rope,
+    reference,
+    _ALL,
+    **_ONE,
+    cost=_X,
+    sim_dims=((1, 1, 1, 2), (2, 5, 3, 32)),
+    check_dims=((1, 1, 1, 2), (2, 33, 5, 96)),
+)
 _register_call("rope_qk", _qk, rope, _two, **_TWO)
 _register_call("rope_interleaved", partial(_qk, interleaved=True), rope, _two, **_TWO)
 _register_call("rope_in_place", _qk, rope_, _two, in_place=("q", "k"), **_TWO)
@@ -153,8 +192,10 @@ _register_call(
     bench_dims=((65536, 2401, 16, 128), (65536, 1, 16, 128)),
 )  # fmt: skip
 _register(
-    "rope_te", transformer_engine.apply_rotary_pos_emb, transformer_engine.reference, _te, dims="S B H D", inputs=("t", "freqs"),
-    constants=("freqs",), magnitude=_te_magnitude, cost=partial(_cost, lambda d: d[0] * d[1] * d[2] * d[3], lambda d: d[0] * d[3]),
+    "rope_te", transformer_engine.apply_rotary_pos_emb, transformer_engine.reference, _te, dims="S B H D",
+    inputs=("t", "freqs"),
+    constants=("freqs",), magnitude=_te_magnitude,
+    cost=partial(_cost, lambda d: d[0] * d[1] * d[2] * d[3], lambda d: d[0] * d[3]),
     sim_dims=((3, 2, 2, 16),),
     check_dims=((3, 2, 2, 16), (65, 2, 5, 64)),
     bench_dims=((4096, 1, 128, 128), (8192, 4, 24, 128), (2048, 4, 32, 128)),

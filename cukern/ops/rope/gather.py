@@ -1,6 +1,8 @@
-"""Kernels that run before rope's rotation where needed: each token's row of the tables, tables from angles, and tables from sections.
+"""Kernels that run before rope's rotation where needed: each token's row of the tables, tables from angles,
+and tables from sections.
 
-They are separate so that the rotation handles only one kind of positions and of tables. Their outputs are small compared with x.
+They are separate so that the rotation handles only one kind of positions and of tables. Their outputs are
+small compared with x.
 """
 
 from collections.abc import Iterable
@@ -15,7 +17,9 @@ from cukern.runtime.dispatch.raw_ops import raw_op
 from cukern.runtime.launch.kernel import Kernel, Template
 
 THREADS = 256
-POSITIONS, ANGLES, SECTIONS = (Template("rope/rope.cu", f"rope_{name}", pdl=True) for name in ("positions", "angles", "sections"))
+POSITIONS, ANGLES, SECTIONS = (
+    Template("rope/rope.cu", f"rope_{name}", pdl=True) for name in ("positions", "angles", "sections")
+)
 ID_TYPES = {torch.int32: "int", torch.int64: "long long"}
 
 
@@ -27,19 +31,24 @@ def _launch(kernel: Kernel, tensors: Iterable[Tensor | None], device: int, n: in
 
 
 def _launch_positions(
-    table: Tensor, ids: Tensor | None, cu_seqlens: Tensor | None, starts: Tensor | None, batch: int, sequence: int, size: int, rank: int
-) -> Tensor:
+    table: Tensor, ids: Tensor | None, cu_seqlens: Tensor | None, starts: Tensor | None, batch: int,
+    sequence: int, size: int, rank: int,
+) -> Tensor:  # fmt: skip
     out = _fake_positions(table, ids, cu_seqlens, starts, batch, sequence)
     given = [t for t in (ids, cu_seqlens, starts) if t is not None]
     dtype = torch.int64 if any(t.dtype == torch.int64 for t in given) or not given else torch.int32
-    ids, cu_seqlens, starts = (None if t is None else t.to(dtype).contiguous() for t in (ids, cu_seqlens, starts))
+    ids, cu_seqlens, starts = (
+        None if t is None else t.to(dtype).contiguous() for t in (ids, cu_seqlens, starts)
+    )
     sequences, n = 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1, out.numel()
     tensors, numbers = (out, ids, cu_seqlens, starts), (n, sequence, sequences, table.shape[-2], size, rank)
     _launch(POSITIONS[ID_TYPES[dtype]], tensors, table.get_device(), n, *numbers)
     return out
 
 
-def _fake_positions(table: Tensor, ids: Any, cu_seqlens: Any, starts: Any, batch: int, sequence: int, *_: Any) -> Tensor:
+def _fake_positions(
+    table: Tensor, ids: Any, cu_seqlens: Any, starts: Any, batch: int, sequence: int, *_: Any
+) -> Tensor:
     return torch.empty((batch, sequence), dtype=torch.int32, device=table.device)
 
 
@@ -55,8 +64,9 @@ def _fake_angles(angles: Tensor, in_double: bool) -> tuple[Tensor, Tensor]:
 
 
 def _launch_sections(
-    cos: Tensor, sin: Tensor, positions: Tensor, batch: int, sequence: int, pairs: int, interleaved: bool, end0: int, end1: int
-) -> tuple[Tensor, Tensor]:
+    cos: Tensor, sin: Tensor, positions: Tensor, batch: int, sequence: int, pairs: int, interleaved: bool,
+    end0: int, end1: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     outs, (rows, width) = _fake_sections(cos, sin, positions, batch, sequence), cos.shape
     tensors = (*outs, cos.contiguous(), sin.contiguous(), positions)
     numbers = batch * sequence, width, pairs, interleaved, end0, end1, rows, width
@@ -64,13 +74,16 @@ def _launch_sections(
     return outs
 
 
-def _fake_sections(cos: Tensor, sin: Tensor, positions: Tensor, batch: int, sequence: int, *_: Any) -> tuple[Tensor, Tensor]:
+def _fake_sections(
+    cos: Tensor, sin: Tensor, positions: Tensor, batch: int, sequence: int, *_: Any
+) -> tuple[Tensor, Tensor]:
     return cos.new_empty((batch, sequence, cos.shape[1])), cos.new_empty((batch, sequence, cos.shape[1]))
 
 
 def rows(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor, Tensor | None]:
-    """cos, sin and the positions for the rotation: (batch or 1, sequence) rows of the tables. With mrope sections, where a token has
-    several positions, cos and sin have one row for each token, and positions is None."""
+    """cos, sin and the positions for the rotation: (batch or 1, sequence) rows of the tables. With mrope
+    sections, where a token has several positions, cos and sin have one row for each token, and positions is
+    None."""
     _, _, cos, sin, ids, cu_seqlens, starts, section, cp_size, cp_rank = inputs
     assert sin is not None
     batch, sequence = tokens_of(inputs.x.shape, options.layout)
@@ -93,7 +106,8 @@ def tables_of(angles: Tensor, in_double: bool) -> tuple[Tensor, Tensor]:
 
 
 class _NonDifferentiable(Differentiable):
-    """These kernels under torch.func's transforms: no derivatives; under vmap one call for each element of the batch."""
+    """These kernels under torch.func's transforms: no derivatives; under vmap one call for each element of
+    the batch."""
 
     @staticmethod
     def forward(op, *args):
@@ -126,15 +140,19 @@ def _call(op: Any, *args: Any) -> Any:
 
 
 _positions = raw_op(
-    "_rope_positions(Tensor table, Tensor? ids, Tensor? cu_seqlens, Tensor? starts, SymInt batch, SymInt sequence, SymInt cp_size, "
+    "_rope_positions(Tensor table, Tensor? ids, Tensor? cu_seqlens, Tensor? starts, SymInt batch, SymInt "
+    "sequence, SymInt cp_size, "
     "SymInt cp_rank) -> Tensor",
     4,
     _launch_positions,
     _fake_positions,
 )
-_angles = raw_op("_rope_angles(Tensor angles, bool in_double) -> (Tensor, Tensor)", 1, _launch_angles, _fake_angles)
+_angles = raw_op(
+    "_rope_angles(Tensor angles, bool in_double) -> (Tensor, Tensor)", 1, _launch_angles, _fake_angles
+)
 _sections = raw_op(
-    "_rope_sections(Tensor cos, Tensor sin, Tensor positions, SymInt batch, SymInt sequence, SymInt pairs, bool interleaved, SymInt end0, "
+    "_rope_sections(Tensor cos, Tensor sin, Tensor positions, SymInt batch, SymInt sequence, SymInt pairs, "
+    "bool interleaved, SymInt end0, "
     "SymInt end1) -> (Tensor, Tensor)",
     3,
     _launch_sections,

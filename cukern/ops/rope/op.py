@@ -1,7 +1,8 @@
-"""rope and rope_: rotary position embedding of one tensor, or of queries and keys together, out of place or in place.
+"""rope and rope_: rotary position embedding of one tensor, or of queries and keys together, out of place or
+in place.
 
-With a the angle of a pair of elements at a token's position, y_1 = x_1 cos a - x_2 sin a and y_2 = x_2 cos a + x_1 sin a
-(Su et al., https://arxiv.org/abs/2104.09864). The gradient is the rotation by -a.
+With a the angle of a pair of elements at a token's position, y_1 = x_1 cos a - x_2 sin a and y_2 = x_2 cos
+a + x_1 sin a (Su et al., https://arxiv.org/abs/2104.09864). The gradient is the rotation by -a.
 """
 
 from typing import Any
@@ -27,11 +28,14 @@ _modes = torch._C._len_torch_dispatch_stack
 
 @planned("x", "cos", "sin", "k", "position_ids", "cu_seqlens", "start_positions")
 def rope(
-    x: Any, cos: Any, sin: Any, *, k: Any = None, interleaved: bool = False, rotary_dim: int | None = None, rotary_offset: int = 0,
-    position_ids: Any = None, mrope_section: tuple[int, ...] | None = None, cu_seqlens: Any = None, start_positions: Any = None,
+    x: Any, cos: Any, sin: Any, *, k: Any = None, interleaved: bool = False, rotary_dim: int | None = None,
+    rotary_offset: int = 0,
+    position_ids: Any = None, mrope_section: tuple[int, ...] | None = None, cu_seqlens: Any = None,
+    start_positions: Any = None,
     layout: str = "bshd", inverse: bool = False, scale: float | None = None, version: str | None = None,
 ) -> Any:  # fmt: skip
-    """x, or x and k, with each head's pairs of elements rotated by the angles of the token's position. Differentiable any number of times.
+    """x, or x and k, with each head's pairs of elements rotated by the angles of the token's position.
+    Differentiable any number of times.
 
         q, k = (torch.randn(2, 4096, heads, 128, dtype=torch.bfloat16, device="cuda", requires_grad=True) for heads in (32, 8))
         cos, sin = cukern.rope_tables(4096, 128, device="cuda")
@@ -39,14 +43,17 @@ def rope(
 
     Args:
         x: float16, bfloat16, float32 or float64, with the dimensions of `layout`.
-        cos, sin: (positions, rotary_dim / 2), an angle per pair, or (positions, rotary_dim), one per element; or
-            (batch or 1, sequence, either). If sin is None, cos holds angles in radians. No gradient.
+        cos, sin: (positions, rotary_dim / 2), an angle per pair, or (positions, rotary_dim), one per element;
+            or (batch or 1, sequence, either). If sin is None, cos holds angles in radians. No gradient.
         k: keys, rotated in the same launch.
-        interleaved: element 2 i is paired with 2 i + 1 (GPT-J), instead of i with i + rotary_dim / 2 (GPT-NeoX).
+        interleaved: element 2 i is paired with 2 i + 1 (GPT-J), instead of i with i + rotary_dim / 2
+            (GPT-NeoX).
         rotary_dim, rotary_offset: the slice of head_dim that is rotated; default: all.
-        position_ids: int32 or int64 (sequence,) or (batch, sequence): rows of the tables. With `mrope_section` (sections, batch, sequence).
+        position_ids: int32 or int64 (sequence,) or (batch, sequence): rows of the tables. With
+            `mrope_section` (sections, batch, sequence).
         mrope_section: 2 or 3 numbers of pairs with the sum rotary_dim / 2: of each section.
-        cu_seqlens: int32 or int64 (sequences + 1,), layout "thd": where each packed sequence begins, and the end of the last.
+        cu_seqlens: int32 or int64 (sequences + 1,), layout "thd": where each packed sequence begins, and the
+            end of the last.
         start_positions: int32 or int64 (batch,) or (sequences,): added to the positions.
         layout: "bshd" (batch, sequence, heads, head_dim), "bhsd", "sbhd", or "thd" (tokens, heads, head_dim).
         inverse: rotate by minus the angles.
@@ -59,30 +66,36 @@ def rope(
     ValueError on CPUs and give NaN on GPUs. Source: Su et al., arXiv 2104.09864.
     """
     inputs, options = _checked(
-        x, cos, sin, k, interleaved, rotary_dim, rotary_offset, position_ids, mrope_section, cu_seqlens, start_positions, layout, inverse,
+        x, cos, sin, k, interleaved, rotary_dim, rotary_offset, position_ids, mrope_section, cu_seqlens,
+        start_positions, layout, inverse,
         scale, version,
     )  # fmt: skip
     return run(inputs, options)
 
 
 def rope_(
-    x: Any, cos: Any, sin: Any, *, k: Any = None, interleaved: bool = False, rotary_dim: int | None = None, rotary_offset: int = 0,
-    position_ids: Any = None, mrope_section: tuple[int, ...] | None = None, cu_seqlens: Any = None, start_positions: Any = None,
+    x: Any, cos: Any, sin: Any, *, k: Any = None, interleaved: bool = False, rotary_dim: int | None = None,
+    rotary_offset: int = 0,
+    position_ids: Any = None, mrope_section: tuple[int, ...] | None = None, cu_seqlens: Any = None,
+    start_positions: Any = None,
     layout: str = "bshd", inverse: bool = False, scale: float | None = None, version: str | None = None,
 ) -> Any:  # fmt: skip
-    """`rope` in place: x and k are overwritten and returned. Elements outside the rotated slice are neither read nor written.
+    """`rope` in place: x and k are overwritten and returned. Elements outside the rotated slice are neither
+    read nor written.
 
         qkv, (cos, sin) = torch.randn(2, 512, 48, 128, device="cuda"), cukern.rope_tables(512, 128, device="cuda")
         cukern.rope_(qkv[:, :, :32], cos, sin, k=qkv[:, :, 32:40])
 
     Autograd records it like torch's in-place operations. Gradients are computed in new memory.
 
-    Arguments and errors as in `rope`. Also raises ValueError, before anything is written, for a tensor that autograd does not allow to be
-    written, such as a leaf that requires grad; for a read-only array; if elements of x or k share memory (an expanded view), or x and k do;
-    and if a table or positions are in their memory.
+    Arguments and errors as in `rope`. Also raises ValueError, before anything is written, for a tensor that
+    autograd does not allow to be written, such as a leaf that requires grad; for a read-only array; if
+    elements of x or k share memory (an expanded view), or x and k do; and if a table or positions are in
+    their memory.
     """
     inputs, options = _checked(
-        x, cos, sin, k, interleaved, rotary_dim, rotary_offset, position_ids, mrope_section, cu_seqlens, start_positions, layout, inverse,
+        x, cos, sin, k, interleaved, rotary_dim, rotary_offset, position_ids, mrope_section, cu_seqlens,
+        start_positions, layout, inverse,
         scale, version, frozenset(("x", "k")),
     )  # fmt: skip
     if not torch.compiler.is_compiling():
@@ -99,18 +112,25 @@ def reference(x: Tensor, cos: Tensor, sin: Tensor | None, k: Tensor | None = Non
 
 
 def _checked(
-    x: Any, cos: Any, sin: Any, k: Any = None, interleaved: bool = False, rotary_dim: int | None = None, rotary_offset: int = 0,
-    position_ids: Any = None, mrope_section: Any = None, cu_seqlens: Any = None, start_positions: Any = None, layout: str = "bshd",
-    inverse: bool = False, scale: float | None = None, version: str | None = None, written: frozenset[str] = frozenset(),
+    x: Any, cos: Any, sin: Any, k: Any = None, interleaved: bool = False, rotary_dim: int | None = None,
+    rotary_offset: int = 0,
+    position_ids: Any = None, mrope_section: Any = None, cu_seqlens: Any = None, start_positions: Any = None,
+    layout: str = "bshd",
+    inverse: bool = False, scale: float | None = None, version: str | None = None,
+    written: frozenset[str] = frozenset(),
 ) -> tuple[Inputs, Options]:  # fmt: skip
     """The inputs as tensors, and the options. `written`: the names of the tensors that the call writes."""
     section = None if mrope_section is None else rope_checks.sections(mrope_section)
     tensors: list[Any] = [
-        t if type(t) is Tensor or (t is None and name in _OPTIONAL) else interop.to_torch(name, t, name in written)
+        t
+        if type(t) is Tensor or (t is None and name in _OPTIONAL)
+        else interop.to_torch(name, t, name in written)
         for name, t in zip(_NAMES, (x, k, cos, sin, position_ids, cu_seqlens, start_positions), strict=True)
     ]
     request = Request(*rope_checks.shapes_of(_NAMES, tensors), section)  # type: ignore[arg-type,call-arg]
-    options = rope_checks.resolve(request, rotary_dim, rotary_offset, interleaved, layout, inverse, scale, version)
+    options = rope_checks.resolve(
+        request, rotary_dim, rotary_offset, interleaved, layout, inverse, scale, version
+    )
     rope_checks.no_gradient("rope", cos=tensors[2], sin=tensors[3])
     return Inputs(*tensors, section), options  # type: ignore[call-arg]
 

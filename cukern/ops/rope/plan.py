@@ -13,8 +13,8 @@ Strides = tuple[int, ...]
 
 
 class Options(NamedTuple):
-    """The raw ops' arguments after their tensors. `transpose`: the inverse rotation. `contiguous`: the output is always contiguous;
-    else it has the input's strides if these are dense."""
+    """The raw ops' arguments after their tensors. `transpose`: the inverse rotation. `contiguous`: the output
+    is always contiguous; else it has the input's strides if these are dense."""
 
     rotary_dim: int
     rotary_offset: int
@@ -43,12 +43,15 @@ class Inputs(NamedTuple):
     @property
     def has_positions(self) -> bool:
         """True if a token's row of the tables is not simply its index in the sequence."""
-        given = self.position_ids is not None or self.cu_seqlens is not None or self.start_positions is not None
+        given = (
+            self.position_ids is not None or self.cu_seqlens is not None or self.start_positions is not None
+        )
         return given or self.cp_size > 1
 
 
 class Layout(NamedTuple):
-    """The shape and strides of a tensor as (batch, sequence, heads, head_dim). Dimensions of size 1 have stride 0, head_dim stride 1."""
+    """The shape and strides of a tensor as (batch, sequence, heads, head_dim). Dimensions of size 1 have
+    stride 0, head_dim stride 1."""
 
     shape: tuple[int, ...]
     strides: Strides
@@ -62,7 +65,8 @@ class Layout(NamedTuple):
 
 
 class Table(NamedTuple):
-    """The dtype of cos and sin; shape and strides as (batch, rows, width). The batch stride is 0 if all sequences share a table."""
+    """The dtype of cos and sin; shape and strides as (batch, rows, width). The batch stride is 0 if all
+    sequences share a table."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -77,8 +81,8 @@ class Table(NamedTuple):
 class Call(NamedTuple):
     """Everything that a launch depends on.
 
-    `positions`: True if there is a tensor of positions; `positions_b`: its batch stride. `alignment`: the low bits of the addresses of x, k
-    and the outputs, ORed; `table_alignment`: those of cos and sin.
+    `positions`: True if there is a tensor of positions; `positions_b`: its batch stride. `alignment`: the low
+    bits of the addresses of x, k and the outputs, ORed; `table_alignment`: those of cos and sin.
     """
 
     dtype: torch.dtype
@@ -129,7 +133,8 @@ def compute_dtype(dtype: torch.dtype, table: torch.dtype = torch.float32) -> tor
 
 
 def angle_maths(dtype: torch.dtype, angles: torch.dtype) -> torch.dtype:
-    """The dtype of tables made of float32 or float64 angles. Rounding to float32 would be visible in all results except 16-bit ones."""
+    """The dtype of tables made of float32 or float64 angles. Rounding to float32 would be visible in all
+    results except 16-bit ones."""
     return torch.float32 if dtype.itemsize == 2 and angles == torch.float32 else torch.float64
 
 

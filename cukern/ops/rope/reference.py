@@ -1,4 +1,5 @@
-"""rope in torch's operations, differentiable. It runs where there is no GPU, and the kernels are compared with it."""
+"""rope in torch's operations, differentiable. It runs where there is no GPU, and the kernels are compared
+with it."""
 
 from typing import Any
 
@@ -24,18 +25,26 @@ def rope(inputs: Inputs, options: Options) -> Any:
 
 
 def positions_of(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor | None]:
-    """The rows of the table, int64, (batch, sequence) or with sections (sections, batch, sequence); they may be outside the table. And for
-    packed sequences a mask (1, sequence) of the tokens that belong to no sequence and are copied. See rope_positions in rope.cu."""
+    """The rows of the table, int64, (batch, sequence) or with sections (sections, batch, sequence); they may
+    be outside the table. And for packed sequences a mask (1, sequence) of the tokens that belong to no
+    sequence and are copied. See rope_positions in rope.cu."""
     batch, sequence = tokens_of(inputs.x.shape, options.layout)
     if inputs.position_ids is not None:
-        return inputs.position_ids.long().expand(*([] if inputs.section is None else [len(inputs.section)]), batch, sequence), None
-    cu_seqlens, starts, cp_size, cp_rank, like = inputs.cu_seqlens, inputs.start_positions, inputs.cp_size, inputs.cp_rank, inputs.x
+        return inputs.position_ids.long().expand(
+            *([] if inputs.section is None else [len(inputs.section)]), batch, sequence
+        ), None
+    cu_seqlens = inputs.cu_seqlens
+    starts = inputs.start_positions
+    cp_size = inputs.cp_size
+    cp_rank = inputs.cp_rank
+    like = inputs.x
     s = torch.arange(sequence, dtype=torch.int64, device=like.device)
     length: Any = sequence
     which = outside = None
     if cu_seqlens is not None:
         bounds = cu_seqlens.long() // cp_size
-        which = torch.searchsorted(bounds, s + 0 * bounds[:1], right=True) - 1  # + 0 * bounds: gives s the batch of bounds under vmap
+        # + 0 * bounds: gives s the batch of bounds under vmap
+        which = torch.searchsorted(bounds, s + 0 * bounds[:1], right=True) - 1
         outside = (which < 0) | (which >= bounds.shape[0] - 1)
         which = torch.where(outside, 0, which)
         if bounds.shape[0] < 2:
@@ -51,31 +60,43 @@ def positions_of(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor | Non
 
 
 def _rows(
-    table: Tensor, positions: Tensor | None, unrotated: Tensor | None, sequence: int, section: tuple[int, ...] | None, o: Options
+    table: Tensor,
+    positions: Tensor | None,
+    unrotated: Tensor | None,
+    sequence: int,
+    section: tuple[int, ...] | None,
+    o: Options,
 ) -> Tensor:
-    """(batch or 1, sequence, width): each token's row of cos or sin; NaN outside the table, any row for a token that is not rotated."""
+    """(batch or 1, sequence, width): each token's row of cos or sin; NaN outside the table, any row for a
+    token that is not rotated."""
     if positions is None:
         return table[..., :sequence, :] if table.ndim == 3 else table[None, :sequence]
     inside = (positions >= 0) & (positions < table.shape[0])
-    beyond = ~inside if unrotated is None else ~inside & ~unrotated  # NaN in an unused row would spoil the gradient
+    # NaN in an unused row would spoil the gradient
+    beyond = ~inside if unrotated is None else ~inside & ~unrotated
     rows = table[torch.where(inside, positions, 0)].masked_fill(beyond[..., None], float("nan"))
     if section is None:
         return rows
     column = torch.arange(table.shape[-1], dtype=torch.int64, device=table.device)
     pairs = o.rotary_dim // 2
     pair = column if column.shape[0] == pairs else column // 2 if o.interleaved else column % pairs
-    which = torch.bucketize(pair, torch.tensor(section, dtype=torch.int64, device=table.device).cumsum(0), right=True)
+    which = torch.bucketize(
+        pair, torch.tensor(section, dtype=torch.int64, device=table.device).cumsum(0), right=True
+    )
     return rows.movedim(0, -1).gather(-1, which[:, None].expand(*rows.shape[1:], 1))[..., 0]
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, unrotated: Tensor | None, o: Options) -> Tensor:
-    """x rotated, in its layout; cos and sin are (batch or 1, sequence, width). Computed in compute_dtype, then rounded to x's dtype."""
+    """x rotated, in its layout; cos and sin are (batch or 1, sequence, width). Computed in compute_dtype,
+    then rounded to x's dtype."""
     y, dtype = _bshd(x, o.layout), compute_dtype(x.dtype, cos.dtype)
     start, end = o.rotary_offset, o.rotary_offset + o.rotary_dim
     before, middle, after = y[..., :start], y[..., start:end].to(dtype), y[..., end:]
     cos, sin = (o.scale * t.to(dtype)[:, :, None] for t in (cos, sin))  # one for all heads
     if cos.shape[-1] != o.rotary_dim:
-        cos, sin = (t.repeat_interleave(2, -1) if o.interleaved else torch.cat((t, t), -1) for t in (cos, sin))
+        cos, sin = (
+            t.repeat_interleave(2, -1) if o.interleaved else torch.cat((t, t), -1) for t in (cos, sin)
+        )
     (a, b), (cos_a, cos_b), (sin_a, sin_b) = (_pairs(t, o.interleaved) for t in (middle, cos, sin))
     if o.transpose:
         sin_a, sin_b = -sin_b, -sin_a

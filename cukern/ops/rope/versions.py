@@ -1,4 +1,5 @@
-"""The versions of rope: how each launches its kernel, and the table that the tools and the public functions use."""
+"""The versions of rope: how each launches its kernel, and the table that the tools and the public functions
+use."""
 
 import itertools
 from collections.abc import Iterable
@@ -31,10 +32,17 @@ def _v1(call: Call) -> Plan:
     items = call.tokens * (heads + k_heads) * (o.rotary_dim // 2 + call.rest)
     _, rows, width = call.table.shape
     numbers = (
-        call.tokens, sequence, heads, k_heads, o.rotary_dim, o.rotary_offset, call.rest, rows, width, *call.table.strides[:2],
-        call.positions_b, *call.out.strides, *call.k_out.strides, *call.x.strides, *call.k.strides, o.interleaved, o.transpose, o.scale,
+        call.tokens, sequence, heads, k_heads, o.rotary_dim, o.rotary_offset, call.rest, rows, width,
+        *call.table.strides[:2],
+        call.positions_b, *call.out.strides, *call.k_out.strides, *call.x.strides, *call.k.strides,
+        o.interleaved, o.transpose, o.scale,
     )  # fmt: skip
-    return Plan(_V1[call.dtype, call.table.dtype].on(call.device), (-(-items // THREADS), 1, 1), (THREADS, 1, 1), numbers)
+    return Plan(
+        _V1[call.dtype, call.table.dtype].on(call.device),
+        (-(-items // THREADS), 1, 1),
+        (THREADS, 1, 1),
+        numbers,
+    )
 
 
 def _v2(call: Call) -> Plan:
@@ -49,12 +57,19 @@ def _v2(call: Call) -> Plan:
 
 
 def _v3(call: Call) -> Plan:
-    """Each thread takes one vector of two heads. v2 if heads cannot be paired, or if tokens look up their rows: v2 has more in flight."""
+    """Each thread takes one vector of two heads. v2 if heads cannot be paired, or if tokens look up their
+    rows: v2 has more in flight."""
     o, vector = call.options, VECTOR_BYTES // call.dtype.itemsize
     threads = o.rotary_dim // vector
     pairs = threads in (2, 4, 8, 16, 32) and not (call.x.shape[2] | call.k.shape[2]) % 2 and not call.rest
     looked_up = call.positions and call.table.shape[2] < o.rotary_dim
-    if call.dtype.itemsize == 8 or not pairs or looked_up or _vector(call, _layouts(call)) != vector or not _fits(call, vector):
+    if (
+        call.dtype.itemsize == 8
+        or not pairs
+        or looked_up
+        or _vector(call, _layouts(call)) != vector
+        or not _fits(call, vector)
+    ):
         return _v2(call)
     return _plan(call, _V3, vector, threads, V3_THREADS // threads, 2)
 
@@ -72,21 +87,31 @@ def _fits(call: Call, vector: int) -> bool:
     return items < 1 << 31 and call.table.shape[1] > 0 and max(positions, elements) <= vector << 32
 
 
-def _plan(call: Call, template: Template, vector: int, threads: int, items_per_block: int, heads_per_item: int) -> Plan:
+def _plan(
+    call: Call, template: Template, vector: int, threads: int, items_per_block: int, heads_per_item: int
+) -> Plan:
     """The launch of v2 or v3, where `threads` threads take an item of `heads_per_item` heads."""
     o, (batch, sequence, *_), (_, rows, _) = call.options, call.x.shape, call.table.shape
     heads, k_heads = call.x.shape[2] // heads_per_item, call.k.shape[2] // heads_per_item
     items = call.tokens * (heads + k_heads)
     batch_inner = batch > 1 and call.x.strides[0] < call.x.strides[1]
     inner = batch if batch_inner else sequence
-    lengths = (o.rotary_dim, o.rotary_offset, call.rest) if heads_per_item == 1 else (o.rotary_dim, o.rotary_offset)
+    lengths = (
+        (o.rotary_dim, o.rotary_offset, call.rest) if heads_per_item == 1 else (o.rotary_dim, o.rotary_offset)
+    )
     strides = [s // vector for layout in (call.out, call.k_out, call.x, call.k) for s in layout.strides[:3]]
     numbers = (
-        items, inner, *_divisor(inner), heads, k_heads, *_divisor(heads + k_heads), *(n // vector for n in lengths), rows,
-        *(s // vector for s in call.table.strides[:2]), call.positions_b, *strides, batch_inner, o.transpose, o.scale,
+        items, inner, *_divisor(inner), heads, k_heads, *_divisor(heads + k_heads),
+        *(n // vector for n in lengths), rows,
+        *(s // vector for s in call.table.strides[:2]), call.positions_b, *strides, batch_inner, o.transpose,
+        o.scale,
     )  # fmt: skip
-    kernel = template[call.dtype, call.table.dtype, vector, o.interleaved, call.table.shape[2] == o.rotary_dim]
-    return Plan(kernel.on(call.device), (-(-items // items_per_block), 1, 1), (threads, items_per_block, 1), numbers)
+    kernel = template[
+        call.dtype, call.table.dtype, vector, o.interleaved, call.table.shape[2] == o.rotary_dim
+    ]
+    return Plan(
+        kernel.on(call.device), (-(-items // items_per_block), 1, 1), (threads, items_per_block, 1), numbers
+    )
 
 
 def _divisor(d: int) -> tuple[int, int]:
@@ -96,12 +121,19 @@ def _divisor(d: int) -> tuple[int, int]:
 
 
 def _vector(call: Call, layouts: tuple[Layout, ...]) -> int:
-    """The widest vectors, in elements, that divide all strides, sizes and addresses of a call; 0 if there are none."""
+    """The widest vectors, in elements, that divide all strides, sizes and addresses of a call; 0 if there are
+    none."""
     o, head_dim = call.options, call.x.shape[3]
-    steps = [s for layout in layouts for s in layout.strides[:3]] + [o.rotary_dim // 2, o.rotary_offset, *call.table.strides[:2]]
+    steps = [s for layout in layouts for s in layout.strides[:3]] + [
+        o.rotary_dim // 2,
+        o.rotary_offset,
+        *call.table.strides[:2],
+    ]
     if call.rest:
         steps.append(head_dim)
-    for vector in _vectors(call.dtype, call.table.dtype) if all(layout.strides[3] == 1 for layout in layouts) else ():
+    for vector in (
+        _vectors(call.dtype, call.table.dtype) if all(layout.strides[3] == 1 for layout in layouts) else ()
+    ):
         table_bytes = min(VECTOR_BYTES, vector * call.table.dtype.itemsize)
         aligned = call.alignment % (vector * call.dtype.itemsize) == 0 == call.table_alignment % table_bytes
         if aligned and not any(step % vector for step in steps):
@@ -110,26 +142,38 @@ def _vector(call: Call, layouts: tuple[Layout, ...]) -> int:
 
 
 def _vectors(dtype: torch.dtype, table: torch.dtype) -> list[int]:
-    """Elements of v2's vectors: 16, 8 or 4 bytes and at least 2 elements. Only 16 bytes for float32 with float64 tables, which is rare."""
+    """Elements of v2's vectors: 16, 8 or 4 bytes and at least 2 elements. Only 16 bytes for float32 with
+    float64 tables, which is rare."""
     widest = VECTOR_BYTES // dtype.itemsize
-    return [widest] if (dtype, table) == (torch.float32, torch.float64) else [n for n in (8, 4, 2) if n <= widest]
+    return (
+        [widest]
+        if (dtype, table) == (torch.float32, torch.float64)
+        else [n for n in (8, 4, 2) if n <= widest]
+    )
 
 
 def _v1_instances(dtype: torch.dtype) -> Iterable[Kernel]:
     """Also the kernels of gather.py, which any version may launch."""
     tables, angles = table_dtypes(dtype), (torch.float32, torch.float64)
-    gathering = [*(POSITIONS[name] for name in ID_TYPES.values()), *(ANGLES[a, angle_maths(dtype, a)] for a in angles)]
+    gathering = [
+        *(POSITIONS[name] for name in ID_TYPES.values()),
+        *(ANGLES[a, angle_maths(dtype, a)] for a in angles),
+    ]
     return [*gathering, *(SECTIONS[t] for t in tables), *(_V1[dtype, t] for t in tables)]
 
 
 def _v2_instances(dtype: torch.dtype) -> Iterable[Kernel]:
     vectors = ((table, vector) for table in table_dtypes(dtype) for vector in _vectors(dtype, table))
-    keys = ((dtype, *which, *flags) for which in vectors for flags in itertools.product((False, True), repeat=2))
+    keys = (
+        (dtype, *which, *flags) for which in vectors for flags in itertools.product((False, True), repeat=2)
+    )
     return [*_v1_instances(dtype), *(_V2[key] for key in keys)]
 
 
 def _v3_instances(dtype: torch.dtype) -> Iterable[Kernel]:
-    keys = itertools.product([dtype], table_dtypes(dtype), [VECTOR_BYTES // dtype.itemsize], (False, True), (False, True))
+    keys = itertools.product(
+        [dtype], table_dtypes(dtype), [VECTOR_BYTES // dtype.itemsize], (False, True), (False, True)
+    )
     return [*_v2_instances(dtype), *(_V3[key] for key in keys if dtype.itemsize < 8)]
 
 
@@ -143,11 +187,12 @@ _PLANS = {"v1": _v1, "v2": _v2, "v3": _v3}
 
 @cached(4096)
 def plan(
-    dtype: torch.dtype, device: int, outs: Any, ins: Any, cos: Any, positions: Any, alignment: int, table_alignment: int,
+    dtype: torch.dtype, device: int, outs: Any, ins: Any, cos: Any, positions: Any, alignment: int,
+    table_alignment: int,
     options: tuple[Any, ...],
 ) -> Plan:  # fmt: skip
-    """The launch for tensors of these shapes and strides. Cached, so that a call costs one lookup. Raises ValueError if a tensor is to be
-    written whose elements share memory.
+    """The launch for tensors of these shapes and strides. Cached, so that a call costs one lookup. Raises
+    ValueError if a tensor is to be written whose elements share memory.
 
     Args:
         outs: the strides of each output; empty for a call in place.  ins: (shape, strides) of each input.
@@ -160,10 +205,26 @@ def plan(
             written_extent(name, shape, strides, dtype.itemsize)
     x, k, *_ = *(Layout.of(shape, strides, o.layout) for shape, strides in ins), NO_K
     outs = outs or [strides for _, strides in ins]
-    out, k_out, *_ = *(Layout.of(shape, strides, o.layout) for (shape, _), strides in zip(ins, outs, strict=True)), NO_K
-    positions_b = 0 if positions is None or positions[0] == 1 else positions[1]  # 0: all sequences share a row of positions
+    out, k_out, *_ = (
+        *(Layout.of(shape, strides, o.layout) for (shape, _), strides in zip(ins, outs, strict=True)),
+        NO_K,
+    )
+    # 0: all sequences share a row of positions
+    positions_b = 0 if positions is None or positions[0] == 1 else positions[1]
     call = Call(
-        dtype, device, out, k_out, x, k, Table.of(*cos), positions is not None, positions_b, in_place, alignment, table_alignment, o
+        dtype,
+        device,
+        out,
+        k_out,
+        x,
+        k,
+        Table.of(*cos),
+        positions is not None,
+        positions_b,
+        in_place,
+        alignment,
+        table_alignment,
+        o,
     )
     if not call.tokens or not call.x.shape[3] or not call.x.shape[2] + call.k.shape[2]:
         return Plan(None, (0, 0, 0), (0, 0, 0), ())

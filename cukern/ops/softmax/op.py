@@ -3,7 +3,8 @@
     softmax:      y = exp(scale x) / sum(exp(scale x))       dx = scale y (g - sum(y g))
     log_softmax:  y = scale x - log(sum(exp(scale x)))       dx = scale (g - exp(y) sum(g))
 
-Sums run along the dimension. The kernels subtract the largest scale x first, so that no exponential overflows.
+Sums run along the dimension. The kernels subtract the largest scale x first, so that no exponential
+overflows.
 """
 
 import math
@@ -42,21 +43,23 @@ def softmax(x: Any, dim: int = -1, *, scale: float = 1.0, version: Versions = No
         y[:, 0].sum().backward()
 
     Args:
-        x: float16, bfloat16, float32 or float64, of any shape: a tensor, or an array that supports DLPack. It is copied once
-            unless it is contiguous, or `dim` has stride 1 and the other dimensions flatten to one. 16-bit types
-            are computed in float32 and rounded once. CPU tensors use torch's operations, or the simulator.
+        x: float16, bfloat16, float32 or float64, of any shape: a tensor, or an array that supports DLPack. It
+            is copied once unless it is contiguous, or `dim` has stride 1 and the other dimensions flatten to
+            one. 16-bit types are computed in float32 and rounded once. CPU tensors use torch's operations, or
+            the simulator.
         dim: the dimension along which the results add up to 1.
-        scale: a finite number, such as 1 / sqrt(head_dim) or an inverse temperature. Unless x is float64, at most 3.4e38 in magnitude,
-            float32's largest. The products scale * x neither overflow nor underflow. With scale 0, all finite elements count equally and
-            infinite ones become NaN.
+        scale: a finite number, such as 1 / sqrt(head_dim) or an inverse temperature. Unless x is float64, at
+            most 3.4e38 in magnitude, float32's largest. The products scale * x neither overflow nor
+            underflow. With scale 0, all finite elements count equally and infinite ones become NaN.
         version: "v1" to "v10", or a pair of versions for forward and backward; default: the fastest.
 
-    Returns a new tensor of x's shape and dtype. It is contiguous if x is contiguous or was copied; else `dim` has stride 1.
-    Rows with NaN, with +inf, or with nothing but -inf give NaN, as in torch. Under autocast on a GPU, 16-bit x is
-    converted to float32, as in torch.
+    Returns a new tensor of x's shape and dtype. It is contiguous if x is contiguous or was copied; else `dim`
+    has stride 1. Rows with NaN, with +inf, or with nothing but -inf give NaN, as in torch. Under autocast on
+    a GPU, 16-bit x is converted to float32, as in torch.
 
-    Raises TypeError for another dtype, or if dim is not an int, scale not a number or version not a str; ValueError if x does not have
-    dimension dim, if scale is not finite or too large, or if the version is unknown.
+    Raises TypeError for another dtype, or if dim is not an int, scale not a number or version not a str;
+    ValueError if x does not have dimension dim, if scale is not finite or too large, or if the version is
+    unknown.
 
     Online softmax: Milakov and Gimelshein, https://arxiv.org/abs/1805.02867.
     """
@@ -83,7 +86,8 @@ def _reference(op: str, x: Tensor, dim: int = -1, scale: float = 1.0) -> Tensor:
 
 
 def _scaled(x: Tensor, scale: float, dim: int) -> Tensor:
-    """scale * x in float64, minus its maximum along `dim`. Half of x is used before the subtraction, so that nothing overflows."""
+    """scale * x in float64, minus its maximum along `dim`. Half of x is used before the subtraction, so that
+    nothing overflows."""
     half = x.double() * math.copysign(0.5, scale)
     return (half - half.detach().amax(dim, keepdim=True)) * abs(scale) * 2
 
@@ -109,13 +113,15 @@ def _public(op: str, x: Any, dim: int, scale: float, version: Versions) -> Tenso
 
 
 def two_versions(versions: Collection[str], op: str, x: Tensor, version: Versions) -> tuple[str, str]:
-    """The versions of forward and backward, by default those of `in_force`. Raises TypeError if one is not a str; ValueError if one is
-    unknown, or given for a CPU tensor outside the simulator."""
+    """The versions of forward and backward, by default those of `in_force`. Raises TypeError if one is not a
+    str; ValueError if one is unknown, or given for a CPU tensor outside the simulator."""
     if version is None:
         return (named := in_force.now), named
     both = version if isinstance(version, tuple) else (version, version)
     if len(both) != 2:
-        raise ValueError(f"version must be a str, or a pair of them for forward and backward, got {checks.brief(version)}")
+        raise ValueError(
+            f"version must be a str, or a pair of them for forward and backward, got {checks.brief(version)}"
+        )
     for one in both:
         checks.version(op, one, versions)
         if one is not None and not x.is_cuda and not backend.simulates(x):
@@ -161,7 +167,9 @@ def _launch_backward(y: Tensor, g: Tensor, dim: int, scale: float, log: bool, ve
         matrices = _rows(dim, dx, y, g)
         matrices[1] = matrices[1].contiguous()
     elif _few_rows(y, dim):
-        return _moved(_launch_backward(_contiguous(y, dim), _contiguous(g, dim), y.ndim - 1, scale, log, version), dim)
+        return _moved(
+            _launch_backward(_contiguous(y, dim), _contiguous(g, dim), y.ndim - 1, scale, log, version), dim
+        )
     else:
         launch, matrices = inner, _cubes(dim, dx, y, g)
     launch(*matrices, scale, log)
@@ -169,13 +177,14 @@ def _launch_backward(y: Tensor, g: Tensor, dim: int, scale: float, log: bool, ve
 
 
 def _is_inner(x: Tensor, dim: int) -> bool:
-    """True for contiguous tensors of which `dim` is not the innermost dimension. Kernels of their own read them in place."""
+    """True for contiguous tensors of which `dim` is not the innermost dimension. Kernels of their own read
+    them in place."""
     return x.is_contiguous() and math.prod(x.shape[dim + 1 :]) > 1
 
 
 def _few_rows(x: Tensor, dim: int) -> bool:
-    """True for few long rows along an inner dimension. The kernels for those would give them to few blocks. Many blocks share a long row of
-    a matrix."""
+    """True for few long rows along an inner dimension. The kernels for those would give them to few blocks.
+    Many blocks share a long row of a matrix."""
     return x.shape[dim] >= LONG and x.numel() // x.shape[dim] <= FEW
 
 
@@ -186,7 +195,10 @@ def _rows(dim: int, *tensors: Tensor) -> list[Tensor]:
 
 def _cubes(dim: int, *tensors: Tensor) -> list[Tensor]:
     """As (outer, columns, inner), contiguous."""
-    return [t.contiguous().view(math.prod(t.shape[:dim]), t.shape[dim], math.prod(t.shape[dim + 1 :])) for t in tensors]
+    return [
+        t.contiguous().view(math.prod(t.shape[:dim]), t.shape[dim], math.prod(t.shape[dim + 1 :]))
+        for t in tensors
+    ]
 
 
 def _contiguous(x: Tensor, dim: int) -> Tensor:
@@ -218,14 +230,20 @@ def _sharding(x: Tensor, *rest: Any) -> str:
 _OPTIONS = "int dim, float scale, bool log, str version"
 _softmax = raw_op(f"_softmax(Tensor x, {_OPTIONS}) -> Tensor", 1, _launch, _fake, sharding=_sharding)
 _softmax_backward = raw_op(
-    f"_softmax_backward(Tensor y, Tensor g, {_OPTIONS}) -> Tensor", 2, _launch_backward, _fake_backward, sharding=_sharding
+    f"_softmax_backward(Tensor y, Tensor g, {_OPTIONS}) -> Tensor",
+    2,
+    _launch_backward,
+    _fake_backward,
+    sharding=_sharding,
 )
 
 # ---- autograd
 
 
 def _run(x: Tensor, dim: int, scale: float, log: bool, forward: str, backward: str) -> Tensor:
-    return _apply(x, dim, scale, log, forward, backward) if watched(x) else _softmax(x, dim, scale, log, forward)
+    return (
+        _apply(x, dim, scale, log, forward, backward) if watched(x) else _softmax(x, dim, scale, log, forward)
+    )
 
 
 class _Softmax(Differentiable):
@@ -246,7 +264,8 @@ class _Softmax(Differentiable):
 
     @staticmethod
     def tangent(ctx, dx, *_):
-        """Softmax's Jacobian is symmetric, so its product with a tangent equals its product with a gradient."""
+        """Softmax's Jacobian is symmetric, so its product with a tangent equals its product with a
+        gradient."""
         (y,), (dim, scale, log, _) = ctx.saved_tensors, ctx.options
         if not log:
             return _gradient(y, dx, *ctx.options)
@@ -289,12 +308,16 @@ class _SoftmaxBackward(Differentiable):
         if ctx.log:
             out = dg - y.exp() * (dy * g.sum(ctx.dim, keepdim=True) + dg.sum(ctx.dim, keepdim=True))
         else:
-            out = dy * (g - (y * g).sum(ctx.dim, keepdim=True)) + y * (dg - (dy * g + y * dg).sum(ctx.dim, keepdim=True))
+            out = dy * (g - (y * g).sum(ctx.dim, keepdim=True)) + y * (
+                dg - (dy * g + y * dg).sum(ctx.dim, keepdim=True)
+            )
         return (ctx.scale * out).to(ctx.saved_tensors[0].dtype)
 
     @staticmethod
     def batch(info, in_dims, y, g, dim, *rest):
-        return _apply_backward(*(batched(t, d, info.batch_size) for t, d in zip((y, g), in_dims, strict=False)), dim + 1, *rest), 0
+        return _apply_backward(
+            *(batched(t, d, info.batch_size) for t, d in zip((y, g), in_dims, strict=False)), dim + 1, *rest
+        ), 0
 
 
 def _gradient(y: Tensor, g: Tensor, *options: Any) -> Tensor:
@@ -313,14 +336,19 @@ def _cost(dims: Sequence[int], itemsize: int) -> dict[str, Cost]:
 
 def _magnitude(op: str, inputs: tuple[Tensor, ...], douts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     y, g = getattr(torch, op)(*inputs, -1), douts[0].abs()
-    return (y, g + y.exp() * g.sum(-1, keepdim=True)) if op == "log_softmax" else (y, y * (g + (y * g).sum(-1, keepdim=True)))
+    return (
+        (y, g + y.exp() * g.sum(-1, keepdim=True))
+        if op == "log_softmax"
+        else (y, y * (g + (y * g).sum(-1, keepdim=True)))
+    )
 
 
 for _name, _function in (("softmax", softmax), ("log_softmax", log_softmax)):
     register(
         Case(
             name=_name, op=Op(_name, "softmax", _TABLES[_name]), variants=row_counts, call=_function,
-            reference=partial(_reference, _name), dims="ROWS COLUMNS", inputs=("x",), cost=_cost, magnitude=partial(_magnitude, _name),
+            reference=partial(_reference, _name), dims="ROWS COLUMNS", inputs=("x",), cost=_cost,
+            magnitude=partial(_magnitude, _name),
             check_dims=((1, 1), (129, 65), (64, 1000), (33, 4097), (3, 40_000), (5, 50_257)),
             sim_dims=((1, 1), (5, 67), (2, 300)),
             bench_dims=((8192, 1024), (8192, 4096), (8192, 16384), (4096, 50304), (1024, 131072)),

@@ -1,4 +1,5 @@
-"""v6 to v10 of softmax, which keep a row on chip and read it once: which kernel takes a problem, and how it is launched."""
+"""v6 to v10 of softmax, which keep a row on chip and read it once: which kernel takes a problem, and how it
+is launched."""
 
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
@@ -38,9 +39,12 @@ class Problem(NamedTuple):
 
     @property
     def exact(self) -> bool:
-        """True if all rows are aligned to 16 bytes and are whole vectors. False for log_softmax, so that fewer kernels are compiled."""
+        """True if all rows are aligned to 16 bytes and are whole vectors. False for log_softmax, so that
+        fewer kernels are compiled."""
         row_bytes = self.columns * self.dtype.itemsize
-        return self.same_alignment and not self.log and not (self.misalignment | row_bytes) % plan.VECTOR_BYTES
+        return (
+            self.same_alignment and not self.log and not (self.misalignment | row_bytes) % plan.VECTOR_BYTES
+        )
 
     @property
     def has_tails(self) -> bool:
@@ -65,10 +69,14 @@ EXACT_LOG = (False, False), (True, False), (False, True)
 
 
 def _pair(name: str) -> tuple[Template, Template]:
-    return Template("softmax/softmax.cu", f"softmax_{name}", pdl=True), Template("softmax/softmax.cu", f"softmax_{name}_bwd", pdl=True)
+    return Template("softmax/softmax.cu", f"softmax_{name}", pdl=True), Template(
+        "softmax/softmax.cu", f"softmax_{name}_bwd", pdl=True
+    )
 
 
-_V6, _V7, _SCAN, _WRITE, _V8, _V9, _V10 = (_pair(name) for name in ("v6", "v7", "v7_scan", "v7_write", "v8", "v9", "v10"))
+_V6, _V7, _SCAN, _WRITE, _V8, _V9, _V10 = (
+    _pair(name) for name in ("v6", "v7", "v7_scan", "v7_write", "v8", "v9", "v10")
+)
 
 
 @cached(4096)
@@ -98,11 +106,14 @@ def in_a_block(p: Problem) -> Run | None:
     if p.backward:
         return _launch(kernel, p.rows, shape.threads, 0, p.columns, p.row_stride, p.scale)
     rows = 2 if shape.threads == 64 else 1  # per block
-    return _launch(kernel, -(-p.rows // rows), rows * shape.threads, 0, p.rows, p.columns, p.row_stride, p.scale)
+    return _launch(
+        kernel, -(-p.rows // rows), rows * shape.threads, 0, p.rows, p.columns, p.row_stride, p.scale
+    )
 
 
 def in_pieces(p: Problem) -> Run | None:
-    """v7 for a few long rows: several blocks share each row, in two launches. None if there are enough rows to fill the GPU."""
+    """v7 for a few long rows: several blocks share each row, in two launches. None if there are enough rows
+    to fill the GPU."""
     pieces = plan.pieces(p.rows, p.vectors, device_of(p.device_index).sms)
     width = plan.VECTOR_BYTES // p.dtype.itemsize
     length = width * -(-p.columns // (width * pieces))
@@ -122,7 +133,8 @@ def in_pieces(p: Problem) -> Run | None:
 
 
 def in_shared_memory(p: Problem, blocks: int = 1) -> Run | None:
-    """v8: a thread block keeps a row in registers and shared memory; an SM must have room for `blocks` of them."""
+    """v8: a thread block keeps a row in registers and shared memory; an SM must have room for `blocks` of
+    them."""
     storage = plan.block_storage(p.vectors, p.dtype.itemsize, p.shared_bytes, p.backward, blocks)
     return _launch_storage(_V8, p, storage, storage.shape) if storage else None
 
@@ -150,7 +162,8 @@ def in_several_blocks(p: Problem) -> Run | None:
 
 
 def in_many_blocks(p: Problem) -> Run | None:
-    """v10: as many blocks as needed keep a row. They exchange partial results through a mailbox: zeroed 64-bit words in global memory."""
+    """v10: as many blocks as needed keep a row. They exchange partial results through a mailbox: zeroed
+    64-bit words in global memory."""
     storage = plan.many_blocks_storage(*numbers(p))
     if storage is None:
         return None
@@ -167,15 +180,27 @@ def in_many_blocks(p: Problem) -> Run | None:
 
 def numbers(p: Problem) -> tuple[int, int, int, int, int, bool, bool]:
     """The arguments of plan.cluster_storage and plan.many_blocks_storage."""
-    return p.rows, p.vectors, p.dtype.itemsize, p.shared_bytes, device_of(p.device_index).sms, p.backward, p.exact
+    return (
+        p.rows,
+        p.vectors,
+        p.dtype.itemsize,
+        p.shared_bytes,
+        device_of(p.device_index).sms,
+        p.backward,
+        p.exact,
+    )
 
 
-def _launch_storage(templates: tuple[Template, Template], p: Problem, storage: plan.Storage, key: Key) -> Run | None:
+def _launch_storage(
+    templates: tuple[Template, Template], p: Problem, storage: plan.Storage, key: Key
+) -> Run | None:
     blocks = p.rows * storage.size
     if blocks > plan.MOST_BLOCKS:
         return None
     shared = p.with_tails(storage.shared)
-    return _launch(_kernel(templates, p, key), blocks, storage.shape.threads, shared, p.columns, p.row_stride, p.scale)
+    return _launch(
+        _kernel(templates, p, key), blocks, storage.shape.threads, shared, p.columns, p.row_stride, p.scale
+    )
 
 
 def _launch(kernel: driver.Launch, blocks: int, threads: int, shared: int, *numbers: float) -> Run:
@@ -201,11 +226,18 @@ def warp_keys(options: Iterable[int]) -> list[Key]:
 
 
 def _instances(templates: tuple[Template, Template], dtype: torch.dtype, keys: Keys) -> list[Kernel]:
-    found = [(backward, (dtype, *key, *flags)) for backward in (False, True) for flags in EXACT_LOG for key in keys(backward, flags[0])]
+    found = [
+        (backward, (dtype, *key, *flags))
+        for backward in (False, True)
+        for flags in EXACT_LOG
+        for key in keys(backward, flags[0])
+    ]
     return [templates[backward][arguments] for backward, arguments in dict.fromkeys(found)]
 
 
-def _shared_keys(shapes: tuple[plan.Shapes, plan.Shapes], itemsize: int, sizes: Iterable[tuple[int, ...]] = ((),)) -> Keys:
+def _shared_keys(
+    shapes: tuple[plan.Shapes, plan.Shapes], itemsize: int, sizes: Iterable[tuple[int, ...]] = ((),)
+) -> Keys:
     """The keys of v9 and v10: shapes for blocks that share rows, and for v9 the sizes of clusters."""
 
     def keys(backward: bool, exact: bool) -> list[Key]:
@@ -222,6 +254,8 @@ INSTANCES: tuple[Callable[[torch.dtype], list[Kernel]], ...] = (  # of v6 to v10
         *(template[dtype] for template in (*_SCAN, *_WRITE)),
     ],
     lambda dtype: _instances(_V8, dtype, lambda backward, _: plan.BLOCKS[backward][dtype.itemsize]),
-    lambda dtype: _instances(_V9, dtype, _shared_keys(plan.CLUSTERS, dtype.itemsize, [(size,) for size in plan.CLUSTER_SIZES])),
+    lambda dtype: _instances(
+        _V9, dtype, _shared_keys(plan.CLUSTERS, dtype.itemsize, [(size,) for size in plan.CLUSTER_SIZES])
+    ),
     lambda dtype: _instances(_V10, dtype, _shared_keys(plan.MANY_BLOCKS, dtype.itemsize)),
 )

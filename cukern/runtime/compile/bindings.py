@@ -1,5 +1,6 @@
-"""NVRTC, CUDA's driver and its runtime as CuPy binds them. Where CuPy is not installed, as in a package of the
-Hugging Face Hub, the same functions call the libraries through ctypes; a launch then takes longer on the host.
+"""NVRTC, CUDA's driver and its runtime as CuPy binds them. Where CuPy is not installed, as in a package of
+the Hugging Face Hub, the same functions call the libraries through ctypes; a launch then takes longer on the
+host.
 """
 
 import ctypes
@@ -44,7 +45,8 @@ def nvrtc(libraries: Sequence[str]) -> Any:
 
 @functools.cache
 def driver() -> Any:
-    """Its launchKernel, funcGetAttribute, funcSetAttribute, ctxGetCurrent, ctxSetCurrent and CUDADriverError."""
+    """Its launchKernel, funcGetAttribute, funcSetAttribute, ctxGetCurrent, ctxSetCurrent and
+    CUDADriverError."""
     if has_cupy():
         from cupy_backends.cuda.api import driver
 
@@ -61,7 +63,9 @@ def driver() -> Any:
     return SimpleNamespace(
         CUDADriverError=CUDADriverError,
         launchKernel=launch_kernel,
-        funcGetAttribute=lambda attribute, function: _int(call("cuFuncGetAttribute", "PIP"), attribute, function),
+        funcGetAttribute=lambda attribute, function: _int(
+            call("cuFuncGetAttribute", "PIP"), attribute, function
+        ),
         funcSetAttribute=call("cuFuncSetAttribute", "PII"),
         ctxGetCurrent=lambda: _pointer(call("cuCtxGetCurrent", "P")),
         ctxSetCurrent=call("cuCtxSetCurrent", "P"),
@@ -81,7 +85,9 @@ def runtime() -> Any:
         device = _int(call("cuDeviceGet", "PI"), index)
         return _int(call("cuDeviceGetAttribute", "PII"), attribute, device)
 
-    return SimpleNamespace(driverGetVersion=lambda: _int(call("cuDriverGetVersion", "P")), deviceGetAttribute=attribute_of)
+    return SimpleNamespace(
+        driverGetVersion=lambda: _int(call("cuDriverGetVersion", "P")), deviceGetAttribute=attribute_of
+    )
 
 
 def function_of(cubin: bytes, symbol: str) -> int:
@@ -93,8 +99,8 @@ def function_of(cubin: bytes, symbol: str) -> int:
 
 
 def _checked(library: ctypes.CDLL) -> Any:
-    """A function that gives a function of the driver by its name and the types of its arguments: P, a pointer or
-    bytes, or I, an int. It raises CUDADriverError."""
+    """A function that gives a function of the driver by its name and the types of its arguments: P, a pointer
+    or bytes, or I, an int. It raises CUDADriverError."""
 
     @functools.cache
     def find(name: str, types: str) -> Any:

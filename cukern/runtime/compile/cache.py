@@ -1,8 +1,10 @@
-"""The cache of compiled kernels on disk. Each entry is one file, written atomically, with a SHA-256 over its key and content.
+"""The cache of compiled kernels on disk. Each entry is one file, written atomically, with a SHA-256 over its
+key and content.
 
-A folder or file is read only if it belongs to this user or to root and no other user has write permission. (Permissions of parent
-folders do not matter: another user who replaces the folder becomes its owner.) A folder that cannot be written, such as one in a
-container image, is read, and new entries go to the next folder.
+A folder or file is read only if it belongs to this user or to root and no other user has write permission.
+(Permissions of parent folders do not matter: another user who replaces the folder becomes its owner.) A
+folder that cannot be written, such as one in a container image, is read, and new entries go to the next
+folder.
 """
 
 import contextlib
@@ -28,7 +30,8 @@ _UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 
 @dataclass(frozen=True)
 class Report:
-    """Resources of a kernel from ptxas: registers and bytes of spills and stack per thread, and bytes of static shared memory."""
+    """Resources of a kernel from ptxas: registers and bytes of spills and stack per thread, and bytes of
+    static shared memory."""
 
     registers: int
     spill_stores: int
@@ -39,8 +42,8 @@ class Report:
 
 @dataclass(frozen=True)
 class Cubin:
-    """A compiled kernel: its code (PTX if `arch` is virtual), the symbol of its entry, the mangled types of its parameters, and the host
-    functions that were taken out of the text."""
+    """A compiled kernel: its code (PTX if `arch` is virtual), the symbol of its entry, the mangled types of
+    its parameters, and the host functions that were taken out of the text."""
 
     code: bytes
     symbol: str
@@ -59,7 +62,8 @@ def cache_dir() -> Path:
 
 
 def candidates() -> Iterator[Path]:
-    """Folders for compiled kernels in order of preference: $CUKERN_CACHE_DIR, the user's cache folder, one for temporary files."""
+    """Folders for compiled kernels in order of preference: $CUKERN_CACHE_DIR, the user's cache folder, one
+    for temporary files."""
     if named := os.environ.get("CUKERN_CACHE_DIR"):
         yield Path(named).absolute()
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
@@ -83,7 +87,9 @@ def give_cupy_a_cache() -> None:
             Path("~/.cupy/kernel_cache").expanduser().mkdir(parents=True, exist_ok=True)
         except (OSError, RuntimeError):
             own = temporary_dir()
-            os.environ["CUPY_CACHE_DIR"] = tempfile.mkdtemp(prefix="cukern-cupy-") if refusal(own) else str(own / "cupy")
+            os.environ["CUPY_CACHE_DIR"] = (
+                tempfile.mkdtemp(prefix="cukern-cupy-") if refusal(own) else str(own / "cupy")
+            )
 
 
 def refusal(folder: Path) -> str | None:
@@ -116,7 +122,8 @@ def target() -> Path | None:
 
 
 def _foreign(status: os.stat_result, *owners: int) -> str | None:
-    """The reason why another user could have written the file with this status, or None. `owners`: further owners to check."""
+    """The reason why another user could have written the file with this status, or None. `owners`: further
+    owners to check."""
     if hasattr(os, "geteuid"):
         for owner in {status.st_uid, *owners} - {0, os.geteuid()}:
             return f"it belongs to user {owner}"
@@ -143,7 +150,10 @@ def read(key: str) -> Cubin | None:
             why = error.strerror
         except _UNREADABLE:
             why = "corrupt"
-        _warn_once(f"cukern found entries in its cache {folder} that it cannot use ({why}); it compiles these kernels again")
+        _warn_once(
+            f"cukern found entries in its cache {folder} that it cannot use ({why}); it compiles these "
+            f"kernels again"
+        )
     return None
 
 
@@ -162,12 +172,18 @@ def write(key: str, cubin: Cubin) -> None:
     body = json.dumps(facts).encode() + b"\n" + code
     folder = target()
     if folder is None:
-        return _warn_once("cukern has no cache that it can write: every process compiles its kernels again; `cukern doctor` says more")
+        return _warn_once(
+            "cukern has no cache that it can write: every process compiles its kernels again; `cukern "
+            "doctor` says more"
+        )
     try:
         _sweep(folder)
         _write_atomically(folder / (key + SUFFIX), _digest(key, body) + b"\n" + body)
     except OSError as error:
-        _warn_once(f"cukern cannot write its cache {folder} ({error.strerror}): every process compiles its kernels again")
+        _warn_once(
+            f"cukern cannot write its cache {folder} ({error.strerror}): every process compiles its kernels "
+            f"again"
+        )
 
 
 def _digest(key: str, body: bytes) -> bytes:
@@ -184,8 +200,11 @@ def _decode(key: str, content: bytes) -> Cubin:
 
 
 def _content(path: Path) -> bytes:
-    """The content of an entry. Raises OSError or ValueError for other files. O_NONBLOCK: opening a FIFO must not block."""
-    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NONBLOCK", 0))) as file:
+    """The content of an entry. Raises OSError or ValueError for other files. O_NONBLOCK: opening a FIFO must
+    not block."""
+    with open(
+        path, "rb", opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NONBLOCK", 0))
+    ) as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode) or status.st_size > _LARGEST:
             raise ValueError("not a regular file, or too large")

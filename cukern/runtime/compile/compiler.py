@@ -1,7 +1,8 @@
-"""Compiles one kernel of a .cu file with NVRTC to a cubin, with a report of registers, spills and shared memory. Needs no GPU.
+"""Compiles one kernel of a .cu file with NVRTC to a cubin, with a report of registers, spills and shared
+memory. Needs no GPU.
 
-CuPy's `RawModule(code=...)` is not used to compile: it cannot target sm_90a before NVRTC 12.9, forces -ftz=true, and its cache does not
-notice edits of included headers.
+CuPy's `RawModule(code=...)` is not used to compile: it cannot target sm_90a before NVRTC 12.9, forces
+-ftz=true, and its cache does not notice edits of included headers.
 """
 
 import contextlib
@@ -40,7 +41,8 @@ class SetupError(RuntimeError):
 
 @dataclass(frozen=True)
 class Ptx:
-    """A kernel in PTX with line information, the symbol of its entry, and the mangled types of its parameters."""
+    """A kernel in PTX with line information, the symbol of its entry, and the mangled types of its
+    parameters."""
 
     text: str
     symbol: str
@@ -48,13 +50,14 @@ class Ptx:
     removed: Sequence[str] = ()
 
 
-# By cache key. dict.setdefault is atomic: two threads get the same lock. RLock: a signal handler may request the kernel that its own thread
-# is compiling.
+# By cache key. dict.setdefault is atomic: two threads get the same lock. RLock: a signal handler may request
+# the kernel that its own thread is compiling.
 _compile_locks: dict[str, contextlib.AbstractContextManager] = {}
 
 
 def arch_of(capability: tuple[int, int]) -> str:
-    """NVRTC's name of an architecture. From 9.0 on the "a" variant, which has the architecture-specific instructions, such as wgmma."""
+    """NVRTC's name of an architecture. From 9.0 on the "a" variant, which has the architecture-specific
+    instructions, such as wgmma."""
     number = capability[0] * 10 + capability[1]
     return f"sm_{number}a" if number >= 90 else f"sm_{number}"
 
@@ -64,7 +67,9 @@ def compile_kernel(source: Source, name: str, arch: str) -> Cubin:
 
     Raises CompileError with the compiler's log, and SetupError if NVRTC is not available.
     """
-    key = hashlib.sha256("\0".join((arch, nvrtc_version(), *OPTIONS, name, source.digest())).encode()).hexdigest()
+    key = hashlib.sha256(
+        "\0".join((arch, nvrtc_version(), *OPTIONS, name, source.digest())).encode()
+    ).hexdigest()
     if cached := cache.read(key):
         return cached
     with no_fork(), _compile_locks.setdefault(key, threading.RLock()):
@@ -73,21 +78,27 @@ def compile_kernel(source: Source, name: str, arch: str) -> Cubin:
             removed = list[str]()
             with compiled(source, (name, probe(name)), arch, removed) as (program, (symbol, signature), log):
                 # CuPy drops the last byte of a cubin, a zero, which disassemblers need.
-                code = _shared_ptx(nvrtc().getPTX(program), source) if arch.startswith("compute_") else nvrtc().getCUBIN(program) + b"\0"
+                code = (
+                    _shared_ptx(nvrtc().getPTX(program), source)
+                    if arch.startswith("compute_")
+                    else nvrtc().getCUBIN(program) + b"\0"
+                )
             cubin = Cubin(code, symbol, arch, parse_report(log, symbol), signature, removed)
             cache.write(key, cubin)
     return cubin
 
 
 def compile_ptx(source: Source, name: str, arch: str = "compute_90a") -> Ptx:
-    """Compile the kernel `name` to PTX for the virtual architecture `arch`, or take it from the cache. Raises as compile_kernel does."""
+    """Compile the kernel `name` to PTX for the virtual architecture `arch`, or take it from the cache. Raises
+    as compile_kernel does."""
     compiled = compile_kernel(source, name, arch)
     text = _FILE.sub(lambda match: match[1] + source.path_of(match[2]), compiled.code.decode())
     return Ptx(text, compiled.symbol, compiled.signature, compiled.removed)
 
 
 def _shared_ptx(code: bytes, source: Source) -> bytes:
-    """PTX for the cache, which checkouts with the same content share: it names files relative to the source."""
+    """PTX for the cache, which checkouts with the same content share: it names files relative to the
+    source."""
     names = {str(path): source.name_of(path) for path in (source.path, *source.program.files)}
     return _FILE.sub(lambda match: match[1] + names.get(match[2], match[2]), code.decode()).encode()
 
@@ -97,7 +108,8 @@ def _shared_ptx(code: bytes, source: Source) -> bytes:
 
 @functools.cache
 def nvrtc_version() -> str:
-    """Version of the NVRTC in use, from its wheel's metadata if possible, because loading NVRTC imports CuPy."""
+    """Version of the NVRTC in use, from its wheel's metadata if possible, because loading NVRTC imports
+    CuPy."""
     found = []
     for wheel in ("nvidia-cuda-nvrtc-cu12", "nvidia-cuda-nvrtc"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -107,8 +119,8 @@ def nvrtc_version() -> str:
 
 @functools.cache
 def nvrtc() -> Any:
-    """CuPy's binding of NVRTC, or without CuPy one of the same functions. Raises SetupError with the command that
-    installs what is missing."""
+    """CuPy's binding of NVRTC, or without CuPy one of the same functions. Raises SetupError with the command
+    that installs what is missing."""
     try:
         binding = bindings.nvrtc(_libraries() if not bindings.has_cupy() else ())
     except Exception as error:
@@ -119,7 +131,8 @@ def nvrtc() -> Any:
         binding.getVersion()
     except Exception:
         try:
-            for library in _libraries():  # CuPy before 14 does not search them, but finds a library that is already loaded
+            # CuPy before 14 does not search them, but finds a library that is already loaded
+            for library in _libraries():
                 ctypes.CDLL(library)
             binding.getVersion()
         except Exception as error:
@@ -160,10 +173,12 @@ def cuda_include() -> Path:
 
 @functools.cache
 def _more_includes() -> list[Path]:
-    """The folders of other headers of NVIDIA: CCCL for cuda::std, cuda::atomic and CUB, from its wheel or from CuPy, which ships a copy;
-    NVCC for mma.h; curand_kernel.h."""
+    """The folders of other headers of NVIDIA: CCCL for cuda::std, cuda::atomic and CUB, from its wheel or
+    from CuPy, which ships a copy; NVCC for mma.h; curand_kernel.h."""
     folders = [cuda_include() / "cccl"]  # CUDA 13
-    folders += [root / part / "include" for root in _wheel_folders() for part in ("cuda_cccl", "cuda_nvcc", "curand")]
+    folders += [
+        root / part / "include" for root in _wheel_folders() for part in ("cuda_cccl", "cuda_nvcc", "curand")
+    ]
     spec = importlib.util.find_spec("cupy")  # not imported: cupy takes 0.3 s
     for root in map(Path, (spec and spec.submodule_search_locations) or ()):
         folders += [root / "_core/include/cupy/_cccl" / part for part in ("libcudacxx", "cub", "thrust")]
@@ -171,9 +186,12 @@ def _more_includes() -> list[Path]:
 
 
 @contextlib.contextmanager
-def compiled(source: Source, names: Sequence[str], arch: str, removed: list[str] | None = None) -> Iterator[tuple[int, list[str], str]]:
-    """Compile several kernels of a source as one NVRTC program. Yields the program, the kernels' symbols and the log. Raises as
-    compile_kernel does. Appends the host functions that had to be taken out to `removed`."""
+def compiled(
+    source: Source, names: Sequence[str], arch: str, removed: list[str] | None = None
+) -> Iterator[tuple[int, list[str], str]]:
+    """Compile several kernels of a source as one NVRTC program. Yields the program, the kernels' symbols and
+    the log. Raises as compile_kernel does. Appends the host functions that had to be taken out to
+    `removed`."""
     headers = source.program.headers
     program, log = _try(source, source.program.text, headers, names, arch)
     host = None
@@ -191,11 +209,16 @@ def compiled(source: Source, names: Sequence[str], arch: str, removed: list[str]
 
                 host = HostCode(source.host_program)
             except ImportError as error:
-                log += f"\nhost functions are found with libclang, which cannot be loaded ({error}). Run: pip install libclang"
+                log += (
+                    f"\nhost functions are found with libclang, which cannot be loaded ({error}). Run: pip "
+                    f"install libclang"
+                )
                 break
     taken = host.removed if host else ()
     if program is None:
-        log = _explained(log, source) + "".join(f"\ntaken out as host code: {', '.join(taken)}" for _ in taken[:1])
+        log = _explained(log, source) + "".join(
+            f"\ntaken out as host code: {', '.join(taken)}" for _ in taken[:1]
+        )
         raise CompileError(f"{names[0]} does not compile for {arch} with NVRTC {nvrtc_version()}\n{log}")
     if removed is not None:
         removed.extend(taken)
@@ -206,11 +229,18 @@ def compiled(source: Source, names: Sequence[str], arch: str, removed: list[str]
         nvrtc().destroyProgram(program)
 
 
-def _try(source: Source, text: str, headers: Mapping[str, str], names: Sequence[str], arch: str) -> tuple[int | None, str]:
+def _try(
+    source: Source, text: str, headers: Mapping[str, str], names: Sequence[str], arch: str
+) -> tuple[int | None, str]:
     """NVRTC's program, or None if it does not compile, and the log."""
     binding = nvrtc()
     includes_ = [cuda_include(), *_more_includes()]
-    options: tuple[str, ...] = (*OPTIONS, f"--gpu-architecture={arch}", *(f"-I{folder}" for folder in includes_), *source.options)
+    options: tuple[str, ...] = (
+        *OPTIONS,
+        f"--gpu-architecture={arch}",
+        *(f"-I{folder}" for folder in includes_),
+        *source.options,
+    )
     if source.foreign:
         options += ("--device-as-default-execution-space",)
     if binding.getVersion() >= (12, 9):
@@ -235,27 +265,41 @@ def _try(source: Source, text: str, headers: Mapping[str, str], names: Sequence[
 def _explained(log: str, source: Source) -> str:
     """NVRTC's log with real file names and hints."""
     log = log.replace(f"{NOWHERE}/<", "<").replace(f"{NOWHERE}/", "/").replace(": Not a directory", "")
-    consequence = r"__nv_name_map\(\d+\): error:[^\n]*\n[^\n]*cukern_signature[^\n]*\n[^\n]*\n+"  # follows from the other errors
+    # follows from the other errors
+    consequence = r"__nv_name_map\(\d+\): error:[^\n]*\n[^\n]*cukern_signature[^\n]*\n[^\n]*\n+"
     log = re.sub(consequence, "", log)
     log = re.sub(r"ptxas (?:info|  ).*\n", "", log.replace("\0", "")).rstrip()
     log += hint(log)
     missing = re.search(r'cannot open source file "([^"]+)"', log)
     if missing and (source.folder / missing[1]).is_file():
-        log += f"\ncukern found no #include or #define with the literal name {missing[1]!r}: write one, so that it can follow edits"
+        log += (
+            f"\ncukern found no #include or #define with the literal name {missing[1]!r}: write one, so "
+            f"that it can follow edits"
+        )
     wheel = header_wheel(missing[1], nvrtc().getVersion()[0]) if missing else ""
     return log + (f"\nThe header is in one of NVIDIA's wheels. Run: pip install {wheel}" if wheel else "")
 
 
 def header_wheel(header: str, major: int) -> str:
     """The wheel of NVIDIA that has a header, for a major version of CUDA, or ""."""
-    parts = {"nv/": "cuda-cccl", "cuda/": "cuda-cccl", "cub/": "cuda-cccl", "thrust/": "cuda-cccl", "curand": "curand"}
+    parts = {
+        "nv/": "cuda-cccl",
+        "cuda/": "cuda-cccl",
+        "cub/": "cuda-cccl",
+        "thrust/": "cuda-cccl",
+        "curand": "curand",
+    }
     parts |= {"crt/": "cuda-nvcc" if major == 12 else "cuda-crt"}
     part = next((part for start, part in parts.items() if header.startswith(start)), "")
     return part and f"nvidia-{part}{'-cu12' if major == 12 else ''}"
 
 
 def parse_report(log: str, symbol: str) -> Report:
-    """The resources of a kernel from the log of `ptxas -v`: the lines after the symbol's "Compiling entry function"."""
+    """The resources of a kernel from the log of `ptxas -v`: the lines after the symbol's "Compiling entry
+    function"."""
     block = log.split(f"Compiling entry function '{symbol}'", 1)[-1].split("Compiling entry function", 1)[0]
-    fields = ("registers", "bytes spill stores", "bytes spill loads", "bytes stack frame", "bytes smem")  # in the order of Report
-    return Report(*(int(number[1]) if (number := re.search(rf"(\d+) {field}", block)) else 0 for field in fields))
+    # in the order of Report
+    fields = ("registers", "bytes spill stores", "bytes spill loads", "bytes stack frame", "bytes smem")
+    return Report(
+        *(int(number[1]) if (number := re.search(rf"(\d+) {field}", block)) else 0 for field in fields)
+    )

@@ -1,7 +1,7 @@
 """Makes os.fork safe while other threads compile.
 
-A child process inherits the locks that these threads hold, but not the threads, and would deadlock. So a fork waits until no other thread
-compiles, and new compilations wait for the fork.
+A child process inherits the locks that these threads hold, but not the threads, and would deadlock. So a fork
+waits until no other thread compiles, and new compilations wait for the fork.
 """
 
 import contextlib
@@ -38,7 +38,8 @@ def no_fork() -> Iterator[None]:
 
 
 class cached_property(Generic[_Value]):
-    """functools.cached_property without the lock that it has before Python 3.12, which a child process could inherit."""
+    """functools.cached_property without the lock that it has before Python 3.12, which a child process could
+    inherit."""
 
     def __init__(self, function: Callable[[Any], _Value]):
         self.function, self.__doc__ = function, function.__doc__

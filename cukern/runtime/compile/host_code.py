@@ -1,9 +1,10 @@
 """Takes host functions out of a program that NVRTC does not compile as it is.
 
-libclang finds the functions, with macros expanded. Only the functions in which NVRTC reports an error are changed: the body becomes a call
-that cannot be linked, and the declaration stays, so that no overload or specialization is lost. A function whose declaration has the error
-is removed if the rest of the program never names it. Constants, types, directives, and functions that are `__device__`, `__global__` or
-constexpr are never changed: their error is the answer.
+libclang finds the functions, with macros expanded. Only the functions in which NVRTC reports an error are
+changed: the body becomes a call that cannot be linked, and the declaration stays, so that no overload or
+specialization is lost. A function whose declaration has the error is removed if the rest of the program never
+names it. Constants, types, directives, and functions that are `__device__`, `__global__` or constexpr are
+never changed: their error is the answer.
 """
 
 import re
@@ -15,12 +16,33 @@ from cukern.runtime.compile.sources import DIRECTIVE, NOWHERE, Program, blanked
 
 _ERROR = re.compile(r"^(.+)\((\d+)\): (?:\w+ )?error", re.MULTILINE)
 _BODY = "{::cukern_host_code_was_removed();"  # declared in kernels_cu/std/host.h and never defined
-_NEVER = {"__device__", "__global__", "__constant__", "constexpr", "consteval", "auto", "CUDADEVICE_ATTR", "CUDAGLOBAL_ATTR"}
-_OTHER = {"struct", "class", "union", "enum", "namespace", "using", "typedef", "template", "static_assert", "extern", "operator"}
+_NEVER = {
+    "__device__", "__global__", "__constant__", "constexpr", "consteval", "auto", "CUDADEVICE_ATTR",
+    "CUDAGLOBAL_ATTR",
+}  # fmt: skip
+_OTHER = {
+    "struct", "class", "union", "enum", "namespace", "using", "typedef", "template", "static_assert",
+    "extern", "operator",
+}  # fmt: skip
 _IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
 _IF = re.compile(r"\s*(?:#|%:)\s*(?:if|el|endif)")
-_SCOPES = ["NAMESPACE", "LINKAGE_SPEC", "UNEXPOSED_DECL", "CLASS_DECL", "STRUCT_DECL", "UNION_DECL", "CLASS_TEMPLATE"]
-_FUNCTIONS = ["FUNCTION_DECL", "FUNCTION_TEMPLATE", "CXX_METHOD", "CONSTRUCTOR", "DESTRUCTOR", "CONVERSION_FUNCTION"]
+_SCOPES = [
+    "NAMESPACE",
+    "LINKAGE_SPEC",
+    "UNEXPOSED_DECL",
+    "CLASS_DECL",
+    "STRUCT_DECL",
+    "UNION_DECL",
+    "CLASS_TEMPLATE",
+]
+_FUNCTIONS = [
+    "FUNCTION_DECL",
+    "FUNCTION_TEMPLATE",
+    "CXX_METHOD",
+    "CONSTRUCTOR",
+    "DESTRUCTOR",
+    "CONVERSION_FUNCTION",
+]
 _CLANG = re.findall(
     r"\S+",
     """-x cuda -std=c++17 -nocudainc -nocudalib -nostdinc -nostdinc++ -nobuiltininc --cuda-host-only
@@ -34,8 +56,8 @@ _CLANG = re.findall(
 
 @dataclass(frozen=True)
 class Function:
-    """A host function: its place in the program's text `file`, in bytes, and its lines in the user's file `path`. `body`: the place of its
-    body, or None. `whole`: True if all of it may be removed."""
+    """A host function: its place in the program's text `file`, in bytes, and its lines in the user's file
+    `path`. `body`: the place of its body, or None. `whole`: True if all of it may be removed."""
 
     name: str
     file: str
@@ -52,8 +74,12 @@ class HostCode:
 
     def __init__(self, program: Program):
         self.texts = {program.name: program.text, **program.headers}
-        self._raw = {name: text.encode().decode("latin-1") for name, text in self.texts.items()}  # one character per byte
-        self._paths = {program.name: program.path, **{name: name.removeprefix(NOWHERE) for name in program.headers}}
+        # one character per byte
+        self._raw = {name: text.encode().decode("latin-1") for name, text in self.texts.items()}
+        self._paths = {
+            program.name: program.path,
+            **{name: name.removeprefix(NOWHERE) for name in program.headers},
+        }
         self._main = program.name
         self._functions = list(self._found())
         self._cuts: dict[Function, tuple[int, int]] = {}
@@ -65,7 +91,8 @@ class HostCode:
         return tuple(f"{f.name} ({f.path.rpartition('/')[2]}:{f.lines[0]}-{f.lines[1]})" for f in cuts)
 
     def cut(self, log: str) -> bool:
-        """Take out more functions, those in which NVRTC's log reports errors. False if there are none, or none may be taken out."""
+        """Take out more functions, those in which NVRTC's log reports errors. False if there are none, or
+        none may be taken out."""
         before = dict(self._cuts)
         places = {(path, int(line)) for path, line in _ERROR.findall(log)}
         for function in self._functions:
@@ -90,13 +117,23 @@ class HostCode:
         for function, (start, end) in sorted(self._cuts.items(), key=lambda item: item[1]):
             if function.file == name and start >= at:
                 inside, is_body = text[start:end], (start, end) == function.body
-                pieces += text[at:start], filler if is_body else ";", _only_directives(inside), "}" if is_body else ""
+                pieces += (
+                    text[at:start],
+                    filler if is_body else ";",
+                    _only_directives(inside),
+                    "}" if is_body else "",
+                )
                 at = end
         return "".join((*pieces, text[at:]))
 
     def _remaining_names(self) -> set[str]:
-        """All identifiers of the program but for those in comments, strings, and functions that were taken out."""
-        return {word for name in self._raw for word in _IDENTIFIER.findall(blanked(self._without(name), literals=True))}
+        """All identifiers of the program but for those in comments, strings, and functions that were taken
+        out."""
+        return {
+            word
+            for name in self._raw
+            for word in _IDENTIFIER.findall(blanked(self._without(name), literals=True))
+        }
 
     # ---- libclang
 
@@ -108,7 +145,8 @@ class HostCode:
         except cindex.LibclangError as error:
             raise ImportError(str(error)) from error
         files = [(name, text) for name, text in self.texts.items() if name.startswith(NOWHERE)]
-        unit = index.parse(self._main, _CLANG, unsaved_files=files, options=1 | 0x200)  # a record of macros; keep going
+        # a record of macros; keep going
+        unit = index.parse(self._main, _CLANG, unsaved_files=files, options=1 | 0x200)
         macros: dict[str, set[str]] = {}
         for cursor in unit.cursor.get_children():
             if cursor.kind.name == "MACRO_DEFINITION" and cursor.location.file:
@@ -118,12 +156,18 @@ class HostCode:
         cursors = list(_declarations(unit.cursor))
         places = [(c.location.file.name, c.extent.start.offset) for c, _ in cursors]
         for cursor, in_class in cursors:
-            if cursor.kind.name in _FUNCTIONS and cursor.is_definition() and "#line 1 " in self._raw[cursor.location.file.name]:
+            if (
+                cursor.kind.name in _FUNCTIONS
+                and cursor.is_definition()
+                and "#line 1 " in self._raw[cursor.location.file.name]
+            ):
                 alone = places.count((cursor.location.file.name, cursor.extent.start.offset)) == 1
                 if function := self._function(cursor, in_class, macros, alone):
                     yield function
 
-    def _function(self, cursor: Any, in_class: bool, macros: dict[str, set[str]], alone: bool) -> Function | None:
+    def _function(
+        self, cursor: Any, in_class: bool, macros: dict[str, set[str]], alone: bool
+    ) -> Function | None:
         """The function of a cursor, or None if it may not be changed."""
         file, start, end = cursor.location.file.name, cursor.extent.start.offset, cursor.extent.end.offset
         text, children = self._raw[file], list(cursor.get_children())
@@ -134,7 +178,9 @@ class HostCode:
             return None
         # Without a body of its own, a macro makes the function.
         alone = body is not None or (alone and not names & _OTHER)
-        whole = alone and cursor.kind.name == "FUNCTION_DECL" and not (in_class or head.startswith("template"))
+        whole = (
+            alone and cursor.kind.name == "FUNCTION_DECL" and not (in_class or head.startswith("template"))
+        )
         if not (body or whole):
             return None
         above, path = text.index("#line 1 "), self._paths[file]
@@ -150,9 +196,14 @@ def _body(text: str, start: int, children: list[Any]) -> tuple[int, int] | None:
 
 
 def _declarations(cursor: Any, in_class: bool = False) -> Iterator[tuple[Any, bool]]:
-    """The declarations of a translation unit, at the level of namespaces and classes, and whether each is in a class."""
+    """The declarations of a translation unit, at the level of namespaces and classes, and whether each is in
+    a class."""
     for child in cursor.get_children():
-        if child.location.file is None or not child.location.file.name.startswith(NOWHERE) or child.kind.is_preprocessing():
+        if (
+            child.location.file is None
+            or not child.location.file.name.startswith(NOWHERE)
+            or child.kind.is_preprocessing()
+        ):
             continue
         if "/kernels_cu/std/" not in child.location.file.name:
             yield child, in_class

@@ -1,7 +1,7 @@
 """A kernel's parameters as the compiler saw them; packs arguments for a launch.
 
-The parameter types come from the mangled name of `cukern_signature<decltype(&kernel)>`, a template in PROBE. An argument of the wrong type
-raises an error; without the check, the GPU would reinterpret its bits.
+The parameter types come from the mangled name of `cukern_signature<decltype(&kernel)>`, a template in PROBE.
+An argument of the wrong type raises an error; without the check, the GPU would reinterpret its bits.
 """
 
 import ctypes
@@ -15,11 +15,17 @@ from typing import Any
 import numpy as np
 import torch
 
-CTYPES = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16", torch.float32: "float", torch.float64: "double"}
+CTYPES = {
+    torch.float16: "__half",
+    torch.bfloat16: "__nv_bfloat16",
+    torch.float32: "float",
+    torch.float64: "double",
+}
 
 PROBE = '\n\n#line 1 "/cukern_signature"\ntemplate <class F> __global__ void cukern_signature(F) {}\n'
 
-# By the letter in a mangled name: the C++ type, its `struct` format if it can be passed by value, and the dtypes of tensors for a pointer.
+# By the letter in a mangled name: the C++ type, its `struct` format if it can be passed by value, and the
+# dtypes of tensors for a pointer.
 _TYPES: dict[str, tuple[str, str, tuple[torch.dtype, ...]]] = {
     "v": ("void", "", ()),  # void* accepts any tensor
     "b": ("bool", "?", (torch.bool,)),
@@ -37,10 +43,19 @@ _TYPES: dict[str, tuple[str, str, tuple[torch.dtype, ...]]] = {
     "f": ("float", "f", (torch.float32,)),
     "d": ("double", "d", (torch.float64,)),
 }
-_OTHERS = {"n": "__int128", "o": "unsigned __int128", "e": "long double", "w": "wchar_t", "Dn": "nullptr_t", "Ds": "char16_t"}
+_OTHERS = {
+    "n": "__int128",
+    "o": "unsigned __int128",
+    "e": "long double",
+    "w": "wchar_t",
+    "Dn": "nullptr_t",
+    "Ds": "char16_t",
+}
 _BUILTINS = {letter: name for letter, (name, _, _) in _TYPES.items()} | _OTHERS
 _SCALARS = {name: form for name, form, _ in _TYPES.values() if form} | {"__half": "e"}
-_POINTEES = {name: dtypes for name, _, dtypes in _TYPES.values()} | {name: (dtype,) for dtype, name in CTYPES.items()}
+_POINTEES = {name: dtypes for name, _, dtypes in _TYPES.values()} | {
+    name: (dtype,) for dtype, name in CTYPES.items()
+}
 _SCALARS["__nv_bfloat16"] = "H"
 _POINTEES |= {"__half2": (torch.float16,), "__nv_bfloat162": (torch.bfloat16,)}
 _POINTEES |= {"__nv_fp8_e4m3": (torch.float8_e4m3fn,), "__nv_fp8_e5m2": (torch.float8_e5m2,)}
@@ -55,7 +70,8 @@ for _letter in "chstijlmxyfd":  # vectors, such as uchar4
 
 @dataclass(frozen=True)
 class Param:
-    """One parameter: its name, its C++ type without qualifiers, and whether it is a pointer. `size`: bytes of a struct or vector."""
+    """One parameter: its name, its C++ type without qualifiers, and whether it is a pointer. `size`: bytes of
+    a struct or vector."""
 
     name: str
     ctype: str
@@ -84,13 +100,17 @@ class Param:
 
 
 def probe(kernel: str) -> str:
-    """An NVRTC name expression whose mangled name contains the kernel's parameter types. The program must end with PROBE."""
+    """An NVRTC name expression whose mangled name contains the kernel's parameter types. The program must end
+    with PROBE."""
     return f"cukern_signature<decltype(&{kernel})>"
 
 
-def params(kernel: str, mangled: str, text: str = "", ptx: Callable[[], tuple[str, str]] = lambda: ("", "")) -> tuple[Param, ...]:
-    """The parameters from the mangled name of a kernel's probe. Their names come from the text of the parameter list, if it matches, and
-    the sizes of structs from `ptx()`, the text and the symbol of the kernel in PTX.
+def params(
+    kernel: str, mangled: str, text: str = "", ptx: Callable[[], tuple[str, str]] = lambda: ("", "")
+) -> tuple[Param, ...]:
+    """The parameters from the mangled name of a kernel's probe. Their names come from the text of the
+    parameter list, if it matches, and the sizes of structs from `ptx()`, the text and the symbol of the
+    kernel in PTX.
 
     Raises TypeError for a type that cannot be passed.
     """
@@ -98,17 +118,25 @@ def params(kernel: str, mangled: str, text: str = "", ptx: Callable[[], tuple[st
     names = [_name_in(declaration) for declaration in split_list(text)]
     if len(names) != len(types):
         names = [""] * len(types)
-    found = [_param(kernel, name or f"arg{i}", ctype) for i, (name, ctype) in enumerate(zip(names, types, strict=True))]
+    found = [
+        _param(kernel, name or f"arg{i}", ctype)
+        for i, (name, ctype) in enumerate(zip(names, types, strict=True))
+    ]
     if any(p.size for p in found):
         layout = _layout(*ptx())
         for i, (align, size) in enumerate(layout):
             if found[i].size:  # an enum is no array of bytes
-                found[i] = replace(found[i], size=size, align=align) if size else Param(found[i].name, "int", pointer=False)
+                found[i] = (
+                    replace(found[i], size=size, align=align)
+                    if size
+                    else Param(found[i].name, "int", pointer=False)
+                )
     return tuple(found)
 
 
 def _layout(ptx: str, symbol: str) -> list[tuple[int, int]]:
-    """The alignment and the size in bytes of each parameter that is an array of bytes in PTX, as structs are; zeros for the others."""
+    """The alignment and the size in bytes of each parameter that is an array of bytes in PTX, as structs are;
+    zeros for the others."""
     found = []
     for param in ptx.partition(f".entry {symbol}(")[2].partition(")")[0].split(","):
         align, size = re.search(r"\.align (\d+)", param), re.search(r"\[(\d+)\]", param)
@@ -117,18 +145,27 @@ def _layout(ptx: str, symbol: str) -> list[tuple[int, int]]:
 
 
 def _param(kernel: str, name: str, ctype: str) -> Param:
-    pointer, plain = ctype.endswith("*"), re.sub(r"^(?:const |volatile |__restrict )+", "", ctype).removesuffix("*")
+    pointer = ctype.endswith("*")
+    plain = re.sub(r"^(?:const |volatile |__restrict )+", "", ctype).removesuffix("*")
     plain = re.sub(r"\*(?: const| volatile| __restrict)+$", "*", plain)
     if pointer and plain not in _POINTEES and not plain.endswith("*"):
-        raise TypeError(f"{kernel}: cukern does not know what a tensor for {ctype} {name} must hold; declare it void*, which takes any")
+        raise TypeError(
+            f"{kernel}: cukern does not know what a tensor for {ctype} {name} must hold; declare it void*, "
+            f"which takes any"
+        )
     if (not pointer and plain.endswith(("&", "]", ")"))) or plain in _OTHERS.values():
-        raise TypeError(f"{kernel}: {ctype} {name} cannot be passed; {', '.join(_SCALARS)}, structs by value and pointers can")
+        raise TypeError(
+            f"{kernel}: {ctype} {name} cannot be passed; {', '.join(_SCALARS)}, structs by value and "
+            f"pointers can"
+        )
     const = pointer and ctype.startswith(("const ", "volatile const "))
-    return Param(name, plain, pointer, size=int(not pointer and plain not in _SCALARS), const=const)  # a size is filled in later
+    # a size is filled in later
+    return Param(name, plain, pointer, size=int(not pointer and plain not in _SCALARS), const=const)
 
 
 def packer(params: tuple[Param, ...]) -> struct.Struct:
-    """Packs arguments in the layout of a kernel's parameters: each at the next multiple of its size, as in `struct`'s native mode."""
+    """Packs arguments in the layout of a kernel's parameters: each at the next multiple of its size, as in
+    `struct`'s native mode."""
     form, at = "@", 0
     for p in params:
         gap = -at % p.align if p.size else 0
@@ -140,8 +177,9 @@ def packer(params: tuple[Param, ...]) -> struct.Struct:
 def by_value(kernel: str, param: Param, value: Any) -> Any:
     """The argument of a scalar, vector or struct as `packer` takes it.
 
-    A struct is bytes, a ctypes.Structure or a numpy record of its size; a vector such as float2 may also be a sequence of its elements. A
-    bfloat16 is a number. Raises TypeError for another type, and ValueError for the wrong size or a number that is too large.
+    A struct is bytes, a ctypes.Structure or a numpy record of its size; a vector such as float2 may also be a
+    sequence of its elements. A bfloat16 is a number. Raises TypeError for another type, and ValueError for
+    the wrong size or a number that is too large.
     """
     if param.ctype == "__nv_bfloat16":
         return _bfloat16(kernel, param, value)
@@ -155,8 +193,13 @@ def by_value(kernel: str, param: Param, value: Any) -> Any:
             return struct.pack(f"@{elements}", *value).ljust(param.size, b"\0")
         except (struct.error, OverflowError) as error:
             raise TypeError(f"{kernel}: {value!r} does not fit the parameter {param}: {error}") from None
-    takes = f"{'a sequence of its elements, ' if elements else ''}bytes, a ctypes.Structure or a numpy record of {param.size} bytes"
-    if not isinstance(value, bytes | bytearray | memoryview | ctypes.Structure | ctypes.Union | np.void | np.ndarray):
+    takes = (
+        f"{'a sequence of its elements, ' if elements else ''}bytes, a ctypes.Structure or a numpy record "
+        f"of {param.size} bytes"
+    )
+    if not isinstance(
+        value, bytes | bytearray | memoryview | ctypes.Structure | ctypes.Union | np.void | np.ndarray
+    ):
         raise TypeError(f"{kernel}: {param} takes {takes}, got {value!r}")
     data = value.tobytes() if isinstance(value, np.void | np.ndarray) else bytes(value)
     if len(data) != param.size:
@@ -185,7 +228,9 @@ def offsets(params: tuple[Param, ...]) -> list[int]:
 def explain_misfit(kernel: str, params: tuple[Param, ...], args: tuple) -> Exception:
     """The error for arguments that `packer` refused. It names the parameter and the value."""
     if len(args) != len(params):
-        return TypeError(f"{kernel} takes {len(params)} arguments ({', '.join(map(str, params))}), got {len(args)}")
+        return TypeError(
+            f"{kernel} takes {len(params)} arguments ({', '.join(map(str, params))}), got {len(args)}"
+        )
     for param, value in zip(params, args, strict=True):
         try:
             struct.pack(param.format, value)
@@ -211,7 +256,9 @@ def split_list(text: str) -> list[str]:
     return [p for p in (*parts, text[start:].strip()) if p]
 
 
-_UNNAMED = re.compile(r"[*&\d].*|__.*|void|bool|char|short|int|long|float|double|unsigned|signed|const|volatile")
+_UNNAMED = re.compile(
+    r"[*&\d].*|__.*|void|bool|char|short|int|long|float|double|unsigned|signed|const|volatile"
+)
 
 
 def _name_in(declaration: str) -> str:
@@ -227,7 +274,8 @@ _QUALIFIERS = {"r": "__restrict ", "V": "volatile ", "K": "const "}
 
 
 def demangled(mangled: str) -> list[str]:
-    """The C++ types of the parameters, from a probe's mangled name. Raises TypeError for an unsupported form."""
+    """The C++ types of the parameters, from a probe's mangled name. Raises TypeError for an unsupported
+    form."""
     reader = _Types(mangled)
     reader.expect("_Z16cukern_signatureIPF")
     types = reader.until_end()[1:]  # the first is the result
@@ -235,7 +283,8 @@ def demangled(mangled: str) -> list[str]:
 
 
 class _Types:
-    """A recursive-descent parser of the types in a mangled name. `seen`: the types that substitutions such as S0_ refer to."""
+    """A recursive-descent parser of the types in a mangled name. `seen`: the types that substitutions such as
+    S0_ refer to."""
 
     def __init__(self, mangled: str):
         self.mangled, self.at, self.seen = mangled, 0, ["cukern_signature"]
@@ -247,7 +296,10 @@ class _Types:
 
     def expect(self, pattern: str) -> str:
         if not self.accept(pattern):
-            raise TypeError(f"cukern cannot read the parameter types {self.mangled!r} at character {self.at}: no {pattern}")
+            raise TypeError(
+                f"cukern cannot read the parameter types {self.mangled!r} at character {self.at}: no "
+                f"{pattern}"
+            )
         return ""
 
     def remember(self, name: str) -> str:

@@ -1,6 +1,7 @@
 """Finds .cu files, the headers that they include, and their kernels, and prepares the texts for NVRTC.
 
-Each file is read once, hashed, and passed to NVRTC as text, so the hash in the cache key always matches what was compiled.
+Each file is read once, hashed, and passed to NVRTC as text, so the hash in the cache key always matches what
+was compiled.
 """
 
 import functools
@@ -14,12 +15,28 @@ from typing import Any
 
 from cukern.runtime.compile.forks import cached_property
 
-NOWHERE = "/dev/null"  # prefix of all file names passed to NVRTC; not a folder, so NVRTC cannot open files itself
+# prefix of all file names passed to NVRTC; not a folder, so NVRTC cannot open files itself
+NOWHERE = "/dev/null"
 
 # Files of kernels_cu/std for the headers of the host, which NVRTC lacks. Each <cname> is also <name.h>.
-_STANDARD = {"cstdint": "integers.h", "cinttypes": "integers.h", "cstddef": "integers.h", "sys/types": "integers.h", "climits": "limits.h"}
-_STANDARD |= {"cfloat": "floats.h", "cmath": "math.h", "cassert": "limits.h", "ctime": "host.h", "cstdarg": "host.h", "unistd": "host.h"}
-_STANDARD |= dict.fromkeys(("limits", "type_traits", "utility", "algorithm", "array", "functional", "numeric"), "helpers.h")
+_STANDARD = {
+    "cstdint": "integers.h",
+    "cinttypes": "integers.h",
+    "cstddef": "integers.h",
+    "sys/types": "integers.h",
+    "climits": "limits.h",
+}
+_STANDARD |= {
+    "cfloat": "floats.h",
+    "cmath": "math.h",
+    "cassert": "limits.h",
+    "ctime": "host.h",
+    "cstdarg": "host.h",
+    "unistd": "host.h",
+}
+_STANDARD |= dict.fromkeys(
+    ("limits", "type_traits", "utility", "algorithm", "array", "functional", "numeric"), "helpers.h"
+)
 _HOST = re.findall(
     r"\S+",
     """cctype cerrno cfenv clocale complex csetjmp csignal cstdio cstdlib cstring atomic bitset chrono
@@ -30,16 +47,22 @@ unordered_map unordered_set valarray variant vector""",
 )
 _STANDARD |= dict.fromkeys(_HOST, "host.h")
 _STANDARD |= {
-    f"{name[name.startswith('c') :]}.h": file for name, file in _STANDARD.items() if name[0] == "c" or "s/" in name or name == "unistd"
+    f"{name[name.startswith('c') :]}.h": file
+    for name, file in _STANDARD.items()
+    if name[0] == "c" or "s/" in name or name == "unistd"
 }
-_STANDARD |= dict.fromkeys(("cuda_runtime.h", "cuda_runtime_api.h", "cuda_profiler_api.h", "device_launch_parameters.h"), "math.h")
+_STANDARD |= dict.fromkeys(
+    ("cuda_runtime.h", "cuda_runtime_api.h", "cuda_profiler_api.h", "device_launch_parameters.h"), "math.h"
+)
 _STANDARD["cub/cub.cuh"] = "cub.h"
 _LIBRARY = re.compile(
-    r"(?:torch|ATen|c10|pybind11)/.*|sys/\w+\.h|(?:helper_\w+|cublas\w*|curand|cudnn\w*|cusparse|cusolver\w*|cufft|nccl|mpi|nvToolsExt|nvtx3/.*)(?:\.h)?"
+    r"(?:torch|ATen|c10|pybind11)/.*|sys/\w+\.h|(?:helper_\w+|cublas\w*|curand|cudnn\w*|cusparse|cusolver\w*|"
+    r"cufft|nccl|mpi|nvToolsExt|nvtx3/.*)(?:\.h)?"
 )
 _CCCL = re.compile(r"<(?:cuda|cub|thrust|cute|cutlass|nv)/|<cooperative_groups")
 
-# An unterminated comment or literal extends to the end of its line or file, so that the search is linear in the length of the text.
+# An unterminated comment or literal extends to the end of its line or file, so that the search is linear in
+# the length of the text.
 _LINE = r"[^\n]*(?:(?<=\\)\n[^\n]*)*"
 _COMMENT_OR_LITERAL = re.compile(
     rf"""["'/](?:(?P<comment>(?<=/)(?:/{_LINE}|\*.*?(?:\*/|\Z)))"""
@@ -50,19 +73,27 @@ _COMMENT_OR_LITERAL = re.compile(
 _SPLICE = r"(?:\\\n)*"  # line continuation
 _BLANK = r"(?:[ \t\f\v]|\\\n)*"
 _INCLUDE = re.compile(
-    rf"^(?<!\\\n){_BLANK}(?P<include>(?:#|%{_SPLICE}:){_BLANK}{_SPLICE.join('include')}(?P<next>{_SPLICE}{_SPLICE.join('_next')})?{_BLANK}"
+    rf"^(?<!\\\n){_BLANK}(?P<include>(?:#|"
+    rf"%{_SPLICE}:){_BLANK}{_SPLICE.join('include')}(?P<next>{_SPLICE}{_SPLICE.join('_next')})?{_BLANK}"
     r'(?:"(?P<quoted>(?:[^"\n\\]|\\\n|\\)+)"|<(?P<angled>(?:[^>\n\\]|\\\n|\\)+)>))',
     re.MULTILINE,
 )
 DIRECTIVE = re.compile(rf"^(?<!\\\n){_BLANK}(?:#|%{_SPLICE}:){_LINE}", re.MULTILINE)
 _FILE_NAME = re.compile(r'"([^"]+)"|<([^<>]+)>')
-_TOKEN = re.compile(r"(?P<scope>\b(?:namespace(?:\s+(?P<name>[\w:]+))?|extern)\s*\{)|[{};]|\b__global__\b")  # strings are blanked first
+# strings are blanked first
+_TOKEN = re.compile(r"(?P<scope>\b(?:namespace(?:\s+(?P<name>[\w:]+))?|extern)\s*\{)|[{};]|\b__global__\b")
 _WORD = re.compile(r"\s*(\w+)(?:\s*\(|\b)")
 _INTEGER = r"u?int(?:8|16|32|64|ptr)_t"
 _FIXED_WIDTH = re.compile(rf"\b{_INTEGER}\b")
 _DEFINES = r"\b(?:typedef\b[^;{}]*\b|using\s+|#\s*define\s+)"
 _PATH_IN_CODE = re.compile(r"\b(?:assert|__FILE__)\b")
-_SHORT_NAMES = {"uint": "unsigned int", "ushort": "unsigned short", "ulong": "unsigned long", "uchar": "unsigned char", "ssize_t": "long"}
+_SHORT_NAMES = {
+    "uint": "unsigned int",
+    "ushort": "unsigned short",
+    "ulong": "unsigned long",
+    "uchar": "unsigned char",
+    "ssize_t": "long",
+}
 
 
 @functools.cache
@@ -75,8 +106,9 @@ def kernels_dir() -> Path:
 
 @dataclass(frozen=True)
 class Source:
-    """One program for NVRTC. Compiler messages name `path`, which is made up for a source given as text. `defines`: lines of #define
-    before the text. `options`: those of the compiler. `include_dirs`: folders to search after that of the source."""
+    """One program for NVRTC. Compiler messages name `path`, which is made up for a source given as text.
+    `defines`: lines of #define before the text. `options`: those of the compiler. `include_dirs`: folders to
+    search after that of the source."""
 
     path: Path
     text: str
@@ -95,7 +127,8 @@ class Source:
         return Source(Path(f"<cukern.compile {digest}>"), text.removeprefix("\ufeff"), *more)
 
     def digest(self) -> str:
-        """SHA-256 of the text and of the names and contents of all files that it can include; of their folder only if it is in the code."""
+        """SHA-256 of the text and of the names and contents of all files that it can include; of their folder
+        only if it is in the code."""
         files = sorted((self.name_of(path), text) for path, text in self.program.files.items())
         parts = [self.defines + self.text, files, *[list(self.options)] * bool(self.options)]
         if self.foreign:
@@ -112,7 +145,9 @@ class Source:
 
     def path_of(self, name: str) -> str:
         """The path of a file by the name that `name_of` gives it."""
-        return next((str(path) for path in (self.path, *self.program.files) if self.name_of(path) == name), name)
+        return next(
+            (str(path) for path in (self.path, *self.program.files) if self.name_of(path) == name), name
+        )
 
     @property
     def foreign(self) -> bool:
@@ -131,7 +166,8 @@ class Source:
 
     @cached_property
     def host_program(self) -> "Program":
-        """The same texts after all headers of kernels_cu/std, as torch's load_inline adds its own, and without `__host__`."""
+        """The same texts after all headers of kernels_cu/std, as torch's load_inline adds its own, and
+        without `__host__`."""
         return Program(self, self.program)
 
     @cached_property
@@ -142,14 +178,18 @@ class Source:
     @cached_property
     def included_kernels(self) -> dict[str, str]:
         """The same for the included files."""
-        return {name: text for file in self.program.files.values() for name, text in find_kernels(file).items()}
+        return {
+            name: text for file in self.program.files.values() for name, text in find_kernels(file).items()
+        }
 
 
 class Program:
-    """The texts for NVRTC: `text` of the source, and `headers` by their names in #include lines. `files`: all texts that were read.
+    """The texts for NVRTC: `text` of the source, and `headers` by their names in #include lines. `files`: all
+    texts that were read.
 
-    NVRTC finds a header by the exact name in the #include line, so each literal name is replaced by the path. A name in a #define or #if
-    line may reach an #include through a macro, or be tested by __has_include. For it, a header of that name is added, which includes it.
+    NVRTC finds a header by the exact name in the #include line, so each literal name is replaced by the path.
+    A name in a #define or #if line may reach an #include through a macro, or be tested by __has_include. For
+    it, a header of that name is added, which includes it.
     """
 
     def __init__(self, source: Source, first: "Program | None" = None):
@@ -172,14 +212,21 @@ class Program:
                 self.files[target] = (first and first.files.get(target)) or _read(target)
                 todo.append((target, "", self.files[target]))
         if first:  # CUDA's own headers may include these
-            standard = {name: f'#include "{_header(kernels_dir() / "std" / file)}"\n' for name, file in _STANDARD.items()}
+            standard = {
+                name: f'#include "{_header(kernels_dir() / "std" / file)}"\n'
+                for name, file in _STANDARD.items()
+            }
             self.headers |= standard
         for name, paths in self._named.items():
-            several = f"#error {json.dumps(name)} may be any of {', '.join(sorted(map(str, paths)))}: include it by a literal name\n"
+            several = (
+                f"#error {json.dumps(name)} may be any of {', '.join(sorted(map(str, paths)))}: include it "
+                f"by a literal name\n"
+            )
             self.headers[name] = several if len(paths) > 1 else f'#include "{_header(*paths)}"\n'
 
     def _rewrite(self, path: Path, text: str) -> tuple[str, set[Path]]:
-        """The text with a path in each #include, and the files that it includes or may include through a macro."""
+        """The text with a path in each #include, and the files that it includes or may include through a
+        macro."""
         code, reached = blanked(text), set()
         pieces, at = [f"#line 1 {json.dumps(str(path), ensure_ascii=False)}\n"], 0
         for match in _INCLUDE.finditer(code):
@@ -202,7 +249,8 @@ class Program:
 
     @staticmethod
     def _standard_includes(code: str, everything: bool) -> str:
-        """Includes what nvcc includes in every source: <cmath>, <climits>, and <cstdint> if the source uses its types."""
+        """Includes what nvcc includes in every source: <cmath>, <climits>, and <cstdint> if the source uses
+        its types."""
         names = ["limits.h", "math.h"]
         if _FIXED_WIDTH.search(code) and not re.search(rf"{_DEFINES}{_INTEGER}\b", code):
             names.append("integers.h")
@@ -212,15 +260,24 @@ class Program:
 
     @staticmethod
     def _typedefs(code: str) -> str:
-        """Declares the short names of integer types that a source uses and does not define, as the host's headers do."""
+        """Declares the short names of integer types that a source uses and does not define, as the host's
+        headers do."""
         used = {name: meaning for name, meaning in _SHORT_NAMES.items() if re.search(rf"\b{name}\b", code)}
         return "".join(f"typedef {used[n]} {n};\n" for n in used if not re.search(rf"{_DEFINES}{n}\b", code))
 
     def _find(self, name: str, includer: Path, quoted: bool, after: bool) -> Path | None:
         """The file that an #include refers to. `after`: skip the including file, for include_next."""
-        folders = [includer.parent] * quoted + [self._source.folder, *self._source.include_dirs, kernels_dir()]
+        folders = [includer.parent] * quoted + [
+            self._source.folder,
+            *self._source.include_dirs,
+            kernels_dir(),
+        ]
         found = (Path(os.path.realpath(folder / name)) for folder in folders if os.path.isfile(folder / name))
-        standard = _STANDARD.get(name) or ("host.h" if _LIBRARY.fullmatch(name) else None) if self._source.foreign else None
+        standard = (
+            _STANDARD.get(name) or ("host.h" if _LIBRARY.fullmatch(name) else None)
+            if self._source.foreign
+            else None
+        )
         if standard and not quoted:
             return kernels_dir() / "std" / standard
         file = next((path for path in found if not after or path != includer), None)
@@ -230,7 +287,9 @@ class Program:
 @functools.cache
 def _standard_headers() -> str:
     """A digest of kernels_cu/std."""
-    return hashlib.sha256(b"".join(path.read_bytes() for path in sorted((kernels_dir() / "std").iterdir()))).hexdigest()
+    return hashlib.sha256(
+        b"".join(path.read_bytes() for path in sorted((kernels_dir() / "std").iterdir()))
+    ).hexdigest()
 
 
 def _header(path: Path) -> str:
@@ -248,7 +307,8 @@ def _read(path: Path) -> str:
 
 
 def blanked(text: str, literals: bool = False) -> str:
-    """The text with comments and raw strings replaced by blanks, with `literals` all strings and characters too. The length is kept."""
+    """The text with comments and raw strings replaced by blanks, with `literals` all strings and characters
+    too. The length is kept."""
 
     def blank(match: re.Match[str]) -> str:
         return " " * len(match[0]) if literals or match["comment"] or match["raw"] else match[0]
@@ -257,7 +317,8 @@ def blanked(text: str, literals: bool = False) -> str:
 
 
 def find_kernels(text: str) -> dict[str, str]:
-    """The parameter list of each __global__ function, as text, by its qualified name. The last of several declarations counts."""
+    """The parameter list of each __global__ function, as text, by its qualified name. The last of several
+    declarations counts."""
     found: dict[str, str] = {}
     if "__global__" not in text:
         return found

@@ -1,4 +1,5 @@
-"""The rules of autocast, for the inputs of public functions. Inside cukern, it is disabled around torch operations."""
+"""The rules of autocast, for the inputs of public functions. Inside cukern, it is disabled around torch
+operations."""
 
 import contextlib
 from typing import Any
@@ -18,16 +19,20 @@ def enabled(x: torch.Tensor) -> bool:
 
 
 def of_product(x: torch.Tensor, *others: Any) -> tuple[Any, ...]:
-    """The inputs of a matrix product, tensors or None, as torch casts them while autocast is on. float64 and complex numbers stay."""
+    """The inputs of a matrix product, tensors or None, as torch casts them while autocast is on. float64 and
+    complex numbers stay."""
     if x.dtype == torch.float64 or not enabled(x):
         return x, *others
     dtype = torch.get_autocast_dtype(x.device.type)
-    return tuple(t.to(dtype) if t is not None and t.is_floating_point() and t.dtype != torch.float64 else t for t in (x, *others))
+    return tuple(
+        t.to(dtype) if t is not None and t.is_floating_point() and t.dtype != torch.float64 else t
+        for t in (x, *others)
+    )
 
 
 def widest(x: torch.Tensor, *others: Any, float32: bool = False) -> tuple[Any, ...]:
-    """Tensors or None in the dtype to which torch promotes them. `float32`: at least float32 on a GPU, as torch's norms and softmax are
-    under its autocast. On a CPU torch's autocast does not cast these."""
+    """Tensors or None in the dtype to which torch promotes them. `float32`: at least float32 on a GPU, as
+    torch's norms and softmax are under its autocast. On a CPU torch's autocast does not cast these."""
     dtype = torch.float32 if float32 and x.is_cuda else x.dtype
     for t in (x, *others):
         dtype = dtype if t is None else torch.promote_types(dtype, t.dtype)
@@ -38,6 +43,7 @@ def off(x: torch.Tensor) -> contextlib.AbstractContextManager:
     """Inside the block, autocast is off for the device of x."""
     if (recorder := recording.local.recorder) is not None and enabled(x):
         recorder.fail("autocast is switched off for torch operations")
-    if enabled(x) or (_tracing() and x.device.type != "meta"):  # the graph, or its backward, may run while autocast is on
+    # the graph, or its backward, may run while autocast is on
+    if enabled(x) or (_tracing() and x.device.type != "meta"):
         return torch.autocast(x.device.type, enabled=False)
     return contextlib.nullcontext()

@@ -17,9 +17,10 @@ _transforms = torch._C._are_functorch_transforms_active
 class Differentiable(torch.autograd.Function):
     """Base class of the ops' autograd Functions; `apply_of` returns the callable.
 
-    Subclasses define static methods: `forward(*args)`, `setup_context(ctx, inputs, output)`, which calls `save`, `backward(ctx, *grads)`,
-    `tangent(ctx, *tangents)` (torch's jvp) and `batch(info, in_dims, *args)` (torch's vmap). The last two have their own names, because
-    torch.compile does not trace a Function that defines jvp.
+    Subclasses define static methods: `forward(*args)`, `setup_context(ctx, inputs, output)`, which calls
+    `save`, `backward(ctx, *grads)`, `tangent(ctx, *tangents)` (torch's jvp) and `batch(info, in_dims, *args)`
+    (torch's vmap). The last two have their own names, because torch.compile does not trace a Function that
+    defines jvp.
     """
 
 
@@ -43,8 +44,8 @@ def save(ctx: Any, *tensors: torch.Tensor | None) -> None:
 def apply_of(function: type[Differentiable]) -> Callable[..., Any]:
     """`function.apply` with forward-mode derivatives and vmap.
 
-    `apply` of a Function with setup_context costs 47 us per call because of its torch.func support. This one skips that support (8 us)
-    unless a transform is active.
+    `apply` of a Function with setup_context costs 47 us per call because of its torch.func support. This one
+    skips that support (8 us) unless a transform is active.
     """
 
     def in_one(ctx: Any, *args: Any) -> Any:
@@ -55,18 +56,29 @@ def apply_of(function: type[Differentiable]) -> Callable[..., Any]:
     base: Any = torch.autograd.Function
     alone = function.setup_context is not base.setup_context  # forward takes no context
     forward = in_one if alone else function.forward
-    planned_backward = planning.planned_backward(lambda ctx, saved, douts: function.backward(_Context(ctx, saved), *douts))
+    planned_backward = planning.planned_backward(
+        lambda ctx, saved, douts: function.backward(_Context(ctx, saved), *douts)
+    )
 
-    def variant(forward: Callable[..., Any], attributes: dict[str, Any] | None = None, *counts: int) -> Callable[..., Any]:
-        """`apply` with another forward. See recording.Forward; without attributes, the backward is not planned."""
-        made: Any = type(function.__name__, (function,), {"forward": staticmethod(forward), "setup_context": base.setup_context})
+    def variant(
+        forward: Callable[..., Any], attributes: dict[str, Any] | None = None, *counts: int
+    ) -> Callable[..., Any]:
+        """`apply` with another forward. See recording.Forward; without attributes, the backward is not
+        planned."""
+        made: Any = type(
+            function.__name__,
+            (function,),
+            {"forward": staticmethod(forward), "setup_context": base.setup_context},
+        )
         if attributes is not None:
             for name, value in {**attributes, "apply": planned_backward(*counts)}.items():
                 setattr(made._backward_cls, name, value)
         return super(base, made).apply
 
     rules = {"jvp": getattr(function, "tangent", None), "vmap": getattr(function, "batch", None)}
-    full = type(function.__name__, (function,), {name: staticmethod(rule) for name, rule in rules.items() if rule})
+    full = type(
+        function.__name__, (function,), {name: staticmethod(rule) for name, rule in rules.items() if rule}
+    )
     fast, dual = variant(forward), super(base, full).apply
 
     def apply(*args: Any) -> Any:
@@ -84,7 +96,8 @@ def apply_of(function: type[Differentiable]) -> Callable[..., Any]:
     def transform(*args: Any) -> Any:
         return full.apply(*args) if _transforms() else dual(*args)  # type: ignore[attr-defined]
 
-    # torch.compile breaks its graph here and reports this name. Without the break, forward-mode derivatives would silently be zero.
+    # torch.compile breaks its graph here and reports this name. Without the break, forward-mode derivatives
+    # would silently be zero.
     transform.__qualname__ = f"{function.__name__}.transform"
     eager = torch._disable_dynamo(transform)
     return apply
@@ -104,7 +117,8 @@ def transformed() -> bool:
 
 
 def dispatched() -> bool:
-    """True if an operation on plain tensors may do something else: in torch.compile, FakeTensorMode, torch.func transforms."""
+    """True if an operation on plain tensors may do something else: in torch.compile, FakeTensorMode,
+    torch.func transforms."""
     return _tracing() or _modes() > 0 or _transforms()
 
 
@@ -113,30 +127,46 @@ def batched(x: torch.Tensor, dim: int | None, size: int) -> torch.Tensor:
     return x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
 
 
-def each(apply: Callable[..., Any], size: int, in_dims: Sequence[int | None], args: Sequence[Any]) -> tuple[Any, Any]:
-    """The vmap rule for any op: one call per element of the batch. Returns (outputs, out_dims). One call with zeros gives the shapes of the
-    results of an empty batch."""
+def each(
+    apply: Callable[..., Any], size: int, in_dims: Sequence[int | None], args: Sequence[Any]
+) -> tuple[Any, Any]:
+    """The vmap rule for any op: one call per element of the batch. Returns (outputs, out_dims). One call with
+    zeros gives the shapes of the results of an empty batch."""
     if not size:
-        one = [a if d is None else a.new_zeros((*a.shape[:d], 1, *a.shape[d + 1 :])) for a, d in zip(args, in_dims, strict=True)]
+        one = [
+            a if d is None else a.new_zeros((*a.shape[:d], 1, *a.shape[d + 1 :]))
+            for a, d in zip(args, in_dims, strict=True)
+        ]
         outputs, dims = each(apply, 1, in_dims, one)
-        return (outputs[:0] if dims == 0 else tuple(o if d is None else o[:0] for o, d in zip(outputs, dims, strict=True))), dims
-    calls = [apply(*(a if d is None else a.select(d, i) for a, d in zip(args, in_dims, strict=True))) for i in range(size)]
+        return (
+            outputs[:0]
+            if dims == 0
+            else tuple(o if d is None else o[:0] for o, d in zip(outputs, dims, strict=True))
+        ), dims
+    calls = [
+        apply(*(a if d is None else a.select(d, i) for a, d in zip(args, in_dims, strict=True)))
+        for i in range(size)
+    ]
     if isinstance(calls[0], torch.Tensor):
         with autocast.off(calls[0]):
             return torch.stack(calls), 0
     with autocast.off(calls[0][0]):
-        outputs = tuple(None if parts[0] is None else torch.stack(parts) for parts in zip(*calls, strict=True))
+        outputs = tuple(
+            None if parts[0] is None else torch.stack(parts) for parts in zip(*calls, strict=True)
+        )
     return outputs, tuple(None if out is None else 0 for out in outputs)
 
 
 def rows_of_each(
     apply: Callable[..., Any], matrices: int, size: int, in_dims: Sequence[int | None], args: Sequence[Any]
 ) -> tuple[Any, Any]:
-    """The vmap rule of an op on rows: one call, with the batch merged into the rows of the first `matrices` arguments. Other arguments
-    that have a batch dimension need `each`. Returns (outputs, out_dims)."""
+    """The vmap rule of an op on rows: one call, with the batch merged into the rows of the first `matrices`
+    arguments. Other arguments that have a batch dimension need `each`. Returns (outputs, out_dims)."""
     if any(dim is not None for dim in in_dims[matrices:]):
         return each(apply, size, in_dims, args)
-    full = [t if t is None else batched(t, dim, size) for t, dim in zip(args[:matrices], in_dims, strict=False)]
+    full = [
+        t if t is None else batched(t, dim, size) for t, dim in zip(args[:matrices], in_dims, strict=False)
+    ]
     outs = apply(*(t if t is None else t.flatten(0, 1) for t in full), *args[matrices:])
     shape = next(t.shape[:2] for t in full if t is not None)
     if isinstance(outs, torch.Tensor):

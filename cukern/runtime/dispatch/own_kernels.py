@@ -22,7 +22,8 @@ Config = Mapping[str, int | float | bool | str | torch.dtype | None]
 
 
 class Kernels:
-    """What forward and backward get as `kernels`: `kernels(NAME, *template_arguments)` is a kernel, `kernels.config` a dict of macros."""
+    """What forward and backward get as `kernels`: `kernels(NAME, *template_arguments)` is a kernel,
+    `kernels.config` a dict of macros."""
 
     def __init__(self, source: Path, config: Config):
         self.config = config
@@ -56,7 +57,8 @@ def _launcher(kernel: Kernel) -> Callable[..., None]:
 
 
 class Configs:
-    """The kernels of an op by configuration. A GPU uses the one that `cukern.tune` recorded for it, else the first one."""
+    """The kernels of an op by configuration. A GPU uses the one that `cukern.tune` recorded for it, else the
+    first one."""
 
     def __init__(self, name: str, source: Path, configs: Sequence[Config]):
         self.name, self.source = name, source
@@ -86,8 +88,13 @@ class Configs:
             forget_plans()
 
     def _key(self, device: int) -> str:
-        """An edit of the source, of a header that it includes, or of the configurations needs a new measurement."""
-        parts = self.name, Source.read(self.source).digest(), [{k: str(v) for k, v in one.config.items()} for one in self.all]
+        """An edit of the source, of a header that it includes, or of the configurations needs a new
+        measurement."""
+        parts = (
+            self.name,
+            Source.read(self.source).digest(),
+            [{k: str(v) for k, v in one.config.items()} for one in self.all],
+        )
         return f"{device_of(device).name} {hashlib.sha256(json.dumps(parts).encode()).hexdigest()}"
 
     def _recorded(self, device: int) -> int:

@@ -22,7 +22,8 @@ from cukern.runtime.registry import Tensors
 
 NAMESPACE = f"{__name__.partition('.')[0]}_own"  # in torch.ops
 _library = torch.library.Library(NAMESPACE, "DEF")
-_defined: dict[str, int] = {}  # by name, how often the op was defined: torch keeps each raw op for the life of the process
+# by name, how often the op was defined: torch keeps each raw op for the life of the process
+_defined: dict[str, int] = {}
 
 
 Scalar = int | float | bool | None
@@ -62,7 +63,12 @@ class Own:
         parameters = [inspect.Parameter(x, kind) for x in self.inputs]
         parameters += [inspect.Parameter(x, kind, default=value) for x, value in self.scalars.items()]
         self.signature = inspect.Signature(parameters)
-        self._taken = {function: _parameters(function) for pair in self.versions.values() for function in pair[:2] if function}
+        self._taken = {
+            function: _parameters(function)
+            for pair in self.versions.values()
+            for function in pair[:2]
+            if function
+        }
         for version, pair in self.versions.items():
             self._check_scalars(version, pair)
         self.newest: Any = list(self.versions.values())[-1]
@@ -73,13 +79,19 @@ class Own:
 
     def _signature_of_backward(self) -> tuple[tuple[bool, ...], int]:
         """Which inputs and results some version's backward uses, and the number of results."""
-        names = {v: [x for x in _parameters(b)[1:] if x not in self.scalars] for v, (_, b, _) in self.versions.items() if b}
+        names = {
+            v: [x for x in _parameters(b)[1:] if x not in self.scalars]
+            for v, (_, b, _) in self.versions.items()
+            if b
+        }
         counts = {v: len(one) - len(self.inputs) - self.outputs for v, one in names.items()}
         for version, count in counts.items():
             if count < self.outputs or count != next(iter(counts.values())):
                 raise ValueError(
-                    f"backward of version {version!r} of {self.name} takes {len(names[version])} tensors ({', '.join(names[version])}); "
-                    f"it must take the {len(self.inputs)} inputs, at least {self.outputs} results of forward, as many in every version, "
+                    f"backward of version {version!r} of {self.name} takes {len(names[version])} tensors "
+                    f"({', '.join(names[version])}); "
+                    f"it must take the {len(self.inputs)} inputs, at least {self.outputs} results of "
+                    f"forward, as many in every version, "
                     f"and {self.outputs} gradients"
                 )
         results = next(iter(counts.values()))
@@ -87,7 +99,8 @@ class Own:
         return tuple(any(not one[i].startswith("_") for one in names.values()) for i in places), results
 
     def _check_scalars(self, version: str, pair: Pair) -> None:
-        """Raise ValueError unless forward takes all scalars of the reference, and neither function has other parameters with a default."""
+        """Raise ValueError unless forward takes all scalars of the reference, and neither function has other
+        parameters with a default."""
         for pass_, function in (("forward", pair.forward), ("backward", pair.backward)):
             known = inspect.signature(function).parameters.values() if function and self.scalars else ()
             absent = [x for x in self.scalars if pass_ == "forward" and x not in [p.name for p in known]]
@@ -95,23 +108,38 @@ class Own:
             where = f"{pass_} of version {version!r} of {self.name}"
             if absent:
                 names = ", ".join(self.scalars)
-                raise ValueError(f"{where} must take the scalars of reference by their names, {names}: {', '.join(absent)} is missing")
+                raise ValueError(
+                    f"{where} must take the scalars of reference by their names, {names}: "
+                    f"{', '.join(absent)} is missing"
+                )
             if other:
-                raise ValueError(f"{where} has a default for {', '.join(other)}, which reference does not have")
+                raise ValueError(
+                    f"{where} has a default for {', '.join(other)}, which reference does not have"
+                )
 
-    def forward(self, kernels: Any, function: Callable[..., Any], inputs: Sequence[Tensor], scalars: Sequence[Scalar]) -> list[Tensor]:
+    def forward(
+        self, kernels: Any, function: Callable[..., Any], inputs: Sequence[Tensor], scalars: Sequence[Scalar]
+    ) -> list[Tensor]:
         tensors = [x.resolve_neg().contiguous() for x in inputs]
-        return self._checked("forward", function(kernels, *tensors, **self._named(function, scalars)), self.results, tensors)
+        return self._checked(
+            "forward", function(kernels, *tensors, **self._named(function, scalars)), self.results, tensors
+        )
 
     def backward(
-        self, kernels: Any, function: Callable[..., Any], saved: Sequence[Tensor | None], douts: Sequence[Tensor], scalars: Sequence[Scalar]
+        self,
+        kernels: Any,
+        function: Callable[..., Any],
+        saved: Sequence[Tensor | None],
+        douts: Sequence[Tensor],
+        scalars: Sequence[Scalar],
     ) -> list[Tensor]:
         tensors = [None if x is None else x.resolve_neg().contiguous() for x in (*saved, *douts)]
         found = function(kernels, *tensors, **self._named(function, scalars))
         return self._checked("backward", found, len(self.inputs) - len(self.constants), tensors)
 
     def _named(self, function: Callable[..., Any], scalars: Sequence[Scalar]) -> dict[str, Scalar]:
-        """The scalars that a function of a version takes, by name. They are the last arguments of the raw ops."""
+        """The scalars that a function of a version takes, by name. They are the last arguments of the raw
+        ops."""
         if not self.scalars:
             return {}
         taken = self._taken[function]
@@ -119,7 +147,8 @@ class Own:
 
     def _no_backward(self, *_: Any) -> list[Tensor]:
         raise NotImplementedError(
-            f"cukern.op {self.name!r} has no backward: call it under torch.no_grad(), name the inputs without a gradient in constants=, or "
+            f"cukern.op {self.name!r} has no backward: call it under torch.no_grad(), name the inputs "
+            f"without a gradient in constants=, or "
             "give its versions a backward"
         )
 
@@ -129,7 +158,10 @@ class Own:
             raise ValueError(f"{pass_} of {self.name} must return {count} tensors, got {len(tensors)}")
         for t in tensors:
             if not isinstance(t, Tensor):
-                raise TypeError(f"{pass_} of {self.name} must return tensors, got {', '.join(type(t).__name__ for t in tensors)}")
+                raise TypeError(
+                    f"{pass_} of {self.name} must return tensors, got "
+                    f"{', '.join(type(t).__name__ for t in tensors)}"
+                )
             if any(t is x for x in given):
                 raise ValueError(f"{pass_} of {self.name} must return new tensors, got one of its arguments")
         return tensors
@@ -137,7 +169,8 @@ class Own:
     def instances(self, version: str, cases: Sequence[Tensors]) -> list[Kernel]:
         """The kernels that a version launches for these inputs, which may be on the meta device."""
         forward, backward, _ = self.versions[version]
-        scalars, device = tuple(self.scalars.values()), torch.cuda.current_device() if torch.cuda.is_available() else backend.SIMULATED
+        scalars = tuple(self.scalars.values())
+        device = torch.cuda.current_device() if torch.cuda.is_available() else backend.SIMULATED
         with collecting() as found, torch.no_grad():
             for inputs in cases:
                 kernels = self.kernels.on(device)
@@ -159,11 +192,13 @@ class Own:
         count, last = len(self.inputs), "".join(f", Scalar? {x}" for x in self.scalars)
         on, shapes_only = self.kernels.on, self.kernels.none
         forward = raw_op(
-            f"{self.name}{mark}({', '.join(f'Tensor {x}' for x in self.inputs)}, str version{last}) -> Tensor[]", count,
+            f"{self.name}{mark}({', '.join(f'Tensor {x}' for x in self.inputs)}, str version{last}) "
+            f"-> Tensor[]", count,
             lambda *args: self.forward(
                 on(args[0].get_device()), forward_of(args[count], args[0]), args[:count], args[count + 1 :]
             ),
-            lambda *args: self.forward(shapes_only, self.newest.forward, args[:count], args[count + 1 :]), _library,
+            lambda *args: self.forward(shapes_only, self.newest.forward, args[:count], args[count + 1 :]),
+            _library,
         )  # fmt: skip
         schema = f"{self.name}_backward{mark}(Tensor[] douts, Tensor?[] saved, str version{last}) -> Tensor[]"
         backward = raw_op(
@@ -171,7 +206,8 @@ class Own:
             lambda douts, saved, version, *scalars: self.backward(
                 on(douts[0].get_device()), backward_of(version, douts[0]), saved, douts, scalars
             ),
-            lambda douts, saved, version, *scalars: self.backward(shapes_only, self.newest.backward, saved, douts, scalars), _library,
+            lambda douts, saved, version, *scalars: self.backward(shapes_only, self.newest.backward, saved,
+                                                                  douts, scalars), _library,
         ) if self.differentiable else raw_op(
             schema, 2,
             lambda douts, saved, version, *_: self._no_backward(),
@@ -185,7 +221,10 @@ class Own:
         raw, raw_backward = self._raw()
         apply = self._autograd(raw, raw_backward)
         name, outputs, reference, versions = self.name, self.outputs, self.reference, tuple(self.versions)
-        backward, variables = self.differentiable, [i for i, x in enumerate(self.inputs) if x not in self.constants]
+        backward, variables = (
+            self.differentiable,
+            [i for i, x in enumerate(self.inputs) if x not in self.constants],
+        )
 
         def call(*inputs: Any, version: str | None = None, **named: Any) -> Any:
             tensors, scalars = self.arguments(inputs, named)
@@ -200,7 +239,11 @@ class Own:
             if recorded:
                 results = apply(version or in_force.now, *tensors, *scalars)
             else:  # a constant that requires a gradient has none
-                results = raw(*[x.detach() if x.requires_grad else x for x in tensors], version or in_force.now, *scalars)
+                results = raw(
+                    *[x.detach() if x.requires_grad else x for x in tensors],
+                    version or in_force.now,
+                    *scalars,
+                )
             return results[0] if outputs == 1 else tuple(results[:outputs])
 
         call.__name__ = call.__qualname__ = name
@@ -209,7 +252,13 @@ class Own:
         return call
 
     def _autograd(self, raw: Callable[..., Any], raw_backward: Callable[..., Any]) -> Callable[..., Any]:
-        op, outputs, kept, count, reference = self.name, self.outputs, self.kept, len(self.inputs), self.reference
+        op, outputs, kept, count, reference = (
+            self.name,
+            self.outputs,
+            self.kept,
+            len(self.inputs),
+            self.reference,
+        )
         gradients = [i for i, name in enumerate(self.inputs, 1) if name not in self.constants]
         tensors = outputs + len(kept)  # the arguments of the backward before the version and the scalars
 
@@ -217,7 +266,9 @@ class Own:
             return tuple(raw_backward(list(args[:outputs]), list(args[outputs:tensors]), *args[tensors:]))
 
         def no_math(*_):
-            raise NotImplementedError(f"{op} has no second derivatives: its backward is a kernel without a backward")
+            raise NotImplementedError(
+                f"{op} has no second derivatives: its backward is a kernel without a backward"
+            )
 
         # Only so that torch.func transforms may contain the backward pass.
         apply_backward = differentiable(f"{op}_backward", plain_backward, no_math, tensors, len(gradients))
@@ -225,19 +276,33 @@ class Own:
         class Forward(Differentiable):
             @staticmethod
             def forward(version, *args):
-                return as_tuple(reference(*args)) if version is None else tuple(raw(*args[:count], version, *args[count:]))
+                return (
+                    as_tuple(reference(*args))
+                    if version is None
+                    else tuple(raw(*args[:count], version, *args[count:]))
+                )
 
             @staticmethod
             def setup_context(ctx, inputs, output):
                 ctx.last = inputs[0] or "", *inputs[count + 1 :]
                 ctx.mark_non_differentiable(*output[outputs:])
-                save(ctx, *[x if keep else None for x, keep in zip((*inputs[1 : count + 1], *output), kept, strict=True)])
+                save(
+                    ctx,
+                    *[
+                        x if keep else None
+                        for x, keep in zip((*inputs[1 : count + 1], *output), kept, strict=True)
+                    ],
+                )
 
             @staticmethod
             def backward(ctx, *douts):
                 # torch.compile does not trace a Function inside the backward of another
                 given = (*douts[:outputs], *ctx.saved_tensors)
-                backward = plain_backward if torch.compiler.is_dynamo_compiling() or not watched(*given) else apply_backward
+                backward = (
+                    plain_backward
+                    if torch.compiler.is_dynamo_compiling() or not watched(*given)
+                    else apply_backward
+                )
                 grads, needed = [None] * (count + len(ctx.last)), ctx.needs_input_grad
                 for i, grad in zip(gradients, backward(*given, *ctx.last), strict=True):
                     grads[i] = grad if needed[i] else None
@@ -250,7 +315,9 @@ class Own:
         apply = apply_of(Forward)
         return apply
 
-    def arguments(self, inputs: Sequence[Any], named: dict[str, Any]) -> tuple[list[Tensor], tuple[Scalar, ...]]:
+    def arguments(
+        self, inputs: Sequence[Any], named: dict[str, Any]
+    ) -> tuple[list[Tensor], tuple[Scalar, ...]]:
         """The inputs and the scalars of a call in their order, checked. Raises TypeError and ValueError."""
         count, scalars = len(self.inputs), tuple(self.scalars.values())
         if named or len(inputs) != count:
@@ -258,18 +325,28 @@ class Own:
                 bound = self.signature.bind(*inputs, **named)
             except TypeError as error:
                 defaults = "".join(f", {x}={value}" for x, value in self.scalars.items())
-                raise TypeError(f"{self.name}({', '.join(self.inputs)}{defaults}, *, version=None): {error}") from None
+                raise TypeError(
+                    f"{self.name}({', '.join(self.inputs)}{defaults}, *, version=None): {error}"
+                ) from None
             bound.apply_defaults()
             inputs, scalars = bound.args[:count], bound.args[count:]
             for name, value in zip(self.scalars, scalars, strict=True):
                 if not isinstance(value, int | float | None | torch.SymInt | torch.SymFloat | torch.SymBool):
-                    raise TypeError(f"{self.name}: {name} must be an int, a float, a bool or None, got {checks.brief(value)}")
-        tensors = [x if isinstance(x, Tensor) else interop.to_torch(n, x) for n, x in zip(self.inputs, inputs, strict=True)]
+                    raise TypeError(
+                        f"{self.name}: {name} must be an int, a float, a bool or None, got "
+                        f"{checks.brief(value)}"
+                    )
+        tensors = [
+            x if isinstance(x, Tensor) else interop.to_torch(n, x)
+            for n, x in zip(self.inputs, inputs, strict=True)
+        ]
         for name, x in zip(self.inputs, tensors, strict=True):
             if x.is_floating_point():
                 checks.dtype(name, x, self.dtypes)
             elif name not in self.constants and self.differentiable:
-                raise TypeError(f"{self.name}: {name} is {x.dtype}, which has no gradient: name it in constants=")
+                raise TypeError(
+                    f"{self.name}: {name} is {x.dtype}, which has no gradient: name it in constants="
+                )
         if len(tensors) > 1:
             checks.one_device(**dict(zip(self.inputs, tensors, strict=True)))
         return tensors, scalars

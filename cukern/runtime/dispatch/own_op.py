@@ -18,30 +18,23 @@ from cukern.runtime.registry import CASES, Case, Cost, Op, Tensors, Version, reg
 
 
 def op(
-    name: str,
-    source: str | Path,
-    reference: Callable[..., Tensor | Tensors],
-    versions: Mapping[str, Any],
-    *,
-    make: Callable[..., Any] | None = None,
-    cases: Sequence[Sequence[int]] | None = None,
-    bench: Sequence[Sequence[int]] | None = None,
-    dtypes: Sequence[torch.dtype] = checks.FLOATS,
-    outputs: int = 1,
-    constants: Collection[str] = (),
-    flops: Callable[..., int] | None = None,
-    roundings: int = 1,
-    magnitude: Callable[[Tensors, Tensors], Tensors] | None = None,
+    name: str, source: str | Path, reference: Callable[..., Tensor | Tensors], versions: Mapping[str, Any], *,
+    make: Callable[..., Any] | None = None, cases: Sequence[Sequence[int]] | None = None,
+    bench: Sequence[Sequence[int]] | None = None, dtypes: Sequence[torch.dtype] = checks.FLOATS,
+    outputs: int = 1, constants: Collection[str] = (), flops: Callable[..., int] | None = None,
+    roundings: int = 1, magnitude: Callable[[Tensors, Tensors], Tensors] | None = None,
     configs: Sequence[Config] | None = None,
-) -> Callable[..., Any]:
+) -> Callable[..., Any]:  # fmt: skip
     """Make a differentiable op from the kernels of a .cu file. See docs/guide/own_op.md.
 
     Args:
-        name: an identifier. `cukern check NAME` and `cukern.use(NAME, version)` know the op by it. A second definition replaces the first.
+        name: an identifier. `cukern check NAME` and `cukern.use(NAME, version)` know the op by it. A second
+            definition replaces the first.
         source: the .cu file. Give its path from the Python file's: `Path(__file__).with_name("scale.cu")`.
-        reference: the math in plain torch, for CPU tensors and checks. Parameters without a default are inputs, all tensors; those with
-            one are scalars. It returns a tensor or a tuple.
-        versions: by name, such as "v1", the pair (forward, backward), or forward alone. The last is the default.
+        reference: the math in plain torch, for CPU tensors and checks. Parameters without a default are
+            inputs, all tensors; those with one are scalars. It returns a tensor or a tuple.
+        versions: by name, such as "v1", the pair (forward, backward), or forward alone. The last is the
+            default.
         make: `make(*sizes, dtype=, device=)` draws the inputs. None: torch.randn(*sizes).
         cases, bench: the sizes for `cukern check` and `cukern bench`.
         dtypes: of floating-point inputs.
@@ -50,15 +43,18 @@ def op(
         flops: `flops(*sizes)`, the floating-point operations of the forward.
         roundings: of a result to its dtype.
         magnitude: `magnitude(inputs, douts)`, the scale of errors. None: measured.
-        configs: dicts of macros, such as [{"BLOCK": 128}, {"BLOCK": 256}], of which `cukern.tune` chooses one.
+        configs: dicts of macros, such as [{"BLOCK": 128}, {"BLOCK": 256}], of which `cukern.tune` chooses
+            one.
 
-    Returns a function `f(*inputs, *scalars, version=None)`, under autograd, torch.compile(fullgraph=True), CUDA graphs and in the
-    simulator. There is no double backward.
+    Returns a function `f(*inputs, *scalars, version=None)`, under autograd, torch.compile(fullgraph=True),
+    CUDA graphs and in the simulator. There is no double backward.
 
-    Raises TypeError and ValueError for a wrong argument, FileNotFoundError for a missing .cu. The function raises TypeError for a wrong
-    number or dtype of inputs and ValueError for an unknown version or several devices.
+    Raises TypeError and ValueError for a wrong argument, FileNotFoundError for a missing .cu. The function
+    raises TypeError for a wrong number or dtype of inputs and ValueError for an unknown version or several
+    devices.
 
-    Example, for `template <typename T> __global__ void square(T* out, const T* x, long long n)` and square_bwd in square.cu:
+    Example, for `template <typename T> __global__ void square(T* out, const T* x, long long n)` and
+    square_bwd in square.cu:
 
         def forward(kernels, x):
             out = torch.empty_like(x)
@@ -88,17 +84,31 @@ def op(
         raise TypeError(f"source must be a path, got {checks.brief(source)}")
     if not Path(source).is_file():
         raise FileNotFoundError(f"source: there is no file {str(source)!r}")
-    own = Own(name, inputs, constants, outputs, Path(source), dtypes, reference, pairs, scalars, checked_configs(configs))
+    own = Own(
+        name,
+        inputs,
+        constants,
+        outputs,
+        Path(source),
+        dtypes,
+        reference,
+        pairs,
+        scalars,
+        checked_configs(configs),
+    )
     wanted = [i for i, one in enumerate(inputs) if own.differentiable and one not in constants]
     function = own.function()
 
     def instances(version: str) -> Callable[[torch.dtype], list[Kernel]]:
-        return lambda dtype: own.instances(version, [drawn(dims, dtype, "meta") for dims in (*check_dims, *bench_dims)])
+        return lambda dtype: own.instances(
+            version, [drawn(dims, dtype, "meta") for dims in (*check_dims, *bench_dims)]
+        )
 
     def cost(dims: Sequence[int], itemsize: int) -> dict[str, Cost]:
         kind = next((d for d in dtypes if d.itemsize == itemsize), dtypes[0])
         tensors = drawn(dims, kind, "meta")
-        moved, work = sum(t.nbytes for t in (*tensors, *as_tuple(reference(*tensors)))), int(flops(*dims)) if flops else 0
+        moved = sum(t.nbytes for t in (*tensors, *as_tuple(reference(*tensors))))
+        work = int(flops(*dims)) if flops else 0
         costs = {"fwd": Cost(moved, work)}
         if own.differentiable:
             costs["bwd"] = Cost(moved + sum(tensors[i].nbytes for i in wanted), 2 * work)
@@ -138,7 +148,8 @@ def _check_name(name: str) -> None:
 
 
 def _inputs(reference: Callable[..., Any]) -> tuple[tuple[str, ...], dict[str, Scalar]]:
-    """The parameters of the reference without a default, and the scalars: those with a default, which it is returned with."""
+    """The parameters of the reference without a default, and the scalars: those with a default, which it is
+    returned with."""
     if not callable(reference):
         raise TypeError(f"reference must be a function, got {checks.brief(reference)}")
     parameters = inspect.signature(reference).parameters.values()
@@ -148,9 +159,14 @@ def _inputs(reference: Callable[..., Any]) -> tuple[tuple[str, ...], dict[str, S
     scalars = {p.name: p.default for p in parameters if p.default is not p.empty}
     for name, value in scalars.items():
         if not isinstance(value, int | float | None):
-            raise TypeError(f"{name} of reference: a default must be an int, a float, a bool or None, got {checks.brief(value)}")
+            raise TypeError(
+                f"{name} of reference: a default must be an int, a float, a bool or None, got "
+                f"{checks.brief(value)}"
+            )
         if name == "version":
-            raise ValueError("reference must not have a scalar called version, which names a version of the kernels")
+            raise ValueError(
+                "reference must not have a scalar called version, which names a version of the kernels"
+            )
     return inputs, scalars
 
 
@@ -161,12 +177,19 @@ def _pairs(versions: Mapping[str, Any]) -> dict[str, Pair]:
     pairs = {}
     for version, value in versions.items():
         functions = value if isinstance(value, tuple) else (value,)
-        if not isinstance(version, str) or not 1 <= len(functions) <= 3 or not all(f is None or callable(f) for f in functions[:2]):
+        if (
+            not isinstance(version, str)
+            or not 1 <= len(functions) <= 3
+            or not all(f is None or callable(f) for f in functions[:2])
+        ):
             raise TypeError(f"{rule}, got {version!r}: {checks.brief(value)}")
         pairs[version] = Pair(*functions)
         checks.integer(f"the compute capability of version {version!r}", pairs[version].requires, 75)
     if len({pair.backward is None for pair in pairs.values()}) > 1:
-        raise ValueError(f"versions must all have a backward or none, got {', '.join(v for v, p in pairs.items() if p.backward)} with one")
+        raise ValueError(
+            f"versions must all have a backward or none, got "
+            f"{', '.join(v for v, p in pairs.items() if p.backward)} with one"
+        )
     return pairs
 
 
@@ -180,17 +203,24 @@ def _constants(constants: Collection[str], inputs: Sequence[str]) -> tuple[str, 
 def _dtypes(dtypes: Sequence[torch.dtype]) -> tuple[torch.dtype, ...]:
     found = (dtypes,) if isinstance(dtypes, torch.dtype) else tuple(dtypes)
     if not found or not all(d in checks.FLOATS for d in found):
-        raise ValueError(f"dtypes must be some of {', '.join(map(str, checks.FLOATS))}, got {checks.brief(dtypes)}")
+        raise ValueError(
+            f"dtypes must be some of {', '.join(map(str, checks.FLOATS))}, got {checks.brief(dtypes)}"
+        )
     return found
 
 
 def _sizes(name: str, cases: Sequence[Sequence[int]] | None) -> tuple[tuple[int, ...], ...]:
     if not cases:
         raise ValueError(f"{name} must be sizes for make, such as [(3, 1000), (64, 768)], got {cases!r}")
-    return tuple(tuple(checks.integer(f"a size in {name}", n, 0) for n in (c if isinstance(c, Sequence) else (c,))) for c in cases)
+    return tuple(
+        tuple(checks.integer(f"a size in {name}", n, 0) for n in (c if isinstance(c, Sequence) else (c,)))
+        for c in cases
+    )
 
 
-def _maker(make: Callable[..., Any] | None, inputs: int) -> Callable[[Sequence[int], torch.dtype, torch.device | str], Tensors]:
+def _maker(
+    make: Callable[..., Any] | None, inputs: int
+) -> Callable[[Sequence[int], torch.dtype, torch.device | str], Tensors]:
     def drawn(dims: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> Tensors:
         if make is None:
             return tuple(torch.randn(*dims, dtype=dtype, device=device) for _ in range(inputs))
@@ -207,7 +237,11 @@ def _dims(make: Callable[..., Any] | None) -> str:
     if make is None:
         return "SHAPE..."
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
-    sizes = [p for p in inspect.signature(make).parameters.values() if p.kind in kinds and p.name not in ("dtype", "device")]
+    sizes = [
+        p
+        for p in inspect.signature(make).parameters.values()
+        if p.kind in kinds and p.name not in ("dtype", "device")
+    ]
     return " ".join(p.name.upper() + ("..." if p.kind == p.VAR_POSITIONAL else "") for p in sizes)
 
 

@@ -1,4 +1,5 @@
-"""torch's matrix product and column sums with autocast off, also in their derivatives of any order, and torch's switch of precision."""
+"""torch's matrix product and column sums with autocast off, also in their derivatives of any order, and
+torch's switch of precision."""
 
 from typing import Any
 
@@ -15,7 +16,8 @@ _fp32_precision = getattr(torch._C, "_get_fp32_precision_getter", lambda *_: Non
 
 
 def _tf32_allowed() -> bool:
-    precision = _fp32_precision("cuda", "matmul")  # 1.5 us less than torch.backends.cuda.matmul.fp32_precision
+    # 1.5 us less than torch.backends.cuda.matmul.fp32_precision
+    precision = _fp32_precision("cuda", "matmul")
     return precision == "tf32" if precision else torch.backends.cuda.matmul.allow_tf32
 
 
@@ -28,14 +30,17 @@ def tf32_allowed() -> bool:
 
 
 def torch_matmul(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
-    """a @ b: (..., M, K) @ (K, N), (M, K) @ (S, K, N) or (S, M, K) @ (S, K, N); for two matrices also a @ b + bias."""
-    if watched(a, b, bias) and (enabled(a) or not transformed()):  # otherwise torch derives its own operations
+    """a @ b: (..., M, K) @ (K, N), (M, K) @ (S, K, N) or (S, M, K) @ (S, K, N); for two matrices also a @ b +
+    bias."""
+    # otherwise torch derives its own operations
+    if watched(a, b, bias) and (enabled(a) or not transformed()):
         return _apply(a, b, bias)
     return _Matmul.forward(a, b, bias)
 
 
 def column_sums(x: Tensor) -> Tensor:
-    """The sums of the columns of a matrix. torch's sum of 16-bit columns takes up to twice as long as a product."""
+    """The sums of the columns of a matrix. torch's sum of 16-bit columns takes up to twice as long as a
+    product."""
     if x.is_cuda and x.dtype.itemsize == 2:
         return torch_matmul(x.new_ones(1, x.shape[0]), x)[0]
     return x.sum(0, dtype=x.dtype)
@@ -57,7 +62,8 @@ class _Matmul(Differentiable):
         da = db = None
         if ctx.needs_input_grad[0]:
             da = torch_matmul(g, b.mH)
-            da = da.sum(0, dtype=da.dtype) if da.ndim > a.ndim else da  # with a dtype, autocast does not change a sum
+            # with a dtype, autocast does not change a sum
+            da = da.sum(0, dtype=da.dtype) if da.ndim > a.ndim else da
         if ctx.needs_input_grad[1]:
             x, d = (as_matrix(a), as_matrix(g)) if b.ndim == 2 else (a, g)
             columns = b.stride(-2) == 1 != b.shape[-1]  # the gradient has b's layout

@@ -24,14 +24,16 @@ _batched = torch._C._functorch.is_legacy_batchedtensor  # of torch.autograd.grad
 
 
 def raw_op(
-    schema: str, tensors: int, impl: Callable[..., Any], fake: Callable[..., Any], library: torch.library.Library = _library,
+    schema: str, tensors: int, impl: Callable[..., Any], fake: Callable[..., Any],
+    library: torch.library.Library = _library,
     sharding: split.Rule = None,
 ) -> Callable[..., Any]:  # fmt: skip
-    """Register a launch as `torch.ops.cukern.<name>`. Returns a function that calls it with the least host time.
+    """Register a launch as `torch.ops.cukern.<name>`. Returns a function that calls it with the least host
+    time.
 
     Args:
-        schema: torch's schema, such as "_square(Tensor x, str version) -> Tensor": first tensors, last the version. The raw op is not
-            differentiable; the autograd Function that calls it is.
+        schema: torch's schema, such as "_square(Tensor x, str version) -> Tensor": first tensors, last the
+            version. The raw op is not differentiable; the autograd Function that calls it is.
         tensors: the number of arguments that are tensors or lists of tensors.
         impl, fake: the launch, and its version for fake tensors.
         library: the namespace in torch.ops.
@@ -39,15 +41,19 @@ def raw_op(
 
     The versions of arguments that the schema marks as written increase, as those of torch's in-place ops do.
 
-    The result skips torch's dispatcher (1.7 us) unless one of these needs it: torch.compile, torch.export, dispatch modes such as
-    FakeTensorMode, functorch transforms, tensor subclasses, the simulator.
+    The result skips torch's dispatcher (1.7 us) unless one of these needs it: torch.compile, torch.export,
+    dispatch modes such as FakeTensorMode, functorch transforms, tensor subclasses, the simulator.
     """
     short = schema.partition("(")[0]
     if library is _library and "Tensor[] params" not in schema:  # adamw has tables of its own
         impl = planning.planned_launch(impl, _tensor_names(schema, tensors))
     name = f"{library.ns}::{short}"
     library.define(schema)
-    writes = [i for i, argument in enumerate(schema.partition("(")[2].partition(" -> ")[0].split(", ")) if "!" in argument]
+    writes = [
+        i
+        for i, argument in enumerate(schema.partition("(")[2].partition(" -> ")[0].split(", "))
+        if "!" in argument
+    ]
     lists = "[]" in schema  # for which torch's older vmap has no rule
     if writes:
         impl = _counted(impl, writes)
@@ -55,13 +61,15 @@ def raw_op(
     def without_grad(*args: Any) -> Any:
         if not torch.is_grad_enabled():
             return impl(*args)
-        with torch.no_grad():  # graphs of torch.export are called with parameters, which torch's `out=` refuses
+        # graphs of torch.export are called with parameters, which torch's `out=` refuses
+        with torch.no_grad():
             return impl(*args)
 
     library.impl(short, without_grad, "CUDA")
 
     def simulate(*args: Any) -> Any:
-        if not backend.simulating() and torch._C._current_graph_task_id() < 0:  # a backward pass follows a simulated forward
+        # a backward pass follows a simulated forward
+        if not backend.simulating() and torch._C._current_graph_task_id() < 0:
             raise ValueError(f"{name} runs kernels, and the tensors are on the CPU; {checks.SIMULATOR}")
         with backend.simulated_memory(_flat(args)):
             return without_grad(*args)
@@ -97,7 +105,9 @@ def raw_op(
         first = args[0][0] if type(args[0]) is list else args[0]
         if _tracing() or _modes() or _transforms() or not first.is_cuda:
             return op(*args)
-        if not _PLAIN.issuperset(map(type, args[:tensors])) and not _PLAIN.issuperset(map(type, _flat(args[:tensors]))):
+        if not _PLAIN.issuperset(map(type, args[:tensors])) and not _PLAIN.issuperset(
+            map(type, _flat(args[:tensors]))
+        ):
             return op(*args)
         try:
             return impl(*args)
@@ -105,7 +115,8 @@ def raw_op(
             refuse_fork(name, error)
             if not any(isinstance(x, torch.Tensor) and (_wrapped(x) or _batched(x)) for x in _flat(args)):
                 raise
-        return op(*args)  # a functorch wrapper that outlived its transform, or `is_grads_batched`: the dispatcher unwraps it
+        # a functorch wrapper that outlived its transform, or `is_grads_batched`: the dispatcher unwraps it
+        return op(*args)
 
     return call_one if tensors == 1 else call
 
@@ -123,7 +134,8 @@ def _counted(impl: Callable[..., Any], writes: Sequence[int]) -> Callable[..., A
 
 
 def _batched_call(call: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """The rule of `torch.autograd.grad(is_grads_batched=True)`, whose vmap is torch's older one: one call per element of the batch."""
+    """The rule of `torch.autograd.grad(is_grads_batched=True)`, whose vmap is torch's older one: one call per
+    element of the batch."""
     flat, tree = tree_flatten(args)
     level, whole = _unbatched(flat)
     size = next(x.shape[0] for x in whole if x is not None)
@@ -135,9 +147,13 @@ def _batched_call(call: Callable[..., Any], args: tuple[Any, ...]) -> Any:
 
 
 def _unbatched(flat: Sequence[Any]) -> tuple[int, list[Any]]:
-    """The level of the batch, which the threads of the backward do not know, and the batched tensors as plain ones; None for the others."""
+    """The level of the batch, which the threads of the backward do not know, and the batched tensors as plain
+    ones; None for the others."""
     for level in range(1, _MOST_LEVELS + 1):
-        whole = [torch._remove_batch_dim(x, level, 1, 0) if isinstance(x, torch.Tensor) and _batched(x) else None for x in flat]
+        whole = [
+            torch._remove_batch_dim(x, level, 1, 0) if isinstance(x, torch.Tensor) and _batched(x) else None
+            for x in flat
+        ]
         if not any(x is not None and _batched(x) for x in whole):
             return level, whole
     raise NotImplementedError("is_grads_batched inside of is_grads_batched has no rule for this op")
@@ -145,7 +161,9 @@ def _unbatched(flat: Sequence[Any]) -> tuple[int, list[Any]]:
 
 def _tensor_names(schema: str, count: int) -> list[str]:
     """The names of the first arguments of a schema, with "[]" for lists."""
-    arguments = re.findall(r"Tensor(?:\(\w!\))?(\[\])?\??(\[\])? (\w+)", schema.partition("(")[2].rpartition("->")[0])
+    arguments = re.findall(
+        r"Tensor(?:\(\w!\))?(\[\])?\??(\[\])? (\w+)", schema.partition("(")[2].rpartition("->")[0]
+    )
     return [name + (a or b) for a, b, name in arguments][:count]
 
 

@@ -1,11 +1,12 @@
 """Raw ops on DTensors: each runs on the local parts of its arguments.
 
-A rule names the dimensions along which an op may be split, as einsum does: "br, r -> br" for the arguments' tensors and the outputs.
-Each dimension of the mesh splits along one letter: the first one along which an argument is already sharded, if all sizes divide by
-the number of processes. Everything else is replicated: other tensors, "." dimensions, and plain tensors, which must be the same on all
-processes. "*" stands for all dimensions of a tensor that have no letter. An output without the letter is the sum over the processes;
-"=" is an output that is the same on all. The last output's letters hold for all that follow. A rule may be a function of the op's
-arguments that returns a string.
+A rule names the dimensions along which an op may be split, as einsum does: "br, r -> br" for the arguments'
+tensors and the outputs. Each dimension of the mesh splits along one letter: the first one along which an
+argument is already sharded, if all sizes divide by the number of processes. Everything else is replicated:
+other tensors, "." dimensions, and plain tensors, which must be the same on all processes. "*" stands for all
+dimensions of a tensor that have no letter. An output without the letter is the sum over the processes; "=" is
+an output that is the same on all. The last output's letters hold for all that follow. A rule may be a
+function of the op's arguments that returns a string.
 """
 
 import math
@@ -32,7 +33,8 @@ def register() -> None:
             torch.library.register_torch_dispatch(op, tensor.DTensor, _dispatch(op, rule))
 
 
-register._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as torch.compiler.assume_constant_result, which imports dynamo
+# as torch.compiler.assume_constant_result, which imports dynamo
+register._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _dispatch(op: Any, rule: Rule) -> Callable[..., Any]:
@@ -81,7 +83,9 @@ def _local(op: Any, mesh: Any, chosen: Sequence[str], t: Any, letters: str, writ
     want = _placed(chosen, letters, t.ndim, Replicate())
     if t.device_mesh != mesh or (written and list(t.placements) != want):
         rule = "on one mesh" if t.device_mesh != mesh else f"placed as {want}, because it is written in place"
-        raise ValueError(f"{op.name()}: a DTensor on {t.device_mesh} with {list(t.placements)} must be {rule}")
+        raise ValueError(
+            f"{op.name()}: a DTensor on {t.device_mesh} with {list(t.placements)} must be {rule}"
+        )
     return t.redistribute(mesh, want).to_local()
 
 
@@ -116,4 +120,6 @@ def _chosen(mesh: Any, every: Sequence[tuple[Any, str]]) -> list[str]:
 def _divides(chosen: Sequence[str], mesh: Any, every: Sequence[tuple[Any, str]]) -> bool:
     """True if all tensors split evenly along the last letter."""
     parts = math.prod(mesh.size(m) for m, c in enumerate(chosen) if c == chosen[-1])
-    return all(t.shape[letters.index(chosen[-1])] % parts == 0 for t, letters in every if chosen[-1] in letters)
+    return all(
+        t.shape[letters.index(chosen[-1])] % parts == 0 for t, letters in every if chosen[-1] in letters
+    )

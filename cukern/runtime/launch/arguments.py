@@ -1,4 +1,5 @@
-"""The arguments of a kernel's launch: their device, the values of scalars, the dimensions of grids and blocks."""
+"""The arguments of a kernel's launch: their device, the values of scalars, the dimensions of grids and
+blocks."""
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
@@ -12,7 +13,8 @@ from cukern.runtime.compile import signature
 from cukern.runtime.launch import backend, driver, interop, limits
 from cukern.runtime.launch.tensor_map import TensorMap
 
-Quick = Callable[[tuple[Any, ...], Any, Any, Any], bool]  # of a launch's arguments, grid, block and bytes of shared memory
+# of a launch's arguments, grid, block and bytes of shared memory
+Quick = Callable[[tuple[Any, ...], Any, Any, Any], bool]
 
 _PLAIN = checks.PLAIN
 _QUICK = """
@@ -42,13 +44,22 @@ def never(args: tuple[Any, ...], grid: Any, block: Any, shared: Any) -> bool:
 
 
 def quick(loaded: driver.Loaded, params: Sequence[signature.Param], device: int) -> Quick:
-    """A function that launches if all arguments are plain tensors and numbers that are right, and else returns False. Then the checks that
-    explain errors must look. Its code is written for the parameters: a loop over them takes three times as long."""
+    """A function that launches if all arguments are plain tensors and numbers that are right, and else
+    returns False. Then the checks that explain errors must look. Its code is written for the parameters: a
+    loop over them takes three times as long."""
     if not any(p.pointer for p in params):  # the current GPU is that of the launch
         return never
     names, checks, values = [f"a{i}" for i in range(len(params))], "", []
-    space: dict[str, Any] = {name: getattr(loaded, name) for name in ("function", "pack", "arguments", "launch", "most_shared")}
-    space |= {"plain": _PLAIN, "dims": dims, "stream": driver.current_stream, "device": device, "increment_version": increment_version}
+    space: dict[str, Any] = {
+        name: getattr(loaded, name) for name in ("function", "pack", "arguments", "launch", "most_shared")
+    }
+    space |= {
+        "plain": _PLAIN,
+        "dims": dims,
+        "stream": driver.current_stream,
+        "device": device,
+        "increment_version": increment_version,
+    }
     for a, p in zip(names, params, strict=True):
         if not p.pointer and (p.size or p.ctype in ("bool", "__nv_bfloat16")):
             return never
@@ -58,7 +69,15 @@ def quick(loaded: driver.Loaded, params: Sequence[signature.Param], device: int)
             space[f"{a}_dtype"] = p.dtypes[0] if len(p.dtypes) == 1 else p.dtypes
     if torch.cuda.device_count() > 1:
         space["current"], checks = driver.current_device, f"current() == device and {checks}"
-    exec(_QUICK.format(names="".join(f"{a}, " for a in names), checks=checks, values=", ".join(values), count=_count(names, params)), space)
+    exec(
+        _QUICK.format(
+            names="".join(f"{a}, " for a in names),
+            checks=checks,
+            values=", ".join(values),
+            count=_count(names, params),
+        ),
+        space,
+    )
     return space["quick"]
 
 
@@ -76,12 +95,17 @@ def _check(a: str, dtypes: tuple[torch.dtype, ...]) -> str:
 
 
 def device(args: Iterable[Any]) -> int:
-    """The device of the first tensor on a GPU. Without one: the simulator if it is enabled or there is no GPU, else the current GPU."""
+    """The device of the first tensor on a GPU. Without one: the simulator if it is enabled or there is no
+    GPU, else the current GPU."""
     for a in args:
         a = a.tensor if isinstance(a, TensorMap) else a
         if isinstance(a, torch.Tensor) and a.is_cuda:
             return a.get_device()
-    return backend.SIMULATED if backend.simulating() or not torch.cuda.is_available() else driver.current_device()
+    return (
+        backend.SIMULATED
+        if backend.simulating() or not torch.cuda.is_available()
+        else driver.current_device()
+    )
 
 
 def tensor(kernel: str, param: signature.Param, given: Any) -> torch.Tensor | None:
@@ -91,19 +115,27 @@ def tensor(kernel: str, param: signature.Param, given: Any) -> torch.Tensor | No
     return interop.argument(param, given, kernel) if param.pointer and given is not None else None
 
 
-def common_device(kernel: str, params: Iterable[signature.Param], tensors: Iterable[torch.Tensor | None], default: int) -> int:
+def common_device(
+    kernel: str, params: Iterable[signature.Param], tensors: Iterable[torch.Tensor | None], default: int
+) -> int:
     names = {t.get_device(): p.name for p, t in zip(params, tensors, strict=True) if t is not None}
     if len(names) > 1:
-        places = [f"{name} on {'the CPU' if device == backend.SIMULATED else f'cuda:{device}'}" for device, name in names.items()]
+        places = [
+            f"{name} on {'the CPU' if device == backend.SIMULATED else f'cuda:{device}'}"
+            for device, name in names.items()
+        ]
         raise ValueError(f"{kernel}: arguments on several devices: {', '.join(places)}")
     return next(iter(names), default)
 
 
 def value(kernel: str, param: signature.Param, given: Any, tensor: torch.Tensor | None) -> Any:
-    """What the launch takes: the address of a tensor, 0 for a null pointer, a scalar, or the bytes of a struct."""
+    """What the launch takes: the address of a tensor, 0 for a null pointer, a scalar, or the bytes of a
+    struct."""
     if param.pointer:
         return tensor.data_ptr() if tensor is not None else 0
-    return checks.flag(str(param), given) if param.ctype == "bool" else signature.by_value(kernel, param, given)
+    return (
+        checks.flag(str(param), given) if param.ctype == "bool" else signature.by_value(kernel, param, given)
+    )
 
 
 def written(params: Sequence[signature.Param], tensors: Iterable[torch.Tensor | None]) -> list[torch.Tensor]:

@@ -1,4 +1,5 @@
-"""How CPU tensors are processed: by torch's operations, or by kernels in the simulator, if the user chose it."""
+"""How CPU tensors are processed: by torch's operations, or by kernels in the simulator, if the user chose
+it."""
 
 import contextlib
 import contextvars
@@ -17,13 +18,16 @@ from cukern.runtime.launch.driver import Launch
 from cukern.runtime.launch.limits import Dim
 
 BACKENDS = ("gpu", "sim")
-_START = [os.environ.get("CUKERN_BACKEND") or "gpu"]  # checked at first use, so that the command line can report an error
-_blocks: contextvars.ContextVar[tuple[list[str], ...]] = contextvars.ContextVar("cukern.backend", default=(_START,))
+# checked at first use, so that the command line can report an error
+_START = [os.environ.get("CUKERN_BACKEND") or "gpu"]
+_blocks: contextvars.ContextVar[tuple[list[str], ...]] = contextvars.ContextVar(
+    "cukern.backend", default=(_START,)
+)
 
 
 class _Traced(types.ModuleType):
-    """The backend for torch.compile, which cannot trace a context variable. It reads an attribute of a module instead of tracing it, and
-    its guard reads the attribute again, in the context of the call."""
+    """The backend for torch.compile, which cannot trace a context variable. It reads an attribute of a module
+    instead of tracing it, and its guard reads the attribute again, in the context of the call."""
 
     name = property(lambda self: _blocks.get()[-1][0])
 
@@ -36,14 +40,17 @@ def backend(name: str) -> Iterator[None]:
     """Choose how CPU tensors are processed: `with cukern.backend("sim"): cukern.square(torch.randn(1000))`.
 
     Args:
-        name: "sim": the simulator runs the CUDA kernels. It raises cukern.sim.Fault for races, out-of-bounds accesses and similar bugs.
-            "gpu": CPU tensors use the plain torch reference. Tensors on a GPU always run on the GPU.
+        name: "sim": the simulator runs the CUDA kernels. It raises cukern.sim.Fault for races, out-of-bounds
+            accesses and similar bugs. "gpu": CPU tensors use the plain torch reference. Tensors on a GPU
+            always run on the GPU.
 
-    The setting is a context variable. It holds for the thread or asyncio task that opened the block and for tasks started inside it. A
-    thread started inside the block does not inherit it, unless it runs in `contextvars.copy_context()`. The backward pass of a simulated
-    forward pass is simulated, wherever it is called. The environment variable CUKERN_BACKEND sets the default.
+    The setting is a context variable. It holds for the thread or asyncio task that opened the block and for
+    tasks started inside it. A thread started inside the block does not inherit it, unless it runs in
+    `contextvars.copy_context()`. The backward pass of a simulated forward pass is simulated, wherever it is
+    called. The environment variable CUKERN_BACKEND sets the default.
 
-    Raises TypeError for a name that is not a str and ValueError for an unknown name. A wrong CUKERN_BACKEND raises at the first CPU tensor.
+    Raises TypeError for a name that is not a str and ValueError for an unknown name. A wrong CUKERN_BACKEND
+    raises at the first CPU tensor.
     """
     _check("", name)
     mine = [name]  # a list has an identity: blocks in generators may end in any order
@@ -67,7 +74,8 @@ def simulates(x: torch.Tensor) -> bool:
 
 
 def uses_torch(op: str, version: str | None, x: torch.Tensor) -> bool:
-    """True if a call uses torch's operations: x is on the CPU and not simulated. Raises ValueError if the call names a version."""
+    """True if a call uses torch's operations: x is on the CPU and not simulated. Raises ValueError if the
+    call names a version."""
     if x.is_cuda or simulates(x):
         return False
     if version is not None:
@@ -91,7 +99,8 @@ def load_simulated(name: str, ptx: Ptx, params: tuple[Param, ...], cluster: Dim 
 
 
 def simulated_memory(tensors: Iterable[Any]) -> contextlib.AbstractContextManager:
-    """Inside the block, simulated kernels may access these tensors and new ones. Items that are not tensors are ignored."""
+    """Inside the block, simulated kernels may access these tensors and new ones. Items that are not tensors
+    are ignored."""
     from cukern import sim
 
     return sim.memory.scope([t for t in tensors if isinstance(t, torch.Tensor)])

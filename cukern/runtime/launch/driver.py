@@ -1,7 +1,8 @@
 """Loads kernels on a GPU and launches them there.
 
-CuPy's RawModule loads the machine code. CuPy's binding of the driver launches it with arguments that are packed here. A launch takes
-3 us of host time, nearly all of it in the driver; a call of a CuPy RawKernel takes twice as long.
+CuPy's RawModule loads the machine code. CuPy's binding of the driver launches it with arguments that are
+packed here. A launch takes 3 us of host time, nearly all of it in the driver; a call of a CuPy RawKernel
+takes twice as long.
 """
 
 import contextlib
@@ -27,7 +28,8 @@ from cukern.runtime.launch.limits import Dim, LaunchError, exceeded, launch_erro
 
 Launch = Callable[..., None]
 
-SYNC = os.environ.get("CUKERN_SYNC", "0") != "0"  # synchronize after each launch, so that an error names its kernel
+# synchronize after each launch, so that an error names its kernel
+SYNC = os.environ.get("CUKERN_SYNC", "0") != "0"
 NVTX = os.environ.get("CUKERN_NVTX", "0") != "0"  # put each launch in an NVTX range with the kernel's name
 
 _MAX_SHARED_ATTRIBUTE = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -38,14 +40,18 @@ _PORTABLE_CLUSTER = 8  # thread blocks; larger clusters need the attribute
 _FREE_SHARED = 48 << 10  # bytes of shared memory, static and dynamic; more needs the attribute
 
 current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
-current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", lambda device: torch.cuda.current_stream(device).cuda_stream)
+current_stream = getattr(
+    torch._C, "_cuda_getCurrentRawStream", lambda device: torch.cuda.current_stream(device).cuda_stream
+)
 
 
 @cached(4096)
 def spread(shared: int, blocks: int, device: int) -> int:
-    """The bytes of dynamic shared memory to request so that the thread blocks of a launch spread evenly over the SMs; at least `shared`.
+    """The bytes of dynamic shared memory to request so that the thread blocks of a launch spread evenly over
+    the SMs; at least `shared`.
 
-    A launch that overlaps the previous one (PDL) would otherwise place too many blocks on the first SMs that become free."""
+    A launch that overlaps the previous one (PDL) would otherwise place too many blocks on the first SMs that
+    become free."""
     facts = device_of(device)
     if device == SIMULATED or facts.capability < extended_launch.CAPABILITY:
         return shared
@@ -54,22 +60,32 @@ def spread(shared: int, blocks: int, device: int) -> int:
 
 def require_gpu() -> None:
     if not torch.cuda.is_available():
-        raise SetupError("there is no GPU to run kernels on: torch.cuda.is_available() is False (`cukern doctor` says more)")
+        raise SetupError(
+            "there is no GPU to run kernels on: torch.cuda.is_available() is False (`cukern doctor` says "
+            "more)"
+        )
 
 
-def load(name: str, cubin: Cubin, params: tuple[Param, ...], device: int, attribute: Attribute = 0) -> tuple[Launch, Any]:
-    """Load a cubin on a GPU. Returns `launch(grid, block, shared_bytes, *args)`, which launches on torch's current stream, and the
-    cupy.RawKernel, or None without CuPy. `attribute`: EARLY, TOGETHER or the shape of a cluster, see extended_launch.py, or 0."""
+def load(
+    name: str, cubin: Cubin, params: tuple[Param, ...], device: int, attribute: Attribute = 0
+) -> tuple[Launch, Any]:
+    """Load a cubin on a GPU. Returns `launch(grid, block, shared_bytes, *args)`, which launches on torch's
+    current stream, and the cupy.RawKernel, or None without CuPy. `attribute`: EARLY, TOGETHER or the shape of
+    a cluster, see extended_launch.py, or 0."""
     with torch.cuda.device(device):
         torch.cuda.current_stream(device)  # creates torch's context, which the module must belong to
         try:
             raw = _raw_kernel(cubin) if bindings.has_cupy() else None
             function = raw.kernel.ptr if raw else bindings.function_of(cubin.code, cubin.symbol)
         except bindings.driver().CUDADriverError as error:
-            raise LaunchError(f"{name} compiled for {cubin.arch} does not load on {torch.cuda.get_device_name(device)}: {error}") from None
+            raise LaunchError(
+                f"{name} compiled for {cubin.arch} does not load on {torch.cuda.get_device_name(device)}: "
+                f"{error}"
+            ) from None
         except OSError as error:
             raise SetupError(
-                f"{name} cannot be written to a temporary file ({error}): set TMPDIR to a folder that can be written"
+                f"{name} cannot be written to a temporary file ({error}): set TMPDIR to a folder that can be "
+                f"written"
             ) from error
         launch: Launch = Loaded(function, name, cubin, params, device, attribute)
     if SYNC or NVTX:
@@ -80,7 +96,8 @@ def load(name: str, cubin: Cubin, params: tuple[Param, ...], device: int, attrib
 def _raw_kernel(cubin: Cubin) -> Any:
     """The cupy.RawKernel of a cubin. It is never unloaded: a captured CUDA graph may use the function."""
     cupy = bindings.cupy()
-    with tempfile.TemporaryDirectory(prefix="cukern-") as folder:  # CuPy caches modules by path, so each load uses a new one
+    # CuPy caches modules by path, so each load uses a new one
+    with tempfile.TemporaryDirectory(prefix="cukern-") as folder:
         file = Path(folder, "kernel.cubin")
         file.write_bytes(cubin.code)
         raw = cupy.RawModule(path=str(file)).get_function(cubin.symbol)
@@ -96,17 +113,21 @@ def _debugged(launch: Launch, name: str) -> Launch:
             try:
                 torch.cuda.synchronize()
             except RuntimeError as error:
-                raise LaunchError(f"{name} <<<grid {grid}, block {block}>>> failed while it ran: {error}") from error
+                raise LaunchError(
+                    f"{name} <<<grid {grid}, block {block}>>> failed while it ran: {error}"
+                ) from error
 
     return run
 
 
 class _Arguments(threading.local):
-    """A buffer for packed kernel arguments. Each thread has its own, because forward and backward run on different threads.
+    """A buffer for packed kernel arguments. Each thread has its own, because forward and backward run on
+    different threads.
 
-    `parts`: the buffer, the array of pointers to the arguments or 0, and the description of the buffer or 0. The description is 0.15 us
-    faster. But a cooperative launch in a CUDA graph capture accepts only the pointers. And where a parameter is aligned to more than 16
-    bytes, as a CUtensorMap is, only the driver knows the offsets: ptxas aligns its address, and the first parameter is at 0x210."""
+    `parts`: the buffer, the array of pointers to the arguments or 0, and the description of the buffer or 0.
+    The description is 0.15 us faster. But a cooperative launch in a CUDA graph capture accepts only the
+    pointers. And where a parameter is aligned to more than 16 bytes, as a CUtensorMap is, only the driver
+    knows the offsets: ptxas aligns its address, and the first parameter is at 0x210."""
 
     def __init__(self, packed: bytes, params: tuple[Param, ...], attribute: Attribute):
         buffer = ctypes.create_string_buffer(packed, max(1, len(packed)))
@@ -116,16 +137,21 @@ class _Arguments(threading.local):
         self._each = (ctypes.c_void_p * len(params))(*(start + offset for offset in offsets(params)))
         pointers = attribute == extended_launch.TOGETHER or any(p.size and p.align > 16 for p in params)
         view = memoryview(buffer)  # `struct` fills it 0.02 us faster
-        self.parts = (view, ctypes.addressof(self._each), 0) if pointers else (view, 0, ctypes.addressof(self._extra))
+        self.parts = (
+            (view, ctypes.addressof(self._each), 0) if pointers else (view, 0, ctypes.addressof(self._extra))
+        )
 
 
 def _allow_cluster(function: int, device: int, attribute: Attribute) -> Dim:
-    """The cluster shape of a kernel, in thread blocks: that of the launch, else that of the source. Permits clusters larger than the
-    portable size."""
+    """The cluster shape of a kernel, in thread blocks: that of the launch, else that of the source. Permits
+    clusters larger than the portable size."""
     driver = bindings.driver()
     if device_of(device).capability < 90:
         if isinstance(attribute, tuple):
-            raise LaunchError(f"cluster={attribute} needs compute capability 9.0, this GPU has {device_of(device).capability / 10}")
+            raise LaunchError(
+                f"cluster={attribute} needs compute capability 9.0, this GPU has "
+                f"{device_of(device).capability / 10}"
+            )
         return 1, 1, 1
     x, y, z = (max(1, driver.funcGetAttribute(one, function)) for one in _CLUSTER_ATTRIBUTES)
     if isinstance(attribute, tuple):
@@ -136,19 +162,28 @@ def _allow_cluster(function: int, device: int, attribute: Attribute) -> Dim:
 
 
 class Loaded:
-    """A kernel on one GPU. A call launches it on torch's current stream. `bound` gives a launch whose last arguments are packed once.
+    """A kernel on one GPU. A call launches it on torch's current stream. `bound` gives a launch whose last
+    arguments are packed once.
 
     `most_shared`: a list of the bytes of dynamic shared memory that are allowed so far."""
 
-    def __init__(self, function: int, name: str, cubin: Cubin, params: tuple[Param, ...], device: int, attribute: Attribute):
+    def __init__(
+        self, function: int, name: str, cubin: Cubin, params: tuple[Param, ...], device: int,
+        attribute: Attribute,
+    ):  # fmt: skip
         self.driver = bindings.driver()
         self.context = self.driver.ctxGetCurrent()
         self.function, self.name, self.cubin, self.params = function, name, cubin, params
         self.device, self.attribute = device, attribute
         self.layout, self.cluster = packer(params), _allow_cluster(function, device, attribute)
-        self.pack, self.arguments = self.layout.pack_into, _Arguments(bytes(self.layout.size), params, attribute)
+        self.pack, self.arguments = (
+            self.layout.pack_into,
+            _Arguments(bytes(self.layout.size), params, attribute),
+        )
         capability = device_of(device).capability
-        self.launch = (attribute and extended_launch.launcher(capability, attribute)) or self.driver.launchKernel
+        self.launch = (
+            attribute and extended_launch.launcher(capability, attribute)
+        ) or self.driver.launchKernel
         self.most_shared, self.growing = [_FREE_SHARED - cubin.report.shared], threading.Lock()
 
     def __call__(self, grid: Dim, block: Dim, shared: int, *args: Any) -> None:
@@ -158,17 +193,24 @@ class Loaded:
             (gx, gy, gz), (bx, by, bz) = grid, block
             buffer, each, extra = self.arguments.parts
             self.pack(buffer, 0, *args)
-            self.launch(self.function, gx, gy, gz, bx, by, bz, shared, current_stream(self.device), each, extra)
+            self.launch(
+                self.function, gx, gy, gz, bx, by, bz, shared, current_stream(self.device), each, extra
+            )
             if (recorder := recording.local.recorder) is not None:
                 recorder.launch(self, self.params, grid, block, shared, args)
         except (struct.error, OverflowError):
             beyond = self._beyond_limits(grid, block, shared)
-            error = launch_error(self.name, grid, block, shared, beyond) if beyond else explain_misfit(self.name, self.params, args)
+            error = (
+                launch_error(self.name, grid, block, shared, beyond)
+                if beyond
+                else explain_misfit(self.name, self.params, args)
+            )
             raise error from None
         except self.driver.CUDADriverError as error:
             refuse_fork(self.name, error)
             before = self.driver.ctxGetCurrent()
-            if before != self.context:  # another GPU is the current one; or a new thread, such as autograd's, has no context
+            # another GPU is the current one; or a new thread, such as autograd's, has no context
+            if before != self.context:
                 self.driver.ctxSetCurrent(self.context)
                 try:
                     return self(grid, block, shared, *args)
@@ -181,7 +223,10 @@ class Loaded:
     def bound(self, grid: Dim, block: Dim, shared: int, *last: Any) -> Launch:
         first = self.params[: len(self.params) - len(last)]
         nothing = [bytes(p.size) if p.size else 0 for p in first]
-        pack, filled = packer(first).pack_into, _Arguments(self.layout.pack(*nothing, *last), self.params, self.attribute)
+        pack, filled = (
+            packer(first).pack_into,
+            _Arguments(self.layout.pack(*nothing, *last), self.params, self.attribute),
+        )
         (gx, gy, gz), (bx, by, bz) = grid, block
         function, device, launch, stream = self.function, self.device, self.launch, current_stream
         if shared > self.most_shared[0]:
@@ -205,10 +250,20 @@ class Loaded:
 
     def _beyond_limits(self, grid: Dim, block: Dim, shared: int) -> list[str]:
         threads = self.driver.funcGetAttribute(_MAX_THREADS_ATTRIBUTE, self.function)
-        return exceeded(grid, block, shared, threads, device_of(self.device).shared_bytes, self.cluster, self.cubin.report.shared)
+        return exceeded(
+            grid,
+            block,
+            shared,
+            threads,
+            device_of(self.device).shared_bytes,
+            self.cluster,
+            self.cubin.report.shared,
+        )
 
 
 def refuse_fork(name: str, error: Exception | None = None) -> None:
     """Raise the LaunchError that explains `error`, if this process was forked after CUDA was initialised."""
     if torch.cuda._is_in_bad_fork():
-        raise LaunchError(f"{name}: CUDA was initialised before this process was forked; start it with the 'spawn' method") from error
+        raise LaunchError(
+            f"{name}: CUDA was initialised before this process was forked; start it with the 'spawn' method"
+        ) from error

@@ -1,8 +1,10 @@
-"""Launches with an attribute (cuLaunchKernelEx), through ctypes, because CuPy has no binding. They take 0.4 us more host time.
+"""Launches with an attribute (cuLaunchKernelEx), through ctypes, because CuPy has no binding. They take 0.4
+us more host time.
 
-EARLY is programmatic dependent launch (PDL): the kernel may start while the previous one ends. It waits before it accesses global memory
-(wait_for_previous in common/ptx/launch.cuh). TOGETHER is a cooperative launch: all thread blocks are resident at the same time, so they
-can wait for each other. The shape of a cluster, such as (2, 1, 1), launches clusters of thread blocks.
+EARLY is programmatic dependent launch (PDL): the kernel may start while the previous one ends. It waits
+before it accesses global memory (wait_for_previous in common/ptx/launch.cuh). TOGETHER is a cooperative
+launch: all thread blocks are resident at the same time, so they can wait for each other. The shape of a
+cluster, such as (2, 1, 1), launches clusters of thread blocks.
 """
 
 import ctypes
@@ -28,7 +30,9 @@ class _Config(threading.local):
 
     def __init__(self, attribute: Attribute) -> None:
         cluster = isinstance(attribute, tuple)
-        packed = struct.pack("I4x3I52x", _CLUSTER, *attribute) if cluster else struct.pack("I4xI60x", attribute, 1)  # type: ignore[misc]
+        packed = (
+            struct.pack("I4x3I52x", _CLUSTER, *attribute) if cluster else struct.pack("I4xI60x", attribute, 1)
+        )  # type: ignore[misc]
         self._attribute = ctypes.create_string_buffer(packed)
         config = ctypes.create_string_buffer(self.layout.size)
         self.parts = config, ctypes.addressof(config), ctypes.addressof(self._attribute)
@@ -36,7 +40,8 @@ class _Config(threading.local):
 
 @functools.cache
 def launcher(capability: int, attribute: Attribute) -> Callable[..., None] | None:
-    """A function with the arguments and errors of CuPy's driver.launchKernel, or None if the GPU or driver does not support EARLY."""
+    """A function with the arguments and errors of CuPy's driver.launchKernel, or None if the GPU or driver
+    does not support EARLY."""
     driver = bindings.driver()
     if attribute == EARLY and (capability < CAPABILITY or bindings.runtime().driverGetVersion() < DRIVER):
         return None
@@ -45,7 +50,8 @@ def launcher(capability: int, attribute: Attribute) -> Callable[..., None] | Non
     local, pack = _Config(attribute), _Config.layout.pack_into
 
     def run(
-        function: int, gx: int, gy: int, gz: int, bx: int, by: int, bz: int, shared: int, stream: int, params: int, extra: int
+        function: int, gx: int, gy: int, gz: int, bx: int, by: int, bz: int, shared: int, stream: int,
+        params: int, extra: int
     ) -> None:  # fmt: skip
         config, address, attribute = local.parts
         pack(config, 0, gx, gy, gz, bx, by, bz, shared, stream, attribute, 1)

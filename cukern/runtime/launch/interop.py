@@ -1,4 +1,5 @@
-"""Arrays and tensors as arguments: imports any DLPack array as a torch tensor on the same memory, and checks tensors for kernels."""
+"""Arrays and tensors as arguments: imports any DLPack array as a torch tensor on the same memory, and checks
+tensors for kernels."""
 
 import ctypes
 import struct
@@ -12,10 +13,14 @@ from cukern.runtime import checks
 from cukern.runtime.compile.signature import Param
 from cukern.runtime.launch import backend
 
-_DLTENSOR = struct.Struct("@P2ii4BPPQ")  # DLTensor of dlpack.h: data, device, ndim, dtype, shape, strides, byte_offset
-_VERSIONED = struct.Struct("@2IPPQ")  # what precedes it in DLManagedTensorVersioned: version, manager_ctx, deleter, flags
+# DLTensor of dlpack.h: data, device, ndim, dtype, shape, strides, byte_offset
+_DLTENSOR = struct.Struct("@P2ii4BPPQ")
+# what precedes it in DLManagedTensorVersioned: version, manager_ctx, deleter, flags
+_VERSIONED = struct.Struct("@2IPPQ")
 _READ_ONLY = 1  # DLPACK_FLAG_BITMASK_READ_ONLY
-_pointer_of = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(("PyCapsule_GetPointer", ctypes.pythonapi))
+_pointer_of = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
+    ("PyCapsule_GetPointer", ctypes.pythonapi)
+)
 
 
 class _Refused(Exception):
@@ -43,14 +48,18 @@ class _Producer:
             if self.written and flags & _READ_ONLY:
                 raise _read_only(self.name, self.array)
         _, _, _, ndim, *_, strides_at, _ = _DLTENSOR.unpack(ctypes.string_at(address, _DLTENSOR.size))
-        strides = tuple((ctypes.c_int64 * ndim).from_address(strides_at)) if strides_at else ()  # none: contiguous
+        # none: contiguous
+        strides = tuple((ctypes.c_int64 * ndim).from_address(strides_at)) if strides_at else ()
         if any(stride < 0 for stride in strides):  # torch would abort the process
-            raise _Refused(f"{self.name} has strides {strides}: torch tensors cannot have negative ones, pass a copy")
+            raise _Refused(
+                f"{self.name} has strides {strides}: torch tensors cannot have negative ones, pass a copy"
+            )
         return capsule
 
 
 class _Writable:
-    """Presents a read-only NumPy array as writable, because DLPack before 1.0 cannot export read-only arrays."""
+    """Presents a read-only NumPy array as writable, because DLPack before 1.0 cannot export read-only
+    arrays."""
 
     def __init__(self, array: Any):
         self.array, interface = array, array.__array_interface__
@@ -58,14 +67,17 @@ class _Writable:
 
 
 def to_torch(name: str, value: Any, written: bool = False) -> torch.Tensor:
-    """`value` as a tensor, without a copy. Raises TypeError if it is neither a tensor nor a DLPack array that torch can import, and
-    ValueError for negative strides and, if the tensor will be `written`, for a read-only array."""
+    """`value` as a tensor, without a copy. Raises TypeError if it is neither a tensor nor a DLPack array that
+    torch can import, and ValueError for negative strides and, if the tensor will be `written`, for a
+    read-only array."""
     if isinstance(value, torch.Tensor):
         return value
     if not hasattr(value, "__dlpack__"):
         if hasattr(value, "__cuda_array_interface__"):
             return _of_interface(name, value)
-        raise TypeError(f"{name} must be a torch.Tensor or an array with __dlpack__, got {type(value).__name__}")
+        raise TypeError(
+            f"{name} must be a torch.Tensor or an array with __dlpack__, got {type(value).__name__}"
+        )
     numpy = sys.modules.get("numpy")
     array = value
     if numpy is not None and isinstance(value, numpy.ndarray) and not value.flags.writeable:
@@ -88,7 +100,8 @@ def floats(name: str, value: Any) -> torch.Tensor:
 
 
 def like(name: str, value: Any, first: str, x: torch.Tensor) -> torch.Tensor:
-    """`value` as a tensor of the shape, dtype and device of x, whose name is `first`. Raises TypeError and ValueError."""
+    """`value` as a tensor of the shape, dtype and device of x, whose name is `first`. Raises TypeError and
+    ValueError."""
     t = floats(name, value)
     checks.same(**{first: x, name: t})
     checks.shape(name, t, tuple(x.shape), f"the shape of {first}")
@@ -96,7 +109,8 @@ def like(name: str, value: Any, first: str, x: torch.Tensor) -> torch.Tensor:
 
 
 def indices(name: str, value: Any, first: str, x: torch.Tensor) -> torch.Tensor:
-    """`value` as a tensor of int32 or int64 on the device of x, whose name is `first`. Raises TypeError and ValueError."""
+    """`value` as a tensor of int32 or int64 on the device of x, whose name is `first`. Raises TypeError and
+    ValueError."""
     t = value if isinstance(value, torch.Tensor) else to_torch(name, value)
     checks.dtype(name, t, (torch.int32, torch.int64))
     if t.device != x.device:
@@ -104,8 +118,11 @@ def indices(name: str, value: Any, first: str, x: torch.Tensor) -> torch.Tensor:
     return t
 
 
-def of_columns(name: str, value: Any, x: torch.Tensor, dtypes: Collection[torch.dtype]) -> torch.Tensor | None:
-    """`value` as a tensor with one value for each column of x, of one of the dtypes; None stays None. Raises TypeError and ValueError."""
+def of_columns(
+    name: str, value: Any, x: torch.Tensor, dtypes: Collection[torch.dtype]
+) -> torch.Tensor | None:
+    """`value` as a tensor with one value for each column of x, of one of the dtypes; None stays None. Raises
+    TypeError and ValueError."""
     if value is None:
         return None
     t = to_torch(name, value)
@@ -116,7 +133,8 @@ def of_columns(name: str, value: Any, x: torch.Tensor, dtypes: Collection[torch.
 
 
 def _of_interface(name: str, value: Any) -> torch.Tensor:
-    """An array with __cuda_array_interface__, such as Numba's, as a tensor on the same memory. Does not wait for its stream."""
+    """An array with __cuda_array_interface__, such as Numba's, as a tensor on the same memory. Does not wait
+    for its stream."""
     try:
         return torch.as_tensor(value, device="cuda")
     except Exception as error:
@@ -127,22 +145,39 @@ def argument(param: Param, value: Any, kernel: str) -> torch.Tensor:
     """`value` as a tensor that `kernel` can take for a pointer parameter. Raises TypeError and ValueError."""
     tensor = to_torch(param.name, value)
     if not param.const and type(value).__module__.partition(".")[0] in ("jax", "jaxlib"):
-        raise ValueError(f"{kernel}: {param} is written, and JAX arrays are immutable: pass a torch tensor, or declare it const")
+        raise ValueError(
+            f"{kernel}: {param} is written, and JAX arrays are immutable: pass a torch tensor, or declare it "
+            f"const"
+        )
     if tensor.layout is not torch.strided:
         raise TypeError(f"{kernel}: the argument for {param} must be a strided tensor, it is {tensor.layout}")
-    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:  # for example a FakeTensor, whose address is 0
-        raise TypeError(f"{kernel}: the argument for {param} must have memory of its own, a {type(tensor).__name__} has none")
+    # for example a FakeTensor, whose address is 0
+    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        raise TypeError(
+            f"{kernel}: the argument for {param} must have memory of its own, a {type(tensor).__name__} has "
+            f"none"
+        )
     if not tensor.is_cuda and not backend.simulates(tensor):
-        raise ValueError(f"{kernel}: the argument for {param} must be on a GPU, it is on {tensor.device}; {checks.SIMULATOR}")
+        raise ValueError(
+            f"{kernel}: the argument for {param} must be on a GPU, it is on {tensor.device}; "
+            f"{checks.SIMULATOR}"
+        )
     if tensor.is_neg() or tensor.is_conj():
-        raise ValueError(f"{kernel}: the argument for {param} is a lazy negation or conjugation: pass .resolve_neg().resolve_conj()")
+        raise ValueError(
+            f"{kernel}: the argument for {param} is a lazy negation or conjugation: pass "
+            f".resolve_neg().resolve_conj()"
+        )
     if param.dtypes and tensor.dtype not in param.dtypes:
-        raise TypeError(f"{kernel}: the argument for {param} must be {' or '.join(map(str, param.dtypes))}, it is {tensor.dtype}")
+        raise TypeError(
+            f"{kernel}: the argument for {param} must be {' or '.join(map(str, param.dtypes))}, it is "
+            f"{tensor.dtype}"
+        )
     try:
         tensor.data_ptr()
     except RuntimeError as error:
         raise TypeError(
-            f"{kernel}: the argument for {param} must have memory of its own, one of a torch.func transform has none"
+            f"{kernel}: the argument for {param} must have memory of its own, one of a torch.func transform "
+            f"has none"
         ) from error
     return tensor
 

@@ -1,4 +1,5 @@
-"""Kernel: one __global__ function of a .cu file, or one instance of a template, that launches on torch's memory and stream."""
+"""Kernel: one __global__ function of a .cu file, or one instance of a template, that launches on torch's
+memory and stream."""
 
 import contextlib
 import functools
@@ -27,7 +28,8 @@ def __tracebackhide__(caught: Any) -> bool:
 
 
 def _outside_graphs(function: _Function) -> _Function:
-    """torch.compiler.disable without the import of torch._dynamo: torch.compile breaks its graph at this function."""
+    """torch.compiler.disable without the import of torch._dynamo: torch.compile breaks its graph at this
+    function."""
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     function._torchdynamo_disable_msg = "a kernel of cukern.load runs outside of graphs"  # type: ignore[attr-defined]
     with contextlib.suppress(ImportError, AttributeError):
@@ -41,13 +43,22 @@ def _outside_graphs(function: _Function) -> _Function:
 class Kernel:
     """One kernel, compiled and loaded at its first use on each GPU.
 
-    Call it with tensors or DLPack arrays, which are checked against the kernel's parameter list. cukern's own ops use `on(device)`, which
-    takes pointers as integers and checks nothing.
+    Call it with tensors or DLPack arrays, which are checked against the kernel's parameter list. cukern's own
+    ops use `on(device)`, which takes pointers as integers and checks nothing.
     """
 
-    def __init__(self, source: Source, name: str, pdl: bool = False, together: bool = False, cluster: limits.Dim | None = None):
+    def __init__(
+        self,
+        source: Source,
+        name: str,
+        pdl: bool = False,
+        together: bool = False,
+        cluster: limits.Dim | None = None,
+    ):
         self.source, self.name, self.pdl, self._cluster = source, name, pdl, cluster
-        self._attribute = cluster or (extended_launch.EARLY if pdl else extended_launch.TOGETHER if together else 0)
+        self._attribute = cluster or (
+            extended_launch.EARLY if pdl else extended_launch.TOGETHER if together else 0
+        )
         self._of_cluster: dict[limits.Dim, Kernel] = {}
         self.quick: arguments.Quick = arguments.never
         self._quicks: dict[int, arguments.Quick] = {}  # by GPU; `quick` is that of the last launch
@@ -66,7 +77,8 @@ class Kernel:
 
     @property
     def params(self) -> tuple[signature.Param, ...]:
-        """The parameters as the compiler saw them for the current GPU or the simulator. Compiles the kernel if necessary.
+        """The parameters as the compiler saw them for the current GPU or the simulator. Compiles the kernel
+        if necessary.
 
         Raises TypeError for a parameter type that cannot be passed, and CompileError.
         """
@@ -74,15 +86,22 @@ class Kernel:
 
     @property
     def removed(self) -> tuple[str, ...]:
-        """The host functions whose bodies were taken out so that the file compiles for the current GPU or the simulator, with their lines,
-        such as "launch (scale.cu:12-20)". Compiles the kernel if necessary. Raises CompileError."""
-        return tuple(self._compiled(driver.current_device() if torch.cuda.is_available() else backend.SIMULATED).removed)
+        """The host functions whose bodies were taken out so that the file compiles for the current GPU or the
+        simulator, with their lines, such as "launch (scale.cu:12-20)". Compiles the kernel if necessary.
+        Raises CompileError."""
+        return tuple(
+            self._compiled(
+                driver.current_device() if torch.cuda.is_available() else backend.SIMULATED
+            ).removed
+        )
 
     def params_on(self, device: int) -> tuple[signature.Param, ...]:
         params = self._params.get(device)
         if params is None:
             ptx = functools.partial(self._ptx, device)
-            params = self._params[device] = signature.params(self.name, self._compiled(device).signature, self._text(), ptx)
+            params = self._params[device] = signature.params(
+                self.name, self._compiled(device).signature, self._text(), ptx
+            )
         return params
 
     def _compiled(self, device: int) -> Cubin | Ptx:
@@ -102,9 +121,11 @@ class Kernel:
         return compile_kernel(self.source, self.name, arch)
 
     def on(self, device: int) -> driver.Launch:
-        """The kernel on the GPU number `device`, or in the simulator: `launch(grid, block, shared_bytes, *args)`, pointers as integers.
+        """The kernel on the GPU number `device`, or in the simulator: `launch(grid, block, shared_bytes,
+        *args)`, pointers as integers.
 
-        Compiles and loads it if necessary. Raises RuntimeError for an unloaded kernel inside a CUDA graph capture.
+        Compiles and loads it if necessary. Raises RuntimeError for an unloaded kernel inside a CUDA graph
+        capture.
         """
         loaded = self._loaded.get(device)
         if _collected is not None and device == backend.SIMULATED:
@@ -117,7 +138,10 @@ class Kernel:
 
     def _load(self, device: int) -> driver.Launch:
         if device != backend.SIMULATED and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(f"{self.name} is not loaded, and a CUDA graph capture cannot load it: call cukern.warmup() first")
+            raise RuntimeError(
+                f"{self.name} is not loaded, and a CUDA graph capture cannot load it: call cukern.warmup() "
+                f"first"
+            )
         code, params = self._compiled(device), self.params_on(device)
         if isinstance(code, Ptx):
             launch = backend.load_simulated(self.name, code, params, self._cluster)
@@ -128,19 +152,25 @@ class Kernel:
 
     @property
     def raw(self) -> Any:
-        """The kernel as a cupy.RawKernel of the current GPU, for its attributes, such as `kernel.raw.num_regs`, and for launches by CuPy:
+        """The kernel as a cupy.RawKernel of the current GPU, for its attributes, such as
+        `kernel.raw.num_regs`, and for launches by CuPy:
 
             with cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream):
                 kernel.raw((grid,), (block,), (cupy.asarray(x), numpy.int32(n)))
 
-        CuPy checks no types and launches on its own current stream. Raises SetupError without a GPU, and the errors of `on`.
+        CuPy checks no types and launches on its own current stream. Raises SetupError without a GPU, and the
+        errors of `on`.
         """
         if not torch.cuda.is_available():
-            raise SetupError(f"{self.name} has no cupy.RawKernel: there is no GPU, and the simulator runs PTX without CuPy")
+            raise SetupError(
+                f"{self.name} has no cupy.RawKernel: there is no GPU, and the simulator runs PTX without CuPy"
+            )
         device = driver.current_device()
         self.on(device)
         if self._raw[device] is None:
-            raise SetupError(f"{self.name} has no cupy.RawKernel: CuPy is not installed. Run: pip install cupy-cuda12x")
+            raise SetupError(
+                f"{self.name} has no cupy.RawKernel: CuPy is not installed. Run: pip install cupy-cuda12x"
+            )
         return self._raw[device]
 
     @_outside_graphs
@@ -153,36 +183,46 @@ class Kernel:
         cluster: int | Iterable[int] | None = None,
         stream: Any = None,
     ) -> None:
-        """Launch the kernel. `kernel[grid, block](*args)`, `[grid, block, shared]` and `[grid, block, shared, stream]` do the same.
+        """Launch the kernel. `kernel[grid, block](*args)`, `[grid, block, shared]` and `[grid, block, shared,
+        stream]` do the same.
 
         Args:
-            args: one per parameter. For a pointer: a CUDA tensor, or an array of another library on the GPU (DLPack: JAX, CuPy; or
-                `__cuda_array_interface__`: Numba), of the pointee's dtype, or None for a null pointer. Nothing is copied; the kernel gets
-                the address of the first element. A JAX array fits only a pointer to const. For a scalar: a number. For a vector such
-                as float2: a tuple. For a struct by value: bytes, a ctypes.Structure or a numpy record of its size; for a CUtensorMap: a
-                `cukern.tensor_map`. For a pointer to pointers: a tensor of int64 addresses. In the simulator: CPU tensors, and the kernel
-                may access only them, and those of an open `cukern.sim.memory.scope([...])`, which addresses in structs need.
-                The version of a tensor whose pointer is not to const increases, as that of torch's in-place ops does: autograd raises if
-                it had saved the tensor. Write `const T*` for what the kernel only reads. Memory that is written through a tensor map or
-                an address in a tensor or struct is not known: call torch.autograd.graph.increment_version for it.
+            args: one per parameter. For a pointer: a CUDA tensor, or an array of another library on the GPU
+                (DLPack: JAX, CuPy; or `__cuda_array_interface__`: Numba), of the pointee's dtype, or None for
+                a null pointer. Nothing is copied; the kernel gets the address of the first element. A JAX
+                array fits only a pointer to const. For a scalar: a number. For a vector such as float2: a
+                tuple. For a struct by value: bytes, a ctypes.Structure or a numpy record of its size; for a
+                CUtensorMap: a `cukern.tensor_map`. For a pointer to pointers: a tensor of int64 addresses. In
+                the simulator: CPU tensors, and the kernel may access only them, and those of an open
+                `cukern.sim.memory.scope([...])`, which addresses in structs need. The version of a tensor
+                whose pointer is not to const increases, as that of torch's in-place ops does: autograd raises
+                if it had saved the tensor. Write `const T*` for what the kernel only reads. Memory that is
+                written through a tensor map or an address in a tensor or struct is not known: call
+                torch.autograd.graph.increment_version for it.
             grid, block: one to three ints: thread blocks of the grid, and threads per block, along x, y, z.
             shared: bytes of dynamic shared memory; for more than 48 KiB the kernel's limit is raised.
-            cluster: one to three ints: thread blocks of a cluster, for a kernel without `__cluster_dims__`. The grid is a multiple of it.
+            cluster: one to three ints: thread blocks of a cluster, for a kernel without `__cluster_dims__`.
+                The grid is a multiple of it.
             stream: a torch.cuda.Stream, or None for torch's current stream. Not used in the simulator.
 
-        Raises TypeError or ValueError with the kernel's signature for a wrong argument, LaunchError for a launch that exceeds a limit of
-        the GPU, and in the simulator cukern.sim.Fault for a bug in the kernel.
+        Raises TypeError or ValueError with the kernel's signature for a wrong argument, LaunchError for a
+        launch that exceeds a limit of the GPU, and in the simulator cukern.sim.Fault for a bug in the kernel.
         """
         quick = self.quick
         if cluster is not None:
-            self._clustered(arguments.dim("cluster", cluster))(*args, grid=grid, block=block, shared=shared, stream=stream)
+            self._clustered(arguments.dim("cluster", cluster))(
+                *args, grid=grid, block=block, shared=shared, stream=stream
+            )
         elif stream is not None or not quick(args, grid, block, shared):
             self._launch_checked(args, grid, block, shared, stream)
 
     def _launch_checked(self, args: tuple[Any, ...], grid: Any, block: Any, shared: Any, stream: Any) -> None:
         """Launch with arguments that are checked one by one, by errors that explain."""
         if stream is not None and not isinstance(stream, torch.cuda.Stream):
-            raise TypeError(f"stream must be a torch.cuda.Stream, such as ExternalStream(address), got {checks.brief(stream)}")
+            raise TypeError(
+                f"stream must be a torch.cuda.Stream, such as ExternalStream(address), got "
+                f"{checks.brief(stream)}"
+            )
         first = arguments.device(args)
         if stream is None and self._quicks.get(first, self.quick) is not self.quick:
             self.quick = self._quicks[first]
@@ -193,16 +233,31 @@ class Kernel:
             raise signature.explain_misfit(self.name, params, args)
         try:
             if grid is None or block is None:
-                raise TypeError("a launch needs grid= and block=, the numbers of thread blocks and of threads per block")
-            geometry = arguments.dim("grid", grid), arguments.dim("block", block), checks.integer("shared", shared, 0)
+                raise TypeError(
+                    "a launch needs grid= and block=, the numbers of thread blocks and of threads per block"
+                )
+            geometry = (
+                arguments.dim("grid", grid),
+                arguments.dim("block", block),
+                checks.integer("shared", shared, 0),
+            )
             tensors = [arguments.tensor(self.name, p, a) for p, a in zip(params, args, strict=True)]
             device = arguments.common_device(self.name, params, tensors, first)
-            values = [arguments.value(self.name, p, a, t) for p, a, t in zip(params, args, tensors, strict=True)]
+            values = [
+                arguments.value(self.name, p, a, t) for p, a, t in zip(params, args, tensors, strict=True)
+            ]
         except (TypeError, ValueError) as error:
             raise self._with_signature(error, params) from error.__cause__
         self._launch(device, params, tensors, (*geometry, *values), stream)
 
-    def _launch(self, device: int, params: Sequence[signature.Param], tensors: Sequence[Any], values: tuple[Any, ...], stream: Any) -> None:
+    def _launch(
+        self,
+        device: int,
+        params: Sequence[signature.Param],
+        tensors: Sequence[Any],
+        values: tuple[Any, ...],
+        stream: Any,
+    ) -> None:
         simulated = device == backend.SIMULATED
         if not simulated:
             driver.refuse_fork(self.name)
@@ -211,11 +266,19 @@ class Kernel:
         if stream is not None and stream.device_index != device and not simulated:
             raise ValueError(f"{self.name}: the stream is on {stream.device}, the arguments on cuda:{device}")
         launch = self.on(device)
-        with backend.simulated_memory(tensors) if simulated else torch.cuda.stream(stream) if stream else contextlib.nullcontext():
+        with (
+            backend.simulated_memory(tensors)
+            if simulated
+            else torch.cuda.stream(stream)
+            if stream
+            else contextlib.nullcontext()
+        ):
             try:
                 launch(*values)
             except OverflowError:  # for example 1e6 for a __half
-                raise self._with_signature(signature.explain_misfit(self.name, tuple(params), values[3:]), params) from None
+                raise self._with_signature(
+                    signature.explain_misfit(self.name, tuple(params), values[3:]), params
+                ) from None
             except (TypeError, ValueError) as error:
                 raise self._with_signature(error, params) from None
         increment_version(arguments.written(params, tensors))
@@ -224,19 +287,26 @@ class Kernel:
             self.quick = self._quicks[device] = arguments.quick(loaded, params, device)
 
     def __getitem__(self, launch: Any) -> Callable[..., None]:
-        """`kernel[grid, block]`, `kernel[grid, block, shared]` or `kernel[grid, block, shared, stream]`, as in <<<...>>> of CUDA C++."""
+        """`kernel[grid, block]`, `kernel[grid, block, shared]` or `kernel[grid, block, shared, stream]`, as
+        in <<<...>>> of CUDA C++."""
         if type(launch) is tuple and len(launch) == 2:  # 1 us less than the general case
             grid, block = launch
             return functools.partial(_launch_at, self, grid, block)
         if not isinstance(launch, tuple) or not 2 <= len(launch) <= 4:
-            raise TypeError(f"{self.name}[grid, block] or {self.name}[grid, block, shared, stream], got {self.name}[{launch!r}]")
-        return functools.partial(self, **dict(zip(("grid", "block", "shared", "stream"), launch, strict=False)))
+            raise TypeError(
+                f"{self.name}[grid, block] or {self.name}[grid, block, shared, stream], got "
+                f"{self.name}[{launch!r}]"
+            )
+        return functools.partial(
+            self, **dict(zip(("grid", "block", "shared", "stream"), launch, strict=False))
+        )
 
     def _with_signature(self, error: Exception, params: Sequence[signature.Param]) -> Exception:
         return type(error)(f"{error}; the kernel is {self.name}({', '.join(map(str, params))})")
 
     def _clustered(self, cluster: limits.Dim) -> "Kernel":
-        """The kernel with launches of this cluster shape. Raises ValueError for a kernel whose own shape is another."""
+        """The kernel with launches of this cluster shape. Raises ValueError for a kernel whose own shape is
+        another."""
         if self._attribute:
             raise ValueError(f"{self.name} is launched with another attribute: it takes no cluster={cluster}")
         kernel = self._of_cluster.get(cluster)
@@ -258,7 +328,8 @@ _record: Callable[..., object] | None = None
 
 @contextlib.contextmanager
 def collecting() -> Iterator[dict[str, Kernel]]:
-    """Inside the block, calls on simulated tensors launch nothing. Yields the kernels that they would launch, by name.
+    """Inside the block, calls on simulated tensors launch nothing. Yields the kernels that they would launch,
+    by name.
 
     Cached plans hold launches. They are forgotten before and after the block, which replaces launches.
     """
@@ -273,7 +344,8 @@ def collecting() -> Iterator[dict[str, Kernel]]:
 
 @contextlib.contextmanager
 def recording(record: Callable[..., object] | None) -> Iterator[None]:
-    """Inside the block, each launch that `collecting` leaves out is given to `record`: name, grid, block, shared bytes, arguments."""
+    """Inside the block, each launch that `collecting` leaves out is given to `record`: name, grid, block,
+    shared bytes, arguments."""
     global _record
     before, _record = _record, record
     try:
@@ -298,10 +370,12 @@ _shipped = functools.cache(Source.read)
 
 
 class Template:
-    """The instances of one template in kernels_cu, created on demand: `Template("square.cu", "square_v2")[torch.float32, 4]`.
+    """The instances of one template in kernels_cu, created on demand: `Template("square.cu",
+    "square_v2")[torch.float32, 4]`.
 
-    `pdl`: programmatic dependent launch; the kernel calls wait_for_previous() of common/ptx/launch.cuh before it accesses global memory.
-    `together`: cooperative launch; all thread blocks fit on the GPU and may wait for each other.
+    `pdl`: programmatic dependent launch; the kernel calls wait_for_previous() of common/ptx/launch.cuh before
+    it accesses global memory. `together`: cooperative launch; all thread blocks fit on the GPU and may wait
+    for each other.
     """
 
     def __init__(self, file: str, name: str, pdl: bool = False, together: bool = False):
@@ -312,8 +386,11 @@ class Template:
         kernel = self._instances.get(key)
         if kernel is None:
             arguments = ", ".join(cpp(a) for a in (key if isinstance(key, tuple) else (key,)))
-            kernel = Kernel(_shipped(kernels_dir() / self.file), f"{self.name}<{arguments}>", self.pdl, self.together)
-            kernel = self._instances.setdefault(key, kernel)  # of two threads that create it, both get the same one
+            kernel = Kernel(
+                _shipped(kernels_dir() / self.file), f"{self.name}<{arguments}>", self.pdl, self.together
+            )
+            # of two threads that create it, both get the same one
+            kernel = self._instances.setdefault(key, kernel)
         return kernel
 
 

@@ -10,13 +10,17 @@ MOST_BLOCKS_A_CLUSTER = 16  # with CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_A
 
 
 class LaunchError(RuntimeError):
-    """The driver refused a launch or the kernel failed. The message names the kernel, the launch configuration and the exceeded limit."""
+    """The driver refused a launch or the kernel failed. The message names the kernel, the launch
+    configuration and the exceeded limit."""
 
 
-def exceeded(grid: Dim, block: Dim, shared: int, most_threads: int, most_shared: int, cluster: Dim, static_shared: int = 0) -> list[str]:
-    """The limits that a launch exceeds. `shared`, `static_shared`: bytes of dynamic and of static shared memory per thread block.
-    `most_threads`: the kernel's limit of threads per block. `most_shared`: the GPU's limit of bytes per block. `cluster`: its shape in
-    thread blocks."""
+def exceeded(
+    grid: Dim, block: Dim, shared: int, most_threads: int, most_shared: int, cluster: Dim,
+    static_shared: int = 0,
+) -> list[str]:  # fmt: skip
+    """The limits that a launch exceeds. `shared`, `static_shared`: bytes of dynamic and of static shared
+    memory per thread block. `most_threads`: the kernel's limit of threads per block. `most_shared`: the GPU's
+    limit of bytes per block. `cluster`: its shape in thread blocks."""
     axes = [f"{what} {axis}" for what in ("grid", "block") for axis in "xyz"]
     sizes = zip(axes, (*grid, *block), (*MOST_BLOCKS, *MOST_THREADS), strict=True)
     found = [f"{axis} = {n} is not in 1..{limit}" for axis, n, limit in sizes if not 1 <= n <= limit]
@@ -29,10 +33,13 @@ def exceeded(grid: Dim, block: Dim, shared: int, most_threads: int, most_shared:
         found.append(f"{math.prod(block)} threads per block exceed this kernel's limit of {most_threads}")
     if static_shared + shared > most_shared:
         found.append(
-            f"{static_shared + shared} bytes of shared memory per block, {shared} of them dynamic, exceed the limit of {most_shared}"
+            f"{static_shared + shared} bytes of shared memory per block, {shared} of them dynamic, exceed "
+            f"the limit of {most_shared}"
         )
     return found
 
 
 def launch_error(name: str, grid: Dim, block: Dim, shared: int, reasons: list[str]) -> LaunchError:
-    return LaunchError(f"{name} <<<grid {grid}, block {block}, {shared} bytes shared>>> failed: {'; '.join(reasons)}")
+    return LaunchError(
+        f"{name} <<<grid {grid}, block {block}, {shared} bytes shared>>> failed: {'; '.join(reasons)}"
+    )

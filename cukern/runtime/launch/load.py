@@ -21,21 +21,26 @@ def load(
 
     Args:
         path: the file. `#include "..."` searches its folder and cukern's kernels_cu.
-        name: the `__global__` function; a template instance is written as in C++, `scale<float, 4>`. Optional if the file has one kernel.
-        defines: macros before the text, such as `{"TILE": 32, "T": torch.float16, "FAST": None}`: a number, text, a dtype, a bool (true,
-            false), or None for a macro without a value.
-        options: for NVRTC, such as ["--use_fast_math", "--maxrregcount=64"]; the architecture and folders have no place here.
-        include_dirs: folders that `#include` searches after that of the file. Edits of the headers in them are seen.
+        name: the `__global__` function; a template instance is written as in C++, `scale<float, 4>`. Optional
+            if the file has one kernel.
+        defines: macros before the text, such as `{"TILE": 32, "T": torch.float16, "FAST": None}`: a number,
+            text, a dtype, a bool (true, false), or None for a macro without a value.
+        options: for NVRTC, such as ["--use_fast_math", "--maxrregcount=64"]; the architecture and folders
+            have no place here.
+        include_dirs: folders that `#include` searches after that of the file. Edits of the headers in them
+            are seen.
 
-    Returns a Kernel: `kernel(out, x, n, grid=..., block=...)` or `kernel[grid, block](out, x, n)`. `help(kernel)` explains the arguments,
-    dynamic shared memory, clusters and streams. An edit of the file takes effect at the next `load`.
-    Raises FileNotFoundError, ValueError for a name that the file does not have, TypeError and ValueError for a wrong macro. The first
-    launch may raise CompileError, and TypeError for a parameter type that cannot be passed: a pointer to a type that no tensor has. `void*`
-    accepts any tensor.
+    Returns a Kernel: `kernel(out, x, n, grid=..., block=...)` or `kernel[grid, block](out, x, n)`.
+    `help(kernel)` explains the arguments, dynamic shared memory, clusters and streams. An edit of the file
+    takes effect at the next `load`.
+    Raises FileNotFoundError, ValueError for a name that the file does not have, TypeError and ValueError for
+    a wrong macro. The first launch may raise CompileError, and TypeError for a parameter type that cannot be
+    passed: a pointer to a type that no tensor has. `void*` accepts any tensor.
 
-    Headers are found through #include lines and literals in #define lines. Functions without `__device__` are compiled as device code. If
-    the file does not compile, host functions with errors, such as a launch with `<<<...>>>`, lose their bodies, so the source of a torch
-    extension or a program loads unchanged; `kernel.removed` lists them. Device code, templates, types and constants are never removed.
+    Headers are found through #include lines and literals in #define lines. Functions without `__device__` are
+    compiled as device code. If the file does not compile, host functions with errors, such as a launch with
+    `<<<...>>>`, lose their bodies, so the source of a torch extension or a program loads unchanged;
+    `kernel.removed` lists them. Device code, templates, types and constants are never removed.
     """
     return _kernel(Source.read(path, _lines(defines), _options(options), _folders(include_dirs)), name)
 
@@ -44,7 +49,8 @@ def compile(
     source: str, name: str | None = None, defines: Mapping[str, Any] | None = None, *,
     options: Sequence[str] = (), include_dirs: Sequence[str | Path] = (),
 ) -> Kernel:  # fmt: skip
-    """The kernel `name` of CUDA C++ source text, such as the `cuda_sources` of `torch.utils.cpp_extension.load_inline`; see `load`."""
+    """The kernel `name` of CUDA C++ source text, such as the `cuda_sources` of
+    `torch.utils.cpp_extension.load_inline`; see `load`."""
     if not isinstance(source, str):
         raise TypeError(f"source must be a str of CUDA C++, got {type(source).__name__}")
     return _kernel(Source.from_text(source, _lines(defines), _options(options), _folders(include_dirs)), name)
@@ -53,10 +59,15 @@ def compile(
 def _options(options: Sequence[str]) -> tuple[str, ...]:
     """Raises TypeError and ValueError."""
     if isinstance(options, str) or not all(isinstance(one, str) for one in options):
-        raise TypeError(f"options must be a list of str, such as ['--use_fast_math'], got {checks.brief(options)}")
+        raise TypeError(
+            f"options must be a list of str, such as ['--use_fast_math'], got {checks.brief(options)}"
+        )
     for one in options:
         if re.match(r"-I|--?(?:include-path|pre-include|include|gpu-architecture|arch)\b", one):
-            raise ValueError(f"options must not have {one!r}: cukern chooses the architecture, and include_dirs= adds folders")
+            raise ValueError(
+                f"options must not have {one!r}: cukern chooses the architecture, and include_dirs= adds "
+                f"folders"
+            )
     return tuple(options)
 
 
@@ -79,7 +90,9 @@ def _lines(defines: Mapping[str, Any] | None) -> str:
         if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z_]\w*", name):
             raise ValueError(f"defines: the name of a macro must be an identifier, got {name!r}")
         if value is not None and not isinstance(value, str | int | float | torch.dtype):
-            raise TypeError(f"defines: {name} must be a number, a str, a dtype, a bool or None, got {checks.brief(value)}")
+            raise TypeError(
+                f"defines: {name} must be a number, a str, a dtype, a bool or None, got {checks.brief(value)}"
+            )
         if isinstance(value, torch.dtype) and value not in CTYPES:
             raise ValueError(f"defines: {name} must be one of {', '.join(map(str, CTYPES))}, got {value}")
         text = "" if value is None else cpp(value)
@@ -104,12 +117,17 @@ def _kernel(source: Source, name: str | None) -> Kernel:
 
 
 def _qualified(source: Source, base: str, names: Sequence[str]) -> str:
-    """The kernel's name with its namespace. A name that only occurs somewhere in the text is accepted, because a macro may define it."""
+    """The kernel's name with its namespace. A name that only occurs somewhere in the text is accepted,
+    because a macro may define it."""
     last = base.rpartition("::")[2]
     same = [n for n in (*names, *source.included_kernels) if n == base or n.endswith(f"::{base}")]
     word = re.compile(rf"\b{re.escape(last)}\b")
     if not same and not (last and any(map(word.search, (source.text, *source.program.files.values())))):
-        raise ValueError(f"{source.path} has no __global__ function {base!r}; it has {', '.join(names) or 'none'}")
+        raise ValueError(
+            f"{source.path} has no __global__ function {base!r}; it has {', '.join(names) or 'none'}"
+        )
     if len(set(same)) > 1 and base not in same:
-        raise ValueError(f"{source.path} has several kernels {base!r} ({', '.join(same)}): write the namespace")
+        raise ValueError(
+            f"{source.path} has several kernels {base!r} ({', '.join(same)}): write the namespace"
+        )
     return base if base in same or not same else same[0]

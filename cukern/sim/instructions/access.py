@@ -14,16 +14,34 @@ from cukern.sim.numerics.integers import SIGNED, UNSIGNED, Array, count_nonzero
 from cukern.sim.ptx.module import WIDTHS, Address, Operand, Register, Symbol
 
 _SPACES = ("global", "shared", "local", "const", "param", "generic")
-_IGNORED = {"weak", "relaxed", "acquire", "release", "volatile", "mmio", "cta", "cluster", "gpu", "sys", "v2", "v4", *_SPACES}
+_IGNORED = {
+    "weak", "relaxed", "acquire", "release", "volatile", "mmio", "cta", "cluster", "gpu", "sys", "v2", "v4",
+    *_SPACES,
+}  # fmt: skip
 _IGNORED |= {"ca", "cg", "cs", "lu", "cv", "wb", "wt", "nc", "shared::cta", "shared::cluster", "param::entry"}
-_IGNORED |= {"L1::evict_normal", "L1::evict_unchanged", "L1::evict_first", "L1::evict_last", "L1::no_allocate"}
-_IGNORED |= {"L2::cache_hint", "L2::64B", "L2::128B", "L2::256B", "L2::evict_normal", "L2::evict_first", "L2::evict_last"}
+_IGNORED |= {
+    "L1::evict_normal",
+    "L1::evict_unchanged",
+    "L1::evict_first",
+    "L1::evict_last",
+    "L1::no_allocate",
+}
+_IGNORED |= {
+    "L2::cache_hint",
+    "L2::64B",
+    "L2::128B",
+    "L2::256B",
+    "L2::evict_normal",
+    "L2::evict_first",
+    "L2::evict_last",
+}
 _WINDOW = np.array(WINDOW, np.uint64)
 _STRONG = {"relaxed", "acquire", "release", "volatile", "mmio"}
 
 
 def space_of(c: Context) -> str:
-    """The state space of an opcode: "generic" if it names none, "cluster" for shared::cluster. NotSimulated for unknown modifiers."""
+    """The state space of an opcode: "generic" if it names none, "cluster" for shared::cluster. NotSimulated
+    for unknown modifiers."""
     modifiers = [p for p in c.parts[1:] if p not in WIDTHS]
     c.refuse(set(modifiers) - _IGNORED)
     if "shared::cluster" in modifiers:
@@ -32,7 +50,8 @@ def space_of(c: Context) -> str:
 
 
 def _is_strong(c: Context, space: str) -> bool:
-    """True if the access does not race with other strong accesses. In shared memory, only accesses with .cluster are strong."""
+    """True if the access does not race with other strong accesses. In shared memory, only accesses with
+    .cluster are strong."""
     return bool(_STRONG & set(c.parts)) and ("cluster" in c.parts or space not in ("shared", "cluster"))
 
 
@@ -89,7 +108,9 @@ def _put_poison(m: Machine, group: Group, targets: list[Register], size: int, si
         flags, origins = fetched
         for i, target in enumerate(targets):
             bytes_ = np.ascontiguousarray(flags[:, i * size : (i + 1) * size]).view(np.uint8) * np.uint8(0xFF)
-            m.poison.put(group, target.number, extended(bytes_.view(UNSIGNED[8 * size])[:, 0], target, signed), origins)
+            m.poison.put(
+                group, target.number, extended(bytes_.view(UNSIGNED[8 * size])[:, 0], target, signed), origins
+            )
 
 
 def put(m: Machine, group: Group, target: Register, values: Array, signed: bool) -> None:
@@ -115,8 +136,11 @@ def address_of(m: Machine, group: Group, register: int, offset: int) -> Array:
     return base + np.array(offset & 0xFFFFFFFFFFFFFFFF, np.uint64) if offset else base
 
 
-def through(m: Machine, space: str, lanes: Array, addresses: Array, access: Callable[..., Array], *values: Array) -> Array:
-    """Call `access(space, lanes, addresses, *values)`; for generic addresses, once for each space in which some of them lie."""
+def through(
+    m: Machine, space: str, lanes: Array, addresses: Array, access: Callable[..., Array], *values: Array
+) -> Array:
+    """Call `access(space, lanes, addresses, *values)`; for generic addresses, once for each space in which
+    some of them lie."""
     if space != "generic":
         return access(m.spaces[space], lanes, addresses, *values)
     windows = addresses >> _WINDOW
@@ -129,7 +153,12 @@ def through(m: Machine, space: str, lanes: Array, addresses: Array, access: Call
         if len(found) == 1:
             return access(m.spaces[name], lanes, offsets, *values)
         rows = np.flatnonzero(windows == window)
-        part = access(m.spaces[name], lanes[rows], offsets[rows], *(np.broadcast_to(v, lanes.shape)[rows] for v in values))
+        part = access(
+            m.spaces[name],
+            lanes[rows],
+            offsets[rows],
+            *(np.broadcast_to(v, lanes.shape)[rows] for v in values),
+        )
         result = np.resize(part, len(lanes)) if result is None else result
         result[rows] = part
     assert result is not None
@@ -137,7 +166,8 @@ def through(m: Machine, space: str, lanes: Array, addresses: Array, access: Call
 
 
 def _load_param(c: Context, targets: list[Register], type_: str) -> Step:
-    """A parameter of the kernel, the same for all lanes; or, in a function or after a call, a parameter or result."""
+    """A parameter of the kernel, the same for all lanes; or, in a function or after a call, a parameter or
+    result."""
     address = c.operands[1]
     assert isinstance(address, Address) and isinstance(address.base, Symbol)
     dtype, signed, name = UNSIGNED[WIDTHS[type_]], type_[0] == "s", address.base.name
@@ -186,7 +216,11 @@ def store(c: Context) -> Step:
         if quick is not None and not m.poisoned and quick.store(m, group, values):
             return
         addresses = address_of(m, group, base, offset)
-        codes = _poison_codes(m, group, sources, width // 8, space, addresses) if m.poisoned else np.zeros(1, np.int64)
+        codes = (
+            _poison_codes(m, group, sources, width // 8, space, addresses)
+            if m.poisoned
+            else np.zeros(1, np.int64)
+        )
 
         def access(where: Space, lanes: Array, at: Array, v: Array, codes: Array) -> Array:
             return where.store(m, lanes, at, size * count, v, flags, codes)
@@ -198,25 +232,35 @@ def store(c: Context) -> Step:
     return run
 
 
-def _poison_codes(m: Machine, group: Group, sources: list[int], size: int, space: str, addresses: Array) -> Array:
-    """For each lane, the uninitialized bytes of what it stores, as in Shadow.poison. An uninitialized element of a tensor is a fault only
-    if it is still there at the end of the launch: the compiler may store a vector first, and then the element that it lacked."""
+def _poison_codes(
+    m: Machine, group: Group, sources: list[int], size: int, space: str, addresses: Array
+) -> Array:
+    """For each lane, the uninitialized bytes of what it stores, as in Shadow.poison. An uninitialized element
+    of a tensor is a fault only if it is still there at the end of the launch: the compiler may store a vector
+    first, and then the element that it lacked."""
     found = m.poison.bytes_of(group, sources, size)
     if found is None:
         return np.zeros(1, np.int64)
     flags, origins = found
-    outside = each(addresses >> np.uint64(WINDOW) == 0 if space == "generic" else np.full(1, space == "global"), group.lanes)
+    outside = each(
+        addresses >> np.uint64(WINDOW) == 0 if space == "generic" else np.full(1, space == "global"),
+        group.lanes,
+    )
     bad = outside & np.asarray(flags.reshape(len(flags), -1, size).all(axis=2)).any(axis=1)
     if bad.any() and not m.mutes(Uninitialized):
         pc, rows = m.pc, np.flatnonzero(bad)
         memory, lanes = m.launched.memory, group.lanes[rows]
-        for part in memory.place(m, lanes, each(addresses, group.lanes)[rows], size * len(sources), "writes")[1]:
+        for part in memory.place(m, lanes, each(addresses, group.lanes)[rows], size * len(sources), "writes")[
+            1
+        ]:
             chosen = rows[part.rows]
 
             def fault(row: int, part: Part = part, chosen: Array = chosen) -> Fault:
                 m.pc = pc
                 where = memory.describe(part.region, int(part.at[row]))
-                return m.poison.fault(int(group.lanes[chosen[row]]), int(origins[chosen[row]]), f"a store to {where}")
+                return m.poison.fault(
+                    int(group.lanes[chosen[row]]), int(origins[chosen[row]]), f"a store to {where}"
+                )
 
             assert part.shadow is not None
             m.launched.stored.append((part.shadow, part.at, flags[chosen], fault))
@@ -254,7 +298,9 @@ def _store_param(c: Context, address: Operand, value: Operand, type_: str) -> St
 def fence(c: Context) -> Step:
     proxies = c.opcode in ("fence.proxy.async.shared::cta", "fence.proxy.async.global", "fence.proxy.async")
     known = {"cta", "cluster", "gl", "gpu", "sys", "sc", "acq_rel", "acquire", "release", "mbarrier_init"}
-    maps = {"proxy", "tensormap::generic"} if c.opcode.startswith("fence.proxy.tensormap::generic.") else set()
+    maps = (
+        {"proxy", "tensormap::generic"} if c.opcode.startswith("fence.proxy.tensormap::generic.") else set()
+    )
     c.refuse(not proxies and not set(c.parts[1:]) <= known | maps)
     local = proxies or "cta" in c.parts
 

@@ -61,4 +61,6 @@ def rank_of_address(c: Context) -> Step:
         rank = split_address(address)[0]
         return np.where(rank > 0, rank - 1, own).astype(np.uint32)
 
-    return compute(function, register, [c.source(c.operands[1], c.types[-1]), c.program.special("%cluster_ctarank")])
+    return compute(
+        function, register, [c.source(c.operands[1], c.types[-1]), c.program.special("%cluster_ctarank")]
+    )

@@ -11,7 +11,10 @@ from cukern.sim.numerics import alu
 from cukern.sim.numerics.integers import UNSIGNED, Array, where
 from cukern.sim.ptx.module import WIDTHS
 
-_MODIFIERS = {"relaxed", "acquire", "release", "acq_rel", "cta", "gpu", "sys", "global", "shared", "shared::cta", "noftz"}
+_MODIFIERS = {
+    "relaxed", "acquire", "release", "acq_rel", "cta", "gpu", "sys", "global", "shared", "shared::cta",
+    "noftz",
+}  # fmt: skip
 _MODIFIERS |= {"cluster", "shared::cluster", "v2", "v4", "v8"}
 _FLOATS = ("f16", "f16x2", "bf16", "bf16x2", "f32", "f64")
 Change = Callable[..., Array]  # (old value, operands) -> new value
@@ -64,15 +67,27 @@ def atomic(c: Context) -> Step:
     return run
 
 
-def reduce(m: Machine, c: Context, operation: str, type_: str, lanes: Array, addresses: Array, values: Array) -> None:
+def reduce(
+    m: Machine, c: Context, operation: str, type_: str, lanes: Array, addresses: Array, values: Array
+) -> None:
     """Change global memory by the values of lanes, as cp.reduce.async.bulk does."""
-    _serially(m, m.launched.memory, lanes, addresses, WIDTHS[type_] // 8, _change(c, operation, "global", type_), (values,), False)
+    _serially(
+        m,
+        m.launched.memory,
+        lanes,
+        addresses,
+        WIDTHS[type_] // 8,
+        _change(c, operation, "global", type_),
+        (values,),
+        False,
+    )
 
 
 def _change(c: Context, operation: str, space: str, type_: str = "") -> Change:
     type_ = type_ or c.types[0]
     if operation == "add" and type_ in _FLOATS:
-        flush = ".ftz" if type_ == "f32" and space == "global" else ""  # PTX ISA, atom: only global memory flushes subnormals
+        # PTX ISA, atom: only global memory flushes subnormals
+        flush = ".ftz" if type_ == "f32" and space == "global" else ""
         return alu.find(f"add.rn{flush}.{type_}")
     if operation in ("add", "min", "max", "and", "or", "xor"):
         return alu.find(f"{operation}.{type_}")
@@ -88,10 +103,11 @@ def _change(c: Context, operation: str, space: str, type_: str = "") -> Change:
 
 
 def _serially(
-    m: Machine, space: Space, lanes: Array, addresses: Array, size: int, change: Change, values: tuple, narrow: bool
-) -> tuple[Array, Array]:
-    """Returns the old values, and True for each lane that changed its own. Lanes with the same address execute in the order of their
-    numbers. `narrow`: for the own block only."""
+    m: Machine, space: Space, lanes: Array, addresses: Array, size: int, change: Change, values: tuple,
+    narrow: bool,
+) -> tuple[Array, Array]:  # fmt: skip
+    """Returns the old values, and True for each lane that changed its own. Lanes with the same address
+    execute in the order of their numbers. `narrow`: for the own block only."""
     at, parts = space.place(m, lanes, addresses, size, "changes")
     for part in parts:
         space.check_written(m, part, size)

@@ -1,4 +1,5 @@
-"""Barriers: bar.sync, bar.arrive, bar.red, barrier.cluster, mbarrier, and st.async, which reports to an mbarrier."""
+"""Barriers: bar.sync, bar.arrive, bar.red, barrier.cluster, mbarrier, and st.async, which reports to an
+mbarrier."""
 
 import functools
 from collections.abc import Callable
@@ -12,7 +13,9 @@ from cukern.sim.instructions.decode import UNSIGNED, Array, Context, Group, Mach
 from cukern.sim.memory.spaces import IN_FLIGHT, WINDOW
 from cukern.sim.ptx.module import WIDTHS, Register
 
-_SCOPES = {"release", "acquire", "cta", "cluster", "shared", "shared::cta", "shared::cluster", "b64", "relaxed"}
+_SCOPES = {
+    "release", "acquire", "cta", "cluster", "shared", "shared::cta", "shared::cluster", "b64", "relaxed",
+}  # fmt: skip
 _ARRIVALS = ("arrive", "arrive_drop")
 _SHARED = {"shared", "shared::cta"}
 
@@ -49,8 +52,11 @@ def barrier(c: Context) -> Step:
     return run
 
 
-def _outcome(c: Context, operation: str, register: Register) -> Callable[[Machine, Group, Array, Array], None]:
-    """Writes the result of a bar.red, from the number of lanes that arrived (`came`) and of those with a true predicate (`held`)."""
+def _outcome(
+    c: Context, operation: str, register: Register
+) -> Callable[[Machine, Group, Array, Array], None]:
+    """Writes the result of a bar.red, from the number of lanes that arrived (`came`) and of those with a true
+    predicate (`held`)."""
     results: dict[str, Callable[[Array, Array], Array]] = {
         "and": lambda held, came: held == came,
         "or": lambda held, came: held > 0,
@@ -63,18 +69,24 @@ def _outcome(c: Context, operation: str, register: Register) -> Callable[[Machin
 def _cluster_barrier(c: Context) -> Step:
     """barrier.cluster.arrive and .wait."""
     kind, rest = c.parts[2], set(c.parts[3:])
-    c.refuse(kind not in ("arrive", "wait") or rest - {"aligned"} - ({"release", "relaxed"} if kind == "arrive" else {"acquire"}))
+    c.refuse(
+        kind not in ("arrive", "wait")
+        or rest - {"aligned"} - ({"release", "relaxed"} if kind == "arrive" else {"acquire"})
+    )
     if kind == "wait":
         return lambda m, group: m.clusters.wait(group)
     return lambda m, group: m.clusters.arrive(group, "relaxed" not in rest, "aligned" in rest)
 
 
 def mbarrier(c: Context) -> Step:
-    """mbarrier.init, .inval, .arrive, .arrive_drop, .expect_tx, .complete_tx, .test_wait, and .try_wait, which waits until it is true.
+    """mbarrier.init, .inval, .arrive, .arrive_drop, .expect_tx, .complete_tx, .test_wait, and .try_wait,
+    which waits until it is true.
 
     The state that an arrival returns is the number of its phase."""
     kind, rest = c.parts[1], set(c.parts[2:]) - _SCOPES
-    space = "cluster" if "shared::cluster" in c.parts else "generic" if not _SHARED & set(c.parts) else "shared"
+    space = (
+        "cluster" if "shared::cluster" in c.parts else "generic" if not _SHARED & set(c.parts) else "shared"
+    )
     operands = list(c.operands)
     target = c.target(operands.pop(0)) if kind in (*_ARRIVALS, "test_wait", "try_wait") else c.program.sink
     arrival = {"expect_tx", "noComplete"}
@@ -82,12 +94,15 @@ def mbarrier(c: Context) -> Step:
     known |= {"try_wait": {"parity"}, "test_wait": {"parity"}, "expect_tx": set(), "complete_tx": set()}
     c.refuse(kind not in known or rest - known[kind])
     base, offset = c.address(operands[0])
-    counts = kind in _ARRIVALS and "expect_tx" not in rest  # the operand is a number of arrivals, else of bytes, or a phase
+    # the operand is a number of arrivals, else of bytes, or a phase
+    counts = kind in _ARRIVALS and "expect_tx" not in rest
     number = c.source(operands[1], "u32") if len(operands) > 1 else c.program.constant(int(counts), 32)
 
     def run(m: Machine, group: Group) -> None:
         m.order.clock.tick(m.pc)
-        addresses, numbers, where = address_of(m, group, base, offset), m.spread(group, number).astype(np.int64), space
+        addresses = address_of(m, group, base, offset)
+        numbers = m.spread(group, number).astype(np.int64)
+        where = space
         if space == "generic":
             addresses, where = addresses & np.uint64((1 << WINDOW) - 1), "cluster"
         if kind == "init":
@@ -115,7 +130,8 @@ def mbarrier(c: Context) -> Step:
 
 
 def copies_arrive(c: Context) -> Step:
-    """cp.async.mbarrier.arrive: arrives when the thread's earlier cp.async are complete. Without .noinc, the phase waits for it, too."""
+    """cp.async.mbarrier.arrive: arrives when the thread's earlier cp.async are complete. Without .noinc, the
+    phase waits for it, too."""
     rest = set(c.parts[4:]) - {"b64"}
     space = "generic" if not _SHARED & rest else "shared"
     c.refuse(c.parts[3] != "arrive" or rest - {"noinc", "shared", "shared::cta"})
@@ -154,7 +170,11 @@ def store_async(c: Context) -> Step:
         m.order.clock.tick(m.pc)
         at = m.spaces["cluster"].store(m, group.lanes, addresses, size, values, IN_FLIGHT)
         if (at // m.shared.stride != positions // m.shared.stride).any():
-            raise m.fault(BarrierFault, group.lanes[0], "writes to one block by st.async, and tells the mbarrier of another")
+            raise m.fault(
+                BarrierFault,
+                group.lanes[0],
+                "writes to one block by st.async, and tells the mbarrier of another",
+            )
         m.go(m.pc + 1, group)
         m.mbarriers.bring(group.lanes, positions, at, size)
 

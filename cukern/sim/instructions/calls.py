@@ -1,4 +1,5 @@
-"""Branches, traps, and calls: of functions, printf, a failed assert. Their arguments and results are in the areas of machine/calls.py."""
+"""Branches, traps, and calls: of functions, printf, a failed assert. Their arguments and results are in the
+areas of machine/calls.py."""
 
 import re
 import sys
@@ -12,7 +13,9 @@ from cukern.sim.instructions.decode import Context, Group, Machine, Step
 from cukern.sim.ptx.link import called
 from cukern.sim.ptx.module import Register, Symbol
 
-_FORMAT = re.compile(r"%(?P<how>[-+ #0]*\d*(?:\.\d+)?)(?P<long>hh|h|ll|l|z|t|j)?(?P<kind>[diouxXeEfFgGaAcsp%])")
+_FORMAT = re.compile(
+    r"%(?P<how>[-+ #0]*\d*(?:\.\d+)?)(?P<long>hh|h|ll|l|z|t|j)?(?P<kind>[diouxXeEfFgGaAcsp%])"
+)
 
 
 def branch(c: Context) -> Step:
@@ -83,7 +86,9 @@ def _assertion(c: Context) -> Step:
         words = m.calls.arguments[group.lanes[0], :20]
         (message, file), line = words[:16].view(np.uint64).tolist(), int(words[16:].view(np.uint32)[0])
         memory = m.launched.memory
-        raise m.fault(Fault, group.lanes[0], f"assertion failed: {memory.text(message)} ({memory.text(file)}:{line})")
+        raise m.fault(
+            Fault, group.lanes[0], f"assertion failed: {memory.text(message)} ({memory.text(file)}:{line})"
+        )
 
     return run
 
@@ -96,7 +101,10 @@ def _print(c: Context) -> Step:
             form, buffer = m.calls.arguments[lane, :16].view(np.uint64).tolist()
             block, thread = m.block_and_thread(lane)
             text = _formatted(m, lane, m.launched.memory.text(form), buffer)
-            sys.stdout.write(f"{m.launched.name}, block {block}, thread {thread}: {text}" + "\n" * (not text.endswith("\n")))
+            sys.stdout.write(
+                f"{m.launched.name}, block {block}, thread {thread}: {text}"
+                + "\n" * (not text.endswith("\n"))
+            )
         m.calls.result[group.lanes, :4] = 0
         m.go(m.pc + 1, group)
 
@@ -114,7 +122,13 @@ def _formatted(m: Machine, lane: int, form: str, buffer: int) -> str:
         size = 8 if kind in "eEfFgGaAsp" or long in ("l", "ll", "z", "t", "j") else 4
         at += -at % size
         address = np.array([at], np.uint64)
-        bits = through(m, "generic", np.array([lane]), address, lambda where, lanes, places: where.load(m, lanes, places, size))
+        bits = through(
+            m,
+            "generic",
+            np.array([lane]),
+            address,
+            lambda where, lanes, places: where.load(m, lanes, places, size),
+        )
         at += size
         if kind in "eEfFgG":
             return f"%{how}{kind}" % bits.view(np.float64)[0]

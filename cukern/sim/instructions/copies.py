@@ -1,4 +1,5 @@
-"""cp.async: copies from global to shared memory, in flight until their thread waits for them. PTX ISA, cp.async."""
+"""cp.async: copies from global to shared memory, in flight until their thread waits for them. PTX ISA,
+cp.async."""
 
 import numpy as np
 
@@ -7,7 +8,10 @@ from cukern.sim.instructions.decode import Array, Context, Group, Machine, Step
 from cukern.sim.memory.spaces import CARRIERS, IN_FLIGHT, each
 from cukern.sim.ptx.module import Immediate, Register, immediate_value
 
-_HINTS = {"cp", "async", "ca", "cg", "shared", "shared::cta", "global", "L2::64B", "L2::128B", "L2::256B", "L2::cache_hint"}
+_HINTS = {
+    "cp", "async", "ca", "cg", "shared", "shared::cta", "global", "L2::64B", "L2::128B", "L2::256B",
+    "L2::cache_hint",
+}  # fmt: skip
 
 
 def copy(c: Context) -> Step:
@@ -17,7 +21,11 @@ def copy(c: Context) -> Step:
     if c.opcode == "cp.async.commit_group":
         return lambda m, group: m.copies.commit(group.lanes)
     if c.opcode in ("cp.async.wait_group", "cp.async.wait_all"):
-        newest = int(immediate_value(c.operands[0])) if c.operands and isinstance(c.operands[0], Immediate) else None
+        newest = (
+            int(immediate_value(c.operands[0]))
+            if c.operands and isinstance(c.operands[0], Immediate)
+            else None
+        )
         return lambda m, group: m.copies.wait(group.lanes, newest)
     c.refuse(not set(c.parts) <= _HINTS or len(c.operands) < 3 or "global" not in c.parts)
     return _start_copy(c)
@@ -47,9 +55,15 @@ def _start_copy(c: Context) -> Step:
             m.poison.check(group, (read,), "the size of a copy")
         values = _fetch(m, lanes, addresses, size, count)
         fetched = m.poison.fetched(group, size)
-        codes = np.zeros(1, np.int64) if fetched is None else (fetched[0] * (1 << np.arange(size))).sum(axis=1) | fetched[1] + 2 << 16
+        codes = (
+            np.zeros(1, np.int64)
+            if fetched is None
+            else (fetched[0] * (1 << np.arange(size))).sum(axis=1) | fetched[1] + 2 << 16
+        )
         m.order.clock.tick(pc)
-        positions = m.shared.store(m, lanes, address_of(m, group, target, target_offset), size, values, IN_FLIGHT, codes)
+        positions = m.shared.store(
+            m, lanes, address_of(m, group, target, target_offset), size, values, IN_FLIGHT, codes
+        )
         m.copies.start(pc, lanes, positions, size)
 
     return run

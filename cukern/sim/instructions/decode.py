@@ -1,7 +1,7 @@
 """From an instruction to a step, the function that executes it for a group of lanes.
 
-An instruction that is not simulated becomes a step that raises NotSimulated when a lane reaches it: a kernel may contain instructions that
-it does not execute. The table of makers (tables.py) is passed in."""
+An instruction that is not simulated becomes a step that raises NotSimulated when a lane reaches it: a kernel
+may contain instructions that it does not execute. The table of makers (tables.py) is passed in."""
 
 import bisect
 import collections
@@ -21,7 +21,17 @@ from cukern.sim.machine.poison import Flow
 from cukern.sim.machine.program import PARAMETER, Program
 from cukern.sim.numerics.integers import UNSIGNED as UNSIGNED
 from cukern.sim.numerics.integers import Array
-from cukern.sim.ptx.module import WIDTHS, Address, Immediate, Instruction, Operand, Register, Symbol, Vector, immediate_bits
+from cukern.sim.ptx.module import (
+    WIDTHS,
+    Address,
+    Immediate,
+    Instruction,
+    Operand,
+    Register,
+    Symbol,
+    Vector,
+    immediate_bits,
+)
 
 
 class Context:
@@ -94,7 +104,8 @@ Maker = Callable[[Context], Step]
 
 
 class Table(NamedTuple):
-    """The maker for each opcode or its first part. The steps of `jumps` set where their lanes continue; `other`: all other opcodes."""
+    """The maker for each opcode or its first part. The steps of `jumps` set where their lanes continue;
+    `other`: all other opcodes."""
 
     steps: dict[str, Maker]
     jumps: dict[str, Maker]
@@ -108,7 +119,9 @@ def stretches(program: Program, table: Table) -> Stretches:
     jumps = {pc for pc, one in enumerate(decoded) if one.jumps}
     live = _liveness(program, decoded)
     leaders, starts = sorted(live), {0, *(f.start for f in program.functions.values())}
-    program.undefined = [r for r in range(len(program.kernel.widths)) if any(live[start] >> r & 1 for start in starts)]
+    program.undefined = [
+        r for r in range(len(program.kernel.widths)) if any(live[start] >> r & 1 for start in starts)
+    ]
     constants = _constants(program, decoded)
     found: Stretches = {last: ([], last, Machine.leave, [])}
     for start in {*leaders, *jumps} - {last}:  # lanes may have to execute a jump again
@@ -123,7 +136,8 @@ def stretches(program: Program, table: Table) -> Stretches:
 
 
 class Decoded(NamedTuple):
-    """An instruction: its step, the same without its guard, and True if the step sets where its lanes continue."""
+    """An instruction: its step, the same without its guard, and True if the step sets where its lanes
+    continue."""
 
     step: Step
     bare: Step
@@ -151,15 +165,31 @@ def instruction(program: Program, pc: int, table: Table) -> Decoded:
         return Decoded(unknown, unknown, jumps=True)
     guard = c.instruction.guard
     flow = flow_of(c, computes=(not jumps and base not in table.steps) or base == "mov")
-    read, written = (functools.reduce(lambda bits, r: bits | 1 << r, some, 0) for some in (flow.reads, flow.writes))
+    read, written = (
+        functools.reduce(lambda bits, r: bits | 1 << r, some, 0) for some in (flow.reads, flow.writes)
+    )
     if guard is None:
         return Decoded(step, step, jumps, guard, flow, read, written)
-    guarded: Step = functools.partial(_split, step, guard, pc) if jumps else functools.partial(_guarded, step, guard)
+    guarded: Step = (
+        functools.partial(_split, step, guard, pc) if jumps else functools.partial(_guarded, step, guard)
+    )
     return Decoded(guarded, step, jumps, guard, flow, read | 1 << guard.number)
 
 
-# The operands after which a move of bits does not depend on the bits of the others: for example the count of a shift.
-_MOVES = {"mov": (), "cvt": (), "prmt": (2,), "shl": (1,), "shr": (1,), "shf": (2,), "bfe": (1, 2), "bfi": (2, 3), "selp": (2,), "brev": ()}
+# The operands after which a move of bits does not depend on the bits of the others: for example the count of
+# a shift.
+_MOVES = {
+    "mov": (),
+    "cvt": (),
+    "prmt": (2,),
+    "shl": (1,),
+    "shr": (1,),
+    "shf": (2,),
+    "bfe": (1, 2),
+    "bfi": (2, 3),
+    "selp": (2,),
+    "brev": (),
+}
 _BITWISE = {"and": "and", "or": "or", "xor": "mix", "not": "mix", "lop3": "mix"}
 
 
@@ -173,14 +203,21 @@ def flow_of(c: Context, computes: bool) -> Flow:
         return Flow("move", reads, writes, tuple(reads[i] for i in _MOVES[base]))
     if base in _BITWISE and len(writes) == 1:
         return Flow(_BITWISE[base], reads, writes)
-    return Flow("halves" if {"f16x2", "bf16x2"} & set(c.types) and base not in ("cvt", "set", "setp") else "all", reads, writes)
+    return Flow(
+        "halves" if {"f16x2", "bf16x2"} & set(c.types) and base not in ("cvt", "set", "setp") else "all",
+        reads,
+        writes,
+    )
 
 
 def _liveness(program: Program, decoded: list[Decoded]) -> dict[int, int]:
-    """The start of each block without jumps inside -> the registers that may be read from there on before they are written, as bits."""
+    """The start of each block without jumps inside -> the registers that may be read from there on before
+    they are written, as bits."""
     code, labels = program.kernel.code, program.kernel.labels
     starts = {f.start for f in program.functions.values()}
-    leaders = sorted({0, len(code), *starts, *labels.values(), *(pc + 1 for pc, one in enumerate(decoded) if one.jumps)})
+    leaders = sorted(
+        {0, len(code), *starts, *labels.values(), *(pc + 1 for pc, one in enumerate(decoded) if one.jumps)}
+    )
     blocks = []
     for start, end in itertools.pairwise(leaders):
         need = give = 0  # the registers that the block reads before it writes them, and those that it writes
@@ -205,7 +242,8 @@ def _after(program: Program, live: dict[int, int], end: int) -> int:
 
 def _constants(program: Program, decoded: list[Decoded]) -> dict[int, Array]:
     """The constants of the program, and the registers that only one instruction sets, to a constant."""
-    written, found = collections.Counter(r for one in decoded for r in one.flow.writes), dict(program.constants)
+    written = collections.Counter(r for one in decoded for r in one.flow.writes)
+    found = dict(program.constants)
     for one in decoded:
         if isinstance(one.step, Compute) and one.step.functions == [np.copy] and one.step.sources[0] in found:
             (target,) = one.step.targets
@@ -214,8 +252,11 @@ def _constants(program: Program, decoded: list[Decoded]) -> dict[int, Array]:
     return found
 
 
-def _fused(program: Program, code: list[Decoded], start: int, end: int, live: int, fixed: dict[int, Array]) -> list[tuple[Step, int]]:
-    """The steps of a stretch, each with the instruction after it. `live`: the registers that may be read after it."""
+def _fused(
+    program: Program, code: list[Decoded], start: int, end: int, live: int, fixed: dict[int, Array]
+) -> list[tuple[Step, int]]:
+    """The steps of a stretch, each with the instruction after it. `live`: the registers that may be read
+    after it."""
     found: list[tuple[Step, int]] = []
     steps: list[tuple[str, Compute]] = []
     own = range(len(program.kernel.widths))
@@ -241,7 +282,11 @@ def _successors(program: Program, pc: int) -> list[int]:
     code, labels, tables = program.kernel.code, program.kernel.labels, program.kernel.tables
     opcode, operands, guard, _ = code[pc]
     base = opcode.split(".")[0]
-    found = [labels[x.name] for x in operands if isinstance(x, Symbol) and x.name in labels] if base == "bra" else []
+    found = (
+        [labels[x.name] for x in operands if isinstance(x, Symbol) and x.name in labels]
+        if base == "bra"
+        else []
+    )
     if base == "brx":
         found = [labels[t] for x in operands if isinstance(x, Symbol) for t in tables[x.name]]
     return found if base in ("bra", "brx", "ret", "exit", "trap") and guard is None else [*found, pc + 1]

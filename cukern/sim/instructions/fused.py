@@ -1,9 +1,11 @@
-"""Arithmetic of a straight-line stretch as one Python function, generated when the stretch has run a few times.
+"""Arithmetic of a straight-line stretch as one Python function, generated when the stretch has run a few
+times.
 
-A value has up to four forms: `v`, the bits, as in a register; `x`, a float32 array; `e`, the same with one bit pattern for NaN; `d`, the
-same as float64. A form is made when an instruction first needs it, so most views and conversions vanish. Constants are arrays without
-dimensions (`z`: of bits), with which numpy is quickest. Instructions without a template call their function of raw bits. Registers that
-nothing reads later are not written."""
+A value has up to four forms: `v`, the bits, as in a register; `x`, a float32 array; `e`, the same with one
+bit pattern for NaN; `d`, the same as float64. A form is made when an instruction first needs it, so most
+views and conversions vanish. Constants are arrays without dimensions (`z`: of bits), with which numpy is
+quickest. Instructions without a template call their function of raw bits. Registers that nothing reads later
+are not written."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,10 +18,12 @@ from cukern.sim.machine.machine import Machine
 from cukern.sim.numerics import floats
 from cukern.sim.ptx.module import Register
 
-_RUNS = 6  # before that many, a stretch is interpreted: generating a function takes as long as running it several times
+# before that many, a stretch is interpreted: generating a function takes as long as running it several times
+_RUNS = 6
 _MOST_LANES = 4096  # with more, the cost of a call does not matter, and float64 arrays do not fit the cache
 
-# From the opcode to the form of the operands, the expression, and the form of the result (x: a NaN may have any bits).
+# From the opcode to the form of the operands, the expression, and the form of the result (x: a NaN may have
+# any bits).
 _SIGNS = {"add": "+", "add.rn": "+", "sub": "-", "sub.rn": "-", "mul": "*", "mul.rn": "*", "div.rn": "/"}
 _COMPARISONS = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "=="}
 _TEMPLATES = {
@@ -28,15 +32,25 @@ _TEMPLATES = {
     **{f"{name}.f32": ("x", f"{name}({{}}, {{}})", "x") for name in ("max", "min")},
     **{f"fma.{mode}.f32": ("d", f"fma_{mode}({{}} * {{}}, {{}})", "e") for mode in ("rn", "rm")},
     **{"neg.f32": ("e", "-{}", "e"), "abs.f32": ("e", "abs({})", "e"), "sqrt.rn.f32": ("x", "sqrt({})", "x")},
-    **{"ex2.approx.ftz.f32": ("x", "ex2({})", "x"), "cvt.sat.f32.f32": ("x", "fmin(fmax({} + ZERO, ZERO), ONE)", "e")},
+    **{
+        "ex2.approx.ftz.f32": ("x", "ex2({})", "x"),
+        "cvt.sat.f32.f32": ("x", "fmin(fmax({} + ZERO, ZERO), ONE)", "e"),
+    },
 }
 _NAMES = {
-    **{"F4": np.dtype("f4"), "F8": np.dtype("f8"), "U4": np.dtype("u4"), "ZERO": np.array(0, "f4"), "ONE": np.array(1, "f4")},
+    **{"F4": np.dtype("f4"), "F8": np.dtype("f8"), "U4": np.dtype("u4"), "ZERO": np.array(0, "f4"),
+       "ONE": np.array(1, "f4")},
     **{"sqrt": np.sqrt, "fmin": np.fmin, "fmax": np.fmax, "abs": np.abs, "exact": floats.exact32},
-    **{"fma_rn": floats.fma32, "fma_rm": floats.fma32_down, "ex2": floats.ex2_ftz, "max": floats.largest32, "min": floats.least32},
+    **{"fma_rn": floats.fma32, "fma_rm": floats.fma32_down, "ex2": floats.ex2_ftz, "max": floats.largest32,
+       "min": floats.least32},
 }  # fmt: skip
 # From which form another one is made, and how.
-_FORMS = {"v": ("e", "{}.view(U4)"), "e": ("x", "exact({})"), "x": ("v", "{}.view(F4)"), "d": ("x", "{}.astype(F8)")}
+_FORMS = {
+    "v": ("e", "{}.view(U4)"),
+    "e": ("x", "exact({})"),
+    "x": ("v", "{}.view(F4)"),
+    "d": ("x", "{}.astype(F8)"),
+}
 # Instructions whose functions take constants without dimensions, with these types.
 _PLAIN = {"add", "sub", "mul", "mad", "and", "or", "xor", "shl", "shr", "min", "max", "setp", "selp"}
 _PLAIN_TYPES = {"u32", "s32", "b32", "u64", "s64", "b64"}
@@ -48,14 +62,21 @@ def _is_plain(opcode: str) -> bool:
 
 
 class Compute:
-    """An instruction that only computes: registers = functions(sources). A destination may also be an operand."""
+    """An instruction that only computes: registers = functions(sources). A destination may also be an
+    operand."""
 
     def __init__(self, results: Sequence[tuple[Callable[..., Array], Register]], sources: list[int]):
-        self.functions, self.targets, self.sources = [f for f, _ in results], [register.number for _, register in results], sources
+        self.functions, self.targets, self.sources = (
+            [f for f, _ in results],
+            [register.number for _, register in results],
+            sources,
+        )
 
     def __call__(self, m: Machine, group: Group) -> None:
         operands = [m.get(group, s) for s in self.sources]
-        for target, values in zip(self.targets, [function(*operands) for function in self.functions], strict=True):
+        for target, values in zip(
+            self.targets, [function(*operands) for function in self.functions], strict=True
+        ):
             m.put(group, target, values)
 
 
@@ -75,17 +96,25 @@ class Fused:
             for register, values in zip(self.outputs, function(*[m.regs[r] for r in inputs]), strict=True):
                 m.regs[register] = values
         else:
-            for register, values in zip(self.outputs, function(*[m.get(group, r) for r in inputs]), strict=True):
+            for register, values in zip(
+                self.outputs, function(*[m.get(group, r) for r in inputs]), strict=True
+            ):
                 m.put(group, register, values)
 
     @cached_property
     def function(self) -> tuple[Callable[..., tuple[Array, ...]], list[int]]:
-        """A function from the values of the input registers to those of the output registers, and the input registers."""
+        """A function from the values of the input registers to those of the output registers, and the input
+        registers."""
         writer = _Writer(self.constants)
         for opcode, step in self.steps:
             writer.add(opcode, step)
         results = "".join(f"{writer.form(writer.value_of(r), 'v')}, " for r in self.outputs)
-        exec("\n    ".join((f"def run({', '.join(writer.inputs.values())}):", *writer.lines, f"return ({results})")), writer.names)
+        exec(
+            "\n    ".join(
+                (f"def run({', '.join(writer.inputs.values())}):", *writer.lines, f"return ({results})")
+            ),
+            writer.names,
+        )
         return writer.names["run"], list(writer.inputs)
 
 
@@ -141,7 +170,11 @@ class _Writer:
             self.lines.append(f"{result}{value} = {text.format(*operands)}")
         else:
             plain = variable and _is_plain(opcode)
-            operands = [self.forms[s]["z"] if plain and "z" in self.forms[s] else self.form(s, "v") for s in sources]
-            for function, target, value in [(f, t, self.new("v")) for f, t in zip(step.functions, step.targets, strict=True)]:
+            operands = [
+                self.forms[s]["z"] if plain and "z" in self.forms[s] else self.form(s, "v") for s in sources
+            ]
+            for function, target, value in [
+                (f, t, self.new("v")) for f, t in zip(step.functions, step.targets, strict=True)
+            ]:
                 self.names[f"f{value}"], self.values[target] = function, value
                 self.lines.append(f"v{value} = f{value}({', '.join(operands)})")

@@ -22,7 +22,11 @@ def check_whole_warps(m: Machine, lanes: Array) -> None:
 def check_whole_warpgroups(m: Machine, lanes: Array) -> None:
     groups, counts = np.unique(m.order.warpgroup_of(m.order.warp_of[lanes]), return_counts=True)
     if (counts != 128).any():
-        raise m.fault(BarrierFault, groups[counts != 128][0] * 32, "wants the four warps of its warpgroup, and some are not there")
+        raise m.fault(
+            BarrierFault,
+            groups[counts != 128][0] * 32,
+            "wants the four warps of its warpgroup, and some are not there",
+        )
 
 
 def put_all(m: Machine, group: Group, targets: list[Register], values: list[Array]) -> None:
@@ -34,7 +38,9 @@ def mma(c: Context) -> Step:
     function = tensor_core.mma(c.opcode)
     to, *from_ = c.operands
     targets, rows = [c.target(x) for x in c.items(to)], int(c.parts[3][1 : c.parts[3].index("n")])
-    sources = [[c.source(x, "b64" if "f64" in c.types else "b32") for x in c.items(operand)] for operand in from_]
+    sources = [
+        [c.source(x, "b64" if "f64" in c.types else "b32") for x in c.items(operand)] for operand in from_
+    ]
 
     def act(m: Machine, group: Group, masks: Array) -> None:
         check_whole_warps(m, group.lanes)
@@ -48,9 +54,12 @@ def mma(c: Context) -> Step:
     return together(c, EVERY_LANE, act)
 
 
-def poison_of_product(m: Machine, group: Group, sources: list[list[int]], results: int, rows: int) -> tuple[list[Array], Array] | None:
-    """The uninitialized bits of an mma's results, and their origins: an uninitialized element of a reaches its row of the result, and one
-    of b its column. `rows`: of the tile a. See tensor_core.py for which lane has which elements."""
+def poison_of_product(
+    m: Machine, group: Group, sources: list[list[int]], results: int, rows: int
+) -> tuple[list[Array], Array] | None:
+    """The uninitialized bits of an mma's results, and their origins: an uninitialized element of a reaches
+    its row of the result, and one of b its column. `rows`: of the tile a. See tensor_core.py for which lane
+    has which elements."""
     flags, origins = m.poison.of(group, [r for registers in sources for r in registers])
     if not flags.any():
         return None
@@ -69,7 +78,11 @@ def poison_of_product(m: Machine, group: Group, sources: list[list[int]], result
     bits = []
     for i in range(results):
         each_half = results // len(halves)
-        column = columns[:, lane % 4 * 2 + i % 2] if each_half > 1 else np.asarray(columns.reshape(-1, 4, 2).any(axis=2))[:, lane % 4]
+        column = (
+            columns[:, lane % 4 * 2 + i % 2]
+            if each_half > 1
+            else np.asarray(columns.reshape(-1, 4, 2).any(axis=2))[:, lane % 4]
+        )
         reached = halves[i // each_half][:, lane // 4] | column
         mask = c[i] if i < len(c) else nothing
         bits.append(np.where(reached, ~mask.dtype.type(0), mask))
@@ -78,7 +91,8 @@ def poison_of_product(m: Machine, group: Group, sources: list[list[int]], result
 
 def load_matrix(c: Context) -> Step:
     """ldmatrix: lane 8 i + j has the address of row j of tile i."""
-    count = next((n for n in (1, 2, 4) if f"x{n}" in c.parts), 0)  # before the shape or after it: NVRTC accepts both
+    # before the shape or after it: NVRTC accepts both
+    count = next((n for n in (1, 2, 4) if f"x{n}" in c.parts), 0)
     known = {"ldmatrix", "sync", "aligned", "m8n8", "x1", "x2", "x4", "trans", "shared", "shared::cta", "b16"}
     c.refuse(not count or set(c.parts) - known)
     targets = [c.target(x) for x in c.items(c.operands[0])]
@@ -99,7 +113,9 @@ def load_matrix(c: Context) -> Step:
         put_all(m, group, targets, tensor_core.ldmatrix(tiles, transposed))
         fetched = m.poison.fetched(group, 16)
         if fetched is not None:
-            masks = np.ascontiguousarray(fetched[0][some]).view(np.uint8).reshape(-1, 8 * count, 16) * np.uint8(0xFF)
+            masks = np.ascontiguousarray(fetched[0][some]).view(np.uint8).reshape(
+                -1, 8 * count, 16
+            ) * np.uint8(0xFF)
             origins = np.repeat(fetched[1].reshape(-1, 32).max(axis=1), 32)
             for target, bits in zip(targets, tensor_core.ldmatrix(masks, transposed), strict=True):
                 m.poison.put(group, target.number, bits.reshape(-1), origins)
@@ -123,7 +139,14 @@ def store_matrix(c: Context) -> Step:
         some = group.lanes % 32 < 8 * len(sources)
         rows = tensor_core.stmatrix([m.spread(group, r).reshape(-1, 32) for r in sources], transposed)
         values = np.ascontiguousarray(rows).view(np.complex128).reshape(-1)
-        through(m, space, group.lanes[some], addresses[some], lambda where, lanes, at, v: where.store(m, lanes, at, 16, v), values)
+        through(
+            m,
+            space,
+            group.lanes[some],
+            addresses[some],
+            lambda where, lanes, at, v: where.store(m, lanes, at, 16, v),
+            values,
+        )
 
     return together(c, EVERY_LANE, act)
 
@@ -143,8 +166,8 @@ def move_matrix(c: Context) -> Step:
 
 
 def warpgroup(c: Context) -> Step:
-    """wgmma: operand a is in registers or in shared memory, b in shared memory. See machine/asynchronous.py. A missing wgmma.fence is not
-    reported: in PTX a register that is written before has another name."""
+    """wgmma: operand a is in registers or in shared memory, b in shared memory. See machine/asynchronous.py.
+    A missing wgmma.fence is not reported: in PTX a register that is written before has another name."""
     if c.parts[1] in ("fence", "commit_group", "wait_group"):
         return _wait_for_products(c)
     columns, function = tensor_core.wgmma(c.opcode)
@@ -152,7 +175,10 @@ def warpgroup(c: Context) -> Step:
     held = isinstance(a, Vector)
     down = _directions(c, [x.text for x in flags if isinstance(x, Immediate)], held)
     targets, keeps = [c.target(x) for x in c.items(d)], c.source(keep, "pred")
-    old, registers = [c.source(x, "b32") for x in c.items(d)], [c.source(x, "b32") for x in c.items(a)] if held else []
+    old, registers = (
+        [c.source(x, "b32") for x in c.items(d)],
+        [c.source(x, "b32") for x in c.items(a)] if held else [],
+    )
     described_a, described_b = None if held else c.source(a, "b64"), c.source(descriptor, "b64")
 
     def fetch(m: Machine, lanes: Array, words: Array, first: Array, count: int, down: bool) -> Array:
@@ -163,16 +189,25 @@ def warpgroup(c: Context) -> Step:
             return np.asarray(values.reshape(-1, 32)[:, times % 32].reshape(-1))
 
         try:
-            at = tensor_core.described(words if len(words) == 1 else each(words), (first + times).reshape(-1), down)
+            at = tensor_core.described(
+                words if len(words) == 1 else each(words), (first + times).reshape(-1), down
+            )
         except NotSimulated as error:
             raise m.not_simulated(str(error)) from None
         every = each(lanes)
-        parts, places = m.shared.load(m, every, at, 16, flags=None), m.shared.place(m, every, at, 16, "reads")[0]
+        parts = m.shared.load(m, every, at, 16, flags=None)
+        places = m.shared.place(m, every, at, 16, "reads")[0]
         m.shared.check_proxy(m, every, places, 16)
         # All four warps of a warpgroup read the same b: one of them stands for them.
-        one = slice(None) if count == 16 else m.order.warp_of[every] == m.order.warpgroup_of(m.order.warp_of[every])
+        one = (
+            slice(None)
+            if count == 16
+            else m.order.warp_of[every] == m.order.warpgroup_of(m.order.warp_of[every])
+        )
         m.warpgroups.start(m.pc, every[one], places[one], 16, read=True)
-        return tensor_core.by_rows(np.ascontiguousarray(parts).view(np.uint16).reshape(-1, 2 * count, 8), down)
+        return tensor_core.by_rows(
+            np.ascontiguousarray(parts).view(np.uint16).reshape(-1, 2 * count, 8), down
+        )
 
     def act(m: Machine, group: Group, masks: Array) -> None:
         check_whole_warps(m, group.lanes)
@@ -182,7 +217,9 @@ def warpgroup(c: Context) -> Step:
         before, fragments = ([m.spread(group, r).reshape(-1, 32) for r in rs] for rs in (old, registers))
         if described_a is not None:  # each of the four warps has 16 rows
             first = group.lanes // 32 % 4 * 32
-            fragments = tensor_core.rows_of_a(fetch(m, group.lanes, m.get(group, described_a), first, 16, down[0]))
+            fragments = tensor_core.rows_of_a(
+                fetch(m, group.lanes, m.get(group, described_a), first, 16, down[0])
+            )
         kept = m.spread(group, keeps).reshape(-1, 32)[:, :1]
         if m.poisoned:
             m.poison.check(group, (keeps, *registers), "a matrix product")
@@ -194,8 +231,8 @@ def warpgroup(c: Context) -> Step:
 
 
 def _directions(c: Context, texts: list[str], held: bool) -> list[bool]:
-    """Which operands in shared memory are MN-major. `texts`: the operands after the predicate: the signs of a and b, but not for integers;
-    then for 16-bit elements a flag for each operand in shared memory."""
+    """Which operands in shared memory are MN-major. `texts`: the operands after the predicate: the signs of a
+    and b, but not for integers; then for 16-bit elements a flag for each operand in shared memory."""
     signs, flags = 0 if "s32" in c.parts else 2, (1 if held else 2) * bool({"f16", "bf16"} & set(c.parts[6:]))
     c.refuse(texts[:signs] != ["1"] * signs or len(texts) != signs + flags or set(texts[signs:]) - {"0", "1"})
     return [text == "1" for text in texts[signs:]] or [False, False]

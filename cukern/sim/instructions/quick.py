@@ -1,7 +1,8 @@
-"""The common case of an access to global memory: all lanes access one tensor, and no other thread has accessed these elements.
+"""The common case of an access to global memory: all lanes access one tensor, and no other thread has
+accessed these elements.
 
-The addresses of a base register are checked once for all instructions that use it: from the lowest to the highest of their offsets.
-Whatever is not the common case is left to memory/spaces.py."""
+The addresses of a base register are checked once for all instructions that use it: from the lowest to the
+highest of their offsets. Whatever is not the common case is left to memory/spaces.py."""
 
 import numpy as np
 
@@ -10,7 +11,8 @@ from cukern.sim.machine.machine import Group, Machine
 from cukern.sim.machine.program import Program
 from cukern.sim.memory.spaces import LOW, SHIFTS, TIME_BITS, Array, Part, Region, Shadow, count_nonzero
 
-_Found = tuple[Region, Shadow | None, Array] | None  # the region, its shadow memory, and the element of each lane
+# the region, its shadow memory, and the element of each lane
+_Found = tuple[Region, Shadow | None, Array] | None
 
 
 class Quick:
@@ -23,18 +25,29 @@ class Quick:
 
     @cached_property
     def layout(self) -> tuple[Array, int, Array | None]:
-        """The lowest offset, the bytes from there to the end of the highest, and the elements from the lowest to this one, if any."""
+        """The lowest offset, the bytes from there to the end of the highest, and the elements from the lowest
+        to this one, if any."""
         lowest = min(self.offsets)
         above = np.array((self.offset - lowest) // self.size) if self.offset > lowest else None
         return np.array(lowest & 0xFFFFFFFFFFFFFFFF, np.uint64), max(self.offsets) - lowest + self.size, above
 
     def _check(self, m: Machine, group: Group, base: Array) -> _Found:
-        if base.itemsize < 8 or len(base) < m.lanes or any((x - self.offset) % self.size for x in self.offsets):
+        if (
+            base.itemsize < 8
+            or len(base) < m.lanes
+            or any((x - self.offset) % self.size for x in self.offsets)
+        ):
             return None
         addresses = base[group.index] + self.layout[0]
         near, inside = m.launched.memory.nearest(-1 - self.key[0], self.layout[1], addresses)
         region = near.region
-        if inside is None or region is None or region.inside is not None or region.offset or count_nonzero(inside & LOW[self.size]):
+        if (
+            inside is None
+            or region is None
+            or region.inside is not None
+            or region.offset
+            or count_nonzero(inside & LOW[self.size])
+        ):
             return None
         return region, near.shadow, inside.view(np.int64) >> SHIFTS[self.bits]
 
@@ -57,7 +70,11 @@ class Quick:
             if shadow.poisoned is not None or (writes is None and not fresh):
                 return None
             if writes is not None:
-                stamps = writes.private(m.order, index, group.lanes) if shadow.bits == self.bits and not cached else None
+                stamps = (
+                    writes.private(m.order, index, group.lanes)
+                    if shadow.bits == self.bits and not cached
+                    else None
+                )
                 if stamps is None or not (fresh or count_nonzero(stamps) == len(stamps)):
                     return None
             shadow.log_read(m.order, index, self.size, self.size, group.lanes, 0)
@@ -74,9 +91,16 @@ class Quick:
         order, lanes, memory = m.order, group.lanes, m.launched.memory
         shadow.process_log(order)
         writes, reads = shadow.writes, shadow.reads
-        if writes is None or shadow.bits != self.bits or shadow.poisoned is not None or shadow.narrow is not None:
+        if (
+            writes is None
+            or shadow.bits != self.bits
+            or shadow.poisoned is not None
+            or shadow.narrow is not None
+        ):
             return False
-        if writes.private(order, index, lanes) is None or (reads is not None and reads.private(order, index, lanes) is None):
+        if writes.private(order, index, lanes) is None or (
+            reads is not None and reads.private(order, index, lanes) is None
+        ):
             return False
         if reads is not None:
             reads.last[index] = 0
@@ -85,5 +109,7 @@ class Quick:
         memory.of(region, self.size)[index] = values
         if count_nonzero(lost):
             part = Part(region, shadow, index << SHIFTS[self.bits], lanes)
-            memory.check_agreement(m, part, self.size, np.broadcast_to(values, lanes.shape), np.flatnonzero(lost))
+            memory.check_agreement(
+                m, part, self.size, np.broadcast_to(values, lanes.shape), np.flatnonzero(lost)
+            )
         return True

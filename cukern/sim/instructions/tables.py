@@ -1,6 +1,19 @@
 """The maker that decodes each instruction."""
 
-from cukern.sim.instructions import access, addresses, arithmetic, atomics, barriers, bulk, calls, copies, matrix, tensormaps, warp, wmma
+from cukern.sim.instructions import (
+    access,
+    addresses,
+    arithmetic,
+    atomics,
+    barriers,
+    bulk,
+    calls,
+    copies,
+    matrix,
+    tensormaps,
+    warp,
+    wmma,
+)
 from cukern.sim.instructions.decode import Maker, Table
 
 _STEPS: dict[str, Maker] = {
@@ -21,7 +34,10 @@ _STEPS: dict[str, Maker] = {
     "tensormap.replace": tensormaps.replace,
     "tensormap.cp_fenceproxy": tensormaps.copy_and_fence,
     "activemask": warp.active_mask,
-    **dict.fromkeys(("prefetch", "prefetchu", "nanosleep", "griddepcontrol", "pmevent", "setmaxnreg", "applypriority"), access.nothing),
+    **dict.fromkeys(
+        ("prefetch", "prefetchu", "nanosleep", "griddepcontrol", "pmevent", "setmaxnreg", "applypriority"),
+        access.nothing,
+    ),
 }
 _JUMPS: dict[str, Maker] = {
     "bra": calls.branch,

@@ -1,4 +1,5 @@
-"""Tensor maps that a kernel makes: tensormap.replace changes a field, tensormap.cp_fenceproxy copies a map from shared to global memory.
+"""Tensor maps that a kernel makes: tensormap.replace changes a field, tensormap.cp_fenceproxy copies a map
+from shared to global memory.
 
 PTX ISA, tensormap.replace. The format is the simulator's, see runtime/launch/tensor_map.py."""
 
@@ -10,7 +11,19 @@ from cukern.sim.instructions.decode import Array, Context, Group, Machine, Step
 from cukern.sim.ptx.module import Immediate, immediate_value
 
 # elemtype of tensormap.replace -> the code of a tensor map on the host; its bytes
-_ELEMENTS = {0: (0, 1), 1: (1, 2), 2: (2, 4), 3: (3, 4), 4: (4, 8), 5: (5, 8), 6: (6, 2), 7: (7, 4), 9: (8, 8), 10: (9, 2), 11: (11, 4)}
+_ELEMENTS = {
+    0: (0, 1),
+    1: (1, 2),
+    2: (2, 4),
+    3: (3, 4),
+    4: (4, 8),
+    5: (5, 8),
+    6: (6, 2),
+    7: (7, 4),
+    9: (8, 8),
+    10: (9, 2),
+    11: (11, 4),
+}
 
 
 def replace(c: Context) -> Step:
@@ -53,13 +66,17 @@ def _fields(m: Machine, field: str, values: Array) -> list[tuple[str, Array]]:
             raise m.not_simulated(f"a tensor map with the elemtype {int(values[0])}")
         codes = np.array([_ELEMENTS[v] for v in values.tolist()])
         return [("elemtype", codes[:, 0]), ("itemsize", codes[:, 1])]
-    less = {"rank": -1, "global_dim": 1}.get(field, 0)  # rank is one less in the instruction, global_dim in memory
+    # rank is one less in the instruction, global_dim in memory
+    less = {"rank": -1, "global_dim": 1}.get(field, 0)
     return [(field, values - less)]
 
 
 def copy_and_fence(c: Context) -> Step:
     """tensormap.cp_fenceproxy.global.shared::cta...: [to], [from], 128. One lane of each warp copies."""
-    known = {"tensormap", "cp_fenceproxy", "global", "shared::cta", "tensormap::generic", "release", "cta", "cluster", "gpu", "sys"}
+    known = {
+        "tensormap", "cp_fenceproxy", "global", "shared::cta", "tensormap::generic", "release", "cta",
+        "cluster", "gpu", "sys",
+    }  # fmt: skip
     c.refuse(set(c.parts) - known - {"sync", "aligned"})
     to, from_, pc = c.address(c.operands[0]), c.address(c.operands[1]), c.pc
 

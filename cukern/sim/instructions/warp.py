@@ -14,7 +14,8 @@ Act = Callable[[Machine, Group, Array], None]
 
 
 def together(c: Context, mask: Operand, act: Act, warpgroups: bool = False) -> Step:
-    """A step that calls act(m, group, masks) when all lanes of `mask` have come, and all warps of their warpgroups if that is given."""
+    """A step that calls act(m, group, masks) when all lanes of `mask` have come, and all warps of their
+    warpgroups if that is given."""
     register = c.source(mask, "u32")
 
     def run(m: Machine, group: Group) -> None:
@@ -63,7 +64,11 @@ def shuffle(c: Context) -> Step:
 
     def act(m: Machine, group: Group, masks: Array) -> None:
         lanes = group.lanes
-        lane, step, ends = lanes % 32, m.get(group, distance).astype(np.int64) & 31, m.get(group, clamp).astype(np.int64)
+        lane, step, ends = (
+            lanes % 32,
+            m.get(group, distance).astype(np.int64) & 31,
+            m.get(group, clamp).astype(np.int64),
+        )
         segment, bound = ends >> 8 & 31, ends & 31
         least, largest = lane & segment, (lane & segment) | (bound & ~segment)
         source = {
@@ -84,8 +89,11 @@ def shuffle(c: Context) -> Step:
     return together(c, c.operands[4], act)
 
 
-def _poison_of(m: Machine, group: Group, masks: Array, source: Array, value: int, control: tuple) -> tuple[Array, Array] | None:
-    """The uninitialized bits of what a shuffle reads, and their origins. Registers of lanes that do not take part are uninitialized."""
+def _poison_of(
+    m: Machine, group: Group, masks: Array, source: Array, value: int, control: tuple
+) -> tuple[Array, Array] | None:
+    """The uninitialized bits of what a shuffle reads, and their origins. Registers of lanes that do not take
+    part are uninitialized."""
     lanes = group.lanes
     bad = (m.warp_wide.ballot(lanes) & masks) >> source.astype(np.uint32) & 1 == 0
     if not m.poisoned and not bad.any():
@@ -180,7 +188,9 @@ def reduce_(c: Context) -> Step:
     def act(m: Machine, group: Group, masks: Array) -> None:
         m.poison.check(group, (value,), "a reduction of a warp")
         values = _of_warp(m, group.lanes, value).view(dtype)
-        result = function.reduce(np.where(_members(m, group.lanes, masks), values, dtype(neutral)), axis=1, dtype=dtype)
+        result = function.reduce(
+            np.where(_members(m, group.lanes, masks), values, dtype(neutral)), axis=1, dtype=dtype
+        )
         m.put(group, target.number, result.view(np.uint32))
 
     return together(c, c.operands[2], act)

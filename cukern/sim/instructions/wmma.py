@@ -1,8 +1,9 @@
-"""wmma.load, wmma.store and wmma.mma, the instructions of nvcuda::wmma, for tiles of 16 x 16 x 16, 8 x 32 x 16 and 32 x 8 x 16
-(tf32: 16 x 16 x 8; f64: 8 x 8 x 4).
+"""wmma.load, wmma.store and wmma.mma, the instructions of nvcuda::wmma, for tiles of 16 x 16 x 16, 8 x 32 x
+16 and 32 x 8 x 16 (tf32: 16 x 16 x 8; f64: 8 x 8 x 4).
 
-PTX does not say which lane has which element of a fragment. Here, as on GPUs since sm_80, a fragment is made of those of mma.sync, side by
-side. A warp accesses memory in units of 16 bytes, unit i by lane i % 32, line by line: by rows of a row-major matrix, else by columns."""
+PTX does not say which lane has which element of a fragment. Here, as on GPUs since sm_80, a fragment is made
+of those of mma.sync, side by side. A warp accesses memory in units of 16 bytes, unit i by lane i % 32, line
+by line: by rows of a row-major matrix, else by columns."""
 
 import functools
 import itertools
@@ -20,13 +21,20 @@ from cukern.sim.numerics import tensor_core
 
 _UNIT = 16  # bytes of an access, if a line is not shorter
 _BYTES = {"f16": 2, "bf16": 2, "tf32": 4, "s8": 1, "u8": 1, "f64": 8, "f32": 4, "s32": 4}
-_SHAPES = {"m16n16k16": (16, 16, 16), "m8n32k16": (8, 32, 16), "m32n8k16": (32, 8, 16), "m16n16k8": (16, 16, 8), "m8n8k4": (8, 8, 4)}
+_SHAPES = {
+    "m16n16k16": (16, 16, 16),
+    "m8n32k16": (8, 32, 16),
+    "m32n8k16": (32, 8, 16),
+    "m16n16k8": (16, 16, 8),
+    "m8n8k4": (8, 8, 4),
+}
 _GROUP, _QUAD = np.arange(32) // 4, np.arange(32) % 4
 
 
 @functools.cache
 def places(role: str, shape: str, size: int) -> tuple[Array, Array]:
-    """The row and the column of each element of a fragment, (elements of a lane, 32), in the order of the registers."""
+    """The row and the column of each element of a fragment, (elements of a lane, 32), in the order of the
+    registers."""
     m, n, k = _SHAPES[shape]
     along = 2 if role in "cd" else max(1, 4 // size)  # neighbours in a lane
     width = 8 if role in "cd" else k
@@ -42,14 +50,20 @@ def places(role: str, shape: str, size: int) -> tuple[Array, Array]:
 
 
 class _Tile:
-    """The matrix of a wmma.load or wmma.store: its addresses, and the way between its bytes and the registers of a fragment."""
+    """The matrix of a wmma.load or wmma.store: its addresses, and the way between its bytes and the registers
+    of a fragment."""
 
     def __init__(self, c: Context):
         self.role, layout, shape, type_ = c.parts[2], c.parts[5], c.parts[6], c.parts[-1]
         modifiers, place = c.parts[7:-1], c.operands[c.parts[1] == "load"]
         self.space = modifiers[0].split("::")[0] if modifiers else "generic"
         plain = c.parts[3:5] == ["sync", "aligned"] and layout in ("row", "col") and len(modifiers) <= 1
-        c.refuse(not plain or self.space not in ("generic", "global", "shared") or shape not in _SHAPES or type_ not in _BYTES)
+        c.refuse(
+            not plain
+            or self.space not in ("generic", "global", "shared")
+            or shape not in _SHAPES
+            or type_ not in _BYTES
+        )
         m, n, k = _SHAPES[shape]
         self.size, self.across = _BYTES[type_], layout == "col"
         self.rows, self.columns = {"a": (m, k), "b": (k, n)}.get(self.role, (m, n))
@@ -62,17 +76,31 @@ class _Tile:
         self.stride = c.source(rest[0], "u32") if rest else c.program.constant(self.length, 32)
 
     def addresses(self, m: Machine, group: Group) -> list[tuple[Array, Array, Array]]:
-        """For each access of the warps: its rows of the group, its lanes and their addresses. Raises a Fault for wrong operands."""
+        """For each access of the warps: its rows of the group, its lanes and their addresses. Raises a Fault
+        for wrong operands."""
         starts = np.broadcast_to(address_of(m, group, self.base, self.offset), group.lanes.shape)
         strides = m.spread(group, self.stride).astype(np.int64) * self.size
         m.poison.check(group, (self.stride,), "a stride")
         for values, what in ((starts, "address"), (strides, "stride")):
             apart = (values.reshape(-1, 32) != values.reshape(-1, 32)[:, :1]).reshape(-1)
             if apart.any():
-                raise m.fault(BarrierFault, group.lanes[apart][0], f"has another {what} than lane 0; all of a warp must give the same")
-        for bad, what in ((starts % np.uint64(32) != 0, "address is not a multiple of 32"), (strides % 16 != 0, "stride is not one of 16")):
+                raise m.fault(
+                    BarrierFault,
+                    group.lanes[apart][0],
+                    f"has another {what} than lane 0; all of a warp must give the same",
+                )
+        for bad, what in (
+            (starts % np.uint64(32) != 0, "address is not a multiple of 32"),
+            (strides % 16 != 0, "stride is not one of 16"),
+        ):
             if bad.any():
-                raise m.fault(Misaligned, group.lanes[bad][0], f"accesses a matrix whose {what} bytes", None, group.lanes[bad])
+                raise m.fault(
+                    Misaligned,
+                    group.lanes[bad][0],
+                    f"accesses a matrix whose {what} bytes",
+                    None,
+                    group.lanes[bad],
+                )
         found, a_line = [], self.length * self.size // self.unit
         for first in range(0, self.units, 32):
             unit = first + group.lanes % 32
@@ -84,10 +112,17 @@ class _Tile:
     def registers(self, units: list[Array]) -> list[Array]:
         """The registers of a fragment, each (warps, 32), from the bytes of each access, (lanes, 16)."""
         bytes_ = np.concatenate([u.reshape(-1, min(32, self.units), self.unit) for u in units], axis=1)
-        matrix = np.ascontiguousarray(bytes_).reshape(len(bytes_), -1).view(f"u{self.size}").reshape(-1, self.lines, self.length)
+        matrix = (
+            np.ascontiguousarray(bytes_)
+            .reshape(len(bytes_), -1)
+            .view(f"u{self.size}")
+            .reshape(-1, self.lines, self.length)
+        )
         matrix = matrix.swapaxes(1, 2) if self.across else matrix
         width = max(4, self.size)
-        elements = matrix[:, self.at[0], self.at[1]].reshape(len(matrix), -1, width // self.size, 32).swapaxes(2, 3)
+        elements = (
+            matrix[:, self.at[0], self.at[1]].reshape(len(matrix), -1, width // self.size, 32).swapaxes(2, 3)
+        )
         return [np.ascontiguousarray(r).view(f"u{width}")[..., 0] for r in np.moveaxis(elements, 1, 0)]
 
     def bytes_of(self, registers: list[Array]) -> list[Array]:
@@ -98,11 +133,15 @@ class _Tile:
         matrix[:, self.at[0], self.at[1]] = elements
         matrix = np.ascontiguousarray(matrix.swapaxes(1, 2) if self.across else matrix)
         units = matrix.view(np.uint8).reshape(len(parts), -1, self.unit)
-        return [np.ascontiguousarray(units[:, i : i + 32]).reshape(-1, self.unit) for i in range(0, self.units, 32)]
+        return [
+            np.ascontiguousarray(units[:, i : i + 32]).reshape(-1, self.unit)
+            for i in range(0, self.units, 32)
+        ]
 
 
 def load(c: Context) -> Step:
-    """wmma.load: a fragment of half has 8 registers. Those of a smaller matrix have each element several times."""
+    """wmma.load: a fragment of half has 8 registers. Those of a smaller matrix have each element several
+    times."""
     tile = _Tile(c)
     targets = [c.target(x) for x in c.items(c.operands[0])]
 
@@ -114,9 +153,17 @@ def load(c: Context) -> Step:
         m.order.clock.tick(m.pc)
         units, poison, origins = [], [], np.zeros(len(group.lanes), np.int64)
         for rows, lanes, at in tile.addresses(m, group):
-            units.append(np.ascontiguousarray(through(m, tile.space, lanes, at, functools.partial(access, m))).view(np.uint8))
+            units.append(
+                np.ascontiguousarray(through(m, tile.space, lanes, at, functools.partial(access, m))).view(
+                    np.uint8
+                )
+            )
             fetched = m.poison.fetched(group, tile.unit)
-            poison.append(np.zeros((len(rows), tile.unit), np.uint8) if fetched is None else fetched[0][rows] * np.uint8(0xFF))
+            poison.append(
+                np.zeros((len(rows), tile.unit), np.uint8)
+                if fetched is None
+                else fetched[0][rows] * np.uint8(0xFF)
+            )
             origins = origins if fetched is None else np.maximum(origins, fetched[1])
         fragment = tile.registers(units)
         times = len(targets) // len(fragment)
@@ -130,7 +177,8 @@ def load(c: Context) -> Step:
 
 
 def store(c: Context) -> Step:
-    """wmma.store. Uninitialized elements may go to shared memory, which remembers them, but not to a tensor."""
+    """wmma.store. Uninitialized elements may go to shared memory, which remembers them, but not to a
+    tensor."""
     tile = _Tile(c)
     sources = [c.source(x, "b64" if tile.size == 8 else "b32") for x in c.items(c.operands[1])]
 
@@ -144,13 +192,18 @@ def store(c: Context) -> Step:
         codes = [np.zeros(len(unit), np.int64) for unit in units]
         parts = tile.addresses(m, group)
         if any(r in m.poisoned for r in sources):
-            if any(tile.space == "global" or (tile.space == "generic" and not (at >> np.uint64(WINDOW)).all()) for _, _, at in parts):
+            if any(
+                tile.space == "global" or (tile.space == "generic" and not (at >> np.uint64(WINDOW)).all())
+                for _, _, at in parts
+            ):
                 m.poison.check(group, sources, "a wmma.store to global memory")
             zeros = np.zeros(len(group.lanes), np.uint64 if tile.size == 8 else np.uint32)
             found = [m.poisoned[r][group.index] if r in m.poisoned else zeros for r in sources]
             bits = tile.bytes_of([mask.reshape(-1, 32) for mask in found])
             origin = int(m.poison.of(group, sources)[1].max())  # one of them
-            codes = [((unit != 0) * (1 << np.arange(tile.unit))).sum(axis=1) | origin + 2 << 16 for unit in bits]
+            codes = [
+                ((unit != 0) * (1 << np.arange(tile.unit))).sum(axis=1) | origin + 2 << 16 for unit in bits
+            ]
         for (_, lanes, at), unit, code in zip(parts, units, codes, strict=True):
             values: Any = unit.view(CARRIERS[tile.unit])[:, 0]
             through(m, tile.space, lanes, at, functools.partial(access, m), values, code)
@@ -159,7 +212,8 @@ def store(c: Context) -> Step:
 
 
 def multiply(c: Context) -> Step:
-    """wmma.mma: an mma.sync for each 8 columns and each 16 rows. The layouts in its name matter to wmma.load alone."""
+    """wmma.mma: an mma.sync for each 8 columns and each 16 rows. The layouts in its name matter to wmma.load
+    alone."""
     shape, *types = [p for p in c.parts[6:] if p not in ("rn", "satfinite")]
     saturate = ["satfinite"] if "satfinite" in c.parts else []
     c.refuse(c.parts[2:4] != ["sync", "aligned"] or shape not in _SHAPES)
@@ -168,7 +222,9 @@ def multiply(c: Context) -> Step:
     rows, n, k = _SHAPES[shape]
     wide = types[0] == "f64"
     height = 8 if wide else 16  # of a product
-    function = tensor_core.mma(".".join(["mma.sync.aligned", f"m{height}n8k{k}", "row.col", *saturate, *types]))
+    function = tensor_core.mma(
+        ".".join(["mma.sync.aligned", f"m{height}n8k{k}", "row.col", *saturate, *types])
+    )
     d, *from_ = c.operands
     targets = [c.target(x) for x in c.items(d)]
     used = max(4, _BYTES[types[1]])  # bytes of a register
@@ -181,7 +237,9 @@ def multiply(c: Context) -> Step:
         results, poison = [], []
         for mine in products:
             count = len(targets) // len(products)
-            results += function(*([m.spread(group, r).reshape(-1, 32) for r in registers] for registers in mine))[:count]
+            results += function(
+                *([m.spread(group, r).reshape(-1, 32) for r in registers] for registers in mine)
+            )[:count]
             poison.append(poison_of_product(m, group, mine, len(mine[2]), height) if m.poisoned else None)
         put_all(m, group, targets, results)
         each = len(targets) // len(products)
@@ -192,8 +250,11 @@ def multiply(c: Context) -> Step:
     return together(c, EVERY_LANE, act)
 
 
-def _products(a: list[int], b: list[int], old: list[int], rows: int, columns: int, zero: int) -> list[list[list[int]]]:
-    """The registers of A, B and C of each mma.sync, in the order of C. `zero`: a register for the missing 8 rows, if there are only 8."""
+def _products(
+    a: list[int], b: list[int], old: list[int], rows: int, columns: int, zero: int
+) -> list[list[list[int]]]:
+    """The registers of A, B and C of each mma.sync, in the order of C. `zero`: a register for the missing 8
+    rows, if there are only 8."""
     blocks, tiles = rows // 8, columns // 8
     found = []
     for tile in range(tiles):

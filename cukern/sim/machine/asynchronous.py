@@ -1,11 +1,13 @@
-"""Accesses in flight: cp.async, bulk copies, and st.async with the mbarrier that it reports to. PTX ISA, cp.async, mbarrier, st.async.
+"""Accesses in flight: cp.async, bulk copies, and st.async with the mbarrier that it reports to. PTX ISA,
+cp.async, mbarrier, st.async.
 
-The simulator writes the data to shared memory at once. The shadow memory marks it as not yet readable. A cp.async completes when its
-thread waits for it. The phase of an mbarrier ends when all expected arrivals (also from other blocks of the cluster) and all expected
-bytes have come; then the writes of its st.async and bulk copies become visible to those who wait for it. Some races are missed: an
-arrival or an st.async publishes all that its warp knows, whatever its scope and lane; a wait of one lane counts for its warp; an arrival
-at a block that may have exited is reported only if the block has exited. One rule is stricter than PTX: all arrivals of one instruction
-belong to one phase."""
+The simulator writes the data to shared memory at once. The shadow memory marks it as not yet readable. A
+cp.async completes when its thread waits for it. The phase of an mbarrier ends when all expected arrivals
+(also from other blocks of the cluster) and all expected bytes have come; then the writes of its st.async and
+bulk copies become visible to those who wait for it. Some races are missed: an arrival or an st.async
+publishes all that its warp knows, whatever its scope and lane; a wait of one lane counts for its warp; an
+arrival at a block that may have exited is reported only if the block has exited. One rule is stricter than
+PTX: all arrivals of one instruction belong to one phase."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -28,11 +30,14 @@ class Flight(NamedTuple):
     read: bool  # of shared memory; else written
 
     def rows(self, chosen: Array) -> "Flight":
-        return self._replace(numbers=self.numbers[chosen], lanes=self.lanes[chosen], positions=self.positions[chosen])
+        return self._replace(
+            numbers=self.numbers[chosen], lanes=self.lanes[chosen], positions=self.positions[chosen]
+        )
 
 
 class Copies:
-    """Accesses to shared memory in flight, in groups that threads commit and wait for: the writes of cp.async, or the reads of bulk copies.
+    """Accesses to shared memory in flight, in groups that threads commit and wait for: the writes of
+    cp.async, or the reads of bulk copies.
 
     A read in flight counts as an access when it ends; what was written meanwhile races with it."""
 
@@ -46,7 +51,9 @@ class Copies:
         self.committed[lanes] += 1
 
     def start(self, pc: int, lanes: Array, positions: Array, size: int, read: bool = False) -> None:
-        self.flights.append(Flight(self.committed[lanes], lanes, positions, size, pc, self.m.order.clock.now, read))
+        self.flights.append(
+            Flight(self.committed[lanes], lanes, positions, size, pc, self.m.order.clock.now, read)
+        )
 
     def wait(self, lanes: Array, newest: int | None) -> None:
         """These lanes wait until at most their `newest` last groups are in flight; None: until none is."""
@@ -57,14 +64,20 @@ class Copies:
         self.land(limit)
 
     def leave(self, lanes: Array) -> None:
-        """These lanes exit. A read in flight may come after the end of the block, which frees its shared memory."""
+        """These lanes exit. A read in flight may come after the end of the block, which frees its shared
+        memory."""
         m, flights = self.m, self.flights
         self.wait(lanes, None)
-        flight, row = next(((f, row) for f in flights for row in np.flatnonzero(np.isin(f.lanes, lanes))[:1]), (None, 0))
+        flight, row = next(
+            ((f, row) for f in flights for row in np.flatnonzero(np.isin(f.lanes, lanes))[:1]), (None, 0)
+        )
         if flight is not None and not m.mutes(Race):
             lane, where = flight.lanes[row], m.shared.describe(m.shared.region, int(flight.positions[row]))
             commit = "a cp.async.bulk.commit_group and " * bool(flight.numbers[row] == self.committed[lane])
-            what = f"still reads {flight.size} bytes, {where}, when its thread ends: {commit}{self.wait_name} is missing before the end"
+            what = (
+                f"still reads {flight.size} bytes, {where}, when its thread ends: {commit}{self.wait_name} "
+                f"is missing before the end"
+            )
             raise m.fault(Race, lane, what, flight.pc)
 
     def land(self, limit: Array) -> None:
@@ -96,8 +109,13 @@ class Copies:
             row, stamp = found
             block, thread, line = m.who(stamp)
             where = m.shared.describe(m.shared.region, int(flight.positions[row]))
-            what = f"still reads {flight.size} bytes, {where}, when block {block}, thread {thread} writes there at {line}"
-            raise m.fault(Race, flight.lanes[row], f"{what}: {self.wait_name} is missing before the write", flight.pc)
+            what = (
+                f"still reads {flight.size} bytes, {where}, when block {block}, thread {thread} writes "
+                f"there at {line}"
+            )
+            raise m.fault(
+                Race, flight.lanes[row], f"{what}: {self.wait_name} is missing before the write", flight.pc
+            )
         m.order.clock.tick(flight.pc)
         shadow.read(m.order, flight.positions, flight.size, flight.lanes, flags=self.flags)
 
@@ -105,9 +123,10 @@ class Copies:
 class Warpgroups(Copies):
     """wgmma in flight. PTX ISA, asynchronous warpgroup-level matrix instructions.
 
-    A product is computed at once. Until a wgmma.wait_group of its commit group, its results must not be used, and the shared memory of its
-    operands must not be written. Results in flight are marked like uninitialized registers (poison.py), so that moves of them are allowed.
-    The four warps of a warpgroup execute a wgmma together: if one of them has waited, the shared memory may be written."""
+    A product is computed at once. Until a wgmma.wait_group of its commit group, its results must not be used,
+    and the shared memory of its operands must not be written. Results in flight are marked like uninitialized
+    registers (poison.py), so that moves of them are allowed. The four warps of a warpgroup execute a wgmma
+    together: if one of them has waited, the shared memory may be written."""
 
     def __init__(self, m: Batch):
         super().__init__(m, "a wgmma.wait_group", WARPGROUP)
@@ -136,7 +155,8 @@ class _Mbarrier:
     learned: Array  # what waiting warps learn, from the phases that have ended
     bytes: int = 0  # expected, and not yet written
     phase: int = 0
-    flights: list[tuple[int, Array, Array, int, int]] = field(default_factory=list)  # instruction, positions, lanes, size, copied
+    # instruction, positions, lanes, size, copied
+    flights: list[tuple[int, Array, Array, int, int]] = field(default_factory=list)
 
 
 class Mbarriers:
@@ -163,7 +183,11 @@ class Mbarriers:
         positions = where.place(m, group.lanes, addresses, 8, "uses")[0]
         for row, position in enumerate(positions.tolist()):
             if position not in self.at:
-                raise m.fault(BarrierFault, group.lanes[row], f"uses {where.describe(m.shared.region, position)}, which is no mbarrier")
+                raise m.fault(
+                    BarrierFault,
+                    group.lanes[row],
+                    f"uses {where.describe(m.shared.region, position)}, which is no mbarrier",
+                )
         return positions
 
     def phases(self, positions: Array) -> Array:
@@ -186,17 +210,26 @@ class Mbarriers:
         for position in np.unique(positions).tolist():
             if int(counts[positions == position].sum()) >= self.at[position].missing:
                 lane = group.lanes[positions == position][-1]
-                raise self.m.fault(BarrierFault, lane, "arrives with .noComplete at an mbarrier, and completes its phase")
+                raise self.m.fault(
+                    BarrierFault, lane, "arrives with .noComplete at an mbarrier, and completes its phase"
+                )
 
-    def arrive(self, group: Group, positions: Array, counts: Array, expected: Array, drop: bool = False) -> None:
-        """`counts`: arrivals of each lane; `expected`: bytes for which the phase also waits; `drop`: later phases have fewer arrivals."""
+    def arrive(
+        self, group: Group, positions: Array, counts: Array, expected: Array, drop: bool = False
+    ) -> None:
+        """`counts`: arrivals of each lane; `expected`: bytes for which the phase also waits; `drop`: later
+        phases have fewer arrivals."""
         m, order = self.m, self.m.order
         for position in np.unique(positions).tolist():
             barrier, rows = self.at[position], positions == position
             lanes = group.lanes[rows]
             count = int(counts[rows].sum())
             if count > barrier.missing:
-                raise m.fault(BarrierFault, lanes[0], f"arrives at an mbarrier at which only {barrier.missing} arrivals are missing")
+                raise m.fault(
+                    BarrierFault,
+                    lanes[0],
+                    f"arrives at an mbarrier at which only {barrier.missing} arrivals are missing",
+                )
             barrier.missing -= count
             barrier.count -= count if drop else 0
             barrier.bytes += int(expected[rows].sum())
@@ -220,13 +253,21 @@ class Mbarriers:
             mine = of_lane[flight.lanes]
             for position in np.unique(mine).tolist():
                 rows = mine == position
-                self.at[position].flights.append((flight.pc, flight.positions[rows], flight.lanes[rows], flight.size, BY_GENERIC_PROXY))
+                self.at[position].flights.append(
+                    (flight.pc, flight.positions[rows], flight.lanes[rows], flight.size, BY_GENERIC_PROXY)
+                )
 
     def wait(self, group: Group, positions: Array, parities: Array, result: int, blocks: bool = True) -> None:
-        """These lanes wait for the end of a phase; if it does not `block`, those whose phase has not ended get False."""
+        """These lanes wait for the end of a phase; if it does not `block`, those whose phase has not ended
+        get False."""
         lanes, m = group.lanes, self.m
         if not blocks:
-            early = np.array([self.at[p].phase % 2 == parity for p, parity in zip(positions.tolist(), parities.tolist(), strict=True)])
+            early = np.array(
+                [
+                    self.at[p].phase % 2 == parity
+                    for p, parity in zip(positions.tolist(), parities.tolist(), strict=True)
+                ]
+            )
             m.order.clock.looked = True
             if early.any():
                 waiting = m.group(lanes[early])

@@ -1,7 +1,8 @@
 """The barriers of a block, and warp-wide instructions: the lanes that wait at each of them.
 
-Lanes wait until all others have come: those of the block, or those of the warp that their mask names. Lanes that have exited are not
-waited for. If no lane of a batch can continue, those that wait would wait forever: a fault."""
+Lanes wait until all others have come: those of the block, or those of the warp that their mask names. Lanes
+that have exited are not waited for. If no lane of a batch can continue, those that wait would wait forever: a
+fault."""
 
 from collections.abc import Callable
 
@@ -28,9 +29,11 @@ class Barriers:
     def __init__(self, m: Batch):
         self.m = m
         self.meetings: dict[int, _Meeting] = {}
-        self.outcomes: dict[int, Callable[[Group, Array, Array], None]] = {}  # by instruction: writes the result of a bar.red
+        # by instruction: writes the result of a bar.red
+        self.outcomes: dict[int, Callable[[Group, Array, Array], None]] = {}
         self.passed = np.full(m.lanes, -1)  # the last barrier that a lane has passed, an instruction
-        self.divergent: dict[int, tuple[int, int]] = {}  # block -> two instructions at which its threads met at one __syncthreads()
+        # block -> two instructions at which its threads met at one __syncthreads()
+        self.divergent: dict[int, tuple[int, int]] = {}
 
     def sync(self, group: Group, barrier: int, count: int, holds: Array | None = None) -> None:
         """These lanes wait."""
@@ -60,7 +63,8 @@ class Barriers:
         self._complete(barrier, meeting)
 
     def _check_count(self, group: Group, barrier: int, count: int) -> None:
-        """A barrier of a block has one of 16 numbers, and all who meet there name the same number of threads."""
+        """A barrier of a block has one of 16 numbers, and all who meet there name the same number of
+        threads."""
         m = self.m
         if barrier > 15 or count % 32:
             rule = "the numbers are 0 to 15" if barrier > 15 else f"{count} threads are not whole warps"
@@ -75,7 +79,9 @@ class Barriers:
         differs = came[blocks] & (meeting.count[blocks] != count)
         if differs.any():
             row = first_row(differs)
-            theirs, ours = (f"{n} threads" if n else "all threads" for n in (meeting.count[blocks[row]], count))
+            theirs, ours = (
+                f"{n} threads" if n else "all threads" for n in (meeting.count[blocks[row]], count)
+            )
             what = f"meets {ours} at barrier {barrier}, but others who are there meet {theirs}"
             raise m.fault(BarrierFault, group.lanes[row], f"{what}: all must name the same number")
 
@@ -97,7 +103,9 @@ class Barriers:
         counted = whole_warps.reshape(m.blocks, -1).sum(axis=1) * 32
         arrived = by_warp.reshape(m.blocks, -1).sum(axis=1)
         alive = m.alive.reshape(m.blocks, -1).sum(axis=1)
-        done = np.where(meeting.count == 0, arrived == alive, (meeting.count > 0) & (counted >= meeting.count)) & (arrived > 0)
+        done = np.where(
+            meeting.count == 0, arrived == alive, (meeting.count > 0) & (counted >= meeting.count)
+        ) & (arrived > 0)
         if not done.any():
             return
         released = np.flatnonzero(meeting.here & done[m.order.block_of])
@@ -122,7 +130,9 @@ class Barriers:
                 m.order.barrier(np.array([block]))
                 continue
             waiting = warps[meeting.here.reshape(-1, 32)[warps].any(axis=1)]
-            told = [m.order.knowledge(int(w)) for w in waiting] + [meeting.signals[int(w)] for w in warps if int(w) in meeting.signals]
+            told = [m.order.knowledge(int(w)) for w in waiting] + [
+                meeting.signals[int(w)] for w in warps if int(w) in meeting.signals
+            ]
             m.order.learn(waiting, np.max(told, axis=0))
 
     def _go(self, released: Array, meeting: _Meeting) -> None:
@@ -144,8 +154,13 @@ class Barriers:
         apart = pcs != first[m.order.warp_of[lanes]]
         if apart.any():
             lane, pc = lanes[apart][0], pcs[apart][0]
-            other = next(x for x in lanes if m.order.warp_of[x] == m.order.warp_of[lane] and m.waits_at[x] != pc)
-            another = f"thread {m.block_and_thread(other)[1]} waits at another, at {m.program.location(m.waits_at[other])}"
+            other = next(
+                x for x in lanes if m.order.warp_of[x] == m.order.warp_of[lane] and m.waits_at[x] != pc
+            )
+            another = (
+                f"thread {m.block_and_thread(other)[1]} waits at another, at "
+                f"{m.program.location(m.waits_at[other])}"
+            )
             raise m.fault(BarrierFault, lane, f"waits at a barrier, while of its warp {another}", pc)
 
     def _note_divergence(self, released: Array, meeting: _Meeting) -> None:
@@ -165,13 +180,23 @@ class Barriers:
         m, block = self.m, int(self.m.order.block_of[lane])
         if block in self.divergent:
             here, there = (m.program.location(pc) for pc in self.divergent[block])
-            return f"the threads of the block have met at different __syncthreads(), some at {here} and others at {there}"
+            return (
+                f"the threads of the block have met at different __syncthreads(), some at {here} and others "
+                f"at {there}"
+            )
         for meeting in self.meetings.values():
-            passed_by = meeting.here & (m.order.block_of == block) & (m.waits_at < m.pc) & (m.waits_at != self.passed[lane])
+            passed_by = (
+                meeting.here
+                & (m.order.block_of == block)
+                & (m.waits_at < m.pc)
+                & (m.waits_at != self.passed[lane])
+            )
             if passed_by.any() and not meeting.count[block]:
                 other = first_row(passed_by)
                 thread, line = m.block_and_thread(other)[1], m.program.location(int(m.waits_at[other]))
-                return f"thread {thread} waits at the __syncthreads() at {line}, which this thread has passed by"
+                return (
+                    f"thread {thread} waits at the __syncthreads() at {line}, which this thread has passed by"
+                )
         return None
 
     def stuck(self) -> Fault | None:
@@ -200,7 +225,8 @@ class Warps:
         self.masks = np.zeros(m.lanes, np.uint32)
 
     def meet(self, group: Group, masks: Array, key: int, warpgroups: bool = False) -> Group | None:
-        """The lanes whose partners have all arrived; the others park. `warpgroups`: the partners are the four warps of a warpgroup."""
+        """The lanes whose partners have all arrived; the others park. `warpgroups`: the partners are the four
+        warps of a warpgroup."""
         m = self.m
         if key not in self.parked and len(masks) == 1 and masks[0] == 0xFFFFFFFF and group.whole:
             return group

@@ -1,7 +1,8 @@
 """One batch of blocks that run at once: a lane is a thread, a register is an array with one element per lane.
 
-Lanes at the same instruction form a group. A register with one value for all lanes, such as a loop counter or an argument, is an array of
-one element. Barriers and warp-wide instructions are in the files beside this one; machine.py assembles them."""
+Lanes at the same instruction form a group. A register with one value for all lanes, such as a loop counter or
+an argument, is an array of one element. Barriers and warp-wide instructions are in the files beside this one;
+machine.py assembles them."""
 
 import math
 from collections.abc import Callable
@@ -17,8 +18,9 @@ from cukern.sim.memory.order import TIME_BITS, Clock, Order
 from cukern.sim.memory.spaces import Array, Global, Private, Shadow, Space, count_nonzero
 from cukern.sim.ptx.module import Register
 
-# Blocks are numbered cluster by cluster, and within a cluster by rank, so that the blocks of a cluster have consecutive numbers.
-# Without clusters, each cluster is one block, and blocks are numbered in the order of blockIdx.
+# Blocks are numbered cluster by cluster, and within a cluster by rank, so that the blocks of a cluster have
+# consecutive numbers. Without clusters, each cluster is one block, and blocks are numbered in the order of
+# blockIdx.
 
 
 def xyz(i: Any, dims: Dim) -> tuple[Any, Any, Any]:
@@ -40,7 +42,8 @@ def clusters(grid: Dim, cluster: Dim) -> Dim:
 
 
 class Group:
-    """Lanes at the same instruction. `index` selects them from a register; `whole`: they are all lanes that have not exited."""
+    """Lanes at the same instruction. `index` selects them from a register; `whole`: they are all lanes that
+    have not exited."""
 
     __slots__ = ("index", "lanes", "whole")
 
@@ -54,38 +57,36 @@ class Launched:
     """The data that all batches of a launch share."""
 
     def __init__(
-        self,
-        name: str,
-        program: Program,
-        grid: Dim,
-        block: Dim,
-        shared: int,
-        params: Array,
-        memory: Global,
-        options: Options,
-        workspace: int,
-        replicated: bool = False,
-    ):
+        self, name: str, program: Program, grid: Dim, block: Dim, shared: int, params: Array, memory: Global,
+        options: Options, workspace: int, replicated: bool = False,
+    ):  # fmt: skip
         self.name, self.program, self.grid, self.block = name, program, grid, block
         self.shared, self.params, self.memory = shared, params, memory
         self.workspace = workspace  # the address of the memory of grid.sync()
         self.replicated = replicated  # several lanes of a block may hold copies of one value, as Triton's do
-        self.reserved_start = shared + -shared % 16  # of the shared memory that CUDA reserves, if the kernel uses it
-        self.all_shared = self.reserved_start + RESERVED_BYTES if RESERVED_SHARED in program.specials else shared
+        # of the shared memory that CUDA reserves, if the kernel uses it
+        self.reserved_start = shared + -shared % 16
+        self.all_shared = (
+            self.reserved_start + RESERVED_BYTES if RESERVED_SHARED in program.specials else shared
+        )
         self.threads = math.prod(block)
         self.warps = -(-self.threads // 32)
         self.cluster = program.kernel.cluster
         self.clock = Clock(math.prod(grid))
         self.steps = 0
         self.options = options
-        # Uninitialized values in global memory: shadow memory, positions, the bytes of each, and the fault of a row
+        # Uninitialized values in global memory: shadow memory, positions, the bytes of each, and the fault of
+        # a row
         self.stored: list[tuple[Shadow, Array, Array, Callable[[int], Fault]]] = []
         # For each instruction HELD and FAILED of options.py, if that is recorded
         self.seen = np.zeros(len(program.kernel.code), np.uint8) if options.coverage is not None else None
-        self.muted: set[tuple[type[Fault], int]] = set()  # kinds of faults that have been collected, by instruction
+        # kinds of faults that have been collected, by instruction
+        self.muted: set[tuple[type[Fault], int]] = set()
         self.compares = any(i.opcode.startswith("atom") and ".cas" in i.opcode for i in program.kernel.code)
-        self.compared: dict[tuple[int, int], int] = {}  # lane of the launch and address -> time of its last compare-and-swap
-        self.suspects: dict[tuple[int, int], Callable[[], Fault]] = {}  # races of plain reads that a compare-and-swap would forgive
+        # lane of the launch and address -> time of its last compare-and-swap
+        self.compared: dict[tuple[int, int], int] = {}
+        # races of plain reads that a compare-and-swap would forgive
+        self.suspects: dict[tuple[int, int], Callable[[], Fault]] = {}
 
 
 RESERVED_SHARED = "%reserved_smem_offset_1"
@@ -93,7 +94,8 @@ RESERVED_BYTES = 288  # cooperative groups of several warps use no more
 
 
 class Batch:
-    """The state of the lanes: groups that wait for their turn, registers, memory, and the order of accesses."""
+    """The state of the lanes: groups that wait for their turn, registers, memory, and the order of
+    accesses."""
 
     regs: list[Array]
     poison: Any  # see poison.py
@@ -111,15 +113,21 @@ class Batch:
         self.pc = 0
         self.poisoned: dict[int, Array] = {}  # register -> its uninitialized bits, by lane; see poison.py
         self.waiting: dict[int, Group] = {}  # program counter -> the lanes that continue there
-        self.waits_at = np.full(self.lanes, -1)  # the instruction at which a lane waits for other lanes, or -1
+        # the instruction at which a lane waits for other lanes, or -1
+        self.waits_at = np.full(self.lanes, -1)
         self.spaces: dict[str, Space] = {"global": launched.memory, "const": launched.memory}
         names = self.program.shared_names
-        self.spaces["shared"] = self.shared = Private("shared", blocks, launched.all_shared, self.order.block_of, names)
-        if launched.all_shared > launched.shared and self.shared.shadow.before is not None:  # the reserved part has zeros
+        self.spaces["shared"] = self.shared = Private(
+            "shared", blocks, launched.all_shared, self.order.block_of, names
+        )
+        # the reserved part has zeros
+        if launched.all_shared > launched.shared and self.shared.shadow.before is not None:
             self.shared.shadow.before.reshape(blocks, -1)[:, launched.reserved_start :] = True
         if self.program.local_size:
             lanes = np.arange(self.lanes)
-            self.spaces["local"] = Private("local", self.lanes, self.program.local_size, lanes, self.program.local_names)
+            self.spaces["local"] = Private(
+                "local", self.lanes, self.program.local_size, lanes, self.program.local_names
+            )
 
     def go(self, pc: int, group: Group) -> None:
         """These lanes continue at `pc`."""
@@ -207,7 +215,8 @@ class Batch:
         return self.launched.replicated
 
     def suspect(self, reader: int, position: int, stamp: int | None, fault: Callable[[], Fault]) -> None:
-        """A lane of the launch reads beside atomics, now or at `stamp`: a race, unless it executes a compare-and-swap since or later."""
+        """A lane of the launch reads beside atomics, now or at `stamp`: a race, unless it executes a
+        compare-and-swap since or later."""
         time = self.launched.compared.get((reader, position), -1)
         if stamp is None or time < stamp >> TIME_BITS:
             self.launched.suspects.setdefault((reader, position), fault)
@@ -241,10 +250,18 @@ class Batch:
         return kind in self.launched.options.off or (kind, self.pc) in self.launched.muted
 
     def not_simulated(self, what: str, pc: int | None = None) -> NotSimulated:
-        return NotSimulated(f"{what}, in {self.launched.name}, {self.program.location(self.pc if pc is None else pc)}")
+        return NotSimulated(
+            f"{what}, in {self.launched.name}, {self.program.location(self.pc if pc is None else pc)}"
+        )
 
-    def fault(self, kind: type[Fault], lane: int, what: str, pc: int | None = None, lanes: Array | None = None) -> Fault:
+    def fault(
+        self, kind: type[Fault], lane: int, what: str, pc: int | None = None, lanes: Array | None = None
+    ) -> Fault:
         """`lanes`: all that run into the fault, if they are known."""
         block, thread = self.block_and_thread(lane)
         everyone = np.array([lane]) if lanes is None else lanes
-        return kind(what, Where(self.launched.name, block, thread, self.program.location(self.pc if pc is None else pc)), everyone)
+        return kind(
+            what,
+            Where(self.launched.name, block, thread, self.program.location(self.pc if pc is None else pc)),
+            everyone,
+        )

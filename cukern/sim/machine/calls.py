@@ -1,9 +1,10 @@
 """Calls of functions that are not inlined, and recursion.
 
-The code of all functions follows that of the kernel, with registers of its own. Arguments pass through bytes per lane: the caller's
-variables are laid out one after the other, as the parameters of the function are. A recursive function's registers are
-saved at a call and restored at the return. Local arrays of a recursive function, and uninitialized arguments, are not simulated so: the
-first raise NotSimulated, and the second count as initialized."""
+The code of all functions follows that of the kernel, with registers of its own. Arguments pass through bytes
+per lane: the caller's variables are laid out one after the other, as the parameters of the function are. A
+recursive function's registers are saved at a call and restored at the return. Local arrays of a recursive
+function, and uninitialized arguments, are not simulated so: the first raise NotSimulated, and the second
+count as initialized."""
 
 import numpy as np
 
@@ -26,10 +27,13 @@ class Calls:
         self.saved_memory: dict[tuple[int, str], Array] = {}  # depth and function -> its parameters
         self.arguments = np.zeros((m.lanes, self.program.arguments_size), np.uint8)
         self.result = np.zeros((m.lanes, self.program.result_size), np.uint8)
-        self.parameters = {name: np.zeros((m.lanes, f.params_size), np.uint8) for name, f in self.program.functions.items()}
+        self.parameters = {
+            name: np.zeros((m.lanes, f.params_size), np.uint8) for name, f in self.program.functions.items()
+        }
 
     def area(self, name: str) -> Array:
-        """The bytes in which a variable of a call lives: "" for the arguments of the next call, "return" for a result, or a function."""
+        """The bytes in which a variable of a call lives: "" for the arguments of the next call, "return" for
+        a result, or a function."""
         return self.arguments if name == "" else self.result if name == "return" else self.parameters[name]
 
     def call(self, group: Group, caller: str, name: str) -> None:

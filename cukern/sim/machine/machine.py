@@ -1,6 +1,7 @@
 """Executes a kernel's steps for a batch of blocks.
 
-The group that is furthest behind in the program runs first, so that groups which separated at a branch meet again where the branch ends."""
+The group that is furthest behind in the program runs first, so that groups which separated at a branch meet
+again where the branch ends."""
 
 import math
 from collections.abc import Callable
@@ -22,12 +23,14 @@ from cukern.sim.ptx.module import Register
 LANES_A_BATCH = 1 << 15
 _TURN = 5  # a turn costs as much time as that many instructions
 _POLL = 8  # so does a strong load of few lanes; an endless loop of them must end within seconds, too
-_TURNS = 256  # every 256 turns another group runs: once, or 256 times if lanes poll (the store that they wait for may be in that group)
+# every 256 turns another group runs: once, or 256 times if lanes poll (the store that they wait for may be in
+# that group)
+_TURNS = 256
 
 Step = Callable[["Machine", Group], None]
-# Start of a straight-line stretch -> its steps, each with the instruction after it; the end of the stretch; the step at the
-# end if that step itself sets where lanes continue (a jump); and for each instruction: its step without the guard, the guard, and how it
-# passes uninitialized bits on.
+# Start of a straight-line stretch -> its steps, each with the instruction after it; the end of the stretch;
+# the step at the end if that step itself sets where lanes continue (a jump); and for each instruction: its
+# step without the guard, the guard, and how it passes uninitialized bits on.
 Parts = list[tuple[Step, Register | None, Flow]]
 Stretches = dict[int, tuple[list[tuple[Step, int]], int, Step | None, Parts]]
 
@@ -53,7 +56,11 @@ def _run(launched: Launched, stretches: Stretches) -> None:
                 started.append(Machine(launched, stretches, first, min(batch, blocks - first)))
                 first += batch
             try:
-                started = [machine for machine in started if not machine.run(limit, yields=first < blocks or len(started) > 1)]
+                started = [
+                    machine
+                    for machine in started
+                    if not machine.run(limit, yields=first < blocks or len(started) > 1)
+                ]
             except Fault as error:
                 _report(launched, error, -1)
                 return
@@ -96,7 +103,8 @@ class Machine(Batch):
         self.go(0, self.group(np.flatnonzero(self.alive)))
 
     def run(self, limit: int, yields: bool) -> bool:
-        """Run to the end. Returns False before, if it `yields`, when lanes only poll: what they wait for may come from another batch."""
+        """Run to the end. Returns False before, if it `yields`, when lanes only poll: what they wait for may
+        come from another batch."""
         while self.live:
             while self.waiting:
                 self.turns += 1
@@ -111,7 +119,9 @@ class Machine(Batch):
                 self.steps += (end - pc + _TURN) * (1 + len(group.lanes) // 8192)
                 if self.steps > limit:
                     self.pc = pc
-                    raise self.fault(StepLimit, group.lanes[0], f"still runs after {self.steps} steps: does its loop end?")
+                    raise self.fault(
+                        StepLimit, group.lanes[0], f"still runs after {self.steps} steps: does its loop end?"
+                    )
                 if last is None:
                     self.go(end, group)
                 else:
@@ -123,7 +133,8 @@ class Machine(Batch):
         return True
 
     def _stretch(self, group: Group, pc: int, end: int, steps: list[tuple[Step, int]], parts: Parts) -> None:
-        """Execute the instructions before `end`: one by one where there are uninitialized values, or if faults or lines are recorded."""
+        """Execute the instructions before `end`: one by one where there are uninitialized values, or if
+        faults or lines are recorded."""
         done = pc
         for step, upto in steps:
             if self.slow or self.poisoned:
@@ -153,7 +164,11 @@ class Machine(Batch):
                 if kind in (OutOfBounds, Misaligned):
                     group = self.group(np.setdiff1d(group.lanes, fault.lanes))
                     for register in flow.writes:
-                        self.put(self.group(np.asarray(fault.lanes)), register, np.zeros(1, UNSIGNED[self.program.widths[register]]))
+                        self.put(
+                            self.group(np.asarray(fault.lanes)),
+                            register,
+                            np.zeros(1, UNSIGNED[self.program.widths[register]]),
+                        )
                     if not len(group.lanes):
                         return
                 elif kind not in (Race, Uninitialized):
@@ -172,7 +187,8 @@ class Machine(Batch):
             step(self, group)
 
     def _next(self, turns: int) -> int:
-        """The instruction whose group runs now: the one furthest behind, or every _TURNS turns another one."""
+        """The instruction whose group runs now: the one furthest behind, or every _TURNS turns another
+        one."""
         if turns % _TURNS == 0:
             clock = self.launched.clock
             self.spinning, clock.looked = clock.looked, False
@@ -201,4 +217,6 @@ class Machine(Batch):
         return self.barriers.divergence(lane)
 
     def stuck(self) -> Fault:
-        return self.warp_wide.stuck() or self.barriers.stuck() or self.mbarriers.stuck() or self.clusters.stuck()
+        return (
+            self.warp_wide.stuck() or self.barriers.stuck() or self.mbarriers.stuck() or self.clusters.stuck()
+        )

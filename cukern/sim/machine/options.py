@@ -1,4 +1,5 @@
-"""What a launch checks and records, and whether its first fault ends it: `checks`, `collect` and `coverage`."""
+"""What a launch checks and records, and whether its first fault ends it: `checks`, `collect` and
+`coverage`."""
 
 import contextlib
 import contextvars
@@ -9,17 +10,21 @@ from cukern.sim.faults import Fault, Misaligned, OutOfBounds, Race, Uninitialize
 from cukern.sim.machine.program import Program
 from cukern.sim.numerics.integers import Array
 
-MOST_STEPS = 1_400_000  # instructions of a batch, each counted once for every 8192 lanes that execute it together: about ten seconds
+# instructions of a batch, each counted once for every 8192 lanes that execute it together: about ten seconds
+MOST_STEPS = 1_400_000
 
-HELD, FAILED = 1, 2  # some lane came to the instruction with a true guard, or without a guard; some lane with a false one
+# some lane came to the instruction with a true guard, or without a guard; some lane with a false one
+HELD, FAILED = 1, 2
 
 
 @dataclass
 class Coverage:
-    """What launches executed. Lines are "file:line", as in a fault, in the order of the file; a line of an inlined function is its own."""
+    """What launches executed. Lines are "file:line", as in a fault, in the order of the file; a line of an
+    inlined function is its own."""
 
     _lines: dict[tuple[str, int], bool] = field(default_factory=dict)
-    _branches: dict[tuple[str, int, int], int] = field(default_factory=dict)  # file, line and column -> HELD | FAILED
+    # file, line and column -> HELD | FAILED
+    _branches: dict[tuple[str, int, int], int] = field(default_factory=dict)
 
     def add(self, program: Program, seen: Array) -> None:
         """A launch has ended; `seen` has HELD and FAILED for each instruction."""
@@ -52,7 +57,8 @@ class Coverage:
 
 @dataclass(frozen=True)
 class Options:
-    """`off`: kinds of faults that are not reported. `collected`: the list to which faults go that do not end the launch, or None."""
+    """`off`: kinds of faults that are not reported. `collected`: the list to which faults go that do not end
+    the launch, or None."""
 
     off: frozenset[type[Fault]] = frozenset()
     collected: list[Fault] | None = None
@@ -60,7 +66,9 @@ class Options:
     coverage: Coverage | None = None
 
 
-_current: contextvars.ContextVar[Options] = contextvars.ContextVar("cukern.sim.machine.options", default=Options())  # noqa: B039, it is frozen
+_current: contextvars.ContextVar[Options] = contextvars.ContextVar(
+    "cukern.sim.machine.options", default=Options()
+)  # noqa: B039, it is frozen
 
 
 def current() -> Options:
@@ -78,11 +86,13 @@ def _using(options: Options) -> Iterator[None]:
 
 @contextlib.contextmanager
 def collect() -> Iterator[list[Fault]]:
-    """Launches inside the block do not end at their first fault. Yields the list of the distinct faults, which grows as they are found.
+    """Launches inside the block do not end at their first fault. Yields the list of the distinct faults,
+    which grows as they are found.
 
-    One fault is listed for each kind and instruction. After it, an access out of bounds is left out (a load gives zeros), a race is
-    ignored, and an uninitialized value counts as initialized. A barrier that not all threads reach, a failed assert and an endless loop
-    end the launch. A fault may be the consequence of an earlier one. Errors other than Fault are raised as usual. Example:
+    One fault is listed for each kind and instruction. After it, an access out of bounds is left out (a load
+    gives zeros), a race is ignored, and an uninitialized value counts as initialized. A barrier that not all
+    threads reach, a failed assert and an endless loop end the launch. A fault may be the consequence of an
+    earlier one. Errors other than Fault are raised as usual. Example:
 
         with cukern.backend("sim"), sim.collect() as faults:
             kernel(out, x, n, grid=4, block=256)
@@ -95,10 +105,12 @@ def collect() -> Iterator[list[Fault]]:
 
 @contextlib.contextmanager
 def coverage() -> Iterator[Coverage]:
-    """Record which source lines the launches inside the block execute. Yields the record, which is complete after a launch has ended:
-    `missed`, the lines that have code and that no thread executed, and `one_way`, the lines with a branch that always went the same way.
+    """Record which source lines the launches inside the block execute. Yields the record, which is complete
+    after a launch has ended: `missed`, the lines that have code and that no thread executed, and `one_way`,
+    the lines with a branch that always went the same way.
 
-    The lines are those of the optimized code: a short `if` may have become a selection, which always executes. Example:
+    The lines are those of the optimized code: a short `if` may have become a selection, which always
+    executes. Example:
 
         with cukern.backend("sim"), sim.coverage() as covered:
             kernel(out, x, 1024, grid=4, block=256)
@@ -109,16 +121,22 @@ def coverage() -> Iterator[Coverage]:
 
 
 @contextlib.contextmanager
-def checks(*, races: bool = True, bounds: bool = True, uninitialized: bool = True, steps: int | None = None) -> Iterator[None]:
+def checks(
+    *, races: bool = True, bounds: bool = True, uninitialized: bool = True, steps: int | None = None
+) -> Iterator[None]:
     """Switch off single checks of the launches inside the block: `with sim.checks(races=False): kernel(...)`.
 
     Args:
         races: False: no Race is reported.
-        bounds: False: no OutOfBounds and no Misaligned. Such a store is left out, and such a load gives zeros.
-        uninitialized: False: no Uninitialized. What nobody wrote reads as the bits that are there, zeros in shared memory.
-        steps: instructions after which a loop is taken as endless (StepLimit); by default 1.4 million for each batch of thread blocks.
+        bounds: False: no OutOfBounds and no Misaligned. Such a store is left out, and such a load gives
+            zeros.
+        uninitialized: False: no Uninitialized. What nobody wrote reads as the bits that are there, zeros in
+            shared memory.
+        steps: instructions after which a loop is taken as endless (StepLimit); by default 1.4 million for
+            each batch of thread blocks.
 
-    Raises TypeError or ValueError for a switch that is not a bool, and for `steps` that is not a positive int."""
+    Raises TypeError or ValueError for a switch that is not a bool, and for `steps` that is not a positive
+    int."""
     for name, value in (("races", races), ("bounds", bounds), ("uninitialized", uninitialized)):
         if not isinstance(value, bool):
             raise TypeError(f"{name} must be a bool, got {value!r}")
@@ -127,7 +145,11 @@ def checks(*, races: bool = True, bounds: bool = True, uninitialized: bool = Tru
     if steps is not None and steps < 1:
         raise ValueError(f"steps must be at least 1, got {steps}")
     off = set(current().off)
-    for kinds, wanted in (({Race}, races), ({OutOfBounds, Misaligned}, bounds), ({Uninitialized}, uninitialized)):
+    for kinds, wanted in (
+        ({Race}, races),
+        ({OutOfBounds, Misaligned}, bounds),
+        ({Uninitialized}, uninitialized),
+    ):
         off = off - kinds if wanted else off | kinds
     with _using(replace(current(), off=frozenset(off), steps=steps)):
         yield

@@ -1,8 +1,9 @@
 """Uninitialized bits of registers. They travel with the values and are judged where they matter.
 
-Moves, bit operations, shuffles, and stores to shared or local memory propagate them bit by bit. Other arithmetic makes the whole result
-uninitialized; packed 16-bit arithmetic, only the affected half. A store to a tensor, an address, a branch, a predicate or an atomic that
-depends on them is a fault. The message names where they came from."""
+Moves, bit operations, shuffles, and stores to shared or local memory propagate them bit by bit. Other
+arithmetic makes the whole result uninitialized; packed 16-bit arithmetic, only the affected half. A store to
+a tensor, an address, a branch, a predicate or an atomic that depends on them is a fault. The message names
+where they came from."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -25,9 +26,10 @@ class _Origin(NamedTuple):
 class Flow(NamedTuple):
     """How an instruction that only computes passes uninitialized bits on.
 
-    `kind`: "move": it does to the bits what it does to the values, if its `control` registers are initialized; "and", "or", "mix": bit
-    operations; "all": each result depends on all bits; "halves": each half of a result on the same halves of the sources; "": it does not
-    compute, and its step takes care of that itself."""
+    `kind`: "move": it does to the bits what it does to the values, if its `control` registers are
+    initialized; "and", "or", "mix": bit operations; "all": each result depends on all bits; "halves": each
+    half of a result on the same halves of the sources; "": it does not compute, and its step takes care of
+    that itself."""
 
     kind: str
     reads: tuple[int, ...] = ()
@@ -42,8 +44,10 @@ class Poison:
         # register -> array by lane: index of the origin * lanes + lane of the origin
         self.origins = {r: np.arange(m.lanes) for r in undefined}
         self.sources = [_Origin(None, lambda lane: "uses a variable that no statement has set")]
-        self.fresh: list[tuple[Array, Array, Array]] = []  # lanes, uninitialized bytes, origins; of the current load
-        self.flying: dict[int, Array] = {}  # origin that is a wgmma in flight -> its commit group by lane, or -1
+        # lanes, uninitialized bytes, origins; of the current load
+        self.fresh: list[tuple[Array, Array, Array]] = []
+        # origin that is a wgmma in flight -> its commit group by lane, or -1
+        self.flying: dict[int, Array] = {}
         self.off = Uninitialized in m.launched.options.off
         for r in () if self.off else self.origins:
             m.poisoned[r] = self._ones(r, m.lanes)
@@ -131,7 +135,10 @@ class Poison:
         if early.any() and not m.mutes(Race):
             row = first_row(early)
             line = m.program.location(self.sources[int(origins[row]) // m.lanes].pc or 0)
-            what = f"uses a result of the wgmma at {line}, which may still be written: a wgmma.wait_group (after a wgmma.commit_group)"
+            what = (
+                f"uses a result of the wgmma at {line}, which may still be written: a wgmma.wait_group "
+                f"(after a wgmma.commit_group)"
+            )
             raise m.fault(Race, group.lanes[row], f"{what} is missing between the two")
 
     # ---- where it goes
@@ -155,8 +162,8 @@ class Poison:
         m.poisoned[register], self.origins[register] = mask, origin
 
     def of(self, group: Group, registers: Iterable[int], moves: bool = False) -> tuple[Array, Array]:
-        """Which lanes of the group have uninitialized bits in one of these registers, and their origins. Raises Race for results of a
-        wgmma in flight, unless the instruction only `moves` them."""
+        """Which lanes of the group have uninitialized bits in one of these registers, and their origins.
+        Raises Race for results of a wgmma in flight, unless the instruction only `moves` them."""
         flags, origins = np.zeros(len(group.lanes), bool), np.zeros(len(group.lanes), np.int64)
         for r in registers:
             mask = self.m.poisoned.get(r)
@@ -169,7 +176,8 @@ class Poison:
         return flags, origins
 
     def check(self, group: Group, registers: Iterable[int], use: str, sums: bool = False) -> None:
-        """Raise Uninitialized if one of these registers has uninitialized bits. `sums`: it may be the result of a wgmma in flight."""
+        """Raise Uninitialized if one of these registers has uninitialized bits. `sums`: it may be the result
+        of a wgmma in flight."""
         if any(r in self.m.poisoned for r in registers):
             flags, origins = self.of(group, registers, moves=sums)
             flags &= ~np.isin(origins // self.m.lanes, list(self.flying)) if self.flying else flags
@@ -182,11 +190,14 @@ class Poison:
         pc, describe = self.sources[number]
         if pc is None:
             return m.fault(Uninitialized, lane, f"{describe(lane)}, for {use}")
-        where = "" if m.program.location(pc) == m.program.location(m.pc) else f" at {m.program.location(m.pc)}"
+        where = (
+            "" if m.program.location(pc) == m.program.location(m.pc) else f" at {m.program.location(m.pc)}"
+        )
         return m.fault(Uninitialized, source, f"{describe(source)}; the value is used for {use}{where}", pc)
 
     def bytes_of(self, group: Group, sources: list[int], size: int) -> tuple[Array, Array] | None:
-        """The uninitialized bytes of vectors of these registers, of `size` bytes each: (rows, bytes), and their origins."""
+        """The uninitialized bytes of vectors of these registers, of `size` bytes each: (rows, bytes), and
+        their origins."""
         if not any(s in self.m.poisoned for s in sources):
             return None
         flags, origins = self.of(group, sources)
@@ -209,9 +220,12 @@ class Poison:
             flags, origins = self.of(group, flow.reads, moves=flow.kind == "move")
             if flags.any():
                 results = self._results(step, flow, group, flags)
-                if flow.kind != "move" and (flags & (origins < m.lanes)).any():  # the first use of a variable that no statement has set
+                # the first use of a variable that no statement has set
+                if flow.kind != "move" and (flags & (origins < m.lanes)).any():
                     self.sources.append(_Origin(m.pc, self.sources[0].describe))
-                    origins = np.where(origins < m.lanes, (len(self.sources) - 1) * m.lanes + group.lanes, origins)
+                    origins = np.where(
+                        origins < m.lanes, (len(self.sources) - 1) * m.lanes + group.lanes, origins
+                    )
         step(m, group)
         for register in flow.writes:
             if register in results:
@@ -247,7 +261,10 @@ class Poison:
             step(m, group)
         finally:
             m.regs, m.poisoned = values, poisoned
-        return {r: np.broadcast_to(mask, (m.lanes,))[group.index] if len(mask) == 1 else mask[group.index] for r, mask in masks.new.items()}
+        return {
+            r: np.broadcast_to(mask, (m.lanes,))[group.index] if len(mask) == 1 else mask[group.index]
+            for r, mask in masks.new.items()
+        }
 
     def _bitwise(self, kind: str, flow: Flow, group: Group) -> Array:
         m = self.m
@@ -264,7 +281,8 @@ class Poison:
 
 
 class _Masks:
-    """Stands for the registers while a move is applied to their uninitialized bits. `control`: registers with their values."""
+    """Stands for the registers while a move is applied to their uninitialized bits. `control`: registers with
+    their values."""
 
     def __init__(self, m: Batch, values: list[Array], poisoned: dict[int, Array], control: tuple[int, ...]):
         self.m, self.values, self.poisoned, self.control = m, values, poisoned, control

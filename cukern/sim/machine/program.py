@@ -11,7 +11,8 @@ from cukern.sim.ptx.link import link
 from cukern.sim.ptx.module import Module, Register, Variable
 
 MODULE_SPACES = ("global", "const")
-SPECIAL_WIDTHS = {"%clock64": 64, "%globaltimer": 64, "%gridid": 64, "%is_explicit_cluster": 1}  # the others have 32 bits
+# the others have 32 bits
+SPECIAL_WIDTHS = {"%clock64": 64, "%globaltimer": 64, "%gridid": 64, "%is_explicit_cluster": 1}
 
 
 PARAMETER = "%param+"  # and an offset: stands for the address of a parameter
@@ -21,22 +22,27 @@ FUNCTIONS = 3 << 56  # the address of the first function
 
 
 class Program:
-    """One kernel of a module. Its __device__ and __constant__ variables keep their values from launch to launch."""
+    """One kernel of a module. Its __device__ and __constant__ variables keep their values from launch to
+    launch."""
 
     def __init__(self, module: Module, symbol: str):
         linked = link(module, module.kernels[symbol])
         self.module, self.kernel = module, linked.kernel
         self.functions, self.slots, self.recursive = linked.functions, linked.slots, linked.recursive
-        self.with_locals = {name for name, f in module.functions.items() if any(v.space == "local" for v in f.variables)}
+        self.with_locals = {
+            name for name, f in module.functions.items() if any(v.space == "local" for v in f.variables)
+        }
         self.arguments_size, self.result_size = linked.arguments_size, linked.result_size
         self.function_names = {FUNCTIONS + 16 * i: name for i, name in enumerate(module.declared)}
         self.widths = list(self.kernel.widths)
         self.constants: dict[int, Array] = {}  # register number -> value
         self.specials: dict[str, int] = {}  # special register's name -> register number
         self.addresses: dict[str, tuple[str, int]] = {}  # variable's name -> space and address
-        self.offsets: dict[tuple[int, int], set[int]] = {}  # address register and size of an access -> offsets
+        # address register and size of an access -> offsets
+        self.offsets: dict[tuple[int, int], set[int]] = {}
         self.undefined: list[int] = []  # registers that the kernel may read before it writes them
-        self.params: dict[str, int] = {}  # parameter's name -> offset; name of a call's argument -> register number
+        # parameter's name -> offset; name of a call's argument -> register number
+        self.params: dict[str, int] = {}
         self._lay_out_variables()
 
     # ---- variables
@@ -49,7 +55,9 @@ class Program:
             at += -at % param.align
             self.params[param.name] = at
             at += param.size
-        self.shared_size, self.shared_names = self._lay_out([v for v in everything if v.space == "shared" and v.size])
+        self.shared_size, self.shared_names = self._lay_out(
+            [v for v in everything if v.space == "shared" and v.size]
+        )
         self.local_size, self.local_names = self._lay_out([v for v in everything if v.space == "local"])
         dynamic = [v for v in everything if v.space == "shared" and not v.size]
         self.dynamic_start = self.shared_size + -self.shared_size % max([16, *(v.align for v in dynamic)])
@@ -111,7 +119,9 @@ class Program:
     def special(self, name: str) -> int:
         """The number of the register that holds a special register such as %tid.x."""
         if name not in self.specials:
-            self.specials[name] = self.hidden(64 if name.startswith(PARAMETER) else SPECIAL_WIDTHS.get(name, 32))
+            self.specials[name] = self.hidden(
+                64 if name.startswith(PARAMETER) else SPECIAL_WIDTHS.get(name, 32)
+            )
         return self.specials[name]
 
     def function_at(self, pc: int) -> str:

@@ -9,12 +9,14 @@ from cukern.sim.numerics.integers import UNSIGNED, Array
 from cukern.sim.ptx.module import Symbol
 
 CLOCKS = ("%clock", "%clock64", "%clock_hi", "%globaltimer", "%globaltimer_lo", "%globaltimer_hi")
-_SMS = KNOWN["h200"].sms  # not SIMULATED_DEVICE.sms, which is 2 so that plans for small problems have several waves
+# not SIMULATED_DEVICE.sms, which is 2 so that plans for small problems have several waves
+_SMS = KNOWN["h200"].sms
 
 
 def registers(m: Batch) -> list[Array]:
     """All registers at the start of a batch."""
-    zeros = {width: np.zeros(1, dtype) for width, dtype in (*UNSIGNED.items(), (128, np.complex128))}  # b128: no step writes it
+    # b128: no step writes it
+    zeros = {width: np.zeros(1, dtype) for width, dtype in (*UNSIGNED.items(), (128, np.complex128))}
     found = [zeros[width] for width in m.program.widths]
     for i, constant in m.program.constants.items():
         found[i] = constant
@@ -73,6 +75,10 @@ def _value(m: Batch, name: str) -> Array:
         "WARP_SZ": 32,
     }
     if register not in uniform:
-        pc = next(pc for pc, one in enumerate(m.program.kernel.code) if name in [x.name for x in one.operands if isinstance(x, Symbol)])
+        pc = next(
+            pc
+            for pc, one in enumerate(m.program.kernel.code)
+            if name in [x.name for x in one.operands if isinstance(x, Symbol)]
+        )
         raise m.not_simulated(f"the special register {name}", pc)
     return np.array([uniform[register]], UNSIGNED[SPECIAL_WIDTHS.get(name, 32)])

@@ -54,14 +54,9 @@ class Shadow:
         return None if self.writes is None else self.writes.last
 
     def read(
-        self,
-        order: Order,
-        positions: Array,
-        size: int,
-        lanes: Array,
-        strong: bool = False,
+        self, order: Order, positions: Array, size: int, lanes: Array, strong: bool = False,
         flags: int | None = 0,
-    ) -> Conflict | None:
+    ) -> Conflict | None:  # fmt: skip
         """Record a read, whose stamp has these flags; None: it is recorded later. Returns the writes that
         race with it, if any."""
         if self.reach == "grid" or (not strong and self.reach != "lane" and flags is not None):

@@ -110,15 +110,9 @@ class Space:
     # ---- accesses
 
     def load(
-        self,
-        m: Accessor,
-        lanes: Array,
-        addresses: Array,
-        size: int,
-        strong: bool = False,
-        poison: bool = False,
-        flags: int | None = 0,
-    ) -> Array:
+        self, m: Accessor, lanes: Array, addresses: Array, size: int, strong: bool = False,
+        poison: bool = False, flags: int | None = 0,
+    ) -> Array:  # fmt: skip
         """`poison`: uninitialized bytes are no fault, but the batch is told of them. `flags`: of the stamp;
         None: it is recorded later."""
         parts = self.place(m, lanes, addresses, size, "reads")[1]
@@ -162,15 +156,9 @@ class Space:
                 raise m.fault(Race, part.lanes[row], f"{what}: load it without __ldg or __restrict__")
 
     def store(
-        self,
-        m: Accessor,
-        lanes: Array,
-        addresses: Array,
-        size: int,
-        values: Array,
-        flags: int = 0,
+        self, m: Accessor, lanes: Array, addresses: Array, size: int, values: Array, flags: int = 0,
         poison: Array | None = None,
-    ) -> Array:
+    ) -> Array:  # fmt: skip
         """Returns the positions. `poison`: bit i of a row is set if byte i of its value is uninitialized."""
         at, parts = self.place(m, lanes, addresses, size, "writes")
         values = each(values, lanes)
@@ -243,15 +231,9 @@ class Space:
             raise m.fault(Race, part.lanes[row], what)
 
     def _report(
-        self,
-        m: Accessor,
-        part: Part,
-        size: int,
-        verb: str,
-        conflict: Conflict,
-        did: str,
+        self, m: Accessor, part: Part, size: int, verb: str, conflict: Conflict, did: str,
         strong: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Raise the Race for a conflict. `verb`: what the lane does now; `did`: what the other lane did;
         `strong`: it changes by an atomic.
 
@@ -278,15 +260,9 @@ class Space:
             )
 
     def _race(
-        self,
-        m: Accessor,
-        part: Part,
-        size: int,
-        verb: str,
-        conflict: Conflict,
-        did: str,
+        self, m: Accessor, part: Part, size: int, verb: str, conflict: Conflict, did: str,
         pc: int | None = None,
-    ) -> Fault:
+    ) -> Fault:  # fmt: skip
         mine = (part.lanes[conflict.rows] + m.order.base) // 32
         # prefer a race between two warps: __syncwarp() repairs the others
         i = np.argmax(m.order.by_lane(conflict.stamps) // 32 != mine)
@@ -504,15 +480,9 @@ class Global(Space):
         return near, inside
 
     def load(
-        self,
-        m: Accessor,
-        lanes: Array,
-        addresses: Array,
-        size: int,
-        strong: bool = False,
-        poison: bool = False,
-        flags: int | None = 0,
-    ) -> Array:
+        self, m: Accessor, lanes: Array, addresses: Array, size: int, strong: bool = False,
+        poison: bool = False, flags: int | None = 0,
+    ) -> Array:  # fmt: skip
         if len(addresses) == 1 and len(lanes) > 1:
             i = bisect.bisect_right(self.starts, int(addresses[0])) - 1
             shadow = self.shadows[i] if i >= 0 else None

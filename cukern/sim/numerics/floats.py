@@ -35,14 +35,9 @@ class Format:
     """
 
     def __init__(
-        self,
-        name: str,
-        masks: tuple[int, ...],
-        values: Function,
-        nearest: Function,
-        native: bool = True,
+        self, name: str, masks: tuple[int, ...], values: Function, nearest: Function, native: bool = True,
         unused: int = 0,
-    ):
+    ):  # fmt: skip
         self.name = name
         self.values = values
         self.nearest = nearest

@@ -1,4 +1,5 @@
-// Named barriers for some of a thread block's warps. `number` is 1 to 15; `threads` counts all threads that take part.
+// Named barriers for some of a thread block's warps. `number` is 1 to 15; `threads` counts all threads that
+// take part.
 #pragma once
 
 // Arrive and wait.

@@ -1,6 +1,7 @@
-// Thread block clusters (sm_90 and newer). The blocks of a cluster run at the same time and access each other's shared memory. A kernel's
-// `__cluster_dims__` gives the cluster size; the grid must be a multiple of it. NVRTC rejects that attribute for older GPUs, even in a
-// template that is never instantiated, so guard the kernel with `#if __CUDA_ARCH__ >= 900`.
+// Thread block clusters (sm_90 and newer). The blocks of a cluster run at the same time and access each
+// other's shared memory. A kernel's `__cluster_dims__` gives the cluster size; the grid must be a multiple of
+// it. NVRTC rejects that attribute for older GPUs, even in a template that is never instantiated, so guard
+// the kernel with `#if __CUDA_ARCH__ >= 900`.
 #pragma once
 
 // The rank of this block in its cluster.
@@ -10,17 +11,24 @@ __device__ __forceinline__ unsigned cluster_rank() {
     return rank;
 }
 
-// The cluster barrier in two halves. Writes before a thread's arrive are visible to every thread of the cluster after its wait. Each thread
-// arrives once, then waits once.
-__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
-__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+// The cluster barrier in two halves. Writes before a thread's arrive are visible to every thread of the
+// cluster after its wait. Each thread arrives once, then waits once.
+__device__ __forceinline__ void cluster_arrive() {
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void cluster_wait() {
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
 
-// barrier.cluster.arrive.relaxed: arrives without releasing earlier writes. Use it at the start of a kernel, to learn that the other blocks
-// run and that their shared memory may be written.
-__device__ __forceinline__ void cluster_arrive_relaxed() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+// barrier.cluster.arrive.relaxed: arrives without releasing earlier writes. Use it at the start of a kernel,
+// to learn that the other blocks run and that their shared memory may be written.
+__device__ __forceinline__ void cluster_arrive_relaxed() {
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
 
-// A __syncthreads() for the cluster. One is needed before the first access to another block's shared memory, because that block may not
-// have started, and one after the last access, because that block must not exit earlier.
+// A __syncthreads() for the cluster. One is needed before the first access to another block's shared memory,
+// because that block may not have started, and one after the last access, because that block must not exit
+// earlier.
 __device__ __forceinline__ void cluster_sync() {
     cluster_arrive();
     cluster_wait();
@@ -45,7 +53,10 @@ __device__ __forceinline__ float ld_cluster(unsigned address) {
 template <>
 __device__ __forceinline__ float2 ld_cluster(unsigned address) {
     float2 x;
-    asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(address) : "memory");
+    asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];"
+                 : "=f"(x.x), "=f"(x.y)
+                 : "r"(address)
+                 : "memory");
     return x;
 }
 template <>
@@ -64,7 +75,9 @@ __device__ __forceinline__ void st_cluster(unsigned address, float2 x) {
     asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(x.x), "f"(x.y) : "memory");
 }
 __device__ __forceinline__ void st_cluster(unsigned address, float4 x) {
-    asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w) : "memory");
+    asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(x.x), "f"(x.y),
+                 "f"(x.z), "f"(x.w)
+                 : "memory");
 }
 
 // Store a flag to another block's shared memory, and poll one in this block's own until it is not 0.

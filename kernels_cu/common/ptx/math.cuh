@@ -10,7 +10,8 @@ __device__ __forceinline__ float exp2_approx(float x) {
     return y;
 }
 
-// log2(x). The absolute error is at most 2^-22 for x in [0.5, 2]; elsewhere the relative error is at most 2^-22.
+// log2(x). The absolute error is at most 2^-22 for x in [0.5, 2]; elsewhere the relative error is at most
+// 2^-22.
 __device__ __forceinline__ float log2_approx(float x) {
     float y;
     asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

@@ -1,4 +1,5 @@
-"""AdamW against torch.optim.AdamW in float64: clipping, loss scaling, states, masters, random rounding, schedules, bad input, graphs."""
+"""AdamW against torch.optim.AdamW in float64: clipping, loss scaling, states, masters, random rounding,
+schedules, bad input, graphs."""
 
 import copy
 import math
@@ -15,14 +16,19 @@ from cukern.ops.adamw import op
 from cukern.ops.adamw.op import reference
 from cukern.ops.adamw.table import CHUNK
 
-PLACES = pytest.mark.parametrize("device", [pytest.param("cpu", id="cpu"), pytest.param(DEVICE, marks=kernels, id="kernels")])
+PLACES = pytest.mark.parametrize(
+    "device", [pytest.param("cpu", id="cpu"), pytest.param(DEVICE, marks=kernels, id="kernels")]
+)
 SHAPES = ((5, 7), (3,), (0, 4), (257,), (2, 4, 3))
 inf, nan = float("inf"), float("nan")
 
 
 def parameters(device, *dtypes, shapes=SHAPES):
     """One of each shape, of the dtypes in turn."""
-    return [torch.nn.Parameter(torch.randn(s, device=device).to(dtypes[i % len(dtypes)])) for i, s in enumerate(shapes)]
+    return [
+        torch.nn.Parameter(torch.randn(s, device=device).to(dtypes[i % len(dtypes)]))
+        for i, s in enumerate(shapes)
+    ]
 
 
 def doubles(params):
@@ -46,7 +52,10 @@ def clip(params, max_norm):
 
 
 def groups(params):
-    return [{"params": params[:2], "weight_decay": 0.3}, {"params": params[2:], "lr": 3e-3, "betas": (0.7, 0.98), "eps": 1e-4}]
+    return [
+        {"params": params[:2], "weight_decay": 0.3},
+        {"params": params[2:], "lr": 3e-3, "betas": (0.7, 0.98), "eps": 1e-4},
+    ]
 
 
 def assert_close(params, exact, roundings, what="", floor=0.01):
@@ -76,7 +85,9 @@ def test_several_steps_against_float64(device, version, max_norm):
         theirs.step()
         assert norm is None or abs(ours.grad_norm.item() / norm.item() - 1) < 1e-6
         if max_norm is None or cukern.runtime.launch.backend.simulating() or device == "cuda":
-            assert all(g is None or same_bits(g, p.grad) for g, p in zip(before, params, strict=True)), "gradients are not written"
+            assert all(g is None or same_bits(g, p.grad) for g, p in zip(before, params, strict=True)), (
+                "gradients are not written"
+            )
         assert_close(params, exact, 8, f"step {step}")
     assert [ours.state[p]["step"].item() for p in params] == [5, 5, 5, 4, 5]
 
@@ -88,7 +99,8 @@ def test_16_bit_parameters_and_masters(device, dtype):
     for master in (True, False):
         params = parameters(device, dtype)
         exact = doubles(params)
-        ours, theirs = cukern.AdamW(params, 1e-3, master_weights=master, max_norm=0.5), torch.optim.AdamW(exact, 1e-3)
+        ours = cukern.AdamW(params, 1e-3, master_weights=master, max_norm=0.5)
+        theirs = torch.optim.AdamW(exact, 1e-3)
         for _ in range(6):
             draw_gradients(params, exact)
             clip(exact, 0.5)
@@ -134,15 +146,21 @@ def test_each_tensor_may_be_misaligned(device, odd, version):
     optimizer = torch.optim.AdamW(theirs, 0.1)
     optimizer.state[q] = {"step": torch.tensor(2.0), "exp_avg": exact[2], "exp_avg_sq": exact[3]}
     optimizer.step()
-    assert_close(tensors[:1], [q], 4, floor=exact[0].abs())  # lr = 0.1 changes param by up to its magnitude, so the sum may cancel
+    # lr = 0.1 changes param by up to its magnitude, so the sum may cancel
+    assert_close(tensors[:1], [q], 4, floor=exact[0].abs())
     assert_close(tensors[2:], exact[2:], 8)
 
 
 @kernels
 def test_many_tensors_of_which_some_are_empty(device):
     """More than the 32 rows that a warp reads at a time."""
-    params, grads, exp_avgs, exp_avg_sqs = ([torch.rand(i % 4, device=device) for i in range(70)] for _ in range(4))
-    exact = [reference(*(t.double() for t in each), 2) for each in zip(params, grads, exp_avgs, exp_avg_sqs, strict=True)]
+    params, grads, exp_avgs, exp_avg_sqs = (
+        [torch.rand(i % 4, device=device) for i in range(70)] for _ in range(4)
+    )
+    exact = [
+        reference(*(t.double() for t in each), 2)
+        for each in zip(params, grads, exp_avgs, exp_avg_sqs, strict=True)
+    ]
     cukern.adamw(params, grads, exp_avgs, exp_avg_sqs, step=2)
     for ours, theirs in zip((params, exp_avgs, exp_avg_sqs), zip(*exact, strict=True), strict=True):
         assert_close(ours, theirs, 8)
@@ -187,7 +205,8 @@ def test_grad_scaler(device, bad):
 @PLACES
 @pytest.mark.parametrize("dtypes", [(torch.float32,), (torch.bfloat16, torch.float32)], ids=str)
 def test_state_dicts_exchange_with_torch(device, dtypes):
-    """Three steps by one optimizer, and three by another that loads its state: torch's, ours, and a copy of ours."""
+    """Three steps by one optimizer, and three by another that loads its state: torch's, ours, and a copy of
+    ours."""
     makers = {
         "torch": lambda params: torch.optim.AdamW(params, 0.01),
         "ours": lambda params: cukern.AdamW(params, 0.01, master_weights=True),
@@ -206,7 +225,11 @@ def test_state_dicts_exchange_with_torch(device, dtypes):
             theirs.step()
         for p, q in zip(params, exact, strict=True):
             assert one.state[p]["step"].item() == 6
-            assert_close(*([o.state[x][k] for k in ("exp_avg", "exp_avg_sq")] for o, x in ((one, p), (theirs, q))), 4, floor=1)
+            assert_close(
+                *([o.state[x][k] for k in ("exp_avg", "exp_avg_sq")] for o, x in ((one, p), (theirs, q))),
+                4,
+                floor=1,
+            )
             assert_close([p], [q], 0.6 if p.dtype == torch.bfloat16 else 8)
 
 
@@ -224,7 +247,10 @@ def test_a_resumed_run_has_the_same_bits(device):
                 saved = copy.deepcopy(optimizer.state_dict())
                 optimizer = cukern.AdamW(params, 0.01, **options)
                 optimizer.load_state_dict(saved)
-                assert optimizer.state[params[0]]["exp_avg"].data_ptr() != saved["state"][0]["exp_avg"].data_ptr()
+                assert (
+                    optimizer.state[params[0]]["exp_avg"].data_ptr()
+                    != saved["state"][0]["exp_avg"].data_ptr()
+                )
             draw_gradients(params)
             optimizer.step()
         return params
@@ -295,7 +321,8 @@ def test_a_closure():
 
 
 def round_randomly(x, seed, index, step):
-    """float32 to bfloat16 as in adamw.cu: of the two neighbours the upper with the probability of the discarded bits / 2^16."""
+    """float32 to bfloat16 as in adamw.cu: of the two neighbours the upper with the probability of the
+    discarded bits / 2^16."""
     words = philox(torch.arange(-(-len(x) // 4)), index, step, seed).view(-1)[: len(x)]
     return ((x.view(torch.int32).long() + (words & 0xFFFF)) >> 16).short().view(torch.bfloat16)
 
@@ -303,7 +330,10 @@ def round_randomly(x, seed, index, step):
 def philox(counter, index, step, seed):
     """Philox4x32-10 (Salmon et al., 2011) of (counter, index, step): four words for each."""
     mask = 0xFFFFFFFF
-    c0, c1, c2, c3 = counter & mask, counter >> 32 & mask, torch.full_like(counter, index), torch.full_like(counter, step)
+    c0 = counter & mask
+    c1 = counter >> 32 & mask
+    c2 = torch.full_like(counter, index)
+    c3 = torch.full_like(counter, step)
     key0, key1 = seed & mask, seed >> 32
     for _ in range(10):
         product0, product1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
@@ -316,14 +346,20 @@ def philox(counter, index, step, seed):
 def test_philox_has_the_words_of_its_authors():
     """The known answers of Random123's Philox4x32-10."""
     ones = 0xFFFFFFFF
-    assert [hex(w) for w in philox(torch.tensor([0]), 0, 0, 0)[0].tolist()] == ["0x6627e8d5", "0xe169c58d", "0xbc57ac4c", "0x9b00dbd8"]
+    assert [hex(w) for w in philox(torch.tensor([0]), 0, 0, 0)[0].tolist()] == [
+        "0x6627e8d5",
+        "0xe169c58d",
+        "0xbc57ac4c",
+        "0x9b00dbd8",
+    ]
     found = philox(torch.tensor([-1]), ones, ones, (ones << 32) + ones)[0].tolist()
     assert [hex(w) for w in found] == ["0x408f276d", "0x41c83b0e", "0xa20bc7c6", "0x6d5451fd"]
 
 
 @kernels
 def test_stochastic_rounding_is_unbiased_and_reproducible(device):
-    """A change of 0.3 of the distance of two neighbours goes up in 0.3 of the elements, and the same in the next run and any tensor."""
+    """A change of 0.3 of the distance of two neighbours goes up in 0.3 of the elements, and the same in the
+    next run and any tensor."""
     n = 3 * 8192 + 5
     p0 = torch.full((n,), 1.0, device=device, dtype=torch.bfloat16)
     lr = 0.3 * 2**-7  # with betas 0 and eps 0 each element grows by lr
@@ -378,7 +414,10 @@ def test_stochastic_rounding_leaves_what_is_not_finite(device):
 def test_a_norm_that_is_not_finite(device, value):
     """inf: finite gradients become 0, infinite ones NaN. NaN: no clipping."""
     params = [torch.ones(3, device=device), torch.ones(2, device=device)]
-    params[0].grad, params[1].grad = torch.tensor([1.0, value, 2.0], device=device), torch.ones(2, device=device)
+    params[0].grad, params[1].grad = (
+        torch.tensor([1.0, value, 2.0], device=device),
+        torch.ones(2, device=device),
+    )
     optimizer = cukern.AdamW(params, weight_decay=0.0, max_norm=1.0)
     optimizer.step()
     assert str(optimizer.grad_norm.item()) == str(value)
@@ -407,7 +446,10 @@ def test_a_norm_that_is_not_finite(device, value):
         ({"seed": 1.0}, "seed must be an int"),
         ({"version": "v9"}, "cukern.adamw has no version 'v9'"),
         ({"params": [torch.zeros(3, dtype=torch.complex64)]}, "parameter 0 of group 0 must be torch.float16"),
-        ({"params": [torch.zeros(3), torch.zeros(4)[::2]]}, "parameter 1 of group 0 has shape (2,) and strides (2,)"),
+        (
+            {"params": [torch.zeros(3), torch.zeros(4)[::2]]},
+            "parameter 1 of group 0 has shape (2,) and strides (2,)",
+        ),
         ({"params": [torch.zeros(3), torch.zeros(3, device="meta")]}, "parameter 1 of group 0 is on meta"),
         ({"params": [{"params": [torch.zeros(3)], "lr": -2}]}, "lr must be at least 0, got -2"),
     ],
@@ -428,7 +470,11 @@ def test_bad_gradients_and_groups_are_refused_before_anything_is_written(device)
     with pytest.raises(TypeError, match="the gradient of parameter 1 must be a strided tensor"):
         optimizer.step()
     q.grad = torch.ones(4, 4, device=device)
-    for name, value, says in (("lr", "x", "lr must be a number"), ("betas", (1, 2), "less than 1"), ("eps", -1, "eps must be at least 0")):
+    for name, value, says in (
+        ("lr", "x", "lr must be a number"),
+        ("betas", (1, 2), "less than 1"),
+        ("eps", -1, "eps must be at least 0"),
+    ):
         good = optimizer.param_groups[0][name]
         optimizer.param_groups[0][name] = value
         with pytest.raises((TypeError, ValueError), match=says):
@@ -453,7 +499,10 @@ def lists(n=2, **others):
         ({"params": torch.ones(3)}, "params must be a list of tensors"),
         ({"params": [torch.ones(3), 1]}, r"params\[1\] must be a torch.Tensor"),
         ({"grads": [torch.ones(3)]}, "grads has 1 tensors, params has 2"),
-        ({"grads": [torch.ones(3), torch.ones(3).half()]}, r"grads\[1\] must be torch.float32, got torch.float16"),
+        (
+            {"grads": [torch.ones(3), torch.ones(3).half()]},
+            r"grads\[1\] must be torch.float32, got torch.float16",
+        ),
         ({"exp_avgs": [torch.ones(3), torch.ones(4)]}, r"exp_avgs\[1\] has shape \(4,\)"),
         ({"exp_avg_sqs": [torch.ones(3), torch.ones(3, device="meta")]}, r"exp_avg_sqs\[1\] is on meta"),
         ({"step": 0}, "step must be in 1..16777216, got 0"),
@@ -465,7 +514,13 @@ def test_the_function_refuses_bad_lists(arguments, says):
     good = lists(**arguments)
     with pytest.raises((TypeError, ValueError), match=says):
         cukern.adamw(**good)
-    assert all(t.is_meta or (t == 1).all() for ts in good.values() if isinstance(ts, list) for t in ts if isinstance(t, torch.Tensor))
+    assert all(
+        t.is_meta or (t == 1).all()
+        for ts in good.values()
+        if isinstance(ts, list)
+        for t in ts
+        if isinstance(t, torch.Tensor)
+    )
 
 
 @no_gpu
@@ -478,7 +533,10 @@ def test_a_version_needs_a_gpu():
 @PLACES
 def test_the_state_may_be_replaced(device):
     """Tensors of the state in other memory, other strides and other shapes, between two steps."""
-    p, exact = (torch.randn(3, 4, device=device, dtype=dtype).requires_grad_() for dtype in (torch.float32, torch.float64))
+    p, exact = (
+        torch.randn(3, 4, device=device, dtype=dtype).requires_grad_()
+        for dtype in (torch.float32, torch.float64)
+    )
     with torch.no_grad():
         exact.copy_(p)
     ours, theirs = cukern.AdamW([p], 0.1), torch.optim.AdamW([exact], 0.1)
@@ -495,7 +553,10 @@ def test_the_state_may_be_replaced(device):
         torch.testing.assert_close(p.double(), exact, rtol=0, atol=1e-5)
     saved = ours.state_dict()
     saved["state"][0]["exp_avg"] = torch.zeros(4, 3)
-    with pytest.raises(ValueError, match=r"exp_avg of parameter 0 has shape \(4, 3\), it must be that of the parameter, \(3, 4\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"exp_avg of parameter 0 has shape \(4, 3\), it must be that of the parameter, \(3, 4\)",
+    ):
         ours.load_state_dict(saved)
 
 
@@ -506,10 +567,13 @@ def test_the_state_may_be_replaced(device):
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")  # that of the refused capture
 @pytest.mark.parametrize("tensor", (False, True))
 def test_a_captured_step_follows_the_schedule(tensor):
-    """Replays with new gradients, in memory that the graph owns, and a step outside of the graph between two of them."""
+    """Replays with new gradients, in memory that the graph owns, and a step outside of the graph between two
+    of them."""
     params = parameters("cuda", torch.float32, torch.bfloat16)
     exact = doubles(params)
-    ours = cukern.AdamW(params, torch.tensor(0.1, device="cuda") if tensor else 0.1, max_norm=1.0, master_weights=True)
+    ours = cukern.AdamW(
+        params, torch.tensor(0.1, device="cuda") if tensor else 0.1, max_norm=1.0, master_weights=True
+    )
     theirs = torch.optim.AdamW(exact, 0.1)
     schedules = [torch.optim.lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)) for o in (ours, theirs)]
     draw_gradients(params)
@@ -561,10 +625,15 @@ def test_no_synchronization():
 @pytest.fixture
 def mesh():
     """One process."""
-    distributed = pytest.importorskip("torch.distributed.tensor", reason="this torch has no torch.distributed") and torch.distributed
+    distributed = (
+        pytest.importorskip("torch.distributed.tensor", reason="this torch has no torch.distributed")
+        and torch.distributed
+    )
     if DEVICE == "cuda":
         torch.cuda.set_device(0)
-    distributed.init_process_group("nccl" if DEVICE == "cuda" else "gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    distributed.init_process_group(
+        "nccl" if DEVICE == "cuda" else "gloo", store=distributed.HashStore(), rank=0, world_size=1
+    )
     yield distributed.init_device_mesh(DEVICE, (1,))
     distributed.destroy_process_group()
 
@@ -576,7 +645,9 @@ def test_parameters_that_are_divided(mesh, dtype, max_norm):
 
     plain = parameters(DEVICE, dtype, shapes=((5, 7), (3,), (257,), (2, 4, 3)))
     divided = [torch.nn.Parameter(DTensor.from_local(p.detach().clone(), mesh, [Shard(0)])) for p in plain]
-    optimizers = [cukern.AdamW(groups(params), max_norm=max_norm, master_weights=True) for params in (plain, divided)]
+    optimizers = [
+        cukern.AdamW(groups(params), max_norm=max_norm, master_weights=True) for params in (plain, divided)
+    ]
     for _ in range(3):
         draw_gradients(plain)
         for p, d in zip(plain, divided, strict=True):
@@ -586,7 +657,9 @@ def test_parameters_that_are_divided(mesh, dtype, max_norm):
         if max_norm is not None:
             torch.testing.assert_close(optimizers[0].grad_norm, optimizers[1].grad_norm)
     assert_close([d.to_local() for d in divided], plain, 4)
-    assert {type(slot[name]) for slot in optimizers[1].state.values() for name in slot if name != "step"} == {DTensor}
+    assert {type(slot[name]) for slot in optimizers[1].state.values() for name in slot if name != "step"} == {
+        DTensor
+    }
 
 
 def test_parameters_that_are_copied_to_each_process_are_refused(mesh):
@@ -598,14 +671,17 @@ def test_parameters_that_are_copied_to_each_process_are_refused(mesh):
 
 
 def test_a_table_of_the_function_belongs_to_a_gpu_and_a_stream(monkeypatch):
-    """Freed memory of one GPU may return at the same addresses on another one. Default streams of all GPUs have the number 0."""
+    """Freed memory of one GPU may return at the same addresses on another one. Default streams of all GPUs
+    have the number 0."""
     made, place = [], {"device": 0, "stream": 0}
     table = type("Table", (), {"write_places": lambda *_: 0, "update": lambda *_: None})
     monkeypatch.setattr(op, "Table", lambda rows: made.append(dict(place)) or table())
     monkeypatch.setattr(op, "_tables", {})
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda x: True), raising=False)
     monkeypatch.setattr(torch.Tensor, "get_device", lambda x: place["device"], raising=False)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=place["stream"]))
+    monkeypatch.setattr(
+        torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=place["stream"])
+    )
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     tensors = [[torch.randn(3)] for _ in range(4)]
     for device, stream in ((0, 0), (0, 0), (1, 0), (1, 7), (0, 0), (1, 0)):

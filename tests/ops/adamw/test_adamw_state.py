@@ -1,4 +1,5 @@
-"""AdamW's state follows its parameters, groups, dtypes and checkpoints, whatever changes between two steps."""
+"""AdamW's state follows its parameters, groups, dtypes and checkpoints, whatever changes between two
+steps."""
 
 import copy
 import random
@@ -45,14 +46,17 @@ def test_groups_dtypes_formats_and_state_change_between_steps(device):
 
     def change_dtype():
         nonlocal coarsest
-        i, dtype = draw.randrange(4), draw.choice((torch.float64, torch.float32, torch.float16, torch.bfloat16))
+        i = draw.randrange(4)
+        dtype = draw.choice((torch.float64, torch.float32, torch.float16, torch.bfloat16))
         ours[i].data = ours[i].data.to(dtype)
         ours[i].grad = None
         coarsest = max(coarsest, torch.finfo(dtype).eps)
 
     def change_format():
         for ps in (ours, exact):
-            ps[1].data = ps[1].data.contiguous(memory_format=draw.choice((torch.channels_last, torch.contiguous_format)))
+            ps[1].data = ps[1].data.contiguous(
+                memory_format=draw.choice((torch.channels_last, torch.contiguous_format))
+            )
 
     def replace_state():
         for ps, o in ((ours, one), (exact, other)):
@@ -69,7 +73,9 @@ def test_groups_dtypes_formats_and_state_change_between_steps(device):
         step(ours, exact, one, other)
         for p, q in zip(ours, exact, strict=True):
             assert ((p.double() - q).abs() <= 40 * coarsest * (1 + q.abs())).all(), change.__name__
-            assert one.state[p]["exp_avg"].dtype == (torch.float64 if p.dtype == torch.float64 else torch.float32)
+            assert one.state[p]["exp_avg"].dtype == (
+                torch.float64 if p.dtype == torch.float64 else torch.float32
+            )
 
 
 def test_a_step_after_equal_steps_follows_every_change():
@@ -112,7 +118,8 @@ def test_a_step_after_equal_steps_follows_every_change():
             assert one._known is not None
             change()
             equal_steps()
-        equal_steps(lambda g: torch.stack((g, g), -1)[..., 0], count=2)  # other strides than those of the parameter
+        # other strides than those of the parameter
+        equal_steps(lambda g: torch.stack((g, g), -1)[..., 0], count=2)
         equal_steps(count=3)
         with pytest.raises(ValueError, match="negative bit"):
             equal_steps(lambda g: torch.complex(g, -g).conj().imag)
@@ -132,7 +139,11 @@ def test_the_default_dtype_does_not_matter(device, dtype):
         for _ in range(300):
             p.grad = torch.ones_like(p)
             optimizer.step()
-            if device == "cpu" and optimizer.state[p]["step"] >= 3 and cukern.runtime.launch.backend.simulating():
+            if (
+                device == "cpu"
+                and optimizer.state[p]["step"] >= 3
+                and cukern.runtime.launch.backend.simulating()
+            ):
                 break
         assert optimizer.state[p]["step"].dtype == torch.float32
         assert optimizer.state[p]["step"].item() in (3, 300)
@@ -167,13 +178,18 @@ def test_masters_follow_weights_that_are_written(device):
     model.load_state_dict(loaded)
     assert torch.allclose(step(), torch.tensor(4.9, device=device), atol=0.02)
     model.float()  # a float32 parameter has no master
-    assert torch.allclose(step(), torch.tensor(4.8, device=device), atol=0.02) and "master" not in optimizer.state[model.weight]
+    assert (
+        torch.allclose(step(), torch.tensor(4.8, device=device), atol=0.02)
+        and "master" not in optimizer.state[model.weight]
+    )
     model.bfloat16()
     assert torch.allclose(step(), torch.tensor(4.7, device=device), atol=0.02)
 
 
 @PLACES
-@pytest.mark.parametrize("flags", ({"amsgrad": True}, {"maximize": True}, {"amsgrad": True, "maximize": True}), ids=str)
+@pytest.mark.parametrize(
+    "flags", ({"amsgrad": True}, {"maximize": True}, {"amsgrad": True, "maximize": True}), ids=str
+)
 def test_amsgrad_and_maximize(device, flags):
     ours, exact, one, other = pair(device, [(3,), (2, 3), (6,), (4,)], **flags)
     for _ in range(4):
@@ -181,7 +197,9 @@ def test_amsgrad_and_maximize(device, flags):
     for p, q in zip(ours, exact, strict=True):
         assert (p.double() - q).abs().max() < 1e-5
     again = torch.optim.AdamW(ours, **flags)
-    again.load_state_dict(one.state_dict() | {"param_groups": [{**again.param_groups[0], "params": [0, 1, 2, 3]}]})
+    again.load_state_dict(
+        one.state_dict() | {"param_groups": [{**again.param_groups[0], "params": [0, 1, 2, 3]}]}
+    )
     assert ("max_exp_avg_sq" in again.state[ours[0]]) == ("amsgrad" in flags)
 
 
@@ -189,8 +207,10 @@ def test_recipes_of_torch_run_unchanged():
     p = torch.nn.Parameter(torch.ones(3))
     beta1 = torch.tensor(0.9)
     for options in (
-        {"fused": True}, {"foreach": False}, {"capturable": True}, {"amsgrad": False, "maximize": False, "differentiable": False},
-        {"lr": torch.tensor(1e-3, dtype=torch.float64)}, {"lr": torch.tensor([1e-3])}, {"betas": (beta1, torch.tensor(0.99))},
+        {"fused": True}, {"foreach": False}, {"capturable": True},
+        {"amsgrad": False, "maximize": False, "differentiable": False},
+        {"lr": torch.tensor(1e-3, dtype=torch.float64)}, {"lr": torch.tensor([1e-3])},
+        {"betas": (beta1, torch.tensor(0.99))},
     ):  # fmt: skip
         optimizer = cukern.AdamW([p], **options)
         p.grad = torch.ones_like(p)
@@ -201,7 +221,10 @@ def test_recipes_of_torch_run_unchanged():
         cukern.AdamW([p], fused="yes")
 
 
-@pytest.mark.parametrize("dtype, scale, most", ((torch.float64, 1e60, 1.0), (torch.float32, 1e34, 1e-6), (torch.float32, 1e37, 1e-3)))
+@pytest.mark.parametrize(
+    "dtype, scale, most",
+    ((torch.float64, 1e60, 1.0), (torch.float32, 1e34, 1e-6), (torch.float32, 1e37, 1e-3)),
+)
 @PLACES
 def test_clipping_of_large_gradients(device, dtype, scale, most):
     p, q = (torch.nn.Parameter(torch.ones(50, dtype=d, device=device)) for d in (dtype, torch.float64))
@@ -249,8 +272,14 @@ WAYS = {
     "data": lambda p, optimizer, step: p.data.copy_(torch.full_like(p, 5.0)),
     "before a step without a gradient": lambda p, optimizer, step: (write(p), step(False)),
     "after a step without a gradient": lambda p, optimizer, step: (step(False), write(p)),
-    "after the state was loaded": lambda p, optimizer, step: (optimizer.load_state_dict(optimizer.state_dict()), write(p)),
-    "after it moved to another group": lambda p, optimizer, step: (optimizer.param_groups.reverse(), write(p)),
+    "after the state was loaded": lambda p, optimizer, step: (
+        optimizer.load_state_dict(optimizer.state_dict()),
+        write(p),
+    ),
+    "after it moved to another group": lambda p, optimizer, step: (
+        optimizer.param_groups.reverse(),
+        write(p),
+    ),
 }
 
 
@@ -259,7 +288,9 @@ WAYS = {
 @pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16))
 def test_masters_follow_however_the_weights_are_written(device, way, dtype):
     p, q = (torch.nn.Parameter(torch.zeros(9, dtype=dtype, device=device)) for _ in range(2))
-    optimizer = cukern.AdamW([{"params": [p]}, {"params": [q]}], lr=0.1, weight_decay=0.0, master_weights=True)
+    optimizer = cukern.AdamW(
+        [{"params": [p]}, {"params": [q]}], lr=0.1, weight_decay=0.0, master_weights=True
+    )
 
     def step(both=True):
         p.grad, q.grad = torch.ones_like(p) if both else None, torch.ones_like(q)
@@ -269,19 +300,25 @@ def test_masters_follow_however_the_weights_are_written(device, way, dtype):
     WAYS[way](p, optimizer, step)
     step()
     assert (optimizer.state[p]["master"] - 4.9).abs().max() < 2e-3 and (p - 4.9).abs().max() < 0.02
-    assert (optimizer.state[q]["master"] + (0.3 if "without" in way else 0.2)).abs().max() < 1e-6, "an unchanged master stays"
+    assert (optimizer.state[q]["master"] + (0.3 if "without" in way else 0.2)).abs().max() < 1e-6, (
+        "an unchanged master stays"
+    )
 
 
 @kernels
 def test_masters_follow_with_stochastic_rounding(device):
     """Either neighbour of a master is what a step wrote; another value is followed."""
     p = torch.nn.Parameter(torch.ones(4097, dtype=torch.bfloat16, device=device))
-    optimizer = cukern.AdamW([p], 0.3 * 2**-7, (0.0, 0.0), 0.0, 0.0, master_weights=True, stochastic_rounding=True)
+    optimizer = cukern.AdamW(
+        [p], 0.3 * 2**-7, (0.0, 0.0), 0.0, 0.0, master_weights=True, stochastic_rounding=True
+    )
     for _ in range(2):
         p.grad = -torch.ones_like(p)
         optimizer.step()
     assert p.unique().numel() > 1
-    assert (optimizer.state[p]["master"] - (1 + 0.6 * 2**-7)).abs().max() < 1e-6, "random rounding changes no master"
+    assert (optimizer.state[p]["master"] - (1 + 0.6 * 2**-7)).abs().max() < 1e-6, (
+        "random rounding changes no master"
+    )
     p.data[7] = -3.0
     optimizer.step()
     assert abs(optimizer.state[p]["master"][7] + 3 - 0.3 * 2**-7) < 1e-6
@@ -320,7 +357,8 @@ def test_the_state_follows_to_another_device():
 @PLACES
 @pytest.mark.parametrize("version", (None, "v1"))
 def test_amsgrad_and_maximize_by_group(device, version):
-    """Groups with and without them, in 16 and 32 bits; the maxima are torch's, and a hook's gradient that shrinks keeps them."""
+    """Groups with and without them, in 16 and 32 bits; the maxima are torch's, and a hook's gradient that
+    shrinks keeps them."""
     if version and device == "cpu" and not cukern.runtime.launch.backend.simulating():
         pytest.skip("versions are kernels")
     params = parameters(device, torch.bfloat16, torch.float32)
@@ -333,7 +371,8 @@ def test_amsgrad_and_maximize_by_group(device, version):
             {"params": ps[3:], "amsgrad": True, "maximize": True},
         ]
 
-    ours, theirs = cukern.AdamW(flags(params), 0.01, master_weights=True, version=version), torch.optim.AdamW(flags(exact), 0.01)
+    ours = cukern.AdamW(flags(params), 0.01, master_weights=True, version=version)
+    theirs = torch.optim.AdamW(flags(exact), 0.01)
     for i in range(6):
         draw_gradients(params, exact, scale=0.1**i)
         ours.step()
@@ -350,7 +389,8 @@ def test_amsgrad_and_maximize_by_group(device, version):
 
 @PLACES
 def test_a_learning_rate_in_float64(device):
-    p, lr = torch.nn.Parameter(torch.zeros(3, device=device)), torch.tensor([0.5], dtype=torch.float64, device=device)
+    p = torch.nn.Parameter(torch.zeros(3, device=device))
+    lr = torch.tensor([0.5], dtype=torch.float64, device=device)
     optimizer = cukern.AdamW([p], lr, weight_decay=0.0)
     for expected in (-0.5, -0.75):
         p.grad = torch.ones_like(p)
@@ -366,7 +406,10 @@ def test_a_hook_after_load_state_dict_has_the_last_word():
     optimizer.step()
     optimizer.register_load_state_dict_post_hook(lambda o: o.state[p].update(exp_avg=torch.full((3,), 9.0)))
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    assert optimizer.state[p]["exp_avg"].eq(9).all() and len(optimizer._optimizer_load_state_dict_post_hooks) == 1
+    assert (
+        optimizer.state[p]["exp_avg"].eq(9).all()
+        and len(optimizer._optimizer_load_state_dict_post_hooks) == 1
+    )
 
 
 @kernels
@@ -378,12 +421,20 @@ def test_kernels_update_divided_parameters(mesh, device, scale, dtype):  # noqa:
     model, plain = (torch.nn.Linear(5, 3, bias=False, dtype=dtype, device=DEVICE) for _ in range(2))
     plain.load_state_dict(model.state_dict())
     fully_shard(model, mesh=mesh)
-    optimizers = [cukern.AdamW(m.parameters(), 0.1, max_norm=1.0, master_weights=True, amsgrad=True) for m in (model, plain)]
+    optimizers = [
+        cukern.AdamW(m.parameters(), 0.1, max_norm=1.0, master_weights=True, amsgrad=True)
+        for m in (model, plain)
+    ]
     for i in range(3):
         plain.weight.grad = torch.randn_like(plain.weight) * scale
-        model.weight.grad = torch.distributed.tensor.distribute_tensor(plain.weight.grad.clone(), mesh, [torch.distributed.tensor.Shard(0)])
+        model.weight.grad = torch.distributed.tensor.distribute_tensor(
+            plain.weight.grad.clone(), mesh, [torch.distributed.tensor.Shard(0)]
+        )
         before = model.weight._version
         for optimizer in optimizers:
             optimizer.step()
-        assert model.weight._version > before and (plain.weight - model.weight.full_tensor()).abs().max() <= torch.finfo(dtype).eps, i
+        assert (
+            model.weight._version > before
+            and (plain.weight - model.weight.full_tensor()).abs().max() <= torch.finfo(dtype).eps
+        ), i
         torch.testing.assert_close(*(o.grad_norm for o in optimizers))

@@ -49,7 +49,8 @@ def test_rounding_is_unbiased_and_independent(device, dtype):
 
 @PLACES
 def test_small_changes_are_not_lost(device):
-    """beta2 = 0.999 adds an eighth of the distance of two bfloat16 to v. Nearest rounding never changes it."""
+    """beta2 = 0.999 adds an eighth of the distance of two bfloat16 to v. Nearest rounding never changes
+    it."""
     n, steps = 4096, 30
     p = torch.zeros(n, device=device)
     p.grad = torch.ones(n, device=device)

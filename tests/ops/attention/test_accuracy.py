@@ -1,4 +1,5 @@
-"""attention's errors beside those of torch's math backend, both against float64, and equal bits of 1,000 repeats."""
+"""attention's errors beside those of torch's math backend, both against float64, and equal bits of 1,000
+repeats."""
 
 import pytest
 import torch
@@ -36,7 +37,8 @@ def math_backend(q, k, v):
 def test_error_is_at_most_twice_that_of_the_math_backend(d, version):
     """In the root of the mean square, and the largest one, which is allowed one rounding more."""
     *inputs, dout = draw(d)
-    exact, theirs = results(math_backend, [x.double() for x in inputs], dout), results(math_backend, inputs, dout)
+    exact = results(math_backend, [x.double() for x in inputs], dout)
+    theirs = results(math_backend, inputs, dout)
     with cukern.backend("sim" if PLACE == "sim" else "gpu"):
         ours = results(lambda *x: cukern.attention(*x, version=version), inputs, dout)
     for name, x, y, truth in zip(("out", "dq", "dk", "dv"), ours, theirs, exact, strict=True):
@@ -51,7 +53,8 @@ def test_error_is_at_most_twice_that_of_the_math_backend(d, version):
 @pytest.mark.parametrize("d", HEAD_DIMS)
 def test_a_thousand_repeats_give_equal_bits(d, version):
     *inputs, dout = draw(d)
-    inputs, tokens = [x.flatten(0, 1).transpose(0, 1) for x in inputs], SHAPE[2]  # (tokens, heads, d), for packed sequences
+    # (tokens, heads, d), for packed sequences
+    inputs, tokens = [x.flatten(0, 1).transpose(0, 1) for x in inputs], SHAPE[2]
     cu_seqlens = torch.tensor([0, 700, 700, 1000, tokens], dtype=torch.int32, device=DEVICE)
     for call in (
         lambda *x: cukern.attention(*(y.transpose(0, 1) for y in x), version=version).transpose(0, 1),

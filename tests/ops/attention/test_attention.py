@@ -1,4 +1,5 @@
-"""attention beyond test_ops.py: torch's own attention, fewer queries than keys, views of packed qkv, sizes that overflow, versions."""
+"""attention beyond test_ops.py: torch's own attention, fewer queries than keys, views of packed qkv, sizes
+that overflow, versions."""
 
 import math
 import sys
@@ -15,7 +16,10 @@ from cukern.runtime.launch import backend
 from cukern.runtime.launch.kernel import collecting
 
 PLACES = [pytest.param("cpu", None, id="cpu")]
-PLACES += [pytest.param(DEVICE, version, marks=kernels, id=f"kernels-{version}") for version in (None, "v1", "v2", "sdpa")]
+PLACES += [
+    pytest.param(DEVICE, version, marks=kernels, id=f"kernels-{version}")
+    for version in (None, "v1", "v2", "sdpa")
+]
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
@@ -37,7 +41,9 @@ def truth(q, k, v, scale=None):
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("queries, keys", [(9, 9), (3, 9), (1, 9), (1, 1)])
 def test_attention_is_that_of_torch(device, version, dtype, queries, keys):
-    q, k, v = (torch.randn(2, 3, n, d, dtype=dtype, device=device) for n, d in ((queries, 8), (keys, 8), (keys, 5)))
+    q, k, v = (
+        torch.randn(2, 3, n, d, dtype=dtype, device=device) for n, d in ((queries, 8), (keys, 8), (keys, 5))
+    )
     for scale in (None, 0.3, 0.0):
         out = cukern.attention(q, k, v, scale=scale, version=version)
         assert out.dtype == dtype and out.shape == (2, 3, queries, 5)
@@ -101,7 +107,8 @@ def test_scores_of_float16_do_not_overflow_where_their_scaled_values_fit(version
     q, k = (torch.full((1, 4, 64), n, dtype=torch.float16, device=DEVICE) for n in (60.0, 30.0))
     k[0, 1:] = -30.0
     v = torch.arange(4.0, device=DEVICE).half()[None, :, None]
-    assert cukern.attention(q, k, v, version=version).flatten().tolist() == [0.0] * 4  # 64 * 60 * 30 = 115200 is above 65504
+    # 64 * 60 * 30 = 115200 is above 65504
+    assert cukern.attention(q, k, v, version=version).flatten().tolist() == [0.0] * 4
 
 
 @kernels
@@ -130,7 +137,10 @@ def blocks(monkeypatch):
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize(("queries", "keys"), [(8, 8), (19, 19), (9, 21)])
 def test_blocks_of_queries(dtype, queries, keys, blocks):
-    q, k, v = (torch.randn(3, n, d, dtype=dtype, device=DEVICE, requires_grad=True) for n, d in ((queries, 8), (keys, 8), (keys, 5)))
+    q, k, v = (
+        torch.randn(3, n, d, dtype=dtype, device=DEVICE, requires_grad=True)
+        for n, d in ((queries, 8), (keys, 8), (keys, 5))
+    )
     exact = [x.detach().double().cpu().requires_grad_() for x in (q, k, v)]
     expected = truth(*exact, scale=0.3)
     g = torch.randn_like(expected)
@@ -141,13 +151,17 @@ def test_blocks_of_queries(dtype, queries, keys, blocks):
     for found, true in zip((y, *gradients), (expected, *right), strict=True):
         torch.testing.assert_close(found.double().cpu(), true, rtol=0, atol=4 * TOLERANCE[dtype])
     again = cukern.attention(q, k, v, scale=0.3)
-    assert same_bits(again, y) and all(map(same_bits, torch.autograd.grad(again, (q, k, v), g.to(y)), gradients))
+    assert same_bits(again, y) and all(
+        map(same_bits, torch.autograd.grad(again, (q, k, v), g.to(y)), gradients)
+    )
 
 
 @kernels
 def test_higher_derivatives_and_transforms_in_blocks(blocks):
     q, k, v = (torch.randn(1, 8, 2, dtype=torch.float64, device=DEVICE, requires_grad=True) for _ in range(3))
-    assert torch.autograd.gradcheck(cukern.attention, (q, k, v)) and torch.autograd.gradgradcheck(cukern.attention, (q, k, v))
+    assert torch.autograd.gradcheck(cukern.attention, (q, k, v)) and torch.autograd.gradgradcheck(
+        cukern.attention, (q, k, v)
+    )
     for i in range(3):  # the others need no gradient
         inputs = [x.detach().requires_grad_(i == j) for j, x in enumerate((q, k, v))]
         assert torch.autograd.gradgradcheck(lambda *x: cukern.attention(*x).square(), inputs)
@@ -166,7 +180,10 @@ def launched(**options):
 
 
 def test_versions():
-    assert all(name.startswith("causal_softmax_v2") for name in launched()) and launched() == launched(version="v2") != set()
+    assert (
+        all(name.startswith("causal_softmax_v2") for name in launched())
+        and launched() == launched(version="v2") != set()
+    )
     assert launched(version="sdpa") == set()
     with cukern.use("softmax", "v3", backward="v4"):
         assert launched(version="v1") == {"softmax_v3", "softmax_v4_bwd"}
@@ -195,6 +212,8 @@ def test_products_follow_tf32():
     exact, errors, before = truth(q, k, v), {}, torch.get_float32_matmul_precision()
     for precision in ("highest", "high"):
         torch.set_float32_matmul_precision(precision)
-        errors[precision] = (cukern.attention(q, k, v, version="v2").double().cpu() - exact).abs().max().item()
+        errors[precision] = (
+            (cukern.attention(q, k, v, version="v2").double().cpu() - exact).abs().max().item()
+        )
     torch.set_float32_matmul_precision(before)
     assert errors["highest"] < 1e-5 < errors["high"] and not math.isnan(errors["high"])

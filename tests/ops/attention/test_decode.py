@@ -1,4 +1,5 @@
-"""The decoding kernels of attention: every option against float64, splits, sequences without a visible key, the choice and the plan."""
+"""The decoding kernels of attention: every option against float64, splits, sequences without a visible key,
+the choice and the plan."""
 
 import pytest
 import torch
@@ -64,7 +65,9 @@ def test_every_option_against_float64(case, split):
     allowed = 2 * (peer - exact).abs().max() + 2 * torch.finfo(out.dtype).eps * exact.abs().max()
     assert (out.double() - exact).abs().max() <= allowed
     torch.testing.assert_close(lse.double(), exact_lse, rtol=0, atol=4e-6 if softcap is None else 2e-5)
-    assert all(map(same_bits, (out, lse), ours(*inputs, causal=causal, scale=0.17, softcap=softcap))), "two runs give the same bits"
+    assert all(map(same_bits, (out, lse), ours(*inputs, causal=causal, scale=0.17, softcap=softcap))), (
+        "two runs give the same bits"
+    )
 
 
 @pytest.mark.parametrize("splits", [1, 3])
@@ -97,7 +100,8 @@ def test_hidden_keys_do_not_matter(split):
 
 
 def test_a_part_of_a_cache_is_not_copied(split):
-    """The keys so far of a longer cache, (batch, heads, time, head_dim) or (batch, time, heads, head_dim). Behind them is NaN."""
+    """The keys so far of a longer cache, (batch, heads, time, head_dim) or (batch, time, heads, head_dim).
+    Behind them is NaN."""
     q, k, v = draw(2, 4, 2, 1, 90, 64, HALF)
     split(2)
     expected = ours(q, k, v)[0]
@@ -112,7 +116,8 @@ def test_a_part_of_a_cache_is_not_copied(split):
 def test_each_sequence_has_its_own_number_of_keys(splits, causal, split):
     """As calls with one sequence each. 0 splits: torch's operations. Behind the keys is NaN."""
     q, k, v = draw(5, 4, 2, 3, 100, 64, BF16)
-    lengths, options = torch.tensor([100, 61, 1, 0, 7], dtype=torch.int32, device=DEVICE), {"causal": causal, "softcap": 2.0}
+    lengths = torch.tensor([100, 61, 1, 0, 7], dtype=torch.int32, device=DEVICE)
+    options = {"causal": causal, "softcap": 2.0}
     split(splits)
     for i, n in enumerate(lengths.tolist()):
         k[i, :, n:], v[i, :, n:] = torch.nan, torch.nan
@@ -129,15 +134,26 @@ def test_lengths_with_leading_dimensions_gradients_and_other_dtypes(split):
     split(2)
     q, k, v = (x.double().requires_grad_() for x in draw(6, 2, 1, 2, 20, 8, HALF))
     lengths = torch.arange(15, 21, dtype=torch.int32, device=DEVICE)
-    found = cukern.attention(*(x.unflatten(0, (2, 3)) for x in (q, k, v)), key_lengths=lengths.view(2, 3)).flatten(0, 1)
-    expected = torch.stack([cukern.attention(q[i], k[i, :, :n], v[i, :, :n]) for i, n in enumerate(lengths.tolist())])
+    found = cukern.attention(
+        *(x.unflatten(0, (2, 3)) for x in (q, k, v)), key_lengths=lengths.view(2, 3)
+    ).flatten(0, 1)
+    expected = torch.stack(
+        [cukern.attention(q[i], k[i, :, :n], v[i, :, :n]) for i, n in enumerate(lengths.tolist())]
+    )
     torch.testing.assert_close(found, expected)
-    for x, y in zip(torch.autograd.grad(found.sum(), (q, k, v)), torch.autograd.grad(expected.sum(), (q, k, v)), strict=True):
+    for x, y in zip(
+        torch.autograd.grad(found.sum(), (q, k, v)),
+        torch.autograd.grad(expected.sum(), (q, k, v)),
+        strict=True,
+    ):
         torch.testing.assert_close(x, y)
     half = [x.detach().half().requires_grad_() for x in (q, k, v)]
     plain = [x.detach() for x in half]
     torch.testing.assert_close(
-        cukern.attention(*half, key_lengths=lengths), cukern.attention(*plain, key_lengths=lengths), rtol=0.01, atol=1e-3
+        cukern.attention(*half, key_lengths=lengths),
+        cukern.attention(*plain, key_lengths=lengths),
+        rtol=0.01,
+        atol=1e-3,
     )
     torch.library.opcheck(torch.ops.cukern._attention_with_lengths.default, (*plain, lengths, True, 0.3, 0.0))
 
@@ -158,7 +174,9 @@ def test_gradients_follow(split):
     found = []
     for splits in (0, 2):  # 0: the other forward
         split(splits)
-        found.append(torch.autograd.grad(cukern.attention(*inputs, version="v3").float().square().sum(), inputs))
+        found.append(
+            torch.autograd.grad(cukern.attention(*inputs, version="v3").float().square().sum(), inputs)
+        )
     for x, y in zip(*found, strict=True):
         torch.testing.assert_close(x, y, rtol=0.02, atol=0.02 * y.abs().max().item())
 
@@ -176,7 +194,9 @@ def test_the_default_decodes_few_queries_of_many_keys():
     for other in (launched(17, 4000), launched(1, 96), launched(4, 48, 128), launched(1, 40, 128)):
         assert other == {"attention_v4"}
     assert launched(1, 200, 136) == {"attention_v4"}
-    assert not any("attention" in name for name in (*launched(1, 200, dtype=torch.float32), *launched(1, 200, 264)))
+    assert not any(
+        "attention" in name for name in (*launched(1, 200, dtype=torch.float32), *launched(1, 200, 264))
+    )
 
 
 def test_the_candidate_can_be_excluded():
@@ -191,7 +211,8 @@ def test_the_candidate_can_be_excluded():
 @pytest.mark.parametrize("batch", [1, 3, 4, 16, 64])
 @pytest.mark.parametrize("keys", [64, 1000, 1 << 14, 1 << 16])
 def test_the_plan_fills_the_gpu(batch, keys):
-    """32 + 8 heads, head_dim 128: nearly all thread blocks that an H200 can run, unless the warps would have less than one tile each."""
+    """32 + 8 heads, head_dim 128: nearly all thread blocks that an H200 can run, unless the warps would have
+    less than one tile each."""
     with assumed(KNOWN["h200"]):
         tiles = plan.key_tiles(keys, 128)
         row_tiles, splits = plan.decode(8 * batch, 4, tiles, -1)

@@ -1,4 +1,5 @@
-"""The fused kernels of attention in float32: strict and TF32 forms against float64, special values, layouts, few queries."""
+"""The fused kernels of attention in float32: strict and TF32 forms against float64, special values, layouts,
+few queries."""
 
 import contextlib
 
@@ -33,7 +34,8 @@ def place():
 
 @contextlib.contextmanager
 def tf32(allowed):
-    """torch's switch. On a CPU torch has no such attribute until it is set, so pytest's monkeypatch does not restore it."""
+    """torch's switch. On a CPU torch has no such attribute until it is set, so pytest's monkeypatch does not
+    restore it."""
     torch.backends.cuda.matmul.allow_tf32 = allowed
     try:
         yield
@@ -56,18 +58,26 @@ def results(function, inputs, dout, dlse):
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_option_against_float64(case):
-    """Strict: the largest error is at most twice that of torch's operations in float32. TF32: at most that of TF32's rounding, 2^-11."""
+    """Strict: the largest error is at most twice that of torch's operations in float32. TF32: at most that of
+    TF32's rounding, 2^-11."""
     *sizes, causal, softcap, allowed = case
     inputs, options = draw(*sizes), Options(causal, 0.17, softcap or 0.0)
     dout, dlse = torch.randn_like(inputs[0]), torch.randn(inputs[0].shape[:3], device=DEVICE)
 
     def ours(q, k, v):
-        return cukern.attention(q, k, v, causal=causal, scale=0.17, softcap=softcap, return_lse=True, version="v3")
+        return cukern.attention(
+            q, k, v, causal=causal, scale=0.17, softcap=softcap, return_lse=True, version="v3"
+        )
 
     with tf32(allowed):
         found = results(ours, inputs, dout, dlse)
     exact, peer = (
-        results(lambda *x: reference(*x, options), [x.detach().to(dtype).requires_grad_() for x in inputs], dout, dlse)
+        results(
+            lambda *x: reference(*x, options),
+            [x.detach().to(dtype).requires_grad_() for x in inputs],
+            dout,
+            dlse,
+        )
         for dtype in (torch.float64, torch.float32)
     )
     for name, x, truth, theirs in zip(("out", "lse", "dq", "dk", "dv"), found, exact, peer, strict=True):
@@ -89,19 +99,26 @@ def test_torchs_switch_chooses_the_form():
         with tf32(allowed), cukern.backend("sim"), collecting() as found:
             cukern.attention(x, x, x).sum().backward()
         names = [name for name in found if not name.startswith("attention_v3_preprocess")]
-        assert {name.partition("<")[0] for name in names} == {"attention_v3", "attention_v3_bwd", "attention_v3_split"}
+        assert {name.partition("<")[0] for name in names} == {
+            "attention_v3",
+            "attention_v3_bwd",
+            "attention_v3_split",
+        }
         assert all(f"__nv_bfloat16, {form}," in name for name in names)
 
 
 def test_values_above_0_in_a_long_row():
-    """Tensor cores truncate when they add: over all keys the error would have one sign and grow with their number."""
+    """Tensor cores truncate when they add: over all keys the error would have one sign and grow with their
+    number."""
     q, k, v = (x.detach() for x in draw(1, 1, 1, 3, 600, 8))
     q, v = q.repeat(1, 1, 8, 1), v.abs() + 1
     options = Options(False, 0.3, 0.0)
     exact = reference(q.double(), k.double(), v.double(), options)[0]
     out = cukern.attention(q, k, v, causal=False, scale=0.3, version="v3")
     peer = scaled_dot_product_attention(q, k, v, scale=0.3)
-    assert (out.double() - exact).abs().max() <= 2 * (peer.double() - exact).abs().max() + 2**-23 * exact.abs().max()
+    assert (out.double() - exact).abs().max() <= 2 * (
+        peer.double() - exact
+    ).abs().max() + 2**-23 * exact.abs().max()
 
 
 def test_rows_without_a_visible_key():
@@ -125,7 +142,11 @@ def test_infinite_and_nan_values_stay_in_their_columns():
     q, k, v = (x.detach() for x in draw(1, 1, 1, 5, 7, 8))
     v[0, 0, 2, 3], v[0, 0, 1, 5] = torch.inf, torch.nan
     out = cukern.attention(q, k, v, causal=False, version="v3")
-    assert out[..., 3].isposinf().all() and out[..., 5].isnan().all() and out[..., [0, 1, 2, 4, 6, 7]].isfinite().all()
+    assert (
+        out[..., 3].isposinf().all()
+        and out[..., 5].isnan().all()
+        and out[..., [0, 1, 2, 4, 6, 7]].isfinite().all()
+    )
 
 
 def test_strides_that_the_kernels_read_and_those_that_are_copied():
@@ -143,7 +164,9 @@ def test_packed():
     g = torch.randn(2, 19, 2, 16, device=DEVICE)
     out = cukern.attention_packed(qkv)
     (grad,) = torch.autograd.grad(out, qkv, g)
-    assert same_bits(grad, torch.autograd.grad(cukern.attention_packed(qkv), qkv, g)[0]), "two runs give the same bits"
+    assert same_bits(grad, torch.autograd.grad(cukern.attention_packed(qkv), qkv, g)[0]), (
+        "two runs give the same bits"
+    )
     parts = [x.transpose(1, 2).detach().clone().requires_grad_() for x in qkv.unbind(2)]
     expected = cukern.attention(*parts)
     grads = torch.autograd.grad(expected, parts, g.transpose(1, 2))
@@ -166,4 +189,6 @@ def test_opcheck():
     q, k, v = (x.detach() for x in draw(1, 2, 1, 5, 6, 8))
     torch.library.opcheck(torch.ops.cukern._attention.default, (q, k, v, True, 0.3, 0.0))
     out, lse = fused.fused((q, k, v), Options(True, 0.3, 0.0))
-    torch.library.opcheck(torch.ops.cukern._attention_backward.default, (q, k, v, out, out, lse, None, True, 0.3, 0.0))
+    torch.library.opcheck(
+        torch.ops.cukern._attention_backward.default, (q, k, v, out, out, lse, None, True, 0.3, 0.0)
+    )

@@ -1,4 +1,5 @@
-"""The fused kernels of attention: every option against float64, rows without a visible key, layouts, derivatives, refused sizes."""
+"""The fused kernels of attention: every option against float64, rows without a visible key, layouts,
+derivatives, refused sizes."""
 
 from types import SimpleNamespace
 
@@ -47,7 +48,8 @@ def draw(batch, heads, kv_heads, queries, keys, d, dtype):
 
 
 def eager(q, k, v, causal, scale, softcap, window=None):
-    """In the operations and the dtype of the inputs. Returns out and lse, 0 and -infinity for rows without a visible key."""
+    """In the operations and the dtype of the inputs. Returns out and lse, 0 and -infinity for rows without a
+    visible key."""
     s = q @ repeated(k, q.shape[1]).mT * scale
     s = softcap * torch.tanh(s / softcap) if softcap else s
     s = s.masked_fill(hidden_keys(q, k), -torch.inf) if causal else s
@@ -72,7 +74,9 @@ def results(function, inputs, dout, dlse):
 
 def assert_close(found, exact, peer):
     """The largest error is at most twice that of torch's operations in the same dtype, plus two roundings."""
-    for name, x, truth, theirs in zip(("out", "lse", "dq", "dk", "dv", "dsink"), found, exact, peer, strict=False):
+    for name, x, truth, theirs in zip(
+        ("out", "lse", "dq", "dk", "dv", "dsink"), found, exact, peer, strict=False
+    ):
         assert x.isfinite().all(), name
         allowed = 2 * (theirs.double() - truth).abs().max() + 2 * torch.finfo(x.dtype).eps * truth.abs().max()
         assert (x.double() - truth).abs().max() <= allowed, name
@@ -86,11 +90,18 @@ def test_every_option_against_float64(case, version):
     dout, dlse = torch.randn_like(inputs[0]), torch.randn(inputs[0].shape[:3], device=DEVICE)
 
     def ours(q, k, v):
-        return cukern.attention(q, k, v, causal=causal, scale=scale, softcap=softcap, return_lse=True, version=version)
+        return cukern.attention(
+            q, k, v, causal=causal, scale=scale, softcap=softcap, return_lse=True, version=version
+        )
 
     found = results(ours, inputs, dout, dlse)
     exact, peer = (
-        results(lambda *x: eager(*x, causal, scale, softcap), [x.detach().to(dtype).requires_grad_() for x in inputs], dout, dlse)
+        results(
+            lambda *x: eager(*x, causal, scale, softcap),
+            [x.detach().to(dtype).requires_grad_() for x in inputs],
+            dout,
+            dlse,
+        )
         for dtype in (torch.float64, inputs[0].dtype)
     )
     assert_close(found, exact, peer)
@@ -101,16 +112,31 @@ def test_every_option_against_float64(case, version):
 @every_version
 @pytest.mark.parametrize(
     "case",
-    [(1, 2, 1, 150, 150, 64, BF16, 40), (1, 1, 1, 20, 90, 128, HALF, 30), (1, 2, 2, 70, 20, 96, BF16, 1), (1, 1, 1, 90, 90, 200, BF16, 50)],
+    [
+        (1, 2, 1, 150, 150, 64, BF16, 40),
+        (1, 1, 1, 20, 90, 128, HALF, 30),
+        (1, 2, 2, 70, 20, 96, BF16, 1),
+        (1, 1, 1, 90, 90, 200, BF16, 50),
+    ],
     ids=str,
 )
 def test_window(case, version):
     *sizes, window = case
     inputs, scale = draw(*sizes), 0.17
     dout, dlse = torch.randn_like(inputs[0]), torch.randn(inputs[0].shape[:3], device=DEVICE)
-    found = results(lambda *x: cukern.attention(*x, scale=scale, window=window, return_lse=True, version=version), inputs, dout, dlse)
+    found = results(
+        lambda *x: cukern.attention(*x, scale=scale, window=window, return_lse=True, version=version),
+        inputs,
+        dout,
+        dlse,
+    )
     exact, peer = (
-        results(lambda *x: eager(*x, True, scale, None, window), [x.detach().to(dtype).requires_grad_() for x in inputs], dout, dlse)
+        results(
+            lambda *x: eager(*x, True, scale, None, window),
+            [x.detach().to(dtype).requires_grad_() for x in inputs],
+            dout,
+            dlse,
+        )
         for dtype in (torch.float64, inputs[0].dtype)
     )
     assert_close(found, exact, peer)
@@ -120,7 +146,9 @@ def test_window(case, version):
 def test_the_tile_for_many_keys(d, monkeypatch):
     monkeypatch.setattr(plan, "MANY_KEYS", 1)
     inputs = [x.detach() for x in draw(1, 2, 1, 250, 300, d, BF16)]  # three warpgroups, two thread blocks
-    exact, peer = (eager(*(x.to(dtype) for x in inputs), True, d**-0.5, None)[:1] for dtype in (torch.float64, BF16))
+    exact, peer = (
+        eager(*(x.to(dtype) for x in inputs), True, d**-0.5, None)[:1] for dtype in (torch.float64, BF16)
+    )
     assert_close([cukern.attention(*inputs, version="v4")], exact, peer)
 
 
@@ -156,7 +184,8 @@ def test_persistent_thread_blocks(case, monkeypatch):
 
 
 def test_blocks_are_persistent_where_that_pays():
-    """Without a mask: if the sequences are short, and no SM gets many of the thread blocks that have one block of queries more."""
+    """Without a mask: if the sequences are short, and no SM gets many of the thread blocks that have one
+    block of queries more."""
     tile = plan.WGMMA_FORWARD[64][0]
     shapes = (
         (768, False, False, 1000),
@@ -169,16 +198,21 @@ def test_blocks_are_persistent_where_that_pays():
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("queries, keys", [(2000, 3), (1 << 30, 16), (17, 1 << 30), (70, (1 << 31) - 600), ((1 << 31) - 600, 70)])
+@pytest.mark.parametrize(
+    "queries, keys", [(2000, 3), (1 << 30, 16), (17, 1 << 30), (70, (1 << 31) - 600), ((1 << 31) - 600, 70)]
+)
 def test_no_window_hides_no_key(monkeypatch, queries, keys, causal):
-    """What v4 adds in 32 bits, without a window. A window of 2^30 hid keys where there were more queries and keys together."""
+    """What v4 adds in 32 bits, without a window. A window of 2^30 hid keys where there were more queries and
+    keys together."""
     arguments, recorder = [], SimpleNamespace(on=lambda device: lambda *given: arguments.append(given))
     for kernel in ("_forward_kernel", "_backward_kernel"):
         monkeypatch.setattr(wgmma, kernel, lambda *_: recorder)
     q, k = (torch.empty(1, 1, n, 8, dtype=BF16, device="meta") for n in (queries, keys))
     options, first, offset = Options(causal, 1.0, 0.0, True), queries - 1, keys - queries * causal
     launch.forward(q, k, k, *options)
-    wgmma.backward((q, k, k), q, k, k, q, torch.empty(2, 1, queries + 128, device="meta"), options, wgmma.Bounds())
+    wgmma.backward(
+        (q, k, k), q, k, k, q, torch.empty(2, 1, queries + 128, device="meta"), options, wgmma.Bounds()
+    )
     assert len(arguments) == 3
     for window in (arguments[0][-5], arguments[1][-6], arguments[2][-6]):
         assert first + offset - window + 1 <= 0, "the last query sees the first key"
@@ -189,19 +223,31 @@ def test_no_window_hides_no_key(monkeypatch, queries, keys, causal):
 
 def test_very_many_queries_and_keys_are_refused():
     q, k = (torch.empty(1, 1, n, 8, dtype=BF16, device="meta") for n in (1 << 30, (1 << 30) - 512))
-    with pytest.raises(ValueError, match="fewer than 2147483136 queries and keys together, got 1073741824 and 1073741312"):
+    with pytest.raises(
+        ValueError, match="fewer than 2147483136 queries and keys together, got 1073741824 and 1073741312"
+    ):
         launch.forward(q, k, k, *Options(False, 1.0))
-    tile = plan.WGMMA_FORWARD[48][1]  # a persistent kernel counts its blocks of queries in 32 bits; a grid of 2^31 is refused
+    # a persistent kernel counts its blocks of queries in 32 bits; a grid of 2^31 is refused
+    tile = plan.WGMMA_FORWARD[48][1]
     most = (1 << 31) - 133
-    assert [tile.forward_grid(n, False, False, 300, 132) for n in (most, most + 1, 1 << 31)] == [132, most + 1, 1 << 31]
+    assert [tile.forward_grid(n, False, False, 300, 132) for n in (most, most + 1, 1 << 31)] == [
+        132,
+        most + 1,
+        1 << 31,
+    ]
 
 
 def test_window_of_one_query_and_of_packed_inputs():
     q, k, v = (x.detach() for x in draw(1, 4, 2, 1, 300, 64, BF16))
-    assert same_bits(cukern.attention(q, k, v, window=100), cukern.attention(q, k[:, :, 200:], v[:, :, 200:], causal=False))
+    assert same_bits(
+        cukern.attention(q, k, v, window=100), cukern.attention(q, k[:, :, 200:], v[:, :, 200:], causal=False)
+    )
     qkv = torch.randn(1, 30, 3, 2, 64, dtype=BF16, device=DEVICE)
     parts = [x.transpose(1, 2) for x in qkv.unbind(2)]
-    assert same_bits(cukern.attention_packed(qkv, window=9).contiguous(), cukern.attention(*parts, window=9).transpose(1, 2).contiguous())
+    assert same_bits(
+        cukern.attention_packed(qkv, window=9).contiguous(),
+        cukern.attention(*parts, window=9).transpose(1, 2).contiguous(),
+    )
 
 
 @pytest.mark.parametrize("version", ["v1", "v4"])
@@ -213,17 +259,26 @@ def test_sink(version):
 
     def with_column(q, k, v, sink):
         s = q @ repeated(k, 2).mT * 8**-0.5
-        s = torch.cat((s.masked_fill(hidden_keys(q, k), -torch.inf), sink.to(s)[:, None, None].expand(2, 2, 20, 1)), -1)
+        s = torch.cat(
+            (s.masked_fill(hidden_keys(q, k), -torch.inf), sink.to(s)[:, None, None].expand(2, 2, 20, 1)), -1
+        )
         return s.softmax(-1)[..., :-1] @ repeated(v, 2), s.logsumexp(-1)
 
     inputs = q, k, v, sink
-    found = results(lambda *x: cukern.attention(*x[:3], sink=x[3], return_lse=True, version=version), inputs, dout, dlse)
-    exact, peer = (results(with_column, [x.detach().to(t).requires_grad_() for x in inputs], dout, dlse) for t in (torch.float64, BF16))
+    found = results(
+        lambda *x: cukern.attention(*x[:3], sink=x[3], return_lse=True, version=version), inputs, dout, dlse
+    )
+    exact, peer = (
+        results(with_column, [x.detach().to(t).requires_grad_() for x in inputs], dout, dlse)
+        for t in (torch.float64, BF16)
+    )
     assert_close(found, exact, peer)
     qkv = torch.randn(1, 9, 3, 2, 8, dtype=BF16, device=DEVICE)
     parts = [x.transpose(1, 2) for x in qkv.unbind(2)]
     packed = cukern.attention_packed(qkv, sink=1.0, version=version)
-    assert same_bits(packed.contiguous(), cukern.attention(*parts, sink=1.0, version=version).transpose(1, 2).contiguous())
+    assert same_bits(
+        packed.contiguous(), cukern.attention(*parts, sink=1.0, version=version).transpose(1, 2).contiguous()
+    )
 
 
 @kernels
@@ -263,7 +318,9 @@ def test_packed(d, version):
     expected = cukern.attention(*parts, version=version)
     grads = torch.autograd.grad(expected, parts, g.transpose(1, 2))
     assert out.is_contiguous() and grad.is_contiguous() and grad.shape == qkv.shape
-    assert same_bits(out, expected.transpose(1, 2).contiguous()), "packed and separate inputs give the same bits"
+    assert same_bits(out, expected.transpose(1, 2).contiguous()), (
+        "packed and separate inputs give the same bits"
+    )
     assert same_bits(grad, torch.stack([x.transpose(1, 2) for x in grads], 2))
 
 
@@ -330,7 +387,11 @@ def test_higher_and_forward_mode_derivatives_and_vmap():
         dq = torch.autograd.grad(function(q, k, v).float().square().sum(), q, create_graph=True)[0]
         into.extend(torch.autograd.grad(dq.float().square().sum(), (q, k, v)))
         into.append(
-            torch.func.jvp(function, (q.detach(), k.detach(), v.detach()), (v.repeat(1, 2, 1, 1).detach(), k.detach(), k.detach()))[1]
+            torch.func.jvp(
+                function,
+                (q.detach(), k.detach(), v.detach()),
+                (v.repeat(1, 2, 1, 1).detach(), k.detach(), k.detach()),
+            )[1]
         )
         into.append(torch.func.vmap(function)(q.detach()[:, None], k.detach()[:, None], v.detach()[:, None]))
     for x, y in zip(found, expected, strict=True):
@@ -341,12 +402,16 @@ def test_derivatives_of_packed_inputs():
     qkv, t = (torch.randn(1, 4, 3, 2, 8, dtype=BF16, device=DEVICE) for _ in range(2))
     separate = [x.transpose(1, 2) for x in qkv.unbind(2)]
     tangent = torch.func.jvp(cukern.attention_packed, (qkv,), (t,))[1]
-    expected = torch.func.jvp(cukern.attention, tuple(separate), tuple(x.transpose(1, 2) for x in t.unbind(2)))[1]
+    expected = torch.func.jvp(
+        cukern.attention, tuple(separate), tuple(x.transpose(1, 2) for x in t.unbind(2))
+    )[1]
     assert same_bits(tangent, expected.transpose(1, 2).contiguous())
     many = torch.func.vmap(cukern.attention_packed)(torch.stack([qkv, t]))
     assert same_bits(many[1], cukern.attention_packed(t))
     qkv.requires_grad_()
-    (first,) = torch.autograd.grad(cukern.attention_packed(qkv).float().square().sum(), qkv, create_graph=True)
+    (first,) = torch.autograd.grad(
+        cukern.attention_packed(qkv).float().square().sum(), qkv, create_graph=True
+    )
     (second,) = torch.autograd.grad(first.float().square().sum(), qkv)
     assert second.shape == qkv.shape and second.isfinite().all() and second.any()
 
@@ -355,7 +420,9 @@ def test_opcheck():
     q, k, v = (x.detach() for x in draw(1, 2, 1, 5, 6, 8, BF16))
     torch.library.opcheck(torch.ops.cukern._attention.default, (q, k, v, True, 0.3, 0.0, True))
     out, lse = fused.fused((q, k, v), Options(True, 0.3, 0.0))
-    torch.library.opcheck(torch.ops.cukern._attention_backward.default, (q, k, v, out, out, lse, None, True, 0.3, 0.0, True))
+    torch.library.opcheck(
+        torch.ops.cukern._attention_backward.default, (q, k, v, out, out, lse, None, True, 0.3, 0.0, True)
+    )
 
 
 def launched(*tensors, version=None):
@@ -386,12 +453,18 @@ def test_without_wgmma_and_strides_that_tma_does_not_read():
 @pytest.mark.parametrize("d", [4, 60, 264])
 def test_head_dim_that_is_not_supported(d):
     x = torch.randn(1, 1, 3, d, dtype=BF16, device=DEVICE)
-    with pytest.raises(ValueError, match=f"a multiple of 8, from 8 to 256 for torch.bfloat16, and the same for q, k and v, got {d}"):
+    with pytest.raises(
+        ValueError,
+        match=f"a multiple of 8, from 8 to 256 for torch.bfloat16, and the same for q, k and v, got {d}",
+    ):
         cukern.attention(x, x, x, version="v3")
 
 
 def test_lengths_compile_nothing():
-    """The kernels of a call depend on the dtype, torch's TF32 switch, the head_dim, the softcap and packed sequences only."""
+    """The kernels of a call depend on the dtype, torch's TF32 switch, the head_dim, the softcap and packed
+    sequences only."""
     for find, count in ((launch.instances, 33), (launch.wgmma_instances, 97)):
         assert len(find(BF16)) == count and len(find(torch.float32)) == 40 and find(torch.float64) == []
-        assert {k.name for dtype in (BF16, torch.float32) for k in find(dtype)} <= set(registry.CASES["attention"].op.kernels())
+        assert {k.name for dtype in (BF16, torch.float32) for k in find(dtype)} <= set(
+            registry.CASES["attention"].op.kernels()
+        )

@@ -1,4 +1,5 @@
-"""attention_varlen: sequences of different lengths against float64, one sequence at a time; wrong bounds; derivatives."""
+"""attention_varlen: sequences of different lengths against float64, one sequence at a time; wrong bounds;
+derivatives."""
 
 import itertools
 
@@ -44,7 +45,12 @@ def one_at_a_time(q, k, v, queries, keys, causal, softcap, window):
         x, y, z = (t.transpose(0, 1)[None] for t in (x, y, z))
         s = x @ repeated(y, x.shape[1]).mT * 0.17
         s = softcap * torch.tanh(s / softcap) if softcap else s
-        away = torch.arange(s.shape[-2], device=DEVICE)[:, None] + s.shape[-1] - s.shape[-2] - torch.arange(s.shape[-1], device=DEVICE)
+        away = (
+            torch.arange(s.shape[-2], device=DEVICE)[:, None]
+            + s.shape[-1]
+            - s.shape[-2]
+            - torch.arange(s.shape[-1], device=DEVICE)
+        )
         s = s.masked_fill(away < 0, -torch.inf) if causal else s
         s = s.masked_fill(away >= window, -torch.inf) if window else s
         empty = s.isneginf().all(-1, keepdim=True)
@@ -61,11 +67,13 @@ def results(function, inputs, dout, dlse):
     return out.detach(), lse.detach().masked_fill(~finite, 0), *grads
 
 
-@pytest.mark.parametrize("version", [None, pytest.param("v3", marks=kernels), pytest.param("v4", marks=kernels)])
+@pytest.mark.parametrize(
+    "version", [None, pytest.param("v3", marks=kernels), pytest.param("v4", marks=kernels)]
+)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_against_float64(case, version, request):
-    """The largest error is at most twice that of torch's operations in the same dtype, plus two roundings. version None: CPU tensors in
-    torch's operations, or the default of a GPU."""
+    """The largest error is at most twice that of torch's operations in the same dtype, plus two roundings.
+    version None: CPU tensors in torch's operations, or the default of a GPU."""
     if version:
         request.getfixturevalue("place")
     queries, keys, heads, kv_heads, d, dtype, causal, softcap, window = case
@@ -80,7 +88,9 @@ def test_against_float64(case, version, request):
     found = results(ours, inputs, dout, dlse)
     of = queries, keys, causal, softcap, window
     exact, peer = (
-        results(lambda *x: one_at_a_time(*x, *of), [x.detach().to(t).requires_grad_() for x in inputs], dout, dlse)
+        results(
+            lambda *x: one_at_a_time(*x, *of), [x.detach().to(t).requires_grad_() for x in inputs], dout, dlse
+        )
         for t in (torch.float64, dtype)
     )
     for name, x, truth, theirs in zip(("out", "lse", "dq", "dk", "dv"), found, exact, peer, strict=True):
@@ -110,20 +120,28 @@ def test_sequences_do_not_touch_one_another(version):
     every = run(0, 135, cu_seqlens)
     for first, end in ((0, 70), (90, 135)):
         alone = run(first, end, bounds_of([end - first]))
-        assert all(same_bits(x[first:end].contiguous(), y.contiguous()) and y.isfinite().all() for x, y in zip(every, alone, strict=True))
+        assert all(
+            same_bits(x[first:end].contiguous(), y.contiguous()) and y.isfinite().all()
+            for x, y in zip(every, alone, strict=True)
+        )
 
 
 @kernels
 @pytest.mark.usefixtures("place")
 @pytest.mark.parametrize("version", ["v3", "v4"])
-@pytest.mark.parametrize("bounds", [[7, 1000], [-5, 20, 20, 40], [0], pytest.param([50, 70, 30, -1], marks=gpu)], ids=str)
+@pytest.mark.parametrize(
+    "bounds", [[7, 1000], [-5, 20, 20, 40], [0], pytest.param([50, 70, 30, -1], marks=gpu)], ids=str
+)
 def test_bounds_that_a_gpu_does_not_check(bounds, version):
-    """Nothing is read or written out of bounds, which the simulator would report. Tokens behind the last sequence give 0. Bounds that
-    decrease give overlapping sequences, whose blocks write the same rows."""
+    """Nothing is read or written out of bounds, which the simulator would report. Tokens behind the last
+    sequence give 0. Bounds that decrease give overlapping sequences, whose blocks write the same rows."""
     q, k, v = (x.detach().transpose(0, 1)[None] for x in draw([60], [60], 1, 1, 64, BF16))
-    cu_seqlens, scalars = torch.tensor(bounds, dtype=torch.int32, device=DEVICE), (True, 0.3, 0.0, version == "v4")
+    cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=DEVICE)
+    scalars = (True, 0.3, 0.0, version == "v4")
     out, lse = torch.ops.cukern._attention_varlen(q, k, v, cu_seqlens, cu_seqlens, *scalars)
-    grads = torch.ops.cukern._attention_varlen_backward(q, k, v, cu_seqlens, cu_seqlens, out, q, lse, None, *scalars)
+    grads = torch.ops.cukern._attention_varlen_backward(
+        q, k, v, cu_seqlens, cu_seqlens, out, q, lse, None, *scalars
+    )
     if bounds == sorted(bounds):
         behind = bounds[-1]
         assert lse[:, :, behind:].isneginf().all()
@@ -149,7 +167,11 @@ def test_bounds_that_are_refused():
         cukern.attention_varlen(q[None], k[None], v[None], good)
     if DEVICE == "cpu":
         for wrong in ([1, 5], [0, 4], [0, 6], [0, 3, 2, 5]):
-            refused(ValueError, "cu_seqlens must begin at 0, not decrease, and end at the number of tokens, 5", torch.tensor(wrong))
+            refused(
+                ValueError,
+                "cu_seqlens must begin at 0, not decrease, and end at the number of tokens, 5",
+                torch.tensor(wrong),
+            )
 
 
 @kernels
@@ -161,14 +183,23 @@ def test_sink_layouts_and_no_tokens(version):
     cu_seqlens, sink = bounds_of(lengths), torch.tensor([0.5, 1.5], device=DEVICE)
     out, lse = cukern.attention_varlen(q, k, v, cu_seqlens, sink=sink, return_lse=True, version=version)
     for first, end in ((0, 12), (12, 19)):
-        alone = cukern.attention(*(x[first:end].transpose(0, 1) for x in (q, k, v)), sink=sink, return_lse=True, version=version)
+        alone = cukern.attention(
+            *(x[first:end].transpose(0, 1) for x in (q, k, v)), sink=sink, return_lse=True, version=version
+        )
         torch.testing.assert_close(out[first:end], alone[0].transpose(0, 1), rtol=2**-7, atol=2**-7)
         torch.testing.assert_close(lse[:, first:end], alone[1], rtol=1e-5, atol=1e-5)
     packed = torch.cat((q, k, v), 1)  # heads of one tensor, whose rows are not copied
-    assert same_bits(cukern.attention_varlen(packed[:, :2], packed[:, 2:3], packed[:, 3:], cu_seqlens, sink=sink, version=version), out)
+    assert same_bits(
+        cukern.attention_varlen(
+            packed[:, :2], packed[:, 2:3], packed[:, 3:], cu_seqlens, sink=sink, version=version
+        ),
+        out,
+    )
     none = cukern.attention_varlen(q[:0], k, v, bounds_of([0, 0]), cu_seqlens, version=version)
     assert none.shape == (0, 2, 8)
-    assert (cukern.attention_varlen(q, k[:0], v[:0], cu_seqlens, bounds_of([0, 0]), version=version) == 0).all()
+    assert (
+        cukern.attention_varlen(q, k[:0], v[:0], cu_seqlens, bounds_of([0, 0]), version=version) == 0
+    ).all()
 
 
 @kernels
@@ -191,4 +222,7 @@ def test_derivatives_and_the_raw_ops():
     inputs = *(x.detach().transpose(0, 1)[None] for x in (q, k, v)), cu_seqlens, cu_seqlens
     torch.library.opcheck(torch.ops.cukern._attention_varlen.default, (*inputs, True, 0.3, 0.0, True))
     out, lse = torch.ops.cukern._attention_varlen(*inputs, True, 0.3, 0.0, True)
-    torch.library.opcheck(torch.ops.cukern._attention_varlen_backward.default, (*inputs, out, out, lse, None, True, 0.3, 0.0, True))
+    torch.library.opcheck(
+        torch.ops.cukern._attention_varlen_backward.default,
+        (*inputs, out, out, lse, None, True, 0.3, 0.0, True),
+    )

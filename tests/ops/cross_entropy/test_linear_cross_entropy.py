@@ -1,4 +1,5 @@
-"""linear_cross_entropy beyond test_ops.py: every option against float64, chunks, what is wanted, memory, second derivatives, errors."""
+"""linear_cross_entropy beyond test_ops.py: every option against float64, chunks, what is wanted, memory,
+second derivatives, errors."""
 
 import itertools
 import math
@@ -16,7 +17,8 @@ EVERY = pytest.mark.parametrize("device, version", places("linear_cross_entropy"
 
 
 def drawn(rows, classes, columns, dtype=torch.float32, device=DEVICE):
-    x, weight = torch.randn(rows, columns, device=device), torch.randn(classes, columns, device=device) * columns**-0.5
+    x = torch.randn(rows, columns, device=device)
+    weight = torch.randn(classes, columns, device=device) * columns**-0.5
     targets = torch.randint(classes - 3, (rows,), device=device)
     return x.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(), targets
 
@@ -34,13 +36,18 @@ def test_every_option(device, version):
     x, weight, targets = drawn(11, 37, 5, device=device)
     targets[3] = targets[8] = 7
     names = "ignore_index", "reduction", "label_smoothing", "z_loss", "softcap", "vocab_size"
-    for i, values in enumerate(itertools.product((-100, 7), ("mean", "sum"), (0.0, 0.2), (0.0, 0.1), (None, 4.0), (None, 34))):
+    for i, values in enumerate(
+        itertools.product((-100, 7), ("mean", "sum"), (0.0, 0.2), (0.0, 0.1), (None, 4.0), (None, 34))
+    ):
         options = dict(zip(names, values, strict=True))
         of = x, weight, targets.int() if i % 2 else targets
         loss = cukern.linear_cross_entropy(*of, **options, chunk_rows=(4, 11, None)[i % 3], version=version)
-        found, correct = (loss.detach(), *torch.autograd.grad(loss, of[:2], torch.full_like(loss, 0.7))), exact(*of, 0.7, **options)
+        found = (loss.detach(), *torch.autograd.grad(loss, of[:2], torch.full_like(loss, 0.7)))
+        correct = exact(*of, 0.7, **options)
         for a, b in zip(found, correct, strict=True):
-            torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=2e-6, msg=lambda text, options=options: f"{options}: {text}")
+            torch.testing.assert_close(
+                a.double(), b, rtol=1e-5, atol=2e-6, msg=lambda text, options=options: f"{options}: {text}"
+            )
 
 
 @kernels
@@ -60,8 +67,8 @@ def test_16_bit_gradients_are_as_accurate_as_torch(dtype):
 @EVERY
 @pytest.mark.parametrize("reduction, rows", (("mean", 510), ("sum", 8)))
 def test_the_scale_of_the_gradients_is_float32(device, version, reduction, rows):
-    """65536, the scale of a GradScaler, is infinite in float16, and 1 / 510 is 1.0039 / 510 in bfloat16. The gradients are those of the
-    same logits, in float32 but for the rounding of the logits' gradient."""
+    """65536, the scale of a GradScaler, is infinite in float16, and 1 / 510 is 1.0039 / 510 in bfloat16. The
+    gradients are those of the same logits, in float32 but for the rounding of the logits' gradient."""
     for dtype, scale in ((torch.float16, 65536.0), (torch.bfloat16, 1.0)):
         x, weight, targets = drawn(rows, 24, 16, dtype, device)
         loss = cukern.linear_cross_entropy(x, weight, targets, reduction=reduction, version=version)
@@ -78,7 +85,8 @@ def test_the_scale_of_the_gradients_is_float32(device, version, reduction, rows)
 @kernels
 @pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16))
 def test_the_kernel_that_reads_logits_once(dtype):
-    """Every option, rows of any alignment, several per block, ignored and wrong targets: against float64, from the same logits."""
+    """Every option, rows of any alignment, several per block, ignored and wrong targets: against float64,
+    from the same logits."""
     for i, values in enumerate(itertools.product((0.0, 0.2), (0.0, 0.1), (0.0, 4.0), (0, 3))):
         smoothing, z_loss, softcap, padding = values
         columns = (67, 40, 9, 1100)[i % 4]
@@ -91,11 +99,15 @@ def test_the_kernel_that_reads_logits_once(dtype):
         (gradient,) = torch.autograd.grad(right.sum(), leaf)
         with simulated(logits, targets):
             losses = linear.LOSSES["v2"](logits, targets, torch.ones((), device=DEVICE), options)
-        assert losses.dtype == torch.float32 and losses[2].isnan() and logits[2, : options.vocab].isnan().all()
+        assert (
+            losses.dtype == torch.float32 and losses[2].isnan() and logits[2, : options.vocab].isnan().all()
+        )
         assert not logits[:, options.vocab :].any() and losses[1] == 0 and not logits[[1, 6]].any()
         keep = [0, 1, *range(3, 9)]
         torch.testing.assert_close(losses[keep].double(), right[keep].detach(), rtol=2e-6, atol=2e-6)
-        torch.testing.assert_close(logits[keep].double(), gradient[keep], rtol=torch.finfo(dtype).eps, atol=2e-6)
+        torch.testing.assert_close(
+            logits[keep].double(), gradient[keep], rtol=torch.finfo(dtype).eps, atol=2e-6
+        )
 
 
 @kernels
@@ -147,7 +159,9 @@ def test_ignored_empty_and_leading_dimensions(device, version):
     empty = cukern.linear_cross_entropy(x[:0], weight, none[:0], reduction="sum", version=version)
     assert empty.item() == 0 and not torch.autograd.grad(empty, weight)[0].any()
     whole = cukern.linear_cross_entropy(x, weight, targets, version=version)
-    assert torch.equal(whole, cukern.linear_cross_entropy(x.view(2, 3, 8), weight, targets.view(2, 3), version=version))
+    assert torch.equal(
+        whole, cukern.linear_cross_entropy(x.view(2, 3, 8), weight, targets.view(2, 3), version=version)
+    )
     by_columns = x.detach().t().contiguous().t(), torch.randn(8, 20, device=device).t()
     torch.testing.assert_close(
         cukern.linear_cross_entropy(*by_columns, targets, version=version),
@@ -170,7 +184,9 @@ def test_second_derivatives():
     targets = torch.tensor([0, 4, -100, 2])
     for options in ({}, {"label_smoothing": 0.1, "z_loss": 0.1, "softcap": 3.0, "reduction": "sum"}):
         function = lambda *leaves, options=options: cukern.linear_cross_entropy(*leaves, targets, **options)  # noqa: E731
-        assert torch.autograd.gradcheck(function, (x, weight)) and torch.autograd.gradgradcheck(function, (x, weight))
+        assert torch.autograd.gradcheck(function, (x, weight)) and torch.autograd.gradgradcheck(
+            function, (x, weight)
+        )
 
 
 @gpu
@@ -189,7 +205,11 @@ def test_memory():
 @pytest.mark.parametrize(
     ("change", "error", "says"),
     [
-        ({"x": torch.randn(4, 5)}, ValueError, r"x must be \(..., C\) and weight \(V, C\), got \(4, 5\) and \(7, 6\)"),
+        (
+            {"x": torch.randn(4, 5)},
+            ValueError,
+            r"x must be \(..., C\) and weight \(V, C\), got \(4, 5\) and \(7, 6\)",
+        ),
         ({"weight": torch.randn(6)}, ValueError, r"weight \(V, C\), got \(4, 6\) and \(6,\)"),
         ({"weight": torch.randn(7, 6).half()}, TypeError, "dtype"),
         ({"targets": torch.zeros(5, dtype=torch.long)}, ValueError, r"targets .*\(5,\)"),
@@ -203,6 +223,10 @@ def test_memory():
     ],
 )
 def test_refused(change, error, says):
-    arguments = {"x": torch.randn(4, 6), "weight": torch.randn(7, 6), "targets": torch.zeros(4, dtype=torch.long)} | change
+    arguments = {
+        "x": torch.randn(4, 6),
+        "weight": torch.randn(7, 6),
+        "targets": torch.zeros(4, dtype=torch.long),
+    } | change
     with pytest.raises(error, match=says):
         cukern.linear_cross_entropy(**arguments)

@@ -1,4 +1,5 @@
-"""linear_logprobs, and the options of linear_cross_entropy with a loss per token: against float64, chunks, derivatives, errors."""
+"""linear_logprobs, and the options of linear_cross_entropy with a loss per token: against float64, chunks,
+derivatives, errors."""
 
 import pytest
 import torch
@@ -6,11 +7,15 @@ from helpers import DEVICE, PLACE, kernels
 
 import cukern
 
-EVERY = pytest.mark.parametrize("device", (pytest.param("cpu", id="cpu"), pytest.param(DEVICE, marks=kernels, id=PLACE)))
+EVERY = pytest.mark.parametrize(
+    "device", (pytest.param("cpu", id="cpu"), pytest.param(DEVICE, marks=kernels, id=PLACE))
+)
 
 
 def drawn(dtype=torch.float32, device=DEVICE, bias=True):
-    x, weight, b = torch.randn(3, 5, 7, device=device), torch.randn(19, 7, device=device), torch.randn(19, device=device)
+    x = torch.randn(3, 5, 7, device=device)
+    weight = torch.randn(19, 7, device=device)
+    b = torch.randn(19, device=device)
     targets = torch.randint(17, (3, 5), device=device)
     targets[1, 2] = -100
     return [t.to(dtype).requires_grad_() for t in ((x, weight, b) if bias else (x, weight))], targets
@@ -38,7 +43,10 @@ def test_against_float64(device, entropy, bias):
     doubles, *right = exact(tensors, targets, 0.7)
     douts = [torch.randn(3, 5, device=device) for _ in outs]
     found = *outs, *torch.autograd.grad(outs, tensors, douts)
-    expected = *right[: len(outs)], *torch.autograd.grad(right[: len(outs)], doubles, [d.double() for d in douts])
+    expected = (
+        *right[: len(outs)],
+        *torch.autograd.grad(right[: len(outs)], doubles, [d.double() for d in douts]),
+    )
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=4e-6)
 
@@ -52,22 +60,32 @@ def test_16_bit(dtype, entropy):
     douts = torch.randn(2, 3, 5, device=DEVICE)
     outs = cukern.linear_logprobs(*tensors[:2], targets, entropy=True, bias=tensors[2], vocab_size=17)
     logs = torch.nn.functional.linear(*tensors)[..., :17].log_softmax(-1)
-    theirs = logs.gather(-1, targets.clamp(0)[..., None])[..., 0] * (targets != -100), -(logs.exp() * logs).sum(-1) * (targets != -100)
+    theirs = (
+        logs.gather(-1, targets.clamp(0)[..., None])[..., 0] * (targets != -100),
+        -(logs.exp() * logs).sum(-1) * (targets != -100),
+    )
     doubles, *right = exact(tensors, targets)
     take = slice(None) if entropy else slice(1)
     grads = [
-        torch.autograd.grad(list(of[take]), inputs, [d.to(o.dtype) for d, o in zip(douts[take], of[take], strict=True)])
+        torch.autograd.grad(
+            list(of[take]), inputs, [d.to(o.dtype) for d, o in zip(douts[take], of[take], strict=True)]
+        )
         for of, inputs in ((outs, tensors), (theirs, tensors), (right, doubles))
     ]
     assert [o.dtype for o in outs] == [torch.float32] * 2
     for o, r in zip(outs, right, strict=True):
         torch.testing.assert_close(o.double(), r, rtol=1e-5, atol=1e-5)
     for ours, other, truth in zip(*grads, strict=True):
-        assert (ours.double() - truth).norm() <= 2 * (other.double() - truth).norm() + torch.finfo(dtype).eps * truth.norm()
+        assert (ours.double() - truth).norm() <= 2 * (other.double() - truth).norm() + torch.finfo(
+            dtype
+        ).eps * truth.norm()
 
 
 def test_derivatives():
-    x, weight = torch.randn(5, 4, dtype=torch.float64, requires_grad=True), torch.randn(6, 4, dtype=torch.float64, requires_grad=True)
+    x, weight = (
+        torch.randn(5, 4, dtype=torch.float64, requires_grad=True),
+        torch.randn(6, 4, dtype=torch.float64, requires_grad=True),
+    )
     targets = torch.tensor([0, 1, -100, 3, 5])
 
     def function(x, weight):
@@ -126,19 +144,33 @@ def test_losses_with_weights_as_torch(device, reduction, softcap):
         ({"class_weights": classes, "token_weights": tokens}, both),
     ):
         loss = cukern.linear_cross_entropy(
-            *tensors[:2], targets, bias=tensors[2], reduction=reduction, softcap=softcap, chunk_rows=4, **options
+            *tensors[:2],
+            targets,
+            bias=tensors[2],
+            reduction=reduction,
+            softcap=softcap,
+            chunk_rows=4,
+            **options,
         )
         dloss, expected = torch.randn_like(loss), expected.view(loss.shape)
         found = loss, *torch.autograd.grad(loss, tensors, dloss)
-        for a, b in zip(found, (expected, *torch.autograd.grad(expected, doubles, dloss.double(), retain_graph=True)), strict=True):
+        for a, b in zip(
+            found,
+            (expected, *torch.autograd.grad(expected, doubles, dloss.double(), retain_graph=True)),
+            strict=True,
+        ):
             torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5)
 
 
 def test_weights_have_gradients():
     tensors, targets = drawn(torch.float64)
-    classes, tokens = (torch.rand(s, dtype=torch.float64, device=DEVICE).requires_grad_() for s in ((19,), (3, 5)))
+    classes, tokens = (
+        torch.rand(s, dtype=torch.float64, device=DEVICE).requires_grad_() for s in ((19,), (3, 5))
+    )
     of = *tensors[:2], targets
-    assert torch.autograd.gradcheck(lambda c, t: cukern.linear_cross_entropy(*of, class_weights=c, token_weights=t), (classes, tokens))
+    assert torch.autograd.gradcheck(
+        lambda c, t: cukern.linear_cross_entropy(*of, class_weights=c, token_weights=t), (classes, tokens)
+    )
 
 
 @pytest.mark.parametrize(
@@ -163,7 +195,10 @@ def test_refused(error, text, change):
 def test_refused_losses():
     (x, weight), targets = drawn(bias=False)
     for text, options in (
-        ("class_weights must be None with label_smoothing, which is 0.1", {"class_weights": weight[:, 0], "label_smoothing": 0.1}),
+        (
+            "class_weights must be None with label_smoothing, which is 0.1",
+            {"class_weights": weight[:, 0], "label_smoothing": 0.1},
+        ),
         ("one weight for each class", {"class_weights": weight[:4, 0]}),
         ("the shape of targets", {"token_weights": weight[:, 0]}),
     ):

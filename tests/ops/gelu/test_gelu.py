@@ -1,4 +1,5 @@
-"""gelu, swiglu and geglu: numbers over the whole range, biases, halves read in place, strides, extreme values and refusals.
+"""gelu, swiglu and geglu: numbers over the whole range, biases, halves read in place, strides, extreme values
+and refusals.
 
 The tests of the registry check the outputs and gradients of random numbers.
 """
@@ -38,24 +39,29 @@ def gradients(function, inputs, dout):
 @PLACES
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_every_part_of_the_range(name, device, version, dtype):
-    """Outputs and gradients between -12 and 12, relative to the largest of x and 1: at most twice torch's error, and two roundings.
+    """Outputs and gradients between -12 and 12, relative to the largest of x and 1: at most twice torch's
+    error, and two roundings.
 
     In float64 the truth is torch's own result, whose 1 - tanh^2 has the rounding of tanh times up to 20."""
     ours, theirs = FUNCTIONS[name]
     x = torch.linspace(-12, 12, 777 if device == "cpu" else 3000, dtype=torch.float64).to(dtype).to(device)
     exact = gradients(theirs, [x.double()], torch.ones_like(x).double())
-    found, peer = gradients(lambda t: ours(t, version), [x], torch.ones_like(x)), gradients(theirs, [x], torch.ones_like(x))
+    found = gradients(lambda t: ours(t, version), [x], torch.ones_like(x))
+    peer = gradients(theirs, [x], torch.ones_like(x))
     eps, scale = torch.finfo(dtype).eps, x.double().abs().clamp(min=1)
     for what, a, b, e in zip(("out", "dx"), found, peer, exact, strict=True):
         torchs = ((b.double() - e).abs() / scale).max()
-        assert ((a.double() - e).abs() / scale).max() <= 2 * torchs + (20 if dtype == torch.float64 else 2) * eps, what
+        assert ((a.double() - e).abs() / scale).max() <= 2 * torchs + (
+            20 if dtype == torch.float64 else 2
+        ) * eps, what
 
 
 @pytest.mark.parametrize("dtype", FLOATS[:2], ids=str)
 @pytest.mark.parametrize("name", FUNCTIONS)
 @kernels
 def test_small_results_are_relatively_accurate(name, dtype):
-    """16-bit kernels use approximate instructions. Where 1 + erf or 1 + tanh cancels, their results are closer than torch's in float32."""
+    """16-bit kernels use approximate instructions. Where 1 + erf or 1 + tanh cancels, their results are
+    closer than torch's in float32."""
     x = torch.linspace(-4, -1, 999).to(dtype).to(DEVICE)
     y, exact = FUNCTIONS[name][0](x, "v2").double(), FUNCTIONS[name][1](x.double())
     assert ((y - exact) / exact).abs().max() <= 1.01 * torch.finfo(dtype).eps
@@ -65,7 +71,8 @@ def test_small_results_are_relatively_accurate(name, dtype):
 @VERSIONS
 @kernels
 def test_extreme_values(version, dtype):
-    """What is finite is right. Gradients do not become NaN where x * x overflows, as torch's with tanh do. NaN stays NaN."""
+    """What is finite is right. Gradients do not become NaN where x * x overflows, as torch's with tanh do.
+    NaN stays NaN."""
     info = torch.finfo(dtype)
     special = [0.0, -0.0, info.max, -info.max, info.tiny, -info.tiny, 100.0, -100.0, inf, nan, -40.5, 40.5]
     x = torch.tensor(special * 4, dtype=dtype, device=DEVICE)
@@ -84,13 +91,24 @@ def test_extreme_values(version, dtype):
 @pytest.mark.parametrize("bias_dtype", ("x's", torch.float32), ids=str)
 @pytest.mark.parametrize("approximate", ("none", "tanh"))
 def test_bias(device, version, dtype, bias_dtype, approximate):
-    """Of x's dtype or float32; its gradient has its dtype. One and two thread blocks of rows, odd widths, and two tiles of columns."""
+    """Of x's dtype or float32; its gradient has its dtype. One and two thread blocks of rows, odd widths, and
+    two tiles of columns."""
     for shape in ((3, 5), (2, 20, 8), (70, 24), (70, 35), (1, 264), (40,), (), (0, 8), (4, 0)):
         x = torch.randn(shape, dtype=torch.float64).to(dtype).to(device)
-        bias = torch.randn(shape[-1:], dtype=torch.float64).to(dtype if bias_dtype == "x's" else bias_dtype).to(device)
+        bias = (
+            torch.randn(shape[-1:], dtype=torch.float64)
+            .to(dtype if bias_dtype == "x's" else bias_dtype)
+            .to(device)
+        )
         dout = torch.randn_like(x)
-        found = gradients(lambda x, b: cukern.gelu(x, b, approximate=approximate, version=version), (x, bias), dout)
-        exact = gradients(lambda x, b: functional.gelu(x + b, approximate=approximate), (x.double(), bias.double()), dout.double())
+        found = gradients(
+            lambda x, b: cukern.gelu(x, b, approximate=approximate, version=version), (x, bias), dout
+        )
+        exact = gradients(
+            lambda x, b: functional.gelu(x + b, approximate=approximate),
+            (x.double(), bias.double()),
+            dout.double(),
+        )
         assert [t.dtype for t in found] == [dtype, dtype, bias.dtype]
         eps = max(torch.finfo(t).eps for t in (dtype, bias.dtype))
         rows = max(1, math.prod(shape[:-1]))
@@ -134,10 +152,14 @@ def test_halves_are_read_in_place(version, monkeypatch):
 
 @kernels
 def test_which_kernel_runs(monkeypatch):
-    """Odd widths and row strides, and views that start within a vector, are not aligned. Rows shorter than a vector take v1's kernel."""
+    """Odd widths and row strides, and views that start within a vector, are not aligned. Rows shorter than a
+    vector take v1's kernel."""
     names = []
     launch = type(_FORWARD[torch.float32, torch.float32, 0, 1, True]).on
-    monkeypatch.setattr("cukern.runtime.launch.kernel.Kernel.on", lambda self, device: names.append(self.name) or launch(self, device))
+    monkeypatch.setattr(
+        "cukern.runtime.launch.kernel.Kernel.on",
+        lambda self, device: names.append(self.name) or launch(self, device),
+    )
     x = torch.randn(6, 24, dtype=torch.float32, device=DEVICE)
     bias = torch.randn(25, device=DEVICE)
     for call, expected in (
@@ -181,7 +203,9 @@ def test_shapes_and_strides(device, version):
 @kernels
 def test_gradients_in_torch_are_those_of_the_kernels(version):
     """create_graph computes the gradients in torch's operations."""
-    x, up, bias, dout = (torch.randn(s, dtype=torch.float64, device=DEVICE) for s in ((6, 8), (6, 8), (8,), (6, 8)))
+    x, up, bias, dout = (
+        torch.randn(s, dtype=torch.float64, device=DEVICE) for s in ((6, 8), (6, 8), (8,), (6, 8))
+    )
     for function, inputs in (
         (lambda x, b: cukern.gelu(x, b, version=version), (x, bias)),
         (lambda x, b: cukern.gelu(x, b, approximate="tanh", version=version), (x, bias)),
@@ -212,13 +236,20 @@ def test_more_than_2_to_31_elements(version, most_memory):
     rows, cols = 2**20 + 1, 2**11 + 8
     free, _ = torch.cuda.mem_get_info()
     if free < 9 * rows * cols:
-        pytest.skip(f"needs {9 * rows * cols / 2**30:.0f} GiB of free GPU memory, there are {free / 2**30:.0f}")
+        pytest.skip(
+            f"needs {9 * rows * cols / 2**30:.0f} GiB of free GPU memory, there are {free / 2**30:.0f}"
+        )
     x, bias = torch.randn(rows, cols, dtype=torch.float16, device="cuda"), torch.randn(cols, device="cuda")
     y = cukern.gelu(x, bias, version=version)
     dx, _, dbias = torch.ops.cukern._gelu_backward(x, None, bias, x, "none", True, version)
     for part in (slice(0, 5), slice(rows - 5, rows)):
         assert same_bits(y[part], cukern.gelu(x[part].clone(), bias, version=version))
-        assert same_bits(dx[part], torch.ops.cukern._gelu_backward(x[part].clone(), None, bias, x[part].clone(), "none", False, version)[0])
+        assert same_bits(
+            dx[part],
+            torch.ops.cukern._gelu_backward(
+                x[part].clone(), None, bias, x[part].clone(), "none", False, version
+            )[0],
+        )
     assert dbias.isfinite().all()
 
 
@@ -229,27 +260,38 @@ def test_refusals():
     x = torch.randn(2, 6)
     with pytest.raises(TypeError, match=r"bias must be torch\.float.*, got torch\.int64"):
         cukern.gelu(x.half(), x[0].long())
-    with pytest.raises(ValueError, match=r"bias has shape \(5,\), it must be \(6,\): one value for each column of x"):
+    with pytest.raises(
+        ValueError, match=r"bias has shape \(5,\), it must be \(6,\): one value for each column of x"
+    ):
         cukern.gelu(x, x[0, :5])
     with pytest.raises(ValueError, match=r"bias has shape \(6,\), it must be \(\): one value"):
         cukern.gelu(x[0, 0], x[0])
     with pytest.raises(ValueError, match=r"up has shape \(6,\), it must be \(2, 6\): the shape of gate"):
         cukern.geglu(x, x[0])
-    with pytest.raises(TypeError, match=r"up is torch\.float16, gate is torch\.float32: they must have one dtype"):
+    with pytest.raises(
+        TypeError, match=r"up is torch\.float16, gate is torch\.float32: they must have one dtype"
+    ):
         cukern.swiglu(x, x.half())
     with pytest.raises(ValueError, match=r"approximate must be one of none, tanh, got 'erf'"):
         cukern.gelu(x, approximate="erf")
     for function, inputs in ((cukern.gelu, (x,)), (cukern.swiglu, (x, x)), (cukern.geglu, (x, x))):
         with pytest.raises(ValueError, match=rf"{function.__name__} has no version 'v99'; it has v1, v2"):
             function(*inputs, version="v99")
-        with pytest.raises(ValueError, match=rf"version 'v2' of cukern\.{function.__name__} is a CUDA kernel, the tensor is on cpu"):
+        with pytest.raises(
+            ValueError,
+            match=rf"version 'v2' of cukern\.{function.__name__} is a CUDA kernel, the tensor is on cpu",
+        ):
             function(*inputs, version="v2")
 
 
 @PLACES
 def test_dense_strides_are_kept(device, version):
     image = torch.randn(2, 3, 5, 7, device=device).to(memory_format=torch.channels_last)
-    for x in (image, torch.randn(4, 6, device=device).t(), torch.randn(2, 3, 4, device=device).permute(1, 2, 0)):
+    for x in (
+        image,
+        torch.randn(4, 6, device=device).t(),
+        torch.randn(2, 3, 4, device=device).permute(1, 2, 0),
+    ):
         for ours, theirs in (
             (lambda x: cukern.gelu(x, version=version), functional.gelu),
             (lambda x: cukern.swiglu(x, x + 1, version=version), lambda x: functional.silu(x) * (x + 1)),

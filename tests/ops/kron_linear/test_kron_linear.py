@@ -1,4 +1,5 @@
-"""kron_linear beyond test_ops.py: torch.kron itself, layouts, samples, epilogue, higher derivatives, refusals, the layer."""
+"""kron_linear beyond test_ops.py: torch.kron itself, layouts, samples, epilogue, higher derivatives,
+refusals, the layer."""
 
 import itertools
 from functools import reduce
@@ -18,7 +19,8 @@ from cukern.ops.kron_linear.plan import cost_order, steps
 from cukern.ops.kron_linear.reference import PLAIN
 
 EVERYWHERE = pytest.mark.parametrize("device, version", places("kron_linear"))
-FORWARD_MODE = pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # torch's own, at its first dual tensor
+# torch's own, at its first dual tensor
+FORWARD_MODE = pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
 KERNELS = [kernels, pytest.mark.parametrize("version", ("v3", "v4"))]
 SHAPES = (((3, 2), (2, 5), (4, 1)), ((5, 7),), ((2, 3), (9, 4)))
 
@@ -28,10 +30,14 @@ def on_kernels(function):
 
 
 def draw(rows, sizes, device="cpu", dtype=torch.float64, samples=()):
-    """x of any leading dimensions, and factors; those in `samples` are one for each of x's first dimension."""
+    """x of any leading dimensions, and factors; those in `samples` are one for each of x's first
+    dimension."""
     rows = (rows,) if isinstance(rows, int) else rows
     x = torch.randn(*rows, prod(p for p, _ in sizes), dtype=dtype, device=device)
-    ws = [torch.randn(*(rows[:1] if i in samples else ()), p, q, dtype=dtype, device=device) for i, (p, q) in enumerate(sizes)]
+    ws = [
+        torch.randn(*(rows[:1] if i in samples else ()), p, q, dtype=dtype, device=device)
+        for i, (p, q) in enumerate(sizes)
+    ]
     return x, ws
 
 
@@ -49,7 +55,9 @@ def close(a, b):
             close(*pair)
         return
     eps = torch.finfo(b.dtype).eps
-    assert a.shape == b.shape and torch.allclose(a, b, rtol=100 * eps, atol=100 * eps * float(b.detach().abs().max() if b.numel() else 1))
+    assert a.shape == b.shape and torch.allclose(
+        a, b, rtol=100 * eps, atol=100 * eps * float(b.detach().abs().max() if b.numel() else 1)
+    )
 
 
 def close_with_gradients(y, exact, inputs, dy=None):
@@ -66,7 +74,9 @@ def error(y, exact) -> float:
 def launch(plan, x, ws, epilogue=PLAIN):
     """The result of one launch of v4."""
     with simulated(x, *ws, *epilogue[1:]):
-        return launch_group(prepare(plan, x.shape[0], x.dtype, x.get_device(), epilogue is not PLAIN), x, ws, epilogue)
+        return launch_group(
+            prepare(plan, x.shape[0], x.dtype, x.get_device(), epilogue is not PLAIN), x, ws, epilogue
+        )
 
 
 # ---- the maths
@@ -85,7 +95,10 @@ def test_it_is_the_product_with_torch_kron(device, version):
 def test_every_layout(device, version):
     x, ws = draw(4, ((3, 2), (2, 5), (4, 4)), device)
     columns = [w.t().contiguous().t() for w in ws]
-    apart = [torch.randn(2 * w.shape[0], 3 * w.shape[1], dtype=w.dtype, device=device)[1::2, ::3].copy_(w) for w in ws]
+    apart = [
+        torch.randn(2 * w.shape[0], 3 * w.shape[1], dtype=w.dtype, device=device)[1::2, ::3].copy_(w)
+        for w in ws
+    ]
     one_row = [w[:1].expand_as(w) for w in ws]
     for factors in (columns, apart, one_row, [ws[0], columns[1], apart[2]]):
         for rows in (x, x.t().contiguous().t(), x[:1].expand_as(x), torch.cat((x, x), 1)[:, 24:]):
@@ -104,7 +117,8 @@ def test_factors_of_each_sample(device, version):
 def test_scale_bias_and_residual_and_their_gradients(device, version):
     for rows in ((2, 3), (5,)):
         x, ws = draw(rows, ((3, 2), (2, 4)), device)
-        bias, residual = torch.randn(8, dtype=x.dtype, device=device), torch.randn(8, *rows, dtype=x.dtype, device=device).movedim(0, -1)
+        bias = torch.randn(8, dtype=x.dtype, device=device)
+        residual = torch.randn(8, *rows, dtype=x.dtype, device=device).movedim(0, -1)
         inputs = [t.requires_grad_() for t in (x, bias, residual, *ws)]
         y = cukern.kron_linear(x, ws, bias=bias, residual=residual, scale=0.3, version=version)
         exact = 0.3 * dense(x, ws) + bias + residual
@@ -119,7 +133,9 @@ def test_no_rows(device, version):
         x, ws = draw(rows, ((3, 2), (2, 4)), device, samples=samples)
         with forward_ad.dual_level():
             duals = [forward_ad.make_dual(t, torch.randn_like(t)) for t in (x, *ws)]
-            assert forward_ad.unpack_dual(cukern.kron_linear(duals[0], duals[1:], version=version)).tangent.shape == (*x.shape[:-1], 8)
+            assert forward_ad.unpack_dual(
+                cukern.kron_linear(duals[0], duals[1:], version=version)
+            ).tangent.shape == (*x.shape[:-1], 8)
         inputs = [t.requires_grad_() for t in (x, *ws)]
         y = cukern.kron_linear(x, ws, version=version)
         assert y.shape == (*x.shape[:-1], 8)
@@ -141,10 +157,14 @@ def test_only_wanted_gradients_and_only_x_and_the_factors_saved(device, version)
             continue
         inputs = [t.detach().requires_grad_(w) for t, w in zip((x, *ws), wanted, strict=True)]
         saved = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda t, saved=saved: saved.append(t.data_ptr()) or t, lambda t: t):
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t, saved=saved: saved.append(t.data_ptr()) or t, lambda t: t
+        ):
             y = cukern.kron_linear(inputs[0], inputs[1:], version=version)
         assert sorted(saved) == sorted(t.data_ptr() for t in inputs)
-        close_with_gradients(y.sum(), dense(inputs[0], inputs[1:]).sum(), list(itertools.compress(inputs, wanted)))
+        close_with_gradients(
+            y.sum(), dense(inputs[0], inputs[1:]).sum(), list(itertools.compress(inputs, wanted))
+        )
 
 
 def cubed(product):
@@ -153,7 +173,8 @@ def cubed(product):
 
 @on_kernels
 def test_second_derivatives_against_differences_of_first_ones(device, version):
-    """A Hessian of numbers: a peer's gradgradcheck passes where whole terms are lost, because their gradients no longer require grad."""
+    """A Hessian of numbers: a peer's gradgradcheck passes where whole terms are lost, because their gradients
+    no longer require grad."""
     x, ws = draw(2, ((3, 2), (2, 2)), device)
     function, inputs = cubed(lambda x, ws: cukern.kron_linear(x, ws, scale=0.5, version=version)), (x, *ws)
     leaves = [t.clone().requires_grad_() for t in inputs]
@@ -193,7 +214,10 @@ def test_third_derivatives(device, version):
         leaves = [t.clone().requires_grad_() for t in (x, *ws)]
         value = cubed(product)(*leaves)
         for ds in directions:
-            value = sum((g * d).sum() for g, d in zip(torch.autograd.grad(value, leaves, create_graph=True), ds, strict=True))
+            value = sum(
+                (g * d).sum()
+                for g, d in zip(torch.autograd.grad(value, leaves, create_graph=True), ds, strict=True)
+            )
         found.append(torch.autograd.grad(value, leaves))
     close(*found)
 
@@ -205,7 +229,10 @@ def test_tangents_of_gradients(device, version):
     tangents, found = [torch.randn_like(t) for t in (x, *ws)], []
     for product in (lambda x, ws: cukern.kron_linear(x, ws, version=version), dense):
         with forward_ad.dual_level():
-            leaves = [forward_ad.make_dual(t.clone().requires_grad_(), d) for t, d in zip((x, *ws), tangents, strict=True)]
+            leaves = [
+                forward_ad.make_dual(t.clone().requires_grad_(), d)
+                for t, d in zip((x, *ws), tangents, strict=True)
+            ]
             grads = torch.autograd.grad(cubed(product)(*leaves), leaves)
             found.append([forward_ad.unpack_dual(g).tangent for g in grads])
     close(*found)
@@ -216,9 +243,15 @@ def test_tangents_of_gradients(device, version):
 def test_tangent_of_every_input(device, version):
     x, ws = draw(3, ((3, 2), (2, 4)), device)
     inputs = (x, *ws)
-    for tangents in ([torch.randn_like(t) for t in inputs], [torch.randn_like(x), None, None], [None, None, torch.randn_like(ws[1])]):
+    for tangents in (
+        [torch.randn_like(t) for t in inputs],
+        [torch.randn_like(x), None, None],
+        [None, None, torch.randn_like(ws[1])],
+    ):
         with forward_ad.dual_level():
-            duals = [t if d is None else forward_ad.make_dual(t, d) for t, d in zip(inputs, tangents, strict=True)]
+            duals = [
+                t if d is None else forward_ad.make_dual(t, d) for t, d in zip(inputs, tangents, strict=True)
+            ]
             ours = forward_ad.unpack_dual(cukern.kron_linear(duals[0], duals[1:], version=version)).tangent
             exact = forward_ad.unpack_dual(dense(duals[0], duals[1:])).tangent
         close(ours, exact)
@@ -230,7 +263,10 @@ def test_under_vmap_and_complex_it_is_torch():
         close(torch.vmap(lambda one: cukern.kron_linear(one, ws))(x), dense(x, ws))
     z, vs = draw(3, ((3, 2), (2, 4)), dtype=torch.complex128)
     close(cukern.kron_linear(z, vs).abs(), dense(z, vs).abs())
-    with cukern.backend("sim"), pytest.raises(ValueError, match=r"version 'v3' of cukern\.kron_linear has no torch\.complex128"):
+    with (
+        cukern.backend("sim"),
+        pytest.raises(ValueError, match=r"version 'v3' of cukern\.kron_linear has no torch\.complex128"),
+    ):
         cukern.kron_linear(z, vs, version="v3")
 
 
@@ -247,7 +283,12 @@ def multiply_adds(sizes, order):
 
 
 def test_the_order_is_the_cheapest_of_all():
-    for sizes in (((128, 8), (8, 128)), ((2, 6), (6, 2), (3, 3)), ((4, 5), (5, 4), (7, 2), (2, 7)), ((3, 1), (1, 9), (2, 5))):
+    for sizes in (
+        ((128, 8), (8, 128)),
+        ((2, 6), (6, 2), (3, 3)),
+        ((4, 5), (5, 4), (7, 2), (2, 7)),
+        ((3, 1), (1, 9), (2, 5)),
+    ):
         costs = {order: multiply_adds(sizes, order) for order in itertools.permutations(range(len(sizes)))}
         done = sum(s.left * s.p * s.q * s.right for s in steps(sizes))
         assert costs[tuple(cost_order(sizes))] == done == min(costs.values())
@@ -259,11 +300,15 @@ def test_the_order_is_the_cheapest_of_all():
 
 
 def test_check_reproduces_the_numbers_of_the_seed():
-    """v1 and v2 as they were first written: factor 0 acts on the fastest index; layer after layer; a random linear loss."""
+    """v1 and v2 as they were first written: factor 0 acts on the fastest index; layer after layer; a random
+    linear loss."""
     rows, sizes = 3, (2, 3)
     torch.manual_seed(0)
     x = torch.randn(rows * prod(sizes), dtype=torch.float64).view(rows, -1).requires_grad_()
-    flats = [torch.randn(sum(f * f for f in sizes), dtype=torch.float64).split([f * f for f in sizes]) for _ in range(2)]
+    flats = [
+        torch.randn(sum(f * f for f in sizes), dtype=torch.float64).split([f * f for f in sizes])
+        for _ in range(2)
+    ]
     layers = [[w.view(f, f) * f**-0.5 for w, f in zip(flat, sizes, strict=True)] for flat in flats]
     loss, y = torch.randn(rows * prod(sizes), dtype=torch.float64), x
     for ws in layers:
@@ -271,7 +316,9 @@ def test_check_reproduces_the_numbers_of_the_seed():
         for w in ws:
             y = (y @ w).movedim(-1, 1)
     (y.flatten() @ loss).backward()
-    found = CliRunner().invoke(app, ["check", "kron_linear", "--dtype", "d", "--sim", *map(str, (rows, *sizes))])
+    found = CliRunner().invoke(
+        app, ["check", "kron_linear", "--dtype", "d", "--sim", *map(str, (rows, *sizes))]
+    )
     lines = [line.split() for line in found.stdout.splitlines() if line.strip()]
     for version in ("v1", "v2", "v3", "v4"):
         norms = {words[1]: words[2] for words in lines if words[0] == version and "right" in words}
@@ -285,7 +332,11 @@ def test_check_reproduces_the_numbers_of_the_seed():
 def test_layer():
     torch.manual_seed(1)
     layer = cukern.KronLinear((32, 16), (16, 32), dtype=torch.float64)
-    assert [tuple(p.shape) for p in layer.parameters()] == [(512,), (32, 16), (16, 32)] and not layer.bias.any()
+    assert [tuple(p.shape) for p in layer.parameters()] == [
+        (512,),
+        (32, 16),
+        (16, 32),
+    ] and not layer.bias.any()
     x = torch.randn(2, 3, 512, dtype=torch.float64)
     y = layer(x)
     close(y, dense(x, list(layer.factors)) + layer.bias)
@@ -319,20 +370,55 @@ def t(*shape, dtype=torch.float32, device="cpu"):
 
 
 REFUSED = [
-    ((t(2, 7), [t(2, 2), t(3, 3)]), {}, ValueError, r"the last dimension of x, 7, must equal the product of the factors' rows, 2 x 3 = 6"),
+    (
+        (t(2, 7), [t(2, 2), t(3, 3)]),
+        {},
+        ValueError,
+        r"the last dimension of x, 7, must equal the product of the factors' rows, 2 x 3 = 6",
+    ),
     ((t(2, 6), []), {}, ValueError, "factors is empty: the layer needs at least one matrix"),
-    ((t(2, 6), t(6, 6)), {}, TypeError, r"factors must be a list or a tuple of matrices, got a tensor of shape \(6, 6\)"),
+    (
+        (t(2, 6), t(6, 6)),
+        {},
+        TypeError,
+        r"factors must be a list or a tuple of matrices, got a tensor of shape \(6, 6\)",
+    ),
     ((t(), [t(1, 1)]), {}, ValueError, "x must have at least one dimension"),
-    ((t(2, 6), [t(6)]), {}, ValueError, r"factors\[0\] must be \(p, q\), or \(samples, p, q\), with p and q at least 1, got \(6,\)"),
+    (
+        (t(2, 6), [t(6)]),
+        {},
+        ValueError,
+        r"factors\[0\] must be \(p, q\), or \(samples, p, q\), with p and q at least 1, got \(6,\)",
+    ),
     ((t(2, 0), [t(0, 3)]), {}, ValueError, r"with p and q at least 1, got \(0, 3\)"),
-    ((t(2, 6), [t(3, 6, 6)]), {}, ValueError, r"factors\[0\] has 3 samples, one for each of x's first dimension, but x has shape \(2, 6\)"),
-    ((t(2, 6), [t(6, 6, dtype=torch.float64)]), {}, TypeError, r"factors\[0\] is torch.float64, x is torch.float32"),
+    (
+        (t(2, 6), [t(3, 6, 6)]),
+        {},
+        ValueError,
+        r"factors\[0\] has 3 samples, one for each of x's first dimension, but x has shape \(2, 6\)",
+    ),
+    (
+        (t(2, 6), [t(6, 6, dtype=torch.float64)]),
+        {},
+        TypeError,
+        r"factors\[0\] is torch.float64, x is torch.float32",
+    ),
     ((t(2, 6), [t(6, 6, device="meta")]), {}, ValueError, r"factors\[0\] is on meta, x is on cpu"),
     ((t(2, 6, dtype=torch.int64), [t(6, 6)]), {}, TypeError, "x must be torch.float16, .*, got torch.int64"),
     (([1.0], [t(1, 1)]), {}, TypeError, "x must be a torch.Tensor or an array with __dlpack__, got list"),
     ((t(2, 6), [t(6, 3)]), {"bias": t(6)}, ValueError, r"bias has shape \(6,\), it must be \(3,\)"),
-    ((t(2, 6), [t(6, 3)]), {"residual": t(2, 6)}, ValueError, r"residual has shape \(2, 6\), it must be \(2, 3\)"),
-    ((t(2, 6), [t(6, 3)]), {"version": "v9"}, ValueError, "cukern.kron_linear has no version 'v9'; it has v1, v2, v3, v4"),
+    (
+        (t(2, 6), [t(6, 3)]),
+        {"residual": t(2, 6)},
+        ValueError,
+        r"residual has shape \(2, 6\), it must be \(2, 3\)",
+    ),
+    (
+        (t(2, 6), [t(6, 3)]),
+        {"version": "v9"},
+        ValueError,
+        "cukern.kron_linear has no version 'v9'; it has v1, v2, v3, v4",
+    ),
 ]
 
 
@@ -344,9 +430,13 @@ def test_refusals(args, keywords, error, says):
 
 @pytest.mark.skipif(PLACE == "cuda", reason="looks at the CPU alone")
 def test_kernels_need_a_gpu_or_the_simulator():
-    with pytest.raises(ValueError, match=r"version 'v3' of cukern\.kron_linear is a CUDA kernel, the tensor is on cpu"):
+    with pytest.raises(
+        ValueError, match=r"version 'v3' of cukern\.kron_linear is a CUDA kernel, the tensor is on cpu"
+    ):
         cukern.kron_linear(t(2, 6), [t(6, 3)], version="v3")
-    assert cukern.kron_linear(t(2, 6), [t(6, 3)], version="v2").shape == (2, 3), "torch's own operations run anywhere"
+    assert cukern.kron_linear(t(2, 6), [t(6, 3)], version="v2").shape == (2, 3), (
+        "torch's own operations run anywhere"
+    )
 
 
 @on_kernels

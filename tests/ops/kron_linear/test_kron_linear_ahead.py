@@ -12,12 +12,40 @@ from cukern.ops.kron_linear import backward as kron_backward
 from cukern.runtime.device import KNOWN
 from cukern.runtime.launch import backend, driver
 
-# Layers whose plans are, between them, of all kernels; of few rows, so that launches follow each other quickly, and of many.
+# Layers whose plans are, between them, of all kernels; of few rows, so that launches follow each other
+# quickly, and of many.
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 LAYERS = [
-    *[(F32, rows, sizes) for rows, sizes in ((32, (128,) * 2), (3, (128,) * 2), (150, (16,) * 4), (200, (8,) * 5), (200, (4,) * 7))],
-    *[(F32, rows, sizes) for rows, sizes in ((70, (32,) * 3), (4096, (32,) * 2), (16, (2,) * 16), (16, (64,) * 3), (300, (64,) * 2))],
-    *[(BF16, rows, sizes) for rows, sizes in ((32, (128,) * 2), (1000, (64,) * 2), (2, (64,) * 3), (16, (64,) * 3), (300, (32,) * 3))],
+    *[
+        (F32, rows, sizes)
+        for rows, sizes in (
+            (32, (128,) * 2),
+            (3, (128,) * 2),
+            (150, (16,) * 4),
+            (200, (8,) * 5),
+            (200, (4,) * 7),
+        )
+    ],
+    *[
+        (F32, rows, sizes)
+        for rows, sizes in (
+            (70, (32,) * 3),
+            (4096, (32,) * 2),
+            (16, (2,) * 16),
+            (16, (64,) * 3),
+            (300, (64,) * 2),
+        )
+    ],
+    *[
+        (BF16, rows, sizes)
+        for rows, sizes in (
+            (32, (128,) * 2),
+            (1000, (64,) * 2),
+            (2, (64,) * 3),
+            (16, (64,) * 3),
+            (300, (32,) * 3),
+        )
+    ],
     *[(BF16, rows, sizes) for rows, sizes in ((4096, (32,) * 2), (9, (16,) * 4), (7, (24, 6, 10)))],
     *[(F16, 300, (64,) * 2), (torch.float64, 50, (12, 20))],
 ]
@@ -38,7 +66,8 @@ def test_blocks_are_spread_evenly_over_sms(monkeypatch, total):
 
 
 def chain(x, layers, pause):
-    """Through the layers, and back; each layer's gradients are factors once more, straight after the launch that wrote them."""
+    """Through the layers, and back; each layer's gradients are factors once more, straight after the launch
+    that wrote them."""
     inputs, found = [x], []
     for ws in layers:
         inputs.append(cukern.kron_linear(inputs[-1], ws, version="v4"))
@@ -54,7 +83,9 @@ def chain(x, layers, pause):
 
 
 @gpu
-@pytest.mark.parametrize("dtype, rows, sizes", LAYERS, ids=lambda v: str(v).removeprefix("torch.").replace(", ", "x"))
+@pytest.mark.parametrize(
+    "dtype, rows, sizes", LAYERS, ids=lambda v: str(v).removeprefix("torch.").replace(", ", "x")
+)
 def test_overlapping_launches_give_the_bits_of_separate_ones(dtype, rows, sizes):
     x = torch.empty(rows, prod(sizes), dtype=dtype, device="cuda")
     layers = [[torch.randn(n, n, device="cuda").div(n**0.5).to(dtype) for n in sizes] for _ in range(4)]

@@ -1,4 +1,5 @@
-"""kron_linear v4's fused backward: its plans cover every factor and fit a block, and in every tiling the numbers hold."""
+"""kron_linear v4's fused backward: its plans cover every factor and fit a block, and in every tiling the
+numbers hold."""
 
 import gc
 import itertools
@@ -26,7 +27,11 @@ def test_plans_cover_every_step_and_fit_a_block(itemsize, tensor, limit):
         assert [s for launch in plan for s in launch.steps] == list(steps(sizes))
         for launch in plan:
             if not launch.threads:
-                whole = launch.kernel == "cublas" and itemsize == 4 and max(max(size) for size in sizes) > cublas.LARGE
+                whole = (
+                    launch.kernel == "cublas"
+                    and itemsize == 4
+                    and max(max(size) for size in sizes) > cublas.LARGE
+                )
                 assert len(launch.steps) == 1 or (whole and len(launch.steps) == len(sizes) == 2)
                 continue
             assert itemsize <= 4, "there is no double on these tensor cores"
@@ -37,11 +42,14 @@ def test_plans_cover_every_step_and_fit_a_block(itemsize, tensor, limit):
 
 
 def variants(sizes, first, count, rows, dtype) -> list[Launch]:
-    """Launches of `count` steps from `first` on, one of each kind: what a kernel does differently for them."""
+    """Launches of `count` steps from `first` on, one of each kind: what a kernel does differently for
+    them."""
     kinds: dict[object, Launch] = {}
     assert planner.end_of_run(steps(sizes), first) >= first + count
     for pieces in tile_backward._pieces(steps(sizes)[first : first + count], dtype == torch.float32):
-        for launch in tile_backward._tilings(pieces, rows, problem(dtype.itemsize, 2, 226 << 10, dtype.itemsize == 2)):
+        for launch in tile_backward._tilings(
+            pieces, rows, problem(dtype.itemsize, 2, 226 << 10, dtype.itemsize == 2)
+        ):
             stages = launch.plan[5]
             kinds.setdefault((len(pieces[0]), launch.threads, stages, launch.L > 1, launch.R % 16), launch)
     return list(kinds.values())
@@ -57,7 +65,8 @@ def gradients(inputs, h, inside) -> list[torch.Tensor]:
 CASES = [
     (((16, 24), (24, 8)), 0, 2, 5, torch.float32),  # rows that do not fill the last tile; half of 16 rows
     (((16, 24), (24, 8)), 0, 2, 5, torch.bfloat16),
-    (((8, 8), (16, 16), (8, 8)), 1, 2, 3, torch.float32),  # with an array to the right, which tiles hold whole or not
+    # with an array to the right, which tiles hold whole or not
+    (((8, 8), (16, 16), (8, 8)), 1, 2, 3, torch.float32),
     (((8, 8), (16, 16), (24, 24)), 1, 2, 3, torch.float16),
     (((2, 4), (4, 4), (4, 4), (4, 2)), 0, 4, 7, torch.float32),  # merged, not square
     (((2, 4), (4, 4), (4, 4), (4, 2)), 0, 4, 7, torch.bfloat16),
@@ -85,10 +94,15 @@ def check(found, device, sizes, first, count, rows, dtype, bound=0.0):
     now = [q if i in before else p for i, (p, q) in enumerate(sizes)]
     _, ws = draw(0, [(q, p) if p == 8 or p < q else (p, q) for p, q in sizes], device, dtype)
     ws = [w.mT if p == 8 or p < q else w for w, (p, q) in zip(ws, sizes, strict=True)]
-    every = [w if i in inside else torch.eye(n, dtype=dtype, device=device) for i, (w, n) in enumerate(zip(ws, now, strict=True))]
+    every = [
+        w if i in inside else torch.eye(n, dtype=dtype, device=device)
+        for i, (w, n) in enumerate(zip(ws, now, strict=True))
+    ]
     z = torch.randn(rows, prod(now), dtype=dtype, device=device)
     h = torch.randn(rows, prod(w.shape[1] for w in every), dtype=dtype, device=device)
-    exact, torchs = [gradients([t.to(kind) for t in (z, *every)], h.to(kind), inside) for kind in (torch.float64, dtype)]
+    exact, torchs = [
+        gradients([t.to(kind) for t in (z, *every)], h.to(kind), inside) for kind in (torch.float64, dtype)
+    ]
     assert found
     for launch in found:
         results = []
@@ -112,32 +126,43 @@ def test_a_fused_launch_returns_only_wanted_gradients(device):
         every = kron_backward.backward(x, g, ws, [True] * 3, 0.5)
         for wanted in ((True, True, False), (False, False, True), (False, True, True)):
             found = kron_backward.backward(x, g, ws, wanted, 0.5)
-            assert all(a is None if not w else same_bits(a, b) for w, a, b in zip(wanted, found, every, strict=True)), wanted
+            assert all(
+                a is None if not w else same_bits(a, b) for w, a, b in zip(wanted, found, every, strict=True)
+            ), wanted
 
 
 @kernels
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float16))
 def test_layers_of_several_launches(device, dtype):
-    """What went into each launch is multiplied anew; some factors have no place in a fused launch, and some are views."""
+    """What went into each launch is multiplied anew; some factors have no place in a fused launch, and some
+    are views."""
     for sizes in (((8, 8),) * 4, ((3, 5), (8, 16), (24, 8), (16, 16)), ((16, 16), (8, 24), (7, 7))):
         x, ws = draw(3, sizes, device, dtype)
-        ws = [torch.randn(2 * p, 3 * q, dtype=dtype, device=device)[1::2, ::3].mul_(p**-0.5) for p, q in sizes]
+        ws = [
+            torch.randn(2 * p, 3 * q, dtype=dtype, device=device)[1::2, ::3].mul_(p**-0.5) for p, q in sizes
+        ]
         assert any(launch.threads for launch in kron_backward.plan_of(x, x, ws))
         check_layer(x, ws)
 
 
 def check_layer(x, ws):
-    leaves, wide = [t.detach().requires_grad_() for t in (x, *ws)], [t.double().requires_grad_() for t in (x, *ws)]
-    y, exact = (cukern.kron_linear(z, vs, scale=0.5, version=v) for (z, *vs), v in ((leaves, "v4"), (wide, "v2")))
+    leaves = [t.detach().requires_grad_() for t in (x, *ws)]
+    wide = [t.double().requires_grad_() for t in (x, *ws)]
+    y, exact = (
+        cukern.kron_linear(z, vs, scale=0.5, version=v) for (z, *vs), v in ((leaves, "v4"), (wide, "v2"))
+    )
     dy = torch.randn_like(y)
-    for a, right in zip(torch.autograd.grad(y, leaves, dy), torch.autograd.grad(exact, wide, dy.double()), strict=True):
+    for a, right in zip(
+        torch.autograd.grad(y, leaves, dy), torch.autograd.grad(exact, wide, dy.double()), strict=True
+    ):
         assert error(a, right) < 8 * torch.finfo(x.dtype).eps
 
 
 @kernels
 @pytest.mark.parametrize("dtype", (pytest.param(torch.float32, marks=pytest.mark.gpu), torch.bfloat16))
 def test_intermediate_between_two_launches_is_saved(device, dtype):
-    """The same gradients as of what is multiplied anew, and again; where no factor has one nothing is kept."""
+    """The same gradients as of what is multiplied anew, and again; where no factor has one nothing is
+    kept."""
     x, ws = draw(1, ((64, 64),) * 3, device, dtype)
     bias, residual = torch.randn(2, 64**3, device=device).to(dtype)
     at = kron_backward.boundary(x, ws, True)
@@ -151,7 +176,9 @@ def test_intermediate_between_two_launches_is_saved(device, dtype):
     first, again = (torch.autograd.grad(y, leaves, g, retain_graph=True) for _ in range(2))
     with torch.no_grad(), simulated(*leaves, g):
         anew = kron_backward.backward(x, g, ws, [True] * 4, 0.5)
-    exact, torchs = (gradients([t.to(kind) for t in leaves], g.to(kind), (0, 1, 2)) for kind in (torch.float64, dtype))
+    exact, torchs = (
+        gradients([t.to(kind) for t in leaves], g.to(kind), (0, 1, 2)) for kind in (torch.float64, dtype)
+    )
     for a, b, c, right, other in zip(first, again, anew, exact, torchs, strict=True):
         assert same_bits(a, b)
         assert max(error(a, right), error(c, right)) <= 2 * error(other, right) + torch.finfo(dtype).eps
@@ -163,7 +190,9 @@ def test_forward_uses_two_launches_if_the_backward_does():
     sizes, target = ((8, 8),) * 5, problem(2, tensor=True, wgmma=True)
     assert len(planner.forward(sizes, 1024, target)) == 1
     plan = planner.backward(sizes, 1024, target)
-    assert [launch.steps for launch in planner.keeping(sizes, 1024, target)] == [launch.steps for launch in plan]
+    assert [launch.steps for launch in planner.keeping(sizes, 1024, target)] == [
+        launch.steps for launch in plan
+    ]
     assert len(plan) == 2 and len(plan[0].steps) == 3
 
 
@@ -171,7 +200,9 @@ def test_forward_uses_two_launches_if_the_backward_does():
 @pytest.mark.parametrize("itemsize, tensor", ((2, True), (4, True), (4, False), (8, False)))
 def test_launches_of_one_gradient_fit_a_block(itemsize, tensor, limit):
     target = problem(itemsize, 132, limit, tensor)
-    for p, q, C in itertools.product((3, 8, 86, 148, 256), (12, 100, 136), (1, 2, 16, 37, 86, 100, 128, 148, 172, 257, 1000)):
+    for p, q, C in itertools.product(
+        (3, 8, 86, 148, 256), (12, 100, 136), (1, 2, 16, 37, 86, 100, 128, 148, 172, 257, 1000)
+    ):
         plan = gradient(64, p, q, C, target)
         if not plan:
             assert not tensor or p < 8 or C % 4
@@ -183,8 +214,11 @@ def test_launches_of_one_gradient_fit_a_block(itemsize, tensor, limit):
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 def test_gradients_in_several_tiles(device, dtype):
     """By our kernel, and by torch's products of parts of the rows: the same sums."""
-    z, h = torch.randn(5, 136, 24, dtype=dtype, device=device), torch.randn(5, 150, 24, dtype=dtype, device=device)
-    exact, torchs = (0.5 * torch.einsum("akc,ajc->kj", z.to(kind), h.to(kind)) for kind in (torch.float64, dtype))
+    z = torch.randn(5, 136, 24, dtype=dtype, device=device)
+    h = torch.randn(5, 150, 24, dtype=dtype, device=device)
+    exact, torchs = (
+        0.5 * torch.einsum("akc,ajc->kj", z.to(kind), h.to(kind)) for kind in (torch.float64, dtype)
+    )
     allowed = 2 * error(torchs, exact) + torch.finfo(dtype).eps
     with simulated(z, h):
         ours = kron_backward.contraction(z[None], h[None], 0.5)
@@ -211,7 +245,9 @@ def test_torch_computes_gradients_where_it_is_faster(itemsize, tensor):
     ):
         assert (gradient_of(A, p, p, C, target).kernel == "cublas") == (torchs or not tensor)
         with restricted(without=["cublas"]):
-            assert (gradient_of(A, p, p, C, target).kernel == "cublas") == (gradient(A, p, p, C, target) is None)
+            assert (gradient_of(A, p, p, C, target).kernel == "cublas") == (
+                gradient(A, p, p, C, target) is None
+            )
 
 
 @kernels
@@ -233,30 +269,43 @@ def test_one_factor_is_too_large_for_a_fused_launch(device, dtype):
 
 @kernels
 def test_infinities_and_large_numbers(device):
-    """They go where ordinary products take them: numbers split in two make no NaN of an infinity, and no infinity of a large number."""
+    """They go where ordinary products take them: numbers split in two make no NaN of an infinity, and no
+    infinity of a large number."""
     for value, sizes in itertools.product(
-        (float("inf"), float("-inf"), float("nan"), 3.4e38, 1e-39), (((8, 8), (16, 16)), ((6, 6), (13, 13)), ((64, 64),) * 2)
+        (float("inf"), float("-inf"), float("nan"), 3.4e38, 1e-39),
+        (((8, 8), (16, 16)), ((6, 6), (13, 13)), ((64, 64),) * 2),
     ):
         x, ws = draw(4, sizes, device, torch.float32)
         x[1, 37] = value
-        leaves, others = [t.detach().requires_grad_() for t in (x, *ws)], [t.detach().requires_grad_() for t in (x, *ws)]
+        leaves = [t.detach().requires_grad_() for t in (x, *ws)]
+        others = [t.detach().requires_grad_() for t in (x, *ws)]
         y, plain = (cukern.kron_linear(t[0], t[1:], version=v) for t, v in ((leaves, "v4"), (others, "v2")))
         dy = torch.randn_like(y) / 64
-        for a, b in zip(torch.autograd.grad(y, leaves, dy), torch.autograd.grad(plain, others, dy), strict=True):
+        for a, b in zip(
+            torch.autograd.grad(y, leaves, dy), torch.autograd.grad(plain, others, dy), strict=True
+        ):
             assert torch.equal(a.isnan(), b.isnan()) and torch.equal(a.isinf(), b.isinf()), value
-            assert torch.allclose(a, b, rtol=1e-4, atol=1e-4 * float(b[b.isfinite()].abs().max()), equal_nan=True), value
+            assert torch.allclose(
+                a, b, rtol=1e-4, atol=1e-4 * float(b[b.isfinite()].abs().max()), equal_nan=True
+            ), value
 
 
 @kernels
 @pytest.mark.parametrize("sizes", (((160, 160), (136, 136)), ((136, 144), (150, 140)), ((200, 200),)))
 def test_large_float32_factors_by_products_of_all_rows(device, sizes):
-    """What the forward keeps has another layout than x. It is read as such, even if plans change before the backward."""
+    """What the forward keeps has another layout than x. It is read as such, even if plans change before the
+    backward."""
     x, ws = draw(3, sizes, device, torch.float32)
     ws = [torch.randn(2 * p, 3 * q, device=device)[1::2, ::3].mul_(p**-0.5) for p, q in sizes]
     y = prod(q for _, q in sizes)
-    bias, residual, g = torch.randn(y, device=device), torch.randn(3, y, device=device), torch.randn(3, y, device=device)
-    leaves, wide = [t.requires_grad_() for t in (x, *ws)], [t.detach().double().requires_grad_() for t in (x, *ws)]
-    exact_y = cukern.kron_linear(wide[0], wide[1:], bias=bias.double(), residual=residual.double(), scale=0.5, version="v1")
+    bias = torch.randn(y, device=device)
+    residual = torch.randn(3, y, device=device)
+    g = torch.randn(3, y, device=device)
+    leaves = [t.requires_grad_() for t in (x, *ws)]
+    wide = [t.detach().double().requires_grad_() for t in (x, *ws)]
+    exact_y = cukern.kron_linear(
+        wide[0], wide[1:], bias=bias.double(), residual=residual.double(), scale=0.5, version="v1"
+    )
     exact = torch.autograd.grad(exact_y, wide, g.double())
     for changes in (False, True):
         with restricted(kernel="cublas"):
@@ -278,17 +327,22 @@ def test_large_float32_factors_by_products_of_all_rows(device, sizes):
 @kernels
 @pytest.mark.parametrize("sizes", (((160, 160), (136, 136)), ((136, 144), (150, 140))))
 def test_large_16_bit_factors_whose_columns_do_not_fill_tiles(device, sizes):
-    """The forward is one launch, on the transpose of x. Larger columns of the last factor, or another order, are two launches."""
+    """The forward is one launch, on the transpose of x. Larger columns of the last factor, or another order,
+    are two launches."""
     for pairs, launches in ((sizes, 1), ((sizes[0], (192, 192)), 2), ((sizes[0], (144, 260)), 2)):
         with restricted(kernel="cublas"):
             assert len(planner.forward(pairs, 64, problem(2, 132, 226 << 10, True))) == launches
     x = torch.randn(3, prod(p for p, _ in sizes), dtype=torch.bfloat16, device=device)
     ws = [torch.randn(2 * p, 3 * q, device=device).bfloat16()[1::2, ::3].mul_(p**-0.5) for p, q in sizes]
-    bias, residual = (torch.randn(*n, prod(q for _, q in sizes), dtype=x.dtype, device=device) for n in ((), (3,)))
+    bias, residual = (
+        torch.randn(*n, prod(q for _, q in sizes), dtype=x.dtype, device=device) for n in ((), (3,))
+    )
     with restricted(kernel="cublas"):
         y = cukern.kron_linear(x, ws, bias=bias, residual=residual, scale=0.5)
     wide = [w.double() for w in ws]
-    exact = cukern.kron_linear(x.double(), wide, bias=bias.double(), residual=residual.double(), scale=0.5, version="v1")
+    exact = cukern.kron_linear(
+        x.double(), wide, bias=bias.double(), residual=residual.double(), scale=0.5, version="v1"
+    )
     assert y.is_contiguous() and error(y, exact) < 2.0**-7
 
 
@@ -296,35 +350,53 @@ def test_large_16_bit_factors_whose_columns_do_not_fill_tiles(device, sizes):
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 @pytest.mark.parametrize("sizes", (((136, 144), (16, 16)), ((130, 133), (16, 8)), ((133, 150), (8, 8))))
 def test_a_small_right_factor_next_to_a_large_one(device, dtype, sizes):
-    """The transposing kernel, a product of all rows, and the transposing kernel. A third factor of 1 x 1 is not in its way."""
+    """The transposing kernel, a product of all rows, and the transposing kernel. A third factor of 1 x 1 is
+    not in its way."""
     run = steps(sizes)
-    assert [g.kernel for g in cublas.small_right(run, 1024, problem(dtype.itemsize, 132, 226 << 10, True))] == ["cublas"]
+    assert [
+        g.kernel for g in cublas.small_right(run, 1024, problem(dtype.itemsize, 132, 226 << 10, True))
+    ] == ["cublas"]
     x = torch.randn(3, prod(p for p, _ in sizes), dtype=dtype, device=device)
     ws = [torch.randn(2 * p, 3 * q, device=device).to(dtype)[1::2, ::3].mul_(p**-0.5) for p, q in sizes]
-    bias, residual = (torch.randn(*n, prod(q for _, q in sizes), dtype=dtype, device=device) for n in ((), (3,)))
+    bias, residual = (
+        torch.randn(*n, prod(q for _, q in sizes), dtype=dtype, device=device) for n in ((), (3,))
+    )
     for scale, added in ((0.5, (None, None)), (2.0, (bias, residual))):
         with simulated(x, *ws, bias, residual):
             y = cublas.layer_forward(x, ws, (scale, *added))[0]
         wide = [None if t is None else t.double() for t in added]
-        exact = cukern.kron_linear(x.double(), [w.double() for w in ws], bias=wide[0], residual=wide[1], scale=scale, version="v1")
+        exact = cukern.kron_linear(
+            x.double(), [w.double() for w in ws], bias=wide[0], residual=wide[1], scale=scale, version="v1"
+        )
         assert y.is_contiguous() and error(y, exact) < (1e-6 if dtype == torch.float32 else 2.0**-6)
         with restricted(kernel="cublas"):
             y = cukern.kron_linear(x, [*ws, x.new_ones(1, 1)], bias=added[0], residual=added[1], scale=scale)
         assert error(y, exact) < (1e-6 if dtype == torch.float32 else 2.0**-6)
 
 
-MEMORY = (((64, 64),) * 3, 16), (((128, 128),) * 2, 1024), (((8, 8),) * 5, 256), (((96, 64), (64, 80)), 8192), (((160, 160),) * 2, 256)
+MEMORY = (
+    (((64, 64),) * 3, 16),
+    (((128, 128),) * 2, 1024),
+    (((8, 8),) * 5, 256),
+    (((96, 64), (64, 80)), 8192),
+    (((160, 160),) * 2, 256),
+)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "sizes, rows, dtype",
-    (*((*case, t) for case in MEMORY for t in (torch.float32, torch.bfloat16)), (((128,) * 2,) * 2, 32, torch.float32)),
+    (
+        *((*case, t) for case in MEMORY for t in (torch.float32, torch.bfloat16)),
+        (((128,) * 2,) * 2, 32, torch.float32),
+    ),
 )
 def test_memory_beside_the_gradients(sizes, rows, dtype):
-    """Forward and backward have no more at any time than x and y are, besides the results. Of fewer rows partial sums may be more."""
+    """Forward and backward have no more at any time than x and y are, besides the results. Of fewer rows
+    partial sums may be more."""
     x, ws = draw(rows, sizes, "cuda", dtype)
-    leaves, g = [t.requires_grad_() for t in (x, *ws)], torch.randn(rows, prod(q for _, q in sizes), device="cuda").to(dtype)
+    leaves = [t.requires_grad_() for t in (x, *ws)]
+    g = torch.randn(rows, prod(q for _, q in sizes), device="cuda").to(dtype)
     for turn in range(5):  # loads the kernels; is recorded twice; is replayed
         gc.collect()  # tensors of other tests must not be freed meanwhile
         torch.cuda.synchronize()

@@ -32,7 +32,13 @@ def plans(sizes, rows, dtype, device):
     target = problem(dtype.itemsize, 132, SHARED, True, 16, True)._replace(bfloat=dtype is BF16)
     right, left = steps(sizes, (1, 0))
     chain = next(chain_wgmma.forward((right, left), rows, target))
-    return [chain, *[chain_wgmma.launch_of(right, left, rows, *kind, target) for kind in ((1, 3), (chain.threads // 128, 1))]]
+    return [
+        chain,
+        *[
+            chain_wgmma.launch_of(right, left, rows, *kind, target)
+            for kind in ((1, 3), (chain.threads // 128, 1))
+        ],
+    ]
 
 
 CASES = [  # sizes, rows, dtype
@@ -41,7 +47,8 @@ CASES = [  # sizes, rows, dtype
     (((240, 240), (16, 16)), 3, BF16),  # one group of columns of z
     (((32, 80), (64, 64)), 3, BF16),  # where x has more rows than y
     (((48, 64), (32, 96)), 5, BF16),
-    (((16, 48), (80, 32)), 13, BF16),  # x of two panels, the second one not full; more matrices for each warpgroup than it has room for
+    # x of two panels, the second one not full; more matrices for each warpgroup than it has room for
+    (((16, 48), (80, 32)), 13, BF16),
     (((48, 64), (64, 48)), 11, F16),
     (((16, 112), (112, 80)), 3, F16),
     (((16, 48), (64, 16)), 5, BF16),  # rows of y that do not fill a warp's tiles; neighbours of 8 bytes
@@ -77,13 +84,16 @@ def test_every_kind_of_plan_gives_the_same(device, sizes, rows, dtype):
     ),
 )
 def test_factors_of_any_size(device, sizes, dtype):
-    """Rows and columns of x that are not there count for nothing, whatever lay in memory, and those of y are not stored."""
+    """Rows and columns of x that are not there count for nothing, whatever lay in memory, and those of y are
+    not stored."""
     if not hopper(device):
         pytest.skip("needs warpgroups")
     x, ws = draw(7, sizes, device, dtype)
     x[2, 5], x[3, 6], x[4, -1] = float("inf"), float("-inf"), float("nan")
     exact = dense(x.double(), [w.double() for w in ws])
-    (plan,) = planner.forward(sizes, 7, problem(2, 132, SHARED, True, 16, True)._replace(bfloat=dtype is BF16))
+    (plan,) = planner.forward(
+        sizes, 7, problem(2, 132, SHARED, True, 16, True)._replace(bfloat=dtype is BF16)
+    )
     assert plan.kernel == "chain_wgmma"
     for turned in (False, True):
         y = launch(plan, x, [w.t().contiguous().t() if turned else w for w in ws])
@@ -111,8 +121,12 @@ ADDED = (((64, 64), (32, 32)), BF16), (((32, 48), (32, 16)), F16)
 def test_epilogue_and_factors_of_any_strides(device, sizes, dtype):
     rows, features = 3, prod(q for _, q in sizes)
     x, ws = draw(rows, sizes, device, dtype)
-    apart = [torch.randn(2 * p, 3 * q, dtype=dtype, device=device)[1::2, ::3].copy_(w) for (p, q), w in zip(sizes, ws, strict=True)]
-    bias, residual = torch.randn(features, dtype=dtype, device=device), torch.randn(rows, features, dtype=dtype, device=device)
+    apart = [
+        torch.randn(2 * p, 3 * q, dtype=dtype, device=device)[1::2, ::3].copy_(w)
+        for (p, q), w in zip(sizes, ws, strict=True)
+    ]
+    bias = torch.randn(features, dtype=dtype, device=device)
+    residual = torch.randn(rows, features, dtype=dtype, device=device)
     exact = 0.5 * dense(x.double(), [w.double() for w in ws])
     plan = plans(sizes, rows, dtype, device)[0]
     for added in ((bias, None), (None, residual), (bias, residual)):
@@ -150,7 +164,9 @@ def test_infinities_keep_their_sign(device, sizes, dtype):
         for plan in plans(sizes, 4, dtype, device)[::2]:
             y = launch(plan, x, factors)[rows]
             assert torch.equal(y.isnan(), expected.isnan()), plan
-            assert torch.equal(y[y.isinf()].float(), expected[y.isinf()].float()) and torch.equal(y.isinf(), expected.isinf()), plan
+            assert torch.equal(y[y.isinf()].float(), expected[y.isinf()].float()) and torch.equal(
+                y.isinf(), expected.isinf()
+            ), plan
 
 
 def test_when_these_launches_are_chosen():
@@ -159,8 +175,16 @@ def test_when_these_launches_are_chosen():
     def kernels_of(sizes, **other):
         return [launch.kernel for launch in planner.forward(sizes, 1024, target._replace(**other))]
 
-    odd = ((128, 128), (86, 86)), ((148, 148), (128, 128)), ((100, 100), (100, 100)), ((66, 66), (130, 130)), ((240, 240), (16, 16))
-    for sizes, bfloat in product((((32, 32),) * 2, ((64, 64),) * 2, ((112, 112), (128, 128)), ((128, 128),) * 2, *odd), (True, False)):
+    odd = (
+        ((128, 128), (86, 86)),
+        ((148, 148), (128, 128)),
+        ((100, 100), (100, 100)),
+        ((66, 66), (130, 130)),
+        ((240, 240), (16, 16)),
+    )
+    for sizes, bfloat in product(
+        (((32, 32),) * 2, ((64, 64),) * 2, ((112, 112), (128, 128)), ((128, 128),) * 2, *odd), (True, False)
+    ):
         assert kernels_of(sizes, bfloat=bfloat) == ["chain_wgmma"], sizes
     assert kernels_of(((64, 64),) * 3)[0] == "chain_wgmma", "of two of three factors"
     for size in (8, 64), (176, 64), (85, 64), (64, 256):
@@ -181,8 +205,11 @@ def test_two_of_three_factors(device, sizes):
     p0 = sizes[0][0]
     exact = dense(x.double().view(3 * p0, -1), [w.double() for w in ws[1:]]).view(3, -1)
     assert error(launch(plan, x, ws), exact) < LIMIT[BF16]
-    bias, residual = torch.randn(exact.shape[1], device=device).to(BF16), torch.randn(exact.shape, device=device).to(BF16)
-    assert error(launch(plan, x, ws, (0.5, bias, residual)), 0.5 * exact + bias + residual) < LIMIT[BF16], "a bias of all matrices of a row"
+    bias = torch.randn(exact.shape[1], device=device).to(BF16)
+    residual = torch.randn(exact.shape, device=device).to(BF16)
+    assert error(launch(plan, x, ws, (0.5, bias, residual)), 0.5 * exact + bias + residual) < LIMIT[BF16], (
+        "a bias of all matrices of a row"
+    )
 
 
 @kernels
@@ -190,7 +217,11 @@ def test_the_public_function_uses_these_launches(device, monkeypatch):
     if not hopper(device):
         pytest.skip("needs warpgroups")
     taken = []
-    monkeypatch.setattr(kron_forward, "launch_group", lambda made, *args: taken.append(made.group.kernel) or launch_group(made, *args))
+    monkeypatch.setattr(
+        kron_forward,
+        "launch_group",
+        lambda made, *args: taken.append(made.group.kernel) or launch_group(made, *args),
+    )
     for sizes in (((64, 64),) * 2, ((32, 32), (64, 64))):
         x, ws = draw(2 * device_of(-1 if device == "cpu" else 0).sms + 3, sizes, device, BF16)
         residual = torch.randn(x.shape[0], prod(q for _, q in sizes), dtype=BF16, device=device)

@@ -16,14 +16,21 @@ def test_when_the_backward_kernel_is_chosen():
         return planner.backward(sizes, rows, problem(**{"itemsize": 4, "wgmma": True} | other))[-1].kernel
 
     assert kernel() == kernel(rows=1) == kernel(itemsize=2, tensor=True) == "few_rows"
-    others = {"sizes": ((128, 128), (128, 64))}, {"rows": 128}, {"itemsize": 8}, {"wgmma": False}, {"shared": 163 << 10}
+    others = (
+        {"sizes": ((128, 128), (128, 64))},
+        {"rows": 128},
+        {"itemsize": 8},
+        {"wgmma": False},
+        {"shared": 163 << 10},
+    )
     assert all(kernel(**other) != "few_rows" for other in others)
 
 
 @kernels
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float16))
 def test_gradients_of_few_rows(device, dtype):
-    rows = 9 if dtype == torch.float32 else 5  # two launches, or one; a last sum that some threads have no part in
+    # two launches, or one; a last sum that some threads have no part in
+    rows = 9 if dtype == torch.float32 else 5
     x, g = (torch.randn(rows, 1 << 14, device=device).to(dtype) for _ in range(2))
     ws = [(torch.randn(128, 128, device=device) / 11).to(dtype) for _ in range(2)]
     ws[0] = ws[0].mT.contiguous().mT
@@ -51,7 +58,11 @@ def test_infinities_and_nan_go_where_torch_lets_them(device):
         found = kron_backward.backward(x, g, ws, [True] * 3, 1.0)
         y = kron_forward.forward(x, ws, (1.0, None, None))
     X, G = x.view(128, 128), g.view(128, 128)
-    for a, b in zip((*found, y), (left @ G @ right.mT, X @ right @ G.mT, X.mT @ (left @ G), left.mT @ (X @ right)), strict=True):
+    for a, b in zip(
+        (*found, y),
+        (left @ G @ right.mT, X @ right @ G.mT, X.mT @ (left @ G), left.mT @ (X @ right)),
+        strict=True,
+    ):
         assert a is not None and a.isnan().any()
         for at in (torch.isnan, torch.isposinf, torch.isneginf):
             assert torch.equal(at(a.view(128, 128)), at(b))

@@ -23,7 +23,9 @@ CASES = [  # sizes, first step, count, rows
 
 
 @kernels
-@pytest.mark.parametrize("sizes, first, count, rows, tf32", [(*case, i % 2 == 1) for i, case in enumerate(CASES)])
+@pytest.mark.parametrize(
+    "sizes, first, count, rows, tf32", [(*case, i % 2 == 1) for i, case in enumerate(CASES)]
+)
 def test_backward(device, sizes, first, count, rows, tf32):
     run = steps(sizes)[first : first + count]
     found = list(wgmma.backward(run, rows, TARGET._replace(tensor=tf32)))
@@ -32,7 +34,8 @@ def test_backward(device, sizes, first, count, rows, tf32):
 
 @kernels
 @pytest.mark.parametrize("views, tf32", ((False, False), (True, True)))
-@pytest.mark.parametrize("sizes, first, count, rows", [*CASES, (((128, 128),), 0, 1, 70)])  # rows that do not fill the last tile
+# rows that do not fill the last tile
+@pytest.mark.parametrize("sizes, first, count, rows", [*CASES, (((128, 128),), 0, 1, 70)])
 def test_forward(device, sizes, first, count, rows, views, tf32):
     run = steps(sizes)[first : first + count]
     (group,) = wgmma.forward(run, rows, TARGET._replace(tensor=tf32))
@@ -40,14 +43,19 @@ def test_forward(device, sizes, first, count, rows, views, tf32):
     x = torch.randn(rows, left, *[s.p for s in reversed(run)], right, device=device)
     residual = torch.randn(rows, left, *[s.q for s in reversed(run)], right, device=device)
     bias = torch.randn(residual[0].numel(), device=device)
-    ws = [torch.randn(2 * p, 3 * q, device=device)[1::2, ::3] if views else torch.randn(p, q, device=device) for p, q in sizes]
+    ws = [
+        torch.randn(2 * p, 3 * q, device=device)[1::2, ::3] if views else torch.randn(p, q, device=device)
+        for p, q in sizes
+    ]
     results = []
     for dtype in (torch.float64, torch.float32):
         y = x.to(dtype)
         for dim, s in zip(range(len(run) + 1, 1, -1), run, strict=True):
             y = torch.tensordot(y, ws[s.factor].to(dtype), ([dim], [0])).movedim(-1, dim)
         results.append(y * 0.5 + bias.to(dtype).view(residual.shape[1:]) + residual.to(dtype))
-    found = [launch(group, x.view(rows, -1), ws, (0.5, bias, residual)) for _ in range(1 if device == "cpu" else 2)]
+    found = [
+        launch(group, x.view(rows, -1), ws, (0.5, bias, residual)) for _ in range(1 if device == "cpu" else 2)
+    ]
     assert same_bits(found[0], found[-1])
     exact, plain = results
     assert error(found[0].view_as(exact), exact) <= 2 * error(plain, exact) + (TF32 if tf32 else 0.0)

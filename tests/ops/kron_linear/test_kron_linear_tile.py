@@ -1,4 +1,5 @@
-"""kron_linear v4: its plans cover every factor and fit a block, and whatever tiling a plan may choose, the numbers are the same."""
+"""kron_linear v4: its plans cover every factor and fit a block, and whatever tiling a plan may choose, the
+numbers are the same."""
 
 import itertools
 from math import prod
@@ -41,10 +42,13 @@ def test_plans_cover_every_step_and_fit_a_block(itemsize, tensor, limit):
         assert [s for g in plan for s in g.steps] == list(steps(sizes))
         for group in plan:
             if not group.threads:
-                assert len(group.steps) == 1 or (itemsize == 4 and len(sizes) == 2), "torch's matmul takes one factor, or a layer of two"
+                assert len(group.steps) == 1 or (itemsize == 4 and len(sizes) == 2), (
+                    "torch's matmul takes one factor, or a layer of two"
+                )
                 continue
             assert len(group.steps) <= MOST and all(
-                a.factor == b.factor + 1 and a.left == b.left * b.p for a, b in itertools.pairwise(group.steps)
+                a.factor == b.factor + 1 and a.left == b.left * b.p
+                for a, b in itertools.pairwise(group.steps)
             )
             assert group.shared <= limit and 32 <= group.threads <= 1024 and group.blocks >= 1
             if group.kernel != "tile":
@@ -53,10 +57,13 @@ def test_plans_cover_every_step_and_fit_a_block(itemsize, tensor, limit):
             C, numbers = group.steps[0].right, group.L * group.R * prod(s.p for s in group.steps)
             assert C % group.R == 0 and (group.L == 1 or group.R == C) and 0 <= group.plan[7] <= numbers
             for n, part in enumerate(group.parts):
-                p, q = prod(s.p for s in part.factors), prod(s.q for s in part.factors) // (1 if n else group.slices)
+                p = prod(s.p for s in part.factors)
+                q = prod(s.q for s in part.factors) // (1 if n else group.slices)
                 assert q <= part.padded < q + part.wide and part.padded % part.wide == 0
                 fibers = part.fibers * part.lanes
-                assert -(-numbers // p // fibers) * (part.padded // part.wide) * 32 <= group.threads, "each warp has one piece of work"
+                assert -(-numbers // p // fibers) * (part.padded // part.wide) * 32 <= group.threads, (
+                    "each warp has one piece of work"
+                )
                 numbers = numbers // p * q
     last = planner.forward(((2000, 2000), (4, 4)), 8, problem(itemsize, 132, limit, tensor))[-1]
     assert last.steps[0].p == 2000 and not last.threads, "a factor that no block can hold is torch's"
@@ -66,7 +73,9 @@ def test_plans_cover_every_step_and_fit_a_block(itemsize, tensor, limit):
 def test_a_warps_columns_are_a_power_of_two_where_a_layout_moves_units(itemsize, kind):
     run, target = steps(((128, 128),) * 2), problem(itemsize, 132, 226 << 10, kind in TENSOR)
     parts = [part for group in kron_tile.tilings(run, 32, target, kind) for part in group.parts]
-    assert parts and all(part.columns & (part.columns - 1) == 0 for part in parts), "else the places of two warps' sums are the same"
+    assert parts and all(part.columns & (part.columns - 1) == 0 for part in parts), (
+        "else the places of two warps' sums are the same"
+    )
 
 
 def test_sums_of_few_numbers_are_not_split():
@@ -97,7 +106,9 @@ def tilings(sizes, first, count, rows, target, kind) -> list[Launch]:
         numbers, ahead = g.L * g.R * prod(s.p for s in run), g.plan[7]
         merged = max(len(part.factors) for part in g.parts) > 1
         groups = any(part.padded > part.wide for part in g.parts)
-        kinds.setdefault((g.slices > 1, run[0].right == g.R, g.L > 1, (ahead > 0) + (ahead < numbers), merged, groups), g)
+        kinds.setdefault(
+            (g.slices > 1, run[0].right == g.R, g.L > 1, (ahead > 0) + (ahead < numbers), merged, groups), g
+        )
     return list(kinds.values())
 
 
@@ -108,13 +119,17 @@ def largest_error(y, exact) -> float:
 TENSORS = *((torch.float32, kind) for kind in (*TENSOR, *SPLIT)), (torch.bfloat16, TENSOR[0])
 CASES = [  # sizes, first step, count, rows, dtype, kind
     (((3, 5), (16, 24)), 0, 2, 5, torch.float32, FMA),  # slices; rows that do not fill the last tile
-    (((2, 2), (5, 4), (21, 40)), 0, 2, 3, torch.float32, FMA),  # an array [..][21], which no power of two divides
-    (((8, 8), (8, 8), (2, 2)), 0, 3, 9, torch.float32, FMA),  # merged; steps that need no barrier of the block
+    # an array [..][21], which no power of two divides
+    (((2, 2), (5, 4), (21, 40)), 0, 2, 3, torch.float32, FMA),
+    # merged; steps that need no barrier of the block
+    (((8, 8), (8, 8), (2, 2)), 0, 3, 9, torch.float32, FMA),
     *((((8, 8), (8, 8), (2, 2)), 0, 3, 9, dtype, kind) for dtype, kind in TENSORS),
-    *((((12, 12), (36, 20)), 0, 2, 3, dtype, kind) for dtype, kind in TENSORS),  # matrices with zeros beyond their rows
+    # matrices with zeros beyond their rows
+    *((((12, 12), (36, 20)), 0, 2, 3, dtype, kind) for dtype, kind in TENSORS),
     *((((12, 20), (24, 24)), 1, 1, 3, dtype, kind) for dtype, kind in TENSORS[:-1]),
     *((((16, 16), (32, 32)), 0, 2, 3, dtype, kind) for dtype, kind in TENSORS[-1:]),
-    *((((16, 16), (32, 32)), 1, 1, 3, dtype, kind) for dtype, kind in TENSORS),  # a tile of some of the numbers to the right
+    # a tile of some of the numbers to the right
+    *((((16, 16), (32, 32)), 1, 1, 3, dtype, kind) for dtype, kind in TENSORS),
     (((3, 3), (33, 17), (5, 5)), 1, 1, 2, torch.float16, FMA),  # one factor in the middle
 ]
 
@@ -126,21 +141,32 @@ def test_every_tiling_gives_the_same(device, sizes, first, count, rows, dtype, k
     before = {s.factor for s in order[:first]}
     now = [q if i in before else p for i, (p, q) in enumerate(sizes)]
     x = torch.randn(rows, prod(now), dtype=dtype, device=device)
-    ws = [torch.randn(q, p, dtype=dtype, device=device).mT if p == 16 else torch.randn(p, q, dtype=dtype, device=device) for p, q in sizes]
+    ws = [
+        torch.randn(q, p, dtype=dtype, device=device).mT
+        if p == 16
+        else torch.randn(p, q, dtype=dtype, device=device)
+        for p, q in sizes
+    ]
     inside = {s.factor for s in order[first : first + count]}
-    wide = [w.double() if i in inside else torch.eye(n, device=device).double() for i, (w, n) in enumerate(zip(ws, now, strict=True))]
+    wide = [
+        w.double() if i in inside else torch.eye(n, device=device).double()
+        for i, (w, n) in enumerate(zip(ws, now, strict=True))
+    ]
     exact = dense(x.double(), wide)
     found = tilings(sizes, first, count, rows, problem(dtype.itemsize, 132, 226 << 10), kind)
     assert found
     for y in [launch(group, x, ws) for group in found]:
-        assert largest_error(y, exact) < (2.0**-10 if kind in TENSOR and dtype == torch.float32 else 4 * torch.finfo(dtype).eps)
+        assert largest_error(y, exact) < (
+            2.0**-10 if kind in TENSOR and dtype == torch.float32 else 4 * torch.finfo(dtype).eps
+        )
 
 
 @kernels
 @pytest.mark.parametrize("sizes", (((16, 16), (32, 32)), ((12, 12), (20, 20))))
 @pytest.mark.parametrize("special", (None, float("inf"), float("nan")))
 def test_split_numbers_that_are_not_finite_or_at_the_ends_of_the_range(device, special, sizes):
-    """As on the FMA units: no difference of infinities, and nothing that TF32 would round to infinity. Below 2^-112 bits are lost."""
+    """As on the FMA units: no difference of infinities, and nothing that TF32 would round to infinity. Below
+    2^-112 bits are lost."""
     largest = torch.finfo(torch.float32).max
     x, ws = draw(7, sizes, device, torch.float32)
     for row, value in enumerate((largest, -largest, float("inf"), float("-inf"), float("nan"))):
@@ -150,7 +176,10 @@ def test_split_numbers_that_are_not_finite_or_at_the_ends_of_the_range(device, s
     if special is not None:
         ws[1][3, 5] = special
     for count in (1, 2):
-        run = [next(kron_tile.tilings(steps(sizes)[:count], 7, problem(4, 132, 226 << 10), kind)) for kind in (FMA, *SPLIT)]
+        run = [
+            next(kron_tile.tilings(steps(sizes)[:count], 7, problem(4, 132, 226 << 10), kind))
+            for kind in (FMA, *SPLIT)
+        ]
         fma, *split = (launch(group, x, ws) for group in run)
         for y in split:
             for a, b in zip(fma, y, strict=True):
@@ -165,10 +194,13 @@ def test_parts_of_the_rows_and_several_launches(device, dtype, monkeypatch):
     monkeypatch.setattr(planner, "BETWEEN", 2 * 81 * dtype.itemsize)
     forget_plans()
     x, ws = draw(5, ((3, 3),) * 4, device, dtype)
-    bias, residual = torch.randn(81, dtype=dtype, device=device), torch.randn(5, 81, dtype=dtype, device=device)
+    bias = torch.randn(81, dtype=dtype, device=device)
+    residual = torch.randn(5, 81, dtype=dtype, device=device)
     y = cukern.kron_linear(x, ws, bias=bias, residual=residual, scale=0.5, version="v4")
     exact = 0.5 * dense(x.double(), [w.double() for w in ws]) + bias + residual
-    assert torch.allclose(y.double(), exact, rtol=0, atol=float(20 * torch.finfo(dtype).eps * exact.abs().max()))
+    assert torch.allclose(
+        y.double(), exact, rtol=0, atol=float(20 * torch.finfo(dtype).eps * exact.abs().max())
+    )
     forget_plans()
 
 
@@ -176,7 +208,8 @@ def test_parts_of_the_rows_and_several_launches(device, dtype, monkeypatch):
 @pytest.mark.parametrize("dtype", (torch.float64, torch.bfloat16))
 @pytest.mark.parametrize("sizes", (((17, 19), (2, 3)), ((2, 3), (19, 17), (4, 4)), ((2, 2), (19, 17))))
 def test_factors_too_large_for_shared_memory_use_torch_matmul(device, dtype, sizes, monkeypatch):
-    """The left one, the middle one, the right one; with all that is added, if it is the last; of any strides."""
+    """The left one, the middle one, the right one; with all that is added, if it is the last; of any
+    strides."""
     facts = device_of(backend.SIMULATED if device == "cpu" else 0)._replace(shared_bytes=800 + 1024)
     monkeypatch.setattr(kron_forward, "device_of", lambda _: facts)
     forget_plans()
@@ -184,9 +217,14 @@ def test_factors_too_large_for_shared_memory_use_torch_matmul(device, dtype, siz
     ws = [torch.stack((w, w), -1)[..., 0] for w in ws]
     y = prod(q for _, q in sizes)
     bias, residual = torch.randn(y, device=device).to(dtype), torch.randn(3, y, device=device).to(dtype)
-    launches = kron_forward.plan_of_layer(sizes, 3, dtype, x.get_device(), dtype == torch.bfloat16, 16, True)[1]
+    launches = kron_forward.plan_of_layer(sizes, 3, dtype, x.get_device(), dtype == torch.bfloat16, 16, True)[
+        1
+    ]
     assert max(sizes) in [sizes[made.indices[0]] for made in launches if made.launch is None]
-    ours, theirs = (cukern.kron_linear(x, ws, bias=bias, scale=0.5, residual=residual, version=v).double() for v in ("v4", "v2"))
+    ours, theirs = (
+        cukern.kron_linear(x, ws, bias=bias, scale=0.5, residual=residual, version=v).double()
+        for v in ("v4", "v2")
+    )
     exact = 0.5 * dense(x.double(), [w.double() for w in ws]) + bias + residual
     assert (ours - exact).norm() <= 2 * (theirs - exact).norm() + torch.finfo(dtype).eps * exact.norm()
     forget_plans()
@@ -194,8 +232,11 @@ def test_factors_too_large_for_shared_memory_use_torch_matmul(device, dtype, siz
 
 @kernels
 def test_scale_prevents_overflow(device):
-    x, w = torch.full((2, 304), 20.0, device=device).half(), torch.full((304, 304), 20.0, device=device).half()
-    assert not planner.forward((w.shape,), 2, problem(2, device_of(x.get_device()).sms, 226 << 10, True))[0].threads
+    x = torch.full((2, 304), 20.0, device=device).half()
+    w = torch.full((304, 304), 20.0, device=device).half()
+    assert not planner.forward((w.shape,), 2, problem(2, device_of(x.get_device()).sms, 226 << 10, True))[
+        0
+    ].threads
     assert (cukern.kron_linear(x, [w], scale=0.01, version="v4") == 1216).all()
 
 
@@ -215,7 +256,8 @@ def test_large_factors_use_torch_matmul():
 @kernels
 def test_torchs_tf32_switch_is_respected(device):
     forget_plans()
-    x, ws = draw(128, ((128, 128),), device, torch.float32)  # where TF32 pays on two multiprocessors, and on 132
+    # where TF32 pays on two multiprocessors, and on 132
+    x, ws = draw(128, ((128, 128),), device, torch.float32)
     exact, errors = dense(x.double(), [w.double() for w in ws]), []
     before = torch.get_float32_matmul_precision()
     for precision in ("highest", "high"):
@@ -228,15 +270,35 @@ def test_torchs_tf32_switch_is_respected(device):
     assert errors[0] < 1e-6 and 1e-5 < errors[1] < 1e-3, errors
 
 
-CHUNKS = ((70, 8, 8, 1), (9, 8, 8, 64), (9, 16, 16, 16), (50, 64, 32, 1), (3, 32, 64, 32), (7, 3, 5, 7), (20, 12, 7, 1), (6, 40, 144, 1))
-CHUNKS += (5, 12, 20, 12), (2, 100, 24, 20), (2, 20, 12, 148), (70, 22, 14, 1), (3, 136, 72, 16), (2, 12, 9, 6)  # of no multiples of 8
+CHUNKS = (
+    (70, 8, 8, 1),
+    (9, 8, 8, 64),
+    (9, 16, 16, 16),
+    (50, 64, 32, 1),
+    (3, 32, 64, 32),
+    (7, 3, 5, 7),
+    (20, 12, 7, 1),
+    (6, 40, 144, 1),
+)
+# of no multiples of 8
+CHUNKS += (
+    (5, 12, 20, 12),
+    (2, 100, 24, 20),
+    (2, 20, 12, 148),
+    (70, 22, 14, 1),
+    (3, 136, 72, 16),
+    (2, 12, 9, 6),
+)
 CHUNKS += (1, 128, 128, 37), (1, 64, 64, 67)  # of no divisor that a chunk has room for
 
 
 @kernels
-@pytest.mark.parametrize("dtype, tf32", ((torch.bfloat16, False), (torch.float32, False), (torch.float32, True)))
+@pytest.mark.parametrize(
+    "dtype, tf32", ((torch.bfloat16, False), (torch.float32, False), (torch.float32, True))
+)
 def test_gradients_of_factors_of_many_sizes(device, dtype, tf32):
-    """[A][p][C] and [A][q][C]: chunks of whole rows and of pieces, tiles with and without remainders, several teams in a block."""
+    """[A][p][C] and [A][q][C]: chunks of whole rows and of pieces, tiles with and without remainders, several
+    teams in a block."""
     for A, p, q, C in CHUNKS:
         z, h = (torch.randn(1, A, n, C, dtype=dtype, device=device) for n in (p, q))
         exact = torch.einsum("sakc,sajc->skj", z.double(), h.double())
@@ -252,9 +314,18 @@ def test_repeated_calls_of_other_layouts_and_options():
     first = cukern.kron_linear(x, ws)
     assert same_bits(cukern.kron_linear(x, ws), first)
     columns, wide = [w.t().contiguous().t() for w in ws], [w.double() for w in ws]
-    whole, shifted = [torch.randn(512, 8, device="cuda")], torch.empty(x.numel() + 1, device="cuda")[1:].view_as(x).copy_(x)
+    whole = [torch.randn(512, 8, device="cuda")]
+    shifted = torch.empty(x.numel() + 1, device="cuda")[1:].view_as(x).copy_(x)
     z, tied = torch.randn(5, 1024, device="cuda"), [torch.randn(32, 32, device="cuda")] * 2
-    calls = (x[:1], ws, 1.0), (x, columns, 1.0), (x, ws, 0.5), (x.double(), wide, 1.0), (shifted, ws, 1.0), (x, whole, 1.0), (z, tied, 1.0)
+    calls = (
+        (x[:1], ws, 1.0),
+        (x, columns, 1.0),
+        (x, ws, 0.5),
+        (x.double(), wide, 1.0),
+        (shifted, ws, 1.0),
+        (x, whole, 1.0),
+        (z, tied, 1.0),
+    )
     for x2, ws2, scale in calls:
         for _ in range(5):
             close(cukern.kron_linear(x2, ws2, scale=scale), scale * dense(x2, ws2))

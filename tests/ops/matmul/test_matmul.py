@@ -1,4 +1,5 @@
-"""matmul and linear beyond test_ops.py: all layouts, edges, batches, no copies, higher derivatives, errors."""
+"""matmul and linear beyond test_ops.py: all layouts, edges, batches, no copies, higher derivatives,
+errors."""
 
 import itertools
 import math
@@ -28,7 +29,9 @@ def matrix(rows: int, columns: int, layout: str, device: str, dtype: torch.dtype
     if layout == "columns":
         return torch.randn(columns, rows, device=device, dtype=dtype).t()
     if layout == "misaligned":
-        return torch.randn(rows * (columns + 3) + 1, device=device, dtype=dtype)[1:].view(rows, columns + 3)[:, 1 : columns + 1]
+        return torch.randn(rows * (columns + 3) + 1, device=device, dtype=dtype)[1:].view(rows, columns + 3)[
+            :, 1 : columns + 1
+        ]
     if layout == "strided":
         return torch.randn(2 * rows, 3 * columns, device=device, dtype=dtype)[::2, ::3]
     assert layout == "expanded"
@@ -36,7 +39,8 @@ def matrix(rows: int, columns: int, layout: str, device: str, dtype: torch.dtype
 
 
 def check(a: torch.Tensor, b: torch.Tensor, version: str | None, what: str) -> None:
-    """The largest error, relative to the sum of |a b|, is at most twice torch's, plus the op's own roundings."""
+    """The largest error, relative to the sum of |a b|, is at most twice torch's, plus the op's own
+    roundings."""
     exact, scale = a.cpu().double() @ b.cpu().double(), (a.abs().double() @ b.abs().double()).cpu()
 
     def error(y: torch.Tensor) -> float:
@@ -56,7 +60,8 @@ def test_every_pair_of_layouts(device, version, dtype):
     layouts = ("rows", "columns", "misaligned", "strided", "expanded")
     sizes = ((37, 70, 45), (1, 5, 9), (128, 256, 64), (9, 1, 5), (7, 3, 1))[: 5 if PLACE == "cuda" else 1]
     pairs = list(itertools.product(layouts, layouts))
-    for left, right in pairs if PLACE == "cuda" else pairs[::2]:  # in the simulator a half, which has each on both sides
+    # in the simulator a half, which has each on both sides
+    for left, right in pairs if PLACE == "cuda" else pairs[::2]:
         for m, n, k in sizes:
             a, b = matrix(m, k, left, device, dtype), matrix(k, n, right, device, dtype)
             check(a, b, version, f"{left} x {right}, {m} {n} {k}")
@@ -66,9 +71,17 @@ def test_every_pair_of_layouts(device, version, dtype):
 def test_every_small_size(device, version):
     """In the simulator all pairs of sizes for any two of m, n and k, but not all triples."""
     every = itertools.product(SIZES, SIZES, SIZES)
-    pairs = ((m, n, SIZES[(i + j + 1) % len(SIZES)]) for (i, m), (j, n) in itertools.product(enumerate(SIZES), enumerate(SIZES)))
+    pairs = (
+        (m, n, SIZES[(i + j + 1) % len(SIZES)])
+        for (i, m), (j, n) in itertools.product(enumerate(SIZES), enumerate(SIZES))
+    )
     for m, n, k in every if PLACE == "cuda" else pairs:
-        check(matrix(m, k, "rows", device, torch.float32), matrix(k, n, "rows", device, torch.float32), version, f"{m} {n} {k}")
+        check(
+            matrix(m, k, "rows", device, torch.float32),
+            matrix(k, n, "rows", device, torch.float32),
+            version,
+            f"{m} {n} {k}",
+        )
 
 
 @pytest.mark.parametrize("itemsize", (4, 8))
@@ -76,7 +89,9 @@ def test_every_small_size(device, version):
 def test_plan_assigns_every_tile(itemsize):
     sizes = (1, 31, 128, 129, 1000, 4096, 50257)
     for m, n, k in itertools.product(sizes, sizes, (0, *sizes)):
-        tile, grid, shared_blocks, shared_tiles, chain, room = fma_plan(m, n, k, 1, itemsize, True, False, SIMULATED)
+        tile, grid, shared_blocks, shared_tiles, chain, room = fma_plan(
+            m, n, k, 1, itemsize, True, False, SIMULATED
+        )
         if tile.name.startswith("Direct"):
             assert m <= 8 and grid == -(-m // tile.rows) * -(-n * chain // 128) and chain in (8, 16, 32)
             continue
@@ -86,7 +101,10 @@ def test_plan_assigns_every_tile(itemsize):
         assert chain == k_tiles <= MAX_CHAIN or (k_tiles > MAX_CHAIN and CHAIN / 2 < chain <= CHAIN)
         assert room == 2 * shared_blocks + (grid if k_tiles > chain else 0)
         if shared_blocks:
-            assert shared_blocks * MIN_FMA_K_TILES <= shared_tiles * k_tiles and shared_blocks <= 132 * tile.per_sm
+            assert (
+                shared_blocks * MIN_FMA_K_TILES <= shared_tiles * k_tiles
+                and shared_blocks <= 132 * tile.per_sm
+            )
         else:
             assert shared_tiles == 0
 
@@ -94,14 +112,29 @@ def test_plan_assigns_every_tile(itemsize):
 @kernels
 def test_shapes_that_split_the_last_wave_of_tiles(device):
     """Also with K so long that sums are split into chains, and in tiles that several blocks share."""
-    large = (257, 129, 5000), (3000, 1000, 777), (4097, 769, 300), (64, 64, 30011), (16, 20000, 40), (20000, 16, 40), (1, 1, 100003)
+    large = (
+        (257, 129, 5000),
+        (3000, 1000, 777),
+        (4097, 769, 300),
+        (64, 64, 30011),
+        (16, 20000, 40),
+        (20000, 16, 40),
+        (1, 1, 100003),
+    )
     small = (150, 70, 100), (20, 500, 40), (200, 50, 1000), (1, 1, 10003)
     for m, n, k in large if PLACE == "cuda" else small:
-        check(matrix(m, k, "rows", device, torch.float32), matrix(k, n, "columns", device, torch.float32), None, f"{m} {n} {k}")
+        check(
+            matrix(m, k, "rows", device, torch.float32),
+            matrix(k, n, "columns", device, torch.float32),
+            None,
+            f"{m} {n} {k}",
+        )
 
 
 @gpu
-@pytest.mark.parametrize("m, n, k", [(4096, 4096, 4096), (4096, 3072, 768), (8192, 8192, 8192), (1000, 999, 10007)])
+@pytest.mark.parametrize(
+    "m, n, k", [(4096, 4096, 4096), (4096, 3072, 768), (8192, 8192, 8192), (1000, 999, 10007)]
+)
 def test_largest_error_is_at_most_twice_that_of_cublas(m, n, k):
     """Also where cuBLAS splits K into several sums, as for the gradients of a linear layer."""
     for case, name in itertools.product((CASES["matmul"], CASES["linear"]), ("fwd", "bwd")):
@@ -129,11 +162,25 @@ def test_zero_sizes(device, version):
 @PLACES
 def test_zero_sizes_with_leading_dimensions(device, version):
     """Shapes, gradients and tangents of matmul and linear are torch's."""
-    for *lead, n, k in ((2, 3, 4, 0), (2, 3, 0, 0), (2, 3, 0, 5), (0, 3, 4, 5), (2, 0, 4, 5), (0, 3, 0, 0), (0, 4, 5), (2, 4, 0), (4, 0)):
+    for *lead, n, k in (
+        (2, 3, 4, 0),
+        (2, 3, 0, 0),
+        (2, 3, 0, 5),
+        (0, 3, 4, 5),
+        (2, 0, 4, 5),
+        (0, 3, 0, 0),
+        (0, 4, 5),
+        (2, 4, 0),
+        (4, 0),
+    ):
         x, weight, bias = [torch.randn(s, device=device) for s in ((*lead, k), (n, k), (n,))]
-        pairs = [((x, weight, bias), lambda *t: cukern.linear(*t, version=version), torch.nn.functional.linear)]
+        pairs = [
+            ((x, weight, bias), lambda *t: cukern.linear(*t, version=version), torch.nn.functional.linear)
+        ]
         if len(lead) > 1:
-            pairs.append(((x, weight.t().contiguous()), lambda *t: cukern.matmul(*t, version=version), torch.matmul))
+            pairs.append(
+                ((x, weight.t().contiguous()), lambda *t: cukern.matmul(*t, version=version), torch.matmul)
+            )
         for inputs, ours, theirs in pairs:
             a, b = (exact_gradients(f, inputs, torch.ones(*lead, n, device=device)) for f in (ours, theirs))
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
@@ -155,7 +202,9 @@ def test_leading_dimensions(device, version):
 
 @PLACES
 def test_gradients_of_every_input_alone(device, version):
-    x, weight, bias = (torch.randn(s, device=device, dtype=torch.float64) for s in ((19, 33), (21, 33), (21,)))
+    x, weight, bias = (
+        torch.randn(s, device=device, dtype=torch.float64) for s in ((19, 33), (21, 33), (21,))
+    )
     dout = torch.randn(19, 21, device=device, dtype=torch.float64)
     expected = exact_gradients(torch.nn.functional.linear, (x, weight, bias), dout)[1:]
     for wanted in range(3):
@@ -167,7 +216,9 @@ def test_gradients_of_every_input_alone(device, version):
 @gpu
 def test_a_gradient_that_is_one_number_for_all():
     """The gradient of sum() is an expanded scalar, with stride 0."""
-    x, weight, bias = (torch.randn(s, device="cuda", requires_grad=True) for s in ((300, 40), (50, 40), (50,)))
+    x, weight, bias = (
+        torch.randn(s, device="cuda", requires_grad=True) for s in ((300, 40), (50, 40), (50,))
+    )
     ours = torch.autograd.grad(cukern.linear(x, weight, bias).sum(), (x, weight, bias))
     theirs = torch.autograd.grad(torch.nn.functional.linear(x, weight, bias).sum(), (x, weight, bias))
     assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-3) for a, b in zip(ours, theirs, strict=True))
@@ -175,7 +226,10 @@ def test_a_gradient_that_is_one_number_for_all():
 
 @gpu
 def test_transposes_are_not_copied():
-    x, weight = torch.randn(1024, 512, device="cuda", requires_grad=True), torch.randn(768, 512, device="cuda", requires_grad=True)
+    x, weight = (
+        torch.randn(1024, 512, device="cuda", requires_grad=True),
+        torch.randn(768, 512, device="cuda", requires_grad=True),
+    )
     dout = torch.randn(1024, 768, device="cuda")
 
     def peak(function) -> int:
@@ -235,7 +289,12 @@ X, B = torch.ones(2, 3), torch.ones(3, 5)
         (cukern.matmul, (torch._neg_view(X), B), ValueError, "negative bit"),
         (cukern.matmul, (X.to(torch.complex64), B), TypeError, "complex64"),
         (cukern.linear, (X, B.t(), torch.ones(4)), ValueError, r"bias has shape \(4,\), it must be \(5,\)"),
-        (cukern.linear, (X, B), ValueError, r"x must be \(..., K\) and weight \(N, K\), got \(2, 3\) and \(3, 5\)"),
+        (
+            cukern.linear,
+            (X, B),
+            ValueError,
+            r"x must be \(..., K\) and weight \(N, K\), got \(2, 3\) and \(3, 5\)",
+        ),
         (partial(cukern.linear, version="v0"), (X, B.t()), ValueError, "no version 'v0'; it has cublas, v1"),
         (partial(cukern.linear, version="v1"), (X, B.t()), ValueError, r"'v1'.*cpu"),
     ],
@@ -269,10 +328,12 @@ Y, V, C = X.bfloat16(), torch.ones(5, 3).bfloat16(), torch.ones(5).bfloat16()
 )
 @pytest.mark.filterwarnings("ignore:.*nested tensors")
 def test_what_torch_computes_is_refused_by_name(arguments, error, words, monkeypatch):
-    """The products of 16-bit types on a GPU, which are cuBLAS's. Here they are on the CPU, where torch has the same functions. A list is
-    a nested tensor."""
+    """The products of 16-bit types on a GPU, which are cuBLAS's. Here they are on the CPU, where torch has
+    the same functions. A list is a nested tensor."""
     arguments = [torch.nested.nested_tensor(t) if isinstance(t, list) else t for t in arguments]
-    monkeypatch.setattr("cukern.ops.matmul.op.default_is_cublas", lambda dtype, device, *_: dtype == torch.bfloat16)
+    monkeypatch.setattr(
+        "cukern.ops.matmul.op.default_is_cublas", lambda dtype, device, *_: dtype == torch.bfloat16
+    )
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda x: not x.is_meta), raising=False)
     assert same_bits(cukern.linear(Y, V, C), torch.nn.functional.linear(Y, V, C))
     with pytest.raises(error, match=words):
@@ -281,7 +342,14 @@ def test_what_torch_computes_is_refused_by_name(arguments, error, words, monkeyp
 
 @pytest.mark.parametrize("name", ("h200", "b200", "a100"))
 @pytest.mark.parametrize(
-    "m, n, k, odd", ((1570, 1855, 2520, "y dx dw"), (64, 64, 64, ""), (1, 65, 65, "dw"), (9, 65, 65, "y dx"), (640, 256, 250, "y dx dw"))
+    "m, n, k, odd",
+    (
+        (1570, 1855, 2520, "y dx dw"),
+        (64, 64, 64, ""),
+        (1, 65, 65, "dw"),
+        (9, 65, 65, "y dx"),
+        (640, 256, 250, "y dx dw"),
+    ),
 )
 def test_odd_products_of_16_bits_are_not_cublas_by_default(name, m, n, k, odd):
     x, w, g = (torch.empty(shape, dtype=torch.bfloat16) for shape in ((m, k), (n, k), (m, n)))
@@ -290,7 +358,8 @@ def test_odd_products_of_16_bits_are_not_cublas_by_default(name, m, n, k, odd):
         for part, a, b in (("y", x, w.t()), ("dx", g, w), ("dw", g.t(), x)):
             with collecting() as kernels:
                 cukern.matmul(a, b)
-            found[part] = any(kernel.startswith(("matmul_v6<", "matmul_v7<")) for kernel in kernels)  # v7 has v6's kernel for few tiles
+            # v7 has v6's kernel for few tiles
+            found[part] = any(kernel.startswith(("matmul_v6<", "matmul_v7<")) for kernel in kernels)
     assert found == {part: part in odd.split() for part in found}
 
 
@@ -304,11 +373,25 @@ def test_float64_is_cublas_by_default():
 @kernels
 @pytest.mark.skipif(PLACE != "sim", reason="calls a kernel of the simulator with addresses before its memory")
 def test_v5_ends_where_tiles_have_numbers_up_to_2_31():
-    """The last tiles of 2^31 - 1 matrices of one element. A block then adds the grid to the number of its tile."""
+    """The last tiles of 2^31 - 1 matrices of one element. A block then adds the grid to the number of its
+    tile."""
     first, batch = 2**31 - 6, 2**31 - 1
     a, b, out = torch.ones(1, 1), torch.full((1, 1), 3.0), torch.zeros(8)
     kernel = versions._V5[torch.float32, "ALONG_K", "ALONG_K", "Tile64x64"].on(SIMULATED)
     sizes = tensor_cores.SIZES.pack(1, 1, 1, batch, 1, 0, 1, 1, 0, 0)
     with backend.simulated_memory([a, b, out]):
-        kernel((3, 1, 1), (128, 1, 1), 0, (out.data_ptr() - 4 * first) % 2**64, 0, a.data_ptr(), b.data_ptr(), 0, sizes, 0, first, 1)
+        kernel(
+            (3, 1, 1),
+            (128, 1, 1),
+            0,
+            (out.data_ptr() - 4 * first) % 2**64,
+            0,
+            a.data_ptr(),
+            b.data_ptr(),
+            0,
+            sizes,
+            0,
+            first,
+            1,
+        )
     assert out.tolist() == [3.0] * 5 + [0.0] * 3

@@ -1,7 +1,7 @@
 """cukern.rope and rope_: the results for all pairings, slices, tables and dtypes.
 
-See test_rope_memory.py for layouts and views, test_rope_positions.py for positions and TransformerEngine's form, test_rope_in_torch.py for
-autograd and compilation, test_rope_refusals.py for errors.
+See test_rope_memory.py for layouts and views, test_rope_positions.py for positions and TransformerEngine's
+form, test_rope_in_torch.py for autograd and compilation, test_rope_refusals.py for errors.
 """
 
 import contextlib
@@ -30,11 +30,15 @@ def tables(rows, width, device, dtype=torch.float32):
 
 
 def assert_right(actual, exact, what=""):
-    """The error is at most one epsilon of each element, plus the rounding of the terms whose difference it is."""
+    """The error is at most one epsilon of each element, plus the rounding of the terms whose difference it
+    is."""
     finest = torch.finfo(compute_dtype(actual.dtype)).eps
     allowed = torch.finfo(actual.dtype).eps * exact.abs() + finest * exact.abs().max()
     wrong = ~((actual.double() - exact).abs() <= allowed)  # negated, so that NaN is wrong
-    assert not wrong.any(), f"{what}: {int(wrong.sum())} of {wrong.numel()} elements are wrong, the first at {wrong.nonzero()[0].tolist()}"
+    assert not wrong.any(), (
+        f"{what}: {int(wrong.sum())} of {wrong.numel()} elements are wrong, the first at "
+        f"{wrong.nonzero()[0].tolist()}"
+    )
 
 
 def both(x, cos, sin, device, version, **options):
@@ -55,10 +59,19 @@ def test_pairings_slices_and_tables(device, version, dtype):
     """All combinations, with odd sizes, of queries and keys."""
     D = 11
     slices = ((6, 0), (6, 5), (10, 1), (2, 9))
-    for interleaved, full, inverse, (rotary_dim, offset) in itertools.product((False, True), (False, True), (False, True), slices):
-        q, k = torch.randn(B, S, H, D, device=device).to(dtype), torch.randn(B, S, K, D, device=device).to(dtype)
+    for interleaved, full, inverse, (rotary_dim, offset) in itertools.product(
+        (False, True), (False, True), (False, True), slices
+    ):
+        q = torch.randn(B, S, H, D, device=device).to(dtype)
+        k = torch.randn(B, S, K, D, device=device).to(dtype)
         cos, sin = tables(S + 2, rotary_dim if full else rotary_dim // 2, device)
-        options = {"interleaved": interleaved, "rotary_dim": rotary_dim, "rotary_offset": offset, "inverse": inverse, "scale": 1.25}
+        options = {
+            "interleaved": interleaved,
+            "rotary_dim": rotary_dim,
+            "rotary_offset": offset,
+            "inverse": inverse,
+            "scale": 1.25,
+        }
         outs = both(q, cos, sin, device, version, k=k, **options)
         for x, y in zip((q, k), outs, strict=True):
             angles = {"interleaved": interleaved, "offset": offset, "inverse": inverse, "scale": 1.25}
@@ -69,13 +82,20 @@ def test_pairings_slices_and_tables(device, version, dtype):
 
 @PLACES
 def test_slices_of_whole_vectors(device, version):
-    """Slices that the fast versions process in vectors, with odd and even numbers of vectors to copy before and behind."""
+    """Slices that the fast versions process in vectors, with odd and even numbers of vectors to copy before
+    and behind."""
     for dtype, interleaved, (rotary_dim, offset) in itertools.product(
-        (torch.bfloat16, torch.float32), (False, True), ((16, 0), (16, 8), (16, 32), (32, 16), (48, 0), (8, 4))
+        (torch.bfloat16, torch.float32),
+        (False, True),
+        ((16, 0), (16, 8), (16, 32), (32, 16), (48, 0), (8, 4)),
     ):
         x, (cos, sin) = torch.randn(1, 3, 2, 48, device=device).to(dtype), tables(3, rotary_dim // 2, device)
-        y = both(x, cos, sin, device, version, interleaved=interleaved, rotary_dim=rotary_dim, rotary_offset=offset)
-        assert_right(y, oracle.rotated(x, cos, sin, [[0, 1, 2]], rotary_dim, interleaved=interleaved, offset=offset))
+        y = both(
+            x, cos, sin, device, version, interleaved=interleaved, rotary_dim=rotary_dim, rotary_offset=offset
+        )
+        assert_right(
+            y, oracle.rotated(x, cos, sin, [[0, 1, 2]], rotary_dim, interleaved=interleaved, offset=offset)
+        )
 
 
 @pytest.mark.parametrize("head_dim", [2, 32, 64, 72, 96, 128, 256, 512])
@@ -85,22 +105,36 @@ def test_head_dims(device, version, head_dim):
     for dtype, interleaved in itertools.product((torch.bfloat16, torch.float32), (False, True)):
         q, k = (torch.randn(1, 3, heads, head_dim, device=device).to(dtype) for heads in (2, 1))
         cos, sin = tables(3, head_dim // 2, device)
-        for x, y in zip((q, k), both(q, cos, sin, device, version, k=k, interleaved=interleaved), strict=True):
+        for x, y in zip(
+            (q, k), both(q, cos, sin, device, version, k=k, interleaved=interleaved), strict=True
+        ):
             assert_right(y, oracle.rotated(x, cos, sin, [[0, 1, 2]], head_dim, interleaved=interleaved))
 
 
 @PLACES
 def test_neighbouring_heads(device, version):
-    """Pairs of heads, as in v3, with all kinds of tables, tokens that are not rotated, and partly filled blocks."""
-    bounds, where = torch.tensor([2, 5, 9], dtype=torch.int32, device=device), [[-1, -1, 0, 1, 2, 0, 1, 2, 3, -1, -1]]
+    """Pairs of heads, as in v3, with all kinds of tables, tokens that are not rotated, and partly filled
+    blocks."""
+    bounds = torch.tensor([2, 5, 9], dtype=torch.int32, device=device)
+    where = [[-1, -1, 0, 1, 2, 0, 1, 2, 3, -1, -1]]
     other = {torch.float32: torch.float64}  # the dtype of the tables; else that of x
     kinds = itertools.product(FLOATS[:3], (16, 64, 128), *[(False, True)] * 3)
     for dtype, width, full, inverse, interleaved in kinds:
         q, k = (torch.randn(11, heads, 136, device=device).to(dtype)[..., 8 : 8 + width] for heads in (4, 2))
-        cos, sin = tables(6, width if full else width // 2, device, other.get(dtype, dtype) if inverse else torch.float32)
-        options = {"layout": "thd", "cu_seqlens": bounds, "inverse": inverse, "scale": 1.25, "interleaved": interleaved}
+        cos, sin = tables(
+            6, width if full else width // 2, device, other.get(dtype, dtype) if inverse else torch.float32
+        )
+        options = {
+            "layout": "thd",
+            "cu_seqlens": bounds,
+            "inverse": inverse,
+            "scale": 1.25,
+            "interleaved": interleaved,
+        }
         for x, y in zip((q, k), both(q, cos, sin, device, version, k=k, **options), strict=True):
-            exact = oracle.rotated(x[None], cos, sin, where, width, inverse=inverse, scale=1.25, interleaved=interleaved)
+            exact = oracle.rotated(
+                x[None], cos, sin, where, width, inverse=inverse, scale=1.25, interleaved=interleaved
+            )
             assert_right(y[None], exact, f"{dtype} {width} {full} {inverse} {interleaved}")
 
 
@@ -108,7 +142,9 @@ def test_neighbouring_heads(device, version):
 def test_flash_attentions_and_the_complex_formula(device, version):
     x = torch.randn(2, 7, 3, 32, device=device)
     a = angles(7, 16, device)
-    assert_right(cukern.rope(x, a.cos(), a.sin(), interleaved=True, version=version), oracle.complex_rotated(x, a))
+    assert_right(
+        cukern.rope(x, a.cos(), a.sin(), interleaved=True, version=version), oracle.complex_rotated(x, a)
+    )
     for interleaved, width in itertools.product((False, True), (16, 8, 4)):
         cos, sin = a[:, :width].cos(), a[:, :width].sin()
         y = cukern.rope(x, cos, sin, rotary_dim=2 * width, interleaved=interleaved, version=version)
@@ -117,7 +153,8 @@ def test_flash_attentions_and_the_complex_formula(device, version):
 
 @PLACES
 def test_proportional_partial_rotary_is_a_table(device, version):
-    """As in Gemma: half pairing over all of head_dim. The last pairs have the angle 0, which leaves them unchanged."""
+    """As in Gemma: half pairing over all of head_dim. The last pairs have the angle 0, which leaves them
+    unchanged."""
     x = torch.randn(1, S, 2, 32, device=device)
     a = angles(S, 16, device)
     a[:, 4:] = 0
@@ -130,12 +167,18 @@ def test_proportional_partial_rotary_is_a_table(device, version):
 @PLACES
 def test_dtypes_of_tables(device, version):
     """The result is exact for the table's own numbers, also for bfloat16 tables."""
-    for dtype, table in ((torch.bfloat16, torch.bfloat16), (torch.float16, torch.float16), (torch.bfloat16, torch.float64),
-                         (torch.float64, torch.float32), (torch.float64, torch.float64), (torch.float32, torch.float64)):  # fmt: skip
+    for dtype, table in ((torch.bfloat16, torch.bfloat16), (torch.float16, torch.float16),
+                         (torch.bfloat16, torch.float64),
+                         (torch.float64, torch.float32), (torch.float64, torch.float64),
+                         (torch.float32, torch.float64)):  # fmt: skip
         x, (cos, sin) = torch.randn(B, S, H, 8, device=device).to(dtype), tables(S, 4, device, table)
         exact = oracle.rotated(x, cos, sin, PLAIN, 8)
         assert_right(cukern.rope(x, cos, sin, version=version), exact)
-        assert_right(cukern.rope(x, cos.t().contiguous().t(), torch.cat((sin, sin), 1)[:, :4], version=version), exact, "strided tables")
+        assert_right(
+            cukern.rope(x, cos.t().contiguous().t(), torch.cat((sin, sin), 1)[:, :4], version=version),
+            exact,
+            "strided tables",
+        )
 
 
 @PLACES
@@ -156,28 +199,42 @@ POSITIONS = (0, 1, 77, 8191, 105_615, 131_071, 2**20 - 1, 2**20)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @PLACES
 def test_angles_up_to_2_to_20(device, version, dtype):
-    """sin=None, with angles of positions up to 2^20. The largest error is at most twice that of the rounded exact result. Tables rounded to
-    float32 fail this for most draws of a float32 x, so there are several draws."""
+    """sin=None, with angles of positions up to 2^20. The largest error is at most twice that of the rounded
+    exact result. Tables rounded to float32 fail this for most draws of a float32 x, so there are several
+    draws."""
     a = torch.tensor(POSITIONS, device=device)[:, None] * 10000.0 ** (-torch.arange(32, device=device) / 32)
     for draw, interleaved, angle in itertools.product(range(4), (False, True), (a, a.double() / 3)):
         x = torch.randn(1, len(POSITIONS), 32, 64, device=device).to(dtype)
-        exact = oracle.rotated(x, angle.double().cos(), angle.double().sin(), [list(range(len(POSITIONS)))], 64, interleaved=interleaved)
+        exact = oracle.rotated(
+            x,
+            angle.double().cos(),
+            angle.double().sin(),
+            [list(range(len(POSITIONS)))],
+            64,
+            interleaved=interleaved,
+        )
         y = cukern.rope(x, angle, None, interleaved=interleaved, version=version)
         error, best = (y.double() - exact).abs().max(), (exact.to(dtype).double() - exact).abs().max()
-        assert error <= 2 * best, f"{draw}, interleaved {interleaved}, {angle.dtype}: {error}, of the rounded result {best}"
+        assert error <= 2 * best, (
+            f"{draw}, interleaved {interleaved}, {angle.dtype}: {error}, of the rounded result {best}"
+        )
 
 
 @kernels
 @VERSIONS
 def test_float32_errs_by_two_roundings_at_most(version):
-    """Compared with the exact rotation by the table's numbers, even where the terms cancel. The rounding of one product alone would be
-    hundreds of times larger."""
-    for interleaved, inverse, table, width in itertools.product((False, True), (False, True), (torch.float32, torch.float64), (32, 64)):
+    """Compared with the exact rotation by the table's numbers, even where the terms cancel. The rounding of
+    one product alone would be hundreds of times larger."""
+    for interleaved, inverse, table, width in itertools.product(
+        (False, True), (False, True), (torch.float32, torch.float64), (32, 64)
+    ):
         x, (cos, sin) = torch.randn(1, 8, 32, 64, device=DEVICE), tables(8, width, DEVICE, table)
         exact = oracle.rotated(x, cos, sin, [list(range(8))], 64, interleaved=interleaved, inverse=inverse)
         y = cukern.rope(x, cos, sin, interleaved=interleaved, inverse=inverse, version=version)
         ratio = ((y.double() - exact) / exact).abs().max() / torch.finfo(torch.float32).eps
-        assert ratio <= 1, f"interleaved {interleaved}, inverse {inverse}, {width} columns of {table}: {ratio}"
+        assert ratio <= 1, (
+            f"interleaved {interleaved}, inverse {inverse}, {width} columns of {table}: {ratio}"
+        )
 
 
 @PLACES
@@ -195,11 +252,14 @@ def test_nan_and_infinity_stay_in_their_pair(device, version):
 def test_more_than_65535_sequences(device):
     n = 70_000
     x, (cos, sin) = torch.randn(n, 1, 4, device=device), tables(2, 2, device)
-    cu_seqlens = torch.arange(0, n + 1, 2, device=device).repeat_interleave(2)[: n + 1]  # sequences of two tokens, and empty ones
+    # sequences of two tokens, and empty ones
+    cu_seqlens = torch.arange(0, n + 1, 2, device=device).repeat_interleave(2)[: n + 1]
     y = cukern.rope(x, cos, sin, cu_seqlens=cu_seqlens, layout="thd")
     position = torch.arange(n, device=device) % 2
     position[cu_seqlens[-1] :] = 0
-    exact = cukern.rope(x.double()[:, None], cos[position][:, None].double(), sin[position][:, None].double())[:, 0]
+    exact = cukern.rope(
+        x.double()[:, None], cos[position][:, None].double(), sin[position][:, None].double()
+    )[:, 0]
     assert_right(y[: cu_seqlens[-1]], exact[: cu_seqlens[-1]])
 
 

@@ -26,10 +26,20 @@ def test_gradcheck_and_gradgradcheck(device, version):
     for interleaved, full, in_place in ((False, False, False), (True, True, False), (False, True, True)):
         q, k = (torch.randn(1, 2, 1, 5, dtype=torch.float64, device=device).requires_grad_() for _ in "qk")
         cos, sin = tables(2, 4 if full else 2, device, torch.float64)
-        options = {"interleaved": interleaved, "rotary_dim": 4, "rotary_offset": 1, "scale": 0.7, "version": version}
+        options = {
+            "interleaved": interleaved,
+            "rotary_dim": 4,
+            "rotary_offset": 1,
+            "scale": 0.7,
+            "version": version,
+        }
 
         def function(q, k, cos=cos, sin=sin, in_place=in_place, options=options):
-            return cukern.rope_(q * 1, cos, sin, k=k * 1, **options) if in_place else cukern.rope(q, cos, sin, k=k, **options)
+            return (
+                cukern.rope_(q * 1, cos, sin, k=k * 1, **options)
+                if in_place
+                else cukern.rope(q, cos, sin, k=k, **options)
+            )
 
         assert torch.autograd.gradcheck(function, (q, k)) and torch.autograd.gradgradcheck(function, (q, k))
 
@@ -45,7 +55,9 @@ def test_gradients_of_one_of_two(device, version):
             continue
         outs = cukern.rope(q, cos, sin, k=k, version=version)
         douts = [torch.randn_like(y) for y in outs]
-        sum((y * d).sum() for y, d, used in zip(outs, douts, (uses_q, uses_k), strict=True) if used).backward()
+        sum(
+            (y * d).sum() for y, d, used in zip(outs, douts, (uses_q, uses_k), strict=True) if used
+        ).backward()
         for x, d, has in ((q, douts[0], wants_q and uses_q), (k, douts[1], wants_k and uses_k)):
             expected = inverse(d, cos, sin, version=version) if has else torch.zeros_like(d)
             assert torch.equal(torch.zeros_like(d) if x.grad is None else x.grad, expected)
@@ -57,7 +69,10 @@ def test_an_expanded_gradient_has_the_plan_of_a_contiguous_one(device, version, 
     """The gradient of a sum has stride 0, and only v1 reads elements that are not adjacent."""
     plans, plan = [], rope_ops.versions.plan
     monkeypatch.setattr(rope_ops.versions, "plan", lambda *args: plans.append(plan(*args)) or plans[-1])
-    (cos, sin), xs = tables(S, 16, device), [torch.randn(B, S, heads, 32, device=device, requires_grad=True) for heads in (4, 2)]
+    (cos, sin), xs = (
+        tables(S, 16, device),
+        [torch.randn(B, S, heads, 32, device=device, requires_grad=True) for heads in (4, 2)],
+    )
     for narrow in ((1, 1, 1, 1), (B, S, 1, 1), (1, 1, 1, 32)):
         douts = [torch.randn(narrow, device=device).expand(x.shape) for x in xs]
         found = []
@@ -135,17 +150,26 @@ def test_vmap_over_inputs_without_a_gradient(device, version):
     """Tables, angles and positions that differ by batch element: the same as one call for each element."""
     (cos, sin), ids = tables(S, 4, device), torch.randint(S, (2, 3, B, S), device=device)
     x, two = torch.randn(B, S, H, 8, device=device), torch.stack((cos, cos + 1))
-    bounds, starts = torch.tensor([[0, 2, 5], [0, 3, 3]], device=device), torch.zeros(2, B, dtype=torch.int32, device=device)
+    bounds = torch.tensor([[0, 2, 5], [0, 3, 3]], device=device)
+    starts = torch.zeros(2, B, dtype=torch.int32, device=device)
     calls = {
         "tables": (lambda c: cukern.rope(x, c, sin, k=x[:, :, :1], version=version)[1], two),
         "angles": (lambda c: cukern.rope(x, c, None, version=version), two),
         "ids": (lambda i: cukern.rope(x, cos, sin, position_ids=i[0], version=version), ids),
-        "sections": (lambda i: cukern.rope(x, cos, sin, position_ids=i, mrope_section=(1, 1, 2), version=version), ids),
+        "sections": (
+            lambda i: cukern.rope(x, cos, sin, position_ids=i, mrope_section=(1, 1, 2), version=version),
+            ids,
+        ),
         "starts": (lambda s: cukern.rope(x, cos, sin, start_positions=s, version=version), starts),
-        "bounds": (lambda b: cukern.rope(x[0], cos, sin, cu_seqlens=b, layout="thd", version=version), bounds),
+        "bounds": (
+            lambda b: cukern.rope(x[0], cos, sin, cu_seqlens=b, layout="thd", version=version),
+            bounds,
+        ),
     }
     for name, (call, batch) in calls.items():
-        torch.testing.assert_close(VMAP(call)(batch), torch.stack([call(b) for b in batch]), msg=lambda text, n=name: f"{n}: {text}")
+        torch.testing.assert_close(
+            VMAP(call)(batch), torch.stack([call(b) for b in batch]), msg=lambda text, n=name: f"{n}: {text}"
+        )
 
 
 @PLACES
@@ -182,7 +206,9 @@ def test_in_place_under_transforms(device, version):
     torch.testing.assert_close(gradient, inverse(expected[0], cos, sin, version=version).expand_as(xs))
     outside = xs[0].clone()
     refused = {
-        "x comes from outside": lambda: VMAP(lambda c: cukern.rope_(outside, c, sin, version=version))(torch.stack((cos, cos))),
+        "x comes from outside": lambda: VMAP(lambda c: cukern.rope_(outside, c, sin, version=version))(
+            torch.stack((cos, cos))
+        ),
         "k comes from outside": lambda: torch.func.grad(lambda x: in_place(x * 1, outside)[0].sum())(xs[0]),
         "x and k share memory": lambda: VMAP(lambda x: in_place(x[:, :, :2], x[:, :, 1:]))(outside[None]),
         r"x has shape \(3, .*elements share memory": lambda: VMAP(in_place)(outside.expand_as(xs)),
@@ -212,13 +238,18 @@ def test_compiled_with_all_arguments(device, version):
     torch._dynamo.reset()
     cos, sin = tables(20, 4, device)
     ids = torch.randint(20, (3, B, S), device=device)
-    starts, cu_seqlens = torch.tensor([2, 9], device=device), torch.tensor([0, 3, 8], dtype=torch.int32, device=device)
+    starts, cu_seqlens = (
+        torch.tensor([2, 9], device=device),
+        torch.tensor([0, 3, 8], dtype=torch.int32, device=device),
+    )
 
     def function(x, k):
         q, k = cukern.rope(x, cos, sin, k=k, position_ids=ids[0], version=version)
         q = cukern.rope_(q * 1, cos, sin, start_positions=starts, scale=1.5, version=version)
         q = cukern.rope(q, cos, sin, position_ids=ids, mrope_section=(1, 1, 2), version=version)
-        packed = cukern.rope_(k.flatten(0, 1) * 1, cos, sin, cu_seqlens=cu_seqlens, layout="thd", version=version)
+        packed = cukern.rope_(
+            k.flatten(0, 1) * 1, cos, sin, cu_seqlens=cu_seqlens, layout="thd", version=version
+        )
         freqs = ids[1, 0, :, None, None, None].float().expand(-1, 1, 1, 8)
         return q, packed, cukern.apply_rotary_pos_emb(q, freqs, "bshd", version=version)
 
@@ -253,12 +284,22 @@ def test_fake_tensors_have_the_strides_of_the_real_ones():
     """Needs no GPU: no kernel runs."""
     with FakeTensorMode():
         cos, ids = torch.empty(S, 4, device="cuda"), torch.empty(B, S, dtype=torch.int64, device="cuda")
-        for sizes, order in (((B, S, H, 8), (0, 1, 2, 3)), ((B, H, S, 8), (0, 2, 1, 3)), ((S, B, H, 8), (1, 0, 2, 3))):
+        for sizes, order in (
+            ((B, S, H, 8), (0, 1, 2, 3)),
+            ((B, H, S, 8), (0, 2, 1, 3)),
+            ((S, B, H, 8), (1, 0, 2, 3)),
+        ):
             x = torch.empty(sizes, dtype=torch.float16, device="cuda").permute(order)
             y, z = cukern.rope(x, cos, cos, k=x, position_ids=ids)
-            assert y.shape == z.shape == x.shape and y.dtype == torch.float16 and y.stride() == z.stride() == x.stride()
+            assert (
+                y.shape == z.shape == x.shape
+                and y.dtype == torch.float16
+                and y.stride() == z.stride() == x.stride()
+            )
             assert cukern.rope_(x, cos, cos) is x
-            assert cukern.apply_rotary_pos_emb(x, torch.empty(S, 1, 1, 8, device="cuda"), "bshd").is_contiguous()
+            assert cukern.apply_rotary_pos_emb(
+                x, torch.empty(S, 1, 1, 8, device="cuda"), "bshd"
+            ).is_contiguous()
 
 
 @VERSIONS
@@ -270,15 +311,22 @@ def test_opcheck(version):
     positions = torch.tensor([[2, 1, 0]], dtype=torch.int32, device=DEVICE)
     ids = torch.tensor([[2, 1, 0]], device=DEVICE)
     tests = ("test_schema", "test_faketensor")
-    for options in (Options(8, 0, False, False, 1.0, "bshd", version=version), Options(4, 2, True, True, 2.0, "bshd", True, version)):
+    for options in (
+        Options(8, 0, False, False, 1.0, "bshd", version=version),
+        Options(4, 2, True, True, 2.0, "bshd", True, version),
+    ):
         t = (c[:, : options.rotary_dim // 2].contiguous() for c in (cos, sin))
         arguments = (*t, positions, *options)
         for op in (torch.ops.cukern._rope, torch.ops.cukern._rope_):
             torch.library.opcheck(op.default, (q, k, *arguments), test_utils=tests)
-    torch.library.opcheck(torch.ops.cukern._rope_positions.default, (cos, ids, None, None, 1, 3, 1, 0), test_utils=tests)
+    torch.library.opcheck(
+        torch.ops.cukern._rope_positions.default, (cos, ids, None, None, 1, 3, 1, 0), test_utils=tests
+    )
     torch.library.opcheck(torch.ops.cukern._rope_angles.default, (cos, True), test_utils=tests)
     three = torch.zeros(3, 3, dtype=torch.int32, device=DEVICE)
-    torch.library.opcheck(torch.ops.cukern._rope_sections.default, (cos, sin, three, 1, 3, 4, False, 1, 2), test_utils=tests)
+    torch.library.opcheck(
+        torch.ops.cukern._rope_sections.default, (cos, sin, three, 1, 3, 4, False, 1, 2), test_utils=tests
+    )
 
 
 def test_the_raw_op_refuses_a_cpu_tensor():
@@ -290,7 +338,10 @@ def test_the_raw_op_refuses_a_cpu_tensor():
 @gpu
 def test_only_the_output_is_allocated():
     """Strided views are not copied. In place, nothing is allocated."""
-    qkv, (cos, sin) = torch.randn(4, 512, 48, 128, device="cuda", dtype=torch.bfloat16), tables(512, 64, "cuda")
+    qkv, (cos, sin) = (
+        torch.randn(4, 512, 48, 128, device="cuda", dtype=torch.bfloat16),
+        tables(512, 64, "cuda"),
+    )
     q, k = qkv[:, :, :32], qkv[:, :, 32:40]
     cukern.rope_(q, cos, sin, k=k)
     torch.cuda.synchronize()

@@ -1,4 +1,5 @@
-"""cukern.rope and rope_ in all memory layouts: the four layouts, views, slices of packed tensors, and which of these take the fast path."""
+"""cukern.rope and rope_ in all memory layouts: the four layouts, views, slices of packed tensors, and which
+of these take the fast path."""
 
 import itertools
 
@@ -18,7 +19,9 @@ def views(device, dtype):
     qkv = torch.randn(2, 5, 9, 8, device=device).to(dtype)
     return {
         "a slice of packed heads": qkv[:, :, 3:6],
-        "a slice of packed rows": torch.randn(2, 5, 72, device=device).to(dtype)[..., 8:32].unflatten(-1, (3, 8)),
+        "a slice of packed rows": torch.randn(2, 5, 72, device=device)
+        .to(dtype)[..., 8:32]
+        .unflatten(-1, (3, 8)),
         "transposed heads": qkv.transpose(1, 2).contiguous().transpose(1, 2)[:, :, :3],
         "sequence first": torch.randn(5, 2, 3, 8, device=device).to(dtype).transpose(0, 1),
         "a strided last dimension": torch.randn(2, 5, 3, 16, device=device).to(dtype)[..., ::2],
@@ -39,9 +42,17 @@ def test_views_are_not_copied(device, version, dtype):
         assert_right(y, exact, name)
         base = x._base if x._base is not None else x
         before, address = base.clone(), x.data_ptr()
-        assert cukern.rope_(x, cos, sin, interleaved=interleaved, version=version) is x and x.data_ptr() == address
+        assert (
+            cukern.rope_(x, cos, sin, interleaved=interleaved, version=version) is x
+            and x.data_ptr() == address
+        )
         assert same_bits(x, y), name
-        changed = torch.zeros_like(base, dtype=torch.bool).as_strided(x.shape, x.stride(), x.storage_offset()).fill_(True)._base
+        changed = (
+            torch.zeros_like(base, dtype=torch.bool)
+            .as_strided(x.shape, x.stride(), x.storage_offset())
+            .fill_(True)
+            ._base
+        )
         assert same_bits(base[~changed], before[~changed]), f"{name}: what is beside the view is left alone"
 
 
@@ -53,7 +64,9 @@ def test_layouts_of_models_take_the_fast_path(device, monkeypatch):
     versions.plan.cache_clear()
     for dtype, table in [(d, t) for d in (torch.bfloat16, torch.float32) for t in plan.table_dtypes(d)]:
         qkv, hf = torch.randn(2, 3, 5, 32, device=device).to(dtype), tables(3, 32, device, table)
-        for interleaved, (cos, sin) in itertools.product((False, True), (tables(3, 16, device, table), hf, [t[None] for t in hf])):
+        for interleaved, (cos, sin) in itertools.product(
+            (False, True), (tables(3, 16, device, table), hf, [t[None] for t in hf])
+        ):
             options = {"interleaved": interleaved}
             cukern.rope(qkv[:, :, :3], cos, sin, k=qkv[:, :, 3:4], **options)
             cukern.rope_(qkv[:, :, :3], cos, sin, k=qkv[:, :, 3:4], **options)
@@ -117,7 +130,9 @@ def test_q_and_k_of_one_packed_tensor_in_place(device, version):
 @kernels
 def test_only_the_output_is_written(device, version):
     """In place only the rotated slice, out of place only the output, between guard regions."""
-    for dtype, shape in itertools.product((torch.bfloat16, torch.float64), ((1, 1, 1, 2), (1, 3, 5, 24), (2, 7, 3, 40))):
+    for dtype, shape in itertools.product(
+        (torch.bfloat16, torch.float64), ((1, 1, 1, 2), (1, 3, 5, 24), (2, 7, 3, 40))
+    ):
         x = Guarded(shape, dtype, device)
         x.tensor.copy_(torch.randn(shape))
         before, (cos, sin) = x.tensor.clone(), tables(shape[1], 1, device)

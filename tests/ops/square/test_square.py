@@ -1,4 +1,5 @@
-"""cukern.square: numbers, gradients, shapes, strides, extreme values, and refusals. See test_square_in_torch.py for the rest of torch."""
+"""cukern.square: numbers, gradients, shapes, strides, extreme values, and refusals. See
+test_square_in_torch.py for the rest of torch."""
 
 import itertools
 
@@ -11,7 +12,24 @@ import cukern
 from cukern.ops.square import _launch_square
 from cukern.runtime.registry import CASES
 
-SHAPES = [(), (0,), (3, 0, 5), (1,), (1, 1), (2,), (3,), (7,), (255,), (256,), (257,), (1023,), (2049,), (31, 33), (2, 3, 5, 7), (64, 1000)]
+SHAPES = [
+    (),
+    (0,),
+    (3, 0, 5),
+    (1,),
+    (1, 1),
+    (2,),
+    (3,),
+    (7,),
+    (255,),
+    (256,),
+    (257,),
+    (1023,),
+    (2049,),
+    (31, 33),
+    (2, 3, 5, 7),
+    (64, 1000),
+]
 PLACES = pytest.mark.parametrize("device, version", places("square"))
 inf, nan = float("inf"), float("nan")
 
@@ -62,7 +80,10 @@ def views(device: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         "reversed in memory": x.flip(0).t(),
         "empty view": x[5:5],
         **{f"misaligned by {k}": x.view(-1)[k:] for k in (1, 2, 3, 4, 5)},
-        **{f"misaligned by {k}, {n} long": x.view(-1)[k : k + n] for k, n in itertools.product((1, 2, 3), (1, 3, 7, 8, 9, 17))},
+        **{
+            f"misaligned by {k}, {n} long": x.view(-1)[k : k + n]
+            for k, n in itertools.product((1, 2, 3), (1, 3, 7, 8, 9, 17))
+        },
     }
 
 
@@ -82,7 +103,12 @@ def test_every_stride_and_alignment(device, version, dtype):
 def test_gradient_with_other_strides_than_the_input(device, version, dtype):
     x = torch.randn(6, 8, dtype=dtype, device=device, requires_grad=True)
     d = torch.randn(8, 8, dtype=dtype, device=device)
-    douts = {"transposed": d[:, :6].t(), "row": d[:1].expand(6, 8), "column": d[:6, :1].expand(6, 8), "one number": d[0, 0].expand(6, 8)}
+    douts = {
+        "transposed": d[:, :6].t(),
+        "row": d[:1].expand(6, 8),
+        "column": d[:6, :1].expand(6, 8),
+        "one number": d[0, 0].expand(6, 8),
+    }
     for name, dout in douts.items():
         (dx,) = torch.autograd.grad(cukern.square(x, version=version), x, dout)
         (peer,) = torch.autograd.grad(torch.square(x), x, dout)
@@ -91,7 +117,10 @@ def test_gradient_with_other_strides_than_the_input(device, version, dtype):
 
 @PLACES
 def test_gradcheck_and_gradgradcheck(device, version):
-    for x in (torch.randn(3, 5, dtype=torch.float64, device=device), torch.randn(5, 4, dtype=torch.float64, device=device).t()[1:]):
+    for x in (
+        torch.randn(3, 5, dtype=torch.float64, device=device),
+        torch.randn(5, 4, dtype=torch.float64, device=device).t()[1:],
+    ):
         for numeric_check in (torch.autograd.gradcheck, torch.autograd.gradgradcheck):
             assert numeric_check(lambda t: cukern.square(t, version=version), x.detach().requires_grad_())
 
@@ -102,8 +131,23 @@ def test_extreme_values(device, version, dtype):
     info = torch.finfo(dtype)
     tiny = info.smallest_normal
     denormal, root = tiny * info.eps, tiny**0.5
-    special = [0.0, -0.0, inf, -inf, nan, info.max, info.min, tiny, denormal, -3 * denormal, root / 4, -root / 3, 1.5 * root]
-    x = torch.tensor(special * 3 + [1.0], dtype=torch.float64).to(dtype).to(device)  # 40 values: whole vectors, in every lane
+    special = [
+        0.0,
+        -0.0,
+        inf,
+        -inf,
+        nan,
+        info.max,
+        info.min,
+        tiny,
+        denormal,
+        -3 * denormal,
+        root / 4,
+        -root / 3,
+        1.5 * root,
+    ]
+    # 40 values: whole vectors, in every lane
+    x = torch.tensor(special * 3 + [1.0], dtype=torch.float64).to(dtype).to(device)
     y = cukern.square(x, version=version)
     assert_accurate(y, torch.square(x), double(x) ** 2)
     assert not y.signbit()[~y.isnan()].any(), "the square of -0.0 is 0.0"
@@ -156,7 +200,11 @@ DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=g
 
 
 @DEVICES
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.bool, torch.uint8, torch.complex64, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.int32, torch.int64, torch.bool, torch.uint8, torch.complex64, torch.float8_e4m3fn],
+    ids=str,
+)
 def test_another_dtype_is_refused(device, dtype):
     with pytest.raises(TypeError, match=rf"x must be .*torch.float16.*, got {dtype}"):
         cukern.square(torch.zeros(3, device=device).to(dtype))
@@ -172,7 +220,8 @@ def test_negative_bit_is_refused_with_the_way_out(device):
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_a_nested_tensor_of_one_number_is_refused():
-    """Other nested tensors have no strides, which raises an error too. On a GPU nothing is checked before the launch."""
+    """Other nested tensors have no strides, which raises an error too. On a GPU nothing is checked before the
+    launch."""
     with pytest.raises(TypeError, match="x must be a strided tensor, got a nested one"):
         _launch_square(torch.nested.nested_tensor([torch.tensor(2.0)]), "")
 
@@ -184,7 +233,9 @@ def test_unknown_version_is_refused(device):
 
 
 def test_a_kernel_is_refused_for_a_cpu_tensor():
-    with pytest.raises(ValueError, match=r"version 'v2' of cukern\.square is a CUDA kernel, the tensor is on cpu"):
+    with pytest.raises(
+        ValueError, match=r"version 'v2' of cukern\.square is a CUDA kernel, the tensor is on cpu"
+    ):
         cukern.square(torch.randn(3), version="v2")
 
 

@@ -71,13 +71,19 @@ class Celsius(torch.Tensor):
 def test_subclass(device, version):
     x = torch.randn(5, device=device).as_subclass(Celsius)
     y = cukern.square(x, version=version)
-    assert isinstance(y, torch.Tensor) and torch.equal(y.as_subclass(torch.Tensor), torch.square(x.as_subclass(torch.Tensor)))
+    assert isinstance(y, torch.Tensor) and torch.equal(
+        y.as_subclass(torch.Tensor), torch.square(x.as_subclass(torch.Tensor))
+    )
 
 
 def test_fake_tensors_have_the_shape_and_strides_of_the_real_ones():
     """Needs no GPU: no kernel runs."""
     with FakeTensorMode():
-        for x in (torch.empty(3, 4, device="cuda"), torch.empty(4, 3, device="cuda").t(), torch.empty(1, 4, device="cuda").expand(3, 4)):
+        for x in (
+            torch.empty(3, 4, device="cuda"),
+            torch.empty(4, 3, device="cuda").t(),
+            torch.empty(1, 4, device="cuda").expand(3, 4),
+        ):
             y = cukern.square(x.half())
             assert y.device.type == "cuda" and y.dtype == torch.float16 and y.shape == (3, 4)
             assert y.stride() == torch.empty_like(x).stride()
@@ -91,20 +97,31 @@ def test_make_fx_traces_one_op():
     with FakeTensorMode():
         x = torch.empty(3, 4, device="cuda")
     graph = make_fx(lambda t: cukern.square(t, version="v2"))(x)
-    assert [node.target for node in graph.graph.nodes if node.op == "call_function"] == [torch.ops.cukern._square.default]
+    assert [node.target for node in graph.graph.nodes if node.op == "call_function"] == [
+        torch.ops.cukern._square.default
+    ]
 
 
 @gpu
 @pytest.mark.parametrize("version", VERSIONS)
 def test_opcheck(version):
-    for x in (torch.randn(5, 7, device="cuda"), torch.randn(7, 5, device="cuda").t(), torch.randn(4, device="cuda").expand(3, 4)):
+    for x in (
+        torch.randn(5, 7, device="cuda"),
+        torch.randn(7, 5, device="cuda").t(),
+        torch.randn(4, device="cuda").expand(3, 4),
+    ):
         torch.library.opcheck(torch.ops.cukern._square.default, (x, version))
-        torch.library.opcheck(torch.ops.cukern._square_backward.default, (x, torch.randn(x.shape, device="cuda"), version))
+        torch.library.opcheck(
+            torch.ops.cukern._square_backward.default, (x, torch.randn(x.shape, device="cuda"), version)
+        )
         torch.library.opcheck(torch.ops.cukern._square.default, (x[:0], version))
 
 
 def test_raw_op_refuses_a_cpu_tensor():
-    with pytest.raises(ValueError, match=r"_square runs kernels, and the tensors are on the CPU; .* cukern.backend\(\"sim\"\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"_square runs kernels, and the tensors are on the CPU; .* cukern.backend\(\"sim\"\)",
+    ):
         torch.ops.cukern._square(torch.randn(3), "v1")
 
 

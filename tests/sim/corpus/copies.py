@@ -142,7 +142,12 @@ KERNELS = [
         [
             ("    mbarrier_wait_in_block(bar, 0);\n", "", sim.Race, "asynchronous copy"),
             ("mbarrier_init(bar, 64)", "mbarrier_init(bar, 65)", sim.BarrierFault, "for 1 arrivals"),
-            ("mbarrier_init(bar, 64)", "mbarrier_init(bar, 63)", sim.BarrierFault, "only 63 arrivals are missing"),
+            (
+                "mbarrier_init(bar, 64)",
+                "mbarrier_init(bar, 63)",
+                sim.BarrierFault,
+                "only 63 arrivals are missing",
+            ),
             (".noinc", "", sim.BarrierFault, "for 64 arrivals"),
             ("    __syncthreads();\n", "", sim.Race),
         ],
@@ -154,7 +159,12 @@ KERNELS = [
         lambda x: x.view(-1, 2).flip(1).reshape(-1) + 1,
         [
             ("    mbarrier_wait_in_block(bar, 0);\n", "", sim.Race, "mbarrier is missing"),
-            ("mbarrier_arrive(bar, 256)", "mbarrier_arrive(bar, 128)", sim.BarrierFault, "128 bytes more have come"),
+            (
+                "mbarrier_arrive(bar, 256)",
+                "mbarrier_arrive(bar, 128)",
+                sim.BarrierFault,
+                "128 bytes more have come",
+            ),
             ("mbarrier_arrive(bar, 256)", "mbarrier_arrive(bar)", sim.Race),
             ("    fence_async();\n", "", sim.Race, "a fence.proxy.async is missing"),
             ("    fence_async();\n    __syncthreads();\n", "    fence_async();\n", sim.Race),
@@ -162,7 +172,11 @@ KERNELS = [
             ("        bulk_wait_read<0>();\n", "        s[5] = 0;\n", sim.Race, "still reads"),
             ("x + 64 * blockIdx.x, 256", "x + 64 * blockIdx.x + 32, 256", sim.OutOfBounds),
             ("out + 64 * blockIdx.x", "out + 64 * blockIdx.x + 1", sim.Misaligned),
-            ("mbarrier_wait_in_block(bar, 0)", "mbarrier_wait_in_block(bar, 0); mbarrier_wait_in_block(bar, 1)", sim.BarrierFault),
+            (
+                "mbarrier_wait_in_block(bar, 0)",
+                "mbarrier_wait_in_block(bar, 0); mbarrier_wait_in_block(bar, 1)",
+                sim.BarrierFault,
+            ),
         ],
         lambda: [ints(128), data(128)],
         grid=2,
@@ -172,14 +186,24 @@ KERNELS = [
         COPIED,
         lambda x: x,
         [
-            ("    fence_async();  // of the writers\n", "", sim.Race, "s \\+ .*wrote at .*: a fence.proxy.async is missing"),
+            (
+                "    fence_async();  // of the writers\n",
+                "",
+                sim.Race,
+                "s \\+ .*wrote at .*: a fence.proxy.async is missing",
+            ),
             (
                 "    cp_async_wait<0>();\n    fence_async();",
                 "    fence_async(); cp_async_wait<0>();",
                 sim.Race,
                 "fence.proxy.async is missing",
             ),
-            ("        fence_async();  // of the reader\n", "", sim.Race, "r \\+ .*wrote at .*: a fence.proxy.async is missing"),
+            (
+                "        fence_async();  // of the reader\n",
+                "",
+                sim.Race,
+                "r \\+ .*wrote at .*: a fence.proxy.async is missing",
+            ),
             ("    __syncthreads();\n", "", sim.Race),
         ],
         lambda: [ints(128), data(128)],

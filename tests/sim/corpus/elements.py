@@ -40,10 +40,7 @@ __global__ void k(__half* out, const __half* x, int n) {
 }
 """,
         lambda x, n: 2 * x,
-        [
-            ("i + 1 < n", "i < n", sim.OutOfBounds),
-            ("(x + i), ", "(x + i + 1), ", sim.Misaligned),
-        ],
+        [("i + 1 < n", "i < n", sim.OutOfBounds), ("(x + i), ", "(x + i + 1), ", sim.Misaligned)],
         lambda: [zeros(77, torch.float16), torch.randn(77).half(), 77],
     ),
     Kernel(
@@ -162,10 +159,7 @@ __global__ void k(int* out, const int* x, const long long* index, int n) {
     if (i < n) out[i] = out[i] * 2 + x[i];
 """,
         lambda x, n: data(100) * 2 + x,
-        [
-            ("out[i] * 2", "out[(i + 64) % 100] * 2", sim.Race),
-            ("if (i < n) ", "", sim.OutOfBounds),
-        ],
+        [("out[i] * 2", "out[(i + 64) % 100] * 2", sim.Race), ("if (i < n) ", "", sim.OutOfBounds)],
         lambda: [data(100), data(100), 100],
         grid=2,
     ),
@@ -177,9 +171,7 @@ __global__ void k(int* out, const int* x, const int* bias) {
 }
 """,
         lambda x, bias: x,
-        [
-            ("(bias ? bias[threadIdx.x % 8] : 0)", "bias[threadIdx.x % 8]", sim.OutOfBounds, "null pointer"),
-        ],
+        [("(bias ? bias[threadIdx.x % 8] : 0)", "bias[threadIdx.x % 8]", sim.OutOfBounds, "null pointer")],
         lambda: [ints(64), data(64), None],
     ),
     Kernel(
@@ -228,7 +220,11 @@ __global__ void k(int* out, const int* x, int rows, int columns, int stride) {
 """,
         lambda x, n: torch.bincount(x % 8).max().repeat(64),
         [
-            ("for (int j = 0; j < 8; ++j) a[j] = 0;", "for (int j = 1; j < 8; ++j) a[j] = 0;", sim.Uninitialized),
+            (
+                "for (int j = 0; j < 8; ++j) a[j] = 0;",
+                "for (int j = 1; j < 8; ++j) a[j] = 0;",
+                sim.Uninitialized,
+            ),
             ("% 8] += 1", "% 9 - (x[0] == 0)] += 1", sim.OutOfBounds),
         ],
     ),

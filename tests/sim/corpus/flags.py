@@ -1,4 +1,5 @@
-"""Atomics, locks, flags and fences: threads and blocks that tell each other something through global memory."""
+"""Atomics, locks, flags and fences: threads and blocks that tell each other something through global
+memory."""
 
 import torch
 from sim_corpus import Kernel, data, ints, total, zeros
@@ -93,9 +94,7 @@ __global__ void k(float* out, const float* x) {
 }
 """,
         lambda x: x.max()[None],
-        [
-            ("old = atomicCAS(p, assumed, __float_as_int(v));", "*p = __float_as_int(v);", sim.Race),
-        ],
+        [("old = atomicCAS(p, assumed, __float_as_int(v));", "*p = __float_as_int(v);", sim.Race)],
         lambda: [torch.full((1,), -9.0), torch.arange(128.0) * 37 % 101],
         grid=2,
     ),
@@ -112,9 +111,7 @@ __global__ void k(int* out, int* lock, const int* x) {
 }
 """,
         lambda lock, x: total(x),
-        [
-            ("    atomicExch(lock, 0);\n", "", sim.StepLimit),
-        ],
+        [("    atomicExch(lock, 0);\n", "", sim.StepLimit)],
         lambda: [zeros(1), zeros(1), data(10)],
         grid=10,
     ),
@@ -175,7 +172,11 @@ __global__ void k(int* out, int* part, volatile int* flag, const int* x) {
 """,
         lambda part, flag, x: 7 * x.view(-1, 2).flip(1).reshape(-1),
         [
-            ("        __threadfence();\n        __syncthreads();\n        if", "        __syncthreads();\n        if", sim.Race),
+            (
+                "        __threadfence();\n        __syncthreads();\n        if",
+                "        __syncthreads();\n        if",
+                sim.Race,
+            ),
             ("        __syncthreads();\n        if", "        if", sim.Race),
             ("        __syncthreads();\n        out", "        out", sim.Race),
             ("            __threadfence();\n", "", sim.Race),
@@ -238,7 +239,11 @@ __global__ void k(int* out, int* table, const int* x) {
 """,
         lambda table, x: x + 1,
         [
-            ("int old = atomicCAS(table + slot, 0, key);", "int old = table[slot];\n        if (old == 0) table[slot] = key;", sim.Race),
+            (
+                "int old = atomicCAS(table + slot, 0, key);",
+                "int old = table[slot];\n        if (old == 0) table[slot] = key;",
+                sim.Race,
+            ),
             ("    __syncthreads();\n", "", sim.Race),
             ("key % 128", "key * 9", sim.OutOfBounds),
         ],

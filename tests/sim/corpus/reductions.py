@@ -85,9 +85,7 @@ KERNELS = [
     }
 """,
         lambda x, n: x[:16].max().repeat(16),
-        [
-            ("int d = 8", "int d = 16", sim.Uninitialized, "lane 16 of its warp, which is not in the mask"),
-        ],
+        [("int d = 8", "int d = 16", sim.Uninitialized, "lane 16 of its warp, which is not in the mask")],
         lambda: [ints(16), data(24), 24],
         block=24,
     ),
@@ -99,7 +97,11 @@ KERNELS = [
 """,
         lambda x, n: torch.tensor([~int(x.argmax()), int(x.max())]),
         [
-            ("atomicMax((unsigned long long*)out, key)", "if (key > *(unsigned long long*)out) *(unsigned long long*)out = key", sim.Race),
+            (
+                "atomicMax((unsigned long long*)out, key)",
+                "if (key > *(unsigned long long*)out) *(unsigned long long*)out = key",
+                sim.Race,
+            ),
             ("(unsigned long long*)out", "(unsigned long long*)(out + 1)", sim.Misaligned),
         ],
         lambda: [zeros(2), data(101), 101],
@@ -114,10 +116,7 @@ KERNELS = [
     if (t % 32 == 0) atomicAdd(out, v);
 """,
         lambda x, n: total(x),
-        [
-            ("atomicAdd(out, v)", "*out += v", sim.Race),
-            ("i < n ? x[i] : 0", "x[i]", sim.OutOfBounds),
-        ],
+        [("atomicAdd(out, v)", "*out += v", sim.Race), ("i < n ? x[i] : 0", "x[i]", sim.OutOfBounds)],
         lambda: [zeros(1), data(150), 150],
         grid=3,
     ),
@@ -243,7 +242,9 @@ __global__ void k(float* out, const float* x, int n) {
     int even = __syncthreads_count(x[i] % 2 == 0), any = __syncthreads_or(x[i] == 100);
     out[i] = 2 * even + (any != 0);
 """,
-        lambda x, n: (2 * (x.view(2, 64) % 2 == 0).sum(1) + (x.view(2, 64) == 100).any(1)).repeat_interleave(64),
+        lambda x, n: (2 * (x.view(2, 64) % 2 == 0).sum(1) + (x.view(2, 64) == 100).any(1)).repeat_interleave(
+            64
+        ),
         grid=2,
     ),
 ]

@@ -154,7 +154,9 @@ __global__ void k(int* out, int* count, const int* x, int n) {
     if (mine) out[start + __popc(votes & (1u << lane) - 1)] = x[i];
 }
 """,
-        lambda count, x, n: torch.cat((x[x % 3 == 0], -torch.ones(150 - int((x % 3 == 0).sum()), dtype=torch.int32))),
+        lambda count, x, n: torch.cat(
+            (x[x % 3 == 0], -torch.ones(150 - int((x % 3 == 0).sum()), dtype=torch.int32))
+        ),
         [
             ("    start = __shfl_sync(~0u, start, 0);\n", "", sim.Uninitialized),
             ("__ballot_sync(~0u, mine)", "(mine ? __ballot_sync(~0u, 1) : 0)", sim.BarrierFault),
@@ -187,7 +189,11 @@ __global__ void k(int* out, int* count, const int* x, int n) {
         [
             ("            __syncthreads();\n", "            __syncwarp();\n", sim.Race),
             ("other > t && ", "", sim.Race),
-            ("            __syncthreads();\n", "            if (d < 32) __syncwarp(); else __syncthreads();\n", sim.Race),
+            (
+                "            __syncthreads();\n",
+                "            if (d < 32) __syncwarp(); else __syncthreads();\n",
+                sim.Race,
+            ),
         ],
     ),
     Kernel(
@@ -204,10 +210,7 @@ __global__ void k(int* out, int* count, const int* x, int n) {
     }
 """,
         lambda x, n: data(64).sort()[0],
-        [
-            ("        __syncthreads();\n", "", sim.Race),
-            ("a + 1 < 2 * n && ", "", sim.OutOfBounds),
-        ],
+        [("        __syncthreads();\n", "", sim.Race), ("a + 1 < 2 * n && ", "", sim.OutOfBounds)],
         lambda: [data(64), data(1), 32],
         block=32,
     ),

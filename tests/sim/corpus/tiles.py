@@ -64,7 +64,11 @@ __global__ void k(int* out, const int* x, int rows, int columns) {
         [
             ("        __syncthreads();\n        for", "        for", sim.Race),
             ("        __syncthreads();\n    }", "    }", sim.Race),
-            ("k + ty < n && column < n ? pb[(k + ty) * n + column] : 0", "pb[(k + ty) * n + column]", sim.OutOfBounds),
+            (
+                "k + ty < n && column < n ? pb[(k + ty) * n + column] : 0",
+                "pb[(k + ty) * n + column]",
+                sim.OutOfBounds,
+            ),
             ("if (row < n && column < n)", "if (row < n)", sim.OutOfBounds, "'out'|another value"),
             ("sum = 0;", "sum;", sim.Uninitialized, "no statement has set"),
         ],
@@ -87,7 +91,12 @@ __global__ void k(int* out, const int* x, int rows, int columns) {
     }
     out[t] = sum;
 """,
-        lambda x, n: torch.stack([sum((x[:n].view(-1, 64) * x[n:].view(-1, 64)[:, torch.arange(64) ^ t]).flatten()) for t in range(64)]),
+        lambda x, n: torch.stack(
+            [
+                sum((x[:n].view(-1, 64) * x[n:].view(-1, 64)[:, torch.arange(64) ^ t]).flatten())
+                for t in range(64)
+            ]
+        ),
         [
             ("        __syncthreads();\n        at", "        at", sim.Race),
             ("if (next < n) a[1 - at][t] =", "if (next < n) a[at][t] =", sim.Race),

@@ -68,9 +68,7 @@ KERNELS = [
     out[i] = __shfl_sync(~0u, x[i], (t + 5) % 32);
 """,
         lambda x, n: x.view(-1, 32).roll(-5, 1).reshape(-1),
-        [
-            ("~0u", "0x00ffffffu", sim.BarrierFault, "names the lanes 0x00ffffff"),
-        ],
+        [("~0u", "0x00ffffffu", sim.BarrierFault, "names the lanes 0x00ffffff")],
     ),
     Kernel(
         "tiles of eight lanes",
@@ -82,7 +80,9 @@ KERNELS = [
     }
     out[i] = v;
 """,
-        lambda x, n: torch.where(x.view(-1, 8)[:, :1] % 2 == 1, x.view(-1, 8).sum(1, keepdim=True), x.view(-1, 8)).reshape(-1),
+        lambda x, n: torch.where(
+            x.view(-1, 8)[:, :1] % 2 == 1, x.view(-1, 8).sum(1, keepdim=True), x.view(-1, 8)
+        ).reshape(-1),
         [
             ("x[i / 8 * 8] % 2", "x[i] % 2", sim.Uninitialized, "not there"),
             ("0xffu <<", "0x7fu <<", sim.BarrierFault),
@@ -103,7 +103,11 @@ KERNELS = [
         [
             ("    old = __shfl_sync(peers, old, leader);\n", "", sim.Uninitialized),
             ("__shfl_sync(peers, old, leader)", "__shfl_sync(peers, old, 0)", sim.Uninitialized),
-            ("old = atomicAdd(out + key, __popc(peers))", "old = out[key], out[key] += __popc(peers)", sim.Race),
+            (
+                "old = atomicAdd(out + key, __popc(peers))",
+                "old = out[key], out[key] += __popc(peers)",
+                sim.Race,
+            ),
         ],
         lambda: [zeros(69), data(64), 64],
     ),
@@ -113,10 +117,18 @@ KERNELS = [
         lambda x, n: x.view(5, 32).sum(0).flip(0),
         [
             ('            asm volatile("bar.sync %0, 64;" :: "r"(1 + j % 2) : "memory");\n', "", sim.Race),
-            ('if (j >= 2) asm volatile("bar.sync %0, 64;" :: "r"(3 + j % 2) : "memory");', "", sim.BarrierFault),
+            (
+                'if (j >= 2) asm volatile("bar.sync %0, 64;" :: "r"(3 + j % 2) : "memory");',
+                "",
+                sim.BarrierFault,
+            ),
             ("if (j + 2 < n) asm", "if (j + 3 < n) asm", sim.BarrierFault, "waits at barrier"),
             ('"bar.sync %0, 64;" :: "r"(1', '"bar.sync %0, 96;" :: "r"(1', sim.BarrierFault),
-            ('"bar.sync %0, 64;" :: "r"(1 + j % 2)', '"bar.sync %0, 64;" :: "r"(2 - j % 2)', sim.BarrierFault),
+            (
+                '"bar.sync %0, 64;" :: "r"(1 + j % 2)',
+                '"bar.sync %0, 64;" :: "r"(2 - j % 2)',
+                sim.BarrierFault,
+            ),
         ],
         lambda: [ints(32), data(160), 5],
     ),
@@ -142,9 +154,7 @@ KERNELS = [
     out[i] = 2 * all + any;
 """,
         lambda x, n: (2 * (x.view(-1, 32) < 95).all(1) + (x.view(-1, 32) == 7).any(1)).repeat_interleave(32),
-        [
-            ("x[i] < 95", "x[i + 1] < 95", sim.OutOfBounds),
-        ],
+        [("x[i] < 95", "x[i + 1] < 95", sim.OutOfBounds)],
         grid=3,
     ),
     Kernel(
@@ -156,10 +166,7 @@ KERNELS = [
     out[i] = v;
 """,
         lambda x, n: x.view(-1, 32)[:, :1].expand(-1, 32).reshape(-1),
-        [
-            ("    v = __shfl_sync(~0u, v, 0);\n", "", sim.Uninitialized),
-            ("v, 0)", "v, 1)", sim.Uninitialized),
-        ],
+        [("    v = __shfl_sync(~0u, v, 0);\n", "", sim.Uninitialized), ("v, 0)", "v, 1)", sim.Uninitialized)],
         grid=2,
     ),
 ]
