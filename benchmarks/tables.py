@@ -1,8 +1,10 @@
 """Result tables, generated from benchmarks/results/*.jsonl. A table shows the newest row of each measurement.
 
-python benchmarks/tables.py            writes benchmarks/tables/<gpu>/<op>.md, and the summary in README.md; removes the rows of results
+python benchmarks/tables.py            writes benchmarks/tables/<gpu>/<op>.md, and the summary in README.md;
+                                       removes the rows of results
                                        that are older, or of deleted code
-python benchmarks/tables.py --check    writes nothing; exits with status 1 if a table, the summary or a file of results is not current
+python benchmarks/tables.py --check    writes nothing; exits with status 1 if a table, the summary or a
+                                       file of results is not current
 python benchmarks/tables.py --picture  also draws benchmarks/tables/<gpu>/summary.svg (needs matplotlib)
 """
 

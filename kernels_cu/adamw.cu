@@ -19,9 +19,9 @@
 //            each tensor in double. It is not needed if the host knows them. If *found_inf is not 0, all
 //            tensors are skipped. adamw_v2 starts while adamw_prepare runs (PDL).
 //
-// version  idea                                                                                     of a copy
-// v1       one thread per element, one launch per tensor                                            0.66 to 0.91 (H200, float32)
-// v2       one launch per dtype, vectors of 4 elements, one block per PART of a chunk               0.98 to 0.99 (H100)
+// version  idea                                                                         of a copy
+// v1       one thread per element, one launch per tensor                               H200: 0.66 to 0.91
+// v2       one launch per dtype, vectors of 4 elements, one block per PART of a chunk  H100: 0.98 to 0.99
 //
 // v2: a thread has a vector of grad, exp_avg, exp_avg_sq, and param or master: four independent loads of 16
 // bytes, or 8 for 16-bit types. Experiments: docs/notes/adamw.md.

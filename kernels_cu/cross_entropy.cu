@@ -1,8 +1,9 @@
 // cross_entropy: the loss of each row of logits, their sum or mean, and the gradient of the logits.
 //
-//     c = x, or softcap tanh(x / softcap)        lse = log(sum(exp(c)))        s = smoothing / vocab        p = exp(c - lse)
+//     c = x, or softcap tanh(x / softcap)   lse = log(sum(exp(c)))   s = smoothing / vocab   p = exp(c - lse)
 //     loss = lse - (1 - smoothing) c[target] - s sum(c) + z_loss lse^2
-//     dx   = w c'(x) ((1 + 2 z_loss lse) p - s - (1 - smoothing) [column == target]),   w: the gradient of the row's loss
+//     dx   = w c'(x) ((1 + 2 z_loss lse) p - s - (1 - smoothing) [column == target])
+//     w: the gradient of the row's loss
 //
 // Sums run over the first `vocab` columns. Columns behind them are padding: they are not used, and their
 // gradient is 0. A row with the target `ignored` has loss 0 and gradient 0. A row with another target outside
@@ -20,9 +21,9 @@
 //            block writes the sum of its losses; a second launch of one block adds these. Backward: one
 //            thread per LOADS vectors.
 //
-// version  idea                                                               8192x50304 bf16, H100: forward, backward of a copy
-// v1       a block per row, one element per thread and step
-// v2       16-byte vectors, 4 loads per thread in flight                      0.95, 0.97
+// version idea                                             8192x50304 bf16, H100: forward, backward of a copy
+// v1      a block per row, one element per thread and step
+// v2      16-byte vectors, 4 loads per thread in flight    0.95, 0.97
 //          short rows: a warp has several at a time, and finishes them together
 // Experiments: docs/notes/cross_entropy.md. Online softmax: Milakov and Gimelshein, arXiv 1805.02867.
 #include "common/pack.cuh"

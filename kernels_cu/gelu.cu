@@ -1,6 +1,7 @@
 // gelu: out = f(x + bias) * up, where f(v) = v * gate(v), and its gradients. bias (one per column) and up may
 // be null.
-//     dx = dout * up * f'(x + bias)      dup = dout * f(x + bias)      dbias = column sums of dx      f'(v) = gate(v) + v * gate'(v)
+//     dx = dout * up * f'(x + bias)   dup = dout * f(x + bias)   dbias = column sums of dx
+//     f'(v) = gate(v) + v * gate'(v)
 // FUNCTION   GELU: gate(v) = Phi(v) = (1 + erf(v / sqrt(2))) / 2.  SILU: gate(v) = sigmoid(v).
 //            GELU_TANH: gate(v) = sigmoid(2 u) = (1 + tanh(u)) / 2, where u = sqrt(2 / pi) * (v + 0.044715
 //            v^3).
@@ -15,7 +16,7 @@
 //            vector) or 16 bytes (v2). ALIGNED: all pointers, row strides and rows are multiples of 16 bytes.
 //            gelu_bias_bwd: grid (tiles of columns, chunks of rows).
 //
-// version  idea                                                                                  (experiments: docs/notes/gelu.md)
+// version  idea (experiments: docs/notes/gelu.md)
 // v1       one thread per element; dbias is torch's sum of dx
 // v2       one thread per 16-byte vector; dbias from partial sums. H200, gelu of 32768 x 3072, of a copy:
 //          0.92 (bfloat16), 0.97 (float32)

@@ -1,7 +1,7 @@
 // layernorm and rmsnorm along the rows of a matrix, with an optional residual add before them, and their
 // gradients.
 //
-//     s = x + residual, rounded to T               n = (s - mean) * rstd            rstd = 1 / sqrt(variance + eps)
+//     s = x + residual, rounded to T       n = (s - mean) * rstd     rstd = 1 / sqrt(variance + eps)
 //     y = n * weight + bias                        h = dy * weight
 //     dx = ds + rstd * (h - mean(h) - n * mean(h n))   dweight = sum(dy n), dbias = sum(dy), over the rows
 //

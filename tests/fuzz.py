@@ -301,10 +301,9 @@ ANYTHING = (  # each is refused, but for what may_succeed says
 
 TENSORS = (
     "v.to('meta')", "v.to_sparse()", "v.flatten()[None].to_sparse_csr()", "v.float().to_mkldnn()",
-    "torch.nested.nested_tensor([v])",
-    "torch.quantize_per_tensor(v.float(), 1.0, 0, torch.qint8)", "v.short()", "v.bool()",
-    "v.to(torch.uint64)", "v.to(torch.float8_e5m2)",
-    "v.to(torch.complex128)", "v.tolist()", "torch.complex(v.double(), v.double()).conj().imag",
+    "torch.nested.nested_tensor([v])", "torch.quantize_per_tensor(v.float(), 1.0, 0, torch.qint8)",
+    "v.short()", "v.bool()", "v.to(torch.uint64)", "v.to(torch.float8_e5m2)", "v.to(torch.complex128)",
+    "v.tolist()", "torch.complex(v.double(), v.double()).conj().imag",
 )  # fmt: skip
 
 
@@ -566,8 +565,7 @@ def fuzz(
     for start in range(0, count, 100):  # hypothesis ends at a failure, once it has shrunk it
         settings = hypothesis.settings(
             max_examples=min(100, count - start), deadline=None, database=None, print_blob=False,
-            derandomize=False,
-            suppress_health_check=list(hypothesis.HealthCheck),
+            derandomize=False, suppress_health_check=list(hypothesis.HealthCheck),
             phases=(hypothesis.Phase.generate, hypothesis.Phase.shrink),
         )  # fmt: skip
         try:

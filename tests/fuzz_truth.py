@@ -439,9 +439,9 @@ def results(function: Any, args: dict, tensors: list, douts: Any) -> list[torch.
 
 SCALES = {
     "softmax": softmax_scales, "log_softmax": functools.partial(softmax_scales, log=True),
-    "causal_softmax": softmax_scales,
-    "cross_entropy": cross_entropy_scales, "linear_cross_entropy": linear_cross_entropy_scales,
-    "attention": attention_scales, "attention_packed": packed_scales, "attention_varlen": varlen_scales,
+    "causal_softmax": softmax_scales, "cross_entropy": cross_entropy_scales,
+    "linear_cross_entropy": linear_cross_entropy_scales, "attention": attention_scales,
+    "attention_packed": packed_scales, "attention_varlen": varlen_scales,
 }  # fmt: skip
 
 

@@ -60,13 +60,14 @@ NUMPY = {  # the operations by their names in aten
     "masked_fill": lambda x, mask, value: np.where(mask, value, x),
     "nan_to_num": lambda x, nan, posinf: np.nan_to_num(x, nan=nan, posinf=posinf),
     "sum": _sum, "amax": lambda x, dim=(), keepdim=False: x.max(_axes(x, dim), keepdims=keepdim),
-    "mean": lambda x, dim, keepdim=False, dtype=None: _sum(x, dim, keepdim) / math.prod(x.shape[i] for i in dim),
+    "mean": lambda x, dim, keepdim=False, dtype=None: (
+        _sum(x, dim, keepdim) / math.prod(x.shape[i] for i in dim)),
     "mm": np.matmul, "bmm": np.matmul,
     "view": np.reshape, "_unsafe_view": np.reshape, "unsqueeze": np.expand_dims, "permute": np.transpose,
     "transpose": np.swapaxes,
     "t": np.transpose,
-    "expand": lambda x, shape, implicit=False: np.broadcast_to(x, [n if n >= 0 else x.shape[i + x.ndim - len(shape)]
-                                                                                      for i, n in enumerate(shape)]),
+    "expand": lambda x, shape, implicit=False: np.broadcast_to(
+        x, [n if n >= 0 else x.shape[i + x.ndim - len(shape)] for i, n in enumerate(shape)]),
     "squeeze": lambda x, dim: np.squeeze(x, tuple(i for i in _axes(x, dim) or () if x.shape[i] == 1)),
     "select": lambda x, dim, i: np.take(x, i, dim), "slice": _slice,
     "split_with_sizes": lambda x, sizes, dim=0: np.split(x, np.cumsum(sizes)[:-1], dim),

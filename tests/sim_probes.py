@@ -44,7 +44,8 @@ DRAWN = {
     "flag": lambda rng: rng.integers(0, 2, N, dtype=np.uint32),
     "f32.angle": lambda rng: rng.uniform(-np.pi, np.pi, N).astype(np.float32).view(np.uint32),
     "f32.normal": lambda rng: _normal(rng),
-    "f64.normal": lambda rng: np.resize((x := edges("f64"))[np.isfinite(x.view(np.float64)) & (np.abs(x.view(np.float64)) > 1e-300)], N),
+    "f64.normal": lambda rng: np.resize(
+        (x := edges("f64"))[np.isfinite(x.view(np.float64)) & (np.abs(x.view(np.float64)) > 1e-300)], N),
     "f32.divisor": lambda rng: np.ldexp(rng.uniform(1, 2, N),
                                         rng.integers(-120, 120, N)).astype(np.float32).view(np.uint32),
 }  # fmt: skip
@@ -288,8 +289,10 @@ def _to_float() -> list[Probe]:
         for r in ("", ".relu")
         for t in ("f16", "bf16")
     ]
-    plain = """cvt.f32.f16 cvt.f32.bf16 cvt.f64.f16 cvt.f64.f32 cvt.ftz.f64.f32 cvt.rn.ftz.f32.f64 cvt.rn.ftz.f16.f32 cvt.ftz.f32.f16
-               cvt.rn.bf16.f64 cvt.rn.bf16.f16 cvt.sat.f32.f32 cvt.ftz.sat.f32.f32 cvt.sat.f16.f16 cvt.sat.f64.f64"""
+    plain = """cvt.f32.f16 cvt.f32.bf16 cvt.f64.f16 cvt.f64.f32 cvt.ftz.f64.f32 cvt.rn.ftz.f32.f64
+               cvt.rn.ftz.f16.f32 cvt.ftz.f32.f16
+               cvt.rn.bf16.f64 cvt.rn.bf16.f16 cvt.sat.f32.f32 cvt.ftz.sat.f32.f32 cvt.sat.f16.f16
+               cvt.sat.f64.f64"""
     probes += [probe(name, *name.split(".")[-2:]) for name in plain.split()]
     probes += [probe(f"cvt.{m}.tf32.f32", "f32", "f32") for m in ("rna", "rn", "rz")]
     probes += [

@@ -119,7 +119,8 @@ PUBLIC |= {f"sim.{name}": getattr(cukern.sim, name) for name in ("collect", "che
 PUBLIC |= {f"layers.{name}": getattr(cukern.layers, name) for name in cukern.layers.__all__}
 CODE = re.compile(r"\n\n((?:(?:    [^\n]*)?\n)+)")  # indented after a blank line; what follows "Args:" is not
 SQUARE = """#include "common/math.cuh"
-template <typename T> __global__ void square(T* out, const T* x, long long n) { if (threadIdx.x < n) out[threadIdx.x] = x[threadIdx.x]; }
+template <typename T> __global__ void square(T* out, const T* x, long long n) {
+    if (threadIdx.x < n) out[threadIdx.x] = x[threadIdx.x]; }
 template <typename T> __global__ void square_bwd(T* dx, const T* x, const T* dout, long long n) {}
 """
 COPY = (

@@ -18,12 +18,13 @@ from kernels import LocalLayerRepository, Mode, get_local_kernel, kernelize, use
 folder = Path(sys.argv[1])
 package = get_local_kernel(folder)
 name = package.__name__
-assert name.startswith("_cukern_cpu_") and hasattr(torch.ops, name) and not hasattr(torch.ops.cukern, "_softmax")
+assert name.startswith("_cukern_cpu_") and hasattr(getattr(torch.ops, name), "_softmax")
+assert not hasattr(torch.ops.cukern, "_softmax")
 """
 KERNELIZE = """
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
-from kernels import replace_kernel_forward_from_hub  # transformers does so for the versions of kernels that it knows
+from kernels import replace_kernel_forward_from_hub  # transformers does so for versions that it knows
 replace_kernel_forward_from_hub(LlamaRMSNorm, "RMSNorm")
 replace_kernel_forward_from_hub(LlamaMLP, "SwiGLUMLP")
 sizes = dict(num_hidden_layers=1, hidden_size=32, intermediate_size=64, num_attention_heads=2, vocab_size=64)

@@ -80,7 +80,8 @@ def _line(pass_: str, kernel: str, grid: Any, block: Any, shared: int, *argument
 def _text(value: Any) -> str:
     if isinstance(value, bytes | bytearray | memoryview):
         words = bytes(value).ljust(-(-len(value) // 8) * 8, b"\0")
-        return f"<{len(value)}:{','.join(_word(int.from_bytes(words[i : i + 8], 'little')) for i in range(0, len(words), 8))}>"
+        numbers = (int.from_bytes(words[i : i + 8], "little") for i in range(0, len(words), 8))
+        return f"<{len(value)}:{','.join(map(_word, numbers))}>"
     return "ptr" if type(value) is int and _is_address(value) else repr(value)
 
 

@@ -12,7 +12,8 @@ torch::Tensor square(torch::Tensor x) {
     auto out = torch::empty_like(x);
     long n = x.numel();
     AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), "square", [&] {
-        square_kernel<<<(n + 255) / 256, 256, 0, c10::cuda::getCurrentCUDAStream()>>>(x.data_ptr<scalar_t>(), out.data_ptr<scalar_t>(), n);
+        square_kernel<<<(n + 255) / 256, 256, 0, c10::cuda::getCurrentCUDAStream()>>>(
+            x.data_ptr<scalar_t>(), out.data_ptr<scalar_t>(), n);
     });
     return out;
 }

@@ -161,8 +161,7 @@ def _fused_adamw(
     steps = list(torch.ones(len(param), dtype=torch.float32, device=param.device).unbind())
     torch._fused_adamw_(
         params, grads, exp_avgs, exp_avg_sqs, [], steps, lr=1e-3, beta1=0.9, beta2=0.999, weight_decay=1e-2,
-        eps=1e-8, amsgrad=False,
-        maximize=False,
+        eps=1e-8, amsgrad=False, maximize=False,
     )  # fmt: skip
     return param, exp_avg, exp_avg_sq
 

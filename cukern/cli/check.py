@@ -66,7 +66,8 @@ def check(
         functions, skipped = candidates(found, place, version)
         if not functions:
             raise ValueError(
-                f"there is nothing to check: {'; '.join(f'{op} {name} {why}' for name, why in skipped.items())}"
+                "there is nothing to check: "
+                + "; ".join(f"{op} {name} {why}" for name, why in skipped.items())
             )
         verdicts = _verify(found, list(itertools.product(dtypes, shapes)), functions, place)
     _print_all(found, verdicts, functions, verbose or len(verdicts) == 1)

@@ -130,7 +130,8 @@ def table(title: str, *columns: str) -> Table:
         "show_edge": False,
         "padding": (0, 1, 0, 0),
     }
-    made = Table(title=title, title_justify="left", min_width=min(len(title), console.width), **style)  # type: ignore[arg-type]
+    width = min(len(title), console.width)
+    made = Table(title=title, title_justify="left", min_width=width, **style)  # type: ignore[arg-type]
     for i, column in enumerate(columns):
         made.add_column(column, justify="right" if i else "left", no_wrap=True)
     return made
@@ -156,4 +157,6 @@ def listed(title: str, reasons: dict[str, str]) -> None:
 
 def shorten(name: str, width: int) -> str:
     """A name with an ellipsis in the middle if it is longer than `width`."""
-    return name if len(name) <= width else f"{name[: (width + 1) // 2]}…{name[len(name) - width // 2 + 1 :]}"
+    if len(name) <= width:
+        return name
+    return f"{name[: (width + 1) // 2]}…{name[len(name) - width // 2 + 1 :]}"

@@ -69,7 +69,8 @@ def examine() -> Iterator[Finding]:
     yield Finding(
         "ok",
         "torch",
-        f"{torch.__version__} ({f'CUDA {torch.version.cuda}' if torch.version.cuda else 'built without CUDA'})",
+        f"{torch.__version__} "
+        f"({f'CUDA {torch.version.cuda}' if torch.version.cuda else 'built without CUDA'})",
     )
     needed = [
         *_tried("CuPy", _cupy, "pip install --force-reinstall cupy-cuda12x"),

@@ -18,9 +18,11 @@ from cukern.runtime.compile.compiler import SetupError
 from cukern.runtime.registry import Case
 
 _REFUSED = """\
-Only administrators may read performance counters (ERR_NVGPUCTRPERM). The administrator of the machine can allow it for everyone:
-    echo 'options nvidia NVreg_RestrictProfilingToAdminUsers=0' | sudo tee /etc/modprobe.d/nvidia-profiling.conf
-and reload the driver (reboot). Or run this command as root; in a container, start that with --cap-add SYS_ADMIN.
+Only administrators may read performance counters (ERR_NVGPUCTRPERM). The administrator of the machine can
+allow it for everyone:
+    echo 'options nvidia NVreg_RestrictProfilingToAdminUsers=0' | sudo tee /etc/modprobe.d/nvidia.conf
+and reload the driver (reboot). Or run this command as root; in a container, start that with
+--cap-add SYS_ADMIN.
 See https://developer.nvidia.com/ERR_NVGPUCTRPERM"""
 
 _NOT_INSTALLED = """\
@@ -34,7 +36,8 @@ from cukern.bench import environment
 from cukern.cli import common
 from cukern.cli.profile import stepper
 op, version, dtype, *dims = sys.argv[1:]
-step = stepper(common.find_case(op), [int(d) for d in dims], getattr(torch, dtype), version, environment.device())
+sizes = [int(d) for d in dims]
+step = stepper(common.find_case(op), sizes, getattr(torch, dtype), version, environment.device())
 step()
 torch.cuda.synchronize()
 torch.cuda.cudart().cudaProfilerStart()

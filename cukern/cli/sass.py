@@ -21,8 +21,8 @@ from cukern.runtime.compile.compiler import Cubin, SetupError
 from cukern.runtime.launch.kernel import Kernel
 
 _NOT_INSTALLED = """\
-nvdisasm is not on the PATH, in $CUDA_HOME/bin or in Triton's wheel. It comes with the CUDA toolkit; alone with
-conda install -c nvidia cuda-nvdisasm; or with pip install triton"""
+nvdisasm is not on the PATH, in $CUDA_HOME/bin or in Triton's wheel. It comes with the CUDA toolkit;
+alone with conda install -c nvidia cuda-nvdisasm; or with pip install triton"""
 
 # Kinds of instructions by the first part of their names; the first that fits counts.
 KINDS = {

@@ -58,7 +58,7 @@ def simulate(
     Tensors of a Triton kernel or of PTX are filled at random, unless FILL says otherwise. NAME=VALUE is a
     tl.constexpr or an option of a Triton kernel, such as num_warps=8. KERNEL of a .ptx file is its entry:
 
-        cukern sim my_kernels.py --triton add --args "f32:1000 f32:1000 f32:1000=empty 1000 BLOCK=256" --grid 4
+        cukern sim my_kernels.py --triton add --grid 4 --args "f32:999 f32:999 f32:999=empty 999 BLOCK=256"
 
         cukern sim k.ptx ENTRY --args "f32:64 f32:64=empty 64" --block 64
 

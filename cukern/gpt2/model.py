@@ -99,8 +99,8 @@ class GPT2(torch.nn.Module):
 
     def __init__(
         self, config: Config, *, attention: str | None = None, matmul: str | None = None,
-        fused_loss: bool | None = None,
-        recompute: int = 0, dropout: float = 0.0, device: Any = None, dtype: Any = None,
+        fused_loss: bool | None = None, recompute: int = 0, dropout: float = 0.0, device: Any = None,
+        dtype: Any = None,
     ) -> None:  # fmt: skip
         super().__init__()
         expect(isinstance(config, Config), "a Config", type(config).__name__, error=TypeError)

@@ -106,7 +106,8 @@ def average_gradients(parameters: Iterable[Tensor]) -> None:
     found = [p for p in parameters if p.grad is not None and not hasattr(p, "to_local")]
     if not found or not _is_one_of_many():
         return
-    flat = torch.cat([p.grad.reshape(-1) for p in found]).div_(distributed.get_world_size())  # type: ignore[union-attr]
+    flat = torch.cat([p.grad.reshape(-1) for p in found])  # type: ignore[union-attr]
+    flat.div_(distributed.get_world_size())
     distributed.all_reduce(flat)
     for p, part in zip(found, flat.split([p.numel() for p in found]), strict=True):
         p.grad = part.view(p.shape)

@@ -29,7 +29,7 @@ RNG = 13371337  # llm.c's first state of stochastic rounding, which cukern draws
 class Trainer:
     """One training run.
 
-        settings = Settings("data/*_train_*.bin", "data/*_val_*.bin", batch=4, seq_len=1024, out="run", checkpoint_every=100)
+        settings = Settings("data/*_train_*.bin", "data/*_val_*.bin", out="run", checkpoint_every=100)
         Trainer(model, settings).run()
 
     Args:

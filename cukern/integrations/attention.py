@@ -45,9 +45,9 @@ def plain(device: Any, keys: int = 0) -> Tensor:
 
 def attention_mask(
     batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: int = 0,
-    mask_function: Any = None,
-    attention_mask: Tensor | None = None, local_size: int | None = None, allow_is_causal_skip: bool = True,
-    allow_is_bidirectional_skip: bool = False, use_vmap: bool = False, device: Any = "cpu", **kwargs: Any,
+    mask_function: Any = None, attention_mask: Tensor | None = None, local_size: int | None = None,
+    allow_is_causal_skip: bool = True, allow_is_bidirectional_skip: bool = False, use_vmap: bool = False,
+    device: Any = "cpu", **kwargs: Any,
 ) -> Tensor | None:  # fmt: skip
     """The mask in one of the module's forms. Arguments: see transformers.masking_utils.sdpa_mask."""
     if not (allow_is_bidirectional_skip or use_vmap):
@@ -76,9 +76,9 @@ def attention_mask(
 
     return sdpa_mask(
         batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
-        mask_function=mask_function,
-        attention_mask=attention_mask, local_size=local_size, allow_is_causal_skip=False,
-        allow_is_bidirectional_skip=allow_is_bidirectional_skip, use_vmap=use_vmap, device=device, **kwargs,
+        mask_function=mask_function, attention_mask=attention_mask, local_size=local_size,
+        allow_is_causal_skip=False, allow_is_bidirectional_skip=allow_is_bidirectional_skip,
+        use_vmap=use_vmap, device=device, **kwargs,
     )  # fmt: skip
 
 
@@ -154,10 +154,9 @@ def _bounds(begins: Tensor, tokens: int) -> Tensor:
 
 def attention_forward(
     module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None, is_causal: bool | None = None, sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None, **kwargs: Any,
+    dropout: float = 0.0, scaling: float | None = None, is_causal: bool | None = None,
+    sliding_window: int | None = None, softcap: float | None = None, s_aux: Tensor | None = None,
+    **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """transformers' attention function: query (batch, heads, queries, head_dim), key and value (batch,
     kv_heads, keys, head_dim).

@@ -107,8 +107,8 @@ def patch(
     not change.
 
         from transformers import LlamaConfig, LlamaForCausalLM
-        model = LlamaForCausalLM(LlamaConfig(vocab_size=500, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
-                                             num_attention_heads=4))
+        sizes = dict(vocab_size=500, hidden_size=64, intermediate_size=128, num_hidden_layers=2)
+        model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4))
         record = cukern.patch(model)
         print(record)
         record.undo()
@@ -430,8 +430,7 @@ def _loss(
     softcap = getattr(model.config, "final_logit_softcapping", None)
     loss = linear_cross_entropy(
         hidden, head.weight, shift_labels.to(hidden.device).view(hidden.shape[:-1]), bias=head.bias,
-        ignore_index=ignore_index,
-        reduction="mean" if num_items_in_batch is None else "sum", softcap=softcap,
+        ignore_index=ignore_index, reduction="mean" if num_items_in_batch is None else "sum", softcap=softcap,
     )  # fmt: skip
     if isinstance(num_items_in_batch, Tensor):
         num_items_in_batch = num_items_in_batch.to(loss.device)

@@ -1,8 +1,9 @@
 """causal_softmax: the softmax of attention scores, where each query sees the keys up to its own, and its
 gradient.
 
-    y_j = exp(scale x_j) / (sum over seen keys of exp(scale x) + exp(sink)), or 0 for keys that the query does not see
-    dx = scale y (g - sum(y g)),  dsink = -sum over rows of p sum(y g), where p = exp(sink) / (the same sum) is the sink's share
+    y_j = exp(scale x_j) / (sum over seen keys of exp(scale x) + exp(sink)), or 0 for keys that are not seen
+    dx = scale y (g - sum(y g))
+    dsink = -sum over rows of p sum(y g), where p = exp(sink) / (the same sum) is the sink's share
 
 The sink is one more column of every row whose share is not written, as in gpt-oss; with logit 0 it is
 "softmax off by one".

@@ -147,13 +147,12 @@ def _rule(rule: str, tokens: Tensor, has_positions: bool) -> str:
 
 _embedding = raw_op(
     "_embedding(Tensor tokens, Tensor weight, Tensor? positions, str version) -> Tensor", 3, _launch,
-    lambda tokens, weight, *_: weight.new_empty((*tokens.shape, weight.shape[1])),
-    sharding=lambda tokens, _, positions, *__: _rule("{0}, .c, .c -> {0}c", tokens, positions is not None),
+    lambda tokens, weight, *_: weight.new_empty((*tokens.shape, weight.shape[1])), sharding=lambda tokens, _,
+    positions, *__: _rule("{0}, .c, .c -> {0}c", tokens, positions is not None),
 )  # fmt: skip
 _backward = raw_op(
     "_embedding_backward(Tensor dout, Tensor tokens, SymInt size, str version) -> Tensor", 2,
-    _launch_backward,
-    lambda dout, tokens, size, *_: dout.new_empty((size, dout.shape[-1])),
+    _launch_backward, lambda dout, tokens, size, *_: dout.new_empty((size, dout.shape[-1])),
     sharding=lambda _, tokens, *__: _rule("{0}c, {0} -> .c", tokens, False),
 )  # fmt: skip
 
@@ -202,8 +201,8 @@ def _shape_of(table: Tensor | None) -> Tensor | None:
 
 
 _apply = differentiable(
-    "_Embedding", _embedding, _in_torch, 3, gradient=_gradient,
-    kept=lambda inputs, _: (inputs[0], _shape_of(inputs[1]), _shape_of(inputs[2])),
+    "_Embedding", _embedding, _in_torch, 3, gradient=_gradient, kept=lambda inputs,
+    _: (inputs[0], _shape_of(inputs[1]), _shape_of(inputs[2])),
 )  # fmt: skip
 
 # ---- the versions, which have one backward

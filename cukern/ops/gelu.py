@@ -41,7 +41,8 @@ CHUNKS, HEIGHT = 256, 64  # of gelu_bias_bwd: the most chunks of rows, and the f
 def gelu(x: Any, bias: Any = None, *, approximate: str = "none", version: str | None = None) -> Tensor:
     """torch.nn.functional.gelu(x + bias) in one kernel. Differentiable any number of times.
 
-        x, bias = torch.randn(8, 3072, device="cuda", requires_grad=True), torch.zeros(3072, device="cuda", requires_grad=True)
+        x = torch.randn(8, 3072, device="cuda", requires_grad=True)
+        bias = torch.zeros(3072, device="cuda", requires_grad=True)
         cukern.gelu(x, bias, approximate="tanh").sum().backward()
 
     Args:

@@ -179,8 +179,7 @@ def planned(*tensors: str) -> Callable[[_Function], _Function]:
             options += [f"type({name}), {name}, "] * (name not in names)
         source = _SOURCE.format(
             signature=", ".join(signature), call=", ".join(call), tensors=_flat(tensors), first="",
-            aside="tracing() or " + _EAGER,
-            key=f"{_DEVICE.format(t=tensors[0])}on_cpu(), grad_enabled()",
+            aside="tracing() or " + _EAGER, key=f"{_DEVICE.format(t=tensors[0])}on_cpu(), grad_enabled()",
             layouts=_layouts(tensors, "type({t}), {t}.requires_grad, "), options="".join(options),
         )  # fmt: skip
         return functools.wraps(function)(_made(source, Plans(function), space))  # type: ignore[return-value]
@@ -221,8 +220,7 @@ def planned_backward(function: Callable[..., Any]) -> Callable[[int, int], Calla
         )
         source = _SOURCE.format(
             signature=f"ctx, {tail}", call=f"ctx, saved, ({tail})", tensors=head + tail,
-            first=f"saved = ({head}) = ctx.saved_tensors",
-            aside="grad_enabled() or " + _EAGER,
+            first=f"saved = ({head}) = ctx.saved_tensors", aside="grad_enabled() or " + _EAGER,
             key=f"type(ctx), {_DEVICE.format(t='s0' if saved else 'd0')}cpu_autocast()",
             layouts=_layouts((head + tail).split(", ")[:-1], "type({t}), "), options="",
         )  # fmt: skip

@@ -42,7 +42,8 @@ def warmup(
     shape that does not fit the op; SetupError without a GPU.
 
     Example:
-        >>> cukern.warmup("kron_linear", shapes=[(1024, 32, 32, 32)], dtypes=(torch.bfloat16,))  # doctest: +SKIP
+        >>> shapes = [(1024, 32, 32, 32)]
+        >>> cukern.warmup("kron_linear", shapes=shapes, dtypes=(torch.bfloat16,))  # doctest: +SKIP
     """
     chosen, shapes = [CASES[checks.choice("op", name, CASES)] for name in ops or CASES], _shapes(ops, shapes)
     _check_dtypes(chosen, dtypes)

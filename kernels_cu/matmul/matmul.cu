@@ -9,11 +9,11 @@
 // Launch     Grid and block: above each kernel. Grids are 1-D, because y and z are limited to 65535.
 //            Offsets are 64-bit: a matrix may have more than 2^31 elements.
 //
-// version  idea                                                               4096^3, H200
-// v6       tensor cores: mma.sync, ldmatrix, cp.async, split-K (sm_80)        56 TFLOP/s in 3xTF32, 177 in TF32 (cuBLAS 394);
-//                                                                             bfloat16: 415 (cuBLAS 765)
-// v7       wgmma, TMA with multicast, producer and consumers, persistent;     bfloat16: 775 (cuBLAS 765); on an H100: 112 TFLOP/s
-//          results are stored while the next tile is multiplied (sm_90a)      in 3xTF32, 383 in TF32 (cuBLAS 387)
+// version  idea                                                             4096^3, H200, TFLOP/s
+// v6       tensor cores: mma.sync, ldmatrix, cp.async, split-K (sm_80)      3xTF32 56, TF32 177 (cuBLAS 394)
+//                                                                           bfloat16 415 (cuBLAS 765)
+// v7       wgmma, TMA with multicast, producer and consumers, persistent;   bfloat16 775 (cuBLAS 765)
+//          results are stored while the next tile is multiplied (sm_90a)    H100: 3xTF32 112, TF32 383 (387)
 // Experiments and dead ends: docs/notes/matmul.md.
 #include "direct.cuh"
 #include "mma.cuh"

@@ -17,11 +17,11 @@
 //
 // H200, q and k of 168 MB in total (float 336 MB), half pairing, speed relative to a copy of the same bytes:
 //
-// version  idea                                                               bfloat16, heads of 64   of 128  of 256  float, heads of 64
-// v1       one thread per pair of one head                                    0.19 (one size)                         0.38 (168 MB)
-// v2       one thread per two vectors of up to 16 bytes, one in each half                             0.984   0.992   0.994
+// version  idea                                                        bf16, heads of 64 128    256    float
+// v1       one thread per pair of one head                             0.19                            0.38
+// v2       one thread per two vectors of up to 16 bytes, one in each half                 0.984  0.992  0.994
 //          of the rotated slice; other shapes use v1
-// v3       one thread per vector of two neighbouring heads; in half           1.00                    1.01    1.013   1.000
+// v3       one thread per vector of two neighbouring heads; in half    1.00              1.01   1.013  1.000
 //          pairing shuffles exchange the elements; other shapes use v2
 //
 // 42 MB: v2 1.00, v3 1.07. v3 interleaved: bfloat16 1.002, 1.007, 1.006, float heads of 64 0.996.

@@ -16,9 +16,9 @@
 //
 // H200, forward (backward), speed relative to a copy of the bytes that are seen and written:
 //
-// version  idea                                                                 float 48x1024   float 192x1024   float 48x4096
-// v1       one block per row, in a loop over 16-byte vectors; reads x twice     0.25 (0.61)
-// v2       the row stays in registers; zeros are written during the loads       0.88 (0.96)     0.91 (0.96)      0.91 (0.95)
+// version  idea                                                         48x1024 float  192x1024    48x4096
+// v1       a block per row, in a loop over 16-byte vectors; reads x twice 0.25 (0.61)
+// v2       the row stays in registers; zeros written while loading     0.88 (0.96)    0.91 (0.96) 0.91 (0.95)
 //
 // v2 in bfloat16: 192x1024 0.93 (0.96), 48x4096 0.92 (0.96). A size MxT is M matrices of T queries and T
 // keys. Experiments and dead ends: docs/notes/softmax.md

@@ -47,8 +47,10 @@ def test_torchs_own_error_of_memory(monkeypatch):
     assert "can't allocate memory" in refused("check", "square", 3)
 
 
-ODD = """bench square 3 --only ''; bench square 3 --pass ''; bench square 3 --dtype ''; bench startup 3; check square --dtype '';
-bench llama_block 3; profile square --dtype ''; compile ''; compile square --arch sm_70; compile square --arch sm_\u0669\u0660"""
+ODD = """bench square 3 --only ''; bench square 3 --pass ''; bench square 3 --dtype ''; bench startup 3;
+check square --dtype '';
+bench llama_block 3; profile square --dtype ''; compile ''; compile square --arch sm_70;
+compile square --arch sm_\u0669\u0660"""
 
 
 @pytest.mark.parametrize("line", ODD.split(";"))

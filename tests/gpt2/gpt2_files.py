@@ -79,7 +79,10 @@ def full_disk(monkeypatch, room):
         def __exit__(self, *error):
             self.file.close()
 
-    monkeypatch.setattr(files, "open", lambda path, mode: File(builtins.open(path, mode)), raising=False)  # noqa: SIM115
+    def opened(path, mode):
+        return File(builtins.open(path, mode))
+
+    monkeypatch.setattr(files, "open", opened, raising=False)
 
 
 class Killed(BaseException):

@@ -400,7 +400,8 @@ from cukern.gpt2.model import GPT2
 from cukern.gpt2.train import Settings, Trainer
 data, out = sys.argv[1:]
 tiny = Config(max_seq_len=8, vocab_size=256, num_layers=2, num_heads=2, channels=8)
-files = dict(train_data=f"{data}/train_*.bin", val_data=f"{data}/val_*.bin", out=out, checkpoint_every=3, keep=2, resume=True)
+files = dict(train_data=f"{data}/train_*.bin", val_data=f"{data}/val_*.bin", out=out, checkpoint_every=3,
+    keep=2, resume=True)
 s = Settings(**files, batch=2, seq_len=8, steps=60, lr=1e-2, val_every=7, val_batches=2, sample_every=0)
 print("ready", flush=True)
 model = GPT2(tiny)

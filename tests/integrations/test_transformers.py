@@ -22,9 +22,8 @@ pytestmark = pytest.mark.filterwarnings("default")
 
 SIZES = {
     "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 64, "bos_token_id": None, "eos_token_id": None,
-    "pad_token_id": 0,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "bos_token_id": None,
+    "eos_token_id": None, "pad_token_id": 0,
 }  # fmt: skip
 WINDOW = {"head_dim": 16, "sliding_window": 5}
 GEMMA = {**WINDOW, "query_pre_attn_scalar": 16, "layer_types": ["sliding_attention", "full_attention"]}

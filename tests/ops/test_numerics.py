@@ -1,4 +1,3 @@
-# ruff: noqa: E501
 """16-bit types in every op of the registry: the CPU path is as accurate as torch's own ops, and no gradient
 has a common factor.
 
@@ -161,15 +160,12 @@ EVERY = pytest.mark.parametrize("name", CASES)
 # bfloat16
 DIMS = {
     "attention": (1, 40, 16), "attention_grouped": (1, 40, 16), "attention_packed": (1, 40, 16),
-    "attention_varlen": (40, 3, 1, 16),
-    "cross_entropy": (510, 9), "cross_entropy_padded": (680, 9), "linear_cross_entropy": (680, 40, 24),
-    "causal_softmax": (70, 40),
-    "embedding": (3, 67, 11, 24), "embedding_tokens": (3, 67, 11, 24), "kron_linear": (20, 8, 8),
-    "kron_linear_rectangular": (20, 8, 5, 8, 9),
-    "matmul": (24, 40, 24), "linear": (24, 40, 24), "linear_gelu": (24, 40, 24), "gelu_bias": (24, 64),
-    "square": (1023,),
-    "rope": (2, 20, 3, 16), "rope_quarter": (2, 20, 2, 64), "rope_te": (20, 2, 2, 16),
-    "rope_packed": (40, 3, 2, 16),
+    "attention_varlen": (40, 3, 1, 16), "cross_entropy": (510, 9), "cross_entropy_padded": (680, 9),
+    "linear_cross_entropy": (680, 40, 24), "causal_softmax": (70, 40), "embedding": (3, 67, 11, 24),
+    "embedding_tokens": (3, 67, 11, 24), "kron_linear": (20, 8, 8),
+    "kron_linear_rectangular": (20, 8, 5, 8, 9), "matmul": (24, 40, 24), "linear": (24, 40, 24),
+    "linear_gelu": (24, 40, 24), "gelu_bias": (24, 64), "square": (1023,), "rope": (2, 20, 3, 16),
+    "rope_quarter": (2, 20, 2, 64), "rope_te": (20, 2, 2, 16), "rope_packed": (40, 3, 2, 16),
 }  # fmt: skip
 DIMS |= dict.fromkeys(("rope_qk", "rope_interleaved", "rope_in_place", "rope_strided"), (1, 20, 3, 2, 16))
 ROWS = 70, 33  # of the other ops

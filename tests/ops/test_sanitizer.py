@@ -22,18 +22,22 @@ from cukern.bench.calls import arguments, outputs, results
 from cukern.runtime.device import restricted
 from cukern.runtime.registry import CASES
 case = CASES[sys.argv[1]]
-SLOW = {("softmax", "v1"), ("softmax", "v2"), ("softmax", "v3"), ("softmax", "v4"), ("matmul", "v3")}  # a minute or more under racecheck
-without = [name for name in case.candidates if name == "cublas"]  # racecheck stops some of cuBLAS's 16-bit kernels
+# a minute or more under racecheck
+SLOW = {("softmax", "v1"), ("softmax", "v2"), ("softmax", "v3"), ("softmax", "v4"), ("matmul", "v3")}
+# racecheck stops some of cuBLAS's 16-bit kernels
+without = [name for name in case.candidates if name == "cublas"]
 major, minor = torch.cuda.get_device_capability()
 for version, row in case.op.versions.items():
     slow = (case.name, version) in SLOW
-    dtypes = [dtype for dtype in case.op.dtypes if row.requires <= 10 * major + minor and row.instances(dtype)]
-    for dtype in dtypes:
+    runs = row.requires <= 10 * major + minor
+    for dtype in [dtype for dtype in case.op.dtypes if runs and row.instances(dtype)]:
         inputs = case.make(case.check_dims[1 if slow else -1], dtype, "cuda")
         with restricted("", without):
             call = lambda *x: case.call(*x, version=version)
-            results(case, call, inputs, tuple(torch.randn_like(y) for y in outputs(call(*arguments(case, inputs)))))
-# autograd's thread may still hold Python functions of the last backward, and std::terminate ends a thread that needs the GIL at exit
+            douts = tuple(torch.randn_like(y) for y in outputs(call(*arguments(case, inputs))))
+            results(case, call, inputs, douts)
+# autograd's thread may still hold Python functions of the last backward, and std::terminate ends a thread
+# that needs the GIL at exit
 last = torch.ones(1, device="cuda", requires_grad=True)
 last.sum().backward()  # by the same thread, which has then released them
 torch.cuda.synchronize()

@@ -889,7 +889,7 @@ CASES = [
     Case("embedding/position", "embedding.cu", "embedding_v1<float>", EMBEDDING, "a wrong index",
          "row % time", "row / time"),
     Case("embedding/token", "embedding.cu", "embedding_v1<float>", EMBEDDING, "an off-by-one bound",
-         "token < vocabulary; }", "token <= vocabulary; }",
+         "token < vocabulary;\n}", "token <= vocabulary;\n}",
          Reported(sim.OutOfBounds, "load_as(weight[", "after the end of the tensor of argument 'weight'")),
     Case("embedding/few", "embedding.cu", "embedding_v2_bwd_few<float, float, 1>", SUMS_OF_ROWS,
          "an off-by-one bound",

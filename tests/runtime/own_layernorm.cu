@@ -20,11 +20,14 @@ __global__ void ln(T* out, float* mean, float* rstd, const T* x, const T* w, con
     float m = block_sum(s) / n;
     for (int i = threadIdx.x; i < n; i += 256) q += (float(x[row + i]) - m) * (float(x[row + i]) - m);
     float r = rsqrtf(block_sum(q) / n + 1e-5f);
-    for (int i = threadIdx.x; i < n; i += 256) out[row + i] = T((float(x[row + i]) - m) * r * float(w[i]) + float(b[i]));
+    for (int i = threadIdx.x; i < n; i += 256) {
+        out[row + i] = T((float(x[row + i]) - m) * r * float(w[i]) + float(b[i]));
+    }
     if (threadIdx.x == 0) mean[blockIdx.x] = m, rstd[blockIdx.x] = r;
 }
 template <typename T>
-__global__ void ln_dx(T* dx, const T* dout, const T* x, const T* w, const float* mean, const float* rstd, int n) {
+__global__ void ln_dx(T* dx, const T* dout, const T* x, const T* w, const float* mean, const float* rstd,
+                      int n) {
     long long row = blockIdx.x * (long long)n;
     float m = mean[blockIdx.x], r = rstd[blockIdx.x], a = 0, c = 0;
     for (int i = threadIdx.x; i < n; i += 256) {
@@ -36,7 +39,8 @@ __global__ void ln_dx(T* dx, const T* dout, const T* x, const T* w, const float*
         dx[row + i] = T(r * (float(dout[row + i]) * float(w[i]) - a - (float(x[row + i]) - m) * r * c));
 }
 template <typename T>
-__global__ void ln_dw(T* dw, T* db, const T* dout, const T* x, const float* mean, const float* rstd, int rows, int n) {
+__global__ void ln_dw(T* dw, T* db, const T* dout, const T* x, const float* mean, const float* rstd, int rows,
+                      int n) {
     int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= n) return;
     float a = 0, c = 0;

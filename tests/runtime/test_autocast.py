@@ -298,9 +298,10 @@ def test_in_a_compiled_graph(name, device):
         compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
         for on in (False, True):
             changed = cast if inside or on else lambda xs, _: xs
-            exact_call = lambda *xs, changed=changed: call_of(case)(
-                *arguments(case, changed(xs, kind_of(name)))
-            )  # noqa: E731
+
+            def exact_call(*xs, changed=changed):
+                return call_of(case)(*arguments(case, changed(xs, kind_of(name))))
+
             with torch.no_grad():
                 douts = [torch.randn_like(y) for y in outputs(exact_call(*inputs))]
             leaves, exact = leaves_of(inputs, wanted), leaves_of(inputs, wanted)

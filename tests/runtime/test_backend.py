@@ -367,7 +367,8 @@ kernel(x, grid=1, block=1)
 assert cukern.square(x).sum().item() == 5
 
 def attempt(pipe):
-    for work in (lambda: cukern.square(x), lambda: kernel(x, grid=1, block=1), lambda: cukern.square(torch.ones(2, device="cuda"))):
+    fresh = lambda: cukern.square(torch.ones(2, device="cuda"))
+    for work in (lambda: cukern.square(x), lambda: kernel(x, grid=1, block=1), fresh):
         try:
             work()
             pipe.send("no error")

@@ -20,7 +20,8 @@ except cukern.CompileError as error:
 IN_SIMULATOR = """
 with cukern.backend("sim"):
     torch.testing.assert_close(cukern.softmax(x), x.softmax(-1))
-assert compiler.compile_kernel(cukern.compile("__global__ void k() {}").source, "k", "sm_90a").code[:4] == b"\\x7fELF"
+empty = cukern.compile("__global__ void k() {}").source
+assert compiler.compile_kernel(empty, "k", "sm_90a").code[:4] == b"\\x7fELF"
 """
 ON_GPU = """
 from torch.nn import functional as F
@@ -28,7 +29,8 @@ x = x.cuda().requires_grad_()
 y = cukern.softmax(x)
 y.backward(x.detach())
 torch.testing.assert_close(y, x.softmax(-1))
-a, b = torch.randn(2, 300, 264, device="cuda", dtype=torch.bfloat16)  # TMA, PDL, more than 48 KiB of shared memory
+# TMA, PDL, more than 48 KiB of shared memory
+a, b = torch.randn(2, 300, 264, device="cuda", dtype=torch.bfloat16)
 torch.testing.assert_close(cukern.linear(a, b, version="v7"), F.linear(a, b))
 try:
     cukern.compile("__global__ void k() {}")(grid=2**32 + 1, block=1)

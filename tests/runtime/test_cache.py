@@ -267,7 +267,8 @@ compiler.nvrtc = nvrtc
 warnings.simplefilter("always")
 with warnings.catch_warnings(record=True) as caught:
     assert [compile("secret") for _ in range(2)] == [secret, secret]
-print(len(caught) == 1 and "Permission denied" in str(caught[0].message), len(list(private.rglob("*.kernel*"))))
+denied = len(caught) == 1 and "Permission denied" in str(caught[0].message)
+print(denied, len(list(private.rglob("*.kernel*"))))
 """
         done = run_python(code, CUKERN_CACHE_DIR=f"{folder}/shared", XDG_CACHE_HOME=f"{folder}/private")
     assert done.stdout == f"600 644 755\n{OTHER} cukern\nTrue 2\n"

@@ -75,7 +75,8 @@ def test_error_of_a_text_names_its_line_or_the_architecture(empty_cache, text, a
 def test_report_is_of_the_kernel_that_was_asked_for(empty_cache):
     text = """
     __global__ void small(float* x) { x[threadIdx.x] = 1; }
-    __global__ void tiled(float* x) { __shared__ float t[256]; t[threadIdx.x] = x[0]; __syncthreads(); x[0] = t[255 - threadIdx.x]; }
+    __global__ void tiled(float* x) {
+        __shared__ float t[256]; t[threadIdx.x] = x[0]; __syncthreads(); x[0] = t[255 - threadIdx.x]; }
     template <int N> __global__ void __launch_bounds__(1024) spilling(float* x) {
         float r[N];
     #pragma unroll

@@ -71,9 +71,11 @@ TYPES = """
 #include <cuda_bf16.h>
 typedef struct { double d; char c; } Mixed;
 struct Pointers { const float* x; float* out; };
-__global__ void k(float* out, uint a, int64_t b, ptrdiff_t c, half h, __nv_bfloat16 bf, float2 v, uchar4 u, Mixed m, bool flag,
+__global__ void k(float* out, uint a, int64_t b, ptrdiff_t c, half h, __nv_bfloat16 bf, float2 v, uchar4 u,
+    Mixed m, bool flag,
                   float** rows, int, size_t last = 3) {
-    out[0] = a; out[1] = b; out[2] = c; out[3] = (float)h; out[4] = (float)bf; out[5] = v.x; out[6] = v.y; out[7] = u.w;
+    out[0] = a; out[1] = b; out[2] = c; out[3] = (float)h; out[4] = (float)bf; out[5] = v.x; out[6] = v.y;
+    out[7] = u.w;
     out[8] = m.d; out[9] = m.c; out[10] = flag; out[11] = rows[1][2]; out[12] = last;
 }
 __global__ void through(Pointers p, int n) { if (threadIdx.x < n) p.out[threadIdx.x] = p.x[threadIdx.x] + 1; }

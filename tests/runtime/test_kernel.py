@@ -410,9 +410,11 @@ def test_load_inline_tutorial_against_torch(device):
 def test_every_argument_arrives(device):
     """Parameters of every size, in an order that needs padding between them."""
     kernel = cukern.compile("""
-    __global__ void echo(double* out, char a, double b, short c, long long d, bool e, float f, unsigned char g, const int* h,
+    __global__ void echo(double* out, char a, double b, short c, long long d, bool e, float f,
+        unsigned char g, const int* h,
                          unsigned i, size_t j, int k, long long* none) {
-        double values[] = {(double)a, b, (double)c, (double)d, (double)e, (double)f, (double)g, (double)*h, (double)i, (double)j,
+        double values[] = {(double)a, b, (double)c, (double)d, (double)e, (double)f, (double)g, (double)*h,
+            (double)i, (double)j,
                            (double)k};
         for (int n = 0; n < 11; n++) out[n] = values[n];
         out[11] = none == nullptr;
@@ -480,7 +482,8 @@ def test_launches_on_the_current_stream():
 
 
 MAPS = """#include "common/ptx/tma.cuh"
-extern "C" __global__ void maps(float* out, const __grid_constant__ CUtensorMap map, int n) { prefetch_tensor_map(&map); out[0] = n; }
+extern "C" __global__ void maps(float* out, const __grid_constant__ CUtensorMap map, int n) {
+    prefetch_tensor_map(&map); out[0] = n; }
 """
 
 

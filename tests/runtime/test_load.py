@@ -314,7 +314,9 @@ def test_jax_arrays_in_the_simulator():
 @no_gpu
 def test_an_array_on_a_gpu_that_is_not_there():
     class Array:
-        __cuda_array_interface__ = {"shape": (4,), "typestr": "<f4", "data": (0, False), "version": 3}  # noqa: RUF012
+        @property
+        def __cuda_array_interface__(self):
+            return {"shape": (4,), "typestr": "<f4", "data": (0, False), "version": 3}
 
     with cukern.backend("sim"), pytest.raises(TypeError, match=r"x \(Array\) cannot become a tensor"):
         cukern.compile(SCALE)[1, 4](Array(), 2.0)

@@ -28,14 +28,18 @@ PLANS = """    "v3": (_vectors(_V3), _vectors(_V2_BWD)),
 SOFTMAX_KERNEL = """
 // One warp per row: 8 rows per block of 256 threads.
 template <typename T>
-__global__ void softmax_v11(T* out, const T* x, long long rows, long long columns, long long x_row, double scale) {
+__global__ void softmax_v11(T* out, const T* x, long long rows, long long columns, long long x_row,
+    double scale) {
     using C = compute_t<T>;
     int lane = threadIdx.x % 32;
     for (long long row = blockIdx.x * 8LL + threadIdx.x / 32; row < rows; row += gridDim.x * 8LL) {
         C largest = minus_infinity<C>(), sum = 0;
-        for (long long i = lane; i < columns; i += 32) largest = fmax(largest, C(scale) * load_as(x[row * x_row + i]));
-        for (int other = 16; other > 0; other /= 2) largest = fmax(largest, __shfl_xor_sync(0xffffffff, largest, other));
-        for (long long i = lane; i < columns; i += 32) sum += exp(C(scale) * load_as(x[row * x_row + i]) - largest);
+        for (long long i = lane; i < columns; i += 32) largest = fmax(largest,
+            C(scale) * load_as(x[row * x_row + i]));
+        for (int other = 16; other > 0; other /= 2) largest = fmax(largest, __shfl_xor_sync(0xffffffff,
+            largest, other));
+        for (long long i = lane; i < columns;
+            i += 32) sum += exp(C(scale) * load_as(x[row * x_row + i]) - largest);
         for (int other = 16; other > 0; other /= 2) sum += __shfl_xor_sync(0xffffffff, sum, other);
         for (long long i = lane; i < columns; i += 32)
             out[row * columns + i] = T(exp(C(scale) * load_as(x[row * x_row + i]) - largest) / sum);

@@ -34,7 +34,8 @@ extern "C" __global__ void __cluster_dims__(2, 2, 1) clusters(int* out, const in
     if (t % 2) st_cluster(next, make_float2(t, rank));
     else st_cluster(next, (float)(v & 0xff));
     asm volatile("red.shared::cluster.add.u32 [%0], %1;"
-                 :: "r"(shared_of_rank(shared_address(counts + (v >> 8 & 15)), other)), "r"(v & 7) : "memory");
+                 :: "r"(shared_of_rank(shared_address(counts + (v >> 8 & 15)), other)), "r"(v & 7)
+                 : "memory");
     atomicMax(static_cast<int*>(__cluster_map_shared_rank(counts, other ^ 1)) + 15, v >> 8);
     cluster_arrive();
     out[r++ * n + i] = v;

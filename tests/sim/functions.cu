@@ -1,4 +1,5 @@
-// CUDA's own mathematics, which is many instructions a call. Large arguments take the long way of sinf and cosf.
+// CUDA's own mathematics, which is many instructions a call. Large arguments take the long way of sinf and
+// cosf.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -26,7 +27,8 @@ extern "C" __global__ void single(float* out, const float* in, int n) {
 
 extern "C" __global__ void twofold(double* out, const double* in, int n) {
     int i = blockIdx.x * blockDim.x + threadIdx.x, r = 0;
-    double x = in[i], y = in[n + i], angle = fabs(x) < 1e5 ? x : 0.5;  // beyond, sin calls a function, which the simulator does not
+    // beyond 1e5, sin calls a function, which the simulator does not
+    double x = in[i], y = in[n + i], angle = fabs(x) < 1e5 ? x : 0.5;
     out[r++ * n + i] = exp(x);
     out[r++ * n + i] = log(fabs(x));
     out[r++ * n + i] = tanh(x);

@@ -34,7 +34,8 @@ def test_early_return_that_leaves_shared_memory_unfilled():
 
 
 GRID = """
-__global__ void k(int* out, int* middle, const int* x) {  // the blocks of a cooperative launch meet as in grid.sync()
+__global__ void k(int* out, int* middle, const int* x) {
+    // the blocks of a cooperative launch meet as in grid.sync()
     int i = blockIdx.x * blockDim.x + threadIdx.x, n = gridDim.x * blockDim.x;
     unsigned high, low, old, now;
     asm("mov.u32 %0, %%envreg1;" : "=r"(high));

@@ -61,7 +61,8 @@ __global__ void k(unsigned* out, const unsigned* x) {
     for (int i = 0; i < 4; ++i) tile[t][i] = x[4 * t + i];
     __syncwarp();
     asm volatile("ldmatrix.sync.aligned.FORM.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"((unsigned)__cvta_generic_to_shared(&tile[t][0])));
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                     : "r"((unsigned)__cvta_generic_to_shared(&tile[t][0])));
     for (int i = 0; i < 4; ++i) out[32 * i + t] = r[i];
 }
 """
@@ -126,11 +127,13 @@ __global__ void k(int* out, const int* x, int rounds) {
             tile[t] = x[32 * i + t];
             asm volatile("mbarrier.arrive.shared.b64 %0, [%1];" : "=l"(state) : "r"(at(&full)) : "memory");
             unsigned done = 0;
-            while (!done) asm volatile("{ .reg .pred p; mbarrier.WAIT.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+            while (!done) asm volatile("{ .reg .pred p; mbarrier.WAIT.parity.shared.b64 p, [%1], %2; "
+                                       "selp.u32 %0, 1, 0, p; }"
                                        : "=r"(done) : "r"(at(&empty)), "r"(i & 1) : "memory");
         } else {
             unsigned done = 0;
-            while (!done) asm volatile("{ .reg .pred p; mbarrier.WAIT.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+            while (!done) asm volatile("{ .reg .pred p; mbarrier.WAIT.parity.shared.b64 p, [%1], %2; "
+                                       "selp.u32 %0, 1, 0, p; }"
                                        : "=r"(done) : "r"(at(&full)), "r"(i & 1) : "memory");
             sum += tile[63 - t];
             asm volatile("mbarrier.arrive.shared.b64 _, [%0], 1;" :: "r"(at(&empty)) : "memory");
@@ -169,9 +172,11 @@ __global__ void k(int* out, const int* x) {
         unsigned long long state;
         unsigned done = 0;
         for (int half = 0; half < 2; ++half) {
-            asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 %0, [%1];" : "=l"(state) : "r"(at(&bar)) : "memory");
+            asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 %0, [%1];" : "=l"(state) : "r"(at(&bar))
+                : "memory");
             done = 0;
-            while (!done) asm volatile("{ .reg .pred p; mbarrier.try_wait.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+            while (!done) asm volatile("{ .reg .pred p; mbarrier.try_wait.shared.b64 p, [%1], %2; "
+                                       "selp.u32 %0, 1, 0, p; }"
                                        : "=r"(done) : "r"(at(&bar)), "l"(state) : "memory");
             if (half == 0) out[t] = tile[63 - t];
         }
@@ -203,7 +208,8 @@ __global__ void k(int* out) {
         unsigned long long state;
         unsigned done = 0;
         asm volatile("mbarrier.ARRIVE.shared.b64 %0, [%1], 1;" : "=l"(state) : "r"(at(&bar)) : "memory");
-        while (!done) asm volatile("{ .reg .pred p; mbarrier.try_wait.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+        while (!done) asm volatile("{ .reg .pred p; mbarrier.try_wait.shared.b64 p, [%1], %2; selp.u32 %0, "
+                                   "1, 0, p; }"
                                    : "=r"(done) : "r"(at(&bar)), "l"(state) : "memory");
         sum += tile[63 - t];
     }
@@ -243,7 +249,8 @@ __global__ void k(int* out, const int* x) {
     unsigned long long policy;
     asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
     asm volatile("cp.async.bulk.prefetch.L2.global.L2::cache_hint [%0], 128, %1;" :: "l"(x), "l"(policy));
-    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" :: "r"(at(tile + 4 * t)), "l"(x + 4 * t), "l"(policy));
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;"
+        :: "r"(at(tile + 4 * t)), "l"(x + 4 * t), "l"(policy));
     asm volatile("cp.async.wait_all;" ::: "memory");
     asm volatile("ld.global.L1::evict_first.L2::evict_first.s32 %0, [%1];" : "=r"(y) : "l"(x + t));
     for (int i = 0; i < 4; ++i) out[4 * t + i] = tile[4 * t + i] + y;
@@ -263,18 +270,21 @@ __global__ void k(int* out, const int* x, int bytes) {
     if (t == 0) asm volatile("mbarrier.init.shared.b64 [%0], 1;" :: "r"(at(&bar)) : "memory");
     __syncthreads();
     if (t == 0) {
-        asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" :: "r"(at(&bar)), "r"(bytes) : "memory");
+        asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" :: "r"(at(&bar)), "r"(bytes)
+            : "memory");
         asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                      :: "r"(at(tile)), "l"(x), "r"(bytes), "r"(at(&bar)) : "memory");
     }
     unsigned done = 0;
-    while (WAIT) asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], 0; selp.u32 %0, 1, 0, p; }"
+    while (WAIT) asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], 0; "
+                              "selp.u32 %0, 1, 0, p; }"
                                : "=r"(done) : "r"(at(&bar)) : "memory");
     for (int i = t; i < bytes / 4; i += 64) tile[i] += 1;
     __syncthreads();
     if (t == 0) {
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-        asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" :: "l"(out), "r"(at(tile)), "r"(bytes) : "memory");
+        asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;"
+            :: "l"(out), "r"(at(tile)), "r"(bytes) : "memory");
         asm volatile("cp.async.bulk.commit_group;" ::: "memory");
         asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
     }
@@ -319,11 +329,14 @@ def test_wrong_bulk_copies(change, bytes_, words):
 MMA = """
 __global__ void k(int* d, const int* a, const int* b, const int* c) {
     unsigned t = threadIdx.x, r[4];
-    asm volatile("mma.sync.aligned.m16n8k32.row.col.TYPES {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %11, %12, %13};"
+    asm volatile("mma.sync.aligned.m16n8k32.row.col.TYPES {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+                 "{%10, %11, %12, %13};"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                  : "r"(a[t / 4 * 8 + t % 4]), "r"(a[(t / 4 + 8) * 8 + t % 4]), "r"(a[t / 4 * 8 + t % 4 + 4]),
-                   "r"(a[(t / 4 + 8) * 8 + t % 4 + 4]), "r"(b[t / 4 * 8 + t % 4]), "r"(b[t / 4 * 8 + t % 4 + 4]),
-                   "r"(c[t / 4 * 8 + t % 4 * 2]), "r"(c[t / 4 * 8 + t % 4 * 2 + 1]), "r"(c[(t / 4 + 8) * 8 + t % 4 * 2]),
+                   "r"(a[(t / 4 + 8) * 8 + t % 4 + 4]), "r"(b[t / 4 * 8 + t % 4]),
+                       "r"(b[t / 4 * 8 + t % 4 + 4]),
+                   "r"(c[t / 4 * 8 + t % 4 * 2]), "r"(c[t / 4 * 8 + t % 4 * 2 + 1]),
+                       "r"(c[(t / 4 + 8) * 8 + t % 4 * 2]),
                    "r"(c[(t / 4 + 8) * 8 + t % 4 * 2 + 1]));
     for (int i = 0; i < 4; ++i) d[(t / 4 + i / 2 * 8) * 8 + t % 4 * 2 + i % 2] = r[i];
 }
@@ -356,7 +369,8 @@ def test_mma_whose_c_and_d_have_different_types():
 __global__ void k(float* d, const unsigned* a, const unsigned* b, const unsigned* c) {
     unsigned t = threadIdx.x, zero = 0;
     float r[4];
-    asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f16 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%7, %8};"
+    asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f16 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%7, "
+                 "%8};"
                  : "=f"(r[0]), "=f"(r[1]), "=f"(r[2]), "=f"(r[3])
                  : "r"(a[t]), "r"(a[t + 32]), "r"(b[t]), "r"(c[t]), "r"(c[t + 32]));
     for (int i = 0; i < 4; ++i) d[(t / 4 + i / 2 * 8) * 8 + t % 4 * 2 + i % 2] = r[i];
@@ -381,7 +395,8 @@ __global__ void __launch_bounds__(128) k(unsigned* d, const uint4* a, const uint
     asm volatile("{ .reg .pred p; setp.ne.b32 p, 0, 0; wgmma.fence.sync.aligned;"
                  "wgmma.mma_async.sync.aligned.m64n24k32.TYPES RESULTS, %12, %13, pSIGNS;"
                  "wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0; }"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]), "=r"(r[4]), "=r"(r[5]), "=r"(r[6]), "=r"(r[7]), "=r"(r[8]),
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]), "=r"(r[4]), "=r"(r[5]), "=r"(r[6]),
+                     "=r"(r[7]), "=r"(r[8]),
                    "=r"(r[9]), "=r"(r[10]), "=r"(r[11])
                  : "l"(describe(tile_a)), "l"(describe(tile_b)) : "memory");
     for (int i = 0; i < COUNT; ++i) d[i * 128 + t] = r[i];
@@ -477,14 +492,18 @@ cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [r], [r],
 cp.reduce.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes.add.u32 [r], [r], 64, [r]
 mbarrier.pending_count.b64 r, x
 fence.proxy.alias
-cp.async.bulk.tensor.3d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes [r], [x, {r, r, r}], [r], {h}
-cp.async.bulk.tensor.2d.shared::cta.global.tile::gather4.mbarrier::complete_tx::bytes [r], [x, {r, r, r, r, r}], [r]
+cp.async.bulk.tensor.3d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes [r], [x, {r, r, r}], [r], \
+{h}
+cp.async.bulk.tensor.2d.shared::cta.global.tile::gather4.mbarrier::complete_tx::bytes [r], [x, {r, r, r, r, \
+r}], [r]
 tensormap.replace.tile.swizzle_atomicity.shared::cta.b1024.b32 [r], 0
-mma.sync.aligned.m8n8k4.row.col.f32.f16.f16.f32 {f, f, f, f, f, f, f, f}, {r, r}, {r, r}, {f, f, f, f, f, f, f, f}
+mma.sync.aligned.m8n8k4.row.col.f32.f16.f16.f32 {f, f, f, f, f, f, f, f}, {r, r}, {r, r}, {f, f, f, f, f, f, \
+f, f}
 mma.sync.aligned.m8n8k16.row.col.s32.s8.s8.s32 {r, r}, {r}, {r}, {r, r}
 mma.sync.aligned.m16n8k64.row.col.s32.s4.s4.s32 {r, r, r, r}, {r, r, r, r}, {r, r}, {r, r, r, r}
 mma.sync.aligned.m16n8k256.row.col.s32.b1.b1.s32.and.popc {r, r, r, r}, {r, r, r, r}, {r, r}, {r, r, r, r}
-mma.sp::ordered_metadata.sync.aligned.m16n8k32.row.col.f32.f16.f16.f32 {f, f, f, f}, {r, r, r, r}, {r, r, r, r}, {f, f, f, f}, r, 0
+mma.sp::ordered_metadata.sync.aligned.m16n8k32.row.col.f32.f16.f16.f32 {f, f, f, f}, {r, r, r, r}, {r, r, r, \
+r}, {f, f, f, f}, r, 0
 wgmma.mma_async.sp.sync.aligned.m64n8k32.f32.f16.f16 {f, f, f, f}, x, x, r, 0, 1, 1, 1, 0, 0
 wgmma.mma_async.sync.aligned.m64n8k256.s32.b1.b1.and.popc {r, r, r, r}, x, x, 1
 wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {f, f, f, f}, x, x, 1, -1, 1, 0, 0

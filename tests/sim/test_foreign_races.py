@@ -97,7 +97,8 @@ __global__ void k(int* out, int* data, volatile int* flags) {
         *out = *(volatile int*)data;  // here
     }
 }
-""".replace("*(volatile int*)data", "data[0]"), arguments=lambda: [ints(1), ints(1), ints(2) + 1], grid=3, block=1, block_index=2),
+""".replace("*(volatile int*)data", "data[0]"), arguments=lambda: [ints(1), ints(1), ints(2) + 1], grid=3,
+     block=1, block_index=2),
     Case("an atomic for its own block only", sim.Race, lambda: torch.tensor([128]),
          r"writes 4 bytes, byte 0 of .* 'sum', that block \(\d, 0, 0\), thread \(\d+, 0, 0\) wrote at "
          r".*: an atomic of .cta scope", """

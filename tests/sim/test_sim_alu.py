@@ -134,7 +134,8 @@ def test_min_and_max(opcode):
     check(opcode, run(opcode, a, b), expected, a, b)
 
 
-PACKED = """add.f16x2 mul.bf16x2 fma.rn.f16x2 fma.rn.relu.bf16x2 sub.f16x2 max.NaN.f16x2 min.bf16x2 neg.f16x2 abs.bf16x2 max.s16x2 min.u16x2
+PACKED = """add.f16x2 mul.bf16x2 fma.rn.f16x2 fma.rn.relu.bf16x2 sub.f16x2 max.NaN.f16x2 min.bf16x2
+            neg.f16x2 abs.bf16x2 max.s16x2 min.u16x2
             add.u16x2 ex2.approx.f16x2 tanh.approx.bf16x2 set.lt.f16x2.f16x2"""
 
 
@@ -152,9 +153,11 @@ def test_packed_is_the_scalar_twice(opcode):
     check(opcode, run(opcode, *args), (halves[0] | halves[1] << 16).tolist(), *args)
 
 
-UNKNOWN = """add add.f8 add.rs.f32 fma.rn.f32x2 add.sat.u32 mul.s32 mul.sat.s32 min.sat.s32 setp.f32 sqrt.f32 and.f32 shf.l.b32
+UNKNOWN = """add add.f8 add.rs.f32 fma.rn.f32x2 add.sat.u32 mul.s32 mul.sat.s32 min.sat.s32 setp.f32
+            sqrt.f32 and.f32 shf.l.b32
              cvt.rn.e4m3x2.f32 wgmma.mma_async
-             vavrg4.u32.u32.u32 ex2.f32 rcp.approx.f16 sin.approx.f64 cvt.relu.s32.f32 max.relu.f16 lop3.or.b32
+             vavrg4.u32.u32.u32 ex2.f32 rcp.approx.f16 sin.approx.f64 cvt.relu.s32.f32 max.relu.f16
+            lop3.or.b32
              mad.hi.sat.s32 cvt.s32.f32 cvt.rn.f32 set.lt.f32 dp2a.s32.s32"""
 
 

@@ -15,7 +15,8 @@ __device__ int twice(int x) { return 2 * x; }
 __device__ int third(int x) { return 3 * x; }
 __device__ Function table[2] = {twice, third};
 struct Base { __device__ virtual int f(int x) { return x; } };
-struct Child : Base { int a; __device__ Child(int a) : a(a) {} __device__ int f(int x) override { return x + a; } };
+struct Child : Base { int a; __device__ Child(int a) : a(a) {} __device__ int f(int x) override {
+    return x + a; } };
 struct Big { int v[5]; float f; };
 __device__ __noinline__ Big big(Big b, int i) { b.v[i] += 1; b.f *= 2; return b; }
 __device__ __noinline__ void reversed(int* x, int n, int* scratch) {
@@ -115,7 +116,8 @@ def test_call_that_is_not_simulated():
 
 def test_printf(capsys):
     run(
-        r"""if (t % 20 == 3) printf("t %d x %5.2f|%-4s|%c %% %u %llx %05d\n", t, 0.5f * x[t], "ab", 'z', 4000000000u, 1ull << 40, t);
+        r"""if (t % 20 == 3) printf("t %d x %5.2f|%-4s|%c %% %u %llx %05d\n", t,
+                                  0.5f * x[t], "ab", 'z', 4000000000u, 1ull << 40, t);
         if (t == 5 && blockIdx.x == 1) printf("last");""",
         ints(64), iota(64), 0, block=32, grid=2,
     )  # fmt: skip

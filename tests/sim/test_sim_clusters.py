@@ -23,7 +23,8 @@ SOFTMAX = (
     + """template <int N, bool PUSH>
 __global__ void __cluster_dims__(N, 1, 1) k(float* out, const float* x, int n) {
     __shared__ float tile[32];
-    __shared__ float2 parts[N];  // of all blocks where they push, else only the one of this block's rank is used
+    __shared__ float2 parts[N];
+    // of all blocks where they push, else only the one of this block's rank is used
     unsigned rank = cluster_rank(), parts_address = shared_address(parts);
     int row = blockIdx.x / N, i = rank * 32 + threadIdx.x;
     if (PUSH) cluster_arrive_relaxed();
@@ -85,7 +86,8 @@ def test_indices_of_clusters_in_three_dimensions():
 __global__ void __cluster_dims__(2, 1, 3) k(int* out) {{
     int* o = out + 15 * (blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z));
 {reads}
-    asm volatile("{{ .reg .pred p; mov.pred p, %%is_explicit_cluster; selp.u32 %0, 1, 0, p; }}" : "=r"(o[14]));
+    asm volatile("{{ .reg .pred p; mov.pred p, %%is_explicit_cluster; selp.u32 %0, 1, 0, p; }}"
+        : "=r"(o[14]));
 }}
 """
     out = torch.full((6, 2, 4, 15), -1, dtype=torch.int32)
@@ -112,7 +114,8 @@ def test_a_ring_of_blocks_over_several_rounds():
     buffer[0][threadIdx.x] = blockIdx.x * 64 + threadIdx.x;
     cluster_sync();
     for (int i = 0; i < rounds; ++i) {
-        asm volatile("st.shared::cluster.u32 [%0], %1;" :: "r"(next + (1 - i % 2) * 256), "r"(buffer[i % 2][threadIdx.x] + 1) : "memory");
+        asm volatile("st.shared::cluster.u32 [%0], %1;"
+            :: "r"(next + (1 - i % 2) * 256), "r"(buffer[i % 2][threadIdx.x] + 1) : "memory");
         cluster_arrive();
         own += i;
         cluster_wait();
@@ -142,7 +145,8 @@ __global__ void __cluster_dims__(2, 2, 1) k(int* out) {
     if (mixed == o) *o = 7;
     int own, anyones;
     asm("{ .reg .pred p; isspacep.shared::cta p, %1; selp.u32 %0, 1, 0, p; }" : "=r"(own) : "l"(there));
-    asm("{ .reg .pred p; isspacep.shared::cluster p, %1; selp.u32 %0, 1, 0, p; }" : "=r"(anyones) : "l"(mixed));
+    asm("{ .reg .pred p; isspacep.shared::cluster p, %1; selp.u32 %0, 1, 0, p; }" : "=r"(anyones)
+        : "l"(mixed));
     o[1] = mixed[0];
     o[2] = there[5];
     o[3] = __cluster_query_shared_rank(there) * 10 + __cluster_query_shared_rank(tile);
@@ -197,7 +201,8 @@ def test_loads_and_stores_of_every_width(ctype, lanes, suffix):
     asm volatile("{load} {loaded}, [%{lanes}];" : {outputs} : "r"(a) : "memory");
     asm volatile("{store} [%0], {stored};" :: "r"(b), {inputs} : "memory");
     cluster_sync();
-    for (int i = 0; i < {lanes}; ++i) out[at + i] = to[first + i];  // what this block had, by way of the other
+    for (int i = 0; i < {lanes}; ++i) out[at + i] = to[first + i];
+    // what this block had, by way of the other
 }}
 """
     )
@@ -350,7 +355,8 @@ def test_a_kernel_without_clusters_is_a_cluster_of_one_block():
     __shared__ float tile[32];
     tile[threadIdx.x] = threadIdx.x + cluster_rank();
     cluster_sync();
-    unsigned mapped = shared_of_rank(shared_address(tile + 31 - threadIdx.x), 0), plain = shared_address(tile);
+    unsigned mapped = shared_of_rank(shared_address(tile + 31 - threadIdx.x), 0),
+        plain = shared_address(tile);
     out[threadIdx.x] = ld_cluster<float>(mapped) + ld_cluster<float>(plain);
 }
 """
@@ -465,7 +471,8 @@ RACES = [
     pair("strong accesses are no barrier", sim.Race, [0, 1, 0, 1],
         r"that block \(1, 0, 0\), thread \(0, 0, 0\) wrote at {there}: no cluster barrier", """
     cluster_sync();
-    asm volatile("st.relaxed.cluster.shared::cluster.f32 [%0], %1;" :: "r"(there + 4 * t), "f"(float(t)) : "memory");  // there
+    asm volatile("st.relaxed.cluster.shared::cluster.f32 [%0], %1;" :: "r"(there + 4 * t),  // there
+                 "f"(float(t)) : "memory");
     [[__syncthreads(); => cluster_sync();]]
     int sum = ld_cluster<float>(shared_address(tile + t));  // here
     """),
@@ -541,13 +548,15 @@ BOUNDS = [
         r"reads 4 bytes of the shared memory of a block rank that is not in 0\.\.1, the cluster's", """
     tile[t] = t + 100 * rank;
     cluster_sync();
-    int sum = ld_cluster<float>(shared_of_rank(shared_address(tile + t), [[rank + 1 => (rank + 1) % 2]]));  // here
+    unsigned at = shared_address(tile + t);
+    int sum = ld_cluster<float>(shared_of_rank(at, [[rank + 1 => (rank + 1) % 2]]));  // here
     """, block_index=1),
     pair("a rank below 0", sim.OutOfBounds, [100, 101, 0, 1],
         r"reads 4 bytes of the shared memory of a block rank that is not in 0\.\.1, the cluster's", """
     tile[t] = t + 100 * rank;
     cluster_sync();
-    int sum = ld_cluster<float>(shared_of_rank(shared_address(tile + t), [[rank - 1 => (rank - 1) % 2]]));  // here
+    unsigned at = shared_address(tile + t);
+    int sum = ld_cluster<float>(shared_of_rank(at, [[rank - 1 => (rank - 1) % 2]]));  // here
     """),
     pair("a neighbour's address in an ordinary load", sim.OutOfBounds, [100, 101, 0, 1],
         r"reads 4 bytes at offset \d+ of shared memory, but the block has 256 bytes of it: that is an "
@@ -555,7 +564,8 @@ BOUNDS = [
     tile[t] = t + 100 * rank;
     cluster_sync();
     float v;
-    asm volatile("ld.[[shared => shared::cluster]].f32 %0, [%1];" : "=f"(v) : "r"(there + 4 * t) : "memory");  // here
+    asm volatile("ld.[[shared => shared::cluster]].f32 %0, [%1];" : "=f"(v) : "r"(there + 4 * t)  // here
+                 : "memory");
     int sum = v;
     """),
     pair("misaligned", sim.Misaligned, [100, 102, 0, 2],

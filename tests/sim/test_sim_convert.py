@@ -12,8 +12,7 @@ FLOAT_TO_FLOAT = [
     *(f"cvt.{m}.{t}.f32" for m in ("rn", "rz", "rm", "rp") for t in ("f16", "bf16")),
     *(f"cvt.{m}.{t}.f64" for m in ("rn", "rz", "rm", "rp") for t in ("f32", "f16", "bf16")),
     *(f"cvt.f32.{t}" for t in ("f16", "bf16")), "cvt.f64.f16", "cvt.f64.f32", "cvt.rn.bf16.f16",
-    "cvt.rn.tf32.f32",
-    "cvt.rz.tf32.f32", "cvt.rna.tf32.f32",
+    "cvt.rn.tf32.f32", "cvt.rz.tf32.f32", "cvt.rna.tf32.f32",
 ]  # fmt: skip
 
 

@@ -169,8 +169,7 @@ def test_signs():
 
 APPROXIMATE = {
     "ex2": lambda x: 2.0**x, "lg2": math.log2, "sin": math.sin, "cos": math.cos, "tanh": math.tanh,
-    "rcp": lambda x: 1 / x,
-    "sqrt": math.sqrt, "rsqrt": lambda x: 1 / math.sqrt(x),
+    "rcp": lambda x: 1 / x, "sqrt": math.sqrt, "rsqrt": lambda x: 1 / math.sqrt(x),
 }  # fmt: skip
 
 

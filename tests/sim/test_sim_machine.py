@@ -42,7 +42,8 @@ __global__ void k(int* out) {
     int block = blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z);
     int thread = threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z);
     int* o = out + 10 * (block * 30 + thread);
-    o[0] = blockIdx.x, o[1] = blockIdx.y, o[2] = blockIdx.z, o[3] = threadIdx.x, o[4] = threadIdx.y, o[5] = threadIdx.z;
+    o[0] = blockIdx.x, o[1] = blockIdx.y, o[2] = blockIdx.z, o[3] = threadIdx.x, o[4] = threadIdx.y,
+        o[5] = threadIdx.z;
     asm("mov.u32 %0, %%laneid;" : "=r"(o[6]));
     asm("mov.u32 %0, %%warpid;" : "=r"(o[7]));
     asm("mov.u32 %0, %%lanemask_lt;" : "=r"(o[8]));
@@ -197,7 +198,8 @@ def test_predicated_instructions_leave_other_lanes_alone():
     text = """
 __global__ void k(int* out, const int* x) {
     int v = x[threadIdx.x], w = 7;
-    asm("{.reg .pred p; setp.gt.s32 p, %2, 10; @p add.s32 %0, %0, 100; @!p mov.s32 %1, 3; @!p st.global.s32 [%3], 9;}"
+    asm("{.reg .pred p; setp.gt.s32 p, %2, 10; @p add.s32 %0, %0, 100; @!p mov.s32 %1, 3; "
+        "@!p st.global.s32 [%3], 9;}"
         : "+r"(v), "+r"(w) : "r"(x[threadIdx.x]), "l"(out + 32 + threadIdx.x) : "memory");
     out[threadIdx.x] = v * 10 + w;
 }
@@ -212,9 +214,11 @@ def test_negated_branches_and_results_narrower_than_their_register():
     text = """
 __global__ void k(int* out, const int* x) {
     int v = x[threadIdx.x], w;
-    asm("{.reg .pred p; setp.gt.s32 p, %1, 10; mov.s32 %0, 5; @!p bra over; mov.s32 %0, 6; over: }" : "=r"(w) : "r"(v));
+    asm("{.reg .pred p; setp.gt.s32 p, %1, 10; mov.s32 %0, 5; @!p bra over; mov.s32 %0, 6; over: }" : "=r"(w)
+        : "r"(v));
     out[threadIdx.x] = w;
-    asm volatile("{.reg .pred p; setp.gt.s32 p, %1, 20; @p bra over; add.s32 %0, %0, 10; over: }" : "+r"(w) : "r"(v));
+    asm volatile("{.reg .pred p; setp.gt.s32 p, %1, 20; @p bra over; add.s32 %0, %0, 10; over: }" : "+r"(w)
+        : "r"(v));
     out[32 + threadIdx.x] = w;
     asm("cvt.s16.s32 %0, %1;" : "=r"(w) : "r"(v * 3000));
     out[64 + threadIdx.x] = w;
@@ -399,7 +403,8 @@ def test_atomic_inc_dec_cas_and_64_bits():
     text = """
 __global__ void k(unsigned* out, unsigned* cells, unsigned long long* wide) {
     int i = threadIdx.x;
-    out[i] = atomicInc(cells, 5), out[32 + i] = atomicDec(cells + 1, 3), out[64 + i] = atomicCAS(cells + 2, i, i + 1);
+    out[i] = atomicInc(cells, 5), out[32 + i] = atomicDec(cells + 1, 3), out[64 + i] = atomicCAS(cells + 2, i,
+        i + 1);
     atomicAdd(wide, 1ull << 40 | i);
     atomicMax(wide + 1, (unsigned long long)i << 35);
     atomicCAS((unsigned short*)cells + 6 + (i & 1), (unsigned short)0, (unsigned short)(i + 1));
@@ -448,7 +453,8 @@ __global__ void k({ctype}* sum, const {ctype}* x) {{ atomicAdd(sum, x[threadIdx.
 @pytest.mark.parametrize("limit", [0, 37, 64])
 def test_barriers_that_reduce(operation, expected, limit):
     text = f"""
-__global__ void k(int* out, const int* x, int n) {{ out[threadIdx.x] = __syncthreads_{operation}(x[threadIdx.x] < n); }}
+__global__ void k(int* out, const int* x, int n) {{
+    out[threadIdx.x] = __syncthreads_{operation}(x[threadIdx.x] < n); }}
 """
     out = ints(64)
     simulate(text, out, iota(64), limit, block=64)
@@ -480,16 +486,19 @@ __global__ void k(int* out, const int* x, int rounds) {
     int lane = threadIdx.x % 32;
     if (threadIdx.x < 32) {  // produces
         for (int i = 0; i < rounds; ++i) {
-            if (i % 2) asm volatile("bar.sync 4, 64;" ::: "memory"); else asm volatile("bar.sync 3, 64;" ::: "memory");
+            if (i % 2) asm volatile("bar.sync 4, 64;" ::: "memory"); else asm volatile("bar.sync 3, 64;"
+                ::: "memory");
             buffer[i % 2][lane] = x[i * 32 + lane];
-            if (i % 2) asm volatile("bar.arrive 2, 64;" ::: "memory"); else asm volatile("bar.arrive 1, 64;" ::: "memory");
+            if (i % 2) asm volatile("bar.arrive 2, 64;" ::: "memory"); else asm volatile("bar.arrive 1, 64;"
+                ::: "memory");
         }
     } else {  // consumes
         int sum = 0;
         asm volatile("bar.arrive 3, 64;" ::: "memory");
         asm volatile("bar.arrive 4, 64;" ::: "memory");
         for (int i = 0; i < rounds; ++i) {
-            if (i % 2) asm volatile("bar.sync 2, 64;" ::: "memory"); else asm volatile("bar.sync 1, 64;" ::: "memory");
+            if (i % 2) asm volatile("bar.sync 2, 64;" ::: "memory"); else asm volatile("bar.sync 1, 64;"
+                ::: "memory");
             sum += buffer[i % 2][31 - lane] * (i + 1);
             if (i + 2 < rounds) FREE
         }
@@ -640,7 +649,8 @@ __global__ void k(unsigned* out, const int* x) {
     int i = threadIdx.x, v = x[i];
     unsigned mask = i < 12 ? 0xfff : 0xfffff000;
     out[i] = __ballot_sync(mask, v > 0);
-    out[32 + i] = __any_sync(mask, v > 900) * 4 + __all_sync(mask, v > -900) * 2 + __uni_sync(mask, v > -2000);
+    out[32 + i] = __any_sync(mask, v > 900) * 4 + __all_sync(mask, v > -900) * 2 + __uni_sync(mask,
+        v > -2000);
     out[64 + i] = __match_any_sync(mask, v & 3);
     int all;
     out[96 + i] = __match_all_sync(mask, i < 12 ? 5 : v, &all);
@@ -713,9 +723,11 @@ __global__ void k(int* out) {
     int leader, is;
     unsigned mask = threadIdx.x < 5 ? 0x1f : 0xffffffe0;
     if (threadIdx.x < 5)
-        asm volatile("{.reg .pred p; elect.sync %0|p, %2; selp.s32 %1, 1, 0, p;}" : "=r"(leader), "=r"(is) : "r"(mask));
+        asm volatile("{.reg .pred p; elect.sync %0|p, %2; selp.s32 %1, 1, 0, p;}" : "=r"(leader), "=r"(is)
+            : "r"(mask));
     else
-        asm volatile("{.reg .pred p; elect.sync %0|p, %2; selp.s32 %1, 1, 0, p;}" : "=r"(leader), "=r"(is) : "r"(mask));
+        asm volatile("{.reg .pred p; elect.sync %0|p, %2; selp.s32 %1, 1, 0, p;}" : "=r"(leader), "=r"(is)
+            : "r"(mask));
     out[threadIdx.x] = leader * 2 + is;
 }
 """
@@ -736,7 +748,8 @@ __global__ void k(int* out, const int* x, int n) {{
     int first = threadIdx.x * {size // 4};
     int left = n - first, bytes = left <= 0 ? 0 : left * 4 >= {size} ? {size} : left * 4;
     unsigned to = (unsigned)__cvta_generic_to_shared(tile + first);
-    asm volatile("cp.async.{cache}.shared.global.L2::128B [%0], [%1], {size}, %2;" :: "r"(to), "l"(x + first), "r"(bytes) : "memory");
+    asm volatile("cp.async.{cache}.shared.global.L2::128B [%0], [%1], {size}, %2;"
+        :: "r"(to), "l"(x + first), "r"(bytes) : "memory");
     asm volatile("cp.async.wait_all;" ::: "memory");
     __syncthreads();
     for (int i = threadIdx.x; i < {size // 4 * 32}; i += 32) out[i] = tile[i];

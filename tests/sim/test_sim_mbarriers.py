@@ -26,7 +26,8 @@ __global__ void __cluster_dims__(2, 1, 1) k(float4* out, const float4* x, int ro
     for (int i = 0; i < rounds; ++i) {
         v.x += 1;
         FREE
-        st_async(shared_of_rank(shared_address(numbers + (threadIdx.x ^ 33)), other), v, shared_of_rank(full, other));
+        st_async(shared_of_rank(shared_address(numbers + (threadIdx.x ^ 33)), other), v, shared_of_rank(full,
+            other));
         if (threadIdx.x % 32 == 0) mbarrier_arrive(full, EXPECTED);
         FULL
         v = numbers[threadIdx.x];

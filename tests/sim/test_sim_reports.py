@@ -271,7 +271,8 @@ __global__ void k(int* out, int* part, const int* x) {
          r"reads 4 bytes, offset 4 of shared memory .*, into which an asynchronous copy still writes: a "
          r"cp.async.wait", """
 __device__ void copy(int* to, const int* from) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" :: "r"((unsigned)__cvta_generic_to_shared(to)), "l"(from) : "memory");
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;"
+        :: "r"((unsigned)__cvta_generic_to_shared(to)), "l"(from) : "memory");
     asm volatile("cp.async.commit_group;" ::: "memory");
 }
 __global__ void k(int* out, const int* x) {
@@ -288,7 +289,8 @@ __global__ void k(int* out, const int* x) {
          r"at {there}: no barrier", """
     __shared__ int tile[64];
     unsigned to = (unsigned)__cvta_generic_to_shared(tile + threadIdx.x);
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" :: "r"(to), "l"(x + threadIdx.x) : "memory");  // there
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" :: "r"(to), "l"(x + threadIdx.x)  // there
+                 : "memory");
     asm volatile("cp.async.wait_all;" ::: "memory");
     [[=> __syncthreads();]]
     out[threadIdx.x] = tile[63 - threadIdx.x];  // here
@@ -357,7 +359,8 @@ __global__ void k(int* out, int* x) {
     __shared__ int tile[64];
     tile[threadIdx.x] = x[threadIdx.x];
     int threads = threadIdx.x < 32 ? 32 : 64;
-    asm volatile("bar.sync %0, %1;" :: "r"(1 [[=> + (int)threadIdx.x / 32]]), "r"(threads [[=> & 32 | 32]]) : "memory");  // here
+    asm volatile("bar.sync %0, %1;" :: "r"(1 [[=> + (int)threadIdx.x / 32]]),  // here
+                 "r"(threads [[=> & 32 | 32]]) : "memory");
     out[threadIdx.x] = tile[threadIdx.x / 32 * 32 + 31 - threadIdx.x % 32];
 """.replace("& 32 | 32", "* 0 + 32"), thread=None),
     Case("part of a warp at a named barrier", sim.BarrierFault, lambda x: x.flip(0),

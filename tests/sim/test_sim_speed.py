@@ -96,7 +96,8 @@ __global__ void product(float* c, const float* a, const float* b, int n) {
 }
 """
 LAYERNORM = """
-__global__ void layernorm(float* out, const float* x, const float* weight, const float* bias, int rows, int n) {
+__global__ void layernorm(float* out, const float* x, const float* weight, const float* bias, int rows,
+    int n) {
     int row = blockIdx.x * 4 + threadIdx.x / 32, lane = threadIdx.x % 32;
     if (row >= rows) return;
     x += row * n, out += row * n;

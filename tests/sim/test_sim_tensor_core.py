@@ -65,7 +65,10 @@ def test_mma(shape, factor, total):
     registers, expected = [], []
     for _ in range(warps):
         a, b, c = (exact_bits(t, s, rng) for t, s in ((factor, (16, k)), (factor, (k, 8)), (total, (16, 8))))
-        value = lambda t, m: np.vectorize(lambda x: Fraction(decode(t, int(x))), otypes=[object])(m)  # noqa: E731
+
+        def value(t, m):
+            return np.vectorize(lambda x: Fraction(decode(t, int(x))), otypes=[object])(m)
+
         product = value(factor, a) @ value(factor, b) + value(total, c)
         d = np.vectorize(lambda x, t=total: encode(t, x) if x else 0)(product)
         registers.append([pack(a, lambda i, lane: row_col_a(i, lane, factor), k // 2, narrow),

@@ -22,7 +22,8 @@ HEAD = """#include "common/ptx/tma.cuh"
 COPY = (
     HEAD
     + """
-__global__ void copy(const __grid_constant__ CUtensorMap from, const __grid_constant__ CUtensorMap to, TYPE* seen, const int* places) {
+__global__ void copy(const __grid_constant__ CUtensorMap from, const __grid_constant__ CUtensorMap to,
+    TYPE* seen, const int* places) {
     __shared__ alignas(1024) TYPE tile[SIZE];
     __shared__ unsigned long long full;
     const int* at = places + blockIdx.x * RANK;
@@ -202,7 +203,10 @@ __global__ void __cluster_dims__(4, 1, 1) share(const __grid_constant__ CUtensor
     SYNC
     if (threadIdx.x == 0) tma_multicast(shared_address(tile[rank]), &map, barrier, {0, int(rank)}, RANKS);
     mbarrier_wait(barrier, 0);
-    for (int i = 0; i < 4; ++i) out[(blockIdx.x * 4 + i) * 32 + threadIdx.x] = i == rank || RANKS >> rank & 1 ? tile[i][threadIdx.x] : -1;
+    for (int i = 0; i < 4; ++i) {
+        bool mine = i == rank || RANKS >> rank & 1;
+        out[(blockIdx.x * 4 + i) * 32 + threadIdx.x] = mine ? tile[i][threadIdx.x] : -1;
+    }
     cluster_sync();
 }
 """

@@ -21,17 +21,20 @@ constexpr int S = ROW_BYTES, SPAN = S / sizeof(T), KIND = S == 128 ? 1 : S == 64
 // Load a matrix of K by COUNT elements in boxes with rows of S bytes.
 template <bool ACROSS, int COUNT>
 __device__ void load(unsigned to, const CUtensorMap* map, unsigned full) {
-    for (int i = 0; i < (ACROSS ? COUNT : K) / SPAN; ++i, to += (ACROSS ? K : COUNT) * S) tma_load(to, map, full, {i * SPAN, 0});
+    for (int i = 0; i < (ACROSS ? COUNT : K) / SPAN; ++i, to += (ACROSS ? K : COUNT) * S) tma_load(to, map,
+        full, {i * SPAN, 0});
 }
 template <bool ACROSS, int COUNT>
 __device__ unsigned long long at(unsigned tile, int k) {
     if (ACROSS && KIND) return describe(tile + k * S, K * S, 8 * S) | (unsigned long long)KIND << 62;
     if (ACROSS) return describe(tile + k * S, 8 * S, K * S);
     unsigned start = tile + k / SPAN * COUNT * S + k % SPAN * (int)sizeof(T);
-    return KIND ? describe(start, 0, 8 * S) | (unsigned long long)KIND << 62 : describe(start, COUNT * S, 8 * S);
+    return KIND ? describe(start, 0, 8 * S) | (unsigned long long)KIND << 62 : describe(start, COUNT * S,
+        8 * S);
 }
 
-__global__ void __launch_bounds__(128) product(float* out, const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b) {
+__global__ void __launch_bounds__(128) product(float* out, const __grid_constant__ CUtensorMap a,
+    const __grid_constant__ CUtensorMap b) {
     __shared__ alignas(1024) T tile_a[64 * K], tile_b[N * K];
     __shared__ unsigned long long full;
     unsigned barrier = shared_address(&full), in_a = shared_address(tile_a), in_b = shared_address(tile_b);
@@ -46,7 +49,8 @@ __global__ void __launch_bounds__(128) product(float* out, const __grid_constant
     mbarrier_wait_in_block(barrier, 0);
     float d[N / 8][4];
     wgmma_fence();
-    for (int k = 0; k < K; k += 32 / sizeof(T)) wgmma<ACROSS_A, ACROSS_B, T>(d, at<ACROSS_A, 64>(in_a, k), at<ACROSS_B, N>(in_b, k), k > 0);
+    for (int k = 0; k < K; k += 32 / sizeof(T)) wgmma<ACROSS_A, ACROSS_B, T>(d, at<ACROSS_A, 64>(in_a, k),
+        at<ACROSS_B, N>(in_b, k), k > 0);
     wgmma_commit();
     wgmma_wait<0>(d);
     int row = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2;

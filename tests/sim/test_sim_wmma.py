@@ -191,10 +191,13 @@ __global__ void k(float* out, int filled) {
     for (int i = threadIdx.x; i < filled; i += 32) tile[i] = i;
     SYNC
     asm volatile("wmma.load.c.sync.aligned.row.m16n16k16.shared.f32 {%0, %1, %2, %3, %4, %5, %6, %7}, [%8];"
-                 : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3]), "=f"(v[4]), "=f"(v[5]), "=f"(v[6]), "=f"(v[7]) : "r"(at));
+                 : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3]), "=f"(v[4]), "=f"(v[5]), "=f"(v[6]),
+                     "=f"(v[7]) : "r"(at));
     __syncwarp();
-    asm volatile("wmma.store.d.sync.aligned.col.m16n16k16.shared.f32 [%0], {%1, %2, %3, %4, %5, %6, %7, %8}, %9;"
-                 :: "r"(at), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]), "f"(v[4]), "f"(v[5]), "f"(v[6]), "f"(v[7]), "r"(16) : "memory");
+    asm volatile("wmma.store.d.sync.aligned.col.m16n16k16.shared.f32 [%0], {%1, %2, %3, %4, %5, %6, %7, "
+                 "%8}, %9;"
+                 :: "r"(at), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]), "f"(v[4]), "f"(v[5]), "f"(v[6]),
+                     "f"(v[7]), "r"(16) : "memory");
     __syncwarp();
     for (int i = threadIdx.x; i < 256; i += 32)
         if (i % 16 < filled / 16) out[i] = tile[i];

@@ -21,7 +21,8 @@ extern "C" __global__ void ldmatrix(int* out, const int* in) {
     for (int i = 0; i < 2; ++i) o[r++ * 64] = d[i];
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];" : W4(d) : "r"(address));
     for (int i = 0; i < 4; ++i) o[r++ * 64] = d[i];
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];" : W4(d) : "r"(address));
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : W4(d) : "r"(address));
     for (int i = 0; i < 4; ++i) o[r++ * 64] = d[i];
 }
 
@@ -32,10 +33,13 @@ extern "C" __global__ void async_copies(int* out, const int* in) {
     auto to = [](void* p) { return (unsigned)__cvta_generic_to_shared(p); };
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" :: "r"(to(a + t)), "l"(in + i) : "memory");
     asm volatile("cp.async.commit_group;" ::: "memory");
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" :: "r"(to(b + 2 * t)), "l"(in + 2 * i) : "memory");
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8;"
+                 :: "r"(to(b + 2 * t)), "l"(in + 2 * i) : "memory");
     asm volatile("cp.async.commit_group;" ::: "memory");
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(to(c + 4 * t)), "l"(in + 4 * i) : "memory");
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(to(z + 4 * t)), "l"(in + 4 * i), "r"(t % 5 * 4) : "memory");
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
+                 :: "r"(to(c + 4 * t)), "l"(in + 4 * i) : "memory");
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+                 :: "r"(to(z + 4 * t)), "l"(in + 4 * i), "r"(t % 5 * 4) : "memory");
     asm volatile("cp.async.commit_group;" ::: "memory");
     asm volatile("cp.async.wait_group 2;" ::: "memory");
     __syncthreads();

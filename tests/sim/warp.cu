@@ -14,11 +14,14 @@ extern "C" __global__ void shuffles(int* out, const int* in, int n) {
     out[r++ * n + i] = (int)(__shfl_xor_sync(all, (long long)v * v, 3) >> 7);
     out[r++ * n + i] = __float_as_int(__shfl_down_sync(all, __int_as_float(v), 2));
     int inside;
-    asm volatile("{ .reg .pred p; shfl.sync.up.b32 %0|p, %1, 3, 0, 0xffffffff; selp.b32 %0, 1, 0, p; }" : "=r"(inside) : "r"(v));
+    asm volatile("{ .reg .pred p; shfl.sync.up.b32 %0|p, %1, 3, 0, 0xffffffff; selp.b32 %0, 1, 0, p; }"
+                 : "=r"(inside) : "r"(v));
     out[r++ * n + i] = inside;
-    asm volatile("{ .reg .pred p; shfl.sync.down.b32 %0|p, %1, 3, 0x101f, 0xffffffff; selp.b32 %0, 1, 0, p; }" : "=r"(inside) : "r"(v));
+    asm volatile("{ .reg .pred p; shfl.sync.down.b32 %0|p, %1, 3, 0x101f, 0xffffffff; selp.b32 %0, 1, 0, p; }"
+                 : "=r"(inside) : "r"(v));
     out[r++ * n + i] = inside;
-    asm volatile("{ .reg .pred p; shfl.sync.idx.b32 %0|p, %1, 9, 0x181f, 0xffffffff; selp.b32 %0, 1, 0, p; }" : "=r"(inside) : "r"(v));
+    asm volatile("{ .reg .pred p; shfl.sync.idx.b32 %0|p, %1, 9, 0x181f, 0xffffffff; selp.b32 %0, 1, 0, p; }"
+                 : "=r"(inside) : "r"(v));
     out[r++ * n + i] = inside;
     if (threadIdx.x % 32 < 20) {
         out[r++ * n + i] = __shfl_sync(0xfffff, v, (v & 15) + 4);
@@ -32,7 +35,9 @@ extern "C" __global__ void votes(int* out, const int* in, int n) {
     out[r++ * n + i] = __ballot_sync(all, v & 1);
     out[r++ * n + i] = __any_sync(all, (v & 63) == 0);
     out[r++ * n + i] = __all_sync(all, v & 0xff);
-    asm volatile("{ .reg .pred p, q; setp.gt.s32 p, %1, 0; vote.sync.uni.pred q, p, 0xffffffff; selp.b32 %0, 1, 0, q; }" : "=r"(whole) : "r"(v));
+    asm volatile("{ .reg .pred p, q; setp.gt.s32 p, %1, 0; vote.sync.uni.pred q, p, 0xffffffff; "
+                 "selp.b32 %0, 1, 0, q; }"
+                 : "=r"(whole) : "r"(v));
     out[r++ * n + i] = whole;
     out[r++ * n + i] = __match_any_sync(all, v & 3);
     out[r++ * n + i] = __match_any_sync(all, (long long)(v & 1) << 40);
@@ -65,8 +70,10 @@ extern "C" __global__ void reductions(int* out, const int* in, int n) {
     out[11 * n + i] = __syncthreads_or(t == 5 && (v & 1));
 }
 
-// Sums that many threads make of the same words, in global and in shared memory: only the totals are determined.
-extern "C" __global__ void atomics(int* totals, long long* wide, float* floats, double* doubles, const int* in) {
+// Sums that many threads make of the same words, in global and in shared memory: only the totals are
+// determined.
+extern "C" __global__ void atomics(int* totals, long long* wide, float* floats, double* doubles,
+                                   const int* in) {
     __shared__ int shared[8];
     int v = in[blockIdx.x * blockDim.x + threadIdx.x], t = threadIdx.x;
     if (t < 8) shared[t] = t == 2 ? 0x7fffffff : t == 5 ? -1 : 0;

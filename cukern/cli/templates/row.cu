@@ -38,5 +38,7 @@ __global__ void my_op_bwd(T* dx, const T* x, const compute_t<T>* scale, const T*
     compute_t<T> s = scale[blockIdx.x], sum = 0;
     for (int i = threadIdx.x; i < cols; i += THREADS) sum += load_as(dout[i]) * load_as(x[i]) * s;
     compute_t<T> mean = block_sum(sum) / cols;
-    for (int i = threadIdx.x; i < cols; i += THREADS) dx[i] = T(s * (load_as(dout[i]) - load_as(x[i]) * s * mean));
+    for (int i = threadIdx.x; i < cols; i += THREADS) {
+        dx[i] = T(s * (load_as(dout[i]) - load_as(x[i]) * s * mean));
+    }
 }

@@ -1,7 +1,8 @@
 // my_op: out = x transposed. The gradient is the transpose of dout, by the same kernel.
 //
 // Layout  x is (rows, cols), out is (cols, rows), both contiguous.
-// Launch  one thread block of (32, 8) threads per 32x32 tile. The tile goes through shared memory, so that reads and writes are coalesced.
+// Launch  one thread block of (32, 8) threads per 32x32 tile. The tile goes through shared memory, so that
+//         reads and writes are coalesced.
 #include "common/math.cuh"  // of cukern: includes the 16-bit types
 
 constexpr int TILE = 32;

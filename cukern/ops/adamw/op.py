@@ -22,9 +22,9 @@ Numbers = tuple[Any, float, float, float, float]  # lr, beta1, beta2, eps, weigh
 
 def adamw(
     params: Iterable[Tensor], grads: Iterable[Tensor], exp_avgs: Iterable[Tensor],
-    exp_avg_sqs: Iterable[Tensor], step: int = 1, *,
-    lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
-    weight_decay: float = 1e-2, version: str | None = None,
+    exp_avg_sqs: Iterable[Tensor], step: int = 1, *, lr: float = 1e-3,
+    betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 1e-2,
+    version: str | None = None,
 ) -> None:  # fmt: skip
     """One step of AdamW, in place: the math of `cukern.AdamW`, which most users want, without its state.
 
@@ -145,8 +145,7 @@ _captured: list[Table] = []  # those that CUDA graphs use
 
 def _launch(
     params: list[Tensor], grads: list[Tensor], exp_avgs: list[Tensor], exp_avg_sqs: list[Tensor], step: int,
-    numbers: list[float],
-    version: str,
+    numbers: list[float], version: str,
 ) -> None:  # fmt: skip
     stream = torch.cuda.current_stream(params[0].device).cuda_stream if params[0].is_cuda else 0
     key = (

@@ -36,7 +36,7 @@ class AdamW(torch.optim.Optimizer):
     """torch.optim.AdamW in one launch per dtype, with clipping of the gradients, float32 masters and
     stochastic rounding.
 
-        optimizer = cukern.AdamW(model.parameters(), lr=6e-4, betas=(0.9, 0.95), weight_decay=0.1, max_norm=1.0)
+        optimizer = cukern.AdamW(model.parameters(), lr=6e-4, betas=(0.9, 0.95), max_norm=1.0)
         model(x).sum().backward()
         optimizer.step()
         print(optimizer.grad_norm)  # a tensor on the device
@@ -74,13 +74,10 @@ class AdamW(torch.optim.Optimizer):
 
     def __init__(
         self, params: Any, lr: float | Tensor = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2, amsgrad: bool = False, *, maximize: bool = False,
-        foreach: bool | None = None,
-        capturable: bool = False, differentiable: bool = False, fused: bool | None = None,
-        max_norm: float | None = None,
-        master_weights: bool = False, stochastic_rounding: bool = False, seed: int = 0,
-        version: str | None = None,
+        eps: float = 1e-8, weight_decay: float = 1e-2, amsgrad: bool = False, *, maximize: bool = False,
+        foreach: bool | None = None, capturable: bool = False, differentiable: bool = False,
+        fused: bool | None = None, max_norm: float | None = None, master_weights: bool = False,
+        stochastic_rounding: bool = False, seed: int = 0, version: str | None = None,
         state_dtype: torch.dtype = torch.float32,
     ) -> None:  # fmt: skip
         if max_norm is not None and checks.number("max_norm", max_norm) <= 0:
@@ -88,9 +85,8 @@ class AdamW(torch.optim.Optimizer):
         checks.version("adamw", version, VERSIONS)
         checks.one_of("state_dtype", state_dtype, (torch.float32, torch.bfloat16))
         self._options = SimpleNamespace(
-            state_dtype=state_dtype,
-            master_weights=checks.flag("master_weights", master_weights), max_norm=max_norm,
-            version=version or "",
+            state_dtype=state_dtype, master_weights=checks.flag("master_weights", master_weights),
+            max_norm=max_norm, version=version or "",
             stochastic_rounding=checks.flag("stochastic_rounding", stochastic_rounding),
             seed=checks.integer("seed", seed, 0, 2**64 - 1),
         )  # fmt: skip
@@ -302,11 +298,11 @@ class AdamW(torch.optim.Optimizer):
             p.device,
         ):
             state["step"] = torch.tensor(float(step), dtype=torch.float32, device=p.device)
-        m, v, largest = (
-            local(state[key]) if key in needed else None
-            for key in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
-        )
-        return Row(local(p), m, v, largest, local(state.get("master")), state["step"], group, index)  # type: ignore[arg-type]
+        moments = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+        tensors: list[Any] = [local(state[key]) if key in needed else None for key in moments]
+        m, v, largest = tensors
+        master: Any = state.get("master")
+        return Row(local(p), m, v, largest, local(master), state["step"], group, index)
 
     def _state(self, found: Sequence[Found]) -> list[list[Any]]:
         """By name, the tensors of the state of each parameter."""
@@ -327,8 +323,7 @@ class AdamW(torch.optim.Optimizer):
 
     def _launch(
         self, key: Any, table: Table | None, rows: list[Row], grads: Sequence[Tensor], squares: Tensor | None,
-        scaling: Scaling,
-        capturing: bool,
+        scaling: Scaling, capturing: bool,
     ) -> None:  # fmt: skip
         first = grads[0]
         if table is None:
@@ -382,9 +377,8 @@ class AdamW(torch.optim.Optimizer):
             maxima, steps = ([getattr(row, name) for row in mine] for name in ("max_exp_avg_sq", "step"))
             torch_adamw.adamw(
                 [t for t, _, _ in tensors], [g for _, g, _ in tensors], exp_avgs, exp_avg_sqs,
-                maxima if amsgrad else [], steps, fused=True,
-                amsgrad=amsgrad, maximize=bool(group.get("maximize")), lr=float(lr), beta1=beta1, beta2=beta2,
-                eps=eps,
+                maxima if amsgrad else [], steps, fused=True, amsgrad=amsgrad,
+                maximize=bool(group.get("maximize")), lr=float(lr), beta1=beta1, beta2=beta2, eps=eps,
                 weight_decay=weight_decay, found_inf=found_inf,
             )  # fmt: skip
             round_moments(mine, exp_avgs, exp_avg_sqs, self._options.seed)

@@ -73,8 +73,7 @@ class Table:
 
     def launch(
         self, grads: Sequence[Tensor], groups: Tensor, norm: Tensor | None, squares: Tensor | None,
-        options: Any, scaling: Scaling,
-        capturing: bool,
+        options: Any, scaling: Scaling, capturing: bool,
     ) -> None:  # fmt: skip
         """A step of an optimizer with these options. With a max_norm, `norm` gets the norm of the gradients.
         `squares`: the sum of the squares of those of all processes, which is computed here if it is None."""
@@ -92,8 +91,7 @@ class Table:
         norm_at, scale_at, inf_at = pointers(norm, grad_scale, found_inf)
         PREPARE[PREPARING].on(self.device)(
             (1, 1, 1), (PREPARING, 1, 1), 0, self.numbers, norm_at, rows, groups.data_ptr(), partials,
-            scale_at, inf_at, sums, count,
-            max_norm or 0.0,
+            scale_at, inf_at, sums, count, max_norm or 0.0,
         )  # fmt: skip
         self.update(
             options.version or in_force.now,

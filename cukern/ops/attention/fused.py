@@ -74,13 +74,13 @@ _forward = raw_op(
     sharding=f"{_HEADS} -> bh.., bh.",
 )
 _with_lengths = raw_op(
-    f"_attention_with_lengths({_INPUTS}, Tensor key_lengths, {_SCALARS}) -> (Tensor, Tensor)", 4,
-    lambda q, k, v, lengths, *rest: launch.forward(q, k, v, *rest, lengths=lengths), launch.outputs,
+    f"_attention_with_lengths({_INPUTS}, Tensor key_lengths, {_SCALARS}) -> (Tensor, Tensor)", 4, lambda q, k,
+    v, lengths, *rest: launch.forward(q, k, v, *rest, lengths=lengths), launch.outputs,
     sharding=f"{_HEADS}, b -> bh.., bh.",
 )  # fmt: skip
 _varlen = raw_op(
-    f"_attention_varlen({_VARLEN}, {_SCALARS}) -> (Tensor, Tensor)", 5,
-    lambda q, k, v, one, two, *rest: launch.forward(q, k, v, *rest, bounds=Bounds(one, two)), launch.outputs,
+    f"_attention_varlen({_VARLEN}, {_SCALARS}) -> (Tensor, Tensor)", 5, lambda q, k, v, one, two,
+    *rest: launch.forward(q, k, v, *rest, bounds=Bounds(one, two)), launch.outputs,
     sharding=".h.., .h.., .h.., ., . -> .h.., .h.",
 )  # fmt: skip
 _backward = raw_op(
@@ -96,8 +96,7 @@ _varlen_backward = raw_op(
 )  # fmt: skip
 _packed_backward = raw_op(
     f"_attention_packed_backward(Tensor qkv, {_GRADS}) -> Tensor", 5, _launch_packed_backward,
-    _fake_packed_backward,
-    sharding="b..h., bh.., bh.., bh., bh. -> b..h.",
+    _fake_packed_backward, sharding="b..h., bh.., bh.., bh., bh. -> b..h.",
 )  # fmt: skip
 
 # ---- autograd: the outputs are out and lse

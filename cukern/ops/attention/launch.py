@@ -177,8 +177,8 @@ def _decode(
     strides = wgmma.strides(out, q, k, v)
     _decode_kernel(q.dtype, padded, options.softcap != 0).on(device)(
         (row_tiles * splits * kv_heads * batch, 1, 1), (32 * plan.DECODE.warps, 1, 1), plan.DECODE.bytes,
-        *pointers(out, lse, partial, stats, q, k, v, lengths), *strides,
-        row_tiles, splits, kv_heads, batch, group, queries, keys, d, options.causal, *options.factors,
+        *pointers(out, lse, partial, stats, q, k, v, lengths), *strides, row_tiles, splits, kv_heads, batch,
+        group, queries, keys, d, options.causal, *options.factors,
     )  # fmt: skip
     if splits > 1:
         add, grid = _SUM[q.dtype, padded, 4].on(device), (lse.numel(), 1, 1)
@@ -187,8 +187,7 @@ def _decode(
 
 def backward(
     grads: tuple[Tensor, ...], q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, lse: Tensor,
-    dlse: Tensor | None, *rest: Any,
-    bounds: Bounds = _WHOLE,
+    dlse: Tensor | None, *rest: Any, bounds: Bounds = _WHOLE,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Write `grads`, dq, dk and dv, and return them. `rest`: Options."""
     options, sequences = Options(*rest).of(q), bounds.sequences
@@ -218,9 +217,8 @@ def backward(
         (grid, 1, 1), (32 * of_keys.warps, 1, 1), max(x.backward_bytes(padded, pieces) for x in tiles),
         *pointers(*grads, q, k, v, dout, stats[0], stats[1], *bounds), *wgmma.strides(*grads, q, k, v, dout),
         key_blocks, query_blocks, heads, batch, group,
-        plan.section(keys, d, group, batch * heads, options.causal), queries, keys,
-        stats.shape[2], columns, sequences, d, options.causal, tanh_factor,
-        c * math.log(2) if pieces > 1 else c, options.scale,
+        plan.section(keys, d, group, batch * heads, options.causal), queries, keys, stats.shape[2], columns,
+        sequences, d, options.causal, tanh_factor, c * math.log(2) if pieces > 1 else c, options.scale,
     )  # fmt: skip
     return grads
 
@@ -242,8 +240,7 @@ def _stats(
     _PREPROCESS[out.dtype, _operand(out.dtype), pieces, padded_d].on(out.get_device())(
         (batch * heads * -(-padded // per_block), 1, 1), (256, 1, 1), 0,
         *pointers(stats[0], stats[1], dout_pieces, out, dout, lse, dlse, bounds.queries),
-        *wgmma.strides(out, dout),
-        heads, queries, padded, columns, bounds.sequences, d,
+        *wgmma.strides(out, dout), heads, queries, padded, columns, bounds.sequences, d,
     )  # fmt: skip
     return stats, dout if dout_pieces is None else dout_pieces[:, :, :, 0]
 
@@ -277,7 +274,6 @@ def _split(pieces: int, k: Tensor, v: Tensor, q: Tensor | None = None) -> list[T
     grid = -(-batch * max(heads * queries, kv_heads * keys) * padded // 2048), len(tensors), 1
     _SPLIT[_operand(k.dtype), pieces, padded].on(k.get_device())(
         grid, (256, 1, 1), 0, *pointers(*[*found, None][:3], *[*tensors, None][:3]),
-        *wgmma.strides(*tensors, k)[:3],
-        batch, kv_heads, heads, keys, queries, d,
+        *wgmma.strides(*tensors, k)[:3], batch, kv_heads, heads, keys, queries, d,
     )  # fmt: skip
     return [x[:, :, :, 0] for x in found]

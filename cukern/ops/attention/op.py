@@ -22,12 +22,13 @@ from cukern.runtime.registry import Version
 @planned("q", "k", "v", "sink", "key_lengths")
 def attention(
     q: Any, k: Any, v: Any, *, causal: bool = True, scale: float | None = None, softcap: float | None = None,
-    window: int | None = None,
-    sink: Any = None, return_lse: bool = False, key_lengths: Any = None, version: str | None = None,
+    window: int | None = None, sink: Any = None, return_lse: bool = False, key_lengths: Any = None,
+    version: str | None = None,
 ) -> Any:  # fmt: skip
     """softmax(scale q k^T) v, with a causal mask unless `causal` is False. Differentiable.
 
-        q, k, v = (torch.randn(4, 12, 1024, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+        options = dict(device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        q, k, v = (torch.randn(4, 12, 1024, 64, **options) for _ in range(3))
         cukern.attention(q, k, v).square().sum().backward()  # (batch, heads, time, head_dim)
 
     Args:
@@ -76,8 +77,7 @@ def attention(
 @planned("qkv", "sink")
 def attention_packed(
     qkv: Any, *, causal: bool = True, scale: float | None = None, softcap: float | None = None,
-    window: int | None = None,
-    sink: Any = None, return_lse: bool = False, version: str | None = None,
+    window: int | None = None, sink: Any = None, return_lse: bool = False, version: str | None = None,
 ) -> Any:  # fmt: skip
     """`attention` of packed queries, keys and values, without a copy of them; their gradient is one tensor
     too. Differentiable.
@@ -106,15 +106,15 @@ def attention_packed(
 @planned("q", "k", "v", "cu_seqlens", "cu_seqlens_k", "sink")
 def attention_varlen(
     q: Any, k: Any, v: Any, cu_seqlens: Any, cu_seqlens_k: Any = None, *, causal: bool = True,
-    scale: float | None = None,
-    softcap: float | None = None, window: int | None = None, sink: Any = None, return_lse: bool = False,
-    version: str | None = None,
+    scale: float | None = None, softcap: float | None = None, window: int | None = None, sink: Any = None,
+    return_lse: bool = False, version: str | None = None,
 ) -> Any:  # fmt: skip
     """`attention` of sequences of different lengths, packed without padding: each query sees keys of its own
     sequence only. Differentiable.
 
-        cu_seqlens = torch.tensor([0, 40, 41, 60], device="cuda", dtype=torch.int32)  # three sequences, of 40, 1 and 19 tokens
-        q, k, v = (torch.randn(60, 12, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+        # three sequences, of 40, 1 and 19 tokens
+        cu_seqlens = torch.tensor([0, 40, 41, 60], device="cuda", dtype=torch.int32)
+        q, k, v = torch.randn(3, 60, 12, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         cukern.attention_varlen(q, k, v, cu_seqlens).square().sum().backward()
 
     Args:
@@ -307,8 +307,7 @@ VERSIONS = {
 
 def _attend(
     version: str | None, q: Tensor, k: Tensor, v: Tensor, options: Options, return_lse: bool,
-    qkv: Tensor | None = None,
-    bounds: tuple[Tensor, ...] = (),
+    qkv: Tensor | None = None, bounds: tuple[Tensor, ...] = (),
 ) -> materialised.Outputs:  # fmt: skip
     """out and lse. `qkv`: the tensor of which q, k and v are parts. `bounds`: cu_seqlens of the queries and
     of the keys."""

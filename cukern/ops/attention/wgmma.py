@@ -105,11 +105,10 @@ def forward(
         blocks * batch * heads, packed, options.causal, keys, device_of(q.get_device()).sms
     )
     _forward_kernel(q.dtype, padded, options.softcap != 0, packed, tile).on(q.get_device())(
-        (grid, 1, 1), (tile.threads, 1, 1), tile.forward_bytes(padded),
-        *pointers(out, lse), *maps, *pointers(*bounds), *strides(out),
-        blocks, heads, batch, group, plan.section(keys, d, group, batch * heads, options.causal),
-        queries, keys, sequences, options.window or plan.MOST_ROWS - options.causal * queries, d,
-        options.causal, *options.factors,
+        (grid, 1, 1), (tile.threads, 1, 1), tile.forward_bytes(padded), *pointers(out, lse), *maps,
+        *pointers(*bounds), *strides(out), blocks, heads, batch, group,
+        plan.section(keys, d, group, batch * heads, options.causal), queries, keys, sequences,
+        options.window or plan.MOST_ROWS - options.causal * queries, d, options.causal, *options.factors,
     )  # fmt: skip
 
 
@@ -152,6 +151,6 @@ def backward(
         maps = *(_map(x, tile.rows, packed) for x in fixed), *(_map(x, tile.columns, packed) for x in moving)
         _backward_kernel(of_keys, q.dtype, padded, options.softcap != 0, packed).on(q.get_device())(
             (blocks * fixed[0].shape[1] * batch, 1, 1), (tile.threads, 1, 1), tile.backward_bytes(padded),
-            *pointers(dx, dy), *maps, *pointers(stats[0], stats[1], *bounds), *strides(dx, dy),
-            blocks, *numbers, *options.factors, options.scale,
+            *pointers(dx, dy), *maps, *pointers(stats[0], stats[1], *bounds), *strides(dx, dy), blocks,
+            *numbers, *options.factors, options.scale,
         )  # fmt: skip

@@ -120,7 +120,7 @@ register(Case(
     name="linear_cross_entropy", op=Op("linear_cross_entropy", "cross_entropy", linear.VERSIONS),
     reference=lambda x, weight, targets: linear.reference(x, weight, targets,
                                                           Options(len(weight))).to(x.dtype),
-    call=lambda *inputs, version=None: linear.linear_cross_entropy(*inputs, version=version).to(inputs[0].dtype),
+    call=lambda x, *more, version=None: linear.linear_cross_entropy(x, *more, version=version).to(x.dtype),
     make=_make_linear, magnitude=_linear_magnitude, dims="ROWS CLASSES COLUMNS",
     inputs=("x", "weight", "targets"), cost=_linear_cost, bound="compute", roundings=4,
     check_dims=((1, 1, 1), (70, 50_304, 96), (700, 1001, 64), (129, 65, 33)),

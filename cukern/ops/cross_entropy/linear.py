@@ -43,8 +43,8 @@ _batched = torch._C._functorch.is_legacy_batchedtensor  # of torch.autograd.grad
 @planned("x", "weight", "targets", "bias", "class_weights", "token_weights")
 def linear_cross_entropy(
     x: Any, weight: Any, targets: Any, *, bias: Any = None, class_weights: Any = None,
-    token_weights: Any = None, ignore_index: int = -100,
-    reduction: str = "mean", label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float | None = None,
+    token_weights: Any = None, ignore_index: int = -100, reduction: str = "mean",
+    label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float | None = None,
     vocab_size: int | None = None, chunk_rows: int | None = None, version: str | None = None,
 ) -> Tensor:  # fmt: skip
     """cukern.cross_entropy(x @ weight.T, targets, ...) that never holds all logits, with the gradients of x

@@ -15,8 +15,7 @@ from cukern.runtime.tensors import as_matrix
 @planned("x", "weight", "targets", "bias")
 def linear_logprobs(
     x: Any, weight: Any, targets: Any, temperature: float = 1.0, entropy: bool = False, *, bias: Any = None,
-    ignore_index: int = -100,
-    vocab_size: int | None = None, chunk_rows: int | None = None,
+    ignore_index: int = -100, vocab_size: int | None = None, chunk_rows: int | None = None,
 ) -> Any:  # fmt: skip
     """log_softmax((x @ weight.T + bias) / temperature) of the targets, without all logits in memory.
     Differentiable.
@@ -25,7 +24,8 @@ def linear_logprobs(
         head = torch.randn(50304, 768, device="cuda", dtype=torch.bfloat16)
         tokens = torch.randint(50257, (8, 1024), device="cuda")
         logprobs, entropies = cukern.linear_logprobs(x, head, tokens, temperature=0.7, entropy=True)
-        (logprobs * torch.randn(8, 1024, device="cuda") + 0.01 * entropies).sum().backward()  # a policy gradient
+        # a policy gradient
+        (logprobs * torch.randn(8, 1024, device="cuda") + 0.01 * entropies).sum().backward()
 
     Args:
         x, weight, targets, bias, ignore_index, vocab_size, chunk_rows: as in linear_cross_entropy. With a

@@ -43,9 +43,8 @@ class Options(NamedTuple):
 @planned("logits", "targets")
 def cross_entropy(
     logits: Any, targets: Any, *, ignore_index: int = -100, reduction: str = "mean",
-    label_smoothing: float = 0.0, z_loss: float = 0.0,
-    softcap: float | None = None, vocab_size: int | None = None, inplace_backward: bool = False,
-    version: str | None = None,
+    label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float | None = None,
+    vocab_size: int | None = None, inplace_backward: bool = False, version: str | None = None,
 ) -> Tensor:  # fmt: skip
     """The cross-entropy loss of logits, as torch.nn.functional.cross_entropy of target indices. Higher
     derivatives use torch's operations.

@@ -181,8 +181,7 @@ def _entropies(logits: Tensor, targets: Tensor, options: Options) -> tuple[Tenso
 
 def _backward(
     x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, stats: Tensor, dloss: Tensor | None,
-    dentropy: Tensor | None,
-    dx: bool, dweight: bool, dbias: bool, *rest: Any,
+    dentropy: Tensor | None, dx: bool, dweight: bool, dbias: bool, *rest: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """The gradients of x, weight and bias, without elements if they are not wanted."""
     _, temperature, _, *scalars = rest

@@ -44,10 +44,11 @@ def layernorm(
     """(x - mean) / sqrt(variance + eps) * weight + bias, over the last dimension. Differentiable any number
     of times.
 
-        x, branch = (torch.randn(4, 1024, 768, dtype=torch.bfloat16, device="cuda", requires_grad=True) for _ in range(2))
+        x, branch = torch.randn(2, 4, 1024, 768, dtype=torch.bfloat16, device="cuda", requires_grad=True)
         weight, bias = torch.ones(768, device="cuda"), torch.zeros(768, device="cuda")
         y = cukern.layernorm(x, weight, bias)
-        y, x = cukern.layernorm(branch, weight, bias, residual=x)  # x + branch, and its layernorm, in one kernel
+        # x + branch, and its layernorm, in one kernel
+        y, x = cukern.layernorm(branch, weight, bias, residual=x)
 
     Args:
         x: (..., columns), float16, bfloat16, float32 or float64. Strides, arrays, CPU tensors, autocast: see

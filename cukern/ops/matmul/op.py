@@ -79,13 +79,14 @@ def matmul(a: Any, b: Any, *, precision: str | None = None, version: str | None 
 @planned("x", "weight", "bias", "residual", "accumulate_into")
 def linear(
     x: Any, weight: Any, bias: Any = None, *, activation: str | None = None,
-    return_pre_activation: bool = False, residual: Any = None,
-    accumulate_into: Tensor | None = None, precision: str | None = None, version: str | None = None,
+    return_pre_activation: bool = False, residual: Any = None, accumulate_into: Tensor | None = None,
+    precision: str | None = None, version: str | None = None,
 ) -> Any:  # fmt: skip
     """activation(x @ weight.T + bias) + residual (in one kernel by v6 and v7), like
     torch.nn.functional.linear with an epilogue.
 
-        x, weight, bias = (torch.randn(s, device="cuda", requires_grad=True) for s in ((32, 768), (3072, 768), (3072,)))
+        sizes = (32, 768), (3072, 768), (3072,)
+        x, weight, bias = (torch.randn(s, device="cuda", requires_grad=True) for s in sizes)
         cukern.linear(x, weight, bias, activation="gelu_tanh").square().sum().backward()
 
     Args:

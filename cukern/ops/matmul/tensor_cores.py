@@ -206,8 +206,8 @@ def _reduce(out: Tensor, partials: Tensor, dtype: torch.dtype, e: Epilogue, size
 @cached(4096)
 def _prepared(
     a_shape: Sizes, a_strides: Sizes, b_shape: Sizes, b_strides: Sizes, out_dtype: torch.dtype,
-    dtype: torch.dtype, terms: int,
-    wgmma: bool, at_a: int, at_b: int, activation: int, index: int, splitting: bool,
+    dtype: torch.dtype, terms: int, wgmma: bool, at_a: int, at_b: int, activation: int, index: int,
+    splitting: bool,
 ) -> _Launch | None:  # fmt: skip
     *lead, M, K = a_shape
     N, batch, itemsize = b_shape[-1], math.prod(lead), dtype.itemsize

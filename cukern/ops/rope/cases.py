@@ -186,17 +186,13 @@ _register_call(
 _register_call("rope_strided", _qk, rope, _slices, **_TWO)
 _register_call(
     "rope_packed", _thd, rope, _packed, dims="TOKENS SEQUENCES H D", inputs=("x", "cos", "sin", "cu_seqlens"),
-    cost=partial(_cost, lambda d: d[0] * d[2] * d[3], lambda d: d[0] * d[3]),
-    sim_dims=((9, 4, 2, 16),),
-    check_dims=((9, 4, 2, 16), (1000, 70, 3, 64)),
-    bench_dims=((65536, 2401, 16, 128), (65536, 1, 16, 128)),
+    cost=partial(_cost, lambda d: d[0] * d[2] * d[3], lambda d: d[0] * d[3]), sim_dims=((9, 4, 2, 16),),
+    check_dims=((9, 4, 2, 16), (1000, 70, 3, 64)), bench_dims=((65536, 2401, 16, 128), (65536, 1, 16, 128)),
 )  # fmt: skip
 _register(
     "rope_te", transformer_engine.apply_rotary_pos_emb, transformer_engine.reference, _te, dims="S B H D",
-    inputs=("t", "freqs"),
-    constants=("freqs",), magnitude=_te_magnitude,
+    inputs=("t", "freqs"), constants=("freqs",), magnitude=_te_magnitude,
     cost=partial(_cost, lambda d: d[0] * d[1] * d[2] * d[3], lambda d: d[0] * d[3]),
-    sim_dims=((3, 2, 2, 16),),
-    check_dims=((3, 2, 2, 16), (65, 2, 5, 64)),
+    sim_dims=((3, 2, 2, 16),), check_dims=((3, 2, 2, 16), (65, 2, 5, 64)),
     bench_dims=((4096, 1, 128, 128), (8192, 4, 24, 128), (2048, 4, 32, 128)),
 )  # fmt: skip

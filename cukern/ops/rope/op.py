@@ -29,15 +29,15 @@ _modes = torch._C._len_torch_dispatch_stack
 @planned("x", "cos", "sin", "k", "position_ids", "cu_seqlens", "start_positions")
 def rope(
     x: Any, cos: Any, sin: Any, *, k: Any = None, interleaved: bool = False, rotary_dim: int | None = None,
-    rotary_offset: int = 0,
-    position_ids: Any = None, mrope_section: tuple[int, ...] | None = None, cu_seqlens: Any = None,
-    start_positions: Any = None,
-    layout: str = "bshd", inverse: bool = False, scale: float | None = None, version: str | None = None,
+    rotary_offset: int = 0, position_ids: Any = None, mrope_section: tuple[int, ...] | None = None,
+    cu_seqlens: Any = None, start_positions: Any = None, layout: str = "bshd", inverse: bool = False,
+    scale: float | None = None, version: str | None = None,
 ) -> Any:  # fmt: skip
     """x, or x and k, with each head's pairs of elements rotated by the angles of the token's position.
     Differentiable any number of times.
 
-        q, k = (torch.randn(2, 4096, heads, 128, dtype=torch.bfloat16, device="cuda", requires_grad=True) for heads in (32, 8))
+        q = torch.randn(2, 4096, 32, 128, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+        k = torch.randn(2, 4096, 8, 128, dtype=torch.bfloat16, device="cuda", requires_grad=True)
         cos, sin = cukern.rope_tables(4096, 128, device="cuda")
         q, k = cukern.rope(q, cos, sin, k=k)
 
@@ -67,23 +67,22 @@ def rope(
     """
     inputs, options = _checked(
         x, cos, sin, k, interleaved, rotary_dim, rotary_offset, position_ids, mrope_section, cu_seqlens,
-        start_positions, layout, inverse,
-        scale, version,
+        start_positions, layout, inverse, scale, version,
     )  # fmt: skip
     return run(inputs, options)
 
 
 def rope_(
     x: Any, cos: Any, sin: Any, *, k: Any = None, interleaved: bool = False, rotary_dim: int | None = None,
-    rotary_offset: int = 0,
-    position_ids: Any = None, mrope_section: tuple[int, ...] | None = None, cu_seqlens: Any = None,
-    start_positions: Any = None,
-    layout: str = "bshd", inverse: bool = False, scale: float | None = None, version: str | None = None,
+    rotary_offset: int = 0, position_ids: Any = None, mrope_section: tuple[int, ...] | None = None,
+    cu_seqlens: Any = None, start_positions: Any = None, layout: str = "bshd", inverse: bool = False,
+    scale: float | None = None, version: str | None = None,
 ) -> Any:  # fmt: skip
     """`rope` in place: x and k are overwritten and returned. Elements outside the rotated slice are neither
     read nor written.
 
-        qkv, (cos, sin) = torch.randn(2, 512, 48, 128, device="cuda"), cukern.rope_tables(512, 128, device="cuda")
+        qkv = torch.randn(2, 512, 48, 128, device="cuda")
+        cos, sin = cukern.rope_tables(512, 128, device="cuda")
         cukern.rope_(qkv[:, :, :32], cos, sin, k=qkv[:, :, 32:40])
 
     Autograd records it like torch's in-place operations. Gradients are computed in new memory.
@@ -95,8 +94,7 @@ def rope_(
     """
     inputs, options = _checked(
         x, cos, sin, k, interleaved, rotary_dim, rotary_offset, position_ids, mrope_section, cu_seqlens,
-        start_positions, layout, inverse,
-        scale, version, frozenset(("x", "k")),
+        start_positions, layout, inverse, scale, version, frozenset(("x", "k")),
     )  # fmt: skip
     if not torch.compiler.is_compiling():
         if torch.is_grad_enabled():
@@ -113,11 +111,9 @@ def reference(x: Tensor, cos: Tensor, sin: Tensor | None, k: Tensor | None = Non
 
 def _checked(
     x: Any, cos: Any, sin: Any, k: Any = None, interleaved: bool = False, rotary_dim: int | None = None,
-    rotary_offset: int = 0,
-    position_ids: Any = None, mrope_section: Any = None, cu_seqlens: Any = None, start_positions: Any = None,
-    layout: str = "bshd",
-    inverse: bool = False, scale: float | None = None, version: str | None = None,
-    written: frozenset[str] = frozenset(),
+    rotary_offset: int = 0, position_ids: Any = None, mrope_section: Any = None, cu_seqlens: Any = None,
+    start_positions: Any = None, layout: str = "bshd", inverse: bool = False, scale: float | None = None,
+    version: str | None = None, written: frozenset[str] = frozenset(),
 ) -> tuple[Inputs, Options]:  # fmt: skip
     """The inputs as tensors, and the options. `written`: the names of the tensors that the call writes."""
     section = None if mrope_section is None else rope_checks.sections(mrope_section)

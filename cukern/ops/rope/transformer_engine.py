@@ -22,8 +22,8 @@ FORMATS = ("sbhd", "bshd", "thd")
 
 def apply_rotary_pos_emb(
     t: Any, freqs: Any, tensor_format: str = "sbhd", start_positions: Any = None, interleaved: bool = False,
-    fused: bool = True,
-    cu_seqlens: Any = None, cp_size: int = 1, cp_rank: int = 0, *, version: str | None = None,
+    fused: bool = True, cu_seqlens: Any = None, cp_size: int = 1, cp_rank: int = 0, *,
+    version: str | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """t with the first freqs.shape[-1] elements of each head rotated and the others copied. Differentiable
     any number of times.
@@ -75,8 +75,8 @@ def reference(t: torch.Tensor, freqs: torch.Tensor, **options: Any) -> torch.Ten
 
 def _checked(
     t: Any, freqs: Any, tensor_format: str = "sbhd", start_positions: Any = None, interleaved: bool = False,
-    fused: bool = True,
-    cu_seqlens: Any = None, cp_size: int = 1, cp_rank: int = 0, version: str | None = None,
+    fused: bool = True, cu_seqlens: Any = None, cp_size: int = 1, cp_rank: int = 0,
+    version: str | None = None,
 ) -> tuple[Inputs, Options]:  # fmt: skip
     t, freqs = interop.to_torch("t", t), interop.to_torch("freqs", freqs)
     starts = None if start_positions is None else interop.to_torch("start_positions", start_positions)

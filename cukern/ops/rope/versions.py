@@ -33,9 +33,8 @@ def _v1(call: Call) -> Plan:
     _, rows, width = call.table.shape
     numbers = (
         call.tokens, sequence, heads, k_heads, o.rotary_dim, o.rotary_offset, call.rest, rows, width,
-        *call.table.strides[:2],
-        call.positions_b, *call.out.strides, *call.k_out.strides, *call.x.strides, *call.k.strides,
-        o.interleaved, o.transpose, o.scale,
+        *call.table.strides[:2], call.positions_b, *call.out.strides, *call.k_out.strides, *call.x.strides,
+        *call.k.strides, o.interleaved, o.transpose, o.scale,
     )  # fmt: skip
     return Plan(
         _V1[call.dtype, call.table.dtype].on(call.device),
@@ -102,9 +101,8 @@ def _plan(
     strides = [s // vector for layout in (call.out, call.k_out, call.x, call.k) for s in layout.strides[:3]]
     numbers = (
         items, inner, *_divisor(inner), heads, k_heads, *_divisor(heads + k_heads),
-        *(n // vector for n in lengths), rows,
-        *(s // vector for s in call.table.strides[:2]), call.positions_b, *strides, batch_inner, o.transpose,
-        o.scale,
+        *(n // vector for n in lengths), rows, *(s // vector for s in call.table.strides[:2]),
+        call.positions_b, *strides, batch_inner, o.transpose, o.scale,
     )  # fmt: skip
     kernel = template[
         call.dtype, call.table.dtype, vector, o.interleaved, call.table.shape[2] == o.rotary_dim
@@ -188,8 +186,7 @@ _PLANS = {"v1": _v1, "v2": _v2, "v3": _v3}
 @cached(4096)
 def plan(
     dtype: torch.dtype, device: int, outs: Any, ins: Any, cos: Any, positions: Any, alignment: int,
-    table_alignment: int,
-    options: tuple[Any, ...],
+    table_alignment: int, options: tuple[Any, ...],
 ) -> Plan:  # fmt: skip
     """The launch for tensors of these shapes and strides. Cached, so that a call costs one lookup. Raises
     ValueError if a tensor is to be written whose elements share memory.

@@ -112,7 +112,8 @@ CLUSTER_SIZES = 2, 4, 8
 # for the loads to registers: 60 KB next to two blocks of 96 KB, 28 KB next to two of 112 KB. One H200, speed
 # relative to a copy, before and after; rows have 1M = 2^20 columns and so on:
 #   bfloat16 backward  512x1M 0.922 to 0.938, 512K 0.930 to 0.944, 256K 0.985 to 0.999, 163840 0.957 to 1.004
-#   float backward     512x1M 0.898 to 0.909, 512K 0.938 to 0.953, 256K 0.967 to 0.983, 163840 0.977 to 0.980, 131072 0.986 to 0.996,
+#   float backward     512x1M 0.898 to 0.909, 512K 0.938 to 0.953, 256K 0.967 to 0.983, 163840 0.977 to 0.980,
+#                      131072 0.986 to 0.996,
 #                      50304 1.017 to 1.015
 #   float forward      1M 0.891 to 0.905, 512K 0.910 to 0.921 (predicted gain for 1M: 0.013)
 #   16-bit forward     1M 0.926 to 0.930, with 8 vectors in 13 blocks

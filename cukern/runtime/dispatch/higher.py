@@ -80,8 +80,8 @@ def _function_of(
 
 def differentiable(
     name: str, raw: Callable[..., Any], math: Math, tensors: int, outputs: int = 1, *, rows: int = 0,
-    gradient: Callable[..., Any] | None = None,
-    kept: Callable[..., Sequence[Any]] = lambda inputs, output: inputs,
+    gradient: Callable[..., Any] | None = None, kept: Callable[..., Sequence[Any]] = lambda inputs,
+    output: inputs,
 ) -> Callable[..., Any]:  # fmt: skip
     """Make a raw op differentiable any number of times.
 

@@ -211,7 +211,9 @@ class Own:
         ) if self.differentiable else raw_op(
             schema, 2,
             lambda douts, saved, version, *_: self._no_backward(),
-            lambda douts, saved, version, *_: [torch.empty_like(saved[i]) for i, x in enumerate(self.inputs) if x not in self.constants],
+            lambda douts, saved, version, *_: [
+                torch.empty_like(saved[i]) for i, x in enumerate(self.inputs) if x not in self.constants
+            ],
             _library,
         )  # fmt: skip
         return forward, backward

@@ -25,8 +25,7 @@ _batched = torch._C._functorch.is_legacy_batchedtensor  # of torch.autograd.grad
 
 def raw_op(
     schema: str, tensors: int, impl: Callable[..., Any], fake: Callable[..., Any],
-    library: torch.library.Library = _library,
-    sharding: split.Rule = None,
+    library: torch.library.Library = _library, sharding: split.Rule = None,
 ) -> Callable[..., Any]:  # fmt: skip
     """Register a launch as `torch.ops.cukern.<name>`. Returns a function that calls it with the least host
     time.

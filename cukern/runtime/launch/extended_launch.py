@@ -29,10 +29,10 @@ class _Config(threading.local):
     layout = struct.Struct("7I4xQQI4x")  # grid, block, shared memory; stream, attributes, their number
 
     def __init__(self, attribute: Attribute) -> None:
-        cluster = isinstance(attribute, tuple)
-        packed = (
-            struct.pack("I4x3I52x", _CLUSTER, *attribute) if cluster else struct.pack("I4xI60x", attribute, 1)
-        )  # type: ignore[misc]
+        if isinstance(attribute, tuple):
+            packed = struct.pack("I4x3I52x", _CLUSTER, *attribute)
+        else:
+            packed = struct.pack("I4xI60x", attribute, 1)
         self._attribute = ctypes.create_string_buffer(packed)
         config = ctypes.create_string_buffer(self.layout.size)
         self.parts = config, ctypes.addressof(config), ctypes.addressof(self._attribute)

@@ -31,7 +31,8 @@ def _outside_graphs(function: _Function) -> _Function:
     """torch.compiler.disable without the import of torch._dynamo: torch.compile breaks its graph at this
     function."""
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
-    function._torchdynamo_disable_msg = "a kernel of cukern.load runs outside of graphs"  # type: ignore[attr-defined]
+    reason = "a kernel of cukern.load runs outside of graphs"
+    function._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
     with contextlib.suppress(ImportError, AttributeError):
         from torch._C._dynamo import eval_frame
 

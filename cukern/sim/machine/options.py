@@ -66,9 +66,8 @@ class Options:
     coverage: Coverage | None = None
 
 
-_current: contextvars.ContextVar[Options] = contextvars.ContextVar(
-    "cukern.sim.machine.options", default=Options()
-)  # noqa: B039, it is frozen
+_START = Options()  # frozen
+_current: contextvars.ContextVar[Options] = contextvars.ContextVar("cukern.sim.options", default=_START)
 
 
 def current() -> Options:

@@ -179,10 +179,8 @@ def test_every_layout(device):
     wide = torch.randn(3, 8, 40, device=device)
     views = {
         "heads second": x.transpose(0, 1), "one matrix": x[0, 0], "gaps": wide[:, :, :32],
-        "misaligned": wide[:, :, 3:],
-        "no queries": x[:, :, :0], "no keys": x[..., :0], "no matrices": x[:0],
-        "columns apart": wide[:, :, ::2],
-        "transposed": x.transpose(2, 3),
+        "misaligned": wide[:, :, 3:], "no queries": x[:, :, :0], "no keys": x[..., :0], "no matrices": x[:0],
+        "columns apart": wide[:, :, ::2], "transposed": x.transpose(2, 3),
         "one for all": wide[:1].expand(3, 8, 40), "rows in disorder": wide.transpose(0, 1),
         "queries of every second": wide[:, ::2],
     }  # fmt: skip

@@ -183,7 +183,10 @@ def test_second_derivatives():
     x, weight = (torch.randn(n, 3, dtype=torch.float64, requires_grad=True) for n in (4, 5))
     targets = torch.tensor([0, 4, -100, 2])
     for options in ({}, {"label_smoothing": 0.1, "z_loss": 0.1, "softcap": 3.0, "reduction": "sum"}):
-        function = lambda *leaves, options=options: cukern.linear_cross_entropy(*leaves, targets, **options)  # noqa: E731
+
+        def function(*leaves, options=options):
+            return cukern.linear_cross_entropy(*leaves, targets, **options)
+
         assert torch.autograd.gradcheck(function, (x, weight)) and torch.autograd.gradgradcheck(
             function, (x, weight)
         )

@@ -400,9 +400,8 @@ def extreme_rows(dtype: torch.dtype) -> torch.Tensor:
     tiny = info.smallest_normal * info.eps
     rows = [
         [0.0] * 5, [-inf] * 5, [-inf, 1, 2, -inf, 3], [inf, 1, 2, 3, 4], [inf, -inf, inf, 0, 1],
-        [nan, 1, 2, 3, 4], [nan] * 5,
-        [nan, inf, -inf, 1, 2], [-inf, nan, -inf, -inf, -inf], [info.max, info.max / 2, 0, 1, info.min],
-        [info.max] * 5, [info.min] * 5,
+        [nan, 1, 2, 3, 4], [nan] * 5, [nan, inf, -inf, 1, 2], [-inf, nan, -inf, -inf, -inf],
+        [info.max, info.max / 2, 0, 1, info.min], [info.max] * 5, [info.min] * 5,
         [tiny, -tiny, 0, tiny, tiny], [-inf, -inf, -inf, -inf, 7], [0, -80, -85, -95, -101],
         [1e4, 9990, 9995, 0, -1e4],
     ]  # fmt: skip

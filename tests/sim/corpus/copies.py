@@ -21,7 +21,8 @@ __global__ void k(int* out, const int* x, int n) {  // three stages
     for (int j = 0; j < n; ++j) {
         cp_async_wait<1>();
         __syncthreads();
-        if (t < 16 && j + 2 < n) cp_async_16(shared_address(s[(j + 2) % 3] + 4 * t), x + (j + 2) * 64 + 4 * t);
+        if (t < 16 && j + 2 < n) cp_async_16(shared_address(s[(j + 2) % 3] + 4 * t),
+            x + (j + 2) * 64 + 4 * t);
         cp_async_commit();
         sum += s[j % 3][63 - t];
     }

@@ -37,7 +37,8 @@ __global__ void k(int* out, int* part, int* flag, const int* x) {
         if (t == 0) asm volatile("st.release.gpu.global.s32 [%0], 1;" :: "l"(flag) : "memory");
     } else {
         if (t == 0)
-            while (!seen) asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(seen) : "l"(flag) : "memory");
+            while (!seen) asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(seen) : "l"(flag)
+                : "memory");
         __syncthreads();
         out[t] = part[63 - t];
     }

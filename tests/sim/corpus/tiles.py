@@ -122,7 +122,8 @@ __global__ void k(float* out, const float4* x, int n) {
         }
         __syncwarp(0xffff);
     }
-    for (int r = 0; r < 4; ++r) *(float4*)(out + (ty * 4 + r) * 16 + tx * 4) = make_float4(sum[r][0], sum[r][1], sum[r][2], sum[r][3]);
+    for (int r = 0; r < 4; ++r) *(float4*)(out + (ty * 4 + r) * 16 + tx * 4) = make_float4(sum[r][0],
+        sum[r][1], sum[r][2], sum[r][3]);
 }
 """,
         lambda x, n: (x[: n * 16].view(n, 16).t() @ x[n * 16 :].view(n, 16)).reshape(-1),
