@@ -66,7 +66,7 @@ def _row(op: str, provider: str, steps: int, sizes: dict[str, int], batch: tuple
     model = _build(MODELS[op][0], sizes)
     undo = _patch(model, provider)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-    tokens = torch.randint(sizes["vocab_size"], batch, device=device)
+    tokens = torch.randint(sizes["vocab_size"], batch, dtype=torch.int64, device=device)
     compiled = provider.endswith("compiled")
     network = torch.compile(model, backend="inductor" if cuda else "aot_eager") if compiled else model
 

@@ -151,7 +151,7 @@ def test_measure_host_has_a_table_for_each_pass():
 def test_measure_two_outputs_written_in_place():
     for name in ("fwd", "bwd", "bwd:q"):
         table = measure(TURN, (100,), torch.float32, name, CPU, ["cukern", "torch"], budget_s=0.02)
-        assert [r.provider for r in table.rows] == ["torch", "cukern"] and not table.missing
+        assert {r.provider for r in table.rows} == {"torch", "cukern"} and not table.missing  # by speed
         assert all(0 < r.median_us < 1e5 and 0 <= r.error < 1e-6 for r in table.rows)
     half = dataclasses.replace(TURN, call=lambda q, k, cos, sin, at: TURN.call(q, k, cos, sin * 0.5, at))
     table = measure(half, (100,), torch.float32, "bwd", CPU, ["cukern"], budget_s=0.02)

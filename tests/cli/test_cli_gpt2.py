@@ -49,15 +49,15 @@ def folder(tmp_path, monkeypatch):
 
 
 DATA = ("-i", "train.bin", "-j", "val.bin", "-e", "tiny.bin", "-b", 2, "-t", 16, "--device", "cpu")
-FLAGS = """-o run -d 64 -x 4 -k wsd -l 0.001 -u 1 -q 0.1 -c 0.1 -v 2 -m 1 -s 2 -g 8 -h 0 -a 0 -f 0 -w 1 -
-n 2 -nk 1 -nm 4 -y 1 -sl 3 -sg 3
+FLAGS = """-o run -d 64 -x 4 -k wsd -l 0.001 -u 1 -q 0.1 -c 0.1 -v 2 -m 1 -s 2 -g 8 -h 0 -a 0 -f 0 -w 1
+-n 2 -nk 1 -nm 4 -y 1 -sl 3 -sg 3
 -r 0 -z 0 -ge 0 --temperature 0.5"""
-LONG = """--out run --total-batch 64 --steps 4 --schedule wsd --lr 0.001 --warmup 1 --final-fraction 0.1 -
--weight-decay 0.1 --val-every 2
---val-batches 1 --sample-every 2 --sample-tokens 8 --run-hellaswag 0 --overfit 0 --tf32 0 --master 1 -
--checkpoint-every 2 --keep 1
---major-every 4 --resume 1 --skip-loss 3 --skip-norm 3 --recompute 0 --zero 0 --gelu-fusion 0 -
--temperature 0.5"""
+LONG = """--out run --total-batch 64 --steps 4 --schedule wsd --lr 0.001 --warmup 1 --final-fraction 0.1
+--weight-decay 0.1 --val-every 2
+--val-batches 1 --sample-every 2 --sample-tokens 8 --run-hellaswag 0 --overfit 0 --tf32 0 --master 1
+--checkpoint-every 2 --keep 1
+--major-every 4 --resume 1 --skip-loss 3 --skip-norm 3 --recompute 0 --zero 0 --gelu-fusion 0
+--temperature 0.5"""
 
 
 @pytest.mark.parametrize("flags", [FLAGS, LONG], ids=["short", "long"])

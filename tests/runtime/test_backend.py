@@ -285,6 +285,9 @@ graph, y, dx = capture()
 x.data += 1
 graph.replay()
 print(y.tolist(), dx.tolist())
+# autograd's thread may still hold Python functions; std::terminate ends a thread that needs the GIL at exit
+torch.ones(1, device="cuda", requires_grad=True).sum().backward()
+torch.cuda.synchronize()
 """
     ).stdout
     assert "refused:" in out and "cukern.warmup" in out

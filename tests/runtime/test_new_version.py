@@ -34,12 +34,15 @@ __global__ void softmax_v11(T* out, const T* x, long long rows, long long column
     int lane = threadIdx.x % 32;
     for (long long row = blockIdx.x * 8LL + threadIdx.x / 32; row < rows; row += gridDim.x * 8LL) {
         C largest = minus_infinity<C>(), sum = 0;
-        for (long long i = lane; i < columns; i += 32) largest = fmax(largest,
-            C(scale) * load_as(x[row * x_row + i]));
-        for (int other = 16; other > 0; other /= 2) largest = fmax(largest, __shfl_xor_sync(0xffffffff,
-            largest, other));
-        for (long long i = lane; i < columns;
-            i += 32) sum += exp(C(scale) * load_as(x[row * x_row + i]) - largest);
+        for (long long i = lane; i < columns; i += 32) {
+            largest = fmax(largest, C(scale) * load_as(x[row * x_row + i]));
+        }
+        for (int other = 16; other > 0; other /= 2) {
+            largest = fmax(largest, __shfl_xor_sync(0xffffffff, largest, other));
+        }
+        for (long long i = lane; i < columns; i += 32) {
+            sum += exp(C(scale) * load_as(x[row * x_row + i]) - largest);
+        }
         for (int other = 16; other > 0; other /= 2) sum += __shfl_xor_sync(0xffffffff, sum, other);
         for (long long i = lane; i < columns; i += 32)
             out[row * columns + i] = T(exp(C(scale) * load_as(x[row * x_row + i]) - largest) / sum);
@@ -92,7 +95,11 @@ def test_a_new_version_is_a_kernel_and_two_rows(tree):
     passed = python_m("pytest", "-q", "-n", "0", "-k", "(v11 and not log) or square", *tests).stdout
     assert " passed" in passed and "failed" not in passed
     softmax.write_text(
-        softmax.read_text().replace("i < columns; i += 32) sum +=", "i < columns - 1; i += 32) sum +=", 1)
+        softmax.read_text().replace(
+            "i < columns; i += 32) {\n            sum +=",
+            "i < columns - 1; i += 32) {\n            sum +=",
+            1,
+        )
     )
     python.write_text(
         python.read_text().replace("_vectors(_V3), _vectors(_V2_BWD)", "_vectors(_V2_BWD), _vectors(_V2_BWD)")

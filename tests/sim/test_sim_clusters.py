@@ -470,9 +470,10 @@ RACES = [
     """),
     pair("strong accesses are no barrier", sim.Race, [0, 1, 0, 1],
         r"that block \(1, 0, 0\), thread \(0, 0, 0\) wrote at {there}: no cluster barrier", """
+    float v = t;
     cluster_sync();
-    asm volatile("st.relaxed.cluster.shared::cluster.f32 [%0], %1;" :: "r"(there + 4 * t),  // there
-                 "f"(float(t)) : "memory");
+    asm volatile("st.relaxed.cluster.shared::cluster.f32 [%0], %1;" :: "r"(there + 4 * t), "f"(v)  // there
+                 : "memory");
     [[__syncthreads(); => cluster_sync();]]
     int sum = ld_cluster<float>(shared_address(tile + t));  // here
     """),

@@ -8,7 +8,9 @@ from cukern import sim
 
 pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
 pytest.importorskip("liger_kernel", reason="Liger is not installed: pip install liger-kernel")
-pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:TRITON_DEFAULT_FP_FUSION", "ignore:cukern.sim.triton is tested with Triton"
+)
 
 
 def rmsnorm(x, w):

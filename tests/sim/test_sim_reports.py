@@ -358,9 +358,8 @@ __global__ void k(int* out, int* x) {
          r"name the same number", """
     __shared__ int tile[64];
     tile[threadIdx.x] = x[threadIdx.x];
-    int threads = threadIdx.x < 32 ? 32 : 64;
-    asm volatile("bar.sync %0, %1;" :: "r"(1 [[=> + (int)threadIdx.x / 32]]),  // here
-                 "r"(threads [[=> & 32 | 32]]) : "memory");
+    int met = threadIdx.x < 32 ? 32 : 64, warp = threadIdx.x / 32;
+    asm volatile("bar.sync %0, %1;" :: "r"(1 [[=> + warp]]), "r"(met [[=> & 32 | 32]]) : "memory");  // here
     out[threadIdx.x] = tile[threadIdx.x / 32 * 32 + 31 - threadIdx.x % 32];
 """.replace("& 32 | 32", "* 0 + 32"), thread=None),
     Case("part of a warp at a named barrier", sim.BarrierFault, lambda x: x.flip(0),

@@ -215,16 +215,19 @@ __global__ void k(float* out, const float* x, int n) {
 __global__ void k(float* out, const float* x, int n) {
     __shared__ float2 sums[4];
     float2 v = {0, 0};
-    for (int j = threadIdx.x; j < n; j += 128) v.x += x[blockIdx.x * n + j],
-        v.y += x[blockIdx.x * n + j] * x[blockIdx.x * n + j];
+    for (int j = threadIdx.x; j < n; j += 128) {
+        float a = x[blockIdx.x * n + j];
+        v.x += a, v.y += a * a;
+    }
     for (int d = 16; d; d /= 2) v.x += __shfl_xor_sync(~0u, v.x, d), v.y += __shfl_xor_sync(~0u, v.y, d);
     if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = v;
     __syncthreads();
     v = sums[0];
     for (int w = 1; w < 4; ++w) v.x += sums[w].x, v.y += sums[w].y;
     float mean = v.x / n, scale = rsqrtf(v.y / n - mean * mean + 1e-5f);
-    for (int j = threadIdx.x; j < n;
-        j += 128) out[blockIdx.x * n + j] = (x[blockIdx.x * n + j] - mean) * scale;
+    for (int j = threadIdx.x; j < n; j += 128) {
+        out[blockIdx.x * n + j] = (x[blockIdx.x * n + j] - mean) * scale;
+    }
 }
 """,
         lambda x, n: torch.nn.functional.layer_norm(x.view(3, 200), (200,)).view(-1),
