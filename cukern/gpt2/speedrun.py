@@ -36,11 +36,8 @@ class Recipe:
     embedding_lr: float = 0.3  # AdamW's; untied only
     head_lr: float = 0.002  # AdamW's; tied: also of the embedding
     warmdown: float = 0.3  # the last part of the updates, in which learning rates fall linearly to 0
-    windows: tuple[float, ...] = (
-        0.25,
-        0.5,
-        1.0,
-    )  # of odd layers, as parts of the sequence, in equal parts of the run
+    # of odd layers, as parts of the sequence, in equal parts of the run
+    windows: tuple[float, ...] = (0.25, 0.5, 1.0)
 
     def __post_init__(self) -> None:
         expect(self.softcap > 0, "a softcap above 0", self.softcap)
