@@ -200,12 +200,12 @@ def test_files_without_an_op(text, folder):
         (
             "x.numel()",
             "x.count_all()",
-            "error: my_silu.py:19: AttributeError: 'Tensor' object has no attribute 'count_all'",
+            "error: my_silu.py:20: AttributeError: 'Tensor' object has no attribute 'count_all'",
         ),
         (
             "(out, x, n,",
             "(out, x,",
-            "error: my_silu.py:20: my_silu_fwd<float> takes 3 arguments (float* out, const float* x, ",
+            "error: my_silu.py:21: my_silu_fwd<float> takes 3 arguments (float* out, const float* x, ",
         ),
     ],
 )

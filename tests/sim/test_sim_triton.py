@@ -127,7 +127,7 @@ BUGS = {
         "tl.load(x + i, mask=inside)",
         "tl.load(x + i * 1048576 // 1048576, mask=inside)",
         "// 1048576",
-        "argument 'x'|no argument|before",
+        "argument '|no argument|before",  # the nearest tensor, wherever the memory of the others is
     ),
     "a wrong stride": (
         cases.softmax,
@@ -198,7 +198,7 @@ BUGS = {
         sim.Fault,
         "(out.dtype.element_ty), mask=i[:, None] < T)",
         "(out.dtype.element_ty))",
-        "tl.store(out + head",
+        "tl.store(to,",
         "argument 'out'",
     ),
     "heads that overlap": (
@@ -206,7 +206,7 @@ BUGS = {
         sim.Race,
         "head = tl.program_id(1) * T * D",
         "head = tl.program_id(1) * T",
-        "tl.store(out + head",
+        "tl.store(to,",
         "block",
     ),
     "no mask on random numbers": (
@@ -255,7 +255,7 @@ BUGS = {
         sim.OutOfBounds,
         "mask=(r[:, None] < rows) & (i[None, :] < n)",
         "mask=r[:, None] < rows",
-        "sums += tl.load(part",
+        "sums += tl.load(at,",
         "argument 'part'",
     ),
     "a lock that nobody unlocks": (

@@ -165,9 +165,8 @@ def sum_rows(part, total, rows, n, BM: tl.constexpr, BLOCK: tl.constexpr):
     sums = tl.zeros((BM, BLOCK), dtype=tl.float32)
     for start in range(0, rows, BM):
         r = start + tl.arange(0, BM)
-        sums += tl.load(
-            part + r[:, None] * n + i[None, :], mask=(r[:, None] < rows) & (i[None, :] < n), other=0.0
-        )
+        at = part + r[:, None] * n + i[None, :]
+        sums += tl.load(at, mask=(r[:, None] < rows) & (i[None, :] < n), other=0.0)
     tl.store(total + i, tl.sum(sums, axis=0), mask=i < n)
 
 
@@ -195,11 +194,8 @@ def attention(
         vs = tl.load(v + head + j[:, None] * D + d[None, :], mask=j[:, None] < T, other=0.0)
         acc = tl.dot(p.to(vs.dtype), vs, acc * shrink[:, None])
         total, top = total * shrink + tl.sum(p, axis=1), new
-    tl.store(
-        out + head + i[:, None] * D + d[None, :],
-        (acc / total[:, None]).to(out.dtype.element_ty),
-        mask=i[:, None] < T,
-    )
+    to = out + head + i[:, None] * D + d[None, :]
+    tl.store(to, (acc / total[:, None]).to(out.dtype.element_ty), mask=i[:, None] < T)
 
 
 @triton.jit
