@@ -68,7 +68,7 @@ def test_an_exception_of_the_python_file_ends_nothing(tmp_path, monkeypatch, cap
     files, none = watch._own("my_silu.py", [8], "f", 0.01, times)
     assert not none and {file.name for file in files} == {"my_silu.py", "my_silu.cu"}
     captured = capsys.readouterr()
-    assert "my_silu.py:19: AttributeError: 'Tensor' object has no attribute 'count_all'" in captured.err
+    assert "my_silu.py:20: AttributeError: 'Tensor' object has no attribute 'count_all'" in captured.err
     assert "my_silu.py is broken. The kernels before it stay: v1" in captured.out
 
 
