@@ -247,11 +247,6 @@ def _next(labels: Tensor, ignore_index: int) -> Tensor:
 # ---- for Hugging Face's `kernels`, which binds the forward of a class without state to a module
 
 
-def _rms_norm(self: Any, hidden_states: Tensor) -> Tensor:
-    eps = self.variance_epsilon if hasattr(self, "variance_epsilon") else self.eps
-    return rmsnorm(hidden_states, self.weight, eps=eps)
-
-
 def _rotary(self: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Any:
     return modules.rotary_of_pairs(q, k, cos, sin, unsqueeze_dim)
 
@@ -274,7 +269,7 @@ def _causal_lm_loss(
 
 
 FORWARDS = {
-    "RMSNorm": _rms_norm,
+    "RMSNorm": modules.rms_norm,
     "Linear": Linear.forward,
     "SwiGLUMLP": modules.swiglu_mlp,
     "GeGLUMLP": modules.geglu_tanh_mlp,

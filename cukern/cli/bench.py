@@ -10,6 +10,7 @@ import typer
 from cukern.bench import environment
 from cukern.bench import plot as pictures
 from cukern.bench.measure import Row, Table, measure, measure_host, passes
+from cukern.bench.models import MODELS
 from cukern.bench.record import append, default_file
 from cukern.cli import common
 from cukern.cli.common import console, errors, listed, say
@@ -18,7 +19,6 @@ from cukern.runtime.registry import Case
 
 CPU_BYTES, CPU_FLOPS = 1 << 26, 10**9  # of a call that is timed without a GPU
 STARTUP, OWN_KERNEL, LLAMA_BLOCK, MUON = "startup", "own_kernel", "llama_block", "muon"
-MODELS = "llama", "qwen3", "gemma2"
 OTHERS = STARTUP, OWN_KERNEL, LLAMA_BLOCK, MUON, *MODELS  # benchmarks in place of an op
 
 

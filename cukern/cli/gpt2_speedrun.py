@@ -17,12 +17,10 @@ from cukern.cli import common
 from cukern.cli.bench import record_file
 from cukern.cli.common import say
 from cukern.cli.gpt2_bench import MODES, WARMUP, Key, _rows, _show, _times, _warm
-from cukern.cli.gpt2_train import SMALL, Device, builtin_text, pick_device
+from cukern.cli.gpt2_train import SMALL, Device, builtin_text, pick_device, sizes_of
 from cukern.gpt2 import parallel
-from cukern.gpt2.checkpoint import Config
 from cukern.gpt2.data import tokenize, write_shards
 from cukern.gpt2.files import expect
-from cukern.gpt2.model import config_of
 from cukern.gpt2.settings import Settings
 from cukern.gpt2.speedrun import TARGET, Recipe, Speedrun, SpeedrunModel
 
@@ -93,11 +91,10 @@ def _made(
     name: str, seq_len: int, tied: bool, place: str, compile: str, plain: bool, **changes: Any
 ) -> SpeedrunModel:  # fmt: skip
     """The model, in bfloat16 on a GPU. The plain one is compiled, unless `compile` is "no"."""
-    config = (
-        Config(seq_len, 256, num_layers=4, num_heads=2, channels=64) if name == SMALL else config_of(name)
-    )
     dtype = torch.bfloat16 if place == "cuda" else torch.float32
-    made = SpeedrunModel(config, Recipe(tied=tied, **changes), plain=plain, device=place, dtype=dtype)
+    made = SpeedrunModel(
+        sizes_of(name, seq_len), Recipe(tied=tied, **changes), plain=plain, device=place, dtype=dtype
+    )
     if plain and compile != "no":
         made.compile(mode=compile)
     return made

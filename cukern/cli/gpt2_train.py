@@ -43,18 +43,23 @@ SMALL_RUN |= dict(
 )
 
 
+def sizes_of(name: str, seq_len: int) -> Config:
+    """What -e names, if it is no file. "small": byte tokens, seq_len positions."""
+    small = Config(max_seq_len=seq_len, vocab_size=256, num_layers=2, num_heads=4, channels=96)
+    return small if name == SMALL else config_of(name)
+
+
 def make_model(
     name: str, seq_len: int, device: str, dtype: str | None = "f", seed: int = 42, **options: Any
 ) -> GPT2:
     """What -e names: a model file NAME.bin, or sizes for llm.c's random weights. "small": byte tokens,
     seq_len positions. Without a dtype that of the file. `seed`: of random weights. `options`: of GPT2."""
     expect(dtype in (None, "f", "b"), "--dtype f or b", repr(dtype))
-    small = Config(max_seq_len=seq_len, vocab_size=256, num_layers=2, num_heads=4, channels=96)
     parameters = None
     if name.endswith(".bin"):
         config, parameters = checkpoint.read_model(name)
     else:
-        config = small if name == SMALL else config_of(name)
+        config = sizes_of(name, seq_len)
     own = torch.float32 if parameters is None else parameters["wte"].dtype
     model = GPT2(config, device=device, dtype=DTYPES[dtype] if dtype else own, **options)
     if parameters is None:

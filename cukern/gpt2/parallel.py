@@ -18,6 +18,8 @@ from torch import Tensor, distributed
 from cukern.gpt2.files import expect
 from cukern.gpt2.watch import Watch
 
+TIMEOUT = datetime.timedelta(minutes=5)  # of processes that wait for each other
+
 
 @dataclass(frozen=True)
 class Start:
@@ -58,11 +60,11 @@ def processes(device: str, start: Start | None = None) -> Iterator[tuple[int, in
     watch = None
     if start:
         store, *_ = next(distributed.rendezvous(start.method, rank, count))
-        watch = Watch(store, urlsplit(start.method).hostname or "localhost", rank, count)
+        watch = Watch(
+            store, urlsplit(start.method).hostname or "localhost", rank, count, TIMEOUT.total_seconds()
+        )
         where = {"store": store, "rank": rank, "world_size": count}
-    distributed.init_process_group(
-        "nccl" if device == "cuda" else "gloo", timeout=datetime.timedelta(minutes=5), **where
-    )
+    distributed.init_process_group("nccl" if device == "cuda" else "gloo", timeout=TIMEOUT, **where)
     try:
         yield rank, count
     except Exception as error:

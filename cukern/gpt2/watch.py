@@ -1,6 +1,6 @@
-"""Processes that nobody started together, as torchrun does: if one dies, the others end too, and name it.
-NCCL would wait for it. Process 0 holds a connection to each of the others, which the operating system closes
-when either process ends."""
+"""Ends all processes of a run without torchrun if one of them dies. NCCL would wait for the dead process.
+
+Process 0 holds a connection to each other process. The operating system closes it when either one ends."""
 
 import contextlib
 import os
@@ -14,14 +14,15 @@ _DONE = b"d"  # a process that needs the others no more says so
 
 
 class Watch:
-    """Of this process: process 0 watches all others, the others watch process 0. `store`:
-    torch.distributed's. `host`: the address of process 0."""
+    """Process 0 watches all others, the others watch process 0. `store`: torch.distributed's. `host`: the
+    address of process 0. It raises TimeoutError if another process does not come within `seconds`."""
 
-    def __init__(self, store: Any, host: str, rank: int, count: int) -> None:
+    def __init__(self, store: Any, host: str, rank: int, count: int, seconds: float) -> None:
         self.rank, self.count = rank, count
         self.peers: dict[Any, int] = {}  # sockets and ranks
         if rank == 0:
             with socket.create_server(("", 0)) as server:
+                server.settimeout(seconds)
                 store.set("cukern_watch", str(server.getsockname()[1]))
                 while len(self.peers) < count - 1:
                     peer = server.accept()[0]

@@ -11,7 +11,9 @@ from cukern.ops.rope import rope
 
 
 def rms_norm(self: Any, hidden_states: Tensor) -> Tensor:
-    return rmsnorm(hidden_states, self.weight, eps=self.variance_epsilon)
+    """eps is variance_epsilon in transformers' classes, eps in others."""
+    eps = self.variance_epsilon if hasattr(self, "variance_epsilon") else self.eps
+    return rmsnorm(hidden_states, self.weight, eps=eps)
 
 
 def gemma_norm(self: Any, x: Tensor) -> Tensor:

@@ -1,10 +1,10 @@
 // matmul v6: C = A . B on tensor cores by mma.sync, with operands copied by cp.async to a ring buffer and
 // loaded by ldmatrix (sm_80).
 //
-// Operands   T is __half, __nv_bfloat16 or float. TERMS = 1: one product per element, float in TF32. TERMS =
-//            3: a float is split into two TF32 numbers, of which three products are added; sums of 32
-//            elements of K are added to float registers, because tensor cores truncate their sums. The error
-//            is then that of float32.
+// Operands   T is __half, __nv_bfloat16 or float. TERMS = 1: one product per element, float in TF32.
+//            TERMS = 3: a float is the sum of two TF32 numbers, and three of their four products are added.
+//            Each sum over 32 elements of K is added to a float register, because tensor cores truncate their
+//            sums. The error is then that of float32.
 // Layout     A_K: A is contiguous along k, else along m. B_K: B is contiguous along k, else along n. Nothing
 //            is transposed in memory. A tile has 128 bytes of k. Along k: rows of 128 bytes. Along m or n: a
 //            row per k. Units of 16 bytes are swizzled, so that copies and fragment loads have no bank

@@ -52,4 +52,4 @@ def test_launches_without_cupy(tmp_path):
 
 def test_the_error_of_a_missing_library_is_the_loaders():
     with pytest.raises(OSError, match=r"libnothing\.so\.1"):
-        bindings._Nvrtc(["libnothing.so.1"])
+        bindings.Nvrtc(["libnothing.so.1"])

@@ -309,8 +309,8 @@ else:
 
 
 def test_forks_while_threads_compile(tmp_path):
-    """The child has no lock that nobody will ever release: after a fork in the first import of CuPy, while
-    another thread compiles, and by a thread that compiles."""
+    """A forked child does not inherit a locked lock. The parent forks during the first import of CuPy, while
+    another thread compiles, and in a thread that compiles."""
     code = """
 import os, signal, sys, threading, time, cukern
 from cukern.runtime.compile import compiler

@@ -8,7 +8,7 @@ import pytest
 from helpers import SCALE, count_compilations, run_python, write
 
 import cukern
-from cukern.runtime.compile import compiler
+from cukern.runtime.compile import bindings, compiler
 from cukern.runtime.compile.compiler import CompileError, SetupError, arch_of
 from cukern.runtime.compile.sources import Source
 
@@ -135,6 +135,28 @@ except cukern.SetupError as error:
     print(error)
 """
     assert words in run_python(code, CUKERN_CACHE_DIR=str(tmp_path)).stdout
+
+
+def test_an_older_cupy_finds_nvrtc_of_a_wheel(monkeypatch):
+    """Its first call fails. Then the wheels' libraries are loaded, and no others."""
+    loaded, calls = [], []
+
+    def version():
+        calls.append(0)
+        if len(calls) == 1:
+            raise RuntimeError
+        return 12, 9
+
+    binding = types.SimpleNamespace(getVersion=version)
+    monkeypatch.setattr(compiler, "_cupy_nvrtc", lambda: binding)
+    monkeypatch.setattr(bindings, "has_cupy", lambda: True)
+    monkeypatch.setattr(compiler.ctypes, "CDLL", loaded.append)
+    compiler.nvrtc.cache_clear()
+    try:
+        assert compiler.nvrtc() is binding and all("libnvrtc.so" in library for library in loaded)
+        assert not {"libnvrtc.so.13", "libnvrtc.so.12"} & set(loaded)
+    finally:
+        compiler.nvrtc.cache_clear()
 
 
 def test_missing_cuda_headers_are_named_with_the_install_command(monkeypatch):

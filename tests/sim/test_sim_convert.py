@@ -169,7 +169,7 @@ def test_from_integers(source, mode):
     bits = np.concatenate(
         (bits, np.array([t % (1 << size) for t in ties], bits.dtype), small.astype(bits.dtype))
     )
-    # what lies above the type is not read
+    # bits above the 8-bit type are not read
     register = bits.astype(np.uint16) | np.uint16(0x5500) if size == 8 else bits
     for target in ("f16", "bf16", "f32", "f64"):
         numbers = [number(source, x) for x in bits.tolist()]

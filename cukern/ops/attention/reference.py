@@ -131,8 +131,8 @@ def by_scores(
 def reference(
     q: Tensor, k: Tensor, v: Tensor, options: Options, key_lengths: Lengths = None
 ) -> tuple[Tensor, Tensor]:
-    """out and lse in torch's operations. 16-bit types are computed in float32. What lies behind key_lengths
-    does not matter."""
+    """out and lse in torch's operations. 16-bit types are computed in float32. Keys at and after key_lengths
+    are not used."""
     with off(q):
         x, y, z = (t.to(wide(q.dtype)) for t in (q, k, v))
         if isinstance(key_lengths, Tensor):

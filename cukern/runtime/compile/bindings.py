@@ -14,8 +14,6 @@ from typing import Any
 from cukern.runtime.compile import cache
 from cukern.runtime.compile.forks import no_fork
 
-_DRIVER = "nvcuda.dll" if os.name == "nt" else "libcuda.so.1"
-
 
 class NVRTCError(RuntimeError):
     """As CuPy's nvrtc.NVRTCError."""
@@ -38,9 +36,10 @@ def cupy() -> Any:
     return cupy
 
 
-def nvrtc(libraries: Sequence[str]) -> Any:
-    """CuPy's binding, or that of the first of the libraries that can be loaded. Raises if there is none."""
-    return cupy().cuda.nvrtc if has_cupy() else _Nvrtc(libraries)
+@functools.cache
+def library() -> ctypes.CDLL:
+    """CUDA's driver, for functions that CuPy does not bind."""
+    return ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
 
 
 @functools.cache
@@ -51,8 +50,7 @@ def driver() -> Any:
         from cupy_backends.cuda.api import driver
 
         return driver
-    call = _checked(ctypes.CDLL(_DRIVER))
-    launch = call("cuLaunchKernel", "P" + 7 * "I" + "PPP")
+    launch = _function("cuLaunchKernel", "P" + 7 * "I" + "PPP")
 
     def launch_kernel(function: int, *sizes: int) -> None:
         x, y, z, *others = sizes
@@ -64,11 +62,11 @@ def driver() -> Any:
         CUDADriverError=CUDADriverError,
         launchKernel=launch_kernel,
         funcGetAttribute=lambda attribute, function: _int(
-            call("cuFuncGetAttribute", "PIP"), attribute, function
+            _function("cuFuncGetAttribute", "PIP"), attribute, function
         ),
-        funcSetAttribute=call("cuFuncSetAttribute", "PII"),
-        ctxGetCurrent=lambda: _pointer(call("cuCtxGetCurrent", "P")),
-        ctxSetCurrent=call("cuCtxSetCurrent", "P"),
+        funcSetAttribute=_function("cuFuncSetAttribute", "PII"),
+        ctxGetCurrent=lambda: _pointer(_function("cuCtxGetCurrent", "P")),
+        ctxSetCurrent=_function("cuCtxSetCurrent", "P"),
     )
 
 
@@ -79,43 +77,37 @@ def runtime() -> Any:
         from cupy_backends.cuda.api import runtime
 
         return runtime
-    call = _checked(ctypes.CDLL(_DRIVER))
 
     def attribute_of(attribute: int, index: int) -> int:
-        device = _int(call("cuDeviceGet", "PI"), index)
-        return _int(call("cuDeviceGetAttribute", "PII"), attribute, device)
+        device = _int(_function("cuDeviceGet", "PI"), index)
+        return _int(_function("cuDeviceGetAttribute", "PII"), attribute, device)
 
     return SimpleNamespace(
-        driverGetVersion=lambda: _int(call("cuDriverGetVersion", "P")), deviceGetAttribute=attribute_of
+        driverGetVersion=lambda: _int(_function("cuDriverGetVersion", "P")), deviceGetAttribute=attribute_of
     )
 
 
 def function_of(cubin: bytes, symbol: str) -> int:
     """The CUfunction of a kernel, loaded without CuPy in the current context. It is never unloaded."""
-    call = _checked(ctypes.CDLL(_DRIVER))
     module = ctypes.c_void_p()
-    call("cuModuleLoadData", "PP")(ctypes.addressof(module), cubin)
-    return _pointer(call("cuModuleGetFunction", "PPP"), module.value, symbol.encode())
+    _function("cuModuleLoadData", "PP")(ctypes.addressof(module), cubin)
+    return _pointer(_function("cuModuleGetFunction", "PPP"), module.value, symbol.encode())
 
 
-def _checked(library: ctypes.CDLL) -> Any:
-    """A function that gives a function of the driver by its name and the types of its arguments: P, a pointer
-    or bytes, or I, an int. It raises CUDADriverError."""
+@functools.cache
+def _function(name: str, types: str) -> Any:
+    """A function of the driver that raises CUDADriverError. types: one letter per argument: P, a pointer or
+    bytes, or I, an int."""
+    function = library()[name]
+    function.argtypes = [ctypes.c_void_p if letter == "P" else ctypes.c_int for letter in types]
 
-    @functools.cache
-    def find(name: str, types: str) -> Any:
-        function = library[name]
-        function.argtypes = [ctypes.c_void_p if letter == "P" else ctypes.c_int for letter in types]
+    def call(*args: Any) -> None:
+        if status := function(*args):
+            text = ctypes.c_char_p()
+            library().cuGetErrorName(status, ctypes.byref(text))
+            raise CUDADriverError((text.value or str(status).encode()).decode())
 
-        def call(*args: Any) -> None:
-            if status := function(*args):
-                text = ctypes.c_char_p()
-                library.cuGetErrorName(status, ctypes.byref(text))
-                raise CUDADriverError((text.value or str(status).encode()).decode())
-
-        return call
-
-    return find
+    return call
 
 
 def _int(call: Any, *args: Any) -> int:
@@ -131,7 +123,7 @@ def _pointer(call: Any, *args: Any) -> int:
     return value.value or 0
 
 
-class _Nvrtc:
+class Nvrtc:
     """NVRTC's functions with the arguments of CuPy's module nvrtc."""
 
     NVRTCError = NVRTCError

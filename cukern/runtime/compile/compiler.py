@@ -121,34 +121,30 @@ def nvrtc_version() -> str:
 def nvrtc() -> Any:
     """CuPy's binding of NVRTC, or without CuPy one of the same functions. Raises SetupError with the command
     that installs what is missing."""
+    wheels = [str(file) for root in _wheel_folders() for file in root.glob("*/lib/libnvrtc.so.[0-9]*")]
     try:
-        binding = bindings.nvrtc(_libraries() if not bindings.has_cupy() else ())
-    except Exception as error:
-        if bindings.has_cupy():
-            raise SetupError(f"CuPy cannot be imported ({error}). Run: pip install cupy-cuda12x") from error
-        raise _no_nvrtc(error) from error
-    try:
-        binding.getVersion()
-    except Exception:
+        if not bindings.has_cupy():
+            return bindings.Nvrtc([*wheels, "libnvrtc.so.13", "libnvrtc.so.12"])
+        binding = _cupy_nvrtc()
         try:
-            # CuPy before 14 does not search them, but finds a library that is already loaded
-            for library in _libraries():
+            binding.getVersion()
+        except Exception:
+            for library in wheels:  # CuPy before 14 does not search them, but finds a loaded library
                 ctypes.CDLL(library)
             binding.getVersion()
-        except Exception as error:
-            raise _no_nvrtc(error) from error
+    except SetupError:
+        raise
+    except Exception as error:
+        command = "pip install nvidia-cuda-nvrtc-cu12 nvidia-cuda-runtime-cu12"
+        raise SetupError(f"NVRTC cannot be loaded ({error}). Run: {command}") from error
     return binding
 
 
-def _no_nvrtc(error: Exception) -> SetupError:
-    wheels = "nvidia-cuda-nvrtc-cu12 nvidia-cuda-runtime-cu12"
-    return SetupError(f"NVRTC cannot be loaded ({error}). Run: pip install {wheels}")
-
-
-def _libraries() -> list[str]:
-    """The files of NVRTC in pip's wheels, then the names under which a toolkit installs it."""
-    files = (str(file) for folder in _wheel_folders() for file in folder.glob("*/lib/libnvrtc.so.[0-9]*"))
-    return [*files, "libnvrtc.so.13", "libnvrtc.so.12"]
+def _cupy_nvrtc() -> Any:
+    try:
+        return bindings.cupy().cuda.nvrtc
+    except Exception as error:
+        raise SetupError(f"CuPy cannot be imported ({error}). Run: pip install cupy-cuda12x") from error
 
 
 def _wheel_folders() -> list[Path]:

@@ -9,7 +9,6 @@ cluster, such as (2, 1, 1), launches clusters of thread blocks.
 
 import ctypes
 import functools
-import os
 import struct
 import threading
 from collections.abc import Callable
@@ -45,7 +44,7 @@ def launcher(capability: int, attribute: Attribute) -> Callable[..., None] | Non
     driver = bindings.driver()
     if attribute == EARLY and (capability < CAPABILITY or bindings.runtime().driverGetVersion() < DRIVER):
         return None
-    launch = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1").cuLaunchKernelEx
+    launch = bindings.library().cuLaunchKernelEx
     launch.argtypes = [ctypes.c_void_p] * 4
     local, pack = _Config(attribute), _Config.layout.pack_into
 

@@ -8,7 +8,6 @@ for arguments are those of the CUDA driver API.
 
 import ctypes
 import functools
-import os
 import struct
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -17,6 +16,7 @@ import numpy as np
 import torch
 
 from cukern.runtime import checks, recording
+from cukern.runtime.compile import bindings
 
 BYTES = 128
 SWIZZLES = (0, 32, 64, 128)  # bytes; the index is the driver's code, as for the three tables below
@@ -250,9 +250,8 @@ def decode(data: bytes) -> Box | None:
 @functools.cache
 def _encoder() -> Any:
     """cuTensorMapEncodeTiled of the CUDA driver."""
-    library = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
     try:
-        function = library.cuTensorMapEncodeTiled
+        function = bindings.library().cuTensorMapEncodeTiled
     except AttributeError:
         raise RuntimeError(
             "the CUDA driver has no cuTensorMapEncodeTiled: tensor maps need a driver of CUDA 12 or newer"

@@ -392,8 +392,8 @@ MEMORY = (
     ),
 )
 def test_memory_beside_the_gradients(sizes, rows, dtype):
-    """Forward and backward have no more at any time than x and y are, besides the results. Of fewer rows
-    partial sums may be more."""
+    """Forward and backward allocate at most the bytes of x and y, besides the results. Partial sums of fewer
+    rows may need more."""
     x, ws = draw(rows, sizes, "cuda", dtype)
     leaves = [t.requires_grad_() for t in (x, *ws)]
     g = torch.randn(rows, prod(q for _, q in sizes), device="cuda").to(dtype)

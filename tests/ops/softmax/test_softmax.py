@@ -556,8 +556,8 @@ def test_plans_fit_all_rows():
 
 @pytest.mark.parametrize("backward", (False, True))
 def test_the_plan_of_rows_in_shared_memory(backward):
-    """All vectors fit, and shape.blocks blocks fit on an SM of an H200: 228 KiB, of which each block reserves
-    1."""
+    """Shared memory holds all vectors. An SM of an H200 holds shape.blocks blocks: it has 228 KiB, and each
+    block reserves 1 KiB."""
     shared, sms, sizes = 227 << 10, 132, set()
     lengths = 16_385, 50_257, 131_072, 1 << 20, 1 << 23
     for rows, columns, itemsize, exact in itertools.product(
