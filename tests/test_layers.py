@@ -198,7 +198,7 @@ def test_kernelize():
     with hub.use_kernel_mapping(mapping, inherit_mapping=False):
         hub.kernelize(model, mode=hub.Mode.TRAINING | hub.Mode.TORCH_COMPILE, device="cpu")
     modules = [m.forward.__func__.__module__ for m in model]
-    assert modules == ["cukern.layers", "cukern.integrations.modules", "cukern.layers"]
+    assert modules == ["cukern.integrations.modules", "cukern.integrations.modules", "cukern.layers"]
     assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(run(model, x, grad), expected, strict=True))
 
 

@@ -15,6 +15,7 @@ from helpers import OLD_TORCH, gpu, in_thread, kernels, no_gpu, own_names, run_p
 import cukern
 from cukern.bench.calls import arguments, backward, draw_douts, leaves_of, wanted_inputs
 from cukern.runtime import replay
+from cukern.runtime.compile import bindings
 from cukern.runtime.compile.sources import Source
 from cukern.runtime.launch import backend, extended_launch
 from cukern.runtime.launch.kernel import Kernel
@@ -142,7 +143,7 @@ def test_extended_launch_packs_what_the_driver_reads(monkeypatch, attribute):
         )
         return status[0]
 
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace(cuLaunchKernelEx=launch))
+    monkeypatch.setattr(bindings, "library", lambda: SimpleNamespace(cuLaunchKernelEx=launch))
     monkeypatch.setattr(runtime, "driverGetVersion", lambda: 13000)
     monkeypatch.setattr(driver, "CUDADriverError", KeyError)  # its own constructor asks the driver for words
     extended_launch.launcher.cache_clear()

@@ -289,12 +289,31 @@ def test_wrong_calls(layernorm, module):
         (lambda x: None, TypeError, "forward of bad must return tensors, got NoneType"),
         (lambda x: (x + 1, x + 1), ValueError, "forward of bad must return 1 tensors, got 2"),
         (lambda x: x, ValueError, "forward of bad must return new tensors, got one of its arguments"),
+        (lambda x: x[None], ValueError, "forward of bad must return tensors that share no memory"),
     ],
 )
 def test_wrong_results(module, found, error, says):
     bad = cukern.op("bad", module.SOURCE, lambda x: x + 1, {"v1": lambda kernels, x: found(x)})
     with pytest.raises(error, match=says):
         bad(torch.ones(3, device=DEVICE))
+
+
+@kernels
+@pytest.mark.parametrize("pass_", ["forward", "backward"])
+def test_results_that_share_memory(module, pass_):
+    """torch.compile takes the results of a custom operator for separate tensors."""
+
+    def forward(kernels, x, w, b):
+        out, mean, rstd = module.forward(kernels, x, w, b)
+        return (out, *torch.stack([mean, rstd])) if pass_ == "forward" else (out, mean, rstd)
+
+    def backward(kernels, x, w, _b, _out, mean, rstd, dout):
+        dx, dw, db = module.backward(kernels, x, w, _b, _out, mean, rstd, dout)
+        return dx, *torch.stack([dw, db])
+
+    bad = cukern.op("bad", module.SOURCE, module.reference, {"v1": (forward, backward)})
+    with pytest.raises(ValueError, match=f"{pass_} of bad must return tensors that share no memory"):
+        bad(*drawn(module, 3, 40)).sum().backward()
 
 
 COPY = (

@@ -59,6 +59,7 @@ class Own:
 
     def __post_init__(self) -> None:
         self.kernels = Configs(self.name, self.source, self.configs)
+        self._alone: set[str] = set()  # the passes whose results were seen to share no memory
         kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
         parameters = [inspect.Parameter(x, kind) for x in self.inputs]
         parameters += [inspect.Parameter(x, kind, default=value) for x, value in self.scalars.items()]
@@ -164,6 +165,15 @@ class Own:
                 )
             if any(t is x for x in given):
                 raise ValueError(f"{pass_} of {self.name} must return new tensors, got one of its arguments")
+        if pass_ not in self._alone:  # torch.compile relies on it; looked at once, for the host's time
+            results = [t.untyped_storage()._cdata for t in tensors]
+            arguments = {x.untyped_storage()._cdata for x in given if x is not None}
+            if len({*results} - arguments) < len(results):
+                raise ValueError(
+                    f"{pass_} of {self.name} must return tensors that share no memory with each other or "
+                    f"with an argument: allocate each"
+                )
+            self._alone.add(pass_)
         return tensors
 
     def instances(self, version: str, cases: Sequence[Tensors]) -> list[Kernel]:

@@ -34,7 +34,7 @@ def op(
         reference: the math in plain torch, for CPU tensors and checks. Parameters without a default are
             inputs, all tensors; those with one are scalars. It returns a tensor or a tuple.
         versions: by name, such as "v1", the pair (forward, backward), or forward alone. The last is the
-            default.
+            default. They return new tensors that share no memory.
         make: `make(*sizes, dtype=, device=)` draws the inputs. None: torch.randn(*sizes).
         cases, bench: the sizes for `cukern check` and `cukern bench`.
         dtypes: of floating-point inputs.
