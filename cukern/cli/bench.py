@@ -18,8 +18,8 @@ from cukern.runtime.device import restricted
 from cukern.runtime.registry import Case
 
 CPU_BYTES, CPU_FLOPS = 1 << 26, 10**9  # of a call that is timed without a GPU
-STARTUP, OWN_KERNEL, LLAMA_BLOCK, MUON = "startup", "own_kernel", "llama_block", "muon"
-OTHERS = STARTUP, OWN_KERNEL, LLAMA_BLOCK, MUON, *MODELS  # benchmarks in place of an op
+STARTUP, OWN_KERNEL, LLAMA_BLOCK, OPTIMIZERS = "startup", "own_kernel", "llama_block", "optimizers"
+OTHERS = STARTUP, OWN_KERNEL, LLAMA_BLOCK, OPTIMIZERS, *MODELS  # benchmarks in place of an op
 
 
 def bench(
@@ -69,9 +69,9 @@ def bench(
     OP `startup` times the import and first calls in fresh processes, and the compilation of attention's
     kernels. OP `own_kernel` times the compilation and the launch of a user's own kernel, next to torch's
     load_inline and _compile_kernel. OP `llama_block` times a block with rope, rmsnorm, attention and swiglu,
-    eager and under torch.compile. OP `muon` times a step of the optimizer, next to torch's. OP `llama`,
-    `qwen3` and `gemma2` time updates of transformers' models with random weights, next to torch.compile and
-    Liger.
+    eager and under torch.compile. OP `optimizers` times a step of AdamW and of Muon, next to torch's. OP
+    `llama`, `qwen3` and `gemma2` time updates of transformers' models with random weights, next to
+    torch.compile and Liger.
     """
     if op in OTHERS and dims:
         raise ValueError(f"{op} takes no sizes, got {' '.join(map(str, dims))}")
@@ -217,12 +217,12 @@ def _over(case: Case, shapes: list[tuple[int, ...]], text: str | None) -> list[t
 
 
 def _without_op(op: str, only: list[str] | None, seconds: float) -> Iterator[Table]:
-    from cukern.bench import llama_block, models, muon, own_kernel, startup
+    from cukern.bench import llama_block, models, optimizers, own_kernel, startup
 
     if op in MODELS:
         yield from models.measure_model(op, only)
         return
-    timed = {LLAMA_BLOCK: llama_block.measure_llama_block, MUON: muon.measure_muon}
+    timed = {LLAMA_BLOCK: llama_block.measure_llama_block, OPTIMIZERS: optimizers.measure_optimizers}
     if op in timed:
         yield from timed[op](seconds)
         return

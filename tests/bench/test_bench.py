@@ -16,7 +16,7 @@ from cukern.bench import (
     environment,
     llama_block,
     models,
-    muon,
+    optimizers,
     own_kernel,
     peers,
     record,
@@ -433,11 +433,21 @@ def test_llama_block_compiles_to_the_same_results():
 
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch.optim.Muon needs torch 2.9")
-def test_muon_next_to_torchs():
-    (table,) = muon.measure_muon(0.01, ((1, 8),))
-    assert [row.provider for row in table.rows] == ["cukern", "torch"] and all(
-        row.median_us > 0 for row in table.rows
-    )
+def test_optimizers_next_to_torchs(monkeypatch):
+    assert len(optimizers.parameters(12, 768)) == 148
+    monkeypatch.setattr(optimizers, "VOCABULARY", 40)
+    tables = list(optimizers.measure_optimizers(0.01, ((1, 8),)))
+    found = [(r.op, r.dtype, r.pass_, r.name) for table in tables for r in table.rows if r.median_us > 0]
+    both, passes = ["cukern", "torch"], ("step", "host step")
+    assert found == [
+        *(("adamw_optimizer", "float32", pass_, name) for pass_ in passes for name in both),
+        *(
+            ("adamw_optimizer", "bfloat16", pass_, name)
+            for pass_ in passes
+            for name in (*both, "cukern state_dtype=bfloat16")
+        ),
+        *(("muon", "float32", "step", name) for name in both),
+    ]
 
 
 @pytest.mark.parametrize("name", ["softmax", "rmsnorm", "layernorm", "swiglu", "cross_entropy", "rope_te"])
