@@ -22,6 +22,9 @@ from cukern.runtime.registry import Case, Cost, Op, register, row_counts
 from cukern.runtime.tensors import as_matrix
 
 PRECISIONS = "ieee", "tf32", "3xtf32"
+# 16-bit results of which torch's sum of columns, the gradient of a bias, takes longer than a product with
+# ones and the host time of our own autograd Function
+SUM_BY_PRODUCT = 1 << 20
 _tracing = torch.compiler.is_dynamo_compiling
 _autocast = torch.is_autocast_enabled  # of a GPU
 
@@ -178,11 +181,18 @@ def _by_torch(function: Callable[..., Tensor], x: Tensor, y: Any, bias: Any = No
             return function(x, y)
         if bias.shape != shape[:1]:
             return None
-        if bias.requires_grad and torch.is_grad_enabled():
+        if _adds_by_product(x, shape, bias):
             return torch_matmul(as_matrix(x), y.t(), bias).view(*x.shape[:-1], shape[0])
         return function(x, y, bias)
     except RuntimeError:
         return None
+
+
+def _adds_by_product(x: Tensor, of_weight: Sequence[int], bias: Tensor) -> bool:
+    """True if the bias needs a gradient, of many results of 16 bits."""
+    if not bias.requires_grad or x.itemsize != 2 or not torch.is_grad_enabled():
+        return False
+    return x.numel() // max(of_weight[1], 1) * of_weight[0] > SUM_BY_PRODUCT
 
 
 def _is_odd(x: Tensor, y: Tensor) -> bool:

@@ -340,6 +340,23 @@ def test_what_torch_computes_is_refused_by_name(arguments, error, words, monkeyp
         cukern.linear(*arguments)
 
 
+@pytest.mark.parametrize("most", (0, 1 << 20))
+def test_the_gradient_of_a_bias_where_torch_computes(most, monkeypatch):
+    """By torch's autograd, or for many results of 16 bits by a product with ones."""
+    monkeypatch.setattr("cukern.ops.matmul.op.SUM_BY_PRODUCT", most)
+    monkeypatch.setattr("cukern.ops.matmul.op.default_is_cublas", lambda dtype, *_: dtype == torch.bfloat16)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda x: not x.is_meta), raising=False)
+    x, weight, bias = (torch.randn(s).bfloat16().requires_grad_() for s in ((2, 8, 16), (24, 16), (24,)))
+    out = cukern.linear(x, weight, bias)
+    by_torch = type(out.grad_fn.next_functions[0][0]).__name__ == "AddmmBackward0"
+    assert by_torch == bool(most)
+    found = torch.autograd.grad(out.square().sum(), (x, weight, bias))
+    exact = torch.nn.functional.linear(*(t.double() for t in (x, weight, bias)))
+    expected = torch.autograd.grad(exact.square().sum(), (x, weight, bias))
+    for one, other in zip((out, *found), (exact, *expected), strict=True):
+        assert (one.double() - other).norm() < 0.01 * other.norm()
+
+
 @pytest.mark.parametrize("name", ("h200", "b200", "a100"))
 @pytest.mark.parametrize(
     "m, n, k, odd",
