@@ -257,7 +257,7 @@ def test_every_instruction_of_the_shipped_kernels_is_known(versions, dtype):
             ptx = compile_ptx(kernel.source, kernel.name)
             program = Program(parse(ptx.text), ptx.symbol)
             steps = [
-                (i.opcode, instruction(program, pc, INSTRUCTIONS)[0])
+                (i.opcode, instruction(program, pc, INSTRUCTIONS, INSTRUCTIONS.base(i.opcode))[0])
                 for pc, i in enumerate(program.kernel.code)
             ]
             assert not {

@@ -41,8 +41,7 @@ class Context:
         self.program, self.pc = program, pc
         self.instruction: Instruction = program.kernel.code[pc]
         self.opcode, self.operands = self.instruction.opcode, self.instruction.operands
-        self.parts = self.opcode.split(".")
-        self.types = [p for p in self.parts if p in WIDTHS]
+        self.parts, self.types = _parts(self.opcode)
         self.reads: list[int] = []  # the registers of its operands, as the maker asks for them
         self.writes: list[int] = []
 
@@ -100,6 +99,13 @@ class Context:
         return operand.items if isinstance(operand, Vector) else (operand,)
 
 
+@functools.lru_cache(4096)
+def _parts(opcode: str) -> tuple[list[str], list[str]]:
+    """The parts of an opcode, and those that are types."""
+    parts = opcode.split(".")
+    return parts, [p for p in parts if p in WIDTHS]
+
+
 Maker = Callable[[Context], Step]
 
 
@@ -111,11 +117,22 @@ class Table(NamedTuple):
     jumps: dict[str, Maker]
     other: Maker
 
+    def base(self, opcode: str) -> str:
+        """The key of an opcode in one of the tables, or ""."""
+        parts = opcode.split(".")
+        names = [".".join(parts[:n]) for n in (3, 2, 1)]  # st.async is found before st
+        if opcode.startswith("cp.async.bulk.prefetch"):
+            del names[0]
+        return next((name for name in names if name in self.steps or name in self.jumps), "")
+
 
 def stretches(program: Program, table: Table) -> Stretches:
     """The whole program, decoded and divided into stretches without a jump."""
     last = len(program.kernel.code)
-    decoded = [instruction(program, pc, table) for pc in range(last)]
+    bases = {opcode: table.base(opcode) for opcode in {one.opcode for one in program.kernel.code}}
+    decoded = [
+        instruction(program, pc, table, bases[one.opcode]) for pc, one in enumerate(program.kernel.code)
+    ]
     jumps = {pc for pc, one in enumerate(decoded) if one.jumps}
     live = _liveness(program, decoded)
     leaders, starts = sorted(live), {0, *(f.start for f in program.functions.values())}
@@ -148,12 +165,9 @@ class Decoded(NamedTuple):
     written: int = 0  # those that it writes, whatever its guard
 
 
-def instruction(program: Program, pc: int, table: Table) -> Decoded:
+def instruction(program: Program, pc: int, table: Table, base: str) -> Decoded:
+    """`base`: the key of its opcode in the table."""
     c = Context(program, pc)
-    names = [".".join(c.parts[:n]) for n in (3, 2, 1)]  # st.async is found before st
-    if c.opcode.startswith("cp.async.bulk.prefetch"):
-        del names[0]
-    base = next((name for name in names if name in table.steps or name in table.jumps), "")
     jumps = base in table.jumps
     try:
         step = (table.jumps if jumps else table.steps).get(base, table.other)(c)

@@ -168,7 +168,10 @@ class Batch:
     def spread(self, group: Group, register: int) -> Array:
         """A register of the group's lanes, one element each."""
         values = self.regs[register]
-        return np.broadcast_to(values, group.lanes.shape) if len(values) == 1 else values[group.index]
+        if len(values) > 1:
+            return values[group.index]
+        # a view with a stride of 0, as np.broadcast_to makes it in ten times the time
+        return np.ndarray(group.lanes.shape, values.dtype, values, 0, (0,))
 
     def clean(self, group: Group, register: int) -> None:
         """The register of these lanes is initialized."""
@@ -187,7 +190,7 @@ class Batch:
             self.regs[register] = values
             return
         old = self.regs[register]
-        new = np.broadcast_to(old, (self.lanes,)).copy() if len(old) == 1 else old.copy()
+        new = old.repeat(self.lanes) if len(old) == 1 else old.copy()
         new[group.index] = values
         self.regs[register] = new
 

@@ -247,13 +247,10 @@ def _fma64(a: Array, b: Array, c: Array) -> Array:
     )
     if count_nonzero(usual) < usual.size:
         result = np.where(usual, result, product + c)  # correct where a or b is 0, infinite or NaN
-        rare = ~usual & np.isfinite(a) & np.isfinite(b) & (a != 0) & (b != 0)
-        for i, *values in zip(
-            np.flatnonzero(rare),
-            *(np.broadcast_to(x, rare.shape)[rare].tolist() for x in (a, b, c)),
-            strict=True,
-        ):
-            result[i] = _fma_of_fractions(*values)
+        rare = np.flatnonzero(~usual & np.isfinite(a) & np.isfinite(b) & (a != 0) & (b != 0))
+        operands = [np.broadcast_to(x, usual.shape) for x in (a, b, c)] if len(rare) else []
+        for i in rare:
+            result[i] = _fma_of_fractions(*(float(x[i]) for x in operands))
     return canonical(F64, result.view(np.uint64), result)
 
 
