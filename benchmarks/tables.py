@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import cukern  # noqa: F401 -- registers the cases
+import cukern.ops  # noqa: F401 -- registers the cases
 from cukern.runtime.registry import CASES
 
 HERE = Path(__file__).resolve().parent

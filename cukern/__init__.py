@@ -18,37 +18,18 @@ the ops as modules. `warmup` compiles and loads kernels ahead of time, for examp
 capture.
 `use` chooses one version of an op's kernels for a block. `backend("sim")` runs kernels in the simulator,
 without a GPU.
+
+`import cukern` alone imports neither torch nor the ops: the command line starts quickly. The first use of a
+public name does. So does `import cukern.ops`, for programs that use torch.ops.cukern before, such as
+torch.export.load.
 """
+# ruff: noqa: F405  __all__ lists what the star imports
 
 import importlib
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from cukern.ops.adamw import AdamW, adamw
-from cukern.ops.attention import attention, attention_packed, attention_varlen
-from cukern.ops.causal_softmax import causal_softmax
-from cukern.ops.cross_entropy import cross_entropy, linear_cross_entropy, linear_logprobs
-from cukern.ops.embedding import embedding
-from cukern.ops.gelu import geglu, gelu, swiglu
-from cukern.ops.kron_linear import KronLinear, kron_linear, lokr_linear
-from cukern.ops.layernorm import layernorm, rmsnorm
-from cukern.ops.matmul import linear, matmul
-from cukern.ops.rope import apply_rotary_pos_emb, rope, rope_, rope_tables
-from cukern.ops.softmax import log_softmax, softmax
-from cukern.ops.square import square
-from cukern.runtime.compile.compiler import CompileError, SetupError
-from cukern.runtime.dispatch.own_op import op
-from cukern.runtime.dispatch.versions import use
-from cukern.runtime.launch.backend import backend
-from cukern.runtime.launch.limits import LaunchError
-from cukern.runtime.launch.load import compile, load
-from cukern.runtime.launch.tensor_map import tensor_map
-from cukern.runtime.warmup import warmup
-
 if TYPE_CHECKING:
-    import torch
-
-    from cukern.bench.own_tune import Tried
+    from cukern.api import *  # noqa: F403
     from cukern.integrations.muon import Muon
     from cukern.integrations.transformers import patch
 
@@ -96,42 +77,19 @@ __all__ = [
     "warmup",
 ]
 
+_ELSEWHERE = {"Muon": "integrations.muon", "patch": "integrations.transformers"}  # the other names are of api
+
 
 def __getattr__(name: str) -> Any:
-    """`cukern.layers`, `cukern.sim`, `cukern.patch` and `cukern.Muon` are imported when they are first
-    used."""
-    if name == "Muon":
-        return importlib.import_module(f"{__name__}.integrations.muon").Muon
-    if name == "patch":
-        return importlib.import_module(f"{__name__}.integrations.transformers").patch
-    if name in ("layers", "sim"):
+    """Import a public name or a submodule when it is first used (PEP 562)."""
+    if name in ("layers", "ops", "sim"):
         return importlib.import_module(f"{__name__}.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = importlib.import_module(f"{__name__}.{_ELSEWHERE.get(name, 'api')}")
+    globals()[name] = value = getattr(module, name)
+    return value
 
 
-def tune(
-    function: Callable[..., Any], *sizes: int, dtype: "torch.dtype | None" = None, seconds: float = 1.0
-) -> "list[Tried]":
-    """Measure the `configs` of an op that `cukern.op` made, and record the fastest for this model of GPU.
-
-    Args:
-        function: what `cukern.op(..., configs=[...])` returned.
-        sizes: those of `make`, for the measurement. None: the op's `bench` sizes. All configurations are
-            checked on its `cases`.
-        dtype: of the inputs; None: the first of the op's dtypes.
-        seconds: of measuring per configuration, size and pass.
-
-    Returns a list of cukern.bench.own_tune.Tried, one per configuration, in their order: `config`, `us`, the
-    time of forward plus backward, and `problem`, why it is not used: it does not compile, its launch exceeds
-    a limit, or its results are wrong. This process and later ones use the fastest of the others. Nothing else
-    measures: a call in training takes the recorded choice, or the first configuration. An edit of the source
-    or the configurations needs a new measurement.
-    In the simulator (`cukern.backend("sim")`) configurations are only checked, and nothing is recorded.
-    Raises TypeError for another function, ValueError if it has no configs or none is right, and SetupError
-    without a GPU.
-
-        fastest = min((t for t in cukern.tune(my_op, 4096, 1024) if not t.problem), key=lambda t: t.us)
-    """
-    from cukern.bench.own_tune import tune
-
-    return tune(function, sizes, dtype, seconds)
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, "layers", "sim"})

@@ -30,8 +30,9 @@ def commands() -> str:
 
     from cukern.cli import app
 
-    parts = []
-    for name, command in get_command(app).commands.items():
+    parts, root = [], get_command(app)
+    for name in root.commands:
+        _, command, _ = root.resolve_command(root.context_class(root), [name])  # imports it
         names = [name, *(f"{name} {sub}" for sub in getattr(command, "commands", ()))]
         for line in names:
             text = CliRunner().invoke(app, [*line.split(), "--help"], env={"NO_COLOR": "1"}).stdout

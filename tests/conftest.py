@@ -62,7 +62,7 @@ SLOW = re.compile(
             r"test_an_example_runs|test_every_block_runs.*(transformers|roofline|layernorm1|softmax1)|"
             r"test_sim_tracebacks|test_one_wheel|test_the_site_builds",
             r"test_a_closed_pipe|test_a_full_disk|test_a_wrong_|test_doctor_of|test_stderr_has|"
-            r"test_compile_(prints|lists)|test_importing_it",
+            r"test_compile_(prints|lists)",
             r"test_bench_(records|in_tf32|prints)|test_forward_and_backward_together|test_the_record_names|"
             r"test_a_second_process|test_forks_while",
             r"test_cupy_is|test_a_cache_that_root|test_converted_logits|test_a_process_that_is_killed|"

@@ -102,9 +102,7 @@ def test_commands_and_options_exist(page):
         words, command = shlex.split(line), get_command(app)
         context = command.context_class(command)
         while isinstance(command, TyperGroup) and words and not words[0].startswith("-"):
-            name, *words = words
-            command = command.get_command(context, name)
-            assert command, f"{page.name}: cukern {line}: there is no command {name!r}"
+            _, command, words = command.resolve_command(context, words)  # fails if there is none
         known = {option for parameter in command.params for option in parameter.opts}
         assert {word.partition("=")[0] for word in words if re.match(r"--?[a-z]", word)} - {
             "--help"

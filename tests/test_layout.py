@@ -319,7 +319,7 @@ import gc, torch
 torch_s = time.process_time() - start
 gc.collect()
 start = time.process_time()
-import cukern
+import cukern.api
 took_s = time.process_time() - start
 heavy = {"cupy", "cupy_backends", "triton", "typer", "rich", "matplotlib", "torch._dynamo", "torch._inductor"}
 print(took_s / torch_s, took_s, torch_s, torch.cuda.is_initialized(), *heavy.intersection(sys.modules))

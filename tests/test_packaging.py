@@ -63,13 +63,17 @@ def test_wheel_holds_every_source_and_nothing_else(wheel):
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     listed = [
         n
-        for n in run(["git", "ls-files", "cukern", "kernels_cu"], cwd=TREE).stdout.splitlines()
+        for n in run(
+            ["git", "ls-files", "cukern", "kernels_cu", ":(glob)benchmarks/results/*.jsonl"], cwd=TREE
+        ).stdout.splitlines()
         if not n.endswith(".clang-format")
     ]
     assert "kernels_cu/square.cu" in listed and "kernels_cu/common/vec.cuh" in listed
-    assert names == {name.replace("kernels_cu/", "cukern/kernels_cu/") for name in listed} | {
-        "pytest_cukern.py"
-    }
+    places = ("kernels_cu/", "cukern/kernels_cu/"), ("benchmarks/results/", "cukern/results/")
+    for source, installed in places:
+        listed = [name.replace(source, installed) for name in listed]
+    assert names == {*listed, "pytest_cukern.py"}
+    assert wheel.stat().st_size <= 1_500_000
 
 
 def test_wheel_holds_the_licence_and_no_compiled_code(wheel):
@@ -111,7 +115,7 @@ def test_sdist_holds_every_file_that_is_not_ignored(tmp_path):
 def test_installed_package_works_from_another_folder(wheel, tmp_path):
     site = wheel.parent / "site"
     code = f"""
-import torch, cukern
+import torch, cukern, cukern.ops
 from cukern.runtime.registry import CASES
 assert cukern.__file__.startswith({str(site)!r}), cukern.__file__
 for name, kernel in CASES["square"].op.kernels(90, [torch.float32]).items():
@@ -132,6 +136,8 @@ def test_installed_command_line_answers_from_another_folder(wheel, tmp_path):
             wheel.name.split("-")[1]
             in run([*command, "--version"], cwd=tmp_path, env={"PYTHONPATH": str(site)}).stdout
         )
+    report = [sys.executable, "-m", "cukern", "report", "--op", "softmax"]
+    assert "wrote report.html" in run(report, cwd=tmp_path, env={"PYTHONPATH": str(site)}).stdout
 
 
 def test_twine_accepts_the_wheel(wheel):

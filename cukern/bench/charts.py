@@ -1,7 +1,6 @@
-"""Draws recorded results: the history of an op over commits, the roofline of a GPU, the ladder of an op's
+"""Recorded results: the history of an op over commits, the roofline of a GPU, the ladder of an op's
 versions."""
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,11 +11,11 @@ from cukern.bench.plot import (
     Figure,
     Rows,
     age,
-    bars,
     beside,
     draw_bars,
     grouped,
     newest_version,
+    ordered,
     panels_of,
 )
 from cukern.bench.record import Recorded
@@ -25,12 +24,7 @@ from cukern.bench.record import Recorded
 def history(found: Sequence[Recorded], device: str) -> Figure:
     """The time of cukern over the commits of one op, a line per shape, pass and dtype; the newest version of
     each commit. The lines with most commits are drawn, forward and backward first."""
-    found = sorted(found, key=lambda one: one.date)
-    lines = _lines(
-        [one for one in found if one.row.provider == "cukern" and " " not in one.row.version and one.commit]
-    )
-    drawn = {commit for _, times in lines for commit in times}
-    order = list(dict.fromkeys(one.commit[:8] for one in found if one.commit[:8] in drawn))
+    order, lines = history_lines(found)
     figure, (panel,) = panels_of([4])
     for label, times in lines:
         points = sorted((order.index(commit), us) for commit, us in times.items())
@@ -44,8 +38,17 @@ def history(found: Sequence[Recorded], device: str) -> Figure:
     return figure
 
 
+def history_lines(found: Sequence[Recorded]) -> tuple[list[str], list[tuple[str, dict[str, float]]]]:
+    """The commits in the order of their dates, and of each line its label and its microseconds by commit."""
+    found = sorted(found, key=lambda one: one.date)
+    lines = _lines(
+        [one for one in found if one.row.provider == "cukern" and " " not in one.row.version and one.commit]
+    )
+    drawn = {commit for _, times in lines for commit in times}
+    return list(dict.fromkeys(one.commit[:8] for one in found if one.commit[:8] in drawn)), lines
+
+
 def _lines(found: Sequence[Recorded]) -> list[tuple[str, dict[str, float]]]:
-    """The label of each line, and its microseconds by commit."""
     lines = []
     for (pass_, shape, dtype), group in grouped(
         found, lambda one: (one.row.pass_, one.row.shape, one.row.dtype)
@@ -73,32 +76,21 @@ def _plain_log_axis(panel: Any, values: Sequence[float]) -> None:
         panel.set_ylim(low / around, high * around)
 
 
-def roofline(rows: Rows, device: str) -> Figure:
-    """FLOP/s over arithmetic intensity: the newest version of each op at its largest shape, below the
-    bandwidth of the fastest copy and the highest measured rate."""
-    figure, (panel,) = panels_of([5])
-    marks, points = itertools.cycle("osD^v<>PX*hdp"), []  # 13 marks and 10 colors: no pair repeats
-    for row in _largest(rows):
-        points.append((row.flops / row.bytes, row.tflops or 0.0))
-        panel.plot(*points[-1], next(marks), label=f"{row.op} {row.version} {row.dtype}")
+def roofline(rows: Rows) -> tuple[dict[str, list[tuple[float, float]]], list[tuple[float, float]]]:
+    """TFLOP/s over flop per byte: the newest version of each op at its largest shape, and the roof: the
+    bandwidth of the fastest copy, then the highest measured rate."""
+    points = {
+        f"{row.op} {row.version} {row.dtype}": [(row.flops / row.bytes, row.tflops)]
+        for row in _largest(rows)
+        if row.tflops
+    }
     copy = max((r.tbps or 0 for r in rows if r.provider == "copy"), default=0)
-    if copy and points:
-        peak = max(y for _, y in points)
-        left, knee, right = min(x for x, _ in points) / 2, peak / copy, max(x for x, _ in points) * 2
-        xs = sorted({left, knee, max(right, knee)})
-        panel.plot(
-            xs,
-            [min(x * copy, peak) for x in xs],
-            "--",
-            color="tab:gray",
-            label=f"copy {copy:.2f} TB/s, and best rate",
-        )
-    title = f"roofline, forward, on {device}"
-    panel.set(xscale="log", yscale="log", xlabel="flop per byte", ylabel="TFLOP/s", title=title)
-    panel.grid(alpha=0.3, which="both")
-    if points:
-        beside(panel)
-    return figure
+    if not copy or not points:
+        return points, []
+    xs, ys = zip(*(point for (point,) in points.values()), strict=True)
+    peak = max(ys)
+    ends = sorted({min(xs) / 2, peak / copy, max(*xs, peak / copy) * 2})
+    return points, [(x, min(x * copy, peak)) for x in ends]
 
 
 def _largest(rows: Rows) -> list[Row]:
@@ -111,21 +103,22 @@ def _largest(rows: Rows) -> list[Row]:
     return [max(group, key=lambda r: r.bytes) for group in groups if group]
 
 
-def ladder(rows: Rows, device: str) -> Figure:
-    """Bars of every version and peer of an op: forward and backward at the shape and dtype that most versions
-    were measured at."""
+def ladder(rows: Rows) -> list[Rows]:
+    """The rows of every version and peer of an op, one list per pass: forward and backward at the shape and
+    dtype that most versions were measured at."""
     own = [
         replace(r, version=r.version.partition(" ")[0])
         for r in rows
         if " " not in r.version and r.pass_ in ("fwd", "bwd")
     ]
+    if not own:
+        return []
     counts = {
         key: len({r.version for r in group}) for key, group in grouped(own, lambda r: (r.shape, r.dtype))
     }
     key = max(counts, key=lambda k: counts[k])
-    return bars(
-        sorted((r for r in own if (r.shape, r.dtype) == key), key=lambda r: r.pass_, reverse=True), device
-    )
+    chosen = sorted((r for r in own if (r.shape, r.dtype) == key), key=lambda r: r.pass_, reverse=True)
+    return [ordered(group) for _, group in grouped(chosen, lambda r: r.pass_)]
 
 
 def ratios(values: dict[str, float], title: str) -> Figure:

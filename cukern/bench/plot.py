@@ -89,12 +89,12 @@ def bars(rows: Rows, device: str) -> Figure:
     tables = [ordered(group) for _, group in grouped(rows, lambda r: (r.op, r.pass_, r.shape, r.dtype))]
     figure, panels = panels_of([0.8 + 0.35 * len(table) for table in tables])
     for table, panel in zip(tables, panels, strict=True):
-        unit, value = _unit(table)
+        name, value = unit(table)
         colors = [_COLORS.get(r.provider, "tab:purple") for r in table]
         draw_bars(panel, {r.name: value(r) for r in table}, colors, "%.3g")
         first = table[0]
         panel.set(
-            xlabel=unit,
+            xlabel=name,
             title=f"{first.op} {first.pass_} {'x'.join(map(str, first.shape))} {first.dtype} on {device}",
         )
     return figure
@@ -107,7 +107,7 @@ def draw_bars(panel: Any, values: dict[str, float], color: Any, text: str) -> No
     panel.invert_yaxis()
 
 
-def _unit(rows: Rows) -> tuple[str, Callable[[Row], float]]:
+def unit(rows: Rows) -> tuple[str, Callable[[Row], float]]:
     """What a picture shows: TFLOP/s for compute-bound ops, TB/s for others if known, else microseconds. An op
     that is measured next to a copy is memory-bound."""
     if all(r.tflops and r.provider != "copy" for r in rows) and rows[0].flops > 8 * rows[0].bytes:
@@ -138,7 +138,7 @@ def lines(rows: Rows, device: str) -> Figure:
 def _curves(panel: Any, rows: Rows, x_of: Callable[[Row], float]) -> None:
     """Draw a line per version and peer, and the limit. Between shapes that differ in several sizes there is
     no line."""
-    (unit, value), connected = _unit(rows), len(_varying(rows)) == 1
+    (name, value), connected = unit(rows), len(_varying(rows)) == 1
     curves = grouped(ordered(_readable(rows)), lambda r: (r.provider, r.version))
     colors = _line_colors([key for key, _ in curves])
     for (provider, version), line in curves:
@@ -153,12 +153,12 @@ def _curves(panel: Any, rows: Rows, x_of: Callable[[Row], float]) -> None:
         panel.plot(
             xs, [value(r) for r in points], label=label, ms=4, color=colors[provider, version], **style
         )
-    if unit == "TFLOP/s":
+    if name == "TFLOP/s":
         for r in [r for r in rows if r.of_limit][:1]:  # refers to the peak rate
             panel.axhline(
                 (r.tflops or 0) / (r.of_limit or 1), ls="--", color="tab:gray", label="limit: peak rate"
             )
-    panel.set(xscale="log", ylabel=unit, ylim=(0, None))
+    panel.set(xscale="log", ylabel=name, ylim=(0, None))
     _set_ticks(panel, {x_of(r) for r in rows})
     panel.grid(alpha=0.3)
     beside(panel)

@@ -82,5 +82,7 @@ def newest(found: Iterable[Recorded]) -> list[Recorded]:
 
 def files() -> list[Path]:
     """The recorded files of the source tree that contains the current folder, else those in the current
-    folder."""
-    return sorted(default_file().parent.glob("*.jsonl"))
+    folder, else those of the installed package."""
+    package = Path(__file__).resolve().parents[1]
+    folders = default_file().parent, package / "results", package.parent / "benchmarks/results"
+    return next((found for folder in folders if (found := sorted(folder.glob("*.jsonl")))), [])

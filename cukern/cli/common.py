@@ -4,20 +4,20 @@ import difflib
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import torch
 import typer
 from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-import cukern.ops  # noqa: F401  fills the registry
-from cukern.bench import environment
-from cukern.bench.measure import name_of
 from cukern.cli import own_file
-from cukern.runtime.registry import CASES, Case
+
+if TYPE_CHECKING:
+    import torch
+
+    from cukern.runtime.registry import Case
 
 _WIDTH = 80  # columns at least, so that no number in a table is cut
 
@@ -29,7 +29,7 @@ def _console(stderr: bool) -> Console:
 
 console, errors = _console(stderr=False), _console(stderr=True)
 
-DTYPES = {"d": torch.float64, "f": torch.float32, "h": torch.float16, "b": torch.bfloat16}
+DTYPES = {"d": "float64", "f": "float32", "h": "float16", "b": "bfloat16"}
 
 OpName = Annotated[
     str, typer.Argument(metavar="OP", help="An op, such as square, or a file that makes one: my_op.py.")
@@ -43,7 +43,7 @@ Dtype = Annotated[
 ]
 
 
-def find_case(name: str) -> Case:
+def find_case(name: str) -> "Case":
     """The case of this name, or of a Python file; see own_file.py. Raises ValueError for an unknown op."""
     if own_file.is_file(name):
         return own_file.find(name)
@@ -52,6 +52,9 @@ def find_case(name: str) -> Case:
             f"{name} has kernels, but no reference: name a Python file that makes an op of them, as cukern "
             f"new writes it"
         )
+    import cukern.ops  # noqa: F401  fills the registry
+    from cukern.runtime.registry import CASES
+
     if name not in CASES:
         close = [f"{name}.py"] if Path(f"{name}.py").is_file() else difflib.get_close_matches(name, CASES, 1)
         hint = f": did you mean {close[0]}? The" if close else "; the"
@@ -65,24 +68,28 @@ def letter_name(letter: str) -> str:
     """The name of the dtype for a letter, such as "float32". Raises ValueError."""
     if letter not in DTYPES:
         raise ValueError(
-            f"--dtype must be one of {', '.join(f'{k} ({name_of(v)})' for k, v in DTYPES.items())}, got "
-            f"{letter!r}"
-        )
-    return name_of(DTYPES[letter])
-
-
-def find_dtype(case: Case, letter: str) -> torch.dtype:
-    """The dtype for a letter. Raises ValueError if the op does not have it."""
-    letter_name(letter)
-    if DTYPES[letter] not in case.op.dtypes:
-        raise ValueError(
-            f"{case.name} has no {name_of(DTYPES[letter])}; it has {', '.join(map(name_of, case.op.dtypes))}"
+            f"--dtype must be one of {', '.join(f'{k} ({v})' for k, v in DTYPES.items())}, got {letter!r}"
         )
     return DTYPES[letter]
 
 
+def torch_dtype(letter: str) -> "torch.dtype":
+    """The dtype for a letter. Raises ValueError."""
+    import torch
+
+    return getattr(torch, letter_name(letter))
+
+
+def find_dtype(case: "Case", letter: str) -> "torch.dtype":
+    """The dtype for a letter. Raises ValueError if the op does not have it."""
+    dtype, known = torch_dtype(letter), [str(d).removeprefix("torch.") for d in case.op.dtypes]
+    if dtype not in case.op.dtypes:
+        raise ValueError(f"{case.name} has no {DTYPES[letter]}; it has {', '.join(known)}")
+    return dtype
+
+
 def find_dims(
-    case: Case, dims: Sequence[int] | None, default: Sequence[tuple[int, ...]]
+    case: "Case", dims: Sequence[int] | None, default: Sequence[tuple[int, ...]]
 ) -> list[tuple[int, ...]]:
     """A list with the given DIMS, or the default. Raises ValueError for sizes that the op cannot have or that
     do not fit in memory."""
@@ -99,6 +106,8 @@ def find_dims(
         raise ValueError(f"{named}: a size that it divides by is 0") from None
     except (RuntimeError, TypeError):  # sizes, or products of them, overflow
         raise ValueError(f"{named}: no memory holds so many elements") from None
+    from cukern.bench import environment
+
     need, memory = sum(x.nbytes for x in inputs), environment.memory()
     if need > memory:
         raise ValueError(

@@ -11,14 +11,12 @@ import textwrap
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-import torch
 import typer
 
-from cukern.bench import environment
 from cukern.cli.common import console, say
-from cukern.runtime.compile import cache, compiler
+from cukern.runtime.compile import cache
 from cukern.runtime.compile.sources import Source, kernels_dir
 
 _MARKS = {
@@ -29,6 +27,7 @@ _MARKS = {
 }
 
 _WHEELS = "pip install --force-reinstall nvidia-cuda-nvrtc-cu12 nvidia-cuda-runtime-cu12"
+_SOURCES = "make the files readable (chmod -R a+rX), or install cukern again"
 _OWN_CACHE = "set CUKERN_CACHE_DIR to a folder that you can write, and nobody else but root (chmod go-w)"
 
 
@@ -43,10 +42,14 @@ class Finding:
     mend: str = ""
 
 
-def doctor() -> None:
+def doctor(
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Import no package and compile nothing: takes half a second.")
+    ] = False,
+) -> None:
     """Report what is installed and missing, and how to fix it. Exits with 1 if something required is
     missing."""
-    findings = list(examine())
+    findings = list(examine(quick))
     for one in findings:
         console.print(f"{_MARKS[one.state]} [bold]{one.what:<18}[/bold]", end=" ")
         say(_beside(" ".join(one.found.split())))
@@ -63,9 +66,36 @@ def _beside(text: str) -> str:
     return textwrap.fill(text, console.width - 22, break_on_hyphens=False).replace("\n", "\n" + 22 * " ")
 
 
-def examine() -> Iterator[Finding]:
-    """Everything that cukern needs or can use. What is needed by later entries comes first."""
+def examine(quick: bool = False) -> Iterator[Finding]:
+    """Everything that cukern needs or can use. `quick`: without importing packages."""
     yield Finding("ok", "Python", f"{platform.python_version()} ({sys.executable})")
+    if quick:
+        yield from _package("torch", "torch", "see https://pytorch.org", quick, "missing")
+        yield from _package("CuPy", "cupy", "pip install cupy-cuda12x", quick, "missing")
+        yield from _tried("kernel sources", _sources, _SOURCES)
+    else:
+        yield from _working()
+    yield from _tried("cache", _caches, _OWN_CACHE, required=False)
+    yield from _package(
+        "Triton", "triton", "a peer in cukern bench, and torch.compile on a GPU: pip install triton", quick
+    )
+    yield from _package("matplotlib", "matplotlib", "cukern bench --plot: pip install matplotlib", quick)
+    yield _program("nvcc", "only the peer load_inline of cukern bench needs it: install the CUDA toolkit")
+    yield _program(
+        "ncu", "cukern profile --ncu: install Nsight Compute, https://developer.nvidia.com/nsight-compute"
+    )
+    yield _program("compute-sanitizer", "to look for memory errors and races: install the CUDA toolkit")
+
+
+def _working() -> Iterator[Finding]:
+    """The packages that cukern needs, tried by importing them and compiling a kernel, and the GPU. What is
+    needed by later entries comes first."""
+    import torch
+
+    from cukern.runtime.compile import compiler
+    from cukern.runtime.launch.backend import simulating
+
+    simulating()  # reports a wrong CUKERN_BACKEND
     yield Finding(
         "ok",
         "torch",
@@ -76,9 +106,7 @@ def examine() -> Iterator[Finding]:
         *_tried("CuPy", _cupy, "pip install --force-reinstall cupy-cuda12x"),
         *_tried("NVRTC", _nvrtc, _WHEELS),
         *_tried("CUDA headers", lambda: str(compiler.cuda_include()), _WHEELS),
-        *_tried(
-            "kernel sources", _sources, "make the files readable (chmod -R a+rX), or install cukern again"
-        ),
+        *_tried("kernel sources", _sources, _SOURCES),
     ]
     yield from needed
     if not any(one.state == "missing" for one in needed):
@@ -86,16 +114,6 @@ def examine() -> Iterator[Finding]:
     yield from _tried(
         "GPU", _gpus, "see https://pytorch.org and https://www.nvidia.com/drivers", required=False
     )
-    yield from _tried("cache", _caches, _OWN_CACHE, required=False)
-    yield from _package(
-        "Triton", "triton", "a peer in cukern bench, and torch.compile on a GPU: pip install triton"
-    )
-    yield from _package("matplotlib", "matplotlib", "cukern bench --plot: pip install matplotlib")
-    yield _program("nvcc", "only the peer load_inline of cukern bench needs it: install the CUDA toolkit")
-    yield _program(
-        "ncu", "cukern profile --ncu: install Nsight Compute, https://developer.nvidia.com/nsight-compute"
-    )
-    yield _program("compute-sanitizer", "to look for memory errors and races: install the CUDA toolkit")
 
 
 def _tried(
@@ -113,6 +131,8 @@ def _tried(
 
 
 def _cupy() -> str | list[Finding]:
+    from cukern.bench import environment
+
     wheels = environment.cupy_wheels()
     found = ", ".join(f"{name} {version}" for name, version in wheels.items()) or "not installed"
     if len(wheels) > 1:
@@ -128,6 +148,8 @@ def _cupy() -> str | list[Finding]:
 
 
 def _nvrtc() -> str:
+    from cukern.runtime.compile import compiler
+
     return (
         f"{'.'.join(map(str, compiler.nvrtc().getVersion()))} (wheel or library {compiler.nvrtc_version()})"
     )
@@ -145,12 +167,18 @@ def _sources() -> str:
 
 def _compiles() -> str:
     """Compile a kernel, because NVRTC loads more libraries at its first compilation."""
+    from cukern.runtime.compile import compiler
+
     text = '#include <cuda_fp16.h>\nextern "C" __global__ void k(__half* x) { *x = __float2half(1.f); }\n'
     with compiler.compiled(Source.from_text(text), ("k",), "sm_80"):
         return "makes machine code"
 
 
 def _gpus() -> Iterator[Finding]:
+    import torch
+
+    from cukern.bench import environment
+
     driver = environment.smi("driver_version")
     if not torch.cuda.is_available():
         yield Finding(
@@ -179,6 +207,8 @@ def _gpus() -> Iterator[Finding]:
 
 
 def _why_no_gpu() -> str:
+    import torch
+
     if torch.version.cuda is None:
         return "torch is built without CUDA: install a CUDA build, see https://pytorch.org"
     with warnings.catch_warnings(record=True):
@@ -211,11 +241,17 @@ def _caches() -> Iterator[Finding]:
     )
 
 
-def _package(what: str, module: str, mend: str) -> list[Finding]:
+def _package(
+    what: str, module: str, mend: str, quick: bool, without: Literal["absent", "missing"] = "absent"
+) -> list[Finding]:
     def find() -> str | list[Finding]:
         if importlib.util.find_spec(module) is None:
-            return [Finding("absent", what, "not installed", mend)]
-        return str(getattr(importlib.import_module(module), "__version__", "installed"))
+            return [Finding(without, what, "not installed", mend)]
+        return (
+            "installed"
+            if quick
+            else str(getattr(importlib.import_module(module), "__version__", "installed"))
+        )
 
     return _tried(what, find, f"pip install --force-reinstall {module}", required=False)
 

@@ -146,19 +146,17 @@ def profile(
     """The share of each op in an update, on random tokens: device time on the GPU, else CPU time."""
     check_plot(plot)
     place, B, T = pick_device(device), 4 if batch is None else batch, 1024 if seq_len is None else seq_len
+    if place == "cpu" and device is None and model != "small" and not model.endswith(".bin"):
+        raise ValueError(
+            f"-e {model} needs a GPU, and torch.cuda sees none: use -e small -t 64; on --device cpu it "
+            f"takes minutes"
+        )
     made = make_model(model, T, place)
     expect(
         B > 0 and 0 < T <= made.config.max_seq_len,
         f"-b of at least 1 and -t from 1 to {made.config.max_seq_len}",
         f"{B} and {T}",
     )
-    if place == "cpu" and model != "small":
-        say(
-            f"There is no GPU in use: an update of {model} takes minutes on a CPU. -e small -t 64 takes "
-            f"seconds.",
-            "yellow",
-            common.errors,
-        )
     optimizer = cukern.AdamW(made.decay_groups(0.1), lr=1e-4, max_norm=1.0)
     x, y = torch.randint(made.config.vocab_size, (2, B, T), dtype=torch.int64, device=place)
 

@@ -15,7 +15,7 @@ import torch
 import typer
 
 from cukern.cli import common
-from cukern.cli.common import DTYPES, say
+from cukern.cli.common import say, torch_dtype
 from cukern.gpt2 import data
 from cukern.gpt2.checkpoint import read_model, write_model
 from cukern.gpt2.data import read_tokenizer, write_tokenizer
@@ -161,7 +161,7 @@ def convert(
     try:
         config, parameters = read_model(source) if source.suffix == ".bin" else read_hugging_face(source)
         own = parameters["wte"].dtype
-        wanted = DTYPES[dtype] if dtype else torch.float32 if own == torch.float16 else own
+        wanted = torch_dtype(dtype) if dtype else torch.float32 if own == torch.float16 else own
         parameters = {name: tensor.to(wanted) for name, tensor in parameters.items()}
         if target.suffix == ".bin":
             write_model(target, config, parameters)

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from cukern.bench import environment
 from cukern.bench.environment import float32_products
 from cukern.cli.bench import check_plot
-from cukern.cli.common import DTYPES, console, say
+from cukern.cli.common import console, say, torch_dtype
 from cukern.gpt2 import checkpoint, parallel
 from cukern.gpt2.checkpoint import Config
 from cukern.gpt2.data import Tokenizer, byte_tokenizer, read_tokenizer, tokenize, write_shards
@@ -61,7 +61,7 @@ def make_model(
     else:
         config = sizes_of(name, seq_len)
     own = torch.float32 if parameters is None else parameters["wte"].dtype
-    model = GPT2(config, device=device, dtype=DTYPES[dtype] if dtype else own, **options)
+    model = GPT2(config, device=device, dtype=torch_dtype(dtype) if dtype else own, **options)
     if parameters is None:
         model.initialize(seed)
     else:

@@ -11,7 +11,7 @@ import typer
 
 import cukern
 from cukern.cli.common import say
-from cukern.runtime.registry import CASES
+from cukern.cli.names import NAMES
 
 _TEMPLATES = Path(__file__).with_name("templates")
 _USED = ("forward", "backward", "reference", "make", "transpose")  # names of functions in the templates
@@ -57,13 +57,13 @@ def new(
 def _check_name(name: str, tree: Path | None) -> None:
     if not name.isidentifier() or not name.isascii() or keyword.iskeyword(name):
         raise ValueError(f"NAME must be an identifier, of letters, digits and _, got {name!r}")
-    if name in (*CASES, *_USED):
+    if name in (*NAMES, *_USED):
         raise ValueError(
-            f"NAME must not be {name!r}, which {'is an op of cukern' if name in CASES else 'the files use'}"
+            f"NAME must not be {name!r}, which {'is an op of cukern' if name in NAMES else 'the files use'}"
         )
     if tree is None and importlib.util.find_spec(name) is not None:
         raise ValueError(f"NAME must not be that of an installed module, got {name!r}")
-    if tree is not None and hasattr(cukern, name):
+    if tree is not None and name in dir(cukern):
         raise ValueError(f"NAME must not be a public name of cukern, got {name!r}")
 
 
@@ -126,11 +126,13 @@ def _in_tree(tree: Path, name: str, kind: str) -> dict[str, str]:
 
 def _registered(tree: Path, name: str) -> dict[str, str]:
     """The files that list the ops, with this one in its place."""
-    ops, public, menu = "cukern/ops/__init__.py", "cukern/__init__.py", "mkdocs.yml"
-    texts = {path: (tree / path).read_text() for path in (ops, public, menu)}
+    ops, api, public = "cukern/ops/__init__.py", "cukern/api.py", "cukern/__init__.py"
+    names, menu = "cukern/cli/names.py", "mkdocs.yml"
+    texts = {path: (tree / path).read_text() for path in (ops, api, public, names, menu)}
     texts[ops] = _inserted(texts[ops], "from cukern.ops import ", f"from cukern.ops import {name} as {name}")
-    texts[public] = _inserted(texts[public], "from cukern.ops.", f"from cukern.ops.{name} import {name}")
+    texts[api] = _inserted(texts[api], "from cukern.ops.", f"from cukern.ops.{name} import {name}")
     texts[public] = _inserted(texts[public], '    "', f'    "{name}",')
+    texts[names] = texts[names].replace('_TEXT = """\n', f'_TEXT = """\n{name}\n', 1)
     for folder in ("ops", "notes"):
         texts[menu] = _inserted(texts[menu], f"      - {folder}/", f"      - {folder}/{name}.md")
     return texts

@@ -8,11 +8,11 @@ import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from cukern.runtime.compile.sources import Source, blanked
-from cukern.runtime.launch.kernel import Kernel
-from cukern.runtime.launch.load import load
-from cukern.runtime.registry import CASES, Case
+if TYPE_CHECKING:
+    from cukern.runtime.launch.kernel import Kernel
+    from cukern.runtime.registry import Case
 
 _ran: set[str] = set()  # the files
 
@@ -25,9 +25,12 @@ def is_source(name: str) -> bool:
     return name.endswith(".cu")
 
 
-def kernels_of(file: str, names: Sequence[str]) -> dict[str, Kernel]:
+def kernels_of(file: str, names: Sequence[str]) -> "dict[str, Kernel]":
     """The kernels of a .cu file: those named, such as "scale<float>", else all that are no templates. Raises
     ValueError if all are templates or there is none, and FileNotFoundError."""
+    from cukern.runtime.compile.sources import Source, blanked
+    from cukern.runtime.launch.load import load
+
     source = Source.read(file)
     templates = [
         k
@@ -45,9 +48,11 @@ def kernels_of(file: str, names: Sequence[str]) -> dict[str, Kernel]:
     return {kernel.name: kernel for kernel in (load(file, name) for name in wanted)}
 
 
-def find(name: str) -> Case:
+def find(name: str) -> "Case":
     """The op that a file defines. Raises ValueError for a file that fails or has no such op, or several;
     FileNotFoundError."""
+    from cukern.runtime.registry import CASES
+
     path, _, wanted = name.partition(":")
     if not Path(path).is_file():
         raise FileNotFoundError(f"there is no file {path!r}")
@@ -69,6 +74,8 @@ def forget() -> None:
 @functools.lru_cache
 def _ops_of(file: Path, changed: int) -> list[str]:
     """Run the file once. Returns the names of the ops that it defined."""
+    from cukern.runtime.registry import CASES
+
     before = dict(CASES)
     _ran.add(str(file))
     spec = importlib.util.spec_from_file_location(file.stem, file)

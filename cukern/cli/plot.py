@@ -2,13 +2,14 @@
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from cukern.bench import charts, record
+from cukern.bench import charts, environment, record
 from cukern.bench import plot as pictures
 from cukern.bench.measure import Row
 from cukern.bench.record import Recorded
@@ -17,7 +18,11 @@ from cukern.cli.common import console, say
 
 From = Annotated[
     list[Path] | None,
-    typer.Option("--from", metavar="FILE", help="Recorded results; by default benchmarks/results/*.jsonl."),
+    typer.Option(
+        "--from",
+        metavar="FILE",
+        help="Recorded results; by default those of the current folder, else cukern's.",
+    ),
 ]
 
 
@@ -33,7 +38,10 @@ def plot(
         typer.Option("--pass", metavar="fwd|bwd,...", help="Only these passes; by default fwd and bwd."),
     ] = None,
     gpu: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Only GPUs with this in their name.")
+        str | None,
+        typer.Option(
+            metavar="NAME", help="A GPU with this in its name; by default yours, else one with most results."
+        ),
     ] = None,
     history: Annotated[
         bool, typer.Option("--history", help="Time over commits, instead of throughput over size.")
@@ -49,14 +57,20 @@ def plot(
         raise ValueError(f"no recorded result of {op!r}")
     passes = pass_.split(",") if pass_ else ["fwd", "bwd"]
     found = [one for one in found if _wanted(one, dims, dtype, passes, gpu)]
-    gpus = sorted({one.gpu for one in found})
-    if not gpus:
+    if not found:
         raise ValueError(f"no recorded result of {op!r} has these sizes, dtype, pass and GPU")
-    if len(gpus) != 1:
-        raise ValueError(f"the results are of {', '.join(gpus)}; choose one with --gpu")
+    gpus = Counter(one.gpu for one in found)
+    mine = environment.gpu_name()
+    name = mine if mine and mine in gpus else gpus.most_common(1)[0][0]
+    _draw([one for one in found if one.gpu == name], name, history, file)
+    if len(gpus) > 1:
+        say(f"--gpu chooses another of {', '.join(sorted(gpus))}")
+
+
+def _draw(found: Sequence[Recorded], name: str, history: bool, file: Path) -> None:
     rows = [one.row for one in record.newest(found) if " " not in one.row.version]
-    pictures.save(charts.history(found, gpus[0]) if history else pictures.drawn(rows, gpus[0]), file)
-    say(f"drawn to {file}")
+    pictures.save(charts.history(found, name) if history else pictures.drawn(rows, name), file)
+    say(f"drawn to {file}: {name}")
 
 
 def load(files: Sequence[Path] | None) -> list[Recorded]:
@@ -85,15 +99,20 @@ def _wanted(
 
 
 def compare(
-    a: Annotated[str, typer.Argument(metavar="A", help="A recorded file, or FILE@COMMIT.")],
-    b: Annotated[str, typer.Argument(metavar="B", help="Another file or commit.")],
+    a: Annotated[
+        str, typer.Argument(metavar="A", help="A GPU, such as h100, or a file; @COMMIT may follow.")
+    ],
+    b: Annotated[str, typer.Argument(metavar="B", help="Another one.")],
     op: Annotated[str | None, typer.Option("--op", metavar="OP", help="Only this op.")] = None,
     peers: Annotated[bool, typer.Option("--peers", help="Peers and copies too.")] = False,
     most: Annotated[int, typer.Option(min=1, help="Rows of the table: those that differ most.")] = 30,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the ratios.")] = None,
 ) -> None:
-    """Compare two GPUs or two commits: the time of each measurement that both have, and the ratio. Above 1, B
-    is slower."""
+    """Compare recorded results of two GPUs or two commits: the time of each measurement that both have, and
+    the ratio. Above 1, B is slower.
+
+        cukern compare h100 h200
+    """
     bench.check_plot(plot)
     (name_a, rows_a), (name_b, rows_b) = _side(a, op, peers), _side(b, op, peers)
     ratios = {row: rows_b[key].median_us / row.median_us for key, row in rows_a.items() if key in rows_b}
@@ -135,7 +154,7 @@ def _side(text: str, op: str | None, peers: bool) -> tuple[str, dict[Any, Row]]:
     """The GPUs and commits of A or B as text, and the newest row of each measurement there, of the op or of
     all ops."""
     name, _, commit = text.partition("@")
-    found = [one for one in record.read(Path(name)) if one.commit.startswith(commit)]
+    found = [one for one in _results_of(name) if one.commit.startswith(commit)]
     if not found:
         raise ValueError(
             f"{name} has no results of commit {commit!r}" if commit else f"{name} has no results"
@@ -143,6 +162,15 @@ def _side(text: str, op: str | None, peers: bool) -> tuple[str, dict[Any, Row]]:
     gpus, commits = _listed(one.gpu for one in found), _listed(one.commit[:8] for one in found)
     rows = [one.row for one in found if op in (None, one.row.op) and (peers or one.row.provider == "cukern")]
     return f"{gpus}, {commits}", {row.key: row for row in rows}
+
+
+def _results_of(name: str) -> list[Recorded]:
+    """The rows of a file, or those of a GPU. Raises ValueError."""
+    if Path(name).is_file():
+        return record.read(Path(name))
+    if found := [one for one in load(None) if name.lower() in one.gpu.lower()]:
+        return found
+    raise ValueError(f"{name!r} is neither a file nor a GPU of the recorded results")
 
 
 def _listed(values: Iterable[str]) -> str:

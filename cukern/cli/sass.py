@@ -9,20 +9,22 @@ import tempfile
 from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.text import Text
 
+import cukern
 from cukern.cli import common, own_file
 from cukern.cli.common import console, say
-from cukern.cli.compile import capability_of, targets
-from cukern.runtime.compile.compiler import Cubin, SetupError
-from cukern.runtime.launch.kernel import Kernel
+
+if TYPE_CHECKING:
+    from cukern.runtime.compile.compiler import Cubin
+    from cukern.runtime.launch.kernel import Kernel
 
 _NOT_INSTALLED = """\
-nvdisasm is not on the PATH, in $CUDA_HOME/bin or in Triton's wheel. It comes with the CUDA toolkit;
-alone with conda install -c nvidia cuda-nvdisasm; or with pip install triton"""
+nvdisasm is not on the PATH, in $CUDA_HOME/bin or in a wheel. Run: pip install "cukern[sass]". It also
+comes with the CUDA toolkit, with Triton, and alone with conda install -c nvidia cuda-nvdisasm"""
 
 # Kinds of instructions by the first part of their names; the first that fits counts.
 KINDS = {
@@ -66,12 +68,14 @@ def sass(
 ) -> None:
     """Count the machine instructions of OP's kernels by kind and by source line. Needs nvdisasm, and no
     GPU."""
+    from cukern.cli.compile import capability_of, targets
+
     program, (target, _) = disassembler(), targets(arch, None)[-1]
     for name, one in _kernels(op, kernel, capability_of(target)).items():
         _show(name, one, one.compile(target), program, lines, text)
 
 
-def _kernels(op: str, kernel: str | None, capability: int) -> dict[str, Kernel]:
+def _kernels(op: str, kernel: str | None, capability: int) -> "dict[str, Kernel]":
     if own_file.is_source(op):
         return own_file.kernels_of(op, [kernel] if kernel else [])
     known = common.find_case(op).op.kernels(capability)
@@ -86,14 +90,15 @@ def _kernels(op: str, kernel: str | None, capability: int) -> dict[str, Kernel]:
 def disassembler() -> str:
     """The path of nvdisasm. Raises SetupError."""
     folders = [Path(os.environ[name]) / "bin" for name in ("CUDA_HOME", "CUDA_PATH") if name in os.environ]
-    triton = find_spec("triton")
-    if triton is not None and triton.origin:
-        folders.append(Path(triton.origin).parent / "backends/nvidia/bin")
+    for wheel, place in (("nvidia", "*/bin"), ("triton", "backends/nvidia/bin")):
+        spec = find_spec(wheel)
+        roots = spec.submodule_search_locations or () if spec else ()
+        folders += [folder for root in roots for folder in Path(root).glob(place)]
     program = shutil.which("nvdisasm") or next(
         (str(f / "nvdisasm") for f in folders if (f / "nvdisasm").is_file()), None
     )
     if program is None:
-        raise SetupError(_NOT_INSTALLED)
+        raise cukern.SetupError(_NOT_INSTALLED)
     return program
 
 
@@ -105,7 +110,7 @@ def disassembled(program: str, code: bytes) -> str:
         file.flush()
         done = subprocess.run([program, "-c", "-g", file.name], capture_output=True, text=True)
     if done.returncode:
-        raise SetupError(f"{program} failed: {done.stderr.strip() or done.stdout.strip()}")
+        raise cukern.SetupError(f"{program} failed: {done.stderr.strip() or done.stdout.strip()}")
     return done.stdout
 
 
@@ -124,7 +129,7 @@ def counted(listing: str) -> tuple[Counter[str], Counter[tuple[str, int]]]:
     return kinds, places
 
 
-def _show(name: str, kernel: Kernel, cubin: Cubin, program: str, most: int, text: bool) -> None:
+def _show(name: str, kernel: "Kernel", cubin: "Cubin", program: str, most: int, text: bool) -> None:
     listing = disassembled(program, cubin.code)
     if text:
         return say(listing)

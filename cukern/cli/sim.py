@@ -16,7 +16,7 @@ from cukern.runtime.launch.backend import backend
 from cukern.runtime.launch.load import load
 
 
-def simulate(
+def sim(
     file: Annotated[
         Path,
         typer.Argument(

@@ -118,9 +118,45 @@ def test_a_dirty_tree_is_not_recorded(monkeypatch):
     assert "--record needs a clean tree" in refused("bench", "square", 8, "--record")
 
 
-def test_importing_it_is_light():
-    code = "import sys, cukern.cli; print(sorted({'cupy', 'triton', 'matplotlib'} & set(sys.modules)))"
-    assert run_python(code).stdout.strip() == "[]"
+def test_commands_start_without_torch(tmp_path):
+    """Those that need no op, and wrong commands and options."""
+    code = f"""
+import os, sys
+from typer.testing import CliRunner
+from cukern.cli import app
+os.chdir({str(tmp_path)!r})
+def run(line, status):
+    result = CliRunner().invoke(app, line.split())
+    heavy = {{"torch", "cupy", "triton", "matplotlib"}} & set(sys.modules)
+    assert (result.exit_code, heavy) == (status, set()), (line, result.output, heavy)
+for line in ("--version", "--help", "new --help", "new my_silu --kind row", "sass --help", "doctor --quick"):
+    run(line, 0)
+for line in ("nothing", "--nothing", "new --nothing", "sass --nothing", "new my_op --kind x", "new softmax"):
+    run(line, 2)
+"""
+    assert run_python(code).returncode == 0 and (tmp_path / "my_silu.cu").is_file()
+
+
+def test_public_names_are_imported_at_first_use():
+    """And `import cukern` alone imports little. Names that do not exist say so."""
+    code = """
+import sys, cukern
+assert not {"torch", "numpy", "cukern.api"} & set(sys.modules)
+assert set(cukern.__all__) | {"layers", "sim", "__version__"} <= set(dir(cukern))
+assert "torch" not in sys.modules and not hasattr(cukern, "nothing")
+names = {}
+exec("from cukern import *", names)
+assert set(cukern.__all__) <= set(names) and cukern.tune is vars(cukern)["tune"] is names["tune"]
+import pickle, torch
+assert pickle.loads(pickle.dumps(cukern.tune)) is cukern.tune and torch.ops.cukern._square
+"""
+    assert run_python(code).returncode == 0
+    code = """
+import torch, cukern
+square = torch.compile(lambda x: cukern.square(x), fullgraph=True, backend="eager")
+print(square(torch.full((1,), 3.0)).item())
+"""
+    assert run_python(code).stdout.strip() == "9.0"
 
 
 @pytest.mark.parametrize(
@@ -413,6 +449,14 @@ def test_doctor_reports_every_component():
         "compute-sanitizer",
     ):
         assert word in out
+
+
+def test_a_quick_doctor(monkeypatch):
+    """test_commands_start_without_torch sees that it imports no package."""
+    out = call("doctor", "--quick").stdout
+    assert "torch" in out and "kernel sources" in out and "cache" in out and "compiler" not in out
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "cupy" else True)
+    assert "pip install cupy-cuda12x" in call("doctor", "--quick", status=1).stdout
 
 
 def test_doctor_warns_of_two_cupy_wheels(monkeypatch):

@@ -342,6 +342,7 @@ def test_kernels_of_the_fork(folder, monkeypatch, given):
             ("profile", "-e", "tiny.bin", "-t", 17),
             "expected -b of at least 1 and -t from 1 to 16; found 4 and 17",
         ),
+        (("profile",), "-e d12 needs a GPU, and torch.cuda sees none: use -e small -t 64"),
         (("data",), "expected text files or --starter-pack; found neither"),
         (("data", "tiny.bin", "--starter-pack"), "expected text files or --starter-pack; found both"),
         (("data", "none.txt"), "No such file or directory: 'none.txt'"),

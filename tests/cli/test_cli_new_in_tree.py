@@ -32,7 +32,9 @@ def test_a_new_op_is_registered_and_its_tests_pass(tree):
     said = new(tree, "my_rms", "--kind", "row").stdout
     assert (
         "kernels_cu/my_rms.cu" in said
-        and "registered in cukern/ops/__init__.py, cukern/__init__.py, mkdocs.yml" in said
+        and "registered in cukern/ops/__init__.py, cukern/api.py, cukern/__init__.py, cukern/cli/names.py, "
+        "mkdocs.yml"
+        in said
     )
     assert "my_op" not in "".join(p.read_text() for p in tree.rglob("*my_rms*") if p.is_file())
     tests = [

@@ -4,14 +4,16 @@ import json
 import re
 import shutil
 import subprocess
+import time
 from dataclasses import replace
 
 import pytest
 from helpers import TREE
 from test_cli import call, refused
 
-from cukern.bench import charts, record
+from cukern.bench import charts, environment, record
 from cukern.bench import plot as pictures
+from cukern.cli import report
 
 FACTS = {"dirty": False, "driver": "1", "torch": "2.11", "cupy": "14", "nvrtc": "13"}
 
@@ -142,12 +144,13 @@ def test_points_of_shapes_that_differ_in_several_sizes(folder):
     pictures.save(figure, folder / "x.svg")
 
 
-def test_each_op_of_a_roofline_has_its_own_mark(folder):
+def test_each_op_of_a_roofline_has_its_own_color(folder):
     rows = [replace(one.row, op=f"op{i}") for one in record.read(folder / "a.jsonl")[:1] for i in range(30)]
-    figure = charts.roofline(rows, "X")
-    marks = [(c.get_marker(), c.get_color()) for c in figure.axes[0].get_lines()]
-    assert len(set(marks)) == len(marks) == 30
-    pictures.save(figure, folder / "x.svg")
+    copy = replace(rows[0], provider="copy", version="")
+    points, roof = charts.roofline([*rows, copy])
+    assert len({report.color(i) for i in range(len(points))}) == len(points) == 30
+    peak = max(y for ((_, y),) in points.values())
+    assert len(roof) == 3 and all(y == min(copy.tbps * x, peak) for x, y in roof)
 
 
 def test_only_the_newest_of_many_versions_is_a_line(folder):
@@ -167,6 +170,26 @@ def test_plot_of_recorded_results(folder):
     assert "<svg" in (folder / "x.svg").read_text()
     call("plot", "softmax", 8, "*", "--from", "a.jsonl", "--history", "--dtype", "f", "--pass", "fwd")
     assert (folder / "softmax.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_plot_chooses_a_gpu(folder, monkeypatch):
+    """Yours, else one with most results."""
+    (folder / "b.jsonl").write_text((folder / "b.jsonl").read_text() * 2)
+    out = call("plot", "softmax").stdout
+    assert out == "drawn to softmax.png: NVIDIA B\n--gpu chooses another of NVIDIA A, NVIDIA B\n"
+    monkeypatch.setattr(environment, "gpu_name", lambda: "NVIDIA A")
+    assert "softmax.png: NVIDIA A" in call("plot", "softmax").stdout
+
+
+def test_results_of_the_package_are_used_where_there_are_none(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert "drawn to square.png: NVIDIA H200" in call("plot", "square").stdout
+    assert re.search(
+        r"A: NVIDIA H100.*\nB: NVIDIA H200", call("compare", "h100", "h200", "--op", "rope_qk").stdout
+    )
+    start = time.process_time()
+    call("report")
+    assert time.process_time() - start <= 5 and (tmp_path / "report.html").stat().st_size <= 1_500_000
 
 
 def test_bench_draws_lines_into_a_folder(tmp_path):
@@ -205,7 +228,6 @@ def test_compare_two_gpus_and_two_commits(folder):
 
 REFUSED = {
     "plot layernorm": "no recorded result of 'layernorm'",
-    "plot softmax": "the results are of NVIDIA A, NVIDIA B; choose one with --gpu",
     "plot softmax 9": "no recorded result of 'softmax' has these sizes, dtype, pass and GPU",
     "plot softmax --dtype x": "--dtype must be one of d (float64)",
     "plot softmax --from none.jsonl": "none.jsonl",
@@ -213,6 +235,7 @@ REFUSED = {
     "plot softmax --from empty.jsonl": "there are no recorded results",
     "plot softmax --gpu a --out x.y": "--plot must name a file that ends with",
     "compare a.jsonl@cccc b.jsonl": "a.jsonl has no results of commit 'cccc'",
+    "compare none.jsonl b.jsonl": "'none.jsonl' is neither a file nor a GPU of the recorded results",
     "compare a.jsonl b.jsonl --op rope": "have no measurement in common of 'rope'",
     "report --op rope": "no recorded result of 'rope'",
     "bench rope 1 8 2 8 --over Q=1,2": "--over must be one of B, S, H, D with its values, such as "
@@ -233,9 +256,17 @@ def test_what_is_refused(command, folder):
 
 
 def test_report_is_one_page_that_loads_nothing(folder):
-    call("report", "--out", "page.html")
+    call("report", "-o", "page.html")
     page = (folder / "page.html").read_text()
-    assert page.count("<svg") == 6 and "<script" not in page, "a roofline, a ladder and a history per GPU"
+    assert page.count("<svg") == 4 and "<script" not in page, "a roofline and a history per GPU"
+    assert "prefers-color-scheme: dark" in page and 'name="viewport"' in page
+    bars = re.findall(r"<span>([^<]+)</span><i style=\"width:([\d.]+)%;background:([^\"]+)\"", page)
+    assert [bar[:2] for bar in bars[:4]] == [
+        ("cukern v1", "50.0"), ("cukern v2", "100.0"), ("torch", "33.3"), ("copy", "33.3")
+    ]  # fmt: skip
+    assert len({color for _, _, color in bars[:4]}) == 3, "one of cukern, one of each peer"
+    points = re.findall(r'<circle cx="([\d.]+)" cy="([\d.]+)"', page)
+    assert len(points) > 8 and all(42 <= float(x) <= 392 and 8 <= float(y) <= 226 for x, y in points)
     assert not re.search(r'(?:src|href)="(?!#)(?!http://www\.w3\.org)', page), "nothing is loaded"
     ids = re.findall(r'\bid="([^"]+)"', page)
     assert len(ids) == len(set(ids)) and {m for m in re.findall(r'href="#([^"]+)"', page)} <= set(ids)
@@ -266,7 +297,7 @@ def test_report_in_a_browser(folder):
     dom = subprocess.run(
         [CHROMIUM, *options, "--dump-dom", page], capture_output=True, text=True, timeout=60
     ).stdout
-    assert dom.count("<svg") == 6 and dom.count("<h3") == 2 and "NVIDIA B" in dom
+    assert dom.count("<svg") == 4 and dom.count("<h3") == 2 and "NVIDIA B" in dom
     subprocess.run(
         [CHROMIUM, *options, f"--screenshot={folder / 'page.png'}", page],
         capture_output=True,

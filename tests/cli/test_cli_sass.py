@@ -56,7 +56,17 @@ def test_without_nvdisasm_the_cure_is_named(monkeypatch):
     for name in ("CUDA_HOME", "CUDA_PATH", "PATH"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(sass, "find_spec", lambda name: None)
-    assert "conda install -c nvidia cuda-nvdisasm" in refused("sass", "square")
+    assert 'pip install "cukern[sass]"' in refused("sass", "square")
+
+
+def test_the_wheel_of_nvdisasm_is_found(monkeypatch, tmp_path):
+    for name in ("CUDA_HOME", "CUDA_PATH", "PATH"):
+        monkeypatch.delenv(name, raising=False)
+    program = tmp_path / "nvidia/cu99/bin/nvdisasm"
+    program.parent.mkdir(parents=True)
+    program.write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert sass.disassembler() == str(program)
 
 
 @pytest.fixture
