@@ -107,6 +107,7 @@ SLOW = re.compile(
             r"test_small_results|test_neighbouring_heads|test_every_length",
             r"softmax.*(rows_of_|rows_that|any_alignment|long_rows|every_row_storage|every_size)|"
             r"test_gradients_in_torch|embedding.*gradcheck",
+            r"test_two_ranks_against_float64",
             r"integrations.*(compiled_whole|in_the_simulator)|test_losses_with_weights_as_torch.*sim",
             # of the trainer
             r"test_killed_at_any|test_newcomer|test_study$|test_ten_steps|test_recomputation|"

@@ -7,6 +7,7 @@ CUDA blocks with a title become files, Python blocks run in order, console lines
 import doctest
 import importlib.util
 import inspect
+import json
 import re
 import shlex
 import sys
@@ -112,7 +113,7 @@ def test_commands_and_options_exist(page):
 # ---- docstrings
 
 PUBLIC = {name: getattr(cukern, name) for name in cukern.__all__ if callable(getattr(cukern, name))}
-PUBLIC |= {f"Kernel.{name}": getattr(Kernel, name) for name in ("__call__", "compile", "raw")}
+PUBLIC |= {f"Kernel.{name}": getattr(Kernel, name) for name in ("__call__", "compile", "raw", "variable")}
 PUBLIC |= {f"sim.{name}": getattr(cukern.sim, name) for name in ("collect", "checks", "coverage")}
 PUBLIC |= {f"layers.{name}": getattr(cukern.layers, name) for name in cukern.layers.__all__}
 CODE = re.compile(r"\n\n((?:(?:    [^\n]*)?\n)+)")  # indented after a blank line; what follows "Args:" is not
@@ -126,6 +127,7 @@ COPY = (
     "(i < n) out[i] = x[i]; }"
 )
 NOT_RUN = {"tensor_map": "is one line of a larger program", "Kernel.raw": "is one line of a larger program"}
+NOT_RUN |= {"Kernel.variable": "is one line of a larger program"}
 NOT_RUN |= {"tune": "is one line of a larger program"}
 NOT_RUN |= {"warmup": "needs a GPU"} if DEVICE == "cpu" else {}
 
@@ -200,3 +202,21 @@ def test_the_site_builds(tmp_path):
     assert "Layout" in page and "{{" not in page, "the head of the kernel file and the tables are filled in"
     assert "--without" in (tmp_path / "commands/index.html").read_text(), "the help of commands is filled in"
     assert "versions" in (tmp_path / "api/index.html").read_text(), "docstrings are filled in"
+
+
+# ---- notebooks
+
+
+NOTEBOOKS = sorted((TREE / "docs/notebooks").glob("*.ipynb"))
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
+def test_a_notebook_prints_what_it_shows(path, tmp_path, monkeypatch, capsys):
+    """Its code cells run in order, without lines such as %pip install, and print the outputs in the file."""
+    monkeypatch.chdir(tmp_path)
+    names: dict = {}
+    for cell in json.loads(path.read_text())["cells"]:
+        if cell["cell_type"] == "code":
+            exec(re.sub(r"^%.*", "", "".join(cell["source"]), flags=re.MULTILINE), names)
+            shown = "".join(line for output in cell["outputs"] for line in output["text"])
+            assert capsys.readouterr().out.replace(f"{tmp_path}/", "") == shown

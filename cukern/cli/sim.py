@@ -72,15 +72,13 @@ def sim(
     if triton is not None:
         return sim_foreign.run_triton(file, triton, arch, words, dims, start, covered)
     checks.integer("--shared", shared, 0)
-    if file.suffix == ".ptx":
-        return sim_foreign.run_ptx(file, kernel, shared, words, dims, start, covered)
     return _run(file, kernel, words, dims, shared, start, covered)
 
 
 def _run(
     file: Path, kernel: str | None, words: list[str], dims: Dims, shared: int, seed: int, covered: bool
 ) -> None:
-    """Run a kernel of a .cu file. Raises ValueError for wrong arguments."""
+    """Run a kernel of a .cu or .ptx file. Raises ValueError for wrong arguments."""
     made = load(file, kernel)
     with backend("sim"):
         params = made.params
@@ -94,7 +92,7 @@ def _run(
         with backend("sim"):
             made(*values, grid=dims[0], block=dims[1], shared=shared)
 
-    own = [made.source.path, *made.source.program.files] if covered else []
+    own = [made.source.path, *made.source.files] if covered else []
     run_kernel(made.name, params, words, launch, dims, seed, own)
 
 

@@ -36,7 +36,7 @@ def fill_of(param: Param, word: str) -> str:
 
 def argument(param: Param, word: str, random: torch.Generator) -> Any:
     """The value of one word of --args. Raises ValueError."""
-    if param.pointer and word != "null":
+    if param.pointer and word != "null" and (":" in word or not param.untyped):
         return tensor(param, word, random)
     if word in ("true", "false", "null"):
         return {"true": True, "false": False, "null": None}[word]

@@ -1,4 +1,4 @@
-"""`cukern sim` of Triton kernels, and of kernels in PTX."""
+"""`cukern sim` of Triton kernels."""
 
 import contextlib
 import importlib.util
@@ -11,12 +11,8 @@ import torch
 
 from cukern.cli.sim_arguments import argument
 from cukern.cli.sim_report import Dims, run_kernel
-from cukern.runtime import checks
-from cukern.runtime.compile.compiler import Ptx
 from cukern.runtime.compile.signature import Param
-from cukern.sim import load, triton
-
-_CTYPES = {"8": "unsigned char", "16": "unsigned short", "32": "int", "64": "long long"}
+from cukern.sim import triton
 
 
 def run_triton(
@@ -67,32 +63,3 @@ def _value(text: str) -> Any:
     with contextlib.suppress(ValueError):
         return argument(Param("", "int", pointer=False), text, torch.Generator())
     return text
-
-
-def run_ptx(
-    file: Path, name: str | None, shared: int, words: Sequence[str], dims: Dims, seed: int, covered: bool
-) -> None:
-    """Run a kernel of a .ptx file. Raises ValueError and FileNotFoundError."""
-    if not file.is_file():
-        raise FileNotFoundError(f"there is no file {str(file)!r}")
-    text = file.read_text()
-    entries = dict(re.findall(r"\.entry\s+([\w$]+)\s*(?:\(([^)]*)\))?", text))
-    name = name or next(iter(entries), "")
-    if name not in entries:
-        raise ValueError(f"{file} has no entry {name!r}; its entries: {', '.join(entries) or 'none'}")
-    types = re.findall(r"\.param\s+(?:\.align\s+\d+\s+)?\.([a-z]+)(\d+)[^,]*", entries[name])
-    if len(types) != len(words):
-        raise ValueError(f"{name} takes {len(types)} arguments, got {len(words)} in --args")
-    params = []
-    for i, ((kind, bits), word) in enumerate(zip(types, words, strict=True)):
-        pointer = ":" in word or word == "null"
-        ctype = "void" if pointer else {"f32": "float", "f64": "double"}.get(kind + bits, _CTYPES[bits])
-        params.append(Param(f"{name}_param_{i}", ctype, pointer, const=True))
-    launch = load(name, Ptx(text, name), tuple(params))
-    grid, block = ((*d, 1, 1)[:3] for d in dims)
-
-    def run(values: list[Any]) -> None:
-        plain = [v.data_ptr() if isinstance(v, torch.Tensor) else 0 if v is None else v for v in values]
-        launch(grid, block, checks.integer("--shared", shared, 0), *plain)
-
-    run_kernel(name, params, words, run, dims, seed, [file] if covered else [])

@@ -6,6 +6,7 @@ import struct
 from collections.abc import Callable
 
 import numpy as np
+import torch
 
 from cukern.runtime import recording
 from cukern.runtime.compile.compiler import Ptx
@@ -34,9 +35,10 @@ def load(
     name: str, ptx: Ptx, params: tuple[Param, ...], cluster: Dim | None = None, replicated: bool = False
 ) -> Launch:
     """Prepare a kernel for simulation. Returns `launch(grid, block, shared_bytes, *args)`; pointers are
-    addresses of CPU memory. `cluster`: the shape of a cluster that the launch asks for. `replicated`: several
-    threads of a block may hold copies of one value, and the race of a copy's read with a write of its block
-    is no fault: so Triton compiles an in-place kernel with more threads than elements.
+    addresses of CPU memory. `launch.variable(symbol)` is the memory of a variable. `cluster`: the shape of a
+    cluster that the launch asks for. `replicated`: several threads of a block may hold copies of one value,
+    and the race of a copy's read with a write of its block is no fault: so Triton compiles an in-place kernel
+    with more threads than elements.
 
     A launch raises Fault for a bug of the kernel, except in `collect` or `checks`; NotSimulated for an
     instruction that is not simulated; LaunchError for a geometry that a GPU would refuse, ValueError for one
@@ -86,7 +88,9 @@ def load(
             raise error.with_traceback(None) from None
         memory_.finish()
 
-    return recording.noted(launch, params)
+    noted = recording.noted(launch, params)
+    noted.variable = lambda symbol: torch.from_numpy(program.memory[symbol])  # type: ignore[attr-defined]
+    return noted
 
 
 def _regions(program: Program, params: tuple[Param, ...], args: tuple) -> list[Region]:

@@ -175,14 +175,12 @@ def test_ptx(tmp_path):
     path = tmp_path / "twice.ptx"
     path.write_text(PTX)
     out = call("sim", path, "--args", "f32:40=iota f32:40=empty 40 0.5", "--block", 64).stdout
-    assert "twice_param_1  float32 40: 0 to 19.5, 0 NaN" in out and "<<<grid 1, block 64>>>: no faults" in out
+    assert "y  float32 40: 0 to 19.5, 0 NaN" in out and "<<<grid 1, block 64>>>: no faults" in out
     out = call("sim", path, "twice", "--args", "f32:40 f32:40=empty 41 1", "--block", 64, status=1).stdout
-    assert (
-        "OutOfBounds: twice, block (0, 0, 0), thread (40, 0, 0)" in out and "argument 'twice_param_0'" in out
-    )
+    assert "OutOfBounds: twice, block (0, 0, 0), thread (40, 0, 0)" in out and "argument 'x'" in out
     assert "has no entry 'thrice'; its entries: twice" in call("sim", path, "thrice", status=2).stderr
     assert (
-        "twice takes 4 arguments, got 1 in --args"
+        "twice takes 4 arguments (.u64 x, .u64 y, .u32 n, .f32 a), got 1 in --args"
         in call("sim", path, "twice", "--args", "f32:4", status=2).stderr
     )
 

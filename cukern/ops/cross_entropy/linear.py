@@ -22,7 +22,8 @@ from cukern.ops.cross_entropy.op import (
 )
 from cukern.ops.cross_entropy.op import VERSIONS as loss_versions
 from cukern.ops.cross_entropy.op import reference as loss_of_logits
-from cukern.ops.cross_entropy.per_token import add_product, checked_bias, token_factors, weighted_loss
+from cukern.ops.cross_entropy.parallel import parallel_losses, ranks_of
+from cukern.ops.cross_entropy.per_token import add_product, checked_bias, reduced, token_factors
 from cukern.runtime import checks
 from cukern.runtime.device import device_of
 from cukern.runtime.dispatch import autocast
@@ -45,7 +46,8 @@ def linear_cross_entropy(
     x: Any, weight: Any, targets: Any, *, bias: Any = None, class_weights: Any = None,
     token_weights: Any = None, ignore_index: int = -100, reduction: str = "mean",
     label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float | None = None,
-    vocab_size: int | None = None, chunk_rows: int | None = None, version: str | None = None,
+    vocab_size: int | None = None, chunk_rows: int | None = None, group: Any = None,
+    version: str | None = None,
 ) -> Tensor:  # fmt: skip
     """cukern.cross_entropy(x @ weight.T, targets, ...) that never holds all logits, with the gradients of x
     and weight.
@@ -56,19 +58,20 @@ def linear_cross_entropy(
         cukern.linear_cross_entropy(x, head, targets, vocab_size=50257).backward()
 
     Args:
-        x: (..., C), float16, bfloat16, float32 or float64: a tensor, or an array that supports DLPack. Copied
-            as in cross_entropy.
+        x: (..., C), float16, bfloat16, float32 or float64: a tensor or DLPack array. Copied as in
+            cross_entropy.
         weight: (V, C), of x's dtype and device.
         targets: (...), int64 or int32, as in cross_entropy, and so are ignore_index, label_smoothing, z_loss,
             softcap and vocab_size.
         bias: (V,), of x's dtype: added to the logits.
         class_weights: (V,), floating-point: weights of the targets; not with label_smoothing.
         token_weights: floating-point, of targets' shape: factors for the losses. With weights of either kind,
-            "mean" divides by the sum of the weights of the targets that are not ignored, as torch does with
-            class weights. Both kinds may require a gradient.
+            which may require a gradient, "mean" divides by their sum over the targets that are not ignored.
         reduction: "mean", "sum" or "none", as in cross_entropy.
         chunk_rows: rows whose logits are in memory at a time. None: about an eighth of the rows, and C.
-        version: "v1", or "v2" for GPUs of compute capability 8.0 or newer, the default there.
+        group: a torch.distributed.ProcessGroup of n ranks. Each passes its V / n rows of weight and bias,
+            and the same other arguments. torch computes the losses.
+        version: "v1" or "v2"; default: the fastest.
 
     Returns the loss in float32, or float64 for float64: a number, or with "none" a tensor of targets' shape.
     The logits are rounded to x's dtype. torch computes the products, with TF32 where its setting allows it.
@@ -78,8 +81,9 @@ def linear_cross_entropy(
     Raises TypeError and ValueError as cross_entropy, and for a weight or chunk_rows that does not fit.
     """
     x, weight, targets = checked_inputs("linear_cross_entropy", x, weight, targets, version)
+    classes = ranks_of(group, version) * weight.shape[0]
     options = options_of(
-        weight.shape[0],
+        classes,
         ignore_index,
         reduction,
         label_smoothing,
@@ -91,9 +95,10 @@ def linear_cross_entropy(
     kernels, chunk = x.is_cuda or backend.simulates(x), rows_of_chunk(targets, weight, chunk_rows)
     if version is not None and not kernels:
         checks.needs_gpu("linear_cross_entropy", version, x.device)
-    if reduction == "none" or not (bias is class_weights is token_weights is None):
-        weights = token_factors(x, weight, targets, class_weights, token_weights, options)
-        return weighted_loss(x, weight, targets, checked_bias(bias, x, weight), weights, chunk, options)
+    if reduction == "none" or not (group is bias is class_weights is token_weights is None):
+        weights = token_factors(x, classes, targets, class_weights, token_weights, options)
+        losses = parallel_losses(x, weight, checked_bias(bias, x, weight), targets, chunk, group, options)
+        return reduced(losses, weights, targets, options)
     if not kernels:
         checked_targets(targets, options)
         if torch.compiler.is_compiling() or transformed():

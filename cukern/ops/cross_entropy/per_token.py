@@ -37,7 +37,7 @@ def checked_bias(bias: Any, x: Tensor, weight: Tensor) -> Tensor | None:
 
 
 def token_factors(
-    x: Tensor, weight: Tensor, targets: Tensor, of_class: Any, of_token: Any, options: Options
+    x: Tensor, classes: int, targets: Tensor, of_class: Any, of_token: Any, options: Options
 ) -> Tensor | None:
     """The factor of each row, checked, 0 for an ignored one. None: 1."""
     if of_class is None and of_token is None:
@@ -46,7 +46,7 @@ def token_factors(
         raise ValueError(f"class_weights must be None with label_smoothing, which is {options.smoothing}")
     weights = (targets != options.ignored).to(wide(x.dtype))
     for name, value, shape in (
-        ("class_weights", of_class, weight.shape[:1]),
+        ("class_weights", of_class, (classes,)),
         ("token_weights", of_token, targets.shape),
     ):
         if value is None:
@@ -66,17 +66,19 @@ def token_factors(
     return weights
 
 
-def weighted_loss(
-    x: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, weights: Tensor | None, chunk: int,
-    options: Options,
-) -> Tensor:  # fmt: skip
-    """The loss with a backward that computes the logits again."""
+def token_losses(
+    x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, chunk: int, options: Options
+) -> Tensor:
+    """The loss of each token, with a backward that computes the logits again."""
     if not (x.is_cuda or backend.simulates(x)):
         checked_targets(targets, options)
     by_row = options._replace(reduction="none", version=in_force.now)
-    losses = losses_of(as_matrix(x), weight, bias, targets.flatten(), chunk, 1.0, False, by_row)[0].view(
-        targets.shape
-    )
+    found = losses_of(as_matrix(x), weight, bias, targets.flatten(), chunk, 1.0, False, by_row)
+    return found[0].view(targets.shape)
+
+
+def reduced(losses: Tensor, weights: Tensor | None, targets: Tensor, options: Options) -> Tensor:
+    """The loss of weighted losses of tokens."""
     losses = losses if weights is None else losses * weights
     if options.reduction == "none":
         return losses
@@ -131,7 +133,7 @@ def _forward(
     """The losses, the entropies, and what the backward needs of each row: 16 bytes."""
     options, entropy, parts = Options(*rest[3:]), rest[2], []
     with torch.no_grad(), autocast.off(x):
-        for logits, chosen, _ in _chunks(x, weight, bias, targets, *rest[:2]):
+        for logits, chosen, _ in chunks(x, weight, bias, targets, *rest[:2]):
             losses, stats = _losses(logits, chosen, options)
             parts.append((losses, _entropies(logits, chosen, options)[2] if entropy else losses[:0], stats))
     return (
@@ -150,7 +152,7 @@ def _fake(
     return losses, entropies, x.new_empty(2 * rows, dtype=torch.float64)
 
 
-def _chunks(
+def chunks(
     x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, chunk: int, temperature: float
 ) -> Any:
     """(logits / temperature, targets, slice) of each chunk. The logits' memory is used again."""
@@ -189,7 +191,7 @@ def _backward(
     outs = _fake_backward(x, weight, bias, targets, stats, dloss, dentropy, dx, dweight, dbias)
     total, of_bias = (t.new_zeros(t.shape, dtype=wide(x.dtype)) for t in outs[1:])
     with torch.no_grad(), autocast.off(x):
-        for logits, chosen, rows in _chunks(x, weight, bias, targets, *rest[:2]):
+        for logits, chosen, rows in chunks(x, weight, bias, targets, *rest[:2]):
             of_loss, of_entropy = (None if d is None else d[rows] / temperature for d in (dloss, dentropy))
             _write_gradient(
                 logits, chosen, stats[2 * rows.start : 2 * rows.stop], of_loss, of_entropy, options

@@ -94,6 +94,31 @@ def function_of(cubin: bytes, symbol: str) -> int:
     return _pointer(_function("cuModuleGetFunction", "PPP"), module.value, symbol.encode())
 
 
+def variable_of(function: int, symbol: str) -> tuple[int, int]:
+    """The address and the bytes of a variable of a kernel's module, in the current context."""
+    module = _pointer(_function("cuFuncGetModule", "PP"), function)
+    address, size = ctypes.c_void_p(), ctypes.c_size_t()
+    found = ctypes.addressof(address), ctypes.addressof(size)
+    _function("cuModuleGetGlobal_v2", "PPPP")(*found, module, symbol.encode())
+    return address.value or 0, size.value
+
+
+def layout_of(cubin: bytes, symbol: str) -> list[tuple[int, int]]:
+    """The offset and the size in bytes of each parameter of a kernel. Raises AttributeError if the driver is
+    older than CUDA 12.4."""
+    function, get = function_of(cubin, symbol), _function("cuFuncGetParamInfo", "PPPP")
+    found = list[tuple[int, int]]()
+    offset, size = ctypes.c_size_t(), ctypes.c_size_t()
+    try:
+        while True:
+            get(function, len(found), ctypes.addressof(offset), ctypes.addressof(size))
+            found.append((offset.value, size.value))
+    except CUDADriverError as error:
+        if str(error) != "CUDA_ERROR_INVALID_VALUE":  # there is no parameter of this number
+            raise
+    return found
+
+
 @functools.cache
 def _function(name: str, types: str) -> Any:
     """A function of the driver that raises CUDADriverError. types: one letter per argument: P, a pointer or

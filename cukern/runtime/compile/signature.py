@@ -59,6 +59,9 @@ _POINTEES = {name: dtypes for name, _, dtypes in _TYPES.values()} | {
 _SCALARS["__nv_bfloat16"] = "H"
 _POINTEES |= {"__half2": (torch.float16,), "__nv_bfloat162": (torch.bfloat16,)}
 _POINTEES |= {"__nv_fp8_e4m3": (torch.float8_e4m3fn,), "__nv_fp8_e5m2": (torch.float8_e5m2,)}
+_SCALARS |= {f".{t}{8 * n}": code for n, code in zip((1, 2, 4, 8), "BHIQ", strict=True) for t in "bus"}
+_SCALARS |= {".f32": "f", ".f64": "d"}  # types of PTX, whose integers have no sign
+STRUCTS = bytes, bytearray, memoryview, ctypes.Structure, ctypes.Union, np.void  # structs by value
 _VECTORS: dict[str, str] = {}  # `struct` format of the elements
 for _letter in "chstijlmxyfd":  # vectors, such as uchar4
     _element, _, _dtypes = _TYPES[_letter]
@@ -83,7 +86,7 @@ class Param:
     @property
     def written(self) -> bool:
         """True if the kernel may write through the pointer."""
-        return self.pointer and not self.const
+        return self.pointer and (self.untyped or not self.const)
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
@@ -95,7 +98,14 @@ class Param:
         """The `struct` format of the value."""
         return "Q" if self.pointer else f"{self.size}s" if self.size else _SCALARS[self.ctype]
 
+    @property
+    def untyped(self) -> bool:
+        """True for a parameter of PTX of 8 bytes, which takes an address, a number or a struct."""
+        return self.pointer and self.ctype.startswith(".")
+
     def __str__(self) -> str:
+        if self.ctype.startswith("."):  # of PTX
+            return f"{self.ctype} {self.name}"
         return f"{'const ' if self.const else ''}{self.ctype}{'*' if self.pointer else ''} {self.name}"
 
 
@@ -183,6 +193,8 @@ def by_value(kernel: str, param: Param, value: Any) -> Any:
     """
     if param.ctype == "__nv_bfloat16":
         return _bfloat16(kernel, param, value)
+    if param.untyped or (param.ctype in _SCALARS and param.ctype.startswith((".b", ".u", ".s"))):
+        return _bits(param, value)
     if not param.size:
         return value
     elements = _VECTORS.get(param.ctype)
@@ -197,14 +209,31 @@ def by_value(kernel: str, param: Param, value: Any) -> Any:
         f"{'a sequence of its elements, ' if elements else ''}bytes, a ctypes.Structure or a numpy record "
         f"of {param.size} bytes"
     )
-    if not isinstance(
-        value, bytes | bytearray | memoryview | ctypes.Structure | ctypes.Union | np.void | np.ndarray
-    ):
+    if not isinstance(value, (*STRUCTS, np.ndarray)):
         raise TypeError(f"{kernel}: {param} takes {takes}, got {value!r}")
-    data = value.tobytes() if isinstance(value, np.void | np.ndarray) else bytes(value)
+    data = _bytes(value)
     if len(data) != param.size:
-        raise ValueError(f"{kernel}: {param} has {param.size} bytes, got {len(data)}")
+        kind = TypeError if param.ctype.startswith(".") else ValueError  # PTX has no types but sizes
+        raise kind(f"{kernel}: {param} has {param.size} bytes, got {len(data)}")
     return data
+
+
+def _bytes(value: Any) -> bytes:
+    return value.tobytes() if isinstance(value, np.void | np.ndarray) else bytes(value)
+
+
+def _bits(param: Param, value: Any) -> Any:
+    """A value as the bits of a parameter of PTX: an int of either sign, bytes or a structure of its size, or
+    for a .b32 or .b64 a float."""
+    form = param.format
+    size = struct.calcsize(form)
+    if isinstance(value, STRUCTS):
+        data = _bytes(value)
+        return int.from_bytes(data, "little") if len(data) == size else value
+    if isinstance(value, float) and param.ctype in (".b32", ".b64"):
+        return struct.unpack(form, struct.pack({4: "f", 8: "d"}[size], value))[0]
+    wraps = isinstance(value, int) and -(1 << 8 * size - 1) <= value < 0
+    return value + (1 << 8 * size) if wraps else value
 
 
 def _bfloat16(kernel: str, param: Param, value: Any) -> int:

@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -153,6 +154,11 @@ class Source:
     def foreign(self) -> bool:
         """False for cukern's own kernels, which are compiled without the headers of kernels_cu/std."""
         return not self.path.is_relative_to(kernels_dir())
+
+    @property
+    def files(self) -> Iterable[Path]:
+        """The files that it includes."""
+        return self.program.files
 
     @property
     def folder(self) -> Path:

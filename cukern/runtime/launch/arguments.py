@@ -112,7 +112,13 @@ def tensor(kernel: str, param: signature.Param, given: Any) -> torch.Tensor | No
     """The tensor of a pointer or of a tensor map."""
     if isinstance(given, TensorMap):
         return given.tensor
-    return interop.argument(param, given, kernel) if param.pointer and given is not None else None
+    if (
+        not param.pointer
+        or given is None
+        or (param.untyped and isinstance(given, (int, float, *signature.STRUCTS)))
+    ):
+        return None
+    return interop.argument(param, given, kernel)
 
 
 def common_device(
@@ -131,7 +137,7 @@ def common_device(
 def value(kernel: str, param: signature.Param, given: Any, tensor: torch.Tensor | None) -> Any:
     """What the launch takes: the address of a tensor, 0 for a null pointer, a scalar, or the bytes of a
     struct."""
-    if param.pointer:
+    if param.pointer and (tensor is not None or given is None):
         return tensor.data_ptr() if tensor is not None else 0
     return (
         checks.flag(str(param), given) if param.ctype == "bool" else signature.by_value(kernel, param, given)

@@ -11,8 +11,9 @@ import os
 import struct
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ NVTX = os.environ.get("CUKERN_NVTX", "0") != "0"  # put each launch in an NVTX r
 
 _MAX_SHARED_ATTRIBUTE = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _MAX_THREADS_ATTRIBUTE = 0  # CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK
+_STATIC_SHARED_ATTRIBUTE = 1  # CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES
 _CLUSTER_ATTRIBUTES = (11, 12, 13)  # CU_FUNC_ATTRIBUTE_REQUIRED_CLUSTER_WIDTH, _HEIGHT, _DEPTH
 _LARGE_CLUSTER_ATTRIBUTE = 14  # CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
 _PORTABLE_CLUSTER = 8  # thread blocks; larger clusters need the attribute
@@ -72,25 +74,43 @@ def load(
     """Load a cubin on a GPU. Returns `launch(grid, block, shared_bytes, *args)`, which launches on torch's
     current stream, and the cupy.RawKernel, or None without CuPy. `attribute`: EARLY, TOGETHER or the shape of
     a cluster, see extended_launch.py, or 0."""
+    with _loading(name, cubin, device):
+        raw = _raw_kernel(cubin) if bindings.has_cupy() else None
+        function = raw.kernel.ptr if raw else bindings.function_of(cubin.code, cubin.symbol)
+        loaded = Loaded(function, name, cubin, params, device, attribute)
+    return _debugged(loaded, name) if SYNC or NVTX else loaded, raw
+
+
+@contextlib.contextmanager
+def _loading(name: str, cubin: Cubin, device: int) -> Iterator[None]:
+    """The GPU is the current one, and errors of the driver say what did not load."""
     with torch.cuda.device(device):
         torch.cuda.current_stream(device)  # creates torch's context, which the module must belong to
         try:
-            raw = _raw_kernel(cubin) if bindings.has_cupy() else None
-            function = raw.kernel.ptr if raw else bindings.function_of(cubin.code, cubin.symbol)
-        except bindings.driver().CUDADriverError as error:
+            yield
+        except (bindings.driver().CUDADriverError, bindings.CUDADriverError) as error:
+            major, minor = torch.cuda.get_device_capability(device)
             raise LaunchError(
-                f"{name} compiled for {cubin.arch} does not load on {torch.cuda.get_device_name(device)}: "
-                f"{error}"
+                f"{name} compiled for {cubin.arch} does not load on {torch.cuda.get_device_name(device)}, "
+                f"which is sm_{major}{minor}: {error}. A cubin runs on GPUs of its major version, PTX on its "
+                f"target and later ones that the driver knows; a target such as sm_90a only on that one"
             ) from None
         except OSError as error:
             raise SetupError(
                 f"{name} cannot be written to a temporary file ({error}): set TMPDIR to a folder that can be "
                 f"written"
             ) from error
-        launch: Launch = Loaded(function, name, cubin, params, device, attribute)
-    if SYNC or NVTX:
-        launch = _debugged(launch, name)
-    return launch, raw
+
+
+def layout_of(name: str, cubin: Cubin, device: int) -> list[tuple[int, int]]:
+    """The offset and the size in bytes of each parameter of a cubin's kernel."""
+    with _loading(name, cubin, device):
+        try:
+            return bindings.layout_of(cubin.code, cubin.symbol)
+        except AttributeError:
+            raise SetupError(
+                f"{name}: only drivers of CUDA 12.4 and later know the parameters of a cubin"
+            ) from None
 
 
 def _raw_kernel(cubin: Cubin) -> Any:
@@ -105,7 +125,7 @@ def _raw_kernel(cubin: Cubin) -> Any:
     return raw
 
 
-def _debugged(launch: Launch, name: str) -> Launch:
+def _debugged(launch: "Loaded", name: str) -> Launch:
     def run(grid: Dim, block: Dim, *args: Any) -> None:
         with torch.cuda.nvtx.range(name) if NVTX else contextlib.nullcontext():
             launch(grid, block, *args)
@@ -117,6 +137,7 @@ def _debugged(launch: Launch, name: str) -> Launch:
                     f"{name} <<<grid {grid}, block {block}>>> failed while it ran: {error}"
                 ) from error
 
+    run.variable = launch.variable  # type: ignore[attr-defined]
     return run
 
 
@@ -173,7 +194,7 @@ class Loaded:
     ):  # fmt: skip
         self.driver = bindings.driver()
         self.context = self.driver.ctxGetCurrent()
-        self.function, self.name, self.cubin, self.params = function, name, cubin, params
+        self.function, self.name, self.params = function, name, params
         self.device, self.attribute = device, attribute
         self.layout, self.cluster = packer(params), _allow_cluster(function, device, attribute)
         self.pack, self.arguments = (
@@ -184,7 +205,8 @@ class Loaded:
         self.launch = (
             attribute and extended_launch.launcher(capability, attribute)
         ) or self.driver.launchKernel
-        self.most_shared, self.growing = [_FREE_SHARED - cubin.report.shared], threading.Lock()
+        self.static_shared = self.driver.funcGetAttribute(_STATIC_SHARED_ATTRIBUTE, function)
+        self.most_shared, self.growing = [_FREE_SHARED - self.static_shared], threading.Lock()
 
     def __call__(self, grid: Dim, block: Dim, shared: int, *args: Any) -> None:
         try:
@@ -242,6 +264,13 @@ class Loaded:
 
         return run_bound
 
+    def variable(self, symbol: str) -> torch.Tensor:
+        """The memory of a variable, as bytes."""
+        with torch.cuda.device(self.device):
+            address, size = bindings.variable_of(self.function, symbol)
+            interface = {"data": (address, False), "shape": (size,), "typestr": "|u1", "version": 3}
+            return torch.as_tensor(SimpleNamespace(__cuda_array_interface__=interface), device="cuda")
+
     def _allow_shared(self, shared: int) -> None:
         with self.growing:
             if shared > self.most_shared[0]:
@@ -257,7 +286,7 @@ class Loaded:
             threads,
             device_of(self.device).shared_bytes,
             self.cluster,
-            self.cubin.report.shared,
+            self.static_shared,
         )
 
 

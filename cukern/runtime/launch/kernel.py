@@ -14,6 +14,7 @@ from cukern.runtime import checks
 from cukern.runtime.compile import signature
 from cukern.runtime.compile.compiler import Cubin, Ptx, SetupError, arch_of, compile_kernel, compile_ptx
 from cukern.runtime.compile.forks import no_fork
+from cukern.runtime.compile.machine_code import variable
 from cukern.runtime.compile.sources import Source, kernels_dir
 from cukern.runtime.device import setting
 from cukern.runtime.launch import arguments, backend, driver, extended_launch, limits
@@ -61,6 +62,7 @@ class Kernel:
             extended_launch.EARLY if pdl else extended_launch.TOGETHER if together else 0
         )
         self._of_cluster: dict[limits.Dim, Kernel] = {}
+        self._has_variables = False  # that variable() gave out
         self.quick: arguments.Quick = arguments.never
         self._quicks: dict[int, arguments.Quick] = {}  # by GPU; `quick` is that of the last launch
         self._params: dict[int, tuple[signature.Param, ...]] = {}
@@ -174,6 +176,43 @@ class Kernel:
             )
         return self._raw[device]
 
+    def variable(self, name: str, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+        """The memory of a `__constant__` or `__device__` variable on the current GPU or in the simulator, as
+        a tensor of one dimension. Nothing is copied: later launches read what is written to the tensor.
+
+            kernel.variable("weights", torch.float32).copy_(weights)
+
+        Each kernel has variables of its own, also next to another kernel of the same file. They keep their
+        values from launch to launch.
+
+        Args:
+            name: as in the source, such as "n::table", or the symbol in the PTX.
+            dtype: of the elements; the bytes by default, since compiled code knows no types.
+
+        Raises ValueError for a name that the compiled kernel does not have, and for a dtype that does not
+        divide the variable's bytes; TypeError; and the errors of `on`.
+        """
+        if not isinstance(name, str) or not isinstance(dtype, torch.dtype):
+            raise TypeError(f"variable() takes a str and a dtype, got {name!r} and {dtype!r}")
+        if self._of_cluster:
+            raise ValueError(self._no_cluster())
+        self._has_variables = True
+        device = arguments.device(())
+        launch, code = self.on(device), self._compiled(device)
+        symbol = variable(self.name, code.text.encode() if isinstance(code, Ptx) else code.code, name)
+        memory = launch.variable(symbol)  # type: ignore[attr-defined]
+        if memory.numel() % dtype.itemsize:
+            raise ValueError(
+                f"{name} has {memory.numel()} bytes, not a multiple of {dtype}'s {dtype.itemsize}"
+            )
+        return memory.view(dtype)
+
+    def _no_cluster(self) -> str:
+        return (
+            f"{self.name}: a launch with cluster= has variables of its own: to use variable(), declare "
+            f"__cluster_dims__ in the source"
+        )
+
     @_outside_graphs
     def __call__(
         self,
@@ -283,9 +322,8 @@ class Kernel:
             except (TypeError, ValueError) as error:
                 raise self._with_signature(error, params) from None
         increment_version(arguments.written(params, tensors))
-        loaded = getattr(launch, "loaded", launch)
-        if isinstance(loaded, driver.Loaded) and device not in self._quicks:
-            self.quick = self._quicks[device] = arguments.quick(loaded, params, device)
+        if isinstance(launch, driver.Loaded) and device not in self._quicks:
+            self.quick = self._quicks[device] = arguments.quick(launch, params, device)
 
     def __getitem__(self, launch: Any) -> Callable[..., None]:
         """`kernel[grid, block]`, `kernel[grid, block, shared]` or `kernel[grid, block, shared, stream]`, as
@@ -311,8 +349,11 @@ class Kernel:
         if self._attribute:
             raise ValueError(f"{self.name} is launched with another attribute: it takes no cluster={cluster}")
         kernel = self._of_cluster.get(cluster)
+        if self._has_variables:
+            raise ValueError(self._no_cluster())
         if kernel is None:
-            kernel = self._of_cluster.setdefault(cluster, Kernel(self.source, self.name, cluster=cluster))
+            new = type(self)(self.source, self.name, cluster=cluster)
+            kernel = self._of_cluster.setdefault(cluster, new)
         return kernel
 
 

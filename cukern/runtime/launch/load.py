@@ -8,8 +8,10 @@ from typing import Any
 import torch
 
 from cukern.runtime import checks
+from cukern.runtime.compile.machine_code import MachineCode, is_cubin, is_ptx, source_name
 from cukern.runtime.compile.signature import CTYPES
 from cukern.runtime.compile.sources import Source
+from cukern.runtime.launch.compiled_kernel import CompiledKernel
 from cukern.runtime.launch.kernel import Kernel, cpp
 
 
@@ -17,18 +19,16 @@ def load(
     path: str | Path, name: str | None = None, defines: Mapping[str, Any] | None = None, *,
     options: Sequence[str] = (), include_dirs: Sequence[str | Path] = (),
 ) -> Kernel:  # fmt: skip
-    """The kernel `name` of a .cu file, as a callable.
+    """The kernel `name` of a .cu, .ptx or .cubin file, as a callable.
 
     Args:
         path: the file. `#include "..."` searches its folder and cukern's kernels_cu.
         name: the `__global__` function; a template instance is written as in C++, `scale<float, 4>`. Optional
-            if the file has one kernel.
+            if the file has one kernel. Of compiled code: its entry, or the name in the source.
         defines: macros before the text, such as `{"TILE": 32, "T": torch.float16, "FAST": None}`: a number,
             text, a dtype, a bool (true, false), or None for a macro without a value.
-        options: for NVRTC, such as ["--use_fast_math", "--maxrregcount=64"]; the architecture and folders
-            have no place here.
-        include_dirs: folders that `#include` searches after that of the file. Edits of the headers in them
-            are seen.
+        options: for NVRTC, such as ["--use_fast_math", "--maxrregcount=64"].
+        include_dirs: folders that `#include` searches after that of the file.
 
     Returns a Kernel: `kernel(out, x, n, grid=..., block=...)` or `kernel[grid, block](out, x, n)`.
     `help(kernel)` explains the arguments, dynamic shared memory, clusters and streams. An edit of the file
@@ -42,18 +42,38 @@ def load(
     `<<<...>>>`, lose their bodies, so the source of a torch extension or a program loads unchanged;
     `kernel.removed` lists them. Device code, templates, types and constants are never removed.
     """
-    return _kernel(Source.read(path, _lines(defines), _options(options), _folders(include_dirs)), name)
+    more = _lines(defines), _options(options), _folders(include_dirs)
+    if Path(path).suffix in (".ptx", ".cubin"):
+        return _compiled(MachineCode(Path(path).resolve(), Path(path).read_bytes()), name, more)
+    return _kernel(Source.read(path, *more), name)
 
 
 def compile(
-    source: str, name: str | None = None, defines: Mapping[str, Any] | None = None, *,
+    source: str | bytes, name: str | None = None, defines: Mapping[str, Any] | None = None, *,
     options: Sequence[str] = (), include_dirs: Sequence[str | Path] = (),
 ) -> Kernel:  # fmt: skip
     """The kernel `name` of CUDA C++ source text, such as the `cuda_sources` of
-    `torch.utils.cpp_extension.load_inline`; see `load`."""
-    if not isinstance(source, str):
-        raise TypeError(f"source must be a str of CUDA C++, got {type(source).__name__}")
-    return _kernel(Source.from_text(source, _lines(defines), _options(options), _folders(include_dirs)), name)
+    `torch.utils.cpp_extension.load_inline`, of PTX, or of the bytes of a cubin; see `load`."""
+    if not isinstance(source, str) and not is_cubin(source):
+        raise TypeError(f"source must be a str of CUDA C++ or PTX, or a cubin, got {type(source).__name__}")
+    more = _lines(defines), _options(options), _folders(include_dirs)
+    if not isinstance(source, str) or is_ptx(source):
+        code = source.encode() if isinstance(source, str) else source
+        return _compiled(MachineCode(Path("<cukern.compile>"), code), name, more)
+    return _kernel(Source.from_text(source, *more), name)
+
+
+def _compiled(code: MachineCode, name: str | None, more: tuple[Any, ...]) -> CompiledKernel:
+    if any(more):
+        raise ValueError(f"{code.path} is compiled: it takes no defines=, options= or include_dirs=")
+    names = [one for one in code.kernels if name in (None, one)]
+    names = names or [one for one in code.kernels if name == source_name(one)]
+    if len(names) > 1:
+        raise ValueError(f"{code.path} has {len(names)} entries ({', '.join(names)}): name one")
+    if not names:
+        known = ", ".join(code.kernels) or "none"
+        raise ValueError(f"{code.path} has no entry{f' {name!r}' if name else ''}; its entries: {known}")
+    return CompiledKernel(code, names[0])  # type: ignore[arg-type]
 
 
 def _options(options: Sequence[str]) -> tuple[str, ...]:

@@ -1,10 +1,9 @@
 """A kernel laid out for execution: the addresses of its variables, and the numbers of its registers."""
 
-import re
-
 import numpy as np
 
 from cukern.runtime.compile.forks import cached_property
+from cukern.runtime.compile.machine_code import source_name
 from cukern.sim.memory.regions import Region
 from cukern.sim.numerics.integers import UNSIGNED, Array
 from cukern.sim.ptx.link import link
@@ -63,7 +62,7 @@ class Program:
         self.dynamic_start = self.shared_size + -self.shared_size % max([16, *(v.align for v in dynamic)])
         for v in dynamic:
             self.addresses[v.name] = "shared", self.dynamic_start
-            self.shared_names.append((self.dynamic_start, variable_name(v.name)))
+            self.shared_names.append((self.dynamic_start, source_name(v.name)))
         self._lay_out_module([v for v in everything if v.space in MODULE_SPACES])
 
     def _lay_out(self, variables: list[Variable]) -> tuple[int, list[tuple[int, str]]]:
@@ -71,27 +70,26 @@ class Program:
         for v in variables:
             at += -at % v.align
             self.addresses[v.name] = v.space, at
-            names.append((at, variable_name(v.name)))
+            names.append((at, source_name(v.name)))
             at += v.size
         return at, names
 
     def _lay_out_module(self, variables: list[Variable]) -> None:
         self.regions: list[Region] = []
-        buffers = {}
+        self.memory: dict[str, Array] = {}  # of these variables, by name
         for v in variables:
             buffer = np.zeros(v.size + 16, np.uint8)
             start = buffer.ctypes.data + -buffer.ctypes.data % 16
-            buffers[v.name] = buffer, start - buffer.ctypes.data
+            self.memory[v.name] = buffer[start - buffer.ctypes.data :][: v.size]
             self.addresses[v.name] = v.space, start
-            name = f"the variable {variable_name(v.name)}"
+            name = f"the variable {source_name(v.name)}"
             self.regions.append(Region(start, start + v.size, name, writable=v.space == "global"))
         for v in variables:
-            buffer, at = buffers[v.name]
-            buffer[at : at + len(v.data)] = np.frombuffer(v.data, np.uint8)
+            memory = self.memory[v.name]
+            memory[: len(v.data)] = np.frombuffer(v.data, np.uint8)
             for offset, symbol in v.pointers:
                 address = np.uint64(self.addresses[symbol.name][1] + symbol.offset)
-                buffer[at + offset : at + offset + 8] = np.array([address]).view(np.uint8)
-        self._buffers = buffers
+                memory[offset : offset + 8] = np.array([address]).view(np.uint8)
 
     # ---- registers
 
@@ -131,12 +129,3 @@ class Program:
     def location(self, pc: int) -> str:
         code = self.kernel.code
         return self.module.location(code[min(pc, len(code) - 1)].line if code else None)
-
-
-def variable_name(symbol: str) -> str:
-    """The name of a variable in the source: the last part of its mangled name."""
-    found = symbol
-    for match in re.finditer(r"E(\d+)(?=[A-Za-z_])", symbol):
-        if match.end() + int(match[1]) == len(symbol):
-            found = symbol[match.end() :]
-    return found
