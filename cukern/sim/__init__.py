@@ -35,7 +35,7 @@ __tracebackhide__ = operator.methodcaller("errisinstance", tracebacks.Report)  #
 
 
 def triton(
-    arch: str = "sm_90", *, configs: str = "first", debug: bool = False
+    arch: str = "sm_90", *, configs: str = "first", debug: bool = False, torch_compile: bool = False
 ) -> contextlib.AbstractContextManager[Any]:
     """Run Triton kernels on CPU tensors in the simulator: `with cukern.sim.triton(): kernel[grid](x, out, n,
     BLOCK=128)`.
@@ -53,6 +53,8 @@ def triton(
             "all": run each of them once, as the autotuner does, and then the first; a kernel that accumulates
             needs `reset_to_zero` or `restore_value`, as on a GPU.
         debug: compile with `tl.device_assert` and Triton's checks for integer overflow.
+        torch_compile: functions of torch.compile become Triton kernels, too, instead of running uncompiled.
+            At both ends of the block, torch forgets what it compiled.
 
     Raises ImportError without Triton, and ValueError for an unknown `arch` or `configs`. A launch raises
     Fault for a bug, which names the Python line; NotSimulated for an instruction that is not simulated;
@@ -60,4 +62,4 @@ def triton(
     """
     from cukern.sim import triton_driver
 
-    return triton_driver.block(arch, configs, debug)
+    return triton_driver.block(arch, configs, debug, torch_compile)

@@ -22,7 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from cukern.runtime.compile.compiler import Ptx
 from cukern.runtime.compile.signature import Param, by_value
 from cukern.runtime.launch import tensor_map
-from cukern.sim import tracebacks
+from cukern.sim import inductor, tracebacks
 from cukern.sim.faults import Fault, NotSimulated
 from cukern.sim.launch import Launch, load
 from cukern.sim.memory import regions
@@ -78,19 +78,21 @@ __tracebackhide__ = operator.methodcaller("errisinstance", tracebacks.Report)
 
 
 @contextlib.contextmanager
-def block(arch: str, configs: str, debug: bool) -> Iterator[None]:
+def block(arch: str, configs: str, debug: bool, torch_compile: bool) -> Iterator[None]:
     """See `cukern.sim.triton`."""
     if arch not in ARCHES:
         raise ValueError(f"arch must be one of {', '.join(ARCHES)}, got {arch!r}")
     if configs not in CONFIGS:
         raise ValueError(f"configs must be one of {', '.join(CONFIGS)}, got {configs!r}")
-    if not isinstance(debug, bool):
-        raise TypeError(f"debug must be a bool, got {debug!r}")
+    for name, flag in (("debug", debug), ("torch_compile", torch_compile)):
+        if not isinstance(flag, bool):
+            raise TypeError(f"{name} must be a bool, got {flag!r}")
     triton = _triton()
     created, knobs, active = _Created(), triton.knobs, triton.runtime.driver
     interface = triton.runtime.jit.KernelInterface
+    driver = _driver(triton, arch, configs == "all", created)
     own = {
-        (active, "_active"): _driver(triton, arch, configs == "all", created),
+        (active, "_active"): driver,
         (knobs.runtime, "add_stages_inspection_hook"): _without_ptxas,
         (knobs.runtime, "debug"): debug or knobs.runtime.debug,
         (interface, "__getitem__"): _launched,
@@ -99,7 +101,8 @@ def block(arch: str, configs: str, debug: bool) -> Iterator[None]:
     for (holder, name), value in own.items():
         setattr(holder, name, value)
     try:
-        with created:
+        compiled = inductor.block(triton, driver, created) if torch_compile else contextlib.nullcontext()
+        with compiled, created:
             yield
     finally:
         for (holder, name), value in before.items():

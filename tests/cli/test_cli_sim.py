@@ -183,6 +183,11 @@ def test_ptx(tmp_path):
         "twice takes 4 arguments (.u64 x, .u64 y, .u32 n, .f32 a), got 1 in --args"
         in call("sim", path, "twice", "--args", "f32:4", status=2).stderr
     )
+    path.write_text(PTX.replace(".u64 .ptr .global .align 1 y", ".align 8 .b8 y[24]"))
+    assert (
+        "'f32:40=empty' for .align 8 .b8 y[24] is no number"
+        in call("sim", path, "--args", "f32:40 f32:40=empty 40 0.5", status=2).stderr
+    )
 
 
 TRITON = """

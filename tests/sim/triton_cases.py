@@ -1,10 +1,35 @@
 """The kernels of triton_kernels.py on small inputs: each case takes the module, and returns what it computes
 and what it should."""
 
+import numpy as np
+import pytest
 import torch
 import torch.nn.functional as F
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
+
+from cukern.sim import triton_driver
+
+MARKS = [
+    pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION"),
+    pytest.mark.skipif(
+        not triton_driver.tested(), reason=f"Triton {triton.__version__} is not a tested version"
+    ),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_cache(tmp_path_factory):
+    """Triton's cache does not distinguish equal kernels of different files, so it would name the file of an
+    earlier run."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
+        yield
+
+
+def close(got, want, tolerance):
+    scale = tolerance * want.double().abs().max()
+    assert (got.double() - want.double()).abs().max() <= scale
 
 
 def add(k, n=3000, block=1024):
@@ -80,10 +105,10 @@ def layernorm_bwd(k, lock=None):
     return torch.cat([dx, sums]), torch.cat([x.grad, w.grad[None], b.grad[None]])
 
 
-def attention(k, causal=True):
+def attention(k, causal=True, columns=32):
     q, key, v = (torch.randn(2, 100, 32).half() for _ in range(3))
     out = torch.empty_like(q)
-    k.attention[(2, 2)](q, key, v, out, 32**-0.5, 100, CAUSAL=causal, D=32, BM=64, BN=32)
+    k.attention[(2, 2)](q, key, v, out, 32**-0.5, 100, CAUSAL=causal, D=32, BM=64, BN=columns)
     return out, F.scaled_dot_product_attention(q.double(), key.double(), v.double(), is_causal=causal)
 
 
@@ -135,3 +160,36 @@ def dot(k, dtype, result=torch.float32, precision="ieee", size=64):
     c = torch.empty(size, size, dtype=result)
     k.dot[(1,)](a, b, c, M=size, N=size, K=size, PRECISION=precision)
     return c, a.double() @ b.double()
+
+
+def first_of_rows(k):
+    """2.1 GB of which almost nothing is touched."""
+    stride = 1 << 30
+    x, out = torch.from_numpy(np.zeros(2 * stride + 64, np.int8)), torch.empty(3, 64, dtype=torch.int8)
+    x[2 * stride :] = torch.arange(64)
+    k.first_of_rows[(3,)](x, out, stride, BLOCK=64)
+    return out, torch.stack([x[:64], x[stride : stride + 64], x[2 * stride :]])
+
+
+def reverse(k):
+    x, out, scratch = torch.randn(200), torch.empty(200), torch.empty(200)
+    k.reverse[(1,)](x, out, scratch, 200, BLOCK=256)
+    return out, x.flip(0)
+
+
+def largest(k):
+    x, table, out = torch.randn(32, 5), torch.randn(5), torch.empty(32)
+    k.largest[(1,)](x, table, out, 32, 5, ROWS=32, COLS=32)
+    return out, table[x.argmax(1)]
+
+
+def prefix_sum(k):
+    x, out = torch.randint(0, 9, (1000,)).float(), torch.empty(1000)
+    k.prefix_sum[(4,)](x, out, torch.empty(4), torch.zeros(4, dtype=torch.int32), 1000, BLOCK=256)
+    return out, x.cumsum(0)
+
+
+def gluon_copy(k):
+    x, out = torch.randn(1000), torch.empty(1000)
+    k.gluon_copy[(4,)](x, out, 1000, BLOCK=256)
+    return out, x

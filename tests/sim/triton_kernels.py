@@ -3,6 +3,9 @@ line names it for a test."""
 
 import triton
 import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 
 @triton.jit
@@ -269,3 +272,58 @@ def checked(x, out, n, BLOCK: tl.constexpr):
     tl.device_assert(v > 0, "must be positive")
     tl.device_print("v", v)
     tl.store(out + i, tl.log(v), mask=i < n)
+
+
+@triton.jit
+def first_of_rows(x, out, pitch, BLOCK: tl.constexpr):
+    """The first elements of rows whose offsets do not fit into int32."""
+    row, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    tl.store(out + row * BLOCK + i, tl.load(x + row * pitch + i))
+
+
+@triton.jit
+def reverse(x, out, scratch, n, BLOCK: tl.constexpr):
+    """Threads exchange values through global memory."""
+    i = tl.arange(0, BLOCK)
+    tl.store(scratch + i, tl.load(x + i, mask=i < n), mask=i < n)
+    tl.debug_barrier()
+    tl.store(out + i, tl.load(scratch + n - 1 - i, mask=i < n), mask=i < n)
+
+
+@triton.jit
+def largest(x, table, out, rows, cols, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """table[argmax of a row]."""
+    r, i = tl.arange(0, ROWS), tl.arange(0, COLS)
+    at = x + r[:, None] * cols + i[None, :]
+    v = tl.load(at, mask=(r[:, None] < rows) & (i[None, :] < cols), other=-float("inf"))
+    best = tl.argmax(v, axis=1)
+    tl.store(out + r, tl.load(table + best, mask=r < rows), mask=r < rows)
+
+
+@triton.jit
+def prefix_sum(x, out, sums, flags, n, BLOCK: tl.constexpr):
+    """Each program waits for the sum of the one before it."""
+    pid = tl.program_id(0)
+    i = pid * BLOCK + tl.arange(0, BLOCK)
+    own = tl.load(x + i, mask=i < n, other=0.0)
+    before = 0.0
+    if pid > 0:
+        while tl.atomic_add(flags + pid - 1, 0, sem="acquire") == 0:
+            pass
+        before = tl.load(sums + pid - 1)
+    tl.store(sums + pid, before + tl.sum(own, axis=0))
+    tl.debug_barrier()
+    tl.atomic_xchg(flags + pid, 1, sem="release")
+    tl.store(out + i, before + tl.cumsum(own, axis=0), mask=i < n)
+
+
+@gluon.jit
+def gluon_copy(x, out, n, BLOCK: gl.constexpr):
+    """A tile through shared memory, by asynchronous copies."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    i = gl.program_id(0) * BLOCK + gl.arange(0, BLOCK, layout)
+    tile = gl.allocate_shared_memory(gl.float32, [BLOCK], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    async_copy.async_load(tile, x + i, mask=i < n)
+    async_copy.commit_group()
+    async_copy.wait_group(0)
+    gl.store(out + i, tile.load(layout), mask=i < n)

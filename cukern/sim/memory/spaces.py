@@ -216,13 +216,14 @@ class Space:
 
     def check_agreement(self, m: Accessor, part: Part, size: int, values: Array, lost: Array) -> None:
         """Lanes of one store that write to the same address must write the same value."""
-        differs = self._differs(part, lost, size, values)
+        rows = lost
         if m.replicated and self.name == "shared":
-            # In Triton's kernels all copies of a sum in a warp are stored to one place. Their last bits may
-            # differ, because they depend on the order of the terms.
-            winners = dict(zip(part.at.tolist(), part.lanes.tolist(), strict=True))
-            warps = [winners[at] // 32 for at in part.at[lost].tolist()]
-            differs &= np.array(warps) != part.lanes[lost] // 32
+            # In Triton's kernels all copies of a sum are stored to one place. Within a warp their last bits
+            # may differ, because they depend on the order of the terms. So compare one lane of each warp.
+            places = list(zip(part.at.tolist(), (part.lanes // 32).tolist(), strict=True))
+            last = {place: row for row, place in enumerate(places)}
+            rows = np.array([last[places[row]] for row in lost.tolist()], np.int64)
+        differs = self._differs(part, rows, size, values)
         if differs.any() and not m.mutes(Race):
             row = lost[differs][0]
             block, thread = m.block_and_thread(part.lanes[np.flatnonzero(part.at == part.at[row])[-1]])
