@@ -13,9 +13,9 @@ once. CPU tensors use torch's operations, or the simulator. Autocast follows tor
 docs/guide/autocast.md has them by op.
 
 Your own kernels: `load`, `compile` and `tensor_map`; `op` makes a differentiable op of them, `tune` chooses
-its block sizes. `patch` puts the ops into a model of Hugging Face's transformers, in one line. `layers` has
-the ops as modules. `warmup` compiles and loads kernels ahead of time, for example before a CUDA-graph
-capture.
+its block sizes. `patch` puts the ops into a model of Hugging Face's transformers, and `patch_lycoris` into
+LoKr adapters, in one line. `layers` has the ops as modules. `warmup` compiles and loads kernels ahead of
+time, for example before a CUDA-graph capture.
 `use` chooses one version of an op's kernels for a block. `backend("sim")` runs kernels in the simulator,
 without a GPU.
 
@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from cukern.api import *  # noqa: F403
+    from cukern.integrations.lycoris import patch_lycoris
     from cukern.integrations.muon import Muon
     from cukern.integrations.transformers import patch
 
@@ -64,6 +65,7 @@ __all__ = [
     "matmul",
     "op",
     "patch",
+    "patch_lycoris",
     "rmsnorm",
     "rope",
     "rope_",
@@ -77,7 +79,11 @@ __all__ = [
     "warmup",
 ]
 
-_ELSEWHERE = {"Muon": "integrations.muon", "patch": "integrations.transformers"}  # the other names are of api
+_ELSEWHERE = {  # the other names are of api
+    "Muon": "integrations.muon",
+    "patch": "integrations.transformers",
+    "patch_lycoris": "integrations.lycoris",
+}
 
 
 def __getattr__(name: str) -> Any:

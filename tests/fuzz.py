@@ -212,8 +212,8 @@ def run_valid(case: Case) -> None:
 
 
 def computed(case: Case, x: torch.Tensor) -> torch.finfo:
-    """The dtype of results in between: of versions in torch, and of lokr_linear's small product, that of
-    x."""
+    """The dtype of results in between: of versions in torch, and of lokr_linear's small product or float16
+    array in between, that of x."""
     in_torch = case.op == "lokr_linear" or case.args["version"] in ("v1", "v2")
     return torch.finfo(x.dtype if in_torch or x.dtype in (torch.float64, torch.complex128) else torch.float32)
 

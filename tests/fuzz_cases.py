@@ -469,12 +469,13 @@ def draw_kron(d: Draw) -> dict:
 def draw_lokr(d: Draw) -> dict:
     ((p1, q1), (p2, q2)), dtype, rank = d.pick(*(s for s in SIZES if len(s) == 2)), d.dtype(), d.pick(1, 2, 5)
     rows = d.shape(0, 2)
-    w2 = (
-        d.tensor((q2, p2), dtype, "zeros")
+    w1, w2 = (
+        d.tensor((q, p), dtype, "ties", "zeros")
         if d.pick(True, False)
-        else (d.tensor((q2, rank), dtype), d.tensor((rank, p2), dtype))
+        else (d.tensor((q, rank), dtype), d.tensor((rank, p), dtype))
+        for p, q in ((p1, q1), (p2, q2))
     )
-    x, w1 = d.tensor((*rows, p1 * p2), dtype, "ties", "zeros"), d.tensor((q1, p1), dtype, "ties")
+    x = d.tensor((*rows, p1 * p2), dtype, "ties", "zeros")
     return {"x": x, "w1": w1, "w2": w2, **epilogue(d, dtype, (*rows, q1 * q2))}
 
 

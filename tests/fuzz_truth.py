@@ -397,7 +397,7 @@ def kron_linear(x, factors, bias=None, scale=1.0, residual=None):
 
 
 def lokr_linear(x, w1, w2, **rest):
-    return kron_linear(x, (w1.mT, (w2[0] @ w2[1] if isinstance(w2, tuple) else w2).mT), **rest)
+    return kron_linear(x, [(w[0] @ w[1] if isinstance(w, tuple) else w).mT for w in (w1, w2)], **rest)
 
 
 def gated(gate, up=1.0, bias=None, approximate=None, limit=True):

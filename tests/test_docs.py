@@ -39,6 +39,8 @@ COMMAND = re.compile(r"(?:`|^|\$ |&& )cukern ([^`\n#&]*)", re.MULTILINE)
 def test_every_block_runs(page, tmp_path, monkeypatch, registry):
     monkeypatch.chdir(tmp_path)
     names, text = {"__name__": page.stem}, page.read_text()
+    if page.stem == "lokr":
+        pytest.importorskip("lycoris", reason="needs lycoris-lora, of the extra integrations")
     assert len(re.findall(r"^```", text, re.MULTILINE)) == 2 * len(BLOCK.findall(text)), (
         "a block has an unknown head"
     )
@@ -147,6 +149,8 @@ def examples(text):
 def test_examples_in_docstrings(name, tmp_path, monkeypatch, registry):
     if name in NOT_RUN:
         pytest.skip(f"the example of {name} {NOT_RUN[name]}")
+    if name == "patch_lycoris":
+        pytest.importorskip("lycoris", reason="needs lycoris-lora, of the extra integrations")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "square.cu").write_text(SQUARE)
     x, model = torch.randn(1024, device=DEVICE), torch.nn.Linear(1024, 4, device=DEVICE)

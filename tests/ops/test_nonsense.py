@@ -387,3 +387,9 @@ def test_lokr_takes_arrays_and_samples(place):
         for bad in (b.float(), b.to("meta"), b.t(), b[None].expand(3, -1, -1)):
             with pytest.raises((TypeError, ValueError), match="b"):
                 cukern.lokr_linear(x, w1, (a, bad))
+        with pytest.raises(ValueError, match=r"w1's a has shape \(4, 2\), b has \(4, 2\)"):
+            cukern.lokr_linear(x, (w1, w1), (a, b))
+        for half in (torch.float64, torch.float16):
+            t, c, d = (v.to(half) for v in (x, w1, b))
+            with pytest.raises(ValueError, match=r"last dimension of x, 6, must equal .* 2 x 6 = 12"):
+                cukern.lokr_linear(t, c, (d.mT, d.new_ones(2, 6)))

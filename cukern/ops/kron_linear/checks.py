@@ -39,24 +39,32 @@ def _converted(named: dict[str, Any]) -> dict[str, Tensor]:
     return found
 
 
-def lokr(x: Any, w1: Any, w2: Any) -> tuple[Tensor, ...]:
-    """x, w1, and w2 or its two parts as tensors of one dtype and device. Raises TypeError and ValueError."""
-    parts = {"w2": w2}
-    if isinstance(w2, tuple | list):
-        if len(w2) != 2:
-            rule = "w2 must be a matrix or the pair (a, b) of a low-rank one"
-            raise ValueError(f"{rule}, got {len(w2)} of them")
-        parts = {"w2's a": w2[0], "w2's b": w2[1]}
-    given = _converted({"x": x, "w1": w1, **parts})
+def lokr(x: Any, w1: Any, w2: Any) -> tuple[Any, ...]:
+    """x, and a list for each of w1 and w2: the matrix, or the two of a low-rank one. All are tensors of one
+    dtype and device. Raises TypeError and ValueError."""
+    named = {"x": x}
+    for name, w in (("w1", w1), ("w2", w2)):
+        pair = isinstance(w, tuple | list)
+        if pair and len(w) != 2:
+            rule = f"{name} must be a matrix or the pair (a, b) of a low-rank one"
+            raise ValueError(f"{rule}, got {len(w)} of them")
+        named |= {f"{name}'s a": w[0], f"{name}'s b": w[1]} if pair else {name: w}
+    given = _converted(named)
     for name, w in given.items():
         if name != "x" and w.ndim not in (2, 3):
             raise ValueError(f"{name} must be a matrix, or one for each sample, got shape {tuple(w.shape)}")
-    if len(given) == 4:
-        _, _, a, b = given.values()
-        if a.shape[-1] != b.shape[-2] or (a.ndim == b.ndim == 3 and len(a) != len(b)):
-            found = f"w2's a has shape {tuple(a.shape)}, b has {tuple(b.shape)}"
-            raise ValueError(f"{found}: they must be (q2, r) and (r, p2)")
-    return tuple(given.values())
+    pairs = [[w for key, w in given.items() if key.startswith(name)] for name in ("w1", "w2")]
+    for name, matrices in zip(("w1", "w2"), pairs, strict=True):
+        if len(matrices) == 2:
+            _pair(name, *matrices)
+    shapes(given["x"], [pair[-1].mT for pair in pairs], None, None)
+    return given["x"], *pairs
+
+
+def _pair(name: str, a: Tensor, b: Tensor) -> None:
+    if a.shape[-1] != b.shape[-2] or (a.ndim == b.ndim == 3 and len(a) != len(b)):
+        found = f"{name}'s a has shape {tuple(a.shape)}, b has {tuple(b.shape)}"
+        raise ValueError(f"{found}: they must be (q, r) and (r, p)")
 
 
 def scale(value: Any, dtype: torch.dtype) -> float:

@@ -163,20 +163,36 @@ def lokr_linear(
     one call.
 
     Args:
-        x: (..., p1 * p2). w1: (q1, p1), as torch.nn.Linear's weights are: output first.
-        w2: (q2, p2), or the pair (a, b) of a low-rank one, W2 = a @ b with a (q2, r) and b (r, p2): that
-            small product is formed. Both may have one matrix for each of x's first dimension, as the factors
-            of `kron_linear`.
+        x: (..., p1 * p2). w1: (q1, p1), as torch.nn.Linear's weights are: output first. w2: (q2, p2).
+            Instead of each the pair (a, b) of a low-rank one, W = a @ b with a (q, r) and b (r, p). All may
+            have one matrix for each of x's first dimension, as the factors of `kron_linear`.
         scale, residual, bias, version: as in `kron_linear`; residual is the base layer's output.
+
+    The small product a @ b is formed, but in float16 x is multiplied by b, then by a: the product of two
+    small matrices would be subnormal. The array in between is float16, with r indices instead of p.
 
     Returns (..., q1 * q2). Autocast: as in `kron_linear`. Raises as it does, with W1 and W2 transposed as its
     factors.
     """
     plain = type(w1) in PLAIN and type(w2) in PLAIN
     if not plain or w1.ndim < 2 or w2.ndim < 2 or w1.is_nested or w2.is_nested:
-        x, w1, *parts = kron_checks.lokr(x, w1, w2)
-        w2 = torch_matmul(*parts) if len(parts) == 2 else parts[0]
+        x, *pairs = kron_checks.lokr(x, w1, w2)
+        if x.dtype == torch.float16 and any(len(pair) == 2 for pair in pairs):
+            x, *pairs = _inner_factors(x, pairs[0], pairs[1], version)
+        w1, w2 = (torch_matmul(*pair) if len(pair) == 2 else pair[0] for pair in pairs)
     return kron_linear(x, (w1.mT, w2.mT), bias=bias, scale=scale, residual=residual, version=version)
+
+
+def _inner_factors(x: Tensor, w1: list[Tensor], w2: list[Tensor], version: str | None) -> tuple[Any, ...]:
+    """(a1 b1) (x) (a2 b2) = (a1 (x) a2) (b1 (x) b2). Returns x @ (b1 (x) b2).T, [a1] and [a2]. For a full W,
+    a or b is the identity."""
+    if len(w2) == 1:
+        eye = torch.eye(w2[0].shape[-2], dtype=x.dtype, device=x.device)
+        return kron_linear(x, (w1[1].mT, w2[0].mT), version=version), w1[:1], [eye]
+    if len(w1) == 2:
+        return kron_linear(x, (w1[1].mT, w2[1].mT), version=version), w1[:1], w2[:1]
+    slices = x.unflatten(-1, (w1[0].shape[-1], w2[1].shape[-1]))
+    return kron_linear(slices, (w2[1].mT,), version=version).flatten(-2), w1, w2[:1]
 
 
 class KronLinear(torch.nn.Module):
