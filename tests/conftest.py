@@ -59,7 +59,7 @@ SLOW = re.compile(
             r"test_compiled|test_sanitizer|test_torture|test_four_processes|warmup\[.*(a100|rtx4090|h200)",
             r"test_pytest_benchmarks|test_launches_|test_a_ledger_lists|test_measure_host_in|"
             r"test_missing_packages|test_blocks_of_the_readme",
-            r"test_an_example_runs|test_every_block_runs.*(transformers|roofline|layernorm1|softmax1)|"
+            r"test_an_example_runs|test_every_block_runs.*(judge|transformers|roofline|layernorm1|softmax1)|"
             r"test_sim_tracebacks|test_one_wheel|test_the_site_builds",
             r"test_a_closed_pipe|test_a_full_disk|test_a_wrong_|test_doctor_of|test_stderr_has|"
             r"test_compile_(prints|lists)",

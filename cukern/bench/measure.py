@@ -109,8 +109,7 @@ def measure(
     use TF32."""
     functions, missing = providers(case, device, only)
     cost = _cost(case, dims, dtype, pass_)
-    l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 0
-    sets = min(max(math.ceil(2 * l2_bytes / max(cost.bytes, 1)), 1), MOST_SETS)
+    sets = input_sets(cost.bytes, device)
     with environment.float32_products(tf32), timing.side_stream(device):
         wrong = _errors(case, dims, dtype, pass_, device, functions)
         calls = _calls(case, pass_, functions, [case.make(dims, dtype, device) for _ in range(sets)], missing)
@@ -142,6 +141,12 @@ def measure(
     if sets == MOST_SETS:
         notes["all"] = f"{sets} input sets fit in the L2 cache: a call may find its data there"
     return Table(rows, missing, notes | {" ".join(key).strip(): t.note for key, t in times.items() if t.note})
+
+
+def input_sets(bytes_: int, device: torch.device) -> int:
+    """The number of input sets that together exceed the L2 cache, for calls that move so many bytes."""
+    l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 0
+    return min(max(math.ceil(2 * l2_bytes / max(bytes_, 1)), 1), MOST_SETS)
 
 
 def _errors(
@@ -237,7 +242,7 @@ def _calls(
 ) -> dict[Key, list[timing.Call]]:
     """The calls of each provider on each input set. A provider without a backward is added to `missing`."""
     if pass_ == "fwd":
-        return {key: _holding([partial(f, *x) for x in inputs]) for key, f in functions.items()}
+        return {key: holding([partial(f, *x) for x in inputs]) for key, f in functions.items()}
     wanted = wanted_inputs(case, pass_, inputs[0])
     leaves = [leaves_of(one, wanted) for one in inputs]
     douts = [draw_douts(case, one) for one in inputs]
@@ -253,7 +258,7 @@ def _calls(
 
     for (provider, version), function in functions.items():
         try:
-            calls[provider, version] = _holding(
+            calls[provider, version] = holding(
                 [prepared(function, one, dout) for one, dout in zip(leaves, douts, strict=True)]
             )
         except Exception as error:  # see timing.device_times
@@ -261,9 +266,10 @@ def _calls(
     return calls
 
 
-def _holding(calls: Sequence[timing.Call]) -> list[timing.Call]:
-    """Keep the result of each call until its next turn, so that outputs rotate through memory like inputs."""
-    results: deque[object] = deque(maxlen=len(calls))
+def holding(calls: Sequence[timing.Call], results: deque[object] | None = None) -> list[timing.Call]:
+    """Keep the result of each call until its next turn, in `results`, so that outputs rotate through memory
+    like inputs."""
+    results = deque(maxlen=len(calls)) if results is None else results
     return [lambda call=call: results.append(call()) for call in calls]  # type: ignore[misc]
 
 

@@ -28,6 +28,7 @@ _COMMANDS = {
     "report": ("report", "Write one HTML page of recorded results."),
     "profile": ("profile", "Print the profiler's table of OP, and write a trace."),
     "compile": ("compile", "Compile kernels without a GPU; print their registers and spills."),
+    "judge": ("judge", "Judge a generated kernel against a reference in plain torch."),
     "ledger": ("ledger", "List every launch that ops make."),
     "sass": ("sass", "Count machine instructions by kind and source line, without a GPU."),
     "new": ("new", "Write a differentiable op into the current folder."),

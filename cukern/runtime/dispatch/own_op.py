@@ -28,8 +28,7 @@ def op(
     """Make a differentiable op from the kernels of a .cu file. See docs/guide/own_op.md.
 
     Args:
-        name: an identifier. `cukern check NAME` and `cukern.use(NAME, version)` know the op by it. A second
-            definition replaces the first.
+        name: an identifier, for `cukern check` and `cukern.use`. A second definition replaces the first.
         source: the .cu file. Give its path from the Python file's: `Path(__file__).with_name("scale.cu")`.
         reference: the math in plain torch, for CPU tensors and checks. Parameters without a default are
             inputs, all tensors; those with one are scalars. It returns a tensor or a tuple.

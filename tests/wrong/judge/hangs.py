@@ -1,0 +1,6 @@
+"""Never ends."""
+
+
+def custom_kernel(data):
+    while True:
+        pass
