@@ -7,6 +7,7 @@ import torch
 from sim_cases import ints, iota
 from sim_kernels import simulate
 
+import cukern
 from cukern import sim
 from cukern.sim.numerics import fp8
 
@@ -482,6 +483,74 @@ def test_what_is_not_simulated_is_named_with_its_line(body, words):
 
 
 # Each row of the table in docs/guide/debugging.md. x: 64-bit, r: 32-bit, h: 16-bit, f: float
+OF_SM_100 = """
+.version 8.8
+.target sm_100a
+.address_size 64
+.visible .entry k(.param .u64 out, .param .u64 x) {
+    .reg .b32 %r<4>; .reg .f32 %f<9>; .reg .b64 %d<9>;
+    ld.param.u64 %d1, [out]; ld.param.u64 %d2, [x];
+    mov.u32 %r1, %tid.x;
+    mad.wide.u32 %d1, %r1, 16, %d1; mad.wide.u32 %d2, %r1, 12, %d2;
+    ld.global.f32 %f1, [%d2]; ld.global.f32 %f2, [%d2+4]; ld.global.f32 %f3, [%d2+8];
+    max.f32 %f4, %f1, %f2, %f3;
+    redux.sync.min.abs.f32 %f5, %f1, -1;
+    redux.sync.max.NaN.f32 %f6, %f3, -1;
+    mov.b64 %d3, {%f1, %f2};
+    fma.rn.f32x2 %d4, %d3, %d3, %d3;
+    mov.b64 {%f7, %f8}, %d4;
+    add.f32 %f8, %f7, %f8;
+    st.global.v4.f32 [%d1], {%f4, %f5, %f6, %f8};
+    ret;
+}
+"""
+
+
+def test_instructions_of_sm_100():
+    x, out = torch.randn(32, 3), torch.empty(32, 4)
+    x[3, 1] = x[5, 0] = torch.nan
+    with cukern.backend("sim"):
+        cukern.compile(OF_SM_100)[1, 32](out, x)
+        assert torch.equal(out[:, 0], x.nan_to_num(-100).amax(1))
+        assert (out[:, 1] == x[:, 0].abs().nan_to_num(100).min()).all()
+        assert (out[:, 2] == x[:, 2].max()).all()
+        y = x[:, :2].double()
+        torch.testing.assert_close(
+            out[:, 3].double(), (y * y + y).sum(1), equal_nan=True, atol=1e-6, rtol=1e-6
+        )
+        x[7, 2] = torch.nan
+        cukern.compile(OF_SM_100)[1, 32](out, x)
+        assert out[:, 2].isnan().all()
+
+
+HALF_INITIALIZED = """
+.version 8.8
+.target sm_100a
+.address_size 64
+.visible .entry k(.param .u64 out, .param .u64 x) {
+    .reg .b32 %f<4>; .reg .b64 %d<9>;
+    .shared .align 8 .b8 tile[8];
+    ld.param.u64 %d1, [out]; ld.param.u64 %d2, [x];
+    ld.global.b32 %f1, [%d2];
+    st.shared.b32 [tile], %f1;
+    ld.shared.b64 %d3, [tile];
+    add.rn.f32x2 %d4, %d3, %d3;
+    mov.b64 {%f2, %f3}, %d4;
+    st.global.b32 [%d1], USED;
+    ret;
+}
+"""
+
+
+def test_each_half_of_two_floats_is_initialized_by_itself():
+    x, out = torch.randn(1), torch.empty(1)
+    with cukern.backend("sim"):
+        cukern.compile(HALF_INITIALIZED.replace("USED", "%f2"))[1, 1](out, x)
+        assert torch.equal(out, x + x)
+        with pytest.raises(sim.Uninitialized):
+            cukern.compile(HALF_INITIALIZED.replace("USED", "%f3"))[1, 1](out, x)
+
+
 NOT_SIMULATED = """
 ld.global.b128 v, [x]
 st.bulk.weak.shared::cta [r], 64, 0
@@ -510,10 +579,9 @@ wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {f, f, f, f}, x, x, 1, -1, 1
 tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [r], 32
 clusterlaunchcontrol.try_cancel.async.shared::cta.mbarrier::complete_tx::bytes.b128 [r], [r]
 ld.global.v8.b32 {r, r, r, r, r, r, r, r}, [x]
-redux.sync.min.f32 f, f, 0xffffffff
 cvt.rn.satfinite.e2m1x2.f32 h, f, f
 add.f32.bf16 f, h, f
-max.f32 f, f, f, f
+max.abs.f32 f, f, f, f
 mul24.lo.u32 r, r, r
 bmsk.clamp.b32 r, r, r
 szext.clamp.s32 r, r, r

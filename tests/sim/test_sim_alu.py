@@ -153,8 +153,17 @@ def test_packed_is_the_scalar_twice(opcode):
     check(opcode, run(opcode, *args), (halves[0] | halves[1] << 16).tolist(), *args)
 
 
-UNKNOWN = """add add.f8 add.rs.f32 fma.rn.f32x2 add.sat.u32 mul.s32 mul.sat.s32 min.sat.s32 setp.f32
-            sqrt.f32 and.f32 shf.l.b32
+@pytest.mark.parametrize("opcode", ["add.f32x2", "sub.rz.f32x2", "mul.ftz.f32x2", "fma.rn.f32x2"])
+def test_two_floats_are_the_scalar_twice(opcode):
+    scalar = opcode.replace("f32x2", "f32")
+    args = [np.concatenate(operands("f32", 1, 300)) for _ in range(3 if "fma" in opcode else 2)]
+    halves = [run(scalar, *(x[i::2] for x in args)).astype(np.uint64) for i in (0, 1)]
+    found = run(opcode, *(np.ascontiguousarray(x).view(np.uint64) for x in args))
+    check(opcode, found, (halves[0] | halves[1] << 32).tolist())
+
+
+UNKNOWN = """add add.f8 add.rs.f32 neg.f32x2 add.sat.f32x2 add.sat.u32 mul.s32 mul.sat.s32 min.sat.s32
+            setp.f32 sqrt.f32 and.f32 shf.l.b32
              cvt.rn.e4m3x2.f32 wgmma.mma_async
              vavrg4.u32.u32.u32 ex2.f32 rcp.approx.f16 sin.approx.f64 cvt.relu.s32.f32 max.relu.f16
             lop3.or.b32

@@ -18,8 +18,8 @@ def arithmetic(c: Context) -> Step:
     if {"e4m3x2", "e5m2x2"} & set(c.parts):
         sources = [c.source(x, "b32") for x in c.operands[1:]]
         return compute(fp8.convert(c.opcode), c.target(c.operands[0]), sources)
-    if c.parts[0] in ("min", "max") and len(c.operands) > 3:  # of sm_100
-        raise c.unknown()
+    if c.parts[0] in ("min", "max") and len(c.operands) > 3:
+        return _extreme_of_three(c)
     targets = c.items(c.operands[0])
     types = source_types(c)
     sources = [c.source(x, t) for x, t in zip(c.operands[1:], types, strict=False)]
@@ -37,6 +37,14 @@ def arithmetic(c: Context) -> Step:
     if "cc" in c.parts:
         results.append((alu.find(c.opcode, second=True), c.target(Register(c.program.carry, 1))))
     return Compute(results, sources)
+
+
+def _extreme_of_three(c: Context) -> Step:
+    """min and max of three float32 numbers, of sm_100."""
+    c.refuse(c.types != ["f32"] or "abs" in c.parts or len(c.operands) != 4)
+    function = alu.find(c.opcode)
+    sources = [c.source(x, "f32") for x in c.operands[1:]]
+    return compute(lambda x, y, z: function(function(x, y), z), c.target(c.operands[0]), sources)
 
 
 def source_types(c: Context) -> list[str]:

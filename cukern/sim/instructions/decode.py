@@ -218,7 +218,9 @@ def flow_of(c: Context, computes: bool) -> Flow:
     if base in _BITWISE and len(writes) == 1:
         return Flow(_BITWISE[base], reads, writes)
     return Flow(
-        "halves" if {"f16x2", "bf16x2"} & set(c.types) and base not in ("cvt", "set", "setp") else "all",
+        "halves"
+        if {"f16x2", "bf16x2", "f32x2"} & set(c.types) and base not in ("cvt", "set", "setp")
+        else "all",
         reads,
         writes,
     )

@@ -1,5 +1,6 @@
 """Warp-wide instructions: __syncwarp, shuffles, votes, matches and reductions."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -7,6 +8,8 @@ import numpy as np
 
 from cukern.sim.instructions.decode import Context, Group, Machine, Step
 from cukern.sim.machine.barriers import SYNC, bits, bits_of
+from cukern.sim.numerics import alu
+from cukern.sim.numerics.floats import F32
 from cukern.sim.numerics.integers import SIGNED, UNSIGNED, Array
 from cukern.sim.ptx.module import Operand, Register
 
@@ -169,8 +172,10 @@ def match(c: Context) -> Step:
 
 
 def reduce_(c: Context) -> Step:
-    """redux.sync, of integers."""
+    """redux.sync."""
     operation, type_ = c.parts[2], c.types[-1]
+    if type_ == "f32":
+        return _reduce_floats(c, operation)
     signed = type_ == "s32"
     dtype = SIGNED[32] if signed else UNSIGNED[32]
     functions: dict[str, tuple[Any, Any]] = {
@@ -192,6 +197,26 @@ def reduce_(c: Context) -> Step:
             np.where(_members(m, group.lanes, masks), values, dtype(neutral)), axis=1, dtype=dtype
         )
         m.put(group, target.number, result.view(np.uint32))
+
+    return together(c, c.operands[2], act)
+
+
+def _reduce_floats(c: Context, operation: str) -> Step:
+    """redux.sync.min and .max of float32, of sm_100: NaN is left out, or with .NaN decides."""
+    flags = set(c.parts[3:-1])
+    c.refuse(operation not in ("min", "max") or flags - {"abs", "NaN"})
+    function = alu.find(".".join((operation, *(flags & {"NaN"}), "f32")))
+    infinity = np.float32(np.inf if operation == "min" else -np.inf).view(np.uint32)
+    neutral = infinity if "NaN" in flags else F32.nan
+    target, value = c.target(c.operands[0]), c.source(c.operands[1], "f32")
+
+    def act(m: Machine, group: Group, masks: Array) -> None:
+        m.poison.check(group, (value,), "a reduction of a warp")
+        values = _of_warp(m, group.lanes, value)
+        values = values & np.uint32(0x7FFFFFFF) if "abs" in flags else values
+        columns = np.where(_members(m, group.lanes, masks), values, np.uint32(neutral)).T
+        result = functools.reduce(function, np.ascontiguousarray(columns))
+        m.put(group, target.number, result)
 
     return together(c, c.operands[2], act)
 

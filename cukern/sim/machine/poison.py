@@ -242,14 +242,16 @@ class Poison:
             return {flow.writes[0]: self._bitwise(kind, flow, group)}
         results = {r: np.where(flags, self._ones(r, len(flags)), 0) for r in flow.writes}
         if kind == "halves":
-            halves = np.zeros((len(flags), 2), bool)
+            widths = self.m.program.widths
+            width = max(widths[r] for r in (*flow.reads, *flow.writes))
+            half, halves = UNSIGNED[width // 2], np.zeros((len(flags), 2), bool)
             for r in flow.reads:
                 if r in self.m.poisoned:
                     mask = np.ascontiguousarray(self.m.poisoned[r][group.index])
-                    parts = mask.view(np.uint16).reshape(len(mask), -1)
+                    parts = mask.view(half).reshape(len(mask), -1)
                     halves |= (parts if parts.shape[1] == 2 else parts[:, :1]) != 0
-            both = np.where(halves, np.uint16(0xFFFF), np.uint16(0)).view(np.uint32)[:, 0]
-            results = {r: both for r in flow.writes if self.m.program.widths[r] == 32} or results
+            both = np.where(halves, ~half(0), half(0)).view(UNSIGNED[width])[:, 0]
+            results = {r: both for r in flow.writes if widths[r] == width} or results
         return results
 
     def _moved(self, step: Step, flow: Flow, group: Group) -> dict[int, Array]:

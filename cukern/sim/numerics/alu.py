@@ -37,6 +37,8 @@ def find(opcode: str, second: bool = False) -> Function:
             raise NotSimulated(opcode)
         if not set(op.modifiers) <= set(modifiers.split()):
             raise NotSimulated(opcode)
+        if op.types[:1] == ("f32x2",) and (op.base not in ("add", "sub", "mul", "fma") or op.has("sat")):
+            raise NotSimulated(opcode)
         return maker(op)
     # no types, or a base, types or a combination of modifiers that a table lacks
     except (LookupError, ValueError, StopIteration):

@@ -261,9 +261,9 @@ def lop3(a: Array, b: Array, c: Array, table: Array) -> Array:
     return result
 
 
-def packed(function: Function, *args: Array) -> Array:
-    """`function` of a 16-bit type, on both halves of a register."""
-    parts = function(*(x.view(np.uint16).reshape(len(x), -1) for x in args))
+def packed(width: int, function: Function, *args: Array) -> Array:
+    """`function` of a type of 16 or 32 bits, on both halves of a register."""
+    parts = function(*(x.view(UNSIGNED[width]).reshape(len(x), -1) for x in args))
     return np.ascontiguousarray(parts).view(UNSIGNED[8 * parts.itemsize * parts.shape[1]]).reshape(-1)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from cukern.sim.numerics import floats, integers
 from cukern.sim.numerics.floats import FORMATS, Format, Function
 
-PACKED = {"f16x2": "f16", "bf16x2": "bf16", "u16x2": "u16", "s16x2": "s16"}
+PACKED = {"f16x2": "f16", "bf16x2": "bf16", "u16x2": "u16", "s16x2": "s16", "f32x2": "f32"}
 _INTEGERS = {sign + width for sign in "us" for width in ("8", "16", "32", "64")}
 _TYPES = {*FORMATS, *PACKED, *_INTEGERS, "b8", "b16", "b32", "b64", "pred"}
 
@@ -43,7 +43,7 @@ class Opcode:
     def each(self, make: Callable[[str], Function]) -> Function:
         """make(type); for a packed type, make(type of a half), applied to both halves."""
         return (
-            functools.partial(integers.packed, make(PACKED[self.type]))
+            functools.partial(integers.packed, 32 if self.type == "f32x2" else 16, make(PACKED[self.type]))
             if self.type in PACKED
             else make(self.type)
         )

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 WIDTHS = {"pred": 1, "b8": 8, "u8": 8, "s8": 8, "b16": 16, "u16": 16, "s16": 16, "f16": 16, "bf16": 16}
 WIDTHS |= {t: 32 for t in ("b32", "u32", "s32", "f32", "f16x2", "bf16x2", "tf32")} | {
-    t: 64 for t in ("b64", "u64", "s64", "f64")
+    t: 64 for t in ("b64", "u64", "s64", "f64", "f32x2")
 }
 WIDTHS |= {"b128": 128}
 
