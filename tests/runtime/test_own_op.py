@@ -224,7 +224,7 @@ def test_versions(module):
         ({"name": 3}, TypeError, "name must be a str, got int 3"),
         ({"name": "square"}, ValueError, "must not be that of an op of cukern, got 'square'"),
         ({"source": "absent.cu"}, FileNotFoundError, "there is no file 'absent.cu'"),
-        ({"source": 5}, TypeError, "source must be a path, got int 5"),
+        ({"source": 5}, TypeError, "source must be a path, or None for kernels of Triton, got int 5"),
         ({"reference": 5}, TypeError, "reference must be a function, got int 5"),
         ({"reference": lambda *x: x}, ValueError, r"must name each input as a parameter, got \(\*x\)"),
         ({"versions": {}}, TypeError, "versions must be a dict such as"),

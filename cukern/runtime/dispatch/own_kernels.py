@@ -4,7 +4,7 @@ import functools
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,25 +22,41 @@ Config = Mapping[str, int | float | bool | str | torch.dtype | None]
 
 
 class Kernels:
-    """What forward and backward get as `kernels`: `kernels(NAME, *template_arguments)` is a kernel,
-    `kernels.config` a dict of macros."""
+    """What forward and backward get as `kernels`: `kernels(NAME, *template_arguments)` is a kernel of the .cu
+    file, `kernels(KERNEL)` one of Triton, `kernels.config` a dict of macros."""
 
-    def __init__(self, source: Path, config: Config):
-        self.config = config
+    def __init__(self, source: Path | None, config: Config):
+        self.config, self._source = config, source
         self._get = functools.lru_cache(None, typed=True)(functools.partial(_loaded, source, config))
 
-    def __call__(self, name: str, *arguments: Any) -> Callable[..., None]:
-        return self._get(name, *arguments)
+    def __call__(self, name: Any, *arguments: Any) -> Any:
+        if self._source is not None:
+            return self._get(name, *arguments)
+        if not hasattr(name, "__getitem__") or isinstance(name, str) or arguments:
+            raise TypeError(
+                f"kernels() takes a kernel of Triton, as source is None, got {checks.brief(name)}"
+            )
+        return _Nothing() if planning() else name
 
 
 class _NoKernels(Kernels):
     """For fake tensors: launches nothing."""
 
-    def __call__(self, name: str, *arguments: Any) -> Callable[..., None]:
-        return lambda *args, **options: None
+    def __call__(self, name: Any, *arguments: Any) -> Any:
+        return _Nothing()
 
 
-def _loaded(source: Path, config: Config, name: str, *arguments: Any) -> Callable[..., None]:
+class _Nothing:
+    """In the place of a kernel."""
+
+    def __call__(self, *args: Any, **options: Any) -> None: ...
+
+    def __getitem__(self, grid: Any) -> "_Nothing":
+        return self
+
+
+def _loaded(source: Path | None, config: Config, name: str, *arguments: Any) -> Callable[..., None]:
+    assert source is not None  # see Kernels
     return _launcher(load(source, f"{name}<{', '.join(map(cpp, arguments))}>" if arguments else name, config))
 
 
@@ -60,12 +76,18 @@ class Configs:
     """The kernels of an op by configuration. A GPU uses the one that `cukern.tune` recorded for it, else the
     first one."""
 
-    def __init__(self, name: str, source: Path, configs: Sequence[Config]):
+    def __init__(self, name: str, source: Path | None, configs: Sequence[Config]):
         self.name, self.source = name, source
         self.all = [Kernels(source, config) for config in configs]
         self.none = _NoKernels(source, configs[0])
         self._by_device: dict[int, Kernels] = {}
         self._forced: Kernels | None = None
+
+    def running(self, kernels: Kernels, x: torch.Tensor) -> AbstractContextManager[Any]:
+        """For a call with these kernels: the simulator's block for kernels of Triton and CPU tensors."""
+        if self.source is not None or kernels is self.none or x.device.type != "cpu":
+            return nullcontext()
+        return backend.simulated_triton()
 
     def on(self, device: int) -> Kernels:
         """The kernels for a GPU, or for the simulator."""
@@ -90,6 +112,7 @@ class Configs:
     def _key(self, device: int) -> str:
         """An edit of the source, of a header that it includes, or of the configurations needs a new
         measurement."""
+        assert self.source is not None  # without it there is one configuration
         parts = (
             self.name,
             Source.read(self.source).digest(),

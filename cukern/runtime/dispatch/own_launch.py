@@ -50,7 +50,7 @@ class Own:
     inputs: tuple[str, ...]
     constants: tuple[str, ...]
     outputs: int
-    source: Path
+    source: Path | None  # None: kernels of Triton
     dtypes: tuple[torch.dtype, ...]
     reference: Callable[..., Tensor | Tensors]
     versions: dict[str, Pair]
@@ -122,9 +122,9 @@ class Own:
         self, kernels: Any, function: Callable[..., Any], inputs: Sequence[Tensor], scalars: Sequence[Scalar]
     ) -> list[Tensor]:
         tensors = [x.resolve_neg().contiguous() for x in inputs]
-        return self._checked(
-            "forward", function(kernels, *tensors, **self._named(function, scalars)), self.results, tensors
-        )
+        with self.kernels.running(kernels, tensors[0]):
+            found = function(kernels, *tensors, **self._named(function, scalars))
+        return self._checked("forward", found, self.results, tensors)
 
     def backward(
         self,
@@ -135,7 +135,8 @@ class Own:
         scalars: Sequence[Scalar],
     ) -> list[Tensor]:
         tensors = [None if x is None else x.resolve_neg().contiguous() for x in (*saved, *douts)]
-        found = function(kernels, *tensors, **self._named(function, scalars))
+        with self.kernels.running(kernels, douts[0]):
+            found = function(kernels, *tensors, **self._named(function, scalars))
         return self._checked("backward", found, len(self.inputs) - len(self.constants), tensors)
 
     def _named(self, function: Callable[..., Any], scalars: Sequence[Scalar]) -> dict[str, Scalar]:

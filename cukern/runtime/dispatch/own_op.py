@@ -18,18 +18,18 @@ from cukern.runtime.registry import CASES, Case, Cost, Op, Tensors, Version, reg
 
 
 def op(
-    name: str, source: str | Path, reference: Callable[..., Tensor | Tensors], versions: Mapping[str, Any], *,
-    make: Callable[..., Any] | None = None, cases: Sequence[Sequence[int]] | None = None,
-    bench: Sequence[Sequence[int]] | None = None, dtypes: Sequence[torch.dtype] = checks.FLOATS,
-    outputs: int = 1, constants: Collection[str] = (), flops: Callable[..., int] | None = None,
-    roundings: int = 1, magnitude: Callable[[Tensors, Tensors], Tensors] | None = None,
-    configs: Sequence[Config] | None = None,
+    name: str, source: str | Path | None, reference: Callable[..., Tensor | Tensors],
+    versions: Mapping[str, Any], *, make: Callable[..., Any] | None = None,
+    cases: Sequence[Sequence[int]] | None = None, bench: Sequence[Sequence[int]] | None = None,
+    dtypes: Sequence[torch.dtype] = checks.FLOATS, outputs: int = 1,
+    constants: Collection[str] = (), flops: Callable[..., int] | None = None, roundings: int = 1,
+    magnitude: Callable[[Tensors, Tensors], Tensors] | None = None, configs: Sequence[Config] | None = None,
 ) -> Callable[..., Any]:  # fmt: skip
-    """Make a differentiable op from the kernels of a .cu file. See docs/guide/own_op.md.
+    """Make a differentiable op from kernels of a .cu file or of Triton. See docs/guide/own_op.md.
 
     Args:
         name: an identifier, for `cukern check` and `cukern.use`. A second definition replaces the first.
-        source: the .cu file. Give its path from the Python file's: `Path(__file__).with_name("scale.cu")`.
+        source: the .cu file, such as `Path(__file__).with_name("scale.cu")`. None: kernels of Triton.
         reference: the math in plain torch, for CPU tensors and checks. Parameters without a default are
             inputs, all tensors; those with one are scalars. It returns a tensor or a tuple.
         versions: by name, such as "v1", the pair (forward, backward), or forward alone. The last is the
@@ -79,16 +79,13 @@ def op(
     drawn = _maker(make, len(inputs))
     check_dims = _sizes("cases", cases)
     bench_dims = _sizes("bench", bench if bench is not None else check_dims[-1:])
-    if not isinstance(source, str | Path):
-        raise TypeError(f"source must be a path, got {checks.brief(source)}")
-    if not Path(source).is_file():
-        raise FileNotFoundError(f"source: there is no file {str(source)!r}")
+    _check_source(source, configs)
     own = Own(
         name,
         inputs,
         constants,
         outputs,
-        Path(source),
+        None if source is None else Path(source),
         dtypes,
         reference,
         pairs,
@@ -135,6 +132,17 @@ def op(
         )
     )
     return function
+
+
+def _check_source(source: Any, configs: Any) -> None:
+    if source is None:
+        if configs is not None:
+            raise ValueError("configs must be None with source=None: Triton has an autotuner of its own")
+        return
+    if not isinstance(source, str | Path):
+        raise TypeError(f"source must be a path, or None for kernels of Triton, got {checks.brief(source)}")
+    if not Path(source).is_file():
+        raise FileNotFoundError(f"source: there is no file {str(source)!r}")
 
 
 def _check_name(name: str) -> None:

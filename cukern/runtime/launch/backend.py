@@ -98,6 +98,13 @@ def load_simulated(name: str, ptx: Ptx, params: tuple[Param, ...], cluster: Dim 
     return sim.load(name, ptx, params, cluster)
 
 
+def simulated_triton() -> contextlib.AbstractContextManager:
+    """In which kernels of Triton take CPU tensors."""
+    from cukern import sim
+
+    return sim.triton()
+
+
 def simulated_memory(tensors: Iterable[Any]) -> contextlib.AbstractContextManager:
     """Inside the block, simulated kernels may access these tensors and new ones. Items that are not tensors
     are ignored."""
