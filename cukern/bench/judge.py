@@ -105,7 +105,7 @@ class Problem:
         own = {"seed": seed} if "seed" in self.known else {}
         made = None if self.is_model else (self.names["generate_input"](**self.sizes | own),)
         self.tree: tuple[Any, ...] = made or tuple(self.names["get_inputs"]())
-        marker = torch.zeros((), dtype=torch.float32)
+        marker = torch.zeros((), dtype=torch.float32, device=device())
         return tuple(x.to(device()) for x in (*tensors(self.tree), *self.state.values(), marker))
 
     def _run(self, given: Tensors) -> tuple[Tensors, Tensors]:
