@@ -219,6 +219,24 @@ def run_python(
 OLD_TORCH = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12)
 
 
+def run_two(test_file: str, folder: Path, timeout: float) -> None:
+    """`main(rank, store)` of a test's module in two processes, ranks 0 and 1, and check that both succeed.
+    `store`: a path for torch.distributed's FileStore."""
+    module = Path(test_file).stem
+    code = f"import sys, {module}; {module}.main(int(sys.argv[1]), sys.argv[2])"
+    path = os.pathsep.join([str(ROOT), str(Path(test_file).parent), str(TREE / "tests")])
+    own = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    commands = [[sys.executable, "-c", code, str(rank), str(folder / "store")] for rank in range(2)]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    pair = [subprocess.Popen(command, env=own, **pipes) for command in commands]
+    try:
+        texts = [process.communicate(timeout=timeout)[0] for process in pair]
+    finally:
+        for process in pair:
+            process.kill()
+    assert [process.returncode for process in pair] == [0, 0], "\n".join(texts)
+
+
 def run(
     command: Sequence[str],
     *,

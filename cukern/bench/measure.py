@@ -144,7 +144,7 @@ def measure(
 
 
 def input_sets(bytes_: int, device: torch.device) -> int:
-    """The number of input sets that together exceed the L2 cache, for calls that move so many bytes."""
+    """How many sets of inputs exceed the L2 cache together. `bytes_`: what one call moves."""
     l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 0
     return min(max(math.ceil(2 * l2_bytes / max(bytes_, 1)), 1), MOST_SETS)
 

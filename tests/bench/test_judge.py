@@ -10,37 +10,26 @@ import pytest
 import torch
 from helpers import TREE
 from typer.testing import CliRunner
+from wrong.judge.edits import EDITS
 
 from cukern.bench.judge import Problem, Worker, judge
 from cukern.cli import app
 
 HONEST, CHEATS = TREE / "tests/bench/judge", TREE / "tests/wrong/judge"
 TASK, MODEL = HONEST / "task_reference.py", HONEST / "model_reference.py"
-# in the format of KernelBench, and the kind of reason; the others are in that of reference-kernels
-MODELS = {
-    "announced_only": "error",
+# the kind of reason by the file of a cheat; the others are edits
+FILES = {
     "calls_model": "reference",
-    "in_place": "alias",
-    "other_stream": "stream",
-    "same_buffer": "kept",
-}
-TASKS = {
     "caches_by_pointer": "error",
     "caches_by_shape": "error",
     "catches_fault": "fault",
     "checks_off": "checks",
     "crashes": "crash",
-    "half_sum": "error",
     "imports_reference": "reference",
-    "out_of_bounds": "fault",
     "patches": "patch",
-    "race": "fault",
-    "tail": "error",
-    "uninitialized": "fault",
-    "writes_input": "mutation",
 }
-# what a GPU does not find: faults, which are the simulator's
-SIMULATED = {name for name, kind in TASKS.items() if kind in ("fault", "checks")}
+KINDS = FILES | {name: kind for name, kind, *_ in EDITS}
+SIMULATED = "fault", "checks"  # kinds that a GPU does not find
 
 
 @pytest.fixture(scope="module")
@@ -64,20 +53,32 @@ def test_an_honest_kernel_passes(path, worker):
     assert all(one["error"] <= one["allowed"] < 1e-6 for one in found["shapes"])
 
 
-@pytest.mark.parametrize("name", sorted(MODELS | TASKS))
-def test_a_cheat_is_caught(name, worker):
-    if name in SIMULATED and torch.cuda.is_available():
+def cheat(name: str, folder: Path) -> tuple[Path, Path]:
+    """The file of a cheat, and its reference. The cheats of edits.py are written to the folder."""
+    if name in FILES:
+        return CHEATS / f"{name}.py", MODEL if name == "calls_model" else TASK
+    honest, changes = next((honest, changes) for known, _, honest, _, changes in EDITS if known == name)
+    text = (HONEST / f"{honest}.py").read_text()
+    for old, new in changes:
+        assert old in text, f"{honest}.py has no {old!r}"
+        text = text.replace(old, new, 1)
+    return write(folder, text), MODEL if honest.startswith("model") else TASK
+
+
+@pytest.mark.parametrize("name", sorted(KINDS))
+def test_a_cheat_is_caught(name, worker, tmp_path):
+    if KINDS[name] in SIMULATED and torch.cuda.is_available():
         pytest.skip("faults are found in the simulator")
-    found = judge(CHEATS / f"{name}.py", MODEL if name in MODELS else TASK, worker, 1)
-    assert (MODELS | TASKS)[name] in kinds(found), found
+    found = judge(*cheat(name, tmp_path), worker, 1)
+    assert KINDS[name] in kinds(found), found
 
 
 def test_every_file_is_judged():
-    assert {path.stem for path in CHEATS.glob("*.py")} == {*MODELS, *TASKS, "hangs"}
+    assert {path.stem for path in CHEATS.glob("*.py")} == {*FILES, "edits", "hangs"}
 
 
-def test_a_fault_names_its_line(worker):
-    (reason,) = judge(CHEATS / "race.py", TASK, worker, 1)["reasons"]
+def test_a_fault_names_its_line(worker, tmp_path):
+    (reason,) = judge(*cheat("race", tmp_path), worker, 1)["reasons"]
     assert "no barrier is between the two" in reason["text"]
 
 
@@ -141,8 +142,9 @@ def run(worker, monkeypatch):
     return command
 
 
-def test_the_command(run):
-    out = json.loads(run(CHEATS / "in_place.py", "--reference", MODEL, "--json", "--seed", 1, status=1))
+def test_the_command(run, tmp_path):
+    file, reference = cheat("in_place", tmp_path)
+    out = json.loads(run(file, "--reference", reference, "--json", "--seed", 1, status=1))
     assert out.keys() == {"verdict", "reasons", "shapes", "time", "seed"} and out["seed"] == 1
     assert {reason["kind"] for reason in out["reasons"]} == {"mutation", "alias", "kept"}
     out = run(HONEST / "model_torch.py", "--reference", MODEL, status=0)

@@ -1,13 +1,10 @@
 """Every op on DTensors in two gloo processes, in the simulator, against one process."""
 
-import os
-import subprocess
-import sys
 import traceback
 
 import pytest
 import torch
-from helpers import OLD_TORCH, ROOT, kernels, own_names
+from helpers import OLD_TORCH, kernels, own_names, run_two
 
 from cukern.runtime.registry import CASES
 
@@ -89,18 +86,4 @@ def main(rank, store):
 
 @pytest.mark.skipif(OLD_TORCH, reason="torch 2.11 has no rules of DTensor for detach_ and for some views")
 def test_every_op_in_two_processes(tmp_path):
-    code = "import sys, test_sharding; test_sharding.main(int(sys.argv[1]), sys.argv[2])"
-    folder = os.path.dirname(__file__)
-    path = os.pathsep.join([str(ROOT), folder, os.path.dirname(folder)])
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    commands = [[sys.executable, "-c", code, str(rank), str(tmp_path / "store")] for rank in range(2)]
-    pair = [
-        subprocess.Popen(c, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        for c in commands
-    ]
-    try:
-        texts = [process.communicate(timeout=400)[0] for process in pair]
-    finally:
-        for process in pair:
-            process.kill()
-    assert [process.returncode for process in pair] == [0, 0], "\n".join(texts)
+    run_two(__file__, tmp_path, timeout=400)

@@ -90,7 +90,8 @@ class _Losses(torch.autograd.Function):
 
 
 class _Shard:
-    """The classes of a rank: `size` from `first` on, of which `used` are no padding."""
+    """The classes of one rank. `first` is the index of the first one, `size` their number. Those after the
+    first `used` are padding."""
 
     def __init__(self, weight: Tensor, group: Any, options: Options):
         self.group, self.options, self.size = group, options, len(weight)

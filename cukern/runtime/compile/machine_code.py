@@ -76,7 +76,7 @@ def _param(match: re.Match[str]) -> Param:
 
 
 def sized_params(layout: list[tuple[int, int]]) -> tuple[Param, ...]:
-    """The parameters of a cubin, of which the offset and the size in bytes are known."""
+    """The parameters of a cubin. `layout`: the offset and the size of each, in bytes."""
     found = []
     for i, (offset, size) in enumerate(layout):
         if size in (1, 2, 4, 8) and offset % size == 0:

@@ -4,7 +4,7 @@ import functools
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -82,12 +82,6 @@ class Configs:
         self.none = _NoKernels(source, configs[0])
         self._by_device: dict[int, Kernels] = {}
         self._forced: Kernels | None = None
-
-    def running(self, kernels: Kernels, x: torch.Tensor) -> AbstractContextManager[Any]:
-        """For a call with these kernels: the simulator's block for kernels of Triton and CPU tensors."""
-        if self.source is not None or kernels is self.none or x.device.type != "cpu":
-            return nullcontext()
-        return backend.simulated_triton()
 
     def on(self, device: int) -> Kernels:
         """The kernels for a GPU, or for the simulator."""

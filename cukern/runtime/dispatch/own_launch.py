@@ -59,7 +59,7 @@ class Own:
 
     def __post_init__(self) -> None:
         self.kernels = Configs(self.name, self.source, self.configs)
-        self._alone: set[str] = set()  # the passes whose results were seen to share no memory
+        self._alone: set[Callable[..., Any]] = set()  # whose results were seen to share no memory
         kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
         parameters = [inspect.Parameter(x, kind) for x in self.inputs]
         parameters += [inspect.Parameter(x, kind, default=value) for x, value in self.scalars.items()]
@@ -122,9 +122,7 @@ class Own:
         self, kernels: Any, function: Callable[..., Any], inputs: Sequence[Tensor], scalars: Sequence[Scalar]
     ) -> list[Tensor]:
         tensors = [x.resolve_neg().contiguous() for x in inputs]
-        with self.kernels.running(kernels, tensors[0]):
-            found = function(kernels, *tensors, **self._named(function, scalars))
-        return self._checked("forward", found, self.results, tensors)
+        return self._run("forward", kernels, function, tensors, scalars, self.results)
 
     def backward(
         self,
@@ -135,9 +133,35 @@ class Own:
         scalars: Sequence[Scalar],
     ) -> list[Tensor]:
         tensors = [None if x is None else x.resolve_neg().contiguous() for x in (*saved, *douts)]
-        with self.kernels.running(kernels, douts[0]):
-            found = function(kernels, *tensors, **self._named(function, scalars))
-        return self._checked("backward", found, len(self.inputs) - len(self.constants), tensors)
+        count = len(self.inputs) - len(self.constants)
+        return self._run("backward", kernels, function, tensors, scalars, count)
+
+    def _run(
+        self, pass_: str, kernels: Any, function: Callable[..., Any], tensors: Sequence[Tensor | None],
+        scalars: Sequence[Scalar], count: int,
+    ) -> list[Tensor]:  # fmt: skip
+        """The checked results of a function of a version. The last tensor is not None."""
+        named, last = self._named(function, scalars), tensors[-1]
+        if self.source is None and kernels is not self.kernels.none and last is not None and last.is_cpu:
+            with backend.simulated_triton():
+                found = function(kernels, *tensors, **named)
+        else:
+            found = function(kernels, *tensors, **named)
+        results = self._checked(pass_, found, count, tensors)
+        if function not in self._alone:  # torch.compile relies on it; looked at once, for the host's time
+            self._check_memory(pass_, results, tensors)
+            self._alone.add(function)
+        return results
+
+    def _check_memory(self, pass_: str, results: list[Tensor], given: Sequence[Tensor | None]) -> None:
+        """Raise ValueError if results share memory with each other or with an argument."""
+        storages = [t.untyped_storage()._cdata for t in results]
+        arguments = {x.untyped_storage()._cdata for x in given if x is not None}
+        if len({*storages} - arguments) < len(storages):
+            raise ValueError(
+                f"{pass_} of {self.name} must return tensors that share no memory with each other or with an "
+                f"argument: allocate each"
+            )
 
     def _named(self, function: Callable[..., Any], scalars: Sequence[Scalar]) -> dict[str, Scalar]:
         """The scalars that a function of a version takes, by name. They are the last arguments of the raw
@@ -166,15 +190,6 @@ class Own:
                 )
             if any(t is x for x in given):
                 raise ValueError(f"{pass_} of {self.name} must return new tensors, got one of its arguments")
-        if pass_ not in self._alone:  # torch.compile relies on it; looked at once, for the host's time
-            results = [t.untyped_storage()._cdata for t in tensors]
-            arguments = {x.untyped_storage()._cdata for x in given if x is not None}
-            if len({*results} - arguments) < len(results):
-                raise ValueError(
-                    f"{pass_} of {self.name} must return tensors that share no memory with each other or "
-                    f"with an argument: allocate each"
-                )
-            self._alone.add(pass_)
         return tensors
 
     def instances(self, version: str, cases: Sequence[Tensors]) -> list[Kernel]:

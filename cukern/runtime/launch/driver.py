@@ -83,7 +83,7 @@ def load(
 
 @contextlib.contextmanager
 def _loading(name: str, cubin: Cubin, device: int) -> Iterator[None]:
-    """The GPU is the current one, and errors of the driver say what did not load."""
+    """Make the GPU current. A driver's error becomes a LaunchError, which names the kernel."""
     with torch.cuda.device(device):
         torch.cuda.current_stream(device)  # creates torch's context, which the module must belong to
         try:

@@ -14,7 +14,6 @@ from cukern.runtime import checks
 from cukern.runtime.compile import signature
 from cukern.runtime.compile.compiler import Cubin, Ptx, SetupError, arch_of, compile_kernel, compile_ptx
 from cukern.runtime.compile.forks import no_fork
-from cukern.runtime.compile.machine_code import variable
 from cukern.runtime.compile.sources import Source, kernels_dir
 from cukern.runtime.device import setting
 from cukern.runtime.launch import arguments, backend, driver, extended_launch, limits
@@ -194,6 +193,8 @@ class Kernel:
         """
         if not isinstance(name, str) or not isinstance(dtype, torch.dtype):
             raise TypeError(f"variable() takes a str and a dtype, got {name!r} and {dtype!r}")
+        from cukern.runtime.compile.machine_code import variable  # its patterns take 4 ms to compile
+
         if self._of_cluster:
             raise ValueError(self._no_cluster())
         self._has_variables = True

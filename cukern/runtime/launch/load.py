@@ -8,10 +8,8 @@ from typing import Any
 import torch
 
 from cukern.runtime import checks
-from cukern.runtime.compile.machine_code import MachineCode, is_cubin, is_ptx, source_name
 from cukern.runtime.compile.signature import CTYPES
 from cukern.runtime.compile.sources import Source
-from cukern.runtime.launch.compiled_kernel import CompiledKernel
 from cukern.runtime.launch.kernel import Kernel, cpp
 
 
@@ -44,7 +42,7 @@ def load(
     """
     more = _lines(defines), _options(options), _folders(include_dirs)
     if Path(path).suffix in (".ptx", ".cubin"):
-        return _compiled(MachineCode(Path(path).resolve(), Path(path).read_bytes()), name, more)
+        return _compiled(Path(path).resolve(), Path(path).read_bytes(), name, more)
     return _kernel(Source.read(path, *more), name)
 
 
@@ -54,16 +52,22 @@ def compile(
 ) -> Kernel:  # fmt: skip
     """The kernel `name` of CUDA C++ source text, such as the `cuda_sources` of
     `torch.utils.cpp_extension.load_inline`, of PTX, or of the bytes of a cubin; see `load`."""
+    from cukern.runtime.compile.machine_code import is_cubin, is_ptx
+
     if not isinstance(source, str) and not is_cubin(source):
         raise TypeError(f"source must be a str of CUDA C++ or PTX, or a cubin, got {type(source).__name__}")
     more = _lines(defines), _options(options), _folders(include_dirs)
     if not isinstance(source, str) or is_ptx(source):
         code = source.encode() if isinstance(source, str) else source
-        return _compiled(MachineCode(Path("<cukern.compile>"), code), name, more)
+        return _compiled(Path("<cukern.compile>"), code, name, more)
     return _kernel(Source.from_text(source, *more), name)
 
 
-def _compiled(code: MachineCode, name: str | None, more: tuple[Any, ...]) -> CompiledKernel:
+def _compiled(path: Path, text: bytes, name: str | None, more: tuple[Any, ...]) -> Kernel:
+    from cukern.runtime.compile.machine_code import MachineCode, source_name
+    from cukern.runtime.launch.compiled_kernel import CompiledKernel
+
+    code = MachineCode(path, text)
     if any(more):
         raise ValueError(f"{code.path} is compiled: it takes no defines=, options= or include_dirs=")
     names = [one for one in code.kernels if name in (None, one)]

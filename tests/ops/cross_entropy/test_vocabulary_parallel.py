@@ -2,13 +2,10 @@
 them."""
 
 import itertools
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
-from helpers import ROOT
+from helpers import run_two
 
 import cukern
 
@@ -97,22 +94,7 @@ def main(rank, store):
 
 
 def test_two_ranks_against_float64(tmp_path):
-    code = "import sys, test_vocabulary_parallel as t; t.main(int(sys.argv[1]), sys.argv[2])"
-    folder = os.path.dirname(__file__)
-    tests = os.path.dirname(os.path.dirname(folder))
-    path = os.pathsep.join([str(ROOT), folder, tests])
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    commands = [[sys.executable, "-c", code, str(rank), str(tmp_path / "store")] for rank in range(2)]
-    pair = [
-        subprocess.Popen(c, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        for c in commands
-    ]
-    try:
-        texts = [process.communicate(timeout=120)[0] for process in pair]
-    finally:
-        for process in pair:
-            process.kill()
-    assert [process.returncode for process in pair] == [0, 0], "\n".join(texts)
+    run_two(__file__, tmp_path, timeout=120)
 
 
 def test_what_is_no_group():
