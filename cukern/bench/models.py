@@ -1,7 +1,8 @@
-"""Times training steps of transformers' models with random weights: as they are, with cukern.patch, and with
-Liger's patch; eager, and under torch.compile."""
+"""Times updates and the decoding of a token of transformers' models with random weights: as they are, with
+cukern.patch, and with Liger's patch; eager, and under torch.compile."""
 
 import importlib.util
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -34,6 +35,7 @@ MODELS: dict[str, tuple[str, dict[str, int], tuple[int, int]]] = {
 }
 PROVIDERS = "torch compiled", "torch", "cukern", "cukern compiled", "liger"  # Liger's patch stays: it is last
 WARMUP = 3
+CACHED, DECODED = (1, 32), 4096  # sequences of a batch, and tokens in the cache, when a token is decoded
 
 
 def _build(kind: str, sizes: dict[str, int]) -> Any:
@@ -60,21 +62,17 @@ def _patch(model: Any, provider: str) -> Callable[[], None]:
     return lambda: None
 
 
-def _row(op: str, provider: str, steps: int, sizes: dict[str, int], batch: tuple[int, int]) -> Row:
-    """Time `steps` updates, and the peak memory of the tensors."""
+def _row(
+    op: str, provider: str, steps: int, sizes: dict[str, int], batch: tuple[int, int], decode: bool
+) -> Row:
+    """Time `steps` updates, or decoded tokens, and the peak memory of the tensors."""
     device, cuda = environment.device(), environment.device().type == "cuda"
     model = _build(MODELS[op][0], sizes)
     undo = _patch(model, provider)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     tokens = torch.randint(sizes["vocab_size"], batch, dtype=torch.int64, device=device)
     compiled = provider.endswith("compiled")
     network = torch.compile(model, backend="inductor" if cuda else "aot_eager") if compiled else model
-
-    def step() -> None:
-        network(input_ids=tokens, labels=tokens).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
+    step = (_decode if decode else _update)(model, network, tokens, steps)
     try:
         for _ in range(WARMUP):
             step()
@@ -87,7 +85,43 @@ def _row(op: str, provider: str, steps: int, sizes: dict[str, int], batch: tuple
         torch.compiler.reset()
     dtype = name_of(next(model.parameters()).dtype)
     shape = (sizes["num_hidden_layers"], sizes["hidden_size"], sizes["vocab_size"], *batch)
-    return Row(op, "", "update", shape, dtype, provider, times.median_us, times.iqr_us, peak_mib=peak)
+    what = "decode" if decode else "update"
+    return Row(op, "", what, shape, dtype, provider, times.median_us, times.iqr_us, peak_mib=peak)
+
+
+def _update(model: Any, network: Any, tokens: torch.Tensor, steps: int) -> Callable[[], None]:
+    """A function of forward, loss, backward and update."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+
+    def step() -> None:
+        network(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step
+
+
+def _decode(model: Any, network: Any, tokens: torch.Tensor, steps: int) -> Callable[[], None]:
+    """A function that decodes one token after `tokens`, which fill the cache: a static one if it is compiled,
+    as `generate` has it."""
+    from transformers import DynamicCache, StaticCache
+
+    model.eval()
+    cache = DynamicCache(config=model.config)
+    if network is not model:
+        cache = StaticCache(config=model.config, max_cache_len=tokens.shape[1] + 2 * (WARMUP + steps))
+    known = inspect.signature(type(model).forward).parameters
+    options = {"cache" if "cache" in known else "past_key_values": cache, "use_cache": True}
+    with torch.no_grad():
+        for part in tokens.split(1024, dim=1):
+            model(input_ids=part, logits_to_keep=1, **options)
+    last = tokens[:, -1:].contiguous()
+
+    def step() -> None:
+        with torch.no_grad():
+            network(input_ids=last, **options)
+
+    return step
 
 
 def measure_model(
@@ -97,13 +131,14 @@ def measure_model(
     sizes: dict[str, int] | None = None,
     batch: tuple[int, int] | None = None,
 ) -> Iterator[Table]:
-    """Yield the time of an update, with torch's fused AdamW, for one provider after the other: forward, loss,
-    backward and update, from Python. `sizes` and `batch` replace those of the model in MODELS."""
+    """Yield the times, from Python, of an update (forward, loss, backward and torch's fused AdamW) and of a
+    decoded token, for one provider after the other. `sizes` and `batch` replace those in MODELS."""
     if importlib.util.find_spec("transformers") is None:
         raise ValueError(f"{op} is a model of transformers: pip install transformers")
     if unknown := set(only or ()) - set(PROVIDERS):
         raise ValueError(f"--only must name some of {', '.join(PROVIDERS)}, got {', '.join(sorted(unknown))}")
-    rows, missing = [], {}
+    rows, missing = list[Row](), dict[str, str]()
+    work = [(False, batch or MODELS[op][2]), *((True, (sequences, DECODED)) for sequences in CACHED)]
     for provider in PROVIDERS:
         if only is not None and provider not in only:
             continue
@@ -111,7 +146,8 @@ def measure_model(
             missing[provider] = "liger_kernel is not installed"
             continue
         try:
-            rows.append(_row(op, provider, steps, MODELS[op][1] | (sizes or {}), batch or MODELS[op][2]))
+            for decode, tokens in work if provider != "liger" else work[:1]:
+                rows.append(_row(op, provider, steps, MODELS[op][1] | (sizes or {}), tokens, decode))
         except (torch.OutOfMemoryError, torch._dynamo.exc.TorchDynamoException) as error:
             missing[provider] = str(error).partition("\n")[0]
         if environment.device().type == "cuda":

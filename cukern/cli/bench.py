@@ -70,8 +70,8 @@ def bench(
     kernels. OP `own_kernel` times the compilation and the launch of a user's own kernel, next to torch's
     load_inline and _compile_kernel. OP `llama_block` times a block with rope, rmsnorm, attention and swiglu,
     eager and under torch.compile. OP `optimizers` times a step of AdamW and of Muon, next to torch's. OP
-    `llama`, `qwen3` and `gemma2` time updates of transformers' models with random weights, next to
-    torch.compile and Liger.
+    `llama`, `qwen3` and `gemma2` time updates and decoded tokens of transformers' models with random
+    weights, next to torch.compile and Liger.
     """
     if op in OTHERS and dims:
         raise ValueError(f"{op} takes no sizes, got {' '.join(map(str, dims))}")

@@ -489,16 +489,19 @@ def test_startup_reports_a_process_that_fails():
 
 
 @pytest.mark.parametrize("op", ("llama", "qwen3", "gemma2"))
-def test_models_next_to_torch(op):
-    """An update of a tiny model, as it is and patched, eager and compiled."""
+def test_models_next_to_torch(op, monkeypatch):
+    """An update of a tiny model, and its decoding, as it is and patched."""
     pytest.importorskip("transformers")
     sizes = dict(
         num_hidden_layers=1, hidden_size=32, vocab_size=64, intermediate_size=32, num_attention_heads=2
     )
     sizes |= dict(num_key_value_heads=1, head_dim=16)
+    monkeypatch.setattr(models, "DECODED", 16)
     (table,) = models.measure_model(op, ["cukern", "torch"], 2, sizes, (1, 8))
-    assert [row.provider for row in table.rows] == ["torch", "cukern"] and not table.missing
-    assert all(row.shape == (1, 32, 64, 1, 8) and row.median_us > 0 for row in table.rows)
+    assert [row.provider for row in table.rows] == ["torch"] * 3 + ["cukern"] * 3 and not table.missing
+    kinds = [("update", (1, 8)), ("decode", (1, 16)), ("decode", (32, 16))] * 2
+    assert [(row.pass_, row.shape[3:]) for row in table.rows] == kinds
+    assert all(row.shape[:3] == (1, 32, 64) and row.median_us > 0 for row in table.rows)
 
 
 def test_a_model_refuses_unknown_providers():

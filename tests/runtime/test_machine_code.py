@@ -151,7 +151,7 @@ def test_ptx(tmp_path):
         assert x[0].item() == 14, "8 bytes are a struct by value, or a pointer"
     with pytest.raises(TypeError, match=r"does not fit the parameter \.align 8 \.b8"):
         pair(x, b"1234", words, grid=1, block=1)
-    table = cukern.compile(cukern.compile(TABLE, "look_up").compile("compute_80").code.decode(), "look_up")
+    table = cukern.compile(cukern.compile(TABLE, "look_up").compile("compute_80").code, "look_up")
     table.variable("table", torch.float32).fill_(7)
     table(x, 2, grid=1, block=1)
     assert x[0].item() == 7.5
@@ -171,8 +171,9 @@ def test_what_compiled_code_does_not_take(tmp_path):
         cukern.compile(entry, "a").compile("sm_90a")
     with pytest.raises(FileNotFoundError):
         cukern.load(tmp_path / "absent.ptx")
-    with pytest.raises(TypeError, match="must be a str of CUDA C"):
-        cukern.compile(3)
+    for other in (3, b"__global__ void k() {}", b"\xff\x00"):
+        with pytest.raises(TypeError, match="must be a str of CUDA C"):
+            cukern.compile(other)
 
 
 @no_gpu

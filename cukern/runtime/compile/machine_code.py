@@ -91,8 +91,10 @@ def is_cubin(code: object) -> bool:
     return isinstance(code, bytes) and code.startswith(b"\x7fELF")
 
 
-def is_ptx(text: str) -> bool:
-    return _START.match(text) is not None
+def is_compiled(code: object) -> bool:
+    """Whether it is a cubin, or PTX as text or bytes."""
+    text = code.decode(errors="replace") if isinstance(code, bytes) else code
+    return is_cubin(code) or (isinstance(text, str) and _START.match(text) is not None)
 
 
 # ---- symbols

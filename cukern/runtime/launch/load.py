@@ -51,13 +51,16 @@ def compile(
     options: Sequence[str] = (), include_dirs: Sequence[str | Path] = (),
 ) -> Kernel:  # fmt: skip
     """The kernel `name` of CUDA C++ source text, such as the `cuda_sources` of
-    `torch.utils.cpp_extension.load_inline`, of PTX, or of the bytes of a cubin; see `load`."""
-    from cukern.runtime.compile.machine_code import is_cubin, is_ptx
+    `torch.utils.cpp_extension.load_inline`, of PTX, or of a cubin; see `load`. PTX may be bytes too."""
+    from cukern.runtime.compile.machine_code import is_compiled
 
-    if not isinstance(source, str) and not is_cubin(source):
-        raise TypeError(f"source must be a str of CUDA C++ or PTX, or a cubin, got {type(source).__name__}")
+    compiled = is_compiled(source)
+    if not isinstance(source, str) and not compiled:
+        raise TypeError(
+            f"source must be a str of CUDA C++ or PTX, or bytes of PTX or a cubin, got {checks.brief(source)}"
+        )
     more = _lines(defines), _options(options), _folders(include_dirs)
-    if not isinstance(source, str) or is_ptx(source):
+    if compiled:
         code = source.encode() if isinstance(source, str) else source
         return _compiled(Path("<cukern.compile>"), code, name, more)
     return _kernel(Source.from_text(source, *more), name)
