@@ -74,12 +74,7 @@ def _row(
     network = torch.compile(model, backend="inductor" if cuda else "aot_eager") if compiled else model
     step = (_decode if decode else _update)(model, network, tokens, steps)
     try:
-        for _ in range(WARMUP):
-            step()
-        if cuda:
-            torch.cuda.reset_peak_memory_stats()
-        times = timing.successive_times(step, steps, device)
-        peak = torch.cuda.max_memory_allocated() / 2**20 if cuda else None
+        times, peak = timing.times_and_peak(step, steps, device, WARMUP)
     finally:
         undo()
         torch.compiler.reset()
@@ -104,10 +99,10 @@ def _update(model: Any, network: Any, tokens: torch.Tensor, steps: int) -> Calla
 def _decode(model: Any, network: Any, tokens: torch.Tensor, steps: int) -> Callable[[], None]:
     """A function that decodes one token after `tokens`, which fill the cache: a static one if it is compiled,
     as `generate` has it."""
-    from transformers import DynamicCache, StaticCache
+    from transformers import Cache, DynamicCache, StaticCache
 
     model.eval()
-    cache = DynamicCache(config=model.config)
+    cache: Cache = DynamicCache(config=model.config)
     if network is not model:
         cache = StaticCache(config=model.config, max_cache_len=tokens.shape[1] + 2 * (WARMUP + steps))
     known = inspect.signature(type(model).forward).parameters

@@ -118,6 +118,19 @@ def successive_times(call: Call, count: int, device: torch.device) -> Timing:
     return summary(clock([_Batch(call, 1)] * count))
 
 
+def times_and_peak(
+    call: Call, count: int, device: torch.device, warmup: int = 3
+) -> tuple[Timing, float | None]:
+    """`successive_times`, and the most memory of tensors in MiB, on a GPU."""
+    for _ in range(warmup):
+        call()
+    if device.type != "cuda":
+        return successive_times(call, count, device), None
+    torch.cuda.reset_peak_memory_stats(device)
+    times = successive_times(call, count, device)
+    return times, torch.cuda.max_memory_allocated(device) / 2**20
+
+
 def _prepare_host(call: Call, most: int) -> _Batch:
     run = _in_turns([call])
     run(4)  # the first three are planned and recorded

@@ -19,7 +19,10 @@ from cukern.runtime.registry import Case
 
 CPU_BYTES, CPU_FLOPS = 1 << 26, 10**9  # of a call that is timed without a GPU
 STARTUP, OWN_KERNEL, LLAMA_BLOCK, OPTIMIZERS = "startup", "own_kernel", "llama_block", "optimizers"
-OTHERS = STARTUP, OWN_KERNEL, LLAMA_BLOCK, OPTIMIZERS, *MODELS  # benchmarks in place of an op
+LOKR, FUSED_LOSS = "lokr_layer", "fused_loss"
+OTHERS = (  # benchmarks in place of an op
+    STARTUP, OWN_KERNEL, LLAMA_BLOCK, OPTIMIZERS, LOKR, FUSED_LOSS, *MODELS,
+)  # fmt: skip
 
 
 def bench(
@@ -70,7 +73,9 @@ def bench(
     kernels. OP `own_kernel` times the compilation and the launch of a user's own kernel, next to torch's
     load_inline and _compile_kernel. OP `llama_block` times a block with rope, rmsnorm, attention and swiglu,
     eager and under torch.compile. OP `optimizers` times a step of AdamW and of Muon, next to torch's. OP
-    `llama`, `qwen3` and `gemma2` time updates and decoded tokens of transformers' models with random
+    `lokr_layer` times LoKr layers of LyCORIS, next to LyCORIS's kernels and torch.compile. OP `fused_loss`
+    times linear_cross_entropy and linear_logprobs, and their peak memory, next to torch.compile and Liger.
+    OP `llama`, `qwen3` and `gemma2` time updates and decoded tokens of transformers' models with random
     weights, next to torch.compile and Liger.
     """
     if op in OTHERS and dims:
@@ -217,10 +222,15 @@ def _over(case: Case, shapes: list[tuple[int, ...]], text: str | None) -> list[t
 
 
 def _without_op(op: str, only: list[str] | None, seconds: float) -> Iterator[Table]:
-    from cukern.bench import llama_block, models, optimizers, own_kernel, startup
+    from cukern.bench import fused_loss, llama_block, lokr, models, optimizers, own_kernel, startup
 
     if op in MODELS:
         yield from models.measure_model(op, only)
+        return
+    with_peers: dict[str, Callable[..., Iterator[Table]]]
+    with_peers = {LOKR: lokr.measure_lokr, FUSED_LOSS: fused_loss.measure_fused_loss}
+    if op in with_peers:
+        yield from with_peers[op](only)
         return
     timed = {LLAMA_BLOCK: llama_block.measure_llama_block, OPTIMIZERS: optimizers.measure_optimizers}
     if op in timed:

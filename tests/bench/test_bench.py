@@ -14,7 +14,9 @@ from turn import TURN
 from cukern.bench import (
     calls,
     environment,
+    fused_loss,
     llama_block,
+    lokr,
     models,
     optimizers,
     own_kernel,
@@ -504,6 +506,27 @@ def test_models_next_to_torch(op, monkeypatch):
     assert all(row.shape[:3] == (1, 32, 64) and row.median_us > 0 for row in table.rows)
 
 
+@pytest.mark.filterwarnings("default")  # LyCORIS's
+def test_lokr_layers_next_to_lycoris():
+    """Both forms of w2, by every provider: the first tables' sizes and times."""
+    pytest.importorskip("lycoris")
+    tables = list(lokr.measure_lokr(None, 2, [(48, 64, 4, 0), (48, 64, 4, 2)], (8,)))
+    assert [table.rows[0].shape for table in tables] == [(48, 64, 4, 0, 8), (48, 64, 4, 2, 8)]
+    for table in tables:
+        assert tuple(row.provider for row in table.rows) == lokr.PROVIDERS and not table.missing
+        assert all(row.median_us > 0 for row in table.rows)
+
+
+def test_fused_losses_next_to_torch():
+    (table,) = fused_loss.measure_fused_loss(None, 2, [(8, 64, 16)])
+    assert [row.provider for row in table.rows][:3] == ["cukern", "cukern logprobs", "torch.compile"]
+    assert all(row.shape == (8, 64, 16) and row.median_us > 0 for row in table.rows)
+
+
 def test_a_model_refuses_unknown_providers():
+    with pytest.raises(ValueError, match=r"--only must name some of cukern, cukern logprobs, .*, got quack"):
+        next(fused_loss.measure_fused_loss(["quack"]))
     with pytest.raises(ValueError, match=r"--only must name some of torch compiled, .*, got quack"):
         next(models.measure_model("llama", ["quack"]))
+    with pytest.raises(ValueError, match=r"(--only must name some of lycoris, .*, got quack|pip install)"):
+        next(lokr.measure_lokr(["quack"]))

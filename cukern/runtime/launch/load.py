@@ -55,14 +55,14 @@ def compile(
     from cukern.runtime.compile.machine_code import is_compiled
 
     compiled = is_compiled(source)
-    if not isinstance(source, str) and not compiled:
-        raise TypeError(
-            f"source must be a str of CUDA C++ or PTX, or bytes of PTX or a cubin, got {checks.brief(source)}"
-        )
     more = _lines(defines), _options(options), _folders(include_dirs)
     if compiled:
         code = source.encode() if isinstance(source, str) else source
         return _compiled(Path("<cukern.compile>"), code, name, more)
+    if not isinstance(source, str):
+        raise TypeError(
+            f"source must be a str of CUDA C++ or PTX, or bytes of PTX or a cubin, got {checks.brief(source)}"
+        )
     return _kernel(Source.from_text(source, *more), name)
 
 
