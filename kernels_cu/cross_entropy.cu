@@ -1,4 +1,5 @@
-// cross_entropy: the loss of each row of logits, their sum or mean, and the gradient of the logits.
+// cross_entropy: the loss of each row of logits, their sum or mean, and the gradient of the logits; the
+// entropy of each row, and the gradient of losses and entropies.
 //
 //     c = x, or softcap tanh(x / softcap)   lse = log(sum(exp(c)))   s = smoothing / vocab   p = exp(c - lse)
 //     loss = lse - (1 - smoothing) c[target] - s sum(c) + z_loss lse^2
@@ -401,6 +402,93 @@ __global__ void __launch_bounds__(512, 2 - (SOFTCAP && __CUDA_ARCH__ >= 1000))
     __syncthreads();
     Gradient<T, SOFTCAP> gradient(x, kept, target, lse, 1, 1, o);
     read_row<LOADS, false>(kept, x, columns, !is_ignored, gradient);
+}
+
+// ---- the entropies of the rows, H = -sum(p log(p)), and the gradient of losses and entropies over the
+// logits, dx = dloss (p - [column == target]) - dentropy p (log(p) + H), for linear_logprobs: no option but
+// `vocab` and `ignored`. One block of 256 threads per row. An ignored row has the entropy 0. Columns with
+// p = 0 add nothing, also where their logits are -inf.
+
+template <typename T>
+struct Entropy : Gradient<T, false> {
+    using Base = Gradient<T, false>;
+    using C = compute_t<T>;
+    C dentropy = 0, entropy = 0;
+    sum_t<T> sum = 0;  // of p log(p)
+    __device__ __forceinline__ Entropy(T* x, long long index, Lse<C> lse, const Options& o)
+        : Base(x, x, index, lse, 1, 1, o) {}
+    __device__ __forceinline__ C probability(C c) const { return Base::of_p * Base::share(c); }
+    __device__ __forceinline__ C log_of(C c, C p) const {
+        return p == 0 ? C(0) : (c - Base::lse.largest[0]) - C(Base::lse.log_sum);
+    }
+    template <int N>
+    __device__ __forceinline__ void operator()(int, C (&c)[N]) {
+        C partial = 0;
+#pragma unroll
+        for (int j = 0; j < N; ++j) {
+            C p = probability(c[j]);
+            partial += p * log_of(c[j], p);
+        }
+        sum += partial;
+    }
+};
+
+template <typename T>
+__global__ void __launch_bounds__(256, sizeof(T) == 8 ? 1 : 4)
+    cross_entropy_entropy(compute_t<T>* entropies, const T* x, const void* targets, const void* lse,
+                          bool wide, long long x_row, Options o) {
+    __shared__ sum_t<T> sums[32];
+    wait_for_previous();
+    long long row = blockIdx.x;
+    bool is_ignored = index_at(targets, wide, row) == o.ignored;
+    const T* from = x + row * x_row;
+    // the target does not matter: 0
+    Entropy<T> found(const_cast<T*>(from), 0, static_cast<const Lse<compute_t<T>>*>(lse)[row], o);
+    read_row<4, false>(from, from, is_ignored ? 0 : int(o.vocab), true, found);
+    sum_t<T> sum = block_reduce<Sum>(found.sum, sums);
+    if (threadIdx.x == 0) entropies[row] = is_ignored ? compute_t<T>(0) : compute_t<T>(-sum);
+}
+
+template <typename T>
+struct EntropyGradient : Entropy<T> {
+    using Base = Entropy<T>;
+    using C = compute_t<T>;
+    C dloss;
+    __device__ __forceinline__ EntropyGradient(T* x, long long index, Lse<C> lse, C entropy, C dloss,
+                                               C dentropy, const Options& o)
+        : Base(x, index, lse, o), dloss(dloss) {
+        Base::entropy = entropy;
+        Base::dentropy = dentropy;
+    }
+    __device__ __forceinline__ C of(C c, C extra = 0) const {
+        C p = Base::probability(c);
+        return p * (dloss - Base::dentropy * (Base::log_of(c, p) + Base::entropy)) - extra;
+    }
+    template <int N>
+    __device__ __forceinline__ void operator()(int column, C (&values)[N]) const {
+        int at = Base::target - column;
+        bool has_target = !Base::is_zero && at >= 0 && at < N;
+#pragma unroll
+        for (int j = 0; j < N; ++j)
+            values[j] = Base::is_zero || column + j >= int(Base::o.vocab) ? C(0) : of(values[j]);
+        T at_target = has_target ? Base::x[Base::target] : T();  // before it is written
+        store_vec_past_l1(Base::dx + column, pack<T, N>(values));
+        if (has_target) Base::dx[Base::target] = T(of(load_as(at_target), dloss));
+    }
+};
+
+template <typename T>
+__global__ void __launch_bounds__(256, sizeof(T) == 8 ? 1 : 4)
+    cross_entropy_entropy_bwd(T* x, const void* targets, const void* lse, const compute_t<T>* entropies,
+                              const compute_t<T>* dloss, const compute_t<T>* dentropy, bool wide, int columns,
+                              long long x_row, Options o) {
+    wait_for_previous();
+    long long row = blockIdx.x;
+    T* to = x + row * x_row;
+    EntropyGradient<T> gradient(to, index_at(targets, wide, row),
+                                static_cast<const Lse<compute_t<T>>*>(lse)[row], entropies[row],
+                                dloss ? dloss[row] : compute_t<T>(0), dentropy[row], o);
+    read_row<4, false>(to, to, columns, !gradient.is_zero, gradient);
 }
 
 // ---- the sum or mean of the rows' losses, added in a fixed order; count receives the number of targets that

@@ -16,6 +16,7 @@ from cukern.ops.cross_entropy.op import (
     SCALARS,
     Options,
     checked_targets,
+    entropy_kernels,
     launch_forward,
     options_of,
     write_gradient,
@@ -304,6 +305,7 @@ def _instances(version: int, dtype: torch.dtype) -> list[Kernel]:
     return [
         *loss_versions[[*loss_versions][-1]].instances(dtype),
         *(_fused(dtype, *options) for options in fused),
+        *entropy_kernels(dtype),
     ]
 
 

@@ -31,8 +31,7 @@ def linear_logprobs(
         x, weight, targets, bias, ignore_index, vocab_size, chunk_rows: as in linear_cross_entropy. With a
             target of ignore_index, the log-probability, the entropy and their gradients are 0.
         temperature: a positive number that divides the logits.
-        entropy: also return the entropy of each token's distribution, in nats. torch's operations compute it
-            in float32, one chunk at a time.
+        entropy: also return the entropy of each token's distribution, in nats.
 
     Returns the log-probabilities, of targets' shape, in float32, or float64 for float64; with `entropy` the
     tuple (log-probabilities, entropies). The logits are rounded to x's dtype. The backward computes the

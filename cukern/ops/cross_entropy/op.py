@@ -243,6 +243,31 @@ def write_gradient(dx: Tensor, x: Tensor, targets: Tensor, stats: Tensor, dloss:
         launch((-(-rows // block[1]) * pieces, 1, 1), block, 0, *arguments)
 
 
+def launch_entropies(x: Tensor, targets: Tensor, stats: Tensor, options: Options) -> Tensor:
+    """The entropy of each row. `stats`: of launch_forward, without smoothing, z-loss and softcap."""
+    rows, targets = x.shape[0], targets.contiguous()
+    entropies = x.new_empty(rows, dtype=wide(x.dtype))
+    arguments = *pointers(entropies, x, targets, stats), targets.dtype == torch.int64, x.stride(0)
+    if rows:
+        launch = _ENTROPY[x.dtype].on(x.get_device())
+        launch((rows, 1, 1), (256, 1, 1), 0, *arguments, options.packed())
+    return entropies
+
+
+def write_entropy_gradient(
+    x: Tensor, targets: Tensor, stats: Tensor, dloss: Tensor | None, dentropy: Tensor, options: Options
+) -> None:
+    """Write the gradient of the logits over them. Options: see launch_entropies."""
+    entropies = launch_entropies(x, targets, stats, options)
+    targets, dentropy = targets.contiguous(), dentropy.resolve_neg().contiguous()
+    dloss = None if dloss is None else dloss.resolve_neg().contiguous()
+    addresses = pointers(x, targets, stats, entropies, dloss, dentropy)
+    if len(x):
+        launch = _ENTROPY_BWD[x.dtype].on(x.get_device())
+        sizes = targets.dtype == torch.int64, x.shape[1], x.stride(0), options.packed()
+        launch((len(x), 1, 1), (256, 1, 1), 0, *addresses, *sizes)
+
+
 def _fake(
     x: Tensor, targets: Tensor, vocab: int, ignored: int, reduction: str, *_: Any
 ) -> tuple[Tensor, Tensor]:
@@ -322,9 +347,16 @@ _apply_in_place = differentiable(
 # columns), its block (threads per row, rows, 1), and a number: for the forward, the warps per SM if a row has
 # lanes of a warp, else 0; for the backward, the blocks of a row
 
-_FWD, _BWD, _REDUCE = (
-    Template("cross_entropy.cu", f"cross_entropy_{name}", pdl=True) for name in ("fwd", "bwd", "reduce")
+_FWD, _BWD, _REDUCE, _ENTROPY, _ENTROPY_BWD = (
+    Template("cross_entropy.cu", f"cross_entropy_{name}", pdl=True)
+    for name in ("fwd", "bwd", "reduce", "entropy", "entropy_bwd")
 )
+
+
+def entropy_kernels(dtype: torch.dtype) -> list[Kernel]:
+    return [_ENTROPY[dtype], _ENTROPY_BWD[dtype]]
+
+
 # rows of up to _SHORT_BYTES have 8 to 32 lanes of one of _WARPS warps per SM
 _SHORT_BYTES, _LANE_BYTES, _WARPS = 16384, 512, 32
 _THREADS, _LOADS = 96, 4  # of v2's backward: threads per block, and vectors per thread

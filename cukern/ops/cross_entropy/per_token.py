@@ -14,7 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cukern.ops.cross_entropy.op import SCALARS, Options, checked_targets, launch_forward, write_gradient
+from cukern.ops.cross_entropy.op import (
+    SCALARS,
+    Options,
+    checked_targets,
+    launch_entropies,
+    launch_forward,
+    write_entropy_gradient,
+    write_gradient,
+)
 from cukern.ops.cross_entropy.op import reference as loss_of_logits
 from cukern.runtime import checks
 from cukern.runtime.dispatch import autocast
@@ -135,7 +143,8 @@ def _forward(
     with torch.no_grad(), autocast.off(x):
         for logits, chosen, _ in chunks(x, weight, bias, targets, *rest[:2]):
             losses, stats = _losses(logits, chosen, options)
-            parts.append((losses, _entropies(logits, chosen, options)[2] if entropy else losses[:0], stats))
+            found = _entropies(logits, chosen, stats, options) if entropy else losses[:0]
+            parts.append((losses, found, stats))
     return (
         tuple(torch.cat(each) for each in zip(*parts, strict=True))
         if parts
@@ -174,7 +183,13 @@ def _losses(logits: Tensor, targets: Tensor, options: Options) -> tuple[Tensor, 
     return loss_of_logits(logits, targets, options), logits.new_empty(2 * len(logits), dtype=torch.float64)
 
 
-def _entropies(logits: Tensor, targets: Tensor, options: Options) -> tuple[Tensor, Tensor, Tensor]:
+def _entropies(logits: Tensor, targets: Tensor, stats: Tensor, options: Options) -> Tensor:
+    if logits.is_cuda or backend.simulates(logits):
+        return launch_entropies(logits, targets, stats, options)
+    return _by_torch(logits, targets, options)[2]
+
+
+def _by_torch(logits: Tensor, targets: Tensor, options: Options) -> tuple[Tensor, Tensor, Tensor]:
     """p, p log p and H of each row. H of an ignored row is 0."""
     p = logits[:, : options.vocab].to(wide(logits.dtype)).softmax(1)
     terms = torch.xlogy(p, p)
@@ -216,15 +231,17 @@ def _write_gradient(
     logits: Tensor, targets: Tensor, stats: Tensor, dloss: Any, dentropy: Any, options: Options
 ) -> None:
     """Write the gradient of the logits over them."""
-    if dentropy is None:
-        if logits.is_cuda or backend.simulates(logits):
+    if logits.is_cuda or backend.simulates(logits):
+        if dentropy is None:
             return write_gradient(logits, logits, targets, stats, dloss, *options)
+        return write_entropy_gradient(logits, targets, stats, dloss, dentropy, options)
+    if dentropy is None:
         with torch.enable_grad():
             leaf = logits.detach().clone().requires_grad_()
             logits.copy_(torch.autograd.grad(loss_of_logits(leaf, targets, options), leaf, dloss)[0])
         return None
     valid = (targets != options.ignored)[:, None]
-    p, terms, entropies = _entropies(logits, targets, options)
+    p, terms, entropies = _by_torch(logits, targets, options)
     found = -dentropy[:, None] * (terms + p * entropies[:, None])
     if dloss is not None:
         found += dloss[:, None] * p

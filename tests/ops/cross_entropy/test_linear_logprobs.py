@@ -1,6 +1,8 @@
 """linear_logprobs, and the options of linear_cross_entropy with a loss per token: against float64, chunks,
 derivatives, errors."""
 
+import math
+
 import pytest
 import torch
 from helpers import DEVICE, PLACE, kernels
@@ -79,6 +81,33 @@ def test_16_bit(dtype, entropy):
         assert (ours.double() - truth).norm() <= 2 * (other.double() - truth).norm() + torch.finfo(
             dtype
         ).eps * truth.norm()
+
+
+@pytest.mark.parametrize("scale", (1e-3, 1.0, 100.0))
+@EVERY
+def test_entropies_of_many_classes(device, scale):
+    """Rows of several vectors and single columns; classes whose logits are -inf count as absent."""
+    torch.manual_seed(0)
+    x = torch.randn(6, 8, device=device)
+    weight = torch.randn(1003, 8, device=device) * scale
+    x[5] = 0  # equal logits
+    absent = torch.rand(1003, device=device) < 0.3
+    targets = (~absent).nonzero()[torch.arange(6, device=device) * 100, 0]
+    targets[2] = -100
+    bias = torch.zeros(1003, device=device).masked_fill(absent, -torch.inf)
+    douts = torch.randn(2, 6, device=device)
+    tensors = [x.requires_grad_(), weight.requires_grad_()]
+    outs = cukern.linear_logprobs(*tensors, targets, entropy=True, bias=bias)
+    grads = torch.autograd.grad(outs, tensors, [*douts])
+    doubles = [t.detach().double().requires_grad_() for t in tensors]
+    logs = (doubles[0] @ doubles[1][~absent].mT).log_softmax(1)
+    index = (~absent).cumsum(0)[targets.clamp(0)] - 1
+    valid = targets != -100
+    truth = logs.gather(1, index[:, None])[:, 0] * valid, -(logs.exp() * logs).sum(1) * valid
+    right = torch.autograd.grad(truth, doubles, [*douts.double()])
+    for ours, wanted in zip((*outs, *grads), (*truth, *right), strict=True):
+        assert (ours.double() - wanted).norm() <= 2e-5 * scale**0.5 * wanted.norm() + 1e-6
+    assert outs[1][5].item() == pytest.approx(math.log(int((~absent).sum())))
 
 
 def test_derivatives():
