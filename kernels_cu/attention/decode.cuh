@@ -8,6 +8,9 @@
 //            not exist are 0. More rows are several tiles, whose thread blocks are neighbours and find K and
 //            V in the L2 cache.
 // Lengths    each sequence may have its own number of keys; what lies behind it in k and v is not read.
+// Pages      k and v may be pools of pages, (pages, KV heads, page size, D): page table[batch][i] has the
+//            keys from i * page size on. The page size is a power of two, at least 16, so 16 keys of a tile
+//            are in one page. Only these instances have a window.
 // Split      the keys of a KV head are split over `splits` thread blocks, in tiles of KEYS keys, and inside
 //            of a block over its warps.
 // Pipeline   a warp copies its own tiles by cp.async, STAGES - 1 tiles of 8 KB ahead, so the loop has no
@@ -68,14 +71,22 @@ __device__ __forceinline__ Stats add_stats(const Stats* of_warps, int stride) {
     return all;
 }
 
+// The last parameters of an instance with pages. The page size is 2^bits; window is 0 without a window.
+struct PageTable {
+    const int* table = nullptr;
+    int bits = 0, window = 0;
+};
+
 // partial is (splits, batch, heads, queries, D), stats (splits, batch, heads, queries); used if splits > 1,
-// out and lse if splits = 1.
-template <typename T, int D, int WARPS, int STAGES, int BLOCKS_PER_SM, bool SOFTCAP>
+// out and lse if splits = 1. Paged: nothing, or the types of PageTable's members.
+template <typename T, int D, int WARPS, int STAGES, int BLOCKS_PER_SM, bool SOFTCAP, class... Paged>
 __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM)
     attention_decode(T* out, float* lse, float* partial, void* stats, const T* q, const T* k, const T* v,
                      const int* key_lengths, Strides of_out, Strides of_q, Strides of_k, Strides of_v,
                      int row_tiles, int splits, int kv_heads, int batches, int group, int queries, int keys,
-                     int head_dim, bool causal, float tanh_factor, float c) {
+                     int head_dim, bool causal, float tanh_factor, float c, Paged... paged) {
+    constexpr bool PAGED = sizeof...(Paged) > 0;
+    PageTable pages{paged...};
     // pitch of a row of float32 sums: no bank conflicts
     constexpr int KEYS = TILE_BYTES / (D * sizeof(T)), PITCH = D + 8;
     static_assert(WARPS * MMA_ROWS * PITCH * sizeof(float) <= WARPS * STAGES * 2 * TILE_BYTES,
@@ -86,26 +97,41 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM)
         pair = blockIdx.x / row_tiles / splits;
     int batch = pair / kv_heads, kv_head = pair % kv_heads, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     int first = row_tile * MMA_ROWS, rows = group * queries - first;
-    k += batch * of_k.batch + kv_head * of_k.head;
-    v += batch * of_v.batch + kv_head * of_v.head;
+    k += (PAGED ? 0 : batch * of_k.batch) + kv_head * of_k.head;
+    v += (PAGED ? 0 : batch * of_v.batch) + kv_head * of_v.head;
+    if constexpr (PAGED) pages.table += (long long)batch * (keys >> pages.bits);
     q += batch * of_q.batch + kv_head * group * of_q.head;
     out += batch * of_out.batch + kv_head * group * of_out.head;
 
+    int unseen = 0;  // the number of first tiles that are outside of all windows
     // its first tile
-    auto begin_of = [&](int split) { return int((keys + KEYS - 1) / KEYS * (long long)split / splits); };
+    auto begin_of = [&](int split) {
+        return unseen + int(((keys + KEYS - 1) / KEYS - unseen) * (long long)split / splits);
+    };
     // what the warp copies first, see pdl.cuh; a tile of K or V is a line of 128 bytes for each lane
-    if (!key_lengths) {
+    if (!PAGED && !key_lengths) {
         int row = (begin_of(split) + warp) * KEYS + lane / (D / 64), column = lane % (D / 64) * 64;
         if (row < keys && column < head_dim)
             prefetch(k + row * of_k.row + column), prefetch(v + row * of_v.row + column);
     }
     wait_for_previous();
     if (key_lengths) keys = max(0, min(keys, key_lengths[batch]));
+    if (PAGED && pages.window) unseen = max(0, keys - queries - pages.window + 1) / KEYS;
     int tile = begin_of(split) + warp, end = begin_of(split + 1);
     unsigned ring = shared_address(shared) + warp * STAGES * 2 * TILE_BYTES;
     // an empty group after the last tile, so that groups are counted alike
     auto copy = [&](int tile, int stage) {
-        if (tile < end) {
+        if (PAGED && tile < end) {
+            static_assert(D == 64 || KEYS == 16, "16 rows of a tile are contiguous");
+#pragma unroll
+            for (int part = 0; part < KEYS; part += 16) {
+                int key = tile * KEYS + part, row = key & ((1 << pages.bits) - 1), rows = row + keys - key;
+                long long page = key < keys ? pages.table[key >> pages.bits] : 0;
+                unsigned to = ring + stage * 2 * TILE_BYTES + part * ROW_BYTES;
+                copy_tile<16, D, 32>(to, k + page * of_k.batch, of_k.row, row, rows, head_dim);
+                copy_tile<16, D, 32>(to + TILE_BYTES, v + page * of_v.batch, of_v.row, row, rows, head_dim);
+            }
+        } else if (tile < end) {
             copy_tile<KEYS, D, 32>(ring + stage * 2 * TILE_BYTES, k, of_k.row, tile * KEYS, keys, head_dim);
             copy_tile<KEYS, D, 32>(ring + (stage * 2 + 1) * TILE_BYTES, v, of_v.row, tile * KEYS, keys,
                                    head_dim);
@@ -144,9 +170,14 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM)
                 multiply_blocks<T>(s, a[i], b, n);
             }
         int column = tile * KEYS + lane % 4 * 2;
-        auto hidden = [&](int row, int n) { return column + n > last[row / 8]; };
+        auto hidden = [&](int row, int n) {
+            return column + n > last[row / 8] ||
+                   (PAGED && pages.window && column + n <= last[row / 8] - pages.window);
+        };
         auto mask = [&] {
-            if ((tile + 1) * KEYS - 1 > always_seen) hide(s, hidden);
+            if ((tile + 1) * KEYS - 1 > always_seen ||
+                (PAGED && pages.window && tile * KEYS < keys - pages.window))
+                hide(s, hidden);
         };
         softmax_tile<1, KEYS / 8, D, SOFTCAP>(s, row_max, row_sum, sums, mask, tanh_factor, c);
         multiply<T, D>(sums, s, v_tile + down_rows(lane));

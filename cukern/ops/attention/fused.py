@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from cukern.ops.attention import launch, plan
-from cukern.ops.attention.reference import Options, reference
+from cukern.ops.attention.reference import Options, reference, reference_of_pages
 from cukern.ops.attention.wgmma import Bounds
 from cukern.runtime.dispatch.autocast import off
 from cukern.runtime.dispatch.autograd import Differentiable, apply_of, each, save, watched
@@ -62,7 +62,7 @@ def _launch_packed_backward(qkv: Tensor, *rest: Any) -> Tensor:
 _HEADS = "bh.., bh.., bh.."  # q, k and v: batch and heads are split
 _INPUTS, _SCALARS = (
     "Tensor q, Tensor k, Tensor v",
-    "bool causal, float? scale, float softcap, bool wgmma=False, int window=0",
+    "bool causal, float? scale, float softcap, bool wgmma=False, int window=0, int splits=0",
 )
 _GRADS = f"Tensor out, Tensor dout, Tensor lse, Tensor? dlse, {_SCALARS}"
 _VARLEN = f"{_INPUTS}, Tensor cu_seqlens, Tensor cu_seqlens_k"
@@ -77,6 +77,10 @@ _with_lengths = raw_op(
     f"_attention_with_lengths({_INPUTS}, Tensor key_lengths, {_SCALARS}) -> (Tensor, Tensor)", 4, lambda q, k,
     v, lengths, *rest: launch.forward(q, k, v, *rest, lengths=lengths), launch.outputs,
     sharding=f"{_HEADS}, b -> bh.., bh.",
+)  # fmt: skip
+_paged = raw_op(
+    f"_attention_paged({_INPUTS}, Tensor block_table, Tensor key_lengths, {_SCALARS}) -> (Tensor, Tensor)", 5,
+    launch.paged, launch.outputs, sharding="bh.., .h.., .h.., b., b -> bh.., bh.",
 )  # fmt: skip
 _varlen = raw_op(
     f"_attention_varlen({_VARLEN}, {_SCALARS}) -> (Tensor, Tensor)", 5, lambda q, k, v, one, two,
@@ -168,3 +172,12 @@ def with_lengths(
         if watched(q, k, v)
         else _with_lengths(q, k, v, key_lengths, *options)
     )
+
+
+def with_pages(
+    q: Tensor, k: Tensor, v: Tensor, options: Options, block_table: Tensor, key_lengths: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The same of k and v in pages, (pages, kv heads, page size, D)."""
+    if not watched(q, k, v):
+        return _paged(q, k, v, block_table, key_lengths, *options)
+    return reference_of_pages(q, k, v, options, block_table, key_lengths)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from cukern.ops.attention import plan, wgmma
-from cukern.ops.attention.reference import Options, reference
+from cukern.ops.attention.reference import Options, reference, reference_of_pages
 from cukern.ops.attention.wgmma import Bounds
 from cukern.runtime.device import device_of
 from cukern.runtime.dispatch.products import tf32_allowed
@@ -43,7 +43,7 @@ def instances(dtype: torch.dtype) -> list[Kernel]:
     few = plan.HEAD_DIMS if dims else ()
     return (
         kernels
-        + [_decode_kernel(dtype, d, softcap) for d in few for softcap in flags]
+        + [_decode_kernel(dtype, d, *which) for d in few for which in itertools.product(flags, flags)]
         + [_SUM[dtype, d, 4] for d in few]
     )
 
@@ -89,8 +89,9 @@ def _backward_kernel(
     return _BACKWARD[key]
 
 
-def _decode_kernel(dtype: torch.dtype, d: int, softcap: bool) -> Kernel:
-    key = dtype, d, *plan.DECODE, softcap
+def _decode_kernel(dtype: torch.dtype, d: int, softcap: bool, paged: bool) -> Kernel:
+    types = ("const int*", "int", "int") if paged else ()  # of PageTable's members
+    key = dtype, d, *plan.DECODE, softcap, *types
     return _DECODE[key]
 
 
@@ -158,27 +159,55 @@ def forward(
     return out, lse
 
 
+def paged(
+    q: Tensor, k: Tensor, v: Tensor, block_table: Tensor, lengths: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor]:
+    """`forward` with k and v in pages, (pages, kv heads, page size, D)."""
+    options, (out, lse), keys = Options(*rest).of(q), outputs(q), block_table.shape[1] * k.shape[2]
+    if q.shape[2] + keys >= plan.MOST_ROWS:
+        raise ValueError(
+            f"the kernels take fewer than {plan.MOST_ROWS} queries and keys together, got {q.shape[2]} and "
+            f"{keys}"
+        )
+    if not lse.numel():
+        return out, lse
+    if q.element_size() > 2 or not plan.decodes(q.shape[2], keys, q.shape[3]):
+        found = reference_of_pages(q, k, v, options, block_table, lengths)
+        return out.copy_(found[0]), lse.copy_(found[1])
+    q, k, v = (_aligned(x, options._replace(window=0)) for x in (q, k, v))
+    _decode(out, lse, q, k, v, lengths, options, block_table.contiguous())
+    return out, lse
+
+
 def _decode(
-    out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, options: Options
-) -> None:
+    out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, options: Options,
+    table: Tensor | None = None,
+) -> None:  # fmt: skip
     """Write out and lse by the kernels for few queries. Math: kernels_cu/attention/decode.cuh."""
     (batch, heads, queries, d), (kv_heads, keys), padded = (
         q.shape,
         k.shape[1:3],
         plan.padded_head_dim(q.shape[3]),
     )
+    pages: tuple[int, ...] = ()
+    if table is not None:
+        pages = *pointers(table), keys.bit_length() - 1, options.window
+        keys *= table.shape[1]
     device, group, lengths = (
         q.get_device(),
         heads // kv_heads,
         None if lengths is None else lengths.contiguous(),
     )
-    row_tiles, splits = plan.decode(batch * kv_heads, group * queries, plan.key_tiles(keys, d), device)
+    seen = min(keys, options.window + queries) if options.window else keys
+    tiles = plan.key_tiles(seen, d)
+    row_tiles, splits = plan.decode(batch * kv_heads, group * queries, tiles, device)
+    splits = min(options.splits, max(1, tiles)) if options.splits else splits
     partial, stats = (lse.new_empty((splits, *q.shape[:3], n)) if splits > 1 else None for n in (padded, 2))
     strides = wgmma.strides(out, q, k, v)
-    _decode_kernel(q.dtype, padded, options.softcap != 0).on(device)(
+    _decode_kernel(q.dtype, padded, options.softcap != 0, bool(pages)).on(device)(
         (row_tiles * splits * kv_heads * batch, 1, 1), (32 * plan.DECODE.warps, 1, 1), plan.DECODE.bytes,
         *pointers(out, lse, partial, stats, q, k, v, lengths), *strides, row_tiles, splits, kv_heads, batch,
-        group, queries, keys, d, options.causal, *options.factors,
+        group, queries, keys, d, options.causal, *options.factors, *pages,
     )  # fmt: skip
     if splits > 1:
         add, grid = _SUM[q.dtype, padded, 4].on(device), (lse.numel(), 1, 1)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from cukern.ops.attention import fused, launch, materialised, plan, wgmma
-from cukern.ops.attention.reference import Options, reference
+from cukern.ops.attention.reference import Options, reference, reference_of_pages
 from cukern.ops.causal_softmax import checked_sink
 from cukern.ops.softmax import checked_scale
 from cukern.runtime import checks
@@ -19,11 +19,11 @@ from cukern.runtime.planning import planned
 from cukern.runtime.registry import Version
 
 
-@planned("q", "k", "v", "sink", "key_lengths")
+@planned("q", "k", "v", "sink", "key_lengths", "block_table")
 def attention(
     q: Any, k: Any, v: Any, *, causal: bool = True, scale: float | None = None, softcap: float | None = None,
     window: int | None = None, sink: Any = None, return_lse: bool = False, key_lengths: Any = None,
-    version: str | None = None,
+    block_table: Any = None, num_splits: int | None = None, version: str | None = None,
 ) -> Any:  # fmt: skip
     """softmax(scale q k^T) v, with a causal mask unless `causal` is False. Differentiable.
 
@@ -32,8 +32,8 @@ def attention(
         cukern.attention(q, k, v).square().sum().backward()  # (batch, heads, time, head_dim)
 
     Args:
-        q: (..., heads, queries, head_dim), float16, bfloat16, float32 or float64: a tensor, or an array that
-            supports DLPack. The heads may be missing.
+        q: (..., heads, queries, head_dim), float16, bfloat16, float32 or float64: a tensor or a DLPack
+            array. The heads may be missing.
         k: (..., kv_heads, keys, head_dim); each of its heads serves heads / kv_heads neighbouring heads of q.
         v: (..., kv_heads, keys, value_dim). All have one dtype and device.
         causal: query i sees the keys up to i + keys - queries, so the last query sees all keys. False: each
@@ -42,14 +42,16 @@ def attention(
         softcap: a positive number; scaled scores become softcap * tanh(scores / softcap).
         window: the most keys that a query sees, the last that `causal` allows; None: no limit.
         sink: the unscaled logit of one more key without a value: a number, or a tensor that broadcasts to q's
-            dimensions before the queries, such as (heads,). It has a gradient. -inf means no sink; NaN and
-            +inf make the result NaN.
+            dimensions before the queries, such as (heads,). It has a gradient. -inf means no sink.
         return_lse: also return the logarithm of each query's sum of exponentials. It has a gradient.
         key_lengths: int32, q's dimensions before the heads: how many keys each sequence has; None: all. It
-            replaces `keys` in `causal`. Not for "v1", "v2", "sdpa".
-        version: default: the last that the GPU runs, or that of `cukern.use`. "v1" and "v2": the scores in
-            memory. "v3" (compute capability 8.0) and "v4" (9.0): one fused kernel. "sdpa": torch's.
-            docs/ops/attention.md: which calls each takes.
+            replaces `keys` in `causal`.
+        block_table: int32, key_lengths' dimensions and pages: the pages of each sequence in k and v, (pages,
+            page_size, kv_heads, D); page_size: 16, 32, 64, ... Page numbers are unchecked on a GPU.
+        num_splits: parts of the keys in decoding; None: chosen by size. With 1, results do not depend on the
+            batch.
+        version: default: the last that the GPU runs, or that of `cukern.use`. docs/ops/attention.md: which
+            calls each takes.
 
     Returns a new tensor (..., heads, queries, value_dim) of q's dtype; with `return_lse` also lse, (...,
     heads, queries), float32, or float64 for float64. A query that sees no key gives 0, gradient 0, and lse
@@ -57,18 +59,19 @@ def attention(
 
     Raises TypeError for other dtypes and options of another type; ValueError for shapes or devices that do
     not fit, a head_dim that the requested "v3" does not support, or an option outside its range.
-    Sources: Vaswani et al., arXiv 1706.03762; v3: Dao, arXiv 2307.08691; v4: Shah et al., arXiv 2407.08608.
     """
     checks.version("attention", version, (*VERSIONS, "sdpa"))
-    q, k, v = _checked(q, k, v)
-    options, return_lse, sink = _options(version, q, k, v, causal, scale, softcap, window, return_lse, sink)
+    q, k, v, table = _checked_cache(q, k, v, block_table)
+    options, return_lse, sink = _options(
+        version, q, k, v, causal, scale, softcap, window, return_lse, sink, num_splits, table
+    )
     leading, lead = q.shape[:-1], q.ndim - 3
-    q, k, v = (x[(None,) * -lead] if lead < 0 else x for x in (q, k, v))
-    q, k, v = (x[None] if lead <= 0 else x.flatten(0, lead - 1) for x in (q, k, v))  # (batch, heads, rows, D)
-    if key_lengths is None:
+    (q,) = _batched(lead, q)
+    k, v = _batched(lead, k, v) if table is None else (k, v)
+    if table is None and key_lengths is None:
         out, lse = _attend(version, *_in_window(q, k, v, options), return_lse or sink is not None)
     else:
-        out, lse = _of_lengths(version, q, k, v, options, key_lengths, leading[:-2])
+        out, lse = _of_lengths(version, q, k, v, options, key_lengths, leading[:-2], table)
     out = out.view(*leading, v.shape[-1]) if lead != 1 else out
     lse = lse.view(leading) if lse is not None and lead != 1 else lse
     return _outputs(out, lse, sink, return_lse)
@@ -205,19 +208,71 @@ def _in_window(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tenso
 
 def _of_lengths(
     version: str | None, q: Tensor, k: Tensor, v: Tensor, options: Options, key_lengths: Any,
-    shape: tuple[int, ...],
+    shape: tuple[int, ...], table: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """out and lse with a checked key_lengths, which must have this shape."""
+    """out and lse with a checked key_lengths, which must have this shape. With a table k and v are in pages,
+    (pages, kv heads, page size, D)."""
+    if key_lengths is None:
+        raise ValueError("block_table needs key_lengths, the number of keys of each sequence, got None")
     lengths = interop.to_torch("key_lengths", key_lengths)
     checks.dtype("key_lengths", lengths, (torch.int32,))
     checks.shape("key_lengths", lengths, tuple(shape), "q's dimensions before the heads")
     checks.one_device(q=q, key_lengths=lengths)
     if version not in (None, *_FUSED):
         raise ValueError(f"version {version!r} has no key_lengths; version None, 'v3' and 'v4' have")
+    kernels = _chosen(version, q) in _FUSED and fused.supported(q, k, v)
+    if table is not None:
+        _check_table(table, q, lengths, k.shape[2])
+        attend_pages = fused.with_pages if kernels else reference_of_pages
+        return attend_pages(q, k, v, options, table.reshape(q.shape[0], table.shape[-1]), lengths.flatten())
     if options.window:
         raise ValueError(f"window and key_lengths exclude each other, got window={options.window}")
-    attend = fused.with_lengths if _chosen(version, q) in _FUSED and fused.supported(q, k, v) else reference
-    return attend(q, k, v, options, lengths.flatten())
+    return (fused.with_lengths if kernels else reference)(q, k, v, options, lengths.flatten())
+
+
+def _check_table(table: Tensor, q: Tensor, lengths: Tensor, page_size: int) -> None:
+    """`lengths` has the table's shape without its last dimension."""
+    pages, keys = table.shape[-1], table.shape[-1] * page_size
+    checks.dtype("block_table", table, (torch.int32,))
+    checks.shape("block_table", table, (*lengths.shape, pages), "q's dimensions before the heads, pages")
+    checks.one_device(q=q, block_table=table)
+    if _readable(lengths) and (lengths > keys).any():
+        raise ValueError(
+            f"key_lengths must be at most {keys}, the {pages} pages of block_table times the page size "
+            f"{page_size}, got {lengths.tolist()}"
+        )
+
+
+def _checked_cache(q: Any, k: Any, v: Any, block_table: Any) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Checked q, k and v, and the table. With a table k and v are (pages, kv heads, page size, D)."""
+    if block_table is None:
+        return *_checked(q, k, v), None
+    table = interop.to_torch("block_table", block_table)
+    return *_checked_pages(q, k, v, table), table
+
+
+def _batched(lead: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """The same as (batch, heads, rows, D), of tensors with `lead` dimensions before the heads."""
+    tensors = tuple(x[(None,) * -lead] if lead < 0 else x for x in tensors)
+    return tuple(x[None] if lead <= 0 else x.flatten(0, lead - 1) for x in tensors)
+
+
+def _checked_pages(q: Any, k: Any, v: Any, table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q, and k and v as (pages, kv heads, page size, D)."""
+    q, k, v = autocast.of_product(*(interop.floats(name, x) for name, x in (("q", q), ("k", k), ("v", v))))
+    checks.same(q=q, k=k, v=v)
+    if q.ndim < 3 or (k.ndim, v.ndim) != (4, 4) or q.shape[-1:] != k.shape[-1:] or k.shape[:3] != v.shape[:3]:
+        raise ValueError(
+            f"with block_table, q, k and v must be (..., heads, queries, D), (pages, page_size, kv_heads, D) "
+            f"and (pages, page_size, kv_heads, E), got {[tuple(x.shape) for x in (q, k, v)]}"
+        )
+    if not table.ndim or k.shape[1] not in _PAGE_SIZES:
+        raise ValueError(
+            f"block_table must be (..., pages), and the page size a power of two from 16 to "
+            f"{_PAGE_SIZES[-1]}, got {tuple(table.shape)} and {k.shape[1]}"
+        )
+    _check_heads(q, k.shape[2])
+    return q, k.transpose(1, 2), v.transpose(1, 2)
 
 
 def _outputs(
@@ -240,7 +295,7 @@ def _outputs(
 
 def _options(
     version: str | None, q: Tensor, k: Tensor, v: Tensor, causal: Any, scale: Any, softcap: Any, window: Any,
-    return_lse: Any, sink: Any,
+    return_lse: Any, sink: Any, num_splits: Any = None, table: Tensor | None = None,
 ) -> tuple[Options, bool, Tensor | None]:  # fmt: skip
     """Checked arguments: Options, return_lse, sink."""
     if version in _FUSED and q.dtype in plan.DTYPES and not fused.supported(q, k, v):
@@ -257,8 +312,10 @@ def _options(
     )
     if window and not causal:
         raise ValueError(f"window needs causal=True, got window={window}")
-    window = 0 if checks.known(window >= k.shape[-2]) else window
-    options = Options(causal, _scale(q, scale), float(softcap or 0), window=window)
+    keys = k.shape[-2] if table is None else k.shape[-2] * table.shape[-1]
+    window = 0 if checks.known(window >= keys) else window
+    splits = 0 if num_splits is None else checks.integer("num_splits", num_splits, 1)
+    options = Options(causal, _scale(q, scale), float(softcap or 0), window=window, splits=splits)
     return options, checks.flag("return_lse", return_lse), None if sink is None else checked_sink(q, sink)
 
 
@@ -287,15 +344,21 @@ def _checked(q: Any, k: Any, v: Any) -> tuple[Tensor, Tensor, Tensor]:
             f"q, k and v must be (..., heads, queries, D), (..., kv_heads, keys, D) and (..., kv_heads, "
             f"keys, E), got {shapes}"
         )
-    if q.ndim > 2 and (q.shape[-3] % k.shape[-3] if k.shape[-3] else q.shape[-3]):
-        raise ValueError(
-            f"q has {q.shape[-3]} heads, which must be a multiple of the {k.shape[-3]} heads of k and v"
-        )
+    if q.ndim > 2:
+        _check_heads(q, k.shape[-3])
     return q, k, v
+
+
+def _check_heads(q: Tensor, kv_heads: int) -> None:
+    if q.shape[-3] % kv_heads if kv_heads else q.shape[-3]:
+        raise ValueError(
+            f"q has {q.shape[-3]} heads, which must be a multiple of the {kv_heads} heads of k and v"
+        )
 
 
 # ---- the versions
 
+_PAGE_SIZES = tuple(1 << i for i in range(4, 17))
 _FUSED = "v3", "v4"
 VERSIONS = {
     "v1": Version("scores in memory, cukern.softmax"),

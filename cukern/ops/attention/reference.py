@@ -21,13 +21,14 @@ _LEAST_SCALE = 1e-30
 class Options(NamedTuple):
     """What a call computes. `softcap` is 0 without a softcap, `window` without a window. `wgmma`: by the
     kernels of v4, if they can. `scale` is None in a trace, where the default depends on a head_dim that may
-    be dynamic."""
+    be dynamic. `splits`: into how many parts the decoding kernel splits the keys; 0: the plan chooses."""
 
     causal: bool = True
     scale: float | None = 1.0
     softcap: float = 0.0
     wgmma: bool = False
     window: int = 0
+    splits: int = 0
 
     def scale_of(self, q: Tensor) -> float:
         return max(q.shape[-1], 1) ** -0.5 if self.scale is None else self.scale
@@ -63,7 +64,8 @@ def hidden_keys(
         ends = key_lengths.clamp(0, keys).repeat_interleave(q.shape[1])[:, None] + (
             query + 1 - query.shape[0]
         )
-        return column >= ends[..., None]
+        hidden = column >= ends[..., None]
+        return hidden | (column < ends[..., None] - window) if window else hidden
     every = torch.ones(queries, keys, dtype=torch.bool, device=q.device)
     hidden = every.triu(keys - queries + 1)
     return hidden | every.tril(keys - queries - window) if window else hidden
@@ -86,6 +88,14 @@ def _hidden_in_sequences(
     return (key < first[:, None]) | (key > last[:, None])
 
 
+def _gathered(x: Tensor, block_table: Tensor, key_lengths: Tensor) -> Tensor:
+    """Keys or values, (batch, kv heads, keys, D), of pages (pages, kv heads, page size, D). Entries of the
+    table behind a sequence's keys are not used."""
+    begins = torch.arange(block_table.shape[1], dtype=torch.int64, device=x.device) * x.shape[2]
+    pages = block_table.long().masked_fill(begins >= key_lengths[:, None], 0)
+    return x[pages].transpose(1, 2).flatten(2, 3)
+
+
 def repeated(k: Tensor, heads: int) -> Tensor:
     """k or v, (batch, kv heads, keys, D), with each head repeated, so that there are `heads`."""
     if checks.known(k.shape[1] == heads):
@@ -104,7 +114,7 @@ def by_scores(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """out (batch, heads, queries, E), and lse (batch, heads, queries) or None, computed in q's dtype.
     `softmax` is that of rows."""
-    causal, _, softcap, _, window = options
+    causal, _, softcap, _, window, _ = options
     leading, keys = q.shape[:2], repeated(k, q.shape[1]).flatten(0, 1)
     # scores of float16 may overflow before they are scaled
     s = torch_matmul((q * options.scale_of(q)).flatten(0, 1), keys.mT)
@@ -144,3 +154,11 @@ def reference(
         out, lse = by_scores(partial(torch.softmax, dim=-1), x, y, z, options, lengths=key_lengths)
         assert lse is not None
         return out.to(q.dtype), lse
+
+
+def reference_of_pages(
+    q: Tensor, k: Tensor, v: Tensor, options: Options, block_table: Tensor, key_lengths: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The same for k and v in pages, of which it copies those of the table."""
+    k, v = (_gathered(x, block_table, key_lengths) for x in (k, v))
+    return reference(q, k, v, options, key_lengths)

@@ -461,9 +461,9 @@ def test_head_dim_that_is_not_supported(d):
 
 
 def test_lengths_compile_nothing():
-    """The kernels of a call depend on the dtype, torch's TF32 switch, the head_dim, the softcap and packed
-    sequences only."""
-    for find, count in ((launch.instances, 33), (launch.wgmma_instances, 97)):
+    """The kernels of a call depend on the dtype, torch's TF32 switch, the head_dim, the softcap, packed
+    sequences and pages only."""
+    for find, count in ((launch.instances, 37), (launch.wgmma_instances, 101)):
         assert len(find(BF16)) == count and len(find(torch.float32)) == 40 and find(torch.float64) == []
         assert {k.name for dtype in (BF16, torch.float32) for k in find(dtype)} <= set(
             registry.CASES["attention"].op.kernels()
