@@ -8,6 +8,7 @@ PTX."""
 import contextlib
 import functools
 import importlib.metadata
+import math
 import operator
 import re
 import warnings
@@ -148,11 +149,11 @@ def _launched(kernel: Any, grid: Any) -> Callable[..., Any]:
         while hasattr(inner, "fn") and not isinstance(inner.fn, type(launch)):
             tuners += [inner] if hasattr(inner, "cache") and hasattr(inner, "configs") else []
             inner = inner.fn
-        before = [tuner.cache for tuner in tuners]
+        before = [(tuner.cache, getattr(tuner, "cache_results", False)) for tuner in tuners]
         for tuner in tuners:
-            tuner.cache = {}
+            tuner.cache, tuner.cache_results = {}, False  # in memory, and on disk
             # Triton would keep the first driver's
-            tuner.do_bench = _triton().runtime.driver.active.get_benchmarker()
+            tuner.do_bench = _of_one_launch(_triton().runtime.driver.active)
         try:
             return kernel.run(
                 *map(_own, args), grid=grid, warmup=False, **{name: _own(x) for name, x in kwargs.items()}
@@ -162,11 +163,26 @@ def _launched(kernel: Any, grid: Any) -> Callable[..., Any]:
                 raise
             raise error.with_traceback(None) from None
         finally:
-            for tuner, cache in zip(tuners, before, strict=True):
-                tuner.cache = cache
+            for tuner, (cache, cache_results) in zip(tuners, before, strict=True):
+                tuner.cache, tuner.cache_results = cache, cache_results
                 del tuner.do_bench
 
     return launch
+
+
+def _of_one_launch(driver: Any) -> Callable[..., list[float]]:
+    """The driver's benchmark. Once a configuration fits, the others are not even compiled, unless all of them
+    are to run."""
+    benchmark = driver.get_benchmarker()
+    fitting: list[list[float]] = []
+
+    def measure(kernel_call: Callable[[], None], **options: Any) -> list[float]:
+        if fitting and not driver.state.every_config:
+            return [math.inf] * 3
+        fitting.append(benchmark(kernel_call))
+        return fitting[-1]
+
+    return measure
 
 
 def _own(x: Any) -> Any:
@@ -231,7 +247,8 @@ def _driver(triton: Any, arch: str, every_config: bool, created: _Created) -> An
         "warpSize": 32,
         "max_num_regs": 65536,
     }
-    state = SimpleNamespace(dry=False)  # dry: compile and check, and do not run
+    # dry: compile and check, and do not run
+    state = SimpleNamespace(dry=False, every_config=every_config)
 
     def load_binary(name: str, ptx: bytes, shared: int, device: Any) -> tuple[Any, ...]:
         # no module, which would be unloaded

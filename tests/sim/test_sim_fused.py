@@ -1,11 +1,16 @@
 """Generated functions for stretches of arithmetic give the bits that the instructions give one by one."""
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from cukern import sim
+from cukern.runtime.compile.compiler import Ptx
+from cukern.runtime.compile.signature import Param
 from cukern.sim.instructions import fused
 from cukern.sim.numerics import alu
 from cukern.sim.numerics.integers import UNSIGNED
@@ -105,3 +110,35 @@ def test_stretch(seed):
     registers = {r: patterns(rng, 64) for r in range(8)} | {8: patterns(rng, 1), 9: patterns(rng, 1)}
     assert {r.dtype for r in registers.values()} == {np.dtype(UNSIGNED[32])}
     compare(program, registers, {8: registers[8]})
+
+
+@pytest.mark.parametrize("opcode", ["max", "min"])
+def test_three_operands(opcode):
+    """The largest or smallest of three values, of sm_100, also once the stretch is a generated function."""
+    ptx = f"""
+.version 8.8
+.target sm_100
+.address_size 64
+.visible .entry third(.param .u64 out) {{
+    .reg .b32 %r<3>;
+    .reg .f32 %f<6>;
+    .reg .b64 %rd<4>;
+    ld.param.u64 %rd1, [out];
+    mov.u32 %r1, %tid.x;
+    cvt.rn.f32.u32 %f1, %r1;
+    neg.f32 %f2, %f1;
+    add.f32 %f3, %f1, %f1;
+    sub.f32 %f4, %f2, %f1;
+    {opcode}.f32 %f5, %f1, %f2, %f{3 if opcode == "max" else 4};
+    mul.wide.u32 %rd2, %r1, 4;
+    add.u64 %rd3, %rd1, %rd2;
+    st.global.f32 [%rd3], %f5;
+    ret;
+}}
+"""
+    launch = sim.load("third", Ptx(ptx, "third"), (Param("out", "float", pointer=True),))
+    for _ in range(8):
+        out = torch.full((32,), math.nan)
+        with sim.memory.scope([out]):
+            launch((1, 1, 1), (32, 1, 1), 0, out.data_ptr())
+        assert torch.equal(out, torch.arange(32.0) * (2 if opcode == "max" else -2))

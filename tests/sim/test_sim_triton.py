@@ -127,6 +127,24 @@ def test_autotuned_kernels(monkeypatch):
         assert kernels.matmul.cache == {} and kernels.matmul.best_config.kwargs["BM"] == 32
 
 
+def test_the_first_config_that_fits_is_the_only_one_compiled(tmp_path, monkeypatch):
+    """Nor is the choice written to Triton's cache on disk, where a process with a GPU would find it."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    compiled = []
+    monkeypatch.setattr(
+        triton.knobs.compilation, "listener", lambda *, metadata, **_: compiled.append(metadata["num_warps"])
+    )
+    configs = [triton.Config({"BLOCK": 128}, num_warps=n) for n in (1, 2, 4)]
+    for choice, found in (("first", [1]), ("all", [1, 2, 4])):
+        compiled.clear()
+        add = triton.autotune(configs, key=["n"], cache_results=True)(triton.jit(kernels.add.fn))
+        x, out = torch.randn(300), torch.empty(300)
+        with sim.triton("sm_80", configs=choice):
+            add[(3,)](x, x, out, 300)
+        assert torch.equal(out, 2 * x) and compiled == found and add.cache_results
+    assert not list(tmp_path.rglob("*.autotune.json"))
+
+
 def test_nothing_is_left_behind():
     jit, driver = triton.runtime.jit, triton.runtime.driver
     before = (

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+import test_sim_fla as fla
 import test_sim_liger as liger
 import test_sim_triton as tutorials
 import torch
@@ -41,7 +42,8 @@ def cell(run, *args):
 def rows():
     """The name of each row, and what fills its cell for a target."""
     found = {what: (tutorial, case, tolerance) for _, what, case, tolerance in tutorials.RIGHT}
-    return found | {f"Liger's `{name}`": (liger.forward_and_backward, name) for name in liger.CASES}
+    found |= {f"Liger's `{name}`": (liger.forward_and_backward, name) for name in liger.CASES}
+    return found | {f"FLA's `{name}`": (fla.forward_and_backward, name) for name in fla.CASES}
 
 
 if __name__ == "__main__":
