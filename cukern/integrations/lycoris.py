@@ -1,8 +1,10 @@
-"""cukern.patch_lycoris: LoKr modules of LyCORIS with cukern.lokr_linear, in place."""
+"""cukern.patch_lycoris: LoKr modules of LyCORIS and PEFT with cukern.lokr_linear, in place."""
 
 import importlib.metadata
 import re
+import sys
 from collections import Counter
+from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
@@ -15,12 +17,13 @@ from cukern.ops.kron_linear import lokr_linear
 from cukern.runtime import checks
 from cukern.runtime.dispatch import autocast
 
-OLDEST, BEFORE = (4, 1, 3), (4, 2)  # LyCORIS's methods that are replaced are private: only tested releases
+# The methods that are replaced are private: only tested releases
+RELEASES = {"lycoris-lora": ((4, 1, 3), (4, 2)), "peft": ((0, 21), (0, 22))}
 
 
 def patch_lycoris(network: nn.Module) -> Patch:
-    """Let the LoKr modules of LyCORIS use `cukern.lokr_linear`, in place, so that W1 (x) W2 is never formed.
-    Parameters, state dict and results do not change, up to rounding.
+    """Let the LoKr modules of LyCORIS or PEFT use `cukern.lokr_linear`, in place, so that W1 (x) W2 is never
+    formed. Parameters, state dict and results do not change, up to rounding.
 
         from lycoris import create_lycoris
         model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.GELU(), torch.nn.Linear(128, 64))
@@ -31,23 +34,27 @@ def patch_lycoris(network: nn.Module) -> Patch:
         record.undo()
 
     Args:
-        network: a LycorisNetwork, or any module that contains LokrModules. Before or after `apply_to`.
+        network: a LycorisNetwork, or any module that contains LokrModules, before or after `apply_to`; or a
+            model of PEFT with LoKr layers.
 
     Adapters of Linear and Conv2d are replaced, with w1 and w2 full or low-rank; Conv2d by unfold if it is not
     1 x 1. A base layer runs as before, and the adapter is added to its output. `multiplier`, `scalar`, bypass
     mode, dropout and module dropout work as in LyCORIS; merging uses its own code. A module takes its own
     forward, with one warning, if the multiplier is a tensor, and in training with rank dropout, which bypass
-    mode does not have. An adapter of a convolution ignores padding_mode, as in LyCORIS.
+    mode does not have. An adapter of a convolution ignores padding_mode, as in LyCORIS. Of PEFT, Linear
+    layers are replaced.
 
     Returns a `Patch`: str() lists what was replaced, and what was not and why; `undo()` restores the network.
 
     Raises TypeError for anything but a torch.nn.Module; ValueError for a network without LoKr modules, one
-    that is patched already, and an untested version of LyCORIS.
+    that is patched already, and an untested version of LyCORIS or PEFT.
     """
     if not isinstance(network, nn.Module):
         rule = "network must be a LycorisNetwork, or a module with LokrModules"
         raise TypeError(f"{rule}, got {checks.brief(network)}")
-    _check_version()
+    if layers := _peft_layers(network):
+        return _patched(network, layers, "LoKr layers of PEFT", _patch_peft)
+    _check_version("lycoris-lora")
     from lycoris.modules.base import LycorisBaseModule
     from lycoris.modules.lokr import LokrModule
 
@@ -56,21 +63,32 @@ def patch_lycoris(network: nn.Module) -> Patch:
     if not any(isinstance(m, LokrModule) for m in found.values()):
         kinds = ", ".join(sorted({type(m).__name__ for m in found.values()})) or "no module of LyCORIS"
         raise ValueError(f"{type(network).__name__} has no LokrModule: it has {kinds}")
-    if any("_cukern_patched" in vars(m) for m in found.values()):
+    reasons = {n: (m, _reason(m, LokrModule)) for n, m in found.items()}
+    return _patched(network, reasons, "modules of LyCORIS", _patch_modules)
+
+
+def _patched(
+    network: nn.Module, modules: dict[str, tuple[Any, str | None]], what: str, patch: Callable[..., None]
+) -> Patch:
+    """`modules`: by name, with the reason why one keeps its own forward."""
+    if any("_cukern_patched" in vars(m) for m, _ in modules.values()):
         raise ValueError(f"{type(network).__name__} is patched already: call undo() of its record first")
-    record = Patch(f"{type(network).__name__} ({len(found)} modules of LyCORIS)")
+    record = Patch(f"{type(network).__name__} ({len(modules)} {what})")
     try:
-        _patch_modules(record, {n: (m, _reason(m, LokrModule)) for n, m in found.items()})
+        patch(record, modules)
     except BaseException:
         record.undo()
         raise
     return record
 
 
-def _check_version() -> None:
-    found = importlib.metadata.version("lycoris-lora")
-    if not OLDEST <= tuple(int(part) for part in re.findall(r"\d+", found)[:3]) < BEFORE:
-        raise ValueError(f"cukern.patch_lycoris supports lycoris-lora 4.1.3 up to 4.1.x, got {found}")
+def _check_version(package: str) -> None:
+    found, (oldest, before) = importlib.metadata.version(package), RELEASES[package]
+    if not oldest <= tuple(int(part) for part in re.findall(r"\d+", found)[:3]) < before:
+        first, last = (".".join(map(str, release)) for release in (oldest, before))
+        raise ValueError(
+            f"cukern.patch_lycoris supports {package} from {first} to before {last}, got {found}"
+        )
 
 
 def _patch_modules(record: Patch, modules: dict[str, tuple[Any, str | None]]) -> None:
@@ -107,6 +125,52 @@ def _reason(module: Any, lokr: Any) -> str | None:
 def _scalar(module: Any) -> Tensor | None:
     """The trained scalar. The buffer of modules without one is always 1."""
     return module.scalar if isinstance(module.scalar, nn.Parameter) else None
+
+
+# ---- PEFT
+
+
+def _peft_layers(network: nn.Module) -> dict[str, tuple[Any, str | None]]:
+    if "peft" not in sys.modules:  # who has such a layer has imported it
+        return {}
+    from peft.tuners.lokr import layer
+
+    found = {n: m for n, m in network.named_modules() if isinstance(m, layer.LoKrLayer)}
+    if found:
+        _check_version("peft")
+    return {
+        n: (m, None if type(m) is layer.Linear else f"there is no op for {type(m).__name__}")
+        for n, m in found.items()
+    }
+
+
+def _patch_peft(record: Patch, layers: dict[str, tuple[Any, str | None]]) -> None:
+    for name, (layer, reason) in layers.items():
+        if reason is not None:
+            record.kept[name] = reason
+            continue
+        record.set(layer, "_cukern_patched", True)
+        record.set(layer, "_get_delta_activations", MethodType(_peft_activations, layer))
+    count = sum(reason is None for _, reason in layers.values())
+    record.replaced["Linear"] = f"{count} layers of LoKr: lokr_linear"
+
+
+def _peft_activations(self: Any, adapter: str, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    if self.training and self.rank_dropout[adapter]:
+        _warn("a LoKr layer of PEFT with rank dropout takes its own forward")
+        return type(self)._get_delta_activations(self, adapter, x, *args, **kwargs)
+    w1, w2 = (_peft_factor(self, name, adapter) for name in ("lokr_w1", "lokr_w2"))
+    first = w1[0] if isinstance(w1, tuple) else w1
+    x = self._cast_input_dtype(x, first.dtype)
+    return lokr_linear(x, w1, w2, scale=float(self.scaling[adapter]))
+
+
+def _peft_factor(self: Any, name: str, adapter: str) -> Tensor | tuple[Tensor, ...]:
+    """A factor, or the pair of a low-rank one."""
+    whole = getattr(self, name)
+    if adapter in whole:
+        return whole[adapter]
+    return tuple([getattr(self, f"{name}_{part}")[adapter] for part in "ab"])
 
 
 # ---- the forwards

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from helpers import PLACE, kernels
+from helpers import DEVICE, PLACE, kernels
 from torch import nn
 
 import cukern
@@ -299,7 +299,7 @@ def test_refusals(monkeypatch):
     _, network, _ = made("linears")
     for version in ("4.1.2", "3.4.0", "4.2.0rc1", "5.0"):
         monkeypatch.setattr("importlib.metadata.version", lambda _, version=version: version)
-        match = rf"supports lycoris-lora 4\.1\.3 up to 4\.1\.x, got {version}"
+        match = rf"supports lycoris-lora from 4\.1\.3 to before 4\.2, got {version}"
         with pytest.raises(ValueError, match=match):
             cukern.patch_lycoris(network)
 
@@ -319,3 +319,62 @@ def test_no_half_patch(monkeypatch):
     with pytest.raises(RuntimeError, match="stopped"):
         cukern.patch_lycoris(network)
     assert attributes(network) == before
+
+
+# ---- PEFT
+
+
+def of_peft(seed=0, **options):
+    peft = pytest.importorskip("peft", minversion="0.21", reason="needs peft, of the extra integrations")
+    config = peft.LoKrConfig(r=3, alpha=2, target_modules=["0", "2"], **options)
+    torch.manual_seed(seed)
+    model = peft.get_peft_model(linears(), config)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "lokr" in name:
+                p.copy_(torch.randn_like(p) * 0.3)
+    return model, torch.randn(3, 5, 24, requires_grad=True)
+
+
+@pytest.mark.parametrize("place", ("cpu", pytest.param("kernels", marks=kernels)))
+@pytest.mark.parametrize(
+    "options", ({}, {"decompose_both": True, "decompose_factor": 12}, {"module_dropout": 0.5}), ids=str
+)
+def test_peft(options, place):
+    """Outputs and gradients, two adapters, and undo."""
+    model, x = of_peft(**options)
+    model.add_adapter("second", model.peft_config["default"])
+    model.base_model.set_adapter(["default", "second"])
+    before = [dict(vars(m)) for m in model.modules()]
+    device = "cpu" if place == "cpu" else DEVICE
+    model, x = model.to(device), x.detach().to(device).requires_grad_()
+
+    def results():
+        torch.manual_seed(1)  # of dropout
+        inputs = x, *(p for n, p in model.named_parameters() if "lokr" in n)
+        y = model(x)
+        return y, *torch.autograd.grad((y * y.detach().cos()).sum(), inputs, allow_unused=True)
+
+    expected = results()
+    record = cukern.patch_lycoris(model)
+    assert "2 layers of LoKr: lokr_linear" in str(record)
+    same(results(), expected)
+    with pytest.raises(ValueError, match="is patched already"):
+        cukern.patch_lycoris(model)
+    record.undo()
+    assert [dict(vars(m)) for m in model.modules()] == before
+
+
+def test_peft_with_rank_dropout_and_convolutions(monkeypatch):
+    peft = pytest.importorskip("peft", minversion="0.21", reason="needs peft, of the extra integrations")
+    monkeypatch.setattr(attention, "_warned", set())
+    model, x = of_peft(rank_dropout=0.5)
+    cukern.patch_lycoris(model)
+    with pytest.warns(UserWarning, match="a LoKr layer of PEFT with rank dropout takes its own forward"):
+        model(x)
+    config = peft.LoKrConfig(target_modules=["first", "time"])
+    record = cukern.patch_lycoris(peft.get_peft_model(Convolutions(), config))
+    assert "there is no op for Conv2d" in str(record) and "1 layers of LoKr" in str(record)
+    monkeypatch.setattr("importlib.metadata.version", lambda _: "0.20.0")
+    with pytest.raises(ValueError, match=r"supports peft from 0\.21 to before 0\.22, got 0\.20\.0"):
+        cukern.patch_lycoris(of_peft()[0])
