@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from cukern.integrations.lycoris import patch_lycoris
     from cukern.integrations.muon import Muon
     from cukern.integrations.transformers import patch
+    from cukern.runtime.dispatch.own_op import op
+    from cukern.runtime.launch.load import compile, load
+    from cukern.runtime.warmup import warmup
 
 __version__ = "0.1.0"
 __all__ = [
@@ -81,8 +84,12 @@ __all__ = [
 
 _ELSEWHERE = {  # the other names are of api
     "Muon": "integrations.muon",
+    "compile": "runtime.launch.load",
+    "load": "runtime.launch.load",
+    "op": "runtime.dispatch.own_op",
     "patch": "integrations.transformers",
     "patch_lycoris": "integrations.lycoris",
+    "warmup": "runtime.warmup",
 }
 
 

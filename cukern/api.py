@@ -17,13 +17,10 @@ from cukern.ops.rope import apply_rotary_pos_emb, rope, rope_, rope_tables
 from cukern.ops.softmax import log_softmax, softmax
 from cukern.ops.square import square
 from cukern.runtime.compile.compiler import CompileError, SetupError
-from cukern.runtime.dispatch.own_op import op
 from cukern.runtime.dispatch.versions import use
 from cukern.runtime.launch.backend import backend
 from cukern.runtime.launch.limits import LaunchError
-from cukern.runtime.launch.load import compile, load
 from cukern.runtime.launch.tensor_map import tensor_map
-from cukern.runtime.warmup import warmup
 
 if TYPE_CHECKING:
     import torch

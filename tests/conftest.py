@@ -70,7 +70,7 @@ SLOW = re.compile(
             r"test_cooperative_groups_of|test_jax_arrays|test_a_forward_only_op|test_a_correct_op|"
             r"test_record_appends|test_non_integers",
             r"test_sim_speed|test_every_instruction_of_the_shipped|test_blocks_that_spin|test_own_kernel|"
-            r"test_startup_rows",
+            r"test_startup_rows|test_sim_fla.*(chunk|delta|rwkv6)",
             r"test_installed|test_new_version|test_cli_new_in_tree|test_two_commands|test_a_benchmark_runs|"
             r"test_cli_watch|test_tables_fit",
             r"test_headers_of_nvidia.*(cub|groups|atomic)|test_llama_block|test_report_in_a_browser|"

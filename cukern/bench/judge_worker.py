@@ -122,6 +122,9 @@ class _Submission:
                 self.reasons.append(("reference", f"opens {known.name}"))
 
         sys.addaudithook(opened)
+        if torch.cuda.is_available():  # the streams of the timing exist before new ones are noted
+            with timing.side_stream(device()):
+                torch.cuda.graph(torch.cuda.CUDAGraph())
         self._noting(torch.cuda.Stream, "__new__", "stream", "makes a stream of its own")
         self._noting(cukern.sim.launch, "run")
         for name in ("checks", "collect"):

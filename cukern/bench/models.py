@@ -119,6 +119,18 @@ def _decode(model: Any, network: Any, tokens: torch.Tensor, steps: int) -> Calla
     return step
 
 
+def _chosen(op: str, only: Sequence[str] | None) -> tuple[list[str], dict[str, str]]:
+    """The providers, and the reasons why others cannot be measured."""
+    if importlib.util.find_spec("transformers") is None:
+        raise ValueError(f"{op} is a model of transformers: pip install transformers")
+    if unknown := set(only or ()) - set(PROVIDERS):
+        raise ValueError(f"--only must name some of {', '.join(PROVIDERS)}, got {', '.join(sorted(unknown))}")
+    chosen = [name for name in PROVIDERS if only is None or name in only]
+    if "liger" not in chosen or importlib.util.find_spec("liger_kernel") is not None:
+        return chosen, {}
+    return chosen[:-1], {"liger": "liger_kernel is not installed"}
+
+
 def measure_model(
     op: str,
     only: Sequence[str] | None,
@@ -127,24 +139,17 @@ def measure_model(
     batch: tuple[int, int] | None = None,
 ) -> Iterator[Table]:
     """Yield the times, from Python, of an update (forward, loss, backward and torch's fused AdamW) and of a
-    decoded token, for one provider after the other. `sizes` and `batch` replace those in MODELS."""
-    if importlib.util.find_spec("transformers") is None:
-        raise ValueError(f"{op} is a model of transformers: pip install transformers")
-    if unknown := set(only or ()) - set(PROVIDERS):
-        raise ValueError(f"--only must name some of {', '.join(PROVIDERS)}, got {', '.join(sorted(unknown))}")
-    rows, missing = list[Row](), dict[str, str]()
+    decoded token, a table for each provider. `sizes` and `batch` replace those in MODELS."""
+    chosen, missing = _chosen(op, only)
+    sizes = MODELS[op][1] | (sizes or {})
     work = [(False, batch or MODELS[op][2]), *((True, (sequences, DECODED)) for sequences in CACHED)]
-    for provider in PROVIDERS:
-        if only is not None and provider not in only:
-            continue
-        if provider == "liger" and importlib.util.find_spec("liger_kernel") is None:
-            missing[provider] = "liger_kernel is not installed"
-            continue
+    for provider in chosen:
+        rows = list[Row]()
         try:
-            for decode, tokens in work if provider != "liger" else work[:1]:
-                rows.append(_row(op, provider, steps, MODELS[op][1] | (sizes or {}), tokens, decode))
+            for decode, tokens in work[:1] if provider == "liger" else work:
+                rows.append(_row(op, provider, steps, sizes, tokens, decode))
         except (torch.OutOfMemoryError, torch._dynamo.exc.TorchDynamoException) as error:
             missing[provider] = str(error).partition("\n")[0]
+        yield Table(rows, missing)
         if environment.device().type == "cuda":
             torch.cuda.empty_cache()
-    yield Table(rows, missing)

@@ -24,13 +24,11 @@ def default_file() -> Path:
 
 def append(rows: Iterable[Row], file: Path) -> None:
     facts = environment.facts()
-    lines = [
-        json.dumps(
-            {name.rstrip("_"): _rounded(getattr(row, name)) for name in (*_MEASURED, *_DERIVED)} | facts
-        )
-        + "\n"
+    found = [
+        {name.rstrip("_"): _rounded(getattr(row, name)) for name in (*_MEASURED, *_DERIVED)} | facts
         for row in rows
     ]
+    lines = [json.dumps(one, separators=(",", ":")) + "\n" for one in found]
     file.parent.mkdir(parents=True, exist_ok=True)
     with open(file, "a", encoding="utf-8") as out:
         out.write("".join(lines))

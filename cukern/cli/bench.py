@@ -97,13 +97,14 @@ def bench(
             # The options that changed the plans become part of the version in tables and records.
             table = [replace(r, version=r.version + mark) if r.provider == "cukern" else r for r in one.rows]
             rows += table
+            if record_to:  # at once, so that an interrupted run keeps its rows
+                append(table, record_to)
             missing |= one.missing
             if table:
                 console.print(_table(table))
             listed("note:", one.notes)
     listed("missing:", missing)
     if record_to:
-        append(rows, record_to)
         say(f"appended to {record_to}", to=errors)
     if plot:
         _draw(rows, plot)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import TREE
+from helpers import TREE, no_gpu
 from typer.testing import CliRunner
 from wrong.judge.edits import EDITS
 
@@ -77,6 +77,7 @@ def test_every_file_is_judged():
     assert {path.stem for path in CHEATS.glob("*.py")} == {*FILES, "edits", "hangs"}
 
 
+@no_gpu
 def test_a_fault_names_its_line(worker, tmp_path):
     (reason,) = judge(*cheat("race", tmp_path), worker, 1)["reasons"]
     assert "no barrier is between the two" in reason["text"]
