@@ -13,6 +13,7 @@ import math
 import random
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -219,8 +220,13 @@ def _prepare_gpu(calls: Sequence[Call]) -> _Batch:
     try:
         graph = torch.cuda.CUDAGraph()
         # thread_local: the backward pass launches its kernels from an autograd thread
-        with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
-            run(count)
+        capture = torch.cuda.graph(
+            graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"
+        )
+        with warnings.catch_warnings():  # a call that refuses the capture leaves the graph empty
+            warnings.filterwarnings("ignore", "The CUDA Graph is empty")
+            with capture:
+                run(count)
         graph.replay()  # the first replay uploads the graph
         torch.cuda.synchronize()
     except RuntimeError as error:

@@ -101,7 +101,7 @@ def test_entropies_of_many_classes(device, scale):
     grads = torch.autograd.grad(outs, tensors, [*douts])
     doubles = [t.detach().double().requires_grad_() for t in tensors]
     logs = (doubles[0] @ doubles[1][~absent].mT).log_softmax(1)
-    index = (~absent).cumsum(0)[targets.clamp(0)] - 1
+    index = ((~absent).cumsum(0)[targets.clamp(0)] - 1).clamp(0)  # that of -100 is not used
     valid = targets != -100
     truth = logs.gather(1, index[:, None])[:, 0] * valid, -(logs.exp() * logs).sum(1) * valid
     right = torch.autograd.grad(truth, doubles, [*douts.double()])
