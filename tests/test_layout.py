@@ -344,6 +344,18 @@ def test_lines_have_at_most_110_columns(folder):
     assert [f"{path.relative_to(TREE)}:{i}: {length}" for path, i, length in lines if length > 110] == []
 
 
+@pytest.mark.parametrize("folder", [name for name in FOLDERS if name != "kernels_cu"])
+def test_no_tuple_is_a_statement(folder):
+    """One statement a line."""
+    found = [
+        f"{path.relative_to(TREE)}:{node.lineno}"
+        for path in (TREE / folder).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Tuple)
+    ]
+    assert found == []
+
+
 # of a public docstring, without its example; others have at most 250
 MOST_WORDS = dict.fromkeys(("attention",), 350)
 

@@ -80,7 +80,9 @@ class Torture:
         if user:
             self.private.mkdir(exist_ok=True)
             os.chown(self.private, user, user)
-            os.setgroups([]), os.setgid(user), os.setuid(user)
+            os.setgroups([])
+            os.setgid(user)
+            os.setuid(user)
             os.environ["XDG_CACHE_HOME"] = str(self.private)
         while True:
             key = choose.choice(self.keys)
@@ -166,7 +168,9 @@ class Torture:
 
     def swap(self, one: Path, two: Path) -> None:
         third = one.with_name("third")
-        os.rename(one, third), os.rename(two, one), os.rename(third, two)
+        os.rename(one, third)
+        os.rename(two, one)
+        os.rename(third, two)
 
     def splice(self, one: Path, two: Path) -> None:
         head = self.random.randrange(one.stat().st_size)

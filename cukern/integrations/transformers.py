@@ -392,11 +392,9 @@ def _causal_forward(cls: Any, output: str) -> Callable[..., Any]:
         if return_logits or not self.training or given.get("labels") is None or _wants_logits(self, given):
             return cls.forward(self, **given)
         labels = given.pop("labels")
-        (
-            given.pop("logits_to_keep", None),
-            given.pop("output_router_logits", None),
-            given.pop("return_dict", None),
-        )
+        given.pop("logits_to_keep", None)
+        given.pop("output_router_logits", None)
+        given.pop("return_dict", None)
         outputs = self.base_model(**given)
         fields = {name: value for name, value in outputs.items() if name != "last_hidden_state"}
         loss = _loss(self, outputs.last_hidden_state, labels, **given)

@@ -236,7 +236,8 @@ def test_a_network_in_the_simulator():
     expected = results(model, network, x)
     cukern.patch_lycoris(network)
     place = "cuda" if PLACE == "cuda" else "cpu"
-    model.to(place), network.to(place)
+    model.to(place)
+    network.to(place)
     x = x.detach().to(place).requires_grad_()
     with cukern.backend("gpu" if PLACE == "cuda" else "sim"):
         same([t.cpu() for t in results(model, network, x)], expected)

@@ -114,7 +114,8 @@ def test_overlapping_blocks_of_generators():
             yield
 
     first, second = block("v1"), block("v5")
-    next(first), next(second)
+    next(first)
+    next(second)
     first.close()
     assert forward_kernel() == "softmax_v5"
     second.close()
@@ -139,7 +140,10 @@ def test_overlapping_blocks_of_threads():
             seen["inside"] = forward_kernel()
 
     threads = [threading.Thread(target=f) for f in (first, second)]
-    [t.start() for t in threads], [t.join() for t in threads]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
     assert seen == {"before": usual, "inside": "softmax_v5"} and forward_kernel() == usual
 
 

@@ -42,7 +42,8 @@ def test_groups_dtypes_formats_and_state_change_between_steps(device):
     def move():
         for o in (one, other):
             o.param_groups[1]["params"].insert(0, o.param_groups[0]["params"].pop())
-        one.param_groups.reverse(), other.param_groups.reverse()
+        one.param_groups.reverse()
+        other.param_groups.reverse()
 
     def change_dtype():
         nonlocal coarsest
@@ -233,7 +234,8 @@ def test_clipping_of_large_gradients(device, dtype, scale, most):
         grad = torch.randn(50, dtype=torch.float64, device=device) * scale
         p.grad = grad.to(dtype)
         q.grad = p.grad.double() * (most / p.grad.double().norm())
-        one.step(), other.step()
+        one.step()
+        other.step()
     assert (p.double() - q).abs().max() < 20 * torch.finfo(dtype).eps
 
 
