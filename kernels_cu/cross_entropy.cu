@@ -413,7 +413,6 @@ template <typename T>
 struct Entropy : Gradient<T, false> {
     using Base = Gradient<T, false>;
     using C = compute_t<T>;
-    C dentropy = 0, entropy = 0;
     sum_t<T> sum = 0;  // of p log(p)
     __device__ __forceinline__ Entropy(T* x, long long index, Lse<C> lse, const Options& o)
         : Base(x, x, index, lse, 1, 1, o) {}
@@ -453,16 +452,13 @@ template <typename T>
 struct EntropyGradient : Entropy<T> {
     using Base = Entropy<T>;
     using C = compute_t<T>;
-    C dloss;
+    C entropy, dloss, dentropy;
     __device__ __forceinline__ EntropyGradient(T* x, long long index, Lse<C> lse, C entropy, C dloss,
                                                C dentropy, const Options& o)
-        : Base(x, index, lse, o), dloss(dloss) {
-        Base::entropy = entropy;
-        Base::dentropy = dentropy;
-    }
+        : Base(x, index, lse, o), entropy(entropy), dloss(dloss), dentropy(dentropy) {}
     __device__ __forceinline__ C of(C c, C extra = 0) const {
         C p = Base::probability(c);
-        return p * (dloss - Base::dentropy * (Base::log_of(c, p) + Base::entropy)) - extra;
+        return p * (dloss - dentropy * (Base::log_of(c, p) + entropy)) - extra;
     }
     template <int N>
     __device__ __forceinline__ void operator()(int column, C (&values)[N]) const {
