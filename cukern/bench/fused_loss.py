@@ -3,7 +3,6 @@ loss of all logits and Liger's fused one."""
 
 import importlib.util
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 import cukern
 from cukern.bench import environment, timing
 from cukern.bench.measure import Row, Table, name_of
+from cukern.runtime import checks
 
 SHAPES = (8192, 128256, 2048), (8192, 151936, 4096)  # rows, classes, columns
 
@@ -52,8 +52,7 @@ def measure_fused_loss(
     device = environment.device()
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     losses = _losses(device)
-    if unknown := set(only or ()) - {*losses}:
-        raise ValueError(f"--only must name some of {', '.join(losses)}, got {', '.join(sorted(unknown))}")
+    chosen = [checks.choice("--only", name, losses) for name in only or losses]
     missing = {} if "liger" in losses else {"liger": "needs liger_kernel and a GPU"}
     for shape in shapes:
         rows, classes, columns = shape
@@ -62,9 +61,9 @@ def measure_fused_loss(
         weight = torch.randn(classes, columns, dtype=dtype, device=device).mul_(0.02).requires_grad_()
         targets = torch.randint(classes, (rows,), dtype=torch.int64, device=device)
         found = []
-        for name in losses if only is None else only:
+        for name in chosen:
             step = partial(_step, losses[name], x, weight, targets)
             times, peak = timing.times_and_peak(step, steps, device)
-            row = Row("fused_loss", "", "fwd+bwd", shape, name_of(dtype), name, times.median_us, times.iqr_us)
-            found.append(replace(row, peak_mib=peak))
+            us = times.median_us, times.iqr_us
+            found.append(Row("fused_loss", "", "fwd+bwd", shape, name_of(dtype), name, *us, peak_mib=peak))
         yield Table(found, missing)

@@ -3,7 +3,6 @@ kernels, as a weight that is rebuilt and as a bypass; torch.compile; cukern.patc
 
 import importlib.util
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch import nn
 import cukern
 from cukern.bench import environment, timing
 from cukern.bench.measure import Row, Table, name_of
+from cukern.runtime import checks
 
 # Output and input features, the factor, and the rank of w2; 0: w2 is a whole matrix.
 LAYERS = (
@@ -63,8 +63,8 @@ def _row(layer: tuple[int, int, int, int], rows: int, provider: str, dtype: torc
     finally:
         torch.compiler.reset()
     shape, name = (*layer, rows), name_of(dtype)
-    row = Row("lokr_layer", "", "fwd+bwd", shape, name, provider, times.median_us, times.iqr_us)
-    return replace(row, peak_mib=peak)
+    us = times.median_us, times.iqr_us
+    return Row("lokr_layer", "", "fwd+bwd", shape, name, provider, *us, peak_mib=peak)
 
 
 def measure_lokr(
@@ -74,13 +74,12 @@ def measure_lokr(
     """Yield a table for each layer and number of rows."""
     if importlib.util.find_spec("lycoris") is None:
         raise ValueError("lokr_layer times layers of LyCORIS: pip install lycoris-lora")
-    if unknown := set(only or ()) - set(PROVIDERS):
-        raise ValueError(f"--only must name some of {', '.join(PROVIDERS)}, got {', '.join(sorted(unknown))}")
+    chosen = [checks.choice("--only", name, PROVIDERS) for name in only or PROVIDERS]
     dtype = torch.bfloat16 if environment.device().type == "cuda" else torch.float32
     for layer in layers:
         for count in rows:
             found, missing = list[Row](), dict[str, str]()
-            for provider in PROVIDERS if only is None else only:
+            for provider in chosen:
                 try:
                     found.append(_row(layer, count, provider, dtype, steps))
                 except Exception as error:  # a peer that fails must not end the measurement

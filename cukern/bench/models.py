@@ -11,6 +11,7 @@ import torch
 import cukern
 from cukern.bench import environment, timing
 from cukern.bench.measure import Row, Table, name_of
+from cukern.runtime import checks
 
 # By the name of the benchmark: the model's type, sizes of its config, and sequences and tokens of a batch.
 MODELS: dict[str, tuple[str, dict[str, int], tuple[int, int]]] = {
@@ -72,7 +73,7 @@ def _row(
     tokens = torch.randint(sizes["vocab_size"], batch, dtype=torch.int64, device=device)
     compiled = provider.endswith("compiled")
     network = torch.compile(model, backend="inductor" if cuda else "aot_eager") if compiled else model
-    step = (_decode if decode else _update)(model, network, tokens, steps)
+    step = _decode(model, network, tokens, steps) if decode else _update(model, network, tokens)
     try:
         times, peak = timing.times_and_peak(step, steps, device, WARMUP)
     finally:
@@ -84,7 +85,7 @@ def _row(
     return Row(op, "", what, shape, dtype, provider, times.median_us, times.iqr_us, peak_mib=peak)
 
 
-def _update(model: Any, network: Any, tokens: torch.Tensor, steps: int) -> Callable[[], None]:
+def _update(model: Any, network: Any, tokens: torch.Tensor) -> Callable[[], None]:
     """A function of forward, loss, backward and update."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
 
@@ -123,9 +124,8 @@ def _chosen(op: str, only: Sequence[str] | None) -> tuple[list[str], dict[str, s
     """The providers, and the reasons why others cannot be measured."""
     if importlib.util.find_spec("transformers") is None:
         raise ValueError(f"{op} is a model of transformers: pip install transformers")
-    if unknown := set(only or ()) - set(PROVIDERS):
-        raise ValueError(f"--only must name some of {', '.join(PROVIDERS)}, got {', '.join(sorted(unknown))}")
-    chosen = [name for name in PROVIDERS if only is None or name in only]
+    wanted = [checks.choice("--only", name, PROVIDERS) for name in only or PROVIDERS]
+    chosen = [name for name in PROVIDERS if name in wanted]  # Liger last
     if "liger" not in chosen or importlib.util.find_spec("liger_kernel") is not None:
         return chosen, {}
     return chosen[:-1], {"liger": "liger_kernel is not installed"}

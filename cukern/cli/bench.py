@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -225,17 +226,15 @@ def _over(case: Case, shapes: list[tuple[int, ...]], text: str | None) -> list[t
 def _without_op(op: str, only: list[str] | None, seconds: float) -> Iterator[Table]:
     from cukern.bench import fused_loss, llama_block, lokr, models, optimizers, own_kernel, startup
 
-    if op in MODELS:
-        yield from models.measure_model(op, only)
-        return
-    with_peers: dict[str, Callable[..., Iterator[Table]]]
-    with_peers = {LOKR: lokr.measure_lokr, FUSED_LOSS: fused_loss.measure_fused_loss}
-    if op in with_peers:
-        yield from with_peers[op](only)
-        return
-    timed = {LLAMA_BLOCK: llama_block.measure_llama_block, OPTIMIZERS: optimizers.measure_optimizers}
-    if op in timed:
-        yield from timed[op](seconds)
+    measures: dict[str, Callable[[], Iterator[Table]]] = {
+        **{model: partial(models.measure_model, model, only) for model in MODELS},
+        LOKR: partial(lokr.measure_lokr, only),
+        FUSED_LOSS: partial(fused_loss.measure_fused_loss, only),
+        LLAMA_BLOCK: partial(llama_block.measure_llama_block, seconds),
+        OPTIMIZERS: partial(optimizers.measure_optimizers, seconds),
+    }
+    if op in measures:
+        yield from measures[op]()
         return
     with errors.status("starting fresh processes"):
         yield from own_kernel.measure_own_kernel(only) if op == OWN_KERNEL else startup.measure_startup(only)

@@ -17,6 +17,7 @@ from cukern.ops.kron_linear import lokr_linear
 from cukern.runtime import checks
 from cukern.runtime.dispatch import autocast
 
+Modules = dict[str, tuple[Any, str | None]]  # by name, with the reason why one keeps its own forward
 # The methods that are replaced are private: only tested releases
 RELEASES = {"lycoris-lora": ((4, 1, 3), (4, 2)), "peft": ((0, 21), (0, 22))}
 
@@ -53,7 +54,7 @@ def patch_lycoris(network: nn.Module) -> Patch:
         rule = "network must be a LycorisNetwork, or a module with LokrModules"
         raise TypeError(f"{rule}, got {checks.brief(network)}")
     if layers := _peft_layers(network):
-        return _patched(network, layers, "LoKr layers of PEFT", _patch_peft)
+        return _patched(network, layers, "PEFT", {"_get_delta_activations": _peft_activations})
     _check_version("lycoris-lora")
     from lycoris.modules.base import LycorisBaseModule
     from lycoris.modules.lokr import LokrModule
@@ -64,18 +65,19 @@ def patch_lycoris(network: nn.Module) -> Patch:
         kinds = ", ".join(sorted({type(m).__name__ for m in found.values()})) or "no module of LyCORIS"
         raise ValueError(f"{type(network).__name__} has no LokrModule: it has {kinds}")
     reasons = {n: (m, _reason(m, LokrModule)) for n, m in found.items()}
-    return _patched(network, reasons, "modules of LyCORIS", _patch_modules)
+    forwards = {"_rebuild_forward": _rebuild_forward, "bypass_forward": _bypass_forward}
+    return _patched(network, reasons, "LyCORIS", forwards)
 
 
 def _patched(
-    network: nn.Module, modules: dict[str, tuple[Any, str | None]], what: str, patch: Callable[..., None]
+    network: nn.Module, modules: Modules, what: str, methods: dict[str, Callable[..., Any]]
 ) -> Patch:
-    """`modules`: by name, with the reason why one keeps its own forward."""
+    """The network with other `methods` of its modules."""
     if any("_cukern_patched" in vars(m) for m, _ in modules.values()):
         raise ValueError(f"{type(network).__name__} is patched already: call undo() of its record first")
-    record = Patch(f"{type(network).__name__} ({len(modules)} {what})")
+    record = Patch(f"{type(network).__name__} ({len(modules)} modules of {what})")
     try:
-        patch(record, modules)
+        _patch_modules(record, modules, methods)
     except BaseException:
         record.undo()
         raise
@@ -91,17 +93,19 @@ def _check_version(package: str) -> None:
         )
 
 
-def _patch_modules(record: Patch, modules: dict[str, tuple[Any, str | None]]) -> None:
+def _patch_modules(record: Patch, modules: Modules, methods: dict[str, Callable[..., Any]]) -> None:
     counts: Counter[str] = Counter()
     for name, (module, reason) in modules.items():
         if reason is not None:
             record.kept[name or type(module).__name__] = reason
             continue
         record.set(module, "_cukern_patched", True)
-        record.set(module, "_rebuild_forward", MethodType(_rebuild_forward, module))
-        record.set(module, "bypass_forward", MethodType(_bypass_forward, module))
-        counts[type(module.org_module[0]).__name__] += 1
-    record.replaced.update({kind: f"{n} of LokrModule: lokr_linear" for kind, n in counts.items()})
+        for method, function in methods.items():
+            record.set(module, method, MethodType(function, module))
+        # LyCORIS keeps the layer in a list
+        layer = module.org_module[0] if hasattr(module, "org_module") else module.get_base_layer()
+        counts[type(layer).__name__] += 1
+    record.replaced.update({kind: f"{n} of LoKr: lokr_linear" for kind, n in counts.items()})
 
 
 def _reason(module: Any, lokr: Any) -> str | None:
@@ -130,7 +134,7 @@ def _scalar(module: Any) -> Tensor | None:
 # ---- PEFT
 
 
-def _peft_layers(network: nn.Module) -> dict[str, tuple[Any, str | None]]:
+def _peft_layers(network: nn.Module) -> Modules:
     if "peft" not in sys.modules:  # who has such a layer has imported it
         return {}
     from peft.tuners.lokr import layer
@@ -142,17 +146,6 @@ def _peft_layers(network: nn.Module) -> dict[str, tuple[Any, str | None]]:
         n: (m, None if type(m) is layer.Linear else f"there is no op for {type(m).__name__}")
         for n, m in found.items()
     }
-
-
-def _patch_peft(record: Patch, layers: dict[str, tuple[Any, str | None]]) -> None:
-    for name, (layer, reason) in layers.items():
-        if reason is not None:
-            record.kept[name] = reason
-            continue
-        record.set(layer, "_cukern_patched", True)
-        record.set(layer, "_get_delta_activations", MethodType(_peft_activations, layer))
-    count = sum(reason is None for _, reason in layers.values())
-    record.replaced["Linear"] = f"{count} layers of LoKr: lokr_linear"
 
 
 def _peft_activations(self: Any, adapter: str, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:

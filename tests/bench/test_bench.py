@@ -525,9 +525,9 @@ def test_fused_losses_next_to_torch():
 
 
 def test_a_model_refuses_unknown_providers():
-    with pytest.raises(ValueError, match=r"--only must name some of cukern, cukern logprobs, .*, got quack"):
+    with pytest.raises(ValueError, match=r"--only must be one of cukern, cukern logprobs, .*, got 'quack'"):
         next(fused_loss.measure_fused_loss(["quack"]))
-    with pytest.raises(ValueError, match=r"--only must name some of torch compiled, .*, got quack"):
+    with pytest.raises(ValueError, match=r"--only must be one of torch compiled, .*, got 'quack'"):
         next(models.measure_model("llama", ["quack"]))
-    with pytest.raises(ValueError, match=r"(--only must name some of lycoris, .*, got quack|pip install)"):
+    with pytest.raises(ValueError, match=r"(--only must be one of lycoris, .*, got 'quack'|pip install)"):
         next(lokr.measure_lokr(["quack"]))

@@ -172,7 +172,7 @@ def test_before_apply_to_and_after_restore():
     x, base = torch.randn(2, 24), copy.deepcopy(model)
     network = lycoris.create_lycoris(model, algo="lokr", linear_dim=2, factor=4)
     record = cukern.patch_lycoris(network)
-    assert record.replaced == {"Linear": "2 of LokrModule: lokr_linear"}
+    assert record.replaced == {"Linear": "2 of LoKr: lokr_linear"}
     network.apply_to()
     with torch.no_grad():
         for p in network.parameters():
@@ -263,7 +263,7 @@ def test_other_modules_are_left_alone_and_listed():
     network["locon"] = lycoris.LoConModule("locon", model[5])
     before = {name: dict(vars(m)) for name, m in network.items() if name != "lokr"}
     record = cukern.patch_lycoris(network)
-    assert record.replaced == {"Linear": "1 of LokrModule: lokr_linear"}
+    assert record.replaced == {"Linear": "1 of LoKr: lokr_linear"}
     assert record.kept == {
         "norm": "NormModule is not LoKr",
         "line": "there is no op for conv1d",
@@ -358,7 +358,7 @@ def test_peft(options, place):
 
     expected = results()
     record = cukern.patch_lycoris(model)
-    assert "2 layers of LoKr: lokr_linear" in str(record)
+    assert record.replaced == {"Linear": "2 of LoKr: lokr_linear"}
     same(results(), expected)
     with pytest.raises(ValueError, match="is patched already"):
         cukern.patch_lycoris(model)
@@ -375,7 +375,9 @@ def test_peft_with_rank_dropout_and_convolutions(monkeypatch):
         model(x)
     config = peft.LoKrConfig(target_modules=["first", "time"])
     record = cukern.patch_lycoris(peft.get_peft_model(Convolutions(), config))
-    assert "there is no op for Conv2d" in str(record) and "1 layers of LoKr" in str(record)
+    assert "there is no op for Conv2d" in str(record) and record.replaced == {
+        "Linear": "1 of LoKr: lokr_linear"
+    }
     monkeypatch.setattr("importlib.metadata.version", lambda _: "0.20.0")
     with pytest.raises(ValueError, match=r"supports peft from 0\.21 to before 0\.22, got 0\.20\.0"):
         cukern.patch_lycoris(of_peft()[0])

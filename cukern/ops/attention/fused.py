@@ -177,7 +177,7 @@ def with_lengths(
 def with_pages(
     q: Tensor, k: Tensor, v: Tensor, options: Options, block_table: Tensor, key_lengths: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The same of k and v in pages, (pages, kv heads, page size, D)."""
+    """`with_lengths` for k and v in pages, (pages, kv heads, page size, D)."""
     if not watched(q, k, v):
         return _paged(q, k, v, block_table, key_lengths, *options)
     return reference_of_pages(q, k, v, options, block_table, key_lengths)

@@ -50,8 +50,7 @@ def attention(
             page_size, kv_heads, D); page_size: 16, 32, 64, ... Page numbers are unchecked on a GPU.
         num_splits: parts of the keys in decoding; None: chosen by size. With 1, results do not depend on the
             batch.
-        version: default: the last that the GPU runs, or that of `cukern.use`. docs/ops/attention.md: which
-            calls each takes.
+        version: default: the last that the GPU runs, or that of `cukern.use`: docs/ops/attention.md.
 
     Returns a new tensor (..., heads, queries, value_dim) of q's dtype; with `return_lse` also lse, (...,
     heads, queries), float32, or float64 for float64. A query that sees no key gives 0, gradient 0, and lse
@@ -59,6 +58,7 @@ def attention(
 
     Raises TypeError for other dtypes and options of another type; ValueError for shapes or devices that do
     not fit, a head_dim that the requested "v3" does not support, or an option outside its range.
+    Source: arXiv 1706.03762.
     """
     checks.version("attention", version, (*VERSIONS, "sdpa"))
     q, k, v, table = _checked_cache(q, k, v, block_table)

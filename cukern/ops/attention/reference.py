@@ -159,6 +159,6 @@ def reference(
 def reference_of_pages(
     q: Tensor, k: Tensor, v: Tensor, options: Options, block_table: Tensor, key_lengths: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The same for k and v in pages, of which it copies those of the table."""
+    """`reference` for k and v in pages. It first copies the pages of the table to one array per sequence."""
     k, v = (_gathered(x, block_table, key_lengths) for x in (k, v))
     return reference(q, k, v, options, key_lengths)

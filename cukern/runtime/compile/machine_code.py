@@ -93,8 +93,10 @@ def is_cubin(code: object) -> bool:
 
 def is_compiled(code: object) -> bool:
     """Whether it is a cubin, or PTX as text or bytes."""
+    if is_cubin(code):
+        return True
     text = code.decode(errors="replace") if isinstance(code, bytes) else code
-    return is_cubin(code) or (isinstance(text, str) and _START.match(text) is not None)
+    return isinstance(text, str) and _START.match(text) is not None
 
 
 # ---- symbols

@@ -61,9 +61,9 @@ def _is_plain(opcode: str) -> bool:
     return base in _PLAIN and _PLAIN_TYPES.issuperset(p for p in parts if p[-1].isdigit())
 
 
-def _of_three(opcode: str, sources: list[int]) -> bool:
-    """min and max of three values, of sm_100: the templates are of two."""
-    return len(sources) == 3 and opcode in ("max.f32", "min.f32")
+def _has_template(opcode: str, sources: list[int]) -> bool:
+    """min and max may have three operands, from sm_100 on. Their templates have two."""
+    return opcode in _TEMPLATES and _TEMPLATES[opcode][1].count("{}") == len(sources)
 
 
 class Compute:
@@ -168,7 +168,7 @@ class _Writer:
         variable = any("z" not in self.forms[s] for s in sources)
         if step.functions == [np.copy]:
             self.values[step.targets[0]] = sources[0]
-        elif opcode in _TEMPLATES and variable and len(step.targets) == 1 and not _of_three(opcode, sources):
+        elif variable and len(step.targets) == 1 and _has_template(opcode, sources):
             form, text, result = _TEMPLATES[opcode]
             operands = [self.form(s, form) for s in sources]
             value = self.values[step.targets[0]] = self.new(result)
