@@ -54,6 +54,13 @@ def integer(name: str, value: Any, least: int | None = None, most: int | None = 
     return value
 
 
+def static(size: Any) -> bool:
+    """False for a size that changes between calls of the function that is traced."""
+    from torch.fx.experimental.symbolic_shapes import has_static_value
+
+    return has_static_value(size)
+
+
 def known(condition: Any) -> bool:
     """`condition` on sizes; in a trace, True only if it holds for all sizes, so that the graph does not
     depend on it."""

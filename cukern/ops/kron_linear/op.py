@@ -14,6 +14,7 @@ differentiate the product in torch's operations.
 
 import functools
 from collections.abc import Callable, Sequence
+from math import gcd
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from cukern.ops.kron_linear import backward as kron_backward
 from cukern.ops.kron_linear import checks as kron_checks
 from cukern.ops.kron_linear import cublas
 from cukern.ops.kron_linear import forward as kron_forward
-from cukern.ops.kron_linear.plan import steps_of
+from cukern.ops.kron_linear.plan import Sizes, steps_of
 from cukern.ops.kron_linear.reference import (
     PRODUCTS,
     Epilogue,
@@ -324,12 +325,30 @@ def _fake(
 
 
 def _boundary(x: Tensor, factors: Factors, added: bool, version: str) -> int:
-    """See kron_backward.boundary; 0 under tracing and for tensor subclasses."""
-    plain = x.is_contiguous() and PLAIN.issuperset(map(type, (x, *factors)))
-    if torch.compiler.is_compiling() or not x.shape[0] or not plain:
+    """See kron_backward.boundary; 0 for tensor subclasses, and in torch.compile for dynamic sizes."""
+    plain = x.is_contiguous() and all([type(t) in PLAIN for t in (x, *factors)])
+    if not plain or not x.shape[0] or any([w.ndim == 3 for w in factors]):
         return 0
-    usual = choose("kron_linear", version, x.get_device()).backward == "v4"
-    return kron_backward.boundary(x, factors, added) if usual else 0
+    address = 0  # in compiled code addresses are multiples of 16
+    if not torch.compiler.is_compiling():
+        address = x.data_ptr()
+    elif not all([checks.static(n) for t in (x, *factors) for n in t.shape]):
+        return 0
+    sizes = tuple([(w.shape[0], w.shape[1]) for w in factors])
+    return _kept_after(sizes, x.shape[0], x.dtype, x.get_device(), address, added, version)
+
+
+def _kept_after(
+    sizes: Sizes, rows: int, dtype: torch.dtype, device: int, address: int, added: bool, version: str
+) -> int:
+    if choose("kron_linear", version, device).backward != "v4":
+        return 0
+    tensor = kron_forward.on_tensor_cores(dtype)
+    return kron_backward.boundary((sizes, rows, dtype, device, tensor, gcd(address, 16), added))
+
+
+# as torch.compiler.assume_constant_result, which imports dynamo
+_kept_after._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _launch_backward(
