@@ -30,6 +30,7 @@ FILES = {
 }
 KINDS = FILES | {name: kind for name, kind, *_ in EDITS}
 SIMULATED = "fault", "checks"  # kinds that a GPU does not find
+pytestmark = pytest.mark.kernels
 
 
 @pytest.fixture(scope="module")
