@@ -80,6 +80,18 @@ def with_sms(sms: int) -> Callable[[int], Device]:
     return lambda index: device_of(index)._replace(sms=sms)
 
 
+def untraceable_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the simulator, torch.compile cannot trace device_of(), as it cannot where that asks a GPU."""
+
+    def untraceable(index: int) -> Device:
+        os.stat(".")
+        return device_of(index)
+
+    for name, module in list(sys.modules.items()):
+        if name.startswith("cukern.") and getattr(module, "device_of", None) is device_of:
+            monkeypatch.setattr(module, "device_of", untraceable)
+
+
 def places(name: str) -> list:
     """(device, version) pairs of an op: the reference on the CPU, and each version on the GPU or in the
     simulator."""

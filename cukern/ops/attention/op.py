@@ -395,8 +395,9 @@ def _attend(
     of the keys. `seed`: of the dropout, which no kernel has together with a window."""
     version = _chosen(version, q)
     options = options._replace(wgmma=version == "v4")
-    with_window = options.wgmma and wgmma.available(q) and seed is None
-    kernels = version in _FUSED and fused.supported(q, k, v) and (not options.window or with_window)
+    kernels = version in _FUSED and fused.supported(q, k, v)
+    if options.window:
+        kernels = kernels and options.wgmma and wgmma.available(q) and seed is None
     if kernels and seed is None:
         return fused.fused((q, k, v, *bounds) if qkv is None else (qkv,), options)
     if qkv is not None and not (torch.compiler.is_compiling() or transformed()):

@@ -39,7 +39,6 @@ from cukern.ops.kron_linear.reference import (
 )
 from cukern.runtime import checks
 from cukern.runtime.checks import PLAIN
-from cukern.runtime.dispatch import autocast
 from cukern.runtime.dispatch.autograd import Differentiable, apply_of, save, transformed, watched
 from cukern.runtime.dispatch.higher import gradients, tangents
 from cukern.runtime.dispatch.products import torch_matmul
@@ -181,9 +180,7 @@ def lokr_linear(
         x, *pairs = kron_checks.lokr(x, w1, w2)
         if x.dtype == torch.float16 and any(len(pair) == 2 for pair in pairs):
             x, *pairs = _inner_factors(x, pairs[0], pairs[1], version)
-        # torch's own product costs the host less
-        product = torch_matmul if _tracing() or autocast.enabled(x) else torch.matmul
-        w1, w2 = (product(*pair) if len(pair) == 2 else pair[0] for pair in pairs)
+        w1, w2 = (torch_matmul(*pair) if len(pair) == 2 else pair[0] for pair in pairs)
     return kron_linear(x, (w1.mT, w2.mT), bias=bias, scale=scale, residual=residual, version=version)
 
 
