@@ -55,15 +55,12 @@ def wgmma_instances(dtype: torch.dtype) -> list[Kernel]:
     return instances(dtype) + (wgmma.instances(dtype) if dtype in plan.DTYPES and dtype.itemsize == 2 else [])
 
 
-_DROPPED = "const unsigned long long*", "unsigned", "float"  # the types of Dropout's members
-
-
 def _forward_kernel(
     dtype: torch.dtype, pieces: int, d: int, softcap: bool, packed: bool, dropout: bool = False
 ) -> Kernel:
     tile = plan.forward_tile(pieces, d, softcap or dropout, packed)
     tiles = tile.rows, tile.columns, tile.warps, tile.stages, tile.per_sm
-    key = dtype, _operand(dtype), pieces, d, *tiles, softcap, packed, *(_DROPPED if dropout else ())
+    key = dtype, _operand(dtype), pieces, d, *tiles, softcap, packed, *(wgmma.DROPPED if dropout else ())
     return _FORWARD[key]
 
 
@@ -73,7 +70,7 @@ def _backward_kernel(
 ) -> Kernel:  # fmt: skip
     keys, queries = tiles or plan.backward_tile(pieces, d, softcap or dropout, packed)
     of_tiles = *keys[:2], *queries[:3], queries.stages, queries.per_sm
-    key = dtype, _operand(dtype), pieces, d, *of_tiles, softcap, packed, *(_DROPPED if dropout else ())
+    key = dtype, _operand(dtype), pieces, d, *of_tiles, softcap, packed, *(wgmma.DROPPED if dropout else ())
     return _BACKWARD[key]
 
 
@@ -132,7 +129,7 @@ def forward(
     if decodes:
         _decode(out, lse, q, k, v, lengths, options)
     elif options.wgmma and keys and wgmma.supported(q, k, v):
-        wgmma.forward(out, lse, q, k, v, options, bounds)
+        wgmma.forward(out, lse, q, k, v, options, bounds, seed)
     else:
         padded, softcap, (k, v) = plan.padded_head_dim(d), options.softcap != 0, _split(pieces, k, v)
         tile = plan.forward_tile(pieces, padded, softcap or drops, packed)
@@ -141,7 +138,7 @@ def forward(
             (blocks * batch * heads, 1, 1), (32 * tile.warps, 1, 1), tile.forward_bytes(padded, pieces),
             *pointers(out, lse, q, k, v, *bounds), *wgmma.strides(out, q, k, v), blocks, heads, batch, group,
             plan.section(keys, d, group, batch * heads, options.causal), queries, keys, sequences, d,
-            options.causal, *options.factors, *_dropout(options, seed),
+            options.causal, *options.factors, *wgmma.dropout(options, seed),
         )  # fmt: skip
     return out, lse
 
@@ -150,11 +147,6 @@ def _check_rows(queries: int, keys: int) -> None:
     if queries + keys >= plan.MOST_ROWS:
         rule = f"the kernels take fewer than {plan.MOST_ROWS} queries and keys together"
         raise ValueError(f"{rule}, got {queries} and {keys}")
-
-
-def _dropout(options: Options, seed: Tensor | None) -> tuple[Any, ...]:
-    """The last arguments of a launch with dropout."""
-    return () if seed is None else (*pointers(seed), options.threshold, options.kept_scale)
 
 
 def paged(
@@ -231,7 +223,7 @@ def backward(
     columns = plan.WGMMA_BACKWARD[plan.wgmma_head_dim(d)][0].columns if by_wgmma else of_keys.columns
     stats, dout = _stats(out, dout, lse, dlse, columns, pieces, bounds)
     if by_wgmma:
-        wgmma.backward(grads, q, k, v, dout, stats, options, bounds)
+        wgmma.backward(grads, q, k, v, dout, stats, options, bounds, seed)
         return grads
     k, v, q = _split(pieces, k, v, q)
     key_blocks = plan.tiles(keys, of_keys.rows, sequences)
@@ -243,7 +235,7 @@ def backward(
         key_blocks, query_blocks, heads, batch, group,
         plan.section(keys, d, group, batch * heads, options.causal), queries, keys, stats.shape[2], columns,
         sequences, d, options.causal, tanh_factor, c * math.log(2) if pieces > 1 else c, options.scale,
-        *_dropout(options, seed),
+        *wgmma.dropout(options, seed),
     )  # fmt: skip
     return grads
 

@@ -392,18 +392,20 @@ def _attend(
     qkv: Tensor | None = None, bounds: tuple[Tensor, ...] = (), seed: Tensor | None = None,
 ) -> materialised.Outputs:  # fmt: skip
     """out and lse. `qkv`: the tensor of which q, k and v are parts. `bounds`: cu_seqlens of the queries and
-    of the keys. `seed`: of the dropout, which no kernel has together with a window."""
+    of the keys. `seed`: of the dropout, which v4 does not have together with a softcap."""
     version = _chosen(version, q)
     options = options._replace(wgmma=version == "v4")
+    if seed is not None and options.softcap:
+        options = options._replace(wgmma=False)
     kernels = version in _FUSED and fused.supported(q, k, v)
     if options.window:
-        kernels = kernels and options.wgmma and wgmma.available(q) and seed is None
+        kernels = kernels and options.wgmma and wgmma.available(q)
     if kernels and seed is None:
         return fused.fused((q, k, v, *bounds) if qkv is None else (qkv,), options)
     if qkv is not None and not (torch.compiler.is_compiling() or transformed()):
         q, k, v = fused.Parts.apply(qkv)
     if kernels and seed is not None:
-        return fused.fused((q, k, v, seed), options._replace(wgmma=False))  # v4 has no dropout
+        return fused.fused((q, k, v, seed), options)
     return _with_scores(version, q, k, v, options, return_lse, bounds, seed)
 
 

@@ -9,7 +9,7 @@ from helpers import DEVICE, PLACE, kernels, same_bits
 
 import cukern
 from cukern.bench.verify import poisoned
-from cukern.ops.attention import launch
+from cukern.ops.attention import launch, plan, wgmma
 
 HALF, BF16, FLOAT = torch.float16, torch.bfloat16, torch.float32
 CASES = [  # heads, kv_heads, queries, keys, head_dim, dtype, options
@@ -19,7 +19,11 @@ CASES = [  # heads, kv_heads, queries, keys, head_dim, dtype, options
     (3, 3, 130, 33, 40, HALF, {"sink": 0.5, "scale": 0.3}),
     (2, 1, 1, 70, 64, BF16, {}),  # one query: not the decoding kernel
     (2, 1, 37, 50, 72, FLOAT, {"causal": False}),
-    (2, 1, 20, 37, 64, BF16, {"window": 9}),  # the others by torch's operations
+    (2, 1, 20, 37, 64, BF16, {"version": "v3"}),
+    (4, 2, 70, 83, 256, HALF, {"causal": False, "version": "v3"}),
+    (2, 1, 45, 150, 96, BF16, {"window": 33}),
+    (4, 1, 20, 200, 64, HALF, {"window": 9, "sink": 0.5}),
+    (2, 1, 20, 37, 24, BF16, {"window": 9, "softcap": 2.0}),  # the others by torch's operations
     (2, 1, 20, 37, 24, torch.float64, {"softcap": 3.0}),
 ]
 
@@ -54,7 +58,7 @@ def kept(heads, queries, keys, p, seed):
     return found
 
 
-def exact(q, k, v, mask, p, causal=True, scale=None, softcap=None, sink=None, window=None):
+def exact(q, k, v, mask, p, causal=True, scale=None, softcap=None, sink=None, window=None, version=None):
     """In the dtype of q."""
     group, (queries, keys) = q.shape[1] // k.shape[1], (q.shape[2], k.shape[2])
     k, v = (x.repeat_interleave(group, 1) for x in (k, v))
@@ -215,3 +219,7 @@ def test_the_kernels_compile(arch):
     for make in (launch._forward_kernel, launch._backward_kernel):
         kernel = make(BF16, 1, 128, False, False, dropout=True)
         assert kernel.compile(arch).code
+    for d, tiles in plan.WGMMA_FORWARD.items() if arch == "compute_90" else ():
+        found = [wgmma._forward_kernel(BF16, d, False, False, tile, True) for tile in tiles]
+        found += [wgmma._backward_kernel(keys, BF16, d, False, False, True) for keys in (True, False)]
+        assert not any(kernel.compile("sm_90a").report.spill_loads for kernel in found)
