@@ -2,6 +2,7 @@
 of compilations."""
 
 import contextlib
+import functools
 import os
 import subprocess
 import sys
@@ -83,6 +84,7 @@ def with_sms(sms: int) -> Callable[[int], Device]:
 def untraceable_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the simulator, torch.compile cannot trace device_of(), as it cannot where that asks a GPU."""
 
+    @functools.wraps(device_of)
     def untraceable(index: int) -> Device:
         os.stat(".")
         return device_of(index)

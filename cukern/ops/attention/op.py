@@ -433,9 +433,6 @@ def _chosen(version: str | None, q: Tensor) -> str:
     return version or (_default(in_force.now, q.get_device()) if kernels else "v1")
 
 
+@checks.constant
 def _default(version: str, device: int) -> str:
     return choose("attention", version, device).forward
-
-
-# as torch.compiler.assume_constant_result, which imports dynamo
-_default._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -36,15 +36,7 @@ class Bounds(NamedTuple):
 
 def available(q: Tensor) -> bool:
     """True if the dtype and the GPU have kernels."""
-    return q.element_size() == 2 and _has_wgmma(q.get_device())
-
-
-def _has_wgmma(device: int) -> bool:
-    return device_of(device).wgmma
-
-
-# as torch.compiler.assume_constant_result, which imports dynamo
-_has_wgmma._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return q.element_size() == 2 and device_of(q.get_device()).wgmma
 
 
 def supported(*tensors: Tensor) -> bool:

@@ -14,7 +14,6 @@ differentiate the product in torch's operations.
 
 import functools
 from collections.abc import Callable, Sequence
-from math import gcd
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from cukern.ops.kron_linear import backward as kron_backward
 from cukern.ops.kron_linear import checks as kron_checks
 from cukern.ops.kron_linear import cublas
 from cukern.ops.kron_linear import forward as kron_forward
-from cukern.ops.kron_linear.plan import Sizes, steps_of
+from cukern.ops.kron_linear.plan import steps_of
 from cukern.ops.kron_linear.reference import (
     PRODUCTS,
     Epilogue,
@@ -334,21 +333,14 @@ def _boundary(x: Tensor, factors: Factors, added: bool, version: str) -> int:
         address = x.data_ptr()
     elif not all([checks.static(n) for t in (x, *factors) for n in t.shape]):
         return 0
-    sizes = tuple([(w.shape[0], w.shape[1]) for w in factors])
-    return _kept_after(sizes, x.shape[0], x.dtype, x.get_device(), address, added, version)
+    sizes = kron_forward.sizes_of(factors)
+    return _kept_after(version, sizes, x.shape[0], x.dtype, x.get_device(), address, added)
 
 
-def _kept_after(
-    sizes: Sizes, rows: int, dtype: torch.dtype, device: int, address: int, added: bool, version: str
-) -> int:
-    if choose("kron_linear", version, device).backward != "v4":
-        return 0
-    tensor = kron_forward.on_tensor_cores(dtype)
-    return kron_backward.boundary((sizes, rows, dtype, device, tensor, gcd(address, 16), added))
-
-
-# as torch.compiler.assume_constant_result, which imports dynamo
-_kept_after._dynamo_marked_constant = True  # type: ignore[attr-defined]
+@checks.constant
+def _kept_after(version: str, *problem: Any) -> int:
+    key = kron_forward.key(*problem)
+    return kron_backward.boundary(key) if choose("kron_linear", version, key[3]).backward == "v4" else 0
 
 
 def _launch_backward(

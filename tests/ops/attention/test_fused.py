@@ -471,9 +471,7 @@ def test_lengths_compile_nothing():
 
 
 @pytest.mark.filterwarnings("default")  # torch's compiler warns of its own affairs
-@pytest.mark.parametrize(
-    "options", ({"window": 9}, {"softcap": 2.0}, {"dropout_p": 0.2}), ids=str
-)
+@pytest.mark.parametrize("options", ({"window": 9}, {"softcap": 2.0}, {"dropout_p": 0.2}), ids=str)
 def test_options_in_a_compiled_graph(options, monkeypatch):
     untraceable_devices(monkeypatch)
     q, k, v = torch.randn(3, 1, 2, 40, 64, device=DEVICE, dtype=BF16).requires_grad_().unbind()
