@@ -40,13 +40,10 @@ def barrier(c: Context) -> Step:
             m.barriers.outcomes[c.pc] = functools.partial(outcome, m)
         if holds is not None:
             m.poison.check(group, (holds,), "the predicate of a barrier")
-        numbers, counts = m.get(group, number), m.get(group, count)
-        if len(numbers) != len(counts):
-            numbers, counts = np.broadcast_arrays(numbers, counts)
+        numbers, counts = np.broadcast_arrays(m.get(group, number), m.get(group, count))
         for n, threads in set(zip(numbers.tolist(), counts.tolist(), strict=True)):
-            some = group
-            if len(numbers) > 1:
-                some = m.group(group.lanes[(numbers == n) & (counts == threads)])
+            chosen = (numbers == n) & (counts == threads)
+            some = group if chosen.all() else m.group(group.lanes[chosen])
             if kind == "arrive":
                 m.barriers.arrive(some, n, threads)
             else:
