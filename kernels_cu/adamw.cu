@@ -27,6 +27,7 @@
 // bytes, or 8 for 16-bit types. Experiments: docs/notes/adamw.md.
 #include "common/pack.cuh"
 #include "common/pdl.cuh"
+#include "common/philox.cuh"
 #include "common/reduce.cuh"
 
 constexpr long long CHUNK = 8192;  // as in cukern/ops/adamw/op.py
@@ -139,19 +140,6 @@ __global__ void adamw_prepare(double* numbers, float* norm_to, const void* table
         if (!skip) *rows[t].step = k[STEP] = step;
         for (int j = 0; j < NUMBERS; j++) numbers[t * NUMBERS + j] = k[j];
     }
-}
-
-// Philox4x32-10 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", 2011): four random words for a
-// counter and a key.
-__device__ __forceinline__ uint4 philox(uint4 c, uint2 key) {
-#pragma unroll
-    for (int round = 0; round < 10; round++) {
-        unsigned high0 = __umulhi(0xD2511F53u, c.x), high2 = __umulhi(0xCD9E8D57u, c.z);
-        c = make_uint4(high2 ^ c.y ^ key.x, 0xCD9E8D57u * c.z, high0 ^ c.w ^ key.y, 0xD2511F53u * c.x);
-        key.x += 0x9E3779B9u;
-        key.y += 0xBB67AE85u;
-    }
-    return c;
 }
 
 // One of the two neighbours in bfloat16, the upper one with the probability of the discarded bits / 2^16.

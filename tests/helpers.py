@@ -2,6 +2,7 @@
 of compilations."""
 
 import contextlib
+import functools
 import os
 import subprocess
 import sys
@@ -78,6 +79,19 @@ def problem(
 def with_sms(sms: int) -> Callable[[int], Device]:
     """A replacement for device_of() whose GPUs have this number of SMs."""
     return lambda index: device_of(index)._replace(sms=sms)
+
+
+def untraceable_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the simulator, torch.compile cannot trace device_of(), as it cannot where that asks a GPU."""
+
+    @functools.wraps(device_of)
+    def untraceable(index: int) -> Device:
+        os.stat(".")
+        return device_of(index)
+
+    for name, module in list(sys.modules.items()):
+        if name.startswith("cukern.") and getattr(module, "device_of", None) is device_of:
+            monkeypatch.setattr(module, "device_of", untraceable)
 
 
 def places(name: str) -> list:

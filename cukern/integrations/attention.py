@@ -187,7 +187,8 @@ def attention_forward(
         options["key_lengths"] = lengths
     elif mask is not None and mask.shape[-1]:
         key, value = key[:, :, : mask.shape[-1]], value[:, :, : mask.shape[-1]]
-    return attention(query, key, value, **options).transpose(1, 2).contiguous(), None
+    p = dropout if module.training else 0.0
+    return attention(query, key, value, dropout_p=p, **options).transpose(1, 2).contiguous(), None
 
 
 def _parts(mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
@@ -202,8 +203,9 @@ def _unsupported(
 ) -> str:
     if kwargs.get("output_attentions"):
         return "output_attentions=True needs the matrix of weights"
-    if dropout and module.training:
-        return f"attention dropout {dropout} is not supported"
+    packed = kwargs.get("cu_seq_lens_q") is not None or (mask is not None and mask.dtype == torch.int32)
+    if dropout and module.training and packed:
+        return "attention dropout in padded or packed batches is not supported"
     if kwargs.get("position_bias") is not None:
         return "a position bias is not supported"
     if mask is not None and mask.shape[0] and mask.dtype != torch.int32:

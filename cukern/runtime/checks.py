@@ -3,14 +3,15 @@
 import math
 import numbers
 import operator
-from collections.abc import Collection, Iterable, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, NoReturn, TypeVar
 
 import torch
 
 SIMULATOR = 'run it in the simulator: with cukern.backend("sim")'
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 FLOAT32_MAX = torch.finfo(torch.float32).max
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})  # types without a __torch_function__ of their own
 
 
@@ -52,6 +53,20 @@ def integer(name: str, value: Any, least: int | None = None, most: int | None = 
         )
         raise ValueError(f"{name} must be {rule}, got {value}")
     return value
+
+
+def constant(function: _Function) -> _Function:
+    """In a trace, the function is called, not traced, and its result is a constant. As
+    torch.compiler.assume_constant_result, which imports dynamo."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+def static(size: Any) -> bool:
+    """False for a size that changes between calls of the function that is traced."""
+    from torch.fx.experimental.symbolic_shapes import has_static_value
+
+    return has_static_value(size)
 
 
 def known(condition: Any) -> bool:

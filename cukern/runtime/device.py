@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from cukern.runtime import checks
 from cukern.runtime.compile import bindings, cache
 
 SIMULATED = -1  # the number of the simulated GPU, which is torch's get_device() of a CPU tensor
@@ -127,6 +128,7 @@ def _of_gpu(index: int) -> Device:
     return Device(facts.name, facts.major * 10 + facts.minor, facts.multi_processor_count, shared, *rates)
 
 
+@checks.constant
 def device_of(index: int) -> Device:
     """The Device of a GPU by its number, or of the simulated GPU."""
     return _settings[-1].simulated if index == SIMULATED else _of_gpu(index)

@@ -28,7 +28,7 @@ _QUERIES = {
     "is_floating_point", "is_neg", "ndimension", "nelement", "numel", "size", "storage_offset", "stride",
 }  # fmt: skip  # methods whose results depend on the layout only
 _VIEWS = {
-    "__get__", "__getitem__", "as_strided", "contiguous", "detach", "expand", "expand_as", "flatten",
+    "__get__", "__getitem__", "as_strided", "chunk", "contiguous", "detach", "expand", "expand_as", "flatten",
     "movedim", "narrow", "permute",
     "reshape", "resolve_conj", "resolve_neg", "select", "squeeze", "t", "transpose", "unbind", "unflatten",
     "unsqueeze", "view",
@@ -208,6 +208,7 @@ class Program(NamedTuple):
     result: Any
     roots: tuple[tuple[int, int], ...]
     geometries: tuple[Any, ...]  # of each tensor: size, stride, dtype
+    grad: bool  # autograd was on
 
 
 class _Context(torch.autograd.function.FunctionCtx):
@@ -274,6 +275,8 @@ class Recorder(TorchFunctionMode):
         tensors = _tensors(result)
         if not tensors and result is not None:
             return self._query(name, args, result)
+        if name == "_set_grad_enabled":  # all operations are in one mode
+            return result
         self._check_grad_mode()
         if name in _ALLOCATIONS and len(tensors) == 1 and result.layout is torch.strided:
             number = self._add(result, None)
@@ -370,6 +373,7 @@ class Recorder(TorchFunctionMode):
             self._refs(result),
             tuple(self.roots),
             tuple(self.geometries),
+            self.grad,
         )
 
     def _check_grad_mode(self) -> None:

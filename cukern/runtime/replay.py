@@ -35,6 +35,14 @@ def _empty_on(device: torch.device) -> Callable[..., Tensor]:
     return lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype, device=device)
 
 
+# A view in the least host time, outside of autograd: tensor, size, stride, elements between the first of both
+_reinterpret: Callable[..., Tensor] = getattr(
+    torch._C._dynamo.guards,
+    "_reinterpret_tensor",
+    lambda t, size, stride, more: t.as_strided(size, stride, t.storage_offset() + more),
+)
+
+
 class _Writer:
     """The source of a function that replays a program."""
 
@@ -49,15 +57,29 @@ class _Writer:
         self.lines: list[str] = []
         self.with_address: set[int] = set()
         self.growth = 0  # the last line that may allocate
+        self.folded: set[int] = set()
         self.objects = self._objects()
 
     def _objects(self) -> set[int]:
-        """The tensors that are needed as objects: results of the call, and arguments of operations."""
-        needed = set(_numbers(self.program.result))
+        """The tensors that are needed as objects: results of the call, and arguments of operations. Where
+        autograd is off, an argument that is a view of a view is made as one view (`folded`)."""
+        results = set(_numbers(self.program.result))
+        needed = set(results)
         for step in reversed(self.program.steps):
-            if isinstance(step, Call) and (not step.view or needed.intersection(_numbers(step.results))):
+            if not isinstance(step, Call):
+                continue
+            used = needed.intersection(_numbers(step.results))
+            if step.view and not used & results and all(map(self._foldable, used)):
+                self.folded |= used
+                needed.update(self.program.roots[n][0] for n in used)
+            elif used or not step.view:
                 needed.update(_numbers((step.args, step.kwargs)))
         return needed
+
+    def _foldable(self, n: int) -> bool:
+        root, dtype = self.program.roots[n][0], self.program.geometries[n][2]
+        same = n != root and dtype == self.program.geometries[root][2] and not dtype.is_complex
+        return same and not self.program.grad
 
     def constant(self, value: Any) -> str:
         """A literal, or the name of a value."""
@@ -111,8 +133,11 @@ class _Writer:
                     _bound(step.launch, step.grid, step.block, step.shared, *step.args[last:])
                 )
                 self.lines.append(f"{launch}({', '.join(first)})")
-            elif not step.view or self.objects.intersection(_numbers(step.results)):
+            elif not step.view or self.objects.intersection(_numbers(step.results)) - self.folded:
                 self._call(step)
+            else:
+                for n in self.folded.intersection(_numbers(step.results)):
+                    self._view(n)
         result = _map_refs(self.program.result, lambda n: final.get(n, (n,))[0])
         if self.of_function:
             result, fields = result
@@ -168,6 +193,11 @@ class _Writer:
             make, *rest = map(self.constant, (_empty_on(step.device), size, stride, dtype))
             self.growth = len(self.lines)
             self.lines.append(f"t{n} = {make}({', '.join(rest)})")
+
+    def _view(self, n: int) -> None:
+        (root, offset), (size, stride, dtype) = self.program.roots[n], self.program.geometries[n]
+        make, *rest = map(self.constant, (_reinterpret, size, stride, offset // dtype.itemsize))
+        self.lines.append(f"t{n} = {make}(t{root}, {', '.join(rest)})")
 
     def _call(self, step: Call) -> None:
         names = [

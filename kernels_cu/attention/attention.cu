@@ -21,6 +21,8 @@
 // Packed     sequences of different lengths in one tensor: batch = 1, and bounds (cu_seqlens) of queries and
 //            keys. A thread block finds its sequence by a binary search (tile.cuh) and then computes that
 //            sequence only.
+// Dropout    weights are dropped by random numbers that are computed, not stored (dropout.cuh). The others
+//            are scaled; lse and delta are as without dropout.
 // Decoding   attention of up to 16 queries to many keys runs in decode.cuh, which splits the keys over thread
 //            blocks.
 // Pipeline   tiles are copied by cp.async. STAGES = 2: a tile is copied while the one before is multiplied;
@@ -35,6 +37,7 @@
 // v4       wgmma and TMA (wgmma_forward.cuh)               479 us, 1638 us (1.09, 0.90 of cuDNN)
 // Experiments and predictions: docs/notes/attention.md.
 #include "decode.cuh"
+#include "dropout.cuh"
 #include "softmax.cuh"
 #include "tile.cuh"
 #include "wgmma_backward.cuh"
@@ -78,14 +81,16 @@ __global__ void __launch_bounds__(256)
 
 // ---- forward
 
+// Dropped: nothing, or the types of Dropout's members.
 template <typename O, typename T, int PIECES, int D, int M, int N, int WARPS, int STAGES, int BLOCKS_PER_SM,
-          bool SOFTCAP, bool PACKED>
+          bool SOFTCAP, bool PACKED, class... Dropped>
 __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM)
     attention_v3(O* out, float* lse, const O* q, const T* k, const T* v, const int* query_bounds,
                  const int* key_bounds, Strides of_out, Strides of_q, Strides of_k, Strides of_v, int blocks,
                  int heads, int batches, int group, int section, int queries, int keys, int sequences,
-                 int head_dim, bool causal, float tanh_factor, float c) {
+                 int head_dim, bool causal, float tanh_factor, float c, Dropped... dropped) {
     constexpr int R = M / (16 * WARPS), THREADS = 32 * WARPS, TILE = N * D * PIECES * sizeof(T);
+    Dropout dropout{dropped...};
     extern __shared__ __align__(128) unsigned char shared[];  // Q, stages of K, stages of V
     unsigned q_tile = shared_address(shared), k_tile = q_tile + M * D * PIECES * sizeof(T),
              v_tile = k_tile + STAGES * TILE;
@@ -146,6 +151,10 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM)
                 if (tile * N + N - 1 > seen_first) hide(s, hidden);
             };
             softmax_tile<R, N / 8, D, SOFTCAP, (PIECES > 1)>(s, row_max, row_sum, sums, mask, tanh_factor, c);
+            auto drop = [&](int r, int n, int j) { s[r][n][j] = 0; };
+            if constexpr (sizeof...(Dropped) > 0)
+                dropout.each<false, R, N / 8>(first + warp_row, tile * N, work.batch * heads + work.head,
+                                              drop);
         }
         if constexpr (STAGES == 1) {
             cp_async_wait<0>();
@@ -162,7 +171,7 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM)
     for (int i = 0; i < 2 * R; i++) {
         int r = i / 2, query = first + warp_row + r * 16 + lane / 4 + i % 2 * 8;
         float sum = warp_reduce<Sum>(row_sum[r][i % 2], 4);
-        factor[r][i % 2] = sum == 0 ? 0 : 1 / sum;
+        factor[r][i % 2] = sum == 0 ? 0 : dropout.scale / sum;
         if (lane % 4 == 0 && query < of.queries)
             lse[stats + query] = sum == 0
                                      ? minus_infinity<float>()
@@ -224,13 +233,14 @@ struct Gradients {
     Strides of_dq, of_dk, of_dv, of_q, of_k, of_v, of_dout;
     int heads, batches, group, section, queries, keys, padded, stats_tile, sequences, head_dim, causal;
     float tanh_factor, c, scale;
+    Dropout dropout;
 };
 
 // A block owns ROWS rows of the fixed operands: keys (K and V) if KEYS, else queries (Q and dO). It loops
 // over tiles of N rows of the moving operands, the other two. With fixed X, Y and moving X', Y': s = X X'^T,
 // dp = Y Y'^T, p = exp2(c s - lse), ds = p (dp - delta), and sums ds X' (dk or dq) and, if KEYS, p Y' (dv).
 template <bool KEYS, int PIECES, int D, int R, int N, int WARPS, int STAGES, bool SOFTCAP, bool PACKED,
-          typename O, typename T>
+          bool DROPOUT, typename O, typename T>
 __device__ __forceinline__ void backward_block(const Gradients<O, T>& g, int index, int blocks,
                                                unsigned char* shared) {
     constexpr int SHARERS = PARTS<KEYS, D>, COLUMNS = D / SHARERS, ROWS = 16 * R * WARPS / SHARERS,
@@ -304,9 +314,10 @@ __device__ __forceinline__ void backward_block(const Gradients<O, T>& g, int ind
         cp_async_wait<0>();
         __syncthreads();  // Y', and with two stages X', is there, and all warps are done with the tile before
         if (STAGES == 1) copy_x(tile, 0);
-        int now = tile++ * N;
+        int now = tile++ * N, number = head;
         if (KEYS && tile == end && tiles > 1) {  // the next head of the group
             tile = begin;
+            head++;
             q += g.of_q.head;
             dout += g.of_dout.head;
             of_stats += g.padded;
@@ -331,6 +342,16 @@ __device__ __forceinline__ void backward_block(const Gradients<O, T>& g, int ind
         }
         if (seen) {
             if (STAGES == 1) multiply_transposed<T, D, ROWS, PIECES>(s, a, x + along_columns(lane));
+            bool dropped[R][N / 8][4] = {};
+            if constexpr (DROPOUT) {
+                auto drop = [&](int r, int n, int j) { dropped[r][n][j] = true; };
+                g.dropout.template each<KEYS, R, N / 8>(row, now, work.batch * g.heads + number, drop);
+#pragma unroll
+                for (int i = 0; i < R * N / 2; i++) {
+                    int r = i / (N / 2), n = i / 4 % (N / 8), j = i % 4;
+                    dp[r][n][j] = dropped[r][n][j] ? 0 : dp[r][n][j] * g.dropout.scale;
+                }
+            }
             // of_lane[at]: lse of a lane's element. delta follows N numbers (KEYS) or ROWS numbers later.
             const float* of_lane = KEYS ? stats + stage * 2 * N + lane % 4 * 2 : stats + warp_row + lane / 4;
 #pragma unroll
@@ -358,6 +379,12 @@ __device__ __forceinline__ void backward_block(const Gradients<O, T>& g, int ind
 #pragma unroll
             for (int i = 0; i < R * N / 2; i++)
                 dp[i / (N / 2)][i / 4 % (N / 8)][i % 4] *= s[i / (N / 2)][i / 4 % (N / 8)][i % 4];
+            if constexpr (KEYS && DROPOUT)  // dv is the sum of the weights that the forward used
+#pragma unroll
+                for (int i = 0; i < R * N / 2; i++) {
+                    int r = i / (N / 2), n = i / 4 % (N / 8), j = i % 4;
+                    s[r][n][j] = dropped[r][n][j] ? 0 : s[r][n][j] * g.dropout.scale;
+                }
             if constexpr (KEYS) multiply<T, COLUMNS, PIECES>(dy, s, y + part * N * PART + down_rows(lane));
         }
         if constexpr (KEYS && STAGES == 1) {
@@ -390,24 +417,54 @@ __device__ __forceinline__ void backward_block(const Gradients<O, T>& g, int ind
 // warp owns 16 KEY_R keys or 16 QUERY_R queries. Shared memory, with R and N of either kind: 2 tiles of 16 R
 // WARPS rows, 2 STAGES tiles of N rows, 4 N floats.
 template <typename O, typename T, int PIECES, int D, int KEY_R, int KEY_N, int QUERY_R, int QUERY_N,
-          int WARPS, int STAGES, int BLOCKS_PER_SM, bool SOFTCAP, bool PACKED>
+          int WARPS, int STAGES, int BLOCKS_PER_SM, bool SOFTCAP, bool PACKED, class... Dropped>
 __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM)
     attention_v3_bwd(O* dq, O* dk, O* dv, const T* q, const T* k, const T* v, const T* dout, const float* lse,
                      const float* delta, const int* query_bounds, const int* key_bounds, Strides of_dq,
                      Strides of_dk, Strides of_dv, Strides of_q, Strides of_k, Strides of_v, Strides of_dout,
                      int key_blocks, int query_blocks, int heads, int batches, int group, int section,
                      int queries, int keys, int padded, int stats_tile, int sequences, int head_dim,
-                     bool causal, float tanh_factor, float c, float scale) {
+                     bool causal, float tanh_factor, float c, float scale, Dropped... dropped) {
+    constexpr bool DROPOUT = sizeof...(Dropped) > 0;
     extern __shared__ __align__(128) unsigned char shared[];
-    Gradients<O, T> g{dq,     dk,           dv,         q,        k,      v,           dout,    lse,
-                      delta,  query_bounds, key_bounds, of_dq,    of_dk,  of_dv,       of_q,    of_k,
-                      of_v,   of_dout,      heads,      batches,  group,  section,     queries, keys,
-                      padded, stats_tile,   sequences,  head_dim, causal, tanh_factor, c,       scale};
+    Gradients<O, T> g{dq,
+                      dk,
+                      dv,
+                      q,
+                      k,
+                      v,
+                      dout,
+                      lse,
+                      delta,
+                      query_bounds,
+                      key_bounds,
+                      of_dq,
+                      of_dk,
+                      of_dv,
+                      of_q,
+                      of_k,
+                      of_v,
+                      of_dout,
+                      heads,
+                      batches,
+                      group,
+                      section,
+                      queries,
+                      keys,
+                      padded,
+                      stats_tile,
+                      sequences,
+                      head_dim,
+                      causal,
+                      tanh_factor,
+                      c,
+                      scale,
+                      Dropout{dropped...}};
     int with_keys = key_blocks * batches * (heads / group), index = blockIdx.x;
     if (index < with_keys)
-        backward_block<true, PIECES, D, KEY_R, KEY_N, WARPS, STAGES, SOFTCAP, PACKED>(g, index, key_blocks,
-                                                                                      shared);
+        backward_block<true, PIECES, D, KEY_R, KEY_N, WARPS, STAGES, SOFTCAP, PACKED, DROPOUT>(
+            g, index, key_blocks, shared);
     else
-        backward_block<false, PIECES, D, QUERY_R, QUERY_N, WARPS, STAGES, SOFTCAP, PACKED>(
+        backward_block<false, PIECES, D, QUERY_R, QUERY_N, WARPS, STAGES, SOFTCAP, PACKED, DROPOUT>(
             g, index - with_keys, query_blocks, shared);
 }

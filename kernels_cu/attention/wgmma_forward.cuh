@@ -14,6 +14,7 @@
 //            (persistent), under `causal` with pairs of blocks of equal time. block = 128 * (WARPGROUPS + 1);
 //            dynamic shared memory = ForwardShape::BYTES.
 #pragma once
+#include "dropout.cuh"
 #include "wgmma_tile.cuh"
 
 // A block of queries, from `first` on, and its tiles of keys from `begin` to `tile`, the last first. Query i
@@ -32,13 +33,15 @@ struct ForwardShape {
     static constexpr int BYTES = LIST + Q_STAGES * sizeof(Block);
 };
 
-template <typename T, int D, int N, int WARPGROUPS, int STAGES, int PER_SM, bool SOFTCAP, bool PACKED>
+// Dropped: nothing, or the types of Dropout's members.
+template <typename T, int D, int N, int WARPGROUPS, int STAGES, int PER_SM, bool SOFTCAP, bool PACKED,
+          class... Dropped>
 __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), PER_SM)
     attention_v4(T* out, float* lse, const __grid_constant__ CUtensorMap map_q,
                  const __grid_constant__ CUtensorMap map_k, const __grid_constant__ CUtensorMap map_v,
                  const int* query_bounds, const int* key_bounds, Strides of_out, int blocks, int heads,
                  int batches, int group, int section, int queries, int keys, int sequences, int window,
-                 int head_dim, bool causal, float tanh_factor, float c) {
+                 int head_dim, bool causal, float tanh_factor, float c, Dropped... dropped) {
 #if __CUDA_ARCH__ == 900  // newer GPUs have no wgmma, and the kernel is not launched there
     using Shape = ForwardShape<D, N, WARPGROUPS, STAGES>;
     using Regs = Registers<WARPGROUPS, PER_SM>;
@@ -58,6 +61,7 @@ __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), PER_SM)
     }
     wait_for_previous();
     __syncthreads();
+    Dropout dropout{dropped...};
     int warpgroup = threadIdx.x / 128;
     if (warpgroup == WARPGROUPS) {
         fewer_registers<Regs::PRODUCER>();
@@ -135,6 +139,10 @@ __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), PER_SM)
                     if (tile * N + N - 1 > high || tile * N < low) hide(s, hidden);
                 };
                 softmax_weights<1, N / 8, SOFTCAP>(s, row_max, row_sum, shrink, mask, tanh_factor, c);
+                auto drop = [&](int r, int n, int j) { s[r][n][j] = 0; };
+                if constexpr (sizeof...(Dropped) > 0)
+                    dropout.each<false, 1, N / 8>(first + warp_row, tile * N,
+                                                  block.batch * heads + block.head, drop);
                 if constexpr (WARPGROUPS > 1) before_wait(fminf(row_sum[0][0], row_sum[0][1]));
                 if (WARPGROUPS > 1 || started) {
                     finish_product(started);
@@ -190,7 +198,7 @@ __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), PER_SM)
 #pragma unroll
             for (int i = 0; i < 2; i++) {
                 float sum = warp_reduce<Sum>(row_sum[0][i], 4);
-                factor[0][i] = sum == 0 ? 0 : 1 / sum;
+                factor[0][i] = sum == 0 ? 0 : dropout.scale / sum;
                 if (lane % 4 == 0 && row + 8 * i < of.queries)
                     lse[stats + row + 8 * i] = sum == 0
                                                    ? minus_infinity<float>()

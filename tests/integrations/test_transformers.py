@@ -245,16 +245,20 @@ def test_masks_with_holes_take_the_models_attention(name, tokens):
 
 
 @pytest.mark.parametrize("name", ("llama", "gpt_oss"))
-def test_attention_dropout_takes_the_models_attention(name, tokens):
-    model = made(name, attention_dropout=0.5)
+def test_attention_dropout(name, tokens):
+    """By the op; padded batches take the model's attention."""
+    model, padding = made(name, attention_dropout=0.5), torch.ones_like(tokens)
+    padding[:, :3] = 0
     attention._warned.clear()
     with patched(model):
-        torch.manual_seed(3)
-        with pytest.warns(UserWarning, match=r"attention dropout 0\.5"):
-            one = model(tokens, labels=tokens).loss
-        assert one != model(tokens, labels=tokens).loss
-        torch.manual_seed(3)
-        assert one == model(tokens, labels=tokens).loss
+        for given in (None, padding):
+            torch.manual_seed(3)
+            warned = contextlib.nullcontext() if given is None else pytest.warns(match="attention dropout in")
+            with warned:
+                one = model(tokens, labels=tokens, attention_mask=given).loss
+            assert one != model(tokens, labels=tokens, attention_mask=given).loss
+            torch.manual_seed(3)
+            assert one == model(tokens, labels=tokens, attention_mask=given).loss
     with patched(model.eval()), without_fallback():
         model(tokens)
 

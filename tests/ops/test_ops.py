@@ -6,7 +6,18 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from helpers import DEVICE, PLACE, dims_of, functions, gpu, kernels, own_names, places, same_bits
+from helpers import (
+    DEVICE,
+    PLACE,
+    dims_of,
+    functions,
+    gpu,
+    kernels,
+    own_names,
+    places,
+    same_bits,
+    untraceable_devices,
+)
 
 from cukern.bench.calls import Tensors, draw_douts, outputs, results
 from cukern.bench.verify import verify
@@ -147,9 +158,10 @@ def test_threads_may_call_at_once(name, version):
 
 @pytest.mark.filterwarnings("default")  # torch's compiler warns of its own affairs
 @pytest.mark.parametrize("name, device", COMPILED)
-def test_torch_compile_without_a_graph_break(name, device):
+def test_torch_compile_without_a_graph_break(name, device, monkeypatch):
     """By inductor. tests/ops/test_dynamic.py has dynamic sizes and torch.export, of CPU tensors and in the
     simulator."""
+    untraceable_devices(monkeypatch)
     case = CASES[name]
     dtype = case.op.dtypes[0]
     for dynamic in (False, True) if device == "cuda" else (False,):

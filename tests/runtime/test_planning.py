@@ -15,7 +15,7 @@ from cukern.runtime import planning, recording
 from cukern.runtime.device import forget_plans
 from cukern.runtime.dispatch.autograd import Differentiable, apply_of
 from cukern.runtime.registry import CASES
-from cukern.runtime.replay import compiled
+from cukern.runtime.replay import _reinterpret, _Writer, compiled
 
 # adamw has tables of its own. attention_varlen reads cu_seqlens on a CPU. In place, rope compares addresses.
 NEVER_REPLAYED = {"adamw", "attention_varlen", "rope_in_place"}
@@ -172,6 +172,27 @@ def test_torch_operations_are_replayed():
     replay, others = compiled(program, 2), (torch.randn(4, 4), torch.randn(4, 4))
     (a, (b, none)), (c, (d, _)) = replay(*others), call(*others)
     assert torch.equal(a, c) and torch.equal(b, d) and none is None
+
+
+def test_views_of_views_are_made_at_once():
+    def call(x, y):
+        a, b = x[1:].view(2, 3, 8).transpose(0, 2).chunk(2)
+        with torch.no_grad():
+            product = torch.mul(b[1:, :, 0], y.view(torch.int32)[0])
+            return torch.add(a.mT, b.select(2, 1)[:, None]), product
+
+    x, y = torch.randn(9, 8), torch.ones(1)
+    with torch.no_grad():
+        recorder, program = record(call, x[:7], y)
+    assert not recorder.failed and sum(s.view for s in program.steps if isinstance(s, recording.Call)) == 10
+    writer = _Writer(program, 2)
+    source = writer.write()
+    # b[1:, :, 0], a.mT and b.select(..)[:, None]; y.view and [0] as they are, because of the dtype
+    assert sum(value is _reinterpret for value in writer.space.values()) == 3
+    assert source.count(" = ") == 3 + 2 + 2 and "set_grad" not in str(writer.space)
+    replay = compiled(program, 2)
+    for view in x[:7], x[2:]:
+        assert all(torch.equal(a, b) for a, b in zip(replay(view, y), call(view, y), strict=True))
 
 
 def test_a_change_of_the_grad_mode_is_not_replayed():

@@ -73,6 +73,19 @@ def test_a_right_kernel(arch, what, case, tolerance):
 
 
 @pytest.mark.parametrize(
+    "case", [cases.matmul, functools.partial(cases.dot, dtype=torch.int8, result=torch.int32)]
+)
+def test_products_one_by_one(case):
+    """Several mma are executed at once, unless faults are collected. The bits are the same."""
+    results = []
+    for scope in (contextlib.nullcontext, sim.collect):
+        torch.manual_seed(0)
+        with sim.triton("sm_80"), scope():
+            results.append(case(kernels)[0])
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize(
     "instruction, races", [("and.b32 %r2, %r1, 31", False), ("shr.u32 %r2, %r1, 5", True)]
 )
 def test_copies_of_a_sum(instruction, races):

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from cukern.ops.adamw.table import Row
+from cukern.runtime.philox import WORD, philox
 from cukern.runtime.tensors import wide
 
-_WORD = 0xFFFFFFFF
 _MOMENTS = 1 << 31  # in the second word of the counter, which keeps the random numbers of parameters apart
 
 
@@ -36,7 +36,9 @@ def _round(row: Row, exp_avg: Tensor, exp_avg_sq: Tensor, seed: int) -> None:
     A value becomes one of its neighbours, the upper one with the probability of the discarded bits / 2^16.
     """
     n = exp_avg.numel()
-    words = _philox(-(-n // 4), _MOMENTS, row.number, int(row.step), seed).flatten()[:n].to(exp_avg.device)
+    i = torch.arange(-(-n // 4), dtype=torch.int64, device="cpu")
+    counter = i & WORD, i >> 32 | _MOMENTS, row.number, int(row.step)
+    words = torch.stack(philox(counter, seed), -1).flatten()[:n].to(exp_avg.device)
     for to, value, random in (
         (row.exp_avg, exp_avg, words & 0xFFFF),
         (row.exp_avg_sq, exp_avg_sq, words >> 16),
@@ -44,16 +46,3 @@ def _round(row: Row, exp_avg: Tensor, exp_avg_sq: Tensor, seed: int) -> None:
         flat = value.as_strided((n,), (1,))  # in the order of memory, in which the kernels count elements
         rounded = (flat.view(torch.int32).long() + random >> 16).short().view(torch.bfloat16)
         to.as_strided((n,), (1,)).copy_(torch.where(flat.isfinite(), rounded, flat.bfloat16()))
-
-
-def _philox(count: int, second: int, third: int, fourth: int, seed: int) -> Tensor:
-    """Philox4x32-10 (Salmon et al., 2011): the words of each counter (i, second, third, fourth), i <
-    count."""
-    i = torch.arange(count, dtype=torch.int64, device="cpu")
-    a, b, c, d = i & _WORD, i >> 32 | second, torch.full_like(i, third), torch.full_like(i, fourth)
-    for j in range(10):
-        key0, key1 = seed + j * 0x9E3779B9 & _WORD, (seed >> 32) + j * 0xBB67AE85 & _WORD
-        first, other = a * 0xD2511F53, c * 0xCD9E8D57  # modulo 2^64
-        a, b = (other >> 32 & _WORD) ^ b ^ key0, other & _WORD
-        c, d = (first >> 32 & _WORD) ^ d ^ key1, first & _WORD
-    return torch.stack((a, b, c, d), -1)

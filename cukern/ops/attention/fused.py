@@ -62,7 +62,8 @@ def _launch_packed_backward(qkv: Tensor, *rest: Any) -> Tensor:
 _HEADS = "bh.., bh.., bh.."  # q, k and v: batch and heads are split
 _INPUTS, _SCALARS = (
     "Tensor q, Tensor k, Tensor v",
-    "bool causal, float? scale, float softcap, bool wgmma=False, int window=0, int splits=0",
+    "bool causal, float? scale, float softcap, bool wgmma=False, int window=0, int splits=0, "
+    "float dropout=0.0",
 )
 _GRADS = f"Tensor out, Tensor dout, Tensor lse, Tensor? dlse, {_SCALARS}"
 _VARLEN = f"{_INPUTS}, Tensor cu_seqlens, Tensor cu_seqlens_k"
@@ -73,6 +74,11 @@ _forward = raw_op(
     launch.outputs,
     sharding=f"{_HEADS} -> bh.., bh.",
 )
+_dropout = raw_op(
+    f"_attention_dropout({_INPUTS}, Tensor seed, {_SCALARS}) -> (Tensor, Tensor)", 4,
+    lambda q, k, v, seed, *rest: launch.forward(q, k, v, *rest, seed=seed), launch.outputs,
+    sharding=f"{_HEADS}, . -> bh.., bh.",
+)  # fmt: skip
 _with_lengths = raw_op(
     f"_attention_with_lengths({_INPUTS}, Tensor key_lengths, {_SCALARS}) -> (Tensor, Tensor)", 4, lambda q, k,
     v, lengths, *rest: launch.forward(q, k, v, *rest, lengths=lengths), launch.outputs,
@@ -92,6 +98,11 @@ _backward = raw_op(
     lambda *inputs: launch.backward(_fake_backward(*inputs), *inputs), _fake_backward,
     sharding=f"{_HEADS}, bh.., bh.., bh., bh. -> {_HEADS}",
 )  # fmt: skip
+_dropout_backward = raw_op(
+    f"_attention_dropout_backward({_INPUTS}, Tensor seed, {_GRADS}) -> (Tensor, Tensor, Tensor)", 8,
+    lambda q, k, v, seed, *rest: launch.backward(_fake_backward(q, k, v), q, k, v, *rest, seed=seed),
+    _fake_backward, sharding=f"{_HEADS}, ., bh.., bh.., bh., bh. -> {_HEADS}",
+)  # fmt: skip
 _varlen_backward = raw_op(
     f"_attention_varlen_backward({_VARLEN}, {_GRADS}) -> (Tensor, Tensor, Tensor)", 9,
     lambda q, k, v, one, two, *rest: launch.backward(_fake_backward(q, k, v), q, k, v, *rest,
@@ -109,8 +120,8 @@ _OPTIONS = len(Options._fields)
 
 
 class _Attention(Differentiable):
-    """(q, k, v, *Options), (q, k, v, cu_seqlens, cu_seqlens_k, *Options) or (qkv, *Options) -> out, lse. The
-    gradient of qkv is one tensor, without copies of its parts."""
+    """(q, k, v, *Options), (q, k, v, seed, *Options), (q, k, v, cu_seqlens, cu_seqlens_k, *Options) or (qkv,
+    *Options) -> out, lse. The gradient of qkv is one tensor, without copies of its parts."""
 
     @staticmethod
     def forward(*args):
@@ -130,7 +141,7 @@ class _Attention(Differentiable):
         if watched(*inputs, dout, dlse) and not torch.compiler.is_compiling():
             return *gradients(_reference, (*inputs, ctx.options), (dout, dlse))[:-1], *(None,) * _OPTIONS
         dout = torch.zeros_like(out) if dout is None else dout
-        kernels = {1: _packed_backward, 3: _backward, 5: _varlen_backward}[len(inputs)]
+        kernels = {1: _packed_backward, 3: _backward, 4: _dropout_backward, 5: _varlen_backward}[len(inputs)]
         grads = kernels(*inputs, out, dout, lse, dlse, *ctx.options)
         grads = (grads,) if len(inputs) == 1 else grads
         return *grads, *(None,) * (len(inputs) - len(grads) + _OPTIONS)
@@ -146,19 +157,22 @@ class _Attention(Differentiable):
 
 
 def _raw(inputs: Sequence[Any], options: Sequence[Any]) -> Any:
-    return (_varlen if len(inputs) == 5 else _forward)(*_separate(inputs), *options)
+    return {4: _dropout, 5: _varlen}.get(len(inputs), _forward)(*_separate(inputs), *options)
 
 
 def _reference(*args: Any) -> tuple[Tensor, Tensor]:
-    q, k, v, *bounds = _separate(args[:-1])
-    return reference(q, k, v, args[-1], tuple(bounds) or None)
+    q, k, v, *more = _separate(args[:-1])
+    if len(more) == 1:
+        return reference(q, k, v, args[-1], seed=more[0])
+    return reference(q, k, v, args[-1], tuple(more) or None)
 
 
 _apply = apply_of(_Attention)
 
 
 def fused(inputs: Sequence[Tensor], options: Options) -> tuple[Tensor, Tensor]:
-    """out (batch, heads, queries, D) and lse of (q, k, v), (q, k, v, cu_seqlens, cu_seqlens_k) or (qkv,)."""
+    """out (batch, heads, queries, D) and lse of (q, k, v), (q, k, v, seed), (q, k, v, cu_seqlens,
+    cu_seqlens_k) or (qkv,)."""
     return _apply(*inputs, *options) if watched(*inputs) else _raw(inputs, options)
 
 

@@ -8,6 +8,7 @@ the decoding kernels.
 
 import itertools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -35,7 +36,8 @@ def instances(dtype: torch.dtype) -> list[Kernel]:
     """The kernels of v3."""
     dims = [d for d in (64, 128, 256) if d <= plan.most_head_dim(dtype)] if dtype in plan.DTYPES else []
     pieces, flags = (2, 3) if dtype == torch.float32 else (1,), (False, True)
-    options = itertools.product((_forward_kernel, _backward_kernel), pieces, dims, flags, flags)
+    made: tuple[Callable[..., Kernel], ...] = _forward_kernel, _backward_kernel
+    options = itertools.product(made, pieces, dims, flags, flags)
     kernels = [make(dtype, n, d, softcap, packed) for make, n, d, softcap, packed in options]
     kernels += [_PREPROCESS[dtype, _operand(dtype), n, d] for n in pieces for d in dims]
     if dtype == torch.float32:
@@ -53,39 +55,22 @@ def wgmma_instances(dtype: torch.dtype) -> list[Kernel]:
     return instances(dtype) + (wgmma.instances(dtype) if dtype in plan.DTYPES and dtype.itemsize == 2 else [])
 
 
-def _forward_kernel(dtype: torch.dtype, pieces: int, d: int, softcap: bool, packed: bool) -> Kernel:
-    tile = plan.forward_tile(pieces, d, softcap, packed)
-    return _FORWARD[
-        dtype,
-        _operand(dtype),
-        pieces,
-        d,
-        tile.rows,
-        tile.columns,
-        tile.warps,
-        tile.stages,
-        tile.per_sm,
-        softcap,
-        packed,
-    ]
+def _forward_kernel(
+    dtype: torch.dtype, pieces: int, d: int, softcap: bool, packed: bool, dropout: bool = False
+) -> Kernel:
+    tile = plan.forward_tile(pieces, d, softcap or dropout, packed)
+    tiles = tile.rows, tile.columns, tile.warps, tile.stages, tile.per_sm
+    key = dtype, _operand(dtype), pieces, d, *tiles, softcap, packed, *(wgmma.DROPPED if dropout else ())
+    return _FORWARD[key]
 
 
 def _backward_kernel(
-    dtype: torch.dtype, pieces: int, d: int, softcap: bool, packed: bool, tiles: plan.Tiles | None = None
-) -> Kernel:
-    keys, queries = tiles or plan.backward_tile(pieces, d, softcap, packed)
-    key = (
-        dtype,
-        _operand(dtype),
-        pieces,
-        d,
-        *keys[:2],
-        *queries[:3],
-        queries.stages,
-        queries.per_sm,
-        softcap,
-        packed,
-    )
+    dtype: torch.dtype, pieces: int, d: int, softcap: bool, packed: bool, tiles: plan.Tiles | None = None,
+    dropout: bool = False,
+) -> Kernel:  # fmt: skip
+    keys, queries = tiles or plan.backward_tile(pieces, d, softcap or dropout, packed)
+    of_tiles = *keys[:2], *queries[:3], queries.stages, queries.per_sm
+    key = dtype, _operand(dtype), pieces, d, *of_tiles, softcap, packed, *(wgmma.DROPPED if dropout else ())
     return _BACKWARD[key]
 
 
@@ -124,20 +109,19 @@ def _aligned(x: Tensor, options: Options) -> Tensor:
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, *rest: Any, bounds: Bounds = _WHOLE, lengths: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """out and lse. `rest`: Options. `lengths`: the number of keys of each sequence."""
+    q: Tensor, k: Tensor, v: Tensor, *rest: Any, bounds: Bounds = _WHOLE, lengths: Tensor | None = None,
+    seed: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """out and lse. `rest`: Options. `lengths`: the number of keys of each sequence. `seed`: of the
+    dropout."""
     options, (out, lse), sequences = Options(*rest).of(q), outputs(q), bounds.sequences
     (batch, heads, queries, d), keys, group = q.shape, k.shape[2], q.shape[1] // max(1, k.shape[1])
-    if queries + keys >= plan.MOST_ROWS:
-        raise ValueError(
-            f"the kernels take fewer than {plan.MOST_ROWS} queries and keys together, got {queries} and "
-            f"{keys}"
-        )
+    _check_rows(queries, keys)
     if not lse.numel():
         return out, lse
     pieces, packed = pieces_of(q.dtype), sequences >= 0
-    decodes = not (options.window or packed) and plan.decodes(queries, keys, d)
+    drops = seed is not None
+    decodes = not (options.window or packed or drops) and plan.decodes(queries, keys, d)
     if (pieces > 1 and decodes) or (lengths is not None and not decodes):
         found = reference(q, k, v, options, lengths)
         return out.copy_(found[0]), lse.copy_(found[1])
@@ -145,18 +129,24 @@ def forward(
     if decodes:
         _decode(out, lse, q, k, v, lengths, options)
     elif options.wgmma and keys and wgmma.supported(q, k, v):
-        wgmma.forward(out, lse, q, k, v, options, bounds)
+        wgmma.forward(out, lse, q, k, v, options, bounds, seed)
     else:
         padded, softcap, (k, v) = plan.padded_head_dim(d), options.softcap != 0, _split(pieces, k, v)
-        tile = plan.forward_tile(pieces, padded, softcap, packed)
+        tile = plan.forward_tile(pieces, padded, softcap or drops, packed)
         blocks = plan.tiles(queries, tile.rows, sequences)
-        _forward_kernel(q.dtype, pieces, padded, softcap, packed).on(q.get_device())(
+        _forward_kernel(q.dtype, pieces, padded, softcap, packed, drops).on(q.get_device())(
             (blocks * batch * heads, 1, 1), (32 * tile.warps, 1, 1), tile.forward_bytes(padded, pieces),
             *pointers(out, lse, q, k, v, *bounds), *wgmma.strides(out, q, k, v), blocks, heads, batch, group,
             plan.section(keys, d, group, batch * heads, options.causal), queries, keys, sequences, d,
-            options.causal, *options.factors,
+            options.causal, *options.factors, *wgmma.dropout(options, seed),
         )  # fmt: skip
     return out, lse
+
+
+def _check_rows(queries: int, keys: int) -> None:
+    if queries + keys >= plan.MOST_ROWS:
+        rule = f"the kernels take fewer than {plan.MOST_ROWS} queries and keys together"
+        raise ValueError(f"{rule}, got {queries} and {keys}")
 
 
 def paged(
@@ -164,11 +154,7 @@ def paged(
 ) -> tuple[Tensor, Tensor]:
     """`forward` with k and v in pages, (pages, kv heads, page size, D)."""
     options, (out, lse), keys = Options(*rest).of(q), outputs(q), block_table.shape[1] * k.shape[2]
-    if q.shape[2] + keys >= plan.MOST_ROWS:
-        raise ValueError(
-            f"the kernels take fewer than {plan.MOST_ROWS} queries and keys together, got {q.shape[2]} and "
-            f"{keys}"
-        )
+    _check_rows(q.shape[2], keys)
     if not lse.numel():
         return out, lse
     if q.element_size() > 2 or not plan.decodes(q.shape[2], keys, q.shape[3]):
@@ -216,9 +202,9 @@ def _decode(
 
 def backward(
     grads: tuple[Tensor, ...], q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, lse: Tensor,
-    dlse: Tensor | None, *rest: Any, bounds: Bounds = _WHOLE,
+    dlse: Tensor | None, *rest: Any, bounds: Bounds = _WHOLE, seed: Tensor | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Write `grads`, dq, dk and dv, and return them. `rest`: Options."""
+    """Write `grads`, dq, dk and dv, and return them. `rest`: Options. `seed`: as in `forward`."""
     options, sequences = Options(*rest).of(q), bounds.sequences
     (batch, heads, queries, d), keys, group = q.shape, k.shape[2], q.shape[1] // max(1, k.shape[1])
     if not (lse.numel() and k.numel()):
@@ -229,25 +215,27 @@ def backward(
     pieces = pieces_of(q.dtype)
     softcap = options.softcap != 0
     packed = sequences >= 0
+    drops = seed is not None
     of_keys, of_queries = tiles = plan.backward_tile(
-        pieces, padded, softcap, packed, device_of(q.get_device()).shared_bytes
+        pieces, padded, softcap or drops, packed, device_of(q.get_device()).shared_bytes
     )
     by_wgmma = options.wgmma and wgmma.supported(q, k, v, dout)
     columns = plan.WGMMA_BACKWARD[plan.wgmma_head_dim(d)][0].columns if by_wgmma else of_keys.columns
     stats, dout = _stats(out, dout, lse, dlse, columns, pieces, bounds)
     if by_wgmma:
-        wgmma.backward(grads, q, k, v, dout, stats, options, bounds)
+        wgmma.backward(grads, q, k, v, dout, stats, options, bounds, seed)
         return grads
     k, v, q = _split(pieces, k, v, q)
     key_blocks = plan.tiles(keys, of_keys.rows, sequences)
     query_blocks = plan.tiles(queries, of_queries.rows, sequences)
     grid, (tanh_factor, c) = batch * (key_blocks * (heads // group) + query_blocks * heads), options.factors
-    _backward_kernel(dtype, pieces, padded, softcap, packed, tiles).on(q.get_device())(
+    _backward_kernel(dtype, pieces, padded, softcap, packed, tiles, drops).on(q.get_device())(
         (grid, 1, 1), (32 * of_keys.warps, 1, 1), max(x.backward_bytes(padded, pieces) for x in tiles),
         *pointers(*grads, q, k, v, dout, stats[0], stats[1], *bounds), *wgmma.strides(*grads, q, k, v, dout),
         key_blocks, query_blocks, heads, batch, group,
         plan.section(keys, d, group, batch * heads, options.causal), queries, keys, stats.shape[2], columns,
         sequences, d, options.causal, tanh_factor, c * math.log(2) if pieces > 1 else c, options.scale,
+        *wgmma.dropout(options, seed),
     )  # fmt: skip
     return grads
 

@@ -27,13 +27,15 @@ Outputs = tuple[Tensor, Tensor | None]
 by_softmax = partial(by_scores, softmax)
 
 
-def by_causal_softmax(q: Tensor, k: Tensor, v: Tensor, options: Options, return_lse: bool) -> Outputs:
-    plain = options.causal and not (options.softcap or options.window or return_lse)
+def by_causal_softmax(
+    q: Tensor, k: Tensor, v: Tensor, options: Options, return_lse: bool, seed: Tensor | None = None
+) -> Outputs:
+    plain = options.causal and not (options.softcap or options.window or options.dropout or return_lse)
     if not plain or not all(
         checks.known(n)
         for n in (q.shape[0] == k.shape[0], q.shape[1] == k.shape[1], q.shape[2] <= k.shape[2])
     ):
-        return by_softmax(q, k, v, options, return_lse)
+        return by_softmax(q, k, v, options, return_lse, seed=seed)
     leading = q.shape[:2]
     q, k, v = (x.flatten(0, 1) for x in (q, k, v))
     kernels = q.is_cuda or backend.simulates(q)
@@ -108,4 +110,4 @@ def by_sdpa(q: Tensor, k: Tensor, v: Tensor, options: Options, return_lse: bool)
         attend = partial(
             torch.nn.functional.scaled_dot_product_attention, scale=options.scale, enable_gqa=not same_heads
         )
-        return attend(q, k, v, seen, is_causal=is_causal), None
+        return attend(q, k, v, seen, options.dropout, is_causal), None

@@ -23,7 +23,8 @@ from cukern.runtime.registry import Version
 def attention(
     q: Any, k: Any, v: Any, *, causal: bool = True, scale: float | None = None, softcap: float | None = None,
     window: int | None = None, sink: Any = None, return_lse: bool = False, key_lengths: Any = None,
-    block_table: Any = None, num_splits: int | None = None, version: str | None = None,
+    block_table: Any = None, num_splits: int | None = None, dropout_p: float = 0.0,
+    version: str | None = None,
 ) -> Any:  # fmt: skip
     """softmax(scale q k^T) v, with a causal mask unless `causal` is False. Differentiable.
 
@@ -36,8 +37,7 @@ def attention(
             array. The heads may be missing.
         k: (..., kv_heads, keys, head_dim); each of its heads serves heads / kv_heads neighbouring heads of q.
         v: (..., kv_heads, keys, value_dim). All have one dtype and device.
-        causal: query i sees the keys up to i + keys - queries, so the last query sees all keys. False: each
-            query sees every key.
+        causal: query i sees the keys up to i + keys - queries. False: every key.
         scale: a finite number, at least 0; None: 1 / sqrt(head_dim).
         softcap: a positive number; scaled scores become softcap * tanh(scores / softcap).
         window: the most keys that a query sees, the last that `causal` allows; None: no limit.
@@ -47,9 +47,10 @@ def attention(
         key_lengths: int32, q's dimensions before the heads: how many keys each sequence has; None: all. It
             replaces `keys` in `causal`.
         block_table: int32, key_lengths' dimensions and pages: the pages of each sequence in k and v, (pages,
-            page_size, kv_heads, D); page_size: 16, 32, 64, ... Page numbers are unchecked on a GPU.
+            page_size, kv_heads, D); page_size: 16, 32, 64, ...
         num_splits: parts of the keys in decoding; None: chosen by size. With 1, results do not depend on the
             batch.
+        dropout_p: the probability that a weight is dropped, in [0, 1), by a seed of torch's generator.
         version: default: the last that the GPU runs, or that of `cukern.use`: docs/ops/attention.md.
 
     Returns a new tensor (..., heads, queries, value_dim) of q's dtype; with `return_lse` also lse, (...,
@@ -68,8 +69,13 @@ def attention(
     leading, lead = q.shape[:-1], q.ndim - 3
     (q,) = _batched(lead, q)
     k, v = _batched(lead, k, v) if table is None else (k, v)
+    options, seed = _dropout(options, dropout_p, q)
     if table is None and key_lengths is None:
-        out, lse = _attend(version, *_in_window(q, k, v, options), return_lse or sink is not None)
+        if seed is None:  # whose numbers count from the first key
+            q, k, v, options = _in_window(q, k, v, options)
+        out, lse = _attend(version, q, k, v, options, return_lse or sink is not None, seed=seed)
+    elif seed is not None:
+        raise ValueError(f"dropout_p and key_lengths exclude each other, got dropout_p={dropout_p}")
     else:
         out, lse = _of_lengths(version, q, k, v, options, key_lengths, leading[:-2], table)
     out = out.view(*leading, v.shape[-1]) if lead != 1 else out
@@ -80,7 +86,8 @@ def attention(
 @planned("qkv", "sink")
 def attention_packed(
     qkv: Any, *, causal: bool = True, scale: float | None = None, softcap: float | None = None,
-    window: int | None = None, sink: Any = None, return_lse: bool = False, version: str | None = None,
+    window: int | None = None, sink: Any = None, return_lse: bool = False, dropout_p: float = 0.0,
+    version: str | None = None,
 ) -> Any:  # fmt: skip
     """`attention` of packed queries, keys and values, without a copy of them; their gradient is one tensor
     too. Differentiable.
@@ -91,7 +98,7 @@ def attention_packed(
     Args:
         qkv: (batch, time, 3, heads, head_dim), such as a linear layer's output, viewed. dtypes as in
             `attention`.
-        causal, scale, softcap, window, sink, return_lse, version: see `attention`.
+        causal, scale, softcap, window, sink, return_lse, dropout_p, version: see `attention`.
 
     Returns (batch, time, heads, head_dim), contiguous with v3; with `return_lse` also lse, (batch, heads,
     time). Errors as in `attention`.
@@ -102,7 +109,8 @@ def attention_packed(
         raise ValueError(f"qkv must be (batch, time, 3, heads, head_dim), got {tuple(qkv.shape)}")
     q, k, v = fused.parts(qkv)
     options, return_lse, sink = _options(version, q, k, v, causal, scale, softcap, window, return_lse, sink)
-    out, lse = _attend(version, q, k, v, options, return_lse or sink is not None, qkv)
+    options, seed = _dropout(options, dropout_p, qkv)
+    out, lse = _attend(version, q, k, v, options, return_lse or sink is not None, qkv, seed=seed)
     return _outputs(out, lse, sink, return_lse, transposed=True)
 
 
@@ -319,6 +327,17 @@ def _options(
     return options, checks.flag("return_lse", return_lse), None if sink is None else checked_sink(q, sink)
 
 
+def _dropout(options: Options, dropout_p: Any, x: Tensor) -> tuple[Options, Tensor | None]:
+    """The options with a checked dropout_p, and a new seed, on x's device, if weights are dropped."""
+    p = checks.number("dropout_p", dropout_p)
+    if not 0 <= p < 1:
+        raise ValueError(f"dropout_p must be at least 0 and below 1, got {dropout_p}")
+    options = options._replace(dropout=float(p))
+    if not options.threshold:
+        return options._replace(dropout=0.0), None
+    return options, torch.randint(1 << 62, (1,), dtype=torch.int64, device=x.device)
+
+
 def _scale(q: Tensor, scale: Any) -> float | None:
     """The checked scale. A trace leaves the default to the raw op, because head_dim may be dynamic."""
     if scale is None:
@@ -370,37 +389,40 @@ VERSIONS = {
 
 def _attend(
     version: str | None, q: Tensor, k: Tensor, v: Tensor, options: Options, return_lse: bool,
-    qkv: Tensor | None = None, bounds: tuple[Tensor, ...] = (),
+    qkv: Tensor | None = None, bounds: tuple[Tensor, ...] = (), seed: Tensor | None = None,
 ) -> materialised.Outputs:  # fmt: skip
     """out and lse. `qkv`: the tensor of which q, k and v are parts. `bounds`: cu_seqlens of the queries and
-    of the keys."""
+    of the keys. `seed`: of the dropout, which v4 does not have together with a softcap."""
     version = _chosen(version, q)
     options = options._replace(wgmma=version == "v4")
-    if (
-        version in _FUSED
-        and fused.supported(q, k, v)
-        and (not options.window or (options.wgmma and wgmma.available(q)))
-    ):
+    if seed is not None and options.softcap:
+        options = options._replace(wgmma=False)
+    kernels = version in _FUSED and fused.supported(q, k, v)
+    if options.window:
+        kernels = kernels and options.wgmma and wgmma.available(q)
+    if kernels and seed is None:
         return fused.fused((q, k, v, *bounds) if qkv is None else (qkv,), options)
     if qkv is not None and not (torch.compiler.is_compiling() or transformed()):
         q, k, v = fused.Parts.apply(qkv)
-    return _with_scores(version, q, k, v, options, return_lse, bounds)
+    if kernels and seed is not None:
+        return fused.fused((q, k, v, seed), options)
+    return _with_scores(version, q, k, v, options, return_lse, bounds, seed)
 
 
 def _with_scores(
     version: str, q: Tensor, k: Tensor, v: Tensor, options: Options, return_lse: bool,
-    bounds: tuple[Tensor, ...],
+    bounds: tuple[Tensor, ...], seed: Tensor | None,
 ) -> materialised.Outputs:  # fmt: skip
     """`_attend` without a fused kernel."""
     lengths = (bounds[0], bounds[1]) if bounds else None
     if version == "sdpa":
         return materialised.by_sdpa(q, k, v, options, return_lse)
     if not (q.is_cuda or backend.simulates(q)):
-        return reference(q, k, v, options, lengths)
+        return reference(q, k, v, options, lengths, seed)
     if lengths is not None:
         return materialised.by_softmax(q, k, v, options, lengths=lengths)
     attend = materialised.by_softmax if version == "v1" else materialised.by_causal_softmax
-    return attend(q, k, v, options, return_lse)
+    return attend(q, k, v, options, return_lse, seed=seed)
 
 
 def _chosen(version: str | None, q: Tensor) -> str:
@@ -411,9 +433,6 @@ def _chosen(version: str | None, q: Tensor) -> str:
     return version or (_default(in_force.now, q.get_device()) if kernels else "v1")
 
 
+@checks.constant
 def _default(version: str, device: int) -> str:
     return choose("attention", version, device).forward
-
-
-# as torch.compiler.assume_constant_result, which imports dynamo
-_default._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -12,6 +12,7 @@ from torch import Tensor
 from cukern.runtime import checks
 from cukern.runtime.dispatch.autocast import off
 from cukern.runtime.dispatch.products import torch_matmul
+from cukern.runtime.philox import philox
 from cukern.runtime.tensors import wide
 
 # a smaller factor of scores counts as this one: 0 times -infinity, a hidden key, would be NaN
@@ -21,7 +22,8 @@ _LEAST_SCALE = 1e-30
 class Options(NamedTuple):
     """What a call computes. `softcap` is 0 without a softcap, `window` without a window. `wgmma`: by the
     kernels of v4, if they can. `scale` is None in a trace, where the default depends on a head_dim that may
-    be dynamic. `splits`: into how many parts the decoding kernel splits the keys; 0: the plan chooses."""
+    be dynamic. `splits`: into how many parts the decoding kernel splits the keys; 0: the plan chooses.
+    `dropout`: the probability that a weight is dropped, by numbers that belong to a seed."""
 
     causal: bool = True
     scale: float | None = 1.0
@@ -29,6 +31,7 @@ class Options(NamedTuple):
     wgmma: bool = False
     window: int = 0
     splits: int = 0
+    dropout: float = 0.0
 
     def scale_of(self, q: Tensor) -> float:
         return max(q.shape[-1], 1) ** -0.5 if self.scale is None else self.scale
@@ -43,6 +46,16 @@ class Options(NamedTuple):
         assert self.scale is not None
         cap, c = self.softcap, (self.softcap or self.scale) / math.log(2)
         return (self.scale / cap, c) if cap else (1.0, max(c, _LEAST_SCALE))
+
+    @property
+    def threshold(self) -> int:
+        """Weights whose random 16-bit number is below are dropped."""
+        return min(round(self.dropout * 65536), 65535)
+
+    @property
+    def kept_scale(self) -> float:
+        """The factor of the others."""
+        return 65536 / (65536 - self.threshold)
 
 
 Lengths = Tensor | tuple[Tensor, Tensor] | None  # key_lengths, or cu_seqlens of the queries and of the keys
@@ -108,13 +121,23 @@ def repeated(k: Tensor, heads: int) -> Tensor:
     return k.repeat_interleave(heads // k.shape[1], 1)
 
 
+def _dropped(weights: Tensor, threshold: int, seed: Tensor) -> Tensor:
+    """True where a weight is dropped, of (heads, queries, keys). Math: kernels_cu/attention/dropout.cuh."""
+    head, i, j = (torch.arange(n, dtype=torch.int64, device=seed.device) for n in weights.shape)
+    i, head = i[:, None], head[:, None, None]
+    words = philox((4 * (j // 16) + j % 8 // 2, 8 * (i // 16) + i % 8, head, 0), seed)
+    low, high = (torch.where(j // 8 % 2 == 0, words[n], words[n + 1]) for n in (0, 2))
+    word = torch.where(i // 8 % 2 == 0, low, high)
+    return (word >> 16 * (j % 2) & 0xFFFF) < threshold
+
+
 def by_scores(
     softmax: Callable[[Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor, options: Options,
-    return_lse: bool = True, lengths: Lengths = None,
+    return_lse: bool = True, lengths: Lengths = None, seed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """out (batch, heads, queries, E), and lse (batch, heads, queries) or None, computed in q's dtype.
-    `softmax` is that of rows."""
-    causal, _, softcap, _, window, _ = options
+    `softmax` is that of rows. `seed`: of the dropout, if there is one."""
+    causal, softcap, window = options.causal, options.softcap, options.window
     leading, keys = q.shape[:2], repeated(k, q.shape[1]).flatten(0, 1)
     # scores of float16 may overflow before they are scaled
     s = torch_matmul((q * options.scale_of(q)).flatten(0, 1), keys.mT)
@@ -134,12 +157,15 @@ def by_scores(
             weights.masked_fill(empty, 0),
             lse if lse is None else lse.masked_fill(empty[..., 0], -math.inf),
         )
+    if seed is not None:
+        weights = weights.masked_fill(_dropped(weights, options.threshold, seed), 0)
+        weights = weights * options.kept_scale
     out = torch_matmul(weights, repeated(v, q.shape[1]).flatten(0, 1))
     return out.unflatten(0, leading), lse if lse is None else lse.unflatten(0, leading)
 
 
 def reference(
-    q: Tensor, k: Tensor, v: Tensor, options: Options, key_lengths: Lengths = None
+    q: Tensor, k: Tensor, v: Tensor, options: Options, key_lengths: Lengths = None, seed: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """out and lse in torch's operations. 16-bit types are computed in float32. Keys at and after key_lengths
     are not used."""
@@ -151,7 +177,7 @@ def reference(
                 >= key_lengths[:, None, None, None]
             )
             y, z = (t.masked_fill(behind, 0) for t in (y, z))
-        out, lse = by_scores(partial(torch.softmax, dim=-1), x, y, z, options, lengths=key_lengths)
+        out, lse = by_scores(partial(torch.softmax, dim=-1), x, y, z, options, True, key_lengths, seed)
         assert lse is not None
         return out.to(q.dtype), lse
 

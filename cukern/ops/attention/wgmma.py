@@ -4,7 +4,7 @@ kernels_cu/attention/wgmma_forward.cuh."""
 import itertools
 import struct
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -78,20 +78,35 @@ def instances(dtype: torch.dtype) -> list[Kernel]:
     return kernels
 
 
-def _forward_kernel(dtype: torch.dtype, d: int, softcap: bool, packed: bool, tile: plan.WgmmaTile) -> Kernel:
-    key = dtype, d, *tile[:4], softcap, packed
+# the types of Dropout's members, see kernels_cu/attention/dropout.cuh
+DROPPED = "const unsigned long long*", "unsigned", "float"
+
+
+def dropout(options: Options, seed: Tensor | None) -> tuple[Any, ...]:
+    """The last arguments of a launch with dropout."""
+    return () if seed is None else (*pointers(seed), options.threshold, options.kept_scale)
+
+
+def _forward_kernel(
+    dtype: torch.dtype, d: int, softcap: bool, packed: bool, tile: plan.WgmmaTile, drops: bool = False
+) -> Kernel:
+    key = dtype, d, *tile[:4], softcap, packed, *(DROPPED if drops else ())
     return _FORWARD[key]
 
 
-def _backward_kernel(keys: bool, dtype: torch.dtype, d: int, softcap: bool, packed: bool) -> Kernel:
-    key = keys, dtype, d, *plan.WGMMA_BACKWARD[d][not keys][:4], softcap, packed
+def _backward_kernel(
+    keys: bool, dtype: torch.dtype, d: int, softcap: bool, packed: bool, drops: bool = False
+) -> Kernel:
+    tile = plan.WGMMA_BACKWARD[d][not keys]
+    key = keys, dtype, d, *tile[:4], softcap, packed, *(DROPPED if drops else ())
     return _BACKWARD[key]
 
 
 def forward(
-    out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, options: Options, bounds: Bounds
-) -> None:
-    """Write out and lse."""
+    out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, options: Options, bounds: Bounds,
+    seed: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Write out and lse. `seed`: of the dropout, which is not together with a softcap."""
     (batch, heads, queries, d), (kv_heads, keys), padded = (
         q.shape,
         k.shape[1:3],
@@ -104,19 +119,21 @@ def forward(
     grid = tile.forward_grid(
         blocks * batch * heads, packed, options.causal, keys, device_of(q.get_device()).sms
     )
-    _forward_kernel(q.dtype, padded, options.softcap != 0, packed, tile).on(q.get_device())(
+    _forward_kernel(q.dtype, padded, options.softcap != 0, packed, tile, seed is not None).on(q.get_device())(
         (grid, 1, 1), (tile.threads, 1, 1), tile.forward_bytes(padded), *pointers(out, lse), *maps,
         *pointers(*bounds), *strides(out), blocks, heads, batch, group,
         plan.section(keys, d, group, batch * heads, options.causal), queries, keys, sequences,
         options.window or plan.MOST_ROWS - options.causal * queries, d, options.causal, *options.factors,
+        *dropout(options, seed),
     )  # fmt: skip
 
 
 def backward(
     grads: Sequence[Tensor], q: Tensor, k: Tensor, v: Tensor, dout: Tensor, stats: Tensor, options: Options,
-    bounds: Bounds,
+    bounds: Bounds, seed: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Write dq, dk and dv. `stats`: lse and delta, (2, batch * heads, padded queries)."""
+    """Write dq, dk and dv. `stats`: lse and delta, (2, batch * heads, padded queries). `seed`: as in
+    `forward`."""
     (batch, heads, queries, d), (kv_heads, keys), padded = (
         q.shape,
         k.shape[1:3],
@@ -149,8 +166,9 @@ def backward(
         fixed, moving, (dx, dy) = ((k, v), (q, dout), (dk, dv)) if of_keys else ((q, dout), (k, v), (dq, dq))
         blocks = plan.tiles(fixed[0].shape[2], tile.rows, sequences)
         maps = *(_map(x, tile.rows, packed) for x in fixed), *(_map(x, tile.columns, packed) for x in moving)
-        _backward_kernel(of_keys, q.dtype, padded, options.softcap != 0, packed).on(q.get_device())(
+        drops = seed is not None
+        _backward_kernel(of_keys, q.dtype, padded, options.softcap != 0, packed, drops).on(q.get_device())(
             (blocks * fixed[0].shape[1] * batch, 1, 1), (tile.threads, 1, 1), tile.backward_bytes(padded),
             *pointers(dx, dy), *maps, *pointers(stats[0], stats[1], *bounds), *strides(dx, dy), blocks,
-            *numbers, *options.factors, options.scale,
+            *numbers, *options.factors, options.scale, *dropout(options, seed),
         )  # fmt: skip

@@ -25,22 +25,25 @@ COMMON = (8, 3), (64, 2)  # factors' size and number, of plans to be compiled wh
 _PACK_PARTS = struct.Struct(f"{2 * MOST}Q{2 * MOST}i").pack  # Parts4 of kron_linear.cu
 
 
-def boundary(x: Tensor, factors: Factors, added: bool) -> int:
-    """The number of steps after which the forward keeps an array for the backward, -1 if it is that of
-    cublas.layer_forward, or 0 if there is none. `added`: with a bias or a residual."""
-    launches = () if any(w.ndim == 3 for w in factors) else _keeping(x, factors, added)
+def boundary(problem: kron_forward.Key) -> int:
+    """The number of steps after which the forward of a problem keeps an array for the backward, -1 if it is
+    that of cublas.layer_forward, or 0 if there is none."""
+    launches = _keeping(problem)
     return 0 if not launches else -1 if len(launches) == 1 else len(launches[0].group.steps)
 
 
-def _keeping(x: Tensor, factors: Factors, added: bool) -> tuple[kron_forward.Prepared, ...]:
-    return kron_forward.plan_of_layer(*kron_forward.problem(x, factors, added), count=0)[1]
+def _keeping(problem: kron_forward.Key) -> tuple[kron_forward.Prepared, ...]:
+    return kron_forward.plan_of_layer(*problem, count=0)[1]
 
 
 def forward_keeping(x: Tensor, factors: Factors, epilogue: Epilogue, at: int) -> tuple[Tensor, Tensor]:
     """The forward of a layer with a boundary, and the array that is kept there."""
     if at < 0:
         return cublas.layer_forward(x, factors, epilogue)
-    return kron_forward.through(_keeping(x, factors, kron_forward.adds(epilogue)), x, factors, epilogue)
+    launches = _keeping(kron_forward.problem(x, factors, kron_forward.adds(epilogue)))
+    if not launches or len(launches[0].group.steps) != at:  # a compiled graph planned with other settings
+        return kron_forward.forward(x, factors, epilogue), kron_forward.forward(x, factors, PLAIN, at)
+    return kron_forward.through(launches, x, factors, epilogue)
 
 
 def backward(

@@ -134,11 +134,17 @@ def contraction(z: Tensor, h: Tensor, scale: float) -> Tensor:
     q = h.shape[2]
     if planning() or not A * C:
         return z.new_zeros(S, p, q)
-    total = torch.zeros((), dtype=torch.float32 if z.itemsize == 2 else z.dtype, device=z.device)
-    for pair in zip(*(t.chunk(1 if C == 1 else PARTS, 1) for t in (z, h)), strict=True):
+    products = _products_of_parts(z, h)
+    total = next(products)
+    for more in products:
+        total += more
+    return torch.mul(total, scale, out=z.new_empty(S, p, q))
+
+
+def _products_of_parts(z: Tensor, h: Tensor) -> Iterator[Tensor]:
+    for pair in zip(*(t.chunk(1 if t.shape[3] == 1 else PARTS, 1) for t in (z, h)), strict=True):
         a, b = (t.transpose(2, 3).flatten(1, 2) for t in pair)
-        total = total + _product(a.mT, b)
-    return total.mul_(scale).to(z.dtype)
+        yield _product(a.mT, b)
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:

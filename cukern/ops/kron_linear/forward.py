@@ -134,9 +134,15 @@ def adds(epilogue: Epilogue) -> bool:
 
 def problem(x: Tensor, factors: Factors, added: bool) -> Key:
     """What a plan for these tensors depends on. `added`: with a bias or a residual."""
-    sizes = tuple([(w.shape[0], w.shape[1]) for w in factors])
-    rows = x.numel() // x.shape[-1]
-    return sizes, rows, x.dtype, x.get_device(), on_tensor_cores(x.dtype), gcd(x.data_ptr(), 16), added
+    return key(sizes_of(factors), x.numel() // x.shape[-1], x.dtype, x.get_device(), x.data_ptr(), added)
+
+
+def sizes_of(factors: Factors) -> Sizes:
+    return tuple([(w.shape[0], w.shape[1]) for w in factors])
+
+
+def key(sizes: Sizes, rows: int, dtype: torch.dtype, device: int, address: int, added: bool) -> Key:
+    return sizes, rows, dtype, device, on_tensor_cores(dtype), gcd(address, 16), added
 
 
 def through(

@@ -324,12 +324,23 @@ def _fake(
 
 
 def _boundary(x: Tensor, factors: Factors, added: bool, version: str) -> int:
-    """See kron_backward.boundary; 0 under tracing and for tensor subclasses."""
-    plain = x.is_contiguous() and PLAIN.issuperset(map(type, (x, *factors)))
-    if torch.compiler.is_compiling() or not x.shape[0] or not plain:
+    """See kron_backward.boundary; 0 for tensor subclasses, and in torch.compile for dynamic sizes."""
+    plain = x.is_contiguous() and all([type(t) in PLAIN for t in (x, *factors)])
+    if not plain or not x.shape[0] or any([w.ndim == 3 for w in factors]):
         return 0
-    usual = choose("kron_linear", version, x.get_device()).backward == "v4"
-    return kron_backward.boundary(x, factors, added) if usual else 0
+    address = 0  # in compiled code addresses are multiples of 16
+    if not torch.compiler.is_compiling():
+        address = x.data_ptr()
+    elif not all([checks.static(n) for t in (x, *factors) for n in t.shape]):
+        return 0
+    sizes = kron_forward.sizes_of(factors)
+    return _kept_after(version, sizes, x.shape[0], x.dtype, x.get_device(), address, added)
+
+
+@checks.constant
+def _kept_after(version: str, *problem: Any) -> int:
+    key = kron_forward.key(*problem)
+    return kron_backward.boundary(key) if choose("kron_linear", version, key[3]).backward == "v4" else 0
 
 
 def _launch_backward(

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from cukern.runtime import checks
+
 Rule = str | Callable[..., str] | None  # None: everything is replicated
 _waiting: list[tuple[Any, Rule]] = []  # ops whose rule torch does not know yet
 
@@ -25,16 +27,13 @@ def add(op: Any, rule: Rule) -> None:
     _waiting.append((op, rule))
 
 
+@checks.constant
 def register() -> None:
     """Register the waiting rules, if torch.distributed.tensor is imported."""
     if _waiting and (tensor := sys.modules.get("torch.distributed.tensor")) is not None:
         while _waiting:
             op, rule = _waiting.pop()
             torch.library.register_torch_dispatch(op, tensor.DTensor, _dispatch(op, rule))
-
-
-# as torch.compiler.assume_constant_result, which imports dynamo
-register._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _dispatch(op: Any, rule: Rule) -> Callable[..., Any]:

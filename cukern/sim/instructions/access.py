@@ -55,6 +55,14 @@ def _is_strong(c: Context, space: str) -> bool:
     return bool(_STRONG & set(c.parts)) and ("cluster" in c.parts or space not in ("shared", "cluster"))
 
 
+def _quick(c: Context, space: str, size: int, strong: bool) -> Quick | None:
+    """The common case of this load or store, if there is one."""
+    address = next(x for x in c.operands if isinstance(x, Address))
+    if strong or space not in ("global", "shared"):
+        return None
+    return Quick(c.program, *c.address(address), size, space == "shared")
+
+
 def load(c: Context) -> Step:
     space, type_ = space_of(c), c.types[-1]
     targets = [c.target(x) for x in c.items(c.operands[0])]
@@ -68,7 +76,7 @@ def load(c: Context) -> Step:
     c.refuse(size * count > 16 or width > 64)
     strong = _is_strong(c, space) and space != "cluster"  # lanes poll only in their own block's memory
     constant, acquires, cached = space == "const", "acquire" in c.parts, "nc" in c.parts
-    quick = Quick(c.program, base, offset, size * count) if space == "global" and not strong else None
+    quick = _quick(c, space, size * count, strong or acquires)
 
     def access(m: Machine, where: Space, lanes: Array, at: Array) -> Array:
         if cached:
@@ -207,7 +215,7 @@ def store(c: Context) -> Step:
     c.refuse(size * count > 16 or width > 64 or space == "const")
     strong, releases, dtype = _is_strong(c, space), "release" in c.parts, UNSIGNED[width]
     flags = STRONG if strong else 0
-    quick = Quick(c.program, base, offset, size * count) if space == "global" and not strong else None
+    quick = _quick(c, space, size * count, strong)
 
     def run(m: Machine, group: Group) -> None:
         m.pc = pc

@@ -40,10 +40,13 @@ def barrier(c: Context) -> Step:
             m.barriers.outcomes[c.pc] = functools.partial(outcome, m)
         if holds is not None:
             m.poison.check(group, (holds,), "the predicate of a barrier")
-        numbers, counts = np.broadcast_arrays(m.get(group, number), m.get(group, count))
+        numbers, counts = m.get(group, number), m.get(group, count)
+        if len(numbers) != len(counts):
+            numbers, counts = np.broadcast_arrays(numbers, counts)
         for n, threads in set(zip(numbers.tolist(), counts.tolist(), strict=True)):
-            chosen = (numbers == n) & (counts == threads)
-            some = group if chosen.all() else m.group(group.lanes[chosen])
+            some = group
+            if len(numbers) > 1:
+                some = m.group(group.lanes[(numbers == n) & (counts == threads)])
             if kind == "arrive":
                 m.barriers.arrive(some, n, threads)
             else:

@@ -1,19 +1,26 @@
 """The tensor-core instructions mma.sync, wgmma and ldmatrix, which need whole warps."""
 
+import functools
+
 import numpy as np
 
 from cukern.sim.faults import BarrierFault, NotSimulated
 from cukern.sim.instructions.access import address_of, through
 from cukern.sim.instructions.decode import Array, Context, Group, Machine, Step
+from cukern.sim.instructions.quick import Quick
 from cukern.sim.instructions.warp import together
 from cukern.sim.memory.spaces import Space
 from cukern.sim.numerics import tensor_core
 from cukern.sim.ptx.module import Immediate, Register, Vector, immediate_value
 
 EVERY_LANE = Immediate("0xFFFFFFFF")
+_MOST_TILES = 512  # of mma instructions that are executed at once
+_Operands = tuple[list[Register], list[list[int]]]
 
 
 def check_whole_warps(m: Machine, lanes: Array) -> None:
+    if len(lanes) == m.lanes:
+        return
     apart = m.warp_wide.ballot(lanes) != 0xFFFFFFFF
     if apart.any():
         raise m.fault(BarrierFault, lanes[apart][0], "wants all 32 lanes of its warp, and some are not there")
@@ -36,22 +43,60 @@ def put_all(m: Machine, group: Group, targets: list[Register], values: list[Arra
 
 def mma(c: Context) -> Step:
     function = tensor_core.mma(c.opcode)
-    to, *from_ = c.operands
-    targets, rows = [c.target(x) for x in c.items(to)], int(c.parts[3][1 : c.parts[3].index("n")])
-    sources = [
-        [c.source(x, "b64" if "f64" in c.types else "b32") for x in c.items(operand)] for operand in from_
-    ]
+    targets, sources = _operands(c)
+    rows = int(c.parts[3][1 : c.parts[3].index("n")])
+    run = functools.cache(lambda: _run(c))
 
     def act(m: Machine, group: Group, masks: Array) -> None:
         check_whole_warps(m, group.lanes)
+        most = min(len(run()), max(1, _MOST_TILES * 32 // len(group.lanes)))
+        products = run()[: m.advance(group, most - 1) + 1]
         poison = poison_of_product(m, group, sources, len(targets), rows) if m.poisoned else None
-        fragments = [[m.spread(group, r).reshape(-1, 32) for r in registers] for registers in sources]
-        put_all(m, group, targets, function(*fragments))
+        fragments = [
+            [
+                np.concatenate([m.spread(group, r) for r in same]).reshape(-1, 32)
+                for same in zip(*some, strict=True)
+            ]
+            for some in zip(*[registers for _, registers in products], strict=True)
+        ]
+        results = [d.reshape(len(products), -1) for d in function(*fragments)]
+        for i, (registers, _) in enumerate(products):
+            put_all(m, group, registers, [d[i] for d in results])
         if poison is not None:
             for target, bits in zip(targets, poison[0], strict=True):
                 m.poison.put(group, target.number, bits.reshape(-1), poison[1])
 
     return together(c, EVERY_LANE, act)
+
+
+def _operands(c: Context) -> _Operands:
+    """The registers of an mma's result, and those of its operands."""
+    to, *from_ = c.operands
+    type_ = "b64" if "f64" in c.types else "b32"
+    return [c.target(x) for x in c.items(to)], [
+        [c.source(x, type_) for x in c.items(operand)] for operand in from_
+    ]
+
+
+def _run(c: Context) -> list[_Operands]:
+    """The registers of this mma, and of those right after it that are like it and do not read its results."""
+    found = [_operands(c)]
+    written = {target.number for target in found[0][0]}
+    for pc in range(c.pc + 1, len(c.program.kernel.code)):
+        one = Context(c.program, pc)
+        operands = [x for operand in one.operands for x in one.items(operand)]
+        if (
+            one.opcode != c.opcode
+            or one.instruction.guard
+            or not all(isinstance(x, Register) for x in operands)
+        ):
+            break
+        targets, sources = _operands(one)
+        if written & {r for registers in sources for r in registers}:
+            break
+        written |= {target.number for target in targets}
+        found.append((targets, sources))
+    return found
 
 
 def poison_of_product(
@@ -98,17 +143,20 @@ def load_matrix(c: Context) -> Step:
     targets = [c.target(x) for x in c.items(c.operands[0])]
     (base, offset), transposed = c.address(c.operands[1]), "trans" in c.parts
     space = "shared" if {"shared", "shared::cta"} & set(c.parts) else "generic"
+    quick = Quick(c.program, base, offset, 16, shared=True) if space == "shared" and count == 4 else None
 
     def act(m: Machine, group: Group, masks: Array) -> None:
         check_whole_warps(m, group.lanes)
         m.order.clock.tick(m.pc)
-        addresses = np.broadcast_to(address_of(m, group, base, offset), group.lanes.shape)
-        some = group.lanes % 32 < 8 * count
+        rows = quick.load(m, group, False) if quick is not None and not m.poisoned else None
+        if rows is None:
+            addresses = np.broadcast_to(address_of(m, group, base, offset), group.lanes.shape)
+            some = group.lanes % 32 < 8 * count
 
-        def access(where: Space, lanes: Array, at: Array) -> Array:
-            return where.load(m, lanes, at, 16, poison=True)
+            def access(where: Space, lanes: Array, at: Array) -> Array:
+                return where.load(m, lanes, at, 16, poison=True)
 
-        rows = through(m, space, group.lanes[some], addresses[some], access)
+            rows = through(m, space, group.lanes[some], addresses[some], access)
         tiles = np.ascontiguousarray(rows).view(np.uint8).reshape(-1, 8 * count, 16)
         put_all(m, group, targets, tensor_core.ldmatrix(tiles, transposed))
         fetched = m.poison.fetched(group, 16)

@@ -91,7 +91,7 @@ class Machine(Batch):
         self.stretches, options_ = stretches, launched.options
         self.tolerant = options_.collected is not None or bool(options_.off)
         self.slow = self.tolerant or launched.seen is not None
-        self.spinning, self.shares, self.turns, self.steps = False, 0, 0, 0
+        self.spinning, self.shares, self.turns, self.steps, self.limit = False, 0, 0, 0, 0
         self.barriers, self.warp_wide, self.copies = Barriers(self), Warps(self), Copies(self)
         self.clusters, self.mbarriers = Clusters(self), Mbarriers(self)
         self.bulk = Copies(self, "a wait for the copy (cp.async.bulk.wait_group)")
@@ -105,6 +105,7 @@ class Machine(Batch):
     def run(self, limit: int, yields: bool) -> bool:
         """Run to the end. Returns False before, if it `yields`, when lanes only poll: what they wait for may
         come from another batch."""
+        self.limit = limit
         while self.live:
             while self.waiting:
                 self.turns += 1
@@ -131,6 +132,19 @@ class Machine(Batch):
             if self.live:
                 raise self.stuck()
         return True
+
+    def advance(self, group: Group, most: int) -> int:
+        """A step executes up to `most` further instructions, which would take a turn each. Returns how many,
+        and counts them: as many as nothing could come between."""
+        if not group.whole or self.slow or self.poisoned:
+            return 0
+        cost = _TURN * (1 + len(group.lanes) // 8192)
+        count = min(most, _TURNS - 1 - self.turns % _TURNS, (self.limit - self.steps) // cost)
+        self.launched.steps += count
+        self.steps += count * cost
+        self.turns += count
+        self.pc += count
+        return count
 
     def _stretch(self, group: Group, pc: int, end: int, steps: list[tuple[Step, int]], parts: Parts) -> None:
         """Execute the instructions before `end`: one by one where there are uninitialized values, or if

@@ -99,8 +99,9 @@ class History:
 
     def forget_kept(self) -> None:
         """All lanes that can access these granules are ordered after the accesses so far."""
-        self.granules = np.zeros(0, np.int64)
-        self.stamps = np.zeros(0, np.int64)
+        if len(self.granules):
+            self.granules = np.zeros(0, np.int64)
+            self.stamps = np.zeros(0, np.int64)
         self.added.clear()
 
     def _merge(self) -> None:

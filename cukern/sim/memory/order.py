@@ -163,6 +163,12 @@ class Order:
         """All threads of these blocks have met at a barrier."""
         now = self.clock.now + 1
         warps = self.warps_a_block
+        if self.blocks_a_cluster == 1 and len(blocks) == self.blocks:
+            self.known[:] = now
+            self.lowest = now << TIME_BITS
+            self.floor[:] = self.lowest
+            self._share_in_blocks(blocks)
+            return
         if self.blocks_a_cluster == 1:
             self.known.reshape(self.blocks, -1)[blocks] = now
             self.floor.reshape(self.blocks, -1)[blocks] = now << TIME_BITS

@@ -343,6 +343,7 @@ class Private(Space):
         super().__init__({n: whole.view(carrier) for n, carrier in CARRIERS.items()})
         self.bases = piece_of * self.stride
         self.region = Region(0, pieces * self.stride)
+        self.spots: dict[tuple[int, int], Any] = {}  # as in Global
         self.shadow = Shadow(
             pieces * self.stride,
             np.zeros(pieces * self.stride, bool),

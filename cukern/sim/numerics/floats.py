@@ -304,13 +304,19 @@ def exact32(x: Array) -> Array:
     return np.where(nan, _NAN32, x) if count_nonzero(nan) else x
 
 
+def _inexact(a: Array, b: Array, total: Array) -> Array:
+    """True where the total is not exactly a + b, or no number."""
+    return (total - a != b) | (total - b != a)
+
+
 def fma32(product: Array, c: Array) -> Array:
-    """Rounding the float64 sum again is correct, unless that sum is a tie between two float32. A NaN is
-    canonical."""
+    """Rounding the float64 sum again is correct, unless that sum is inexact and a tie between two float32. A
+    NaN is canonical."""
     total = product + c
     result = total.astype(np.float32)
     low = total.view(np.uint64) & _LOW28  # 0 in ties, in infinities and in NaNs
-    if count_nonzero(low) < low.size and count_nonzero((low == _ZERO) & (result != total)):
+    tie = (low == _ZERO) & (result != total) if count_nonzero(low) < low.size else low
+    if tie is not low and count_nonzero(tie) and count_nonzero(tie & _inexact(product, c, total)):
         return round_to(F32, sum_to_odd(product, c.astype(np.float64))).view(np.float32)
     return result
 
@@ -319,7 +325,7 @@ def fma32_down(product: Array, c: Array) -> Array:
     """fma.rm. Where the float64 sum is exact, it is rounded from there. The sign of a zero sum depends on the
     mode."""
     total = product + c
-    if count_nonzero(total) < total.size or count_nonzero((total - product != c) | (total - c != product)):
+    if count_nonzero(total) < total.size or count_nonzero(_inexact(product, c, total)):
         return round_to(F32, sum_to_odd(product, c.astype(np.float64), "rm"), "rm").view(np.float32)
     result = total.astype(np.float32)
     above = result.astype(np.float64) > total

@@ -12,24 +12,20 @@ aligns all terms to the largest and truncates. So its float32 results differ fro
 import functools
 import re
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
 from cukern.sim.faults import NotSimulated
 from cukern.sim.numerics import floats, fp8
-from cukern.sim.numerics.floats import BF16, F16, FORMATS, TF32, Array, Format
+from cukern.sim.numerics.floats import FORMATS, Array, Format
 
 Registers = Sequence[Array]
-Place = tuple[slice, Array, Array]
-_EVERY_WARP = slice(None)
 _LANE = np.arange(32)
 _GROUP = _LANE // 4
 _QUAD = _LANE % 4
-_PLACES_C = (
-    _EVERY_WARP,
-    np.stack([_GROUP, _GROUP, _GROUP + 8, _GROUP + 8]),
-    np.stack([2 * _QUAD, 2 * _QUAD + 1] * 2),
-)
+_CARRIERS: dict[str, Any] = {"f16": np.uint16, "bf16": np.uint16, "f32": np.uint32, "tf32": np.uint32}
+_NAMES = {"s8": "i1", "u8": "u1"}
 _SHAPES = {"m16n8k16": ("f16", "bf16"), "m16n8k8": ("f16", "bf16", "tf32"), "m16n8k4": ("tf32",)}
 _SHAPES_64 = ("m8n8k4", "m16n8k4", "m16n8k8", "m16n8k16")
 
@@ -50,29 +46,47 @@ def mma(opcode: str) -> Callable[[Registers, Registers, Registers], list[Array]]
     d, a, b, c = parts[5:]
     if a != b or a not in _SHAPES.get(shape, ()) or {d, c} - ({"f32", "f16"} if a == "f16" else {"f32"}):
         raise NotSimulated(opcode)
-    return functools.partial(_mma, FORMATS[a], FORMATS[c], FORMATS[d], int(shape[6:]))
+    return functools.partial(_mma, a, c, d)
 
 
-def _mma(
-    factors: Format, sums: Format, results: Format, k: int, a: Registers, b: Registers, c: Registers
-) -> list[Array]:
+def _mma(factors: str, sums: str, results: str, a: Registers, b: Registers, c: Registers) -> list[Array]:
+    return _rounded(FORMATS[results], _product(factors, factors, a, b) + _elements(sums, c))
+
+
+def _product(name_a: str, name_b: str, a: Registers, b: Registers) -> Array:
+    """The products of tiles, in float64: (elements of a lane, warps, 32)."""
     warps = len(a[0])
-    tile_a = np.zeros((warps, 16, k))
-    tile_b = np.zeros((warps, k, 8))
-    tile_c = np.zeros((warps, 16, 8))
-    tile_a[_places_a(factors, k)] = _elements(factors, a)
-    tile_b[_places_b(factors, k)] = _elements(factors, b)
-    tile_c[_PLACES_C] = _elements(sums, c)
-    total = tile_a @ tile_b + tile_c
-    return _rounded(results, total[_PLACES_C])
+    rows = _raw(name_a, a).reshape(len(a) // 2, 2, warps, 8, -1).transpose(2, 1, 3, 0, 4)
+    columns = _raw(name_b, b).reshape(len(b), warps, 8, -1).transpose(1, 0, 3, 2)
+    tiles = _values(name_a, rows).reshape(warps, 16, -1) @ _values(name_b, columns).reshape(warps, -1, 8)
+    return tiles.reshape(warps, 2, 8, 4, 2).transpose(1, 4, 0, 2, 3).reshape(4, warps, 32)
+
+
+def _raw(name: str, registers: Registers) -> Array:
+    """The bits of the elements: (registers, warps * 32 * elements of a register)."""
+    raw = np.ascontiguousarray(np.concatenate(registers))
+    if name == "tf32":
+        raw &= np.uint32(0xFFFFE000)  # the tensor cores ignore the other bits
+    return raw.view(_CARRIERS.get(name, np.uint8)).reshape(len(registers), -1)
+
+
+def _values(name: str, bits: Array) -> Array:
+    bits = np.ascontiguousarray(bits)
+    if name in FORMATS:
+        return FORMATS[name].values(bits).astype(np.float64)
+    return fp8.decode(name, bits) if name in fp8.FINITE else bits.view(name).astype(np.float64)
+
+
+def _elements(name: str, registers: Registers) -> Array:
+    """The values of C, in float64: (elements of a lane, warps, 32)."""
+    raw = _raw(name, registers).reshape(len(registers), -1, 32, 4 // len(registers))
+    return _values(name, raw.transpose(0, 3, 1, 2)).reshape(4, -1, 32)
 
 
 def _rounded(fmt: Format, total: Array) -> list[Array]:
     """The registers of a result; two f16 share one."""
     d = floats.round_to(fmt, total)
-    return _apart(
-        d if d.dtype == np.uint32 else d[:, ::2].astype(np.uint32) | d[:, 1::2].astype(np.uint32) << 16
-    )
+    return list(d if d.dtype == np.uint32 else d[::2].astype(np.uint32) | d[1::2].astype(np.uint32) << 16)
 
 
 def _other_mma(opcode: str) -> Callable[[Registers, Registers, Registers], list[Array]] | None:
@@ -91,36 +105,15 @@ def _other_mma(opcode: str) -> Callable[[Registers, Registers, Registers], list[
         return functools.partial(_mma64, int(shape[1 : shape.index("n")]), int(shape.partition("k")[2]))
 
     def function(a_: Registers, b_: Registers, c_: Registers) -> list[Array]:
-        warps = len(a_[0])
-        k = int(shape[6:])
-        tile_a = np.zeros((warps, 16, k))
-        tile_b = np.zeros((warps, k, 8))
-        columns = [4 * _QUAD + one + part for part in range(0, k, 16) for one in range(4)]
-        rows = [
-            (_GROUP + row, x) for i in range(0, len(columns), 4) for row in (0, 8) for x in columns[i : i + 4]
-        ]
-        tile_a[_EVERY_WARP, np.stack([r for r, _ in rows]), np.stack([x for _, x in rows])] = _bytes(a, a_)
-        tile_b[_EVERY_WARP, np.stack(columns), np.broadcast_to(_GROUP, (len(columns), 32))] = _bytes(b, b_)
-        product = (tile_a @ tile_b)[_PLACES_C]
+        product = _product(_NAMES.get(a, a), _NAMES.get(b, b), a_, b_)
         if d != "s32":
-            return _rounded(FORMATS[d], product + _elements(FORMATS[d], c_))
+            return _rounded(FORMATS[d], product + _elements(d, c_))
         # the sum of k products is exact in float64
-        total = product.astype(np.int64) + np.stack(c_, axis=1).view(np.int32)
+        total = product.astype(np.int64) + np.stack(c_).view(np.int32)
         total = np.clip(total, -(1 << 31), (1 << 31) - 1) if saturate else total
-        return _apart(total.astype(np.int32).view(np.uint32))
+        return list(total.astype(np.int32).view(np.uint32))
 
     return function
-
-
-def _bytes(name: str, registers: Registers) -> Array:
-    """Registers of four 8-bit elements each, as float64 (warps, elements of a lane, 32)."""
-    raw = np.stack(registers, axis=1)
-    parts = np.stack([raw >> np.uint32(8 * i) & np.uint32(0xFF) for i in range(4)], axis=2).reshape(
-        len(raw), -1, 32
-    )
-    if name in fp8.FINITE:
-        return fp8.decode(name, parts)
-    return parts.astype(np.uint8).view(np.int8 if name == "s8" else np.uint8).astype(np.float64)
 
 
 def _mma64(rows: int, k: int, a: Registers, b: Registers, c: Registers) -> list[Array]:
@@ -229,46 +222,9 @@ def by_rows(parts: Array, down: bool) -> Array:
     )
 
 
-def _elements(fmt: Format, registers: Registers) -> Array:
-    """Registers to float64 values of shape (warps, elements of a lane, 32)."""
-    raw = np.stack(registers, axis=1)
-    if fmt is TF32:
-        raw = raw & np.uint32(0xFFFFE000)  # the tensor cores ignore the other bits
-    if fmt in (F16, BF16):
-        raw = np.stack((raw & 0xFFFF, raw >> 16), axis=2).reshape(len(raw), -1, 32).astype(np.uint16)
-    return fmt.values(raw).astype(np.float64)
-
-
 def _apart(registers: Array) -> list[Array]:
     """(warps, registers, 32) as one array per register."""
     return [np.ascontiguousarray(r) for r in np.moveaxis(registers, 1, 0)]
-
-
-def _along_k(fmt: Format, k: int) -> list[Array]:
-    """For each element that a lane has along k: its column of A (row of B), by lane."""
-    if fmt is TF32:
-        return [_QUAD + part for part in range(0, k, 4)]
-    return [2 * _QUAD + one + part for part in range(0, k, 8) for one in (0, 1)]
-
-
-@functools.cache
-def _places_a(fmt: Format, k: int) -> Place:
-    """Rows and columns of A's elements, of shape (elements of a lane, 32), behind a slice over the warps."""
-    columns = _along_k(fmt, k)
-    step = 1 if fmt is TF32 else 2  # elements of a register
-    order = [
-        (_GROUP + row, x)
-        for i in range(0, len(columns), step)
-        for row in (0, 8)
-        for x in columns[i : i + step]
-    ]
-    return _EVERY_WARP, np.stack([row for row, _ in order]), np.stack([column for _, column in order])
-
-
-@functools.cache
-def _places_b(fmt: Format, k: int) -> Place:
-    rows = np.stack(_along_k(fmt, k))
-    return _EVERY_WARP, rows, np.broadcast_to(_GROUP, rows.shape)
 
 
 def stmatrix(registers: Registers, transposed: bool = False) -> Array:
@@ -287,4 +243,4 @@ def ldmatrix(rows: Array, transposed: bool = False) -> list[Array]:
     tiles = np.ascontiguousarray(rows).view(np.uint16).reshape(len(rows), -1, 8, 8)
     if transposed:
         tiles = np.ascontiguousarray(tiles.swapaxes(2, 3))
-    return list(np.moveaxis(tiles.view(np.uint32).reshape(*tiles.shape[:2], 32), 1, 0))
+    return list(tiles.view(np.uint32).reshape(*tiles.shape[:2], 32).swapaxes(0, 1))

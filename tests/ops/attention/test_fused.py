@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import DEVICE, PLACE, kernels, same_bits
+from helpers import DEVICE, PLACE, kernels, same_bits, untraceable_devices
 
 import cukern
 from cukern.ops.attention import fused, launch, plan, wgmma
@@ -468,3 +468,19 @@ def test_lengths_compile_nothing():
         assert {k.name for dtype in (BF16, torch.float32) for k in find(dtype)} <= set(
             registry.CASES["attention"].op.kernels()
         )
+
+
+@pytest.mark.filterwarnings("default")  # torch's compiler warns of its own affairs
+@pytest.mark.parametrize("options", ({"window": 9}, {"softcap": 2.0}, {"dropout_p": 0.2}), ids=str)
+def test_options_in_a_compiled_graph(options, monkeypatch):
+    untraceable_devices(monkeypatch)
+    q, k, v = torch.randn(3, 1, 2, 40, 64, device=DEVICE, dtype=BF16).requires_grad_().unbind()
+    compiled = torch.compile(
+        lambda *x: cukern.attention(*x, **options), fullgraph=True, dynamic=False, backend="aot_eager"
+    )
+    found = []
+    for call in (compiled, lambda *x: cukern.attention(*x, **options)):
+        torch.manual_seed(0)
+        y = call(q, k, v)
+        found.append((y, *torch.autograd.grad(y, (q, k, v), torch.ones_like(y))))
+    assert all(same_bits(a, b) for a, b in zip(*found, strict=True))

@@ -14,6 +14,7 @@ from test_kron_linear_tile import LAYERS
 import cukern
 from cukern.ops.kron_linear import backward as kron_backward
 from cukern.ops.kron_linear import cublas, planner, tile_backward
+from cukern.ops.kron_linear import forward as kron_forward
 from cukern.ops.kron_linear.plan import Launch, steps
 from cukern.ops.kron_linear.tile_backward import gradient, gradient_of
 from cukern.runtime.device import restricted
@@ -165,7 +166,7 @@ def test_intermediate_between_two_launches_is_saved(device, dtype):
     kept."""
     x, ws = draw(1, ((64, 64),) * 3, device, dtype)
     bias, residual = torch.randn(2, 64**3, device=device).to(dtype)
-    at = kron_backward.boundary(x, ws, True)
+    at = kron_backward.boundary(kron_forward.problem(x, ws, True))
     assert at == len(kron_backward.plan_of(x, x, ws)[0].steps) == 2
     leaves = [t.requires_grad_() for t in (x, *ws)]
     y = cukern.kron_linear(x, ws, scale=0.5, bias=bias, residual=residual[None])
@@ -183,6 +184,38 @@ def test_intermediate_between_two_launches_is_saved(device, dtype):
         assert same_bits(a, b)
         assert max(error(a, right), error(c, right)) <= 2 * error(other, right) + torch.finfo(dtype).eps
     assert cukern.kron_linear(x, [w.detach() for w in ws]).grad_fn.at == 0
+
+
+@kernels
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by torch.compile
+@pytest.mark.parametrize("dynamic", (False, True))
+def test_compiled_layers_save_the_intermediate_of_static_sizes(device, dynamic, monkeypatch):
+    x, ws = draw(1, ((64, 64),) * 3, device, torch.bfloat16)
+    leaves = [t.requires_grad_() for t in (x, *ws)]
+    g = torch.randn_like(x)
+    eager = torch.autograd.grad(cukern.kron_linear(x, ws, scale=0.5), leaves, g)
+    kept = []
+    keeping = kron_backward.forward_keeping
+    monkeypatch.setattr(kron_backward, "forward_keeping", lambda *a: kept.append(a[-1]) or keeping(*a))
+
+    @torch.compile(fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    def layer(x, *ws):
+        return cukern.kron_linear(x, ws, scale=0.5)
+
+    compiled = torch.autograd.grad(layer(*leaves), leaves, g)
+    assert kept == ([] if dynamic else [2])
+    assert all(same_bits(a, b) for a, b in zip(compiled, eager, strict=True))
+
+
+@kernels
+def test_intermediate_without_a_plan_that_keeps_one(device, monkeypatch):
+    """A compiled graph asks for it. The plan may have changed since, with the switch for TF32 for example."""
+    x, ws = draw(1, ((64, 64),) * 3, device, torch.bfloat16)
+    with torch.no_grad(), simulated(x, *ws):
+        y, kept = kron_backward.forward_keeping(x, ws, (0.5, None, None), 2)
+        monkeypatch.setattr(kron_backward, "_keeping", lambda problem: ())
+        anew, again = kron_backward.forward_keeping(x, ws, (0.5, None, None), 2)
+    assert max(error(anew, y.double()), error(again, kept.double())) <= torch.finfo(x.dtype).eps
 
 
 def test_forward_uses_two_launches_if_the_backward_does():
