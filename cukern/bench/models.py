@@ -139,17 +139,17 @@ def measure_model(
     batch: tuple[int, int] | None = None,
 ) -> Iterator[Table]:
     """Yield the times, from Python, of an update (forward, loss, backward and torch's fused AdamW) and of a
-    decoded token, a table for each provider. `sizes` and `batch` replace those in MODELS."""
+    decoded token, a table for each time. `sizes` and `batch` replace those in MODELS."""
     chosen, missing = _chosen(op, only)
     sizes = MODELS[op][1] | (sizes or {})
     work = [(False, batch or MODELS[op][2]), *((True, (sequences, DECODED)) for sequences in CACHED)]
     for provider in chosen:
-        rows = list[Row]()
-        try:
-            for decode, tokens in work[:1] if provider == "liger" else work:
+        for decode, tokens in work[:1] if provider == "liger" else work:
+            rows = list[Row]()
+            try:
                 rows.append(_row(op, provider, steps, sizes, tokens, decode))
-        except (torch.OutOfMemoryError, torch._dynamo.exc.TorchDynamoException) as error:
-            missing[provider] = str(error).partition("\n")[0]
-        yield Table(rows, missing)
-        if environment.device().type == "cuda":
-            torch.cuda.empty_cache()
+            except (torch.OutOfMemoryError, torch._dynamo.exc.TorchDynamoException) as error:
+                missing[provider] = str(error).partition("\n")[0]
+            yield Table(rows, missing)
+            if environment.device().type == "cuda":
+                torch.cuda.empty_cache()
