@@ -14,7 +14,7 @@
 // Backward   dq, dk and dv without atomics, so two runs give the same bits. Blocks of two kinds: one owns
 //            keys and sums dk and dv over all queries (and over the heads of a group), the other owns queries
 //            and sums dq over all keys. Both compute the weights again: 7 products of matrices instead of 5,
-//            but no sums in global memory.
+//            but no sums in global memory. v4 has a backward with 5 for head_dim 128 (wgmma_ordered.cuh).
 // float32    attention_v3_split writes each number as a sum of PIECES bfloat16 numbers: 3 for the accuracy of
 //            float32, 2 where torch allows TF32. The kernels are those of 16 bits, with 6 or 3 products in
 //            place of one (tile.cuh) and results O of float32.
@@ -42,6 +42,7 @@
 #include "tile.cuh"
 #include "wgmma_backward.cuh"
 #include "wgmma_forward.cuh"
+#include "wgmma_ordered.cuh"
 
 // The number of the last key that a query sees.
 __device__ __forceinline__ int last_key(int query, int queries, int keys, bool causal) {

@@ -4,7 +4,8 @@
 // A block of 16 queries i and 16 keys j has 32 Philox calls, of 8 numbers of 16 bits each. The call of (i, j)
 // has the counter (4 (j / 16) + j % 8 / 2, 8 (i / 16) + i % 8, head, 0); in it, the number is half j % 2 of
 // word 2 (i / 8 % 2) + j / 8 % 2. These are the 8 elements that a lane of a warp holds of the block, if the
-// rows are queries (multiply_transposed in tile.cuh). If the rows are keys, they are those of two calls.
+// rows are queries (multiply_transposed in tile.cuh). If the rows are keys, they are those of two calls, one
+// of this lane and one of the lane with the other half of their words.
 #pragma once
 #include "../common/philox.cuh"
 
@@ -24,11 +25,16 @@ struct Dropout {
 #pragma unroll
         for (int block = 0; block < R * N / 2; block++) {
             int r = block / (N / 2), m = block % (N / 2), down = row / 16 + r, along = column / 16 + m;
+            uint4 words =
+                KEYS ? philox<7>(make_uint4(4 * down + g / 2, 8 * along + 2 * t + g % 2, head, 0), key)
+                     : philox<7>(make_uint4(4 * along + t, 8 * down + g, head, 0), key);
+            const unsigned mine[4] = {words.x, words.y, words.z, words.w};
 #pragma unroll
             for (int i = 0; i < (KEYS ? 2 : 1); i++) {
-                uint4 words = KEYS ? philox(make_uint4(4 * down + g / 2, 8 * along + 2 * t + i, head, 0), key)
-                                   : philox(make_uint4(4 * along + t, 8 * down + g, head, 0), key);
-                const unsigned all[4] = {words.x, words.y, words.z, words.w};
+                unsigned all[4];
+#pragma unroll
+                for (int e = 0; e < 4; e++)
+                    all[e] = KEYS ? __shfl_sync(-1u, mine[e], (threadIdx.x & 27) + 4 * i) : mine[e];
 #pragma unroll
                 for (int e = 0; e < (KEYS ? 4 : 8); e++) {
                     // KEYS: word e is of key g + 8 (e % 2) and query 2 t + i + 8 (e / 2)

@@ -28,7 +28,9 @@ COMPILED = {
 # empty on newer GPUs, which have no wgmma and do not launch them
 WGMMA = re.compile("matmul_v7|attention_v4")
 
-ASYNCHRONOUS = re.compile("attention_v4.*false>")  # whose products do not wait for each other
+ASYNCHRONOUS = re.compile(
+    "attention_v4.*false>|attention_v4_bwd_ordered"
+)  # whose products do not wait for each other
 
 # Bytes a thread that some instances of a kernel spill, of those for GPUs whose compiler has fewer registers
 # to give: matmul_v5's fill the register file. NVRTC 12.9 puts none of it in the main loop, 13.0 at most 12

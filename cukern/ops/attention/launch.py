@@ -220,7 +220,7 @@ def backward(
         pieces, padded, softcap or drops, packed, device_of(q.get_device()).shared_bytes
     )
     by_wgmma = options.wgmma and wgmma.supported(q, k, v, dout)
-    columns = plan.WGMMA_BACKWARD[plan.wgmma_head_dim(d)][0].columns if by_wgmma else of_keys.columns
+    columns = wgmma.stats_tile(d, options, bounds, seed) if by_wgmma else of_keys.columns
     stats, dout = _stats(out, dout, lse, dlse, columns, pieces, bounds)
     if by_wgmma:
         wgmma.backward(grads, q, k, v, dout, stats, options, bounds, seed)

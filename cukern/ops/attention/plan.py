@@ -138,18 +138,25 @@ class WgmmaTile(NamedTuple):
         tiles = 2 * (self.rows + self.stages * self.columns) * -(-head_dim // 64) * 128
         return tiles + self.stages * 2 * self.columns * 4 + 8 * (1 + 2 * self.stages)
 
+    def ordered_bytes(self, head_dim: int) -> int:
+        """Shared memory in bytes: K and V, and for each stage ds, a part of dq, Q, dO, lse and delta; and
+        mbarriers."""
+        row = -(-head_dim // 64) * 128
+        stage = 128 * self.rows + self.columns * (head_dim * 4 + 2 * row + 8) + 32 + 4
+        return 2 * self.rows * row + self.stages * stage + 8
 
-# By head_dim: the tile for few keys, and for many. TMA loads rows of less than 128 bytes (head_dim < 64)
-# slowly.
+
+# By head_dim: the tile for few keys under a causal mask, the tile for some keys, and for many. TMA loads rows
+# of less than 128 bytes (head_dim < 64) slowly.
 MANY_KEYS = 8192
 MANY_KEYS_NARROW = 256  # the same for head_dim < 64
 FEW_KEYS = 1024  # without a mask, K and V of one head take little of L2
 WGMMA_FORWARD = {
-    48: (WgmmaTile(96, 1, 2, 3), WgmmaTile(128, 3, 2, 1, persistent=True)),
-    64: (WgmmaTile(96, 1, 2, 3), WgmmaTile(128, 3, 2, 1)),
-    96: (WgmmaTile(128, 2, 2, 1, persistent=True), WgmmaTile(128, 2, 2, 1)),
-    128: (WgmmaTile(128, 2, 2, 1, persistent=True), WgmmaTile(128, 2, 2, 1)),
-    256: (WgmmaTile(80, 2, 2, 1),) * 2,
+    48: (*(WgmmaTile(96, 1, 2, 3),) * 2, WgmmaTile(128, 3, 2, 1, persistent=True)),
+    64: (WgmmaTile(64, 1, 3, 3, persistent=True), WgmmaTile(96, 1, 2, 3), WgmmaTile(128, 3, 2, 1)),
+    96: (*(WgmmaTile(128, 2, 2, 1, persistent=True),) * 2, WgmmaTile(128, 2, 2, 1)),
+    128: (WgmmaTile(128, 2, 2, 1, persistent=True),) * 3,
+    256: (WgmmaTile(80, 2, 2, 1),) * 3,
 }
 # By head_dim: the tiles of the thread blocks that own keys, and of those that own queries.
 WGMMA_BACKWARD = {
@@ -160,12 +167,18 @@ WGMMA_BACKWARD = {
     256: (WgmmaTile(48, 2, 3, 1, parts=2), WgmmaTile(48, 2, 2, 1)),
 }
 
+# of the backward in one launch, at head_dim 128: a thread block owns 128 keys
+ORDERED = WgmmaTile(64, 2, 2, 1)
+# most bytes of K and V that a section of heads reads there: sums of dq need the rest of L2
+ORDERED_SECTION_BYTES = 16 << 20
 
-def wgmma_forward(head_dim: int, keys: int, softcap: bool) -> WgmmaTile:
+
+def wgmma_forward(head_dim: int, keys: int, softcap: bool, causal: bool) -> WgmmaTile:
     """The tile of the forward. A softcap needs more registers than three consumers have."""
-    return WGMMA_FORWARD[wgmma_head_dim(head_dim)][
-        keys >= (MANY_KEYS if head_dim >= 64 else MANY_KEYS_NARROW) and not softcap
-    ]
+    few, some, many = WGMMA_FORWARD[wgmma_head_dim(head_dim)]
+    if keys >= (MANY_KEYS if head_dim >= 64 else MANY_KEYS_NARROW) and not softcap:
+        return many
+    return few if causal and keys <= FEW_KEYS else some
 
 
 def wgmma_head_dim(head_dim: int) -> int:
@@ -187,12 +200,14 @@ def tiles(rows: int, size: int, sequences: int) -> int:
     return -(-rows // size) if sequences < 0 else rows // size + sequences + 1
 
 
-def section(keys: int, head_dim: int, group: int, heads: int, causal: bool) -> int:
+def section(
+    keys: int, head_dim: int, group: int, heads: int, causal: bool, most_bytes: int = _SECTION_BYTES
+) -> int:
     """The number of query heads in a section, a multiple of `group`, or all heads. The thread blocks of a
     section start one after the other, those with most keys first, and its K and V stay in L2. Without a mask
     and with few keys: one KV head at a time, which keeps device memory busy."""
     return (
-        min(heads, group * max(1, _SECTION_BYTES // max(1, 4 * keys * head_dim)))
+        min(heads, group * max(1, most_bytes // max(1, 4 * keys * head_dim)))
         if causal or keys > FEW_KEYS
         else group
     )

@@ -125,7 +125,7 @@ def _dropped(weights: Tensor, threshold: int, seed: Tensor) -> Tensor:
     """True where a weight is dropped, of (heads, queries, keys). Math: kernels_cu/attention/dropout.cuh."""
     head, i, j = (torch.arange(n, dtype=torch.int64, device=seed.device) for n in weights.shape)
     i, head = i[:, None], head[:, None, None]
-    words = philox((4 * (j // 16) + j % 8 // 2, 8 * (i // 16) + i % 8, head, 0), seed)
+    words = philox((4 * (j // 16) + j % 8 // 2, 8 * (i // 16) + i % 8, head, 0), seed, rounds=7)
     low, high = (torch.where(j // 8 % 2 == 0, words[n], words[n + 1]) for n in (0, 2))
     word = torch.where(i // 8 % 2 == 0, low, high)
     return (word >> 16 * (j % 2) & 0xFFFF) < threshold

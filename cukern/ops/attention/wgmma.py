@@ -19,6 +19,10 @@ from cukern.runtime.tensors import pointers
 _FORWARD, _BACKWARD = (
     Template("attention/attention.cu", f"attention_v4{name}", pdl=True) for name in ("", "_bwd")
 )
+_ORDERED, _ROUND_DQ = (
+    Template("attention/attention.cu", f"attention_v4_{name}", pdl=True)
+    for name in ("bwd_ordered", "round_dq")
+)
 _MOST_STRIDE = 1 << 38  # elements; strides in a tensor map must be below 2^40 bytes
 
 
@@ -72,10 +76,11 @@ def strides(*tensors: Tensor) -> list[bytes]:
 def instances(dtype: torch.dtype) -> list[Kernel]:
     kernels: list[Kernel] = []
     for d, softcap, packed in itertools.product(plan.WGMMA_FORWARD, (False, True), (False, True)):
-        tiles = (plan.wgmma_forward(d, keys, softcap) for keys in (0, plan.MANY_KEYS))
+        tiles = plan.WGMMA_FORWARD[d][: 2 if softcap else 3]
         kernels += dict.fromkeys(_forward_kernel(dtype, d, softcap, packed, tile) for tile in tiles)
-        kernels += [_backward_kernel(keys, dtype, d, softcap, packed) for keys in (True, False)]
-    return kernels
+        if d != 128 or softcap or packed:  # else `ordered`
+            kernels += [_backward_kernel(keys, dtype, d, softcap, packed) for keys in (True, False)]
+    return [*kernels, *_ordered_kernels(dtype)]
 
 
 # the types of Dropout's members, see kernels_cu/attention/dropout.cuh
@@ -113,7 +118,7 @@ def forward(
         plan.wgmma_head_dim(q.shape[3]),
     )
     sequences, packed, group = bounds.sequences, bounds.sequences >= 0, heads // kv_heads
-    tile = plan.wgmma_forward(d, keys // max(1, sequences), options.softcap != 0)
+    tile = plan.wgmma_forward(d, keys // max(1, sequences), options.softcap != 0, options.causal)
     blocks = plan.tiles(queries, tile.rows, sequences)
     maps = _map(q, tile.rows, packed), _map(k, tile.columns, packed), _map(v, tile.columns, packed)
     grid = tile.forward_grid(
@@ -139,6 +144,8 @@ def backward(
         k.shape[1:3],
         plan.wgmma_head_dim(q.shape[3]),
     )
+    if ordered(d, options, bounds, seed):
+        return _backward_ordered(grads, q, k, v, dout, stats, options)
     group, (dq, dk, dv), section = (
         heads // kv_heads,
         grads,
@@ -147,7 +154,7 @@ def backward(
     window = options.window or plan.MOST_ROWS - options.causal * queries
     sequences = bounds.sequences
     packed = bounds.sequences >= 0
-    columns = plan.WGMMA_BACKWARD[padded][0].columns
+    columns = stats_tile(d, options, bounds, seed)
     numbers = (
         heads,
         batch,
@@ -172,3 +179,46 @@ def backward(
             *pointers(dx, dy), *maps, *pointers(stats[0], stats[1], *bounds), *strides(dx, dy), blocks,
             *numbers, *options.factors, options.scale, *dropout(options, seed),
         )  # fmt: skip
+
+
+def ordered(head_dim: int, options: Options, bounds: Bounds, seed: Tensor | None) -> bool:
+    """True if the backward is one launch, see kernels_cu/attention/wgmma_ordered.cuh."""
+    plain = not options.softcap and bounds.sequences < 0 and seed is None
+    return plain and plan.wgmma_head_dim(head_dim) == 128
+
+
+def stats_tile(head_dim: int, options: Options, bounds: Bounds, seed: Tensor | None) -> int:
+    """The number of queries in a tile of the backward's lse and delta."""
+    tile = plan.WGMMA_BACKWARD[plan.wgmma_head_dim(head_dim)][0]
+    return (plan.ORDERED if ordered(head_dim, options, bounds, seed) else tile).columns
+
+
+def _ordered_kernels(dtype: torch.dtype) -> tuple[Kernel, Kernel]:
+    key = dtype, 128, plan.ORDERED.columns
+    return _ORDERED[key], _ROUND_DQ[key]
+
+
+def _backward_ordered(
+    grads: Sequence[Tensor], q: Tensor, k: Tensor, v: Tensor, dout: Tensor, stats: Tensor, options: Options
+) -> None:
+    """`backward` in one launch, and one that rounds dq, whose sums take 4 bytes an element."""
+    (batch, heads, queries, d), (kv_heads, keys), (dq, dk, dv) = q.shape, k.shape[1:3], grads
+    tile, padded, group = plan.ORDERED, stats.shape[2], heads // kv_heads
+    sums = q.new_empty((batch * heads, padded, 128), dtype=torch.float32)
+    turns = q.new_zeros((batch * heads, padded // tile.columns), dtype=torch.int32)
+    blocks = -(-keys // tile.rows)
+    section = plan.section(keys, d, group, batch * heads, True, plan.ORDERED_SECTION_BYTES)
+    window = options.window or plan.MOST_ROWS - options.causal * queries
+    add, round_dq = (kernel.on(q.get_device()) for kernel in _ordered_kernels(q.dtype))
+    add(
+        (blocks * kv_heads * batch, 1, 1), (tile.threads, 1, 1), tile.ordered_bytes(128),
+        *pointers(dk, dv, sums, turns), *(_map(x, tile.rows, False) for x in (k, v)),
+        *(_map(x, tile.columns, False) for x in (q, dout)), *pointers(stats[0], stats[1]), *strides(dk, dv),
+        blocks, heads, batch, group, section, queries, keys, padded, window, d, options.causal,
+        options.factors[1], options.scale,
+    )  # fmt: skip
+    offset = keys - queries if options.causal else keys
+    round_dq(
+        (turns.numel(), 1, 1), (256, 1, 1), 0, *pointers(dq, sums), *strides(dq), heads, queries, padded, d,
+        offset, options.scale,
+    )  # fmt: skip

@@ -108,6 +108,12 @@ __device__ __forceinline__ void bulk_store(void* dst, unsigned shared_src, int b
                  "r"(bytes)
                  : "memory");
 }
+// Add floats to global memory, atomically.
+__device__ __forceinline__ void bulk_add(float* dst, unsigned shared_src, int bytes) {
+    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(dst),
+                 "r"(shared_src), "r"(bytes)
+                 : "memory");
+}
 
 // Close the group of stores that this thread has started since the last call.
 __device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }

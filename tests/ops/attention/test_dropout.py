@@ -35,10 +35,10 @@ def place(request):
 
 
 def philox(counter, key):
-    """Philox4x32-10, as in the paper of Salmon et al. (2011)."""
+    """Philox4x32-7, as in the paper of Salmon et al. (2011)."""
     c, k = [np.uint64(x) for x in counter], [np.uint64(x) for x in key]
     low = np.uint64(0xFFFFFFFF)
-    for _ in range(10):
+    for _ in range(7):
         x, y = c[0] * np.uint64(0xD2511F53), c[2] * np.uint64(0xCD9E8D57)
         c = [(y >> np.uint64(32)) ^ c[1] ^ k[0], y & low, (x >> np.uint64(32)) ^ c[3] ^ k[1], x & low]
         k = [k[0] + np.uint64(0x9E3779B9) & low, k[1] + np.uint64(0xBB67AE85) & low]
@@ -88,7 +88,7 @@ def draw(heads, kv_heads, queries, keys, d, dtype, batch=2):
 
 def test_philox_is_that_of_the_paper():
     """The known answer of Random123 for a counter and a key of zeros."""
-    assert philox((0, 0, 0, 0), (0, 0)) == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
+    assert philox((0, 0, 0, 0), (0, 0)) == [0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48]
 
 
 @kernels

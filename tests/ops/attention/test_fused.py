@@ -142,6 +142,48 @@ def test_window(case, version):
     assert_close(found, exact, peer)
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        (2, 1, 100, 130, 128, BF16, True, None),
+        (1, 1, 150, 260, 104, HALF, False, None),
+        (2, 1, 150, 200, 128, BF16, True, 60),
+        (1, 1, 200, 70, 128, BF16, True, None),
+    ],
+    ids=str,
+)
+def test_backward_in_one_launch(case, monkeypatch):
+    """head_dim 128: several thread blocks add to a tile of dq, one after the other."""
+    *sizes, dtype, causal, window = case
+    calls, real = [], wgmma._backward_ordered
+    monkeypatch.setattr(wgmma, "_backward_ordered", lambda *x: calls.append(real(*x)))
+    inputs = draw(1, *sizes, dtype)
+    dout, dlse = torch.randn_like(inputs[0]), torch.randn(inputs[0].shape[:3], device=DEVICE)
+
+    def ours(*x):
+        return cukern.attention(*x, scale=0.17, causal=causal, window=window, return_lse=True, version="v4")
+
+    found = results(ours, inputs, dout, dlse)
+    assert calls
+    exact, peer = (
+        results(
+            lambda *x: eager(*x, causal, 0.17, None, window),
+            [x.detach().to(like).requires_grad_() for x in inputs],
+            dout,
+            dlse,
+        )
+        for like in (torch.float64, dtype)
+    )
+    assert_close(found, exact, peer)
+
+
+def test_tiles_of_few_some_and_many_keys():
+    few, some, many = plan.WGMMA_FORWARD[64]
+    assert [plan.wgmma_forward(64, n, False, True) for n in (1024, 1025, 8192)] == [few, some, many]
+    assert [plan.wgmma_forward(64, n, False, False) for n in (1, 8191)] == [some, some]
+    assert [plan.wgmma_forward(64, n, True, True) for n in (1024, 9000)] == [few, some]
+
+
 @pytest.mark.parametrize("d", [40, 64])
 def test_the_tile_for_many_keys(d, monkeypatch):
     monkeypatch.setattr(plan, "MANY_KEYS", 1)
@@ -186,7 +228,7 @@ def test_persistent_thread_blocks(case, monkeypatch):
 def test_blocks_are_persistent_where_that_pays():
     """Without a mask: if the sequences are short, and no SM gets many of the thread blocks that have one
     block of queries more."""
-    tile = plan.WGMMA_FORWARD[64][0]
+    tile = plan.WGMMA_FORWARD[64][1]
     shapes = (
         (768, False, False, 1000),
         (768, True, False, 1000),
@@ -201,20 +243,23 @@ def test_blocks_are_persistent_where_that_pays():
 @pytest.mark.parametrize(
     "queries, keys", [(2000, 3), (1 << 30, 16), (17, 1 << 30), (70, (1 << 31) - 600), ((1 << 31) - 600, 70)]
 )
-def test_no_window_hides_no_key(monkeypatch, queries, keys, causal):
+@pytest.mark.parametrize("d", [8, 128])
+def test_no_window_hides_no_key(monkeypatch, queries, keys, causal, d):
     """What v4 adds in 32 bits, without a window. A window of 2^30 hid keys where there were more queries and
     keys together."""
     arguments, recorder = [], SimpleNamespace(on=lambda device: lambda *given: arguments.append(given))
     for kernel in ("_forward_kernel", "_backward_kernel"):
         monkeypatch.setattr(wgmma, kernel, lambda *_: recorder)
-    q, k = (torch.empty(1, 1, n, 8, dtype=BF16, device="meta") for n in (queries, keys))
+    monkeypatch.setattr(wgmma, "_ordered_kernels", lambda dtype: (recorder, recorder))
+    q, k = (torch.empty(1, 1, n, d, dtype=BF16, device="meta") for n in (queries, keys))
     options, first, offset = Options(causal, 1.0, 0.0, True), queries - 1, keys - queries * causal
     launch.forward(q, k, k, *options)
     wgmma.backward(
         (q, k, k), q, k, k, q, torch.empty(2, 1, queries + 128, device="meta"), options, wgmma.Bounds()
     )
     assert len(arguments) == 3
-    for window in (arguments[0][-5], arguments[1][-6], arguments[2][-6]):
+    windows = (arguments[1][-5],) if d == 128 else (arguments[1][-6], arguments[2][-6])
+    for window in (arguments[0][-5], *windows):
         assert first + offset - window + 1 <= 0, "the last query sees the first key"
         assert offset - window - 256 >= -(2**31), "the bounds of a tile's keys"
         assert keys - 1 - offset + window >= queries, "the last key is seen by the last query"
@@ -228,7 +273,7 @@ def test_very_many_queries_and_keys_are_refused():
     ):
         launch.forward(q, k, k, *Options(False, 1.0))
     # a persistent kernel counts its blocks of queries in 32 bits; a grid of 2^31 is refused
-    tile = plan.WGMMA_FORWARD[48][1]
+    tile = plan.WGMMA_FORWARD[48][2]
     most = (1 << 31) - 133
     assert [tile.forward_grid(n, False, False, 300, 132) for n in (most, most + 1, 1 << 31)] == [
         132,
@@ -463,7 +508,7 @@ def test_head_dim_that_is_not_supported(d):
 def test_lengths_compile_nothing():
     """The kernels of a call depend on the dtype, torch's TF32 switch, the head_dim, the softcap, packed
     sequences and pages only."""
-    for find, count in ((launch.instances, 37), (launch.wgmma_instances, 101)):
+    for find, count in ((launch.instances, 37), (launch.wgmma_instances, 105)):
         assert len(find(BF16)) == count and len(find(torch.float32)) == 40 and find(torch.float64) == []
         assert {k.name for dtype in (BF16, torch.float32) for k in find(dtype)} <= set(
             registry.CASES["attention"].op.kernels()
