@@ -1,6 +1,6 @@
 // attention of few queries: decoding, where each sequence asks 1 to 16 queries of a long cache of keys.
-// Forward only; float16 and bfloat16, sm_80 and newer. The math and the layouts of q, k, v and out are those
-// of attention.cu.
+// Forward only; float16, bfloat16 and float32, sm_80 and newer. The math and the layouts of q, k, v and out
+// are those of attention.cu.
 //
 // Limit      device memory: K and V are read once, and the time should be that of a copy of the same bytes.
 // Rows       the queries of all heads that share a KV head are the rows of one tile: row r is query r %
@@ -13,6 +13,7 @@
 //            are in one page. Only these instances have a window.
 // Split      the keys of a KV head are split over `splits` thread blocks, in tiles of KEYS keys, and inside
 //            of a block over its warps.
+// float32    the products are FFMAs, see decode_floats. A loop for 8 rows takes half the time of that for 16.
 // Pipeline   a warp copies its own tiles by cp.async, STAGES - 1 tiles of 8 KB ahead, so the loop has no
 //            barrier. Q is in registers.
 // Overlap    a block prefetches into L2 what its warps copy first, before it waits for the previous kernel
@@ -30,7 +31,7 @@
 #include "softmax.cuh"
 #include "tile.cuh"
 
-constexpr int MMA_ROWS = 16, TILE_BYTES = 4096;  // of K or of V: 16 keys with D = 128, 32 with D = 64
+constexpr int MMA_ROWS = 16, TILE_BYTES = 4096;  // of K or of V: in 16 bits 16 keys with D = 128, 32 with 64
 
 // A row's sum of weights, relative to 2^base. base is -infinity if the row has seen no key.
 struct Stats {
@@ -77,6 +78,127 @@ struct PageTable {
     int bits = 0, window = 0;
 };
 
+// float32: the work of a warp for ROWS rows, 8 or 16, of which `rows` exist. copy(tile, stage) copies a tile.
+// Scores  LANES lanes share a key. Each multiplies COLUMNS columns of it with all rows of q, which are in
+//         registers. Then LANES scores are sums over these lanes. Lane l has score i ^ l in register i, so
+//         lanes exchange halves without selects, and end with the score of row l % ROWS and key l / ROWS.
+// P V     the weights go through shared memory, where K was. A lane sums 4 columns of all rows, and with D =
+//         64 of every second key.
+// Results the sums, relative to the largest base of all warps, in tile_sums, and their Stats in of_warps.
+template <int ROWS, int D, int WARPS, int STAGES, bool SOFTCAP, class Copy>
+__device__ __forceinline__ void decode_floats(float* tile_sums, Stats* of_warps, unsigned char* ring,
+                                              const float* q, const Strides& of_q, int first, int rows,
+                                              int queries, int keys, int head_dim, bool causal, int window,
+                                              int tile, int end, bool signals, float tanh_factor, float c,
+                                              Copy copy) {
+    constexpr int KEYS = TILE_BYTES / (4 * D), LANES = ROWS * D / 64, COLUMNS = D / LANES;
+    constexpr int AT_ONCE = 32 / ROWS, SCORES = KEYS / AT_ONCE, OWNERS = D / 4, PITCH = D + 8;
+    int lane = threadIdx.x % 32, row = lane % ROWS, query = (first + row) % queries;
+    int last = causal ? query + keys - queries : keys - 1;  // the last key that this lane's row sees
+    const float* from = row < rows ? q + (first + row) / queries * of_q.head + query * of_q.row : nullptr;
+    float a[ROWS][COLUMNS] = {}, sums[ROWS][4] = {}, row_max = minus_infinity<float>(), row_sum = 0;
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) {
+        auto its = reinterpret_cast<const float*>(
+            __shfl_xor_sync(~0u, reinterpret_cast<unsigned long long>(from), r));
+#pragma unroll
+        for (int part = 0; part < COLUMNS / 4; part++) {
+            int column = (part * LANES + lane % LANES) * 4;
+            if (its && column < head_dim) {
+                auto x = load_vec<float, 4>(its + column);
+#pragma unroll
+                for (int j = 0; j < 4; j++) a[r][part * 4 + j] = x.v[j];
+            }
+        }
+    }
+    for (int stage = 0; tile < end; tile += WARPS, stage = stage == STAGES - 1 ? 0 : stage + 1) {
+        cp_async_wait<STAGES - 2>();
+        __syncwarp();  // the tile is there, and all lanes are done with the stage before
+        copy(tile + (STAGES - 1) * WARPS, stage == 0 ? STAGES - 1 : stage - 1);
+        unsigned char *k_tile = ring + stage * 2 * TILE_BYTES, *v_tile = k_tile + TILE_BYTES;
+        float s[SCORES], top = row_max;
+#pragma unroll
+        for (int n = 0; n < SCORES; n++) {
+            float dots[LANES] = {};
+#pragma unroll
+            for (int i = 0; i < LANES / ROWS * COLUMNS / 4; i++) {
+                int pass = i % (LANES / ROWS), part = i / (LANES / ROWS),
+                    key = n * AT_ONCE + (lane / ROWS ^ pass);
+                auto x = load_vec<float, 4>(reinterpret_cast<const float*>(
+                    k_tile + chunk_offset<KEYS>(key, part * LANES + lane % LANES)));
+#pragma unroll
+                for (int j = 0; j < 4 * ROWS; j++)
+                    dots[pass * ROWS + j % ROWS] =
+                        fmaf(a[j % ROWS][part * 4 + j / ROWS], x.v[j / ROWS], dots[pass * ROWS + j % ROWS]);
+            }
+#pragma unroll
+            for (int i = LANES - 1; i > 0; i--) {
+                int apart = i >= 16 ? 16 : i >= 8 ? 8 : i >= 4 ? 4 : i >= 2 ? 2 : 1;
+                dots[i - apart] += __shfl_xor_sync(~0u, dots[i], apart);
+            }
+            int key = tile * KEYS + n * AT_ONCE + lane / ROWS;
+            s[n] = SOFTCAP ? tanh_of<true>(dots[0] * tanh_factor) : dots[0];
+            if (key > last || (window && key <= last - window)) s[n] = minus_infinity<float>();
+            top = fmaxf(top, s[n]);
+        }
+#pragma unroll
+        for (int apart = ROWS; apart < 32; apart *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, apart));
+        float base = top == minus_infinity<float>() ? 0 : __fmul_rn(top, c);  // as in softmax_rows
+        if (__any_sync(~0u, top != row_max)) {
+            float shrink = exp2_approx(__fmul_rn(row_max, c) - base);
+            row_max = top;
+            row_sum *= shrink;
+#pragma unroll
+            for (int r = 0; r < ROWS; r++) {
+                float its = __shfl_sync(~0u, shrink, r);
+#pragma unroll
+                for (int j = 0; j < 4; j++) sums[r][j] *= its;
+            }
+        }
+        __syncwarp();                                     // all lanes are done with K
+        auto weights = reinterpret_cast<float*>(k_tile);  // (KEYS, ROWS)
+#pragma unroll
+        for (int n = 0; n < SCORES; n++) {
+            float weight = exp2_approx(fmaf(s[n], c, -base));
+            row_sum += weight;
+            weights[n * 32 + lane] = weight;
+        }
+        __syncwarp();
+#pragma unroll
+        for (int i = 0; i < KEYS * OWNERS / 32; i++) {
+            int key = i * (32 / OWNERS) + lane / OWNERS;
+            auto x = load_vec<float, 4>(
+                reinterpret_cast<const float*>(v_tile + chunk_offset<KEYS>(key, lane % OWNERS)));
+#pragma unroll
+            for (int r = 0; r < ROWS; r += 4) {
+                auto weight = load_vec<float, 4>(weights + key * ROWS + r);
+#pragma unroll
+                for (int j = 0; j < 16; j++)
+                    sums[r + j / 4][j % 4] = fmaf(weight.v[j / 4], x.v[j % 4], sums[r + j / 4][j % 4]);
+            }
+        }
+    }
+    if (signals) let_next_come();  // see attention_decode
+#pragma unroll
+    for (int apart = ROWS; apart < 32; apart *= 2) row_sum += __shfl_xor_sync(~0u, row_sum, apart);
+    Stats own = {row_sum == 0 ? minus_infinity<float>() : __fmul_rn(row_max, c), row_sum};
+    if (lane < ROWS) of_warps[threadIdx.x / 32 * MMA_ROWS + lane] = own;
+    cp_async_wait<0>();
+    __syncthreads();  // all warps are done with their tiles
+    float factor = factor_of(own.base, add_stats<WARPS>(of_warps + row, MMA_ROWS).base);
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) {
+        float its = __shfl_sync(~0u, factor, r);
+        Vec<float, 4> x;
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            x.v[j] = sums[r][j] * its;
+            if (OWNERS < 32) x.v[j] += __shfl_xor_sync(~0u, x.v[j], OWNERS);
+        }
+        if (lane < OWNERS) store_vec(tile_sums + (threadIdx.x / 32 * MMA_ROWS + r) * PITCH + lane * 4, x);
+    }
+}
+
 // partial is (splits, batch, heads, queries, D), stats (splits, batch, heads, queries); used if splits > 1,
 // out and lse if splits = 1. Paged: nothing, or the types of PageTable's members.
 template <typename T, int D, int WARPS, int STAGES, int BLOCKS_PER_SM, bool SOFTCAP, class... Paged>
@@ -110,7 +232,8 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM)
     };
     // what the warp copies first, see pdl.cuh; a tile of K or V is a line of 128 bytes for each lane
     if (!PAGED && !key_lengths) {
-        int row = (begin_of(split) + warp) * KEYS + lane / (D / 64), column = lane % (D / 64) * 64;
+        constexpr int LINE = 128 / sizeof(T), LINES = D / LINE;
+        int row = (begin_of(split) + warp) * KEYS + lane / LINES, column = lane % LINES * LINE;
         if (row < keys && column < head_dim)
             prefetch(k + row * of_k.row + column), prefetch(v + row * of_v.row + column);
     }
@@ -122,14 +245,15 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM)
     // an empty group after the last tile, so that groups are counted alike
     auto copy = [&](int tile, int stage) {
         if (PAGED && tile < end) {
-            static_assert(D == 64 || KEYS == 16, "16 rows of a tile are contiguous");
+            constexpr int PART = KEYS < 16 ? KEYS : 16;
+            static_assert(KEYS == PART || D * sizeof(T) == ROW_BYTES, "the rows of a part are contiguous");
 #pragma unroll
-            for (int part = 0; part < KEYS; part += 16) {
+            for (int part = 0; part < KEYS; part += PART) {
                 int key = tile * KEYS + part, row = key & ((1 << pages.bits) - 1), rows = row + keys - key;
                 long long page = key < keys ? pages.table[key >> pages.bits] : 0;
                 unsigned to = ring + stage * 2 * TILE_BYTES + part * ROW_BYTES;
-                copy_tile<16, D, 32>(to, k + page * of_k.batch, of_k.row, row, rows, head_dim);
-                copy_tile<16, D, 32>(to + TILE_BYTES, v + page * of_v.batch, of_v.row, row, rows, head_dim);
+                copy_tile<PART, D, 32>(to, k + page * of_k.batch, of_k.row, row, rows, head_dim);
+                copy_tile<PART, D, 32>(to + TILE_BYTES, v + page * of_v.batch, of_v.row, row, rows, head_dim);
             }
         } else if (tile < end) {
             copy_tile<KEYS, D, 32>(ring + stage * 2 * TILE_BYTES, k, of_k.row, tile * KEYS, keys, head_dim);
@@ -141,70 +265,83 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM)
 #pragma unroll
     for (int i = 0; i < STAGES - 1; i++) copy(tile + i * WARPS, i);
 
-    int last[2];  // the last key that each of this lane's two rows sees
-    const T* from[2];
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-        int row = lane / 4 + 8 * i, head = (first + row) / queries, query = (first + row) % queries;
-        from[i] = row < rows ? q + head * of_q.head + query * of_q.row : nullptr;
-        last[i] = causal ? query + keys - queries : keys - 1;
-    }
-    unsigned a[D / 16][1][4];
-    load_queries<T, D>(a, from, head_dim);
-    int always_seen = causal ? keys - queries : keys - 1;
-    float sums[1][D / 8][4] = {}, row_max[1][2] = {minus_infinity<float>(), minus_infinity<float>()},
-                      row_sum[1][2] = {};
-
-    for (int stage = 0; tile < end; tile += WARPS, stage = stage == STAGES - 1 ? 0 : stage + 1) {
-        cp_async_wait<STAGES - 2>();
-        __syncwarp();  // the tile is there, and all lanes are done with the stage before
-        copy(tile + (STAGES - 1) * WARPS, stage == 0 ? STAGES - 1 : stage - 1);
-        unsigned k_tile = ring + stage * 2 * TILE_BYTES, v_tile = k_tile + TILE_BYTES;
-        float s[1][KEYS / 8][4] = {};
-#pragma unroll
-        for (int i = 0; i < D / 16; i++)
-#pragma unroll
-            for (int n = 0; n < KEYS / 16; n++) {
-                unsigned b[4];
-                load_tiles<false>(b, columns_at<KEYS>(k_tile + along_columns(lane), i) + n * 16 * ROW_BYTES);
-                multiply_blocks<T>(s, a[i], b, n);
-            }
-        int column = tile * KEYS + lane % 4 * 2;
-        auto hidden = [&](int row, int n) {
-            return column + n > last[row / 8] ||
-                   (PAGED && pages.window && column + n <= last[row / 8] - pages.window);
-        };
-        auto mask = [&] {
-            if ((tile + 1) * KEYS - 1 > always_seen ||
-                (PAGED && pages.window && tile * KEYS < keys - pages.window))
-                hide(s, hidden);
-        };
-        softmax_tile<1, KEYS / 8, D, SOFTCAP>(s, row_max, row_sum, sums, mask, tanh_factor, c);
-        multiply<T, D>(sums, s, v_tile + down_rows(lane));
-    }
-
-    // Not earlier: the next call's prefetches would delay this call's last loads. Not with one split: slower
-    // if the grid leaves SMs idle.
-    if (splits > 1) let_next_come();
-    float base[2];
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-        float sum = warp_reduce<Sum>(row_sum[0][i], 4);
-        base[i] = sum == 0 ? minus_infinity<float>() : __fmul_rn(row_max[0][i], c);
-        if (lane % 4 == 0) of_warps[warp][lane / 4 + 8 * i] = {base[i], sum};
-    }
-    cp_async_wait<0>();
-    __syncthreads();  // all warps are done with their tiles
     auto all_warps = [&](int row) { return add_stats<WARPS>(&of_warps[0][row], MMA_ROWS); };
     float* tile_sums = reinterpret_cast<float*>(shared);
+    if constexpr (sizeof(T) == 4) {
+        unsigned char* own_ring = shared + warp * STAGES * 2 * TILE_BYTES;
+        if (rows <= 8)
+            decode_floats<8, D, WARPS, STAGES, SOFTCAP>(tile_sums, of_warps[0], own_ring, q, of_q, first,
+                                                        rows, queries, keys, head_dim, causal, pages.window,
+                                                        tile, end, splits > 1, tanh_factor, c, copy);
+        else
+            decode_floats<16, D, WARPS, STAGES, SOFTCAP>(tile_sums, of_warps[0], own_ring, q, of_q, first,
+                                                         rows, queries, keys, head_dim, causal, pages.window,
+                                                         tile, end, splits > 1, tanh_factor, c, copy);
+    } else {
+        int last[2];  // the last key that each of this lane's two rows sees
+        const T* from[2];
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-        float factor = factor_of(base[i], all_warps(lane / 4 + 8 * i).base);
-        float* to = tile_sums + (warp * MMA_ROWS + lane / 4 + 8 * i) * PITCH + lane % 4 * 2;
+        for (int i = 0; i < 2; i++) {
+            int row = lane / 4 + 8 * i, head = (first + row) / queries, query = (first + row) % queries;
+            from[i] = row < rows ? q + head * of_q.head + query * of_q.row : nullptr;
+            last[i] = causal ? query + keys - queries : keys - 1;
+        }
+        unsigned a[D / 16][1][4];
+        load_queries<T, D>(a, from, head_dim);
+        int always_seen = causal ? keys - queries : keys - 1;
+        float sums[1][D / 8][4] = {}, row_max[1][2] = {minus_infinity<float>(), minus_infinity<float>()},
+                          row_sum[1][2] = {};
+
+        for (int stage = 0; tile < end; tile += WARPS, stage = stage == STAGES - 1 ? 0 : stage + 1) {
+            cp_async_wait<STAGES - 2>();
+            __syncwarp();  // the tile is there, and all lanes are done with the stage before
+            copy(tile + (STAGES - 1) * WARPS, stage == 0 ? STAGES - 1 : stage - 1);
+            unsigned k_tile = ring + stage * 2 * TILE_BYTES, v_tile = k_tile + TILE_BYTES;
+            float s[1][KEYS / 8][4] = {};
 #pragma unroll
-        for (int n = 0; n < D / 8; n++)
-            *reinterpret_cast<float2*>(to + 8 * n) =
-                make_float2(sums[0][n][2 * i] * factor, sums[0][n][2 * i + 1] * factor);
+            for (int i = 0; i < D / 16; i++)
+#pragma unroll
+                for (int n = 0; n < KEYS / 16; n++) {
+                    unsigned b[4];
+                    load_tiles<false>(b,
+                                      columns_at<KEYS>(k_tile + along_columns(lane), i) + n * 16 * ROW_BYTES);
+                    multiply_blocks<T>(s, a[i], b, n);
+                }
+            int column = tile * KEYS + lane % 4 * 2;
+            auto hidden = [&](int row, int n) {
+                return column + n > last[row / 8] ||
+                       (PAGED && pages.window && column + n <= last[row / 8] - pages.window);
+            };
+            auto mask = [&] {
+                if ((tile + 1) * KEYS - 1 > always_seen ||
+                    (PAGED && pages.window && tile * KEYS < keys - pages.window))
+                    hide(s, hidden);
+            };
+            softmax_tile<1, KEYS / 8, D, SOFTCAP>(s, row_max, row_sum, sums, mask, tanh_factor, c);
+            multiply<T, D>(sums, s, v_tile + down_rows(lane));
+        }
+
+        // Not earlier: the next call's prefetches would delay this call's last loads. Not with one split:
+        // slower if the grid leaves SMs idle.
+        if (splits > 1) let_next_come();
+        float base[2];
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            float sum = warp_reduce<Sum>(row_sum[0][i], 4);
+            base[i] = sum == 0 ? minus_infinity<float>() : __fmul_rn(row_max[0][i], c);
+            if (lane % 4 == 0) of_warps[warp][lane / 4 + 8 * i] = {base[i], sum};
+        }
+        cp_async_wait<0>();
+        __syncthreads();  // all warps are done with their tiles
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            float factor = factor_of(base[i], all_warps(lane / 4 + 8 * i).base);
+            float* to = tile_sums + (warp * MMA_ROWS + lane / 4 + 8 * i) * PITCH + lane % 4 * 2;
+#pragma unroll
+            for (int n = 0; n < D / 8; n++)
+                *reinterpret_cast<float2*>(to + 8 * n) =
+                    make_float2(sums[0][n][2 * i] * factor, sums[0][n][2 * i + 1] * factor);
+        }
     }
     __syncthreads();
     // the first row among all

@@ -4,7 +4,8 @@
 // A tile has ROWS rows of D numbers, in D / 64 pages of 64 columns. A row of a page is 128 bytes: 8 chunks of
 // 16 bytes. Chunk c of row r is stored at position c ^ (r % 8) (XOR swizzle), so that neither ldmatrix nor
 // cp.async nor the stores of a fragment have bank conflicts. Tiles begin at multiples of 128 bytes. A tile
-// and a lane's position in it are 32-bit shared-memory addresses.
+// and a lane's position in it are 32-bit shared-memory addresses. copy_tile takes floats as well, with pages
+// of 32 columns.
 //
 // A float is the sum of PIECES bfloat16 numbers: three have its 24 bits, two have 16. A tile of floats is a
 // tile for each piece, one behind the other. A product of floats is the sum of the products of piece i and
@@ -38,12 +39,12 @@ struct Strides {
 template <int ROWS, int D, int THREADS, int PIECES = 1, typename T>
 __device__ __forceinline__ void copy_tile(unsigned tile, const T* x, long long stride, int first, int rows,
                                           int columns) {
-    constexpr int CHUNKS = D / 8, STEP = THREADS / CHUNKS;
+    constexpr int CHUNK = 16 / sizeof(T), CHUNKS = D / CHUNK, STEP = THREADS / CHUNKS;
     static_assert((STEP % 8 == 0 || 8 % STEP == 0) && ROWS % STEP == 0,
                   "row % 8 is (i % 8) ^ (the first row's)");
     int row = threadIdx.x % THREADS / CHUNKS, chunk = threadIdx.x % CHUNKS;
-    int limit = chunk * 8 < columns ? rows - first - row : 0;
-    const T* from = x + (first + row) * stride + chunk * 8;
+    int limit = chunk * CHUNK < columns ? rows - first - row : 0;
+    const T* from = x + (first + row) * stride + chunk * CHUNK;
     unsigned to = tile + chunk_offset<ROWS>(row, chunk);
 #pragma unroll
     for (int i = 0; i < ROWS; i += STEP, from += STEP * stride)

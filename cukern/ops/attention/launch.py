@@ -2,8 +2,8 @@
 kernels_cu/attention/attention.cu.
 
 q is (batch, heads, queries, D), k and v (batch, kv heads, keys, D). Packed sequences have batch 1, and
-Bounds. In the kernels a float32 is a sum of bfloat16 numbers, its pieces. Few queries without gradients take
-the decoding kernels.
+Bounds. In the kernels a float32 is a sum of bfloat16 numbers, its pieces, but for decoding. Few queries
+without gradients take the decoding kernels.
 """
 
 import itertools
@@ -41,7 +41,7 @@ def instances(dtype: torch.dtype) -> list[Kernel]:
     kernels = [make(dtype, n, d, softcap, packed) for make, n, d, softcap, packed in options]
     kernels += [_PREPROCESS[dtype, _operand(dtype), n, d] for n in pieces for d in dims]
     if dtype == torch.float32:
-        return kernels + [_SPLIT[_operand(dtype), n, d] for n in pieces for d in dims]
+        kernels += [_SPLIT[_operand(dtype), n, d] for n in pieces for d in dims]
     few = plan.HEAD_DIMS if dims else ()
     return (
         kernels
@@ -74,9 +74,11 @@ def _backward_kernel(
     return _BACKWARD[key]
 
 
-def _decode_kernel(dtype: torch.dtype, d: int, softcap: bool, paged: bool) -> Kernel:
+def _decode_kernel(
+    dtype: torch.dtype, d: int, softcap: bool, paged: bool, tile: plan.DecodeTile = plan.DECODE
+) -> Kernel:
     types = ("const int*", "int", "int") if paged else ()  # of PageTable's members
-    key = dtype, d, *plan.DECODE, softcap, *types
+    key = dtype, d, *tile, softcap, *types
     return _DECODE[key]
 
 
@@ -122,7 +124,7 @@ def forward(
     pieces, packed = pieces_of(q.dtype), sequences >= 0
     drops = seed is not None
     decodes = not (options.window or packed or drops) and plan.decodes(queries, keys, d)
-    if (pieces > 1 and decodes) or (lengths is not None and not decodes):
+    if lengths is not None and not decodes:
         found = reference(q, k, v, options, lengths)
         return out.copy_(found[0]), lse.copy_(found[1])
     q, k, v = (_aligned(x, options) for x in (q, k, v))
@@ -157,7 +159,7 @@ def paged(
     _check_rows(q.shape[2], keys)
     if not lse.numel():
         return out, lse
-    if q.element_size() > 2 or not plan.decodes(q.shape[2], keys, q.shape[3]):
+    if not plan.decodes(q.shape[2], keys, q.shape[3]):
         found = reference_of_pages(q, k, v, options, block_table, lengths)
         return out.copy_(found[0]), lse.copy_(found[1])
     q, k, v = (_aligned(x, options._replace(window=0)) for x in (q, k, v))
@@ -185,13 +187,13 @@ def _decode(
         None if lengths is None else lengths.contiguous(),
     )
     seen = min(keys, options.window + queries) if options.window else keys
-    tiles = plan.key_tiles(seen, d)
-    row_tiles, splits = plan.decode(batch * kv_heads, group * queries, tiles, device)
+    tiles, tile = plan.key_tiles(seen, d, q.element_size()), plan.decode_tile(q.element_size(), device)
+    row_tiles, splits = plan.decode(batch * kv_heads, group * queries, tiles, device, tile)
     splits = min(options.splits, max(1, tiles)) if options.splits else splits
     partial, stats = (lse.new_empty((splits, *q.shape[:3], n)) if splits > 1 else None for n in (padded, 2))
     strides = wgmma.strides(out, q, k, v)
-    _decode_kernel(q.dtype, padded, options.softcap != 0, bool(pages)).on(device)(
-        (row_tiles * splits * kv_heads * batch, 1, 1), (32 * plan.DECODE.warps, 1, 1), plan.DECODE.bytes,
+    _decode_kernel(q.dtype, padded, options.softcap != 0, bool(pages), tile).on(device)(
+        (row_tiles * splits * kv_heads * batch, 1, 1), (32 * tile.warps, 1, 1), tile.bytes,
         *pointers(out, lse, partial, stats, q, k, v, lengths), *strides, row_tiles, splits, kv_heads, batch,
         group, queries, keys, d, options.causal, *options.factors, *pages,
     )  # fmt: skip

@@ -245,16 +245,22 @@ class DecodeTile(NamedTuple):
 DECODE = DecodeTile()
 
 
+def decode_tile(itemsize: int, device: int) -> DecodeTile:
+    """The tile of the decoding kernel; of float32 with as many warps as fit into shared memory."""
+    fit = (device_of(device).shared_bytes - 1024) // (DECODE.bytes // DECODE.warps)
+    return DECODE._replace(warps=min(DECODE.warps, fit)) if itemsize == 4 else DECODE
+
+
 @cached(4096)
-def decode(heads: int, rows: int, tiles: int, device: int) -> tuple[int, int]:
+def decode(heads: int, rows: int, tiles: int, device: int, tile: DecodeTile = DECODE) -> tuple[int, int]:
     """The numbers of row tiles and splits for `heads` KV heads of all sequences, `rows` queries per KV head
     and `tiles` tiles of keys. Time is counted in tiles of a thread block in a full wave. A split costs its
     partial sums."""
     row_tiles = -(-rows // _ROWS)
-    blocks, most = heads * row_tiles, max(1, tiles // DECODE.warps)
+    blocks, most = heads * row_tiles, max(1, tiles // tile.warps)
     gpu = device_of(device)
     # thread blocks that run at a time
-    slots = gpu.sms * max(1, min(DECODE.per_sm, gpu.sm_shared_bytes // (DECODE.bytes + 2048)))
+    slots = gpu.sms * max(1, min(tile.per_sm, gpu.sm_shared_bytes // (tile.bytes + 2048)))
     choices = {1, *(max(1, min(most, waves * slots // blocks)) for waves in range(1, 5))}
 
     def cost(splits: int) -> float:
@@ -269,9 +275,9 @@ def decode(heads: int, rows: int, tiles: int, device: int) -> tuple[int, int]:
     return row_tiles, min(sorted(choices), key=cost)
 
 
-def key_tiles(keys: int, head_dim: int) -> int:
+def key_tiles(keys: int, head_dim: int, itemsize: int = 2) -> int:
     """The number of tiles of 8 KB that the decoding kernel reads per KV head."""
-    return -(-keys * padded_head_dim(head_dim) // 2048)
+    return -(-keys * padded_head_dim(head_dim) * itemsize // 4096)
 
 
 def decodes(queries: int, keys: int, head_dim: int) -> bool:

@@ -13,7 +13,7 @@ from cukern.runtime.device import KNOWN, assumed, restricted
 from cukern.runtime.launch.kernel import collecting
 
 pytestmark = kernels
-HALF, BF16 = torch.float16, torch.bfloat16
+HALF, BF16, FLOAT = torch.float16, torch.bfloat16, torch.float32
 CASES = [  # batch, heads, kv_heads, queries, keys, head_dim, dtype, causal, softcap, splits
     (1, 4, 1, 1, 64, 128, BF16, True, None, 1),
     (2, 8, 2, 1, 331, 128, BF16, True, None, 3),
@@ -24,6 +24,9 @@ CASES = [  # batch, heads, kv_heads, queries, keys, head_dim, dtype, causal, sof
     (2, 5, 1, 5, 70, 72, BF16, True, None, 7),  # splits without a tile
     (1, 1, 1, 1, 3, 8, HALF, False, None, 2),
 ]
+CASES += [(*case[:6], FLOAT, *case[7:]) for case in CASES]
+CASES += [(1, 12, 1, 1, 90, 64, FLOAT, True, None, 2), (1, 20, 1, 1, 90, 128, FLOAT, False, None, 2)]
+both = pytest.mark.parametrize("dtype", [BF16, FLOAT])
 
 
 @pytest.fixture(autouse=True)
@@ -70,28 +73,31 @@ def test_every_option_against_float64(case, split):
     )
 
 
+@both
 @pytest.mark.parametrize("splits", [1, 3])
-def test_rows_without_a_visible_key_and_empty_inputs(splits, split):
+def test_rows_without_a_visible_key_and_empty_inputs(splits, dtype, split):
     split(splits)
-    out, lse = ours(*draw(1, 2, 1, 9, 5, 64, HALF))
+    out, lse = ours(*draw(1, 2, 1, 9, 5, 64, dtype))
     assert (out[:, :, :4] == 0).all() and lse[:, :, :4].isneginf().all() and lse[:, :, 4:].isfinite().all()
-    out, lse = ours(*draw(1, 2, 1, 3, 0, 64, HALF))
+    out, lse = ours(*draw(1, 2, 1, 3, 0, 64, dtype))
     assert (out == 0).all() and lse.isneginf().all()
-    assert ours(*draw(1, 2, 1, 0, 70, 64, HALF))[0].numel() == 0
+    assert ours(*draw(1, 2, 1, 0, 70, 64, dtype))[0].numel() == 0
 
 
+@both
 @pytest.mark.parametrize("splits", [1, 3])
-def test_large_scores(splits, split):
+def test_large_scores(splits, dtype, split):
     """One key takes all. The rounding of the largest score must not matter."""
-    q, k, v = draw(1, 2, 1, 2, 150, 128, BF16)
+    q, k, v = draw(1, 2, 1, 2, 150, 128, dtype)
     split(splits)
     out, _ = ours(q * 100, k * 100, v, causal=False)
     best = (q.double() @ k.double().mT).argmax(-1)
     torch.testing.assert_close(out[0], v[0, 0][best[0]], rtol=2**-7, atol=0)
 
 
-def test_hidden_keys_do_not_matter(split):
-    q, k, v = draw(1, 2, 1, 5, 100, 64, BF16)
+@both
+def test_hidden_keys_do_not_matter(dtype, split):
+    q, k, v = draw(1, 2, 1, 5, 100, 64, dtype)
     split(2)
     before = ours(q, k, v)[0]
     k[:, :, 97:], v[:, :, 97:] = 7.0, -7.0
@@ -99,23 +105,25 @@ def test_hidden_keys_do_not_matter(split):
     assert same_bits(before[:, :, :2], after[:, :, :2]) and not torch.equal(before[:, :, 2], after[:, :, 2])
 
 
-def test_a_part_of_a_cache_is_not_copied(split):
+@pytest.mark.parametrize("dtype", [HALF, FLOAT])
+def test_a_part_of_a_cache_is_not_copied(dtype, split):
     """The keys so far of a longer cache, (batch, heads, time, head_dim) or (batch, time, heads, head_dim).
     Behind them is NaN."""
-    q, k, v = draw(2, 4, 2, 1, 90, 64, HALF)
+    q, k, v = draw(2, 4, 2, 1, 90, 64, dtype)
     split(2)
     expected = ours(q, k, v)[0]
-    cache = torch.full((2, 2, 2, 128, 64), torch.nan, dtype=HALF, device=DEVICE)
+    cache = torch.full((2, 2, 2, 128, 64), torch.nan, dtype=dtype, device=DEVICE)
     cache[0, ..., :90, :], cache[1, ..., :90, :] = k, v
     other = cache.transpose(2, 3).contiguous().transpose(2, 3)
     for kept in (cache[..., :90, :], other[..., :90, :]):
         assert same_bits(ours(q, *kept)[0], expected)
 
 
+@both
 @pytest.mark.parametrize("splits, causal", [(0, True), (1, True), (3, True), (3, False)])
-def test_each_sequence_has_its_own_number_of_keys(splits, causal, split):
+def test_each_sequence_has_its_own_number_of_keys(splits, causal, dtype, split):
     """As calls with one sequence each. 0 splits: torch's operations. Behind the keys is NaN."""
-    q, k, v = draw(5, 4, 2, 3, 100, 64, BF16)
+    q, k, v = draw(5, 4, 2, 3, 100, 64, dtype)
     lengths = torch.tensor([100, 61, 1, 0, 7], dtype=torch.int32, device=DEVICE)
     options = {"causal": causal, "softcap": 2.0}
     split(splits)
@@ -193,10 +201,22 @@ def test_the_default_decodes_few_queries_of_many_keys():
     assert launched(1, 128) == {"attention_decode"}
     for other in (launched(17, 4000), launched(1, 96), launched(4, 48, 128), launched(1, 40, 128)):
         assert other == {"attention_v4"}
+    assert launched(1, 4000, dtype=FLOAT) == {"attention_decode", "attention_decode_sum"}
+    assert launched(1, 96, dtype=FLOAT) == {"attention_v3", "attention_v3_split"}
     assert launched(1, 200, 136) == {"attention_v4"}
-    assert not any(
-        "attention" in name for name in (*launched(1, 200, dtype=torch.float32), *launched(1, 200, 264))
-    )
+    assert not any("attention" in name for name in launched(1, 200, 264))
+
+
+@pytest.mark.parametrize("gpu, warps", [("h200", 8), ("a100", 6), ("rtx4090", 4)])
+def test_float32_fits_into_the_shared_memory_of_every_gpu(gpu, warps, split):
+    q, k, v = draw(1, 2, 1, 3, 150, 64, FLOAT)
+    split(2)
+    expected = ours(q, k, v)[0]
+    with assumed(KNOWN[gpu]):
+        tile = plan.decode_tile(4, -1)
+        assert tile.warps == warps and tile.bytes + 128 * warps <= KNOWN[gpu].shared_bytes
+        if PLACE == "sim":
+            torch.testing.assert_close(ours(q, k, v)[0], expected)
 
 
 def test_the_candidate_can_be_excluded():

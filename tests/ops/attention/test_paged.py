@@ -24,8 +24,19 @@ CASES = [  # heads, kv_heads, queries, head_dim, page size, lengths, dtype, opti
     (4, 2, 5, 64, 32, (131, 160, 3, 45), HALF, {"window": 37, "num_splits": 2, "sink": -1.0}),
     (2, 1, 3, 64, 16, (129, 64), BF16, {"window": 1}),
     (2, 1, 3, 128, 256, (256, 7), HALF, {"window": 64, "softcap": 2.0}),
-    (4, 2, 2, 64, 16, (70, 64), FLOAT, {"window": 9}),  # torch's operations
-    (4, 2, 17, 64, 16, (70, 20), BF16, {"window": 9, "sink": 0.5}),  # the same: more than 16 queries
+    (4, 2, 2, 64, 16, (100, 64), FLOAT, {"window": 9}),
+    (4, 1, 3, 128, 16, (97, 64, 2), FLOAT, {"num_splits": 3, "sink": 0.5}),
+    (8, 1, 2, 72, 32, (101, 33), FLOAT, {"window": 40, "softcap": 1.5}),
+    (
+        4,
+        2,
+        17,
+        64,
+        16,
+        (70, 20),
+        BF16,
+        {"window": 9, "sink": 0.5},
+    ),  # torch's operations: more than 16 queries
     (2, 1, 1, 20, 16, (30, 1), torch.float64, {"softcap": 2.0}),
 ]
 
@@ -94,7 +105,7 @@ def test_every_option_against_float64(case):
     *sizes, options = case
     inputs = draw(*sizes)
     q, k, v, table, lengths = inputs
-    by_kernel = q.element_size() == 2 and q.shape[2] <= 16
+    by_kernel = q.dtype != torch.float64 and q.shape[2] <= 16
     assert any("attention_decode" in name for name in launched(inputs, **options)) == by_kernel
     out, lse = ours(*inputs, **options)
     expected, expected_lse = exact(q.double(), k.double(), v.double(), table, lengths, **options)
@@ -110,9 +121,9 @@ def test_every_option_against_float64(case):
 
 @pytest.mark.parametrize("size", [16, 32, 256])
 @pytest.mark.parametrize("d", [64, 128])
-@pytest.mark.parametrize("splits", [1, 2, None])
-def test_the_bits_are_those_of_the_cache_without_pages(size, d, splits):
-    inputs = draw(4, 2, 2, d, size, (150, 129), HALF)
+@pytest.mark.parametrize("splits, dtype", [(1, HALF), (2, HALF), (None, HALF), (2, FLOAT)])
+def test_the_bits_are_those_of_the_cache_without_pages(size, d, splits, dtype):
+    inputs = draw(4, 2, 2, d, size, (150, 129), dtype)
     for options in ({}, {"causal": False, "softcap": 2.0}):
         found = ours(*inputs, num_splits=splits, **options)
         expected = cukern.attention(
