@@ -30,6 +30,8 @@ def ledger(gpus: Iterable[str] = GPUS, ops: Collection[str] | None = None) -> It
     Args:
         gpus: names in `cukern.runtime.device.KNOWN`.
         ops: names of cases; None: all.
+
+    Raises AssertionError for a launch that asks for more shared memory than the GPU has.
     """
     for gpu in gpus:
         for name in CASES if ops is None else ops:
@@ -43,17 +45,21 @@ def _calls(gpu: str, case: Case, version: str) -> Iterator[str]:
         for dtype in case.op.dtypes:
             yield f"{gpu} {case.name} {version} {','.join(map(str, dims))} {name_of(dtype)}"
             lines: list[str] = []
+            largest = [(0, "")]
+
+            def add(*launch: Any, lines: list[str] = lines, largest: list[Any] = largest) -> None:
+                lines.append(_line(*launch))  # while the tensors exist: else their addresses look like numbers
+                largest.append((launch[4], launch[1]))
+
             try:
                 with use(case.name, version):
-                    planned(
-                        case,
-                        [dims],
-                        [dtype],
-                        KNOWN[gpu],
-                        lambda *launch, lines=lines: lines.append(_line(*launch)),
-                    )
+                    planned(case, [dims], [dtype], KNOWN[gpu], add)
             except (ValueError, TypeError, NotImplementedError, RuntimeError) as error:
                 lines.append(f"  raises {type(error).__name__}")
+            shared, kernel = max(largest)
+            if shared > KNOWN[gpu].shared_bytes:
+                rule = f"a thread block of {gpu} has at most {KNOWN[gpu].shared_bytes} bytes of shared memory"
+                raise AssertionError(f"{rule}, got {shared} for {kernel}")
             yield from lines
 
 

@@ -187,7 +187,7 @@ def _decode(
         None if lengths is None else lengths.contiguous(),
     )
     seen = min(keys, options.window + queries) if options.window else keys
-    tiles, tile = plan.key_tiles(seen, d, q.element_size()), plan.decode_tile(q.element_size(), device)
+    tiles, tile = plan.key_tiles(seen, d, q.element_size()), plan.decode_tile(device)
     row_tiles, splits = plan.decode(batch * kv_heads, group * queries, tiles, device, tile)
     splits = min(options.splits, max(1, tiles)) if options.splits else splits
     partial, stats = (lse.new_empty((splits, *q.shape[:3], n)) if splits > 1 else None for n in (padded, 2))

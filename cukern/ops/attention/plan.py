@@ -245,10 +245,10 @@ class DecodeTile(NamedTuple):
 DECODE = DecodeTile()
 
 
-def decode_tile(itemsize: int, device: int) -> DecodeTile:
-    """The tile of the decoding kernel; of float32 with as many warps as fit into shared memory."""
+def decode_tile(device: int) -> DecodeTile:
+    """The tile of the decoding kernel, with as many warps as fit into shared memory."""
     fit = (device_of(device).shared_bytes - 1024) // (DECODE.bytes // DECODE.warps)
-    return DECODE._replace(warps=min(DECODE.warps, fit)) if itemsize == 4 else DECODE
+    return DECODE._replace(warps=min(DECODE.warps, fit))
 
 
 @cached(4096)

@@ -213,7 +213,7 @@ def test_float32_fits_into_the_shared_memory_of_every_gpu(gpu, warps, split):
     split(2)
     expected = ours(q, k, v)[0]
     with assumed(KNOWN[gpu]):
-        tile = plan.decode_tile(4, -1)
+        tile = plan.decode_tile(-1)
         assert tile.warps == warps and tile.bytes + 128 * warps <= KNOWN[gpu].shared_bytes
         if PLACE == "sim":
             torch.testing.assert_close(ours(q, k, v)[0], expected)
