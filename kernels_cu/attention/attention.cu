@@ -23,6 +23,8 @@
 //            sequence only.
 // Dropout    weights are dropped by random numbers that are computed, not stored (dropout.cuh). The others
 //            are scaled; lse and delta are as without dropout.
+// Bias       is added to the scores (bias.cuh): p = exp2(c s + bias * log2(e) - ...). In the backward the
+//            blocks that own queries store ds, its gradient, without the softcap's factor.
 // Decoding   attention of up to 16 queries to many keys runs in decode.cuh, which splits the keys over thread
 //            blocks.
 // Pipeline   tiles are copied by cp.async. STAGES = 2: a tile is copied while the one before is multiplied;
@@ -36,8 +38,8 @@
 // v3       fused (Dao, arXiv 2307.08691)                   793 us, 2738 us (1.19, 1.01 of torch's flash)
 // v4       wgmma and TMA (wgmma_forward.cuh)               479 us, 1638 us (1.09, 0.90 of cuDNN)
 // Experiments and predictions: docs/notes/attention.md.
+#include "bias.cuh"
 #include "decode.cuh"
-#include "dropout.cuh"
 #include "softmax.cuh"
 #include "tile.cuh"
 #include "wgmma_backward.cuh"
@@ -82,16 +84,18 @@ __global__ void __launch_bounds__(256)
 
 // ---- forward
 
-// Dropped: nothing, or the types of Dropout's members.
+// Extras: the types of the arguments of an extra_of (bias.cuh).
 template <typename O, typename T, int PIECES, int D, int M, int N, int WARPS, int STAGES, int BLOCKS_PER_SM,
-          bool SOFTCAP, bool PACKED, class... Dropped>
+          bool SOFTCAP, bool PACKED, class... Extras>
 __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM)
     attention_v3(O* out, float* lse, const O* q, const T* k, const T* v, const int* query_bounds,
                  const int* key_bounds, Strides of_out, Strides of_q, Strides of_k, Strides of_v, int blocks,
                  int heads, int batches, int group, int section, int queries, int keys, int sequences,
-                 int head_dim, bool causal, float tanh_factor, float c, Dropped... dropped) {
+                 int head_dim, bool causal, float tanh_factor, float c, Extras... extras) {
     constexpr int R = M / (16 * WARPS), THREADS = 32 * WARPS, TILE = N * D * PIECES * sizeof(T);
-    Dropout dropout{dropped...};
+    auto extra = extra_of(extras...);
+    using Extra = decltype(extra);
+    const float c_softmax = BIASED<Extra> ? 1 : c;            // of scores with their bias
     extern __shared__ __align__(128) unsigned char shared[];  // Q, stages of K, stages of V
     unsigned q_tile = shared_address(shared), k_tile = q_tile + M * D * PIECES * sizeof(T),
              v_tile = k_tile + STAGES * TILE;
@@ -149,13 +153,18 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM)
                 return n >= of.keys - column || (causal && n - row > limit);
             };
             auto mask = [&] {
+                auto add = [&](int r, int n, int j, float bias) { s[r][n][j] = fmaf(s[r][n][j], c, bias); };
+                if constexpr (BIASED<Extra>)
+                    extra.template each<false, R, N / 8>(work.batch, work.head, first + warp_row, tile * N,
+                                                         of.queries, of.keys, LOG2_E, add);
                 if (tile * N + N - 1 > seen_first) hide(s, hidden);
             };
-            softmax_tile<R, N / 8, D, SOFTCAP, (PIECES > 1)>(s, row_max, row_sum, sums, mask, tanh_factor, c);
+            softmax_tile<R, N / 8, D, SOFTCAP, (PIECES > 1)>(s, row_max, row_sum, sums, mask, tanh_factor,
+                                                             c_softmax);
             auto drop = [&](int r, int n, int j) { s[r][n][j] = 0; };
-            if constexpr (sizeof...(Dropped) > 0)
-                dropout.each<false, R, N / 8>(first + warp_row, tile * N, work.batch * heads + work.head,
-                                              drop);
+            if constexpr (DROPS<Extra>)
+                extra.template each<false, R, N / 8>(first + warp_row, tile * N,
+                                                     work.batch * heads + work.head, drop);
         }
         if constexpr (STAGES == 1) {
             cp_async_wait<0>();
@@ -172,11 +181,11 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM)
     for (int i = 0; i < 2 * R; i++) {
         int r = i / 2, query = first + warp_row + r * 16 + lane / 4 + i % 2 * 8;
         float sum = warp_reduce<Sum>(row_sum[r][i % 2], 4);
-        factor[r][i % 2] = sum == 0 ? 0 : dropout.scale / sum;
+        factor[r][i % 2] = sum == 0 ? 0 : scale_of(extra) / sum;
         if (lane % 4 == 0 && query < of.queries)
-            lse[stats + query] = sum == 0
-                                     ? minus_infinity<float>()
-                                     : fmaf(__fmul_rn(row_max[r][i % 2], c), LN_2, log2_approx(sum) * LN_2);
+            lse[stats + query] =
+                sum == 0 ? minus_infinity<float>()
+                         : fmaf(__fmul_rn(row_max[r][i % 2], c_softmax), LN_2, log2_approx(sum) * LN_2);
     }
     first += warp_row;
     store_rows<O, D, M>(out + first * of_out.row, of_out.row, of.queries - first, head_dim, sums, factor,
@@ -234,16 +243,15 @@ struct Gradients {
     Strides of_dq, of_dk, of_dv, of_q, of_k, of_v, of_dout;
     int heads, batches, group, section, queries, keys, padded, stats_tile, sequences, head_dim, causal;
     float tanh_factor, c, scale;
-    Dropout dropout;
 };
 
 // A block owns ROWS rows of the fixed operands: keys (K and V) if KEYS, else queries (Q and dO). It loops
 // over tiles of N rows of the moving operands, the other two. With fixed X, Y and moving X', Y': s = X X'^T,
 // dp = Y Y'^T, p = exp2(c s - lse), ds = p (dp - delta), and sums ds X' (dk or dq) and, if KEYS, p Y' (dv).
 template <bool KEYS, int PIECES, int D, int R, int N, int WARPS, int STAGES, bool SOFTCAP, bool PACKED,
-          bool DROPOUT, typename O, typename T>
-__device__ __forceinline__ void backward_block(const Gradients<O, T>& g, int index, int blocks,
-                                               unsigned char* shared) {
+          typename O, typename T, class Extra>
+__device__ __forceinline__ void backward_block(const Gradients<O, T>& g, const Extra& extra, int index,
+                                               int blocks, unsigned char* shared) {
     constexpr int SHARERS = PARTS<KEYS, D>, COLUMNS = D / SHARERS, ROWS = 16 * R * WARPS / SHARERS,
                   THREADS = 32 * WARPS;
     constexpr int FIXED = ROWS * D * PIECES * sizeof(T), TILE = N * D * PIECES * sizeof(T),
@@ -344,13 +352,24 @@ __device__ __forceinline__ void backward_block(const Gradients<O, T>& g, int ind
         if (seen) {
             if (STAGES == 1) multiply_transposed<T, D, ROWS, PIECES>(s, a, x + along_columns(lane));
             bool dropped[R][N / 8][4] = {};
-            if constexpr (DROPOUT) {
+            float slope[R][N / 8][4] = {};  // of the softcap
+            if constexpr (BIASED<Extra>) {
+                auto add = [&](int r, int n, int j, float bias) {
+                    float& x = s[r][n][j];
+                    if constexpr (SOFTCAP)
+                        x = tanh_of<(PIECES > 1)>(x * g.tanh_factor), slope[r][n][j] = 1 - x * x;
+                    x = fmaf(x, g.c, bias);
+                };
+                extra.template each<KEYS, R, N / 8>(work.batch, number, row, now, of.queries, of.keys,
+                                                    PIECES > 1 ? 1 : LOG2_E, add);
+            }
+            if constexpr (DROPS<Extra>) {
                 auto drop = [&](int r, int n, int j) { dropped[r][n][j] = true; };
-                g.dropout.template each<KEYS, R, N / 8>(row, now, work.batch * g.heads + number, drop);
+                extra.template each<KEYS, R, N / 8>(row, now, work.batch * g.heads + number, drop);
 #pragma unroll
                 for (int i = 0; i < R * N / 2; i++) {
                     int r = i / (N / 2), n = i / 4 % (N / 8), j = i % 4;
-                    dp[r][n][j] = dropped[r][n][j] ? 0 : dp[r][n][j] * g.dropout.scale;
+                    dp[r][n][j] = dropped[r][n][j] ? 0 : dp[r][n][j] * scale_of(extra);
                 }
             }
             // of_lane[at]: lse of a lane's element. delta follows N numbers (KEYS) or ROWS numbers later.
@@ -361,8 +380,9 @@ __device__ __forceinline__ void backward_block(const Gradients<O, T>& g, int ind
                     at = KEYS ? 8 * n + j % 2 : 16 * r + j / 2 * 8;
                 float x = s[r][n][j];
                 dp[r][n][j] -= of_lane[at + (KEYS ? N : ROWS)];
-                if constexpr (SOFTCAP) x = tanh_of<(PIECES > 1)>(x * g.tanh_factor), dp[r][n][j] *= 1 - x * x;
-                x = fmaf(x, g.c, -of_lane[at]);
+                if constexpr (SOFTCAP && !BIASED<Extra>)
+                    x = tanh_of<(PIECES > 1)>(x * g.tanh_factor), dp[r][n][j] *= 1 - x * x;
+                x = fmaf(x, BIASED<Extra> ? 1 : g.c, -of_lane[at]);
                 s[r][n][j] = exp2_approx(PIECES > 1 ? x * LOG2_E : x);
             }
             if (masked) {
@@ -380,11 +400,20 @@ __device__ __forceinline__ void backward_block(const Gradients<O, T>& g, int ind
 #pragma unroll
             for (int i = 0; i < R * N / 2; i++)
                 dp[i / (N / 2)][i / 4 % (N / 8)][i % 4] *= s[i / (N / 2)][i / 4 % (N / 8)][i % 4];
-            if constexpr (KEYS && DROPOUT)  // dv is the sum of the weights that the forward used
+            if constexpr (BIASED<Extra> && !KEYS) {
+                auto gradient = [&](int r, int n, int j) { return dp[r][n][j]; };
+                extra.template store<R, N / 8>((long long)work.batch * g.heads + work.head, row, now,
+                                               of.queries, of.keys, gradient);
+            }
+            if constexpr (BIASED<Extra> && SOFTCAP)
+#pragma unroll
+                for (int i = 0; i < R * N / 2; i++)
+                    dp[i / (N / 2)][i / 4 % (N / 8)][i % 4] *= slope[i / (N / 2)][i / 4 % (N / 8)][i % 4];
+            if constexpr (KEYS && DROPS<Extra>)  // dv is the sum of the weights that the forward used
 #pragma unroll
                 for (int i = 0; i < R * N / 2; i++) {
                     int r = i / (N / 2), n = i / 4 % (N / 8), j = i % 4;
-                    s[r][n][j] = dropped[r][n][j] ? 0 : s[r][n][j] * g.dropout.scale;
+                    s[r][n][j] = dropped[r][n][j] ? 0 : s[r][n][j] * scale_of(extra);
                 }
             if constexpr (KEYS) multiply<T, COLUMNS, PIECES>(dy, s, y + part * N * PART + down_rows(lane));
         }
@@ -418,54 +447,25 @@ __device__ __forceinline__ void backward_block(const Gradients<O, T>& g, int ind
 // warp owns 16 KEY_R keys or 16 QUERY_R queries. Shared memory, with R and N of either kind: 2 tiles of 16 R
 // WARPS rows, 2 STAGES tiles of N rows, 4 N floats.
 template <typename O, typename T, int PIECES, int D, int KEY_R, int KEY_N, int QUERY_R, int QUERY_N,
-          int WARPS, int STAGES, int BLOCKS_PER_SM, bool SOFTCAP, bool PACKED, class... Dropped>
+          int WARPS, int STAGES, int BLOCKS_PER_SM, bool SOFTCAP, bool PACKED, class... Extras>
 __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM)
     attention_v3_bwd(O* dq, O* dk, O* dv, const T* q, const T* k, const T* v, const T* dout, const float* lse,
                      const float* delta, const int* query_bounds, const int* key_bounds, Strides of_dq,
                      Strides of_dk, Strides of_dv, Strides of_q, Strides of_k, Strides of_v, Strides of_dout,
                      int key_blocks, int query_blocks, int heads, int batches, int group, int section,
                      int queries, int keys, int padded, int stats_tile, int sequences, int head_dim,
-                     bool causal, float tanh_factor, float c, float scale, Dropped... dropped) {
-    constexpr bool DROPOUT = sizeof...(Dropped) > 0;
+                     bool causal, float tanh_factor, float c, float scale, Extras... extras) {
+    auto extra = extra_of(extras...);
     extern __shared__ __align__(128) unsigned char shared[];
-    Gradients<O, T> g{dq,
-                      dk,
-                      dv,
-                      q,
-                      k,
-                      v,
-                      dout,
-                      lse,
-                      delta,
-                      query_bounds,
-                      key_bounds,
-                      of_dq,
-                      of_dk,
-                      of_dv,
-                      of_q,
-                      of_k,
-                      of_v,
-                      of_dout,
-                      heads,
-                      batches,
-                      group,
-                      section,
-                      queries,
-                      keys,
-                      padded,
-                      stats_tile,
-                      sequences,
-                      head_dim,
-                      causal,
-                      tanh_factor,
-                      c,
-                      scale,
-                      Dropout{dropped...}};
+    Gradients<O, T> g{dq,     dk,           dv,         q,        k,      v,           dout,    lse,
+                      delta,  query_bounds, key_bounds, of_dq,    of_dk,  of_dv,       of_q,    of_k,
+                      of_v,   of_dout,      heads,      batches,  group,  section,     queries, keys,
+                      padded, stats_tile,   sequences,  head_dim, causal, tanh_factor, c,       scale};
     int with_keys = key_blocks * batches * (heads / group), index = blockIdx.x;
     if (index < with_keys)
-        backward_block<true, PIECES, D, KEY_R, KEY_N, WARPS, STAGES, SOFTCAP, PACKED, DROPOUT>(
-            g, index, key_blocks, shared);
+        backward_block<true, PIECES, D, KEY_R, KEY_N, WARPS, STAGES, SOFTCAP, PACKED>(g, extra, index,
+                                                                                      key_blocks, shared);
     else
-        backward_block<false, PIECES, D, QUERY_R, QUERY_N, WARPS, STAGES, SOFTCAP, PACKED, DROPOUT>(
-            g, index - with_keys, query_blocks, shared);
+        backward_block<false, PIECES, D, QUERY_R, QUERY_N, WARPS, STAGES, SOFTCAP, PACKED>(
+            g, extra, index - with_keys, query_blocks, shared);
 }

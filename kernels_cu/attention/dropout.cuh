@@ -10,9 +10,9 @@
 #include "../common/philox.cuh"
 
 struct Dropout {
-    const unsigned long long* seed = nullptr;
-    unsigned threshold = 0;  // a weight is dropped if its number is below
-    float scale = 1;         // of the others
+    const unsigned long long* seed;
+    unsigned threshold;  // a weight is dropped if its number is below
+    float scale;         // of the others
 
     // Call drop(r, n, j) for each dropped element c[r][n][j] of 16 R rows, from `row` on, and 8 N columns,
     // from `column` on, of a warp. KEYS: rows are keys, and columns queries. `row` and `column` are multiples

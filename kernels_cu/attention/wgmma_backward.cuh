@@ -12,7 +12,7 @@
 // Launch     1-D grid, see work_of; block = 128 * (WARPGROUPS + 1); dynamic shared memory =
 //            BackwardShape::BYTES.
 #pragma once
-#include "dropout.cuh"
+#include "bias.cuh"
 #include "wgmma_tile.cuh"
 
 template <bool KEYS, int D, int N, int WARPGROUPS, int STAGES>
@@ -24,7 +24,7 @@ struct BackwardShape {
 };
 
 template <bool KEYS, typename T, int D, int N, int WARPGROUPS, int STAGES, int PER_SM, bool SOFTCAP,
-          bool PACKED, class... Dropped>
+          bool PACKED, class... Extras>
 __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), PER_SM)
     attention_v4_bwd(T* grad_x, T* grad_y, const __grid_constant__ CUtensorMap map_x,
                      const __grid_constant__ CUtensorMap map_y,
@@ -33,12 +33,13 @@ __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), PER_SM)
                      const int* query_bounds, const int* key_bounds, Strides of_x, Strides of_y, int blocks,
                      int heads, int batches, int group, int section, int queries, int keys, int padded,
                      int stats_tile, int sequences, int window, int head_dim, bool causal, float tanh_factor,
-                     float c, float scale, Dropped... dropped) {
+                     float c, float scale, Extras... extras) {
 #if __CUDA_ARCH__ == 900  // newer GPUs have no wgmma, and the kernel is not launched there
     using Shape = BackwardShape<KEYS, D, N, WARPGROUPS, STAGES>;
     using Regs = Registers<WARPGROUPS, PER_SM>;
-    constexpr bool DROPOUT = sizeof...(Dropped) > 0;
-    static_assert(!(SOFTCAP && DROPOUT), "not together");
+    auto extra = extra_of(extras...);
+    using Extra = decltype(extra);
+    static_assert(!(SOFTCAP && (DROPS<Extra> || BIASED<Extra>)), "not together");
     constexpr int ROWS = Shape::ROWS, FIXED = Shape::FIXED, TILE = Shape::TILE, COLUMNS = D / PARTS<KEYS, D>,
                   PART = COLUMNS / 64 * ROW_BYTES;
     // X, Y, the ring of X', Y', the ring of lse, delta, mbarriers
@@ -105,7 +106,6 @@ __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), PER_SM)
         // the warpgroup's first
         int warp_row = 64 * owner + threadIdx.x % 128 / 32 * 16, row = first + 64 * owner;
         int mine = first + warp_row + lane / 4;
-        Dropout dropout{dropped...};
         float s[N / 8][4], dp[N / 8][4], dx[1][COLUMNS / 8][4] = {}, dy[1][COLUMNS / 8][4] = {}, of_row[2][2];
         unsigned p[N / 16][4], ds[N / 16][4], x = fixed + 64 * owner * ROW_BYTES;
         if constexpr (!KEYS)
@@ -136,7 +136,7 @@ __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), PER_SM)
             start_s(0);
             start_dp(0);
             for (;; tiles--) {
-                int now = tile * N, stage = at.stage, number = work.batch * heads + head;
+                int now = tile * N, stage = at.stage, of_head = head, number = work.batch * heads + head;
                 if (++tile == end) tile = begin, head++;
                 // The least and the greatest difference query - key of this warpgroup and tile.
                 int least = KEYS ? now - row - 63 : row - now - N + 1,
@@ -149,6 +149,10 @@ __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), PER_SM)
                 };
                 wgmma_wait<SOFTCAP ? 0 : 1>(s);
                 if constexpr (SOFTCAP) written(dp);
+                auto add = [&](int, int n, int j, float bias) { s[n][j] = fmaf(s[n][j], c, bias); };
+                if constexpr (BIASED<Extra>)
+                    extra.template each<KEYS, 1, N / 8>(work.batch, of_head, first + warp_row, now, queries,
+                                                        keys, LOG2_E, add);
 #pragma unroll
                 for (int i = 0; i < N / 2; i++) {
                     float& w = s[i / 4][i % 4];
@@ -156,8 +160,8 @@ __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), PER_SM)
                         w = tanh_of<false>(w * tanh_factor);
                         dp[i / 4][i % 4] = (dp[i / 4][i % 4] - delta_of(i)) * (1 - w * w);
                     }
-                    w = exp2_approx(
-                        fmaf(w, c, -(KEYS ? of_column[i / 4 * 8 + i % 2] : of_row[0][i % 4 / 2])));
+                    w = exp2_approx(fmaf(w, BIASED<Extra> ? 1 : c,
+                                         -(KEYS ? of_column[i / 4 * 8 + i % 2] : of_row[0][i % 4 / 2])));
                 }
                 if (masked) {
                     int other = now + lane % 4 * 2, distance = (KEYS ? other - mine : mine - other) + offset;
@@ -172,15 +176,20 @@ __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), PER_SM)
                 if constexpr (!SOFTCAP) wgmma_wait<0>(dp);
                 bool is_dropped[N / 8][4] = {};
                 auto drop = [&](int, int n, int j) { is_dropped[n][j] = true; };
-                if constexpr (DROPOUT) dropout.each<KEYS, 1, N / 8>(first + warp_row, now, number, drop);
+                if constexpr (DROPS<Extra>)
+                    extra.template each<KEYS, 1, N / 8>(first + warp_row, now, number, drop);
 #pragma unroll
                 for (int i = 0; i < N / 2; i++) {
                     float &w = s[i / 4][i % 4], &y = dp[i / 4][i % 4];
-                    if constexpr (DROPOUT) y = is_dropped[i / 4][i % 4] ? 0 : y * dropout.scale;
+                    if constexpr (DROPS<Extra>) y = is_dropped[i / 4][i % 4] ? 0 : y * scale_of(extra);
                     y = (SOFTCAP ? y : y - delta_of(i)) * w;
                     // dv is the sum of the weights that the forward used
-                    if constexpr (KEYS && DROPOUT) w = is_dropped[i / 4][i % 4] ? 0 : w * dropout.scale;
+                    if constexpr (KEYS && DROPS<Extra>)
+                        w = is_dropped[i / 4][i % 4] ? 0 : w * scale_of(extra);
                 }
+                auto gradient = [&](int, int n, int j) { return dp[n][j]; };
+                if constexpr (BIASED<Extra> && !KEYS)
+                    extra.template store<1, N / 8>(number, first + warp_row, now, queries, keys, gradient);
                 if constexpr (KEYS) to_operand<T>(p, s);
                 to_operand<T>(ds, dp);
                 if (tiles == 1) break;

@@ -14,7 +14,7 @@
 //            (persistent), under `causal` with pairs of blocks of equal time. block = 128 * (WARPGROUPS + 1);
 //            dynamic shared memory = ForwardShape::BYTES.
 #pragma once
-#include "dropout.cuh"
+#include "bias.cuh"
 #include "wgmma_tile.cuh"
 
 // A block of queries, from `first` on, and its tiles of keys from `begin` to `tile`, the last first. Query i
@@ -33,15 +33,15 @@ struct ForwardShape {
     static constexpr int BYTES = LIST + Q_STAGES * sizeof(Block);
 };
 
-// Dropped: nothing, or the types of Dropout's members.
+// Extras: the types of the arguments of an extra_of (bias.cuh).
 template <typename T, int D, int N, int WARPGROUPS, int STAGES, int PER_SM, bool SOFTCAP, bool PACKED,
-          class... Dropped>
+          class... Extras>
 __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), PER_SM)
     attention_v4(T* out, float* lse, const __grid_constant__ CUtensorMap map_q,
                  const __grid_constant__ CUtensorMap map_k, const __grid_constant__ CUtensorMap map_v,
                  const int* query_bounds, const int* key_bounds, Strides of_out, int blocks, int heads,
                  int batches, int group, int section, int queries, int keys, int sequences, int window,
-                 int head_dim, bool causal, float tanh_factor, float c, Dropped... dropped) {
+                 int head_dim, bool causal, float tanh_factor, float c, Extras... extras) {
 #if __CUDA_ARCH__ == 900  // newer GPUs have no wgmma, and the kernel is not launched there
     using Shape = ForwardShape<D, N, WARPGROUPS, STAGES>;
     using Regs = Registers<WARPGROUPS, PER_SM>;
@@ -61,7 +61,9 @@ __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), PER_SM)
     }
     wait_for_previous();
     __syncthreads();
-    Dropout dropout{dropped...};
+    auto extra = extra_of(extras...);
+    using Extra = decltype(extra);
+    const float c_softmax = BIASED<Extra> ? 1 : c;  // of scores with their bias
     int warpgroup = threadIdx.x / 128;
     if (warpgroup == WARPGROUPS) {
         fewer_registers<Regs::PRODUCER>();
@@ -133,16 +135,23 @@ __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), PER_SM)
             auto to_weights = [&](bool started) {
                 int column = tile * N + lane % 4 * 2, limit = row + offset - column;
                 auto mask = [&] {  // each query of the warpgroup sees the keys from `low` to `high`
+                    auto add = [&](int r, int n, int j, float bias) {
+                        float& x = s[r][n][j];
+                        x = fmaf(x, c, bias);
+                    };
+                    if constexpr (BIASED<Extra>)
+                        extra.template each<false, 1, N / 8>(block.batch, block.head, first + warp_row,
+                                                             tile * N, of.queries, of.keys, LOG2_E, add);
                     auto hidden = [=](int row, int n) {
                         return n > min(limit + row, of.keys - 1 - column) || n <= limit + row - window;
                     };
                     if (tile * N + N - 1 > high || tile * N < low) hide(s, hidden);
                 };
-                softmax_weights<1, N / 8, SOFTCAP>(s, row_max, row_sum, shrink, mask, tanh_factor, c);
+                softmax_weights<1, N / 8, SOFTCAP>(s, row_max, row_sum, shrink, mask, tanh_factor, c_softmax);
                 auto drop = [&](int r, int n, int j) { s[r][n][j] = 0; };
-                if constexpr (sizeof...(Dropped) > 0)
-                    dropout.each<false, 1, N / 8>(first + warp_row, tile * N,
-                                                  block.batch * heads + block.head, drop);
+                if constexpr (DROPS<Extra>)
+                    extra.template each<false, 1, N / 8>(first + warp_row, tile * N,
+                                                         block.batch * heads + block.head, drop);
                 if constexpr (WARPGROUPS > 1) before_wait(fminf(row_sum[0][0], row_sum[0][1]));
                 if (WARPGROUPS > 1 || started) {
                     finish_product(started);
@@ -198,11 +207,11 @@ __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), PER_SM)
 #pragma unroll
             for (int i = 0; i < 2; i++) {
                 float sum = warp_reduce<Sum>(row_sum[0][i], 4);
-                factor[0][i] = sum == 0 ? 0 : dropout.scale / sum;
+                factor[0][i] = sum == 0 ? 0 : scale_of(extra) / sum;
                 if (lane % 4 == 0 && row + 8 * i < of.queries)
-                    lse[stats + row + 8 * i] = sum == 0
-                                                   ? minus_infinity<float>()
-                                                   : (__fmul_rn(row_max[0][i], c) + log2_approx(sum)) * LN_2;
+                    lse[stats + row + 8 * i] =
+                        sum == 0 ? minus_infinity<float>()
+                                 : (__fmul_rn(row_max[0][i], c_softmax) + log2_approx(sum)) * LN_2;
             }
             barrier_of(8 + warpgroup, 128);  // all warps are done with Q
             T* to = out + block.batch * of_out.batch + block.head * of_out.head +

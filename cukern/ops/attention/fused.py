@@ -49,6 +49,34 @@ def _fake_backward(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, ..
     return launch.like(q), launch.like(k), launch.like(v)
 
 
+def _fake_extra_backward(
+    q: Tensor, k: Tensor, v: Tensor, extra: Tensor, out: Tensor, dout: Tensor, lse: Tensor,
+    dlse: Tensor | None, wanted: bool, *_: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """dq, dk, dv, and the gradient of a bias, if it is wanted, without broadcasting."""
+    shape = (*q.shape[:3], k.shape[2]) if wanted else (0, 0, 0, 0)
+    return *_fake_backward(q, k, v), extra.new_empty(shape)
+
+
+def _launch_extra_backward(*args: Any) -> tuple[Tensor, ...]:
+    (q, k, v, extra, *grads, wanted), options = args[:9], args[9:]
+    dq, dk, dv, dbias = _fake_extra_backward(*args)
+    if wanted and Options(*options).causal:  # the kernels skip what no query sees
+        dbias.zero_()
+    of_bias = dbias if wanted else None
+    launch.backward((dq, dk, dv), q, k, v, *grads, *options, extra=extra, dbias=of_bias)
+    return dq, dk, dv, dbias
+
+
+def _letters(extra: Tensor) -> str:
+    """The dimensions of `extra` that are split: batch and heads, unless they have size 1."""
+    return (
+        "".join(c if n > 1 else "." for c, n in zip("bh..", extra.shape, strict=False))
+        if extra.ndim > 1
+        else "."
+    )
+
+
 def _fake_packed_backward(qkv: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(qkv, memory_format=torch.contiguous_format)
 
@@ -65,7 +93,8 @@ _INPUTS, _SCALARS = (
     "bool causal, float? scale, float softcap, bool wgmma=False, int window=0, int splits=0, "
     "float dropout=0.0",
 )
-_GRADS = f"Tensor out, Tensor dout, Tensor lse, Tensor? dlse, {_SCALARS}"
+_OF_OUT = "Tensor out, Tensor dout, Tensor lse, Tensor? dlse"
+_GRADS = f"{_OF_OUT}, {_SCALARS}"
 _VARLEN = f"{_INPUTS}, Tensor cu_seqlens, Tensor cu_seqlens_k"
 _forward = raw_op(
     f"_attention({_INPUTS}, {_SCALARS}) -> (Tensor, Tensor)",
@@ -74,10 +103,10 @@ _forward = raw_op(
     launch.outputs,
     sharding=f"{_HEADS} -> bh.., bh.",
 )
-_dropout = raw_op(
-    f"_attention_dropout({_INPUTS}, Tensor seed, {_SCALARS}) -> (Tensor, Tensor)", 4,
-    lambda q, k, v, seed, *rest: launch.forward(q, k, v, *rest, seed=seed), launch.outputs,
-    sharding=f"{_HEADS}, . -> bh.., bh.",
+_extra = raw_op(
+    f"_attention_extra({_INPUTS}, Tensor extra, {_SCALARS}) -> (Tensor, Tensor)", 4,
+    lambda q, k, v, extra, *rest: launch.forward(q, k, v, *rest, extra=extra), launch.outputs,
+    sharding=lambda q, k, v, extra, *_: f"{_HEADS}, {_letters(extra)} -> bh.., bh.",
 )  # fmt: skip
 _with_lengths = raw_op(
     f"_attention_with_lengths({_INPUTS}, Tensor key_lengths, {_SCALARS}) -> (Tensor, Tensor)", 4, lambda q, k,
@@ -98,10 +127,10 @@ _backward = raw_op(
     lambda *inputs: launch.backward(_fake_backward(*inputs), *inputs), _fake_backward,
     sharding=f"{_HEADS}, bh.., bh.., bh., bh. -> {_HEADS}",
 )  # fmt: skip
-_dropout_backward = raw_op(
-    f"_attention_dropout_backward({_INPUTS}, Tensor seed, {_GRADS}) -> (Tensor, Tensor, Tensor)", 8,
-    lambda q, k, v, seed, *rest: launch.backward(_fake_backward(q, k, v), q, k, v, *rest, seed=seed),
-    _fake_backward, sharding=f"{_HEADS}, ., bh.., bh.., bh., bh. -> {_HEADS}",
+_extra_backward = raw_op(
+    f"_attention_extra_backward({_INPUTS}, Tensor extra, {_OF_OUT}, bool wanted, {_SCALARS}) -> (Tensor, "
+    "Tensor, Tensor, Tensor)", 8, _launch_extra_backward, _fake_extra_backward,
+    sharding=lambda q, k, v, x, *_: f"{_HEADS}, {_letters(x)}, bh.., bh.., bh., bh. -> {_HEADS}, bh..",
 )  # fmt: skip
 _varlen_backward = raw_op(
     f"_attention_varlen_backward({_VARLEN}, {_GRADS}) -> (Tensor, Tensor, Tensor)", 9,
@@ -120,7 +149,7 @@ _OPTIONS = len(Options._fields)
 
 
 class _Attention(Differentiable):
-    """(q, k, v, *Options), (q, k, v, seed, *Options), (q, k, v, cu_seqlens, cu_seqlens_k, *Options) or (qkv,
+    """(q, k, v, *Options), (q, k, v, extra, *Options), (q, k, v, cu_seqlens, cu_seqlens_k, *Options) or (qkv,
     *Options) -> out, lse. The gradient of qkv is one tensor, without copies of its parts."""
 
     @staticmethod
@@ -141,8 +170,11 @@ class _Attention(Differentiable):
         if watched(*inputs, dout, dlse) and not torch.compiler.is_compiling():
             return *gradients(_reference, (*inputs, ctx.options), (dout, dlse))[:-1], *(None,) * _OPTIONS
         dout = torch.zeros_like(out) if dout is None else dout
-        kernels = {1: _packed_backward, 3: _backward, 4: _dropout_backward, 5: _varlen_backward}[len(inputs)]
-        grads = kernels(*inputs, out, dout, lse, dlse, *ctx.options)
+        kernels = {1: _packed_backward, 3: _backward, 4: _extra_backward, 5: _varlen_backward}[len(inputs)]
+        wanted = (inputs[3].ndim == 4 and ctx.needs_input_grad[3],) if len(inputs) == 4 else ()
+        grads = kernels(*inputs, out, dout, lse, dlse, *wanted, *ctx.options)
+        if wanted:
+            grads = *grads[:3], _sum_to(inputs[3], grads[3]) if wanted[0] else None
         grads = (grads,) if len(inputs) == 1 else grads
         return *grads, *(None,) * (len(inputs) - len(grads) + _OPTIONS)
 
@@ -157,22 +189,28 @@ class _Attention(Differentiable):
 
 
 def _raw(inputs: Sequence[Any], options: Sequence[Any]) -> Any:
-    return {4: _dropout, 5: _varlen}.get(len(inputs), _forward)(*_separate(inputs), *options)
+    return {4: _extra, 5: _varlen}.get(len(inputs), _forward)(*_separate(inputs), *options)
 
 
 def _reference(*args: Any) -> tuple[Tensor, Tensor]:
     q, k, v, *more = _separate(args[:-1])
     if len(more) == 1:
-        return reference(q, k, v, args[-1], seed=more[0])
+        return reference(q, k, v, args[-1], extra=more[0])
     return reference(q, k, v, args[-1], tuple(more) or None)
+
+
+def _sum_to(bias: Tensor, gradient: Tensor) -> Tensor:
+    """The gradient of a bias, summed in float32 over the dimensions along which it was broadcast."""
+    dims = [i for i, n in enumerate(bias.shape) if n == 1]
+    return gradient.sum(dims, keepdim=True, dtype=torch.float32).to(bias.dtype) if dims else gradient
 
 
 _apply = apply_of(_Attention)
 
 
 def fused(inputs: Sequence[Tensor], options: Options) -> tuple[Tensor, Tensor]:
-    """out (batch, heads, queries, D) and lse of (q, k, v), (q, k, v, seed), (q, k, v, cu_seqlens,
-    cu_seqlens_k) or (qkv,)."""
+    """out (batch, heads, queries, D) and lse of (q, k, v), (q, k, v, extra), (q, k, v, cu_seqlens,
+    cu_seqlens_k) or (qkv,). `extra`: as in `reference`."""
     return _apply(*inputs, *options) if watched(*inputs) else _raw(inputs, options)
 
 

@@ -56,21 +56,21 @@ def wgmma_instances(dtype: torch.dtype) -> list[Kernel]:
 
 
 def _forward_kernel(
-    dtype: torch.dtype, pieces: int, d: int, softcap: bool, packed: bool, dropout: bool = False
+    dtype: torch.dtype, pieces: int, d: int, softcap: bool, packed: bool, extra: tuple[str, ...] = ()
 ) -> Kernel:
-    tile = plan.forward_tile(pieces, d, softcap or dropout, packed)
+    tile = plan.forward_tile(pieces, d, softcap or extra != (), packed)
     tiles = tile.rows, tile.columns, tile.warps, tile.stages, tile.per_sm
-    key = dtype, _operand(dtype), pieces, d, *tiles, softcap, packed, *(wgmma.DROPPED if dropout else ())
+    key = dtype, _operand(dtype), pieces, d, *tiles, softcap, packed, *extra
     return _FORWARD[key]
 
 
 def _backward_kernel(
     dtype: torch.dtype, pieces: int, d: int, softcap: bool, packed: bool, tiles: plan.Tiles | None = None,
-    dropout: bool = False,
+    extra: tuple[str, ...] = (),
 ) -> Kernel:  # fmt: skip
-    keys, queries = tiles or plan.backward_tile(pieces, d, softcap or dropout, packed)
+    keys, queries = tiles or plan.backward_tile(pieces, d, softcap or extra != (), packed)
     of_tiles = *keys[:2], *queries[:3], queries.stages, queries.per_sm
-    key = dtype, _operand(dtype), pieces, d, *of_tiles, softcap, packed, *(wgmma.DROPPED if dropout else ())
+    key = dtype, _operand(dtype), pieces, d, *of_tiles, softcap, packed, *extra
     return _BACKWARD[key]
 
 
@@ -110,37 +110,46 @@ def _aligned(x: Tensor, options: Options) -> Tensor:
     )
 
 
+def _plain(extra: Tensor | None) -> Tensor | None:
+    """The same tensor if the kernels can read it, which take strides of 32 bits."""
+    if extra is None:
+        return None
+    extra = extra.resolve_neg()
+    return extra if max(extra.stride()[-2:]) < 1 << 31 else extra.contiguous()
+
+
 def forward(
     q: Tensor, k: Tensor, v: Tensor, *rest: Any, bounds: Bounds = _WHOLE, lengths: Tensor | None = None,
-    seed: Tensor | None = None,
+    extra: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """out and lse. `rest`: Options. `lengths`: the number of keys of each sequence. `seed`: of the
-    dropout."""
+    """out and lse. `rest`: Options. `lengths`: the number of keys of each sequence. `extra`: as in
+    `reference`."""
     options, (out, lse), sequences = Options(*rest).of(q), outputs(q), bounds.sequences
     (batch, heads, queries, d), keys, group = q.shape, k.shape[2], q.shape[1] // max(1, k.shape[1])
     _check_rows(queries, keys)
     if not lse.numel():
         return out, lse
     pieces, packed = pieces_of(q.dtype), sequences >= 0
-    drops = seed is not None
-    decodes = not (options.window or packed or drops) and plan.decodes(queries, keys, d)
+    decodes = not (options.window or packed or extra is not None) and plan.decodes(queries, keys, d)
     if lengths is not None and not decodes:
         found = reference(q, k, v, options, lengths)
         return out.copy_(found[0]), lse.copy_(found[1])
     q, k, v = (_aligned(x, options) for x in (q, k, v))
+    extra = _plain(extra)
     if decodes:
         _decode(out, lse, q, k, v, lengths, options)
     elif options.wgmma and keys and wgmma.supported(q, k, v):
-        wgmma.forward(out, lse, q, k, v, options, bounds, seed)
+        wgmma.forward(out, lse, q, k, v, options, bounds, extra)
     else:
         padded, softcap, (k, v) = plan.padded_head_dim(d), options.softcap != 0, _split(pieces, k, v)
-        tile = plan.forward_tile(pieces, padded, softcap or drops, packed)
+        tile = plan.forward_tile(pieces, padded, softcap or extra is not None, packed)
         blocks = plan.tiles(queries, tile.rows, sequences)
-        _forward_kernel(q.dtype, pieces, padded, softcap, packed, drops).on(q.get_device())(
+        types = wgmma.extra_types(extra)
+        _forward_kernel(q.dtype, pieces, padded, softcap, packed, types).on(q.get_device())(
             (blocks * batch * heads, 1, 1), (32 * tile.warps, 1, 1), tile.forward_bytes(padded, pieces),
             *pointers(out, lse, q, k, v, *bounds), *wgmma.strides(out, q, k, v), blocks, heads, batch, group,
             plan.section(keys, d, group, batch * heads, options.causal), queries, keys, sequences, d,
-            options.causal, *options.factors, *wgmma.dropout(options, seed),
+            options.causal, *options.factors, *wgmma.extra_arguments(options, extra),
         )  # fmt: skip
     return out, lse
 
@@ -204,9 +213,11 @@ def _decode(
 
 def backward(
     grads: tuple[Tensor, ...], q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, lse: Tensor,
-    dlse: Tensor | None, *rest: Any, bounds: Bounds = _WHOLE, seed: Tensor | None = None,
+    dlse: Tensor | None, *rest: Any, bounds: Bounds = _WHOLE, extra: Tensor | None = None,
+    dbias: Tensor | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Write `grads`, dq, dk and dv, and return them. `rest`: Options. `seed`: as in `forward`."""
+    """Write `grads`, dq, dk and dv, and return them. `rest`: Options. `extra`: as in `forward`. `dbias`: gets
+    the gradient of a bias without broadcasting, where a query sees the key."""
     options, sequences = Options(*rest).of(q), bounds.sequences
     (batch, heads, queries, d), keys, group = q.shape, k.shape[2], q.shape[1] // max(1, k.shape[1])
     if not (lse.numel() and k.numel()):
@@ -217,27 +228,28 @@ def backward(
     pieces = pieces_of(q.dtype)
     softcap = options.softcap != 0
     packed = sequences >= 0
-    drops = seed is not None
+    extra = _plain(extra)
     of_keys, of_queries = tiles = plan.backward_tile(
-        pieces, padded, softcap or drops, packed, device_of(q.get_device()).shared_bytes
+        pieces, padded, softcap or extra is not None, packed, device_of(q.get_device()).shared_bytes
     )
     by_wgmma = options.wgmma and wgmma.supported(q, k, v, dout)
-    columns = wgmma.stats_tile(d, options, bounds, seed) if by_wgmma else of_keys.columns
+    columns = wgmma.stats_tile(d, options, bounds, extra) if by_wgmma else of_keys.columns
     stats, dout = _stats(out, dout, lse, dlse, columns, pieces, bounds)
     if by_wgmma:
-        wgmma.backward(grads, q, k, v, dout, stats, options, bounds, seed)
+        wgmma.backward(grads, q, k, v, dout, stats, options, bounds, extra, dbias)
         return grads
     k, v, q = _split(pieces, k, v, q)
     key_blocks = plan.tiles(keys, of_keys.rows, sequences)
     query_blocks = plan.tiles(queries, of_queries.rows, sequences)
     grid, (tanh_factor, c) = batch * (key_blocks * (heads // group) + query_blocks * heads), options.factors
-    _backward_kernel(dtype, pieces, padded, softcap, packed, tiles, drops).on(q.get_device())(
+    types = wgmma.extra_types(extra)
+    _backward_kernel(dtype, pieces, padded, softcap, packed, tiles, types).on(q.get_device())(
         (grid, 1, 1), (32 * of_keys.warps, 1, 1), max(x.backward_bytes(padded, pieces) for x in tiles),
         *pointers(*grads, q, k, v, dout, stats[0], stats[1], *bounds), *wgmma.strides(*grads, q, k, v, dout),
         key_blocks, query_blocks, heads, batch, group,
         plan.section(keys, d, group, batch * heads, options.causal), queries, keys, stats.shape[2], columns,
         sequences, d, options.causal, tanh_factor, c * math.log(2) if pieces > 1 else c, options.scale,
-        *wgmma.dropout(options, seed),
+        *wgmma.extra_arguments(options, extra, dbias),
     )  # fmt: skip
     return grads
 

@@ -6,13 +6,14 @@ wanted. It returns out and lse.
 """
 
 import itertools
+import math
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cukern.ops.attention.reference import Options, by_scores, hidden_keys
+from cukern.ops.attention.reference import Options, bias_of, by_scores, hidden_keys
 from cukern.ops.causal_softmax import NO_WINDOW, causal_softmax, raw_backward, raw_forward
 from cukern.ops.softmax import softmax
 from cukern.runtime import checks
@@ -28,14 +29,14 @@ by_softmax = partial(by_scores, softmax)
 
 
 def by_causal_softmax(
-    q: Tensor, k: Tensor, v: Tensor, options: Options, return_lse: bool, seed: Tensor | None = None
+    q: Tensor, k: Tensor, v: Tensor, options: Options, return_lse: bool, extra: Tensor | None = None
 ) -> Outputs:
-    plain = options.causal and not (options.softcap or options.window or options.dropout or return_lse)
+    plain = options.causal and extra is None and not (options.softcap or options.window or return_lse)
     if not plain or not all(
         checks.known(n)
         for n in (q.shape[0] == k.shape[0], q.shape[1] == k.shape[1], q.shape[2] <= k.shape[2])
     ):
-        return by_softmax(q, k, v, options, return_lse, seed=seed)
+        return by_softmax(q, k, v, options, return_lse, extra=extra)
     leading = q.shape[:2]
     q, k, v = (x.flatten(0, 1) for x in (q, k, v))
     kernels = q.is_cuda or backend.simulates(q)
@@ -96,15 +97,21 @@ def _at_once(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Tensor:
         return torch_matmul(causal_softmax(torch_matmul(q, k.mT), scale=scale), v)
 
 
-def by_sdpa(q: Tensor, k: Tensor, v: Tensor, options: Options, return_lse: bool) -> Outputs:
+def by_sdpa(
+    q: Tensor, k: Tensor, v: Tensor, options: Options, return_lse: bool, extra: Tensor | None = None
+) -> Outputs:
     if options.softcap or return_lse:
         raise ValueError(
             f"version 'sdpa' has no softcap and no return_lse, got softcap={options.softcap!r} and "
             f"return_lse={return_lse}"
         )
     same_heads, square = checks.known(q.shape[1] == k.shape[1]), checks.known(q.shape[2] == k.shape[2])
-    masked = options.causal and (not square or options.window > 0)
+    bias = bias_of(extra, q, k)
+    masked = options.causal and (not square or options.window > 0 or bias is not None)
     seen = ~hidden_keys(q, k, window=options.window) if masked else None
+    if bias is not None:
+        seen = bias if seen is None else bias.masked_fill(~seen, -math.inf)
+        seen = seen.expand(*q.shape[:3], k.shape[2])
     is_causal = options.causal and not masked
     with autocast.off(q):
         attend = partial(

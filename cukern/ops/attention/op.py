@@ -19,12 +19,12 @@ from cukern.runtime.planning import planned
 from cukern.runtime.registry import Version
 
 
-@planned("q", "k", "v", "sink", "key_lengths", "block_table")
+@planned("q", "k", "v", "sink", "key_lengths", "block_table", "bias", "alibi_slopes")
 def attention(
     q: Any, k: Any, v: Any, *, causal: bool = True, scale: float | None = None, softcap: float | None = None,
     window: int | None = None, sink: Any = None, return_lse: bool = False, key_lengths: Any = None,
-    block_table: Any = None, num_splits: int | None = None, dropout_p: float = 0.0,
-    version: str | None = None,
+    block_table: Any = None, num_splits: int | None = None, dropout_p: float = 0.0, bias: Any = None,
+    alibi_slopes: Any = None, version: str | None = None,
 ) -> Any:  # fmt: skip
     """softmax(scale q k^T) v, with a causal mask unless `causal` is False. Differentiable.
 
@@ -51,6 +51,10 @@ def attention(
         num_splits: parts of the keys in decoding; None: chosen by size. With 1, results do not depend on the
             batch.
         dropout_p: the probability that a weight is dropped, in [0, 1), by a seed of torch's generator.
+        bias: added to the scaled scores; of q's dtype or float32, broadcasts to (..., heads, queries, keys).
+            -inf hides a key. Its gradient takes memory of that shape.
+        alibi_slopes: float32, (heads,) or q's dimensions before the queries: adds -slope * |query + keys -
+            queries - key|. Excludes bias; both exclude dropout_p, key_lengths and block_table.
         version: default: the last that the GPU runs, or that of `cukern.use`: docs/ops/attention.md.
 
     Returns a new tensor (..., heads, queries, value_dim) of q's dtype; with `return_lse` also lse, (...,
@@ -70,10 +74,13 @@ def attention(
     (q,) = _batched(lead, q)
     k, v = _batched(lead, k, v) if table is None else (k, v)
     options, seed = _dropout(options, dropout_p, q)
+    others = {"dropout_p": dropout_p or None, "key_lengths": key_lengths, "block_table": table}
+    extra = _bias(bias, alibi_slopes, others, leading, q, k)
+    extra = seed if extra is None else extra
     if table is None and key_lengths is None:
-        if seed is None:  # whose numbers count from the first key
+        if extra is None:  # which counts from the first key
             q, k, v, options = _in_window(q, k, v, options)
-        out, lse = _attend(version, q, k, v, options, return_lse or sink is not None, seed=seed)
+        out, lse = _attend(version, q, k, v, options, return_lse or sink is not None, extra=extra)
     elif seed is not None:
         raise ValueError(f"dropout_p and key_lengths exclude each other, got dropout_p={dropout_p}")
     else:
@@ -110,7 +117,7 @@ def attention_packed(
     q, k, v = fused.parts(qkv)
     options, return_lse, sink = _options(version, q, k, v, causal, scale, softcap, window, return_lse, sink)
     options, seed = _dropout(options, dropout_p, qkv)
-    out, lse = _attend(version, q, k, v, options, return_lse or sink is not None, qkv, seed=seed)
+    out, lse = _attend(version, q, k, v, options, return_lse or sink is not None, qkv, extra=seed)
     return _outputs(out, lse, sink, return_lse, transposed=True)
 
 
@@ -338,6 +345,35 @@ def _dropout(options: Options, dropout_p: Any, x: Tensor) -> tuple[Options, Tens
     return options, torch.randint(1 << 62, (1,), dtype=torch.int64, device=x.device)
 
 
+def _bias(
+    bias: Any, slopes: Any, others: dict[str, Any], shape: tuple[int, ...], q: Tensor, k: Tensor
+) -> Tensor | None:
+    """The checked bias with 4 dimensions, or slopes with 2. `shape`: that of q before it was batched, without
+    the last dimension. `others`: the options that exclude it."""
+    if bias is None and slopes is None:
+        return None
+    name, given = ("bias", bias) if bias is not None else ("alibi_slopes", slopes)
+    others = {"alibi_slopes": slopes, **others} if bias is not None else others
+    for other, value in others.items():
+        if value is not None:
+            raise ValueError(f"{name} and {other} exclude each other, got {other}={checks.brief(value)}")
+    x = interop.to_torch(name, given)
+    checks.dtype(name, x, (torch.float32,) if bias is None else dict.fromkeys((q.dtype, torch.float32)))
+    checks.one_device(q=q, **{name: x})
+    if bias is None:
+        if x.shape not in (shape[-2:-1], shape[:-1]):
+            raise ValueError(f"{name} has shape {tuple(x.shape)}, it must be (heads,) or {tuple(shape[:-1])}")
+        return x.detach().reshape(-1, q.shape[1]).contiguous()
+    full = *shape, k.shape[2]
+    sizes = (1,) * (len(full) - x.ndim) + tuple(x.shape)
+    if len(sizes) != len(full) or any(n not in (1, m) for n, m in zip(sizes, full, strict=True)):
+        raise ValueError(
+            f"{name} has shape {tuple(x.shape)}, it must broadcast to {full}: heads, queries, keys"
+        )
+    x = x[(None,) * (max(4, len(full)) - x.ndim)]
+    return x if len(full) <= 4 else x.expand(*shape[:-2], *x.shape[-3:]).flatten(0, len(full) - 4)
+
+
 def _scale(q: Tensor, scale: Any) -> float | None:
     """The checked scale. A trace leaves the default to the raw op, because head_dim may be dynamic."""
     if scale is None:
@@ -389,40 +425,40 @@ VERSIONS = {
 
 def _attend(
     version: str | None, q: Tensor, k: Tensor, v: Tensor, options: Options, return_lse: bool,
-    qkv: Tensor | None = None, bounds: tuple[Tensor, ...] = (), seed: Tensor | None = None,
+    qkv: Tensor | None = None, bounds: tuple[Tensor, ...] = (), extra: Tensor | None = None,
 ) -> materialised.Outputs:  # fmt: skip
     """out and lse. `qkv`: the tensor of which q, k and v are parts. `bounds`: cu_seqlens of the queries and
-    of the keys. `seed`: of the dropout, which v4 does not have together with a softcap."""
+    of the keys. `extra`: as in `reference`; v4 does not have it together with a softcap."""
     version = _chosen(version, q)
     options = options._replace(wgmma=version == "v4")
-    if seed is not None and options.softcap:
+    if extra is not None and options.softcap:
         options = options._replace(wgmma=False)
     kernels = version in _FUSED and fused.supported(q, k, v)
     if options.window:
         kernels = kernels and options.wgmma and wgmma.available(q)
-    if kernels and seed is None:
+    if kernels and extra is None:
         return fused.fused((q, k, v, *bounds) if qkv is None else (qkv,), options)
     if qkv is not None and not (torch.compiler.is_compiling() or transformed()):
         q, k, v = fused.Parts.apply(qkv)
-    if kernels and seed is not None:
-        return fused.fused((q, k, v, seed), options)
-    return _with_scores(version, q, k, v, options, return_lse, bounds, seed)
+    if kernels and extra is not None:
+        return fused.fused((q, k, v, extra), options)
+    return _with_scores(version, q, k, v, options, return_lse, bounds, extra)
 
 
 def _with_scores(
     version: str, q: Tensor, k: Tensor, v: Tensor, options: Options, return_lse: bool,
-    bounds: tuple[Tensor, ...], seed: Tensor | None,
+    bounds: tuple[Tensor, ...], extra: Tensor | None,
 ) -> materialised.Outputs:  # fmt: skip
     """`_attend` without a fused kernel."""
     lengths = (bounds[0], bounds[1]) if bounds else None
     if version == "sdpa":
-        return materialised.by_sdpa(q, k, v, options, return_lse)
+        return materialised.by_sdpa(q, k, v, options, return_lse, extra)
     if not (q.is_cuda or backend.simulates(q)):
-        return reference(q, k, v, options, lengths, seed)
+        return reference(q, k, v, options, lengths, extra)
     if lengths is not None:
         return materialised.by_softmax(q, k, v, options, lengths=lengths)
     attend = materialised.by_softmax if version == "v1" else materialised.by_causal_softmax
-    return attend(q, k, v, options, return_lse, seed=seed)
+    return attend(q, k, v, options, return_lse, extra=extra)
 
 
 def _chosen(version: str | None, q: Tensor) -> str:

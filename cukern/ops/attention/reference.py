@@ -131,44 +131,74 @@ def _dropped(weights: Tensor, threshold: int, seed: Tensor) -> Tensor:
     return (word >> 16 * (j % 2) & 0xFFFF) < threshold
 
 
+def bias_of(extra: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
+    """The bias of the scores in q's dtype, which broadcasts to (batch, heads, queries, keys), or None.
+    `extra`: as in `reference`."""
+    if extra is None or extra.ndim == 1:
+        return None
+    if extra.ndim == 4:
+        return extra.to(q.dtype)
+    query, key = (torch.arange(x.shape[2], dtype=torch.int64, device=q.device) for x in (q, k))
+    distance = query[:, None] + k.shape[2] - q.shape[2] - key
+    return (-extra[..., None, None] * distance.abs()).to(q.dtype)
+
+
+def _visible(
+    s: Tensor, q: Tensor, k: Tensor, options: Options, lengths: Lengths, bias: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """The scores (heads, queries, keys) with their bias, -infinity for hidden keys. And where rows have no
+    visible key, if there may be such rows: these have other scores."""
+    if not options.causal and lengths is None and bias is None and k.shape[-2]:
+        return s, None
+    if bias is None or options.causal:
+        hidden = hidden_keys(q, k, lengths, options.causal, options.window)
+    else:
+        hidden = s.new_zeros((), dtype=torch.bool)
+    if bias is not None:
+        heads, without = s.unflatten(0, q.shape[:2]), bias == -math.inf
+        s = (heads + bias.masked_fill(without, 0)).flatten(0, 1)
+        hidden = (hidden | without).expand_as(heads).flatten(0, 1)
+    empty = None
+    if lengths is not None or bias is not None or not checks.known(q.shape[-2] <= k.shape[-2]):
+        # their weights are replaced later
+        empty = hidden.all(-1, keepdim=True)
+        hidden = hidden & ~empty
+    return s.masked_fill(hidden, -math.inf), empty
+
+
 def by_scores(
     softmax: Callable[[Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor, options: Options,
-    return_lse: bool = True, lengths: Lengths = None, seed: Tensor | None = None,
+    return_lse: bool = True, lengths: Lengths = None, extra: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """out (batch, heads, queries, E), and lse (batch, heads, queries) or None, computed in q's dtype.
-    `softmax` is that of rows. `seed`: of the dropout, if there is one."""
-    causal, softcap, window = options.causal, options.softcap, options.window
-    leading, keys = q.shape[:2], repeated(k, q.shape[1]).flatten(0, 1)
+    `softmax` is that of rows. `extra`: as in `reference`."""
+    softcap, leading, keys = options.softcap, q.shape[:2], repeated(k, q.shape[1]).flatten(0, 1)
     # scores of float16 may overflow before they are scaled
     s = torch_matmul((q * options.scale_of(q)).flatten(0, 1), keys.mT)
     if softcap:
         s = softcap * torch.tanh(s / softcap)
-    empty = None
-    if causal or lengths is not None or not k.shape[-2]:
-        hidden = hidden_keys(q, k, lengths, causal, window)
-        if lengths is not None or not checks.known(q.shape[-2] <= k.shape[-2]):
-            # rows without a visible key: their weights are replaced below
-            empty = hidden.all(-1, keepdim=True)
-            hidden = hidden & ~empty
-        s = s.masked_fill(hidden, -math.inf)
+    bias = bias_of(extra, q, k)
+    s, empty = _visible(s, q, k, options, lengths, bias)
     weights, lse = softmax(s), s.to(wide(s.dtype)).logsumexp(-1) if return_lse else None
     if empty is not None:
         weights, lse = (
             weights.masked_fill(empty, 0),
             lse if lse is None else lse.masked_fill(empty[..., 0], -math.inf),
         )
-    if seed is not None:
-        weights = weights.masked_fill(_dropped(weights, options.threshold, seed), 0)
+    if extra is not None and bias is None:
+        weights = weights.masked_fill(_dropped(weights, options.threshold, extra), 0)
         weights = weights * options.kept_scale
     out = torch_matmul(weights, repeated(v, q.shape[1]).flatten(0, 1))
     return out.unflatten(0, leading), lse if lse is None else lse.unflatten(0, leading)
 
 
 def reference(
-    q: Tensor, k: Tensor, v: Tensor, options: Options, key_lengths: Lengths = None, seed: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, options: Options, key_lengths: Lengths = None,
+    extra: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """out and lse in torch's operations. 16-bit types are computed in float32. Keys at and after key_lengths
-    are not used."""
+    are not used. `extra`: the seed of the dropout, (1,), ALiBi's slopes, (batch or 1, heads), or a bias of
+    4 dimensions that broadcasts to (batch, heads, queries, keys)."""
     with off(q):
         x, y, z = (t.to(wide(q.dtype)) for t in (q, k, v))
         if isinstance(key_lengths, Tensor):
@@ -177,7 +207,7 @@ def reference(
                 >= key_lengths[:, None, None, None]
             )
             y, z = (t.masked_fill(behind, 0) for t in (y, z))
-        out, lse = by_scores(partial(torch.softmax, dim=-1), x, y, z, options, True, key_lengths, seed)
+        out, lse = by_scores(partial(torch.softmax, dim=-1), x, y, z, options, True, key_lengths, extra)
         assert lse is not None
         return out.to(q.dtype), lse
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from cukern.ops.attention import plan
 from cukern.ops.attention.reference import Options
+from cukern.runtime.compile.signature import CTYPES
 from cukern.runtime.device import device_of
 from cukern.runtime.launch.kernel import Kernel, Template
 from cukern.runtime.launch.tensor_map import encoder
@@ -83,68 +84,91 @@ def instances(dtype: torch.dtype) -> list[Kernel]:
     return [*kernels, *_ordered_kernels(dtype)]
 
 
-# the types of Dropout's members, see kernels_cu/attention/dropout.cuh
-DROPPED = "const unsigned long long*", "unsigned", "float"
+def extra_types(extra: Tensor | None) -> tuple[str, ...]:
+    """The types of a kernel's last parameters, see bias.cuh. `extra`: as in `reference`."""
+    if extra is None:
+        return ()
+    if extra.ndim == 1:
+        return "const unsigned long long*", "unsigned", "float"
+    number = CTYPES[extra.dtype]
+    return ("const float*", "int") if extra.ndim == 2 else (f"const {number}*", "BiasLayout", f"{number}*")
 
 
-def dropout(options: Options, seed: Tensor | None) -> tuple[Any, ...]:
-    """The last arguments of a launch with dropout."""
-    return () if seed is None else (*pointers(seed), options.threshold, options.kept_scale)
+def extra_arguments(
+    options: Options, extra: Tensor | None, gradient: Tensor | None = None
+) -> tuple[Any, ...]:
+    """The last arguments of a launch. `gradient`: of a bias, without broadcasting."""
+    if extra is None:
+        return ()
+    if extra.ndim == 1:
+        return *pointers(extra), options.threshold, options.kept_scale
+    steps = [step if n > 1 else 0 for n, step in zip(extra.shape, extra.stride(), strict=True)]
+    if extra.ndim == 2:
+        return *pointers(extra), steps[0]
+    *outer, step = steps
+    aligned = extra.data_ptr() % (2 * extra.element_size()) == 0
+    pairs = step == 1 and aligned and not any(n % 2 for n in outer)
+    return *pointers(extra), struct.pack("2q3i4x", *steps, pairs), *pointers(gradient)
 
 
 def _forward_kernel(
-    dtype: torch.dtype, d: int, softcap: bool, packed: bool, tile: plan.WgmmaTile, drops: bool = False
-) -> Kernel:
-    key = dtype, d, *tile[:4], softcap, packed, *(DROPPED if drops else ())
+    dtype: torch.dtype, d: int, softcap: bool, packed: bool, tile: plan.WgmmaTile,
+    extra: tuple[str, ...] = (),
+) -> Kernel:  # fmt: skip
+    key = dtype, d, *tile[:4], softcap, packed, *extra
     return _FORWARD[key]
 
 
 def _backward_kernel(
-    keys: bool, dtype: torch.dtype, d: int, softcap: bool, packed: bool, drops: bool = False
+    keys: bool, dtype: torch.dtype, d: int, softcap: bool, packed: bool, extra: tuple[str, ...] = ()
 ) -> Kernel:
     tile = plan.WGMMA_BACKWARD[d][not keys]
-    key = keys, dtype, d, *tile[:4], softcap, packed, *(DROPPED if drops else ())
+    key = keys, dtype, d, *tile[:4], softcap, packed, *extra
     return _BACKWARD[key]
 
 
 def forward(
     out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, options: Options, bounds: Bounds,
-    seed: Tensor | None = None,
+    extra: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Write out and lse. `seed`: of the dropout, which is not together with a softcap."""
+    """Write out and lse. `extra`: as in `reference`; not together with a softcap."""
     (batch, heads, queries, d), (kv_heads, keys), padded = (
         q.shape,
         k.shape[1:3],
         plan.wgmma_head_dim(q.shape[3]),
     )
     sequences, packed, group = bounds.sequences, bounds.sequences >= 0, heads // kv_heads
-    tile = plan.wgmma_forward(d, keys // max(1, sequences), options.softcap != 0, options.causal)
+    biased = extra is not None and extra.ndim > 1
+    tile = plan.wgmma_forward(d, keys // max(1, sequences), options.softcap != 0 or biased, options.causal)
     blocks = plan.tiles(queries, tile.rows, sequences)
     maps = _map(q, tile.rows, packed), _map(k, tile.columns, packed), _map(v, tile.columns, packed)
     grid = tile.forward_grid(
         blocks * batch * heads, packed, options.causal, keys, device_of(q.get_device()).sms
     )
-    _forward_kernel(q.dtype, padded, options.softcap != 0, packed, tile, seed is not None).on(q.get_device())(
-        (grid, 1, 1), (tile.threads, 1, 1), tile.forward_bytes(padded), *pointers(out, lse), *maps,
+    kernel = _forward_kernel(q.dtype, padded, options.softcap != 0, packed, tile, extra_types(extra))
+    # 12 bytes at the end of a Block may be read as 16
+    shared = tile.forward_bytes(padded) + 4 * (extra is not None)
+    kernel.on(q.get_device())(
+        (grid, 1, 1), (tile.threads, 1, 1), shared, *pointers(out, lse), *maps,
         *pointers(*bounds), *strides(out), blocks, heads, batch, group,
         plan.section(keys, d, group, batch * heads, options.causal), queries, keys, sequences,
         options.window or plan.MOST_ROWS - options.causal * queries, d, options.causal, *options.factors,
-        *dropout(options, seed),
+        *extra_arguments(options, extra),
     )  # fmt: skip
 
 
 def backward(
     grads: Sequence[Tensor], q: Tensor, k: Tensor, v: Tensor, dout: Tensor, stats: Tensor, options: Options,
-    bounds: Bounds, seed: Tensor | None = None,
+    bounds: Bounds, extra: Tensor | None = None, dbias: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Write dq, dk and dv. `stats`: lse and delta, (2, batch * heads, padded queries). `seed`: as in
-    `forward`."""
+    """Write dq, dk and dv, and dbias where a query sees the key. `stats`: lse and delta, (2, batch * heads,
+    padded queries). `extra`: as in `forward`."""
     (batch, heads, queries, d), (kv_heads, keys), padded = (
         q.shape,
         k.shape[1:3],
         plan.wgmma_head_dim(q.shape[3]),
     )
-    if ordered(d, options, bounds, seed):
+    if ordered(d, options, bounds, extra):
         return _backward_ordered(grads, q, k, v, dout, stats, options)
     group, (dq, dk, dv), section = (
         heads // kv_heads,
@@ -154,7 +178,7 @@ def backward(
     window = options.window or plan.MOST_ROWS - options.causal * queries
     sequences = bounds.sequences
     packed = bounds.sequences >= 0
-    columns = stats_tile(d, options, bounds, seed)
+    columns = stats_tile(d, options, bounds, extra)
     numbers = (
         heads,
         batch,
@@ -173,24 +197,24 @@ def backward(
         fixed, moving, (dx, dy) = ((k, v), (q, dout), (dk, dv)) if of_keys else ((q, dout), (k, v), (dq, dq))
         blocks = plan.tiles(fixed[0].shape[2], tile.rows, sequences)
         maps = *(_map(x, tile.rows, packed) for x in fixed), *(_map(x, tile.columns, packed) for x in moving)
-        drops = seed is not None
-        _backward_kernel(of_keys, q.dtype, padded, options.softcap != 0, packed, drops).on(q.get_device())(
+        types = extra_types(extra)
+        _backward_kernel(of_keys, q.dtype, padded, options.softcap != 0, packed, types).on(q.get_device())(
             (blocks * fixed[0].shape[1] * batch, 1, 1), (tile.threads, 1, 1), tile.backward_bytes(padded),
             *pointers(dx, dy), *maps, *pointers(stats[0], stats[1], *bounds), *strides(dx, dy), blocks,
-            *numbers, *options.factors, options.scale, *dropout(options, seed),
+            *numbers, *options.factors, options.scale, *extra_arguments(options, extra, dbias),
         )  # fmt: skip
 
 
-def ordered(head_dim: int, options: Options, bounds: Bounds, seed: Tensor | None) -> bool:
+def ordered(head_dim: int, options: Options, bounds: Bounds, extra: Tensor | None) -> bool:
     """True if the backward is one launch, see kernels_cu/attention/wgmma_ordered.cuh."""
-    plain = not options.softcap and bounds.sequences < 0 and seed is None
+    plain = not options.softcap and bounds.sequences < 0 and extra is None
     return plain and plan.wgmma_head_dim(head_dim) == 128
 
 
-def stats_tile(head_dim: int, options: Options, bounds: Bounds, seed: Tensor | None) -> int:
+def stats_tile(head_dim: int, options: Options, bounds: Bounds, extra: Tensor | None) -> int:
     """The number of queries in a tile of the backward's lse and delta."""
     tile = plan.WGMMA_BACKWARD[plan.wgmma_head_dim(head_dim)][0]
-    return (plan.ORDERED if ordered(head_dim, options, bounds, seed) else tile).columns
+    return (plan.ORDERED if ordered(head_dim, options, bounds, extra) else tile).columns
 
 
 def _ordered_kernels(dtype: torch.dtype) -> tuple[Kernel, Kernel]:

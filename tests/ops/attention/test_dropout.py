@@ -216,10 +216,11 @@ def test_lengths_and_dropout_exclude_each_other():
 @pytest.mark.parametrize("arch", ("compute_80", "compute_90", "compute_120"))
 def test_the_kernels_compile(arch):
     """Those of all other options: test_compiled.py."""
+    types = wgmma.extra_types(torch.zeros(1, dtype=torch.int64))
     for make in (launch._forward_kernel, launch._backward_kernel):
-        kernel = make(BF16, 1, 128, False, False, dropout=True)
+        kernel = make(BF16, 1, 128, False, False, extra=types)
         assert kernel.compile(arch).code
     for d, tiles in plan.WGMMA_FORWARD.items() if arch == "compute_90" else ():
-        found = [wgmma._forward_kernel(BF16, d, False, False, tile, True) for tile in tiles]
-        found += [wgmma._backward_kernel(keys, BF16, d, False, False, True) for keys in (True, False)]
+        found = [wgmma._forward_kernel(BF16, d, False, False, tile, types) for tile in tiles]
+        found += [wgmma._backward_kernel(keys, BF16, d, False, False, types) for keys in (True, False)]
         assert not any(kernel.compile("sm_90a").report.spill_loads for kernel in found)
