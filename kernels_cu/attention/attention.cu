@@ -36,7 +36,7 @@
 // version  idea                                            4,16,4096,128 causal bf16, H200: forward, backward
 // v1, v2   scores in memory (no kernels here)
 // v3       fused (Dao, arXiv 2307.08691)                   793 us, 2738 us (1.19, 1.01 of torch's flash)
-// v4       wgmma and TMA (wgmma_forward.cuh)               479 us, 1638 us (1.09, 0.90 of cuDNN)
+// v4       wgmma and TMA (wgmma_forward.cuh)               479 us, 1361 us (1.09, 1.08 of cuDNN)
 // Experiments and predictions: docs/notes/attention.md.
 #include "bias.cuh"
 #include "decode.cuh"
