@@ -48,9 +48,8 @@ def _calls(gpu: str, case: Case, version: str) -> Iterator[str]:
             largest = [(0, "")]
 
             def add(*launch: Any, lines: list[str] = lines, largest: list[Any] = largest) -> None:
-                lines.append(
-                    _line(*launch)
-                )  # while the tensors exist: else their addresses look like numbers
+                # now, while the tensors exist: later their addresses would look like numbers
+                lines.append(_line(*launch))
                 largest.append((launch[4], launch[1]))
 
             try:

@@ -78,7 +78,8 @@ struct PageTable {
     int bits = 0, window = 0;
 };
 
-// float32: the work of a warp for ROWS rows, 8 or 16, of which `rows` exist. copy(tile, stage) copies a tile.
+// A warp's part of decoding in float32. It computes ROWS rows, 8 or 16. Only the first `rows` have a query.
+// copy(tile, stage) starts the copy of a tile.
 // Scores  LANES lanes share a key. Each multiplies COLUMNS columns of it with all rows of q, which are in
 //         registers. Then LANES scores are sums over these lanes. Lane l has score i ^ l in register i, so
 //         lanes exchange halves without selects, and end with the score of row l % ROWS and key l / ROWS.

@@ -245,6 +245,7 @@ class DecodeTile(NamedTuple):
 DECODE = DecodeTile()
 
 
+@cached(64)
 def decode_tile(device: int) -> DecodeTile:
     """The tile of the decoding kernel, with as many warps as fit into shared memory."""
     fit = (device_of(device).shared_bytes - 1024) // (DECODE.bytes // DECODE.warps)

@@ -178,7 +178,7 @@ def backward(
     window = options.window or plan.MOST_ROWS - options.causal * queries
     sequences = bounds.sequences
     packed = bounds.sequences >= 0
-    columns = stats_tile(d, options, bounds, extra)
+    columns = plan.WGMMA_BACKWARD[padded][0].columns
     numbers = (
         heads,
         batch,
