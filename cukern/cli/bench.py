@@ -20,9 +20,9 @@ from cukern.runtime.registry import Case
 
 CPU_BYTES, CPU_FLOPS = 1 << 26, 10**9  # of a call that is timed without a GPU
 STARTUP, OWN_KERNEL, LLAMA_BLOCK, OPTIMIZERS = "startup", "own_kernel", "llama_block", "optimizers"
-LOKR, FUSED_LOSS = "lokr_layer", "fused_loss"
+LOKR, FUSED_LOSS, ATTENTION_SHAPES = "lokr_layer", "fused_loss", "attention_shapes"
 OTHERS = (  # benchmarks in place of an op
-    STARTUP, OWN_KERNEL, LLAMA_BLOCK, OPTIMIZERS, LOKR, FUSED_LOSS, *MODELS,
+    STARTUP, OWN_KERNEL, LLAMA_BLOCK, OPTIMIZERS, LOKR, FUSED_LOSS, ATTENTION_SHAPES, *MODELS,
 )  # fmt: skip
 
 
@@ -76,8 +76,9 @@ def bench(
     eager and under torch.compile. OP `optimizers` times a step of AdamW and of Muon, next to torch's. OP
     `lokr_layer` times LoKr layers of LyCORIS, next to LyCORIS's kernels and torch.compile. OP `fused_loss`
     times linear_cross_entropy and linear_logprobs, and their peak memory, next to torch.compile and Liger.
-    OP `llama`, `qwen3` and `gemma2` time updates and decoded tokens of transformers' models with random
-    weights, next to torch.compile and Liger.
+    OP `attention_shapes` times attention over 24 shapes of training and 8 caches of decoding, next to cuDNN
+    and FlashAttention-4. OP `llama`, `qwen3` and `gemma2` time updates and decoded tokens of transformers'
+    models with random weights, next to torch.compile and Liger.
     """
     if op in OTHERS and dims:
         raise ValueError(f"{op} takes no sizes, got {' '.join(map(str, dims))}")
@@ -224,12 +225,22 @@ def _over(case: Case, shapes: list[tuple[int, ...]], text: str | None) -> list[t
 
 
 def _without_op(op: str, only: list[str] | None, seconds: float) -> Iterator[Table]:
-    from cukern.bench import fused_loss, llama_block, lokr, models, optimizers, own_kernel, startup
+    from cukern.bench import (
+        attention_shapes,
+        fused_loss,
+        llama_block,
+        lokr,
+        models,
+        optimizers,
+        own_kernel,
+        startup,
+    )  # fmt: skip
 
     measures: dict[str, Callable[[], Iterator[Table]]] = {
         **{model: partial(models.measure_model, model, only) for model in MODELS},
         LOKR: partial(lokr.measure_lokr, only),
         FUSED_LOSS: partial(fused_loss.measure_fused_loss, only),
+        ATTENTION_SHAPES: partial(attention_shapes.measure_attention_shapes, only, seconds),
         LLAMA_BLOCK: partial(llama_block.measure_llama_block, seconds),
         OPTIMIZERS: partial(optimizers.measure_optimizers, seconds),
     }

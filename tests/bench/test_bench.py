@@ -12,6 +12,7 @@ from helpers import TREE, gpu
 from turn import TURN
 
 from cukern.bench import (
+    attention_shapes,
     calls,
     environment,
     fused_loss,
@@ -525,9 +526,27 @@ def test_fused_losses_next_to_torch():
     assert all(row.shape == (8, 64, 16) and row.median_us > 0 for row in table.rows)
 
 
+def test_attention_over_shapes_and_caches():
+    shapes = [(1, 4, 2, 40, 16, "causal"), (1, 2, 2, 40, 16, "full"), (1, 2, 2, 1100, 8, "window")]
+    found = list(attention_shapes.measure_attention_shapes(None, 0.05, shapes, [(2, 4, 2, 256, 64)]))
+    rows = [row for table in found for row in table.rows if row.provider == "cukern"]
+    assert [(row.version, row.pass_) for row in rows] == [
+        *((mask, pass_) for mask in ("causal", "full", "window") for pass_ in ("fwd", "bwd")),
+        *((pages, "decode") for pages in ("", "pages of 16", "pages of 256")),
+    ]
+    # pairs of query and key that are visible: 40 * 41 / 2, 40 * 40, 1024 * 1025 / 2 + 76 * 1024
+    visible = [820, 1600, 602624]
+    assert [row.flops for row in rows[:6:2]] == [
+        4 * b * h * d * n for (b, h, _, _, d, _), n in zip(shapes, visible, strict=True)
+    ]
+    assert all(row.median_us > 0 for row in rows)
+
+
 def test_a_model_refuses_unknown_providers():
     with pytest.raises(ValueError, match=r"--only must be one of cukern, cukern logprobs, .*, got 'quack'"):
         next(fused_loss.measure_fused_loss(["quack"]))
+    with pytest.raises(ValueError, match=r"--only must be one of cukern, cudnn, fa4, .*, got 'quack'"):
+        next(attention_shapes.measure_attention_shapes(["quack"], 0.1))
     with pytest.raises(ValueError, match=r"--only must be one of torch compiled, .*, got 'quack'"):
         next(models.measure_model("llama", ["quack"]))
     with pytest.raises(ValueError, match=r"(--only must be one of lycoris, .*, got 'quack'|pip install)"):
