@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), PER_SM)
     auto extra = extra_of(extras...);
     using Extra = decltype(extra);
     const float c_softmax = BIASED<Extra> ? 1 : c;  // of scores with their bias
-    int warpgroup = threadIdx.x / 128;
+    int warpgroup = warpgroup_in_block();
     if (warpgroup == WARPGROUPS) {
         fewer_registers<Regs::PRODUCER>();
         if (threadIdx.x != 128 * WARPGROUPS) return;
@@ -165,6 +165,7 @@ __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), PER_SM)
                 wgmma_fence(o[0], p);
                 start_transposed<T, D, M>(s[0], q, k_ring + of_k.stage * TILE);
                 wgmma_commit();
+                mbarrier_wait_in_block(full_v + 8 * of_v.stage, of_v.phase);
                 start_product<T, D>(o[0], p, v_ring + of_v.stage * TILE);
                 wgmma_commit();
                 if (WARPGROUPS > 1 && (tile > begin || warpgroup < WARPGROUPS - 1))
@@ -184,19 +185,17 @@ __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), PER_SM)
                 if constexpr (WARPGROUPS == 1) {  // Two copies of the softmax make the kernel faster.
                     to_weights(false);
                     for (tile--; tile >= begin; tile--) {
-                        mbarrier_wait_in_block(full_v + 8 * of_v.stage, of_v.phase);
                         next_products();
                         to_weights(true);
                     }
-                    mbarrier_wait_in_block(full_v + 8 * of_v.stage, of_v.phase);
                 } else {  // One copy compiles in less time.
                     for (bool started = false;; started = true) {
                         to_weights(started);
-                        mbarrier_wait_in_block(full_v + 8 * of_v.stage, of_v.phase);
                         if (tile-- == begin) break;
                         next_products();
                     }
                 }
+                mbarrier_wait_in_block(full_v + 8 * of_v.stage, of_v.phase);
                 wgmma_fence(o[0], p);
                 start_product<T, D>(o[0], p, v_ring + of_v.stage * TILE);
                 wgmma_commit();

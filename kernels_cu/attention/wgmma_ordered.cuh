@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(384, 1)
     wait_for_previous();
     __syncthreads();
     Work work = work_of(blockIdx.x, blocks, heads / group, batches, max(1, section / group), false);
-    int first = work.block * ROWS, warpgroup = threadIdx.x / 128;
+    int first = work.block * ROWS, warpgroup = warpgroup_in_block();
     // Query i sees the keys from i + offset - window + 1 to i + offset.
     int offset = causal ? keys - queries : keys, begin = max(0, first - offset) / N,
         end = (min(queries, first + ROWS - 1 - offset + window) + N - 1) / N;

@@ -1,9 +1,14 @@
 """`cukern sass`: machine instructions by kind and source line."""
 
+import itertools
+import re
+
 import pytest
+import torch
 from test_cli import call, refused
 
 from cukern.cli import sass
+from cukern.ops.attention import wgmma
 from cukern.runtime.compile.compiler import SetupError
 
 LISTING = """
@@ -97,3 +102,21 @@ def test_kernels_of_an_op(nvdisasm):
     assert all(len(row) <= 80 for row in out.splitlines())
     assert "square has no kernel with 'v9'" in refused("sass", "square", "--kernel", "v9")
     assert "--arch must be names such as" in refused("sass", "square", "--arch", "sm_70")
+
+
+@pytest.mark.slow
+def test_the_products_of_attention_wait_for_no_moves():
+    """wgmma reads its descriptors from uniform registers. If the compiler keeps an address elsewhere, it
+    moves it (R2UR) before each product."""
+    try:
+        program = sass.disassembler()
+    except SetupError as error:
+        pytest.skip(str(error))
+    chosen = r"v4<\w+, (64, 64|128),.*false, false>|bwd<true, \w+, 64,.*false, false>|ordered"
+    kernels = [k for k in wgmma.instances(torch.bfloat16) if re.search(chosen, k.name)]
+    assert len(kernels) == 4
+    for kernel in kernels:
+        rows = sass.disassembled(program, kernel.compile("sm_90a").code).splitlines()
+        products = [i for i, row in enumerate(rows) if "HGMMA" in row]
+        moves = [sum("R2UR" in row for row in rows[a:b]) for a, b in itertools.pairwise(products)]
+        assert len(moves) > 14 and sum(moves) <= 1, kernel.name  # one between two loops
