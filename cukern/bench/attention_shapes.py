@@ -175,7 +175,7 @@ def _decode(cache: tuple[int, ...], page: int, dtype: torch.dtype, device: torch
         return partial(cukern.attention, q, k, v)
     pages = batch * tokens // page
     k, v = (new(pages, page, kv_heads, head_dim) for _ in "kv")
-    table = torch.randperm(pages, device=device).int().view(batch, -1)
+    table = torch.randperm(pages, dtype=torch.int32, device=device).view(batch, -1)
     lengths = torch.full((batch,), tokens, dtype=torch.int32, device=device)
     options: dict[str, Any] = {"block_table": table, "key_lengths": lengths}
     return partial(cukern.attention, q, k, v, **options)

@@ -97,8 +97,8 @@ def backward_tile(
 class WgmmaTile(NamedTuple):
     """A tile of v4. Each of `warpgroups` consumer warpgroups owns 64 rows and loops over tiles of `columns`
     rows. The ring buffer has `stages` stages. The registers allow `per_sm` thread blocks per SM. `parts`: so
-    many warpgroups own the same rows. `persistent`: the forward has as many thread blocks as run at a time,
-    instead of one for each block of queries."""
+    many warpgroups share 64 rows (two roles in wgmma_backward.cuh). `persistent`: the forward has as many
+    thread blocks as run at a time, instead of one for each block of queries."""
 
     columns: int
     warpgroups: int
@@ -136,7 +136,8 @@ class WgmmaTile(NamedTuple):
         """Shared memory in bytes: two fixed tiles, the ring of two moving ones, lse and delta, and
         mbarriers."""
         tiles = 2 * (self.rows + self.stages * self.columns) * -(-head_dim // 64) * 128
-        return tiles + self.stages * 2 * self.columns * 4 + 8 * (1 + 2 * self.stages)
+        weights = (self.parts - 1) * 2 * 64 * self.columns * 4
+        return tiles + weights + self.stages * 2 * self.columns * 4 + 8 * (1 + 2 * self.stages)
 
     def ordered_bytes(self, head_dim: int) -> int:
         """Shared memory in bytes: K and V, and for each stage ds, a part of dq, Q, dO, lse and delta; and
@@ -164,7 +165,7 @@ WGMMA_BACKWARD = {
     64: (WgmmaTile(96, 2, 3, 1), WgmmaTile(128, 2, 3, 1)),
     96: (WgmmaTile(64, 2, 3, 1), WgmmaTile(96, 2, 3, 1)),
     128: (WgmmaTile(48, 2, 3, 1), WgmmaTile(96, 2, 3, 1)),
-    256: (WgmmaTile(48, 2, 3, 1, parts=2), WgmmaTile(48, 2, 2, 1)),
+    256: (WgmmaTile(64, 2, 2, 1, parts=2), WgmmaTile(48, 2, 2, 1)),
 }
 
 # of the backward in one launch, at head_dim 128: a thread block owns 128 keys

@@ -30,8 +30,8 @@ __device__ __forceinline__ void wgmma_commit() {
 }
 
 // The number of this thread's warpgroup in its block. The shuffle tells the compiler that all lanes have the
-// same, so addresses that depend on it stay in uniform registers. wgmma reads its descriptors from there: from
-// other registers each takes two moves, which delay the product.
+// same, so addresses that depend on it stay in uniform registers. wgmma reads its descriptors from there.
+// From other registers each takes two moves, which delay the product.
 __device__ __forceinline__ int warpgroup_in_block() { return __shfl_sync(~0u, threadIdx.x / 128, 0); }
 
 // setmaxnreg: from here on a warpgroup has N registers per thread, a multiple of 8. Other warpgroups of its
