@@ -66,7 +66,9 @@ __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), PER_SM)
     Sequence of = sequence_of<PACKED, KEYS, ROWS>(work, query_bounds, key_bounds, sequences, queries, keys);
     queries = of.queries, keys = of.keys;
     if (PACKED && work.block * ROWS >= (KEYS ? keys : queries)) return;
-    int first = work.block * ROWS, warpgroup = warpgroup_in_block();
+    int first = work.block * ROWS;
+    // with more arguments the uniform number costs spills
+    int warpgroup = sizeof...(Extras) ? threadIdx.x / 128 : warpgroup_in_block();
     // The moving tiles that a row of the block needs. Query i sees the keys from i + offset - window + 1 to
     // i + offset.
     int offset = causal ? keys - queries : keys;

@@ -64,7 +64,8 @@ __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), PER_SM)
     auto extra = extra_of(extras...);
     using Extra = decltype(extra);
     const float c_softmax = BIASED<Extra> ? 1 : c;  // of scores with their bias
-    int warpgroup = warpgroup_in_block();
+    // with more arguments the uniform number costs spills
+    int warpgroup = sizeof...(Extras) ? threadIdx.x / 128 : warpgroup_in_block();
     if (warpgroup == WARPGROUPS) {
         fewer_registers<Regs::PRODUCER>();
         if (threadIdx.x != 128 * WARPGROUPS) return;
