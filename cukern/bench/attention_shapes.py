@@ -71,7 +71,7 @@ def _attentions(device: torch.device) -> tuple[dict[str, Callable[..., Tensor]],
         return found, dict.fromkeys(PROVIDERS[1:], "there is no GPU")
     found["cudnn"] = _cudnn
     if importlib.util.find_spec("flash_attn") is None or not importlib.util.find_spec("flash_attn.cute"):
-        return found, {"fa4": "flash-attn-4 is not installed"}
+        return found, {"fa4": "flash_attn.cute is not installed: pip install 'flash-attn-4[cu13]'"}
     return found | {"fa4": partial(_fa4, False), "fa4 deterministic": partial(_fa4, True)}, {}
 
 
