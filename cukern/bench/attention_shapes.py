@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import cukern
 from cukern.bench import environment, timing
 from cukern.bench.calls import backward
-from cukern.bench.measure import Row, Table, copies, holding, input_sets, name_of
+from cukern.bench.measure import Row, Table, copies, holding, input_sets, name_of, note_failure
 from cukern.runtime import checks
 
 WINDOW = 1024
@@ -116,11 +116,11 @@ def _training(
                 inputs = [_inputs(shape, name, dtype, device) for _ in sets]
                 calls[name] = holding([_call(own, pass_, *x) for x in inputs])
             except Exception as error:  # a peer that fails must not end the measurement
-                _note(name, error, missing)
+                note_failure(name, error, missing)
         times, failed = timing.device_times(calls, device, seconds)
         calls.clear()
     for name, failure in failed.items():
-        _note(name, failure, missing)
+        note_failure(name, failure, missing)
     peak, size = environment.peak_flops(device, dtype, False), shape[:-1]
     return [
         Row(
@@ -129,12 +129,6 @@ def _training(
         )
         for name, t in times.items()
     ]  # fmt: skip
-
-
-def _note(name: str, error: Exception, missing: dict[str, str]) -> None:
-    if name == "cukern":
-        raise error
-    missing[name] = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
 def _decoding(cache: tuple[int, ...], dtype: torch.dtype, seconds: float) -> list[Row]:
@@ -153,7 +147,7 @@ def _decoding(cache: tuple[int, ...], dtype: torch.dtype, seconds: float) -> lis
         times, failed = timing.device_times(calls, device, seconds)
         calls.clear()
     for name, error in failed.items():
-        _note(name.partition(" ")[0], error, {})
+        note_failure(name.partition(" ")[0], error, {})
     copy_us = times["copy"].median_us if "copy" in times else None
     rows = []
     for name, t in times.items():
@@ -194,7 +188,9 @@ def measure_attention_shapes(
         for dtype in (torch.bfloat16, torch.float16)[: 2 if index % HALF == HALF - 1 else 1]:
             for pass_ in ("fwd", "bwd"):
                 lacking = dict(missing)
-                yield Table(_training(shape, pass_, dtype, chosen, seconds, lacking), lacking)
+                # FlashAttention-4's forward is the same
+                own = {name: f for name, f in chosen.items() if (pass_, name) != ("fwd", PROVIDERS[3])}
+                yield Table(_training(shape, pass_, dtype, own, seconds, lacking), lacking)
     if "cukern" in wanted:
         for cache in caches:
             yield Table(_decoding(cache, torch.bfloat16, seconds), {})

@@ -118,7 +118,7 @@ def measure(
         times, failed = timing.device_times(calls, device, budget_s)
         calls.clear()
     for (provider, _), error in failed.items():
-        _note_failure(provider, error, missing)
+        note_failure(provider, error, missing)
     kind = "tf32" if tf32 else name_of(dtype)
     peak = environment.peak_flops(device, dtype, tf32)
     copy_us = times[_COPY].median_us if _COPY in times else None
@@ -180,7 +180,7 @@ def _of_limit(row: Row, case: Case, copy_us: float | None, peak: float | None) -
     return row.tflops * 1e12 / peak if peak and row.tflops else None
 
 
-def _note_failure(provider: str, error: Exception, missing: dict[str, str]) -> None:
+def note_failure(provider: str, error: Exception, missing: dict[str, str]) -> None:
     """Raise an error of cukern; list the reason why another provider is missing."""
     if provider == "cukern":
         raise error
@@ -227,7 +227,7 @@ def _host_calls(
         try:
             function(*inputs)
         except Exception as error:  # see timing.device_times
-            _note_failure(provider, error, missing)
+            note_failure(provider, error, missing)
             continue
         calls[provider, version] = partial(function, *inputs)
     return calls
@@ -262,7 +262,7 @@ def _calls(
                 [prepared(function, one, dout) for one, dout in zip(leaves, douts, strict=True)]
             )
         except Exception as error:  # see timing.device_times
-            _note_failure(provider, error, missing)
+            note_failure(provider, error, missing)
     return calls
 
 
