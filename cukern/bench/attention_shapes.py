@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import cukern
 from cukern.bench import environment, timing
 from cukern.bench.calls import backward
 from cukern.bench.measure import Row, Table, copies, holding, input_sets, name_of, note_failure
+from cukern.bench.peers import sdpa
 from cukern.runtime import checks
 
 WINDOW = 1024
@@ -49,10 +49,7 @@ def _cukern(mask: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def _cudnn(mask: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     if mask == "window":
         raise ValueError("torch's cuDNN attention has no window")
-    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        return torch.nn.functional.scaled_dot_product_attention(
-            q, k, v, is_causal=mask == "causal", enable_gqa=q.shape[1] > k.shape[1]
-        )
+    return sdpa(q, k, v, cudnn=True, causal=mask == "causal")
 
 
 def _fa4(deterministic: bool, mask: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -189,7 +186,7 @@ def measure_attention_shapes(
             for pass_ in ("fwd", "bwd"):
                 lacking = dict(missing)
                 # FlashAttention-4's forward is the same
-                own = {name: f for name, f in chosen.items() if (pass_, name) != ("fwd", PROVIDERS[3])}
+                own = {name: f for name, f in chosen.items() if (pass_, name) != ("fwd", "fa4 deterministic")}
                 yield Table(_training(shape, pass_, dtype, own, seconds, lacking), lacking)
     if "cukern" in wanted:
         for cache in caches:

@@ -166,12 +166,18 @@ def _fused_adamw(
     return param, exp_avg, exp_avg_sq
 
 
-def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cudnn: bool = False) -> torch.Tensor:
-    """torch's attention of (MATRICES, T, D): cuDNN's kernels, or FlashAttention-2 for 16-bit types and else
-    torch's choice."""
+def sdpa(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cudnn: bool = False, causal: bool = True
+) -> torch.Tensor:
+    """torch's attention of (batch, heads, T, D) or (heads, T, D): cuDNN's kernels, or FlashAttention-2 for
+    16-bit types and else torch's choice."""
+    if q.ndim == 3:
+        return sdpa(q[None], k[None], v[None], cudnn=cudnn, causal=causal)[0]
     backend = SDPBackend.CUDNN_ATTENTION if cudnn else SDPBackend.FLASH_ATTENTION
     with sdpa_kernel(backend) if cudnn or q.element_size() == 2 else contextlib.nullcontext():
-        return torch.nn.functional.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True)[0]
+        return torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=causal, enable_gqa=q.shape[1] > k.shape[1]
+        )
 
 
 def _sdpa_of_each(
@@ -181,7 +187,7 @@ def _sdpa_of_each(
     bounds = varlen_bounds(len(q), len(cu_seqlens) - 1)
     spans = (slice(a, b) for a, b in itertools.pairwise(bounds) if a < b)
     parts = ([x[span].transpose(0, 1) for x in (q, k, v)] for span in spans)
-    return torch.cat([_sdpa(*qkv).transpose(0, 1) for qkv in parts])
+    return torch.cat([sdpa(*qkv).transpose(0, 1) for qkv in parts])
 
 
 def _flash_attention(case: Case) -> Function:
@@ -243,7 +249,7 @@ _EAGER: dict[str, dict[str, Function]] = {
     "swiglu": {"torch": lambda gate, up: torch.nn.functional.silu(gate) * up},
     "cross_entropy": {"torch": torch.nn.functional.cross_entropy},
     "adamw": {"torch": _fused_adamw},
-    "attention": {"torch": lambda *qkv: CASES["attention"].reference(*qkv), "sdpa": _sdpa},
+    "attention": {"torch": lambda *qkv: CASES["attention"].reference(*qkv), "sdpa": sdpa},
     "attention_varlen": {"sdpa": _sdpa_of_each},
     "attention_decode": {"sdpa": partial(torch.nn.functional.scaled_dot_product_attention, enable_gqa=True)},
     "layernorm": {"torch": lambda x, w, b: torch.nn.functional.layer_norm(x, w.shape, w, b)},
@@ -274,7 +280,7 @@ _MAKERS: dict[str, dict[str, Maker]] = {
     "cross_entropy": {"quack": _quack("cross_entropy")},
     "attention": {
         "cudnn": lambda case, device: (
-            partial(_sdpa, cudnn=True) if device.type == "cuda" else "there is no GPU"
+            partial(sdpa, cudnn=True) if device.type == "cuda" else "there is no GPU"
         )
     },
     "kron_linear": {"materialised": lambda case, device: _materialised},

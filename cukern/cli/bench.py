@@ -234,7 +234,7 @@ def _without_op(op: str, only: list[str] | None, seconds: float) -> Iterator[Tab
         optimizers,
         own_kernel,
         startup,
-    )  # fmt: skip
+    )
 
     measures: dict[str, Callable[[], Iterator[Table]]] = {
         **{model: partial(models.measure_model, model, only) for model in MODELS},
