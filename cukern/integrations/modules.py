@@ -1,13 +1,37 @@
 """Forwards for modules of transformers' models. Each replaces a module's forward; the parameters and
 submodules stay."""
 
+import functools
+import math
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from cukern.ops.gelu import geglu, gelu, swiglu
 from cukern.ops.layernorm import layernorm, rmsnorm
 from cukern.ops.rope import rope
+from cukern.runtime import checks
+
+FEW_TOKENS = 64
+
+
+def or_own(forward: Callable[..., Any], own: Callable[..., Any], position: int) -> Callable[..., Any]:
+    """`forward`; in inference of a few tokens under torch.compile `own`, the model's code. There the launches
+    take longer than the kernels, and the compiler fuses the model's code into fewer of them.
+
+    The argument at `position` has the shape (batch, tokens, ...).
+    """
+
+    @functools.wraps(forward)
+    def chosen(*args: Any, **kwargs: Any) -> Any:
+        inference = torch.compiler.is_compiling() and not torch.is_grad_enabled()
+        if inference and checks.known(math.prod(args[position].shape[:2]) <= FEW_TOKENS):
+            return own(*args, **kwargs)
+        return forward(*args, **kwargs)
+
+    return chosen
 
 
 def rms_norm(self: Any, hidden_states: Tensor) -> Tensor:

@@ -282,7 +282,8 @@ def _patch_forwards(
     record: Patch, part: str, found: dict[str, nn.Module], forward: Callable[..., Tensor]
 ) -> None:
     for module in found.values():
-        record.set(module, "forward", MethodType(forward, module))
+        chosen = modules.or_own(forward, type(module).forward, position=1)
+        record.set(module, "forward", MethodType(chosen, module))
     record.replaced[part] = f"{len(found)} of {type(next(iter(found.values()))).__name__}: {forward.__name__}"
 
 
@@ -302,8 +303,8 @@ def _patch_rope(record: Patch, model: Any, family: Family) -> None:
         return
     file = _file_of(model, family)
     if not _rope_users.get(file.__name__):
-        vars(file)["_cukern_before"] = file.apply_rotary_pos_emb
-        file.apply_rotary_pos_emb = family.rope
+        own = vars(file)["_cukern_before"] = file.apply_rotary_pos_emb
+        file.apply_rotary_pos_emb = modules.or_own(family.rope, own, position=2)  # cos
     _rope_users[file.__name__] = _rope_users.get(file.__name__, 0) + 1
     record._undo.append(functools.partial(_restore_rope, file))
     record.replaced["rope"] = f"{file.__name__}.apply_rotary_pos_emb"

@@ -10,7 +10,9 @@ import warnings
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from helpers import kernels
+from torch._dynamo.backends.common import aot_autograd
 
 import cukern
 from cukern.integrations import attention
@@ -354,6 +356,35 @@ def test_compiled_whole(name, tokens):
         assert_same(
             step(torch.compile(model, fullgraph=True, backend="aot_eager"), tokens, labels=tokens), expected
         )
+
+
+@pytest.mark.parametrize("name", ("llama", "qwen3", "olmo2", "gpt2"))
+def test_compiled_inference_of_few_tokens(name, tokens):
+    """The compiler sees the model's own norms, MLP and rope for one token, and cukern's for 80."""
+    graphs = []
+
+    def keep(graph, _):
+        graphs.append({str(node.target) for node in graph.graph.nodes})
+        return make_boxed_func(graph.forward)
+
+    @torch.no_grad()
+    def run(model, network):
+        cache = transformers.StaticCache(config=model.config, max_cache_len=48)
+        argument = {*CACHE, "past_key_values"} & {*inspect.signature(type(model).forward).parameters}
+        options = {argument.pop(): cache, "use_cache": True}
+        model(tokens, **options)
+        return [network(tokens[:, :1], **options).logits, network(tokens.repeat(1, 4)[:, :40]).logits]
+
+    model = made(name, num_hidden_layers=1).eval()
+    expected = run(model, model)
+    torch.compiler.reset()
+    with patched(model):
+        backend = aot_autograd(fw_compiler=keep, inference_compiler=keep)
+        network = torch.compile(model, fullgraph=True, dynamic=False, backend=backend)
+        assert_same(run(model, network), expected)
+    few, many = (sorted(name for name in graph if name.startswith("cukern")) for graph in graphs)
+    assert few == ["cukern._attention_with_lengths.default"]
+    assert len(many) == (3 if name == "gpt2" else 4), many
 
 
 @kernels
