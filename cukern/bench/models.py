@@ -36,6 +36,7 @@ MODELS: dict[str, tuple[str, dict[str, int], tuple[int, int]]] = {
 }
 PROVIDERS = "torch compiled", "torch", "cukern", "cukern compiled", "liger"  # Liger's patch stays: it is last
 WARMUP = 3
+UPDATE, DECODE = "update", "decode"
 CACHED, DECODED = (1, 32), 4096  # sequences of a batch, and tokens in the cache, when a token is decoded
 
 
@@ -81,8 +82,17 @@ def _row(
         torch.compiler.reset()
     dtype = name_of(next(model.parameters()).dtype)
     shape = (sizes["num_hidden_layers"], sizes["hidden_size"], sizes["vocab_size"], *batch)
-    what = "decode" if decode else "update"
-    return Row(op, "", what, shape, dtype, provider, times.median_us, times.iqr_us, peak_mib=peak)
+    return Row(
+        op,
+        "",
+        DECODE if decode else UPDATE,
+        shape,
+        dtype,
+        provider,
+        times.median_us,
+        times.iqr_us,
+        peak_mib=peak,
+    )
 
 
 def _update(model: Any, network: Any, tokens: torch.Tensor) -> Callable[[], None]:
@@ -137,17 +147,24 @@ def measure_model(
     steps: int = 10,
     sizes: dict[str, int] | None = None,
     batch: tuple[int, int] | None = None,
+    passes: Sequence[str] | None = None,
 ) -> Iterator[Table]:
     """Yield the times, from Python, of an update (forward, loss, backward and torch's fused AdamW) and of a
-    decoded token, a table for each time. `sizes` and `batch` replace those in MODELS."""
+    decoded token, or of these `passes` only, a table for each time. `sizes` and `batch` replace those in
+    MODELS."""
     chosen, missing = _chosen(op, only)
     sizes = MODELS[op][1] | (sizes or {})
-    work = [(False, batch or MODELS[op][2]), *((True, (sequences, DECODED)) for sequences in CACHED)]
+    wanted = [checks.choice("--pass", name, (UPDATE, DECODE)) for name in passes or (UPDATE, DECODE)]
+    update = [(False, batch or MODELS[op][2])] if UPDATE in wanted else []
+    decode = [(True, (sequences, DECODED)) for sequences in CACHED] if DECODE in wanted else []
+    if "liger" in chosen and not update:
+        missing["liger"] = "only its updates are timed"
+        yield Table([], missing)
     for provider in chosen:
-        for decode, tokens in work[:1] if provider == "liger" else work:
+        for decoded, tokens in update if provider == "liger" else update + decode:
             rows = list[Row]()
             try:
-                rows.append(_row(op, provider, steps, sizes, tokens, decode))
+                rows.append(_row(op, provider, steps, sizes, tokens, decoded))
             except (torch.OutOfMemoryError, torch._dynamo.exc.TorchDynamoException) as error:
                 missing[provider] = str(error).partition("\n")[0]
             yield Table(rows, missing)

@@ -11,7 +11,7 @@ import typer
 from cukern.bench import environment
 from cukern.bench import plot as pictures
 from cukern.bench.measure import Row, Table, measure, measure_host, passes
-from cukern.bench.models import MODELS
+from cukern.bench.models import DECODE, MODELS
 from cukern.bench.record import append, default_file
 from cukern.cli import common
 from cukern.cli.common import console, errors, listed, say
@@ -33,7 +33,9 @@ def bench(
     pass_: Annotated[
         str | None,
         typer.Option(
-            "--pass", metavar="fwd|bwd|bwd:x,...", help="Only these passes; fwd+bwd times both together."
+            "--pass",
+            metavar="fwd|bwd|bwd:x,...",
+            help="Only these passes; fwd+bwd times both together. Of a model: update, decode.",
         ),
     ] = None,
     tf32: Annotated[bool, typer.Option("--tf32", help="float32 matrix products in TF32.")] = False,
@@ -80,13 +82,15 @@ def bench(
     and FlashAttention-4. OP `llama`, `qwen3` and `gemma2` time updates and decoded tokens of transformers'
     models with random weights, next to torch.compile and Liger.
     """
-    if op in OTHERS and dims:
-        raise ValueError(f"{op} takes no sizes, got {' '.join(map(str, dims))}")
+    if op in OTHERS:
+        _refuse(
+            op, dims, {"--pass": op not in MODELS and pass_, "--tf32": tf32, "--host": host, "--over": over}
+        )
     record_to = record_file(record, record_to)
     check_plot(plot, folder=True)
     rows, missing = list[Row](), dict[str, str]()
     if op in OTHERS:
-        found = _without_op(op, _split(only), seconds)
+        found = _without_op(op, _split(only), seconds, _split(pass_))
     else:
         found = _measure(
             op, dims, "f" if dtype is None else dtype, _split(pass_), tf32, host, _split(only), seconds, over
@@ -224,7 +228,16 @@ def _over(case: Case, shapes: list[tuple[int, ...]], text: str | None) -> list[t
     return [shape for size in sizes for shape in common.find_dims(case, [*before, int(size), *after], ())]
 
 
-def _without_op(op: str, only: list[str] | None, seconds: float) -> Iterator[Table]:
+def _refuse(op: str, dims: list[int] | None, options: dict[str, object]) -> None:
+    """Raise ValueError for sizes and options that this benchmark would ignore."""
+    if dims:
+        raise ValueError(f"{op} takes no sizes, got {' '.join(map(str, dims))}")
+    for name, value in options.items():
+        if value not in (None, False):
+            raise ValueError(f"{op} takes no {name}{'' if value is True else f', got {value!r}'}")
+
+
+def _without_op(op: str, only: list[str] | None, seconds: float, passes: list[str] | None) -> Iterator[Table]:
     from cukern.bench import (
         attention_shapes,
         fused_loss,
@@ -237,7 +250,7 @@ def _without_op(op: str, only: list[str] | None, seconds: float) -> Iterator[Tab
     )
 
     measures: dict[str, Callable[[], Iterator[Table]]] = {
-        **{model: partial(models.measure_model, model, only) for model in MODELS},
+        **{model: partial(models.measure_model, model, only, passes=passes) for model in MODELS},
         LOKR: partial(lokr.measure_lokr, only),
         FUSED_LOSS: partial(fused_loss.measure_fused_loss, only),
         ATTENTION_SHAPES: partial(attention_shapes.measure_attention_shapes, only, seconds),
@@ -270,13 +283,17 @@ def _columns(rows: Sequence[Row]) -> dict[str, Callable[[Row], str]]:
         "TFLOP/s": lambda r: _number(r.tflops),
         "of limit": lambda r: _number(r.of_limit),
         "x torch": lambda r: _number(torch_us / r.median_us if torch_us else None),
-        "tokens/s": lambda r: (
-            f"{r.shape[-2] * r.shape[-1] / r.median_us * 1e6:.0f}" if r.op in MODELS else ""
-        ),
+        "tokens/s": lambda r: f"{_tokens(r) / r.median_us * 1e6:.0f}" if r.op in MODELS else "",
         "peak MiB": lambda r: f"{r.peak_mib:.0f}" if r.peak_mib else "",
         "error": lambda r: "" if r.error is None else f"{r.error:.1e}",
     }
     return {name: cell for name, cell in columns.items() if any(cell(r) for r in rows)}
+
+
+def _tokens(row: Row) -> int:
+    """Tokens of an update, or decoded tokens."""
+    sequences, length = row.shape[-2:]
+    return sequences if row.pass_ == DECODE else sequences * length
 
 
 def _table(rows: Sequence[Row]) -> object:

@@ -51,25 +51,19 @@ def attention_mask(
 ) -> Tensor | None:  # fmt: skip
     """The mask in one of the module's forms. Arguments: see transformers.masking_utils.sdpa_mask."""
     if not (allow_is_bidirectional_skip or use_vmap):
-        padding = attention_mask
-        if padding is not None and not _traced(padding) and padding.all():
-            padding = None
-        if isinstance(q_offset, Tensor):
-            found = _of_static_cache(batch_size, q_length, kv_length, q_offset, padding, local_size)
-        elif padding is not None:
-            whole = allow_is_causal_skip and padding.shape[1] == q_length == kv_length
-            found = _of_padding(padding) if whole else None
+        end = kv_offset + kv_length
+        chunked = _chunked(kwargs.get("config"), local_size, end)
+        causal = allow_is_causal_skip and not chunked
+        if attention_mask is not None and (_traced(attention_mask) or not attention_mask.all()):
+            whole = causal and attention_mask.shape[1] == q_length == kv_length
+            found = _of_padding(attention_mask) if whole else None
+        elif isinstance(q_offset, Tensor) or q_offset + q_length != end:
+            rest = (q_offset, local_size, causal, device)
+            found = _of_static_cache(batch_size, q_length, kv_offset, end, *rest)
+        elif causal or (q_length == 1 and not chunked):
+            found = plain(device)
         else:
-            found = _of_whole(
-                batch_size,
-                q_length,
-                q_offset,
-                kv_offset + kv_length,
-                kv_offset,
-                mask_function,
-                allow_is_causal_skip,
-                device,
-            )
+            found = _of_packed(batch_size, q_length, q_offset, mask_function, device)
         if found is not None:
             return found
     from transformers.masking_utils import sdpa_mask
@@ -89,28 +83,23 @@ def _traced(x: Tensor) -> bool:
     )
 
 
-def _of_whole(
-    batch: int, queries: int, offset: int, end: int, first: int, mask_function: Callable[..., Tensor],
-    is_causal: bool, device: Any,
-) -> Tensor | None:  # fmt: skip
-    """Without padding. The keys are `first` to `end`."""
-    if offset + queries != end:  # a cache of fixed length, at its first tokens
-        return plain(device, offset + queries) if is_causal and first == 0 else None
-    return (
-        plain(device)
-        if is_causal or queries == 1
-        else _of_packed(batch, queries, offset, mask_function, device)
-    )
+def _chunked(config: Any, size: int | None, keys: int) -> bool:
+    """True for Llama 4's chunks of `size` tokens, which its layers do not pass on, as others do a window."""
+    return size is not None and size != getattr(config, "sliding_window", None) and keys > size
 
 
 def _of_static_cache(
-    batch: int, queries: int, keys: int, offset: Tensor, padding: Tensor | None, window: int | None
+    batch: int, queries: int, first: int, end: int, offset: Any, window: int | None, causal: bool, device: Any
 ) -> Tensor | None:
     """A cache of fixed length: its keys behind offset + queries are not valid yet."""
-    if padding is not None or window is not None:
+    if first:
         return None
-    if queries > 1 and not _traced(offset) and int(offset) == 0:
-        return plain(offset.device, queries)
+    if causal and (not isinstance(offset, Tensor) or (queries > 1 and not _traced(offset) and offset == 0)):
+        return plain(device, int(offset) + queries)
+    if (queries > 1 and not causal) or (window is not None and end > window):
+        return None
+    if not isinstance(offset, Tensor):
+        return torch.full((batch, 1, 1, 1), offset + queries, dtype=torch.int32, device=device)
     return (offset + queries).to(torch.int32).reshape(1, 1, 1, 1).expand(batch, 1, 1, 1).contiguous()
 
 
@@ -185,6 +174,8 @@ def attention_forward(
         return out.view(query.shape[0], query.shape[2], *out.shape[1:]), None
     if lengths is not None:
         options["key_lengths"] = lengths
+        if sliding_window is not None and key.shape[2] <= sliding_window:  # the cache ends the window
+            options["window"] = None
     elif mask is not None and mask.shape[-1]:
         key, value = key[:, :, : mask.shape[-1]], value[:, :, : mask.shape[-1]]
     p = dropout if module.training else 0.0

@@ -28,6 +28,7 @@ from cukern.bench import (
 )
 from cukern.bench.measure import Row, copies, measure, measure_host, passes, providers
 from cukern.cli import profile
+from cukern.cli.bench import _columns
 from cukern.runtime.compile import cache
 from cukern.runtime.registry import CASES
 
@@ -507,6 +508,10 @@ def test_models_next_to_torch(op, monkeypatch):
     for table in tables:
         (row,) = table.rows
         assert not table.missing and row.shape[:3] == (1, 32, 64) and row.median_us > 0
+        tokens = 8 if row.pass_ == "update" else row.shape[3]
+        assert _columns([row])["tokens/s"](row) == f"{tokens / row.median_us * 1e6:.0f}"
+    (table,) = models.measure_model(op, ["cukern"], 2, sizes, (1, 8), ["update"])
+    assert [row.pass_ for row in table.rows] == ["update"]
 
 
 @pytest.mark.filterwarnings("default")  # LyCORIS's

@@ -49,7 +49,9 @@ def test_torchs_own_error_of_memory(monkeypatch):
 
 ODD = """bench square 3 --only ''; bench square 3 --pass ''; bench square 3 --dtype ''; bench startup 3;
 check square --dtype '';
-bench llama_block 3; profile square --dtype ''; compile ''; compile square --arch sm_70;
+bench llama_block 3; bench startup --host; bench optimizers --tf32; bench fused_loss --pass fwd;
+bench llama --over S=3,4; bench llama --pass fwd; profile square --dtype '';
+compile ''; compile square --arch sm_70;
 compile square --arch sm_\u0669\u0660"""
 
 

@@ -169,8 +169,11 @@ def test_greedy_tokens_with_padding_on_the_left(name, tokens):
         )
 
 
-def test_greedy_tokens_with_a_static_cache(tokens):
-    model = made("llama").eval()
+@pytest.mark.parametrize("name", ("llama", "mistral", "gemma2", "gpt_oss"))
+@pytest.mark.parametrize("window", (5, 15))
+def test_greedy_tokens_with_a_static_cache(name, window, tokens):
+    """A window that ends before the prompt, and one that ends while tokens are decoded."""
+    model = made(name, **({} if name == "llama" else {"sliding_window": window})).eval()
     options = {
         "max_new_tokens": 6,
         "do_sample": False,
@@ -180,6 +183,27 @@ def test_greedy_tokens_with_a_static_cache(tokens):
     expected = model.generate(tokens, **options)
     with patched(model), without_fallback():
         assert torch.equal(model.generate(tokens, **options), expected)
+
+
+def test_attention_in_chunks():
+    """Llama 4's layers attend within chunks of 5 tokens; one with all tokens."""
+    attention.register()
+    sizes = SIZES | {"head_dim": 16, "intermediate_size_mlp": 96, "num_local_experts": 2}
+    config = transformers.Llama4TextConfig(**sizes, attention_chunk_size=5, no_rope_layers=[1, 0])
+    torch.manual_seed(0)
+    model = transformers.Llama4ForCausalLM(config).eval()
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.3)
+    tokens = torch.randint(1, 97, (1, 12), generator=torch.Generator().manual_seed(1))
+
+    @torch.no_grad()
+    def outputs(kind, **options):
+        model.set_attn_implementation(kind)
+        generated = model.generate(tokens, max_new_tokens=8, do_sample=False, **options)
+        return model(tokens, use_cache=False).logits, model(tokens[:, :4]).logits, generated
+
+    for options in ({}, {"cache_implementation": "static", "disable_compile": True}):
+        assert_same(outputs("cukern", **options), outputs("eager", **options))
 
 
 @pytest.mark.parametrize("name", ("llama", "gpt2"))
