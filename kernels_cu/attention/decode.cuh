@@ -15,7 +15,7 @@
 //            of a block over its warps.
 // float32    the products are FFMAs, see decode_floats. A loop for 8 rows takes half the time of that for 16.
 // Pipeline   a warp copies its own tiles by cp.async, STAGES - 1 tiles of 8 KB ahead, so the loop has no
-//            barrier. Q is in registers.
+//            barrier. Q is in registers. With D = 256 tiles are twice as large, and half as many warps fit.
 // Overlap    a block prefetches into L2 what its warps copy first, before it waits for the previous kernel
 //            (pdl.cuh). attention_decode_sum signals before it waits, so the blocks of a next call start as
 //            soon as blocks of this one exit.
@@ -23,7 +23,7 @@
 //            is the result. Otherwise each block writes its sums as float32, and attention_decode_sum adds
 //            them in the order of the splits. Two runs give the same bits.
 // Launch     1-D grid: row tiles (fastest), splits, KV heads, batch; block = 32 * WARPS; dynamic shared
-//            memory = WARPS * STAGES * 8 KB.
+//            memory = WARPS * STAGES * 8 KB, 16 KB with D = 256.
 //
 // Experiments and predictions: docs/notes/attention.md.
 #pragma once
@@ -31,7 +31,12 @@
 #include "softmax.cuh"
 #include "tile.cuh"
 
-constexpr int MMA_ROWS = 16, TILE_BYTES = 4096;  // of K or of V: in 16 bits 16 keys with D = 128, 32 with 64
+constexpr int MMA_ROWS = 16;
+
+// The keys of a tile of K and V: 4 KB of each, and twice as much in 16 bits with D = 256, because mma.sync
+// multiplies 16 rows of V.
+template <typename T, int D>
+constexpr int TILE_KEYS = sizeof(T) == 2 && D > 128 ? 16 : 4096 / (D * int(sizeof(T)));
 
 // A row's sum of weights, relative to 2^base. base is -infinity if the row has seen no key.
 struct Stats {
@@ -92,7 +97,8 @@ __device__ __forceinline__ void decode_floats(float* tile_sums, Stats* of_warps,
                                               int queries, int keys, int head_dim, bool causal, int window,
                                               int tile, int end, bool signals, float tanh_factor, float c,
                                               Copy copy) {
-    constexpr int KEYS = TILE_BYTES / (4 * D), LANES = ROWS * D / 64, COLUMNS = D / LANES;
+    constexpr int KEYS = TILE_KEYS<float, D>, TILE_BYTES = KEYS * D * 4, LANES = ROWS * D / 64,
+                  COLUMNS = D / LANES;
     constexpr int AT_ONCE = 32 / ROWS, SCORES = KEYS / AT_ONCE, OWNERS = D / 4, PITCH = D + 8;
     int lane = threadIdx.x % 32, row = lane % ROWS, query = (first + row) % queries;
     int last = causal ? query + keys - queries : keys - 1;  // the last key that this lane's row sees
@@ -211,7 +217,7 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM)
     constexpr bool PAGED = sizeof...(Paged) > 0;
     PageTable pages{paged...};
     // pitch of a row of float32 sums: no bank conflicts
-    constexpr int KEYS = TILE_BYTES / (D * sizeof(T)), PITCH = D + 8;
+    constexpr int KEYS = TILE_KEYS<T, D>, TILE_BYTES = KEYS * D * sizeof(T), PITCH = D + 8;
     static_assert(WARPS * MMA_ROWS * PITCH * sizeof(float) <= WARPS * STAGES * 2 * TILE_BYTES,
                   "the sums fit where the tiles were");
     extern __shared__ __align__(128) unsigned char shared[];
@@ -231,12 +237,16 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM)
     auto begin_of = [&](int split) {
         return unseen + int(((keys + KEYS - 1) / KEYS - unseen) * (long long)split / splits);
     };
-    // what the warp copies first, see pdl.cuh; a tile of K or V is a line of 128 bytes for each lane
+    // what the warp copies first, see pdl.cuh; 4 KB are a line of 128 bytes for each lane
     if (!PAGED && !key_lengths) {
         constexpr int LINE = 128 / sizeof(T), LINES = D / LINE;
-        int row = (begin_of(split) + warp) * KEYS + lane / LINES, column = lane % LINES * LINE;
-        if (row < keys && column < head_dim)
-            prefetch(k + row * of_k.row + column), prefetch(v + row * of_v.row + column);
+        int begin = (begin_of(split) + warp) * KEYS, column = lane % LINES * LINE;
+#pragma unroll
+        for (int i = 0; i < TILE_BYTES / 4096; i++) {
+            int row = begin + (i * 32 + lane) / LINES;
+            if (row < keys && column < head_dim)
+                prefetch(k + row * of_k.row + column), prefetch(v + row * of_v.row + column);
+        }
     }
     wait_for_previous();
     if (key_lengths) keys = max(0, min(keys, key_lengths[batch]));

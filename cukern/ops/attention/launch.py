@@ -42,11 +42,10 @@ def instances(dtype: torch.dtype) -> list[Kernel]:
     kernels += [_PREPROCESS[dtype, _operand(dtype), n, d] for n in pieces for d in dims]
     if dtype == torch.float32:
         kernels += [_SPLIT[_operand(dtype), n, d] for n in pieces for d in dims]
-    few = plan.HEAD_DIMS if dims else ()
     return (
         kernels
-        + [_decode_kernel(dtype, d, *which) for d in few for which in itertools.product(flags, flags)]
-        + [_SUM[dtype, d, 4] for d in few]
+        + [_decode_kernel(dtype, d, *which) for d in dims for which in itertools.product(flags, flags)]
+        + [_sum_kernel(dtype, d) for d in dims]
     )
 
 
@@ -75,11 +74,21 @@ def _backward_kernel(
 
 
 def _decode_kernel(
-    dtype: torch.dtype, d: int, softcap: bool, paged: bool, tile: plan.DecodeTile = plan.DECODE
+    dtype: torch.dtype, d: int, softcap: bool, paged: bool, tile: plan.DecodeTile | None = None
 ) -> Kernel:
+    tile = tile or plan.decode_tile(-1, d)
     types = ("const int*", "int", "int") if paged else ()  # of PageTable's members
-    key = dtype, d, *tile, softcap, *types
+    key = dtype, d, tile.warps, tile.stages, tile.per_sm, softcap, *types
     return _DECODE[key]
+
+
+def _sum_kernel(dtype: torch.dtype, d: int) -> Kernel:
+    return _SUM[dtype, d, _sum_warps(d)]
+
+
+def _sum_warps(d: int) -> int:
+    """At least a thread for each column."""
+    return max(4, d // 32)
 
 
 def outputs(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
@@ -196,7 +205,7 @@ def _decode(
         None if lengths is None else lengths.contiguous(),
     )
     seen = min(keys, options.window + queries) if options.window else keys
-    tiles, tile = plan.key_tiles(seen, d, q.element_size()), plan.decode_tile(device)
+    tiles, tile = plan.key_tiles(seen, d, q.element_size()), plan.decode_tile(device, d)
     row_tiles, splits = plan.decode(batch * kv_heads, group * queries, tiles, device, tile)
     splits = min(options.splits, max(1, tiles)) if options.splits else splits
     partial, stats = (lse.new_empty((splits, *q.shape[:3], n)) if splits > 1 else None for n in (padded, 2))
@@ -207,8 +216,9 @@ def _decode(
         group, queries, keys, d, options.causal, *options.factors, *pages,
     )  # fmt: skip
     if splits > 1:
-        add, grid = _SUM[q.dtype, padded, 4].on(device), (lse.numel(), 1, 1)
-        add(grid, (128, 1, 1), 0, *pointers(out, lse, partial, stats), strides[0], splits, heads, queries, d)
+        add, threads = _sum_kernel(q.dtype, padded).on(device), 32 * _sum_warps(padded)
+        of_all = strides[0], splits, heads, queries, d
+        add((lse.numel(), 1, 1), (threads, 1, 1), 0, *pointers(out, lse, partial, stats), *of_all)
 
 
 def backward(

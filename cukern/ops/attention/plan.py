@@ -218,7 +218,6 @@ def section(
 
 CANDIDATES = "decode", "fused"
 MOST_QUERIES = 16
-HEAD_DIMS = 64, 128
 _ROWS = 16  # of a tile of queries
 _LEAST_TILES = 4  # with fewer tiles of keys, warps of the decoding kernel have no work
 # fixed time of a wave of thread blocks, and of the launch that adds the splits, in tiles (0.24 us on an H200)
@@ -230,36 +229,38 @@ _FREE_IDLE_SPLIT = 0.16
 
 
 class DecodeTile(NamedTuple):
-    """A warp keeps `stages` tiles of 8 KB in shared memory. At least `per_sm` thread blocks fit into the
-    registers of an SM."""
+    """A warp keeps `stages` tiles of K and V, of `tile_bytes` together, in shared memory. At least `per_sm`
+    thread blocks fit into the registers of an SM."""
 
     warps: int = 8
     stages: int = 3
     per_sm: int = 1
+    tile_bytes: int = 8192
 
     @property
     def bytes(self) -> int:
         """Shared memory in bytes."""
-        return self.warps * self.stages * 8192
+        return self.warps * self.stages * self.tile_bytes
 
 
 DECODE = DecodeTile()
 
 
 @cached(64)
-def decode_tile(device: int) -> DecodeTile:
+def decode_tile(device: int, head_dim: int) -> DecodeTile:
     """The tile of the decoding kernel, with as many warps as fit into shared memory."""
-    fit = (device_of(device).shared_bytes - 1024) // (DECODE.bytes // DECODE.warps)
-    return DECODE._replace(warps=min(DECODE.warps, fit))
+    tile = DECODE._replace(tile_bytes=16384 if head_dim > 128 else 8192)
+    fit = (device_of(device).shared_bytes - 1024) // (tile.stages * tile.tile_bytes)
+    return tile._replace(warps=min(tile.warps, fit))
 
 
 @cached(4096)
 def decode(heads: int, rows: int, tiles: int, device: int, tile: DecodeTile = DECODE) -> tuple[int, int]:
     """The numbers of row tiles and splits for `heads` KV heads of all sequences, `rows` queries per KV head
-    and `tiles` tiles of keys. Time is counted in tiles of a thread block in a full wave. A split costs its
-    partial sums."""
+    and `tiles` tiles of keys, of 8 KB. Time is counted in tiles of a thread block in a full wave. A split
+    costs its partial sums."""
     row_tiles = -(-rows // _ROWS)
-    blocks, most = heads * row_tiles, max(1, tiles // tile.warps)
+    blocks, most = heads * row_tiles, max(1, tiles // (tile.warps * tile.tile_bytes // 8192))
     gpu = device_of(device)
     # thread blocks that run at a time
     slots = gpu.sms * max(1, min(tile.per_sm, gpu.sm_shared_bytes // (tile.bytes + 2048)))
@@ -278,11 +279,12 @@ def decode(heads: int, rows: int, tiles: int, device: int, tile: DecodeTile = DE
 
 
 def key_tiles(keys: int, head_dim: int, itemsize: int = 2) -> int:
-    """The number of tiles of 8 KB that the decoding kernel reads per KV head."""
+    """The number of tiles of 8 KB that the decoding kernel reads per KV head; with a head_dim above 128 two
+    of them are one of its tiles."""
     return -(-keys * padded_head_dim(head_dim) * itemsize // 4096)
 
 
 def decodes(queries: int, keys: int, head_dim: int) -> bool:
     """True if the decoding kernel computes the forward."""
-    fits = queries <= MOST_QUERIES and head_dim <= HEAD_DIMS[-1] and key_tiles(keys, head_dim) >= _LEAST_TILES
+    fits = queries <= MOST_QUERIES and head_dim <= MOST_HEAD_DIM and key_tiles(keys, head_dim) >= _LEAST_TILES
     return fits and eligible(CANDIDATES, str)[:1] == ["decode"]

@@ -25,6 +25,7 @@ CASES = [  # heads, kv_heads, queries, head_dim, page size, lengths, dtype, opti
     (2, 1, 3, 64, 16, (129, 64), BF16, {"window": 1}),
     (2, 1, 3, 128, 256, (256, 7), HALF, {"window": 64, "softcap": 2.0}),
     (4, 2, 2, 64, 16, (100, 64), FLOAT, {"window": 9}),
+    (4, 2, 2, 256, 16, (100, 64), BF16, {"window": 30, "softcap": 1.5, "num_splits": 2}),
     (4, 1, 3, 128, 16, (97, 64, 2), FLOAT, {"num_splits": 3, "sink": 0.5}),
     (8, 1, 2, 72, 32, (101, 33), FLOAT, {"window": 40, "softcap": 1.5}),
     (
