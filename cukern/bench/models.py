@@ -82,17 +82,8 @@ def _row(
         torch.compiler.reset()
     dtype = name_of(next(model.parameters()).dtype)
     shape = (sizes["num_hidden_layers"], sizes["hidden_size"], sizes["vocab_size"], *batch)
-    return Row(
-        op,
-        "",
-        DECODE if decode else UPDATE,
-        shape,
-        dtype,
-        provider,
-        times.median_us,
-        times.iqr_us,
-        peak_mib=peak,
-    )
+    pass_ = DECODE if decode else UPDATE
+    return Row(op, "", pass_, shape, dtype, provider, times.median_us, times.iqr_us, peak_mib=peak)
 
 
 def _update(model: Any, network: Any, tokens: torch.Tensor) -> Callable[[], None]:

@@ -27,8 +27,10 @@ def or_own(forward: Callable[..., Any], own: Callable[..., Any], position: int) 
     @functools.wraps(forward)
     def chosen(*args: Any, **kwargs: Any) -> Any:
         inference = torch.compiler.is_compiling() and not torch.is_grad_enabled()
-        if inference and checks.known(math.prod(args[position].shape[:2]) <= FEW_TOKENS):
-            return own(*args, **kwargs)
+        if inference and len(args) > position:  # not if it is given by its name
+            tokens = math.prod(args[position].shape[:2])
+            if checks.known(tokens <= FEW_TOKENS):
+                return own(*args, **kwargs)
         return forward(*args, **kwargs)
 
     return chosen
