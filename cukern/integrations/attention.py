@@ -94,7 +94,7 @@ def _of_static_cache(
     """A cache of fixed length: its keys behind offset + queries are not valid yet."""
     if first:
         return None
-    if causal and (not isinstance(offset, Tensor) or (queries > 1 and not _traced(offset) and offset == 0)):
+    if causal and (not isinstance(offset, Tensor) or (queries > 1 and not _traced(offset))):
         return plain(device, int(offset) + queries)
     if (queries > 1 and not causal) or (window is not None and end > window):
         return None

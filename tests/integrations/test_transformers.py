@@ -210,6 +210,14 @@ def test_attention_in_chunks():
     assert_same(outputs("cukern"), outputs("eager"))
 
 
+def test_a_part_of_a_prompt_in_a_static_cache_takes_the_kernel_of_many_queries():
+    """12 tokens after 5, in a cache of 64: no key_lengths, which only kernels of few queries have."""
+    given = {"batch_size": 2, "q_length": 12, "kv_length": 64, "q_offset": torch.tensor(5)}
+    assert attention.attention_mask(**given).shape == (0, 0, 0, 17)
+    one = attention.attention_mask(**given | {"q_length": 1})
+    assert one.shape == (2, 1, 1, 1) and (one == 6).all()
+
+
 @pytest.mark.parametrize("name", ("llama", "gpt2"))
 def test_a_cache_without_a_mask(name, tokens):
     """Three calls of the base model with one cache of fixed length, under each name of the argument."""
