@@ -1,6 +1,7 @@
 """What holds for every op and every version in the registry, so that a new one is tested by its row in the
 table."""
 
+import itertools
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 
@@ -19,10 +20,12 @@ from helpers import (
     untraceable_devices,
 )
 
+import cukern
 from cukern.bench.calls import Tensors, draw_douts, outputs, results
 from cukern.bench.verify import verify
-from cukern.runtime.device import device_of
+from cukern.runtime.device import KNOWN, assumed, device_of
 from cukern.runtime.launch import backend
+from cukern.runtime.launch.kernel import collecting
 from cukern.runtime.registry import CASES, Case
 
 PLACES = [
@@ -85,6 +88,16 @@ def test_output_and_gradients_against_float64(name, device, version):
                 case, dims, dtype, {version or "ours": call(case, version)}, torch.device(device)
             )
             assert [r for r in verdict.results if not r.ok] == [], f"{dims} {dtype}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_every_version_takes_the_sizes_of_a_check(name):
+    """For every dtype, as a GPU checks them. Nothing is launched."""
+    case = CASES[name]
+    for version, dtype, dims in itertools.product(case.op.versions, case.op.dtypes, case.check_dims):
+        with cukern.backend("sim"), assumed(KNOWN["h200"]), collecting():
+            case.call(*case.make(dims, dtype, "cpu"), version=version)
 
 
 @gpu
