@@ -14,7 +14,8 @@ from cukern.ops.layernorm import layernorm, rmsnorm
 from cukern.ops.rope import rope
 from cukern.runtime import checks
 
-FEW_TOKENS = 64  # measured with 1 and 32 tokens of Qwen3, H200: 0.56 of the time with cukern's ops
+# Measured with 1 and 32 tokens of Qwen3, H200: the model's code takes 0.56 of the time of cukern's ops.
+FEW_TOKENS = 64
 
 
 def or_own(forward: Callable[..., Any], own: Callable[..., Any], position: int) -> Callable[..., Any]:
