@@ -18,23 +18,30 @@ from cukern.runtime import checks
 FEW_TOKENS = 64
 
 
-def or_own(forward: Callable[..., Any], own: Callable[..., Any], position: int) -> Callable[..., Any]:
+def or_own(
+    forward: Callable[..., Any], own: Callable[..., Any], tokens_of: Callable[..., int]
+) -> Callable[..., Any]:
     """`forward`; in inference of a few tokens under torch.compile `own`, the model's code. There the launches
-    take longer than the kernels, and the compiler fuses the model's code into fewer of them.
-
-    The argument at `position` has the shape (batch, tokens, ...).
-    """
+    take longer than the kernels, and the compiler fuses the model's code into fewer of them. `tokens_of` gives
+    the number of tokens, and takes the same arguments."""
 
     @functools.wraps(forward)
     def chosen(*args: Any, **kwargs: Any) -> Any:
         inference = torch.compiler.is_compiling() and not torch.is_grad_enabled()
-        if inference and len(args) > position:  # not if it is given by its name
-            tokens = math.prod(args[position].shape[:2])
-            if checks.known(tokens <= FEW_TOKENS):
-                return own(*args, **kwargs)
-        return forward(*args, **kwargs)
+        few = inference and checks.known(tokens_of(*args, **kwargs) <= FEW_TOKENS)
+        return (own if few else forward)(*args, **kwargs)
 
     return chosen
+
+
+def tokens_of_module(module: nn.Module, *args: Any, **kwargs: Any) -> int:
+    """The input is (batch, tokens, ...)."""
+    return math.prod((*args, *kwargs.values())[0].shape[:2])
+
+
+def tokens_of_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> int:
+    """The heads are in q's dimension `unsqueeze_dim`, 1 or 2."""
+    return q.shape[0] * q.shape[3 - unsqueeze_dim]
 
 
 def rms_norm(self: Any, hidden_states: Tensor) -> Tensor:

@@ -282,7 +282,7 @@ def _patch_forwards(
     record: Patch, part: str, found: dict[str, nn.Module], forward: Callable[..., Tensor]
 ) -> None:
     for module in found.values():
-        chosen = modules.or_own(forward, type(module).forward, position=1)
+        chosen = modules.or_own(forward, type(module).forward, modules.tokens_of_module)
         record.set(module, "forward", MethodType(chosen, module))
     record.replaced[part] = f"{len(found)} of {type(next(iter(found.values()))).__name__}: {forward.__name__}"
 
@@ -304,7 +304,7 @@ def _patch_rope(record: Patch, model: Any, family: Family) -> None:
     file = _file_of(model, family)
     if not _rope_users.get(file.__name__):
         own = vars(file)["_cukern_before"] = file.apply_rotary_pos_emb
-        file.apply_rotary_pos_emb = modules.or_own(family.rope, own, position=2)  # cos
+        file.apply_rotary_pos_emb = modules.or_own(family.rope, own, modules.tokens_of_rotary)
     _rope_users[file.__name__] = _rope_users.get(file.__name__, 0) + 1
     record._undo.append(functools.partial(_restore_rope, file))
     record.replaced["rope"] = f"{file.__name__}.apply_rotary_pos_emb"
