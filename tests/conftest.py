@@ -75,7 +75,8 @@ SLOW = re.compile(
             r"test_cli_watch|test_tables_fit",
             r"test_headers_of_nvidia.*(cub|groups|atomic)|test_llama_block|test_report_in_a_browser|"
             r"test_as_a_module",
-            r"test_an_environment_variable|test_import_touches_no_device",
+            r"test_an_environment_variable|test_import_touches_no_device|test_public_names_are_imported",
+            r"test_kernels_loads_it|test_the_pytest_plugin|test_compiles_and_simulates_without",
             # of all ops
             r"test_a_replay_gives_the_bits.*(attention|kron|linear|matmul|rope|cross_entropy|softmax|"
             r"embedding|geglu|gelu_)",
@@ -97,8 +98,9 @@ SLOW = re.compile(
             r"40|every_option.*-v3|infinite_sinks|persistent)",
             r"attention/test_bias.*(128|256|96|float32|layouts.*v3|kernels_compile|replays|a_compiled|"
             r"derivatives|torch.*v3)",
-            r"attention/test_dropout.*(128|256|96|200|kernels_compile|0\.9|a_compiled)",
-            r"attention/test_decode.*float32|attention/test_paged.*(128|softcap)|another_compiler.*numba",
+            r"attention/test_dropout.*(128|256|96|200|kernels_compile|the_mean|a_compiled|a_seed_gives)",
+            r"attention/test_decode.*(float32|(number_of_keys|fit).*256)|attention/test_paged.*(128|softcap)",
+            r"another_compiler.*numba",
             r"test_every_small_size|no_16_bit_tensor.*sim-(attention|kron)|no_common_factor.*sim.*(matmul|"
             r"kron)",
             r"test_higher_derivatives|test_a_variable_chooses|test_linear_cross_entropy.*every_option",

@@ -22,8 +22,8 @@ def or_own(
     forward: Callable[..., Any], own: Callable[..., Any], tokens_of: Callable[..., int]
 ) -> Callable[..., Any]:
     """`forward`; in inference of a few tokens under torch.compile `own`, the model's code. There the launches
-    take longer than the kernels, and the compiler fuses the model's code into fewer of them. `tokens_of` gives
-    the number of tokens, and takes the same arguments."""
+    take longer than the kernels, and the compiler fuses the model's code into fewer of them. `tokens_of`
+    takes the same arguments and returns the number of tokens."""
 
     @functools.wraps(forward)
     def chosen(*args: Any, **kwargs: Any) -> Any:
