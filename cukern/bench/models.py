@@ -3,6 +3,7 @@ cukern.patch, and with Liger's patch; eager, and under torch.compile."""
 
 import importlib.util
 import inspect
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -65,7 +66,7 @@ def _patch(model: Any, provider: str) -> Callable[[], None]:
 
 
 def _row(
-    op: str, provider: str, steps: int, sizes: dict[str, int], batch: tuple[int, int], decode: bool
+    op: str, provider: str, steps: int, sizes: dict[str, int], batch: tuple[int, int], pass_: str
 ) -> Row:
     """Time `steps` updates, or decoded tokens, and the peak memory of the tensors."""
     device, cuda = environment.device(), environment.device().type == "cuda"
@@ -74,7 +75,7 @@ def _row(
     tokens = torch.randint(sizes["vocab_size"], batch, dtype=torch.int64, device=device)
     compiled = provider.endswith("compiled")
     network = torch.compile(model, backend="inductor" if cuda else "aot_eager") if compiled else model
-    step = _decode(model, network, tokens, steps) if decode else _update(model, network, tokens)
+    step = _decode(model, network, tokens, steps) if pass_ == DECODE else _update(model, network, tokens)
     try:
         times, peak = timing.times_and_peak(step, steps, device, WARMUP)
     finally:
@@ -82,7 +83,6 @@ def _row(
         torch.compiler.reset()
     dtype = name_of(next(model.parameters()).dtype)
     shape = (sizes["num_hidden_layers"], sizes["hidden_size"], sizes["vocab_size"], *batch)
-    pass_ = DECODE if decode else UPDATE
     return Row(op, "", pass_, shape, dtype, provider, times.median_us, times.iqr_us, peak_mib=peak)
 
 
@@ -146,18 +146,16 @@ def measure_model(
     chosen, missing = _chosen(op, only)
     sizes = MODELS[op][1] | (sizes or {})
     wanted = [checks.choice("--pass", name, (UPDATE, DECODE)) for name in passes or (UPDATE, DECODE)]
-    update = [(False, batch or MODELS[op][2])] if UPDATE in wanted else []
-    decode = [(True, (sequences, DECODED)) for sequences in CACHED] if DECODE in wanted else []
-    if "liger" in chosen and not update:
-        missing["liger"] = "only its updates are timed"
-        yield Table([], missing)
-    for provider in chosen:
-        for decoded, tokens in update if provider == "liger" else update + decode:
-            rows = list[Row]()
+    work = [(UPDATE, batch or MODELS[op][2]), *((DECODE, (sequences, DECODED)) for sequences in CACHED)]
+    for provider, (pass_, tokens) in itertools.product(chosen, (one for one in work if one[0] in wanted)):
+        rows = list[Row]()
+        if (provider, pass_) == ("liger", DECODE):
+            missing.setdefault(provider, "only its updates are timed")
+        else:
             try:
-                rows.append(_row(op, provider, steps, sizes, tokens, decoded))
+                rows.append(_row(op, provider, steps, sizes, tokens, pass_))
             except (torch.OutOfMemoryError, torch._dynamo.exc.TorchDynamoException) as error:
                 missing[provider] = str(error).partition("\n")[0]
-            yield Table(rows, missing)
-            if environment.device().type == "cuda":
-                torch.cuda.empty_cache()
+        yield Table(rows, missing)
+        if environment.device().type == "cuda":
+            torch.cuda.empty_cache()

@@ -174,8 +174,6 @@ def attention_forward(
         return out.view(query.shape[0], query.shape[2], *out.shape[1:]), None
     if lengths is not None:
         options["key_lengths"] = lengths
-        if sliding_window is not None and key.shape[2] <= sliding_window:  # the cache ends the window
-            options["window"] = None
     elif mask is not None and mask.shape[-1]:
         key, value = key[:, :, : mask.shape[-1]], value[:, :, : mask.shape[-1]]
     p = dropout if module.training else 0.0

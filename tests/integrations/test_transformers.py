@@ -75,6 +75,12 @@ def made(name, dtype=torch.float32, **changed):
     return made.to(dtype).train()
 
 
+def cached(model, cache):
+    """The cache under the name of the argument that the model has."""
+    known = inspect.signature(type(model).forward).parameters
+    return {next(name for name in CACHE if name in known): cache}
+
+
 @pytest.fixture
 def tokens():
     return torch.randint(1, 97, (2, 12), generator=torch.Generator().manual_seed(1))
@@ -196,15 +202,13 @@ def test_attention_in_chunks():
         torch.nn.init.normal_(p, std=0.3)
     tokens = torch.randint(1, 97, (1, 12), generator=torch.Generator().manual_seed(1))
 
-    argument = sorted({*CACHE} & {*inspect.signature(type(model).forward).parameters})[0]
-
     @torch.no_grad()
     def outputs(kind):
         model.set_attn_implementation(kind)
         static = transformers.StaticCache(config=config, max_cache_len=16)
         caches = static, transformers.DynamicCache(config=config)
         parts = tokens.split((3, *[1] * 9), 1)
-        decoded = [model(part, **{argument: cache}).logits for cache in caches for part in parts]
+        decoded = [model(part, **cached(model, cache)).logits for cache in caches for part in parts]
         return model(tokens, use_cache=False).logits, model(tokens[:, :4]).logits, *decoded
 
     assert_same(outputs("cukern"), outputs("eager"))
@@ -408,8 +412,7 @@ def test_few_tokens_in_a_compiled_graph(name, tokens):
     @torch.no_grad()
     def run(model, network):
         cache = transformers.StaticCache(config=model.config, max_cache_len=48)
-        argument = {*CACHE, "past_key_values"} & {*inspect.signature(type(model).forward).parameters}
-        options = {argument.pop(): cache, "use_cache": True}
+        options = {**cached(model, cache), "use_cache": True}
         model(tokens, **options)
         return [network(tokens[:, :1], **options).logits, network(tokens.repeat(1, 4)[:, :40]).logits]
 
