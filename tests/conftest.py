@@ -56,7 +56,8 @@ SLOW = re.compile(
     "|".join(
         (
             # of the machine code, and of the tools
-            r"test_compiled|test_sanitizer|test_torture|test_four_processes|warmup\[.*(a100|rtx4090|h200)",
+            r"test_compiled|test_sanitizer|test_torture|test_(two|four)_processes|"
+            r"warmup\[.*(a100|rtx4090|h200)",
             r"test_pytest_benchmarks|test_launches_|test_a_ledger_lists|test_measure_host_in|"
             r"test_missing_packages|test_blocks_of_the_readme",
             r"test_an_example_runs|test_every_block_runs.*(judge|transformers|roofline|layernorm1|softmax1)|"
@@ -92,8 +93,8 @@ SLOW = re.compile(
             r"test_dynamic.*(model_|rope.*torch|(marked|every).*(attention|kron|rope_|linear|matmul|softmax|"
             r"grouped|full|window|lengths|decode|packed|adamw))",
             # of one op
-            r"attention/test_(accuracy|float32)|test_varlen.*(float32|128|256|float16|do_not_touch|"
-            r"derivatives)|shorter_sequences",
+            r"attention/test_(accuracy|float32|sdpa.*(-128-|-40-|dropout))|shorter_sequences|"
+            r"test_varlen.*(float32|128|256|float16|do_not_touch|derivatives)",
             r"attention/test_fused.*(128|256|136|96|opcheck|test_window|test_packed|110, "
             r"40|every_option.*-v3|infinite_sinks|persistent)",
             r"attention/test_bias.*(128|256|96|float32|layouts.*v3|kernels_compile|replays|a_compiled|"

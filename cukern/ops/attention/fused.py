@@ -214,6 +214,14 @@ def fused(inputs: Sequence[Tensor], options: Options) -> tuple[Tensor, Tensor]:
     return _apply(*inputs, *options) if watched(*inputs) else _raw(inputs, options)
 
 
+def backward(
+    inputs: Sequence[Tensor], out: Tensor, dout: Tensor, lse: Tensor, options: Options
+) -> tuple[Tensor, ...]:
+    """dq, dk and dv of (q, k, v) or (q, k, v, seed), where out and lse were saved by the caller."""
+    args = *inputs, out, dout, lse, None
+    return _backward(*args, *options) if len(inputs) == 3 else _extra_backward(*args, False, *options)[:3]
+
+
 def with_lengths(
     q: Tensor, k: Tensor, v: Tensor, options: Options, key_lengths: Tensor
 ) -> tuple[Tensor, Tensor]:

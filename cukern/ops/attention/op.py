@@ -235,7 +235,7 @@ def _of_lengths(
     checks.one_device(q=q, key_lengths=lengths)
     if version not in (None, *_FUSED):
         raise ValueError(f"version {version!r} has no key_lengths; version None, 'v3' and 'v4' have")
-    kernels = _chosen(version, q) in _FUSED and fused.supported(q, k, v)
+    kernels = chosen(version, q) in _FUSED and fused.supported(q, k, v)
     if table is not None:
         _check_table(table, q, lengths, k.shape[2])
         attend_pages = fused.with_pages if kernels else reference_of_pages
@@ -330,7 +330,7 @@ def _options(
     keys = k.shape[-2] if table is None else k.shape[-2] * table.shape[-1]
     window = 0 if checks.known(window >= keys) else window
     splits = 0 if num_splits is None else checks.integer("num_splits", num_splits, 1)
-    options = Options(causal, _scale(q, scale), float(softcap or 0), window=window, splits=splits)
+    options = Options(causal, scale_of(q, scale), float(softcap or 0), window=window, splits=splits)
     return options, checks.flag("return_lse", return_lse), None if sink is None else checked_sink(q, sink)
 
 
@@ -374,7 +374,7 @@ def _bias(
     return x if len(full) <= 4 else x.expand(*shape[:-2], *x.shape[-3:]).flatten(0, len(full) - 4)
 
 
-def _scale(q: Tensor, scale: Any) -> float | None:
+def scale_of(q: Tensor, scale: Any) -> float | None:
     """The checked scale. A trace leaves the default to the raw op, because head_dim may be dynamic."""
     if scale is None:
         return None if torch.compiler.is_compiling() else max(q.shape[-1], 1) ** -0.5
@@ -429,7 +429,7 @@ def _attend(
 ) -> materialised.Outputs:  # fmt: skip
     """out and lse. `qkv`: the tensor of which q, k and v are parts. `bounds`: cu_seqlens of the queries and
     of the keys. `extra`: as in `reference`; v4 does not have it together with a softcap."""
-    version = _chosen(version, q)
+    version = chosen(version, q)
     options = options._replace(wgmma=version == "v4")
     if extra is not None and options.softcap:
         options = options._replace(wgmma=False)
@@ -461,7 +461,7 @@ def _with_scores(
     return attend(q, k, v, options, return_lse, extra=extra)
 
 
-def _chosen(version: str | None, q: Tensor) -> str:
+def chosen(version: str | None, q: Tensor) -> str:
     """The version that computes a call."""
     kernels = q.is_cuda or backend.simulates(q)
     if version in _FUSED and not kernels:
