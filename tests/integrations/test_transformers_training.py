@@ -12,6 +12,8 @@ import torch
 from helpers import ROOT, TREE, gpu
 from test_transformers import assert_same, made, patched, transformers
 
+import cukern
+
 STEPS, RATE = 3, 0.05
 # Gemma 2's head has the weight of the embedding, so it cannot be a part of its own.
 KINDS = [
@@ -104,17 +106,20 @@ def test_two_processes(device, tmp_path):
 
 @pytest.mark.parametrize("name", ("llama", "gemma2", "gpt2"))
 def test_trainer(name, tmp_path):
-    """Gradients over two batches, evaluation, a checkpoint, and training from it."""
+    """Gradients over two batches, cukern.AdamW, evaluation, a checkpoint, and training from it."""
     pytest.importorskip("accelerate", reason="needs accelerate")
     rows = [{"input_ids": row, "labels": row} for tokens in batches() for row in tokens]
 
-    def losses(model, folder):
+    def losses(model, folder, optimizer=torch.optim.AdamW):
         arguments = transformers.TrainingArguments(
             output_dir=folder, per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=4,
-            learning_rate=1e-2, logging_steps=1, save_steps=2, eval_strategy="steps", eval_steps=2,
+            logging_steps=1, save_steps=2, eval_strategy="steps", eval_steps=2,
             use_cpu=True, report_to="none", disable_tqdm=True,
         )  # fmt: skip
-        trainer = transformers.Trainer(model, arguments, train_dataset=rows, eval_dataset=rows[:4])
+        optimizers = optimizer(model.parameters(), 1e-2, weight_decay=0.1), None
+        trainer = transformers.Trainer(
+            model, arguments, train_dataset=rows, eval_dataset=rows[:4], optimizers=optimizers
+        )
         trainer.train(resume_from_checkpoint=(folder / "checkpoint-2").exists())
         log = [entry.get("loss", entry.get("eval_loss")) for entry in trainer.state.log_history]
         return torch.tensor([x for x in log if x is not None])
@@ -124,10 +129,10 @@ def test_trainer(name, tmp_path):
     ours = made(name)
     again = copy.deepcopy(ours)
     with patched(ours):
-        assert_same([losses(ours, tmp_path / "ours")], [expected])
+        assert_same([losses(ours, tmp_path / "ours", cukern.AdamW)], [expected])
     (tmp_path / "ours" / "checkpoint-4").rename(tmp_path / "last")
     with patched(again):
-        assert_same([losses(again, tmp_path / "ours")], [expected])
+        assert_same([losses(again, tmp_path / "ours", cukern.AdamW)], [expected])
     assert_same(again.parameters(), ours.parameters())
 
 
