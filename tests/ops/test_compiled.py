@@ -21,8 +21,8 @@ ARCHS = ("sm_75", "sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120a")
 # are alike but for how they are converted, so each architecture has one of them.
 COMPILED = {
     "sm_75": (torch.float32, torch.bfloat16),
-    "sm_80": (torch.float32, torch.float16),
-    "sm_90a": (torch.float64, torch.float32, torch.bfloat16),
+    "sm_80": (torch.float64, torch.float32, torch.float16),
+    "sm_90a": (torch.float32, torch.bfloat16),
 }
 
 # empty on newer GPUs, which have no wgmma and do not launch them
