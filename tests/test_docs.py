@@ -35,12 +35,19 @@ KINDS = {"python", "cuda", "console", "text"}  # "text" is for commands that ins
 COMMAND = re.compile(r"(?:`|^|\$ |&& )cukern ([^`\n#&]*)", re.MULTILINE)
 
 
+def skip_without_package(name):
+    """`name`: a page or a function of cukern, some of which need a package of the extra integrations."""
+    packages = {"lokr": "lycoris", "patch_lycoris": "lycoris"}
+    packages |= {"transformers": "transformers", "patch": "transformers"}
+    if name in packages:
+        pytest.importorskip(packages[name], reason=f"needs {packages[name]}, of the extra integrations")
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
 def test_every_block_runs(page, tmp_path, monkeypatch, registry):
     monkeypatch.chdir(tmp_path)
     names, text = {"__name__": page.stem}, page.read_text()
-    if page.stem == "lokr":
-        pytest.importorskip("lycoris", reason="needs lycoris-lora, of the extra integrations")
+    skip_without_package(page.stem)
     assert len(re.findall(r"^```", text, re.MULTILINE)) == 2 * len(BLOCK.findall(text)), (
         "a block has an unknown head"
     )
@@ -149,8 +156,7 @@ def examples(text):
 def test_examples_in_docstrings(name, tmp_path, monkeypatch, registry):
     if name in NOT_RUN:
         pytest.skip(f"the example of {name} {NOT_RUN[name]}")
-    if name == "patch_lycoris":
-        pytest.importorskip("lycoris", reason="needs lycoris-lora, of the extra integrations")
+    skip_without_package(name)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "square.cu").write_text(SQUARE)
     x, model = torch.randn(1024, device=DEVICE), torch.nn.Linear(1024, 4, device=DEVICE)
