@@ -274,6 +274,12 @@ def run(
     return result
 
 
+def skip_without(package: str | None) -> None:
+    """Skip the test if this package of the extra integrations is missing."""
+    if package is not None:
+        pytest.importorskip(package, reason=f"needs {package}, of the extra integrations")
+
+
 def exact_gradients(
     function: Callable[..., torch.Tensor], inputs: Sequence[torch.Tensor], grad: torch.Tensor
 ) -> list[torch.Tensor]:

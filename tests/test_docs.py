@@ -15,7 +15,7 @@ import textwrap
 
 import pytest
 import torch
-from helpers import DEVICE, TREE, run
+from helpers import DEVICE, TREE, run, skip_without
 from typer.core import TyperGroup
 from typer.main import get_command
 from typer.testing import CliRunner
@@ -35,19 +35,20 @@ KINDS = {"python", "cuda", "console", "text"}  # "text" is for commands that ins
 COMMAND = re.compile(r"(?:`|^|\$ |&& )cukern ([^`\n#&]*)", re.MULTILINE)
 
 
-def skip_without_package(name):
-    """`name`: a page or a function of cukern, some of which need a package of the extra integrations."""
-    packages = {"lokr": "lycoris", "patch_lycoris": "lycoris"}
-    packages |= {"transformers": "transformers", "patch": "transformers"}
-    if name in packages:
-        pytest.importorskip(packages[name], reason=f"needs {packages[name]}, of the extra integrations")
+# by page, and by function
+PACKAGES = {
+    "lokr": "lycoris",
+    "patch_lycoris": "lycoris",
+    "transformers": "transformers",
+    "patch": "transformers",
+}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
 def test_every_block_runs(page, tmp_path, monkeypatch, registry):
     monkeypatch.chdir(tmp_path)
     names, text = {"__name__": page.stem}, page.read_text()
-    skip_without_package(page.stem)
+    skip_without(PACKAGES.get(page.stem))
     assert len(re.findall(r"^```", text, re.MULTILINE)) == 2 * len(BLOCK.findall(text)), (
         "a block has an unknown head"
     )
@@ -156,7 +157,7 @@ def examples(text):
 def test_examples_in_docstrings(name, tmp_path, monkeypatch, registry):
     if name in NOT_RUN:
         pytest.skip(f"the example of {name} {NOT_RUN[name]}")
-    skip_without_package(name)
+    skip_without(PACKAGES.get(name))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "square.cu").write_text(SQUARE)
     x, model = torch.randn(1024, device=DEVICE), torch.nn.Linear(1024, 4, device=DEVICE)

@@ -4,7 +4,7 @@ import importlib
 import sys
 
 import pytest
-from helpers import TREE
+from helpers import TREE, skip_without
 
 FOLDER = TREE / "examples"
 
@@ -14,9 +14,7 @@ FOLDER = TREE / "examples"
 def test_an_example_runs(name, capsys, monkeypatch, registry):
     monkeypatch.syspath_prepend(str(FOLDER))
     monkeypatch.delitem(sys.modules, name, raising=False)
-    needs = {"hugging_face": "transformers", "lokr_finetuning": "lycoris"}.get(name)
-    if needs is not None:
-        pytest.importorskip(needs, reason=f"needs {needs}, of the extra integrations")
+    skip_without({"hugging_face": "transformers", "lokr_finetuning": "lycoris"}.get(name))
     result = importlib.import_module(name).main()
     assert capsys.readouterr().out.strip()
     if name == "lokr_finetuning":

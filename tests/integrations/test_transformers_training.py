@@ -2,14 +2,11 @@
 without the patch."""
 
 import copy
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import ROOT, TREE, gpu
+from helpers import gpu, run_two
 from test_transformers import assert_same, made, patched, transformers
 
 import cukern
@@ -62,14 +59,17 @@ def divided(model, kind, mesh):
     return fully_shard(model, mesh=mesh)
 
 
-def main(folder, kind_of_device):
-    """Each of two processes trains each kind with its half of the batch. The first writes losses and
-    parameters."""
-    torch.distributed.init_process_group("nccl" if kind_of_device == "cuda" else "gloo")
-    mesh = torch.distributed.init_device_mesh(kind_of_device, (2,))
-    rank, found = torch.distributed.get_rank(), {}
-    device = torch.device(kind_of_device, rank)
-    for name, kind in all_kinds(kind_of_device):
+def main(rank, store):
+    """Each of two processes trains each kind with its half of the batch, on devices of the kind that names
+    the folder. The first writes losses and parameters."""
+    folder, found = Path(store).parent, {}
+    device = torch.device(folder.name, rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    torch.distributed.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=2)
+    mesh = torch.distributed.init_device_mesh(device.type, (2,))
+    for name, kind in all_kinds(device.type):
         model = made(name).to(device)
         with patched(model):
             model = divided(model, kind, mesh)
@@ -87,17 +87,9 @@ def main(folder, kind_of_device):
 def test_two_processes(device, tmp_path):
     if device == "cuda" and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    folders = os.pathsep.join(map(str, (ROOT, TREE / "tests", TREE / "tests" / "integrations")))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
-    done = subprocess.run(
-        [*command, "--nproc-per-node", "2", __file__, tmp_path, device],
-        env={**os.environ, "PYTHONPATH": folders, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-6000:]
-    found = torch.load(tmp_path / "found.pt")
+    (tmp_path / device).mkdir()
+    run_two(__file__, tmp_path / device, 300)
+    found = torch.load(tmp_path / device / "found.pt")
     assert [*found] == all_kinds(device)
     for (name, _), of_two in found.items():
         model = made(name)
@@ -134,7 +126,3 @@ def test_trainer(name, tmp_path):
     with patched(again):
         assert_same([losses(again, tmp_path / "ours", cukern.AdamW)], [expected])
     assert_same(again.parameters(), ours.parameters())
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])

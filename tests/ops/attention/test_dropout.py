@@ -119,11 +119,11 @@ def test_output_and_gradients(heads, kv_heads, queries, keys, d, dtype, options)
 @pytest.mark.parametrize("p", (0.1, 0.9))
 def test_the_part_of_dropped_weights_and_the_mean(p):
     """One key with the value 1: each of the outputs is 0 or 1 / (1 - p), at every call other ones."""
-    q, k = (torch.randn(1, 8, n, 8, device=DEVICE, dtype=BF16) for n in (125, 1))
+    q, k = (torch.randn(1, 8, n, 8, device=DEVICE, dtype=BF16) for n in (500, 1))
     calls = [cukern.attention(q, k, torch.ones_like(k), causal=False, dropout_p=p)[..., 0] for _ in range(4)]
     assert not same_bits(calls[2], calls[3])  # of a replay, as of a call that plans
     part = torch.stack([(y == 0).double().mean() for y in calls])
-    assert ((part - p).abs() < 5 * (p * (1 - p) / 1000) ** 0.5).all()
+    assert ((part - p).abs() < 5 * (p * (1 - p) / 4000) ** 0.5).all()
     assert (calls[0].unique() - torch.tensor([0, 1 / (1 - p)], device=DEVICE)).abs().max() < 0.04 / (1 - p)
 
 

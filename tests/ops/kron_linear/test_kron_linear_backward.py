@@ -23,7 +23,7 @@ from cukern.runtime.device import restricted
 @pytest.mark.parametrize("limit", (226 << 10, 63 << 10))
 @pytest.mark.parametrize("itemsize, tensor", ((2, True), (4, True), (4, False), (8, False)))
 def test_plans_cover_every_step_and_fit_a_block(itemsize, tensor, limit):
-    for sizes, rows in itertools.product(LAYERS, (33, 4096)):
+    for sizes, rows in itertools.product(LAYERS, (1, 33, 4096)):
         plan = planner.backward(sizes, rows, problem(itemsize, 132, limit, tensor))
         assert [s for launch in plan for s in launch.steps] == list(steps(sizes))
         for launch in plan:
